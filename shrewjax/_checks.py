@@ -1,0 +1,176 @@
+"""Every check of an argument, and its message.
+
+A value is checked when it is known: Python and NumPy scalars at once, `jax.Array`s (traced or not, so that
+jit and no jit agree) by shape and dtype only.
+"""
+
+import math
+import numbers
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+KeyPath = tuple[Any, ...]
+Scalar = float | jax.Array
+"""A checked scalar: a Python float, or a float32 or float64 array of shape () whose value is not looked at."""
+
+
+def threshold(name: str, value: Any) -> Scalar:
+    """A threshold: a real scalar, not negative and not NaN where its value is known."""
+    if isinstance(value, jax.Array):
+        return _real_scalar_array(name, value)
+    number = _static_real(name, value, "a real scalar >= 0")
+    if not number >= 0:
+        raise ValueError(f"{name} must be >= 0 and not NaN, got {value!r}")
+    return number
+
+
+def order(ord: Any) -> float:
+    """The order of a norm, static: any p >= 1 or inf; None means 2."""
+    if ord is None:
+        return 2.0
+    if isinstance(ord, jax.Array):
+        raise ValueError(
+            f"ord must be a Python number, got the array {ord}: the order decides what is compiled. "
+            "Under optax.inject_hyperparams, name it in static_args or leave it out (None means 2)"
+        )
+    number = _static_real("ord", ord, "a number >= 1, inf or None (2)")
+    if not number >= 1:
+        raise ValueError(f"ord must be >= 1 (inf included), got {ord!r}")
+    return number
+
+
+def accum_steps(value: Any) -> int | jax.Array | Callable[[jax.Array], Any]:
+    """The micro-steps of a window: an int >= 1, an array of shape (), or a function of the windows so far."""
+    if callable(value):
+        return value
+    if isinstance(value, jax.Array):
+        return _real_scalar_array("accum_steps", value)
+    if isinstance(value, np.ndarray) and value.shape == ():
+        value = value[()]
+    if isinstance(value, bool | np.bool) or not isinstance(value, int | np.integer):
+        raise ValueError(
+            f"accum_steps must be an int >= 1, a scalar array or a function of the number of windows, got {value!r}"
+        )
+    if not 1 <= value < 2**24:
+        raise ValueError(f"accum_steps must be >= 1 (and below 2**24), got {value!r}")
+    return int(value)
+
+
+def weight(value: Any) -> Scalar:
+    """The weight of a micro-batch: a real scalar, not negative where its value is known. NaN is let through."""
+    if isinstance(value, jax.Array):
+        return _real_scalar_array("weight", value)
+    number = _static_real("weight", value, "a real scalar >= 0")
+    if number < 0:
+        raise ValueError(f"weight must be >= 0, got {value!r}")
+    return number
+
+
+def flag(name: str, value: Any) -> bool | jax.Array:
+    """A bool, or a boolean scalar array."""
+    if isinstance(value, bool | np.bool):
+        return bool(value)
+    if isinstance(value, jax.Array | np.ndarray) and value.shape == () and value.dtype == np.bool:
+        return jnp.asarray(value)
+    raise ValueError(f"{name} must be a bool or a boolean scalar array, got {value!r}")
+
+
+def choice(name: str, value: Any, choices: Sequence[str]) -> Any:
+    """One of the named choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def accumulator_dtype(value: Any) -> Any:
+    """A floating or complex dtype, or None."""
+    if value is None:
+        return None
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        raise ValueError(f"accumulator_dtype must be a floating or complex dtype or None, got {value!r}")
+    if dtype != jax.dtypes.canonicalize_dtype(dtype):
+        raise ValueError(f"accumulator_dtype {dtype} needs jax_enable_x64")
+    return dtype
+
+
+def same_leaves(grads: Any, gradient_sum: Any, *, compared: Callable[[Any], bool]) -> None:
+    """At trace time: gradients have the accumulator's structure and, in the leaves that are `compared`, its shapes.
+
+    A gradient of None fits every leaf. Adds no operation to the program.
+    """
+    given, expected = (
+        dict(jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)) for tree in (grads, gradient_sum)
+    )
+    wrong = [f"{leaf_name(path)} is missing" for path in expected.keys() - given.keys()]
+    wrong += [
+        f"{leaf_name(path)} is unexpected"
+        for path, leaf in given.items()
+        if leaf is not None and expected.get(path) is None
+    ]
+    filled = grads
+    if not wrong:
+        filled = jax.tree.map(lambda s, g: g if g is not None and compared(g) else s, gradient_sum, grads)
+    chex.assert_trees_all_equal_structs(
+        filled,
+        gradient_sum,
+        custom_message=f"the gradients differ in structure from the accumulator: {', '.join(sorted(wrong)) or 'nodes'}",
+    )
+    chex.assert_trees_all_equal_shapes(
+        filled, gradient_sum, custom_message="the gradients differ in shape from the accumulator"
+    )
+
+
+def axis_names(axis_name: Any) -> tuple[Hashable, ...] | None:
+    """The mapped axes as a tuple; None if they are to be found."""
+    if axis_name is None:
+        return None
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def array_leaf(path: KeyPath, leaf: Any) -> Any:
+    """A gradient leaf: an array as it is, a Python number as an array."""
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        return leaf
+    if isinstance(leaf, bool | int | float | complex):
+        return jnp.asarray(leaf)
+    raise ValueError(f"gradient leaf {leaf_name(path)} must be an array or a number, got {leaf!r}")
+
+
+def leaf_name(path: KeyPath) -> str:
+    """How messages name the leaf at `path`; the tree itself may be the leaf."""
+    return jax.tree_util.keystr(path) or "(the tree itself)"
+
+
+def _static_real(name: str, value: Any, expected: str) -> float:
+    if isinstance(value, np.ndarray) and value.shape == ():
+        value = value[()]
+    if callable(value):
+        raise ValueError(
+            f"{name} must be {expected}, got the function {value!r}: wrap the transformation in "
+            "optax.inject_hyperparams to schedule it"
+        )
+    # bfloat16 and float8 scalars are NumPy scalars, but no numbers.Real.
+    is_real = isinstance(value, numbers.Real) or (
+        isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating)
+    )
+    if not is_real or isinstance(value, bool | np.bool):
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _real_scalar_array(name: str, value: jax.Array) -> jax.Array:
+    if value.shape != () or not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
+        raise ValueError(f"{name} must be a real scalar, got an array of shape {value.shape} and dtype {value.dtype}")
+    return value.astype(jnp.float64 if value.dtype == jnp.float64 else jnp.float32)

@@ -1,0 +1,377 @@
+"""Range-safe norms of leaves, and scaling that keeps range and dtypes.
+
+A norm is measured as `mantissa * 2**exponent` (`Scaled`), so that neither the squares nor the norm itself, nor the
+ratio of two such numbers, overflows or underflows before the answer does.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shrewjax._checks import Scalar
+from shrewjax._reductions import Axes, leaf_maxima, leaf_sums
+
+Scope = Literal["global", "leaf"]
+
+
+class Scaled(NamedTuple):
+    """Non-negative numbers `mantissa * 2**exponent`, beyond the range of the mantissa's dtype."""
+
+    mantissa: jax.Array  # float32 or float64: in [1, 2), or 0, inf or nan
+    exponent: jax.Array  # int32, same shape
+
+
+class Factor(NamedTuple):
+    """What a clip multiplies by: `first * second` where `applies`, else nothing is touched. Scalars."""
+
+    applies: jax.Array  # bool
+    first: jax.Array
+    second: jax.Array  # 1, unless the product would underflow where its product with a gradient does not
+
+
+# A zero compares below every other number, and two such exponents add without wrapping.
+_EXPONENT_OF_ZERO = -(2**20)
+
+
+# --- numbers with an exponent of their own ---------------------------------------------------------------------
+
+
+def split(x: jax.Array) -> Scaled:
+    """Splits x >= 0 exactly, subnormals included. An infinity or a NaN becomes the mantissa."""
+    fraction_bits, bias = _float_format(x.dtype)
+    # Arithmetic flushes subnormals on some backends, but their bits are the integer x * 2**(bias + fraction_bits - 1).
+    as_integer = magnitude_bits(x)
+    is_subnormal = as_integer < (1 << fraction_bits)
+    normal = jnp.where(is_subnormal, as_integer.astype(x.dtype), x)
+    moved = jnp.where(is_subnormal, 1 - bias - fraction_bits, 0)
+    exponent = jnp.where(jnp.isfinite(normal), _exponent(normal), 0)
+    mantissa = times_power_of_two(normal, -exponent)
+    return Scaled(mantissa, jnp.where(mantissa == 0, _EXPONENT_OF_ZERO, exponent + moved))
+
+
+def split_number(value: float, dtype: Any) -> Scaled:
+    """Splits a Python number >= 0, also where the dtype could not hold it."""
+    if value == 0 or math.isinf(value):
+        mantissa, exponent = value, 0 if value else _EXPONENT_OF_ZERO
+    else:
+        half, exponent = math.frexp(value)
+        mantissa, exponent = 2 * half, exponent - 1
+    return Scaled(jnp.asarray(mantissa, dtype), jnp.asarray(exponent, jnp.int32))
+
+
+def join(number: Scaled) -> jax.Array:
+    """The number in the mantissa's dtype: inf where it is too large for it, 0 where it is too small."""
+    return times_power_of_two(number.mantissa, number.exponent)
+
+
+def is_greater(a: Scaled, b: Scaled) -> jax.Array:
+    """a > b for finite numbers."""
+    return (a.exponent > b.exponent) | ((a.exponent == b.exponent) & (a.mantissa > b.mantissa))
+
+
+def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """x * 2**exponent in two factors, so that no factor leaves the range where the result does not."""
+    first, second = _factors_of_two(exponent, x.dtype)
+    return x * first * second
+
+
+def _factors_of_two(exponent: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    _, bias = _float_format(dtype)
+    first = jnp.clip(exponent, 1 - bias, bias)
+    return _power_of_two(first, dtype), _power_of_two(jnp.clip(exponent - first, -bias, bias), dtype)
+
+
+def power_of_two_for(x: jax.Array) -> jax.Array:
+    """A power of two that brings each finite, normal x > 0 to [1/2, 2), to multiply with."""
+    _, bias = _float_format(x.dtype)
+    return _power_of_two(-jnp.clip(_exponent(x), 1 - bias, bias - 1), x.dtype)
+
+
+def _power_of_two(exponent: jax.Array, dtype: Any) -> jax.Array:
+    """2**exponent for -bias < exponent <= bias, and 0 for -bias; from the bits, as `exp2` is not exact."""
+    fraction_bits, bias = _float_format(dtype)
+    return lax.bitcast_convert_type((exponent + bias).astype(_integers_like(dtype)) << fraction_bits, dtype)
+
+
+def _exponent(x: jax.Array) -> jax.Array:
+    fraction_bits, bias = _float_format(x.dtype)
+    return (magnitude_bits(x) >> fraction_bits).astype(jnp.int32) - bias
+
+
+def magnitude_bits(x: jax.Array) -> jax.Array:
+    """The bits of |x|: integers that order as the magnitudes do, with NaN above infinity."""
+    integers = _integers_like(x.dtype)
+    return lax.bitcast_convert_type(x, integers) & jnp.asarray(jnp.iinfo(integers).max, integers)
+
+
+def sign_bit(x: jax.Array) -> jax.Array:
+    """Whether the sign bit is set: x < 0 also where that comparison would flush x to 0."""
+    return lax.bitcast_convert_type(x, _integers_like(x.dtype)) < 0
+
+
+def round_toward_zero(value: Scalar, dtype: Any) -> jax.Array:
+    """A threshold in another dtype: the largest finite number there that is not above it, 0 if it is negative."""
+    largest = float(jnp.finfo(dtype).max)
+    if isinstance(value, jax.Array):
+        wanted = jnp.clip(value, 0, largest)
+        nearest = wanted.astype(dtype)
+        too_large = nearest.astype(wanted.dtype) > wanted
+    else:
+        nearest = jnp.asarray(min(value, largest), dtype)
+        too_large = jnp.asarray(float(np.asarray(min(value, largest), dtype)) > value)
+    integers = _integers_like(dtype)
+    below = lax.bitcast_convert_type(lax.bitcast_convert_type(nearest, integers) - jnp.ones((), integers), dtype)
+    return jnp.where(too_large, nearest - lax.stop_gradient(nearest - below), nearest)  # keeps the derivative
+
+
+def _integers_like(dtype: Any) -> Any:
+    return jnp.dtype(f"int{jnp.finfo(dtype).bits}")
+
+
+def _float_format(dtype: Any) -> tuple[int, int]:
+    info = jnp.finfo(dtype)
+    return int(info.nmant), 2 ** (int(info.nexp) - 1) - 1
+
+
+# --- norms -----------------------------------------------------------------------------------------------------
+
+
+class _Range(NamedTuple):
+    """Where the sum of a leaf's p-th powers, p = 1 or 2, is trusted, and what brings every other leaf there."""
+
+    trusted_above: float  # what underflows is too little to matter for a sum above this
+    shrink: int  # elements times 2**shrink overflow no sum;
+    grow: int  # elements of an untrusted leaf times 2**grow neither overflow nor lose what counts
+
+
+_RANGE = {
+    jnp.dtype(jnp.float32): _Range(2.0**-60, -96, 88),
+    jnp.dtype(jnp.float64): _Range(2.0**-900, -600, 600),
+}
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))  # outside of jit, each call would compile its `cond` anew
+def measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes) -> Scaled:
+    """The `ord`-norm of all floating leaves together (scope "global", shape ()) or of each (scope "leaf", shape (n,)).
+
+    Accumulated in float32, or in float64 if a leaf is, whatever the leaves' order. Its derivative is 0 where the
+    norm is 0 or not finite.
+    """
+    return _measure(leaves, ord, scope, axes)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes) -> Scaled:
+    if not leaves:
+        return split(jnp.zeros((0,) if scope == "leaf" else (), jnp.float32))
+    if ord in (1, 2):
+        return _measure_by_power_sum(leaves, int(ord), scope, axes)
+    return _measure_by_maximum(leaves, ord, scope, axes)
+
+
+def _measure_by_power_sum(leaves: Sequence[Any], p: int, scope: Scope, axes: Axes) -> Scaled:
+    """p = 1 or 2: one plain pass, and a second one, over scaled elements, only if sums left the trusted range."""
+    dtype = _accumulation_dtype(leaves)
+    trusted_above, shrink, grow = _RANGE[dtype]
+
+    def power(x: Any, *scale: jax.Array) -> jax.Array:
+        x = widen(x, dtype)
+        for s in scale:
+            x = times(x, s)
+        return lax.abs(x) if p == 1 else _squared_modulus(x)
+
+    plain = leaf_sums(power, leaves, axes=axes)
+    sums = jnp.stack(plain)
+    overflowed, underflowed = sums == jnp.inf, sums < trusted_above
+    if scope == "global":  # one exponent for all; a tiny leaf among others needs no care
+        careful = jnp.any(overflowed) | jnp.all(underflowed)
+        exponents = jnp.broadcast_to(jnp.where(jnp.any(overflowed), shrink, grow), sums.shape)
+    else:
+        careful = jnp.any(overflowed | underflowed)  # all zero or underflowed: only the second pass tells
+        exponents = jnp.where(overflowed, shrink, jnp.where(underflowed, grow, 0))
+
+    def scaled() -> tuple[jax.Array, jax.Array]:
+        factors = _power_of_two(exponents, dtype)
+        if scope == "global":
+            # The common factor, but as an operation of each leaf's own: XLA:CPU would write out a factor that leaves
+            # share, broadcast to their shape. (A slice of `factors` a leaf would be a kernel a leaf to compile.)
+            factor = factors[0]
+            each = [lax.clamp(factor, s, factor) for s in plain]
+        else:
+            each = list(factors)
+        # XLA:GPU would turn the branch into a select, and so run it always, if it held nothing but plain reductions.
+        return lax.optimization_barrier((jnp.stack(leaf_sums(power, leaves, each, axes=axes)), -exponents))
+
+    sums, exponents = lax.cond(careful, scaled, lambda: (sums, jnp.zeros_like(exponents)))
+
+    # Leaf i's sum is mantissas[i] * 2**(p * exponents[i]), exactly, with 1 <= mantissas[i] < 2**p.
+    mantissas, remainder = split(sums)
+    exponents = exponents + remainder // p
+    mantissas = times_power_of_two(mantissas, remainder % p)
+    if scope == "global":
+        largest = jnp.max(exponents)
+        below = jnp.where(jnp.isfinite(mantissas), exponents - largest, 0)
+        mantissas, exponents = _ordered_sum(times_power_of_two(mantissas, p * below)), largest
+    return _shifted(jnp.sqrt(mantissas) if p == 2 else mantissas, exponents)
+
+
+def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes) -> Scaled:
+    """Any other p >= 1: the largest magnitude, then the sum of (|x| / largest)**p, whose terms stay in [0, 1]."""
+    dtype = _accumulation_dtype(leaves)
+
+    def key(x: Any) -> jax.Array:
+        x = widen(x, dtype)
+        # Half the modulus: the modulus itself can be beyond the dtype's range where its parts are not.
+        return magnitude_bits(lax.abs(times(x, jnp.asarray(0.5, dtype))) if is_complex(x) else x)
+
+    def relative(x: Any, unit: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        return lax.abs(times(times(times(widen(x, dtype), first), second), 1 / unit))
+
+    maxima = lax.bitcast_convert_type(jnp.stack(leaf_maxima(key, leaves, axes=axes)), dtype)
+    mantissas, exponents = split(maxima)
+    exponents = exponents + np.asarray([is_complex(x) for x in leaves], np.int32)
+    if p < math.inf:
+        unit = jnp.where(mantissas > 0, mantissas, 1)
+        scale = [list(vector) for vector in (unit, *_factors_of_two(-exponents, dtype))]
+        sums = jnp.stack(leaf_sums(lambda x, *s: relative(x, *s) ** p, leaves, *scale, axes=axes))
+    else:
+        sums = jnp.ones_like(mantissas)
+
+    if scope == "global":
+        largest = jnp.max(exponents)
+        height = times_power_of_two(mantissas, exponents - largest)
+        top = jnp.max(height)
+        share = height / jnp.where(top > 0, top, 1)
+        sums = _ordered_sum(sums * share**p) if p < math.inf else jnp.max(sums * share)
+        mantissas, exponents = top, largest
+        maxima = jnp.sum(maxima, where=~jnp.isfinite(maxima))  # 0, or what is to be reported
+    norm = _shifted(mantissas * (sums ** (1 / p) if p < math.inf else sums), exponents)
+    return Scaled(jnp.where(jnp.isfinite(maxima), norm.mantissa, maxima), norm.exponent)
+
+
+@_measure.defjvp
+def _measure_jvp(
+    ord: float, scope: Scope, axes: Axes, primals: tuple[Any], tangents: tuple[Any]
+) -> tuple[Scaled, Scaled]:
+    """d norm = sum of Re(conj(sign(x)) dx) (|x| / norm)**(ord - 1), spread evenly over the largest for ord = inf."""
+    (leaves,), (d_leaves,) = primals, tangents
+    norm = measure(leaves, ord, scope, axes)
+    no_exponent: Any = np.zeros(norm.exponent.shape, jax.dtypes.float0)  # an integer's tangent
+    if not leaves:
+        return norm, Scaled(jnp.zeros_like(norm.mantissa), no_exponent)
+    dtype = norm.mantissa.dtype
+    mantissas, exponents = (jnp.broadcast_to(part, (len(leaves),)) for part in norm)
+    defined = jnp.isfinite(mantissas) & (mantissas > 0)
+    scale = [list(v) for v in (jnp.where(defined, mantissas, 1), *_factors_of_two(-exponents, dtype))]
+
+    def relative(x: Any, unit: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        return times(times(times(widen(x, dtype), first), second), 1 / unit)
+
+    def is_largest(pair: Any, unit: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        return (jnp.abs(times(times(widen(pair[0], dtype), first), second)) >= unit).astype(dtype)
+
+    def term(pair: Any, *s: jax.Array) -> jax.Array:
+        x, dx = relative(pair[0], *s), times(times(widen(pair[1], dtype), s[1]), s[2])
+        if ord != 2:
+            weight = is_largest(pair, *s) if ord == math.inf else jnp.abs(x) ** (ord - 1)
+            x = times(jnp.sign(x), weight)
+        return x.real * dx.real + x.imag * dx.imag if is_complex(x) else x * dx
+
+    pairs = list(zip(leaves, d_leaves, strict=True))
+    slopes = jnp.stack(leaf_sums(term, pairs, *scale, axes=axes))
+    if ord == math.inf:
+        ties = jnp.stack(leaf_sums(is_largest, pairs, *scale, axes=axes))
+        ties = jnp.broadcast_to(jnp.sum(ties), ties.shape) if scope == "global" else ties
+        slopes = slopes / jnp.maximum(ties, 1)
+    slopes = jnp.where(defined, slopes, 0)
+    return norm, Scaled(jnp.sum(slopes) if scope == "global" else slopes, no_exponent)
+
+
+def _accumulation_dtype(leaves: Sequence[Any]) -> Any:
+    return jnp.dtype(jnp.float64 if any(accumulator_dtype(x) == jnp.float64 for x in leaves) else jnp.float32)
+
+
+def _ordered_sum(terms: jax.Array) -> jax.Array:
+    """A sum that does not depend on the order of the leaves, to the last bit."""
+    return jnp.sum(jnp.sort(terms))
+
+
+def _shifted(x: jax.Array, exponent: jax.Array) -> Scaled:
+    number = split(x)
+    return Scaled(number.mantissa, number.exponent + exponent)
+
+
+# --- scaling ---------------------------------------------------------------------------------------------------
+
+
+def clip_factor(norm: Scaled, max_norm: Scalar) -> Factor:
+    """What brings a measured norm down to `max_norm`: the decision of every norm clip. Shapes of `norm`."""
+    dtype = norm.mantissa.dtype
+    if isinstance(max_norm, jax.Array):
+        limit = split(jnp.maximum(max_norm, 0))
+        limit = Scaled(limit.mantissa.astype(dtype), limit.exponent)
+    else:
+        limit = split_number(max_norm, dtype)
+    defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
+    exceeds = is_greater(norm, limit) | (limit.mantissa == 0)
+    applies = (exceeds | ~defined) & (limit.mantissa != jnp.inf)
+
+    def reduced() -> Factor:
+        # 1/2 < ratio < 2, so that ratio * 2**first is normal; the rest of the exponent goes into a second factor.
+        ratio = limit.mantissa / jnp.where(defined & (norm.mantissa > 0), norm.mantissa, 1)
+        _, bias = _float_format(dtype)
+        exponent = limit.exponent - norm.exponent
+        first = jnp.clip(exponent, 2 - bias, 0)
+        second = jnp.clip(exponent - first, -bias, 0)
+        product = ratio * _power_of_two(first, dtype)
+        return Factor(applies, jnp.where(defined, product, jnp.nan), _power_of_two(second, dtype))
+
+    one = jnp.ones_like(norm.mantissa)
+    # Not only for speed: what comes out of a `cond` is computed once, not again in the kernel of every leaf.
+    return lax.cond(jnp.any(applies), reduced, lambda: Factor(jnp.zeros_like(applies), one, one))
+
+
+def scale(x: Any, factor: Factor) -> jax.Array:
+    """x times the factor where it applies, else x to the last bit; in x's dtype, multiplied in the factor's."""
+    dtype = factor.first.dtype
+    product = times(times(widen(x, dtype), factor.first), factor.second)
+    # Not x * 1 where nothing is clipped: that flushes subnormals on some backends.
+    return lax.select(factor.applies, lax.convert_element_type(product, x.dtype), x)
+
+
+def applied_scale(factor: Factor) -> jax.Array:
+    """What gradients were multiplied by, float32: 1 where nothing was clipped."""
+    return jnp.where(factor.applies, factor.first * factor.second, 1).astype(jnp.float32)
+
+
+def is_complex(x: Any) -> bool:
+    return x.dtype.kind == "c"
+
+
+def real_dtype(x: Any) -> Any:
+    return jnp.finfo(x.dtype).dtype
+
+
+def accumulator_dtype(x: Any) -> Any:
+    """The real dtype to sum x's elements, or their parts, in: float32, or float64 if x has that."""
+    return jnp.dtype(jnp.float64 if real_dtype(x) == jnp.float64 else jnp.float32)
+
+
+def widen(x: Any, dtype: Any) -> jax.Array:
+    """x in a real dtype, or in the complex one of its precision if x is complex."""
+    return lax.convert_element_type(x, f"complex{2 * jnp.finfo(dtype).bits}" if is_complex(x) else dtype)
+
+
+def times(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """x times a real factor; componentwise, as a complex product would turn inf + 0i into NaN."""
+    return lax.complex(x.real * factor, x.imag * factor) if is_complex(x) else x * factor
+
+
+def _squared_modulus(x: jax.Array) -> jax.Array:
+    return x.real * x.real + x.imag * x.imag if is_complex(x) else x * x

@@ -1,0 +1,23 @@
+"""Strict settings for every test: no implicit promotion of dtypes or ranks, warnings as errors, eight CPU devices."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The same examples on every machine; a wider, random search runs on demand (-m slow).
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=5000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(params=[False, True], ids=["x32", "x64"])
+def x64(request):
+    with jax.enable_x64(request.param):
+        yield request.param

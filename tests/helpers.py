@@ -1,0 +1,67 @@
+"""Oracles that share nothing with the package, and what several test files need."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shrewjax
+
+# Every public transformation, with the arguments of a typical use.
+TRANSFORMATIONS = {
+    "clip_by_global_norm": lambda: shrewjax.clip_by_global_norm(0.5),
+    "clip_by_leaf_norm": lambda: shrewjax.clip_by_leaf_norm(0.5),
+    "clip_by_value": lambda: shrewjax.clip_by_value(0.1),
+    "accumulate": lambda: shrewjax.accumulate(optax.identity(), 2),
+}
+
+
+def flat(tree):
+    """All floating elements, exactly, in extended precision and range."""
+    leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
+    parts = [np.ravel(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+    wide = [x.astype(np.clongdouble if x.dtype.kind == "c" else np.longdouble) for x in parts]
+    return np.concatenate([np.zeros(0, np.longdouble), *wide])
+
+
+def true_norm(tree, p=2.0):
+    """The p-norm in extended precision, whose range is that of float64 to the 16th power."""
+    magnitudes = np.abs(flat(tree))
+    largest = magnitudes.max(initial=0)
+    if p == np.inf or largest == 0 or not np.isfinite(largest):
+        return largest
+    return largest * ((magnitudes / largest) ** p).sum() ** (1 / np.longdouble(p))
+
+
+def bits(tree):
+    """The leaves as bytes: equal only if every bit is."""
+    return [(np.asarray(x).dtype, np.asarray(x).shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+def lenient(tx):
+    """Optax mixes dtypes: lets it, so that only the package's own code is held to strict promotion."""
+
+    def update(updates, state, params=None, **extra_args):
+        with jax.numpy_dtype_promotion("standard"):
+            return optax.with_extra_args_support(tx).update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def tree_of(seed=0, scale=1.0):
+    """A small tree of float32 leaves with values of order `scale`."""
+    rng = np.random.default_rng(seed)
+    shapes = {"w": (3, 4), "b": (4,), "scalar": ()}
+    return {k: jnp.asarray(scale * rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+
+
+def assert_close(actual, expected, rtol, atol=0.0):
+    """Leaf by leaf, with the leaf's path in the message."""
+    for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64),
+            np.asarray(e, np.float64),
+            rtol=rtol,
+            atol=atol,
+            err_msg=jax.tree_util.keystr(path),
+        )

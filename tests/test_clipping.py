@@ -1,0 +1,471 @@
+"""Every row of the tables of the norm clips and of the value clip."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import bits, flat, tree_of, true_norm
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shrewjax
+
+f32 = np.float32
+TINY = float(np.finfo(np.float32).tiny)
+
+
+def by_function(tree, max_norm, ord=None):
+    return shrewjax.clip_grad_norm(tree, max_norm, ord=ord)
+
+
+def by_transformation(tree, max_norm, ord=None):
+    tx = shrewjax.clip_by_global_norm(max_norm, ord=ord)
+    clipped, state = tx.update(tree, tx.init(tree))
+    return clipped, state.grad_norm
+
+
+def by_leaf(tree, max_norm, ord=None):
+    tx = shrewjax.clip_by_leaf_norm(max_norm, ord=ord)
+    clipped, state = tx.update(tree, tx.init(tree))
+    return clipped, jax.tree.leaves(state.grad_norm)[0]
+
+
+CLIPS = [by_function, by_transformation, by_leaf]
+each_clip = pytest.mark.parametrize("clip", CLIPS)  # given a tree of one leaf, all three must do the same
+each_threshold = pytest.mark.parametrize("given_as", [float, np.float32, jnp.float32], ids=["python", "numpy", "jax"])
+
+
+def eps(tree):
+    return max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(tree))
+
+
+# --- the rows of the norm table ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [-1, -1e-30, float("nan"), np.float32(-2), np.float64("nan"), -np.inf, -(10**400)])
+@pytest.mark.parametrize("what", ["max_norm", "max_value"])
+def test_static_threshold_below_zero_or_nan_is_an_error_that_names_it(bad, what):
+    makers = {
+        "max_norm": (shrewjax.clip_by_global_norm, shrewjax.clip_by_leaf_norm),
+        "max_value": (shrewjax.clip_by_value,),
+    }
+    for make in makers[what]:
+        with pytest.raises(ValueError, match=what):
+            make(bad)
+    plain = {"max_norm": shrewjax.clip_grad_norm, "max_value": shrewjax.clip_grad_value}[what]
+    with pytest.raises(ValueError, match=what):
+        plain(jnp.ones(2), bad)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["1", None, 1j, True, np.True_, np.ones(2), jnp.ones(2), jnp.ones((), complex), jnp.ones((), bool), lambda c: c],
+)
+def test_threshold_that_is_no_real_scalar_is_an_error_that_names_it(bad):
+    for make in (shrewjax.clip_by_global_norm, shrewjax.clip_by_leaf_norm):
+        with pytest.raises(ValueError, match="max_norm must be a real scalar"):
+            make(bad)
+    with pytest.raises(ValueError, match="max_value must be a real scalar"):
+        shrewjax.clip_by_value(bad)
+
+
+def test_a_schedule_as_threshold_is_an_error_that_tells_the_way():
+    with pytest.raises(ValueError, match="inject_hyperparams"):
+        shrewjax.clip_by_global_norm(optax.constant_schedule(1.0))
+
+
+@each_clip
+@each_threshold
+@pytest.mark.parametrize("values", [[3, 4], [np.nan, 1e-40], [np.inf, -0.0], [-np.inf, np.nan], [3e38, 3e38]], ids=str)
+def test_infinite_threshold_leaves_every_bit_and_measures(clip, given_as, values):
+    tree = [f32(values)]
+    clipped, norm = clip(tree, given_as(np.inf))
+    assert bits(clipped) == bits(tree)
+    with np.errstate(over="ignore"):
+        np.testing.assert_allclose(norm, np.float32(true_norm(tree)), rtol=1e-6)
+
+
+@each_clip
+@each_threshold
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("limit", [0.0, 1.0, 1e30])
+def test_nonfinite_gradient_makes_every_floating_leaf_nan(clip, given_as, bad, limit):
+    clipped, norm = clip([f32([1, bad, 0])], given_as(limit))
+    assert np.isnan(clipped[0]).all()
+    np.testing.assert_equal(float(norm), abs(bad))
+
+
+def test_nonfinite_gradient_of_one_leaf_reaches_all_leaves_but_not_integers():
+    tree = {"a": f32([1]), "b": np.float16([np.inf]), "c": np.complex64([1j]), "i": np.arange(2), "n": None}
+    clipped, _ = shrewjax.clip_grad_norm(tree, 1.0)
+    assert np.isnan(flat(clipped)).all()
+    np.testing.assert_array_equal(clipped["i"], [0, 1])
+    assert clipped["n"] is None
+
+
+@each_clip
+def test_traced_nan_threshold_makes_every_floating_leaf_nan(clip):
+    for tree in ([f32([3, 4])], [f32([0, 0])]):
+        assert np.isnan(clip(tree, jnp.float32(np.nan))[0][0]).all()
+
+
+@each_clip
+@pytest.mark.parametrize("limit", [-1.0, -np.inf])
+def test_traced_negative_threshold_is_as_zero(clip, limit):
+    clipped, norm = clip([f32([3, -4])], jnp.float32(limit))
+    np.testing.assert_array_equal(clipped[0], [0, 0])
+    assert float(norm) == 5
+
+
+@each_clip
+@each_threshold
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_gradients_inside_keep_every_bit(clip, given_as, dtype):
+    smallest = float(jnp.finfo(dtype).smallest_subnormal)
+    tree = [jnp.asarray([3, 4, -0.0, 0.0, smallest, -smallest, 3 * smallest], dtype)]
+    for limit in (5.0, 5.5, 3e38):
+        clipped, norm = clip(tree, given_as(limit))
+        assert bits(clipped) == bits(tree)
+        assert float(norm) == 5
+
+
+@each_clip
+@each_threshold
+@pytest.mark.parametrize("limit", [0.0, 1e-30, 1.0, np.inf])
+def test_zero_gradients_stay_zero(clip, given_as, limit):
+    clipped, norm = clip([f32([0, -0.0, 0])], given_as(limit))
+    np.testing.assert_array_equal(clipped[0], [0, 0, 0])
+    assert float(norm) == 0
+
+
+@each_clip
+@each_threshold
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30, 1e-40])
+def test_zero_threshold_gives_zeros(clip, given_as, scale):
+    clipped, _ = clip([f32([3 * scale, -4 * scale])], given_as(0.0))
+    np.testing.assert_array_equal(clipped[0], [0, 0])
+
+
+def norm_of(x, ord):
+    return float(true_norm([x], ord))
+
+
+@each_clip
+@each_threshold
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("limit", [1.0, 0.3, 1e-3])
+def test_gradients_outside_land_on_the_threshold_in_their_direction(clip, given_as, dtype, limit):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 5)), dtype)
+    (clipped,), norm = clip([x], given_as(limit))
+    assert clipped.dtype == dtype
+    exact = np.asarray(x, np.longdouble) * (np.longdouble(float(given_as(limit))) / true_norm([x]))
+    underflow = float(jnp.finfo(dtype).tiny)
+    np.testing.assert_allclose(np.float64(clipped), np.float64(exact), rtol=2 * eps([x]), atol=underflow)
+    assert true_norm([clipped]) == pytest.approx(float(given_as(limit)), rel=2 * eps([x]), abs=200**0.5 * underflow)
+    assert float(norm) == pytest.approx(float(true_norm([x])), rel=1e-6)
+
+
+@each_clip
+@pytest.mark.parametrize(
+    ("values", "limit"),
+    [
+        ([1e20, 1e20], 1.0),  # the squares overflow
+        ([1e-25, 2e-25], 1e-26),  # the squares underflow
+        ([3e38, 3e38, 3e38], 1.0),  # the norm overflows
+        ([3e38, 3e38, 3e38], 3e38),
+        ([2.0**33, 2.0**33], 2.0**-112),  # limit / norm underflows
+        ([3e38, 1e38], 1e-37),
+        ([2e-38, 2e-38], 2.4e-38),
+        ([1e-10, 1e-10], 1e-11),
+    ],
+)
+def test_neither_the_norm_nor_the_quotient_nor_the_product_leaves_the_range(clip, values, limit):
+    (clipped,), _ = clip([f32(values)], limit)
+    exact = np.longdouble(f32(values)) * (np.longdouble(limit) / true_norm([f32(values)]))
+    subnormal = len(values) ** 0.5 * TINY if np.min(exact) < TINY else 0
+    np.testing.assert_allclose(np.float64(clipped), np.float64(exact), rtol=2.4e-7, atol=subnormal)
+
+
+@each_clip
+def test_static_threshold_beyond_float32_is_finite_still(clip):
+    tree = [f32([3e38, 3e38, 3e38])]
+    clipped, norm = clip(tree, 1e300)
+    assert bits(clipped) == bits(tree)
+    assert float(norm) == np.inf  # the reading, not the decision
+    assert np.isnan(clip([f32([np.inf])], 1e300)[0][0]).all()
+
+
+@pytest.mark.parametrize("ord", [1, 1.5, 3, 10, np.inf])
+@pytest.mark.parametrize("scale", [1.0, 1e25, 1e-25])
+@each_clip
+def test_other_norms_land_on_the_threshold(clip, ord, scale):
+    x = f32(np.random.default_rng(1).normal(size=(7, 3)) * scale)
+    (clipped,), norm = clip([x], 0.25 * scale, ord=ord)
+    assert float(norm) == pytest.approx(norm_of(x, ord), rel=1e-6, abs=0)
+    tolerance = (2 if ord == np.inf else 4) * 2.0**-23
+    assert norm_of(clipped, ord) == pytest.approx(float(0.25 * scale), rel=tolerance, abs=0)
+
+
+def test_mixed_dtypes_are_scaled_alike_and_kept():
+    tree = {"half": np.float16([1.0]), "brain": jnp.ones(1, jnp.bfloat16), "single": f32([1e5])}
+    clipped, norm = shrewjax.clip_grad_norm(tree, 6e4)
+    assert {k: v.dtype for k, v in clipped.items()} == {k: v.dtype for k, v in tree.items()}
+    assert float(norm) == pytest.approx(1e5, rel=1e-6)
+    assert float(clipped["half"][0]) == pytest.approx(0.6, rel=1e-3)
+    assert float(clipped["brain"][0]) == pytest.approx(0.6, rel=1e-2)
+    assert float(clipped["single"][0]) == pytest.approx(6e4, rel=1e-6)
+
+
+def test_float64_leaf_makes_the_whole_sum_float64():
+    with jax.enable_x64(True):
+        tree = {"a": np.float64([3e200]), "b": f32([4.0]), "c": np.complex128([4e200j])}
+        clipped, norm = shrewjax.clip_grad_norm(tree, 1.0)
+        assert norm.dtype == jnp.float64
+        assert float(norm) == pytest.approx(5e200, rel=1e-15)
+        assert [clipped[k].dtype for k in "abc"] == [jnp.float64, jnp.float32, jnp.complex128]
+        assert float(true_norm(clipped)) == pytest.approx(1.0, rel=4e-16)
+
+
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_leaf_norm", "clip_by_value"])
+def test_what_holds_no_floats_passes_through(name):
+    tree = {
+        "int": np.arange(3),
+        "flag": np.array([True]),
+        "float0": np.zeros(2, jax.dtypes.float0),
+        "key": jax.random.key(0),
+        "none": None,
+        "masked": optax.MaskedNode(),
+        "empty": np.zeros((0, 3), f32),
+        "x": f32([3, 4]),
+    }
+    tx = getattr(shrewjax, name)(1.0)
+    clipped, _ = tx.update(tree, tx.init(tree))
+    assert jax.tree.structure(clipped) == jax.tree.structure(tree)
+    for k in ("int", "flag", "float0", "empty"):
+        assert clipped[k].dtype == tree[k].dtype
+        np.testing.assert_array_equal(clipped[k], tree[k])
+    assert clipped["key"] is tree["key"]
+    assert float(true_norm(clipped["x"])) == pytest.approx(1.0 if "norm" in name else 2**0.5, rel=3e-7)
+
+
+@each_clip
+def test_empty_trees_and_leaves_pass_through(clip):
+    if clip is not by_leaf:
+        assert clip({}, 1.0)[0] == {}
+        assert float(clip({}, 1.0)[1]) == 0
+    assert clip([np.zeros((0, 2), f32)], 1.0)[0][0].shape == (0, 2)
+
+
+def test_complex_gradients_keep_their_phase():
+    z = np.complex64([3 + 4j, -12j, 0])
+    clipped, norm = shrewjax.clip_grad_norm([z], 1.3)
+    assert float(norm) == 13
+    np.testing.assert_allclose(clipped[0], z / 10, rtol=3e-7)
+
+
+def test_python_numbers_are_leaves():
+    clipped, norm = shrewjax.clip_grad_norm({"a": 3.0, "b": 4.0, "n": 7}, 1.0)
+    assert float(norm) == 5
+    np.testing.assert_allclose([clipped["a"], clipped["b"]], [0.6, 0.8], rtol=1e-6)
+    assert clipped["n"] == 7
+
+
+def test_derivative_through_the_clip():
+    def clipped(x):
+        return shrewjax.clip_grad_norm([x[:1], x[1:]], 1.0)[0]
+
+    def projected(x):
+        return [y / jnp.linalg.norm(x) for y in (x[:1], x[1:])]
+
+    x = jnp.array([3.0, 4.0, -1.0])
+    for got, want in zip(jax.jacobian(clipped)(x), jax.jacobian(projected)(x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(jnp.concatenate(jax.jacobian(clipped)(0.1 * x)), np.eye(3))
+    np.testing.assert_array_equal(jnp.concatenate(jax.jacobian(clipped)(0 * x)), np.eye(3))
+    slope = jax.grad(lambda c: sum(jnp.sum(y) for y in shrewjax.clip_grad_norm([x], c)[0]))(0.5)
+    assert float(slope) == pytest.approx(6 / 26**0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("ord", [1, 2, 3, np.inf])
+@pytest.mark.parametrize("limit", [0.0, 1.0, np.inf])
+def test_derivative_through_the_clip_at_a_zero_norm_is_finite(ord, limit):
+    slope = jax.grad(lambda x: jnp.sum(shrewjax.clip_grad_norm([x], limit, ord=ord)[0][0]))(jnp.zeros(3))
+    assert np.isfinite(slope).all()
+
+
+def test_leaf_norms_are_clipped_one_by_one():
+    tree = {
+        "big": f32([30, 40]),
+        "small": f32([0.3, 0.4]),
+        "bad": f32([np.nan]),
+        "huge": f32([3e30, 4e30]),
+        "zero": f32([0]),
+    }
+    tx = shrewjax.clip_by_leaf_norm(1.0)
+    clipped, state = tx.update(tree, tx.init(tree))
+    expected = {"big": [0.6, 0.8], "small": [0.3, 0.4], "bad": [np.nan], "huge": [0.6, 0.8], "zero": [0]}
+    for k, v in expected.items():
+        np.testing.assert_allclose(clipped[k], f32(v), rtol=2.4e-7)
+    assert bits(clipped["small"]) == bits(tree["small"])
+    norms = {"big": 50, "small": 0.5, "bad": np.nan, "huge": 5e30, "zero": 0}
+    scales = {"big": 0.02, "small": 1, "bad": np.nan, "huge": 2e-31, "zero": 1}
+    for k in tree:
+        np.testing.assert_allclose(state.grad_norm[k], f32(norms[k]), rtol=1e-6)
+        np.testing.assert_allclose(state.clip_scale[k], f32(scales[k]), rtol=1e-6)
+
+
+def test_leaf_norm_state_keeps_its_structure_when_a_gradient_is_missing():
+    tx = shrewjax.clip_by_leaf_norm(1.0)
+    state = tx.init({"a": f32([3, 4]), "b": f32([1])})
+    clipped, new = tx.update({"a": f32([3, 4]), "b": None}, state)
+    assert clipped["b"] is None
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert (float(new.grad_norm["b"]), float(new.clip_scale["b"])) == (0, 1)
+
+
+def test_state_reports_the_norm_before_and_the_scale():
+    tx = shrewjax.clip_by_global_norm(1.0)
+    state = tx.init(tree_of())
+    assert (float(state.grad_norm), float(state.clip_scale)) == (0, 1)
+    for values, norm, scale in (([3, 4], 5, 0.2), ([0.3, 0.4], 0.5, 1), ([np.inf, 1], np.inf, np.nan), ([0, 0], 0, 1)):
+        _, state = tx.update([f32(values)], state)
+        np.testing.assert_allclose([state.grad_norm, state.clip_scale], [norm, scale], rtol=1e-6)
+        assert state.grad_norm.dtype == state.clip_scale.dtype == jnp.float32
+
+
+# --- the rows of the value table --------------------------------------------------------------------------------
+
+FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "bound", [0.0, 0.1, 1.0, 1 / 3, 7.3, 1e6, np.float64(0.1), jnp.float32(0.1), jnp.bfloat16(0.3)]
+)
+def test_value_clip_never_leaves_the_interval_and_touches_nothing_inside(dtype, bound):
+    smallest = float(jnp.finfo(dtype).smallest_subnormal)
+    x = jnp.asarray([0.0, -0.0, smallest, -smallest, 0.05, -0.05, 0.1, 1, -1, 7, 400, -400], dtype)
+    clipped = shrewjax.clip_grad_value([x], bound)[0]
+    exact, before, after = float(bound), np.float64(x), np.float64(clipped)
+    assert clipped.dtype == dtype
+    assert (np.abs(after) <= exact).all()
+    assert bits(clipped[np.abs(before) <= exact]) == bits(x[np.abs(before) <= exact])
+    outside = np.abs(before) > exact
+    assert (after[outside] * before[outside] >= 0).all()
+    # nothing between the result and the bound: the next number up is beyond it
+    nearest = np.float64(jnp.asarray(exact, dtype)) if exact < float(jnp.finfo(dtype).max) else np.inf
+    assert (np.abs(np.abs(after[outside]) - exact) <= abs(nearest) * float(jnp.finfo(dtype).eps)).all()
+
+
+@each_threshold
+def test_value_clip_of_nan_and_infinities(given_as):
+    x = f32([np.nan, np.inf, -np.inf, 2])
+    np.testing.assert_array_equal(shrewjax.clip_grad_value(x, given_as(1.0)), f32([np.nan, 1, -1, 1]))
+    assert bits(shrewjax.clip_grad_value(x, given_as(np.inf))) == bits(x)
+
+
+def test_value_clip_with_odd_traced_bounds():
+    x = f32([1, -1, 0, np.nan])
+    np.testing.assert_array_equal(shrewjax.clip_grad_value(x, jnp.float32(-3)), f32([0, 0, 0, np.nan]))
+    assert np.isnan(shrewjax.clip_grad_value(x, jnp.float32(np.nan))).all()
+    np.testing.assert_array_equal(shrewjax.clip_grad_value(4 * x, jnp.int32(2)), f32([2, -2, 0, np.nan]))
+
+
+def test_value_clip_of_complex_limits_the_modulus_and_keeps_the_phase():
+    z = np.complex64([3 + 4j, 0.3 + 0.4j, -1e30j, 3e38 + 3e38j, 1e-30j, 0, np.inf, 1j * np.nan])
+    clipped = shrewjax.clip_grad_value([z], 1.0)[0]
+    np.testing.assert_allclose(clipped[:4], np.complex64([0.6 + 0.8j, 0.3 + 0.4j, -1j, 0.5**0.5 * (1 + 1j)]), rtol=3e-7)
+    assert bits(clipped[4:6]) == bits(z[4:6])
+    assert np.isnan(clipped[6:]).all()
+    assert bits(shrewjax.clip_grad_value([z], np.inf)) == bits([z])
+
+
+def test_derivative_through_the_value_clip():
+    slope = jax.grad(lambda x: jnp.sum(shrewjax.clip_grad_value(x, 1.0)))(jnp.array([0.5, -2.0, 0.0, 3.0]))
+    np.testing.assert_array_equal(slope, [1, 0, 1, 0])
+    slope = jax.grad(lambda c: jnp.sum(shrewjax.clip_grad_value(jnp.array([2.0, -3.0, 5.0, 0.1]), c)))(1.0)
+    assert float(slope) == 1
+
+
+# --- properties -------------------------------------------------------------------------------------------------
+
+# Few structures, as each is compiled once.
+STRUCTURES = [
+    [((5,), jnp.float32)],
+    [((3, 2), jnp.float32), ((), jnp.float32), ((7,), jnp.float32)],
+    [((4,), jnp.bfloat16), ((2, 3), jnp.float16), ((3,), jnp.float32)],
+    [((6,), jnp.float16)],
+    [((3,), jnp.complex64), ((4,), jnp.float32)],
+]
+
+
+@st.composite
+def trees(draw):
+    structure = draw(st.sampled_from(STRUCTURES))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    tree = []
+    for shape, dtype in structure:
+        widest = min(30.0, float(np.log10(float(jnp.finfo(dtype).max))) - 1)
+        exponent = draw(st.floats(-widest, widest))
+        x = (
+            rng.normal(size=(2, *shape))
+            * 10.0**exponent
+            * 10.0 ** rng.uniform(-draw(st.integers(0, 8)), 0, (2, *shape))
+        )
+        x = x[0] + 1j * x[1] if jnp.issubdtype(dtype, jnp.complexfloating) else x[0]
+        x = np.where(rng.random(shape) < draw(st.sampled_from([0.0, 0.3])), 0, x)
+        tree.append(jnp.asarray(x).astype(dtype))
+    return tree
+
+
+RATIOS = st.one_of(st.sampled_from([0.0, 0.5, 1 - 1e-6, 1.0, 1 + 1e-6, 2.0]), st.floats(1e-6, 3.0))
+clip_jitted = jax.jit(shrewjax.clip_grad_norm)
+
+
+@given(trees(), RATIOS)
+def test_clipping_is_the_projection_onto_the_ball(tree, ratio):
+    norm = true_norm(tree)
+    limit = np.float32(min(ratio * norm, np.longdouble(3e38)))
+    clipped, measured = clip_jitted(tree, jnp.asarray(limit))
+    assert float(measured) == pytest.approx(float(norm), rel=1e-6, abs=TINY)
+    if measured <= limit:
+        assert bits(clipped) == bits(tree)
+        return
+    scale = np.longdouble(limit) / norm
+    size = sum(x.size for x in tree)
+    for x, y in zip(tree, clipped, strict=True):
+        info = jnp.finfo(x.dtype)
+        wide = np.clongdouble if np.iscomplexobj(x) else np.longdouble
+        error = np.abs(np.asarray(y).astype(wide) - np.asarray(x).astype(wide) * scale)
+        # 2 eps for the scale, half an eps more for the element's own rounding
+        assert (error <= 2.5 * float(info.eps) * np.abs(np.asarray(x).astype(wide)) * scale + float(info.tiny)).all()
+    floor = size**0.5 * max(float(jnp.finfo(x.dtype).tiny) for x in tree)
+    assert abs(true_norm(clipped) - limit) <= 2 * eps(tree) * limit + floor
+
+
+@given(trees(), RATIOS)
+def test_clipping_again_changes_next_to_nothing(tree, ratio):
+    limit = jnp.asarray(np.float32(min(ratio * true_norm(tree), np.longdouble(3e38))))
+    once, _ = clip_jitted(tree, limit)
+    twice, _ = clip_jitted(once, limit)
+    for x, y in zip(once, twice, strict=True):
+        info = jnp.finfo(x.dtype)
+        assert (
+            np.abs(np.asarray(x - y, np.complex128))
+            <= 4 * eps(tree) * np.abs(np.asarray(x, np.complex128)) + float(info.tiny)
+        ).all()
+
+
+@given(trees(), st.floats(0, 2.0**127, width=32))
+def test_value_clip_is_the_nearest_point_of_the_box(tree, bound):
+    tree = [x for x in tree if not np.iscomplexobj(x)]
+    for x, y in zip(tree, shrewjax.clip_grad_value(tree, bound), strict=True):
+        before, after = np.float64(x), np.float64(y)
+        assert (np.abs(after) <= bound).all()
+        inside = np.abs(before) <= bound
+        assert bits(np.asarray(y)[inside]) == bits(np.asarray(x)[inside])
+        assert (
+            np.abs(after - np.clip(before, -bound, bound))
+            <= 2 * float(jnp.finfo(x.dtype).eps) * bound + float(jnp.finfo(x.dtype).tiny)
+        ).all()

@@ -1,0 +1,118 @@
+"""Inside mapped functions a norm is the whole gradient's, or an error: never silently a shard's own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import true_norm
+
+import shrewjax
+
+P = jax.P
+GRADS = {
+    "rows": np.float32(np.arange(16).reshape(8, 2)),
+    "columns": np.float32(np.ones((3, 8))),
+    "replicated": np.float32([3, -4]),
+}
+SPECS = {"rows": P("data"), "columns": P(None, "model"), "replicated": P()}
+
+
+def clip(grads, ord=None, axis_name=None):
+    return shrewjax.clip_grad_norm(grads, 1.0, ord=ord, axis_name=axis_name)
+
+
+@pytest.fixture(params=jax.sharding.AxisType.__members__.keys() - {"Manual"})
+def mesh(request):
+    axis_type = jax.sharding.AxisType[request.param]
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type, axis_type))
+
+
+def place(grads, mesh, specs=SPECS):
+    return jax.tree.map(lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mesh, s)), grads, specs)
+
+
+@pytest.mark.parametrize(("ord", "scale"), [(1, 1.0), (2, 1.0), (2, 1e25), (2, 1e-25), (3, 1e25), (np.inf, 1.0)])
+def test_tracked_shard_map_counts_every_element_once(mesh, ord, scale):
+    grads = jax.tree.map(lambda x: x * np.float32(scale), GRADS)
+    mapped = jax.shard_map(lambda g: clip(g, ord), mesh=mesh, in_specs=(SPECS,), out_specs=(SPECS, P()))
+    clipped, norm = jax.jit(mapped)(place(grads, mesh))
+    assert float(norm) == pytest.approx(float(true_norm(grads, ord)), rel=1e-6, abs=0)
+    assert float(true_norm(clipped, ord)) == pytest.approx(1.0 if scale >= 1 else float(norm), rel=1e-6, abs=0)
+
+
+def test_partly_manual_mesh_counts_every_element_once(mesh):
+    specs = SPECS | {"columns": P()}
+    mapped = jax.shard_map(clip, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), axis_names={"data"})
+    _, norm = jax.jit(mapped)(place(GRADS, mesh))
+    assert float(norm) == pytest.approx(float(true_norm(GRADS)), rel=1e-6)
+
+
+def test_untracked_shard_map_without_axis_name_is_an_error_that_says_what_to_pass(mesh):
+    mapped = jax.shard_map(clip, mesh=mesh, in_specs=(SPECS,), out_specs=(SPECS, P()), check_vma=False)
+    with pytest.raises(ValueError, match=r"'data', 'model'.*pass axis_name="):
+        jax.jit(mapped)(place(GRADS, mesh))
+
+
+def test_untracked_shard_map_reduces_over_the_axes_that_are_named(mesh):
+    def norms(grads):
+        return (
+            shrewjax.grad_norm(grads["rows"], axis_name="data"),
+            shrewjax.grad_norm(grads["columns"], axis_name=("data", "model")),
+            shrewjax.grad_norm(grads["replicated"], axis_name=()),
+        )
+
+    mapped = jax.shard_map(norms, mesh=mesh, in_specs=(SPECS,), out_specs=P(), check_vma=False)
+    rows, columns, replicated = jax.jit(mapped)(place(GRADS, mesh))
+    assert float(rows) == pytest.approx(float(true_norm(GRADS["rows"])), rel=1e-6)
+    # over an axis on which the leaf is replicated it is counted once a device: what axis_name asks for
+    assert float(columns) == pytest.approx((24 * mesh.shape["data"]) ** 0.5, rel=1e-6)
+    assert float(replicated) == 5
+
+
+@pytest.mark.parametrize("make", [shrewjax.clip_by_global_norm, shrewjax.clip_by_leaf_norm])
+def test_pmap_needs_and_takes_an_axis_name(make):
+    shards = np.float32(np.arange(16).reshape(8, 2))
+
+    def update(g, **kwargs):
+        tx = make(1.0, **kwargs)
+        return tx.update(g, tx.init(g))
+
+    clipped, state = jax.pmap(lambda g: update(g, axis_name="i"), axis_name="i")(shards)
+    np.testing.assert_allclose(state.grad_norm, np.full(8, float(true_norm(shards))), rtol=1e-6)
+    assert float(true_norm(clipped)) == pytest.approx(1.0, rel=1e-6)
+    with pytest.raises(ValueError, match="pass axis_name="):
+        jax.pmap(update, axis_name="i")(shards)
+
+
+def test_vmap_over_a_named_axis_is_a_mapped_axis_only_if_named():
+    rows = np.float32([[3, 4], [6, 8]])
+    np.testing.assert_allclose(jax.vmap(shrewjax.grad_norm, axis_name="i")(rows), [5, 10])
+    over = jax.vmap(lambda g: shrewjax.grad_norm(g, axis_name="i"), axis_name="i")(rows)
+    np.testing.assert_allclose(over, [125**0.5] * 2, rtol=1e-6)
+
+
+def test_one_norm_of_fifty_sharded_leaves_needs_one_all_reduce():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    shapes = [(8 * (1 + i % 3), 4) for i in range(50)]
+    sharding = jax.sharding.NamedSharding(mesh, P("data"))
+    leaves = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding) for s in shapes]
+    text = jax.jit(shrewjax.grad_norm).lower(leaves).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    assert entry.count(" all-reduce(") == 1
+    assert "all-gather" not in text
+
+
+def test_one_bad_shard_is_bad_everywhere():
+    mesh = jax.make_mesh((8,), ("data",))
+    tx = shrewjax.accumulate(shrewjax.clip_by_value(9.0), 1, nonfinite="drop_microbatch")
+    grads = np.ones((8, 2), np.float32)
+    grads[5, 1] = np.inf
+
+    def update(g):
+        updates, state = tx.update(g, tx.init(g))
+        return updates, state.dropped
+
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P()))
+    updates, dropped = jax.jit(mapped)(jax.device_put(grads, jax.sharding.NamedSharding(mesh, P("data"))))
+    np.testing.assert_array_equal(updates, np.zeros((8, 2)))
+    assert int(dropped) == 1
