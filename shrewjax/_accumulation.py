@@ -1,0 +1,570 @@
+"""The accumulation window: sum micro-batches, then let the optimizer see their average once.
+
+`GradAccumulator` is the window alone and holds all of its arithmetic; `accumulate` wraps an optimizer in one.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from shrewjax import _checks, _norms
+from shrewjax._reductions import all_finite, is_counted
+
+Reduction = Literal["mean", "sum_over_weights", "sum"]
+Nonfinite = Literal["propagate", "drop_microbatch", "drop_window", "extend_window"]
+AccumSteps = int | jax.Array | Callable[[jax.Array], Any]
+
+_Flag = bool | jax.Array
+
+
+class GradAccumulatorState(NamedTuple):
+    """A window, open or empty. Its fields are a file format: a change to them breaks checkpoints."""
+
+    micro_step: jax.Array  # int32 (): micro-batches in the open window
+    windows: jax.Array  # int32 (): windows closed so far with a weight other than 0, discarded ones not counted
+    weight_sum: jax.Array  # float32 or float64 (): weight of the open window
+    window_bad: jax.Array  # bool (): the open window is to be discarded
+    dropped: jax.Array  # int32 (): non-finite micro-batches met so far, unless they propagate
+    gradient_sum: chex.ArrayTree  # like the parameters, in the accumulator's dtype; meaningless while micro_step is 0
+
+
+class AccumulateState(NamedTuple):
+    """A window and the wrapped optimizer. Its fields are a file format: a change to them breaks checkpoints."""
+
+    micro_step: jax.Array  # int32 (): micro-batches in the open window
+    windows: jax.Array  # int32 (): windows so far in which inner ran
+    applied: jax.Array  # bool (): the last call ran inner
+    weight_sum: jax.Array  # float32 or float64 (): weight of the open window; no count of all tokens so far
+    window_bad: jax.Array  # bool (): the open window is to be discarded
+    dropped: jax.Array  # int32 (): non-finite micro-batches met so far, unless they propagate
+    gradient_sum: chex.ArrayTree  # like the parameters, in the accumulator's dtype; meaningless while micro_step is 0
+    inner_state: Any  # the wrapped optimizer's state
+
+
+_State = TypeVar("_State", GradAccumulatorState, AccumulateState)
+
+
+class GradAccumulator:
+    r"""A window of micro-batches for loops driven from the host.
+
+    .. math:: \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
+
+    The object holds the window's rules and no data; the data is a state that goes in and comes out, so that `add`
+    and `take` can be jitted, with the state donated. Two programs, one that only adds and one that closes the window
+    and runs the optimizer, need neither a branch nor memory beyond the accumulator, on any backend.
+
+    The arguments, the rules at the edges and the errors are those of `accumulate`.
+
+    Attributes:
+      accum_steps: what was passed.
+
+    Example:
+      >>> window = GradAccumulator(2)
+      >>> state = window.init({"w": jnp.zeros(2)})
+      >>> average, state = window.step(state, {"w": jnp.array([1.0, 2.0])})
+      >>> print(average)
+      None
+      >>> average, state = window.step(state, {"w": jnp.array([3.0, 4.0])})
+      >>> average
+      {'w': Array([2., 3.], dtype=float32)}
+
+    In a training loop, jitted and in place:
+      >>> add = jax.jit(window.add, donate_argnums=0)
+      >>> state = add(state, {"w": jnp.array([1.0, 2.0])})
+      >>> bool(window.ready(state)), int(window.current_step(state))
+      (False, 1)
+    """
+
+    def __init__(
+        self,
+        accum_steps: AccumSteps,
+        *,
+        reduction: Reduction = "mean",
+        accumulator_dtype: Any = None,
+        nonfinite: Nonfinite = "propagate",
+    ) -> None:
+        self.accum_steps = _checks.accum_steps(accum_steps)
+        self._reduction = _checks.choice("reduction", reduction, ("mean", "sum_over_weights", "sum"))
+        self._dtype = _checks.accumulator_dtype(accumulator_dtype)
+        self._nonfinite = _checks.choice(
+            "nonfinite", nonfinite, ("propagate", "drop_microbatch", "drop_window", "extend_window")
+        )
+        self._jitted_add = jax.jit(self.add)
+
+    def init(self, params: chex.ArrayTree) -> GradAccumulatorState:
+        """An empty window for gradients like `params`, sharded as they are."""
+        gradient_sum = jax.tree.map(self._zeros, params)
+        wide = any(jnp.finfo(x.dtype).bits == 64 for x in jax.tree.leaves(gradient_sum))
+        return GradAccumulatorState(
+            micro_step=jnp.zeros((), jnp.int32),
+            windows=jnp.zeros((), jnp.int32),
+            weight_sum=jnp.zeros((), jnp.float64 if wide else jnp.float32),
+            window_bad=jnp.zeros((), bool),
+            dropped=jnp.zeros((), jnp.int32),
+            gradient_sum=gradient_sum,
+        )
+
+    def add(self, state: GradAccumulatorState, grads: chex.ArrayTree, weight: Any = 1) -> GradAccumulatorState:
+        """The window with one more micro-batch. It goes on growing if nobody takes it when it is ready.
+
+        Args:
+          state: the window so far; may be donated.
+          grads: the micro-batch's gradients, like the parameters given to `init`.
+          weight: its number of examples or tokens, a real scalar >= 0.
+        """
+        return self._fold(state, grads, weight, flush=False, when_full=False)[0]
+
+    def ready(self, state: GradAccumulatorState) -> jax.Array:
+        """Whether the window has as many micro-batches as it should. Shape (), bool."""
+        return state.micro_step >= self._steps(state.windows)
+
+    def take(self, state: GradAccumulatorState) -> tuple[chex.ArrayTree, GradAccumulatorState]:
+        """Closes whatever is open: its average, in the accumulator's dtype, and an empty window.
+
+        The average is zeros if the window is empty, weighs nothing or is to be discarded. It shares its buffer with
+        the state: use it before the state is donated, best in one program with the optimizer.
+        """
+        state, has_average = self._fold(state, None, 0, flush=True, when_full=False)
+        average = jax.tree.map(lambda x: jnp.where(has_average, x, jnp.zeros_like(x)), state.gradient_sum)
+        return average, state._replace(gradient_sum=average)
+
+    def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
+        """Empties the window; what was counted stays."""
+        return state._replace(
+            micro_step=jnp.zeros_like(state.micro_step),
+            weight_sum=jnp.zeros_like(state.weight_sum),
+            window_bad=jnp.zeros_like(state.window_bad),
+        )
+
+    def step(
+        self, state: GradAccumulatorState, grads: chex.ArrayTree, weight: Any = 1
+    ) -> tuple[chex.ArrayTree | None, GradAccumulatorState]:
+        """Adds a micro-batch, and takes the average if that fills the window; else None. Not for use under jit."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight))):
+            raise ValueError("step decides on the host and cannot be traced: use add, ready and take under jit")
+        state = self._jitted_add(state, grads, weight)
+        return self.take(state) if self.ready(state) else (None, state)
+
+    def current_step(self, state: GradAccumulatorState) -> jax.Array:
+        """The number of micro-batches in the open window. Shape (), int32."""
+        return state.micro_step
+
+    def _zeros(self, param: Any) -> jax.Array:
+        if not is_counted(param):
+            return jnp.zeros((), jnp.float32)  # holds no sum
+        zeros = jnp.zeros_like(param)
+        return (
+            _norms.widen(zeros, _norms.accumulator_dtype(param)) if self._dtype is None else zeros.astype(self._dtype)
+        )
+
+    def _steps(self, windows: jax.Array) -> jax.Array:
+        steps = self.accum_steps(windows) if callable(self.accum_steps) else self.accum_steps
+        return jnp.ceil(jnp.asarray(steps, jnp.float32)).astype(jnp.int32)
+
+    def _fold(
+        self, state: _State, grads: chex.ArrayTree | None, weight: Any, *, flush: _Flag, when_full: bool
+    ) -> tuple[_State, _Flag]:
+        """All arithmetic of the window: adds a micro-batch (None: there is none), then closes the window if it is due.
+
+        Due is a window that is flushed or, `when_full`, full. Returns the state, and whether its `gradient_sum` is now
+        the average of a window that counts. Flags are Python bools where they are known at trace time.
+        """
+        if grads is not None:
+            grads = _checked_gradients(grads, state.gradient_sum)
+        weight = _checks.weight(weight)
+        dtype = state.weight_sum.dtype
+        one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
+
+        # Whatever a gradient of weight 0 holds, it contributes nothing, and is not bad.
+        keeps: _Flag = grads is not None and weight != 0
+        bad: _Flag = False
+        if keeps is not False and self._nonfinite != "propagate":
+            bad = keeps & ~all_finite([g for g in jax.tree.leaves(grads) if is_counted(g)], axes=None)
+            keeps = keeps & ~bad
+        kept_weight = jnp.where(keeps, jnp.asarray(weight).astype(dtype), zero)
+        is_step: _Flag = grads is not None
+        if is_step and self._nonfinite == "extend_window":
+            is_step = ~jnp.asarray(bad)
+
+        micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
+        weight_sum = state.weight_sum + kept_weight
+        window_bad = state.window_bad | bad if self._nonfinite == "drop_window" else state.window_bad
+        closes = flush
+        if when_full and flush is not True:
+            closes = _either(flush, self._is_full(state.windows, micro_step, is_step))
+        # A micro-batch that is known to weigh something settles it.
+        counts: _Flag = keeps is True or (weight_sum != 0) & ~window_bad
+        has_average = _both(closes, counts)
+
+        # The average is made in the pass that closes the window: no pass of its own, and the buffer itself is what the
+        # optimizer reads. By the reciprocal, as XLA:CPU writes out the result of a division that is used twice.
+        scale = None
+        if self._reduction != "sum" and closes is not False:
+            scale = jnp.where(closes, 1 / jnp.where(counts, weight_sum, one), one)
+        factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else kept_weight
+        if grads is None:
+            grads = jax.tree.map(lambda _: None, state.gradient_sum)
+        gradient_sum = jax.tree.map(
+            lambda total, g: _fold_leaf(total, g, state.micro_step == 0, keeps, factor, scale),
+            state.gradient_sum,
+            grads,
+        )
+
+        return state._replace(
+            micro_step=jnp.where(closes, jnp.zeros_like(micro_step), micro_step),
+            windows=jnp.where(has_average, optax.safe_increment(state.windows), state.windows),
+            weight_sum=jnp.where(closes, zero, weight_sum),
+            window_bad=jnp.where(closes, jnp.zeros_like(window_bad), window_bad),
+            dropped=jnp.where(bad, optax.safe_increment(state.dropped), state.dropped),
+            gradient_sum=gradient_sum,
+        ), has_average
+
+    def _is_full(self, windows: jax.Array, micro_step: jax.Array, is_step: _Flag) -> _Flag:
+        if isinstance(self.accum_steps, int) and self.accum_steps == 1 and is_step is True:
+            return True
+        # A step that does not count closes nothing, not even a window that a resumed run left longer than it should be.
+        return _both(is_step, micro_step >= self._steps(windows))
+
+
+def _fold_leaf(
+    total: jax.Array, grad: Any, first: jax.Array, keeps: _Flag, factor: jax.Array | None, scale: jax.Array | None
+) -> jax.Array:
+    """One read and one write: total + factor * grad, times scale. A window's first gradient replaces what was there."""
+    wide = _norms.accumulator_dtype(total)
+    fresh = jnp.zeros_like(total)
+    if grad is None or not is_counted(grad) or keeps is False:
+        total = jnp.where(first, fresh, total)
+    else:
+        if factor is not None:
+            grad = _norms.times(_norms.widen(grad, wide), factor.astype(wide))
+        grad = grad.astype(total.dtype)
+        added = jnp.where(first, grad, total + grad)
+        # Discarded by selection: 0 * inf is NaN.
+        total = added if keeps is True else jnp.where(keeps, added, jnp.where(first, fresh, total))
+    if scale is not None:
+        total = _norms.times(_norms.widen(total, wide), scale.astype(wide)).astype(total.dtype)
+    return total
+
+
+def accumulate(
+    inner: optax.GradientTransformation,
+    accum_steps: AccumSteps,
+    *,
+    reduction: Reduction = "mean",
+    accumulator_dtype: Any = None,
+    nonfinite: Nonfinite = "propagate",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Lets an optimizer see the average of `accum_steps` micro-batches' gradients, once.
+
+    .. math:: \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
+
+    On all but the last call of a window the updates are zeros, and neither inner's state nor its counters and
+    schedules move. On the last one inner gets the average. The optimizer is wrapped, not preceded: an optimizer with a
+    state must not see the calls that do not close a window. Put what belongs to the large batch, such as clipping,
+    inside: `accumulate(optax.chain(clip_by_global_norm(1.0), optax.adamw(1e-3)), 4)`.
+
+    `update` takes two more arguments, which are not passed on:
+
+    * `weight=1`: the micro-batch's number of examples or tokens, a real scalar >= 0, also traced.
+    * `flush=False`: closes the window with this call, however many micro-batches it has. A bool, also traced.
+
+    ================================================  ==========================================================
+    what happens                                      result
+    ================================================  ==========================================================
+    a micro-batch of weight 0                         contributes nothing, whatever its gradient holds; is a step
+    a window of weight 0                              inner is not run, updates are zeros
+    a NaN weight                                      propagates
+    accum_steps = 1                                   what inner does, on every call
+    accum_steps shrinks, by schedule or on resuming   the open window closes when it has that many or more
+    a gradient of None where there is a parameter     adds zero
+    integer, boolean, float0 leaves                   hold no sum, get zero updates
+    ================================================  ==========================================================
+
+    A micro-batch whose gradients hold a NaN or an infinity, by `nonfinite`:
+
+    ====================  ======================================================================================
+    `"propagate"`         is taken as it is: the average is what arithmetic says, and the next window is clean
+    `"drop_microbatch"`   weighs 0; the window closes on schedule, over the others
+    `"drop_window"`       takes the whole window with it: zero updates, inner is not run
+    `"extend_window"`     is as if it had never come: the window waits for another
+    ====================  ======================================================================================
+
+    What surprises: unknown keywords go to inner, as everywhere in Optax, so a misspelt `weights=` is not noticed here.
+    A gradient tree of `None`s is a micro-batch of zeros; to close a window without one, use `flush`.
+    `optax.masked(accumulate(...), mask)` lets the raw gradients of masked-out leaves through on every call. A link
+    after `accumulate` in a chain moves on every call. A line search, or a rule that looks at the loss, sees the
+    `value` of the closing call.
+
+    Args:
+      inner: the transformation to wrap, usually a whole optimizer.
+      accum_steps: calls a window. An int >= 1, a scalar array, or a function of `windows` (int32) that returns one.
+      reduction: `"mean"` for gradients of a mean loss: sum(w g) / sum(w), equal to the gradient of the one large
+        batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w). `"sum"`: sum(g).
+      accumulator_dtype: dtype of the sum; by default the wider of float32 and the parameter's (complex for complex).
+        The average is cast to the gradient's dtype on its way into inner, within 2 ulp of the exact quotient.
+      nonfinite: what to do with a bad micro-batch, see above; counted in the state as `dropped`. All but `"propagate"`
+        read the gradients once more.
+
+    Returns:
+      A transformation with state `AccumulateState`, whose structure, shapes and dtypes never change.
+
+    Raises:
+      ValueError: an argument is not as described; `inner` is itself what `accumulate` returned; a complex gradient
+        comes for a real accumulator.
+      AssertionError: from chex, while tracing: the gradients' structure or a leaf's shape differs from the parameters
+        given to `init`, or inner changes the structure, shapes or dtypes of its state.
+
+    Example:
+      >>> tx = accumulate(optax.sgd(1.0), 2)
+      >>> params = jnp.zeros(2)
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(jnp.array([1.0, 2.0]), state, params)
+      >>> updates, state.micro_step
+      (Array([0., 0.], dtype=float32), Array(1, dtype=int32))
+      >>> updates, state = tx.update(jnp.array([5.0, 6.0]), state, params, weight=3)
+      >>> updates, state.windows
+      (Array([-4., -5.], dtype=float32), Array(1, dtype=int32))
+
+    The weighted mean is the large batch's gradient by linearity; the mean of means is not, see "Bugs in LLM Training -
+    Gradient Accumulation Fix", Unsloth, 2024.
+    """
+    if isinstance(inner, _Accumulation):
+        raise ValueError("inner is itself an accumulation: multiply the accum_steps instead of nesting them")
+    if not isinstance(inner, optax.GradientTransformation):
+        raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}")
+    wrapped = optax.with_extra_args_support(inner)
+    window = GradAccumulator(accum_steps, reduction=reduction, accumulator_dtype=accumulator_dtype, nonfinite=nonfinite)
+
+    def init_fn(params: optax.Params) -> AccumulateState:
+        return AccumulateState(
+            **window.init(params)._asdict(), applied=jnp.zeros((), bool), inner_state=wrapped.init(params)
+        )
+
+    def advance(
+        grads: optax.Updates | None,
+        state: AccumulateState,
+        params: optax.Params | None,
+        *,
+        weight: Any,
+        flush: Any,
+        extra_args: dict[str, Any],
+        output: Callable[[optax.Updates], Any],
+        idle: Callable[[optax.Updates], Any],
+    ) -> tuple[Any, AccumulateState]:
+        """`update`, where `output` says what to make of inner's updates, and `idle` what to return without them."""
+        folded, runs = window._fold(state, grads, weight, flush=_checks.flag("flush", flush), when_full=True)
+        like = params if grads is None else grads
+
+        def run_inner() -> tuple[optax.Updates, Any]:
+            average = _as_gradients(folded.gradient_sum, like, params)
+            updates, inner_state = wrapped.update(average, state.inner_state, params, **extra_args)
+            return _without_integers(updates, like), inner_state
+
+        updates_like, inner_state_like = jax.eval_shape(run_inner)
+        _check_unchanged(inner_state_like, state.inner_state, "inner's update changed its state")
+
+        def run() -> tuple[Any, Any]:
+            updates, inner_state = run_inner()
+            return output(updates), inner_state
+
+        result, inner_state = _cond(runs, run, lambda: (idle(updates_like), state.inner_state))
+        new_state = folded._replace(applied=jnp.asarray(runs), inner_state=inner_state)
+        _check_unchanged(new_state, state, "the accumulation's state changed")
+        return result, new_state
+
+    def update_fn(
+        updates: optax.Updates,
+        state: AccumulateState,
+        params: optax.Params | None = None,
+        *,
+        weight: Any = 1,
+        flush: Any = False,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, AccumulateState]:
+        return advance(
+            updates,
+            state,
+            params,
+            weight=weight,
+            flush=flush,
+            extra_args=extra_args,
+            output=lambda u: u,
+            idle=lambda like: jax.tree.map(jnp.zeros_like, like),
+        )
+
+    transformation = _Accumulation(init_fn, update_fn)
+    transformation.advance = advance
+    return transformation
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    opt_state: optax.OptState,
+    params: optax.Params,
+    **extra_args: Any,
+) -> tuple[optax.Params, optax.OptState]:
+    """`tx.update` and `optax.apply_updates` in one, for any Optax transformation.
+
+    For what `accumulate` returned, a call that does not close the window touches nothing but the accumulator: neither
+    updates nor parameters are read or written, where the backend keeps the branch (CPU and TPU do; XLA:GPU runs both
+    sides of a branch that has only elementwise work and reductions, see `GradAccumulator` for a form without one).
+    Donate both, in a step that takes them in the order in which it returns them, such as
+    `jax.jit(step, donate_argnums=(0, 1))` for `step(params, opt_state, ...) -> (params, opt_state)`: JAX pairs donated
+    buffers with results in order, and a wrong pair costs a copy. An accumulation inside another transformation, such
+    as `optax.chain`, is not seen; the result is the same.
+
+    Args:
+      tx: any transformation.
+      grads: the gradients.
+      opt_state: its state.
+      params: the parameters.
+      **extra_args: passed to `tx.update`, `weight` and `flush` included.
+
+    Returns:
+      The new parameters and the new state.
+
+    Raises:
+      What `tx.update` raises.
+
+    Example:
+      >>> tx = accumulate(optax.sgd(1.0), 2)
+      >>> params = jnp.zeros(2)
+      >>> state = tx.init(params)
+      >>> params, state = apply_gradients(tx, jnp.array([1.0, 2.0]), state, params)
+      >>> params, state = apply_gradients(tx, jnp.array([3.0, 4.0]), state, params)
+      >>> params
+      Array([-2., -3.], dtype=float32)
+    """
+    if isinstance(tx, _Accumulation):
+        call = {"weight": 1, "flush": False} | extra_args
+        return tx.advance(
+            grads,
+            opt_state,
+            params,
+            weight=call.pop("weight"),
+            flush=call.pop("flush"),
+            extra_args=call,
+            output=lambda updates: optax.apply_updates(params, updates),
+            idle=lambda _: params,
+        )
+    updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def flush(
+    tx: optax.GradientTransformation, opt_state: optax.OptState, params: optax.Params, **extra_args: Any
+) -> tuple[optax.Updates, optax.OptState]:
+    """Closes a window that is open, at the end of an epoch or of training, over the micro-batches that it has.
+
+    The divisor is the weight that came, not `accum_steps`. An empty window is left alone: zero updates. To close a
+    window together with its last micro-batch, pass `flush=True` to `update` instead. Through `nnx.Optimizer`, which
+    holds state and parameters as variables, call `optimizer.update(model, grads, weight=0, flush=True)` with any
+    gradients: at weight 0 they contribute nothing.
+
+    Args:
+      tx: what `accumulate` returned. An accumulation inside a chain cannot be flushed from outside: the links before
+        it would see a gradient that never was.
+      opt_state: its state.
+      params: the parameters; the average is cast to their dtypes.
+      **extra_args: passed to the wrapped optimizer.
+
+    Returns:
+      The updates and the new state.
+
+    Raises:
+      ValueError: `tx` is not what `accumulate` returned.
+
+    Example:
+      >>> tx = accumulate(optax.sgd(1.0), 4)
+      >>> params = jnp.zeros(2)
+      >>> _, state = tx.update(jnp.array([1.0, 2.0]), tx.init(params), params)
+      >>> updates, state = flush(tx, state, params)
+      >>> updates
+      Array([-1., -2.], dtype=float32)
+    """
+    if not isinstance(tx, _Accumulation):
+        raise ValueError(f"flush needs what accumulate returned, got {tx!r}")
+    return tx.advance(
+        None,
+        opt_state,
+        params,
+        weight=0,
+        flush=True,
+        extra_args=extra_args,
+        output=lambda u: u,
+        idle=lambda like: jax.tree.map(jnp.zeros_like, like),
+    )
+
+
+class _Accumulation(optax.GradientTransformationExtraArgs):
+    """What `accumulate` returns: a transformation, known by its type, with more ways to advance than `update`."""
+
+    advance: Callable[..., tuple[Any, AccumulateState]]
+
+
+def _as_gradients(average: chex.ArrayTree, like: chex.ArrayTree, params: optax.Params | None) -> optax.Updates:
+    """The average in the gradients' dtypes; where there was none, in the parameters'."""
+
+    def cast(x: jax.Array, grad: Any, param: Any = None) -> Any:
+        grad = param if grad is None else grad
+        if grad is None:
+            return x
+        if not is_counted(grad):
+            return _zero_like(grad)
+        return x if _norms.is_complex(x) and not _norms.is_complex(grad) else x.astype(grad.dtype)
+
+    return jax.tree.map(cast, average, like) if params is None else jax.tree.map(cast, average, like, params)
+
+
+def _without_integers(updates: optax.Updates, like: chex.ArrayTree) -> optax.Updates:
+    """Zeros for the leaves that hold no sum, whatever inner made of them."""
+    return jax.tree.map(
+        lambda g, u: u if g is None or is_counted(g) else _zero_like(g), like, updates, is_leaf=lambda x: x is None
+    )
+
+
+def _zero_like(x: Any) -> Any:
+    return x if x.dtype == jax.dtypes.float0 else jnp.zeros_like(x)
+
+
+def _checked_gradients(grads: chex.ArrayTree, gradient_sum: chex.ArrayTree) -> chex.ArrayTree:
+    """At trace time: the gradients fit the accumulator, leaf by leaf."""
+    grads = jax.tree.map_with_path(_checks.array_leaf, grads)
+    _checks.same_leaves(grads, gradient_sum, compared=is_counted)
+
+    def check(path: _checks.KeyPath, total: jax.Array, grad: Any) -> None:
+        if grad is not None and _norms.is_complex(grad) and not _norms.is_complex(total):
+            raise ValueError(
+                f"gradient leaf {_checks.leaf_name(path)} is {grad.dtype}, its accumulator {total.dtype}, which would "
+                "lose the imaginary part"
+            )
+
+    jax.tree.map_with_path(check, gradient_sum, grads)
+    return grads
+
+
+def _check_unchanged(new: Any, old: Any, what: str) -> None:
+    """At trace time: structure, shapes and dtypes are the same. Adds no operation to the program."""
+    chex.assert_trees_all_equal_structs(new, old, custom_message=f"{what} in structure")
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, old, custom_message=f"{what} in shapes or dtypes")
+
+
+def _either(a: _Flag, b: _Flag) -> _Flag:
+    return True if a is True or b is True else a | b
+
+
+def _both(a: _Flag, b: _Flag) -> _Flag:
+    return False if a is False or b is False else a & b
+
+
+def _cond(flag: _Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
+    """`lax.cond`, but a plain branch where the flag is known: outside of jit each call would compile both anew."""
+    if isinstance(flag, jax.core.Tracer):
+        return lax.cond(flag, on_true, on_false)
+    return on_true() if flag else on_false()
