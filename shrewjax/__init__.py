@@ -1,0 +1,24 @@
+"""Gradient clipping and accumulation for JAX, as composable Optax transformations."""
+
+# Measure and apply: a pytree in, a pytree out.
+from shrewjax._clipping import clip_grad_norm as clip_grad_norm
+from shrewjax._clipping import clip_grad_value as clip_grad_value
+from shrewjax._clipping import grad_norm as grad_norm
+
+# Clip, as Optax transformations.
+from shrewjax._clipping import clip_by_global_norm as clip_by_global_norm
+from shrewjax._clipping import clip_by_leaf_norm as clip_by_leaf_norm
+from shrewjax._clipping import clip_by_value as clip_by_value
+from shrewjax._clipping import ClipByGlobalNormState as ClipByGlobalNormState
+from shrewjax._clipping import ClipByLeafNormState as ClipByLeafNormState
+
+# Accumulate.
+from shrewjax._accumulation import accumulate as accumulate
+from shrewjax._accumulation import apply_gradients as apply_gradients
+from shrewjax._accumulation import flush as flush
+from shrewjax._accumulation import GradAccumulator as GradAccumulator
+from shrewjax._accumulation import AccumulateState as AccumulateState
+from shrewjax._accumulation import GradAccumulatorState as GradAccumulatorState
+
+# Read what was measured.
+from shrewjax._metrics import metrics as metrics
