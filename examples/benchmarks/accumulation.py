@@ -1,0 +1,167 @@
+"""Accumulation against optax.MultiSteps: time and memory of a window and of a micro-step, error of the average.
+
+    python examples/benchmarks/accumulation.py [--json FILE] [--quick]
+
+All sides run in one process, alternating: windows of 8 micro-batches, with `chain(clip, adamw)` inside. The model is a
+6-layer GPT-2 with 58.7 million float32 parameters in 76 leaves.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import _harness
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+from _harness import Figure, Loop, Row
+
+import shrewjax
+
+MICRO_BATCHES = 8
+MODES = ("propagate", "drop_microbatch", "drop_window", "extend_window")
+
+
+def _multi_steps(inner: optax.GradientTransformation, micro_batches: int) -> optax.GradientTransformation:
+    return optax.MultiSteps(inner, micro_batches).gradient_transformation()
+
+
+def _ours() -> optax.GradientTransformation:
+    return optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def _applied(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
+    params, state = carry
+    return shrewjax.apply_gradients(tx, grads, state, params)
+
+
+def _updated(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
+    params, state = carry
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+class HostDriven:
+    """A window as two programs: one that adds, and one that takes the average and runs the optimizer."""
+
+    def __init__(self, params: Any, grads: Any) -> None:
+        window, inner = shrewjax.GradAccumulator(MICRO_BATCHES), _ours()
+
+        def close(params: Any, opt_state: Any, opened: Any) -> tuple[Any, Any, Any]:
+            average, emptied = window.take(opened)
+            updates, opt_state = inner.update(average, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, emptied
+
+        self._adding = Loop(window.add, window.init(params), grads)
+        self._closed = (params, inner.init(params))
+        compiled = jax.jit(close, donate_argnums=(0, 1, 2)).lower(*self._closed, self._adding.carry).compile()
+        self.programs, self._close = {"add": self._adding.compiled, "close": compiled}, compiled
+
+    def run(self) -> None:
+        """One window."""
+        self._adding.run(MICRO_BATCHES)
+        *self._closed, self._adding.carry = self._close(*self._closed, self._adding.carry)
+        jax.block_until_ready(self._closed)
+
+
+def window(quick: bool) -> list[Row]:
+    """Eight micro-batches, the last one with the optimizer."""
+    grads = _harness.gpt2(quick, seed=1)
+
+    def loop(step: Callable[..., Any], tx: optax.GradientTransformation) -> Loop:
+        params = _harness.gpt2(quick)
+        return Loop(partial(step, tx), (params, tx.init(params)), grads)
+
+    theirs = _multi_steps(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), MICRO_BATCHES)
+    loops = {
+        "apply_gradients": loop(_applied, shrewjax.accumulate(_ours(), MICRO_BATCHES)),
+        "update + apply_updates": loop(_updated, shrewjax.accumulate(_ours(), MICRO_BATCHES)),
+        "MultiSteps": loop(_updated, theirs),
+    }
+    host_driven = HostDriven(_harness.gpt2(quick), grads)
+    sides: dict[str, Callable[[], None]] = {k: partial(loop.run, MICRO_BATCHES) for k, loop in loops.items()}
+    times = _harness.alternate(sides | {"host-driven": host_driven.run}, 3 if quick else 9)
+    memory = {k: _harness.temporary_share(loop.compiled, grads) for k, loop in loops.items()}
+    memory |= {f"host-driven, {k}": _harness.temporary_share(p, grads) for k, p in host_driven.programs.items()}
+
+    speed_bars = {"apply_gradients": 9, "update + apply_updates": 2.5, "host-driven": None}
+    rows = [
+        Row(f"window, {k}", times[k], times["MultiSteps"], bar and f"MultiSteps/shrewjax >= {bar}")
+        for k, bar in speed_bars.items()
+    ]
+    memory_bars = {"apply_gradients": 0.05, "update + apply_updates": 1.0}
+    for name, figure in memory.items():
+        if name != "MultiSteps":
+            bar = f"shrewjax <= {memory_bars[name]}" if name in memory_bars else None
+            rows.append(Row(f"temporary memory, {name}", figure, memory["MultiSteps"], bar))
+    return rows
+
+
+def micro_step(quick: bool) -> list[Row]:
+    """A micro-batch that does not close the window, against `sum + gradients` in place; in blocks of a window."""
+    grads = _harness.gpt2(quick, seed=1)
+    rows = []
+    for mode in MODES:
+        loops = {"floor": Loop(partial(jax.tree.map, jnp.add), _harness.gpt2(quick), grads)}
+        tx = shrewjax.accumulate(_ours(), 2**20, nonfinite=mode)
+        params = _harness.gpt2(quick)
+        loops["apply_gradients"] = Loop(partial(_applied, tx), (params, tx.init(params)), grads)
+        accumulator = shrewjax.GradAccumulator(2**20, nonfinite=mode)
+        loops["GradAccumulator.add"] = Loop(accumulator.add, accumulator.init(grads), grads)
+        sides = {k: partial(loop.run, MICRO_BATCHES) for k, loop in loops.items()}
+        times = _harness.alternate(sides, 3 if quick else 25, MICRO_BATCHES)
+        bar = f"shrewjax/floor <= {1.15 if mode == 'propagate' else 1.6}"
+        for name in ("apply_gradients", "GradAccumulator.add"):
+            rows.append(Row(f"micro-step, {name}, {mode} (floor: sum + gradients)", times[name], times["floor"], bar))
+    return rows
+
+
+def executions(quick: bool) -> list[Row]:
+    """How often the wrapped optimizer runs in 8 micro-steps with windows of 4."""
+    del quick
+
+    def count(accumulate: Callable[[optax.GradientTransformation, int], optax.GradientTransformation]) -> Figure:
+        runs: list[None] = []
+        sgd = optax.sgd(0.1)
+
+        def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            jax.debug.callback(lambda: runs.append(None))
+            return sgd.update(updates, state, params)
+
+        tx = accumulate(optax.GradientTransformation(sgd.init, update), 4)
+        Loop(partial(_updated, tx), (jnp.zeros(3), tx.init(jnp.zeros(3))), jnp.ones(3)).run(8)
+        jax.effects_barrier()
+        return Figure(len(runs))
+
+    return [
+        Row("executions of inner, 8 micro-steps by 4", count(shrewjax.accumulate), count(_multi_steps), "shrewjax == 2")
+    ]
+
+
+def average_error(quick: bool) -> list[Row]:
+    """The average of 512 micro-batches' bfloat16 gradients in float32, against float64."""
+    micro_batches, size = 512, 1_000 if quick else 100_000
+    rng = np.random.default_rng(0)
+    # MultiSteps holds the average of an open window, and casts what it emits: its window is longer, and is read open.
+    accumulator, theirs = shrewjax.GradAccumulator(micro_batches), _multi_steps(optax.identity(), micro_batches + 1)
+    add, update = jax.jit(accumulator.add, donate_argnums=0), jax.jit(theirs.update, donate_argnums=1)
+    params, exact = jnp.zeros(size), np.zeros(size)
+    opened, state = accumulator.init(params), theirs.init(params)
+    for _ in range(micro_batches):
+        grads = rng.standard_normal(size, np.float32).astype(ml_dtypes.bfloat16)
+        exact += grads.astype(np.float64)
+        opened = add(opened, grads)
+        _, state = update(grads, state, params)
+    exact /= micro_batches
+
+    def error(average: Any) -> Figure:
+        return Figure(float(np.linalg.norm(np.asarray(average, np.float64) - exact) / np.linalg.norm(exact)))
+
+    measure = "L2 error of the average, 512 bfloat16 gradients, float32 sum"
+    return [Row(measure, error(accumulator.take(opened)[0]), error(state.acc_grads), "shrewjax < 1e-6")]
+
+
+if __name__ == "__main__":
+    _harness.main(__doc__, [window, micro_step, executions, average_error])
