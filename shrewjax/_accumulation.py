@@ -55,8 +55,9 @@ class GradAccumulator:
     .. math:: \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
 
     The object holds the window's rules and no data; the data is a state that goes in and comes out, so that `add`
-    and `take` can be jitted, with the state donated. Two programs, one that only adds and one that closes the window
-    and runs the optimizer, need neither a branch nor memory beyond the accumulator, on any backend.
+    and `take` can be jitted, with the state donated. One program that only adds, in place, and one that closes the
+    window and runs the optimizer: the optimizer's cost falls on the closing call on every backend, also where a
+    compiler runs both sides of a branch.
 
     The arguments, the rules at the edges and the errors are those of `accumulate`.
 
@@ -126,8 +127,24 @@ class GradAccumulator:
     def take(self, state: GradAccumulatorState) -> tuple[chex.ArrayTree, GradAccumulatorState]:
         """Closes whatever is open: its average, in the accumulator's dtype, and an empty window.
 
-        The average is zeros if the window is empty, weighs nothing or is to be discarded. It shares its buffer with
-        the state: use it before the state is donated, best in one program with the optimizer.
+        The average is zeros if the window is empty, weighs nothing or is to be discarded; `windows` then stays as it
+        was, which tells whether to run the optimizer. It shares its buffer with the state: use it before the state is
+        donated, best in one program with the optimizer:
+
+          >>> window, inner = GradAccumulator(2), optax.sgd(1.0)
+          >>> def close(params, opt_state, state):
+          ...     average, emptied = window.take(state)
+          ...     def apply():
+          ...         updates, new = inner.update(average, opt_state, params)
+          ...         return optax.apply_updates(params, updates), new
+          ...     counts = emptied.windows != state.windows
+          ...     return *jax.lax.cond(counts, apply, lambda: (params, opt_state)), emptied
+          >>> params = jnp.zeros(2)
+          >>> state = window.add(window.init(params), jnp.array([1.0, 2.0]))
+          >>> jax.jit(close, donate_argnums=(0, 1, 2))(params, inner.init(params), state)[0]
+          Array([-1., -2.], dtype=float32)
+
+        (The `cond` also spares XLA:CPU a copy of the accumulator.)
         """
         state, has_average = self._fold(state, None, 0, flush=True, when_full=False)
         average = jax.tree.map(lambda x: jnp.where(has_average, x, jnp.zeros_like(x)), state.gradient_sum)

@@ -156,7 +156,7 @@ _RANGE = {
 }
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))  # outside of jit, each call would compile its `cond` anew
+@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # outside of jit, each call would compile its `cond` anew
 def measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes) -> Scaled:
     """The `ord`-norm of all floating leaves together (scope "global", shape ()) or of each (scope "leaf", shape (n,)).
 
@@ -186,39 +186,29 @@ def _measure_by_power_sum(leaves: Sequence[Any], p: int, scope: Scope, axes: Axe
             x = times(x, s)
         return lax.abs(x) if p == 1 else _squared_modulus(x)
 
-    plain = leaf_sums(power, leaves, axes=axes)
-    sums = jnp.stack(plain)
-    overflowed, underflowed = sums == jnp.inf, sums < trusted_above
-    if scope == "global":  # one exponent for all; a tiny leaf among others needs no care
-        careful = jnp.any(overflowed) | jnp.all(underflowed)
-        exponents = jnp.broadcast_to(jnp.where(jnp.any(overflowed), shrink, grow), sums.shape)
-    else:
-        careful = jnp.any(overflowed | underflowed)  # all zero or underflowed: only the second pass tells
-        exponents = jnp.where(overflowed, shrink, jnp.where(underflowed, grow, 0))
+    def total(sums: Sequence[jax.Array]) -> jax.Array:
+        return jnp.stack(sums) if scope == "leaf" else _ordered_sum(jnp.stack(sums))
 
-    def scaled() -> tuple[jax.Array, jax.Array]:
-        factors = _power_of_two(exponents, dtype)
-        if scope == "global":
-            # The common factor, but as an operation of each leaf's own: XLA:CPU would write out a factor that leaves
-            # share, broadcast to their shape. (A slice of `factors` a leaf would be a kernel a leaf to compile.)
-            factor = factors[0]
-            each = [lax.clamp(factor, s, factor) for s in plain]
+    leaf_powers = leaf_sums(power, leaves, axes=axes)
+    plain = total(leaf_powers)
+    shift = jnp.where(plain == jnp.inf, shrink, jnp.where(plain < trusted_above, grow, 0))
+
+    def scaled() -> jax.Array:
+        factor = _power_of_two(shift, dtype)
+        if scope == "leaf":
+            each = list(factor)
         else:
-            each = list(factors)
+            # XLA:CPU writes out a factor that leaves share, broadcast to their shape: where that is large, the factor
+            # is an operation of the leaf's own, a clamp between equal bounds.
+            each = [
+                lax.clamp(factor, s, factor) if x.size > 2**14 else factor
+                for x, s in zip(leaves, leaf_powers, strict=True)
+            ]
         # XLA:GPU would turn the branch into a select, and so run it always, if it held nothing but plain reductions.
-        return lax.optimization_barrier((jnp.stack(leaf_sums(power, leaves, each, axes=axes)), -exponents))
+        return lax.optimization_barrier(total(leaf_sums(power, leaves, each, axes=axes)))
 
-    sums, exponents = lax.cond(careful, scaled, lambda: (sums, jnp.zeros_like(exponents)))
-
-    # Leaf i's sum is mantissas[i] * 2**(p * exponents[i]), exactly, with 1 <= mantissas[i] < 2**p.
-    mantissas, remainder = split(sums)
-    exponents = exponents + remainder // p
-    mantissas = times_power_of_two(mantissas, remainder % p)
-    if scope == "global":
-        largest = jnp.max(exponents)
-        below = jnp.where(jnp.isfinite(mantissas), exponents - largest, 0)
-        mantissas, exponents = _ordered_sum(times_power_of_two(mantissas, p * below)), largest
-    return _shifted(jnp.sqrt(mantissas) if p == 2 else mantissas, exponents)
+    powers = lax.cond(jnp.any(shift != 0), scaled, lambda: plain)
+    return _shifted(powers if p == 1 else jnp.sqrt(powers), -shift)
 
 
 def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes) -> Scaled:
@@ -374,4 +364,4 @@ def times(x: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def _squared_modulus(x: jax.Array) -> jax.Array:
-    return x.real * x.real + x.imag * x.imag if is_complex(x) else x * x
+    return lax.mul(x.real, x.real) + lax.mul(x.imag, x.imag) if is_complex(x) else lax.mul(x, x)

@@ -51,14 +51,16 @@ def leaf_maxima(
 
 def all_finite(leaves: Sequence[Any], axes: Axes) -> jax.Array:
     """Whether no leaf holds a NaN or an infinity, on any device. Shape ()."""
-
-    # 0 for a finite x, else NaN; a sum of floats is what XLA:CPU reduces without writing anything out.
-    def zero_or_nan(x: Any) -> jax.Array:
-        return (x.real - x.real) + (x.imag - x.imag) if x.dtype.kind == "c" else x - x
-
     if not leaves:
         return jnp.ones((), bool)
-    return ~jnp.any(jnp.isnan(jnp.stack([s.astype(jnp.float32) for s in leaf_sums(zero_or_nan, leaves, axes=axes)])))
+
+    def sums_are_finite(terms: Callable[[Any], jax.Array]) -> jax.Array:
+        return jnp.all(jnp.stack([jnp.isfinite(s) for s in leaf_sums(terms, leaves, axes=axes)]))
+
+    # A sum is what XLA:CPU reduces at memory speed. If it is finite, so is every element; if not, it may have
+    # overflowed, and x - x decides, 0 for a finite x, else NaN. (The barrier keeps XLA:GPU from running both always.)
+    plain = sums_are_finite(lambda x: x)
+    return lax.cond(plain, lambda: plain, lambda: lax.optimization_barrier(sums_are_finite(lambda x: x - x)))
 
 
 def _sum(x: jax.Array) -> jax.Array:

@@ -1,65 +1,51 @@
-"""What the benchmarks share: model trees, compiled steps in place, alternating timings, and the table."""
+"""What the benchmarks share: the model's tree, steps in place, alternating timings, and the table."""
 
 import argparse
-import dataclasses
 import json
+import math
 import operator
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jaxlib
 import numpy as np
-import optax
 
 _COMPARISONS = {"<": operator.lt, "<=": operator.le, "==": operator.eq, ">=": operator.ge}
 
 
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """A measured number, and for a median its quartiles."""
+class Figure(NamedTuple):
+    """A measured number; for a median with its quartiles."""
 
     value: float
     unit: str = ""
-    quartiles: tuple[float, float] | None = None
+    quartiles: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        spread = "" if self.quartiles is None else f" ({_digits(self.quartiles[0])} to {_digits(self.quartiles[1])})"
-        return f"{_digits(self.value)}{spread} {self.unit}".strip()
+        value, *quartiles = (f"{x:.4g}" if x < 1000 else f"{x:.0f}" for x in (self.value, *self.quartiles))
+        return " ".join([value, *([f"({' to '.join(quartiles)})"] if quartiles else []), self.unit]).strip()
 
 
-def _digits(value: float) -> str:
-    return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One comparison. The bar names what it is about: `A/B >= 2` the ratio, with shrewjax as A or B, `shrewjax < 2`."""
+class Row(NamedTuple):
+    """One comparison. A bar is `shrewjax < 2` or, with shrewjax as A or B, `A/B >= 2`."""
 
     measure: str
     ours: Figure
     other: Figure | None = None
     bar: str | None = None
 
-    @property
-    def ratio(self) -> float | None:
-        if self.other is None:
-            return None
-        ours, other = np.float64(self.ours.value), np.float64(self.other.value)
-        with np.errstate(all="ignore"):
-            return float(ours / other if (self.bar or "").startswith("shrewjax/") else other / ours)
-
-    @property
-    def met(self) -> bool | None:
-        if self.bar is None:
-            return None
-        subject, comparison, limit = self.bar.split()[:3]
-        value = self.ours.value if subject == "shrewjax" else self.ratio
-        return bool(_COMPARISONS[comparison](value, float(limit)))
+    def judge(self) -> tuple[float | None, bool | None]:
+        """The ratio, and whether the bar is met."""
+        subject, comparison, limit = (self.bar or "other/shrewjax >= 0").split()
+        ours, other = self.ours.value, math.nan if self.other is None else self.other.value
+        above, below = (ours, other) if subject.startswith("shrewjax/") else (other, ours)
+        ratio = above / below if below else math.inf
+        met = _COMPARISONS[comparison](ours if subject == "shrewjax" else ratio, float(limit))
+        return ratio if self.other else None, met if self.bar else None
 
 
 class Loop:
@@ -70,6 +56,7 @@ class Loop:
         self.carry, self._inputs = carry, inputs
 
     def run(self, steps: int) -> None:
+        """So many steps, to their end."""
         for _ in range(steps):
             self.carry = self.compiled(self.carry, *self._inputs)
         jax.block_until_ready(self.carry)
@@ -81,12 +68,13 @@ def transformer(layers: int, width: int, vocabulary: int, positions: int, seed: 
     dense = {"qkv": (width, 3 * width), "proj": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     layer = {"norm_1": norm, "norm_2": norm} | {k: {"w": s, "b": s[1:]} for k, s in dense.items()}
     shapes = {"tokens": (vocabulary, width), "positions": (positions, width), "norm": norm}
+    shapes |= {f"layer_{i}": layer for i in range(layers)}
     rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda shape: jax.numpy.array(rng.standard_normal(shape, np.float32)),
-        shapes | {f"layer_{i}": layer for i in range(layers)},
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+
+    def draw(shape: tuple[int, ...]) -> jax.Array:
+        return jax.numpy.array(rng.standard_normal(shape, np.float32))
+
+    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def gpt2(quick: bool, seed: int = 0) -> dict[str, Any]:
@@ -97,17 +85,16 @@ def gpt2(quick: bool, seed: int = 0) -> dict[str, Any]:
 def alternate(sides: Mapping[str, Callable[[], Any]], repetitions: int, steps: int = 1) -> dict[str, Figure]:
     """The median time of a step, for runs of `steps` that finish their work: side by side, after one run each."""
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for repetition in range(repetitions + 1):
+    for _ in range(repetitions + 1):
         for name, run in sides.items():
             start = time.perf_counter()
             run()
-            if repetition > 0:
-                times[name].append((time.perf_counter() - start) / steps * 1e3)
-    return {name: median(of_side, "ms") for name, of_side in times.items()}
+            times[name].append((time.perf_counter() - start) / steps * 1e3)
+    return {name: median(of_side[1:], "ms") for name, of_side in times.items()}
 
 
 def median(values: Sequence[float], unit: str) -> Figure:
-    """The median with the quartiles."""
+    """The median, with the quartiles."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return Figure(middle, unit, (low, high))
 
@@ -122,19 +109,23 @@ def main(description: str | None, benchmarks: Sequence[Callable[[bool], list[Row
     """Runs the benchmarks and prints the table."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file, too")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes: whether it runs, not how fast")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, for which no bar is meant: does it run?")
     options = parser.parse_args()
 
-    versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, optax {optax.__version__}"
+    versions = ", ".join(f"{package} {metadata.version(package)}" for package in ("jax", "jaxlib", "optax"))
     device = f"{jax.devices()[0].device_kind} ({jax.default_backend()}), {versions}, {os.cpu_count()} CPU cores"
-    print(f"{device}; medians (quartiles)\n", flush=True)
-    print("| measure | shrewjax | Optax, or as named | ratio | bar | met |\n|---|---|---|---|---|---|", flush=True)
+    print(f"{device}; medians (quartiles); ratio: other side to shrewjax, or as the bar says\n")
+    print("| measure | shrewjax | Optax (or as named) | ratio | bar | met |")
+    print("|---|---|---|---|---|---|", flush=True)
     records = []
-    for benchmark in benchmarks:
-        for row in benchmark(options.quick):
-            ratio = "" if row.ratio is None else _digits(row.ratio)
-            met = "" if row.met is None else "yes" if row.met else "**no**"
-            print(f"| {row.measure} | {row.ours} | {row.other or ''} | {ratio} | {row.bar or ''} | {met} |", flush=True)
-            records.append(dataclasses.asdict(row) | {"ratio": row.ratio, "met": row.met})
+    for row in (row for benchmark in benchmarks for row in benchmark(options.quick)):
+        ratio, met = row.judge()
+        met = None if options.quick else met
+        verdict = {None: "", True: "yes", False: "**no**"}[met]
+        cells = (row.measure, row.ours, row.other or "", "" if ratio is None else Figure(ratio), row.bar or "", verdict)
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        figures = {"shrewjax": row.ours._asdict(), "other": row.other and row.other._asdict()}
+        records.append({"measure": row.measure, **figures, "ratio": ratio, "bar": row.bar, "met": met})
     if options.json:
-        options.json.write_text(json.dumps({"device": device, "rows": records}, indent=2) + "\n")
+        text = json.dumps({"device": device, "rows": records})
+        options.json.write_text(json.dumps(json.loads(text, parse_constant=str), indent=2) + "\n")  # "Infinity"

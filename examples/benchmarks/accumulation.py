@@ -21,7 +21,7 @@ from _harness import Figure, Loop, Row
 import shrewjax
 
 MICRO_BATCHES = 8
-MODES = ("propagate", "drop_microbatch", "drop_window", "extend_window")
+MODES: Any = ("propagate", "drop_microbatch", "drop_window", "extend_window")
 
 
 def _multi_steps(inner: optax.GradientTransformation, micro_batches: int) -> optax.GradientTransformation:
@@ -51,8 +51,13 @@ class HostDriven:
 
         def close(params: Any, opt_state: Any, opened: Any) -> tuple[Any, Any, Any]:
             average, emptied = window.take(opened)
-            updates, opt_state = inner.update(average, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, emptied
+
+            def apply() -> tuple[Any, Any]:
+                updates, inner_state = inner.update(average, opt_state, params)
+                return optax.apply_updates(params, updates), inner_state
+
+            counted = emptied.windows != opened.windows
+            return *jax.lax.cond(counted, apply, lambda: (params, opt_state)), emptied
 
         self._adding = Loop(window.add, window.init(params), grads)
         self._closed = (params, inner.init(params))
@@ -88,14 +93,16 @@ def window(quick: bool) -> list[Row]:
 
     speed_bars = {"apply_gradients": 9, "update + apply_updates": 2.5, "host-driven": None}
     rows = [
-        Row(f"window, {k}", times[k], times["MultiSteps"], bar and f"MultiSteps/shrewjax >= {bar}")
+        Row(
+            f"window, {k} (MultiSteps)", times[k], times["MultiSteps"], f"MultiSteps/shrewjax >= {bar}" if bar else None
+        )
         for k, bar in speed_bars.items()
     ]
     memory_bars = {"apply_gradients": 0.05, "update + apply_updates": 1.0}
     for name, figure in memory.items():
         if name != "MultiSteps":
             bar = f"shrewjax <= {memory_bars[name]}" if name in memory_bars else None
-            rows.append(Row(f"temporary memory, {name}", figure, memory["MultiSteps"], bar))
+            rows.append(Row(f"temporary memory, {name} (MultiSteps)", figure, memory["MultiSteps"], bar))
     return rows
 
 
@@ -135,9 +142,8 @@ def executions(quick: bool) -> list[Row]:
         jax.effects_barrier()
         return Figure(len(runs))
 
-    return [
-        Row("executions of inner, 8 micro-steps by 4", count(shrewjax.accumulate), count(_multi_steps), "shrewjax == 2")
-    ]
+    ours, other = count(shrewjax.accumulate), count(_multi_steps)
+    return [Row("runs of inner, 8 micro-steps in windows of 4 (MultiSteps)", ours, other, "shrewjax == 2")]
 
 
 def average_error(quick: bool) -> list[Row]:
@@ -159,7 +165,7 @@ def average_error(quick: bool) -> list[Row]:
     def error(average: Any) -> Figure:
         return Figure(float(np.linalg.norm(np.asarray(average, np.float64) - exact) / np.linalg.norm(exact)))
 
-    measure = "L2 error of the average, 512 bfloat16 gradients, float32 sum"
+    measure = "L2 error of the average, 512 bfloat16 gradients, float32 sum (MultiSteps)"
     return [Row(measure, error(accumulator.take(opened)[0]), error(state.acc_grads), "shrewjax < 1e-6")]
 
 
