@@ -15,6 +15,7 @@ from shrewjax._clipping import ClipByLeafNormState as ClipByLeafNormState
 # Accumulate.
 from shrewjax._accumulation import accumulate as accumulate
 from shrewjax._accumulation import apply_gradients as apply_gradients
+from shrewjax._accumulation import check_window as check_window
 from shrewjax._accumulation import flush as flush
 from shrewjax._accumulation import GradAccumulator as GradAccumulator
 from shrewjax._accumulation import AccumulateState as AccumulateState

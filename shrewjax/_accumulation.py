@@ -519,6 +519,52 @@ def flush(
     )
 
 
+def check_window(opt_state: optax.OptState, accum_steps: int, *, weight: Any = 1) -> None:
+    """Checks the values in a window, where wanted: under `chex.chexify`, or outside of jit.
+
+    For every window found in the state: `0 <= micro_step < accum_steps` (`<=` for `GradAccumulator`, whose full window
+    waits to be taken) and a finite `weight_sum >= 0`; and a finite `weight >= 0`. What is known while tracing is always
+    checked by `accumulate` itself; values can only be checked when the program runs.
+
+    Args:
+      opt_state: a state that holds windows, at any depth.
+      accum_steps: the length of a window.
+      weight: the weight about to be passed to `update`.
+
+    Returns:
+      Nothing.
+
+    Raises:
+      AssertionError: from chex; under `chex.chexify` when the program runs.
+      RuntimeError: from chex; in a jitted function that is not inside `chex.chexify`.
+      ValueError: the state holds no window.
+
+    Example:
+      >>> tx = accumulate(optax.sgd(0.1), 2)
+      >>> @chex.chexify
+      ... @jax.jit
+      ... def step(grads, state, weight):
+      ...     check_window(state, 2, weight=weight)
+      ...     return tx.update(grads, state, weight=weight)
+      >>> updates, state = step(jnp.ones(2), tx.init(jnp.zeros(2)), 3.0)
+      >>> chex.block_until_chexify_assertions_complete()
+    """
+    kinds = (AccumulateState, GradAccumulatorState)
+    windows = [x for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds)) if isinstance(x, kinds)]
+    if not windows:
+        raise ValueError("check_window found no window in the state")
+    _assert_values(jnp.isfinite(weight) & (jnp.asarray(weight) >= 0), f"weight {weight} is not finite and >= 0")
+    for window in windows:
+        longest = accum_steps - isinstance(window, AccumulateState)
+        in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
+        _assert_values(in_range, f"micro_step is not between 0 and {longest}")
+        _assert_values(jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0), "weight_sum is not finite and >= 0")
+
+
+def _assert_values(holds: jax.Array, message: str) -> None:
+    chex.assert_trees_all_equal(holds, jnp.ones_like(holds), custom_message=message)
+
+
 class _Accumulation(optax.GradientTransformationExtraArgs):
     """What `accumulate` returns: a transformation, known by its type, with more ways to advance than `update`."""
 

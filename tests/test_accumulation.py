@@ -1,6 +1,7 @@
 """The window: what inner sees, when, and what each micro-batch may do to it."""
 
 import itertools
+import pydoc_data.topics
 
 import chex
 import jax
@@ -631,3 +632,103 @@ def test_sharding_of_the_parameters_is_that_of_the_accumulator():
         params, state = step(params + 1, state, params)
     assert state.gradient_sum.sharding.is_equivalent_to(sharding, 2)
     np.testing.assert_allclose(params, -0.1, rtol=1e-5)
+
+
+# --- every optimizer, real data, value checks -------------------------------------------------------------------
+
+# Their updates need more than gradients and parameters.
+ARGUMENTS = {
+    "lbfgs": {"learning_rate": 0.1, "linesearch": None},
+    "noisy_sgd": {"learning_rate": 0.1, "key": 0},
+    "polyak_sgd": {},
+}
+DEPRECATED = {"optimistic_adam"}
+EXPORTED = {n for n in dir(optax) if getattr(getattr(optax, n), "__module__", "") == "optax._src.alias"}
+
+
+@pytest.mark.parametrize("name", sorted((EXPORTED | {"nadam", "nadamw"}) - DEPRECATED))
+def test_every_optimizer_of_optax_takes_the_steps_it_takes_in_multisteps(name):
+    make = lambda: getattr(optax, name)(**ARGUMENTS.get(name, {"learning_rate": 0.01}))  # noqa: E731
+    matrices = lambda seed: {k: v for k, v in tree_of(seed).items() if v.ndim}  # noqa: E731 (sm3 takes no scalars)
+    params = matrices(0)
+
+    def trajectory(tx):
+        update, p, state = jax.jit(lenient(tx).update), params, tx.init(params)
+        for i in range(9):
+            updates, state = update(matrices(i + 1), state, p, value=1.0 + i)
+            p = optax.apply_updates(p, updates)
+        return p
+
+    ours = trajectory(shrewjax.accumulate(lenient(make()), 3))
+    multi_steps = optax.MultiSteps(make(), 3)
+    theirs = trajectory(optax.GradientTransformationExtraArgs(multi_steps.init, multi_steps.update))
+    for x, y, start in zip(*map(jax.tree.leaves, (ours, theirs, params)), strict=True):
+        assert float(jnp.linalg.norm(x - y)) <= 1e-5 * float(jnp.linalg.norm(y))
+        assert bits(x) != bits(start)
+
+
+def test_uneven_micro_batches_of_text_equal_the_large_batch():
+    """A character model on sentences of 5 to 200 characters of the documentation that comes with Python."""
+    text = "".join(pydoc_data.topics.topics[k] for k in sorted(pydoc_data.topics.topics))
+    letters = sorted(set(text))
+    tokens = np.asarray([letters.index(c) for c in text[:4000]])
+    rng = np.random.default_rng(0)
+    lengths = [5, 200, *rng.integers(5, 200, size=6)]
+    starts = rng.integers(0, len(tokens) - 201, size=8)
+    batches = [tokens[a : a + n + 1] for a, n in zip(starts, lengths, strict=True)]
+    width = 16
+    shapes = {"in": (len(letters), width), "q": (width, width), "k": (width, width), "out": (width, len(letters))}
+    params = {k: jnp.asarray(rng.normal(size=s) / width**0.5, jnp.float32) for k, s in shapes.items()}
+
+    def losses(params, x):  # one attention layer, the loss of each character given those before it
+        h = params["in"][x[:-1]]
+        scores = (h @ params["q"]) @ (h @ params["k"]).T
+        h = h + jax.nn.softmax(jnp.where(jnp.tri(len(x) - 1, dtype=bool), scores, -1e9)) @ h
+        return optax.softmax_cross_entropy_with_integer_labels(h @ params["out"], x[1:])
+
+    with jax.numpy_dtype_promotion("standard"):
+        mean_gradient = jax.jit(jax.grad(lambda p, x: jnp.mean(losses(p, x))))
+        whole = jax.jit(jax.grad(lambda p: jnp.mean(jnp.concatenate([losses(p, x) for x in batches]))))(params)
+        steps = [(mean_gradient(params, x), {"weight": len(x) - 1}) for x in batches]
+        sums = [(jax.tree.map(lambda g, n=weight["weight"]: g * n, mean), weight) for mean, weight in steps]
+    for reduction, given in (("mean", steps), ("sum_over_weights", sums)):
+        average, _ = run(shrewjax.accumulate(recorder(), 8, reduction=reduction), given, params)[-1]
+        for a, b in zip(jax.tree.leaves(average), jax.tree.leaves(whole), strict=True):
+            assert float(jnp.linalg.norm(a - b)) <= 1e-5 * float(jnp.linalg.norm(b))
+    unweighted, _ = run(shrewjax.accumulate(recorder(), 8), [(g, {}) for g, _ in steps], params)[-1]
+    assert float(jnp.linalg.norm(unweighted["in"] - whole["in"])) > 1e-2 * float(jnp.linalg.norm(whole["in"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "weight", "message"),
+    [
+        ({}, 2.0, None),
+        ({}, -1.0, "weight"),
+        ({}, np.nan, "weight"),
+        ({"micro_step": jnp.int32(3)}, 1.0, "micro_step is not between 0 and 2"),
+        ({"micro_step": jnp.int32(-1)}, 1.0, "micro_step"),
+        ({"weight_sum": jnp.float32(np.inf)}, 1.0, "weight_sum"),
+    ],
+)
+def test_value_checks_of_the_window_are_there_for_who_wants_them(change, weight, message):
+    tx = optax.chain(shrewjax.accumulate(recorder(), 3), optax.identity())
+    state = tx.init(vector(0.0))
+    state = (state[0]._replace(**change), state[1])
+
+    @chex.chexify
+    @jax.jit
+    def step(grads, state, weight):
+        shrewjax.check_window(state, 3, weight=weight)
+        return tx.update(grads, state, weight=weight)
+
+    def call():
+        step(vector(1.0), state, jnp.float32(weight))
+        step.wait_checks()
+
+    if message is None:
+        call()
+    else:
+        with pytest.raises(AssertionError, match=message):
+            call()
+    with pytest.raises(ValueError, match="no window"):
+        shrewjax.check_window(optax.EmptyState(), 3)

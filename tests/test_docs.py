@@ -6,6 +6,7 @@ import inspect
 import pathlib
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +26,7 @@ FUNCTIONS = {k: v for k, v in PUBLIC.items() if not k.endswith("State")}
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_docstring_example_runs(name):
-    globs = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "shrewjax": shrewjax, **PUBLIC}
+    globs = {"chex": chex, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "shrewjax": shrewjax, **PUBLIC}
     tests = doctest.DocTestFinder().find(FUNCTIONS[name], name, globs=globs)
     examples = [t for t in tests if t.examples]
     assert examples, f"{name} has no example"

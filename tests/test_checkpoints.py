@@ -1,0 +1,31 @@
+"""A run that is killed in mid-window after a save, and resumed, ends bit for bit where it would have ended."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).with_name("resume_training.py")
+
+
+def run(folder, mode, kind, devices):
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    command = [sys.executable, SCRIPT, folder, mode, kind, str(devices)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices_before", "devices_after"), [("orbax", 1, 1), ("orbax", 2, 8), ("flax", 1, 4)]
+)
+def test_killed_in_mid_window_and_resumed_ends_bit_identically(tmp_path, kind, devices_before, devices_after):
+    whole = run(tmp_path, "whole", kind, devices_before)
+    assert whole.returncode == 0, whole.stderr
+    killed = run(tmp_path, "killed", kind, devices_before)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = run(tmp_path, "resume", kind, devices_after)
+    assert resumed.returncode == 0, resumed.stderr
+    assert (tmp_path / "resume").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert not (tmp_path / "killed").exists()
