@@ -21,7 +21,7 @@ def clip(grads, ord=None, axis_name=None):
     return shrewjax.clip_grad_norm(grads, 1.0, ord=ord, axis_name=axis_name)
 
 
-@pytest.fixture(params=jax.sharding.AxisType.__members__.keys() - {"Manual"})
+@pytest.fixture(params=["Auto", "Explicit"])
 def mesh(request):
     axis_type = jax.sharding.AxisType[request.param]
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type, axis_type))
