@@ -174,10 +174,9 @@ class GradAccumulator:
     def _zeros(self, param: Any) -> jax.Array:
         if not is_counted(param):
             return jnp.zeros((), jnp.float32)  # holds no sum
-        zeros = jnp.zeros_like(param)
-        return (
-            _norms.widen(zeros, _norms.accumulator_dtype(param)) if self._dtype is None else zeros.astype(self._dtype)
-        )
+        if self._dtype is not None:
+            return jnp.zeros_like(param, dtype=self._dtype)
+        return _norms.widen(jnp.zeros_like(param), _norms.accumulator_dtype(param))
 
     def _steps(self, windows: jax.Array) -> jax.Array:
         steps = self.accum_steps(windows) if callable(self.accum_steps) else self.accum_steps
@@ -214,8 +213,10 @@ class GradAccumulator:
         closes = flush
         if when_full and flush is not True:
             closes = _either(flush, self._is_full(state.windows, micro_step, is_step))
-        # A micro-batch that is known to weigh something settles it.
-        counts: _Flag = keeps is True or (weight_sum != 0) & ~window_bad
+        # A micro-batch that is known to weigh something (and that no backend flushes to 0) settles it.
+        counts: _Flag = (weight_sum != 0) & ~window_bad
+        if keeps is True and weight >= float(jnp.finfo(dtype).tiny):
+            counts = True
         has_average = _both(closes, counts)
 
         # The average is made in the pass that closes the window: no pass of its own, and the buffer itself is what the
@@ -411,7 +412,7 @@ def accumulate(
             flush=flush,
             extra_args=extra_args,
             output=lambda u: u,
-            idle=lambda like: jax.tree.map(jnp.zeros_like, like),
+            idle=_zero_updates,
         )
 
     transformation = _Accumulation(init_fn, update_fn)
@@ -515,7 +516,7 @@ def flush(
         flush=True,
         extra_args=extra_args,
         output=lambda u: u,
-        idle=lambda like: jax.tree.map(jnp.zeros_like, like),
+        idle=_zero_updates,
     )
 
 
@@ -590,6 +591,11 @@ def _without_integers(updates: optax.Updates, like: chex.ArrayTree) -> optax.Upd
     return jax.tree.map(
         lambda g, u: u if g is None or is_counted(g) else _zero_like(g), like, updates, is_leaf=lambda x: x is None
     )
+
+
+def _zero_updates(like: optax.Updates) -> optax.Updates:
+    # Not `jnp.zeros(shape)`: what is like an update is sharded as it is.
+    return jax.tree.map(jnp.zeros_like, like)
 
 
 def _zero_like(x: Any) -> Any:

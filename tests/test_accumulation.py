@@ -254,6 +254,14 @@ def test_window_of_weight_zero_does_not_run_inner(reduction):
     assert (float(updates[0]), int(state.windows)) == (6 if reduction == "sum" else 3, 1)
 
 
+def test_weight_too_small_for_its_dtype_is_a_weight_of_zero():
+    tx = shrewjax.accumulate(recorder(), 1)
+    for weight in (1e-50, 1e-40):
+        updates, state = tx.update(vector(3.0), tx.init(vector(0.0)), weight=weight)
+        assert float(updates[0]) == 0
+        assert not bool(state.applied)
+
+
 def test_nan_weight_propagates_and_leaves_the_next_window_clean():
     tx = shrewjax.accumulate(recorder(), 2)
     steps = [(vector(1.0), {"weight": jnp.float32(w)}) for w in (1, np.nan, 1, 1)]
@@ -296,11 +304,15 @@ def test_policies_see_bad_values_in_every_dtype_and_no_overflow_of_finite_ones(d
     largest = float(jnp.finfo(dtype).max)
     tx = shrewjax.accumulate(recorder(), 1, nonfinite="drop_microbatch")
     params = jnp.zeros((300, 4), dtype)
-    for value, dropped in ((largest, 0), (np.inf, 1), (np.nan, 1)):
-        g = params.at[200, 1].set(value)
-        if dtype == "complex64":
-            g = g * jnp.asarray(1j, dtype) if np.isfinite(value) else params.at[200, 1].set(complex(0, value))
-        _, state = run(tx, [(g, {})], params)[-1]
+    imaginary = jnp.asarray(1j if dtype == "complex64" else 1, dtype)
+    everywhere_largest = jnp.full_like(params, largest)  # the sum overflows, no element does
+    for grads, dropped in (
+        (everywhere_largest, 0),
+        (params.at[200, 1].set(jnp.asarray(np.inf, dtype) * imaginary), 1),
+        (params.at[200, 1].set(jnp.asarray(np.nan, dtype) * imaginary), 1),
+        (params.at[200, 1].set(np.inf).at[7, 0].set(-np.inf), 1),
+    ):
+        _, state = run(tx, [(grads, {})], params)[-1]
         assert int(state.dropped) == dropped
 
 
