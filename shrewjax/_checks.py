@@ -26,7 +26,7 @@ def threshold(name: str, value: Any) -> Scalar:
     number = _static_real(name, value, "a real scalar >= 0")
     if not number >= 0:
         raise ValueError(f"{name} must be >= 0 and not NaN, got {value!r}")
-    return number
+    return number + 0.0  # -0.0 is 0
 
 
 def order(ord: Any) -> float:
@@ -137,9 +137,10 @@ def axis_names(axis_name: Any) -> tuple[Hashable, ...] | None:
 
 
 def array_leaf(path: KeyPath, leaf: Any) -> Any:
-    """A gradient leaf: an array as it is, a Python number as an array."""
+    """A gradient leaf: floating and complex NumPy arrays and Python numbers as JAX has them, the rest as it is."""
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-        return leaf
+        is_foreign = isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return jnp.asarray(leaf) if is_foreign else leaf
     if isinstance(leaf, bool | int | float | complex):
         return jnp.asarray(leaf)
     raise ValueError(f"gradient leaf {leaf_name(path)} must be an array or a number, got {leaf!r}")

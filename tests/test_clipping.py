@@ -70,6 +70,11 @@ def test_threshold_that_is_no_real_scalar_is_an_error_that_names_it(bad):
         shrewjax.clip_by_value(bad)
 
 
+def test_minus_zero_as_threshold_is_zero():
+    for clipped in (shrewjax.clip_grad_norm(f32([1, 2]), -0.0)[0], shrewjax.clip_grad_value(f32([1, 2]), -0.0)):
+        assert bits(clipped) == bits(f32([0, 0]))
+
+
 def test_a_schedule_as_threshold_is_an_error_that_tells_the_way():
     with pytest.raises(ValueError, match="inject_hyperparams"):
         shrewjax.clip_by_global_norm(optax.constant_schedule(1.0))
@@ -262,6 +267,18 @@ def test_complex_gradients_keep_their_phase():
     clipped, norm = shrewjax.clip_grad_norm([z], 1.3)
     assert float(norm) == 13
     np.testing.assert_allclose(clipped[0], z / 10, rtol=3e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_numpy_leaves_wider_than_jax_allows_are_taken_as_jax_has_them(dtype):
+    leaf = np.asarray([3, 4], dtype)
+    narrow = {"float64": jnp.float32, "complex128": jnp.complex64}[dtype]
+    clipped, norm = shrewjax.clip_grad_norm([leaf], 1.0)
+    assert (clipped[0].dtype, norm.dtype) == (narrow, jnp.float32)
+    np.testing.assert_allclose(clipped[0], leaf / 5, rtol=3e-7)
+    np.testing.assert_allclose(shrewjax.clip_grad_value([leaf], 1.0)[0], [1, 1], rtol=3e-7)
+    window = shrewjax.GradAccumulator(1)
+    np.testing.assert_array_equal(window.take(window.add(window.init([jnp.asarray(leaf)]), [leaf]))[0][0], leaf)
 
 
 def test_python_numbers_are_leaves():
