@@ -2,15 +2,18 @@
 
 # Measure and apply: a pytree in, a pytree out.
 from shrewjax._clipping import clip_grad_norm as clip_grad_norm
+from shrewjax._clipping import clip_grad_percentile as clip_grad_percentile
 from shrewjax._clipping import clip_grad_value as clip_grad_value
 from shrewjax._clipping import grad_norm as grad_norm
 
 # Clip, as Optax transformations.
 from shrewjax._clipping import clip_by_global_norm as clip_by_global_norm
 from shrewjax._clipping import clip_by_leaf_norm as clip_by_leaf_norm
+from shrewjax._clipping import clip_by_percentile as clip_by_percentile
 from shrewjax._clipping import clip_by_value as clip_by_value
 from shrewjax._clipping import ClipByGlobalNormState as ClipByGlobalNormState
 from shrewjax._clipping import ClipByLeafNormState as ClipByLeafNormState
+from shrewjax._clipping import ClipByPercentileState as ClipByPercentileState
 
 # Accumulate.
 from shrewjax._accumulation import accumulate as accumulate

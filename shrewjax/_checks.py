@@ -7,6 +7,7 @@ jit and no jit agree) by shape and dtype only.
 import math
 import numbers
 from collections.abc import Callable, Hashable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import chex
@@ -27,6 +28,17 @@ def threshold(name: str, value: Any) -> Scalar:
     if not number >= 0:
         raise ValueError(f"{name} must be >= 0 and not NaN, got {value!r}")
     return number + 0.0  # -0.0 is 0
+
+
+def percentile(value: Any) -> Fraction | jax.Array:
+    """A percentile in [0, 100]: a known one exactly as its decimal digits say, an array as it is."""
+    if isinstance(value, jax.Array):
+        return _real_scalar_array("percentile", value)
+    number = _static_real("percentile", value, "a real scalar in [0, 100]")
+    if not 0 <= number <= 100:
+        raise ValueError(f"percentile must be in [0, 100], got {value!r}")
+    is_written_out = isinstance(value, int | float | np.generic | np.ndarray)
+    return Fraction(str(value if is_written_out else number))  # str(np.float32(99.9)) is "99.9", its float is not
 
 
 def order(ord: Any) -> float:

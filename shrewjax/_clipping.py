@@ -1,20 +1,24 @@
-"""Clipping to a given threshold: by global norm, by leaf norm, by value.
+"""Clipping to a given threshold: by global norm, by leaf norm, by value, by percentile.
 
 Leaves that hold no floating or complex numbers, and places without a leaf (`None`, `optax.MaskedNode`), pass
 through untouched and are not counted.
 """
 
 import math
-from typing import Any, NamedTuple
+from fractions import Fraction
+from typing import Any, NamedTuple, get_args
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from shrewjax import _checks, _norms
 from shrewjax._checks import Scalar
+from shrewjax._norms import Scope
 from shrewjax._reductions import Axes, AxisName, is_counted
+from shrewjax._selection import Method, Over, select
 
 
 def grad_norm(grads: chex.ArrayTree, ord: float | None = None, *, axis_name: AxisName | None = None) -> jax.Array:
@@ -154,6 +158,85 @@ def clip_grad_value(grads: chex.ArrayTree, max_value: Any) -> chex.ArrayTree:
     max_value = _checks.threshold("max_value", max_value)
     leaves, treedef = _leaves(grads)
     return treedef.unflatten([_clip_leaf_value(x, max_value) if is_counted(x) else x for x in leaves])
+
+
+def clip_grad_percentile(
+    grads: chex.ArrayTree,
+    percentile: Any,
+    *,
+    method: Method = "linear",
+    scope: Scope = "global",
+    over: Over = "all",
+    axis_name: AxisName | None = None,
+) -> tuple[chex.ArrayTree, Any]:
+    r"""Limits each element to [-b, b], where b is a percentile of the magnitudes; also returns b.
+
+    .. math:: g_i \leftarrow \max(-b, \min(g_i, b)), \qquad b = \mathrm{percentile}_p(|g_1|, \dots, |g_n|)
+
+    With the magnitudes sorted, v_0 <= ... <= v_(n-1), and the exact rank h = p (n - 1) / 100, a rational number, j its
+    floor and f what is left:
+
+    ==========  ===============================================================
+    method      b
+    ==========  ===============================================================
+    linear      v_j + f (v_(j+1) - v_j), within 1 ulp and below v_(j+1) if f < 1
+    lower       v_j
+    higher      v_(j+1) if f > 0, else v_j
+    nearest     the nearer of the two; at f = 1/2 the one of even rank
+    midpoint    (v_j + v_(j+1)) / 2 if f > 0, else v_j; within 1 ulp
+    ==========  ===============================================================
+
+    ====================================  =======================================================================
+    gradients                             result
+    ====================================  =======================================================================
+    a NaN                                 every floating leaf (scope "leaf": that leaf) becomes NaN, and b is NaN
+    percentile = 100                      the gradients to the last bit; b is the largest magnitude
+    an infinity                           counts as the largest; clipped if b is finite
+    an element within [-b, b]             itself to the last bit, subnormals and -0.0 included
+    b = 0 (more than p % zeros)           zeros: `over="nonzero"` is for sparse gradients
+    only zeros, no elements, no leaves    unchanged; b is 0
+    percentile NaN in an array            as a NaN gradient; outside of [0, 100] in an array: as the nearer end
+    ====================================  =======================================================================
+
+    **When it helps, and when not.** It limits a fixed share of the elements, (100 - p) %, in *every* step, a calm one
+    too: it changes the shape of the update, as a coordinate-wise rule against heavy-tailed noise. It is no guard
+    against spikes: a gradient a thousand times as large is clipped at a bound a thousand times as large. For that, use
+    `clip_grad_norm`. Before an optimizer that divides by the gradients' scale, such as Adam, only the shape matters.
+
+    No sort, no copy of the data, no gather: found by counting, in some 6 reads of the data (16-bit leaves: 3). Sharded
+    gradients give the same bits. Differentiable with b taken as a constant.
+
+    Args:
+      grads: pytree of arrays. Complex leaves count and are clipped with their modulus, keeping their phase; integer,
+        boolean and float0 leaves, `None` and `optax.MaskedNode` pass through and do not count.
+      percentile: p in [0, 100]: a number, which is taken as the decimal it is written as (99.9 is 999/10), or a scalar
+        array, which is taken as the number it holds.
+      method: "linear", "lower", "higher", "nearest" or "midpoint": NumPy's, with the exact rank.
+      scope: "global", one b from all leaves; "leaf", one for each leaf.
+      over: "all" elements, or the "nonzero" ones only.
+      axis_name: as in `grad_norm`.
+
+    Returns:
+      The clipped gradients, each leaf in its dtype (b rounded toward zero to it); and b, a float32 scalar (float64 if a
+      leaf is float64 or complex128), for scope "leaf" a tree like `grads` of such, 0 for leaves that do not count.
+
+    Raises:
+      ValueError: `percentile` is a Python or NumPy number outside of [0, 100] or NaN, or is no real scalar; `method`,
+        `scope` or `over` is none of those; or as in `grad_norm`.
+
+    Example:
+      >>> clipped, bound = clip_grad_percentile({"w": jnp.array([1.0, -2.0, 3.0, -40.0, 5.0])}, 75)
+      >>> clipped["w"], bound
+      (Array([ 1., -2.,  3., -5.,  5.], dtype=float32), Array(5., dtype=float32))
+
+    The rule is the clipByPercentile of formal specifications of training (there with `method="lower"`); the ranks are
+    those of `numpy.percentile`, R. J. Hyndman and Y. Fan, "Sample quantiles in statistical packages", The American
+    Statistician 50 (1996), definition 7. Coordinate-wise clipping under heavy tails: J. Zhang et al., 2020,
+    arXiv:1912.03194.
+    """
+    rule = _PercentileRule.checked(percentile, method, scope, over, axis_name)
+    clipped, bounds, _ = _clip_percentile(grads, rule, start=None)
+    return clipped, bounds
 
 
 class ClipByGlobalNormState(NamedTuple):
@@ -331,6 +414,77 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+class ClipByPercentileState(NamedTuple):
+    """What the last update measured."""
+
+    bound: chex.ArrayTree  # float32 (): the percentile of |g|; for scope "leaf" a tree like the parameters of such
+    clipped_fraction: jax.Array  # float32 (): the share of all elements that were larger, and so were clipped
+
+
+def clip_by_percentile(
+    percentile: Any,
+    *,
+    method: Method = "linear",
+    scope: Scope = "global",
+    over: Over = "all",
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Limits each element to a percentile of the magnitudes: `clip_grad_percentile` as an Optax transformation.
+
+    .. math:: g_i \leftarrow \max(-b, \min(g_i, b)), \qquad b = \mathrm{percentile}_p(|g_1|, \dots, |g_n|)
+
+    The tables of `clip_grad_percentile` say what happens at the edges, and its text when the rule is useful: it limits
+    (100 - p) % of the elements in every step, and guards against no spike. The search for b starts from that of the
+    step before, near which it usually lies; whatever the start, it is exact. To schedule the percentile, wrap it in
+    `optax.inject_hyperparams`.
+
+    Args:
+      percentile: p in [0, 100], a number or a scalar array, as in `clip_grad_percentile`.
+      method: "linear", "lower", "higher", "nearest" or "midpoint".
+      scope: "global", one b from all leaves; "leaf", one for each leaf.
+      over: "all" elements, or the "nonzero" ones only.
+      axis_name: as in `grad_norm`.
+
+    Returns:
+      A transformation with state `ClipByPercentileState(bound, clipped_fraction)`, float32 scalars of the last update
+      (before the first: 0), with scope "leaf" a tree of bounds.
+
+    Raises:
+      ValueError: as in `clip_grad_percentile`; or, with scope "leaf", the updates' tree differs from that of the
+        parameters given to `init`.
+
+    Example:
+      >>> tx = clip_by_percentile(75)
+      >>> grads = jnp.array([1.0, -2.0, 3.0, -40.0, 5.0])
+      >>> clipped, state = tx.update(grads, tx.init(grads))
+      >>> clipped, state.bound, state.clipped_fraction
+      (Array([ 1., -2.,  3., -5.,  5.], dtype=float32), Array(5., dtype=float32), Array(0.2, dtype=float32))
+
+    Sources: as of `clip_grad_percentile`.
+    """
+    rule = _PercentileRule.checked(percentile, method, scope, over, axis_name)
+
+    def init_fn(params: optax.Params) -> ClipByPercentileState:
+        zero = jnp.zeros((), jnp.float32)
+        bounds = jax.tree.map(jnp.zeros_like, jax.tree.map(lambda _: zero, params)) if scope == "leaf" else zero
+        return ClipByPercentileState(bound=bounds, clipped_fraction=jnp.zeros((), jnp.float32))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ClipByPercentileState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ClipByPercentileState]:
+        del params, extra_args
+        clipped, bounds, clipped_fraction = _clip_percentile(updates, rule, start=state.bound)
+        bounds = jax.tree.map(lambda b: b.astype(jnp.float32), bounds)
+        if scope == "leaf":
+            bounds = _like(state.bound, bounds, absent=0.0)
+        return clipped, ClipByPercentileState(bound=bounds, clipped_fraction=clipped_fraction)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
 def _leaves(grads: chex.ArrayTree) -> tuple[list[Any], Any]:
     with_paths, treedef = jax.tree.flatten_with_path(grads)
     return [_checks.array_leaf(path, leaf) for path, leaf in with_paths], treedef
@@ -345,6 +499,55 @@ def _clip_global(
     return treedef.unflatten([_norms.scale(x, factor) if is_counted(x) else x for x in leaves]), norm, factor
 
 
+class _PercentileRule(NamedTuple):
+    """The checked arguments of a percentile clip."""
+
+    percentile: Fraction | jax.Array
+    method: Method
+    scope: Scope
+    over: Over
+    axes: Axes
+
+    @classmethod
+    def checked(cls, percentile: Any, method: Any, scope: Any, over: Any, axis_name: Any) -> "_PercentileRule":
+        return cls(
+            _checks.percentile(percentile),
+            _checks.choice("method", method, get_args(Method)),
+            _checks.choice("scope", scope, get_args(Scope)),
+            _checks.choice("over", over, get_args(Over)),
+            _checks.axis_names(axis_name),
+        )
+
+
+def _clip_percentile(
+    grads: chex.ArrayTree, rule: _PercentileRule, start: chex.ArrayTree | None
+) -> tuple[chex.ArrayTree, Any, jax.Array]:
+    """The clipped gradients, the bound or bounds, and the clipped share of the elements."""
+    leaves, treedef = _leaves(grads)
+    counted = [i for i, x in enumerate(leaves) if is_counted(x)]
+    of_leaf = rule.scope == "leaf"
+    if start is not None and of_leaf:
+        starts = treedef.flatten_up_to(start)
+        start = jnp.stack([starts[i] for i in counted]) if counted else None
+    options = rule._asdict()
+    selected = select([leaves[i] for i in counted], options.pop("percentile"), **options, start=start)
+    bounds: list[Any] = [jnp.zeros((), jnp.float32)] * len(leaves)
+    for place, i in enumerate(counted):
+        bound, bits = (x[place] if of_leaf else x for x in (selected.bound, selected.bits))
+        leaves[i] = _clip_to_selected(leaves[i], bound, bits, rule.percentile)
+        bounds[i] = bound
+    clipped_fraction = jnp.sum(selected.above) / jnp.maximum(jnp.sum(selected.elements), 1)
+    return treedef.unflatten(leaves), treedef.unflatten(bounds) if of_leaf else selected.bound, clipped_fraction
+
+
+def _clip_to_selected(x: Any, bound: jax.Array, bits: jax.Array, percentile: Fraction | jax.Array) -> jax.Array:
+    precision = _norms.real_dtype(x)
+    limit = _norms.narrower_bits(bits, bound.dtype, precision)
+    clipped = _clip_magnitude(x, lax.bitcast_convert_type(limit, precision), limit)
+    clipped = jnp.where(percentile >= 100, x, clipped)
+    return jnp.where(jnp.isnan(bound), jnp.asarray(jnp.nan, x.dtype), clipped)
+
+
 def _like(tree: chex.ArrayTree, measured: chex.ArrayTree, absent: float) -> chex.ArrayTree:
     """`measured` in the structure of `tree`: where there was no gradient (None), `absent`."""
     return jax.tree.map(lambda _, m: jnp.asarray(absent, jnp.float32) if m is None else m, tree, measured)
@@ -353,19 +556,25 @@ def _like(tree: chex.ArrayTree, measured: chex.ArrayTree, absent: float) -> chex
 def _clip_leaf_value(x: Any, max_value: Scalar) -> jax.Array:
     if isinstance(max_value, float) and math.isinf(max_value):
         return x
-    clip = _clip_modulus if _norms.is_complex(x) else _clip_magnitude
-    clipped = clip(x, _norms.round_toward_zero(max_value, _norms.real_dtype(x)))
+    bound = _norms.round_toward_zero(max_value, _norms.real_dtype(x))
+    # A threshold that the backend flushes counts as 0: here too, where only its bits are compared.
+    clipped = _clip_magnitude(x, bound, jnp.where(bound == 0, 0, _norms.magnitude_bits(bound)))
     if isinstance(max_value, jax.Array):
         clipped = jnp.where(jnp.isnan(max_value), jnp.asarray(jnp.nan, x.dtype), clipped)
         clipped = jnp.where(max_value == jnp.inf, x, clipped)
     return clipped
 
 
-def _clip_magnitude(x: Any, bound: jax.Array) -> jax.Array:
+def _clip_magnitude(x: Any, bound: jax.Array, limit: jax.Array) -> jax.Array:
+    """Limits |x| to `bound`, which has the bits `limit`, both in x's precision. NaN stays NaN."""
+    if _norms.is_complex(x):
+        return _clip_modulus(x, bound)
     # Compared as integers, which no backend flushes; selected, not computed, so that what stays keeps its bits.
-    # A bound of 0 by itself: LLVM turns a comparison of bits with 0 back into one of floats.
-    beyond = ((_norms.magnitude_bits(x) > _norms.magnitude_bits(bound)) | (bound == 0)) & ~jnp.isnan(x)
-    return jnp.where(beyond, jnp.where(_norms.sign_bit(x), -bound, bound), x)
+    magnitude, is_negative = _norms.magnitude_bits(x), _norms.sign_bit(x)
+    clipped = jnp.where((magnitude > limit) & ~jnp.isnan(x), jnp.where(is_negative, -bound, bound), x)
+    # A limit of 0 by itself: LLVM turns a comparison of bits with 0 back into one of floats.
+    zero = jnp.zeros((), x.dtype)
+    return jnp.where((limit == 0) & ~jnp.isnan(x), jnp.where(is_negative, -zero, zero), clipped)
 
 
 def _clip_modulus(x: Any, bound: jax.Array) -> jax.Array:

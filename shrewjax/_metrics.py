@@ -9,7 +9,7 @@ import optax
 
 from shrewjax._accumulation import AccumulateState, GradAccumulatorState
 from shrewjax._checks import KeyPath
-from shrewjax._clipping import ClipByGlobalNormState, ClipByLeafNormState
+from shrewjax._clipping import ClipByGlobalNormState, ClipByLeafNormState, ClipByPercentileState
 
 
 def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -24,6 +24,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     ====================  ==================================================================================
     clip_by_global_norm   grad_norm, clip_scale: other than 1 (NaN included) if it clipped
     clip_by_leaf_norm     grad_norm_max: the largest leaf norm; clipped_share: clipped leaves / leaves
+    clip_by_percentile    bound (the largest, if one a leaf); clipped_fraction of the elements
     accumulate            micro_step, windows, applied, weight_sum, window_bad, dropped. What is measured inside
                           dates from the last window that closed, and before the first from init
     ====================  ==================================================================================
@@ -70,6 +71,12 @@ def _leaf_norms(state: ClipByLeafNormState) -> dict[str, jax.Array]:
     }
 
 
+def _percentile(state: ClipByPercentileState) -> dict[str, jax.Array]:
+    bounds = jax.tree.leaves(state.bound)
+    bound = jnp.max(jnp.stack(bounds), axis=0) if bounds else jnp.zeros((), jnp.float32)
+    return {"bound": bound, "clipped_fraction": _array(state.clipped_fraction)}
+
+
 def _array(field: Any) -> jax.Array:
     (array,) = jax.tree.leaves(field)  # the field may be a variable around the array, as in nnx
     return array
@@ -80,6 +87,7 @@ _WINDOW = ("micro_step", "windows", "weight_sum", "window_bad", "dropped")
 _MEASURED: dict[type, Callable[[Any], dict[str, jax.Array]]] = {
     ClipByGlobalNormState: _fields("grad_norm", "clip_scale"),
     ClipByLeafNormState: _leaf_norms,
+    ClipByPercentileState: _percentile,
     GradAccumulatorState: _fields(*_WINDOW),
     AccumulateState: _fields(*_WINDOW, "applied"),
 }

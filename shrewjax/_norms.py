@@ -5,8 +5,8 @@ ratio of two such numbers, overflows or underflows before the answer does.
 """
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -108,6 +108,62 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
     """The bits of |x|: integers that order as the magnitudes do, with NaN above infinity."""
     integers = _integers_like(x.dtype)
     return lax.bitcast_convert_type(x, integers) & jnp.asarray(jnp.iinfo(integers).max, integers)
+
+
+def narrower_bits(bits: jax.Array, dtype: Any, narrower: Any) -> jax.Array:
+    """The bits of the largest magnitude in a narrower dtype that is not above one with these; -1 stays -1."""
+    fraction_bits, bias = _float_format(dtype)
+    to_fraction_bits, to_bias = _float_format(narrower)
+    dropped = fraction_bits - to_fraction_bits
+    result = bits >> dropped
+    if to_bias != bias:
+        infinity, to_infinity = infinity_bits(dtype), infinity_bits(narrower)
+        exponent = bits >> fraction_bits
+        significand = (bits & ((1 << fraction_bits) - 1)) | (1 << fraction_bits)
+        to_unit = jnp.clip(dropped + bias - to_bias + 1 - exponent, 0, jnp.iinfo(bits.dtype).bits - 1)
+        is_normal = exponent > bias - to_bias
+        result = jnp.where(is_normal, result - ((bias - to_bias) << to_fraction_bits), significand >> to_unit)
+        result = jnp.where(bits >= infinity, to_infinity, jnp.minimum(result, to_infinity - 1))
+        result = jnp.where(bits < 0, -1, result)
+    return result.astype(_integers_like(narrower))
+
+
+def wider_bits(bits: jax.Array, dtype: Any, wider: Any) -> jax.Array:
+    """The bits of the same magnitude, no NaN, in a wider dtype."""
+    fraction_bits, bias = _float_format(dtype)
+    to_fraction_bits, to_bias = _float_format(wider)
+    bits = bits.astype(_integers_like(wider))
+    result = bits << (to_fraction_bits - fraction_bits)
+    if to_bias != bias:
+        unit = _power_of_two(jnp.asarray(1 - bias - fraction_bits, jnp.int32), wider)
+        subnormal = lax.bitcast_convert_type(bits.astype(wider) * unit, bits.dtype)
+        result = jnp.where(bits < (1 << fraction_bits), subnormal, result + ((to_bias - bias) << to_fraction_bits))
+        result = jnp.where(bits >= infinity_bits(dtype), infinity_bits(wider), result)
+    return result
+
+
+def bits_of(number: Scaled) -> jax.Array:
+    """The bits of `join(number)`, with a subnormal result rounded instead of flushed."""
+    dtype = number.mantissa.dtype
+    fraction_bits, bias = _float_format(dtype)
+    units = jnp.round(times_power_of_two(number.mantissa, number.exponent + (bias + fraction_bits - 1)))
+    is_subnormal = number.exponent < 1 - bias
+    as_subnormal = jnp.where(is_subnormal, units, 0).astype(_integers_like(dtype))
+    return jnp.where(is_subnormal, as_subnormal, magnitude_bits(join(number)))
+
+
+def with_leading_bits(x: jax.Array, count: int) -> jax.Array:
+    """x with so many of its leading significant bits, the others 0."""
+    fraction_bits, _ = _float_format(x.dtype)
+    integers = _integers_like(x.dtype)
+    mask = jnp.asarray(-1 << (fraction_bits + 1 - count), integers)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, integers) & mask, x.dtype)
+
+
+def infinity_bits(dtype: Any) -> int:
+    """The bits of infinity: above them are the NaNs."""
+    fraction_bits, bias = _float_format(dtype)
+    return (2 * bias + 1) << fraction_bits
 
 
 def sign_bit(x: jax.Array) -> jax.Array:
@@ -215,15 +271,10 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
     """Any other p >= 1: the largest magnitude, then the sum of (|x| / largest)**p, whose terms stay in [0, 1]."""
     dtype = _accumulation_dtype(leaves)
 
-    def key(x: Any) -> jax.Array:
-        x = widen(x, dtype)
-        # Half the modulus: the modulus itself can be beyond the dtype's range where its parts are not.
-        return magnitude_bits(lax.abs(times(x, jnp.asarray(0.5, dtype))) if is_complex(x) else x)
-
     def relative(x: Any, unit: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
         return lax.abs(times(times(times(widen(x, dtype), first), second), 1 / unit))
 
-    maxima = lax.bitcast_convert_type(jnp.stack(leaf_maxima(key, leaves, axes=axes)), dtype)
+    maxima = lax.bitcast_convert_type(jnp.concatenate(leaf_maxima(_magnitude_in(dtype), leaves, axes=axes)), dtype)
     mantissas, exponents = split(maxima)
     exponents = exponents + np.asarray([is_complex(x) for x in leaves], np.int32)
     if p < math.inf:
@@ -243,6 +294,16 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
         maxima = jnp.sum(maxima, where=~jnp.isfinite(maxima))  # 0, or what is to be reported
     norm = _shifted(mantissas * (sums ** (1 / p) if p < math.inf else sums), exponents)
     return Scaled(jnp.where(jnp.isfinite(maxima), norm.mantissa, maxima), norm.exponent)
+
+
+@cache
+def _magnitude_in(dtype: Any) -> Callable[[Any], tuple[jax.Array]]:
+    def key(x: Any) -> tuple[jax.Array]:
+        x = widen(x, dtype)
+        # Half the modulus: the modulus itself can be beyond the dtype's range where its parts are not.
+        return (magnitude_bits(lax.abs(times(x, jnp.asarray(0.5, dtype))) if is_complex(x) else x),)
+
+    return key
 
 
 @_measure.defjvp

@@ -11,13 +11,18 @@ One thing no type tells: a shard of a gradient (its parts' squares add up) and a
 yet (its parts themselves add up first) both vary over the axis. Reduce the latter before it comes here.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from shrewjax import _wide
+from shrewjax._wide import Wide
 
 AxisName = Hashable | tuple[Hashable, ...]
 """What users may pass as `axis_name`."""
@@ -39,14 +44,54 @@ def leaf_sums(
 
 
 def leaf_maxima(
-    keys: Callable[..., jax.Array], leaves: Sequence[Any], *per_leaf: Sequence[Any], axes: Axes
+    keys: Callable[..., Sequence[jax.Array]], leaves: Sequence[Any], *per_leaf: Sequence[Any], axes: Axes
 ) -> list[jax.Array]:
-    """The maximum of the non-negative integers `keys(leaf, *scalars)`, likewise; 0 where a leaf is empty.
+    """The maxima of the non-negative integer arrays `keys(leaf, *scalars)`, likewise: a vector a leaf, 0 where empty.
 
     Integers, because XLA:CPU's float maximum loses a NaN.
     """
-    partials = [_largest(keys(*of_leaf)) for of_leaf in zip(leaves, *per_leaf, strict=True)]
+    partials = [_leaf_maxima(keys, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
     return _over_devices(lax.pmax, partials, axes)
+
+
+def leaf_counts(
+    flags: Callable[..., Sequence[jax.Array]], leaves: Sequence[Any], *per_leaf: Sequence[Any], words: int, axes: Axes
+) -> list[Wide]:
+    """How many elements of each leaf have each of the flags `flags(leaf, *scalars)`, likewise: a vector a leaf.
+
+    In as many words as hold the largest count.
+    """
+    partials = [_leaf_counts(flags, words, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
+    counts = _over_devices(lax.psum, partials, axes)
+    return [(x,) if words == 1 else _wide.packed(_wide.carried(x), words) for x in counts]
+
+
+def leaf_sizes(leaves: Sequence[Any], axes: Axes) -> list[int]:
+    """The leaves' numbers of elements, likewise."""
+    sizes = []
+    for x, over in zip(leaves, _axes_to_reduce(leaves, axes), strict=True):
+        sizes.append(math.prod([x.size, *(lax.axis_size(a) for a in over)]))
+    return sizes
+
+
+def joined(leaves: Sequence[Any], axes: Axes) -> list[Any]:
+    """The same elements with the small leaves of a kind as one vector, where a device holds all of them.
+
+    For reductions of all elements together: a kernel takes longer to compile and to launch than to read a small leaf.
+    """
+    if _may_be_partitioned():
+        return list(leaves)
+    large: list[Any] = []
+    small: dict[Any, list[Any]] = {}
+    for x, over in zip(leaves, _axes_to_reduce(leaves, axes), strict=True):
+        if x.size > _SMALL:
+            large.append(x)
+        else:
+            small.setdefault((x.dtype, over), []).append(jnp.ravel(x))
+    return large + [jnp.concatenate(of_kind) for of_kind in small.values()]
+
+
+_SMALL = 2**14
 
 
 def all_finite(leaves: Sequence[Any], axes: Axes) -> jax.Array:
@@ -67,15 +112,59 @@ def _sum(x: jax.Array) -> jax.Array:
     return lax.reduce(x, np.zeros((), x.dtype), lax.add, range(x.ndim))
 
 
-def _largest(keys: jax.Array) -> jax.Array:
+# Jitted, so that leaves of one shape are traced and lowered once.
+@partial(jax.jit, static_argnums=0)
+def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Any) -> jax.Array:
+    wanted = keys(*of_leaf)
     # XLA:CPU writes out what a reduction of a single operand reads; with a second, different operand it does not.
-    zero = jnp.zeros((), keys.dtype)
+    another = [wanted[0] >> jnp.ones((), wanted[0].dtype)] if len(wanted) == 1 else []
+    return jnp.stack(_reduce_together([*wanted, *another], lax.max, range(wanted[0].ndim))[: len(wanted)])
 
-    def combine(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
-        return lax.max(a[0], b[0]), lax.bitwise_or(a[1], b[1])
 
-    other = lax.shift_right_logical(keys, jnp.ones_like(keys))
-    return lax.reduce((keys, other), (zero, zero), combine, range(keys.ndim))[0]
+@partial(jax.jit, static_argnums=(0, 1))
+def _leaf_counts(flags: Callable[..., Sequence[jax.Array]], words: int, *of_leaf: Any) -> jax.Array:
+    """Of each flag: a word, or the three half words of a count that no word may hold, as the rows of an array."""
+    ones = [f.astype(jnp.uint32) for f in flags(*of_leaf)]
+    shape = ones[0].shape
+    if words == 1:
+        return jnp.stack(_reduce_together(ones, lax.add, range(len(shape))))
+    # Along some axes first, as many as a word can count, so that few counts are left to be split and added up.
+    first, counted = [], 1
+    for axis in sorted(range(len(shape)), key=lambda a: -shape[a]):
+        if counted * shape[axis] <= _LARGEST_COUNT:
+            first.append(axis)
+            counted *= shape[axis]
+    if math.prod(shape) > counted * _MOST_COUNTS:
+        raise ValueError(f"a leaf of shape {shape} has too many elements to be counted")
+    counts = jnp.stack(_reduce_together(ones, lax.add, first))
+    low, high = (jnp.sum(x, axis=range(1, x.ndim), dtype=jnp.uint32) for x in (counts & 0xFFF, counts >> 12))
+    columns = [(low & 0xFFFF) + ((high & 0xF) << 12), (low >> 16) + (high >> 4 & 0xFFFF), high >> 20]
+    return _wide.carried(jnp.stack(columns))
+
+
+_LARGEST_COUNT = 2**32 - 1
+_MOST_COUNTS = 2**20  # of 12 bits each, in a word
+
+
+def _reduce_together(operands: Sequence[jax.Array], combine: Callable[..., Any], axes: Sequence[int]) -> list[Any]:
+    """Reduces arrays of one shape over the axes, with 0 for an empty one; in one read of the data where possible."""
+    zeros = [np.zeros((), x.dtype) for x in operands]
+    if len(operands) > 1 and not _may_be_partitioned():
+        return list(lax.reduce(tuple(operands), tuple(zeros), _of_each(combine), tuple(axes)))
+    # Where it partitions a reduction of several operands, XLA gathers the devices' results, an all-gather for each
+    # operand; a single one becomes an all-reduce. (XLA:GPU fuses such siblings, and reads the data once.)
+    return [lax.reduce(x, zero, combine, tuple(axes)) for x, zero in zip(operands, zeros, strict=True)]
+
+
+@cache
+def _of_each(combine: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: tuple(combine(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _may_be_partitioned() -> bool:
+    """Whether an array here may be spread over devices by XLA, and so be more than what one of them holds."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() > 1 and (not mesh.manual_axes or set(mesh.manual_axes) != set(mesh.axis_names))
 
 
 def _over_devices(collective: Callable[..., Any], partials: Sequence[jax.Array], axes: Axes) -> list[jax.Array]:

@@ -12,6 +12,7 @@ TRANSFORMATIONS = {
     "clip_by_global_norm": lambda: shrewjax.clip_by_global_norm(0.5),
     "clip_by_leaf_norm": lambda: shrewjax.clip_by_leaf_norm(0.5),
     "clip_by_value": lambda: shrewjax.clip_by_value(0.1),
+    "clip_by_percentile": lambda: shrewjax.clip_by_percentile(75),
     "accumulate": lambda: shrewjax.accumulate(optax.identity(), 2),
 }
 

@@ -150,6 +150,7 @@ INJECTED = {
     "clip_by_global_norm": (shrewjax.clip_by_global_norm, {"max_norm": 0.5}),
     "clip_by_leaf_norm": (shrewjax.clip_by_leaf_norm, {"max_norm": 0.5}),
     "clip_by_value": (shrewjax.clip_by_value, {"max_value": 0.1}),
+    "clip_by_percentile": (shrewjax.clip_by_percentile, {"percentile": 75}),
     "accumulate": (shrewjax.accumulate, {"inner": optax.identity(), "accum_steps": 2}),
 }
 

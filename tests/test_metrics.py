@@ -117,3 +117,11 @@ def test_in_an_nnx_optimizer_inside_a_jitted_step():
     assert float(first["micro_step"]) == 1
     assert float(last["inner_state/0/grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
     assert values(shrewjax.metrics(optimizer.opt_state)) == values(last)
+
+
+def test_percentile_clips_show_their_bound_and_what_they_clipped():
+    grads = {"a": jnp.float32([1, 2, 3]), "b": jnp.float32([10, 20, 60])}
+    for scope, bound, fraction in (("global", 6.5, 0.5), ("leaf", 20.0, 2 / 6)):
+        tx = shrewjax.clip_by_percentile(50, scope=scope)
+        _, state = tx.update(grads, tx.init(grads))
+        assert values(shrewjax.metrics(state)) == {"bound": bound, "clipped_fraction": np.float32(fraction)}

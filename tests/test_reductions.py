@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import true_norm
+from helpers import bits, true_norm
 
 import shrewjax
 
@@ -116,3 +116,64 @@ def test_one_bad_shard_is_bad_everywhere():
     updates, dropped = jax.jit(mapped)(jax.device_put(grads, jax.sharding.NamedSharding(mesh, P("data"))))
     np.testing.assert_array_equal(updates, np.zeros((8, 2)))
     assert int(dropped) == 1
+
+
+# --- percentiles ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"scope": "leaf"}, {"over": "nonzero", "method": "nearest"}], ids=str)
+@pytest.mark.parametrize("percentile", [60, 60.0])
+def test_sharded_percentiles_have_the_same_bits_without_a_gather_or_a_sort(mesh, options, percentile):
+    if isinstance(percentile, float):
+        percentile = jnp.float32(percentile)
+
+    def percentile_clip(grads, percentile):
+        return shrewjax.clip_grad_percentile(grads, percentile, **options)
+
+    # a number is part of the program, an array an argument
+    update = jax.jit(percentile_clip, static_argnums=() if isinstance(percentile, jax.Array) else 1)
+    expected = update(GRADS, percentile)
+    sharded = update(place(GRADS, mesh), percentile)
+    assert bits(sharded) == bits(expected)
+    text = update.lower(place(GRADS, mesh), percentile).compile().as_text()
+    assert "all-reduce" in text
+    assert "all-gather" not in text
+    assert "sort(" not in text
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_percentiles_inside_shard_map_are_those_of_the_whole(mesh, check_vma):
+    grads = {k: GRADS[k] for k in ("rows", "replicated")}
+    specs = {k: SPECS[k] for k in grads}
+    if not check_vma:  # without types, the axis holds for all leaves
+        grads, specs = {"rows": grads["rows"]}, {"rows": specs["rows"]}
+
+    def percentile_clip(grads):
+        clipped, bound = shrewjax.clip_grad_percentile(grads, 60, axis_name=None if check_vma else "data")
+        return clipped, bound
+
+    mapped = jax.jit(
+        jax.shard_map(percentile_clip, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=check_vma)
+    )
+    assert bits(mapped(place(grads, mesh, specs))) == bits(shrewjax.clip_grad_percentile(grads, 60))
+    text = mapped.lower(place(grads, mesh, specs)).compile().as_text()
+    assert "all-gather" not in text
+    assert "sort(" not in text
+
+
+def test_a_percentile_in_untracked_shard_map_without_axis_name_is_an_error(mesh):
+    specs = {"rows": P("data")}
+    mapped = jax.shard_map(
+        lambda g: shrewjax.clip_grad_percentile(g, 60)[0],
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=specs,
+        check_vma=False,
+    )
+    with pytest.raises(ValueError, match="pass axis_name="):
+        jax.jit(mapped)(place({"rows": GRADS["rows"]}, mesh, specs))
+
+
+def test_a_maximum_norm_of_sharded_gradients_is_no_gather(mesh):
+    text = jax.jit(lambda g: shrewjax.grad_norm(g, np.inf)).lower(place(GRADS, mesh)).compile().as_text()
+    assert "all-gather" not in text

@@ -1,0 +1,483 @@
+"""Exact percentiles of |g| by counting: no sort, no copy, no gather.
+
+One idea: the bits of |x|, read as an integer (its *key*), order as the magnitudes do. So an order statistic is found by
+counting, in one read of the data, how many keys lie at or below each of a few pivots, and going on between the two
+pivots that enclose the wanted rank. Where the pivots lie decides how many reads it takes, never what is found.
+"""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import partial
+from math import gcd
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shrewjax import _norms, _wide
+from shrewjax._norms import Scope
+from shrewjax._reductions import Axes, joined, leaf_counts, leaf_maxima, leaf_sizes
+from shrewjax._wide import Wide
+
+Method = Literal["linear", "lower", "higher", "nearest", "midpoint"]
+Over = Literal["all", "nonzero"]
+
+
+class Selected(NamedTuple):
+    """A percentile of |g|: of all leaves together (shape ()) or of each (shape (leaves,))."""
+
+    bound: jax.Array  # the percentile, float32 or float64 (if a leaf is); 0 if there is no element, NaN if one is NaN
+    bits: jax.Array  # the same as integers, which no backend flushes
+    above: jax.Array  # float32: how many elements are larger
+    elements: jax.Array  # float32: how many there are
+    reads: jax.Array  # int32 (): how often the data was read
+
+
+def select(
+    leaves: Sequence[Any],
+    percentile: Fraction | jax.Array,
+    *,
+    method: Method,
+    scope: Scope,
+    over: Over,
+    axes: Axes,
+    start: jax.Array | None = None,
+) -> Selected:
+    """The percentile of |x|, p in [0, 100], over the elements of all leaves together or of each.
+
+    The search begins at `start`, of the result's shape, if that is positive and finite: near the result it saves reads.
+    The derivative is 0.
+    """
+    known, traced = (percentile, None) if isinstance(percentile, Fraction) else (None, percentile)
+    return _select(leaves, traced, start, known, method, scope, over, axes)
+
+
+@partial(jax.jit, static_argnums=(3, 4, 5, 6, 7), inline=True)  # outside of jit, each call would compile its loop anew
+def _select(
+    leaves: Sequence[Any],
+    traced: jax.Array | None,
+    start: jax.Array | None,
+    known: Fraction | None,
+    method: Method,
+    scope: Scope,
+    over: Over,
+    axes: Axes,
+) -> Selected:
+    leaves = [lax.stop_gradient(_at_least_16_bits(x)) for x in leaves]
+    dtype = _common_dtype(leaves)
+    wide_dtype = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    sizes = leaf_sizes(leaves, axes)
+    counts = sizes if scope == "leaf" else [sum(sizes)]
+    leaves = leaves if scope == "leaf" else joined(leaves, axes)
+    if not leaves:
+        nothing = jnp.zeros((0,) if scope == "leaf" else (), wide_dtype)
+        bits, none = _norms.magnitude_bits(nothing), nothing.astype(jnp.float32)
+        return Selected(nothing, bits, none, none, jnp.zeros((), jnp.int32))
+    count = _wide.constant(counts, max(map(_wide.words_for, counts)))
+    percentile = known if traced is None else _quotient(traced)
+    assert percentile is not None
+
+    def place(considered: Wide) -> _Place:
+        if over == "all" and isinstance(percentile, Fraction):
+            position = _static_position(percentile, counts, len(count))
+        else:
+            position = _position(percentile, considered)
+        return _place(position, method)
+
+    def place_beyond(zeros: Wide) -> _Place:
+        of_nonzero = place(_wide.subtract(count, zeros))
+        nothing = _wide.is_at_most(count, zeros)  # but zeros: then the first of them
+        first = tuple(map(jnp.zeros_like, zeros))
+        return of_nonzero._replace(rank=_wide.where(nothing, first, _wide.add(of_nonzero.rank, zeros)))
+
+    def read_once_more(s: _Search) -> _Search:
+        # A branch always taken: from it, XLA cannot move the keys out of the loop, and so write them out.
+        counted = lax.cond(
+            s.reads >= 0,
+            lambda: _counts(leaves, s.pivots, dtype, scope, len(count), axes),
+            lambda: tuple(jnp.zeros(s.pivots.shape, jnp.uint32) for _ in count),
+        )
+        return _narrowed(s, counted, count, place_beyond if over == "nonzero" else None, dtype)
+
+    search = lax.while_loop(lambda s: jnp.any(~s.done), read_once_more, _started(count, place(count), start, dtype))
+    lower, upper, up_to_lower, reads = _enclosed(search, leaves, dtype, scope, axes)
+    bits = _interpolated(lower, upper, search.place.fraction, dtype, wide_dtype)
+    bits = jnp.where(_wide.equals(count, 0), 0, bits)
+    bound = lax.bitcast_convert_type(bits, wide_dtype)
+    up_to_bound = _wide.where(bits >= _norms.infinity_bits(wide_dtype), count, up_to_lower)
+    above, elements = (_wide.to_float(x, jnp.float32) for x in (_wide.subtract(count, up_to_bound), count))
+    undefined = search.has_nan if traced is None else search.has_nan | jnp.isnan(traced)
+    results = jnp.where(undefined, jnp.nan, bound), bits, jnp.where(undefined, jnp.nan, above), elements
+    bound, bits, above, elements = results if scope == "leaf" else (x[0] for x in results)
+    return Selected(bound, bits, above, elements, reads)
+
+
+# --- keys ------------------------------------------------------------------------------------------------------
+
+
+def _at_least_16_bits(x: Any) -> jax.Array:
+    return x.astype(jnp.bfloat16) if jnp.finfo(x.dtype).bits < 16 else x
+
+
+def _common_dtype(leaves: Sequence[Any]) -> Any:
+    """The dtype whose keys the pivots are: the narrowest that holds every leaf's magnitudes."""
+    dtypes = {_norms.real_dtype(x) for x in leaves}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
+
+
+def _keys(x: Any) -> jax.Array:
+    return _norms.magnitude_bits(lax.abs(x) if _norms.is_complex(x) else x)
+
+
+def _integers(dtype: Any) -> Any:
+    """In which a search computes with keys and their differences."""
+    return jnp.dtype(jnp.int64 if dtype == jnp.float64 else jnp.int32)
+
+
+# --- reads of the data -----------------------------------------------------------------------------------------
+
+
+def _counts(leaves: Sequence[Any], pivots: jax.Array, dtype: Any, scope: Scope, words: int, axes: Axes) -> Wide:
+    """How many keys lie at or below each pivot. `pivots`, and the result's words: (1 or leaves, pivots)."""
+    # A leaf's pivots as its own dtype has them: so that no element is converted.
+    own = _for_each_leaf(leaves, pivots, dtype, scope)
+    by_leaf = leaf_counts(_at_or_below, leaves, own, words=words, axes=axes)
+    stacked = tuple(jnp.stack(of_leaves) for of_leaves in zip(*by_leaf, strict=True))
+    return stacked if scope == "leaf" else tuple(word[None] for word in _wide.total(stacked, 0))
+
+
+def _at_or_below(x: Any, pivots: jax.Array) -> list[jax.Array]:
+    keys = _keys(x)
+    return [keys <= p for p in pivots]
+
+
+def _neighbours(
+    leaves: Sequence[Any], low: jax.Array, high: jax.Array, dtype: Any, scope: Scope, axes: Axes
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The smallest key above `low`, the largest at or below `high`, the smallest above `high`: (1 or leaves,) each."""
+    own = _for_each_leaf(leaves, jnp.stack([low, high], axis=-1), dtype, scope)
+    maxima = leaf_maxima(_beside, leaves, own, axes=axes)
+    found = jnp.stack([m.astype(_integers(dtype)) for m in maxima])
+    largest = np.asarray([[np.iinfo(m.dtype).max] for m in maxima], found.dtype)
+    is_complement = np.asarray([[True, False, True]])
+    keys = jnp.where(is_complement, largest - found, found)
+    own_dtypes = [_norms.real_dtype(x) for x in leaves]
+    for narrow in set(own_dtypes) - {dtype}:
+        is_narrow = np.asarray([[d == narrow] for d in own_dtypes])
+        keys = jnp.where(is_narrow, _norms.wider_bits(keys, narrow, dtype), keys)
+    above_low, below_high, above_high = jnp.where(is_complement & (found == 0), _norms.infinity_bits(dtype), keys).T
+    if scope == "global":
+        return jnp.min(above_low)[None], jnp.max(below_high)[None], jnp.min(above_high)[None]
+    return above_low, below_high, above_high
+
+
+def _beside(x: Any, low_and_high: jax.Array) -> list[jax.Array]:
+    """Arrays whose maxima tell `_neighbours`: what is to be a minimum, as its complement; 0 where there is none."""
+    keys = _keys(x)
+    low, high = low_and_high
+    complement = jnp.iinfo(keys.dtype).max - keys
+    return [
+        jnp.where(keys > low, complement, 0),
+        jnp.where(keys <= high, keys, 0),
+        jnp.where(keys > high, complement, 0),
+    ]
+
+
+def _for_each_leaf(leaves: Sequence[Any], keys: jax.Array, dtype: Any, scope: Scope) -> list[jax.Array]:
+    """Keys (1 or leaves, k) as each leaf's (k,), in the leaf's own dtype."""
+    own_dtypes = [_norms.real_dtype(x) for x in leaves]
+    own = {d: _norms.narrower_bits(keys, dtype, d) for d in dict.fromkeys(own_dtypes)}
+    if scope == "leaf":
+        return [own[d][i] for i, d in enumerate(own_dtypes)]
+    shared = {d: of_all[0] for d, of_all in own.items()}
+    return [shared[d] for d in own_dtypes]
+
+
+# --- the search ------------------------------------------------------------------------------------------------
+
+# These decide how many reads a search takes, and nothing else. Tuned on float32 data of several distributions, 58.7
+# million elements each: more pivots would save few reads and make each slower.
+
+# Where gradients are likely to lie, as exponents of two.
+_FIRST_EXPONENTS = (-27, -21, -15, -11, -8, -4, 0, 3, 6)
+# Around a start, in powers of two.
+_FIRST_DISTANCES = (-0.135, -0.09, -0.06, -0.04, 0.0, 0.04, 0.06, 0.09, 0.135)
+# Around an estimate, in units of its uncertainty.
+_DISTANCES = (-16.0, -8.0, -4.0, -2.0, -0.5, 0.0, 0.5, 2.0, 4.0, 8.0, 16.0)
+_PIVOTS = len(_DISTANCES)
+assert len(_FIRST_EXPONENTS) == len(_FIRST_DISTANCES) == _PIVOTS - 2  # and zero and infinity
+
+
+class _Search(NamedTuple):
+    """Four points of the distribution of keys, the wanted rank between the second and the third; (1 or leaves,) all."""
+
+    keys: jax.Array  # (..., 4), ascending
+    counts: Wide  # (..., 4): how many elements lie at or below each
+    pivots: jax.Array  # (..., pivots): ascending, where to count next
+    place: "_Place"
+    has_nan: jax.Array  # bool: known after the first read
+    done: jax.Array  # bool
+    reads: jax.Array  # int32 ()
+
+
+def _started(count: Wide, place: "_Place", start: jax.Array | None, dtype: Any) -> _Search:
+    groups = count[0].shape[0]
+    integers, infinity = _integers(dtype), _norms.infinity_bits(dtype)
+    exponents = np.asarray([2.0**e for e in _FIRST_EXPONENTS]).astype(dtype)
+    inner = jnp.tile(_norms.magnitude_bits(jnp.asarray(exponents)[None]).astype(integers), (groups, 1))
+    if start is not None:
+        start = jnp.broadcast_to(start.astype(dtype), (groups,))
+        around = _norms.magnitude_bits(start).astype(integers)[:, None]
+        steps = np.asarray([_FIRST_DISTANCES]) * 2.0 ** jnp.finfo(dtype).nmant
+        usable = (start > 0) & (start < jnp.inf)
+        inner = jnp.where(usable[:, None], jnp.clip(around + steps.astype(integers), 1, infinity - 1), inner)
+    ends = [jnp.full((groups, 1), end, integers) for end in (0, infinity)]
+    nothing = tuple(map(jnp.zeros_like, count))
+    return _Search(
+        keys=jnp.tile(jnp.asarray([[-1, -1, infinity, infinity]], integers), (groups, 1)),
+        counts=tuple(jnp.stack([z, z, n, n], axis=-1) for z, n in zip(nothing, count, strict=True)),
+        pivots=jnp.concatenate([ends[0], inner, ends[1]], axis=-1),
+        place=place,
+        has_nan=jnp.zeros((groups,), bool),
+        done=_wide.equals(count, 0),
+        reads=jnp.zeros((), jnp.int32),
+    )
+
+
+def _narrowed(
+    s: _Search, counted: Wide, count: Wide, place_beyond: Callable[[Wide], "_Place"] | None, dtype: Any
+) -> _Search:
+    """The search after a read that `counted` at the pivots; if the place depends on the zeros, `place_beyond` them."""
+    is_first = s.reads == 0
+    place = s.place
+    if place_beyond is not None:
+        place = lax.cond(is_first, lambda: place_beyond(tuple(c[:, 0] for c in counted)), lambda: s.place)
+    has_nan = jnp.where(is_first, ~_wide.is_at_most(count, tuple(c[:, -1] for c in counted)), s.has_nan)
+    rank = place.rank
+
+    keys = jnp.concatenate([s.keys[:, :2], s.pivots, s.keys[:, 2:]], axis=-1)
+    counts = tuple(
+        jnp.concatenate([old[:, :2], new, old[:, 2:]], axis=-1) for old, new in zip(s.counts, counted, strict=True)
+    )
+    below = _wide.is_at_most(tuple(c[:, 1:-2] for c in counts), tuple(r[:, None] for r in rank))
+    places = jnp.sum(below, axis=-1, dtype=jnp.int32)[:, None] + np.arange(-1, 3, dtype=np.int32)[None]
+    keys = jnp.take_along_axis(keys, places, axis=-1)
+    counts = tuple(jnp.take_along_axis(c, places, axis=-1) for c in counts)
+
+    width_before, width = s.keys[:, 2] - s.keys[:, 1], keys[:, 2] - keys[:, 1]
+    inside = _wide.subtract(*(tuple(c[:, i] for c in counts) for i in (2, 1)))
+    left = _wide.subtract(tuple(c[:, 2] for c in counts), rank)
+    # One key left, or the rank is the last in the bracket, or the first of two: then `_neighbours` reads it off.
+    done = (width == 1) | _wide.equals(left, 1) | (_wide.equals(inside, 2) & _wide.equals(left, 2))
+    return _Search(
+        keys=keys,
+        counts=counts,
+        pivots=_next_pivots(keys, counts, rank, width_before, dtype),
+        place=place,
+        has_nan=has_nan,
+        done=done | has_nan | s.done,
+        reads=s.reads + 1,
+    )
+
+
+def _next_pivots(keys: jax.Array, counts: Wide, rank: Wide, width_before: jax.Array, dtype: Any) -> jax.Array:
+    """Close to where the distribution, a cubic through its four points, reaches the rank."""
+    integers = keys.dtype
+    low, high = keys[:, 1:2], keys[:, 2:3]
+    width = high - low
+    place = np.arange(1, _PIVOTS + 1, dtype=integers)[None]
+
+    def elements(of: int, minus: Wide) -> jax.Array:
+        return _wide.to_float(_wide.subtract(tuple(c[:, of : of + 1] for c in counts), minus), jnp.float32)
+
+    # In units of the bracket: x counts elements, y is the key; its ends are (0, 0) and (1, 1).
+    inside = elements(2, tuple(c[:, 1:2] for c in counts))
+    x = 1 - (elements(2, tuple(r[:, None] for r in rank)) - 0.5) / inside
+    x0 = 1 - elements(2, tuple(c[:, 0:1] for c in counts)) / inside
+    x3 = 1 + elements(3, tuple(c[:, 2:3] for c in counts)) / inside
+    y0, y3 = ((k - low).astype(jnp.float32) / width.astype(jnp.float32) for k in (keys[:, 0:1], keys[:, 3:4]))
+    # The parabola through the ends and another point (u, v) is x + bend x (x - 1). A cubic blends two of them.
+    has_left, has_right = x0 < 0, x3 > 1
+    bend_0, bend_3 = ((v - u) / jnp.where(ok, u * (u - 1), 1) for u, v, ok in ((x0, y0, has_left), (x3, y3, has_right)))
+    both = (x - x0) / jnp.maximum(x3 - x0, 1)
+    blend = jnp.where(has_left & has_right, both, has_right.astype(jnp.float32))
+    bend = jnp.where(has_left | has_right, bend_0 + blend * (bend_3 - bend_0), 0)
+    estimate = x + bend * x * (x - 1)
+    estimate = jnp.where((estimate > 0) & (estimate < 1), estimate, x)
+
+    noise = jnp.sqrt(jnp.maximum(x * (1 - x), 1 / inside) / inside)  # of a rank between two known ones
+    uncertainty = jnp.maximum(0.3 * noise, 0.2 * jnp.abs(estimate - x) + 1e-3)
+    aimed = jnp.clip(estimate + np.asarray([_DISTANCES], np.float32) * uncertainty, 0, 1)
+    aimed = low + jnp.round(aimed * width.astype(jnp.float32)).astype(integers)
+    aimed = jnp.clip(aimed, low + place, high - place[:, ::-1])
+    # Where a bracket is wide, or the last read shrank it little, the estimate is not to be trusted.
+    even = low + (width // (_PIVOTS + 1)) * place + (width % (_PIVOTS + 1)) * place // (_PIVOTS + 1)
+    is_unknown = (width > 2 << jnp.finfo(dtype).nmant) | (width > width_before[:, None] // 2)
+    return jnp.where(width <= _PIVOTS + 1, jnp.minimum(low + place, high), jnp.where(is_unknown, even, aimed))
+
+
+def _enclosed(
+    search: _Search, leaves: Sequence[Any], dtype: Any, scope: Scope, axes: Axes
+) -> tuple[jax.Array, jax.Array, Wide, jax.Array]:
+    """The keys at the rank and at the next one, how many elements the former has up to it, and all reads."""
+    low, high = search.keys[:, 1], search.keys[:, 2]
+    up_to_high = tuple(c[:, 2] for c in search.counts)
+    is_last = _wide.equals(_wide.subtract(up_to_high, search.place.rank), 1)
+    is_single_key = high - low == 1
+    is_known = (is_single_key & ~is_last) | search.has_nan
+
+    def read() -> tuple[jax.Array, ...]:
+        # XLA:GPU would turn the branch into a select, and so run it always, if it held nothing but plain reductions.
+        return lax.optimization_barrier(_neighbours(leaves, low, high, dtype, scope, axes))
+
+    needed = ~jnp.all(is_known)
+    above_low, below_high, above_high = lax.cond(needed, read, lambda: (high, high, high))
+    lower = jnp.where(is_single_key, high, jnp.where(is_last, below_high, above_low))
+    upper = jnp.where(is_last, above_high, jnp.where(is_single_key, high, below_high))
+    is_first_of_two = ~is_single_key & ~is_last & (lower < upper)
+    one = (jnp.ones_like(up_to_high[0]), *map(jnp.zeros_like, up_to_high[1:]))
+    up_to_lower = _wide.where(is_first_of_two, _wide.subtract(up_to_high, one), up_to_high)
+    return lower, upper, up_to_lower, search.reads + needed.astype(jnp.int32)
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------
+
+
+class _Position(NamedTuple):
+    """percentile * (count - 1) / 100, exactly: a place among the sorted elements, counted from 0."""
+
+    whole: Wide
+    fraction: jax.Array  # in four half words, (4, ...): rounded down to a multiple of 2**-64
+    is_inexact: jax.Array  # bool: whether that changed it
+
+
+class _Place(NamedTuple):
+    """Which order statistics make a percentile: the one of this rank, counted from 0, and some of the next."""
+
+    rank: Wide
+    fraction: jax.Array  # in four half words, (4, ...), units of 2**-64; 0 only if it is
+
+
+class _Quotient(NamedTuple):
+    """A number, as numerator / 2**shift."""
+
+    numerator: jax.Array  # in half words
+    shift: jax.Array
+
+
+def _static_position(percentile: Fraction, counts: Sequence[int], words: int) -> _Position:
+    positions = [percentile * max(n - 1, 0) / 100 for n in counts]
+    wholes = [p.numerator // p.denominator for p in positions]
+    fractions = [(p - whole) * 2**64 for p, whole in zip(positions, wholes, strict=True)]
+    fraction = _wide.halves(_wide.constant([int(f) for f in fractions], 2))
+    return _Position(_wide.constant(wholes, words), fraction, jnp.asarray([f.denominator > 1 for f in fractions]))
+
+
+def _quotient(number: jax.Array) -> _Quotient:
+    """A float in [0, 100]; what is outside counts as the nearer end."""
+    mantissa, exponent = _norms.split(jnp.clip(number, 0, 100))
+    fraction_bits = int(jnp.finfo(number.dtype).nmant)
+    left, digits = mantissa * 2**fraction_bits, []  # an integer
+    for _ in range(0, fraction_bits + 1, 16):
+        rest = jnp.floor(left * 2**-16)
+        digits.append((left - rest * 2**16).astype(jnp.uint32))
+        left = rest
+    return _Quotient(jnp.stack(digits), fraction_bits - exponent)
+
+
+def _position(percentile: Fraction | _Quotient, count: Wide) -> _Position:
+    one = (jnp.ones_like(count[0]), *map(jnp.zeros_like, count[1:]))
+    last = _wide.halves(_wide.where(_wide.equals(count, 0), count, _wide.subtract(count, one)))
+    if isinstance(percentile, Fraction):
+        ratio = percentile / 100
+        words = _wide.words_for(ratio.numerator)
+        numerator, divisors, shift = _wide.halves(_wide.constant(ratio.numerator, words)), _factors(ratio), None
+    else:
+        numerator, divisors, shift = percentile.numerator, [100], percentile.shift
+    digits = jnp.concatenate([jnp.zeros((4, *last.shape[1:]), jnp.uint32), _wide.multiply(numerator[:, None], last)])
+    is_inexact = jnp.zeros(last.shape[1:], bool)
+    for divisor in divisors:
+        digits, remainder = _wide.divide(digits, divisor)
+        is_inexact |= remainder != 0
+    if shift is not None:
+        digits, lost = _wide.shift_right(digits, shift)
+        is_inexact |= lost
+    return _Position(_wide.packed(digits[4:], len(count)), digits[:4], is_inexact)
+
+
+def _factors(ratio: Fraction) -> list[int]:
+    """The denominator, of a decimal number, as a product of half words."""
+    factors, left = [], ratio.denominator
+    while left >= 2**16:
+        factors.append(gcd(left, 10**4))
+        left //= factors[-1]
+    return [*factors, left]
+
+
+def _place(position: _Position, method: Method) -> _Place:
+    whole, fraction, is_inexact = position
+    none, highest = jnp.zeros_like(fraction), fraction[3]
+    is_round = ~is_inexact & (jnp.max(fraction[:3], axis=0) == 0)
+    if method == "linear":
+        return _Place(whole, fraction.at[0].set(fraction[0] | is_inexact.astype(jnp.uint32)))
+    if method == "midpoint":
+        return _Place(whole, none.at[3].set(jnp.where(is_round & (highest == 0), 0, 2**15)))
+    if method == "lower":
+        return _Place(whole, none)
+    if method == "higher":
+        step = ~(is_round & (highest == 0))
+    else:  # nearest: a half to the even rank, as NumPy does
+        step = (highest >= 2**15) & (~(is_round & (highest == 2**15)) | (whole[0] % 2 == 1))
+    return _Place(_wide.add(whole, (step.astype(jnp.uint32), *map(jnp.zeros_like, whole[1:]))), none)
+
+
+# --- between two order statistics ------------------------------------------------------------------------------
+
+
+def _interpolated(lower: jax.Array, upper: jax.Array, fraction: jax.Array, dtype: Any, wide_dtype: Any) -> jax.Array:
+    """The bits of lower + fraction (upper - lower), to 1 ulp, from the keys; lower itself if the fraction is 0.
+
+    It stays below `upper`, if that is finite, so that what is larger than it is known without another read.
+    """
+    lower, upper = (_norms.wider_bits(k, dtype, wide_dtype) for k in (lower, upper))
+    low, high = (_norms.split(lax.bitcast_convert_type(k, wide_dtype)) for k in (lower, upper))
+    # In units of the power of two at or below the upper one: (1 - fraction) * low + fraction * high, of which nothing
+    # cancels, as a sum of exact products of half words and leading, middle and last bits.
+    ends = jnp.stack([_norms.times_power_of_two(low.mantissa, low.exponent - high.exponent), high.mantissa])
+    digits = jnp.stack([2**16 - 1 - fraction, fraction]).astype(wide_dtype)
+    scales = np.asarray([2.0 ** (16 * i - 64) for i in range(4)], wide_dtype)[None, :, None, None]
+    products = (digits[:, :, None] * scales) * _parts(ends)[:, None]
+    last = ends[:1] * 2.0**-64  # as the digits of 1 - fraction are those of 1 - 2**-64 - fraction
+    number = _norms.split(_accurate_sum(jnp.concatenate([products.reshape(-1, ends.shape[-1]), last])))
+    bits = _norms.bits_of(_norms.Scaled(number.mantissa, number.exponent + high.exponent))
+    is_lower = (jnp.max(fraction, axis=0) == 0) | (lower >= upper)
+    infinity = _norms.infinity_bits(wide_dtype)
+    between = jnp.where(upper >= infinity, infinity, jnp.clip(bits, lower, upper - 1))
+    return jnp.where(is_lower, lower, between)
+
+
+def _parts(x: jax.Array) -> jax.Array:
+    """x (ends, n) as a sum over the second axis of (ends, parts, n), each short enough for exact products."""
+    significand = int(jnp.finfo(x.dtype).nmant) + 1
+    parts, rest = [], x
+    for _ in range(0, significand, significand - 16):
+        parts.append(_norms.with_leading_bits(rest, significand - 16))
+        rest = rest - parts[-1]
+    return jnp.stack(parts, axis=1)
+
+
+def _accurate_sum(terms: jax.Array) -> jax.Array:
+    """The sum over the first axis, with the rounding error of each addition added at the end (Knuth's two-sum)."""
+
+    def add(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+        total = a[0] + b[0]
+        part = total - a[0]
+        return total, a[1] + b[1] + ((a[0] - (total - part)) + (b[0] - part))
+
+    zero = np.zeros((), terms.dtype)
+    total, errors = lax.reduce((terms, jnp.zeros_like(terms)), (zero, zero), add, (0,))
+    return total + errors

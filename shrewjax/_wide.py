@@ -1,0 +1,144 @@
+"""Unsigned integers wider than a word: exact under jit, where 64 bits need a flag that few programs set.
+
+A wide integer is a tuple of uint32 arrays of one shape, its words, the least significant first. How many words is
+static: one is enough for what is below 2**32, and then all of this is plain arithmetic.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Wide = tuple[jax.Array, ...]
+
+_HALF = np.uint32(0xFFFF)
+
+
+def words_for(value: int) -> int:
+    """How many words hold the number."""
+    return max(1, -(-value.bit_length() // 32))
+
+
+def constant(value: int | Sequence[int], words: int) -> Wide:
+    """Known integers >= 0: a number, or a vector."""
+    values = np.asarray(value, object)
+    parts = [(values >> (32 * i)) & 0xFFFFFFFF for i in range(words)]
+    return tuple(jnp.asarray(np.asarray(part, np.uint32)) for part in parts)
+
+
+def add(a: Wide, b: Wide) -> Wide:
+    """a + b, for equally many words; what exceeds them is dropped."""
+    result = [a[0] + b[0]]
+    carries = result[0] < a[0]
+    for x, y in zip(a[1:], b[1:], strict=True):
+        result.append(x + y + carries.astype(jnp.uint32))
+        carries = (result[-1] < x) | ((result[-1] == x) & carries)
+    return tuple(result)
+
+
+def subtract(a: Wide, b: Wide) -> Wide:
+    """a - b for a >= b, for equally many words."""
+    result = [a[0] - b[0]]
+    borrows = a[0] < b[0]
+    for x, y in zip(a[1:], b[1:], strict=True):
+        result.append(x - y - borrows.astype(jnp.uint32))
+        borrows = (x < y) | ((x == y) & borrows)
+    return tuple(result)
+
+
+def is_at_most(a: Wide, b: Wide) -> jax.Array:
+    """a <= b, for equally many words."""
+    result = a[0] <= b[0]
+    for x, y in zip(a[1:], b[1:], strict=True):
+        result = (x < y) | ((x == y) & result)
+    return result
+
+
+def equals(a: Wide, small: int) -> jax.Array:
+    """a == small, for a number of one word."""
+    result = a[0] == small
+    for x in a[1:]:
+        result = result & (x == 0)
+    return result
+
+
+def where(condition: jax.Array, a: Wide, b: Wide) -> Wide:
+    """Elementwise a or b."""
+    return tuple(jnp.where(condition, x, y) for x, y in zip(a, b, strict=True))
+
+
+def to_float(a: Wide, dtype: Any) -> jax.Array:
+    """The nearest float, but for 1 ulp."""
+    result = a[-1].astype(dtype)
+    for word in reversed(a[:-1]):
+        result = result * 2.0**32 + word.astype(dtype)
+    return result
+
+
+def total(a: Wide, axis: int) -> Wide:
+    """The sum over an axis of fewer than 2**16 numbers."""
+    if len(a) == 1:
+        return (jnp.sum(a[0], axis=axis, dtype=jnp.uint32),)
+    return packed(carried(jnp.sum(halves(a), axis=axis + 1, dtype=jnp.uint32)), len(a))
+
+
+# --- by half words, the rows of an array, so that a product and its carry fit into a word ----------------------
+
+
+def halves(a: Wide) -> jax.Array:
+    """The same number in half words: (2 words, ...)."""
+    return jnp.stack([half for word in a for half in (word & _HALF, word >> 16)])
+
+
+def packed(digits: jax.Array, words: int) -> Wide:
+    """Half words in words; what exceeds them is dropped."""
+    digits = jnp.concatenate([digits, jnp.zeros((2 * words, *digits.shape[1:]), jnp.uint32)])
+    return tuple(digits[2 * i] | (digits[2 * i + 1] << 16) for i in range(words))
+
+
+def carried(columns: jax.Array) -> jax.Array:
+    """The sum of column_i * 2**(16 i), for columns of up to 32 bits, in as many half words."""
+
+    def step(carry: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
+        low = (column & _HALF) + (carry & _HALF)
+        return (column >> 16) + (carry >> 16) + (low >> 16), low & _HALF
+
+    return jax.lax.scan(step, jnp.zeros_like(columns[0]), columns)[1]
+
+
+def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a * b."""
+    columns = jnp.zeros((len(a) + len(b), *b.shape[1:]), jnp.uint32)
+    for i, digit in enumerate(a):
+        products = digit[None] * b
+        columns = columns.at[i : i + len(b)].add(products & _HALF)
+        columns = columns.at[i + 1 : i + 1 + len(b)].add(products >> 16)
+    return carried(columns)
+
+
+def divide(a: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
+    """a // divisor and a % divisor, for a divisor of a half word."""
+
+    def step(remainder: jax.Array, digit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        partial = (remainder << 16) | digit
+        return partial % np.uint32(divisor), partial // np.uint32(divisor)
+
+    remainder, quotient = jax.lax.scan(step, jnp.zeros_like(a[0]), a, reverse=True)
+    return quotient, remainder
+
+
+def shift_right(a: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """a // 2**bits, and whether that is inexact; for one number of bits >= 0, however large."""
+    length = len(a)
+    digits = jnp.concatenate([a, jnp.zeros((length + 1, *a.shape[1:]), jnp.uint32)])
+    bits = jnp.clip(bits, 0, 16 * length).astype(jnp.uint32)
+    places, rest = (bits // 16).astype(jnp.int32), bits % 16
+    low = jax.lax.dynamic_slice_in_dim(digits, places, length)
+    high = jax.lax.dynamic_slice_in_dim(digits, places + 1, length)
+    shifted = ((low >> rest) | (high << (16 - rest))) & _HALF
+    place = jnp.arange(length, dtype=jnp.int32).reshape(-1, *[1] * (a.ndim - 1))
+    kept = jnp.where(place == places, (np.uint32(1) << rest) - np.uint32(1), np.uint32(0))
+    dropped = a & jnp.where(place < places, _HALF, kept)
+    return shifted, jnp.any(dropped != 0, axis=0)

@@ -1,0 +1,377 @@
+"""Percentiles of |g| against sorting: the exact order statistics at the exact rational rank."""
+
+import math
+from fractions import Fraction
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from shrewjax import _reductions, _selection, _wide
+
+METHODS = ["linear", "lower", "higher", "nearest", "midpoint"]
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
+
+
+# --- the oracle: sorting, and rational arithmetic ---------------------------------------------------------------
+
+
+def rational(x):
+    return float(x) if math.isinf(x) else Fraction(float(x))
+
+
+def sorted_percentile(values, percentile, method):
+    """Of magnitudes without NaN, exactly; infinity as a float."""
+    v = sorted(rational(abs(x)) for x in values)
+    if not v:
+        return Fraction(0)
+    rank = percentile * (len(v) - 1) / 100
+    below, above = v[math.floor(rank)], v[math.ceil(rank)]
+    fraction = rank - math.floor(rank)
+    if fraction == 0 or below == above or method == "lower":
+        return below
+    if method == "higher" or (math.inf == above and method != "nearest"):
+        return above
+    if method == "nearest":
+        return v[round(rank)]  # Python rounds a half to even
+    return below + (above - below) * (fraction if method == "linear" else Fraction(1, 2))
+
+
+def ulp(exact, dtype):
+    """The distance of the dtype's numbers around an exact one."""
+    info = np.finfo(dtype)
+    exponent = int(info.minexp)
+    while Fraction(2) ** (exponent + 1) <= exact:
+        exponent += 1
+    return Fraction(2) ** (exponent - int(info.nmant))
+
+
+def check(leaves, percentile, method, over, selected):
+    values = [float(abs(v)) for x in leaves for v in np.ravel(x)]
+    considered = [v for v in values if v != 0] if over == "nonzero" else values
+    wide = np.float64 if any(x.dtype == np.float64 for x in leaves) else np.float32
+    expected = sorted_percentile(considered, percentile, method)
+    # not `bound`: to look at a subnormal float may flush it
+    found = rational(np.asarray(selected.bits).view(wide).item())
+    if method in ("linear", "midpoint") and math.inf not in (expected, found):
+        assert abs(found - expected) <= ulp(expected, wide)
+    else:
+        assert found == expected
+    assert int(selected.above) == sum(rational(v) > found for v in values)
+    assert int(selected.elements) == len(values)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+    """As in a process with one device, where reductions have several operands; the suite's has eight."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(_reductions, "_may_be_partitioned", lambda: False)
+    jax.clear_caches()
+    yield
+    patch.undo()
+    jax.clear_caches()
+
+
+@partial(jax.jit, static_argnames=("method", "over", "scope"))
+def select(leaves, percentile, start=None, method="linear", over="all", scope="global"):
+    return _selection.select(leaves, percentile, method=method, over=over, scope=scope, axes=None, start=start)
+
+
+def known(leaves, percentile, method="linear", over="all", scope="global"):
+    return _selection.select(leaves, Fraction(percentile), method=method, over=over, scope=scope, axes=None)
+
+
+# --- against sorting --------------------------------------------------------------------------------------------
+
+# Few shapes, so that few programs are compiled; the empty leaf and several leaves are among them.
+SHAPES = [((2, 3), (0,)), ((17,), (), (4, 2))]
+
+
+def bit_patterns(dtype, shape):
+    """Every magnitude but NaN is drawn as its bits: zeros, subnormals, infinity and neighbours are all likely."""
+    bits = 8 * np.dtype(dtype).itemsize
+    infinity = int(np.asarray(np.inf, dtype).view(f"u{bits // 8}"))
+    magnitudes = st.one_of(
+        st.integers(0, infinity),
+        st.sampled_from([0, 1, 2, infinity, infinity - 1]),
+        st.integers(infinity // 2, infinity // 2 + 3),
+    )
+    signed = st.tuples(magnitudes, st.booleans()).map(lambda t: t[0] | (t[1] << (bits - 1)))
+    return hnp.arrays(f"u{bits // 8}", shape, elements=signed).map(lambda a: a.view(dtype))
+
+
+@st.composite
+def cases(draw, dtype):
+    shapes = draw(st.sampled_from(SHAPES))
+    dtypes = ["float32", "float16", "bfloat16"] if dtype == "mixed" else [dtype] * 3
+    leaves = [draw(bit_patterns(DTYPES[d], s)) for d, s in zip(dtypes, shapes, strict=False)]
+    size = sum(x.size for x in leaves)
+    # whole ranks, halves between them, and whatever floats there are
+    at_rank = st.integers(0, 2 * size).map(lambda i: np.float32(min(100, 100 * i / max(2 * (size - 1), 1))))
+    anywhere = st.floats(0, 100, width=32).map(np.float32)
+    return leaves, draw(at_rank | anywhere), draw(st.floats(width=32).map(np.float32))
+
+
+# Each dtype with each method, each of those over all and over the nonzero elements.
+CASES = [
+    (dtype, method, ["all", "nonzero"][(i + j) % 2])
+    for i, dtype in enumerate(["float32", "bfloat16", "float16", "mixed"])
+    for j, method in enumerate(METHODS)
+]
+
+
+@pytest.mark.parametrize(("dtype", "method", "over"), CASES)
+@given(data=st.data())
+def test_any_percentile_is_that_of_the_sorted_magnitudes(dtype, method, over, data):
+    leaves, percentile, start = data.draw(cases(dtype))
+    given_leaves = [jnp.asarray(x) for x in leaves]
+    selected = select(given_leaves, jnp.asarray(percentile), jnp.asarray(start), method=method, over=over)
+    check(leaves, Fraction(float(percentile)), method, over, selected)
+
+
+@pytest.mark.parametrize("method", ["linear", "nearest"])
+@given(data=st.data())
+def test_float64_too(method, data):
+    leaves, percentile, _ = data.draw(cases("float64"))
+    with jax.enable_x64(True):
+        selected = select([jnp.asarray(x) for x in leaves], jnp.asarray(percentile, jnp.float64), method=method)
+        check(leaves, Fraction(float(percentile)), method, "all", selected)
+
+
+@pytest.mark.parametrize(
+    ("written", "method", "over"),
+    [
+        ("0", "higher", "all"),
+        ("12.5", "nearest", "nonzero"),
+        ("33.3", "linear", "all"),
+        ("50", "midpoint", "nonzero"),
+        ("99.9", "lower", "all"),
+        ("99.999999", "linear", "nonzero"),
+        ("1e-7", "higher", "nonzero"),
+        ("100", "linear", "all"),
+    ],
+)
+def test_a_known_percentile_is_the_decimal_it_is_written_as(written, method, over):
+    values = np.float32(np.random.default_rng(0).integers(-6, 7, 1001) * 0.37)
+    check([values], Fraction(written), method, over, known([jnp.asarray(values)], written, method, over))
+
+
+@pytest.mark.parametrize(("size", "percentile"), [(41, "2.5"), (11, "70"), (1001, "99.9"), (181, "5")])
+def test_the_rank_is_exact_where_a_float_rank_is_not(size, percentile):
+    # At these, percentile / 100 * (size - 1) is whole: "higher" and "lower" are the same element.
+    values = np.arange(size, dtype=np.float32)
+    whole = Fraction(percentile) * (size - 1) / 100
+    assert whole.denominator == 1
+    for method in ("lower", "higher"):
+        assert int(known([jnp.asarray(values)], percentile, method).bound) == whole
+
+
+@pytest.mark.parametrize("distribution", ["normal", "heavy", "sparse", "constant", "two values", "wide", "integers"])
+def test_large_leaves_of_many_distributions(distribution):
+    rng = np.random.default_rng(0)
+    n = 200_000
+    values = {
+        "normal": lambda: rng.standard_normal(n),
+        "heavy": lambda: rng.standard_cauchy(n),
+        "sparse": lambda: rng.standard_normal(n) * (rng.random(n) < 0.03),
+        "constant": lambda: np.full(n, -0.1),
+        "two values": lambda: rng.choice([1e-30, 1e30], n),
+        "wide": lambda: np.exp(rng.uniform(-90, 88, n)),
+        "integers": lambda: rng.integers(-9, 10, n),
+    }[distribution]()
+    values = np.float32(values)
+    leaves = [jnp.asarray(values[: n // 3]), jnp.asarray(values[n // 3 :].reshape(2, -1))]
+    magnitudes = np.sort(np.abs(values))
+    for percentile in (0.1, 1, 25, 50, 90, 99.9, 100):
+        rank = Fraction(float(np.float32(percentile))) * (n - 1) / 100
+        for start in (0.0, magnitudes[-1], magnitudes[int(rank)] * np.float32(1.03)):
+            lower = select(leaves, jnp.float32(percentile), jnp.float32(start), method="lower")
+            found = np.asarray(lower.bound)  # NumPy flushes no subnormals
+            assert found == magnitudes[int(rank)]
+            assert int(lower.above) == np.sum(magnitudes > found)
+        higher = select(leaves, jnp.float32(percentile), jnp.float32(0), method="higher")
+        assert np.asarray(higher.bound) == magnitudes[math.ceil(rank)]
+
+
+def test_a_start_near_the_result_saves_reads():
+    values = jnp.asarray(np.random.default_rng(0).standard_normal(400_000), jnp.float32)
+    cold = select([values], jnp.float32(90), jnp.float32(0))
+    warm = select([values * 1.05], jnp.float32(90), cold.bound)
+    assert int(warm.reads) < int(cold.reads) <= 7
+
+
+def test_hostile_data_takes_a_bounded_number_of_reads():
+    # Each key is twice the one before, in steps from the bottom: no estimate fits for long.
+    values = jnp.asarray((2 ** np.arange(31, dtype=np.int64)).astype(np.int32).view(np.float32)[:30])
+    for percentile in range(0, 101, 7):
+        assert int(select([values], jnp.float32(percentile), jnp.float32(0)).reads) <= 2 * 31 // 3
+
+
+def test_complex_leaves_count_with_their_modulus():
+    rng = np.random.default_rng(0)
+    values = np.complex64(rng.standard_normal(50) + 1j * rng.standard_normal(50))
+    selected = known([jnp.asarray(values)], "30", "lower")
+    np.testing.assert_allclose(selected.bound, np.sort(np.abs(values))[14], rtol=3e-7)
+
+
+def test_one_percentile_a_leaf():
+    rng = np.random.default_rng(0)
+    leaves = [np.float32(rng.standard_normal(n) * 10**n) for n in (5, 1, 12)] + [np.zeros(0, np.float32)]
+    selected = known([jnp.asarray(x) for x in leaves], "40", "linear", scope="leaf")
+    for i, x in enumerate(leaves):
+        check([x], Fraction(40), "linear", "all", jax.tree.map(lambda a, i=i: a[i] if a.ndim else a, selected))
+
+
+def test_a_nan_is_reported():
+    values = np.float32([1, np.nan, -np.inf, 2])
+    assert np.isnan(known([jnp.asarray(values)], "50").bound)
+    by_leaf = known([jnp.asarray(values), jnp.ones(2)], "50", scope="leaf").bound
+    assert np.isnan(by_leaf[0])
+    assert by_leaf[1] == 1
+    assert np.isnan(select([jnp.ones(3)], jnp.float32(np.nan)).bound)
+
+
+def test_a_single_element_is_every_percentile():
+    for percentile in (0, 37.5, 100):
+        assert select([jnp.float32([-3])], jnp.float32(percentile)).bound == 3
+
+
+def test_nothing_to_select_from():
+    for leaves in ([], [jnp.zeros(0)], [jnp.zeros(0), jnp.zeros((3, 0), jnp.bfloat16)]):
+        for over in ("all", "nonzero"):
+            selected = known(leaves, "50", over=over)
+            assert (selected.bound, selected.above, selected.elements) == (0, 0, 0)
+
+
+def test_vmap_and_scan():
+    rows = np.float32(np.random.default_rng(0).standard_normal((3, 40)))
+    percentiles = jnp.float32([10, 50, 99])
+    batched = jax.vmap(lambda x, p: select([x], p, method="lower").bound)(jnp.asarray(rows), percentiles)
+    _, scanned = jax.lax.scan(
+        lambda c, xs: (c, select([xs[0]], xs[1], method="lower").bound), 0, (jnp.asarray(rows), percentiles)
+    )
+    for row, p, a, b in zip(rows, percentiles, batched, scanned, strict=True):
+        expected = np.sort(np.abs(row))[int(Fraction(float(p)) * 39 / 100)]
+        assert a == b == expected
+
+
+# --- counts and ranks beyond a word -----------------------------------------------------------------------------
+
+
+def value_of(wide):
+    return sum(int(word) << (32 * i) for i, word in enumerate(wide))
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(1, 2**16 - 1), st.integers(0, 200))
+def test_wide_arithmetic_is_that_of_integers(a, b, small, shift):
+    x, y = _wide.constant(a, 2), _wide.constant(b, 2)
+    larger, smaller = (_wide.constant(v, 2) for v in (max(a, b), min(a, b)))
+    vector = _wide.constant([a >> 8, b >> 8, small], 2)
+    results = wide_operations(x, y, larger, smaller, vector, jnp.int32(shift))
+    assert value_of(results["sum"]) == (a + b) % 2**64
+    assert value_of(results["difference"]) == abs(a - b)
+    assert bool(results["at most"]) == (a <= b)
+    assert value_of(results["product"]) == a * b
+    assert value_of(results["shifted"]) == a >> shift
+    assert bool(results["lost"]) == (a % 2**shift != 0)
+    assert value_of(results["total"]) == (a >> 8) + (b >> 8) + small
+    assert float(results["float"]) == pytest.approx(a, rel=2e-7)
+    assert (value_of(results["quotient"]), int(results["remainder"])) == divmod(a, 9973)
+    assert bool(_wide.equals(x, small)) == (a == small)
+    assert bool(_wide.equals(_wide.constant(small, 2), small))
+
+
+@jax.jit
+def wide_operations(x, y, larger, smaller, vector, shift):
+    quotient, remainder = _wide.divide(_wide.halves(x), 9973)
+    shifted, lost = _wide.shift_right(_wide.halves(x), shift)
+    return {
+        "sum": _wide.add(x, y),
+        "difference": _wide.subtract(larger, smaller),
+        "at most": _wide.is_at_most(x, y),
+        "product": _wide.packed(_wide.multiply(_wide.halves(x), _wide.halves(y)), 4),
+        "quotient": _wide.packed(quotient, 2),
+        "remainder": remainder,
+        "shifted": _wide.packed(shifted, 2),
+        "lost": lost,
+        "total": _wide.total(vector, 0),
+        "float": _wide.to_float(x, jnp.float32),
+    }
+
+
+@given(st.integers(1, 2**44), st.floats(0, 100, width=32), st.sampled_from(METHODS))
+def test_ranks_are_exact_beyond_two_to_the_thirty_first(count, percentile, method):
+    place = place_of(jnp.float32(percentile), _wide.constant([count], 2), method)
+    rank = Fraction(percentile) * (count - 1) / 100
+    expected = {"higher": math.ceil(rank), "nearest": round(rank)}.get(method, math.floor(rank))
+    assert value_of([w[0] for w in place.rank]) == expected
+    fraction = Fraction(value_of(_wide.packed(place.fraction[:, 0], 2)), 2**64)
+    between = rank - math.floor(rank)
+    if method == "linear":
+        assert abs(fraction - between) <= Fraction(1, 2**64)
+        assert (fraction == 0) == (between == 0)
+    else:
+        assert fraction == (Fraction(1, 2) if method == "midpoint" and between else 0)
+
+
+@partial(jax.jit, static_argnums=2)
+def place_of(percentile, count, method):
+    return _selection._place(_selection._position(_selection._quotient(percentile), count), method)
+
+
+@partial(jax.jit, static_argnums=0)
+def known_place_of(percentile, count):
+    return _selection._place(_selection._position(percentile, count), "linear")
+
+
+@given(st.integers(1, 2**44), st.sampled_from(["0", "0.0001", "12.5", "33.3333333333333", "99.9", "100"]).map(Fraction))
+def test_a_known_percentile_of_a_count_that_is_data(count, percentile):
+    counts = _wide.constant([count], 2)
+    data = known_place_of(percentile, counts)
+    static = _selection._place(_selection._static_position(percentile, [count], 2), "linear")
+    rank = percentile * (count - 1) / 100
+    for place in (data, static):
+        assert value_of([w[0] for w in place.rank]) == math.floor(rank)
+        fraction = Fraction(value_of(_wide.packed(place.fraction[:, 0], 2)), 2**64)
+        assert abs(fraction - (rank - math.floor(rank))) <= Fraction(1, 2**64)
+
+
+def test_a_leaf_that_no_word_counts_is_counted_in_parts(monkeypatch):
+    # the arithmetic without the memory: as if a word held no more than 100
+    monkeypatch.setattr(_reductions, "_LARGEST_COUNT", 100)
+    monkeypatch.setattr(_wide, "words_for", lambda value: 2)
+    jax.clear_caches()
+    values = np.float32(np.random.default_rng(0).standard_normal((7, 60, 11)))
+    for shapes in [((7, 60, 11),), ((60, 7, 11), (3,))]:
+        leaves = [np.resize(values, s) for s in shapes]
+        check(
+            leaves, Fraction("99.9"), "linear", "nonzero", known(list(map(jnp.asarray, leaves)), "99.9", over="nonzero")
+        )
+    jax.clear_caches()
+
+
+def test_totals_beyond_a_word_select_the_right_rank():
+    # counts as a search of 6 * 2**32 elements would have them: its bracket ends with the rank
+    count = _wide.constant([6 * 2**32], 2)
+    place = _selection._place(_selection._static_position(Fraction("75"), [6 * 2**32], 2), "lower")
+    search = _selection._started(count, place, None, jnp.dtype(jnp.float32))
+    counted = tuple(
+        jnp.stack(words)[None] for words in zip(*(_wide.constant(i * 2**31, 2) for i in range(11)), strict=True)
+    )
+    counted = tuple(c.at[0, -1].set(n[0]) for c, n in zip(counted, count, strict=True))
+    narrowed = _selection._narrowed(search, counted, count, None, jnp.dtype(jnp.float32))
+    rank = 75 * (6 * 2**32 - 1) // 100
+    assert value_of([c[0, 1] for c in narrowed.counts]) <= rank < value_of([c[0, 2] for c in narrowed.counts])
+    assert narrowed.keys[0, 1] == search.pivots[0, rank // 2**31]
+    assert not narrowed.has_nan[0]
+
+
+def test_too_many_elements_are_an_error():
+    with pytest.raises(ValueError, match="too many elements to be counted"):
+        jax.eval_shape(lambda x: known([x], "50").bound, jax.ShapeDtypeStruct((2**21, 2**21, 2**2), jnp.bfloat16))
