@@ -6,6 +6,7 @@ run takes the other. So `if`, `sorted`, `min` and `==` need no rewriting, a run 
 holds if every possible run ends in True. A run that divides by 0 or takes a negative number's root ends in False.
 """
 
+import contextlib
 import inspect
 import math
 import operator
@@ -39,7 +40,7 @@ class Scalar:
     def _combined(self, operation, *operands):
         if any(isinstance(x, float) and math.isnan(x) for x in operands):
             return math.nan
-        return Scalar(operation(*map(self.run.term, operands)), self.run)
+        return Scalar(self.run.rounded(operation, *map(self.run.term, operands)), self.run)
 
     def _compared(self, relation, other):
         if isinstance(other, float) and math.isnan(other):
@@ -104,7 +105,7 @@ class Pair:
 
 def sqrt(x):
     """The square root of an unknown number."""
-    return Scalar(x.run.root(x.term), x.run)
+    return Scalar(x.run.rounded(x.run.root, x.term), x.run)
 
 
 def identical(a, b):
@@ -131,6 +132,9 @@ class Reals:
 
     def term(self, number):
         return number.term if isinstance(number, Scalar) else z3.RealVal(str(Fraction(number)))
+
+    def rounded(self, operation, *terms):
+        return operation(*terms)
 
     def magnitude(self, x):
         return -x if self.decide(x < 0) else x
@@ -202,6 +206,36 @@ class Reals:
             if answer != z3.unknown:
                 return solver.model() if answer == z3.sat else None
         raise TimeoutError(f"the solver gives up: {solver.reason_unknown()}")
+
+
+class RoundedReals(Reals):
+    """One run over the reals where each operation errs by up to one part in 1/`unit`, an unknown one <= 1/256.
+
+    So it is with floats that neither overflow nor underflow, whatever their precision, from bfloat16 on.
+    """
+
+    def __init__(self, prescribed):
+        super().__init__(prescribed)
+        self.unit = z3.Real("unit")
+        self.rounds = True
+        self._learn(z3.And(self.unit > 0, self.unit <= z3.Q(1, 256)))
+
+    def rounded(self, operation, *terms):
+        result = operation(*terms)
+        is_exact = operation is operator.add and any(z3.is_rational_value(t) and t.as_fraction() == 0 for t in terms)
+        if is_exact or not self.rounds:
+            return result
+        error = z3.FreshReal("error")
+        self._learn(z3.And(-self.unit <= error, error <= self.unit))
+        return result * (1 + error)
+
+
+@contextlib.contextmanager
+def exactly(number):
+    """What is computed inside is not rounded; gives the unit of the rounding outside."""
+    number.run.rounds = False
+    yield Scalar(number.run.unit, number.run)
+    number.run.rounds = True
 
 
 def floats(exponent_bits, significand_bits):

@@ -10,7 +10,7 @@ import math
 import types
 
 import pytest
-from prover import Pair, Reals, Refuted, Scalar, Vector, assume, floats, identical, prove, sqrt
+from prover import Pair, Reals, Refuted, RoundedReals, Scalar, Vector, assume, exactly, floats, identical, prove, sqrt
 
 from shrewjax import spec as definition
 
@@ -525,6 +525,37 @@ def test_clipping_before_averaging_errs_by_at_most_the_spread(spec, g: Vector, c
 def test_average_of_clipped_gradients_is_in_the_ball(spec, a: Scalar, b: Pair, c: Scalar):
     p, q = clip(spec, [a, 0], c), clip(spec, b, c)
     return square([(x + y) / 2 for x, y in zip(p, q, strict=True)]) <= c * c
+
+
+# --- floats of any precision --------------------------------------------------------------------------------------
+
+
+@theorem(
+    1, over=RoundedReals, mutant=("[scale * g for g in gradient]", "[scale * g + g * scale / 64 for g in gradient]")
+)
+def test_rounding_leaves_the_norm_within_2_eps_of_the_threshold(spec, g: Vector, c: Scalar):
+    """For one entry, or one that outweighs the others. An eps is two units of rounding."""
+    (p,) = clip(spec, g, c)
+    outside = abs(g[0]) > abs(c)
+    with exactly(c) as unit:
+        return abs(p) <= abs(c) * (1 + 4 * unit) and (not outside or abs(p) >= abs(c) * (1 - 4 * unit))
+
+
+@theorem(1, 2, over=RoundedReals, mutant=("return list(gradient)", "return [1 * g for g in gradient]"))
+def test_rounding_touches_nothing_inside(spec, g: Vector, c: Scalar):
+    with exactly(c) as unit:
+        assume(square(g) * (1 + 8 * unit) <= c * c)
+    return clip(spec, g, c) == g
+
+
+@theorem(2, over=RoundedReals, mutant=(DIVIDED, "total / weight_sum / weight_sum * weight_sum"))
+def test_rounding_of_a_mean_is_within_its_operations(spec, g: Vector, w: Vector):
+    """Of two: a product, an addition, a division, and the addition of the weights; four units, and their products."""
+    assume(all(x >= 0 for x in g) and positive(w))
+    (average,) = spec.window_spec(single(g, w))
+    with exactly(average) as unit:
+        (true,) = spec.window_spec(single(g, w))
+        return true * (1 - 4 * unit) <= average <= true * (1 + 4 * unit + 10 * unit * unit)
 
 
 # --- floats, bit by bit -----------------------------------------------------------------------------------------
