@@ -103,7 +103,8 @@ def rounded(value, dtype):
     return np.dtype(dtype).type(float(min(value, largest(dtype))))
 
 
-SPECIAL = [0.0, -0.0, 1e-45, 1e-40, float(np.finfo(np.float32).tiny), 1e-38, 1.0, 1e38, float(np.finfo(np.float32).max)]
+FLOAT32 = np.finfo(np.float32)
+SPECIAL = [0.0, -0.0, 1e-45, 1e-40, float(FLOAT32.tiny), 1e-38, 1.0, 1e38, float(FLOAT32.max), math.inf]
 # How to make a threshold of a norm.
 THRESHOLDS = st.one_of(
     st.tuples(st.just("times"), st.floats(2**-20, 4)),
@@ -119,10 +120,11 @@ def threshold(how, norm, measured):
         return rounded(norm * Fraction(number), dtype)
     if kind == "given":
         return dtype.type(number)
-    limit = np.minimum(np.asarray(measured), np.finfo(dtype).max)
-    for _ in range(abs(number)):
-        limit = np.nextafter(limit, dtype.type(np.inf if number > 0 else 0), dtype=dtype)
-    return np.minimum(limit, np.finfo(dtype).max)[()]
+    with np.errstate(all="ignore"):
+        limit = np.asarray(measured)
+        for _ in range(abs(number)):
+            limit = np.nextafter(limit, dtype.type(np.inf if number > 0 else 0))
+        return np.minimum(limit, np.finfo(dtype).max)
 
 
 # --- norms ------------------------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ def check_norm_clip(leaves, clipped, measured, limit):
         return
     limit = Fraction(limit)
     norm = spec.global_norm_spec(entries(leaves), sqrt=exact_root)
-    if norm > limit * REACH[measured.dtype]:
+    if 0 < limit * REACH[measured.dtype] < norm:
         return
     wanted = iter(spec.clip_gradients_spec(entries(leaves), limit, sqrt=exact_root))
     lost, allowed = flushed(leaves), Fraction(0)
@@ -296,12 +298,13 @@ def test_value_clip_to_a_small_number_stays_in_the_box(dtype, limit):
 
 def check_value_clip(x, y, limit):
     """The definition to the last bit, with the threshold rounded toward zero; a subnormal one may be flushed to 0."""
-    if x.dtype.kind == "c":
-        wanted = [
-            part
-            for i in range(0, 2 * x.size, 2)
-            for part in spec.clip_gradients_spec(exact(x)[i : i + 2], Fraction(limit), sqrt=exact_root)
-        ]
+    if limit == math.inf:
+        assert bits(y) == bits(x)
+        return
+    if x.dtype.kind == "c":  # the modulus is clipped: the norm clip of the two parts
+        parts = exact(x)
+        pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
+        wanted = [part for z in pairs for part in spec.clip_gradients_spec(z, Fraction(limit), sqrt=exact_root)]
         for want, got in zip(wanted, exact(y), strict=True):
             assert abs(got - want) <= 3 * eps(x) * Fraction(limit) + 2 * tiny(x)
         return
@@ -309,12 +312,13 @@ def check_value_clip(x, y, limit):
     if float(bound) != limit and is_rounded_up(limit, x.dtype):
         return
     before = np.asarray(x).ravel()
-    possible = [bound] if not 0 < bound < jnp.finfo(x.dtype).tiny else [bound, bound * 0]
-    wanted = [np.asarray(spec.clip_by_value_spec(list(before), b[()] if b.ndim == 0 else b), x.dtype) for b in possible]
     got = np.asarray(y).ravel()
+    bounds = [bound, bound * 0] if 0 < bound < jnp.finfo(x.dtype).tiny else [bound]
+    wanted = [np.asarray(spec.clip_by_value_spec(list(before), b[()]), x.dtype) for b in bounds]
     assert any(np.array_equal(got, want, equal_nan=True) for want in wanted)
-    inside = np.abs(before.astype(np.float64)) <= (limit if limit >= float(jnp.finfo(jnp.float32).tiny) else 0)
-    assert bits(got[inside]) == bits(before[inside])
+    if limit >= float(FLOAT32.tiny):
+        inside = np.abs(before.astype(np.float64)) <= limit
+        assert bits(got[inside]) == bits(before[inside])
 
 
 @each_kind
@@ -447,7 +451,7 @@ TABLE = 4  # a schedule's windows; the last length holds from then on
 
 
 @functools.cache
-def programs(reduction, nonfinite):
+def programs(reduction, nonfinite, weighted):
     """A micro-step and a flush, through `accumulate` and through `GradAccumulator`, compiled once a policy."""
     options = {"reduction": reduction, "nonfinite": nonfinite}
 
@@ -462,8 +466,9 @@ def programs(reduction, nonfinite):
     def micro_step(table, states, gradient, weight, flush):
         tx = shrewjax.accumulate(optax.identity(), schedule(table), **options)
         window = shrewjax.GradAccumulator(schedule(table), **options)
-        updates, state = tx.update(gradient, states[0], PARAMS, weight=weight, flush=flush)
-        added = window.add(states[1], gradient, weight)
+        weight = {"weight": weight} if weighted else {}
+        updates, state = tx.update(gradient, states[0], PARAMS, flush=flush, **weight)
+        added = window.add(states[1], gradient, **weight)
         average, other = close(window, added, window.ready(added) | flush)
         return updates, average, (state, other)
 
@@ -504,23 +509,25 @@ class Windows(RuleBasedStateMachine):
     """Micro-batches, good, bad and empty ones, and flushes, against the definition, micro-step by micro-step."""
 
     @initialize(
-        reduction=st.sampled_from(REDUCTIONS),
+        averaging=st.sampled_from([*((reduction, True) for reduction in REDUCTIONS), ("mean", False)]),
         nonfinite=st.sampled_from(POLICIES),
         table=st.lists(st.integers(1, 4), min_size=TABLE, max_size=TABLE),
         exponent=st.sampled_from([-100, 0, 0, 100]),
     )
-    def start(self, reduction, nonfinite, table, exponent):
+    def start(self, averaging, nonfinite, table, exponent):
+        reduction, self.weighted = averaging
         self.scale = 2.0**exponent
         self.exact = reduction == "sum"
         self.table = jnp.asarray(table, jnp.int32)
-        self.micro_step, self.flush = programs(reduction, nonfinite)
+        self.micro_step, self.flush = programs(reduction, nonfinite, self.weighted)
         self.dropped = 0 if nonfinite != "propagate" else None
         options = {"reduction": reduction, "nonfinite": nonfinite}
         window = shrewjax.GradAccumulator(1, **options)
         self.states = shrewjax.accumulate(optax.identity(), 1, **options).init(PARAMS), window.init(PARAMS)
         self.coming = collections.deque()
-        lengths = lambda windows: table[min(windows, TABLE - 1)]  # noqa: E731
-        self.definition = spec.accumulate_spec(iter(self.coming.popleft, None), lengths, **options)
+        self.definition = spec.accumulate_spec(
+            iter(self.coming.popleft, None), lambda windows: table[min(windows, TABLE - 1)], **options
+        )
         self.windows = 0
 
     @rule(entries=ENTRIES, weight=WEIGHTS)
@@ -537,6 +544,7 @@ class Windows(RuleBasedStateMachine):
 
     def micro_batch(self, entries, weight, flush):
         values = [self.scale * x for x in entries]
+        weight = weight if self.weighted else 1
         updates, average, self.states = self.micro_step(
             self.table, self.states, tree(values), np.float32(weight), np.bool(flush)
         )
