@@ -73,7 +73,8 @@ def main():
             )
         files = " ".join(f"tests/{name}" for name in TESTS[arguments.module])
         # From the copy: its package is found before an installed one.
-        command = f"env -C {copy} {sys.executable} -m pytest -x -q -n 0 -p no:cacheprovider {files}"
+        pytest = f"{sys.executable} -m pytest -x -q -n 0 -p no:cacheprovider {files}"
+        command = f"env -C {copy} HYPOTHESIS_PROFILE=no_shrinking {pytest}"
         killed = 0
         for number, mutation in enumerate(mutations, 1):
             result = mutate_and_test([mutation], command, LONGEST)
