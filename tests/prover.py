@@ -116,7 +116,8 @@ def identical(a, b):
 class Reals:
     """One run over the real numbers: how its comparisons were answered, and the facts that follow."""
 
-    logic = "QF_NRA"
+    # The plain solver is quick where facts are linear, the other one strong where they are not.
+    solvers = ((z3.SimpleSolver, 100), (lambda: z3.SolverFor("QF_NRA"), 30_000))
 
     def __init__(self, prescribed):
         self._prescribed = prescribed  # the first answers
@@ -197,9 +198,8 @@ class Reals:
         return self._witness
 
     def _solve(self, *more):
-        # The plain solver is quick where facts are linear, the other one strong where they are not. New ones each time,
-        # as z3's incremental mode is weak on polynomials.
-        for solver, milliseconds in ((z3.SimpleSolver(), 100), (z3.SolverFor(self.logic), 30_000)):
+        for make_solver, milliseconds in self.solvers:
+            solver = make_solver()  # a new one each time, as z3's incremental mode is weak on polynomials
             solver.set("timeout", milliseconds)
             solver.add(*self._facts, *more)
             answer = solver.check()
@@ -245,7 +245,7 @@ def floats(exponent_bits, significand_bits):
     """
 
     class Floats(Reals):
-        logic = "QF_FP"
+        solvers = ((lambda: z3.SolverFor("QF_FP"), 30_000),)
         sort = z3.FPSort(exponent_bits, significand_bits)
 
         def unknown(self, name):

@@ -561,7 +561,7 @@ def test_rounding_of_a_mean_is_within_its_operations(spec, g: Vector, w: Vector)
 # --- floats, bit by bit -----------------------------------------------------------------------------------------
 
 FLOAT16, BFLOAT16, FLOAT32 = floats(5, 11), floats(8, 8), floats(8, 24)
-TINY_FLOAT = floats(3, 4)  # six bits: where there are products and quotients, more bits take long
+TINY_FLOAT = floats(3, 3)  # of six bits: where there are products and quotients, more bits take long
 
 
 def is_nan(x):
