@@ -397,7 +397,7 @@ def test_definition_gives_back_what_it_was_given_and_does_not_change_it():
 def test_percentiles_of_the_definition_are_numpys(method):
     """On ranks that NumPy's floats hold exactly."""
     for size in range(1, 10):
-        values = [7 * i % size * 10 for i in range(size)]  # in no order, and different but for a size of 7
+        values = [7 * i % size * 10 for i in range(size)]  # in no order, and different, but all 0 for a size of 7
         for percentile in (0, 12.5, 25, "37.5", 50, Fraction(125, 2), 75, 100):
             expected = np.percentile(values, float(percentile), method=method)
             assert spec.percentile_spec([Fraction(x) for x in values], percentile, method) == expected
@@ -411,6 +411,7 @@ def test_rank_of_a_percentile_is_exact_where_floats_are_not():
     assert spec.percentile_spec(range(10**5 + 1), "99.9") == 99_900
 
 
+# Runs as soon as there is a `clip_grad_percentile`.
 @pytest.mark.skipif(not hasattr(shrewjax, "clip_grad_percentile"), reason="there is no clip by percentile yet")
 @few_or_many
 def test_percentile_clip_is_the_definitions(examples):
@@ -480,7 +481,8 @@ def programs(reduction, nonfinite, weighted):
         tx = shrewjax.accumulate(optax.identity(), schedule(table), **options)
         window = shrewjax.GradAccumulator(schedule(table), **options)
         updates, state = shrewjax.flush(tx, states[0], PARAMS)
-        return updates, *(lambda average, other: (average, (state, other)))(*close(window, states[1], True))
+        average, other = close(window, states[1], True)
+        return updates, average, (state, other)
 
     return micro_step, flush
 
@@ -501,7 +503,6 @@ def assert_within_ulps(got, want, ulps):
 WEIGHTS = st.one_of(st.sampled_from([0, 1, 1]), st.integers(0, 40).map(lambda k: k / 4))
 ENTRIES = st.lists(st.integers(-128, 128).map(lambda k: k / 8), min_size=3, max_size=3)
 BAD = st.lists(st.sampled_from([1.0, -2.5, math.nan, math.inf, -math.inf]), min_size=3, max_size=3)
-
 GOOD_OR_BAD = st.one_of(ENTRIES, ENTRIES, BAD)
 
 
@@ -572,8 +573,8 @@ class Windows(RuleBasedStateMachine):
 @few_or_many
 def test_windows_are_the_definitions_micro_step_by_micro_step(nonfinite, examples):
     machine = type("WindowsOfAPolicy", (Windows,), {"nonfinite": nonfinite})
-    few = hypothesis.settings(examples, stateful_step_count=30, max_examples=examples.max_examples // 4)
-    run_state_machine_as_test(machine, settings=few)
+    quarter = hypothesis.settings(examples, stateful_step_count=30, max_examples=examples.max_examples // 4)
+    run_state_machine_as_test(machine, settings=quarter)
 
 
 WINDOW = 6
@@ -592,7 +593,7 @@ def one_window(reduction, gradients, weights):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @few_or_many
 def test_window_of_any_numbers_is_the_definitions_within_the_rounding_of_its_sums(reduction, examples):
-    """Half an eps for each product, addition, and the division, relative to the sum of magnitudes."""
+    """Half an eps for each product, addition (the weights' too) and the division, relative to the magnitudes."""
 
     @examples
     @given(
