@@ -26,3 +26,6 @@ from shrewjax._accumulation import GradAccumulatorState as GradAccumulatorState
 
 # Read what was measured.
 from shrewjax._metrics import metrics as metrics
+
+# The definition that all of it is held to.
+from shrewjax import spec as spec

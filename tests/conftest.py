@@ -14,6 +14,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The same examples on every machine; a wider, random search runs on demand (-m slow).
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=5000)
+# For mutation testing, which asks whether a test fails, not at what.
+hypothesis.settings.register_profile(
+    "no_shrinking", hypothesis.settings.get_profile("ci"), phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

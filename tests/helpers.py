@@ -1,5 +1,8 @@
 """Oracles that share nothing with the package, and what several test files need."""
 
+import math
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +35,19 @@ def true_norm(tree, p=2.0):
     if p == np.inf or largest == 0 or not np.isfinite(largest):
         return largest
     return largest * ((magnitudes / largest) ** p).sum() ** (1 / np.longdouble(p))
+
+
+def exact(leaf):
+    """The elements of a leaf as fractions; of a complex one, the parts."""
+    x = np.asarray(leaf)
+    parts = np.stack([x.real, x.imag], -1) if x.dtype.kind == "c" else x
+    return [Fraction(value) for value in parts.astype(np.float64).ravel().tolist()]
+
+
+def exact_root(x):
+    """The square root of a fraction, rounded down to 128 bits or more."""
+    shift = max(0, 128 - (x.numerator * x.denominator).bit_length() // 2)
+    return Fraction(math.isqrt(x.numerator * x.denominator << 2 * shift), x.denominator << shift)
 
 
 def bits(tree):

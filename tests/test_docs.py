@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+import math
 import pathlib
 import re
 
@@ -21,12 +22,14 @@ PUBLIC = {
     for k, v in vars(shrewjax).items()
     if not k.startswith("_") and getattr(v, "__module__", "").startswith("shrewjax")
 }
-FUNCTIONS = {k: v for k, v in PUBLIC.items() if not k.endswith("State")}
+DEFINITION = {k: v for k, v in vars(shrewjax.spec).items() if k.endswith("_spec")}
+FUNCTIONS = {k: v for k, v in PUBLIC.items() if not k.endswith("State")} | DEFINITION
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_docstring_example_runs(name):
-    globs = {"chex": chex, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "shrewjax": shrewjax, **PUBLIC}
+    modules = {"chex": chex, "jax": jax, "jnp": jnp, "math": math, "np": np, "optax": optax, "shrewjax": shrewjax}
+    globs = modules | PUBLIC | DEFINITION
     tests = doctest.DocTestFinder().find(FUNCTIONS[name], name, globs=globs)
     examples = [t for t in tests if t.examples]
     assert examples, f"{name} has no example"
@@ -59,7 +62,7 @@ def test_readme_code_runs_from_top_to_bottom():
 
 def test_readme_names_every_public_name():
     text = (ROOT / "README.md").read_text()
-    missing = [name for name in PUBLIC if not name.endswith("State") and f"`{name}" not in text]
+    missing = [name for name in FUNCTIONS if f"`{name}" not in text]
     assert not missing
 
 

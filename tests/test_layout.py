@@ -2,12 +2,15 @@
 
 import ast
 import pathlib
+import sys
 
 import shrewjax
 
 PACKAGE = pathlib.Path(shrewjax.__file__).parent
 # Each module may import from those before it.
 ORDER = ["_checks", "_wide", "_reductions", "_norms", "_selection", "_clipping", "_accumulation", "_metrics"]
+# The definition stands apart: it imports none of them, and none imports it.
+APART = "spec"
 
 
 def imported_modules(path):
@@ -20,13 +23,18 @@ def imported_modules(path):
 
 
 def test_every_module_has_its_place():
-    assert {p.stem for p in PACKAGE.glob("*.py")} == {*ORDER, "__init__"}
+    assert {p.stem for p in PACKAGE.glob("*.py")} == {*ORDER, APART, "__init__"}
 
 
 def test_imports_go_one_way():
     for place, name in enumerate(ORDER):
         ours = {m.split(".")[1] for m in imported_modules(PACKAGE / f"{name}.py") if m.startswith("shrewjax.")}
         assert ours <= set(ORDER[:place]), name
+
+
+def test_definition_needs_nothing_but_python():
+    imported = {m.split(".")[0] for m in imported_modules(PACKAGE / f"{APART}.py")}
+    assert imported <= sys.stdlib_module_names
 
 
 def test_only_reductions_talk_to_mapped_axes():
