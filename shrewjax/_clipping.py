@@ -5,6 +5,7 @@ through untouched and are not counted.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -14,6 +15,7 @@ import optax
 
 from shrewjax import _checks, _norms
 from shrewjax._checks import Scalar
+from shrewjax._norms import Factor, Scaled
 from shrewjax._reductions import Axes, AxisName, is_counted
 
 
@@ -57,7 +59,7 @@ def grad_norm(grads: chex.ArrayTree, ord: float | None = None, *, axis_name: Axi
     The scaled second pass follows the idea of J. L. Blue, "A portable Fortran program to find the Euclidean norm of a
     vector", ACM TOMS 4 (1978).
     """
-    leaves = [x for x in _leaves(grads)[0] if is_counted(x)]
+    leaves = [x for x in _checks.gradient_leaves(grads)[1] if is_counted(x)]
     return _norms.join(_norms.measure(leaves, _checks.order(ord), "global", _checks.axis_names(axis_name)))
 
 
@@ -108,8 +110,8 @@ def clip_grad_norm(
     Source: R. Pascanu, T. Mikolov, Y. Bengio, "On the difficulty of training recurrent neural networks", 2013,
     arXiv:1211.5063, Algorithm 1. The name and the return value are those of `torch.nn.utils.clip_grad_norm_`.
     """
-    clipped, norm, _ = _clip_global(
-        grads, _checks.threshold("max_norm", max_norm), _checks.order(ord), _checks.axis_names(axis_name)
+    clipped, norm, _ = _clip_to(
+        _checks.threshold("max_norm", max_norm), grads, _checks.order(ord), _checks.axis_names(axis_name)
     )
     return clipped, _norms.join(norm)
 
@@ -152,7 +154,7 @@ def clip_grad_value(grads: chex.ArrayTree, max_value: Any) -> chex.ArrayTree:
     The name is that of `torch.nn.utils.clip_grad_value_`.
     """
     max_value = _checks.threshold("max_value", max_value)
-    leaves, treedef = _leaves(grads)
+    _, leaves, treedef = _checks.gradient_leaves(grads)
     return treedef.unflatten([_clip_leaf_value(x, max_value) if is_counted(x) else x for x in leaves])
 
 
@@ -209,7 +211,7 @@ def clip_by_global_norm(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del state, params, extra_args
-        updates, norm, factor = _clip_global(updates, max_norm, ord, axes)
+        updates, norm, factor = _clip_to(max_norm, updates, ord, axes)
         return updates, ClipByGlobalNormState(
             grad_norm=_norms.join(norm).astype(jnp.float32), clip_scale=_norms.applied_scale(factor)
         )
@@ -271,15 +273,15 @@ def clip_by_leaf_norm(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByLeafNormState]:
         del params, extra_args
-        leaves, treedef = _leaves(updates)
+        _, leaves, treedef = _checks.gradient_leaves(updates)
         counted = [i for i, x in enumerate(leaves) if is_counted(x)]
         norms = _norms.measure([leaves[i] for i in counted], ord, "leaf", axes)
-        factors = _norms.clip_factor(norms, max_norm)
+        factors = _norms.clip_factor(norms, _norms.limit(max_norm, norms))
         measured = _norms.join(norms).astype(jnp.float32), _norms.applied_scale(factors)
         grad_norms = [jnp.zeros((), jnp.float32)] * len(leaves)
         clip_scales = [jnp.ones((), jnp.float32)] * len(leaves)
         for place, i in enumerate(counted):
-            leaves[i] = _norms.scale(leaves[i], _norms.Factor(*(part[place] for part in factors)))
+            leaves[i] = _norms.scale(leaves[i], Factor(*(part[place] for part in factors)))
             grad_norms[i], clip_scales[i] = (part[place] for part in measured)
         return treedef.unflatten(leaves), ClipByLeafNormState(
             grad_norm=_like(state.grad_norm, treedef.unflatten(grad_norms), absent=0.0),
@@ -331,18 +333,18 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _leaves(grads: chex.ArrayTree) -> tuple[list[Any], Any]:
-    with_paths, treedef = jax.tree.flatten_with_path(grads)
-    return [_checks.array_leaf(path, leaf) for path, leaf in with_paths], treedef
-
-
-def _clip_global(
-    grads: chex.ArrayTree, max_norm: Scalar, ord: float, axes: Axes
-) -> tuple[chex.ArrayTree, _norms.Scaled, _norms.Factor]:
-    leaves, treedef = _leaves(grads)
+def clip_global(
+    grads: chex.ArrayTree, choose: Callable[[Scaled], Scaled], ord: float, axes: Axes
+) -> tuple[chex.ArrayTree, Scaled, Factor]:
+    """The gradients, their norm brought down to what `choose` makes of it; the norm before, and what did it."""
+    _, leaves, treedef = _checks.gradient_leaves(grads)
     norm = _norms.measure([x for x in leaves if is_counted(x)], ord, "global", axes)
-    factor = _norms.clip_factor(norm, max_norm)
+    factor = _norms.clip_factor(norm, choose(norm))
     return treedef.unflatten([_norms.scale(x, factor) if is_counted(x) else x for x in leaves]), norm, factor
+
+
+def _clip_to(max_norm: Scalar, grads: chex.ArrayTree, ord: float, axes: Axes) -> tuple[chex.ArrayTree, Scaled, Factor]:
+    return clip_global(grads, lambda norm: _norms.limit(max_norm, norm), ord, axes)
 
 
 def _like(tree: chex.ArrayTree, measured: chex.ArrayTree, absent: float) -> chex.ArrayTree:

@@ -300,31 +300,42 @@ def _shifted(x: jax.Array, exponent: jax.Array) -> Scaled:
 # --- scaling ---------------------------------------------------------------------------------------------------
 
 
-def clip_factor(norm: Scaled, max_norm: Scalar) -> Factor:
-    """What brings a measured norm down to `max_norm`: the decision of every norm clip. Shapes of `norm`."""
-    dtype = norm.mantissa.dtype
-    if isinstance(max_norm, jax.Array):
-        limit = split(jnp.maximum(max_norm, 0))
-        limit = Scaled(limit.mantissa.astype(dtype), limit.exponent)
-    else:
-        limit = split_number(max_norm, dtype)
-    defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
-    exceeds = is_greater(norm, limit) | (limit.mantissa == 0)
-    applies = (exceeds | ~defined) & (limit.mantissa != jnp.inf)
+def limit(value: Scalar, like: Scaled) -> Scaled:
+    """A threshold to hold norms `like` these to; below 0 counts as 0. Shape ()."""
+    if not isinstance(value, jax.Array):
+        return split_number(value, like.mantissa.dtype)
+    number = split(jnp.maximum(value, 0))
+    return Scaled(number.mantissa.astype(like.mantissa.dtype), number.exponent)
 
-    def reduced() -> Factor:
-        # 1/2 < ratio < 2, so that ratio * 2**first is normal; the rest of the exponent goes into a second factor.
-        ratio = limit.mantissa / jnp.where(defined & (norm.mantissa > 0), norm.mantissa, 1)
-        _, bias = _float_format(dtype)
-        exponent = limit.exponent - norm.exponent
-        first = jnp.clip(exponent, 2 - bias, 0)
-        second = jnp.clip(exponent - first, -bias, 0)
-        product = ratio * _power_of_two(first, dtype)
-        return Factor(applies, jnp.where(defined, product, jnp.nan), _power_of_two(second, dtype))
 
+def clip_factor(norm: Scaled, limit: Scaled) -> Factor:
+    """What brings a measured norm down to its limit: the decision of every norm clip. Shapes of `norm`."""
+    applies = _exceeds(norm, limit)
     one = jnp.ones_like(norm.mantissa)
     # Not only for speed: what comes out of a `cond` is computed once, not again in the kernel of every leaf.
-    return lax.cond(jnp.any(applies), reduced, lambda: Factor(jnp.zeros_like(applies), one, one))
+    return lax.cond(
+        jnp.any(applies),
+        lambda: _reduced(norm, limit, applies),
+        lambda: Factor(jnp.zeros_like(applies), one, one),
+    )
+
+
+def _exceeds(norm: Scaled, limit: Scaled) -> jax.Array:
+    defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
+    return (is_greater(norm, limit) | (limit.mantissa == 0) | ~defined) & (limit.mantissa != jnp.inf)
+
+
+def _reduced(norm: Scaled, limit: Scaled, applies: jax.Array) -> Factor:
+    dtype = norm.mantissa.dtype
+    defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
+    # 1/2 < ratio < 2, so that ratio * 2**first is normal; the rest of the exponent goes into a second factor.
+    ratio = limit.mantissa / jnp.where(defined & (norm.mantissa > 0), norm.mantissa, 1)
+    _, bias = _float_format(dtype)
+    exponent = limit.exponent - norm.exponent
+    first = jnp.clip(exponent, 2 - bias, 0)
+    second = jnp.clip(exponent - first, -bias, 0)
+    product = ratio * _power_of_two(first, dtype)
+    return Factor(applies, jnp.where(defined, product, jnp.nan), _power_of_two(second, dtype))
 
 
 def scale(x: Any, factor: Factor) -> jax.Array:
