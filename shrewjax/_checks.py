@@ -37,6 +37,13 @@ def real(name: str, value: Any, *, at_least: float, at_most: float = math.inf) -
     return number + 0.0  # -0.0 is 0
 
 
+def any_real(name: str, value: Any) -> Scalar:
+    """A real scalar, of whatever value."""
+    if isinstance(value, jax.Array):
+        return _real_scalar_array(name, value)
+    return _static_real(name, value, "a real scalar")
+
+
 def length(name: str, value: Any, *, default: int) -> int:
     """The length of an array in a state, static: an int >= 1; None means the default."""
     if value is None:

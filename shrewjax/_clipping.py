@@ -5,7 +5,6 @@ through untouched and are not counted.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -59,8 +58,7 @@ def grad_norm(grads: chex.ArrayTree, ord: float | None = None, *, axis_name: Axi
     The scaled second pass follows the idea of J. L. Blue, "A portable Fortran program to find the Euclidean norm of a
     vector", ACM TOMS 4 (1978).
     """
-    leaves = [x for x in _checks.gradient_leaves(grads)[1] if is_counted(x)]
-    return _norms.join(_norms.measure(leaves, _checks.order(ord), "global", _checks.axis_names(axis_name)))
+    return _norms.join(global_norm(grads, _checks.order(ord), _checks.axis_names(axis_name)))
 
 
 def clip_grad_norm(
@@ -213,7 +211,7 @@ def clip_by_global_norm(
         del state, params, extra_args
         updates, norm, factor = _clip_to(max_norm, updates, ord, axes)
         return updates, ClipByGlobalNormState(
-            grad_norm=_norms.join(norm).astype(jnp.float32), clip_scale=_norms.applied_scale(factor)
+            grad_norm=_norms.to_float32(norm), clip_scale=_norms.applied_scale(factor)
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -277,7 +275,7 @@ def clip_by_leaf_norm(
         counted = [i for i, x in enumerate(leaves) if is_counted(x)]
         norms = _norms.measure([leaves[i] for i in counted], ord, "leaf", axes)
         factors = _norms.clip_factor(norms, _norms.limit(max_norm, norms))
-        measured = _norms.join(norms).astype(jnp.float32), _norms.applied_scale(factors)
+        measured = _norms.to_float32(norms), _norms.applied_scale(factors)
         grad_norms = [jnp.zeros((), jnp.float32)] * len(leaves)
         clip_scales = [jnp.ones((), jnp.float32)] * len(leaves)
         for place, i in enumerate(counted):
@@ -333,18 +331,22 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def clip_global(
-    grads: chex.ArrayTree, choose: Callable[[Scaled], Scaled], ord: float, axes: Axes
-) -> tuple[chex.ArrayTree, Scaled, Factor]:
-    """The gradients, their norm brought down to what `choose` makes of it; the norm before, and what did it."""
+def global_norm(grads: chex.ArrayTree, ord: float, axes: Axes) -> Scaled:
+    """The norm of all gradients together."""
+    return _norms.measure([x for x in _checks.gradient_leaves(grads)[1] if is_counted(x)], ord, "global", axes)
+
+
+def hold_to(grads: chex.ArrayTree, norm: Scaled, limit: Scaled) -> tuple[chex.ArrayTree, Factor]:
+    """The gradients, whose norm is given, scaled to the limit if they are above it; and what they were scaled by."""
     _, leaves, treedef = _checks.gradient_leaves(grads)
-    norm = _norms.measure([x for x in leaves if is_counted(x)], ord, "global", axes)
-    factor = _norms.clip_factor(norm, choose(norm))
-    return treedef.unflatten([_norms.scale(x, factor) if is_counted(x) else x for x in leaves]), norm, factor
+    factor = _norms.clip_factor(norm, limit)
+    return treedef.unflatten([_norms.scale(x, factor) if is_counted(x) else x for x in leaves]), factor
 
 
 def _clip_to(max_norm: Scalar, grads: chex.ArrayTree, ord: float, axes: Axes) -> tuple[chex.ArrayTree, Scaled, Factor]:
-    return clip_global(grads, lambda norm: _norms.limit(max_norm, norm), ord, axes)
+    norm = global_norm(grads, ord, axes)
+    clipped, factor = hold_to(grads, norm, _norms.limit(max_norm, norm))
+    return clipped, norm, factor
 
 
 def _like(tree: chex.ArrayTree, measured: chex.ArrayTree, absent: float) -> chex.ArrayTree:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax._checks import Scalar
-from shrewjax._reductions import Axes, leaf_maxima, leaf_sums
+from shrewjax._reductions import Axes, Kept, anywhere, leaf_maxima, leaf_sums
 
 Scope = Literal["global", "leaf"]
 
@@ -73,6 +73,34 @@ def join(number: Scaled) -> jax.Array:
 def is_greater(a: Scaled, b: Scaled) -> jax.Array:
     """a > b for finite numbers."""
     return (a.exponent > b.exponent) | ((a.exponent == b.exponent) & (a.mantissa > b.mantissa))
+
+
+def in_dtype_of(number: Scaled, like: Scaled) -> Scaled:
+    """The number, its mantissa in another's dtype."""
+    return Scaled(number.mantissa.astype(like.mantissa.dtype), number.exponent)
+
+
+def to_float32(number: Scaled) -> jax.Array:
+    """The number as the statistics and the states have it: inf where it is too large."""
+    return join(number).astype(jnp.float32)
+
+
+def maximum(a: Scaled, b: Scaled) -> Scaled:
+    """The larger; a NaN in `a` stays."""
+    takes_b = is_greater(b, a) & jnp.isfinite(a.mantissa)
+    return Scaled(*(jnp.where(takes_b, y, x) for x, y in zip(a, b, strict=True)))
+
+
+def product(a: Scaled, b: Scaled) -> Scaled:
+    """a * b; infinite if a factor is, whatever the other."""
+    infinite = jnp.isinf(a.mantissa) | jnp.isinf(b.mantissa)
+    return _shifted(jnp.where(infinite, jnp.inf, a.mantissa * b.mantissa), a.exponent + b.exponent)
+
+
+def quotient(a: Scaled, b: Scaled) -> Scaled:
+    """a / b; x / 0 is infinite, 0 / 0 is 0."""
+    ratio = _shifted(a.mantissa / jnp.where(b.mantissa == 0, 1, b.mantissa), a.exponent - b.exponent)
+    return Scaled(jnp.where((b.mantissa == 0) & (a.mantissa != 0), jnp.inf, ratio.mantissa), ratio.exponent)
 
 
 def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
@@ -178,20 +206,14 @@ def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes) -> Sca
 def _measure_by_power_sum(leaves: Sequence[Any], p: int, scope: Scope, axes: Axes) -> Scaled:
     """p = 1 or 2: one plain pass, and a second one, over scaled elements, only if sums left the trusted range."""
     dtype = _accumulation_dtype(leaves)
-    trusted_above, shrink, grow = _RANGE[dtype]
-
-    def power(x: Any, *scale: jax.Array) -> jax.Array:
-        x = widen(x, dtype)
-        for s in scale:
-            x = times(x, s)
-        return lax.abs(x) if p == 1 else _squared_modulus(x)
+    power = partial(_power, p, dtype)
 
     def total(sums: Sequence[jax.Array]) -> jax.Array:
         return jnp.stack(sums) if scope == "leaf" else _ordered_sum(jnp.stack(sums))
 
     leaf_powers = leaf_sums(power, leaves, axes=axes)
     plain = total(leaf_powers)
-    shift = jnp.where(plain == jnp.inf, shrink, jnp.where(plain < trusted_above, grow, 0))
+    shift = _shift_into_range(plain)
 
     def scaled() -> jax.Array:
         factor = _power_of_two(shift, dtype)
@@ -209,6 +231,54 @@ def _measure_by_power_sum(leaves: Sequence[Any], p: int, scope: Scope, axes: Axe
 
     powers = lax.cond(jnp.any(shift != 0), scaled, lambda: plain)
     return _shifted(powers if p == 1 else jnp.sqrt(powers), -shift)
+
+
+def _power(p: int, dtype: Any, x: Any, *scale: jax.Array) -> jax.Array:
+    x = widen(x, dtype)
+    for s in scale:
+        x = times(x, s)
+    return lax.abs(x) if p == 1 else _squared_modulus(x)
+
+
+def _shift_into_range(powers: jax.Array) -> jax.Array:
+    """The power of two by which elements have to be scaled for their sums to be trusted."""
+    trusted_above, shrink, grow = _RANGE[powers.dtype]
+    return jnp.where(powers == jnp.inf, shrink, jnp.where(powers < trusted_above, grow, 0))
+
+
+@partial(jax.jit, static_argnums=(1, 2), inline=True)  # as for `measure`
+def measure_units(leaves: Sequence[Any], kept: Sequence[Kept], axes: Axes) -> list[Scaled]:
+    """The 2-norm of every unit of each leaf: over all its axes but the `kept` ones, whose sizes are the shape."""
+    if not leaves:
+        return []
+    power = partial(_power, 2, _accumulation_dtype(leaves))
+    plain = leaf_sums(power, leaves, axes=axes, kept=kept)
+    shifts = [_shift_into_range(powers) for powers in plain]
+
+    factors = [_power_of_two(shift, plain[0].dtype) for shift in shifts]
+
+    def scaled() -> list[jax.Array]:
+        spread = [over_leaf(s, x, keep) for s, x, keep in zip(factors, leaves, kept, strict=True)]
+        return lax.optimization_barrier(leaf_sums(power, leaves, spread, axes=axes, kept=kept))  # as above
+
+    def root(powers: jax.Array, shift: jax.Array) -> Scaled:
+        positive = powers > 0  # the root of 0 has no derivative
+        return _shifted(jnp.where(positive, jnp.sqrt(jnp.where(positive, powers, 1)), powers), -shift)
+
+    out_of_range = anywhere(jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts])))
+    return list(map(root, lax.cond(out_of_range, scaled, lambda: plain), shifts))
+
+
+def combine(norms: Sequence[Scaled]) -> Scaled:
+    """The norm of everything from the norms of its units. Shape ()."""
+    if not norms:
+        return split(jnp.zeros((), jnp.float32))
+    # What units there are on other devices, their types tell.
+    keys = leaf_maxima(lambda e: e - _EXPONENT_OF_ZERO * 2, packed([n.exponent for n in norms]), axes=())
+    largest = jnp.max(jnp.stack(keys)) + _EXPONENT_OF_ZERO * 2
+    heights = [times_power_of_two(n.mantissa, n.exponent - largest) for n in norms]
+    squares = leaf_sums(lambda h: h * h, packed(heights), axes=())
+    return _shifted(jnp.sqrt(_ordered_sum(jnp.stack(squares))), largest)
 
 
 def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes) -> Scaled:
@@ -301,11 +371,10 @@ def _shifted(x: jax.Array, exponent: jax.Array) -> Scaled:
 
 
 def limit(value: Scalar, like: Scaled) -> Scaled:
-    """A threshold to hold norms `like` these to; below 0 counts as 0. Shape ()."""
+    """A threshold to hold norms `like` these to, or one for each of them; below 0 counts as 0."""
     if not isinstance(value, jax.Array):
         return split_number(value, like.mantissa.dtype)
-    number = split(jnp.maximum(value, 0))
-    return Scaled(number.mantissa.astype(like.mantissa.dtype), number.exponent)
+    return in_dtype_of(split(jnp.maximum(value, 0)), like)
 
 
 def clip_factor(norm: Scaled, limit: Scaled) -> Factor:
@@ -317,6 +386,22 @@ def clip_factor(norm: Scaled, limit: Scaled) -> Factor:
         jnp.any(applies),
         lambda: _reduced(norm, limit, applies),
         lambda: Factor(jnp.zeros_like(applies), one, one),
+    )
+
+
+def clip_factors(norms: Sequence[Scaled], limits: Sequence[Scaled]) -> list[Factor]:
+    """`clip_factor` for the units of each leaf, decided together."""
+    if not norms:
+        return []
+    applies = list(map(_exceeds, norms, limits))
+
+    def untouched(norm: Scaled, applies: jax.Array) -> Factor:
+        return Factor(jnp.zeros_like(applies), jnp.ones_like(norm.mantissa), jnp.ones_like(norm.mantissa))
+
+    return lax.cond(
+        anywhere(jnp.any(jnp.stack([jnp.any(a) for a in applies]))),
+        lambda: list(map(_reduced, norms, limits, applies)),
+        lambda: list(map(untouched, norms, applies)),
     )
 
 
@@ -343,12 +428,35 @@ def scale(x: Any, factor: Factor) -> jax.Array:
     dtype = factor.first.dtype
     product = times(times(widen(x, dtype), factor.first), factor.second)
     # Not x * 1 where nothing is clipped: that flushes subnormals on some backends.
-    return lax.select(factor.applies, lax.convert_element_type(product, x.dtype), x)
+    select = lax.select if factor.applies.ndim == 0 else jnp.where
+    return select(factor.applies, lax.convert_element_type(product, x.dtype), x)
+
+
+def scale_units(x: Any, factor: Factor, keep: Kept) -> jax.Array:
+    """`scale`, with a factor for each unit along the axes in `keep`."""
+    return scale(x, Factor(*(over_leaf(part, x, keep) for part in factor)))
 
 
 def applied_scale(factor: Factor) -> jax.Array:
     """What gradients were multiplied by, float32: 1 where nothing was clipped."""
     return jnp.where(factor.applies, factor.first * factor.second, 1).astype(jnp.float32)
+
+
+# --- many leaves, many units -----------------------------------------------------------------------------------
+
+
+def packed(per_leaf: Sequence[jax.Array]) -> list[jax.Array]:
+    """The same numbers in fewer arrays: those of leaves that are one unit in one, to reduce over all of them."""
+    single = [x for x in per_leaf if x.ndim == 0]
+    return [*([jnp.stack(single)] if single else []), *(x for x in per_leaf if x.ndim > 0)]
+
+
+def over_leaf(of_units: jax.Array, leaf: Any, keep: Kept) -> jax.Array:
+    """A number for each unit, to be broadcast over the leaf's elements."""
+    return of_units if not keep else lax.expand_dims(of_units, [a for a in range(leaf.ndim) if a not in keep])
+
+
+# --- dtypes ----------------------------------------------------------------------------------------------------
 
 
 def is_complex(x: Any) -> bool:

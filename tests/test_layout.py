@@ -7,7 +7,18 @@ import shrewjax
 
 PACKAGE = pathlib.Path(shrewjax.__file__).parent
 # Each module may import from those before it.
-ORDER = ["_checks", "_reductions", "_norms", "_clipping", "_accumulation", "_metrics"]
+ORDER = [
+    "_checks",
+    "_reductions",
+    "_norms",
+    "_statistics",
+    "_clipping",
+    "_adaptive",
+    "_wrapping",
+    "_guards",
+    "_accumulation",
+    "_metrics",
+]
 
 
 def imported_modules(path):
