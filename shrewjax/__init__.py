@@ -15,6 +15,24 @@ from shrewjax._clipping import ClipByGlobalNormState as ClipByGlobalNormState
 from shrewjax._clipping import ClipByLeafNormState as ClipByLeafNormState
 from shrewjax._clipping import ClipByPercentileState as ClipByPercentileState
 
+# Clip to a threshold that is measured.
+from shrewjax._adaptive import adaptive_grad_clip as adaptive_grad_clip
+from shrewjax._adaptive import clip_by_block_rms as clip_by_block_rms
+from shrewjax._adaptive import clip_by_leaf_norm_ema as clip_by_leaf_norm_ema
+from shrewjax._adaptive import clip_by_norm_percentile as clip_by_norm_percentile
+from shrewjax._adaptive import clip_by_norm_zscore as clip_by_norm_zscore
+from shrewjax._adaptive import AdaptiveGradClipState as AdaptiveGradClipState
+from shrewjax._adaptive import ClipByBlockRmsState as ClipByBlockRmsState
+from shrewjax._adaptive import ClipByLeafNormEmaState as ClipByLeafNormEmaState
+from shrewjax._adaptive import ClipByNormPercentileState as ClipByNormPercentileState
+from shrewjax._adaptive import ClipByNormZscoreState as ClipByNormZscoreState
+
+# Skip a step.
+from shrewjax._guards import skip_nonfinite as skip_nonfinite
+from shrewjax._guards import skip_on_spike as skip_on_spike
+from shrewjax._guards import SkipNonfiniteState as SkipNonfiniteState
+from shrewjax._guards import SkipOnSpikeState as SkipOnSpikeState
+
 # Accumulate.
 from shrewjax._accumulation import accumulate as accumulate
 from shrewjax._accumulation import apply_gradients as apply_gradients

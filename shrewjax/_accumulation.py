@@ -10,16 +10,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from shrewjax import _checks, _norms
 from shrewjax._reductions import all_finite, is_counted
+from shrewjax._wrapping import Flag, check_unchanged, inner_transformation, run_or_idle, zero_updates
 
 Reduction = Literal["mean", "sum_over_weights", "sum"]
 Nonfinite = Literal["propagate", "drop_microbatch", "drop_window", "extend_window"]
 AccumSteps = int | jax.Array | Callable[[jax.Array], Any]
-
-_Flag = bool | jax.Array
 
 
 class GradAccumulatorState(NamedTuple):
@@ -183,8 +181,8 @@ class GradAccumulator:
         return jnp.ceil(jnp.asarray(steps, jnp.float32)).astype(jnp.int32)
 
     def _fold(
-        self, state: _State, grads: chex.ArrayTree | None, weight: Any, *, flush: _Flag, when_full: bool
-    ) -> tuple[_State, _Flag]:
+        self, state: _State, grads: chex.ArrayTree | None, weight: Any, *, flush: Flag, when_full: bool
+    ) -> tuple[_State, Flag]:
         """All arithmetic of the window: adds a micro-batch (None: there is none), then closes the window if it is due.
 
         Due is a window that is flushed or, `when_full`, full. Returns the state, and whether its `gradient_sum` is now
@@ -197,13 +195,13 @@ class GradAccumulator:
         one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
 
         # Whatever a gradient of weight 0 holds, it contributes nothing, and is not bad.
-        keeps: _Flag = grads is not None and weight != 0
-        bad: _Flag = False
+        keeps: Flag = grads is not None and weight != 0
+        bad: Flag = False
         if keeps is not False and self._nonfinite != "propagate":
             bad = keeps & ~all_finite([g for g in jax.tree.leaves(grads) if is_counted(g)], axes=None)
             keeps = keeps & ~bad
         kept_weight = jnp.where(keeps, jnp.asarray(weight).astype(dtype), zero)
-        is_step: _Flag = grads is not None
+        is_step: Flag = grads is not None
         if is_step and self._nonfinite == "extend_window":
             is_step = ~jnp.asarray(bad)
 
@@ -214,7 +212,7 @@ class GradAccumulator:
         if when_full and flush is not True:
             closes = _either(flush, self._is_full(state.windows, micro_step, is_step))
         # A micro-batch that is known to weigh something (and that no backend flushes to 0) settles it.
-        counts: _Flag = (weight_sum != 0) & ~window_bad
+        counts: Flag = (weight_sum != 0) & ~window_bad
         if keeps is True and weight >= float(jnp.finfo(dtype).tiny):
             counts = True
         has_average = _both(closes, counts)
@@ -242,7 +240,7 @@ class GradAccumulator:
             gradient_sum=gradient_sum,
         ), has_average
 
-    def _is_full(self, windows: jax.Array, micro_step: jax.Array, is_step: _Flag) -> _Flag:
+    def _is_full(self, windows: jax.Array, micro_step: jax.Array, is_step: Flag) -> Flag:
         if isinstance(self.accum_steps, int) and self.accum_steps == 1 and is_step is True:
             return True
         # A step that does not count closes nothing, not even a window that a resumed run left longer than it should be.
@@ -250,7 +248,7 @@ class GradAccumulator:
 
 
 def _fold_leaf(
-    total: jax.Array, grad: Any, first: jax.Array, keeps: _Flag, factor: jax.Array | None, scale: jax.Array | None
+    total: jax.Array, grad: Any, first: jax.Array, keeps: Flag, factor: jax.Array | None, scale: jax.Array | None
 ) -> jax.Array:
     """One read and one write: total + factor * grad, times scale. A window's first gradient replaces what was there."""
     wide = _norms.accumulator_dtype(total)
@@ -353,9 +351,7 @@ def accumulate(
     """
     if isinstance(inner, _Accumulation):
         raise ValueError("inner is itself an accumulation: multiply the accum_steps instead of nesting them")
-    if not isinstance(inner, optax.GradientTransformation):
-        raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}")
-    wrapped = optax.with_extra_args_support(inner)
+    wrapped = inner_transformation(inner)
     window = GradAccumulator(accum_steps, reduction=reduction, accumulator_dtype=accumulator_dtype, nonfinite=nonfinite)
 
     def init_fn(params: optax.Params) -> AccumulateState:
@@ -383,16 +379,9 @@ def accumulate(
             updates, inner_state = wrapped.update(average, state.inner_state, params, **extra_args)
             return _without_integers(updates, like), inner_state
 
-        updates_like, inner_state_like = jax.eval_shape(run_inner)
-        _check_unchanged(inner_state_like, state.inner_state, "inner's update changed its state")
-
-        def run() -> tuple[Any, Any]:
-            updates, inner_state = run_inner()
-            return output(updates), inner_state
-
-        result, inner_state = _cond(runs, run, lambda: (idle(updates_like), state.inner_state))
+        result, inner_state = run_or_idle(runs, run_inner, state.inner_state, output=output, idle=idle)
         new_state = folded._replace(applied=jnp.asarray(runs), inner_state=inner_state)
-        _check_unchanged(new_state, state, "the accumulation's state changed")
+        check_unchanged(new_state, state, "the accumulation's state changed")
         return result, new_state
 
     def update_fn(
@@ -412,7 +401,7 @@ def accumulate(
             flush=flush,
             extra_args=extra_args,
             output=lambda u: u,
-            idle=_zero_updates,
+            idle=zero_updates,
         )
 
     transformation = _Accumulation(init_fn, update_fn)
@@ -516,7 +505,7 @@ def flush(
         flush=True,
         extra_args=extra_args,
         output=lambda u: u,
-        idle=_zero_updates,
+        idle=zero_updates,
     )
 
 
@@ -593,11 +582,6 @@ def _without_integers(updates: optax.Updates, like: chex.ArrayTree) -> optax.Upd
     )
 
 
-def _zero_updates(like: optax.Updates) -> optax.Updates:
-    # Not `jnp.zeros(shape)`: what is like an update is sharded as it is.
-    return jax.tree.map(jnp.zeros_like, like)
-
-
 def _zero_like(x: Any) -> Any:
     return x if x.dtype == jax.dtypes.float0 else jnp.zeros_like(x)
 
@@ -618,22 +602,9 @@ def _checked_gradients(grads: chex.ArrayTree, gradient_sum: chex.ArrayTree) -> c
     return grads
 
 
-def _check_unchanged(new: Any, old: Any, what: str) -> None:
-    """At trace time: structure, shapes and dtypes are the same. Adds no operation to the program."""
-    chex.assert_trees_all_equal_structs(new, old, custom_message=f"{what} in structure")
-    chex.assert_trees_all_equal_shapes_and_dtypes(new, old, custom_message=f"{what} in shapes or dtypes")
-
-
-def _either(a: _Flag, b: _Flag) -> _Flag:
+def _either(a: Flag, b: Flag) -> Flag:
     return True if a is True or b is True else a | b
 
 
-def _both(a: _Flag, b: _Flag) -> _Flag:
+def _both(a: Flag, b: Flag) -> Flag:
     return False if a is False or b is False else a & b
-
-
-def _cond(flag: _Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
-    """`lax.cond`, but a plain branch where the flag is known: outside of jit each call would compile both anew."""
-    if isinstance(flag, jax.core.Tracer):
-        return lax.cond(flag, on_true, on_false)
-    return on_true() if flag else on_false()

@@ -16,17 +16,25 @@ import jax.numpy as jnp
 import numpy as np
 
 KeyPath = tuple[Any, ...]
+AxesOf = tuple[int, ...] | Callable[[str, Any], Any] | None
+"""Checked axes of leaves."""
 Scalar = float | jax.Array
 """A checked scalar: a Python float, or a float32 or float64 array of shape () whose value is not looked at."""
 
 
 def threshold(name: str, value: Any) -> Scalar:
     """A threshold: a real scalar, not negative and not NaN where its value is known."""
+    return real(name, value, at_least=0)
+
+
+def real(name: str, value: Any, *, at_least: float, at_most: float = math.inf) -> Scalar:
+    """A real scalar between two bounds, and so not NaN, where its value is known."""
     if isinstance(value, jax.Array):
         return _real_scalar_array(name, value)
-    number = _static_real(name, value, "a real scalar >= 0")
-    if not number >= 0:
-        raise ValueError(f"{name} must be >= 0 and not NaN, got {value!r}")
+    bounds = f">= {at_least}" if at_most == math.inf else f"between {at_least} and {at_most}"
+    number = _static_real(name, value, f"a real scalar {bounds}")
+    if not at_least <= number <= at_most:
+        raise ValueError(f"{name} must be {bounds} and not NaN, got {value!r}")
     return number + 0.0  # -0.0 is 0
 
 
@@ -39,6 +47,56 @@ def percentile(value: Any) -> Fraction | jax.Array:
         raise ValueError(f"percentile must be in [0, 100], got {value!r}")
     is_written_out = isinstance(value, int | float | np.generic | np.ndarray)
     return Fraction(str(value if is_written_out else number))  # str(np.float32(99.9)) is "99.9", its float is not
+
+
+def any_real(name: str, value: Any) -> Scalar:
+    """A real scalar, of whatever value."""
+    if isinstance(value, jax.Array):
+        return _real_scalar_array(name, value)
+    return _static_real(name, value, "a real scalar")
+
+
+def length(name: str, value: Any, *, default: int) -> int:
+    """The length of an array in a state, static: an int >= 1; None means the default."""
+    if value is None:
+        return default
+    if isinstance(value, jax.Array):
+        raise ValueError(
+            f"{name} must be a Python int, got the array {value}: it is the shape of an array in the state. "
+            f"Under optax.inject_hyperparams, name it in static_args or leave it out (None means {default})"
+        )
+    if isinstance(value, bool | np.bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name} must be an int >= 1 or None ({default}), got {value!r}")
+    return int(value)
+
+
+def axes(name: str, value: Any) -> AxesOf:
+    """Axes of leaves: none (None), the same for all, or a function of a leaf's name and the leaf; static."""
+    if value is None or callable(value):
+        return value
+    if isinstance(value, jax.Array):
+        raise ValueError(
+            f"{name} must be static, got the array {value}. Under optax.inject_hyperparams, name it in static_args"
+        )
+    numbers_ = tuple(value) if isinstance(value, tuple | list) else (value,)
+    if any(isinstance(a, bool) or not isinstance(a, int | np.integer) for a in numbers_):
+        raise ValueError(
+            f"{name} must be an int, a tuple of ints, None or a function of a leaf's name and the leaf, got {value!r}"
+        )
+    return tuple(int(a) for a in numbers_)
+
+
+def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Any) -> tuple[int, ...] | None:
+    """What `axes` says of one leaf, counted from the front; None if it says nothing."""
+    chosen = axes(name, given(leaf_name(path), leaf)) if callable(given) else given
+    if chosen is None or callable(chosen):
+        return None
+    if any(not -leaf.ndim <= a < leaf.ndim for a in chosen):
+        raise ValueError(
+            f"{name} {chosen} is out of range for gradient leaf {leaf_name(path)} of shape {leaf.shape}: a function of "
+            "the leaf's name and the leaf can tell leaves apart"
+        )
+    return tuple(sorted({a % leaf.ndim for a in chosen}))
 
 
 def order(ord: Any) -> float:
@@ -146,6 +204,12 @@ def axis_names(axis_name: Any) -> tuple[Hashable, ...] | None:
     if axis_name is None:
         return None
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def gradient_leaves(grads: Any) -> tuple[list[KeyPath], list[Any], Any]:
+    """The leaves of gradients as arrays, where each is, and the tree's structure."""
+    with_paths, treedef = jax.tree.flatten_with_path(grads)
+    return [path for path, _ in with_paths], [array_leaf(path, leaf) for path, leaf in with_paths], treedef
 
 
 def array_leaf(path: KeyPath, leaf: Any) -> Any:

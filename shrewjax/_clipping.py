@@ -16,7 +16,7 @@ from jax import lax
 
 from shrewjax import _checks, _norms
 from shrewjax._checks import Scalar
-from shrewjax._norms import Scope
+from shrewjax._norms import Factor, Scaled, Scope
 from shrewjax._reductions import Axes, AxisName, is_counted
 from shrewjax._selection import Method, Over, select
 
@@ -61,8 +61,7 @@ def grad_norm(grads: chex.ArrayTree, ord: float | None = None, *, axis_name: Axi
     The scaled second pass follows the idea of J. L. Blue, "A portable Fortran program to find the Euclidean norm of a
     vector", ACM TOMS 4 (1978).
     """
-    leaves = [x for x in _leaves(grads)[0] if is_counted(x)]
-    return _norms.join(_norms.measure(leaves, _checks.order(ord), "global", _checks.axis_names(axis_name)))
+    return _norms.join(global_norm(grads, _checks.order(ord), _checks.axis_names(axis_name)))
 
 
 def clip_grad_norm(
@@ -112,8 +111,8 @@ def clip_grad_norm(
     Source: R. Pascanu, T. Mikolov, Y. Bengio, "On the difficulty of training recurrent neural networks", 2013,
     arXiv:1211.5063, Algorithm 1. The name and the return value are those of `torch.nn.utils.clip_grad_norm_`.
     """
-    clipped, norm, _ = _clip_global(
-        grads, _checks.threshold("max_norm", max_norm), _checks.order(ord), _checks.axis_names(axis_name)
+    clipped, norm, _ = _clip_to(
+        _checks.threshold("max_norm", max_norm), grads, _checks.order(ord), _checks.axis_names(axis_name)
     )
     return clipped, _norms.join(norm)
 
@@ -156,7 +155,7 @@ def clip_grad_value(grads: chex.ArrayTree, max_value: Any) -> chex.ArrayTree:
     The name is that of `torch.nn.utils.clip_grad_value_`.
     """
     max_value = _checks.threshold("max_value", max_value)
-    leaves, treedef = _leaves(grads)
+    _, leaves, treedef = _checks.gradient_leaves(grads)
     return treedef.unflatten([_clip_leaf_value(x, max_value) if is_counted(x) else x for x in leaves])
 
 
@@ -292,9 +291,9 @@ def clip_by_global_norm(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del state, params, extra_args
-        updates, norm, factor = _clip_global(updates, max_norm, ord, axes)
+        updates, norm, factor = _clip_to(max_norm, updates, ord, axes)
         return updates, ClipByGlobalNormState(
-            grad_norm=_norms.join(norm).astype(jnp.float32), clip_scale=_norms.applied_scale(factor)
+            grad_norm=_norms.to_float32(norm), clip_scale=_norms.applied_scale(factor)
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -354,15 +353,15 @@ def clip_by_leaf_norm(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByLeafNormState]:
         del params, extra_args
-        leaves, treedef = _leaves(updates)
+        _, leaves, treedef = _checks.gradient_leaves(updates)
         counted = [i for i, x in enumerate(leaves) if is_counted(x)]
         norms = _norms.measure([leaves[i] for i in counted], ord, "leaf", axes)
-        factors = _norms.clip_factor(norms, max_norm)
-        measured = _norms.join(norms).astype(jnp.float32), _norms.applied_scale(factors)
+        factors = _norms.clip_factor(norms, _norms.limit(max_norm, norms))
+        measured = _norms.to_float32(norms), _norms.applied_scale(factors)
         grad_norms = [jnp.zeros((), jnp.float32)] * len(leaves)
         clip_scales = [jnp.ones((), jnp.float32)] * len(leaves)
         for place, i in enumerate(counted):
-            leaves[i] = _norms.scale(leaves[i], _norms.Factor(*(part[place] for part in factors)))
+            leaves[i] = _norms.scale(leaves[i], Factor(*(part[place] for part in factors)))
             grad_norms[i], clip_scales[i] = (part[place] for part in measured)
         return treedef.unflatten(leaves), ClipByLeafNormState(
             grad_norm=_like(state.grad_norm, treedef.unflatten(grad_norms), absent=0.0),
@@ -485,18 +484,22 @@ def clip_by_percentile(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _leaves(grads: chex.ArrayTree) -> tuple[list[Any], Any]:
-    with_paths, treedef = jax.tree.flatten_with_path(grads)
-    return [_checks.array_leaf(path, leaf) for path, leaf in with_paths], treedef
+def global_norm(grads: chex.ArrayTree, ord: float, axes: Axes) -> Scaled:
+    """The norm of all gradients together."""
+    return _norms.measure([x for x in _checks.gradient_leaves(grads)[1] if is_counted(x)], ord, "global", axes)
 
 
-def _clip_global(
-    grads: chex.ArrayTree, max_norm: Scalar, ord: float, axes: Axes
-) -> tuple[chex.ArrayTree, _norms.Scaled, _norms.Factor]:
-    leaves, treedef = _leaves(grads)
-    norm = _norms.measure([x for x in leaves if is_counted(x)], ord, "global", axes)
-    factor = _norms.clip_factor(norm, max_norm)
-    return treedef.unflatten([_norms.scale(x, factor) if is_counted(x) else x for x in leaves]), norm, factor
+def hold_to(grads: chex.ArrayTree, norm: Scaled, limit: Scaled) -> tuple[chex.ArrayTree, Factor]:
+    """The gradients, whose norm is given, scaled to the limit if they are above it; and what they were scaled by."""
+    _, leaves, treedef = _checks.gradient_leaves(grads)
+    factor = _norms.clip_factor(norm, limit)
+    return treedef.unflatten([_norms.scale(x, factor) if is_counted(x) else x for x in leaves]), factor
+
+
+def _clip_to(max_norm: Scalar, grads: chex.ArrayTree, ord: float, axes: Axes) -> tuple[chex.ArrayTree, Scaled, Factor]:
+    norm = global_norm(grads, ord, axes)
+    clipped, factor = hold_to(grads, norm, _norms.limit(max_norm, norm))
+    return clipped, norm, factor
 
 
 class _PercentileRule(NamedTuple):
@@ -523,7 +526,7 @@ def _clip_percentile(
     grads: chex.ArrayTree, rule: _PercentileRule, start: chex.ArrayTree | None
 ) -> tuple[chex.ArrayTree, Any, jax.Array]:
     """The clipped gradients, the bound or bounds, and the clipped share of the elements."""
-    leaves, treedef = _leaves(grads)
+    _, leaves, treedef = _checks.gradient_leaves(grads)
     counted = [i for i, x in enumerate(leaves) if is_counted(x)]
     of_leaf = rule.scope == "leaf"
     if start is not None and of_leaf:

@@ -8,8 +8,16 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._accumulation import AccumulateState, GradAccumulatorState
+from shrewjax._adaptive import (
+    AdaptiveGradClipState,
+    ClipByBlockRmsState,
+    ClipByLeafNormEmaState,
+    ClipByNormPercentileState,
+    ClipByNormZscoreState,
+)
 from shrewjax._checks import KeyPath
 from shrewjax._clipping import ClipByGlobalNormState, ClipByLeafNormState, ClipByPercentileState
+from shrewjax._guards import SkipNonfiniteState, SkipOnSpikeState
 
 
 def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -25,6 +33,13 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     clip_by_global_norm   grad_norm, clip_scale: other than 1 (NaN included) if it clipped
     clip_by_leaf_norm     grad_norm_max: the largest leaf norm; clipped_share: clipped leaves / leaves
     clip_by_percentile    bound (the largest, if one a leaf); clipped_fraction of the elements
+    norm_percentile       threshold, grad_norm, clip_scale
+    norm_zscore           threshold, grad_norm, clip_scale, mean, std
+    adaptive_grad_clip    threshold, ratio_max, clipped_share: clipped units / units
+    clip_by_block_rms     threshold, rms_max, clipped_share
+    leaf_norm_ema         threshold_max, grad_norm_max, clipped_share
+    skip_nonfinite        applied, skipped, consecutive, limit_reached
+    skip_on_spike         applied, skipped, measured, threshold
     accumulate            micro_step, windows, applied, weight_sum, window_bad, dropped. What is measured inside
                           dates from the last window that closed, and before the first from init
     ====================  ==================================================================================
@@ -53,7 +68,7 @@ def _walk(state: Any, path: KeyPath) -> Iterator[tuple[str, jax.Array]]:
         here = path + inner_path
         for name, value in read(node).items():
             yield jax.tree_util.keystr((*here, jax.tree_util.GetAttrKey(name)), simple=True, separator="/"), value
-        if isinstance(node, AccumulateState):
+        if isinstance(node, _WRAPPERS):
             yield from _walk(node.inner_state, (*here, jax.tree_util.GetAttrKey("inner_state")))
 
 
@@ -84,10 +99,19 @@ def _array(field: Any) -> jax.Array:
 
 _WINDOW = ("micro_step", "windows", "weight_sum", "window_bad", "dropped")
 
+_WRAPPERS = (AccumulateState, SkipNonfiniteState, SkipOnSpikeState)
+
 _MEASURED: dict[type, Callable[[Any], dict[str, jax.Array]]] = {
     ClipByGlobalNormState: _fields("grad_norm", "clip_scale"),
     ClipByLeafNormState: _leaf_norms,
     ClipByPercentileState: _percentile,
+    AdaptiveGradClipState: _fields(*AdaptiveGradClipState._fields),
+    ClipByBlockRmsState: _fields(*ClipByBlockRmsState._fields),
+    ClipByNormPercentileState: _fields("threshold", "grad_norm", "clip_scale"),
+    ClipByNormZscoreState: _fields("threshold", "grad_norm", "clip_scale", "mean", "std"),
+    ClipByLeafNormEmaState: _fields("threshold_max", "grad_norm_max", "clipped_share"),
+    SkipNonfiniteState: _fields("applied", "skipped", "consecutive", "limit_reached"),
+    SkipOnSpikeState: _fields("applied", "skipped", "measured", "threshold"),
     GradAccumulatorState: _fields(*_WINDOW),
     AccumulateState: _fields(*_WINDOW, "applied"),
 }

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax._checks import Scalar
-from shrewjax._reductions import Axes, leaf_maxima, leaf_sums
+from shrewjax._reductions import Axes, Kept, anywhere, leaf_maxima, leaf_sums
 
 Scope = Literal["global", "leaf"]
 
@@ -28,11 +28,11 @@ class Scaled(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """What a clip multiplies by: `first * second` where `applies`, else nothing is touched. Scalars."""
+    """What a clip multiplies by: `first * second * second` where `applies`, else nothing is touched. Scalars."""
 
     applies: jax.Array  # bool
     first: jax.Array
-    second: jax.Array  # 1, unless the product would underflow where its product with a gradient does not
+    second: jax.Array  # 1, unless `first` alone would underflow where its product with a gradient does not
 
 
 # A zero compares below every other number, and two such exponents add without wrapping.
@@ -73,6 +73,34 @@ def join(number: Scaled) -> jax.Array:
 def is_greater(a: Scaled, b: Scaled) -> jax.Array:
     """a > b for finite numbers."""
     return (a.exponent > b.exponent) | ((a.exponent == b.exponent) & (a.mantissa > b.mantissa))
+
+
+def in_dtype_of(number: Scaled, like: Scaled) -> Scaled:
+    """The number, its mantissa in another's dtype."""
+    return Scaled(number.mantissa.astype(like.mantissa.dtype), number.exponent)
+
+
+def to_float32(number: Scaled) -> jax.Array:
+    """The number as the statistics and the states have it: inf where it is too large."""
+    return join(number).astype(jnp.float32)
+
+
+def maximum(a: Scaled, b: Scaled) -> Scaled:
+    """The larger; a NaN in `a` stays."""
+    takes_b = is_greater(b, a) & jnp.isfinite(a.mantissa)
+    return Scaled(*(jnp.where(takes_b, y, x) for x, y in zip(a, b, strict=True)))
+
+
+def product(a: Scaled, b: Scaled) -> Scaled:
+    """a * b; infinite if a factor is, whatever the other."""
+    infinite = jnp.isinf(a.mantissa) | jnp.isinf(b.mantissa)
+    return _shifted(jnp.where(infinite, jnp.inf, a.mantissa * b.mantissa), a.exponent + b.exponent)
+
+
+def quotient(a: Scaled, b: Scaled) -> Scaled:
+    """a / b; x / 0 is infinite, 0 / 0 is 0."""
+    ratio = _shifted(a.mantissa / jnp.where(b.mantissa == 0, 1, b.mantissa), a.exponent - b.exponent)
+    return Scaled(jnp.where((b.mantissa == 0) & (a.mantissa != 0), jnp.inf, ratio.mantissa), ratio.exponent)
 
 
 def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
@@ -173,17 +201,30 @@ def sign_bit(x: jax.Array) -> jax.Array:
 
 def round_toward_zero(value: Scalar, dtype: Any) -> jax.Array:
     """A threshold in another dtype: the largest finite number there that is not above it, 0 if it is negative."""
-    largest = float(jnp.finfo(dtype).max)
     if isinstance(value, jax.Array):
-        wanted = jnp.clip(value, 0, largest)
-        nearest = wanted.astype(dtype)
-        too_large = nearest.astype(wanted.dtype) > wanted
-    else:
-        nearest = jnp.asarray(min(value, largest), dtype)
-        too_large = jnp.asarray(float(np.asarray(min(value, largest), dtype)) > value)
+        return _rounded_toward_zero(value, dtype)
+    # Once it is known, on the host, which flushes nothing.
+    number = min(value, float(jnp.finfo(dtype).max))
+    nearest = np.asarray(number, dtype)
     integers = _integers_like(dtype)
-    below = lax.bitcast_convert_type(lax.bitcast_convert_type(nearest, integers) - jnp.ones((), integers), dtype)
-    return jnp.where(too_large, nearest - lax.stop_gradient(nearest - below), nearest)  # keeps the derivative
+    return jnp.asarray((nearest.view(integers) - integers.type(float(nearest) > number)).view(dtype))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rounded_toward_zero(value: jax.Array, dtype: Any) -> jax.Array:
+    wanted = jnp.clip(value, 0, float(jnp.finfo(dtype).max))
+    nearest = wanted.astype(dtype)
+    is_above = nearest.astype(wanted.dtype) > wanted
+    integers = _integers_like(dtype)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(nearest, integers) - is_above.astype(integers), dtype)
+
+
+@_rounded_toward_zero.defjvp
+def _rounded_toward_zero_jvp(
+    dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    _, tangent = jax.jvp(lambda v: jnp.clip(v, 0, float(jnp.finfo(dtype).max)).astype(dtype), primals, tangents)
+    return _rounded_toward_zero(primals[0], dtype), tangent
 
 
 def _integers_like(dtype: Any) -> Any:
@@ -234,20 +275,14 @@ def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes) -> Sca
 def _measure_by_power_sum(leaves: Sequence[Any], p: int, scope: Scope, axes: Axes) -> Scaled:
     """p = 1 or 2: one plain pass, and a second one, over scaled elements, only if sums left the trusted range."""
     dtype = _accumulation_dtype(leaves)
-    trusted_above, shrink, grow = _RANGE[dtype]
-
-    def power(x: Any, *scale: jax.Array) -> jax.Array:
-        x = widen(x, dtype)
-        for s in scale:
-            x = times(x, s)
-        return lax.abs(x) if p == 1 else _squared_modulus(x)
+    power = partial(_power, p, dtype)
 
     def total(sums: Sequence[jax.Array]) -> jax.Array:
         return jnp.stack(sums) if scope == "leaf" else _ordered_sum(jnp.stack(sums))
 
     leaf_powers = leaf_sums(power, leaves, axes=axes)
     plain = total(leaf_powers)
-    shift = jnp.where(plain == jnp.inf, shrink, jnp.where(plain < trusted_above, grow, 0))
+    shift = _shift_into_range(plain)
 
     def scaled() -> jax.Array:
         factor = _power_of_two(shift, dtype)
@@ -265,6 +300,58 @@ def _measure_by_power_sum(leaves: Sequence[Any], p: int, scope: Scope, axes: Axe
 
     powers = lax.cond(jnp.any(shift != 0), scaled, lambda: plain)
     return _shifted(powers if p == 1 else jnp.sqrt(powers), -shift)
+
+
+def _power(p: int, dtype: Any, x: Any, *scale: jax.Array) -> jax.Array:
+    x = widen(x, dtype)
+    for s in scale:
+        x = times(x, s)
+    return lax.abs(x) if p == 1 else _squared_modulus(x)
+
+
+def _shift_into_range(powers: jax.Array) -> jax.Array:
+    """The power of two by which elements have to be scaled for their sums to be trusted."""
+    trusted_above, shrink, grow = _RANGE[powers.dtype]
+    return jnp.where(powers == jnp.inf, shrink, jnp.where(powers < trusted_above, grow, 0))
+
+
+@partial(jax.jit, static_argnums=(1, 2), inline=True)  # as for `measure`
+def measure_units(leaves: Sequence[Any], kept: Sequence[Kept], axes: Axes) -> list[Scaled]:
+    """The 2-norm of every unit of each leaf: over all its axes but the `kept` ones, whose sizes are the shape."""
+    if not leaves:
+        return []
+    power = partial(_power, 2, _accumulation_dtype(leaves))
+    plain = leaf_sums(power, leaves, axes=axes, kept=kept)
+    shifts = [_shift_into_range(powers) for powers in plain]
+
+    factors = [_power_of_two(shift, plain[0].dtype) for shift in shifts]
+
+    def scaled() -> list[jax.Array]:
+        spread = [over_leaf(s, x, keep) for s, x, keep in zip(factors, leaves, kept, strict=True)]
+        return lax.optimization_barrier(leaf_sums(power, leaves, spread, axes=axes, kept=kept))  # as above
+
+    def root(powers: jax.Array, shift: jax.Array) -> Scaled:
+        positive = powers > 0  # the root of 0 has no derivative
+        return _shifted(jnp.where(positive, jnp.sqrt(jnp.where(positive, powers, 1)), powers), -shift)
+
+    out_of_range = anywhere(jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts])))
+    return list(map(root, lax.cond(out_of_range, scaled, lambda: plain), shifts))
+
+
+def combine(norms: Sequence[Scaled]) -> Scaled:
+    """The norm of everything from the norms of its units. Shape ()."""
+    if not norms:
+        return split(jnp.zeros((), jnp.float32))
+    # What units there are on other devices, their types tell.
+    keys = leaf_maxima(_exponent_key, packed([n.exponent for n in norms]), axes=())
+    largest = jnp.max(jnp.concatenate(keys)) + _EXPONENT_OF_ZERO * 2
+    heights = [times_power_of_two(n.mantissa, n.exponent - largest) for n in norms]
+    squares = leaf_sums(lambda h: h * h, packed(heights), axes=())
+    return _shifted(jnp.sqrt(_ordered_sum(jnp.stack(squares))), largest)
+
+
+def _exponent_key(exponent: jax.Array) -> tuple[jax.Array]:
+    return (exponent - _EXPONENT_OF_ZERO * 2,)
 
 
 def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes) -> Scaled:
@@ -361,44 +448,94 @@ def _shifted(x: jax.Array, exponent: jax.Array) -> Scaled:
 # --- scaling ---------------------------------------------------------------------------------------------------
 
 
-def clip_factor(norm: Scaled, max_norm: Scalar) -> Factor:
-    """What brings a measured norm down to `max_norm`: the decision of every norm clip. Shapes of `norm`."""
-    dtype = norm.mantissa.dtype
-    if isinstance(max_norm, jax.Array):
-        limit = split(jnp.maximum(max_norm, 0))
-        limit = Scaled(limit.mantissa.astype(dtype), limit.exponent)
-    else:
-        limit = split_number(max_norm, dtype)
-    defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
-    exceeds = is_greater(norm, limit) | (limit.mantissa == 0)
-    applies = (exceeds | ~defined) & (limit.mantissa != jnp.inf)
+def limit(value: Scalar, like: Scaled) -> Scaled:
+    """A threshold to hold norms `like` these to, or one for each of them; below 0 counts as 0."""
+    if not isinstance(value, jax.Array):
+        return split_number(value, like.mantissa.dtype)
+    return in_dtype_of(split(jnp.maximum(value, 0)), like)
 
-    def reduced() -> Factor:
-        # 1/2 < ratio < 2, so that ratio * 2**first is normal; the rest of the exponent goes into a second factor.
-        ratio = limit.mantissa / jnp.where(defined & (norm.mantissa > 0), norm.mantissa, 1)
-        _, bias = _float_format(dtype)
-        exponent = limit.exponent - norm.exponent
-        first = jnp.clip(exponent, 2 - bias, 0)
-        second = jnp.clip(exponent - first, -bias, 0)
-        product = ratio * _power_of_two(first, dtype)
-        return Factor(applies, jnp.where(defined, product, jnp.nan), _power_of_two(second, dtype))
 
+def clip_factor(norm: Scaled, limit: Scaled) -> Factor:
+    """What brings a measured norm down to its limit: the decision of every norm clip. Shapes of `norm`."""
+    applies = _exceeds(norm, limit)
     one = jnp.ones_like(norm.mantissa)
     # Not only for speed: what comes out of a `cond` is computed once, not again in the kernel of every leaf.
-    return lax.cond(jnp.any(applies), reduced, lambda: Factor(jnp.zeros_like(applies), one, one))
+    return lax.cond(
+        jnp.any(applies),
+        lambda: _reduced(norm, limit, applies),
+        lambda: Factor(jnp.zeros_like(applies), one, one),
+    )
+
+
+def clip_factors(norms: Sequence[Scaled], limits: Sequence[Scaled]) -> list[Factor]:
+    """`clip_factor` for the units of each leaf, decided together."""
+    if not norms:
+        return []
+    applies = list(map(_exceeds, norms, limits))
+
+    def untouched(norm: Scaled, applies: jax.Array) -> Factor:
+        return Factor(jnp.zeros_like(applies), jnp.ones_like(norm.mantissa), jnp.ones_like(norm.mantissa))
+
+    return lax.cond(
+        anywhere(jnp.any(jnp.stack([jnp.any(a) for a in applies]))),
+        lambda: list(map(_reduced, norms, limits, applies)),
+        lambda: list(map(untouched, norms, applies)),
+    )
+
+
+def _exceeds(norm: Scaled, limit: Scaled) -> jax.Array:
+    defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
+    return (is_greater(norm, limit) | (limit.mantissa == 0) | ~defined) & (limit.mantissa != jnp.inf)
+
+
+def _reduced(norm: Scaled, limit: Scaled, applies: jax.Array) -> Factor:
+    dtype = norm.mantissa.dtype
+    defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
+    # 1/2 < ratio < 2, so that ratio * 2**first is normal; the rest of the exponent goes into a second factor, halved so
+    # that it is normal, too.
+    ratio = limit.mantissa / jnp.where(defined & (norm.mantissa > 0), norm.mantissa, 1)
+    _, bias = _float_format(dtype)
+    exponent = limit.exponent - norm.exponent
+    second = jnp.clip((exponent - (2 - bias)) // 2, 1 - bias, 0)
+    first = jnp.clip(exponent - 2 * second, 2 - bias, 0)
+    product = ratio * _power_of_two(first, dtype)
+    return Factor(applies, jnp.where(defined, product, jnp.nan), _power_of_two(second, dtype))
 
 
 def scale(x: Any, factor: Factor) -> jax.Array:
     """x times the factor where it applies, else x to the last bit; in x's dtype, multiplied in the factor's."""
     dtype = factor.first.dtype
-    product = times(times(widen(x, dtype), factor.first), factor.second)
+    product = times(times(times(widen(x, dtype), factor.first), factor.second), factor.second)
     # Not x * 1 where nothing is clipped: that flushes subnormals on some backends.
-    return lax.select(factor.applies, lax.convert_element_type(product, x.dtype), x)
+    select = lax.select if factor.applies.ndim == 0 else jnp.where
+    return select(factor.applies, lax.convert_element_type(product, x.dtype), x)
+
+
+def scale_units(x: Any, factor: Factor, keep: Kept) -> jax.Array:
+    """`scale`, with a factor for each unit along the axes in `keep`."""
+    return scale(x, Factor(*(over_leaf(part, x, keep) for part in factor)))
 
 
 def applied_scale(factor: Factor) -> jax.Array:
     """What gradients were multiplied by, float32: 1 where nothing was clipped."""
-    return jnp.where(factor.applies, factor.first * factor.second, 1).astype(jnp.float32)
+    return jnp.where(factor.applies, factor.first * factor.second * factor.second, 1).astype(jnp.float32)
+
+
+# --- many leaves, many units -----------------------------------------------------------------------------------
+
+
+def packed(per_leaf: Sequence[jax.Array]) -> list[jax.Array]:
+    """The same numbers in fewer arrays: those of leaves that are one unit in one, to reduce over all of them."""
+    single = [x for x in per_leaf if x.ndim == 0]
+    return [*([jnp.stack(single)] if single else []), *(x for x in per_leaf if x.ndim > 0)]
+
+
+def over_leaf(of_units: jax.Array, leaf: Any, keep: Kept) -> jax.Array:
+    """A number for each unit, to be broadcast over the leaf's elements."""
+    return of_units if not keep else lax.expand_dims(of_units, [a for a in range(leaf.ndim) if a not in keep])
+
+
+# --- dtypes ----------------------------------------------------------------------------------------------------
 
 
 def is_complex(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Reductions of a list of leaves, one number a leaf, over every device that holds a part of the leaf.
+"""Reductions of a list of leaves, one number a leaf or unit, over every device that holds a part of it.
 
 The only place that talks to mapped axes. Under `jit`, sharded arrays need nothing: XLA reduces over their
 shards. Inside `shard_map` and `pmap` a leaf is a device's own part, and its sum is only a partial sum:
@@ -9,6 +9,9 @@ shards. Inside `shard_map` and `pmap` a leaf is a device's own part, and its sum
 
 One thing no type tells: a shard of a gradient (its parts' squares add up) and a gradient that is not reduced
 yet (its parts themselves add up first) both vary over the axis. Reduce the latter before it comes here.
+
+A leaf may be many units, such as stacked layers: then some of its axes are `kept`, and its result has their sizes.
+Along a kept axis a shard holds other units, along another one parts of the same; no type tells these apart either.
 """
 
 import math
@@ -28,6 +31,8 @@ AxisName = Hashable | tuple[Hashable, ...]
 """What users may pass as `axis_name`."""
 Axes = tuple[Hashable, ...] | None
 """The same, checked; None: to be found."""
+Kept = tuple[int, ...]
+"""The axes of a leaf that a reduction keeps, in order."""
 
 
 def is_counted(leaf: Any) -> bool:
@@ -36,11 +41,16 @@ def is_counted(leaf: Any) -> bool:
 
 
 def leaf_sums(
-    terms: Callable[..., jax.Array], leaves: Sequence[Any], *per_leaf: Sequence[Any], axes: Axes
+    terms: Callable[..., jax.Array],
+    leaves: Sequence[Any],
+    *per_leaf: Sequence[Any],
+    axes: Axes,
+    kept: Sequence[Kept] | None = None,
 ) -> list[jax.Array]:
     """The sum of `terms(leaf, *scalars)` over each leaf's elements and devices; `per_leaf` has the leaves' scalars."""
-    partials = [_sum(terms(*of_leaf)) for of_leaf in zip(leaves, *per_leaf, strict=True)]
-    return _over_devices(lax.psum, partials, axes)
+    kept = [()] * len(leaves) if kept is None else kept
+    partials = [_sum(terms(*of_leaf), keep) for keep, *of_leaf in zip(kept, leaves, *per_leaf, strict=True)]
+    return _over_devices(lax.psum, partials, [bool(keep) for keep in kept], axes)
 
 
 def leaf_maxima(
@@ -51,7 +61,7 @@ def leaf_maxima(
     Integers, because XLA:CPU's float maximum loses a NaN.
     """
     partials = [_leaf_maxima(keys, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
-    return _over_devices(lax.pmax, partials, axes)
+    return _over_devices(lax.pmax, partials, [False] * len(partials), axes)
 
 
 def leaf_counts(
@@ -62,16 +72,8 @@ def leaf_counts(
     In as many words as hold the largest count.
     """
     partials = [_leaf_counts(flags, words, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
-    counts = _over_devices(lax.psum, partials, axes)
+    counts = _over_devices(lax.psum, partials, [False] * len(partials), axes)
     return [(x,) if words == 1 else _wide.packed(_wide.carried(x), words) for x in counts]
-
-
-def leaf_sizes(leaves: Sequence[Any], axes: Axes) -> list[int]:
-    """The leaves' numbers of elements, likewise."""
-    sizes = []
-    for x, over in zip(leaves, _axes_to_reduce(leaves, axes), strict=True):
-        sizes.append(math.prod([x.size, *(lax.axis_size(a) for a in over)]))
-    return sizes
 
 
 def joined(leaves: Sequence[Any], axes: Axes) -> list[Any]:
@@ -83,7 +85,7 @@ def joined(leaves: Sequence[Any], axes: Axes) -> list[Any]:
         return list(leaves)
     large: list[Any] = []
     small: dict[Any, list[Any]] = {}
-    for x, over in zip(leaves, _axes_to_reduce(leaves, axes), strict=True):
+    for x, over in zip(leaves, _axes_to_reduce(leaves, [False] * len(leaves), axes), strict=True):
         if x.size > _SMALL:
             large.append(x)
         else:
@@ -92,6 +94,26 @@ def joined(leaves: Sequence[Any], axes: Axes) -> list[Any]:
 
 
 _SMALL = 2**14
+
+
+def sizes(leaves: Sequence[Any], *, axes: Axes, kept: Sequence[Kept] | None = None) -> list[int]:
+    """How many elements such a sum has, on all devices: a fact of the types."""
+    kept = [()] * len(leaves) if kept is None else kept
+    over = _axes_to_reduce(leaves, [bool(keep) for keep in kept], axes)
+    return [
+        math.prod(n for a, n in enumerate(x.shape) if a not in keep) * (lax.psum(1, names) if names else 1)
+        for x, keep, names in zip(leaves, kept, over, strict=True)
+    ]
+
+
+def unit_zeros(leaf: Any, keep: Kept) -> jax.Array:
+    """A float32 zero for each unit of a leaf, sharded as its sums are."""
+    return _sum(jnp.zeros_like(leaf, dtype=jnp.float32), keep)
+
+
+def anywhere(flag: jax.Array) -> jax.Array:
+    """Whether a flag is set on any device: what a branch of all devices can hang on where units differ. Shape ()."""
+    return _over_devices(lax.pmax, [flag.astype(jnp.int32)], [False], ())[0] > 0
 
 
 def all_finite(leaves: Sequence[Any], axes: Axes) -> jax.Array:
@@ -108,8 +130,8 @@ def all_finite(leaves: Sequence[Any], axes: Axes) -> jax.Array:
     return lax.cond(plain, lambda: plain, lambda: lax.optimization_barrier(sums_are_finite(lambda x: x - x)))
 
 
-def _sum(x: jax.Array) -> jax.Array:
-    return lax.reduce(x, np.zeros((), x.dtype), lax.add, range(x.ndim))
+def _sum(x: jax.Array, keep: Kept = ()) -> jax.Array:
+    return lax.reduce(x, np.zeros((), x.dtype), lax.add, [a for a in range(x.ndim) if a not in keep])
 
 
 # Jitted, so that leaves of one shape are traced and lowered once.
@@ -167,33 +189,52 @@ def _may_be_partitioned() -> bool:
     return jax.device_count() > 1 and (not mesh.manual_axes or set(mesh.manual_axes) != set(mesh.axis_names))
 
 
-def _over_devices(collective: Callable[..., Any], partials: Sequence[jax.Array], axes: Axes) -> list[jax.Array]:
+def _over_devices(
+    collective: Callable[..., Any], partials: Sequence[jax.Array], have_units: Sequence[bool], axes: Axes
+) -> list[jax.Array]:
     """Combines the devices' partial results: one collective for each set of axes over which leaves vary."""
     groups: dict[tuple[Hashable, ...], list[int]] = {}
-    for i, over in enumerate(_axes_to_reduce(partials, axes)):
+    for i, over in enumerate(_axes_to_reduce(partials, have_units, axes)):
         groups.setdefault(over, []).append(i)
     results = list(partials)
     for over, members in groups.items():
         if over:
-            reduced = collective(jnp.stack([partials[i] for i in members]), over)
-            for place, i in enumerate(members):
-                results[i] = reduced[place]
+            alike: dict[Any, list[int]] = {}
+            for i in members:
+                kind = i if have_units[i] else (partials[i].shape, partials[i].dtype)
+                alike.setdefault(kind, []).append(i)
+            stacked = collective([jnp.stack([partials[i] for i in of_kind]) for of_kind in alike.values()], over)
+            for of_kind, reduced in zip(alike.values(), stacked, strict=True):
+                for place, i in enumerate(of_kind):
+                    results[i] = reduced[place]
     return results
 
 
-def _axes_to_reduce(partials: Sequence[jax.Array], axes: Axes) -> list[tuple[Hashable, ...]]:
+def _axes_to_reduce(arrays: Sequence[jax.Array], have_units: Sequence[bool], axes: Axes) -> list[tuple[Hashable, ...]]:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if manual and _varying(lax.axis_index(manual[0])):
-        return [tuple(a for a in manual if a in _varying(x)) for x in partials]
+        varying = [tuple(a for a in manual if a in _varying(x)) for x in arrays]
+        return [_dividing(v, axes) if many else v for v, many in zip(varying, have_units, strict=True)]
     if axes is not None:
-        return [axes] * len(partials)
+        return [axes] * len(arrays)
     if manual:
         raise ValueError(
             f"inside shard_map with check_vma=False, or pmap (mapped axes here: {', '.join(map(repr, manual))}), a "
             "leaf's type does not tell whether it is a shard: pass axis_name= with the axes over which the gradients "
             "are sharded, or axis_name=() if every device holds all of them"
         )
-    return [()] * len(partials)
+    return [()] * len(arrays)
+
+
+def _dividing(varying: tuple[Hashable, ...], axes: Axes) -> tuple[Hashable, ...]:
+    """Of the axes over which a leaf of several units varies, those along which the units are divided."""
+    if varying and axes is None:
+        raise ValueError(
+            f"inside shard_map, a leaf of several units varies over the mapped axes {', '.join(map(repr, varying))}, "
+            "and its type does not tell whether other units are on other devices, or other parts of them: pass "
+            "axis_name= with the axes along which units are divided, axis_name=() if none is"
+        )
+    return tuple(a for a in varying if a in (axes or ()))
 
 
 def _varying(x: jax.Array) -> frozenset[Hashable]:

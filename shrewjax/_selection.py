@@ -18,7 +18,7 @@ from jax import lax
 
 from shrewjax import _norms, _wide
 from shrewjax._norms import Scope
-from shrewjax._reductions import Axes, joined, leaf_counts, leaf_maxima, leaf_sizes
+from shrewjax._reductions import Axes, joined, leaf_counts, leaf_maxima, sizes
 from shrewjax._wide import Wide
 
 Method = Literal["linear", "lower", "higher", "nearest", "midpoint"]
@@ -68,8 +68,8 @@ def _select(
     leaves = [lax.stop_gradient(_at_least_16_bits(x)) for x in leaves]
     dtype = _common_dtype(leaves)
     wide_dtype = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-    sizes = leaf_sizes(leaves, axes)
-    counts = sizes if scope == "leaf" else [sum(sizes)]
+    counts = sizes(leaves, axes=axes)
+    counts = counts if scope == "leaf" else [sum(counts)]
     leaves = leaves if scope == "leaf" else joined(leaves, axes)
     if not leaves:
         nothing = jnp.zeros((0,) if scope == "leaf" else (), wide_dtype)

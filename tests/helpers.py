@@ -16,6 +16,15 @@ TRANSFORMATIONS = {
     "clip_by_leaf_norm": lambda: shrewjax.clip_by_leaf_norm(0.5),
     "clip_by_value": lambda: shrewjax.clip_by_value(0.1),
     "clip_by_percentile": lambda: shrewjax.clip_by_percentile(75),
+    "adaptive_grad_clip": lambda: shrewjax.adaptive_grad_clip(0.1),
+    "clip_by_block_rms": lambda: shrewjax.clip_by_block_rms(0.5),
+    "clip_by_norm_percentile": lambda: shrewjax.clip_by_norm_percentile(50.0, history_length=4),
+    "clip_by_norm_zscore": lambda: shrewjax.clip_by_norm_zscore(0.5, warmup_steps=1, max_norm=3.0),
+    "clip_by_leaf_norm_ema": lambda: shrewjax.clip_by_leaf_norm_ema(warmup_steps=1),
+    "skip_nonfinite": lambda: shrewjax.skip_nonfinite(shrewjax.clip_by_global_norm(0.5)),
+    "skip_on_spike": lambda: shrewjax.skip_on_spike(
+        shrewjax.clip_by_global_norm(0.5), min_observed=2, window=3, sigmas=1.0
+    ),
     "accumulate": lambda: shrewjax.accumulate(optax.identity(), 2),
 }
 

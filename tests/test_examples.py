@@ -19,3 +19,17 @@ def test_digits_example_trains_to_95_percent_and_draws_its_figure_without_a_warn
     assert figure.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     pixels = image.imread(figure)
     assert len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[-1])}) > 20
+
+
+def test_choose_max_norm_example_draws_every_rule_without_a_warning(tmp_path):
+    figure = tmp_path / "new" / "norms.png"
+    command = [sys.executable, "-W", "error", EXAMPLES / "choose_max_norm.py", "--steps", "120", "--out", figure]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+
+    assert run.returncode == 0, run.stderr
+    shares = dict(re.findall(r"^(.+): acts on (\S+)% of 120 steps$", run.stdout, re.MULTILINE))
+    assert len(shares) == 5
+    assert float(shares["AutoClip, 10th percentile"]) > 70  # by its definition, nearly nine in ten
+    assert figure.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    pixels = image.imread(figure)
+    assert len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[-1])}) > 20

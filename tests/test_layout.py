@@ -8,7 +8,20 @@ import shrewjax
 
 PACKAGE = pathlib.Path(shrewjax.__file__).parent
 # Each module may import from those before it.
-ORDER = ["_checks", "_wide", "_reductions", "_norms", "_selection", "_clipping", "_accumulation", "_metrics"]
+ORDER = [
+    "_checks",
+    "_wide",
+    "_reductions",
+    "_norms",
+    "_selection",
+    "_statistics",
+    "_clipping",
+    "_adaptive",
+    "_wrapping",
+    "_guards",
+    "_accumulation",
+    "_metrics",
+]
 # The definition stands apart: it imports none of them, and none imports it.
 APART = "spec"
 

@@ -176,8 +176,6 @@ def check_norm_clip(leaves, clipped, measured, limit):
         return
     limit = Fraction(limit)
     norm = spec.global_norm_spec(entries(leaves), sqrt=exact_root)
-    if 0 < limit * REACH[measured.dtype] < norm:
-        return
     wanted = iter(spec.clip_gradients_spec(entries(leaves), limit, sqrt=exact_root))
     lost, allowed = flushed(leaves), Fraction(0)
     for x, y in zip(leaves, clipped, strict=True):
@@ -192,11 +190,6 @@ def check_norm_clip(leaves, clipped, measured, limit):
     assert abs(got - min(norm, limit)) <= 2 * max(map(eps, leaves)) * limit + exact_root(allowed)
 
 
-# TODO: the scale's two factors do not reach further down, so what should be normal becomes 0.
-REACH = {np.dtype("float32"): 2**250, np.dtype("float64"): 2**2042}
-
-
-@pytest.mark.xfail(strict=True, reason="the second factor of the scale is flushed to 0 below 2**-126")
 @pytest.mark.parametrize(("largest_entry", "limit"), [(2.0**127, 2.0**-126), (3.4e38, 4e-38)])
 def test_norm_clip_reaches_from_the_largest_norm_to_the_smallest_threshold(largest_entry, limit):
     clipped, _ = jax.jit(shrewjax.clip_grad_norm)([np.float32([largest_entry])], np.float32(limit))
@@ -286,13 +279,6 @@ def toward_zero(limit, dtype):
     return (nearest.view(f"i{dtype.itemsize}") - (float(nearest) > limit)).view(dtype)
 
 
-# TODO: where the step to the next number is subnormal, it is flushed, and the threshold is rounded up.
-def is_rounded_up(limit, dtype):
-    info = jnp.finfo(dtype)
-    return limit * float(info.eps) < 2 * float(info.tiny) and dtype != jnp.float16
-
-
-@pytest.mark.xfail(strict=True, reason="the step from the rounded threshold to the number below is flushed to 0")
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 1.6 * 2.0**-120), ("float32", 1.6 * 2.0**-105)])
 def test_value_clip_to_a_small_number_stays_in_the_box(dtype, limit):
     assert float(shrewjax.clip_grad_value(jnp.ones((), dtype), limit)) <= limit
@@ -311,8 +297,6 @@ def check_value_clip(x, y, limit):
             assert abs(got - want) <= 3 * eps(x) * Fraction(limit) + 2 * tiny(x)
         return
     bound = toward_zero(limit, x.dtype)
-    if float(bound) != limit and is_rounded_up(limit, x.dtype):
-        return
     before = np.asarray(x).ravel()
     got = np.asarray(y).ravel()
     bounds = [bound, bound * 0] if 0 < bound < jnp.finfo(x.dtype).tiny else [bound]
@@ -411,8 +395,6 @@ def test_rank_of_a_percentile_is_exact_where_floats_are_not():
     assert spec.percentile_spec(range(10**5 + 1), "99.9") == 99_900
 
 
-# Runs as soon as there is a `clip_grad_percentile`.
-@pytest.mark.skipif(not hasattr(shrewjax, "clip_grad_percentile"), reason="there is no clip by percentile yet")
 @few_or_many
 def test_percentile_clip_is_the_definitions(examples):
     """To the last bit where the bound is one of the magnitudes, else within 2 eps."""

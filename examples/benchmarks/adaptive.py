@@ -1,0 +1,89 @@
+"""What a measured threshold costs over a given one: every adaptive rule and guard against clip_by_global_norm.
+
+    python examples/benchmarks/adaptive.py [--json FILE] [--quick]
+
+All rules run in one process, alternating, on a 6-layer GPT-2 with 58.7 million float32 parameters in 76 leaves: the
+clip alone, of gradients that stay; and a donated training step, clip, AdamW and the parameters' update. The other side
+is `clip_by_global_norm` of this package.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import _harness
+import jax
+import optax
+from _harness import Loop, Row
+
+import shrewjax
+
+BASE = "clip_by_global_norm"
+# Thresholds that clip, where the rule allows it: a clip that does nothing may write nothing.
+ONE_NORM = {
+    BASE: shrewjax.clip_by_global_norm(1.0),
+    "clip_by_norm_percentile": shrewjax.clip_by_norm_percentile(10.0),
+    "clip_by_norm_zscore": shrewjax.clip_by_norm_zscore(max_norm=1.0),
+}
+MANY_NORMS = {
+    "clip_by_block_rms": shrewjax.clip_by_block_rms(0.1),
+    "clip_by_leaf_norm_ema": shrewjax.clip_by_leaf_norm_ema(),
+    "adaptive_grad_clip, tensors": shrewjax.adaptive_grad_clip(0.01, unit="tensor"),
+    "adaptive_grad_clip, units": shrewjax.adaptive_grad_clip(0.01),
+}
+BARS = dict.fromkeys(ONE_NORM, 1.1) | dict.fromkeys(MANY_NORMS, 1.3)
+GUARDS = {
+    "skip_nonfinite(optimizer)": shrewjax.skip_nonfinite,
+    "skip_on_spike(optimizer)": shrewjax.skip_on_spike,
+}
+
+
+def clip_alone(quick: bool) -> list[Row]:
+    """The clip itself: every time the same gradients, and new buffers for what comes out."""
+    grads, params = _harness.gpt2(quick, seed=1), _harness.gpt2(quick)
+    sides = {}
+    for name, tx in (ONE_NORM | MANY_NORMS).items():
+        state = tx.init(params)
+        compiled = jax.jit(tx.update).lower(grads, state, params).compile()
+        sides[name] = partial(_finish, compiled, grads, state, params)
+    return _rows("clip alone", _harness.alternate(sides, 3 if quick else 25))
+
+
+def training_step(quick: bool) -> list[Row]:
+    """Clip, AdamW and the parameters' update in one donated program."""
+    grads, start = _harness.gpt2(quick, seed=1), _harness.gpt2(quick)
+    plain = optax.chain(ONE_NORM[BASE], optax.adamw(1e-3))
+    rules = {name: optax.chain(tx, optax.adamw(1e-3)) for name, tx in (ONE_NORM | MANY_NORMS).items()}
+    rules |= {name: guard(plain) for name, guard in GUARDS.items()}
+    loops = {}
+    for name, tx in rules.items():
+        params = jax.tree.map(jax.numpy.copy, start)
+        loops[name] = Loop(partial(_update, tx), (params, tx.init(params)), grads)
+    sides = {name: partial(loop.run, 1) for name, loop in loops.items()}
+    rows = _rows("clip + adamw + apply_updates", _harness.alternate(sides, 3 if quick else 15))
+    for name in rules:
+        share = _harness.temporary_share(loops[name].compiled, grads)
+        rows.append(Row(f"its temporary memory, {name}", share, bar="shrewjax < 0.05" if name in BARS else None))
+    return rows
+
+
+def _rows(what: str, times: dict[str, _harness.Figure]) -> list[Row]:
+    return [
+        Row(f"{what}, {name}", time, times[BASE], f"shrewjax/{BASE} <= {BARS[name]}" if name in BARS else None)
+        for name, time in times.items()
+        if name != BASE
+    ]
+
+
+def _finish(compiled: Callable[..., Any], *arguments: Any) -> None:
+    jax.block_until_ready(compiled(*arguments))
+
+
+def _update(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
+    params, state = carry
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+if __name__ == "__main__":
+    _harness.main(__doc__, [clip_alone, training_step])

@@ -1,0 +1,162 @@
+"""How to choose max_norm: trains without clipping, records the gradient norms, and replays every rule on them.
+
+A small GRU learns to predict the next character of Python's own documentation. What its gradients' norms were decides
+what a threshold would have done: the figure shows their history and quantiles, the threshold of each rule at each step,
+and the share of steps that each would have clipped or skipped.
+
+Run it with
+
+    pip install ".[examples]"
+    python examples/choose_max_norm.py
+
+It takes about a minute on two CPU cores, downloads nothing, prints the quantiles and shares, and writes
+out/choose_max_norm.png.
+"""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import shrewjax
+
+BATCH, LENGTH, WIDTH = 32, 48, 96
+LEARNING_RATE = 1e-2
+QUANTILES = (0.5, 0.9, 0.99)
+
+# Each is replayed on the norms of the same run. A leaf of one element has its own norm, so AdaGC sees one leaf.
+RULES = {
+    "AutoClip, 10th percentile": shrewjax.clip_by_norm_percentile(10.0),
+    "AutoClip, 90th percentile": shrewjax.clip_by_norm_percentile(90.0),
+    "ZClip": shrewjax.clip_by_norm_zscore(max_norm=jnp.inf),
+    "AdaGC, as one leaf": shrewjax.clip_by_leaf_norm_ema(max_norm=jnp.inf, warmup_steps=25),
+    "skip on spike": shrewjax.skip_on_spike(optax.identity()),
+}
+
+
+class CharacterModel(nnx.Module):
+    """An embedding, a GRU and a linear layer: the next character's logits at every position."""
+
+    def __init__(self, characters: int, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(characters, WIDTH, rngs=rngs)
+        self.recurrent = nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs))
+        self.readout = nnx.Linear(WIDTH, characters, rngs=rngs)
+
+    def __call__(self, characters: jax.Array) -> jax.Array:
+        """Logits of shape (batch, length, characters) from characters of shape (batch, length), int32."""
+        return self.readout(self.recurrent(self.embed(characters)))
+
+
+def mean_loss(model: CharacterModel, text: jax.Array) -> jax.Array:
+    """Cross-entropy of each next character, averaged."""
+    return optax.softmax_cross_entropy_with_integer_labels(model(text[:, :-1]), text[:, 1:]).mean()
+
+
+@nnx.jit(donate_argnames=("model", "optimizer"))
+def train_step(model: CharacterModel, optimizer: nnx.Optimizer, text: jax.Array) -> dict[str, jax.Array]:
+    """One step; the loss and the gradients' norm."""
+    loss, grads = nnx.value_and_grad(mean_loss)(model, text)
+    optimizer.update(model, grads)
+    # A threshold of inf clips nothing and measures.
+    return {"loss": loss} | shrewjax.metrics(optimizer.opt_state)
+
+
+def record_norms(steps: int, seed: int) -> np.ndarray:
+    """Trains without clipping; the norm of every step's gradient."""
+    text = "".join(topics[name] for name in sorted(topics))
+    alphabet = sorted(set(text))
+    codes = np.array([alphabet.index(c) for c in text], np.int32)
+    model = CharacterModel(len(alphabet), nnx.Rngs(seed))
+    tx = optax.chain(shrewjax.clip_by_global_norm(float("inf")), optax.adam(LEARNING_RATE))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    rng = np.random.default_rng(seed)
+    history = []
+    with tqdm(range(steps), unit="step") as bar:
+        for step in bar:
+            starts = rng.integers(len(codes) - LENGTH, size=BATCH)
+            history.append(train_step(model, optimizer, codes[starts[:, None] + np.arange(LENGTH)]))
+            if step % 20 == 0:  # reading a value waits for the device
+                bar.set_postfix_str(f"loss {history[-1]['loss']:.2f}, gradient norm {history[-1]['0/grad_norm']:.2f}")
+    return np.array([measured["0/grad_norm"] for measured in jax.device_get(history)])
+
+
+@jax.jit
+def replay(norms: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """For each rule, its threshold at each step and whether it acts: a gradient of one element is its own norm."""
+
+    def of_rule(tx: optax.GradientTransformationExtraArgs) -> tuple[jax.Array, jax.Array]:
+        def step(state: optax.OptState, norm: jax.Array) -> tuple[optax.OptState, tuple[jax.Array, jax.Array]]:
+            update, state = tx.update(norm, state)
+            measured = shrewjax.metrics(state)
+            threshold = measured["threshold"] if "threshold" in measured else measured["threshold_max"]
+            return state, (threshold, update != norm)
+
+        return jax.lax.scan(step, tx.init(norms[0]), norms)[1]
+
+    return {name: of_rule(tx) for name, tx in RULES.items()}
+
+
+def plot(norms: np.ndarray, replayed: Mapping[str, tuple[np.ndarray, np.ndarray]], path: Path) -> None:
+    """The norms and each rule's threshold over the steps, the norms' quantiles, and the share that each rule clips."""
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    over_time, quantiles, shares = figure.subplot_mosaic("TTQ;TTS").values()
+    steps = np.arange(1, len(norms) + 1)
+
+    over_time.plot(steps, norms, color="0.75", linewidth=0.8, label="gradient norm")
+    colors = {}
+    for name, (thresholds, _) in replayed.items():
+        shown = np.where(np.isfinite(thresholds), thresholds, np.nan)
+        (line,) = over_time.plot(steps, shown, linewidth=1.2, label=name)
+        colors[name] = line.get_color()
+    over_time.set(yscale="log", xlabel="step", ylabel="gradient norm (L2), and thresholds")
+    over_time.set_ylim(norms.min() / 1.2, norms.max() * 1.5)
+    over_time.legend(frameon=False, fontsize="small")
+
+    quantiles.plot(np.linspace(0, 100, len(norms)), np.sort(norms), color="black")
+    for q in QUANTILES:
+        value = np.quantile(norms, q)
+        quantiles.plot(100 * q, value, "o", color="tab:red", markersize=4)
+        quantiles.annotate(f"{value:.2g}", (100 * q, value), xytext=(-4, 4), textcoords="offset points", ha="right")
+    quantiles.set(yscale="log", xlabel="percentile", ylabel="gradient norm")
+
+    acting = {name: 100 * acts.mean() for name, (_, acts) in replayed.items()}
+    bars = shares.barh(list(acting), list(acting.values()), color=[colors[name] for name in acting])
+    shares.bar_label(bars, fmt="%.1f %%", padding=3)
+    shares.set(xlabel="steps clipped or skipped (%)", xlim=(0, 115))
+    shares.invert_yaxis()
+    for axes in (over_time, quantiles):
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:.1g}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Trains, replays, prints and draws."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--out", type=Path, default=Path("out/choose_max_norm.png"))
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+
+    norms = record_norms(args.steps, args.seed)
+    replayed = jax.device_get(replay(jnp.asarray(norms)))
+    replayed = {name: replayed[name] for name in RULES}  # jit sorts keys
+    plot(norms, replayed, args.out)
+
+    print("norms: " + ", ".join(f"{100 * q:g} % are below {np.quantile(norms, q):.3g}" for q in QUANTILES))
+    for name, (_, acts) in replayed.items():
+        print(f"{name}: acts on {acts.mean():.1%} of {len(norms)} steps")
+    print(f"figure: {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Guards: wrappers that leave out a step, so that neither the parameters nor the optimizer's state see it.
+
+Where a step is left out, the updates are zeros and the wrapped transformation does not run: its moments, counters and
+schedules stay as they are. The decision is made on whole gradients, on every device alike.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shrewjax import _checks, _norms, _statistics
+from shrewjax._clipping import global_norm
+from shrewjax._reductions import AxisName, all_finite, is_counted
+from shrewjax._wrapping import inner_transformation, run_or_idle
+
+AtLimit = Literal["keep_skipping", "zero_nonfinite"]
+Of = Literal["grad_norm", "value"]
+
+
+class SkipNonfiniteState(NamedTuple):
+    """What was skipped, and the wrapped optimizer. Its fields are a file format."""
+
+    applied: jax.Array  # bool (): the last call ran inner
+    skipped: jax.Array  # int32 (): calls so far that did not
+    consecutive: jax.Array  # int32 (): non-finite gradients in a row, up to the last call
+    limit_reached: jax.Array  # bool (): as many in a row as max_consecutive
+    inner_state: Any  # the wrapped optimizer's state
+
+
+def skip_nonfinite(
+    inner: optax.GradientTransformation,
+    *,
+    max_consecutive: Any = None,
+    at_limit: AtLimit | None = None,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Skips the steps whose gradients hold a NaN or an infinity.
+
+    Such an element never gets to `inner`, however many steps in a row hold one. A run of them mostly means that the
+    parameters themselves are broken, or that a loss scale is too high: `max_consecutive` in a row set `limit_reached`
+    in the state, for the training loop to read (`shrewjax.metrics`) and to stop at, or go back to a checkpoint. What
+    the guard itself does from there on is `at_limit`:
+
+    ====================  ======================================================================================
+    `"keep_skipping"`     it goes on skipping
+    `"zero_nonfinite"`    it zeroes the elements that are not finite, and inner gets the rest
+    ====================  ======================================================================================
+
+    ========================================  =======================================================================
+    condition                                 result
+    ========================================  =======================================================================
+    all gradients finite                      what inner does; the row ends, and with it `limit_reached`
+    finite, but with a norm beyond float32    likewise
+    no leaves                                 likewise
+    inner makes a NaN of finite gradients     it goes through: only what comes in is looked at. To look at what comes
+                                              out, chain `skip_nonfinite(optax.identity())` behind
+    ========================================  =======================================================================
+
+    Reads the gradients once more. Put it around the whole optimizer, inside `accumulate`; to leave out a micro-batch
+    alone, use the `nonfinite` of `accumulate`.
+
+    Args:
+      inner: the transformation to wrap, usually a whole optimizer.
+      max_consecutive: how many in a row are the limit, a real scalar >= 1, or a scalar array. `None` means no limit.
+      at_limit: what to do from the limit on, see above; to be chosen where there is a limit.
+      axis_name: as in `grad_norm`.
+
+    Returns:
+      A transformation with state `SkipNonfiniteState(applied, skipped, consecutive, limit_reached, inner_state)`.
+
+    Raises:
+      ValueError: an argument is not as described, or only one of `max_consecutive` and `at_limit` is given; or as in
+        `grad_norm`.
+      AssertionError: from chex, while tracing: inner changes the structure, shapes or dtypes of its state.
+
+    Example:
+      >>> tx = skip_nonfinite(optax.sgd(1.0), max_consecutive=2, at_limit="keep_skipping")
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for bad in (jnp.nan, jnp.inf):
+      ...     updates, state = tx.update(jnp.array([1.0, bad]), state)
+      >>> updates, state.skipped, state.limit_reached
+      (Array([0., 0.], dtype=float32), Array(2, dtype=int32), Array(True, dtype=bool))
+
+    `optax.apply_if_finite` is its model, but for what happens at the limit: there the NaN is applied.
+    """
+    wrapped = inner_transformation(inner)
+    if (max_consecutive is None) != (at_limit is None):
+        raise ValueError(
+            "max_consecutive and at_limit belong together: how many in a row are the limit, what happens there; "
+            f"got {max_consecutive!r} and {at_limit!r}"
+        )
+    limit = None if max_consecutive is None else _checks.real("max_consecutive", max_consecutive, at_least=1)
+    if at_limit is not None:
+        at_limit = _checks.choice("at_limit", at_limit, ("keep_skipping", "zero_nonfinite"))
+    axes = _checks.axis_names(axis_name)
+
+    def init_fn(params: optax.Params) -> SkipNonfiniteState:
+        return SkipNonfiniteState(
+            applied=jnp.zeros((), bool),
+            skipped=jnp.zeros((), jnp.int32),
+            consecutive=jnp.zeros((), jnp.int32),
+            limit_reached=jnp.zeros((), bool),
+            inner_state=wrapped.init(params),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: SkipNonfiniteState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, SkipNonfiniteState]:
+        finite = all_finite([x for x in _checks.gradient_leaves(updates)[1] if is_counted(x)], axes)
+        consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
+        limit_reached = (
+            jnp.zeros((), bool) if limit is None else consecutive.astype(jnp.float32) >= jnp.asarray(limit, jnp.float32)
+        )
+        runs = finite | limit_reached if at_limit == "zero_nonfinite" else finite
+
+        def run_inner() -> tuple[optax.Updates, Any]:
+            grads = jax.tree.map(_without_nonfinite, updates) if at_limit == "zero_nonfinite" else updates
+            return wrapped.update(grads, state.inner_state, params, **extra_args)
+
+        new_updates, inner_state = run_or_idle(runs, run_inner, state.inner_state)
+        return new_updates, SkipNonfiniteState(
+            applied=runs,
+            skipped=_counted_unless(runs, state.skipped),
+            consecutive=consecutive,
+            limit_reached=limit_reached,
+            inner_state=inner_state,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class SkipOnSpikeState(NamedTuple):
+    """What was seen and skipped, and the wrapped optimizer. Its fields are a file format."""
+
+    history: _statistics.Window  # the last finite measurements, spikes among them
+    measured: jax.Array  # float32 (): the last one, finite or not
+    threshold: jax.Array  # float32 (): above it, the last one was a spike; inf while the guard is off
+    applied: jax.Array  # bool (): the last call ran inner
+    skipped: jax.Array  # int32 (): calls so far that did not
+    inner_state: Any  # the wrapped optimizer's state
+
+
+def skip_on_spike(
+    inner: optax.GradientTransformation,
+    *,
+    of: Of = "grad_norm",
+    sigmas: Any = 6.0,
+    window: int | None = None,
+    min_observed: Any = 64,
+    min_relative_std: Any = 1e-3,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Skips the steps whose gradient norm, or loss, stands far out from the last ones.
+
+    .. math:: \text{skip if } x_t > m + k \max(s, r |m|)
+
+    with mean m and standard deviation s (of a sample: n - 1 in the denominator) of the last `window` measurements
+    before this one.
+
+    ========================================  =======================================================================
+    condition                                 result
+    ========================================  =======================================================================
+    fewer than `min_observed` recorded        no spike is found
+    a spike                                   skipped, but recorded: a new level becomes the usual one, and the guard
+                                              cannot lock up
+    NaN or infinite measurement, or a norm    skipped, from the first step on; not recorded
+    beyond float32
+    all measurements equal                    a spike starts at k r above them, not at the next larger number
+    far below the mean                        no spike
+    ========================================  =======================================================================
+
+    Of the norm, it reads the gradients once more. Of a value, it does not look at the gradients at all: wrap it in
+    `skip_nonfinite` to do so.
+
+    Args:
+      inner: the transformation to wrap, usually a whole optimizer.
+      of: `"grad_norm"`, or `"value"`: a real scalar array or number that is passed to `update` as `value=`, usually the
+        loss, the same on every device. It is forwarded to inner, too.
+      sigmas: k, a real scalar >= 0, or a scalar array.
+      window: how many measurements are remembered, an int >= 1. `None` means 128.
+      min_observed: how many it takes, a real scalar >= 0, or a scalar array.
+      min_relative_std: r, a real scalar >= 0, or a scalar array.
+      axis_name: as in `grad_norm`.
+
+    Returns:
+      A transformation with state `SkipOnSpikeState(history, measured, threshold, applied, skipped, inner_state)`.
+
+    Raises:
+      ValueError: an argument is not as described; `min_observed` is more than `window` holds; `of="value"`, and
+        `update` gets no `value`; or as in `grad_norm`.
+      AssertionError: from chex, while tracing: inner changes the structure, shapes or dtypes of its state.
+
+    Example:
+      >>> tx = skip_on_spike(optax.sgd(1.0), min_observed=4)
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for norm in (1.0, 1.1, 0.9, 1.0, 5.0):
+      ...     updates, state = tx.update(jnp.array([norm]), state)
+      >>> updates, state.skipped
+      (Array([0.], dtype=float32), Array(1, dtype=int32))
+
+    The rule, with its window of 128 and 6 sigmas, is the SkipStep optimizer of OLMo ("2 OLMo 2 Furious", 2025,
+    arXiv:2501.00656).
+    """
+    wrapped = inner_transformation(inner)
+    of = _checks.choice("of", of, ("grad_norm", "value"))
+    length = _checks.length("window", window, default=128)
+    sigmas, min_observed = _checks.threshold("sigmas", sigmas), _checks.threshold("min_observed", min_observed)
+    min_relative_std = _checks.threshold("min_relative_std", min_relative_std)
+    if isinstance(min_observed, float) and min_observed > length:
+        raise ValueError(f"min_observed must be at most the window, {length}, got {min_observed!r}")
+    axes = _checks.axis_names(axis_name)
+
+    def init_fn(params: optax.Params) -> SkipOnSpikeState:
+        return SkipOnSpikeState(
+            history=_statistics.empty_window(length),
+            measured=jnp.zeros((), jnp.float32),
+            threshold=jnp.full((), jnp.inf, jnp.float32),
+            applied=jnp.zeros((), bool),
+            skipped=jnp.zeros((), jnp.int32),
+            inner_state=wrapped.init(params),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: SkipOnSpikeState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, SkipOnSpikeState]:
+        if of == "value":
+            if extra_args.get("value") is None:
+                raise ValueError('skip_on_spike(of="value") needs value= in update, usually the loss')
+            measured = jnp.asarray(_checks.any_real("value", extra_args["value"]), jnp.float32)
+        else:
+            measured = _norms.to_float32(global_norm(updates, 2.0, axes))
+
+        mean, std = _statistics.mean_and_std(state.history)
+        least = jnp.asarray(min_relative_std, jnp.float32) * jnp.abs(mean)
+        onset = mean + jnp.asarray(sigmas, jnp.float32) * jnp.maximum(std, least)
+        is_on = state.history.filled.astype(jnp.float32) >= jnp.asarray(min_observed, jnp.float32)
+        threshold = jnp.where(is_on, onset, jnp.inf)
+        runs = jnp.isfinite(measured) & (measured <= threshold)
+
+        new_updates, inner_state = run_or_idle(
+            runs, lambda: wrapped.update(updates, state.inner_state, params, **extra_args), state.inner_state
+        )
+        return new_updates, SkipOnSpikeState(
+            history=_statistics.with_recorded(state.history, measured),
+            measured=measured,
+            threshold=threshold,
+            applied=runs,
+            skipped=_counted_unless(runs, state.skipped),
+            inner_state=inner_state,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _counted_unless(runs: jax.Array, count: jax.Array) -> jax.Array:
+    return jnp.where(runs, count, optax.safe_increment(count))
+
+
+def _without_nonfinite(x: Any) -> Any:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) if is_counted(x) else x

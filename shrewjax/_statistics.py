@@ -1,0 +1,86 @@
+"""What rules remember of past steps: float32 scalars, and only finite ones.
+
+A measurement that is not finite is never recorded: one would stay in an average for ever, and in a window for as long
+as the window is.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shrewjax import _norms
+from shrewjax._checks import Scalar
+
+
+class Window(NamedTuple):
+    """The last so many values, oldest first. Its fields are a file format: a change to them breaks checkpoints."""
+
+    values: jax.Array  # float32 (length,): only the last `filled` mean something
+    filled: jax.Array  # int32 (): how many there are, at most the length
+
+
+def empty_window(length: int) -> Window:
+    """A window in which nothing is recorded yet."""
+    return Window(values=jnp.zeros((length,), jnp.float32), filled=jnp.zeros((), jnp.int32))
+
+
+def with_recorded(window: Window, value: jax.Array) -> Window:
+    """The window with one more value, if it is finite; the oldest one makes place for it."""
+    finite = jnp.isfinite(value)
+    # Moved along rather than written round a ring: the order shows, and a few kilobytes cost nothing.
+    moved = jnp.concatenate([window.values[1:], value.astype(jnp.float32)[None]])
+    return Window(
+        values=jnp.where(finite, moved, window.values),
+        filled=jnp.where(finite, jnp.minimum(window.filled + 1, window.values.size), window.filled),
+    )
+
+
+def percentile(window: Window, p: Scalar) -> jax.Array:
+    """NumPy's percentile, "linear", of what is in the window; inf if nothing is. Shape ()."""
+    steps = jnp.maximum(window.filled - 1, 0)
+    # The rank p (n - 1) / 100 in two parts, the whole percents in integers: float32 would lose the fraction.
+    if isinstance(p, jax.Array):
+        p = jnp.clip(p.astype(jnp.float32), 0, 100)
+        whole, rest = jnp.floor(p), p - jnp.floor(p)
+        percents = jnp.where(jnp.isnan(p), 0, whole).astype(jnp.int32)
+    else:
+        percents, rest = jnp.asarray(math.floor(p), jnp.int32), jnp.asarray(p - math.floor(p), jnp.float32)
+    hundredths = percents * steps
+    beyond = ((hundredths % 100).astype(jnp.float32) + rest * steps.astype(jnp.float32)) / 100
+    below = hundredths // 100 + jnp.floor(beyond).astype(jnp.int32)
+    fraction = beyond - jnp.floor(beyond)
+
+    ordered = jnp.sort(jnp.where(_is_filled(window), window.values, jnp.inf))
+    low, high = ordered[below], ordered[jnp.minimum(below + 1, steps)]
+    # Equal neighbours, infinite ones included, are the answer themselves.
+    return jnp.where(low == high, low, low + fraction * (high - low)) + jnp.where(jnp.isnan(rest), jnp.nan, 0)
+
+
+def mean_and_std(window: Window) -> tuple[jax.Array, jax.Array]:
+    """The mean, and the standard deviation with n - 1 in the denominator, as of a sample; shapes ()."""
+    there = _is_filled(window)
+    # Scaled, exactly, so that the squares stay in range.
+    largest = jnp.max(jnp.where(there, jnp.abs(window.values), 0))
+    up = _norms.power_of_two_for(largest)
+    values = window.values * up
+    n = window.filled.astype(jnp.float32)
+    mean = jnp.sum(values, where=there) / jnp.maximum(n, 1)
+    squares = jnp.sum((values - mean) ** 2, where=there) / jnp.maximum(n - 1, 1)
+    return mean / up, jnp.sqrt(squares) / up
+
+
+def moved(average: jax.Array, value: jax.Array, share: jax.Array) -> jax.Array:
+    """A moving average with one more value, which counts for `share`; a constant keeps it to the last bit."""
+    return average + share * (value - average)
+
+
+def spread(std: jax.Array, deviation: jax.Array, share: jax.Array) -> jax.Array:
+    """The root of a moving average of squares, likewise; never of the squares themselves, which leave the range."""
+    return jnp.hypot(jnp.sqrt(1 - share) * std, jnp.sqrt(share) * deviation)
+
+
+def _is_filled(window: Window) -> jax.Array:
+    length = window.values.size
+    return jnp.arange(length, dtype=jnp.int32) >= length - window.filled

@@ -1,0 +1,504 @@
+"""Thresholds that are measured, against their papers' equations in float64 and at every edge."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, bits, lenient, tree_of, true_norm
+
+import shrewjax
+
+f32 = np.float32
+P = jax.P
+NORMS = np.exp(np.random.default_rng(0).normal(size=150))  # heavy enough a tail for spikes
+BAD = pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+
+
+def run(tx, gradients, params=None):
+    """The updates and the states of every step, in one compiled loop."""
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *gradients)
+    start = params if params is not None else gradients[0]
+
+    def step(state, grads):
+        updates, state = tx.update(grads, state, params)
+        return state, (updates, state)
+
+    _, (updates, states) = jax.jit(lambda s, g: jax.lax.scan(step, s, g))(tx.init(start), stacked)
+    return updates, states
+
+
+def vectors(norms, size=5):
+    """A gradient of each norm, of two leaves, in a direction of its own."""
+    rng = np.random.default_rng(1)
+    for norm in norms:
+        g = rng.normal(size=size)
+        g = f32(g * (norm / np.linalg.norm(g)))
+        yield {"a": jnp.asarray(g[:2]), "b": jnp.asarray(g[2:])}
+
+
+def norms_of(updates):
+    """The norm of each step's updates."""
+    return [float(true_norm(jax.tree.map(lambda x, i=i: x[i], updates))) for i in range(len(updates["a"]))]
+
+
+# --- the papers' equations, plainly ------------------------------------------------------------------------------
+
+
+def autoclip(norms, p, length):
+    for t in range(len(norms)):
+        yield np.percentile(norms[max(0, t + 1 - length) : t + 1], p)
+
+
+def zclip(norms, z_threshold=2.5, decay=0.97, warmup=25, eps=1e-6):
+    """The norm that the rule leaves, the mean and the deviation, step by step."""
+    mean = var = 0.0
+    for t, norm in enumerate(norms):
+        left = norm
+        if t < warmup:
+            mean, var = np.mean(norms[: t + 1]), np.var(norms[: t + 1])
+        else:
+            z = (norm - mean) / (np.sqrt(var) + eps)
+            left = mean + z_threshold**2 / z * np.sqrt(var) if z > z_threshold else norm
+            mean = decay * mean + (1 - decay) * left
+            var = decay * var + (1 - decay) * (left - mean) ** 2
+        yield left, mean, np.sqrt(var)
+
+
+def adagc(leaf_norms, ratio=1.04, decay=0.99, warmup=100, max_norm=1.0):
+    """The leaves' norms afterwards and their averages, step by step."""
+    gamma = np.full(leaf_norms.shape[1], np.inf)
+    for t, norms in enumerate(leaf_norms):
+        if t < warmup:
+            left = norms * min(1, max_norm / np.linalg.norm(norms))
+            gamma = np.minimum(gamma, left)
+        else:
+            left = norms * np.minimum(1, ratio * gamma / norms)
+            gamma = decay * gamma + (1 - decay) * left
+        yield left, gamma
+
+
+# --- AutoClip ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["static", "traced"])
+@pytest.mark.parametrize("p", [0, 1, 10, 33.3, 50, 99.9, 100])
+@pytest.mark.parametrize("length", [1, 7, 1024])
+def test_percentile_of_the_history_is_numpys_at_every_step(p, length, traced):
+    tx = shrewjax.clip_by_norm_percentile(f32(p) if not traced else jnp.float32(p), history_length=length)
+    gradients = list(vectors(NORMS))
+    updates, states = run(tx, gradients)
+    norms = [float(true_norm(g)) for g in gradients]
+    expected = list(autoclip(norms, float(f32(p)), length))
+    np.testing.assert_allclose(states.threshold, expected, rtol=1e-5)
+    np.testing.assert_allclose(norms_of(updates), np.minimum(norms, expected), rtol=1e-5)
+    if p == 100:
+        assert bits(updates) == bits(jax.tree.map(lambda *x: jnp.stack(x), *gradients))
+
+
+def test_percentile_100_leaves_gradients_of_any_size_alone():
+    with jax.enable_x64(True):
+        gradients = [np.float64([1 + 1e-12 * i, 1e-40]) for i in range(4)]
+        updates, _ = run(shrewjax.clip_by_norm_percentile(100.0), gradients)
+        assert bits(updates) == bits(np.stack(gradients))
+
+
+def test_percentile_survives_a_norm_beyond_float32():
+    updates, states = run(shrewjax.clip_by_norm_percentile(100.0), [f32([3, 4]), f32([3e38, 3e38]), f32([3, 4])])
+    np.testing.assert_array_equal(states.threshold, [5, 5, 5])
+    np.testing.assert_allclose(updates[1], f32([1, 1]) * 5 / 2**0.5, rtol=1e-6)
+
+
+# --- ZClip -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [np.inf, 2.0])
+@pytest.mark.parametrize("arguments", [{}, {"z_threshold": 1.0, "decay": 0.9, "warmup_steps": 3, "eps": 0.1}], ids=str)
+def test_zscore_follows_the_papers_equations_at_every_step(arguments, max_norm):
+    gradients = list(vectors(NORMS))
+    updates, states = run(shrewjax.clip_by_norm_zscore(**arguments, max_norm=max_norm), gradients)
+    names = {"warmup_steps": "warmup"}
+    oracle = zclip([float(true_norm(g)) for g in gradients], **{names.get(k, k): v for k, v in arguments.items()})
+    left, mean, std = np.transpose(list(oracle))
+    assert (left < [float(true_norm(g)) for g in gradients]).sum() > 3  # there were spikes
+    np.testing.assert_allclose(states.mean, mean, rtol=1e-5)
+    np.testing.assert_allclose(states.std, std, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(norms_of(updates), np.minimum(left, max_norm), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("z", "expected"), [(2.5, 2.5), (3, 2.0833333), (5, 1.25), (10, 0.625), (100, 0.0625)])
+def test_zscore_table(z, expected):
+    # Warm-up norms 1 and 3: mean 2, deviation 1.
+    norms = [1.0, 3.0, 2.0 + z]
+    updates, _ = run(shrewjax.clip_by_norm_zscore(warmup_steps=2, max_norm=np.inf, eps=0), [f32([n]) for n in norms])
+    assert float(updates[2][0]) - 2 == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("norm", [1.0, 0.1, 7e9, 3e-20])
+def test_zscore_of_a_constant_norm_keeps_its_mean_to_the_last_bit(norm):
+    updates, states = run(shrewjax.clip_by_norm_zscore(max_norm=np.inf), [f32([norm])] * 300)
+    np.testing.assert_array_equal(states.mean, np.full(300, f32(norm)))
+    np.testing.assert_array_equal(states.std, np.zeros(300))
+    np.testing.assert_array_equal(updates, np.full((300, 1), f32(norm)))
+
+
+def test_zscore_statistics_stay_in_range():
+    norms = [1e30, 3e30, 1e30, 3e30, 1e38]
+    _, states = run(shrewjax.clip_by_norm_zscore(warmup_steps=4, max_norm=np.inf), [f32([n]) for n in norms])
+    np.testing.assert_allclose(states.std[3], 1e30, rtol=1e-5)
+    assert np.isfinite(states.std[4])
+    beyond = [*norms[:4], 3e38 * np.ones(2)]
+    updates, states = run(
+        shrewjax.clip_by_norm_zscore(warmup_steps=4, max_norm=np.inf), [f32(n) * np.ones(2, f32) for n in beyond]
+    )
+    assert np.isfinite(states.mean).all()
+    np.testing.assert_allclose(true_norm(updates[4]), states.mean[3], rtol=1e-5)
+
+
+# --- AdaGC -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"max_ratio": 1.5, "decay": 0.7, "warmup_steps": 5, "max_norm": 3.0}], ids=str
+)
+def test_leaf_ema_follows_the_papers_equations_at_every_step(arguments):
+    gradients = list(vectors(NORMS))
+    leaf_norms = np.float64([[true_norm(g["a"]), true_norm(g["b"])] for g in gradients])
+    updates, states = run(shrewjax.clip_by_leaf_norm_ema(**arguments), gradients)
+    names = {"max_ratio": "ratio", "warmup_steps": "warmup"}
+    oracle = list(adagc(leaf_norms, **{names.get(k, k): v for k, v in arguments.items()}))
+    for i, leaf in enumerate("ab"):
+        np.testing.assert_allclose(states.norm_ema[leaf], [gamma[i] for _, gamma in oracle], rtol=1e-5)
+        left = np.linalg.norm(np.float64(updates[leaf]), axis=1)
+        np.testing.assert_allclose(left, [left[i] for left, _ in oracle], rtol=1e-5)
+
+
+def test_leaf_ema_a_zero_gradient_in_the_warmup_does_not_kill_a_leaf():
+    gradients = [{"a": f32([0, 0]), "b": f32([0.3, 0.4])}] + [{"a": f32([0.3, 0.4]), "b": f32([0.3, 0.4])}] * 5
+    updates, states = run(shrewjax.clip_by_leaf_norm_ema(warmup_steps=3), gradients)
+    np.testing.assert_allclose(updates["a"][1:], [[0.3, 0.4]] * 5, rtol=1e-6)
+    np.testing.assert_allclose(states.norm_ema["a"], [0] + [0.5] * 5, rtol=1e-6)
+
+
+def test_leaf_ema_a_leaf_that_wakes_up_after_the_warmup_starts_then():
+    asleep, awake = {"a": f32([0]), "b": f32([0.5])}, {"a": f32([3]), "b": f32([0.5])}
+    updates, states = run(shrewjax.clip_by_leaf_norm_ema(warmup_steps=2), [asleep] * 5 + [awake] * 3)
+    np.testing.assert_array_equal(states.norm_ema["a"][:5], np.zeros(5))
+    together = 3 / np.hypot(3, 0.5)  # as in the warm-up: all gradients to norm 1
+    assert float(updates["a"][5][0]) == pytest.approx(together, rel=1e-6)
+    assert float(updates["a"][6][0]) == pytest.approx(1.04 * together, rel=1e-6)
+
+
+def test_leaf_ema_grows_by_no_more_than_it_says():
+    gradients = [f32([1e-3])] * 3 + [f32([1e3])] * 200
+    _, states = run(shrewjax.clip_by_leaf_norm_ema(warmup_steps=3), gradients)
+    growth = np.float64(states.norm_ema[3:]) / np.float64(states.norm_ema[2:-1])
+    np.testing.assert_allclose(growth, 1 + (1 - 0.99) * (1.04 - 1), rtol=1e-6)
+
+
+def test_leaf_ema_floor_shortens_the_way_up():
+    gradients = [f32([1e-12])] + [f32([1.0])] * 3
+    _, states = run(shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, min_norm=0.1), gradients)
+    np.testing.assert_allclose(states.norm_ema[:2], [0.1, 0.1 * 1.0004], rtol=1e-6)
+
+
+def test_leaf_ema_of_stacked_layers_is_that_of_each_layer():
+    norms = np.exp(np.random.default_rng(2).normal(size=(40, 3)))
+    direction = np.random.default_rng(3).normal(size=(3, 4))
+    direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+    stacked = [{"layers": f32(n[:, None] * direction)} for n in norms]
+    apart = [{str(i): g["layers"][i] for i in range(3)} for g in stacked]
+    updates, states = run(shrewjax.clip_by_leaf_norm_ema(warmup_steps=5, batch_axes=0), stacked)
+    expected, expected_states = run(shrewjax.clip_by_leaf_norm_ema(warmup_steps=5), apart)
+    assert states.norm_ema["layers"].shape == (40, 3)
+    for i in range(3):
+        np.testing.assert_allclose(updates["layers"][:, i], expected[str(i)], rtol=1e-6)
+        np.testing.assert_allclose(states.norm_ema["layers"][:, i], expected_states.norm_ema[str(i)], rtol=1e-6)
+    np.testing.assert_allclose(states.clipped_share, expected_states.clipped_share, rtol=1e-6)
+
+
+# --- AGC and block RMS ---------------------------------------------------------------------------------------------
+
+
+def agc(g, w, axis, clipping=0.1, eps=1e-3):
+    """Equation 3 in float64; `axis` are those that share a norm."""
+    g, w = np.float64(g), np.float64(w)
+    norm = lambda x: np.sqrt(np.sum(x**2, axis=axis, keepdims=True))  # noqa: E731
+    bound = clipping * np.maximum(norm(w), eps)
+    return np.where(norm(g) > bound, g * bound / norm(g), g)
+
+
+def kernels_by_their_middle(name, leaf):
+    return (0, 2) if "kernel" in name and leaf.ndim == 3 else None
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments", "axis"),
+    [
+        ((), {}, ()),
+        ((4,), {}, 0),
+        ((4, 3), {}, 0),
+        ((4, 3, 2), {}, 0),
+        ((3, 3, 4, 2), {}, (0, 1, 2)),
+        ((2, 3, 3, 4, 2), {}, (0, 1, 2, 3)),
+        ((5, 4, 3), {"batch_axes": 0}, 1),
+        ((5, 4), {"batch_axes": 0}, 1),
+        ((4, 5, 3), {"batch_axes": -2}, 0),
+        ((5, 3, 3, 4, 2), {"batch_axes": (0,)}, (1, 2, 3)),
+        ((4, 3), {"unit": "tensor"}, (0, 1)),
+        ((5, 4, 3), {"unit": "tensor", "batch_axes": 0}, (1, 2)),
+        ((4, 3), {"axis": 1}, 1),
+        ((4, 3), {"axis": (-1, 0)}, (0, 1)),
+        ((4, 3, 2), {"axis": kernels_by_their_middle}, (0, 2)),
+    ],
+    ids=lambda value: str(
+        {k: getattr(v, "__name__", v) for k, v in value.items()} if isinstance(value, dict) else value
+    ),
+)
+def test_agc_is_equation_3_for_every_rank_and_choice_of_axes(shape, arguments, axis):
+    rng = np.random.default_rng(0)
+    scale = np.exp(rng.normal(size=shape))
+    g, w = f32(rng.normal(size=shape) * scale * 0.1), f32(rng.normal(size=shape))
+    updates, _ = run(shrewjax.adaptive_grad_clip(0.1, **arguments), [{"kernel": g}], {"kernel": w})
+    expected = agc(g, w, axis)
+    assert not np.array_equal(expected, np.float64(g)) or shape == ()
+    np.testing.assert_allclose(updates["kernel"][0], expected, rtol=1e-5)
+
+
+def test_agc_where_parameters_are_zero_still_learns_and_says_what_it_saw():
+    tx = shrewjax.adaptive_grad_clip(0.5, eps=1e-3)
+    params = {"w": jnp.array([[1.0, 0.0], [0.0, 0.0]])}
+    updates, state = tx.update({"w": jnp.array([[0.3, 3.0], [0.4, 4.0]])}, tx.init(params), params)
+    np.testing.assert_allclose(updates["w"], [[0.3, 3e-4], [0.4, 4e-4]], rtol=1e-6)
+    assert float(state.ratio_max) == pytest.approx(5000, rel=1e-6)
+    assert (float(state.threshold), float(state.clipped_share)) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_unit_norms_neither_overflow_nor_underflow(scale):
+    g, w = f32([[3, 1], [4, 1]]) * f32(scale), f32([[1, 1], [1, 1]]) * f32(scale)
+    updates, _ = run(shrewjax.adaptive_grad_clip(0.1, eps=0), [g], w)
+    np.testing.assert_allclose(
+        np.float64(updates[0]) / scale, agc(g / f32(scale), np.ones((2, 2)), 0, eps=0), rtol=1e-5
+    )
+    updates, states = run(shrewjax.clip_by_block_rms(scale * 0.1, batch_axes=1), [g])
+    np.testing.assert_allclose(np.sqrt(np.mean((np.float64(updates[0]) / scale) ** 2, axis=0)), [0.1, 0.1], rtol=1e-5)
+    assert float(states.rms_max[0]) == pytest.approx(12.5**0.5 * scale, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.complex64])
+def test_unit_rules_keep_dtypes_and_leave_small_units_bit_for_bit(dtype):
+    g = jnp.asarray([[300.0, 1e-3], [400.0, 6e-8]], dtype)
+    w = jnp.ones((2, 2), jnp.float32)
+    for tx, share in ((shrewjax.adaptive_grad_clip(0.1), 0.5), (shrewjax.clip_by_block_rms(1.0, batch_axes=1), 0.5)):
+        updates, state = jax.jit(tx.update)(g, tx.init(w), w)
+        assert updates.dtype == g.dtype
+        assert bits(updates[:, 1]) == bits(g[:, 1])
+        assert float(state.clipped_share) == share
+        np.testing.assert_allclose(
+            np.complex128(updates[1, 0]) / np.complex128(updates[0, 0]), 4 / 3, rtol=4 * float(jnp.finfo(dtype).eps)
+        )
+
+
+def test_agc_infinite_threshold_is_the_identity_and_a_bad_unit_spoils_no_other():
+    g, w = f32([[np.nan, 1], [1, 1]]), np.zeros((2, 2), f32)
+    updates, _ = run(shrewjax.adaptive_grad_clip(np.inf, eps=0), [g], w)
+    assert bits(updates[0]) == bits(g)
+    updates, states = run(shrewjax.adaptive_grad_clip(0.1, eps=1.0), [g], w)
+    assert np.isnan(updates[0][:, 0]).all()
+    np.testing.assert_allclose(updates[0][:, 1], [0.1 / 2**0.5] * 2, rtol=1e-6)
+    assert np.isnan(states.ratio_max[0])
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_block_rms_is_adafactors_on_random_updates(size):
+    for g in (f32(np.random.default_rng(i).normal(size=size) * 2) for i in range(5)):
+        updates, _ = run(shrewjax.clip_by_block_rms(0.7), [g])
+        rms = np.sqrt(np.mean(np.float64(g) ** 2))
+        np.testing.assert_allclose(updates[0], np.float64(g) / max(1, rms / 0.7), rtol=1e-5)
+
+
+# --- one bad gradient -----------------------------------------------------------------------------------------------
+
+RULES = {
+    "percentile": lambda: shrewjax.clip_by_norm_percentile(50.0, history_length=5),
+    "zscore": lambda: shrewjax.clip_by_norm_zscore(1.0, warmup_steps=3),
+    "leaf_ema": lambda: shrewjax.clip_by_leaf_norm_ema(warmup_steps=3),
+}
+REMEMBERED = {
+    "percentile": lambda s: s.history,
+    "zscore": lambda s: (s.recorded, s.mean, s.std),
+    "leaf_ema": lambda s: (s.recorded, s.norm_ema),
+}
+
+
+@BAD
+@pytest.mark.parametrize("when", [1, 6], ids=["in the warm-up", "later"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_bad_gradient_is_as_if_it_had_not_been(rule, when, bad):
+    gradients = list(vectors(NORMS[:10]))
+    spoilt = {"a": jnp.asarray([1.0, bad], jnp.float32), "b": gradients[0]["b"]}
+    _, clean = run(RULES[rule](), gradients)
+    updates, states = run(RULES[rule](), [*gradients[:when], spoilt, *gradients[when:]])
+    for seen, expected in zip(
+        jax.tree.leaves(REMEMBERED[rule](states)), jax.tree.leaves(REMEMBERED[rule](clean)), strict=True
+    ):
+        np.testing.assert_array_equal(np.delete(seen, when, axis=0), expected)
+        np.testing.assert_array_equal(seen[when], seen[when - 1])
+    assert np.isnan(updates["a"][when]).all()  # seen, not hidden
+
+
+# --- bias ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("c", [0.5, 1, 2, 4])
+def test_clipping_bias_has_its_fixed_point_where_theory_says(c):
+    """f = x**2 / 2, noise +9 with probability 0.1, -1 with 0.9: the clipped field vanishes at 1 - c / 9."""
+    tx = optax.chain(shrewjax.clip_by_global_norm(c), optax.sgd(0.05))
+
+    @jax.jit
+    def mean_step(x):
+        def step(noise):
+            return tx.update(x + noise, tx.init(x))[0]
+
+        return x + 0.1 * step(9.0) + 0.9 * step(-1.0)
+
+    x = jnp.asarray(0.3)
+    for _ in range(3000):
+        x = mean_step(x)
+    assert float(x) == pytest.approx(1 - c / 9, rel=0.02)
+
+
+# --- on many devices ----------------------------------------------------------------------------------------------
+
+SHAPES = {"rows": (16, 4), "columns": (3, 8), "replicated": (5, 2)}
+SPECS = {"rows": P("data"), "columns": P(None, "model"), "replicated": P()}
+MAPPED = {
+    "agc": lambda **k: shrewjax.adaptive_grad_clip(0.05, unit="tensor", **k),
+    "block_rms": lambda **k: shrewjax.clip_by_block_rms(0.5, **k),
+    "percentile": lambda **k: shrewjax.clip_by_norm_percentile(30.0, **k),
+    "zscore": lambda **k: shrewjax.clip_by_norm_zscore(0.1, warmup_steps=1, max_norm=np.inf, **k),
+    "leaf_ema": lambda **k: shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, **k),
+}
+
+
+def trees(scale=1.0):
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        yield {k: f32(scale * np.exp(rng.normal()) * rng.normal(size=s)) for k, s in SHAPES.items()}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e25])
+@pytest.mark.parametrize("rule", MAPPED)
+def test_shard_map_gives_the_unsharded_answer(rule, scale):
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    place = lambda tree: jax.tree.map(lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mesh, s)), tree, SPECS)  # noqa: E731
+    tx = MAPPED[rule]()
+    params, *gradients = trees(scale)
+    state = mapped_state = tx.init(params)
+    update = jax.jit(tx.update)
+    mapped = jax.jit(jax.shard_map(tx.update, mesh=mesh, in_specs=(SPECS, P(), SPECS), out_specs=(SPECS, P())))
+    for g in gradients:
+        expected, state = update(g, state, params)
+        updates, mapped_state = mapped(place(g), mapped_state, place(params))
+        assert_close(updates, expected, rtol=1e-5)
+        assert_close(mapped_state, state, rtol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_units_that_are_whole_or_divided_on_devices(check_vma):
+    """A leaf of (in, out): sharded along `out` units are whole on a device, along `in` they are divided."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(0)
+    g, w = (f32(np.exp(rng.normal(size=(16, 8))) * rng.normal(size=(16, 8))) for _ in range(2))
+    expected, expected_state = run(shrewjax.adaptive_grad_clip(1.0), [g], w)
+    for spec, axis_name in ((P(None, "data"), ()), (P("data"), "data")):
+        tx = shrewjax.adaptive_grad_clip(1.0, axis_name=axis_name)
+        mapped = jax.shard_map(
+            lambda g, w, tx=tx: tx.update(g, tx.init(w), w)[0],
+            mesh=mesh,
+            in_specs=(spec, spec),
+            out_specs=spec,
+            check_vma=check_vma,
+        )
+        np.testing.assert_allclose(jax.jit(mapped)(g, w), expected[0], rtol=1e-5)
+    silent = shrewjax.adaptive_grad_clip(1.0)
+    mapped = jax.shard_map(
+        lambda g, w: silent.update(g, silent.init(w), w)[0],
+        mesh=mesh,
+        in_specs=(spec, spec),
+        out_specs=spec,
+        check_vma=check_vma,
+    )
+    with pytest.raises(ValueError, match=r"pass\s+axis_name="):
+        jax.jit(mapped)(g, w)
+    assert 0 < float(expected_state.clipped_share[0]) < 1
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_stacked_layers_sharded_along_the_stack(axis_type):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[axis_type],))
+    place = lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, P("data")))  # noqa: E731
+    tx = shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, batch_axes=0)
+    gradients = [f32(np.exp(np.random.default_rng(i).normal(size=(8, 1))) * np.ones((8, 3))) for i in range(3)]
+    state, sharded_state = tx.init(gradients[0]), tx.init(place(gradients[0]))
+    update = jax.jit(tx.update)
+    for g in gradients:
+        expected, state = update(g, state)
+        updates, sharded_state = update(place(g), sharded_state)
+        assert_close(updates, expected, rtol=1e-6)
+        assert_close(sharded_state, state, rtol=1e-6)
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: shrewjax.clip_by_norm_percentile(101), r"percentile must be between 0 and 100 and not NaN, got 101"),
+        (lambda: shrewjax.clip_by_norm_percentile(history_length=0), r"history_length must be an int >= 1"),
+        (lambda: shrewjax.clip_by_norm_percentile(history_length=jnp.int32(9)), r"history_length.*static_args"),
+        (lambda: shrewjax.clip_by_norm_zscore(decay=1.5), r"decay must be between 0 and 1"),
+        (lambda: shrewjax.clip_by_leaf_norm_ema(0.9), r"max_ratio must be >= 1"),
+        (lambda: shrewjax.adaptive_grad_clip(unit="row"), r"unit must be one of 'auto', 'tensor', got 'row'"),
+        (lambda: shrewjax.adaptive_grad_clip(axis=1.5), r"axis must be an int, a tuple of ints, None or a function"),
+        (lambda: shrewjax.adaptive_grad_clip(axis=jnp.int32(1)), r"axis must be static.*static_args"),
+        (lambda: shrewjax.clip_by_block_rms(-1), r"threshold must be >= 0"),
+        (
+            lambda: shrewjax.clip_by_block_rms(batch_axes=1).init({"b": jnp.ones(3)}),
+            r"batch_axes \(1,\) is out of range for gradient leaf \['b'\] of shape \(3,\)",
+        ),
+        (lambda: shrewjax.adaptive_grad_clip().update(jnp.ones(3), None), r"pass params to update"),
+        (
+            lambda: shrewjax.adaptive_grad_clip().update({"a": jnp.ones(3)}, None, {"a": jnp.ones(4)}),
+            r"\['a'\] is float32 of shape \(3,\), its parameter float32 of shape \(4,\)",
+        ),
+        (
+            lambda: shrewjax.adaptive_grad_clip().update({"a": jnp.ones(3)}, None, {"c": jnp.ones(3)}),
+            r"no parameter for the gradient leaves \['a'\]",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_place_without_a_gradient_keeps_its_average():
+    tx = shrewjax.clip_by_leaf_norm_ema(warmup_steps=1)
+    params = tree_of()
+    _, state = tx.update(tree_of(1), tx.init(params))
+    updates, after = jax.jit(tx.update)(tree_of(2) | {"b": None}, state)
+    assert updates["b"] is None
+    assert after.norm_ema["b"] == state.norm_ema["b"]
+    assert after.norm_ema["w"] != state.norm_ema["w"]
+
+
+def test_each_threshold_is_in_the_metrics():
+    params = tree_of()
+    tx = optax.chain(*(lenient(make()) for make in MAPPED.values()))
+    _, state = tx.update(tree_of(1), tx.init(params), params)
+    names = shrewjax.metrics(state)
+    for i, rule in enumerate(MAPPED):
+        assert f"{i}/threshold" in names or f"{i}/threshold_max" in names, rule

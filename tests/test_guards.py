@@ -1,0 +1,190 @@
+"""A skipped step touches nothing, exactly the right steps are skipped, and no guard locks up."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import bits, lenient
+
+import shrewjax
+
+f32 = np.float32
+INNER = lenient(optax.adam(0.1))
+BAD = pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+
+
+def run(tx, gradients, **extra):
+    """Updates and states of every step; each value in `extra` has one number a step."""
+    params = jnp.zeros_like(jnp.asarray(gradients[0]))
+    update = jax.jit(lambda g, s, extra: tx.update(g, s, params, **extra))
+    state, steps = tx.init(params), []
+    for i, g in enumerate(gradients):
+        updates, state = update(jnp.asarray(g), state, {k: jnp.asarray(v[i], jnp.float32) for k, v in extra.items()})
+        steps.append((updates, state))
+    return steps
+
+
+def applied(steps):
+    return [bool(state.applied) for _, state in steps]
+
+
+def spikes(values, window=128, sigmas=6.0, min_observed=64, floor=1e-3):
+    """The rule in float64: which values are spikes against those before."""
+    for t, x in enumerate(values):
+        before = values[max(0, t - window) : t]
+        if len(before) < min_observed:
+            yield False
+        else:
+            std = max(np.std(before, ddof=1), floor * abs(np.mean(before)))
+            yield x > np.mean(before) + sigmas * std
+
+
+# --- non-finite gradients -----------------------------------------------------------------------------------------
+
+
+@BAD
+def test_a_bad_gradient_is_skipped_and_inner_never_knows(bad):
+    good = [f32([1, 2]), f32([3, -1]), f32([0.5, 1])]
+    steps = run(shrewjax.skip_nonfinite(INNER), [good[0], f32([1, bad]), *good[1:]])
+    clean = run(INNER, good)
+    assert applied(steps) == [True, False, True, True]
+    assert bits(steps[1][0]) == bits(f32([0, 0]))
+    assert bits(steps[1][1].inner_state) == bits(steps[0][1].inner_state)
+    assert bits([(u, s.inner_state) for u, s in (steps[0], *steps[2:])]) == bits(clean)
+    assert [int(s.skipped) for _, s in steps] == [0, 1, 1, 1]
+    assert [int(s.consecutive) for _, s in steps] == [0, 1, 0, 0]
+
+
+def test_gradients_whose_norm_leaves_float32_are_not_skipped():
+    assert applied(run(shrewjax.skip_nonfinite(optax.identity()), [f32([3e38, 3e38])])) == [True]
+
+
+@pytest.mark.parametrize("at_limit", ["keep_skipping", "zero_nonfinite"])
+def test_at_the_limit_it_says_so_and_does_what_was_chosen(at_limit):
+    bad, good = f32([1, np.nan]), f32([2, 3])
+    tx = shrewjax.skip_nonfinite(optax.sgd(1.0), max_consecutive=2, at_limit=at_limit)
+    steps = run(tx, [bad, bad, bad, good, bad])
+    assert [bool(s.limit_reached) for _, s in steps] == [False, True, True, False, False]
+    from_the_limit_on = [0, 0] if at_limit == "keep_skipping" else [-1, 0]
+    expected = [[0, 0], from_the_limit_on, from_the_limit_on, [-2, -3], [0, 0]]
+    np.testing.assert_array_equal([u for u, _ in steps], expected)
+    assert [int(s.skipped) for _, s in steps] == ([1, 2, 3, 3, 4] if at_limit == "keep_skipping" else [1, 1, 1, 1, 2])
+
+
+def test_what_is_no_number_passes_and_does_not_count():
+    tree = {"w": jnp.ones(2), "i": jnp.arange(3), "n": None, "m": optax.MaskedNode()}
+    tx = shrewjax.skip_nonfinite(optax.identity())
+    updates, state = jax.jit(tx.update)(tree, tx.init(tree))
+    assert bits(updates) == bits(tree)
+    assert bool(state.applied)
+
+
+# --- spikes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", ["grad_norm", "value"])
+@pytest.mark.parametrize("arguments", [{}, {"window": 20, "sigmas": 2.0, "min_observed": 5}], ids=str)
+def test_the_spikes_are_those_of_the_rule_in_float64(of, arguments):
+    rng = np.random.default_rng(0)
+    values = np.float64(f32(3 + 0.3 * rng.normal(size=300)))
+    values[[50, 80, 81, 150, 250]] *= 3
+    extra = {"value": values} if of == "value" else {}
+    gradients = [f32([x]) if of == "grad_norm" else f32([1]) for x in values]
+    steps = run(shrewjax.skip_on_spike(optax.identity(), of=of, **arguments), gradients, **extra)
+    expected = list(spikes(values, **arguments))
+    assert sum(expected) >= 2
+    assert applied(steps) == [not spike for spike in expected]
+    assert int(steps[-1][1].skipped) == sum(expected)
+
+
+@pytest.mark.parametrize("level", [1.0, 2.3e-20, 1e30, -5.0])
+def test_of_a_constant_history_only_what_stands_out_is_a_spike(level):
+    values = [level] * 10 + [level + 1e-3 * abs(level), level, level + 0.1 * abs(level)]
+    tx = shrewjax.skip_on_spike(optax.identity(), of="value", min_observed=8)
+    assert applied(run(tx, [f32([1])] * len(values), value=values)) == [True] * 12 + [False]
+
+
+def test_a_new_level_becomes_the_usual_one():
+    norms = [1 + 0.01 * (i % 3) for i in range(20)] + [10.0] * 30
+    steps = run(shrewjax.skip_on_spike(optax.identity(), window=16, min_observed=8), [f32([n]) for n in norms])
+    assert not applied(steps)[20]
+    assert sum(not a for a in applied(steps)) <= 2
+
+
+@BAD
+@pytest.mark.parametrize("when", [2, 20], ids=["before it is on", "later"])
+def test_a_bad_gradient_costs_one_step_and_leaves_no_trace(bad, when):
+    norms = [f32([1 + 0.1 * (i % 4), 0]) for i in range(30)]
+    make = lambda: shrewjax.skip_on_spike(INNER, window=16, min_observed=8)  # noqa: E731
+    steps = run(make(), [*norms[:when], f32([1, bad]), *norms[when:]])
+    clean = run(make(), norms)
+    assert applied(steps) == [i != when for i in range(31)]
+    remembered = [(u, s.history, s.inner_state) for u, s in steps]
+    assert bits(remembered[:when] + remembered[when + 1 :]) == bits([(u, s.history, s.inner_state) for u, s in clean])
+    assert bits(remembered[when][1:]) == bits(remembered[when - 1][1:])
+
+
+def test_value_reaches_inner_and_must_be_there():
+    def update(updates, state, params=None, *, value, **extra_args):
+        return jax.tree.map(lambda g: g * value, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    tx = shrewjax.skip_on_spike(inner, of="value")
+    updates, _ = tx.update(jnp.ones(1), tx.init(jnp.ones(1)), value=jnp.float32(3))
+    np.testing.assert_array_equal(updates, [3])
+    with pytest.raises(ValueError, match="needs value="):
+        tx.update(jnp.ones(1), tx.init(jnp.ones(1)))
+
+
+# --- both ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("make", [shrewjax.skip_nonfinite, shrewjax.skip_on_spike])
+def test_one_bad_shard_skips_the_step_on_every_device(make, check_vma):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("data")
+    tx = make(optax.identity(), axis_name="data")
+
+    def update(g):
+        updates, state = tx.update(g, tx.init(g))
+        return updates, state.skipped
+
+    mapped = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=spec, out_specs=(spec, jax.P()), check_vma=check_vma))
+    grads = np.ones((8, 2), f32)
+    np.testing.assert_array_equal(mapped(grads)[0], grads)
+    grads[5, 1] = np.nan
+    updates, skipped = mapped(grads)
+    np.testing.assert_array_equal(updates, np.zeros((8, 2)))
+    assert int(skipped) == 1
+
+
+def test_metrics_look_through_guards():
+    tx = shrewjax.skip_nonfinite(shrewjax.skip_on_spike(shrewjax.clip_by_global_norm(1.0)))
+    _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
+    found = {k: float(v) for k, v in shrewjax.metrics(state).items()}
+    assert found["skipped"] == 0
+    assert found["limit_reached"] == 0
+    assert found["inner_state/measured"] == 5
+    assert found["inner_state/threshold"] == np.inf
+    assert found["inner_state/inner_state/grad_norm"] == 5
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: shrewjax.skip_nonfinite(3), r"inner must be an optax.GradientTransformation, got 3"),
+        (lambda: shrewjax.skip_nonfinite(INNER, max_consecutive=3), r"max_consecutive and at_limit belong together"),
+        (lambda: shrewjax.skip_nonfinite(INNER, at_limit="keep_skipping"), r"belong together"),
+        (lambda: shrewjax.skip_nonfinite(INNER, max_consecutive=0, at_limit="keep_skipping"), r"max_consecutive must"),
+        (lambda: shrewjax.skip_nonfinite(INNER, max_consecutive=3, at_limit="apply"), r"at_limit must be one of"),
+        (lambda: shrewjax.skip_on_spike(INNER, of="loss"), r"of must be one of 'grad_norm', 'value'"),
+        (lambda: shrewjax.skip_on_spike(INNER, window=8), r"min_observed must be at most the window, 8, got 64"),
+        (lambda: shrewjax.skip_on_spike(INNER, window=jnp.int32(8)), r"window.*static_args"),
+        (lambda: shrewjax.skip_on_spike(INNER, sigmas=-1), r"sigmas must be >= 0"),
+    ],
+)
+def test_what_is_wrong_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
