@@ -156,7 +156,9 @@ def clip_by_norm_zscore(
                                               in the warm-up: it passes as it is)
     norm beyond float32                       in the warm-up not recorded; then held to the mean, and recorded so
     all norms equal                           the mean is that norm to the last bit, the deviation 0
-    then a new, higher level of norms         held to about the mean for long: the deviation grows from `eps` only
+    then a new, higher level of norms         held to the mean for good: without any deviation there is no growth
+    a mean of 0 (no warm-up, or one of zeros) as in the warm-up, until there is another
+    a NaN argument in an array                every floating leaf becomes NaN; nothing is recorded that is not finite
     z at most z_threshold, norm <= max_norm   the gradients to the last bit
     max_norm = inf                            no cap; in the warm-up nothing is clipped
     ========================================  =======================================================================
@@ -216,23 +218,25 @@ def clip_by_norm_zscore(
         grad_norm = _norms.to_float32(norm)
 
         is_warmup = state.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
+        # A mean of 0, too, says nothing of what is to come: without any warm-up, or after one of zeros.
+        averages_all = is_warmup | (state.recorded == 0) | (state.mean == 0)
         z = (grad_norm - state.mean) / (state.std + eps_)
-        is_spike = ~is_warmup & (z > limit_z)
+        is_spike = ~averages_all & (z > limit_z)
         held = state.mean + limit_z * (limit_z / z) * state.std
         # What is no spike is at most this, whatever the rounding.
         onset = jnp.fmax(state.mean + limit_z * (state.std + eps_), grad_norm)
-        threshold = jnp.minimum(jnp.where(is_warmup, jnp.inf, jnp.where(is_spike, held, onset)), cap)
+        threshold = jnp.minimum(jnp.where(averages_all, jnp.inf, jnp.where(is_spike, held, onset)), cap)
+        threshold = jnp.where(jnp.isnan(limit_z) | jnp.isnan(eps_), jnp.nan, threshold)
         updates, factor = hold_to(updates, norm, _limit(threshold, grad_norm, norm))
 
         value = jnp.where(is_spike, held, grad_norm)
-        is_recorded = jnp.isfinite(norm.mantissa) & jnp.isfinite(value)
-        is_first = is_warmup | (state.recorded == 0)  # without any warm-up, too, the first norm is the mean
         n = optax.safe_increment(state.recorded)
-        share = jnp.where(is_first, 1 / n.astype(jnp.float32), jnp.asarray(1 - decay, jnp.float32))
+        share = jnp.where(averages_all, 1 / n.astype(jnp.float32), jnp.asarray(1 - decay, jnp.float32))
         mean = _statistics.moved(state.mean, value, share)
         # Of an average over all, the square that is added is (value - old mean) (value - new mean): no less is exact.
-        deviation = jnp.where(is_first, jnp.sqrt(1 - share) * (value - state.mean), value - mean)
+        deviation = jnp.where(averages_all, jnp.sqrt(1 - share) * (value - state.mean), value - mean)
         std = _statistics.spread(state.std, deviation, share)
+        is_recorded = jnp.isfinite(norm.mantissa) & jnp.isfinite(value) & jnp.isfinite(mean) & jnp.isfinite(std)
         return updates, ClipByNormZscoreState(
             recorded=jnp.where(is_recorded, n, state.recorded),
             mean=jnp.where(is_recorded, mean, state.mean),
@@ -443,9 +447,12 @@ def clip_by_block_rms(
         units = _find_units(updates, _stacked(batch_axes))
         norms = _norms.measure_units(units.leaves, units.kept, mesh_axes)
         counts = sizes(units.leaves, axes=mesh_axes, kept=units.kept)
-        shares = [_norms.limit(max(n, 1) ** -0.5, norm) for n, norm in zip(counts, norms, strict=True)]
-        rms = list(map(_norms.product, norms, shares))
-        factors = _norms.clip_factors(rms, [_norms.limit(threshold, r) for r in rms])
+        rms, limits = [], []
+        for n, norm in zip(counts, norms, strict=True):
+            rms.append(_norms.product(norm, _norms.limit(max(n, 1) ** -0.5, norm)))
+            # Not the rounded RMS is compared, but the norm: so that a block of ones is within a threshold of 1.
+            limits.append(_norms.product(_norms.limit(threshold, norm), _norms.limit(max(n, 1) ** 0.5, norm)))
+        factors = _norms.clip_factors(norms, limits)
         return units.scaled(updates, factors), ClipByBlockRmsState(
             threshold=jnp.asarray(threshold, jnp.float32),
             rms_max=_largest(rms),
@@ -570,7 +577,8 @@ def clip_by_leaf_norm_ema(
             clipped = _norms.to_float32(_chosen(factor.applies, held, norm))
             smallest = jnp.where(ema == 0, clipped, jnp.minimum(ema, clipped))
             ema_or_min = jnp.where(is_warmup | (ema == 0), smallest, _statistics.moved(ema, clipped, share))
-            return jnp.where(is_recorded & jnp.isfinite(clipped) & (clipped > 0), jnp.maximum(ema_or_min, floor), ema)
+            new = jnp.maximum(ema_or_min, floor)
+            return jnp.where(is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new) & (clipped > 0), new, ema)
 
         pairs = list(map(compared, norms, emas))
         seen, limits = [pair[0] for pair in pairs], [pair[1] for pair in pairs]

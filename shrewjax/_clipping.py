@@ -178,7 +178,7 @@ def clip_grad_percentile(
     ==========  ===============================================================
     method      b
     ==========  ===============================================================
-    linear      v_j + f (v_(j+1) - v_j), within 1 ulp and below v_(j+1) if f < 1
+    linear      v_j + f (v_(j+1) - v_j), within 1 ulp, and below v_(j+1) unless that is v_j or inf
     lower       v_j
     higher      v_(j+1) if f > 0, else v_j
     nearest     the nearer of the two; at f = 1/2 the one of even rank
@@ -192,6 +192,8 @@ def clip_grad_percentile(
     percentile = 100                      the gradients to the last bit; b is the largest magnitude
     an infinity                           counts as the largest; clipped if b is finite
     an element within [-b, b]             itself to the last bit, subnormals and -0.0 included
+    complex                               modulus limited, phase kept; NaN where it is not finite, unless percentile is
+                                          100; a modulus beyond the dtype counts as inf, a subnormal one may count as 0
     b = 0 (more than p % zeros)           zeros: `over="nonzero"` is for sparse gradients
     only zeros, no elements, no leaves    unchanged; b is 0
     percentile NaN in an array            as a NaN gradient; outside of [0, 100] in an array: as the nearer end
@@ -202,8 +204,9 @@ def clip_grad_percentile(
     against spikes: a gradient a thousand times as large is clipped at a bound a thousand times as large. For that, use
     `clip_grad_norm`. Before an optimizer that divides by the gradients' scale, such as Adam, only the shape matters.
 
-    No sort, no copy of the data, no gather: found by counting, in some 6 reads of the data (16-bit leaves: 3). Sharded
-    gradients give the same bits. Differentiable with b taken as a constant.
+    No sort, no copy of the data, no gather: found by counting, in 5 to 8 reads of the data (16-bit leaves: 3 to 6),
+    more where most magnitudes are equal, at most some 20. Sharded gradients give the same bits. Differentiable with b
+    taken as a constant.
 
     Args:
       grads: pytree of arrays. Complex leaves count and are clipped with their modulus, keeping their phase; integer,
@@ -435,7 +438,8 @@ def clip_by_percentile(
     The tables of `clip_grad_percentile` say what happens at the edges, and its text when the rule is useful: it limits
     (100 - p) % of the elements in every step, and guards against no spike. The search for b starts from that of the
     step before, near which it usually lies; whatever the start, it is exact. To schedule the percentile, wrap it in
-    `optax.inject_hyperparams`.
+    `optax.inject_hyperparams`, with `hyperparam_dtype=jnp.float32` where parameters are narrower: in bfloat16, 99.9 is
+    100, which clips nothing.
 
     Args:
       percentile: p in [0, 100], a number or a scalar array, as in `clip_grad_percentile`.
@@ -465,7 +469,7 @@ def clip_by_percentile(
 
     def init_fn(params: optax.Params) -> ClipByPercentileState:
         zero = jnp.zeros((), jnp.float32)
-        bounds = jax.tree.map(jnp.zeros_like, jax.tree.map(lambda _: zero, params)) if scope == "leaf" else zero
+        bounds = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params) if scope == "leaf" else zero
         return ClipByPercentileState(bound=bounds, clipped_fraction=jnp.zeros((), jnp.float32))
 
     def update_fn(
@@ -530,10 +534,18 @@ def _clip_percentile(
     counted = [i for i, x in enumerate(leaves) if is_counted(x)]
     of_leaf = rule.scope == "leaf"
     if start is not None and of_leaf:
-        starts = treedef.flatten_up_to(start)
+        # Where there is no gradient (None), what the state has is not needed.
+        starts = jax.tree.leaves(jax.tree.map(lambda s, g: None if g is None else s, start, grads))
         start = jnp.stack([starts[i] for i in counted]) if counted else None
-    options = rule._asdict()
-    selected = select([leaves[i] for i in counted], options.pop("percentile"), **options, start=start)
+    selected = select(
+        [leaves[i] for i in counted],
+        rule.percentile,
+        method=rule.method,
+        scope=rule.scope,
+        over=rule.over,
+        axes=rule.axes,
+        start=start,
+    )
     bounds: list[Any] = [jnp.zeros((), jnp.float32)] * len(leaves)
     for place, i in enumerate(counted):
         bound, bits = (x[place] if of_leaf else x for x in (selected.bound, selected.bits))
@@ -545,8 +557,12 @@ def _clip_percentile(
 
 def _clip_to_selected(x: Any, bound: jax.Array, bits: jax.Array, percentile: Fraction | jax.Array) -> jax.Array:
     precision = _norms.real_dtype(x)
-    limit = _norms.narrower_bits(bits, bound.dtype, precision)
-    clipped = _clip_magnitude(x, lax.bitcast_convert_type(limit, precision), limit)
+    if jnp.finfo(precision).bits < 16:  # of these, some have no infinity
+        own = _norms.round_toward_zero(bound, precision)
+        clipped = _clip_magnitude(x, own, _norms.magnitude_bits(own))
+    else:
+        limit = _norms.narrower_bits(bits, bound.dtype, precision)
+        clipped = _clip_magnitude(x, lax.bitcast_convert_type(limit, precision), limit)
     clipped = jnp.where(percentile >= 100, x, clipped)
     return jnp.where(jnp.isnan(bound), jnp.asarray(jnp.nan, x.dtype), clipped)
 

@@ -181,7 +181,7 @@ def skip_on_spike(
       inner: the transformation to wrap, usually a whole optimizer.
       of: `"grad_norm"`, or `"value"`: a real scalar array or number that is passed to `update` as `value=`, usually the
         loss, the same on every device. It is forwarded to inner, too.
-      sigmas: k, a real scalar >= 0, or a scalar array.
+      sigmas: k, a real scalar >= 0, or a scalar array. With inf, nothing finite is a spike.
       window: how many measurements are remembered, an int >= 1. `None` means 128.
       min_observed: how many it takes, a real scalar >= 0, or a scalar array.
       min_relative_std: r, a real scalar >= 0, or a scalar array.
@@ -240,8 +240,10 @@ def skip_on_spike(
 
         mean, std = _statistics.mean_and_std(state.history)
         least = jnp.asarray(min_relative_std, jnp.float32) * jnp.abs(mean)
-        onset = mean + jnp.asarray(sigmas, jnp.float32) * jnp.maximum(std, least)
-        is_on = state.history.filled.astype(jnp.float32) >= jnp.asarray(min_observed, jnp.float32)
+        k = jnp.asarray(sigmas, jnp.float32)
+        onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
+        observed = state.history.filled
+        is_on = (observed > 0) & (observed.astype(jnp.float32) >= jnp.asarray(min_observed, jnp.float32))
         threshold = jnp.where(is_on, onset, jnp.inf)
         runs = jnp.isfinite(measured) & (measured <= threshold)
 

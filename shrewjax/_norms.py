@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax._checks import Scalar
-from shrewjax._reductions import Axes, Kept, anywhere, leaf_maxima, leaf_sums
+from shrewjax._reductions import Axes, Kept, anywhere, demand_tracking, leaf_maxima, leaf_sums
 
 Scope = Literal["global", "leaf"]
 
@@ -343,6 +343,8 @@ def combine(norms: Sequence[Scaled]) -> Scaled:
     if not norms:
         return split(jnp.zeros((), jnp.float32))
     # What units there are on other devices, their types tell.
+    if any(n.mantissa.ndim for n in norms):
+        demand_tracking("several units of a leaf")
     keys = leaf_maxima(_exponent_key, packed([n.exponent for n in norms]), axes=())
     largest = jnp.max(jnp.concatenate(keys)) + _EXPONENT_OF_ZERO * 2
     heights = [times_power_of_two(n.mantissa, n.exponent - largest) for n in norms]
@@ -455,6 +457,7 @@ def limit(value: Scalar, like: Scaled) -> Scaled:
     return in_dtype_of(split(jnp.maximum(value, 0)), like)
 
 
+@partial(jax.jit, inline=True)  # as `measure`
 def clip_factor(norm: Scaled, limit: Scaled) -> Factor:
     """What brings a measured norm down to its limit: the decision of every norm clip. Shapes of `norm`."""
     applies = _exceeds(norm, limit)

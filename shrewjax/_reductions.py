@@ -77,23 +77,24 @@ def leaf_counts(
 
 
 def joined(leaves: Sequence[Any], axes: Axes) -> list[Any]:
-    """The same elements with the small leaves of a kind as one vector, where a device holds all of them.
+    """The same elements with the smallest leaves of a kind as one vector, where a device holds all of them.
 
     For reductions of all elements together: a kernel takes longer to compile and to launch than to read a small leaf.
+    What is copied so is less than 1/256 of all.
     """
     if _may_be_partitioned():
         return list(leaves)
+    left = sum(x.size for x in leaves) // 256
     large: list[Any] = []
     small: dict[Any, list[Any]] = {}
-    for x, over in zip(leaves, _axes_to_reduce(leaves, [False] * len(leaves), axes), strict=True):
-        if x.size > _SMALL:
+    with_axes = zip(leaves, _axes_to_reduce(leaves, [False] * len(leaves), axes), strict=True)
+    for x, over in sorted(with_axes, key=lambda pair: pair[0].size):
+        left -= x.size
+        if left < 0:
             large.append(x)
         else:
             small.setdefault((x.dtype, over), []).append(jnp.ravel(x))
     return large + [jnp.concatenate(of_kind) for of_kind in small.values()]
-
-
-_SMALL = 2**14
 
 
 def sizes(leaves: Sequence[Any], *, axes: Axes, kept: Sequence[Kept] | None = None) -> list[int]:
@@ -114,6 +115,16 @@ def unit_zeros(leaf: Any, keep: Kept) -> jax.Array:
 def anywhere(flag: jax.Array) -> jax.Array:
     """Whether a flag is set on any device: what a branch of all devices can hang on where units differ. Shape ()."""
     return _over_devices(lax.pmax, [flag.astype(jnp.int32)], [False], ())[0] > 0
+
+
+def demand_tracking(what: str) -> None:
+    """An error where types do not tell on which devices the others are, and no `axis_name` could."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if manual and not _varying(lax.axis_index(manual[0])):
+        raise ValueError(
+            f"{what} cannot be combined inside shard_map with check_vma=False, or pmap (mapped axes here: "
+            f"{', '.join(map(repr, manual))}): a type does not tell which are on other devices. Use check_vma=True"
+        )
 
 
 def all_finite(leaves: Sequence[Any], axes: Axes) -> jax.Array:

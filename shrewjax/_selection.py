@@ -29,8 +29,8 @@ class Selected(NamedTuple):
     """A percentile of |g|: of all leaves together (shape ()) or of each (shape (leaves,))."""
 
     bound: jax.Array  # the percentile, float32 or float64 (if a leaf is); 0 if there is no element, NaN if one is NaN
-    bits: jax.Array  # the same as integers, which no backend flushes
-    above: jax.Array  # float32: how many elements are larger
+    bits: jax.Array  # the same as integers, which no backend flushes; without meaning where there is a NaN
+    above: jax.Array  # float32: how many elements are larger; NaN where one is NaN
     elements: jax.Array  # float32: how many there are
     reads: jax.Array  # int32 (): how often the data was read
 
@@ -205,7 +205,7 @@ def _for_each_leaf(leaves: Sequence[Any], keys: jax.Array, dtype: Any, scope: Sc
 # Where gradients are likely to lie, as exponents of two.
 _FIRST_EXPONENTS = (-27, -21, -15, -11, -8, -4, 0, 3, 6)
 # Around a start, in powers of two.
-_FIRST_DISTANCES = (-0.135, -0.09, -0.06, -0.04, 0.0, 0.04, 0.06, 0.09, 0.135)
+_FIRST_DISTANCES = (-0.135, -0.08, -0.04, 0.0, 0.0, 0.04, 0.06, 0.09, 0.135)
 # Around an estimate, in units of its uncertainty.
 _DISTANCES = (-16.0, -8.0, -4.0, -2.0, -0.5, 0.0, 0.5, 2.0, 4.0, 8.0, 16.0)
 _PIVOTS = len(_DISTANCES)
@@ -213,7 +213,11 @@ assert len(_FIRST_EXPONENTS) == len(_FIRST_DISTANCES) == _PIVOTS - 2  # and zero
 
 
 class _Search(NamedTuple):
-    """Four points of the distribution of keys, the wanted rank between the second and the third; (1 or leaves,) all."""
+    """Four points of the distribution of keys, the wanted rank between the second and the third; (1 or leaves,) all.
+
+    counts[1] <= rank < counts[2]: the bracket. The outer points only bend the estimate of where to count next. Each
+    read puts the pivots, counted, between the second and the third, and keeps the four points around the rank.
+    """
 
     keys: jax.Array  # (..., 4), ascending
     counts: Wide  # (..., 4): how many elements lie at or below each
@@ -234,7 +238,9 @@ def _started(count: Wide, place: "_Place", start: jax.Array | None, dtype: Any) 
         around = _norms.magnitude_bits(start).astype(integers)[:, None]
         steps = np.asarray([_FIRST_DISTANCES]) * 2.0 ** jnp.finfo(dtype).nmant
         usable = (start > 0) & (start < jnp.inf)
-        inner = jnp.where(usable[:, None], jnp.clip(around + steps.astype(integers), 1, infinity - 1), inner)
+        # The first of the two at the start itself is one below it: if nothing has moved, one read is enough.
+        offsets = steps.astype(integers) - (np.arange(steps.size) == np.argmax(steps == 0))[None].astype(integers)
+        inner = jnp.where(usable[:, None], jnp.clip(around + offsets, 1, infinity - 1), inner)
     ends = [jnp.full((groups, 1), end, integers) for end in (0, infinity)]
     nothing = tuple(map(jnp.zeros_like, count))
     return _Search(
@@ -324,6 +330,11 @@ def _enclosed(
     search: _Search, leaves: Sequence[Any], dtype: Any, scope: Scope, axes: Axes
 ) -> tuple[jax.Array, jax.Array, Wide, jax.Array]:
     """The keys at the rank and at the next one, how many elements the former has up to it, and all reads."""
+    # The bracket (low, high] at the end of the search    lower       upper
+    # a single key, and the rank not its last element    high        high         nothing is left to read
+    # a single key, and the rank its last element        high        above_high
+    # the rank the last of several elements              below_high  above_high
+    # the rank the first of two                          above_low   below_high
     low, high = search.keys[:, 1], search.keys[:, 2]
     up_to_high = tuple(c[:, 2] for c in search.counts)
     is_last = _wide.equals(_wide.subtract(up_to_high, search.place.rank), 1)

@@ -502,3 +502,61 @@ def test_each_threshold_is_in_the_metrics():
     names = shrewjax.metrics(state)
     for i, rule in enumerate(MAPPED):
         assert f"{i}/threshold" in names or f"{i}/threshold_max" in names, rule
+
+
+# --- beginnings and edges ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_zscore_without_a_mean_to_compare_with_lets_norms_pass(warmup):
+    tx = shrewjax.clip_by_norm_zscore(warmup_steps=warmup, max_norm=np.inf)
+    state = tx.init(jnp.zeros(1))
+    for _ in range(warmup):
+        _, state = tx.update(jnp.zeros(1), state)
+    for norm in (1.0, 1.0, 1.0):
+        updates, state = tx.update(jnp.full(1, norm), state)
+        assert updates[0] == norm
+    assert float(state.mean) > 0
+
+
+@pytest.mark.parametrize("argument", ["z_threshold", "eps", "decay"])
+def test_zscore_with_a_nan_argument_records_nothing_that_is_not_finite(argument):
+    def step(state, norm, value):
+        tx = shrewjax.clip_by_norm_zscore(warmup_steps=1, max_norm=np.inf, **{argument: value})
+        return tx.update(jnp.full(1, norm), state)
+
+    state = shrewjax.clip_by_norm_zscore().init(jnp.zeros(1))
+    for norm in (1.0, 1.2, 0.9):
+        _, state = step(state, norm, jnp.float32(0.9))
+    updates, spoiled = step(state, 1.0, jnp.float32(np.nan))
+    assert np.isfinite(spoiled.mean)
+    assert np.isfinite(spoiled.std)
+    assert argument == "decay" or np.isnan(updates[0])
+    assert np.isfinite(step(spoiled, 1.0, jnp.float32(0.9))[0][0])
+
+
+def test_ema_with_a_nan_argument_records_nothing_that_is_not_finite():
+    def step(state, decay):
+        return shrewjax.clip_by_leaf_norm_ema(decay=decay, warmup_steps=1).update(jnp.full(2, 0.1), state)
+
+    state = shrewjax.clip_by_leaf_norm_ema().init(jnp.zeros(2))
+    for decay in (0.9, 0.9, np.nan, 0.9):
+        updates, state = step(state, jnp.float32(decay))
+    assert np.isfinite(state.norm_ema)
+    assert np.isfinite(updates).all()
+
+
+def test_a_block_of_ones_has_a_root_mean_square_of_one():
+    for size in range(1, 200):
+        ones = jnp.ones(size)
+        tx = shrewjax.clip_by_block_rms(1.0)
+        assert bits(jax.jit(tx.update)(ones, tx.init(ones))[0]) == bits(ones)
+
+
+def test_several_units_without_tracking_are_an_error_and_no_local_norm():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = shrewjax.clip_by_leaf_norm_ema(batch_axes=0, axis_name=())
+    local = lambda g: tx.update(g, tx.init(g))[0]  # noqa: E731
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"), check_vma=False)
+    with pytest.raises(ValueError, match="check_vma=True"):
+        jax.jit(mapped)(jnp.ones((8, 1)))

@@ -609,6 +609,32 @@ def test_one_bound_a_leaf_and_a_tree_of_them():
     assert float(state.clipped_fraction) == f32(2 / 6)
 
 
+def test_no_gradient_where_the_state_has_a_bound():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = shrewjax.clip_by_percentile(50, scope="leaf")
+    clipped, state = tx.update({"a": jnp.float32([1, 3]), "b": None}, tx.init(params))
+    assert clipped["a"].tolist() == [1, 2]
+    assert clipped["b"] is None
+    assert state.bound == {"a": 2, "b": 0}
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"])
+def test_eight_bit_leaves_are_clipped_to_what_they_can_hold(dtype):
+    x = jnp.float32([224, 144, 160, 112, 10, -208]).astype(dtype)
+    clipped, bound, _ = by_percentile({"q": x, "f": jnp.float32(1)}, 60, method="lower")
+    values = np.asarray(x).astype(np.float32)
+    assert float(bound) == np.sort(np.abs(np.append(values, 1)))[3]
+    expected = np.where(np.abs(values) > float(bound), np.copysign(f32(bound), values), values)
+    np.testing.assert_array_equal(np.asarray(clipped["q"]).astype(np.float32), expected)
+
+
+def test_many_small_leaves_take_no_memory(monkeypatch):
+    monkeypatch.setattr("shrewjax._reductions._may_be_partitioned", lambda: False)
+    leaves = [jnp.ones(2**14)] * 64
+    compiled = jax.jit(lambda g: shrewjax.clip_grad_percentile(g, 90)[1]).lower(leaves).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * 64 * 2**16
+
+
 def test_complex_elements_are_clipped_by_modulus_and_keep_their_phase():
     z = jnp.complex64([3 + 4j, 0.1j, -30 + 40j, 0])
     clipped, bound, _ = by_percentile(z, 75, method="lower")

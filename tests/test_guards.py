@@ -188,3 +188,13 @@ def test_metrics_look_through_guards():
 def test_what_is_wrong_is_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("arguments", [{"sigmas": np.inf, "min_observed": 4}, {"min_observed": 0}], ids=str)
+def test_a_guard_that_is_off_lets_a_constant_of_zero_pass(arguments):
+    tx = shrewjax.skip_on_spike(optax.identity(), of="value", **arguments)
+    state = tx.init(jnp.zeros(1))
+    for _ in range(8):
+        updates, state = tx.update(jnp.ones(1), state, value=0.0)
+        assert updates[0] == 1
+    assert state.skipped == 0

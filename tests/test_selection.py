@@ -14,33 +14,20 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from shrewjax import _reductions, _selection, _wide
+from shrewjax.spec import percentile_spec
 
 METHODS = ["linear", "lower", "higher", "nearest", "midpoint"]
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
 
 
-# --- the oracle: sorting, and rational arithmetic ---------------------------------------------------------------
+# --- the oracle: the definition, which sorts, in rational arithmetic ---------------------------------------------
+
+
+HUGE = Fraction(2) ** 5000  # stands for infinity, in exact arithmetic
 
 
 def rational(x):
-    return float(x) if math.isinf(x) else Fraction(float(x))
-
-
-def sorted_percentile(values, percentile, method):
-    """Of magnitudes without NaN, exactly; infinity as a float."""
-    v = sorted(rational(abs(x)) for x in values)
-    if not v:
-        return Fraction(0)
-    rank = percentile * (len(v) - 1) / 100
-    below, above = v[math.floor(rank)], v[math.ceil(rank)]
-    fraction = rank - math.floor(rank)
-    if fraction == 0 or below == above or method == "lower":
-        return below
-    if method == "higher" or (math.inf == above and method != "nearest"):
-        return above
-    if method == "nearest":
-        return v[round(rank)]  # Python rounds a half to even
-    return below + (above - below) * (fraction if method == "linear" else Fraction(1, 2))
+    return HUGE if math.isinf(x) else Fraction(float(x))
 
 
 def ulp(exact, dtype):
@@ -56,10 +43,12 @@ def check(leaves, percentile, method, over, selected):
     values = [float(abs(v)) for x in leaves for v in np.ravel(x)]
     considered = [v for v in values if v != 0] if over == "nonzero" else values
     wide = np.float64 if any(x.dtype == np.float64 for x in leaves) else np.float32
-    expected = sorted_percentile(considered, percentile, method)
+    expected = percentile_spec([rational(v) for v in considered], percentile, method) if considered else Fraction(0)
+    # where it is part of the way to infinity, it is infinite
+    expected = HUGE if expected > 2 * Fraction(float(np.finfo(wide).max)) else expected
     # not `bound`: to look at a subnormal float may flush it
     found = rational(np.asarray(selected.bits).view(wide).item())
-    if method in ("linear", "midpoint") and math.inf not in (expected, found):
+    if method in ("linear", "midpoint") and HUGE not in (expected, found):
         assert abs(found - expected) <= ulp(expected, wide)
     else:
         assert found == expected
@@ -118,11 +107,15 @@ def cases(draw, dtype):
     return leaves, draw(at_rank | anywhere), draw(st.floats(width=32).map(np.float32))
 
 
-# Each dtype with each method, each of those over all and over the nonzero elements.
 CASES = [
-    (dtype, method, ["all", "nonzero"][(i + j) % 2])
-    for i, dtype in enumerate(["float32", "bfloat16", "float16", "mixed"])
-    for j, method in enumerate(METHODS)
+    ("float32", "linear", "all"),
+    ("float32", "lower", "nonzero"),
+    ("float32", "higher", "all"),
+    ("bfloat16", "nearest", "nonzero"),
+    ("bfloat16", "linear", "all"),
+    ("float16", "midpoint", "nonzero"),
+    ("mixed", "linear", "nonzero"),
+    ("mixed", "nearest", "all"),
 ]
 
 
@@ -135,7 +128,7 @@ def test_any_percentile_is_that_of_the_sorted_magnitudes(dtype, method, over, da
     check(leaves, Fraction(float(percentile)), method, over, selected)
 
 
-@pytest.mark.parametrize("method", ["linear", "nearest"])
+@pytest.mark.parametrize("method", ["linear"])
 @given(data=st.data())
 def test_float64_too(method, data):
     leaves, percentile, _ = data.draw(cases("float64"))
@@ -204,6 +197,8 @@ def test_a_start_near_the_result_saves_reads():
     cold = select([values], jnp.float32(90), jnp.float32(0))
     warm = select([values * 1.05], jnp.float32(90), cold.bound)
     assert int(warm.reads) < int(cold.reads) <= 7
+    ties = jnp.full(1000, 0.1)
+    assert int(select([ties], jnp.float32(90), jnp.float32(0.1)).reads) <= 2
 
 
 def test_hostile_data_takes_a_bounded_number_of_reads():

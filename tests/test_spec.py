@@ -406,9 +406,7 @@ def test_percentile_clip_is_the_definitions(examples):
     @examples
     @given(
         gradients("float32"),
-        st.sampled_from(
-            [(0, "linear"), (50, "lower"), (30, "higher"), (30, "nearest"), (99.9, "linear"), (37.5, "midpoint")]
-        ),
+        st.sampled_from([(50, "lower"), (99.9, "linear")]),
     )
     def check(leaves, rule):
         clipped, measured = compiled(*rule)(leaves)
