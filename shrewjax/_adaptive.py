@@ -51,8 +51,9 @@ def clip_by_norm_percentile(
     ========================================  =======================================================================
     a NaN or infinite gradient                not recorded; every floating leaf becomes NaN, but in the first steps,
                                               where there is no history: it passes as it is
-    norm beyond float32                       not recorded; clipped to the percentile of the others
-    first step; percentile = 100              never clipped, the gradients to the last bit
+    norm beyond float32                       not recorded; clipped to the percentile of the others, if there are any
+    first step; else percentile = 100         never clipped, the gradients to the last bit
+    a norm of 0                               counts: with more than p % of them, all updates are 0
     percentile = 0                            clipped to the smallest norm in the history
     history full                              the oldest norm makes place
     NaN percentile in an array                every floating leaf becomes NaN
@@ -121,7 +122,7 @@ class ClipByNormZscoreState(NamedTuple):
     recorded: jax.Array  # int32 (): norms recorded so far
     mean: jax.Array  # float32 (): of the norms, each held to its own threshold
     std: jax.Array  # float32 (): likewise
-    threshold: jax.Array  # float32 (): what the last norm was held to, or would have been had it been above
+    threshold: jax.Array  # float32 (): what the last norm was held to; if it was no spike, where one begins
     grad_norm: jax.Array  # float32 (): the last norm before clipping
     clip_scale: jax.Array  # float32 (): what the gradients were multiplied by; 1 if not clipped
 
@@ -157,7 +158,7 @@ def clip_by_norm_zscore(
     norm beyond float32                       in the warm-up not recorded; then held to the mean, and recorded so
     all norms equal                           the mean is that norm to the last bit, the deviation 0
     then a new, higher level of norms         held to the mean for good: without any deviation there is no growth
-    a mean of 0 (no warm-up, or one of zeros) as in the warm-up, until there is another
+    mean 0 (no warm-up, or one of zeros)      as in the warm-up, until there is another
     a NaN argument in an array                every floating leaf becomes NaN; nothing is recorded that is not finite
     z at most z_threshold, norm <= max_norm   the gradients to the last bit
     max_norm = inf                            no cap; in the warm-up nothing is clipped
@@ -502,7 +503,7 @@ def clip_by_leaf_norm_ema(
     nothing recorded yet for a leaf, though   as in the warm-up, until it has a gradient
     the warm-up is over
     norms rise for good                       the average grows by (1 - decay) (max_ratio - 1) a step at most: with the
-                                              defaults, tenfold in 5,757 steps
+                                              defaults, tenfold in 5,758 steps
     an average below `min_norm`               counts as `min_norm`: the way up is never longer than from there
     ========================================  =======================================================================
 

@@ -54,8 +54,9 @@ def skip_nonfinite(
     all gradients finite                      what inner does; the row ends, and with it `limit_reached`
     finite, but with a norm beyond float32    likewise
     no leaves                                 likewise
-    inner makes a NaN of finite gradients     it goes through: only what comes in is looked at. To look at what comes
-                                              out, chain `skip_nonfinite(optax.identity())` behind
+    inner makes a NaN of finite gradients     it goes through: only what comes in is looked at. Chained behind,
+                                              `skip_nonfinite(optax.identity())` looks at what comes out, but inner's
+                                              state has then taken it in
     ========================================  =======================================================================
 
     Reads the gradients once more. Put it around the whole optimizer, inside `accumulate`; to leave out a micro-batch
