@@ -643,12 +643,10 @@ def _largest(numbers: Sequence[Scaled]) -> jax.Array:
     """The largest of all units, on all devices; NaN if there is one. Shape (), float32."""
     if not numbers:
         return jnp.zeros((), jnp.float32)
-    keys = leaf_maxima(_magnitude_bits, _norms.packed([_norms.to_float32(n) for n in numbers]), axes=())
+    keys = leaf_maxima(
+        _norms.magnitude_keys(jnp.dtype(jnp.float32)), _norms.packed([_norms.to_float32(n) for n in numbers]), axes=()
+    )
     return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), jnp.float32)
-
-
-def _magnitude_bits(x: jax.Array) -> tuple[jax.Array]:
-    return (_norms.magnitude_bits(x),)
 
 
 def _clipped_share(factors: Sequence[Factor]) -> jax.Array:

@@ -40,11 +40,9 @@ def real(name: str, value: Any, *, at_least: float, at_most: float = math.inf) -
 
 def percentile(value: Any) -> Fraction | jax.Array:
     """A percentile in [0, 100]: a known one exactly as its decimal digits say, an array as it is."""
-    if isinstance(value, jax.Array):
-        return _real_scalar_array("percentile", value)
-    number = _static_real("percentile", value, "a real scalar in [0, 100]")
-    if not 0 <= number <= 100:
-        raise ValueError(f"percentile must be in [0, 100], got {value!r}")
+    number = real("percentile", value, at_least=0, at_most=100)
+    if isinstance(number, jax.Array):
+        return number
     is_written_out = isinstance(value, int | float | np.generic | np.ndarray)
     return Fraction(str(value if is_written_out else number))  # str(np.float32(99.9)) is "99.9", its float is not
 

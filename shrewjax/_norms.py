@@ -363,7 +363,7 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
     def relative(x: Any, unit: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
         return lax.abs(times(times(times(widen(x, dtype), first), second), 1 / unit))
 
-    maxima = lax.bitcast_convert_type(jnp.concatenate(leaf_maxima(_magnitude_in(dtype), leaves, axes=axes)), dtype)
+    maxima = lax.bitcast_convert_type(jnp.concatenate(leaf_maxima(magnitude_keys(dtype), leaves, axes=axes)), dtype)
     mantissas, exponents = split(maxima)
     exponents = exponents + np.asarray([is_complex(x) for x in leaves], np.int32)
     if p < math.inf:
@@ -386,7 +386,9 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
 
 
 @cache
-def _magnitude_in(dtype: Any) -> Callable[[Any], tuple[jax.Array]]:
+def magnitude_keys(dtype: Any) -> Callable[[Any], tuple[jax.Array]]:
+    """What `leaf_maxima` takes to find the largest magnitude, of complex leaves half of it: its bits in this dtype."""
+
     def key(x: Any) -> tuple[jax.Array]:
         x = widen(x, dtype)
         # Half the modulus: the modulus itself can be beyond the dtype's range where its parts are not.

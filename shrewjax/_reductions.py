@@ -119,11 +119,11 @@ def anywhere(flag: jax.Array) -> jax.Array:
 
 def demand_tracking(what: str) -> None:
     """An error where types do not tell on which devices the others are, and no `axis_name` could."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if manual and not _varying(lax.axis_index(manual[0])):
+    mapped, is_tracked = _mapped_axes()
+    if mapped and not is_tracked:
         raise ValueError(
             f"{what} cannot be combined inside shard_map with check_vma=False, or pmap (mapped axes here: "
-            f"{', '.join(map(repr, manual))}): a type does not tell which are on other devices. Use check_vma=True"
+            f"{', '.join(map(repr, mapped))}): a type does not tell which are on other devices. Use check_vma=True"
         )
 
 
@@ -222,19 +222,25 @@ def _over_devices(
 
 
 def _axes_to_reduce(arrays: Sequence[jax.Array], have_units: Sequence[bool], axes: Axes) -> list[tuple[Hashable, ...]]:
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if manual and _varying(lax.axis_index(manual[0])):
-        varying = [tuple(a for a in manual if a in _varying(x)) for x in arrays]
+    mapped, is_tracked = _mapped_axes()
+    if is_tracked:
+        varying = [tuple(a for a in mapped if a in _varying(x)) for x in arrays]
         return [_dividing(v, axes) if many else v for v, many in zip(varying, have_units, strict=True)]
     if axes is not None:
         return [axes] * len(arrays)
-    if manual:
+    if mapped:
         raise ValueError(
-            f"inside shard_map with check_vma=False, or pmap (mapped axes here: {', '.join(map(repr, manual))}), a "
+            f"inside shard_map with check_vma=False, or pmap (mapped axes here: {', '.join(map(repr, mapped))}), a "
             "leaf's type does not tell whether it is a shard: pass axis_name= with the axes over which the gradients "
             "are sharded, or axis_name=() if every device holds all of them"
         )
     return [()] * len(arrays)
+
+
+def _mapped_axes() -> tuple[tuple[Hashable, ...], bool]:
+    """The mapped axes here, and whether types tell over which of them an array varies."""
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    return mapped, bool(mapped) and bool(_varying(lax.axis_index(mapped[0])))
 
 
 def _dividing(varying: tuple[Hashable, ...], axes: Axes) -> tuple[Hashable, ...]:

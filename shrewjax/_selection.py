@@ -204,12 +204,12 @@ def _for_each_leaf(leaves: Sequence[Any], keys: jax.Array, dtype: Any, scope: Sc
 
 # Where gradients are likely to lie, as exponents of two.
 _FIRST_EXPONENTS = (-27, -21, -15, -11, -8, -4, 0, 3, 6)
-# Around a start, in powers of two.
-_FIRST_DISTANCES = (-0.135, -0.08, -0.04, 0.0, 0.0, 0.04, 0.06, 0.09, 0.135)
+# Around a start, in powers of two; and the key below it, so that one read is enough if nothing has moved.
+_FIRST_DISTANCES = (-0.135, -0.08, -0.04, 0.0, 0.04, 0.06, 0.09, 0.135)
 # Around an estimate, in units of its uncertainty.
 _DISTANCES = (-16.0, -8.0, -4.0, -2.0, -0.5, 0.0, 0.5, 2.0, 4.0, 8.0, 16.0)
 _PIVOTS = len(_DISTANCES)
-assert len(_FIRST_EXPONENTS) == len(_FIRST_DISTANCES) == _PIVOTS - 2  # and zero and infinity
+assert len(_FIRST_EXPONENTS) == len(_FIRST_DISTANCES) + 1 == _PIVOTS - 2  # and zero and infinity
 
 
 class _Search(NamedTuple):
@@ -236,10 +236,9 @@ def _started(count: Wide, place: "_Place", start: jax.Array | None, dtype: Any) 
     if start is not None:
         start = jnp.broadcast_to(start.astype(dtype), (groups,))
         around = _norms.magnitude_bits(start).astype(integers)[:, None]
-        steps = np.asarray([_FIRST_DISTANCES]) * 2.0 ** jnp.finfo(dtype).nmant
+        steps = np.asarray(_FIRST_DISTANCES) * 2.0 ** jnp.finfo(dtype).nmant
+        offsets = np.sort([*steps.astype(integers), -1])[None].astype(integers)
         usable = (start > 0) & (start < jnp.inf)
-        # The first of the two at the start itself is one below it: if nothing has moved, one read is enough.
-        offsets = steps.astype(integers) - (np.arange(steps.size) == np.argmax(steps == 0))[None].astype(integers)
         inner = jnp.where(usable[:, None], jnp.clip(around + offsets, 1, infinity - 1), inner)
     ends = [jnp.full((groups, 1), end, integers) for end in (0, infinity)]
     nothing = tuple(map(jnp.zeros_like, count))
@@ -261,8 +260,8 @@ def _narrowed(
     is_first = s.reads == 0
     place = s.place
     if place_beyond is not None:
-        place = lax.cond(is_first, lambda: place_beyond(tuple(c[:, 0] for c in counted)), lambda: s.place)
-    has_nan = jnp.where(is_first, ~_wide.is_at_most(count, tuple(c[:, -1] for c in counted)), s.has_nan)
+        place = lax.cond(is_first, lambda: place_beyond(_column(counted, 0)), lambda: s.place)
+    has_nan = jnp.where(is_first, ~_wide.is_at_most(count, _column(counted, -1)), s.has_nan)
     rank = place.rank
 
     keys = jnp.concatenate([s.keys[:, :2], s.pivots, s.keys[:, 2:]], axis=-1)
@@ -275,8 +274,8 @@ def _narrowed(
     counts = tuple(jnp.take_along_axis(c, places, axis=-1) for c in counts)
 
     width_before, width = s.keys[:, 2] - s.keys[:, 1], keys[:, 2] - keys[:, 1]
-    inside = _wide.subtract(*(tuple(c[:, i] for c in counts) for i in (2, 1)))
-    left = _wide.subtract(tuple(c[:, 2] for c in counts), rank)
+    inside = _wide.subtract(_column(counts, 2), _column(counts, 1))
+    left = _wide.subtract(_column(counts, 2), rank)
     # One key left, or the rank is the last in the bracket, or the first of two: then `_neighbours` reads it off.
     done = (width == 1) | _wide.equals(left, 1) | (_wide.equals(inside, 2) & _wide.equals(left, 2))
     return _Search(
@@ -290,6 +289,10 @@ def _narrowed(
     )
 
 
+def _column(counts: Wide, i: int) -> Wide:
+    return tuple(c[:, i] for c in counts)
+
+
 def _next_pivots(keys: jax.Array, counts: Wide, rank: Wide, width_before: jax.Array, dtype: Any) -> jax.Array:
     """Close to where the distribution, a cubic through its four points, reaches the rank."""
     integers = keys.dtype
@@ -297,14 +300,15 @@ def _next_pivots(keys: jax.Array, counts: Wide, rank: Wide, width_before: jax.Ar
     width = high - low
     place = np.arange(1, _PIVOTS + 1, dtype=integers)[None]
 
-    def elements(of: int, minus: Wide) -> jax.Array:
-        return _wide.to_float(_wide.subtract(tuple(c[:, of : of + 1] for c in counts), minus), jnp.float32)
+    def elements(a: Wide, b: Wide) -> jax.Array:
+        return _wide.to_float(_wide.subtract(a, b), jnp.float32)[:, None]
 
     # In units of the bracket: x counts elements, y is the key; its ends are (0, 0) and (1, 1).
-    inside = elements(2, tuple(c[:, 1:2] for c in counts))
-    x = 1 - (elements(2, tuple(r[:, None] for r in rank)) - 0.5) / inside
-    x0 = 1 - elements(2, tuple(c[:, 0:1] for c in counts)) / inside
-    x3 = 1 + elements(3, tuple(c[:, 2:3] for c in counts)) / inside
+    left, below, up_to, right = (_column(counts, i) for i in range(4))
+    inside = elements(up_to, below)
+    x = 1 - (elements(up_to, rank) - 0.5) / inside
+    x0 = 1 - elements(up_to, left) / inside
+    x3 = 1 + elements(right, up_to) / inside
     y0, y3 = ((k - low).astype(jnp.float32) / width.astype(jnp.float32) for k in (keys[:, 0:1], keys[:, 3:4]))
     # The parabola through the ends and another point (u, v) is x + bend x (x - 1). A cubic blends two of them.
     has_left, has_right = x0 < 0, x3 > 1
@@ -336,7 +340,7 @@ def _enclosed(
     # the rank the last of several elements              below_high  above_high
     # the rank the first of two                          above_low   below_high
     low, high = search.keys[:, 1], search.keys[:, 2]
-    up_to_high = tuple(c[:, 2] for c in search.counts)
+    up_to_high = _column(search.counts, 2)
     is_last = _wide.equals(_wide.subtract(up_to_high, search.place.rank), 1)
     is_single_key = high - low == 1
     is_known = (is_single_key & ~is_last) | search.has_nan
@@ -350,7 +354,7 @@ def _enclosed(
     lower = jnp.where(is_single_key, high, jnp.where(is_last, below_high, above_low))
     upper = jnp.where(is_last, above_high, jnp.where(is_single_key, high, below_high))
     is_first_of_two = ~is_single_key & ~is_last & (lower < upper)
-    one = (jnp.ones_like(up_to_high[0]), *map(jnp.zeros_like, up_to_high[1:]))
+    one = _wide.from_word(jnp.ones_like(up_to_high[0]), len(up_to_high))
     up_to_lower = _wide.where(is_first_of_two, _wide.subtract(up_to_high, one), up_to_high)
     return lower, upper, up_to_lower, search.reads + needed.astype(jnp.int32)
 
@@ -401,7 +405,7 @@ def _quotient(number: jax.Array) -> _Quotient:
 
 
 def _position(percentile: Fraction | _Quotient, count: Wide) -> _Position:
-    one = (jnp.ones_like(count[0]), *map(jnp.zeros_like, count[1:]))
+    one = _wide.from_word(jnp.ones_like(count[0]), len(count))
     last = _wide.halves(_wide.where(_wide.equals(count, 0), count, _wide.subtract(count, one)))
     if isinstance(percentile, Fraction):
         ratio = percentile / 100
@@ -443,7 +447,7 @@ def _place(position: _Position, method: Method) -> _Place:
         step = ~(is_round & (highest == 0))
     else:  # nearest: a half to the even rank, as NumPy does
         step = (highest >= 2**15) & (~(is_round & (highest == 2**15)) | (whole[0] % 2 == 1))
-    return _Place(_wide.add(whole, (step.astype(jnp.uint32), *map(jnp.zeros_like, whole[1:]))), none)
+    return _Place(_wide.add(whole, _wide.from_word(step.astype(jnp.uint32), len(whole))), none)
 
 
 # --- between two order statistics ------------------------------------------------------------------------------

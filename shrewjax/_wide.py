@@ -28,6 +28,11 @@ def constant(value: int | Sequence[int], words: int) -> Wide:
     return tuple(jnp.asarray(np.asarray(part, np.uint32)) for part in parts)
 
 
+def from_word(word: jax.Array, words: int) -> Wide:
+    """A number of one word in so many."""
+    return (word, *[jnp.zeros_like(word)] * (words - 1))
+
+
 def add(a: Wide, b: Wide) -> Wide:
     """a + b, for equally many words; what exceeds them is dropped."""
     result = [a[0] + b[0]]

@@ -93,6 +93,11 @@ def alternate(sides: Mapping[str, Callable[[], Any]], repetitions: int, steps: i
     return {name: median(of_side[1:], "ms") for name, of_side in times.items()}
 
 
+def finish(function: Callable[..., Any], *arguments: Any) -> None:
+    """Calls it, and waits until its results are there."""
+    jax.block_until_ready(function(*arguments))
+
+
 def median(values: Sequence[float], unit: str) -> Figure:
     """The median, with the quartiles."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -7,7 +7,6 @@ clip alone, of gradients that stay; and a donated training step, clip, AdamW and
 is `clip_by_global_norm` of this package.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,7 +44,7 @@ def clip_alone(quick: bool) -> list[Row]:
     for name, tx in (ONE_NORM | MANY_NORMS).items():
         state = tx.init(params)
         compiled = jax.jit(tx.update).lower(grads, state, params).compile()
-        sides[name] = partial(_finish, compiled, grads, state, params)
+        sides[name] = partial(_harness.finish, compiled, grads, state, params)
     return _rows("clip alone", _harness.alternate(sides, 3 if quick else 25))
 
 
@@ -73,10 +72,6 @@ def _rows(what: str, times: dict[str, _harness.Figure]) -> list[Row]:
         for name, time in times.items()
         if name != BASE
     ]
-
-
-def _finish(compiled: Callable[..., Any], *arguments: Any) -> None:
-    jax.block_until_ready(compiled(*arguments))
 
 
 def _update(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:

@@ -46,7 +46,7 @@ def cold_search(quick: bool) -> list[Row]:
         find = jax.jit(partial(search, percentile))
         index = int(Fraction(percentile) * (sum(x.size for x in leaves) - 1) / 100)
         sides = {
-            "shrewjax": partial(_finish, find, leaves),
+            "shrewjax": partial(_harness.finish, find, leaves),
             "np.partition": lambda index=index: np.partition(_magnitudes(on_host), index)[index],
         }
         times = _harness.alternate(sides, 3 if quick else 5)
@@ -70,23 +70,19 @@ def _magnitudes(leaves: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     return np.abs(joined, out=joined)
 
 
-def _finish(find: Any, *arguments: Any) -> None:
-    jax.block_until_ready(find(*arguments))
-
-
 def reads(quick: bool) -> list[Row]:
     """How often the data is read: with no start, from the last step's bound, and in 16 bits."""
     leaves, half = gradients(quick), gradients(quick, jnp.bfloat16)
     cold: dict[str, list[int]] = {"float32": [], "bfloat16": []}
     warm = []
     for percentile in PERCENTILES:
-        find, find_from = jax.jit(partial(search, percentile)), jax.jit(partial(search, percentile))
+        find = jax.jit(partial(search, percentile))
         found = find(leaves)
         cold["float32"].append(int(found.reads))
         cold["bfloat16"].append(int(find(half).reads))
         for seed, drift in enumerate((0.95, 1.0, 1.05)):
             moved = [_moved(x, seed, drift) for x in leaves]
-            warm.append(int(find_from(moved, found.bound).reads))
+            warm.append(int(find(moved, found.bound).reads))
     ours, other = (Figure(statistics.mean(cold[k])) for k in ("bfloat16", "float32"))
     return [
         Row(f"reads from the last bound, median of {len(warm)}", Figure(statistics.median(warm))),
@@ -101,36 +97,38 @@ def _moved(x: jax.Array, seed: int, drift: float) -> jax.Array:
     return x * (drift + 0.05 * jax.random.normal(jax.random.key(seed), x.shape, x.dtype))
 
 
+def compile_times(function: Any, *arguments: Any, repetitions: int) -> tuple[Any, Figure]:
+    """The executable, and the median time from cleared caches to it, the first time left out."""
+    seconds = []
+    for _ in range(repetitions):
+        jax.clear_caches()
+        start = time.perf_counter()
+        compiled = jax.jit(function).lower(*arguments).compile()
+        seconds.append(time.perf_counter() - start)
+    return compiled, _harness.median(seconds[1:], "s")
+
+
 def whole_clip(quick: bool) -> list[Row]:
     """`clip_by_percentile`'s update: memory, compile time, and time beside the clip by norm."""
     leaves = gradients(quick)
     percentile, norm = shrewjax.clip_by_percentile(90), shrewjax.clip_by_global_norm(1e-3)
     state = percentile.init(leaves)
 
-    seconds = []
-    for _ in range(3 if quick else 5):
-        jax.clear_caches()
-        start = time.perf_counter()
-        compiled = jax.jit(percentile.update).lower(leaves, state).compile()
-        seconds.append(time.perf_counter() - start)
-    find_seconds = []
-    for _ in range(3 if quick else 5):
-        jax.clear_caches()
-        start = time.perf_counter()
-        jax.jit(partial(search, "90")).lower(leaves).compile()
-        find_seconds.append(time.perf_counter() - start)
+    repetitions = 3 if quick else 5
+    compiled, seconds = compile_times(percentile.update, leaves, state, repetitions=repetitions)
+    _, find_seconds = compile_times(partial(search, "90"), leaves, repetitions=repetitions)
 
     _, state = compiled(leaves, state)
     other = jax.jit(norm.update).lower(leaves, norm.init(leaves)).compile()
     sides = {
-        "percentile": partial(_finish, compiled, leaves, state),
-        "norm": partial(_finish, other, leaves, norm.init(leaves)),
+        "percentile": partial(_harness.finish, compiled, leaves, state),
+        "norm": partial(_harness.finish, other, leaves, norm.init(leaves)),
     }
     times = _harness.alternate(sides, 3 if quick else 7)
     return [
         Row("temporary memory", _harness.temporary_share(compiled, leaves), None, "shrewjax < 0.01"),
-        Row("search: trace, lower, compile", _harness.median(find_seconds[1:], "s"), None, "shrewjax < 2"),
-        Row("search and clip: trace, lower, compile", _harness.median(seconds[1:], "s"), None, "shrewjax < 2"),
+        Row("search: trace, lower, compile", find_seconds, None, "shrewjax < 2"),
+        Row("search and clip: trace, lower, compile", seconds, None, "shrewjax < 2"),
         Row("search and clip from the last bound (other: clip_by_global_norm)", times["percentile"], times["norm"]),
     ]
 
