@@ -38,6 +38,8 @@ from shrewjax._accumulation import accumulate as accumulate
 from shrewjax._accumulation import apply_gradients as apply_gradients
 from shrewjax._accumulation import check_window as check_window
 from shrewjax._accumulation import flush as flush
+from shrewjax._accumulation import redistribute as redistribute
+from shrewjax._rows import state_specs as state_specs
 from shrewjax._accumulation import GradAccumulator as GradAccumulator
 from shrewjax._accumulation import AccumulateState as AccumulateState
 from shrewjax._accumulation import GradAccumulatorState as GradAccumulatorState

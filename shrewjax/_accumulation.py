@@ -9,10 +9,21 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from shrewjax import _checks, _norms
-from shrewjax._reductions import all_finite, is_counted
+from shrewjax import _checks, _norms, _rows
+from shrewjax._reductions import (
+    AxisName,
+    all_finite,
+    anywhere,
+    demand_agreement,
+    demand_axis_name,
+    is_counted,
+    is_mapped,
+    is_same_along,
+    row_sums,
+)
 from shrewjax._wrapping import (
     UPDATES,
     Flag,
@@ -35,10 +46,10 @@ class GradAccumulatorState(NamedTuple):
 
     micro_step: jax.Array  # int32 (): micro-batches in the open window
     windows: jax.Array  # int32 (): windows closed so far with a weight other than 0, discarded ones not counted
-    weight_sum: jax.Array  # float32 or float64 (): weight of the open window
+    weight_sum: jax.Array  # float32 or float64 (), or (devices,): weight of the open window
     window_bad: jax.Array  # bool (): the open window is to be discarded
     dropped: jax.Array  # int32 (): non-finite micro-batches met so far, unless they propagate
-    gradient_sum: chex.ArrayTree  # like the parameters, in the accumulator's dtype; meaningless while micro_step is 0
+    gradient_sum: chex.ArrayTree  # as in AccumulateState
 
 
 class AccumulateState(NamedTuple):
@@ -47,14 +58,26 @@ class AccumulateState(NamedTuple):
     micro_step: jax.Array  # int32 (): micro-batches in the open window
     windows: jax.Array  # int32 (): windows so far in which inner ran
     applied: jax.Array  # bool (): the last call ran inner
-    weight_sum: jax.Array  # float32 or float64 (): weight of the open window; no count of all tokens so far
+    weight_sum: jax.Array  # float32 or float64 (), or (devices,): weight of the open window, not of all so far
     window_bad: jax.Array  # bool (): the open window is to be discarded
     dropped: jax.Array  # int32 (): non-finite micro-batches met so far, unless they propagate
-    gradient_sum: chex.ArrayTree  # like the parameters, in the accumulator's dtype; meaningless while micro_step is 0
+    # Like the parameters, with a leading axis of all devices where there is an axis_name, in the accumulator's dtype;
+    # meaningless while micro_step is 0.
+    gradient_sum: chex.ArrayTree
     inner_state: Any  # the wrapped optimizer's state
 
 
+_WINDOWS = (GradAccumulatorState, AccumulateState)
 _State = TypeVar("_State", GradAccumulatorState, AccumulateState)
+
+
+class _Folded(NamedTuple):
+    """What a call has made of a window. Flags are Python bools where they are known at trace time."""
+
+    state: Any  # after the call; where the window closes, `gradient_sum` is its average, but for rows
+    weight_sum: jax.Array  # of the window, also where it closes
+    closes: Flag  # it closes, and has an average as far as that is known without the other devices
+    weighs: Flag  # known to have a weight other than 0
 
 
 class GradAccumulator:
@@ -96,6 +119,7 @@ class GradAccumulator:
         reduction: Reduction = "mean",
         accumulator_dtype: Any = None,
         nonfinite: Nonfinite = "propagate",
+        axis_name: AxisName | None = None,
     ) -> None:
         self.accum_steps = _checks.accum_steps(accum_steps)
         self._reduction = _checks.choice("reduction", reduction, ("mean", "sum_over_weights", "sum"))
@@ -103,16 +127,17 @@ class GradAccumulator:
         self._nonfinite = _checks.choice(
             "nonfinite", nonfinite, ("propagate", "drop_microbatch", "drop_window", "extend_window")
         )
+        self._axes = _checks.axis_names(axis_name)
         self._jitted_add = jax.jit(self.add)
 
     def init(self, params: chex.ArrayTree) -> GradAccumulatorState:
         """An empty window for gradients like `params`, sharded as they are."""
-        gradient_sum = jax.tree.map(self._zeros, params)
+        gradient_sum, scalar = self._zeros(params)
         wide = any(jnp.finfo(x.dtype).bits == 64 for x in jax.tree.leaves(gradient_sum))
         return GradAccumulatorState(
             micro_step=jnp.zeros((), jnp.int32),
             windows=jnp.zeros((), jnp.int32),
-            weight_sum=jnp.zeros((), jnp.float64 if wide else jnp.float32),
+            weight_sum=scalar(jnp.float64 if wide else jnp.float32),
             window_bad=jnp.zeros((), bool),
             dropped=jnp.zeros((), jnp.int32),
             gradient_sum=gradient_sum,
@@ -126,7 +151,7 @@ class GradAccumulator:
           grads: the micro-batch's gradients, like the parameters given to `init`.
           weight: its number of examples or tokens, a real scalar >= 0.
         """
-        return self._fold(state, grads, weight, flush=False, when_full=False)[0]
+        return self._fold(state, grads, weight, flush=False, when_full=False).state
 
     def ready(self, state: GradAccumulatorState) -> jax.Array:
         """Whether the window has as many micro-batches as it should. Shape (), bool."""
@@ -154,9 +179,12 @@ class GradAccumulator:
 
         (The `cond` also spares XLA:CPU a copy of the accumulator.)
         """
-        state, has_average = self._fold(state, None, 0, flush=True, when_full=False)
-        average = jax.tree.map(lambda x: jnp.where(has_average, x, jnp.zeros_like(x)), state.gradient_sum)
-        return average, state._replace(gradient_sum=average)
+        folded = self._fold(state, None, 0, flush=True, when_full=False)
+        total, weighs = self._average(folded)
+        has_average = _both(folded.closes, weighs)
+        average = jax.tree.map(lambda x: jnp.where(has_average, x, jnp.zeros_like(x)), total)
+        state = folded.state._replace(windows=_counted_if(has_average, state.windows))
+        return average, state if self._axes else state._replace(gradient_sum=average)
 
     def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
         """Empties the window; what was counted stays."""
@@ -179,12 +207,24 @@ class GradAccumulator:
         """The number of micro-batches in the open window. Shape (), int32."""
         return state.micro_step
 
-    def _zeros(self, param: Any) -> jax.Array:
-        if not is_counted(param):
-            return jnp.zeros((), jnp.float32)  # holds no sum
-        if self._dtype is not None:
-            return jnp.zeros_like(param, dtype=self._dtype)
-        return _norms.widen(jnp.zeros_like(param), _norms.accumulator_dtype(param))
+    def _zeros(self, params: chex.ArrayTree) -> tuple[chex.ArrayTree, Callable[[Any], jax.Array]]:
+        """The empty sums, and what makes an empty weight of a dtype."""
+        axes = self._axes
+        if axes:
+            mesh = _rows.mesh_of(params, axes)
+
+        def zeros(x: Any, dtype: Any, name: str) -> jax.Array:
+            return _rows.zeros(x, dtype, axes, mesh, name) if axes else jnp.zeros_like(x, dtype=dtype)
+
+        def sum_like(path: _checks.KeyPath, param: Any) -> jax.Array:
+            if not is_counted(param):
+                return jnp.zeros((), jnp.float32)  # holds no sum
+            dtype = self._dtype
+            if dtype is None:
+                dtype = _norms.wide_dtype(param, _norms.accumulator_dtype(param))
+            return zeros(param, dtype, _checks.leaf_name(path))
+
+        return jax.tree.map_with_path(sum_like, params), lambda dtype: zeros(jnp.zeros(()), dtype, "")
 
     def _steps(self, windows: jax.Array) -> jax.Array:
         steps = self.accum_steps(windows) if callable(self.accum_steps) else self.accum_steps
@@ -192,15 +232,15 @@ class GradAccumulator:
 
     def _fold(
         self, state: _State, grads: chex.ArrayTree | None, weight: Any, *, flush: Flag, when_full: bool
-    ) -> tuple[_State, Flag]:
+    ) -> _Folded:
         """All arithmetic of the window: adds a micro-batch (None: there is none), then closes the window if it is due.
 
-        Due is a window that is flushed or, `when_full`, full. Returns the state, and whether its `gradient_sum` is now
-        the average of a window that counts. Flags are Python bools where they are known at trace time.
+        Due is a window that is flushed or, `when_full`, full.
         """
+        demand_axis_name("accumulation", self._axes)
         if grads is not None:
-            grads = _checked_gradients(grads, state.gradient_sum)
-        weight = _checks.weight(weight)
+            grads = self._checked_gradients(grads, state.gradient_sum)
+        weight = _checks.weight(weight, {(), state.weight_sum.shape})
         dtype = state.weight_sum.dtype
         one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
 
@@ -208,7 +248,7 @@ class GradAccumulator:
         keeps: Flag = grads is not None and weight != 0
         bad: Flag = False
         if keeps is not False and self._nonfinite != "propagate":
-            bad = keeps & ~all_finite([g for g in jax.tree.leaves(grads) if is_counted(g)], axes=None)
+            bad = self._is_bad(grads, keeps)
             keeps = keeps & ~bad
         kept_weight = jnp.where(keeps, jnp.asarray(weight).astype(dtype), zero)
         is_step: Flag = grads is not None
@@ -218,20 +258,21 @@ class GradAccumulator:
         micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
         weight_sum = state.weight_sum + kept_weight
         window_bad = state.window_bad | bad if self._nonfinite == "drop_window" else state.window_bad
-        closes = flush
+        due = flush
         if when_full and flush is not True:
-            closes = _either(flush, self._is_full(state.windows, micro_step, is_step))
+            due = _either(flush, self._is_full(state.windows, micro_step, is_step))
+        demand_agreement("what closes a window (flush, accum_steps, micro_step)", due)
         # A micro-batch that is known to weigh something (and that no backend flushes to 0) settles it.
-        counts: Flag = (weight_sum != 0) & ~window_bad
-        if keeps is True and weight >= float(jnp.finfo(dtype).tiny):
+        weighs: Flag = True if keeps is True and weight >= float(jnp.finfo(dtype).tiny) else weight_sum != 0
+        counts = ~window_bad if self._axes else _both(weighs, ~window_bad)
+        if weighs is True and self._nonfinite != "drop_window":
             counts = True
-        has_average = _both(closes, counts)
 
         # The average is made in the pass that closes the window: no pass of its own, and the buffer itself is what the
-        # optimizer reads. By the reciprocal, as XLA:CPU writes out the result of a division that is used twice.
+        # optimizer reads. (Of rows, it takes all devices' to make one.)
         scale = None
-        if self._reduction != "sum" and closes is not False:
-            scale = jnp.where(closes, 1 / jnp.where(counts, weight_sum, one), one)
+        if self._reduction != "sum" and due is not False and not self._axes:
+            scale = jnp.where(due, _reciprocal(weight_sum, weighs), one)
         factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else kept_weight
         if grads is None:
             grads = jax.tree.map(lambda _: None, state.gradient_sum)
@@ -241,14 +282,68 @@ class GradAccumulator:
             grads,
         )
 
-        return state._replace(
-            micro_step=jnp.where(closes, jnp.zeros_like(micro_step), micro_step),
-            windows=jnp.where(has_average, optax.safe_increment(state.windows), state.windows),
-            weight_sum=jnp.where(closes, zero, weight_sum),
-            window_bad=jnp.where(closes, jnp.zeros_like(window_bad), window_bad),
-            dropped=jnp.where(bad, optax.safe_increment(state.dropped), state.dropped),
+        new_state = state._replace(
+            micro_step=jnp.where(due, jnp.zeros_like(micro_step), micro_step),
+            weight_sum=jnp.where(due, zero, weight_sum),
+            window_bad=jnp.where(due, jnp.zeros_like(window_bad), window_bad),
+            dropped=_counted_if(bad, state.dropped),
             gradient_sum=gradient_sum,
-        ), has_average
+        )
+        return _Folded(new_state, weight_sum, _both(due, counts), weighs)
+
+    def _average(self, folded: _Folded) -> tuple[chex.ArrayTree, Flag]:
+        """The average of a window that closes, and whether it weighs anything. Rows meet here, once a window."""
+        if not self._axes:
+            return folded.state.gradient_sum, True
+        leaves, treedef = jax.tree.flatten(folded.state.gradient_sum)
+        weight_sum, *sums = row_sums([folded.weight_sum, *(x for x in leaves if x.ndim)], self._axes)
+        weighs = folded.weighs if folded.weighs is True else weight_sum != 0
+        if self._reduction != "sum":
+            scale = _reciprocal(weight_sum, weighs)
+            sums = [_scaled(x, scale) for x in sums]
+        left = iter(sums)
+        return jax.tree.unflatten(treedef, [next(left) if x.ndim else x for x in leaves]), weighs
+
+    def _without_rows(self, grads: chex.ArrayTree) -> chex.ArrayTree:
+        """What one row of the gradients is like."""
+        if not self._axes or is_mapped(self._axes):
+            return grads
+        return jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), grads)
+
+    def _is_bad(self, grads: chex.ArrayTree, keeps: Flag) -> jax.Array:
+        """Whether a gradient that weighs something is not finite, on any device."""
+        leaves = [g for g in jax.tree.leaves(grads) if is_counted(g)]
+        if not self._axes:
+            return keeps & ~all_finite(leaves, self._axes)
+        return anywhere(jnp.any(keeps & ~all_finite(leaves, (), kept=(0,))))
+
+    def _checked_gradients(self, grads: chex.ArrayTree, gradient_sum: chex.ArrayTree) -> chex.ArrayTree:
+        """At trace time: the gradients fit the accumulator, leaf by leaf. As rows, if that has rows."""
+        axes = self._axes
+        grads = jax.tree.map_with_path(_checks.array_leaf, grads)
+        if axes and is_mapped(axes):
+
+            def row(path: _checks.KeyPath, grad: Any) -> Any:
+                if is_counted(grad) and is_same_along(grad, axes):
+                    raise ValueError(
+                        f"gradient leaf {_checks.leaf_name(path)} is the same on all devices along axis_name {axes!r}: "
+                        "it is reduced already. Differentiate with respect to parameters that are a device's own, "
+                        f"jax.lax.pcast(params, {axes!r}, to='varying'), or leave out axis_name"
+                    )
+                return grad[None] if is_counted(grad) else grad
+
+            grads = jax.tree.map_with_path(row, grads)
+        _checks.same_leaves(grads, gradient_sum, compared=is_counted)
+
+        def check(path: _checks.KeyPath, total: jax.Array, grad: Any) -> None:
+            if grad is not None and _norms.is_complex(grad) and not _norms.is_complex(total):
+                raise ValueError(
+                    f"gradient leaf {_checks.leaf_name(path)} is {grad.dtype}, its accumulator {total.dtype}, which "
+                    "would lose the imaginary part"
+                )
+
+        jax.tree.map_with_path(check, gradient_sum, grads)
+        return grads
 
     def _is_full(self, windows: jax.Array, micro_step: jax.Array, is_step: Flag) -> Flag:
         if isinstance(self.accum_steps, int) and self.accum_steps == 1 and is_step is True:
@@ -263,18 +358,23 @@ def _fold_leaf(
     """One read and one write: total + factor * grad, times scale. A window's first gradient replaces what was there."""
     wide = _norms.accumulator_dtype(total)
     fresh = jnp.zeros_like(total)
+    if isinstance(keeps, jax.Array):
+        keeps = _rows.along(keeps, total)
     if grad is None or not is_counted(grad) or keeps is False:
         total = jnp.where(first, fresh, total)
     else:
         if factor is not None:
-            grad = _norms.times(_norms.widen(grad, wide), factor.astype(wide))
+            grad = _norms.times(_norms.widen(grad, wide), _rows.along(factor, total).astype(wide))
         grad = grad.astype(total.dtype)
         added = jnp.where(first, grad, total + grad)
         # Discarded by selection: 0 * inf is NaN.
         total = added if keeps is True else jnp.where(keeps, added, jnp.where(first, fresh, total))
-    if scale is not None:
-        total = _norms.times(_norms.widen(total, wide), scale.astype(wide)).astype(total.dtype)
-    return total
+    return total if scale is None else _scaled(total, scale)
+
+
+def _scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = _norms.accumulator_dtype(total)
+    return _norms.times(_norms.widen(total, wide), scale.astype(wide)).astype(total.dtype)
 
 
 def accumulate(
@@ -284,6 +384,7 @@ def accumulate(
     reduction: Reduction = "mean",
     accumulator_dtype: Any = None,
     nonfinite: Nonfinite = "propagate",
+    axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Lets an optimizer see the average of `accum_steps` micro-batches' gradients, once.
 
@@ -335,13 +436,33 @@ def accumulate(
         The average is cast to the gradient's dtype on its way into inner, within 2 ulp of the exact quotient.
       nonfinite: what to do with a bad micro-batch, see above; counted in the state as `dropped`. All but `"propagate"`
         read the gradients once more.
+      axis_name: the mapped axis, or axes, over which the gradients are still to be summed, see below. `()` says that
+        they are the same on every device, which must be said where no type tells it (`check_vma=False`, `jax.pmap`).
+
+    Many devices: where the gradients come reduced, as under `jax.jit`, there is nothing to do, and every micro-step
+    costs an all-reduce. With `axis_name="data"` each device adds up its own gradients, and sum(w g) and sum(w) cross
+    the network once a window, when it closes, in one all-reduce:
+
+    * in `jax.shard_map` over that axis the gradients are a device's own, and `weight` is its own number of examples. By
+      default JAX reduces the gradient of replicated parameters as it makes it; differentiate with respect to
+      `jax.lax.pcast(params, "data", to="varying")` to keep it local. Under `check_vma=False` it is local already.
+    * under plain `jax.jit` the gradients, as made by `jax.vmap`, have a leading axis with a row for each device, and
+      `weight` is a scalar or a vector of them.
+
+    The sums and the weight in the state have such a leading axis, sharded over `axis_name`: `init` finds its size from
+    parameters that are placed on a mesh, or from `jax.set_mesh`; `state_specs` has the specs for `shard_map`;
+    `redistribute` moves a state to another number of devices. If `nonfinite` is not `"propagate"`, one flag is reduced
+    on every micro-step: a micro-batch that is bad on one device is bad on all. Parameters may be sharded over other
+    axes of the mesh. The transformations inside see the average, the same on every device along `axis_name`.
 
     Returns:
       A transformation with state `AccumulateState`, whose structure, shapes and dtypes never change.
 
     Raises:
       ValueError: an argument is not as described; `inner` is itself what `accumulate` returned; a complex gradient
-        comes for a real accumulator.
+        comes for a real accumulator; a gradient is known to be reduced over `axis_name` already; devices may differ on
+        when a window closes; no type tells whether gradients are reduced, and `axis_name` is missing; `init` does not
+        find the mesh.
       AssertionError: from chex, while tracing: the gradients' structure or a leaf's shape differs from the parameters
         given to `init`, or inner changes the structure, shapes or dtypes of its state.
 
@@ -362,7 +483,13 @@ def accumulate(
     if isinstance(inner, _Accumulation):
         raise ValueError("inner is itself an accumulation: multiply the accum_steps instead of nesting them")
     wrapped = inner_transformation(inner)
-    window = GradAccumulator(accum_steps, reduction=reduction, accumulator_dtype=accumulator_dtype, nonfinite=nonfinite)
+    window = GradAccumulator(
+        accum_steps,
+        reduction=reduction,
+        accumulator_dtype=accumulator_dtype,
+        nonfinite=nonfinite,
+        axis_name=axis_name,
+    )
 
     def init_fn(params: optax.Params) -> AccumulateState:
         return AccumulateState(
@@ -380,16 +507,25 @@ def accumulate(
         flush: Any = False,
         **extra_args: Any,
     ) -> tuple[Any, AccumulateState]:
-        folded, runs = window._fold(state, grads, weight, flush=_checks.flag("flush", flush), when_full=True)
-        like = params if grads is None else grads
+        folded = window._fold(state, grads, weight, flush=_checks.flag("flush", flush), when_full=True)
+        like = params if grads is None else window._without_rows(grads)
 
-        def run_inner(result: Result) -> tuple[Any, Any]:
-            average = _as_gradients(folded.gradient_sum, like, params)
+        def close(result: Result) -> tuple[Any, tuple[Any, jax.Array]]:
+            average, weighs = window._average(folded)
             counted = result._replace(of=lambda updates: result.of(_without_integers(updates, like)))
-            return advance(wrapped, average, state.inner_state, params, counted, **extra_args)
 
-        returned, inner_state = run_or_idle(runs, run_inner, state.inner_state, result)
-        new_state = folded._replace(applied=jnp.asarray(runs), inner_state=inner_state)
+            def run_inner(result: Result) -> tuple[Any, Any]:
+                gradients = _as_gradients(average, like, params)
+                return advance(wrapped, gradients, state.inner_state, params, result, **extra_args)
+
+            returned, inner_state = run_or_idle(weighs, run_inner, state.inner_state, counted)
+            return returned, (inner_state, jnp.asarray(weighs))
+
+        idle = (state.inner_state, jnp.zeros((), bool))
+        returned, (inner_state, applied) = run_or_idle(folded.closes, close, idle, result)
+        new_state = folded.state._replace(
+            windows=_counted_if(applied, state.windows), applied=applied, inner_state=inner_state
+        )
         check_unchanged(new_state, state, "the accumulation's state changed")
         return returned, new_state
 
@@ -517,8 +653,8 @@ def check_window(opt_state: optax.OptState, accum_steps: int, *, weight: Any = 1
       >>> updates, state = step(jnp.ones(2), tx.init(jnp.zeros(2)), 3.0)
       >>> chex.block_until_chexify_assertions_complete()
     """
-    kinds = (AccumulateState, GradAccumulatorState)
-    windows = [x for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds)) if isinstance(x, kinds)]
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, _WINDOWS))
+    windows = [x for x in nodes if isinstance(x, _WINDOWS)]
     if not windows:
         raise ValueError("check_window found no window in the state")
     _assert_values(jnp.isfinite(weight) & (jnp.asarray(weight) >= 0), f"weight {weight} is not finite and >= 0")
@@ -527,6 +663,55 @@ def check_window(opt_state: optax.OptState, accum_steps: int, *, weight: Any = 1
         in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
         _assert_values(in_range, f"micro_step is not between 0 and {longest}")
         _assert_values(jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0), "weight_sum is not finite and >= 0")
+
+
+def redistribute(opt_state: optax.OptState, like: optax.OptState) -> optax.OptState:
+    """A state with windows of `accumulate(..., axis_name=...)`, in mid-window or not, on another number of devices.
+
+    A window has a row for each device along `axis_name`, and only their sum means something: it goes to the first of
+    as many rows as there are devices now. The other arrays stay as they are. All are placed as those of `like`.
+
+    Args:
+      opt_state: a state, from a checkpoint for instance.
+      like: the state that `tx.init` makes of the parameters as they are placed now.
+
+    Returns:
+      The state with the values of `opt_state` and the shapes and shardings of `like`.
+
+    Raises:
+      ValueError: the two differ in structure, or other arrays than rows in shape.
+
+    Example:
+      >>> tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
+      >>> def placed(axis_size):
+      ...     mesh = jax.make_mesh((axis_size,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      ...     return jax.device_put(jnp.zeros(3), jax.sharding.NamedSharding(mesh, jax.P()))
+      >>> state = tx.init(placed(jax.device_count()))
+      >>> redistribute(state, like=tx.init(placed(1))).gradient_sum.shape
+      (1, 3)
+    """
+    given, expected = jax.tree.structure(opt_state), jax.tree.structure(like)
+    if str(given) != str(expected):
+        raise ValueError(f"opt_state has the structure {given}, like has {expected}")
+
+    def place(path: _checks.KeyPath, x: jax.Array, like: jax.Array) -> jax.Array:
+        if x.shape != like.shape:
+            raise ValueError(f"leaf {_checks.leaf_name(path)} has shape {x.shape}, like has {like.shape}")
+        return jax.device_put(x, like.sharding)
+
+    def place_window(path: _checks.KeyPath, window: Any, like: Any) -> Any:
+        if not isinstance(window, _WINDOWS):
+            return place(path, window, like)
+        if window.weight_sum.ndim:
+            window = window._replace(
+                weight_sum=_rows.moved(window.weight_sum, like.weight_sum),
+                gradient_sum=jax.tree.map(
+                    lambda x, to: _rows.moved(x, to) if x.ndim else x, window.gradient_sum, like.gradient_sum
+                ),
+            )
+        return type(window)(*(jax.tree.map_with_path(place, *fields) for fields in zip(window, like, strict=True)))
+
+    return jax.tree.map_with_path(place_window, opt_state, like, is_leaf=lambda x: isinstance(x, _WINDOWS))
 
 
 def _assert_values(holds: jax.Array, message: str) -> None:
@@ -559,23 +744,16 @@ def _without_integers(updates: optax.Updates, like: chex.ArrayTree) -> optax.Upd
 
 
 def _zero_like(x: Any) -> Any:
-    return x if x.dtype == jax.dtypes.float0 else jnp.zeros_like(x)
+    return np.zeros(x.shape, x.dtype) if x.dtype == jax.dtypes.float0 else jnp.zeros_like(x)
 
 
-def _checked_gradients(grads: chex.ArrayTree, gradient_sum: chex.ArrayTree) -> chex.ArrayTree:
-    """At trace time: the gradients fit the accumulator, leaf by leaf."""
-    grads = jax.tree.map_with_path(_checks.array_leaf, grads)
-    _checks.same_leaves(grads, gradient_sum, compared=is_counted)
+def _counted_if(flag: Flag, count: jax.Array) -> jax.Array:
+    return jnp.where(flag, optax.safe_increment(count), count)
 
-    def check(path: _checks.KeyPath, total: jax.Array, grad: Any) -> None:
-        if grad is not None and _norms.is_complex(grad) and not _norms.is_complex(total):
-            raise ValueError(
-                f"gradient leaf {_checks.leaf_name(path)} is {grad.dtype}, its accumulator {total.dtype}, which would "
-                "lose the imaginary part"
-            )
 
-    jax.tree.map_with_path(check, gradient_sum, grads)
-    return grads
+def _reciprocal(weight_sum: jax.Array, weighs: Flag) -> jax.Array:
+    """What a sum is multiplied by: XLA:CPU writes out the result of a division that is used twice."""
+    return 1 / jnp.where(weighs, weight_sum, jnp.ones_like(weight_sum))
 
 
 def _either(a: Flag, b: Flag) -> Flag:

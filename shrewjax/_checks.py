@@ -6,7 +6,7 @@ jit and no jit agree) by shape and dtype only.
 
 import math
 import numbers
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -129,10 +129,13 @@ def accum_steps(value: Any) -> int | jax.Array | Callable[[jax.Array], Any]:
     return int(value)
 
 
-def weight(value: Any) -> Scalar:
-    """The weight of a micro-batch: a real scalar, not negative where its value is known. NaN is let through."""
+def weight(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
+    """The weight of a micro-batch: a real scalar, not negative where its value is known, or an array of such a shape.
+
+    NaN is let through.
+    """
     if isinstance(value, jax.Array):
-        return _real_scalar_array("weight", value)
+        return _real_array("weight", value, shapes)
     number = _static_real("weight", value, "a real scalar >= 0")
     if number < 0:
         raise ValueError(f"weight must be >= 0, got {value!r}")
@@ -246,6 +249,12 @@ def _static_real(name: str, value: Any, expected: str) -> float:
 
 
 def _real_scalar_array(name: str, value: jax.Array) -> jax.Array:
-    if value.shape != () or not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
-        raise ValueError(f"{name} must be a real scalar, got an array of shape {value.shape} and dtype {value.dtype}")
+    return _real_array(name, value, {()})
+
+
+def _real_array(name: str, value: jax.Array, shapes: Collection[tuple[int, ...]]) -> jax.Array:
+    is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    if value.shape not in shapes or not is_real:
+        expected = " or ".join("a real scalar" if s == () else f"real, of shape {s}" for s in sorted(shapes))
+        raise ValueError(f"{name} must be {expected}, got an array of shape {value.shape} and dtype {value.dtype}")
     return value.astype(jnp.float64 if value.dtype == jnp.float64 else jnp.float32)

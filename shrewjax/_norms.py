@@ -558,7 +558,12 @@ def accumulator_dtype(x: Any) -> Any:
 
 def widen(x: Any, dtype: Any) -> jax.Array:
     """x in a real dtype, or in the complex one of its precision if x is complex."""
-    return lax.convert_element_type(x, f"complex{2 * jnp.finfo(dtype).bits}" if is_complex(x) else dtype)
+    return lax.convert_element_type(x, wide_dtype(x, dtype))
+
+
+def wide_dtype(x: Any, dtype: Any) -> Any:
+    """What `widen` makes of x."""
+    return jnp.dtype(f"complex{2 * jnp.finfo(dtype).bits}" if is_complex(x) else dtype)
 
 
 def times(x: jax.Array, factor: jax.Array) -> jax.Array:

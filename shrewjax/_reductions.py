@@ -113,8 +113,57 @@ def unit_zeros(leaf: Any, keep: Kept) -> jax.Array:
 
 
 def anywhere(flag: jax.Array) -> jax.Array:
-    """Whether a flag is set on any device: what a branch of all devices can hang on where units differ. Shape ()."""
-    return _over_devices(lax.pmax, [flag.astype(jnp.int32)], [False], ())[0] > 0
+    """Whether a flag is set on any device: what a branch of all devices can hang on where they differ. Shape ()."""
+    mapped, is_tracked = _mapped_axes()
+    return _over_devices(lax.pmax, [flag.astype(jnp.int32)], [False], () if is_tracked else mapped)[0] > 0
+
+
+def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
+    """The sum of the rows of each array, on this device and along mapped axes: one collective for all together."""
+    sums = [_sum(x, tuple(range(1, x.ndim))) for x in rows]
+    return lax.psum(sums, axes) if is_mapped(axes) else sums
+
+
+def is_mapped(axes: tuple[Hashable, ...]) -> bool:
+    """Whether these are mapped axes here, so that a device has but its own part; an error if only some are."""
+    mapped, _ = _mapped_axes()
+    missing = [a for a in axes if a not in mapped]
+    if missing and len(missing) < len(axes):
+        raise ValueError(
+            f"axis_name {axes!r}: {', '.join(map(repr, missing))} is no mapped axis here, where "
+            f"{', '.join(map(repr, mapped))} are"
+        )
+    return not missing
+
+
+def is_same_along(x: jax.Array, axes: tuple[Hashable, ...]) -> bool:
+    """Whether an array is known to be the same on all devices along one of the mapped axes."""
+    return _mapped_axes()[1] and not set(axes) <= _varying(x)
+
+
+def varying_over(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
+    """The array as one that may differ between the devices along mapped axes."""
+    missing = tuple(a for a in axes if a not in _varying(x))
+    return lax.pcast(x, missing, to="varying") if _mapped_axes()[1] and missing else x
+
+
+def demand_agreement(what: str, flag: jax.Array | bool) -> None:
+    """An error where devices may decide differently: one would wait for the others in a collective for ever."""
+    if isinstance(flag, jax.Array) and _varying(flag):
+        raise ValueError(
+            f"{what} must be the same on every device, and may differ over {', '.join(map(repr, _varying(flag)))}"
+        )
+
+
+def demand_axis_name(what: str, axes: Axes) -> None:
+    """An error where no type tells whether devices' gradients are the whole ones, and nobody said."""
+    mapped, is_tracked = _mapped_axes()
+    if mapped and not is_tracked and axes is None:
+        raise ValueError(
+            f"{what} inside shard_map with check_vma=False, or pmap (mapped axes here: {', '.join(map(repr, mapped))}),"
+            " cannot see whether the gradients are a device's own: pass axis_name= with the axes over which they are "
+            "still to be summed, or axis_name=() if they already are the same on every device"
+        )
 
 
 def demand_tracking(what: str) -> None:
@@ -127,18 +176,19 @@ def demand_tracking(what: str) -> None:
         )
 
 
-def all_finite(leaves: Sequence[Any], axes: Axes) -> jax.Array:
-    """Whether no leaf holds a NaN or an infinity, on any device. Shape ()."""
+def all_finite(leaves: Sequence[Any], axes: Axes, kept: Kept = ()) -> jax.Array:
+    """Whether no leaf holds a NaN or an infinity, on any device. Shape (); or of the axes that all leaves keep."""
     if not leaves:
         return jnp.ones((), bool)
 
     def sums_are_finite(terms: Callable[[Any], jax.Array]) -> jax.Array:
-        return jnp.all(jnp.stack([jnp.isfinite(s) for s in leaf_sums(terms, leaves, axes=axes)]))
+        sums = leaf_sums(terms, leaves, axes=axes, kept=[kept] * len(leaves))
+        return jnp.all(jnp.stack([jnp.isfinite(s) for s in sums]), axis=0)
 
     # A sum is what XLA:CPU reduces at memory speed. If it is finite, so is every element; if not, it may have
     # overflowed, and x - x decides, 0 for a finite x, else NaN. (The barrier keeps XLA:GPU from running both always.)
     plain = sums_are_finite(lambda x: x)
-    return lax.cond(plain, lambda: plain, lambda: lax.optimization_barrier(sums_are_finite(lambda x: x - x)))
+    return lax.cond(jnp.all(plain), lambda: plain, lambda: lax.optimization_barrier(sums_are_finite(lambda x: x - x)))
 
 
 def _sum(x: jax.Array, keep: Kept = ()) -> jax.Array:

@@ -88,8 +88,13 @@ def advance(
 
 def run_or_idle(runs: Flag, run: Callable[[Result], tuple[Any, Any]], state: Any, result: Result) -> tuple[Any, Any]:
     """The result and the new state that `run` makes, if it `runs`; else the state as it is."""
+    what = "inner's update changed its state"
+    if runs is True:
+        returned, new_state = run(result)
+        check_unchanged(new_state, state, what)
+        return returned, new_state
     updates_like, state_like = jax.eval_shape(partial(run, UPDATES))
-    check_unchanged(state_like, state, "inner's update changed its state")
+    check_unchanged(state_like, state, what)
     return _cond(runs, partial(run, result), lambda: (result.idle(updates_like), state))
 
 

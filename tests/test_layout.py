@@ -12,6 +12,7 @@ ORDER = [
     "_checks",
     "_wide",
     "_reductions",
+    "_rows",
     "_norms",
     "_selection",
     "_statistics",

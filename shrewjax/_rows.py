@@ -1,0 +1,112 @@
+"""What each device has of its own, as the rows of one array.
+
+Inside `shard_map` a device's own sum is an array with a leading axis of size 1; outside, the same array has a row for
+each device along the mapped axes, sharded over them. So it can leave a step and enter the next one, be saved, and be
+looked at. The other axes are the parameter's, sharded as that is.
+"""
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shrewjax._reductions import is_mapped, varying_over
+
+Axes = tuple[Hashable, ...]
+
+
+def mesh_of(params: chex.ArrayTree, axes: Axes) -> Mesh | AbstractMesh | None:
+    """The mesh that has the axes, of the context or of the parameters; None where they are mapped, or nothing is."""
+    if is_mapped(axes):
+        return None
+    context = jax.sharding.get_abstract_mesh()
+    if set(axes) <= set(context.axis_names):
+        return context if _is_traced(params) else jax.sharding.get_mesh()
+    leaves = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
+    for x in leaves:
+        sharding = _sharding(x)
+        if sharding is not None and set(axes) <= set(sharding.mesh.axis_names):
+            return sharding.mesh
+    if not leaves:
+        return None
+    raise ValueError(
+        f"axis_name {', '.join(map(repr, axes))}: the size of the accumulator's leading axis is that of the mesh, and "
+        "there is none here. Call init with parameters that are placed on the mesh, under jax.set_mesh(mesh), or "
+        "inside jax.shard_map"
+    )
+
+
+def zeros(like: jax.Array, dtype: Any, axes: Axes, mesh: Mesh | AbstractMesh | None, name: str) -> jax.Array:
+    """Zeros like a parameter, a row for each device; the parameter's name is for the error."""
+    if mesh is None:
+        return varying_over(jnp.zeros_like(like, dtype=dtype)[None], axes)
+    sharding = _sharding(like)
+    spec = () if sharding is None else sharding.spec
+    if set(axes) & {a for dim in spec for a in (dim if isinstance(dim, tuple) else (dim,))}:
+        raise ValueError(
+            f"parameter {name} is sharded over {', '.join(map(repr, axes))} itself: its gradients are reduced as they "
+            "come, and no device has a sum of its own. Use another mesh axis for the data"
+        )
+    shape = (math.prod(mesh.shape[a] for a in axes), *like.shape)
+    if not _is_traced(like):
+        return jnp.zeros(shape, dtype, device=NamedSharding(mesh, P(axes, *spec)))
+    rows = jnp.broadcast_to(jnp.zeros_like(like, dtype=dtype)[None], shape)
+    if all(mesh.axis_types[mesh.axis_names.index(a)] == AxisType.Explicit for a in axes):
+        return jax.sharding.reshard(rows, P(axes, *spec))
+    return lax.with_sharding_constraint(rows, P(axes, *(P.UNCONSTRAINED,) * like.ndim))
+
+
+def moved(rows: jax.Array, like: jax.Array) -> jax.Array:
+    """The same sum in as many rows as `like` has, and where that is: in the first of them, the others 0."""
+    total = jnp.sum(rows, axis=0)
+    if isinstance(like.sharding, NamedSharding):
+        total = jax.device_put(total, NamedSharding(like.sharding.mesh, P(*like.sharding.spec[1:])))
+    first = along(jnp.arange(like.shape[0], dtype=jnp.int32) == 0, like)
+    place = jax.jit(lambda first, x: jnp.where(first, x, jnp.zeros_like(x)), out_shardings=like.sharding)
+    return place(first, total[None])
+
+
+def state_specs(opt_state: chex.ArrayTree) -> Any:
+    """How the arrays of a state are spread over a mesh: what `jax.shard_map` wants as `in_specs` and `out_specs`.
+
+    Args:
+      opt_state: arrays, such as `tx.init(params)` with parameters that are placed on a mesh.
+
+    Returns:
+      The same tree of `jax.sharding.PartitionSpec`: that of each array's `NamedSharding`, an empty one for an array
+      that has none, and so is the same on every device.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> params = jax.device_put(jnp.zeros(3), jax.sharding.NamedSharding(mesh, jax.P()))
+      >>> tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
+      >>> specs = state_specs(tx.init(params))
+      >>> specs.gradient_sum, specs.micro_step
+      (P('data',), P())
+    """
+
+    def spec(x: jax.Array) -> P:
+        sharding = _sharding(x)
+        return P() if sharding is None else sharding.spec
+
+    return jax.tree.map(spec, opt_state)
+
+
+def along(per_row: jax.Array, rows: jax.Array) -> jax.Array:
+    """A number for each row, or one for all, shaped to go with the rows."""
+    return per_row.reshape(per_row.shape + (1,) * (rows.ndim - per_row.ndim)) if per_row.ndim else per_row
+
+
+def _sharding(x: Any) -> NamedSharding | None:
+    sharding = jax.typeof(x).sharding if _is_traced(x) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names else None
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
