@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax._checks import Scalar
-from shrewjax._reductions import Axes, Kept, anywhere, demand_tracking, leaf_maxima, leaf_sums
+from shrewjax._reductions import Axes, Kept, UnitAxes, anywhere, leaf_maxima, leaf_sums
 
 Scope = Literal["global", "leaf"]
 
@@ -86,8 +86,10 @@ def to_float32(number: Scaled) -> jax.Array:
 
 
 def maximum(a: Scaled, b: Scaled) -> Scaled:
-    """The larger; a NaN in `a` stays."""
-    takes_b = is_greater(b, a) & jnp.isfinite(a.mantissa)
+    """The larger; a NaN wins, then an infinity."""
+    both_finite = jnp.isfinite(a.mantissa) & jnp.isfinite(b.mantissa)
+    b_wins = jnp.isnan(b.mantissa) | (jnp.isinf(b.mantissa) & ~jnp.isnan(a.mantissa))
+    takes_b = jnp.where(both_finite, is_greater(b, a), b_wins)
     return Scaled(*(jnp.where(takes_b, y, x) for x, y in zip(a, b, strict=True)))
 
 
@@ -316,39 +318,38 @@ def _shift_into_range(powers: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=(1, 2), inline=True)  # as for `measure`
-def measure_units(leaves: Sequence[Any], kept: Sequence[Kept], axes: Axes) -> list[Scaled]:
+def measure_units(leaves: Sequence[Any], kept: Sequence[Kept], axes: Sequence[UnitAxes]) -> list[Scaled]:
     """The 2-norm of every unit of each leaf: over all its axes but the `kept` ones, whose sizes are the shape."""
     if not leaves:
         return []
     power = partial(_power, 2, _accumulation_dtype(leaves))
-    plain = leaf_sums(power, leaves, axes=axes, kept=kept)
+    divided: list[Axes] = [of_leaf.divided for of_leaf in axes]
+    plain = leaf_sums(power, leaves, axes=divided, kept=kept)
     shifts = [_shift_into_range(powers) for powers in plain]
 
     factors = [_power_of_two(shift, plain[0].dtype) for shift in shifts]
 
     def scaled() -> list[jax.Array]:
         spread = [over_leaf(s, x, keep) for s, x, keep in zip(factors, leaves, kept, strict=True)]
-        return lax.optimization_barrier(leaf_sums(power, leaves, spread, axes=axes, kept=kept))  # as above
+        sums = leaf_sums(power, leaves, spread, axes=divided, kept=kept)
+        return [lax.optimization_barrier(s) for s in sums]  # as above; one for all would make their types vary alike
 
     def root(powers: jax.Array, shift: jax.Array) -> Scaled:
         positive = powers > 0  # the root of 0 has no derivative
         return _shifted(jnp.where(positive, jnp.sqrt(jnp.where(positive, powers, 1)), powers), -shift)
 
-    out_of_range = anywhere(jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts])))
+    out_of_range = anywhere(jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts])), axes)
     return list(map(root, lax.cond(out_of_range, scaled, lambda: plain), shifts))
 
 
-def combine(norms: Sequence[Scaled]) -> Scaled:
+def combine(norms: Sequence[Scaled], axes: Sequence[UnitAxes]) -> Scaled:
     """The norm of everything from the norms of its units. Shape ()."""
     if not norms:
         return split(jnp.zeros((), jnp.float32))
-    # What units there are on other devices, their types tell.
-    if any(n.mantissa.ndim for n in norms):
-        demand_tracking("several units of a leaf")
-    keys = leaf_maxima(_exponent_key, packed([n.exponent for n in norms]), axes=())
-    largest = jnp.max(jnp.concatenate(keys)) + _EXPONENT_OF_ZERO * 2
-    heights = [times_power_of_two(n.mantissa, n.exponent - largest) for n in norms]
-    squares = leaf_sums(lambda h: h * h, packed(heights), axes=())
+    exponents, over = packed([n.exponent for n in norms], axes)
+    largest = jnp.max(jnp.concatenate(leaf_maxima(_exponent_key, exponents, axes=over))) + _EXPONENT_OF_ZERO * 2
+    heights, over = packed([times_power_of_two(n.mantissa, n.exponent - largest) for n in norms], axes)
+    squares = leaf_sums(lambda h: h * h, heights, axes=over)
     return _shifted(jnp.sqrt(_ordered_sum(jnp.stack(squares))), largest)
 
 
@@ -529,10 +530,16 @@ def applied_scale(factor: Factor) -> jax.Array:
 # --- many leaves, many units -----------------------------------------------------------------------------------
 
 
-def packed(per_leaf: Sequence[jax.Array]) -> list[jax.Array]:
-    """The same numbers in fewer arrays: those of leaves that are one unit in one, to reduce over all of them."""
-    single = [x for x in per_leaf if x.ndim == 0]
-    return [*([jnp.stack(single)] if single else []), *(x for x in per_leaf if x.ndim > 0)]
+def packed(per_leaf: Sequence[jax.Array], axes: Sequence[UnitAxes]) -> tuple[list[jax.Array], list[Axes]]:
+    """The same numbers in fewer arrays, and over which mapped axes there are more: to reduce over all units.
+
+    Those of leaves that are one unit are in one array.
+    """
+    single = [(x, a.others) for x, a in zip(per_leaf, axes, strict=True) if x.ndim == 0]
+    several = [(x, a.others) for x, a in zip(per_leaf, axes, strict=True) if x.ndim > 0]
+    if single:
+        several.insert(0, (jnp.stack([x for x, _ in single]), single[0][1]))
+    return [x for x, _ in several], [others for _, others in several]
 
 
 def over_leaf(of_units: jax.Array, leaf: Any, keep: Kept) -> jax.Array:
