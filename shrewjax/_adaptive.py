@@ -20,6 +20,7 @@ from shrewjax._checks import AxesOf, KeyPath, UnitAxisNames
 from shrewjax._clipping import global_norm, hold_to
 from shrewjax._norms import Factor, Scaled
 from shrewjax._reductions import (
+    Axes,
     AxisName,
     Kept,
     UnitAxes,
@@ -377,6 +378,7 @@ def adaptive_grad_clip(
                     f"of shape {w.shape}"
                 )
         axes = units.axes(mesh_axes)
+        over = _norms.packed_axes(axes, units.kept)
         norms = _norms.measure_units(units.leaves, units.kept, axes)
         weight_norms = _norms.measure_units(weights, units.kept, units._replace(leaves=weights).axes(mesh_axes))
 
@@ -388,8 +390,8 @@ def adaptive_grad_clip(
         factors = _norms.clip_factors(norms, limits)
         return units.scaled(updates, factors), AdaptiveGradClipState(
             threshold=jnp.asarray(clipping, jnp.float32),
-            ratio_max=_largest(list(map(_norms.quotient, norms, bases)), axes),
-            clipped_share=_clipped_share(factors, norms, axes),
+            ratio_max=_largest(list(map(_norms.quotient, norms, bases)), over),
+            clipped_share=_clipped_share(factors, norms, over),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -462,18 +464,23 @@ def clip_by_block_rms(
         del state, params, extra_args
         units = _find_units(updates, _stacked(batch_axes))
         axes = units.axes(mesh_axes)
+        over = _norms.packed_axes(axes, units.kept)
         norms = _norms.measure_units(units.leaves, units.kept, axes)
         counts = sizes(units.leaves, axes=[of_leaf.divided for of_leaf in axes], kept=units.kept)
-        rms, limits = [], []
-        for n, norm in zip(counts, norms, strict=True):
-            rms.append(_norms.product(norm, _norms.limit(max(n, 1) ** -0.5, norm)))
-            # Not the rounded RMS is compared, but the norm: so that a block of ones is within a threshold of 1.
-            limits.append(_norms.product(_norms.limit(threshold, norm), _norms.limit(max(n, 1) ** 0.5, norm)))
+        # Not the rounded RMS is compared, but the norm: so that a block of ones is within a threshold of 1.
+        of_ones, inverses = (
+            _norms.packed(
+                [_norms.split_number(max(n, 1) ** power, norms[0].mantissa.dtype) for n in counts], units.kept
+            )
+            for power in (0.5, -0.5)
+        )
+        limits = [_norms.product(_norms.limit(threshold, n), n) for n in of_ones]
+        rms = list(map(_norms.product, norms, inverses))
         factors = _norms.clip_factors(norms, limits)
         return units.scaled(updates, factors), ClipByBlockRmsState(
             threshold=jnp.asarray(threshold, jnp.float32),
-            rms_max=_largest(rms, axes),
-            clipped_share=_clipped_share(factors, norms, axes),
+            rms_max=_largest(rms, over),
+            clipped_share=_clipped_share(factors, norms, over),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -586,8 +593,10 @@ def clip_by_leaf_norm_ema(
                     f"those in the state are of shape {ema.shape}: it was another leaf when init saw it"
                 )
         axes = units.axes(mesh_axes)
+        over = _norms.packed_axes(axes, units.kept)
         norms = _norms.measure_units(units.leaves, units.kept, axes)
-        total = _norms.combine(norms, axes)
+        total = _norms.combine(norms, over)
+        emas = _norms.packed(emas, units.kept)
         is_warmup = state.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
         is_recorded = jnp.isfinite(total.mantissa)
 
@@ -615,10 +624,10 @@ def clip_by_leaf_norm_ema(
         norm_emas = list(map(next_ema, norms, seen, limits, factors, emas))
         return units.scaled(updates, factors), ClipByLeafNormEmaState(
             recorded=jnp.where(is_recorded, optax.safe_increment(state.recorded), state.recorded),
-            norm_ema=units.with_leaves(state.norm_ema, norm_emas),
-            threshold_max=_largest(shown, axes),
-            grad_norm_max=_largest(norms, axes),
-            clipped_share=_clipped_share(factors, norms, axes),
+            norm_ema=units.with_leaves(state.norm_ema, _norms.unpacked(norm_emas, units.kept)),
+            threshold_max=_largest(shown, over),
+            grad_norm_max=_largest(norms, over),
+            clipped_share=_clipped_share(factors, norms, over),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -652,8 +661,9 @@ class _Units(NamedTuple):
         return jax.tree.map_with_path(lambda path, leaf: at.get(path, leaf), tree)
 
     def scaled(self, updates: chex.ArrayTree, factors: Sequence[Factor]) -> chex.ArrayTree:
-        """The gradients, each unit times its factor."""
-        return self.with_leaves(updates, list(map(_norms.scale_units, self.leaves, factors, self.kept)))
+        """The gradients, each unit times its factor, which come packed."""
+        per_leaf = _norms.unpacked(factors, self.kept)
+        return self.with_leaves(updates, list(map(_norms.scale_units, self.leaves, per_leaf, self.kept)))
 
 
 def _find_units(updates: chex.ArrayTree, kept: Callable[[KeyPath, Any], Kept]) -> _Units:
@@ -674,21 +684,20 @@ def _chosen(condition: jax.Array, a: Any, b: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
-def _largest(numbers: Sequence[Scaled], axes: Sequence[UnitAxes]) -> jax.Array:
+def _largest(numbers: Sequence[Scaled], over: list[Axes]) -> jax.Array:
     """The largest of all units, on all devices; NaN if there is one. Shape (), float32."""
     if not numbers:
         return jnp.zeros((), jnp.float32)
-    values, over = _norms.packed([_norms.to_float32(n) for n in numbers], axes)
+    values = [_norms.to_float32(n) for n in numbers]
     keys = leaf_maxima(_norms.magnitude_keys(jnp.dtype(jnp.float32)), values, axes=over)
     return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), jnp.float32)
 
 
-def _clipped_share(factors: Sequence[Factor], norms: Sequence[Scaled], axes: Sequence[UnitAxes]) -> jax.Array:
+def _clipped_share(factors: Sequence[Factor], norms: Sequence[Scaled], over: list[Axes]) -> jax.Array:
     """Clipped units / units, on all devices. Shape (), float32."""
     if not factors:
         return jnp.zeros((), jnp.float32)
     # Of nothing, nothing is clipped off.
-    flags = [factor.applies & (norm.mantissa != 0) for factor, norm in zip(factors, norms, strict=True)]
-    is_clipped, over = _norms.packed(flags, axes)
+    is_clipped = [factor.applies & (norm.mantissa != 0) for factor, norm in zip(factors, norms, strict=True)]
     clipped = leaf_sums(lambda flag: flag.astype(jnp.float32), is_clipped, axes=over)
     return jnp.sum(jnp.stack(clipped)) / max(sum(sizes(is_clipped, axes=over)), 1)

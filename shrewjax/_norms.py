@@ -319,19 +319,19 @@ def _shift_into_range(powers: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=(1, 2), inline=True)  # as for `measure`
 def measure_units(leaves: Sequence[Any], kept: Sequence[Kept], axes: Sequence[UnitAxes]) -> list[Scaled]:
-    """The 2-norm of every unit of each leaf: over all its axes but the `kept` ones, whose sizes are the shape."""
+    """The 2-norm of every unit of each leaf: over all its axes but the `kept`, whose sizes are the shape; `packed`."""
     if not leaves:
         return []
     power = partial(_power, 2, _accumulation_dtype(leaves))
     divided: list[Axes] = [of_leaf.divided for of_leaf in axes]
-    plain = leaf_sums(power, leaves, axes=divided, kept=kept)
+    plain = packed(leaf_sums(power, leaves, axes=divided, kept=kept), kept)
     shifts = [_shift_into_range(powers) for powers in plain]
 
     factors = [_power_of_two(shift, plain[0].dtype) for shift in shifts]
 
     def scaled() -> list[jax.Array]:
-        spread = [over_leaf(s, x, keep) for s, x, keep in zip(factors, leaves, kept, strict=True)]
-        sums = leaf_sums(power, leaves, spread, axes=divided, kept=kept)
+        spread = [over_leaf(s, x, keep) for s, x, keep in zip(unpacked(factors, kept), leaves, kept, strict=True)]
+        sums = packed(leaf_sums(power, leaves, spread, axes=divided, kept=kept), kept)
         return [lax.optimization_barrier(s) for s in sums]  # as above; one for all would make their types vary alike
 
     def root(powers: jax.Array, shift: jax.Array) -> Scaled:
@@ -342,13 +342,13 @@ def measure_units(leaves: Sequence[Any], kept: Sequence[Kept], axes: Sequence[Un
     return list(map(root, lax.cond(out_of_range, scaled, lambda: plain), shifts))
 
 
-def combine(norms: Sequence[Scaled], axes: Sequence[UnitAxes]) -> Scaled:
-    """The norm of everything from the norms of its units. Shape ()."""
+def combine(norms: Sequence[Scaled], over: list[Axes]) -> Scaled:
+    """The norm of everything from the norms of its units, packed. Shape ()."""
     if not norms:
         return split(jnp.zeros((), jnp.float32))
-    exponents, over = packed([n.exponent for n in norms], axes)
-    largest = jnp.max(jnp.concatenate(leaf_maxima(_exponent_key, exponents, axes=over))) + _EXPONENT_OF_ZERO * 2
-    heights, over = packed([times_power_of_two(n.mantissa, n.exponent - largest) for n in norms], axes)
+    keys = leaf_maxima(_exponent_key, [n.exponent for n in norms], axes=over)
+    largest = jnp.max(jnp.concatenate(keys)) + _EXPONENT_OF_ZERO * 2
+    heights = [times_power_of_two(n.mantissa, n.exponent - largest) for n in norms]
     squares = leaf_sums(lambda h: h * h, heights, axes=over)
     return _shifted(jnp.sqrt(_ordered_sum(jnp.stack(squares))), largest)
 
@@ -530,16 +530,28 @@ def applied_scale(factor: Factor) -> jax.Array:
 # --- many leaves, many units -----------------------------------------------------------------------------------
 
 
-def packed(per_leaf: Sequence[jax.Array], axes: Sequence[UnitAxes]) -> tuple[list[jax.Array], list[Axes]]:
-    """The same numbers in fewer arrays, and over which mapped axes there are more: to reduce over all units.
+def packed(per_leaf: Sequence[Any], kept: Sequence[Kept]) -> list[Any]:
+    """The same trees of arrays, but one tree of vectors for all leaves that are one unit: their arithmetic once.
 
-    Those of leaves that are one unit are in one array.
+    Leaves of several units stay apart: their arrays may be sharded.
     """
-    single = [(x, a.others) for x, a in zip(per_leaf, axes, strict=True) if x.ndim == 0]
-    several = [(x, a.others) for x, a in zip(per_leaf, axes, strict=True) if x.ndim > 0]
-    if single:
-        several.insert(0, (jnp.stack([x for x, _ in single]), single[0][1]))
-    return [x for x, _ in several], [others for _, others in several]
+    single = [x for x, keep in zip(per_leaf, kept, strict=True) if not keep]
+    together = [jax.tree.map(lambda *xs: jnp.stack(xs), *single)] if single else []
+    return [*together, *(x for x, keep in zip(per_leaf, kept, strict=True) if keep)]
+
+
+def unpacked(packs: Sequence[Any], kept: Sequence[Kept]) -> list[Any]:
+    """The trees leaf by leaf again."""
+    count = sum(not keep for keep in kept)
+    single = iter([jax.tree.map(lambda x, i=i: x[i], packs[0]) for i in range(count)])
+    several = iter(packs[1:] if count else packs)
+    return [next(several if keep else single) for keep in kept]
+
+
+def packed_axes(axes: Sequence[UnitAxes], kept: Sequence[Kept]) -> list[Axes]:
+    """Over which mapped axes there are more units, of each of what is `packed`."""
+    single = [of_leaf.others for of_leaf, keep in zip(axes, kept, strict=True) if not keep]
+    return [*single[:1], *(of_leaf.others for of_leaf, keep in zip(axes, kept, strict=True) if keep)]
 
 
 def over_leaf(of_units: jax.Array, leaf: Any, keep: Kept) -> jax.Array:
