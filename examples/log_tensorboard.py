@@ -1,9 +1,9 @@
 """Logs what clipping and accumulation measured to TensorBoard, without waiting for the device at every step.
 
 Plain JAX and Optax: a small network learns to tell malignant from benign breast tumours by 30 measurements
-(scikit-learn's copy of the Wisconsin data). The jitted step returns `shrewjax.metrics`, a dictionary of scalars by name.
-They stay on the device until enough have come to be fetched at once, and those of calls that did not close a window are
-left out, as nothing has changed since the last.
+(scikit-learn's copy of the Wisconsin data). The jitted step returns `shrewjax.metrics`, a dictionary of scalars by
+name. They stay on the device until enough have come to be fetched at once, and those of calls that did not close a
+window are left out: there, what is measured inside dates from the window before.
 
 Run it with
 
@@ -11,8 +11,8 @@ Run it with
     python examples/log_tensorboard.py
     tensorboard --logdir out/tensorboard
 
-It takes a few seconds on two CPU cores, downloads nothing, prints the accuracy on held-out patients, and writes an event
-file, in which the step is the number of optimizer steps. TensorBoard itself is only needed to look at it.
+It takes a few seconds on two CPU cores, downloads nothing, prints the accuracy on held-out patients, and writes an
+event file, in which the step is the number of optimizer steps. TensorBoard itself is only needed to look at it.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Trains an Equinox model on five digits, then freezes its body and trains a new head on ten: None leaves and partition.
+"""Trains an Equinox model on five digits, then freezes its body and trains a new head on all ten.
 
 An Equinox model is a pytree that holds arrays to train, arrays to leave alone, and things that are no arrays, such as
-activation functions. `eqx.partition` splits it in two trees of the same shape, each with None where the other has a leaf.
-Gradients, clip and accumulator see the trained half only: a None is no leaf, counts in no norm and holds no sum.
+activation functions. `eqx.partition` splits it in two trees of the same shape, each with None where the other has a
+leaf. Gradients, clip and accumulator see the trained half only: a None is no leaf, counts in no norm and holds no sum.
 
 Run it with
 

@@ -3,8 +3,8 @@
 float16 ends at 65504 and, near zero, at 6e-8, so the loss is multiplied by a scale that keeps the gradients in between:
 Flax's `DynamicScale` doubles it now and then and halves it when something overflowed. What belongs where:
 
-1. unscale: `DynamicScale.value_and_grad` hands out float32 gradients, divided by the scale that they were made with. The
-   scale changes within a window, so a sum of gradients that are not unscaled means nothing.
+1. unscale: `DynamicScale.value_and_grad` hands out float32 gradients, divided by the scale that they were made with.
+   The scale changes within a window, so a sum of gradients that are not unscaled means nothing.
 2. check: an overflow is a NaN or an infinity by now. With `nonfinite="drop_microbatch"` that micro-batch weighs 0.
 3. accumulate: in float32, by the number of examples that came.
 4. clip: the average, once a window, in units that do not depend on the scale.

@@ -1,8 +1,8 @@
 """Balances a pole with PPO, in thousands of tiny optimizer steps inside one compiled loop, beside Optax's own.
 
-A network of two small layers takes a few microseconds to differentiate, so what clipping, accumulation and dispatch add
-to each step is what one waits for. Here everything is in `jax.lax.scan`: the environment (CartPole, written in JAX), the
-advantages, and all epochs and micro-batches of the update; Python sees one call for several iterations. The same loop
+Networks this small take a fraction of a millisecond to differentiate, so what clipping, accumulation and dispatch add to
+each step is what one waits for. Here everything is in `jax.lax.scan`: the environment (CartPole, written in JAX), the
+advantages, and all epochs and micro-batches of the update; Python makes one call for several iterations. The same loop
 runs with `shrewjax.accumulate` and with `optax.MultiSteps`, by turns, and the example prints what each of them managed.
 
 Run it with
@@ -71,7 +71,7 @@ class Learner(NamedTuple):
 
 def cart_pole(env: Environments, action: jax.Array, starts: jax.Array) -> tuple[Environments, jax.Array]:
     """One step of Barto, Sutton and Anderson's pole with Gym's constants; episodes that are done begin anew."""
-    position, velocity, angle, spin = env.state.T
+    _, velocity, angle, spin = env.state.T
     force = jnp.where(action, 10.0, -10.0)
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     push = (force + 0.05 * spin**2 * sin) / 1.1
@@ -154,7 +154,7 @@ def advantages(rollout: Rollout, last_value: jax.Array) -> jax.Array:
 def iteration(
     tx: optax.GradientTransformation, learner: Learner, _: None
 ) -> tuple[Learner, tuple[jax.Array, jax.Array]]:
-    """Plays, then takes MICRO_STEPS micro-steps; the sum of the lengths of the episodes that ended, and their number."""
+    """Plays, then takes MICRO_STEPS micro-steps; of the episodes that ended, their summed lengths and their number."""
     key, play_key, shuffle_key = jax.random.split(learner.key, 3)
     environments, rollout = play(learner.params, learner.environments, play_key)
     last_value = policy_and_value(learner.params, environments.state)[1]

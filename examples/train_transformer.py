@@ -140,7 +140,7 @@ class Difference(NamedTuple):
 def compare(
     loss_and_grad: Callable[[nnx.State, Texts], tuple[jax.Array, nnx.State]], weights: nnx.State, window: list[Texts]
 ) -> dict[str, Difference]:
-    """Weighted by characters, and not, against the large batch. `GradAccumulator` is the window without an optimizer."""
+    """Weighted by characters, and not, against the large batch; `GradAccumulator` is a window without an optimizer."""
     whole_loss, whole = loss_and_grad(weights, joined(window))
     parts = [loss_and_grad(weights, part) for part in window]
     accumulator = shrewjax.GradAccumulator(ACCUM_STEPS)
