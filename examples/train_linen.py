@@ -79,9 +79,9 @@ def create_state(seed: int, sample: np.ndarray) -> AccumulatingState:
         apply_fn=model.apply,
         params=jax.jit(model.init)(jax.random.key(seed), sample)["params"],
         tx=shrewjax.accumulate(clip_and_adam, ACCUM_STEPS, nonfinite="drop_microbatch"),
-        # Arrays from the start: a Python number would be of another type after the first step, and compile it again.
+        # Typed from the start: Python's numbers would come back as arrays of fixed types, and compile the step again.
         loss_scale=DynamicScale(
-            growth_interval=GROWTH_INTERVAL, fin_steps=jnp.zeros((), jnp.int32), scale=jnp.asarray(FIRST_SCALE)
+            growth_interval=GROWTH_INTERVAL, fin_steps=jnp.int32(0), scale=jnp.float32(FIRST_SCALE)
         ),
     )
 

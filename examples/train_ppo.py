@@ -1,9 +1,9 @@
 """Balances a pole with PPO, in thousands of tiny optimizer steps inside one compiled loop, beside Optax's own.
 
-Networks this small take a fraction of a millisecond to differentiate, so what clipping, accumulation and dispatch add to
-each step is what one waits for. Here everything is in `jax.lax.scan`: the environment (CartPole, written in JAX), the
-advantages, and all epochs and micro-batches of the update; Python makes one call for several iterations. The same loop
-runs with `shrewjax.accumulate` and with `optax.MultiSteps`, by turns, and the example prints what each of them managed.
+Networks this small are differentiated in a fraction of a millisecond, so what clipping, accumulation and dispatch add
+to each step is what one waits for. Here everything is in `jax.lax.scan`: the environment (CartPole, written in JAX),
+the advantages, and all epochs and micro-batches of the update; Python makes one call for several iterations. The same
+loop runs with `shrewjax.accumulate` and with `optax.MultiSteps`, by turns, and the example prints how fast each was.
 
 Run it with
 

@@ -38,6 +38,9 @@ LEARNING_RATE, MAX_NORM = 3e-3, 1.0
 SHORTEST = 32  # a micro-batch is padded to this length, or twice, four times, ... as much
 
 
+WINDOW = shrewjax.GradAccumulator(ACCUM_STEPS)  # an accumulation without an optimizer, to look at its average
+
+
 class Texts(NamedTuple):
     """Paragraphs of one micro-batch, padded."""
 
@@ -140,15 +143,14 @@ class Difference(NamedTuple):
 def compare(
     loss_and_grad: Callable[[nnx.State, Texts], tuple[jax.Array, nnx.State]], weights: nnx.State, window: list[Texts]
 ) -> dict[str, Difference]:
-    """Weighted by characters, and not, against the large batch; `GradAccumulator` is a window without an optimizer."""
+    """Weighted by characters, and not, against the large batch."""
     whole_loss, whole = loss_and_grad(weights, joined(window))
     parts = [loss_and_grad(weights, part) for part in window]
-    accumulator = shrewjax.GradAccumulator(ACCUM_STEPS)
     differences = {}
     for name, counts in (("weight=", [p.predicted for p in window]), ("mean of means", [1] * len(window))):
-        state = accumulator.init(weights)
+        state = WINDOW.init(weights)
         for (_, grads), weight in zip(parts, counts, strict=True):
-            average, state = accumulator.step(state, grads, weight)
+            average, state = WINDOW.step(state, grads, weight)
         loss = np.average([float(loss) for loss, _ in parts], weights=counts)
         error = shrewjax.grad_norm(jax.tree.map(jnp.subtract, average, whole)) / shrewjax.grad_norm(whole)
         differences[name] = Difference(abs(loss - float(whole_loss)), float(error))
