@@ -29,7 +29,7 @@ from tqdm import tqdm
 import shrewjax
 
 MICRO_BATCH, ACCUM_STEPS = 32, 2
-LEARNING_RATE, MAX_NORM = 3e-3, 1.0
+LEARNING_RATE, MAX_NORM = 1e-2, 1.0
 
 
 class DigitNet(eqx.Module):

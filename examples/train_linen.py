@@ -123,7 +123,8 @@ def plot(history: dict[str, np.ndarray], path: Path) -> None:
     scale_axes.legend(frameon=False)
     closed = history["applied"]
     norm_axes.plot(micro_batch[closed], history["inner_state/0/grad_norm"][closed], ".", markersize=4)
-    norm_axes.axhline(MAX_NORM, color="black", linestyle="--", linewidth=1)
+    norm_axes.axhline(MAX_NORM, color="black", linestyle="--", linewidth=1, label=f"threshold ({MAX_NORM:g})")
+    norm_axes.legend(frameon=False)
     norm_axes.set(yscale="log", xlabel="micro-batch", ylabel="norm of the window's average, unscaled")
     _common.save(figure, path)
 
