@@ -195,7 +195,7 @@ class Run:
         self.learner, (steps, ended) = jax.block_until_ready(self.loop(self.learner))
         self.seconds += time.perf_counter() - began
         # NaN where no episode ended, as can be once they are longer than the horizon.
-        self.lengths += [float(s / e) if e else np.nan for s, e in zip(steps, ended, strict=True)]
+        self.lengths += [float(s / e) if e else np.nan for s, e in zip(*jax.device_get((steps, ended)), strict=True)]
 
 
 def start(tx: optax.GradientTransformation, seed: int) -> Learner:
