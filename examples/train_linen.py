@@ -15,8 +15,8 @@ Run it with
     python -m pip install ".[examples]"
     python examples/train_linen.py
 
-It takes well under a minute on two CPU cores (which compute in float32 and round: expect no speed from float16 here),
-prints the accuracy on held-out digits and how many micro-batches overflowed, and writes out/train_linen.png.
+It takes well under a minute on two CPU cores (expect no speed from float16 on those), prints the accuracy on held-out
+digits and how many micro-batches overflowed, and writes out/train_linen.png.
 """
 
 import argparse
