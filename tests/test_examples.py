@@ -49,7 +49,7 @@ def assert_is_drawn(path):
 
 
 def test_nnx_example_recognises_95_percent_of_digits(run):
-    printed, figure = run("train_digits.py", "--epochs", 8, out="new/digits.png")
+    printed, figure = run("train_digits.py", "--epochs", 7, out="new/digits.png")
 
     assert numbers(r"test accuracy: (\S+)", printed) > [0.95]
     assert_is_drawn(figure)
