@@ -19,13 +19,20 @@ import optax.contrib
 import orbax.checkpoint
 import pytest
 from flax import nnx
-from helpers import TRANSFORMATIONS, assert_close, bits, lenient
+from helpers import TRANSFORMATIONS, assert_close, bits
 
 import shrewjax
 
 # How programs meet is tested here, not their kernels: XLA's older emitters compile them three times as fast.
 jit = functools.partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": False})
 each = pytest.mark.parametrize("name", TRANSFORMATIONS)
+
+
+@pytest.fixture(autouse=True)
+def lenient_promotion():
+    """Optax mixes dtypes; other tests hold the package to strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def tree_like_a_layer(seed, scale=1.0):
@@ -56,10 +63,9 @@ def core(name):
 def run(tx, grads, params, **extra_args):
     """The updates of each call, and the last state."""
     state, updates = tx.init(params), []
-    with jax.numpy_dtype_promotion("standard"):  # Optax mixes dtypes
-        for g in grads:
-            update, state = tx.update(g, state, params, **extra_args)
-            updates.append(update)
+    for g in grads:
+        update, state = tx.update(g, state, params, **extra_args)
+        updates.append(update)
     return updates, state
 
 
@@ -135,6 +141,7 @@ WRAPPERS = {
         params=optax.LookaheadParams.init_synced,
     ),
     "schedule_free": Wrapper(lambda tx: optax.contrib.schedule_free(optax.chain(tx, optax.sgd(0.1)), 0.1)),
+    "mechanize": Wrapper(lambda tx: optax.contrib.mechanize(optax.chain(tx, optax.sgd(0.1)))),
     "conditionally_transform": Wrapper(
         lambda tx: optax.conditionally_transform(tx, lambda step: step % 2 == 0),
         calls=lambda grads: grads[::2],
@@ -210,6 +217,22 @@ def test_around_a_contributed_optimizer_the_optimizer_does_what_it_does_alone(na
     assert all(not np.any(x) for x in jax.tree.leaves(idle))
 
 
+def test_lookahead_that_resets_states_by_arithmetic_is_refused_by_accumulate():
+    # Optax multiplies the state with 0 and 1, which makes integers of flags.
+    tx = optax.lookahead(shrewjax.accumulate(sgd(), 2), sync_period=2, slow_step_size=0.5, reset_state=True)
+    with pytest.raises(AssertionError, match=r"applied.*bool != int32.*the accumulation's state changed"):
+        run(tx, GRADS, optax.LookaheadParams.init_synced(PARAMS))
+
+
+@pytest.mark.parametrize("name", sorted(set(TRANSFORMATIONS) - {"accumulate"}))
+def test_lookahead_that_resets_states_by_arithmetic_leaves_no_nan_in_the_updates(name):
+    tx = optax.lookahead(core(name), sync_period=2, slow_step_size=0.5, reset_state=True)
+    updates, _ = run(tx, GRADS, optax.LookaheadParams.init_synced(PARAMS))
+    # Every second call is a fresh start.
+    expected = [run(core(name), GRADS[i : i + 2], PARAMS)[0] for i in (0, 2, 4)]
+    assert_close([u.fast for u in updates[::2]], [first for first, _ in expected], rtol=1e-5)
+
+
 # --- hyper-parameters as arrays ---------------------------------------------------------------------------------
 
 INJECTED = {
@@ -245,7 +268,7 @@ def test_inject_hyperparams_traces_every_number_and_nothing_else_changes(name):
 def test_inject_hyperparams_in_bfloat16_keeps_every_dtype(name):
     factory, arguments = INJECTED[name]
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    tx = lenient(optax.inject_hyperparams(factory)(**arguments))
+    tx = optax.inject_hyperparams(factory)(**arguments)
     state = tx.init(params)
     updates, new_state = jax.eval_shape(tx.update, params, state, params)
     assert jax.tree.map(lambda x: x.dtype, updates) == jax.tree.map(lambda x: x.dtype, params)
@@ -259,6 +282,24 @@ def test_inject_hyperparams_rounds_them_to_bfloat16_parameters(name):
     updates, _ = run(compiled(optax.inject_hyperparams(factory)(**arguments)), grads, params)
     expected, _ = run(compiled(factory(**arguments)), grads, params)
     assert_close(updates, expected, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("factory", "structural"),
+    [
+        (shrewjax.clip_by_global_norm, {"max_norm": 1.0, "ord": 1}),
+        (shrewjax.clip_by_norm_percentile, {"history_length": 4}),
+        (shrewjax.adaptive_grad_clip, {"axis": 0}),
+        (shrewjax.clip_by_block_rms, {"batch_axes": 0}),
+        (shrewjax.skip_on_spike, {"inner": optax.identity(), "window": 128}),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_inject_hyperparams_of_what_decides_the_program_raises_and_says_what_to_do(factory, structural):
+    argument = list(structural)[-1]
+    with pytest.raises(ValueError, match=f"{argument} must be .*inject_hyperparams, name it in static_args"):
+        optax.inject_hyperparams(factory)(**structural).init(PARAMS)
+    optax.inject_hyperparams(factory, static_args=argument)(**structural).init(PARAMS)
 
 
 def test_a_threshold_can_be_scheduled_down_to_zero():
