@@ -1,6 +1,6 @@
 """Every row of the README's table of measurements, and more: all benchmarks, one after the other, in one process.
 
-    python examples/benchmarks/all.py [--json FILE] [--quick]
+python examples/benchmarks/all.py [--json FILE] [--quick]
 """
 
 import _harness
