@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, bits, lenient, tree_of, true_norm
+from helpers import assert_close, bits, lenient, quick_jit, tree_of, true_norm
 
 import shrewjax
 
@@ -26,7 +26,7 @@ def run(tx, gradients, params=None):
         updates, state = tx.update(grads, state, params)
         return state, (updates, state)
 
-    _, (updates, states) = jax.jit(lambda s, g: jax.lax.scan(step, s, g))(tx.init(start), stacked)
+    _, (updates, states) = quick_jit(lambda s, g: jax.lax.scan(step, s, g))(tx.init(start), stacked)
     return updates, states
 
 
@@ -104,9 +104,9 @@ def test_percentile_of_the_history_is_numpys_at_every_step(length, traced):
 
     norms = [float(true_norm(g)) for g in gradients]
     if traced:
-        of_all = jax.jit(jax.vmap(steps))(PERCENTILES)
+        of_all = quick_jit(jax.vmap(steps))(PERCENTILES)
     else:
-        of_all = jax.tree.map(lambda *x: np.stack(x), *jax.jit(lambda: [steps(p) for p in PERCENTILES])())
+        of_all = jax.tree.map(lambda *x: np.stack(x), *quick_jit(lambda: [steps(p) for p in PERCENTILES])())
     for i, p in enumerate(PERCENTILES):
         updates, thresholds = jax.tree.map(lambda x, i=i: x[i], of_all)
         expected = list(autoclip(norms, float(p), length))
@@ -311,7 +311,7 @@ def test_unit_rules_keep_dtypes_and_leave_small_units_bit_for_bit(dtype):
     g = jnp.asarray([[300.0, 1e-3], [400.0, 6e-8]], dtype)
     w = jnp.ones((2, 2), jnp.float32)
     for tx, share in ((shrewjax.adaptive_grad_clip(0.1), 0.5), (shrewjax.clip_by_block_rms(1.0, batch_axes=1), 0.5)):
-        updates, state = jax.jit(tx.update)(g, tx.init(w), w)
+        updates, state = quick_jit(tx.update)(g, tx.init(w), w)
         assert updates.dtype == g.dtype
         assert bits(updates[:, 1]) == bits(g[:, 1])
         assert float(state.clipped_share) == share
@@ -376,7 +376,7 @@ def test_clipping_bias_has_its_fixed_point_where_theory_says(c):
     """f = x**2 / 2, noise +9 with probability 0.1, -1 with 0.9: the clipped field vanishes at 1 - c / 9."""
     tx = optax.chain(shrewjax.clip_by_global_norm(c), optax.sgd(0.05))
 
-    @jax.jit
+    @quick_jit
     def mean_step(x):
         def step(noise):
             return tx.update(x + noise, tx.init(x))[0]
@@ -416,8 +416,8 @@ def test_shard_map_gives_the_unsharded_answer(rule, scale):
     tx = MAPPED[rule]()
     params, *gradients = trees(scale)
     state = mapped_state = tx.init(params)
-    update = jax.jit(tx.update)
-    mapped = jax.jit(jax.shard_map(tx.update, mesh=mesh, in_specs=(SPECS, P(), SPECS), out_specs=(SPECS, P())))
+    update = quick_jit(tx.update)
+    mapped = quick_jit(jax.shard_map(tx.update, mesh=mesh, in_specs=(SPECS, P(), SPECS), out_specs=(SPECS, P())))
     for g in gradients:
         expected, state = update(g, state, params)
         updates, mapped_state = mapped(place(g), mapped_state, place(params))
@@ -452,7 +452,7 @@ def units_on_one_device():
     g, w = ({k: f32(np.exp(rng.normal(size=s)) * rng.normal(size=s)) for k, s in UNIT_SHAPES.items()} for _ in range(2))
     g["whole"][:, 0] *= f32(1e25)  # so that one device alone has to measure again
     arguments = g, {name: tx.init(w) for name, tx in unit_rules().items()}, w
-    return arguments, jax.jit(all_updates(unit_rules()))(*arguments)
+    return arguments, quick_jit(all_updates(unit_rules()))(*arguments)
 
 
 def unit_mesh():
@@ -473,7 +473,7 @@ def test_units_spread_over_devices_each_leaf_in_its_own_way_are_those_of_one_dev
         out_specs={k: (UNIT_SPECS, state_specs[k]) for k in rules},
         check_vma=check_vma,
     )
-    assert_close(jax.jit(mapped)(g, start, w), expected, rtol=1e-5)
+    assert_close(quick_jit(mapped)(g, start, w), expected, rtol=1e-5)
     assert 0 < float(expected["agc"][1].clipped_share) < 1
     assert 0 < float(expected["block_rms"][1].clipped_share) < 1
 
@@ -493,7 +493,7 @@ def test_names_of_mapped_axes_do_for_units_that_are_alike(spec, names, check_vma
         out_specs=(spec, P()),
         check_vma=check_vma,
     )
-    updates, state = jax.jit(mapped)(g, w)
+    updates, state = quick_jit(mapped)(g, w)
     np.testing.assert_allclose(updates, agc(g, w, 0, clipping=1.0), rtol=1e-5)
     ratios = np.linalg.norm(np.float64(g), axis=0) / np.linalg.norm(np.float64(w), axis=0)
     assert float(state.ratio_max) == pytest.approx(ratios.max(), rel=1e-5)
@@ -536,7 +536,7 @@ def test_stacked_layers_sharded_along_the_stack(axis_type):
     tx = shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, batch_axes=0)
     gradients = [f32(np.exp(np.random.default_rng(i).normal(size=(8, 1))) * np.ones((8, 3))) for i in range(3)]
     state, sharded_state = tx.init(gradients[0]), tx.init(place(gradients[0]))
-    update = jax.jit(tx.update)
+    update = quick_jit(tx.update)
     for g in gradients:
         expected, state = update(g, state)
         updates, sharded_state = update(place(g), sharded_state)
@@ -583,7 +583,7 @@ def test_a_place_without_a_gradient_keeps_its_average():
     tx = shrewjax.clip_by_leaf_norm_ema(warmup_steps=1)
     params = tree_of()
     _, state = tx.update(tree_of(1), tx.init(params))
-    updates, after = jax.jit(tx.update)(tree_of(2) | {"b": None}, state)
+    updates, after = quick_jit(tx.update)(tree_of(2) | {"b": None}, state)
     assert updates["b"] is None
     assert after.norm_ema["b"] == state.norm_ema["b"]
     assert after.norm_ema["w"] != state.norm_ema["w"]
@@ -644,11 +644,11 @@ def test_a_block_of_ones_has_a_root_mean_square_of_one():
     for size in range(1, 200):
         ones = jnp.ones(size)
         tx = shrewjax.clip_by_block_rms(1.0)
-        assert bits(jax.jit(tx.update)(ones, tx.init(ones))[0]) == bits(ones)
+        assert bits(quick_jit(tx.update)(ones, tx.init(ones))[0]) == bits(ones)
 
 
 def test_agc_with_an_eps_or_parameters_that_are_not_finite_is_as_its_table_says():
-    update = jax.jit(lambda clipping, eps, g, w: shrewjax.adaptive_grad_clip(clipping, eps=eps).update(g, None, w))
+    update = quick_jit(lambda clipping, eps, g, w: shrewjax.adaptive_grad_clip(clipping, eps=eps).update(g, None, w))
     g, w = f32([[3, 3], [4, 4]]), f32([[300, 1], [400, 1]])  # one unit is within a tenth of its parameters
     inf, nan = np.inf, np.nan
 
@@ -698,7 +698,7 @@ def test_percentile_before_there_is_a_history_lets_pass_what_is_not_recorded():
 
 def test_percentile_that_is_nan_shows_and_the_norm_is_recorded():
     tx = lambda p: shrewjax.clip_by_norm_percentile(p, history_length=2)  # noqa: E731
-    updates, state = jax.jit(lambda p, g, s: tx(p).update(g, s))(jnp.float32(np.nan), f32([3, 4]), tx(1.0).init(None))
+    updates, state = quick_jit(lambda p, g, s: tx(p).update(g, s))(jnp.float32(np.nan), f32([3, 4]), tx(1.0).init(None))
     assert np.isnan(updates).all()
     np.testing.assert_array_equal(state.history.values, [0, 5])
 

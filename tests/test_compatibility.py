@@ -19,12 +19,10 @@ import optax.contrib
 import orbax.checkpoint
 import pytest
 from flax import nnx
-from helpers import TRANSFORMATIONS, assert_close, bits
+from helpers import TRANSFORMATIONS, assert_close, bits, quick_jit, quick_options
 
 import shrewjax
 
-# How programs meet is tested here, not their kernels: XLA's older emitters compile them three times as fast.
-jit = functools.partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": False})
 each = pytest.mark.parametrize("name", TRANSFORMATIONS)
 
 
@@ -51,7 +49,7 @@ BROKEN = jax.tree.map(lambda x: x.at[0].set(jnp.nan), GRADS[0])
 
 def compiled(tx):
     """The same, for use outside of compiled functions only."""
-    return optax.GradientTransformationExtraArgs(tx.init, jit(optax.with_extra_args_support(tx).update))
+    return optax.GradientTransformationExtraArgs(tx.init, quick_jit(optax.with_extra_args_support(tx).update))
 
 
 @functools.cache
@@ -380,7 +378,7 @@ def test_in_an_nnx_optimizer_it_trains_as_by_hand(name):
     graph, state = nnx.split((model, optimizer))
     like = jax.tree.structure(nnx.state(model, nnx.Param))
 
-    @jit
+    @quick_jit
     def step(state, grads):
         model, optimizer = nnx.merge(graph, state)
         optimizer.update(model, jax.tree.unflatten(like, jax.tree.leaves(grads)))
@@ -408,7 +406,7 @@ def test_under_equinox_filter_jit_it_trains_as_by_hand(name):
     model = Layer(**PARAMS)
     state = tx.init(equinox.filter(model, equinox.is_inexact_array))
 
-    @functools.partial(equinox.filter_jit, compiler_options={"xla_cpu_use_fusion_emitters": False})
+    @functools.partial(equinox.filter_jit, compiler_options=quick_options())
     def step(model, state, grads):
         updates, state = tx.update(grads, state, equinox.filter(model, equinox.is_inexact_array))
         return equinox.apply_updates(model, updates), state

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import TRANSFORMATIONS, assert_close, tree_of
+from helpers import TRANSFORMATIONS, assert_close, quick_jit, tree_of
 
 import shrewjax
 
@@ -64,7 +64,7 @@ def test_state_and_updates_keep_structure_shapes_and_dtypes(name, x64):
         params["double"] = jnp.ones(2, jnp.float64)
     tx = TRANSFORMATIONS[name]()
     state = tx.init(params)
-    updates, new = jax.jit(tx.update)(params, state, params)
+    updates, new = quick_jit(tx.update)(params, state, params)
     assert signature(updates) == signature(params)
     assert signature(new) == signature(state)
     assert signature(jax.eval_shape(tx.init, params)) == signature(state)
@@ -75,7 +75,7 @@ def test_state_and_updates_keep_structure_shapes_and_dtypes(name, x64):
 def test_jit_and_no_jit_agree(name, x64):
     tx, params = TRANSFORMATIONS[name](), tree_of()
     plain_state = jitted_state = tx.init(params)
-    update = jax.jit(tx.update)
+    update = quick_jit(tx.update)
     for i in range(3):
         plain, plain_state = tx.update(tree_of(i), plain_state, params)
         jitted, jitted_state = update(tree_of(i), jitted_state, params)
@@ -88,7 +88,7 @@ def test_is_a_scan_carry_and_compiles_once(name):
     tx, params = TRANSFORMATIONS[name](), tree_of()
     chex.clear_trace_counter()
 
-    @jax.jit
+    @quick_jit
     @chex.assert_max_traces(n=1)
     def step(grads, state):
         return tx.update(grads, state, params)
@@ -128,7 +128,7 @@ def test_sharded_inputs_give_the_unsharded_answer(name, axis_type):
     place = lambda tree: jax.tree.map(lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mesh, s)), tree, spec)  # noqa: E731
     tx = TRANSFORMATIONS[name]()
     state, sharded_state = tx.init(grads), tx.init(place(grads))
-    update = jax.jit(tx.update)
+    update = quick_jit(tx.update)
     for _ in range(2):
         expected, state = tx.update(grads, state, grads)
         updates, sharded_state = update(place(grads), sharded_state, place(grads))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import TRANSFORMATIONS, assert_close, bits, lenient
+from helpers import TRANSFORMATIONS, assert_close, bits, lenient, quick_jit
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -40,7 +40,7 @@ def summed_loss(w, b, x, y, counts):
 def one_device(tx, batches):
     """The parameters after each micro-batch: the oracle."""
 
-    @jax.jit
+    @quick_jit
     def step(params, state, x, y, counts):
         n = jnp.sum(counts)
         grads = jax.grad(lambda p: summed_loss(p["w"], p["b"], x, y, counts) / n)(params)
@@ -85,7 +85,7 @@ def sharded_step(tx, mesh, specs, check_vma=True):
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=(SHARDED, specs, rows, rows, rows), out_specs=(SHARDED, specs), check_vma=check_vma
     )
-    return jax.jit(mapped, donate_argnums=(0, 1))
+    return quick_jit(mapped, donate_argnums=(0, 1))
 
 
 def many_devices(tx, batches, mesh, check_vma=True):
