@@ -12,7 +12,7 @@ import optax
 
 from shrewjax import _checks, _norms, _statistics
 from shrewjax._clipping import global_norm
-from shrewjax._reductions import AxisName, all_finite, is_counted
+from shrewjax._reductions import AxisName, all_finite, demand_agreement, is_counted
 from shrewjax._wrapping import Result, advance, inner_transformation, run_or_idle, wrapper
 
 AtLimit = Literal["keep_skipping", "zero_nonfinite"]
@@ -195,7 +195,7 @@ def skip_on_spike(
 
     Raises:
       ValueError: an argument is not as described; `min_observed` is more than `window` holds; `of="value"`, and
-        `update` gets no `value`; or as in `grad_norm`.
+        `update` gets no `value`, or one that may differ between devices; or as in `grad_norm`.
       AssertionError: from chex, while tracing: inner changes the structure, shapes or dtypes of its state.
 
     Example:
@@ -240,6 +240,7 @@ def skip_on_spike(
             if extra_args.get("value") is None:
                 raise ValueError('skip_on_spike(of="value") needs value= in update, usually the loss')
             measured = jnp.asarray(_checks.any_real("value", extra_args["value"]), jnp.float32)
+            demand_agreement("value", measured)
         else:
             measured = _norms.to_float32(global_norm(updates, 2.0, axes))
 

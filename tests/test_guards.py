@@ -172,6 +172,18 @@ def test_one_bad_shard_skips_the_step_on_every_device(make, check_vma):
     assert int(skipped) == 1
 
 
+def test_a_device_s_own_loss_decides_nothing():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = shrewjax.skip_on_spike(optax.identity(), of="value")
+
+    def update(g):
+        return tx.update(g, tx.init(g), value=g[0, 0])[1].skipped
+
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+    with pytest.raises(ValueError, match="value must be the same on every device, and may differ over 'data'"):
+        jax.eval_shape(mapped, jnp.ones((8, 2)))
+
+
 def test_metrics_look_through_guards():
     tx = shrewjax.skip_nonfinite(shrewjax.skip_on_spike(shrewjax.clip_by_global_norm(1.0)))
     _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
