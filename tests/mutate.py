@@ -44,17 +44,23 @@ ROOT = pathlib.Path(__file__).parent.parent
 # For each module the files of tests that are about it, and which of these tests (pytest's -k).
 TESTS = {
     "_norms": (
-        "norms clipping spec adaptive selection",
-        "(test_norms and not million and not thousand) or (by_leaf and (outside or inside or nonfinite or neither))"
-        " or norm_clip_is_the or value_clip or mixed or subnormal or rounded or eight_bit or python_number"
-        " or unit_norms or unit_rules or bad_unit or block_rms",
+        "norms spec clipping adaptive",
+        "(test_norms and not million and not thousand) or norm_clip_is_the or derivative_through or python_number"
+        " or (neither and by_leaf) or nonfinite_gradient_of_one or mixed_dtypes or complex_gradients or subnormal"
+        " or unit_norms or unit_rules or bad_unit",
     ),
     "_clipping": (
         "clipping contracts",
-        "test_clipping or clip_by_global_norm or clip_by_leaf_norm or clip_by_value or clip_by_percentile",
+        "(test_clipping and not (python-by or numpy-by or sparse or again or neither or other_norms or memory))"
+        " or (keyword_only or keep_structure or wrapper-chain or unsharded-Auto) and (clip_by_global_norm or"
+        " clip_by_leaf_norm or clip_by_value or clip_by_percentile)",
     ),
-    "_selection": ("selection clipping", "test_selection or percentile or bound or search"),
-    "_accumulation": ("spec accumulation", "window or (test_accumulation and not multisteps)"),
+    "_selection": (
+        "selection clipping",
+        "(test_selection and not (distributions or parts or saves or float_rank or decimal or nearest or midpoint"
+        " or higher)) or bfloat16-nearest or float16-midpoint or written-33 or subnormal or limits_what",
+    ),
+    "_accumulation": ("spec accumulation", "window or (test_accumulation and not multisteps and not text)"),
 }
 LONGEST = 60  # seconds of a core for one test
 
@@ -142,7 +148,7 @@ class Tests:
 
     def __init__(self, names, expression):
         self.arguments = [*(f"tests/test_{name}.py" for name in names.split()), "-k", expression]
-        self.options = "-x -q -n 0 -p no:cacheprovider -W ignore::pytest.PytestAssertRewriteWarning".split()
+        self.options = ["-x", "-q", "-n0", "-pno:cacheprovider", "-Wignore::pytest.PytestAssertRewriteWarning"]
         self.kills = collections.Counter()
         self.seconds = {}
         os.environ["HYPOTHESIS_PROFILE"] = "no_shrinking"
