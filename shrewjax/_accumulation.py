@@ -13,7 +13,17 @@ import optax
 
 from shrewjax import _checks, _norms
 from shrewjax._reductions import all_finite, is_counted
-from shrewjax._wrapping import Flag, check_unchanged, inner_transformation, run_or_idle, zero_updates
+from shrewjax._wrapping import (
+    UPDATES,
+    Flag,
+    Result,
+    Wrapper,
+    advance,
+    check_unchanged,
+    inner_transformation,
+    new_parameters,
+    run_or_idle,
+)
 
 Reduction = Literal["mean", "sum_over_weights", "sum"]
 Nonfinite = Literal["propagate", "drop_microbatch", "drop_window", "extend_window"]
@@ -359,30 +369,29 @@ def accumulate(
             **window.init(params)._asdict(), applied=jnp.zeros((), bool), inner_state=wrapped.init(params)
         )
 
-    def advance(
+    def advance_fn(
         grads: optax.Updates | None,
         state: AccumulateState,
         params: optax.Params | None,
+        result: Result,
+        /,
         *,
-        weight: Any,
-        flush: Any,
-        extra_args: dict[str, Any],
-        output: Callable[[optax.Updates], Any],
-        idle: Callable[[optax.Updates], Any],
+        weight: Any = 1,
+        flush: Any = False,
+        **extra_args: Any,
     ) -> tuple[Any, AccumulateState]:
-        """`update`, where `output` says what to make of inner's updates, and `idle` what to return without them."""
         folded, runs = window._fold(state, grads, weight, flush=_checks.flag("flush", flush), when_full=True)
         like = params if grads is None else grads
 
-        def run_inner() -> tuple[optax.Updates, Any]:
+        def run_inner(result: Result) -> tuple[Any, Any]:
             average = _as_gradients(folded.gradient_sum, like, params)
-            updates, inner_state = wrapped.update(average, state.inner_state, params, **extra_args)
-            return _without_integers(updates, like), inner_state
+            counted = result._replace(of=lambda updates: result.of(_without_integers(updates, like)))
+            return advance(wrapped, average, state.inner_state, params, counted, **extra_args)
 
-        result, inner_state = run_or_idle(runs, run_inner, state.inner_state, output=output, idle=idle)
+        returned, inner_state = run_or_idle(runs, run_inner, state.inner_state, result)
         new_state = folded._replace(applied=jnp.asarray(runs), inner_state=inner_state)
         check_unchanged(new_state, state, "the accumulation's state changed")
-        return result, new_state
+        return returned, new_state
 
     def update_fn(
         updates: optax.Updates,
@@ -393,19 +402,10 @@ def accumulate(
         flush: Any = False,
         **extra_args: Any,
     ) -> tuple[optax.Updates, AccumulateState]:
-        return advance(
-            updates,
-            state,
-            params,
-            weight=weight,
-            flush=flush,
-            extra_args=extra_args,
-            output=lambda u: u,
-            idle=zero_updates,
-        )
+        return advance_fn(updates, state, params, UPDATES, weight=weight, flush=flush, **extra_args)
 
     transformation = _Accumulation(init_fn, update_fn)
-    transformation.advance = advance
+    transformation.advance = advance_fn
     return transformation
 
 
@@ -448,20 +448,7 @@ def apply_gradients(
       >>> params
       Array([-2., -3.], dtype=float32)
     """
-    if isinstance(tx, _Accumulation):
-        call = {"weight": 1, "flush": False} | extra_args
-        return tx.advance(
-            grads,
-            opt_state,
-            params,
-            weight=call.pop("weight"),
-            flush=call.pop("flush"),
-            extra_args=call,
-            output=lambda updates: optax.apply_updates(params, updates),
-            idle=lambda _: params,
-        )
-    updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)
-    return optax.apply_updates(params, updates), opt_state
+    return advance(tx, grads, opt_state, params, new_parameters(params), **extra_args)
 
 
 def flush(
@@ -497,16 +484,7 @@ def flush(
     """
     if not isinstance(tx, _Accumulation):
         raise ValueError(f"flush needs what accumulate returned, got {tx!r}")
-    return tx.advance(
-        None,
-        opt_state,
-        params,
-        weight=0,
-        flush=True,
-        extra_args=extra_args,
-        output=lambda u: u,
-        idle=zero_updates,
-    )
+    return tx.advance(None, opt_state, params, UPDATES, weight=0, flush=True, **extra_args)
 
 
 def check_window(opt_state: optax.OptState, accum_steps: int, *, weight: Any = 1) -> None:
@@ -555,10 +533,8 @@ def _assert_values(holds: jax.Array, message: str) -> None:
     chex.assert_trees_all_equal(holds, jnp.ones_like(holds), custom_message=message)
 
 
-class _Accumulation(optax.GradientTransformationExtraArgs):
-    """What `accumulate` returns: a transformation, known by its type, with more ways to advance than `update`."""
-
-    advance: Callable[..., tuple[Any, AccumulateState]]
+class _Accumulation(Wrapper):
+    """What `accumulate` returns, known by its type."""
 
 
 def _as_gradients(average: chex.ArrayTree, like: chex.ArrayTree, params: optax.Params | None) -> optax.Updates:

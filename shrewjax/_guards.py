@@ -13,7 +13,7 @@ import optax
 from shrewjax import _checks, _norms, _statistics
 from shrewjax._clipping import global_norm
 from shrewjax._reductions import AxisName, all_finite, is_counted
-from shrewjax._wrapping import inner_transformation, run_or_idle
+from shrewjax._wrapping import Result, advance, inner_transformation, run_or_idle, wrapper
 
 AtLimit = Literal["keep_skipping", "zero_nonfinite"]
 Of = Literal["grad_norm", "value"]
@@ -106,12 +106,14 @@ def skip_nonfinite(
             inner_state=wrapped.init(params),
         )
 
-    def update_fn(
+    def advance_fn(
         updates: optax.Updates,
         state: SkipNonfiniteState,
-        params: optax.Params | None = None,
+        params: optax.Params | None,
+        result: Result,
+        /,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, SkipNonfiniteState]:
+    ) -> tuple[Any, SkipNonfiniteState]:
         finite = all_finite([x for x in _checks.gradient_leaves(updates)[1] if is_counted(x)], axes)
         consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
         limit_reached = (
@@ -119,12 +121,12 @@ def skip_nonfinite(
         )
         runs = finite | limit_reached if at_limit == "zero_nonfinite" else finite
 
-        def run_inner() -> tuple[optax.Updates, Any]:
+        def run_inner(result: Result) -> tuple[Any, Any]:
             grads = jax.tree.map(_without_nonfinite, updates) if at_limit == "zero_nonfinite" else updates
-            return wrapped.update(grads, state.inner_state, params, **extra_args)
+            return advance(wrapped, grads, state.inner_state, params, result, **extra_args)
 
-        new_updates, inner_state = run_or_idle(runs, run_inner, state.inner_state)
-        return new_updates, SkipNonfiniteState(
+        returned, inner_state = run_or_idle(runs, run_inner, state.inner_state, result)
+        return returned, SkipNonfiniteState(
             applied=runs,
             skipped=_counted_unless(runs, state.skipped),
             consecutive=consecutive,
@@ -132,7 +134,7 @@ def skip_nonfinite(
             inner_state=inner_state,
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return wrapper(init_fn, advance_fn)
 
 
 class SkipOnSpikeState(NamedTuple):
@@ -226,12 +228,14 @@ def skip_on_spike(
             inner_state=wrapped.init(params),
         )
 
-    def update_fn(
+    def advance_fn(
         updates: optax.Updates,
         state: SkipOnSpikeState,
-        params: optax.Params | None = None,
+        params: optax.Params | None,
+        result: Result,
+        /,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, SkipOnSpikeState]:
+    ) -> tuple[Any, SkipOnSpikeState]:
         if of == "value":
             if extra_args.get("value") is None:
                 raise ValueError('skip_on_spike(of="value") needs value= in update, usually the loss')
@@ -248,10 +252,11 @@ def skip_on_spike(
         threshold = jnp.where(is_on, onset, jnp.inf)
         runs = jnp.isfinite(measured) & (measured <= threshold)
 
-        new_updates, inner_state = run_or_idle(
-            runs, lambda: wrapped.update(updates, state.inner_state, params, **extra_args), state.inner_state
-        )
-        return new_updates, SkipOnSpikeState(
+        def run_inner(result: Result) -> tuple[Any, Any]:
+            return advance(wrapped, updates, state.inner_state, params, result, **extra_args)
+
+        returned, inner_state = run_or_idle(runs, run_inner, state.inner_state, result)
+        return returned, SkipOnSpikeState(
             history=_statistics.with_recorded(state.history, measured),
             measured=measured,
             threshold=threshold,
@@ -260,7 +265,7 @@ def skip_on_spike(
             inner_state=inner_state,
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return wrapper(init_fn, advance_fn)
 
 
 def _counted_unless(runs: jax.Array, count: jax.Array) -> jax.Array:

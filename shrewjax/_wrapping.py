@@ -1,7 +1,13 @@
-"""What transformations that wrap another one share: running it, or leaving it alone."""
+"""What transformations that wrap another one share: running it, or leaving it alone.
+
+Left alone, the wrapped transformation's state is what it was, and the step changes nothing. Written as updates that is
+an array of zeros for every parameter; written as new parameters it costs nothing at all. So a wrapper does not return
+updates but a `Result` of them, which `apply_gradients` chooses, and which goes through wrappers inside wrappers.
+"""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -11,6 +17,35 @@ from jax import lax
 
 Flag = bool | jax.Array
 """A bool where it is known while tracing."""
+
+
+class Result(NamedTuple):
+    """What a call is to return."""
+
+    of: Callable[[optax.Updates], Any]  # where the wrapped transformation ran: of its updates
+    idle: Callable[[optax.Updates], Any]  # where it was left alone: in the place of such updates
+
+
+class Wrapper(optax.GradientTransformationExtraArgs):
+    """A transformation that may leave the one that it wraps alone, with a more general form of `update`."""
+
+    advance: Callable[..., tuple[Any, Any]]
+    """As `update`, with a `Result` after `params`."""
+
+
+def wrapper(
+    init_fn: optax.TransformInitFn, advance_fn: Callable[..., tuple[Any, Any]]
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation that advances so."""
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        return advance_fn(updates, state, params, UPDATES, **extra_args)
+
+    transformation = Wrapper(init_fn, update_fn)
+    transformation.advance = advance_fn
+    return transformation
 
 
 def inner_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -26,23 +61,36 @@ def zero_updates(like: optax.Updates) -> optax.Updates:
     return jax.tree.map(jnp.zeros_like, like)
 
 
-def run_or_idle(
-    runs: Flag,
-    run_inner: Callable[[], tuple[optax.Updates, Any]],
-    inner_state: Any,
-    *,
-    output: Callable[[optax.Updates], Any] = lambda updates: updates,
-    idle: Callable[[optax.Updates], Any] = zero_updates,
+UPDATES = Result(of=lambda updates: updates, idle=zero_updates)
+"""What `update` returns."""
+
+
+def new_parameters(params: optax.Params) -> Result:
+    """The parameters with the updates applied, or as they are."""
+    return Result(of=partial(optax.apply_updates, params), idle=lambda _: params)
+
+
+def advance(
+    tx: optax.GradientTransformation,
+    updates: optax.Updates,
+    state: Any,
+    params: optax.Params | None,
+    result: Result,
+    /,
+    **extra_args: Any,
 ) -> tuple[Any, Any]:
-    """Inner's updates and new state if it `runs`; else its state untouched, and what `idle` makes of such updates."""
-    updates_like, state_like = jax.eval_shape(run_inner)
-    check_unchanged(state_like, inner_state, "inner's update changed its state")
+    """The result of `tx.update`, and the new state."""
+    if isinstance(tx, Wrapper):
+        return tx.advance(updates, state, params, result, **extra_args)
+    new_updates, new_state = optax.with_extra_args_support(tx).update(updates, state, params, **extra_args)
+    return result.of(new_updates), new_state
 
-    def run() -> tuple[Any, Any]:
-        updates, new_state = run_inner()
-        return output(updates), new_state
 
-    return _cond(runs, run, lambda: (idle(updates_like), inner_state))
+def run_or_idle(runs: Flag, run: Callable[[Result], tuple[Any, Any]], state: Any, result: Result) -> tuple[Any, Any]:
+    """The result and the new state that `run` makes, if it `runs`; else the state as it is."""
+    updates_like, state_like = jax.eval_shape(partial(run, UPDATES))
+    check_unchanged(state_like, state, "inner's update changed its state")
+    return _cond(runs, partial(run, result), lambda: (result.idle(updates_like), state))
 
 
 def check_unchanged(new: Any, old: Any, what: str) -> None:

@@ -440,22 +440,26 @@ def test_flush_of_a_window_with_a_bad_micro_batch(nonfinite):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: optax.adam(0.1),
-        lambda: shrewjax.accumulate(lenient(optax.adam(0.1)), 3),
-        lambda: optax.chain(shrewjax.clip_by_value(1.0), shrewjax.accumulate(lenient(optax.adam(0.1)), 3)),
-        lambda: optax.MultiSteps(optax.adam(0.1), 3).gradient_transformation(),
+        lambda adam: adam,
+        lambda adam: shrewjax.accumulate(adam, 3),
+        lambda adam: lenient(optax.chain(shrewjax.clip_by_value(1.0), shrewjax.accumulate(adam, 3))),
+        lambda adam: lenient(optax.MultiSteps(adam, 3).gradient_transformation()),
+        lambda adam: shrewjax.skip_nonfinite(adam),
+        lambda adam: shrewjax.accumulate(shrewjax.skip_on_spike(adam, min_observed=1), 2),
+        lambda adam: shrewjax.skip_nonfinite(shrewjax.accumulate(adam, 2)),
     ],
-    ids=["adam", "accumulate", "chain", "MultiSteps"],
+    ids=["adam", "accumulate", "chain", "MultiSteps", "guard", "guard in accumulate", "accumulate in guard"],
 )
 def test_apply_gradients_is_update_and_apply_updates(make):
-    tx, params = lenient(make()) if make().__class__.__name__ != "_Accumulation" else make(), tree_of()
+    tx, params = make(lenient(optax.adam(0.1))), tree_of()
     both = jax.jit(lambda g, s, p: shrewjax.apply_gradients(tx, g, s, p))
     update = jax.jit(tx.update)
     p = q = params
     s = t = tx.init(params)
     for i in range(7):
-        p, s = both(tree_of(i), s, p)
-        updates, t = update(tree_of(i), t, q)
+        grads = tree_of(i, scale=1e3 if i == 5 else 1.0)
+        p, s = both(grads, s, p)
+        updates, t = update(grads, t, q)
         q = optax.apply_updates(q, updates)
         assert_close(p, q, rtol=1e-6, atol=1e-7)
     assert_close(s, t, rtol=1e-6, atol=1e-7)
@@ -617,9 +621,11 @@ def test_state_is_a_named_tuple_that_optax_can_search_and_change():
     )  # fmt: skip
 
 
-def test_donated_state_is_written_in_place_and_no_buffer_is_shared():
+@pytest.mark.parametrize("guarded", [False, True])
+def test_donated_state_is_written_in_place_and_no_buffer_is_shared(guarded):
     params = {"w": jnp.zeros((256, 256))}
-    tx = shrewjax.accumulate(lenient(optax.adam(0.1)), 4)
+    inner = lenient(optax.adam(0.1))
+    tx = shrewjax.accumulate(shrewjax.skip_nonfinite(inner) if guarded else inner, 4)
     state = jax.tree.map(jnp.copy, tx.init(params))
     leaves = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
     assert len(set(leaves)) == len(leaves)

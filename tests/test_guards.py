@@ -56,6 +56,18 @@ def test_a_bad_gradient_is_skipped_and_inner_never_knows(bad):
     assert [int(s.consecutive) for _, s in steps] == [0, 1, 0, 0]
 
 
+def test_apply_gradients_leaves_a_skipped_step_s_parameters_alone_and_writes_in_place():
+    tx = shrewjax.skip_nonfinite(shrewjax.skip_on_spike(INNER))
+    step = jax.jit(lambda p, s, g: shrewjax.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+    params = jnp.ones((256, 256))
+    compiled = step.lower(params, tx.init(params), params).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * params.nbytes
+    state = jax.tree.map(jnp.copy, tx.init(params))
+    after, state = compiled(params, state, jnp.full((256, 256), np.nan))
+    assert bits(after) == bits(np.ones((256, 256), np.float32))
+    assert int(state.skipped) == 1
+
+
 def test_gradients_whose_norm_leaves_float32_are_not_skipped():
     assert applied(run(shrewjax.skip_nonfinite(optax.identity()), [f32([3e38, 3e38])])) == [True]
 
