@@ -25,6 +25,7 @@ import contextlib
 import difflib
 import importlib
 import itertools
+import math
 import os
 import pathlib
 import random
@@ -32,6 +33,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import warnings
 
 import pytest
@@ -70,10 +72,12 @@ def main():
     parser.add_argument("module", choices=TESTS)
     parser.add_argument("--sample", type=int, help="how many places to try; all if not given")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skip", type=int, default=0, help="how many of them were tried before")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of a core, after which a mutant has survived")
     parser.add_argument("--line", type=int, help="try only places in this line", action="append")
     arguments = parser.parse_args()
     original = (ROOT / "shrewjax" / f"{arguments.module}.py").read_text()
-    tests = Tests(*TESTS[arguments.module])
+    tests = Tests(*TESTS[arguments.module], arguments.seconds)
 
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)
@@ -89,11 +93,13 @@ def main():
 
         killed = tried = 0
         chosen = mutants(original, random.Random(arguments.seed), arguments.line)
-        for line, mutant in itertools.islice(chosen, arguments.sample):
+        for line, mutant in itertools.islice(chosen, arguments.skip, arguments.sample):
             pathlib.Path("shrewjax", f"{arguments.module}.py").write_text(mutant)
             killer = tests.first_to_fail()
             tried, killed = tried + 1, killed + bool(killer)
-            print(f"{tried}: line {line} {'killed by ' + killer if killer else 'SURVIVED'}", flush=True)
+            print(
+                f"{arguments.skip + tried}: line {line} {'killed by ' + killer if killer else 'SURVIVED'}", flush=True
+            )
             if not killer:
                 print(*difference(original, mutant), sep="\n", flush=True)
     print(f"{killed} of {tried} killed, {killed / tried:.1%}")
@@ -146,7 +152,8 @@ def difference(original, mutant):
 class Tests:
     """Runs tests in forks; those that killed a mutant quickest come first."""
 
-    def __init__(self, names, expression):
+    def __init__(self, names, expression, limit):
+        self.limit = limit
         self.arguments = [*(f"tests/test_{name}.py" for name in names.split()), "-k", expression]
         self.options = ["-x", "-q", "-n0", "-pno:cacheprovider", "-Wignore::pytest.PytestAssertRewriteWarning"]
         self.kills = collections.Counter()
@@ -189,14 +196,11 @@ class Tests:
         return pytest.main([*self.options, *self.arguments], plugins=[self])
 
     def pytest_collection_modifyitems(self, items):
-        files = {name: i for i, name in enumerate(self.arguments)}
-        items.sort(
-            key=lambda item: (
-                not self.kills[item.nodeid],
-                0 if self.kills[item.nodeid] else files[item.nodeid.split("::")[0]],
-                self.seconds.get(item.nodeid, 0) / max(1, self.kills[item.nodeid]),
-            )
-        )
+        items.sort(key=lambda item: self.seconds.get(item.nodeid, 0) / (self.kills[item.nodeid] + 0.1))
+
+    def pytest_runtest_setup(self):
+        if self.seconds and time.process_time() > self.limit:
+            pytest.skip()
 
     def pytest_runtest_logstart(self, nodeid):
         signal.setitimer(signal.ITIMER_PROF, LONGEST)  # ends the process
