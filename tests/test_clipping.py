@@ -1,5 +1,7 @@
 """Every row of the tables of the norm clips and of the value clip."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +70,14 @@ def test_threshold_that_is_no_real_scalar_is_an_error_that_names_it(bad):
             make(bad)
     with pytest.raises(ValueError, match="max_value must be a real scalar"):
         shrewjax.clip_by_value(bad)
+
+
+@pytest.mark.parametrize("clip", [shrewjax.clip_grad_norm, shrewjax.clip_grad_percentile])
+def test_arguments_after_the_threshold_are_keyword_only(clip):
+    kinds = [p.kind for p in inspect.signature(clip).parameters.values()]
+    keyword_only = [kind is inspect.Parameter.KEYWORD_ONLY for kind in kinds]
+    assert keyword_only == [False, False] + [True] * (len(kinds) - 2)
+    assert kinds[0] is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def test_minus_zero_as_threshold_is_zero():
@@ -537,11 +547,13 @@ def test_the_bound_is_rounded_toward_zero_to_each_leafs_dtype():
     assert clipped["h"].dtype == jnp.bfloat16
 
 
-def test_percentile_of_the_subnormal_is_subnormal():
-    units = np.int32([0, 1, 2, 3, 1000, 6, 7])  # multiples of the smallest number
-    for percentile in (50, jnp.float32(50)):
-        clipped, _, _ = by_percentile(jnp.asarray(units.view(np.float32)), percentile, method="lower")
-        assert np.asarray(clipped).view(np.int32).tolist() == [0, 1, 2, 3, 3, 3, 3]
+@pytest.mark.parametrize(
+    ("dtype", "integers", "given_as"), [("float32", "i4", int), ("float32", "i4", jnp.float32), ("bfloat16", "i2", int)]
+)
+def test_percentile_of_the_subnormal_is_subnormal(dtype, integers, given_as):
+    units = np.asarray([0, 1, 2, 3, 100, 6, 7], integers)  # multiples of the smallest number
+    clipped, _, _ = by_percentile(jnp.asarray(units.view(jnp.dtype(dtype))), given_as(50), method="lower")
+    assert np.asarray(clipped).view(integers).tolist() == [0, 1, 2, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("given_as", [float, jnp.float32])
