@@ -1,7 +1,7 @@
 """Mutation testing of one module, on demand: does a slip in it make a test fail?
 
     python -m pip install cosmic-ray
-    python tests/mutate.py _norms --sample 60
+    python tests/mutate.py _norms --sample 60 --seconds 25
 
 A mutant is a copy of the repository with one place of the module changed. A place is an operator, a number, a
 comparison, a condition, a loop or a decorator; what is put there is drawn among all that cosmic-ray knows. The tests
@@ -12,10 +12,10 @@ Left out are annotations, as they have no effect when the code runs, texts of me
 Python or the same syntax tree again. What is the same for every input although it is written differently, or is only
 slower, is not: it survives.
 
-Each mutant is a fork of a process that has imported the tests' libraries, and runs first what has killed others before.
-Programs are compiled once for all mutants that leave them as they are: JAX caches them in a folder for temporary files,
-which the first run on the unchanged code fills (minutes). A test that takes more than a minute of a core hangs: that
-kills its mutant.
+Each mutant is a fork of a process that has imported the tests' libraries. First come the tests that take least time and
+have killed most; after `--seconds` no other is begun. Programs are compiled once for all mutants that leave them as
+they are: JAX keeps them in JAX_COMPILATION_CACHE_DIR, by default in the folder for temporary files, which the first
+run, of the unchanged code, fills. A test that takes more than a minute of a core hangs: that kills its mutant.
 """
 
 import argparse
@@ -150,7 +150,7 @@ def difference(original, mutant):
 
 
 class Tests:
-    """Runs tests in forks; those that killed a mutant quickest come first."""
+    """Runs tests in forks of this process."""
 
     def __init__(self, names, expression, limit):
         self.limit = limit
