@@ -213,6 +213,15 @@ def test_window_is_the_weighted_reduction(reduction, weights):
         assert bool(state.applied)
 
 
+@pytest.mark.parametrize("weights", [(1, 3), (2, 1), (0.5, 1.0)])
+def test_weights_known_at_trace_time_count_as_others_do(weights):
+    tx = shrewjax.accumulate(recorder(), 2)
+    state = tx.init(vector(0.0))
+    for value, weight in zip((4.0, 1.0), weights, strict=True):
+        updates, state = tx.update(vector(value), state, weight=weight)
+    assert float(updates[0]) == pytest.approx((4 * weights[0] + weights[1]) / sum(weights), rel=1e-6)
+
+
 def test_weights_make_uneven_micro_batches_equal_to_the_large_batch():
     rng = np.random.default_rng(0)
     x, y, w = rng.normal(size=(100, 4)), rng.normal(size=100), rng.normal(size=4)

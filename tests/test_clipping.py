@@ -72,9 +72,9 @@ def test_threshold_that_is_no_real_scalar_is_an_error_that_names_it(bad):
         shrewjax.clip_by_value(bad)
 
 
-@pytest.mark.parametrize("clip", [shrewjax.clip_grad_norm, shrewjax.clip_grad_percentile])
-def test_arguments_after_the_threshold_are_keyword_only(clip):
-    kinds = [p.kind for p in inspect.signature(clip).parameters.values()]
+@pytest.mark.parametrize("function", [shrewjax.grad_norm, shrewjax.clip_grad_norm, shrewjax.clip_grad_percentile])
+def test_arguments_after_the_second_are_keyword_only(function):
+    kinds = [p.kind for p in inspect.signature(function).parameters.values()]
     keyword_only = [kind is inspect.Parameter.KEYWORD_ONLY for kind in kinds]
     assert keyword_only == [False, False] + [True] * (len(kinds) - 2)
     assert kinds[0] is inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -406,6 +406,14 @@ def test_value_clip_of_complex_limits_the_modulus_and_keeps_the_phase():
     assert bits(clipped[4:6]) == bits(z[4:6])
     assert np.isnan(clipped[6:]).all()
     assert bits(shrewjax.clip_grad_value([z], np.inf)) == bits([z])
+
+
+def test_derivative_through_the_value_clip_of_a_complex_zero_is_that_of_the_identity():
+    def parts_of_the_clipped(parts):
+        clipped = shrewjax.clip_grad_value(jax.lax.complex(*parts), 2.0)
+        return jnp.sum(clipped.real) + jnp.sum(clipped.imag)
+
+    np.testing.assert_array_equal(jax.grad(parts_of_the_clipped)(jnp.zeros((2, 1))), [[1], [1]])
 
 
 def test_derivative_through_the_value_clip():
