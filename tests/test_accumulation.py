@@ -1,5 +1,6 @@
 """The window: what inner sees, when, and what each micro-batch may do to it."""
 
+import inspect
 import itertools
 import pydoc_data.topics
 
@@ -574,6 +575,12 @@ def test_bad_weight_is_named(bad):
     tx = shrewjax.accumulate(recorder(), 2)
     with pytest.raises(ValueError, match="weight must be"):
         tx.update(vector(1.0), tx.init(vector(0.0)), weight=bad)
+
+
+def test_rules_of_a_window_are_keyword_only():
+    parameters = list(inspect.signature(shrewjax.GradAccumulator).parameters.values())
+    assert parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[1:])
 
 
 def test_bad_arguments_are_named():
