@@ -59,10 +59,14 @@ TESTS = {
     ),
     "_selection": (
         "selection clipping",
-        "(test_selection and not (distributions or parts or saves or float_rank or decimal or nearest or midpoint"
-        " or higher)) or bfloat16-nearest or float16-midpoint or written-33 or subnormal or limits_what",
+        "(test_selection and not (distributions or parts or saves or float_rank or decimal or nearest or midpoint))"
+        " or bfloat16-nearest or float16-midpoint or written-33 or subnormal or limits_what",
     ),
-    "_accumulation": ("spec accumulation", "window or (test_accumulation and not multisteps and not text)"),
+    "_accumulation": (
+        "spec accumulation contracts",
+        "(window and not clip) or (test_accumulation and not multisteps and not text)"
+        " or (letter and accumulate) or (keyword_only and accumulate)",
+    ),
 }
 LONGEST = 60  # seconds of a core for one test
 
