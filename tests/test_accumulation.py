@@ -585,6 +585,15 @@ def test_bad_weight_is_named(bad):
         tx.update(vector(1.0), tx.init(vector(0.0)), weight=bad)
 
 
+def test_weight_that_is_not_given_is_one():
+    params, grads = vector(0.0), vector(3.0)
+    window, tx = shrewjax.GradAccumulator(2), shrewjax.accumulate(recorder(), 2)
+    assert float(window.add(window.init(params), grads).weight_sum) == 1
+    assert float(window.step(window.init(params), grads)[1].weight_sum) == 1
+    assert float(tx.update(grads, tx.init(params), params)[1].weight_sum) == 1
+    assert float(shrewjax.apply_gradients(tx, grads, tx.init(params), params)[1].weight_sum) == 1
+
+
 def test_rules_of_a_window_are_keyword_only():
     parameters = list(inspect.signature(shrewjax.GradAccumulator).parameters.values())
     assert parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
