@@ -1,54 +1,74 @@
 """Mutation testing of one module, on demand: does a slip in it make a test fail?
 
     python -m pip install cosmic-ray
-    python tests/mutate.py _norms --sample 30
+    python tests/mutate.py _norms --sample 60 --seconds 25
 
-Changes a copy of the repository, one place at a time, runs the tests that are about the module, and prints the mutants
-that no test notices. A place is an operator, a number, a comparison, a branch or a decorator; what is put there is
-drawn at random among what the tool knows.
+A mutant is a copy of the repository with one place of the module changed. A place is an operator, a number, a
+comparison, a condition, a loop or a decorator; what is put there is drawn among all that cosmic-ray knows. The tests
+named below run on it, until one fails. A line is printed for each mutant, the difference for each that survives, and
+the share of those killed at the end. The same `--seed` draws the same mutants.
+
+Left out are annotations, as they have no effect when the code runs, texts of messages (f-strings), and what is no
+Python or the same syntax tree again. What is the same for every input although it is written differently, or is only
+slower, is not: it survives.
+
+Each mutant is a fork of a process that has imported the tests' libraries. First come the tests that take least time and
+have killed most; after `--seconds` no other is begun. Programs are compiled once for all mutants that leave them as
+they are: JAX keeps them in JAX_COMPILATION_CACHE_DIR, by default in the folder for temporary files, which the first
+run, of the unchanged code, fills. A test that takes more than a minute of a core hangs: that kills its mutant.
 """
 
 import argparse
 import ast
+import collections
+import contextlib
+import difflib
+import importlib
+import itertools
+import math
+import os
 import pathlib
 import random
 import shutil
+import signal
 import sys
 import tempfile
+import time
+import warnings
 
+import pytest
 from cosmic_ray.commands import init
-from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
-from cosmic_ray.work_item import TestOutcome
 
 ROOT = pathlib.Path(__file__).parent.parent
-# The quickest to fail come first.
+# For each module the files of tests that are about it, and which of these tests (pytest's -k).
 TESTS = {
-    "_norms": ["test_norms.py", "test_spec.py", "test_clipping.py"],
-    "_clipping": ["test_clipping.py", "test_spec.py", "test_contracts.py"],
-    "_selection": ["test_selection.py", "test_spec.py", "test_clipping.py"],
-    "_accumulation": ["test_spec.py", "test_accumulation.py", "test_contracts.py"],
+    "_norms": (
+        "norms spec clipping adaptive",
+        "(test_norms and not million and not thousand) or norm_clip_is_the or derivative_through or python_number"
+        " or (neither and by_leaf) or nonfinite_gradient_of_one or mixed_dtypes or complex_gradients or subnormal"
+        " or unit_norms or unit_rules or bad_unit",
+    ),
+    "_clipping": (
+        "clipping contracts",
+        "(test_clipping and not (python-by or numpy-by or sparse or again or neither or other_norms or memory))"
+        " or (keyword_only or keep_structure or wrapper-chain or unsharded-Auto) and (clip_by_global_norm or"
+        " clip_by_leaf_norm or clip_by_value or clip_by_percentile)",
+    ),
+    "_selection": (
+        "selection clipping",
+        "(test_selection and not (distributions or parts or saves or float_rank or decimal or nearest or midpoint))"
+        " or bfloat16-nearest or float16-midpoint or written-33 or subnormal or limits_what",
+    ),
+    "_accumulation": (
+        "spec accumulation contracts",
+        "(window and not clip) or (test_accumulation and not multisteps and not text)"
+        " or (letter and accumulate) or (keyword_only and accumulate)",
+    ),
 }
-LONGEST = 600  # seconds; what takes longer hangs
-
-
-def places(module):
-    """One mutation for each place in the code, annotations left out: no test should notice those."""
-    annotations = [
-        (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
-        for parent in ast.walk(ast.parse(module.read_text()))
-        for node in (getattr(parent, "annotation", None), getattr(parent, "returns", None))
-        if node is not None
-    ]
-    with tempfile.TemporaryDirectory() as folder, use_db(f"{folder}/session.sqlite", WorkDB.Mode.create) as db:
-        init([module], db, {})
-        mutations = [item.mutations[0] for item in db.work_items]
-    by_place = {}
-    for mutation in mutations:
-        start = mutation.start_pos
-        if not any(a[:2] <= start < a[2:] for a in annotations):
-            by_place.setdefault(start, []).append(mutation)
-    return [random.choice(by_place[start]) for start in sorted(by_place)]
+LONGEST = 60  # seconds of a core for one test
 
 
 def main():
@@ -56,8 +76,12 @@ def main():
     parser.add_argument("module", choices=TESTS)
     parser.add_argument("--sample", type=int, help="how many places to try; all if not given")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skip", type=int, default=0, help="how many of them were tried before")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of a core, after which a mutant has survived")
+    parser.add_argument("--line", type=int, help="try only places in this line", action="append")
     arguments = parser.parse_args()
-    random.seed(arguments.seed)
+    original = (ROOT / "shrewjax" / f"{arguments.module}.py").read_text()
+    tests = Tests(*TESTS[arguments.module], arguments.seconds)
 
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)
@@ -65,23 +89,130 @@ def main():
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md"):
             shutil.copy(ROOT / name, copy)
-        module = copy / "shrewjax" / f"{arguments.module}.py"
-        mutations = places(module)
-        if arguments.sample is not None:
-            mutations = sorted(
-                random.sample(mutations, min(arguments.sample, len(mutations))), key=lambda m: m.start_pos
+        os.chdir(copy)
+        sys.path[:0] = [folder]  # before an installed one
+        if failed := tests.first_to_fail():
+            sys.exit(f"without any change, {failed} fails")
+        print(f"without any change, {len(tests.seconds)} tests pass in {sum(tests.seconds.values()):.0f} s", flush=True)
+
+        killed = tried = 0
+        chosen = mutants(original, random.Random(arguments.seed), arguments.line)
+        for line, mutant in itertools.islice(chosen, arguments.skip, arguments.sample):
+            pathlib.Path("shrewjax", f"{arguments.module}.py").write_text(mutant)
+            killer = tests.first_to_fail()
+            tried, killed = tried + 1, killed + bool(killer)
+            print(
+                f"{arguments.skip + tried}: line {line} {'killed by ' + killer if killer else 'SURVIVED'}", flush=True
             )
-        files = " ".join(f"tests/{name}" for name in TESTS[arguments.module])
-        # From the copy: its package is found before an installed one.
-        pytest = f"{sys.executable} -m pytest -x -q -n 0 -p no:cacheprovider {files}"
-        command = f"env -C {copy} HYPOTHESIS_PROFILE=no_shrinking {pytest}"
-        killed = 0
-        for number, mutation in enumerate(mutations, 1):
-            result = mutate_and_test([mutation], command, LONGEST)
-            killed += result.test_outcome != TestOutcome.SURVIVED
-            if result.test_outcome == TestOutcome.SURVIVED:
-                print(result.diff, flush=True)
-            print(f"{number} of {len(mutations)}: {killed} killed", flush=True)
+            if not killer:
+                print(*difference(original, mutant), sep="\n", flush=True)
+    print(f"{killed} of {tried} killed, {killed / tried:.1%}")
+
+
+def mutants(original, rng, lines=None):
+    """The line and the code of one mutation for each place, in a random order."""
+    with tempfile.TemporaryDirectory() as folder, use_db(f"{folder}/session.sqlite", WorkDB.Mode.create) as db:
+        path = pathlib.Path(folder, "module.py")
+        path.write_text(original)
+        init([path], db, {})
+        by_place = collections.defaultdict(list)
+        for item in db.work_items:
+            by_place[item.mutations[0].start_pos].append(item.mutations[0])
+    tree = ast.parse(original)
+    ignored = [*ignored_places(tree)]
+    places = sorted(place for place in by_place if not any(start <= place < end for start, end in ignored))
+    rng.shuffle(places)
+    for place in places:
+        candidates = sorted(by_place[place], key=lambda m: (m.operator_name, m.occurrence))
+        rng.shuffle(candidates)
+        if lines and place[0] not in lines:
+            continue
+        for mutation in candidates:
+            operator = get_operator(mutation.operator_name)(**mutation.operator_args)
+            mutant = mutate_code(original, operator, mutation.occurrence)
+            with contextlib.suppress(SyntaxError), warnings.catch_warnings(action="ignore"):
+                if ast.dump(ast.parse(mutant)) != ast.dump(tree):
+                    yield place[0], mutant
+                    break
+
+
+def ignored_places(tree):
+    for parent in ast.walk(tree):
+        for node in (parent if isinstance(parent, ast.JoinedStr) else None, *annotations(parent)):
+            if node is not None:
+                yield (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+
+
+def annotations(node):
+    return getattr(node, "annotation", None), getattr(node, "returns", None)
+
+
+def difference(original, mutant):
+    """The changed lines."""
+    lines = difflib.unified_diff(original.splitlines(), mutant.splitlines(), lineterm="", n=0)
+    return [line for line in lines if not line.startswith(("---", "+++"))]
+
+
+class Tests:
+    """Runs tests in forks of this process."""
+
+    def __init__(self, names, expression, limit):
+        self.limit = limit
+        self.arguments = [*(f"tests/test_{name}.py" for name in names.split()), "-k", expression]
+        self.options = ["-x", "-q", "-n0", "-pno:cacheprovider", "-Wignore::pytest.PytestAssertRewriteWarning"]
+        self.kills = collections.Counter()
+        self.seconds = {}
+        os.environ["HYPOTHESIS_PROFILE"] = "no_shrinking"
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "shrewjax_mutants"))
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+        for library in ("hypothesis.extra.numpy", "hypothesis.stateful", "jax.numpy", "chex", "optax"):
+            importlib.import_module(library)
+
+    def first_to_fail(self):
+        """The name of the first test to fail; the one that hangs; "import"; or "" if none fails."""
+        reading, writing = os.pipe()
+        with warnings.catch_warnings(action="ignore"):  # JAX has threads only once it computes
+            child = os.fork()
+        if child == 0:
+            os.close(reading)
+            self.report = os.fdopen(writing, "w", buffering=1)
+            try:
+                os._exit(self.run())
+            finally:
+                os._exit(1)
+        os.close(writing)
+        with os.fdopen(reading) as lines:
+            seen = [line.rstrip("\n").split("\t") for line in lines]
+        status = os.waitpid(child, 0)[1]
+        if status == 0:
+            self.seconds.update({name: float(seconds) for name, seconds in seen if seconds != "started"})
+            return ""
+        killer = seen[-1][0] if seen else "import"
+        self.kills[killer] += 1
+        return killer
+
+    def run(self):
+        sys.dont_write_bytecode = bool(self.seconds)  # only of the unchanged code
+        silence = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(silence, stream)
+        return pytest.main([*self.options, *self.arguments], plugins=[self])
+
+    def pytest_collection_modifyitems(self, items):
+        items.sort(key=lambda item: self.seconds.get(item.nodeid, 0) / (self.kills[item.nodeid] + 0.1))
+
+    def pytest_runtest_setup(self):
+        if self.seconds and time.process_time() > self.limit:
+            pytest.skip()
+
+    def pytest_runtest_logstart(self, nodeid):
+        signal.setitimer(signal.ITIMER_PROF, LONGEST)  # ends the process
+        print(nodeid, "started", sep="\t", file=self.report)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call":
+            print(report.nodeid, report.duration, sep="\t", file=self.report)
 
 
 if __name__ == "__main__":

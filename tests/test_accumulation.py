@@ -1,5 +1,6 @@
 """The window: what inner sees, when, and what each micro-batch may do to it."""
 
+import inspect
 import itertools
 import pydoc_data.topics
 
@@ -181,6 +182,14 @@ def test_float0_gradients_of_integer_parameters_get_zero_updates():
         assert float(updates["x"][0]) == expected
 
 
+def test_real_gradient_that_closes_a_complex_window_leaves_the_average_complex():
+    params = jnp.zeros(1, jnp.complex64)
+    tx = shrewjax.accumulate(recorder(), 2)
+    _, state = tx.update(jnp.asarray([2 + 2j], jnp.complex64), tx.init(params), params)
+    updates, _ = tx.update(vector(4.0), state, params)
+    np.testing.assert_array_equal(updates, [3 + 1j])
+
+
 def test_missing_gradient_adds_zero():
     params = {"a": vector(0.0), "b": vector(0.0)}
     tx = shrewjax.accumulate(recorder(), 2)
@@ -211,6 +220,15 @@ def test_window_is_the_weighted_reduction(reduction, weights):
         updates, state = run(tx, steps, vector(0.0, 0.0))[-1]
         np.testing.assert_allclose(updates, expected, rtol=1e-2 if cast is jnp.bfloat16 else 1e-6)
         assert bool(state.applied)
+
+
+@pytest.mark.parametrize("weights", [(1, 3), (2, 1), (0.5, 1.0)])
+def test_weights_known_at_trace_time_count_as_others_do(weights):
+    tx = shrewjax.accumulate(recorder(), 2)
+    state = tx.init(vector(0.0))
+    for value, weight in zip((4.0, 1.0), weights, strict=True):
+        updates, state = tx.update(vector(value), state, weight=weight)
+    assert float(updates[0]) == pytest.approx((4 * weights[0] + weights[1]) / sum(weights), rel=1e-6)
 
 
 def test_weights_make_uneven_micro_batches_equal_to_the_large_batch():
@@ -565,6 +583,21 @@ def test_bad_weight_is_named(bad):
     tx = shrewjax.accumulate(recorder(), 2)
     with pytest.raises(ValueError, match="weight must be"):
         tx.update(vector(1.0), tx.init(vector(0.0)), weight=bad)
+
+
+def test_weight_that_is_not_given_is_one():
+    params, grads = vector(0.0), vector(3.0)
+    window, tx = shrewjax.GradAccumulator(2), shrewjax.accumulate(recorder(), 2)
+    assert float(window.add(window.init(params), grads).weight_sum) == 1
+    assert float(window.step(window.init(params), grads)[1].weight_sum) == 1
+    assert float(tx.update(grads, tx.init(params), params)[1].weight_sum) == 1
+    assert float(shrewjax.apply_gradients(tx, grads, tx.init(params), params)[1].weight_sum) == 1
+
+
+def test_rules_of_a_window_are_keyword_only():
+    parameters = list(inspect.signature(shrewjax.GradAccumulator).parameters.values())
+    assert parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[1:])
 
 
 def test_bad_arguments_are_named():

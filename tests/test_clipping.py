@@ -1,5 +1,7 @@
 """Every row of the tables of the norm clips and of the value clip."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +70,14 @@ def test_threshold_that_is_no_real_scalar_is_an_error_that_names_it(bad):
             make(bad)
     with pytest.raises(ValueError, match="max_value must be a real scalar"):
         shrewjax.clip_by_value(bad)
+
+
+@pytest.mark.parametrize("function", [shrewjax.grad_norm, shrewjax.clip_grad_norm, shrewjax.clip_grad_percentile])
+def test_arguments_after_the_second_are_keyword_only(function):
+    kinds = [p.kind for p in inspect.signature(function).parameters.values()]
+    keyword_only = [kind is inspect.Parameter.KEYWORD_ONLY for kind in kinds]
+    assert keyword_only == [False, False] + [True] * (len(kinds) - 2)
+    assert kinds[0] is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def test_minus_zero_as_threshold_is_zero():
@@ -398,6 +408,14 @@ def test_value_clip_of_complex_limits_the_modulus_and_keeps_the_phase():
     assert bits(shrewjax.clip_grad_value([z], np.inf)) == bits([z])
 
 
+def test_derivative_through_the_value_clip_of_a_complex_zero_is_that_of_the_identity():
+    def parts_of_the_clipped(parts):
+        clipped = shrewjax.clip_grad_value(jax.lax.complex(*parts), 2.0)
+        return jnp.sum(clipped.real) + jnp.sum(clipped.imag)
+
+    np.testing.assert_array_equal(jax.grad(parts_of_the_clipped)(jnp.zeros((2, 1))), [[1], [1]])
+
+
 def test_derivative_through_the_value_clip():
     slope = jax.grad(lambda x: jnp.sum(shrewjax.clip_grad_value(x, 1.0)))(jnp.array([0.5, -2.0, 0.0, 3.0]))
     np.testing.assert_array_equal(slope, [1, 0, 1, 0])
@@ -537,11 +555,13 @@ def test_the_bound_is_rounded_toward_zero_to_each_leafs_dtype():
     assert clipped["h"].dtype == jnp.bfloat16
 
 
-def test_percentile_of_the_subnormal_is_subnormal():
-    units = np.int32([0, 1, 2, 3, 1000, 6, 7])  # multiples of the smallest number
-    for percentile in (50, jnp.float32(50)):
-        clipped, _, _ = by_percentile(jnp.asarray(units.view(np.float32)), percentile, method="lower")
-        assert np.asarray(clipped).view(np.int32).tolist() == [0, 1, 2, 3, 3, 3, 3]
+@pytest.mark.parametrize(
+    ("dtype", "integers", "given_as"), [("float32", "i4", int), ("float32", "i4", jnp.float32), ("bfloat16", "i2", int)]
+)
+def test_percentile_of_the_subnormal_is_subnormal(dtype, integers, given_as):
+    units = np.asarray([0, 1, 2, 3, 100, 6, 7], integers)  # multiples of the smallest number
+    clipped, _, _ = by_percentile(jnp.asarray(units.view(jnp.dtype(dtype))), given_as(50), method="lower")
+    assert np.asarray(clipped).view(integers).tolist() == [0, 1, 2, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("given_as", [float, jnp.float32])

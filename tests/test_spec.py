@@ -424,12 +424,12 @@ def test_percentile_clip_is_the_definitions(examples):
 
 PARAMS = {"w": jnp.zeros(2, jnp.float32), "b": jnp.zeros((), jnp.bfloat16)}
 REDUCTIONS = ["mean", "sum_over_weights", "sum"]
-# Each policy with two reductions, with weights or (False) the literal 1: each pair is compiled.
+# Each policy with weights and with (False) the literal 1, and with another reduction: each pair is compiled.
 POLICIES = {
-    "propagate": [("mean", True), ("mean", False)],
-    "drop_microbatch": [("mean", True), ("sum_over_weights", True)],
-    "drop_window": [("mean", True), ("sum", True)],
-    "extend_window": [("mean", True), ("sum_over_weights", True)],
+    "propagate": [("mean", True), ("mean", False), ("sum", True)],
+    "drop_microbatch": [("mean", True), ("mean", False), ("sum_over_weights", True)],
+    "drop_window": [("mean", True), ("mean", False), ("sum", True)],
+    "extend_window": [("mean", True), ("mean", False), ("sum_over_weights", True)],
 }
 TABLE = 4  # a schedule's windows; the last length holds from then on
 
@@ -490,7 +490,7 @@ class Windows(RuleBasedStateMachine):
     """Micro-batches, good, bad and empty ones, and flushes, against the definition, micro-step by micro-step."""
 
     @initialize(
-        which=st.integers(0, 1),
+        which=st.integers(0, 2),
         table=st.permutations(range(1, TABLE + 1)),
         exponent=st.sampled_from([-100, 0, 0, 100]),
     )
