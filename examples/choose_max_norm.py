@@ -16,8 +16,8 @@ out/choose_max_norm.png.
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from pydoc_data.topics import topics
 
+import _common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,9 +71,8 @@ def train_step(model: CharacterModel, optimizer: nnx.Optimizer, text: jax.Array)
 
 def record_norms(steps: int, seed: int) -> np.ndarray:
     """Trains without clipping; the norm of every step's gradient."""
-    text = "".join(topics[name] for name in sorted(topics))
-    alphabet = sorted(set(text))
-    codes = np.array([alphabet.index(c) for c in text], np.int32)
+    texts, alphabet = _common.documentation()
+    codes = np.array([alphabet[character] for text in texts for character in text], np.int32)
     model = CharacterModel(len(alphabet), nnx.Rngs(seed))
     tx = optax.chain(shrewjax.clip_by_global_norm(float("inf")), optax.adam(LEARNING_RATE))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -135,8 +134,7 @@ def plot(norms: np.ndarray, replayed: Mapping[str, tuple[np.ndarray, np.ndarray]
     for axes in (over_time, quantiles):
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:.1g}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    _common.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -150,12 +148,11 @@ def main(argv: list[str] | None = None) -> None:
     norms = record_norms(args.steps, args.seed)
     replayed = jax.device_get(replay(jnp.asarray(norms)))
     replayed = {name: replayed[name] for name in RULES}  # jit sorts keys
-    plot(norms, replayed, args.out)
 
     print("norms: " + ", ".join(f"{100 * q:g} % are below {np.quantile(norms, q):.3g}" for q in QUANTILES))
     for name, (_, acts) in replayed.items():
         print(f"{name}: acts on {acts.mean():.1%} of {len(norms)} steps")
-    print(f"figure: {args.out}")
+    plot(norms, replayed, args.out)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,15 @@ out/train_digits.png.
 """
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 
+import _common
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
 import shrewjax
@@ -75,14 +73,6 @@ def accuracy(model: DigitNet, images: jax.Array, labels: jax.Array) -> jax.Array
     return (model(images).argmax(axis=-1) == labels).mean()
 
 
-def micro_batches(examples: int, epochs: int, seed: int) -> Iterator[np.ndarray]:
-    """Row numbers, newly shuffled in each epoch."""
-    rng = np.random.default_rng(seed)
-    for _ in range(epochs):
-        order = rng.permutation(examples)
-        yield from (order[start : start + MICRO_BATCH] for start in range(0, examples, MICRO_BATCH))
-
-
 def plot_norms(norms: np.ndarray, clipped: np.ndarray, max_norm: float, path: Path) -> None:
     """Draws the gradient norm of each window, and the threshold."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -98,8 +88,7 @@ def plot_norms(norms: np.ndarray, clipped: np.ndarray, max_norm: float, path: Pa
     axes.set_xlabel(f"optimizer step (window of {ACCUM_STEPS} micro-batches of {MICRO_BATCH} images)")
     axes.set_ylabel("gradient norm (L2) before clipping")
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    _common.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> float:
@@ -111,14 +100,7 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
 
-    digits = load_digits()
-    images = (digits.images[..., None] / 16).astype(np.float32)
-    labels = digits.target.astype(np.int32)
-    # The split does not follow --seed, so that accuracies compare.
-    train_images, test_images, train_labels, test_labels = train_test_split(
-        images, labels, test_size=0.2, stratify=labels, random_state=0
-    )
-
+    train_images, test_images, train_labels, test_labels = _common.digits()
     model = DigitNet(nnx.Rngs(args.seed))
     # Clip inside of accumulate: what is clipped is the window's average, not each micro-batch.
     tx = shrewjax.accumulate(
@@ -126,7 +108,7 @@ def main(argv: list[str] | None = None) -> float:
     )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    batches = list(micro_batches(len(train_labels), args.epochs, args.seed))
+    batches = list(_common.shuffled_batches(len(train_labels), MICRO_BATCH, args.epochs, args.seed))
     history = []
     with tqdm(batches, unit="batch") as bar:
         for step, rows in enumerate(bar, start=1):
@@ -140,11 +122,10 @@ def main(argv: list[str] | None = None) -> float:
     norms = np.array([window[GRAD_NORM] for window in windows])
     clipped = np.array([window[CLIP_SCALE] < 1 for window in windows])
     test_accuracy = float(accuracy(model, test_images, test_labels))
-    plot_norms(norms, clipped, args.max_norm, args.out)
 
     print(f"test accuracy: {test_accuracy:.4f}")
     print(f"clipped windows: {clipped.mean():.0%} of {len(windows)}")
-    print(f"figure: {args.out}")
+    plot_norms(norms, clipped, args.max_norm, args.out)
     return test_accuracy
 
 

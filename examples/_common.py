@@ -1,0 +1,42 @@
+"""What the examples share: real data that comes with the installed packages, its order, and how a figure is saved."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+
+def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Handwritten digits: train images, test images (each 8 x 8 x 1, in [0, 1]), train labels, test labels."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    data = load_digits()
+    images = (data.images[..., None] / 16).astype(np.float32)
+    # The split does not follow the examples' --seed, so that accuracies compare.
+    labels = data.target.astype(np.int32)
+    return tuple(train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=0))
+
+
+def documentation() -> tuple[list[str], dict[str, int]]:
+    """The texts of Python's own documentation, by topic, and the number of each character in them, from 0 on."""
+    texts = [topics[name] for name in sorted(topics)]
+    return texts, {character: code for code, character in enumerate(sorted(set("".join(texts))))}
+
+
+def shuffled_batches(examples: int, size: int, epochs: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Row numbers, newly shuffled in each epoch, whose last batch may be smaller."""
+    rng = np.random.default_rng(seed)
+    for _ in range(epochs):
+        order = rng.permutation(examples)
+        yield from (order[start : start + size] for start in range(0, examples, size))
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes the figure, and the folder that it goes to, and says so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    print(f"figure: {path}")
