@@ -123,7 +123,8 @@ def compiled_step(
             in_specs=(*specs, P(("data", "fsdp"))),
             out_specs=(*specs, P(), P()),
         )(weights, opt_state, texts)
-        return weights, opt_state, {"loss": total, "characters": number} | shrewjax.metrics(opt_state)
+        norm = shrewjax.metrics(opt_state)["inner_state/0/grad_norm"]
+        return weights, opt_state, {"loss": total, "characters": number, "norm": norm}
 
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*training, texts).compile()
     report_all_reduces(compiled.as_text(), training.weights)
@@ -251,8 +252,7 @@ def main(argv: list[str] | None = None) -> None:
                 # Only here does the host wait for the devices.
                 values, window = jax.device_get(window), []
                 loss = sum(x["loss"] for x in values) / sum(x["characters"] for x in values)
-                norm = values[-1]["inner_state/0/grad_norm"]
-                closed = (number + 1) // ACCUM_STEPS
+                closed, norm = (number + 1) // ACCUM_STEPS, values[-1]["norm"]
                 history[closed] = loss, norm
                 log(f"window {closed}: loss {loss:.6f} in {len(values)} micro-steps, gradient norm {norm:.6f}")
     if jax.process_index() == 0:
