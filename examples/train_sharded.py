@@ -15,7 +15,8 @@ On the eight devices that one CPU can pretend to be:
 
 In two processes, each of which reads its own part of every micro-batch (so with i = 0 and 1, at the same time):
 
-    python examples/train_sharded.py --devices 4 --coordinator localhost:9123 --num-processes 2 --process-id i
+    python examples/train_sharded.py --devices 4 --checkpoints out/two --coordinator localhost:9123 --num-processes 2 \
+        --process-id i
 
 On a cluster, where the checkpoints' folder is one that all processes see: the same for each process, without
 `--devices`; or, under Slurm, Open MPI, Kubernetes and on TPU pods, `--cluster` alone, from which JAX finds the rest.
@@ -46,7 +47,7 @@ from train_transformer import CharacterTransformer, Texts, padded, paragraphs
 
 import shrewjax
 
-BATCH, ACCUM_STEPS = 16, 8
+ACCUM_STEPS = 8
 LEARNING_RATE, MAX_NORM = 3e-3, 1.0
 CHARACTERS = 128  # more than there are, so that every leaf can be divided
 
@@ -81,15 +82,14 @@ def placed(tree: Any, mesh: Mesh) -> Any:
 
 
 def new_training(tx: optax.GradientTransformation, mesh: Mesh, args: argparse.Namespace) -> tuple[Any, Training]:
-    """The model without its weights, and the weights, made where they belong: no device ever holds all of them."""
+    """The model without its weights, and the weights, made where they belong."""
 
-    def init() -> nnx.State:
-        return nnx.state(CharacterTransformer(CHARACTERS, args.length, args.layers, nnx.Rngs(args.seed)), nnx.Param)
+    def model() -> CharacterTransformer:
+        return CharacterTransformer(CHARACTERS, args.length, args.layers, nnx.Rngs(args.seed))
 
-    model = nnx.eval_shape(lambda: CharacterTransformer(CHARACTERS, args.length, args.layers, nnx.Rngs(args.seed)))
-    graph, shapes = nnx.split(model, nnx.Param)
+    graph, shapes = nnx.split(nnx.eval_shape(model), nnx.Param)
     shardings = jax.tree.map(lambda x: NamedSharding(mesh, divided(x.shape, mesh.shape["fsdp"])), shapes)
-    weights = jax.jit(init, out_shardings=shardings)()
+    weights = jax.jit(lambda: nnx.state(model(), nnx.Param), out_shardings=shardings)()
     return graph, placed(Training(weights, tx.init(weights)), mesh)
 
 
@@ -136,34 +136,38 @@ def compiled_step(
     return call
 
 
+def all_reduces(program: str) -> list[int]:
+    """How many numbers each of them sums over devices, as the text of a compiled program has it."""
+    results = re.findall(r" = (\S+|\(.*?\)) all-reduce(?:-start)?\(", program)
+    shapes = [re.findall(r"\w+\[([\d,]*)\]", result) for result in results]
+    return [sum(math.prod(int(n) for n in dims.split(",") if n) for dims in of_one) for of_one in shapes]
+
+
 def report_all_reduces(program: str, weights: nnx.State) -> None:
-    """What the closing step sends, as its compiled text has it. Measured are at most a few scalars of each leaf."""
+    """What is sent on every micro-step, and what in the branch that closes a window."""
     leaves = jax.tree.leaves(weights)
     own = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
-    sent = [
-        sum(math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\w+\[([\d,]*)\]", result))
-        for result in re.findall(r" = (\S+|\(.*?\)) all-reduce(?:-start)?\(", program)
-    ]
-    gradients = [n for n in sent if n > len(leaves)]
     log(f"parameters: {sum(x.size for x in leaves)} in {len(leaves)} leaves, {own} of them on each device")
-    log(f"all-reduces of gradients in the compiled step: {len(gradients)}, of {sum(gradients)} numbers")
-    log(f"other all-reduces: {len(sent) - len(gradients)}, of at most {max(set(sent) - set(gradients), default=0)}")
+    branches, always = program.split("\nENTRY ")
+    for when, sent in (("when a window closes", all_reduces(branches)), ("on every micro-step", all_reduces(always))):
+        gradients = [n for n in sent if n > len(leaves)]  # the others measure, at most a number for each leaf
+        others = f"{len(sent) - len(gradients)} others, of at most {len(leaves)}"
+        log(f"{when}: {len(gradients)} all-reduce of gradients, of {sum(gradients)} numbers; {others}")
 
 
 def micro_batch(texts: list[np.ndarray], step: int, mesh: Mesh, args: argparse.Namespace) -> Texts:
     """Paragraphs at random; each process reads its own part of them. Depends on the step alone: nothing to save."""
-    drawn = np.random.default_rng((args.seed, step)).choice(len(texts), BATCH, replace=False)
+    drawn = np.random.default_rng((args.seed, step)).choice(len(texts), args.batch, replace=False)
     own = np.split(drawn, jax.process_count())[jax.process_index()]
     sharding = NamedSharding(mesh, P(("data", "fsdp")))
     return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(sharding, x, (BATCH, *x.shape[1:])),
+        lambda x: jax.make_array_from_process_local_data(sharding, x, (args.batch, *x.shape[1:])),
         padded([texts[i] for i in own], args.length),
     )
 
 
 def restored(checkpoints: ocp.CheckpointManager, step: int, like: Training) -> Training:
     """From however many devices along "data" to as many as there are now."""
-
     (rows,) = checkpoints.item_metadata(step)["opt_state"]["weight_sum"].shape
 
     def as_saved(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -171,11 +175,11 @@ def restored(checkpoints: ocp.CheckpointManager, step: int, like: Training) -> T
         return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=sharding)
 
     window = like.opt_state
-    target = window._replace(
+    saved = window._replace(
         weight_sum=as_saved(window.weight_sum), gradient_sum=jax.tree.map(as_saved, window.gradient_sum)
     )
-    weights, opt_state = checkpoints.restore(step, args=ocp.args.StandardRestore(like._replace(opt_state=target)))
-    return Training(weights, shrewjax.redistribute(opt_state, like.opt_state))
+    arguments = ocp.args.StandardRestore(like._replace(opt_state=saved))
+    return shrewjax.redistribute(checkpoints.restore(step, args=arguments), like)
 
 
 def log(line: str) -> None:
@@ -202,6 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     """Trains, saves, reports and draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--micro-steps", type=int, default=400, help="from the very first one on, also when resuming")
+    parser.add_argument("--batch", type=int, default=16, help="paragraphs in a micro-batch, of all devices together")
     parser.add_argument("--length", type=int, default=128, help="longest paragraph, in characters")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--devices", type=int, help="devices that this process's CPU pretends to be")
@@ -210,7 +215,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--num-processes", type=int)
     parser.add_argument("--process-id", type=int)
     parser.add_argument("--cluster", action="store_true", help="one of many processes, as the cluster's manager says")
-    parser.add_argument("--checkpoints", type=Path, default=Path("out/train_sharded"), help="emptied unless resuming")
+    parser.add_argument(
+        "--checkpoints", type=Path, default=Path("out/train_sharded"), help="folder, empty unless resuming"
+    )
     parser.add_argument("--save-every", type=int, default=50, help="micro-steps between two checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--out", type=Path, default=Path("out/train_sharded.png"))
@@ -218,9 +225,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     start(args)
-    mesh = jax.make_mesh(
-        (args.rows, jax.device_count() // args.rows), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-    )
+    devices = jax.device_count()
+    if args.batch % devices or devices % args.rows:
+        parser.error(f"there are {devices} devices: --batch must be a multiple of that, and --rows a divisor")
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((args.rows, devices // args.rows), ("data", "fsdp"), axis_types=(auto, auto))
     texts, _ = paragraphs(args.length)
     tx = shrewjax.accumulate(
         optax.chain(shrewjax.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE)),
@@ -255,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
                 closed, norm = (number + 1) // ACCUM_STEPS, values[-1]["norm"]
                 history[closed] = loss, norm
                 log(f"window {closed}: loss {loss:.6f} in {len(values)} micro-steps, gradient norm {norm:.6f}")
-    if jax.process_index() == 0:
+    if jax.process_index() == 0 and history:
         plot(history, args.out)
 
 
