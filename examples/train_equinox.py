@@ -29,7 +29,7 @@ from tqdm import tqdm
 import shrewjax
 
 MICRO_BATCH, ACCUM_STEPS = 32, 2
-LEARNING_RATE, MAX_NORM = 3e-3, 1.0
+LEARNING_RATE, MAX_NORM = 1e-2, 1.0
 
 
 class DigitNet(eqx.Module):
@@ -70,7 +70,7 @@ def train_step(
     """Takes one micro-batch. What is frozen, and what is no array, is None in `trained` and so in its gradient."""
     loss, grads = eqx.filter_value_and_grad(mean_loss)(trained, frozen, images, labels)
     # In the place of tx.update and eqx.apply_updates: a call that does not close the window writes no parameters.
-    trained, opt_state = shrewjax.apply_gradients(TX, grads, opt_state, trained, weight=len(labels), flush=flush)
+    trained, opt_state = shrewjax.apply_gradients(TX, grads, opt_state, trained, flush=flush)
     return trained, opt_state, loss
 
 
@@ -87,7 +87,8 @@ def fit(
     trained, frozen = eqx.partition(jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, model), trainable)
     opt_state = TX.init(trained)
     print(f"training {size(trained)} of {size(model)} numbers, with {size(opt_state.gradient_sum)} in the accumulator")
-    batches = list(_common.shuffled_batches(len(labels), MICRO_BATCH, epochs, seed))
+    # Of one size, as each size is compiled for. (Of several they would want weight=len(labels).)
+    batches = [b for b in _common.shuffled_batches(len(labels), MICRO_BATCH, epochs, seed) if len(b) == MICRO_BATCH]
     with tqdm(batches, unit="batch") as bar:
         for step, rows in enumerate(bar, start=1):
             flush = jnp.asarray(step == len(batches))

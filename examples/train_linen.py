@@ -15,8 +15,8 @@ Run it with
     python -m pip install ".[examples]"
     python examples/train_linen.py
 
-It takes well under a minute on two CPU cores (which compute in float32 and round: expect no speed from float16 here),
-prints the accuracy on held-out digits and how many micro-batches overflowed, and writes out/train_linen.png.
+It takes well under a minute on two CPU cores (expect no speed from float16 on those), prints the accuracy on held-out
+digits and how many micro-batches overflowed, and writes out/train_linen.png.
 """
 
 import argparse
@@ -123,7 +123,8 @@ def plot(history: dict[str, np.ndarray], path: Path) -> None:
     scale_axes.legend(frameon=False)
     closed = history["applied"]
     norm_axes.plot(micro_batch[closed], history["inner_state/0/grad_norm"][closed], ".", markersize=4)
-    norm_axes.axhline(MAX_NORM, color="black", linestyle="--", linewidth=1)
+    norm_axes.axhline(MAX_NORM, color="black", linestyle="--", linewidth=1, label=f"threshold ({MAX_NORM:g})")
+    norm_axes.legend(frameon=False)
     norm_axes.set(yscale="log", xlabel="micro-batch", ylabel="norm of the window's average, unscaled")
     _common.save(figure, path)
 

@@ -194,7 +194,8 @@ class Run:
         began = time.perf_counter()
         self.learner, (steps, ended) = jax.block_until_ready(self.loop(self.learner))
         self.seconds += time.perf_counter() - began
-        self.lengths += list(np.asarray(steps) / np.maximum(ended, 1))
+        # NaN where no episode ended, as can be once they are longer than the horizon.
+        self.lengths += [float(s / e) if e else np.nan for s, e in zip(*jax.device_get((steps, ended)), strict=True)]
 
 
 def start(tx: optax.GradientTransformation, seed: int) -> Learner:
@@ -246,7 +247,8 @@ def main(argv: list[str] | None = None) -> None:
 
     taken = args.calls * args.iterations * MICRO_STEPS
     for name, run in runs.items():
-        first, last = (np.mean(part) for part in (run.lengths[:3], run.lengths[-3:]))
+        # Four horizons are longer than the longest episode.
+        first, last = (np.nanmean(part) for part in (run.lengths[:4], run.lengths[-4:]))
         print(
             f"{name}: episodes of {first:.0f} steps at first, {last:.0f} at last; {taken} micro-steps, "
             f"{taken / run.seconds:.0f} a second; compiled in {run.compile_seconds:.1f} s"

@@ -166,9 +166,9 @@ def plot(losses: np.ndarray, counts: np.ndarray, compared: dict[int, dict[str, D
     size_axes.hist(counts.ravel(), bins=30)
     size_axes.set(xlabel="characters in a micro-batch", ylabel="micro-batches")
     for name in ("mean of means", "weight="):
-        errors = [100 * difference[name].gradient for difference in compared.values()]
+        errors = [difference[name].gradient for difference in compared.values()]
         error_axes.plot(list(compared), errors, "o-", markersize=3, label=name)
-    error_axes.set(yscale="log", xlabel="window", ylabel="gradient's distance from the large batch's (%)")
+    error_axes.set(yscale="log", xlabel="window", ylabel="gradient: distance from the large batch's / its norm")
     error_axes.legend(frameon=False)
     _common.save(figure, path)
 
@@ -176,10 +176,10 @@ def plot(losses: np.ndarray, counts: np.ndarray, compared: dict[int, dict[str, D
 def main(argv: list[str] | None = None) -> None:
     """Trains with weights, compares on the way, reports and draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--windows", type=int, default=250)
+    parser.add_argument("--windows", type=int, default=200)
     parser.add_argument("--length", type=int, default=128, help="longest paragraph, in characters")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--compare-every", type=int, default=25, help="windows between two comparisons")
+    parser.add_argument("--compare-every", type=int, default=20, help="windows between two comparisons")
     parser.add_argument("--out", type=Path, default=Path("out/train_transformer.png"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -219,7 +219,9 @@ def main(argv: list[str] | None = None) -> None:
     print(f"loss a character: {by_window[0]:.3f} at first, {by_window[-10:].mean():.3f} at last")
     for name in ("weight=", "mean of means"):
         loss, gradient = (max(values) for values in zip(*(found[name] for found in compared.values()), strict=True))
-        print(f"{name} against the large batch, at worst: loss off by {loss:.2e}, gradient by {100 * gradient:.2g} %")
+        print(
+            f"{name} against the large batch, at worst: loss off by {loss:.1e}, gradient by {gradient:.1e} of its norm"
+        )
     plot(by_window, counts, compared, args.out)
 
 

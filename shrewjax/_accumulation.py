@@ -315,7 +315,7 @@ class GradAccumulator:
         leaves = [g for g in jax.tree.leaves(grads) if is_counted(g)]
         if not self._axes:
             return keeps & ~all_finite(leaves, self._axes)
-        return anywhere(jnp.any(keeps & ~all_finite(leaves, (), kept=(0,))))
+        return anywhere(jnp.any(keeps & ~all_finite(leaves, [()] * len(leaves), kept=(0,))))
 
     def _checked_gradients(self, grads: chex.ArrayTree, gradient_sum: chex.ArrayTree) -> chex.ArrayTree:
         """At trace time: the gradients fit the accumulator, leaf by leaf. As rows, if that has rows."""
@@ -327,8 +327,9 @@ class GradAccumulator:
                 if is_counted(grad) and is_same_along(grad, axes):
                     raise ValueError(
                         f"gradient leaf {_checks.leaf_name(path)} is the same on all devices along axis_name {axes!r}: "
-                        "it is reduced already. Differentiate with respect to parameters that are a device's own, "
-                        f"jax.lax.pcast(params, {axes!r}, to='varying'), or leave out axis_name"
+                        "it is reduced already. Differentiate with respect to parameters that are a device's own, made "
+                        f"outside of what is differentiated by jax.lax.pcast(params, {axes!r}, to='varying'); or leave "
+                        "out axis_name"
                     )
                 return grad[None] if is_counted(grad) else grad
 
@@ -444,8 +445,9 @@ def accumulate(
     the network once a window, when it closes, in one all-reduce:
 
     * in `jax.shard_map` over that axis the gradients are a device's own, and `weight` is its own number of examples. By
-      default JAX reduces the gradient of replicated parameters as it makes it; differentiate with respect to
-      `jax.lax.pcast(params, "data", to="varying")` to keep it local. Under `check_vma=False` it is local already.
+      default JAX reduces the gradient of replicated parameters as it makes it; to keep it local, let
+      `own = jax.lax.pcast(params, "data", to="varying")` and then take `jax.grad(loss)(own)`. Under `check_vma=False`
+      it is local already.
     * under plain `jax.jit` the gradients, as made by `jax.vmap`, have a leading axis with a row for each device, and
       `weight` is a scalar or a vector of them.
 
@@ -697,7 +699,8 @@ def redistribute(opt_state: optax.OptState, like: optax.OptState) -> optax.OptSt
     def place(path: _checks.KeyPath, x: jax.Array, like: jax.Array) -> jax.Array:
         if x.shape != like.shape:
             raise ValueError(f"leaf {_checks.leaf_name(path)} has shape {x.shape}, like has {like.shape}")
-        return jax.device_put(x, like.sharding)
+        # What is on no device in particular, such as a counter, stays so, or no program would take both.
+        return jax.device_put(x, like.sharding) if like.committed else jnp.asarray(np.asarray(x))
 
     def place_window(path: _checks.KeyPath, window: Any, like: Any) -> Any:
         if not isinstance(window, _WINDOWS):

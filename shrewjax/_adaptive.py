@@ -16,12 +16,25 @@ import optax
 from jax import lax
 
 from shrewjax import _checks, _norms, _statistics
-from shrewjax._checks import AxesOf, KeyPath
+from shrewjax._checks import AxesOf, KeyPath, UnitAxisNames
 from shrewjax._clipping import global_norm, hold_to
 from shrewjax._norms import Factor, Scaled
-from shrewjax._reductions import AxisName, Kept, is_counted, leaf_maxima, leaf_sums, sizes, unit_zeros
+from shrewjax._reductions import (
+    Axes,
+    AxisName,
+    Kept,
+    UnitAxes,
+    is_counted,
+    leaf_maxima,
+    leaf_sums,
+    sizes,
+    unit_axes,
+    unit_zeros,
+)
 
 Unit = Literal["auto", "tensor"]
+UnitAxisName = AxisName | jax.P | Callable[[str, Any], Any]
+"""What users may pass as `axis_name` to a rule for units."""
 
 # --- one threshold for all gradients together ------------------------------------------------------------------
 
@@ -46,19 +59,21 @@ def clip_by_norm_percentile(
     The present norm counts, and norms count as they are before clipping. With `percentile` = 10, nine steps in ten are
     clipped: the rule normalises more than it guards. For a guard, take a percentile near 100, or `skip_on_spike`.
 
+    The first row that fits:
+
     ========================================  =======================================================================
     condition                                 result
     ========================================  =======================================================================
-    a NaN or infinite gradient                not recorded; every floating leaf becomes NaN, but in the first steps,
-                                              where there is no history: it passes as it is
-    norm beyond float32                       not recorded; clipped to the percentile of the others, if there are any
-    first step; else percentile = 100         never clipped, the gradients to the last bit
-    a norm of 0                               counts: with more than p % of them, all updates are 0
+    NaN percentile in an array                every floating leaf becomes NaN; the norm is recorded if it is finite
+    a NaN or infinite gradient, or a norm     not recorded; while nothing else is, it passes as it is. Later a gradient
+    beyond float32                            that is not finite makes every floating leaf NaN, and such a norm is
+                                              clipped to the percentile of the others
+    the first norm; percentile = 100          never clipped, the gradients to the last bit
     percentile = 0                            clipped to the smallest norm in the history
-    history full                              the oldest norm makes place
-    NaN percentile in an array                every floating leaf becomes NaN
-    percentile outside [0, 100] in an array   as 0 or 100
     ========================================  =======================================================================
+
+    A percentile outside [0, 100] in an array counts as 0 or 100. A norm of 0 counts as any other: with more than p % of
+    them, all updates are 0. When the history is full, the oldest norm makes place.
 
     The rows of `clip_grad_norm` hold for the clip itself.
 
@@ -110,7 +125,7 @@ def clip_by_norm_percentile(
         grad_norm = _norms.to_float32(norm)
         history = _statistics.with_recorded(state.history, grad_norm)
         threshold = _statistics.percentile(history, percentile)
-        updates, factor = hold_to(updates, norm, _limit(threshold, grad_norm, norm))
+        updates, factor = hold_to(updates, norm, _limit_as_shown(threshold, grad_norm, norm))
         return updates, ClipByNormPercentileState(history, threshold, grad_norm, _norms.applied_scale(factor))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -218,39 +233,30 @@ def clip_by_norm_zscore(
         norm = global_norm(updates, 2.0, axes)
         grad_norm = _norms.to_float32(norm)
 
-        is_warmup = state.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
+        past = _statistics.Moments(state.recorded, state.mean, state.std)
+        is_warmup = past.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
         # A mean of 0, too, says nothing of what is to come: without any warm-up, or after one of zeros.
-        averages_all = is_warmup | (state.recorded == 0) | (state.mean == 0)
-        z = (grad_norm - state.mean) / (state.std + eps_)
+        averages_all = is_warmup | (past.recorded == 0) | (past.mean == 0)
+        z = (grad_norm - past.mean) / (past.std + eps_)
         is_spike = ~averages_all & (z > limit_z)
-        held = state.mean + limit_z * (limit_z / z) * state.std
+        held = past.mean + limit_z * (limit_z / z) * past.std
         # What is no spike is at most this, whatever the rounding.
-        onset = jnp.fmax(state.mean + limit_z * (state.std + eps_), grad_norm)
+        onset = jnp.fmax(past.mean + limit_z * (past.std + eps_), grad_norm)
         threshold = jnp.minimum(jnp.where(averages_all, jnp.inf, jnp.where(is_spike, held, onset)), cap)
         threshold = jnp.where(jnp.isnan(limit_z) | jnp.isnan(eps_), jnp.nan, threshold)
-        updates, factor = hold_to(updates, norm, _limit(threshold, grad_norm, norm))
+        updates, factor = hold_to(updates, norm, _limit_as_shown(threshold, grad_norm, norm))
 
-        value = jnp.where(is_spike, held, grad_norm)
-        n = optax.safe_increment(state.recorded)
-        share = jnp.where(averages_all, 1 / n.astype(jnp.float32), jnp.asarray(1 - decay, jnp.float32))
-        mean = _statistics.moved(state.mean, value, share)
-        # Of an average over all, the square that is added is (value - old mean) (value - new mean): no less is exact.
-        deviation = jnp.where(averages_all, jnp.sqrt(1 - share) * (value - state.mean), value - mean)
-        std = _statistics.spread(state.std, deviation, share)
-        is_recorded = jnp.isfinite(norm.mantissa) & jnp.isfinite(value) & jnp.isfinite(mean) & jnp.isfinite(std)
+        # A spike beyond float32 is recorded as what is left of it, an infinite gradient is not.
+        value = jnp.where(jnp.isfinite(norm.mantissa), jnp.where(is_spike, held, grad_norm), jnp.nan)
+        moments = _statistics.with_averaged(past, value, jnp.asarray(1 - decay, jnp.float32), averages_all)
         return updates, ClipByNormZscoreState(
-            recorded=jnp.where(is_recorded, n, state.recorded),
-            mean=jnp.where(is_recorded, mean, state.mean),
-            std=jnp.where(is_recorded, std, state.std),
-            threshold=threshold,
-            grad_norm=grad_norm,
-            clip_scale=_norms.applied_scale(factor),
+            *moments, threshold=threshold, grad_norm=grad_norm, clip_scale=_norms.applied_scale(factor)
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _limit(threshold: jax.Array, grad_norm: jax.Array, norm: Scaled) -> Scaled:
+def _limit_as_shown(threshold: jax.Array, grad_norm: jax.Array, norm: Scaled) -> Scaled:
     """What to hold a norm to: decided on the number that is recorded and shown, not on digits beyond it."""
     return _norms.limit(jnp.where(grad_norm <= threshold, jnp.inf, threshold), norm)
 
@@ -273,7 +279,7 @@ def adaptive_grad_clip(
     unit: Unit = "auto",
     axis: Any = None,
     batch_axes: Any = None,
-    axis_name: AxisName | None = None,
+    axis_name: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each unit to a share of the norm of its parameters (AGC).
 
@@ -284,12 +290,16 @@ def adaptive_grad_clip(
     each position of the last (the outputs of a convolution). With `unit="tensor"`, the whole. `axis` says which axes
     share a norm instead.
 
+    The first row that fits:
+
     ========================================  =======================================================================
     condition, unit by unit                   result
     ========================================  =======================================================================
     clipping = inf                            the gradients to the last bit, whatever they hold
-    a NaN or infinite gradient, or a NaN      the unit becomes NaN, other units do not
-    parameter, or a NaN argument in an array
+    a NaN parameter, a NaN `eps` in an array  the unit becomes NaN, other units do not
+    an infinite parameter, or eps = inf       as with clipping = inf
+    a NaN or infinite gradient, a NaN         the unit becomes NaN, other units do not
+    `clipping` in an array
     ratio at most `clipping`                  the gradients to the last bit
     parameters zero, or below `eps`           clipped to clipping * eps: it learns
     parameters zero, eps = 0                  zeros
@@ -305,8 +315,12 @@ def adaptive_grad_clip(
       axis: the axes that share a norm: an int, a tuple of ints, or a function of a leaf's name (as
         `jax.tree_util.keystr` has it) and the leaf that returns such, or None for what `unit` says.
       batch_axes: the axes along which layers are stacked, likewise; None or () for none. They share nothing.
-      axis_name: inside `jax.shard_map`, the mapped axes along which units are divided; needed where a leaf has several
-        units, as its type does not tell. Else as in `grad_norm`.
+      axis_name: needed inside `jax.shard_map` and `jax.pmap` where a leaf has several units, as its type does not tell
+        what other devices hold of it. A function of a leaf's name and the leaf that returns how it is sharded, a
+        `jax.P`, as in `in_specs`; or one `jax.P` for all leaves, such as `jax.P()` if every device holds all of them.
+        Names of mapped axes, for all leaves or returned by the function, are those along which units are divided:
+        where devices hold parts of the same units, not other units. For leaves of one unit, names are as in
+        `grad_norm`.
 
     Returns:
       A transformation with state `AdaptiveGradClipState(threshold, ratio_max, clipped_share)`, float32 scalars of the
@@ -314,7 +328,8 @@ def adaptive_grad_clip(
 
     Raises:
       ValueError: an argument is not as described; an axis is out of range for a leaf; `params` are missing or differ in
-        shape; or as in `grad_norm`.
+        shape; how a leaf of several units is spread over devices is not told, or not as its type says; or as in
+        `grad_norm`.
 
     Example:
       >>> tx = adaptive_grad_clip(0.1)
@@ -330,7 +345,7 @@ def adaptive_grad_clip(
     clipping, eps = _checks.threshold("clipping", clipping), _checks.threshold("eps", eps)
     unit = _checks.choice("unit", unit, ("auto", "tensor"))
     axis, batch_axes = _checks.axes("axis", axis), _checks.axes("batch_axes", batch_axes)
-    mesh_axes = _checks.axis_names(axis_name)
+    mesh_axes = _checks.unit_axis_names(axis_name)
 
     def kept(path: KeyPath, leaf: Any) -> Kept:
         batch = _checks.axes_of_leaf("batch_axes", batch_axes, path, leaf) or ()
@@ -362,8 +377,10 @@ def adaptive_grad_clip(
                     f"gradient leaf {_checks.leaf_name(path)} is {g.dtype} of shape {g.shape}, its parameter {w.dtype} "
                     f"of shape {w.shape}"
                 )
-        norms = _norms.measure_units(units.leaves, units.kept, mesh_axes)
-        weight_norms = _norms.measure_units(weights, units.kept, mesh_axes)
+        axes = units.axes(mesh_axes)
+        over = _norms.packed_axes(axes, units.kept)
+        norms = _norms.measure_units(units.leaves, units.kept, axes)
+        weight_norms = _norms.measure_units(weights, units.kept, units._replace(leaves=weights).axes(mesh_axes))
 
         bases = [
             _norms.in_dtype_of(_norms.maximum(w, _norms.limit(eps, w)), norm)
@@ -373,8 +390,8 @@ def adaptive_grad_clip(
         factors = _norms.clip_factors(norms, limits)
         return units.scaled(updates, factors), AdaptiveGradClipState(
             threshold=jnp.asarray(clipping, jnp.float32),
-            ratio_max=_largest(list(map(_norms.quotient, norms, bases))),
-            clipped_share=_clipped_share(factors),
+            ratio_max=_largest(list(map(_norms.quotient, norms, bases)), over),
+            clipped_share=_clipped_share(factors, norms, over),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -389,7 +406,7 @@ class ClipByBlockRmsState(NamedTuple):
 
 
 def clip_by_block_rms(
-    threshold: Any = 1.0, *, batch_axes: Any = None, axis_name: AxisName | None = None
+    threshold: Any = 1.0, *, batch_axes: Any = None, axis_name: UnitAxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the root mean square of each leaf, or of each layer that it stacks.
 
@@ -419,7 +436,7 @@ def clip_by_block_rms(
       update (before the first: 0).
 
     Raises:
-      ValueError: an argument is not as described; an axis is out of range for a leaf; or as in `grad_norm`.
+      ValueError: an argument is not as described; an axis is out of range for a leaf; or as in `adaptive_grad_clip`.
 
     Example:
       >>> tx = clip_by_block_rms(1.0, batch_axes=0)
@@ -432,7 +449,7 @@ def clip_by_block_rms(
     arXiv:1804.04235, section 6 and Algorithm 4.
     """
     threshold = _checks.threshold("threshold", threshold)
-    batch_axes, mesh_axes = _checks.axes("batch_axes", batch_axes), _checks.axis_names(axis_name)
+    batch_axes, mesh_axes = _checks.axes("batch_axes", batch_axes), _checks.unit_axis_names(axis_name)
 
     def init_fn(params: optax.Params) -> ClipByBlockRmsState:
         _find_units(params, _stacked(batch_axes))
@@ -446,18 +463,24 @@ def clip_by_block_rms(
     ) -> tuple[optax.Updates, ClipByBlockRmsState]:
         del state, params, extra_args
         units = _find_units(updates, _stacked(batch_axes))
-        norms = _norms.measure_units(units.leaves, units.kept, mesh_axes)
-        counts = sizes(units.leaves, axes=mesh_axes, kept=units.kept)
-        rms, limits = [], []
-        for n, norm in zip(counts, norms, strict=True):
-            rms.append(_norms.product(norm, _norms.limit(max(n, 1) ** -0.5, norm)))
-            # Not the rounded RMS is compared, but the norm: so that a block of ones is within a threshold of 1.
-            limits.append(_norms.product(_norms.limit(threshold, norm), _norms.limit(max(n, 1) ** 0.5, norm)))
+        axes = units.axes(mesh_axes)
+        over = _norms.packed_axes(axes, units.kept)
+        norms = _norms.measure_units(units.leaves, units.kept, axes)
+        counts = sizes(units.leaves, axes=[of_leaf.divided for of_leaf in axes], kept=units.kept)
+        # Not the rounded RMS is compared, but the norm: so that a block of ones is within a threshold of 1.
+        of_ones, inverses = (
+            _norms.packed(
+                [_norms.split_number(max(n, 1) ** power, norms[0].mantissa.dtype) for n in counts], units.kept
+            )
+            for power in (0.5, -0.5)
+        )
+        limits = [_norms.product(_norms.limit(threshold, n), n) for n in of_ones]
+        rms = list(map(_norms.product, norms, inverses))
         factors = _norms.clip_factors(norms, limits)
         return units.scaled(updates, factors), ClipByBlockRmsState(
             threshold=jnp.asarray(threshold, jnp.float32),
-            rms_max=_largest(rms),
-            clipped_share=_clipped_share(factors),
+            rms_max=_largest(rms, over),
+            clipped_share=_clipped_share(factors, norms, over),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -467,9 +490,7 @@ class ClipByLeafNormEmaState(NamedTuple):
     """The units' averages and what the last update did. Its fields are a file format."""
 
     recorded: jax.Array  # int32 (): steps recorded so far
-    norm_ema: (
-        chex.ArrayTree
-    )  # like the parameters; float32, the sizes of a leaf's batch axes: 0 where nothing is recorded
+    norm_ema: chex.ArrayTree  # like the parameters, float32 (sizes of a leaf's batch axes): 0 where none is recorded
     threshold_max: jax.Array  # float32 (): the largest that the last norms were held to; the global one in the warm-up
     grad_norm_max: jax.Array  # float32 (): the largest of a unit before clipping
     clipped_share: jax.Array  # float32 (): clipped units / units
@@ -483,7 +504,7 @@ def clip_by_leaf_norm_ema(
     max_norm: Any = 1.0,
     min_norm: Any = 1e-6,
     batch_axes: Any = None,
-    axis_name: AxisName | None = None,
+    axis_name: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each leaf, or of each layer that it stacks, to a multiple of its own average (AdaGC).
 
@@ -497,10 +518,11 @@ def clip_by_leaf_norm_ema(
     condition                                 result
     ========================================  =======================================================================
     a NaN or infinite gradient                nothing is recorded of the step, for no leaf; the leaf becomes NaN (in the
-                                              warm-up: every floating leaf)
+                                              warm-up: every floating leaf), or passes as it is where the threshold is
+                                              infinite: max_norm in the warm-up, max_ratio later
     a leaf's gradient is zero                 nothing is recorded for it. As published, one zero in the warm-up holds
                                               a leaf at zero for ever: an idle expert, half of a low-rank adapter
-    nothing recorded yet for a leaf, though   as in the warm-up, until it has a gradient
+    nothing recorded yet for a leaf, though   as in the warm-up, until it has a gradient; no threshold shows till then
     the warm-up is over
     norms rise for good                       the average grows by (1 - decay) (max_ratio - 1) a step at most: with the
                                               defaults, tenfold in 5,758 steps
@@ -521,8 +543,8 @@ def clip_by_leaf_norm_ema(
       clipped_share)`: `norm_ema` like the parameters, float32 arrays of the sizes of the `batch_axes`, else scalars.
 
     Raises:
-      ValueError: an argument is not as described; an axis is out of range for a leaf; the updates' tree differs from
-        that of the parameters given to `init`; or as in `grad_norm`.
+      ValueError: an argument is not as described; an axis is out of range for a leaf; the updates' tree, or a leaf's
+        number of layers, differs from that of the parameters given to `init`; or as in `adaptive_grad_clip`.
 
     Example:
       >>> tx = clip_by_leaf_norm_ema(1.5, decay=0.5, warmup_steps=1)
@@ -540,14 +562,14 @@ def clip_by_leaf_norm_ema(
     decay = _checks.real("decay", decay, at_least=0, at_most=1)
     warmup_steps = _checks.threshold("warmup_steps", warmup_steps)
     max_norm, min_norm = _checks.threshold("max_norm", max_norm), _checks.threshold("min_norm", min_norm)
-    batch_axes, mesh_axes = _checks.axes("batch_axes", batch_axes), _checks.axis_names(axis_name)
+    batch_axes, mesh_axes = _checks.axes("batch_axes", batch_axes), _checks.unit_axis_names(axis_name)
 
     def init_fn(params: optax.Params) -> ClipByLeafNormEmaState:
         units = _find_units(params, _stacked(batch_axes))
         uncounted = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
         return ClipByLeafNormEmaState(
             recorded=jnp.zeros((), jnp.int32),
-            norm_ema=units.put_beside(uncounted, list(map(unit_zeros, units.leaves, units.kept))),
+            norm_ema=units.with_leaves(uncounted, list(map(unit_zeros, units.leaves, units.kept))),
             threshold_max=jnp.full((), jnp.inf, jnp.float32),
             grad_norm_max=jnp.zeros((), jnp.float32),
             clipped_share=jnp.zeros((), jnp.float32),
@@ -563,8 +585,18 @@ def clip_by_leaf_norm_ema(
         share, floor = jnp.asarray(1 - decay, jnp.float32), jnp.asarray(min_norm, jnp.float32)
         units = _find_units(updates, _stacked(batch_axes))
         emas = units.beside(state.norm_ema)
-        norms = _norms.measure_units(units.leaves, units.kept, mesh_axes)
-        total = _norms.combine(norms)
+        for path, x, keep, ema in zip(units.paths, units.leaves, units.kept, emas, strict=True):
+            expected = tuple(x.shape[a] for a in keep)
+            if ema.shape != expected:
+                raise ValueError(
+                    f"gradient leaf {_checks.leaf_name(path)} of shape {x.shape} has averages of shape {expected}, but "
+                    f"those in the state are of shape {ema.shape}: it was another leaf when init saw it"
+                )
+        axes = units.axes(mesh_axes)
+        over = _norms.packed_axes(axes, units.kept)
+        norms = _norms.measure_units(units.leaves, units.kept, axes)
+        total = _norms.combine(norms, over)
+        emas = _norms.packed(emas, units.kept)
         is_warmup = state.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
         is_recorded = jnp.isfinite(total.mantissa)
 
@@ -584,13 +616,18 @@ def clip_by_leaf_norm_ema(
         pairs = list(map(compared, norms, emas))
         seen, limits = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         factors = _norms.clip_factors(seen, limits)
+        # Without a gradient, now or before, a unit is held to nothing.
+        is_idle = [~is_warmup & (ema == 0) & (norm.mantissa == 0) for norm, ema in zip(norms, emas, strict=True)]
+        shown = [
+            limit._replace(mantissa=jnp.where(i, 0, limit.mantissa)) for i, limit in zip(is_idle, limits, strict=True)
+        ]
         norm_emas = list(map(next_ema, norms, seen, limits, factors, emas))
         return units.scaled(updates, factors), ClipByLeafNormEmaState(
             recorded=jnp.where(is_recorded, optax.safe_increment(state.recorded), state.recorded),
-            norm_ema=units.put_beside(state.norm_ema, norm_emas),
-            threshold_max=_largest(limits),
-            grad_norm_max=_largest(norms),
-            clipped_share=_clipped_share(factors),
+            norm_ema=units.with_leaves(state.norm_ema, _norms.unpacked(norm_emas, units.kept)),
+            threshold_max=_largest(shown, over),
+            grad_norm_max=_largest(norms, over),
+            clipped_share=_clipped_share(factors, norms, over),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -603,6 +640,13 @@ class _Units(NamedTuple):
     leaves: list[Any]
     kept: tuple[Kept, ...]
 
+    def axes(self, given: UnitAxisNames) -> tuple[UnitAxes, ...]:
+        """The mapped axes over which each leaf is spread."""
+        return tuple(
+            unit_axes(_checks.leaf_name(path), x, keep, _checks.axis_names_of_leaf(given, path, x))
+            for path, x, keep in zip(self.paths, self.leaves, self.kept, strict=True)
+        )
+
     def beside(self, tree: chex.ArrayTree) -> list[Any]:
         """The leaves of a tree like the parameters at the same places."""
         at = dict(jax.tree.leaves_with_path(tree))
@@ -611,14 +655,15 @@ class _Units(NamedTuple):
             raise ValueError(f"no parameter for the gradient leaves {', '.join(missing)}")
         return [_checks.array_leaf(path, at[path]) for path in self.paths]
 
-    def put_beside(self, tree: chex.ArrayTree, leaves: Sequence[Any]) -> chex.ArrayTree:
+    def with_leaves(self, tree: chex.ArrayTree, leaves: Sequence[Any]) -> chex.ArrayTree:
         """The tree with other leaves at the same places."""
         at = dict(zip(self.paths, leaves, strict=True))
         return jax.tree.map_with_path(lambda path, leaf: at.get(path, leaf), tree)
 
     def scaled(self, updates: chex.ArrayTree, factors: Sequence[Factor]) -> chex.ArrayTree:
-        """The gradients, each unit times its factor."""
-        return self.put_beside(updates, list(map(_norms.scale_units, self.leaves, factors, self.kept)))
+        """The gradients, each unit times its factor, which come packed."""
+        per_leaf = _norms.unpacked(factors, self.kept)
+        return self.with_leaves(updates, list(map(_norms.scale_units, self.leaves, per_leaf, self.kept)))
 
 
 def _find_units(updates: chex.ArrayTree, kept: Callable[[KeyPath, Any], Kept]) -> _Units:
@@ -639,20 +684,20 @@ def _chosen(condition: jax.Array, a: Any, b: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
-def _largest(numbers: Sequence[Scaled]) -> jax.Array:
+def _largest(numbers: Sequence[Scaled], over: list[Axes]) -> jax.Array:
     """The largest of all units, on all devices; NaN if there is one. Shape (), float32."""
     if not numbers:
         return jnp.zeros((), jnp.float32)
-    keys = leaf_maxima(
-        _norms.magnitude_keys(jnp.dtype(jnp.float32)), _norms.packed([_norms.to_float32(n) for n in numbers]), axes=()
-    )
+    values = [_norms.to_float32(n) for n in numbers]
+    keys = leaf_maxima(_norms.magnitude_keys(jnp.dtype(jnp.float32)), values, axes=over)
     return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), jnp.float32)
 
 
-def _clipped_share(factors: Sequence[Factor]) -> jax.Array:
+def _clipped_share(factors: Sequence[Factor], norms: Sequence[Scaled], over: list[Axes]) -> jax.Array:
     """Clipped units / units, on all devices. Shape (), float32."""
     if not factors:
         return jnp.zeros((), jnp.float32)
-    applies = _norms.packed([factor.applies for factor in factors])
-    clipped = leaf_sums(lambda a: a.astype(jnp.float32), applies, axes=())
-    return jnp.sum(jnp.stack(clipped)) / max(sum(sizes(applies, axes=())), 1)
+    # Of nothing, nothing is clipped off.
+    is_clipped = [factor.applies & (norm.mantissa != 0) for factor, norm in zip(factors, norms, strict=True)]
+    clipped = leaf_sums(lambda flag: flag.astype(jnp.float32), is_clipped, axes=over)
+    return jnp.sum(jnp.stack(clipped)) / max(sum(sizes(is_clipped, axes=over)), 1)

@@ -18,6 +18,8 @@ import numpy as np
 KeyPath = tuple[Any, ...]
 AxesOf = tuple[int, ...] | Callable[[str, Any], Any] | None
 """Checked axes of leaves."""
+UnitAxisNames = tuple[Hashable, ...] | jax.P | Callable[[str, Any], Any] | None
+"""Checked mapped axes of leaves of several units."""
 Scalar = float | jax.Array
 """A checked scalar: a Python float, or a float32 or float64 array of shape () whose value is not looked at."""
 
@@ -205,6 +207,19 @@ def axis_names(axis_name: Any) -> tuple[Hashable, ...] | None:
     if axis_name is None:
         return None
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def unit_axis_names(axis_name: Any) -> UnitAxisNames:
+    """The mapped axes for a leaf of units: as above, how all leaves are sharded, or a function of a leaf."""
+    return axis_name if isinstance(axis_name, jax.P) or callable(axis_name) else axis_names(axis_name)
+
+
+def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Any) -> tuple[Hashable, ...] | jax.P | None:
+    """What `unit_axis_names` says of one leaf."""
+    chosen = unit_axis_names(given(leaf_name(path), leaf)) if callable(given) else given
+    if callable(chosen):
+        raise ValueError(f"axis_name returned the function {chosen!r} for leaf {leaf_name(path)}")
+    return chosen
 
 
 def gradient_leaves(grads: Any) -> tuple[list[KeyPath], list[Any], Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax._checks import Scalar
-from shrewjax._reductions import Axes, Kept, anywhere, demand_tracking, leaf_maxima, leaf_sums
+from shrewjax._reductions import Axes, Kept, UnitAxes, anywhere, leaf_maxima, leaf_sums
 
 Scope = Literal["global", "leaf"]
 
@@ -86,8 +86,10 @@ def to_float32(number: Scaled) -> jax.Array:
 
 
 def maximum(a: Scaled, b: Scaled) -> Scaled:
-    """The larger; a NaN in `a` stays."""
-    takes_b = is_greater(b, a) & jnp.isfinite(a.mantissa)
+    """The larger; a NaN wins, then an infinity."""
+    both_finite = jnp.isfinite(a.mantissa) & jnp.isfinite(b.mantissa)
+    b_wins = jnp.isnan(b.mantissa) | (jnp.isinf(b.mantissa) & ~jnp.isnan(a.mantissa))
+    takes_b = jnp.where(both_finite, is_greater(b, a), b_wins)
     return Scaled(*(jnp.where(takes_b, y, x) for x, y in zip(a, b, strict=True)))
 
 
@@ -316,19 +318,21 @@ def _shift_into_range(powers: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=(1, 2), inline=True)  # as for `measure`
-def measure_units(leaves: Sequence[Any], kept: Sequence[Kept], axes: Axes) -> list[Scaled]:
-    """The 2-norm of every unit of each leaf: over all its axes but the `kept` ones, whose sizes are the shape."""
+def measure_units(leaves: Sequence[Any], kept: Sequence[Kept], axes: Sequence[UnitAxes]) -> list[Scaled]:
+    """The 2-norm of every unit of each leaf: over all its axes but the `kept`, whose sizes are the shape; `packed`."""
     if not leaves:
         return []
     power = partial(_power, 2, _accumulation_dtype(leaves))
-    plain = leaf_sums(power, leaves, axes=axes, kept=kept)
+    divided: list[Axes] = [of_leaf.divided for of_leaf in axes]
+    plain = packed(leaf_sums(power, leaves, axes=divided, kept=kept), kept)
     shifts = [_shift_into_range(powers) for powers in plain]
 
     factors = [_power_of_two(shift, plain[0].dtype) for shift in shifts]
 
     def scaled() -> list[jax.Array]:
-        spread = [over_leaf(s, x, keep) for s, x, keep in zip(factors, leaves, kept, strict=True)]
-        return lax.optimization_barrier(leaf_sums(power, leaves, spread, axes=axes, kept=kept))  # as above
+        spread = [over_leaf(s, x, keep) for s, x, keep in zip(unpacked(factors, kept), leaves, kept, strict=True)]
+        sums = packed(leaf_sums(power, leaves, spread, axes=divided, kept=kept), kept)
+        return [lax.optimization_barrier(s) for s in sums]  # as above; one for all would make their types vary alike
 
     def root(powers: jax.Array, shift: jax.Array) -> Scaled:
         positive = powers > 0  # the root of 0 has no derivative
@@ -338,17 +342,14 @@ def measure_units(leaves: Sequence[Any], kept: Sequence[Kept], axes: Axes) -> li
     return list(map(root, lax.cond(out_of_range, scaled, lambda: plain), shifts))
 
 
-def combine(norms: Sequence[Scaled]) -> Scaled:
-    """The norm of everything from the norms of its units. Shape ()."""
+def combine(norms: Sequence[Scaled], over: list[Axes]) -> Scaled:
+    """The norm of everything from the norms of its units, packed. Shape ()."""
     if not norms:
         return split(jnp.zeros((), jnp.float32))
-    # What units there are on other devices, their types tell.
-    if any(n.mantissa.ndim for n in norms):
-        demand_tracking("several units of a leaf")
-    keys = leaf_maxima(_exponent_key, packed([n.exponent for n in norms]), axes=())
+    keys = leaf_maxima(_exponent_key, [n.exponent for n in norms], axes=over)
     largest = jnp.max(jnp.concatenate(keys)) + _EXPONENT_OF_ZERO * 2
     heights = [times_power_of_two(n.mantissa, n.exponent - largest) for n in norms]
-    squares = leaf_sums(lambda h: h * h, packed(heights), axes=())
+    squares = leaf_sums(lambda h: h * h, heights, axes=over)
     return _shifted(jnp.sqrt(_ordered_sum(jnp.stack(squares))), largest)
 
 
@@ -482,7 +483,7 @@ def clip_factors(norms: Sequence[Scaled], limits: Sequence[Scaled]) -> list[Fact
         return Factor(jnp.zeros_like(applies), jnp.ones_like(norm.mantissa), jnp.ones_like(norm.mantissa))
 
     return lax.cond(
-        anywhere(jnp.any(jnp.stack([jnp.any(a) for a in applies]))),
+        jnp.any(jnp.stack([jnp.any(a) for a in applies])),
         lambda: list(map(_reduced, norms, limits, applies)),
         lambda: list(map(untouched, norms, applies)),
     )
@@ -529,10 +530,28 @@ def applied_scale(factor: Factor) -> jax.Array:
 # --- many leaves, many units -----------------------------------------------------------------------------------
 
 
-def packed(per_leaf: Sequence[jax.Array]) -> list[jax.Array]:
-    """The same numbers in fewer arrays: those of leaves that are one unit in one, to reduce over all of them."""
-    single = [x for x in per_leaf if x.ndim == 0]
-    return [*([jnp.stack(single)] if single else []), *(x for x in per_leaf if x.ndim > 0)]
+def packed(per_leaf: Sequence[Any], kept: Sequence[Kept]) -> list[Any]:
+    """The same trees of arrays, but one tree of vectors for all leaves that are one unit: their arithmetic once.
+
+    Leaves of several units stay apart: their arrays may be sharded.
+    """
+    single = [x for x, keep in zip(per_leaf, kept, strict=True) if not keep]
+    together = [jax.tree.map(lambda *xs: jnp.stack(xs), *single)] if single else []
+    return [*together, *(x for x, keep in zip(per_leaf, kept, strict=True) if keep)]
+
+
+def unpacked(packs: Sequence[Any], kept: Sequence[Kept]) -> list[Any]:
+    """The trees leaf by leaf again."""
+    count = sum(not keep for keep in kept)
+    single = iter([jax.tree.map(lambda x, i=i: x[i], packs[0]) for i in range(count)])
+    several = iter(packs[1:] if count else packs)
+    return [next(several if keep else single) for keep in kept]
+
+
+def packed_axes(axes: Sequence[UnitAxes], kept: Sequence[Kept]) -> list[Axes]:
+    """Over which mapped axes there are more units, of each of what is `packed`."""
+    single = [of_leaf.others for of_leaf, keep in zip(axes, kept, strict=True) if not keep]
+    return [*single[:1], *(of_leaf.others for of_leaf, keep in zip(axes, kept, strict=True) if keep)]
 
 
 def over_leaf(of_units: jax.Array, leaf: Any, keep: Kept) -> jax.Array:

@@ -11,13 +11,14 @@ One thing no type tells: a shard of a gradient (its parts' squares add up) and a
 yet (its parts themselves add up first) both vary over the axis. Reduce the latter before it comes here.
 
 A leaf may be many units, such as stacked layers: then some of its axes are `kept`, and its result has their sizes.
-Along a kept axis a shard holds other units, along another one parts of the same; no type tells these apart either.
+Along a kept axis a shard holds other units, along another one parts of the same; no type tells these apart either
+(`unit_axes`).
 """
 
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,13 @@ Kept = tuple[int, ...]
 """The axes of a leaf that a reduction keeps, in order."""
 
 
+class UnitAxes(NamedTuple):
+    """The mapped axes over which a leaf of units is spread."""
+
+    divided: tuple[Hashable, ...]  # along these, devices hold parts of the same units
+    others: tuple[Hashable, ...] | None  # along these, other units; None: what the type of a result by unit says
+
+
 def is_counted(leaf: Any) -> bool:
     """Whether a leaf takes part: floating and complex ones do; integers, booleans, float0 and keys do not."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -44,24 +52,27 @@ def leaf_sums(
     terms: Callable[..., jax.Array],
     leaves: Sequence[Any],
     *per_leaf: Sequence[Any],
-    axes: Axes,
+    axes: Axes | list[Axes],
     kept: Sequence[Kept] | None = None,
 ) -> list[jax.Array]:
-    """The sum of `terms(leaf, *scalars)` over each leaf's elements and devices; `per_leaf` has the leaves' scalars."""
+    """The sum of `terms(leaf, *scalars)` over each leaf's elements and devices; `per_leaf` has the leaves' scalars.
+
+    The mapped axes in a list, one entry a leaf, hold exactly, but for None: whatever a type may say.
+    """
     kept = [()] * len(leaves) if kept is None else kept
     partials = [_sum(terms(*of_leaf), keep) for keep, *of_leaf in zip(kept, leaves, *per_leaf, strict=True)]
-    return _over_devices(lax.psum, partials, [bool(keep) for keep in kept], axes)
+    return _over_devices(lax.psum, partials, axes)
 
 
 def leaf_maxima(
-    keys: Callable[..., Sequence[jax.Array]], leaves: Sequence[Any], *per_leaf: Sequence[Any], axes: Axes
+    keys: Callable[..., Sequence[jax.Array]], leaves: Sequence[Any], *per_leaf: Sequence[Any], axes: Axes | list[Axes]
 ) -> list[jax.Array]:
     """The maxima of the non-negative integer arrays `keys(leaf, *scalars)`, likewise: a vector a leaf, 0 where empty.
 
     Integers, because XLA:CPU's float maximum loses a NaN.
     """
     partials = [_leaf_maxima(keys, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
-    return _over_devices(lax.pmax, partials, [False] * len(partials), axes)
+    return _over_devices(lax.pmax, partials, axes)
 
 
 def leaf_counts(
@@ -72,7 +83,7 @@ def leaf_counts(
     In as many words as hold the largest count.
     """
     partials = [_leaf_counts(flags, words, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
-    counts = _over_devices(lax.psum, partials, [False] * len(partials), axes)
+    counts = _over_devices(lax.psum, partials, axes)
     return [(x,) if words == 1 else _wide.packed(_wide.carried(x), words) for x in counts]
 
 
@@ -87,7 +98,7 @@ def joined(leaves: Sequence[Any], axes: Axes) -> list[Any]:
     left = sum(x.size for x in leaves) // 256
     large: list[Any] = []
     small: dict[Any, list[Any]] = {}
-    with_axes = zip(leaves, _axes_to_reduce(leaves, [False] * len(leaves), axes), strict=True)
+    with_axes = zip(leaves, _axes_to_reduce(leaves, axes), strict=True)
     for x, over in sorted(with_axes, key=lambda pair: pair[0].size):
         left -= x.size
         if left < 0:
@@ -97,10 +108,10 @@ def joined(leaves: Sequence[Any], axes: Axes) -> list[Any]:
     return large + [jnp.concatenate(of_kind) for of_kind in small.values()]
 
 
-def sizes(leaves: Sequence[Any], *, axes: Axes, kept: Sequence[Kept] | None = None) -> list[int]:
+def sizes(leaves: Sequence[Any], *, axes: Axes | list[Axes], kept: Sequence[Kept] | None = None) -> list[int]:
     """How many elements such a sum has, on all devices: a fact of the types."""
     kept = [()] * len(leaves) if kept is None else kept
-    over = _axes_to_reduce(leaves, [bool(keep) for keep in kept], axes)
+    over = _axes_to_reduce(leaves, axes)
     return [
         math.prod(n for a, n in enumerate(x.shape) if a not in keep) * (lax.psum(1, names) if names else 1)
         for x, keep, names in zip(leaves, kept, over, strict=True)
@@ -115,7 +126,7 @@ def unit_zeros(leaf: Any, keep: Kept) -> jax.Array:
 def anywhere(flag: jax.Array) -> jax.Array:
     """Whether a flag is set on any device: what a branch of all devices can hang on where they differ. Shape ()."""
     mapped, is_tracked = _mapped_axes()
-    return _over_devices(lax.pmax, [flag.astype(jnp.int32)], [False], () if is_tracked else mapped)[0] > 0
+    return _over_devices(lax.pmax, [flag.astype(jnp.int32)], () if is_tracked else mapped)[0] > 0
 
 
 def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
@@ -166,17 +177,47 @@ def demand_axis_name(what: str, axes: Axes) -> None:
         )
 
 
-def demand_tracking(what: str) -> None:
-    """An error where types do not tell on which devices the others are, and no `axis_name` could."""
+def unit_axes(name: str, leaf: Any, keep: Kept, given: Axes | jax.P) -> UnitAxes:
+    """Over which mapped axes a leaf is spread, from its type and what the user says: names, or how it is sharded."""
     mapped, is_tracked = _mapped_axes()
-    if mapped and not is_tracked:
+    varying = tuple(a for a in mapped if a in _varying(leaf))
+    types_tell = is_tracked or not mapped
+    if isinstance(given, jax.P):
+        if len(given) > leaf.ndim:
+            raise ValueError(f"axis_name {given} has more entries than leaf {name} of shape {leaf.shape} has axes")
+        by_axis = [entry if isinstance(entry, tuple) else (entry,) for entry in given]
+        along_units = {m for a, names in enumerate(by_axis) if a in keep for m in names}
+        along_parts = {m for a, names in enumerate(by_axis) if a not in keep for m in names}
+        divided, others = (tuple(m for m in mapped if m in along) for along in (along_parts, along_units))
+        if is_tracked and {*divided, *others} != {*varying}:
+            raise ValueError(
+                f"axis_name {given} is not how leaf {name} is sharded: by its type it varies over {varying}"
+            )
+        return UnitAxes(divided, None if types_tell else others)
+    if not keep:
+        return UnitAxes(_axes_to_reduce([leaf], given)[0], None if types_tell else ())
+    names = given or ()
+    if not types_tell and not set(mapped) <= set(names):
+        unknown = ", ".join(repr(a) for a in mapped if a not in names)
         raise ValueError(
-            f"{what} cannot be combined inside shard_map with check_vma=False, or pmap (mapped axes here: "
-            f"{', '.join(map(repr, mapped))}): a type does not tell which are on other devices. Use check_vma=True"
+            f"inside shard_map with check_vma=False, or pmap, nothing tells whether leaf {name} of several units has "
+            f"other units along the mapped axes {unknown}, or the same ones: use check_vma=True, or pass axis_name= "
+            "with a function that returns each leaf's PartitionSpec, or axis_name=jax.P() if every device holds all "
+            "of all leaves"
         )
+    if given is None and varying:
+        raise ValueError(
+            f"inside shard_map, leaf {name} of several units varies over the mapped axes "
+            f"{', '.join(map(repr, varying))}, and its type does not tell whether there are other units along them, or "
+            "other parts of the same: pass axis_name= with a function that returns each leaf's PartitionSpec, or with "
+            "the axes along which the units of every leaf are divided, axis_name=() if along none"
+        )
+    if types_tell:
+        return UnitAxes(tuple(a for a in varying if a in names) if is_tracked else names, None)
+    return UnitAxes(names, ())
 
 
-def all_finite(leaves: Sequence[Any], axes: Axes, kept: Kept = ()) -> jax.Array:
+def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], kept: Kept = ()) -> jax.Array:
     """Whether no leaf holds a NaN or an infinity, on any device. Shape (); or of the axes that all leaves keep."""
     if not leaves:
         return jnp.ones((), bool)
@@ -251,31 +292,29 @@ def _may_be_partitioned() -> bool:
 
 
 def _over_devices(
-    collective: Callable[..., Any], partials: Sequence[jax.Array], have_units: Sequence[bool], axes: Axes
+    collective: Callable[..., Any], partials: Sequence[jax.Array], axes: Axes | list[Axes]
 ) -> list[jax.Array]:
     """Combines the devices' partial results: one collective for each set of axes over which leaves vary."""
-    groups: dict[tuple[Hashable, ...], list[int]] = {}
-    for i, over in enumerate(_axes_to_reduce(partials, have_units, axes)):
-        groups.setdefault(over, []).append(i)
-    results = list(partials)
-    for over, members in groups.items():
+    groups: dict[tuple[Hashable, ...], dict[Any, list[int]]] = {}
+    for i, (x, over) in enumerate(zip(partials, _axes_to_reduce(partials, axes), strict=True)):
         if over:
-            alike: dict[Any, list[int]] = {}
-            for i in members:
-                kind = i if have_units[i] else (partials[i].shape, partials[i].dtype)
-                alike.setdefault(kind, []).append(i)
-            stacked = collective([jnp.stack([partials[i] for i in of_kind]) for of_kind in alike.values()], over)
-            for of_kind, reduced in zip(alike.values(), stacked, strict=True):
-                for place, i in enumerate(of_kind):
-                    results[i] = reduced[place]
+            groups.setdefault(over, {}).setdefault(jax.typeof(x), []).append(i)
+    results = list(partials)
+    for over, alike in groups.items():
+        stacked = collective([jnp.stack([partials[i] for i in of_kind]) for of_kind in alike.values()], over)
+        for of_kind, reduced in zip(alike.values(), stacked, strict=True):
+            for place, i in enumerate(of_kind):
+                results[i] = reduced[place]
     return results
 
 
-def _axes_to_reduce(arrays: Sequence[jax.Array], have_units: Sequence[bool], axes: Axes) -> list[tuple[Hashable, ...]]:
+def _axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list[tuple[Hashable, ...]]:
+    if isinstance(axes, list):
+        by_type = _axes_to_reduce(arrays, None) if None in axes else [()] * len(arrays)
+        return [told if given is None else given for given, told in zip(axes, by_type, strict=True)]
     mapped, is_tracked = _mapped_axes()
     if is_tracked:
-        varying = [tuple(a for a in mapped if a in _varying(x)) for x in arrays]
-        return [_dividing(v, axes) if many else v for v, many in zip(varying, have_units, strict=True)]
+        return [tuple(a for a in mapped if a in _varying(x)) for x in arrays]
     if axes is not None:
         return [axes] * len(arrays)
     if mapped:
@@ -291,17 +330,6 @@ def _mapped_axes() -> tuple[tuple[Hashable, ...], bool]:
     """The mapped axes here, and whether types tell over which of them an array varies."""
     mapped = jax.sharding.get_abstract_mesh().manual_axes
     return mapped, bool(mapped) and bool(_varying(lax.axis_index(mapped[0])))
-
-
-def _dividing(varying: tuple[Hashable, ...], axes: Axes) -> tuple[Hashable, ...]:
-    """Of the axes over which a leaf of several units varies, those along which the units are divided."""
-    if varying and axes is None:
-        raise ValueError(
-            f"inside shard_map, a leaf of several units varies over the mapped axes {', '.join(map(repr, varying))}, "
-            "and its type does not tell whether other units are on other devices, or other parts of them: pass "
-            "axis_name= with the axes along which units are divided, axis_name=() if none is"
-        )
-    return tuple(a for a in varying if a in (axes or ()))
 
 
 def _varying(x: jax.Array) -> frozenset[Hashable]:

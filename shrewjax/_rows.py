@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shrewjax import _checks
 from shrewjax._reductions import is_mapped, varying_over
 
 Axes = tuple[Hashable, ...]
@@ -82,6 +83,9 @@ def state_specs(opt_state: chex.ArrayTree) -> Any:
       The same tree of `jax.sharding.PartitionSpec`: that of each array's `NamedSharding`, an empty one for an array
       that has none, and so is the same on every device.
 
+    Raises:
+      ValueError: an array is abstract, of `jax.eval_shape` for instance, and says nothing of its sharding.
+
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> params = jax.device_put(jnp.zeros(3), jax.sharding.NamedSharding(mesh, jax.P()))
@@ -91,11 +95,16 @@ def state_specs(opt_state: chex.ArrayTree) -> Any:
       (P('data',), P())
     """
 
-    def spec(x: jax.Array) -> P:
+    def spec(path: _checks.KeyPath, x: Any) -> P:
         sharding = _sharding(x)
+        if sharding is None and isinstance(x, jax.ShapeDtypeStruct) and x.ndim:
+            raise ValueError(
+                f"leaf {_checks.leaf_name(path)} of shape {x.shape} is abstract and says nothing of its sharding: pass "
+                "the state itself, or make it of parameters on a mesh with Explicit axes"
+            )
         return P() if sharding is None else sharding.spec
 
-    return jax.tree.map(spec, opt_state)
+    return jax.tree.map_with_path(spec, opt_state)
 
 
 def along(per_row: jax.Array, rows: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from shrewjax import _norms
 from shrewjax._checks import Scalar
@@ -76,9 +77,28 @@ def moved(average: jax.Array, value: jax.Array, share: jax.Array) -> jax.Array:
     return average + share * (value - average)
 
 
-def spread(std: jax.Array, deviation: jax.Array, share: jax.Array) -> jax.Array:
-    """The root of a moving average of squares, likewise; never of the squares themselves, which leave the range."""
-    return jnp.hypot(jnp.sqrt(1 - share) * std, jnp.sqrt(share) * deviation)
+class Moments(NamedTuple):
+    """The mean and the standard deviation of the values so far, by whatever weights."""
+
+    recorded: jax.Array  # int32 (): how many values
+    mean: jax.Array  # float32 ()
+    std: jax.Array  # float32 ()
+
+
+def with_averaged(moments: Moments, value: jax.Array, share: jax.Array, averages_all: jax.Array) -> Moments:
+    """The moments with one more value, which counts for `share`, or, where that is said, as much as each before.
+
+    A constant keeps its mean to the last bit. Where a moment would not be finite, they stay.
+    """
+    n = optax.safe_increment(moments.recorded)
+    share = jnp.where(averages_all, 1 / n.astype(jnp.float32), share)
+    mean = moved(moments.mean, value, share)
+    # Of an average over all, the square that is added is (value - old mean) (value - new mean): no less is exact.
+    deviation = jnp.where(averages_all, jnp.sqrt(1 - share) * (value - moments.mean), value - mean)
+    # The root of the moving average of squares; never the squares themselves, which leave the range.
+    std = jnp.hypot(jnp.sqrt(1 - share) * moments.std, jnp.sqrt(share) * deviation)
+    finite = jnp.isfinite(value) & jnp.isfinite(mean) & jnp.isfinite(std)
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), Moments(n, mean, std), moments)
 
 
 def _is_filled(window: Window) -> jax.Array:

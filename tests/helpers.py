@@ -64,6 +64,15 @@ def bits(tree):
     return [(np.asarray(x).dtype, np.asarray(x).shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
 
 
+def quick_options():
+    """For tests of what programs do together, not of their last bits: XLA's older CPU emitters compile much faster."""
+    return {"xla_cpu_use_fusion_emitters": False} if jax.default_backend() == "cpu" else None
+
+
+def quick_jit(function, **options):
+    return jax.jit(function, compiler_options=quick_options(), **options)
+
+
 def lenient(tx):
     """Optax mixes dtypes: lets it, so that only the package's own code is held to strict promotion."""
 

@@ -1,11 +1,13 @@
 """Thresholds that are measured, against their papers' equations in float64 and at every edge."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, bits, lenient, tree_of, true_norm
+from helpers import assert_close, bits, lenient, quick_jit, tree_of, true_norm
 
 import shrewjax
 
@@ -17,14 +19,14 @@ BAD = pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 
 def run(tx, gradients, params=None):
     """The updates and the states of every step, in one compiled loop."""
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *gradients)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *gradients)
     start = params if params is not None else gradients[0]
 
     def step(state, grads):
         updates, state = tx.update(grads, state, params)
         return state, (updates, state)
 
-    _, (updates, states) = jax.jit(lambda s, g: jax.lax.scan(step, s, g))(tx.init(start), stacked)
+    _, (updates, states) = quick_jit(lambda s, g: jax.lax.scan(step, s, g))(tx.init(start), stacked)
     return updates, states
 
 
@@ -34,12 +36,13 @@ def vectors(norms, size=5):
     for norm in norms:
         g = rng.normal(size=size)
         g = f32(g * (norm / np.linalg.norm(g)))
-        yield {"a": jnp.asarray(g[:2]), "b": jnp.asarray(g[2:])}
+        yield {"a": g[:2], "b": g[2:]}
 
 
 def norms_of(updates):
     """The norm of each step's updates."""
-    return [float(true_norm(jax.tree.map(lambda x, i=i: x[i], updates))) for i in range(len(updates["a"]))]
+    on_host = jax.tree.map(np.asarray, updates)
+    return [float(true_norm(jax.tree.map(lambda x, i=i: x[i], on_host))) for i in range(len(on_host["a"]))]
 
 
 # --- the papers' equations, plainly ------------------------------------------------------------------------------
@@ -81,19 +84,36 @@ def adagc(leaf_norms, ratio=1.04, decay=0.99, warmup=100, max_norm=1.0):
 # --- AutoClip ----------------------------------------------------------------------------------------------------
 
 
+PERCENTILES = f32([0, 1, 10, 33.3, 50, 99.9, 100])
+
+
 @pytest.mark.parametrize("traced", [False, True], ids=["static", "traced"])
-@pytest.mark.parametrize("p", [0, 1, 10, 33.3, 50, 99.9, 100])
 @pytest.mark.parametrize("length", [1, 7, 1024])
-def test_percentile_of_the_history_is_numpys_at_every_step(p, length, traced):
-    tx = shrewjax.clip_by_norm_percentile(f32(p) if not traced else jnp.float32(p), history_length=length)
+def test_percentile_of_the_history_is_numpys_at_every_step(length, traced):
     gradients = list(vectors(NORMS))
-    updates, states = run(tx, gradients)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *gradients)
+
+    def steps(p):
+        tx = shrewjax.clip_by_norm_percentile(p, history_length=length)
+
+        def step(state, g):
+            updates, state = tx.update(g, state)
+            return state, (updates, state.threshold)
+
+        return jax.lax.scan(step, tx.init(None), stacked)[1]
+
     norms = [float(true_norm(g)) for g in gradients]
-    expected = list(autoclip(norms, float(f32(p)), length))
-    np.testing.assert_allclose(states.threshold, expected, rtol=1e-5)
-    np.testing.assert_allclose(norms_of(updates), np.minimum(norms, expected), rtol=1e-5)
-    if p == 100:
-        assert bits(updates) == bits(jax.tree.map(lambda *x: jnp.stack(x), *gradients))
+    if traced:
+        of_all = quick_jit(jax.vmap(steps))(PERCENTILES)
+    else:
+        of_all = jax.tree.map(lambda *x: np.stack(x), *quick_jit(lambda: [steps(p) for p in PERCENTILES])())
+    for i, p in enumerate(PERCENTILES):
+        updates, thresholds = jax.tree.map(lambda x, i=i: x[i], of_all)
+        expected = list(autoclip(norms, float(p), length))
+        np.testing.assert_allclose(thresholds, expected, rtol=1e-5, err_msg=str(p))
+        np.testing.assert_allclose(norms_of(updates), np.minimum(norms, expected), rtol=1e-5, err_msg=str(p))
+        if p == 100:
+            assert bits(updates) == bits(stacked)
 
 
 def test_percentile_100_leaves_gradients_of_any_size_alone():
@@ -291,7 +311,7 @@ def test_unit_rules_keep_dtypes_and_leave_small_units_bit_for_bit(dtype):
     g = jnp.asarray([[300.0, 1e-3], [400.0, 6e-8]], dtype)
     w = jnp.ones((2, 2), jnp.float32)
     for tx, share in ((shrewjax.adaptive_grad_clip(0.1), 0.5), (shrewjax.clip_by_block_rms(1.0, batch_axes=1), 0.5)):
-        updates, state = jax.jit(tx.update)(g, tx.init(w), w)
+        updates, state = quick_jit(tx.update)(g, tx.init(w), w)
         assert updates.dtype == g.dtype
         assert bits(updates[:, 1]) == bits(g[:, 1])
         assert float(state.clipped_share) == share
@@ -356,7 +376,7 @@ def test_clipping_bias_has_its_fixed_point_where_theory_says(c):
     """f = x**2 / 2, noise +9 with probability 0.1, -1 with 0.9: the clipped field vanishes at 1 - c / 9."""
     tx = optax.chain(shrewjax.clip_by_global_norm(c), optax.sgd(0.05))
 
-    @jax.jit
+    @quick_jit
     def mean_step(x):
         def step(noise):
             return tx.update(x + noise, tx.init(x))[0]
@@ -396,8 +416,8 @@ def test_shard_map_gives_the_unsharded_answer(rule, scale):
     tx = MAPPED[rule]()
     params, *gradients = trees(scale)
     state = mapped_state = tx.init(params)
-    update = jax.jit(tx.update)
-    mapped = jax.jit(jax.shard_map(tx.update, mesh=mesh, in_specs=(SPECS, P(), SPECS), out_specs=(SPECS, P())))
+    update = quick_jit(tx.update)
+    mapped = quick_jit(jax.shard_map(tx.update, mesh=mesh, in_specs=(SPECS, P(), SPECS), out_specs=(SPECS, P())))
     for g in gradients:
         expected, state = update(g, state, params)
         updates, mapped_state = mapped(place(g), mapped_state, place(params))
@@ -405,34 +425,108 @@ def test_shard_map_gives_the_unsharded_answer(rule, scale):
         assert_close(mapped_state, state, rtol=1e-5)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_units_that_are_whole_or_divided_on_devices(check_vma):
-    """A leaf of (in, out): sharded along `out` units are whole on a device, along `in` they are divided."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+# Units are columns: divided on devices, whole on one of them, or all of them on each.
+UNIT_SHAPES = {"divided": (16, 4), "whole": (3, 8), "both": (8, 2), "everywhere": (5, 2)}
+UNIT_SPECS = {"divided": P("x"), "whole": P(None, "y"), "both": P("x", "y"), "everywhere": P()}
+
+
+def spec_of(name, leaf):
+    return UNIT_SPECS[name[2:-2]]
+
+
+def unit_rules(**axis_name):
+    return {
+        "agc": shrewjax.adaptive_grad_clip(1.0, **axis_name),
+        "block_rms": shrewjax.clip_by_block_rms(1.0, batch_axes=1, **axis_name),
+        "leaf_ema": shrewjax.clip_by_leaf_norm_ema(batch_axes=1, max_norm=2.0, **axis_name),
+    }
+
+
+def all_updates(rules):
+    return lambda g, states, w: {name: tx.update(g, states[name], w) for name, tx in rules.items()}
+
+
+@cache
+def units_on_one_device():
     rng = np.random.default_rng(0)
-    g, w = (f32(np.exp(rng.normal(size=(16, 8))) * rng.normal(size=(16, 8))) for _ in range(2))
-    expected, expected_state = run(shrewjax.adaptive_grad_clip(1.0), [g], w)
-    for spec, axis_name in ((P(None, "data"), ()), (P("data"), "data")):
-        tx = shrewjax.adaptive_grad_clip(1.0, axis_name=axis_name)
-        mapped = jax.shard_map(
-            lambda g, w, tx=tx: tx.update(g, tx.init(w), w)[0],
-            mesh=mesh,
-            in_specs=(spec, spec),
-            out_specs=spec,
-            check_vma=check_vma,
-        )
-        np.testing.assert_allclose(jax.jit(mapped)(g, w), expected[0], rtol=1e-5)
-    silent = shrewjax.adaptive_grad_clip(1.0)
+    g, w = ({k: f32(np.exp(rng.normal(size=s)) * rng.normal(size=s)) for k, s in UNIT_SHAPES.items()} for _ in range(2))
+    g["whole"][:, 0] *= f32(1e25)  # so that one device alone has to measure again
+    arguments = g, {name: tx.init(w) for name, tx in unit_rules().items()}, w
+    return arguments, quick_jit(all_updates(unit_rules()))(*arguments)
+
+
+def unit_mesh():
+    return jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_units_spread_over_devices_each_leaf_in_its_own_way_are_those_of_one_device(check_vma):
+    (g, start, w), expected = units_on_one_device()
+    rules = unit_rules(axis_name=spec_of)
+    state_specs = {k: jax.tree.map(lambda _: P(), start[k]) for k in start}
+    of_units = {k: P(*spec[1:]) for k, spec in UNIT_SPECS.items()}
+    state_specs["leaf_ema"] = state_specs["leaf_ema"]._replace(norm_ema=of_units)
     mapped = jax.shard_map(
-        lambda g, w: silent.update(g, silent.init(w), w)[0],
-        mesh=mesh,
-        in_specs=(spec, spec),
-        out_specs=spec,
+        all_updates(rules),
+        mesh=unit_mesh(),
+        in_specs=(UNIT_SPECS, state_specs, UNIT_SPECS),
+        out_specs={k: (UNIT_SPECS, state_specs[k]) for k in rules},
         check_vma=check_vma,
     )
-    with pytest.raises(ValueError, match=r"pass\s+axis_name="):
-        jax.jit(mapped)(g, w)
-    assert 0 < float(expected_state.clipped_share[0]) < 1
+    assert_close(quick_jit(mapped)(g, start, w), expected, rtol=1e-5)
+    assert 0 < float(expected["agc"][1].clipped_share) < 1
+    assert 0 < float(expected["block_rms"][1].clipped_share) < 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "names", "check_vma"),
+    [(P(None, "x"), (), True), (P("x"), "x", True), (P("x"), ("x", "y"), False), (P(), P(), False)],
+    ids=["whole, tracked", "divided, tracked", "divided, untracked", "everywhere, untracked"],
+)
+def test_names_of_mapped_axes_do_for_units_that_are_alike(spec, names, check_vma):
+    g, w = (f32(np.exp(np.random.default_rng(i).normal(size=(16, 8)))) for i in range(2))
+    tx = shrewjax.adaptive_grad_clip(1.0, axis_name=names)
+    mapped = jax.shard_map(
+        lambda g, w: tx.update(g, tx.init(w), w),
+        mesh=jax.make_mesh((8, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2),
+        in_specs=(spec, spec),
+        out_specs=(spec, P()),
+        check_vma=check_vma,
+    )
+    updates, state = quick_jit(mapped)(g, w)
+    np.testing.assert_allclose(updates, agc(g, w, 0, clipping=1.0), rtol=1e-5)
+    ratios = np.linalg.norm(np.float64(g), axis=0) / np.linalg.norm(np.float64(w), axis=0)
+    assert float(state.ratio_max) == pytest.approx(ratios.max(), rel=1e-5)
+    assert float(state.clipped_share) == np.mean(ratios > 1)
+    assert 0 < np.mean(ratios > 1) < 1
+
+
+@pytest.mark.parametrize("rule", unit_rules())
+@pytest.mark.parametrize(
+    ("axis_name", "check_vma", "message"),
+    [
+        (None, True, r"\['whole'\] of several units varies over the mapped axes 'y'.*pass axis_name="),
+        (None, False, r"whether leaf \['whole'\] of several units.*mapped axes 'x', 'y', or the same"),
+        ((), False, r"mapped axes 'x', 'y', or the same.*axis_name=jax\.P\(\)"),
+        (("y",), False, r"mapped axes 'x', or the same"),
+        (lambda name, leaf: P(None, "x"), True, r"P\(None, 'x'\) is not how leaf \['whole'\] is sharded.*\('y',\)"),
+        (P(), True, r"P\(\) is not how leaf \['whole'\] is sharded"),
+        (P(None, None, "y"), True, r"more entries than leaf \['whole'\] of shape \(3, 4\) has axes"),
+        (lambda name, leaf: spec_of, True, r"axis_name returned the function"),
+    ],
+    ids=["tracked", "untracked", "no names", "too few names", "wrong", "everywhere", "too long", "function"],
+)
+def test_units_on_devices_that_nothing_tells_of_are_an_error(rule, axis_name, check_vma, message):
+    tx = unit_rules(axis_name=axis_name)[rule]
+    mapped = jax.shard_map(
+        lambda g: tx.update(g, tx.init(g), g)[0],
+        mesh=unit_mesh(),
+        in_specs=({"whole": P(None, "y")},),
+        out_specs={"whole": P(None, "y")},
+        check_vma=check_vma,
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(mapped, {"whole": jnp.ones((3, 8))})
 
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
@@ -442,7 +536,7 @@ def test_stacked_layers_sharded_along_the_stack(axis_type):
     tx = shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, batch_axes=0)
     gradients = [f32(np.exp(np.random.default_rng(i).normal(size=(8, 1))) * np.ones((8, 3))) for i in range(3)]
     state, sharded_state = tx.init(gradients[0]), tx.init(place(gradients[0]))
-    update = jax.jit(tx.update)
+    update = quick_jit(tx.update)
     for g in gradients:
         expected, state = update(g, state)
         updates, sharded_state = update(place(g), sharded_state)
@@ -489,7 +583,7 @@ def test_a_place_without_a_gradient_keeps_its_average():
     tx = shrewjax.clip_by_leaf_norm_ema(warmup_steps=1)
     params = tree_of()
     _, state = tx.update(tree_of(1), tx.init(params))
-    updates, after = jax.jit(tx.update)(tree_of(2) | {"b": None}, state)
+    updates, after = quick_jit(tx.update)(tree_of(2) | {"b": None}, state)
     assert updates["b"] is None
     assert after.norm_ema["b"] == state.norm_ema["b"]
     assert after.norm_ema["w"] != state.norm_ema["w"]
@@ -550,13 +644,88 @@ def test_a_block_of_ones_has_a_root_mean_square_of_one():
     for size in range(1, 200):
         ones = jnp.ones(size)
         tx = shrewjax.clip_by_block_rms(1.0)
-        assert bits(jax.jit(tx.update)(ones, tx.init(ones))[0]) == bits(ones)
+        assert bits(quick_jit(tx.update)(ones, tx.init(ones))[0]) == bits(ones)
 
 
-def test_several_units_without_tracking_are_an_error_and_no_local_norm():
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    tx = shrewjax.clip_by_leaf_norm_ema(batch_axes=0, axis_name=())
-    local = lambda g: tx.update(g, tx.init(g))[0]  # noqa: E731
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"), check_vma=False)
-    with pytest.raises(ValueError, match="check_vma=True"):
-        jax.jit(mapped)(jnp.ones((8, 1)))
+def test_agc_with_an_eps_or_parameters_that_are_not_finite_is_as_its_table_says():
+    update = quick_jit(lambda clipping, eps, g, w: shrewjax.adaptive_grad_clip(clipping, eps=eps).update(g, None, w))
+    g, w = f32([[3, 3], [4, 4]]), f32([[300, 1], [400, 1]])  # one unit is within a tenth of its parameters
+    inf, nan = np.inf, np.nan
+
+    def column(clipping, eps, parameter=1.0, gradient=3.0):
+        """What is made of the second unit, when one of its numbers is set; the first stays as it is."""
+        of_g, of_w = g.copy(), w.copy()
+        of_g[0, 1], of_w[0, 1] = gradient, parameter
+        updates, state = update(f32(clipping), f32(eps), of_g, of_w)
+        return np.asarray(updates), of_g, state
+
+    for clipping, eps, parameter, gradient in [
+        (inf, nan, nan, nan),
+        (inf, 1e-3, 1.0, inf),
+        (0.1, inf, 1.0, nan),
+        (nan, inf, 1.0, 3.0),
+        (0.1, 1e-3, inf, 3.0),
+        (0.1, inf, inf, inf),
+    ]:
+        updates, given, state = column(clipping, eps, parameter, gradient)
+        assert bits(updates[:, 1]) == bits(given[:, 1]), (clipping, eps, parameter, gradient)
+    for clipping, eps, parameter, gradient in [
+        (0.1, nan, 1.0, 3.0),
+        (0.1, inf, nan, 3.0),
+        (0.1, nan, inf, 3.0),
+        (0.1, 1e-3, 1.0, inf),
+        (nan, 1e-3, 1.0, 3.0),
+    ]:
+        updates, _, state = column(clipping, eps, parameter, gradient)
+        assert np.isnan(updates[:, 1]).all(), (clipping, eps, parameter, gradient)
+        assert np.isnan(updates[:, 0]).all() == bool(np.isnan([clipping, eps]).any())
+    updates, given, state = column(0.1, inf)
+    assert bits(updates) == bits(given)
+    assert (float(state.ratio_max), float(state.clipped_share)) == (0, 0)
+    updates, _, _ = column(0.1, 1e-3)
+    np.testing.assert_allclose(updates, agc(g, w, 0), rtol=1e-6)
+
+
+def test_percentile_before_there_is_a_history_lets_pass_what_is_not_recorded():
+    beyond, bad = f32([3e38, 3e38]), f32([np.nan, 1])
+    updates, states = run(shrewjax.clip_by_norm_percentile(50.0), [beyond, bad, f32([3, 4]), beyond, bad])
+    assert bits(updates[:3]) == bits(np.stack([beyond, bad, f32([3, 4])]))
+    np.testing.assert_allclose(true_norm(updates[3]), 5, rtol=1e-6)
+    assert np.isnan(updates[4]).all()
+    np.testing.assert_array_equal(states.history.filled, [0, 0, 1, 1, 1])
+    np.testing.assert_array_equal(states.threshold, [np.inf, np.inf, 5, 5, 5])
+
+
+def test_percentile_that_is_nan_shows_and_the_norm_is_recorded():
+    tx = lambda p: shrewjax.clip_by_norm_percentile(p, history_length=2)  # noqa: E731
+    updates, state = quick_jit(lambda p, g, s: tx(p).update(g, s))(jnp.float32(np.nan), f32([3, 4]), tx(1.0).init(None))
+    assert np.isnan(updates).all()
+    np.testing.assert_array_equal(state.history.values, [0, 5])
+
+
+def test_leaf_ema_shows_no_threshold_and_no_clip_of_a_leaf_that_never_had_a_gradient():
+    idle = {"idle": f32([0, 0]), "empty": np.zeros((0,), f32)}
+    gradients = [idle | {"a": f32([norm])} for norm in (5, 0.25, 0.25, 4)]
+    _, states = run(shrewjax.clip_by_leaf_norm_ema(2.0, decay=0.5, warmup_steps=2, max_norm=1.0), gradients)
+    np.testing.assert_allclose(states.threshold_max, [1, 1, 0.5, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(states.clipped_share, [1 / 3, 0, 0, 1 / 3], rtol=1e-6)
+    np.testing.assert_array_equal(states.norm_ema["idle"], np.zeros(4))
+
+
+def test_leaf_ema_names_a_leaf_that_changed_its_shape():
+    tx = shrewjax.clip_by_leaf_norm_ema(batch_axes=0)
+    state = tx.init({"layers": jnp.zeros((1, 2))})
+    with pytest.raises(ValueError, match=r"\['layers'\] of shape \(3, 2\) has averages of shape \(3,\).*shape \(1,\)"):
+        tx.update({"layers": jnp.ones((3, 2))}, state)
+
+
+def test_leaf_ema_without_a_finite_threshold_lets_a_bad_gradient_pass_as_it_is():
+    bad = {"a": f32([np.nan, 1]), "b": f32([0.3])}
+    good = {"a": f32([3, 4]), "b": f32([0.3])}
+    updates, states = run(shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, max_norm=np.inf), [bad, good, bad])
+    assert bits(jax.tree.map(lambda x: x[0], updates)) == bits(bad)
+    assert np.isnan(updates["a"][2]).all()
+    np.testing.assert_array_equal(updates["b"][2], bad["b"])
+    np.testing.assert_array_equal(states.recorded, [0, 1, 1])
+    updates, _ = run(shrewjax.clip_by_leaf_norm_ema(np.inf, warmup_steps=0), [good, bad])
+    assert bits(jax.tree.map(lambda x: x[1], updates)) == bits(bad)

@@ -50,7 +50,7 @@ def assert_is_drawn(path):
 
 
 def test_nnx_example_recognises_95_percent_of_digits(run):
-    printed, figure = run("train_digits.py", "--epochs", 8, out="new/digits.png")
+    printed, figure = run("train_digits.py", "--epochs", 7, out="new/digits.png")
 
     assert numbers(r"test accuracy: (\S+)", printed) > [0.95]
     assert_is_drawn(figure)
@@ -113,11 +113,11 @@ def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(ru
     assert most > 1.5 * least
     first, last = numbers("loss a character: (.+) at first, (.+) at last", printed)
     assert last < first - 1
-    error = r"against the large batch, at worst: loss off by (\S+), gradient by (\S+) %"
+    error = r"against the large batch, at worst: loss off by (\S+), gradient by (\S+) of its norm"
     weighted_loss, weighted = numbers(f"weight= {error}", printed)
     unweighted_loss, unweighted = numbers(f"mean of means {error}", printed)
-    assert weighted < 1e-3  # in per cent: rounding
-    assert unweighted > 0.5
+    assert weighted < 1e-5  # rounding
+    assert unweighted > 5e-3
     assert weighted_loss < 1e-5 < unweighted_loss
     assert_is_drawn(figure)
 

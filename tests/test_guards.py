@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, lenient
+from helpers import bits, lenient, quick_jit
 
 import shrewjax
 
@@ -17,7 +17,7 @@ BAD = pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def run(tx, gradients, **extra):
     """Updates and states of every step; each value in `extra` has one number a step."""
     params = jnp.zeros_like(jnp.asarray(gradients[0]))
-    update = jax.jit(lambda g, s, extra: tx.update(g, s, params, **extra))
+    update = quick_jit(lambda g, s, extra: tx.update(g, s, params, **extra))
     state, steps = tx.init(params), []
     for i, g in enumerate(gradients):
         updates, state = update(jnp.asarray(g), state, {k: jnp.asarray(v[i], jnp.float32) for k, v in extra.items()})
@@ -87,7 +87,7 @@ def test_at_the_limit_it_says_so_and_does_what_was_chosen(at_limit):
 def test_what_is_no_number_passes_and_does_not_count():
     tree = {"w": jnp.ones(2), "i": jnp.arange(3), "n": None, "m": optax.MaskedNode()}
     tx = shrewjax.skip_nonfinite(optax.identity())
-    updates, state = jax.jit(tx.update)(tree, tx.init(tree))
+    updates, state = quick_jit(tx.update)(tree, tx.init(tree))
     assert bits(updates) == bits(tree)
     assert bool(state.applied)
 
@@ -163,7 +163,7 @@ def test_one_bad_shard_skips_the_step_on_every_device(make, check_vma):
         updates, state = tx.update(g, tx.init(g))
         return updates, state.skipped
 
-    mapped = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=spec, out_specs=(spec, jax.P()), check_vma=check_vma))
+    mapped = quick_jit(jax.shard_map(update, mesh=mesh, in_specs=spec, out_specs=(spec, jax.P()), check_vma=check_vma))
     grads = np.ones((8, 2), f32)
     np.testing.assert_array_equal(mapped(grads)[0], grads)
     grads[5, 1] = np.nan

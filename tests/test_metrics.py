@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import lenient
+from helpers import lenient, quick_jit
 
 import shrewjax
 
@@ -16,7 +16,7 @@ NORM = float(np.sqrt(25.36))
 
 def after_one_update(tx):
     params = jax.tree.map(jnp.zeros_like, GRADS)
-    return jax.jit(lenient(tx).update)(GRADS, tx.init(params), params)[1]
+    return quick_jit(lenient(tx).update)(GRADS, tx.init(params), params)[1]
 
 
 def values(metrics):
@@ -82,7 +82,7 @@ def test_window_is_reported_and_inner_values_date_from_the_last_window_that_clos
 def test_under_jit_and_vmap():
     tx = optax.chain(shrewjax.clip_by_global_norm(1.0), shrewjax.clip_by_leaf_norm(0.9))
 
-    @jax.jit
+    @quick_jit
     @jax.vmap
     def norms(g):
         return shrewjax.metrics(tx.update({"a": g, "b": 0 * g}, tx.init({"a": g, "b": g}))[1])

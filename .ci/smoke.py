@@ -1,0 +1,24 @@
+"""Where only the wheel given as the argument is installed: what it holds, and a training step."""
+
+import sys
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import shrewjax
+
+(wheel,) = sys.argv[1:]
+tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+assert tops == {"shrewjax", f"shrewjax-{wheel.split('-')[1]}.dist-info"}, tops
+assert "site-packages" in shrewjax.__file__, shrewjax.__file__
+
+tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), optax.sgd(0.5)), 2)
+step = jax.jit(lambda params, state, grads: shrewjax.apply_gradients(tx, grads, state, params))
+params = jnp.zeros(2)
+state = tx.init(params)
+for _ in range(2):
+    params, state = step(params, state, jnp.array([3.0, 4.0]))
+assert jnp.allclose(params, jnp.array([-0.3, -0.4])), params
+print(f"{wheel}: installs alone, trains, holds no more than the package")

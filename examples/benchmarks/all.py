@@ -1,0 +1,23 @@
+"""Every row of the README's table of measurements, and more: all benchmarks, one after the other, in one process.
+
+python examples/benchmarks/all.py [--json FILE] [--quick]
+"""
+
+import _harness
+import accumulation
+import adaptive
+import clipping
+import percentile
+import small
+
+if __name__ == "__main__":
+    _harness.main(
+        __doc__,
+        [
+            *(clipping.training_step, clipping.norm_error, clipping.compile_time, clipping.small_trees),
+            *(accumulation.window, accumulation.micro_step, accumulation.executions, accumulation.average_error),
+            *(percentile.cold_search, percentile.reads, percentile.whole_clip),
+            *(adaptive.clip_alone, adaptive.training_step),
+            *(small.step_time, small.compile_time),
+        ],
+    )

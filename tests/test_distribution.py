@@ -1,0 +1,354 @@
+"""Data parallel training with the sums kept on each device: the trajectory of one device, one all-reduce a window."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import TRANSFORMATIONS, assert_close, bits, lenient, quick_jit
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shrewjax
+
+ROWS, INPUTS, OUTPUTS = 16, 8, 3
+PARAMS = {"w": np.linspace(-1, 1, INPUTS * OUTPUTS, dtype="f").reshape(INPUTS, OUTPUTS), "b": np.zeros(OUTPUTS, "f")}
+SGD = lenient(optax.sgd(0.1))
+ADAM = lenient(optax.adam(0.01))
+
+
+def micro_batches(n, seed=0):
+    """Inputs, targets, and which rows count: uneven ones."""
+    rng = np.random.default_rng(seed)
+    for _ in range(n):
+        yield (
+            rng.normal(size=(ROWS, INPUTS)).astype("f"),
+            rng.normal(size=(ROWS, OUTPUTS)).astype("f"),
+            (rng.uniform(size=ROWS) < 0.7).astype("f"),
+        )
+
+
+def summed_loss(w, b, x, y, counts):
+    """The squares of all rows that count; of others, whatever they hold, nothing."""
+    errors = jnp.where(counts[:, None] > 0, x @ w + b[None] - y, 0)
+    return jnp.sum(errors * errors)
+
+
+def one_device(tx, batches):
+    """The parameters after each micro-batch: the oracle."""
+
+    @quick_jit
+    def step(params, state, x, y, counts):
+        n = jnp.sum(counts)
+        grads = jax.grad(lambda p: summed_loss(p["w"], p["b"], x, y, counts) / n)(params)
+        return shrewjax.apply_gradients(tx, grads, state, params, weight=n)
+
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state = tx.init(params)
+    for batch in batches:
+        params, state = step(params, state, *batch)
+        yield jax.tree.map(np.asarray, params), state
+
+
+def mesh_of(data, fsdp=1, axis_type=AxisType.Auto):
+    return jax.make_mesh(
+        (data, fsdp), ("data", "fsdp"), axis_types=(axis_type,) * 2, devices=jax.devices()[: data * fsdp]
+    )
+
+
+def placed(tree, mesh, specs):
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs)
+
+
+SHARDED = {"w": P("fsdp"), "b": P()}
+
+
+def sharded_step(tx, mesh, specs, check_vma=True):
+    """Parameters sharded over "fsdp", batches over both axes; gradients are local along "data"."""
+
+    def step(params, state, x, y, counts):
+        n = jax.lax.psum(jnp.sum(counts), "fsdp")
+        own = jax.tree.map(lambda a: jax.lax.pcast(a, "data", to="varying"), params) if check_vma else params
+
+        def loss(p):
+            return summed_loss(jax.lax.all_gather(p["w"], "fsdp", tiled=True), p["b"], x, y, counts) / n
+
+        grads = jax.grad(loss)(own)
+        if not check_vma:  # untracked, what is replicated has to be summed by hand
+            grads["b"] = jax.lax.psum(grads["b"], "fsdp")
+        return shrewjax.apply_gradients(tx, grads, state, params, weight=n)
+
+    rows = P(("data", "fsdp"))
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(SHARDED, specs, rows, rows, rows), out_specs=(SHARDED, specs), check_vma=check_vma
+    )
+    return quick_jit(mapped, donate_argnums=(0, 1))
+
+
+def many_devices(tx, batches, mesh, check_vma=True):
+    params = placed(PARAMS, mesh, SHARDED)
+    state = tx.init(params)
+    step = sharded_step(tx, mesh, shrewjax.state_specs(state), check_vma)
+    for batch in batches:
+        params, state = step(params, state, *batch)
+        yield jax.tree.map(np.asarray, params), state
+
+
+# Units of a leaf that is sharded: along which axes, no type tells.
+MAPPED = {"adaptive_grad_clip": lambda: shrewjax.adaptive_grad_clip(0.1, axis_name="fsdp")}
+
+
+def inner_of(name, mapped):
+    if name == "accumulate":
+        return SGD
+    make = MAPPED.get(name, TRANSFORMATIONS[name]) if mapped else TRANSFORMATIONS[name]
+    return optax.chain(make(), SGD)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_trajectory_is_that_of_one_device(name):
+    batches = list(micro_batches(24))
+    expected = one_device(shrewjax.accumulate(inner_of(name, False), 3), batches)
+    tx = shrewjax.accumulate(inner_of(name, True), 3, axis_name="data")
+    for (params, state), (alone, alone_state) in zip(many_devices(tx, batches, mesh_of(2, 4)), expected, strict=True):
+        assert_close(params, alone, rtol=1e-5, atol=1e-6)
+        assert int(state.windows) == int(alone_state.windows)
+    assert int(state.windows) == 8
+
+
+@pytest.mark.parametrize("nonfinite", ["drop_microbatch", "drop_window", "extend_window"])
+@pytest.mark.parametrize("check_vma", [True, False], ids=["tracked", "untracked"])
+def test_one_bad_shard_makes_the_micro_batch_bad_on_every_device(nonfinite, check_vma):
+    batches = list(micro_batches(8))
+    batches[3][0][5, 0], batches[3][2][5] = np.nan, 1
+    batches[5][2][:8] = 0  # on half of the devices no row counts: 0 / 0, which weighs nothing and is not bad
+    expected = one_device(shrewjax.accumulate(SGD, 2, nonfinite=nonfinite), batches)
+    tx = shrewjax.accumulate(SGD, 2, axis_name="data", nonfinite=nonfinite)
+    results = many_devices(tx, batches, mesh_of(2, 4), check_vma)
+    for (params, state), (alone, alone_state) in zip(results, expected, strict=True):
+        assert_close(params, alone, rtol=1e-5, atol=1e-6)
+        for field in ("micro_step", "windows", "applied", "window_bad", "dropped"):
+            assert bits(getattr(state, field)) == bits(getattr(alone_state, field)), field
+    assert int(state.dropped) == 1
+
+
+def all_reduces(text):
+    """The element counts of every all-reduce in a compiled program, one list an operation."""
+    results = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
+    return [
+        [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in re.findall(r"\w+\[([\d,]*)\]", result)]
+        for result in results
+    ]
+
+
+def test_gradients_cross_the_network_once_a_window():
+    mesh, batch = mesh_of(8), next(micro_batches(1))
+    whole = placed(PARAMS, mesh, {"w": P(), "b": P()})
+
+    def compiled(tx, state, specs, is_local):
+        def step(params, state, x, y, counts):
+            p = jax.tree.map(lambda a: jax.lax.pcast(a, "data", to="varying"), params) if is_local else params
+            grads = jax.grad(lambda p: summed_loss(p["w"], p["b"], x, y, counts))(p)
+            return shrewjax.apply_gradients(tx, grads, state, params)
+
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, *[P("data")] * 3), out_specs=(P(), specs))
+        return jax.jit(mapped).lower(whole, state, *batch).compile().as_text()
+
+    clip = optax.chain(shrewjax.clip_by_global_norm(1.0), ADAM)
+    ours = shrewjax.accumulate(clip, 8, axis_name="data")
+    state = ours.init(whole)
+    text = compiled(ours, state, shrewjax.state_specs(state), is_local=True)
+    gradient = INPUTS * OUTPUTS + OUTPUTS
+    assert [sum(n) for n in all_reduces(text)] == [gradient + 1]  # and the weight; in the branch that closes a window
+    assert "all-gather" not in text
+    entry = text[text.index("ENTRY") :]
+    assert "all-reduce" not in entry
+    assert "conditional" in entry
+
+    theirs = lenient(optax.MultiSteps(clip, 8).gradient_transformation())
+    text = compiled(theirs, theirs.init(whole), P(), is_local=False)
+    assert sum(sum(n) for n in all_reduces(text)) == gradient
+    assert "all-reduce" in text[text.index("ENTRY") :]  # on every micro-step
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+def test_plain_jit_takes_a_row_of_gradients_for_each_device(axis_type):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    tx = shrewjax.accumulate(ADAM, 2, axis_name="data")
+    params = placed(PARAMS, mesh, {"w": P(), "b": P()})
+    state = tx.init(params)
+    assert state.gradient_sum["w"].shape == (8, INPUTS, OUTPUTS)
+    assert state.gradient_sum["w"].addressable_shards[0].data.shape == (1, INPUTS, OUTPUTS)
+
+    @jax.jit
+    def step(params, state, x, y, counts):
+        def grads_of(x, y, counts):
+            grads = jax.grad(lambda p: summed_loss(p["w"], p["b"], x, y, counts) / jnp.sum(counts))(params)
+            return grads, jnp.sum(counts)
+
+        grads, n = jax.vmap(grads_of)(x, y, counts)
+        return shrewjax.apply_gradients(tx, grads, state, params, weight=n)
+
+    batches = list(micro_batches(4))
+    for batch, (alone, _) in zip(batches, one_device(shrewjax.accumulate(ADAM, 2), batches), strict=True):
+        rows = [jax.device_put(a.reshape(8, 2, *a.shape[1:]), NamedSharding(mesh, P("data"))) for a in batch]
+        params, state = step(params, state, *rows)
+        assert_close(params, alone, rtol=1e-5, atol=1e-6)
+    text = step.lower(params, state, *rows).compile().as_text()
+    assert "all-gather" not in text
+    assert "all-reduce" not in text[text.index("ENTRY") :]
+
+
+def test_pmap_with_a_window_on_each_device():
+    tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(0.5, axis_name=()), SGD), 2, axis_name="data")
+    params = jax.tree.map(lambda a: jnp.stack([a] * 8), PARAMS)
+    state = jax.pmap(tx.init, axis_name="data")(params)
+
+    @partial(jax.pmap, axis_name="data")
+    def step(params, state, x, y, counts):
+        grads = jax.grad(lambda p: summed_loss(p["w"], p["b"], x, y, counts))(params)
+        return shrewjax.apply_gradients(tx, grads, state, params, weight=1.0)
+
+    shards = [[np.stack(np.split(a, 8)) for a in batch] for batch in micro_batches(2)]
+    gradient = jax.grad(lambda p, *batch: summed_loss(p["w"], p["b"], *batch) / 16)
+    expected = jax.tree.map(
+        np.add, *(gradient(jax.tree.map(jnp.asarray, PARAMS), *batch) for batch in micro_batches(2))
+    )
+    norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(expected)))
+    for batch in shards:
+        params, state = step(params, state, *batch)
+    for name in PARAMS:
+        moved = PARAMS[name] - 0.1 * np.asarray(expected[name]) * min(1, 0.5 / norm)
+        np.testing.assert_allclose(params[name], np.stack([moved] * 8), rtol=1e-5, atol=1e-6)
+
+
+def test_host_driven_window_adds_alone_and_meets_when_it_is_taken():
+    mesh = mesh_of(8)
+    window = shrewjax.GradAccumulator(2, axis_name="data")
+    state = window.init(placed(np.zeros(3, "f"), mesh, P()))
+    specs = shrewjax.state_specs(state)
+    on_mesh = partial(jax.shard_map, mesh=mesh)
+    add = jax.jit(
+        on_mesh(lambda s, g, w: window.add(s, g[0], w[0]), in_specs=(specs, P("data"), P("data")), out_specs=specs)
+    )
+    take = jax.jit(on_mesh(window.take, in_specs=(specs,), out_specs=(P(), specs)))
+    rng = np.random.default_rng(0)
+    grads, weights = rng.normal(size=(2, 8, 3)).astype("f"), rng.integers(0, 4, size=(2, 8)).astype("f")
+    for g, w in zip(grads, weights, strict=True):
+        state = add(state, g, w)
+    assert "all-reduce" not in add.lower(state, grads[0], weights[0]).compile().as_text()
+    assert bool(window.ready(state))
+    average, state = take(state)
+    np.testing.assert_allclose(average, np.average(grads.reshape(16, 3), axis=0, weights=weights.ravel()), rtol=1e-5)
+    average, emptied = take(state)
+    np.testing.assert_array_equal(average, np.zeros(3))
+    assert int(emptied.windows) == 1
+
+
+def test_flush_closes_a_window_over_what_all_devices_have():
+    mesh = mesh_of(8)
+    tx = shrewjax.accumulate(optax.sgd(1.0), 4, axis_name="data")
+    params = placed(np.zeros(3, "f"), mesh, P())
+    state = tx.init(params)
+    specs = shrewjax.state_specs(state)
+    grads = np.arange(24, dtype="f").reshape(8, 3)
+
+    def step(state, params, g):
+        _, state = tx.update(g[0], state, params)
+        return shrewjax.flush(tx, state, params)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(), P("data")), out_specs=(P(), specs))
+    updates, state = jax.jit(mapped)(state, params, grads)
+    np.testing.assert_allclose(updates, -grads.mean(0), rtol=1e-6)
+    assert int(state.windows) == 1
+
+
+def test_a_window_goes_on_bit_for_bit_elsewhere_and_on_half_as_many_devices():
+    batches = list(micro_batches(6))
+    tx = shrewjax.accumulate(ADAM, 3, axis_name="data")
+    expected = list(one_device(shrewjax.accumulate(ADAM, 3), batches))
+    *_, (params, state) = many_devices(tx, batches[:2], mesh_of(8))
+    half = mesh_of(4)
+    params = placed(params, half, SHARDED)
+    like = tx.init(params)
+    state = shrewjax.redistribute(state, like)
+    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, like)
+    assert state.gradient_sum["w"].shape == (4, INPUTS, OUTPUTS)
+    step = sharded_step(tx, half, shrewjax.state_specs(state))
+    for batch, (alone, _) in zip(batches[2:], expected[2:], strict=True):
+        params, state = step(params, state, *batch)
+        assert_close(params, alone, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"\['b'\] has shape \(4, 3\), like has \(4, 4\)"):
+        shrewjax.redistribute(state, tx.init(placed({"w": PARAMS["w"], "b": np.zeros(4, "f")}, half, SHARDED)))
+    with pytest.raises(ValueError, match="opt_state has the structure"):
+        shrewjax.redistribute(state, SGD.init(params))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+def test_initial_sums_are_spread_as_the_parameters_wherever_init_is_called(axis_type):
+    mesh = mesh_of(2, 4, axis_type)
+    params = placed(PARAMS, mesh, SHARDED)
+    tx = shrewjax.accumulate(SGD, 2, axis_name="data")
+    sums = tx.init(params).gradient_sum
+    assert jax.tree.map(lambda x: x.sharding.spec, sums) == {"w": P(("data",), "fsdp"), "b": P(("data",))}
+    with jax.set_mesh(mesh):
+        for state in (jax.jit(tx.init)(params), tx.init(PARAMS)):
+            assert jax.tree.map(np.shape, state) == jax.tree.map(np.shape, tx.init(params))
+            assert all(x.sharding.spec[0] in ("data", ("data",)) for x in jax.tree.leaves(state.gradient_sum))
+        assert jax.eval_shape(tx.init, params).weight_sum.shape == (2,)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def traced(f, *args, check_vma=True, specs=None):
+    specs = (P("data"),) * len(args) if specs is None else specs
+    mapped = jax.shard_map(f, mesh=mesh_of(8), in_specs=specs, out_specs=P(), check_vma=check_vma)
+    return jax.eval_shape(mapped, *args)
+
+
+def test_reduced_gradients_are_not_summed_again():
+    tx = shrewjax.accumulate(SGD, 2, axis_name="data")
+    f = lambda g: tx.update({"w": jax.lax.psum(g, "data")}, tx.init({"w": g}))[1].micro_step  # noqa: E731
+    with pytest.raises(ValueError, match=r"gradient leaf \['w'\] is the same on all devices along axis_name"):
+        traced(f, jnp.ones(8))
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "drop_window"])
+def test_untracked_accumulation_wants_to_be_told(nonfinite):
+    tx = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite)
+    f = lambda g: tx.update(g, tx.init(g))[1].micro_step  # noqa: E731
+    with pytest.raises(ValueError, match=r"check_vma=False, or pmap .*'data'.* pass axis_name="):
+        traced(f, jnp.ones(8), check_vma=False)
+    told = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite, axis_name=())
+    assert traced(lambda g: told.update(g, told.init(g))[1].micro_step, jnp.ones(8), check_vma=False).shape == ()
+
+
+def test_devices_must_agree_on_when_a_window_closes():
+    tx = shrewjax.accumulate(SGD, 2, axis_name="data")
+    f = lambda g: tx.update(g, tx.init(g), flush=g[0] > 0)[1].micro_step  # noqa: E731
+    with pytest.raises(ValueError, match=r"flush.* must be the same on every device, and may differ over 'data'"):
+        traced(f, jnp.ones(8))
+
+
+def test_init_says_what_it_misses():
+    tx = shrewjax.accumulate(SGD, 2, axis_name="data")
+    with pytest.raises(ValueError, match=r"axis_name 'data': .* placed on the mesh"):
+        tx.init(PARAMS)
+    with pytest.raises(ValueError, match=r"parameter \['w'\] is sharded over 'data' itself"):
+        tx.init(placed(PARAMS, mesh_of(8), {"w": P("data"), "b": P()}))
+    both = shrewjax.accumulate(SGD, 2, axis_name=("data", "model"))
+    with pytest.raises(ValueError, match="'model' is no mapped axis here, where 'data', 'fsdp' are"):
+        traced(lambda g: both.init(g).micro_step, jnp.ones(8))
+
+
+def test_gradients_without_rows_do_not_pass_for_rows():
+    tx = shrewjax.accumulate(SGD, 2, axis_name="data")
+    state = tx.init(placed(np.zeros((8, 3), "f"), mesh_of(8), P()))
+    with pytest.raises(AssertionError, match="differ in shape"):
+        tx.update(jnp.ones((8, 3)), state)
+    with pytest.raises(ValueError, match=r"weight must be a real scalar or real, of shape \(8,\)"):
+        tx.update(jnp.ones((8, 8, 3)), state, weight=jnp.ones(3))

@@ -1,0 +1,64 @@
+"""Train steps lower for every platform that JAX has, on one device and on 256 that are not there."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import TRANSFORMATIONS, lenient
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shrewjax
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+SHAPES = {"w": (16, 4), "b": (4,)}
+PARAMS = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
+
+
+def optimizer(name, axis_name=None):
+    inner = lenient(optax.adamw(1e-3))
+    if name != "accumulate":
+        inner = optax.chain(TRANSFORMATIONS[name](), inner)
+    return shrewjax.accumulate(inner, 8, axis_name=axis_name)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_train_step_lowers_for_every_platform(name):
+    tx = optimizer(name)
+    step = jax.jit(lambda params, state, grads: shrewjax.apply_gradients(tx, grads, state, params))
+    exported = jax.export.export(step, platforms=PLATFORMS)(PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS)
+    assert exported.platforms == PLATFORMS
+
+
+def all_reduced(module):
+    """The number of elements of every all-reduce in the text of a module."""
+    operands = re.findall(r'"stablehlo.all_reduce".*?\}\) : \((.*?)\) ->', module, re.DOTALL)
+    shapes = [shape for types in operands for shape in re.findall(r"tensor<((?:\d+x)*)\w+>", types)]
+    return [int(np.prod([int(n) for n in shape.split("x") if n])) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_train_step_on_256_devices_lowers_and_sends_the_gradient_once_a_window_and_scalars(name):
+    tx = optimizer(name, axis_name="data")
+    mesh = AbstractMesh((256,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        state = jax.eval_shape(tx.init, PARAMS)
+    specs = shrewjax.state_specs(state)
+
+    def step(params, state, x):
+        own = jax.tree.map(lambda a: jax.lax.pcast(a, "data", to="varying"), params)
+        grads = jax.grad(lambda p: jnp.sum((x @ p["w"] + p["b"][None]) ** 2))(own)
+        return shrewjax.apply_gradients(tx, grads, state, params)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
+    x = jax.ShapeDtypeStruct((512, 16), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    exported = jax.export.export(jax.jit(mapped), platforms=PLATFORMS)(PARAMS, state, x)
+    assert exported.nr_devices == 256
+    sent = all_reduced(exported.mlir_module())
+    assert sum(n for n in sent if n > 1) == ELEMENTS
+    assert sent.count(1) == 1  # the weight
+    assert "all_gather" not in exported.mlir_module()
