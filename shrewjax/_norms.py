@@ -118,7 +118,7 @@ def _factors_of_two(exponent: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Arr
 
 
 def power_of_two_for(x: jax.Array) -> jax.Array:
-    """A power of two that brings each finite, normal x > 0 to [1/2, 2), to multiply with."""
+    """A power of two that brings each finite, normal x > 0 to [1, 4), to multiply with."""
     _, bias = _float_format(x.dtype)
     return _power_of_two(-jnp.clip(_exponent(x), 1 - bias, bias - 1), x.dtype)
 
@@ -202,7 +202,10 @@ def sign_bit(x: jax.Array) -> jax.Array:
 
 
 def round_toward_zero(value: Scalar, dtype: Any) -> jax.Array:
-    """A threshold in another dtype: the largest finite number there that is not above it, 0 if it is negative."""
+    """A threshold in another dtype: the largest finite number there that is not above it, 0 if it is negative.
+
+    Infinity, which callers leave out, may stay what it is.
+    """
     if isinstance(value, jax.Array):
         return _rounded_toward_zero(value, dtype)
     # Once it is known, on the host, which flushes nothing.
