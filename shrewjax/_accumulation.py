@@ -444,7 +444,8 @@ def accumulate(
     costs an all-reduce. With `axis_name="data"` each device adds up its own gradients, and sum(w g) and sum(w) cross
     the network once a window, when it closes, in one all-reduce:
 
-    * in `jax.shard_map` over that axis the gradients are a device's own, and `weight` is its own number of examples. By
+    * in `jax.shard_map` over that axis the gradients are a device's own, and `weight` is its own number of examples (of
+      all devices that share its batch, where parameters are sharded over other axes: what the loss is divided by). By
       default JAX reduces the gradient of replicated parameters as it makes it; to keep it local, let
       `own = jax.lax.pcast(params, "data", to="varying")` and then take `jax.grad(loss)(own)`. Under `check_vma=False`
       it is local already.
@@ -673,9 +674,12 @@ def redistribute(opt_state: optax.OptState, like: optax.OptState) -> optax.OptSt
     A window has a row for each device along `axis_name`, and only their sum means something: it goes to the first of
     as many rows as there are devices now. The other arrays stay as they are. All are placed as those of `like`.
 
+    A checkpoint holds the rows of the devices that wrote it: that is what it has to be restored as, before it comes
+    here. `examples/train_sharded.py` does so with Orbax.
+
     Args:
-      opt_state: a state, from a checkpoint for instance.
-      like: the state that `tx.init` makes of the parameters as they are placed now.
+      opt_state: a state, from a checkpoint for instance, or a tree that holds one, such as `(params, state)`.
+      like: the same as it is placed now, such as what `tx.init` makes of the parameters.
 
     Returns:
       The state with the values of `opt_state` and the shapes and shardings of `like`.

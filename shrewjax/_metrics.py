@@ -41,7 +41,8 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     skip_nonfinite        applied, skipped, consecutive, limit_reached
     skip_on_spike         applied, skipped, measured, threshold
     accumulate            micro_step, windows, applied, weight_sum, window_bad, dropped. What is measured inside
-                          dates from the last window that closed, and before the first from init
+                          dates from the last window that closed, and before the first from init. With `axis_name`,
+                          weight_sum is a vector, a number for each device
     ====================  ==================================================================================
 
     Args:

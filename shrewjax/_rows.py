@@ -76,6 +76,10 @@ def moved(rows: jax.Array, like: jax.Array) -> jax.Array:
 def state_specs(opt_state: chex.ArrayTree) -> Any:
     """How the arrays of a state are spread over a mesh: what `jax.shard_map` wants as `in_specs` and `out_specs`.
 
+    `tx.init` leaves counters on no device in particular, as every Optax transformation does. Where all arrays have to
+    be on the mesh, such as for a checkpoint of several processes, place them with these specs:
+    `jax.device_put(state, jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), state_specs(state)))`.
+
     Args:
       opt_state: arrays, such as `tx.init(params)` with parameters that are placed on a mesh.
 
