@@ -1,6 +1,8 @@
-"""Every row of the README's table of measurements, and more: all benchmarks, one after the other, in one process.
+"""Every row of the README's table of measurements, and more.
 
-python examples/benchmarks/all.py [--json FILE] [--quick]
+    python examples/benchmarks/all.py [--json FILE] [--quick]
+
+All benchmarks run in one process, one after the other; each prints its own rows, too, when run by itself.
 """
 
 import _harness
