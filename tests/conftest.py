@@ -25,3 +25,14 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def x64(request):
     with jax.enable_x64(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """As in a process with one device, where reductions have several operands and compile faster; the suite's has 8."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr("shrewjax._reductions._may_be_partitioned", lambda: False)
+    jax.clear_caches()
+    yield
+    patch.undo()
+    jax.clear_caches()

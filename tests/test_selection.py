@@ -16,6 +16,8 @@ from hypothesis.extra import numpy as hnp
 from shrewjax import _reductions, _selection, _wide
 from shrewjax.spec import percentile_spec
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 METHODS = ["linear", "lower", "higher", "nearest", "midpoint"]
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
 
@@ -54,17 +56,6 @@ def check(leaves, percentile, method, over, selected):
         assert found == expected
     assert int(selected.above) == sum(rational(v) > found for v in values)
     assert int(selected.elements) == len(values)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-    """As in a process with one device, where reductions have several operands; the suite's has eight."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(_reductions, "_may_be_partitioned", lambda: False)
-    jax.clear_caches()
-    yield
-    patch.undo()
-    jax.clear_caches()
 
 
 @partial(jax.jit, static_argnames=("method", "over", "scope"))

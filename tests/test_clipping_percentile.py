@@ -1,0 +1,189 @@
+"""Every row of the table of the percentile clip."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import bits, flat
+
+import shrewjax
+
+f32 = np.float32
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def by_percentile(tree, percentile, **options):
+    clipped, bound = shrewjax.clip_grad_percentile(tree, percentile, **options)
+    tx = shrewjax.clip_by_percentile(percentile, **options)
+    updates, state = tx.update(tree, tx.init(tree))
+    assert bits(updates) == bits(clipped)
+    return clipped, bound, state
+
+
+@pytest.mark.parametrize("bad", [-1, 100.5, np.nan, np.inf, np.float32(-1e-30), "50", True, 1j, [50], None])
+def test_percentile_outside_of_its_range_is_an_error_that_names_it(bad):
+    for make in (shrewjax.clip_by_percentile, lambda p: shrewjax.clip_grad_percentile(jnp.ones(2), p)):
+        with pytest.raises(ValueError, match="percentile must be"):
+            make(bad)
+
+
+@pytest.mark.parametrize("option", ["method", "scope", "over"])
+def test_an_unknown_choice_is_an_error_that_lists_the_known_ones(option):
+    with pytest.raises(ValueError, match=f"{option} must be one of .*got 'median'"):
+        shrewjax.clip_by_percentile(50, **{option: "median"})
+
+
+def test_percentile_clip_limits_what_is_above_and_keeps_every_other_bit():
+    rng = np.random.default_rng(0)
+    tree = {"a": f32(rng.standard_normal((20, 5))), "b": f32([1e-40, -0.0, -1e-41, 1e3])}
+    for method in ("linear", "lower", "higher", "nearest", "midpoint"):
+        clipped, bound, state = by_percentile(jax.tree.map(jnp.asarray, tree), 80, method=method)
+        everything = np.concatenate([np.ravel(x) for x in tree.values()])
+        np.testing.assert_allclose(bound, np.percentile(np.abs(everything.astype(float)), 80, method=method), rtol=1e-7)
+        bound = np.asarray(bound)
+        for name, x in tree.items():
+            expected = np.where(np.abs(x) > bound, np.copysign(bound, x), x)
+            assert bits(clipped[name]) == bits(expected)
+        assert float(state.clipped_fraction) == f32(np.mean(np.abs(everything) > bound))
+        assert state.bound == bound
+
+
+def test_the_bound_is_rounded_toward_zero_to_each_leafs_dtype():
+    tree = {"f": jnp.float32([1, 1.7, 3]), "h": jnp.bfloat16([1, 4, 8])}
+    clipped, bound, _ = by_percentile(tree, 43)
+    assert 1 < float(bound) < 2
+    h = np.asarray(clipped["h"]).astype(float)
+    assert h[0] == 1
+    assert h[1] == h[2] <= float(bound) < h[1] + 2.0**-7
+    assert clipped["h"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "integers", "given_as"), [("float32", "i4", int), ("float32", "i4", jnp.float32), ("bfloat16", "i2", int)]
+)
+def test_percentile_of_the_subnormal_is_subnormal(dtype, integers, given_as):
+    units = np.asarray([0, 1, 2, 3, 100, 6, 7], integers)  # multiples of the smallest number
+    clipped, _, _ = by_percentile(jnp.asarray(units.view(jnp.dtype(dtype))), given_as(50), method="lower")
+    assert np.asarray(clipped).view(integers).tolist() == [0, 1, 2, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("given_as", [float, jnp.float32])
+def test_percentile_100_is_the_identity_and_zero_the_smallest(given_as):
+    tree = {"a": jnp.float32([np.inf, 2, -3]), "z": jnp.complex64([3 + 4j, 1e-30j])}
+    clipped, bound, state = by_percentile(tree, given_as(100))
+    assert bits(clipped) == bits(tree)
+    assert bound == np.inf
+    assert state.clipped_fraction == 0
+    clipped, bound, _ = by_percentile(tree["a"], given_as(0))
+    assert clipped.tolist() == [2, 2, -2]
+    assert bound == 2
+
+
+def test_infinity_counts_as_the_largest_and_is_clipped():
+    clipped, bound, state = by_percentile(jnp.float32([np.inf, 1, -2, -np.inf, 3]), 50)
+    assert clipped.tolist() == [3, 1, -2, -3, 3]
+    assert bound == 3
+    assert float(state.clipped_fraction) == f32(0.4)
+
+
+@pytest.mark.parametrize("percentile", [50, 100, 0])
+def test_a_nan_makes_every_floating_leaf_nan_or_its_own(percentile):
+    tree = {"a": jnp.float32([1, np.nan]), "b": jnp.bfloat16([1, 2]), "n": jnp.arange(3)}
+    clipped, bound, state = by_percentile(tree, percentile)
+    assert np.isnan(flat(clipped)).all()
+    assert np.isnan(bound)
+    assert np.isnan(state.clipped_fraction)
+    assert clipped["n"].tolist() == [0, 1, 2]
+    clipped, bounds, _ = by_percentile(tree, percentile, scope="leaf")
+    assert np.isnan(np.asarray(clipped["a"])).all()
+    assert not np.isnan(flat(clipped["b"])).any()
+    assert np.isnan(bounds["a"])
+
+
+def test_traced_percentiles_outside_of_the_range_count_as_its_ends():
+    x = jnp.float32([1, 2, 3])
+    for value, end in ((-5.0, 0), (250.0, 100), (np.inf, 100), (-np.inf, 0)):
+        assert bits(by_percentile(x, jnp.float32(value))[0]) == bits(by_percentile(x, end)[0])
+    assert np.isnan(by_percentile(x, jnp.float32(np.nan))[0]).all()
+
+
+def test_sparse_gradients_are_zeroed_unless_only_the_nonzero_count():
+    sparse = jnp.zeros(100).at[:4].set(jnp.float32([1, 2, -3, 40]))
+    clipped, bound, _ = by_percentile(sparse, 90)
+    assert bound == 0
+    assert not np.any(clipped)
+    clipped, bound, state = by_percentile(sparse, 50, over="nonzero")
+    assert bound == 2.5
+    assert clipped[:4].tolist() == [1, 2, -2.5, 2.5]
+    assert float(state.clipped_fraction) == f32(0.02)
+    nothing = jnp.float32([0.0, -0.0])
+    assert bits(by_percentile(nothing, 50, over="nonzero")[0]) == bits(nothing)
+
+
+def test_one_bound_a_leaf_and_a_tree_of_them():
+    tree = {"a": jnp.float32([1, 2, 3]), "n": jnp.arange(2), "none": None, "b": jnp.float32([10, 20, 60])}
+    clipped, bounds, state = by_percentile(tree, 50, scope="leaf")
+    assert clipped["a"].tolist() == [1, 2, 2]
+    assert clipped["b"].tolist() == [10, 20, 20]
+    assert bounds["a"] == state.bound["a"] == 2
+    assert bounds["b"] == 20
+    assert bounds["n"] == 0
+    assert bounds["none"] is None
+    assert float(state.clipped_fraction) == f32(2 / 6)
+
+
+def test_no_gradient_where_the_state_has_a_bound():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = shrewjax.clip_by_percentile(50, scope="leaf")
+    clipped, state = tx.update({"a": jnp.float32([1, 3]), "b": None}, tx.init(params))
+    assert clipped["a"].tolist() == [1, 2]
+    assert clipped["b"] is None
+    assert state.bound == {"a": 2, "b": 0}
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"])
+def test_eight_bit_leaves_are_clipped_to_what_they_can_hold(dtype):
+    x = jnp.float32([224, 144, 160, 112, 10, -208]).astype(dtype)
+    clipped, bound, _ = by_percentile({"q": x, "f": jnp.float32(1)}, 60, method="lower")
+    values = np.asarray(x).astype(np.float32)
+    assert float(bound) == np.sort(np.abs(np.append(values, 1)))[3]
+    expected = np.where(np.abs(values) > float(bound), np.copysign(f32(bound), values), values)
+    np.testing.assert_array_equal(np.asarray(clipped["q"]).astype(np.float32), expected)
+
+
+def test_many_small_leaves_take_no_memory():
+    leaves = [jnp.ones(2**14)] * 64
+    compiled = jax.jit(lambda g: shrewjax.clip_grad_percentile(g, 90)[1]).lower(leaves).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * 64 * 2**16
+
+
+def test_complex_elements_are_clipped_by_modulus_and_keep_their_phase():
+    z = jnp.complex64([3 + 4j, 0.1j, -30 + 40j, 0])
+    clipped, bound, _ = by_percentile(z, 75, method="lower")
+    np.testing.assert_allclose(bound, 5, rtol=2e-7)
+    np.testing.assert_allclose(clipped, [3 + 4j, 0.1j, -3 + 4j, 0], rtol=1e-6)
+
+
+def test_the_gradient_through_a_percentile_clip_takes_the_bound_as_constant():
+    def loss(x):
+        return jnp.sum(shrewjax.clip_grad_percentile(x, 50)[0])
+
+    assert jax.grad(loss)(jnp.float32([1, -2, 5])).tolist() == [1, 1, 0]
+
+
+def test_the_search_starts_from_the_state_and_ends_at_the_same_bits():
+    rng = np.random.default_rng(0)
+    tx = shrewjax.clip_by_percentile(90)
+    state = tx.init(jnp.zeros(3))
+    for scale in (1, 1.01, 1e-6, 1e6, 0, 1):
+        x = jnp.asarray(scale * rng.standard_normal(500), jnp.float32)
+        clipped, state = tx.update(x, state)
+        assert bits(clipped) == bits(shrewjax.clip_grad_percentile(x, 90)[0])
+
+
+def test_a_threshold_that_is_flushed_leaves_zeros_alone():
+    x = jnp.float32([0.0, -0.0, 1.0, -2.0])
+    for limit in (1e-41, jnp.float32(1e-41)):
+        assert np.all(np.abs(np.asarray(shrewjax.clip_grad_value(x, limit))) <= 1e-41)
+        assert bits(shrewjax.clip_grad_value(x, limit)[:2]) == bits(x[:2])
