@@ -641,10 +641,9 @@ def test_ema_with_a_nan_argument_records_nothing_that_is_not_finite():
 
 
 def test_a_block_of_ones_has_a_root_mean_square_of_one():
-    for size in range(1, 200):
-        ones = jnp.ones(size)
-        tx = shrewjax.clip_by_block_rms(1.0)
-        assert bits(quick_jit(tx.update)(ones, tx.init(ones))[0]) == bits(ones)
+    blocks = [jnp.ones(size) for size in range(1, 200, 5)]
+    tx = shrewjax.clip_by_block_rms(1.0)
+    assert bits(quick_jit(tx.update)(blocks, tx.init(blocks))[0]) == bits(blocks)
 
 
 def test_agc_with_an_eps_or_parameters_that_are_not_finite_is_as_its_table_says():
