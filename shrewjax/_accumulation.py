@@ -241,6 +241,8 @@ class GradAccumulator:
         if grads is not None:
             grads = self._checked_gradients(grads, state.gradient_sum)
         weight = _checks.weight(weight, {(), state.weight_sum.shape})
+        if not self._axes:
+            demand_agreement("weight", weight)
         dtype = state.weight_sum.dtype
         one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
 
@@ -297,6 +299,7 @@ class GradAccumulator:
             return folded.state.gradient_sum, True
         leaves, treedef = jax.tree.flatten(folded.state.gradient_sum)
         weight_sum, *sums = row_sums([folded.weight_sum, *(x for x in leaves if x.ndim)], self._axes)
+        demand_agreement("weight, summed over axis_name,", weight_sum)
         weighs = folded.weighs if folded.weighs is True else weight_sum != 0
         if self._reduction != "sum":
             scale = _reciprocal(weight_sum, weighs)
@@ -319,7 +322,7 @@ class GradAccumulator:
 
     def _checked_gradients(self, grads: chex.ArrayTree, gradient_sum: chex.ArrayTree) -> chex.ArrayTree:
         """At trace time: the gradients fit the accumulator, leaf by leaf. As rows, if that has rows."""
-        axes = self._axes
+        axes, what = self._axes, "accumulator"
         grads = jax.tree.map_with_path(_checks.array_leaf, grads)
         if axes and is_mapped(axes):
 
@@ -334,7 +337,9 @@ class GradAccumulator:
                 return grad[None] if is_counted(grad) else grad
 
             grads = jax.tree.map_with_path(row, grads)
-        _checks.same_leaves(grads, gradient_sum, compared=is_counted)
+        elif axes:
+            what = f"accumulator, which has a row for each device along {', '.join(map(repr, axes))}"
+        _checks.same_leaves(grads, gradient_sum, compared=is_counted, what=what)
 
         def check(path: _checks.KeyPath, total: jax.Array, grad: Any) -> None:
             if grad is not None and _norms.is_complex(grad) and not _norms.is_complex(total):
@@ -448,7 +453,7 @@ def accumulate(
       all devices that share its batch, where parameters are sharded over other axes: what the loss is divided by). By
       default JAX reduces the gradient of replicated parameters as it makes it; to keep it local, let
       `own = jax.lax.pcast(params, "data", to="varying")` and then take `jax.grad(loss)(own)`. Under `check_vma=False`
-      it is local already.
+      it is local already; do not accumulate over an axis that parameters are sharded over.
     * under plain `jax.jit` the gradients, as made by `jax.vmap`, have a leading axis with a row for each device, and
       `weight` is a scalar or a vector of them.
 
@@ -456,7 +461,8 @@ def accumulate(
     parameters that are placed on a mesh, or from `jax.set_mesh`; `state_specs` has the specs for `shard_map`;
     `redistribute` moves a state to another number of devices. If `nonfinite` is not `"propagate"`, one flag is reduced
     on every micro-step: a micro-batch that is bad on one device is bad on all. Parameters may be sharded over other
-    axes of the mesh. The transformations inside see the average, the same on every device along `axis_name`.
+    axes of the mesh. The transformations inside see the average, the same on every device along `axis_name`: where they
+    need an `axis_name` of their own (`check_vma=False`, `jax.pmap`), it is that of the parameters' shards, or `()`.
 
     Returns:
       A transformation with state `AccumulateState`, whose structure, shapes and dtypes never change.
@@ -515,7 +521,7 @@ def accumulate(
 
         def close(result: Result) -> tuple[Any, tuple[Any, jax.Array]]:
             average, weighs = window._average(folded)
-            counted = result._replace(of=lambda updates: result.of(_without_integers(updates, like)))
+            counted = Result(*(lambda updates, f=f: f(_without_integers(updates, like)) for f in result))
 
             def run_inner(result: Result) -> tuple[Any, Any]:
                 gradients = _as_gradients(average, like, params)
@@ -685,7 +691,7 @@ def redistribute(opt_state: optax.OptState, like: optax.OptState) -> optax.OptSt
       The state with the values of `opt_state` and the shapes and shardings of `like`.
 
     Raises:
-      ValueError: the two differ in structure, or other arrays than rows in shape.
+      ValueError: the two differ in structure, in a dtype, or in a shape but for the number of rows.
 
     Example:
       >>> tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
@@ -700,21 +706,33 @@ def redistribute(opt_state: optax.OptState, like: optax.OptState) -> optax.OptSt
     if str(given) != str(expected):
         raise ValueError(f"opt_state has the structure {given}, like has {expected}")
 
-    def place(path: _checks.KeyPath, x: jax.Array, like: jax.Array) -> jax.Array:
-        if x.shape != like.shape:
-            raise ValueError(f"leaf {_checks.leaf_name(path)} has shape {x.shape}, like has {like.shape}")
+    def place(path: _checks.KeyPath, x: Any, like: Any) -> jax.Array:
+        if not isinstance(like, jax.Array):
+            raise ValueError(f"leaf {_checks.leaf_name(path)} of like is no array on a device, but {like!r}")
+        x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+        if (x.shape, x.dtype) != (like.shape, like.dtype):
+            raise ValueError(
+                f"leaf {_checks.leaf_name(path)} is {x.dtype} of shape {x.shape}, like has {like.dtype} of {like.shape}"
+            )
+        if like.committed:
+            return jax.device_put(x, like.sharding)
         # What is on no device in particular, such as a counter, stays so, or no program would take both.
-        return jax.device_put(x, like.sharding) if like.committed else jnp.asarray(np.asarray(x))
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = jnp.asarray(np.asarray(jax.random.key_data(x)))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jnp.asarray(np.asarray(x))
+
+    def move(x: Any, like: Any) -> Any:
+        """Rows, as many as there are now; what does not fit is left for `place` to refuse."""
+        return _rows.moved(x, like) if x.ndim == like.ndim > 0 and x.shape[1:] == like.shape[1:] else x
 
     def place_window(path: _checks.KeyPath, window: Any, like: Any) -> Any:
         if not isinstance(window, _WINDOWS):
             return place(path, window, like)
         if window.weight_sum.ndim:
             window = window._replace(
-                weight_sum=_rows.moved(window.weight_sum, like.weight_sum),
-                gradient_sum=jax.tree.map(
-                    lambda x, to: _rows.moved(x, to) if x.ndim else x, window.gradient_sum, like.gradient_sum
-                ),
+                weight_sum=move(window.weight_sum, like.weight_sum),
+                gradient_sum=jax.tree.map(move, window.gradient_sum, like.gradient_sum),
             )
         return type(window)(*(jax.tree.map_with_path(place, *fields) for fields in zip(window, like, strict=True)))
 

@@ -136,6 +136,8 @@ def weight(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
 
     NaN is let through.
     """
+    if isinstance(value, np.ndarray) and value.shape != ():
+        value = jnp.asarray(value)
     if isinstance(value, jax.Array):
         return _real_array("weight", value, shapes)
     number = _static_real("weight", value, "a real scalar >= 0")
@@ -175,7 +177,7 @@ def accumulator_dtype(value: Any) -> Any:
     return dtype
 
 
-def same_leaves(grads: Any, gradient_sum: Any, *, compared: Callable[[Any], bool]) -> None:
+def same_leaves(grads: Any, gradient_sum: Any, *, compared: Callable[[Any], bool], what: str) -> None:
     """At trace time: gradients have the accumulator's structure and, in the leaves that are `compared`, its shapes.
 
     A gradient of None fits every leaf. Adds no operation to the program.
@@ -195,10 +197,10 @@ def same_leaves(grads: Any, gradient_sum: Any, *, compared: Callable[[Any], bool
     chex.assert_trees_all_equal_structs(
         filled,
         gradient_sum,
-        custom_message=f"the gradients differ in structure from the accumulator: {', '.join(sorted(wrong)) or 'nodes'}",
+        custom_message=f"the gradients differ in structure from the {what}: {', '.join(sorted(wrong)) or 'nodes'}",
     )
     chex.assert_trees_all_equal_shapes(
-        filled, gradient_sum, custom_message="the gradients differ in shape from the accumulator"
+        filled, gradient_sum, custom_message=f"the gradients differ in shape from the {what}"
     )
 
 
@@ -206,7 +208,11 @@ def axis_names(axis_name: Any) -> tuple[Hashable, ...] | None:
     """The mapped axes as a tuple; None if they are to be found."""
     if axis_name is None:
         return None
-    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    are_names = all(isinstance(a, Hashable) and not isinstance(a, jax.P | None) for a in names)
+    if not are_names or len({*names}) < len(names):
+        raise ValueError(f"axis_name must be a mapped axis, or a tuple of different ones, got {axis_name!r}")
+    return names
 
 
 def unit_axis_names(axis_name: Any) -> UnitAxisNames:
@@ -270,6 +276,6 @@ def _real_scalar_array(name: str, value: jax.Array) -> jax.Array:
 def _real_array(name: str, value: jax.Array, shapes: Collection[tuple[int, ...]]) -> jax.Array:
     is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
     if value.shape not in shapes or not is_real:
-        expected = " or ".join("a real scalar" if s == () else f"real, of shape {s}" for s in sorted(shapes))
+        expected = " or ".join("a real scalar" if s == () else f"a real array of shape {s}" for s in sorted(shapes))
         raise ValueError(f"{name} must be {expected}, got an array of shape {value.shape} and dtype {value.dtype}")
     return value.astype(jnp.float64 if value.dtype == jnp.float64 else jnp.float32)

@@ -42,7 +42,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     skip_on_spike         applied, skipped, measured, threshold
     accumulate            micro_step, windows, applied, weight_sum, window_bad, dropped. What is measured inside
                           dates from the last window that closed, and before the first from init. With `axis_name`,
-                          weight_sum is a vector, a number for each device
+                          there is no weight_sum: each device has its own
     ====================  ==================================================================================
 
     Args:
@@ -93,12 +93,17 @@ def _percentile(state: ClipByPercentileState) -> dict[str, jax.Array]:
     return {"bound": bound, "clipped_fraction": _array(state.clipped_fraction)}
 
 
+def _window(state: AccumulateState | GradAccumulatorState) -> dict[str, jax.Array]:
+    fields = _fields("micro_step", "windows", "weight_sum", "window_bad", "dropped")(state)
+    if fields["weight_sum"].ndim > fields["micro_step"].ndim:  # the rows of several devices
+        del fields["weight_sum"]
+    return fields
+
+
 def _array(field: Any) -> jax.Array:
     (array,) = jax.tree.leaves(field)  # the field may be a variable around the array, as in nnx
     return array
 
-
-_WINDOW = ("micro_step", "windows", "weight_sum", "window_bad", "dropped")
 
 _WRAPPERS = (AccumulateState, SkipNonfiniteState, SkipOnSpikeState)
 
@@ -113,6 +118,6 @@ _MEASURED: dict[type, Callable[[Any], dict[str, jax.Array]]] = {
     ClipByLeafNormEmaState: _fields("threshold_max", "grad_norm_max", "clipped_share"),
     SkipNonfiniteState: _fields("applied", "skipped", "consecutive", "limit_reached"),
     SkipOnSpikeState: _fields("applied", "skipped", "measured", "threshold"),
-    GradAccumulatorState: _fields(*_WINDOW),
-    AccumulateState: _fields(*_WINDOW, "applied"),
+    GradAccumulatorState: _window,
+    AccumulateState: lambda state: _window(state) | _fields("applied")(state),
 }

@@ -6,61 +6,65 @@ looked at. The other axes are the parameter's, sharded as that is.
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shrewjax import _checks
-from shrewjax._reductions import is_mapped, varying_over
+from shrewjax._reductions import is_mapped, varying, varying_over
 
 Axes = tuple[Hashable, ...]
 
 
 def mesh_of(params: chex.ArrayTree, axes: Axes) -> Mesh | AbstractMesh | None:
-    """The mesh that has the axes, of the context or of the parameters; None where they are mapped, or nothing is."""
+    """The mesh that has the axes: that of the parameters, else the context's. None where the axes are mapped."""
     if is_mapped(axes):
         return None
-    context = jax.sharding.get_abstract_mesh()
-    if set(axes) <= set(context.axis_names):
-        return context if _is_traced(params) else jax.sharding.get_mesh()
     leaves = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
-    for x in leaves:
-        sharding = _sharding(x)
-        if sharding is not None and set(axes) <= set(sharding.mesh.axis_names):
-            return sharding.mesh
+    meshes = [sharding.mesh for sharding in map(_sharding, leaves) if sharding is not None]
+    # A placeholder for parameters, as Optax has them, has no leaves, and needs no mesh.
+    context = jax.sharding.get_abstract_mesh() if _is_traced(params) else jax.sharding.get_mesh()
+    for mesh in (*meshes, context):
+        if set(axes) <= set(mesh.axis_names):
+            return mesh
     if not leaves:
         return None
     raise ValueError(
         f"axis_name {', '.join(map(repr, axes))}: the size of the accumulator's leading axis is that of the mesh, and "
-        "there is none here. Call init with parameters that are placed on the mesh, under jax.set_mesh(mesh), or "
-        "inside jax.shard_map"
+        "there is none here. Call init with parameters that are placed on the mesh, outside of jit (or under it, on a "
+        "mesh with Explicit axes), or under jax.set_mesh(mesh), or inside jax.shard_map"
     )
 
 
 def zeros(like: jax.Array, dtype: Any, axes: Axes, mesh: Mesh | AbstractMesh | None, name: str) -> jax.Array:
     """Zeros like a parameter, a row for each device; the parameter's name is for the error."""
-    if mesh is None:
-        return varying_over(jnp.zeros_like(like, dtype=dtype)[None], axes)
     sharding = _sharding(like)
     spec = () if sharding is None else sharding.spec
-    if set(axes) & {a for dim in spec for a in (dim if isinstance(dim, tuple) else (dim,))}:
+    over = {a for dim in spec for a in (dim if isinstance(dim, tuple) else (dim,))} if mesh else varying(like)
+    if over & set(axes):
         raise ValueError(
             f"parameter {name} is sharded over {', '.join(map(repr, axes))} itself: its gradients are reduced as they "
-            "come, and no device has a sum of its own. Use another mesh axis for the data"
+            "come, and no device has a sum of its own. Use another mesh axis for the data; inside jax.shard_map, give "
+            "init the parameters as they come in, before any jax.lax.pcast"
         )
+    if mesh is None:
+        return varying_over(jnp.zeros_like(like, dtype=dtype)[None], axes)
     shape = (math.prod(mesh.shape[a] for a in axes), *like.shape)
-    if not _is_traced(like):
+    if isinstance(mesh, Mesh):
         return jnp.zeros(shape, dtype, device=NamedSharding(mesh, P(axes, *spec)))
+    if any(kind != AxisType.Explicit for kind in mesh.axis_types):
+        raise ValueError(
+            f"under jit, parameter {name} does not say how it is sharded over a mesh whose axes are not Explicit: call "
+            "init outside of jit"
+        )
     rows = jnp.broadcast_to(jnp.zeros_like(like, dtype=dtype)[None], shape)
-    if all(mesh.axis_types[mesh.axis_names.index(a)] == AxisType.Explicit for a in axes):
-        return jax.sharding.reshard(rows, P(axes, *spec))
-    return lax.with_sharding_constraint(rows, P(axes, *(P.UNCONSTRAINED,) * like.ndim))
+    return jax.sharding.reshard(rows, P(axes, *spec))
 
 
 def moved(rows: jax.Array, like: jax.Array) -> jax.Array:
@@ -73,7 +77,7 @@ def moved(rows: jax.Array, like: jax.Array) -> jax.Array:
     return place(first, total[None])
 
 
-def state_specs(opt_state: chex.ArrayTree) -> Any:
+def state_specs(opt_state: chex.ArrayTree, *, axis_names: Collection[Hashable] | None = None) -> Any:
     """How the arrays of a state are spread over a mesh: what `jax.shard_map` wants as `in_specs` and `out_specs`.
 
     `tx.init` leaves counters on no device in particular, as every Optax transformation does. Where all arrays have to
@@ -82,13 +86,15 @@ def state_specs(opt_state: chex.ArrayTree) -> Any:
 
     Args:
       opt_state: arrays, such as `tx.init(params)` with parameters that are placed on a mesh.
+      axis_names: only these mesh axes, if `jax.shard_map` itself is given `axis_names`. `None` means all.
 
     Returns:
       The same tree of `jax.sharding.PartitionSpec`: that of each array's `NamedSharding`, an empty one for an array
       that has none, and so is the same on every device.
 
     Raises:
-      ValueError: an array is abstract, of `jax.eval_shape` for instance, and says nothing of its sharding.
+      ValueError: something is no array on a device, and so says nothing of its sharding: a NumPy array, or an abstract
+        one, of `jax.eval_shape` for instance.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -99,14 +105,23 @@ def state_specs(opt_state: chex.ArrayTree) -> Any:
       (P('data',), P())
     """
 
+    def kept(names: Any) -> Any:
+        if axis_names is None or names is None:
+            return names
+        if isinstance(names, tuple):
+            return tuple(a for a in names if a in axis_names) or None
+        return names if names in axis_names else None
+
     def spec(path: _checks.KeyPath, x: Any) -> P:
         sharding = _sharding(x)
-        if sharding is None and isinstance(x, jax.ShapeDtypeStruct) and x.ndim:
+        if sharding is not None:
+            return P(*map(kept, sharding.spec))
+        if not isinstance(x, jax.Array) and np.shape(x) != ():
             raise ValueError(
-                f"leaf {_checks.leaf_name(path)} of shape {x.shape} is abstract and says nothing of its sharding: pass "
-                "the state itself, or make it of parameters on a mesh with Explicit axes"
+                f"leaf {_checks.leaf_name(path)} says nothing of its sharding: it is {type(x).__name__}, not an array "
+                "on a device. Place it first, by redistribute for instance"
             )
-        return P() if sharding is None else sharding.spec
+        return P()
 
     return jax.tree.map_with_path(spec, opt_state)
 

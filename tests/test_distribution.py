@@ -281,8 +281,12 @@ def test_a_window_goes_on_bit_for_bit_elsewhere_and_on_half_as_many_devices():
     for batch, (alone, _) in zip(batches[2:], expected[2:], strict=True):
         params, state = step(params, state, *batch)
         assert_close(params, alone, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match=r"\['b'\] has shape \(4, 3\), like has \(4, 4\)"):
+    with pytest.raises(ValueError, match=r"\['b'\] is float32 of shape \(4, 3\), like has float32 of \(4, 4\)"):
         shrewjax.redistribute(state, tx.init(placed({"w": PARAMS["w"], "b": np.zeros(4, "f")}, half, SHARDED)))
+    with pytest.raises(ValueError, match=r"is float32 of shape \(4,.*\), like has float32 of"):
+        shrewjax.redistribute(state, shrewjax.accumulate(ADAM, 3).init(params))
+    key = jax.random.key(1)
+    assert bits(jax.random.key_data(shrewjax.redistribute(key, jax.random.key(2)))) == bits(jax.random.key_data(key))
     with pytest.raises(ValueError, match="opt_state has the structure"):
         shrewjax.redistribute(state, SGD.init(params))
 
@@ -294,11 +298,20 @@ def test_initial_sums_are_spread_as_the_parameters_wherever_init_is_called(axis_
     tx = shrewjax.accumulate(SGD, 2, axis_name="data")
     sums = tx.init(params).gradient_sum
     assert jax.tree.map(lambda x: x.sharding.spec, sums) == {"w": P(("data",), "fsdp"), "b": P(("data",))}
+    assert tx.init(params).weight_sum.sharding.spec == P(("data",))
     with jax.set_mesh(mesh):
-        for state in (jax.jit(tx.init)(params), tx.init(PARAMS)):
-            assert jax.tree.map(np.shape, state) == jax.tree.map(np.shape, tx.init(params))
-            assert all(x.sharding.spec[0] in ("data", ("data",)) for x in jax.tree.leaves(state.gradient_sum))
-        assert jax.eval_shape(tx.init, params).weight_sum.shape == (2,)
+        assert jax.tree.map(np.shape, tx.init(PARAMS)) == jax.tree.map(np.shape, tx.init(params))
+        if axis_type == AxisType.Explicit:
+            jitted, abstract = jax.jit(tx.init)(params), jax.eval_shape(tx.init, params)
+            assert [*jitted.gradient_sum["w"].sharding.spec] == ["data", "fsdp", None]
+            assert shrewjax.state_specs(abstract).gradient_sum["w"] == P("data", "fsdp", None)
+        else:
+            with pytest.raises(
+                ValueError, match=r"under jit, parameter \['b'\] does not say.* call init outside of jit"
+            ):
+                jax.jit(tx.init)(params)
+    with pytest.raises(ValueError, match="says nothing of its sharding: it is ndarray"):
+        shrewjax.state_specs(jax.tree.map(np.asarray, tx.init(params)))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -312,7 +325,7 @@ def traced(f, *args, check_vma=True, specs=None):
 
 def test_reduced_gradients_are_not_summed_again():
     tx = shrewjax.accumulate(SGD, 2, axis_name="data")
-    f = lambda g: tx.update({"w": jax.lax.psum(g, "data")}, tx.init({"w": g}))[1].micro_step  # noqa: E731
+    f = lambda g: tx.update({"w": jax.lax.psum(g, "data")}, tx.init({"w": jnp.zeros(1)}))[1].micro_step  # noqa: E731
     with pytest.raises(ValueError, match=r"gradient leaf \['w'\] is the same on all devices along axis_name"):
         traced(f, jnp.ones(8))
 
@@ -329,8 +342,19 @@ def test_untracked_accumulation_wants_to_be_told(nonfinite):
 
 def test_devices_must_agree_on_when_a_window_closes():
     tx = shrewjax.accumulate(SGD, 2, axis_name="data")
-    f = lambda g: tx.update(g, tx.init(g), flush=g[0] > 0)[1].micro_step  # noqa: E731
+    f = lambda g: tx.update(g, tx.init(jnp.zeros(1)), flush=g[0] > 0)[1].micro_step  # noqa: E731
     with pytest.raises(ValueError, match=r"flush.* must be the same on every device, and may differ over 'data'"):
+        traced(f, jnp.ones(8))
+
+
+def test_devices_must_agree_on_the_weight_of_what_they_share():
+    reduced = shrewjax.accumulate(SGD, 2)
+    f = lambda g: reduced.update(jnp.zeros(1), reduced.init(jnp.zeros(1)), weight=g[0])[1].micro_step  # noqa: E731
+    with pytest.raises(ValueError, match="weight must be the same on every device, and may differ over 'data'"):
+        traced(f, jnp.ones(8))
+    tx = shrewjax.accumulate(SGD, 2, axis_name="fsdp")
+    f = lambda g: tx.update(jax.lax.pcast(g, "fsdp", to="varying"), tx.init(jnp.zeros(1)), weight=g[0])[1].micro_step  # noqa: E731
+    with pytest.raises(ValueError, match=r"weight, summed over axis_name, must be the same .* over 'data'"):
         traced(f, jnp.ones(8))
 
 
@@ -340,15 +364,63 @@ def test_init_says_what_it_misses():
         tx.init(PARAMS)
     with pytest.raises(ValueError, match=r"parameter \['w'\] is sharded over 'data' itself"):
         tx.init(placed(PARAMS, mesh_of(8), {"w": P("data"), "b": P()}))
+    with pytest.raises(ValueError, match=r"parameter \(the tree itself\) is sharded over 'data' itself"):
+        traced(lambda p: tx.init(p).micro_step, jnp.ones(8))
+    for wrong in ({"data"}, P("data"), ("data", "data")):
+        with pytest.raises(ValueError, match="axis_name must be a mapped axis, or a tuple of different ones, got"):
+            shrewjax.accumulate(SGD, 2, axis_name=wrong)
     both = shrewjax.accumulate(SGD, 2, axis_name=("data", "model"))
     with pytest.raises(ValueError, match="'model' is no mapped axis here, where 'data', 'fsdp' are"):
-        traced(lambda g: both.init(g).micro_step, jnp.ones(8))
+        traced(lambda g: both.init(jnp.zeros(1)).micro_step, jnp.ones(8))
 
 
 def test_gradients_without_rows_do_not_pass_for_rows():
     tx = shrewjax.accumulate(SGD, 2, axis_name="data")
     state = tx.init(placed(np.zeros((8, 3), "f"), mesh_of(8), P()))
-    with pytest.raises(AssertionError, match="differ in shape"):
+    with pytest.raises(AssertionError, match="differ in shape from the accumulator, which has a row for each device"):
         tx.update(jnp.ones((8, 3)), state)
-    with pytest.raises(ValueError, match=r"weight must be a real scalar or real, of shape \(8,\)"):
-        tx.update(jnp.ones((8, 8, 3)), state, weight=jnp.ones(3))
+    with pytest.raises(ValueError, match=r"weight must be a real scalar or a real array of shape \(8,\)"):
+        tx.update(jnp.ones((8, 8, 3)), state, weight=np.ones(3))
+    assert tx.update(jnp.ones((8, 8, 3)), state, weight=np.arange(8))[1].weight_sum.tolist() == [*range(8)]
+
+
+def test_integer_leaves_hold_no_rows_and_get_zero_updates():
+    params = placed({"f": np.zeros(2, "f"), "i": np.arange(4)}, mesh_of(8), {"f": P(), "i": P()})
+    tx = shrewjax.accumulate(optax.sgd(1.0), 1, axis_name="data")
+    grads = {"f": jnp.ones((8, 2)), "i": jnp.ones((8, 4), int)}
+    step = quick_jit(lambda p, s, g, w: shrewjax.apply_gradients(tx, g, s, p, weight=w))
+    for weight, moved in ((0.0, 0.0), (2.0, -1.0)):
+        with jax.numpy_dtype_promotion("standard"):
+            after, _ = step(params, tx.init(params), grads, weight)
+        assert after["f"].tolist() == [moved] * 2
+        assert after["i"].tolist() == [0, 1, 2, 3]
+
+
+def test_metrics_of_rows_are_scalars():
+    tx = shrewjax.accumulate(SGD, 2, axis_name="data")
+    found = shrewjax.metrics(tx.init(placed(PARAMS, mesh_of(8), {"w": P(), "b": P()})))
+    assert set(found) == {"micro_step", "windows", "window_bad", "dropped", "applied"}
+    assert all(x.shape == () for x in found.values())
+
+
+def test_partly_manual_meshes_take_the_specs_of_their_axes():
+    mesh, batches = mesh_of(2, 4), list(micro_batches(2))
+    tx = shrewjax.accumulate(SGD, 2, axis_name="data")
+    params = placed(PARAMS, mesh, SHARDED)
+    state = tx.init(params)
+    specs = shrewjax.state_specs(state, axis_names={"data"})
+    assert specs.gradient_sum == {"w": P(("data",), None), "b": P(("data",))}
+
+    def step(params, state, x, y, counts):
+        n, own = jnp.sum(counts), jax.lax.pcast(params, "data", to="varying")
+        grads = jax.grad(lambda p: summed_loss(p["w"], p["b"], x, y, counts) / n)(own)
+        return shrewjax.apply_gradients(tx, grads, state, params, weight=n)
+
+    rows = P("data")
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), specs, rows, rows, rows), out_specs=(P(), specs), axis_names={"data"}
+    )
+    step = quick_jit(mapped)
+    for batch, (alone, _) in zip(batches, one_device(shrewjax.accumulate(SGD, 2), batches), strict=True):
+        params, state = step(params, state, *batch)
+        assert_close(params, alone, rtol=1e-5, atol=1e-6)

@@ -338,7 +338,7 @@ def test_factors_of_a_clip_multiply_to_limit_over_norm_and_each_is_normal(x64):
 def test_norms_of_units_and_of_all_of_them_together(scale):
     leaves = [scale * jnp.arange(60.0).reshape(3, 4, 5), scale * jnp.arange(1.0, 4), scale * jnp.ones(())]
     kept = ((0, 2), (), ())
-    axes = [_reductions.unit_axes("", x, keep, None) for x, keep in zip(leaves, kept, strict=True)]
+    axes = tuple(_reductions.unit_axes("", x, keep, None) for x, keep in zip(leaves, kept, strict=True))
     norms = _norms.measure_units(leaves, kept, axes)
     for x, keep, norm in zip(leaves, kept, _norms.unpacked(norms, kept), strict=True):
         rest = tuple(a for a in range(x.ndim) if a not in keep)
@@ -348,7 +348,7 @@ def test_norms_of_units_and_of_all_of_them_together(scale):
         assert np.broadcast_shapes(spread.shape, x.shape) == x.shape
     together = _norms.combine(norms, _norms.packed_axes(axes, kept))
     assert float(_norms.join(together)) == pytest.approx(float(true_norm(leaves)), rel=1e-6)
-    assert _norms.measure_units([], (), []) == []
+    assert _norms.measure_units([], (), ()) == []
     assert float(_norms.join(_norms.combine([], []))) == 0
 
 
