@@ -149,20 +149,20 @@ def is_mapped(axes: tuple[Hashable, ...]) -> bool:
 
 def is_same_along(x: jax.Array, axes: tuple[Hashable, ...]) -> bool:
     """Whether an array is known to be the same on all devices along one of the mapped axes."""
-    return _mapped_axes()[1] and not set(axes) <= varying(x)
+    return _mapped_axes()[1] and not set(axes) <= varying_axes(x)
 
 
 def varying_over(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
     """The array as one that may differ between the devices along mapped axes."""
-    missing = tuple(a for a in axes if a not in varying(x))
+    missing = tuple(a for a in axes if a not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if _mapped_axes()[1] and missing else x
 
 
 def demand_agreement(what: str, flag: jax.Array | bool) -> None:
     """An error where devices may decide differently: one would wait for the others in a collective for ever."""
-    if isinstance(flag, jax.Array) and varying(flag):
+    if isinstance(flag, jax.Array) and varying_axes(flag):
         raise ValueError(
-            f"{what} must be the same on every device, and may differ over {', '.join(map(repr, varying(flag)))}"
+            f"{what} must be the same on every device, and may differ over {', '.join(map(repr, varying_axes(flag)))}"
         )
 
 
@@ -180,7 +180,7 @@ def demand_axis_name(what: str, axes: Axes) -> None:
 def unit_axes(name: str, leaf: Any, keep: Kept, given: Axes | jax.P) -> UnitAxes:
     """Over which mapped axes a leaf is spread, from its type and what the user says: names, or how it is sharded."""
     mapped, is_tracked = _mapped_axes()
-    varying = tuple(a for a in mapped if a in varying(leaf))
+    varying = tuple(a for a in mapped if a in varying_axes(leaf))
     types_tell = is_tracked or not mapped
     if isinstance(given, jax.P):
         if len(given) > leaf.ndim:
@@ -314,7 +314,7 @@ def _axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> lis
         return [told if given is None else given for given, told in zip(axes, by_type, strict=True)]
     mapped, is_tracked = _mapped_axes()
     if is_tracked:
-        return [tuple(a for a in mapped if a in varying(x)) for x in arrays]
+        return [tuple(a for a in mapped if a in varying_axes(x)) for x in arrays]
     if axes is not None:
         return [axes] * len(arrays)
     if mapped:
@@ -329,10 +329,10 @@ def _axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> lis
 def _mapped_axes() -> tuple[tuple[Hashable, ...], bool]:
     """The mapped axes here, and whether types tell over which of them an array varies."""
     mapped = jax.sharding.get_abstract_mesh().manual_axes
-    return mapped, bool(mapped) and bool(varying(lax.axis_index(mapped[0])))
+    return mapped, bool(mapped) and bool(varying_axes(lax.axis_index(mapped[0])))
 
 
-def varying(x: jax.Array) -> frozenset[Hashable]:
+def varying_axes(x: jax.Array) -> frozenset[Hashable]:
     """The manual axes over which an array varies, as its type has it."""
     aval = jax.typeof(x)
     if hasattr(aval, "manual_axis_type"):  # jax >= 0.10

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shrewjax import _checks
-from shrewjax._reductions import is_mapped, varying, varying_over
+from shrewjax._reductions import is_mapped, varying_axes, varying_over
 
 Axes = tuple[Hashable, ...]
 
@@ -46,7 +46,7 @@ def zeros(like: jax.Array, dtype: Any, axes: Axes, mesh: Mesh | AbstractMesh | N
     """Zeros like a parameter, a row for each device; the parameter's name is for the error."""
     sharding = _sharding(like)
     spec = () if sharding is None else sharding.spec
-    over = {a for dim in spec for a in (dim if isinstance(dim, tuple) else (dim,))} if mesh else varying(like)
+    over = {a for dim in spec for a in (dim if isinstance(dim, tuple) else (dim,))} if mesh else varying_axes(like)
     if over & set(axes):
         raise ValueError(
             f"parameter {name} is sharded over {', '.join(map(repr, axes))} itself: its gradients are reduced as they "

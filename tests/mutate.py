@@ -52,13 +52,13 @@ TESTS = {
         " or unit_norms or unit_rules or bad_unit",
     ),
     "_clipping": (
-        "clipping contracts",
+        "clipping clipping_percentile contracts",
         "(test_clipping and not (python-by or numpy-by or sparse or again or neither or other_norms or memory))"
         " or (keyword_only or keep_structure or wrapper-chain or unsharded-Auto) and (clip_by_global_norm or"
         " clip_by_leaf_norm or clip_by_value or clip_by_percentile)",
     ),
     "_selection": (
-        "selection clipping",
+        "selection clipping_percentile",
         "(test_selection and not (distributions or parts or saves or float_rank or decimal or nearest or midpoint))"
         " or bfloat16-nearest or float16-midpoint or written-33 or subnormal or limits_what",
     ),
