@@ -6,7 +6,7 @@ and the share of steps that each would have clipped or skipped.
 
 Run it with
 
-    pip install ".[examples]"
+    python -m pip install -e '.[examples]'
     python examples/choose_max_norm.py
 
 It takes about a minute on two CPU cores, downloads nothing, prints the quantiles and shares, and writes

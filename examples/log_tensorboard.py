@@ -7,7 +7,7 @@ window are left out: there, what is measured inside dates from the window before
 
 Run it with
 
-    python -m pip install ".[examples]" tensorboard
+    python -m pip install -e '.[examples]' tensorboard
     python examples/log_tensorboard.py
     tensorboard --logdir out/tensorboard
 

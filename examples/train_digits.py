@@ -5,7 +5,7 @@ what was measured, and the figure shows it: the norm of each window, and which w
 
 Run it with
 
-    pip install ".[examples]"
+    python -m pip install -e '.[examples]'
     python examples/train_digits.py
 
 It takes well under a minute on two CPU cores, downloads nothing, prints the accuracy on held-out images, and writes
@@ -31,7 +31,7 @@ ACCUM_STEPS = 4
 MAX_NORM = 0.5
 LEARNING_RATE = 5e-3
 
-# Where `shrewjax.metrics` finds them: the clip is the first link of the chain inside `accumulate`.
+# Their names: the clip is the first link of the chain inside `accumulate`. print(metrics(opt_state).keys()) shows them.
 GRAD_NORM = "inner_state/0/grad_norm"
 CLIP_SCALE = "inner_state/0/clip_scale"
 
@@ -63,6 +63,7 @@ def train_step(
     """Takes one micro-batch; every fourth one, or one with `flush`, changes the model."""
     loss, grads = nnx.value_and_grad(mean_loss)(model, images, labels)
     # The loss is a mean, and the last micro-batch of an epoch is smaller: the weight makes all examples count alike.
+    # nnx.Optimizer writes all parameters on every call. shrewjax.apply_gradients does not: see README.md for that form.
     optimizer.update(model, grads, weight=len(labels), flush=flush)
     return {"loss": loss} | shrewjax.metrics(optimizer.opt_state)
 

@@ -6,7 +6,7 @@ leaf. Gradients, clip and accumulator see the trained half only: a None is no le
 
 Run it with
 
-    python -m pip install ".[examples]"
+    python -m pip install -e '.[examples]'
     python examples/train_equinox.py
 
 It takes well under a minute on two CPU cores, prints the accuracy on held-out images of the digits seen first and of

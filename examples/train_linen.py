@@ -12,7 +12,7 @@ Flax's `DynamicScale` doubles it now and then and halves it when something overf
 
 Run it with
 
-    python -m pip install ".[examples]"
+    python -m pip install -e '.[examples]'
     python examples/train_linen.py
 
 It takes well under a minute on two CPU cores (expect no speed from float16 on those), prints the accuracy on held-out

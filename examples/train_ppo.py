@@ -7,7 +7,7 @@ loop runs with `shrewjax.accumulate` and with `optax.MultiSteps`, by turns, and 
 
 Run it with
 
-    python -m pip install ".[examples]"
+    python -m pip install -e '.[examples]'
     python examples/train_ppo.py
 
 It takes well under a minute on two CPU cores, prints how long the pole stayed up and the steps per second of both, and

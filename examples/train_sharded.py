@@ -9,7 +9,7 @@ to a checkpoint, also in mid-window, from which `--resume` goes on, on as many d
 
 On the eight devices that one CPU can pretend to be:
 
-    python -m pip install ".[examples]"
+    python -m pip install -e '.[examples]'
     python examples/train_sharded.py --devices 8
     python examples/train_sharded.py --devices 4 --resume --micro-steps 600
 
@@ -22,7 +22,8 @@ On a cluster, where the checkpoints' folder is one that all processes see: the s
 `--devices`; or, under Slurm, Open MPI, Kubernetes and on TPU pods, `--cluster` alone, from which JAX finds the rest.
 
 It takes a minute or two on two CPU cores, downloads nothing, prints each window's loss and the number of all-reduces
-in the compiled step, and writes out/train_sharded.png and the checkpoints.
+in the compiled step, and writes out/train_sharded.png and the checkpoints. To run elsewhere it needs _common.py and
+train_transformer.py beside it.
 """
 
 import argparse

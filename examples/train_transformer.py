@@ -7,7 +7,7 @@ of characters, the window equals the one large batch. The example measures both 
 
 Run it with
 
-    python -m pip install ".[examples]"
+    python -m pip install -e '.[examples]'
     python examples/train_transformer.py
 
 It takes a minute or two on two CPU cores, downloads nothing, prints the loss and the differences, and writes

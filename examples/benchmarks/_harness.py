@@ -7,7 +7,7 @@ import operator
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,7 +110,7 @@ def temporary_share(compiled: Any, params: Any) -> Figure:
     return Figure(compiled.memory_analysis().temp_size_in_bytes / in_bytes, "x parameters")
 
 
-def main(description: str | None, benchmarks: Sequence[Callable[[bool], list[Row]]]) -> None:
+def main(description: str | None, benchmarks: Sequence[Callable[[bool], Iterable[Row]]]) -> None:
     """Runs the benchmarks and prints the table."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file, too")

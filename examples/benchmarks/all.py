@@ -1,8 +1,9 @@
-"""Every row of the README's table of measurements, and more.
+"""Every timed row of the README's tables, and more.
 
     python examples/benchmarks/all.py [--json FILE] [--quick]
 
 All benchmarks run in one process, one after the other; each prints its own rows, too, when run by itself.
+It takes many minutes on two CPU cores; rows are printed as they come. What is not timed: edges.py.
 """
 
 import _harness
