@@ -564,7 +564,7 @@ def apply_gradients(
     """`tx.update` and `optax.apply_updates` in one, for any Optax transformation.
 
     For what `accumulate` returned, a call that does not close the window touches nothing but the accumulator: neither
-    updates nor parameters are read or written, where the backend keeps the branch (CPU and TPU do; XLA:GPU runs both
+    updates nor parameters are read or written, where the backend keeps the branch (CPU and TPU do; XLA:GPU may run both
     sides of a branch that has only elementwise work and reductions, see `GradAccumulator` for a form without one).
     Donate both, in a step that takes them in the order in which it returns them, such as
     `jax.jit(step, donate_argnums=(0, 1))` for `step(params, opt_state, ...) -> (params, opt_state)`: JAX pairs donated

@@ -728,3 +728,9 @@ def test_leaf_ema_without_a_finite_threshold_lets_a_bad_gradient_pass_as_it_is()
     np.testing.assert_array_equal(states.recorded, [0, 1, 1])
     updates, _ = run(shrewjax.clip_by_leaf_norm_ema(np.inf, warmup_steps=0), [good, bad])
     assert bits(jax.tree.map(lambda x: x[1], updates)) == bits(bad)
+
+
+def test_the_derivative_where_a_unit_is_zero_is_that_of_the_identity():
+    tx = shrewjax.clip_by_block_rms(1.0, batch_axes=0)
+    gradient = jax.grad(lambda u: jnp.sum(tx.update(u, tx.init(u))[0]))(jnp.float32([[0, 0], [0.5, -0.5]]))
+    assert gradient.tolist() == [[1, 1], [1, 1]]
