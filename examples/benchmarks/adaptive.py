@@ -55,13 +55,15 @@ def training_step(quick: bool) -> list[Row]:
     plain = optax.chain(ONE_NORM[BASE], optax.adamw(1e-3))
     rules = {name: optax.chain(tx, optax.adamw(1e-3)) for name, tx in (GIVEN | ONE_NORM | MANY_NORMS).items()}
     rules |= {name: guard(plain) for name, guard in GUARDS.items()}
+    steps = {name: (tx, _update) for name, tx in rules.items()}
+    steps |= {f"{name}, apply_gradients": (rules[name], _apply) for name in GUARDS}
     loops = {}
-    for name, tx in rules.items():
+    for name, (tx, step) in steps.items():
         params = jax.tree.map(jax.numpy.copy, start)
-        loops[name] = Loop(partial(_update, tx), (params, tx.init(params)), grads)
+        loops[name] = Loop(partial(step, tx), (params, tx.init(params)), grads)
     sides = {name: partial(loop.run, 1) for name, loop in loops.items()}
     rows = _rows("clip + adamw + apply_updates", _harness.alternate(sides, 3 if quick else 15))
-    for name in rules:
+    for name in steps:
         share = _harness.temporary_share(loops[name].compiled, grads)
         rows.append(Row(f"its temporary memory, {name}", share, bar="shrewjax < 0.05" if name in BARS else None))
     return rows
@@ -80,6 +82,11 @@ def _update(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any
     params, state = carry
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
+
+
+def _apply(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
+    params, state = carry
+    return shrewjax.apply_gradients(tx, grads, state, params)
 
 
 if __name__ == "__main__":
