@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
+
+import shrewjax
 
 _COMPARISONS = {"<": operator.lt, "<=": operator.le, "==": operator.eq, ">=": operator.ge}
 
@@ -60,6 +63,24 @@ class Loop:
         for _ in range(steps):
             self.carry = self.compiled(self.carry, *self._inputs)
         jax.block_until_ready(self.carry)
+
+
+def applied(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
+    """A training step by `shrewjax.apply_gradients`; the carry is parameters and state."""
+    params, state = carry
+    return shrewjax.apply_gradients(tx, grads, state, params)
+
+
+def updated(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
+    """The same by `update` and `optax.apply_updates`."""
+    params, state = carry
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def multi_steps(inner: optax.GradientTransformation, micro_batches: int) -> optax.GradientTransformation:
+    """Optax's accumulation."""
+    return optax.MultiSteps(inner, micro_batches).gradient_transformation()
 
 
 def transformer(layers: int, width: int, vocabulary: int, positions: int, seed: int = 0) -> dict[str, Any]:

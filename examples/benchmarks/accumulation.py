@@ -24,23 +24,8 @@ MICRO_BATCHES = 8
 MODES: Any = ("propagate", "drop_microbatch", "drop_window", "extend_window")
 
 
-def _multi_steps(inner: optax.GradientTransformation, micro_batches: int) -> optax.GradientTransformation:
-    return optax.MultiSteps(inner, micro_batches).gradient_transformation()
-
-
 def _ours() -> optax.GradientTransformation:
     return optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-
-
-def _applied(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
-    params, state = carry
-    return shrewjax.apply_gradients(tx, grads, state, params)
-
-
-def _updated(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
-    params, state = carry
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
 
 
 class HostDriven:
@@ -79,11 +64,11 @@ def window(quick: bool) -> list[Row]:
         params = _harness.gpt2(quick)
         return Loop(partial(step, tx), (params, tx.init(params)), grads)
 
-    theirs = _multi_steps(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), MICRO_BATCHES)
+    theirs = _harness.multi_steps(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), MICRO_BATCHES)
     loops = {
-        "apply_gradients": loop(_applied, shrewjax.accumulate(_ours(), MICRO_BATCHES)),
-        "update + apply_updates": loop(_updated, shrewjax.accumulate(_ours(), MICRO_BATCHES)),
-        "MultiSteps": loop(_updated, theirs),
+        "apply_gradients": loop(_harness.applied, shrewjax.accumulate(_ours(), MICRO_BATCHES)),
+        "update + apply_updates": loop(_harness.updated, shrewjax.accumulate(_ours(), MICRO_BATCHES)),
+        "MultiSteps": loop(_harness.updated, theirs),
     }
     host_driven = HostDriven(_harness.gpt2(quick), grads)
     sides: dict[str, Callable[[], None]] = {k: partial(loop.run, MICRO_BATCHES) for k, loop in loops.items()}
@@ -114,7 +99,7 @@ def micro_step(quick: bool) -> list[Row]:
         loops = {"floor": Loop(partial(jax.tree.map, jnp.add), _harness.gpt2(quick), grads)}
         tx = shrewjax.accumulate(_ours(), 2**20, nonfinite=mode)
         params = _harness.gpt2(quick)
-        loops["apply_gradients"] = Loop(partial(_applied, tx), (params, tx.init(params)), grads)
+        loops["apply_gradients"] = Loop(partial(_harness.applied, tx), (params, tx.init(params)), grads)
         accumulator = shrewjax.GradAccumulator(2**20, nonfinite=mode)
         loops["GradAccumulator.add"] = Loop(accumulator.add, accumulator.init(grads), grads)
         sides = {k: partial(loop.run, MICRO_BATCHES) for k, loop in loops.items()}
@@ -138,11 +123,11 @@ def executions(quick: bool) -> list[Row]:
             return sgd.update(updates, state, params)
 
         tx = accumulate(optax.GradientTransformation(sgd.init, update), 4)
-        Loop(partial(_updated, tx), (jnp.zeros(3), tx.init(jnp.zeros(3))), jnp.ones(3)).run(8)
+        Loop(partial(_harness.updated, tx), (jnp.zeros(3), tx.init(jnp.zeros(3))), jnp.ones(3)).run(8)
         jax.effects_barrier()
         return Figure(len(runs))
 
-    ours, other = count(shrewjax.accumulate), count(_multi_steps)
+    ours, other = count(shrewjax.accumulate), count(_harness.multi_steps)
     return [Row("runs of inner, 8 micro-steps in windows of 4 (MultiSteps)", ours, other, "shrewjax == 2")]
 
 
@@ -151,7 +136,10 @@ def average_error(quick: bool) -> list[Row]:
     micro_batches, size = 512, 1_000 if quick else 100_000
     rng = np.random.default_rng(0)
     # MultiSteps holds the average of an open window, and casts what it emits: its window is longer, and is read open.
-    accumulator, theirs = shrewjax.GradAccumulator(micro_batches), _multi_steps(optax.identity(), micro_batches + 1)
+    accumulator, theirs = (
+        shrewjax.GradAccumulator(micro_batches),
+        _harness.multi_steps(optax.identity(), micro_batches + 1),
+    )
     add, update = jax.jit(accumulator.add, donate_argnums=0), jax.jit(theirs.update, donate_argnums=1)
     params, exact = jnp.zeros(size), np.zeros(size)
     opened, state = accumulator.init(params), theirs.init(params)

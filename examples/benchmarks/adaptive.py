@@ -8,7 +8,6 @@ is `clip_by_global_norm`, in one row that of this package, in the next Optax's.
 """
 
 from functools import partial
-from typing import Any
 
 import _harness
 import jax
@@ -55,8 +54,8 @@ def training_step(quick: bool) -> list[Row]:
     plain = optax.chain(ONE_NORM[BASE], optax.adamw(1e-3))
     rules = {name: optax.chain(tx, optax.adamw(1e-3)) for name, tx in (GIVEN | ONE_NORM | MANY_NORMS).items()}
     rules |= {name: guard(plain) for name, guard in GUARDS.items()}
-    steps = {name: (tx, _update) for name, tx in rules.items()}
-    steps |= {f"{name}, apply_gradients": (rules[name], _apply) for name in GUARDS}
+    steps = {name: (tx, _harness.updated) for name, tx in rules.items()}
+    steps |= {f"{name}, apply_gradients": (rules[name], _harness.applied) for name in GUARDS}
     loops = {}
     for name, (tx, step) in steps.items():
         params = jax.tree.map(jax.numpy.copy, start)
@@ -76,17 +75,6 @@ def _rows(what: str, times: dict[str, _harness.Figure]) -> list[Row]:
         for base in (BASE, OPTAX)
         if name not in (base, OPTAX)
     ]
-
-
-def _update(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
-    params, state = carry
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-
-def _apply(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
-    params, state = carry
-    return shrewjax.apply_gradients(tx, grads, state, params)
 
 
 if __name__ == "__main__":

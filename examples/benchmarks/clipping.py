@@ -34,7 +34,7 @@ def training_step(quick: bool) -> list[Row]:
     for name, clip in CLIPS.items():
         tx = optax.chain(clip, optax.adamw(1e-3))
         params = _harness.gpt2(quick)
-        loops[name] = Loop(partial(_update, tx), (params, tx.init(params)), grads)
+        loops[name] = Loop(partial(_harness.updated, tx), (params, tx.init(params)), grads)
     steps = 3
     times = _harness.alternate({k: partial(loop.run, steps) for k, loop in loops.items()}, 3 if quick else 15, steps)
     memory = {k: _harness.temporary_share(loop.compiled, grads) for k, loop in loops.items()}
@@ -42,12 +42,6 @@ def training_step(quick: bool) -> list[Row]:
         Row("clip + adamw + apply_updates", times["shrewjax"], times["Optax"], "Optax/shrewjax >= 1.6"),
         Row("its temporary memory", memory["shrewjax"], memory["Optax"], "shrewjax < 0.05"),
     ]
-
-
-def _update(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
-    params, state = carry
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
 
 
 def norm_error(quick: bool) -> list[Row]:

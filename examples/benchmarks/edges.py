@@ -22,10 +22,6 @@ from _harness import Figure, Row
 import shrewjax
 
 
-def _multi_steps(micro_batches: int) -> optax.GradientTransformation:
-    return optax.MultiSteps(optax.identity(), micro_batches).gradient_transformation()
-
-
 def clipped_norm(quick: bool) -> list[Row]:
     """The norm of a clipped gradient whose squares leave the range; max_norm is 1."""
     del quick
@@ -89,7 +85,7 @@ def windows(quick: bool) -> list[Row]:
     x, y = rng.normal(size=(32, 5)).astype(np.float32), rng.normal(size=32).astype(np.float32)
     gradient = jax.jit(jax.grad(lambda w, x, y: jnp.mean((x @ w - y) ** 2)))
     w, pieces = jnp.zeros(5), np.split(np.arange(32), [20, 23, 31])
-    ours, theirs = shrewjax.accumulate(optax.identity(), 4), _multi_steps(4)
+    ours, theirs = shrewjax.accumulate(optax.identity(), 4), _harness.multi_steps(optax.identity(), 4)
     mean, of_means = None, None
     state, their_state = ours.init(w), theirs.init(w)
     for rows in pieces:
@@ -117,7 +113,7 @@ def windows(quick: bool) -> list[Row]:
     # With a state inside, the average of the broken window must not get there either.
     adam = optax.adam(0.1)
     dropping = shrewjax.accumulate(adam, 4, nonfinite="drop_microbatch")
-    adams = (dropping, optax.MultiSteps(adam, 4).gradient_transformation())
+    adams = (dropping, _harness.multi_steps(adam, 4))
 
     return [
         Row("error of a window of 20, 3, 8 and 1 examples against the one large batch", *uneven),

@@ -30,24 +30,13 @@ def _ours() -> optax.GradientTransformation:
 
 def _theirs() -> optax.GradientTransformation:
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-    return optax.MultiSteps(inner, ACCUM_STEPS).gradient_transformation()
-
-
-def _applied(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
-    params, state = carry
-    return shrewjax.apply_gradients(tx, grads, state, params)
-
-
-def _updated(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
-    params, state = carry
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+    return _harness.multi_steps(inner, ACCUM_STEPS)
 
 
 STEPS: dict[str, tuple[Callable[..., Any], optax.GradientTransformation]] = {
-    "apply_gradients": (_applied, _ours()),
-    "update + apply_updates": (_updated, _ours()),
-    "MultiSteps": (_updated, _theirs()),
+    "apply_gradients": (_harness.applied, _ours()),
+    "update + apply_updates": (_harness.updated, _ours()),
+    "MultiSteps": (_harness.updated, _theirs()),
 }
 
 
