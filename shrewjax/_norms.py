@@ -308,9 +308,9 @@ def _measure_by_power_sum(leaves: Sequence[Any], p: int, scope: Scope, axes: Axe
 
 
 def _power(p: int, dtype: Any, x: Any, *scale: jax.Array) -> jax.Array:
-    x = widen(x, dtype)
-    for s in scale:
-        x = times(x, s)
+    # A single element is sealed, too, because without a sum to compute XLA squares the product that it came from. For
+    # more, XLA:CPU would write out what it sums.
+    x = _rescaled(x, dtype, *scale) if scale or x.size == 1 else widen(x, dtype)
     return lax.abs(x) if p == 1 else _squared_modulus(x)
 
 
@@ -365,7 +365,7 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
     dtype = _accumulation_dtype(leaves)
 
     def relative(x: Any, unit: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-        return lax.abs(times(times(times(widen(x, dtype), first), second), 1 / unit))
+        return lax.abs(_rescaled(x, dtype, first, second, 1 / unit))
 
     maxima = lax.bitcast_convert_type(jnp.concatenate(leaf_maxima(magnitude_keys(dtype), leaves, axes=axes)), dtype)
     mantissas, exponents = split(maxima)
@@ -416,14 +416,12 @@ def _measure_jvp(
     defined = jnp.isfinite(mantissas) & (mantissas > 0)
     scale = [list(v) for v in (jnp.where(defined, mantissas, 1), *_factors_of_two(-exponents, dtype))]
 
-    def relative(x: Any, unit: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-        return times(times(times(widen(x, dtype), first), second), 1 / unit)
-
     def is_largest(pair: Any, unit: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-        return (jnp.abs(times(times(widen(pair[0], dtype), first), second)) >= unit).astype(dtype)
+        return (jnp.abs(_rescaled(pair[0], dtype, first, second)) >= unit).astype(dtype)
 
     def term(pair: Any, *s: jax.Array) -> jax.Array:
-        x, dx = relative(pair[0], *s), times(times(widen(pair[1], dtype), s[1]), s[2])
+        unit, first, second = s
+        x, dx = _rescaled(pair[0], dtype, first, second, 1 / unit), _rescaled(pair[1], dtype, first, second)
         if ord != 2:
             weight = is_largest(pair, *s) if ord == math.inf else jnp.abs(x) ** (ord - 1)
             x = times(jnp.sign(x), weight)
@@ -591,6 +589,26 @@ def wide_dtype(x: Any, dtype: Any) -> Any:
 def times(x: jax.Array, factor: jax.Array) -> jax.Array:
     """x times a real factor; componentwise, as a complex product would turn inf + 0i into NaN."""
     return lax.complex(x.real * factor, x.imag * factor) if is_complex(x) else x * factor
+
+
+def _rescaled(x: Any, dtype: Any, *factors: jax.Array) -> jax.Array:
+    """Returns x in a real dtype (`widen`), times each real factor in turn, to be multiplied again.
+
+    XLA reorders products that have constants in them: `(x * c) * (x * c)` becomes `(x * x) * (c * c)` where it knows x,
+    such as the zero gradient of a frozen parameter, and that is 0 * inf for c = 2**88 in float32. It does the same to
+    a product that comes in as x. `lax.reduce_precision` to the precision that x has anyway stops it, on CPU, CUDA and
+    TPU (`tests/test_train_steps.py`, `tests/test_accelerators.py`); an optimization barrier on c does not.
+    """
+    x = _as_written(widen(x, dtype))
+    for factor in factors:
+        x = _as_written(times(x, factor))
+    return x
+
+
+def _as_written(x: jax.Array) -> jax.Array:
+    info = jnp.finfo(x.dtype)
+    seal = partial(lax.reduce_precision, exponent_bits=int(info.nexp), mantissa_bits=int(info.nmant))
+    return lax.complex(seal(x.real), seal(x.imag)) if is_complex(x) else seal(x)
 
 
 def _squared_modulus(x: jax.Array) -> jax.Array:
