@@ -25,15 +25,13 @@ from shrewjax._reductions import (
     row_sums,
 )
 from shrewjax._wrapping import (
-    UPDATES,
     Flag,
-    Result,
-    Wrapper,
-    advance,
+    Gradients,
     check_unchanged,
     inner_transformation,
-    new_parameters,
-    run_or_idle,
+    run_or_skip,
+    update_or_apply,
+    wrapper,
 )
 
 Reduction = Literal["mean", "sum_over_weights", "sum"]
@@ -505,33 +503,56 @@ def accumulate(
             **window.init(params)._asdict(), applied=jnp.zeros((), bool), inner_state=wrapped.init(params)
         )
 
-    def advance_fn(
-        grads: optax.Updates | None,
+    def step_fn(
+        gradients: Gradients,
         state: AccumulateState,
         params: optax.Params | None,
-        result: Result,
         /,
         *,
+        apply: bool,
+        runs: Flag,
+        **extra_args: Any,
+    ) -> tuple[Any, AccumulateState]:
+        def run() -> tuple[Any, AccumulateState]:
+            return fold_and_close(gradients(), state, params, apply=apply, **extra_args)
+
+        return run_or_skip(runs, run, state, params, apply=apply)
+
+    def fold_and_close(
+        grads: optax.Updates,
+        state: AccumulateState,
+        params: optax.Params | None,
+        /,
+        *,
+        apply: bool,
         weight: Any = 1,
         flush: Any = False,
         **extra_args: Any,
     ) -> tuple[Any, AccumulateState]:
         folded = window._fold(state, grads, weight, flush=_checks.flag("flush", flush), when_full=True)
-        like = params if grads is None else window._without_rows(grads)
+        like = window._without_rows(grads)
 
-        def close(result: Result) -> tuple[Any, tuple[Any, jax.Array]]:
+        def run_inner(average: chex.ArrayTree, runs: Flag) -> tuple[Any, Any]:
+            def gradients() -> optax.Updates:
+                return _as_gradients(average, like, params)
+
+            return update_or_apply(wrapped, gradients, state.inner_state, params, apply=apply, runs=runs, **extra_args)
+
+        def reduce_and_run() -> tuple[Any, tuple[Any, jax.Array]]:
             average, weighs = window._average(folded)
-            counted = Result(*(lambda updates, f=f: f(_without_integers(updates, like)) for f in result))
-
-            def run_inner(result: Result) -> tuple[Any, Any]:
-                gradients = _as_gradients(average, like, params)
-                return advance(wrapped, gradients, state.inner_state, params, result, **extra_args)
-
-            returned, inner_state = run_or_idle(weighs, run_inner, state.inner_state, counted)
+            returned, inner_state = run_inner(average, True)
+            if weighs is not True:  # selected, because a branch within a branch would copy on CUDA
+                unchanged = params if apply else optax.tree.zeros_like(returned), state.inner_state
+                returned, inner_state = optax.tree.where(weighs, (returned, inner_state), unchanged)
             return returned, (inner_state, jnp.asarray(weighs))
 
-        idle = (state.inner_state, jnp.zeros((), bool))
-        returned, (inner_state, applied) = run_or_idle(folded.closes, close, idle, result)
+        if window._axes:
+            idle = (state.inner_state, jnp.zeros((), bool))
+            returned, (inner_state, applied) = run_or_skip(folded.closes, reduce_and_run, idle, params, apply=apply)
+        else:
+            returned, inner_state = run_inner(folded.state.gradient_sum, folded.closes)
+            applied = jnp.asarray(folded.closes)
+        returned = _with_integers(returned, like, params if apply else None)
         new_state = folded.state._replace(
             windows=_counted_if(applied, state.windows), applied=applied, inner_state=inner_state
         )
@@ -547,11 +568,9 @@ def accumulate(
         flush: Any = False,
         **extra_args: Any,
     ) -> tuple[optax.Updates, AccumulateState]:
-        return advance_fn(updates, state, params, UPDATES, weight=weight, flush=flush, **extra_args)
+        return fold_and_close(updates, state, params, apply=False, weight=weight, flush=flush, **extra_args)
 
-    transformation = _Accumulation(init_fn, update_fn)
-    transformation.advance = advance_fn
-    return transformation
+    return _Accumulation(init_fn, wrapper(update_fn, step_fn))
 
 
 def apply_gradients(
@@ -593,7 +612,7 @@ def apply_gradients(
       >>> params
       Array([-2., -3.], dtype=float32)
     """
-    return advance(tx, grads, opt_state, params, new_parameters(params), **extra_args)
+    return update_or_apply(tx, lambda: grads, opt_state, params, apply=True, runs=True, **extra_args)
 
 
 def flush(
@@ -629,7 +648,8 @@ def flush(
     """
     if not isinstance(tx, _Accumulation):
         raise ValueError(f"flush needs what accumulate returned, got {tx!r}")
-    return tx.advance(None, opt_state, params, UPDATES, weight=0, flush=True, **extra_args)
+    no_gradients = jax.tree.map(lambda _: None, params)
+    return tx.update(no_gradients, opt_state, params, weight=0, flush=True, **extra_args)
 
 
 def check_window(opt_state: optax.OptState, accum_steps: int, *, weight: Any = 1) -> None:
@@ -743,7 +763,7 @@ def _assert_values(holds: jax.Array, message: str) -> None:
     chex.assert_trees_all_equal(holds, jnp.ones_like(holds), custom_message=message)
 
 
-class _Accumulation(Wrapper):
+class _Accumulation(optax.GradientTransformationExtraArgs):
     """What `accumulate` returns, known by its type."""
 
 
@@ -761,11 +781,16 @@ def _as_gradients(average: chex.ArrayTree, like: chex.ArrayTree, params: optax.P
     return jax.tree.map(cast, average, like) if params is None else jax.tree.map(cast, average, like, params)
 
 
-def _without_integers(updates: optax.Updates, like: chex.ArrayTree) -> optax.Updates:
-    """Zeros for the leaves that hold no sum, whatever inner made of them."""
-    return jax.tree.map(
-        lambda g, u: u if g is None or is_counted(g) else _zero_like(g), like, updates, is_leaf=lambda x: x is None
-    )
+def _with_integers(returned: chex.ArrayTree, like: chex.ArrayTree, params: optax.Params | None) -> chex.ArrayTree:
+    """Returns updates with zeros (new parameters with `params`) in the leaves that hold no sum."""
+
+    def keep(grad: Any, new: Any, old: Any = None) -> Any:
+        if grad is None or is_counted(grad):
+            return new
+        return _zero_like(grad) if old is None else old
+
+    trees = (returned,) if params is None else (returned, params)
+    return jax.tree.map(keep, like, *trees, is_leaf=lambda x: x is None)
 
 
 def _zero_like(x: Any) -> Any:

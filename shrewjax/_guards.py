@@ -13,7 +13,7 @@ import optax
 from shrewjax import _checks, _norms, _statistics
 from shrewjax._clipping import global_norm
 from shrewjax._reductions import AxisName, all_finite, demand_agreement, is_counted
-from shrewjax._wrapping import Result, advance, inner_transformation, run_or_idle, wrapper
+from shrewjax._wrapping import Flag, Gradients, decide_if, inner_transformation, update_or_apply, wrapper
 
 AtLimit = Literal["keep_skipping", "zero_nonfinite"]
 Of = Literal["grad_norm", "value"]
@@ -106,35 +106,50 @@ def skip_nonfinite(
             inner_state=wrapped.init(params),
         )
 
-    def advance_fn(
-        updates: optax.Updates,
+    def step_fn(
+        gradients: Gradients,
         state: SkipNonfiniteState,
         params: optax.Params | None,
-        result: Result,
         /,
+        *,
+        apply: bool,
+        runs: Flag,
         **extra_args: Any,
     ) -> tuple[Any, SkipNonfiniteState]:
-        finite = all_finite([x for x in _checks.gradient_leaves(updates)[1] if is_counted(x)], axes)
-        consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
-        limit_reached = (
-            jnp.zeros((), bool) if limit is None else consecutive.astype(jnp.float32) >= jnp.asarray(limit, jnp.float32)
+        def decide() -> tuple[jax.Array, SkipNonfiniteState]:
+            leaves = _checks.gradient_leaves(gradients())[1]
+            finite = all_finite([x for x in leaves if is_counted(x)], axes)
+            consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
+            limit_reached = (
+                jnp.zeros((), bool)
+                if limit is None
+                else consecutive.astype(jnp.float32) >= jnp.asarray(limit, jnp.float32)
+            )
+            applied = finite | limit_reached if at_limit == "zero_nonfinite" else finite
+            return applied, SkipNonfiniteState(
+                applied=applied,
+                skipped=_counted_unless(applied, state.skipped),
+                consecutive=consecutive,
+                limit_reached=limit_reached,
+                inner_state=(),
+            )
+
+        def finite_gradients() -> optax.Updates:
+            return jax.tree.map(_without_nonfinite, gradients())
+
+        runs, new_state = decide_if(runs, decide, state._replace(inner_state=()))
+        for_inner = finite_gradients if at_limit == "zero_nonfinite" else gradients
+        returned, inner_state = update_or_apply(
+            wrapped, for_inner, state.inner_state, params, apply=apply, runs=runs, **extra_args
         )
-        runs = finite | limit_reached if at_limit == "zero_nonfinite" else finite
+        return returned, new_state._replace(inner_state=inner_state)
 
-        def run_inner(result: Result) -> tuple[Any, Any]:
-            grads = jax.tree.map(_without_nonfinite, updates) if at_limit == "zero_nonfinite" else updates
-            return advance(wrapped, grads, state.inner_state, params, result, **extra_args)
+    def update_fn(
+        updates: optax.Updates, state: SkipNonfiniteState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, SkipNonfiniteState]:
+        return step_fn(lambda: updates, state, params, apply=False, runs=True, **extra_args)
 
-        returned, inner_state = run_or_idle(runs, run_inner, state.inner_state, result)
-        return returned, SkipNonfiniteState(
-            applied=runs,
-            skipped=_counted_unless(runs, state.skipped),
-            consecutive=consecutive,
-            limit_reached=limit_reached,
-            inner_state=inner_state,
-        )
-
-    return wrapper(init_fn, advance_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, wrapper(update_fn, step_fn))
 
 
 class SkipOnSpikeState(NamedTuple):
@@ -228,45 +243,53 @@ def skip_on_spike(
             inner_state=wrapped.init(params),
         )
 
-    def advance_fn(
-        updates: optax.Updates,
+    def step_fn(
+        gradients: Gradients,
         state: SkipOnSpikeState,
         params: optax.Params | None,
-        result: Result,
         /,
+        *,
+        apply: bool,
+        runs: Flag,
         **extra_args: Any,
     ) -> tuple[Any, SkipOnSpikeState]:
         if of == "value":
             if extra_args.get("value") is None:
                 raise ValueError('skip_on_spike(of="value") needs value= in update, usually the loss')
-            measured = jnp.asarray(_checks.any_real("value", extra_args["value"]), jnp.float32)
-            demand_agreement("value", measured)
-        else:
-            measured = _norms.to_float32(global_norm(updates, 2.0, axes))
+            value = jnp.asarray(_checks.any_real("value", extra_args["value"]), jnp.float32)
+            demand_agreement("value", value)
 
-        mean, std = _statistics.mean_and_std(state.history)
-        least = jnp.asarray(min_relative_std, jnp.float32) * jnp.abs(mean)
-        k = jnp.asarray(sigmas, jnp.float32)
-        onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
-        observed = state.history.filled
-        is_on = (observed > 0) & (observed.astype(jnp.float32) >= jnp.asarray(min_observed, jnp.float32))
-        threshold = jnp.where(is_on, onset, jnp.inf)
-        runs = jnp.isfinite(measured) & (measured <= threshold)
+        def decide() -> tuple[jax.Array, SkipOnSpikeState]:
+            measured = value if of == "value" else _norms.to_float32(global_norm(gradients(), 2.0, axes))
+            mean, std = _statistics.mean_and_std(state.history)
+            least = jnp.asarray(min_relative_std, jnp.float32) * jnp.abs(mean)
+            k = jnp.asarray(sigmas, jnp.float32)
+            onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
+            observed = state.history.filled
+            is_on = (observed > 0) & (observed.astype(jnp.float32) >= jnp.asarray(min_observed, jnp.float32))
+            threshold = jnp.where(is_on, onset, jnp.inf)
+            applied = jnp.isfinite(measured) & (measured <= threshold)
+            return applied, SkipOnSpikeState(
+                history=_statistics.with_recorded(state.history, measured),
+                measured=measured,
+                threshold=threshold,
+                applied=applied,
+                skipped=_counted_unless(applied, state.skipped),
+                inner_state=(),
+            )
 
-        def run_inner(result: Result) -> tuple[Any, Any]:
-            return advance(wrapped, updates, state.inner_state, params, result, **extra_args)
-
-        returned, inner_state = run_or_idle(runs, run_inner, state.inner_state, result)
-        return returned, SkipOnSpikeState(
-            history=_statistics.with_recorded(state.history, measured),
-            measured=measured,
-            threshold=threshold,
-            applied=runs,
-            skipped=_counted_unless(runs, state.skipped),
-            inner_state=inner_state,
+        runs, new_state = decide_if(runs, decide, state._replace(inner_state=()))
+        returned, inner_state = update_or_apply(
+            wrapped, gradients, state.inner_state, params, apply=apply, runs=runs, **extra_args
         )
+        return returned, new_state._replace(inner_state=inner_state)
 
-    return wrapper(init_fn, advance_fn)
+    def update_fn(
+        updates: optax.Updates, state: SkipOnSpikeState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, SkipOnSpikeState]:
+        return step_fn(lambda: updates, state, params, apply=False, runs=True, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init_fn, wrapper(update_fn, step_fn))
 
 
 def _counted_unless(runs: jax.Array, count: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shrewjax._branches import run_if
 from shrewjax._checks import Scalar
 from shrewjax._reductions import Axes, Kept, UnitAxes, anywhere, leaf_maxima, leaf_sums
 
@@ -290,27 +291,26 @@ def _measure_by_power_sum(leaves: Sequence[Any], p: int, scope: Scope, axes: Axe
     shift = _shift_into_range(plain)
 
     def scaled() -> jax.Array:
-        factor = _power_of_two(shift, dtype)
+        divisor = _power_of_two(-shift, dtype)
         if scope == "leaf":
-            each = list(factor)
+            each = list(divisor)
         else:
-            # XLA:CPU writes out a factor that leaves share, broadcast to their shape: where that is large, the factor
+            # XLA:CPU writes out a divisor that leaves share, broadcast to their shape: where that is large, the divisor
             # is an operation of the leaf's own, a clamp between equal bounds.
             each = [
-                lax.clamp(factor, s, factor) if x.size > 2**14 else factor
+                lax.clamp(divisor, s, divisor) if x.size > 2**14 else divisor
                 for x, s in zip(leaves, leaf_powers, strict=True)
             ]
         # XLA:GPU would turn the branch into a select, and so run it always, if it held nothing but plain reductions.
         return lax.optimization_barrier(total(leaf_sums(power, leaves, each, axes=axes)))
 
-    powers = lax.cond(jnp.any(shift != 0), scaled, lambda: plain)
+    powers = run_if(jnp.any(shift != 0), scaled, lambda: plain)
     return _shifted(powers if p == 1 else jnp.sqrt(powers), -shift)
 
 
-def _power(p: int, dtype: Any, x: Any, *scale: jax.Array) -> jax.Array:
-    # A single element is sealed, too, because without a sum to compute XLA squares the product that it came from. For
-    # more, XLA:CPU would write out what it sums.
-    x = _rescaled(x, dtype, *scale) if scale or x.size == 1 else widen(x, dtype)
+def _power(p: int, dtype: Any, x: Any, *divisors: jax.Array) -> jax.Array:
+    x = widen(x, dtype)
+    x = _over(x, *divisors)
     return lax.abs(x) if p == 1 else _squared_modulus(x)
 
 
@@ -330,10 +330,10 @@ def measure_units(leaves: Sequence[Any], kept: Sequence[Kept], axes: Sequence[Un
     plain = packed(leaf_sums(power, leaves, axes=divided, kept=kept), kept)
     shifts = [_shift_into_range(powers) for powers in plain]
 
-    factors = [_power_of_two(shift, plain[0].dtype) for shift in shifts]
+    divisors = [_power_of_two(-shift, plain[0].dtype) for shift in shifts]
 
     def scaled() -> list[jax.Array]:
-        spread = [over_leaf(s, x, keep) for s, x, keep in zip(unpacked(factors, kept), leaves, kept, strict=True)]
+        spread = [over_leaf(s, x, keep) for s, x, keep in zip(unpacked(divisors, kept), leaves, kept, strict=True)]
         sums = packed(leaf_sums(power, leaves, spread, axes=divided, kept=kept), kept)
         return [lax.optimization_barrier(s) for s in sums]  # as above; one for all would make their types vary alike
 
@@ -342,7 +342,7 @@ def measure_units(leaves: Sequence[Any], kept: Sequence[Kept], axes: Sequence[Un
         return _shifted(jnp.where(positive, jnp.sqrt(jnp.where(positive, powers, 1)), powers), -shift)
 
     out_of_range = anywhere(jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts])))
-    return list(map(root, lax.cond(out_of_range, scaled, lambda: plain), shifts))
+    return list(map(root, run_if(out_of_range, scaled, lambda: plain), shifts))
 
 
 def combine(norms: Sequence[Scaled], over: list[Axes]) -> Scaled:
@@ -364,16 +364,15 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
     """Any other p >= 1: the largest magnitude, then the sum of (|x| / largest)**p, whose terms stay in [0, 1]."""
     dtype = _accumulation_dtype(leaves)
 
-    def relative(x: Any, unit: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-        return lax.abs(_rescaled(x, dtype, first, second, 1 / unit))
+    def power(x: Any, *divisors: jax.Array) -> jax.Array:
+        return lax.abs(_over(widen(x, dtype), *divisors)) ** p
 
     maxima = lax.bitcast_convert_type(jnp.concatenate(leaf_maxima(magnitude_keys(dtype), leaves, axes=axes)), dtype)
     mantissas, exponents = split(maxima)
     exponents = exponents + np.asarray([is_complex(x) for x in leaves], np.int32)
     if p < math.inf:
-        unit = jnp.where(mantissas > 0, mantissas, 1)
-        scale = [list(vector) for vector in (unit, *_factors_of_two(-exponents, dtype))]
-        sums = jnp.stack(leaf_sums(lambda x, *s: relative(x, *s) ** p, leaves, *scale, axes=axes))
+        divisors = _divisors(mantissas, exponents)
+        sums = jnp.stack(leaf_sums(power, leaves, *map(list, divisors), axes=axes))
     else:
         sums = jnp.ones_like(mantissas)
 
@@ -414,23 +413,22 @@ def _measure_jvp(
     dtype = norm.mantissa.dtype
     mantissas, exponents = (jnp.broadcast_to(part, (len(leaves),)) for part in norm)
     defined = jnp.isfinite(mantissas) & (mantissas > 0)
-    scale = [list(v) for v in (jnp.where(defined, mantissas, 1), *_factors_of_two(-exponents, dtype))]
+    divisors = [list(v) for v in _divisors(jnp.where(defined, mantissas, 0), exponents)]
 
-    def is_largest(pair: Any, unit: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-        return (jnp.abs(_rescaled(pair[0], dtype, first, second)) >= unit).astype(dtype)
+    def is_largest(pair: Any, first: jax.Array, second: jax.Array, unit: jax.Array) -> jax.Array:
+        return (jnp.abs(_over(widen(pair[0], dtype), first, second)) >= unit).astype(dtype)
 
-    def term(pair: Any, *s: jax.Array) -> jax.Array:
-        unit, first, second = s
-        x, dx = _rescaled(pair[0], dtype, first, second, 1 / unit), _rescaled(pair[1], dtype, first, second)
+    def term(pair: Any, first: jax.Array, second: jax.Array, unit: jax.Array) -> jax.Array:
+        x, dx = _over(widen(pair[0], dtype), first, second, unit), _over(widen(pair[1], dtype), first, second)
         if ord != 2:
-            weight = is_largest(pair, *s) if ord == math.inf else jnp.abs(x) ** (ord - 1)
+            weight = is_largest(pair, first, second, unit) if ord == math.inf else jnp.abs(x) ** (ord - 1)
             x = times(jnp.sign(x), weight)
         return x.real * dx.real + x.imag * dx.imag if is_complex(x) else x * dx
 
     pairs = list(zip(leaves, d_leaves, strict=True))
-    slopes = jnp.stack(leaf_sums(term, pairs, *scale, axes=axes))
+    slopes = jnp.stack(leaf_sums(term, pairs, *divisors, axes=axes))
     if ord == math.inf:
-        ties = jnp.stack(leaf_sums(is_largest, pairs, *scale, axes=axes))
+        ties = jnp.stack(leaf_sums(is_largest, pairs, *divisors, axes=axes))
         ties = jnp.broadcast_to(jnp.sum(ties), ties.shape) if scope == "global" else ties
         slopes = slopes / jnp.maximum(ties, 1)
     slopes = jnp.where(defined, slopes, 0)
@@ -467,7 +465,7 @@ def clip_factor(norm: Scaled, limit: Scaled) -> Factor:
     applies = _exceeds(norm, limit)
     one = jnp.ones_like(norm.mantissa)
     # Not only for speed: what comes out of a `cond` is computed once, not again in the kernel of every leaf.
-    return lax.cond(
+    return run_if(
         jnp.any(applies),
         lambda: _reduced(norm, limit, applies),
         lambda: Factor(jnp.zeros_like(applies), one, one),
@@ -483,7 +481,7 @@ def clip_factors(norms: Sequence[Scaled], limits: Sequence[Scaled]) -> list[Fact
     def untouched(norm: Scaled, applies: jax.Array) -> Factor:
         return Factor(jnp.zeros_like(applies), jnp.ones_like(norm.mantissa), jnp.ones_like(norm.mantissa))
 
-    return lax.cond(
+    return run_if(
         jnp.any(jnp.stack([jnp.any(a) for a in applies])),
         lambda: list(map(_reduced, norms, limits, applies)),
         lambda: list(map(untouched, norms, applies)),
@@ -591,24 +589,23 @@ def times(x: jax.Array, factor: jax.Array) -> jax.Array:
     return lax.complex(x.real * factor, x.imag * factor) if is_complex(x) else x * factor
 
 
-def _rescaled(x: Any, dtype: Any, *factors: jax.Array) -> jax.Array:
-    """Returns x in a real dtype (`widen`), times each real factor in turn, to be multiplied again.
+def _over(x: jax.Array, *divisors: jax.Array) -> jax.Array:
+    """Returns x divided by real numbers, to be multiplied again.
 
-    XLA reorders products that have constants in them: `(x * c) * (x * c)` becomes `(x * x) * (c * c)` where it knows x,
-    such as the zero gradient of a frozen parameter, and that is 0 * inf for c = 2**88 in float32. It does the same to
-    a product that comes in as x. `lax.reduce_precision` to the precision that x has anyway stops it, on CPU, CUDA and
-    TPU (`tests/test_train_steps.py`, `tests/test_accelerators.py`); an optimization barrier on c does not.
+    Not a product with their inverses, because XLA reorders products: where it knows x, such as the zero gradient of a
+    frozen parameter, `(x * c) * (x * c)` becomes `(x * x) * (c * c)`, and that is 0 * inf for c = 2**88 in float32. It
+    leaves quotients as they are, on CPU, CUDA and TPU (`tests/test_train_steps.py`, `tests/test_accelerators.py`).
+    `lax.reduce_precision` would stop it, too, but then XLA:CPU writes out what it sums.
     """
-    x = _as_written(widen(x, dtype))
-    for factor in factors:
-        x = _as_written(times(x, factor))
+    for divisor in divisors:
+        x = lax.complex(x.real / divisor, x.imag / divisor) if is_complex(x) else x / divisor
     return x
 
 
-def _as_written(x: jax.Array) -> jax.Array:
-    info = jnp.finfo(x.dtype)
-    seal = partial(lax.reduce_precision, exponent_bits=int(info.nexp), mantissa_bits=int(info.nmant))
-    return lax.complex(seal(x.real), seal(x.imag)) if is_complex(x) else seal(x)
+def _divisors(mantissas: jax.Array, exponents: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what brings numbers of these mantissas and exponents to 1, divided by in turn; 1 for a mantissa of 0."""
+    first, second = _factors_of_two(jnp.where(mantissas > 0, exponents, 0), mantissas.dtype)
+    return first, second, jnp.where(mantissas > 0, mantissas, 1)
 
 
 def _squared_modulus(x: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax import _wide
+from shrewjax._branches import run_if
 from shrewjax._wide import Wide
 
 AxisName = Hashable | tuple[Hashable, ...]
@@ -229,7 +230,7 @@ def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], kept: Kept = ()) 
     # A sum is what XLA:CPU reduces at memory speed. If it is finite, so is every element; if not, it may have
     # overflowed, and x - x decides, 0 for a finite x, else NaN. (The barrier keeps XLA:GPU from running both always.)
     plain = sums_are_finite(lambda x: x)
-    return lax.cond(jnp.all(plain), lambda: plain, lambda: lax.optimization_barrier(sums_are_finite(lambda x: x - x)))
+    return run_if(~jnp.all(plain), lambda: lax.optimization_barrier(sums_are_finite(lambda x: x - x)), lambda: plain)
 
 
 def _sum(x: jax.Array, keep: Kept = ()) -> jax.Array:

@@ -1,111 +1,102 @@
-"""What transformations that wrap another one share: running it, or leaving it alone.
+"""Running a wrapped transformation, or skipping it.
 
-Left alone, the wrapped transformation's state is what it was, and the step changes nothing. Written as updates that is
-an array of zeros for every parameter; written as new parameters it costs nothing at all. So a wrapper does not return
-updates but a `Result` of them, which `apply_gradients` chooses, and which goes through wrappers inside wrappers.
+A wrapper may skip a step; the parameters and the wrapped transformation's state then stay as they are. Expressed as
+updates, "unchanged" means to write zeros for every parameter. Expressed as new parameters, it costs nothing. So a
+wrapper's `update` function has a second form, the attribute `update_or_apply`: it returns updates, or the new
+parameters if `apply` is set.
+
+Wrappers may stand inside one another. Each only decides whether the step `runs`, from small numbers, and hands the
+decision on; the innermost transformation, which is no wrapper, runs in one branch or is skipped. There is no branch
+within a branch, because on CUDA XLA copies parameters and state where the inner one hands them through
+(`tests/test_accelerators.py`). The gradients are handed on as a function that makes them, because what enters a
+branch as an array is written out, also where the branch is not taken.
+
+The second form belongs to the function, not to the transformation, because a transformation is a pytree of functions:
+libraries take it apart and rebuild it. If they replace the function too, `update` alone is left, and gives the same
+results.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+
+from shrewjax._branches import run_if
 
 Flag = bool | jax.Array
 """A bool where it is known while tracing."""
+Gradients = Callable[[], optax.Updates]
+"""Makes the gradients, where they are needed."""
+UpdateOrApply = Callable[..., tuple[Any, Any]]
+"""`(gradients, state, params, *, apply, runs, **extra_args) -> (updates, or new parameters; new state)`."""
 
 
-class Result(NamedTuple):
-    """What a call is to return."""
-
-    of: Callable[[optax.Updates], Any]  # where the wrapped transformation ran: of its updates
-    idle: Callable[[optax.Updates], Any]  # where it was left alone: in the place of such updates
-
-
-class Wrapper(optax.GradientTransformationExtraArgs):
-    """A transformation that may leave the one that it wraps alone, with a more general form of `update`."""
-
-    advance: Callable[..., tuple[Any, Any]]
-    """As `update`, with a `Result` after `params`."""
-
-
-def wrapper(
-    init_fn: optax.TransformInitFn, advance_fn: Callable[..., tuple[Any, Any]]
-) -> optax.GradientTransformationExtraArgs:
-    """The transformation that advances so."""
-
-    def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
-        return advance_fn(updates, state, params, UPDATES, **extra_args)
-
-    transformation = Wrapper(init_fn, update_fn)
-    transformation.advance = advance_fn
-    return transformation
+def wrapper(update_fn: Callable[..., Any], update_or_apply: UpdateOrApply) -> optax.TransformUpdateExtraArgsFn:
+    """Returns a wrapper's `update` function, which has both forms."""
+    cast(Any, update_fn).update_or_apply = update_or_apply
+    return update_fn
 
 
 def inner_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """The argument `inner`, checked, as one that takes extra arguments."""
+    """Returns the argument `inner`, checked, as a transformation that takes extra arguments."""
     if not isinstance(inner, optax.GradientTransformation):
         raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}")
     return optax.with_extra_args_support(inner)
 
 
-def zero_updates(like: optax.Updates) -> optax.Updates:
-    """What a call returns that changes nothing."""
-    # Not `jnp.zeros(shape)`: what is like an update is sharded as it is.
-    return jax.tree.map(jnp.zeros_like, like)
-
-
-UPDATES = Result(of=lambda updates: updates, idle=zero_updates)
-"""What `update` returns."""
-
-
-def new_parameters(params: optax.Params) -> Result:
-    """The parameters with the updates applied, or as they are."""
-    return Result(of=partial(optax.apply_updates, params), idle=lambda _: params)
-
-
-def advance(
+def update_or_apply(
     tx: optax.GradientTransformation,
-    updates: optax.Updates,
+    gradients: Gradients,
     state: Any,
     params: optax.Params | None,
-    result: Result,
     /,
+    *,
+    apply: bool,
+    runs: Flag,
     **extra_args: Any,
 ) -> tuple[Any, Any]:
-    """The result of `tx.update`, and the new state."""
-    if isinstance(tx, Wrapper):
-        return tx.advance(updates, state, params, result, **extra_args)
-    new_updates, new_state = optax.with_extra_args_support(tx).update(updates, state, params, **extra_args)
-    return result.of(new_updates), new_state
+    """Returns the updates of any transformation, or the new parameters if `apply` is set; and the new state.
+
+    If the step does not run: zero updates, or the parameters; and the state as it is.
+    """
+    of_wrapper = getattr(tx.update, "update_or_apply", None)
+    if of_wrapper is not None:
+        return of_wrapper(gradients, state, params, apply=apply, runs=runs, **extra_args)
+
+    def run() -> tuple[Any, Any]:
+        updates, new_state = optax.with_extra_args_support(tx).update(gradients(), state, params, **extra_args)
+        return optax.apply_updates(params, updates) if apply else updates, new_state
+
+    return run_or_skip(runs, run, state, params, apply=apply)
 
 
-def run_or_idle(runs: Flag, run: Callable[[Result], tuple[Any, Any]], state: Any, result: Result) -> tuple[Any, Any]:
-    """The result and the new state that `run` makes, if it `runs`; else the state as it is."""
-    what = "inner's update changed its state"
+def run_or_skip(
+    runs: Flag, run: Callable[[], tuple[Any, Any]], state: Any, params: optax.Params | None, *, apply: bool
+) -> tuple[Any, Any]:
+    """Returns what `run()` does, or, if it is not to run, zero updates (the parameters if `apply`) and the state."""
+    ran = run() if runs is True else jax.eval_shape(run)
+    check_unchanged(ran[1], state, "inner's update changed its state")
     if runs is True:
-        returned, new_state = run(result)
-        check_unchanged(new_state, state, what)
-        return returned, new_state
-    updates_like, state_like = jax.eval_shape(partial(run, UPDATES))
-    check_unchanged(state_like, state, what)
-    return _cond(runs, partial(run, result), lambda: (result.idle(updates_like), state))
+        return ran
+
+    def skip() -> tuple[Any, Any]:
+        # Zeros like an array, not of a shape, because these are sharded as updates are.
+        return params if apply else optax.tree.zeros_like(ran[0]), state
+
+    return run_if(runs, run, skip)
+
+
+def decide_if(runs: Flag, decide: Callable[[], tuple[jax.Array, Any]], state: Any) -> tuple[Flag, Any]:
+    """Returns what `decide()` does: a wrapper's own decision and numbers. If the step does not run: False, `state`."""
+    if runs is True:
+        return decide()
+    return run_if(runs, decide, lambda: (jnp.zeros((), bool), state))
 
 
 def check_unchanged(new: Any, old: Any, what: str) -> None:
-    """At trace time: structure, shapes and dtypes are the same. Adds no operation to the program."""
+    """Raises, while tracing, unless structure, shapes and dtypes are the same. Adds no operation to the program."""
     chex.assert_trees_all_equal_structs(new, old, custom_message=f"{what} in structure")
     chex.assert_trees_all_equal_shapes_and_dtypes(new, old, custom_message=f"{what} in shapes or dtypes")
-
-
-def _cond(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
-    """`lax.cond`, but a plain branch where the flag is known: outside of jit each call would compile both anew."""
-    if isinstance(flag, jax.core.Tracer):
-        return lax.cond(flag, on_true, on_false)
-    return on_true() if flag else on_false()

@@ -9,6 +9,7 @@ import shrewjax
 PACKAGE = pathlib.Path(shrewjax.__file__).parent
 # Each module may import from those before it.
 ORDER = [
+    "_branches",
     "_checks",
     "_wide",
     "_reductions",
