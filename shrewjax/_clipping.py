@@ -49,8 +49,9 @@ def grad_norm(grads: chex.ArrayTree, ord: float | None = None, *, axis_name: Axi
       float32 scalar; float64 if a leaf is float64 or complex128.
 
     Raises:
-      ValueError: `ord` is traced, below 1 or NaN; a leaf is neither an array nor a number; the leaves' mapped axes
-        cannot be known and `axis_name` is missing.
+      ValueError: `ord` is traced, below 1 or NaN; a leaf is neither an array nor a number, or has a dtype that cannot
+        hold a gradient, without a sign and a zero (float8_e8m0fnu) or without a NaN (float4, float6); the leaves'
+        mapped axes cannot be known and `axis_name` is missing.
 
     Example:
       >>> grad_norm({"w": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])})
@@ -145,8 +146,8 @@ def clip_grad_value(grads: chex.ArrayTree, max_value: Any) -> chex.ArrayTree:
       The clipped gradients, each leaf in its dtype.
 
     Raises:
-      ValueError: `max_value` is a Python or NumPy number that is negative or NaN, or is no real scalar; a leaf is
-        neither an array nor a number.
+      ValueError: `max_value` is a Python or NumPy number that is negative or NaN, or is no real scalar; or a leaf is
+        refused as in `grad_norm`.
 
     Example:
       >>> clip_grad_value(jnp.array([0.5, -3.0, jnp.inf]), 1.0)
