@@ -607,8 +607,9 @@ def flush(
     gradients: at weight 0 they contribute nothing.
 
     Args:
-      tx: what `accumulate` returned. An accumulation inside a chain cannot be flushed from outside: the links before
-        it would see a gradient that never was.
+      tx: what `accumulate` returned. An accumulation inside another transformation (`optax.chain`, `optax.masked`,
+        `optax.inject_hyperparams`) cannot be flushed from outside: what is around it would see a gradient that never
+        was. There, pass `flush=True` to `update`, as above.
       opt_state: its state.
       params: the parameters; the average is cast to their dtypes.
       **extra_args: passed to the wrapped optimizer.
@@ -628,7 +629,11 @@ def flush(
       Array([-1., -2.], dtype=float32)
     """
     if not isinstance(tx, _Accumulation):
-        raise ValueError(f"flush needs what accumulate returned, got {tx!r}")
+        raise ValueError(
+            f"tx must be what accumulate returned itself, got {tx!r}. Where accumulate is inside of another "
+            "transformation, pass flush=True to update with the last micro-batch. Or call "
+            "tx.update(grads, opt_state, params, weight=0, flush=True) with any finite grads, which contribute nothing"
+        )
     return tx.advance(None, opt_state, params, UPDATES, weight=0, flush=True, **extra_args)
 
 
