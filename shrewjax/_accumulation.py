@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import chex
 import jax
@@ -24,6 +24,7 @@ from shrewjax._reductions import (
     is_same_along,
     row_sums,
 )
+from shrewjax._states import described
 from shrewjax._wrapping import (
     UPDATES,
     Flag,
@@ -41,30 +42,34 @@ Nonfinite = Literal["propagate", "drop_microbatch", "drop_window", "extend_windo
 AccumSteps = int | jax.Array | Callable[[jax.Array], Any]
 
 
+@described
 class GradAccumulatorState(NamedTuple):
     """A window, open or empty. Its fields are a file format: a change to them breaks checkpoints."""
 
-    micro_step: jax.Array  # int32 (): micro-batches in the open window
-    windows: jax.Array  # int32 (): windows closed so far with a weight other than 0, discarded ones not counted
-    weight_sum: jax.Array  # float32 or float64 (), or (devices,): weight of the open window
-    window_bad: jax.Array  # bool (): the open window is to be discarded
-    dropped: jax.Array  # int32 (): non-finite micro-batches met so far, unless they propagate
-    gradient_sum: chex.ArrayTree  # as in AccumulateState
+    micro_step: Annotated[jax.Array, "int32 (): micro-batches in the open window"]
+    windows: Annotated[jax.Array, "int32 (): windows closed with a weight other than 0, without discarded ones"]
+    weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,): weight of the open window"]
+    window_bad: Annotated[jax.Array, "bool (): the open window is to be discarded"]
+    dropped: Annotated[jax.Array, "int32 (): non-finite micro-batches met so far, unless they propagate"]
+    gradient_sum: Annotated[Any, "as in `AccumulateState`"]
 
 
+@described
 class AccumulateState(NamedTuple):
     """A window and the wrapped optimizer. Its fields are a file format: a change to them breaks checkpoints."""
 
-    micro_step: jax.Array  # int32 (): micro-batches in the open window
-    windows: jax.Array  # int32 (): windows so far in which inner ran
-    applied: jax.Array  # bool (): the last call ran inner
-    weight_sum: jax.Array  # float32 or float64 (), or (devices,): weight of the open window, not of all so far
-    window_bad: jax.Array  # bool (): the open window is to be discarded
-    dropped: jax.Array  # int32 (): non-finite micro-batches met so far, unless they propagate
-    # Like the parameters, with a leading axis of all devices where there is an axis_name, in the accumulator's dtype;
-    # meaningless while micro_step is 0.
-    gradient_sum: chex.ArrayTree
-    inner_state: Any  # the wrapped optimizer's state
+    micro_step: Annotated[jax.Array, "int32 (): micro-batches in the open window"]
+    windows: Annotated[jax.Array, "int32 (): windows so far in which inner ran"]
+    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
+    weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,): weight of the open window"]
+    window_bad: Annotated[jax.Array, "bool (): the open window is to be discarded"]
+    dropped: Annotated[jax.Array, "int32 (): non-finite micro-batches met so far, unless they propagate"]
+    gradient_sum: Annotated[
+        Any,
+        "like the parameters, with a leading axis of all devices where there is an axis_name, in the accumulator's "
+        "dtype; meaningless while micro_step is 0",
+    ]
+    inner_state: Annotated[Any, "the wrapped optimizer's state"]
 
 
 _WINDOWS = (GradAccumulatorState, AccumulateState)

@@ -6,7 +6,7 @@ through untouched and are not counted.
 
 import math
 from fractions import Fraction
-from typing import Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import chex
 import jax
@@ -19,6 +19,7 @@ from shrewjax._checks import Scalar
 from shrewjax._norms import Factor, Scaled, Scope
 from shrewjax._reductions import Axes, AxisName, is_counted
 from shrewjax._selection import Method, Over, select
+from shrewjax._states import described
 
 
 def grad_norm(grads: chex.ArrayTree, ord: float | None = None, *, axis_name: AxisName | None = None) -> jax.Array:
@@ -242,11 +243,12 @@ def clip_grad_percentile(
     return clipped, bounds
 
 
+@described
 class ClipByGlobalNormState(NamedTuple):
     """What the last update measured."""
 
-    grad_norm: jax.Array  # float32 (): the norm before clipping
-    clip_scale: jax.Array  # float32 (): what the gradients were multiplied by; 1 if not clipped
+    grad_norm: Annotated[jax.Array, "float32 (): the norm before clipping"]
+    clip_scale: Annotated[jax.Array, "float32 (): what the gradients were multiplied by; 1 if not clipped"]
 
 
 def clip_by_global_norm(
@@ -303,11 +305,12 @@ def clip_by_global_norm(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+@described
 class ClipByLeafNormState(NamedTuple):
     """What the last update measured, leaf by leaf: trees like the parameters."""
 
-    grad_norm: chex.ArrayTree  # float32 () each: the leaf's norm before clipping; 0 for leaves that do not count
-    clip_scale: chex.ArrayTree  # float32 () each: what the leaf was multiplied by; 1 if not clipped
+    grad_norm: Annotated[Any, "float32 () each: the leaf's norm before clipping; 0 for leaves that do not count"]
+    clip_scale: Annotated[Any, "float32 () each: what the leaf was multiplied by; 1 if not clipped"]
 
 
 def clip_by_leaf_norm(
@@ -417,11 +420,12 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+@described
 class ClipByPercentileState(NamedTuple):
     """What the last update measured."""
 
-    bound: chex.ArrayTree  # float32 (): the percentile of |g|; for scope "leaf" a tree like the parameters of such
-    clipped_fraction: jax.Array  # float32 (): the share of all elements that were larger, and so were clipped
+    bound: Annotated[Any, "float32 (): the percentile of |g|; for scope 'leaf' a tree like the parameters of such"]
+    clipped_fraction: Annotated[jax.Array, "float32 (): the share of elements that were larger, and so clipped"]
 
 
 def clip_by_percentile(

@@ -1,0 +1,13 @@
+"""States: named tuples of arrays, each field with a description beside it, which `help` shows."""
+
+from typing import TypeVar, get_type_hints
+
+T = TypeVar("T")
+
+
+def described(state: type[T]) -> type[T]:
+    """The state, whose fields are `Annotated` with their descriptions: these become docstrings, types stay types."""
+    for name, hint in get_type_hints(state, include_extras=True).items():
+        (getattr(state, name).__doc__,) = hint.__metadata__
+    state.__annotations__ = state.__new__.__annotations__ = get_type_hints(state)
+    return state
