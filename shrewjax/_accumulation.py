@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from shrewjax import _checks, _norms, _rows
+from shrewjax._checks import Tree
 from shrewjax._reductions import (
     AxisName,
     all_finite,
@@ -24,7 +25,7 @@ from shrewjax._reductions import (
     is_same_along,
     row_sums,
 )
-from shrewjax._states import described
+from shrewjax._states import State, described
 from shrewjax._wrapping import (
     UPDATES,
     Flag,
@@ -135,7 +136,7 @@ class GradAccumulator:
         self._axes = _checks.axis_names(axis_name)
         self._jitted_add = jax.jit(self.add)
 
-    def init(self, params: chex.ArrayTree) -> GradAccumulatorState:
+    def init(self, params: Any) -> GradAccumulatorState:
         """An empty window for gradients like `params`, sharded as they are."""
         gradient_sum, scalar = self._zeros(params)
         wide = any(jnp.finfo(x.dtype).bits == 64 for x in jax.tree.leaves(gradient_sum))
@@ -148,7 +149,7 @@ class GradAccumulator:
             gradient_sum=gradient_sum,
         )
 
-    def add(self, state: GradAccumulatorState, grads: chex.ArrayTree, weight: Any = 1) -> GradAccumulatorState:
+    def add(self, state: GradAccumulatorState, grads: Any, weight: Any = 1) -> GradAccumulatorState:
         """The window with one more micro-batch. It goes on growing if nobody takes it when it is ready.
 
         Args:
@@ -162,7 +163,7 @@ class GradAccumulator:
         """Whether the window has as many micro-batches as it should. Shape (), bool."""
         return state.micro_step >= self._steps(state.windows)
 
-    def take(self, state: GradAccumulatorState) -> tuple[chex.ArrayTree, GradAccumulatorState]:
+    def take(self, state: GradAccumulatorState) -> tuple[Any, GradAccumulatorState]:
         """Closes whatever is open: its average, in the accumulator's dtype, and an empty window.
 
         The average is zeros if the window is empty, weighs nothing or is to be discarded; `windows` then stays as it
@@ -199,9 +200,7 @@ class GradAccumulator:
             window_bad=jnp.zeros_like(state.window_bad),
         )
 
-    def step(
-        self, state: GradAccumulatorState, grads: chex.ArrayTree, weight: Any = 1
-    ) -> tuple[chex.ArrayTree | None, GradAccumulatorState]:
+    def step(self, state: GradAccumulatorState, grads: Any, weight: Any = 1) -> tuple[Any | None, GradAccumulatorState]:
         """Adds a micro-batch, and takes the average if that fills the window; else None. Not for use under jit."""
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight))):
             raise ValueError("step decides on the host and cannot be traced: use add, ready and take under jit")
@@ -561,11 +560,11 @@ def accumulate(
 
 def apply_gradients(
     tx: optax.GradientTransformation,
-    grads: optax.Updates,
-    opt_state: optax.OptState,
-    params: optax.Params,
+    grads: Any,
+    opt_state: State,
+    params: Tree,
     **extra_args: Any,
-) -> tuple[optax.Params, optax.OptState]:
+) -> tuple[Tree, State]:
     """`tx.update` and `optax.apply_updates` in one, for any Optax transformation.
 
     For what `accumulate` returned, a call that does not close the window touches nothing but the accumulator: neither
@@ -601,9 +600,7 @@ def apply_gradients(
     return advance(tx, grads, opt_state, params, new_parameters(params), **extra_args)
 
 
-def flush(
-    tx: optax.GradientTransformation, opt_state: optax.OptState, params: optax.Params, **extra_args: Any
-) -> tuple[optax.Updates, optax.OptState]:
+def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **extra_args: Any) -> tuple[Tree, State]:
     """Closes a window that is open, at the end of an epoch or of training, over the micro-batches that it has.
 
     The divisor is the weight that came, not `accum_steps`. An empty window is left alone: zero updates. To close a
@@ -642,7 +639,7 @@ def flush(
     return tx.advance(None, opt_state, params, UPDATES, weight=0, flush=True, **extra_args)
 
 
-def check_window(opt_state: optax.OptState, accum_steps: int, *, weight: Any = 1) -> None:
+def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
     """Checks the values in a window, where wanted: under `chex.chexify`, or outside of jit.
 
     For every window found in the state: `0 <= micro_step < accum_steps` (`<=` for `GradAccumulator`, whose full window
@@ -684,7 +681,7 @@ def check_window(opt_state: optax.OptState, accum_steps: int, *, weight: Any = 1
         _assert_values(jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0), "weight_sum is not finite and >= 0")
 
 
-def redistribute(opt_state: optax.OptState, like: optax.OptState) -> optax.OptState:
+def redistribute(opt_state: State, like: State) -> State:
     """A state with windows of `accumulate(..., axis_name=...)`, in mid-window or not, on another number of devices.
 
     A window has a row for each device along `axis_name`, and only their sum means something: it goes to the first of

@@ -8,7 +8,7 @@ import math
 import numbers
 from collections.abc import Callable, Collection, Hashable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import chex
 import jax
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 KeyPath = tuple[Any, ...]
+Tree = TypeVar("Tree")
+"""A pytree that comes back as the type that went in. Its leaves come back as JAX arrays."""
 AxesOf = tuple[int, ...] | Callable[[str, Any], Any] | None
 """Checked axes of leaves."""
 UnitAxisNames = tuple[Hashable, ...] | jax.P | Callable[[str, Any], Any] | None

@@ -8,21 +8,20 @@ import math
 from fractions import Fraction
 from typing import Annotated, Any, NamedTuple, get_args
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
 from shrewjax import _checks, _norms
-from shrewjax._checks import Scalar
+from shrewjax._checks import Scalar, Tree
 from shrewjax._norms import Factor, Scaled, Scope
 from shrewjax._reductions import Axes, AxisName, is_counted
 from shrewjax._selection import Method, Over, select
 from shrewjax._states import described
 
 
-def grad_norm(grads: chex.ArrayTree, ord: float | None = None, *, axis_name: AxisName | None = None) -> jax.Array:
+def grad_norm(grads: Any, ord: float | None = None, *, axis_name: AxisName | None = None) -> jax.Array:
     r"""The norm of all gradients together, as if they were one long vector.
 
     .. math:: \|g\|_p = \Big(\sum_i |g_i|^p\Big)^{1/p}, \qquad \|g\|_\infty = \max_i |g_i|
@@ -67,8 +66,8 @@ def grad_norm(grads: chex.ArrayTree, ord: float | None = None, *, axis_name: Axi
 
 
 def clip_grad_norm(
-    grads: chex.ArrayTree, max_norm: Any, *, ord: float | None = None, axis_name: AxisName | None = None
-) -> tuple[chex.ArrayTree, jax.Array]:
+    grads: Tree, max_norm: Any, *, ord: float | None = None, axis_name: AxisName | None = None
+) -> tuple[Tree, jax.Array]:
     r"""Scales all gradients by one number so that their norm is at most `max_norm`; also returns the norm before.
 
     .. math:: g \leftarrow g \cdot \min\Big(1, \frac{\text{max\_norm}}{\|g\|}\Big)
@@ -119,7 +118,7 @@ def clip_grad_norm(
     return clipped, _norms.join(norm)
 
 
-def clip_grad_value(grads: chex.ArrayTree, max_value: Any) -> chex.ArrayTree:
+def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
     r"""Limits each element to [-max_value, max_value].
 
     .. math:: g_i \leftarrow \max(-\text{max\_value}, \min(g_i, \text{max\_value}))
@@ -162,14 +161,14 @@ def clip_grad_value(grads: chex.ArrayTree, max_value: Any) -> chex.ArrayTree:
 
 
 def clip_grad_percentile(
-    grads: chex.ArrayTree,
+    grads: Tree,
     percentile: Any,
     *,
     method: Method = "linear",
     scope: Scope = "global",
     over: Over = "all",
     axis_name: AxisName | None = None,
-) -> tuple[chex.ArrayTree, Any]:
+) -> tuple[Tree, Any]:
     r"""Limits each element to [-b, b], where b is a percentile of the magnitudes; also returns b.
 
     .. math:: g_i \leftarrow \max(-b, \min(g_i, b)), \qquad b = \mathrm{percentile}_p(|g_1|, \dots, |g_n|)
@@ -493,19 +492,19 @@ def clip_by_percentile(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def global_norm(grads: chex.ArrayTree, ord: float, axes: Axes) -> Scaled:
+def global_norm(grads: Any, ord: float, axes: Axes) -> Scaled:
     """The norm of all gradients together."""
     return _norms.measure([x for x in _checks.gradient_leaves(grads)[1] if is_counted(x)], ord, "global", axes)
 
 
-def hold_to(grads: chex.ArrayTree, norm: Scaled, limit: Scaled) -> tuple[chex.ArrayTree, Factor]:
+def hold_to(grads: Tree, norm: Scaled, limit: Scaled) -> tuple[Tree, Factor]:
     """The gradients, whose norm is given, scaled to the limit if they are above it; and what they were scaled by."""
     _, leaves, treedef = _checks.gradient_leaves(grads)
     factor = _norms.clip_factor(norm, limit)
     return treedef.unflatten([_norms.scale(x, factor) if is_counted(x) else x for x in leaves]), factor
 
 
-def _clip_to(max_norm: Scalar, grads: chex.ArrayTree, ord: float, axes: Axes) -> tuple[chex.ArrayTree, Scaled, Factor]:
+def _clip_to(max_norm: Scalar, grads: Tree, ord: float, axes: Axes) -> tuple[Tree, Scaled, Factor]:
     norm = global_norm(grads, ord, axes)
     clipped, factor = hold_to(grads, norm, _norms.limit(max_norm, norm))
     return clipped, norm, factor
@@ -531,9 +530,7 @@ class _PercentileRule(NamedTuple):
         )
 
 
-def _clip_percentile(
-    grads: chex.ArrayTree, rule: _PercentileRule, start: chex.ArrayTree | None
-) -> tuple[chex.ArrayTree, Any, jax.Array]:
+def _clip_percentile(grads: Tree, rule: _PercentileRule, start: Any) -> tuple[Tree, Any, jax.Array]:
     """The clipped gradients, the bound or bounds, and the clipped share of the elements."""
     _, leaves, treedef = _checks.gradient_leaves(grads)
     counted = [i for i, x in enumerate(leaves) if is_counted(x)]
@@ -572,7 +569,7 @@ def _clip_to_selected(x: Any, bound: jax.Array, bits: jax.Array, percentile: Fra
     return jnp.where(jnp.isnan(bound), jnp.asarray(jnp.nan, x.dtype), clipped)
 
 
-def _like(tree: chex.ArrayTree, measured: chex.ArrayTree, absent: float) -> chex.ArrayTree:
+def _like(tree: Tree, measured: Any, absent: float) -> Tree:
     """`measured` in the structure of `tree`: where there was no gradient (None), `absent`."""
     return jax.tree.map(lambda _, m: jnp.asarray(absent, jnp.float32) if m is None else m, tree, measured)
 

@@ -2,10 +2,11 @@
 
 from typing import TypeVar, get_type_hints
 
-T = TypeVar("T")
+State = TypeVar("State")
+"""A state that comes back as the type that went in."""
 
 
-def described(state: type[T]) -> type[T]:
+def described(state: type[State]) -> type[State]:
     """The state, whose fields are `Annotated` with their descriptions: these become docstrings, types stay types."""
     for name, hint in get_type_hints(state, include_extras=True).items():
         (getattr(state, name).__doc__,) = hint.__metadata__
