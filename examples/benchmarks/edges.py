@@ -1,4 +1,4 @@
-"""What comes out of Optax and of shrewjax at the edges: overflow, NaN, order, shards, uneven batches, dtypes.
+"""What comes out of Optax and of shrewjax at the edges: overflow, NaN, order, shards, windows, dtypes.
 
     python examples/benchmarks/edges.py [--json FILE]
 
