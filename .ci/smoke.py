@@ -11,7 +11,7 @@ import shrewjax
 
 (wheel,) = sys.argv[1:]
 tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-assert tops == {"shrewjax", f"shrewjax-{wheel.split('-')[1]}.dist-info"}, tops
+assert tops == {"shrewjax", f"shrewjax-{shrewjax.__version__}.dist-info"}, tops
 assert "site-packages" in shrewjax.__file__, shrewjax.__file__
 
 tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), optax.sgd(0.5)), 2)

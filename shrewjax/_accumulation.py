@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import chex
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from shrewjax import _checks, _norms, _rows
+from shrewjax._checks import Tree
 from shrewjax._reductions import (
     AxisName,
     all_finite,
@@ -24,6 +25,7 @@ from shrewjax._reductions import (
     is_same_along,
     row_sums,
 )
+from shrewjax._states import State, described
 from shrewjax._wrapping import (
     Flag,
     Gradients,
@@ -39,30 +41,34 @@ Nonfinite = Literal["propagate", "drop_microbatch", "drop_window", "extend_windo
 AccumSteps = int | jax.Array | Callable[[jax.Array], Any]
 
 
+@described
 class GradAccumulatorState(NamedTuple):
     """A window, open or empty. Its fields are a file format: a change to them breaks checkpoints."""
 
-    micro_step: jax.Array  # int32 (): micro-batches in the open window
-    windows: jax.Array  # int32 (): windows closed so far with a weight other than 0, discarded ones not counted
-    weight_sum: jax.Array  # float32 or float64 (), or (devices,): weight of the open window
-    window_bad: jax.Array  # bool (): the open window is to be discarded
-    dropped: jax.Array  # int32 (): non-finite micro-batches met so far, unless they propagate
-    gradient_sum: chex.ArrayTree  # as in AccumulateState
+    micro_step: Annotated[jax.Array, "int32 (): micro-batches in the open window"]
+    windows: Annotated[jax.Array, "int32 (): windows closed with a weight other than 0, without discarded ones"]
+    weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,): weight of the open window"]
+    window_bad: Annotated[jax.Array, "bool (): the open window is to be discarded"]
+    dropped: Annotated[jax.Array, "int32 (): non-finite micro-batches met so far, unless they propagate"]
+    gradient_sum: Annotated[Any, "as in `AccumulateState`"]
 
 
+@described
 class AccumulateState(NamedTuple):
     """A window and the wrapped optimizer. Its fields are a file format: a change to them breaks checkpoints."""
 
-    micro_step: jax.Array  # int32 (): micro-batches in the open window
-    windows: jax.Array  # int32 (): windows so far in which inner ran
-    applied: jax.Array  # bool (): the last call ran inner
-    weight_sum: jax.Array  # float32 or float64 (), or (devices,): weight of the open window, not of all so far
-    window_bad: jax.Array  # bool (): the open window is to be discarded
-    dropped: jax.Array  # int32 (): non-finite micro-batches met so far, unless they propagate
-    # Like the parameters, with a leading axis of all devices where there is an axis_name, in the accumulator's dtype;
-    # meaningless while micro_step is 0.
-    gradient_sum: chex.ArrayTree
-    inner_state: Any  # the wrapped optimizer's state
+    micro_step: Annotated[jax.Array, "int32 (): micro-batches in the open window"]
+    windows: Annotated[jax.Array, "int32 (): windows so far in which inner ran"]
+    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
+    weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,): weight of the open window"]
+    window_bad: Annotated[jax.Array, "bool (): the open window is to be discarded"]
+    dropped: Annotated[jax.Array, "int32 (): non-finite micro-batches met so far, unless they propagate"]
+    gradient_sum: Annotated[
+        Any,
+        "like the parameters, with a leading axis of all devices where there is an axis_name, in the accumulator's "
+        "dtype; meaningless while micro_step is 0",
+    ]
+    inner_state: Annotated[Any, "the wrapped optimizer's state"]
 
 
 _WINDOWS = (GradAccumulatorState, AccumulateState)
@@ -128,7 +134,7 @@ class GradAccumulator:
         self._axes = _checks.axis_names(axis_name)
         self._jitted_add = jax.jit(self.add)
 
-    def init(self, params: chex.ArrayTree) -> GradAccumulatorState:
+    def init(self, params: Any) -> GradAccumulatorState:
         """An empty window for gradients like `params`, sharded as they are."""
         gradient_sum, scalar = self._zeros(params)
         wide = any(jnp.finfo(x.dtype).bits == 64 for x in jax.tree.leaves(gradient_sum))
@@ -141,7 +147,7 @@ class GradAccumulator:
             gradient_sum=gradient_sum,
         )
 
-    def add(self, state: GradAccumulatorState, grads: chex.ArrayTree, weight: Any = 1) -> GradAccumulatorState:
+    def add(self, state: GradAccumulatorState, grads: Any, weight: Any = 1) -> GradAccumulatorState:
         """The window with one more micro-batch. It goes on growing if nobody takes it when it is ready.
 
         Args:
@@ -155,7 +161,7 @@ class GradAccumulator:
         """Whether the window has as many micro-batches as it should. Shape (), bool."""
         return state.micro_step >= self._steps(state.windows)
 
-    def take(self, state: GradAccumulatorState) -> tuple[chex.ArrayTree, GradAccumulatorState]:
+    def take(self, state: GradAccumulatorState) -> tuple[Any, GradAccumulatorState]:
         """Closes whatever is open: its average, in the accumulator's dtype, and an empty window.
 
         The average is zeros if the window is empty, weighs nothing or is to be discarded; `windows` then stays as it
@@ -192,9 +198,7 @@ class GradAccumulator:
             window_bad=jnp.zeros_like(state.window_bad),
         )
 
-    def step(
-        self, state: GradAccumulatorState, grads: chex.ArrayTree, weight: Any = 1
-    ) -> tuple[chex.ArrayTree | None, GradAccumulatorState]:
+    def step(self, state: GradAccumulatorState, grads: Any, weight: Any = 1) -> tuple[Any | None, GradAccumulatorState]:
         """Adds a micro-batch, and takes the average if that fills the window; else None. Not for use under jit."""
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight))):
             raise ValueError("step decides on the host and cannot be traced: use add, ready and take under jit")
@@ -575,11 +579,11 @@ def accumulate(
 
 def apply_gradients(
     tx: optax.GradientTransformation,
-    grads: optax.Updates,
-    opt_state: optax.OptState,
-    params: optax.Params,
+    grads: Any,
+    opt_state: State,
+    params: Tree,
     **extra_args: Any,
-) -> tuple[optax.Params, optax.OptState]:
+) -> tuple[Tree, State]:
     """`tx.update` and `optax.apply_updates` in one, for any Optax transformation.
 
     For what `accumulate` returned, a call that does not close the window touches nothing but the accumulator: neither
@@ -615,9 +619,7 @@ def apply_gradients(
     return update_or_apply(tx, lambda: grads, opt_state, params, apply=True, runs=True, **extra_args)
 
 
-def flush(
-    tx: optax.GradientTransformation, opt_state: optax.OptState, params: optax.Params, **extra_args: Any
-) -> tuple[optax.Updates, optax.OptState]:
+def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **extra_args: Any) -> tuple[Tree, State]:
     """Closes a window that is open, at the end of an epoch or of training, over the micro-batches that it has.
 
     The divisor is the weight that came, not `accum_steps`. An empty window is left alone: zero updates. To close a
@@ -626,8 +628,9 @@ def flush(
     gradients: at weight 0 they contribute nothing.
 
     Args:
-      tx: what `accumulate` returned. An accumulation inside a chain cannot be flushed from outside: the links before
-        it would see a gradient that never was.
+      tx: what `accumulate` returned. An accumulation inside another transformation (`optax.chain`, `optax.masked`,
+        `optax.inject_hyperparams`) cannot be flushed from outside: what is around it would see a gradient that never
+        was. There, pass `flush=True` to `update`, as above.
       opt_state: its state.
       params: the parameters; the average is cast to their dtypes.
       **extra_args: passed to the wrapped optimizer.
@@ -647,12 +650,16 @@ def flush(
       Array([-1., -2.], dtype=float32)
     """
     if not isinstance(tx, _Accumulation):
-        raise ValueError(f"flush needs what accumulate returned, got {tx!r}")
+        raise ValueError(
+            f"tx must be what accumulate returned itself, got {tx!r}. Where accumulate is inside of another "
+            "transformation, pass flush=True to update with the last micro-batch. Or call "
+            "tx.update(grads, opt_state, params, weight=0, flush=True) with any finite grads, which contribute nothing"
+        )
     no_gradients = jax.tree.map(lambda _: None, params)
     return tx.update(no_gradients, opt_state, params, weight=0, flush=True, **extra_args)
 
 
-def check_window(opt_state: optax.OptState, accum_steps: int, *, weight: Any = 1) -> None:
+def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
     """Checks the values in a window, where wanted: under `chex.chexify`, or outside of jit.
 
     For every window found in the state: `0 <= micro_step < accum_steps` (`<=` for `GradAccumulator`, whose full window
@@ -694,7 +701,7 @@ def check_window(opt_state: optax.OptState, accum_steps: int, *, weight: Any = 1
         _assert_values(jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0), "weight_sum is not finite and >= 0")
 
 
-def redistribute(opt_state: optax.OptState, like: optax.OptState) -> optax.OptState:
+def redistribute(opt_state: State, like: State) -> State:
     """A state with windows of `accumulate(..., axis_name=...)`, in mid-window or not, on another number of devices.
 
     A window has a row for each device along `axis_name`, and only their sum means something: it goes to the first of

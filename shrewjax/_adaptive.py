@@ -7,7 +7,7 @@ the gradients are in, and a step with a gradient that is not finite leaves nothi
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import chex
 import jax
@@ -31,6 +31,7 @@ from shrewjax._reductions import (
     unit_axes,
     unit_zeros,
 )
+from shrewjax._states import described
 
 Unit = Literal["auto", "tensor"]
 UnitAxisName = AxisName | jax.P | Callable[[str, Any], Any]
@@ -39,13 +40,14 @@ UnitAxisName = AxisName | jax.P | Callable[[str, Any], Any]
 # --- one threshold for all gradients together ------------------------------------------------------------------
 
 
+@described
 class ClipByNormPercentileState(NamedTuple):
     """The norms so far and what the last update did. Its fields are a file format."""
 
-    history: _statistics.Window  # the last finite norms, before clipping
-    threshold: jax.Array  # float32 (): what the last norm was held to; inf while there is no history
-    grad_norm: jax.Array  # float32 (): the last norm before clipping
-    clip_scale: jax.Array  # float32 (): what the gradients were multiplied by; 1 if not clipped
+    history: Annotated[_statistics.Window, "the last finite norms, before clipping"]
+    threshold: Annotated[jax.Array, "float32 (): what the last norm was held to; inf while there is no history"]
+    grad_norm: Annotated[jax.Array, "float32 (): the last norm before clipping"]
+    clip_scale: Annotated[jax.Array, "float32 (): what the gradients were multiplied by; 1 if not clipped"]
 
 
 def clip_by_norm_percentile(
@@ -131,15 +133,16 @@ def clip_by_norm_percentile(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+@described
 class ClipByNormZscoreState(NamedTuple):
     """The norms' statistics and what the last update did. Its fields are a file format."""
 
-    recorded: jax.Array  # int32 (): norms recorded so far
-    mean: jax.Array  # float32 (): of the norms, each held to its own threshold
-    std: jax.Array  # float32 (): likewise
-    threshold: jax.Array  # float32 (): what the last norm was held to; if it was no spike, where one begins
-    grad_norm: jax.Array  # float32 (): the last norm before clipping
-    clip_scale: jax.Array  # float32 (): what the gradients were multiplied by; 1 if not clipped
+    recorded: Annotated[jax.Array, "int32 (): norms recorded so far"]
+    mean: Annotated[jax.Array, "float32 (): the mean of the norms, each held to its own threshold"]
+    std: Annotated[jax.Array, "float32 (): their standard deviation, likewise"]
+    threshold: Annotated[jax.Array, "float32 (): what the last norm was held to; if it was no spike, where one begins"]
+    grad_norm: Annotated[jax.Array, "float32 (): the last norm before clipping"]
+    clip_scale: Annotated[jax.Array, "float32 (): what the gradients were multiplied by; 1 if not clipped"]
 
 
 def clip_by_norm_zscore(
@@ -264,12 +267,13 @@ def _limit_as_shown(threshold: jax.Array, grad_norm: jax.Array, norm: Scaled) ->
 # --- a threshold for each unit ---------------------------------------------------------------------------------
 
 
+@described
 class AdaptiveGradClipState(NamedTuple):
     """What the last update measured."""
 
-    threshold: jax.Array  # float32 (): the largest ratio allowed
-    ratio_max: jax.Array  # float32 (): the largest ratio of a unit's gradient norm to its parameter norm
-    clipped_share: jax.Array  # float32 (): clipped units / units
+    threshold: Annotated[jax.Array, "float32 (): the largest ratio allowed"]
+    ratio_max: Annotated[jax.Array, "float32 (): the largest ratio of a unit's gradient norm to its parameter norm"]
+    clipped_share: Annotated[jax.Array, "float32 (): clipped units / units"]
 
 
 def adaptive_grad_clip(
@@ -397,12 +401,13 @@ def adaptive_grad_clip(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+@described
 class ClipByBlockRmsState(NamedTuple):
     """What the last update measured."""
 
-    threshold: jax.Array  # float32 (): the largest root mean square allowed
-    rms_max: jax.Array  # float32 (): the largest of a block before clipping
-    clipped_share: jax.Array  # float32 (): clipped blocks / blocks
+    threshold: Annotated[jax.Array, "float32 (): the largest root mean square allowed"]
+    rms_max: Annotated[jax.Array, "float32 (): the largest of a block before clipping"]
+    clipped_share: Annotated[jax.Array, "float32 (): clipped blocks / blocks"]
 
 
 def clip_by_block_rms(
@@ -486,14 +491,17 @@ def clip_by_block_rms(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+@described
 class ClipByLeafNormEmaState(NamedTuple):
     """The units' averages and what the last update did. Its fields are a file format."""
 
-    recorded: jax.Array  # int32 (): steps recorded so far
-    norm_ema: chex.ArrayTree  # like the parameters, float32 (sizes of a leaf's batch axes): 0 where none is recorded
-    threshold_max: jax.Array  # float32 (): the largest that the last norms were held to; the global one in the warm-up
-    grad_norm_max: jax.Array  # float32 (): the largest of a unit before clipping
-    clipped_share: jax.Array  # float32 (): clipped units / units
+    recorded: Annotated[jax.Array, "int32 (): steps recorded so far"]
+    norm_ema: Annotated[Any, "like the parameters, float32 (sizes of a leaf's batch axes): 0 where none is recorded"]
+    threshold_max: Annotated[
+        jax.Array, "float32 (): the largest that a norm was held to; in the warm-up the global one"
+    ]
+    grad_norm_max: Annotated[jax.Array, "float32 (): the largest of a unit before clipping"]
+    clipped_share: Annotated[jax.Array, "float32 (): clipped units / units"]
 
 
 def clip_by_leaf_norm_ema(

@@ -8,7 +8,7 @@ import math
 import numbers
 from collections.abc import Callable, Collection, Hashable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import chex
 import jax
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 KeyPath = tuple[Any, ...]
+Tree = TypeVar("Tree")
+"""A pytree that comes back as the type that went in. Its leaves come back as JAX arrays."""
 AxesOf = tuple[int, ...] | Callable[[str, Any], Any] | None
 """Checked axes of leaves."""
 UnitAxisNames = tuple[Hashable, ...] | jax.P | Callable[[str, Any], Any] | None
@@ -237,11 +239,24 @@ def gradient_leaves(grads: Any) -> tuple[list[KeyPath], list[Any], Any]:
 def array_leaf(path: KeyPath, leaf: Any) -> Any:
     """A gradient leaf: floating and complex NumPy arrays and Python numbers as JAX has them, the rest as it is."""
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        if not _holds_gradients(leaf.dtype):
+            raise ValueError(
+                f"gradient leaf {leaf_name(path)} must have a dtype with a sign, a zero and a NaN, got {leaf.dtype}: "
+                "cast the leaf to float32, or leave it out by optax.masked"
+            )
         is_foreign = isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
         return jnp.asarray(leaf) if is_foreign else leaf
     if isinstance(leaf, bool | int | float | complex):
         return jnp.asarray(leaf)
     raise ValueError(f"gradient leaf {leaf_name(path)} must be an array or a number, got {leaf!r}")
+
+
+def _holds_gradients(dtype: Any) -> bool:
+    """Whether a number of the dtype can be negative or NaN: float8_e8m0fnu has no sign, narrower ones no NaN."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return True
+    negative, nan = np.asarray([-1.0, np.nan]).astype(dtype)
+    return bool(negative == -1 and np.isnan(nan))
 
 
 def leaf_name(path: KeyPath) -> str:

@@ -6,22 +6,22 @@ through untouched and are not counted.
 
 import math
 from fractions import Fraction
-from typing import Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
 from shrewjax import _checks, _norms
-from shrewjax._checks import Scalar
+from shrewjax._checks import Scalar, Tree
 from shrewjax._norms import Factor, Scaled, Scope
 from shrewjax._reductions import Axes, AxisName, is_counted
 from shrewjax._selection import Method, Over, select
+from shrewjax._states import described
 
 
-def grad_norm(grads: chex.ArrayTree, ord: float | None = None, *, axis_name: AxisName | None = None) -> jax.Array:
+def grad_norm(grads: Any, ord: float | None = None, *, axis_name: AxisName | None = None) -> jax.Array:
     r"""The norm of all gradients together, as if they were one long vector.
 
     .. math:: \|g\|_p = \Big(\sum_i |g_i|^p\Big)^{1/p}, \qquad \|g\|_\infty = \max_i |g_i|
@@ -49,8 +49,9 @@ def grad_norm(grads: chex.ArrayTree, ord: float | None = None, *, axis_name: Axi
       float32 scalar; float64 if a leaf is float64 or complex128.
 
     Raises:
-      ValueError: `ord` is traced, below 1 or NaN; a leaf is neither an array nor a number; the leaves' mapped axes
-        cannot be known and `axis_name` is missing.
+      ValueError: `ord` is traced, below 1 or NaN; a leaf is neither an array nor a number, or has a dtype that cannot
+        hold a gradient, without a sign and a zero (float8_e8m0fnu) or without a NaN (float4, float6); the leaves'
+        mapped axes cannot be known and `axis_name` is missing.
 
     Example:
       >>> grad_norm({"w": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])})
@@ -65,8 +66,8 @@ def grad_norm(grads: chex.ArrayTree, ord: float | None = None, *, axis_name: Axi
 
 
 def clip_grad_norm(
-    grads: chex.ArrayTree, max_norm: Any, *, ord: float | None = None, axis_name: AxisName | None = None
-) -> tuple[chex.ArrayTree, jax.Array]:
+    grads: Tree, max_norm: Any, *, ord: float | None = None, axis_name: AxisName | None = None
+) -> tuple[Tree, jax.Array]:
     r"""Scales all gradients by one number so that their norm is at most `max_norm`; also returns the norm before.
 
     .. math:: g \leftarrow g \cdot \min\Big(1, \frac{\text{max\_norm}}{\|g\|}\Big)
@@ -117,7 +118,7 @@ def clip_grad_norm(
     return clipped, _norms.join(norm)
 
 
-def clip_grad_value(grads: chex.ArrayTree, max_value: Any) -> chex.ArrayTree:
+def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
     r"""Limits each element to [-max_value, max_value].
 
     .. math:: g_i \leftarrow \max(-\text{max\_value}, \min(g_i, \text{max\_value}))
@@ -145,8 +146,8 @@ def clip_grad_value(grads: chex.ArrayTree, max_value: Any) -> chex.ArrayTree:
       The clipped gradients, each leaf in its dtype.
 
     Raises:
-      ValueError: `max_value` is a Python or NumPy number that is negative or NaN, or is no real scalar; a leaf is
-        neither an array nor a number.
+      ValueError: `max_value` is a Python or NumPy number that is negative or NaN, or is no real scalar; or a leaf is
+        refused as in `grad_norm`.
 
     Example:
       >>> clip_grad_value(jnp.array([0.5, -3.0, jnp.inf]), 1.0)
@@ -160,14 +161,14 @@ def clip_grad_value(grads: chex.ArrayTree, max_value: Any) -> chex.ArrayTree:
 
 
 def clip_grad_percentile(
-    grads: chex.ArrayTree,
+    grads: Tree,
     percentile: Any,
     *,
     method: Method = "linear",
     scope: Scope = "global",
     over: Over = "all",
     axis_name: AxisName | None = None,
-) -> tuple[chex.ArrayTree, Any]:
+) -> tuple[Tree, Any]:
     r"""Limits each element to [-b, b], where b is a percentile of the magnitudes; also returns b.
 
     .. math:: g_i \leftarrow \max(-b, \min(g_i, b)), \qquad b = \mathrm{percentile}_p(|g_1|, \dots, |g_n|)
@@ -241,11 +242,12 @@ def clip_grad_percentile(
     return clipped, bounds
 
 
+@described
 class ClipByGlobalNormState(NamedTuple):
     """What the last update measured."""
 
-    grad_norm: jax.Array  # float32 (): the norm before clipping
-    clip_scale: jax.Array  # float32 (): what the gradients were multiplied by; 1 if not clipped
+    grad_norm: Annotated[jax.Array, "float32 (): the norm before clipping"]
+    clip_scale: Annotated[jax.Array, "float32 (): what the gradients were multiplied by; 1 if not clipped"]
 
 
 def clip_by_global_norm(
@@ -302,11 +304,12 @@ def clip_by_global_norm(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+@described
 class ClipByLeafNormState(NamedTuple):
     """What the last update measured, leaf by leaf: trees like the parameters."""
 
-    grad_norm: chex.ArrayTree  # float32 () each: the leaf's norm before clipping; 0 for leaves that do not count
-    clip_scale: chex.ArrayTree  # float32 () each: what the leaf was multiplied by; 1 if not clipped
+    grad_norm: Annotated[Any, "float32 () each: the leaf's norm before clipping; 0 for leaves that do not count"]
+    clip_scale: Annotated[Any, "float32 () each: what the leaf was multiplied by; 1 if not clipped"]
 
 
 def clip_by_leaf_norm(
@@ -416,11 +419,12 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+@described
 class ClipByPercentileState(NamedTuple):
     """What the last update measured."""
 
-    bound: chex.ArrayTree  # float32 (): the percentile of |g|; for scope "leaf" a tree like the parameters of such
-    clipped_fraction: jax.Array  # float32 (): the share of all elements that were larger, and so were clipped
+    bound: Annotated[Any, "float32 (): the percentile of |g|; for scope 'leaf' a tree like the parameters of such"]
+    clipped_fraction: Annotated[jax.Array, "float32 (): the share of elements that were larger, and so clipped"]
 
 
 def clip_by_percentile(
@@ -488,19 +492,19 @@ def clip_by_percentile(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def global_norm(grads: chex.ArrayTree, ord: float, axes: Axes) -> Scaled:
+def global_norm(grads: Any, ord: float, axes: Axes) -> Scaled:
     """The norm of all gradients together."""
     return _norms.measure([x for x in _checks.gradient_leaves(grads)[1] if is_counted(x)], ord, "global", axes)
 
 
-def hold_to(grads: chex.ArrayTree, norm: Scaled, limit: Scaled) -> tuple[chex.ArrayTree, Factor]:
+def hold_to(grads: Tree, norm: Scaled, limit: Scaled) -> tuple[Tree, Factor]:
     """The gradients, whose norm is given, scaled to the limit if they are above it; and what they were scaled by."""
     _, leaves, treedef = _checks.gradient_leaves(grads)
     factor = _norms.clip_factor(norm, limit)
     return treedef.unflatten([_norms.scale(x, factor) if is_counted(x) else x for x in leaves]), factor
 
 
-def _clip_to(max_norm: Scalar, grads: chex.ArrayTree, ord: float, axes: Axes) -> tuple[chex.ArrayTree, Scaled, Factor]:
+def _clip_to(max_norm: Scalar, grads: Tree, ord: float, axes: Axes) -> tuple[Tree, Scaled, Factor]:
     norm = global_norm(grads, ord, axes)
     clipped, factor = hold_to(grads, norm, _norms.limit(max_norm, norm))
     return clipped, norm, factor
@@ -526,9 +530,7 @@ class _PercentileRule(NamedTuple):
         )
 
 
-def _clip_percentile(
-    grads: chex.ArrayTree, rule: _PercentileRule, start: chex.ArrayTree | None
-) -> tuple[chex.ArrayTree, Any, jax.Array]:
+def _clip_percentile(grads: Tree, rule: _PercentileRule, start: Any) -> tuple[Tree, Any, jax.Array]:
     """The clipped gradients, the bound or bounds, and the clipped share of the elements."""
     _, leaves, treedef = _checks.gradient_leaves(grads)
     counted = [i for i, x in enumerate(leaves) if is_counted(x)]
@@ -567,7 +569,7 @@ def _clip_to_selected(x: Any, bound: jax.Array, bits: jax.Array, percentile: Fra
     return jnp.where(jnp.isnan(bound), jnp.asarray(jnp.nan, x.dtype), clipped)
 
 
-def _like(tree: chex.ArrayTree, measured: chex.ArrayTree, absent: float) -> chex.ArrayTree:
+def _like(tree: Tree, measured: Any, absent: float) -> Tree:
     """`measured` in the structure of `tree`: where there was no gradient (None), `absent`."""
     return jax.tree.map(lambda _, m: jnp.asarray(absent, jnp.float32) if m is None else m, tree, measured)
 

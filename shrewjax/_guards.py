@@ -4,7 +4,7 @@ Where a step is left out, the updates are zeros and the wrapped transformation d
 schedules stay as they are. The decision is made on whole gradients, on every device alike.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +13,22 @@ import optax
 from shrewjax import _checks, _norms, _statistics
 from shrewjax._clipping import global_norm
 from shrewjax._reductions import AxisName, all_finite, demand_agreement, is_counted
+from shrewjax._states import described
 from shrewjax._wrapping import Flag, Gradients, decide_if, inner_transformation, update_or_apply, wrapper
 
 AtLimit = Literal["keep_skipping", "zero_nonfinite"]
 Of = Literal["grad_norm", "value"]
 
 
+@described
 class SkipNonfiniteState(NamedTuple):
     """What was skipped, and the wrapped optimizer. Its fields are a file format."""
 
-    applied: jax.Array  # bool (): the last call ran inner
-    skipped: jax.Array  # int32 (): calls so far that did not
-    consecutive: jax.Array  # int32 (): non-finite gradients in a row, up to the last call
-    limit_reached: jax.Array  # bool (): as many in a row as max_consecutive
-    inner_state: Any  # the wrapped optimizer's state
+    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
+    skipped: Annotated[jax.Array, "int32 (): calls so far that did not"]
+    consecutive: Annotated[jax.Array, "int32 (): non-finite gradients in a row, up to the last call"]
+    limit_reached: Annotated[jax.Array, "bool (): as many in a row as max_consecutive"]
+    inner_state: Annotated[Any, "the wrapped optimizer's state"]
 
 
 def skip_nonfinite(
@@ -152,15 +154,16 @@ def skip_nonfinite(
     return optax.GradientTransformationExtraArgs(init_fn, wrapper(update_fn, step_fn))
 
 
+@described
 class SkipOnSpikeState(NamedTuple):
     """What was seen and skipped, and the wrapped optimizer. Its fields are a file format."""
 
-    history: _statistics.Window  # the last finite measurements, spikes among them
-    measured: jax.Array  # float32 (): the last one, finite or not
-    threshold: jax.Array  # float32 (): above it, the last one was a spike; inf while the guard is off
-    applied: jax.Array  # bool (): the last call ran inner
-    skipped: jax.Array  # int32 (): calls so far that did not
-    inner_state: Any  # the wrapped optimizer's state
+    history: Annotated[_statistics.Window, "the last finite measurements, spikes among them"]
+    measured: Annotated[jax.Array, "float32 (): the last one, finite or not"]
+    threshold: Annotated[jax.Array, "float32 (): above it, the last one was a spike; inf while the guard is off"]
+    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
+    skipped: Annotated[jax.Array, "int32 (): calls so far that did not"]
+    inner_state: Annotated[Any, "the wrapped optimizer's state"]
 
 
 def skip_on_spike(

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from shrewjax._accumulation import AccumulateState, GradAccumulatorState
 from shrewjax._adaptive import (
@@ -20,7 +19,7 @@ from shrewjax._clipping import ClipByGlobalNormState, ClipByLeafNormState, ClipB
 from shrewjax._guards import SkipNonfiniteState, SkipOnSpikeState
 
 
-def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
+def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """The scalars that this package's transformations keep in a state, by name.
 
     Finds the states by their type, however deep they sit: in chains, in wrappers such as `optax.masked`,

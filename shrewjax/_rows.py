@@ -77,7 +77,7 @@ def moved(rows: jax.Array, like: jax.Array) -> jax.Array:
     return place(first, total[None])
 
 
-def state_specs(opt_state: chex.ArrayTree, *, axis_names: Collection[Hashable] | None = None) -> Any:
+def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = None) -> Any:
     """How the arrays of a state are spread over a mesh: what `jax.shard_map` wants as `in_specs` and `out_specs`.
 
     `tx.init` leaves counters on no device in particular, as every Optax transformation does. Where all arrays have to

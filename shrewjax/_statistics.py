@@ -5,7 +5,7 @@ as the window is.
 """
 
 import math
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,15 @@ import optax
 
 from shrewjax import _norms
 from shrewjax._checks import Scalar
+from shrewjax._states import described
 
 
+@described
 class Window(NamedTuple):
     """The last so many values, oldest first. Its fields are a file format: a change to them breaks checkpoints."""
 
-    values: jax.Array  # float32 (length,): only the last `filled` mean something
-    filled: jax.Array  # int32 (): how many there are, at most the length
+    values: Annotated[jax.Array, "float32 (length,): only the last `filled` mean something"]
+    filled: Annotated[jax.Array, "int32 (): how many there are, at most the length"]
 
 
 def empty_window(length: int) -> Window:

@@ -433,11 +433,36 @@ def test_flush_closes_what_is_open_and_leaves_an_empty_window_alone(jitted):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), empty)
 
 
-def test_flush_of_anything_but_an_accumulation_is_an_error():
-    inner = shrewjax.accumulate(optax.sgd(1.0), 2)
-    for tx in (optax.sgd(1.0), optax.chain(inner)):
-        with pytest.raises(ValueError, match="flush needs what accumulate returned"):
-            shrewjax.flush(tx, tx.init(vector(0.0)), vector(0.0))
+AROUND = {
+    "chain": lambda tx: optax.chain(shrewjax.clip_by_global_norm(jnp.inf), tx),
+    "named_chain": lambda tx: optax.named_chain(("window", tx)),
+    "masked": lambda tx: optax.masked(tx, True),
+    "partition": lambda tx: optax.partition({"all": tx}, "all"),
+    "inject_hyperparams": lambda _: optax.inject_hyperparams(shrewjax.accumulate)(optax.sgd(1.0), 8),
+    "skip_nonfinite": shrewjax.skip_nonfinite,
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("way", ["the last micro-batch", "weight=0"])
+def test_flush_of_a_wrapped_accumulation_is_an_error_whose_advice_closes_the_window(around, way):
+    tx, params = AROUND[around](shrewjax.accumulate(optax.sgd(1.0), 8)), vector(0.0)
+    with pytest.raises(ValueError, match=r"tx must be what accumulate returned.*flush=True.*weight=0, flush=True"):
+        shrewjax.flush(tx, tx.init(params), params)
+    _, state = tx.update(vector(2.0), tx.init(params), params)
+    if way == "weight=0":
+        _, state = tx.update(vector(4.0), state, params)
+        updates, state = tx.update(vector(1e9), state, params, weight=0, flush=True)
+    else:
+        updates, state = tx.update(vector(4.0), state, params, flush=True)
+    assert updates.tolist() == [-3.0]
+    (windows,) = (value for name, value in shrewjax.metrics(state).items() if name.endswith("windows"))
+    assert int(windows) == 1
+
+
+def test_flush_of_another_transformation_is_an_error():
+    with pytest.raises(ValueError, match="tx must be what accumulate returned"):
+        shrewjax.flush(optax.sgd(1.0), optax.sgd(1.0).init(vector(0.0)), vector(0.0))
 
 
 @pytest.mark.parametrize("nonfinite", POLICIES)

@@ -225,6 +225,28 @@ def test_pmap_with_a_window_on_each_device():
         np.testing.assert_allclose(params[name], np.stack([moved] * 8), rtol=1e-5, atol=1e-6)
 
 
+def test_pmap_step_that_reduces_its_gradients_itself_passes_no_axis():
+    def optimizer(**axes):
+        inner = optax.chain(shrewjax.clip_by_global_norm(0.1, **axes), optax.sgd(1.0))
+        return shrewjax.skip_nonfinite(shrewjax.accumulate(inner, 2, **axes), **axes)
+
+    def step(tx, params, state, rows):
+        grads = jax.lax.pmean(rows, "i")  # of a loss that is linear in the parameters
+        return shrewjax.apply_gradients(tx, grads, state, params)
+
+    rows = np.random.default_rng(0).normal(size=(2, 8, 3)).astype("f")
+    params = np.zeros((8, 3), "f")
+    state = jax.tree.map(lambda a: jnp.stack([a] * 8), optimizer(axis_name=()).init(jnp.zeros(3)))
+    pmapped = jax.pmap(partial(step, optimizer(axis_name=())), axis_name="i")
+    for of_devices in rows:
+        params, state = pmapped(params, state, of_devices)
+    mean = rows.astype(np.float64).mean((0, 1))
+    expected = -mean * min(1, 0.1 / np.linalg.norm(mean))
+    np.testing.assert_allclose(params, np.stack([expected] * 8), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"axis_name=\(\) if"):
+        jax.pmap(partial(step, optimizer()), axis_name="i")(params, state, rows[0])
+
+
 def test_host_driven_window_adds_alone_and_meets_when_it_is_taken():
     mesh = mesh_of(8)
     window = shrewjax.GradAccumulator(2, axis_name="data")

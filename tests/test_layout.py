@@ -1,8 +1,15 @@
 """The package stays as it was designed: imports go one way, names are exported once."""
 
 import ast
+import inspect
 import pathlib
+import pickle
+import pydoc
 import sys
+import tomllib
+
+import jax
+import pytest
 
 import shrewjax
 
@@ -10,6 +17,7 @@ PACKAGE = pathlib.Path(shrewjax.__file__).parent
 # Each module may import from those before it.
 ORDER = [
     "_branches",
+    "_states",
     "_checks",
     "_wide",
     "_reductions",
@@ -59,8 +67,60 @@ def test_only_reductions_talk_to_mapped_axes():
             assert not calls & {"psum", "pmax", "pmean", "axis_index", "all_gather"}, path.stem
 
 
-def test_catalogue_holds_imports_and_nothing_else():
-    body = ast.parse((PACKAGE / "__init__.py").read_text()).body
-    imports = [n for n in body if not isinstance(n, ast.Expr)]
-    assert all(isinstance(n, ast.ImportFrom) for n in imports)
-    assert all(a.asname == a.name for n in imports for a in n.names)
+def test_catalogue_holds_imports_names_and_the_version_and_defines_nothing():
+    imports, assigned = [], []
+    for node in ast.parse((PACKAGE / "__init__.py").read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            imports += [alias.asname or alias.name for alias in node.names]
+        elif isinstance(node, ast.Assign):
+            assigned += [target.id for target in node.targets]
+        else:
+            assert isinstance(node, ast.Expr | ast.For), ast.unparse(node)
+    assert assigned == ["__version__", "__all__"]
+    public = [name for name in imports if not name.startswith("_")]
+    assert sorted(public) == sorted(shrewjax.__all__)
+
+
+def test_help_shows_every_public_name_and_the_version():
+    text = pydoc.render_doc(shrewjax, renderer=pydoc.plaintext)
+    functions = {n for n in shrewjax.__all__ if inspect.isfunction(getattr(shrewjax, n))}
+    classes = {n for n in shrewjax.__all__ if inspect.isclass(getattr(shrewjax, n))}
+    assert functions | classes | {"spec"} == set(shrewjax.__all__)
+    assert not {n for n in functions if f"\n    {n}(" not in text}
+    assert not {n for n in classes if f"\n    class {n}(" not in text}
+    assert f"VERSION\n    {shrewjax.__version__}" in text
+
+
+@pytest.mark.parametrize("name", [n for n in shrewjax.__all__ if inspect.isfunction(getattr(shrewjax, n))])
+def test_functions_are_of_the_package_and_their_source_is_found(name):
+    function = getattr(shrewjax, name)
+    assert (function.__module__, function.__qualname__) == ("shrewjax", name)
+    assert pickle.loads(pickle.dumps(function)) is function
+    assert inspect.getsource(function).startswith(f"def {name}(")
+
+
+STATES = [getattr(shrewjax, n) for n in shrewjax.__all__ if n.endswith("State")] + [shrewjax._statistics.Window]
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+def test_help_says_what_each_field_of_a_state_is(state):
+    text = pydoc.render_doc(state, renderer=pydoc.plaintext)
+    assert "Alias for field number" not in text
+    assert "Annotated" not in text
+    assert all(len(getattr(state, name).__doc__) > 10 for name in state._fields)
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+def test_states_are_named_tuples_that_pickle(state):
+    made = state(*range(len(state._fields)))
+    assert state.__bases__ == (tuple,)
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert type(jax.tree.map(lambda x: x, made)) is state
+
+
+def test_version_is_that_of_the_source_whatever_is_installed():
+    source = (PACKAGE / "__init__.py").read_text()
+    assert f'\n__version__ = "{shrewjax.__version__}"\n' in source
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    assert settings["project"]["dynamic"] == ["version"]
+    assert (PACKAGE.parent / settings["tool"]["hatch"]["version"]["path"]) == PACKAGE / "__init__.py"

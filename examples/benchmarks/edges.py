@@ -1,4 +1,4 @@
-"""What comes out of Optax and of shrewjax at the edges: overflow, NaN, order, shards, uneven batches, last windows.
+"""What comes out of Optax and of shrewjax at the edges: overflow, NaN, order, shards, windows, dtypes.
 
     python examples/benchmarks/edges.py [--json FILE]
 
@@ -129,5 +129,27 @@ def windows(quick: bool) -> list[Row]:
     ]
 
 
+def dtypes(quick: bool) -> list[Row]:
+    """Windows of complex gradients, and of float64 ones."""
+    del quick
+
+    def error(tx: optax.GradientTransformation, gradients: np.ndarray) -> Figure:
+        exact = gradients.mean(axis=0)
+        average, state = None, tx.init(jnp.zeros_like(exact))
+        for gradient in gradients:
+            average, state = tx.update(jnp.asarray(gradient), state, jnp.zeros_like(exact))
+        return Figure(float(np.linalg.norm(average - exact) / np.linalg.norm(exact)))
+
+    rows = []
+    for what, gradients in (
+        ("[1+2j, 3-1j] twice", np.complex64([[1 + 2j, 3 - 1j]] * 2)),
+        ("eight float64 gradients of 1,000 elements", np.random.default_rng(0).normal(size=(8, 1000))),
+    ):
+        with jax.enable_x64(gradients.dtype == np.float64):
+            txs = (make(optax.identity(), len(gradients)) for make in (shrewjax.accumulate, _harness.multi_steps))
+            rows.append(Row(f"relative error of the average of {what}", *(error(tx, gradients) for tx in txs)))
+    return rows
+
+
 if __name__ == "__main__":
-    _harness.main(__doc__, [clipped_norm, leaf_order, shards, windows])
+    _harness.main(__doc__, [clipped_norm, leaf_order, shards, windows, dtypes])

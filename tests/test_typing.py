@@ -1,0 +1,36 @@
+"""The code that the type checkers are shown (`typing/user_code.py`) is code that works."""
+
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+PATH = pathlib.Path(__file__).parent / "typing" / "user_code.py"
+spec = importlib.util.spec_from_file_location("user_code", PATH)
+user_code = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(user_code)
+
+EXPECTED = {
+    "clips_of_trees": lambda nothing: nothing is None,
+    "train_step_of_a_chain": lambda norm: norm > 0,
+    "state_with_its_type": lambda applied: applied is True,
+    "own_optimizer_inside": lambda steps: steps == 1,
+    "loop_of_the_host": lambda params: (params["w"] != 0).all(),
+    "scheduled_and_split": lambda metrics: len(metrics) > 5,
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_typed_user_code_runs(name):
+    with jax.numpy_dtype_promotion("standard"):
+        assert EXPECTED[name](getattr(user_code, name)())
+
+
+def test_typed_updates_as_optax_has_them_run():
+    assert user_code.updates_as_optax_has_them(jnp.ones(2)).tolist() == pytest.approx([0.9, 0.9])
+
+
+def test_typed_user_code_silences_no_checker():
+    assert "ignore" not in PATH.read_text()

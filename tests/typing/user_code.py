@@ -1,0 +1,148 @@
+"""What users write, with types: accepted by mypy and pyright, both strict, and run by `test_typing.py`."""
+
+from typing import NamedTuple, assert_type
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import shrewjax
+
+Params = dict[str, jax.Array]
+
+
+class Model(NamedTuple):
+    kernel: jax.Array
+    bias: jax.Array
+
+
+def loss_fn(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+def batches() -> list[tuple[jax.Array, jax.Array]]:
+    return [(jnp.ones((size, 3)), jnp.ones(size)) for size in (4, 4, 2, 4)]
+
+
+def clips_of_trees() -> None:
+    params: Params = {"w": jnp.full(3, 2.0)}
+    assert_type(shrewjax.clip_grad_norm(params, 1.0)[0]["w"], jax.Array)
+    clipped, norm = shrewjax.clip_grad_norm(params, 1.0, ord=float("inf"))
+    assert_type(clipped, Params)
+    assert_type(norm, jax.Array)
+    assert_type(shrewjax.clip_grad_value(params, jnp.float32(0.5))["w"], jax.Array)
+    assert_type(shrewjax.clip_grad_percentile(params, 90, scope="leaf")[0]["w"], jax.Array)
+    model = shrewjax.clip_grad_value(Model(jnp.ones(2), jnp.ones(())), 0.5)
+    assert_type(model, Model)
+    assert_type(model.bias, jax.Array)
+    assert_type(shrewjax.clip_grad_norm(jnp.ones(3), 1.0)[0], jax.Array)
+    assert_type(shrewjax.grad_norm(model), jax.Array)
+
+
+def train_step_of_a_chain() -> float:
+    tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adamw(1e-3)), accum_steps=4)
+
+    def step(
+        params: Params, opt_state: optax.OptState, x: jax.Array, y: jax.Array
+    ) -> tuple[Params, optax.OptState, dict[str, jax.Array]]:
+        grads: Params = jax.grad(loss_fn)(params, x, y)
+        params, opt_state = shrewjax.apply_gradients(tx, grads, opt_state, params, weight=len(x))
+        return params, opt_state, shrewjax.metrics(opt_state)
+
+    params: Params = {"w": jnp.zeros(3)}
+    opt_state = tx.init(params)
+    measured: dict[str, jax.Array] = {}
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    for x, y in batches():
+        params, opt_state, measured = jitted(params, opt_state, x, y)
+    return float(measured["inner_state/0/grad_norm"])
+
+
+def state_with_its_type() -> bool:
+    tx = shrewjax.accumulate(optax.sgd(0.1), 3)
+
+    def step(params: Params, state: shrewjax.AccumulateState) -> tuple[Params, shrewjax.AccumulateState]:
+        grads: Params = jax.tree.map(jnp.sign, params)
+        return shrewjax.apply_gradients(tx, grads, state, params)
+
+    def rest(params: Params, state: shrewjax.AccumulateState) -> tuple[Params, shrewjax.AccumulateState]:
+        if state.micro_step == 0:
+            return params, state
+        updates, state = shrewjax.flush(tx, state, params)
+        assert_type(updates, Params)
+        assert_type(state, shrewjax.AccumulateState)
+        return {name: param + updates[name] for name, param in params.items()}, state
+
+    params: Params = {"w": jnp.ones(3)}
+    state = tx.init(params)
+    assert isinstance(state, shrewjax.AccumulateState)
+    params, state = rest(*step(params, state))
+    return bool(state.applied)
+
+
+def updates_as_optax_has_them(params: optax.Params) -> optax.Params:
+    tx = shrewjax.skip_nonfinite(shrewjax.skip_on_spike(optax.sgd(0.1)), max_consecutive=5, at_limit="keep_skipping")
+    updates, state = tx.update(params, tx.init(params), params)
+    assert isinstance(state, shrewjax.SkipNonfiniteState)
+    assert_type(state.skipped, jax.Array)
+    return optax.apply_updates(params, updates)
+
+
+class SignState(NamedTuple):
+    steps: jax.Array
+
+
+def scale_by_sign(rate: float) -> optax.GradientTransformation:
+    def init(params: optax.Params) -> SignState:
+        del params
+        return SignState(jnp.zeros((), jnp.int32))
+
+    def against(grad: jax.Array) -> jax.Array:
+        return -rate * jnp.sign(grad)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        del params
+        assert isinstance(state, SignState)
+        return jax.tree.map(against, updates), SignState(state.steps + 1)
+
+    return optax.GradientTransformation(init, update)
+
+
+def own_optimizer_inside() -> int:
+    tx = shrewjax.accumulate(scale_by_sign(0.1), 2, nonfinite="drop_microbatch", reduction="mean")
+    params: Params = {"w": jnp.ones(3)}
+    opt_state = tx.init(params)
+    for _ in range(2):
+        params, opt_state = shrewjax.apply_gradients(tx, params, opt_state, params)
+    assert isinstance(opt_state, shrewjax.AccumulateState)
+    inner_state: SignState = opt_state.inner_state
+    return int(inner_state.steps)
+
+
+def loop_of_the_host() -> Params:
+    window = shrewjax.GradAccumulator(2, accumulator_dtype=jnp.float32)
+    tx = optax.sgd(0.1)
+    params: Params = {"w": jnp.zeros(3)}
+    opt_state, state = tx.init(params), window.init(params)
+    for x, y in batches():
+        grads: Params = jax.grad(loss_fn)(params, x, y)
+        average, state = window.step(state, grads, weight=len(x))
+        if average is not None:
+            params, opt_state = shrewjax.apply_gradients(tx, average, opt_state, params)
+    assert_type(state, shrewjax.GradAccumulatorState)
+    state = jax.jit(window.add, donate_argnums=0)(state, params)
+    if window.current_step(state) > 0 and not window.ready(state):
+        average, state = window.take(state)
+        params, opt_state = shrewjax.apply_gradients(tx, average, opt_state, params)
+    return params
+
+
+def scheduled_and_split() -> dict[str, jax.Array]:
+    warming = optax.inject_hyperparams(shrewjax.clip_by_global_norm)(max_norm=optax.linear_schedule(10.0, 1.0, 100))
+    parts = optax.partition({"head": shrewjax.clip_by_global_norm(0.1), "body": warming}, {"w": "body", "b": "head"})
+    params: Params = {"w": jnp.zeros(3), "b": jnp.zeros(1)}
+    tx = optax.chain(parts, optax.masked(shrewjax.clip_by_norm_zscore(), {"w": True, "b": False}))
+    _, opt_state = jax.jit(tx.update)(params, tx.init(params), params)
+    return shrewjax.metrics(opt_state)
