@@ -236,7 +236,7 @@ def test_inside_a_wrapper_parameters_that_are_not_trained_stay_and_the_others_do
 
 @functools.cache
 def clips_and_slopes():
-    """The derivatives of the sum by factors on gradients and on parameters, and what is summed. All is made inside."""
+    """The derivatives of the sum by factors on the loss and on a kernel, and what is summed. All is made inside."""
     clips = {
         "clip_grad_norm, below": lambda grads, params: shrewjax.clip_grad_norm(grads, 1e6)[0],
         "clip_grad_norm, above": lambda grads, params: shrewjax.clip_grad_norm(grads, 1e-3)[0],
@@ -245,10 +245,11 @@ def clips_and_slopes():
         for where, clipping in (("below", 1e6), ("above", 1e-3))
     }
 
-    def total(clip, of_grads, of_params):
-        params = parameters(jnp.float32)
-        grads = jax.grad(loss)(params, jnp.asarray([1.0, -0.5]))
-        clipped = clip(times(of_grads, grads), times(of_params, params))
+    def total(clip, of_loss, of_kernel):
+        params, x = parameters(jnp.float32), jnp.asarray([1.0, -0.5])
+        grads = jax.grad(lambda params: of_loss * loss(params, x))(params)
+        params["live"]["kernel"] *= of_kernel
+        clipped = clip(grads, params)
         return sum(map(jnp.sum, jax.tree.leaves(clipped))), clipped
 
     @quick_jit
@@ -271,12 +272,12 @@ def update_once(tx, grads, params):
 
 @pytest.mark.parametrize("clip", ["clip_grad_norm", "adaptive_grad_clip"])
 def test_derivative_of_a_clip_is_the_rules_where_gradients_and_parameters_are_made_inside(clip):
-    (by_grads, by_params), unclipped = clips_and_slopes()[f"{clip}, below"]
-    np.testing.assert_allclose([by_grads, by_params], [sum(x.sum() for x in jax.tree.leaves(unclipped)), 0], rtol=1e-5)
-    # What is clipped is as long as its limit, however long the gradient was; AGC's limit is as long as the parameters.
-    (by_grads, by_params), clipped = clips_and_slopes()[f"{clip}, above"]
+    (by_loss, by_kernel), unclipped = clips_and_slopes()[f"{clip}, below"]
+    np.testing.assert_allclose([by_loss, by_kernel], [sum(x.sum() for x in jax.tree.leaves(unclipped)), 0], rtol=1e-5)
+    # What is clipped is as long as its limit, however long the gradient was; AGC's limit is as long as the kernel.
+    (by_loss, by_kernel), clipped = clips_and_slopes()[f"{clip}, above"]
     kernel = clipped["live"]["kernel"].sum() if clip == "adaptive_grad_clip" else 0
-    np.testing.assert_allclose([by_grads, by_params], [0, kernel], rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose([by_loss, by_kernel], [0, kernel], rtol=1e-5, atol=1e-8)
 
 
 @functools.cache
