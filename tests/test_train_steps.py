@@ -1,0 +1,593 @@
+"""What training scripts do and tests seldom do.
+
+Gradients that the compiler knows, because they come out of `jax.grad` in the same program; transformations that a
+library has rebuilt; steps outside of jit.
+"""
+
+import contextlib
+import copy
+import functools
+from typing import Any
+
+import equinox
+import equinox.internal
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import TRANSFORMATIONS, assert_close, bits, quick_jit, quick_options, tree_of
+
+import shrewjax
+
+each = pytest.mark.parametrize("name", TRANSFORMATIONS)
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+# --- gradients that come out of jax.grad ------------------------------------------------------------------------
+
+
+def layer(seed, dtype):
+    return {"kernel": jnp.asarray(np.random.default_rng(seed).normal(size=(2, 3)), dtype), "bias": jnp.zeros(3, dtype)}
+
+
+def parameters(dtype):
+    """Nine numbers that are trained and eleven that are not: the gradients of these are constants of the program."""
+    return {"live": layer(0, dtype), "frozen": layer(1, dtype), "unused": jnp.ones(2, dtype)}
+
+
+LABELS = {"live": "on", "frozen": "off", "unused": "off"}
+TRAINED = {"live": True, "frozen": False, "unused": False}
+
+
+def loss(params, x):
+    live, frozen = params["live"], jax.lax.stop_gradient(params["frozen"])
+    return jnp.sum((x @ live["kernel"] + live["bias"] + x @ frozen["kernel"] + frozen["bias"]) ** 2)
+
+
+def loss_of_nothing(params, x):
+    return jnp.sum(x)
+
+
+def batches(dtype):
+    return [jnp.asarray(x, dtype) for x in ([1.0, -0.5], [0.25, 0.75], [-1.5, 1.0])]
+
+
+def step_of_all(txs, loss):
+    """A train step of each transformation, in one program, as it is compiling that takes time."""
+
+    def step(params, states, x):
+        new_params, new_states = {}, {}
+        for name, tx in txs.items():
+            grads = jax.grad(loss)(params[name], x)
+            updates, new_states[name] = tx.update(grads, states[name], params[name])
+            new_params[name] = optax.apply_updates(params[name], updates)
+        return new_params, new_states
+
+    return step
+
+
+def arguments(txs, loss, make, batches):
+    """Parameters and states go in and come out."""
+    step = quick_jit(step_of_all(txs, loss))
+    params = dict.fromkeys(txs, make())
+    states = {name: tx.init(make()) for name, tx in txs.items()}
+    for x in batches:
+        params, states = step(params, states, x)
+        yield params, states
+
+
+def closed_over(txs, loss, make, batches):
+    """The parameters are constants of the program, and stay where they are."""
+    params = dict.fromkeys(txs, make())
+    step = quick_jit(functools.partial(step_of_all(txs, loss), params))
+    states = {name: tx.init(make()) for name, tx in txs.items()}
+    for x in batches:
+        new_params, states = step(states, x)
+        yield new_params, states
+
+
+def made_inside(txs, loss, make, batches):
+    """The parameters and the states are made by the program that makes the first step."""
+
+    @quick_jit
+    def step(x):
+        return step_of_all(txs, loss)(dict.fromkeys(txs, make()), {n: tx.init(make()) for n, tx in txs.items()}, x)
+
+    yield step(batches[0])
+
+
+# Above the eleven zeros of what is not trained, the 75th percentile is this one of the nine numbers that are left.
+OF_THE_OTHERS = 100 * (0.75 * 19 - 11) / 8
+CHAINED = {name: optax.chain(make(), optax.sgd(0.1)) for name, make in TRANSFORMATIONS.items()}
+ALONE = CHAINED | {"percentile above zeros": optax.chain(shrewjax.clip_by_percentile(OF_THE_OTHERS), optax.sgd(0.1))}
+
+
+@functools.cache
+def step_alone(dtype):
+    """The step of all where there is nothing but the parameters that are trained."""
+    others = {k: v for k, v in parameters(dtype).items() if k != "live"}
+    return quick_jit(step_of_all(ALONE, lambda live, x: loss({"live": live, **others}, x)))
+
+
+@functools.cache
+def steps_alone(dtype, moves):
+    live = dict.fromkeys(ALONE, parameters(dtype)["live"])
+    states = {name: tx.init(live[name]) for name, tx in ALONE.items()}
+    steps = []
+    for x in batches(dtype):
+        stepped, states = step_alone(dtype)(live, states, x)
+        live = stepped if moves else live
+        steps.append((stepped, states))
+    return steps
+
+
+def has_nan(tree):
+    return any(np.isnan(np.asarray(x, np.float64)).any() for x in jax.tree.leaves(tree))
+
+
+def assert_no_nan(params, states):
+    """Of the states too: a NaN there stays in a history or an average. An infinity there is a threshold."""
+    assert {name for name in params if has_nan(params[name])} == set()
+    assert {name for name in params if has_nan(states[name])} == set()
+
+
+def assert_stays(params, start):
+    """What is not trained. (A zero may change its sign: where XLA knows that it is 0, it takes 0 + x for x.)"""
+    fixed = {name: {k: v for k, v in p.items() if k != "live"} for name, p in params.items()}
+    expected = {k: v for k, v in start.items() if k != "live"}
+    same = {name: jax.tree.all(jax.tree.map(np.array_equal, p, expected)) for name, p in fixed.items()}
+    assert {name for name in same if not same[name]} == set()
+
+
+def measured(state):
+    """Without shares of all units or elements, which depend on how many there are."""
+    return {k: v for k, v in shrewjax.metrics(state).items() if "clipped_" not in k}
+
+
+def assert_as_alone(params, rule_states, alone, rtol, *, zeros_count=True):
+    """A zero adds nothing to a norm, and is the smallest magnitude of a percentile, which counts it."""
+    for name in params:
+        same = "percentile above zeros" if name == "clip_by_percentile" and zeros_count else name
+        expected, states = alone[0][same], alone[1][same]
+        assert_close({name: params[name]["live"]}, {name: expected}, rtol=rtol, atol=rtol)
+        assert_close({name: measured(rule_states[name])}, {name: measured(states[0])}, rtol=rtol)
+
+
+PRECISION = {"float32": 1e-5, "bfloat16": 4e-2, "float64": 1e-6}
+CASES = [
+    (arguments, "float32"),
+    (closed_over, "float32"),
+    (made_inside, "bfloat16"),
+    (made_inside, "float64"),
+]
+
+
+def precision(dtype):
+    return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize(("situation", "dtype"), CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_parameters_that_are_not_trained_stay_and_the_others_do_not_notice(situation, dtype):
+    with precision(dtype):
+        steps = situation(CHAINED, loss, functools.partial(parameters, dtype), batches(dtype))
+        alone = steps_alone(dtype, moves=situation is not closed_over)
+        for (params, states), expected in zip(steps, alone, strict=False):
+            assert_no_nan(params, states)
+            assert_stays(params, parameters(dtype))
+            assert_as_alone(params, {name: s[0] for name, s in states.items()}, expected, PRECISION[dtype])
+
+
+def test_loss_that_uses_no_parameter_leaves_all_of_them_and_is_recorded_as_a_norm_of_zero():
+    start = parameters(jnp.float32)
+    for params, states in arguments(CHAINED, loss_of_nothing, lambda: start, batches(jnp.float32)):
+        assert_no_nan(params, states)
+        assert {name for name, p in params.items() if bits(p) != bits(start)} == set()
+    history = states["clip_by_norm_percentile"][0].history
+    assert (int(history.filled), *history.values) == (3, 0, 0, 0, 0)
+    zscore = states["clip_by_norm_zscore"][0]
+    assert (int(zscore.recorded), float(zscore.mean), float(zscore.std)) == (3, 0, 0)
+    assert not any(np.any(x) for x in jax.tree.leaves(states["clip_by_leaf_norm_ema"][0].norm_ema))
+    assert int(states["skip_on_spike"][0].skipped) == int(states["skip_nonfinite"][0].skipped) == 0
+
+
+def partitioned(name):
+    rules = {"on": TRANSFORMATIONS[name](), "off": TRANSFORMATIONS[name]()}
+    return optax.chain(optax.partition(rules, LABELS), optax.sgd(0.1))
+
+
+def masked(name):
+    return optax.chain(optax.masked(TRANSFORMATIONS[name](), TRAINED), optax.sgd(0.1))
+
+
+def guarded(name):
+    return shrewjax.skip_nonfinite(shrewjax.skip_on_spike(CHAINED[name]))
+
+
+# How to wrap a transformation and SGD behind it, and where the transformation's state is then.
+WRAPPERS = {
+    "partition": (partitioned, lambda state: state[0].inner_states["on"].inner_state),
+    "masked": (masked, lambda state: state[0].inner_state),
+    "accumulate": (lambda name: shrewjax.accumulate(CHAINED[name], 2), lambda state: state.inner_state[0]),
+    "both guards": (guarded, lambda state: state.inner_state.inner_state[0]),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_inside_a_wrapper_parameters_that_are_not_trained_stay_and_the_others_do_not_notice(wrapper):
+    wrap, state_of_rule = WRAPPERS[wrapper]
+    calls = 2 if wrapper == "accumulate" else 1  # there the average of a gradient and itself
+    txs = {name: wrap(name) for name in TRANSFORMATIONS if (wrapper, name) != ("accumulate", "accumulate")}
+    start = parameters(jnp.float32)
+    given = [x for x in batches(jnp.float32) for _ in range(calls)]
+    steps = list(arguments(txs, loss, lambda: start, given))
+    for params, states in steps:
+        assert_no_nan(params, states)
+        assert_stays(params, start)
+    for (params, states), expected in zip(steps[calls - 1 :: calls], steps_alone("float32", True), strict=True):
+        rule_states = {name: state_of_rule(state) for name, state in states.items()}
+        zeros_count = wrapper not in ("partition", "masked")
+        assert_as_alone(params, rule_states, expected, PRECISION["float32"], zeros_count=zeros_count)
+
+
+# --- derivatives ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def clips_and_slopes():
+    """The derivatives of the sum by factors on the loss and on a kernel, and what is summed. All is made inside."""
+    clips = {
+        "clip_grad_norm, below": lambda grads, params: shrewjax.clip_grad_norm(grads, 1e6)[0],
+        "clip_grad_norm, above": lambda grads, params: shrewjax.clip_grad_norm(grads, 1e-3)[0],
+    } | {
+        f"adaptive_grad_clip, {where}": functools.partial(update_once, shrewjax.adaptive_grad_clip(clipping))
+        for where, clipping in (("below", 1e6), ("above", 1e-3))
+    }
+
+    def total(clip, of_loss, of_kernel):
+        params, x = parameters(jnp.float32), jnp.asarray([1.0, -0.5])
+        grads = jax.grad(lambda params: of_loss * loss(params, x))(params)
+        params["live"]["kernel"] *= of_kernel
+        clipped = clip(grads, params)
+        return sum(map(jnp.sum, jax.tree.leaves(clipped))), clipped
+
+    @quick_jit
+    def all_of_them(one):
+        return {
+            name: jax.grad(functools.partial(total, clip), argnums=(0, 1), has_aux=True)(one, one)
+            for name, clip in clips.items()
+        }
+
+    return all_of_them(jnp.ones(()))
+
+
+def times(factor, tree):
+    return jax.tree.map(lambda x: factor * x, tree)
+
+
+def update_once(tx, grads, params):
+    return tx.update(grads, tx.init(params), params)[0]
+
+
+@pytest.mark.parametrize("clip", ["clip_grad_norm", "adaptive_grad_clip"])
+def test_derivative_of_a_clip_is_the_rules_where_gradients_and_parameters_are_made_inside(clip):
+    (by_loss, by_kernel), unclipped = clips_and_slopes()[f"{clip}, below"]
+    np.testing.assert_allclose([by_loss, by_kernel], [sum(x.sum() for x in jax.tree.leaves(unclipped)), 0], rtol=1e-5)
+    # What is clipped is as long as its limit, however long the gradient was; AGC's limit is as long as the kernel.
+    (by_loss, by_kernel), clipped = clips_and_slopes()[f"{clip}, above"]
+    kernel = clipped["live"]["kernel"].sum() if clip == "adaptive_grad_clip" else 0
+    np.testing.assert_allclose([by_loss, by_kernel], [0, kernel], rtol=1e-5, atol=1e-8)
+
+
+@functools.cache
+def slopes_of_last_updates():
+    """The derivative of the third update's sum by a factor on three gradients of one norm."""
+    rules = {name: TRANSFORMATIONS[name]() for name in HISTORIES}
+
+    def last(tx, factor):
+        params, grads = tree_of(), times(factor, tree_of(1))
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(grads, state, params)
+        return sum(map(jnp.sum, jax.tree.leaves(updates)))
+
+    one = jnp.ones(())
+    return quick_jit(lambda one: {n: jax.grad(functools.partial(last, tx))(one) for n, tx in rules.items()})(one)
+
+
+HISTORIES = ("clip_by_norm_percentile", "clip_by_norm_zscore", "clip_by_leaf_norm_ema")
+ROOT_OF_ZERO = pytest.mark.xfail(reason="the deviation is 0, of which the root has no derivative", strict=True)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=ROOT_OF_ZERO) if n == "clip_by_norm_zscore" else n for n in HISTORIES]
+)
+def test_derivative_through_steps_of_equal_norms_is_finite(name):
+    assert np.isfinite(slopes_of_last_updates()[name])
+
+
+# --- constants --------------------------------------------------------------------------------------------------
+
+
+def constants(dtype, count=10):
+    """Leaves whose squares, or whose norms, leave the range of the dtype or of float32, and an ordinary one."""
+    info = jnp.finfo(dtype)
+    smallest, tiny, largest = (float(x) for x in (info.smallest_subnormal, info.tiny, info.max))
+    values = [[3.0, 4.0, -0.0], [-0.0, 0.0], [-smallest, 0.0, 7 * smallest], [1e-30, 1.0, -1e-20], [1e30, -1.0]]
+    values += [[x, x, -x] for x in (tiny, largest, 1e-20, 1e20, 1e-30, 1e30)]
+    leaves = [np.clip(np.asarray(x), -largest, largest) for x in values[:count]]
+    with np.errstate(under="ignore"):
+        if dtype == "complex64":
+            return [(x - 1j * x[::-1]).astype(dtype) for x in leaves]
+        return [x.astype(info.dtype) for x in leaves]
+
+
+KINDS = {
+    "float32 and narrower and complex": [("float32", 11), ("bfloat16", 3), ("float16", 3), ("complex64", 7)],
+    "float64": [("float64", 7)],
+}
+# Of the others, the arithmetic with gradients is that of one of these, or compares bits.
+CLIPS = ("clip_by_global_norm", "clip_by_value", "adaptive_grad_clip", "clip_by_block_rms", "clip_by_leaf_norm_ema")
+
+
+def norms_and_clips(leaves):
+    """Leaf by leaf where one call does that, and of a few leaves together."""
+    rules = {name: TRANSFORMATIONS[name]() for name in CLIPS}
+    rules |= {f"leaf norms of order {p}": shrewjax.clip_by_leaf_norm(0.5, ord=p) for p in (1, 2, 3, np.inf)}
+    norms = {p: [shrewjax.grad_norm(leaves[i::4], p) for i in range(4)] for p in (1, 2, 3, np.inf)}
+    return {"norms": norms} | {name: tx.update(leaves, tx.init(leaves), leaves) for name, tx in rules.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_constants_of_the_program_have_the_norms_and_clips_that_arguments_have(kind):
+    """But for rounding: XLA adds up constants in another order, and has other functions for their powers."""
+    with precision(kind):
+        leaves = [x for dtype, count in KINDS[kind] for x in constants(dtype, count)]
+        found, expected = quick_jit(lambda: norms_and_clips(leaves))(), quick_jit(norms_and_clips)(leaves)
+    for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        rtol = 4 * float(jnp.finfo(x.dtype).eps) if jnp.issubdtype(x.dtype, jnp.inexact) else 0
+        x, y = np.asarray(x, np.complex128), np.asarray(y, np.complex128)
+        np.testing.assert_allclose(x, y, rtol=rtol, err_msg=jax.tree_util.keystr(path))
+
+
+def test_large_constants_have_the_norms_that_arguments_have():
+    """Beyond 2**14 elements norms scale in another way. Powers of two: their sums are exact in any order."""
+
+    def norms(leaves):
+        return [shrewjax.grad_norm([x], p) for x in leaves for p in (1, 2)]
+
+    def leaves():
+        return [jnp.full(2**14 + 2**12, 2.0**e, jnp.float32) for e in (-100, 0, 100)] + [jnp.zeros(2**14 + 1)]
+
+    assert bits(quick_jit(lambda: norms(leaves()))()) == bits(quick_jit(norms)(leaves()))
+
+
+# --- transformations that a library has rebuilt -----------------------------------------------------------------
+
+
+class Module(equinox.Module):
+    tx: Any
+
+
+@flax.struct.dataclass
+class Static:
+    tx: Any = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class Node:
+    tx: Any
+
+
+def rebuilt_from(container):
+    """Taken apart and put together, as by every function of a library that maps over the leaves."""
+    return lambda tx: jax.tree.map(lambda x: x, container(tx)).tx
+
+
+# Optax's transformations are local functions, which pickle refuses.
+REBUILT = {
+    "jax.tree": lambda tx: jax.tree.map(lambda x: x, tx),
+    "_replace": lambda tx: tx._replace(),
+    "deepcopy": copy.deepcopy,
+    "equinox.Module": rebuilt_from(Module),
+    "flax.struct": rebuilt_from(Static),
+    "flax.struct, as a node": rebuilt_from(Node),
+    "equinox.partition": lambda tx: equinox.combine(*equinox.partition(tx, equinox.is_array)),
+    "rebuilt closures": lambda tx: jax.tree.map(lambda x: x, equinox.internal.closure_to_pytree(tx)),
+    "other functions": lambda tx: tx._replace(
+        init=lambda params: tx.init(params), update=lambda *args, **kwargs: tx.update(*args, **kwargs)
+    ),
+}
+
+
+@each
+def test_a_rebuilt_transformation_makes_the_same_updates(name):
+    tx, params = TRANSFORMATIONS[name](), tree_of()
+    state = tx.init(params)
+    program = jax.make_jaxpr(tx.update)(params, state, params)
+    programs = {way: jax.make_jaxpr(rebuild(tx).update)(params, state, params) for way, rebuild in REBUILT.items()}
+    assert {way for way in programs if str(programs[way]) != str(program)} == set()
+
+
+def inside(wrap, *others):
+    return lambda: functools.reduce(lambda tx, wrap: wrap(tx), reversed((wrap, *others)), optax.trace(0.9))
+
+
+three_steps = functools.partial(shrewjax.accumulate, accum_steps=3)
+WRAPPED = {
+    "accumulate": inside(three_steps),
+    "skip_nonfinite": inside(shrewjax.skip_nonfinite),
+    "skip_on_spike": inside(shrewjax.skip_on_spike),
+    "accumulate of skip_nonfinite": inside(three_steps, shrewjax.skip_nonfinite),
+    "accumulate of skip_on_spike": inside(three_steps, shrewjax.skip_on_spike),
+    "skip_nonfinite of accumulate": inside(shrewjax.skip_nonfinite, three_steps),
+    "skip_on_spike of skip_nonfinite": inside(shrewjax.skip_on_spike, shrewjax.skip_nonfinite),
+}
+
+
+def applied(tx):
+    """The parameters and the state after a step, and what flushing then makes of them."""
+    params, grads = jnp.ones(2), jnp.asarray([3.0, -4.0])
+    params, state = shrewjax.apply_gradients(tx, grads, tx.init(params), params)
+    updates = tx.update(grads, state, params)
+    return params, state, updates
+
+
+def flushed(tx):
+    params, grads = jnp.ones(2), jnp.asarray([3.0, -4.0])
+    _, state = tx.update(grads, tx.init(params), params)
+    return shrewjax.flush(tx, state, params)
+
+
+@functools.cache
+def as_made(use, name):
+    return bits(use(WRAPPED[name]()))
+
+
+@pytest.mark.parametrize("way", REBUILT)
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_rebuilt_wrapper_does_what_the_original_does(name, way):
+    assert bits(applied(REBUILT[way](WRAPPED[name]()))) == as_made(applied, name)
+
+
+@pytest.mark.parametrize("way", REBUILT)
+@pytest.mark.parametrize("name", [name for name in WRAPPED if name.startswith("accumulate")])
+def test_a_rebuilt_accumulation_can_be_flushed(name, way):
+    assert bits(flushed(REBUILT[way](WRAPPED[name]()))) == as_made(flushed, name)
+
+
+def test_rebuilt_wrappers_go_through_filter_jit_as_arguments():
+    applied_by = functools.partial(equinox.filter_jit, compiler_options=quick_options())
+    made = {name: make() for name, make in WRAPPED.items()}
+    found = applied_by(lambda txs: {name: applied(tx) for name, tx in txs.items()})(made)
+    assert_close(found, {name: applied(tx) for name, tx in made.items()}, rtol=1e-6)
+
+
+# --- outside of jit ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def compilations():
+    """Counts what is compiled meanwhile."""
+    compiled = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+EAGER = (
+    TRANSFORMATIONS
+    | {
+        f"accumulate, {policy}": functools.partial(shrewjax.accumulate, optax.identity(), 2, nonfinite=policy)
+        for policy in ("drop_microbatch", "drop_window", "extend_window")
+    }
+    | {
+        "accumulate around a guard": WRAPPED["accumulate of skip_nonfinite"],
+        "zero_nonfinite": lambda: shrewjax.skip_nonfinite(
+            optax.identity(), max_consecutive=2, at_limit="zero_nonfinite"
+        ),
+    }
+)
+
+
+def test_what_is_compiled_is_counted():
+    with compilations() as compiled:
+        jax.jit(lambda x: x + 1)(jnp.ones(3))
+    assert compiled
+
+
+@pytest.mark.parametrize("use", ["update", "apply_gradients"])
+@pytest.mark.parametrize("name", EAGER)
+def test_outside_of_jit_nothing_is_compiled_after_two_calls(name, use):
+    tx, params, grads = EAGER[name](), tree_of(), tree_of(1)
+    state = tx.init(params)
+
+    def call(state):
+        if use == "update":
+            return tx.update(grads, state, params)[1]
+        return shrewjax.apply_gradients(tx, grads, state, params)[1]
+
+    for _ in range(2):
+        state = call(state)
+    with compilations() as compiled:
+        for _ in range(2):
+            state = call(state)
+    assert compiled == []
+
+
+FUNCTIONS = {
+    "grad_norm": shrewjax.grad_norm,
+    "grad_norm of order 3": functools.partial(shrewjax.grad_norm, ord=3),
+    "clip_grad_norm": lambda grads: shrewjax.clip_grad_norm(grads, 0.5),
+    "clip_grad_value": lambda grads: shrewjax.clip_grad_value(grads, 0.5),
+    "clip_grad_percentile": lambda grads: shrewjax.clip_grad_percentile(grads, 75),
+    "metrics": lambda grads: shrewjax.metrics(TRANSFORMATIONS["clip_by_leaf_norm"]().init(grads)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_outside_of_jit_functions_compile_once(name):
+    FUNCTIONS[name](tree_of())
+    with compilations() as compiled:
+        FUNCTIONS[name](tree_of(1))
+    assert compiled == []
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch", "drop_window", "extend_window"])
+def test_outside_of_jit_a_window_compiles_nothing_after_the_first(nonfinite):
+    window = shrewjax.GradAccumulator(2, nonfinite=nonfinite)
+    state = window.init(tree_of())
+
+    def fill(state):
+        _, state = window.step(state, tree_of(1), weight=2.0)
+        return window.step(state, tree_of(2), weight=3.0)[1]
+
+    state = fill(state)
+    with compilations() as compiled:
+        fill(fill(state))
+    assert compiled == []
+
+
+@each
+def test_outside_of_jit_numpy_arrays_do_what_jax_arrays_do(name):
+    tx, params, grads = TRANSFORMATIONS[name](), tree_of(), tree_of(1)
+    state = tx.init(params)
+    as_numpy = functools.partial(jax.tree.map, np.asarray)
+    found = tx.update(as_numpy(grads), as_numpy(tx.init(as_numpy(params))), as_numpy(params))
+    assert bits(found) == bits(tx.update(grads, state, params))
+
+
+# Intermediate values that a `where` then leaves out.
+MAKES_A_NAN = {
+    "clip_by_percentile": "the constant NaN, of which it selects",
+    "clip_by_norm_zscore": "what a spike would be held to, of a deviation of 0",
+    "clip_by_leaf_norm_ema": "a ratio to a norm of 0",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(raises=FloatingPointError, reason=MAKES_A_NAN[name]))
+        if name in MAKES_A_NAN
+        else name
+        for name in TRANSFORMATIONS
+    ],
+)
+def test_outside_of_jit_finite_gradients_make_no_nan_on_the_way(name):
+    """Or `jax_debug_nans` stops at it."""
+    params = tree_of()
+    with jax.debug_nans(True):
+        for grads in (tree_of(1), tree_of(1, 1e30), jax.tree.map(jnp.zeros_like, params)):
+            tx = TRANSFORMATIONS[name]()
+            state = tx.init(params)
+            for _ in range(2):
+                _, state = tx.update(grads, state, params)
