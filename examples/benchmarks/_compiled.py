@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _INSTALL = "install it into this environment: python -m pip install -e '.[{}]'"
 
-# From the data sheet and the CUDA occupancy tables of an H100 SXM; the field names are those of XLA's GpuTargetConfigProto.
+# An H100 SXM by its data sheet and CUDA's occupancy tables, in the fields of XLA's GpuTargetConfigProto.
 _H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
@@ -96,12 +96,21 @@ def _tpu(name: str, side: int) -> Any:
         return topologies.get_topology_desc(cube, "tpu").devices
 
 
-def place(tree: Any, mesh: Mesh, spec: PartitionSpec | Callable[[Any], PartitionSpec] = PartitionSpec()) -> Any:
-    """Arrays of these shapes and dtypes on the devices: of one spec, or of what a function says of each."""
+def replicated(_: Any) -> PartitionSpec:
+    """The same on every device."""
+    return PartitionSpec()
+
+
+def sharded(x: Any) -> PartitionSpec:
+    """By the first axis; a scalar is the same on every device."""
+    return PartitionSpec("data") if x.ndim else PartitionSpec()
+
+
+def place(tree: Any, mesh: Mesh, spec: Callable[[Any], PartitionSpec] = replicated) -> Any:
+    """Arrays of these shapes and dtypes on the devices, each by its spec."""
 
     def placed(x: Any) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, spec if isinstance(spec, PartitionSpec) else spec(x))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x)))
 
     return jax.tree.map(placed, tree)
 
@@ -121,26 +130,9 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 # Instructions that move nothing, because they rename memory or wait for what was counted where it started.
-_FREE = frozenset(
-    [
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "opt-barrier",
-        "after-all",
-        "partition-id",
-        "replica-id",
-        "async-done",
-        "async-update",
-        "all-reduce-done",
-        "all-gather-done",
-        "collective-permute-done",
-        "copy-start",
-        "slice-start",
-    ]
-)
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "after-all", "partition-id"}
+_FREE |= {"replica-id", "all-reduce-done", "all-gather-done", "collective-permute-done", "async-done", "async-update"}
+_FREE |= {"copy-start", "slice-start"}
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
