@@ -42,8 +42,9 @@ runtime_version { major: 12 minor: 8 }
 dnn_version_info { major: 9 minor: 7 }
 """
 
-# libtpu otherwise asks the network which TPU it runs on.
+# libtpu otherwise asks the network which TPU it runs on, and refuses to be used by two processes at a time.
 _NO_TPU_HERE = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -89,11 +90,14 @@ class Target:
 
 @functools.cache
 def _tpu(name: str, side: int) -> Any:
-    flat, cube = f"{name}:{side}x{max(side, 4)}", f"{name}:2x2x{side * side}"
-    try:
-        return topologies.get_topology_desc(flat, "tpu").devices
-    except jax.errors.JaxRuntimeError:
-        return topologies.get_topology_desc(cube, "tpu").devices
+    """So many chips, or a few more: on a plane, or for generations that are no plane in space."""
+    errors = []
+    for topology in (f"{name}:{side}x{max(side, 4)}", f"{name}:2x2x{side * side // 2}"):
+        try:
+            return topologies.get_topology_desc(topology, "tpu").devices
+        except jax.errors.JaxRuntimeError as error:
+            errors.append(f"{topology}: {error}")
+    raise ValueError(f"device must be h100, cpu, here, or a TPU that libtpu knows by this name; {'; '.join(errors)}")
 
 
 def replicated(_: Any) -> PartitionSpec:
@@ -143,6 +147,12 @@ def _size(shape: str, *, on_chip: bool = False) -> float:
         if on_chip or "S(" not in layout:
             total += math.prod(int(n) for n in dims.split(",") if n) * (1 if kind == "pred" else int(bits) / 8)
     return total
+
+
+def _elements(shape: str) -> int:
+    """Of the first array of a shape."""
+    found = _ARRAY.search(shape)
+    return math.prod(int(n) for n in found[3].split(",") if n) if found else 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -257,10 +267,16 @@ class Program:
         steps = self.steps(closing=None)
         return sum(x.when == "every call" and x.instruction.op not in _FREE for x in steps)
 
-    def copies(self, *, closing: bool = False, at_least: float) -> list[str]:
-        """The shapes of copies of so many bytes, from the device's memory into it, in a call."""
-        found = [x.instruction for x in self.steps(closing=closing) if x.instruction.op in ("copy", "copy-done")]
-        return [x.shape for x in found if x.moved >= 2 * at_least]
+    def copies(self, *, at_least: float) -> list[str]:
+        """The shapes of what an open call copies from the device's memory into it, of so many bytes each."""
+        found = [x.instruction for x in self.steps(closing=False) if x.instruction.op in ("copy", "copy-done")]
+        return [x.shape for x in found if x.size >= at_least and x.moved == 2 * x.size]
+
+    def operations(self, *, closing: bool, elements: int) -> set[str]:
+        """What a call computes on arrays of so many elements, inside of fusions, too."""
+        called = [x.instruction for x in self.steps(closing=closing)]
+        inner = [y for x in called if x.op == "fusion" for name in x.called for y in self._computations[name]]
+        return {x.op for x in [*called, *inner] if _elements(x.shape) == elements}
 
     @property
     def collectives(self) -> Counter[tuple[str, str, float]]:

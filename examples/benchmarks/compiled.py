@@ -2,8 +2,8 @@
 
     python examples/benchmarks/compiled.py --device h100|v5e|v6e|cpu|here [--quick] [--only TEXT] [--json FILE]
 
-`h100` needs the extra `gpu-compiler`, TPUs, by libtpu's names, need `tpu-compiler`; `here` is JAX's default device. P
-is the parameters' bytes on a device. A figure in parentheses is Optax's. Calls that leave a window open, or that a guard
+`h100` needs the extra `gpu-compiler`; a TPU, by libtpu's name, needs `tpu-compiler`; `here` is JAX's device. P is the
+parameters' bytes on a device. A figure in parentheses is Optax's. Calls that leave a window open, or that a guard
 skips, are under open. A loop whose trips the data decides counts as one trip.
 """
 
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _compiled import Program, Target, place, replicated, sharded
+from _harness import applied, updated
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -39,9 +40,30 @@ class Row(NamedTuple):
     theirs: Compile | None = None
 
 
-def leaves(dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
-    """Eight of 1024 x 1024, which show what a model shows."""
-    return {f"w{i}": jax.ShapeDtypeStruct((1024, 1024), dtype) for i in range(8)}
+def leaves(target: Target, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
+    """Eight, which show what a model shows: of 1024 x 1024, or together more than a TPU's VMEM holds."""
+    rows = 8192 if target.platform == "tpu" else 1024
+    return {f"w{i}": jax.ShapeDtypeStruct((rows, 1024), dtype) for i in range(8)}
+
+
+def wide(target: Target) -> int:
+    """The bytes of all leaves in float32."""
+    return 4 * sum(x.size for x in leaves(target).values())
+
+
+def optimizer(library: Any, **options: Any) -> optax.GradientTransformation:
+    """Of most rows, with the library's clip."""
+    return optax.chain(library.clip_by_global_norm(1.0), optax.adamw(1e-3, **options))
+
+
+def window(inner: optax.GradientTransformation | None = None, **options: Any) -> optax.GradientTransformation:
+    """Our accumulation."""
+    return shrewjax.accumulate(optimizer(shrewjax) if inner is None else inner, MICRO_BATCHES, **options)
+
+
+def multi_steps(inner: optax.GradientTransformation | None = None) -> optax.GradientTransformation:
+    """Optax's."""
+    return _harness.multi_steps(optimizer(optax) if inner is None else inner, MICRO_BATCHES)
 
 
 def step(
@@ -70,6 +92,11 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
+def layers() -> dict[str, jax.ShapeDtypeStruct]:
+    """Of that network."""
+    return {f"w{i}": jax.ShapeDtypeStruct((1024, 1024), np.float32) for i in range(8)}
+
+
 def batch(devices: int) -> jax.ShapeDtypeStruct:
     """Few rows a device, so that the parameters' passes are what counts."""
     return jax.ShapeDtypeStruct((64 * devices, 1024), np.float32)
@@ -77,7 +104,7 @@ def batch(devices: int) -> jax.ShapeDtypeStruct:
 
 def placed_window(target: Target, apply: Callable[..., Any], tx: optax.GradientTransformation, devices: int) -> Program:
     """Data parallel with parameters replicated, and all of the state that is like them sharded."""
-    mesh, params = target.mesh(devices), leaves()
+    mesh, params = target.mesh(devices), layers()
     state = place(jax.eval_shape(tx.init, params), mesh, sharded)
     params, x = place(params, mesh), place(batch(devices), mesh, sharded)
 
@@ -92,15 +119,15 @@ def placed_window(target: Target, apply: Callable[..., Any], tx: optax.GradientT
 
 def window_over_devices(target: Target, devices: int) -> Program:
     """Data parallel in `jax.shard_map`, each device with a window of its own."""
-    mesh, params = target.mesh(devices), leaves()
-    tx = shrewjax.accumulate(ours(), MICRO_BATCHES, axis_name="data")
+    mesh, params = target.mesh(devices), layers()
+    tx = window(axis_name="data")
     with jax.sharding.use_abstract_mesh(AbstractMesh((devices,), ("data",), axis_types=(AxisType.Explicit,))):
         state = jax.eval_shape(tx.init, params)
     specs = shrewjax.state_specs(state)
 
     def train(carry: Any, x: jax.Array) -> Any:
         own = jax.lax.pcast(carry[0], "data", to="varying")
-        return _harness.applied(tx, carry, jax.grad(loss)(own, x))
+        return applied(tx, carry, jax.grad(loss)(own, x))
 
     mapped = jax.shard_map(train, mesh=mesh, in_specs=((P(), specs), P("data")), out_specs=(P(), specs))
     params, x = place(params, mesh), place(batch(devices), mesh, sharded)
@@ -108,123 +135,113 @@ def window_over_devices(target: Target, devices: int) -> Program:
     return _compiled.compile_for(target, mapped, (params, state), x, unit=_compiled.bytes_on_a_device(params))
 
 
-def ours() -> optax.GradientTransformation:
-    """The optimizer of most rows."""
-    return optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+MIXED = {"mu_dtype": np.float32}
 
 
-def optaxs() -> optax.GradientTransformation:
-    """The same by Optax."""
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+def bfloat16_window(target: Target) -> Program:
+    """Parameters, gradients and the second moment in bfloat16."""
+    tx = window(optimizer(shrewjax, **MIXED), accumulator_dtype=np.float32)
+    return step(target, applied, tx, leaves(target, jnp.bfloat16), unit=wide(target))
 
 
 def windows(target: Target) -> Iterator[Row]:
     """Accumulation."""
-    wide, narrow = leaves(), leaves(jnp.bfloat16)
-    unit = 4 * sum(x.size for x in wide.values())
-    for name, inner, others in (("clip + adamw", ours, optaxs), *[("adamw", *[lambda: optax.adamw(1e-3)] * 2)]):
-        theirs = partial(step, target, _harness.updated, _harness.multi_steps(others(), MICRO_BATCHES), wide)
-        tx = shrewjax.accumulate(inner(), MICRO_BATCHES)
-        yield Row(f"accumulate({name}), apply_gradients", partial(step, target, _harness.applied, tx, wide), theirs)
-        yield Row(f"accumulate({name}), update", partial(step, target, _harness.updated, tx, wide), theirs)
+    grads, run = leaves(target), partial(step, target)
+    theirs = partial(run, updated, multi_steps(), grads)
+    yield Row("accumulate, apply_gradients", partial(run, applied, window(), grads), theirs)
+    yield Row("accumulate, update", partial(run, updated, window(), grads), theirs)
     for policy in ("drop_microbatch", "drop_window", "extend_window"):
-        tx = shrewjax.accumulate(ours(), MICRO_BATCHES, nonfinite=policy)
-        yield Row(f"accumulate, {policy}, apply_gradients", partial(step, target, _harness.applied, tx, wide))
-    tx = shrewjax.accumulate(ours(), MICRO_BATCHES, accumulator_dtype=jnp.float32)
+        yield Row(f"accumulate, {policy}", partial(run, applied, window(nonfinite=policy), grads))
+    theirs = partial(run, updated, multi_steps(optax.adamw(1e-3)), grads)
+    yield Row("accumulate, adamw without a clip", partial(run, applied, window(optax.adamw(1e-3)), grads), theirs)
     yield Row(
-        "accumulate, bfloat16 gradients and parameters (P: in float32), apply_gradients",
-        partial(step, target, _harness.applied, tx, narrow, unit=unit),
-        partial(step, target, _harness.updated, _harness.multi_steps(optaxs(), MICRO_BATCHES), narrow, unit=unit),
+        "accumulate, bfloat16 but for the sum and the first moment (P: float32)",
+        partial(bfloat16_window, target),
+        partial(run, updated, multi_steps(optimizer(optax, **MIXED)), leaves(target, jnp.bfloat16), unit=wide(target)),
     )
-    accumulator = shrewjax.GradAccumulator(MICRO_BATCHES)
-    mesh = target.mesh()
-    grads, opened = place(wide, mesh), place(jax.eval_shape(accumulator.init, wide), mesh)
-    yield Row("GradAccumulator.add", partial(_compiled.compile_for, target, accumulator.add, opened, grads, unit=unit))
-    yield Row("GradAccumulator.take", partial(_compiled.compile_for, target, accumulator.take, opened, unit=unit))
+    accumulator, mesh = shrewjax.GradAccumulator(MICRO_BATCHES), target.mesh()
+    opened = place(jax.eval_shape(accumulator.init, grads), mesh)
+    run = partial(_compiled.compile_for, target, unit=wide(target))
+    yield Row("GradAccumulator.add", partial(run, accumulator.add, opened, place(grads, mesh)))
+    yield Row("GradAccumulator.take", partial(run, accumulator.take, opened))
 
 
 def guards(target: Target) -> Iterator[Row]:
-    """Guards around clip + adamw: a call that they skip is under open."""
-    theirs = partial(step, target, _harness.updated, optax.apply_if_finite(optaxs(), 10), leaves())
+    """Guards around clip + adamw."""
+    params = leaves(target)
+    theirs = partial(step, target, updated, optax.apply_if_finite(optimizer(optax), 10), params)
     for guard, others in ((shrewjax.skip_nonfinite, theirs), (shrewjax.skip_on_spike, None)):
-        for apply in (_harness.applied, _harness.updated):
-            name = "apply_gradients" if apply is _harness.applied else "update"
-            yield Row(f"{guard.__name__}, {name}", partial(step, target, apply, guard(ours()), leaves()), others)
+        tx = guard(optimizer(shrewjax))
+        yield Row(f"{guard.__name__}, apply_gradients", partial(step, target, applied, tx, params), others)
+        yield Row(f"{guard.__name__}, update", partial(step, target, updated, tx, params), others)
 
 
+def _global_norm() -> optax.GradientTransformation:
+    return optax.clip_by_global_norm(1.0)
+
+
+def _block_rms() -> optax.GradientTransformation:
+    return optax.clip_by_block_rms(1.0)
+
+
+# With Optax's own rule, or with the one of its rules that reads as much.
 RULES: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]] = {
-    "clip_by_global_norm": (lambda: shrewjax.clip_by_global_norm(1.0), lambda: optax.clip_by_global_norm(1.0)),
+    "clip_by_global_norm": (lambda: shrewjax.clip_by_global_norm(1.0), _global_norm),
     **{
-        f"clip_by_global_norm, ord={p}": (partial(shrewjax.clip_by_global_norm, 1.0, ord=p), None)
+        f"clip_by_global_norm, ord={p}": (partial(shrewjax.clip_by_global_norm, 1.0, ord=p), _global_norm)
         for p in (1, 3, np.inf)
     },
-    # Optax clips the norms of blocks as root mean squares alone.
-    "clip_by_leaf_norm": (lambda: shrewjax.clip_by_leaf_norm(1.0), lambda: optax.clip_by_block_rms(1.0)),
-    "clip_by_block_rms": (lambda: shrewjax.clip_by_block_rms(1.0), lambda: optax.clip_by_block_rms(1.0)),
+    "clip_by_norm_percentile": (lambda: shrewjax.clip_by_norm_percentile(10.0), _global_norm),
+    "clip_by_norm_zscore": (lambda: shrewjax.clip_by_norm_zscore(), _global_norm),
+    "clip_by_leaf_norm": (lambda: shrewjax.clip_by_leaf_norm(1.0), _block_rms),
+    "clip_by_leaf_norm_ema": (lambda: shrewjax.clip_by_leaf_norm_ema(), _block_rms),
+    "clip_by_block_rms": (lambda: shrewjax.clip_by_block_rms(1.0), _block_rms),
+    "adaptive_grad_clip": (lambda: shrewjax.adaptive_grad_clip(0.01), lambda: optax.adaptive_grad_clip(0.01)),
     "clip_by_value": (lambda: shrewjax.clip_by_value(1.0), lambda: optax.clip(1.0)),
     "clip_by_percentile": (lambda: shrewjax.clip_by_percentile(99.0), None),
-    "adaptive_grad_clip": (lambda: shrewjax.adaptive_grad_clip(0.01), lambda: optax.adaptive_grad_clip(0.01)),
-    "clip_by_norm_percentile": (lambda: shrewjax.clip_by_norm_percentile(10.0), None),
-    "clip_by_norm_zscore": (lambda: shrewjax.clip_by_norm_zscore(), None),
-    "clip_by_leaf_norm_ema": (lambda: shrewjax.clip_by_leaf_norm_ema(), None),
 }
 
 
-def rule_step(target: Target, rule: Callable[[], Any], params: Any, grads: Any = None) -> Compile:
+def rule_step(target: Target, rule: Callable[[], Any], params: Any, grads: Any = None) -> Program:
     """A rule with adamw."""
-    return lambda: step(target, _harness.updated, optax.chain(rule(), optax.adamw(1e-3)), params, grads)
+    return step(target, updated, optax.chain(rule(), optax.adamw(1e-3)), params, grads)
 
 
 def rules(target: Target) -> Iterator[Row]:
-    """Every public transformation, chained with adamw, on float32 parameters."""
+    """Every public rule, with float32 parameters."""
     for dtype in (jnp.float32, jnp.bfloat16):
-        for name, (rule, other) in RULES.items():
-            sides = [rule_step(target, x, leaves(), leaves(dtype)) for x in (rule, other) if x]
-            yield Row(f"{name} + adamw, {jnp.dtype(dtype).name} gradients", *sides)
+        for name, sides in RULES.items():
+            programs = [partial(rule_step, target, x, leaves(target), leaves(target, dtype)) for x in sides if x]
+            yield Row(f"{name} + adamw, {jnp.dtype(dtype).name} gradients", *programs)
 
 
 def norms(target: Target) -> Iterator[Row]:
     """Norms alone."""
+    grads = place(leaves(target), target.mesh())
+
+    def run(norm: Callable[..., Any], order: float) -> Program:
+        return _compiled.compile_for(target, partial(norm, ord=order), grads, unit=wide(target), donate=())
+
     for order in (1, 2, 3, np.inf):
-        grads = place(leaves(), target.mesh())
-
-        def measure(norm: Callable[..., Any], grads: Any = grads, order: float = order) -> Compile:
-            unit = _compiled.bytes_on_a_device(grads)
-            return lambda: _compiled.compile_for(target, partial(norm, ord=order), grads, unit=unit, donate=())
-
-        others = None if order == 3 else measure(optax.tree.norm)
-        yield Row(f"grad_norm, ord={order}", measure(shrewjax.grad_norm), others)
+        theirs = None if order == 3 else partial(run, optax.tree.norm, order)
+        yield Row(f"grad_norm, ord={order}", partial(run, shrewjax.grad_norm, order), theirs)
 
 
 def devices(target: Target) -> Iterator[Row]:
-    """Eight devices, or a pod."""
-    counts = [8] if target.name in ("cpu", "here") else [8, 256]
-    multi_steps, tx = _harness.multi_steps(optaxs(), MICRO_BATCHES), shrewjax.accumulate(ours(), MICRO_BATCHES)
-    for n in counts:
-        if target.name == "here" and jax.device_count() < n:
-            continue
-        fsdp = partial(step, target, params=leaves(), devices=n, spec=sharded)
-        yield Row(
-            f"FSDP on {n}, accumulate",
-            partial(fsdp, _harness.applied, tx),
-            partial(fsdp, _harness.updated, multi_steps),
-        )
-        guarded = shrewjax.skip_nonfinite(ours())
-        yield Row(
-            f"FSDP on {n}, skip_nonfinite",
-            partial(fsdp, _harness.applied, guarded),
-            partial(fsdp, _harness.updated, optax.apply_if_finite(optaxs(), 10)),
-        )
-        yield Row(
-            f"FSDP on {n}, clip + adamw",
-            partial(fsdp, _harness.updated, ours()),
-            partial(fsdp, _harness.updated, optaxs()),
-        )
-        yield Row(
-            f"ZeRO by placement on {n}, with the model",
-            partial(placed_window, target, _harness.applied, tx, n),
-            partial(placed_window, target, _harness.updated, multi_steps, n),
-        )
+    """Eight devices, or 256."""
+    here = target.name == "here" and jax.device_count()
+    for n in [n for n in (8, 256) if n <= (here or {"cpu": 8}.get(target.name, 256))]:
+        fsdp = partial(step, target, params=leaves(target), devices=n, spec=sharded)
+        guard, theirs = shrewjax.skip_nonfinite(optimizer(shrewjax)), optax.apply_if_finite(optimizer(optax), 10)
+        pairs = {
+            "accumulate": ((applied, window()), (updated, multi_steps())),
+            "skip_nonfinite": ((applied, guard), (updated, theirs)),
+            "clip + adamw": ((updated, optimizer(shrewjax)), (updated, optimizer(optax))),
+        }
+        for name, sides in pairs.items():
+            yield Row(f"FSDP on {n}, {name}", *[partial(fsdp, *side) for side in sides])
+        sides = ((applied, window(), n), (updated, multi_steps(), n))
+        yield Row(f"ZeRO by placement on {n}, with the model", *[partial(placed_window, target, *x) for x in sides])
         yield Row(f"window over {n}, with the model", partial(window_over_devices, target, n))
 
 
@@ -232,17 +249,12 @@ def large(target: Target) -> Iterator[Row]:
     """A model of 76 leaves, and 1,000 narrow leaves."""
     model = _harness.transformer_shapes(6, 768, 20_000, 1024)
     many = _harness.transformer_shapes(83, 16, 64, 32)
-    multi_steps, tx = _harness.multi_steps(optaxs(), MICRO_BATCHES), shrewjax.accumulate(ours(), MICRO_BATCHES)
-    yield Row(
-        "76 leaves, accumulate, apply_gradients",
-        partial(step, target, _harness.applied, tx, model),
-        partial(step, target, _harness.updated, multi_steps, model),
-    )
+    sides = ((applied, window()), (updated, multi_steps()))
+    yield Row("76 leaves, accumulate", *[partial(step, target, *side, model) for side in sides])
     for name in ("clip_by_global_norm", "clip_by_leaf_norm", "adaptive_grad_clip", "clip_by_percentile"):
-        sides = [rule_step(target, x, model) for x in RULES[name] if x]
-        yield Row(f"76 leaves, {name} + adamw", *sides)
+        yield Row(f"76 leaves, {name} + adamw", *[partial(rule_step, target, x, model) for x in RULES[name] if x])
     for name in ("clip_by_global_norm", "clip_by_leaf_norm"):
-        yield Row(f"1,000 leaves, {name} + adamw", *[rule_step(target, x, many) for x in RULES[name] if x])
+        yield Row(f"1,000 leaves, {name} + adamw", *[partial(rule_step, target, x, many) for x in RULES[name] if x])
 
 
 COLUMNS: dict[str, Callable[[Program], Any]] = {
