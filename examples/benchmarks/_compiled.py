@@ -79,13 +79,17 @@ class Target:
         if self.name == "cpu":
             return jax.devices("cpu")
         if self.name == "h100":
-            # The plugin otherwise asks the driver for its version.
-            os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-            hosts = math.ceil(number / 8)
-            return topologies.get_topology_desc("h100", "cuda", topology=f"1x{hosts}x8", target_config=_H100).devices
+            return _h100(math.ceil(number / 8))
         for variable, value in _NO_TPU_HERE.items():
             os.environ.setdefault(variable, value)
         return _tpu(self.name, 16 if number > 8 else 2)
+
+
+@functools.cache  # devices of one topology are not those of another
+def _h100(hosts: int) -> Any:
+    # The plugin otherwise asks the driver for its version.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    return topologies.get_topology_desc("h100", "cuda", topology=f"1x{hosts}x8", target_config=_H100).devices
 
 
 @functools.cache
@@ -178,7 +182,7 @@ class Instruction:
             return self.size * sum(_size(end) > 0 for end in ends)
         if self.op in _FREE:
             return 0.0
-        if self.op.endswith("-start") and self.op != "all-reduce-start":  # its result has its operands inside
+        if self.op.endswith("-start") and self.op != "all-reduce-start":  # the result has the operands inside
             return _size(self.shape)
         return _size(self.shape) + sum(_size(x.shape) for x in set(self.operands))
 
@@ -267,10 +271,9 @@ class Program:
         steps = self.steps(closing=None)
         return sum(x.when == "every call" and x.instruction.op not in _FREE for x in steps)
 
-    def copies(self, *, at_least: float) -> list[str]:
-        """The shapes of what an open call copies from the device's memory into it, of so many bytes each."""
-        found = [x.instruction for x in self.steps(closing=False) if x.instruction.op in ("copy", "copy-done")]
-        return [x.shape for x in found if x.size >= at_least and x.moved == 2 * x.size]
+    def instructions(self) -> Iterator[Instruction]:
+        """All that there are, of fusions, too."""
+        return itertools.chain(*self._computations.values())
 
     def operations(self, *, closing: bool, elements: int) -> set[str]:
         """What a call computes on arrays of so many elements, inside of fusions, too."""
@@ -280,21 +283,25 @@ class Program:
 
     @property
     def collectives(self) -> Counter[tuple[str, str, float]]:
-        """How often there is a collective of this name, that runs then, with so many bytes."""
+        """How often there is a collective of this name, that runs then, on arrays of so many bytes before any cut."""
         found: Counter[tuple[str, str, float]] = Counter()
         for x, when, _ in self.steps(closing=None):
-            for inner in self._collectives(x):
-                found[inner.op.removesuffix("-start"), when, inner.size] += 1
+            for name, size in self._collectives(x):
+                found[name, when, size] += 1
         return found
 
-    def _collectives(self, x: Instruction) -> Iterator[Instruction]:
+    def _collectives(self, x: Instruction) -> Iterator[tuple[str, float]]:
         """Itself, or those that a fusion or an asynchronous call has inside."""
-        if x.op.removesuffix("-start") in _COLLECTIVES:
-            yield x
+        name = x.op.removesuffix("-start")
+        if name in _COLLECTIVES:
+            operands = sum(y.size for y in x.operands)
+            has_operands = x.op != name and name != "all-reduce"
+            yield name, max(operands, x.size - operands * has_operands)
         elif x.op in ("fusion", "async-start"):
-            for name in x.called:
-                for inner in self._computations[name]:
-                    yield from self._collectives(inner)
+            for inner in itertools.chain(*(self._computations[called] for called in x.called)):
+                for name, size in self._collectives(inner):
+                    # A TPU reduces and cuts in one fusion.
+                    yield "reduce-scatter" if name == "all-reduce" and x.size < size else name, size
 
 
 def _moved(steps: list[Step]) -> float:
@@ -307,11 +314,10 @@ def compile_for(
     *arguments: Any,
     unit: float,
     donate: tuple[int, ...] = (0,),
-    out_shardings: Any = None,
 ) -> Program:
     """The program of a function of placed arrays. `unit` is P, in bytes; compile time counts tracing, too."""
     devices = len(jax.tree.leaves(arguments)[0].sharding.device_set)
     start = time.perf_counter()
-    traced = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).trace(*arguments)
+    traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
     compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
     return Program(compiled, unit, devices, time.perf_counter() - start)

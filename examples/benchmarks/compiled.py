@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from _compiled import Program, Target, place, replicated, sharded
 from _harness import applied, updated
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shrewjax
@@ -102,19 +102,22 @@ def batch(devices: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((64 * devices, 1024), np.float32)
 
 
-def placed_window(target: Target, apply: Callable[..., Any], tx: optax.GradientTransformation, devices: int) -> Program:
+def placed_window(
+    target: Target, apply: Callable[..., Any], accumulated: Callable[..., Any], library: Any, devices: int
+) -> Program:
     """Data parallel with parameters replicated, and all of the state that is like them sharded."""
     mesh, params = target.mesh(devices), layers()
+    everywhere = NamedSharding(mesh, P())
+    # Else the parameters come back sharded, or are gathered on every call.
+    gather = optax.stateless(lambda updates, _: jax.lax.with_sharding_constraint(updates, everywhere))
+    tx = accumulated(optax.chain(optimizer(library), gather))
     state = place(jax.eval_shape(tx.init, params), mesh, sharded)
     params, x = place(params, mesh), place(batch(devices), mesh, sharded)
 
     def train(carry: Any, x: jax.Array) -> Any:
         return apply(tx, carry, jax.grad(loss)(carry[0], x))
 
-    carry = (params, state)
-    placed = jax.tree.map(lambda a: a.sharding, carry)
-    unit = _compiled.bytes_on_a_device(params)
-    return _compiled.compile_for(target, train, carry, x, unit=unit, out_shardings=placed)
+    return _compiled.compile_for(target, train, (params, state), x, unit=_compiled.bytes_on_a_device(params))
 
 
 def window_over_devices(target: Target, devices: int) -> Program:
@@ -240,7 +243,7 @@ def devices(target: Target) -> Iterator[Row]:
         }
         for name, sides in pairs.items():
             yield Row(f"FSDP on {n}, {name}", *[partial(fsdp, *side) for side in sides])
-        sides = ((applied, window(), n), (updated, multi_steps(), n))
+        sides = ((applied, window, shrewjax, n), (updated, multi_steps, optax, n))
         yield Row(f"ZeRO by placement on {n}, with the model", *[partial(placed_window, target, *x) for x in sides])
         yield Row(f"window over {n}, with the model", partial(window_over_devices, target, n))
 
