@@ -65,9 +65,9 @@ class Target:
             package, extra = ("jax_cuda12_plugin", "gpu-compiler") if name == "h100" else ("libtpu", "tpu-compiler")
             if importlib.util.find_spec(package) is None:
                 raise MissingCompilerError(f"{name} needs the compiler {package}; {_INSTALL.format(extra)}")
-        self.platform = {"h100": "cuda", "cpu": "cpu", "here": jax.default_backend}.get(name, "tpu")
-        if callable(self.platform):
-            self.platform = {"gpu": "cuda"}.get(self.platform(), self.platform())
+        platform = jax.default_backend() if name == "here" else {"h100": "gpu", "cpu": "cpu"}.get(name, "tpu")
+        self.platform = "cuda" if platform == "gpu" else platform  # as JAX calls it when it lowers
+        self.mesh()  # fails on names that nobody knows
 
     def mesh(self, devices: int = 1) -> Mesh:
         """So many of those devices, along the axis "data"."""

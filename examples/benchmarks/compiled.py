@@ -307,7 +307,7 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", 8)
     try:
         target = Target(options.device)
-    except _compiled.MissingCompilerError as error:
+    except (_compiled.MissingCompilerError, ValueError) as error:
         parser.error(str(error))
     print(f"{_harness.versions()}, compiled for {target.name}\n")
     print(f"| measure | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}", flush=True)
