@@ -320,7 +320,7 @@ class GradAccumulator:
         leaves = [g for g in jax.tree.leaves(grads) if is_counted(g)]
         if not self._axes:
             return keeps & ~all_finite(leaves, self._axes)
-        return anywhere(jnp.any(keeps & ~all_finite(leaves, [()] * len(leaves), kept=(0,))))
+        return anywhere([jnp.any(keeps & ~all_finite(leaves, [()] * len(leaves), kept=(0,)))])[0]
 
     def _checked_gradients(self, grads: chex.ArrayTree, gradient_sum: chex.ArrayTree) -> chex.ArrayTree:
         """At trace time: the gradients fit the accumulator, leaf by leaf. As rows, if that has rows."""

@@ -273,45 +273,85 @@ def measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes) -> Scal
 def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes) -> Scaled:
     if not leaves:
         return split(jnp.zeros((0,) if scope == "leaf" else (), jnp.float32))
-    if ord in (1, 2):
-        return _measure_by_power_sum(leaves, int(ord), scope, axes)
-    return _measure_by_maximum(leaves, ord, scope, axes)
+    if ord == math.inf:
+        return _measure_by_maximum(leaves, ord, scope, axes)
+    if scope == "leaf" and ord in (1, 2):
+        powers, shifts = _powers_of_units(leaves, ord, [()] * len(leaves), axes)
+        return _rooted(powers[0], ord, shifts[0])
+    return _measure_by_powers(leaves, ord, scope, axes)
 
 
-def _measure_by_power_sum(leaves: Sequence[Any], p: int, scope: Scope, axes: Axes) -> Scaled:
-    """p = 1 or 2: one plain pass, and a second one, over scaled elements, only if sums left the trusted range."""
+def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes) -> Scaled:
+    """One plain pass, and another one, over scaled elements, only if sums left the trusted range."""
     dtype = _accumulation_dtype(leaves)
-    power = partial(_power, p, dtype)
-
-    def total(sums: Sequence[jax.Array]) -> jax.Array:
-        return jnp.stack(sums) if scope == "leaf" else _ordered_sum(jnp.stack(sums))
-
-    leaf_powers = leaf_sums(power, leaves, axes=axes)
-    plain = total(leaf_powers)
+    leaf_powers = leaf_sums(_power(p, dtype), leaves, axes=axes)
+    plain = jnp.stack(leaf_powers) if scope == "leaf" else _ordered_sum(jnp.stack(leaf_powers))
     shift = _shift_into_range(plain)
 
-    def scaled() -> jax.Array:
-        divisor = _power_of_two(-shift, dtype)
-        if scope == "leaf":
-            each = list(divisor)
-        else:
-            # XLA:CPU writes out a divisor that leaves share, broadcast to their shape: where that is large, the divisor
-            # is an operation of the leaf's own, a clamp between equal bounds.
-            each = [
-                lax.clamp(divisor, s, divisor) if x.size > 2**14 else divisor
-                for x, s in zip(leaves, leaf_powers, strict=True)
-            ]
+    def rescaled() -> Scaled:
+        factor = _power_of_two(shift, dtype)
+        # XLA:CPU writes out a factor that leaves share, broadcast to their shape: where that is large, the factor is an
+        # operation of the leaf's own, a clamp between equal bounds.
+        each = [
+            lax.clamp(factor, s, factor) if x.size > 2**14 else factor for x, s in zip(leaves, leaf_powers, strict=True)
+        ]
+        total = _ordered_sum(jnp.stack(leaf_sums(_power(p, dtype), _unknown(leaves), each, axes=axes)))
         # XLA:GPU would turn the branch into a select, and so run it always, if it held nothing but plain reductions.
-        return lax.optimization_barrier(total(leaf_sums(power, leaves, each, axes=axes)))
+        return _rooted(lax.optimization_barrier(total), p, shift)
 
-    powers = run_if(jnp.any(shift != 0), scaled, lambda: plain)
-    return _shifted(powers if p == 1 else jnp.sqrt(powers), -shift)
+    def by_maximum() -> Scaled:
+        return _measure_by_maximum(_unknown(leaves), p, scope, axes)
+
+    another = rescaled if p in (1, 2) else by_maximum
+    return run_if(jnp.any(shift != 0), another, lambda: _rooted(plain, p, jnp.zeros_like(shift)))
 
 
-def _power(p: int, dtype: Any, x: Any, *divisors: jax.Array) -> jax.Array:
-    x = widen(x, dtype)
-    x = _over(x, *divisors)
-    return lax.abs(x) if p == 1 else _squared_modulus(x)
+def _powers_of_units(
+    leaves: Sequence[Any], p: float, kept: Sequence[Kept], axes: Axes | list[Axes]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The sums of p-th powers, p = 1 or 2, of all units, and the powers of two that scale them, both `packed`.
+
+    A leaf is read again only if sums of its own left the trusted range, such as that of a frozen leaf, which is 0.
+    """
+    power = _power(p, _accumulation_dtype(leaves))
+    plain = leaf_sums(power, leaves, axes=axes, kept=kept)
+    shifts = [_shift_into_range(powers) for powers in packed(plain, kept)]
+
+    def read_again(i: int, untrusted: jax.Array) -> jax.Array:
+        keep, over = kept[i], [axes[i]] if isinstance(axes, list) else axes
+        factor = _power_of_two(_shift_into_range(plain[i]), plain[i].dtype)
+
+        def scaled() -> jax.Array:
+            sums = leaf_sums(power, [_unknown(leaves[i])], [over_leaf(factor, leaves[i], keep)], axes=over, kept=[keep])
+            return lax.optimization_barrier(sums[0])  # as in `_measure_by_powers`
+
+        return run_if(untrusted, scaled, lambda: plain[i])
+
+    def rescaled() -> list[jax.Array]:
+        untrusted = anywhere([jnp.any(_shift_into_range(powers) != 0) for powers in plain])
+        return packed([read_again(i, flag) for i, flag in enumerate(untrusted)], kept)
+
+    (is_out_of_range,) = anywhere([jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts]))])
+    return run_if(is_out_of_range, rescaled, lambda: packed(plain, kept)), shifts
+
+
+def _rooted(powers: jax.Array, p: float, shift: jax.Array) -> Scaled:
+    """The norm of elements whose p-th powers, scaled by 2**shift, sum to this. Its derivative at 0 is 0."""
+    positive = powers > 0  # the root of 0 has no derivative
+    safe = jnp.where(positive, powers, 1)
+    root = safe if p == 1 else jnp.sqrt(safe) if p == 2 else safe ** (1 / p)
+    return _shifted(jnp.where(positive, root, powers), -shift)
+
+
+@cache
+def _power(p: float, dtype: Any) -> Callable[..., jax.Array]:
+    """What `leaf_sums` sums: the p-th powers of elements, scaled by a number if one is given."""
+
+    def power(x: Any, *factor: jax.Array) -> jax.Array:
+        x = _rescaled(x, dtype, *factor)
+        return _squared_modulus(x) if p == 2 else lax.abs(x) if p == 1 else lax.abs(x) ** p
+
+    return power
 
 
 def _shift_into_range(powers: jax.Array) -> jax.Array:
@@ -325,24 +365,8 @@ def measure_units(leaves: Sequence[Any], kept: Sequence[Kept], axes: Sequence[Un
     """The 2-norm of every unit of each leaf: over all its axes but the `kept`, whose sizes are the shape; `packed`."""
     if not leaves:
         return []
-    power = partial(_power, 2, _accumulation_dtype(leaves))
-    divided: list[Axes] = [of_leaf.divided for of_leaf in axes]
-    plain = packed(leaf_sums(power, leaves, axes=divided, kept=kept), kept)
-    shifts = [_shift_into_range(powers) for powers in plain]
-
-    divisors = [_power_of_two(-shift, plain[0].dtype) for shift in shifts]
-
-    def scaled() -> list[jax.Array]:
-        spread = [over_leaf(s, x, keep) for s, x, keep in zip(unpacked(divisors, kept), leaves, kept, strict=True)]
-        sums = packed(leaf_sums(power, leaves, spread, axes=divided, kept=kept), kept)
-        return [lax.optimization_barrier(s) for s in sums]  # as above; one for all would make their types vary alike
-
-    def root(powers: jax.Array, shift: jax.Array) -> Scaled:
-        positive = powers > 0  # the root of 0 has no derivative
-        return _shifted(jnp.where(positive, jnp.sqrt(jnp.where(positive, powers, 1)), powers), -shift)
-
-    out_of_range = anywhere(jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts])))
-    return list(map(root, run_if(out_of_range, scaled, lambda: plain), shifts))
+    powers, shifts = _powers_of_units(leaves, 2, kept, [of_leaf.divided for of_leaf in axes])
+    return [_rooted(*of_pack) for of_pack in zip(powers, [2] * len(powers), shifts, strict=True)]
 
 
 def combine(norms: Sequence[Scaled], over: list[Axes]) -> Scaled:
@@ -364,15 +388,16 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
     """Any other p >= 1: the largest magnitude, then the sum of (|x| / largest)**p, whose terms stay in [0, 1]."""
     dtype = _accumulation_dtype(leaves)
 
-    def power(x: Any, *divisors: jax.Array) -> jax.Array:
-        return lax.abs(_over(widen(x, dtype), *divisors)) ** p
-
     maxima = lax.bitcast_convert_type(jnp.concatenate(leaf_maxima(magnitude_keys(dtype), leaves, axes=axes)), dtype)
     mantissas, exponents = split(maxima)
     exponents = exponents + np.asarray([is_complex(x) for x in leaves], np.int32)
     if p < math.inf:
-        divisors = _divisors(mantissas, exponents)
-        sums = jnp.stack(leaf_sums(power, leaves, *map(list, divisors), axes=axes))
+        scale = [list(vector) for vector in _scale_to_one(mantissas, exponents)]
+
+        def relative_power(x: Any, first: jax.Array, second: jax.Array, unit: jax.Array) -> jax.Array:
+            return lax.abs(_rescaled(x, dtype, first, second, 1 / unit)) ** p
+
+        sums = jnp.stack(leaf_sums(relative_power, leaves, *scale, axes=axes))
     else:
         sums = jnp.ones_like(mantissas)
 
@@ -400,6 +425,12 @@ def magnitude_keys(dtype: Any) -> Callable[[Any], tuple[jax.Array]]:
     return key
 
 
+def _scale_to_one(mantissas: jax.Array, exponents: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Two factors and a divisor that bring numbers of these mantissas and exponents to 1; ones for a mantissa of 0."""
+    first, second = _factors_of_two(jnp.where(mantissas > 0, -exponents, 0), mantissas.dtype)
+    return first, second, jnp.where(mantissas > 0, mantissas, 1)
+
+
 @_measure.defjvp
 def _measure_jvp(
     ord: float, scope: Scope, axes: Axes, primals: tuple[Any], tangents: tuple[Any]
@@ -413,22 +444,22 @@ def _measure_jvp(
     dtype = norm.mantissa.dtype
     mantissas, exponents = (jnp.broadcast_to(part, (len(leaves),)) for part in norm)
     defined = jnp.isfinite(mantissas) & (mantissas > 0)
-    divisors = [list(v) for v in _divisors(jnp.where(defined, mantissas, 0), exponents)]
+    scale = [list(v) for v in _scale_to_one(jnp.where(defined, mantissas, 0), exponents)]
 
     def is_largest(pair: Any, first: jax.Array, second: jax.Array, unit: jax.Array) -> jax.Array:
-        return (jnp.abs(_over(widen(pair[0], dtype), first, second)) >= unit).astype(dtype)
+        return (jnp.abs(_rescaled(pair[0], dtype, first, second)) >= unit).astype(dtype)
 
     def term(pair: Any, first: jax.Array, second: jax.Array, unit: jax.Array) -> jax.Array:
-        x, dx = _over(widen(pair[0], dtype), first, second, unit), _over(widen(pair[1], dtype), first, second)
+        x, dx = _rescaled(pair[0], dtype, first, second, 1 / unit), _rescaled(pair[1], dtype, first, second)
         if ord != 2:
             weight = is_largest(pair, first, second, unit) if ord == math.inf else jnp.abs(x) ** (ord - 1)
             x = times(jnp.sign(x), weight)
         return x.real * dx.real + x.imag * dx.imag if is_complex(x) else x * dx
 
-    pairs = list(zip(leaves, d_leaves, strict=True))
-    slopes = jnp.stack(leaf_sums(term, pairs, *divisors, axes=axes))
+    pairs = _unknown(list(zip(leaves, d_leaves, strict=True)))
+    slopes = jnp.stack(leaf_sums(term, pairs, *scale, axes=axes))
     if ord == math.inf:
-        ties = jnp.stack(leaf_sums(is_largest, pairs, *divisors, axes=axes))
+        ties = jnp.stack(leaf_sums(is_largest, pairs, *scale, axes=axes))
         ties = jnp.broadcast_to(jnp.sum(ties), ties.shape) if scope == "global" else ties
         slopes = slopes / jnp.maximum(ties, 1)
     slopes = jnp.where(defined, slopes, 0)
@@ -589,23 +620,22 @@ def times(x: jax.Array, factor: jax.Array) -> jax.Array:
     return lax.complex(x.real * factor, x.imag * factor) if is_complex(x) else x * factor
 
 
-def _over(x: jax.Array, *divisors: jax.Array) -> jax.Array:
-    """Returns x divided by real numbers, to be multiplied again.
+def _unknown(x: Any) -> Any:
+    """x, as a value of which XLA knows nothing: for what is scaled and then multiplied again.
 
-    Not a product with their inverses, because XLA reorders products: where it knows x, such as the zero gradient of a
-    frozen parameter, `(x * c) * (x * c)` becomes `(x * x) * (c * c)`, and that is 0 * inf for c = 2**88 in float32. It
-    leaves quotients as they are, on CPU, CUDA and TPU (`tests/test_train_steps.py`, `tests/test_accelerators.py`).
-    `lax.reduce_precision` would stop it, too, but then XLA:CPU writes out what it sums.
+    XLA regroups products with constants. A frozen parameter's gradient is a zero that it knows, and of
+    `(0 * c) * (0 * c)` it makes `0 * (c * c)`: 0 * inf for c = 2**88 in float32. This holds on CPU
+    (`tests/test_train_steps.py`) and CUDA (`tests/test_accelerators.py`), where `lax.reduce_precision` does not help.
     """
-    for divisor in divisors:
-        x = lax.complex(x.real / divisor, x.imag / divisor) if is_complex(x) else x / divisor
+    return jax.tree.map(lax.optimization_barrier, x)  # one by one, or all would vary over the same mapped axes
+
+
+def _rescaled(x: Any, dtype: Any, *factors: jax.Array) -> jax.Array:
+    """x in a real dtype (`widen`), times each real factor in turn."""
+    x = widen(x, dtype)
+    for factor in factors:
+        x = times(x, factor)
     return x
-
-
-def _divisors(mantissas: jax.Array, exponents: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what brings numbers of these mantissas and exponents to 1, divided by in turn; 1 for a mantissa of 0."""
-    first, second = _factors_of_two(jnp.where(mantissas > 0, exponents, 0), mantissas.dtype)
-    return first, second, jnp.where(mantissas > 0, mantissas, 1)
 
 
 def _squared_modulus(x: jax.Array) -> jax.Array:

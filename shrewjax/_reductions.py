@@ -124,10 +124,11 @@ def unit_zeros(leaf: Any, keep: Kept) -> jax.Array:
     return _sum(jnp.zeros_like(leaf, dtype=jnp.float32), keep)
 
 
-def anywhere(flag: jax.Array) -> jax.Array:
-    """Whether a flag is set on any device: what a branch of all devices can hang on where they differ. Shape ()."""
+def anywhere(flags: Sequence[jax.Array]) -> list[jax.Array]:
+    """Whether each flag is set on any device: what a branch of all devices can hang on where they differ."""
     mapped, is_tracked = _mapped_axes()
-    return _over_devices(lax.pmax, [flag.astype(jnp.int32)], () if is_tracked else mapped)[0] > 0
+    maxima = _over_devices(lax.pmax, [flag.astype(jnp.int32) for flag in flags], () if is_tracked else mapped)
+    return [maximum > 0 for maximum in maxima]
 
 
 def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:

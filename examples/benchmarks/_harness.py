@@ -83,19 +83,24 @@ def multi_steps(inner: optax.GradientTransformation, micro_batches: int) -> opta
     return optax.MultiSteps(inner, micro_batches).gradient_transformation()
 
 
-def transformer(layers: int, width: int, vocabulary: int, positions: int, seed: int = 0) -> dict[str, Any]:
-    """GPT-2's parameters, or gradients like them: random float32 arrays on the device, 4 leaves and 12 a layer."""
+def transformer_shapes(layers: int, width: int, vocabulary: int, positions: int) -> dict[str, Any]:
+    """GPT-2's parameters, float32: 4 leaves and 12 a layer."""
     norm = {"scale": (width,), "bias": (width,)}
     dense = {"qkv": (width, 3 * width), "proj": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     layer = {"norm_1": norm, "norm_2": norm} | {k: {"w": s, "b": s[1:]} for k, s in dense.items()}
     shapes = {"tokens": (vocabulary, width), "positions": (positions, width), "norm": norm}
     shapes |= {f"layer_{i}": layer for i in range(layers)}
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def transformer(layers: int, width: int, vocabulary: int, positions: int, seed: int = 0) -> dict[str, Any]:
+    """GPT-2's parameters, or gradients like them: random arrays on the device."""
     rng = np.random.default_rng(seed)
 
-    def draw(shape: tuple[int, ...]) -> jax.Array:
-        return jax.numpy.array(rng.standard_normal(shape, np.float32))
+    def draw(like: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.numpy.array(rng.standard_normal(like.shape, np.float32))
 
-    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(draw, transformer_shapes(layers, width, vocabulary, positions))
 
 
 def gpt2(quick: bool, seed: int = 0) -> dict[str, Any]:
@@ -131,6 +136,11 @@ def temporary_share(compiled: Any, params: Any) -> Figure:
     return Figure(compiled.memory_analysis().temp_size_in_bytes / in_bytes, "x parameters")
 
 
+def versions() -> str:
+    """Of what decides the figures."""
+    return ", ".join(f"{package} {metadata.version(package)}" for package in ("jax", "jaxlib", "optax"))
+
+
 def main(description: str | None, benchmarks: Sequence[Callable[[bool], Iterable[Row]]]) -> None:
     """Runs the benchmarks and prints the table."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -138,8 +148,7 @@ def main(description: str | None, benchmarks: Sequence[Callable[[bool], Iterable
     parser.add_argument("--quick", action="store_true", help="tiny shapes, for which no bar is meant: does it run?")
     options = parser.parse_args()
 
-    versions = ", ".join(f"{package} {metadata.version(package)}" for package in ("jax", "jaxlib", "optax"))
-    device = f"{jax.devices()[0].device_kind} ({jax.default_backend()}), {versions}, {os.cpu_count()} CPU cores"
+    device = f"{jax.devices()[0].device_kind} ({jax.default_backend()}), {versions()}, {os.cpu_count()} CPU cores"
     print(f"{device}; medians (quartiles); ratio: other side to shrewjax, or as the bar says\n")
     print("| measure | shrewjax | Optax (or as named) | ratio | bar | met |")
     print("|---|---|---|---|---|---|", flush=True)

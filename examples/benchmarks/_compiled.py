@@ -1,0 +1,323 @@
+"""Compiles steps for a device that need not be here, and counts what the optimized program moves, holds and sends.
+
+A program is read as a list of instructions. Each of them reads its operands from the device's memory and writes its
+result there; what stays on the chip (a TPU's VMEM) costs nothing. A conditional that returns arrays of the parameters'
+size is the one that runs the optimizer or leaves it alone: its costly side belongs to a closing call, its cheap side to
+an open one. Any other conditional is a rescue pass, for sums that left the range of floats, and takes its cheap side.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_INSTALL = "install it into this environment: python -m pip install -e '.[{}]'"
+
+# An H100 SXM by its data sheet and CUDA's occupancy tables, in the fields of XLA's GpuTargetConfigProto.
+_H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  l2_cache_size: 52428800 memory_bandwidth: 3352320000000 device_memory_size: 84929347584
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+runtime_version { major: 12 minor: 8 }
+dnn_version_info { major: 9 minor: 7 }
+"""
+
+# libtpu otherwise asks the network which TPU it runs on, and refuses to be used by two processes at a time.
+_NO_TPU_HERE = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+
+
+class MissingCompilerError(RuntimeError):
+    """The device's compiler is not installed; the message says what to install."""
+
+
+class Target:
+    """What to compile for: `h100`, `cpu`, `here` (JAX's default device), or a TPU's name: `v5e`, `v6e`, `v5p`, ..."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        if name not in ("cpu", "here"):
+            package, extra = ("jax_cuda12_plugin", "gpu-compiler") if name == "h100" else ("libtpu", "tpu-compiler")
+            if importlib.util.find_spec(package) is None:
+                raise MissingCompilerError(f"{name} needs the compiler {package}; {_INSTALL.format(extra)}")
+        platform = jax.default_backend() if name == "here" else {"h100": "gpu", "cpu": "cpu"}.get(name, "tpu")
+        self.platform = "cuda" if platform == "gpu" else platform  # as JAX calls it when it lowers
+        self.mesh()  # fails on names that nobody knows
+
+    def mesh(self, devices: int = 1) -> Mesh:
+        """So many of those devices, along the axis "data"."""
+        return Mesh(np.array(self._devices(devices)[:devices]), ("data",))
+
+    def _devices(self, number: int) -> Any:
+        if self.name == "here":
+            return jax.devices()
+        if self.name == "cpu":
+            return jax.devices("cpu")
+        if self.name == "h100":
+            return _h100(math.ceil(number / 8))
+        for variable, value in _NO_TPU_HERE.items():
+            os.environ.setdefault(variable, value)
+        return _tpu(self.name, 16 if number > 8 else 2)
+
+
+@functools.cache  # devices of one topology are not those of another
+def _h100(hosts: int) -> Any:
+    # The plugin otherwise asks the driver for its version.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    return topologies.get_topology_desc("h100", "cuda", topology=f"1x{hosts}x8", target_config=_H100).devices
+
+
+@functools.cache
+def _tpu(name: str, side: int) -> Any:
+    """So many chips, or a few more: on a plane, or for generations that are no plane in space."""
+    errors = []
+    for topology in (f"{name}:{side}x{max(side, 4)}", f"{name}:2x2x{side * side // 2}"):
+        try:
+            return topologies.get_topology_desc(topology, "tpu").devices
+        except jax.errors.JaxRuntimeError as error:
+            errors.append(f"{topology}: {error}")
+    raise ValueError(f"device must be h100, cpu, here, or a TPU that libtpu knows by this name; {'; '.join(errors)}")
+
+
+def replicated(_: Any) -> PartitionSpec:
+    """The same on every device."""
+    return PartitionSpec()
+
+
+def sharded(x: Any) -> PartitionSpec:
+    """By the first axis; a scalar is the same on every device."""
+    return PartitionSpec("data") if x.ndim else PartitionSpec()
+
+
+def place(tree: Any, mesh: Mesh, spec: Callable[[Any], PartitionSpec] = replicated) -> Any:
+    """Arrays of these shapes and dtypes on the devices, each by its spec."""
+
+    def placed(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x)))
+
+    return jax.tree.map(placed, tree)
+
+
+def bytes_on_a_device(tree: Any) -> int:
+    """Of arrays that are placed."""
+    shards = [(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree)]
+    return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
+
+
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z\d]*)\[([\d,]*)\](?:\{([^}]*)\})?")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(([^)]*)\)(.*)")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+# Instructions that move nothing, because they rename memory or wait for what was counted where it started.
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "after-all", "partition-id"}
+_FREE |= {"replica-id", "all-reduce-done", "all-gather-done", "collective-permute-done", "async-done", "async-update"}
+_FREE |= {"copy-start", "slice-start"}
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def _size(shape: str, *, on_chip: bool = False) -> float:
+    """The bytes of a shape in the device's memory; with those on the chip, if asked."""
+    total = 0.0
+    for kind, bits, dims, layout in _ARRAY.findall(shape):
+        if on_chip or "S(" not in layout:
+            total += math.prod(int(n) for n in dims.split(",") if n) * (1 if kind == "pred" else int(bits) / 8)
+    return total
+
+
+def _elements(shape: str) -> int:
+    """Of the first array of a shape."""
+    found = _ARRAY.search(shape)
+    return math.prod(int(n) for n in found[3].split(",") if n) if found else 0
+
+
+@dataclasses.dataclass(eq=False)
+class Instruction:
+    """A line of a program."""
+
+    op: str
+    shape: str
+    operands: list["Instruction"]
+    called: list[str]  # the computations that it runs, in their order
+    trips: int  # of a loop, where they are known; else 1
+
+    @property
+    def size(self) -> float:
+        """The bytes of its result, wherever they are."""
+        return _size(self.shape, on_chip=True)
+
+    @property
+    def moved(self) -> float:
+        """The bytes that it reads from the device's memory and writes there."""
+        if self.op in ("copy-done", "slice-done"):  # of a prefetch: what arrives, not all of what it is taken from
+            ends = (self.shape, *(x.shape for start in self.operands for x in start.operands))
+            return self.size * sum(_size(end) > 0 for end in ends)
+        if self.op in _FREE:
+            return 0.0
+        if self.op.endswith("-start") and self.op != "all-reduce-start":  # the result has the operands inside
+            return _size(self.shape)
+        return _size(self.shape) + sum(_size(x.shape) for x in set(self.operands))
+
+
+def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The computations of a program by their names, and the name of the first one to run."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, known = "", {}
+    for line in text.splitlines():
+        if heading := _COMPUTATION.match(line):
+            instructions, known = computations.setdefault(heading[2], []), {}
+            entry = heading[2] if heading[1] else entry
+        elif computations and (found := _INSTRUCTION.match(line)):
+            name, shape, op, operands, rest = found.groups()
+            branches, trips = _BRANCHES.search(rest), _TRIPS.search(rest)
+            known[name] = Instruction(
+                op=op,
+                shape=shape,
+                operands=[known[x] for x in _NAME.findall(operands) if x in known],
+                called=_NAME.findall(branches[1]) if branches else _CALLED.findall(rest),
+                trips=int(trips[1]) if trips else 1,
+            )
+            instructions.append(known[name])
+    return computations, entry
+
+
+class Step(NamedTuple):
+    """An instruction, and when it runs: on "every call", only on a "closing call", or in a "rescue" pass."""
+
+    instruction: Instruction
+    when: str
+    times: int
+
+    @property
+    def moved(self) -> float:
+        """The bytes of all its runs."""
+        return self.instruction.moved * self.times
+
+
+class Program:
+    """What the compiler made of a function; sizes are in multiples of P, the parameters' bytes on a device."""
+
+    def __init__(self, compiled: jax.stages.Compiled, unit: float, devices: int, seconds: float) -> None:
+        self.text = compiled.as_text()
+        self.seconds = seconds
+        self.unit = unit
+        self._large = unit / (2 * devices)  # the new state, also where it alone is sharded
+        self.outputs = compiled.output_shardings
+        self.temporary = compiled.memory_analysis().temp_size_in_bytes / unit
+        self._computations, self._entry = _parse(self.text)
+
+    def steps(self, *, closing: bool | None) -> list[Step]:
+        """What runs on a closing call, or on an open one; with None, all that there is."""
+        return self._steps(self._entry, closing, "every call", 1)
+
+    def _steps(self, computation: str, closing: bool | None, when: str, times: int) -> list[Step]:
+        steps: list[Step] = []
+        for x in self._computations[computation]:
+            if x.op == "conditional":
+                optimizes = x.size >= self._large
+                inside = "closing call" if optimizes and when != "rescue" else "rescue"
+                sides = [self._steps(name, closing, inside, times) for name in x.called]
+                if closing is None:
+                    steps += itertools.chain(*sides)
+                else:
+                    steps += (max if closing and optimizes else min)(sides, key=_moved)
+            elif x.op in ("while", "call"):
+                steps += self._steps(x.called[0], closing, when, times * x.trips)
+            else:
+                steps.append(Step(x, when, times))
+        return steps
+
+    @functools.cached_property
+    def open(self) -> float:
+        """The traffic of an open call."""
+        return _moved(self.steps(closing=False)) / self.unit
+
+    @functools.cached_property
+    def closing(self) -> float:
+        """The traffic of a closing call, or of a step that has no window."""
+        return _moved(self.steps(closing=True)) / self.unit
+
+    @property
+    def launches(self) -> int:
+        """The kernels and transfers that every call starts."""
+        steps = self.steps(closing=None)
+        return sum(x.when == "every call" and x.instruction.op not in _FREE for x in steps)
+
+    def instructions(self) -> Iterator[Instruction]:
+        """All that there are, of fusions, too."""
+        return itertools.chain(*self._computations.values())
+
+    def operations(self, *, closing: bool, elements: int) -> set[str]:
+        """What a call computes on arrays of so many elements, inside of fusions, too."""
+        called = [x.instruction for x in self.steps(closing=closing)]
+        inner = [y for x in called if x.op == "fusion" for name in x.called for y in self._computations[name]]
+        return {x.op for x in [*called, *inner] if _elements(x.shape) == elements}
+
+    @property
+    def collectives(self) -> Counter[tuple[str, str, float]]:
+        """How often there is a collective of this name, that runs then, on arrays of so many bytes before any cut."""
+        found: Counter[tuple[str, str, float]] = Counter()
+        for x, when, _ in self.steps(closing=None):
+            for name, size in self._collectives(x):
+                found[name, when, size] += 1
+        return found
+
+    def _collectives(self, x: Instruction) -> Iterator[tuple[str, float]]:
+        """Itself, or those that a fusion or an asynchronous call has inside."""
+        name = x.op.removesuffix("-start")
+        if name in _COLLECTIVES:
+            operands = sum(y.size for y in x.operands)
+            has_operands = x.op != name and name != "all-reduce"
+            yield name, max(operands, x.size - operands * has_operands)
+        elif x.op in ("fusion", "async-start"):
+            for inner in itertools.chain(*(self._computations[called] for called in x.called)):
+                for name, size in self._collectives(inner):
+                    # A TPU reduces and cuts in one fusion.
+                    yield "reduce-scatter" if name == "all-reduce" and x.size < size else name, size
+
+
+def _moved(steps: list[Step]) -> float:
+    return sum(x.moved for x in steps)
+
+
+def compile_for(
+    target: Target,
+    function: Callable[..., Any],
+    *arguments: Any,
+    unit: float,
+    donate: tuple[int, ...] = (0,),
+) -> Program:
+    """The program of a function of placed arrays. `unit` is P, in bytes; compile time counts tracing, too."""
+    devices = len(jax.tree.leaves(arguments)[0].sharding.device_set)
+    start = time.perf_counter()
+    traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
+    compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
+    return Program(compiled, unit, devices, time.perf_counter() - start)
