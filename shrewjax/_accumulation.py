@@ -24,6 +24,7 @@ from shrewjax._reductions import (
     is_mapped,
     is_same_along,
     row_sums,
+    varying_axes,
 )
 from shrewjax._states import State, described
 from shrewjax._wrapping import (
@@ -132,12 +133,11 @@ class GradAccumulator:
             "nonfinite", nonfinite, ("propagate", "drop_microbatch", "drop_window", "extend_window")
         )
         self._axes = _checks.axis_names(axis_name)
-        self._jitted_add = jax.jit(self.add)
 
     def init(self, params: Any) -> GradAccumulatorState:
         """An empty window for gradients like `params`, sharded as they are."""
         gradient_sum, scalar = self._zeros(params)
-        wide = any(jnp.finfo(x.dtype).bits == 64 for x in jax.tree.leaves(gradient_sum))
+        wide = any(_norms.accumulator_dtype(x) == jnp.float64 for x in jax.tree.leaves(gradient_sum) if is_counted(x))
         return GradAccumulatorState(
             micro_step=jnp.zeros((), jnp.int32),
             windows=jnp.zeros((), jnp.int32),
@@ -153,7 +153,7 @@ class GradAccumulator:
         Args:
           state: the window so far; may be donated.
           grads: the micro-batch's gradients, like the parameters given to `init`.
-          weight: its number of examples or tokens, a real scalar >= 0.
+          weight: its number of examples or tokens, as in `accumulate`.
         """
         return self._fold(state, grads, weight, flush=False, when_full=False).state
 
@@ -202,7 +202,8 @@ class GradAccumulator:
         """Adds a micro-batch, and takes the average if that fills the window; else None. Not for use under jit."""
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight))):
             raise ValueError("step decides on the host and cannot be traced: use add, ready and take under jit")
-        state = self._jitted_add(state, grads, weight)
+        weight = _checks.weight(weight, {(), state.weight_sum.shape})  # while its value is known
+        state = _jitted_add(self, state, grads, weight)
         return self.take(state) if self.ready(state) else (None, state)
 
     def current_step(self, state: GradAccumulatorState) -> jax.Array:
@@ -212,6 +213,7 @@ class GradAccumulator:
     def _zeros(self, params: chex.ArrayTree) -> tuple[chex.ArrayTree, Callable[[Any], jax.Array]]:
         """The empty sums, and what makes an empty weight of a dtype."""
         axes = self._axes
+        params = _checks.parameter_arrays(params)
         if axes:
             mesh = _rows.mesh_of(params, axes)
 
@@ -220,7 +222,7 @@ class GradAccumulator:
 
         def sum_like(path: _checks.KeyPath, param: Any) -> jax.Array:
             if not is_counted(param):
-                return jnp.zeros((), jnp.float32)  # holds no sum
+                return jnp.zeros((), jnp.int32)  # holds no sum
             dtype = self._dtype
             if dtype is None:
                 dtype = _norms.wide_dtype(param, _norms.accumulator_dtype(param))
@@ -229,8 +231,10 @@ class GradAccumulator:
         return jax.tree.map_with_path(sum_like, params), lambda dtype: zeros(jnp.zeros(()), dtype, "")
 
     def _steps(self, windows: jax.Array) -> jax.Array:
-        steps = self.accum_steps(windows) if callable(self.accum_steps) else self.accum_steps
-        return jnp.ceil(jnp.asarray(steps, jnp.float32)).astype(jnp.int32)
+        given = self.accum_steps
+        steps = jnp.asarray(_checks.steps_of_schedule(given(windows)) if callable(given) else given, jnp.float32)
+        # A NaN is not >= 1.
+        return jnp.where(steps >= 1, jnp.ceil(jnp.minimum(steps, 2.0**24)), jnp.ones_like(steps)).astype(jnp.int32)
 
     def _fold(
         self, state: _State, grads: chex.ArrayTree | None, weight: Any, *, flush: Flag, when_full: bool
@@ -266,8 +270,8 @@ class GradAccumulator:
         if when_full and flush is not True:
             due = _either(flush, self._is_full(state.windows, micro_step, is_step))
         demand_agreement("what closes a window (flush, accum_steps, micro_step)", due)
-        # A micro-batch that is known to weigh something (and that no backend flushes to 0) settles it.
-        weighs: Flag = True if keeps is True and weight >= float(jnp.finfo(dtype).tiny) else weight_sum != 0
+        # A micro-batch that is known to weigh something settles it.
+        weighs: Flag = True if keeps is True else weight_sum != 0
         counts = ~window_bad if self._axes else _both(weighs, ~window_bad)
         if weighs is True and self._nonfinite != "drop_window":
             counts = True
@@ -320,12 +324,13 @@ class GradAccumulator:
         leaves = [g for g in jax.tree.leaves(grads) if is_counted(g)]
         if not self._axes:
             return keeps & ~all_finite(leaves, self._axes)
-        return anywhere([jnp.any(keeps & ~all_finite(leaves, [()] * len(leaves), kept=(0,)))])[0]
+        bad = jnp.any(keeps & ~all_finite(leaves, [()] * len(leaves), kept=(0,)))
+        return anywhere([bad], self._axes)[0]
 
     def _checked_gradients(self, grads: chex.ArrayTree, gradient_sum: chex.ArrayTree) -> chex.ArrayTree:
         """At trace time: the gradients fit the accumulator, leaf by leaf. As rows, if that has rows."""
         axes, what = self._axes, "accumulator"
-        grads = jax.tree.map_with_path(_checks.array_leaf, grads)
+        grads = _checks.gradient_arrays(grads)
         if axes and is_mapped(axes):
 
             def row(path: _checks.KeyPath, grad: Any) -> Any:
@@ -344,10 +349,30 @@ class GradAccumulator:
         _checks.same_leaves(grads, gradient_sum, compared=is_counted, what=what)
 
         def check(path: _checks.KeyPath, total: jax.Array, grad: Any) -> None:
-            if grad is not None and _norms.is_complex(grad) and not _norms.is_complex(total):
+            if grad is None or grad.dtype == jax.dtypes.float0 or not (is_counted(grad) or is_counted(total)):
+                return
+            name = f"gradient leaf {_checks.leaf_name(path)}"
+            if not is_counted(grad):
                 raise ValueError(
-                    f"gradient leaf {_checks.leaf_name(path)} is {grad.dtype}, its accumulator {total.dtype}, which "
-                    "would lose the imaginary part"
+                    f"{name} is {grad.dtype}, but its parameter is floating, with an accumulator of {total.dtype}. "
+                    "Convert the gradient to the parameter's dtype. If there is no gradient, pass None in its place"
+                )
+            if not is_counted(total):
+                raise ValueError(
+                    f"{name} is {grad.dtype}, but its parameter is not floating, and has no accumulator. Pass float0, "
+                    "as jax.grad(..., allow_int=True) does, or None in its place"
+                )
+            if _norms.is_complex(grad) and not _norms.is_complex(total):
+                raise ValueError(
+                    f"{name} is {grad.dtype}, its accumulator {total.dtype}, which would lose the imaginary part"
+                )
+            over = sorted(varying_axes(grad) - varying_axes(total), key=str)
+            if over:
+                along = repr(tuple(over) if len(over) > 1 else over[0])
+                raise ValueError(
+                    f"{name} may differ between devices along {along}, its parameter does not: the gradients are not "
+                    f"reduced. Reduce them first, by jax.lax.pmean(grads, {along}) for instance. Or pass "
+                    f"axis_name={along}, and they are summed when the window closes"
                 )
 
         jax.tree.map_with_path(check, gradient_sum, grads)
@@ -360,15 +385,21 @@ class GradAccumulator:
         return _both(is_step, micro_step >= self._steps(windows))
 
 
+# Of the class, not of an object: one that holds a jitted function cannot be pickled.
+_jitted_add = jax.jit(GradAccumulator.add, static_argnums=0)
+
+
 def _fold_leaf(
     total: jax.Array, grad: Any, first: jax.Array, keeps: Flag, factor: jax.Array | None, scale: jax.Array | None
 ) -> jax.Array:
     """One read and one write: total + factor * grad, times scale. A window's first gradient replaces what was there."""
+    if not is_counted(total):
+        return total
     wide = _norms.accumulator_dtype(total)
     fresh = jnp.zeros_like(total)
     if isinstance(keeps, jax.Array):
         keeps = _rows.along(keeps, total)
-    if grad is None or not is_counted(grad) or keeps is False:
+    if grad is None or not is_counted(grad) or keeps is False:  # or float0
         total = jnp.where(first, fresh, total)
     else:
         if factor is not None:
@@ -405,7 +436,9 @@ def accumulate(
 
     `update` takes two more arguments, which are not passed on:
 
-    * `weight=1`: the micro-batch's number of examples or tokens, a real scalar >= 0, also traced.
+    * `weight=1`: the micro-batch's number of examples or tokens, a real scalar, also traced: 0, or between 2**-30 and
+      2**100. Weights are summed in float32 (in float64 beside a float64 sum), so whole numbers count exactly to 2**24.
+      Above that a weight of 1 is lost: count in larger units, such as batches, or sum in float64.
     * `flush=False`: closes the window with this call, however many micro-batches it has. A bool, also traced.
 
     ================================================  ==========================================================
@@ -413,11 +446,14 @@ def accumulate(
     ================================================  ==========================================================
     a micro-batch of weight 0                         contributes nothing, whatever its gradient holds; is a step
     a window of weight 0                              inner is not run, updates are zeros
-    a NaN weight                                      propagates
+    a known weight that is out of range or NaN        an error
+    a weight sum that is out of range or NaN          the average is NaN; a `"sum"` is not divided, and stays
+    a product w g, or a sum, too large for its dtype  the average is infinite or NaN, under every `nonfinite`
+    a product w g below the smallest normal number    may count as 0; larger weights avoid it
     accum_steps = 1                                   what inner does, on every call
     accum_steps shrinks, by schedule or on resuming   the open window closes when it has that many or more
     a gradient of None where there is a parameter     adds zero
-    integer, boolean, float0 leaves                   hold no sum, get zero updates
+    integer, boolean and key parameters               hold no sum, get zero updates; gradients of the same, or float0
     ================================================  ==========================================================
 
     A micro-batch whose gradients hold a NaN or an infinity, by `nonfinite`:
@@ -429,6 +465,8 @@ def accumulate(
     `"extend_window"`     is as if it had never come: the window waits for another
     ====================  ======================================================================================
 
+    `nonfinite` looks at the gradients alone. `skip_nonfinite` inside, around the optimizer, looks at the average.
+
     What surprises: unknown keywords go to inner, as everywhere in Optax, so a misspelt `weights=` is not noticed here.
     A gradient tree of `None`s is a micro-batch of zeros; to close a window without one, use `flush`.
     `optax.masked(accumulate(...), mask)` lets the raw gradients of masked-out leaves through on every call. A link
@@ -437,7 +475,8 @@ def accumulate(
 
     Args:
       inner: the transformation to wrap, usually a whole optimizer.
-      accum_steps: calls a window. An int >= 1, a scalar array, or a function of `windows` (int32) that returns one.
+      accum_steps: calls a window. An int >= 1, a scalar array, or a function of `windows` (int32) that returns one, or
+        a float, which is rounded up. In an array, a number below 1 or NaN counts as 1.
       reduction: `"mean"` for gradients of a mean loss: sum(w g) / sum(w), equal to the gradient of the one large
         batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w). `"sum"`: sum(g).
       accumulator_dtype: dtype of the sum; by default the wider of float32 and the parameter's (complex for complex).
@@ -458,6 +497,7 @@ def accumulate(
       it is local already; do not accumulate over an axis that parameters are sharded over.
     * under plain `jax.jit` the gradients, as made by `jax.vmap`, have a leading axis with a row for each device, and
       `weight` is a scalar or a vector of them.
+    * in `jax.vmap(..., axis_name="data")` each row is such a device; map `init` likewise.
 
     The sums and the weight in the state have such a leading axis, sharded over `axis_name`: `init` finds its size from
     parameters that are placed on a mesh, or from `jax.set_mesh`; `state_specs` has the specs for `shard_map`;
@@ -471,9 +511,9 @@ def accumulate(
 
     Raises:
       ValueError: an argument is not as described; `inner` is itself what `accumulate` returned; a complex gradient
-        comes for a real accumulator; a gradient is known to be reduced over `axis_name` already; devices may differ on
-        when a window closes; no type tells whether gradients are reduced, and `axis_name` is missing; `init` does not
-        find the mesh.
+        comes for a real accumulator, an integer one for a floating parameter; a gradient is known to be reduced over
+        `axis_name` already, or, without it, known not to be; devices may differ on when a window closes; no type tells
+        whether gradients are reduced, and `axis_name` is missing; `init` does not find the mesh.
       AssertionError: from chex, while tracing: the gradients' structure or a leaf's shape differs from the parameters
         given to `init`, or inner changes the structure, shapes or dtypes of its state.
 
@@ -534,11 +574,12 @@ def accumulate(
         **extra_args: Any,
     ) -> tuple[Any, AccumulateState]:
         folded = window._fold(state, grads, weight, flush=_checks.flag("flush", flush), when_full=True)
-        like = window._without_rows(grads)
+        like = window._without_rows(_checks.gradient_arrays(grads))
+        typed_params = _checks.parameter_arrays(params)
 
         def run_inner(average: chex.ArrayTree, runs: Flag) -> tuple[Any, Any]:
             def gradients() -> optax.Updates:
-                return _as_gradients(average, like, params)
+                return _as_gradients(average, like, typed_params)
 
             return update_or_apply(wrapped, gradients, state.inner_state, params, apply=apply, runs=runs, **extra_args)
 
@@ -809,8 +850,13 @@ def _counted_if(flag: Flag, count: jax.Array) -> jax.Array:
 
 
 def _reciprocal(weight_sum: jax.Array, weighs: Flag) -> jax.Array:
-    """What a sum is multiplied by: XLA:CPU writes out the result of a division that is used twice."""
-    return 1 / jnp.where(weighs, weight_sum, jnp.ones_like(weight_sum))
+    """What a sum is multiplied by: XLA:CPU writes out the result of a division that is used twice.
+
+    NaN for a weight sum out of range: a larger one has a reciprocal that is flushed to 0, a smaller one such products.
+    """
+    in_range = (weight_sum >= _checks.LEAST_WEIGHT) & (weight_sum <= _checks.LARGEST_WEIGHT)
+    known = jnp.where(in_range, weight_sum, jnp.full_like(weight_sum, jnp.nan))
+    return 1 / jnp.where(weighs, known, jnp.ones_like(weight_sum))
 
 
 def _either(a: Flag, b: Flag) -> Flag:

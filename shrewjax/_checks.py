@@ -8,6 +8,7 @@ import math
 import numbers
 from collections.abc import Callable, Collection, Hashable, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any, TypeVar
 
 import chex
@@ -24,6 +25,9 @@ UnitAxisNames = tuple[Hashable, ...] | jax.P | Callable[[str, Any], Any] | None
 """Checked mapped axes of leaves of several units."""
 Scalar = float | jax.Array
 """A checked scalar: a Python float, or a float32 or float64 array of shape () whose value is not looked at."""
+
+LEAST_WEIGHT, LARGEST_WEIGHT = 2.0**-30, 2.0**100
+"""Between these a weight sum has a float32 reciprocal, and no product that matters is lost. 0 is a weight, too."""
 
 
 def threshold(name: str, value: Any) -> Scalar:
@@ -133,18 +137,21 @@ def accum_steps(value: Any) -> int | jax.Array | Callable[[jax.Array], Any]:
     return int(value)
 
 
-def weight(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
-    """The weight of a micro-batch: a real scalar, not negative where its value is known, or an array of such a shape.
+def steps_of_schedule(value: Any) -> Scalar:
+    """The window length that a function returned: a real scalar, at least 1 and not NaN where its value is known."""
+    name = "the number that the function accum_steps returns"
+    return _real_scalar_array(name, value) if isinstance(value, jax.Array) else real(name, value, at_least=1)
 
-    NaN is let through.
-    """
+
+def weight(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
+    """The weight of a micro-batch: a real scalar, in range where its value is known, or an array of such a shape."""
     if isinstance(value, np.ndarray) and value.shape != ():
         value = jnp.asarray(value)
     if isinstance(value, jax.Array):
         return _real_array("weight", value, shapes)
     number = _static_real("weight", value, "a real scalar >= 0")
-    if number < 0:
-        raise ValueError(f"weight must be >= 0, got {value!r}")
+    if number != 0 and not LEAST_WEIGHT <= number <= LARGEST_WEIGHT:
+        raise ValueError(f"weight must be 0, or between 2**-30 and 2**100, got {value!r}")
     return number
 
 
@@ -236,19 +243,33 @@ def gradient_leaves(grads: Any) -> tuple[list[KeyPath], list[Any], Any]:
     return [path for path, _ in with_paths], [array_leaf(path, leaf) for path, leaf in with_paths], treedef
 
 
+def gradient_arrays(grads: Any) -> Any:
+    """The same tree with such leaves."""
+    return jax.tree.map_with_path(array_leaf, grads)
+
+
+def parameter_arrays(params: Any) -> Any:
+    """Parameters likewise, of whatever dtype."""
+    return jax.tree.map_with_path(partial(_as_array, what="parameter"), params)
+
+
 def array_leaf(path: KeyPath, leaf: Any) -> Any:
     """A gradient leaf: floating and complex NumPy arrays and Python numbers as JAX has them, the rest as it is."""
+    if hasattr(leaf, "dtype") and not _holds_gradients(leaf.dtype):
+        raise ValueError(
+            f"gradient leaf {leaf_name(path)} must have a dtype with a sign, a zero and a NaN, got {leaf.dtype}: "
+            "cast the leaf to float32, or leave it out by optax.masked"
+        )
+    return _as_array(path, leaf, what="gradient")
+
+
+def _as_array(path: KeyPath, leaf: Any, what: str) -> Any:
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-        if not _holds_gradients(leaf.dtype):
-            raise ValueError(
-                f"gradient leaf {leaf_name(path)} must have a dtype with a sign, a zero and a NaN, got {leaf.dtype}: "
-                "cast the leaf to float32, or leave it out by optax.masked"
-            )
         is_foreign = isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
         return jnp.asarray(leaf) if is_foreign else leaf
     if isinstance(leaf, bool | int | float | complex):
         return jnp.asarray(leaf)
-    raise ValueError(f"gradient leaf {leaf_name(path)} must be an array or a number, got {leaf!r}")
+    raise ValueError(f"{what} leaf {leaf_name(path)} must be an array or a number, got {leaf!r}")
 
 
 def _holds_gradients(dtype: Any) -> bool:

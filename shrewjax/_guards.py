@@ -137,7 +137,7 @@ def skip_nonfinite(
             )
 
         def finite_gradients() -> optax.Updates:
-            return jax.tree.map(_without_nonfinite, gradients())
+            return jax.tree.map(_without_nonfinite, _checks.gradient_arrays(gradients()))
 
         runs, new_state = decide_if(runs, decide, state._replace(inner_state=()))
         for_inner = finite_gradients if at_limit == "zero_nonfinite" else gradients

@@ -124,11 +124,15 @@ def unit_zeros(leaf: Any, keep: Kept) -> jax.Array:
     return _sum(jnp.zeros_like(leaf, dtype=jnp.float32), keep)
 
 
-def anywhere(flags: Sequence[jax.Array]) -> list[jax.Array]:
-    """Whether each flag is set on any device: what a branch of all devices can hang on where they differ."""
+def anywhere(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> list[jax.Array]:
+    """Whether each flag is set on any device: what a branch of all devices can hang on where they differ.
+
+    The axes are those of `jax.vmap` over which flags may differ too, if there are any among them.
+    """
     mapped, is_tracked = _mapped_axes()
-    maxima = _over_devices(lax.pmax, [flag.astype(jnp.int32) for flag in flags], () if is_tracked else mapped)
-    return [maximum > 0 for maximum in maxima]
+    counts = _over_devices(lax.pmax, [flag.astype(jnp.int32) for flag in flags], () if is_tracked else mapped)
+    of_vmap = tuple(a for a in axes if a not in mapped and _is_bound(a))
+    return [count > 0 for count in (lax.pmax(counts, of_vmap) if of_vmap else counts)]
 
 
 def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
@@ -139,12 +143,11 @@ def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.
 
 def is_mapped(axes: tuple[Hashable, ...]) -> bool:
     """Whether these are mapped axes here, so that a device has but its own part; an error if only some are."""
-    mapped, _ = _mapped_axes()
-    missing = [a for a in axes if a not in mapped]
+    missing = [a for a in axes if not _is_bound(a)]
     if missing and len(missing) < len(axes):
         raise ValueError(
             f"axis_name {axes!r}: {', '.join(map(repr, missing))} is no mapped axis here, where "
-            f"{', '.join(map(repr, mapped))} are"
+            f"{', '.join(map(repr, dict.fromkeys((*_mapped_axes()[0], *(a for a in axes if a not in missing)))))} are"
         )
     return not missing
 
@@ -332,6 +335,15 @@ def _mapped_axes() -> tuple[tuple[Hashable, ...], bool]:
     """The mapped axes here, and whether types tell over which of them an array varies."""
     mapped = jax.sharding.get_abstract_mesh().manual_axes
     return mapped, bool(mapped) and bool(varying_axes(lax.axis_index(mapped[0])))
+
+
+def _is_bound(axis: Hashable) -> bool:
+    """Whether collectives over this axis can be called here: it is an axis of `shard_map`, `pmap` or `vmap`."""
+    try:
+        lax.axis_size(axis)
+    except (NameError, ValueError):  # a name that is an int: an axis of an array
+        return False
+    return True
 
 
 def varying_axes(x: jax.Array) -> frozenset[Hashable]:

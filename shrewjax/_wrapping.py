@@ -44,7 +44,17 @@ def inner_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Returns the argument `inner`, checked, as a transformation that takes extra arguments."""
     if not isinstance(inner, optax.GradientTransformation):
         raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}")
-    return optax.with_extra_args_support(inner)
+    inner = optax.with_extra_args_support(inner)
+    return inner._replace(init=lambda params: _without_numbers(inner.init(params)))
+
+
+def _without_numbers(state: Any) -> Any:
+    """Python numbers in a state as arrays, of fixed dtypes: outside of jit nothing else makes them such."""
+
+    def fixed(x: Any) -> Any:
+        return jnp.array(x, jnp.asarray(x).dtype) if isinstance(x, bool | int | float | complex) else x
+
+    return jax.tree.map(fixed, state)
 
 
 def update_or_apply(
@@ -68,7 +78,7 @@ def update_or_apply(
 
     def run() -> tuple[Any, Any]:
         updates, new_state = optax.with_extra_args_support(tx).update(gradients(), state, params, **extra_args)
-        return optax.apply_updates(params, updates) if apply else updates, new_state
+        return optax.apply_updates(params, updates) if apply else updates, _without_numbers(new_state)
 
     return run_or_skip(runs, run, state, params, apply=apply)
 

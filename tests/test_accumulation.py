@@ -1,8 +1,14 @@
 """The window: what inner sees, when, and what each micro-batch may do to it."""
 
+import copy
 import inspect
 import itertools
+import pickle
 import pydoc_data.topics
+import re
+import subprocess
+import sys
+from functools import partial
 
 import chex
 import jax
@@ -167,7 +173,7 @@ def test_what_holds_no_floats_holds_no_sum_and_gets_zero_updates():
         assert jax.tree.structure(updates) == jax.tree.structure(params)
         np.testing.assert_array_equal(updates["i"], [0, 0, 0])
         np.testing.assert_array_equal(updates["flag"], [False, False])
-        assert state.gradient_sum["i"].size == 1
+        assert (state.gradient_sum["i"].shape, state.gradient_sum["i"].dtype) == ((), jnp.int32)
     assert float(history[-1][0]["x"][0]) == 1
 
 
@@ -180,6 +186,75 @@ def test_float0_gradients_of_integer_parameters_get_zero_updates():
         updates, state = tx.update(grads, state, params)
         assert updates["i"].dtype == jax.dtypes.float0
         assert float(updates["x"][0]) == expected
+
+
+@pytest.mark.parametrize(
+    "gradient", [jax.random.key(1), None, np.zeros((), jax.dtypes.float0)], ids=["key", "None", "float0"]
+)
+def test_key_among_parameters_holds_no_sum_and_gets_a_zero_update(gradient):
+    params = {"x": vector(1.0), "key": jax.random.key(1)}
+    tx = shrewjax.accumulate(optax.identity(), 2)
+    state = tx.init(params)
+    for expected in (0, 4):
+        updates, state = tx.update({"x": vector(4.0), "key": gradient}, state, params)
+        assert float(updates["x"][0]) == expected
+        assert updates["key"].dtype == (params["key"] if gradient is None else gradient).dtype
+
+
+def test_keys_among_gradients_pass_through_guards_around_an_accumulation():
+    params = {"x": vector(1.0), "key": jax.random.key(1)}
+    tx = shrewjax.skip_nonfinite(shrewjax.accumulate(optax.identity(), 1), max_consecutive=1, at_limit="zero_nonfinite")
+    updates, _ = tx.update({"x": vector(np.nan), "key": params["key"]}, tx.init(params), params)
+    assert float(updates["x"][0]) == 0
+    assert updates["key"].dtype == params["key"].dtype
+
+
+NOT_FLOATING = {"int32": jnp.int32(1), "bool": jnp.ones((), bool), "key": jax.random.key(0)}
+
+
+@pytest.mark.parametrize("shape", [(), (2,)], ids=str)
+@pytest.mark.parametrize("dtype", NOT_FLOATING)
+def test_gradient_that_is_not_floating_for_a_parameter_that_is_is_an_error_that_names_both(dtype, shape):
+    params = {"w": jnp.ones(shape)}
+    grads = {"w": jnp.broadcast_to(NOT_FLOATING[dtype], shape)}
+    window, tx = shrewjax.GradAccumulator(2), shrewjax.accumulate(optax.identity(), 2)
+    message = rf"\['w'\] is {re.escape(str(grads['w'].dtype))}.*floating.*float32"
+    for call in (
+        lambda: tx.update(grads, tx.init(params), params),
+        lambda: tx.update(grads, tx.init(params)),
+        lambda: window.add(window.init(params), grads),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_floating_gradient_for_an_integer_parameter_is_an_error_that_names_it():
+    tx = shrewjax.accumulate(optax.identity(), 2)
+    with pytest.raises(ValueError, match=r"\['i'\] is float32, but its parameter is not floating"):
+        tx.update({"i": jnp.ones(())}, tx.init({"i": jnp.int32(1)}))
+
+
+def test_python_numbers_are_parameters_and_gradients_as_in_optax():
+    params, grads = {"a": 1.0, "b": 2}, [{"a": 2.0, "b": 0}, {"a": 4.0, "b": 0}]
+    tx = shrewjax.accumulate(optax.sgd(1.0), 2)
+    state = tx.init(params)
+    for g, expected in zip(grads, (1.0, -2.0), strict=True):
+        params, state = shrewjax.apply_gradients(tx, g, state, params)
+        assert float(params["a"]) == expected
+    window = shrewjax.GradAccumulator(2)
+    average, state = window.step(window.init({"a": 1.0}), {"a": 2.0})
+    assert average is None
+    assert float(window.step(state, {"a": 4.0})[0]["a"]) == 3
+
+
+def test_float64_numpy_leaves_without_x64_are_float32_without_a_warning():
+    params = {"w": np.ones(2), "c": np.ones(2, np.complex128), "i": np.arange(2)}
+    tx = shrewjax.accumulate(optax.identity(), 2)
+    _, state = tx.update(params, tx.init(params), params)
+    updates, _ = tx.update(params, state, params)
+    np.testing.assert_array_equal(updates["w"], [1, 1])
+    assert (updates["w"].dtype, updates["c"].dtype) == (jnp.float32, jnp.complex64)
+    assert shrewjax.flush(tx, state, params)[0]["w"].dtype == jnp.float32
 
 
 def test_real_gradient_that_closes_a_complex_window_leaves_the_average_complex():
@@ -272,12 +347,62 @@ def test_window_of_weight_zero_does_not_run_inner(reduction):
     assert (float(updates[0]), int(state.windows)) == (6 if reduction == "sum" else 3, 1)
 
 
-def test_weight_too_small_for_its_dtype_is_a_weight_of_zero():
+OUT_OF_RANGE = {
+    "sum beyond the reciprocals": ([3e38], 1.0),
+    "sum and products too large": ([1e38, 1e38], 10.0),
+    "products too small": ([1e-30], 1e-10),
+    "sum too small": ([2.0**-32] * 3, 1.0),
+    "negative sum": ([1.0, -2.0], 1.0),
+    "infinite": ([np.inf], 1.0),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum_over_weights"])
+@pytest.mark.parametrize("case", OUT_OF_RANGE)
+def test_traced_weights_whose_sum_is_out_of_range_make_the_average_nan(case, reduction):
+    weights, gradient = OUT_OF_RANGE[case]
+    tx = shrewjax.accumulate(recorder(), len(weights), reduction=reduction)
+    updates, state = run(tx, [(vector(gradient), {"weight": jnp.float32(w)}) for w in weights], vector(0.0))[-1]
+    assert bool(state.applied)
+    assert np.isnan(updates).all()
+
+
+def test_traced_weight_that_the_backend_may_flush_to_zero_is_zero_or_makes_the_average_nan():
     tx = shrewjax.accumulate(recorder(), 1)
-    for weight in (1e-50, 1e-40):
-        updates, state = tx.update(vector(3.0), tx.init(vector(0.0)), weight=weight)
-        assert float(updates[0]) == 0
-        assert not bool(state.applied)
+    updates, state = run(tx, [(vector(3.0), {"weight": jnp.float32(1e-40)})], vector(0.0))[-1]
+    assert np.isnan(updates).all() == bool(state.applied)
+
+
+@pytest.mark.parametrize("cast", [float, jnp.float32])
+@pytest.mark.parametrize("weights", [(2.0**-30, 2.0**-29), (2.0**-30, 0), (2.0**100, 0), (2.0**99, 2.0**98)], ids=str)
+def test_average_is_right_at_both_ends_of_the_range_of_weights(weights, cast):
+    steps = [(vector(1.0, 3.0), {"weight": cast(weights[0])}), (vector(2.0, 5.0), {"weight": cast(weights[1])})]
+    expected = np.average([[1.0, 3.0], [2.0, 5.0]], axis=0, weights=weights)
+    updates, _ = run(shrewjax.accumulate(recorder(), 2), steps, vector(0.0, 0.0))[-1]
+    np.testing.assert_allclose(updates, expected, rtol=3e-7)
+
+
+@pytest.mark.parametrize("nonfinite", POLICIES)
+def test_product_beyond_its_dtype_makes_the_average_infinite_which_a_guard_inside_leaves_out(nonfinite):
+    steps = [(vector(1e36, 1.0), {"weight": jnp.float32(1000)})]
+    updates, state = run(shrewjax.accumulate(recorder(), 1, nonfinite=nonfinite), steps, vector(0.0, 0.0))[-1]
+    assert np.isinf(updates[0])
+    assert int(state.dropped) == 0
+    guarded = shrewjax.accumulate(shrewjax.skip_nonfinite(recorder()), 1, nonfinite=nonfinite)
+    updates, state = run(guarded, steps, vector(0.0, 0.0))[-1]
+    np.testing.assert_array_equal(updates, [0, 0])
+    assert int(state.inner_state.skipped) == 1
+
+
+@pytest.mark.parametrize(("wide", "counted"), [(False, 0), (True, 1)], ids=["float32", "float64"])
+def test_weights_of_one_count_to_two_to_the_24_and_beyond_in_float64(wide, counted):
+    with jax.enable_x64(wide):
+        window = shrewjax.GradAccumulator(2, accumulator_dtype="float64" if wide else None)
+        state = window.init(vector(0.0))
+        state = window.add(state, vector(1.0), weight=2**24 - 1)
+        state = window.add(state, vector(1.0))
+        assert int(state.weight_sum) == 2**24
+        assert int(window.add(state, vector(1.0)).weight_sum) == 2**24 + counted
 
 
 def test_nan_weight_propagates_and_leaves_the_next_window_clean():
@@ -396,6 +521,30 @@ def test_window_length_that_makes_no_sense_is_an_error(bad):
 def test_window_length_may_be_any_integer(good):
     history = run(shrewjax.accumulate(recorder(), good), [(vector(1.0), {})] * 4, vector(0.0))
     assert int(history[-1][1].windows) == 2
+
+
+BAD_STEPS = [0, -3, 0.5, np.nan, True, "2", None, [2, 2], np.ones(2), np.True_, jnp.ones(2), jnp.ones((), bool), 1j]
+
+
+@pytest.mark.parametrize("bad", BAD_STEPS, ids=repr)
+def test_function_that_returns_a_window_length_that_makes_no_sense_is_an_error(bad):
+    tx, window = (make(lambda _: bad) for make in (partial(shrewjax.accumulate, recorder()), shrewjax.GradAccumulator))
+    for call in (
+        lambda: tx.update(vector(1.0), tx.init(vector(0.0))),
+        lambda: window.ready(window.init(vector(0.0))),
+    ):
+        with pytest.raises(ValueError, match="function accum_steps returns must be"):
+            call()
+
+
+@pytest.mark.parametrize("function", [True, False])
+@pytest.mark.parametrize(("steps", "closes"), [(0, True), (-3.0, True), (np.nan, True), (np.inf, False), (1e30, False)])
+def test_window_length_in_an_array_is_at_least_one(steps, closes, function):
+    length = jnp.asarray(steps)
+    window = shrewjax.GradAccumulator((lambda _: length) if function else length)
+    state = window.init(vector(0.0))
+    assert not bool(window.ready(state))
+    assert bool(window.ready(window.add(state, vector(1.0)))) == closes
 
 
 # --- flush ------------------------------------------------------------------------------------------------------
@@ -555,6 +704,48 @@ def test_step_gives_the_average_when_the_window_is_full():
         jax.jit(window.step)(state, vector(0.0))
 
 
+BAD_WEIGHTS = [-1.0, np.nan, np.inf, 3e38, 1e-30, np.float32(-1), np.float64(np.nan), np.array(-1), "1", None, True, 1j]
+
+
+@pytest.mark.parametrize("bad", BAD_WEIGHTS, ids=repr)
+def test_step_raises_what_add_raises_of_a_weight(bad):
+    window = shrewjax.GradAccumulator(2)
+    state = window.init(vector(0.0))
+    with pytest.raises(ValueError, match="weight must be") as of_add:
+        window.add(state, vector(1.0), bad)
+    with pytest.raises(ValueError, match=re.escape(str(of_add.value))):
+        window.step(state, vector(1.0), bad)
+
+
+def longer(windows):
+    return 2 + windows
+
+
+COPIES = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "copy": copy.copy, "deepcopy": copy.deepcopy}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copy_of_a_window_does_what_the_window_does(how):
+    window = shrewjax.GradAccumulator(longer, accumulator_dtype="bfloat16", nonfinite="drop_microbatch")
+    _, state = window.step(window.init(vector(0.0)), vector(2.0))
+    copied = COPIES[how](window)
+    average, _ = copied.step(COPIES[how](state), vector(4.0))
+    assert average.dtype == jnp.bfloat16
+    assert float(average[0]) == 3
+
+
+def test_window_goes_to_another_process():
+    script = (
+        "import pickle, sys, jax.numpy as jnp\n"
+        "window, grads = pickle.load(sys.stdin.buffer)\n"
+        "_, state = window.step(window.init(grads), grads)\n"
+        "print(window.step(state, 2 * grads, 3)[0].tolist())\n"
+    )
+    sent = pickle.dumps((shrewjax.GradAccumulator(2), np.float32([4.0, 8.0])))
+    done = subprocess.run([sys.executable, "-c", script], input=sent, capture_output=True, check=True)
+    assert done.stdout.decode().split() == ["[7.0,", "14.0]"]
+
+
 def test_take_and_reset_of_open_and_empty_windows():
     window = shrewjax.GradAccumulator(4)
     empty = window.init(vector(0.0))
@@ -603,7 +794,7 @@ def test_bad_gradients_are_named_and_leave_the_state_usable(case):
     assert_close(updates, params, rtol=0)
 
 
-@pytest.mark.parametrize("bad", [-1, -0.5, "1", None, True, 1j, np.ones(2), jnp.ones(2), jnp.ones((), bool)], ids=repr)
+@pytest.mark.parametrize("bad", [-1, -0.5, *BAD_WEIGHTS, np.ones(2), jnp.ones(2), jnp.ones((), bool)], ids=repr)
 def test_bad_weight_is_named(bad):
     tx = shrewjax.accumulate(recorder(), 2)
     with pytest.raises(ValueError, match="weight must be"):
@@ -650,6 +841,28 @@ def test_inner_that_changes_its_state_is_an_error_that_names_the_leaf():
     tx = shrewjax.accumulate(grows, 2)
     with pytest.raises(AssertionError, match=r"'m'.*inner's update changed its state"):
         tx.update(vector(1.0), tx.init(vector(0.0)))
+
+
+@pytest.mark.parametrize("new", [lambda n: n + 1, lambda n: 7], ids=["a counter", "a number anew"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: shrewjax.accumulate(inner, 1),
+        lambda inner: shrewjax.accumulate(inner, 2),
+        shrewjax.skip_nonfinite,
+        shrewjax.skip_on_spike,
+    ],
+    ids=["window of one", "accumulate", "skip_nonfinite", "skip_on_spike"],
+)
+def test_inner_may_keep_python_numbers_in_its_state(wrap, new):
+    inner = optax.GradientTransformation(lambda p: {"n": 6}, lambda g, s, p=None: (g, {"n": new(s["n"])}))
+    tx = wrap(inner)
+    state = tx.init(vector(0.0))
+    for update in (tx.update, tx.update, jax.jit(tx.update), tx.update):
+        before = int(state.inner_state["n"])
+        _, state = update(vector(1.0), state)
+        assert int(state.inner_state["n"]) == (new(before) if bool(state.applied) else before)
+    assert bool(state.applied)
 
 
 def test_checks_add_nothing_to_the_program():

@@ -375,7 +375,8 @@ def test_devices_must_agree_on_the_weight_of_what_they_share():
     with pytest.raises(ValueError, match="weight must be the same on every device, and may differ over 'data'"):
         traced(f, jnp.ones(8))
     tx = shrewjax.accumulate(SGD, 2, axis_name="fsdp")
-    f = lambda g: tx.update(jax.lax.pcast(g, "fsdp", to="varying"), tx.init(jnp.zeros(1)), weight=g[0])[1].micro_step  # noqa: E731
+    own = lambda: jax.lax.pcast(jnp.zeros(1), "fsdp", to="varying")  # noqa: E731
+    f = lambda g: tx.update(own(), tx.init(jnp.zeros(1)), weight=g[0])[1].micro_step  # noqa: E731
     with pytest.raises(ValueError, match=r"weight, summed over axis_name, must be the same .* over 'data'"):
         traced(f, jnp.ones(8))
 
@@ -446,3 +447,51 @@ def test_partly_manual_meshes_take_the_specs_of_their_axes():
     for batch, (alone, _) in zip(batches, one_device(shrewjax.accumulate(SGD, 2), batches), strict=True):
         params, state = step(params, state, *batch)
         assert_close(params, alone, rtol=1e-5, atol=1e-6)
+
+
+# --- gradients that nobody reduced, and rows of vmap ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis_name", [None, ()], ids=repr)
+def test_gradients_that_are_not_reduced_are_an_error_that_says_so(axis_name):
+    tx, window = (
+        make(2, axis_name=axis_name) for make in (partial(shrewjax.accumulate, SGD), shrewjax.GradAccumulator)
+    )
+    mesh = mesh_of(8)
+    own = jax.device_put(np.ones((8, 3), "f"), NamedSharding(mesh, P("data")))
+    for add in (
+        lambda grads: tx.update({"w": grads}, tx.init({"w": jnp.zeros((1, 3))}))[1],
+        lambda grads: window.add(window.init({"w": jnp.zeros((1, 3))}), {"w": grads}),
+    ):
+        mapped = jax.shard_map(add, mesh=mesh, in_specs=P("data"), out_specs=P())
+        with pytest.raises(ValueError, match=r"\['w'\] may differ .*along 'data'.*not reduced.*pmean.*axis_name="):
+            jax.eval_shape(mapped, own)
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch"])
+def test_rows_of_vmap_are_devices(nonfinite):
+    """Two micro-batches of four rows; one row is NaN, which drops the micro-batch in all of them, or propagates."""
+    tx = shrewjax.accumulate(optax.identity(), 3, axis_name="batch", nonfinite=nonfinite)
+    rng = np.random.default_rng(0)
+    grads, weights = rng.normal(size=(3, 4, 2)).astype("f"), rng.uniform(1, 2, size=(3, 4)).astype("f")
+    bad = nonfinite != "propagate"
+    if bad:
+        grads[1, 2, 0] = np.nan
+    mapped = partial(jax.vmap, axis_name="batch")
+    state = mapped(tx.init, in_axes=None, axis_size=4)(jnp.zeros(2))
+    update = quick_jit(mapped(lambda g, s, w: tx.update(g, s, weight=w)))
+    for g, w in zip(grads, weights, strict=True):
+        updates, state = update(g, state, w)
+    kept = [0, 2] if bad else [0, 1, 2]
+    g, w = np.float64(grads[kept]), np.float64(weights[kept])[..., None]
+    expected = (w * g).sum((0, 1)) / w.sum()
+    np.testing.assert_allclose(updates, np.tile(expected, (4, 1)), rtol=1e-6)
+    assert state.dropped.tolist() == [int(bad)] * 4
+
+
+def test_weights_of_devices_whose_sum_is_out_of_range_make_the_average_nan():
+    tx = shrewjax.accumulate(optax.identity(), 1, axis_name="batch")
+    state = jax.vmap(tx.init, in_axes=None, axis_size=4, axis_name="batch")(jnp.zeros(2))
+    update = jax.vmap(lambda g, s, w: tx.update(g, s, weight=w), axis_name="batch")
+    updates, _ = quick_jit(update)(jnp.ones((4, 2)), state, jnp.full(4, 3e37))
+    assert np.isnan(updates).all()

@@ -222,3 +222,9 @@ def test_a_guard_that_is_off_lets_a_constant_of_zero_pass(arguments):
         updates, state = tx.update(jnp.ones(1), state, value=0.0)
         assert updates[0] == 1
     assert state.skipped == 0
+
+
+def test_python_numbers_are_gradients_also_where_nonfinite_ones_are_zeroed():
+    tx = shrewjax.skip_nonfinite(optax.identity(), max_consecutive=1, at_limit="zero_nonfinite")
+    updates, _ = tx.update({"a": 2.0, "b": np.nan}, tx.init({"a": 1.0, "b": 1.0}))
+    assert (float(updates["a"]), float(updates["b"])) == (2, 0)
