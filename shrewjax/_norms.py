@@ -318,14 +318,15 @@ def _powers_of_units(
     shifts = [_shift_into_range(powers) for powers in packed(plain, kept)]
 
     def read_again(i: int, untrusted: jax.Array) -> jax.Array:
-        keep, over = kept[i], [axes[i]] if isinstance(axes, list) else axes
-        factor = _power_of_two(_shift_into_range(plain[i]), plain[i].dtype)
-
-        def scaled() -> jax.Array:
-            sums = leaf_sums(power, [_unknown(leaves[i])], [over_leaf(factor, leaves[i], keep)], axes=over, kept=[keep])
-            return lax.optimization_barrier(sums[0])  # as in `_measure_by_powers`
-
-        return run_if(untrusted, scaled, lambda: plain[i])
+        x, keep, over = _unknown(leaves[i]), kept[i], [axes[i]] if isinstance(axes, list) else axes
+        # From the leaf's own sums, not from a place in `shifts`: so leaves of one shape share a compiled kernel.
+        factor = over_leaf(_power_of_two(_shift_into_range(plain[i]), plain[i].dtype), x, keep)
+        # The barrier is as in `_measure_by_powers`.
+        return run_if(
+            untrusted,
+            lambda: lax.optimization_barrier(leaf_sums(power, [x], [factor], axes=over, kept=[keep])[0]),
+            lambda: plain[i],
+        )
 
     def rescaled() -> list[jax.Array]:
         untrusted = anywhere([jnp.any(_shift_into_range(powers) != 0) for powers in plain])
