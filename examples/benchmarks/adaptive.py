@@ -8,6 +8,7 @@ is `clip_by_global_norm`, in one row that of this package, in the next Optax's.
 """
 
 from functools import partial
+from typing import Any
 
 import _harness
 import jax
@@ -16,7 +17,7 @@ from _harness import Loop, Row
 
 import shrewjax
 
-BASE, OPTAX = "clip_by_global_norm", "optax.clip_by_global_norm"
+BASE, OPTAX, LIVE = "clip_by_global_norm", "optax.clip_by_global_norm", "no-zeros"
 # Thresholds that clip, where the rule allows it: a clip that does nothing may write nothing.
 ONE_NORM = {
     BASE: shrewjax.clip_by_global_norm(1.0),
@@ -68,6 +69,32 @@ def training_step(quick: bool) -> list[Row]:
     return rows
 
 
+def zero_gradients(quick: bool) -> list[Row]:
+    """The training step with a leaf, or a unit of it, whose gradient is zero, over the same step with none."""
+    live, start = _harness.gpt2(quick, seed=1), _harness.gpt2(quick)
+
+    def without(part: Any) -> Any:
+        up = live["layer_0"]["up"]
+        return live | {"layer_0": live["layer_0"] | {"up": up | {"w": up["w"].at[part].set(0)}}}
+
+    zeroed = {LIVE: live, "a leaf of zeros": without(...), "a unit of zeros": without((..., 0))}
+    rows = []
+    for name, tx in (MANY_NORMS | {"clip_by_leaf_norm": shrewjax.clip_by_leaf_norm(0.1)}).items():
+        sides = {}
+        for what, grads in zeroed.items():
+            params = jax.tree.map(jax.numpy.copy, start)
+            chained = optax.chain(tx, optax.adamw(1e-3))
+            loop = Loop(partial(_harness.updated, chained), (params, chained.init(params)), grads)
+            sides[what] = partial(loop.run, 1)
+        times = _harness.alternate(sides, 3 if quick else 11)
+        rows += [
+            Row(f"clip + adamw, {name}, {what}", times[what], times[LIVE], f"shrewjax/{LIVE} <= 1.1")
+            for what in times
+            if what != LIVE
+        ]
+    return rows
+
+
 def _rows(what: str, times: dict[str, _harness.Figure]) -> list[Row]:
     return [
         Row(f"{what}, {name}", time, times[base], f"shrewjax/{base} <= {BARS[name]}" if name in BARS else None)
@@ -78,4 +105,4 @@ def _rows(what: str, times: dict[str, _harness.Figure]) -> list[Row]:
 
 
 if __name__ == "__main__":
-    _harness.main(__doc__, [clip_alone, training_step])
+    _harness.main(__doc__, [clip_alone, training_step, zero_gradients])
