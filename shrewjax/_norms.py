@@ -259,6 +259,16 @@ _RANGE = {
 }
 
 
+# Products of a few factors are right to a few ulp, and seldom leave the range. A power with a fraction is neither: it
+# is computed from the logarithm, whose error grows with it.
+_ROOTS: dict[float, Callable[[jax.Array], jax.Array]] = {
+    1: lambda x: x,
+    2: lax.sqrt,
+    3: lax.cbrt,
+    4: lambda x: lax.sqrt(lax.sqrt(x)),
+}
+
+
 @partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # outside of jit, each call would compile its `cond` anew
 def measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes) -> Scaled:
     """The `ord`-norm of all floating leaves together (scope "global", shape ()) or of each (scope "leaf", shape (n,)).
@@ -273,7 +283,7 @@ def measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes) -> Scal
 def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes) -> Scaled:
     if not leaves:
         return split(jnp.zeros((0,) if scope == "leaf" else (), jnp.float32))
-    if ord == math.inf:
+    if ord not in _ROOTS:
         return _measure_by_maximum(leaves, ord, scope, axes)
     if scope == "leaf" and ord in (1, 2):
         powers, shifts = _powers_of_units(leaves, ord, [()] * len(leaves), axes)
@@ -340,7 +350,7 @@ def _rooted(powers: jax.Array, p: float, shift: jax.Array) -> Scaled:
     """The norm of elements whose p-th powers, scaled by 2**shift, sum to this. Its derivative at 0 is 0."""
     positive = powers > 0  # the root of 0 has no derivative
     safe = jnp.where(positive, powers, 1)
-    root = safe if p == 1 else jnp.sqrt(safe) if p == 2 else safe ** (1 / p)
+    root = _ROOTS[p](safe)
     return _shifted(jnp.where(positive, root, powers), -shift)
 
 
@@ -350,7 +360,7 @@ def _power(p: float, dtype: Any) -> Callable[..., jax.Array]:
 
     def power(x: Any, *factor: jax.Array) -> jax.Array:
         x = _rescaled(x, dtype, *factor)
-        return _squared_modulus(x) if p == 2 else lax.abs(x) if p == 1 else lax.abs(x) ** p
+        return _squared_modulus(x) if p == 2 else lax.integer_pow(lax.abs(x), int(p))
 
     return power
 
@@ -386,7 +396,7 @@ def _exponent_key(exponent: jax.Array) -> tuple[jax.Array]:
 
 
 def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes) -> Scaled:
-    """Any other p >= 1: the largest magnitude, then the sum of (|x| / largest)**p, whose terms stay in [0, 1]."""
+    """Any p >= 1: the largest magnitude, then the sum of (|x| / largest)**p, whose terms stay in [0, 1]."""
     dtype = _accumulation_dtype(leaves)
 
     maxima = lax.bitcast_convert_type(jnp.concatenate(leaf_maxima(magnitude_keys(dtype), leaves, axes=axes)), dtype)
