@@ -25,6 +25,7 @@ from shrewjax._reductions import (
     is_same_along,
     row_sums,
     varying_axes,
+    varying_over,
 )
 from shrewjax._states import State, described
 from shrewjax._wrapping import (
@@ -92,8 +93,7 @@ class GradAccumulator:
 
     The object holds the window's rules and no data; the data is a state that goes in and comes out, so that `add`
     and `take` can be jitted, with the state donated. One program that only adds, in place, and one that closes the
-    window and runs the optimizer: the optimizer's cost falls on the closing call on every backend, also where a
-    compiler runs both sides of a branch.
+    window and runs the optimizer. Whatever a compiler makes of branches, the optimizer's cost falls on the second.
 
     The arguments, the rules at the edges and the errors are those of `accumulate`.
 
@@ -171,17 +171,21 @@ class GradAccumulator:
           >>> window, inner = GradAccumulator(2), optax.sgd(1.0)
           >>> def close(params, opt_state, state):
           ...     average, emptied = window.take(state)
+          ...     def idle():
+          ...         return params, opt_state
           ...     def apply():
           ...         updates, new = inner.update(average, opt_state, params)
           ...         return optax.apply_updates(params, updates), new
           ...     counts = emptied.windows != state.windows
-          ...     return *jax.lax.cond(counts, apply, lambda: (params, opt_state)), emptied
+          ...     return *jax.lax.switch(counts.astype(int), [idle, apply]), emptied
           >>> params = jnp.zeros(2)
           >>> state = window.add(window.init(params), jnp.array([1.0, 2.0]))
           >>> jax.jit(close, donate_argnums=(0, 1, 2))(params, inner.init(params), state)[0]
           Array([-1., -2.], dtype=float32)
 
-        (The `cond` also spares XLA:CPU a copy of the accumulator.)
+        The branch also spares XLA:CPU a copy of the accumulator. Write it as a `switch` whose first branch is the idle
+        one, because only that branch returns its operands without a copy. `jax.lax.cond` puts the other one first on a
+        GPU, and then copies parameters and optimizer state on every call.
         """
         folded = self._fold(state, None, 0, flush=True, when_full=False)
         total, weighs = self._average(folded)
@@ -312,6 +316,14 @@ class GradAccumulator:
             sums = [_scaled(x, scale) for x in sums]
         left = iter(sums)
         return jax.tree.unflatten(treedef, [next(left) if x.ndim else x for x in leaves]), weighs
+
+    def _emptied_rows(self, folded: _Folded, average: chex.ArrayTree) -> chex.ArrayTree:
+        """The rows of a window that has closed, which mean nothing: the average, where it is as large as they are."""
+        axes, rows = self._axes, folded.state.gradient_sum
+        if not axes or not is_mapped(axes):
+            return rows
+        # Because XLA keeps both otherwise: memory of the parameters' size on CUDA and TPU (tests/test_accelerators.py).
+        return jax.tree.map(lambda row, x: varying_over(x[None], axes) if row.ndim else row, rows, average)
 
     def _without_rows(self, grads: chex.ArrayTree) -> chex.ArrayTree:
         """What one row of the gradients is like."""
@@ -583,23 +595,28 @@ def accumulate(
 
             return update_or_apply(wrapped, gradients, state.inner_state, params, apply=apply, runs=runs, **extra_args)
 
-        def reduce_and_run() -> tuple[Any, tuple[Any, jax.Array]]:
+        def reduce_and_run() -> tuple[Any, tuple[Any, ...]]:
             average, weighs = window._average(folded)
             returned, inner_state = run_inner(average, True)
             if weighs is not True:  # selected, because a branch within a branch would copy on CUDA
                 unchanged = params if apply else optax.tree.zeros_like(returned), state.inner_state
                 returned, inner_state = optax.tree.where(weighs, (returned, inner_state), unchanged)
-            return returned, (inner_state, jnp.asarray(weighs))
+            return returned, (inner_state, jnp.asarray(weighs), window._emptied_rows(folded, average))
 
+        gradient_sum = folded.state.gradient_sum
         if window._axes:
-            idle = (state.inner_state, jnp.zeros((), bool))
-            returned, (inner_state, applied) = run_or_skip(folded.closes, reduce_and_run, idle, params, apply=apply)
+            idle = (state.inner_state, jnp.zeros((), bool), gradient_sum)
+            returned, after = run_or_skip(folded.closes, reduce_and_run, idle, params, apply=apply)
+            inner_state, applied, gradient_sum = after
         else:
-            returned, inner_state = run_inner(folded.state.gradient_sum, folded.closes)
+            returned, inner_state = run_inner(gradient_sum, folded.closes)
             applied = jnp.asarray(folded.closes)
         returned = _with_integers(returned, like, params if apply else None)
         new_state = folded.state._replace(
-            windows=_counted_if(applied, state.windows), applied=applied, inner_state=inner_state
+            windows=_counted_if(applied, state.windows),
+            applied=applied,
+            gradient_sum=gradient_sum,
+            inner_state=inner_state,
         )
         check_unchanged(new_state, state, "the accumulation's state changed")
         return returned, new_state
@@ -628,8 +645,7 @@ def apply_gradients(
     """`tx.update` and `optax.apply_updates` in one, for any Optax transformation.
 
     For what `accumulate` returned, a call that does not close the window touches nothing but the accumulator: neither
-    updates nor parameters are read or written, where the backend keeps the branch (CPU and TPU do; XLA:GPU may run both
-    sides of a branch that has only elementwise work and reductions, see `GradAccumulator` for a form without one).
+    updates nor parameters are read or written. Programs compiled for CPU, GPU and TPU are tested to do so.
     Donate both, in a step that takes them in the order in which it returns them, such as
     `jax.jit(step, donate_argnums=(0, 1))` for `step(params, opt_state, ...) -> (params, opt_state)`: JAX pairs donated
     buffers with results in order, and a wrong pair costs a copy. An accumulation inside another transformation, such

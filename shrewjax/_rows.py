@@ -84,6 +84,11 @@ def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = Non
     be on the mesh, such as for a checkpoint of several processes, place them with these specs:
     `jax.device_put(state, jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), state_specs(state)))`.
 
+    With parameters replicated and the state sharded (ZeRO), each device holds a part of the sums and of the optimizer's
+    state, and no `shard_map` is needed: `tx.init` of sharded parameters makes the state, as in the second example. The
+    last link inside `accumulate` replicates the updates. Without it, `jax.jit` returns sharded parameters; with
+    `out_shardings` in its place, it gathers parameters on every call.
+
     Args:
       opt_state: arrays, such as `tx.init(params)` with parameters that are placed on a mesh.
       axis_names: only these mesh axes, if `jax.shard_map` itself is given `axis_names`. `None` means all.
@@ -103,6 +108,16 @@ def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = Non
       >>> specs = state_specs(tx.init(params))
       >>> specs.gradient_sum, specs.micro_step
       (P('data',), P())
+
+      >>> whole, divided = (jax.sharding.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
+      >>> replicate = optax.stateless(lambda updates, _: jax.lax.with_sharding_constraint(updates, whole))
+      >>> tx = accumulate(optax.chain(optax.adamw(1e-3), replicate), 4)
+      >>> params = jax.device_put(jnp.zeros(8), whole)
+      >>> opt_state = tx.init(jax.device_put(params, divided))
+      >>> state_specs(params), state_specs(opt_state.gradient_sum)
+      (P(), P('data',))
+      >>> step = jax.jit(lambda params, opt_state, grads: apply_gradients(tx, grads, opt_state, params))
+      >>> params, opt_state = step(params, opt_state, jnp.ones(8))
     """
 
     def kept(names: Any) -> Any:

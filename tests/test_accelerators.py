@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 
 import _compiled
 import compiled
@@ -62,12 +63,14 @@ def leaves(target, number=4):
     return place({str(i): LEAF for i in range(number)}, target.mesh())
 
 
-def compile_tree(target, function, *arguments):
-    return _compiled.compile_for(target, function, *arguments, unit=_compiled.bytes_on_a_device(arguments[0]))
+def compile_tree(target, function, *arguments, **options):
+    return _compiled.compile_for(
+        target, function, *arguments, unit=_compiled.bytes_on_a_device(arguments[0]), **options
+    )
 
 
 def test_a_sum_in_place_is_counted_as_three_passes(any_target):
-    program = compile_tree(any_target, functools.partial(jax.tree.map, jnp.add), leaves(any_target), leaves(any_target))
+    program = compile_tree(any_target, partial(jax.tree.map, jnp.add), leaves(any_target), leaves(any_target))
     assert program.open == program.closing == 3
 
 
@@ -92,6 +95,11 @@ def test_a_swap_of_donated_arrays_is_counted_as_copies(any_target):
     assert program.open >= 2
 
 
+def test_a_slice_is_counted_as_what_it_takes(any_target):
+    program = compile_tree(any_target, partial(jax.tree.map, lambda x: x[1024:5120]), leaves(any_target), donate=())
+    assert 1 <= program.open < 1.4  # of half the elements; 1.5, if all were read
+
+
 @pytest.mark.parametrize("name", ACCELERATORS)
 def test_a_missing_compiler_says_what_to_install(name, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -104,7 +112,11 @@ def test_the_table_is_printed_for_a_cpu(tmp_path):
     command = [sys.executable, compiled.__file__, "--device", "cpu", "--only", "^GradAccumulator", "--json", table]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     rows = json.loads(table.read_text())["rows"]
-    assert [row["measure"] for row in rows] == ["GradAccumulator.add", "GradAccumulator.take"]
+    assert [row["measure"] for row in rows] == [
+        "GradAccumulator.add",
+        "GradAccumulator.take",
+        "GradAccumulator, closing program",
+    ]
     assert rows[0]["shrewjax"]["open, P"] == 3
 
 
@@ -130,6 +142,7 @@ STEPS = {
         for policy in ("drop_microbatch", "drop_window", "extend_window")
     },
     "accumulate, bfloat16": (compiled.bfloat16_window, 2.6, 8.1, 0.02),
+    "GradAccumulator, closing program": (compiled.closed_window, 2.1, 10.1, 0.01),
     "skip_nonfinite": (lambda t: guarded(t, shrewjax.skip_nonfinite), 1.1, 9.1, 0.01),
     "skip_on_spike": (lambda t: guarded(t, shrewjax.skip_on_spike), 1.1, 9.1, 0.01),
 }
@@ -230,13 +243,27 @@ def test_window_over_devices_sends_gradients_once_and_on_closing_calls_alone(tar
     program = compiled.window_over_devices(target, 8)
     assert all_reduced(program) == {"closing call": pytest.approx(1)}
     assert not [x for x in program.collectives if x[1] == "every call"]
-    assert program.temporary <= 2.01
+    # Besides the sums, XLA:GPU holds two copies of those leaves that it sends together: of seven.
+    assert program.temporary <= {"h100": 1.3, "v5e": 0.3}[target.name]
+
+
+def test_shards_are_summed_once_a_window_and_gathered_for_the_model_alone(target):
+    program = compiled.window_over_devices(target, 8, fsdp=4)
+    assert all_reduced(program) == {"closing call": pytest.approx(1)}
+    assert gathers(program)
+    assert gathers(program, ["closing call", "rescue"]) == []
+    new_params, new_state = program.outputs
+    assert {x.spec for x in jax.tree.leaves(new_params)} == {P("fsdp")}
+    assert {x.spec for x in jax.tree.leaves(new_state.gradient_sum)} == {P("data", "fsdp")}
+    assert {x.spec for x in jax.tree.leaves(new_state.inner_state[1][0].mu)} == {P("fsdp")}
 
 
 def test_parameters_of_a_sharded_window_are_gathered_on_closing_calls_alone(target):
     program = compiled.placed_window(target, applied, compiled.window, shrewjax, 8)
-    assert gathers(program, ["every call"]) == []
+    assert gathers(program, ["every call", "rescue"]) == []
+    assert gathers(program, ["closing call"])
     assert all_reduced(program) == {}
     new_params, new_state = program.outputs
     assert {x.spec for x in jax.tree.leaves(new_params)} == {P()}
+    assert {x.spec for x in jax.tree.leaves(new_state) if x.spec != P()} == {P("data")}
     assert {x.spec for x in jax.tree.leaves(new_state.gradient_sum)} == {P("data")}

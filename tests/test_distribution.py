@@ -426,11 +426,44 @@ def test_metrics_of_rows_are_scalars():
     assert all(x.shape == () for x in found.values())
 
 
-def test_partly_manual_meshes_take_the_specs_of_their_axes():
-    mesh, batches = mesh_of(2, 4), list(micro_batches(2))
-    tx = shrewjax.accumulate(SGD, 2, axis_name="data")
+CLIP_ADAMW = optax.chain(shrewjax.clip_by_global_norm(1.0), lenient(optax.adamw(0.01)))
+
+
+def shardings(*trees):
+    """Of arrays, whatever they are on."""
+    return [x.sharding for x in jax.tree.leaves(trees) if x.ndim]
+
+
+def test_parameters_stay_whole_and_the_state_in_parts_where_they_are_placed_so():
+    mesh, batches = mesh_of(8), list(micro_batches(9))
+    whole = NamedSharding(mesh, P())
+    replicate = optax.stateless(lambda updates, _: jax.lax.with_sharding_constraint(updates, whole))
+    tx = shrewjax.accumulate(optax.chain(CLIP_ADAMW, replicate), 3)
+    params = placed(PARAMS, mesh, {"w": P(), "b": P()})
+    state = tx.init(placed(PARAMS, mesh, {"w": P("data"), "b": P()}))
+    given = shardings(params, state)
+    assert [x.spec for x in given].count(P("data")) == 3  # the sum and both moments of one leaf
+
+    @partial(quick_jit, donate_argnums=(0, 1))
+    def step(params, state, x, y, counts):
+        n = jnp.sum(counts)
+        grads = jax.grad(lambda p: summed_loss(p["w"], p["b"], x, y, counts) / n)(params)
+        return shrewjax.apply_gradients(tx, grads, state, params, weight=n)
+
+    expected = one_device(shrewjax.accumulate(CLIP_ADAMW, 3), batches)
+    for batch, (alone, _) in zip(batches, expected, strict=True):
+        params, state = step(params, state, *placed(list(batch), mesh, [P("data")] * 3))
+        assert_close(params, alone, rtol=1e-5, atol=1e-6)
+        assert shardings(params, state) == given
+    assert int(state.windows) == 3
+
+
+def test_step_that_is_manual_over_data_alone_leaves_shards_where_they_are():
+    mesh, batches = mesh_of(2, 4), list(micro_batches(9))
+    tx = shrewjax.accumulate(CLIP_ADAMW, 3, axis_name="data")
     params = placed(PARAMS, mesh, SHARDED)
     state = tx.init(params)
+    given = shardings(params, state)
     specs = shrewjax.state_specs(state, axis_names={"data"})
     assert specs.gradient_sum == {"w": P(("data",), None), "b": P(("data",))}
 
@@ -443,10 +476,14 @@ def test_partly_manual_meshes_take_the_specs_of_their_axes():
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=(P(), specs, rows, rows, rows), out_specs=(P(), specs), axis_names={"data"}
     )
-    step = quick_jit(mapped)
-    for batch, (alone, _) in zip(batches, one_device(shrewjax.accumulate(SGD, 2), batches), strict=True):
-        params, state = step(params, state, *batch)
+    step = quick_jit(mapped, donate_argnums=(0, 1))
+    expected = one_device(shrewjax.accumulate(CLIP_ADAMW, 3), batches)
+    for batch, (alone, _) in zip(batches, expected, strict=True):
+        params, state = step(params, state, *placed(list(batch), mesh, [P(("data", "fsdp"))] * 3))
         assert_close(params, alone, rtol=1e-5, atol=1e-6)
+        for x, before in zip(shardings(params, state), given, strict=True):
+            assert x.is_equivalent_to(before, 3)  # dimensions, at most
+    assert int(state.windows) == 3
 
 
 # --- gradients that nobody reduced, and rows of vmap ------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 _INSTALL = "install it into this environment: python -m pip install -e '.[{}]'"
 
@@ -114,7 +114,7 @@ def sharded(x: Any) -> PartitionSpec:
     return PartitionSpec("data") if x.ndim else PartitionSpec()
 
 
-def place(tree: Any, mesh: Mesh, spec: Callable[[Any], PartitionSpec] = replicated) -> Any:
+def place(tree: Any, mesh: Mesh | AbstractMesh, spec: Callable[[Any], PartitionSpec] = replicated) -> Any:
     """Arrays of these shapes and dtypes on the devices, each by its spec."""
 
     def placed(x: Any) -> jax.ShapeDtypeStruct:
@@ -168,6 +168,7 @@ class Instruction:
     operands: list["Instruction"]
     called: list[str]  # the computations that it runs, in their order
     trips: int  # of a loop, where they are known; else 1
+    cuts: bool  # takes slices and does nothing else
 
     @property
     def size(self) -> float:
@@ -184,7 +185,8 @@ class Instruction:
             return 0.0
         if self.op.endswith("-start") and self.op != "all-reduce-start":  # the result has the operands inside
             return _size(self.shape)
-        return _size(self.shape) + sum(_size(x.shape) for x in set(self.operands))
+        read = sum(_size(x.shape) for x in set(self.operands))
+        return _size(self.shape) + (min(read, self.size) if self.cuts else read)
 
 
 def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
@@ -198,12 +200,15 @@ def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
         elif computations and (found := _INSTRUCTION.match(line)):
             name, shape, op, operands, rest = found.groups()
             branches, trips = _BRANCHES.search(rest), _TRIPS.search(rest)
+            called = _NAME.findall(branches[1]) if branches else _CALLED.findall(rest)
+            fused = {x.op for name in called for x in computations[name]} if op == "fusion" else {op}
             known[name] = Instruction(
                 op=op,
                 shape=shape,
                 operands=[known[x] for x in _NAME.findall(operands) if x in known],
-                called=_NAME.findall(branches[1]) if branches else _CALLED.findall(rest),
+                called=called,
                 trips=int(trips[1]) if trips else 1,
+                cuts="slice" in fused and fused <= _FREE | {"slice"},
             )
             instructions.append(known[name])
     return computations, entry

@@ -33,26 +33,16 @@ class HostDriven:
 
     def __init__(self, params: Any, grads: Any) -> None:
         window, inner = shrewjax.GradAccumulator(MICRO_BATCHES), _ours()
-
-        def close(params: Any, opt_state: Any, opened: Any) -> tuple[Any, Any, Any]:
-            average, emptied = window.take(opened)
-
-            def apply() -> tuple[Any, Any]:
-                updates, inner_state = inner.update(average, opt_state, params)
-                return optax.apply_updates(params, updates), inner_state
-
-            counted = emptied.windows != opened.windows
-            return *jax.lax.cond(counted, apply, lambda: (params, opt_state)), emptied
-
         self._adding = Loop(window.add, window.init(params), grads)
         self._closed = (params, inner.init(params))
-        compiled = jax.jit(close, donate_argnums=(0, 1, 2)).lower(*self._closed, self._adding.carry).compile()
-        self.programs, self._close = {"add": self._adding.compiled, "close": compiled}, compiled
+        close = jax.jit(partial(_harness.closed, window, inner), donate_argnums=0)
+        self._close = close.lower((*self._closed, self._adding.carry)).compile()
+        self.programs = {"add": self._adding.compiled, "close": self._close}
 
     def run(self) -> None:
         """One window."""
         self._adding.run(MICRO_BATCHES)
-        *self._closed, self._adding.carry = self._close(*self._closed, self._adding.carry)
+        *self._closed, self._adding.carry = self._close((*self._closed, self._adding.carry))
         jax.block_until_ready(self._closed)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from _compiled import Program, Target, place, replicated, sharded
 from _harness import applied, updated
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shrewjax
@@ -92,27 +92,23 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
-def layers() -> dict[str, jax.ShapeDtypeStruct]:
-    """Of that network."""
-    return {f"w{i}": jax.ShapeDtypeStruct((1024, 1024), np.float32) for i in range(8)}
-
-
-def batch(devices: int) -> jax.ShapeDtypeStruct:
-    """Few rows a device, so that the parameters' passes are what counts."""
-    return jax.ShapeDtypeStruct((64 * devices, 1024), np.float32)
+def model(target: Target, devices: int) -> tuple[dict[str, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
+    """That network's layers, and a batch: few rows a device, so that the parameters' passes are what counts."""
+    width = 4096 if target.platform == "tpu" else 1024  # see `leaves`
+    weights = {f"w{i}": jax.ShapeDtypeStruct((width, width), np.float32) for i in range(8)}
+    return weights, jax.ShapeDtypeStruct((64 * devices, width), np.float32)
 
 
 def placed_window(
     target: Target, apply: Callable[..., Any], accumulated: Callable[..., Any], library: Any, devices: int
 ) -> Program:
     """Data parallel with parameters replicated, and all of the state that is like them sharded."""
-    mesh, params = target.mesh(devices), layers()
-    everywhere = NamedSharding(mesh, P())
-    # Else the parameters come back sharded, or are gathered on every call.
-    gather = optax.stateless(lambda updates, _: jax.lax.with_sharding_constraint(updates, everywhere))
-    tx = accumulated(optax.chain(optimizer(library), gather))
+    mesh, (params, x) = target.mesh(devices), model(target, devices)
+    whole = NamedSharding(mesh, P())
+    replicate = optax.stateless(lambda updates, _: jax.lax.with_sharding_constraint(updates, whole))
+    tx = accumulated(optax.chain(optimizer(library), replicate))
     state = place(jax.eval_shape(tx.init, params), mesh, sharded)
-    params, x = place(params, mesh), place(batch(devices), mesh, sharded)
+    params, x = place(params, mesh), place(x, mesh, sharded)
 
     def train(carry: Any, x: jax.Array) -> Any:
         return apply(tx, carry, jax.grad(loss)(carry[0], x))
@@ -120,21 +116,26 @@ def placed_window(
     return _compiled.compile_for(target, train, (params, state), x, unit=_compiled.bytes_on_a_device(params))
 
 
-def window_over_devices(target: Target, devices: int) -> Program:
-    """Data parallel in `jax.shard_map`, each device with a window of its own."""
-    mesh, params = target.mesh(devices), layers()
+def window_over_devices(target: Target, devices: int, fsdp: int = 1) -> Program:
+    """Data parallel in `jax.shard_map`, each device with a window of its own; parameters are sharded over "fsdp"."""
+    grid, names = (devices // fsdp, fsdp), ("data", "fsdp")
+    mesh, (params, x) = Mesh(target.mesh(devices).devices.reshape(grid), names), model(target, devices)
+    of_params = P("fsdp") if fsdp > 1 else P()
     tx = window(axis_name="data")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((devices,), ("data",), axis_types=(AxisType.Explicit,))):
-        state = jax.eval_shape(tx.init, params)
-    specs = shrewjax.state_specs(state)
+    abstract = AbstractMesh(grid, names, axis_types=(AxisType.Explicit,) * 2)
+    with jax.sharding.use_abstract_mesh(abstract):
+        state = jax.eval_shape(tx.init, place(params, abstract, lambda _: of_params))
+    specs = shrewjax.state_specs(state, axis_names={"data"})
 
     def train(carry: Any, x: jax.Array) -> Any:
         own = jax.lax.pcast(carry[0], "data", to="varying")
         return applied(tx, carry, jax.grad(loss)(own, x))
 
-    mapped = jax.shard_map(train, mesh=mesh, in_specs=((P(), specs), P("data")), out_specs=(P(), specs))
-    params, x = place(params, mesh), place(batch(devices), mesh, sharded)
-    state = jax.tree.map(lambda a, s: place(a, mesh, lambda _: s), state, specs)
+    mapped = jax.shard_map(
+        train, mesh=mesh, in_specs=((P(), specs), P("data")), out_specs=(P(), specs), axis_names={"data"}
+    )
+    params, x = place(params, mesh, lambda _: of_params), place(x, mesh, lambda _: P(names))
+    state = jax.tree.map(lambda a, spec: place(a, mesh, lambda _: spec), state, shrewjax.state_specs(state))
     return _compiled.compile_for(target, mapped, (params, state), x, unit=_compiled.bytes_on_a_device(params))
 
 
@@ -145,6 +146,14 @@ def bfloat16_window(target: Target) -> Program:
     """Parameters, gradients and the second moment in bfloat16."""
     tx = window(optimizer(shrewjax, **MIXED), accumulator_dtype=np.float32)
     return step(target, applied, tx, leaves(target, jnp.bfloat16), unit=wide(target))
+
+
+def closed_window(target: Target) -> Program:
+    """The one that closes a host-driven window."""
+    accumulator, inner, params = shrewjax.GradAccumulator(MICRO_BATCHES), optimizer(shrewjax), leaves(target)
+    carry = params, jax.eval_shape(inner.init, params), jax.eval_shape(accumulator.init, params)
+    run = partial(_harness.closed, accumulator, inner)
+    return _compiled.compile_for(target, run, place(carry, target.mesh()), unit=wide(target))
 
 
 def windows(target: Target) -> Iterator[Row]:
@@ -167,6 +176,7 @@ def windows(target: Target) -> Iterator[Row]:
     run = partial(_compiled.compile_for, target, unit=wide(target))
     yield Row("GradAccumulator.add", partial(run, accumulator.add, opened, place(grads, mesh)))
     yield Row("GradAccumulator.take", partial(run, accumulator.take, opened))
+    yield Row("GradAccumulator, closing program", partial(closed_window, target))
 
 
 def guards(target: Target) -> Iterator[Row]:
@@ -246,6 +256,7 @@ def devices(target: Target) -> Iterator[Row]:
         sides = ((applied, window, shrewjax, n), (updated, multi_steps, optax, n))
         yield Row(f"ZeRO by placement on {n}, with the model", *[partial(placed_window, target, *x) for x in sides])
         yield Row(f"window over {n}, with the model", partial(window_over_devices, target, n))
+        yield Row(f"HSDP, window over {n // 4}, with the model", partial(window_over_devices, target, n, 4))
 
 
 def large(target: Target) -> Iterator[Row]:
