@@ -23,8 +23,8 @@ from shrewjax._reductions import (
     is_counted,
     is_mapped,
     is_same_along,
+    newly_varying,
     row_sums,
-    varying_axes,
     varying_over,
 )
 from shrewjax._states import State, described
@@ -378,9 +378,8 @@ class GradAccumulator:
                 raise ValueError(
                     f"{name} is {grad.dtype}, its accumulator {total.dtype}, which would lose the imaginary part"
                 )
-            over = sorted(varying_axes(grad) - varying_axes(total), key=str)
-            if over:
-                along = repr(tuple(over) if len(over) > 1 else over[0])
+            along = newly_varying(grad, total)
+            if along:
                 raise ValueError(
                     f"{name} may differ between devices along {along}, its parameter does not: the gradients are not "
                     f"reduced. Reduce them first, by jax.lax.pmean(grads, {along}) for instance. Or pass "
@@ -871,7 +870,7 @@ def _reciprocal(weight_sum: jax.Array, weighs: Flag) -> jax.Array:
     NaN for a weight sum out of range: a larger one has a reciprocal that is flushed to 0, a smaller one such products.
     """
     in_range = (weight_sum >= _checks.LEAST_WEIGHT) & (weight_sum <= _checks.LARGEST_WEIGHT)
-    known = jnp.where(in_range, weight_sum, jnp.full_like(weight_sum, jnp.nan))
+    known = jnp.where(in_range, weight_sum, jnp.nan)
     return 1 / jnp.where(weighs, known, jnp.ones_like(weight_sum))
 
 

@@ -242,7 +242,7 @@ def clip_by_norm_zscore(
         averages_all = is_warmup | (past.recorded == 0) | (past.mean == 0)
         z = (grad_norm - past.mean) / (past.std + eps_)
         is_spike = ~averages_all & (z > limit_z)
-        held = past.mean + limit_z * (limit_z / z) * past.std
+        held = past.mean + limit_z * (limit_z / jnp.where(is_spike, z, 1)) * past.std
         # What is no spike is at most this, whatever the rounding.
         onset = jnp.fmax(past.mean + limit_z * (past.std + eps_), grad_norm)
         threshold = jnp.minimum(jnp.where(averages_all, jnp.inf, jnp.where(is_spike, held, onset)), cap)

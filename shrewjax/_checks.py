@@ -187,7 +187,7 @@ def accumulator_dtype(value: Any) -> Any:
 
 
 def same_leaves(grads: Any, gradient_sum: Any, *, compared: Callable[[Any], bool], what: str) -> None:
-    """At trace time: gradients have the accumulator's structure and, in the leaves that are `compared`, its shapes.
+    """At trace time: gradients have the accumulator's structure and, where both leaves are `compared`, its shapes.
 
     A gradient of None fits every leaf. Adds no operation to the program.
     """
@@ -202,7 +202,11 @@ def same_leaves(grads: Any, gradient_sum: Any, *, compared: Callable[[Any], bool
     ]
     filled = grads
     if not wrong:
-        filled = jax.tree.map(lambda s, g: g if g is not None and compared(g) else s, gradient_sum, grads)
+
+        def fill(total: Any, grad: Any) -> Any:
+            return grad if grad is not None and compared(grad) and compared(total) else total
+
+        filled = jax.tree.map(fill, gradient_sum, grads)
     chex.assert_trees_all_equal_structs(
         filled,
         gradient_sum,

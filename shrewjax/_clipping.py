@@ -566,7 +566,7 @@ def _clip_to_selected(x: Any, bound: jax.Array, bits: jax.Array, percentile: Fra
         limit = _norms.narrower_bits(bits, bound.dtype, precision)
         clipped = _clip_magnitude(x, lax.bitcast_convert_type(limit, precision), limit)
     clipped = jnp.where(percentile >= 100, x, clipped)
-    return jnp.where(jnp.isnan(bound), jnp.asarray(jnp.nan, x.dtype), clipped)
+    return jnp.where(jnp.isnan(bound), jnp.nan, clipped)
 
 
 def _like(tree: Tree, measured: Any, absent: float) -> Tree:
@@ -581,7 +581,7 @@ def _clip_leaf_value(x: Any, max_value: Scalar) -> jax.Array:
     # A threshold that the backend flushes counts as 0: here too, where only its bits are compared.
     clipped = _clip_magnitude(x, bound, jnp.where(bound == 0, 0, _norms.magnitude_bits(bound)))
     if isinstance(max_value, jax.Array):
-        clipped = jnp.where(jnp.isnan(max_value), jnp.asarray(jnp.nan, x.dtype), clipped)
+        clipped = jnp.where(jnp.isnan(max_value), jnp.nan, clipped)
         clipped = jnp.where(max_value == jnp.inf, x, clipped)
     return clipped
 
@@ -605,4 +605,4 @@ def _clip_modulus(x: Any, bound: jax.Array) -> jax.Array:
     modulus = jnp.abs(scaled)
     phase = _norms.times(scaled, 1 / jnp.where(modulus > 0, modulus, 1))
     clipped = jnp.where(modulus > bound * up, _norms.times(phase, bound), x)
-    return jnp.where(jnp.isfinite(x), clipped, jnp.asarray(jnp.nan, x.dtype))
+    return jnp.where(jnp.isfinite(x), clipped, jnp.nan)

@@ -97,7 +97,8 @@ def maximum(a: Scaled, b: Scaled) -> Scaled:
 def product(a: Scaled, b: Scaled) -> Scaled:
     """a * b; infinite if a factor is, whatever the other."""
     infinite = jnp.isinf(a.mantissa) | jnp.isinf(b.mantissa)
-    return _shifted(jnp.where(infinite, jnp.inf, a.mantissa * b.mantissa), a.exponent + b.exponent)
+    finite = a.mantissa * jnp.where(infinite, 1, b.mantissa)  # never 0 * inf, at which `jax_debug_nans` stops
+    return _shifted(jnp.where(infinite, jnp.inf, finite), a.exponent + b.exponent)
 
 
 def quotient(a: Scaled, b: Scaled) -> Scaled:

@@ -346,6 +346,12 @@ def _is_bound(axis: Hashable) -> bool:
     return True
 
 
+def newly_varying(new: Any, old: Any) -> str:
+    """The axes over which the first varies and the second does not, as messages have them; empty if there are none."""
+    over = sorted(varying_axes(new) - varying_axes(old), key=str)
+    return repr(tuple(over) if len(over) > 1 else over[0]) if over else ""
+
+
 def varying_axes(x: jax.Array) -> frozenset[Hashable]:
     """The manual axes over which an array varies, as its type has it."""
     aval = jax.typeof(x)

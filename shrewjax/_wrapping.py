@@ -25,6 +25,8 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._branches import run_if
+from shrewjax._checks import KeyPath, leaf_name
+from shrewjax._reductions import newly_varying
 
 Flag = bool | jax.Array
 """A bool where it is known while tracing."""
@@ -91,12 +93,30 @@ def run_or_skip(
     check_unchanged(ran[1], state, "inner's update changed its state")
     if runs is True:
         return ran
+    _check_devices(ran[1], state, "inner's state after a step")
+    if apply:
+        _check_devices(ran[0], params, "the new parameters")
 
     def skip() -> tuple[Any, Any]:
         # Zeros like an array, not of a shape, because these are sharded as updates are.
         return params if apply else optax.tree.zeros_like(ran[0]), state
 
     return run_if(runs, run, skip)
+
+
+def _check_devices(new: Any, old: Any, what: str) -> None:
+    """Raises, while tracing, if a leaf may differ between devices after the step and does not before it."""
+
+    def check(path: KeyPath, new: Any, old: Any) -> None:
+        along = newly_varying(new, old)
+        if along:
+            raise ValueError(
+                f"leaf {leaf_name(path)} of {what} may differ between devices along {along}, but before the step it "
+                f"does not: the gradients are not reduced. Reduce them first, by jax.lax.pmean(grads, {along}) for "
+                "instance. Or, if they are shards, pass parameters and a state that are sharded likewise"
+            )
+
+    jax.tree.map_with_path(check, new, old)
 
 
 def decide_if(runs: Flag, decide: Callable[[], tuple[jax.Array, Any]], state: Any) -> tuple[Flag, Any]:

@@ -228,10 +228,11 @@ def test_gradient_that_is_not_floating_for_a_parameter_that_is_is_an_error_that_
             call()
 
 
-def test_floating_gradient_for_an_integer_parameter_is_an_error_that_names_it():
+@pytest.mark.parametrize("shape", [(), (2,)], ids=["scalar", "vector"])
+def test_floating_gradient_for_an_integer_parameter_is_an_error_that_names_it(shape):
     tx = shrewjax.accumulate(optax.identity(), 2)
     with pytest.raises(ValueError, match=r"\['i'\] is float32, but its parameter is not floating"):
-        tx.update({"i": jnp.ones(())}, tx.init({"i": jnp.int32(1)}))
+        tx.update({"i": jnp.ones(shape)}, tx.init({"i": jnp.ones(shape, jnp.int32)}))
 
 
 def test_python_numbers_are_parameters_and_gradients_as_in_optax():

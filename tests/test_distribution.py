@@ -505,6 +505,19 @@ def test_gradients_that_are_not_reduced_are_an_error_that_says_so(axis_name):
             jax.eval_shape(mapped, own)
 
 
+@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.trace(0.9)], ids=["parameters", "state"])
+@pytest.mark.parametrize("guard", [shrewjax.skip_nonfinite, shrewjax.skip_on_spike])
+def test_guards_say_so_too_where_parameters_or_state_would_come_to_differ(guard, inner):
+    tx, mesh, params = guard(inner), mesh_of(8), {"w": jnp.ones(3)}
+
+    def step(grads):
+        return shrewjax.apply_gradients(tx, {"w": grads[0]}, tx.init(params), params)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P())
+    with pytest.raises(ValueError, match=r"\['w'\] of .*may differ .*along 'data'.*not reduced.*pmean.*shards"):
+        jax.eval_shape(mapped, jax.device_put(np.ones((8, 3), "f"), NamedSharding(mesh, P("data"))))
+
+
 @pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch"])
 def test_rows_of_vmap_are_devices(nonfinite):
     """Two micro-batches of four rows; one row is NaN, which drops the micro-batch in all of them, or propagates."""
