@@ -354,7 +354,7 @@ def newly_varying(new: Any, old: Any) -> str:
 
 def varying_axes(x: jax.Array) -> frozenset[Hashable]:
     """The manual axes over which an array varies, as its type has it."""
-    aval = jax.typeof(x)
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     if hasattr(aval, "manual_axis_type"):  # jax >= 0.10
         return aval.manual_axis_type.varying
     return getattr(aval, "vma", frozenset())
