@@ -632,8 +632,8 @@ def apply_gradients(
     Donate both, in a step that takes them in the order in which it returns them, such as
     `jax.jit(step, donate_argnums=(0, 1))` for `step(params, opt_state, ...) -> (params, opt_state)`: JAX pairs donated
     buffers with results in order, and a wrong pair costs a copy. An accumulation inside another transformation, such
-    as `optax.chain`, is not seen; the result is the same. Parameters to which nothing can be added stay: keys, and those
-    whose gradient is float0.
+    as `optax.chain`, is not seen; the result is the same. Parameters to which nothing can be added stay: keys, and
+    those whose gradient is float0.
 
     Args:
       tx: any transformation.
