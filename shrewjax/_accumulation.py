@@ -632,7 +632,8 @@ def apply_gradients(
     Donate both, in a step that takes them in the order in which it returns them, such as
     `jax.jit(step, donate_argnums=(0, 1))` for `step(params, opt_state, ...) -> (params, opt_state)`: JAX pairs donated
     buffers with results in order, and a wrong pair costs a copy. An accumulation inside another transformation, such
-    as `optax.chain`, is not seen; the result is the same.
+    as `optax.chain`, is not seen; the result is the same. Parameters to which nothing can be added stay: keys, and
+    those whose gradient is float0.
 
     Args:
       tx: any transformation.
@@ -656,6 +657,8 @@ def apply_gradients(
       >>> params
       Array([-2., -3.], dtype=float32)
     """
+    # Outside of jit, a NumPy array would come back itself from a call that leaves it alone, and be shared.
+    params = jax.tree.map(jnp.asarray, params)
     return update_or_apply(tx, lambda: grads, opt_state, params, apply=True, runs=True, **extra_args)
 
 

@@ -80,9 +80,20 @@ def update_or_apply(
 
     def run() -> tuple[Any, Any]:
         updates, new_state = optax.with_extra_args_support(tx).update(gradients(), state, params, **extra_args)
-        return optax.apply_updates(params, updates) if apply else updates, _without_numbers(new_state)
+        return _applied(params, updates) if apply else updates, _without_numbers(new_state)
 
     return run_or_skip(runs, run, state, params, apply=apply)
+
+
+def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """As `optax.apply_updates`, but parameters to which nothing can be added stay: keys, and where there is float0."""
+
+    def add(param: Any, update: Any) -> Any:
+        dtype = getattr(update, "dtype", None)
+        is_nothing = dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        return param if is_nothing else optax.apply_updates(param, update)
+
+    return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)
 
 
 def run_or_skip(

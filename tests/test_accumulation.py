@@ -201,6 +201,24 @@ def test_key_among_parameters_holds_no_sum_and_gets_a_zero_update(gradient):
         assert updates["key"].dtype == (params["key"] if gradient is None else gradient).dtype
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [optax.with_extra_args_support, partial(shrewjax.accumulate, accum_steps=2), shrewjax.skip_nonfinite],
+    ids=["Optax", "accumulate", "guard"],
+)
+def test_apply_gradients_leaves_parameters_to_which_nothing_can_be_added(wrap):
+    params = {"x": vector(1.0), "i": jnp.arange(3), "key": jax.random.key(1)}
+    grads = {"x": vector(4.0), "i": np.zeros(3, jax.dtypes.float0), "key": jax.random.key(2)}
+    tx = wrap(optax.identity())
+    state, step = tx.init(params), jax.jit(lambda state, params: shrewjax.apply_gradients(tx, grads, state, params))
+    new_params = params
+    for _ in range(2):
+        new_params, state = step(state, new_params)
+    assert float(new_params["x"][0]) > 1
+    np.testing.assert_array_equal(new_params["i"], params["i"])
+    assert new_params["key"] == params["key"]
+
+
 def test_keys_among_gradients_pass_through_guards_around_an_accumulation():
     params = {"x": vector(1.0), "key": jax.random.key(1)}
     tx = shrewjax.skip_nonfinite(shrewjax.accumulate(optax.identity(), 1), max_consecutive=1, at_limit="zero_nonfinite")

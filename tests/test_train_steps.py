@@ -562,6 +562,17 @@ def test_outside_of_jit_numpy_arrays_do_what_jax_arrays_do(name):
     assert bits(found) == bits(tx.update(grads, state, params))
 
 
+@pytest.mark.parametrize("name", ["accumulate", "skip_nonfinite", "skip_on_spike"])
+def test_outside_of_jit_a_step_that_is_left_out_returns_jax_arrays_too(name):
+    tx, params = TRANSFORMATIONS[name](), {"w": np.ones(2, np.float32), "number": 2.0}
+    left_out = jax.tree.map(lambda x: x * np.float32(np.nan), params)
+    found, _ = shrewjax.apply_gradients(tx, left_out, tx.init(params), params)
+    assert {k: (type(v), v.tolist()) for k, v in found.items()} == {
+        "w": (type(jnp.ones(2)), [1, 1]),
+        "number": (type(jnp.ones(())), 2),
+    }
+
+
 @each
 def test_outside_of_jit_finite_gradients_make_no_nan_on_the_way(name):
     """Such as a constant, or a value that a `where` leaves out: `jax_debug_nans` stops at it."""
