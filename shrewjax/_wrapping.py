@@ -89,7 +89,7 @@ def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
     """As `optax.apply_updates`, but parameters to which nothing can be added stay: keys, and where there is float0."""
 
     def add(param: Any, update: Any) -> Any:
-        dtype = getattr(update, "dtype", None)
+        dtype: Any = getattr(update, "dtype", jnp.float32)
         is_nothing = dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
         return param if is_nothing else optax.apply_updates(param, update)
 
