@@ -326,7 +326,7 @@ class GradAccumulator:
         return jax.tree.map(lambda row, x: varying_over(x[None], axes) if row.ndim else row, rows, average)
 
     def _without_rows(self, grads: chex.ArrayTree) -> chex.ArrayTree:
-        """What one row of the gradients is like."""
+        """Returns the gradients, or, where they are rows, the shapes and dtypes of one row."""
         if not self._axes or is_mapped(self._axes):
             return grads
         return jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), grads)
@@ -396,7 +396,7 @@ class GradAccumulator:
         return _both(is_step, micro_step >= self._steps(windows))
 
 
-# Of the class, not of an object: one that holds a jitted function cannot be pickled.
+# Jitted once for the class, because an object that holds a jitted function cannot be pickled.
 _jitted_add = jax.jit(GradAccumulator.add, static_argnums=0)
 
 
@@ -868,9 +868,10 @@ def _counted_if(flag: Flag, count: jax.Array) -> jax.Array:
 
 
 def _reciprocal(weight_sum: jax.Array, weighs: Flag) -> jax.Array:
-    """What a sum is multiplied by: XLA:CPU writes out the result of a division that is used twice.
+    """Returns 1 / weight_sum. The sums are multiplied, because XLA:CPU writes out a quotient that is used twice.
 
-    NaN for a weight sum out of range: a larger one has a reciprocal that is flushed to 0, a smaller one such products.
+    It is NaN for a weight sum out of range, because the reciprocal of a larger one is flushed to 0, and so are the
+    products w g of a smaller one.
     """
     in_range = (weight_sum >= _checks.LEAST_WEIGHT) & (weight_sum <= _checks.LARGEST_WEIGHT)
     known = jnp.where(in_range, weight_sum, jnp.nan)

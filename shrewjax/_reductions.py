@@ -125,9 +125,9 @@ def unit_zeros(leaf: Any, keep: Kept) -> jax.Array:
 
 
 def anywhere(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> list[jax.Array]:
-    """Whether each flag is set on any device: what a branch of all devices can hang on where they differ.
+    """Whether each flag is set on any device, so that all devices take the same branch.
 
-    The axes are those of `jax.vmap` over which flags may differ too, if there are any among them.
+    If `axes` name axes of `jax.vmap`, flags are compared along these too.
     """
     mapped, is_tracked = _mapped_axes()
     counts = _over_devices(lax.pmax, [flag.astype(jnp.int32) for flag in flags], () if is_tracked else mapped)

@@ -51,7 +51,7 @@ def inner_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _without_numbers(state: Any) -> Any:
-    """Python numbers in a state as arrays, of fixed dtypes: outside of jit nothing else makes them such."""
+    """Returns the state with arrays for Python numbers, whose dtypes no step changes. Under jit JAX converts them."""
 
     def fixed(x: Any) -> Any:
         return jnp.array(x, jnp.asarray(x).dtype) if isinstance(x, bool | int | float | complex) else x

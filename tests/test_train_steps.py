@@ -128,7 +128,7 @@ def has_nan(tree):
 
 
 def assert_no_nan(params, states):
-    """Of the states too: a NaN there stays in a history or an average. An infinity there is a threshold."""
+    """Nor in the states, where a NaN stays in a history or an average. An infinity there is a threshold."""
     assert {name for name in params if has_nan(params[name])} == set()
     assert {name for name in params if has_nan(states[name])} == set()
 
@@ -324,7 +324,7 @@ KINDS = {
     "float32 and narrower and complex": [("float32", 11), ("bfloat16", 3), ("float16", 3), ("complex64", 7)],
     "float64": [("float64", 7)],
 }
-# Of the others, the arithmetic with gradients is that of one of these, or compares bits.
+# The other clips do the arithmetic of one of these, or compare bits.
 CLIPS = ("clip_by_global_norm", "clip_by_value", "adaptive_grad_clip", "clip_by_block_rms", "clip_by_leaf_norm_ema")
 
 
