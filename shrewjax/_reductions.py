@@ -35,6 +35,8 @@ Axes = tuple[Hashable, ...] | None
 """The same, checked; None: to be found."""
 Kept = tuple[int, ...]
 """The axes of a leaf that a reduction keeps, in order."""
+Group = tuple[Any, ...]
+"""Leaves of one shape and dtype, which a reduction combines element by element, as if they were one leaf."""
 
 
 class UnitAxes(NamedTuple):
@@ -68,7 +70,7 @@ def leaf_sums(
 def leaf_maxima(
     keys: Callable[..., Sequence[jax.Array]], leaves: Sequence[Any], *per_leaf: Sequence[Any], axes: Axes | list[Axes]
 ) -> list[jax.Array]:
-    """The maxima of the non-negative integer arrays `keys(leaf, *scalars)`, likewise: a vector a leaf, 0 where empty.
+    """The maxima of the integer arrays `keys(leaf, *scalars)`, likewise: a vector a leaf. What is not positive is none.
 
     Integers, because XLA:CPU's float maximum loses a NaN.
     """
@@ -81,32 +83,41 @@ def leaf_counts(
 ) -> list[Wide]:
     """How many elements of each leaf have each of the flags `flags(leaf, *scalars)`, likewise: a vector a leaf.
 
-    In as many words as hold the largest count.
+    In as many words as hold the largest count. Of a group, a flag is the number of its leaves that have it at a place.
     """
     partials = [_leaf_counts(flags, words, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
     counts = _over_devices(lax.psum, partials, axes)
     return [(x,) if words == 1 else _wide.packed(_wide.carried(x), words) for x in counts]
 
 
-def joined(leaves: Sequence[Any], axes: Axes) -> list[Any]:
-    """The same elements with the smallest leaves of a kind as one vector, where a device holds all of them.
+def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
+    """The same elements in few groups, because each takes a kernel of its own: long to compile, and to launch.
 
-    For reductions of all elements together: a kernel takes longer to compile and to launch than to read a small leaf.
-    What is copied so is less than 1/256 of all.
+    For reductions of all elements together. The smallest leaves of a kind become one vector, which copies less than
+    1/256 of all.
     """
     if _may_be_partitioned():
-        return list(leaves)
+        return [(x,) for x in leaves]
     left = sum(x.size for x in leaves) // 256
-    large: list[Any] = []
+    large: dict[Any, list[Any]] = {}
     small: dict[Any, list[Any]] = {}
     with_axes = zip(leaves, _axes_to_reduce(leaves, axes), strict=True)
     for x, over in sorted(with_axes, key=lambda pair: pair[0].size):
         left -= x.size
         if left < 0:
-            large.append(x)
+            large.setdefault((x.shape, x.dtype, over), []).append(x)
         else:
             small.setdefault((x.dtype, over), []).append(jnp.ravel(x))
-    return large + [jnp.concatenate(of_kind) for of_kind in small.values()]
+    vectors: list[Group] = [(jnp.concatenate(of_kind),) for of_kind in small.values()]
+    most = min(_MOST_IN_A_GROUP, sum(map(len, large.values())) // _FEWEST_GROUPS)
+    return [group for alike in large.values() for group in _evenly(alike, most)] + vectors
+
+
+def _evenly(alike: Sequence[Any], most: int) -> list[Group]:
+    """Leaves of one shape in groups of nearly the same length, each of no more elements than a word can count."""
+    most = max(min(most, _LARGEST_COUNT // max(alike[0].size, 1)), 1)
+    groups = math.ceil(len(alike) / most)
+    return [tuple(alike[i::groups]) for i in range(groups)]
 
 
 def sizes(leaves: Sequence[Any], *, axes: Axes | list[Axes], kept: Sequence[Kept] | None = None) -> list[int]:
@@ -273,6 +284,8 @@ def _leaf_counts(flags: Callable[..., Sequence[jax.Array]], words: int, *of_leaf
 
 _LARGEST_COUNT = 2**32 - 1
 _MOST_COUNTS = 2**20  # of 12 bits each, in a word
+_MOST_IN_A_GROUP = 8  # a fusion of many more operands would be cut, and what is between its parts written out
+_FEWEST_GROUPS = 9  # XLA:CPU runs up to eight kernels one after another, and more of them side by side
 
 
 def _reduce_together(operands: Sequence[jax.Array], combine: Callable[..., Any], axes: Sequence[int]) -> list[Any]:

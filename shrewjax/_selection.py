@@ -7,7 +7,7 @@ pivots that enclose the wanted rank. Where the pivots lie decides how many reads
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import partial
+from functools import partial, reduce
 from math import gcd
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +18,7 @@ from jax import lax
 
 from shrewjax import _norms, _wide
 from shrewjax._norms import Scope
-from shrewjax._reductions import Axes, joined, leaf_counts, leaf_maxima, sizes
+from shrewjax._reductions import Axes, Group, grouped, leaf_counts, leaf_maxima, sizes
 from shrewjax._wide import Wide
 
 Method = Literal["linear", "lower", "higher", "nearest", "midpoint"]
@@ -70,8 +70,8 @@ def _select(
     wide_dtype = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
     counts = sizes(leaves, axes=axes)
     counts = counts if scope == "leaf" else [sum(counts)]
-    leaves = leaves if scope == "leaf" else joined(leaves, axes)
-    if not leaves:
+    groups = [(x,) for x in leaves] if scope == "leaf" else grouped(leaves, axes)
+    if not groups:
         nothing = jnp.zeros((0,) if scope == "leaf" else (), wide_dtype)
         bits, none = _norms.magnitude_bits(nothing), nothing.astype(jnp.float32)
         return Selected(nothing, bits, none, none, jnp.zeros((), jnp.int32))
@@ -96,13 +96,13 @@ def _select(
         # A branch always taken: from it, XLA cannot move the keys out of the loop, and so write them out.
         counted = lax.cond(
             s.reads >= 0,
-            lambda: _counts(leaves, s.pivots, dtype, scope, len(count), axes),
+            lambda: _counts(groups, s.pivots, dtype, scope, len(count), axes),
             lambda: tuple(jnp.zeros(s.pivots.shape, jnp.uint32) for _ in count),
         )
         return _narrowed(s, counted, count, place_beyond if over == "nonzero" else None, dtype)
 
     search = lax.while_loop(lambda s: jnp.any(~s.done), read_once_more, _started(count, place(count), start, dtype))
-    lower, upper, up_to_lower, reads = _enclosed(search, leaves, dtype, scope, axes)
+    lower, upper, up_to_lower, reads = _enclosed(search, groups, dtype, scope, axes)
     bits = _interpolated(lower, upper, search.place.fraction, dtype, wide_dtype)
     bits = jnp.where(_wide.equals(count, 0), 0, bits)
     bound = lax.bitcast_convert_type(bits, wide_dtype)
@@ -141,55 +141,54 @@ def _integers(dtype: Any) -> Any:
 # --- reads of the data -----------------------------------------------------------------------------------------
 
 
-def _counts(leaves: Sequence[Any], pivots: jax.Array, dtype: Any, scope: Scope, words: int, axes: Axes) -> Wide:
+def _counts(groups: Sequence[Group], pivots: jax.Array, dtype: Any, scope: Scope, words: int, axes: Axes) -> Wide:
     """How many keys lie at or below each pivot. `pivots`, and the result's words: (1 or leaves, pivots)."""
     # A leaf's pivots as its own dtype has them: so that no element is converted.
-    own = _for_each_leaf(leaves, pivots, dtype, scope)
-    by_leaf = leaf_counts(_at_or_below, leaves, own, words=words, axes=axes)
-    stacked = tuple(jnp.stack(of_leaves) for of_leaves in zip(*by_leaf, strict=True))
+    own = _for_each_group(groups, pivots, dtype, scope)
+    by_group = leaf_counts(_at_or_below, groups, own, words=words, axes=axes)
+    stacked = tuple(jnp.stack(of_groups) for of_groups in zip(*by_group, strict=True))
     return stacked if scope == "leaf" else tuple(word[None] for word in _wide.total(stacked, 0))
 
 
-def _at_or_below(x: Any, pivots: jax.Array) -> list[jax.Array]:
-    keys = _keys(x)
-    return [keys <= p for p in pivots]
+def _at_or_below(group: Group, pivots: jax.Array) -> list[jax.Array]:
+    """For each pivot, how many keys at each place of the group."""
+    keys = [_keys(x) for x in group]
+    return [reduce(lax.add, [(k <= p).astype(jnp.uint32) for k in keys]) for p in pivots]
 
 
 def _neighbours(
-    leaves: Sequence[Any], low: jax.Array, high: jax.Array, dtype: Any, scope: Scope, axes: Axes
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The smallest key above `low`, the largest at or below `high`, the smallest above `high`: (1 or leaves,) each."""
-    own = _for_each_leaf(leaves, jnp.stack([low, high], axis=-1), dtype, scope)
-    maxima = leaf_maxima(_beside, leaves, own, axes=axes)
-    found = jnp.stack([m.astype(_integers(dtype)) for m in maxima])
+    groups: Sequence[Group], below: jax.Array, above: jax.Array, dtype: Any, scope: Scope, axes: Axes
+) -> tuple[jax.Array, jax.Array]:
+    """The largest key at or below `below`, and the smallest above `above`: (1 or leaves,) each; else 0 and infinity."""
+    own = _for_each_group(groups, jnp.stack([below, above], axis=-1), dtype, scope)
+    maxima = leaf_maxima(_beside, groups, own, axes=axes)
+    found, ends = (jnp.stack([x.astype(_integers(dtype)) for x in of_groups]) for of_groups in (maxima, own))
     largest = np.asarray([[np.iinfo(m.dtype).max] for m in maxima], found.dtype)
-    is_complement = np.asarray([[True, False, True]])
-    keys = jnp.where(is_complement, largest - found, found)
-    own_dtypes = [_norms.real_dtype(x) for x in leaves]
+    keys = jnp.where(np.asarray([[True, False]]), ends - (largest - found), ends + 1 + (largest - found))
+    own_dtypes = [_norms.real_dtype(x) for x, *_ in groups]
     for narrow in set(own_dtypes) - {dtype}:
         is_narrow = np.asarray([[d == narrow] for d in own_dtypes])
         keys = jnp.where(is_narrow, _norms.wider_bits(keys, narrow, dtype), keys)
-    above_low, below_high, above_high = jnp.where(is_complement & (found == 0), _norms.infinity_bits(dtype), keys).T
+    nothing = np.asarray([[0, _norms.infinity_bits(dtype)]], found.dtype)
+    largest_below, smallest_above = jnp.where(found <= 0, nothing, keys).T
     if scope == "global":
-        return jnp.min(above_low)[None], jnp.max(below_high)[None], jnp.min(above_high)[None]
-    return above_low, below_high, above_high
+        return jnp.max(largest_below)[None], jnp.min(smallest_above)[None]
+    return largest_below, smallest_above
 
 
-def _beside(x: Any, low_and_high: jax.Array) -> list[jax.Array]:
-    """Arrays whose maxima tell `_neighbours`: what is to be a minimum, as its complement; 0 where there is none."""
-    keys = _keys(x)
-    low, high = low_and_high
-    complement = jnp.iinfo(keys.dtype).max - keys
-    return [
-        jnp.where(keys > low, complement, 0),
-        jnp.where(keys <= high, keys, 0),
-        jnp.where(keys > high, complement, 0),
-    ]
+def _beside(group: Group, below_and_above: jax.Array) -> list[jax.Array]:
+    """Arrays whose maxima tell `_neighbours`: the closer a key, the larger; negative for one on the other side."""
+    keys = [_keys(x) for x in group]
+    below, above = below_and_above
+    # What is above the largest integer wraps around to the negative ones: no key has to be compared.
+    largest = jnp.asarray(jnp.iinfo(below.dtype).max, below.dtype)
+    up_to, beyond = [k + (largest - below) for k in keys], [(above + 1 + largest) - k for k in keys]
+    return [reduce(lax.max, up_to), reduce(lax.max, beyond)]
 
 
-def _for_each_leaf(leaves: Sequence[Any], keys: jax.Array, dtype: Any, scope: Scope) -> list[jax.Array]:
-    """Keys (1 or leaves, k) as each leaf's (k,), in the leaf's own dtype."""
-    own_dtypes = [_norms.real_dtype(x) for x in leaves]
+def _for_each_group(groups: Sequence[Group], keys: jax.Array, dtype: Any, scope: Scope) -> list[jax.Array]:
+    """Keys (1 or leaves, k) as each group's (k,), in its own dtype."""
+    own_dtypes = [_norms.real_dtype(x) for x, *_ in groups]
     own = {d: _norms.narrower_bits(keys, dtype, d) for d in dict.fromkeys(own_dtypes)}
     if scope == "leaf":
         return [own[d][i] for i, d in enumerate(own_dtypes)]
@@ -331,7 +330,7 @@ def _next_pivots(keys: jax.Array, counts: Wide, rank: Wide, width_before: jax.Ar
 
 
 def _enclosed(
-    search: _Search, leaves: Sequence[Any], dtype: Any, scope: Scope, axes: Axes
+    search: _Search, groups: Sequence[Group], dtype: Any, scope: Scope, axes: Axes
 ) -> tuple[jax.Array, jax.Array, Wide, jax.Array]:
     """The keys at the rank and at the next one, how many elements the former has up to it, and all reads."""
     # The bracket (low, high] at the end of the search    lower       upper
@@ -345,14 +344,14 @@ def _enclosed(
     is_single_key = high - low == 1
     is_known = (is_single_key & ~is_last) | search.has_nan
 
-    def read() -> tuple[jax.Array, ...]:
+    def read() -> tuple[jax.Array, jax.Array]:
         # XLA:GPU would turn the branch into a select, and so run it always, if it held nothing but plain reductions.
-        return lax.optimization_barrier(_neighbours(leaves, low, high, dtype, scope, axes))
+        return lax.optimization_barrier(_neighbours(groups, high, jnp.where(is_last, high, low), dtype, scope, axes))
 
     needed = ~jnp.all(is_known)
-    above_low, below_high, above_high = lax.cond(needed, read, lambda: (high, high, high))
-    lower = jnp.where(is_single_key, high, jnp.where(is_last, below_high, above_low))
-    upper = jnp.where(is_last, above_high, jnp.where(is_single_key, high, below_high))
+    below_high, above = lax.cond(needed, read, lambda: (high, high))  # above high, or else above low
+    lower = jnp.where(is_single_key, high, jnp.where(is_last, below_high, above))
+    upper = jnp.where(is_last, above, jnp.where(is_single_key, high, below_high))
     is_first_of_two = ~is_single_key & ~is_last & (lower < upper)
     one = _wide.from_word(jnp.ones_like(up_to_high[0]), len(up_to_high))
     up_to_lower = _wide.where(is_first_of_two, _wide.subtract(up_to_high, one), up_to_high)

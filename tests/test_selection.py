@@ -237,6 +237,34 @@ def test_one_percentile_a_leaf():
         check([x], Fraction(40), "linear", "all", jax.tree.map(lambda a, i=i: a[i] if a.ndim else a, selected))
 
 
+def test_leaves_of_one_shape_are_selected_from_as_any_others():
+    # enough of them, of two dtypes, to be read by several kernels of several leaves each
+    values = np.random.default_rng(0).integers(-9, 10, (40, 5)) * 0.37
+    leaves = [np.float32(x) for x in values[:29]] + [x.astype(ml_dtypes.bfloat16) for x in values[29:]]
+    for percentile in np.float32([0, 3, 50, 77.7, 99, 100]):
+        selected = select([jnp.asarray(x) for x in leaves], jnp.asarray(percentile))
+        check(leaves, Fraction(float(percentile)), "linear", "all", selected)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "shape", "scope", "kernels"),
+    [
+        (27, (64,), "global", 9),
+        (100, (64,), "global", 13),
+        (16, (64,), "global", 16),  # XLA:CPU runs few kernels one after another
+        (18, (64,), "leaf", 18),
+        (18, (2**30,), "global", 9),
+        (18, (2**31,), "global", 18),  # of two together, no word holds the count
+    ],
+)
+def test_few_kernels_read_leaves_of_one_shape(leaves, shape, scope, kernels):
+    jaxpr = jax.make_jaxpr(lambda given: known(given, "50", scope=scope).bound)(
+        [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * leaves
+    )
+    for reduction in ("_leaf_counts", "_leaf_maxima"):
+        assert str(jaxpr).count(f"name={reduction}") == kernels
+
+
 def test_a_nan_is_reported():
     values = np.float32([1, np.nan, -np.inf, 2])
     assert np.isnan(known([jnp.asarray(values)], "50").bound)
