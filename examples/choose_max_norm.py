@@ -30,14 +30,15 @@ import shrewjax
 
 BATCH, LENGTH, WIDTH = 32, 48, 96
 LEARNING_RATE = 1e-2
+GRAD_NORM = "clip_by_global_norm/grad_norm"
 QUANTILES = (0.5, 0.9, 0.99)
 
 # Each is replayed on the norms of the same run. A leaf of one element has its own norm, so AdaGC sees one leaf.
 RULES = {
     "AutoClip, 10th percentile": shrewjax.clip_by_norm_percentile(10.0),
     "AutoClip, 90th percentile": shrewjax.clip_by_norm_percentile(90.0),
-    "ZClip": shrewjax.clip_by_norm_zscore(max_norm=jnp.inf),
-    "AdaGC, as one leaf": shrewjax.clip_by_leaf_norm_ema(max_norm=jnp.inf, warmup_steps=25),
+    "ZClip": shrewjax.clip_by_norm_zscore(),
+    "AdaGC, as one leaf": shrewjax.clip_by_leaf_norm_ema(warmup_max_norm=jnp.inf, warmup_steps=25),
     "skip on spike": shrewjax.skip_on_spike(optax.identity()),
 }
 
@@ -83,8 +84,8 @@ def record_norms(steps: int, seed: int) -> np.ndarray:
             starts = rng.integers(len(codes) - LENGTH, size=BATCH)
             history.append(train_step(model, optimizer, codes[starts[:, None] + np.arange(LENGTH)]))
             if step % 20 == 0:  # reading a value waits for the device
-                bar.set_postfix_str(f"loss {history[-1]['loss']:.2f}, gradient norm {history[-1]['0/grad_norm']:.2f}")
-    return np.array([measured["0/grad_norm"] for measured in jax.device_get(history)])
+                bar.set_postfix_str(f"loss {history[-1]['loss']:.2f}, gradient norm {history[-1][GRAD_NORM]:.2f}")
+    return np.array([measured[GRAD_NORM] for measured in jax.device_get(history)])
 
 
 @jax.jit
@@ -94,8 +95,7 @@ def replay(norms: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
     def of_rule(tx: optax.GradientTransformationExtraArgs) -> tuple[jax.Array, jax.Array]:
         def step(state: optax.OptState, norm: jax.Array) -> tuple[optax.OptState, tuple[jax.Array, jax.Array]]:
             update, state = tx.update(norm, state)
-            measured = shrewjax.metrics(state)
-            threshold = measured["threshold"] if "threshold" in measured else measured["threshold_max"]
+            (threshold,) = (x for name, x in shrewjax.metrics(state).items() if "threshold" in name)
             return state, (threshold, update != norm)
 
         return jax.lax.scan(step, tx.init(norms[0]), norms)[1]

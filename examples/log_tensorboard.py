@@ -78,9 +78,9 @@ def train_step(
 def write(writer: SummaryWriter, fetched: list[dict[str, Any]]) -> None:
     """The scalars of the calls that closed a window, at the number of windows closed so far."""
     for measured in fetched:
-        if measured["applied"]:
+        if measured["accumulate/applied"]:
             for name, value in measured.items():
-                writer.add_scalar(f"train/{name}", float(value), int(measured["windows"]))
+                writer.add_scalar(f"train/{name}", float(value), int(measured["accumulate/windows"]))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -31,9 +31,9 @@ ACCUM_STEPS = 4
 MAX_NORM = 0.5
 LEARNING_RATE = 5e-3
 
-# Their names: the clip is the first link of the chain inside `accumulate`. print(metrics(opt_state).keys()) shows them.
-GRAD_NORM = "inner_state/0/grad_norm"
-CLIP_SCALE = "inner_state/0/clip_scale"
+# Names of measurements: print(shrewjax.metrics(opt_state).keys()) shows all of them.
+GRAD_NORM = "clip_by_global_norm/grad_norm"
+CLIP_SCALE = "clip_by_global_norm/clip_scale"
 
 
 class DigitNet(nnx.Module):
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> float:
             if step % 20 == 0 or step == len(batches):  # reading a value waits for the device
                 bar.set_postfix_str(f"loss {history[-1]['loss']:.3f}, gradient norm {history[-1][GRAD_NORM]:.3f}")
 
-    windows = [measured for measured in jax.device_get(history) if measured["applied"]]
+    windows = [measured for measured in jax.device_get(history) if measured["accumulate/applied"]]
     norms = np.array([window[GRAD_NORM] for window in windows])
     clipped = np.array([window[CLIP_SCALE] < 1 for window in windows])
     test_accuracy = float(accuracy(model, test_images, test_labels))

@@ -121,8 +121,8 @@ def plot(history: dict[str, np.ndarray], path: Path) -> None:
     scale_axes.set_yscale("log", base=2)
     scale_axes.set_ylabel("loss scale")
     scale_axes.legend(frameon=False)
-    closed = history["applied"]
-    norm_axes.plot(micro_batch[closed], history["inner_state/0/grad_norm"][closed], ".", markersize=4)
+    closed = history["accumulate/applied"]
+    norm_axes.plot(micro_batch[closed], history["clip_by_global_norm/grad_norm"][closed], ".", markersize=4)
     norm_axes.axhline(MAX_NORM, color="black", linestyle="--", linewidth=1, label=f"threshold ({MAX_NORM:g})")
     norm_axes.legend(frameon=False)
     norm_axes.set(yscale="log", xlabel="micro-batch", ylabel="norm of the window's average, unscaled")

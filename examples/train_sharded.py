@@ -124,7 +124,7 @@ def compiled_step(
             in_specs=(*specs, P(("data", "fsdp"))),
             out_specs=(*specs, P(), P()),
         )(weights, opt_state, texts)
-        norm = shrewjax.metrics(opt_state)["inner_state/0/grad_norm"]
+        norm = shrewjax.metrics(opt_state)["clip_by_global_norm/grad_norm"]
         return weights, opt_state, {"loss": total, "characters": number, "norm": norm}
 
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*training, texts).compile()
@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None) -> None:
     tx = shrewjax.accumulate(
         optax.chain(shrewjax.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE)),
         ACCUM_STEPS,
-        axis_name="data",
+        sum_over="data",
         nonfinite="drop_microbatch",
     )
     graph, training = new_training(tx, mesh, args)

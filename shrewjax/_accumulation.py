@@ -19,7 +19,7 @@ from shrewjax._reductions import (
     all_finite,
     anywhere,
     demand_agreement,
-    demand_axis_name,
+    demand_sum_over,
     is_counted,
     is_mapped,
     is_same_along,
@@ -27,7 +27,7 @@ from shrewjax._reductions import (
     row_sums,
     varying_over,
 )
-from shrewjax._states import State, described
+from shrewjax._states import State, described, fields
 from shrewjax._wrapping import (
     Flag,
     Gradients,
@@ -54,6 +54,10 @@ class GradAccumulatorState(NamedTuple):
     dropped: Annotated[jax.Array, "int32 (): non-finite micro-batches met so far, unless they propagate"]
     gradient_sum: Annotated[Any, "as in `AccumulateState`"]
 
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return _metrics_of_window(self)
+
 
 @described
 class AccumulateState(NamedTuple):
@@ -67,10 +71,21 @@ class AccumulateState(NamedTuple):
     dropped: Annotated[jax.Array, "int32 (): non-finite micro-batches met so far, unless they propagate"]
     gradient_sum: Annotated[
         Any,
-        "like the parameters, with a leading axis of all devices where there is an axis_name, in the accumulator's "
+        "like the parameters, with a leading axis of all devices where there is a sum_over, in the accumulator's "
         "dtype; meaningless while micro_step is 0",
     ]
     inner_state: Annotated[Any, "the wrapped optimizer's state"]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return _metrics_of_window(self) | fields(self, "applied")
+
+
+def _metrics_of_window(state: Any) -> dict[str, Any]:
+    found = fields(state, "micro_step", "windows", "weight_sum", "window_bad", "dropped")
+    if state.weight_sum.ndim > state.micro_step.ndim:  # the rows of several devices
+        del found["weight_sum"]
+    return found
 
 
 _WINDOWS = (GradAccumulatorState, AccumulateState)
@@ -124,7 +139,7 @@ class GradAccumulator:
         reduction: Reduction = "mean",
         accumulator_dtype: Any = None,
         nonfinite: Nonfinite = "propagate",
-        axis_name: AxisName | None = None,
+        sum_over: AxisName | None = None,
     ) -> None:
         self.accum_steps = _checks.accum_steps(accum_steps)
         self._reduction = _checks.choice("reduction", reduction, ("mean", "sum_over_weights", "sum"))
@@ -132,7 +147,7 @@ class GradAccumulator:
         self._nonfinite = _checks.choice(
             "nonfinite", nonfinite, ("propagate", "drop_microbatch", "drop_window", "extend_window")
         )
-        self._axes = _checks.axis_names(axis_name)
+        self._axes = _checks.axis_names("sum_over", sum_over)
 
     def init(self, params: Any) -> GradAccumulatorState:
         """An empty window for gradients like `params`, sharded as they are."""
@@ -161,23 +176,22 @@ class GradAccumulator:
         """Whether the window has as many micro-batches as it should. Shape (), bool."""
         return state.micro_step >= self._steps(state.windows)
 
-    def take(self, state: GradAccumulatorState) -> tuple[Any, GradAccumulatorState]:
-        """Closes whatever is open: its average, in the accumulator's dtype, and an empty window.
+    def take(self, state: GradAccumulatorState) -> tuple[Any, jax.Array, GradAccumulatorState]:
+        """Closes whatever is open: its average, in the accumulator's dtype, whether there is one, and an empty window.
 
-        The average is zeros if the window is empty, weighs nothing or is to be discarded; `windows` then stays as it
-        was, which tells whether to run the optimizer. It shares its buffer with the state: use it before the state is
-        donated, best in one program with the optimizer:
+        There is none if the window is empty, has a weight of 0 or is to be discarded: the average is then zeros, and
+        `windows` does not grow. Run the optimizer only if there is one. The average shares its buffer with the state:
+        use it before the state is donated, best in one program with the optimizer:
 
           >>> window, inner = GradAccumulator(2), optax.sgd(1.0)
           >>> def close(params, opt_state, state):
-          ...     average, emptied = window.take(state)
+          ...     average, closed, state = window.take(state)
           ...     def idle():
           ...         return params, opt_state
           ...     def apply():
           ...         updates, new = inner.update(average, opt_state, params)
           ...         return optax.apply_updates(params, updates), new
-          ...     counts = emptied.windows != state.windows
-          ...     return *jax.lax.switch(counts.astype(int), [idle, apply]), emptied
+          ...     return *jax.lax.switch(closed.astype(int), [idle, apply]), state
           >>> params = jnp.zeros(2)
           >>> state = window.add(window.init(params), jnp.array([1.0, 2.0]))
           >>> jax.jit(close, donate_argnums=(0, 1, 2))(params, inner.init(params), state)[0]
@@ -192,7 +206,7 @@ class GradAccumulator:
         has_average = _both(folded.closes, weighs)
         average = jax.tree.map(lambda x: jnp.where(has_average, x, jnp.zeros_like(x)), total)
         state = folded.state._replace(windows=_counted_if(has_average, state.windows))
-        return average, state if self._axes else state._replace(gradient_sum=average)
+        return average, jnp.asarray(has_average), state if self._axes else state._replace(gradient_sum=average)
 
     def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
         """Empties the window; what was counted stays."""
@@ -203,12 +217,19 @@ class GradAccumulator:
         )
 
     def step(self, state: GradAccumulatorState, grads: Any, weight: Any = 1) -> tuple[Any | None, GradAccumulatorState]:
-        """Adds a micro-batch, and takes the average if that fills the window; else None. Not for use under jit."""
+        """Adds a micro-batch, and takes the average if that fills the window. Not for use under jit.
+
+        Returns:
+          The average, or None if the window is still open or closed without one; and the state.
+        """
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight))):
             raise ValueError("step decides on the host and cannot be traced: use add, ready and take under jit")
         weight = _checks.weight(weight, {(), state.weight_sum.shape})  # while its value is known
         state = _jitted_add(self, state, grads, weight)
-        return self.take(state) if self.ready(state) else (None, state)
+        if not self.ready(state):
+            return None, state
+        average, closed, state = self.take(state)
+        return (average if closed else None), state
 
     def current_step(self, state: GradAccumulatorState) -> jax.Array:
         """The number of micro-batches in the open window. Shape (), int32."""
@@ -247,7 +268,7 @@ class GradAccumulator:
 
         Due is a window that is flushed or, `when_full`, full.
         """
-        demand_axis_name("accumulation", self._axes)
+        demand_sum_over("accumulation", self._axes)
         if grads is not None:
             grads = self._checked_gradients(grads, state.gradient_sum)
         weight = _checks.weight(weight, {(), state.weight_sum.shape})
@@ -309,7 +330,7 @@ class GradAccumulator:
             return folded.state.gradient_sum, True
         leaves, treedef = jax.tree.flatten(folded.state.gradient_sum)
         weight_sum, *sums = row_sums([folded.weight_sum, *(x for x in leaves if x.ndim)], self._axes)
-        demand_agreement("weight, summed over axis_name,", weight_sum)
+        demand_agreement("weight, summed over sum_over,", weight_sum)
         weighs = folded.weighs if folded.weighs is True else weight_sum != 0
         if self._reduction != "sum":
             scale = _reciprocal(weight_sum, weighs)
@@ -348,10 +369,10 @@ class GradAccumulator:
             def row(path: _checks.KeyPath, grad: Any) -> Any:
                 if is_counted(grad) and is_same_along(grad, axes):
                     raise ValueError(
-                        f"gradient leaf {_checks.leaf_name(path)} is the same on all devices along axis_name {axes!r}: "
+                        f"gradient leaf {_checks.leaf_name(path)} is the same on all devices along sum_over {axes!r}: "
                         "it is reduced already. Differentiate with respect to parameters that are a device's own, made "
                         f"outside of what is differentiated by jax.lax.pcast(params, {axes!r}, to='varying'); or leave "
-                        "out axis_name"
+                        "out sum_over"
                     )
                 return grad[None] if is_counted(grad) else grad
 
@@ -383,7 +404,7 @@ class GradAccumulator:
                 raise ValueError(
                     f"{name} may differ between devices along {along}, its parameter does not: the gradients are not "
                     f"reduced. Reduce them first, by jax.lax.pmean(grads, {along}) for instance. Or pass "
-                    f"axis_name={along}, and they are summed when the window closes"
+                    f"sum_over={along}, and they are summed when the window closes"
                 )
 
         jax.tree.map_with_path(check, gradient_sum, grads)
@@ -434,7 +455,7 @@ def accumulate(
     reduction: Reduction = "mean",
     accumulator_dtype: Any = None,
     nonfinite: Nonfinite = "propagate",
-    axis_name: AxisName | None = None,
+    sum_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Lets an optimizer see the average of `accum_steps` micro-batches' gradients, once.
 
@@ -494,11 +515,11 @@ def accumulate(
         The average is cast to the gradient's dtype on its way into inner, within 2 ulp of the exact quotient.
       nonfinite: what to do with a bad micro-batch, see above; counted in the state as `dropped`. All but `"propagate"`
         read the gradients once more.
-      axis_name: the mapped axis, or axes, over which the gradients are still to be summed, see below. `()` says that
+      sum_over: the mapped axis, or axes, over which the gradients are still to be summed, see below. `()` says that
         they are the same on every device, which must be said where no type tells it (`check_vma=False`, `jax.pmap`).
 
     Many devices: where the gradients come reduced, as under `jax.jit`, there is nothing to do, and every micro-step
-    costs an all-reduce. With `axis_name="data"` each device adds up its own gradients, and sum(w g) and sum(w) cross
+    costs an all-reduce. With `sum_over="data"` each device adds up its own gradients, and sum(w g) and sum(w) cross
     the network once a window, when it closes, in one all-reduce:
 
     * in `jax.shard_map` over that axis the gradients are a device's own, and `weight` is its own number of examples (of
@@ -510,12 +531,12 @@ def accumulate(
       `weight` is a scalar or a vector of them.
     * in `jax.vmap(..., axis_name="data")` each row is such a device; map `init` likewise.
 
-    The sums and the weight in the state have such a leading axis, sharded over `axis_name`: `init` finds its size from
+    The sums and the weight in the state have such a leading axis, sharded over `sum_over`: `init` finds its size from
     parameters that are placed on a mesh, or from `jax.set_mesh`; `state_specs` has the specs for `shard_map`;
     `redistribute` moves a state to another number of devices. If `nonfinite` is not `"propagate"`, one flag is reduced
     on every micro-step: a micro-batch that is bad on one device is bad on all. Parameters may be sharded over other
-    axes of the mesh. The transformations inside see the average, the same on every device along `axis_name`: where they
-    need an `axis_name` of their own (`check_vma=False`, `jax.pmap`), it is that of the parameters' shards, or `()`.
+    axes of the mesh. The transformations inside see the average, the same on every device along `sum_over`: where they
+    need `sharded_over` (`check_vma=False`, `jax.pmap`), it is that of the parameters' shards, or `()`.
 
     Returns:
       A transformation with state `AccumulateState`, whose structure, shapes and dtypes never change.
@@ -523,8 +544,8 @@ def accumulate(
     Raises:
       ValueError: an argument is not as described; `inner` is itself what `accumulate` returned; a complex gradient
         comes for a real accumulator, an integer one for a floating parameter; a gradient is known to be reduced over
-        `axis_name` already, or, without it, known not to be; devices may differ on when a window closes; no type tells
-        whether gradients are reduced, and `axis_name` is missing; `init` does not find the mesh.
+        `sum_over` already, or, without it, known not to be; devices may differ on when a window closes; no type tells
+        whether gradients are reduced, and `sum_over` is missing; `init` does not find the mesh.
       AssertionError: from chex, while tracing: the gradients' structure or a leaf's shape differs from the parameters
         given to `init`, or inner changes the structure, shapes or dtypes of its state.
 
@@ -550,7 +571,7 @@ def accumulate(
         reduction=reduction,
         accumulator_dtype=accumulator_dtype,
         nonfinite=nonfinite,
-        axis_name=axis_name,
+        sum_over=sum_over,
     )
 
     def init_fn(params: optax.Params) -> AccumulateState:
@@ -761,9 +782,9 @@ def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
 
 
 def redistribute(opt_state: State, like: State) -> State:
-    """A state with windows of `accumulate(..., axis_name=...)`, in mid-window or not, on another number of devices.
+    """A state with windows of `accumulate(..., sum_over=...)`, in mid-window or not, on another number of devices.
 
-    A window has a row for each device along `axis_name`, and only their sum means something: it goes to the first of
+    A window has a row for each device along `sum_over`, and only their sum means something: it goes to the first of
     as many rows as there are devices now. The other arrays stay as they are. All are placed as those of `like`.
 
     A checkpoint holds the rows of the devices that wrote it: that is what it has to be restored as, before it comes
@@ -780,7 +801,7 @@ def redistribute(opt_state: State, like: State) -> State:
       ValueError: the two differ in structure, in a dtype, or in a shape but for the number of rows.
 
     Example:
-      >>> tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
+      >>> tx = accumulate(optax.sgd(1.0), 2, sum_over="data")
       >>> def placed(axis_size):
       ...     mesh = jax.make_mesh((axis_size,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       ...     return jax.device_put(jnp.zeros(3), jax.sharding.NamedSharding(mesh, jax.P()))

@@ -6,6 +6,7 @@ leaf, a layer of a leaf that stacks layers, or what the rule says. What past ste
 the gradients are in, and a step with a gradient that is not finite leaves nothing behind.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -31,11 +32,11 @@ from shrewjax._reductions import (
     unit_axes,
     unit_zeros,
 )
-from shrewjax._states import described
+from shrewjax._states import described, fields
 
 Unit = Literal["auto", "tensor"]
 UnitAxisName = AxisName | jax.P | Callable[[str, Any], Any]
-"""What users may pass as `axis_name` to a rule for units."""
+"""What users may pass as `sharded_over` to a rule for units."""
 
 # --- one threshold for all gradients together ------------------------------------------------------------------
 
@@ -44,22 +45,27 @@ UnitAxisName = AxisName | jax.P | Callable[[str, Any], Any]
 class ClipByNormPercentileState(NamedTuple):
     """The norms so far and what the last update did. Its fields are a file format."""
 
-    history: Annotated[_statistics.Window, "the last finite norms, before clipping"]
+    history: Annotated[_statistics.History, "the last finite norms, before clipping"]
     threshold: Annotated[jax.Array, "float32 (): what the last norm was held to; inf while there is no history"]
     grad_norm: Annotated[jax.Array, "float32 (): the last norm before clipping"]
     clip_scale: Annotated[jax.Array, "float32 (): what the gradients were multiplied by; 1 if not clipped"]
 
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return fields(self, "threshold", "grad_norm", "clip_scale")
+
 
 def clip_by_norm_percentile(
-    percentile: Any = 10.0, *, history_length: int | None = None, axis_name: AxisName | None = None
+    percentile: Any, *, history_length: int | None = None, sharded_over: AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together to a percentile of the norms so far (AutoClip).
 
     .. math:: g_t \leftarrow g_t \cdot \min\Big(1, \frac{c_t}{\|g_t\|}\Big), \qquad
               c_t = \mathrm{percentile}_p(\|g_{t-H+1}\|, \dots, \|g_t\|)
 
-    The present norm counts, and norms count as they are before clipping. With `percentile` = 10, nine steps in ten are
-    clipped: the rule normalises more than it guards. For a guard, take a percentile near 100, or `skip_on_spike`.
+    The present norm counts, and norms count as they are before clipping. With a percentile of 10, as in
+    the paper, nine steps in ten are clipped: the rule normalises more than it guards. For a guard, take a percentile
+    near 100, or `skip_on_spike`.
 
     The first row that fits:
 
@@ -83,7 +89,7 @@ def clip_by_norm_percentile(
       percentile: p, a real scalar in [0, 100], or a scalar array of any real dtype. Between two norms of the history it
         is interpolated, as in `numpy.percentile`.
       history_length: H, an int >= 1, how many norms are remembered. `None` means 1024.
-      axis_name: as in `grad_norm`.
+      sharded_over: as in `grad_norm`.
 
     Returns:
       A transformation with state `ClipByNormPercentileState(history, threshold, grad_norm, clip_scale)`; the last three
@@ -105,12 +111,12 @@ def clip_by_norm_percentile(
     """
     percentile = _checks.real("percentile", percentile, at_least=0, at_most=100)
     length = _checks.length("history_length", history_length, default=1024)
-    axes = _checks.axis_names(axis_name)
+    axes = _checks.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByNormPercentileState:
         del params
         return ClipByNormPercentileState(
-            history=_statistics.empty_window(length),
+            history=_statistics.empty_history(length),
             threshold=jnp.full((), jnp.inf, jnp.float32),
             grad_norm=jnp.zeros((), jnp.float32),
             clip_scale=jnp.ones((), jnp.float32),
@@ -125,7 +131,7 @@ def clip_by_norm_percentile(
         del params, extra_args
         norm = global_norm(updates, 2.0, axes)
         grad_norm = _norms.to_float32(norm)
-        history = _statistics.with_recorded(state.history, grad_norm)
+        history = _statistics.push(state.history, grad_norm)
         threshold = _statistics.percentile(history, percentile)
         updates, factor = hold_to(updates, norm, _limit_as_shown(threshold, grad_norm, norm))
         return updates, ClipByNormPercentileState(history, threshold, grad_norm, _norms.applied_scale(factor))
@@ -144,15 +150,19 @@ class ClipByNormZscoreState(NamedTuple):
     grad_norm: Annotated[jax.Array, "float32 (): the last norm before clipping"]
     clip_scale: Annotated[jax.Array, "float32 (): what the gradients were multiplied by; 1 if not clipped"]
 
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return fields(self, "threshold", "grad_norm", "clip_scale", "mean", "std")
+
 
 def clip_by_norm_zscore(
-    z_threshold: Any = 2.5,
+    max_zscore: Any = 2.5,
     *,
     decay: Any = 0.97,
     warmup_steps: Any = 25,
-    max_norm: Any = 1.0,
+    max_norm: Any = math.inf,
     eps: Any = 1e-6,
-    axis_name: AxisName | None = None,
+    sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together when it stands out from the recent ones (ZClip).
 
@@ -178,18 +188,18 @@ def clip_by_norm_zscore(
     then a new, higher level of norms         held to the mean for good: without any deviation there is no growth
     mean 0 (no warm-up, or one of zeros)      as in the warm-up, until there is another
     a NaN argument in an array                every floating leaf becomes NaN; nothing is recorded that is not finite
-    z at most z_threshold, norm <= max_norm   the gradients to the last bit
+    z at most max_zscore, norm <= max_norm   the gradients to the last bit
     max_norm = inf                            no cap; in the warm-up nothing is clipped
     ========================================  =======================================================================
 
     Args:
-      z_threshold: the z-score from which on a norm is a spike, a real scalar >= 0, or a scalar array.
+      max_zscore: the z-score from which on a norm is a spike, a real scalar >= 0, or a scalar array.
       decay: beta, a real scalar in [0, 1], or a scalar array.
       warmup_steps: a number of recorded norms, a real scalar >= 0, or a scalar array.
-      max_norm: the cap on every step, a real scalar >= 0, or a scalar array. Fitting for language models; set it, or
-        inf, by the scale of the gradients at hand.
+      max_norm: a cap on every step, a real scalar >= 0, or a scalar array. The default, inf, is no cap. The paper's 1.0
+        suits gradients of the scale that it trained language models with.
       eps: added to the deviation, a real scalar >= 0, or a scalar array.
-      axis_name: as in `grad_norm`.
+      sharded_over: as in `grad_norm`.
 
     Returns:
       A transformation with state `ClipByNormZscoreState(recorded, mean, std, threshold, grad_norm, clip_scale)`: an
@@ -199,7 +209,7 @@ def clip_by_norm_zscore(
       ValueError: an argument is not as described; or as in `grad_norm`.
 
     Example:
-      >>> tx = clip_by_norm_zscore(max_norm=jnp.inf, warmup_steps=4)
+      >>> tx = clip_by_norm_zscore(warmup_steps=4)
       >>> state = tx.init(jnp.zeros(1))
       >>> for norm in (0.9, 1.1, 0.9, 1.1, 2.0):
       ...     updates, state = tx.update(jnp.array([norm]), state)
@@ -208,11 +218,11 @@ def clip_by_norm_zscore(
 
     Source: A. Kumar et al., "ZClip: Adaptive spike mitigation for LLM pre-training", 2025, arXiv:2504.02507.
     """
-    z_threshold = _checks.threshold("z_threshold", z_threshold)
+    max_zscore = _checks.threshold("max_zscore", max_zscore)
     decay = _checks.real("decay", decay, at_least=0, at_most=1)
     warmup_steps = _checks.threshold("warmup_steps", warmup_steps)
     max_norm, eps = _checks.threshold("max_norm", max_norm), _checks.threshold("eps", eps)
-    axes = _checks.axis_names(axis_name)
+    axes = _checks.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByNormZscoreState:
         del params
@@ -232,7 +242,7 @@ def clip_by_norm_zscore(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByNormZscoreState]:
         del params, extra_args
-        limit_z, eps_, cap = (jnp.asarray(x, jnp.float32) for x in (z_threshold, eps, max_norm))
+        limit_z, eps_, cap = (jnp.asarray(x, jnp.float32) for x in (max_zscore, eps, max_norm))
         norm = global_norm(updates, 2.0, axes)
         grad_norm = _norms.to_float32(norm)
 
@@ -251,7 +261,7 @@ def clip_by_norm_zscore(
 
         # A spike beyond float32 is recorded as what is left of it, an infinite gradient is not.
         value = jnp.where(jnp.isfinite(norm.mantissa), jnp.where(is_spike, held, grad_norm), jnp.nan)
-        moments = _statistics.with_averaged(past, value, jnp.asarray(1 - decay, jnp.float32), averages_all)
+        moments = _statistics.update_moments(past, value, jnp.asarray(1 - decay, jnp.float32), averages_all)
         return updates, ClipByNormZscoreState(
             *moments, threshold=threshold, grad_norm=grad_norm, clip_scale=_norms.applied_scale(factor)
         )
@@ -271,9 +281,12 @@ def _limit_as_shown(threshold: jax.Array, grad_norm: jax.Array, norm: Scaled) ->
 class AdaptiveGradClipState(NamedTuple):
     """What the last update measured."""
 
-    threshold: Annotated[jax.Array, "float32 (): the largest ratio allowed"]
     ratio_max: Annotated[jax.Array, "float32 (): the largest ratio of a unit's gradient norm to its parameter norm"]
-    clipped_share: Annotated[jax.Array, "float32 (): clipped units / units"]
+    clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return self._asdict()
 
 
 def adaptive_grad_clip(
@@ -283,7 +296,7 @@ def adaptive_grad_clip(
     unit: Unit = "auto",
     axis: Any = None,
     batch_axes: Any = None,
-    axis_name: UnitAxisName | None = None,
+    sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each unit to a share of the norm of its parameters (AGC).
 
@@ -319,15 +332,15 @@ def adaptive_grad_clip(
       axis: the axes that share a norm: an int, a tuple of ints, or a function of a leaf's name (as
         `jax.tree_util.keystr` has it) and the leaf that returns such, or None for what `unit` says.
       batch_axes: the axes along which layers are stacked, likewise; None or () for none. They share nothing.
-      axis_name: needed inside `jax.shard_map` and `jax.pmap` where a leaf has several units, as its type does not tell
-        what other devices hold of it. A function of a leaf's name and the leaf that returns how it is sharded, a
+      sharded_over: needed inside `jax.shard_map` and `jax.pmap` where a leaf has several units, because its type
+        does not tell what other devices hold of it. A function of a leaf's name and the leaf that returns how it is sharded, a
         `jax.P`, as in `in_specs`; or one `jax.P` for all leaves, such as `jax.P()` if every device holds all of them.
         Names of mapped axes, for all leaves or returned by the function, are those along which units are divided:
         where devices hold parts of the same units, not other units. For leaves of one unit, names are as in
         `grad_norm`.
 
     Returns:
-      A transformation with state `AdaptiveGradClipState(threshold, ratio_max, clipped_share)`, float32 scalars of the
+      A transformation with state `AdaptiveGradClipState(ratio_max, clipped_fraction)`, float32 scalars of the
       last update (before the first: 0). Its `update` needs `params`, of the gradients' shapes.
 
     Raises:
@@ -340,7 +353,7 @@ def adaptive_grad_clip(
       >>> params = {"w": jnp.ones((4, 2))}  # two units of norm 2
       >>> grads = {"w": jnp.ones((4, 2)) * jnp.array([[1.0, 0.05]])}  # of norms 2 and 0.1
       >>> updates, state = tx.update(grads, tx.init(params), params)
-      >>> updates["w"][0].round(6), state.ratio_max, state.clipped_share
+      >>> updates["w"][0].round(6), state.ratio_max, state.clipped_fraction
       (Array([0.1 , 0.05], dtype=float32), Array(1., dtype=float32), Array(0.5, dtype=float32))
 
     Source: A. Brock, S. De, S. L. Smith, K. Simonyan, "High-performance large-scale image recognition without
@@ -349,7 +362,7 @@ def adaptive_grad_clip(
     clipping, eps = _checks.threshold("clipping", clipping), _checks.threshold("eps", eps)
     unit = _checks.choice("unit", unit, ("auto", "tensor"))
     axis, batch_axes = _checks.axes("axis", axis), _checks.axes("batch_axes", batch_axes)
-    mesh_axes = _checks.unit_axis_names(axis_name)
+    mesh_axes = _checks.unit_axis_names(sharded_over)
 
     def kept(path: KeyPath, leaf: Any) -> Kept:
         batch = _checks.axes_of_leaf("batch_axes", batch_axes, path, leaf) or ()
@@ -393,9 +406,8 @@ def adaptive_grad_clip(
         limits = [_norms.product(base, _norms.limit(clipping, base)) for base in bases]
         factors = _norms.clip_factors(norms, limits)
         return units.scaled(updates, factors), AdaptiveGradClipState(
-            threshold=jnp.asarray(clipping, jnp.float32),
             ratio_max=_largest(list(map(_norms.quotient, norms, bases)), over),
-            clipped_share=_clipped_share(factors, norms, over),
+            clipped_fraction=_clipped_fraction(factors, norms, over),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -405,13 +417,16 @@ def adaptive_grad_clip(
 class ClipByBlockRmsState(NamedTuple):
     """What the last update measured."""
 
-    threshold: Annotated[jax.Array, "float32 (): the largest root mean square allowed"]
     rms_max: Annotated[jax.Array, "float32 (): the largest of a block before clipping"]
-    clipped_share: Annotated[jax.Array, "float32 (): clipped blocks / blocks"]
+    clipped_fraction: Annotated[jax.Array, "float32 (): clipped blocks / blocks"]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return self._asdict()
 
 
 def clip_by_block_rms(
-    threshold: Any = 1.0, *, batch_axes: Any = None, axis_name: UnitAxisName | None = None
+    threshold: Any = 1.0, *, batch_axes: Any = None, sharded_over: UnitAxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the root mean square of each leaf, or of each layer that it stacks.
 
@@ -434,10 +449,10 @@ def clip_by_block_rms(
       threshold: d, a real scalar >= 0, or a scalar array.
       batch_axes: the axes along which blocks are stacked in a leaf: an int, a tuple of ints, a function of a
         leaf's name (as `jax.tree_util.keystr` has it) and the leaf that returns such, or None for none.
-      axis_name: as in `adaptive_grad_clip`.
+      sharded_over: as in `adaptive_grad_clip`.
 
     Returns:
-      A transformation with state `ClipByBlockRmsState(threshold, rms_max, clipped_share)`, float32 scalars of the last
+      A transformation with state `ClipByBlockRmsState(rms_max, clipped_fraction)`, float32 scalars of the last
       update (before the first: 0).
 
     Raises:
@@ -454,7 +469,7 @@ def clip_by_block_rms(
     arXiv:1804.04235, section 6 and Algorithm 4.
     """
     threshold = _checks.threshold("threshold", threshold)
-    batch_axes, mesh_axes = _checks.axes("batch_axes", batch_axes), _checks.unit_axis_names(axis_name)
+    batch_axes, mesh_axes = _checks.axes("batch_axes", batch_axes), _checks.unit_axis_names(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByBlockRmsState:
         _find_units(params, _stacked(batch_axes))
@@ -483,9 +498,8 @@ def clip_by_block_rms(
         rms = list(map(_norms.product, norms, inverses))
         factors = _norms.clip_factors(norms, limits)
         return units.scaled(updates, factors), ClipByBlockRmsState(
-            threshold=jnp.asarray(threshold, jnp.float32),
             rms_max=_largest(rms, over),
-            clipped_share=_clipped_share(factors, norms, over),
+            clipped_fraction=_clipped_fraction(factors, norms, over),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -501,7 +515,11 @@ class ClipByLeafNormEmaState(NamedTuple):
         jax.Array, "float32 (): the largest that a norm was held to; in the warm-up the global one"
     ]
     grad_norm_max: Annotated[jax.Array, "float32 (): the largest of a unit before clipping"]
-    clipped_share: Annotated[jax.Array, "float32 (): clipped units / units"]
+    clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return fields(self, "threshold_max", "grad_norm_max", "clipped_fraction")
 
 
 def clip_by_leaf_norm_ema(
@@ -509,25 +527,25 @@ def clip_by_leaf_norm_ema(
     *,
     decay: Any = 0.99,
     warmup_steps: Any = 100,
-    max_norm: Any = 1.0,
+    warmup_max_norm: Any = 1.0,
     min_norm: Any = 1e-6,
     batch_axes: Any = None,
-    axis_name: UnitAxisName | None = None,
+    sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each leaf, or of each layer that it stacks, to a multiple of its own average (AdaGC).
 
     .. math:: h_\ell = \min\Big(1, \frac{\lambda \gamma_\ell}{\|g_\ell\|}\Big), \qquad
               \gamma_\ell \leftarrow \beta \gamma_\ell + (1 - \beta) \|h_\ell g_\ell\|
 
-    In the first `warmup_steps` steps all gradients are clipped together, to `max_norm`, and :math:`\gamma_\ell` is the
-    smallest norm that the leaf has had after that.
+    In the first `warmup_steps` steps all gradients are clipped together, to `warmup_max_norm`, and :math:`\gamma_\ell`
+    is the smallest norm that the leaf has had after that.
 
     ========================================  =======================================================================
     condition                                 result
     ========================================  =======================================================================
     a NaN or infinite gradient                nothing is recorded of the step, for no leaf; the leaf becomes NaN (in the
                                               warm-up: every floating leaf), or passes as it is where the threshold is
-                                              infinite: max_norm in the warm-up, max_ratio later
+                                              infinite: warmup_max_norm, later max_ratio
     a leaf's gradient is zero                 nothing is recorded for it. As published, one zero in the warm-up holds
                                               a leaf at zero for ever: an idle expert, half of a low-rank adapter
     nothing recorded yet for a leaf, though   as in the warm-up, until it has a gradient; no threshold shows till then
@@ -541,14 +559,14 @@ def clip_by_leaf_norm_ema(
       max_ratio: lambda, a real scalar >= 1, or a scalar array.
       decay: beta, a real scalar in [0, 1], or a scalar array.
       warmup_steps: a number of recorded steps, a real scalar >= 0, or a scalar array.
-      max_norm: the global threshold of the warm-up, a real scalar >= 0, or a scalar array.
+      warmup_max_norm: the global threshold of the warm-up, a real scalar >= 0, or a scalar array.
       min_norm: the floor of every average, a real scalar >= 0, or a scalar array.
       batch_axes: as in `clip_by_block_rms`.
-      axis_name: as in `adaptive_grad_clip`.
+      sharded_over: as in `adaptive_grad_clip`.
 
     Returns:
       A transformation with state `ClipByLeafNormEmaState(recorded, norm_ema, threshold_max, grad_norm_max,
-      clipped_share)`: `norm_ema` like the parameters, float32 arrays of the sizes of the `batch_axes`, else scalars.
+      clipped_fraction)`: `norm_ema` like the parameters, float32 arrays of the sizes of the `batch_axes`, else scalars.
 
     Raises:
       ValueError: an argument is not as described; an axis is out of range for a leaf; the updates' tree, or a leaf's
@@ -569,8 +587,9 @@ def clip_by_leaf_norm_ema(
     max_ratio = _checks.real("max_ratio", max_ratio, at_least=1)
     decay = _checks.real("decay", decay, at_least=0, at_most=1)
     warmup_steps = _checks.threshold("warmup_steps", warmup_steps)
-    max_norm, min_norm = _checks.threshold("max_norm", max_norm), _checks.threshold("min_norm", min_norm)
-    batch_axes, mesh_axes = _checks.axes("batch_axes", batch_axes), _checks.unit_axis_names(axis_name)
+    warmup_max_norm = _checks.threshold("warmup_max_norm", warmup_max_norm)
+    min_norm = _checks.threshold("min_norm", min_norm)
+    batch_axes, mesh_axes = _checks.axes("batch_axes", batch_axes), _checks.unit_axis_names(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByLeafNormEmaState:
         units = _find_units(params, _stacked(batch_axes))
@@ -580,7 +599,7 @@ def clip_by_leaf_norm_ema(
             norm_ema=units.with_leaves(uncounted, list(map(unit_zeros, units.leaves, units.kept))),
             threshold_max=jnp.full((), jnp.inf, jnp.float32),
             grad_norm_max=jnp.zeros((), jnp.float32),
-            clipped_share=jnp.zeros((), jnp.float32),
+            clipped_fraction=jnp.zeros((), jnp.float32),
         )
 
     def update_fn(
@@ -611,13 +630,13 @@ def clip_by_leaf_norm_ema(
         def compared(norm: Scaled, ema: jax.Array) -> tuple[Scaled, Scaled]:
             """What is compared for a unit: a norm, and what it is held to."""
             own = _norms.product(_norms.limit(ema, norm), _norms.limit(max_ratio, norm))
-            return _chosen(is_warmup | (ema == 0), (total, _norms.limit(max_norm, norm)), (norm, own))
+            return _chosen(is_warmup | (ema == 0), (total, _norms.limit(warmup_max_norm, norm)), (norm, own))
 
         def next_ema(norm: Scaled, seen: Scaled, limit: Scaled, factor: Factor, ema: jax.Array) -> jax.Array:
             held = _norms.product(norm, _norms.quotient(limit, seen))
             clipped = _norms.to_float32(_chosen(factor.applies, held, norm))
             smallest = jnp.where(ema == 0, clipped, jnp.minimum(ema, clipped))
-            ema_or_min = jnp.where(is_warmup | (ema == 0), smallest, _statistics.moved(ema, clipped, share))
+            ema_or_min = jnp.where(is_warmup | (ema == 0), smallest, _statistics.ema(ema, clipped, share))
             new = jnp.maximum(ema_or_min, floor)
             return jnp.where(is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new) & (clipped > 0), new, ema)
 
@@ -635,7 +654,7 @@ def clip_by_leaf_norm_ema(
             norm_ema=units.with_leaves(state.norm_ema, _norms.unpacked(norm_emas, units.kept)),
             threshold_max=_largest(shown, over),
             grad_norm_max=_largest(norms, over),
-            clipped_share=_clipped_share(factors, norms, over),
+            clipped_fraction=_clipped_fraction(factors, norms, over),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -701,7 +720,7 @@ def _largest(numbers: Sequence[Scaled], over: list[Axes]) -> jax.Array:
     return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), jnp.float32)
 
 
-def _clipped_share(factors: Sequence[Factor], norms: Sequence[Scaled], over: list[Axes]) -> jax.Array:
+def _clipped_fraction(factors: Sequence[Factor], norms: Sequence[Scaled], over: list[Axes]) -> jax.Array:
     """Clipped units / units, on all devices. Shape (), float32."""
     if not factors:
         return jnp.zeros((), jnp.float32)

@@ -217,27 +217,32 @@ def same_leaves(grads: Any, gradient_sum: Any, *, compared: Callable[[Any], bool
     )
 
 
-def axis_names(axis_name: Any) -> tuple[Hashable, ...] | None:
+def axis_names(name: str, value: Any) -> tuple[Hashable, ...] | None:
     """The mapped axes as a tuple; None if they are to be found."""
-    if axis_name is None:
+    if value is None:
         return None
-    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    names = tuple(value) if isinstance(value, tuple | list) else (value,)
     are_names = all(isinstance(a, Hashable) and not isinstance(a, jax.P | None) for a in names)
     if not are_names or len({*names}) < len(names):
-        raise ValueError(f"axis_name must be a mapped axis, or a tuple of different ones, got {axis_name!r}")
+        raise ValueError(f"{name} must be a mapped axis, or a tuple of different ones, got {value!r}")
     return names
 
 
-def unit_axis_names(axis_name: Any) -> UnitAxisNames:
-    """The mapped axes for a leaf of units: as above, how all leaves are sharded, or a function of a leaf."""
-    return axis_name if isinstance(axis_name, jax.P) or callable(axis_name) else axis_names(axis_name)
+def sharded_over(value: Any) -> tuple[Hashable, ...] | None:
+    """The mapped axes over which gradients are sharded."""
+    return axis_names("sharded_over", value)
+
+
+def unit_axis_names(value: Any) -> UnitAxisNames:
+    """The same for leaves of several units: also how all leaves are sharded, or a function of a leaf."""
+    return value if isinstance(value, jax.P) or callable(value) else sharded_over(value)
 
 
 def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Any) -> tuple[Hashable, ...] | jax.P | None:
     """What `unit_axis_names` says of one leaf."""
     chosen = unit_axis_names(given(leaf_name(path), leaf)) if callable(given) else given
     if callable(chosen):
-        raise ValueError(f"axis_name returned the function {chosen!r} for leaf {leaf_name(path)}")
+        raise ValueError(f"sharded_over returned the function {chosen!r} for leaf {leaf_name(path)}")
     return chosen
 
 

@@ -18,10 +18,10 @@ from shrewjax._checks import Scalar, Tree
 from shrewjax._norms import Factor, Scaled, Scope
 from shrewjax._reductions import Axes, AxisName, is_counted
 from shrewjax._selection import Method, Over, select
-from shrewjax._states import described
+from shrewjax._states import described, fields, largest
 
 
-def grad_norm(grads: Any, ord: float | None = None, *, axis_name: AxisName | None = None) -> jax.Array:
+def grad_norm(grads: Any, ord: float | None = None, *, sharded_over: AxisName | None = None) -> jax.Array:
     r"""The norm of all gradients together, as if they were one long vector.
 
     .. math:: \|g\|_p = \Big(\sum_i |g_i|^p\Big)^{1/p}, \qquad \|g\|_\infty = \max_i |g_i|
@@ -42,7 +42,7 @@ def grad_norm(grads: Any, ord: float | None = None, *, axis_name: AxisName | Non
       grads: pytree of arrays. Complex leaves count with their modulus; integer, boolean and float0 leaves, `None` and
         `optax.MaskedNode` do not count.
       ord: p, any Python number >= 1 or inf. `None` means 2.
-      axis_name: mapped axes over which the gradients are sharded; only needed inside `jax.shard_map` with
+      sharded_over: mapped axes over which the gradients are sharded; only needed inside `jax.shard_map` with
         `check_vma=False` and inside `jax.pmap`. With `check_vma=True` the leaves' types tell.
 
     Returns:
@@ -51,7 +51,7 @@ def grad_norm(grads: Any, ord: float | None = None, *, axis_name: AxisName | Non
     Raises:
       ValueError: `ord` is traced, below 1 or NaN; a leaf is neither an array nor a number, or has a dtype that cannot
         hold a gradient, without a sign and a zero (float8_e8m0fnu) or without a NaN (float4, float6); the leaves'
-        mapped axes cannot be known and `axis_name` is missing.
+        mapped axes cannot be known and `sharded_over` is missing.
 
     Example:
       >>> grad_norm({"w": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])})
@@ -62,11 +62,11 @@ def grad_norm(grads: Any, ord: float | None = None, *, axis_name: AxisName | Non
     The scaled second pass follows the idea of J. L. Blue, "A portable Fortran program to find the Euclidean norm of a
     vector", ACM TOMS 4 (1978).
     """
-    return _norms.join(global_norm(grads, _checks.order(ord), _checks.axis_names(axis_name)))
+    return _norms.join(global_norm(grads, _checks.order(ord), _checks.sharded_over(sharded_over)))
 
 
 def clip_grad_norm(
-    grads: Tree, max_norm: Any, *, ord: float | None = None, axis_name: AxisName | None = None
+    grads: Tree, max_norm: Any, *, ord: float | None = None, sharded_over: AxisName | None = None
 ) -> tuple[Tree, jax.Array]:
     r"""Scales all gradients by one number so that their norm is at most `max_norm`; also returns the norm before.
 
@@ -95,7 +95,7 @@ def clip_grad_norm(
       grads: pytree of arrays, as in `grad_norm`. Each leaf keeps its dtype; 16-bit leaves are multiplied in float32.
       max_norm: the threshold, a real scalar >= 0, or a scalar array of any real dtype.
       ord: p of the norm, as in `grad_norm`.
-      axis_name: as in `grad_norm`.
+      sharded_over: as in `grad_norm`.
 
     Returns:
       The clipped gradients, and `grad_norm(grads)`.
@@ -113,7 +113,7 @@ def clip_grad_norm(
     arXiv:1211.5063, Algorithm 1. The name and the return value are those of `torch.nn.utils.clip_grad_norm_`.
     """
     clipped, norm, _ = _clip_to(
-        _checks.threshold("max_norm", max_norm), grads, _checks.order(ord), _checks.axis_names(axis_name)
+        _checks.threshold("max_norm", max_norm), grads, _checks.order(ord), _checks.sharded_over(sharded_over)
     )
     return clipped, _norms.join(norm)
 
@@ -167,7 +167,7 @@ def clip_grad_percentile(
     method: Method = "linear",
     scope: Scope = "global",
     over: Over = "all",
-    axis_name: AxisName | None = None,
+    sharded_over: AxisName | None = None,
 ) -> tuple[Tree, Any]:
     r"""Limits each element to [-b, b], where b is a percentile of the magnitudes; also returns b.
 
@@ -217,7 +217,7 @@ def clip_grad_percentile(
       method: "linear", "lower", "higher", "nearest" or "midpoint": NumPy's, with the exact rank.
       scope: "global", one b from all leaves; "leaf", one for each leaf.
       over: "all" elements, or the "nonzero" ones only.
-      axis_name: as in `grad_norm`.
+      sharded_over: as in `grad_norm`.
 
     Returns:
       The clipped gradients, each leaf in its dtype (b rounded toward zero to it); and b, a float32 scalar (float64 if a
@@ -237,7 +237,7 @@ def clip_grad_percentile(
     Statistician 50 (1996), definition 7. Coordinate-wise clipping under heavy tails: J. Zhang et al., 2020,
     arXiv:1912.03194.
     """
-    rule = _PercentileRule.checked(percentile, method, scope, over, axis_name)
+    rule = _PercentileRule.checked(percentile, method, scope, over, sharded_over)
     clipped, bounds, _ = _clip_percentile(grads, rule, start=None)
     return clipped, bounds
 
@@ -249,9 +249,13 @@ class ClipByGlobalNormState(NamedTuple):
     grad_norm: Annotated[jax.Array, "float32 (): the norm before clipping"]
     clip_scale: Annotated[jax.Array, "float32 (): what the gradients were multiplied by; 1 if not clipped"]
 
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return fields(self, "grad_norm", "clip_scale")
+
 
 def clip_by_global_norm(
-    max_norm: Any, *, ord: float | None = None, axis_name: AxisName | None = None
+    max_norm: Any, *, ord: float | None = None, sharded_over: AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together: `clip_grad_norm` as an Optax transformation.
 
@@ -264,7 +268,7 @@ def clip_by_global_norm(
     Args:
       max_norm: the threshold, a real scalar >= 0, or a scalar array of any real dtype.
       ord: p of the norm, any Python number >= 1 or inf. `None` means 2.
-      axis_name: as in `grad_norm`.
+      sharded_over: as in `grad_norm`.
 
     Returns:
       A transformation with state `ClipByGlobalNormState(grad_norm, clip_scale)`, float32 scalars of the last update
@@ -283,7 +287,7 @@ def clip_by_global_norm(
     Source: R. Pascanu, T. Mikolov, Y. Bengio, 2013, arXiv:1211.5063, Algorithm 1.
     """
     max_norm, ord = _checks.threshold("max_norm", max_norm), _checks.order(ord)
-    axes = _checks.axis_names(axis_name)
+    axes = _checks.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByGlobalNormState:
         del params
@@ -311,9 +315,21 @@ class ClipByLeafNormState(NamedTuple):
     grad_norm: Annotated[Any, "float32 () each: the leaf's norm before clipping; 0 for leaves that do not count"]
     clip_scale: Annotated[Any, "float32 () each: what the leaf was multiplied by; 1 if not clipped"]
 
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return {
+            "grad_norm_max": largest(self.grad_norm),
+            "clipped_fraction": _fraction_clipped(self.clip_scale),
+        }
+
+
+def _fraction_clipped(clip_scale: Any) -> jax.Array:
+    flags = [jnp.ravel(scale != 1) for scale in jax.tree.leaves(clip_scale)]
+    return jnp.mean(jnp.concatenate(flags), dtype=jnp.float32) if flags else jnp.zeros((), jnp.float32)
+
 
 def clip_by_leaf_norm(
-    max_norm: Any, *, ord: float | None = None, axis_name: AxisName | None = None
+    max_norm: Any, *, ord: float | None = None, sharded_over: AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each leaf on its own.
 
@@ -325,7 +341,7 @@ def clip_by_leaf_norm(
     Args:
       max_norm: the threshold of every leaf, a real scalar >= 0, or a scalar array of any real dtype.
       ord: p of the norm, any Python number >= 1 or inf. `None` means 2.
-      axis_name: as in `grad_norm`.
+      sharded_over: as in `grad_norm`.
 
     Returns:
       A transformation with state `ClipByLeafNormState(grad_norm, clip_scale)`: for each leaf float32 scalars of the
@@ -344,7 +360,7 @@ def clip_by_leaf_norm(
     The rule is `tf.clip_by_norm` and Keras' `clipnorm`, applied to each tensor.
     """
     max_norm, ord = _checks.threshold("max_norm", max_norm), _checks.order(ord)
-    axes = _checks.axis_names(axis_name)
+    axes = _checks.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByLeafNormState:
         return ClipByLeafNormState(
@@ -426,6 +442,10 @@ class ClipByPercentileState(NamedTuple):
     bound: Annotated[Any, "float32 (): the percentile of |g|; for scope 'leaf' a tree like the parameters of such"]
     clipped_fraction: Annotated[jax.Array, "float32 (): the share of elements that were larger, and so clipped"]
 
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return {"bound": largest(self.bound), "clipped_fraction": self.clipped_fraction}
+
 
 def clip_by_percentile(
     percentile: Any,
@@ -433,7 +453,7 @@ def clip_by_percentile(
     method: Method = "linear",
     scope: Scope = "global",
     over: Over = "all",
-    axis_name: AxisName | None = None,
+    sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Limits each element to a percentile of the magnitudes: `clip_grad_percentile` as an Optax transformation.
 
@@ -450,7 +470,7 @@ def clip_by_percentile(
       method: "linear", "lower", "higher", "nearest" or "midpoint".
       scope: "global", one b from all leaves; "leaf", one for each leaf.
       over: "all" elements, or the "nonzero" ones only.
-      axis_name: as in `grad_norm`.
+      sharded_over: as in `grad_norm`.
 
     Returns:
       A transformation with state `ClipByPercentileState(bound, clipped_fraction)`, float32 scalars of the last update
@@ -469,7 +489,7 @@ def clip_by_percentile(
 
     Sources: as of `clip_grad_percentile`.
     """
-    rule = _PercentileRule.checked(percentile, method, scope, over, axis_name)
+    rule = _PercentileRule.checked(percentile, method, scope, over, sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByPercentileState:
         zero = jnp.zeros((), jnp.float32)
@@ -520,13 +540,13 @@ class _PercentileRule(NamedTuple):
     axes: Axes
 
     @classmethod
-    def checked(cls, percentile: Any, method: Any, scope: Any, over: Any, axis_name: Any) -> "_PercentileRule":
+    def checked(cls, percentile: Any, method: Any, scope: Any, over: Any, sharded_over: Any) -> "_PercentileRule":
         return cls(
             _checks.percentile(percentile),
             _checks.choice("method", method, get_args(Method)),
             _checks.choice("scope", scope, get_args(Scope)),
             _checks.choice("over", over, get_args(Over)),
-            _checks.axis_names(axis_name),
+            _checks.sharded_over(sharded_over),
         )
 
 

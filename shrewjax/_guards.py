@@ -13,11 +13,11 @@ import optax
 from shrewjax import _checks, _norms, _statistics
 from shrewjax._clipping import global_norm
 from shrewjax._reductions import AxisName, all_finite, demand_agreement, is_counted
-from shrewjax._states import described
+from shrewjax._states import described, fields
 from shrewjax._wrapping import Flag, Gradients, decide_if, inner_transformation, update_or_apply, wrapper
 
 AtLimit = Literal["keep_skipping", "zero_nonfinite"]
-Of = Literal["grad_norm", "value"]
+Monitor = Literal["grad_norm", "value"]
 
 
 @described
@@ -30,13 +30,17 @@ class SkipNonfiniteState(NamedTuple):
     limit_reached: Annotated[jax.Array, "bool (): as many in a row as max_consecutive"]
     inner_state: Annotated[Any, "the wrapped optimizer's state"]
 
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return fields(self, "applied", "skipped", "consecutive", "limit_reached")
+
 
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
     max_consecutive: Any = None,
-    at_limit: AtLimit | None = None,
-    axis_name: AxisName | None = None,
+    at_limit: AtLimit = "keep_skipping",
+    sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Skips the steps whose gradients hold a NaN or an infinity.
 
@@ -67,15 +71,15 @@ def skip_nonfinite(
     Args:
       inner: the transformation to wrap, usually a whole optimizer.
       max_consecutive: how many in a row are the limit, a real scalar >= 1, or a scalar array. `None` means no limit.
-      at_limit: what to do from the limit on, see above; to be chosen where there is a limit.
-      axis_name: as in `grad_norm`.
+      at_limit: what to do from the limit on, see above.
+      sharded_over: as in `grad_norm`.
 
     Returns:
       A transformation with state `SkipNonfiniteState(applied, skipped, consecutive, limit_reached, inner_state)`.
 
     Raises:
-      ValueError: an argument is not as described, or only one of `max_consecutive` and `at_limit` is given; or as in
-        `grad_norm`.
+      ValueError: an argument is not as described, or `at_limit="zero_nonfinite"` without
+        `max_consecutive`; or as in `grad_norm`.
       AssertionError: from chex, while tracing: inner changes the structure, shapes or dtypes of its state.
 
     Example:
@@ -89,15 +93,11 @@ def skip_nonfinite(
     `optax.apply_if_finite` is its model, but for what happens at the limit: there the NaN is applied.
     """
     wrapped = inner_transformation(inner)
-    if (max_consecutive is None) != (at_limit is None):
-        raise ValueError(
-            "max_consecutive and at_limit belong together: how many in a row are the limit, what happens there; "
-            f"got {max_consecutive!r} and {at_limit!r}"
-        )
     limit = None if max_consecutive is None else _checks.real("max_consecutive", max_consecutive, at_least=1)
-    if at_limit is not None:
-        at_limit = _checks.choice("at_limit", at_limit, ("keep_skipping", "zero_nonfinite"))
-    axes = _checks.axis_names(axis_name)
+    at_limit = _checks.choice("at_limit", at_limit, ("keep_skipping", "zero_nonfinite"))
+    if limit is None and at_limit != "keep_skipping":
+        raise ValueError(f"at_limit={at_limit!r} needs a limit, got max_consecutive=None: pass max_consecutive")
+    axes = _checks.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> SkipNonfiniteState:
         return SkipNonfiniteState(
@@ -158,35 +158,39 @@ def skip_nonfinite(
 class SkipOnSpikeState(NamedTuple):
     """What was seen and skipped, and the wrapped optimizer. Its fields are a file format."""
 
-    history: Annotated[_statistics.Window, "the last finite measurements, spikes among them"]
+    history: Annotated[_statistics.History, "the last finite measurements, spikes among them"]
     measured: Annotated[jax.Array, "float32 (): the last one, finite or not"]
     threshold: Annotated[jax.Array, "float32 (): above it, the last one was a spike; inf while the guard is off"]
     applied: Annotated[jax.Array, "bool (): the last call ran inner"]
     skipped: Annotated[jax.Array, "int32 (): calls so far that did not"]
     inner_state: Annotated[Any, "the wrapped optimizer's state"]
 
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return fields(self, "applied", "skipped", "measured", "threshold")
+
 
 def skip_on_spike(
     inner: optax.GradientTransformation,
     *,
-    of: Of = "grad_norm",
-    sigmas: Any = 6.0,
-    window: int | None = None,
-    min_observed: Any = 64,
+    monitor: Monitor = "grad_norm",
+    max_zscore: Any = 6.0,
+    history_length: int | None = None,
+    warmup_steps: Any = 64,
     min_relative_std: Any = 1e-3,
-    axis_name: AxisName | None = None,
+    sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Skips the steps whose gradient norm, or loss, stands far out from the last ones.
 
     .. math:: \text{skip if } x_t > m + k \max(s, r |m|)
 
-    with mean m and standard deviation s (of a sample: n - 1 in the denominator) of the last `window` measurements
-    before this one.
+    with mean m and standard deviation s (of a sample: n - 1 in the denominator)
+    of the last `history_length` measurements before this one.
 
     ========================================  =======================================================================
     condition                                 result
     ========================================  =======================================================================
-    fewer than `min_observed` recorded        no spike is found
+    fewer than `warmup_steps` recorded        no spike is found
     a spike                                   skipped, but recorded: a new level becomes the usual one, and the guard
                                               cannot lock up
     NaN or infinite measurement, or a norm    skipped, from the first step on; not recorded
@@ -195,50 +199,52 @@ def skip_on_spike(
     far below the mean                        no spike
     ========================================  =======================================================================
 
-    Of the norm, it reads the gradients once more. Of a value, it does not look at the gradients at all: wrap it in
-    `skip_nonfinite` to do so.
+    With `monitor="grad_norm"`, the guard makes one extra pass over the gradients. With `monitor="value"` it never looks
+    at them: wrap it in `skip_nonfinite` to skip NaN gradients as well.
 
     Args:
       inner: the transformation to wrap, usually a whole optimizer.
-      of: `"grad_norm"`, or `"value"`: a real scalar array or number that is passed to `update` as `value=`, usually the
-        loss, the same on every device. It is forwarded to inner, too.
-      sigmas: k, a real scalar >= 0, or a scalar array. With inf, nothing finite is a spike.
-      window: how many measurements are remembered, an int >= 1. `None` means 128.
-      min_observed: how many it takes, a real scalar >= 0, or a scalar array.
+      monitor: `"grad_norm"`, or `"value"`: a real scalar array or number that is passed to `update` as `value=`,
+        usually the loss, the same on every device. It is forwarded to inner, too.
+      max_zscore: k, a real scalar >= 0, or a scalar array. With inf, nothing finite is a spike.
+      history_length: how many measurements are remembered, an int >= 1. `None` means 128.
+      warmup_steps: how many measurements have to be recorded before a step can be skipped, a real scalar >= 0, or a
+        scalar array.
       min_relative_std: r, a real scalar >= 0, or a scalar array.
-      axis_name: as in `grad_norm`.
+      sharded_over: as in `grad_norm`.
 
     Returns:
       A transformation with state `SkipOnSpikeState(history, measured, threshold, applied, skipped, inner_state)`.
 
     Raises:
-      ValueError: an argument is not as described; `min_observed` is more than `window` holds; `of="value"`, and
+      ValueError: an argument is not as described; `warmup_steps` is more than `history_length`; `monitor="value"`, and
         `update` gets no `value`, or one that may differ between devices; or as in `grad_norm`.
       AssertionError: from chex, while tracing: inner changes the structure, shapes or dtypes of its state.
 
     Example:
-      >>> tx = skip_on_spike(optax.sgd(1.0), min_observed=4)
+      >>> tx = skip_on_spike(optax.sgd(1.0), warmup_steps=4)
       >>> state = tx.init(jnp.zeros(1))
       >>> for norm in (1.0, 1.1, 0.9, 1.0, 5.0):
       ...     updates, state = tx.update(jnp.array([norm]), state)
       >>> updates, state.skipped
       (Array([0.], dtype=float32), Array(1, dtype=int32))
 
-    The rule, with its window of 128 and 6 sigmas, is the SkipStep optimizer of OLMo ("2 OLMo 2 Furious", 2025,
-    arXiv:2501.00656).
+    The rule, with its history of 128 and 6 standard deviations, is the SkipStep optimizer of OLMo
+    ("2 OLMo 2 Furious", 2025, arXiv:2501.00656).
     """
     wrapped = inner_transformation(inner)
-    of = _checks.choice("of", of, ("grad_norm", "value"))
-    length = _checks.length("window", window, default=128)
-    sigmas, min_observed = _checks.threshold("sigmas", sigmas), _checks.threshold("min_observed", min_observed)
+    monitor = _checks.choice("monitor", monitor, ("grad_norm", "value"))
+    length = _checks.length("history_length", history_length, default=128)
+    max_zscore = _checks.threshold("max_zscore", max_zscore)
+    warmup_steps = _checks.threshold("warmup_steps", warmup_steps)
     min_relative_std = _checks.threshold("min_relative_std", min_relative_std)
-    if isinstance(min_observed, float) and min_observed > length:
-        raise ValueError(f"min_observed must be at most the window, {length}, got {min_observed!r}")
-    axes = _checks.axis_names(axis_name)
+    if isinstance(warmup_steps, float) and warmup_steps > length:
+        raise ValueError(f"warmup_steps must be at most history_length, {length}, got {warmup_steps!r}")
+    axes = _checks.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> SkipOnSpikeState:
         return SkipOnSpikeState(
-            history=_statistics.empty_window(length),
+            history=_statistics.empty_history(length),
             measured=jnp.zeros((), jnp.float32),
             threshold=jnp.full((), jnp.inf, jnp.float32),
             applied=jnp.zeros((), bool),
@@ -256,24 +262,24 @@ def skip_on_spike(
         runs: Flag,
         **extra_args: Any,
     ) -> tuple[Any, SkipOnSpikeState]:
-        if of == "value":
+        if monitor == "value":
             if extra_args.get("value") is None:
-                raise ValueError('skip_on_spike(of="value") needs value= in update, usually the loss')
+                raise ValueError('skip_on_spike(monitor="value") needs value= in update, usually the loss')
             value = jnp.asarray(_checks.any_real("value", extra_args["value"]), jnp.float32)
             demand_agreement("value", value)
 
         def decide() -> tuple[jax.Array, SkipOnSpikeState]:
-            measured = value if of == "value" else _norms.to_float32(global_norm(gradients(), 2.0, axes))
+            measured = value if monitor == "value" else _norms.to_float32(global_norm(gradients(), 2.0, axes))
             mean, std = _statistics.mean_and_std(state.history)
             least = jnp.asarray(min_relative_std, jnp.float32) * jnp.abs(mean)
-            k = jnp.asarray(sigmas, jnp.float32)
+            k = jnp.asarray(max_zscore, jnp.float32)
             onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
             observed = state.history.filled
-            is_on = (observed > 0) & (observed.astype(jnp.float32) >= jnp.asarray(min_observed, jnp.float32))
+            is_on = (observed > 0) & (observed.astype(jnp.float32) >= jnp.asarray(warmup_steps, jnp.float32))
             threshold = jnp.where(is_on, onset, jnp.inf)
             applied = jnp.isfinite(measured) & (measured <= threshold)
             return applied, SkipOnSpikeState(
-                history=_statistics.with_recorded(state.history, measured),
+                history=_statistics.push(state.history, measured),
                 measured=measured,
                 threshold=threshold,
                 applied=applied,

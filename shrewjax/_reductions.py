@@ -5,7 +5,7 @@ shards. Inside `shard_map` and `pmap` a leaf is a device's own part, and its sum
 
 * with varying-axes tracking (`shard_map`'s default) the leaf's type tells over which axes it varies, and its
   partial result is reduced over exactly those, so a replicated leaf is not counted once a device;
-* without tracking (`check_vma=False`, `pmap`) nothing tells, and `axis_name` must.
+* without tracking (`check_vma=False`, `pmap`) nothing tells, and `sharded_over` must.
 
 One thing no type tells: a shard of a gradient (its parts' squares add up) and a gradient that is not reduced
 yet (its parts themselves add up first) both vary over the axis. Reduce the latter before it comes here.
@@ -30,7 +30,7 @@ from shrewjax._branches import run_if
 from shrewjax._wide import Wide
 
 AxisName = Hashable | tuple[Hashable, ...]
-"""What users may pass as `axis_name`."""
+"""What users may pass as `sharded_over`."""
 Axes = tuple[Hashable, ...] | None
 """The same, checked; None: to be found."""
 Kept = tuple[int, ...]
@@ -157,7 +157,7 @@ def is_mapped(axes: tuple[Hashable, ...]) -> bool:
     missing = [a for a in axes if not _is_bound(a)]
     if missing and len(missing) < len(axes):
         raise ValueError(
-            f"axis_name {axes!r}: {', '.join(map(repr, missing))} is no mapped axis here, where "
+            f"sum_over {axes!r}: {', '.join(map(repr, missing))} is no mapped axis here, where "
             f"{', '.join(map(repr, dict.fromkeys((*_mapped_axes()[0], *(a for a in axes if a not in missing)))))} are"
         )
     return not missing
@@ -182,14 +182,14 @@ def demand_agreement(what: str, flag: jax.Array | bool) -> None:
         )
 
 
-def demand_axis_name(what: str, axes: Axes) -> None:
+def demand_sum_over(what: str, axes: Axes) -> None:
     """An error where no type tells whether devices' gradients are the whole ones, and nobody said."""
     mapped, is_tracked = _mapped_axes()
     if mapped and not is_tracked and axes is None:
         raise ValueError(
             f"{what} inside shard_map with check_vma=False, or pmap (mapped axes here: {', '.join(map(repr, mapped))}),"
-            " cannot see whether the gradients are a device's own: pass axis_name= with the axes over which they are "
-            "still to be summed, or axis_name=() if they already are the same on every device"
+            " cannot see whether the gradients are a device's own: pass sum_over= with the axes over which they are "
+            "still to be summed, or sum_over=() if they already are the same on every device"
         )
 
 
@@ -200,14 +200,14 @@ def unit_axes(name: str, leaf: Any, keep: Kept, given: Axes | jax.P) -> UnitAxes
     types_tell = is_tracked or not mapped
     if isinstance(given, jax.P):
         if len(given) > leaf.ndim:
-            raise ValueError(f"axis_name {given} has more entries than leaf {name} of shape {leaf.shape} has axes")
+            raise ValueError(f"sharded_over {given} has more entries than leaf {name} of shape {leaf.shape} has axes")
         by_axis = [entry if isinstance(entry, tuple) else (entry,) for entry in given]
         along_units = {m for a, names in enumerate(by_axis) if a in keep for m in names}
         along_parts = {m for a, names in enumerate(by_axis) if a not in keep for m in names}
         divided, others = (tuple(m for m in mapped if m in along) for along in (along_parts, along_units))
         if is_tracked and {*divided, *others} != {*varying}:
             raise ValueError(
-                f"axis_name {given} is not how leaf {name} is sharded: by its type it varies over {varying}"
+                f"sharded_over {given} is not how leaf {name} is sharded: by its type it varies over {varying}"
             )
         return UnitAxes(divided, None if types_tell else others)
     if not keep:
@@ -217,16 +217,16 @@ def unit_axes(name: str, leaf: Any, keep: Kept, given: Axes | jax.P) -> UnitAxes
         unknown = ", ".join(repr(a) for a in mapped if a not in names)
         raise ValueError(
             f"inside shard_map with check_vma=False, or pmap, nothing tells whether leaf {name} of several units has "
-            f"other units along the mapped axes {unknown}, or the same ones: use check_vma=True, or pass axis_name= "
-            "with a function that returns each leaf's PartitionSpec, or axis_name=jax.P() if every device holds all "
+            f"other units along the mapped axes {unknown}, or the same ones: use check_vma=True, or pass sharded_over= "
+            "with a function that returns each leaf's PartitionSpec, or sharded_over=jax.P() if every device holds all "
             "of all leaves"
         )
     if given is None and varying:
         raise ValueError(
             f"inside shard_map, leaf {name} of several units varies over the mapped axes "
             f"{', '.join(map(repr, varying))}, and its type does not tell whether there are other units along them, or "
-            "other parts of the same: pass axis_name= with a function that returns each leaf's PartitionSpec, or with "
-            "the axes along which the units of every leaf are divided, axis_name=() if along none"
+            "other parts of the same: pass sharded_over= with a function that returns each leaf's PartitionSpec, or "
+            "with the axes along which the units of every leaf are divided, sharded_over=() if along none"
         )
     if types_tell:
         return UnitAxes(tuple(a for a in varying if a in names) if is_tracked else names, None)
@@ -338,8 +338,8 @@ def _axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> lis
     if mapped:
         raise ValueError(
             f"inside shard_map with check_vma=False, or pmap (mapped axes here: {', '.join(map(repr, mapped))}), a "
-            "leaf's type does not tell whether it is a shard: pass axis_name= with the axes over which the gradients "
-            "are sharded, or axis_name=() if every device holds all of them"
+            "leaf's type does not tell whether it is a shard: pass sharded_over= with the axes over which the "
+            "gradients are sharded, or sharded_over=() if every device holds all of them"
         )
     return [()] * len(arrays)
 

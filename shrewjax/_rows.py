@@ -36,7 +36,7 @@ def mesh_of(params: chex.ArrayTree, axes: Axes) -> Mesh | AbstractMesh | None:
     if not leaves:
         return None
     raise ValueError(
-        f"axis_name {', '.join(map(repr, axes))}: the size of the accumulator's leading axis is that of the mesh, and "
+        f"sum_over {', '.join(map(repr, axes))}: the size of the accumulator's leading axis is that of the mesh, and "
         "there is none here. Call init with parameters that are placed on the mesh, outside of jit (or under it, on a "
         "mesh with Explicit axes), or under jax.set_mesh(mesh), or inside jax.shard_map"
     )
@@ -104,7 +104,7 @@ def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = Non
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> params = jax.device_put(jnp.zeros(3), jax.sharding.NamedSharding(mesh, jax.P()))
-      >>> tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
+      >>> tx = accumulate(optax.sgd(1.0), 2, sum_over="data")
       >>> specs = state_specs(tx.init(params))
       >>> specs.gradient_sum, specs.micro_step
       (P('data',), P())

@@ -1,7 +1,7 @@
 """What rules remember of past steps: float32 scalars, and only finite ones.
 
-A measurement that is not finite is never recorded: one would stay in an average for ever, and in a window for as long
-as the window is.
+A measurement that is not finite is never recorded: one would stay in an average for ever, and in a history for as long
+as the history is.
 """
 
 import math
@@ -17,32 +17,32 @@ from shrewjax._states import described
 
 
 @described
-class Window(NamedTuple):
+class History(NamedTuple):
     """The last so many values, oldest first. Its fields are a file format: a change to them breaks checkpoints."""
 
     values: Annotated[jax.Array, "float32 (length,): only the last `filled` mean something"]
     filled: Annotated[jax.Array, "int32 (): how many there are, at most the length"]
 
 
-def empty_window(length: int) -> Window:
-    """A window in which nothing is recorded yet."""
-    return Window(values=jnp.zeros((length,), jnp.float32), filled=jnp.zeros((), jnp.int32))
+def empty_history(length: int) -> History:
+    """A history in which nothing is recorded yet."""
+    return History(values=jnp.zeros((length,), jnp.float32), filled=jnp.zeros((), jnp.int32))
 
 
-def with_recorded(window: Window, value: jax.Array) -> Window:
-    """The window with one more value, if it is finite; the oldest one makes place for it."""
+def push(history: History, value: jax.Array) -> History:
+    """The history with one more value, if it is finite; the oldest one makes place for it."""
     finite = jnp.isfinite(value)
     # Moved along rather than written round a ring: the order shows, and a few kilobytes cost nothing.
-    moved = jnp.concatenate([window.values[1:], value.astype(jnp.float32)[None]])
-    return Window(
-        values=jnp.where(finite, moved, window.values),
-        filled=jnp.where(finite, jnp.minimum(window.filled + 1, window.values.size), window.filled),
+    shifted = jnp.concatenate([history.values[1:], value.astype(jnp.float32)[None]])
+    return History(
+        values=jnp.where(finite, shifted, history.values),
+        filled=jnp.where(finite, jnp.minimum(history.filled + 1, history.values.size), history.filled),
     )
 
 
-def percentile(window: Window, p: Scalar) -> jax.Array:
-    """NumPy's percentile, "linear", of what is in the window; inf if nothing is. Shape ()."""
-    steps = jnp.maximum(window.filled - 1, 0)
+def percentile(history: History, p: Scalar) -> jax.Array:
+    """NumPy's percentile, "linear", of what is in the history; inf if nothing is. Shape ()."""
+    steps = jnp.maximum(history.filled - 1, 0)
     # The rank p (n - 1) / 100 in two parts, the whole percents in integers: float32 would lose the fraction.
     if isinstance(p, jax.Array):
         p = jnp.clip(p.astype(jnp.float32), 0, 100)
@@ -55,26 +55,26 @@ def percentile(window: Window, p: Scalar) -> jax.Array:
     below = hundredths // 100 + jnp.floor(beyond).astype(jnp.int32)
     fraction = beyond - jnp.floor(beyond)
 
-    ordered = jnp.sort(jnp.where(_is_filled(window), window.values, jnp.inf))
+    ordered = jnp.sort(jnp.where(_is_filled(history), history.values, jnp.inf))
     low, high = ordered[below], ordered[jnp.minimum(below + 1, steps)]
     # Equal neighbours, infinite ones included, are the answer themselves.
     return jnp.where(low == high, low, low + fraction * (high - low)) + jnp.where(jnp.isnan(rest), jnp.nan, 0)
 
 
-def mean_and_std(window: Window) -> tuple[jax.Array, jax.Array]:
+def mean_and_std(history: History) -> tuple[jax.Array, jax.Array]:
     """The mean, and the standard deviation with n - 1 in the denominator, as of a sample; shapes ()."""
-    there = _is_filled(window)
+    there = _is_filled(history)
     # Scaled, exactly, so that the squares stay in range.
-    largest = jnp.max(jnp.where(there, jnp.abs(window.values), 0))
+    largest = jnp.max(jnp.where(there, jnp.abs(history.values), 0))
     up = _norms.power_of_two_for(largest)
-    values = window.values * up
-    n = window.filled.astype(jnp.float32)
+    values = history.values * up
+    n = history.filled.astype(jnp.float32)
     mean = jnp.sum(values, where=there) / jnp.maximum(n, 1)
     squares = jnp.sum((values - mean) ** 2, where=there) / jnp.maximum(n - 1, 1)
     return mean / up, jnp.sqrt(squares) / up
 
 
-def moved(average: jax.Array, value: jax.Array, share: jax.Array) -> jax.Array:
+def ema(average: jax.Array, value: jax.Array, share: jax.Array) -> jax.Array:
     """A moving average with one more value, which counts for `share`; a constant keeps it to the last bit."""
     return average + share * (value - average)
 
@@ -87,14 +87,14 @@ class Moments(NamedTuple):
     std: jax.Array  # float32 ()
 
 
-def with_averaged(moments: Moments, value: jax.Array, share: jax.Array, averages_all: jax.Array) -> Moments:
+def update_moments(moments: Moments, value: jax.Array, share: jax.Array, averages_all: jax.Array) -> Moments:
     """The moments with one more value, which counts for `share`, or, where that is said, as much as each before.
 
     A constant keeps its mean to the last bit. Where a moment would not be finite, they stay.
     """
     n = optax.safe_increment(moments.recorded)
     share = jnp.where(averages_all, 1 / n.astype(jnp.float32), share)
-    mean = moved(moments.mean, value, share)
+    mean = ema(moments.mean, value, share)
     # Of an average over all, the square that is added is (value - old mean) (value - new mean): no less is exact.
     deviation = jnp.where(averages_all, jnp.sqrt(1 - share) * (value - moments.mean), value - mean)
     # The root of the moving average of squares; never the squares themselves, which leave the range.
@@ -103,6 +103,6 @@ def with_averaged(moments: Moments, value: jax.Array, share: jax.Array, averages
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), Moments(n, mean, std), moments)
 
 
-def _is_filled(window: Window) -> jax.Array:
-    length = window.values.size
-    return jnp.arange(length, dtype=jnp.int32) >= length - window.filled
+def _is_filled(history: History) -> jax.Array:
+    length = history.values.size
+    return jnp.arange(length, dtype=jnp.int32) >= length - history.filled

@@ -23,7 +23,7 @@ TRANSFORMATIONS = {
     "clip_by_leaf_norm_ema": lambda: shrewjax.clip_by_leaf_norm_ema(warmup_steps=1),
     "skip_nonfinite": lambda: shrewjax.skip_nonfinite(shrewjax.clip_by_global_norm(0.5)),
     "skip_on_spike": lambda: shrewjax.skip_on_spike(
-        shrewjax.clip_by_global_norm(0.5), min_observed=2, window=3, sigmas=1.0
+        shrewjax.clip_by_global_norm(0.5), warmup_steps=2, history_length=3, max_zscore=1.0
     ),
     "accumulate": lambda: shrewjax.accumulate(optax.identity(), 2),
 }

@@ -624,7 +624,7 @@ def test_flush_of_a_wrapped_accumulation_is_an_error_whose_advice_closes_the_win
     else:
         updates, state = tx.update(vector(4.0), state, params, flush=True)
     assert updates.tolist() == [-3.0]
-    (windows,) = (value for name, value in shrewjax.metrics(state).items() if name.endswith("windows"))
+    (windows,) = (value for name, value in shrewjax.metrics(state).items() if name == "accumulate/windows")
     assert int(windows) == 1
 
 
@@ -656,7 +656,7 @@ def test_flush_of_a_window_with_a_bad_micro_batch(nonfinite):
         lambda adam: lenient(optax.chain(shrewjax.clip_by_value(1.0), shrewjax.accumulate(adam, 3))),
         lambda adam: lenient(optax.MultiSteps(adam, 3).gradient_transformation()),
         lambda adam: shrewjax.skip_nonfinite(adam),
-        lambda adam: shrewjax.accumulate(shrewjax.skip_on_spike(adam, min_observed=1), 2),
+        lambda adam: shrewjax.accumulate(shrewjax.skip_on_spike(adam, warmup_steps=1), 2),
         lambda adam: shrewjax.skip_nonfinite(shrewjax.accumulate(adam, 2)),
     ],
     ids=["adam", "accumulate", "chain", "MultiSteps", "guard", "guard in accumulate", "accumulate in guard"],
@@ -768,15 +768,15 @@ def test_window_goes_to_another_process():
 def test_take_and_reset_of_open_and_empty_windows():
     window = shrewjax.GradAccumulator(4)
     empty = window.init(vector(0.0))
-    average, state = window.take(empty)
-    assert float(average[0]) == 0
+    average, closed, state = window.take(empty)
+    assert (float(average[0]), bool(closed)) == (0, False)
     assert int(state.windows) == 0
     state = window.add(window.add(empty, vector(2.0)), vector(4.0))
     assert int(window.current_step(window.reset(state))) == 0
-    average, _ = window.take(window.add(window.reset(state), vector(7.0)))
+    average, _, _ = window.take(window.add(window.reset(state), vector(7.0)))
     assert float(average[0]) == 7
-    average, state = window.take(state)
-    assert float(average[0]) == 3
+    average, closed, state = window.take(state)
+    assert (float(average[0]), bool(closed)) == (3, True)
     assert (int(state.micro_step), int(state.windows)) == (0, 1)
 
 

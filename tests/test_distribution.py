@@ -98,7 +98,7 @@ def many_devices(tx, batches, mesh, check_vma=True):
 
 
 # Units of a leaf that is sharded: along which axes, no type tells.
-MAPPED = {"adaptive_grad_clip": lambda: shrewjax.adaptive_grad_clip(0.1, axis_name="fsdp")}
+MAPPED = {"adaptive_grad_clip": lambda: shrewjax.adaptive_grad_clip(0.1, sharded_over="fsdp")}
 
 
 def inner_of(name, mapped):
@@ -112,7 +112,7 @@ def inner_of(name, mapped):
 def test_trajectory_is_that_of_one_device(name):
     batches = list(micro_batches(24))
     expected = one_device(shrewjax.accumulate(inner_of(name, False), 3), batches)
-    tx = shrewjax.accumulate(inner_of(name, True), 3, axis_name="data")
+    tx = shrewjax.accumulate(inner_of(name, True), 3, sum_over="data")
     for (params, state), (alone, alone_state) in zip(many_devices(tx, batches, mesh_of(2, 4)), expected, strict=True):
         assert_close(params, alone, rtol=1e-5, atol=1e-6)
         assert int(state.windows) == int(alone_state.windows)
@@ -126,7 +126,7 @@ def test_one_bad_shard_makes_the_micro_batch_bad_on_every_device(nonfinite, chec
     batches[3][0][5, 0], batches[3][2][5] = np.nan, 1
     batches[5][2][:8] = 0  # on half of the devices no row counts: 0 / 0, which weighs nothing and is not bad
     expected = one_device(shrewjax.accumulate(SGD, 2, nonfinite=nonfinite), batches)
-    tx = shrewjax.accumulate(SGD, 2, axis_name="data", nonfinite=nonfinite)
+    tx = shrewjax.accumulate(SGD, 2, sum_over="data", nonfinite=nonfinite)
     results = many_devices(tx, batches, mesh_of(2, 4), check_vma)
     for (params, state), (alone, alone_state) in zip(results, expected, strict=True):
         assert_close(params, alone, rtol=1e-5, atol=1e-6)
@@ -158,7 +158,7 @@ def test_gradients_cross_the_network_once_a_window():
         return jax.jit(mapped).lower(whole, state, *batch).compile().as_text()
 
     clip = optax.chain(shrewjax.clip_by_global_norm(1.0), ADAM)
-    ours = shrewjax.accumulate(clip, 8, axis_name="data")
+    ours = shrewjax.accumulate(clip, 8, sum_over="data")
     state = ours.init(whole)
     text = compiled(ours, state, shrewjax.state_specs(state), is_local=True)
     gradient = INPUTS * OUTPUTS + OUTPUTS
@@ -177,7 +177,7 @@ def test_gradients_cross_the_network_once_a_window():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 def test_plain_jit_takes_a_row_of_gradients_for_each_device(axis_type):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-    tx = shrewjax.accumulate(ADAM, 2, axis_name="data")
+    tx = shrewjax.accumulate(ADAM, 2, sum_over="data")
     params = placed(PARAMS, mesh, {"w": P(), "b": P()})
     state = tx.init(params)
     assert state.gradient_sum["w"].shape == (8, INPUTS, OUTPUTS)
@@ -203,7 +203,7 @@ def test_plain_jit_takes_a_row_of_gradients_for_each_device(axis_type):
 
 
 def test_pmap_with_a_window_on_each_device():
-    tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(0.5, axis_name=()), SGD), 2, axis_name="data")
+    tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(0.5, sharded_over=()), SGD), 2, sum_over="data")
     params = jax.tree.map(lambda a: jnp.stack([a] * 8), PARAMS)
     state = jax.pmap(tx.init, axis_name="data")(params)
 
@@ -236,20 +236,20 @@ def test_pmap_step_that_reduces_its_gradients_itself_passes_no_axis():
 
     rows = np.random.default_rng(0).normal(size=(2, 8, 3)).astype("f")
     params = np.zeros((8, 3), "f")
-    state = jax.tree.map(lambda a: jnp.stack([a] * 8), optimizer(axis_name=()).init(jnp.zeros(3)))
-    pmapped = jax.pmap(partial(step, optimizer(axis_name=())), axis_name="i")
+    state = jax.tree.map(lambda a: jnp.stack([a] * 8), optimizer(sum_over=()).init(jnp.zeros(3)))
+    pmapped = jax.pmap(partial(step, optimizer(sum_over=())), axis_name="i")
     for of_devices in rows:
         params, state = pmapped(params, state, of_devices)
     mean = rows.astype(np.float64).mean((0, 1))
     expected = -mean * min(1, 0.1 / np.linalg.norm(mean))
     np.testing.assert_allclose(params, np.stack([expected] * 8), rtol=1e-5)
-    with pytest.raises(ValueError, match=r"axis_name=\(\) if"):
+    with pytest.raises(ValueError, match=r"sum_over=\(\) if"):
         jax.pmap(partial(step, optimizer()), axis_name="i")(params, state, rows[0])
 
 
 def test_host_driven_window_adds_alone_and_meets_when_it_is_taken():
     mesh = mesh_of(8)
-    window = shrewjax.GradAccumulator(2, axis_name="data")
+    window = shrewjax.GradAccumulator(2, sum_over="data")
     state = window.init(placed(np.zeros(3, "f"), mesh, P()))
     specs = shrewjax.state_specs(state)
     on_mesh = partial(jax.shard_map, mesh=mesh)
@@ -272,7 +272,7 @@ def test_host_driven_window_adds_alone_and_meets_when_it_is_taken():
 
 def test_flush_closes_a_window_over_what_all_devices_have():
     mesh = mesh_of(8)
-    tx = shrewjax.accumulate(optax.sgd(1.0), 4, axis_name="data")
+    tx = shrewjax.accumulate(optax.sgd(1.0), 4, sum_over="data")
     params = placed(np.zeros(3, "f"), mesh, P())
     state = tx.init(params)
     specs = shrewjax.state_specs(state)
@@ -290,7 +290,7 @@ def test_flush_closes_a_window_over_what_all_devices_have():
 
 def test_a_window_goes_on_bit_for_bit_elsewhere_and_on_half_as_many_devices():
     batches = list(micro_batches(6))
-    tx = shrewjax.accumulate(ADAM, 3, axis_name="data")
+    tx = shrewjax.accumulate(ADAM, 3, sum_over="data")
     expected = list(one_device(shrewjax.accumulate(ADAM, 3), batches))
     *_, (params, state) = many_devices(tx, batches[:2], mesh_of(8))
     half = mesh_of(4)
@@ -317,7 +317,7 @@ def test_a_window_goes_on_bit_for_bit_elsewhere_and_on_half_as_many_devices():
 def test_initial_sums_are_spread_as_the_parameters_wherever_init_is_called(axis_type):
     mesh = mesh_of(2, 4, axis_type)
     params = placed(PARAMS, mesh, SHARDED)
-    tx = shrewjax.accumulate(SGD, 2, axis_name="data")
+    tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     sums = tx.init(params).gradient_sum
     assert jax.tree.map(lambda x: x.sharding.spec, sums) == {"w": P(("data",), "fsdp"), "b": P(("data",))}
     assert tx.init(params).weight_sum.sharding.spec == P(("data",))
@@ -346,9 +346,9 @@ def traced(f, *args, check_vma=True, specs=None):
 
 
 def test_reduced_gradients_are_not_summed_again():
-    tx = shrewjax.accumulate(SGD, 2, axis_name="data")
+    tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     f = lambda g: tx.update({"w": jax.lax.psum(g, "data")}, tx.init({"w": jnp.zeros(1)}))[1].micro_step  # noqa: E731
-    with pytest.raises(ValueError, match=r"gradient leaf \['w'\] is the same on all devices along axis_name"):
+    with pytest.raises(ValueError, match=r"gradient leaf \['w'\] is the same on all devices along sum_over"):
         traced(f, jnp.ones(8))
 
 
@@ -356,14 +356,14 @@ def test_reduced_gradients_are_not_summed_again():
 def test_untracked_accumulation_wants_to_be_told(nonfinite):
     tx = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite)
     f = lambda g: tx.update(g, tx.init(g))[1].micro_step  # noqa: E731
-    with pytest.raises(ValueError, match=r"check_vma=False, or pmap .*'data'.* pass axis_name="):
+    with pytest.raises(ValueError, match=r"check_vma=False, or pmap .*'data'.* pass sum_over="):
         traced(f, jnp.ones(8), check_vma=False)
-    told = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite, axis_name=())
+    told = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite, sum_over=())
     assert traced(lambda g: told.update(g, told.init(g))[1].micro_step, jnp.ones(8), check_vma=False).shape == ()
 
 
 def test_devices_must_agree_on_when_a_window_closes():
-    tx = shrewjax.accumulate(SGD, 2, axis_name="data")
+    tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     f = lambda g: tx.update(g, tx.init(jnp.zeros(1)), flush=g[0] > 0)[1].micro_step  # noqa: E731
     with pytest.raises(ValueError, match=r"flush.* must be the same on every device, and may differ over 'data'"):
         traced(f, jnp.ones(8))
@@ -374,31 +374,31 @@ def test_devices_must_agree_on_the_weight_of_what_they_share():
     f = lambda g: reduced.update(jnp.zeros(1), reduced.init(jnp.zeros(1)), weight=g[0])[1].micro_step  # noqa: E731
     with pytest.raises(ValueError, match="weight must be the same on every device, and may differ over 'data'"):
         traced(f, jnp.ones(8))
-    tx = shrewjax.accumulate(SGD, 2, axis_name="fsdp")
+    tx = shrewjax.accumulate(SGD, 2, sum_over="fsdp")
     own = lambda: jax.lax.pcast(jnp.zeros(1), "fsdp", to="varying")  # noqa: E731
     f = lambda g: tx.update(own(), tx.init(jnp.zeros(1)), weight=g[0])[1].micro_step  # noqa: E731
-    with pytest.raises(ValueError, match=r"weight, summed over axis_name, must be the same .* over 'data'"):
+    with pytest.raises(ValueError, match=r"weight, summed over sum_over, must be the same .* over 'data'"):
         traced(f, jnp.ones(8))
 
 
 def test_init_says_what_it_misses():
-    tx = shrewjax.accumulate(SGD, 2, axis_name="data")
-    with pytest.raises(ValueError, match=r"axis_name 'data': .* placed on the mesh"):
+    tx = shrewjax.accumulate(SGD, 2, sum_over="data")
+    with pytest.raises(ValueError, match=r"sum_over 'data': .* placed on the mesh"):
         tx.init(PARAMS)
     with pytest.raises(ValueError, match=r"parameter \['w'\] is sharded over 'data' itself"):
         tx.init(placed(PARAMS, mesh_of(8), {"w": P("data"), "b": P()}))
     with pytest.raises(ValueError, match=r"parameter \(the tree itself\) is sharded over 'data' itself"):
         traced(lambda p: tx.init(p).micro_step, jnp.ones(8))
     for wrong in ({"data"}, P("data"), ("data", "data")):
-        with pytest.raises(ValueError, match="axis_name must be a mapped axis, or a tuple of different ones, got"):
-            shrewjax.accumulate(SGD, 2, axis_name=wrong)
-    both = shrewjax.accumulate(SGD, 2, axis_name=("data", "model"))
+        with pytest.raises(ValueError, match="sum_over must be a mapped axis, or a tuple of different ones, got"):
+            shrewjax.accumulate(SGD, 2, sum_over=wrong)
+    both = shrewjax.accumulate(SGD, 2, sum_over=("data", "model"))
     with pytest.raises(ValueError, match="'model' is no mapped axis here, where 'data', 'fsdp' are"):
         traced(lambda g: both.init(jnp.zeros(1)).micro_step, jnp.ones(8))
 
 
 def test_gradients_without_rows_do_not_pass_for_rows():
-    tx = shrewjax.accumulate(SGD, 2, axis_name="data")
+    tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     state = tx.init(placed(np.zeros((8, 3), "f"), mesh_of(8), P()))
     with pytest.raises(AssertionError, match="differ in shape from the accumulator, which has a row for each device"):
         tx.update(jnp.ones((8, 3)), state)
@@ -409,7 +409,7 @@ def test_gradients_without_rows_do_not_pass_for_rows():
 
 def test_integer_leaves_hold_no_rows_and_get_zero_updates():
     params = placed({"f": np.zeros(2, "f"), "i": np.arange(4)}, mesh_of(8), {"f": P(), "i": P()})
-    tx = shrewjax.accumulate(optax.sgd(1.0), 1, axis_name="data")
+    tx = shrewjax.accumulate(optax.sgd(1.0), 1, sum_over="data")
     grads = {"f": jnp.ones((8, 2)), "i": jnp.ones((8, 4), int)}
     step = quick_jit(lambda p, s, g, w: shrewjax.apply_gradients(tx, g, s, p, weight=w))
     for weight, moved in ((0.0, 0.0), (2.0, -1.0)):
@@ -420,9 +420,9 @@ def test_integer_leaves_hold_no_rows_and_get_zero_updates():
 
 
 def test_metrics_of_rows_are_scalars():
-    tx = shrewjax.accumulate(SGD, 2, axis_name="data")
+    tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     found = shrewjax.metrics(tx.init(placed(PARAMS, mesh_of(8), {"w": P(), "b": P()})))
-    assert set(found) == {"micro_step", "windows", "window_bad", "dropped", "applied"}
+    assert set(found) == {f"accumulate/{x}" for x in ("micro_step", "windows", "window_bad", "dropped", "applied")}
     assert all(x.shape == () for x in found.values())
 
 
@@ -460,7 +460,7 @@ def test_parameters_stay_whole_and_the_state_in_parts_where_they_are_placed_so()
 
 def test_step_that_is_manual_over_data_alone_leaves_shards_where_they_are():
     mesh, batches = mesh_of(2, 4), list(micro_batches(9))
-    tx = shrewjax.accumulate(CLIP_ADAMW, 3, axis_name="data")
+    tx = shrewjax.accumulate(CLIP_ADAMW, 3, sum_over="data")
     params = placed(PARAMS, mesh, SHARDED)
     state = tx.init(params)
     given = shardings(params, state)
@@ -489,11 +489,9 @@ def test_step_that_is_manual_over_data_alone_leaves_shards_where_they_are():
 # --- gradients that nobody reduced, and rows of vmap ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis_name", [None, ()], ids=repr)
-def test_gradients_that_are_not_reduced_are_an_error_that_says_so(axis_name):
-    tx, window = (
-        make(2, axis_name=axis_name) for make in (partial(shrewjax.accumulate, SGD), shrewjax.GradAccumulator)
-    )
+@pytest.mark.parametrize("sum_over", [None, ()], ids=repr)
+def test_gradients_that_are_not_reduced_are_an_error_that_says_so(sum_over):
+    tx, window = (make(2, sum_over=sum_over) for make in (partial(shrewjax.accumulate, SGD), shrewjax.GradAccumulator))
     mesh = mesh_of(8)
     own = jax.device_put(np.ones((8, 3), "f"), NamedSharding(mesh, P("data")))
     for add in (
@@ -501,7 +499,7 @@ def test_gradients_that_are_not_reduced_are_an_error_that_says_so(axis_name):
         lambda grads: window.add(window.init({"w": jnp.zeros((1, 3))}), {"w": grads}),
     ):
         mapped = jax.shard_map(add, mesh=mesh, in_specs=P("data"), out_specs=P())
-        with pytest.raises(ValueError, match=r"\['w'\] may differ .*along 'data'.*not reduced.*pmean.*axis_name="):
+        with pytest.raises(ValueError, match=r"\['w'\] may differ .*along 'data'.*not reduced.*pmean.*sum_over="):
             jax.eval_shape(mapped, own)
 
 
@@ -521,7 +519,7 @@ def test_guards_say_so_too_where_parameters_or_state_would_come_to_differ(guard,
 @pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch"])
 def test_rows_of_vmap_are_devices(nonfinite):
     """Two micro-batches of four rows; one row is NaN, which drops the micro-batch in all of them, or propagates."""
-    tx = shrewjax.accumulate(optax.identity(), 3, axis_name="batch", nonfinite=nonfinite)
+    tx = shrewjax.accumulate(optax.identity(), 3, sum_over="batch", nonfinite=nonfinite)
     rng = np.random.default_rng(0)
     grads, weights = rng.normal(size=(3, 4, 2)).astype("f"), rng.uniform(1, 2, size=(3, 4)).astype("f")
     bad = nonfinite != "propagate"
@@ -540,7 +538,7 @@ def test_rows_of_vmap_are_devices(nonfinite):
 
 
 def test_weights_of_devices_whose_sum_is_out_of_range_make_the_average_nan():
-    tx = shrewjax.accumulate(optax.identity(), 1, axis_name="batch")
+    tx = shrewjax.accumulate(optax.identity(), 1, sum_over="batch")
     state = jax.vmap(tx.init, in_axes=None, axis_size=4, axis_name="batch")(jnp.zeros(2))
     update = jax.vmap(lambda g, s, w: tx.update(g, s, weight=w), axis_name="batch")
     updates, _ = quick_jit(update)(jnp.ones((4, 2)), state, jnp.full(4, 3e37))

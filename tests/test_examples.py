@@ -142,10 +142,10 @@ def test_tensorboard_example_logs_each_window_of_every_metric(run):
     for event in events(folder):
         for value in event.summary.value:
             logged.setdefault(value.tag, []).append((event.step, value.simple_value))
-    inside = ("applied", "skipped", "inner_state/0/threshold", "inner_state/0/grad_norm", "inner_state/0/clip_scale")
-    assert {"train/loss", "train/windows", "train/weight_sum", *(f"train/inner_state/{x}" for x in inside)} < set(
-        logged
-    )
+    of_guard = ("skip_nonfinite/applied", "skip_nonfinite/skipped")
+    of_clip = tuple(f"clip_by_norm_percentile/{x}" for x in ("grad_norm", "threshold", "clip_scale"))
+    names = ("loss", "accumulate/windows", "accumulate/weight_sum", *of_guard, *of_clip)
+    assert {f"train/{x}" for x in names} < set(logged)
     for tag, points in logged.items():
         if tag.startswith("train/"):
             assert [step for step, _ in points] == list(range(1, int(windows) + 1)), tag
@@ -153,12 +153,10 @@ def test_tensorboard_example_logs_each_window_of_every_metric(run):
     def values(tag):
         return [value for _, value in logged[tag]]
 
-    assert values("train/windows") == list(range(1, int(windows) + 1))
+    assert values("train/accumulate/windows") == list(range(1, int(windows) + 1))
     loss = values("train/loss")
     assert sum(loss[-7:]) < sum(loss[:7]) / 2  # by epochs of seven windows
-    norms, thresholds, scales = (
-        values(f"train/inner_state/inner_state/0/{x}") for x in ("grad_norm", "threshold", "clip_scale")
-    )
+    norms, thresholds, scales = (values(f"train/{name}") for name in of_clip)
     assert [scale < 1 for scale in scales] == [
         norm > threshold for norm, threshold in zip(norms, thresholds, strict=True)
     ]

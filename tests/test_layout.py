@@ -99,7 +99,7 @@ def test_functions_are_of_the_package_and_their_source_is_found(name):
     assert inspect.getsource(function).startswith(f"def {name}(")
 
 
-STATES = [getattr(shrewjax, n) for n in shrewjax.__all__ if n.endswith("State")] + [shrewjax._statistics.Window]
+STATES = [getattr(shrewjax, n) for n in shrewjax.__all__ if n.endswith("State")] + [shrewjax._statistics.History]
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)

@@ -19,11 +19,11 @@ PARAMS = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAP
 ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
 
 
-def optimizer(name, axis_name=None):
+def optimizer(name, sum_over=None):
     inner = lenient(optax.adamw(1e-3))
     if name != "accumulate":
         inner = optax.chain(TRANSFORMATIONS[name](), inner)
-    return shrewjax.accumulate(inner, 8, axis_name=axis_name)
+    return shrewjax.accumulate(inner, 8, sum_over=sum_over)
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
@@ -43,7 +43,7 @@ def all_reduced(module):
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_train_step_on_256_devices_lowers_and_sends_the_gradient_once_a_window_and_scalars(name):
-    tx = optimizer(name, axis_name="data")
+    tx = optimizer(name, sum_over="data")
     mesh = AbstractMesh((256,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(mesh):
         state = jax.eval_shape(tx.init, PARAMS)

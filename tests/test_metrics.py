@@ -1,5 +1,7 @@
 """Metrics find what was measured wherever it sits."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,46 +25,83 @@ def values(metrics):
     return {k: float(v) for k, v in metrics.items()}
 
 
-def test_names_are_paths_of_fields_and_indices():
+def test_names_are_those_of_the_transformations():
     tx = optax.chain(optax.identity(), shrewjax.clip_by_global_norm(1.0), shrewjax.clip_by_leaf_norm(0.6))
     state = after_one_update(tx)
     assert values(shrewjax.metrics(state)) == {
-        "1/grad_norm": pytest.approx(NORM),
-        "1/clip_scale": pytest.approx(1 / NORM),
-        "2/grad_norm_max": pytest.approx(5 / NORM),
-        "2/clipped_share": 0.5,
+        "clip_by_global_norm/grad_norm": pytest.approx(NORM),
+        "clip_by_global_norm/clip_scale": pytest.approx(1 / NORM),
+        "clip_by_leaf_norm/grad_norm_max": pytest.approx(5 / NORM),
+        "clip_by_leaf_norm/clipped_fraction": 0.5,
     }
     assert shrewjax.metrics(optax.adam(0.1).init(GRADS)) == {}
     assert values(shrewjax.metrics(shrewjax.clip_by_leaf_norm(1.0).init({}))) == {
-        "grad_norm_max": 0,
-        "clipped_share": 0,
+        "clip_by_leaf_norm/grad_norm_max": 0,
+        "clip_by_leaf_norm/clipped_fraction": 0,
     }
 
 
+def test_a_second_one_of_a_kind_has_its_path_and_names_stay_when_a_link_is_added():
+    clips = [shrewjax.clip_by_global_norm(1.0), shrewjax.clip_by_global_norm(0.5)]
+    found = values(shrewjax.metrics(after_one_update(optax.chain(*clips))))
+    assert list(found) == [
+        "clip_by_global_norm/grad_norm",
+        "clip_by_global_norm/clip_scale",
+        "1/clip_by_global_norm/grad_norm",
+        "1/clip_by_global_norm/clip_scale",
+    ]
+    assert found["1/clip_by_global_norm/grad_norm"] == pytest.approx(1)
+    longer = values(shrewjax.metrics(after_one_update(optax.chain(shrewjax.clip_by_leaf_norm(9.0), *clips))))
+    assert longer["clip_by_global_norm/grad_norm"] == found["clip_by_global_norm/grad_norm"]
+
+
+class MyRuleState(NamedTuple):
+    shown: jax.Array
+    inner_state: object
+
+    def metrics(self):
+        return {"shown": self.shown}
+
+
+def test_states_of_users_take_part_and_those_inside_them_too():
+    inner_state = shrewjax.clip_by_global_norm(1.0).init(GRADS)
+    found = values(shrewjax.metrics((MyRuleState(jnp.ones(()), inner_state), optax.EmptyState())))
+    assert found == {"my_rule/shown": 1, "clip_by_global_norm/grad_norm": 0, "clip_by_global_norm/clip_scale": 1}
+
+
 @pytest.mark.parametrize(
-    ("wrap", "name", "norm"),
+    ("wrap", "norm"),
     [
-        (lambda tx: optax.chain(optax.identity(), optax.chain(tx)), "1/0/grad_norm", NORM),
-        (lambda tx: optax.named_chain(("clip", tx)), "clip/grad_norm", NORM),
-        (lambda tx: optax.masked(tx, {"a": True, "b": False}), "inner_state/grad_norm", 5),
-        (lambda tx: optax.partition({"x": tx}, {"a": "x", "b": "x"}), "inner_states/x/inner_state/grad_norm", NORM),
-        (lambda tx: optax.apply_if_finite(tx, 3), "inner_state/grad_norm", NORM),
-        (lambda tx: shrewjax.accumulate(tx, 1), "inner_state/grad_norm", NORM),
-        (lambda tx: shrewjax.accumulate(optax.chain(tx, optax.sgd(0.1)), 1), "inner_state/0/grad_norm", NORM),
-        (lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(), "inner_opt_state/grad_norm", NORM),
+        (lambda tx: optax.chain(optax.identity(), optax.chain(tx)), NORM),
+        (lambda tx: optax.named_chain(("clip", tx)), NORM),
+        (lambda tx: optax.masked(tx, {"a": True, "b": False}), 5),
+        (lambda tx: optax.partition({"x": tx}, {"a": "x", "b": "x"}), NORM),
+        (lambda tx: optax.apply_if_finite(tx, 3), NORM),
+        (lambda tx: shrewjax.accumulate(tx, 1), NORM),
+        (lambda tx: shrewjax.accumulate(optax.chain(tx, optax.sgd(0.1)), 1), NORM),
+        (lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(), NORM),
     ],
-    ids=lambda x: x if isinstance(x, str) else "",
+    ids=[
+        "chain",
+        "named_chain",
+        "masked",
+        "partition",
+        "apply_if_finite",
+        "accumulate",
+        "accumulate-chain",
+        "MultiSteps",
+    ],
 )
-def test_found_inside_wrappers(wrap, name, norm):
+def test_found_inside_wrappers(wrap, norm):
     found = values(shrewjax.metrics(after_one_update(wrap(shrewjax.clip_by_global_norm(1.0)))))
-    assert found[name] == pytest.approx(norm)
+    assert found["clip_by_global_norm/grad_norm"] == pytest.approx(norm)
 
 
 def test_found_inside_inject_hyperparams():
     state = after_one_update(optax.inject_hyperparams(shrewjax.clip_by_global_norm)(max_norm=1.0))
     assert values(shrewjax.metrics(state)) == {
-        "inner_state/grad_norm": pytest.approx(NORM),
-        "inner_state/clip_scale": pytest.approx(1 / NORM),
+        "clip_by_global_norm/grad_norm": pytest.approx(NORM),
+        "clip_by_global_norm/clip_scale": pytest.approx(1 / NORM),
     }
 
 
@@ -73,8 +112,15 @@ def test_window_is_reported_and_inner_values_date_from_the_last_window_that_clos
     for g in ([3.0, 4.0], [3.0, 4.0], [jnp.nan, 1.0]):
         _, state = tx.update(jnp.array(g), state, params, weight=3)
         seen.append(values(shrewjax.metrics(state)))
-    expected = {"micro_step": [1, 0, 1], "windows": [0, 1, 1], "applied": [0, 1, 0], "weight_sum": [3, 0, 0],
-                "dropped": [0, 0, 1], "window_bad": [0, 0, 0], "inner_state/grad_norm": [0, 5, 5]}  # fmt: skip
+    expected = {
+        "accumulate/micro_step": [1, 0, 1],
+        "accumulate/windows": [0, 1, 1],
+        "accumulate/applied": [0, 1, 0],
+        "accumulate/weight_sum": [3, 0, 0],
+        "accumulate/dropped": [0, 0, 1],
+        "accumulate/window_bad": [0, 0, 0],
+        "clip_by_global_norm/grad_norm": [0, 5, 5],
+    }
     for name, want in expected.items():
         assert [s[name] for s in seen] == want, name
 
@@ -88,17 +134,16 @@ def test_under_jit_and_vmap():
         return shrewjax.metrics(tx.update({"a": g, "b": 0 * g}, tx.init({"a": g, "b": g}))[1])
 
     found = norms(jnp.array([[3.0, 4.0], [0.3, 0.4]]))
-    np.testing.assert_allclose(found["0/grad_norm"], [5, 0.5], rtol=1e-6)
-    np.testing.assert_allclose(found["1/grad_norm_max"], [1, 0.5], rtol=1e-6)
-    np.testing.assert_allclose(found["1/clipped_share"], [0.5, 0])
+    np.testing.assert_allclose(found["clip_by_global_norm/grad_norm"], [5, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(found["clip_by_leaf_norm/grad_norm_max"], [1, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(found["clip_by_leaf_norm/clipped_fraction"], [0.5, 0])
 
 
 def test_host_driven_window():
     window = shrewjax.GradAccumulator(2)
     state = window.add(window.init(jnp.zeros(2)), jnp.ones(2), weight=5)
-    assert values(shrewjax.metrics(state)) == {
-        "micro_step": 1, "windows": 0, "weight_sum": 5, "window_bad": 0, "dropped": 0
-    }  # fmt: skip
+    expected = {"micro_step": 1, "windows": 0, "weight_sum": 5, "window_bad": 0, "dropped": 0}
+    assert values(shrewjax.metrics(state)) == {f"grad_accumulator/{k}": v for k, v in expected.items()}
 
 
 def test_in_an_nnx_optimizer_inside_a_jitted_step():
@@ -114,8 +159,8 @@ def test_in_an_nnx_optimizer_inside_a_jitted_step():
 
     seen = [step(model, optimizer, jnp.ones((3, 2))) for _ in range(2)]
     (first, _), (last, norm) = seen
-    assert float(first["micro_step"]) == 1
-    assert float(last["inner_state/0/grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
+    assert float(first["accumulate/micro_step"]) == 1
+    assert float(last["clip_by_global_norm/grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
     assert values(shrewjax.metrics(optimizer.opt_state)) == values(last)
 
 
@@ -124,4 +169,7 @@ def test_percentile_clips_show_their_bound_and_what_they_clipped():
     for scope, bound, fraction in (("global", 6.5, 0.5), ("leaf", 20.0, 2 / 6)):
         tx = shrewjax.clip_by_percentile(50, scope=scope)
         _, state = tx.update(grads, tx.init(grads))
-        assert values(shrewjax.metrics(state)) == {"bound": bound, "clipped_fraction": np.float32(fraction)}
+        assert values(shrewjax.metrics(state)) == {
+            "clip_by_percentile/bound": bound,
+            "clip_by_percentile/clipped_fraction": np.float32(fraction),
+        }

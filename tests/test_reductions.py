@@ -17,8 +17,8 @@ GRADS = {
 SPECS = {"rows": P("data"), "columns": P(None, "model"), "replicated": P()}
 
 
-def clip(grads, ord=None, axis_name=None):
-    return shrewjax.clip_grad_norm(grads, 1.0, ord=ord, axis_name=axis_name)
+def clip(grads, ord=None, sharded_over=None):
+    return shrewjax.clip_grad_norm(grads, 1.0, ord=ord, sharded_over=sharded_over)
 
 
 @pytest.fixture(params=["Auto", "Explicit"])
@@ -49,22 +49,22 @@ def test_partly_manual_mesh_counts_every_element_once(mesh):
 
 def test_untracked_shard_map_without_axis_name_is_an_error_that_says_what_to_pass(mesh):
     mapped = jax.shard_map(clip, mesh=mesh, in_specs=(SPECS,), out_specs=(SPECS, P()), check_vma=False)
-    with pytest.raises(ValueError, match=r"'data', 'model'.*pass axis_name="):
+    with pytest.raises(ValueError, match=r"'data', 'model'.*pass sharded_over="):
         jax.jit(mapped)(place(GRADS, mesh))
 
 
 def test_untracked_shard_map_reduces_over_the_axes_that_are_named(mesh):
     def norms(grads):
         return (
-            shrewjax.grad_norm(grads["rows"], axis_name="data"),
-            shrewjax.grad_norm(grads["columns"], axis_name=("data", "model")),
-            shrewjax.grad_norm(grads["replicated"], axis_name=()),
+            shrewjax.grad_norm(grads["rows"], sharded_over="data"),
+            shrewjax.grad_norm(grads["columns"], sharded_over=("data", "model")),
+            shrewjax.grad_norm(grads["replicated"], sharded_over=()),
         )
 
     mapped = jax.shard_map(norms, mesh=mesh, in_specs=(SPECS,), out_specs=P(), check_vma=False)
     rows, columns, replicated = jax.jit(mapped)(place(GRADS, mesh))
     assert float(rows) == pytest.approx(float(true_norm(GRADS["rows"])), rel=1e-6)
-    # over an axis on which the leaf is replicated it is counted once a device: what axis_name asks for
+    # over an axis on which the leaf is replicated it is counted once a device: what sharded_over asks for
     assert float(columns) == pytest.approx((24 * mesh.shape["data"]) ** 0.5, rel=1e-6)
     assert float(replicated) == 5
 
@@ -77,17 +77,17 @@ def test_pmap_needs_and_takes_an_axis_name(make):
         tx = make(1.0, **kwargs)
         return tx.update(g, tx.init(g))
 
-    clipped, state = jax.pmap(lambda g: update(g, axis_name="i"), axis_name="i")(shards)
+    clipped, state = jax.pmap(lambda g: update(g, sharded_over="i"), axis_name="i")(shards)
     np.testing.assert_allclose(state.grad_norm, np.full(8, float(true_norm(shards))), rtol=1e-6)
     assert float(true_norm(clipped)) == pytest.approx(1.0, rel=1e-6)
-    with pytest.raises(ValueError, match="pass axis_name="):
+    with pytest.raises(ValueError, match="pass sharded_over="):
         jax.pmap(update, axis_name="i")(shards)
 
 
 def test_vmap_over_a_named_axis_is_a_mapped_axis_only_if_named():
     rows = np.float32([[3, 4], [6, 8]])
     np.testing.assert_allclose(jax.vmap(shrewjax.grad_norm, axis_name="i")(rows), [5, 10])
-    over = jax.vmap(lambda g: shrewjax.grad_norm(g, axis_name="i"), axis_name="i")(rows)
+    over = jax.vmap(lambda g: shrewjax.grad_norm(g, sharded_over="i"), axis_name="i")(rows)
     np.testing.assert_allclose(over, [125**0.5] * 2, rtol=1e-6)
 
 
@@ -160,7 +160,7 @@ def test_percentiles_inside_shard_map_are_those_of_the_whole(mesh, check_vma):
         grads, specs = {"rows": grads["rows"]}, {"rows": specs["rows"]}
 
     def percentile_clip(grads):
-        clipped, bound = shrewjax.clip_grad_percentile(grads, 60, axis_name=None if check_vma else "data")
+        clipped, bound = shrewjax.clip_grad_percentile(grads, 60, sharded_over=None if check_vma else "data")
         return clipped, bound
 
     mapped = jax.jit(
@@ -181,7 +181,7 @@ def test_a_percentile_in_untracked_shard_map_without_axis_name_is_an_error(mesh)
         out_specs=specs,
         check_vma=False,
     )
-    with pytest.raises(ValueError, match="pass axis_name="):
+    with pytest.raises(ValueError, match="pass sharded_over="):
         jax.jit(mapped)(place({"rows": GRADS["rows"]}, mesh, specs))
 
 

@@ -443,7 +443,7 @@ def programs(reduction, nonfinite, weighted):
         return lambda windows: table[jnp.minimum(windows, TABLE - 1)]
 
     def close(window, state, closes):
-        average, emptied = window.take(state)
+        average, _, emptied = window.take(state)
         return average, jax.tree.map(lambda a, b: jnp.where(closes, a, b), emptied, state)
 
     @jax.jit

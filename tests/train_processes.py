@@ -18,7 +18,7 @@ STEPS, ACCUM_STEPS = 24, 3
 NAN_STEPS = (4, 10)  # in the second window and the fourth
 EXAMPLES, INPUTS, OUTPUTS = 16, 6, 4
 # A unit is a column of w here, whose rows are divided: no type tells.
-SHARDED = TRANSFORMATIONS | {"adaptive_grad_clip": lambda: shrewjax.adaptive_grad_clip(0.1, axis_name="fsdp")}
+SHARDED = TRANSFORMATIONS | {"adaptive_grad_clip": lambda: shrewjax.adaptive_grad_clip(0.1, sharded_over="fsdp")}
 
 
 def inner(name, transformations=TRANSFORMATIONS):
@@ -63,7 +63,7 @@ class Training:
     def __init__(self, name):
         auto = jax.sharding.AxisType.Auto
         self.mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(auto, auto))
-        self.tx = shrewjax.accumulate(inner(name, SHARDED), ACCUM_STEPS, axis_name="data", nonfinite=nonfinite(name))
+        self.tx = shrewjax.accumulate(inner(name, SHARDED), ACCUM_STEPS, sum_over="data", nonfinite=nonfinite(name))
         self.reset()
         specs = shrewjax.state_specs((self.params, self.state))
 

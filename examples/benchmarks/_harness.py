@@ -78,12 +78,12 @@ def updated(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any
     return optax.apply_updates(params, updates), state
 
 
-def closed(
+def close(
     window: shrewjax.GradAccumulator, tx: optax.GradientTransformation, carry: tuple[Any, Any, Any]
 ) -> tuple[Any, Any, Any]:
     """The program that closes a host-driven window; the carry is parameters and both states."""
     params, opt_state, opened = carry
-    average, emptied = window.take(opened)
+    average, closed, emptied = window.take(opened)
 
     def idle() -> tuple[Any, Any]:
         return params, opt_state
@@ -92,8 +92,7 @@ def closed(
         updates, new_state = tx.update(average, opt_state, params)
         return optax.apply_updates(params, updates), new_state
 
-    counts = emptied.windows != opened.windows
-    return *jax.lax.switch(counts.astype(int), [idle, apply]), emptied
+    return *jax.lax.switch(closed.astype(int), [idle, apply]), emptied
 
 
 def multi_steps(inner: optax.GradientTransformation, micro_batches: int) -> optax.GradientTransformation:

@@ -121,7 +121,7 @@ def window_over_devices(target: Target, devices: int, fsdp: int = 1) -> Program:
     grid, names = (devices // fsdp, fsdp), ("data", "fsdp")
     mesh, (params, x) = Mesh(target.mesh(devices).devices.reshape(grid), names), model(target, devices)
     of_params = P("fsdp") if fsdp > 1 else P()
-    tx = window(axis_name="data")
+    tx = window(sum_over="data")
     abstract = AbstractMesh(grid, names, axis_types=(AxisType.Explicit,) * 2)
     with jax.sharding.use_abstract_mesh(abstract):
         state = jax.eval_shape(tx.init, place(params, abstract, lambda _: of_params))

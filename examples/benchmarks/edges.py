@@ -72,7 +72,7 @@ def shards(quick: bool) -> list[Row]:
         mapped = jax.shard_map(on_device, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"), check_vma=False)
         return Figure(float(np.max(np.abs(jax.jit(mapped)(grads) / np.linalg.norm(grads) - 1))))
 
-    ours = error(lambda g: shrewjax.grad_norm(g, axis_name="data"))
+    ours = error(lambda g: shrewjax.grad_norm(g, sharded_over="data"))
     return [
         Row(f"relative error of the norm inside shard_map, {jax.device_count()} devices", ours, error(optax.tree.norm))
     ]

@@ -55,7 +55,7 @@ def train_step_of_a_chain() -> float:
     jitted = jax.jit(step, donate_argnums=(0, 1))
     for x, y in batches():
         params, opt_state, measured = jitted(params, opt_state, x, y)
-    return float(measured["inner_state/0/grad_norm"])
+    return float(measured["clip_by_global_norm/grad_norm"])
 
 
 def state_with_its_type() -> bool:
@@ -134,8 +134,9 @@ def loop_of_the_host() -> Params:
     assert_type(state, shrewjax.GradAccumulatorState)
     state = jax.jit(window.add, donate_argnums=0)(state, params)
     if window.current_step(state) > 0 and not window.ready(state):
-        average, state = window.take(state)
-        params, opt_state = shrewjax.apply_gradients(tx, average, opt_state, params)
+        average, closed, state = window.take(state)
+        if closed:
+            params, opt_state = shrewjax.apply_gradients(tx, average, opt_state, params)
     return params
 
 
