@@ -3,44 +3,35 @@
 from types import FunctionType as _FunctionType
 
 from shrewjax import spec
-from shrewjax._accumulation import (
-    AccumulateState,
-    GradAccumulator,
-    GradAccumulatorState,
-    accumulate,
-    apply_gradients,
-    check_window,
-    flush,
-    redistribute,
-)
-from shrewjax._adaptive import (
-    AdaptiveGradClipState,
-    ClipByBlockRmsState,
-    ClipByLeafNormEmaState,
-    ClipByNormPercentileState,
-    ClipByNormZscoreState,
-    adaptive_grad_clip,
-    clip_by_block_rms,
-    clip_by_leaf_norm_ema,
-    clip_by_norm_percentile,
-    clip_by_norm_zscore,
-)
+from shrewjax._accumulation import AccumulateState, accumulate, apply_gradients, check_window, flush
 from shrewjax._clipping import (
     ClipByGlobalNormState,
-    ClipByLeafNormState,
-    ClipByPercentileState,
     clip_by_global_norm,
-    clip_by_leaf_norm,
-    clip_by_percentile,
     clip_by_value,
     clip_grad_norm,
-    clip_grad_percentile,
     clip_grad_value,
     grad_norm,
 )
+from shrewjax._clipping_averages import ClipByLeafNormEmaState, clip_by_leaf_norm_ema
+from shrewjax._clipping_history import (
+    ClipByNormPercentileState,
+    ClipByNormZscoreState,
+    clip_by_norm_percentile,
+    clip_by_norm_zscore,
+)
+from shrewjax._clipping_percentile import ClipByPercentileState, clip_by_percentile, clip_grad_percentile
+from shrewjax._clipping_units import (
+    AdaptiveGradClipState,
+    ClipByBlockRmsState,
+    ClipByLeafNormState,
+    adaptive_grad_clip,
+    clip_by_block_rms,
+    clip_by_leaf_norm,
+)
 from shrewjax._guards import SkipNonfiniteState, SkipOnSpikeState, skip_nonfinite, skip_on_spike
 from shrewjax._metrics import metrics
-from shrewjax._rows import state_specs
+from shrewjax._sharded_state import redistribute, state_specs
+from shrewjax._window import GradAccumulator, GradAccumulatorState
 
 __version__ = "0.1.0"
 

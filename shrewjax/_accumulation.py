@@ -3,31 +3,27 @@
 `GradAccumulator` is the window alone and holds all of its arithmetic; `accumulate` wraps an optimizer in one.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from shrewjax import _checks, _norms, _rows
-from shrewjax._checks import Tree
-from shrewjax._reductions import (
-    AxisName,
-    all_finite,
-    anywhere,
-    demand_agreement,
-    demand_sum_over,
-    is_counted,
-    is_mapped,
-    is_same_along,
-    newly_varying,
-    row_sums,
-    varying_over,
-)
+from shrewjax import _arguments, _floats, _gradients
+from shrewjax._gradients import Tree, is_gradient
+from shrewjax._mesh import AxisName
 from shrewjax._states import State, described, fields
+from shrewjax._window import (
+    AccumSteps,
+    GradAccumulator,
+    GradAccumulatorState,
+    Nonfinite,
+    Reduction,
+    increment_if,
+    metrics_of_window,
+    zero_like,
+)
 from shrewjax._wrapping import (
     Flag,
     Gradients,
@@ -37,26 +33,6 @@ from shrewjax._wrapping import (
     update_or_apply,
     wrapper,
 )
-
-Reduction = Literal["mean", "sum_over_weights", "sum"]
-Nonfinite = Literal["propagate", "drop_microbatch", "drop_window", "extend_window"]
-AccumSteps = int | jax.Array | Callable[[jax.Array], Any]
-
-
-@described
-class GradAccumulatorState(NamedTuple):
-    """A window, open or empty. Its fields are a file format: a change to them breaks checkpoints."""
-
-    micro_step: Annotated[jax.Array, "int32 (): micro-batches in the open window"]
-    windows: Annotated[jax.Array, "int32 (): windows closed with a weight other than 0, without discarded ones"]
-    weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,): weight of the open window"]
-    window_bad: Annotated[jax.Array, "bool (): the open window is to be discarded"]
-    dropped: Annotated[jax.Array, "int32 (): non-finite micro-batches met so far, unless they propagate"]
-    gradient_sum: Annotated[Any, "as in `AccumulateState`"]
-
-    def metrics(self) -> dict[str, Any]:
-        """Returns what `shrewjax.metrics` shows."""
-        return _metrics_of_window(self)
 
 
 @described
@@ -78,374 +54,7 @@ class AccumulateState(NamedTuple):
 
     def metrics(self) -> dict[str, Any]:
         """Returns what `shrewjax.metrics` shows."""
-        return _metrics_of_window(self) | fields(self, "applied")
-
-
-def _metrics_of_window(state: Any) -> dict[str, Any]:
-    found = fields(state, "micro_step", "windows", "weight_sum", "window_bad", "dropped")
-    if state.weight_sum.ndim > state.micro_step.ndim:  # the rows of several devices
-        del found["weight_sum"]
-    return found
-
-
-_WINDOWS = (GradAccumulatorState, AccumulateState)
-_State = TypeVar("_State", GradAccumulatorState, AccumulateState)
-
-
-class _Folded(NamedTuple):
-    """What a call has made of a window. Flags are Python bools where they are known at trace time."""
-
-    state: Any  # after the call; where the window closes, `gradient_sum` is its average, but for rows
-    weight_sum: jax.Array  # of the window, also where it closes
-    closes: Flag  # it closes, and has an average as far as that is known without the other devices
-    weighs: Flag  # known to have a weight other than 0
-
-
-class GradAccumulator:
-    r"""A window of micro-batches for loops driven from the host.
-
-    .. math:: \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
-
-    The object holds the window's rules and no data; the data is a state that goes in and comes out, so that `add`
-    and `take` can be jitted, with the state donated. One program that only adds, in place, and one that closes the
-    window and runs the optimizer. Whatever a compiler makes of branches, the optimizer's cost falls on the second.
-
-    The arguments, the rules at the edges and the errors are those of `accumulate`.
-
-    Attributes:
-      accum_steps: what was passed.
-
-    Example:
-      >>> window = GradAccumulator(2)
-      >>> state = window.init({"w": jnp.zeros(2)})
-      >>> average, state = window.step(state, {"w": jnp.array([1.0, 2.0])})
-      >>> print(average)
-      None
-      >>> average, state = window.step(state, {"w": jnp.array([3.0, 4.0])})
-      >>> average
-      {'w': Array([2., 3.], dtype=float32)}
-
-    In a training loop, jitted and in place:
-      >>> add = jax.jit(window.add, donate_argnums=0)
-      >>> state = add(state, {"w": jnp.array([1.0, 2.0])})
-      >>> bool(window.ready(state)), int(window.current_step(state))
-      (False, 1)
-    """
-
-    def __init__(
-        self,
-        accum_steps: AccumSteps,
-        *,
-        reduction: Reduction = "mean",
-        accumulator_dtype: Any = None,
-        nonfinite: Nonfinite = "propagate",
-        sum_over: AxisName | None = None,
-    ) -> None:
-        self.accum_steps = _checks.accum_steps(accum_steps)
-        self._reduction = _checks.choice("reduction", reduction, ("mean", "sum_over_weights", "sum"))
-        self._dtype = _checks.accumulator_dtype(accumulator_dtype)
-        self._nonfinite = _checks.choice(
-            "nonfinite", nonfinite, ("propagate", "drop_microbatch", "drop_window", "extend_window")
-        )
-        self._axes = _checks.axis_names("sum_over", sum_over)
-
-    def init(self, params: Any) -> GradAccumulatorState:
-        """An empty window for gradients like `params`, sharded as they are."""
-        gradient_sum, scalar = self._zeros(params)
-        wide = any(_norms.accumulator_dtype(x) == jnp.float64 for x in jax.tree.leaves(gradient_sum) if is_counted(x))
-        return GradAccumulatorState(
-            micro_step=jnp.zeros((), jnp.int32),
-            windows=jnp.zeros((), jnp.int32),
-            weight_sum=scalar(jnp.float64 if wide else jnp.float32),
-            window_bad=jnp.zeros((), bool),
-            dropped=jnp.zeros((), jnp.int32),
-            gradient_sum=gradient_sum,
-        )
-
-    def add(self, state: GradAccumulatorState, grads: Any, weight: Any = 1) -> GradAccumulatorState:
-        """The window with one more micro-batch. It goes on growing if nobody takes it when it is ready.
-
-        Args:
-          state: the window so far; may be donated.
-          grads: the micro-batch's gradients, like the parameters given to `init`.
-          weight: its number of examples or tokens, as in `accumulate`.
-        """
-        return self._fold(state, grads, weight, flush=False, when_full=False).state
-
-    def ready(self, state: GradAccumulatorState) -> jax.Array:
-        """Whether the window has as many micro-batches as it should. Shape (), bool."""
-        return state.micro_step >= self._steps(state.windows)
-
-    def take(self, state: GradAccumulatorState) -> tuple[Any, jax.Array, GradAccumulatorState]:
-        """Closes whatever is open: its average, in the accumulator's dtype, whether there is one, and an empty window.
-
-        There is none if the window is empty, has a weight of 0 or is to be discarded: the average is then zeros, and
-        `windows` does not grow. Run the optimizer only if there is one. The average shares its buffer with the state:
-        use it before the state is donated, best in one program with the optimizer:
-
-          >>> window, inner = GradAccumulator(2), optax.sgd(1.0)
-          >>> def close(params, opt_state, state):
-          ...     average, closed, state = window.take(state)
-          ...     def idle():
-          ...         return params, opt_state
-          ...     def apply():
-          ...         updates, new = inner.update(average, opt_state, params)
-          ...         return optax.apply_updates(params, updates), new
-          ...     return *jax.lax.switch(closed.astype(int), [idle, apply]), state
-          >>> params = jnp.zeros(2)
-          >>> state = window.add(window.init(params), jnp.array([1.0, 2.0]))
-          >>> jax.jit(close, donate_argnums=(0, 1, 2))(params, inner.init(params), state)[0]
-          Array([-1., -2.], dtype=float32)
-
-        The branch also spares XLA:CPU a copy of the accumulator. Write it as a `switch` whose first branch is the idle
-        one, because only that branch returns its operands without a copy. `jax.lax.cond` puts the other one first on a
-        GPU, and then copies parameters and optimizer state on every call.
-        """
-        folded = self._fold(state, None, 0, flush=True, when_full=False)
-        total, weighs = self._average(folded)
-        has_average = _both(folded.closes, weighs)
-        average = jax.tree.map(lambda x: jnp.where(has_average, x, jnp.zeros_like(x)), total)
-        state = folded.state._replace(windows=_counted_if(has_average, state.windows))
-        return average, jnp.asarray(has_average), state if self._axes else state._replace(gradient_sum=average)
-
-    def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
-        """Empties the window; what was counted stays."""
-        return state._replace(
-            micro_step=jnp.zeros_like(state.micro_step),
-            weight_sum=jnp.zeros_like(state.weight_sum),
-            window_bad=jnp.zeros_like(state.window_bad),
-        )
-
-    def step(self, state: GradAccumulatorState, grads: Any, weight: Any = 1) -> tuple[Any | None, GradAccumulatorState]:
-        """Adds a micro-batch, and takes the average if that fills the window. Not for use under jit.
-
-        Returns:
-          The average, or None if the window is still open or closed without one; and the state.
-        """
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight))):
-            raise ValueError("step decides on the host and cannot be traced: use add, ready and take under jit")
-        weight = _checks.weight(weight, {(), state.weight_sum.shape})  # while its value is known
-        state = _jitted_add(self, state, grads, weight)
-        if not self.ready(state):
-            return None, state
-        average, closed, state = self.take(state)
-        return (average if closed else None), state
-
-    def current_step(self, state: GradAccumulatorState) -> jax.Array:
-        """The number of micro-batches in the open window. Shape (), int32."""
-        return state.micro_step
-
-    def _zeros(self, params: chex.ArrayTree) -> tuple[chex.ArrayTree, Callable[[Any], jax.Array]]:
-        """The empty sums, and what makes an empty weight of a dtype."""
-        axes = self._axes
-        params = _checks.parameter_arrays(params)
-        if axes:
-            mesh = _rows.mesh_of(params, axes)
-
-        def zeros(x: Any, dtype: Any, name: str) -> jax.Array:
-            return _rows.zeros(x, dtype, axes, mesh, name) if axes else jnp.zeros_like(x, dtype=dtype)
-
-        def sum_like(path: _checks.KeyPath, param: Any) -> jax.Array:
-            if not is_counted(param):
-                return jnp.zeros((), jnp.int32)  # holds no sum
-            dtype = self._dtype
-            if dtype is None:
-                dtype = _norms.wide_dtype(param, _norms.accumulator_dtype(param))
-            return zeros(param, dtype, _checks.leaf_name(path))
-
-        return jax.tree.map_with_path(sum_like, params), lambda dtype: zeros(jnp.zeros(()), dtype, "")
-
-    def _steps(self, windows: jax.Array) -> jax.Array:
-        given = self.accum_steps
-        steps = jnp.asarray(_checks.steps_of_schedule(given(windows)) if callable(given) else given, jnp.float32)
-        # A NaN is not >= 1.
-        return jnp.where(steps >= 1, jnp.ceil(jnp.minimum(steps, 2.0**24)), jnp.ones_like(steps)).astype(jnp.int32)
-
-    def _fold(
-        self, state: _State, grads: chex.ArrayTree | None, weight: Any, *, flush: Flag, when_full: bool
-    ) -> _Folded:
-        """All arithmetic of the window: adds a micro-batch (None: there is none), then closes the window if it is due.
-
-        Due is a window that is flushed or, `when_full`, full.
-        """
-        demand_sum_over("accumulation", self._axes)
-        if grads is not None:
-            grads = self._checked_gradients(grads, state.gradient_sum)
-        weight = _checks.weight(weight, {(), state.weight_sum.shape})
-        if not self._axes:
-            demand_agreement("weight", weight)
-        dtype = state.weight_sum.dtype
-        one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
-
-        # Whatever a gradient of weight 0 holds, it contributes nothing, and is not bad.
-        keeps: Flag = grads is not None and weight != 0
-        bad: Flag = False
-        if keeps is not False and self._nonfinite != "propagate":
-            bad = self._is_bad(grads, keeps)
-            keeps = keeps & ~bad
-        kept_weight = jnp.where(keeps, jnp.asarray(weight).astype(dtype), zero)
-        is_step: Flag = grads is not None
-        if is_step and self._nonfinite == "extend_window":
-            is_step = ~jnp.asarray(bad)
-
-        micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
-        weight_sum = state.weight_sum + kept_weight
-        window_bad = state.window_bad | bad if self._nonfinite == "drop_window" else state.window_bad
-        due = flush
-        if when_full and flush is not True:
-            due = _either(flush, self._is_full(state.windows, micro_step, is_step))
-        demand_agreement("what closes a window (flush, accum_steps, micro_step)", due)
-        # A micro-batch that is known to weigh something settles it.
-        weighs: Flag = True if keeps is True else weight_sum != 0
-        counts = ~window_bad if self._axes else _both(weighs, ~window_bad)
-        if weighs is True and self._nonfinite != "drop_window":
-            counts = True
-
-        # The average is made in the pass that closes the window: no pass of its own, and the buffer itself is what the
-        # optimizer reads. (Of rows, it takes all devices' to make one.)
-        scale = None
-        if self._reduction != "sum" and due is not False and not self._axes:
-            scale = jnp.where(due, _reciprocal(weight_sum, weighs), one)
-        factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else kept_weight
-        if grads is None:
-            grads = jax.tree.map(lambda _: None, state.gradient_sum)
-        gradient_sum = jax.tree.map(
-            lambda total, g: _fold_leaf(total, g, state.micro_step == 0, keeps, factor, scale),
-            state.gradient_sum,
-            grads,
-        )
-
-        new_state = state._replace(
-            micro_step=jnp.where(due, jnp.zeros_like(micro_step), micro_step),
-            weight_sum=jnp.where(due, zero, weight_sum),
-            window_bad=jnp.where(due, jnp.zeros_like(window_bad), window_bad),
-            dropped=_counted_if(bad, state.dropped),
-            gradient_sum=gradient_sum,
-        )
-        return _Folded(new_state, weight_sum, _both(due, counts), weighs)
-
-    def _average(self, folded: _Folded) -> tuple[chex.ArrayTree, Flag]:
-        """The average of a window that closes, and whether it weighs anything. Rows meet here, once a window."""
-        if not self._axes:
-            return folded.state.gradient_sum, True
-        leaves, treedef = jax.tree.flatten(folded.state.gradient_sum)
-        weight_sum, *sums = row_sums([folded.weight_sum, *(x for x in leaves if x.ndim)], self._axes)
-        demand_agreement("weight, summed over sum_over,", weight_sum)
-        weighs = folded.weighs if folded.weighs is True else weight_sum != 0
-        if self._reduction != "sum":
-            scale = _reciprocal(weight_sum, weighs)
-            sums = [_scaled(x, scale) for x in sums]
-        left = iter(sums)
-        return jax.tree.unflatten(treedef, [next(left) if x.ndim else x for x in leaves]), weighs
-
-    def _emptied_rows(self, folded: _Folded, average: chex.ArrayTree) -> chex.ArrayTree:
-        """The rows of a window that has closed, which mean nothing: the average, where it is as large as they are."""
-        axes, rows = self._axes, folded.state.gradient_sum
-        if not axes or not is_mapped(axes):
-            return rows
-        # Because XLA keeps both otherwise: memory of the parameters' size on CUDA and TPU (tests/test_accelerators.py).
-        return jax.tree.map(lambda row, x: varying_over(x[None], axes) if row.ndim else row, rows, average)
-
-    def _without_rows(self, grads: chex.ArrayTree) -> chex.ArrayTree:
-        """Returns the gradients, or, where they are rows, the shapes and dtypes of one row."""
-        if not self._axes or is_mapped(self._axes):
-            return grads
-        return jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), grads)
-
-    def _is_bad(self, grads: chex.ArrayTree, keeps: Flag) -> jax.Array:
-        """Whether a gradient that weighs something is not finite, on any device."""
-        leaves = [g for g in jax.tree.leaves(grads) if is_counted(g)]
-        if not self._axes:
-            return keeps & ~all_finite(leaves, self._axes)
-        bad = jnp.any(keeps & ~all_finite(leaves, [()] * len(leaves), kept=(0,)))
-        return anywhere([bad], self._axes)[0]
-
-    def _checked_gradients(self, grads: chex.ArrayTree, gradient_sum: chex.ArrayTree) -> chex.ArrayTree:
-        """At trace time: the gradients fit the accumulator, leaf by leaf. As rows, if that has rows."""
-        axes, what = self._axes, "accumulator"
-        grads = _checks.gradient_arrays(grads)
-        if axes and is_mapped(axes):
-
-            def row(path: _checks.KeyPath, grad: Any) -> Any:
-                if is_counted(grad) and is_same_along(grad, axes):
-                    raise ValueError(
-                        f"gradient leaf {_checks.leaf_name(path)} is the same on all devices along sum_over {axes!r}: "
-                        "it is reduced already. Differentiate with respect to parameters that are a device's own, made "
-                        f"outside of what is differentiated by jax.lax.pcast(params, {axes!r}, to='varying'); or leave "
-                        "out sum_over"
-                    )
-                return grad[None] if is_counted(grad) else grad
-
-            grads = jax.tree.map_with_path(row, grads)
-        elif axes:
-            what = f"accumulator, which has a row for each device along {', '.join(map(repr, axes))}"
-        _checks.same_leaves(grads, gradient_sum, compared=is_counted, what=what)
-
-        def check(path: _checks.KeyPath, total: jax.Array, grad: Any) -> None:
-            if grad is None or grad.dtype == jax.dtypes.float0 or not (is_counted(grad) or is_counted(total)):
-                return
-            name = f"gradient leaf {_checks.leaf_name(path)}"
-            if not is_counted(grad):
-                raise ValueError(
-                    f"{name} is {grad.dtype}, but its parameter is floating, with an accumulator of {total.dtype}. "
-                    "Convert the gradient to the parameter's dtype. If there is no gradient, pass None in its place"
-                )
-            if not is_counted(total):
-                raise ValueError(
-                    f"{name} is {grad.dtype}, but its parameter is not floating, and has no accumulator. Pass float0, "
-                    "as jax.grad(..., allow_int=True) does, or None in its place"
-                )
-            if _norms.is_complex(grad) and not _norms.is_complex(total):
-                raise ValueError(
-                    f"{name} is {grad.dtype}, its accumulator {total.dtype}, which would lose the imaginary part"
-                )
-            along = newly_varying(grad, total)
-            if along:
-                raise ValueError(
-                    f"{name} may differ between devices along {along}, its parameter does not: the gradients are not "
-                    f"reduced. Reduce them first, by jax.lax.pmean(grads, {along}) for instance. Or pass "
-                    f"sum_over={along}, and they are summed when the window closes"
-                )
-
-        jax.tree.map_with_path(check, gradient_sum, grads)
-        return grads
-
-    def _is_full(self, windows: jax.Array, micro_step: jax.Array, is_step: Flag) -> Flag:
-        if isinstance(self.accum_steps, int) and self.accum_steps == 1 and is_step is True:
-            return True
-        # A step that does not count closes nothing, not even a window that a resumed run left longer than it should be.
-        return _both(is_step, micro_step >= self._steps(windows))
-
-
-# Jitted once for the class, because an object that holds a jitted function cannot be pickled.
-_jitted_add = jax.jit(GradAccumulator.add, static_argnums=0)
-
-
-def _fold_leaf(
-    total: jax.Array, grad: Any, first: jax.Array, keeps: Flag, factor: jax.Array | None, scale: jax.Array | None
-) -> jax.Array:
-    """One read and one write: total + factor * grad, times scale. A window's first gradient replaces what was there."""
-    if not is_counted(total):
-        return total
-    wide = _norms.accumulator_dtype(total)
-    fresh = jnp.zeros_like(total)
-    if isinstance(keeps, jax.Array):
-        keeps = _rows.along(keeps, total)
-    if grad is None or not is_counted(grad) or keeps is False:  # or float0
-        total = jnp.where(first, fresh, total)
-    else:
-        if factor is not None:
-            grad = _norms.times(_norms.widen(grad, wide), _rows.along(factor, total).astype(wide))
-        grad = grad.astype(total.dtype)
-        added = jnp.where(first, grad, total + grad)
-        # Discarded by selection: 0 * inf is NaN.
-        total = added if keeps is True else jnp.where(keeps, added, jnp.where(first, fresh, total))
-    return total if scale is None else _scaled(total, scale)
-
-
-def _scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = _norms.accumulator_dtype(total)
-    return _norms.times(_norms.widen(total, wide), scale.astype(wide)).astype(total.dtype)
+        return metrics_of_window(self) | fields(self, "applied")
 
 
 def accumulate(
@@ -590,11 +199,11 @@ def accumulate(
         **extra_args: Any,
     ) -> tuple[Any, AccumulateState]:
         def run() -> tuple[Any, AccumulateState]:
-            return fold_and_close(gradients(), state, params, apply=apply, **extra_args)
+            return advance_and_run(gradients(), state, params, apply=apply, **extra_args)
 
         return run_or_skip(runs, run, state, params, apply=apply)
 
-    def fold_and_close(
+    def advance_and_run(
         grads: optax.Updates,
         state: AccumulateState,
         params: optax.Params | None,
@@ -605,9 +214,9 @@ def accumulate(
         flush: Any = False,
         **extra_args: Any,
     ) -> tuple[Any, AccumulateState]:
-        folded = window._fold(state, grads, weight, flush=_checks.flag("flush", flush), when_full=True)
-        like = window._without_rows(_checks.gradient_arrays(grads))
-        typed_params = _checks.parameter_arrays(params)
+        stepped = window._advance(state, grads, weight, flush=_arguments.flag("flush", flush), when_full=True)
+        like = window._without_rows(_gradients.gradient_arrays(grads))
+        typed_params = _gradients.parameter_arrays(params)
 
         def run_inner(average: chex.ArrayTree, runs: Flag) -> tuple[Any, Any]:
             def gradients() -> optax.Updates:
@@ -616,24 +225,24 @@ def accumulate(
             return update_or_apply(wrapped, gradients, state.inner_state, params, apply=apply, runs=runs, **extra_args)
 
         def reduce_and_run() -> tuple[Any, tuple[Any, ...]]:
-            average, weighs = window._average(folded)
+            average, weighs = window._average(stepped)
             returned, inner_state = run_inner(average, True)
             if weighs is not True:  # selected, because a branch within a branch would copy on CUDA
                 unchanged = params if apply else optax.tree.zeros_like(returned), state.inner_state
                 returned, inner_state = optax.tree.where(weighs, (returned, inner_state), unchanged)
-            return returned, (inner_state, jnp.asarray(weighs), window._emptied_rows(folded, average))
+            return returned, (inner_state, jnp.asarray(weighs), window._emptied_rows(stepped, average))
 
-        gradient_sum = folded.state.gradient_sum
+        gradient_sum = stepped.state.gradient_sum
         if window._axes:
             idle = (state.inner_state, jnp.zeros((), bool), gradient_sum)
-            returned, after = run_or_skip(folded.closes, reduce_and_run, idle, params, apply=apply)
+            returned, after = run_or_skip(stepped.closes, reduce_and_run, idle, params, apply=apply)
             inner_state, applied, gradient_sum = after
         else:
-            returned, inner_state = run_inner(gradient_sum, folded.closes)
-            applied = jnp.asarray(folded.closes)
+            returned, inner_state = run_inner(gradient_sum, stepped.closes)
+            applied = jnp.asarray(stepped.closes)
         returned = _with_integers(returned, like, params if apply else None)
-        new_state = folded.state._replace(
-            windows=_counted_if(applied, state.windows),
+        new_state = stepped.state._replace(
+            windows=increment_if(applied, state.windows),
             applied=applied,
             gradient_sum=gradient_sum,
             inner_state=inner_state,
@@ -650,7 +259,7 @@ def accumulate(
         flush: Any = False,
         **extra_args: Any,
     ) -> tuple[optax.Updates, AccumulateState]:
-        return fold_and_close(updates, state, params, apply=False, weight=weight, flush=flush, **extra_args)
+        return advance_and_run(updates, state, params, apply=False, weight=weight, flush=flush, **extra_args)
 
     return _Accumulation(init_fn, wrapper(update_fn, step_fn))
 
@@ -769,8 +378,8 @@ def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
       >>> updates, state = step(jnp.ones(2), tx.init(jnp.zeros(2)), 3.0)
       >>> chex.block_until_chexify_assertions_complete()
     """
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, _WINDOWS))
-    windows = [x for x in nodes if isinstance(x, _WINDOWS)]
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, WINDOW_STATES))
+    windows = [x for x in nodes if isinstance(x, WINDOW_STATES)]
     if not windows:
         raise ValueError("check_window found no window in the state")
     _assert_values(jnp.isfinite(weight) & (jnp.asarray(weight) >= 0), f"weight {weight} is not finite and >= 0")
@@ -779,75 +388,6 @@ def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
         in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
         _assert_values(in_range, f"micro_step is not between 0 and {longest}")
         _assert_values(jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0), "weight_sum is not finite and >= 0")
-
-
-def redistribute(opt_state: State, like: State) -> State:
-    """A state with windows of `accumulate(..., sum_over=...)`, in mid-window or not, on another number of devices.
-
-    A window has a row for each device along `sum_over`, and only their sum means something: it goes to the first of
-    as many rows as there are devices now. The other arrays stay as they are. All are placed as those of `like`.
-
-    A checkpoint holds the rows of the devices that wrote it: that is what it has to be restored as, before it comes
-    here. `examples/train_sharded.py` does so with Orbax.
-
-    Args:
-      opt_state: a state, from a checkpoint for instance, or a tree that holds one, such as `(params, state)`.
-      like: the same as it is placed now, such as what `tx.init` makes of the parameters.
-
-    Returns:
-      The state with the values of `opt_state` and the shapes and shardings of `like`.
-
-    Raises:
-      ValueError: the two differ in structure, in a dtype, or in a shape but for the number of rows.
-
-    Example:
-      >>> tx = accumulate(optax.sgd(1.0), 2, sum_over="data")
-      >>> def placed(axis_size):
-      ...     mesh = jax.make_mesh((axis_size,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      ...     return jax.device_put(jnp.zeros(3), jax.sharding.NamedSharding(mesh, jax.P()))
-      >>> state = tx.init(placed(jax.device_count()))
-      >>> redistribute(state, like=tx.init(placed(1))).gradient_sum.shape
-      (1, 3)
-    """
-    given, expected = jax.tree.structure(opt_state), jax.tree.structure(like)
-    if str(given) != str(expected):
-        raise ValueError(f"opt_state has the structure {given}, like has {expected}")
-
-    def place(path: _checks.KeyPath, x: Any, like: Any) -> jax.Array:
-        if not isinstance(like, jax.Array):
-            raise ValueError(f"leaf {_checks.leaf_name(path)} of like is no array on a device, but {like!r}")
-        x = x if isinstance(x, jax.Array) else jnp.asarray(x)
-        if (x.shape, x.dtype) != (like.shape, like.dtype):
-            raise ValueError(
-                f"leaf {_checks.leaf_name(path)} is {x.dtype} of shape {x.shape}, like has {like.dtype} of {like.shape}"
-            )
-        if like.committed:
-            return jax.device_put(x, like.sharding)
-        # What is on no device in particular, such as a counter, stays so, or no program would take both.
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data = jnp.asarray(np.asarray(jax.random.key_data(x)))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return jnp.asarray(np.asarray(x))
-
-    def move(x: Any, like: Any) -> Any:
-        """Rows, as many as there are now; what does not fit is left for `place` to refuse."""
-        return _rows.moved(x, like) if x.ndim == like.ndim > 0 and x.shape[1:] == like.shape[1:] else x
-
-    def place_window(path: _checks.KeyPath, window: Any, like: Any) -> Any:
-        if not isinstance(window, _WINDOWS):
-            return place(path, window, like)
-        if window.weight_sum.ndim:
-            window = window._replace(
-                weight_sum=move(window.weight_sum, like.weight_sum),
-                gradient_sum=jax.tree.map(move, window.gradient_sum, like.gradient_sum),
-            )
-        return type(window)(*(jax.tree.map_with_path(place, *fields) for fields in zip(window, like, strict=True)))
-
-    return jax.tree.map_with_path(place_window, opt_state, like, is_leaf=lambda x: isinstance(x, _WINDOWS))
-
-
-def _assert_values(holds: jax.Array, message: str) -> None:
-    chex.assert_trees_all_equal(holds, jnp.ones_like(holds), custom_message=message)
 
 
 class _Accumulation(optax.GradientTransformationExtraArgs):
@@ -861,9 +401,9 @@ def _as_gradients(average: chex.ArrayTree, like: chex.ArrayTree, params: optax.P
         grad = param if grad is None else grad
         if grad is None:
             return x
-        if not is_counted(grad):
-            return _zero_like(grad)
-        return x if _norms.is_complex(x) and not _norms.is_complex(grad) else x.astype(grad.dtype)
+        if not is_gradient(grad):
+            return zero_like(grad)
+        return x if _floats.is_complex(x) and not _floats.is_complex(grad) else x.astype(grad.dtype)
 
     return jax.tree.map(cast, average, like) if params is None else jax.tree.map(cast, average, like, params)
 
@@ -872,36 +412,16 @@ def _with_integers(returned: chex.ArrayTree, like: chex.ArrayTree, params: optax
     """Returns updates with zeros (new parameters with `params`) in the leaves that hold no sum."""
 
     def keep(grad: Any, new: Any, old: Any = None) -> Any:
-        if grad is None or is_counted(grad):
+        if grad is None or is_gradient(grad):
             return new
-        return _zero_like(grad) if old is None else old
+        return zero_like(grad) if old is None else old
 
     trees = (returned,) if params is None else (returned, params)
     return jax.tree.map(keep, like, *trees, is_leaf=lambda x: x is None)
 
 
-def _zero_like(x: Any) -> Any:
-    return np.zeros(x.shape, x.dtype) if x.dtype == jax.dtypes.float0 else jnp.zeros_like(x)
+def _assert_values(holds: jax.Array, message: str) -> None:
+    chex.assert_trees_all_equal(holds, jnp.ones_like(holds), custom_message=message)
 
 
-def _counted_if(flag: Flag, count: jax.Array) -> jax.Array:
-    return jnp.where(flag, optax.safe_increment(count), count)
-
-
-def _reciprocal(weight_sum: jax.Array, weighs: Flag) -> jax.Array:
-    """Returns 1 / weight_sum. The sums are multiplied, because XLA:CPU writes out a quotient that is used twice.
-
-    It is NaN for a weight sum out of range, because the reciprocal of a larger one is flushed to 0, and so are the
-    products w g of a smaller one.
-    """
-    in_range = (weight_sum >= _checks.LEAST_WEIGHT) & (weight_sum <= _checks.LARGEST_WEIGHT)
-    known = jnp.where(in_range, weight_sum, jnp.nan)
-    return 1 / jnp.where(weighs, known, jnp.ones_like(weight_sum))
-
-
-def _either(a: Flag, b: Flag) -> Flag:
-    return True if a is True or b is True else a | b
-
-
-def _both(a: Flag, b: Flag) -> Flag:
-    return False if a is False or b is False else a & b
+WINDOW_STATES = (GradAccumulatorState, AccumulateState)

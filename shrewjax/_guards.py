@@ -10,13 +10,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax import _checks, _norms, _statistics
+from shrewjax import _arguments, _extended, _gradients, _history
 from shrewjax._clipping import global_norm
-from shrewjax._reductions import AxisName, all_finite, demand_agreement, is_counted
+from shrewjax._gradients import is_gradient
+from shrewjax._mesh import AxisName, require_replicated
+from shrewjax._reductions import all_finite
 from shrewjax._states import described, fields
 from shrewjax._wrapping import Flag, Gradients, decide_if, inner_transformation, update_or_apply, wrapper
 
 AtLimit = Literal["keep_skipping", "zero_nonfinite"]
+
+
 Monitor = Literal["grad_norm", "value"]
 
 
@@ -93,11 +97,11 @@ def skip_nonfinite(
     `optax.apply_if_finite` is its model, but for what happens at the limit: there the NaN is applied.
     """
     wrapped = inner_transformation(inner)
-    limit = None if max_consecutive is None else _checks.real("max_consecutive", max_consecutive, at_least=1)
-    at_limit = _checks.choice("at_limit", at_limit, ("keep_skipping", "zero_nonfinite"))
+    limit = None if max_consecutive is None else _arguments.real("max_consecutive", max_consecutive, at_least=1)
+    at_limit = _arguments.choice("at_limit", at_limit, ("keep_skipping", "zero_nonfinite"))
     if limit is None and at_limit != "keep_skipping":
         raise ValueError(f"at_limit={at_limit!r} needs a limit, got max_consecutive=None: pass max_consecutive")
-    axes = _checks.sharded_over(sharded_over)
+    axes = _arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> SkipNonfiniteState:
         return SkipNonfiniteState(
@@ -119,8 +123,8 @@ def skip_nonfinite(
         **extra_args: Any,
     ) -> tuple[Any, SkipNonfiniteState]:
         def decide() -> tuple[jax.Array, SkipNonfiniteState]:
-            leaves = _checks.gradient_leaves(gradients())[1]
-            finite = all_finite([x for x in leaves if is_counted(x)], axes)
+            leaves = _gradients.gradient_leaves(gradients())[1]
+            finite = all_finite([x for x in leaves if is_gradient(x)], axes)
             consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
             limit_reached = (
                 jnp.zeros((), bool)
@@ -137,7 +141,7 @@ def skip_nonfinite(
             )
 
         def finite_gradients() -> optax.Updates:
-            return jax.tree.map(_without_nonfinite, _checks.gradient_arrays(gradients()))
+            return jax.tree.map(_without_nonfinite, _gradients.gradient_arrays(gradients()))
 
         runs, new_state = decide_if(runs, decide, state._replace(inner_state=()))
         for_inner = finite_gradients if at_limit == "zero_nonfinite" else gradients
@@ -158,7 +162,7 @@ def skip_nonfinite(
 class SkipOnSpikeState(NamedTuple):
     """What was seen and skipped, and the wrapped optimizer. Its fields are a file format."""
 
-    history: Annotated[_statistics.History, "the last finite measurements, spikes among them"]
+    history: Annotated[_history.History, "the last finite measurements, spikes among them"]
     measured: Annotated[jax.Array, "float32 (): the last one, finite or not"]
     threshold: Annotated[jax.Array, "float32 (): above it, the last one was a spike; inf while the guard is off"]
     applied: Annotated[jax.Array, "bool (): the last call ran inner"]
@@ -233,18 +237,18 @@ def skip_on_spike(
     ("2 OLMo 2 Furious", 2025, arXiv:2501.00656).
     """
     wrapped = inner_transformation(inner)
-    monitor = _checks.choice("monitor", monitor, ("grad_norm", "value"))
-    length = _checks.length("history_length", history_length, default=128)
-    max_zscore = _checks.threshold("max_zscore", max_zscore)
-    warmup_steps = _checks.threshold("warmup_steps", warmup_steps)
-    min_relative_std = _checks.threshold("min_relative_std", min_relative_std)
+    monitor = _arguments.choice("monitor", monitor, ("grad_norm", "value"))
+    length = _arguments.length("history_length", history_length, default=128)
+    max_zscore = _arguments.threshold("max_zscore", max_zscore)
+    warmup_steps = _arguments.threshold("warmup_steps", warmup_steps)
+    min_relative_std = _arguments.threshold("min_relative_std", min_relative_std)
     if isinstance(warmup_steps, float) and warmup_steps > length:
         raise ValueError(f"warmup_steps must be at most history_length, {length}, got {warmup_steps!r}")
-    axes = _checks.sharded_over(sharded_over)
+    axes = _arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> SkipOnSpikeState:
         return SkipOnSpikeState(
-            history=_statistics.empty_history(length),
+            history=_history.empty_history(length),
             measured=jnp.zeros((), jnp.float32),
             threshold=jnp.full((), jnp.inf, jnp.float32),
             applied=jnp.zeros((), bool),
@@ -265,12 +269,12 @@ def skip_on_spike(
         if monitor == "value":
             if extra_args.get("value") is None:
                 raise ValueError('skip_on_spike(monitor="value") needs value= in update, usually the loss')
-            value = jnp.asarray(_checks.any_real("value", extra_args["value"]), jnp.float32)
-            demand_agreement("value", value)
+            value = jnp.asarray(_arguments.any_real("value", extra_args["value"]), jnp.float32)
+            require_replicated("value", value)
 
         def decide() -> tuple[jax.Array, SkipOnSpikeState]:
-            measured = value if monitor == "value" else _norms.to_float32(global_norm(gradients(), 2.0, axes))
-            mean, std = _statistics.mean_and_std(state.history)
+            measured = value if monitor == "value" else _extended.to_float32(global_norm(gradients(), 2.0, axes))
+            mean, std = _history.mean_and_std(state.history)
             least = jnp.asarray(min_relative_std, jnp.float32) * jnp.abs(mean)
             k = jnp.asarray(max_zscore, jnp.float32)
             onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
@@ -279,7 +283,7 @@ def skip_on_spike(
             threshold = jnp.where(is_on, onset, jnp.inf)
             applied = jnp.isfinite(measured) & (measured <= threshold)
             return applied, SkipOnSpikeState(
-                history=_statistics.push(state.history, measured),
+                history=_history.push(state.history, measured),
                 measured=measured,
                 threshold=threshold,
                 applied=applied,
@@ -306,4 +310,4 @@ def _counted_unless(runs: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _without_nonfinite(x: Any) -> Any:
-    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) if is_counted(x) else x
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) if is_gradient(x) else x

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from shrewjax._checks import KeyPath
+from shrewjax._gradients import KeyPath
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:

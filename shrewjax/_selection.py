@@ -8,7 +8,6 @@ pivots that enclose the wanted rank. Where the pivots lie decides how many reads
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial, reduce
-from math import gcd
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax import _norms, _wide
+from shrewjax import _bigint, _extended, _floats, _ranks
+from shrewjax._bigint import BigUint
+from shrewjax._mesh import Axes
 from shrewjax._norms import Scope
-from shrewjax._reductions import Axes, Group, grouped, leaf_counts, leaf_maxima, sizes
-from shrewjax._wide import Wide
+from shrewjax._ranks import Method, OrderStatistic
+from shrewjax._reductions import Group, grouped, leaf_counts, leaf_maxima, sizes
 
-Method = Literal["linear", "lower", "higher", "nearest", "midpoint"]
 Over = Literal["all", "nonzero"]
 
 
@@ -73,24 +73,24 @@ def _select(
     groups = [(x,) for x in leaves] if scope == "leaf" else grouped(leaves, axes)
     if not groups:
         nothing = jnp.zeros((0,) if scope == "leaf" else (), wide_dtype)
-        bits, none = _norms.magnitude_bits(nothing), nothing.astype(jnp.float32)
+        bits, none = _floats.magnitude_bits(nothing), nothing.astype(jnp.float32)
         return Selected(nothing, bits, none, none, jnp.zeros((), jnp.int32))
-    count = _wide.constant(counts, max(map(_wide.words_for, counts)))
-    percentile = known if traced is None else _quotient(traced)
+    count = _bigint.constant(counts, max(map(_bigint.words_for, counts)))
+    percentile = known if traced is None else traced
     assert percentile is not None
 
-    def place(considered: Wide) -> _Place:
+    def place(considered: BigUint) -> OrderStatistic:
         if over == "all" and isinstance(percentile, Fraction):
-            position = _static_position(percentile, counts, len(count))
+            position = _ranks.static_virtual_index(percentile, counts, len(count))
         else:
-            position = _position(percentile, considered)
-        return _place(position, method)
+            position = _ranks.virtual_index(percentile, considered)
+        return _ranks.apply_method(position, method)
 
-    def place_beyond(zeros: Wide) -> _Place:
-        of_nonzero = place(_wide.subtract(count, zeros))
-        nothing = _wide.is_at_most(count, zeros)  # but zeros: then the first of them
+    def place_beyond(zeros: BigUint) -> OrderStatistic:
+        of_nonzero = place(_bigint.subtract(count, zeros))
+        nothing = _bigint.is_at_most(count, zeros)  # but zeros: then the first of them
         first = tuple(map(jnp.zeros_like, zeros))
-        return of_nonzero._replace(rank=_wide.where(nothing, first, _wide.add(of_nonzero.rank, zeros)))
+        return of_nonzero._replace(rank=_bigint.where(nothing, first, _bigint.add(of_nonzero.rank, zeros)))
 
     def read_once_more(s: _Search) -> _Search:
         # A branch always taken: from it, XLA cannot move the keys out of the loop, and so write them out.
@@ -104,17 +104,14 @@ def _select(
     search = lax.while_loop(lambda s: jnp.any(~s.done), read_once_more, _started(count, place(count), start, dtype))
     lower, upper, up_to_lower, reads = _enclosed(search, groups, dtype, scope, axes)
     bits = _interpolated(lower, upper, search.place.fraction, dtype, wide_dtype)
-    bits = jnp.where(_wide.equals(count, 0), 0, bits)
+    bits = jnp.where(_bigint.equals(count, 0), 0, bits)
     bound = lax.bitcast_convert_type(bits, wide_dtype)
-    up_to_bound = _wide.where(bits >= _norms.infinity_bits(wide_dtype), count, up_to_lower)
-    above, elements = (_wide.to_float(x, jnp.float32) for x in (_wide.subtract(count, up_to_bound), count))
+    up_to_bound = _bigint.where(bits >= _floats.infinity_bits(wide_dtype), count, up_to_lower)
+    above, elements = (_bigint.to_float(x, jnp.float32) for x in (_bigint.subtract(count, up_to_bound), count))
     undefined = search.has_nan if traced is None else search.has_nan | jnp.isnan(traced)
     results = jnp.where(undefined, jnp.nan, bound), bits, jnp.where(undefined, jnp.nan, above), elements
     bound, bits, above, elements = results if scope == "leaf" else (x[0] for x in results)
     return Selected(bound, bits, above, elements, reads)
-
-
-# --- keys ------------------------------------------------------------------------------------------------------
 
 
 def _at_least_16_bits(x: Any) -> jax.Array:
@@ -123,14 +120,14 @@ def _at_least_16_bits(x: Any) -> jax.Array:
 
 def _common_dtype(leaves: Sequence[Any]) -> Any:
     """The dtype whose keys the pivots are: the narrowest that holds every leaf's magnitudes."""
-    dtypes = {_norms.real_dtype(x) for x in leaves}
+    dtypes = {_floats.real_dtype(x) for x in leaves}
     if len(dtypes) == 1:
         return dtypes.pop()
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
 
 
 def _keys(x: Any) -> jax.Array:
-    return _norms.magnitude_bits(lax.abs(x) if _norms.is_complex(x) else x)
+    return _floats.magnitude_bits(lax.abs(x) if _floats.is_complex(x) else x)
 
 
 def _integers(dtype: Any) -> Any:
@@ -138,16 +135,13 @@ def _integers(dtype: Any) -> Any:
     return jnp.dtype(jnp.int64 if dtype == jnp.float64 else jnp.int32)
 
 
-# --- reads of the data -----------------------------------------------------------------------------------------
-
-
-def _counts(groups: Sequence[Group], pivots: jax.Array, dtype: Any, scope: Scope, words: int, axes: Axes) -> Wide:
+def _counts(groups: Sequence[Group], pivots: jax.Array, dtype: Any, scope: Scope, words: int, axes: Axes) -> BigUint:
     """How many keys lie at or below each pivot. `pivots`, and the result's words: (1 or leaves, pivots)."""
     # A leaf's pivots as its own dtype has them: so that no element is converted.
     own = _for_each_group(groups, pivots, dtype, scope)
     by_group = leaf_counts(_at_or_below, groups, own, words=words, axes=axes)
     stacked = tuple(jnp.stack(of_groups) for of_groups in zip(*by_group, strict=True))
-    return stacked if scope == "leaf" else tuple(word[None] for word in _wide.total(stacked, 0))
+    return stacked if scope == "leaf" else tuple(word[None] for word in _bigint.total(stacked, 0))
 
 
 def _at_or_below(group: Group, pivots: jax.Array) -> list[jax.Array]:
@@ -165,11 +159,11 @@ def _neighbours(
     found, ends = (jnp.stack([x.astype(_integers(dtype)) for x in of_groups]) for of_groups in (maxima, own))
     largest = np.asarray([[np.iinfo(m.dtype).max] for m in maxima], found.dtype)
     keys = jnp.where(np.asarray([[True, False]]), ends - (largest - found), ends + 1 + (largest - found))
-    own_dtypes = [_norms.real_dtype(x) for x, *_ in groups]
+    own_dtypes = [_floats.real_dtype(x) for x, *_ in groups]
     for narrow in set(own_dtypes) - {dtype}:
         is_narrow = np.asarray([[d == narrow] for d in own_dtypes])
-        keys = jnp.where(is_narrow, _norms.wider_bits(keys, narrow, dtype), keys)
-    nothing = np.asarray([[0, _norms.infinity_bits(dtype)]], found.dtype)
+        keys = jnp.where(is_narrow, _floats.wider_bits(keys, narrow, dtype), keys)
+    nothing = np.asarray([[0, _floats.infinity_bits(dtype)]], found.dtype)
     largest_below, smallest_above = jnp.where(found <= 0, nothing, keys).T
     if scope == "global":
         return jnp.max(largest_below)[None], jnp.min(smallest_above)[None]
@@ -188,26 +182,32 @@ def _beside(group: Group, below_and_above: jax.Array) -> list[jax.Array]:
 
 def _for_each_group(groups: Sequence[Group], keys: jax.Array, dtype: Any, scope: Scope) -> list[jax.Array]:
     """Keys (1 or leaves, k) as each group's (k,), in its own dtype."""
-    own_dtypes = [_norms.real_dtype(x) for x, *_ in groups]
-    own = {d: _norms.narrower_bits(keys, dtype, d) for d in dict.fromkeys(own_dtypes)}
+    own_dtypes = [_floats.real_dtype(x) for x, *_ in groups]
+    own = {d: _floats.narrower_bits(keys, dtype, d) for d in dict.fromkeys(own_dtypes)}
     if scope == "leaf":
         return [own[d][i] for i, d in enumerate(own_dtypes)]
     shared = {d: of_all[0] for d, of_all in own.items()}
     return [shared[d] for d in own_dtypes]
 
 
-# --- the search ------------------------------------------------------------------------------------------------
-
 # These decide how many reads a search takes, and nothing else. Tuned on float32 data of several distributions, 58.7
 # million elements each: more pivots would save few reads and make each slower.
 
 # Where gradients are likely to lie, as exponents of two.
 _FIRST_EXPONENTS = (-27, -21, -15, -11, -8, -4, 0, 3, 6)
+
+
 # Around a start, in powers of two; and the key below it, so that one read is enough if nothing has moved.
 _FIRST_DISTANCES = (-0.135, -0.08, -0.04, 0.0, 0.04, 0.06, 0.09, 0.135)
+
+
 # Around an estimate, in units of its uncertainty.
 _DISTANCES = (-16.0, -8.0, -4.0, -2.0, -0.5, 0.0, 0.5, 2.0, 4.0, 8.0, 16.0)
+
+
 _PIVOTS = len(_DISTANCES)
+
+
 assert len(_FIRST_EXPONENTS) == len(_FIRST_DISTANCES) + 1 == _PIVOTS - 2  # and zero and infinity
 
 
@@ -219,22 +219,22 @@ class _Search(NamedTuple):
     """
 
     keys: jax.Array  # (..., 4), ascending
-    counts: Wide  # (..., 4): how many elements lie at or below each
+    counts: BigUint  # (..., 4): how many elements lie at or below each
     pivots: jax.Array  # (..., pivots): ascending, where to count next
-    place: "_Place"
+    place: OrderStatistic
     has_nan: jax.Array  # bool: known after the first read
     done: jax.Array  # bool
     reads: jax.Array  # int32 ()
 
 
-def _started(count: Wide, place: "_Place", start: jax.Array | None, dtype: Any) -> _Search:
+def _started(count: BigUint, place: OrderStatistic, start: jax.Array | None, dtype: Any) -> _Search:
     groups = count[0].shape[0]
-    integers, infinity = _integers(dtype), _norms.infinity_bits(dtype)
+    integers, infinity = _integers(dtype), _floats.infinity_bits(dtype)
     exponents = np.asarray([2.0**e for e in _FIRST_EXPONENTS]).astype(dtype)
-    inner = jnp.tile(_norms.magnitude_bits(jnp.asarray(exponents)[None]).astype(integers), (groups, 1))
+    inner = jnp.tile(_floats.magnitude_bits(jnp.asarray(exponents)[None]).astype(integers), (groups, 1))
     if start is not None:
         start = jnp.broadcast_to(start.astype(dtype), (groups,))
-        around = _norms.magnitude_bits(start).astype(integers)[:, None]
+        around = _floats.magnitude_bits(start).astype(integers)[:, None]
         steps = np.asarray(_FIRST_DISTANCES) * 2.0 ** jnp.finfo(dtype).nmant
         offsets = np.sort([*steps.astype(integers), -1])[None].astype(integers)
         usable = (start > 0) & (start < jnp.inf)
@@ -247,36 +247,36 @@ def _started(count: Wide, place: "_Place", start: jax.Array | None, dtype: Any) 
         pivots=jnp.concatenate([ends[0], inner, ends[1]], axis=-1),
         place=place,
         has_nan=jnp.zeros((groups,), bool),
-        done=_wide.equals(count, 0),
+        done=_bigint.equals(count, 0),
         reads=jnp.zeros((), jnp.int32),
     )
 
 
 def _narrowed(
-    s: _Search, counted: Wide, count: Wide, place_beyond: Callable[[Wide], "_Place"] | None, dtype: Any
+    s: _Search, counted: BigUint, count: BigUint, place_beyond: Callable[[BigUint], OrderStatistic] | None, dtype: Any
 ) -> _Search:
     """The search after a read that `counted` at the pivots; if the place depends on the zeros, `place_beyond` them."""
     is_first = s.reads == 0
     place = s.place
     if place_beyond is not None:
         place = lax.cond(is_first, lambda: place_beyond(_column(counted, 0)), lambda: s.place)
-    has_nan = jnp.where(is_first, ~_wide.is_at_most(count, _column(counted, -1)), s.has_nan)
+    has_nan = jnp.where(is_first, ~_bigint.is_at_most(count, _column(counted, -1)), s.has_nan)
     rank = place.rank
 
     keys = jnp.concatenate([s.keys[:, :2], s.pivots, s.keys[:, 2:]], axis=-1)
     counts = tuple(
         jnp.concatenate([old[:, :2], new, old[:, 2:]], axis=-1) for old, new in zip(s.counts, counted, strict=True)
     )
-    below = _wide.is_at_most(tuple(c[:, 1:-2] for c in counts), tuple(r[:, None] for r in rank))
+    below = _bigint.is_at_most(tuple(c[:, 1:-2] for c in counts), tuple(r[:, None] for r in rank))
     places = jnp.sum(below, axis=-1, dtype=jnp.int32)[:, None] + np.arange(-1, 3, dtype=np.int32)[None]
     keys = jnp.take_along_axis(keys, places, axis=-1)
     counts = tuple(jnp.take_along_axis(c, places, axis=-1) for c in counts)
 
     width_before, width = s.keys[:, 2] - s.keys[:, 1], keys[:, 2] - keys[:, 1]
-    inside = _wide.subtract(_column(counts, 2), _column(counts, 1))
-    left = _wide.subtract(_column(counts, 2), rank)
+    inside = _bigint.subtract(_column(counts, 2), _column(counts, 1))
+    left = _bigint.subtract(_column(counts, 2), rank)
     # One key left, or the rank is the last in the bracket, or the first of two: then `_neighbours` reads it off.
-    done = (width == 1) | _wide.equals(left, 1) | (_wide.equals(inside, 2) & _wide.equals(left, 2))
+    done = (width == 1) | _bigint.equals(left, 1) | (_bigint.equals(inside, 2) & _bigint.equals(left, 2))
     return _Search(
         keys=keys,
         counts=counts,
@@ -288,19 +288,19 @@ def _narrowed(
     )
 
 
-def _column(counts: Wide, i: int) -> Wide:
+def _column(counts: BigUint, i: int) -> BigUint:
     return tuple(c[:, i] for c in counts)
 
 
-def _next_pivots(keys: jax.Array, counts: Wide, rank: Wide, width_before: jax.Array, dtype: Any) -> jax.Array:
+def _next_pivots(keys: jax.Array, counts: BigUint, rank: BigUint, width_before: jax.Array, dtype: Any) -> jax.Array:
     """Close to where the distribution, a cubic through its four points, reaches the rank."""
     integers = keys.dtype
     low, high = keys[:, 1:2], keys[:, 2:3]
     width = high - low
     place = np.arange(1, _PIVOTS + 1, dtype=integers)[None]
 
-    def elements(a: Wide, b: Wide) -> jax.Array:
-        return _wide.to_float(_wide.subtract(a, b), jnp.float32)[:, None]
+    def elements(a: BigUint, b: BigUint) -> jax.Array:
+        return _bigint.to_float(_bigint.subtract(a, b), jnp.float32)[:, None]
 
     # In units of the bracket: x counts elements, y is the key; its ends are (0, 0) and (1, 1).
     left, below, up_to, right = (_column(counts, i) for i in range(4))
@@ -331,7 +331,7 @@ def _next_pivots(keys: jax.Array, counts: Wide, rank: Wide, width_before: jax.Ar
 
 def _enclosed(
     search: _Search, groups: Sequence[Group], dtype: Any, scope: Scope, axes: Axes
-) -> tuple[jax.Array, jax.Array, Wide, jax.Array]:
+) -> tuple[jax.Array, jax.Array, BigUint, jax.Array]:
     """The keys at the rank and at the next one, how many elements the former has up to it, and all reads."""
     # The bracket (low, high] at the end of the search    lower       upper
     # a single key, and the rank not its last element    high        high         nothing is left to read
@@ -340,7 +340,7 @@ def _enclosed(
     # the rank the first of two                          above_low   below_high
     low, high = search.keys[:, 1], search.keys[:, 2]
     up_to_high = _column(search.counts, 2)
-    is_last = _wide.equals(_wide.subtract(up_to_high, search.place.rank), 1)
+    is_last = _bigint.equals(_bigint.subtract(up_to_high, search.place.rank), 1)
     is_single_key = high - low == 1
     is_known = (is_single_key & ~is_last) | search.has_nan
 
@@ -353,145 +353,23 @@ def _enclosed(
     lower = jnp.where(is_single_key, high, jnp.where(is_last, below_high, above))
     upper = jnp.where(is_last, above, jnp.where(is_single_key, high, below_high))
     is_first_of_two = ~is_single_key & ~is_last & (lower < upper)
-    one = _wide.from_word(jnp.ones_like(up_to_high[0]), len(up_to_high))
-    up_to_lower = _wide.where(is_first_of_two, _wide.subtract(up_to_high, one), up_to_high)
+    one = _bigint.from_word(jnp.ones_like(up_to_high[0]), len(up_to_high))
+    up_to_lower = _bigint.where(is_first_of_two, _bigint.subtract(up_to_high, one), up_to_high)
     return lower, upper, up_to_lower, search.reads + needed.astype(jnp.int32)
 
 
-# --- ranks -----------------------------------------------------------------------------------------------------
-
-
-class _Position(NamedTuple):
-    """percentile * (count - 1) / 100, exactly: a place among the sorted elements, counted from 0."""
-
-    whole: Wide
-    fraction: jax.Array  # in four half words, (4, ...): rounded down to a multiple of 2**-64
-    is_inexact: jax.Array  # bool: whether that changed it
-
-
-class _Place(NamedTuple):
-    """Which order statistics make a percentile: the one of this rank, counted from 0, and some of the next."""
-
-    rank: Wide
-    fraction: jax.Array  # in four half words, (4, ...), units of 2**-64; 0 only if it is
-
-
-class _Quotient(NamedTuple):
-    """A number, as numerator / 2**shift."""
-
-    numerator: jax.Array  # in half words
-    shift: jax.Array
-
-
-def _static_position(percentile: Fraction, counts: Sequence[int], words: int) -> _Position:
-    positions = [percentile * max(n - 1, 0) / 100 for n in counts]
-    wholes = [p.numerator // p.denominator for p in positions]
-    fractions = [(p - whole) * 2**64 for p, whole in zip(positions, wholes, strict=True)]
-    fraction = _wide.halves(_wide.constant([int(f) for f in fractions], 2))
-    return _Position(_wide.constant(wholes, words), fraction, jnp.asarray([f.denominator > 1 for f in fractions]))
-
-
-def _quotient(number: jax.Array) -> _Quotient:
-    """A float in [0, 100]; what is outside counts as the nearer end."""
-    mantissa, exponent = _norms.split(jnp.clip(number, 0, 100))
-    fraction_bits = int(jnp.finfo(number.dtype).nmant)
-    left, digits = mantissa * 2**fraction_bits, []  # an integer
-    for _ in range(0, fraction_bits + 1, 16):
-        rest = jnp.floor(left * 2**-16)
-        digits.append((left - rest * 2**16).astype(jnp.uint32))
-        left = rest
-    return _Quotient(jnp.stack(digits), fraction_bits - exponent)
-
-
-def _position(percentile: Fraction | _Quotient, count: Wide) -> _Position:
-    one = _wide.from_word(jnp.ones_like(count[0]), len(count))
-    last = _wide.halves(_wide.where(_wide.equals(count, 0), count, _wide.subtract(count, one)))
-    if isinstance(percentile, Fraction):
-        ratio = percentile / 100
-        words = _wide.words_for(ratio.numerator)
-        numerator, divisors, shift = _wide.halves(_wide.constant(ratio.numerator, words)), _factors(ratio), None
-    else:
-        numerator, divisors, shift = percentile.numerator, [100], percentile.shift
-    digits = jnp.concatenate([jnp.zeros((4, *last.shape[1:]), jnp.uint32), _wide.multiply(numerator[:, None], last)])
-    is_inexact = jnp.zeros(last.shape[1:], bool)
-    for divisor in divisors:
-        digits, remainder = _wide.divide(digits, divisor)
-        is_inexact |= remainder != 0
-    if shift is not None:
-        digits, lost = _wide.shift_right(digits, shift)
-        is_inexact |= lost
-    return _Position(_wide.packed(digits[4:], len(count)), digits[:4], is_inexact)
-
-
-def _factors(ratio: Fraction) -> list[int]:
-    """The denominator, of a decimal number, as a product of half words."""
-    factors, left = [], ratio.denominator
-    while left >= 2**16:
-        factors.append(gcd(left, 10**4))
-        left //= factors[-1]
-    return [*factors, left]
-
-
-def _place(position: _Position, method: Method) -> _Place:
-    whole, fraction, is_inexact = position
-    none, highest = jnp.zeros_like(fraction), fraction[3]
-    is_round = ~is_inexact & (jnp.max(fraction[:3], axis=0) == 0)
-    if method == "linear":
-        return _Place(whole, fraction.at[0].set(fraction[0] | is_inexact.astype(jnp.uint32)))
-    if method == "midpoint":
-        return _Place(whole, none.at[3].set(jnp.where(is_round & (highest == 0), 0, 2**15)))
-    if method == "lower":
-        return _Place(whole, none)
-    if method == "higher":
-        step = ~(is_round & (highest == 0))
-    else:  # nearest: a half to the even rank, as NumPy does
-        step = (highest >= 2**15) & (~(is_round & (highest == 2**15)) | (whole[0] % 2 == 1))
-    return _Place(_wide.add(whole, _wide.from_word(step.astype(jnp.uint32), len(whole))), none)
-
-
-# --- between two order statistics ------------------------------------------------------------------------------
-
-
 def _interpolated(lower: jax.Array, upper: jax.Array, fraction: jax.Array, dtype: Any, wide_dtype: Any) -> jax.Array:
-    """The bits of lower + fraction (upper - lower), to 1 ulp, from the keys; lower itself if the fraction is 0.
+    """The bits of lower + fraction (upper - lower), to 4 ulp, from the keys; lower itself if the fraction is 0.
 
     It stays below `upper`, if that is finite, so that what is larger than it is known without another read.
     """
-    lower, upper = (_norms.wider_bits(k, dtype, wide_dtype) for k in (lower, upper))
-    low, high = (_norms.split(lax.bitcast_convert_type(k, wide_dtype)) for k in (lower, upper))
-    # In units of the power of two at or below the upper one: (1 - fraction) * low + fraction * high, of which nothing
-    # cancels, as a sum of exact products of half words and leading, middle and last bits.
-    ends = jnp.stack([_norms.times_power_of_two(low.mantissa, low.exponent - high.exponent), high.mantissa])
-    digits = jnp.stack([2**16 - 1 - fraction, fraction]).astype(wide_dtype)
-    scales = np.asarray([2.0 ** (16 * i - 64) for i in range(4)], wide_dtype)[None, :, None, None]
-    products = (digits[:, :, None] * scales) * _parts(ends)[:, None]
-    last = ends[:1] * 2.0**-64  # as the digits of 1 - fraction are those of 1 - 2**-64 - fraction
-    number = _norms.split(_accurate_sum(jnp.concatenate([products.reshape(-1, ends.shape[-1]), last])))
-    bits = _norms.bits_of(_norms.Scaled(number.mantissa, number.exponent + high.exponent))
+    lower, upper = (_floats.wider_bits(k, dtype, wide_dtype) for k in (lower, upper))
+    low, high = (_extended.to_extended(lax.bitcast_convert_type(k, wide_dtype)) for k in (lower, upper))
+    # In units of the power of two at or below the upper one, so that nothing is flushed or overflows.
+    start = _floats.times_power_of_two(low.mantissa, low.exponent - high.exponent)
+    number = _extended.to_extended(start + _ranks.as_float(fraction, wide_dtype) * (high.mantissa - start))
+    bits = _extended.bits_of(number._replace(exponent=number.exponent + high.exponent))
     is_lower = (jnp.max(fraction, axis=0) == 0) | (lower >= upper)
-    infinity = _norms.infinity_bits(wide_dtype)
+    infinity = _floats.infinity_bits(wide_dtype)
     between = jnp.where(upper >= infinity, infinity, jnp.clip(bits, lower, upper - 1))
     return jnp.where(is_lower, lower, between)
-
-
-def _parts(x: jax.Array) -> jax.Array:
-    """x (ends, n) as a sum over the second axis of (ends, parts, n), each short enough for exact products."""
-    significand = int(jnp.finfo(x.dtype).nmant) + 1
-    parts, rest = [], x
-    for _ in range(0, significand, significand - 16):
-        parts.append(_norms.with_leading_bits(rest, significand - 16))
-        rest = rest - parts[-1]
-    return jnp.stack(parts, axis=1)
-
-
-def _accurate_sum(terms: jax.Array) -> jax.Array:
-    """The sum over the first axis, with the rounding error of each addition added at the end (Knuth's two-sum)."""
-
-    def add(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
-        total = a[0] + b[0]
-        part = total - a[0]
-        return total, a[1] + b[1] + ((a[0] - (total - part)) + (b[0] - part))
-
-    zero = np.zeros((), terms.dtype)
-    total, errors = lax.reduce((terms, jnp.zeros_like(terms)), (zero, zero), add, (0,))
-    return total + errors

@@ -25,13 +25,17 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._branches import run_if
-from shrewjax._checks import KeyPath, leaf_name
-from shrewjax._reductions import newly_varying
+from shrewjax._gradients import KeyPath, leaf_name
+from shrewjax._mesh import newly_varying
 
 Flag = bool | jax.Array
 """A bool where it is known while tracing."""
+
+
 Gradients = Callable[[], optax.Updates]
 """Makes the gradients, where they are needed."""
+
+
 UpdateOrApply = Callable[..., tuple[Any, Any]]
 """`(gradients, state, params, *, apply, runs, **extra_args) -> (updates, or new parameters; new state)`."""
 

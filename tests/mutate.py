@@ -62,12 +62,13 @@ TESTS = {
         "(test_selection and not (distributions or parts or saves or float_rank or decimal or nearest or midpoint))"
         " or bfloat16-nearest or float16-midpoint or written-33 or subnormal or limits_what",
     ),
-    "_accumulation": (
+    "_window": (
         "spec accumulation contracts",
         "(window and not clip) or (test_accumulation and not multisteps and not text)"
         " or (letter and accumulate) or (keyword_only and accumulate)",
     ),
 }
+TESTS |= dict.fromkeys(("_floats", "_extended"), TESTS["_norms"]) | {"_accumulation": TESTS["_window"]}
 LONGEST = 60  # seconds of a core for one test
 
 

@@ -564,7 +564,7 @@ def test_stacked_layers_sharded_along_the_stack(axis_type):
         (lambda: shrewjax.adaptive_grad_clip().update(jnp.ones(3), None), r"pass params to update"),
         (
             lambda: shrewjax.adaptive_grad_clip().update({"a": jnp.ones(3)}, None, {"a": jnp.ones(4)}),
-            r"\['a'\] is float32 of shape \(3,\), its parameter float32 of shape \(4,\)",
+            r"\['a'\] must be like its parameter, got float32 of shape \(3,\) for float32 of shape \(4,\)",
         ),
         (
             lambda: shrewjax.adaptive_grad_clip().update({"a": jnp.ones(3)}, None, {"c": jnp.ones(3)}),
@@ -714,7 +714,7 @@ def test_leaf_ema_shows_no_threshold_and_no_clip_of_a_leaf_that_never_had_a_grad
 def test_leaf_ema_names_a_leaf_that_changed_its_shape():
     tx = shrewjax.clip_by_leaf_norm_ema(batch_axes=0)
     state = tx.init({"layers": jnp.zeros((1, 2))})
-    with pytest.raises(ValueError, match=r"\['layers'\] of shape \(3, 2\) has averages of shape \(3,\).*shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"\['layers'\] of shape \(3, 2\) has units of shape \(3,\).*shape \(1,\)"):
         tx.update({"layers": jnp.ones((3, 2))}, state)
 
 

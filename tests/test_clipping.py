@@ -342,6 +342,32 @@ def test_leaf_norms_are_clipped_one_by_one():
         np.testing.assert_allclose(state.clip_scale[k], f32(scales[k]), rtol=1e-6)
 
 
+@pytest.mark.parametrize("ord", [1, 2])
+def test_layers_of_a_stacked_leaf_are_clipped_one_by_one(ord):
+    layers = np.random.default_rng(0).standard_normal((3, 2, 4)) * np.reshape([1e20, 0.1, 3], (3, 1, 1))
+    grads = {"layers": jnp.asarray(layers, jnp.float32), "head": jnp.float32([0.3, 0.4])}
+    tx = shrewjax.clip_by_leaf_norm(1.0, ord=ord, batch_axes=lambda name, leaf: 0 if "layers" in name else None)
+
+    clipped, state = jax.jit(tx.update)(grads, tx.init(grads))
+
+    norms = np.linalg.norm(layers.reshape(3, -1), ord, axis=1)
+    np.testing.assert_allclose(state.grad_norm["layers"], norms, rtol=1e-6)
+    np.testing.assert_allclose(state.clip_scale["layers"], np.minimum(1, 1 / norms), rtol=1e-6)
+    np.testing.assert_allclose(clipped["layers"], layers * np.minimum(1, 1 / norms)[:, None, None], rtol=1e-6)
+    np.testing.assert_array_equal(clipped["head"], grads["head"])
+    found = shrewjax.metrics(state)
+    assert float(found["clip_by_leaf_norm/grad_norm_max"]) == pytest.approx(max(norms), rel=1e-6)
+    assert float(found["clip_by_leaf_norm/clipped_fraction"]) == np.float32(np.mean([*(norms > 1), False]))
+
+
+def test_layers_and_an_order_without_units_are_an_error():
+    with pytest.raises(ValueError, match=r"ord must be 1 or 2 with batch_axes, got 3"):
+        shrewjax.clip_by_leaf_norm(1.0, ord=3, batch_axes=0)
+    tx = shrewjax.clip_by_leaf_norm(1.0, batch_axes=0)
+    with pytest.raises(ValueError, match=r"\['w'\] of shape \(2, 1\) has units of shape \(2,\).*shape \(3,\)"):
+        tx.update({"w": jnp.ones((2, 1))}, tx.init({"w": jnp.ones((3, 1))}))
+
+
 def test_leaf_norm_state_keeps_its_structure_when_a_gradient_is_missing():
     tx = shrewjax.clip_by_leaf_norm(1.0)
     state = tx.init({"a": f32([3, 4]), "b": f32([1])})

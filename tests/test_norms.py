@@ -10,7 +10,7 @@ import pytest
 from helpers import true_norm
 
 import shrewjax
-from shrewjax import _norms, _reductions
+from shrewjax import _extended, _floats, _mesh, _norms
 
 ORDERS = [1, 2, 3, 1000, np.inf]
 f32 = np.float32
@@ -164,7 +164,7 @@ def test_common_case_reads_the_gradients_once():
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-40, 1.2e-38, 0.1, 1.0, 3.4e38, np.inf])
 def test_split_and_join_lose_nothing(value):
     x = jnp.asarray(value, jnp.float32)
-    number = _norms.split(x)
+    number = _extended.to_extended(x)
     if np.isfinite(value) and value:
         mantissa, exponent = float(number.mantissa), int(number.exponent)
         assert 1 <= mantissa < 2
@@ -172,7 +172,7 @@ def test_split_and_join_lose_nothing(value):
     else:
         assert float(number.mantissa) == value
     if value == 0 or value > 1e-38:
-        assert _norms.join(number) == x
+        assert _extended.from_extended(number) == x
 
 
 # --- numbers and their bits -------------------------------------------------------------------------------------
@@ -207,21 +207,15 @@ def below(x, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_bits_of_magnitudes_signs_and_leading_digits(dtype):
+def test_bits_of_magnitudes_and_signs(dtype):
     with jax.enable_x64(dtype == "float64"):
         x = magnitudes(dtype)
-        np.testing.assert_array_equal(_norms.magnitude_bits(jnp.asarray(-x)), integers_of(x))
-        assert _norms.infinity_bits(x.dtype) == integers_of(np.asarray(np.inf, x.dtype))
-        assert np.asarray(_norms.sign_bit(jnp.asarray(-x))).all()
-        assert not np.asarray(_norms.sign_bit(jnp.asarray(x))).any()
+        np.testing.assert_array_equal(_floats.magnitude_bits(jnp.asarray(-x)), integers_of(x))
+        assert _floats.infinity_bits(x.dtype) == integers_of(np.asarray(np.inf, x.dtype))
+        assert np.asarray(_floats.sign_bit(jnp.asarray(-x))).all()
+        assert not np.asarray(_floats.sign_bit(jnp.asarray(x))).any()
         normal = x[(x >= jnp.finfo(dtype).tiny) & np.isfinite(x)]
-        half, exponent = np.frexp(normal.astype(np.float64))
-        for count in (1, 2, 5, int(jnp.finfo(dtype).nmant) + 1):
-            expected = np.ldexp(np.trunc(np.ldexp(half, count)), exponent - count)
-            np.testing.assert_array_equal(
-                _norms.with_leading_bits(jnp.asarray(normal), count), expected.astype(x.dtype)
-            )
-        up = np.asarray(_norms.power_of_two_for(jnp.asarray(normal))).astype(np.float64)
+        up = np.asarray(_floats.power_of_two_for(jnp.asarray(normal))).astype(np.float64)
         assert (np.frexp(up)[0] == 0.5).all()
         assert ((normal * up >= 1) & (normal * up < 4)).all()
 
@@ -231,11 +225,11 @@ def test_bits_of_magnitudes_signs_and_leading_digits(dtype):
 def test_bits_in_another_dtype(narrow, wide):
     with jax.enable_x64(wide == "float64"):
         x, y = magnitudes(wide), magnitudes(narrow)
-        bits = _norms.narrower_bits(jnp.asarray(integers_of(x)), x.dtype, y.dtype)
+        bits = _floats.narrower_bits(jnp.asarray(integers_of(x)), x.dtype, y.dtype)
         np.testing.assert_array_equal(bits, below(x, y.dtype))
         assert bits.dtype == integers_of(y).dtype
-        assert _norms.narrower_bits(jnp.asarray([-1], integers_of(x).dtype), x.dtype, y.dtype)[0] == -1
-        bits = _norms.wider_bits(jnp.asarray(integers_of(y)), y.dtype, x.dtype)
+        assert _floats.narrower_bits(jnp.asarray([-1], integers_of(x).dtype), x.dtype, y.dtype)[0] == -1
+        bits = _floats.wider_bits(jnp.asarray(integers_of(y)), y.dtype, x.dtype)
         np.testing.assert_array_equal(bits, integers_of(y.astype(x.dtype)))
 
 
@@ -250,11 +244,11 @@ def test_thresholds_are_rounded_toward_zero_traced_or_not(dtype):
         largest = float(jnp.finfo(to).max)
         expected = below(np.minimum(values.astype(np.float64), largest), to)
         np.testing.assert_array_equal(
-            integers_of(np.asarray(_norms.round_toward_zero(jnp.asarray(values), to))), expected
+            integers_of(np.asarray(_floats.round_toward_zero(jnp.asarray(values), to))), expected
         )
         for value, want in zip(values.tolist(), expected, strict=True):
-            assert integers_of(np.asarray(_norms.round_toward_zero(value, to))) == want
-        assert float(_norms.round_toward_zero(jnp.float32(-1), to)) == 0
+            assert integers_of(np.asarray(_floats.round_toward_zero(value, to))) == want
+        assert float(_floats.round_toward_zero(jnp.float32(-1), to)) == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -268,7 +262,7 @@ def test_powers_of_two_reach_as_far_as_the_result(dtype):
                 x = np.ldexp(np.asarray(mantissa, dtype), start)
                 with np.errstate(all="ignore"):
                     expected = np.ldexp(np.full(exponents.shape, x), exponents)
-                got = np.asarray(_norms.times_power_of_two(jnp.asarray(x), jnp.asarray(exponents, jnp.int32)))
+                got = np.asarray(_floats.times_power_of_two(jnp.asarray(x), jnp.asarray(exponents, jnp.int32)))
                 normal = expected > info.tiny
                 np.testing.assert_array_equal(got[normal], expected[normal])
                 assert (got[~normal] <= info.tiny).all()
@@ -280,9 +274,11 @@ def test_bits_of_a_split_number_are_rounded_where_they_are_subnormal(dtype):
         info = jnp.finfo(dtype)
         exponents = np.arange(info.minexp - info.nmant - 3, info.minexp + 3)
         for mantissa in (1.0, 1.5, 1.75, 1 + float(info.eps), 2 - float(info.eps)):
-            number = _norms.Scaled(jnp.full(exponents.shape, mantissa, dtype), jnp.asarray(exponents, jnp.int32))
+            number = _extended.ExtendedFloat(
+                jnp.full(exponents.shape, mantissa, dtype), jnp.asarray(exponents, jnp.int32)
+            )
             exact = np.ldexp(np.full(exponents.shape, mantissa, np.longdouble), exponents)
-            np.testing.assert_array_equal(_norms.bits_of(number), integers_of(exact.astype(dtype)))
+            np.testing.assert_array_equal(_extended.bits_of(number), integers_of(exact.astype(dtype)))
 
 
 def exactly(number):
@@ -296,24 +292,26 @@ def assert_near(got, want):
 def test_arithmetic_of_split_numbers_reaches_beyond_the_dtype():
     values = [0.0, 1e-300, 3e-39, 1.5, 1.75, 2.0, 3e38, 1e300]
     for a in values:
-        x = _norms.split_number(a, jnp.float32)
+        x = _extended.extended_number(a, jnp.float32)
         assert_near(exactly(x), Fraction(a))
         assert a == 0 or 1 <= float(x.mantissa) < 2
         for b in values:
-            y = _norms.split_number(b, jnp.float32)
-            assert bool(_norms.is_greater(x, y)) == (a > b)
-            assert exactly(_norms.maximum(x, y)) == max(exactly(x), exactly(y))
-            assert_near(exactly(_norms.product(x, y)), exactly(x) * exactly(y))
-            ratio = _norms.quotient(x, y)
+            y = _extended.extended_number(b, jnp.float32)
+            assert bool(_extended.is_greater(x, y)) == (a > b)
+            assert exactly(_extended.maximum(x, y)) == max(exactly(x), exactly(y))
+            assert_near(exactly(_extended.product(x, y)), exactly(x) * exactly(y))
+            ratio = _extended.quotient(x, y)
             if b:
                 assert_near(exactly(ratio), exactly(x) / exactly(y))
             else:
                 assert float(ratio.mantissa) == (np.inf if a else 0)
-        infinite = _norms.split_number(np.inf, jnp.float32)
-        assert float(_norms.product(x, infinite).mantissa) == float(_norms.product(infinite, x).mantissa) == np.inf
-    nan = _norms.split(jnp.float32(np.nan))
-    assert np.isnan(_norms.maximum(nan, _norms.split_number(9.0, jnp.float32)).mantissa)
-    assert float(_norms.to_float32(_norms.split_number(1e300, jnp.float32))) == np.inf
+        infinite = _extended.extended_number(np.inf, jnp.float32)
+        assert (
+            float(_extended.product(x, infinite).mantissa) == float(_extended.product(infinite, x).mantissa) == np.inf
+        )
+    nan = _extended.to_extended(jnp.float32(np.nan))
+    assert np.isnan(_extended.maximum(nan, _extended.extended_number(9.0, jnp.float32)).mantissa)
+    assert float(_extended.to_float32(_extended.extended_number(1e300, jnp.float32))) == np.inf
 
 
 @pytest.mark.parametrize("x64", [False, True])
@@ -322,8 +320,8 @@ def test_factors_of_a_clip_multiply_to_limit_over_norm_and_each_is_normal(x64):
         dtype = jnp.float64 if x64 else jnp.float32
         info = jnp.finfo(dtype)
         below = np.arange(0, 3 * info.maxexp - 9, 1 if not x64 else 11)
-        norm = _norms.Scaled(jnp.full(below.shape, 1.75, dtype), jnp.full(below.shape, 9, jnp.int32))
-        limit = _norms.Scaled(jnp.full(below.shape, 1.25, dtype), jnp.asarray(9 - below, jnp.int32))
+        norm = _extended.ExtendedFloat(jnp.full(below.shape, 1.75, dtype), jnp.full(below.shape, 9, jnp.int32))
+        limit = _extended.ExtendedFloat(jnp.full(below.shape, 1.25, dtype), jnp.asarray(9 - below, jnp.int32))
         factor = _norms._reduced(norm, limit, jnp.ones(below.shape, bool))
         first, second = (np.asarray(part, np.float64) for part in factor[1:])
         assert (first >= info.tiny).all()
@@ -338,18 +336,18 @@ def test_factors_of_a_clip_multiply_to_limit_over_norm_and_each_is_normal(x64):
 def test_norms_of_units_and_of_all_of_them_together(scale):
     leaves = [scale * jnp.arange(60.0).reshape(3, 4, 5), scale * jnp.arange(1.0, 4), scale * jnp.ones(())]
     kept = ((0, 2), (), ())
-    axes = tuple(_reductions.unit_axes("", x, keep, None) for x, keep in zip(leaves, kept, strict=True))
+    axes = tuple(_mesh.unit_axes("", x, keep, None) for x, keep in zip(leaves, kept, strict=True))
     norms = _norms.measure_units(leaves, kept, axes)
-    for x, keep, norm in zip(leaves, kept, _norms.unpacked(norms, kept), strict=True):
+    for x, keep, norm in zip(leaves, kept, _norms.unstack_units(norms, kept), strict=True):
         rest = tuple(a for a in range(x.ndim) if a not in keep)
         expected = np.sqrt(np.sum(np.float64(x) ** 2, axis=rest))
-        np.testing.assert_allclose(_norms.join(norm), expected, rtol=1e-6)
-        spread = _norms.over_leaf(norm.mantissa, x, keep)
+        np.testing.assert_allclose(_extended.from_extended(norm), expected, rtol=1e-6)
+        spread = _norms.broadcast_to_leaf(norm.mantissa, x, keep)
         assert np.broadcast_shapes(spread.shape, x.shape) == x.shape
-    together = _norms.combine(norms, _norms.packed_axes(axes, kept))
-    assert float(_norms.join(together)) == pytest.approx(float(true_norm(leaves)), rel=1e-6)
+    together = _norms.combine(norms, _norms.stacked_axes(axes, kept))
+    assert float(_extended.from_extended(together)) == pytest.approx(float(true_norm(leaves)), rel=1e-6)
     assert _norms.measure_units([], (), ()) == []
-    assert float(_norms.join(_norms.combine([], []))) == 0
+    assert float(_extended.from_extended(_norms.combine([], []))) == 0
 
 
 @pytest.mark.parametrize("bad", [0, 0.99, -1, np.nan, "2", True])

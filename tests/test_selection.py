@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from shrewjax import _reductions, _selection, _wide
+from shrewjax import _bigint, _ranks, _reductions, _selection
 from shrewjax.spec import percentile_spec
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -41,6 +41,11 @@ def ulp(exact, dtype):
     return Fraction(2) ** (exponent - int(info.nmant))
 
 
+def on_grid(percentile):
+    """A traced percentile as it counts: the nearest multiple of 2**-24."""
+    return Fraction(round(Fraction(float(percentile)) * 2**24), 2**24)
+
+
 def check(leaves, percentile, method, over, selected):
     values = [float(abs(v)) for x in leaves for v in np.ravel(x)]
     considered = [v for v in values if v != 0] if over == "nonzero" else values
@@ -51,7 +56,7 @@ def check(leaves, percentile, method, over, selected):
     # not `bound`: to look at a subnormal float may flush it
     found = rational(np.asarray(selected.bits).view(wide).item())
     if method in ("linear", "midpoint") and HUGE not in (expected, found):
-        assert abs(found - expected) <= ulp(expected, wide)
+        assert abs(found - expected) <= 4 * ulp(expected, wide)
     else:
         assert found == expected
     assert int(selected.above) == sum(rational(v) > found for v in values)
@@ -116,7 +121,7 @@ def test_any_percentile_is_that_of_the_sorted_magnitudes(dtype, method, over, da
     leaves, percentile, start = data.draw(cases(dtype))
     given_leaves = [jnp.asarray(x) for x in leaves]
     selected = select(given_leaves, jnp.asarray(percentile), jnp.asarray(start), method=method, over=over)
-    check(leaves, Fraction(float(percentile)), method, over, selected)
+    check(leaves, on_grid(percentile), method, over, selected)
 
 
 @pytest.mark.parametrize("method", ["linear"])
@@ -125,7 +130,7 @@ def test_float64_too(method, data):
     leaves, percentile, _ = data.draw(cases("float64"))
     with jax.enable_x64(True):
         selected = select([jnp.asarray(x) for x in leaves], jnp.asarray(percentile, jnp.float64), method=method)
-        check(leaves, Fraction(float(percentile)), method, "all", selected)
+        check(leaves, on_grid(percentile), method, "all", selected)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +178,7 @@ def test_large_leaves_of_many_distributions(distribution):
     leaves = [jnp.asarray(values[: n // 3]), jnp.asarray(values[n // 3 :].reshape(2, -1))]
     magnitudes = np.sort(np.abs(values))
     for percentile in (0.1, 1, 25, 50, 90, 99.9, 100):
-        rank = Fraction(float(np.float32(percentile))) * (n - 1) / 100
+        rank = on_grid(np.float32(percentile)) * (n - 1) / 100
         for start in (0.0, magnitudes[-1], magnitudes[int(rank)] * np.float32(1.03)):
             lower = select(leaves, jnp.float32(percentile), jnp.float32(start), method="lower")
             found = np.asarray(lower.bound)  # NumPy flushes no subnormals
@@ -243,7 +248,7 @@ def test_leaves_of_one_shape_are_selected_from_as_any_others():
     leaves = [np.float32(x) for x in values[:29]] + [x.astype(ml_dtypes.bfloat16) for x in values[29:]]
     for percentile in np.float32([0, 3, 50, 77.7, 99, 100]):
         selected = select([jnp.asarray(x) for x in leaves], jnp.asarray(percentile))
-        check(leaves, Fraction(float(percentile)), "linear", "all", selected)
+        check(leaves, on_grid(percentile), "linear", "all", selected)
 
 
 @pytest.mark.parametrize(
@@ -305,50 +310,45 @@ def value_of(wide):
     return sum(int(word) << (32 * i) for i, word in enumerate(wide))
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(1, 2**16 - 1), st.integers(0, 200))
-def test_wide_arithmetic_is_that_of_integers(a, b, small, shift):
-    x, y = _wide.constant(a, 2), _wide.constant(b, 2)
-    larger, smaller = (_wide.constant(v, 2) for v in (max(a, b), min(a, b)))
-    vector = _wide.constant([a >> 8, b >> 8, small], 2)
-    results = wide_operations(x, y, larger, smaller, vector, jnp.int32(shift))
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(1, 2**16 - 1))
+def test_bigint_arithmetic_is_that_of_integers(a, b, small):
+    x, y = _bigint.constant(a, 2), _bigint.constant(b, 2)
+    larger, smaller = (_bigint.constant(v, 2) for v in (max(a, b), min(a, b)))
+    vector = _bigint.constant([a >> 8, b >> 8, small], 2)
+    results = wide_operations(x, y, larger, smaller, vector)
     assert value_of(results["sum"]) == (a + b) % 2**64
     assert value_of(results["difference"]) == abs(a - b)
     assert bool(results["at most"]) == (a <= b)
     assert value_of(results["product"]) == a * b
-    assert value_of(results["shifted"]) == a >> shift
-    assert bool(results["lost"]) == (a % 2**shift != 0)
     assert value_of(results["total"]) == (a >> 8) + (b >> 8) + small
     assert float(results["float"]) == pytest.approx(a, rel=2e-7)
     assert (value_of(results["quotient"]), int(results["remainder"])) == divmod(a, 9973)
-    assert bool(_wide.equals(x, small)) == (a == small)
-    assert bool(_wide.equals(_wide.constant(small, 2), small))
+    assert bool(_bigint.equals(x, small)) == (a == small)
+    assert bool(_bigint.equals(_bigint.constant(small, 2), small))
 
 
 @jax.jit
-def wide_operations(x, y, larger, smaller, vector, shift):
-    quotient, remainder = _wide.divide(_wide.halves(x), 9973)
-    shifted, lost = _wide.shift_right(_wide.halves(x), shift)
+def wide_operations(x, y, larger, smaller, vector):
+    quotient, remainder = _bigint.divide(_bigint.halves(x), 9973)
     return {
-        "sum": _wide.add(x, y),
-        "difference": _wide.subtract(larger, smaller),
-        "at most": _wide.is_at_most(x, y),
-        "product": _wide.packed(_wide.multiply(_wide.halves(x), _wide.halves(y)), 4),
-        "quotient": _wide.packed(quotient, 2),
+        "sum": _bigint.add(x, y),
+        "difference": _bigint.subtract(larger, smaller),
+        "at most": _bigint.is_at_most(x, y),
+        "product": _bigint.from_halves(_bigint.multiply(_bigint.halves(x), _bigint.halves(y)), 4),
+        "quotient": _bigint.from_halves(quotient, 2),
         "remainder": remainder,
-        "shifted": _wide.packed(shifted, 2),
-        "lost": lost,
-        "total": _wide.total(vector, 0),
-        "float": _wide.to_float(x, jnp.float32),
+        "total": _bigint.total(vector, 0),
+        "float": _bigint.to_float(x, jnp.float32),
     }
 
 
 @given(st.integers(1, 2**44), st.floats(0, 100, width=32), st.sampled_from(METHODS))
 def test_ranks_are_exact_beyond_two_to_the_thirty_first(count, percentile, method):
-    place = place_of(jnp.float32(percentile), _wide.constant([count], 2), method)
-    rank = Fraction(percentile) * (count - 1) / 100
+    place = place_of(jnp.float32(percentile), _bigint.constant([count], 2), method)
+    rank = on_grid(percentile) * (count - 1) / 100
     expected = {"higher": math.ceil(rank), "nearest": round(rank)}.get(method, math.floor(rank))
     assert value_of([w[0] for w in place.rank]) == expected
-    fraction = Fraction(value_of(_wide.packed(place.fraction[:, 0], 2)), 2**64)
+    fraction = Fraction(value_of(_bigint.from_halves(place.fraction[:, 0], 2)), 2**64)
     between = rank - math.floor(rank)
     if method == "linear":
         assert abs(fraction - between) <= Fraction(1, 2**64)
@@ -359,30 +359,30 @@ def test_ranks_are_exact_beyond_two_to_the_thirty_first(count, percentile, metho
 
 @partial(jax.jit, static_argnums=2)
 def place_of(percentile, count, method):
-    return _selection._place(_selection._position(_selection._quotient(percentile), count), method)
+    return _ranks.apply_method(_ranks.virtual_index(percentile, count), method)
 
 
 @partial(jax.jit, static_argnums=0)
 def known_place_of(percentile, count):
-    return _selection._place(_selection._position(percentile, count), "linear")
+    return _ranks.apply_method(_ranks.virtual_index(percentile, count), "linear")
 
 
 @given(st.integers(1, 2**44), st.sampled_from(["0", "0.0001", "12.5", "33.3333333333333", "99.9", "100"]).map(Fraction))
 def test_a_known_percentile_of_a_count_that_is_data(count, percentile):
-    counts = _wide.constant([count], 2)
+    counts = _bigint.constant([count], 2)
     data = known_place_of(percentile, counts)
-    static = _selection._place(_selection._static_position(percentile, [count], 2), "linear")
+    static = _ranks.apply_method(_ranks.static_virtual_index(percentile, [count], 2), "linear")
     rank = percentile * (count - 1) / 100
     for place in (data, static):
         assert value_of([w[0] for w in place.rank]) == math.floor(rank)
-        fraction = Fraction(value_of(_wide.packed(place.fraction[:, 0], 2)), 2**64)
+        fraction = Fraction(value_of(_bigint.from_halves(place.fraction[:, 0], 2)), 2**64)
         assert abs(fraction - (rank - math.floor(rank))) <= Fraction(1, 2**64)
 
 
 def test_a_leaf_that_no_word_counts_is_counted_in_parts(monkeypatch):
     # the arithmetic without the memory: as if a word held no more than 100
     monkeypatch.setattr(_reductions, "_LARGEST_COUNT", 100)
-    monkeypatch.setattr(_wide, "words_for", lambda value: 2)
+    monkeypatch.setattr(_bigint, "words_for", lambda value: 2)
     jax.clear_caches()
     values = np.float32(np.random.default_rng(0).standard_normal((7, 60, 11)))
     for shapes in [((7, 60, 11),), ((60, 7, 11), (3,))]:
@@ -395,11 +395,11 @@ def test_a_leaf_that_no_word_counts_is_counted_in_parts(monkeypatch):
 
 def test_totals_beyond_a_word_select_the_right_rank():
     # counts as a search of 6 * 2**32 elements would have them: its bracket ends with the rank
-    count = _wide.constant([6 * 2**32], 2)
-    place = _selection._place(_selection._static_position(Fraction("75"), [6 * 2**32], 2), "lower")
+    count = _bigint.constant([6 * 2**32], 2)
+    place = _ranks.apply_method(_ranks.static_virtual_index(Fraction("75"), [6 * 2**32], 2), "lower")
     search = _selection._started(count, place, None, jnp.dtype(jnp.float32))
     counted = tuple(
-        jnp.stack(words)[None] for words in zip(*(_wide.constant(i * 2**31, 2) for i in range(11)), strict=True)
+        jnp.stack(words)[None] for words in zip(*(_bigint.constant(i * 2**31, 2) for i in range(11)), strict=True)
     )
     counted = tuple(c.at[0, -1].set(n[0]) for c, n in zip(counted, count, strict=True))
     narrowed = _selection._narrowed(search, counted, count, None, jnp.dtype(jnp.float32))

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Wide = tuple[jax.Array, ...]
+BigUint = tuple[jax.Array, ...]
+
 
 _HALF = np.uint32(0xFFFF)
 
@@ -21,19 +22,19 @@ def words_for(value: int) -> int:
     return max(1, -(-value.bit_length() // 32))
 
 
-def constant(value: int | Sequence[int], words: int) -> Wide:
+def constant(value: int | Sequence[int], words: int) -> BigUint:
     """Known integers >= 0: a number, or a vector."""
     values = np.asarray(value, object)
     parts = [(values >> (32 * i)) & 0xFFFFFFFF for i in range(words)]
     return tuple(jnp.asarray(np.asarray(part, np.uint32)) for part in parts)
 
 
-def from_word(word: jax.Array, words: int) -> Wide:
+def from_word(word: jax.Array, words: int) -> BigUint:
     """A number of one word in so many."""
     return (word, *[jnp.zeros_like(word)] * (words - 1))
 
 
-def add(a: Wide, b: Wide) -> Wide:
+def add(a: BigUint, b: BigUint) -> BigUint:
     """a + b, for equally many words; what exceeds them is dropped."""
     result = [a[0] + b[0]]
     carries = result[0] < a[0]
@@ -43,7 +44,7 @@ def add(a: Wide, b: Wide) -> Wide:
     return tuple(result)
 
 
-def subtract(a: Wide, b: Wide) -> Wide:
+def subtract(a: BigUint, b: BigUint) -> BigUint:
     """a - b for a >= b, for equally many words."""
     result = [a[0] - b[0]]
     borrows = a[0] < b[0]
@@ -53,7 +54,7 @@ def subtract(a: Wide, b: Wide) -> Wide:
     return tuple(result)
 
 
-def is_at_most(a: Wide, b: Wide) -> jax.Array:
+def is_at_most(a: BigUint, b: BigUint) -> jax.Array:
     """a <= b, for equally many words."""
     result = a[0] <= b[0]
     for x, y in zip(a[1:], b[1:], strict=True):
@@ -61,7 +62,7 @@ def is_at_most(a: Wide, b: Wide) -> jax.Array:
     return result
 
 
-def equals(a: Wide, small: int) -> jax.Array:
+def equals(a: BigUint, small: int) -> jax.Array:
     """a == small, for a number of one word."""
     result = a[0] == small
     for x in a[1:]:
@@ -69,12 +70,12 @@ def equals(a: Wide, small: int) -> jax.Array:
     return result
 
 
-def where(condition: jax.Array, a: Wide, b: Wide) -> Wide:
+def where(condition: jax.Array, a: BigUint, b: BigUint) -> BigUint:
     """Elementwise a or b."""
     return tuple(jnp.where(condition, x, y) for x, y in zip(a, b, strict=True))
 
 
-def to_float(a: Wide, dtype: Any) -> jax.Array:
+def to_float(a: BigUint, dtype: Any) -> jax.Array:
     """The nearest float, but for 1 ulp."""
     result = a[-1].astype(dtype)
     for word in reversed(a[:-1]):
@@ -82,22 +83,19 @@ def to_float(a: Wide, dtype: Any) -> jax.Array:
     return result
 
 
-def total(a: Wide, axis: int) -> Wide:
+def total(a: BigUint, axis: int) -> BigUint:
     """The sum over an axis of fewer than 2**16 numbers."""
     if len(a) == 1:
         return (jnp.sum(a[0], axis=axis, dtype=jnp.uint32),)
-    return packed(carried(jnp.sum(halves(a), axis=axis + 1, dtype=jnp.uint32)), len(a))
+    return from_halves(carried(jnp.sum(halves(a), axis=axis + 1, dtype=jnp.uint32)), len(a))
 
 
-# --- by half words, the rows of an array, so that a product and its carry fit into a word ----------------------
-
-
-def halves(a: Wide) -> jax.Array:
+def halves(a: BigUint) -> jax.Array:
     """The same number in half words: (2 words, ...)."""
     return jnp.stack([half for word in a for half in (word & _HALF, word >> 16)])
 
 
-def packed(digits: jax.Array, words: int) -> Wide:
+def from_halves(digits: jax.Array, words: int) -> BigUint:
     """Half words in words; what exceeds them is dropped."""
     digits = jnp.concatenate([digits, jnp.zeros((2 * words, *digits.shape[1:]), jnp.uint32)])
     return tuple(digits[2 * i] | (digits[2 * i + 1] << 16) for i in range(words))
@@ -132,18 +130,3 @@ def divide(a: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
 
     remainder, quotient = jax.lax.scan(step, jnp.zeros_like(a[0]), a, reverse=True)
     return quotient, remainder
-
-
-def shift_right(a: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """a // 2**bits, and whether that is inexact; for one number of bits >= 0, however large."""
-    length = len(a)
-    digits = jnp.concatenate([a, jnp.zeros((length + 1, *a.shape[1:]), jnp.uint32)])
-    bits = jnp.clip(bits, 0, 16 * length).astype(jnp.uint32)
-    places, rest = (bits // 16).astype(jnp.int32), bits % 16
-    low = jax.lax.dynamic_slice_in_dim(digits, places, length)
-    high = jax.lax.dynamic_slice_in_dim(digits, places + 1, length)
-    shifted = ((low >> rest) | (high << (16 - rest))) & _HALF
-    place = jnp.arange(length, dtype=jnp.int32).reshape(-1, *[1] * (a.ndim - 1))
-    kept = jnp.where(place == places, (np.uint32(1) << rest) - np.uint32(1), np.uint32(0))
-    dropped = a & jnp.where(place < places, _HALF, kept)
-    return shifted, jnp.any(dropped != 0, axis=0)

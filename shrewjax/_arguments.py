@@ -1,30 +1,28 @@
-"""Every check of an argument, and its message.
-
-A value is checked when it is known: Python and NumPy scalars at once, `jax.Array`s (traced or not, so that
-jit and no jit agree) by shape and dtype only.
-"""
+"""TODO."""
 
 import math
 import numbers
 from collections.abc import Callable, Collection, Hashable, Sequence
 from fractions import Fraction
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-KeyPath = tuple[Any, ...]
-Tree = TypeVar("Tree")
-"""A pytree that comes back as the type that went in. Its leaves come back as JAX arrays."""
+from shrewjax._gradients import KeyPath, leaf_name
+
 AxesOf = tuple[int, ...] | Callable[[str, Any], Any] | None
 """Checked axes of leaves."""
+
+
 UnitAxisNames = tuple[Hashable, ...] | jax.P | Callable[[str, Any], Any] | None
 """Checked mapped axes of leaves of several units."""
+
+
 Scalar = float | jax.Array
 """A checked scalar: a Python float, or a float32 or float64 array of shape () whose value is not looked at."""
+
 
 LEAST_WEIGHT, LARGEST_WEIGHT = 2.0**-30, 2.0**100
 """Between these a weight sum has a float32 reciprocal, and no product that matters is lost. 0 is a weight, too."""
@@ -46,6 +44,13 @@ def real(name: str, value: Any, *, at_least: float, at_most: float = math.inf) -
     return number + 0.0  # -0.0 is 0
 
 
+def any_real(name: str, value: Any) -> Scalar:
+    """A real scalar, of whatever value."""
+    if isinstance(value, jax.Array):
+        return _real_scalar_array(name, value)
+    return _static_real(name, value, "a real scalar")
+
+
 def percentile(value: Any) -> Fraction | jax.Array:
     """A percentile in [0, 100]: a known one exactly as its decimal digits say, an array as it is."""
     number = real("percentile", value, at_least=0, at_most=100)
@@ -53,13 +58,6 @@ def percentile(value: Any) -> Fraction | jax.Array:
         return number
     is_written_out = isinstance(value, int | float | np.generic | np.ndarray)
     return Fraction(str(value if is_written_out else number))  # str(np.float32(99.9)) is "99.9", its float is not
-
-
-def any_real(name: str, value: Any) -> Scalar:
-    """A real scalar, of whatever value."""
-    if isinstance(value, jax.Array):
-        return _real_scalar_array(name, value)
-    return _static_real(name, value, "a real scalar")
 
 
 def length(name: str, value: Any, *, default: int) -> int:
@@ -76,35 +74,6 @@ def length(name: str, value: Any, *, default: int) -> int:
     return int(value)
 
 
-def axes(name: str, value: Any) -> AxesOf:
-    """Axes of leaves: none (None), the same for all, or a function of a leaf's name and the leaf; static."""
-    if value is None or callable(value):
-        return value
-    if isinstance(value, jax.Array):
-        raise ValueError(
-            f"{name} must be static, got the array {value}. Under optax.inject_hyperparams, name it in static_args"
-        )
-    numbers_ = tuple(value) if isinstance(value, tuple | list) else (value,)
-    if any(isinstance(a, bool) or not isinstance(a, int | np.integer) for a in numbers_):
-        raise ValueError(
-            f"{name} must be an int, a tuple of ints, None or a function of a leaf's name and the leaf, got {value!r}"
-        )
-    return tuple(int(a) for a in numbers_)
-
-
-def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Any) -> tuple[int, ...] | None:
-    """What `axes` says of one leaf, counted from the front; None if it says nothing."""
-    chosen = axes(name, given(leaf_name(path), leaf)) if callable(given) else given
-    if chosen is None or callable(chosen):
-        return None
-    if any(not -leaf.ndim <= a < leaf.ndim for a in chosen):
-        raise ValueError(
-            f"{name} {chosen} is out of range for gradient leaf {leaf_name(path)} of shape {leaf.shape}: a function of "
-            "the leaf's name and the leaf can tell leaves apart"
-        )
-    return tuple(sorted({a % leaf.ndim for a in chosen}))
-
-
 def order(ord: Any) -> float:
     """The order of a norm, static: any p >= 1 or inf; None means 2."""
     if ord is None:
@@ -118,6 +87,22 @@ def order(ord: Any) -> float:
     if not number >= 1:
         raise ValueError(f"ord must be >= 1 (inf included), got {ord!r}")
     return number
+
+
+def choice(name: str, value: Any, choices: Sequence[str]) -> Any:
+    """One of the named choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def flag(name: str, value: Any) -> bool | jax.Array:
+    """A bool, or a boolean scalar array."""
+    if isinstance(value, bool | np.bool):
+        return bool(value)
+    if isinstance(value, jax.Array | np.ndarray) and value.shape == () and value.dtype == np.bool:
+        return jnp.asarray(value)
+    raise ValueError(f"{name} must be a bool or a boolean scalar array, got {value!r}")
 
 
 def accum_steps(value: Any) -> int | jax.Array | Callable[[jax.Array], Any]:
@@ -155,22 +140,6 @@ def weight(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
     return number
 
 
-def flag(name: str, value: Any) -> bool | jax.Array:
-    """A bool, or a boolean scalar array."""
-    if isinstance(value, bool | np.bool):
-        return bool(value)
-    if isinstance(value, jax.Array | np.ndarray) and value.shape == () and value.dtype == np.bool:
-        return jnp.asarray(value)
-    raise ValueError(f"{name} must be a bool or a boolean scalar array, got {value!r}")
-
-
-def choice(name: str, value: Any, choices: Sequence[str]) -> Any:
-    """One of the named choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    return value
-
-
 def accumulator_dtype(value: Any) -> Any:
     """A floating or complex dtype, or None."""
     if value is None:
@@ -186,35 +155,33 @@ def accumulator_dtype(value: Any) -> Any:
     return dtype
 
 
-def same_leaves(grads: Any, gradient_sum: Any, *, compared: Callable[[Any], bool], what: str) -> None:
-    """At trace time: gradients have the accumulator's structure and, where both leaves are `compared`, its shapes.
+def axes(name: str, value: Any) -> AxesOf:
+    """Axes of leaves: none (None), the same for all, or a function of a leaf's name and the leaf; static."""
+    if value is None or callable(value):
+        return value
+    if isinstance(value, jax.Array):
+        raise ValueError(
+            f"{name} must be static, got the array {value}. Under optax.inject_hyperparams, name it in static_args"
+        )
+    numbers_ = tuple(value) if isinstance(value, tuple | list) else (value,)
+    if any(isinstance(a, bool) or not isinstance(a, int | np.integer) for a in numbers_):
+        raise ValueError(
+            f"{name} must be an int, a tuple of ints, None or a function of a leaf's name and the leaf, got {value!r}"
+        )
+    return tuple(int(a) for a in numbers_)
 
-    A gradient of None fits every leaf. Adds no operation to the program.
-    """
-    given, expected = (
-        dict(jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)) for tree in (grads, gradient_sum)
-    )
-    wrong = [f"{leaf_name(path)} is missing" for path in expected.keys() - given.keys()]
-    wrong += [
-        f"{leaf_name(path)} is unexpected"
-        for path, leaf in given.items()
-        if leaf is not None and expected.get(path) is None
-    ]
-    filled = grads
-    if not wrong:
 
-        def fill(total: Any, grad: Any) -> Any:
-            return grad if grad is not None and compared(grad) and compared(total) else total
-
-        filled = jax.tree.map(fill, gradient_sum, grads)
-    chex.assert_trees_all_equal_structs(
-        filled,
-        gradient_sum,
-        custom_message=f"the gradients differ in structure from the {what}: {', '.join(sorted(wrong)) or 'nodes'}",
-    )
-    chex.assert_trees_all_equal_shapes(
-        filled, gradient_sum, custom_message=f"the gradients differ in shape from the {what}"
-    )
+def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Any) -> tuple[int, ...] | None:
+    """What `axes` says of one leaf, counted from the front; None if it says nothing."""
+    chosen = axes(name, given(leaf_name(path), leaf)) if callable(given) else given
+    if chosen is None or callable(chosen):
+        return None
+    if any(not -leaf.ndim <= a < leaf.ndim for a in chosen):
+        raise ValueError(
+            f"{name} {chosen} is out of range for gradient leaf {leaf_name(path)} of shape {leaf.shape}: a function of "
+            "the leaf's name and the leaf can tell leaves apart"
+        )
+    return tuple(sorted({a % leaf.ndim for a in chosen}))
 
 
 def axis_names(name: str, value: Any) -> tuple[Hashable, ...] | None:
@@ -244,54 +211,6 @@ def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Any) -> tuple[
     if callable(chosen):
         raise ValueError(f"sharded_over returned the function {chosen!r} for leaf {leaf_name(path)}")
     return chosen
-
-
-def gradient_leaves(grads: Any) -> tuple[list[KeyPath], list[Any], Any]:
-    """The leaves of gradients as arrays, where each is, and the tree's structure."""
-    with_paths, treedef = jax.tree.flatten_with_path(grads)
-    return [path for path, _ in with_paths], [array_leaf(path, leaf) for path, leaf in with_paths], treedef
-
-
-def gradient_arrays(grads: Any) -> Any:
-    """The same tree with such leaves."""
-    return jax.tree.map_with_path(array_leaf, grads)
-
-
-def parameter_arrays(params: Any) -> Any:
-    """Parameters likewise, of whatever dtype."""
-    return jax.tree.map_with_path(partial(_as_array, what="parameter"), params)
-
-
-def array_leaf(path: KeyPath, leaf: Any) -> Any:
-    """A gradient leaf: floating and complex NumPy arrays and Python numbers as JAX has them, the rest as it is."""
-    if hasattr(leaf, "dtype") and not _holds_gradients(leaf.dtype):
-        raise ValueError(
-            f"gradient leaf {leaf_name(path)} must have a dtype with a sign, a zero and a NaN, got {leaf.dtype}: "
-            "cast the leaf to float32, or leave it out by optax.masked"
-        )
-    return _as_array(path, leaf, what="gradient")
-
-
-def _as_array(path: KeyPath, leaf: Any, what: str) -> Any:
-    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-        is_foreign = isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return jnp.asarray(leaf) if is_foreign else leaf
-    if isinstance(leaf, bool | int | float | complex):
-        return jnp.asarray(leaf)
-    raise ValueError(f"{what} leaf {leaf_name(path)} must be an array or a number, got {leaf!r}")
-
-
-def _holds_gradients(dtype: Any) -> bool:
-    """Whether a number of the dtype can be negative or NaN: float8_e8m0fnu has no sign, narrower ones no NaN."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return True
-    negative, nan = np.asarray([-1.0, np.nan]).astype(dtype)
-    return bool(negative == -1 and np.isnan(nan))
-
-
-def leaf_name(path: KeyPath) -> str:
-    """How messages name the leaf at `path`; the tree itself may be the leaf."""
-    return jax.tree_util.keystr(path) or "(the tree itself)"
 
 
 def _static_real(name: str, value: Any, expected: str) -> float:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax import _norms
-from shrewjax._checks import Scalar
+from shrewjax import _floats
+from shrewjax._arguments import Scalar
 from shrewjax._states import described
 
 
@@ -66,7 +66,7 @@ def mean_and_std(history: History) -> tuple[jax.Array, jax.Array]:
     there = _is_filled(history)
     # Scaled, exactly, so that the squares stay in range.
     largest = jnp.max(jnp.where(there, jnp.abs(history.values), 0))
-    up = _norms.power_of_two_for(largest)
+    up = _floats.power_of_two_for(largest)
     values = history.values * up
     n = history.filled.astype(jnp.float32)
     mean = jnp.sum(values, where=there) / jnp.maximum(n, 1)

@@ -1,0 +1,326 @@
+"""Clipping the norm of each *unit*: a leaf, a layer of a leaf that stacks layers, or what the rule says (`_units`)."""
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shrewjax import _arguments, _extended, _gradients, _norms
+from shrewjax._gradients import KeyPath, is_gradient
+from shrewjax._mesh import UnitDims
+from shrewjax._reductions import sizes
+from shrewjax._states import described, largest
+from shrewjax._units import UnitAxisName, clipped_fraction, find_units, largest_number, stacked_layers
+
+
+@described
+class ClipByLeafNormState(NamedTuple):
+    """What the last update measured, leaf by leaf: trees like the parameters."""
+
+    grad_norm: Annotated[Any, "float32 () each: the leaf's norm before clipping; 0 for leaves that do not count"]
+    clip_scale: Annotated[Any, "float32 () each: what the leaf was multiplied by; 1 if not clipped"]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return {
+            "grad_norm_max": largest(self.grad_norm),
+            "clipped_fraction": _fraction_clipped(self.clip_scale),
+        }
+
+
+def clip_by_leaf_norm(
+    max_norm: Any, *, ord: float | None = None, batch_axes: Any = None, sharded_over: UnitAxisName | None = None
+) -> optax.GradientTransformationExtraArgs:
+    r"""Clips the norm of each leaf, or of each layer that it stacks, on its own.
+
+    .. math:: g_\ell \leftarrow g_\ell \cdot \min\Big(1, \frac{\text{max\_norm}}{\|g_\ell\|}\Big)
+
+    The table of `clip_grad_norm` holds leaf by leaf: a NaN in one leaf does not change the others. The direction of
+    the whole gradient changes.
+
+    Args:
+      max_norm: the threshold of every leaf, a real scalar >= 0, or a scalar array of any real dtype.
+      ord: p of the norm, any Python number >= 1 or inf; with `batch_axes` 1 or 2. `None` means 2.
+      batch_axes: the axes along which a leaf stacks layers, each clipped on its own, as in `clip_by_block_rms`.
+      sharded_over: as in `grad_norm`; with `batch_axes` as in `adaptive_grad_clip`.
+
+    Returns:
+      A transformation with state `ClipByLeafNormState(grad_norm, clip_scale)`: for each leaf float32 arrays of the
+      sizes of its `batch_axes`, otherwise scalars, of the last update (before the first: 0 and 1).
+
+    Raises:
+      ValueError: as in `clip_grad_norm`; `ord` is neither 1 nor 2 and there are `batch_axes`; or the updates' tree, or
+        a leaf's number of layers, differs from that of the parameters given to `init`.
+
+    Example:
+      >>> tx = clip_by_leaf_norm(1.0)
+      >>> grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([0.5])}
+      >>> clipped, state = tx.update(grads, tx.init(grads))
+      >>> clipped["a"].round(6), clipped["b"], state.grad_norm["a"]
+      (Array([0.6, 0.8], dtype=float32), Array([0.5], dtype=float32), Array(5., dtype=float32))
+
+    The rule is `tf.clip_by_norm` and Keras' `clipnorm`, applied to each tensor.
+    """
+    max_norm, ord = _arguments.threshold("max_norm", max_norm), _arguments.order(ord)
+    batch_axes, mesh_axes = _arguments.axes("batch_axes", batch_axes), _arguments.unit_axis_names(sharded_over)
+    if batch_axes is not None and ord not in (1, 2):
+        raise ValueError(f"ord must be 1 or 2 with batch_axes, got {ord}: leave out one of the two")
+
+    def init_fn(params: optax.Params) -> ClipByLeafNormState:
+        units = find_units(params, stacked_layers(batch_axes))
+        return ClipByLeafNormState(grad_norm=units.numbers(params, 0.0), clip_scale=units.numbers(params, 1.0))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ClipByLeafNormState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ClipByLeafNormState]:
+        del params, extra_args
+        units = find_units(updates, stacked_layers(batch_axes))
+        units.numbers_beside(state.grad_norm)
+        norms = _norms.measure_units(units.leaves, units.dims, units.axes(mesh_axes), ord)
+        scales = _norms.clip_scales(norms, [_norms.as_limit(max_norm, norm) for norm in norms])
+        return units.scaled(updates, scales), ClipByLeafNormState(
+            grad_norm=units.with_numbers(state.grad_norm, list(map(_extended.to_float32, norms)), absent=0.0),
+            clip_scale=units.with_numbers(state.clip_scale, list(map(_norms.applied_scale, scales)), absent=1.0),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _fraction_clipped(clip_scale: Any) -> jax.Array:
+    flags = [jnp.ravel(scale != 1) for scale in jax.tree.leaves(clip_scale)]
+    return jnp.mean(jnp.concatenate(flags), dtype=jnp.float32) if flags else jnp.zeros((), jnp.float32)
+
+
+Unit = Literal["auto", "tensor"]
+
+
+@described
+class AdaptiveGradClipState(NamedTuple):
+    """What the last update measured."""
+
+    ratio_max: Annotated[jax.Array, "float32 (): the largest ratio of a unit's gradient norm to its parameter norm"]
+    clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return self._asdict()
+
+
+def adaptive_grad_clip(
+    clipping: Any = 0.01,
+    *,
+    eps: Any = 1e-3,
+    unit: Unit = "auto",
+    axis: Any = None,
+    batch_axes: Any = None,
+    sharded_over: UnitAxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Clips the norm of each unit to a share of the norm of its parameters (AGC).
+
+    .. math:: g_i \leftarrow g_i \cdot \min\Big(1, \frac{\lambda \max(\|w_i\|, \epsilon)}{\|g_i\|}\Big)
+
+    A unit is what shares a norm. With `unit="auto"`, by the leaf's rank without `batch_axes`: 0 and 1, the whole; 2 and
+    3, a unit for each position of all axes but the first (the inputs of a dense or multi-head kernel); 4 and more, for
+    each position of the last (the outputs of a convolution). With `unit="tensor"`, the whole. `axis` says which axes
+    share a norm instead.
+
+    The first row that fits:
+
+    ========================================  =======================================================================
+    condition, unit by unit                   result
+    ========================================  =======================================================================
+    clipping = inf                            the gradients to the last bit, whatever they hold
+    a NaN parameter, a NaN `eps` in an array  the unit becomes NaN, other units do not
+    an infinite parameter, or eps = inf       as with clipping = inf
+    a NaN or infinite gradient, a NaN         the unit becomes NaN, other units do not
+    `clipping` in an array
+    ratio at most `clipping`                  the gradients to the last bit
+    parameters zero, or below `eps`           clipped to clipping * eps: it learns
+    parameters zero, eps = 0                  zeros
+    ========================================  =======================================================================
+
+    The authors leave the classifier, the last linear layer, unclipped: see `optax.masked`.
+
+    Args:
+      clipping: lambda, a real scalar >= 0, or a scalar array. The authors' 0.01 is for a batch of 4096; smaller batches
+        want more.
+      eps: the least norm that parameters count with, a real scalar >= 0, or a scalar array.
+      unit: `"auto"` or `"tensor"`, see above.
+      axis: the axes that share a norm: an int, a tuple of ints, or a function of a leaf's name (as
+        `jax.tree_util.keystr` has it) and the leaf that returns such, or None for what `unit` says.
+      batch_axes: the axes along which layers are stacked, likewise; None or () for none. They share nothing.
+      sharded_over: needed inside `jax.shard_map` and `jax.pmap` where a leaf has several units, because its type
+        does not tell what other devices hold of it. A function of a leaf's name and the leaf that returns how it is
+        sharded, a `jax.P`, as in `in_specs`; or one `jax.P` for all leaves, such as `jax.P()` if every device holds all
+        of them. Names of mapped axes, for all leaves or returned by the function, are those along which units are
+        divided: where devices hold parts of the same units, not other units. For leaves of one unit, names are as in
+        `grad_norm`.
+
+    Returns:
+      A transformation with state `AdaptiveGradClipState(ratio_max, clipped_fraction)`, float32 scalars of the
+      last update (before the first: 0). Its `update` needs `params`, of the gradients' shapes.
+
+    Raises:
+      ValueError: an argument is not as described; an axis is out of range for a leaf; `params` are missing or differ in
+        shape; how a leaf of several units is spread over devices is not told, or not as its type says; or as in
+        `grad_norm`.
+
+    Example:
+      >>> tx = adaptive_grad_clip(0.1)
+      >>> params = {"w": jnp.ones((4, 2))}  # two units of norm 2
+      >>> grads = {"w": jnp.ones((4, 2)) * jnp.array([[1.0, 0.05]])}  # of norms 2 and 0.1
+      >>> updates, state = tx.update(grads, tx.init(params), params)
+      >>> updates["w"][0].round(6), state.ratio_max, state.clipped_fraction
+      (Array([0.1 , 0.05], dtype=float32), Array(1., dtype=float32), Array(0.5, dtype=float32))
+
+    Source: A. Brock, S. De, S. L. Smith, K. Simonyan, "High-performance large-scale image recognition without
+    normalization", ICML 2021, arXiv:2102.06171, equation 3.
+    """
+    clipping, eps = _arguments.threshold("clipping", clipping), _arguments.threshold("eps", eps)
+    unit = _arguments.choice("unit", unit, ("auto", "tensor"))
+    axis, batch_axes = _arguments.axes("axis", axis), _arguments.axes("batch_axes", batch_axes)
+    mesh_axes = _arguments.unit_axis_names(sharded_over)
+
+    def unit_dims(path: KeyPath, leaf: Any) -> UnitDims:
+        batch = _arguments.axes_of_leaf("batch_axes", batch_axes, path, leaf) or ()
+        shared = _arguments.axes_of_leaf("axis", axis, path, leaf)
+        if shared is None:
+            free = [a for a in range(leaf.ndim) if a not in batch]
+            by_rank = free if len(free) < 2 else free[:1] if len(free) < 4 else free[:-1]
+            shared = tuple(by_rank if unit == "auto" else free)
+        return tuple(a for a in range(leaf.ndim) if a in batch or a not in shared)
+
+    def init_fn(params: optax.Params) -> AdaptiveGradClipState:
+        find_units(params, unit_dims)
+        return AdaptiveGradClipState(*(jnp.zeros((), jnp.float32) for _ in AdaptiveGradClipState._fields))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: AdaptiveGradClipState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, AdaptiveGradClipState]:
+        del state, extra_args
+        if params is None:
+            raise ValueError("adaptive_grad_clip compares gradients with parameters: pass params to update")
+        units = find_units(updates, unit_dims)
+        weights = units.beside(params)
+        for path, g, w in zip(units.paths, units.leaves, weights, strict=True):
+            if not is_gradient(w) or g.shape != w.shape:
+                raise ValueError(
+                    f"gradient leaf {_gradients.leaf_name(path)} must be like its parameter, got {g.dtype} of shape "
+                    f"{g.shape} for {w.dtype} of shape {w.shape}"
+                )
+        axes = units.axes(mesh_axes)
+        over = _norms.stacked_axes(axes, units.dims)
+        norms = _norms.measure_units(units.leaves, units.dims, axes)
+        weight_norms = _norms.measure_units(weights, units.dims, units._replace(leaves=weights).axes(mesh_axes))
+
+        bases = [
+            _extended.in_dtype_of(_extended.maximum(w, _norms.as_limit(eps, w)), norm)
+            for w, norm in zip(weight_norms, norms, strict=True)
+        ]
+        limits = [_extended.product(base, _norms.as_limit(clipping, base)) for base in bases]
+        factors = _norms.clip_scales(norms, limits)
+        return units.scaled(updates, factors), AdaptiveGradClipState(
+            ratio_max=largest_number(list(map(_extended.quotient, norms, bases)), over),
+            clipped_fraction=clipped_fraction(factors, norms, over),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+@described
+class ClipByBlockRmsState(NamedTuple):
+    """What the last update measured."""
+
+    rms_max: Annotated[jax.Array, "float32 (): the largest of a block before clipping"]
+    clipped_fraction: Annotated[jax.Array, "float32 (): clipped blocks / blocks"]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return self._asdict()
+
+
+def clip_by_block_rms(
+    threshold: Any = 1.0, *, batch_axes: Any = None, sharded_over: UnitAxisName | None = None
+) -> optax.GradientTransformationExtraArgs:
+    r"""Clips the root mean square of each leaf, or of each layer that it stacks.
+
+    .. math:: u_\ell \leftarrow \frac{u_\ell}{\max(1, \mathrm{RMS}(u_\ell) / d)}, \qquad
+              \mathrm{RMS}(u) = \sqrt{\textstyle\frac{1}{n} \sum_{i=1}^n u_i^2}
+
+    Meant for what an optimizer makes of the gradients, so chained after its scaling: there a typical element is about
+    1, whatever the size of the leaf.
+
+    ========================================  =======================================================================
+    condition, block by block                 result
+    ========================================  =======================================================================
+    threshold = inf                           the updates to the last bit, whatever they hold
+    a NaN or infinity, or a NaN threshold     the block becomes NaN, others do not
+    RMS at most `threshold`                   the updates to the last bit
+    no elements                               RMS 0
+    ========================================  =======================================================================
+
+    Args:
+      threshold: d, a real scalar >= 0, or a scalar array.
+      batch_axes: the axes along which blocks are stacked in a leaf: an int, a tuple of ints, a function of a
+        leaf's name (as `jax.tree_util.keystr` has it) and the leaf that returns such, or None for none.
+      sharded_over: as in `adaptive_grad_clip`.
+
+    Returns:
+      A transformation with state `ClipByBlockRmsState(rms_max, clipped_fraction)`, float32 scalars of the last
+      update (before the first: 0).
+
+    Raises:
+      ValueError: an argument is not as described; an axis is out of range for a leaf; or as in `adaptive_grad_clip`.
+
+    Example:
+      >>> tx = clip_by_block_rms(1.0, batch_axes=0)
+      >>> updates = jnp.array([[0.5, 0.5], [3.0, 3.0]])  # two layers
+      >>> tx.update(updates, tx.init(updates))[0].round(6)
+      Array([[0.5, 0.5],
+             [1. , 1. ]], dtype=float32)
+
+    Source: N. Shazeer, M. Stern, "Adafactor: Adaptive learning rates with sublinear memory cost", ICML 2018,
+    arXiv:1804.04235, section 6 and Algorithm 4.
+    """
+    threshold = _arguments.threshold("threshold", threshold)
+    batch_axes, mesh_axes = _arguments.axes("batch_axes", batch_axes), _arguments.unit_axis_names(sharded_over)
+
+    def init_fn(params: optax.Params) -> ClipByBlockRmsState:
+        find_units(params, stacked_layers(batch_axes))
+        return ClipByBlockRmsState(*(jnp.zeros((), jnp.float32) for _ in ClipByBlockRmsState._fields))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ClipByBlockRmsState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ClipByBlockRmsState]:
+        del state, params, extra_args
+        units = find_units(updates, stacked_layers(batch_axes))
+        axes = units.axes(mesh_axes)
+        over = _norms.stacked_axes(axes, units.dims)
+        norms = _norms.measure_units(units.leaves, units.dims, axes)
+        counts = sizes(units.leaves, axes=[of_leaf.within for of_leaf in axes], unit_dims=units.dims)
+        # Not the rounded RMS is compared, but the norm: so that a block of ones is within a threshold of 1.
+        of_ones, inverses = (
+            _norms.stack_single_units(
+                [_extended.extended_number(max(n, 1) ** power, norms[0].mantissa.dtype) for n in counts], units.dims
+            )
+            for power in (0.5, -0.5)
+        )
+        limits = [_extended.product(_norms.as_limit(threshold, n), n) for n in of_ones]
+        rms = list(map(_extended.product, norms, inverses))
+        factors = _norms.clip_scales(norms, limits)
+        return units.scaled(updates, factors), ClipByBlockRmsState(
+            rms_max=largest_number(rms, over),
+            clipped_fraction=clipped_fraction(factors, norms, over),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
