@@ -3,6 +3,7 @@
 Each function says which version brought today's spelling: the other one can go when that is the oldest supported.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -23,3 +24,13 @@ def as_varying(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     """Returns x as varying over these mapped axes too. `jax.lax.pcast`: from JAX 0.9.0 on."""
     spelling: Any = lax
     return spelling.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else spelling.pvary(x, axes)
+
+
+def varying_axes(aval: Any) -> frozenset[Hashable]:
+    """Returns the mapped axes over which a type varies. `manual_axis_type`: from JAX 0.10.0 on.
+
+    A shape that says nothing of axes, as `jax.ShapeDtypeStruct` may, has None.
+    """
+    if hasattr(aval, "manual_axis_type"):
+        return aval.manual_axis_type.varying if aval.manual_axis_type else frozenset()
+    return getattr(aval, "vma", None) or frozenset()

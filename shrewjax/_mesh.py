@@ -135,9 +135,7 @@ def newly_varying(new: Any, old: Any) -> str:
 def varying_axes(x: jax.Array) -> frozenset[Hashable]:
     """The manual axes over which an array varies, as its type has it."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    if hasattr(aval, "manual_axis_type"):  # jax >= 0.10; None in a shape that says nothing of axes
-        return aval.manual_axis_type.varying if aval.manual_axis_type else frozenset()
-    return getattr(aval, "vma", frozenset())
+    return _compat.varying_axes(aval)
 
 
 def mapped_axes() -> tuple[tuple[Hashable, ...], bool]:

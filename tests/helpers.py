@@ -87,6 +87,13 @@ def lenient(tx):
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
+def own_params(params, axis):
+    """Parameters as each device's own, so that JAX leaves their gradients unreduced. Before JAX 0.9, pcast is pvary."""
+    if hasattr(jax.lax, "pcast"):
+        return jax.tree.map(lambda x: jax.lax.pcast(x, axis, to="varying"), params)
+    return jax.tree.map(lambda x: jax.lax.pvary(x, axis), params)
+
+
 def tree_of(seed=0, scale=1.0):
     """A small tree of float32 leaves with values of order `scale`."""
     rng = np.random.default_rng(seed)

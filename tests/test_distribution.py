@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import TRANSFORMATIONS, assert_close, bits, lenient, quick_jit
+from helpers import TRANSFORMATIONS, assert_close, bits, lenient, own_params, quick_jit
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -71,7 +71,7 @@ def sharded_step(tx, mesh, specs, check_vma=True):
 
     def step(params, state, x, y, counts):
         n = jax.lax.psum(jnp.sum(counts), "fsdp")
-        own = jax.tree.map(lambda a: jax.lax.pcast(a, "data", to="varying"), params) if check_vma else params
+        own = own_params(params, "data") if check_vma else params
 
         def loss(p):
             return summed_loss(jax.lax.all_gather(p["w"], "fsdp", tiled=True), p["b"], x, y, counts) / n
@@ -150,7 +150,7 @@ def test_gradients_cross_the_network_once_a_window():
 
     def compiled(tx, state, specs, is_local):
         def step(params, state, x, y, counts):
-            p = jax.tree.map(lambda a: jax.lax.pcast(a, "data", to="varying"), params) if is_local else params
+            p = own_params(params, "data") if is_local else params
             grads = jax.grad(lambda p: summed_loss(p["w"], p["b"], x, y, counts))(p)
             return shrewjax.apply_gradients(tx, grads, state, params)
 
@@ -226,9 +226,9 @@ def test_pmap_with_a_window_on_each_device():
 
 
 def test_pmap_step_that_reduces_its_gradients_itself_passes_no_axis():
-    def optimizer(**axes):
-        inner = optax.chain(shrewjax.clip_by_global_norm(0.1, **axes), optax.sgd(1.0))
-        return shrewjax.skip_nonfinite(shrewjax.accumulate(inner, 2, **axes), **axes)
+    def optimizer(axes=None):
+        inner = optax.chain(shrewjax.clip_by_global_norm(0.1, sharded_over=axes), optax.sgd(1.0))
+        return shrewjax.skip_nonfinite(shrewjax.accumulate(inner, 2, sum_over=axes), sharded_over=axes)
 
     def step(tx, params, state, rows):
         grads = jax.lax.pmean(rows, "i")  # of a loss that is linear in the parameters
@@ -236,14 +236,14 @@ def test_pmap_step_that_reduces_its_gradients_itself_passes_no_axis():
 
     rows = np.random.default_rng(0).normal(size=(2, 8, 3)).astype("f")
     params = np.zeros((8, 3), "f")
-    state = jax.tree.map(lambda a: jnp.stack([a] * 8), optimizer(sum_over=()).init(jnp.zeros(3)))
-    pmapped = jax.pmap(partial(step, optimizer(sum_over=())), axis_name="i")
+    state = jax.tree.map(lambda a: jnp.stack([a] * 8), optimizer(()).init(jnp.zeros(3)))
+    pmapped = jax.pmap(partial(step, optimizer(())), axis_name="i")
     for of_devices in rows:
         params, state = pmapped(params, state, of_devices)
     mean = rows.astype(np.float64).mean((0, 1))
     expected = -mean * min(1, 0.1 / np.linalg.norm(mean))
     np.testing.assert_allclose(params, np.stack([expected] * 8), rtol=1e-5)
-    with pytest.raises(ValueError, match=r"sum_over=\(\) if"):
+    with pytest.raises(ValueError, match=r"(sum|sharded)_over=\(\) if"):
         jax.pmap(partial(step, optimizer()), axis_name="i")(params, state, rows[0])
 
 
@@ -256,16 +256,18 @@ def test_host_driven_window_adds_alone_and_meets_when_it_is_taken():
     add = jax.jit(
         on_mesh(lambda s, g, w: window.add(s, g[0], w[0]), in_specs=(specs, P("data"), P("data")), out_specs=specs)
     )
-    take = jax.jit(on_mesh(window.take, in_specs=(specs,), out_specs=(P(), specs)))
+    take = jax.jit(on_mesh(window.take, in_specs=(specs,), out_specs=(P(), P(), specs)))
     rng = np.random.default_rng(0)
     grads, weights = rng.normal(size=(2, 8, 3)).astype("f"), rng.integers(0, 4, size=(2, 8)).astype("f")
     for g, w in zip(grads, weights, strict=True):
         state = add(state, g, w)
     assert "all-reduce" not in add.lower(state, grads[0], weights[0]).compile().as_text()
     assert bool(window.ready(state))
-    average, state = take(state)
+    average, closed, state = take(state)
+    assert bool(closed)
     np.testing.assert_allclose(average, np.average(grads.reshape(16, 3), axis=0, weights=weights.ravel()), rtol=1e-5)
-    average, emptied = take(state)
+    average, closed, emptied = take(state)
+    assert not bool(closed)
     np.testing.assert_array_equal(average, np.zeros(3))
     assert int(emptied.windows) == 1
 
@@ -377,7 +379,7 @@ def test_devices_must_agree_on_the_weight_of_what_they_share():
     with pytest.raises(ValueError, match="weight must be the same on every device, and may differ over 'data'"):
         traced(f, jnp.ones(8))
     tx = shrewjax.accumulate(SGD, 2, sum_over="fsdp")
-    own = lambda: jax.lax.pcast(jnp.zeros(1), "fsdp", to="varying")  # noqa: E731
+    own = lambda: own_params(jnp.zeros(1), "fsdp")  # noqa: E731
     f = lambda g: tx.update(own(), tx.init(jnp.zeros(1)), weight=g[0])[1].micro_step  # noqa: E731
     with pytest.raises(ValueError, match=r"weight, summed over sum_over, must be the same .* over 'data'"):
         traced(f, jnp.ones(8))
@@ -470,7 +472,7 @@ def test_step_that_is_manual_over_data_alone_leaves_shards_where_they_are():
     assert specs.gradient_sum == {"w": P(("data",), None), "b": P(("data",))}
 
     def step(params, state, x, y, counts):
-        n, own = jnp.sum(counts), jax.lax.pcast(params, "data", to="varying")
+        n, own = jnp.sum(counts), own_params(params, "data")
         grads = jax.grad(lambda p: summed_loss(p["w"], p["b"], x, y, counts) / n)(own)
         return shrewjax.apply_gradients(tx, grads, state, params, weight=n)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import TRANSFORMATIONS, lenient
+from helpers import TRANSFORMATIONS, lenient, own_params
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -50,7 +50,7 @@ def test_train_step_on_256_devices_lowers_and_sends_the_gradient_once_a_window_a
     specs = shrewjax.state_specs(state)
 
     def step(params, state, x):
-        own = jax.tree.map(lambda a: jax.lax.pcast(a, "data", to="varying"), params)
+        own = own_params(params, "data")
         grads = jax.grad(lambda p: jnp.sum((x @ p["w"] + p["b"][None]) ** 2))(own)
         return shrewjax.apply_gradients(tx, grads, state, params)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import TRANSFORMATIONS
+from helpers import TRANSFORMATIONS, own_params
 from jax import P
 from jax.sharding import NamedSharding
 
@@ -68,7 +68,7 @@ class Training:
         specs = shrewjax.state_specs((self.params, self.state))
 
         def step(params, state, *of_batch):
-            own = jax.lax.pcast(params, "data", to="varying")
+            own = own_params(params, "data")
             grads, number = jax.grad(mean_loss, has_aux=True)(own, *of_batch)
             return shrewjax.apply_gradients(self.tx, grads, state, params, weight=number)
 
