@@ -35,7 +35,7 @@ class HostDriven:
         window, inner = shrewjax.GradAccumulator(MICRO_BATCHES), _ours()
         self._adding = Loop(window.add, window.init(params), grads)
         self._closed = (params, inner.init(params))
-        close = jax.jit(partial(_harness.closed, window, inner), donate_argnums=0)
+        close = jax.jit(partial(_harness.close, window, inner), donate_argnums=0)
         self._close = close.lower((*self._closed, self._adding.carry)).compile()
         self.programs = {"add": self._adding.compiled, "close": self._close}
 

@@ -152,7 +152,7 @@ def closed_window(target: Target) -> Program:
     """The one that closes a host-driven window."""
     accumulator, inner, params = shrewjax.GradAccumulator(MICRO_BATCHES), optimizer(shrewjax), leaves(target)
     carry = params, jax.eval_shape(inner.init, params), jax.eval_shape(accumulator.init, params)
-    run = partial(_harness.closed, accumulator, inner)
+    run = partial(_harness.close, accumulator, inner)
     return _compiled.compile_for(target, run, place(carry, target.mesh()), unit=wide(target))
 
 
