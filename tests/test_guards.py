@@ -180,7 +180,7 @@ def test_a_device_s_own_loss_decides_nothing():
         return tx.update(g, tx.init(g), value=g[0, 0])[1].skipped
 
     mapped = jax.shard_map(update, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
-    with pytest.raises(ValueError, match="value must be the same on every device, and may differ over 'data'"):
+    with pytest.raises(ValueError, match="value must be the same on every device, got one that may differ over 'data'"):
         jax.eval_shape(mapped, jnp.ones((8, 2)))
 
 
