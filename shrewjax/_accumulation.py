@@ -72,8 +72,8 @@ def accumulate(
 
     On the last call of a window, inner runs on the average. On all other calls the updates are zeros, and inner's state
     stays unchanged, with its counters and schedules. `accumulate` wraps the optimizer instead of preceding it in a
-    chain, because a stateful optimizer must not run on calls that only add to the window. Transformations for the large
-    batch, such as clipping, belong inside:
+    chain. A stateful optimizer must not run on calls that only add to the window. Transformations for the large batch,
+    such as clipping, belong inside:
     `accumulate(optax.chain(clip_by_global_norm(1.0), optax.adamw(1e-3)), 4)`.
 
     `update` takes two more arguments, which inner does not receive:
@@ -139,12 +139,13 @@ def accumulate(
     sum(w g) and sum(w) then runs per window, when it closes:
 
     * In `jax.shard_map` over that axis, each device passes its own gradients, and its own number of examples as
-      `weight`. If parameters are sharded over other axes, `weight` is the number of examples of all devices that share
-      its batch, by which the loss is divided. By default, JAX reduces the gradient of replicated parameters. To keep it
-      local, let `own = jax.lax.pcast(params, "data", to="varying")` and differentiate `jax.grad(loss)(own)`. With
-      `check_vma=False` it is local already. Parameters must not be sharded over `sum_over`.
-    * Under plain `jax.jit` the gradients have a leading axis with one row per device, as `jax.vmap` returns them, and
-      `weight` is a scalar or a vector with one number per row.
+      `weight`. If parameters are sharded over other axes, several devices share a batch. `weight` is then the number of
+      examples of all of them, by which the loss is divided. By default, JAX reduces the gradient of replicated
+      parameters. To keep it local, compute `own = jax.lax.pcast(params, "data", to="varying")` outside the loss, and
+      then `jax.grad(loss)(own)`. With `check_vma=False` it is local already. Parameters must not be sharded over
+      `sum_over`.
+    * Under plain `jax.jit` the gradients have a leading axis with one row per device, as `jax.vmap` returns them.
+      `weight` is a scalar, or a vector with one number per row.
     * In `jax.vmap(..., axis_name="data")` each row is such a device. Map `init` over the same axis.
 
     The sums and the weight in the state have such a leading axis, sharded over `sum_over`. `init` reads its size from
@@ -286,8 +287,8 @@ def apply_gradients(
     nor writes updates and parameters. Tests check this in programs compiled for CPU, GPU and TPU. An accumulation
     inside an Optax transformation, such as `optax.chain`, gives the same result without this saving.
 
-    Donate parameters and state, in a step that takes them in the order in which it returns them, such as
-    `jax.jit(step, donate_argnums=(0, 1))` for `step(params, opt_state, ...) -> (params, opt_state)`. JAX pairs donated
+    Donate parameters and state. The step has to return them in the order in which it takes them, such as
+    `step(params, opt_state, ...) -> (params, opt_state)` with `jax.jit(step, donate_argnums=(0, 1))`. JAX pairs donated
     buffers with results in order, and a wrong pair costs a copy. Keys, and parameters whose gradient is float0, stay
     unchanged.
 

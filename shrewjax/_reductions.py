@@ -7,9 +7,9 @@ Inside `shard_map` and `pmap` a leaf is one device's part, and its sum is only a
   is reduced over exactly those, so that a replicated leaf is not counted once per device.
 * Otherwise (`check_vma=False`, `pmap`) the caller names the axes in `sharded_over`.
 
-Types cannot tell a sharded gradient (add the shards' squared norms) from one that still has to be summed over devices
-(add the values first), because both vary over the axis. Callers must sum the second kind before they call these
-functions.
+Types cannot tell a sharded gradient from one that still has to be summed over devices, because both vary over the
+axis. For the first, the shards' squared norms are added. For the second, the values are added before any norm. Callers
+must sum the second kind before they call these functions.
 
 A leaf may have several units, such as stacked layers. Its `unit_dims` are then the dimensions that index the units, and
 its result has their sizes. Along a mapped axis devices hold other units, or parts of the same ones (`_mesh.unit_axes`).
@@ -141,8 +141,8 @@ def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDi
         return jnp.all(jnp.stack([jnp.isfinite(s) for s in sums]), axis=0)
 
     # XLA:CPU reduces a plain sum at memory speed. If it is finite, so is every element. Otherwise the sum may have
-    # overflowed, and the sum of x - x decides, which is 0 for a finite x and NaN for any other. Without the barrier,
-    # XLA:GPU turns the branch into a select and always computes both sums (tests/test_accelerators.py, rows
+    # overflowed. The sum of x - x then decides, because x - x is 0 for a finite x and NaN otherwise. Without the
+    # barrier, XLA:GPU turns the branch into a select and always computes both sums (tests/test_accelerators.py, rows
     # "accumulate, drop_microbatch" and "skip_nonfinite").
     plain = sums_are_finite(lambda x: x)
     return run_if(~jnp.all(plain), lambda: lax.optimization_barrier(sums_are_finite(lambda x: x - x)), lambda: plain)

@@ -100,8 +100,8 @@ def redistribute(opt_state: State, like: State) -> State:
       The state with the values of `opt_state` and the shapes and shardings of `like`.
 
     Raises:
-      ValueError: the two differ in structure, in a dtype, or in a shape, except for the number of rows; a leaf of
-        `like` is no array on a device.
+      ValueError: the two differ in structure, a dtype or a shape (the number of rows may differ); a leaf of `like` is
+        no array on a device.
 
     Example:
       >>> tx = accumulate(optax.sgd(1.0), 2, sum_over="data")
