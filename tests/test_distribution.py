@@ -360,7 +360,7 @@ def test_reduced_gradients_are_not_summed_again():
 def test_untracked_accumulation_wants_to_be_told(nonfinite):
     tx = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite)
     f = lambda g: tx.update(g, tx.init(g))[1].micro_step  # noqa: E731
-    with pytest.raises(ValueError, match=r"already summed over 'data' .*check_vma=False.*Pass sum_over="):
+    with pytest.raises(ValueError, match=r"already summed over 'data', .*check_vma=False.*Pass sum_over="):
         traced(f, jnp.ones(8), check_vma=False)
     told = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite, sum_over=())
     assert traced(lambda g: told.update(g, told.init(g))[1].micro_step, jnp.ones(8), check_vma=False).shape == ()

@@ -199,7 +199,7 @@ def test_metrics_look_through_guards():
     ("make", "message"),
     [
         (lambda: shrewjax.skip_nonfinite(3), r"inner must be an optax.GradientTransformation, got 3"),
-        (lambda: shrewjax.skip_nonfinite(INNER, at_limit="zero_nonfinite"), r"'zero_nonfinite'.*pass max_consecutive"),
+        (lambda: shrewjax.skip_nonfinite(INNER, at_limit="zero_nonfinite"), r"'zero_nonfinite'.*Pass max_consecutive"),
         (lambda: shrewjax.skip_nonfinite(INNER, max_consecutive=0, at_limit="keep_skipping"), r"max_consecutive must"),
         (lambda: shrewjax.skip_nonfinite(INNER, max_consecutive=3, at_limit="apply"), r"at_limit must be one of"),
         (lambda: shrewjax.skip_on_spike(INNER, monitor="loss"), r"monitor must be one of 'grad_norm', 'value'"),
