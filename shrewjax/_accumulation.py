@@ -71,9 +71,8 @@ def accumulate(
     .. math:: \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
 
     On the last call of a window, inner runs on the average. On all other calls the updates are zeros, and inner's state
-    stays unchanged, with its counters and schedules. `accumulate` wraps the optimizer instead of preceding it in a
-    chain. A stateful optimizer must not run on calls that only add to the window. Transformations for the large batch,
-    such as clipping, belong inside:
+    stays unchanged, with its counters and schedules. `accumulate` has to wrap the optimizer, because in a chain a
+    stateful optimizer would run on every call. Transformations for the large batch, such as clipping, belong inside:
     `accumulate(optax.chain(clip_by_global_norm(1.0), optax.adamw(1e-3)), 4)`.
 
     `update` takes two more arguments, which inner does not receive:
@@ -113,8 +112,8 @@ def accumulate(
 
     Caution:
 
-    * As usual in Optax, unknown keyword arguments are forwarded to inner, so a typo such as `weights=` raises no error
-      here.
+    * `update` forwards unknown keyword arguments to inner, as is usual in Optax. A misspelt `weights=` is therefore no
+      error here.
     * A gradient tree of `None` is a micro-batch of zeros. To close a window without a micro-batch, use `flush`.
     * `optax.masked(accumulate(...), mask)` returns the raw gradients of masked-out leaves on every call.
     * A transformation after `accumulate` in a chain runs on every call.
@@ -134,9 +133,9 @@ def accumulate(
         if the gradients are the same on every device already. This is required with `check_vma=False` and in
         `jax.pmap`, because JAX's types do not record it there.
 
-    On many devices: under `jax.jit` the gradients are already reduced, so there is nothing to pass, but every
-    micro-step pays for an all-reduce. With `sum_over="data"` each device adds up its own gradients. One all-reduce of
-    sum(w g) and sum(w) then runs per window, when it closes:
+    Under plain `jax.jit` on many devices, JAX reduces the gradients of a mean loss itself, and no argument is needed.
+    That costs one all-reduce per micro-step. With `sum_over="data"` each device adds up its own gradients, and one
+    all-reduce of sum(w g) and sum(w) runs per window, when it closes:
 
     * In `jax.shard_map` over that axis, each device passes its own gradients, and its own number of examples as
       `weight`. If parameters are sharded over other axes, several devices share a batch. `weight` is then the number of

@@ -64,7 +64,7 @@ def skip_nonfinite(
     all gradients finite                      inner runs; `consecutive` is 0 and `limit_reached` is not set
     finite, but with a norm beyond float32    as for finite gradients
     no leaves                                 as for finite gradients
-    inner makes a NaN of finite gradients     is not caught: only the incoming gradients are checked.
+    inner makes a NaN of finite gradients     the NaN is returned, because only incoming gradients are checked.
                                               `skip_nonfinite(optax.identity())`, chained behind inner, checks its
                                               updates, but inner's state already contains the NaN
     ========================================  =======================================================================
@@ -195,7 +195,8 @@ def skip_on_spike(
     ========================================  =======================================================================
     condition                                 result
     ========================================  =======================================================================
-    fewer than `warmup_steps` recorded        no finite measurement is a spike
+    none or fewer than `warmup_steps`         no finite measurement is a spike
+    recorded
     a spike                                   skipped, but recorded, so that the guard adapts to a new level and cannot
                                               skip forever
     NaN or infinite measurement, or a norm    skipped, from the first step on; not recorded
@@ -204,8 +205,8 @@ def skip_on_spike(
     far below the mean                        no spike
     ========================================  =======================================================================
 
-    With `monitor="grad_norm"`, the guard makes one extra pass over the gradients. With `monitor="value"` it never
-    inspects them; wrap it in `skip_nonfinite` to skip NaN gradients as well.
+    `monitor="grad_norm"` costs one extra pass over the gradients. `monitor="value"` costs none and does not check the
+    gradients. To skip NaN gradients as well, wrap the guard in `skip_nonfinite`.
 
     Args:
       inner: the transformation to wrap, usually a whole optimizer.

@@ -120,7 +120,7 @@ def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list
 
 
 def require_replicated(what: str, flag: jax.Array | bool) -> None:
-    """Raises if `flag` may differ between devices. Devices that take different branches deadlock in a collective."""
+    """Raises if `flag` may differ between devices, because a collective deadlocks if some devices skip it."""
     if isinstance(flag, jax.Array) and varying_axes(flag):
         raise ValueError(
             f"{what} must be the same on every device, got one that may differ over "

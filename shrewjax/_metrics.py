@@ -13,7 +13,7 @@ from shrewjax._gradients import KeyPath
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """Returns the scalars that transformations keep in a state, by the transformation's name.
+    """Returns the scalars that transformations keep in a state, named by transformation.
 
     It finds states at any depth: in chains, in wrappers such as `optax.masked`, `optax.partition` or
     `optax.inject_hyperparams`, and in `nnx.Optimizer.opt_state`. It works on traced states, so that a jitted train step

@@ -4,7 +4,7 @@
 optimizer in one. Both go through `GradAccumulator._advance`, which decides in this order:
 
 1. Is the micro-batch kept? Its weight must not be 0. Unless `nonfinite` is `"propagate"`, its gradients must also be
-   finite on all devices. Gradients of weight 0 may hold anything, because they are never selected.
+   finite on all devices. Gradients of weight 0 may contain NaN, because they are never selected.
 2. Is it a step, which counts towards `accum_steps`? Every micro-batch is one, except a non-finite one under
    `"extend_window"`.
 3. Is the window closing? It closes on a flush, or if this step makes it full. A micro-batch that is no step cannot
@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 
 from shrewjax import _arguments, _floats, _gradients, _per_device
 from shrewjax._gradients import is_gradient
@@ -74,10 +75,12 @@ def metrics_of_window(state: Any) -> dict[str, Any]:
 class WindowStep(NamedTuple):
     """The result of `GradAccumulator._advance`. Flags are Python bools if they are known at trace time."""
 
-    state: Any  # after the call; a closing window's `gradient_sum` is its average, except that rows are not summed yet
+    state: (
+        Any  # the new state; if the window closes, its `gradient_sum` is the average, or rows not summed over devices
+    )
     weight_sum: jax.Array  # the window's weight, not reset if the window closes
-    has_average: Flag  # the window closes and, as far as this device can tell, has an average
-    has_weight: Flag  # the window's weight is not 0, as far as this device can tell
+    has_average: Flag  # the window closes with an average, unless it has rows and their total weight is 0
+    has_weight: Flag  # the window's weight is not 0; with rows, only Python's True is final
 
 
 class GradAccumulator:
@@ -86,9 +89,9 @@ class GradAccumulator:
     .. math:: \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
 
     The object holds the window's rules and no data. Each method takes a state and returns the new one, so that `add`
-    and `take` can be jitted, with the state donated. Compile two programs: one adds a micro-batch in place, the other
-    closes the window and runs the optimizer. The optimizer then costs time only on the closing call, even on backends
-    that evaluate both sides of a branch.
+    and `take` can be jitted, with the state donated. Jit two functions: one that adds a micro-batch in place, and one that
+    takes the average and runs the optimizer. Calls of the first cost nothing but the sum, even if a backend evaluates
+    both sides of a branch.
 
     The arguments, the edge cases and the errors are those of `accumulate`.
 
@@ -144,7 +147,7 @@ class GradAccumulator:
         )
 
     def add(self, state: GradAccumulatorState, grads: Any, weight: Any = 1) -> GradAccumulatorState:
-        """Adds a micro-batch to the window. A full window keeps growing until `take` is called.
+        """Adds a micro-batch to the window, even to a full one. Call `take` when `ready` is true.
 
         Args:
           state: the window so far; may be donated.
@@ -186,7 +189,7 @@ class GradAccumulator:
         stepped = self._advance(state, None, 0, flush=True, when_full=False)
         total, has_weight = self._average(stepped)
         has_average = stepped.has_average & has_weight
-        average = jax.tree.map(lambda x: jnp.where(has_average, x, jnp.zeros_like(x)), total)
+        average = optax.tree.where(has_average, total, optax.tree.zeros_like(total))
         state = stepped.state._replace(windows=increment_if(has_average, state.windows))
         return average, jnp.asarray(has_average), state if self._axes else state._replace(gradient_sum=average)
 
@@ -249,7 +252,8 @@ class GradAccumulator:
     ) -> WindowStep:
         """Adds a micro-batch, or none for `grads=None`, and closes the window if it is flushed or, `when_full`, full.
 
-        This is all arithmetic of the window, in the order of the module's docstring.
+        It does all arithmetic of the window, except sums over devices (`_average`). The module's docstring explains the
+        order of its decisions.
         """
         require_sum_over("accumulation", self._axes)
         if grads is not None:
@@ -279,8 +283,8 @@ class GradAccumulator:
             is_full = self._is_full(state.windows, micro_step, is_step)
             is_closing = True if is_full is True else flush | is_full
         require_replicated("the decision to close a window (flush, accum_steps, micro_step)", is_closing)
-        # If this micro-batch's weight is known, it is a normal number, and the window's weight cannot be 0. No run-time
-        # check is then needed.
+        # If `is_kept` is True, this micro-batch's weight is known and a normal number. The window's weight cannot be 0
+        # then, and no run-time check is needed.
         has_weight: Flag = True if is_kept is True else weight_sum != 0
         has_average: Flag
         if has_weight is True and self._nonfinite != "drop_window":
@@ -288,9 +292,9 @@ class GradAccumulator:
         else:
             has_average = ~window_bad if self._axes else has_weight & ~window_bad
 
-        # Divide in the same pass that adds the last micro-batch. Averaging then needs no pass of its own, and the
-        # optimizer reads the accumulator's buffer directly (tests/test_accelerators.py, row "accumulate"). Per-device
-        # rows have to be summed first (`_average`).
+        # The pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
+        # XLA:CPU, a second buffer (tests/test_accumulation.py, "written_in_place"). Per-device rows are divided in
+        # `_average`, because they have to be summed over devices first.
         scale = None
         if self._reduction != "sum" and is_closing is not False and not self._axes:
             scale = jnp.where(is_closing, _reciprocal(weight_sum, has_weight), one)
