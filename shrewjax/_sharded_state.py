@@ -147,8 +147,8 @@ def _place(path: _gradients.KeyPath, x: Any, like: Any) -> jax.Array:
         )
     if like.committed:
         return jax.device_put(x, like.sharding)
-    # Counters and other uncommitted arrays must stay uncommitted. `jit` refuses an array that is committed to one device
-    # beside arrays on the mesh (tests/test_distribution.py, "on_half_as_many_devices").
+    # Counters and other uncommitted arrays must stay uncommitted. `jit` refuses an array that is committed to one
+    # device beside arrays on the mesh (tests/test_distribution.py, "on_half_as_many_devices").
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jnp.asarray(np.asarray(jax.random.key_data(x)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

@@ -88,8 +88,8 @@ class GradAccumulator:
 
     .. math:: \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
 
-    The object holds the window's rules and no data. Each method takes a state and returns the new one, so that `add`
-    and `take` can be jitted, with the state donated. Jit two functions: one that adds a micro-batch in place, and one that
+    The object has the window's rules and no data. Each method takes a state and returns the new one, so that `add` and
+    `take` can be jitted, with the state donated. Jit two functions: one that adds a micro-batch in place, and one that
     takes the average and runs the optimizer. Calls of the first cost nothing but the sum, even if a backend evaluates
     both sides of a branch.
 
