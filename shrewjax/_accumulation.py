@@ -1,6 +1,7 @@
-"""The accumulation window: sum micro-batches, then let the optimizer see their average once.
+"""Accumulation around an optimizer: sum micro-batches, and run the optimizer once on their average.
 
-`GradAccumulator` is the window alone and holds all of its arithmetic; `accumulate` wraps an optimizer in one.
+`accumulate` wraps an optimizer in a window. `GradAccumulator` (`_window.py`) is that window and has all its arithmetic.
+`apply_gradients`, `flush` and `check_window` work on what `accumulate` returned.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -8,21 +9,20 @@ from typing import Annotated, Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from shrewjax import _arguments, _floats, _gradients
 from shrewjax._gradients import Tree, is_gradient
 from shrewjax._mesh import AxisName
-from shrewjax._states import State, described, fields
+from shrewjax._states import State, described, fields, increment_if
 from shrewjax._window import (
     AccumSteps,
     GradAccumulator,
     GradAccumulatorState,
     Nonfinite,
     Reduction,
-    increment_if,
     metrics_of_window,
-    zero_like,
 )
 from shrewjax._wrapping import (
     Flag,
@@ -39,16 +39,16 @@ from shrewjax._wrapping import (
 class AccumulateState(NamedTuple):
     """A window and the wrapped optimizer. Its fields are a file format: a change to them breaks checkpoints."""
 
-    micro_step: Annotated[jax.Array, "int32 (): micro-batches in the open window"]
-    windows: Annotated[jax.Array, "int32 (): windows so far in which inner ran"]
+    micro_step: Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
+    windows: Annotated[jax.Array, "int32 (): number of windows so far that ran inner"]
     applied: Annotated[jax.Array, "bool (): the last call ran inner"]
-    weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,): weight of the open window"]
-    window_bad: Annotated[jax.Array, "bool (): the open window is to be discarded"]
-    dropped: Annotated[jax.Array, "int32 (): non-finite micro-batches met so far, unless they propagate"]
+    weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"]
+    window_bad: Annotated[jax.Array, "bool (): drop_window will discard the open window"]
+    dropped: Annotated[jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"]
     gradient_sum: Annotated[
         Any,
-        "like the parameters, with a leading axis of all devices where there is a sum_over, in the accumulator's "
-        "dtype; meaningless while micro_step is 0",
+        "like the parameters, in the accumulator's dtype, with a leading axis of devices with sum_over; meaningless "
+        "while micro_step is 0",
     ]
     inner_state: Annotated[Any, "the wrapped optimizer's state"]
 
@@ -66,97 +66,104 @@ def accumulate(
     nonfinite: Nonfinite = "propagate",
     sum_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Lets an optimizer see the average of `accum_steps` micro-batches' gradients, once.
+    r"""Runs an optimizer once per window of `accum_steps` micro-batches, on the average of their gradients.
 
     .. math:: \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
 
-    On all but the last call of a window the updates are zeros, and neither inner's state nor its counters and
-    schedules move. On the last one inner gets the average. The optimizer is wrapped, not preceded: an optimizer with a
-    state must not see the calls that do not close a window. Put what belongs to the large batch, such as clipping,
-    inside: `accumulate(optax.chain(clip_by_global_norm(1.0), optax.adamw(1e-3)), 4)`.
+    On the last call of a window, inner runs on the average. On all other calls the updates are zeros, and inner's state
+    stays unchanged, with its counters and schedules. `accumulate` has to wrap the optimizer, because in a chain a
+    stateful optimizer would run on every call. Transformations for the large batch, such as clipping, belong inside:
+    `accumulate(optax.chain(clip_by_global_norm(1.0), optax.adamw(1e-3)), 4)`.
 
-    `update` takes two more arguments, which are not passed on:
+    `update` takes two more arguments, which inner does not receive:
 
-    * `weight=1`: the micro-batch's number of examples or tokens, a real scalar, also traced: 0, or between 2**-30 and
-      2**100. Weights are summed in float32 (in float64 beside a float64 sum), so whole numbers count exactly to 2**24.
-      Above that a weight of 1 is lost: count in larger units, such as batches, or sum in float64.
-    * `flush=False`: closes the window with this call, however many micro-batches it has. A bool, also traced.
+    * `weight=1`: the micro-batch's number of examples or tokens. It is a real scalar, traced or not: 0, or between
+      2**-30 and 2**100. Weights are summed in float32 (in float64 if a sum is float64), so whole numbers add exactly up
+      to 2**24. Above that, a weight of 1 is lost. Use larger units, such as batches, or float64 sums.
+    * `flush=False`: closes the window with this call, however many micro-batches it has. A bool, traced or not.
 
     ================================================  ==========================================================
-    what happens                                      result
+    condition                                         result
     ================================================  ==========================================================
-    a micro-batch of weight 0                         contributes nothing, whatever its gradient holds; is a step
-    a window of weight 0                              inner is not run, updates are zeros
+    a micro-batch of weight 0                         adds nothing, even if its gradient is NaN, but counts towards
+                                                      `accum_steps`
+    a window of weight 0                              inner does not run, updates are zeros
     a known weight that is out of range or NaN        an error
-    a weight sum that is out of range or NaN          the average is NaN; a `"sum"` is not divided, and stays
+    a weight sum that is out of range or NaN          the average is NaN; a `"sum"` is not divided and not affected
     a product w g, or a sum, too large for its dtype  the average is infinite or NaN, under every `nonfinite`
-    a product w g below the smallest normal number    may count as 0; larger weights avoid it
-    accum_steps = 1                                   what inner does, on every call
-    accum_steps shrinks, by schedule or on resuming   the open window closes when it has that many or more
+    a product w g below the smallest normal number    may be flushed to 0; larger weights avoid it
+    accum_steps = 1                                   inner runs on every call
+    accum_steps shrinks, by schedule or on resuming   the open window closes at its next step with that many or more
     a gradient of None where there is a parameter     adds zero
-    integer, boolean and key parameters               hold no sum, get zero updates; gradients of the same, or float0
+    integer, boolean and key parameters               have no sum and get zero updates; their gradients are of the
+                                                      same dtype, float0 or None
     ================================================  ==========================================================
 
-    A micro-batch whose gradients hold a NaN or an infinity, by `nonfinite`:
+    `nonfinite` decides about a micro-batch whose gradients contain a NaN or an infinity:
 
     ====================  ======================================================================================
-    `"propagate"`         is taken as it is: the average is what arithmetic says, and the next window is clean
-    `"drop_microbatch"`   weighs 0; the window closes on schedule, over the others
-    `"drop_window"`       takes the whole window with it: zero updates, inner is not run
-    `"extend_window"`     is as if it had never come: the window waits for another
+    `"propagate"`         it is added like any other, so the average is non-finite; the next window is clean
+    `"drop_microbatch"`   it gets weight 0; the window closes on schedule, with the average of the others
+    `"drop_window"`       the whole window is discarded: zero updates, inner does not run
+    `"extend_window"`     it is ignored and does not count towards `accum_steps`
     ====================  ======================================================================================
 
-    `nonfinite` looks at the gradients alone. `skip_nonfinite` inside, around the optimizer, looks at the average.
+    `nonfinite` checks the micro-batches' gradients alone. To check the average as well, wrap inner in `skip_nonfinite`.
 
-    What surprises: unknown keywords go to inner, as everywhere in Optax, so a misspelt `weights=` is not noticed here.
-    A gradient tree of `None`s is a micro-batch of zeros; to close a window without one, use `flush`.
-    `optax.masked(accumulate(...), mask)` lets the raw gradients of masked-out leaves through on every call. A link
-    after `accumulate` in a chain moves on every call. A line search, or a rule that looks at the loss, sees the
-    `value` of the closing call.
+    Caution:
+
+    * `update` forwards unknown keyword arguments to inner, as is usual in Optax. A misspelt `weights=` is therefore no
+      error here.
+    * A gradient tree of `None` is a micro-batch of zeros. To close a window without a micro-batch, use `flush`.
+    * `optax.masked(accumulate(...), mask)` returns the raw gradients of masked-out leaves on every call.
+    * A transformation after `accumulate` in a chain runs on every call.
+    * A line search, or a rule that reads the loss, gets the `value` of the closing call.
 
     Args:
       inner: the transformation to wrap, usually a whole optimizer.
-      accum_steps: calls a window. An int >= 1, a scalar array, or a function of `windows` (int32) that returns one, or
-        a float, which is rounded up. In an array, a number below 1 or NaN counts as 1.
+      accum_steps: number of micro-batches per window. An int >= 1, a scalar array, or a function of `windows` (int32)
+        that returns such a number, or a float, which is rounded up. In an array, a number below 1 or NaN counts as 1.
       reduction: `"mean"` for gradients of a mean loss: sum(w g) / sum(w), equal to the gradient of the one large
         batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w). `"sum"`: sum(g).
-      accumulator_dtype: dtype of the sum; by default the wider of float32 and the parameter's (complex for complex).
-        The average is cast to the gradient's dtype on its way into inner, within 2 ulp of the exact quotient.
-      nonfinite: what to do with a bad micro-batch, see above; counted in the state as `dropped`. All but `"propagate"`
-        read the gradients once more.
-      sum_over: the mapped axis, or axes, over which the gradients are still to be summed, see below. `()` says that
-        they are the same on every device, which must be said where no type tells it (`check_vma=False`, `jax.pmap`).
+      accumulator_dtype: dtype of the sum. By default the wider of float32 and the parameter's dtype, complex for
+        complex. Inner gets the average cast to the gradient's dtype, within 2 ulp of the exact quotient.
+      nonfinite: the policy for a non-finite micro-batch, see the second table. The state counts those in `dropped`. All
+        policies except `"propagate"` make one extra pass over the gradients.
+      sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, see below. Pass `()`
+        if the gradients are the same on every device already. This is required with `check_vma=False` and in
+        `jax.pmap`, because JAX's types do not record it there.
 
-    Many devices: where the gradients come reduced, as under `jax.jit`, there is nothing to do, and every micro-step
-    costs an all-reduce. With `sum_over="data"` each device adds up its own gradients, and sum(w g) and sum(w) cross
-    the network once a window, when it closes, in one all-reduce:
+    Under plain `jax.jit` on many devices, JAX reduces the gradients of a mean loss itself, and no argument is needed.
+    That costs one all-reduce per micro-step. With `sum_over="data"` each device adds up its own gradients, and one
+    all-reduce of sum(w g) and sum(w) runs per window, when it closes:
 
-    * in `jax.shard_map` over that axis the gradients are a device's own, and `weight` is its own number of examples (of
-      all devices that share its batch, where parameters are sharded over other axes: what the loss is divided by). By
-      default JAX reduces the gradient of replicated parameters as it makes it; to keep it local, let
-      `own = jax.lax.pcast(params, "data", to="varying")` and then take `jax.grad(loss)(own)`. Under `check_vma=False`
-      it is local already; do not accumulate over an axis that parameters are sharded over.
-    * under plain `jax.jit` the gradients, as made by `jax.vmap`, have a leading axis with a row for each device, and
-      `weight` is a scalar or a vector of them.
-    * in `jax.vmap(..., axis_name="data")` each row is such a device; map `init` likewise.
+    * In `jax.shard_map` over that axis, each device passes its own gradients, and its own number of examples as
+      `weight`. If parameters are sharded over other axes, several devices share a batch. `weight` is then the number of
+      examples of all of them, by which the loss is divided. By default, JAX reduces the gradient of replicated
+      parameters. To keep it local, compute `own = jax.lax.pcast(params, "data", to="varying")` outside the loss, and
+      then `jax.grad(loss)(own)`. With `check_vma=False` it is local already. Parameters must not be sharded over
+      `sum_over`.
+    * Under plain `jax.jit` the gradients have a leading axis with one row per device, as `jax.vmap` returns them.
+      `weight` is a scalar, or a vector with one number per row.
+    * In `jax.vmap(..., axis_name="data")` each row is such a device. Map `init` over the same axis.
 
-    The sums and the weight in the state have such a leading axis, sharded over `sum_over`: `init` finds its size from
-    parameters that are placed on a mesh, or from `jax.set_mesh`; `state_specs` has the specs for `shard_map`;
-    `redistribute` moves a state to another number of devices. If `nonfinite` is not `"propagate"`, one flag is reduced
-    on every micro-step: a micro-batch that is bad on one device is bad on all. Parameters may be sharded over other
-    axes of the mesh. The transformations inside see the average, the same on every device along `sum_over`: where they
-    need `sharded_over` (`check_vma=False`, `jax.pmap`), it is that of the parameters' shards, or `()`.
+    The sums and the weight in the state have such a leading axis, sharded over `sum_over`. `init` reads its size from
+    parameters that are placed on a mesh, or from `jax.set_mesh`. `state_specs` returns the specs for `shard_map`, and
+    `redistribute` moves a state to another number of devices. Unless `nonfinite` is `"propagate"`, one flag is reduced
+    on every micro-step, because a micro-batch that is non-finite on one device is so on all. Parameters may be sharded
+    over other axes of the mesh. The average is the same on every device along `sum_over`. If transformations inside
+    need `sharded_over` (`check_vma=False`, `jax.pmap`), pass the axes of the parameters' shards, or `()`.
 
     Returns:
       A transformation with state `AccumulateState`, whose structure, shapes and dtypes never change.
 
     Raises:
-      ValueError: an argument is not as described; `inner` is itself what `accumulate` returned; a complex gradient
-        comes for a real accumulator, an integer one for a floating parameter; a gradient is known to be reduced over
-        `sum_over` already, or, without it, known not to be; devices may differ on when a window closes; no type tells
-        whether gradients are reduced, and `sum_over` is missing; `init` does not find the mesh.
+      ValueError: an argument is not as described; `inner` was returned by `accumulate`; a gradient is complex and its
+        accumulator real, or one of gradient and parameter is floating and the other not; by its type, a gradient is
+        already reduced over `sum_over`, or not reduced without `sum_over`; devices may disagree on when a window
+        closes; types do not record whether gradients are reduced, and `sum_over` is missing; `init` finds no mesh.
       AssertionError: from chex, while tracing: the gradients' structure or a leaf's shape differs from the parameters
-        given to `init`, or inner changes the structure, shapes or dtypes of its state.
+        passed to `init`, or inner changes the structure, shapes or dtypes of its state.
 
     Example:
       >>> tx = accumulate(optax.sgd(1.0), 2)
@@ -169,11 +176,11 @@ def accumulate(
       >>> updates, state.windows
       (Array([-4., -5.], dtype=float32), Array(1, dtype=int32))
 
-    The weighted mean is the large batch's gradient by linearity; the mean of means is not, see "Bugs in LLM Training -
-    Gradient Accumulation Fix", Unsloth, 2024.
+    The weighted mean equals the large batch's gradient by linearity. The mean of means does not, see "Bugs in LLM
+    Training - Gradient Accumulation Fix", Unsloth, 2024.
     """
     if isinstance(inner, _Accumulation):
-        raise ValueError("inner is itself an accumulation: multiply the accum_steps instead of nesting them")
+        raise ValueError("inner is itself an accumulation. Multiply the accum_steps instead of nesting accumulations")
     wrapped = inner_transformation(inner)
     window = GradAccumulator(
         accum_steps,
@@ -225,21 +232,23 @@ def accumulate(
             return update_or_apply(wrapped, gradients, state.inner_state, params, apply=apply, runs=runs, **extra_args)
 
         def reduce_and_run() -> tuple[Any, tuple[Any, ...]]:
-            average, weighs = window._average(stepped)
+            average, has_weight = window._average(stepped)
             returned, inner_state = run_inner(average, True)
-            if weighs is not True:  # selected, because a branch within a branch would copy on CUDA
+            if has_weight is not True:
+                # Select, because XLA copies parameters and state in a branch within a branch on CUDA
+                # (tests/test_accelerators.py).
                 unchanged = params if apply else optax.tree.zeros_like(returned), state.inner_state
-                returned, inner_state = optax.tree.where(weighs, (returned, inner_state), unchanged)
-            return returned, (inner_state, jnp.asarray(weighs), window._emptied_rows(stepped, average))
+                returned, inner_state = optax.tree.where(has_weight, (returned, inner_state), unchanged)
+            return returned, (inner_state, jnp.asarray(has_weight), window._emptied_rows(stepped, average))
 
         gradient_sum = stepped.state.gradient_sum
         if window._axes:
             idle = (state.inner_state, jnp.zeros((), bool), gradient_sum)
-            returned, after = run_or_skip(stepped.closes, reduce_and_run, idle, params, apply=apply)
+            returned, after = run_or_skip(stepped.has_average, reduce_and_run, idle, params, apply=apply)
             inner_state, applied, gradient_sum = after
         else:
-            returned, inner_state = run_inner(gradient_sum, stepped.closes)
-            applied = jnp.asarray(stepped.closes)
+            returned, inner_state = run_inner(gradient_sum, stepped.has_average)
+            applied = jnp.asarray(stepped.has_average)
         returned = _with_integers(returned, like, params if apply else None)
         new_state = stepped.state._replace(
             windows=increment_if(applied, state.windows),
@@ -271,15 +280,16 @@ def apply_gradients(
     params: Tree,
     **extra_args: Any,
 ) -> tuple[Tree, State]:
-    """`tx.update` and `optax.apply_updates` in one, for any Optax transformation.
+    """Calls `tx.update` and `optax.apply_updates` in one, for any Optax transformation.
 
-    For what `accumulate` returned, a call that does not close the window touches nothing but the accumulator: neither
-    updates nor parameters are read or written. Programs compiled for CPU, GPU and TPU are tested to do so.
-    Donate both, in a step that takes them in the order in which it returns them, such as
-    `jax.jit(step, donate_argnums=(0, 1))` for `step(params, opt_state, ...) -> (params, opt_state)`: JAX pairs donated
-    buffers with results in order, and a wrong pair costs a copy. An accumulation inside another transformation, such
-    as `optax.chain`, is not seen; the result is the same. Parameters to which nothing can be added stay: keys, and
-    those whose gradient is float0.
+    If `accumulate` returned `tx`, a call that does not close the window touches only the accumulator. It neither reads
+    nor writes updates and parameters. Tests check this in programs compiled for CPU, GPU and TPU. An accumulation
+    inside an Optax transformation, such as `optax.chain`, gives the same result without this saving.
+
+    Donate parameters and state. The step has to return them in the order in which it takes them, such as
+    `step(params, opt_state, ...) -> (params, opt_state)` with `jax.jit(step, donate_argnums=(0, 1))`. JAX pairs donated
+    buffers with results in order, and a wrong pair costs a copy. Keys, and parameters whose gradient is float0, stay
+    unchanged.
 
     Args:
       tx: any transformation.
@@ -292,7 +302,7 @@ def apply_gradients(
       The new parameters and the new state.
 
     Raises:
-      What `tx.update` raises.
+      The errors of `tx.update`.
 
     Example:
       >>> tx = accumulate(optax.sgd(1.0), 2)
@@ -303,32 +313,33 @@ def apply_gradients(
       >>> params
       Array([-2., -3.], dtype=float32)
     """
-    # Outside of jit, a NumPy array would come back itself from a call that leaves it alone, and be shared.
+    # Outside of jit, a skipped step would otherwise return the caller's own NumPy arrays, which then share memory
+    # (tests/test_train_steps.py, "returns_jax_arrays_too").
     params = jax.tree.map(jnp.asarray, params)
     return update_or_apply(tx, lambda: grads, opt_state, params, apply=True, runs=True, **extra_args)
 
 
 def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **extra_args: Any) -> tuple[Tree, State]:
-    """Closes a window that is open, at the end of an epoch or of training, over the micro-batches that it has.
+    """Closes an open window, at the end of an epoch or of training, with the micro-batches that it has.
 
-    The divisor is the weight that came, not `accum_steps`. An empty window is left alone: zero updates. To close a
-    window together with its last micro-batch, pass `flush=True` to `update` instead. Through `nnx.Optimizer`, which
-    holds state and parameters as variables, call `optimizer.update(model, grads, weight=0, flush=True)` with any
-    gradients: at weight 0 they contribute nothing.
+    The divisor is the window's weight so far, not `accum_steps`. For an empty window, the updates are zeros and inner
+    does not run. To close a window together with its last micro-batch, pass `flush=True` to `update` instead. With
+    `nnx.Optimizer`, which holds state and parameters as variables, call
+    `optimizer.update(model, grads, weight=0, flush=True)`. At weight 0 any gradients add nothing.
 
     Args:
-      tx: what `accumulate` returned. An accumulation inside another transformation (`optax.chain`, `optax.masked`,
-        `optax.inject_hyperparams`) cannot be flushed from outside: what is around it would see a gradient that never
-        was. There, pass `flush=True` to `update`, as above.
+      tx: the transformation that `accumulate` returned. An accumulation inside another transformation (`optax.chain`,
+        `optax.masked`, `optax.inject_hyperparams`) cannot be flushed from outside, because the outer one would process
+        a gradient that does not exist. There, pass `flush=True` to `update`, as above.
       opt_state: its state.
-      params: the parameters; the average is cast to their dtypes.
+      params: the parameters. The average is cast to their dtypes.
       **extra_args: passed to the wrapped optimizer.
 
     Returns:
       The updates and the new state.
 
     Raises:
-      ValueError: `tx` is not what `accumulate` returned.
+      ValueError: `tx` was not returned by `accumulate`.
 
     Example:
       >>> tx = accumulate(optax.sgd(1.0), 4)
@@ -340,23 +351,23 @@ def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **ex
     """
     if not isinstance(tx, _Accumulation):
         raise ValueError(
-            f"tx must be what accumulate returned itself, got {tx!r}. Where accumulate is inside of another "
+            f"tx must be the transformation that accumulate returned, got {tx!r}. If accumulate is inside another "
             "transformation, pass flush=True to update with the last micro-batch. Or call "
-            "tx.update(grads, opt_state, params, weight=0, flush=True) with any finite grads, which contribute nothing"
+            "tx.update(grads, opt_state, params, weight=0, flush=True) with any finite grads, which add nothing"
         )
     no_gradients = jax.tree.map(lambda _: None, params)
     return tx.update(no_gradients, opt_state, params, weight=0, flush=True, **extra_args)
 
 
 def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
-    """Checks the values in a window, where wanted: under `chex.chexify`, or outside of jit.
+    """Checks the values in all windows of a state, under `chex.chexify` or outside of jit.
 
-    For every window found in the state: `0 <= micro_step < accum_steps` (`<=` for `GradAccumulator`, whose full window
-    waits to be taken) and a finite `weight_sum >= 0`; and a finite `weight >= 0`. What is known while tracing is always
-    checked by `accumulate` itself; values can only be checked when the program runs.
+    Every window must have `0 <= micro_step < accum_steps` (`<=` for `GradAccumulator`, whose full window waits for
+    `take`) and a finite `weight_sum >= 0`. `weight` must be finite and >= 0. `accumulate` itself always checks shapes,
+    dtypes and all values that are known while tracing. Other values can only be checked when the program runs.
 
     Args:
-      opt_state: a state that holds windows, at any depth.
+      opt_state: a state that contains windows, at any depth.
       accum_steps: the length of a window.
       weight: the weight about to be passed to `update`.
 
@@ -365,8 +376,8 @@ def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
 
     Raises:
       AssertionError: from chex; under `chex.chexify` when the program runs.
-      RuntimeError: from chex; in a jitted function that is not inside `chex.chexify`.
-      ValueError: the state holds no window.
+      RuntimeError: from chex, in a jitted function that is not inside `chex.chexify`.
+      ValueError: the state contains no window.
 
     Example:
       >>> tx = accumulate(optax.sgd(0.1), 2)
@@ -381,47 +392,52 @@ def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, WINDOW_STATES))
     windows = [x for x in nodes if isinstance(x, WINDOW_STATES)]
     if not windows:
-        raise ValueError("check_window found no window in the state")
-    _assert_values(jnp.isfinite(weight) & (jnp.asarray(weight) >= 0), f"weight {weight} is not finite and >= 0")
+        raise ValueError("opt_state must contain a window of accumulate or GradAccumulator, got a state with no window")
+    _assert_values(jnp.isfinite(weight) & (jnp.asarray(weight) >= 0), f"weight must be finite and >= 0, got {weight}")
     for window in windows:
         longest = accum_steps - isinstance(window, AccumulateState)
         in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
-        _assert_values(in_range, f"micro_step is not between 0 and {longest}")
-        _assert_values(jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0), "weight_sum is not finite and >= 0")
+        _assert_values(in_range, f"micro_step must be between 0 and {longest}")
+        _assert_values(jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0), "weight_sum must be finite and >= 0")
 
 
 class _Accumulation(optax.GradientTransformationExtraArgs):
-    """What `accumulate` returns, known by its type."""
+    """The transformation that `accumulate` returns. Its type is how `flush` and `accumulate` recognize it."""
 
 
 def _as_gradients(average: chex.ArrayTree, like: chex.ArrayTree, params: optax.Params | None) -> optax.Updates:
-    """The average in the gradients' dtypes; where there was none, in the parameters'."""
+    """Returns the average in the gradients' dtypes, or in the parameters' if a gradient is None."""
 
     def cast(x: jax.Array, grad: Any, param: Any = None) -> Any:
         grad = param if grad is None else grad
         if grad is None:
             return x
         if not is_gradient(grad):
-            return zero_like(grad)
+            return _zero_like(grad)
         return x if _floats.is_complex(x) and not _floats.is_complex(grad) else x.astype(grad.dtype)
 
     return jax.tree.map(cast, average, like) if params is None else jax.tree.map(cast, average, like, params)
 
 
 def _with_integers(returned: chex.ArrayTree, like: chex.ArrayTree, params: optax.Params | None) -> chex.ArrayTree:
-    """Returns updates with zeros (new parameters with `params`) in the leaves that hold no sum."""
+    """Returns updates with zeros, or new parameters with the old ones, in the leaves that have no sum."""
 
     def keep(grad: Any, new: Any, old: Any = None) -> Any:
         if grad is None or is_gradient(grad):
             return new
-        return zero_like(grad) if old is None else old
+        return _zero_like(grad) if old is None else old
 
     trees = (returned,) if params is None else (returned, params)
     return jax.tree.map(keep, like, *trees, is_leaf=lambda x: x is None)
 
 
-def _assert_values(holds: jax.Array, message: str) -> None:
-    chex.assert_trees_all_equal(holds, jnp.ones_like(holds), custom_message=message)
+def _zero_like(x: Any) -> Any:
+    """Returns zeros of the same shape and dtype. JAX has no float0 arrays, so those are NumPy's."""
+    return np.zeros(x.shape, x.dtype) if x.dtype == jax.dtypes.float0 else jnp.zeros_like(x)
+
+
+def _assert_values(is_valid: jax.Array, message: str) -> None:
+    chex.assert_trees_all_equal(is_valid, jnp.ones_like(is_valid), custom_message=message)
 
 
 WINDOW_STATES = (GradAccumulatorState, AccumulateState)

@@ -1,9 +1,9 @@
-"""Branches: one form that is right on every backend, and outside of jit.
+"""Branches: one conditional that copies nothing on any backend, and compiles nothing outside of jit.
 
-XLA's conditional can hand an operand through in place only in its branch 0; any other branch copies what it returns
-unchanged. `lax.cond` numbers its two branches differently on different backends. On CUDA, an open accumulation window
-then copied parameters and optimizer state on every call, and under FSDP returned them replicated. So `run_if` puts
-the idle branch first, with `lax.switch`. `tests/test_accelerators.py` holds this for CUDA and TPU.
+XLA's conditional passes an operand through in place only in its branch 0. Any other branch copies the operands that it
+returns unchanged. `lax.cond` numbers its two branches differently on different backends. On CUDA, an open accumulation
+window then copied parameters and optimizer state on every call, and returned sharded parameters replicated. `run_if`
+therefore uses `lax.switch` and puts the idle branch first. `tests/test_accelerators.py` holds this for CUDA and TPU.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,9 @@ from jax import lax
 
 
 def run_if(flag: bool | jax.Array, run: Callable[[], Any], idle: Callable[[], Any]) -> Any:
-    """Returns `run()` if the flag is set, else `idle()`, which should return what it has, unchanged."""
+    """Returns `run()` if the flag is set, otherwise `idle()`, which should return existing arrays unchanged."""
     if isinstance(flag, jax.core.Tracer):
         return lax.switch(flag.astype(jnp.int32), [idle, run])
-    # Outside of jit, `lax.switch` would compile both branches on every call, because they are new functions each time.
+    # Outside of jit, `lax.switch` would compile both branches on every call, because they are new functions each time
+    # (tests/test_train_steps.py, "outside of jit").
     return run() if flag else idle()

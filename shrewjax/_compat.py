@@ -1,6 +1,7 @@
 """JAX's spellings that differ between the versions this package supports, from 0.8.0 on.
 
-Each function says which version brought today's spelling: the other one can go when that is the oldest supported.
+Each function names the JAX version that brought today's spelling. Delete the older spelling when that version is the
+oldest supported one.
 """
 
 from collections.abc import Hashable
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 
 
 def context_mesh() -> Any:
-    """Returns the mesh of `jax.set_mesh`, an empty one if there is none. `jax.sharding.get_mesh`: from JAX 0.9.1 on."""
+    """Returns the mesh of `jax.set_mesh`, or an empty mesh if none is set. `jax.sharding.get_mesh`: JAX 0.9.1."""
     if hasattr(jax.sharding, "get_mesh"):
         return jax.sharding.get_mesh()
     from jax._src.mesh import get_concrete_mesh
@@ -21,15 +22,15 @@ def context_mesh() -> Any:
 
 
 def as_varying(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
-    """Returns x as varying over these mapped axes too. `jax.lax.pcast`: from JAX 0.9.0 on."""
+    """Returns `x` with a type that also varies over these mapped axes. `jax.lax.pcast`: JAX 0.9.0."""
     spelling: Any = lax
     return spelling.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else spelling.pvary(x, axes)
 
 
 def varying_axes(aval: Any) -> frozenset[Hashable]:
-    """Returns the mapped axes over which a type varies. `manual_axis_type`: from JAX 0.10.0 on.
+    """Returns the mapped axes over which a type varies. `manual_axis_type`: JAX 0.10.0.
 
-    A shape that says nothing of axes, as `jax.ShapeDtypeStruct` may, has None.
+    A `jax.ShapeDtypeStruct` that was made without mapped axes has None there.
     """
     if hasattr(aval, "manual_axis_type"):
         return aval.manual_axis_type.varying if aval.manual_axis_type else frozenset()

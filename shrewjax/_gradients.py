@@ -1,6 +1,9 @@
-"""TODO."""
+"""Trees of gradients: their leaves as arrays, which leaves are clipped and summed, and how messages name a leaf.
 
-from collections.abc import Callable
+Rules take a tree apart with `gradient_leaves` and treat the leaves for which `is_gradient` is true. They
+leave all other leaves alone, such as integers, float0 and keys. `same_leaves` checks that gradients fit an accumulator.
+"""
+
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,29 +16,30 @@ KeyPath = tuple[Any, ...]
 
 
 Tree = TypeVar("Tree")
-"""A pytree that comes back as the type that went in. Its leaves come back as JAX arrays."""
+"""A pytree that is returned as the type that was passed in. Its leaves are returned as JAX arrays."""
 
 
 def gradient_leaves(grads: Any) -> tuple[list[KeyPath], list[Any], Any]:
-    """The leaves of gradients as arrays, where each is, and the tree's structure."""
+    """Returns the key paths of a tree of gradients, its leaves as arrays, and its structure."""
     with_paths, treedef = jax.tree.flatten_with_path(grads)
     return [path for path, _ in with_paths], [array_leaf(path, leaf) for path, leaf in with_paths], treedef
 
 
 def gradient_arrays(grads: Any) -> Any:
-    """The same tree with such leaves."""
+    """Returns the tree of gradients with its leaves as arrays."""
     return jax.tree.map_with_path(array_leaf, grads)
 
 
 def parameter_arrays(params: Any) -> Any:
-    """Parameters likewise, of whatever dtype."""
+    """Returns the tree of parameters with its leaves as arrays. Any dtype is accepted."""
     return jax.tree.map_with_path(partial(_as_array, what="parameter"), params)
 
 
-def same_leaves(grads: Any, gradient_sum: Any, *, compared: Callable[[Any], bool], what: str) -> None:
-    """At trace time: gradients have the accumulator's structure and, where both leaves are `compared`, its shapes.
+def same_leaves(grads: Any, gradient_sum: Any, *, what: str) -> None:
+    """Raises, while tracing, unless gradients have the accumulator's structure and shapes.
 
-    A gradient of None fits every leaf. Adds no operation to the program.
+    A gradient of None fits every leaf, and so does any shape if one of the two leaves is no gradient. The check adds no
+    operation to the program. `what` names the accumulator in messages.
     """
     given, expected = (
         dict(jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)) for tree in (grads, gradient_sum)
@@ -50,7 +54,7 @@ def same_leaves(grads: Any, gradient_sum: Any, *, compared: Callable[[Any], bool
     if not wrong:
 
         def fill(total: Any, grad: Any) -> Any:
-            return grad if grad is not None and compared(grad) and compared(total) else total
+            return grad if grad is not None and is_gradient(grad) and is_gradient(total) else total
 
         filled = jax.tree.map(fill, gradient_sum, grads)
     chex.assert_trees_all_equal_structs(
@@ -64,22 +68,26 @@ def same_leaves(grads: Any, gradient_sum: Any, *, compared: Callable[[Any], bool
 
 
 def leaf_name(path: KeyPath) -> str:
-    """How messages name the leaf at `path`; the tree itself may be the leaf."""
+    """Returns the name of the leaf at `path` for messages. The whole tree may be one leaf."""
     return jax.tree_util.keystr(path) or "(the tree itself)"
 
 
 def array_leaf(path: KeyPath, leaf: Any) -> Any:
-    """A gradient leaf: floating and complex NumPy arrays and Python numbers as JAX has them, the rest as it is."""
+    """Returns a gradient leaf as an array: Python numbers and floating or complex NumPy arrays become JAX arrays.
+
+    Other arrays are returned as they are. Raises if the leaf is no array or number, or if its dtype cannot hold
+    gradients.
+    """
     if hasattr(leaf, "dtype") and not _holds_gradients(leaf.dtype):
         raise ValueError(
-            f"gradient leaf {leaf_name(path)} must have a dtype with a sign, a zero and a NaN, got {leaf.dtype}: "
-            "cast the leaf to float32, or leave it out by optax.masked"
+            f"gradient leaf {leaf_name(path)} must have a dtype with a sign, a zero and a NaN, got {leaf.dtype}. "
+            "Cast the leaf to float32. Or leave it out with optax.masked"
         )
     return _as_array(path, leaf, what="gradient")
 
 
 def is_gradient(leaf: Any) -> bool:
-    """Whether a leaf takes part: floating and complex ones do; integers, booleans, float0 and keys do not."""
+    """Returns whether a leaf is clipped and summed: true for floating and complex leaves alone."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
@@ -93,7 +101,7 @@ def _as_array(path: KeyPath, leaf: Any, what: str) -> Any:
 
 
 def _holds_gradients(dtype: Any) -> bool:
-    """Whether a number of the dtype can be negative or NaN: float8_e8m0fnu has no sign, narrower ones no NaN."""
+    """Returns whether a dtype has negative numbers and NaN: float8_e8m0fnu has no sign, 4- and 6-bit floats no NaN."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return True
     negative, nan = np.asarray([-1.0, np.nan]).astype(dtype)

@@ -1,7 +1,7 @@
-"""Guards: wrappers that leave out a step, so that neither the parameters nor the optimizer's state see it.
+"""Guards: wrappers that skip a step, so that neither the parameters nor the optimizer's state see its gradients.
 
-Where a step is left out, the updates are zeros and the wrapped transformation does not run: its moments, counters and
-schedules stay as they are. The decision is made on whole gradients, on every device alike.
+In a skipped step the updates are zeros and the wrapped transformation does not run. Its moments, counters and schedules
+stay unchanged. A guard decides on whole gradients, so that every device decides the same.
 """
 
 from typing import Annotated, Any, Literal, NamedTuple
@@ -15,7 +15,7 @@ from shrewjax._clipping import global_norm
 from shrewjax._gradients import is_gradient
 from shrewjax._mesh import AxisName, require_replicated
 from shrewjax._reductions import all_finite
-from shrewjax._states import described, fields
+from shrewjax._states import described, fields, increment_if
 from shrewjax._wrapping import Flag, Gradients, decide_if, inner_transformation, update_or_apply, wrapper
 
 AtLimit = Literal["keep_skipping", "zero_nonfinite"]
@@ -26,12 +26,12 @@ Monitor = Literal["grad_norm", "value"]
 
 @described
 class SkipNonfiniteState(NamedTuple):
-    """What was skipped, and the wrapped optimizer. Its fields are a file format."""
+    """Counts of skipped steps, and the wrapped optimizer. Its fields are a file format."""
 
     applied: Annotated[jax.Array, "bool (): the last call ran inner"]
-    skipped: Annotated[jax.Array, "int32 (): calls so far that did not"]
-    consecutive: Annotated[jax.Array, "int32 (): non-finite gradients in a row, up to the last call"]
-    limit_reached: Annotated[jax.Array, "bool (): as many in a row as max_consecutive"]
+    skipped: Annotated[jax.Array, "int32 (): number of calls so far that did not run inner"]
+    consecutive: Annotated[jax.Array, "int32 (): number of calls with non-finite gradients in a row, to the last one"]
+    limit_reached: Annotated[jax.Array, "bool (): `consecutive` is at least max_consecutive"]
     inner_state: Annotated[Any, "the wrapped optimizer's state"]
 
     def metrics(self) -> dict[str, Any]:
@@ -46,36 +46,37 @@ def skip_nonfinite(
     at_limit: AtLimit = "keep_skipping",
     sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skips the steps whose gradients hold a NaN or an infinity.
+    """Skips the steps whose gradients contain a NaN or an infinity.
 
-    Such an element never gets to `inner`, however many steps in a row hold one. A run of them mostly means that the
-    parameters themselves are broken, or that a loss scale is too high: `max_consecutive` in a row set `limit_reached`
-    in the state, for the training loop to read (`shrewjax.metrics`) and to stop at, or go back to a checkpoint. What
-    the guard itself does from there on is `at_limit`:
+    No such element reaches `inner`, however many steps in a row have one. A run of them usually means that the
+    parameters are broken, or that a loss scale is too high. After `max_consecutive` in a row, the state's
+    `limit_reached` is set. The training loop can read it (`shrewjax.metrics`), and stop or return to a checkpoint. From
+    the limit on, the guard follows `at_limit`:
 
     ====================  ======================================================================================
-    `"keep_skipping"`     it goes on skipping
-    `"zero_nonfinite"`    it zeroes the elements that are not finite, and inner gets the rest
+    `"keep_skipping"`     it skips every step with non-finite gradients, as before
+    `"zero_nonfinite"`    it sets the non-finite elements to zero, and runs inner on the result
     ====================  ======================================================================================
 
     ========================================  =======================================================================
     condition                                 result
     ========================================  =======================================================================
-    all gradients finite                      what inner does; the row ends, and with it `limit_reached`
-    finite, but with a norm beyond float32    likewise
-    no leaves                                 likewise
-    inner makes a NaN of finite gradients     it goes through: only what comes in is looked at. Chained behind,
-                                              `skip_nonfinite(optax.identity())` looks at what comes out, but inner's
-                                              state has then taken it in
+    all gradients finite                      inner runs; `consecutive` is 0 and `limit_reached` is not set
+    finite, but with a norm beyond float32    as for finite gradients
+    no leaves                                 as for finite gradients
+    inner makes a NaN of finite gradients     the NaN is returned, because only incoming gradients are checked.
+                                              `skip_nonfinite(optax.identity())`, chained behind inner, checks its
+                                              updates, but inner's state already contains the NaN
     ========================================  =======================================================================
 
-    Reads the gradients once more. Put it around the whole optimizer, inside `accumulate`; to leave out a micro-batch
-    alone, use the `nonfinite` of `accumulate`.
+    The guard makes one extra pass over the gradients. Wrap the whole optimizer in it, inside `accumulate`. To skip a
+    single micro-batch, use the argument `nonfinite` of `accumulate`.
 
     Args:
       inner: the transformation to wrap, usually a whole optimizer.
-      max_consecutive: how many in a row are the limit, a real scalar >= 1, or a scalar array. `None` means no limit.
-      at_limit: what to do from the limit on, see above.
+      max_consecutive: the limit, a number of steps in a row, as a real scalar >= 1 or a scalar array. `None` means no
+        limit.
+      at_limit: the guard's behaviour from the limit on, see the first table.
       sharded_over: as in `grad_norm`.
 
     Returns:
@@ -94,13 +95,13 @@ def skip_nonfinite(
       >>> updates, state.skipped, state.limit_reached
       (Array([0., 0.], dtype=float32), Array(2, dtype=int32), Array(True, dtype=bool))
 
-    `optax.apply_if_finite` is its model, but for what happens at the limit: there the NaN is applied.
+    It follows `optax.apply_if_finite`, except at the limit, because Optax applies the NaN there.
     """
     wrapped = inner_transformation(inner)
     limit = None if max_consecutive is None else _arguments.real("max_consecutive", max_consecutive, at_least=1)
     at_limit = _arguments.choice("at_limit", at_limit, ("keep_skipping", "zero_nonfinite"))
     if limit is None and at_limit != "keep_skipping":
-        raise ValueError(f"at_limit={at_limit!r} needs a limit, got max_consecutive=None: pass max_consecutive")
+        raise ValueError(f"at_limit={at_limit!r} needs a limit, got max_consecutive=None. Pass max_consecutive")
     axes = _arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> SkipNonfiniteState:
@@ -134,7 +135,7 @@ def skip_nonfinite(
             applied = finite | limit_reached if at_limit == "zero_nonfinite" else finite
             return applied, SkipNonfiniteState(
                 applied=applied,
-                skipped=_counted_unless(applied, state.skipped),
+                skipped=increment_if(~applied, state.skipped),
                 consecutive=consecutive,
                 limit_reached=limit_reached,
                 inner_state=(),
@@ -160,13 +161,13 @@ def skip_nonfinite(
 
 @described
 class SkipOnSpikeState(NamedTuple):
-    """What was seen and skipped, and the wrapped optimizer. Its fields are a file format."""
+    """The measurements, counts of skipped steps, and the wrapped optimizer. Its fields are a file format."""
 
-    history: Annotated[_history.History, "the last finite measurements, spikes among them"]
-    measured: Annotated[jax.Array, "float32 (): the last one, finite or not"]
-    threshold: Annotated[jax.Array, "float32 (): above it, the last one was a spike; inf while the guard is off"]
+    history: Annotated[_history.History, "the last finite measurements, including spikes"]
+    measured: Annotated[jax.Array, "float32 (): the last measurement, finite or not"]
+    threshold: Annotated[jax.Array, "float32 (): a larger last measurement was a spike; inf if no finite one can be"]
     applied: Annotated[jax.Array, "bool (): the last call ran inner"]
-    skipped: Annotated[jax.Array, "int32 (): calls so far that did not"]
+    skipped: Annotated[jax.Array, "int32 (): number of calls so far that did not run inner"]
     inner_state: Annotated[Any, "the wrapped optimizer's state"]
 
     def metrics(self) -> dict[str, Any]:
@@ -184,36 +185,37 @@ def skip_on_spike(
     min_relative_std: Any = 1e-3,
     sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Skips the steps whose gradient norm, or loss, stands far out from the last ones.
+    r"""Skips the steps whose gradient norm, or loss, is far above the recent ones.
 
     .. math:: \text{skip if } x_t > m + k \max(s, r |m|)
 
-    with mean m and standard deviation s (of a sample: n - 1 in the denominator)
+    m and s are the mean and the sample standard deviation (n - 1 in the denominator)
     of the last `history_length` measurements before this one.
 
     ========================================  =======================================================================
     condition                                 result
     ========================================  =======================================================================
-    fewer than `warmup_steps` recorded        no spike is found
-    a spike                                   skipped, but recorded: a new level becomes the usual one, and the guard
-                                              cannot lock up
+    none or fewer than `warmup_steps`         no finite measurement is a spike
+    recorded
+    a spike                                   skipped, but recorded, so that the guard adapts to a new level and cannot
+                                              skip forever
     NaN or infinite measurement, or a norm    skipped, from the first step on; not recorded
     beyond float32
-    all measurements equal                    a spike starts at k r above them, not at the next larger number
+    all recorded ones equal m                 a spike is above m + k r abs(m), and not every number above m
     far below the mean                        no spike
     ========================================  =======================================================================
 
-    With `monitor="grad_norm"`, the guard makes one extra pass over the gradients. With `monitor="value"` it never looks
-    at them: wrap it in `skip_nonfinite` to skip NaN gradients as well.
+    `monitor="grad_norm"` costs one extra pass over the gradients. `monitor="value"` costs none and does not check the
+    gradients. To skip NaN gradients as well, wrap the guard in `skip_nonfinite`.
 
     Args:
       inner: the transformation to wrap, usually a whole optimizer.
-      monitor: `"grad_norm"`, or `"value"`: a real scalar array or number that is passed to `update` as `value=`,
-        usually the loss, the same on every device. It is forwarded to inner, too.
-      max_zscore: k, a real scalar >= 0, or a scalar array. With inf, nothing finite is a spike.
-      history_length: how many measurements are remembered, an int >= 1. `None` means 128.
-      warmup_steps: how many measurements have to be recorded before a step can be skipped, a real scalar >= 0, or a
-        scalar array.
+      monitor: `"grad_norm"`, or `"value"`. The value is a real number or scalar array, usually the loss, passed to
+        `update` as `value=` and the same on every device. The guard forwards it to inner.
+      max_zscore: k, a real scalar >= 0, or a scalar array. With inf, no finite measurement is a spike.
+      history_length: number of measurements to remember, an int >= 1. `None` means 128.
+      warmup_steps: number of recorded measurements before a finite one can be a spike, a real scalar >= 0, or a scalar
+        array.
       min_relative_std: r, a real scalar >= 0, or a scalar array.
       sharded_over: as in `grad_norm`.
 
@@ -221,8 +223,8 @@ def skip_on_spike(
       A transformation with state `SkipOnSpikeState(history, measured, threshold, applied, skipped, inner_state)`.
 
     Raises:
-      ValueError: an argument is not as described; `warmup_steps` is more than `history_length`; `monitor="value"`, and
-        `update` gets no `value`, or one that may differ between devices; or as in `grad_norm`.
+      ValueError: an argument is not as described; `warmup_steps` is greater than `history_length`; with
+        `monitor="value"`, `update` gets no `value`, or one that may differ between devices; or as in `grad_norm`.
       AssertionError: from chex, while tracing: inner changes the structure, shapes or dtypes of its state.
 
     Example:
@@ -268,7 +270,7 @@ def skip_on_spike(
     ) -> tuple[Any, SkipOnSpikeState]:
         if monitor == "value":
             if extra_args.get("value") is None:
-                raise ValueError('skip_on_spike(monitor="value") needs value= in update, usually the loss')
+                raise ValueError('skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss')
             value = jnp.asarray(_arguments.any_real("value", extra_args["value"]), jnp.float32)
             require_replicated("value", value)
 
@@ -287,7 +289,7 @@ def skip_on_spike(
                 measured=measured,
                 threshold=threshold,
                 applied=applied,
-                skipped=_counted_unless(applied, state.skipped),
+                skipped=increment_if(~applied, state.skipped),
                 inner_state=(),
             )
 
@@ -303,10 +305,6 @@ def skip_on_spike(
         return step_fn(lambda: updates, state, params, apply=False, runs=True, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, wrapper(update_fn, step_fn))
-
-
-def _counted_unless(runs: jax.Array, count: jax.Array) -> jax.Array:
-    return jnp.where(runs, count, optax.safe_increment(count))
 
 
 def _without_nonfinite(x: Any) -> Any:

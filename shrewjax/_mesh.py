@@ -1,4 +1,29 @@
-"""TODO."""
+"""Mapped axes: which there are, over which of them an array varies, and along which of them a reduction must run.
+
+A mapped axis is a mesh axis of `jax.shard_map` or `jax.pmap`. Inside, an array is one device's part. `mapped_axes`
+reads these axes from JAX's context mesh. A named axis of `jax.vmap` is not among them, and is used only if the caller
+names it. JAX's types are *tracked* if they record over which mapped axes an array varies. `shard_map` tracks by
+default; `check_vma=False` and `pmap` do not. Under `jax.jit` alone no axis is mapped, and XLA reduces over shards by
+itself.
+
+A leaf that is one unit is reduced over the axes of its type if types are tracked, and over those in `sharded_over`
+otherwise. A leaf of several units, such as stacked layers, needs two answers (`UnitSharding`). Along some mapped axes
+devices hold parts of the same unit, along others they hold other units. `unit_axes` finds both:
+
+================  =====================================  ======================================  =====================
+`sharded_over`    mapped, tracked                        mapped, untracked                       not mapped
+================  =====================================  ======================================  =====================
+None              an error if the leaf varies;           an error                                no axis
+                  otherwise no axis
+names             `within`: the named axes over which    `within`: the names, an error unless    `within`: the names,
+                  the leaf varies; `across`: the rest,   all mapped axes are among them;         such as axes of vmap
+                  read from the result's type            `across`: none
+PartitionSpec     `within`: axes in the entries of       `within` and `across`: axes in the      no axis
+                  dimensions inside a unit; `across`:    entries of dimensions inside a unit,
+                  read from the result's type; an error  and of dimensions that index units
+                  if the spec is not the leaf's type
+================  =====================================  ======================================  =====================
+"""
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -9,51 +34,37 @@ from jax import lax
 from shrewjax import _compat
 
 AxisName = Hashable | tuple[Hashable, ...]
-"""What users may pass as `sharded_over`."""
+"""Names of mapped axes, as users pass them in `sum_over` and `sharded_over`."""
 
 
 Axes = tuple[Hashable, ...] | None
-"""The same, checked; None: to be found."""
+"""Checked names of mapped axes. None means that they are read from types."""
 
 
 UnitDims = tuple[int, ...]
-"""The axes of a leaf that tell its units apart, in order: a reduction keeps them."""
+"""The dimensions of a leaf that index its units, in increasing order. A reduction by unit keeps them."""
 
 
 class UnitSharding(NamedTuple):
-    """The mapped axes over which a leaf of units is spread."""
+    """The mapped axes over which a leaf of units is sharded."""
 
     within: tuple[Hashable, ...]  # along these, devices hold parts of the same units
-    across: tuple[Hashable, ...] | None  # along these, other units; None: what the type of a result by unit says
-
-
-def require_replicated(what: str, flag: jax.Array | bool) -> None:
-    """An error where devices may decide differently: one would wait for the others in a collective for ever."""
-    if isinstance(flag, jax.Array) and varying_axes(flag):
-        raise ValueError(
-            f"{what} must be the same on every device, and may differ over {', '.join(map(repr, varying_axes(flag)))}"
-        )
-
-
-def require_sum_over(what: str, axes: Axes) -> None:
-    """An error where no type tells whether devices' gradients are the whole ones, and nobody said."""
-    mapped, is_tracked = mapped_axes()
-    if mapped and not is_tracked and axes is None:
-        raise ValueError(
-            f"{what} inside shard_map with check_vma=False, or pmap (mapped axes here: {', '.join(map(repr, mapped))}),"
-            " cannot see whether the gradients are a device's own: pass sum_over= with the axes over which they are "
-            "still to be summed, or sum_over=() if they already are the same on every device"
-        )
+    across: tuple[Hashable, ...] | None  # along these, other units; None: read from the per-unit result's type
 
 
 def unit_axes(name: str, leaf: Any, dims: UnitDims, given: Axes | jax.P) -> UnitSharding:
-    """Over which mapped axes a leaf is spread, from its type and what the user says: names, or how it is sharded."""
+    """Returns the mapped axes over which a leaf is sharded. `given` is the user's `sharded_over` for this leaf.
+
+    The table above has the answers for a leaf of several units. Raises if the type and `given` leave it open.
+    """
     mapped, is_tracked = mapped_axes()
     varying = tuple(a for a in mapped if a in varying_axes(leaf))
     types_tell = is_tracked or not mapped
     if isinstance(given, jax.P):
         if len(given) > leaf.ndim:
-            raise ValueError(f"sharded_over {given} has more entries than leaf {name} of shape {leaf.shape} has axes")
+            raise ValueError(
+                f"sharded_over {given} has more entries than leaf {name} of shape {leaf.shape} has dimensions"
+            )
         by_axis = [entry if isinstance(entry, tuple) else (entry,) for entry in given]
         along_units = {m for a, names in enumerate(by_axis) if a in dims for m in names}
         along_parts = {m for a, names in enumerate(by_axis) if a not in dims for m in names}
@@ -69,17 +80,16 @@ def unit_axes(name: str, leaf: Any, dims: UnitDims, given: Axes | jax.P) -> Unit
     if not types_tell and not set(mapped) <= set(names):
         unknown = ", ".join(repr(a) for a in mapped if a not in names)
         raise ValueError(
-            f"inside shard_map with check_vma=False, or pmap, nothing tells whether leaf {name} of several units has "
-            f"other units along the mapped axes {unknown}, or the same ones: use check_vma=True, or pass sharded_over= "
-            "with a function that returns each leaf's PartitionSpec, or sharded_over=jax.P() if every device holds all "
-            "of all leaves"
+            f"cannot tell how leaf {name}, which has several units, is sharded over {unknown} inside "
+            "shard_map(check_vma=False) or pmap. Use check_vma=True. Or pass sharded_over=fn, where fn(name, leaf) "
+            "returns the leaf's PartitionSpec. Or pass sharded_over=jax.P() if every device holds all leaves"
         )
     if given is None and varying:
         raise ValueError(
-            f"inside shard_map, leaf {name} of several units varies over the mapped axes "
-            f"{', '.join(map(repr, varying))}, and its type does not tell whether there are other units along them, or "
-            "other parts of the same: pass sharded_over= with a function that returns each leaf's PartitionSpec, or "
-            "with the axes along which the units of every leaf are divided, sharded_over=() if along none"
+            f"cannot tell how leaf {name}, which has several units, is sharded over "
+            f"{', '.join(map(repr, varying))}: devices may hold other units, or parts of the same units. "
+            "Pass sharded_over=fn, where fn(name, leaf) returns the leaf's PartitionSpec. Or pass sharded_over= with "
+            "the axes along which devices hold parts of the same units, or sharded_over=() if there are none"
         )
     if types_tell:
         return UnitSharding(tuple(a for a in varying if a in names) if is_tracked else names, None)
@@ -87,6 +97,11 @@ def unit_axes(name: str, leaf: Any, dims: UnitDims, given: Axes | jax.P) -> Unit
 
 
 def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list[tuple[Hashable, ...]]:
+    """Returns, for each array, the mapped axes along which devices hold parts of it.
+
+    Tracked types decide. Otherwise `axes` does, and None raises inside `shard_map` and `pmap`. If `axes` is a list, it
+    has one entry per array. An entry overrides the array's type, and None means "use the type".
+    """
     if isinstance(axes, list):
         by_type = axes_to_reduce(arrays, None) if None in axes else [()] * len(arrays)
         return [told if given is None else given for given, told in zip(axes, by_type, strict=True)]
@@ -97,63 +112,85 @@ def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list
         return [axes] * len(arrays)
     if mapped:
         raise ValueError(
-            f"inside shard_map with check_vma=False, or pmap (mapped axes here: {', '.join(map(repr, mapped))}), a "
-            "leaf's type does not tell whether it is a shard: pass sharded_over= with the axes over which the "
-            "gradients are sharded, or sharded_over=() if every device holds all of them"
+            f"cannot tell whether gradients are sharded over {', '.join(map(repr, mapped))} inside "
+            "shard_map(check_vma=False) or pmap. Pass sharded_over= with the axes over which they are sharded. "
+            "Or pass sharded_over=() if every device holds all of them"
         )
     return [()] * len(arrays)
 
 
+def require_replicated(what: str, flag: jax.Array | bool) -> None:
+    """Raises if `flag` may differ between devices, because a collective deadlocks if some devices skip it."""
+    if isinstance(flag, jax.Array) and varying_axes(flag):
+        raise ValueError(
+            f"{what} must be the same on every device, got one that may differ over "
+            f"{', '.join(map(repr, varying_axes(flag)))}"
+        )
+
+
+def require_sum_over(what: str, axes: Axes) -> None:
+    """Raises if types do not record whether the gradients are reduced, and `sum_over` is missing."""
+    mapped, is_tracked = mapped_axes()
+    if mapped and not is_tracked and axes is None:
+        raise ValueError(
+            f"{what} cannot tell whether gradients are already summed over {', '.join(map(repr, mapped))} inside "
+            "shard_map(check_vma=False) or pmap. Pass sum_over= with the axes over which they still have to be summed. "
+            "Or pass sum_over=() if they are already the same on every device"
+        )
+
+
 def is_mapped(axes: tuple[Hashable, ...]) -> bool:
-    """Whether these are mapped axes here, so that a device has but its own part; an error if only some are."""
+    """Returns whether these axes are mapped here, so that a device has only its own part. Raises if only some are."""
     missing = [a for a in axes if not is_bound(a)]
     if missing and len(missing) < len(axes):
+        here = dict.fromkeys((*mapped_axes()[0], *(a for a in axes if a not in missing)))
         raise ValueError(
-            f"sum_over {axes!r}: {', '.join(map(repr, missing))} is no mapped axis here, where "
-            f"{', '.join(map(repr, dict.fromkeys((*mapped_axes()[0], *(a for a in axes if a not in missing)))))} are"
+            f"sum_over={axes!r} contains {', '.join(map(repr, missing))}, which is not a mapped axis here. "
+            f"Mapped axes: {', '.join(map(repr, here))}"
         )
     return not missing
 
 
+def is_bound(axis: Hashable) -> bool:
+    """Returns whether collectives over this axis can be called here: an axis of `shard_map`, `pmap` or `vmap`."""
+    try:
+        lax.axis_size(axis)
+    except (NameError, ValueError):  # ValueError: an int, which JAX takes for a dimension of an array
+        return False
+    return True
+
+
 def is_replicated_over(x: jax.Array, axes: tuple[Hashable, ...]) -> bool:
-    """Whether an array is known to be the same on all devices along one of the mapped axes."""
+    """Returns whether, by its tracked type, `x` is the same on all devices along at least one of the axes."""
     return mapped_axes()[1] and not set(axes) <= varying_axes(x)
 
 
 def as_varying(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
-    """The array as one that may differ between the devices along mapped axes."""
+    """Returns `x` with a type that varies over all of these mapped axes. Without tracked types: `x` itself."""
     missing = tuple(a for a in axes if a not in varying_axes(x))
     return _compat.as_varying(x, missing) if mapped_axes()[1] and missing else x
 
 
 def newly_varying(new: Any, old: Any) -> str:
-    """The axes over which the first varies and the second does not, as messages have them; empty if there are none."""
+    """Returns the axes over which `new` varies and `old` does not, as text for a message. Empty if there are none."""
     over = sorted(varying_axes(new) - varying_axes(old), key=str)
     return repr(tuple(over) if len(over) > 1 else over[0]) if over else ""
 
 
+def mapped_axes() -> tuple[tuple[Hashable, ...], bool]:
+    """Returns the mapped axes here, and whether types are tracked."""
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    # A device's index along an axis varies over that axis. Its type shows this only if types are tracked.
+    return mapped, bool(mapped) and bool(varying_axes(lax.axis_index(mapped[0])))
+
+
 def varying_axes(x: jax.Array) -> frozenset[Hashable]:
-    """The manual axes over which an array varies, as its type has it."""
+    """Returns the mapped axes over which an array varies by its type. Empty if types are not tracked."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return _compat.varying_axes(aval)
 
 
-def mapped_axes() -> tuple[tuple[Hashable, ...], bool]:
-    """The mapped axes here, and whether types tell over which of them an array varies."""
-    mapped = jax.sharding.get_abstract_mesh().manual_axes
-    return mapped, bool(mapped) and bool(varying_axes(lax.axis_index(mapped[0])))
-
-
-def is_bound(axis: Hashable) -> bool:
-    """Whether collectives over this axis can be called here: it is an axis of `shard_map`, `pmap` or `vmap`."""
-    try:
-        lax.axis_size(axis)
-    except (NameError, ValueError):  # a name that is an int: an axis of an array
-        return False
-    return True
-
-
 def may_be_partitioned() -> bool:
-    """Whether an array here may be spread over devices by XLA, and so be more than what one of them holds."""
+    """Returns whether XLA may shard an array here over devices, so that its shape is not that of one device's part."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() > 1 and (not mesh.manual_axes or set(mesh.manual_axes) != set(mesh.axis_names))

@@ -1,4 +1,7 @@
-"""What transformations measured, read out of an optimizer's state."""
+"""Metrics: the scalars that transformations keep in their states, found in any optimizer's state.
+
+Each state has a method `metrics` that returns its own scalars. `metrics` finds those states and names their scalars.
+"""
 
 import re
 from collections.abc import Iterator
@@ -10,18 +13,18 @@ from shrewjax._gradients import KeyPath
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """Returns the scalars that transformations keep in a state, by the transformation's name.
+    """Returns the scalars that transformations keep in a state, named by transformation.
 
-    Finds the states however deep they sit: in chains, in wrappers such as `optax.masked`, `optax.partition` or
-    `optax.inject_hyperparams`, in `nnx.Optimizer.opt_state`. Works on states that are traced, so that a jitted train
-    step can return it, and under `vmap`.
+    It finds states at any depth: in chains, in wrappers such as `optax.masked`, `optax.partition` or
+    `optax.inject_hyperparams`, and in `nnx.Optimizer.opt_state`. It works on traced states, so that a jitted train step
+    can return the metrics, and under `vmap`.
 
     =======================  ===============================================================================
     transformation           names
     =======================  ===============================================================================
     clip_by_global_norm      grad_norm, clip_scale: other than 1 (NaN included) if it clipped
     clip_by_leaf_norm        grad_norm_max: the largest leaf norm; clipped_fraction: clipped leaves / leaves
-    clip_by_percentile       bound (the largest, if one a leaf); clipped_fraction of the elements
+    clip_by_percentile       bound (the largest, if one per leaf); clipped_fraction of the elements
     clip_by_norm_percentile  threshold, grad_norm, clip_scale
     clip_by_norm_zscore      threshold, grad_norm, clip_scale, mean, std
     adaptive_grad_clip       ratio_max, clipped_fraction: clipped units / units
@@ -30,21 +33,21 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     skip_nonfinite           applied, skipped, consecutive, limit_reached
     skip_on_spike            applied, skipped, measured, threshold
     accumulate               micro_step, windows, applied, weight_sum, window_bad, dropped. Values measured inside
-                             date from the last window that closed, and before the first from init. With `sum_over`,
-                             there is no weight_sum: each device has its own
+                             are those of the last closed window, or of init before the first one closes. With
+                             `sum_over` there is no weight_sum, because each device has its own
     grad_accumulator         as accumulate, without applied
     =======================  ===============================================================================
 
-    A state of your own takes part if it is a pytree node whose class, `MyRuleState`, has a method `metrics` that takes
-    nothing and returns a dictionary of scalars: they are found as `"my_rule/..."`.
+    Your own states take part: give the class of the state, a pytree node such as `MyRuleState`, a method `metrics`. It
+    takes no arguments and returns a dictionary of scalars, which are named `"my_rule/..."`.
 
     Args:
       opt_state: the state of any Optax transformation.
 
     Returns:
-      A dictionary from `"transformation/name"` to scalars: empty if there is nothing. A link that is added to a chain
-      changes no name. If there are several states of a kind, each but the first has its path of fields and indices in
-      front, such as `"1/inner_state/clip_by_global_norm/grad_norm"`.
+      A dictionary from `"transformation/name"` to scalars, empty if no state has any. A name does not depend on the
+      position in a chain. If there are several states of one kind, the names of all except the first start with their
+      path, such as `"1/inner_state/clip_by_global_norm/grad_norm"`.
 
     Example:
       >>> tx = optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1))
@@ -62,13 +65,13 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         where = "" if kind not in kinds else jax.tree_util.keystr(path, simple=True, separator="/") + "/"
         kinds.add(kind)
         for name, value in state.metrics().items():
-            (array,) = jax.tree.leaves(value)  # a field may be a variable around an array, as in nnx
+            (array,) = jax.tree.leaves(value)  # in nnx, a field is a variable that holds an array
             found[f"{where}{kind}/{name}"] = array
     return found
 
 
 def _measuring(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yields the states that measured something, each with its path: the outer one before those inside."""
+    """Yields each state that has a method `metrics`, with its path. An outer state precedes those inside it."""
     if _measures(tree):
         yield path, tree
     for below, node in jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree and _measures(x)):

@@ -1,18 +1,18 @@
-"""Reductions of a list of leaves, one number a leaf or unit, over every device that holds a part of it.
+"""Reductions of a list of leaves to one number per leaf or unit, over every device that holds a part of it.
 
-The only place that talks to mapped axes. Under `jit`, sharded arrays need nothing: XLA reduces over their
-shards. Inside `shard_map` and `pmap` a leaf is a device's own part, and its sum is only a partial sum:
+No other module calls a collective. Under `jax.jit` sharded arrays need none, because XLA reduces over their shards.
+Inside `shard_map` and `pmap` a leaf is one device's part, and its sum is only a partial sum:
 
-* with varying-axes tracking (`shard_map`'s default) the leaf's type tells over which axes it varies, and its
-  partial result is reduced over exactly those, so a replicated leaf is not counted once a device;
-* without tracking (`check_vma=False`, `pmap`) nothing tells, and `sharded_over` must.
+* If types are tracked (`shard_map`'s default), the leaf's type records the axes over which it varies. The partial sum
+  is reduced over exactly those, so that a replicated leaf is not counted once per device.
+* Otherwise (`check_vma=False`, `pmap`) the caller names the axes in `sharded_over`.
 
-One thing no type tells: a shard of a gradient (its parts' squares add up) and a gradient that is not reduced
-yet (its parts themselves add up first) both vary over the axis. Reduce the latter before it comes here.
+Types cannot tell a sharded gradient from one that still has to be summed over devices, because both vary over the
+axis. For the first, the shards' squared norms are added. For the second, the values are added before any norm. Callers
+must sum the second kind before they call these functions.
 
-A leaf may be many units, such as stacked layers: then some of its axes are `unit_dims`, and its result has their sizes.
-Along a unit_dims axis a shard holds other units, along another one parts of the same; no type tells these apart either
-(`unit_axes`).
+A leaf may have several units, such as stacked layers. Its `unit_dims` are then the dimensions that index the units, and
+its result has their sizes. Along a mapped axis devices hold other units, or parts of the same ones (`_mesh.unit_axes`).
 """
 
 import math
@@ -31,7 +31,7 @@ from shrewjax._branches import run_if
 from shrewjax._mesh import Axes, UnitDims, axes_to_reduce, is_bound, is_mapped, mapped_axes, may_be_partitioned
 
 Group = tuple[Any, ...]
-"""Leaves of one shape and dtype, which a reduction combines element by element, as if they were one leaf."""
+"""Leaves of one shape and dtype, which a reduction combines element by element as if they were one leaf."""
 
 
 def leaf_sums(
@@ -41,9 +41,10 @@ def leaf_sums(
     axes: Axes | list[Axes],
     unit_dims: Sequence[UnitDims] | None = None,
 ) -> list[jax.Array]:
-    """The sum of `terms(leaf, *scalars)` over each leaf's elements and devices; `per_leaf` has the leaves' scalars.
+    """Returns the sum of `terms(leaf, *scalars)` over each leaf's elements and devices.
 
-    The mapped axes in a list, one entry a leaf, hold exactly, but for None: whatever a type may say.
+    `per_leaf` has each leaf's scalars. If `axes` is a list, it has one entry per leaf. An entry overrides the leaf's
+    type, and None means "use the type".
     """
     unit_dims = [()] * len(leaves) if unit_dims is None else unit_dims
     partials = [_sum(terms(*of_leaf), dims) for dims, *of_leaf in zip(unit_dims, leaves, *per_leaf, strict=True)]
@@ -53,9 +54,10 @@ def leaf_sums(
 def leaf_maxima(
     keys: Callable[..., Sequence[jax.Array]], leaves: Sequence[Any], *per_leaf: Sequence[Any], axes: Axes | list[Axes]
 ) -> list[jax.Array]:
-    """The maxima of the integer arrays `keys(leaf, *scalars)`, likewise: a vector a leaf. What is not positive is none.
+    """Returns, for each leaf, a vector with the maximum of each array in `keys(leaf, *scalars)`, over all devices.
 
-    Integers, because XLA:CPU's float maximum loses a NaN.
+    The arrays hold non-negative integers, and an empty one gives 0. They are integers because XLA:CPU's maximum of
+    floats can lose a NaN. `axes` is as in `leaf_sums`.
     """
     partials = [_leaf_maxima(keys, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
     return _over_devices(lax.pmax, partials, axes)
@@ -64,9 +66,10 @@ def leaf_maxima(
 def leaf_counts(
     flags: Callable[..., Sequence[jax.Array]], leaves: Sequence[Any], *per_leaf: Sequence[Any], words: int, axes: Axes
 ) -> list[BigUint]:
-    """How many elements of each leaf have each of the flags `flags(leaf, *scalars)`, likewise: a vector a leaf.
+    """Returns, for each leaf, a vector with the number of elements for which each of `flags(leaf, *scalars)` is set.
 
-    In as many words as hold the largest count. Of a group, a flag is the number of its leaves that have it at a place.
+    Counts are over all devices, in `words` 32-bit words, which have to hold the largest count. For a group, a flag is
+    the number of its leaves that have it set at that element.
     """
     partials = [_leaf_counts(flags, words, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
     counts = _over_devices(lax.psum, partials, axes)
@@ -74,10 +77,10 @@ def leaf_counts(
 
 
 def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
-    """The same elements in few groups, because each takes a kernel of its own: long to compile, and to launch.
+    """Returns the same elements in few groups, because each group costs one kernel to compile and to launch.
 
-    For reductions of all elements together. The smallest leaves of a kind become one vector, which copies less than
-    1/256 of all.
+    This is for reductions of all elements together. The smallest leaves of each dtype become one vector, which copies
+    at most 1/256 of all elements.
     """
     if may_be_partitioned():
         return [(x,) for x in leaves]
@@ -96,15 +99,8 @@ def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
     return [group for alike in large.values() for group in _evenly(alike, most)] + vectors
 
 
-def _evenly(alike: Sequence[Any], most: int) -> list[Group]:
-    """Leaves of one shape in groups of nearly the same length, each of no more elements than a word can count."""
-    most = max(min(most, _LARGEST_COUNT // max(alike[0].size, 1)), 1)
-    groups = math.ceil(len(alike) / most)
-    return [tuple(alike[i::groups]) for i in range(groups)]
-
-
 def sizes(leaves: Sequence[Any], *, axes: Axes | list[Axes], unit_dims: Sequence[UnitDims] | None = None) -> list[int]:
-    """How many elements such a sum has, on all devices: a fact of the types."""
+    """Returns the number of elements in each of those sums, over all devices. Shapes and axis sizes alone decide."""
     unit_dims = [()] * len(leaves) if unit_dims is None else unit_dims
     over = axes_to_reduce(leaves, axes)
     return [
@@ -114,14 +110,14 @@ def sizes(leaves: Sequence[Any], *, axes: Axes | list[Axes], unit_dims: Sequence
 
 
 def unit_zeros(leaf: Any, dims: UnitDims) -> jax.Array:
-    """A float32 zero for each unit of a leaf, sharded as its sums are."""
+    """Returns a float32 zero for each unit of a leaf, sharded as its sums are."""
     return _sum(jnp.zeros_like(leaf, dtype=jnp.float32), dims)
 
 
 def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> list[jax.Array]:
-    """Whether each flag is set on any device, so that all devices take the same branch.
+    """Returns whether each flag is set on any device, so that all devices take the same branch.
 
-    If `axes` name axes of `jax.vmap`, flags are compared along these too.
+    If `axes` contains axes of `jax.vmap`, flags are also combined along these.
     """
     mapped, is_tracked = mapped_axes()
     counts = _over_devices(lax.pmax, [flag.astype(jnp.int32) for flag in flags], () if is_tracked else mapped)
@@ -130,13 +126,13 @@ def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> l
 
 
 def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
-    """The sum of the rows of each array, on this device and along mapped axes: one collective for all together."""
+    """Returns the sum of each array's rows, on this device and along mapped axes. One collective sums all arrays."""
     sums = [_sum(x, tuple(range(1, x.ndim))) for x in rows]
     return lax.psum(sums, axes) if is_mapped(axes) else sums
 
 
 def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDims = ()) -> jax.Array:
-    """Whether no leaf holds a NaN or an infinity, on any device. Shape (); or of the axes that all leaves keep."""
+    """Returns whether all elements on all devices are finite. Shape (), or the sizes of the leaves' `unit_dims`."""
     if not leaves:
         return jnp.ones((), bool)
 
@@ -144,33 +140,44 @@ def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDi
         sums = leaf_sums(terms, leaves, axes=axes, unit_dims=[unit_dims] * len(leaves))
         return jnp.all(jnp.stack([jnp.isfinite(s) for s in sums]), axis=0)
 
-    # A sum is what XLA:CPU reduces at memory speed. If it is finite, so is every element; if not, it may have
-    # overflowed, and x - x decides, 0 for a finite x, else NaN. (The barrier keeps XLA:GPU from running both always.)
+    # XLA:CPU reduces a plain sum at memory speed. If it is finite, so is every element. Otherwise the sum may have
+    # overflowed. The sum of x - x then decides, because x - x is 0 for a finite x and NaN otherwise. Without the
+    # barrier, XLA:GPU turns the branch into a select and always computes both sums (tests/test_accelerators.py, rows
+    # "accumulate, drop_microbatch" and "skip_nonfinite").
     plain = sums_are_finite(lambda x: x)
     return run_if(~jnp.all(plain), lambda: lax.optimization_barrier(sums_are_finite(lambda x: x - x)), lambda: plain)
+
+
+def _evenly(alike: Sequence[Any], most: int) -> list[Group]:
+    """Splits leaves of one shape into groups of nearly the same length, small enough to be counted in one word."""
+    most = max(min(most, _LARGEST_COUNT // max(alike[0].size, 1)), 1)
+    groups = math.ceil(len(alike) / most)
+    return [tuple(alike[i::groups]) for i in range(groups)]
 
 
 def _sum(x: jax.Array, dims: UnitDims = ()) -> jax.Array:
     return lax.reduce(x, np.zeros((), x.dtype), lax.add, [a for a in range(x.ndim) if a not in dims])
 
 
-# Jitted, so that leaves of one shape are traced and lowered once.
+# Jitted, because each leaf of the same shape would otherwise be traced and lowered again.
 @partial(jax.jit, static_argnums=0)
 def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Any) -> jax.Array:
     wanted = keys(*of_leaf)
-    # XLA:CPU writes out what a reduction of a single operand reads; with a second, different operand it does not.
+    # XLA:CPU materializes the input of a reduction of a single operand, at the leaf's size. It does not if there is a
+    # second, different operand.
     another = [wanted[0] >> jnp.ones((), wanted[0].dtype)] if len(wanted) == 1 else []
     return jnp.stack(_reduce_together([*wanted, *another], lax.max, range(wanted[0].ndim))[: len(wanted)])
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _leaf_counts(flags: Callable[..., Sequence[jax.Array]], words: int, *of_leaf: Any) -> jax.Array:
-    """Of each flag: a word, or the three half words of a count that no word may hold, as the rows of an array."""
+    """Returns a count per flag: one word, or three half words, lowest first, as the rows of an array if `words` > 1."""
     ones = [f.astype(jnp.uint32) for f in flags(*of_leaf)]
     shape = ones[0].shape
     if words == 1:
         return jnp.stack(_reduce_together(ones, lax.add, range(len(shape))))
-    # Along some axes first, as many as a word can count, so that few counts are left to be split and added up.
+    # Count along some dimensions first, up to as many elements as one word can count. Only few counts are then left to
+    # be split in parts and added up.
     first, counted = [], 1
     for axis in sorted(range(len(shape)), key=lambda a: -shape[a]):
         if counted * shape[axis] <= _LARGEST_COUNT:
@@ -187,22 +194,27 @@ def _leaf_counts(flags: Callable[..., Sequence[jax.Array]], words: int, *of_leaf
 _LARGEST_COUNT = 2**32 - 1
 
 
-_MOST_COUNTS = 2**20  # of 12 bits each, in a word
+# The sum of so many 12-bit parts fits in a word.
+_MOST_COUNTS = 2**20
 
 
-_MOST_IN_A_GROUP = 8  # a fusion of many more operands would be cut, and what is between its parts written out
+# XLA cuts a fusion of many more operands in parts, and materializes the results between them.
+_MOST_IN_A_GROUP = 8
 
 
-_FEWEST_GROUPS = 9  # XLA:CPU runs up to eight kernels one after another, and more of them side by side
+# XLA:CPU runs up to eight kernels one after another, and more of them in parallel
+# (tests/test_selection.py, "few kernels").
+_FEWEST_GROUPS = 9
 
 
 def _reduce_together(operands: Sequence[jax.Array], combine: Callable[..., Any], axes: Sequence[int]) -> list[Any]:
-    """Reduces arrays of one shape over the axes, with 0 for an empty one; in one read of the data where possible."""
+    """Reduces arrays of one shape over some dimensions, in one read of the data if possible. An empty array gives 0."""
     zeros = [np.zeros((), x.dtype) for x in operands]
     if len(operands) > 1 and not may_be_partitioned():
         return list(lax.reduce(tuple(operands), tuple(zeros), _of_each(combine), tuple(axes)))
-    # Where it partitions a reduction of several operands, XLA gathers the devices' results, an all-gather for each
-    # operand; a single one becomes an all-reduce. (XLA:GPU fuses such siblings, and reads the data once.)
+    # If XLA partitions a reduction of several operands, it all-gathers the devices' results of each operand. It
+    # all-reduces those of a single operand (tests/test_reductions.py, "without a gather"). XLA:GPU fuses such
+    # reductions and still reads the data once.
     return [lax.reduce(x, zero, combine, tuple(axes)) for x, zero in zip(operands, zeros, strict=True)]
 
 
@@ -214,7 +226,7 @@ def _of_each(combine: Callable[..., Any]) -> Callable[..., Any]:
 def _over_devices(
     collective: Callable[..., Any], partials: Sequence[jax.Array], axes: Axes | list[Axes]
 ) -> list[jax.Array]:
-    """Combines the devices' partial results: one collective for each set of axes over which leaves vary."""
+    """Combines the devices' partial results, with one collective for each set of axes over which leaves vary."""
     groups: dict[tuple[Hashable, ...], dict[Any, list[int]]] = {}
     for i, (x, over) in enumerate(zip(partials, axes_to_reduce(partials, axes), strict=True)):
         if over:

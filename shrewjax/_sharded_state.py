@@ -1,4 +1,8 @@
-"""TODO."""
+"""States on a mesh: read how a state is sharded, and move it to another number of devices.
+
+`state_specs` returns the `PartitionSpec` of each array, which `jax.shard_map` takes. `redistribute` moves a state with
+per-device rows (`_per_device`), for example from a checkpoint, to the devices of another run.
+"""
 
 from collections.abc import Collection, Hashable
 from typing import Any
@@ -15,28 +19,28 @@ from shrewjax._states import State
 
 
 def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = None) -> Any:
-    """How the arrays of a state are spread over a mesh: what `jax.shard_map` wants as `in_specs` and `out_specs`.
+    """Returns how a state's arrays are sharded over a mesh, as `in_specs` and `out_specs` for `jax.shard_map`.
 
-    `tx.init` leaves counters on no device in particular, as every Optax transformation does. Where all arrays have to
-    be on the mesh, such as for a checkpoint of several processes, place them with these specs:
+    Like every Optax transformation, `tx.init` does not commit counters to a device. If all arrays have to be on the
+    mesh, for example in a checkpoint of several processes, place them with these specs:
     `jax.device_put(state, jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), state_specs(state)))`.
 
-    With parameters replicated and the state sharded (ZeRO), each device holds a part of the sums and of the optimizer's
-    state, and no `shard_map` is needed: `tx.init` of sharded parameters makes the state, as in the second example. The
-    last link inside `accumulate` replicates the updates. Without it, `jax.jit` returns sharded parameters; with
-    `out_shardings` in its place, it gathers parameters on every call.
+    The second example replicates parameters and shards the state (ZeRO), so that each device holds a part of the sums
+    and of the optimizer's state. It needs no `shard_map`, because `tx.init` of sharded parameters shards the state. The
+    last transformation inside `accumulate` replicates the updates. Without it, `jax.jit` returns sharded parameters.
+    With `out_shardings` instead, it gathers parameters on every call.
 
     Args:
       opt_state: arrays, such as `tx.init(params)` with parameters that are placed on a mesh.
-      axis_names: only these mesh axes, if `jax.shard_map` itself is given `axis_names`. `None` means all.
+      axis_names: the mesh axes to keep in the specs, as passed to `jax.shard_map(axis_names=...)`. `None` means all.
 
     Returns:
-      The same tree of `jax.sharding.PartitionSpec`: that of each array's `NamedSharding`, an empty one for an array
-      that has none, and so is the same on every device.
+      The same tree with a `jax.sharding.PartitionSpec` for each array: that of its `NamedSharding`, or an empty one
+      (replicated) if it has none.
 
     Raises:
-      ValueError: something is no array on a device, and so says nothing of its sharding: a NumPy array, or an abstract
-        one, of `jax.eval_shape` for instance.
+      ValueError: a leaf is no array on a device and has no sharding, such as a NumPy array or a
+        `jax.ShapeDtypeStruct` without one.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -57,7 +61,7 @@ def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = Non
       >>> params, opt_state = step(params, opt_state, jnp.ones(8))
     """
 
-    def kept(names: Any) -> Any:
+    def selected(names: Any) -> Any:
         if axis_names is None or names is None:
             return names
         if isinstance(names, tuple):
@@ -67,11 +71,11 @@ def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = Non
     def spec(path: _gradients.KeyPath, x: Any) -> P:
         sharding = sharding_of(x)
         if sharding is not None:
-            return P(*map(kept, sharding.spec))
+            return P(*map(selected, sharding.spec))
         if not isinstance(x, jax.Array) and np.shape(x) != ():
             raise ValueError(
                 f"leaf {_gradients.leaf_name(path)} must be an array on a device, got {type(x).__name__}, which has no "
-                "sharding. Place it first, by redistribute for instance"
+                "sharding. Place it first, for example with redistribute"
             )
         return P()
 
@@ -79,23 +83,25 @@ def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = Non
 
 
 def redistribute(opt_state: State, like: State) -> State:
-    """A state with windows of `accumulate(..., sum_over=...)`, in mid-window or not, on another number of devices.
+    """Moves a state with windows of `accumulate(..., sum_over=...)`, open or empty, to another number of devices.
 
-    A window has a row for each device along `sum_over`, and only their sum means something: it goes to the first of
-    as many rows as there are devices now. The other arrays stay as they are. All are placed as those of `like`.
+    A window has one row per device along `sum_over`, and only the sum of the rows matters. The new state has one row
+    per device of `like`: the first holds that sum, the others are 0. All other values stay unchanged. All arrays get
+    the sharding of `like`.
 
-    A checkpoint holds the rows of the devices that wrote it: that is what it has to be restored as, before it comes
-    here. `examples/train_sharded.py` does so with Orbax.
+    A checkpoint has one row for each device that wrote it. Restore it with that number of rows, and then pass it here.
+    `examples/train_sharded.py` does so with Orbax.
 
     Args:
-      opt_state: a state, from a checkpoint for instance, or a tree that holds one, such as `(params, state)`.
-      like: the same as it is placed now, such as what `tx.init` makes of the parameters.
+      opt_state: a state, for example from a checkpoint, or a tree that contains one, such as `(params, state)`.
+      like: a tree of the same structure on the new devices, such as `tx.init(params)` of the placed parameters.
 
     Returns:
       The state with the values of `opt_state` and the shapes and shardings of `like`.
 
     Raises:
-      ValueError: the two differ in structure, in a dtype, or in a shape but for the number of rows.
+      ValueError: the two differ in structure, a dtype or a shape (the number of rows may differ); a leaf of `like` is
+        no array on a device.
 
     Example:
       >>> tx = accumulate(optax.sgd(1.0), 2, sum_over="data")
@@ -108,39 +114,42 @@ def redistribute(opt_state: State, like: State) -> State:
     """
     given, expected = jax.tree.structure(opt_state), jax.tree.structure(like)
     if str(given) != str(expected):
-        raise ValueError(f"opt_state has the structure {given}, like has {expected}")
+        raise ValueError(f"opt_state must have the structure of like, {expected}, got {given}")
+    return jax.tree.map_with_path(_place_window, opt_state, like, is_leaf=lambda x: isinstance(x, WINDOW_STATES))
 
-    def place(path: _gradients.KeyPath, x: Any, like: Any) -> jax.Array:
-        if not isinstance(like, jax.Array):
-            raise ValueError(f"leaf {_gradients.leaf_name(path)} of like is no array on a device, but {like!r}")
-        x = x if isinstance(x, jax.Array) else jnp.asarray(x)
-        if (x.shape, x.dtype) != (like.shape, like.dtype):
-            raise ValueError(
-                f"leaf {_gradients.leaf_name(path)} must be {like.dtype} of shape {like.shape}, as in like, got "
-                f"{x.dtype} of shape {x.shape}"
-            )
-        if like.committed:
-            return jax.device_put(x, like.sharding)
-        # What is on no device in particular, such as a counter, stays so, or no program would take both.
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data = jnp.asarray(np.asarray(jax.random.key_data(x)))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return jnp.asarray(np.asarray(x))
 
-    def move(x: Any, like: Any) -> Any:
-        """Rows, as many as there are now; what does not fit is left for `place` to refuse."""
-        return (
-            _per_device.redistributed_rows(x, like) if x.ndim == like.ndim > 0 and x.shape[1:] == like.shape[1:] else x
+def _place_window(path: _gradients.KeyPath, window: Any, like: Any) -> Any:
+    """Returns a window, or any other leaf, placed as `like` is. Per-device rows become as many as `like` has."""
+    if not isinstance(window, WINDOW_STATES):
+        return _place(path, window, like)
+    if window.weight_sum.ndim:
+        window = window._replace(
+            weight_sum=_with_rows_of(window.weight_sum, like.weight_sum),
+            gradient_sum=jax.tree.map(_with_rows_of, window.gradient_sum, like.gradient_sum),
         )
+    return type(window)(*(jax.tree.map_with_path(_place, *fields) for fields in zip(window, like, strict=True)))
 
-    def place_window(path: _gradients.KeyPath, window: Any, like: Any) -> Any:
-        if not isinstance(window, WINDOW_STATES):
-            return place(path, window, like)
-        if window.weight_sum.ndim:
-            window = window._replace(
-                weight_sum=move(window.weight_sum, like.weight_sum),
-                gradient_sum=jax.tree.map(move, window.gradient_sum, like.gradient_sum),
-            )
-        return type(window)(*(jax.tree.map_with_path(place, *fields) for fields in zip(window, like, strict=True)))
 
-    return jax.tree.map_with_path(place_window, opt_state, like, is_leaf=lambda x: isinstance(x, WINDOW_STATES))
+def _with_rows_of(x: Any, like: Any) -> Any:
+    """Returns rows redistributed to those of `like`. A wrong shape is returned as it is, and `_place` raises."""
+    return _per_device.redistribute_rows(x, like) if x.ndim == like.ndim > 0 and x.shape[1:] == like.shape[1:] else x
+
+
+def _place(path: _gradients.KeyPath, x: Any, like: Any) -> jax.Array:
+    """Returns an array on the devices of `like`. Raises if shapes or dtypes differ."""
+    if not isinstance(like, jax.Array):
+        raise ValueError(f"leaf {_gradients.leaf_name(path)} of like must be an array on a device, got {like!r}")
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    if (x.shape, x.dtype) != (like.shape, like.dtype):
+        raise ValueError(
+            f"leaf {_gradients.leaf_name(path)} must be {like.dtype} of shape {like.shape}, as in like, got "
+            f"{x.dtype} of shape {x.shape}"
+        )
+    if like.committed:
+        return jax.device_put(x, like.sharding)
+    # Counters and other uncommitted arrays must stay uncommitted. `jit` refuses an array that is committed to one
+    # device beside arrays on the mesh (tests/test_distribution.py, "on_half_as_many_devices").
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jnp.asarray(np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jnp.asarray(np.asarray(x))

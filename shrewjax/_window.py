@@ -1,4 +1,20 @@
-"""TODO."""
+"""The accumulation window: the arithmetic that adds micro-batches and averages them.
+
+`GradAccumulator` is the public class for loops driven from the host. `accumulate` (`_accumulation.py`) wraps an
+optimizer in one. Both go through `GradAccumulator._advance`, which decides in this order:
+
+1. Is the micro-batch kept? Its weight must not be 0. Unless `nonfinite` is `"propagate"`, its gradients must also be
+   finite on all devices. Gradients of weight 0 may contain NaN, because they are never selected.
+2. Is it a step, which counts towards `accum_steps`? Every micro-batch is one, except a non-finite one under
+   `"extend_window"`.
+3. Is the window closing? It closes on a flush, or if this step makes it full. A micro-batch that is no step cannot
+   fill a window.
+4. Does the closing window have an average? Its weight must not be 0, and `"drop_window"` must not discard it. With
+   per-device rows, its weight is known only after `_average` has summed it over devices.
+5. Update each leaf in one pass (`_advance_leaf`): replace or add, select, and divide if the window is closing. The sum
+   is not cleared on closing. The first gradient of the next window overwrites it, which saves a write.
+6. Reset the counters of a closing window.
+"""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
@@ -6,7 +22,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from shrewjax import _arguments, _floats, _gradients, _per_device
@@ -21,7 +36,7 @@ from shrewjax._mesh import (
     require_sum_over,
 )
 from shrewjax._reductions import all_finite, any_device, row_sums
-from shrewjax._states import described, fields
+from shrewjax._states import described, fields, increment_if
 from shrewjax._wrapping import Flag
 
 Reduction = Literal["mean", "sum_over_weights", "sum"]
@@ -37,11 +52,11 @@ AccumSteps = int | jax.Array | Callable[[jax.Array], Any]
 class GradAccumulatorState(NamedTuple):
     """A window, open or empty. Its fields are a file format: a change to them breaks checkpoints."""
 
-    micro_step: Annotated[jax.Array, "int32 (): micro-batches in the open window"]
-    windows: Annotated[jax.Array, "int32 (): windows closed with a weight other than 0, without discarded ones"]
-    weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,): weight of the open window"]
-    window_bad: Annotated[jax.Array, "bool (): the open window is to be discarded"]
-    dropped: Annotated[jax.Array, "int32 (): non-finite micro-batches met so far, unless they propagate"]
+    micro_step: Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
+    windows: Annotated[jax.Array, "int32 (): number of windows closed with an average"]
+    weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"]
+    window_bad: Annotated[jax.Array, "bool (): drop_window will discard the open window"]
+    dropped: Annotated[jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"]
     gradient_sum: Annotated[Any, "as in `AccumulateState`"]
 
     def metrics(self) -> dict[str, Any]:
@@ -50,34 +65,38 @@ class GradAccumulatorState(NamedTuple):
 
 
 def metrics_of_window(state: Any) -> dict[str, Any]:
+    """Returns the scalars of a window. `weight_sum` is left out if each device has its own."""
     found = fields(state, "micro_step", "windows", "weight_sum", "window_bad", "dropped")
-    if state.weight_sum.ndim > state.micro_step.ndim:  # the rows of several devices
+    if state.weight_sum.ndim > state.micro_step.ndim:  # per-device rows
         del found["weight_sum"]
     return found
 
 
 class WindowStep(NamedTuple):
-    """What a call has made of a window. Flags are Python bools where they are known at trace time."""
+    """The result of `GradAccumulator._advance`. Flags are Python bools if they are known at trace time."""
 
-    state: Any  # after the call; where the window closes, `gradient_sum` is its average, but for rows
-    weight_sum: jax.Array  # of the window, also where it closes
-    closes: Flag  # it closes, and has an average as far as that is known without the other devices
-    weighs: Flag  # known to have a weight other than 0
+    state: (
+        Any  # the new state; if the window closes, its `gradient_sum` is the average, or rows not summed over devices
+    )
+    weight_sum: jax.Array  # the window's weight, not reset if the window closes
+    has_average: Flag  # the window closes with an average, unless it has rows and their total weight is 0
+    has_weight: Flag  # the window's weight is not 0; with rows, only Python's True is final
 
 
 class GradAccumulator:
-    r"""A window of micro-batches for loops driven from the host.
+    r"""Averages micro-batches over a window, for loops driven from the host.
 
     .. math:: \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
 
-    The object holds the window's rules and no data; the data is a state that goes in and comes out, so that `add`
-    and `take` can be jitted, with the state donated. One program that only adds, in place, and one that closes the
-    window and runs the optimizer. Whatever a compiler makes of branches, the optimizer's cost falls on the second.
+    The object has the window's rules and no data. Each method takes a state and returns the new one, so that `add` and
+    `take` can be jitted, with the state donated. Jit two functions: one that adds a micro-batch in place, and one that
+    takes the average and runs the optimizer. Calls of the first cost nothing but the sum, even if a backend evaluates
+    both sides of a branch.
 
-    The arguments, the rules at the edges and the errors are those of `accumulate`.
+    The arguments, the edge cases and the errors are those of `accumulate`.
 
     Attributes:
-      accum_steps: what was passed.
+      accum_steps: the argument, checked.
 
     Example:
       >>> window = GradAccumulator(2)
@@ -114,38 +133,40 @@ class GradAccumulator:
         self._axes = _arguments.axis_names("sum_over", sum_over)
 
     def init(self, params: Any) -> GradAccumulatorState:
-        """An empty window for gradients like `params`, sharded as they are."""
-        gradient_sum, scalar = self._zeros(params)
-        wide = any(_floats.accumulator_dtype(x) == jnp.float64 for x in jax.tree.leaves(gradient_sum) if is_gradient(x))
+        """Returns an empty window for gradients like `params`, with the sharding of `params`."""
+        gradient_sum, zero_weight = self._zeros(params)
+        sums = [x for x in jax.tree.leaves(gradient_sum) if is_gradient(x)]
+        is_float64 = any(_floats.accumulator_dtype(x) == jnp.float64 for x in sums)
         return GradAccumulatorState(
             micro_step=jnp.zeros((), jnp.int32),
             windows=jnp.zeros((), jnp.int32),
-            weight_sum=scalar(jnp.float64 if wide else jnp.float32),
+            weight_sum=zero_weight(jnp.float64 if is_float64 else jnp.float32),
             window_bad=jnp.zeros((), bool),
             dropped=jnp.zeros((), jnp.int32),
             gradient_sum=gradient_sum,
         )
 
     def add(self, state: GradAccumulatorState, grads: Any, weight: Any = 1) -> GradAccumulatorState:
-        """The window with one more micro-batch. It goes on growing if nobody takes it when it is ready.
+        """Adds a micro-batch to the window, even to a full one. Call `take` when `ready` is true.
 
         Args:
           state: the window so far; may be donated.
-          grads: the micro-batch's gradients, like the parameters given to `init`.
+          grads: the micro-batch's gradients, like the parameters passed to `init`.
           weight: its number of examples or tokens, as in `accumulate`.
         """
         return self._advance(state, grads, weight, flush=False, when_full=False).state
 
     def ready(self, state: GradAccumulatorState) -> jax.Array:
-        """Whether the window has as many micro-batches as it should. Shape (), bool."""
+        """Returns whether the window is full. Shape (), bool."""
         return state.micro_step >= self._steps(state.windows)
 
     def take(self, state: GradAccumulatorState) -> tuple[Any, jax.Array, GradAccumulatorState]:
-        """Closes whatever is open: its average, in the accumulator's dtype, whether there is one, and an empty window.
+        """Closes the window, full or not. Returns its average, whether it has one, and an empty window.
 
-        There is none if the window is empty, has a weight of 0 or is to be discarded: the average is then zeros, and
-        `windows` does not grow. Run the optimizer only if there is one. The average shares its buffer with the state:
-        use it before the state is donated, best in one program with the optimizer:
+        The average has the accumulator's dtype. There is none if the window is empty, has a weight of 0 or is discarded
+        by `"drop_window"`. The average is then zeros, and `windows` does not increase. Run the optimizer only if there
+        is one. The average shares its buffer with the state. Use it before the state is donated, preferably in one
+        program with the optimizer:
 
           >>> window, inner = GradAccumulator(2), optax.sgd(1.0)
           >>> def close(params, opt_state, state):
@@ -161,19 +182,19 @@ class GradAccumulator:
           >>> jax.jit(close, donate_argnums=(0, 1, 2))(params, inner.init(params), state)[0]
           Array([-1., -2.], dtype=float32)
 
-        The branch also spares XLA:CPU a copy of the accumulator. Write it as a `switch` whose first branch is the idle
-        one, because only that branch returns its operands without a copy. `jax.lax.cond` puts the other one first on a
-        GPU, and then copies parameters and optimizer state on every call.
+        The branch also saves a copy of the accumulator on XLA:CPU. Write it as a `switch` whose first branch is the
+        idle one, because only that branch returns its operands without a copy. `jax.lax.cond` puts the other one first
+        on a GPU, and then copies parameters and optimizer state on every call.
         """
         stepped = self._advance(state, None, 0, flush=True, when_full=False)
-        total, weighs = self._average(stepped)
-        has_average = _both(stepped.closes, weighs)
-        average = jax.tree.map(lambda x: jnp.where(has_average, x, jnp.zeros_like(x)), total)
+        total, has_weight = self._average(stepped)
+        has_average = stepped.has_average & has_weight
+        average = optax.tree.where(has_average, total, optax.tree.zeros_like(total))
         state = stepped.state._replace(windows=increment_if(has_average, state.windows))
         return average, jnp.asarray(has_average), state if self._axes else state._replace(gradient_sum=average)
 
     def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
-        """Empties the window; what was counted stays."""
+        """Empties the window. The counters `windows` and `dropped` stay unchanged."""
         return state._replace(
             micro_step=jnp.zeros_like(state.micro_step),
             weight_sum=jnp.zeros_like(state.weight_sum),
@@ -181,14 +202,14 @@ class GradAccumulator:
         )
 
     def step(self, state: GradAccumulatorState, grads: Any, weight: Any = 1) -> tuple[Any | None, GradAccumulatorState]:
-        """Adds a micro-batch, and takes the average if that fills the window. Not for use under jit.
+        """Adds a micro-batch and, if the window is then full, takes its average. Cannot be used under jit.
 
         Returns:
-          The average, or None if the window is still open or closed without one; and the state.
+          The average and the state. The average is None if the window is still open, or closed without one.
         """
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight))):
-            raise ValueError("step decides on the host and cannot be traced: use add, ready and take under jit")
-        weight = _arguments.weight(weight, {(), state.weight_sum.shape})  # while its value is known
+            raise ValueError("step decides on the host and cannot be traced. Use add, ready and take under jit")
+        weight = _arguments.weight(weight, {(), state.weight_sum.shape})  # checked here, because jit hides its value
         state = _jitted_add(self, state, grads, weight)
         if not self.ready(state):
             return None, state
@@ -196,11 +217,11 @@ class GradAccumulator:
         return (average if closed else None), state
 
     def current_step(self, state: GradAccumulatorState) -> jax.Array:
-        """The number of micro-batches in the open window. Shape (), int32."""
+        """Returns the number of micro-batches in the open window. Shape (), int32."""
         return state.micro_step
 
     def _zeros(self, params: chex.ArrayTree) -> tuple[chex.ArrayTree, Callable[[Any], jax.Array]]:
-        """The empty sums, and what makes an empty weight of a dtype."""
+        """Returns the empty sums, and a function that returns an empty weight of a dtype."""
         axes = self._axes
         params = _gradients.parameter_arrays(params)
         if axes:
@@ -211,7 +232,7 @@ class GradAccumulator:
 
         def sum_like(path: _gradients.KeyPath, param: Any) -> jax.Array:
             if not is_gradient(param):
-                return jnp.zeros((), jnp.int32)  # holds no sum
+                return jnp.zeros((), jnp.int32)  # has no sum
             dtype = self._dtype
             if dtype is None:
                 dtype = _floats.upcast_dtype(param, _floats.accumulator_dtype(param))
@@ -220,17 +241,19 @@ class GradAccumulator:
         return jax.tree.map_with_path(sum_like, params), lambda dtype: zeros(jnp.zeros(()), dtype, "")
 
     def _steps(self, windows: jax.Array) -> jax.Array:
+        """Returns the window's length, at least 1. `windows` is the argument of a schedule."""
         given = self.accum_steps
         steps = jnp.asarray(_arguments.steps_of_schedule(given(windows)) if callable(given) else given, jnp.float32)
-        # A NaN is not >= 1.
+        # `>=` and not `maximum`, because a NaN then counts as 1.
         return jnp.where(steps >= 1, jnp.ceil(jnp.minimum(steps, 2.0**24)), jnp.ones_like(steps)).astype(jnp.int32)
 
     def _advance(
         self, state: Any, grads: chex.ArrayTree | None, weight: Any, *, flush: Flag, when_full: bool
     ) -> WindowStep:
-        """All arithmetic of the window: adds a micro-batch (None: there is none), then closes the window if it is due.
+        """Adds a micro-batch, or none for `grads=None`, and closes the window if it is flushed or, `when_full`, full.
 
-        Due is a window that is flushed or, `when_full`, full.
+        It does all arithmetic of the window, except sums over devices (`_average`). The module's docstring explains the
+        order of its decisions.
         """
         require_sum_over("accumulation", self._axes)
         if grads is not None:
@@ -241,91 +264,97 @@ class GradAccumulator:
         dtype = state.weight_sum.dtype
         one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
 
-        # Whatever a gradient of weight 0 holds, it contributes nothing, and is not bad.
-        keeps: Flag = grads is not None and weight != 0
-        bad: Flag = False
-        if keeps is not False and self._nonfinite != "propagate":
-            bad = self._is_bad(grads, keeps)
-            keeps = keeps & ~bad
-        kept_weight = jnp.where(keeps, jnp.asarray(weight).astype(dtype), zero)
+        # A gradient of weight 0 adds nothing, even if it is NaN, and is not counted as non-finite.
+        is_kept: Flag = grads is not None and weight != 0
+        is_nonfinite: Flag = False
+        if is_kept is not False and self._nonfinite != "propagate":
+            is_nonfinite = self._is_nonfinite(grads, is_kept)
+            is_kept = is_kept & ~is_nonfinite
+        kept_weight = jnp.where(is_kept, jnp.asarray(weight).astype(dtype), zero)
         is_step: Flag = grads is not None
         if is_step and self._nonfinite == "extend_window":
-            is_step = ~jnp.asarray(bad)
+            is_step = ~jnp.asarray(is_nonfinite)
 
         micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
         weight_sum = state.weight_sum + kept_weight
-        window_bad = state.window_bad | bad if self._nonfinite == "drop_window" else state.window_bad
-        due = flush
+        window_bad = state.window_bad | is_nonfinite if self._nonfinite == "drop_window" else state.window_bad
+        is_closing = flush
         if when_full and flush is not True:
-            due = _either(flush, self._is_full(state.windows, micro_step, is_step))
-        require_replicated("what closes a window (flush, accum_steps, micro_step)", due)
-        # A micro-batch that is known to weigh something settles it.
-        weighs: Flag = True if keeps is True else weight_sum != 0
-        counts = ~window_bad if self._axes else _both(weighs, ~window_bad)
-        if weighs is True and self._nonfinite != "drop_window":
-            counts = True
+            is_full = self._is_full(state.windows, micro_step, is_step)
+            is_closing = True if is_full is True else flush | is_full
+        require_replicated("the decision to close a window (flush, accum_steps, micro_step)", is_closing)
+        # If `is_kept` is True, this micro-batch's weight is known and a normal number. The window's weight cannot be 0
+        # then, and no run-time check is needed.
+        has_weight: Flag = True if is_kept is True else weight_sum != 0
+        has_average: Flag
+        if has_weight is True and self._nonfinite != "drop_window":
+            has_average = True
+        else:
+            has_average = ~window_bad if self._axes else has_weight & ~window_bad
 
-        # The average is made in the pass that closes the window: no pass of its own, and the buffer itself is what the
-        # optimizer reads. (Of rows, it takes all devices' to make one.)
+        # The pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
+        # XLA:CPU, a second buffer (tests/test_accumulation.py, "written_in_place"). Per-device rows are divided in
+        # `_average`, because they have to be summed over devices first.
         scale = None
-        if self._reduction != "sum" and due is not False and not self._axes:
-            scale = jnp.where(due, _reciprocal(weight_sum, weighs), one)
+        if self._reduction != "sum" and is_closing is not False and not self._axes:
+            scale = jnp.where(is_closing, _reciprocal(weight_sum, has_weight), one)
         factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else kept_weight
         if grads is None:
             grads = jax.tree.map(lambda _: None, state.gradient_sum)
         gradient_sum = jax.tree.map(
-            lambda total, g: _advance_leaf(total, g, state.micro_step == 0, keeps, factor, scale),
+            lambda total, g: _advance_leaf(total, g, state.micro_step == 0, is_kept, factor, scale),
             state.gradient_sum,
             grads,
         )
 
         new_state = state._replace(
-            micro_step=jnp.where(due, jnp.zeros_like(micro_step), micro_step),
-            weight_sum=jnp.where(due, zero, weight_sum),
-            window_bad=jnp.where(due, jnp.zeros_like(window_bad), window_bad),
-            dropped=increment_if(bad, state.dropped),
+            micro_step=jnp.where(is_closing, jnp.zeros_like(micro_step), micro_step),
+            weight_sum=jnp.where(is_closing, zero, weight_sum),
+            window_bad=jnp.where(is_closing, jnp.zeros_like(window_bad), window_bad),
+            dropped=increment_if(is_nonfinite, state.dropped),
             gradient_sum=gradient_sum,
         )
-        return WindowStep(new_state, weight_sum, _both(due, counts), weighs)
+        return WindowStep(new_state, weight_sum, is_closing & has_average, has_weight)
 
     def _average(self, stepped: WindowStep) -> tuple[chex.ArrayTree, Flag]:
-        """The average of a window that closes, and whether it weighs anything. Rows meet here, once a window."""
+        """Returns a closing window's average, and whether its weight is not 0. Sums per-device rows over devices."""
         if not self._axes:
             return stepped.state.gradient_sum, True
         leaves, treedef = jax.tree.flatten(stepped.state.gradient_sum)
         weight_sum, *sums = row_sums([stepped.weight_sum, *(x for x in leaves if x.ndim)], self._axes)
         require_replicated("weight, summed over sum_over,", weight_sum)
-        weighs = stepped.weighs if stepped.weighs is True else weight_sum != 0
+        has_weight = stepped.has_weight if stepped.has_weight is True else weight_sum != 0
         if self._reduction != "sum":
-            scale = _reciprocal(weight_sum, weighs)
+            scale = _reciprocal(weight_sum, has_weight)
             sums = [_scaled(x, scale) for x in sums]
-        left = iter(sums)
-        return jax.tree.unflatten(treedef, [next(left) if x.ndim else x for x in leaves]), weighs
+        remaining = iter(sums)
+        return jax.tree.unflatten(treedef, [next(remaining) if x.ndim else x for x in leaves]), has_weight
 
     def _emptied_rows(self, stepped: WindowStep, average: chex.ArrayTree) -> chex.ArrayTree:
-        """The rows of a window that has closed, which mean nothing: the average, where it is as large as they are."""
+        """Returns rows for the state of a closed window, whose values nobody reads. Reuses the average if it can."""
         axes, rows = self._axes, stepped.state.gradient_sum
         if not axes or not is_mapped(axes):
             return rows
-        # Because XLA keeps both otherwise: memory of the parameters' size on CUDA and TPU (tests/test_accelerators.py).
+        # On CUDA and TPU, XLA would otherwise keep both the rows and the average, which costs memory of the parameters'
+        # size (tests/test_accelerators.py, "sends gradients once").
         return jax.tree.map(lambda row, x: as_varying(x[None], axes) if row.ndim else row, rows, average)
 
     def _without_rows(self, grads: chex.ArrayTree) -> chex.ArrayTree:
-        """Returns the gradients, or, where they are rows, the shapes and dtypes of one row."""
+        """Returns the gradients, or the shapes and dtypes of one row if they have per-device rows."""
         if not self._axes or is_mapped(self._axes):
             return grads
         return jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), grads)
 
-    def _is_bad(self, grads: chex.ArrayTree, keeps: Flag) -> jax.Array:
-        """Whether a gradient that weighs something is not finite, on any device."""
+    def _is_nonfinite(self, grads: chex.ArrayTree, has_weight: Flag) -> jax.Array:
+        """Returns whether a gradient whose weight is not 0 is non-finite on any device."""
         leaves = [g for g in jax.tree.leaves(grads) if is_gradient(g)]
         if not self._axes:
-            return keeps & ~all_finite(leaves, self._axes)
-        bad = jnp.any(keeps & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
-        return any_device([bad], self._axes)[0]
+            return has_weight & ~all_finite(leaves, self._axes)
+        is_nonfinite = jnp.any(has_weight & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
+        return any_device([is_nonfinite], self._axes)[0]
 
     def _checked_gradients(self, grads: chex.ArrayTree, gradient_sum: chex.ArrayTree) -> chex.ArrayTree:
-        """At trace time: the gradients fit the accumulator, leaf by leaf. As rows, if that has rows."""
+        """Returns the gradients as arrays, with rows if the accumulator has them. Raises if a leaf does not fit it."""
         axes, what = self._axes, "accumulator"
         grads = _gradients.gradient_arrays(grads)
         if axes and is_mapped(axes):
@@ -343,7 +372,7 @@ class GradAccumulator:
             grads = jax.tree.map_with_path(row, grads)
         elif axes:
             what = f"accumulator, which has a row for each device along {', '.join(map(repr, axes))}"
-        _gradients.same_leaves(grads, gradient_sum, compared=is_gradient, what=what)
+        _gradients.same_leaves(grads, gradient_sum, what=what)
 
         def check(path: _gradients.KeyPath, total: jax.Array, grad: Any) -> None:
             if grad is None or grad.dtype == jax.dtypes.float0 or not (is_gradient(grad) or is_gradient(total)):
@@ -352,33 +381,36 @@ class GradAccumulator:
             if not is_gradient(grad):
                 raise ValueError(
                     f"{name} is {grad.dtype}, but its parameter is floating, with an accumulator of {total.dtype}. "
-                    "Convert the gradient to the parameter's dtype. If there is no gradient, pass None in its place"
+                    "Convert the gradient to the parameter's dtype. Or pass None in its place if there is no gradient"
                 )
             if not is_gradient(total):
                 raise ValueError(
-                    f"{name} is {grad.dtype}, but its parameter is not floating, and has no accumulator. Pass float0, "
-                    "as jax.grad(..., allow_int=True) does, or None in its place"
+                    f"{name} is {grad.dtype}, but its parameter is not floating and has no accumulator. Pass None in "
+                    "its place. Or pass float0, as jax.grad(..., allow_int=True) returns it"
                 )
             if _floats.is_complex(grad) and not _floats.is_complex(total):
                 raise ValueError(
-                    f"{name} is {grad.dtype}, its accumulator {total.dtype}, which would lose the imaginary part"
+                    f"{name} is {grad.dtype}, but its accumulator is {total.dtype} and would lose the imaginary part. "
+                    "Pass the real part of the gradient. Or call init with a complex parameter"
                 )
             along = newly_varying(grad, total)
             if along:
                 raise ValueError(
-                    f"{name} may differ between devices along {along}, its parameter does not: the gradients are not "
-                    f"reduced. Reduce them first, by jax.lax.pmean(grads, {along}) for instance. Or pass "
-                    f"sum_over={along}, and they are summed when the window closes"
+                    f"{name} may differ between devices along {along}, but its parameter does not, because the "
+                    f"gradients are not reduced. Reduce them first, for example with jax.lax.pmean(grads, {along}). Or "
+                    f"pass sum_over={along} to sum them when the window closes"
                 )
 
         jax.tree.map_with_path(check, gradient_sum, grads)
         return grads
 
     def _is_full(self, windows: jax.Array, micro_step: jax.Array, is_step: Flag) -> Flag:
+        """Returns whether this step fills the window. A window of one is known to be full, and needs no branch."""
         if isinstance(self.accum_steps, int) and self.accum_steps == 1 and is_step is True:
             return True
-        # A step that does not count closes nothing, not even a window that a resumed run left longer than it should be.
-        return _both(is_step, micro_step >= self._steps(windows))
+        # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
+        # accum_steps.
+        return is_step & (micro_step >= self._steps(windows))
 
 
 # Jitted once for the class, because an object that holds a jitted function cannot be pickled.
@@ -386,54 +418,39 @@ _jitted_add = jax.jit(GradAccumulator.add, static_argnums=0)
 
 
 def _advance_leaf(
-    total: jax.Array, grad: Any, first: jax.Array, keeps: Flag, factor: jax.Array | None, scale: jax.Array | None
+    total: jax.Array, grad: Any, is_first: jax.Array, is_kept: Flag, factor: jax.Array | None, scale: jax.Array | None
 ) -> jax.Array:
-    """One read and one write: total + factor * grad, times scale. A window's first gradient replaces what was there."""
+    """Returns (total + factor * grad) * scale, in one read and one write. A first gradient replaces the old total."""
     if not is_gradient(total):
         return total
-    wide = _floats.accumulator_dtype(total)
-    fresh = jnp.zeros_like(total)
-    if isinstance(keeps, jax.Array):
-        keeps = _per_device.along(keeps, total)
-    if grad is None or not is_gradient(grad) or keeps is False:  # or float0
-        total = jnp.where(first, fresh, total)
+    dtype = _floats.accumulator_dtype(total)
+    zeros = jnp.zeros_like(total)
+    if isinstance(is_kept, jax.Array):
+        is_kept = _per_device.expand_like(is_kept, total)
+    if grad is None or not is_gradient(grad) or is_kept is False:  # not a gradient: float0
+        total = jnp.where(is_first, zeros, total)
     else:
         if factor is not None:
-            grad = _floats.mul_real(_floats.upcast(grad, wide), _per_device.along(factor, total).astype(wide))
+            grad = _floats.mul_real(_floats.upcast(grad, dtype), _per_device.expand_like(factor, total).astype(dtype))
         grad = grad.astype(total.dtype)
-        added = jnp.where(first, grad, total + grad)
-        # Discarded by selection: 0 * inf is NaN.
-        total = added if keeps is True else jnp.where(keeps, added, jnp.where(first, fresh, total))
+        added = jnp.where(is_first, grad, total + grad)
+        # Select, because multiplying by a weight of 0 would not discard an infinity: 0 * inf is NaN
+        # (tests/test_accumulation.py, "micro_batch_of_weight_zero").
+        total = added if is_kept is True else jnp.where(is_kept, added, jnp.where(is_first, zeros, total))
     return total if scale is None else _scaled(total, scale)
 
 
 def _scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = _floats.accumulator_dtype(total)
-    return _floats.mul_real(_floats.upcast(total, wide), scale.astype(wide)).astype(total.dtype)
+    dtype = _floats.accumulator_dtype(total)
+    return _floats.mul_real(_floats.upcast(total, dtype), scale.astype(dtype)).astype(total.dtype)
 
 
-def zero_like(x: Any) -> Any:
-    return np.zeros(x.shape, x.dtype) if x.dtype == jax.dtypes.float0 else jnp.zeros_like(x)
+def _reciprocal(weight_sum: jax.Array, has_weight: Flag) -> jax.Array:
+    """Returns 1 / weight_sum, 1 if the weight is 0, or NaN if the weight sum is out of range.
 
-
-def increment_if(flag: Flag, count: jax.Array) -> jax.Array:
-    return jnp.where(flag, optax.safe_increment(count), count)
-
-
-def _reciprocal(weight_sum: jax.Array, weighs: Flag) -> jax.Array:
-    """Returns 1 / weight_sum. The sums are multiplied, because XLA:CPU writes out a quotient that is used twice.
-
-    It is NaN for a weight sum out of range, because the reciprocal of a larger one is flushed to 0, and so are the
-    products w g of a smaller one.
+    Sums are multiplied by it, because XLA:CPU materializes a quotient that is used twice, as by Adam. A weight sum
+    above the range would have a reciprocal that is flushed to 0. Below the range, products w g may be flushed to 0.
     """
     in_range = (weight_sum >= _arguments.LEAST_WEIGHT) & (weight_sum <= _arguments.LARGEST_WEIGHT)
-    known = jnp.where(in_range, weight_sum, jnp.nan)
-    return 1 / jnp.where(weighs, known, jnp.ones_like(weight_sum))
-
-
-def _either(a: Flag, b: Flag) -> Flag:
-    return True if a is True or b is True else a | b
-
-
-def _both(a: Flag, b: Flag) -> Flag:
-    return False if a is False or b is False else a & b
+    checked = jnp.where(in_range, weight_sum, jnp.nan)
+    return 1 / jnp.where(has_weight, checked, jnp.ones_like(weight_sum))

@@ -615,7 +615,9 @@ AROUND = {
 @pytest.mark.parametrize("way", ["the last micro-batch", "weight=0"])
 def test_flush_of_a_wrapped_accumulation_is_an_error_whose_advice_closes_the_window(around, way):
     tx, params = AROUND[around](shrewjax.accumulate(optax.sgd(1.0), 8)), vector(0.0)
-    with pytest.raises(ValueError, match=r"tx must be what accumulate returned.*flush=True.*weight=0, flush=True"):
+    with pytest.raises(
+        ValueError, match=r"tx must be the transformation that accumulate returned.*flush=True.*weight=0, flush=True"
+    ):
         shrewjax.flush(tx, tx.init(params), params)
     _, state = tx.update(vector(2.0), tx.init(params), params)
     if way == "weight=0":
@@ -629,7 +631,7 @@ def test_flush_of_a_wrapped_accumulation_is_an_error_whose_advice_closes_the_win
 
 
 def test_flush_of_another_transformation_is_an_error():
-    with pytest.raises(ValueError, match="tx must be what accumulate returned"):
+    with pytest.raises(ValueError, match="tx must be the transformation that accumulate returned"):
         shrewjax.flush(optax.sgd(1.0), optax.sgd(1.0).init(vector(0.0)), vector(0.0))
 
 
@@ -1013,7 +1015,7 @@ def test_uneven_micro_batches_of_text_equal_the_large_batch():
         ({}, 2.0, None),
         ({}, -1.0, "weight"),
         ({}, np.nan, "weight"),
-        ({"micro_step": jnp.int32(3)}, 1.0, "micro_step is not between 0 and 2"),
+        ({"micro_step": jnp.int32(3)}, 1.0, "micro_step must be between 0 and 2"),
         ({"micro_step": jnp.int32(-1)}, 1.0, "micro_step"),
         ({"weight_sum": jnp.float32(np.inf)}, 1.0, "weight_sum"),
     ],

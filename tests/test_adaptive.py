@@ -503,13 +503,13 @@ def test_names_of_mapped_axes_do_for_units_that_are_alike(spec, names, check_vma
 @pytest.mark.parametrize(
     ("sharded_over", "check_vma", "message"),
     [
-        (None, True, r"\['whole'\] of several units varies over the mapped axes 'y'.*pass sharded_over="),
-        (None, False, r"whether leaf \['whole'\] of several units.*mapped axes 'x', 'y', or the same"),
-        ((), False, r"mapped axes 'x', 'y', or the same.*sharded_over=jax\.P\(\)"),
-        (("y",), False, r"mapped axes 'x', or the same"),
+        (None, True, r"leaf \['whole'\].*several units.* sharded over 'y': devices may hold.*Pass sharded_over="),
+        (None, False, r"leaf \['whole'\].*several units.*over 'x', 'y' inside shard_map.check_vma=False"),
+        ((), False, r"over 'x', 'y' inside.*sharded_over=jax\.P\(\)"),
+        (("y",), False, r"sharded over 'x' inside"),
         (lambda name, leaf: P(None, "x"), True, r"P\(None, 'x'\) is not how leaf \['whole'\] is sharded.*\('y',\)"),
         (P(), True, r"P\(\) is not how leaf \['whole'\] is sharded"),
-        (P(None, None, "y"), True, r"more entries than leaf \['whole'\] of shape \(3, 4\) has axes"),
+        (P(None, None, "y"), True, r"more entries than leaf \['whole'\] of shape \(3, 4\) has dimensions"),
         (lambda name, leaf: spec_of, True, r"sharded_over returned the function"),
     ],
     ids=["tracked", "untracked", "no names", "too few names", "wrong", "everywhere", "too long", "function"],

@@ -313,7 +313,7 @@ def test_a_window_goes_on_bit_for_bit_elsewhere_and_on_half_as_many_devices():
         shrewjax.redistribute(state, shrewjax.accumulate(ADAM, 3).init(params))
     key = jax.random.key(1)
     assert bits(jax.random.key_data(shrewjax.redistribute(key, jax.random.key(2)))) == bits(jax.random.key_data(key))
-    with pytest.raises(ValueError, match="opt_state has the structure"):
+    with pytest.raises(ValueError, match="opt_state must have the structure of like"):
         shrewjax.redistribute(state, SGD.init(params))
 
 
@@ -333,7 +333,7 @@ def test_initial_sums_are_spread_as_the_parameters_wherever_init_is_called(axis_
             assert shrewjax.state_specs(abstract).gradient_sum["w"] == P("data", "fsdp", None)
         else:
             with pytest.raises(
-                ValueError, match=r"under jit, parameter \['b'\] does not say.* call init outside of jit"
+                ValueError, match=r"under jit how parameter \['b'\] is sharded .* Call init outside of jit"
             ):
                 jax.jit(tx.init)(params)
     with pytest.raises(ValueError, match="must be an array on a device, got ndarray"):
@@ -360,7 +360,7 @@ def test_reduced_gradients_are_not_summed_again():
 def test_untracked_accumulation_wants_to_be_told(nonfinite):
     tx = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite)
     f = lambda g: tx.update(g, tx.init(g))[1].micro_step  # noqa: E731
-    with pytest.raises(ValueError, match=r"check_vma=False, or pmap .*'data'.* pass sum_over="):
+    with pytest.raises(ValueError, match=r"already summed over 'data', .*check_vma=False.*Pass sum_over="):
         traced(f, jnp.ones(8), check_vma=False)
     told = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite, sum_over=())
     assert traced(lambda g: told.update(g, told.init(g))[1].micro_step, jnp.ones(8), check_vma=False).shape == ()
@@ -369,14 +369,14 @@ def test_untracked_accumulation_wants_to_be_told(nonfinite):
 def test_devices_must_agree_on_when_a_window_closes():
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     f = lambda g: tx.update(g, tx.init(jnp.zeros(1)), flush=g[0] > 0)[1].micro_step  # noqa: E731
-    with pytest.raises(ValueError, match=r"flush.* must be the same on every device, and may differ over 'data'"):
+    with pytest.raises(ValueError, match=r"flush.* must be the same on every device, .* differ over 'data'"):
         traced(f, jnp.ones(8))
 
 
 def test_devices_must_agree_on_the_weight_of_what_they_share():
     reduced = shrewjax.accumulate(SGD, 2)
     f = lambda g: reduced.update(jnp.zeros(1), reduced.init(jnp.zeros(1)), weight=g[0])[1].micro_step  # noqa: E731
-    with pytest.raises(ValueError, match="weight must be the same on every device, and may differ over 'data'"):
+    with pytest.raises(ValueError, match=r"weight must be the same on every device, .* over 'data'"):
         traced(f, jnp.ones(8))
     tx = shrewjax.accumulate(SGD, 2, sum_over="fsdp")
     own = lambda: own_params(jnp.zeros(1), "fsdp")  # noqa: E731
@@ -387,17 +387,17 @@ def test_devices_must_agree_on_the_weight_of_what_they_share():
 
 def test_init_says_what_it_misses():
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
-    with pytest.raises(ValueError, match=r"sum_over 'data': .* placed on the mesh"):
+    with pytest.raises(ValueError, match=r"sum_over=\('data',\) needs a mesh .* placed on the mesh"):
         tx.init(PARAMS)
-    with pytest.raises(ValueError, match=r"parameter \['w'\] is sharded over 'data' itself"):
+    with pytest.raises(ValueError, match=r"parameter \['w'\] is sharded over sum_over=\('data',\) itself"):
         tx.init(placed(PARAMS, mesh_of(8), {"w": P("data"), "b": P()}))
-    with pytest.raises(ValueError, match=r"parameter \(the tree itself\) is sharded over 'data' itself"):
+    with pytest.raises(ValueError, match=r"parameter \(the tree itself\) is sharded over sum_over=\('data',\)"):
         traced(lambda p: tx.init(p).micro_step, jnp.ones(8))
     for wrong in ({"data"}, P("data"), ("data", "data")):
         with pytest.raises(ValueError, match="sum_over must be a mapped axis, or a tuple of different ones, got"):
             shrewjax.accumulate(SGD, 2, sum_over=wrong)
     both = shrewjax.accumulate(SGD, 2, sum_over=("data", "model"))
-    with pytest.raises(ValueError, match="'model' is no mapped axis here, where 'data', 'fsdp' are"):
+    with pytest.raises(ValueError, match=r"contains 'model', which is not a mapped axis.* axes: 'data', 'fsdp'"):
         traced(lambda g: both.init(jnp.zeros(1)).micro_step, jnp.ones(8))
 
 
