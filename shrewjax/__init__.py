@@ -25,6 +25,7 @@ from shrewjax._adaptive import (
     clip_by_norm_percentile,
     clip_by_norm_zscore,
 )
+from shrewjax._batches import value_and_grad
 from shrewjax._clipping import (
     ClipByGlobalNormState,
     ClipByLeafNormState,
@@ -74,7 +75,8 @@ __all__ = [
     "skip_on_spike",
     "SkipNonfiniteState",
     "SkipOnSpikeState",
-    # Accumulate.
+    # Accumulate: a whole batch in one call, or batches that come one by one.
+    "value_and_grad",
     "accumulate",
     "apply_gradients",
     "check_window",

@@ -416,9 +416,11 @@ def _fold_leaf(
         if factor is not None:
             grad = _norms.times(_norms.widen(grad, wide), _rows.along(factor, total).astype(wide))
         grad = grad.astype(total.dtype)
-        added = jnp.where(first, grad, total + grad)
-        # Discarded by selection: 0 * inf is NaN.
-        total = added if keeps is True else jnp.where(keeps, added, jnp.where(first, fresh, total))
+        if keeps is not True:
+            # Discarded by selection, because 0 * inf is NaN. Before the sum, because XLA otherwise leaves the
+            # all-reduce of a gradient inside a loop on CUDA and TPU (tests/test_accelerators.py).
+            grad = jnp.where(keeps, grad, fresh)
+        total = jnp.where(first, grad, total + grad)
     return total if scale is None else _scaled(total, scale)
 
 

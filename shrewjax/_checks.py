@@ -76,6 +76,20 @@ def length(name: str, value: Any, *, default: int) -> int:
     return int(value)
 
 
+def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
+    """A static int."""
+    expected = "a Python int" if at_least is None else f"a Python int >= {at_least}"
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool)
+    if not is_int or (at_least is not None and value < at_least):
+        raise ValueError(f"{name} must be {expected}, because it decides what is compiled; got {value!r}")
+    return int(value)
+
+
+def positions(name: str, value: Any) -> tuple[int, ...]:
+    """Positions of arguments: an int, or a sequence of ints; static."""
+    return tuple(integer(name, at) for at in (value if isinstance(value, tuple | list | range) else (value,)))
+
+
 def axes(name: str, value: Any) -> AxesOf:
     """Axes of leaves: none (None), the same for all, or a function of a leaf's name and the leaf; static."""
     if value is None or callable(value):

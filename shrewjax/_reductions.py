@@ -152,6 +152,31 @@ def is_mapped(axes: tuple[Hashable, ...]) -> bool:
     return not missing
 
 
+def demand_mapped(argument: str, axes: tuple[Hashable, ...]) -> None:
+    """An error where these are no mapped axes."""
+    if axes and not is_mapped(axes):
+        raise ValueError(
+            f"{argument} {axes!r}: no axis of this name is mapped here. Call the function inside jax.shard_map over "
+            f"it. Under plain jax.jit leave {argument} out, because XLA reduces what is sharded"
+        )
+
+
+def place_along(axes: tuple[Hashable, ...]) -> jax.Array:
+    """This device's number among those along mapped axes."""
+    return lax.axis_index(axes)
+
+
+def combined_over(axes: tuple[Hashable, ...], names: Sequence[str], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The "sum", "max" or "min" of each array along mapped axes; what has another name stays a device's own."""
+    collectives = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin} if axes else {}
+    results = list(arrays)
+    for name, collective in collectives.items():
+        chosen = [i for i, other in enumerate(names) if other == name]
+        for i, x in zip(chosen, collective([varying_over(arrays[i], axes) for i in chosen], axes), strict=True):
+            results[i] = x
+    return results
+
+
 def is_same_along(x: jax.Array, axes: tuple[Hashable, ...]) -> bool:
     """Whether an array is known to be the same on all devices along one of the mapped axes."""
     return _mapped_axes()[1] and not set(axes) <= varying_axes(x)

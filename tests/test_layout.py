@@ -30,6 +30,7 @@ ORDER = [
     "_wrapping",
     "_guards",
     "_accumulation",
+    "_batches",
     "_metrics",
 ]
 # The definition stands apart: it imports none of them, and none imports it.
