@@ -262,7 +262,8 @@ class GradAccumulator:
         if keeps is not False and self._nonfinite != "propagate":
             bad = self._is_bad(grads, keeps)
             keeps = keeps & ~bad
-        kept_weight = jnp.where(keeps, jnp.asarray(weight).astype(dtype), zero)
+        own_weight = jnp.asarray(weight).astype(dtype)
+        kept_weight = jnp.where(keeps, own_weight, zero)
         is_step: Flag = grads is not None
         if is_step and self._nonfinite == "extend_window":
             is_step = ~jnp.asarray(bad)
@@ -285,7 +286,7 @@ class GradAccumulator:
         scale = None
         if self._reduction != "sum" and due is not False and not self._axes:
             scale = jnp.where(due, _reciprocal(weight_sum, weighs), one)
-        factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else kept_weight
+        factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else own_weight
         if grads is None:
             grads = jax.tree.map(lambda _: None, state.gradient_sum)
         gradient_sum = jax.tree.map(

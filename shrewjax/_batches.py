@@ -309,8 +309,9 @@ def _folded(name: str, keys: Any, number: Any) -> Any:
     """The keys of the micro-batch of this number."""
 
     def fold(path: _checks.KeyPath, key: Any) -> jax.Array:
-        is_typed = jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key)
-        is_raw = not is_typed and getattr(key, "dtype", None) == np.uint32
+        dtype: Any = getattr(key, "dtype", np.object_)
+        is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        is_raw = not is_typed and dtype == np.uint32
         if np.ndim(key) != (0 if is_typed else 1) or not (is_typed or is_raw):
             raise ValueError(
                 f"{name}{jax.tree_util.keystr(path)} is in rng_argnums and must be one PRNG key, got {key!r}: make it "
@@ -355,6 +356,8 @@ def _nan_unless(known: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _in_dtype_of(x: jax.Array, like: Any) -> jax.Array:
+    if not is_counted(x):
+        return x
     return (x.real if _norms.is_complex(x) and not _norms.is_complex(like) else x).astype(like.dtype)
 
 
@@ -423,11 +426,7 @@ class _AuxLeaves:
         }
         others = iter(combined_over(self._sum_over, names, so_far.others))
         leaves = [next(results.get(name, others)) for name in self._names]
-        return jax.tree.unflatten(self._structure, map(self._as_returned, self._names, leaves, self._like))
-
-    @staticmethod
-    def _as_returned(name: str, x: jax.Array, like: Any) -> jax.Array:
-        return _in_dtype_of(x, like) if is_counted(like) else x
+        return jax.tree.unflatten(self._structure, map(_in_dtype_of, leaves, self._like))
 
 
 def _names_of_leaves(names: Any, like: Any) -> list[str]:
