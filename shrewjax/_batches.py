@@ -219,7 +219,7 @@ def value_and_grad(
         def add(so_far: _SoFar, i: jax.Array) -> tuple[_SoFar, list[jax.Array]]:
             """The sums with micro-batch i, and what is stacked of it."""
             its = run(i, so_far.carried)
-            added = _added(window, so_far.window, its.averaged, its.weight)
+            added = window.add(_begun(so_far.window), its.averaged, its.weight)
             kept: Flag = its.weight != 0
             if nonfinite != "propagate" and kept is not False:
                 kept = kept & (added.dropped == so_far.window.dropped)
@@ -234,10 +234,10 @@ def value_and_grad(
         start = _SoFar(opened._replace(gradient_sum=sums), aux_leaves.open(), carried)
         end, stacked = lax.scan(add, start, jnp.arange(steps, dtype=jnp.int32))
 
-        average, closed = _closed(window, end.window)
+        average, has_average = _average(window, end.window)
         value, grads = jax.tree.map(_in_dtype_of, average, like.averaged)
         if reduction != "sum":
-            value = _nan_unless(closed, value)
+            value = _nan_unless(has_average, value)
         if not has_aux:
             return value, grads
         whole_aux = aux_leaves.close(end.aux, stacked)
@@ -334,24 +334,27 @@ def _aux_and_carry(returned: Any) -> tuple[Any, Any]:
 # --- the sums --------------------------------------------------------------------------------------------------
 
 
-def _added(window: GradAccumulator, state: GradAccumulatorState, addends: Any, weight: Any) -> GradAccumulatorState:
-    """A window of zeros, or more, with one more micro-batch."""
-    # As if it had begun, because the first micro-batch otherwise takes the place of a stale sum. XLA moves the
-    # all-reduce of the gradients out of the loop where they are added and nothing else (tests/test_accelerators.py).
-    return window.add(state._replace(micro_step=jnp.ones((), jnp.int32)), addends, weight)
+def _begun(state: GradAccumulatorState) -> GradAccumulatorState:
+    """A window of zeros, or more, that is known to have begun: there is no stale sum to be replaced.
+
+    XLA moves the all-reduce of the gradients out of the loop where they are added and nothing else, and on CUDA holds
+    the zeros that would replace a sum for as long as the sum itself (tests/test_accelerators.py).
+    """
+    return state._replace(micro_step=jnp.ones((), jnp.int32))
 
 
-def _closed(window: GradAccumulator, state: GradAccumulatorState) -> tuple[Any, jax.Array]:
-    """The window's average, and whether it has one."""
-    average, emptied = window.take(state)
-    return average, emptied.windows != state.windows
+def _average(window: GradAccumulator, state: GradAccumulatorState) -> tuple[Any, Flag]:
+    """The window's average, and whether it has one; if not, zeros, which are then still the sums."""
+    folded = window._fold(_begun(state), None, 0, flush=True, when_full=False)
+    average, weighs = window._average(folded)
+    return average, folded.closes & weighs
 
 
 def _selected(kept: Flag, new: Any, old: Any) -> Any:
     return new if kept is True else jax.tree.map(lambda x, y: jnp.where(kept, x, y), new, old)
 
 
-def _nan_unless(known: jax.Array, x: jax.Array) -> jax.Array:
+def _nan_unless(known: Flag, x: jax.Array) -> jax.Array:
     return jnp.where(known, x, jnp.full_like(x, jnp.nan))
 
 
@@ -408,7 +411,7 @@ class _AuxLeaves:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
         if not isinstance(kept, bool):
             weight = jnp.where(kept, weight, jnp.zeros_like(weight))
-        means = _added(self._window, so_far.means, self._of(leaves, "mean"), weight)
+        means = self._window.add(_begun(so_far.means), self._of(leaves, "mean"), weight)
         combine = self._of([_COMBINE.get(name) for name in self._names], *_COMBINE)
         others = [
             _selected(kept, f(old, x.astype(old.dtype)), old)
@@ -418,7 +421,7 @@ class _AuxLeaves:
 
     def close(self, so_far: _AuxSums, stacked: list[jax.Array]) -> Any:
         """The aux of the batch."""
-        means, known = _closed(self._window, so_far.means)
+        means, known = _average(self._window, so_far.means)
         names = self._of(self._names, *_COMBINE)
         results = {
             "mean": iter([_nan_unless(known, x) for x in means]),

@@ -50,7 +50,7 @@ def close(actual, expected, rtol=1e-6):
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (a.dtype, a.shape) == (e.dtype, e.shape)
-        a, e = np.float64(a), np.float64(e)
+        a, e = (np.asarray(x, np.complex128 if x.dtype.kind == "c" else np.float64) for x in (a, e))
         assert np.linalg.norm(a - e) <= rtol * np.linalg.norm(e), (a, e)
 
 
@@ -162,7 +162,7 @@ def test_complex_and_float64_parameters_have_gradients_of_their_dtype(x64):
     def loss(params, x):
         return jnp.mean(jnp.abs(params[0]) ** 2 * x + params[1] * x)
 
-    x = RNG.normal(size=8).astype(dtypes[1])
+    x = RNG.uniform(size=8).astype(dtypes[1])
     found = jax.jit(shrewjax.value_and_grad(loss, 4, accumulator_dtype=dtypes[0]))(params, x)
     close(found, jax.value_and_grad(loss)(params, x), rtol=1e-13 if x64 else 1e-6)
 
@@ -476,7 +476,7 @@ def test_gradients_that_are_not_reduced_are_an_error():
     step = shrewjax.value_and_grad(lambda *args: masked_loss(*args)[0], K)
     with pytest.raises(ValueError, match=r"\.value may differ between devices along 'data'"):
         on_each_device(step, mesh_of()).lower(PARAMS, MANY_X, MANY_Y, MANY_COUNTS)
-    with pytest.raises(ValueError, match="nothing|cannot see whether"):
+    with pytest.raises(ValueError, match="cannot see whether the gradients"):
         on_each_device(step, mesh_of(), check_vma=False).lower(PARAMS, MANY_X, MANY_Y, MANY_COUNTS)
 
 
@@ -496,10 +496,10 @@ def test_step_holds_one_micro_batch_and_one_tree_of_gradients(weight):
         memory = quick_jit(step).lower(layers, np.zeros((examples, 256), "f")).compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
-    tree, batch = sum(w.nbytes for w in layers), 4 * 256 * 256
-    ours = peak(shrewjax.value_and_grad(loss, 8, weight=weight), 256)
-    assert ours <= peak(jax.value_and_grad(loss), 32) + batch + 1.1 * tree
-    assert ours < peak(jax.value_and_grad(loss), 256)
+    tree, batch = sum(w.nbytes for w in layers), 4 * 2048 * 256
+    ours = peak(shrewjax.value_and_grad(loss, 8, weight=weight), 2048)
+    assert ours <= peak(jax.value_and_grad(loss), 256) + batch + 1.1 * tree
+    assert ours < peak(jax.value_and_grad(loss), 2048) / 2
 
 
 # --- in company ------------------------------------------------------------------------------------------------
@@ -577,8 +577,8 @@ def test_trains_only_the_leaves_that_are_differentiated():
         lora, opt_state = applied(SGD, grads, opt_state, lora)
         return (lora, base, opt_state), value
 
-    (_, base, opt_state), losses = trained(train, (lora, PARAMS, SGD.init(lora)), X, TARGETS)
-    assert losses[-1] < losses[0] / 10
+    (_, base, _), losses = trained(train, (lora, PARAMS, SGD.init(lora)), X, TARGETS)
+    assert losses[-1] < losses[0] / 5
     assert bits(base) == bits(PARAMS)
 
 
