@@ -193,7 +193,7 @@ def value_and_grad(
     def value_and_grad_of_batch(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         roles = _roles(given, len(args))
         demand_mapped("sum_over", axes)
-        first = place_along(axes) * steps if axes else 0
+        first_number = place_along(axes) * steps if axes else 0
         examples = _split({at: args[at] for at in roles["batch_argnums"]}, steps)
         # As a device's own, because in `shard_map` JAX reduces the gradients of shared ones on every micro-batch.
         own_params = {at: jax.tree.map(lambda x: varying_over(x, axes), args[at]) for at in roles["argnums"]}
@@ -201,7 +201,7 @@ def value_and_grad(
         def run(i: Any, carried: list[Any]) -> _MicroBatch:
             """Micro-batch i."""
             replaced = own_params | _micro_batch_of(examples, i)
-            replaced |= {at: _folded(f"argument {at}", args[at], first + i) for at in roles["rng_argnums"]}
+            replaced |= {at: _folded(f"argument {at}", args[at], first_number + i) for at in roles["rng_argnums"]}
             replaced |= dict(zip(roles["carry_argnum"], carried, strict=True))
             arguments = [replaced.get(at, x) for at, x in enumerate(args)]
             its_weight = 1 if weight is None else weight(*arguments, **kwargs)
@@ -398,12 +398,7 @@ class _AuxLeaves:
     def open(self) -> _AuxSums:
         """Of no micro-batch."""
         means = [jnp.zeros(x.shape, x.dtype) for x in self._of(self._like, "mean")]
-        others = [
-            varying_over(jnp.full(x.shape, start, dtype), tuple(varying_axes(x)))
-            for x, name in zip(self._like, self._names, strict=True)
-            if name in _COMBINE
-            for start, dtype in [_empty(name, x.dtype)]
-        ]
+        others = [_empty(name, x) for name, x in zip(self._names, self._like, strict=True) if name in _COMBINE]
         return _AuxSums(self._window.init(means), others)
 
     def add(self, so_far: _AuxSums, aux: Any, weight: Any, kept: Flag) -> tuple[_AuxSums, list[jax.Array]]:
@@ -423,10 +418,7 @@ class _AuxLeaves:
         """The aux of the batch."""
         means, known = _average(self._window, so_far.means)
         names = self._of(self._names, *_COMBINE)
-        results = {
-            "mean": iter([_nan_unless(known, x) for x in means]),
-            "stack": iter(stacked),
-        }
+        results = {"mean": iter([_nan_unless(known, x) for x in means]), "stack": iter(stacked)}
         others = iter(combined_over(self._sum_over, names, so_far.others))
         leaves = [next(results.get(name, others)) for name in self._names]
         return jax.tree.unflatten(self._structure, map(_in_dtype_of, leaves, self._like))
@@ -453,17 +445,19 @@ def _check_aux_leaf(leaf: str, x: Any, name: str) -> None:
         raise ValueError(f"leaf {leaf} of the aux is {x.dtype}, and has no {name!r}: let fun return its real parts")
 
 
-def _empty(name: str, dtype: Any) -> tuple[Any, Any]:
-    """The number to start from, and the dtype to hold it in."""
-    if name == "last":
-        return 0, dtype
+def _empty(name: str, like: Any) -> jax.Array:
+    """What the micro-batches before the first one come to."""
+    dtype = like.dtype
     if name == "sum":
-        is_float = jnp.issubdtype(dtype, np.inexact)
-        like = jax.ShapeDtypeStruct((), dtype)
-        return 0, _norms.wide_dtype(like, _norms.accumulator_dtype(like)) if is_float else jnp.sum(
-            jnp.zeros(1, dtype)
-        ).dtype
-    if jnp.issubdtype(dtype, np.inexact):
-        return (-np.inf if name == "max" else np.inf), dtype
-    least, largest = (False, True) if dtype == np.bool else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-    return (least if name == "max" else largest), dtype
+        is_float = is_counted(like)
+        dtype = (
+            _norms.wide_dtype(like, _norms.accumulator_dtype(like)) if is_float else jax.eval_shape(jnp.sum, like).dtype
+        )
+    start: Any = 0
+    if name in ("max", "min"):
+        if is_counted(like):
+            least, largest = -np.inf, np.inf
+        else:
+            least, largest = (False, True) if dtype == np.bool else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+        start = least if name == "max" else largest
+    return varying_over(jnp.full(like.shape, start, dtype), tuple(varying_axes(like)))
