@@ -4,6 +4,7 @@ from types import FunctionType as _FunctionType
 
 from shrewjax import spec
 from shrewjax._accumulation import AccumulateState, accumulate, apply_gradients, check_window, flush
+from shrewjax._batches import value_and_grad
 from shrewjax._clipping import (
     ClipByGlobalNormState,
     clip_by_global_norm,
@@ -65,7 +66,8 @@ __all__ = [
     "skip_on_spike",
     "SkipNonfiniteState",
     "SkipOnSpikeState",
-    # Accumulate.
+    # Accumulate: a whole batch in one call, or batches that come one by one.
+    "value_and_grad",
     "accumulate",
     "apply_gradients",
     "check_window",

@@ -89,6 +89,20 @@ def order(ord: Any) -> float:
     return number
 
 
+def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
+    """A static int."""
+    expected = "a Python int" if at_least is None else f"a Python int >= {at_least}"
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool)
+    if not is_int or (at_least is not None and value < at_least):
+        raise ValueError(f"{name} must be {expected}, because it decides what is compiled; got {value!r}")
+    return int(value)
+
+
+def positions(name: str, value: Any) -> tuple[int, ...]:
+    """Positions of arguments: an int, or a sequence of ints; static."""
+    return tuple(integer(name, at) for at in (value if isinstance(value, tuple | list | range) else (value,)))
+
+
 def choice(name: str, value: Any, choices: Sequence[str]) -> Any:
     """One of the named choices."""
     if value not in choices:

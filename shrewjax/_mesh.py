@@ -160,6 +160,20 @@ def is_bound(axis: Hashable) -> bool:
     return True
 
 
+def require_mapped(argument: str, axes: tuple[Hashable, ...]) -> None:
+    """Raises if these are no mapped axes."""
+    if axes and not is_mapped(axes):
+        raise ValueError(
+            f"{argument} {axes!r}: no axis of this name is mapped here. Call the function inside jax.shard_map over "
+            f"it. Under plain jax.jit leave {argument} out, because XLA reduces what is sharded"
+        )
+
+
+def device_index(axes: tuple[Hashable, ...]) -> jax.Array:
+    """Returns this device's number among those along mapped axes."""
+    return lax.axis_index(axes)
+
+
 def is_replicated_over(x: jax.Array, axes: tuple[Hashable, ...]) -> bool:
     """Returns whether, by its tracked type, `x` is the same on all devices along at least one of the axes."""
     return mapped_axes()[1] and not set(axes) <= varying_axes(x)

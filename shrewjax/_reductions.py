@@ -28,7 +28,16 @@ from jax import lax
 from shrewjax import _bigint
 from shrewjax._bigint import BigUint
 from shrewjax._branches import run_if
-from shrewjax._mesh import Axes, UnitDims, axes_to_reduce, is_bound, is_mapped, mapped_axes, may_be_partitioned
+from shrewjax._mesh import (
+    Axes,
+    UnitDims,
+    as_varying,
+    axes_to_reduce,
+    is_bound,
+    is_mapped,
+    mapped_axes,
+    may_be_partitioned,
+)
 
 Group = tuple[Any, ...]
 """Leaves of one shape and dtype, which a reduction combines element by element as if they were one leaf."""
@@ -129,6 +138,17 @@ def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.
     """Returns the sum of each array's rows, on this device and along mapped axes. One collective sums all arrays."""
     sums = [_sum(x, tuple(range(1, x.ndim))) for x in rows]
     return lax.psum(sums, axes) if is_mapped(axes) else sums
+
+
+def combined_over(axes: tuple[Hashable, ...], names: Sequence[str], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the "sum", "max" or "min" of each array along mapped axes. An array of another name stays local."""
+    collectives = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin} if axes else {}
+    results = list(arrays)
+    for name, collective in collectives.items():
+        chosen = [i for i, other in enumerate(names) if other == name]
+        for i, x in zip(chosen, collective([as_varying(arrays[i], axes) for i in chosen], axes), strict=True):
+            results[i] = x
+    return results
 
 
 def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDims = ()) -> jax.Array:

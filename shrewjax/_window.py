@@ -270,7 +270,8 @@ class GradAccumulator:
         if is_kept is not False and self._nonfinite != "propagate":
             is_nonfinite = self._is_nonfinite(grads, is_kept)
             is_kept = is_kept & ~is_nonfinite
-        kept_weight = jnp.where(is_kept, jnp.asarray(weight).astype(dtype), zero)
+        own_weight = jnp.asarray(weight).astype(dtype)
+        kept_weight = jnp.where(is_kept, own_weight, zero)
         is_step: Flag = grads is not None
         if is_step and self._nonfinite == "extend_window":
             is_step = ~jnp.asarray(is_nonfinite)
@@ -298,7 +299,7 @@ class GradAccumulator:
         scale = None
         if self._reduction != "sum" and is_closing is not False and not self._axes:
             scale = jnp.where(is_closing, _reciprocal(weight_sum, has_weight), one)
-        factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else kept_weight
+        factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else own_weight
         if grads is None:
             grads = jax.tree.map(lambda _: None, state.gradient_sum)
         gradient_sum = jax.tree.map(
@@ -433,10 +434,12 @@ def _advance_leaf(
         if factor is not None:
             grad = _floats.mul_real(_floats.upcast(grad, dtype), _per_device.expand_like(factor, total).astype(dtype))
         grad = grad.astype(total.dtype)
-        added = jnp.where(is_first, grad, total + grad)
-        # Select, because multiplying by a weight of 0 would not discard an infinity: 0 * inf is NaN
-        # (tests/test_accumulation.py, "micro_batch_of_weight_zero").
-        total = added if is_kept is True else jnp.where(is_kept, added, jnp.where(is_first, zeros, total))
+        if is_kept is not True:
+            # Select, because multiplying by a weight of 0 would not discard an infinity: 0 * inf is NaN
+            # (tests/test_accumulation.py, "micro_batch_of_weight_zero"). Select before adding, because on CUDA and TPU
+            # XLA otherwise leaves the all-reduce of a gradient inside a loop (tests/test_accelerators.py).
+            grad = jnp.where(is_kept, grad, zeros)
+        total = jnp.where(is_first, grad, total + grad)
     return total if scale is None else _scaled(total, scale)
 
 

@@ -11,6 +11,7 @@ what is said here of NaN and infinities.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import reduce
 from itertools import starmap
 from math import ceil, floor
 from typing import Any, Literal, NamedTuple
@@ -272,6 +273,87 @@ def accumulate_spec(
         else:
             yield None
         kept, steps, spoiled = [], 0, False
+
+
+# --- a whole batch ---------------------------------------------------------------------------------------------
+
+Aux = Literal["mean", "sum", "max", "min", "last", "stack"]
+
+
+class Part(NamedTuple):
+    """What the loss function made of one micro-batch."""
+
+    value: Number
+    gradient: Sequence[Number]
+    weight: Number = 1  # its number of examples or tokens, >= 0
+    aux: Sequence[Number] = ()
+
+
+def value_and_grad_spec(
+    examples: Sequence[Any],
+    micro_batches: int,
+    run: Callable[[Sequence[Any]], Part],
+    *,
+    reduction: Reduction = "mean",
+    nonfinite: Literal["propagate", "drop_microbatch"] = "propagate",
+    aux: Aux = "mean",
+) -> tuple[Number, list[Number], list[Any]] | None:
+    """What a batch that is taken in so many micro-batches comes to: its value, its gradient, its aux.
+
+    Micro-batch i has the examples from i on, in steps of `micro_batches`. It is kept if it weighs something and, under
+    `"drop_microbatch"`, if its value and gradient are finite. Value and gradient are those of the window of the kept.
+    So is the mean of the aux, whatever `reduction` is; its sum, largest, smallest and last numbers are those of the
+    kept; stacked, those that are not kept are zeros.
+
+    Args:
+      examples: as many as `micro_batches` divides.
+      micro_batches: at least one.
+      run: the loss function: a micro-batch's `Part`, or its fields as a tuple.
+      reduction: as in `window_spec`.
+      nonfinite: as above.
+      aux: what becomes of each number of the aux, as above.
+
+    Returns:
+      The three, or None if nothing is kept.
+
+    Example:
+      >>> def run(part):
+      ...     return sum(part), [len(part)], 1, [max(part)]
+      >>> value_and_grad_spec([1.0, 2.0, 3.0, 4.0], 2, run, reduction="sum", aux="stack")
+      (10.0, [4], [[3.0, 4.0]])
+
+    Defines `value_and_grad`.
+    """
+    parts = [Part(*run(examples[i::micro_batches])) for i in range(micro_batches)]
+
+    def is_kept(part: Part) -> bool:
+        is_good = nonfinite == "propagate" or all(_is_finite(x) for x in (part.value, *part.gradient))
+        return part.weight > 0 and is_good
+
+    kept = [part for part in parts if is_kept(part)]
+    if not kept:
+        return None
+    value, *gradient = window_spec([([part.value, *part.gradient], part.weight) for part in kept], reduction)
+    if aux == "mean":
+        return value, gradient, window_spec([(part.aux, part.weight) for part in kept])
+    if aux == "stack":
+        return (
+            value,
+            gradient,
+            [[x if is_kept(p) else 0 for p, x in zip(parts, xs, strict=True)] for xs in _columns(parts)],
+        )
+    combine: dict[str, Callable[[Number, Number], Number]] = {
+        "sum": lambda a, b: a + b,
+        "max": lambda a, b: b if a < b else a,
+        "min": lambda a, b: b if b < a else a,
+        "last": lambda _, b: b,
+    }
+    return value, gradient, [reduce(combine[aux], xs) for xs in _columns(kept)]
+
+
+def _columns(parts: Sequence[Part]) -> list[tuple[Number, ...]]:
+    """Each number of the aux, over the micro-batches."""
+    return list(zip(*(part.aux for part in parts), strict=True))
 
 
 def _sum_of_squares(gradient: Sequence[Number]) -> Number:

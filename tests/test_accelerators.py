@@ -221,7 +221,7 @@ def all_reduced(program):
     return sent
 
 
-def gathers(program, when=("every call", "closing call", "rescue")):
+def gathers(program, when=("every call", "every trip", "closing call", "rescue")):
     return [x for x in program.collectives if x[0] == "all-gather" and x[1] in when]
 
 
@@ -271,3 +271,32 @@ def test_parameters_of_a_sharded_window_are_gathered_on_closing_calls_alone(targ
     assert {x.spec for x in jax.tree.leaves(new_params)} == {P()}
     assert {x.spec for x in jax.tree.leaves(new_state) if x.spec != P()} == {P("data")}
     assert {x.spec for x in jax.tree.leaves(new_state.gradient_sum)} == {P("data")}
+
+
+# A whole batch in one call.
+
+
+@pytest.mark.parametrize("name", ["unweighted", "weighted"])
+def test_gradients_of_a_batch_are_reduced_once_after_the_loop(name, target):
+    step = shrewjax.value_and_grad(compiled.masked_loss, 8, **compiled.BATCHES[name])
+    program = compiled.whole_batch(target, step, 8)
+    assert " while(" in program.text
+    assert all_reduced(program) == {"every call": pytest.approx(1)}
+    assert gathers(program) == []
+
+
+@pytest.mark.parametrize("name", ["weighted", "drop_microbatch"])
+def test_devices_sums_of_a_batch_are_reduced_once_after_the_loop(name, target):
+    step = shrewjax.value_and_grad(compiled.masked_loss, 8, sum_over="data", **compiled.BATCHES[name])
+    program = compiled.whole_batch(target, step, 8, mapped=True)
+    assert " while(" in program.text
+    assert all_reduced(program) == {"every call": pytest.approx(1)}
+
+
+def test_batch_holds_one_tree_of_gradients_more_than_its_micro_batch(target):
+    step = shrewjax.value_and_grad(compiled.masked_loss, 8, weight=compiled.counted)
+    held = compiled.whole_batch(target, step, 1).temporary
+    assert held <= compiled.whole_batch(target, compiled.optax_batch, 1).temporary + 0.01
+    if target.name == "h100":  # here a TPU holds half of the micro-batch's gradients, too, and so it does for Optax
+        part = compiled.whole_batch(target, jax.value_and_grad(compiled.masked_loss), 1, parts=8)
+        assert held <= part.temporary + 1.1

@@ -108,11 +108,11 @@ def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
 
 
 def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(run):
-    arguments = ("--windows", 16, "--length", 32, "--layers", 1, "--compare-every", 8)
+    arguments = ("--steps", 24, "--length", 32, "--layers", 1, "--compare-every", 8)
     printed, figure = run("train_transformer.py", *arguments, out="new/transformer.png")
 
     least, most = numbers("characters in a micro-batch: (.+) to (.+)", printed)
-    assert most > 1.5 * least
+    assert most > 1.2 * least
     first, last = numbers("loss a character: (.+) at first, (.+) at last", printed)
     assert last < first - 1
     error = r"against the large batch, at worst: loss off by (\S+), gradient by (\S+) of its norm"
@@ -121,6 +121,16 @@ def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(ru
     assert weighted < 1e-5  # rounding
     assert unweighted > 5e-3
     assert weighted_loss < 1e-5 < unweighted_loss
+    assert_is_drawn(figure)
+
+
+def test_batch_norm_example_learns_from_eight_micro_batches_a_step_as_from_one_batch(run):
+    printed, figure = run("train_batch_norm.py", "--epochs", 5, out="new/batch_norm.png")
+
+    ours, whole = (numbers(rf"{k} micro-batch.*: test accuracy (\S+)", printed)[0] for k in (8, 1))
+    assert min(ours, whole) > 0.9
+    (distance,) = numbers(r"running mean: off by (\S+) of the data's", printed)
+    assert distance < 0.05
     assert_is_drawn(figure)
 
 

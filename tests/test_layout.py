@@ -41,6 +41,7 @@ ORDER = [
     "_per_device",
     "_window",
     "_accumulation",
+    "_batches",
     "_sharded_state",
     "_metrics",
 ]

@@ -354,6 +354,8 @@ def test_definition_runs_on_any_scalar(number, root):
     assert spec.percentile_spec(numbers(1, 2), 75, "linear") == number(7) / 4
     batches = [(numbers(1), number(3)), (numbers(5), number(1)), (numbers(7), number(2), True)]
     assert list(spec.accumulate_spec(batches, 2)) == [None, [2], [7]]
+    parts = [(*numbers(1), numbers(2), number(3), numbers(4)), (*numbers(5), numbers(6), number(1), numbers(0))]
+    assert spec.value_and_grad_spec(parts, 2, lambda part: part[0]) == (2, [3], [3])
 
 
 def test_definition_of_nothing_is_nothing():
@@ -361,6 +363,7 @@ def test_definition_of_nothing_is_nothing():
     assert spec.clip_gradients_spec([], 1.0, sqrt=math.sqrt) == []
     assert spec.clip_by_percentile_spec([], 50) == []
     assert list(spec.accumulate_spec([], 2)) == []
+    assert spec.value_and_grad_spec([(1, [1], 0, [1])], 1, lambda part: part[0]) is None
 
 
 def test_definition_gives_back_what_it_was_given_and_does_not_change_it():
@@ -591,5 +594,74 @@ def test_window_of_any_numbers_is_the_definitions_within_the_rounding_of_its_sum
         magnitudes = spec.window_spec([([abs(x) for x in g], w) for g, w in batches], reduction)
         for value, want, size in zip(exact(got), spec.window_spec(batches, reduction), magnitudes, strict=True):
             assert abs(value - want) <= (WINDOW + 2) * eps(got) * size + tiny(got)
+
+    check()
+
+
+AUX = ["mean", "sum", "max", "min", "last", "stack"]
+
+
+@functools.cache
+def whole_batch(reduction, nonfinite):
+    """A batch of as many examples as micro-batches, each with its own loss, gradient, weight and aux."""
+
+    def run(params, losses, gradients, weights, aux):
+        # Zero for its value, and exactly the gradient for its derivative.
+        linear = jnp.sum(jnp.where(jnp.isfinite(gradients[0]), params * gradients[0], gradients[0] - gradients[0]))
+        return losses[0] + linear, dict.fromkeys(AUX, aux[0])
+
+    step = shrewjax.value_and_grad(
+        run,
+        WINDOW,
+        has_aux=True,
+        weight=lambda params, losses, gradients, weights, aux: weights[0],
+        reduction=reduction,
+        nonfinite=nonfinite,
+        aux={name: name for name in AUX},
+    )
+    return jax.jit(step)
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@few_or_many
+def test_batch_is_the_definitions(reduction, nonfinite, examples):
+    """Within 2 eps, because sums of these are exact; to the last bit where nothing is divided."""
+
+    @examples
+    @given(
+        st.lists(
+            st.tuples(ENTRIES, WEIGHTS, st.sampled_from([0, 0, 0, math.nan, math.inf])),
+            min_size=WINDOW,
+            max_size=WINDOW,
+        )
+    )
+    def check(drawn):
+        # A bad one has a bad loss, and a gradient that is not. Without a policy for it, there is none.
+        losses = [entries[0] + (bad if nonfinite != "propagate" else 0) for entries, _, bad in drawn]
+        gradients, weights = [entries[:2] for entries, _, _ in drawn], [weight for _, weight, _ in drawn]
+        aux = [entries[2] for entries, _, _ in drawn]
+        arrays = (np.asarray(x, np.float32) for x in (losses, gradients, weights, aux))
+        (value, found), grads = whole_batch(reduction, nonfinite)(np.zeros(2, np.float32), *arrays)
+
+        rational = [
+            (Fraction(x) if math.isfinite(x) else x, [*map(Fraction, g)], Fraction(w), [Fraction(a)])
+            for x, g, w, a in zip(losses, gradients, weights, aux, strict=True)
+        ]
+        for name in AUX:
+            options = {"reduction": reduction, "nonfinite": nonfinite, "aux": name}
+            expected = spec.value_and_grad_spec(rational, WINDOW, lambda part: part[0], **options)
+            if expected is None:
+                assert bits(grads) == bits(np.zeros(2, np.float32))
+                assert np.isnan(found["mean"])
+                assert value == 0 if reduction == "sum" else np.isnan(value)
+                return
+            wanted, gradient, (of_aux,) = expected
+            for got, want in zip((value, *grads), (wanted, *gradient), strict=True):
+                assert_within_ulps(got, want, 0 if reduction == "sum" else 2)
+            if name == "mean":
+                assert_within_ulps(found[name], of_aux, 2)
+            else:
+                assert exact(found[name]) == (of_aux if name == "stack" else [of_aux])
 
     check()

@@ -509,6 +509,62 @@ def test_schedule_counts_the_windows_that_came_to_something(spec, g: Vector):
     return given[:4] == [None, [g[0]], None, [mean([g[1], (g + g)[2]])]]
 
 
+# --- a whole batch ----------------------------------------------------------------------------------------------
+
+
+def divisors(n):
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+@theorem(1, 2, 4, mutant=("examples[i::micro_batches]", "examples[i:i + 1]"))
+def test_batch_comes_to_the_same_in_any_number_of_micro_batches(spec, examples: Vector):
+    """Value, gradient and aux, of a mean loss weighed by its examples."""
+
+    def run(part):
+        return mean(part), [mean(times(3, part))], len(part), [mean(part)]
+
+    whole = mean(examples), [mean(times(3, examples))], [mean(examples)]
+    return all(spec.value_and_grad_spec(examples, k, run) == whole for k in divisors(len(examples)))
+
+
+@theorem(2, 4, mutant=("sum(weight for _, weight in batches)", "len(batches)"))
+def test_batch_of_uneven_tokens_comes_to_their_mean(spec, g: Vector, w: Vector):
+    """The loss is a mean over a micro-batch's tokens, w of each example."""
+    assume(positive(w))
+
+    def run(part):
+        tokens = sum(v for _, v in part)
+        total = sum(x * v for x, v in part)
+        return total / tokens, [total / tokens], tokens, [tokens]
+
+    average = sum(x * v for x, v in zip(g, w, strict=True)) / sum(w)
+    return all(
+        spec.value_and_grad_spec(list(zip(g, w, strict=True)), k, run, aux="sum") == (average, [average], [sum(w)])
+        for k in divisors(len(g))
+    )
+
+
+@theorem(2, 3, mutant=("part.weight > 0 and is_good", "part.weight > 0"))
+def test_dropped_part_of_a_batch_leaves_no_trace(spec, g: Vector, w: Vector, weight: Scalar):
+    """Neither does one of weight 0, whatever it holds."""
+    assume(positive([*w, weight]))
+    clean = [(x, [x], v, [x]) for x, v in zip(g, w, strict=True)]
+    bad, empty = (g[0], [math.nan], weight, [weight]), (math.nan, [g[0]], 0, [math.nan])
+
+    def batch(parts, aux):
+        return spec.value_and_grad_spec(parts, len(parts), lambda part: part[0], nonfinite="drop_microbatch", aux=aux)
+
+    names = ("mean", "sum", "max", "min", "last")
+    places = [[*clean[:i], part, *clean[i:]] for i in range(len(g) + 1) for part in (bad, empty)]
+    return all(batch(parts, name) == batch(clean, name) for parts in places for name in names)
+
+
+@theorem(2, 3, mutant=("b if a < b else a", "b if b < a else a"))
+def test_largest_of_the_aux_is_one_of_them_and_no_less_than_any(spec, g: Vector):
+    _, _, (largest,) = spec.value_and_grad_spec(g, len(g), lambda part: (0, [], 1, part), aux="max")
+    return all(x <= largest for x in g) and any(x == largest for x in g)
+
+
 # --- the window and the clip ------------------------------------------------------------------------------------
 
 

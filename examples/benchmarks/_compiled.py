@@ -215,7 +215,7 @@ def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 class Step(NamedTuple):
-    """An instruction, and when it runs: on "every call", only on a "closing call", or in a "rescue" pass."""
+    """An instruction, and when it runs: on "every call", "every trip" of a loop, a "closing call", in a "rescue"."""
 
     instruction: Instruction
     when: str
@@ -255,7 +255,8 @@ class Program:
                 else:
                     steps += (max if closing and optimizes else min)(sides, key=_moved)
             elif x.op in ("while", "call"):
-                steps += self._steps(x.called[0], closing, when, times * x.trips)
+                inside = "every trip" if (x.op, when) == ("while", "every call") else when
+                steps += self._steps(x.called[0], closing, inside, times * x.trips)
             else:
                 steps.append(Step(x, when, times))
         return steps
@@ -274,7 +275,7 @@ class Program:
     def launches(self) -> int:
         """The kernels and transfers that every call starts."""
         steps = self.steps(closing=None)
-        return sum(x.when == "every call" and x.instruction.op not in _FREE for x in steps)
+        return sum(x.when in ("every call", "every trip") and x.instruction.op not in _FREE for x in steps)
 
     def instructions(self) -> Iterator[Instruction]:
         """All that there are, of fusions, too."""

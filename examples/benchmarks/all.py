@@ -9,6 +9,7 @@ It takes many minutes on two CPU cores; rows are printed as they come. What is n
 import _harness
 import accumulation
 import adaptive
+import batches
 import clipping
 import percentile
 import small
@@ -19,6 +20,7 @@ if __name__ == "__main__":
         [
             *(clipping.training_step, clipping.norm_error, clipping.compile_time, clipping.small_trees),
             *(accumulation.window, accumulation.micro_step, accumulation.executions, accumulation.average_error),
+            *(batches.time_and_memory, batches.difference),
             *(percentile.cold_search, percentile.reads, percentile.whole_clip),
             *(adaptive.clip_alone, adaptive.training_step),
             *(small.step_time, small.compile_time),

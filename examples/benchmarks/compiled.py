@@ -139,6 +139,66 @@ def window_over_devices(target: Target, devices: int, fsdp: int = 1) -> Program:
     return _compiled.compile_for(target, mapped, (params, state), x, unit=_compiled.bytes_on_a_device(params))
 
 
+def masked_loss(params: Any, x: jax.Array, counts: jax.Array) -> jax.Array:
+    """The loss of the rows that count."""
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return jnp.sum(jnp.mean(x**2, axis=1) * counts) / jnp.sum(counts)
+
+
+def counted(params: Any, x: jax.Array, counts: jax.Array) -> jax.Array:
+    """How many rows do."""
+    del params, x
+    return jnp.sum(counts)
+
+
+def whole_batch(
+    target: Target, step: Callable[..., Any], devices: int, parts: int = 1, *, mapped: bool = False
+) -> Program:
+    """A batch of one call, or one of so many parts, data parallel: under plain jit, or `mapped` over the devices."""
+    mesh, (params, x) = target.mesh(devices), model(target, devices)
+    x = jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
+    params, batch = place(params, mesh), place((x, jax.ShapeDtypeStruct(x.shape[:1], np.float32)), mesh, sharded)
+    if mapped:
+        step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    unit = _compiled.bytes_on_a_device(params)
+    return _compiled.compile_for(target, step, params, *batch, unit=unit, donate=())
+
+
+def optax_batch(params: Any, x: jax.Array, counts: jax.Array) -> Any:
+    """Optax's microbatching, whose mean is that of micro-batches."""
+    run = optax.microbatching.microbatch(
+        jax.value_and_grad(masked_loss), (1, 2), len(x) // MICRO_BATCHES, optax.microbatching.AccumulationType.MEAN
+    )
+    return run(params, x, counts)
+
+
+BATCHES: dict[str, dict[str, Any]] = {
+    "unweighted": {},
+    "weighted": {"weight": counted},
+    "drop_microbatch": {"nonfinite": "drop_microbatch"},
+}
+
+
+def batches(target: Target) -> Iterator[Row]:
+    """A whole batch in one call, of 8 micro-batches."""
+    here = target.name == "here" and jax.device_count()
+    for n in [n for n in (1, 8, 256) if n <= (here or {"cpu": 8}.get(target.name, 256))]:
+        for name, options in BATCHES.items():
+            ours = shrewjax.value_and_grad(masked_loss, MICRO_BATCHES, **options)
+            yield Row(
+                f"value_and_grad over {n}, {name}",
+                partial(whole_batch, target, ours, n),
+                partial(whole_batch, target, optax_batch, n),
+            )
+            if n > 1:
+                ours = shrewjax.value_and_grad(masked_loss, MICRO_BATCHES, sum_over="data", **options)
+                yield Row(
+                    f"value_and_grad over {n}, {name}, in shard_map",
+                    partial(whole_batch, target, ours, n, mapped=True),
+                )
+
+
 MIXED = {"mu_dtype": np.float32}
 
 
@@ -323,7 +383,7 @@ def main() -> None:
     print(f"{_harness.versions()}, compiled for {target.name}\n")
     print(f"| measure | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}", flush=True)
     records = []
-    for section in (windows, guards, rules, norms, devices, *([] if options.quick else [large])):
+    for section in (windows, batches, guards, rules, norms, devices, *([] if options.quick else [large])):
         for row in section(target):
             if not re.search(options.only, row.measure):
                 continue

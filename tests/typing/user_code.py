@@ -58,6 +58,33 @@ def train_step_of_a_chain() -> float:
     return float(measured["clip_by_global_norm/grad_norm"])
 
 
+def masked_loss(params: Params, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    loss = jnp.sum(jnp.where(mask, x @ params["w"], 0)) / jnp.sum(mask)
+    return loss, {"kept": jnp.ones((), jnp.int32)}
+
+
+def real_examples(params: Params, x: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.sum(mask)
+
+
+def whole_batch_in_one_call() -> float:
+    tx = optax.chain(shrewjax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    loss_and_grad = shrewjax.value_and_grad(
+        masked_loss, 4, has_aux=True, weight=real_examples, aux={"kept": "sum"}, nonfinite="drop_microbatch"
+    )
+
+    def step(
+        params: Params, opt_state: optax.OptState, x: jax.Array, mask: jax.Array
+    ) -> tuple[Params, optax.OptState, jax.Array]:
+        (loss, _), grads = loss_and_grad(params, x, mask)
+        params, opt_state = shrewjax.apply_gradients(tx, grads, opt_state, params)
+        return params, opt_state, loss
+
+    params: Params = {"w": jnp.zeros(3)}
+    params, _, loss = jax.jit(step)(params, tx.init(params), jnp.ones((8, 3)), jnp.arange(8) < 5)
+    return float(loss)
+
+
 def state_with_its_type() -> bool:
     tx = shrewjax.accumulate(optax.sgd(0.1), 3)
 

@@ -1,0 +1,663 @@
+"""A whole batch in one call: what `value_and_grad` makes of it, and of each micro-batch."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import bits, lenient, quick_jit
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shrewjax
+
+B, K, INPUTS = 16, 4, 3
+RNG = np.random.default_rng(0)
+PARAMS = {"w": RNG.normal(size=INPUTS).astype("f"), "b": np.zeros((), "f")}
+X, Y = RNG.normal(size=(B, INPUTS)).astype("f"), RNG.normal(size=B).astype("f")
+COUNTS = RNG.uniform(size=B) < 0.6  # examples that are real, and not padding
+
+
+def squares(params, x, y):
+    return (x @ params["w"] + params["b"] - y) ** 2
+
+
+def mean_loss(params, x, y):
+    errors = squares(params, x, y)
+    return jnp.mean(errors), {"error": jnp.mean(errors), "worst": jnp.max(errors)}
+
+
+def summed_loss(params, x, y, counts):
+    errors = jnp.where(counts, squares(params, x, y), 0)
+    return jnp.sum(errors), {"error": jnp.sum(errors), "worst": jnp.max(errors)}
+
+
+def masked_loss(params, x, y, counts):
+    total, aux = summed_loss(params, x, y, counts)
+    n = jnp.sum(counts).astype(total.dtype)
+    return total / n, {"error": aux["error"] / n, "worst": aux["worst"]}
+
+
+def number(params, x, y, counts, *others):
+    return jnp.sum(counts)
+
+
+def close(actual, expected, rtol=1e-6):
+    """Leaf by leaf, relative to the leaf's norm."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (a.dtype, a.shape) == (e.dtype, e.shape)
+        a, e = (np.asarray(x, np.complex128 if x.dtype.kind == "c" else np.float64) for x in (a, e))
+        assert np.linalg.norm(a - e) <= rtol * np.linalg.norm(e), (a, e)
+
+
+# --- the batch -------------------------------------------------------------------------------------------------
+
+LOSSES = {
+    "mean": (mean_loss, (X, Y), {"aux": {"error": "mean", "worst": "max"}}),
+    "summed": (summed_loss, (X, Y, COUNTS), {"reduction": "sum", "aux": {"error": "sum", "worst": "max"}}),
+    "by tokens": (masked_loss, (X, Y, COUNTS), {"weight": number, "aux": {"error": "mean", "worst": "max"}}),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_gradients_and_aux_are_those_of_the_large_batch(name):
+    loss, batch, options = LOSSES[name]
+    found = jax.jit(shrewjax.value_and_grad(loss, K, has_aux=True, **options))(PARAMS, *batch)
+    close(found, jax.jit(jax.value_and_grad(loss, has_aux=True))(PARAMS, *batch))
+
+
+def test_summed_loss_over_weights_is_the_mean():
+    loss = lambda *args: summed_loss(*args)[0]  # noqa: E731
+    step = shrewjax.value_and_grad(loss, K, weight=number, reduction="sum_over_weights")
+    expected = jax.value_and_grad(lambda *args: masked_loss(*args)[0])(PARAMS, X, Y, COUNTS)
+    close(jax.jit(step)(PARAMS, X, Y, COUNTS), expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum_over_weights", "sum"])
+def test_gradients_are_those_of_a_window_fed_the_same_micro_batches(reduction):
+    window = shrewjax.GradAccumulator(K, reduction=reduction)
+    add, grad = jax.jit(window.add), jax.jit(jax.grad(masked_loss, has_aux=True))
+    state = window.init(PARAMS)
+    for i in range(K):
+        part = X[i::K], Y[i::K], COUNTS[i::K]
+        state = add(state, grad(PARAMS, *part)[0], number(None, *part))
+    expected = window.take(state)[0]
+    step = shrewjax.value_and_grad(masked_loss, K, has_aux=True, weight=number, reduction=reduction)
+    _, found = jax.jit(step)(PARAMS, X, Y, COUNTS)
+    for name in PARAMS:
+        np.testing.assert_array_max_ulp(np.asarray(found[name]), np.asarray(expected[name]), maxulp=2)
+
+
+def test_mean_is_that_of_optax_microbatching():
+    def loss(params, x, y):
+        return mean_loss(params, x, y)[0]
+
+    mean = optax.microbatching.AccumulationType.MEAN
+    theirs = optax.microbatching.microbatch(jax.value_and_grad(loss), (1, 2), B // K, mean)
+    with jax.numpy_dtype_promotion("standard"):
+        expected = jax.jit(theirs)(PARAMS, X, Y)
+    close(jax.jit(shrewjax.value_and_grad(loss, K))(PARAMS, X, Y), expected)
+
+
+def test_one_micro_batch_is_the_batch():
+    found = jax.jit(shrewjax.value_and_grad(mean_loss, 1, has_aux=True))(PARAMS, X, Y)
+    close(found, jax.jit(jax.value_and_grad(mean_loss, has_aux=True))(PARAMS, X, Y), rtol=1e-7)
+
+
+def test_micro_batch_i_has_the_examples_from_i_on_in_steps_of_k():
+    def loss(w, examples, scale, *, offset):
+        assert offset.shape == (2,)  # by keyword: whole
+        assert scale.shape == (5,)  # not in batch_argnums: whole
+        return w * jnp.sum(examples["at"]), (examples["at"], jax.random.key_data(examples["key"]))
+
+    examples = {"at": np.arange(B, dtype="f"), "key": jax.random.split(jax.random.key(0), B)}
+    step = shrewjax.value_and_grad(loss, K, has_aux=True, batch_argnums=1, aux="stack")
+    (_, (found, keys)), _ = jax.jit(step)(1.0, examples, np.ones(5), offset=np.zeros(2))
+    np.testing.assert_array_equal(found, [np.arange(B)[i::K] for i in range(K)])
+    np.testing.assert_array_equal(keys, [jax.random.key_data(examples["key"])[i::K] for i in range(K)])
+
+
+@pytest.mark.parametrize("argnums", [1, -2, (1,), (2, 0), [0]])
+def test_argnums_are_those_of_jax(argnums):
+    def loss(a, b, c, x):
+        return jnp.mean(a * x + b**2 * x + jnp.sin(c) * x)
+
+    args = np.float32(1.0), np.float32(2.0), np.float32(3.0), X[:, 0]
+    # The examples are named, because None would take the parameters that are not differentiated for some.
+    found = jax.jit(shrewjax.value_and_grad(loss, K, argnums=argnums, batch_argnums=-1))(*args)
+    close(found, jax.value_and_grad(loss, argnums)(*args))
+
+
+# --- dtypes ----------------------------------------------------------------------------------------------------
+
+
+def test_gradients_and_value_keep_their_dtypes_and_are_summed_in_float32():
+    def loss(w, x):
+        return jnp.sum(w * x.mean(0))
+
+    x = RNG.normal(size=(512, 2)).astype("bfloat16")
+    value, grads = jax.jit(shrewjax.value_and_grad(loss, 256))(jnp.ones(2, "bfloat16"), x)
+    parts = np.stack([jnp.mean(x[i::256], axis=0) for i in range(256)]).astype("float64")
+    assert value.dtype == grads.dtype == jnp.bfloat16
+    assert bits(grads) == bits(jnp.asarray(parts.mean(0), jnp.bfloat16))  # a sum in bfloat16 is off by 5 %
+    assert abs(float(value) - parts.sum(1).mean()) < 2**-8
+
+
+def test_accumulator_dtype_is_that_of_the_gradients_alone():
+    step = shrewjax.value_and_grad(lambda w, x: jnp.sum(w * x) / 4, K, accumulator_dtype=jnp.bfloat16)
+    x = np.float32([1 + 2**-10] * K)
+    value, grads = jax.jit(step)(np.float32(4.0), x)
+    assert (value, grads) == (1 + 2**-10, 0.25)
+    assert grads.dtype == jnp.float32
+
+
+def test_complex_and_float64_parameters_have_gradients_of_their_dtype(x64):
+    dtypes = ("complex128", "float64") if x64 else ("complex64", "float32")
+    params = tuple(np.ones((), dtype) for dtype in dtypes)
+
+    def loss(params, x):
+        return jnp.mean(jnp.abs(params[0]) ** 2 * x + params[1] * x)
+
+    x = RNG.uniform(size=8).astype(dtypes[1])
+    found = jax.jit(shrewjax.value_and_grad(loss, 4, accumulator_dtype=dtypes[0]))(params, x)
+    close(found, jax.value_and_grad(loss)(params, x), rtol=1e-13 if x64 else 1e-6)
+
+
+# --- aux -------------------------------------------------------------------------------------------------------
+
+
+def aux_of(x):
+    return {"a": x[0], "b": (jnp.abs(x[0]), x.astype("bfloat16")), "n": jnp.sum(x > 0), "t": x[0] > 0, "i": 1}
+
+
+AUX = {"a": "mean", "b": "max", "n": "sum", "t": "min", "i": "stack"}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_each_leaf_of_the_aux_is_reduced_by_its_name(reduction):
+    weights = np.float32([1, 0, 3, 2])
+    step = shrewjax.value_and_grad(
+        lambda w, x, own: (w * jnp.sum(x), aux_of(x)),
+        K,
+        has_aux=True,
+        weight=lambda w, x, own: own[0],
+        aux=AUX,
+        reduction=reduction,
+    )
+    x = X[:, 0]
+    (_, found), _ = jax.jit(step)(1.0, x, np.tile(weights, B // K))
+    parts = [x[i::K] for i in (0, 2, 3)]
+    firsts = np.stack([p[0] for p in parts])
+    np.testing.assert_allclose(found["a"], np.average(np.float64(firsts), weights=[1, 3, 2]), rtol=1e-6)
+    assert found["b"][0] == np.abs(firsts).max()
+    assert bits(found["b"][1]) == bits(jnp.asarray(np.max(parts, axis=0), jnp.bfloat16))
+    assert (found["n"], found["n"].dtype) == (sum((p > 0).sum() for p in parts), jnp.int32)
+    assert (found["t"], found["t"].dtype) == ((firsts > 0).all(), np.bool)
+    np.testing.assert_array_equal(found["i"], [1, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("sum", [10, 6]), ("max", [4, 3]), ("min", [1, 0]), ("last", [4, 3]), ("stack", [[1, 2, 3, 4], [0, 1, 2, 3]])],
+)
+def test_one_name_goes_for_all_of_the_aux(name, expected):
+    step = shrewjax.value_and_grad(lambda w, x, n: (w, (x[0], n[0])), K, has_aux=True, aux=name)
+    (_, found), _ = jax.jit(step)(1.0, np.arange(1, 5, dtype="f"), np.arange(4, dtype=np.int32))
+    assert [x.tolist() for x in found] == expected
+    assert [x.dtype for x in found] == [jnp.float32, jnp.int32]
+
+
+def test_many_booleans_and_bfloat16_numbers_are_counted_without_loss():
+    step = shrewjax.value_and_grad(lambda w, x: (w, (x[0] > 0, x[0])), 300, has_aux=True, aux="sum")
+    (_, (flags, total)), _ = jax.jit(step)(1.0, jnp.ones(300, jnp.bfloat16))
+    assert (flags, flags.dtype) == (300, jnp.int32)
+    assert (total, total.dtype) == (300, jnp.bfloat16)  # a bfloat16 sum of ones ends at 256
+
+
+# --- micro-batches that contribute nothing ---------------------------------------------------------------------
+
+
+def stateful_loss(params, x, y, counts, carry):
+    loss, aux = masked_loss(params, x, y, counts)
+    return loss, ({"loss": aux["error"], "kept": 1, "each": loss}, carry + jnp.sum(x))
+
+
+STATEFUL = {"has_aux": True, "carry_argnum": 4, "aux": {"loss": "mean", "kept": "sum", "each": "stack"}}
+
+
+def without(bad, x=X, y=Y, counts=COUNTS):
+    """The large batch of all micro-batches but one, and its carry."""
+    rows = np.arange(B) % K != bad
+    (value, _), grads = jax.value_and_grad(masked_loss, has_aux=True)(PARAMS, x[rows], y[rows], counts[rows])
+    return value, grads, x[rows].sum()
+
+
+@pytest.mark.parametrize("bad", [0, 2, K - 1])
+@pytest.mark.parametrize("reason", ["weight 0", "dropped", "dropped for its loss"])
+def test_micro_batch_that_weighs_nothing_contributes_nothing(reason, bad):
+    x, counts = X.copy(), COUNTS.copy()
+    counts[bad] = True
+    value, grads, carry = without(bad, x, counts=counts)
+    options = {"weight": number}
+    loss = stateful_loss
+    if reason == "weight 0":
+        counts[bad::K] = False  # 0 / 0
+    else:
+        options["nonfinite"] = "drop_microbatch"
+        x[bad] = np.nan
+    if reason == "dropped for its loss":
+        x[bad] = 7
+
+        def loss(params, x, *args):
+            value, aux = stateful_loss(params, x, *args)
+            return value + jax.lax.stop_gradient(jnp.where(jnp.any(x == 7), jnp.inf, 0.0)), aux
+
+    step = shrewjax.value_and_grad(loss, K, **options, **STATEFUL)
+    (found, (aux, found_carry)), found_grads = jax.jit(step)(PARAMS, x, Y, counts, np.float32(0))
+    close((found, found_grads), (value, grads))
+    close(aux["loss"], value)
+    assert aux["kept"] == K - 1
+    assert np.flatnonzero(np.asarray(aux["each"]) == 0).tolist() == [bad]
+    np.testing.assert_allclose(found_carry, carry, rtol=1e-5)
+
+
+def test_bad_micro_batch_is_what_arithmetic_says_if_it_propagates():
+    x = X.copy()
+    x[5] = np.nan
+    (value, aux), grads = jax.jit(shrewjax.value_and_grad(mean_loss, K, has_aux=True, aux="max"))(PARAMS, x, Y)
+    assert np.isnan([value, aux["worst"], *grads["w"], grads["b"]]).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum_over_weights", "sum"])
+def test_batch_that_weighs_nothing_has_no_gradient_and_no_mean(reduction):
+    nothing = np.zeros(B, bool)
+    step = shrewjax.value_and_grad(
+        lambda *args: (
+            masked_loss(*args)[0],
+            dict.fromkeys(("mean", "sum", "max", "min", "last", "stack"), args[1][0, 0]),
+        ),
+        K,
+        has_aux=True,
+        weight=number,
+        reduction=reduction,
+        aux={name: name for name in ("mean", "sum", "max", "min", "last", "stack")},
+    )
+    (value, aux), grads = jax.jit(step)(PARAMS, X, Y, nothing)
+    assert bits(grads) == bits(jax.tree.map(np.zeros_like, PARAMS))
+    assert value == 0 if reduction == "sum" else np.isnan(value)
+    assert np.isnan(aux["mean"])
+    assert {name: aux[name].tolist() for name in ("sum", "max", "min", "last", "stack")} == {
+        "sum": 0,
+        "max": -np.inf,
+        "min": np.inf,
+        "last": 0,
+        "stack": [0] * K,
+    }
+
+
+# --- keys and carries ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
+def test_each_micro_batch_has_a_key_of_its_own_whatever_it_weighs(make):
+    def loss(w, x, keys, own):
+        data = keys["dropout"] if make is jax.random.PRNGKey else jax.random.key_data(keys["dropout"])
+        return w * jnp.sum(x), data
+
+    def seen(weights):
+        step = shrewjax.value_and_grad(
+            loss, K, has_aux=True, rng_argnums=2, aux="stack", weight=lambda w, x, keys, own: own[0]
+        )
+        return np.asarray(jax.jit(step)(1.0, Y, {"dropout": make(3)}, np.tile(np.float32(weights), B // K))[0][1])
+
+    folded = [jax.random.fold_in(make(3), i) for i in range(K)]
+    expected = np.stack([k if make is jax.random.PRNGKey else jax.random.key_data(k) for k in folded])
+    np.testing.assert_array_equal(seen([1, 1, 1, 1]), expected)
+    assert len({tuple(key) for key in expected}) == K
+    np.testing.assert_array_equal(seen([2, 0, 0, 5])[[0, 3]], expected[[0, 3]])
+
+
+def test_carry_goes_through_the_micro_batches_in_their_order():
+    def loss(w, x, carry):
+        return w, ((), {"digits": carry["digits"] * 10 + x[0], "count": carry["count"] + 1})
+
+    step = shrewjax.value_and_grad(loss, K, has_aux=True, carry_argnum=2)
+    carry = {"digits": np.int32(0), "count": np.uint8(7)}
+    (_, (aux, found)), _ = jax.jit(step)(1.0, np.arange(1, 5, dtype=np.int32), carry)
+    assert aux == ()
+    assert (found["digits"], found["count"]) == (1234, 11)
+    assert found["count"].dtype == np.uint8
+
+
+# --- bad input -------------------------------------------------------------------------------------------------
+
+
+def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
+    options.setdefault("has_aux", loss is mean_loss)
+    return jax.eval_shape(shrewjax.value_and_grad(loss, micro_batches, **options), *args)
+
+
+def carry_loss(params, x, carry):
+    return jnp.sum(params["w"]), (jnp.sum(x), carry)
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        (r"micro_batches must be a Python int >= 1.*got 0", {"micro_batches": 0}),
+        (r"micro_batches must be a Python int.*got True", {"micro_batches": True}),
+        (r"micro_batches must be a Python int", {"micro_batches": jnp.ones((), jnp.int32)}),
+        (r"argument 1 has 16 examples, which micro_batches=5 does not divide.*weight", {"micro_batches": 5}),
+        (r"argument 2\['y'\] has no axis of examples", {"args": (PARAMS, X, {"y": 1.0})}),
+        (r"argument 2 has 15 examples along its first axis, argument 1 has 16", {"args": (PARAMS, X, Y[1:])}),
+        (r"no argument holds examples", {"args": (PARAMS,)}),
+        (r"argnums has the position 3, but 3 arguments", {"argnums": 3}),
+        (r"argument 1 is in argnums and in batch_argnums", {"argnums": (0, 1), "batch_argnums": (1, 2)}),
+        (r"argument 2 is in rng_argnums and in carry_argnum", {"rng_argnums": 2, "carry_argnum": -1}),
+        (r"rng_argnums must be a Python int", {"rng_argnums": "dropout"}),
+        (r"argument 2 is in rng_argnums and must be one PRNG key", {"rng_argnums": 2}),
+        (r"weight must be a function", {"weight": 2.0}),
+        (r"weight must be a real scalar.*shape \(4,\)", {"weight": lambda params, x, y: y}),
+        (r"weight must be 0, or between", {"weight": lambda params, x, y: -1}),
+        (r"aux must be one of 'mean', .*got 'median'", {"aux": {"error": "median"}}),
+        (r"aux must be one of .*got None", {"aux": None}),
+        (r"aux must be one name, or a tree prefix", {"aux": {"errors": "mean", "worst": "max"}}),
+        (r"leaf \['n'\] of the aux is int32, and has no 'mean'", {"loss": lambda p, x, y: (p["b"], {"n": 1})}),
+        (r"leaf .* of the aux is complex64, and has no 'max'", {"loss": lambda p, x, y: (p["b"], 1j), "aux": "max"}),
+        (r"reduction must be one of", {"reduction": "average"}),
+        (r"nonfinite must be one of 'propagate', 'drop_microbatch', got", {"nonfinite": "drop_window"}),
+        (r"accumulator_dtype must be", {"accumulator_dtype": "int32"}),
+        (r"sum_over \('data',\): no axis of this name is mapped here", {"sum_over": "data"}),
+        (r"carry_argnum needs has_aux=True", {"carry_argnum": 2, "has_aux": False}),
+        (r"carry_argnum must be a Python int", {"carry_argnum": (2,), "has_aux": True}),
+        (
+            r"fun must return \(loss, \(aux, carry\)\)",
+            {"carry_argnum": 2, "loss": lambda p, x, carry: (p["b"], carry), "args": (PARAMS, X, np.float32(0))},
+        ),
+    ],
+)
+def test_bad_input_is_an_error_that_names_it(message, options):
+    if "loss" in options:
+        options = {"has_aux": True, **options}
+    with pytest.raises(ValueError, match=message):
+        call(**options)
+
+
+def test_carry_that_changes_is_an_error():
+    with pytest.raises(AssertionError, match="the carry that fun returns differs"):
+        call(lambda p, x, c: (p["b"], ((), c.astype("bfloat16"))), (PARAMS, X, Y[0]), has_aux=True, carry_argnum=2)
+
+
+def test_micro_batches_under_trace_is_an_error():
+    with pytest.raises(ValueError, match="micro_batches must be a Python int"):
+        jax.jit(lambda n: shrewjax.value_and_grad(mean_loss, n)(PARAMS, X, Y))(4)
+
+
+# --- many devices ----------------------------------------------------------------------------------------------
+
+DEVICES = 8
+MANY = 2 * K * DEVICES
+MANY_X, MANY_Y = RNG.normal(size=(MANY, INPUTS)).astype("f"), RNG.normal(size=MANY).astype("f")
+MANY_COUNTS = RNG.uniform(size=MANY) < 0.3  # some devices' micro-batches have none
+WEIGHTED = {"has_aux": True, "weight": number, "aux": {"error": "mean", "worst": "max"}}
+
+
+def mesh_of(axis_type=AxisType.Auto):
+    return jax.make_mesh((DEVICES,), ("data",), axis_types=(axis_type,))
+
+
+def placed(tree, mesh, spec):
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), tree)
+
+
+@pytest.fixture(scope="module")
+def large_batch():
+    return jax.value_and_grad(masked_loss, has_aux=True)(PARAMS, MANY_X, MANY_Y, MANY_COUNTS)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+def test_sharded_batch_is_split_without_moving_examples(axis_type, large_batch):
+    mesh = mesh_of(axis_type)
+    params, batch = placed(PARAMS, mesh, P()), placed((MANY_X, MANY_Y, MANY_COUNTS), mesh, P("data"))
+    step = quick_jit(shrewjax.value_and_grad(masked_loss, K, **WEIGHTED)).lower(params, *batch).compile()
+    close(step(params, *batch), large_batch)
+    assert not re.search(r"all-gather|all-to-all|collective-permute", step.as_text())
+
+
+def on_each_device(step, mesh, check_vma=True, out_specs=None):
+    specs = {"mesh": mesh, "in_specs": (P(), *[P("data")] * 3), "check_vma": check_vma}
+    return quick_jit(jax.shard_map(step, out_specs=P() if out_specs is None else out_specs, **specs))
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["tracked", "untracked"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch"])
+def test_each_devices_sums_come_to_those_of_the_large_batch(nonfinite, check_vma, large_batch):
+    step = shrewjax.value_and_grad(masked_loss, K, nonfinite=nonfinite, sum_over="data", **WEIGHTED)
+    close(on_each_device(step, mesh_of(), check_vma)(PARAMS, MANY_X, MANY_Y, MANY_COUNTS), large_batch)
+
+
+def test_sums_cross_the_network_once_after_the_loop():
+    step = shrewjax.value_and_grad(lambda *args: masked_loss(*args)[0], K, weight=number, sum_over="data")
+    text = on_each_device(step, mesh_of()).lower(PARAMS, MANY_X, MANY_Y, MANY_COUNTS).compile().as_text()
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
+    assert " all-reduce" in text[text.index("ENTRY") :]
+    assert " while(" in text
+
+
+def test_micro_batch_that_is_bad_on_one_device_is_bad_on_all():
+    x, counts = MANY_X.copy(), MANY_COUNTS.copy()
+    x[1], counts[1] = np.nan, True  # in micro-batch 1 of device 0
+    rows = np.arange(MANY) % K != 1
+    expected = jax.value_and_grad(masked_loss, has_aux=True)(PARAMS, x[rows], MANY_Y[rows], counts[rows])
+    step = shrewjax.value_and_grad(masked_loss, K, nonfinite="drop_microbatch", sum_over="data", **WEIGHTED)
+    close(on_each_device(step, mesh_of())(PARAMS, x, MANY_Y, counts), expected)
+
+
+def test_keys_differ_between_devices_and_counts_add_up_over_them():
+    def loss(params, x, y, counts, key):
+        return mean_loss(params, x, y)[0], {"key": jax.random.key_data(key), "rows": len(x)}
+
+    step = shrewjax.value_and_grad(
+        loss, K, has_aux=True, rng_argnums=4, aux={"key": "stack", "rows": "sum"}, sum_over="data"
+    )
+    key, out_specs = jax.random.key(1), ((P(), {"key": P("data"), "rows": P()}), P())
+    mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(P(), *[P("data")] * 3, P()), out_specs=out_specs)
+    (_, found), _ = quick_jit(mapped)(PARAMS, MANY_X, MANY_Y, MANY_COUNTS, key)
+    expected = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(DEVICES * K)]
+    np.testing.assert_array_equal(found["key"], expected)
+    assert found["rows"] == MANY
+
+
+def test_gradients_that_are_not_reduced_are_an_error():
+    step = shrewjax.value_and_grad(lambda *args: masked_loss(*args)[0], K)
+    with pytest.raises(ValueError, match=r"\.value may differ between devices along 'data'"):
+        on_each_device(step, mesh_of()).lower(PARAMS, MANY_X, MANY_Y, MANY_COUNTS)
+    with pytest.raises(ValueError, match="cannot tell whether gradients"):
+        on_each_device(step, mesh_of(), check_vma=False).lower(PARAMS, MANY_X, MANY_Y, MANY_COUNTS)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", [None, lambda params, x: jnp.sum(x[:, 0] > 0)], ids=["unweighted", "weighted"])
+def test_step_holds_one_micro_batch_and_one_tree_of_gradients(weight):
+    layers = [np.zeros((256, 256), "f")] * 6
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def peak(step, examples):
+        memory = quick_jit(step).lower(layers, np.zeros((examples, 256), "f")).compile().memory_analysis()
+        return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+
+    tree, batch = sum(w.nbytes for w in layers), 4 * 2048 * 256
+    ours = peak(shrewjax.value_and_grad(loss, 8, weight=weight), 2048)
+    assert ours <= peak(jax.value_and_grad(loss), 256) + batch + 1.1 * tree
+    assert ours < peak(jax.value_and_grad(loss), 2048) / 2
+
+
+# --- in company ------------------------------------------------------------------------------------------------
+
+
+def trained(step, carry, *batch, steps=30):
+    """The losses of so many steps of a jitted `carry, *batch -> carry, loss`."""
+    losses = []
+    step = quick_jit(step)
+    for _ in range(steps):
+        carry, loss = step(carry, *batch)
+        losses.append(float(loss))
+    return carry, losses
+
+
+TARGETS = (X @ np.float32([1, -2, 3]) + 1).astype("f")
+SGD = lenient(optax.sgd(0.1))
+
+
+def applied(tx, grads, opt_state, params):
+    params, opt_state = shrewjax.apply_gradients(tx, grads, opt_state, params)
+    return params, opt_state
+
+
+def test_trains_with_recomputation():
+    step = shrewjax.value_and_grad(jax.checkpoint(lambda p, x, y: mean_loss(p, x, y)[0]), K)
+
+    def train(carry, x, y):
+        params, opt_state = carry
+        loss, grads = step(params, x, y)
+        return applied(SGD, grads, opt_state, params), loss
+
+    _, losses = trained(train, (PARAMS, SGD.init(PARAMS)), X, TARGETS)
+    assert losses[-1] < losses[0] / 100
+
+
+def test_trains_inside_a_scan_of_steps():
+    step = shrewjax.value_and_grad(lambda p, x, y: mean_loss(p, x, y)[0], K)
+
+    def train(carry, batches):
+        params, opt_state = carry
+        loss, grads = step(params, *batches)
+        return applied(SGD, grads, opt_state, params), loss
+
+    batches = np.tile(X, (30, 1, 1)), np.tile(TARGETS, (30, 1))
+    _, losses = quick_jit(partial(jax.lax.scan, train))((jax.tree.map(jnp.asarray, PARAMS), SGD.init(PARAMS)), batches)
+    assert losses[-1] < losses[0] / 100
+
+
+def test_trains_inside_an_accumulation():
+    tx = shrewjax.accumulate(SGD, 2)
+    step = shrewjax.value_and_grad(lambda p, x, y: mean_loss(p, x, y)[0], K)
+
+    def train(carry, x, y):
+        params, opt_state = carry
+        loss, grads = step(params, x, y)
+        return applied(tx, grads, opt_state, params), loss
+
+    (_, opt_state), losses = trained(train, (PARAMS, tx.init(PARAMS)), X, TARGETS, steps=60)
+    assert losses[0] == losses[1]
+    assert losses[-1] < losses[0] / 100
+    assert opt_state.windows == 30
+
+
+def test_trains_only_the_leaves_that_are_differentiated():
+    def loss(lora, base, x, y):
+        return mean_loss({"w": base["w"] + lora["a"] @ lora["b"], "b": base["b"]}, x, y)[0]
+
+    lora = {"a": np.full((INPUTS, 1), 0.5, "f"), "b": np.ones(1, "f")}
+    step = shrewjax.value_and_grad(loss, K, batch_argnums=(2, 3))
+
+    def train(carry, x, y):
+        lora, base, opt_state = carry
+        value, grads = step(lora, base, x, y)
+        lora, opt_state = applied(SGD, grads, opt_state, lora)
+        return (lora, base, opt_state), value
+
+    (_, base, _), losses = trained(train, (lora, PARAMS, SGD.init(lora)), X, TARGETS)
+    assert losses[-1] < losses[0] / 5
+    assert bits(base) == bits(PARAMS)
+
+
+def test_trains_an_nnx_model_with_dropout():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.dropout = nnx.Linear(INPUTS, 1, rngs=rngs), nnx.Dropout(0.1)
+
+        def __call__(self, x, key):
+            return self.linear(self.dropout(x, rngs=key))[:, 0]
+
+    graph, weights, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(weights, rest, x, y, key):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return jnp.mean((nnx.merge(graph, weights, rest)(x, key) - y) ** 2)
+
+    step = shrewjax.value_and_grad(loss, K, batch_argnums=(2, 3), rng_argnums=4)
+
+    def train(carry, x, y):
+        weights, opt_state, key = carry
+        key, now = jax.random.split(key)
+        value, grads = step(weights, rest, x, y, now)
+        return (*applied(SGD, grads, opt_state, weights), key), value
+
+    _, losses = trained(train, (weights, SGD.init(weights), jax.random.key(0)), X, TARGETS)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_trains_a_linen_model_with_batch_statistics():
+    linen = pytest.importorskip("flax.linen")
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.BatchNorm(use_running_average=False, momentum=0.9)(x)
+            return linen.Dense(1)(x)[:, 0]
+
+    model = Model()
+    variables = model.init(jax.random.key(0), X)
+
+    def loss(params, x, y, statistics):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            variables = {"params": params, "batch_stats": statistics}
+            predicted, changed = model.apply(variables, x, mutable=["batch_stats"])
+            return jnp.mean((predicted - y) ** 2), ((), changed["batch_stats"])
+
+    step = shrewjax.value_and_grad(loss, K, has_aux=True, carry_argnum=3)
+
+    def train(carry, x, y):
+        params, statistics, opt_state = carry
+        (value, (_, statistics)), grads = step(params, x, y, statistics)
+        params, opt_state = applied(SGD, grads, opt_state, params)
+        return (params, statistics, opt_state), value
+
+    params = variables["params"]
+    (_, statistics, _), losses = trained(
+        train, (params, variables["batch_stats"], SGD.init(params)), X + 5, TARGETS, steps=20
+    )
+    assert losses[-1] < losses[0] / 2
+    np.testing.assert_allclose(statistics["BatchNorm_0"]["mean"], (X + 5).mean(0), rtol=1e-2)
+
+
+def test_trains_an_equinox_partition():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.Linear(INPUTS, "scalar", key=jax.random.key(0))
+    weights, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(weights, x, y):
+        return jnp.mean((jax.vmap(eqx.combine(weights, static))(x) - y) ** 2)
+
+    step = shrewjax.value_and_grad(loss, K)
+
+    def train(carry, x, y):
+        weights, opt_state = carry
+        value, grads = step(weights, x, y)
+        return applied(SGD, grads, opt_state, weights), value
+
+    _, losses = trained(train, (weights, SGD.init(weights)), X, TARGETS)
+    assert losses[-1] < losses[0] / 100
