@@ -44,8 +44,7 @@ def percentile(history: History, p: Scalar) -> jax.Array:
     """Returns NumPy's "linear" percentile of the history; inf if the history is empty. Shape ().
 
     Not `jnp.nanpercentile`, because it may be one ulp off between two equal values, and so clip a constant norm.
-    `test_percentile_100_leaves_gradients_of_any_size_alone` and `test_percentile_of_the_history_is_numpys_at_every_step`
-    are the tests.
+    The test is `test_percentile_of_the_history_is_numpys_at_every_step`.
     """
     steps = jnp.maximum(history.filled - 1, 0)
     # The rank p (n - 1) / 100 is computed in two parts, because float32 would lose its fraction: the whole percents in
