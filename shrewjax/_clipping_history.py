@@ -148,8 +148,8 @@ def clip_by_norm_zscore(
     .. math:: \mu \leftarrow \beta \mu + (1 - \beta) n_t, \qquad
               \sigma^2 \leftarrow \beta \sigma^2 + (1 - \beta) (n_t - \mu)^2
 
-    with the new mean. In the first `warmup_steps` steps there is no z-score, and only `max_norm` clips. The mean and the
-    standard deviation are then those of all norms so far, with their number as the denominator.
+    with the new mean. In the first `warmup_steps` steps there is no z-score, and only `max_norm` clips. The mean and
+    the standard deviation are then those of all norms so far, with their number as the denominator.
 
     ========================================  =======================================================================
     condition                                 result
