@@ -285,8 +285,8 @@ def clip_magnitude(x: Any, bound: jax.Array, limit: jax.Array) -> jax.Array:
     # (XLA-18). `test_value_clip_never_leaves_the_interval_and_touches_nothing_inside` holds this.
     magnitude, is_negative = _floats.magnitude_bits(x), _floats.sign_bit(x)
     clipped = jnp.where((magnitude > limit) & ~jnp.isnan(x), jnp.where(is_negative, -bound, bound), x)
-    # XLA-17: a limit of 0 gets a line of its own, because LLVM turns the comparison of bits with 0 into one of floats,
-    # which lets subnormals pass on CPU. The test is the same.
+    # XLA-17: a limit of 0 gets a line of its own, because on CPU LLVM turns a comparison of bits with 0 into one of
+    # floats. That lets subnormals pass. The test is the same.
     zero = jnp.zeros((), x.dtype)
     return jnp.where((limit == 0) & ~jnp.isnan(x), jnp.where(is_negative, -zero, zero), clipped)
 

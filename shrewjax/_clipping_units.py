@@ -156,8 +156,8 @@ def adaptive_grad_clip(
         `jax.tree_util.keystr`) and the leaf that returns one of these. `None`, also if returned, leaves it to `unit`.
       batch_axes: the axes along which a leaf stacks layers, in the same forms. `None` or () means none. No unit spans
         two layers.
-      sharded_over: needed inside `jax.shard_map` and `jax.pmap` if a leaf has several units, because its type does not
-        record whether other devices hold other units or parts of the same ones. Pass a function of a leaf's name and
+      sharded_over: needed inside `jax.shard_map` and `jax.pmap` if a leaf has several units. Its type does not record
+        whether other devices hold other units or parts of the same ones. Pass a function of a leaf's name and
         the leaf that returns its `jax.P`, as in `in_specs`. Or pass one `jax.P` for all leaves, such as `jax.P()` if
         every device holds all of them. Names of mapped axes, passed or returned, are those along which devices hold
         parts of the same units. For leaves of one unit, names are as in `grad_norm`.

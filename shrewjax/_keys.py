@@ -79,7 +79,7 @@ def _keys_of(x: Any) -> jax.Array:
 
 
 def _at_or_below(group: Group, pivots: jax.Array) -> list[jax.Array]:
-    """Returns, for each pivot and each place of the group, how many of its keys there are at or below the pivot."""
+    """Returns, for each pivot and each place of the group, the number of its keys at or below the pivot."""
     keys = [_keys_of(x) for x in group]
     return [reduce(lax.add, [(k <= p).astype(jnp.uint32) for k in keys]) for p in pivots]
 

@@ -181,7 +181,7 @@ class _Range(NamedTuple):
 # follow in the same way, with 2**-1022 for 2**-126 and 2**-1074 for 2**-149.
 #
 # A sum of exactly 0 is not trusted, because all squares may have been flushed. So gradients of zeros are read twice.
-# Of units, only the leaf concerned is read twice (`_powers_of_units`).
+# If only some units are zero, only their leaves are read twice (`_powers_of_units`).
 #
 # The idea is that of J. L. Blue, ACM TOMS 4 (1978). The tests are
 # `test_norm_neither_overflows_nor_underflows` and, for units, `test_unit_norms_neither_overflow_nor_underflow`.
@@ -192,10 +192,7 @@ _RANGE = {
 
 
 def _cube_root(x: jax.Array) -> jax.Array:
-    """Returns the cube root, with one Newton step.
-
-    XLA computes x**(1/3) with a rounded 1/3, which is 18 eps off for a float64 of 1e90 (XLA-20).
-    """
+    """Returns the cube root, with one Newton step, because `lax.cbrt` may be many eps off in float64 (XLA-20)."""
     root = lax.cbrt(x)
     return root - (root - x / (root * root)) / 3
 
@@ -329,7 +326,7 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
 def magnitude_keys(dtype: Any) -> Callable[[Any], tuple[jax.Array]]:
     """Returns the function with which `leaf_maxima` finds the largest magnitude: its bits in this dtype.
 
-    Of a complex leaf it finds half the largest modulus. Bits are compared because XLA:CPU's maximum of floats loses a
+    For a complex leaf it finds half the largest modulus. Bits are compared because XLA:CPU's maximum of floats loses a
     NaN (XLA-10).
     """
 

@@ -1,10 +1,9 @@
 """The exact rank of a percentile.
 
 Percentile p of n sorted elements has the virtual index p (n - 1) / 100, counted from 0: a whole number and a fraction.
-float32 cannot compute it. Computed there as `p * 0.01 * (n - 1)`, 22 of the 101 whole percentiles of 101 elements
-select a neighbour of the right element. Hence the product and the quotient are computed in integers (`_bigint`). The
-fraction is rounded down to a multiple of 2**-64. A *sticky* bit tells whether rounding changed it, as in IEEE
-arithmetic.
+float32 cannot compute it: as `p * 0.01 * (n - 1)`, 22 of the 101 whole percentiles of 101 elements get the element
+below the right one. Hence the product and the quotient are computed in integers (`_bigint`). The fraction is rounded
+down to a multiple of 2**-64. A *sticky* bit records whether rounding changed it, as in IEEE arithmetic.
 
 A known percentile is exactly the fraction that its decimal digits denote. A traced one is rounded to a multiple of
 2**-24, which moves the rank by less than 1e-9 of n. A float32 of at least 0.5 is such a multiple already.

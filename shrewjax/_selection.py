@@ -5,7 +5,7 @@ The search for the key at a rank:
 * **Invariant.** The state has four keys and the number of elements at or below each. The second and the third are the
   *bracket*: counts[1] <= rank < counts[2]. At the start the bracket holds all keys.
 * **A read** counts the elements at or below eleven pivots inside the bracket. Then the bracket is the pair of pivots
-  around the rank. Of the others, the next point on either side is kept for the model.
+  around the rank. The next point on either side is kept for the model.
 * **The model** takes the key as a cubic of the rank, through the four points. It predicts the key at the rank. The
   next pivots are at multiples of its uncertainty around that prediction, the closest ones at half of it.
 * **The fallback** spaces pivots evenly. It is used if the bracket is wider than a factor of four, or if the last read
@@ -151,7 +151,7 @@ class _Search(NamedTuple):
     """The state of the search for each rank: arrays of shape (1 or leaves, ...)."""
 
     keys: jax.Array  # (..., 4), ascending
-    counts: BigUint  # (..., 4): how many elements lie at or below each
+    counts: BigUint  # (..., 4): number of elements at or below each
     pivots: jax.Array  # (..., pivots): the keys at which the next read counts, ascending
     wanted: OrderStatistic
     has_nan: jax.Array  # bool: known after the first read

@@ -1,8 +1,8 @@
 r"""The definition of clipping and accumulation. The tests compare every fast path of this package with it.
 
 It is plain Python over lists of numbers. It needs `+ - * / <` and `abs`, and a square root as an argument. So the same
-lines run on floats (`sqrt=math.sqrt`) and NumPy scalars, exactly on `fractions.Fraction`, and on the unknown numbers of
-a solver, which proves theorems about them.
+lines run on floats (`sqrt=math.sqrt`), NumPy scalars and, exactly, on `fractions.Fraction`. They also run on the
+unknown numbers of a solver, which proves theorems about them.
 
 A gradient is the flat list of all its entries, because their layout over leaves and devices must not matter. Entries
 are finite; thresholds and weights are not negative. All other cases are in the tables of the fast paths, except for the
