@@ -1,4 +1,7 @@
-"""TODO."""
+"""Checks of arguments. Each function returns a checked argument, or raises a `ValueError` that names it.
+
+Values are checked where they are known: a traced array is checked for its shape and dtype alone.
+"""
 
 import math
 import numbers
@@ -15,26 +18,24 @@ from shrewjax._gradients import KeyPath, leaf_name
 AxesOf = tuple[int, ...] | Callable[[str, Any], Any] | None
 """Checked axes of leaves."""
 
-
 UnitAxisNames = tuple[Hashable, ...] | jax.P | Callable[[str, Any], Any] | None
 """Checked mapped axes of leaves of several units."""
 
-
 Scalar = float | jax.Array
-"""A checked scalar: a Python float, or a float32 or float64 array of shape () whose value is not looked at."""
-
+"""A checked scalar: a Python float, or a float32 or float64 array of shape (), whose value is not checked."""
 
 LEAST_WEIGHT, LARGEST_WEIGHT = 2.0**-30, 2.0**100
-"""Between these a weight sum has a float32 reciprocal, and no product that matters is lost. 0 is a weight, too."""
+"""The range of weights other than 0. A sum of weights in it has a float32 reciprocal, and no product that matters is
+flushed."""
 
 
 def threshold(name: str, value: Any) -> Scalar:
-    """A threshold: a real scalar, not negative and not NaN where its value is known."""
+    """Returns a threshold: a real scalar that is neither negative nor NaN if its value is known."""
     return real(name, value, at_least=0)
 
 
 def real(name: str, value: Any, *, at_least: float, at_most: float = math.inf) -> Scalar:
-    """A real scalar between two bounds, and so not NaN, where its value is known."""
+    """Returns a real scalar that is between two bounds, and so not NaN, if its value is known."""
     if isinstance(value, jax.Array):
         return _real_scalar_array(name, value)
     bounds = f">= {at_least}" if at_most == math.inf else f"between {at_least} and {at_most}"
@@ -45,14 +46,14 @@ def real(name: str, value: Any, *, at_least: float, at_most: float = math.inf) -
 
 
 def any_real(name: str, value: Any) -> Scalar:
-    """A real scalar, of whatever value."""
+    """Returns a real scalar of any value."""
     if isinstance(value, jax.Array):
         return _real_scalar_array(name, value)
     return _static_real(name, value, "a real scalar")
 
 
 def percentile(value: Any) -> Fraction | jax.Array:
-    """A percentile in [0, 100]: a known one exactly as its decimal digits say, an array as it is."""
+    """Returns a percentile in [0, 100]: a number as the fraction that its decimal digits denote, an array as it is."""
     number = real("percentile", value, at_least=0, at_most=100)
     if isinstance(number, jax.Array):
         return number
@@ -61,12 +62,12 @@ def percentile(value: Any) -> Fraction | jax.Array:
 
 
 def length(name: str, value: Any, *, default: int) -> int:
-    """The length of an array in a state, static: an int >= 1; None means the default."""
+    """Returns the static length of an array in a state: an int >= 1. `None` means the default."""
     if value is None:
         return default
     if isinstance(value, jax.Array):
         raise ValueError(
-            f"{name} must be a Python int, got the array {value}: it is the shape of an array in the state. "
+            f"{name} must be a Python int, because it is the shape of an array in the state, got the array {value}. "
             f"Under optax.inject_hyperparams, name it in static_args or leave it out (None means {default})"
         )
     if isinstance(value, bool | np.bool) or not isinstance(value, int | np.integer) or value < 1:
@@ -75,17 +76,17 @@ def length(name: str, value: Any, *, default: int) -> int:
 
 
 def order(ord: Any) -> float:
-    """The order of a norm, static: any p >= 1 or inf; None means 2."""
+    """Returns the static order of a norm: any number >= 1, or inf. `None` means 2."""
     if ord is None:
         return 2.0
     if isinstance(ord, jax.Array):
         raise ValueError(
-            f"ord must be a Python number, got the array {ord}: the order decides what is compiled. "
+            f"ord must be a Python number, because each order compiles another program, got the array {ord}. "
             "Under optax.inject_hyperparams, name it in static_args or leave it out (None means 2)"
         )
     number = _static_real("ord", ord, "a number >= 1, inf or None (2)")
     if not number >= 1:
-        raise ValueError(f"ord must be >= 1 (inf included), got {ord!r}")
+        raise ValueError(f"ord must be >= 1 or inf, got {ord!r}")
     return number
 
 
@@ -104,14 +105,14 @@ def positions(name: str, value: Any) -> tuple[int, ...]:
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> Any:
-    """One of the named choices."""
+    """Returns one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     return value
 
 
 def flag(name: str, value: Any) -> bool | jax.Array:
-    """A bool, or a boolean scalar array."""
+    """Returns a bool or a boolean scalar array."""
     if isinstance(value, bool | np.bool):
         return bool(value)
     if isinstance(value, jax.Array | np.ndarray) and value.shape == () and value.dtype == np.bool:
@@ -120,7 +121,7 @@ def flag(name: str, value: Any) -> bool | jax.Array:
 
 
 def accum_steps(value: Any) -> int | jax.Array | Callable[[jax.Array], Any]:
-    """The micro-steps of a window: an int >= 1, an array of shape (), or a function of the windows so far."""
+    """Returns the length of a window in micro-steps: an int >= 1, a scalar array, or a function of closed windows."""
     if callable(value):
         return value
     if isinstance(value, jax.Array):
@@ -137,13 +138,13 @@ def accum_steps(value: Any) -> int | jax.Array | Callable[[jax.Array], Any]:
 
 
 def steps_of_schedule(value: Any) -> Scalar:
-    """The window length that a function returned: a real scalar, at least 1 and not NaN where its value is known."""
+    """Returns the window length that a function returned: a real scalar that is >= 1 if its value is known."""
     name = "the number that the function accum_steps returns"
     return _real_scalar_array(name, value) if isinstance(value, jax.Array) else real(name, value, at_least=1)
 
 
 def weight(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
-    """The weight of a micro-batch: a real scalar, in range where its value is known, or an array of such a shape."""
+    """Returns the weight of a micro-batch: a real scalar, in range if its value is known, or an array of such shape."""
     if isinstance(value, np.ndarray) and value.shape != ():
         value = jnp.asarray(value)
     if isinstance(value, jax.Array):
@@ -155,7 +156,7 @@ def weight(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
 
 
 def accumulator_dtype(value: Any) -> Any:
-    """A floating or complex dtype, or None."""
+    """Returns a floating or complex dtype, or None."""
     if value is None:
         return None
     try:
@@ -165,12 +166,12 @@ def accumulator_dtype(value: Any) -> Any:
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(f"accumulator_dtype must be a floating or complex dtype or None, got {value!r}")
     if dtype != jax.dtypes.canonicalize_dtype(dtype):
-        raise ValueError(f"accumulator_dtype {dtype} needs jax_enable_x64")
+        raise ValueError(f"accumulator_dtype {dtype} needs 64-bit types. Set jax_enable_x64")
     return dtype
 
 
 def axes(name: str, value: Any) -> AxesOf:
-    """Axes of leaves: none (None), the same for all, or a function of a leaf's name and the leaf; static."""
+    """Returns static axes of leaves: None, the same for all leaves, or a function of a leaf's name and the leaf."""
     if value is None or callable(value):
         return value
     if isinstance(value, jax.Array):
@@ -186,20 +187,20 @@ def axes(name: str, value: Any) -> AxesOf:
 
 
 def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Any) -> tuple[int, ...] | None:
-    """What `axes` says of one leaf, counted from the front; None if it says nothing."""
+    """Returns the axes of one leaf, counted from the front; None if `given` has none for it."""
     chosen = axes(name, given(leaf_name(path), leaf)) if callable(given) else given
     if chosen is None or callable(chosen):
         return None
     if any(not -leaf.ndim <= a < leaf.ndim for a in chosen):
         raise ValueError(
-            f"{name} {chosen} is out of range for gradient leaf {leaf_name(path)} of shape {leaf.shape}: a function of "
-            "the leaf's name and the leaf can tell leaves apart"
+            f"{name} {chosen} is out of range for gradient leaf {leaf_name(path)} of shape {leaf.shape}. If leaves "
+            f"differ, pass {name} as a function of a leaf's name and the leaf"
         )
     return tuple(sorted({a % leaf.ndim for a in chosen}))
 
 
 def axis_names(name: str, value: Any) -> tuple[Hashable, ...] | None:
-    """The mapped axes as a tuple; None if they are to be found."""
+    """Returns mapped axes as a tuple; None if types give them."""
     if value is None:
         return None
     names = tuple(value) if isinstance(value, tuple | list) else (value,)
@@ -210,20 +211,23 @@ def axis_names(name: str, value: Any) -> tuple[Hashable, ...] | None:
 
 
 def sharded_over(value: Any) -> tuple[Hashable, ...] | None:
-    """The mapped axes over which gradients are sharded."""
+    """Returns the mapped axes over which gradients are sharded."""
     return axis_names("sharded_over", value)
 
 
 def unit_axis_names(value: Any) -> UnitAxisNames:
-    """The same for leaves of several units: also how all leaves are sharded, or a function of a leaf."""
+    """Returns `sharded_over` for leaves of several units: names, a PartitionSpec for all leaves, or a function."""
     return value if isinstance(value, jax.P) or callable(value) else sharded_over(value)
 
 
 def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Any) -> tuple[Hashable, ...] | jax.P | None:
-    """What `unit_axis_names` says of one leaf."""
+    """Returns the mapped axes, or the PartitionSpec, of one leaf."""
     chosen = unit_axis_names(given(leaf_name(path), leaf)) if callable(given) else given
     if callable(chosen):
-        raise ValueError(f"sharded_over returned the function {chosen!r} for leaf {leaf_name(path)}")
+        raise ValueError(
+            f"sharded_over must return names of mapped axes or a PartitionSpec, got the function {chosen!r} for leaf "
+            f"{leaf_name(path)}"
+        )
     return chosen
 
 
@@ -232,10 +236,10 @@ def _static_real(name: str, value: Any, expected: str) -> float:
         value = value[()]
     if callable(value):
         raise ValueError(
-            f"{name} must be {expected}, got the function {value!r}: wrap the transformation in "
-            "optax.inject_hyperparams to schedule it"
+            f"{name} must be {expected}, got the function {value!r}. To schedule it, wrap the transformation in "
+            "optax.inject_hyperparams"
         )
-    # bfloat16 and float8 scalars are NumPy scalars, but no numbers.Real.
+    # `numbers.Real` leaves out bfloat16 and float8, whose scalars are NumPy scalars.
     is_real = isinstance(value, numbers.Real) or (
         isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating)
     )

@@ -1,7 +1,9 @@
-"""Unsigned integers wider than a word: exact under jit, where 64 bits need a flag that few programs set.
+"""Unsigned integers of any size, exact under jit. JAX has 64-bit integers only with `jax_enable_x64`.
 
-A wide integer is a tuple of uint32 arrays of one shape, its words, the least significant first. How many words is
-static: one is enough for what is below 2**32, and then all of this is plain arithmetic.
+A `BigUint` is a tuple of uint32 arrays of one shape, its words, the least significant first. The number of words is
+static. With one word, which holds numbers below 2**32, everything here is plain uint32 arithmetic.
+
+Products and quotients work on *half words*: 16 bits in a uint32, stacked along the first axis of an array.
 """
 
 from collections.abc import Sequence
@@ -12,30 +14,28 @@ import jax.numpy as jnp
 import numpy as np
 
 BigUint = tuple[jax.Array, ...]
-
-
 _HALF = np.uint32(0xFFFF)
 
 
 def words_for(value: int) -> int:
-    """How many words hold the number."""
+    """Returns how many words a number needs."""
     return max(1, -(-value.bit_length() // 32))
 
 
 def constant(value: int | Sequence[int], words: int) -> BigUint:
-    """Known integers >= 0: a number, or a vector."""
+    """Returns a known integer >= 0, or a vector of such."""
     values = np.asarray(value, object)
     parts = [(values >> (32 * i)) & 0xFFFFFFFF for i in range(words)]
     return tuple(jnp.asarray(np.asarray(part, np.uint32)) for part in parts)
 
 
 def from_word(word: jax.Array, words: int) -> BigUint:
-    """A number of one word in so many."""
+    """Returns a number of one word, extended by zeros to this many words."""
     return (word, *[jnp.zeros_like(word)] * (words - 1))
 
 
 def add(a: BigUint, b: BigUint) -> BigUint:
-    """a + b, for equally many words; what exceeds them is dropped."""
+    """Returns a + b, of equally many words, without what exceeds them."""
     result = [a[0] + b[0]]
     carries = result[0] < a[0]
     for x, y in zip(a[1:], b[1:], strict=True):
@@ -45,7 +45,7 @@ def add(a: BigUint, b: BigUint) -> BigUint:
 
 
 def subtract(a: BigUint, b: BigUint) -> BigUint:
-    """a - b for a >= b, for equally many words."""
+    """Returns a - b for a >= b, of equally many words."""
     result = [a[0] - b[0]]
     borrows = a[0] < b[0]
     for x, y in zip(a[1:], b[1:], strict=True):
@@ -55,7 +55,7 @@ def subtract(a: BigUint, b: BigUint) -> BigUint:
 
 
 def is_at_most(a: BigUint, b: BigUint) -> jax.Array:
-    """a <= b, for equally many words."""
+    """Returns a <= b, of equally many words."""
     result = a[0] <= b[0]
     for x, y in zip(a[1:], b[1:], strict=True):
         result = (x < y) | ((x == y) & result)
@@ -63,7 +63,7 @@ def is_at_most(a: BigUint, b: BigUint) -> jax.Array:
 
 
 def equals(a: BigUint, small: int) -> jax.Array:
-    """a == small, for a number of one word."""
+    """Returns a == small, a number of one word."""
     result = a[0] == small
     for x in a[1:]:
         result = result & (x == 0)
@@ -71,12 +71,12 @@ def equals(a: BigUint, small: int) -> jax.Array:
 
 
 def where(condition: jax.Array, a: BigUint, b: BigUint) -> BigUint:
-    """Elementwise a or b."""
+    """Returns a where the condition is true, elsewhere b."""
     return tuple(jnp.where(condition, x, y) for x, y in zip(a, b, strict=True))
 
 
 def to_float(a: BigUint, dtype: Any) -> jax.Array:
-    """The nearest float, but for 1 ulp."""
+    """Returns the number as a float, within 1 ulp."""
     result = a[-1].astype(dtype)
     for word in reversed(a[:-1]):
         result = result * 2.0**32 + word.astype(dtype)
@@ -84,25 +84,25 @@ def to_float(a: BigUint, dtype: Any) -> jax.Array:
 
 
 def total(a: BigUint, axis: int) -> BigUint:
-    """The sum over an axis of fewer than 2**16 numbers."""
+    """Returns the sum over an axis of fewer than 2**16 numbers."""
     if len(a) == 1:
         return (jnp.sum(a[0], axis=axis, dtype=jnp.uint32),)
     return from_halves(carried(jnp.sum(halves(a), axis=axis + 1, dtype=jnp.uint32)), len(a))
 
 
 def halves(a: BigUint) -> jax.Array:
-    """The same number in half words: (2 words, ...)."""
+    """Returns the half words of a number, of shape (2 * words, ...)."""
     return jnp.stack([half for word in a for half in (word & _HALF, word >> 16)])
 
 
 def from_halves(digits: jax.Array, words: int) -> BigUint:
-    """Half words in words; what exceeds them is dropped."""
+    """Returns the number of these half words, without what exceeds its words."""
     digits = jnp.concatenate([digits, jnp.zeros((2 * words, *digits.shape[1:]), jnp.uint32)])
     return tuple(digits[2 * i] | (digits[2 * i + 1] << 16) for i in range(words))
 
 
 def carried(columns: jax.Array) -> jax.Array:
-    """The sum of column_i * 2**(16 i), for columns of up to 32 bits, in as many half words."""
+    """Returns the sum of column_i * 2**(16 i) in as many half words, for columns of up to 32 bits."""
 
     def step(carry: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
         low = (column & _HALF) + (carry & _HALF)
@@ -112,7 +112,7 @@ def carried(columns: jax.Array) -> jax.Array:
 
 
 def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a * b."""
+    """Returns a * b, all in half words."""
     columns = jnp.zeros((len(a) + len(b), *b.shape[1:]), jnp.uint32)
     for i, digit in enumerate(a):
         products = digit[None] * b
@@ -122,7 +122,7 @@ def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def divide(a: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
-    """a // divisor and a % divisor, for a divisor of a half word."""
+    """Returns a // divisor and a % divisor, for a divisor of one half word."""
 
     def step(remainder: jax.Array, digit: jax.Array) -> tuple[jax.Array, jax.Array]:
         partial = (remainder << 16) | digit

@@ -1,7 +1,6 @@
-"""Clipping to a given threshold: by global norm, by leaf norm, by value, by percentile.
+"""Clipping to a given threshold, by global norm and by value, as functions and as transformations.
 
-Leaves that hold no floating or complex numbers, and places without a leaf (`None`, `optax.MaskedNode`), pass
-through untouched and are not counted.
+Only floating and complex leaves are measured and clipped. Other leaves, `None` and `optax.MaskedNode` pass through.
 """
 
 import math
@@ -21,11 +20,11 @@ from shrewjax._states import described, fields
 
 
 def grad_norm(grads: Any, ord: float | None = None, *, sharded_over: AxisName | None = None) -> jax.Array:
-    r"""The norm of all gradients together, as if they were one long vector.
+    r"""Returns the norm of all gradients together, as if they were one long vector.
 
     .. math:: \|g\|_p = \Big(\sum_i |g_i|^p\Big)^{1/p}, \qquad \|g\|_\infty = \max_i |g_i|
 
-    Exact in range: neither the powers nor their sum overflow or underflow, whatever the dtypes.
+    Neither the powers nor their sum overflow or underflow, for any dtypes.
 
     ======================================  ==================================================
     gradients                               norm
@@ -34,23 +33,23 @@ def grad_norm(grads: Any, ord: float | None = None, *, sharded_over: AxisName | 
     a NaN                                   NaN
     an infinity and no NaN                  inf
     norm beyond the dtype's largest number  inf (the clips below still see the true one)
-    subnormal                               counted, or 0 on backends that flush them (CPU, TPU)
+    subnormal                               counted; as 0 on backends that flush subnormals (CPU, TPU)
     ======================================  ==================================================
 
     Args:
-      grads: pytree of arrays. Complex leaves count with their modulus; integer, boolean and float0 leaves, `None` and
+      grads: pytree of arrays. Complex leaves count with their modulus. Integer, boolean and float0 leaves, `None` and
         `optax.MaskedNode` do not count.
       ord: p, any Python number >= 1 or inf. `None` means 2.
-      sharded_over: mapped axes over which the gradients are sharded; only needed inside `jax.shard_map` with
-        `check_vma=False` and inside `jax.pmap`. With `check_vma=True` the leaves' types tell.
+      sharded_over: mapped axes over which the gradients are sharded. It is only needed inside `jax.shard_map` with
+        `check_vma=False` and inside `jax.pmap`, because there the leaves' types do not record it.
 
     Returns:
       float32 scalar; float64 if a leaf is float64 or complex128.
 
     Raises:
-      ValueError: `ord` is traced, below 1 or NaN; a leaf is neither an array nor a number, or has a dtype that cannot
-        hold a gradient, without a sign and a zero (float8_e8m0fnu) or without a NaN (float4, float6); the leaves'
-        mapped axes cannot be known and `sharded_over` is missing.
+      ValueError: `ord` is traced, below 1 or NaN. Or a leaf is neither an array nor a number. Or its dtype cannot hold
+        a gradient: it has no sign and no zero (float8_e8m0fnu), or no NaN (float4, float6). Or `sharded_over` is
+        missing where it is needed.
 
     Example:
       >>> grad_norm({"w": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])})
@@ -67,28 +66,28 @@ def grad_norm(grads: Any, ord: float | None = None, *, sharded_over: AxisName | 
 def clip_grad_norm(
     grads: Tree, max_norm: Any, *, ord: float | None = None, sharded_over: AxisName | None = None
 ) -> tuple[Tree, jax.Array]:
-    r"""Scales all gradients by one number so that their norm is at most `max_norm`; also returns the norm before.
+    r"""Scales all gradients by one number so that their norm is at most `max_norm`, and returns the norm before, too.
 
     .. math:: g \leftarrow g \cdot \min\Big(1, \frac{\text{max\_norm}}{\|g\|}\Big)
 
-    The first row that fits:
+    The first row that applies:
 
     ====================================  =============================================================
     condition                             result
     ====================================  =============================================================
-    max_norm = inf                        the gradients to the last bit; the norm is only measured
+    max_norm = inf                        the gradients to the last bit
     a NaN or infinite gradient, or a NaN  every floating leaf becomes NaN
     max_norm in an array
     a negative max_norm in an array       as 0
     norm <= max_norm                      the gradients to the last bit, subnormals and -0.0 included
     max_norm = 0                          zeros
-    norm > max_norm                       direction kept, norm within 2 eps of max_norm, relative (4 eps
-                                          for ord other than 2 and inf; eps of each leaf's dtype). Where
+    norm > max_norm                       same direction, norm within 2 eps of max_norm, relative (4 eps
+                                          for ord other than 2 and inf; eps of each leaf's dtype). If
                                           scaled elements become subnormal: plus sqrt(n) smallest normals
     ====================================  =============================================================
 
-    There is no epsilon in the denominator, and the division is done once. Differentiable; at a zero norm the
-    derivative is that of the identity.
+    There is no epsilon in the denominator. The clip is differentiable; at a zero norm its derivative is that of the
+    identity.
 
     Args:
       grads: pytree of arrays, as in `grad_norm`. Each leaf keeps its dtype; 16-bit leaves are multiplied in float32.
@@ -118,7 +117,7 @@ def clip_grad_norm(
 
 
 def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
-    r"""Limits each element to [-max_value, max_value].
+    r"""Clips each element to [-max_value, max_value].
 
     .. math:: g_i \leftarrow \max(-\text{max\_value}, \min(g_i, \text{max\_value}))
 
@@ -129,13 +128,13 @@ def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
     outside, infinities included          the end of the interval, rounded toward zero to the leaf's dtype, so
                                           that the result never leaves the interval
     NaN                                   NaN
-    complex, modulus outside              phase kept, modulus max_value; NaN where it is not finite
+    complex, modulus outside              same phase, modulus max_value; NaN if the element is not finite
     any, max_value = inf                  itself to the last bit
     any, max_value NaN in an array        NaN
     any, max_value negative in an array   as for 0
     ====================================  =======================================================================
 
-    Unlike the norm clips this changes the direction. Nothing is measured, so that it costs one read and one write.
+    Unlike a norm clip, it changes the gradient's direction. It measures nothing, so it costs one read and one write.
 
     Args:
       grads: pytree of arrays. Integer, boolean and float0 leaves, `None` and `optax.MaskedNode` pass through.
@@ -145,8 +144,8 @@ def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
       The clipped gradients, each leaf in its dtype.
 
     Raises:
-      ValueError: `max_value` is a Python or NumPy number that is negative or NaN, or is no real scalar; or a leaf is
-        refused as in `grad_norm`.
+      ValueError: `max_value` is a Python or NumPy number that is negative or NaN, or is no real scalar; or for a leaf
+        as in `grad_norm`.
 
     Example:
       >>> clip_grad_value(jnp.array([0.5, -3.0, jnp.inf]), 1.0)
@@ -161,13 +160,13 @@ def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
 
 @described
 class ClipByGlobalNormState(NamedTuple):
-    """What the last update measured."""
+    """Measurements of the last update."""
 
     grad_norm: Annotated[jax.Array, "float32 (): the norm before clipping"]
-    clip_scale: Annotated[jax.Array, "float32 (): what the gradients were multiplied by; 1 if not clipped"]
+    clip_scale: Annotated[jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"]
 
     def metrics(self) -> dict[str, Any]:
-        """Returns what `shrewjax.metrics` shows."""
+        """Returns the entries of `shrewjax.metrics`."""
         return fields(self, "grad_norm", "clip_scale")
 
 
@@ -178,9 +177,8 @@ def clip_by_global_norm(
 
     .. math:: g \leftarrow g \cdot \min\Big(1, \frac{\text{max\_norm}}{\|g\|}\Big)
 
-    The table of `clip_grad_norm` says what happens at the edges. Chain it before the optimizer; inside `accumulate`
-    it sees the window's average, which is what most people want. To schedule the threshold, wrap it in
-    `optax.inject_hyperparams`.
+    The table of `clip_grad_norm` has the edge cases. Chain it before the optimizer. Inside `accumulate` it clips the
+    window's average, as most people want. To schedule the threshold, wrap it in `optax.inject_hyperparams`.
 
     Args:
       max_norm: the threshold, a real scalar >= 0, or a scalar array of any real dtype.
@@ -217,20 +215,20 @@ def clip_by_global_norm(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del state, params, extra_args
-        updates, norm, factor = _clip_by_norm(max_norm, updates, ord, axes)
+        updates, norm, scale = _clip_by_norm(max_norm, updates, ord, axes)
         return updates, ClipByGlobalNormState(
-            grad_norm=_extended.to_float32(norm), clip_scale=_norms.applied_scale(factor)
+            grad_norm=_extended.to_float32(norm), clip_scale=_norms.applied_scale(scale)
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
-    r"""Limits each element to [-max_value, max_value]: `clip_grad_value` as an Optax transformation.
+    r"""Clips each element to [-max_value, max_value]: `clip_grad_value` as an Optax transformation.
 
     .. math:: g_i \leftarrow \max(-\text{max\_value}, \min(g_i, \text{max\_value}))
 
-    The table of `clip_grad_value` says what happens at the edges.
+    The table of `clip_grad_value` has the edge cases.
 
     Args:
       max_value: the threshold, a real scalar >= 0, or a scalar array of any real dtype.
@@ -268,28 +266,43 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def global_norm(grads: Any, ord: float, axes: Axes) -> ExtendedFloat:
-    """The norm of all gradients together."""
+    """Returns the norm of all gradients together."""
     return _norms.measure([x for x in _gradients.gradient_leaves(grads)[1] if is_gradient(x)], ord, axes)
 
 
 def clip_to_limit(grads: Tree, norm: ExtendedFloat, limit: ExtendedFloat) -> tuple[Tree, ClipScale]:
-    """The gradients, whose norm is given, scaled to the limit if they are above it; and what they were scaled by."""
+    """Clips gradients of this norm to a limit, and returns the scale, too."""
     _, leaves, treedef = _gradients.gradient_leaves(grads)
-    factor = _norms.clip_scale(norm, limit)
-    return treedef.unflatten([_norms.apply_scale(x, factor) if is_gradient(x) else x for x in leaves]), factor
+    scale = _norms.clip_scale(norm, limit)
+    return treedef.unflatten([_norms.apply_scale(x, scale) if is_gradient(x) else x for x in leaves]), scale
+
+
+def clip_magnitude(x: Any, bound: jax.Array, limit: jax.Array) -> jax.Array:
+    """Clips |x| to `bound`, whose bits are `limit`, both in x's precision. NaN stays NaN."""
+    if _floats.is_complex(x):
+        return _clip_modulus(x, bound)
+    # Compared as integers, and selected instead of computed, because CPU and TPU flush subnormals in float arithmetic
+    # (XLA-18). `test_value_clip_never_leaves_the_interval_and_touches_nothing_inside` holds this.
+    magnitude, is_negative = _floats.magnitude_bits(x), _floats.sign_bit(x)
+    clipped = jnp.where((magnitude > limit) & ~jnp.isnan(x), jnp.where(is_negative, -bound, bound), x)
+    # XLA-17: a limit of 0 gets a line of its own, because on CPU LLVM turns a comparison of bits with 0 into one of
+    # floats. That lets subnormals pass. The test is the same.
+    zero = jnp.zeros((), x.dtype)
+    return jnp.where((limit == 0) & ~jnp.isnan(x), jnp.where(is_negative, -zero, zero), clipped)
 
 
 def _clip_by_norm(max_norm: Scalar, grads: Tree, ord: float, axes: Axes) -> tuple[Tree, ExtendedFloat, ClipScale]:
     norm = global_norm(grads, ord, axes)
-    clipped, factor = clip_to_limit(grads, norm, _norms.as_limit(max_norm, norm))
-    return clipped, norm, factor
+    clipped, scale = clip_to_limit(grads, norm, _norms.as_limit(max_norm, norm))
+    return clipped, norm, scale
 
 
 def _clip_leaf_value(x: Any, max_value: Scalar) -> jax.Array:
     if isinstance(max_value, float) and math.isinf(max_value):
         return x
     bound = _floats.round_toward_zero(max_value, _floats.real_dtype(x))
-    # A threshold that the backend flushes counts as 0: here too, where only its bits are compared.
+    # A threshold that the backend flushes counts as 0. Without this line its bits would still count: see
+    # `test_a_threshold_that_is_flushed_leaves_zeros_alone`.
     clipped = clip_magnitude(x, bound, jnp.where(bound == 0, 0, _floats.magnitude_bits(bound)))
     if isinstance(max_value, jax.Array):
         clipped = jnp.where(jnp.isnan(max_value), jnp.nan, clipped)
@@ -297,20 +310,8 @@ def _clip_leaf_value(x: Any, max_value: Scalar) -> jax.Array:
     return clipped
 
 
-def clip_magnitude(x: Any, bound: jax.Array, limit: jax.Array) -> jax.Array:
-    """Limits |x| to `bound`, which has the bits `limit`, both in x's precision. NaN stays NaN."""
-    if _floats.is_complex(x):
-        return _clip_modulus(x, bound)
-    # Compared as integers, which no backend flushes; selected, not computed, so that what stays keeps its bits.
-    magnitude, is_negative = _floats.magnitude_bits(x), _floats.sign_bit(x)
-    clipped = jnp.where((magnitude > limit) & ~jnp.isnan(x), jnp.where(is_negative, -bound, bound), x)
-    # A limit of 0 by itself: LLVM turns a comparison of bits with 0 back into one of floats.
-    zero = jnp.zeros((), x.dtype)
-    return jnp.where((limit == 0) & ~jnp.isnan(x), jnp.where(is_negative, -zero, zero), clipped)
-
-
 def _clip_modulus(x: Any, bound: jax.Array) -> jax.Array:
-    # Scaled by a power of two first, so that the modulus stays in range.
+    # Scaled by a power of two first, because the modulus may leave the range where the parts do not.
     up = _floats.power_of_two_for(jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)))
     scaled = _floats.mul_real(x, up)
     modulus = jnp.abs(scaled)

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Clipping each unit (`_units`) to a multiple of the moving average of its own norm."""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -15,18 +15,16 @@ from shrewjax._units import UnitAxisName, clipped_fraction, find_units, largest_
 
 @described
 class ClipByLeafNormEmaState(NamedTuple):
-    """The units' averages and what the last update did. Its fields are a file format."""
+    """The averages of the units and measurements of the last update. Its fields are a file format."""
 
-    recorded: Annotated[jax.Array, "int32 (): steps recorded so far"]
-    norm_ema: Annotated[Any, "like the parameters, float32 (sizes of a leaf's batch axes): 0 where none is recorded"]
-    threshold_max: Annotated[
-        jax.Array, "float32 (): the largest that a norm was held to; in the warm-up the global one"
-    ]
-    grad_norm_max: Annotated[jax.Array, "float32 (): the largest of a unit before clipping"]
+    recorded: Annotated[jax.Array, "int32 (): number of steps recorded so far"]
+    norm_ema: Annotated[Any, "like the parameters, float32 (sizes of a leaf's batch axes): 0 if no norm is recorded"]
+    threshold_max: Annotated[jax.Array, "float32 (): the largest threshold of a unit; in the warm-up the global one"]
+    grad_norm_max: Annotated[jax.Array, "float32 (): the largest norm of a unit before clipping"]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
 
     def metrics(self) -> dict[str, Any]:
-        """Returns what `shrewjax.metrics` shows."""
+        """Returns the entries of `shrewjax.metrics`."""
         return fields(self, "threshold_max", "grad_norm_max", "clipped_fraction")
 
 
@@ -45,22 +43,23 @@ def clip_by_leaf_norm_ema(
     .. math:: h_\ell = \min\Big(1, \frac{\lambda \gamma_\ell}{\|g_\ell\|}\Big), \qquad
               \gamma_\ell \leftarrow \beta \gamma_\ell + (1 - \beta) \|h_\ell g_\ell\|
 
-    In the first `warmup_steps` steps all gradients are clipped together, to `warmup_max_norm`, and :math:`\gamma_\ell`
-    is the smallest norm that the leaf has had after that.
+    In the first `warmup_steps` steps all gradients are clipped together, to `warmup_max_norm`. Meanwhile
+    :math:`\gamma_\ell` is the smallest norm of the leaf after such a clip.
 
     ========================================  =======================================================================
     condition                                 result
     ========================================  =======================================================================
-    a NaN or infinite gradient                nothing is recorded of the step, for no leaf; the leaf becomes NaN (in the
-                                              warm-up: every floating leaf), or passes as it is where the threshold is
-                                              infinite: warmup_max_norm, later max_ratio
-    a leaf's gradient is zero                 nothing is recorded for it. As published, one zero in the warm-up holds
-                                              a leaf at zero for ever: an idle expert, half of a low-rank adapter
-    nothing recorded yet for a leaf, though   as in the warm-up, until it has a gradient; no threshold shows till then
-    the warm-up is over
-    norms rise for good                       the average grows by (1 - decay) (max_ratio - 1) a step at most: with the
+    a NaN or infinite gradient                the step is recorded for no leaf. The leaf becomes NaN (in the warm-up:
+                                              every floating leaf), or passes as it is if the threshold is infinite
+                                              (in the warm-up `warmup_max_norm`, later `max_ratio`)
+    a leaf's gradient is zero                 nothing is recorded for it. As published, one zero in the warm-up keeps
+                                              a leaf at zero forever, such as an idle expert or half of a low-rank
+                                              adapter
+    nothing recorded for a leaf although the  as in the warm-up, until it has a gradient; its threshold shows as 0
+    warm-up is over                           until then
+    norms rise lastingly                      the average grows by (1 - decay) (max_ratio - 1) a step at most: with the
                                               defaults, tenfold in 5,758 steps
-    an average below `min_norm`               counts as `min_norm`: the way up is never longer than from there
+    an average below `min_norm`               raised to `min_norm`, which bounds the time of its growth
     ========================================  =======================================================================
 
     Args:
@@ -74,7 +73,8 @@ def clip_by_leaf_norm_ema(
 
     Returns:
       A transformation with state `ClipByLeafNormEmaState(recorded, norm_ema, threshold_max, grad_norm_max,
-      clipped_fraction)`: `norm_ema` like the parameters, float32 arrays of the sizes of the `batch_axes`, else scalars.
+      clipped_fraction)`. In `norm_ema`, a tree like the parameters, each leaf is a float32 scalar, or an array of the
+      sizes of its `batch_axes`.
 
     Raises:
       ValueError: an argument is not as described; an axis is out of range for a leaf; the updates' tree, or a leaf's
@@ -127,40 +127,37 @@ def clip_by_leaf_norm_ema(
         is_warmup = state.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
         is_recorded = jnp.isfinite(total.mantissa)
 
-        def compared(norm: ExtendedFloat, ema: jax.Array) -> tuple[ExtendedFloat, ExtendedFloat]:
-            """What is compared for a unit: a norm, and what it is held to."""
+        def norm_and_limit(norm: ExtendedFloat, ema: jax.Array) -> tuple[ExtendedFloat, ExtendedFloat]:
+            """Returns the norm that decides on a unit, its own or the global one, and the limit of that norm."""
             own = _extended.product(_norms.as_limit(ema, norm), _norms.as_limit(max_ratio, norm))
-            return _chosen(is_warmup | (ema == 0), (total, _norms.as_limit(warmup_max_norm, norm)), (norm, own))
+            whole = total, _norms.as_limit(warmup_max_norm, norm)
+            return optax.tree.where(is_warmup | (ema == 0), whole, (norm, own))
 
         def next_ema(
-            norm: ExtendedFloat, seen: ExtendedFloat, limit: ExtendedFloat, factor: ClipScale, ema: jax.Array
+            norm: ExtendedFloat, decisive: ExtendedFloat, limit: ExtendedFloat, scale: ClipScale, ema: jax.Array
         ) -> jax.Array:
-            held = _extended.product(norm, _extended.quotient(limit, seen))
-            clipped = _extended.to_float32(_chosen(factor.applies, held, norm))
+            if_clipped = _extended.product(norm, _extended.quotient(limit, decisive))
+            clipped = _extended.to_float32(optax.tree.where(scale.applies, if_clipped, norm))
             smallest = jnp.where(ema == 0, clipped, jnp.minimum(ema, clipped))
             ema_or_min = jnp.where(is_warmup | (ema == 0), smallest, _history.ema(ema, clipped, share))
             new = jnp.maximum(ema_or_min, floor)
             return jnp.where(is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new) & (clipped > 0), new, ema)
 
-        pairs = list(map(compared, norms, emas))
-        seen, limits = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        factors = _norms.clip_scales(seen, limits)
-        # Without a gradient, now or before, a unit is held to nothing.
+        pairs = list(map(norm_and_limit, norms, emas))
+        decisive, limits = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        scales = _norms.clip_scales(decisive, limits)
+        # A unit that never had a nonzero gradient has no threshold: show 0.
         is_idle = [~is_warmup & (ema == 0) & (norm.mantissa == 0) for norm, ema in zip(norms, emas, strict=True)]
         shown = [
             limit._replace(mantissa=jnp.where(i, 0, limit.mantissa)) for i, limit in zip(is_idle, limits, strict=True)
         ]
-        norm_emas = list(map(next_ema, norms, seen, limits, factors, emas))
-        return units.scaled(updates, factors), ClipByLeafNormEmaState(
+        norm_emas = list(map(next_ema, norms, decisive, limits, scales, emas))
+        return units.scaled(updates, scales), ClipByLeafNormEmaState(
             recorded=jnp.where(is_recorded, optax.safe_increment(state.recorded), state.recorded),
             norm_ema=units.with_leaves(state.norm_ema, _norms.unstack_units(norm_emas, units.dims)),
             threshold_max=largest_number(shown, over),
             grad_norm_max=largest_number(norms, over),
-            clipped_fraction=clipped_fraction(factors, norms, over),
+            clipped_fraction=clipped_fraction(scales, norms, over),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _chosen(condition: jax.Array, a: Any, b: Any) -> Any:
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)

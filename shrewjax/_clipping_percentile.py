@@ -1,4 +1,4 @@
-"""TODO."""
+"""Clipping each element to a percentile of the magnitudes, as a function and as a transformation."""
 
 from fractions import Fraction
 from typing import Annotated, Any, NamedTuple, get_args
@@ -27,12 +27,12 @@ def clip_grad_percentile(
     over: Over = "all",
     sharded_over: AxisName | None = None,
 ) -> tuple[Tree, Any]:
-    r"""Limits each element to [-b, b], where b is a percentile of the magnitudes; also returns b.
+    r"""Clips each element to [-b, b], where b is a percentile of the magnitudes, and returns b, too.
 
     .. math:: g_i \leftarrow \max(-b, \min(g_i, b)), \qquad b = \mathrm{percentile}_p(|g_1|, \dots, |g_n|)
 
-    With the magnitudes sorted, v_0 <= ... <= v_(n-1), and the exact rank h = p (n - 1) / 100, a rational number, j its
-    floor and f what is left:
+    Here v_0 <= ... <= v_(n-1) are the sorted magnitudes, and h = p (n - 1) / 100 is the exact rank, a rational number.
+    Its floor is j, and f = h - j:
 
     ==========  ===============================================================
     method      b
@@ -40,7 +40,7 @@ def clip_grad_percentile(
     linear      v_j + f (v_(j+1) - v_j), within 4 ulp, and below v_(j+1) unless that is v_j or inf
     lower       v_j
     higher      v_(j+1) if f > 0, else v_j
-    nearest     the nearer of the two; at f = 1/2 the one of even rank
+    nearest     the nearer of the two; if f = 1/2, the one of even rank
     midpoint    (v_j + v_(j+1)) / 2 if f > 0, else v_j; within 4 ulp
     ==========  ===============================================================
 
@@ -49,41 +49,44 @@ def clip_grad_percentile(
     ====================================  =======================================================================
     a NaN                                 every floating leaf (scope "leaf": that leaf) becomes NaN, and b is NaN
     percentile = 100                      the gradients to the last bit; b is the largest magnitude
-    an infinity                           counts as the largest; clipped if b is finite
+    an infinity                           counts as the largest magnitude; clipped if b is finite
     an element within [-b, b]             itself to the last bit, subnormals and -0.0 included
-    complex                               modulus limited, phase kept; NaN where it is not finite, unless percentile is
-                                          100; a modulus beyond the dtype counts as inf, a subnormal one may count as 0
+    complex                               modulus clipped, same phase; a non-finite element becomes NaN, unless
+                                          percentile is 100; a modulus beyond the dtype counts as inf, a subnormal one
+                                          may count as 0
     b = 0 (more than p % zeros)           zeros: `over="nonzero"` is for sparse gradients
     only zeros, no elements, no leaves    unchanged; b is 0
     percentile NaN in an array            as a NaN gradient; outside of [0, 100] in an array: as the nearer end
     ====================================  =======================================================================
 
-    **When it helps, and when not.** It limits a fixed share of the elements, (100 - p) %, in *every* step, a calm one
-    too: it changes the shape of the update, as a coordinate-wise rule against heavy-tailed noise. It is no guard
-    against spikes: a gradient a thousand times as large is clipped at a bound a thousand times as large. For that, use
-    `clip_grad_norm`. Before an optimizer that divides by the gradients' scale, such as Adam, only the shape matters.
+    **When it helps, and when not.** It clips a fixed share of the elements, (100 - p) %, in *every* step, even a calm
+    one. So it changes the shape of the update, as a coordinate-wise rule against heavy-tailed noise. It does not guard
+    against spikes, because the bound of a gradient a thousand times as large is a thousand times as large. For that,
+    use `clip_grad_norm`. Before an optimizer that divides by the gradients' scale, such as Adam, only the shape
+    matters.
 
-    No sort, no copy of the data, no gather: found by counting, in 5 to 8 reads of the data (16-bit leaves: 3 to 6),
-    more where most magnitudes are equal, at most some 20. Sharded gradients give the same bits. Differentiable with b
-    taken as a constant.
+    The bound is found by counting, in 5 to 8 reads of the data (16-bit leaves: 3 to 6), without a sort, a copy or a
+    gather. It takes more reads if most magnitudes are equal, and never more than 27 (16 bits: 11; 64 bits: 56). Sharded
+    gradients give the same bits. The clip is differentiable, with b as a constant.
 
     Args:
-      grads: pytree of arrays. Complex leaves count and are clipped with their modulus, keeping their phase; integer,
+      grads: pytree of arrays. Complex leaves count and are clipped by their modulus, and keep their phase. Integer,
         boolean and float0 leaves, `None` and `optax.MaskedNode` pass through and do not count.
-      percentile: p in [0, 100]: a number, which is taken as the decimal it is written as (99.9 is 999/10), or a scalar
-        array, which is rounded to a multiple of 2**-24.
-      method: "linear", "lower", "higher", "nearest" or "midpoint": NumPy's, with the exact rank.
-      scope: "global", one b from all leaves; "leaf", one for each leaf.
+      percentile: p in [0, 100]. A number means exactly the decimal that it is written as (99.9 is 999/10). A scalar
+        array is rounded to a multiple of 2**-24.
+      method: "linear", "lower", "higher", "nearest" or "midpoint", as in `numpy.percentile`, with the exact rank.
+      scope: "global" for one b from all leaves, "leaf" for one b for each leaf.
       over: "all" elements, or the "nonzero" ones only.
       sharded_over: as in `grad_norm`.
 
     Returns:
-      The clipped gradients, each leaf in its dtype (b rounded toward zero to it); and b, a float32 scalar (float64 if a
-      leaf is float64 or complex128), for scope "leaf" a tree like `grads` of such, 0 for leaves that do not count.
+      The clipped gradients, each leaf in its dtype (b is rounded toward zero to it), and b. That is a float32 scalar
+      (float64 if a leaf is float64 or complex128). For scope "leaf" it is a tree like `grads` of such scalars, with 0
+      for leaves that do not count.
 
     Raises:
-      ValueError: `percentile` is a Python or NumPy number outside of [0, 100] or NaN, or is no real scalar; `method`,
-        `scope` or `over` is none of those; or as in `grad_norm`.
+      ValueError: `percentile` is a Python or NumPy number outside [0, 100] or NaN, or is no real scalar; `method`,
+        `scope` or `over` is none of these choices; or as in `grad_norm`.
 
     Example:
       >>> clipped, bound = clip_grad_percentile({"w": jnp.array([1.0, -2.0, 3.0, -40.0, 5.0])}, 75)
@@ -102,13 +105,13 @@ def clip_grad_percentile(
 
 @described
 class ClipByPercentileState(NamedTuple):
-    """What the last update measured."""
+    """Measurements of the last update."""
 
-    bound: Annotated[Any, "float32 (): the percentile of |g|; for scope 'leaf' a tree like the parameters of such"]
-    clipped_fraction: Annotated[jax.Array, "float32 (): the share of elements that were larger, and so clipped"]
+    bound: Annotated[Any, "float32 (): the percentile of |g|; for scope 'leaf' a tree of them, like the parameters"]
+    clipped_fraction: Annotated[jax.Array, "float32 (): clipped elements / elements"]
 
     def metrics(self) -> dict[str, Any]:
-        """Returns what `shrewjax.metrics` shows."""
+        """Returns the entries of `shrewjax.metrics`."""
         return {"bound": largest(self.bound), "clipped_fraction": self.clipped_fraction}
 
 
@@ -120,26 +123,27 @@ def clip_by_percentile(
     over: Over = "all",
     sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Limits each element to a percentile of the magnitudes: `clip_grad_percentile` as an Optax transformation.
+    r"""Clips each element to a percentile of the magnitudes: `clip_grad_percentile` as an Optax transformation.
 
     .. math:: g_i \leftarrow \max(-b, \min(g_i, b)), \qquad b = \mathrm{percentile}_p(|g_1|, \dots, |g_n|)
 
-    The tables of `clip_grad_percentile` say what happens at the edges, and its text when the rule is useful: it limits
-    (100 - p) % of the elements in every step, and guards against no spike. The search for b starts from that of the
-    step before, near which it usually lies; whatever the start, it is exact. To schedule the percentile, wrap it in
-    `optax.inject_hyperparams`, with `hyperparam_dtype=jnp.float32` where parameters are narrower: in bfloat16, 99.9 is
-    100, which clips nothing.
+    The tables of `clip_grad_percentile` have the edge cases. The rule clips (100 - p) % of the elements in every step,
+    and does not guard against spikes. The search for b starts from the previous step's b, because it is usually near.
+    The start does not change the result.
+
+    To schedule the percentile, wrap it in `optax.inject_hyperparams`. If parameters are narrower than float32, pass
+    `hyperparam_dtype=jnp.float32`, because in bfloat16 99.9 is 100, which clips nothing.
 
     Args:
       percentile: p in [0, 100], a number or a scalar array, as in `clip_grad_percentile`.
       method: "linear", "lower", "higher", "nearest" or "midpoint".
-      scope: "global", one b from all leaves; "leaf", one for each leaf.
+      scope: "global" for one b from all leaves, "leaf" for one b for each leaf.
       over: "all" elements, or the "nonzero" ones only.
       sharded_over: as in `grad_norm`.
 
     Returns:
       A transformation with state `ClipByPercentileState(bound, clipped_fraction)`, float32 scalars of the last update
-      (before the first: 0), with scope "leaf" a tree of bounds.
+      (before the first: 0). For scope "leaf", `bound` is a tree.
 
     Raises:
       ValueError: as in `clip_grad_percentile`; or, with scope "leaf", the updates' tree differs from that of the
@@ -152,7 +156,7 @@ def clip_by_percentile(
       >>> clipped, state.bound, state.clipped_fraction
       (Array([ 1., -2.,  3., -5.,  5.], dtype=float32), Array(5., dtype=float32), Array(0.2, dtype=float32))
 
-    Sources: as of `clip_grad_percentile`.
+    Sources: see `clip_grad_percentile`.
     """
     rule = _PercentileRule.checked(percentile, method, scope, over, sharded_over)
 
@@ -198,12 +202,12 @@ class _PercentileRule(NamedTuple):
 
 
 def _clip_percentile(grads: Tree, rule: _PercentileRule, start: Any) -> tuple[Tree, Any, jax.Array]:
-    """The clipped gradients, the bound or bounds, and the clipped share of the elements."""
+    """Returns the clipped gradients, the bound or bounds, and clipped elements / elements."""
     _, leaves, treedef = _gradients.gradient_leaves(grads)
     counted = [i for i, x in enumerate(leaves) if is_gradient(x)]
     of_leaf = rule.scope == "leaf"
     if start is not None and of_leaf:
-        # Where there is no gradient (None), what the state has is not needed.
+        # The state may have a bound where the gradient is None. The search does not need it.
         starts = jax.tree.leaves(jax.tree.map(lambda s, g: None if g is None else s, start, grads))
         start = jnp.stack([starts[i] for i in counted]) if counted else None
     selected = select(
@@ -225,8 +229,9 @@ def _clip_percentile(grads: Tree, rule: _PercentileRule, start: Any) -> tuple[Tr
 
 
 def _clip_to_selected(x: Any, bound: jax.Array, bits: jax.Array, percentile: Fraction | jax.Array) -> jax.Array:
+    """Clips a leaf to a percentile, given as a number and as bits."""
     precision = _floats.real_dtype(x)
-    if jnp.finfo(precision).bits < 16:  # of these, some have no infinity
+    if jnp.finfo(precision).bits < 16:  # some 8-bit dtypes have no infinity, which `narrower_bits` needs
         own = _floats.round_toward_zero(bound, precision)
         clipped = clip_magnitude(x, own, _floats.magnitude_bits(own))
     else:
@@ -237,5 +242,5 @@ def _clip_to_selected(x: Any, bound: jax.Array, bits: jax.Array, percentile: Fra
 
 
 def _like(tree: Tree, measured: Any, absent: float) -> Tree:
-    """`measured` in the structure of `tree`: where there was no gradient (None), `absent`."""
+    """Returns `measured` in the structure of `tree`, with `absent` for a gradient of None."""
     return jax.tree.map(lambda _, m: jnp.asarray(absent, jnp.float32) if m is None else m, tree, measured)

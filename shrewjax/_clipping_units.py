@@ -1,4 +1,7 @@
-"""Clipping the norm of each *unit*: a leaf, a layer of a leaf that stacks layers, or what the rule says (`_units`)."""
+"""Clipping each unit (`_units`) by its own norm to a given threshold, or to one from its parameters.
+
+A unit is a leaf, a layer of a leaf that stacks layers, or a row or column of a kernel, as each rule says.
+"""
 
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -16,13 +19,13 @@ from shrewjax._units import UnitAxisName, clipped_fraction, find_units, largest_
 
 @described
 class ClipByLeafNormState(NamedTuple):
-    """What the last update measured, leaf by leaf: trees like the parameters."""
+    """Measurements of the last update for each leaf: trees like the parameters."""
 
-    grad_norm: Annotated[Any, "float32 () each: the leaf's norm before clipping; 0 for leaves that do not count"]
-    clip_scale: Annotated[Any, "float32 () each: what the leaf was multiplied by; 1 if not clipped"]
+    grad_norm: Annotated[Any, "float32 (sizes of a leaf's batch axes): norms before clipping; 0 for other leaves"]
+    clip_scale: Annotated[Any, "float32, same shape: the numbers that multiplied the gradients; 1 if not clipped"]
 
     def metrics(self) -> dict[str, Any]:
-        """Returns what `shrewjax.metrics` shows."""
+        """Returns the entries of `shrewjax.metrics`."""
         return {
             "grad_norm_max": largest(self.grad_norm),
             "clipped_fraction": _fraction_clipped(self.clip_scale),
@@ -36,22 +39,22 @@ def clip_by_leaf_norm(
 
     .. math:: g_\ell \leftarrow g_\ell \cdot \min\Big(1, \frac{\text{max\_norm}}{\|g_\ell\|}\Big)
 
-    The table of `clip_grad_norm` holds leaf by leaf: a NaN in one leaf does not change the others. The direction of
-    the whole gradient changes.
+    The table of `clip_grad_norm` applies to each leaf, so a NaN in one leaf does not change the others. The direction
+    of the whole gradient changes.
 
     Args:
       max_norm: the threshold of every leaf, a real scalar >= 0, or a scalar array of any real dtype.
-      ord: p of the norm, any Python number >= 1 or inf; with `batch_axes` 1 or 2. `None` means 2.
+      ord: p of the norm, any Python number >= 1 or inf. With `batch_axes` it must be 1 or 2. `None` means 2.
       batch_axes: the axes along which a leaf stacks layers, each clipped on its own, as in `clip_by_block_rms`.
       sharded_over: as in `grad_norm`; with `batch_axes` as in `adaptive_grad_clip`.
 
     Returns:
-      A transformation with state `ClipByLeafNormState(grad_norm, clip_scale)`: for each leaf float32 arrays of the
-      sizes of its `batch_axes`, otherwise scalars, of the last update (before the first: 0 and 1).
+      A transformation with state `ClipByLeafNormState(grad_norm, clip_scale)`, measurements of the last update (before
+      the first: 0 and 1). They are float32, scalars or arrays of the sizes of a leaf's `batch_axes`.
 
     Raises:
-      ValueError: as in `clip_grad_norm`; `ord` is neither 1 nor 2 and there are `batch_axes`; or the updates' tree, or
-        a leaf's number of layers, differs from that of the parameters given to `init`.
+      ValueError: as in `clip_grad_norm`; or `ord` is neither 1 nor 2 although there are `batch_axes`; or the updates'
+        tree, or a leaf's number of layers, differs from that of the parameters given to `init`.
 
     Example:
       >>> tx = clip_by_leaf_norm(1.0)
@@ -65,7 +68,7 @@ def clip_by_leaf_norm(
     max_norm, ord = _arguments.threshold("max_norm", max_norm), _arguments.order(ord)
     batch_axes, mesh_axes = _arguments.axes("batch_axes", batch_axes), _arguments.unit_axis_names(sharded_over)
     if batch_axes is not None and ord not in (1, 2):
-        raise ValueError(f"ord must be 1 or 2 with batch_axes, got {ord}: leave out one of the two")
+        raise ValueError(f"ord must be 1 or 2 with batch_axes, got {ord}. Leave out ord or batch_axes")
 
     def init_fn(params: optax.Params) -> ClipByLeafNormState:
         units = find_units(params, stacked_layers(batch_axes))
@@ -90,23 +93,18 @@ def clip_by_leaf_norm(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _fraction_clipped(clip_scale: Any) -> jax.Array:
-    flags = [jnp.ravel(scale != 1) for scale in jax.tree.leaves(clip_scale)]
-    return jnp.mean(jnp.concatenate(flags), dtype=jnp.float32) if flags else jnp.zeros((), jnp.float32)
-
-
 Unit = Literal["auto", "tensor"]
 
 
 @described
 class AdaptiveGradClipState(NamedTuple):
-    """What the last update measured."""
+    """Measurements of the last update."""
 
     ratio_max: Annotated[jax.Array, "float32 (): the largest ratio of a unit's gradient norm to its parameter norm"]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
 
     def metrics(self) -> dict[str, Any]:
-        """Returns what `shrewjax.metrics` shows."""
+        """Returns the entries of `shrewjax.metrics`."""
         return self._asdict()
 
 
@@ -123,42 +121,46 @@ def adaptive_grad_clip(
 
     .. math:: g_i \leftarrow g_i \cdot \min\Big(1, \frac{\lambda \max(\|w_i\|, \epsilon)}{\|g_i\|}\Big)
 
-    A unit is what shares a norm. With `unit="auto"`, by the leaf's rank without `batch_axes`: 0 and 1, the whole; 2 and
-    3, a unit for each position of all axes but the first (the inputs of a dense or multi-head kernel); 4 and more, for
-    each position of the last (the outputs of a convolution). With `unit="tensor"`, the whole. `axis` says which axes
-    share a norm instead.
+    A unit is a part of a leaf with one norm. With `unit="auto"` it depends on the leaf's rank without `batch_axes`:
 
-    The first row that fits:
+    * Rank 0 and 1: the whole leaf is a unit.
+    * Rank 2 and 3: each position of all axes except the first is a unit. The first has the inputs of a dense or
+      multi-head kernel.
+    * Rank 4 and more: each position of the last axis is a unit. That axis has the outputs of a convolution.
+
+    With `unit="tensor"` the whole leaf is a unit. `axis` overrides both: a unit spans the axes that it names.
+
+    The first row that applies:
 
     ========================================  =======================================================================
-    condition, unit by unit                   result
+    condition for a unit                      result
     ========================================  =======================================================================
-    clipping = inf                            the gradients to the last bit, whatever they hold
+    clipping = inf                            the gradients to the last bit, NaN and infinities included
     a NaN parameter, a NaN `eps` in an array  the unit becomes NaN, other units do not
     an infinite parameter, or eps = inf       as with clipping = inf
     a NaN or infinite gradient, a NaN         the unit becomes NaN, other units do not
     `clipping` in an array
     ratio at most `clipping`                  the gradients to the last bit
-    parameters zero, or below `eps`           clipped to clipping * eps: it learns
-    parameters zero, eps = 0                  zeros
+    parameter norm zero, or below `eps`       clipped to clipping * eps, so that the unit can still learn
+    parameter norm zero, eps = 0              zeros
     ========================================  =======================================================================
 
-    The authors leave the classifier, the last linear layer, unclipped: see `optax.masked`.
+    The authors leave the classifier, the last linear layer, unclipped. `optax.masked` does that.
 
     Args:
-      clipping: lambda, a real scalar >= 0, or a scalar array. The authors' 0.01 is for a batch of 4096; smaller batches
-        want more.
-      eps: the least norm that parameters count with, a real scalar >= 0, or a scalar array.
+      clipping: lambda, a real scalar >= 0, or a scalar array. The authors use 0.01 for a batch of 4096, and more for
+        smaller batches.
+      eps: a lower bound of parameter norms, a real scalar >= 0, or a scalar array.
       unit: `"auto"` or `"tensor"`, see above.
-      axis: the axes that share a norm: an int, a tuple of ints, or a function of a leaf's name (as
-        `jax.tree_util.keystr` has it) and the leaf that returns such, or None for what `unit` says.
-      batch_axes: the axes along which layers are stacked, likewise; None or () for none. They share nothing.
-      sharded_over: needed inside `jax.shard_map` and `jax.pmap` where a leaf has several units, because its type
-        does not tell what other devices hold of it. A function of a leaf's name and the leaf that returns how it is
-        sharded, a `jax.P`, as in `in_specs`; or one `jax.P` for all leaves, such as `jax.P()` if every device holds all
-        of them. Names of mapped axes, for all leaves or returned by the function, are those along which units are
-        divided: where devices hold parts of the same units, not other units. For leaves of one unit, names are as in
-        `grad_norm`.
+      axis: the axes that a unit spans: an int, a tuple of ints, or a function of a leaf's name (from
+        `jax.tree_util.keystr`) and the leaf that returns one of these. `None`, also if returned, leaves it to `unit`.
+      batch_axes: the axes along which a leaf stacks layers, in the same forms. `None` or () means none. No unit spans
+        two layers.
+      sharded_over: needed inside `jax.shard_map` and `jax.pmap` if a leaf has several units. Its type does not record
+        whether other devices hold other units or parts of the same ones. Pass a function of a leaf's name and
+        the leaf that returns its `jax.P`, as in `in_specs`. Or pass one `jax.P` for all leaves, such as `jax.P()` if
+        every device holds all of them. Names of mapped axes, passed or returned, are those along which devices hold
+        parts of the same units. For leaves of one unit, names are as in `grad_norm`.
 
     Returns:
       A transformation with state `AdaptiveGradClipState(ratio_max, clipped_fraction)`, float32 scalars of the
@@ -166,8 +168,7 @@ def adaptive_grad_clip(
 
     Raises:
       ValueError: an argument is not as described; an axis is out of range for a leaf; `params` are missing or differ in
-        shape; how a leaf of several units is spread over devices is not told, or not as its type says; or as in
-        `grad_norm`.
+        shape; `sharded_over` is missing for a leaf of several units, or contradicts its type; or as in `grad_norm`.
 
     Example:
       >>> tx = adaptive_grad_clip(0.1)
@@ -206,14 +207,14 @@ def adaptive_grad_clip(
     ) -> tuple[optax.Updates, AdaptiveGradClipState]:
         del state, extra_args
         if params is None:
-            raise ValueError("adaptive_grad_clip compares gradients with parameters: pass params to update")
+            raise ValueError("adaptive_grad_clip needs the parameters, got params=None. Pass params to update")
         units = find_units(updates, unit_dims)
         weights = units.beside(params)
         for path, g, w in zip(units.paths, units.leaves, weights, strict=True):
             if not is_gradient(w) or g.shape != w.shape:
                 raise ValueError(
-                    f"gradient leaf {_gradients.leaf_name(path)} must be like its parameter, got {g.dtype} of shape "
-                    f"{g.shape} for {w.dtype} of shape {w.shape}"
+                    f"gradient leaf {_gradients.leaf_name(path)} must have the shape of its floating parameter, got "
+                    f"{g.dtype} of shape {g.shape} for {w.dtype} of shape {w.shape}"
                 )
         axes = units.axes(mesh_axes)
         over = _norms.stacked_axes(axes, units.dims)
@@ -225,10 +226,10 @@ def adaptive_grad_clip(
             for w, norm in zip(weight_norms, norms, strict=True)
         ]
         limits = [_extended.product(base, _norms.as_limit(clipping, base)) for base in bases]
-        factors = _norms.clip_scales(norms, limits)
-        return units.scaled(updates, factors), AdaptiveGradClipState(
+        scales = _norms.clip_scales(norms, limits)
+        return units.scaled(updates, scales), AdaptiveGradClipState(
             ratio_max=largest_number(list(map(_extended.quotient, norms, bases)), over),
-            clipped_fraction=clipped_fraction(factors, norms, over),
+            clipped_fraction=clipped_fraction(scales, norms, over),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -236,13 +237,13 @@ def adaptive_grad_clip(
 
 @described
 class ClipByBlockRmsState(NamedTuple):
-    """What the last update measured."""
+    """Measurements of the last update."""
 
-    rms_max: Annotated[jax.Array, "float32 (): the largest of a block before clipping"]
+    rms_max: Annotated[jax.Array, "float32 (): the largest root mean square of a block before clipping"]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped blocks / blocks"]
 
     def metrics(self) -> dict[str, Any]:
-        """Returns what `shrewjax.metrics` shows."""
+        """Returns the entries of `shrewjax.metrics`."""
         return self._asdict()
 
 
@@ -254,13 +255,13 @@ def clip_by_block_rms(
     .. math:: u_\ell \leftarrow \frac{u_\ell}{\max(1, \mathrm{RMS}(u_\ell) / d)}, \qquad
               \mathrm{RMS}(u) = \sqrt{\textstyle\frac{1}{n} \sum_{i=1}^n u_i^2}
 
-    Meant for what an optimizer makes of the gradients, so chained after its scaling: there a typical element is about
-    1, whatever the size of the leaf.
+    A leaf, or a layer that it stacks, is a block. Chain the rule after the scaling of an optimizer, because there a
+    typical element is about 1 in leaves of any size.
 
     ========================================  =======================================================================
-    condition, block by block                 result
+    condition for a block                     result
     ========================================  =======================================================================
-    threshold = inf                           the updates to the last bit, whatever they hold
+    threshold = inf                           the updates to the last bit, NaN and infinities included
     a NaN or infinity, or a NaN threshold     the block becomes NaN, others do not
     RMS at most `threshold`                   the updates to the last bit
     no elements                               RMS 0
@@ -268,8 +269,8 @@ def clip_by_block_rms(
 
     Args:
       threshold: d, a real scalar >= 0, or a scalar array.
-      batch_axes: the axes along which blocks are stacked in a leaf: an int, a tuple of ints, a function of a
-        leaf's name (as `jax.tree_util.keystr` has it) and the leaf that returns such, or None for none.
+      batch_axes: the axes along which a leaf stacks layers: an int, a tuple of ints, or a function of a leaf's name
+        (from `jax.tree_util.keystr`) and the leaf that returns one of these. `None` means none.
       sharded_over: as in `adaptive_grad_clip`.
 
     Returns:
@@ -308,7 +309,8 @@ def clip_by_block_rms(
         over = _norms.stacked_axes(axes, units.dims)
         norms = _norms.measure_units(units.leaves, units.dims, axes)
         counts = sizes(units.leaves, axes=[of_leaf.within for of_leaf in axes], unit_dims=units.dims)
-        # Not the rounded RMS is compared, but the norm: so that a block of ones is within a threshold of 1.
+        # The norm is compared, not the RMS, because rounding could put the RMS of ones above a threshold of 1. The test
+        # is `test_a_block_of_ones_has_a_root_mean_square_of_one`.
         of_ones, inverses = (
             _norms.stack_single_units(
                 [_extended.extended_number(max(n, 1) ** power, norms[0].mantissa.dtype) for n in counts], units.dims
@@ -317,10 +319,16 @@ def clip_by_block_rms(
         )
         limits = [_extended.product(_norms.as_limit(threshold, n), n) for n in of_ones]
         rms = list(map(_extended.product, norms, inverses))
-        factors = _norms.clip_scales(norms, limits)
-        return units.scaled(updates, factors), ClipByBlockRmsState(
+        scales = _norms.clip_scales(norms, limits)
+        return units.scaled(updates, scales), ClipByBlockRmsState(
             rms_max=largest_number(rms, over),
-            clipped_fraction=clipped_fraction(factors, norms, over),
+            clipped_fraction=clipped_fraction(scales, norms, over),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _fraction_clipped(clip_scale: Any) -> jax.Array:
+    """Returns clipped units / units. Leaves that are not floating count as unclipped units."""
+    flags = [jnp.ravel(scale != 1) for scale in jax.tree.leaves(clip_scale)]
+    return jnp.mean(jnp.concatenate(flags), dtype=jnp.float32) if flags else jnp.zeros((), jnp.float32)

@@ -1,4 +1,15 @@
-"""TODO."""
+"""Numbers beyond the range of floats.
+
+An `ExtendedFloat` is `mantissa * 2**exponent`, its mantissa in [1, 2) and its exponent an int32. Norms are measured as
+such numbers, because a norm may exceed float32 where the clip's quotient does not.
+
+* Zero has mantissa 0 and exponent -2**20. So it compares below every other number, and the sum of two such exponents
+  does not wrap around.
+* An infinity or a NaN is the mantissa, with any exponent.
+* Splitting a float is exact. Products and quotients are rounded once.
+
+`_floats` says why `jnp.frexp` and `jnp.ldexp` do not serve here.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -16,25 +27,25 @@ class ExtendedFloat(NamedTuple):
     exponent: jax.Array  # int32, same shape
 
 
-# A zero compares below every other number, and two such exponents add without wrapping.
 EXPONENT_OF_ZERO = -(2**20)
 
 
 def to_extended(x: jax.Array) -> ExtendedFloat:
-    """Splits x >= 0 exactly, subnormals included. An infinity or a NaN becomes the mantissa."""
+    """Returns x >= 0, exactly, subnormal numbers included."""
     fraction_bits, bias = float_format(x.dtype)
-    # Arithmetic flushes subnormals on some backends, but their bits are the integer x * 2**(bias + fraction_bits - 1).
+    # The bits of a subnormal x are the integer x * 2**(bias + fraction_bits - 1). Arithmetic on x itself would flush it
+    # (XLA-18). `test_split_and_join_lose_nothing` holds this.
     as_integer = magnitude_bits(x)
     is_subnormal = as_integer < (1 << fraction_bits)
     normal = jnp.where(is_subnormal, as_integer.astype(x.dtype), x)
-    moved = jnp.where(is_subnormal, 1 - bias - fraction_bits, 0)
+    correction = jnp.where(is_subnormal, 1 - bias - fraction_bits, 0)
     exponent = jnp.where(jnp.isfinite(normal), exponent_of(normal), 0)
     mantissa = times_power_of_two(normal, -exponent)
-    return ExtendedFloat(mantissa, jnp.where(mantissa == 0, EXPONENT_OF_ZERO, exponent + moved))
+    return ExtendedFloat(mantissa, jnp.where(mantissa == 0, EXPONENT_OF_ZERO, exponent + correction))
 
 
 def extended_number(value: float, dtype: Any) -> ExtendedFloat:
-    """Splits a Python number >= 0, also where the dtype could not hold it."""
+    """Returns a Python number >= 0, which may be beyond the range of the dtype."""
     if value == 0 or math.isinf(value):
         mantissa, exponent = value, 0 if value else EXPONENT_OF_ZERO
     else:
@@ -44,22 +55,22 @@ def extended_number(value: float, dtype: Any) -> ExtendedFloat:
 
 
 def from_extended(number: ExtendedFloat) -> jax.Array:
-    """The number in the mantissa's dtype: inf where it is too large for it, 0 where it is too small."""
+    """Returns the number in its mantissa's dtype: inf if it is too large, 0 if it is too small."""
     return times_power_of_two(number.mantissa, number.exponent)
 
 
 def to_float32(number: ExtendedFloat) -> jax.Array:
-    """The number as the statistics and the states have it: inf where it is too large."""
+    """Returns the number as histories and states store it, float32: inf if it is too large."""
     return from_extended(number).astype(jnp.float32)
 
 
 def in_dtype_of(number: ExtendedFloat, like: ExtendedFloat) -> ExtendedFloat:
-    """The number, its mantissa in another's dtype."""
+    """Returns the number with its mantissa in the dtype of another."""
     return ExtendedFloat(number.mantissa.astype(like.mantissa.dtype), number.exponent)
 
 
 def bits_of(number: ExtendedFloat) -> jax.Array:
-    """The bits of `join(number)`, with a subnormal result rounded instead of flushed."""
+    """Returns the bits of `from_extended(number)`, but rounds a subnormal result instead of flushing it (XLA-18)."""
     dtype = number.mantissa.dtype
     fraction_bits, bias = float_format(dtype)
     units = jnp.round(times_power_of_two(number.mantissa, number.exponent + (bias + fraction_bits - 1)))
@@ -69,12 +80,12 @@ def bits_of(number: ExtendedFloat) -> jax.Array:
 
 
 def is_greater(a: ExtendedFloat, b: ExtendedFloat) -> jax.Array:
-    """a > b for finite numbers."""
+    """Returns a > b for finite numbers."""
     return (a.exponent > b.exponent) | ((a.exponent == b.exponent) & (a.mantissa > b.mantissa))
 
 
 def maximum(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
-    """The larger; a NaN wins, then an infinity."""
+    """Returns the larger number, or NaN if one is NaN."""
     both_finite = jnp.isfinite(a.mantissa) & jnp.isfinite(b.mantissa)
     b_wins = jnp.isnan(b.mantissa) | (jnp.isinf(b.mantissa) & ~jnp.isnan(a.mantissa))
     takes_b = jnp.where(both_finite, is_greater(b, a), b_wins)
@@ -82,18 +93,20 @@ def maximum(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
 
 
 def product(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
-    """a * b; infinite if a factor is, whatever the other."""
+    """Returns a * b. It is infinite if a factor is, even for 0 * inf."""
     infinite = jnp.isinf(a.mantissa) | jnp.isinf(b.mantissa)
-    finite = a.mantissa * jnp.where(infinite, 1, b.mantissa)  # never 0 * inf, at which `jax_debug_nans` stops
+    # 0 * inf is left out, because `jax_debug_nans` would stop at it: see `tests/test_train_steps.py`.
+    finite = a.mantissa * jnp.where(infinite, 1, b.mantissa)
     return shifted(jnp.where(infinite, jnp.inf, finite), a.exponent + b.exponent)
 
 
 def quotient(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
-    """a / b; x / 0 is infinite, 0 / 0 is 0."""
+    """Returns a / b. x / 0 is infinite for x > 0, and 0 / 0 is 0."""
     ratio = shifted(a.mantissa / jnp.where(b.mantissa == 0, 1, b.mantissa), a.exponent - b.exponent)
     return ExtendedFloat(jnp.where((b.mantissa == 0) & (a.mantissa != 0), jnp.inf, ratio.mantissa), ratio.exponent)
 
 
 def shifted(x: jax.Array, exponent: jax.Array) -> ExtendedFloat:
+    """Returns x * 2**exponent for x >= 0."""
     number = to_extended(x)
     return ExtendedFloat(number.mantissa, number.exponent + exponent)

@@ -1,7 +1,10 @@
-"""Range-safe norms of leaves, and scaling that keeps range and dtypes.
+"""Norms of leaves that neither overflow nor underflow, and clipping to them.
 
-A norm is measured as `mantissa * 2**exponent` (`Scaled`), so that neither the squares nor the norm itself, nor the
-ratio of two such numbers, overflows or underflows before the answer does.
+A norm clip takes three steps, in the order of this module: measure the norm, compute the clip scale, apply it. All
+three are here, in more than 400 lines, because they share the two-factor scale and the layout of units.
+
+A norm is an `ExtendedFloat`, so neither it nor a quotient of two norms leaves the range before the clipped gradient
+does. The comment above `_RANGE` derives why the squares do not either.
 """
 
 import math
@@ -43,30 +46,30 @@ Scope = Literal["global", "leaf"]
 
 
 class ClipScale(NamedTuple):
-    """What a clip multiplies by: `coarse * fine * fine` where `applies`; elsewhere nothing is touched."""
+    """The number `coarse * fine * fine` that a clip multiplies by where `applies`. Elsewhere nothing changes."""
 
     applies: jax.Array  # bool
     coarse: jax.Array
-    fine: jax.Array  # 1, unless one factor alone would underflow where its product with a gradient does not
+    fine: jax.Array  # 1, unless one factor alone would underflow although its product with a gradient does not
 
 
-@partial(jax.jit, static_argnums=(1, 2), inline=True)  # outside of jit, each call would compile its `cond` anew
+@partial(jax.jit, static_argnums=(1, 2), inline=True)  # XLA-21: outside of jit, each call would compile its branches
 def measure(leaves: Sequence[Any], ord: float, axes: Axes) -> ExtendedFloat:
     """Returns the `ord`-norm of all leaves together. Shape ().
 
-    It is accumulated in float32, or in float64 if a leaf is, and does not depend on the leaves' order. Its derivative
-    is 0 where the norm is 0 or not finite.
+    It is accumulated in float32, or in float64 if a leaf is float64, and does not depend on the leaves' order. Its
+    derivative is 0 if the norm is 0 or not finite.
     """
     return _measure(leaves, ord, "global", axes)
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # as for `measure`
+@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21
 def measure_units(
     leaves: Sequence[Any], unit_dims: Sequence[UnitDims], axes: Sequence[UnitSharding], ord: float = 2
 ) -> list[ExtendedFloat]:
-    """Returns the norm of every unit of each leaf, of the sizes of its unit dims, stacked (`stack_single_units`).
+    """Returns the norms of all units, in the layout of `stack_single_units`.
 
-    Orders other than 1 and 2 are for leaves that are single units.
+    A leaf's norms have the sizes of its unit dims. Orders other than 1 and 2 require that each leaf is a single unit.
     """
     if not leaves:
         return []
@@ -78,9 +81,10 @@ def measure_units(
 
 
 def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
-    """The norm of everything from the norms of its units, packed. Shape ()."""
+    """Returns the 2-norm of all units together from their norms, which come stacked. Shape ()."""
     if not norms:
         return to_extended(jnp.zeros((), jnp.float32))
+    # Relative to the largest exponent, so that no square leaves the range.
     keys = leaf_maxima(_exponent_key, [n.exponent for n in norms], axes=over)
     largest = jnp.max(jnp.concatenate(keys)) + EXPONENT_OF_ZERO * 2
     heights = [times_power_of_two(n.mantissa, n.exponent - largest) for n in norms]
@@ -89,27 +93,27 @@ def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
 
 
 def as_limit(value: Scalar, like: ExtendedFloat) -> ExtendedFloat:
-    """A threshold to hold norms `like` these to, or one for each of them; below 0 counts as 0."""
+    """Returns a threshold, or one for each of the norms `like`, as a limit for them. A negative one counts as 0."""
     if not isinstance(value, jax.Array):
         return extended_number(value, like.mantissa.dtype)
     return in_dtype_of(to_extended(jnp.maximum(value, 0)), like)
 
 
-@partial(jax.jit, inline=True)  # as `measure`
+@partial(jax.jit, inline=True)  # XLA-21
 def clip_scale(norm: ExtendedFloat, limit: ExtendedFloat) -> ClipScale:
-    """What brings a measured norm down to its limit: the decision of every norm clip. Shapes of `norm`."""
+    """Returns the scale that reduces a norm to its limit: the decision of every norm clip. Has the shape of `norm`."""
     applies = _exceeds(norm, limit)
     one = jnp.ones_like(norm.mantissa)
-    # Not only for speed: what comes out of a `cond` is computed once, not again in the kernel of every leaf.
+    # XLA-5: without the branch, XLA fuses this arithmetic into the kernel of every leaf and repeats it there.
     return run_if(
         jnp.any(applies),
-        lambda: _reduced(norm, limit, applies),
+        lambda: _scale_to_limit(norm, limit, applies),
         lambda: ClipScale(jnp.zeros_like(applies), one, one),
     )
 
 
 def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat]) -> list[ClipScale]:
-    """`clip_factor` for the units of each leaf, decided together."""
+    """Returns `clip_scale` of the units of every leaf, decided together in one branch (XLA-5)."""
     if not norms:
         return []
     applies = list(map(_exceeds, norms, limits))
@@ -119,28 +123,29 @@ def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat])
 
     return run_if(
         jnp.any(jnp.stack([jnp.any(a) for a in applies])),
-        lambda: list(map(_reduced, norms, limits, applies)),
+        lambda: list(map(_scale_to_limit, norms, limits, applies)),
         lambda: list(map(untouched, norms, applies)),
     )
 
 
-def apply_scale(x: Any, factor: ClipScale) -> jax.Array:
-    """x times the factor where it applies, else x to the last bit; in x's dtype, multiplied in the factor's."""
-    dtype = factor.coarse.dtype
-    product = mul_real(mul_real(mul_real(upcast(x, dtype), factor.coarse), factor.fine), factor.fine)
-    # Not x * 1 where nothing is clipped: that flushes subnormals on some backends.
-    select = lax.select if factor.applies.ndim == 0 else jnp.where
-    return select(factor.applies, lax.convert_element_type(product, x.dtype), x)
+def apply_scale(x: Any, scale: ClipScale) -> jax.Array:
+    """Returns x times the scale if it applies, else x to the last bit. Has x's dtype; multiplies in the scale's."""
+    dtype = scale.coarse.dtype
+    product = mul_real(mul_real(mul_real(upcast(x, dtype), scale.coarse), scale.fine), scale.fine)
+    # Selected, not multiplied by 1, because x * 1 flushes subnormals on CPU and TPU (XLA-18).
+    # `test_gradients_inside_keep_every_bit` holds this.
+    select = lax.select if scale.applies.ndim == 0 else jnp.where
+    return select(scale.applies, lax.convert_element_type(product, x.dtype), x)
 
 
-def apply_unit_scales(x: Any, factor: ClipScale, dims: UnitDims) -> jax.Array:
+def apply_unit_scales(x: Any, scale: ClipScale, dims: UnitDims) -> jax.Array:
     """Returns `apply_scale` with a scale for each unit."""
-    return apply_scale(x, ClipScale(*(broadcast_to_leaf(part, x, dims) for part in factor)))
+    return apply_scale(x, ClipScale(*(broadcast_to_leaf(part, x, dims) for part in scale)))
 
 
-def applied_scale(factor: ClipScale) -> jax.Array:
-    """What gradients were multiplied by, float32: 1 where nothing was clipped."""
-    return jnp.where(factor.applies, factor.coarse * factor.fine * factor.fine, 1).astype(jnp.float32)
+def applied_scale(scale: ClipScale) -> jax.Array:
+    """Returns the number that gradients were multiplied by, float32: 1 if nothing was clipped."""
+    return jnp.where(scale.applies, scale.coarse * scale.fine * scale.fine, 1).astype(jnp.float32)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
@@ -153,13 +158,33 @@ def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes | list[
 
 
 class _Range(NamedTuple):
-    """Where the sum of a leaf's p-th powers, p = 1 or 2, is trusted, and what brings every other leaf there."""
+    """The sums of p-th powers that the first pass may trust, and the exponents that scale all other elements."""
 
-    trusted_above: float  # what underflows is too little to matter for a sum above this
-    shrink: int  # elements times 2**shrink overflow no sum;
-    grow: int  # elements of an untrusted leaf times 2**grow neither overflow nor lose what counts
+    trusted_above: float  # a sum from here on has lost less than half an ulp to underflow
+    shrink: int  # after an overflow, elements times 2**shrink overflow no sum
+    grow: int  # elements of a smaller sum, times 2**grow, neither overflow nor underflow
 
 
+# Why two passes suffice, for p = 2 in float32 and a sum over n elements:
+#
+# * First pass: sum x**2 as it is, and trust a finite sum of at least 2**-60. A square below 2**-126 may be flushed. All
+#   flushed squares together are below n 2**-126, and half an ulp of 2**-60 is 2**-84. So they do not count for
+#   n < 2**42.
+# * Second pass after an overflow: scale by 2**-96. Elements are below 2**128, so their squares are now below 2**64, and
+#   2**64 of them fit. The scaled sum is about 2**128 * 2**-192 = 2**-64 or more, half an ulp of which is at least
+#   2**-89. So flushed squares do not count for n < 2**37.
+# * Second pass for a sum below 2**-60: scale by 2**88. The scaled sum is below 2**-60 * 2**176 = 2**116. The smallest
+#   subnormal number, 2**-149, becomes 2**-61, whose square is normal. So no square is flushed.
+#
+# So a third pass is never needed. For p = 1 no bound is narrower. In a complex leaf the real and the imaginary parts
+# count as elements. Orders 3 and 4 share the first pass; their second is `_measure_by_maximum`. The numbers for float64
+# follow in the same way, with 2**-1022 for 2**-126 and 2**-1074 for 2**-149.
+#
+# A sum of exactly 0 is not trusted, because all squares may have been flushed. So gradients of zeros are read twice.
+# If only some units are zero, only their leaves are read twice (`_powers_of_units`).
+#
+# The idea is that of J. L. Blue, ACM TOMS 4 (1978). The tests are
+# `test_norm_neither_overflows_nor_underflows` and, for units, `test_unit_norms_neither_overflow_nor_underflow`.
 _RANGE = {
     jnp.dtype(jnp.float32): _Range(2.0**-60, -96, 88),
     jnp.dtype(jnp.float64): _Range(2.0**-900, -600, 600),
@@ -167,13 +192,13 @@ _RANGE = {
 
 
 def _cube_root(x: jax.Array) -> jax.Array:
-    """The cube root, with a step of Newton's, because XLA computes x**(1/3) with a rounded 1/3: 18 eps off at 1e90."""
+    """Returns the cube root, with one Newton step, because `lax.cbrt` may be many eps off in float64 (XLA-20)."""
     root = lax.cbrt(x)
     return root - (root - x / (root * root)) / 3
 
 
-# The orders whose powers are summed as they are, and their roots. Products of a few factors are right to a few ulp, and
-# seldom leave the range. A power with a fraction is neither: it is computed from the logarithm, whose error grows.
+# The roots of the orders whose powers the first pass sums: products of few factors, right to a few ulp. All other
+# orders take `_measure_by_maximum` at once, because the error of `x**p` grows with p log x.
 _ROOTS: dict[float, Callable[[jax.Array], jax.Array]] = {
     1: lambda x: x,
     2: lax.sqrt,
@@ -183,7 +208,7 @@ _ROOTS: dict[float, Callable[[jax.Array], jax.Array]] = {
 
 
 def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> ExtendedFloat:
-    """One plain pass, and another one, over scaled elements, only if sums left the trusted range."""
+    """Returns the norm from one pass over the leaves; from a second, scaled one if sums left the trusted range."""
     dtype = _accumulation_dtype(leaves)
     leaf_powers = leaf_sums(_power(p, dtype), leaves, axes=axes)
     plain = jnp.stack(leaf_powers) if scope == "leaf" else _ordered_sum(jnp.stack(leaf_powers))
@@ -191,13 +216,13 @@ def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes
 
     def rescaled() -> ExtendedFloat:
         factor = power_of_two(shift, dtype)
-        # XLA:CPU writes out a factor that leaves share, broadcast to their shape: where that is large, the factor is an
-        # operation of the leaf's own, a clamp between equal bounds.
+        # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large leaf
+        # gets its own copy of the scalar: a clamp between equal bounds.
         each = [
             lax.clamp(factor, s, factor) if x.size > 2**14 else factor for x, s in zip(leaves, leaf_powers, strict=True)
         ]
         total = _ordered_sum(jnp.stack(leaf_sums(_power(p, dtype), _unknown(leaves), each, axes=axes)))
-        # XLA:GPU would turn the branch into a select, and so run it always, if it held nothing but plain reductions.
+        # XLA-4: without the barrier, XLA:GPU turns the branch into a select, and so reads the data on every call.
         return _rooted(lax.optimization_barrier(total), p, shift)
 
     def by_maximum() -> ExtendedFloat:
@@ -210,9 +235,9 @@ def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes
 def _powers_of_units(
     leaves: Sequence[Any], p: float, unit_dims: Sequence[UnitDims], axes: Axes | list[Axes]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The sums of p-th powers, p = 1 or 2, of all units, and the powers of two that scale them, both `packed`.
+    """Returns the sums of p-th powers, p = 1 or 2, of all units and the exponents that scale them, both stacked.
 
-    A leaf is read again only if sums of its own left the trusted range, such as that of a frozen leaf, which is 0.
+    A leaf is read again only if a sum of its own left the trusted range. An example is a frozen leaf, whose sum is 0.
     """
     power = _power(p, _accumulation_dtype(leaves))
     plain = leaf_sums(power, leaves, axes=axes, unit_dims=unit_dims)
@@ -220,10 +245,10 @@ def _powers_of_units(
 
     def read_again(i: int, untrusted: jax.Array) -> jax.Array:
         x, dims, over = _unknown(leaves[i]), unit_dims[i], [axes[i]] if isinstance(axes, list) else axes
-        # From the leaf's own sums, not from a place in `shifts`: so leaves of one shape share a compiled kernel.
+        # XLA-23: the shift comes from the leaf's own sums, not from an index into `shifts`. So leaves of one shape
+        # share a compiled kernel.
         factor = broadcast_to_leaf(power_of_two(_shift_into_range(plain[i]), plain[i].dtype), x, dims)
-        # The barrier is as in `_measure_by_powers`.
-        return run_if(
+        return run_if(  # the barrier: XLA-4
             untrusted,
             lambda: lax.optimization_barrier(leaf_sums(power, [x], [factor], axes=over, unit_dims=[dims])[0]),
             lambda: plain[i],
@@ -238,7 +263,10 @@ def _powers_of_units(
 
 
 def _rooted(powers: jax.Array, p: float, shift: jax.Array) -> ExtendedFloat:
-    """The norm of elements whose p-th powers, scaled by 2**shift, sum to this. Its derivative at 0 is 0."""
+    """Returns the norm of elements from the sum of their p-th powers, taken after scaling by 2**shift.
+
+    Its derivative at 0 is 0.
+    """
     positive = powers > 0  # the root of 0 has no derivative
     safe = jnp.where(positive, powers, 1)
     root = _ROOTS[p](safe)
@@ -247,7 +275,7 @@ def _rooted(powers: jax.Array, p: float, shift: jax.Array) -> ExtendedFloat:
 
 @cache
 def _power(p: float, dtype: Any) -> Callable[..., jax.Array]:
-    """What `leaf_sums` sums: the p-th powers of elements, scaled by a number if one is given."""
+    """Returns the function whose terms `leaf_sums` adds: p-th powers of elements, scaled if a number is given."""
 
     def power(x: Any, *factor: jax.Array) -> jax.Array:
         x = _rescaled(x, dtype, *factor)
@@ -257,13 +285,16 @@ def _power(p: float, dtype: Any) -> Callable[..., jax.Array]:
 
 
 def _shift_into_range(powers: jax.Array) -> jax.Array:
-    """The power of two by which elements have to be scaled for their sums to be trusted."""
+    """Returns the exponent of the power of two that scales elements so that their sum can be trusted; 0 if it can."""
     trusted_above, shrink, grow = _RANGE[powers.dtype]
     return jnp.where(powers == jnp.inf, shrink, jnp.where(powers < trusted_above, grow, 0))
 
 
 def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> ExtendedFloat:
-    """Any p >= 1: the largest magnitude, then the sum of (|x| / largest)**p, whose terms stay in [0, 1]."""
+    """Returns the norm of any order p >= 1 from two passes: the largest magnitude; the sum of (|x| / largest)**p.
+
+    The terms of that sum are in [0, 1].
+    """
     dtype = _accumulation_dtype(leaves)
 
     maxima = lax.bitcast_convert_type(jnp.concatenate(leaf_maxima(magnitude_keys(dtype), leaves, axes=axes)), dtype)
@@ -286,25 +317,29 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
         share = height / jnp.where(top > 0, top, 1)
         sums = _ordered_sum(sums * share**p) if p < math.inf else jnp.max(sums * share)
         mantissas, exponents = top, largest
-        maxima = jnp.sum(maxima, where=~jnp.isfinite(maxima))  # 0, or what is to be reported
+        maxima = jnp.sum(maxima, where=~jnp.isfinite(maxima))  # inf or NaN if a leaf has one, else 0
     norm = shifted(mantissas * (sums ** (1 / p) if p < math.inf else sums), exponents)
     return ExtendedFloat(jnp.where(jnp.isfinite(maxima), norm.mantissa, maxima), norm.exponent)
 
 
 @cache
 def magnitude_keys(dtype: Any) -> Callable[[Any], tuple[jax.Array]]:
-    """What `leaf_maxima` takes to find the largest magnitude, of complex leaves half of it: its bits in this dtype."""
+    """Returns the function with which `leaf_maxima` finds the largest magnitude: its bits in this dtype.
+
+    For a complex leaf it finds half the largest modulus. Bits are compared because XLA:CPU's maximum of floats loses a
+    NaN (XLA-10).
+    """
 
     def key(x: Any) -> tuple[jax.Array]:
         x = upcast(x, dtype)
-        # Half the modulus: the modulus itself can be beyond the dtype's range where its parts are not.
+        # Half the modulus, because the modulus can be beyond the dtype's range even if the parts are within.
         return (magnitude_bits(lax.abs(mul_real(x, jnp.asarray(0.5, dtype))) if is_complex(x) else x),)
 
     return key
 
 
 def _scale_to_one(mantissas: jax.Array, exponents: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Two factors and a divisor that bring numbers of these mantissas and exponents to 1; ones for a mantissa of 0."""
+    """Returns two factors and a divisor that scale these numbers to 1. For a mantissa of 0 all three are 1."""
     first, second = factors_of_two(jnp.where(mantissas > 0, -exponents, 0), mantissas.dtype)
     return first, second, jnp.where(mantissas > 0, mantissas, 1)
 
@@ -317,7 +352,10 @@ def _exponent_key(exponent: jax.Array) -> tuple[jax.Array]:
 def _measure_jvp(
     ord: float, scope: Scope, axes: Axes | list[Axes], primals: tuple[Any], tangents: tuple[Any]
 ) -> tuple[ExtendedFloat, ExtendedFloat]:
-    """d norm = sum of Re(conj(sign(x)) dx) (|x| / norm)**(ord - 1), spread evenly over the largest for ord = inf."""
+    """Returns the norm and its tangent, the sum of Re(conj(sign(x)) dx) (|x| / norm)**(ord - 1).
+
+    For ord = inf the tangent is shared evenly by the largest elements.
+    """
     (leaves,), (d_leaves,) = primals, tangents
     norm = _measure(leaves, ord, scope, axes)
     no_exponent: Any = np.zeros(norm.exponent.shape, jax.dtypes.float0)  # an integer's tangent
@@ -349,17 +387,17 @@ def _measure_jvp(
 
 
 def _unknown(x: Any) -> Any:
-    """x, as a value of which XLA knows nothing: for what is scaled and then multiplied again.
+    """Returns x behind a barrier, so that XLA does not know it as a constant. Wraps leaves that are scaled and squared.
 
-    XLA regroups products with constants. A frozen parameter's gradient is a zero that it knows, and of
-    `(0 * c) * (0 * c)` it makes `0 * (c * c)`: 0 * inf for c = 2**88 in float32. This holds on CPU
-    (`tests/test_train_steps.py`) and CUDA (`tests/test_accelerators.py`), where `lax.reduce_precision` does not help.
+    XLA-7: XLA regroups products with constants. The gradient of a frozen parameter is a known zero. XLA turns
+    `(0 * c) * (0 * c)` into `0 * (c * c)`, which is 0 * inf = NaN for c = 2**88 in float32.
     """
-    return jax.tree.map(lax.optimization_barrier, x)  # one by one, or all would vary over the same mapped axes
+    # One barrier for each array, because all outputs of a shared barrier vary over the same mapped axes.
+    return jax.tree.map(lax.optimization_barrier, x)
 
 
 def _rescaled(x: Any, dtype: Any, *factors: jax.Array) -> jax.Array:
-    """x in a real dtype (`widen`), times each real factor in turn."""
+    """Returns x in a real dtype (`upcast`), times each real factor in turn."""
     x = upcast(x, dtype)
     for factor in factors:
         x = mul_real(x, factor)
@@ -375,20 +413,22 @@ def _accumulation_dtype(leaves: Sequence[Any]) -> Any:
 
 
 def _ordered_sum(terms: jax.Array) -> jax.Array:
-    """A sum that does not depend on the order of the leaves, to the last bit."""
+    """Returns the sum of the leaves' terms. It does not depend on their order, to the last bit."""
     return jnp.sum(jnp.sort(terms))
 
 
 def _exceeds(norm: ExtendedFloat, limit: ExtendedFloat) -> jax.Array:
+    """Returns whether a clip changes gradients of this norm. A NaN does; an infinite limit never does."""
     defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
     return (is_greater(norm, limit) | (limit.mantissa == 0) | ~defined) & (limit.mantissa != jnp.inf)
 
 
-def _reduced(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Array) -> ClipScale:
+def _scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Array) -> ClipScale:
+    """Returns the scale limit / norm; NaN if one of the two is NaN or the norm is infinite."""
     dtype = norm.mantissa.dtype
     defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
-    # 1/2 < ratio < 2, so that ratio * 2**first is normal; the rest of the exponent goes into a second factor, halved so
-    # that it is normal, too.
+    # The ratio is between 1/2 and 2, so ratio * 2**first is a normal number. The rest of the exponent goes into the
+    # second factor. It is halved, because 2**second must be a normal number too, and multiplied by twice.
     ratio = limit.mantissa / jnp.where(defined & (norm.mantissa > 0), norm.mantissa, 1)
     _, bias = float_format(dtype)
     exponent = limit.exponent - norm.exponent
@@ -399,29 +439,30 @@ def _reduced(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Array) -> C
 
 
 def stack_single_units(per_leaf: Sequence[Any], unit_dims: Sequence[UnitDims]) -> list[Any]:
-    """The same trees of arrays, but one tree of vectors for all leaves that are one unit: their arithmetic once.
+    """Stacks the numbers of all single-unit leaves into vectors, so that arithmetic on them is compiled once.
 
-    Leaves of several units stay apart: their arrays may be sharded.
+    The vectors come first, then the numbers of each leaf of several units. Those stay apart because their arrays may be
+    sharded.
     """
     single = [x for x, dims in zip(per_leaf, unit_dims, strict=True) if not dims]
     together = [jax.tree.map(lambda *xs: jnp.stack(xs), *single)] if single else []
     return [*together, *(x for x, dims in zip(per_leaf, unit_dims, strict=True) if dims)]
 
 
-def unstack_units(packs: Sequence[Any], unit_dims: Sequence[UnitDims]) -> list[Any]:
-    """The trees leaf by leaf again."""
+def unstack_units(stacked: Sequence[Any], unit_dims: Sequence[UnitDims]) -> list[Any]:
+    """Returns the numbers leaf by leaf: the inverse of `stack_single_units`."""
     count = sum(not dims for dims in unit_dims)
-    single = iter([jax.tree.map(lambda x, i=i: x[i], packs[0]) for i in range(count)])
-    several = iter(packs[1:] if count else packs)
+    single = iter([jax.tree.map(lambda x, i=i: x[i], stacked[0]) for i in range(count)])
+    several = iter(stacked[1:] if count else stacked)
     return [next(several if dims else single) for dims in unit_dims]
 
 
 def stacked_axes(axes: Sequence[UnitSharding], unit_dims: Sequence[UnitDims]) -> list[Axes]:
-    """Over which mapped axes there are more units, of each of what is `packed`."""
+    """Returns, for each entry of `stack_single_units`, the mapped axes along which devices hold other units."""
     single = [of_leaf.across for of_leaf, dims in zip(axes, unit_dims, strict=True) if not dims]
     return [*single[:1], *(of_leaf.across for of_leaf, dims in zip(axes, unit_dims, strict=True) if dims)]
 
 
 def broadcast_to_leaf(of_units: jax.Array, leaf: Any, dims: UnitDims) -> jax.Array:
-    """A number for each unit, to be broadcast over the leaf's elements."""
+    """Returns the numbers of a leaf's units in a shape that broadcasts over its elements."""
     return of_units if not dims else lax.expand_dims(of_units, [a for a in range(leaf.ndim) if a not in dims])

@@ -1,12 +1,12 @@
-"""The rank of a percentile, exactly.
+"""The exact rank of a percentile.
 
-Percentile p of n sorted elements is at the virtual index p (n - 1) / 100, counted from 0: a whole number and a
-fraction. float32 is not enough for it: computed so, 29 % of the percentiles of 101 elements are off by one element. So
-the product and the quotients are computed in integers, by half words (`_bigint`). The fraction is rounded down to a
-multiple of 2**-64, and a *sticky* bit remembers whether that changed it, as in IEEE arithmetic.
+Percentile p of n sorted elements has the virtual index p (n - 1) / 100, counted from 0: a whole number and a fraction.
+float32 cannot compute it: as `p * 0.01 * (n - 1)`, 22 of the 101 whole percentiles of 101 elements get the element
+below the right one. Hence the product and the quotient are computed in integers (`_bigint`). The fraction is rounded
+down to a multiple of 2**-64. A *sticky* bit records whether rounding changed it, as in IEEE arithmetic.
 
-A percentile is known, and then exactly the fraction that its decimal digits say, or it is a traced array. A traced one
-is rounded to a multiple of 2**-24, which moves a rank by less than 1e-9 of n. A float32 from 0.5 on is such a multiple.
+A known percentile is exactly the fraction that its decimal digits denote. A traced one is rounded to a multiple of
+2**-24, which moves the rank by less than 1e-9 of n. A float32 of at least 0.5 is such a multiple already.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Method = Literal["linear", "lower", "higher", "nearest", "midpoint"]
 
 
 class VirtualIndex(NamedTuple):
-    """percentile * (count - 1) / 100."""
+    """The number percentile * (count - 1) / 100, never rounded up."""
 
     whole: BigUint
     fraction: jax.Array  # in four half words, (4, ...), units of 2**-64
@@ -32,14 +32,14 @@ class VirtualIndex(NamedTuple):
 
 
 class OrderStatistic(NamedTuple):
-    """Which sorted elements make a percentile: the one at the rank, and a fraction of the way to the next."""
+    """The sorted element at a rank, or the point a fraction of the way to the next one."""
 
     rank: BigUint
-    fraction: jax.Array  # in four half words, (4, ...), units of 2**-64; 0 only if it is
+    fraction: jax.Array  # in four half words, (4, ...), units of 2**-64; 0 only if the exact fraction is 0
 
 
 def virtual_index(percentile: Fraction | jax.Array, count: BigUint) -> VirtualIndex:
-    """Returns where the percentile is among `count` elements, of which a program may count some only when it runs."""
+    """Returns the virtual index of a percentile of `count` elements. The count may be traced."""
     one = _bigint.from_word(jnp.ones_like(count[0]), len(count))
     last = _bigint.halves(_bigint.where(_bigint.equals(count, 0), count, _bigint.subtract(count, one)))
     if isinstance(percentile, Fraction):
@@ -58,7 +58,7 @@ def virtual_index(percentile: Fraction | jax.Array, count: BigUint) -> VirtualIn
 
 
 def static_virtual_index(percentile: Fraction, counts: Sequence[int], words: int) -> VirtualIndex:
-    """Returns the same for known counts, computed on the host."""
+    """Returns the virtual index for each of several known counts, computed on the host."""
     positions = [percentile * max(n - 1, 0) / 100 for n in counts]
     wholes = [p.numerator // p.denominator for p in positions]
     fractions = [(p - whole) * 2**64 for p, whole in zip(positions, wholes, strict=True)]
@@ -67,7 +67,7 @@ def static_virtual_index(percentile: Fraction, counts: Sequence[int], words: int
 
 
 def apply_method(index: VirtualIndex, method: Method) -> OrderStatistic:
-    """Returns what NumPy's method of that name takes at a virtual index."""
+    """Returns the order statistic that NumPy's method of that name takes at a virtual index."""
     whole, fraction, sticky = index
     none, highest = jnp.zeros_like(fraction), fraction[3]
     is_round = ~sticky & (jnp.max(fraction[:3], axis=0) == 0)
@@ -79,7 +79,7 @@ def apply_method(index: VirtualIndex, method: Method) -> OrderStatistic:
         return OrderStatistic(whole, none)
     if method == "higher":
         step = ~(is_round & (highest == 0))
-    else:  # nearest: a half to the even rank, as NumPy does
+    else:  # nearest; of two equally near ranks the even one, as in NumPy
         step = (highest >= 2**15) & (~(is_round & (highest == 2**15)) | (whole[0] % 2 == 1))
     return OrderStatistic(_bigint.add(whole, _bigint.from_word(step.astype(jnp.uint32), len(whole))), none)
 

@@ -1,12 +1,12 @@
-r"""The definition: what clipping and accumulation mean, and what every fast path in this package is held to.
+r"""The definition of clipping and accumulation. The tests compare every fast path of this package with it.
 
-Plain Python over lists of numbers. It needs `+ - * / <` and `abs`, and a square root that is handed in. So the same
-lines run on floats (`sqrt=math.sqrt`) and NumPy scalars, exactly on `fractions.Fraction`, and on the unknown numbers of
-a solver, which proves theorems about them.
+It is plain Python over lists of numbers. It needs `+ - * / <` and `abs`, and a square root as an argument. So the same
+lines run on floats (`sqrt=math.sqrt`), NumPy scalars and, exactly, on `fractions.Fraction`. They also run on the
+unknown numbers of a solver, which proves theorems about them.
 
-A gradient is the flat list of all its entries: how they are spread over leaves and devices must not matter. Entries
-are finite, thresholds and weights are not negative; what holds elsewhere is in the tables of the fast paths, save for
-what is said here of NaN and infinities.
+A gradient is the flat list of all its entries, because their layout over leaves and devices must not matter. Entries
+are finite; thresholds and weights are not negative. All other cases are in the tables of the fast paths, except for the
+NaN and infinities that are mentioned here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ Number = Any
 
 
 def global_norm_spec(gradient: Sequence[Number], *, sqrt: Callable[[Number], Number]) -> Number:
-    r"""The Euclidean length of all entries together.
+    r"""Returns the Euclidean length of all entries together.
 
     .. math:: \|g\| = \sqrt{\textstyle\sum_i g_i^2}
 
@@ -33,7 +33,7 @@ def global_norm_spec(gradient: Sequence[Number], *, sqrt: Callable[[Number], Num
       sqrt: the square root of such numbers.
 
     Returns:
-      The norm; 0 where there are no entries.
+      The norm; 0 without entries.
 
     Example:
       >>> global_norm_spec([3.0, 0.0, 4.0], sqrt=math.sqrt)
@@ -47,11 +47,11 @@ def global_norm_spec(gradient: Sequence[Number], *, sqrt: Callable[[Number], Num
 def clip_gradients_spec(
     gradient: Sequence[Number], max_norm: Number, *, sqrt: Callable[[Number], Number]
 ) -> list[Number]:
-    r"""The point of the ball of radius |max_norm| that is nearest to the gradient.
+    r"""Returns the point of the ball of radius |max_norm| that is nearest to the gradient.
 
     .. math:: g \cdot |c| / \|g\| \;\text{ if } \|g\|^2 > c^2, \text{ else } g
 
-    Squares are compared, so a root is taken, and divided by, only where it is positive.
+    Squares are compared, so the only root taken, and divided by, is a positive one.
 
     Args:
       gradient: the entries.
@@ -78,11 +78,11 @@ def clip_gradients_spec(
 
 
 def clip_by_value_spec(gradient: Sequence[Number], max_value: Number) -> list[Number]:
-    r"""Each entry's nearest point in [-max_value, max_value].
+    r"""Returns each entry's nearest point in [-max_value, max_value].
 
     .. math:: \min(c, \max(-c, g_i))
 
-    A NaN is on neither side of anything, and stays.
+    A NaN stays, because it is neither above nor below a bound.
 
     Args:
       gradient: the entries, infinities and NaN included.
@@ -114,17 +114,17 @@ Method = Literal["lower", "higher", "nearest", "midpoint", "linear"]
 
 
 def percentile_spec(values: Sequence[Number], percentile: Any, method: Method = "lower") -> Number:
-    r"""The value that `percentile` per cent of the way up the sorted values one finds, counted in ranks.
+    r"""Returns the value `percentile` per cent of the way up the sorted values, counted in ranks.
 
     .. math:: v_{(r)}, \qquad r = \frac{p\,(n-1)}{100}
 
-    The rank r is a rational number, exact at any size. Where it is no integer, `method` makes one value of the two
-    neighbours, as in NumPy: the `"lower"`, the `"higher"`, the `"nearest"` (the even rank of two equally near ones),
-    their `"midpoint"`, or the point between them that is `"linear"` in r.
+    The rank r is a rational number, exact at any size. If it is no integer, `method` makes one value of the two
+    neighbours, as in NumPy: the `"lower"`, the `"higher"`, the `"nearest"` (of two equally near ones, that of even
+    rank), their `"midpoint"`, or the point between them that is `"linear"` in r.
 
     Args:
       values: at least one.
-      percentile: p in [0, 100], taken as the decimal or fraction that it is written as.
+      percentile: p in [0, 100]. It means exactly the decimal or fraction that it is written as.
       method: as above.
 
     Returns:
@@ -152,14 +152,14 @@ def percentile_spec(values: Sequence[Number], percentile: Any, method: Method = 
 
 
 def clip_by_percentile_spec(gradient: Sequence[Number], percentile: Any, method: Method = "lower") -> list[Number]:
-    r"""The value clip whose bound is a percentile of the entries' own magnitudes.
+    r"""Clips entries by value, at a percentile of their own magnitudes.
 
     .. math:: \min(b, \max(-b, g_i)), \qquad b = \operatorname{sorted}(|g|)_{\lfloor p\,(n-1)/100 \rfloor}
 
     Args:
       gradient: the entries.
       percentile: p in [0, 100], as in `percentile_spec`.
-      method: what to make of a rank that is no integer, as in `percentile_spec`; the formula is for `"lower"`.
+      method: how to treat a rank that is no integer, as in `percentile_spec`. The formula is for `"lower"`.
 
     Returns:
       The clipped entries.
@@ -186,15 +186,15 @@ class MicroBatch(NamedTuple):
 
     gradient: Sequence[Number]
     weight: Number = 1  # its number of examples or tokens, >= 0
-    flush: bool = False  # close the window with it
+    flush: bool = False  # whether it closes the window
 
 
 def window_spec(batches: Sequence[tuple[Sequence[Number], Number]], reduction: Reduction = "mean") -> list[Number]:
-    r"""What the gradients of a window come to.
+    r"""Returns the gradient of a window.
 
     .. math:: \frac{\sum_i w_i g_i}{\sum_i w_i}, \qquad \frac{\sum_i g_i}{\sum_i w_i}, \qquad \sum_i g_i
 
-    `"mean"`, for gradients of a mean loss; `"sum_over_weights"`, for gradients of a summed loss; `"sum"`.
+    These are `"mean"`, for gradients of a mean loss; `"sum_over_weights"`, for gradients of a summed loss; and `"sum"`.
 
     Args:
       batches: pairs of a gradient and its weight, at least one; the weights' sum is positive.
@@ -207,7 +207,7 @@ def window_spec(batches: Sequence[tuple[Sequence[Number], Number]], reduction: R
       >>> window_spec([([1.0], 3), ([5.0], 1)])
       [2.0]
 
-    By linearity the first is the gradient of the mean loss over all examples; the mean of means is not, see "Bugs in
+    By linearity the first is the gradient of the mean loss over all examples. The mean of means is not: see "Bugs in
     LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
     """
     factors = [weight if reduction == "mean" else 1 for _, weight in batches]
@@ -228,21 +228,23 @@ def accumulate_spec(
     reduction: Reduction = "mean",
     nonfinite: Nonfinite = "propagate",
 ) -> Iterator[list[Number] | None]:
-    """What the wrapped optimizer is given at each micro-step: a gradient, or None, and then it is not run.
+    """Yields the gradient that the wrapped optimizer receives at each micro-step, or None if it does not run.
 
-    A window closes with its `accum_steps`-th micro-batch, or with one that flushes. It comes to the `window_spec` of
-    what it has kept, or to None if it has kept nothing. A micro-batch of weight 0 is a step, but is not kept, whatever
-    it holds. Neither is a bad one, whose gradient has a NaN or an infinity, unless it is to `"propagate"`; and
+    A window closes with its `accum_steps`-th micro-batch, or with one that flushes. Its gradient is the `window_spec`
+    of the micro-batches that it kept, or None if it kept none. A micro-batch of weight 0 is not kept, even if its
+    gradient is non-finite, but counts as a step. The treatment of a non-finite micro-batch, whose gradient has a NaN or
+    an infinity, depends on `nonfinite`:
 
-    * `"drop_microbatch"`: it is a step;
-    * `"extend_window"`: it is no step;
-    * `"drop_window"`: it is a step, and the window comes to None.
+    * `"propagate"`: it is kept, and counts as a step;
+    * `"drop_microbatch"`: it is not kept, but counts as a step;
+    * `"extend_window"`: it is not kept, and does not count as a step;
+    * `"drop_window"`: it counts as a step, and the gradient of the window is None.
 
     Args:
       micro_batches: `MicroBatch`es, or their fields as tuples.
-      accum_steps: micro-steps a window, or a function of the number of windows so far that came to a gradient.
+      accum_steps: micro-steps per window, or a function of the number of windows so far that had a gradient.
       reduction: as in `window_spec`.
-      nonfinite: what to do with a bad micro-batch, as above.
+      nonfinite: how to treat a non-finite micro-batch, as above.
 
     Returns:
       An iterator with one item for each micro-batch.
@@ -255,24 +257,24 @@ def accumulate_spec(
     """
     windows = 0
     kept: list[tuple[Sequence[Number], Number]] = []
-    steps, spoiled = 0, False
+    steps, is_dropped = 0, False
     for gradient, weight, flush in starmap(MicroBatch, micro_batches):
-        counts = weight > 0
-        bad = counts and nonfinite != "propagate" and not all(_is_finite(g) for g in gradient)
-        if counts and not bad:
+        has_weight = weight > 0
+        is_bad = has_weight and nonfinite != "propagate" and not all(_is_finite(g) for g in gradient)
+        if has_weight and not is_bad:
             kept.append((gradient, weight))
-        if not (bad and nonfinite == "extend_window"):
+        if not (is_bad and nonfinite == "extend_window"):
             steps += 1
-        spoiled = spoiled or (bad and nonfinite == "drop_window")
+        is_dropped = is_dropped or (is_bad and nonfinite == "drop_window")
         if not flush and steps < (accum_steps(windows) if callable(accum_steps) else accum_steps):
             yield None
             continue
-        if kept and not spoiled:
+        if kept and not is_dropped:
             yield window_spec(kept, reduction)
             windows += 1
         else:
             yield None
-        kept, steps, spoiled = [], 0, False
+        kept, steps, is_dropped = [], 0, False
 
 
 # --- a whole batch ---------------------------------------------------------------------------------------------

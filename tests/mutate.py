@@ -68,7 +68,8 @@ TESTS = {
         " or (letter and accumulate) or (keyword_only and accumulate)",
     ),
 }
-TESTS |= dict.fromkeys(("_floats", "_extended"), TESTS["_norms"]) | {"_accumulation": TESTS["_window"]}
+TESTS |= dict.fromkeys(("_floats", "_extended"), TESTS["_norms"])
+TESTS |= {"_keys": TESTS["_selection"], "_accumulation": TESTS["_window"]}
 LONGEST = 60  # seconds of a core for one test
 
 

@@ -28,6 +28,7 @@ ORDER = [
     "_reductions",
     "_norms",
     "_ranks",
+    "_keys",
     "_selection",
     "_history",
     "_units",

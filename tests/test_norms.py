@@ -322,7 +322,7 @@ def test_factors_of_a_clip_multiply_to_limit_over_norm_and_each_is_normal(x64):
         below = np.arange(0, 3 * info.maxexp - 9, 1 if not x64 else 11)
         norm = _extended.ExtendedFloat(jnp.full(below.shape, 1.75, dtype), jnp.full(below.shape, 9, jnp.int32))
         limit = _extended.ExtendedFloat(jnp.full(below.shape, 1.25, dtype), jnp.asarray(9 - below, jnp.int32))
-        factor = _norms._reduced(norm, limit, jnp.ones(below.shape, bool))
+        factor = _norms._scale_to_limit(norm, limit, jnp.ones(below.shape, bool))
         first, second = (np.asarray(part, np.float64) for part in factor[1:])
         assert (first >= info.tiny).all()
         assert (second >= info.tiny).all()

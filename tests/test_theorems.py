@@ -438,7 +438,7 @@ def test_window_passes_a_loss_scale_through(spec, g: Vector, w: Vector, k: Scala
     return spec.window_spec(single(times(k, g), w)) == times(k, spec.window_spec(single(g, w)))
 
 
-@theorem(2, 3, mutant=("if counts and not bad", "if counts"))
+@theorem(2, 3, mutant=("if has_weight and not is_bad", "if has_weight"))
 def test_dropped_micro_batch_leaves_no_trace(spec, g: Vector, w: Vector, weight: Scalar):
     """Whatever its weight and place, and whatever it holds besides the NaN."""
     assume(positive([*w, weight]))
@@ -455,7 +455,7 @@ def test_dropped_micro_batch_leaves_no_trace(spec, g: Vector, w: Vector, weight:
     )
 
 
-@theorem(1, 2, mutant=("counts = weight > 0", "counts = True"))
+@theorem(1, 2, mutant=("has_weight = weight > 0", "has_weight = True"))
 def test_micro_batch_of_weight_zero_contributes_nothing(spec, g: Vector, w: Vector, anything: Scalar):
     """Under every reduction and policy, also if it holds a NaN; and it is a step."""
     assume(positive(w))
@@ -471,7 +471,7 @@ def test_micro_batch_of_weight_zero_contributes_nothing(spec, g: Vector, w: Vect
     return all(unchanged(x, r, p) for x in (anything, math.nan) for r in reductions for p in policies)
 
 
-@theorem(1, 2, mutant=("kept, steps, spoiled = [], 0, False\n\n", "steps, spoiled = 0, False\n\n"))
+@theorem(1, 2, mutant=("kept, steps, is_dropped = [], 0, False\n\n", "steps, is_dropped = 0, False\n\n"))
 def test_after_a_bad_window_the_next_one_is_clean(spec, g: Vector, w: Vector):
     assume(positive(w))
     clean = single(g, w)
