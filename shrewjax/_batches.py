@@ -331,14 +331,15 @@ def _aux_and_carry(returned: Any) -> tuple[Any, Any]:
 def _begun(state: GradAccumulatorState) -> GradAccumulatorState:
     """A window of zeros, or more, that is known to have begun: there is no stale sum to be replaced.
 
-    XLA moves the all-reduce of the gradients out of the loop where they are added and nothing else, and on CUDA holds
-    the zeros that would replace a sum for as long as the sum itself (tests/test_accelerators.py).
+    XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them
+    (tests/test_accelerators.py).
     """
     return state._replace(micro_step=jnp.ones((), jnp.int32))
 
 
 def _average(window: GradAccumulator, state: GradAccumulatorState) -> tuple[Any, Flag]:
-    """The window's average, and whether it has one; if not, zeros, which are then still the sums."""
+    """Returns the window's average, and whether it has one. If not, the sums are still zeros."""
+    # Not by `take`, which selects zeros. On CUDA, XLA holds them beside the sum, a quarter of a transformer's gradients.
     stepped = window._advance(_begun(state), None, 0, flush=True, when_full=False)
     average, has_weight = window._average(stepped)
     return average, stepped.has_average & has_weight
