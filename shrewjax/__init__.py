@@ -38,6 +38,7 @@ from shrewjax._clipping import (
     clip_grad_value,
     grad_norm,
 )
+from shrewjax._cotangents import clip_cotangent
 from shrewjax._guards import SkipNonfiniteState, SkipOnSpikeState, skip_nonfinite, skip_on_spike
 from shrewjax._metrics import metrics
 from shrewjax._rows import state_specs
@@ -58,6 +59,8 @@ __all__ = [
     "ClipByGlobalNormState",
     "ClipByLeafNormState",
     "ClipByPercentileState",
+    # Clip in the backward pass.
+    "clip_cotangent",
     # Clip to a threshold that is measured.
     "adaptive_grad_clip",
     "clip_by_block_rms",

@@ -324,20 +324,30 @@ def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes
 
 
 def _powers_of_units(
-    leaves: Sequence[Any], p: float, kept: Sequence[Kept], axes: Axes | list[Axes]
+    leaves: Sequence[Any],
+    p: float,
+    kept: Sequence[Kept],
+    axes: Axes | list[Axes],
+    floor: Scaled | None = None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The sums of p-th powers, p = 1 or 2, of all units, and the powers of two that scale them, both `packed`.
 
-    A leaf is read again only if sums of its own left the trusted range, such as that of a frozen leaf, which is 0.
+    A leaf is read again only if sums of its own left the trusted range, such as that of a frozen leaf, which is 0. A
+    norm that is sure to be below the floor need not be right, only below it.
     """
-    power = _power(p, _accumulation_dtype(leaves))
+    dtype = _accumulation_dtype(leaves)
+    power = _power(p, dtype)
     plain = leaf_sums(power, leaves, axes=axes, kept=kept)
-    shifts = [_shift_into_range(powers) for powers in packed(plain, kept)]
+    highest = math.floor(math.log2(_RANGE[dtype].trusted_above) / p)  # of the exponents of norms below that range
+    shift = partial(_shift_into_range, small_count=True if floor is None else floor.exponent <= highest)
+    shifts = [shift(powers) for powers in packed(plain, kept)]
+    # Where there is a collective in a branch, all devices have to take it.
+    agreed = list if isinstance(axes, list) and all(over == () for over in axes) else anywhere
 
     def read_again(i: int, untrusted: jax.Array) -> jax.Array:
         x, keep, over = _unknown(leaves[i]), kept[i], [axes[i]] if isinstance(axes, list) else axes
         # From the leaf's own sums, not from a place in `shifts`: so leaves of one shape share a compiled kernel.
-        factor = over_leaf(_power_of_two(_shift_into_range(plain[i]), plain[i].dtype), x, keep)
+        factor = over_leaf(_power_of_two(shift(plain[i]), dtype), x, keep)
         # The barrier is as in `_measure_by_powers`.
         return run_if(
             untrusted,
@@ -346,10 +356,10 @@ def _powers_of_units(
         )
 
     def rescaled() -> list[jax.Array]:
-        untrusted = anywhere([jnp.any(_shift_into_range(powers) != 0) for powers in plain])
+        untrusted = agreed([jnp.any(shift(powers) != 0) for powers in plain])
         return packed([read_again(i, flag) for i, flag in enumerate(untrusted)], kept)
 
-    (is_out_of_range,) = anywhere([jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts]))])
+    (is_out_of_range,) = agreed([jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts]))])
     return run_if(is_out_of_range, rescaled, lambda: packed(plain, kept)), shifts
 
 
@@ -372,10 +382,10 @@ def _power(p: float, dtype: Any) -> Callable[..., jax.Array]:
     return power
 
 
-def _shift_into_range(powers: jax.Array) -> jax.Array:
-    """The power of two by which elements have to be scaled for their sums to be trusted."""
+def _shift_into_range(powers: jax.Array, small_count: jax.Array | bool = True) -> jax.Array:
+    """The power of two by which elements have to be scaled for their sums, or those that count, to be trusted."""
     trusted_above, shrink, grow = _RANGE[powers.dtype]
-    return jnp.where(powers == jnp.inf, shrink, jnp.where(powers < trusted_above, grow, 0))
+    return jnp.where(powers == jnp.inf, shrink, jnp.where((powers < trusted_above) & small_count, grow, 0))
 
 
 @partial(jax.jit, static_argnums=(1, 2), inline=True)  # as for `measure`
@@ -385,6 +395,25 @@ def measure_units(leaves: Sequence[Any], kept: Sequence[Kept], axes: Sequence[Un
         return []
     powers, shifts = _powers_of_units(leaves, 2, kept, [of_leaf.divided for of_leaf in axes])
     return [_rooted(*of_pack) for of_pack in zip(powers, [2] * len(powers), shifts, strict=True)]
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # as for `measure`
+def measure_slices(x: Any, ord: float, kept: Kept, divided: Axes, limit: Scaled) -> Scaled:
+    """The `ord`-norm of every slice of x: over all its axes but the `kept`, whose sizes are the shape.
+
+    A norm that is sure to be below the limit may be anything that is below it: so zeros, of masked tokens, are read
+    once.
+    """
+    if ord in (1, 2):
+        (powers,), (shift,) = _powers_of_units([x], ord, [kept], [divided], floor=limit)
+        return _rooted(powers, ord, shift)
+
+    def of_one(x: Any) -> Scaled:
+        return measure([x], ord, "global", divided)
+
+    for before, axis in reversed([*enumerate(kept)]):
+        of_one = jax.vmap(of_one, in_axes=axis - before)
+    return of_one(x)
 
 
 def combine(norms: Sequence[Scaled], over: list[Axes]) -> Scaled:
@@ -503,9 +532,15 @@ def _shifted(x: jax.Array, exponent: jax.Array) -> Scaled:
 
 def limit(value: Scalar, like: Scaled) -> Scaled:
     """A threshold to hold norms `like` these to, or one for each of them; below 0 counts as 0."""
+    return limit_in(value, like.mantissa.dtype)
+
+
+def limit_in(value: Scalar, dtype: Any) -> Scaled:
+    """The same for norms in a dtype, `accumulator_dtype`."""
     if not isinstance(value, jax.Array):
-        return split_number(value, like.mantissa.dtype)
-    return in_dtype_of(split(jnp.maximum(value, 0)), like)
+        return split_number(value, dtype)
+    number = split(jnp.maximum(value, 0))
+    return Scaled(number.mantissa.astype(dtype), number.exponent)
 
 
 @partial(jax.jit, inline=True)  # as `measure`

@@ -222,6 +222,27 @@ def unit_axes(name: str, leaf: Any, keep: Kept, given: Axes | jax.P) -> UnitAxes
     return UnitAxes(names, ())
 
 
+def slice_axes(name: str, leaf: Any, given: Axes) -> tuple[Hashable, ...]:
+    """Along which mapped axes devices hold parts of the same slices of a leaf; no type tells, so the user has to."""
+    mapped, is_tracked = _mapped_axes()
+    varying = tuple(a for a in mapped if a in varying_axes(leaf))
+    unknown = varying if is_tracked else mapped
+    if given is None and unknown:
+        raise ValueError(
+            f"inside shard_map or pmap, nothing tells whether leaf {name} has other slices along the mapped axes "
+            f"{', '.join(map(repr, unknown))}, or other parts of the same ones: pass sharded_over= with the mapped axes"
+            " along which slices are divided, or sharded_over=() if each device holds its slices whole"
+        )
+    given = given or ()
+    missing = [a for a in given if not _is_bound(a)]
+    if missing:
+        raise ValueError(
+            f"sharded_over {given!r}: {', '.join(map(repr, missing))} is no mapped axis here. Name the axes of the "
+            "shard_map around this call; under plain jit leave sharded_over out"
+        )
+    return tuple(a for a in varying if a in given) if is_tracked else given
+
+
 def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], kept: Kept = ()) -> jax.Array:
     """Whether no leaf holds a NaN or an infinity, on any device. Shape (); or of the axes that all leaves keep."""
     if not leaves:

@@ -23,6 +23,7 @@ ORDER = [
     "_reductions",
     "_rows",
     "_norms",
+    "_cotangents",
     "_selection",
     "_statistics",
     "_clipping",
