@@ -119,7 +119,9 @@ def _zeros(counter: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
     counter = jnp.asarray(counter)
     if not jnp.issubdtype(counter.dtype, jnp.floating):
         raise ValueError(f"counter must be a float zero, because integers have no cotangent, got {counter.dtype}")
-    if counter.ndim > len(shape) or any(n not in (1, m) for n, m in zip(counter.shape[::-1], shape[::-1], strict=False)):
+    if counter.ndim > len(shape) or any(
+        n not in (1, m) for n, m in zip(counter.shape[::-1], shape[::-1], strict=False)
+    ):
         raise ValueError(
             f"counter of shape {counter.shape} must broadcast to {shape}, the slices of leaf {name}: pass jnp.zeros(())"
         )

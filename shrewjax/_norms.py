@@ -406,7 +406,8 @@ def measure_slices(x: Any, ord: float, kept: Kept, divided: Axes, limit: Scaled)
     """
     if ord in (1, 2):
         (powers,), (shift,) = _powers_of_units([x], ord, [kept], [divided], floor=limit)
-        return _rooted(powers, ord, shift)
+        (norm,) = unpacked([_rooted(powers, ord, shift)], [kept])
+        return norm
 
     def of_one(x: Any) -> Scaled:
         return measure([x], ord, "global", divided)

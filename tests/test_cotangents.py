@@ -123,7 +123,7 @@ NETS = {
     "scan of 50 steps": (
         recurrent_net,
         recurrent_net_by_hand,
-        [0.7 * normal(1, 5, 5), normal(2, 3, 5), normal(3, 5, 2)],
+        [0.6 * normal(1, 5, 5), normal(2, 3, 5), 0.1 * normal(3, 5, 2)],
         normal(9, 50, 4, 3),
     ),
     "attention": (
@@ -445,7 +445,7 @@ def test_slices_over_devices_are_those_of_the_whole(case):
     expected = by_hand(np.asarray(cotangent, np.float64), 1.0)
     found, count = over_devices(spec_of_x, sharded_over)(cotangent, jnp.zeros(()))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert 0 < count == np.sum(np.linalg.norm(cotangent, axis=-1) > 1) < 8
+    assert 0 < int(count) == np.sum(np.linalg.norm(np.asarray(cotangent), axis=-1) > 1) < 8
 
 
 @pytest.mark.parametrize("case", ["other slices", "other slices and divided", "divided"])
