@@ -59,8 +59,8 @@ def clip_cotangent(
       x: an array, or a pytree of arrays, each of which is clipped on its own. Integer, boolean and float0 leaves, keys
         and `None` pass through.
       max_norm: the threshold, a real scalar >= 0, or a scalar array of any real dtype.
-      axis: the axes that share a norm, an int or a tuple of ints: a slice for each position of the others. `None` is all
-        axes of a leaf. A function of a leaf's name (as `jax.tree_util.keystr` has it) and the leaf returns such.
+      axis: the axes that share a norm, an int or a tuple of ints: a slice for each position of the others. `None` means
+        all axes of a leaf. Or a function of a leaf's name (as `jax.tree_util.keystr` has it) and the leaf.
       ord: p of the norm, as in `grad_norm`. For p other than 1, 2 and inf, the cotangent is read once more.
       counter: a zero that does nothing, for the sake of its own cotangent: how many slices were clipped. A float
         scalar; or an array that broadcasts to the slices (the leaf's shape without `axis`) and tells them apart.
@@ -119,9 +119,8 @@ def _zeros(counter: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
     counter = jnp.asarray(counter)
     if not jnp.issubdtype(counter.dtype, jnp.floating):
         raise ValueError(f"counter must be a float zero, because integers have no cotangent, got {counter.dtype}")
-    if counter.ndim > len(shape) or any(
-        n not in (1, m) for n, m in zip(counter.shape[::-1], shape[::-1], strict=False)
-    ):
+    pairs = zip(counter.shape[::-1], shape[::-1], strict=False)
+    if counter.ndim > len(shape) or any(n not in (1, m) for n, m in pairs):
         raise ValueError(
             f"counter of shape {counter.shape} must broadcast to {shape}, the slices of leaf {name}: pass jnp.zeros(())"
         )
@@ -138,13 +137,16 @@ class _Slices(NamedTuple):
 
     def clip(self, cotangent: jax.Array, *traced_limit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The clipped cotangent, and whether each slice was clipped."""
-        value = self.limit
-        if value is None:
-            value = lax.expand_dims(traced_limit[0], range(traced_limit[0].ndim, len(self.kept)))
+        # A threshold of its own for each example of a batch has the first axes of the slices.
+        value = self.limit if self.limit is not None else _spread(*traced_limit, len(self.kept))
         limit = _norms.limit_in(value, _norms.accumulator_dtype(cotangent))
         norm = _norms.measure_slices(cotangent, self.ord, self.kept, self.divided, limit)
         (factor,) = _norms.clip_factors([norm], [limit])
         return _norms.scale_units(cotangent, factor, self.kept), factor.applies & (norm.mantissa != 0)
+
+
+def _spread(limit: jax.Array, ndim: int) -> jax.Array:
+    return limit if limit.ndim == 0 else lax.expand_dims(limit, range(limit.ndim, ndim))
 
 
 # --- the primitive -----------------------------------------------------------------------------------------------
@@ -164,10 +166,9 @@ mlir.register_lowering(_guard, mlir.lower_fun(_value, multiple_results=False))
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, slices: _Slices) -> tuple[Any, Any]:
-    *of_values, _ = tangents
-    _, _, *limit = primals
-    tangent = [ad.instantiate_zeros(t) for t in tangents[:2]]
-    return _guard.bind(*primals, slices=slices), _guard.bind(*tangent, *limit, slices=slices)
+    _, _, *limit = primals  # not differentiated: the value does not depend on it
+    moved = [ad.instantiate_zeros(t) for t in tangents[:2]]
+    return _guard.bind(*primals, slices=slices), _guard.bind(*moved, *limit, slices=slices)
 
 
 def _transpose(cotangent: Any, x: Any, zeros: Any, *limit: Any, slices: _Slices) -> list[Any]:

@@ -1,4 +1,4 @@
-"""`clip_cotangent`: each row of its table, the backward passes that it clips, and JAX's other ways of differentiating."""
+"""`clip_cotangent`: each row of its table, backward passes clipped by hand, and JAX's other transformations."""
 
 import functools
 import math
@@ -320,7 +320,8 @@ LIMITS = jnp.array([0.1, 0.5, 1.0, 100.0])
 
 
 def example_by_example(limits):
-    found = [jax.grad(score, argnums=(0, 3))(x, WEIGHTS, limit, jnp.zeros(())) for x, limit in zip(BATCH, limits)]
+    zero, gradients = jnp.zeros(()), jax.grad(score, argnums=(0, 3))
+    found = [gradients(x, WEIGHTS, limit, zero) for x, limit in zip(BATCH, limits, strict=True)]
     grads, counts = zip(*found, strict=True)
     return np.stack(grads), np.stack(counts)
 
