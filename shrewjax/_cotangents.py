@@ -138,11 +138,11 @@ class _Slices(NamedTuple):
     def clip(self, cotangent: jax.Array, *traced_limit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The clipped cotangent, and whether each slice was clipped."""
         # A threshold of its own for each example of a batch has the first axes of the slices.
-        value = self.limit if self.limit is not None else _spread(*traced_limit, len(self.kept))
+        value = self.limit if self.limit is not None else _spread(traced_limit[0], len(self.kept))
         limit = _norms.limit_in(value, _norms.accumulator_dtype(cotangent))
         norm = _norms.measure_slices(cotangent, self.ord, self.kept, self.divided, limit)
-        (factor,) = _norms.clip_factors([norm], [limit])
-        return _norms.scale_units(cotangent, factor, self.kept), factor.applies & (norm.mantissa != 0)
+        clipped, applies = _norms.scaled_to(cotangent, norm, limit, self.kept)
+        return clipped, applies & (norm.mantissa != 0)  # of nothing, nothing is clipped
 
 
 def _spread(limit: jax.Array, ndim: int) -> jax.Array:

@@ -606,6 +606,16 @@ def scale_units(x: Any, factor: Factor, keep: Kept) -> jax.Array:
     return scale(x, Factor(*(over_leaf(part, x, keep) for part in factor)))
 
 
+def scaled_to(x: Any, norm: Scaled, limit: Scaled, keep: Kept) -> tuple[jax.Array, jax.Array]:
+    """x with each unit along the axes in `keep` held to its limit; and for which units that meant to scale them.
+
+    Where nothing is to be scaled, x is handed through, not written again.
+    """
+    applies = _exceeds(norm, limit)
+    scaled = run_if(jnp.any(applies), lambda: scale_units(x, _reduced(norm, limit, applies), keep), lambda: x)
+    return scaled, applies
+
+
 def applied_scale(factor: Factor) -> jax.Array:
     """What gradients were multiplied by, float32: 1 where nothing was clipped."""
     return jnp.where(factor.applies, factor.first * factor.second * factor.second, 1).astype(jnp.float32)

@@ -20,6 +20,11 @@ def clipped(cotangent, max_norm, **options):
     return backward(cotangent)[0]
 
 
+def quickly_clipped(cotangent, max_norm, **options):
+    """The same, compiled."""
+    return quick_jit(functools.partial(clipped, max_norm=max_norm, **options))(cotangent)
+
+
 def by_hand(cotangent, max_norm):
     """The same of slices along the last axis, in float64."""
     norm = np.linalg.norm(cotangent, axis=-1, keepdims=True)
@@ -245,7 +250,7 @@ def test_axis_says_what_shares_a_norm(axis, moved):
     cotangent = normal(0, 2, 3, 4).astype(np.float32)
     norms = np.sqrt(np.sum(cotangent.astype(np.float64) ** 2, axis=moved, keepdims=True))
     expected = cotangent * np.minimum(1, 0.7 / norms)
-    np.testing.assert_allclose(clipped(jnp.asarray(cotangent), 0.7, axis=axis), expected, rtol=5e-7)
+    np.testing.assert_allclose(quickly_clipped(jnp.asarray(cotangent), 0.7, axis=axis), expected, rtol=5e-7)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -253,7 +258,7 @@ def test_slices_are_those_of_the_definition(seed):
     rng = np.random.default_rng(seed)
     cotangent = (rng.normal(size=(6, 3)) * 10.0 ** rng.integers(-30, 30, (6, 1))).astype(np.float32)
     max_norm = float(np.float32(10.0 ** rng.integers(-30, 30)))
-    actual = clipped(jnp.asarray(cotangent), max_norm)
+    actual = quick_jit(clipped)(jnp.asarray(cotangent), jnp.float32(max_norm))
     expected = spec.clip_cotangent_spec([exact(s) for s in cotangent], exact(np.float32(max_norm))[0], sqrt=exact_root)
     np.testing.assert_allclose(np.asarray(actual, np.float64), np.array(expected, np.float64), rtol=3e-7)
 
@@ -275,15 +280,16 @@ def test_forward_values_and_derivatives_are_those_without_the_clip_to_the_last_b
 
 
 def test_forward_jacobian_is_the_identity_and_the_reverse_one_is_clipped():
-    def identity(x):
-        return clip_cotangent(x, 0.5)
+    def jacobians(x):
+        return [jacobian(lambda x: clip_cotangent(x, 0.5))(x) for jacobian in (jax.jacfwd, jax.jacrev)]
 
-    x = jnp.array([1.0, 2.0])
-    np.testing.assert_array_equal(jax.jacfwd(identity)(x), np.eye(2))
-    np.testing.assert_array_equal(jax.jacrev(identity)(x), np.eye(2) / 2)
+    forward, reverse = quick_jit(jacobians)(jnp.array([1.0, 2.0]))
+    np.testing.assert_array_equal(forward, np.eye(2))
+    np.testing.assert_array_equal(reverse, np.eye(2) / 2)
 
 
 def test_hessian_vector_product_is_the_derivative_of_the_clipped_gradient():
+    @quick_jit
     def gradient(x):
         return jax.grad(lambda x: jnp.sum(jnp.sin(clip_cotangent(x, 1.0)) ** 3))(x)
 
@@ -301,9 +307,10 @@ def test_threshold_has_a_derivative_of_0_and_a_second_one_of_its_own():
         return jnp.sum(jnp.array([3.0, 4.0]) * clip_cotangent(x, max_norm))
 
     x, max_norm = jnp.zeros(2), jnp.float32(1.0)
-    assert jax.grad(loss, argnums=1)(x, max_norm) == 0
+    assert quick_jit(jax.grad(loss, argnums=1))(x, max_norm) == 0
     # The clipped gradient is (0.6, 0.8) max_norm.
-    np.testing.assert_allclose(jax.jacfwd(jax.grad(loss), argnums=1)(x, max_norm), [0.6, 0.8], rtol=1e-6)
+    second = quick_jit(jax.jacfwd(jax.grad(loss), argnums=1))(x, max_norm)
+    np.testing.assert_allclose(second, [0.6, 0.8], rtol=1e-6)
 
 
 # --- in the company of ----------------------------------------------------------------------------------------------
@@ -320,7 +327,7 @@ LIMITS = jnp.array([0.1, 0.5, 1.0, 100.0])
 
 
 def example_by_example(limits):
-    zero, gradients = jnp.zeros(()), jax.grad(score, argnums=(0, 3))
+    zero, gradients = jnp.zeros(()), quick_jit(jax.grad(score, argnums=(0, 3)))
     found = [gradients(x, WEIGHTS, limit, zero) for x, limit in zip(BATCH, limits, strict=True)]
     grads, counts = zip(*found, strict=True)
     return np.stack(grads), np.stack(counts)
@@ -349,7 +356,7 @@ def test_vmap_along_another_axis_than_the_first():
     def loss(x):
         return jnp.sum(jax.vmap(lambda x: clip_cotangent(x, 1.0) * 3, in_axes=2)(x))
 
-    np.testing.assert_allclose(jax.grad(loss)(jnp.zeros((2, 4, 3))), np.full((2, 4, 3), 0.5), rtol=1e-6)
+    np.testing.assert_allclose(quick_jit(jax.grad(loss))(jnp.zeros((2, 4, 3))), np.full((2, 4, 3), 0.5), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -369,7 +376,7 @@ def test_leaves_of_a_tree_are_clipped_each_on_its_own_and_the_others_pass():
     np.testing.assert_array_equal(out["step"], tree["step"])
     float0 = np.zeros(3, jax.dtypes.float0)
     above = {"h": jnp.full((2, 2), 4.0), "c": jnp.full(3, 0.5, jnp.bfloat16), "step": float0, "none": None}
-    (cotangent,) = backward(above)
+    (cotangent,) = backward(above)  # not jitted, which takes no float0
     np.testing.assert_allclose(cotangent["h"], np.full((2, 2), 0.5**0.5), rtol=1e-6)
     assert bits(cotangent["c"]) == bits(above["c"])
     assert cotangent["step"].dtype == jax.dtypes.float0
@@ -386,16 +393,14 @@ def test_integers_alone_pass():
 def test_counter_of_the_slices_shape_tells_which_were_clipped():
     above = jnp.array([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0], [NAN, 0.0]])
 
-    def count(shape, max_norm):
-        def out(zero):
-            return clip_cotangent(jnp.zeros((4, 2)), max_norm, counter=zero)
+    @quick_jit
+    def count(zero, max_norm):
+        return jax.vjp(lambda zero: clip_cotangent(jnp.zeros((4, 2)), max_norm, counter=zero), zero)[1](above)[0]
 
-        return jax.vjp(out, jnp.zeros(shape))[1](above)[0]
-
-    np.testing.assert_array_equal(count((4,), 1.0), [1, 0, 0, 1])
-    assert count((), 1.0) == 2
-    assert count((), 0.0) == 3  # of nothing, nothing is clipped
-    assert count((), INF) == 0
+    np.testing.assert_array_equal(count(jnp.zeros(4), 1.0), [1, 0, 0, 1])
+    assert count(jnp.zeros(()), 1.0) == 2
+    assert count(jnp.zeros(()), 0.0) == 3  # of nothing, nothing is clipped
+    assert count(jnp.zeros(()), INF) == 0
 
 
 def test_counter_does_nothing_to_the_value():
