@@ -18,7 +18,7 @@ first, how what flows back grows on its way.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,7 +143,7 @@ def plot(runs: dict[str, tuple[np.ndarray, np.ndarray]], flows: dict[str, np.nda
             axes.plot(steps, shown, color=colors[name], linewidth=0.5, alpha=0.4)
             axes.plot(steps[:last], smooth(shown[:last]), color=colors[name], label=name)
             if last < len(losses):
-                axes.plot(last, np.nanmax(shown), "X", color=colors[name], markersize=9, label="then NaN")
+                axes.plot(last, np.nanmax(shown), "X", color=colors[name], markersize=9, label="NaN from here on")
     norm_axes.set(title="over training", xlabel="step", ylabel="gradient norm, before its clip", yscale="log")
     loss_axes.set(title="over training", xlabel="step", ylabel="loss (nats a character)")
     loss_axes.legend(frameon=False)

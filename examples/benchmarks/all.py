@@ -10,6 +10,7 @@ import _harness
 import accumulation
 import adaptive
 import clipping
+import cotangents
 import percentile
 import small
 
@@ -21,6 +22,7 @@ if __name__ == "__main__":
             *(accumulation.window, accumulation.micro_step, accumulation.executions, accumulation.average_error),
             *(percentile.cold_search, percentile.reads, percentile.whole_clip),
             *(adaptive.clip_alone, adaptive.training_step),
+            cotangents.transformer_block,
             *(small.step_time, small.compile_time),
         ],
     )
