@@ -52,8 +52,12 @@ def clip_cotangent(
     ====================================  =============================================================
 
     Values, and derivatives in forward mode (`jax.jvp`, `jax.jacfwd`), are those without the clip, to the last bit. The
-    gradient is then not the loss's, but a function that can be differentiated: a Hessian-vector product is the
-    derivative of the clipped gradient. The first derivative with respect to `max_norm` is 0.
+    gradient is then not the loss's, but a function that can be differentiated: a Hessian-vector product by `jax.jvp` of
+    `jax.grad` is the derivative of the clipped gradient. (`jax.grad` of `jax.grad` clips in its outer backward pass,
+    too.) The first derivative with respect to `max_norm` is 0.
+
+    Each cotangent is read once more, and nothing is kept for the backward pass. Where a slice is clipped, the cotangent
+    is also written anew; where none is, it is handed through.
 
     Args:
       x: an array, or a pytree of arrays, each of which is clipped on its own. Integer, boolean and float0 leaves, keys

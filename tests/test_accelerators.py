@@ -209,9 +209,8 @@ def test_square_of_a_scaled_zero_is_not_regrouped(name, target):
     assert squared_powers_of_two(program) == []
 
 
-@pytest.mark.parametrize("ord", [2, np.inf])
-def test_clipped_cotangent_is_read_once_more_and_held_by_nothing(ord, target):
-    clip = partial(shrewjax.clip_cotangent, max_norm=1.0, ord=ord)
+def test_clipped_cotangent_is_read_once_more_and_held_by_nothing(target):
+    clip = partial(shrewjax.clip_cotangent, max_norm=1.0)
     program, without = (compiled.block_gradient(target, side) for side in (clip, unclipped))
     number = 2  # of cotangents that are clipped
     assert program.open <= without.open + number * 1.1
