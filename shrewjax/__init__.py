@@ -29,6 +29,7 @@ from shrewjax._clipping_units import (
     clip_by_block_rms,
     clip_by_leaf_norm,
 )
+from shrewjax._cotangents import clip_cotangent
 from shrewjax._guards import SkipNonfiniteState, SkipOnSpikeState, skip_nonfinite, skip_on_spike
 from shrewjax._metrics import metrics
 from shrewjax._sharded_state import redistribute, state_specs
@@ -50,6 +51,8 @@ __all__ = [
     "ClipByGlobalNormState",
     "ClipByLeafNormState",
     "ClipByPercentileState",
+    # Clip in the backward pass.
+    "clip_cotangent",
     # Clip to a threshold that is measured.
     "adaptive_grad_clip",
     "clip_by_block_rms",

@@ -339,7 +339,7 @@ def _begun(state: GradAccumulatorState) -> GradAccumulatorState:
 
 def _average(window: GradAccumulator, state: GradAccumulatorState) -> tuple[Any, Flag]:
     """Returns the window's average, and whether it has one. If not, the sums are still zeros."""
-    # Not by `take`, which selects zeros. On CUDA, XLA holds them beside the sum, a quarter of a transformer's gradients.
+    # Not by `take`, which selects zeros. For a transformer on CUDA, XLA holds them, a quarter of the gradients' size.
     stepped = window._advance(_begun(state), None, 0, flush=True, when_full=False)
     average, has_weight = window._average(stepped)
     return average, stepped.has_average & has_weight

@@ -96,6 +96,30 @@ def unit_axes(name: str, leaf: Any, dims: UnitDims, given: Axes | jax.P) -> Unit
     return UnitSharding(names, ())
 
 
+def slice_axes(name: str, leaf: Any, given: Axes) -> tuple[Hashable, ...]:
+    """Returns the mapped axes along which devices hold parts of the same slices of a leaf.
+
+    No type records it: if a leaf varies over a mapped axis, the user has to say which of the two it is.
+    """
+    mapped, is_tracked = mapped_axes()
+    varying = tuple(a for a in mapped if a in varying_axes(leaf))
+    unknown = varying if is_tracked else mapped
+    if given is None and unknown:
+        raise ValueError(
+            f"cannot tell whether leaf {name} has other slices along the mapped axes {', '.join(map(repr, unknown))}, "
+            "or other parts of the same slices. Pass sharded_over= with the mapped axes along which slices are divided."
+            " Or pass sharded_over=() if each device holds its slices whole"
+        )
+    given = given or ()
+    missing = [a for a in given if not is_bound(a)]
+    if missing:
+        raise ValueError(
+            f"sharded_over {given!r}: {', '.join(map(repr, missing))} is no mapped axis here. Name axes of the "
+            "jax.shard_map around this call. Under plain jax.jit leave sharded_over out"
+        )
+    return tuple(a for a in varying if a in given) if is_tracked else given
+
+
 def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list[tuple[Hashable, ...]]:
     """Returns, for each array, the mapped axes along which devices hold parts of it.
 

@@ -23,7 +23,6 @@ from shrewjax._extended import (
     EXPONENT_OF_ZERO,
     ExtendedFloat,
     extended_number,
-    in_dtype_of,
     is_greater,
     shifted,
     to_extended,
@@ -80,6 +79,25 @@ def measure_units(
     return [_rooted(of_stack, ord, shift) for of_stack, shift in zip(powers, shifts, strict=True)]
 
 
+@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21
+def measure_slices(x: Any, ord: float, dims: UnitDims, within: Axes, limit: ExtendedFloat) -> ExtendedFloat:
+    """Returns the `ord`-norm of every slice of x: over all its axes except `dims`, whose sizes are the shape.
+
+    A norm below the limit may come out as any other number below it, so that zeros, as of masked tokens, are read once.
+    """
+    if ord in (1, 2):
+        (powers,), (shift,) = _powers_of_units([x], ord, [dims], [within], floor=limit)
+        (norm,) = unstack_units([_rooted(powers, ord, shift)], [dims])
+        return norm
+
+    def of_one(x: Any) -> ExtendedFloat:
+        return measure([x], ord, within)
+
+    for before, axis in reversed([*enumerate(dims)]):
+        of_one = jax.vmap(of_one, in_axes=axis - before)
+    return of_one(x)
+
+
 def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
     """Returns the 2-norm of all units together from their norms, which come stacked. Shape ()."""
     if not norms:
@@ -94,9 +112,15 @@ def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
 
 def as_limit(value: Scalar, like: ExtendedFloat) -> ExtendedFloat:
     """Returns a threshold, or one for each of the norms `like`, as a limit for them. A negative one counts as 0."""
+    return limit_in(value, like.mantissa.dtype)
+
+
+def limit_in(value: Scalar, dtype: Any) -> ExtendedFloat:
+    """Returns the same for norms whose mantissas have this dtype."""
     if not isinstance(value, jax.Array):
-        return extended_number(value, like.mantissa.dtype)
-    return in_dtype_of(to_extended(jnp.maximum(value, 0)), like)
+        return extended_number(value, dtype)
+    number = to_extended(jnp.maximum(value, 0))
+    return number._replace(mantissa=number.mantissa.astype(dtype))
 
 
 @partial(jax.jit, inline=True)  # XLA-21
@@ -141,6 +165,15 @@ def apply_scale(x: Any, scale: ClipScale) -> jax.Array:
 def apply_unit_scales(x: Any, scale: ClipScale, dims: UnitDims) -> jax.Array:
     """Returns `apply_scale` with a scale for each unit."""
     return apply_scale(x, ClipScale(*(broadcast_to_leaf(part, x, dims) for part in scale)))
+
+
+def clip_slices(x: Any, norm: ExtendedFloat, limit: ExtendedFloat, dims: UnitDims) -> tuple[jax.Array, jax.Array]:
+    """Returns x with each slice scaled to its limit, and which slices were. If none is, x is not written again."""
+    applies = _exceeds(norm, limit)
+    clipped = run_if(
+        jnp.any(applies), lambda: apply_unit_scales(x, _scale_to_limit(norm, limit, applies), dims), lambda: x
+    )
+    return clipped, applies
 
 
 def applied_scale(scale: ClipScale) -> jax.Array:
@@ -233,21 +266,31 @@ def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes
 
 
 def _powers_of_units(
-    leaves: Sequence[Any], p: float, unit_dims: Sequence[UnitDims], axes: Axes | list[Axes]
+    leaves: Sequence[Any],
+    p: float,
+    unit_dims: Sequence[UnitDims],
+    axes: Axes | list[Axes],
+    floor: ExtendedFloat | None = None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Returns the sums of p-th powers, p = 1 or 2, of all units and the exponents that scale them, both stacked.
 
     A leaf is read again only if a sum of its own left the trusted range. An example is a frozen leaf, whose sum is 0.
+    With a floor, a norm that is below it may come out as any other number below it, and takes no second read.
     """
-    power = _power(p, _accumulation_dtype(leaves))
+    dtype = _accumulation_dtype(leaves)
+    power = _power(p, dtype)
     plain = leaf_sums(power, leaves, axes=axes, unit_dims=unit_dims)
-    shifts = [_shift_into_range(powers) for powers in stack_single_units(plain, unit_dims)]
+    untrusted_exponent = math.floor(math.log2(_RANGE[dtype].trusted_above) / p)  # of norms whose sums are too small
+    shift = partial(_shift_into_range, small_counts=True if floor is None else floor.exponent <= untrusted_exponent)
+    shifts = [shift(powers) for powers in stack_single_units(plain, unit_dims)]
+    # If a branch has a collective, all devices have to take it.
+    agreed = list if isinstance(axes, list) and all(over == () for over in axes) else any_device
 
     def read_again(i: int, untrusted: jax.Array) -> jax.Array:
         x, dims, over = _unknown(leaves[i]), unit_dims[i], [axes[i]] if isinstance(axes, list) else axes
         # XLA-23: the shift comes from the leaf's own sums, not from an index into `shifts`. So leaves of one shape
         # share a compiled kernel.
-        factor = broadcast_to_leaf(power_of_two(_shift_into_range(plain[i]), plain[i].dtype), x, dims)
+        factor = broadcast_to_leaf(power_of_two(shift(plain[i]), dtype), x, dims)
         return run_if(  # the barrier: XLA-4
             untrusted,
             lambda: lax.optimization_barrier(leaf_sums(power, [x], [factor], axes=over, unit_dims=[dims])[0]),
@@ -255,10 +298,10 @@ def _powers_of_units(
         )
 
     def rescaled() -> list[jax.Array]:
-        untrusted = any_device([jnp.any(_shift_into_range(powers) != 0) for powers in plain])
+        untrusted = agreed([jnp.any(shift(powers) != 0) for powers in plain])
         return stack_single_units([read_again(i, flag) for i, flag in enumerate(untrusted)], unit_dims)
 
-    (is_out_of_range,) = any_device([jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts]))])
+    (is_out_of_range,) = agreed([jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts]))])
     return run_if(is_out_of_range, rescaled, lambda: stack_single_units(plain, unit_dims)), shifts
 
 
@@ -284,10 +327,13 @@ def _power(p: float, dtype: Any) -> Callable[..., jax.Array]:
     return power
 
 
-def _shift_into_range(powers: jax.Array) -> jax.Array:
-    """Returns the exponent of the power of two that scales elements so that their sum can be trusted; 0 if it can."""
+def _shift_into_range(powers: jax.Array, small_counts: jax.Array | bool = True) -> jax.Array:
+    """Returns the exponent of the power of two that scales elements so that their sum can be trusted; 0 if it can.
+
+    It is also 0 for a sum that is too small if such sums do not count.
+    """
     trusted_above, shrink, grow = _RANGE[powers.dtype]
-    return jnp.where(powers == jnp.inf, shrink, jnp.where(powers < trusted_above, grow, 0))
+    return jnp.where(powers == jnp.inf, shrink, jnp.where((powers < trusted_above) & small_counts, grow, 0))
 
 
 def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> ExtendedFloat:

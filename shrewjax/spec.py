@@ -77,6 +77,30 @@ def clip_gradients_spec(
     return list(gradient)
 
 
+def clip_cotangent_spec(
+    slices: Sequence[Sequence[Number]], max_norm: Number, *, sqrt: Callable[[Number], Number]
+) -> list[list[Number]]:
+    r"""The cotangent of a value that is passed on as it is: each slice clipped as a gradient of its own.
+
+    .. math:: y = x, \qquad \bar x_s = \operatorname{clip}(\bar y_s, c)
+
+    Args:
+      slices: the entries of the value's own cotangent, slice by slice.
+      max_norm: c; its sign does not matter.
+      sqrt: the square root of such numbers.
+
+    Returns:
+      The clipped entries, slice by slice.
+
+    Example:
+      >>> clip_cotangent_spec([[3.0, 4.0], [0.0, 2.0]], 2.5, sqrt=math.sqrt)
+      [[1.5, 2.0], [0.0, 2.0]]
+
+    Defines `clip_cotangent`.
+    """
+    return [clip_gradients_spec(entries, max_norm, sqrt=sqrt) for entries in slices]
+
+
 def clip_by_value_spec(gradient: Sequence[Number], max_value: Number) -> list[Number]:
     r"""Returns each entry's nearest point in [-max_value, max_value].
 

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 import pytest
 from _compiled import place, sharded
-from _harness import applied, updated
+from _harness import applied, unclipped, updated
 from jax.sharding import PartitionSpec as P
 
 import shrewjax
@@ -207,6 +207,16 @@ def test_square_of_a_scaled_zero_is_not_regrouped(name, target):
     program = compile_tree(target, step, carry, place(jnp.zeros(4), mesh))
     assert "shift-left" in {x.op for x in program.instructions()}
     assert squared_powers_of_two(program) == []
+
+
+def test_clipped_cotangent_is_read_once_more_and_held_by_nothing(target):
+    clip = partial(shrewjax.clip_cotangent, max_norm=1.0)
+    program, without = (compiled.block_gradient(target, side) for side in (clip, unclipped))
+    number = 2  # of cotangents that are clipped
+    assert program.open <= without.open + number * 1.1
+    # Where slices are clipped, what is scaled is read and written, too, because products read it.
+    assert program.closing <= without.open + number * 3.1
+    assert program.temporary <= without.temporary + 0.1
 
 
 # Many devices.

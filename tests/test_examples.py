@@ -107,6 +107,21 @@ def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
     assert_is_drawn(figure)
 
 
+def test_recurrent_example_explodes_and_learns_soonest_where_what_flows_back_is_clipped(run):
+    printed, figure = run("train_recurrent.py", "--steps", 40, out="new/recurrent.png")
+
+    last, first = numbers("without clipping: (.+) flows back from the last character, (.+) to the first", printed)
+    assert first > 1e4 * last
+    _, clipped = numbers("clip_cotangent: (.+) flows back from the last character, (.+) to the first", printed)
+    assert clipped == pytest.approx(4 / (32 * 200), rel=0.05)
+    line = r": loss (\S+) at first, (\S+) at last; gradient norm \S+ in the median, (\S+) at most"
+    runs = {name: numbers(name + line, printed) for name in ("without clipping", "global norm", "clip_cotangent")}
+    assert not runs["without clipping"][1] < runs["without clipping"][0] - 1  # it is NaN, or as bad as at first
+    assert runs["clip_cotangent"][1] < runs["global norm"][1] - 1
+    assert runs["clip_cotangent"][2] < 10 < 100 < runs["global norm"][2]
+    assert_is_drawn(figure)
+
+
 def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(run):
     arguments = ("--steps", 24, "--length", 32, "--layers", 1, "--compare-every", 8)
     printed, figure = run("train_transformer.py", *arguments, out="new/transformer.png")

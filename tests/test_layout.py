@@ -27,6 +27,7 @@ ORDER = [
     "_mesh",
     "_reductions",
     "_norms",
+    "_cotangents",
     "_ranks",
     "_keys",
     "_selection",

@@ -219,6 +219,15 @@ def test_clipping_takes_off_what_exceeds_the_threshold_and_no_more(spec, g: Vect
     return square(moved) == excess * excess
 
 
+# --- the clip of a cotangent, slice by slice ---------------------------------------------------------------------
+
+
+@theorem(1, 2, mutant=("(entries, max_norm, sqrt=sqrt)", "(sum(slices, entries), max_norm, sqrt=sqrt)[: len(entries)]"))
+def test_slice_is_clipped_as_if_it_were_alone(spec, a: Vector, b: Pair, c: Scalar):
+    """So a NaN, or an explosion, stays in its slice."""
+    return spec.clip_cotangent_spec([a, b], c, sqrt=sqrt) == [clip(spec, a, c), clip(spec, b, c)]
+
+
 # --- the value clip ---------------------------------------------------------------------------------------------
 
 NEGATIVE_SIDE = "            return -max_value\n"

@@ -14,6 +14,7 @@ spec.loader.exec_module(user_code)
 
 EXPECTED = {
     "clips_of_trees": lambda nothing: nothing is None,
+    "recurrence": lambda count: count == 1,
     "train_step_of_a_chain": lambda norm: norm > 0,
     "whole_batch_in_one_call": lambda loss: loss == 0,
     "state_with_its_type": lambda applied: applied is True,

@@ -125,6 +125,39 @@ def gpt2(quick: bool, seed: int = 0) -> dict[str, Any]:
     return transformer(2, 16, 64, 32, seed) if quick else transformer(6, 768, 20_000, 1024, seed)
 
 
+def block_shapes(batch: int, tokens: int, width: int, dtype: Any = np.float32) -> tuple[dict[str, Any], Any]:
+    """The kernels of a transformer's block, and its input."""
+    shapes = {"qkv": (width, 3 * width), "proj": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    kernels = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    return kernels, jax.ShapeDtypeStruct((batch, tokens, width), dtype)
+
+
+def block(clip: Callable[[jax.Array], jax.Array], kernels: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Attention and two linear layers, each added to what it read; what flows back into both places is clipped."""
+    heads = (*x.shape[:2], x.shape[2] // 64, 64)
+    x = clip(x)
+    query, key, value = (y.reshape(heads) for y in jax.numpy.split(_normalized(x) @ kernels["qkv"], 3, axis=-1))
+    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True).reshape(x.shape)
+    x = clip(x + mixed @ kernels["proj"])
+    return x + jax.nn.gelu(_normalized(x) @ kernels["up"]) @ kernels["down"]
+
+
+def _normalized(x: jax.Array) -> jax.Array:
+    return jax.nn.standardize(x, epsilon=1e-5)
+
+
+def block_gradient(
+    clip: Callable[[jax.Array], jax.Array], kernels: dict[str, jax.Array], x: jax.Array, above: jax.Array
+) -> Any:
+    """A forward and a backward pass through a block, from the cotangent `above` it."""
+    return jax.vjp(lambda kernels, x: block(clip, kernels, x), kernels, x)[1](above)
+
+
+def unclipped(x: jax.Array) -> jax.Array:
+    """In the place of a clip."""
+    return x
+
+
 def alternate(sides: Mapping[str, Callable[[], Any]], repetitions: int, steps: int = 1) -> dict[str, Figure]:
     """The median time of a step, for runs of `steps` that finish their work: side by side, after one run each."""
     times: dict[str, list[float]] = {name: [] for name in sides}

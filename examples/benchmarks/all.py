@@ -11,6 +11,7 @@ import accumulation
 import adaptive
 import batches
 import clipping
+import cotangents
 import percentile
 import small
 
@@ -23,6 +24,7 @@ if __name__ == "__main__":
             *(batches.time_and_memory, batches.difference),
             *(percentile.cold_search, percentile.reads, percentile.whole_clip),
             *(adaptive.clip_alone, adaptive.training_step),
+            cotangents.transformer_block,
             *(small.step_time, small.compile_time),
         ],
     )

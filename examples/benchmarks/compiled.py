@@ -300,6 +300,24 @@ def norms(target: Target) -> Iterator[Row]:
         yield Row(f"grad_norm, ord={order}", partial(run, shrewjax.grad_norm, order), theirs)
 
 
+def block_gradient(target: Target, clip: Callable[[jax.Array], jax.Array], dtype: Any = np.float32) -> Program:
+    """Forward and backward through a transformer's block. P is the bytes of a cotangent that is clipped: of two."""
+    tokens = 16 if target.platform == "tpu" else 4  # more than its VMEM holds, see `leaves`
+    kernels, x = place(_harness.block_shapes(tokens, 512, 1024, dtype), target.mesh())
+    run = partial(_harness.block_gradient, clip)
+    return _compiled.compile_for(target, run, kernels, x, x, unit=_compiled.bytes_on_a_device(x), donate=())
+
+
+def cotangents(target: Target) -> Iterator[Row]:
+    """Clipping in the backward pass; beside it, in parentheses, the same without."""
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for order in (2, np.inf):
+            clip = partial(shrewjax.clip_cotangent, max_norm=1.0, ord=order)
+            sides = [partial(block_gradient, target, side, dtype) for side in (clip, _harness.unclipped)]
+            measure = "clip_cotangent, twice in a block's gradient (without); open: nothing is clipped"
+            yield Row(f"{measure}; ord={order}, {jnp.dtype(dtype).name}", *sides)
+
+
 def devices(target: Target) -> Iterator[Row]:
     """Eight devices, or 256."""
     here = target.name == "here" and jax.device_count()
@@ -383,7 +401,8 @@ def main() -> None:
     print(f"{_harness.versions()}, compiled for {target.name}\n")
     print(f"| measure | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}", flush=True)
     records = []
-    for section in (windows, batches, guards, rules, norms, devices, *([] if options.quick else [large])):
+    sections = (windows, batches, guards, rules, norms, cotangents, devices, *([] if options.quick else [large]))
+    for section in sections:
         for row in section(target):
             if not re.search(options.only, row.measure):
                 continue

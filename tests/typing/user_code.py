@@ -39,6 +39,24 @@ def clips_of_trees() -> None:
     assert_type(shrewjax.grad_norm(model), jax.Array)
 
 
+def recurrence() -> jax.Array:
+    def step(carry: Model, x: jax.Array) -> tuple[Model, None]:
+        clipped = shrewjax.clip_cotangent(carry, 1.0, axis=None)
+        assert_type(clipped, Model)
+        return Model(jnp.tanh(clipped.kernel * x), clipped.bias), None
+
+    def loss(start: Model, xs: jax.Array, counter: jax.Array) -> jax.Array:
+        last: Model = jax.lax.scan(step, start, xs)[0]
+        kernel = shrewjax.clip_cotangent(last.kernel, jnp.float32(0.5), ord=float("inf"), counter=counter)
+        assert_type(kernel, jax.Array)
+        return jnp.sum(kernel**2)
+
+    grads: tuple[Model, jax.Array] = jax.grad(loss, argnums=(0, 2))(
+        Model(jnp.ones(2), jnp.ones(())), jnp.ones((3, 2)), jnp.zeros(())
+    )
+    return grads[1]
+
+
 def train_step_of_a_chain() -> float:
     tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adamw(1e-3)), accum_steps=4)
 

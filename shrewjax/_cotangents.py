@@ -1,0 +1,197 @@
+"""Clipping inside of the backward pass, where gradients blow up: each slice of what flows back through a value.
+
+The clip is the identity with a backward pass of its own. `jax.custom_vjp` would refuse forward mode, and a
+`jax.custom_jvp` transposes its own tangents. So it is a primitive: linear, its own derivative, and its transpose clips.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from shrewjax import _arguments, _floats, _gradients, _norms
+from shrewjax._gradients import KeyPath, Tree, is_gradient
+from shrewjax._mesh import AxisName, UnitDims, as_varying, slice_axes, varying_axes
+
+
+def clip_cotangent(
+    x: Tree,
+    max_norm: Any,
+    *,
+    axis: Any = -1,
+    ord: float | None = None,
+    counter: Any = None,
+    sharded_over: AxisName | None = None,
+) -> Tree:
+    r"""The identity, whose backward pass scales each slice of the cotangent so that its norm is at most `max_norm`.
+
+    .. math:: y = x, \qquad
+              \bar x_s = \bar y_s \cdot \min\Big(1, \frac{\text{max\_norm}}{\|\bar y_s\|}\Big)
+              \;\text{ for each slice } s \text{ along } axis
+
+    For activations of recurrent, deep or long-context models: the hidden state at each step, a layer's output at each
+    token. Gradients are limited where they grow, before they reach the layers below. The sum of many clipped slices may
+    still be large, so a `clip_by_global_norm` in the optimizer keeps its purpose.
+
+    The first row that fits:
+
+    ====================================  =============================================================
+    condition, slice by slice             cotangent
+    ====================================  =============================================================
+    max_norm = inf                        as it is to the last bit, whatever it holds
+    a NaN or infinity, or a NaN max_norm  the slice becomes NaN, other slices do not
+    in an array
+    a negative max_norm in an array       as 0
+    norm <= max_norm                      as it is to the last bit, subnormals and -0.0 included
+    max_norm = 0                          zeros
+    norm > max_norm                       direction kept, norm within 2 eps of max_norm, as in `clip_grad_norm`
+    ====================================  =============================================================
+
+    Values, and derivatives in forward mode (`jax.jvp`, `jax.jacfwd`), are those without the clip, to the last bit. The
+    gradient is then not the loss's, but a function that can be differentiated: a Hessian-vector product by `jax.jvp` of
+    `jax.grad` is the derivative of the clipped gradient. (`jax.grad` of `jax.grad` clips in its outer backward pass,
+    too.) The first derivative with respect to `max_norm` is 0.
+
+    Each cotangent is read once more, and nothing is kept for the backward pass. Where a slice is clipped, the cotangent
+    is also written anew; where none is, it is handed through.
+
+    Args:
+      x: an array, or a pytree of arrays, each of which is clipped on its own. Integer, boolean and float0 leaves, keys
+        and `None` pass through.
+      max_norm: the threshold, a real scalar >= 0, or a scalar array of any real dtype.
+      axis: the axes that share a norm, an int or a tuple of ints: a slice for each position of the others. `None` means
+        all axes of a leaf. Or a function of a leaf's name (as `jax.tree_util.keystr` has it) and the leaf.
+      ord: p of the norm, as in `grad_norm`. For p other than 1, 2 and inf, the cotangent is read once more.
+      counter: a zero that does nothing, for the sake of its own cotangent: how many slices were clipped. A float
+        scalar; or an array that broadcasts to the slices (the leaf's shape without `axis`) and tells them apart.
+      sharded_over: inside `jax.shard_map` and `jax.pmap`, the mapped axes along which slices are divided, where devices
+        hold parts of the same slices; `()` if each device holds its slices whole. Under plain `jax.jit`, nothing.
+
+    Returns:
+      `x`; each leaf keeps its dtype, and its cotangent has that dtype, too.
+
+    Raises:
+      ValueError: an argument is not as described; an axis is out of range for a leaf; or a leaf differs between devices
+        and `sharded_over` is missing.
+
+    Example:
+      >>> def loss(x):
+      ...     return jnp.sum(jnp.array([[3.0, 4.0], [0.3, 0.4]]) * clip_cotangent(x, 1.0))
+      >>> jax.grad(loss)(jnp.zeros((2, 2))).round(6)
+      Array([[0.6, 0.8],
+             [0.3, 0.4]], dtype=float32)
+
+      In a recurrence, the clipped steps are counted by the cotangent of `counter`:
+
+      >>> def last_state(h, zero):
+      ...     def step(h, _):
+      ...         return 3 * clip_cotangent(h, 10.0, counter=zero), None
+      ...     return jax.lax.scan(step, h, length=8)[0][0]
+      >>> jax.grad(last_state, argnums=(0, 1))(jnp.ones(1), jnp.zeros(()))  # 3 and 9 pass, then 27, and 30 six times
+      (Array([10.], dtype=float32), Array(6., dtype=float32))
+
+    Source: for the derivatives of a recurrent network's inputs, within a fixed box: A. Graves, "Generating sequences
+    with recurrent neural networks", 2013, arXiv:1308.0850, section 2.1.
+    """
+    max_norm, ord = _arguments.threshold("max_norm", max_norm), _arguments.order(ord)
+    axis, sharded_over = _arguments.axes("axis", axis), _arguments.sharded_over(sharded_over)
+    traced_limit, static_limit = ([max_norm], None) if isinstance(max_norm, jax.Array) else ([], max_norm)
+
+    def guarded(path: KeyPath, leaf: Any) -> Any:
+        if not is_gradient(leaf):
+            return leaf
+        name = _gradients.leaf_name(path)
+        shared = _arguments.axes_of_leaf("axis", axis, path, leaf)
+        dims = () if shared is None else tuple(a for a in range(leaf.ndim) if a not in shared)
+        divided = slice_axes(name, leaf, sharded_over)
+        zeros = _zeros(counter, name, tuple(leaf.shape[a] for a in dims))
+        zeros = as_varying(zeros, tuple(a for a in varying_axes(leaf) if a not in divided))
+        return _guard.bind(leaf, zeros, *traced_limit, slices=_Slices(dims, divided, ord, static_limit))
+
+    paths, leaves, treedef = _gradients.gradient_leaves(x)
+    return treedef.unflatten(list(map(guarded, paths, leaves)))
+
+
+def _zeros(counter: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
+    """A zero for each slice of a leaf, so that the sum over what they share is JAX's to do."""
+    if counter is None:
+        return jnp.zeros((), jnp.float32)
+    counter = jnp.asarray(counter)
+    if not jnp.issubdtype(counter.dtype, jnp.floating):
+        raise ValueError(f"counter must be a float zero, because integers have no cotangent, got {counter.dtype}")
+    pairs = zip(counter.shape[::-1], shape[::-1], strict=False)
+    if counter.ndim > len(shape) or any(n not in (1, m) for n, m in pairs):
+        raise ValueError(
+            f"counter of shape {counter.shape} must broadcast to {shape}, the slices of leaf {name}: pass jnp.zeros(())"
+        )
+    return jnp.broadcast_to(counter, shape)
+
+
+class _Slices(NamedTuple):
+    """What a leaf's slices are, and how each is measured: static."""
+
+    dims: UnitDims  # the axes that tell slices apart
+    divided: tuple[Hashable, ...]  # the mapped axes along which devices hold parts of the same slices
+    ord: float
+    limit: float | None  # None: it is an operand
+
+    def clip(self, cotangent: jax.Array, *traced_limit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The clipped cotangent, and whether each slice was clipped."""
+        # A threshold of its own for each example of a batch has the first axes of the slices.
+        value = self.limit if self.limit is not None else _spread(traced_limit[0], len(self.dims))
+        limit = _norms.limit_in(value, _floats.accumulator_dtype(cotangent))
+        norm = _norms.measure_slices(cotangent, self.ord, self.dims, self.divided, limit)
+        clipped, applies = _norms.clip_slices(cotangent, norm, limit, self.dims)
+        return clipped, applies & (norm.mantissa != 0)  # of nothing, nothing is clipped
+
+
+def _spread(limit: jax.Array, ndim: int) -> jax.Array:
+    return limit if limit.ndim == 0 else lax.expand_dims(limit, range(limit.ndim, ndim))
+
+
+# --- the primitive -----------------------------------------------------------------------------------------------
+
+# Operands: the value; zeros, one for each slice, whose cotangent counts; the threshold, unless it is static.
+_guard = Primitive("clip_cotangent")
+
+
+def _value(x: Any, *_: Any, slices: _Slices) -> Any:
+    del slices
+    return x
+
+
+_guard.def_impl(_value)
+_guard.def_abstract_eval(_value)
+mlir.register_lowering(_guard, mlir.lower_fun(_value, multiple_results=False))
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, slices: _Slices) -> tuple[Any, Any]:
+    _, _, *limit = primals  # not differentiated: the value does not depend on it
+    moved = [ad.instantiate_zeros(t) for t in tangents[:2]]
+    return _guard.bind(*primals, slices=slices), _guard.bind(*moved, *limit, slices=slices)
+
+
+def _transpose(cotangent: Any, x: Any, zeros: Any, *limit: Any, slices: _Slices) -> list[Any]:
+    if type(cotangent) is ad.Zero:
+        cotangent = ad.instantiate_zeros(cotangent)
+    clipped, is_clipped = slices.clip(cotangent, *limit)
+    of_x = clipped if ad.is_undefined_primal(x) else None
+    of_zeros = is_clipped.astype(zeros.aval.dtype) if ad.is_undefined_primal(zeros) else None
+    return [of_x, of_zeros, *[None] * len(limit)]
+
+
+def _batch(operands: Sequence[Any], dims: Sequence[Any], *, slices: _Slices) -> tuple[Any, int]:
+    """Of a batch, each example has its own slices."""
+    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    operands = [batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True)]
+    dims = (0, *(a + 1 for a in slices.dims))
+    return _guard.bind(*operands, slices=slices._replace(dims=dims)), 0
+
+
+ad.primitive_jvps[_guard] = _jvp
+ad.primitive_transposes[_guard] = _transpose
+batching.primitive_batchers[_guard] = _batch

@@ -1,0 +1,508 @@
+"""`clip_cotangent`: each row of its table, backward passes clipped by hand, and JAX's other transformations."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import bits, exact, exact_root, quick_jit, true_norm
+from jax.sharding import PartitionSpec as P
+
+import shrewjax
+from shrewjax import clip_cotangent, spec
+
+
+def clipped(cotangent, max_norm, **options):
+    """What the backward pass makes of a cotangent."""
+    _, backward = jax.vjp(lambda x: clip_cotangent(x, max_norm, **options), jnp.zeros_like(cotangent))
+    return backward(cotangent)[0]
+
+
+def quickly_clipped(cotangent, max_norm, **options):
+    """The same, compiled."""
+    return quick_jit(functools.partial(clipped, max_norm=max_norm, **options))(cotangent)
+
+
+def by_hand(cotangent, max_norm):
+    """The same of slices along the last axis, in float64."""
+    norm = np.linalg.norm(cotangent, axis=-1, keepdims=True)
+    return cotangent * np.minimum(1, max_norm / np.where(norm > 0, norm, 1))
+
+
+def relative_error(actual, expected):
+    return np.max(np.abs(np.asarray(actual, np.float64) - expected)) / np.max(np.abs(expected))
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+# --- whole backward passes, against NumPy in float64 --------------------------------------------------------------
+
+LIMIT = 0.3
+
+
+def dense_net(params, x):
+    for w in params[:-1]:
+        x = clip_cotangent(jnp.tanh(x @ w), LIMIT)
+    return jnp.sum((x @ params[-1]) ** 2)
+
+
+def dense_net_by_hand(params, x):
+    inputs = [x]
+    for w in params[:-1]:
+        inputs.append(np.tanh(inputs[-1] @ w))
+    above = 2 * (inputs[-1] @ params[-1])
+    grads, seen = [inputs[-1].T @ above], []
+    above = above @ params[-1].T
+    for w, read, wrote in zip(params[-2::-1], inputs[-2::-1], inputs[:0:-1], strict=True):
+        seen.append(above)
+        above = by_hand(above, LIMIT) * (1 - wrote**2)
+        grads.append(read.T @ above)
+        above = above @ w.T
+    return grads[::-1], seen
+
+
+def recurrent_net(params, xs):
+    recurrent, entry, readout = params
+
+    def step(h, x):
+        h = clip_cotangent(jnp.tanh(h @ recurrent + x @ entry), LIMIT)
+        return h, jnp.sum((h @ readout) ** 2)
+
+    return jnp.sum(jax.lax.scan(step, jnp.zeros((xs.shape[1], len(recurrent)), xs.dtype), xs)[1])
+
+
+def recurrent_net_by_hand(params, xs):
+    recurrent, entry, readout = params
+    states = [np.zeros((xs.shape[1], len(recurrent)))]
+    for x in xs:
+        states.append(np.tanh(states[-1] @ recurrent + x @ entry))
+    grads, above, seen = [np.zeros_like(w) for w in params], np.zeros_like(states[0]), []
+    for x, before, after in zip(xs[::-1], states[-2::-1], states[:0:-1], strict=True):
+        of_output = 2 * after @ readout
+        grads[2] += after.T @ of_output
+        above = above + of_output @ readout.T
+        seen.append(above)
+        above = by_hand(above, LIMIT) * (1 - after**2)
+        grads[0] += before.T @ above
+        grads[1] += x.T @ above
+        above = above @ recurrent.T
+    return grads, seen
+
+
+def attention_block(params, x):
+    query, key, value, out = params
+    read = clip_cotangent(x, LIMIT)
+    scores = (read @ query) @ jnp.swapaxes(read @ key, 1, 2)
+    mixed = clip_cotangent(jax.nn.softmax(scores) @ (read @ value), LIMIT)
+    return jnp.sum((x + mixed @ out) ** 2)
+
+
+def attention_block_by_hand(params, x):
+    query, key, value, out = params
+
+    def flat(a, b):
+        return np.einsum("btd,bte->de", a, b)
+
+    q, k, v = x @ query, x @ key, x @ value
+    scores = q @ k.swapaxes(1, 2)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    mixed = weights @ v
+    above = 2 * (x + mixed @ out)
+    of_mixed = above @ out.T
+    below = by_hand(of_mixed, LIMIT)
+    of_weights = below @ v.swapaxes(1, 2)
+    of_scores = weights * (of_weights - np.sum(of_weights * weights, -1, keepdims=True))
+    of_q, of_k, of_v = of_scores @ k, of_scores.swapaxes(1, 2) @ q, weights.swapaxes(1, 2) @ below
+    of_read = of_q @ query.T + of_k @ key.T + of_v @ value.T
+    grads = [flat(x, of_q), flat(x, of_k), flat(x, of_v), flat(mixed, above)]
+    return [*grads, above + by_hand(of_read, LIMIT)], [of_mixed, of_read]
+
+
+NETS = {
+    "dense": (dense_net, dense_net_by_hand, [normal(i, 6, 6) for i in range(4)], normal(9, 5, 6)),
+    "scan of 50 steps": (
+        recurrent_net,
+        recurrent_net_by_hand,
+        [0.6 * normal(1, 5, 5), normal(2, 3, 5), 0.1 * normal(3, 5, 2)],
+        normal(9, 50, 4, 3),
+    ),
+    "attention": (
+        attention_block,
+        attention_block_by_hand,
+        [normal(i, 6, 6) / 2 for i in range(4)],
+        normal(9, 2, 7, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_gradient_is_that_of_the_backward_pass_clipped_by_hand(name):
+    net, net_by_hand, params, x = NETS[name]
+    params, x = [w.astype(np.float32) for w in params], x.astype(np.float32)
+    of_params, of_x = jax.jit(jax.grad(net, argnums=(0, 1)))(params, x)
+    expected, seen = net_by_hand([w.astype(np.float64) for w in params], x.astype(np.float64))
+    norms = np.concatenate([np.linalg.norm(a, axis=-1).ravel() for a in seen])
+    assert 0 < np.mean(norms > LIMIT) < 1  # there is something to clip, and something to leave
+    for actual, wanted in zip([*of_params, of_x], expected, strict=False):
+        assert relative_error(actual, wanted) < 1e-5
+
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+# Slices of two, a threshold, and what comes out; None: the slice as it is.
+ROWS = {
+    "inside": ([[0.3, -0.4], [1e-41, -0.0]], 1.0, [None, None]),
+    "on the limit": ([[3.0, 4.0]], 5.0, [None]),
+    "outside, beside inside": ([[3.0, 4.0], [0.3, 0.4], [-6.0, 8.0]], 1.0, [[0.6, 0.8], None, [-0.6, 0.8]]),
+    "zeros": ([[0.0, -0.0], [3.0, 4.0]], 1.0, [None, [0.6, 0.8]]),
+    "1e20": ([[3e20, 4e20], [1.0, 0.0]], 1.0, [[0.6, 0.8], None]),
+    "1e20, held to 1e19": ([[3e20, 4e20]], 1e19, [[6e18, 8e18]]),
+    "norm beyond the dtype": ([[2.4e38, 3.2e38]], 1.0, [[0.6, 0.8]]),
+    "1e-20, inside": ([[3e-20, 4e-20]], 1.0, [None]),
+    "1e-20, outside": ([[3e-20, 4e-20], [3e-22, 4e-22]], 1e-20, [[6e-21, 8e-21], None]),
+    "threshold 0": ([[3.0, 4.0], [0.0, 0.0], [NAN, 0.0]], 0.0, [[0.0, 0.0], [0.0, 0.0], [NAN, NAN]]),
+    "threshold inf": ([[3e38, 3e38], [NAN, 1.0], [INF, 1.0]], INF, [None, None, None]),
+    "NaN": ([[NAN, 1.0], [3.0, 4.0], [0.3, 0.4]], 1.0, [[NAN, NAN], [0.6, 0.8], None]),
+    "inf": ([[-INF, 1.0], [3.0, 4.0], [0.3, 0.4]], 1.0, [[NAN, NAN], [0.6, 0.8], None]),
+}
+KINDS = ["jitted", "not jitted", "a constant", "scheduled"]
+
+
+def clipped_in(kind, cotangent, max_norm):
+    if kind == "not jitted":
+        return clipped(cotangent, max_norm)
+    if kind == "a constant":
+        return jax.jit(lambda: clipped(cotangent, max_norm))()
+    if kind == "scheduled":
+        return jax.jit(clipped)(cotangent, jnp.float32(max_norm))
+    return jax.jit(functools.partial(clipped, max_norm=max_norm))(cotangent)
+
+
+def assert_slices(actual, cotangent, expected, rtol):
+    for of_slice, before, wanted in zip(np.asarray(actual), np.asarray(cotangent), expected, strict=True):
+        if wanted is None:
+            assert bits(of_slice) == bits(before)
+        else:
+            np.testing.assert_allclose(of_slice.astype(np.float64), wanted, rtol=rtol)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("row", ROWS)
+def test_row_of_the_table(row, kind):
+    slices, max_norm, expected = ROWS[row]
+    cotangent = jnp.array(slices, jnp.float32)
+    assert_slices(clipped_in(kind, cotangent, max_norm), cotangent, expected, rtol=3e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float16_slice_of_300s_has_the_norm_of_the_limit(kind):
+    cotangent = jnp.stack([jnp.full(64, 300, jnp.float16), jnp.full(64, 1e-3, jnp.float16)])
+    actual = clipped_in(kind, cotangent, 1.0)
+    assert_slices(actual, cotangent, [np.full(64, 0.125), None], rtol=2**-10)
+
+
+@pytest.mark.parametrize("value", [NAN, -1.0])
+def test_scheduled_threshold_of_nan_or_below_0(value):
+    cotangent = jnp.array([[3.0, 4.0], [0.0, 0.0]])
+    actual = jax.jit(clipped)(cotangent, jnp.float32(value))
+    np.testing.assert_array_equal(actual, np.full((2, 2), NAN if math.isnan(value) else 0.0))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
+def test_each_dtype_is_held_to_the_limit_within_2_eps(dtype):
+    with jax.enable_x64(dtype in ("float64", "complex128")):
+        values = normal(0, 8, 16) + (1j * normal(1, 8, 16) if "complex" in dtype else 0)
+        cotangent = jnp.asarray(values * np.logspace(-2, 2, 8)[:, None]).astype(dtype)
+        actual = jax.jit(functools.partial(clipped, max_norm=3.0))(cotangent)
+        assert actual.dtype == cotangent.dtype
+        before, after = ([float(true_norm(x)) for x in np.asarray(a)] for a in (cotangent, actual))
+        assert min(before) < 3 < max(before)
+        eps = float(jnp.finfo(actual.dtype).eps)
+        for i in range(8):
+            if before[i] <= 3:
+                assert bits(actual[i]) == bits(cotangent[i])
+            else:
+                assert after[i] == pytest.approx(3, rel=2 * eps)
+                direction = np.asarray(cotangent[i], np.clongdouble) * 3 / before[i]
+                np.testing.assert_allclose(np.asarray(actual[i], np.clongdouble), direction, rtol=4 * eps)
+
+
+@pytest.mark.parametrize("ord", [1, 1.5, 2, 3, 4, INF])
+def test_each_order_holds_its_own_norm_of_every_slice(ord):
+    cotangent = jnp.asarray(normal(0, 3, 4, 5) * np.array([1e-3, 1, 1e25])[:, None, None], jnp.float32)
+    actual = jax.jit(functools.partial(clipped, max_norm=1.0, axis=(1,), ord=ord))(cotangent)
+    for i, k in np.ndindex(3, 5):
+        before, after = np.asarray(cotangent)[i, :, k], np.asarray(actual)[i, :, k]
+        if true_norm(before, ord) <= 1:
+            assert bits(before) == bits(after)
+        else:
+            assert float(true_norm(after, ord)) == pytest.approx(1, rel=5e-7)
+
+
+@pytest.mark.parametrize(("axis", "moved"), [(0, (0,)), ((0, -1), (0, 2)), (None, (0, 1, 2)), ((), ())])
+def test_axis_says_what_shares_a_norm(axis, moved):
+    cotangent = normal(0, 2, 3, 4).astype(np.float32)
+    norms = np.sqrt(np.sum(cotangent.astype(np.float64) ** 2, axis=moved, keepdims=True))
+    expected = cotangent * np.minimum(1, 0.7 / norms)
+    np.testing.assert_allclose(quickly_clipped(jnp.asarray(cotangent), 0.7, axis=axis), expected, rtol=5e-7)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slices_are_those_of_the_definition(seed):
+    rng = np.random.default_rng(seed)
+    cotangent = (rng.normal(size=(6, 3)) * 10.0 ** rng.integers(-30, 30, (6, 1))).astype(np.float32)
+    max_norm = float(np.float32(10.0 ** rng.integers(-30, 30)))
+    actual = quick_jit(clipped)(jnp.asarray(cotangent), jnp.float32(max_norm))
+    expected = spec.clip_cotangent_spec([exact(s) for s in cotangent], exact(np.float32(max_norm))[0], sqrt=exact_root)
+    np.testing.assert_allclose(np.asarray(actual, np.float64), np.array(expected, np.float64), rtol=3e-7)
+
+
+# --- forward --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_forward_values_and_derivatives_are_those_without_the_clip_to_the_last_bit(name, monkeypatch):
+    net, _, params, x = NETS[name]
+    params, x = [jnp.asarray(w, jnp.float32) for w in params], jnp.asarray(x, jnp.float32)
+
+    def value_and_derivative(params, x):
+        return jax.jvp(net, (params, x), (params[::1], jnp.cos(x)))
+
+    with_clip = jax.jit(value_and_derivative)(params, x)
+    monkeypatch.setitem(globals(), "clip_cotangent", lambda x, max_norm: x)
+    assert bits(with_clip) == bits(jax.jit(lambda *args: value_and_derivative(*args))(params, x))
+
+
+def test_forward_jacobian_is_the_identity_and_the_reverse_one_is_clipped():
+    def jacobians(x):
+        return [jacobian(lambda x: clip_cotangent(x, 0.5))(x) for jacobian in (jax.jacfwd, jax.jacrev)]
+
+    forward, reverse = quick_jit(jacobians)(jnp.array([1.0, 2.0]))
+    np.testing.assert_array_equal(forward, np.eye(2))
+    np.testing.assert_array_equal(reverse, np.eye(2) / 2)
+
+
+def test_hessian_vector_product_is_the_derivative_of_the_clipped_gradient():
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(clip_cotangent(x, 1.0)) ** 3))(x)
+
+    with jax.enable_x64(True):
+        x, v = jnp.asarray(normal(0, 4, 3)), jnp.asarray(normal(1, 4, 3))
+        norms = jnp.linalg.norm(3 * jnp.sin(x) ** 2 * jnp.cos(x), axis=-1)
+        assert norms.min() < 1 < norms.max()
+        _, product = quick_jit(lambda x, v: jax.jvp(gradient, (x,), (v,)))(x, v)
+        beyond, before = (quick_jit(gradient)(x + eps * v) for eps in (1e-6, -1e-6))
+        difference = (beyond - before) / 2e-6
+        np.testing.assert_allclose(product, difference, rtol=1e-7)
+
+
+def test_threshold_has_a_derivative_of_0_and_a_second_one_of_its_own():
+    def loss(x, max_norm):
+        return jnp.sum(jnp.array([3.0, 4.0]) * clip_cotangent(x, max_norm))
+
+    x, max_norm = jnp.zeros(2), jnp.float32(1.0)
+    assert quick_jit(jax.grad(loss, argnums=1))(x, max_norm) == 0
+    # The clipped gradient is (0.6, 0.8) max_norm.
+    second = quick_jit(jax.jacfwd(jax.grad(loss), argnums=1))(x, max_norm)
+    np.testing.assert_allclose(second, [0.6, 0.8], rtol=1e-6)
+
+
+# --- in the company of ----------------------------------------------------------------------------------------------
+
+
+def score(x, w, max_norm, zero):
+    """A loss of one example, with a slice for each of its rows."""
+    return jnp.sum(jnp.tanh(clip_cotangent(jnp.sin(x) @ w, max_norm, counter=zero)) ** 3)
+
+
+BATCH = jnp.asarray(normal(0, 4, 5, 3), jnp.float32)
+WEIGHTS = jnp.asarray(normal(1, 3, 3), jnp.float32)
+LIMITS = jnp.array([0.1, 0.5, 1.0, 100.0])
+
+
+def example_by_example(limits):
+    zero, gradients = jnp.zeros(()), quick_jit(jax.grad(score, argnums=(0, 3)))
+    found = [gradients(x, WEIGHTS, limit, zero) for x, limit in zip(BATCH, limits, strict=True)]
+    grads, counts = zip(*found, strict=True)
+    return np.stack(grads), np.stack(counts)
+
+
+@pytest.mark.parametrize("limits", [jnp.full(4, 0.5), LIMITS], ids=["one limit", "a limit for each"])
+def test_each_example_of_a_vmapped_loss_has_its_own_slices(limits):
+    def loss(batch, limits, zero):
+        return jnp.sum(jax.vmap(score, in_axes=(0, None, 0, None))(batch, WEIGHTS, limits, zero))
+
+    grads, count = quick_jit(jax.grad(loss, argnums=(0, 2)))(BATCH, limits, jnp.zeros(()))
+    expected, counts = example_by_example(limits)
+    np.testing.assert_allclose(grads, expected, rtol=1e-5, atol=1e-7)
+    assert 0 < count == counts.sum() < 20
+
+
+def test_vmapped_gradients_are_clipped_and_counted_by_example():
+    by_example = jax.vmap(jax.grad(score, argnums=(0, 3)), in_axes=(0, None, 0, None))
+    grads, counts = quick_jit(by_example)(BATCH, WEIGHTS, LIMITS, jnp.zeros(()))
+    expected, expected_counts = example_by_example(LIMITS)
+    np.testing.assert_allclose(grads, expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(counts, expected_counts)
+
+
+def test_vmap_along_another_axis_than_the_first():
+    def loss(x):
+        return jnp.sum(jax.vmap(lambda x: clip_cotangent(x, 1.0) * 3, in_axes=2)(x))
+
+    np.testing.assert_allclose(quick_jit(jax.grad(loss))(jnp.zeros((2, 4, 3))), np.full((2, 4, 3), 0.5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_rematerialized_backward_pass_is_the_same(name):
+    net, _, params, x = NETS[name]
+    params, x = [jnp.asarray(w, jnp.float32) for w in params], jnp.asarray(x, jnp.float32)
+    expected = quick_jit(jax.grad(net))(params, x)
+    found = quick_jit(jax.grad(jax.checkpoint(net)))(params, x)
+    for a, b in zip(found, expected, strict=True):
+        assert relative_error(a, np.asarray(b, np.float64)) < 1e-5
+
+
+def test_leaves_of_a_tree_are_clipped_each_on_its_own_and_the_others_pass():
+    tree = {"h": jnp.zeros((2, 2)), "c": jnp.zeros(3, jnp.bfloat16), "step": jnp.arange(3), "none": None}
+    out, backward = jax.vjp(lambda tree: clip_cotangent(tree, 1.0), tree)
+    assert out["step"] is not None
+    np.testing.assert_array_equal(out["step"], tree["step"])
+    float0 = np.zeros(3, jax.dtypes.float0)
+    above = {"h": jnp.full((2, 2), 4.0), "c": jnp.full(3, 0.5, jnp.bfloat16), "step": float0, "none": None}
+    (cotangent,) = backward(above)  # not jitted, which takes no float0
+    np.testing.assert_allclose(cotangent["h"], np.full((2, 2), 0.5**0.5), rtol=1e-6)
+    assert bits(cotangent["c"]) == bits(above["c"])
+    assert cotangent["step"].dtype == jax.dtypes.float0
+
+
+def test_integers_alone_pass():
+    x = jnp.arange(3)
+    assert clip_cotangent(x, 1.0) is x
+
+
+# --- counting -------------------------------------------------------------------------------------------------------
+
+
+def test_counter_of_the_slices_shape_tells_which_were_clipped():
+    above = jnp.array([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0], [NAN, 0.0]])
+
+    @quick_jit
+    def count(zero, max_norm):
+        return jax.vjp(lambda zero: clip_cotangent(jnp.zeros((4, 2)), max_norm, counter=zero), zero)[1](above)[0]
+
+    np.testing.assert_array_equal(count(jnp.zeros(4), 1.0), [1, 0, 0, 1])
+    assert count(jnp.zeros(()), 1.0) == 2
+    assert count(jnp.zeros(()), 0.0) == 3  # of nothing, nothing is clipped
+    assert count(jnp.zeros(()), INF) == 0
+
+
+def test_counter_does_nothing_to_the_value():
+    x = jnp.arange(4.0)
+    assert bits(clip_cotangent(x, 1.0, counter=jnp.float32(7))) == bits(x)
+
+
+def test_steps_of_a_recurrence_are_told_apart_by_scanned_counters():
+    def last(h, zeros):
+        return jax.lax.scan(lambda h, zero: (3 * clip_cotangent(h, 10.0, counter=zero), None), h, zeros)[0][0]
+
+    grad, counts = jax.jit(jax.grad(last, argnums=(0, 1)))(jnp.ones(1), jnp.zeros(5))
+    np.testing.assert_array_equal(grad, [10])
+    np.testing.assert_array_equal(counts, [1, 1, 1, 0, 0])  # from the end: 3, 9, then 27, 30, 30
+
+
+# --- many devices ---------------------------------------------------------------------------------------------------
+
+
+def over_devices(in_spec, sharded_over, *, check_vma=True, axes=("data", "model")):
+    mesh = jax.make_mesh((2, 4), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def part(cotangent, zero):
+        def out(x, zero):
+            return clip_cotangent(x, 1.0, counter=zero, sharded_over=sharded_over)
+
+        _, backward = jax.vjp(out, jnp.zeros_like(cotangent) + 0 * cotangent, zero)
+        return backward(cotangent)
+
+    return jax.jit(
+        jax.shard_map(part, mesh=mesh, in_specs=(in_spec, P()), out_specs=(in_spec, P()), check_vma=check_vma)
+    )
+
+
+CASES = {
+    "other slices": (P(("data", "model")), ()),
+    "other slices and divided": (P("data", "model"), "model"),
+    "divided": (P(None, ("data", "model")), ("data", "model")),
+    "the same on all": (P(), None),
+    "the same along one": (P("data"), ()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_slices_over_devices_are_those_of_the_whole(case):
+    spec_of_x, sharded_over = CASES[case]
+    cotangent = jnp.asarray(normal(0, 8, 16) * np.logspace(-2, 1, 8)[:, None], jnp.float32)
+    expected = by_hand(np.asarray(cotangent, np.float64), 1.0)
+    found, count = over_devices(spec_of_x, sharded_over)(cotangent, jnp.zeros(()))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert 0 < int(count) == np.sum(np.linalg.norm(np.asarray(cotangent), axis=-1) > 1) < 8
+
+
+@pytest.mark.parametrize("case", ["other slices", "other slices and divided", "divided"])
+def test_slices_over_devices_without_tracking_are_those_of_the_whole(case):
+    spec_of_x, sharded_over = CASES[case]
+    cotangent = jnp.asarray(normal(0, 8, 16) * np.logspace(-2, 1, 8)[:, None], jnp.float32)
+    found, _ = over_devices(spec_of_x, sharded_over, check_vma=False)(cotangent, jnp.zeros(()))
+    np.testing.assert_allclose(found, by_hand(np.asarray(cotangent, np.float64), 1.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["tracked", "untracked"])
+def test_parts_that_nobody_told_of_are_an_error(check_vma):
+    with pytest.raises(ValueError, match=r"leaf \(the tree itself\).*Pass sharded_over=.*Or pass sharded_over=\(\)"):
+        over_devices(P("data"), None, check_vma=check_vma)(jnp.ones((8, 16)), jnp.zeros(()))
+
+
+def test_a_mapped_axis_that_does_not_exist_is_an_error():
+    with pytest.raises(ValueError, match=r"sharded_over \('modle',\): 'modle' is no mapped axis here"):
+        over_devices(P("data", "model"), "modle")(jnp.ones((8, 16)), jnp.zeros(()))
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_sharded_slices_under_jit_need_nothing(axis_type):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType[axis_type],) * 2)
+    cotangent = normal(0, 8, 16).astype(np.float32) * 0.3
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(cotangent, jax.sharding.NamedSharding(mesh, P("data", "model")))
+        found = jax.jit(functools.partial(clipped, max_norm=1.0))(placed)
+    np.testing.assert_allclose(found, by_hand(cotangent.astype(np.float64), 1.0), rtol=1e-6)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_norm": -1.0}, "max_norm must be >= 0 and not NaN"),
+        ({"max_norm": jnp.ones(2)}, "max_norm must be a real scalar, got an array"),
+        ({"axis": 2}, r"axis \(2,\) is out of range .*\['h'\] of shape \(2, 3\)"),
+        ({"axis": 0.5}, "axis must be an int"),
+        ({"ord": 0.5}, "ord must be >= 1"),
+        ({"counter": 0}, "counter must be a float zero"),
+        ({"counter": jnp.zeros(3)}, r"counter of shape \(3,\) must broadcast to \(2,\), the slices of leaf \['h'\]"),
+        ({"sharded_over": "data"}, "'data' is no mapped axis here"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        clip_cotangent({"h": jnp.ones((2, 3))}, **{"max_norm": 1.0} | options)
+
+
+def test_it_is_public():
+    assert shrewjax.clip_cotangent is clip_cotangent
