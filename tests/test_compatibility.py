@@ -19,7 +19,7 @@ import optax.contrib
 import orbax.checkpoint
 import pytest
 from flax import nnx
-from helpers import TRANSFORMATIONS, assert_close, bits, quick_jit, quick_options
+from helpers import TRANSFORMATIONS, assert_close, bits, compiled, quick_jit, quick_options
 
 import shrewjax
 
@@ -45,11 +45,6 @@ def tree_like_a_layer(seed, scale=1.0):
 PARAMS = tree_like_a_layer(0)
 GRADS = [tree_like_a_layer(i, scale) for i, scale in enumerate((1.0, 0.5, 1.5, 1.0, 30.0, 2.0), start=1)]
 BROKEN = jax.tree.map(lambda x: x.at[0].set(jnp.nan), GRADS[0])
-
-
-def compiled(tx):
-    """The same, for use outside of compiled functions only."""
-    return optax.GradientTransformationExtraArgs(tx.init, quick_jit(optax.with_extra_args_support(tx).update))
 
 
 @functools.cache
