@@ -5,9 +5,9 @@ import os
 import shutil
 import tempfile
 
-# JAX keeps compiled programs in this folder until the session ends, so that workers, and the processes that tests start,
-# compile none that another of them has compiled. It finds them by the program, the options and its own version. A folder
-# that is already in the environment stays: with one, a second run compiles only what has changed.
+# JAX keeps compiled programs in this folder until the session ends, so that no worker, and no process that a test
+# starts, compiles what another has compiled. It finds them by the program, the options and its own version.
+# A folder that the environment already names stays as it is: with one, a second run compiles only what has changed.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     folder = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="shrewjax_programs_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

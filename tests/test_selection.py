@@ -122,10 +122,9 @@ CASES = [
 def test_any_percentile_is_that_of_the_sorted_magnitudes(dtype, method, over, data):
     leaves, percentile, start = data.draw(cases(dtype))
     given_leaves = [jnp.asarray(x) for x in leaves]
-    as_compiled = (
-        select if method in ("linear", "midpoint") else quick_select
-    )  # others give an element: nothing is rounded
-    selected = as_compiled(given_leaves, jnp.asarray(percentile), jnp.asarray(start), method=method, over=over)
+    # The other methods give an element: nothing is rounded.
+    compiled = select if method in ("linear", "midpoint") else quick_select
+    selected = compiled(given_leaves, jnp.asarray(percentile), jnp.asarray(start), method=method, over=over)
     check(leaves, Fraction(float(percentile)), method, over, selected)
 
 
@@ -269,12 +268,13 @@ def test_nothing_to_select_from():
 
 
 def test_vmap_and_scan():
+    def bound(values, percentile):
+        return plain_select([values], percentile, method="lower").bound
+
     rows = np.float32(np.random.default_rng(0).standard_normal((3, 40)))
     percentiles = jnp.float32([10, 50, 99])
-    batched = jax.vmap(lambda x, p: quick_select([x], p, method="lower").bound)(jnp.asarray(rows), percentiles)
-    _, scanned = jax.lax.scan(
-        lambda c, xs: (c, quick_select([xs[0]], xs[1], method="lower").bound), 0, (jnp.asarray(rows), percentiles)
-    )
+    batched = quick_jit(jax.vmap(bound))(rows, percentiles)
+    scanned = quick_jit(lambda *of_all: jax.lax.scan(lambda c, xs: (c, bound(*xs)), 0, of_all)[1])(rows, percentiles)
     for row, p, a, b in zip(rows, percentiles, batched, scanned, strict=True):
         expected = np.sort(np.abs(row))[int(Fraction(float(p)) * 39 / 100)]
         assert a == b == expected
