@@ -23,8 +23,8 @@ ENVIRONMENT = os.environ | {
     "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
 }
 
-# All are errors, but for one of the cache of programs that the tests share (pyproject.toml).
-WARNINGS = ("-W", "error", "-W", "default:Error reading persistent compilation cache entry")
+# All are errors, but for one of the cache of programs that the tests share: see pyproject.toml.
+WARNINGS = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
 
 
 @pytest.fixture
