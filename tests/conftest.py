@@ -1,7 +1,18 @@
 """Strict settings for every test: no implicit promotion of dtypes or ranks, warnings as errors, eight CPU devices."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
+# JAX keeps compiled programs in this folder until the session ends, so that no worker, and no process that a test
+# starts, compiles what another has compiled. It finds them by the program, the options and its own version.
+# A folder that the environment already names stays as it is: with one, a second run compiles only what has changed.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    folder = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="shrewjax_programs_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import hypothesis

@@ -77,6 +77,11 @@ def quick_jit(function, **options):
     return jax.jit(function, compiler_options=quick_options(), **options)
 
 
+def compiled(tx):
+    """The same, for use outside of compiled functions only."""
+    return optax.GradientTransformationExtraArgs(tx.init, quick_jit(optax.with_extra_args_support(tx).update))
+
+
 def lenient(tx):
     """Optax mixes dtypes: lets it, so that only the package's own code is held to strict promotion."""
 

@@ -8,7 +8,7 @@ import pydoc_data.topics
 import re
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 
 import chex
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, bits, lenient, tree_of
+from helpers import assert_close, bits, compiled, lenient, quick_jit, tree_of
 
 import shrewjax
 
@@ -30,14 +30,23 @@ def recorder():
     )
 
 
-def run(tx, steps, params, **static):
+def run(tx, steps, params):
     """Feeds (gradient, keyword arguments) pairs to a jitted update; returns the updates and states."""
-    update = jax.jit(tx.update)
+    return run_compiled(compiled(tx), steps, params)
+
+
+def run_compiled(tx, steps, params):
     state, history = tx.init(params), []
     for gradient, kwargs in steps:
-        updates, state = update(gradient, state, params, **kwargs, **static)
+        updates, state = tx.update(gradient, state, params, **kwargs)
         history.append((updates, state))
     return history
+
+
+@cache
+def recording_window(accum_steps, **rules):
+    """A window around the recorder, compiled once for all tests and each kind of argument."""
+    return compiled(shrewjax.accumulate(recorder(), accum_steps, **rules))
 
 
 def vector(*values):
@@ -61,7 +70,7 @@ def test_trajectory_is_that_of_multisteps(name, k):
     params = tree_of()
 
     def trajectory(tx):
-        update, p, state = jax.jit(lenient(tx).update), params, tx.init(params)
+        update, p, state = quick_jit(lenient(tx).update), params, tx.init(params)
         for i in range(17):
             updates, state = update(tree_of(i + 1), state, p)
             p = optax.apply_updates(p, updates)
@@ -78,7 +87,7 @@ def test_window_of_one_is_inner_itself():
     params, inner = tree_of(), lenient(optax.adam(0.1))
     tx = shrewjax.accumulate(inner, 1)
     state, plain = tx.init(params), inner.init(params)
-    update, plain_update = jax.jit(tx.update), jax.jit(inner.update)
+    update, plain_update = quick_jit(tx.update), quick_jit(inner.update)
     for i in range(5):
         updates, state = update(tree_of(i), state, params)
         expected, plain = plain_update(tree_of(i), plain, params)
@@ -210,7 +219,7 @@ def test_apply_gradients_leaves_parameters_to_which_nothing_can_be_added(wrap):
     params = {"x": vector(1.0), "i": jnp.arange(3), "key": jax.random.key(1)}
     grads = {"x": vector(4.0), "i": np.zeros(3, jax.dtypes.float0), "key": jax.random.key(2)}
     tx = wrap(optax.identity())
-    state, step = tx.init(params), jax.jit(lambda state, params: shrewjax.apply_gradients(tx, grads, state, params))
+    state, step = tx.init(params), quick_jit(lambda state, params: shrewjax.apply_gradients(tx, grads, state, params))
     new_params = params
     for _ in range(2):
         new_params, state = step(state, new_params)
@@ -306,14 +315,15 @@ def test_window_is_the_weighted_reduction(reduction, weights):
         "sum_over_weights": (g * (w != 0)).sum(0) / w.sum(),
         "sum": (g * (w != 0)).sum(0),
     }[reduction]
-    tx = shrewjax.accumulate(recorder(), 3, reduction=reduction)
+    tx = recording_window(3, reduction=reduction)
     for cast in (float, jnp.float32, jnp.bfloat16, np.float64):
         if cast is jnp.bfloat16 and weights[0] == 512:
             continue  # 460 and 37 need more than its eight bits
         steps = [(x, {"weight": cast(v)}) for x, v in zip(grads, weights, strict=True)]
-        updates, state = run(tx, steps, vector(0.0, 0.0))[-1]
-        np.testing.assert_allclose(updates, expected, rtol=1e-2 if cast is jnp.bfloat16 else 1e-6)
-        assert bool(state.applied)
+        updates, state = run_compiled(tx, steps, vector(0.0, 0.0))[-1]
+        rtol = 1e-2 if cast is jnp.bfloat16 else 1e-6
+        np.testing.assert_allclose(updates, expected, rtol=rtol, err_msg=f"weights are {cast}")
+        assert bool(state.applied), cast
 
 
 @pytest.mark.parametrize("weights", [(1, 3), (2, 1), (0.5, 1.0)])
@@ -346,20 +356,21 @@ def test_weights_make_uneven_micro_batches_equal_to_the_large_batch():
 @pytest.mark.parametrize("nonfinite", POLICIES)
 @pytest.mark.parametrize("weight", [0, 0.0, jnp.float32(0), jnp.int32(0)], ids=lambda w: type(w).__name__)
 def test_micro_batch_of_weight_zero_contributes_nothing_whatever_it_holds(reduction, nonfinite, weight):
-    tx = shrewjax.accumulate(recorder(), 3, reduction=reduction, nonfinite=nonfinite)
+    tx = recording_window(3, reduction=reduction, nonfinite=nonfinite)
     padded = (vector(np.nan, np.inf), {"weight": weight})
     for place in range(3):
         steps = [(vector(2.0, 4.0), {"weight": 1}), (vector(6.0, 8.0), {"weight": 1})]
         steps.insert(place, padded)
-        updates, state = run(tx, steps, vector(0.0, 0.0))[-1]
-        np.testing.assert_allclose(updates, [8, 12] if reduction == "sum" else [4, 6], rtol=1e-6)
-        assert (int(state.dropped), int(state.windows)) == (0, 1)
+        updates, state = run_compiled(tx, steps, vector(0.0, 0.0))[-1]
+        expected = [8, 12] if reduction == "sum" else [4, 6]
+        np.testing.assert_allclose(updates, expected, rtol=1e-6, err_msg=f"at {place}")
+        assert (int(state.dropped), int(state.windows)) == (0, 1), place
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum_over_weights", "sum"])
 def test_window_of_weight_zero_does_not_run_inner(reduction):
-    tx = shrewjax.accumulate(recorder(), 2, reduction=reduction)
-    history = run(tx, [(vector(np.nan), {"weight": 0})] * 2 + [(vector(3.0), {})] * 2, vector(0.0))
+    steps = [(vector(np.nan), {"weight": 0})] * 2 + [(vector(3.0), {})] * 2
+    history = run_compiled(recording_window(2, reduction=reduction), steps, vector(0.0))
     updates, state = history[1]
     assert (float(updates[0]), bool(state.applied), int(state.windows), int(state.micro_step)) == (0, False, 0, 0)
     updates, state = history[3]
@@ -380,8 +391,9 @@ OUT_OF_RANGE = {
 @pytest.mark.parametrize("case", OUT_OF_RANGE)
 def test_traced_weights_whose_sum_is_out_of_range_make_the_average_nan(case, reduction):
     weights, gradient = OUT_OF_RANGE[case]
-    tx = shrewjax.accumulate(recorder(), len(weights), reduction=reduction)
-    updates, state = run(tx, [(vector(gradient), {"weight": jnp.float32(w)}) for w in weights], vector(0.0))[-1]
+    tx = recording_window(len(weights), reduction=reduction)
+    steps = [(vector(gradient), {"weight": jnp.float32(w)}) for w in weights]
+    updates, state = run_compiled(tx, steps, vector(0.0))[-1]
     assert bool(state.applied)
     assert np.isnan(updates).all()
 
@@ -397,7 +409,7 @@ def test_traced_weight_that_the_backend_may_flush_to_zero_is_zero_or_makes_the_a
 def test_average_is_right_at_both_ends_of_the_range_of_weights(weights, cast):
     steps = [(vector(1.0, 3.0), {"weight": cast(weights[0])}), (vector(2.0, 5.0), {"weight": cast(weights[1])})]
     expected = np.average([[1.0, 3.0], [2.0, 5.0]], axis=0, weights=weights)
-    updates, _ = run(shrewjax.accumulate(recorder(), 2), steps, vector(0.0, 0.0))[-1]
+    updates, _ = run_compiled(recording_window(2), steps, vector(0.0, 0.0))[-1]
     np.testing.assert_allclose(updates, expected, rtol=3e-7)
 
 
@@ -452,30 +464,29 @@ def test_one_bad_micro_batch_under_each_policy(bad, place, weight):
         "extend_window": [zero, zero, mean(good, 2), zero, mean(3, 4), zero],
     }
     for policy in POLICIES:
-        tx = shrewjax.accumulate(recorder(), 2, nonfinite=policy)
-        history = run(tx, [(g, weight) for g in calls], vector(0.0, 0.0))
-        for (updates, state), want in zip(history, expected[policy], strict=True):
-            np.testing.assert_allclose(updates, want, rtol=1e-6)
-            assert bool(state.applied) == bool(np.any(want != 0))
-        assert int(history[-1][1].dropped) == (policy != "propagate")
-        assert int(history[-1][1].inner_state["runs"]) == int(history[-1][1].windows)
+        history = run_compiled(recording_window(2, nonfinite=policy), [(g, weight) for g in calls], vector(0.0, 0.0))
+        for i, ((updates, state), want) in enumerate(zip(history, expected[policy], strict=True)):
+            np.testing.assert_allclose(updates, want, rtol=1e-6, err_msg=f"{policy}, call {i}")
+            assert bool(state.applied) == bool(np.any(want != 0)), f"{policy}, call {i}"
+        assert int(history[-1][1].dropped) == (policy != "propagate"), policy
+        assert int(history[-1][1].inner_state["runs"]) == int(history[-1][1].windows), policy
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
 def test_policies_see_bad_values_in_every_dtype_and_no_overflow_of_finite_ones(dtype):
     largest = float(jnp.finfo(dtype).max)
-    tx = shrewjax.accumulate(recorder(), 1, nonfinite="drop_microbatch")
+    tx = recording_window(1, nonfinite="drop_microbatch")
     params = jnp.zeros((300, 4), dtype)
     imaginary = jnp.asarray(1j if dtype == "complex64" else 1, dtype)
     everywhere_largest = jnp.full_like(params, largest)  # the sum overflows, no element does
-    for grads, dropped in (
-        (everywhere_largest, 0),
-        (params.at[200, 1].set(jnp.asarray(np.inf, dtype) * imaginary), 1),
-        (params.at[200, 1].set(jnp.asarray(np.nan, dtype) * imaginary), 1),
-        (params.at[200, 1].set(np.inf).at[7, 0].set(-np.inf), 1),
+    for case, grads, dropped in (
+        ("the largest everywhere", everywhere_largest, 0),
+        ("an infinity", params.at[200, 1].set(jnp.asarray(np.inf, dtype) * imaginary), 1),
+        ("a NaN", params.at[200, 1].set(jnp.asarray(np.nan, dtype) * imaginary), 1),
+        ("infinities of both signs", params.at[200, 1].set(np.inf).at[7, 0].set(-np.inf), 1),
     ):
-        _, state = run(tx, [(grads, {})], params)[-1]
-        assert int(state.dropped) == dropped
+        _, state = run_compiled(tx, [(grads, {})], params)[-1]
+        assert int(state.dropped) == dropped, case
 
 
 def test_after_a_nan_the_next_window_is_clean_where_multisteps_never_is():
@@ -504,7 +515,7 @@ def test_window_length_by_a_float_schedule_of_optax():
 def test_window_length_traced():
     params = vector(0.0)
 
-    @jax.jit
+    @quick_jit
     def calls_until_applied(k):
         tx = shrewjax.accumulate(recorder(), k)
         state, applied = tx.init(params), []
@@ -571,13 +582,9 @@ def test_window_length_in_an_array_is_at_least_one(steps, closes, function):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_flush_with_the_last_micro_batch_divides_by_what_came(traced):
-    flag = jnp.asarray(True) if traced else True
-    steps = [(vector(2.0), {"weight": 3}), (vector(6.0), {"weight": 1, "flush": flag})]
-    updates, state = run(shrewjax.accumulate(recorder(), 8), steps, vector(0.0))[-1] if traced else (None, None)
-    if not traced:
-        tx, params = shrewjax.accumulate(recorder(), 8), vector(0.0)
-        _, state = tx.update(vector(2.0), tx.init(params), params, weight=3)
-        updates, state = tx.update(vector(6.0), state, params, flush=True)
+    tx = recording_window(8) if traced else shrewjax.accumulate(recorder(), 8)
+    steps = [(vector(2.0), {"weight": 3}), (vector(6.0), {"weight": 1, "flush": True})]
+    updates, state = run_compiled(tx, steps, vector(0.0))[-1]
     assert float(updates[0]) == pytest.approx(3.0)
     assert (int(state.micro_step), float(state.weight_sum), int(state.windows)) == (0, 0, 1)
 
@@ -586,7 +593,7 @@ def test_flush_with_the_last_micro_batch_divides_by_what_came(traced):
 def test_flush_closes_what_is_open_and_leaves_an_empty_window_alone(jitted):
     params = jnp.zeros(1, jnp.bfloat16)
     tx = shrewjax.accumulate(lenient(optax.adam(0.1)), 4)
-    flush = jax.jit(lambda s, p: shrewjax.flush(tx, s, p)) if jitted else lambda s, p: shrewjax.flush(tx, s, p)
+    flush = quick_jit(lambda s, p: shrewjax.flush(tx, s, p)) if jitted else lambda s, p: shrewjax.flush(tx, s, p)
     empty = tx.init(params)
     updates, state = flush(empty, params)
     assert float(updates[0]) == 0
@@ -665,8 +672,8 @@ def test_flush_of_a_window_with_a_bad_micro_batch(nonfinite):
 )
 def test_apply_gradients_is_update_and_apply_updates(make):
     tx, params = make(lenient(optax.adam(0.1))), tree_of()
-    both = jax.jit(lambda g, s, p: shrewjax.apply_gradients(tx, g, s, p))
-    update = jax.jit(tx.update)
+    both = quick_jit(lambda g, s, p: shrewjax.apply_gradients(tx, g, s, p))
+    update = quick_jit(tx.update)
     p = q = params
     s = t = tx.init(params)
     for i in range(7):
@@ -698,8 +705,8 @@ def test_host_driven_window_gives_what_accumulate_gives(nonfinite, reduction):
     params = tree_of()
     window = shrewjax.GradAccumulator(3, reduction=reduction, nonfinite=nonfinite)
     tx = shrewjax.accumulate(recorder(), 3, reduction=reduction, nonfinite=nonfinite)
-    add, take = jax.jit(window.add, donate_argnums=0), jax.jit(window.take)
-    update, state, host = jax.jit(tx.update), tx.init(params), window.init(params)
+    add, take = quick_jit(window.add, donate_argnums=0), quick_jit(window.take)
+    update, state, host = quick_jit(tx.update), tx.init(params), window.init(params)
     for i in range(11):
         grads = tree_of(i) if i != 4 else jax.tree.map(lambda x: x * jnp.nan, tree_of(i))
         updates, state = update(grads, state, params, weight=jnp.float32(i % 4))
@@ -810,7 +817,7 @@ def test_bad_gradients_are_named_and_leave_the_state_usable(case):
         window.add(host, grads)
     if case != "no array":
         with pytest.raises(error, match=message):
-            jax.jit(tx.update, donate_argnums=1)(grads, state, params)
+            quick_jit(tx.update, donate_argnums=1)(grads, state, params)
     updates, _ = tx.update(params, state, params)
     assert_close(updates, params, rtol=0)
 
@@ -879,7 +886,7 @@ def test_inner_may_keep_python_numbers_in_its_state(wrap, new):
     inner = optax.GradientTransformation(lambda p: {"n": 6}, lambda g, s, p=None: (g, {"n": new(s["n"])}))
     tx = wrap(inner)
     state = tx.init(vector(0.0))
-    for update in (tx.update, tx.update, jax.jit(tx.update), tx.update):
+    for update in (tx.update, tx.update, quick_jit(tx.update), tx.update):
         before = int(state.inner_state["n"])
         _, state = update(vector(1.0), state)
         assert int(state.inner_state["n"]) == (new(before) if bool(state.applied) else before)
@@ -937,7 +944,7 @@ def test_sharding_of_the_parameters_is_that_of_the_accumulator():
     tx = shrewjax.accumulate(lenient(optax.adam(0.1)), 2)
     state = tx.init(params)
     assert state.gradient_sum.sharding.is_equivalent_to(sharding, 2)
-    step = jax.jit(lambda g, s, p: shrewjax.apply_gradients(tx, g, s, p))
+    step = quick_jit(lambda g, s, p: shrewjax.apply_gradients(tx, g, s, p))
     for _ in range(2):
         params, state = step(params + 1, state, params)
     assert state.gradient_sum.sharding.is_equivalent_to(sharding, 2)
@@ -963,7 +970,7 @@ def test_every_optimizer_of_optax_takes_the_steps_it_takes_in_multisteps(name):
     params = matrices(0)
 
     def trajectory(tx):
-        update, p, state = jax.jit(lenient(tx).update), params, tx.init(params)
+        update, p, state = quick_jit(lenient(tx).update), params, tx.init(params)
         for i in range(9):
             updates, state = update(matrices(i + 1), state, p, value=1.0 + i)
             p = optax.apply_updates(p, updates)
@@ -997,8 +1004,8 @@ def test_uneven_micro_batches_of_text_equal_the_large_batch():
         return optax.softmax_cross_entropy_with_integer_labels(h @ params["out"], x[1:])
 
     with jax.numpy_dtype_promotion("standard"):
-        mean_gradient = jax.jit(jax.grad(lambda p, x: jnp.mean(losses(p, x))))
-        whole = jax.jit(jax.grad(lambda p: jnp.mean(jnp.concatenate([losses(p, x) for x in batches]))))(params)
+        mean_gradient = quick_jit(jax.grad(lambda p, x: jnp.mean(losses(p, x))))
+        whole = quick_jit(jax.grad(lambda p: jnp.mean(jnp.concatenate([losses(p, x) for x in batches]))))(params)
         steps = [(mean_gradient(params, x), {"weight": len(x) - 1}) for x in batches]
         sums = [(jax.tree.map(lambda g, n=weight["weight"]: g * n, mean), weight) for mean, weight in steps]
     for reduction, given in (("mean", steps), ("sum_over_weights", sums)):

@@ -11,9 +11,9 @@ import pytest
 SCRIPT = pathlib.Path(__file__).with_name("resume_training.py")
 
 
-def run(folder, mode, kind, devices):
+def run(folder, kind, devices, *runs):
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    command = [sys.executable, SCRIPT, folder, mode, kind, str(devices)]
+    command = [sys.executable, SCRIPT, folder, kind, str(devices), *runs]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -21,11 +21,9 @@ def run(folder, mode, kind, devices):
     ("kind", "devices_before", "devices_after"), [("orbax", 1, 1), ("orbax", 2, 8), ("flax", 1, 4)]
 )
 def test_killed_in_mid_window_and_resumed_ends_bit_identically(tmp_path, kind, devices_before, devices_after):
-    whole = run(tmp_path, "whole", kind, devices_before)
-    assert whole.returncode == 0, whole.stderr
-    killed = run(tmp_path, "killed", kind, devices_before)
+    killed = run(tmp_path, kind, devices_before, "whole", "killed")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    resumed = run(tmp_path, "resume", kind, devices_after)
+    resumed = run(tmp_path, kind, devices_after, "resumed")
     assert resumed.returncode == 0, resumed.stderr
-    assert (tmp_path / "resume").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert (tmp_path / "resumed").read_bytes() == (tmp_path / "whole").read_bytes()
     assert not (tmp_path / "killed").exists()

@@ -19,7 +19,7 @@ import optax.contrib
 import orbax.checkpoint
 import pytest
 from flax import nnx
-from helpers import TRANSFORMATIONS, assert_close, bits, quick_jit, quick_options
+from helpers import TRANSFORMATIONS, assert_close, bits, compiled, quick_jit, quick_options
 
 import shrewjax
 
@@ -47,11 +47,6 @@ GRADS = [tree_like_a_layer(i, scale) for i, scale in enumerate((1.0, 0.5, 1.5, 1
 BROKEN = jax.tree.map(lambda x: x.at[0].set(jnp.nan), GRADS[0])
 
 
-def compiled(tx):
-    """The same, for use outside of compiled functions only."""
-    return optax.GradientTransformationExtraArgs(tx.init, quick_jit(optax.with_extra_args_support(tx).update))
-
-
 @functools.cache
 def core(name):
     """The transformation, compiled once for each kind of tree."""
@@ -70,14 +65,20 @@ def run(tx, grads, params, *, moves=False, **extra_args):
 
 
 def tape(recorded):
-    """A transformation that plays back recorded updates, one a call, whatever it gets."""
-    stacked = [jnp.stack(leaves) for leaves in zip(*map(jax.tree.leaves, recorded), strict=True)]
+    """A transformation that plays back recorded updates, one a call, whatever it gets.
+
+    They are in its state, not in the program, so that one program plays all of them.
+    """
+    stacked = [np.stack(leaves) for leaves in zip(*map(jax.tree.leaves, recorded), strict=True)]
+
+    def init(params):
+        return {"calls": jnp.zeros((), jnp.int32), "recorded": [jnp.asarray(x) for x in stacked]}
 
     def update(updates, state, params=None, **extra_args):
-        played = jax.tree.unflatten(jax.tree.structure(updates), [x[state] for x in stacked])
-        return played, state + 1
+        played = jax.tree.unflatten(jax.tree.structure(updates), [x[state["calls"]] for x in state["recorded"]])
+        return played, state | {"calls": state["calls"] + 1}
 
-    return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros((), jnp.int32), update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 class Wrapper(NamedTuple):

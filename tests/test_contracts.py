@@ -98,7 +98,8 @@ def test_is_a_scan_carry_and_compiles_once(name):
     for i in range(10):
         updates, looped = step(tree_of(i), looped)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *(tree_of(i) for i in range(10)))
-    scanned, all_updates = jax.lax.scan(lambda s, g: tx.update(g, s, params)[::-1], state, stacked)
+    scan = quick_jit(lambda state, grads: jax.lax.scan(lambda s, g: tx.update(g, s, params)[::-1], state, grads))
+    scanned, all_updates = scan(state, stacked)
     assert_close(scanned, looped, rtol=1e-6)
     assert_close(jax.tree.map(lambda x: x[-1], all_updates), updates, rtol=1e-6)
 

@@ -23,12 +23,15 @@ ENVIRONMENT = os.environ | {
     "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
 }
 
+# All are errors, but for one of the cache of programs that the tests share: see pyproject.toml.
+WARNINGS = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
+
 
 @pytest.fixture
 def run(tmp_path):
     # In a new folder, so that the example is seen to need nothing but the installed packages and to make its folder.
     def run(name, *arguments, out):
-        command = [sys.executable, "-W", "error", EXAMPLES / name, *map(str, arguments), "--out", tmp_path / out]
+        command = [sys.executable, *WARNINGS, EXAMPLES / name, *map(str, arguments), "--out", tmp_path / out]
         result = subprocess.run(
             command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
         )

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers import TRANSFORMATIONS
+from helpers import TRANSFORMATIONS, quick_jit
 from train_processes import ACCUM_STEPS, NAN_STEPS, PROCESSES, STEPS, batch, first_params, inner, nonfinite
 
 SCRIPT = pathlib.Path(__file__).with_name("train_processes.py")
@@ -51,7 +51,7 @@ def on_one_device(name, nan_steps):
     """The parameters at the end of each window: every window one large batch, its gradient by hand, in float64."""
     tx, params = inner(name), first_params()
     state, at_end = tx.init(params), []
-    update = jax.jit(tx.update)
+    update = quick_jit(tx.update)
     for first in range(0, STEPS, ACCUM_STEPS):
         window = [i for i in range(first, first + ACCUM_STEPS) if nonfinite(name) == "propagate" or i not in nan_steps]
         x, y, kept = (np.concatenate(parts) for parts in zip(*(batch(i, nan_steps) for i in window), strict=True))

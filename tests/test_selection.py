@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import quick_jit
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -63,11 +64,17 @@ def check(leaves, percentile, method, over, selected):
     assert int(selected.elements) == len(values)
 
 
-@partial(jax.jit, static_argnames=("method", "over", "scope"))
-def select(leaves, percentile, start=None, method="linear", over="all", scope="global"):
+OPTIONS = ("method", "over", "scope")
+
+
+def plain_select(leaves, percentile, start=None, method="linear", over="all", scope="global"):
     return _selection.select(leaves, percentile, method=method, over=over, scope=scope, axes=None, start=start)
 
 
+select, quick_select = (jit(plain_select, static_argnames=OPTIONS) for jit in (jax.jit, quick_jit))
+
+
+@partial(quick_jit, static_argnames=("percentile", *OPTIONS))
 def known(leaves, percentile, method="linear", over="all", scope="global"):
     return _selection.select(leaves, Fraction(percentile), method=method, over=over, scope=scope, axes=None)
 
@@ -120,7 +127,9 @@ CASES = [
 def test_any_percentile_is_that_of_the_sorted_magnitudes(dtype, method, over, data):
     leaves, percentile, start = data.draw(cases(dtype))
     given_leaves = [jnp.asarray(x) for x in leaves]
-    selected = select(given_leaves, jnp.asarray(percentile), jnp.asarray(start), method=method, over=over)
+    # As users compile it where a float is rounded; elsewhere elements and integers are compared.
+    compiled = select if method == "linear" and dtype in ("float32", "mixed") else quick_select
+    selected = compiled(given_leaves, jnp.asarray(percentile), jnp.asarray(start), method=method, over=over)
     check(leaves, on_grid(percentile), method, over, selected)
 
 
@@ -180,21 +189,21 @@ def test_large_leaves_of_many_distributions(distribution):
     for percentile in (0.1, 1, 25, 50, 90, 99.9, 100):
         rank = on_grid(np.float32(percentile)) * (n - 1) / 100
         for start in (0.0, magnitudes[-1], magnitudes[int(rank)] * np.float32(1.03)):
-            lower = select(leaves, jnp.float32(percentile), jnp.float32(start), method="lower")
+            lower = quick_select(leaves, jnp.float32(percentile), jnp.float32(start), method="lower")
             found = np.asarray(lower.bound)  # NumPy flushes no subnormals
             assert found == magnitudes[int(rank)]
             assert int(lower.above) == np.sum(magnitudes > found)
-        higher = select(leaves, jnp.float32(percentile), jnp.float32(0), method="higher")
+        higher = quick_select(leaves, jnp.float32(percentile), jnp.float32(0), method="higher")
         assert np.asarray(higher.bound) == magnitudes[math.ceil(rank)]
 
 
 def test_a_start_near_the_result_saves_reads():
     values = jnp.asarray(np.random.default_rng(0).standard_normal(400_000), jnp.float32)
-    cold = select([values], jnp.float32(90), jnp.float32(0))
-    warm = select([values * 1.05], jnp.float32(90), cold.bound)
+    cold = quick_select([values], jnp.float32(90), jnp.float32(0))
+    warm = quick_select([values * 1.05], jnp.float32(90), cold.bound)
     assert int(warm.reads) < int(cold.reads) <= 7
     ties = jnp.full(1000, 0.1)
-    assert int(select([ties], jnp.float32(90), jnp.float32(0.1)).reads) <= 2
+    assert int(quick_select([ties], jnp.float32(90), jnp.float32(0.1)).reads) <= 2
 
 
 def test_a_search_takes_few_reads_and_fewer_from_a_start_near_the_result():
@@ -212,9 +221,9 @@ def test_a_search_takes_few_reads_and_fewer_from_a_start_near_the_result():
     reads = {growth: [] for growth in most}
     for values in map(jnp.float32, distributions):
         for percentile in map(jnp.float32, (0.1, 5, 37, 50, 90, 99, 99.9)):
-            cold = select([values], percentile, jnp.float32(0))
+            cold = quick_select([values], percentile, jnp.float32(0))
             for growth in most:
-                warm = cold if growth is None else select([values * growth], percentile, cold.bound)
+                warm = cold if growth is None else quick_select([values * growth], percentile, cold.bound)
                 reads[growth].append(int(warm.reads))
     for growth, limit in most.items():
         assert np.mean(reads[growth]) <= limit
@@ -224,7 +233,7 @@ def test_hostile_data_takes_a_bounded_number_of_reads():
     # Each key is twice the one before, in steps from the bottom: no estimate fits for long.
     values = jnp.asarray((2 ** np.arange(31, dtype=np.int64)).astype(np.int32).view(np.float32)[:30])
     for percentile in range(0, 101, 7):
-        assert int(select([values], jnp.float32(percentile), jnp.float32(0)).reads) <= 2 * 31 // 3
+        assert int(quick_select([values], jnp.float32(percentile), jnp.float32(0)).reads) <= 2 * 31 // 3
 
 
 def test_complex_leaves_count_with_their_modulus():
@@ -276,12 +285,12 @@ def test_a_nan_is_reported():
     by_leaf = known([jnp.asarray(values), jnp.ones(2)], "50", scope="leaf").bound
     assert np.isnan(by_leaf[0])
     assert by_leaf[1] == 1
-    assert np.isnan(select([jnp.ones(3)], jnp.float32(np.nan)).bound)
+    assert np.isnan(quick_select([jnp.ones(3)], jnp.float32(np.nan)).bound)
 
 
 def test_a_single_element_is_every_percentile():
     for percentile in (0, 37.5, 100):
-        assert select([jnp.float32([-3])], jnp.float32(percentile)).bound == 3
+        assert quick_select([jnp.float32([-3])], jnp.float32(percentile)).bound == 3
 
 
 def test_nothing_to_select_from():
@@ -292,12 +301,13 @@ def test_nothing_to_select_from():
 
 
 def test_vmap_and_scan():
+    def bound(values, percentile):
+        return plain_select([values], percentile, method="lower").bound
+
     rows = np.float32(np.random.default_rng(0).standard_normal((3, 40)))
     percentiles = jnp.float32([10, 50, 99])
-    batched = jax.vmap(lambda x, p: select([x], p, method="lower").bound)(jnp.asarray(rows), percentiles)
-    _, scanned = jax.lax.scan(
-        lambda c, xs: (c, select([xs[0]], xs[1], method="lower").bound), 0, (jnp.asarray(rows), percentiles)
-    )
+    batched = quick_jit(jax.vmap(bound))(rows, percentiles)
+    scanned = quick_jit(lambda *of_all: jax.lax.scan(lambda c, xs: (c, bound(*xs)), 0, of_all)[1])(rows, percentiles)
     for row, p, a, b in zip(rows, percentiles, batched, scanned, strict=True):
         expected = np.sort(np.abs(row))[int(Fraction(float(p)) * 39 / 100)]
         assert a == b == expected
