@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from shrewjax import _arguments, _floats, _gradients
+from shrewjax._branches import run_if
 from shrewjax._gradients import Tree, is_gradient
 from shrewjax._mesh import AxisName
 from shrewjax._states import State, described, fields, increment_if
@@ -45,6 +46,9 @@ class AccumulateState(NamedTuple):
     weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"]
     window_bad: Annotated[jax.Array, "bool (): drop_window will discard the open window"]
     dropped: Annotated[jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"]
+    value_sum: Annotated[jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"]
+    value: Annotated[jax.Array, "like a weight (): mean `value` of the last window that ran inner; inf before it"]
+    noise: Annotated[Any, "sums and averages of the gradient noise, () without noise_decay"]
     gradient_sum: Annotated[
         Any,
         "like the parameters, in the accumulator's dtype, with a leading axis of devices with sum_over; meaningless "
@@ -65,6 +69,7 @@ def accumulate(
     accumulator_dtype: Any = None,
     nonfinite: Nonfinite = "propagate",
     sum_over: AxisName | None = None,
+    noise_decay: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs an optimizer once per window of `accum_steps` micro-batches, on the average of their gradients.
 
@@ -75,12 +80,17 @@ def accumulate(
     stateful optimizer would run on every call. Transformations for the large batch, such as clipping, belong inside:
     `accumulate(optax.chain(clip_by_global_norm(1.0), optax.adamw(1e-3)), 4)`.
 
-    `update` takes two more arguments, which inner does not receive:
+    `update` takes three more arguments. Inner does not receive the first two:
 
     * `weight=1`: the micro-batch's number of examples or tokens. It is a real scalar, traced or not: 0, or between
       2**-30 and 2**100. Weights are summed in float32 (in float64 if a sum is float64), so whole numbers add exactly up
       to 2**24. Above that, a weight of 1 is lost. Use larger units, such as batches, or float64 sums.
     * `flush=False`: closes the window with this call, however many micro-batches it has. A bool, traced or not.
+    * `value=None`: the micro-batch's loss, a real scalar. Inner gets the window's: with `reduction="mean"`
+      sum(w value) / sum(w), over the micro-batches that the gradients are averaged over. So `skip_on_spike`, a line
+      search and a plateau rule inside see the loss of the large batch. It stays in the state and in `metrics`. If one
+      micro-batch of a window comes without a `value`, the window's is inf. Inner gets a `grad`, as `optax.lbfgs` takes
+      it, as the window's average, too.
 
     ================================================  ==========================================================
     condition                                         result
@@ -117,7 +127,6 @@ def accumulate(
     * A gradient tree of `None` is a micro-batch of zeros. To close a window without a micro-batch, use `flush`.
     * `optax.masked(accumulate(...), mask)` returns the raw gradients of masked-out leaves on every call.
     * A transformation after `accumulate` in a chain runs on every call.
-    * A line search, or a rule that reads the loss, gets the `value` of the closing call.
 
     Args:
       inner: the transformation to wrap, usually a whole optimizer.
@@ -132,6 +141,23 @@ def accumulate(
       sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, see below. Pass `()`
         if the gradients are the same on every device already. This is required with `check_vma=False` and in
         `jax.pmap`, because JAX's types do not record it there.
+
+      noise_decay: measures the gradient noise scale of the windows, with this decay of its averages, a real scalar in
+        [0, 1), for example 0.99. `None` does not measure. A weight must then count independent examples, such as
+        sequences, not tokens.
+
+    With `noise_decay`, `metrics` shows three numbers. `noise_trace` is the trace of the covariance of one example's
+    gradient, `signal_squared` the squared norm of the true gradient. `noise_scale` is their quotient: the weight of a
+    window in which noise and signal are equal, in units of `weight`. They are averages over windows of
+
+    .. math:: S = \frac{\sum_i w_i |g_i|^2 - W |\bar g|^2}{K - 1}, \qquad |\bar g|^2 - S / W
+
+    with W = sum(w) and K micro-batches, on all devices, and unbiased for any weights. Windows with fewer than two
+    micro-batches, and non-finite ones, do not enter. Before the first estimate they are inf. The estimate of the signal
+    may be negative while noise dominates. It is measured before inner clips. Each micro-batch costs a norm of its
+    gradients, and each closing window one of the average. Take it as a diagnostic: whether it may steer the batch size
+    is disputed (W. Merrill et al., 2025, arXiv:2505.23971). Source: S. McCandlish et al., "An empirical model of
+    large-batch training", 2018, arXiv:1812.06162, appendix A.1, which has equal weights.
 
     Under plain `jax.jit` on many devices, JAX reduces the gradients of a mean loss itself, and no argument is needed.
     That costs one all-reduce per micro-step. With `sum_over="data"` each device adds up its own gradients, and one
@@ -188,6 +214,7 @@ def accumulate(
         accumulator_dtype=accumulator_dtype,
         nonfinite=nonfinite,
         sum_over=sum_over,
+        noise_decay=noise_decay,
     )
 
     def init_fn(params: optax.Params) -> AccumulateState:
@@ -219,40 +246,56 @@ def accumulate(
         apply: bool,
         weight: Any = 1,
         flush: Any = False,
+        value: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, AccumulateState]:
-        stepped = window._advance(state, grads, weight, flush=_arguments.flag("flush", flush), when_full=True)
+        flush = _arguments.flag("flush", flush)
+        stepped = window._advance(state, grads, weight, value, flush=flush, when_full=True)
         like = window._without_rows(_gradients.gradient_arrays(grads))
         typed_params = _gradients.parameter_arrays(params)
 
-        def run_inner(average: chex.ArrayTree, runs: Flag) -> tuple[Any, Any]:
+        def run_inner(average: chex.ArrayTree, mean_value: jax.Array, runs: Flag) -> tuple[Any, Any]:
             def gradients() -> optax.Updates:
                 return _as_gradients(average, like, typed_params)
 
-            return update_or_apply(wrapped, gradients, state.inner_state, params, apply=apply, runs=runs, **extra_args)
+            of_window = {} if value is None else {"value": mean_value}
+            if extra_args.get("grad") is not None:
+                of_window["grad"] = gradients()
+            extra = extra_args | of_window
+            return update_or_apply(wrapped, gradients, state.inner_state, params, apply=apply, runs=runs, **extra)
 
         def reduce_and_run() -> tuple[Any, tuple[Any, ...]]:
-            average, has_weight = window._average(stepped)
-            returned, inner_state = run_inner(average, True)
+            taken = window._average(stepped)
+            has_weight = taken.has_weight
+            returned, inner_state = run_inner(taken.gradients, taken.value, True)
+            measured = taken.value, taken.noise
             if has_weight is not True:
                 # Select, because XLA copies parameters and state in a branch within a branch on CUDA
                 # (tests/test_accelerators.py).
                 unchanged = params if apply else optax.tree.zeros_like(returned), state.inner_state
                 returned, inner_state = optax.tree.where(has_weight, (returned, inner_state), unchanged)
-            return returned, (inner_state, jnp.asarray(has_weight), window._emptied_rows(stepped, average))
+                measured = optax.tree.where(has_weight, measured, (state.value, stepped.state.noise))
+            emptied = window._emptied_rows(stepped, taken.gradients)
+            return returned, (inner_state, jnp.asarray(has_weight), emptied, *measured)
 
-        gradient_sum = stepped.state.gradient_sum
+        gradient_sum, mean_value, noise = stepped.state.gradient_sum, state.value, stepped.state.noise
         if window._axes:
-            idle = (state.inner_state, jnp.zeros((), bool), gradient_sum)
+            idle = (state.inner_state, jnp.zeros((), bool), gradient_sum, mean_value, noise)
             returned, after = run_or_skip(stepped.has_average, reduce_and_run, idle, params, apply=apply)
-            inner_state, applied, gradient_sum = after
+            inner_state, applied, gradient_sum, mean_value, noise = after
         else:
-            returned, inner_state = run_inner(gradient_sum, stepped.has_average)
             applied = jnp.asarray(stepped.has_average)
+            if stepped.has_average is not False:
+                mean_value = jnp.where(applied, window._average(stepped).value, mean_value)
+            if noise:  # in a branch, because the norm of the average takes a pass
+                noise = run_if(stepped.has_average, lambda: window._average(stepped).noise, lambda: noise)
+            returned, inner_state = run_inner(gradient_sum, mean_value, stepped.has_average)
         returned = _with_integers(returned, like, params if apply else None)
         new_state = stepped.state._replace(
             windows=increment_if(applied, state.windows),
             applied=applied,
+            value=mean_value,
+            noise=noise,
             gradient_sum=gradient_sum,
             inner_state=inner_state,
         )

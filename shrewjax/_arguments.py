@@ -111,6 +111,13 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> Any:
     return value
 
 
+def value_of_loss(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
+    """Returns the `value` of a micro-batch, a real scalar or an array of one of the shapes, whatever it holds."""
+    if isinstance(value, np.ndarray) and value.shape != ():
+        value = jnp.asarray(value)
+    return _real_array("value", value, shapes) if isinstance(value, jax.Array) else any_real("value", value)
+
+
 def flag(name: str, value: Any) -> bool | jax.Array:
     """Returns a bool or a boolean scalar array."""
     if isinstance(value, bool | np.bool):

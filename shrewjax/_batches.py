@@ -340,9 +340,9 @@ def _begun(state: GradAccumulatorState) -> GradAccumulatorState:
 def _average(window: GradAccumulator, state: GradAccumulatorState) -> tuple[Any, Flag]:
     """Returns the window's average, and whether it has one. If not, the sums are still zeros."""
     # Not by `take`, which selects zeros. For a transformer on CUDA, XLA holds them, a quarter of the gradients' size.
-    stepped = window._advance(_begun(state), None, 0, flush=True, when_full=False)
-    average, has_weight = window._average(stepped)
-    return average, stepped.has_average & has_weight
+    stepped = window._advance(_begun(state), None, 0, None, flush=True, when_full=False)
+    average = window._average(stepped)
+    return average.gradients, stepped.has_average & average.has_weight
 
 
 def _selected(kept: Flag, new: Any, old: Any) -> Any:

@@ -215,6 +215,14 @@ def newly_varying(new: Any, old: Any) -> str:
     return repr(tuple(over) if len(over) > 1 else over[0]) if over else ""
 
 
+def axes_beside(leaves: Sequence[Any], local: tuple[Hashable, ...]) -> list[Axes]:
+    """Returns the mapped axes, except `local`, over which each leaf varies. Untracked leaves count as whole."""
+    mapped, is_tracked = mapped_axes()
+    if not is_tracked:
+        return [()] * len(leaves)
+    return [tuple(a for a in mapped if a in varying_axes(x) and a not in local) for x in leaves]
+
+
 def mapped_axes() -> tuple[tuple[Hashable, ...], bool]:
     """Returns the mapped axes here, and whether types are tracked."""
     mapped = jax.sharding.get_abstract_mesh().manual_axes

@@ -38,7 +38,7 @@ from shrewjax._floats import (
     times_power_of_two,
     upcast,
 )
-from shrewjax._mesh import Axes, UnitDims, UnitSharding
+from shrewjax._mesh import Axes, UnitDims, UnitSharding, axes_beside
 from shrewjax._reductions import any_device, leaf_maxima, leaf_sums
 
 Scope = Literal["global", "leaf"]
@@ -60,6 +60,12 @@ def measure(leaves: Sequence[Any], ord: float, axes: Axes) -> ExtendedFloat:
     derivative is 0 if the norm is 0 or not finite.
     """
     return _measure(leaves, ord, "global", axes)
+
+
+@partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
+def measure_local(leaves: Sequence[Any], local: tuple[Any, ...]) -> ExtendedFloat:
+    """Returns the 2-norm of each device's own leaves along the mapped axes `local`; along others, of whole leaves."""
+    return _measure(leaves, 2, "global", axes_beside(leaves, local))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21

@@ -125,6 +125,12 @@ def _place_window(path: _gradients.KeyPath, window: Any, like: Any) -> Any:
     if window.weight_sum.ndim:
         window = window._replace(
             weight_sum=_with_rows_of(window.weight_sum, like.weight_sum),
+            value_sum=_with_rows_of(window.value_sum, like.value_sum),
+            noise=window.noise
+            and window.noise._replace(
+                square_sums=_with_rows_of(window.noise.square_sums, like.noise.square_sums),
+                kept=_with_rows_of(window.noise.kept, like.noise.kept),
+            ),
             gradient_sum=jax.tree.map(_with_rows_of, window.gradient_sum, like.gradient_sum),
         )
     return type(window)(*(jax.tree.map_with_path(_place, *fields) for fields in zip(window, like, strict=True)))

@@ -14,6 +14,9 @@ optimizer in one. Both go through `GradAccumulator._advance`, which decides in t
 5. Update each leaf in one pass (`_advance_leaf`): replace or add, select, and divide if the window is closing. The sum
    is not cleared on closing. The first gradient of the next window overwrites it, which saves a write.
 6. Reset the counters of a closing window.
+
+The loss that comes as `value` goes the same way as the gradients: it is added by the same weights, over the same kept
+micro-batches. With `noise_decay`, so do the squared norms of the gradients (`_noise.py`).
 """
 
 from collections.abc import Callable
@@ -24,7 +27,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax import _arguments, _floats, _gradients, _per_device
+from shrewjax import _arguments, _extended, _floats, _gradients, _noise, _norms, _per_device
+from shrewjax._extended import ExtendedFloat
 from shrewjax._gradients import is_gradient
 from shrewjax._mesh import (
     AxisName,
@@ -57,6 +61,9 @@ class GradAccumulatorState(NamedTuple):
     weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"]
     window_bad: Annotated[jax.Array, "bool (): drop_window will discard the open window"]
     dropped: Annotated[jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"]
+    value_sum: Annotated[jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"]
+    value: Annotated[jax.Array, "like a weight (): mean `value` of the last window with an average; inf before it"]
+    noise: Annotated[Any, "sums and averages of the gradient noise, () without noise_decay"]
     gradient_sum: Annotated[Any, "as in `AccumulateState`"]
 
     def metrics(self) -> dict[str, Any]:
@@ -66,10 +73,10 @@ class GradAccumulatorState(NamedTuple):
 
 def metrics_of_window(state: Any) -> dict[str, Any]:
     """Returns the scalars of a window. `weight_sum` is left out if each device has its own."""
-    found = fields(state, "micro_step", "windows", "weight_sum", "window_bad", "dropped")
+    found = fields(state, "micro_step", "windows", "weight_sum", "window_bad", "dropped", "value")
     if state.weight_sum.ndim > state.micro_step.ndim:  # per-device rows
         del found["weight_sum"]
-    return found
+    return found | (_noise.metrics_of_noise(state.noise) if state.noise else {})
 
 
 class WindowStep(NamedTuple):
@@ -79,8 +86,18 @@ class WindowStep(NamedTuple):
         Any  # the new state; if the window closes, its `gradient_sum` is the average, or rows not summed over devices
     )
     weight_sum: jax.Array  # the window's weight, not reset if the window closes
+    value_sum: jax.Array  # the weighted sum of `value`, likewise
     has_average: Flag  # the window closes with an average, unless it has rows and their total weight is 0
     has_weight: Flag  # the window's weight is not 0; with rows, only Python's True is final
+
+
+class Average(NamedTuple):
+    """What a closing window passes on: see `GradAccumulator._average`."""
+
+    gradients: chex.ArrayTree  # the average in the accumulator's dtypes
+    has_weight: Flag  # the window's weight is not 0
+    value: jax.Array  # the mean of `value`
+    noise: Any  # the state of the noise with this window
 
 
 class GradAccumulator:
@@ -123,6 +140,7 @@ class GradAccumulator:
         accumulator_dtype: Any = None,
         nonfinite: Nonfinite = "propagate",
         sum_over: AxisName | None = None,
+        noise_decay: Any = None,
     ) -> None:
         self.accum_steps = _arguments.accum_steps(accum_steps)
         self._reduction = _arguments.choice("reduction", reduction, ("mean", "sum_over_weights", "sum"))
@@ -131,30 +149,38 @@ class GradAccumulator:
             "nonfinite", nonfinite, ("propagate", "drop_microbatch", "drop_window", "extend_window")
         )
         self._axes = _arguments.axis_names("sum_over", sum_over)
+        self._noise_decay = None if noise_decay is None else _arguments.real("noise_decay", noise_decay, at_least=0)
+        if isinstance(self._noise_decay, float) and self._noise_decay >= 1:
+            raise ValueError(f"noise_decay must be below 1, got {noise_decay!r}")
 
     def init(self, params: Any) -> GradAccumulatorState:
         """Returns an empty window for gradients like `params`, with the sharding of `params`."""
-        gradient_sum, zero_weight = self._zeros(params)
+        gradient_sum, zeros = self._zeros(params)
         sums = [x for x in jax.tree.leaves(gradient_sum) if is_gradient(x)]
         is_float64 = any(_floats.accumulator_dtype(x) == jnp.float64 for x in sums)
+        dtype = jnp.float64 if is_float64 else jnp.float32
         return GradAccumulatorState(
             micro_step=jnp.zeros((), jnp.int32),
             windows=jnp.zeros((), jnp.int32),
-            weight_sum=zero_weight(jnp.float64 if is_float64 else jnp.float32),
+            weight_sum=zeros((), dtype),
             window_bad=jnp.zeros((), bool),
             dropped=jnp.zeros((), jnp.int32),
+            value_sum=zeros((), dtype),
+            value=jnp.full((), jnp.inf, dtype),
+            noise=() if self._noise_decay is None else _noise.empty(zeros((3,), jnp.float32), zeros((), jnp.float32)),
             gradient_sum=gradient_sum,
         )
 
-    def add(self, state: GradAccumulatorState, grads: Any, weight: Any = 1) -> GradAccumulatorState:
+    def add(self, state: GradAccumulatorState, grads: Any, weight: Any = 1, value: Any = None) -> GradAccumulatorState:
         """Adds a micro-batch to the window, even to a full one. Call `take` when `ready` is true.
 
         Args:
           state: the window so far; may be donated.
           grads: the micro-batch's gradients, like the parameters passed to `init`.
           weight: its number of examples or tokens, as in `accumulate`.
+          value: its loss, as in `accumulate`. The state has the window's mean in `value` after `take`.
         """
-        return self._advance(state, grads, weight, flush=False, when_full=False).state
+        return self._advance(state, grads, weight, value, flush=False, when_full=False).state
 
     def ready(self, state: GradAccumulatorState) -> jax.Array:
         """Returns whether the window is full. Shape (), bool."""
@@ -186,11 +212,15 @@ class GradAccumulator:
         idle one, because only that branch returns its operands without a copy. `jax.lax.cond` puts the other one first
         on a GPU, and then copies parameters and optimizer state on every call.
         """
-        stepped = self._advance(state, None, 0, flush=True, when_full=False)
-        total, has_weight = self._average(stepped)
-        has_average = stepped.has_average & has_weight
-        average = optax.tree.where(has_average, total, optax.tree.zeros_like(total))
-        state = stepped.state._replace(windows=increment_if(has_average, state.windows))
+        stepped = self._advance(state, None, 0, None, flush=True, when_full=False)
+        taken = self._average(stepped)
+        has_average = stepped.has_average & taken.has_weight
+        average = optax.tree.where(has_average, taken.gradients, optax.tree.zeros_like(taken.gradients))
+        state = stepped.state._replace(
+            windows=increment_if(has_average, state.windows),
+            value=jnp.where(has_average, taken.value, state.value),
+            noise=optax.tree.where(has_average, taken.noise, state.noise),
+        )
         return average, jnp.asarray(has_average), state if self._axes else state._replace(gradient_sum=average)
 
     def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
@@ -201,16 +231,18 @@ class GradAccumulator:
             window_bad=jnp.zeros_like(state.window_bad),
         )
 
-    def step(self, state: GradAccumulatorState, grads: Any, weight: Any = 1) -> tuple[Any | None, GradAccumulatorState]:
+    def step(
+        self, state: GradAccumulatorState, grads: Any, weight: Any = 1, value: Any = None
+    ) -> tuple[Any | None, GradAccumulatorState]:
         """Adds a micro-batch and, if the window is then full, takes its average. Cannot be used under jit.
 
         Returns:
           The average and the state. The average is None if the window is still open, or closed without one.
         """
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight))):
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight, value))):
             raise ValueError("step decides on the host and cannot be traced. Use add, ready and take under jit")
         weight = _arguments.weight(weight, {(), state.weight_sum.shape})  # checked here, because jit hides its value
-        state = _jitted_add(self, state, grads, weight)
+        state = _jitted_add(self, state, grads, weight, value)
         if not self.ready(state):
             return None, state
         average, closed, state = self.take(state)
@@ -220,8 +252,8 @@ class GradAccumulator:
         """Returns the number of micro-batches in the open window. Shape (), int32."""
         return state.micro_step
 
-    def _zeros(self, params: chex.ArrayTree) -> tuple[chex.ArrayTree, Callable[[Any], jax.Array]]:
-        """Returns the empty sums, and a function that returns an empty weight of a dtype."""
+    def _zeros(self, params: chex.ArrayTree) -> tuple[chex.ArrayTree, Callable[[tuple[int, ...], Any], jax.Array]]:
+        """Returns the empty sums, and a function that returns zeros of a shape and a dtype, with rows if they have."""
         axes = self._axes
         params = _gradients.parameter_arrays(params)
         if axes:
@@ -238,7 +270,7 @@ class GradAccumulator:
                 dtype = _floats.upcast_dtype(param, _floats.accumulator_dtype(param))
             return zeros(param, dtype, _gradients.leaf_name(path))
 
-        return jax.tree.map_with_path(sum_like, params), lambda dtype: zeros(jnp.zeros(()), dtype, "")
+        return jax.tree.map_with_path(sum_like, params), lambda shape, dtype: zeros(jnp.zeros(shape), dtype, "")
 
     def _steps(self, windows: jax.Array) -> jax.Array:
         """Returns the window's length, at least 1. `windows` is the argument of a schedule."""
@@ -248,7 +280,7 @@ class GradAccumulator:
         return jnp.where(steps >= 1, jnp.ceil(jnp.minimum(steps, 2.0**24)), jnp.ones_like(steps)).astype(jnp.int32)
 
     def _advance(
-        self, state: Any, grads: chex.ArrayTree | None, weight: Any, *, flush: Flag, when_full: bool
+        self, state: Any, grads: chex.ArrayTree | None, weight: Any, value: Any, *, flush: Flag, when_full: bool
     ) -> WindowStep:
         """Adds a micro-batch, or none for `grads=None`, and closes the window if it is flushed or, `when_full`, full.
 
@@ -259,8 +291,10 @@ class GradAccumulator:
         if grads is not None:
             grads = self._checked_gradients(grads, state.gradient_sum)
         weight = _arguments.weight(weight, {(), state.weight_sum.shape})
+        value = None if value is None else _arguments.value_of_loss(value, {(), state.weight_sum.shape})
         if not self._axes:
             require_replicated("weight", weight)
+            require_replicated("value", value)
         dtype = state.weight_sum.dtype
         one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
 
@@ -300,6 +334,7 @@ class GradAccumulator:
         if self._reduction != "sum" and is_closing is not False and not self._axes:
             scale = jnp.where(is_closing, _reciprocal(weight_sum, has_weight), one)
         factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else own_weight
+        grads_given = grads is not None
         if grads is None:
             grads = jax.tree.map(lambda _: None, state.gradient_sum)
         gradient_sum = jax.tree.map(
@@ -308,28 +343,73 @@ class GradAccumulator:
             grads,
         )
 
+        is_first = state.micro_step == 0
+        value_sum, noise = state.value_sum, state.noise
+        if grads_given and value is None:  # the mean of a window in which a micro-batch came without one is inf
+            value_sum = jnp.full_like(value_sum, jnp.inf)
+        elif grads_given:
+            own_value = jnp.asarray(value).astype(dtype) * (kept_weight if self._reduction == "mean" else one)
+            value_sum = jnp.where(is_first, jnp.zeros_like(value_sum), value_sum)
+            value_sum = jnp.where(is_kept, value_sum + own_value, value_sum)
+        if grads_given and self._noise_decay is not None:
+            # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
+            safe_weight = jnp.where(own_weight != 0, own_weight, one)
+            square_weight = safe_weight if self._reduction == "mean" else 1 / safe_weight
+            noise = _noise.added(noise, self._norm_of(grads), square_weight, is_kept, is_first)
+
         new_state = state._replace(
             micro_step=jnp.where(is_closing, jnp.zeros_like(micro_step), micro_step),
             weight_sum=jnp.where(is_closing, zero, weight_sum),
             window_bad=jnp.where(is_closing, jnp.zeros_like(window_bad), window_bad),
             dropped=increment_if(is_nonfinite, state.dropped),
+            value_sum=value_sum,
+            noise=noise,
             gradient_sum=gradient_sum,
         )
-        return WindowStep(new_state, weight_sum, is_closing & has_average, has_weight)
+        return WindowStep(new_state, weight_sum, value_sum, is_closing & has_average, has_weight)
 
-    def _average(self, stepped: WindowStep) -> tuple[chex.ArrayTree, Flag]:
-        """Returns a closing window's average, and whether its weight is not 0. Sums per-device rows over devices."""
-        if not self._axes:
-            return stepped.state.gradient_sum, True
+    def _average(self, stepped: WindowStep) -> Average:
+        """Returns what a closing window passes on. Sums per-device rows over devices, in one collective."""
+        noise = stepped.state.noise
+        sums = [stepped.weight_sum, stepped.value_sum, *([noise.square_sums, noise.kept] if noise else [])]
         leaves, treedef = jax.tree.flatten(stepped.state.gradient_sum)
-        weight_sum, *sums = row_sums([stepped.weight_sum, *(x for x in leaves if x.ndim)], self._axes)
-        require_replicated("weight, summed over sum_over,", weight_sum)
-        has_weight = stepped.has_weight if stepped.has_weight is True else weight_sum != 0
+        totals = [x for x in leaves if x.ndim] if self._axes else []
+        if self._axes:
+            reduced = row_sums([*sums, *totals], self._axes)
+            sums, totals = reduced[: len(sums)], reduced[len(sums) :]
+            require_replicated("weight, summed over sum_over,", sums[0])
+        weight_sum, value, *of_noise = sums
+        has_weight: Flag = stepped.has_weight
+        if self._axes and has_weight is not True:
+            has_weight = weight_sum != 0
+        scale = _reciprocal(weight_sum, has_weight)
         if self._reduction != "sum":
-            scale = _reciprocal(weight_sum, has_weight)
-            sums = [_scaled(x, scale) for x in sums]
-        remaining = iter(sums)
-        return jax.tree.unflatten(treedef, [next(remaining) if x.ndim else x for x in leaves]), has_weight
+            totals = [_scaled(x, scale) for x in totals]
+            value = value * scale
+        gradients = stepped.state.gradient_sum
+        if self._axes:
+            remaining = iter(totals)
+            gradients = jax.tree.unflatten(treedef, [next(remaining) if x.ndim else x for x in leaves])
+        if self._noise_decay is not None:
+            per_weight = scale if self._reduction == "sum" else jnp.ones_like(scale)  # a sum is W times the mean
+            norm = self._norm_of_average(gradients)
+            norm = _extended.shifted(norm.mantissa * per_weight.astype(norm.mantissa.dtype), norm.exponent)
+            of_window = _noise.WindowSums(of_noise[0], of_noise[1], weight_sum)
+            noise = _noise.closed(noise, of_window, norm, self._noise_decay)
+        return Average(gradients, has_weight if self._axes else True, value, noise)
+
+    def _norm_of(self, grads: chex.ArrayTree) -> ExtendedFloat:
+        """Returns the norm of the gradients: one, or one per row."""
+        leaves = [g for g in jax.tree.leaves(grads) if is_gradient(g)]
+        if not self._axes:
+            return _norms.measure_local(leaves, ())
+        if is_mapped(self._axes):
+            norm = _norms.measure_local([g[0] for g in leaves], self._axes)
+            return ExtendedFloat(norm.mantissa[None], norm.exponent[None])
+        return jax.vmap(lambda rows: _norms.measure(rows, 2, ()))(leaves)
+
+    def _norm_of_average(self, average: chex.ArrayTree) -> ExtendedFloat:
+        return _norms.measure_local([x for x in jax.tree.leaves(average) if is_gradient(x)], self._axes or ())
 
     def _emptied_rows(self, stepped: WindowStep, average: chex.ArrayTree) -> chex.ArrayTree:
         """Returns rows for the state of a closed window, whose values nobody reads. Reuses the average if it can."""

@@ -245,6 +245,30 @@ def window_spec(batches: Sequence[tuple[Sequence[Number], Number]], reduction: R
     return [total / weight_sum for total in totals]
 
 
+def noise_spec(batches: Sequence[tuple[Sequence[Number], Number]]) -> tuple[Number, Number]:
+    r"""Returns a window's estimates of the noise of gradients: tr Sigma per unit of weight, and the squared signal.
+
+    .. math:: S = \frac{q - W |\bar g|^2}{K - 1}, \quad q = \sum_i w_i |g_i|^2, \qquad G^2 = |\bar g|^2 - S / W
+
+    Args:
+      batches: at least two pairs of a gradient of a mean loss and its positive weight.
+
+    Returns:
+      S and G^2. Neither depends on how micro-batches are spread over devices.
+
+    Example:
+      >>> noise_spec([([3.0], 1), ([1.0], 1)])
+      (2.0, 3.0)
+
+    For equal weights: S. McCandlish et al., 2018, arXiv:1812.06162, appendix A.1.
+    """
+    weight_sum = sum(weight for _, weight in batches)
+    squares = sum(weight * _sum_of_squares(gradient) for gradient, weight in batches)
+    of_average = _sum_of_squares(window_spec(batches))
+    trace = (squares - weight_sum * of_average) / (len(batches) - 1)
+    return trace, of_average - trace / weight_sum
+
+
 def accumulate_spec(
     micro_batches: Iterable[tuple[Any, ...]],
     accum_steps: int | Callable[[int], int],

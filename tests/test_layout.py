@@ -41,6 +41,7 @@ ORDER = [
     "_wrapping",
     "_guards",
     "_per_device",
+    "_noise",
     "_window",
     "_accumulation",
     "_batches",

@@ -518,6 +518,15 @@ def test_schedule_counts_the_windows_that_came_to_something(spec, g: Vector):
     return given[:4] == [None, [g[0]], None, [mean([g[1], (g + g)[2]])]]
 
 
+@theorem(2, 3, mutant=("squares - weight_sum * of_average", "squares - of_average"))
+def test_noise_is_the_weighted_spread_around_the_average(spec, g: Vector, w: Vector):
+    assume(positive(w))
+    (average,) = spec.window_spec(single(g, w))
+    spread = sum(v * (x - average) * (x - average) for x, v in zip(g, w, strict=True))
+    trace, signal = spec.noise_spec(single(g, w))
+    return trace * (len(g) - 1) == spread and signal + trace / sum(w) == average * average
+
+
 # --- a whole batch ----------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,151 @@
+r"""The gradient noise scale, measured in the windows of an accumulation.
+
+Micro-batch i has the weight w_i, and its gradient g_i is the mean over w_i independent examples (or sequences): it has
+the mean G and the covariance Sigma / w_i. A window has K micro-batches of the weight W = sum w_i, their average
+g = sum w_i g_i / W, and q = sum w_i |g_i|^2. Then
+
+    S  = (q - W |g|^2) / (K - 1)    has the mean tr Sigma, because q - W |g|^2 = sum w_i |g_i - g|^2
+    G2 = |g|^2 - S / W              has the mean |G|^2
+
+whatever the weights are. For equal weights, these are the estimates of McCandlish et al. 2018, appendix A.1. Averages
+of S and of G2 over windows give the noise scale tr Sigma / |G|^2: the weight at which noise and signal are equal. Each
+average is unbiased; a ratio of single estimates would not be, and G2 of one window may be negative.
+
+Only q is added up over micro-batches. It is kept at three scales, `_SCALES`, because the square of a norm above 1e19 or
+below 1e-19 leaves the range of float32. A closing window takes the scale at which q is in range.
+"""
+
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shrewjax import _extended, _floats
+from shrewjax._arguments import Scalar
+from shrewjax._extended import ExtendedFloat
+from shrewjax._states import described, increment_if
+
+_SCALES = (0, -96, 88)  # exponents of two; the derivation is that of `_norms._RANGE`
+_LEAST = 2.0**-60
+
+
+@described
+class NoiseState(NamedTuple):
+    """The sums of the open window and the averages over closed ones. Its fields are a file format."""
+
+    square_sums: Annotated[jax.Array, "float32 (3,), or (devices, 3): sum of w |g|^2 in the window, at three scales"]
+    kept: Annotated[jax.Array, "float32 (), or (devices,): number of micro-batches in that sum"]
+    recorded: Annotated[jax.Array, "int32 (): number of windows in the averages"]
+    trace: Annotated[jax.Array, "float32 (): average of S, in units of 4**exponent"]
+    signal: Annotated[jax.Array, "float32 (): average of G2, in units of 4**exponent"]
+    exponent: Annotated[jax.Array, "int32 (): exponent of two of the gradients' scale"]
+
+
+class WindowSums(NamedTuple):
+    """The sums of a closing window over all its micro-batches and devices."""
+
+    square_sums: jax.Array  # (3,)
+    kept: jax.Array
+    weight_sum: jax.Array
+
+
+def empty(square_sums: jax.Array, kept: jax.Array) -> NoiseState:
+    """Returns the state before the first window, with these zeros as its sums."""
+    return NoiseState(
+        square_sums=square_sums,
+        kept=kept,
+        recorded=jnp.zeros((), jnp.int32),
+        trace=jnp.zeros((), jnp.float32),
+        signal=jnp.zeros((), jnp.float32),
+        exponent=jnp.zeros((), jnp.int32),
+    )
+
+
+def added(
+    state: NoiseState, norm: ExtendedFloat, factor: jax.Array, is_kept: jax.Array | bool, is_first: jax.Array
+) -> NoiseState:
+    """Returns the state with factor * norm**2 added. The first micro-batch of a window replaces the sums."""
+    root_weight = jnp.sqrt(factor.astype(jnp.float32))
+    shifts = np.asarray(_SCALES, np.int32).reshape(*[1] * norm.exponent.ndim, len(_SCALES))
+    mantissa = (norm.mantissa.astype(jnp.float32) * root_weight)[..., None]
+    terms = jnp.square(_floats.times_power_of_two(mantissa, norm.exponent[..., None] + shifts))
+    kept = jnp.asarray(is_kept, jnp.float32) + jnp.zeros_like(state.kept)
+    terms = jnp.where(kept[..., None] > 0, terms, 0)
+    return state._replace(
+        square_sums=jnp.where(is_first, 0, state.square_sums) + terms,
+        kept=jnp.where(is_first, 0, state.kept) + kept,
+    )
+
+
+def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scalar) -> NoiseState:
+    """Returns the state after a window whose average has this norm.
+
+    A window of fewer than two micro-batches, of weight 0 or with a non-finite norm does not enter the averages.
+    """
+    root = _root(sums.square_sums)
+    weight = sums.weight_sum.astype(jnp.float32)
+    has_estimate = (sums.kept >= 2) & (weight > 0) & jnp.isfinite(weight)
+    has_estimate &= jnp.isfinite(root.mantissa) & jnp.isfinite(norm.mantissa)
+    weight = jnp.where(has_estimate, weight, 1)
+
+    # All squares in units of 4**exponent, which holds the largest of them.
+    exponent = jnp.maximum(root.exponent, norm.exponent)
+    exponent = jnp.where(has_estimate, exponent, 0)
+    known = jnp.where(state.recorded > 0, state.exponent, exponent)
+    exponent = jnp.maximum(exponent, known)
+
+    def in_units(x: ExtendedFloat) -> jax.Array:
+        mantissa = jnp.where(has_estimate, x.mantissa.astype(jnp.float32), 0)
+        return _floats.times_power_of_two(mantissa, jnp.where(has_estimate, x.exponent, 0) - exponent)
+
+    total, average = in_units(root), in_units(norm)
+    of_average = jnp.sqrt(weight) * average
+    # As a product, because the difference of the squares would lose the last digits twice.
+    trace = (total - of_average) * (total + of_average) / jnp.maximum(sums.kept - 1, 1)
+    signal = jnp.square(average) - trace / weight
+
+    # The share that makes the average over n windows that of exponential weights, corrected for its start.
+    n = increment_if(True, state.recorded)
+    beta = jnp.asarray(decay, jnp.float32)
+    share = (1 - beta) / (1 - beta ** n.astype(jnp.float32))
+    older = 2 * (known - exponent)
+    trace, signal = (
+        old + share * (new - old)
+        for old, new in (
+            (_floats.times_power_of_two(state.trace, older), trace),
+            (_floats.times_power_of_two(state.signal, older), signal),
+        )
+    )
+    # Averages that have become small get a smaller unit, so that they keep their digits.
+    largest = jnp.maximum(jnp.abs(trace), jnp.abs(signal))
+    spare = jnp.where(largest > 0, _floats.exponent_of(largest) // 2, 0)
+    new = state._replace(
+        recorded=n,
+        trace=_floats.times_power_of_two(trace, -2 * spare),
+        signal=_floats.times_power_of_two(signal, -2 * spare),
+        exponent=exponent + spare,
+    )
+    return jax.tree.map(lambda new, old: jnp.where(has_estimate, new, old), new, state)
+
+
+def metrics_of_noise(state: NoiseState) -> dict[str, jax.Array]:
+    """Returns the noise scale and the two averages that it is the quotient of; inf before the first estimate."""
+    has_estimate = state.recorded > 0
+    trace, signal = (_floats.times_power_of_two(x, 2 * state.exponent) for x in (state.trace, state.signal))
+    scale = state.trace / jnp.where(state.signal != 0, state.signal, 1)
+    scale = jnp.where(has_estimate & (state.signal != 0), scale, jnp.inf)
+    return {
+        "noise_scale": scale,
+        "noise_trace": jnp.where(has_estimate, trace, jnp.inf),
+        "signal_squared": jnp.where(has_estimate, signal, jnp.inf),
+    }
+
+
+def _root(square_sums: jax.Array) -> ExtendedFloat:
+    """Returns the square root of q from its sums at three scales: the one that neither overflows nor underflows."""
+    plain, shrunk, grown = square_sums
+    is_large, is_small = ~jnp.isfinite(plain), plain < _LEAST
+    chosen = jnp.where(is_large, shrunk, jnp.where(is_small, grown, plain))
+    shift = jnp.where(is_large, _SCALES[1], jnp.where(is_small, _SCALES[2], _SCALES[0]))
+    return _extended.shifted(jnp.sqrt(chosen), -shift)

@@ -1,0 +1,387 @@
+"""What a window knows besides its gradients: its loss, and how noisy it was."""
+
+from fractions import Fraction
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import lenient, own_params, quick_jit
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shrewjax
+from shrewjax import spec
+
+WEIGHTS = np.float32([1, 2, 3, 5, 8, 13, 4, 20])
+KEEP = optax.identity()
+
+
+def through(tx, gradients, weights, values=None):
+    """The state after micro-batches that go through one program, and the updates of all calls."""
+    values = weights if values is None else values
+
+    def call(state, batch):
+        gradient, weight, value = batch
+        updates, state = tx.update(gradient, state, weight=weight, value=value)
+        return state, updates
+
+    start = tx.init(jnp.zeros_like(gradients[0]))
+    return quick_jit(partial(jax.lax.scan, call))(start, (gradients, weights, values))
+
+
+def estimates(state):
+    found = shrewjax.metrics(state)
+    return float(found["accumulate/noise_trace"]), float(found["accumulate/signal_squared"])
+
+
+# --- the loss -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch", "extend_window"])
+@pytest.mark.parametrize("reduction", ["mean", "sum_over_weights", "sum"])
+def test_value_of_a_window_is_that_of_the_large_batch(reduction, nonfinite):
+    """The last micro-batch weighs nothing, and one is bad unless bad ones propagate."""
+    rng = np.random.default_rng(0)
+    examples = [rng.normal(size=n) for n in (1, 4, 7, 2, 3)]
+    weights = np.float32([*map(len, examples), 0])
+    combine = np.mean if reduction == "mean" else np.sum
+    values = np.float32([*map(combine, examples), np.nan])
+    gradients = np.ones((6, 2), np.float32)
+    gradients[5] = np.nan
+    kept = range(5)
+    if nonfinite != "propagate":
+        gradients[1, 0], kept = np.inf, [0, 2, 3, 4]
+    tx = shrewjax.accumulate(KEEP, 5 if nonfinite == "extend_window" else 6, reduction=reduction, nonfinite=nonfinite)
+
+    state, _ = through(tx, gradients, weights, values)
+
+    whole = np.concatenate([examples[i] for i in kept])
+    assert int(state.windows) == 1
+    assert float(state.value) == pytest.approx(np.sum(whole) if reduction == "sum" else np.mean(whole), rel=1e-6)
+    assert shrewjax.metrics(state)["accumulate/value"] == state.value
+
+
+def test_rule_inside_sees_the_windows_loss_once_a_window():
+    tx = shrewjax.accumulate(shrewjax.skip_on_spike(KEEP, monitor="value", history_length=3, warmup_steps=3), 2)
+    values = np.float32([1, 3, 5, 1, 2, 4])
+    state, _ = through(tx, np.zeros((6, 1), np.float32), np.float32([1, 3] * 3), values)
+    assert state.inner_state.history.values.tolist() == [2.5, 2, 3.5]
+
+
+def test_window_without_a_loss_in_every_micro_batch_has_none():
+    tx = shrewjax.accumulate(KEEP, 2)
+    state = tx.init(jnp.zeros(1))
+    assert state.value == jnp.inf
+    _, state = tx.update(jnp.ones(1), state, value=1.0)
+    _, state = tx.update(jnp.ones(1), state)
+    assert (int(state.windows), float(state.value)) == (1, np.inf)
+    for value in (2.0, 4.0):
+        _, state = tx.update(jnp.ones(1), state, value=value)
+    assert float(state.value) == 3
+
+
+def test_flush_closes_over_the_losses_that_came():
+    tx = shrewjax.accumulate(shrewjax.skip_on_spike(optax.sgd(1.0), monitor="value"), 4)
+    params = jnp.zeros(1)
+    state = tx.init(params)
+    for value, weight in ((1.0, 1), (5.0, 3)):
+        _, state = tx.update(jnp.ones(1), state, params, value=value, weight=weight)
+    _, state = shrewjax.flush(tx, state, params, value=0.0)
+    assert (float(state.value), float(state.inner_state.measured)) == (4, 4)
+
+
+def test_host_driven_window_has_the_mean_loss():
+    window = shrewjax.GradAccumulator(2)
+    state = window.init(jnp.zeros(1))
+    _, state = window.step(state, jnp.ones(1), weight=1, value=2.0)
+    average, state = window.step(state, jnp.ones(1), weight=3, value=6.0)
+    assert (float(average[0]), float(state.value)) == (1, 5)
+
+
+X = np.float32(np.random.default_rng(1).normal(size=(12, 3)))
+Y = X @ np.float32([1, -2, 0.5]) + 0.1
+
+
+def loss(params, x=X, y=Y):
+    return jnp.mean(jnp.square(x @ params - y))
+
+
+def lbfgs(params, state, tx, parts):
+    for x, y in parts:
+        value, grad = jax.value_and_grad(loss)(params, x, y)
+        updates, state = tx.update(grad, state, params, value=value, grad=grad, value_fn=loss, weight=len(x))
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+OPTIMIZERS = {
+    "lbfgs": optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(max_backtracking_steps=8)),
+    "momo": optax.with_extra_args_support(optax.contrib.momo(0.1)),
+    "reduce_on_plateau": optax.chain(
+        optax.sgd(0.3), optax.contrib.reduce_on_plateau(patience=1, factor=0.5, cooldown=0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_that_reads_the_loss_trains_as_on_the_large_batch(name):
+    inner = lenient(OPTIMIZERS[name])
+    tx = shrewjax.accumulate(inner, 3)
+    parts = [(X[:2], Y[:2]), (X[2:7], Y[2:7]), (X[7:], Y[7:])]
+
+    @quick_jit
+    def both(ours, theirs, state, opt_state):
+        ours, state = lbfgs(ours, state, tx, parts)
+        value, grad = jax.value_and_grad(loss)(theirs)
+        updates, opt_state = inner.update(grad, opt_state, theirs, value=value, grad=grad, value_fn=loss)
+        return ours, optax.apply_updates(theirs, updates), state, opt_state
+
+    start = jnp.zeros(3)
+    carry = start, start, tx.init(start), inner.init(start)
+    for _ in range(5):
+        carry = both(*carry)
+    np.testing.assert_allclose(carry[0], carry[1], rtol=2e-4)
+    assert loss(carry[0]) < loss(start)
+
+
+@pytest.mark.parametrize("bad", [np.float32([1, 2]), "low", jnp.ones(2)], ids=["numpy", "text", "jax"])
+def test_bad_value_is_named(bad):
+    tx = shrewjax.accumulate(KEEP, 2)
+    with pytest.raises(ValueError, match="value must be a real scalar, got"):
+        tx.update(jnp.ones(1), tx.init(jnp.zeros(1)), value=bad)
+
+
+# --- the noise ------------------------------------------------------------------------------------------------------
+
+
+def simulated(windows, dimensions=200, weights=WEIGHTS, decay=0.0):
+    """S and G2 of many windows of gradients of known mean and covariance, and those two."""
+    covariance, mean = np.linspace(0.5, 2, dimensions), np.full(dimensions, 0.05)
+    tx = shrewjax.accumulate(KEEP, len(weights), noise_decay=decay)
+    spread = np.float32(np.sqrt(covariance) / np.sqrt(weights)[:, None])
+
+    def window(state, key):
+        gradients = np.float32(mean)[None] + jax.random.normal(key, (len(weights), dimensions)) * spread
+        for gradient, weight in zip(gradients, weights, strict=True):
+            _, state = tx.update(gradient, state, weight=weight)
+        found = shrewjax.metrics(state)
+        small = jnp.mean(jnp.sum(jnp.square(gradients), axis=1))  # the textbook's pair, of the mean micro-batch
+        large = jnp.sum(jnp.square(jnp.average(gradients, axis=0, weights=weights)))
+        size, total = np.mean(weights), np.sum(weights)
+        textbook = (total * large - size * small) / (total - size), (small - large) / (1 / size - 1 / total)
+        return state, (found["accumulate/noise_trace"], found["accumulate/signal_squared"], *textbook)
+
+    keys = jax.random.split(jax.random.key(0), windows)
+    _, found = quick_jit(partial(jax.lax.scan, window))(tx.init(jnp.zeros(dimensions)), keys)
+    return [np.float64(x) for x in found], np.sum(covariance), np.sum(mean**2)
+
+
+def test_estimates_are_unbiased_for_uneven_weights_and_the_textbooks_are_not():
+    (trace, signal, textbook_signal, textbook_trace), true_trace, true_signal = simulated(20_000)
+    for found, true in ((trace, true_trace), (signal, true_signal)):
+        assert abs(found.mean() - true) <= 4 * found.std() / np.sqrt(len(found))
+    assert textbook_trace.mean() > 1.5 * true_trace
+    assert textbook_signal.mean() < 0
+
+
+def test_for_equal_weights_they_are_those_of_mccandlish():
+    (trace, signal, textbook_signal, textbook_trace), _, _ = simulated(50, weights=np.float32([3] * 8))
+    np.testing.assert_allclose(trace, textbook_trace, rtol=1e-4)
+    np.testing.assert_allclose(signal, textbook_signal, rtol=1e-4, atol=1e-4 * np.max(textbook_trace) / 24)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum_over_weights", "sum"])
+def test_estimates_of_a_window_are_the_definitions(reduction):
+    rng = np.random.default_rng(2)
+    gradients = np.float32(rng.normal(size=(8, 5)) + 1)
+    given = gradients if reduction == "mean" else gradients * WEIGHTS[:, None]  # of a summed loss
+    state, _ = through(shrewjax.accumulate(KEEP, 8, reduction=reduction, noise_decay=0.5), given, WEIGHTS)
+    exact = spec.noise_spec(
+        [([Fraction(float(x)) for x in g], Fraction(float(w))) for g, w in zip(gradients, WEIGHTS, strict=True)]
+    )
+    np.testing.assert_allclose(estimates(state), [float(x) for x in exact], rtol=2e-6)
+
+
+def test_per_example_gradients_give_the_sample_covariance():
+    gradients = np.float32(np.random.default_rng(3).normal(size=(16, 4)) * [1, 2, 3, 4])
+    state, _ = through(shrewjax.accumulate(KEEP, 16, noise_decay=0.9), gradients, np.ones(16, np.float32))
+    trace, signal = estimates(state)
+    covariance = np.cov(gradients.astype(np.float64), rowvar=False)
+    assert trace == pytest.approx(np.trace(covariance), rel=1e-5)
+    mean = gradients.astype(np.float64).mean(0)
+    assert signal == pytest.approx(mean @ mean - np.trace(covariance) / 16, rel=1e-5)
+
+
+def test_averages_over_windows_have_exponential_weights_corrected_for_their_start():
+    gradients = np.float32(np.random.default_rng(4).normal(size=(10, 3)))
+    tx = shrewjax.accumulate(KEEP, 2, noise_decay=0.75)
+    state, _ = through(tx, gradients, np.ones(10, np.float32))
+    pairs = [spec.noise_spec([(g, 1), (h, 1)]) for g, h in gradients.astype(np.float64).reshape(5, 2, 3)]
+    share = 0.75 ** np.arange(4, -1, -1)
+    expected = share @ np.array(pairs) / share.sum()
+    np.testing.assert_allclose(estimates(state), expected, rtol=1e-5)
+    found = shrewjax.metrics(state)
+    assert float(found["accumulate/noise_scale"]) == pytest.approx(expected[0] / expected[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e20, 1e-20, 1e36, 1e-36])
+def test_norms_of_any_range_have_the_noise_scale_of_those_around_one(scale):
+    gradients = np.float32([[3, 1], [1, 2], [2, 2], [2, 0]])
+    tx = shrewjax.accumulate(KEEP, 2, noise_decay=0.9)
+    state, _ = through(tx, gradients * np.float32(scale), np.ones(4, np.float32))
+    # the first window has S = 2.5 and G2 = 5, the second 2 and 4
+    assert float(shrewjax.metrics(state)["accumulate/noise_scale"]) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_windows_that_say_nothing_do_not_enter():
+    gradients = np.float32([[1, 2], [3, 4]])
+    tx = shrewjax.accumulate(KEEP, 2, noise_decay=0.9, nonfinite="drop_microbatch")
+    first, _ = through(tx, gradients, np.ones(2, np.float32))
+    for spoilt, weights in (
+        (np.float32([[np.nan, 1], [5, 5]]), [1, 1]),  # one micro-batch is left
+        (gradients, [0, 7]),
+        (gradients, [0, 0]),
+    ):
+        state = first
+        for gradient, weight in zip(spoilt, weights, strict=True):
+            _, state = tx.update(jnp.asarray(gradient), state, weight=weight)
+        for field in ("recorded", "trace", "signal", "exponent"):
+            assert getattr(state.noise, field) == getattr(first.noise, field), (field, weights)
+
+
+def test_without_noise_decay_nothing_is_kept_or_computed():
+    tx = shrewjax.accumulate(KEEP, 2)
+    state = tx.init(jnp.zeros(3))
+    assert state.noise == ()
+    assert "sqrt" not in str(jax.make_jaxpr(tx.update)(jnp.ones(3), state))
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, np.nan])
+def test_bad_decay_is_named(decay):
+    with pytest.raises(ValueError, match="noise_decay must be"):
+        shrewjax.accumulate(KEEP, 2, noise_decay=decay)
+
+
+# --- on many devices ------------------------------------------------------------------------------------------------
+
+
+def mesh_of(devices):
+    return jax.make_mesh(
+        (devices,), ("data",), devices=jax.devices()[:devices], axis_types=(jax.sharding.AxisType.Auto,)
+    )
+
+
+ROWS = np.float32(np.random.default_rng(5).normal(size=(2, 8, 3)))
+ROW_WEIGHTS = np.float32(np.random.default_rng(6).integers(1, 5, size=(2, 8)))
+ROW_VALUES = np.float32(np.random.default_rng(7).normal(size=(2, 8)))
+
+
+def started(tx, devices=8):
+    state = tx.init(jax.device_put(jnp.zeros(3), NamedSharding(mesh_of(devices), P())))
+    return state, shrewjax.state_specs(state)
+
+
+def test_eight_devices_measure_as_one_with_all_micro_batches_in_one_all_reduce():
+    tx = shrewjax.accumulate(KEEP, 2, sum_over="data", noise_decay=0.9)
+    state, specs = started(tx)
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh_of(8), in_specs=(specs, P("data"), P("data"), P("data")), out_specs=specs)
+    def call(state, gradient, weight, value):
+        grads = jax.grad(lambda p: p @ gradient[0])(own_params(jnp.zeros(3), "data"))
+        return tx.update(grads, state, weight=weight[0], value=value[0])[1]
+
+    for batch in zip(ROWS, ROW_WEIGHTS, ROW_VALUES, strict=True):
+        state = call(state, *batch)
+    text = call.lower(state, ROWS[0], ROW_WEIGHTS[0], ROW_VALUES[0]).compile().as_text()
+    assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
+
+    alone, _ = through(
+        shrewjax.accumulate(KEEP, 16, noise_decay=0.9), ROWS.reshape(16, 3), ROW_WEIGHTS.ravel(), ROW_VALUES.ravel()
+    )
+    np.testing.assert_allclose(estimates(state), estimates(alone), rtol=1e-5)
+    assert float(state.value) == pytest.approx(np.average(ROW_VALUES, weights=ROW_WEIGHTS), rel=1e-6)
+
+
+def test_rows_under_plain_jit_measure_as_devices_do():
+    tx = shrewjax.accumulate(KEEP, 2, sum_over="data", noise_decay=0.9)
+    state, _ = started(tx)
+    for gradients, weights, values in zip(ROWS, ROW_WEIGHTS, ROW_VALUES, strict=True):
+        _, state = jax.jit(tx.update)(gradients, state, weight=weights, value=values)
+    alone, _ = through(
+        shrewjax.accumulate(KEEP, 16, noise_decay=0.9), ROWS.reshape(16, 3), ROW_WEIGHTS.ravel(), ROW_VALUES.ravel()
+    )
+    np.testing.assert_allclose(estimates(state), estimates(alone), rtol=1e-5)
+    assert float(state.value) == pytest.approx(np.average(ROW_VALUES, weights=ROW_WEIGHTS), rel=1e-6)
+
+
+def test_open_window_with_noise_goes_on_on_another_number_of_devices():
+    tx = shrewjax.accumulate(KEEP, 2, sum_over="data", noise_decay=0.9)
+    state, _ = started(tx)
+    _, state = jax.jit(tx.update)(ROWS[0], state, weight=ROW_WEIGHTS[0], value=ROW_VALUES[0])
+    _, expected = jax.jit(tx.update)(ROWS[1], state, weight=ROW_WEIGHTS[1], value=ROW_VALUES[1])
+
+    moved = shrewjax.redistribute(state, started(tx, 4)[0])
+    # what eight devices would add in one micro-step, from four in two
+    update = jax.jit(shrewjax.accumulate(KEEP, 3, sum_over="data", noise_decay=0.9).update)
+    for rows in (slice(0, 4), slice(4, 8)):
+        gradients, weights, values = ROWS[1][rows], ROW_WEIGHTS[1][rows], ROW_VALUES[1][rows]
+        _, moved = update(gradients, moved, weight=weights, value=values)
+    assert int(moved.windows) == 1
+    np.testing.assert_allclose(estimates(moved), estimates(expected), rtol=1e-5)
+    assert float(moved.value) == pytest.approx(float(expected.value), rel=1e-6)
+
+
+# --- recipes --------------------------------------------------------------------------------------------------------
+
+
+def test_window_closed_by_a_token_budget_runs_when_the_tokens_are_there():
+    tx, budget = shrewjax.accumulate(optax.sgd(1.0), 2**20), 10
+    params = jnp.zeros(1)
+    state, closed = tx.init(params), []
+    for tokens in (4, 3, 5, 9, 2, 1):
+        _, state = tx.update(jnp.ones(1), state, params, weight=tokens, flush=state.weight_sum + tokens >= budget)
+        closed.append(bool(state.applied))
+    assert closed == [False, False, True, False, True, False]
+
+
+def test_window_length_warms_up_linearly():
+    tx = shrewjax.accumulate(KEEP, lambda windows: jnp.minimum(1 + windows, 3))
+    state, closed = tx.init(jnp.zeros(1)), []
+    for _ in range(9):
+        _, state = jax.jit(tx.update)(jnp.ones(1), state)
+        closed.append(bool(state.applied))
+    assert closed == [True, False, True, False, False, True, False, False, True]
+
+
+def long_enough(noise_scale, state, least=2, most=6):
+    """Whether this call should close: the window is as long as the noise of closed windows asks for, within bounds."""
+    wanted = jnp.clip(jnp.where(jnp.isfinite(noise_scale) & (noise_scale > 0), noise_scale, least), least, most)
+    return state.micro_step.astype(jnp.float32) + 1 >= wanted
+
+
+def test_closing_by_the_noise_of_closed_windows_is_unbiased_and_by_the_open_one_is_not():
+    """Scalar gradients 1 + noise. The control closes a window once its own gradients look alike."""
+    tx = shrewjax.accumulate(KEEP, 6, noise_decay=0.9)
+
+    def call(carry, noise, looks_inside):
+        state, seen = carry
+        gradient = 1 + 2 * noise[None]
+        scale = shrewjax.metrics(state)["accumulate/noise_scale"]
+        seen = jnp.where(state.micro_step == 0, gradient, seen + gradient)
+        closes = (seen[0] > 3) if looks_inside else long_enough(scale, state)
+        updates, state = tx.update(gradient, state, flush=closes)
+        return (state, seen), (updates[0], state.applied)
+
+    noise = jax.random.normal(jax.random.key(0), (40_000,))
+    for looks_inside in (False, True):
+        start = tx.init(jnp.zeros(1)), jnp.zeros(1)
+        run = quick_jit(partial(jax.lax.scan, partial(call, looks_inside=looks_inside)))
+        _, (averages, applied) = run(start, noise)
+        closed = np.float64(averages)[np.asarray(applied)]
+        bias = abs(closed.mean() - 1) / (closed.std() / np.sqrt(len(closed)))
+        assert len(closed) > 6_000
+        assert bias > 20 if looks_inside else bias < 4
