@@ -20,7 +20,7 @@ EXAMPLES = ROOT / "examples"
 # XLA's older emitters compile faster. On one device: the eight that the other tests want are not what a user has.
 ENVIRONMENT = os.environ | {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
+    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
 }
 
 # All are errors, but for one of the cache of programs that the tests share: see pyproject.toml.

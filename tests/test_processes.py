@@ -24,7 +24,7 @@ def processes(folder, mode, names):
     """Both of them, and what they print in the folder; none outlives the block."""
     # Compiled as quickly as it can be; without the eight devices that other tests want.
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
+        "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     with socket.socket() as free:
