@@ -153,8 +153,8 @@ def main(argv: list[str] | None = None) -> None:
     history = jax.tree.map(lambda *values: np.array(values), *jax.device_get(history))
     halved = (np.diff(history["loss_scale"], append=state.loss_scale.scale) < 0).sum()
     print(f"test accuracy: {accuracy(state, test_images, test_labels):.4f}")
-    print(f"optimizer steps: {history['windows'][-1]} from {state.step} micro-batches")
-    print(f"micro-batches dropped: {history['dropped'][-1]}; loss scale halved: {halved} times")
+    print(f"optimizer steps: {history['accumulate/windows'][-1]} from {state.step} micro-batches")
+    print(f"micro-batches dropped: {history['accumulate/dropped'][-1]}; loss scale halved: {halved} times")
     plot(history, args.out)
 
 

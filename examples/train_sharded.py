@@ -105,7 +105,8 @@ def compiled_step(
 
     def mean_loss(weights: nnx.State, texts: Texts) -> tuple[jax.Array, jax.Array]:
         """Over the characters of the devices along "fsdp", and their number."""
-        logits = nnx.merge(graph, jax.tree.map(gathered, weights, specs.weights))(texts.codes[:, :-1])
+        model = nnx.merge(graph, jax.tree.map(gathered, weights, specs.weights))
+        logits = model(texts.codes[:, :-1], jax.random.key(0), deterministic=True)  # no dropout, so no key is used
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, texts.codes[:, 1:])
         exists = jnp.arange(1, texts.codes.shape[1]) < texts.lengths[:, None]
         total, number = jax.lax.psum((jnp.where(exists, losses, 0).sum(), exists.sum()), "fsdp")
@@ -176,9 +177,8 @@ def restored(checkpoints: ocp.CheckpointManager, step: int, like: Training) -> T
         return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=sharding)
 
     window = like.opt_state
-    saved = window._replace(
-        weight_sum=as_saved(window.weight_sum), gradient_sum=jax.tree.map(as_saved, window.gradient_sum)
-    )
+    rows_of = ("weight_sum", "value_sum", "gradient_sum")
+    saved = window._replace(**{name: jax.tree.map(as_saved, getattr(window, name)) for name in rows_of})
     arguments = ocp.args.StandardRestore(like._replace(opt_state=saved))
     return shrewjax.redistribute(checkpoints.restore(step, args=arguments), like)
 

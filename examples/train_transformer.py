@@ -89,15 +89,19 @@ def paragraphs(longest: int) -> tuple[list[np.ndarray], int]:
     return [np.array([alphabet[c] for c in part], np.int32) for part in cut if len(part) > 1], len(alphabet)
 
 
+def padded(texts: list[np.ndarray], length: int) -> Texts:
+    """Zeros after the end of each text; the loss does not look there."""
+    codes = np.zeros((len(texts), length), np.int32)
+    for row, text in zip(codes, texts, strict=True):
+        row[: len(text)] = text
+    return Texts(codes, np.array([len(text) for text in texts], np.int32))
+
+
 def batches(texts: list[np.ndarray], number: int, longest: int, seed: int) -> Iterator[Texts]:
-    """Paragraphs at random, with zeros after the end of each; the loss does not look there."""
+    """Paragraphs at random."""
     rng = np.random.default_rng(seed)
     for _ in range(number):
-        drawn = [texts[i] for i in rng.choice(len(texts), BATCH, replace=False)]
-        codes = np.zeros((BATCH, longest), np.int32)
-        for row, text in zip(codes, drawn, strict=True):
-            row[: len(text)] = text
-        yield Texts(codes, np.array([len(text) for text in drawn], np.int32))
+        yield padded([texts[i] for i in rng.choice(len(texts), BATCH, replace=False)], longest)
 
 
 def predicted(weights: nnx.State, texts: Texts, key: jax.Array, **_: Any) -> jax.Array:

@@ -247,7 +247,7 @@ INJECTED = {
     "clip_by_percentile": (shrewjax.clip_by_percentile, {"percentile": 75}),
     "adaptive_grad_clip": (shrewjax.adaptive_grad_clip, {"clipping": 0.1}),
     "clip_by_block_rms": (shrewjax.clip_by_block_rms, {}),
-    "clip_by_norm_percentile": (shrewjax.clip_by_norm_percentile, {}),
+    "clip_by_norm_percentile": (shrewjax.clip_by_norm_percentile, {"percentile": 10.0}),
     "clip_by_norm_zscore": (shrewjax.clip_by_norm_zscore, {}),
     "clip_by_leaf_norm_ema": (shrewjax.clip_by_leaf_norm_ema, {}),
     "skip_nonfinite": (
