@@ -113,7 +113,7 @@ def plot(history: dict[str, np.ndarray], path: Path) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     scale_axes, norm_axes = figure.subplots(2, sharex=True)
     micro_batch = np.arange(1, len(history["loss"]) + 1)
-    overflowed = np.diff(history["dropped"], prepend=0) > 0
+    overflowed = np.diff(history["accumulate/dropped"], prepend=0) > 0
     scale_axes.step(micro_batch, history["loss_scale"], where="mid", linewidth=1)
     scale_axes.plot(
         micro_batch[overflowed], history["loss_scale"][overflowed], "x", color="tab:red", label="overflowed, dropped"
