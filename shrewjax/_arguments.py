@@ -178,12 +178,13 @@ def accumulator_dtype(value: Any) -> Any:
 
 
 def axes(name: str, value: Any) -> AxesOf:
-    """Returns static axes of leaves: None, the same for all leaves, or a function of a leaf's name and the leaf."""
+    """Returns dimensions of leaves as a tuple of ints. None, or a function of a leaf's name and the leaf, stays."""
     if value is None or callable(value):
         return value
     if isinstance(value, jax.Array):
         raise ValueError(
-            f"{name} must be static, got the array {value}. Under optax.inject_hyperparams, name it in static_args"
+            f"{name} must be static, because it decides what is compiled, got the array {value}. Under "
+            "optax.inject_hyperparams, name it in static_args"
         )
     numbers_ = tuple(value) if isinstance(value, tuple | list) else (value,)
     if any(isinstance(a, bool) or not isinstance(a, int | np.integer) for a in numbers_):
@@ -196,7 +197,9 @@ def axes(name: str, value: Any) -> AxesOf:
 def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Any) -> tuple[int, ...] | None:
     """Returns the axes of one leaf, counted from the front; None if `given` has none for it."""
     chosen = axes(name, given(leaf_name(path), leaf)) if callable(given) else given
-    if chosen is None or callable(chosen):
+    if callable(chosen):
+        raise ValueError(f"{name} must return dimensions or None, got {chosen!r} for leaf {leaf_name(path)}")
+    if chosen is None:
         return None
     if any(not -leaf.ndim <= a < leaf.ndim for a in chosen):
         raise ValueError(
@@ -228,7 +231,10 @@ def unit_axis_names(value: Any) -> UnitAxisNames:
 
 
 def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Any) -> tuple[Hashable, ...] | jax.P | None:
-    """Returns the mapped axes, or the PartitionSpec, of one leaf."""
+    """Returns the mapped axes, or the PartitionSpec, of one leaf; None if its type has to tell.
+
+    Raises if the user's function returns a function, because `unit_axis_names` lets functions pass.
+    """
     chosen = unit_axis_names(given(leaf_name(path), leaf)) if callable(given) else given
     if callable(chosen):
         raise ValueError(

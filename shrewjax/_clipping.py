@@ -292,6 +292,10 @@ def clip_magnitude(x: Any, bound: jax.Array, limit: jax.Array) -> jax.Array:
 
 
 def _clip_by_norm(max_norm: Scalar, grads: Tree, ord: float, axes: Axes) -> tuple[Tree, ExtendedFloat, ClipScale]:
+    """Clips gradients to a global norm of `max_norm`. Returns them, their norm before the clip and the scale.
+
+    `clip_grad_norm` and `clip_by_global_norm` share it, so that they agree.
+    """
     norm = global_norm(grads, ord, axes)
     clipped, scale = clip_to_limit(grads, norm, _norms.as_limit(max_norm, norm))
     return clipped, norm, scale

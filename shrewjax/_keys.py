@@ -2,10 +2,10 @@
 
 The bits of |x|, read as an integer, are the *key* of x: keys order as the magnitudes do (`_floats`). A read counts the
 keys at or below some pivots (`counts`), or finds the keys next to a bracket (`neighbours`). Neither sorts, copies or
-gathers the data, and sharded data needs one collective.
+gathers the data. In `shard_map`, a read needs one collective for each set of mapped axes.
 
 Keys and pivots of a search are those of one common dtype. A leaf of a narrower dtype compares its own keys with pivots
-that were rounded down to its dtype, so that no element is converted.
+that were rounded down to its dtype, so that only elements of 8-bit leaves are converted.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,11 @@ from shrewjax._reductions import Group, leaf_counts, leaf_maxima
 
 
 def counts(groups: Sequence[Group], pivots: jax.Array, dtype: Any, scope: Scope, words: int, axes: Axes) -> BigUint:
-    """Returns how many keys are at or below each pivot. `pivots` and the result's words: (1 or leaves, pivots)."""
+    """Returns how many keys are at or below each pivot, over all devices.
+
+    `pivots`, and each word of the result, have the shape (leaves, pivots); for scope "global", (1, pivots). `words` is
+    static and must hold the number of all elements, because a count may exceed 2**32.
+    """
     own = _for_each_group(groups, pivots, dtype, scope)
     by_group = leaf_counts(_at_or_below, groups, own, words=words, axes=axes)
     stacked = tuple(jnp.stack(of_groups) for of_groups in zip(*by_group, strict=True))

@@ -87,9 +87,10 @@ def measure_units(
 
 @partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21
 def measure_slices(x: Any, ord: float, dims: UnitDims, within: Axes, limit: ExtendedFloat) -> ExtendedFloat:
-    """Returns the `ord`-norm of every slice of x: over all its axes except `dims`, whose sizes are the shape.
+    """Returns the `ord`-norm of each slice of x. The dimensions `dims` index the slices.
 
-    A norm below the limit may come out as any other number below it, so that zeros, as of masked tokens, are read once.
+    `within` are mapped axes along which devices hold parts of the same slice. For orders 1 and 2, a norm below the
+    limit may be inexact, because such a slice is not clipped. So zeros, as of masked tokens, are read only once.
     """
     if ord in (1, 2):
         (powers,), (shift,) = _powers_of_units([x], ord, [dims], [within], floor=limit)
@@ -99,6 +100,7 @@ def measure_slices(x: Any, ord: float, dims: UnitDims, within: Axes, limit: Exte
     def of_one(x: Any) -> ExtendedFloat:
         return measure([x], ord, within)
 
+    # `measure` knows only one unit, so it is mapped over each dimension. The outer maps have removed those before it.
     for before, axis in reversed([*enumerate(dims)]):
         of_one = jax.vmap(of_one, in_axes=axis - before)
     return of_one(x)

@@ -137,8 +137,14 @@ def _place_window(path: _gradients.KeyPath, window: Any, like: Any) -> Any:
 
 
 def _with_rows_of(x: Any, like: Any) -> Any:
-    """Returns rows redistributed to those of `like`. A wrong shape is returned as it is, and `_place` raises."""
-    return _per_device.redistribute_rows(x, like) if x.ndim == like.ndim > 0 and x.shape[1:] == like.shape[1:] else x
+    """Returns rows summed into as many rows as `like` has. An array without rows is returned unchanged.
+
+    So is one of another shape, and any beside a leaf of `like` that is no array on a device: `_place` then raises an
+    error that names the leaf.
+    """
+    if not isinstance(like, jax.Array) or x.ndim != like.ndim or x.ndim == 0 or x.shape[1:] != like.shape[1:]:
+        return x
+    return _per_device.redistribute_rows(x, like)
 
 
 def _place(path: _gradients.KeyPath, x: Any, like: Any) -> jax.Array:

@@ -224,7 +224,8 @@ class GradAccumulator:
         return average, jnp.asarray(has_average), state if self._axes else state._replace(gradient_sum=average)
 
     def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
-        """Empties the window. The counters `windows` and `dropped` stay unchanged."""
+        """Discards the open window. `windows`, `dropped`, `value` and the averages of the noise stay unchanged."""
+        # The sums are not cleared, because the next micro-batch overwrites them.
         return state._replace(
             micro_step=jnp.zeros_like(state.micro_step),
             weight_sum=jnp.zeros_like(state.weight_sum),

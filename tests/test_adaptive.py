@@ -563,6 +563,10 @@ def test_stacked_layers_sharded_along_the_stack(axis_type):
         ),
         (lambda: shrewjax.adaptive_grad_clip().update(jnp.ones(3), None), r"Pass params to update"),
         (
+            lambda: shrewjax.adaptive_grad_clip(axis=lambda name, leaf: len).init(jnp.ones(3)),
+            r"axis must return dimensions or None, got <built-in function len> for leaf \(the tree itself\)",
+        ),
+        (
             lambda: shrewjax.adaptive_grad_clip().update({"a": jnp.ones(3)}, None, {"a": jnp.ones(4)}),
             r"\['a'\] must have the shape of its .*parameter, got float32 of shape \(3,\) for float32 of shape \(4,\)",
         ),

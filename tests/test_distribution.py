@@ -338,6 +338,8 @@ def test_initial_sums_are_spread_as_the_parameters_wherever_init_is_called(axis_
                 jax.jit(tx.init)(params)
     with pytest.raises(ValueError, match="must be an array on a device, got ndarray"):
         shrewjax.state_specs(jax.tree.map(np.asarray, tx.init(params)))
+    with pytest.raises(ValueError, match="of like must be an array on a device, got array"):
+        shrewjax.redistribute(tx.init(params), jax.tree.map(np.asarray, tx.init(params)))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
