@@ -270,7 +270,7 @@ def accumulate(
             returned, inner_state = run_inner(taken.gradients, taken.value, True)
             measured = taken.value, taken.noise
             if has_weight is not True:
-                # Select, because XLA copies parameters and state in a branch within a branch on CUDA
+                # XLA-2: select, because XLA copies parameters and state in a branch within a branch on CUDA
                 # (tests/test_accelerators.py).
                 unchanged = params if apply else optax.tree.zeros_like(returned), state.inner_state
                 returned, inner_state = optax.tree.where(has_weight, (returned, inner_state), unchanged)

@@ -160,7 +160,7 @@ def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDi
         sums = leaf_sums(terms, leaves, axes=axes, unit_dims=[unit_dims] * len(leaves))
         return jnp.all(jnp.stack([jnp.isfinite(s) for s in sums]), axis=0)
 
-    # XLA:CPU reduces a plain sum at memory speed. If it is finite, so is every element. Otherwise the sum may have
+    # XLA-4, XLA-11: XLA:CPU reduces a plain sum at memory speed. If it is finite, so is every element. Otherwise the sum may have
     # overflowed. The sum of x - x then decides, because x - x is 0 for a finite x and NaN otherwise. Without the
     # barrier, XLA:GPU turns the branch into a select and always computes both sums (tests/test_accelerators.py, rows
     # "accumulate, drop_microbatch" and "skip_nonfinite").
@@ -183,7 +183,7 @@ def _sum(x: jax.Array, dims: UnitDims = ()) -> jax.Array:
 @partial(jax.jit, static_argnums=0)
 def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Any) -> jax.Array:
     wanted = keys(*of_leaf)
-    # XLA:CPU materializes the input of a reduction of a single operand, at the leaf's size. It does not if there is a
+    # XLA-8: XLA:CPU materializes the input of a reduction of a single operand, at the leaf's size. It does not if there is a
     # second, different operand.
     another = [wanted[0] >> jnp.ones((), wanted[0].dtype)] if len(wanted) == 1 else []
     return jnp.stack(_reduce_together([*wanted, *another], lax.max, range(wanted[0].ndim))[: len(wanted)])
@@ -218,11 +218,11 @@ _LARGEST_COUNT = 2**32 - 1
 _MOST_COUNTS = 2**20
 
 
-# XLA cuts a fusion of many more operands in parts, and materializes the results between them.
+# XLA-13: XLA cuts a fusion of many more operands in parts, and materializes the results between them.
 _MOST_IN_A_GROUP = 8
 
 
-# XLA:CPU runs up to eight kernels one after another, and more of them in parallel
+# XLA-14: XLA:CPU runs up to eight kernels one after another, and more of them in parallel
 # (tests/test_selection.py, "few kernels").
 _FEWEST_GROUPS = 9
 
@@ -232,7 +232,7 @@ def _reduce_together(operands: Sequence[jax.Array], combine: Callable[..., Any],
     zeros = [np.zeros((), x.dtype) for x in operands]
     if len(operands) > 1 and not may_be_partitioned():
         return list(lax.reduce(tuple(operands), tuple(zeros), _of_each(combine), tuple(axes)))
-    # If XLA partitions a reduction of several operands, it all-gathers the devices' results of each operand. It
+    # XLA-9: if XLA partitions a reduction of several operands, it all-gathers the devices' results of each operand. It
     # all-reduces those of a single operand (tests/test_reductions.py, "without a gather"). XLA:GPU fuses such
     # reductions and still reads the data once.
     return [lax.reduce(x, zero, combine, tuple(axes)) for x, zero in zip(operands, zeros, strict=True)]

@@ -328,7 +328,7 @@ class GradAccumulator:
         else:
             has_average = ~window_bad if self._axes else has_weight & ~window_bad
 
-        # The pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
+        # XLA-15: the pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
         # XLA:CPU, a second buffer (tests/test_accumulation.py, "written_in_place"). Per-device rows are divided in
         # `_average`, because they have to be summed over devices first.
         scale = None
@@ -417,7 +417,7 @@ class GradAccumulator:
         axes, rows = self._axes, stepped.state.gradient_sum
         if not axes or not is_mapped(axes):
             return rows
-        # On CUDA and TPU, XLA would otherwise keep both the rows and the average, which costs memory of the parameters'
+        # XLA-22: on CUDA and TPU, XLA would otherwise keep both the rows and the average, which costs memory of the parameters'
         # size (tests/test_accelerators.py, "sends gradients once").
         return jax.tree.map(lambda row, x: as_varying(x[None], axes) if row.ndim else row, rows, average)
 
@@ -517,8 +517,8 @@ def _advance_leaf(
         grad = grad.astype(total.dtype)
         if is_kept is not True:
             # Select, because multiplying by a weight of 0 would not discard an infinity: 0 * inf is NaN
-            # (tests/test_accumulation.py, "micro_batch_of_weight_zero"). Select before adding, because on CUDA and TPU
-            # XLA otherwise leaves the all-reduce of a gradient inside a loop (tests/test_accelerators.py).
+            # (tests/test_accumulation.py, "micro_batch_of_weight_zero"). XLA-24: select before adding,
+            # because on CUDA and TPU XLA otherwise leaves the all-reduce of a gradient inside a loop.
             grad = jnp.where(is_kept, grad, zeros)
         total = jnp.where(is_first, grad, total + grad)
     return total if scale is None else _scaled(total, scale)
