@@ -3,7 +3,8 @@
 XLA's conditional passes an operand through in place only in its branch 0. Any other branch copies the operands that it
 returns unchanged. `lax.cond` numbers its two branches differently on different backends. On CUDA, an open accumulation
 window then copied parameters and optimizer state on every call, and returned sharded parameters replicated. `run_if`
-therefore uses `lax.switch` and puts the idle branch first. `tests/test_accelerators.py` holds this for CUDA and TPU.
+therefore uses `lax.switch` and puts the idle branch first (XLA-1). `tests/test_accelerators.py` holds this for CUDA and
+TPU. Tags such as XLA-1 lead to `docs/xla.md`.
 """
 
 from collections.abc import Callable

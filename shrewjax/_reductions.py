@@ -160,7 +160,8 @@ def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDi
         sums = leaf_sums(terms, leaves, axes=axes, unit_dims=[unit_dims] * len(leaves))
         return jnp.all(jnp.stack([jnp.isfinite(s) for s in sums]), axis=0)
 
-    # XLA-4, XLA-11: XLA:CPU reduces a plain sum at memory speed. If it is finite, so is every element. Otherwise the sum may have
+    # XLA-4, XLA-11.
+    # XLA:CPU reduces a plain sum at memory speed. If it is finite, so is every element. Otherwise the sum may have
     # overflowed. The sum of x - x then decides, because x - x is 0 for a finite x and NaN otherwise. Without the
     # barrier, XLA:GPU turns the branch into a select and always computes both sums (tests/test_accelerators.py, rows
     # "accumulate, drop_microbatch" and "skip_nonfinite").
@@ -183,7 +184,8 @@ def _sum(x: jax.Array, dims: UnitDims = ()) -> jax.Array:
 @partial(jax.jit, static_argnums=0)
 def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Any) -> jax.Array:
     wanted = keys(*of_leaf)
-    # XLA-8: XLA:CPU materializes the input of a reduction of a single operand, at the leaf's size. It does not if there is a
+    # XLA-8.
+    # XLA:CPU materializes the input of a reduction of a single operand, at the leaf's size. It does not if there is a
     # second, different operand.
     another = [wanted[0] >> jnp.ones((), wanted[0].dtype)] if len(wanted) == 1 else []
     return jnp.stack(_reduce_together([*wanted, *another], lax.max, range(wanted[0].ndim))[: len(wanted)])

@@ -328,7 +328,8 @@ class GradAccumulator:
         else:
             has_average = ~window_bad if self._axes else has_weight & ~window_bad
 
-        # XLA-15: the pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
+        # XLA-15.
+        # The pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
         # XLA:CPU, a second buffer (tests/test_accumulation.py, "written_in_place"). Per-device rows are divided in
         # `_average`, because they have to be summed over devices first.
         scale = None
@@ -417,7 +418,8 @@ class GradAccumulator:
         axes, rows = self._axes, stepped.state.gradient_sum
         if not axes or not is_mapped(axes):
             return rows
-        # XLA-22: on CUDA and TPU, XLA would otherwise keep both the rows and the average, which costs memory of the parameters'
+        # XLA-22.
+        # On CUDA and TPU, XLA would otherwise keep both the rows and the average, which costs memory of the parameters'
         # size (tests/test_accelerators.py, "sends gradients once").
         return jax.tree.map(lambda row, x: as_varying(x[None], axes) if row.ndim else row, rows, average)
 
@@ -502,7 +504,10 @@ _jitted_add = jax.jit(GradAccumulator.add, static_argnums=0)
 def _advance_leaf(
     total: jax.Array, grad: Any, is_first: jax.Array, is_kept: Flag, factor: jax.Array | None, scale: jax.Array | None
 ) -> jax.Array:
-    """Returns (total + factor * grad) * scale, in one read and one write. A first gradient replaces the old total."""
+    """Returns (total + factor * grad) * scale, in one read and one write. A first gradient replaces the old total.
+
+    It is replaced, and not set to zero when the window closes, because that costs a copy on XLA:CPU (XLA-16).
+    """
     if not is_gradient(total):
         return total
     dtype = _floats.accumulator_dtype(total)

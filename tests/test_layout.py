@@ -5,6 +5,7 @@ import inspect
 import pathlib
 import pickle
 import pydoc
+import re
 import sys
 import tomllib
 
@@ -140,3 +141,10 @@ def test_version_is_that_of_the_source_whatever_is_installed():
     settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     assert settings["project"]["dynamic"] == ["version"]
     assert (PACKAGE.parent / settings["tool"]["hatch"]["version"]["path"]) == PACKAGE / "__init__.py"
+
+
+def test_every_tag_of_a_workaround_has_its_entry_and_every_entry_its_tag():
+    entries = re.findall(r"^\| (XLA-\d+) \|", (PACKAGE.parent / "docs" / "xla.md").read_text(), re.MULTILINE)
+    tags = {tag for path in PACKAGE.glob("*.py") for tag in re.findall(r"XLA-\d+", path.read_text())}
+    assert len(entries) == len(set(entries))
+    assert tags == set(entries)
