@@ -21,7 +21,8 @@ from _harness import Figure, Loop, Row
 import shrewjax
 
 MICRO_BATCHES = 8
-MODES: Any = ("propagate", "drop_microbatch", "drop_window", "extend_window")
+MODES = ("propagate", "drop_microbatch", "drop_window", "extend_window")
+VARIANTS: Any = {mode: {"nonfinite": mode} for mode in MODES} | {"noise_decay": {"noise_decay": 0.99}}
 
 
 def _ours() -> optax.GradientTransformation:
@@ -85,18 +86,20 @@ def micro_step(quick: bool) -> list[Row]:
     """A micro-batch that does not close the window, against `sum + gradients` in place; in blocks of a window."""
     grads = _harness.gpt2(quick, seed=1)
     rows = []
-    for mode in MODES:
+    for variant, options in VARIANTS.items():
         loops = {"floor": Loop(partial(jax.tree.map, jnp.add), _harness.gpt2(quick), grads)}
-        tx = shrewjax.accumulate(_ours(), 2**20, nonfinite=mode)
+        tx = shrewjax.accumulate(_ours(), 2**20, **options)
         params = _harness.gpt2(quick)
         loops["apply_gradients"] = Loop(partial(_harness.applied, tx), (params, tx.init(params)), grads)
-        accumulator = shrewjax.GradAccumulator(2**20, nonfinite=mode)
+        accumulator = shrewjax.GradAccumulator(2**20, **options)
         loops["GradAccumulator.add"] = Loop(accumulator.add, accumulator.init(grads), grads)
         sides = {k: partial(loop.run, MICRO_BATCHES) for k, loop in loops.items()}
         times = _harness.alternate(sides, 3 if quick else 25, MICRO_BATCHES)
-        bar = f"shrewjax/floor <= {1.15 if mode == 'propagate' else 1.6}"
+        bar = f"shrewjax/floor <= {1.15 if variant == 'propagate' else 1.6}"
         for name in ("apply_gradients", "GradAccumulator.add"):
-            rows.append(Row(f"micro-step, {name}, {mode} (floor: sum + gradients)", times[name], times["floor"], bar))
+            rows.append(
+                Row(f"micro-step, {name}, {variant} (floor: sum + gradients)", times[name], times["floor"], bar)
+            )
     return rows
 
 

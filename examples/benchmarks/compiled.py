@@ -224,6 +224,7 @@ def windows(target: Target) -> Iterator[Row]:
     yield Row("accumulate, update", partial(run, updated, window(), grads), theirs)
     for policy in ("drop_microbatch", "drop_window", "extend_window"):
         yield Row(f"accumulate, {policy}", partial(run, applied, window(nonfinite=policy), grads))
+    yield Row("accumulate, noise_decay", partial(run, applied, window(noise_decay=0.99), grads))
     theirs = partial(run, updated, multi_steps(optax.adamw(1e-3)), grads)
     yield Row("accumulate, adamw without a clip", partial(run, applied, window(optax.adamw(1e-3)), grads), theirs)
     yield Row(
