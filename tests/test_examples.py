@@ -71,6 +71,20 @@ def test_choose_max_norm_example_replays_every_rule(run):
     assert_is_drawn(figure)
 
 
+def test_choose_batch_size_example_sees_the_noise_grow_and_what_long_windows_cost(run):
+    arguments = ("--images", 24576, "--seeds", 2, "--target", 0.2)
+    printed, figure = run("choose_batch_size.py", *arguments, out="new/batch_size.png")
+
+    line = r"noise scale (\S+) early, (\S+) at last; loss 0.2 after (\S+) images in (\S+) steps \(predicted: .*\)"
+    early, late, images, steps = zip(
+        *(numbers(f"windows of {size}: {line}", printed) for size in (16, 128, 1024)), strict=True
+    )
+    assert all(0 < first < last < 1024 for first, last in zip(early, late, strict=True))
+    assert images[0] < images[1] < images[2] / 2
+    assert steps[0] > 3 * steps[1] > 3 * steps[2]
+    assert_is_drawn(figure)
+
+
 def test_linen_example_learns_in_float16_and_drops_exactly_what_overflowed(run):
     printed, figure = run("train_linen.py", "--epochs", 6, out="new/linen.png")
 

@@ -20,6 +20,7 @@ EXPECTED = {
     "state_with_its_type": lambda applied: applied is True,
     "own_optimizer_inside": lambda steps: steps == 1,
     "loop_of_the_host": lambda params: (params["w"] != 0).all(),
+    "loss_and_noise_of_windows": lambda metrics: metrics["accumulate/value"] == pytest.approx(0.16),
     "scheduled_and_split": lambda metrics: len(metrics) > 5,
 }
 

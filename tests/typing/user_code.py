@@ -166,6 +166,19 @@ def own_optimizer_inside() -> int:
     return int(inner_state.steps)
 
 
+def loss_and_noise_of_windows() -> dict[str, jax.Array]:
+    tx = shrewjax.accumulate(shrewjax.skip_on_spike(optax.sgd(0.1), monitor="value"), 2, noise_decay=0.9)
+    window = shrewjax.GradAccumulator(2, noise_decay=jnp.float32(0.9))
+    params: Params = {"w": jnp.zeros(3)}
+    opt_state, state = tx.init(params), window.init(params)
+    for x, y in batches():
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        _, state = window.step(state, grads, weight=len(x), value=loss)
+        params, opt_state = shrewjax.apply_gradients(tx, grads, opt_state, params, weight=len(x), value=loss)
+    assert_type(state.value, jax.Array)
+    return shrewjax.metrics(opt_state) | shrewjax.metrics(state)
+
+
 def loop_of_the_host() -> Params:
     window = shrewjax.GradAccumulator(2, accumulator_dtype=jnp.float32)
     tx = optax.sgd(0.1)
