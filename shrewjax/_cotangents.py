@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from shrewjax import _arguments, _floats, _gradients, _norms
+from shrewjax import _arguments, _compat, _floats, _gradients, _norms
 from shrewjax._gradients import KeyPath, Tree, is_gradient
 from shrewjax._mesh import AxisName, UnitDims, as_varying, slice_axes, varying_axes
 
@@ -108,16 +108,29 @@ def clip_cotangent(
         shared = _arguments.axes_of_leaf("axis", axis, path, leaf)
         dims = () if shared is None else tuple(a for a in range(leaf.ndim) if a not in shared)
         divided = slice_axes(name, leaf, sharded_over)
+        own_slices = varying_axes(leaf) - set(divided)
+        for limit in traced_limit:
+            _check_limit(limit, name, own_slices)
         zeros = _zeros(counter, name, tuple(leaf.shape[a] for a in dims))
-        zeros = as_varying(zeros, tuple(a for a in varying_axes(leaf) if a not in divided))
+        zeros = as_varying(zeros, tuple(own_slices))
         return _guard.bind(leaf, zeros, *traced_limit, slices=_Slices(dims, divided, ord, static_limit))
 
     paths, leaves, treedef = _gradients.gradient_leaves(x)
     return treedef.unflatten(list(map(guarded, paths, leaves)))
 
 
+def _check_limit(limit: jax.Array, name: str, own_slices: frozenset[Hashable]) -> None:
+    """Raises if devices that share a slice may have different thresholds. They have own slices along `own_slices`."""
+    along = varying_axes(limit) - own_slices
+    if along:
+        raise ValueError(
+            f"max_norm may differ between devices along {', '.join(sorted(map(repr, along)))}, but these devices share "
+            f"the slices of leaf {name}. Reduce max_norm over them first, for example with jax.lax.pmin"
+        )
+
+
 def _zeros(counter: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
-    """A zero for each slice of a leaf, so that the sum over what they share is JAX's to do."""
+    """Returns the counter's value for each slice of a leaf. JAX then sums the cotangents of slices that share one."""
     if counter is None:
         return jnp.zeros((), jnp.float32)
     counter = jnp.asarray(counter)
@@ -180,7 +193,11 @@ def _transpose(cotangent: Any, x: Any, zeros: Any, *limit: Any, slices: _Slices)
         cotangent = ad.instantiate_zeros(cotangent)
     clipped, is_clipped = slices.clip(cotangent, *limit)
     of_x = clipped if ad.is_undefined_primal(x) else None
-    of_zeros = is_clipped.astype(zeros.aval.dtype) if ad.is_undefined_primal(zeros) else None
+    of_zeros = None
+    if ad.is_undefined_primal(zeros):
+        # Devices that share a slice may have a counter each.
+        counts = is_clipped.astype(zeros.aval.dtype)
+        of_zeros = as_varying(counts, tuple(_compat.varying_axes(zeros.aval)))
     return [of_x, of_zeros, *[None] * len(limit)]
 
 
