@@ -172,7 +172,7 @@ def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDi
 
 
 def _extreme(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `pmax` or `pmin` with NaNs kept. XLA:CPU's all-reduce loses them ("nan_if_one_device_has_a_nan")."""
+    """Returns `pmax` or `pmin`, and NaN wherever a device has one, because XLA:CPU's all-reduce loses it (XLA-24)."""
 
     def combined(arrays: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
         results = list(collective(arrays, axes))
