@@ -1,11 +1,12 @@
 """Trains a recurrent net on Python's documentation, at a length where its gradients explode, with three ways to clip.
 
-Each state of the net depends on the one before it through the same weights. On the way back through hundreds of
-characters, a gradient is multiplied by them as often: it grows until it says nothing but how the first states wobble.
+Each state of the net depends on the one before it through the same weights. The backward pass through hundreds of
+characters multiplies a gradient by these weights as many times. The gradient grows, until the first characters decide
+all of it.
 
 * Without clipping, the first steps throw the weights out of the range where the net learns.
 * A global norm shortens the step, but its direction is still that of the explosion.
-* `clip_cotangent` limits what flows back into each state, so that no character outweighs the others.
+* `clip_cotangent` limits the gradient of each state, so that no character outweighs the others.
 
 Run it with
 
@@ -13,8 +14,8 @@ Run it with
     python examples/train_recurrent.py
 
 It takes a minute or two on two CPU cores, downloads nothing, prints the losses and norms, and writes
-out/train_recurrent.png: the loss, the gradient's norm before the clip by global norm, and, for the net as it is at
-first, how what flows back grows on its way.
+out/train_recurrent.png: the loss, the gradient's norm before the clip by global norm, and how the gradients of the
+states grow on the way back through the untrained net.
 """
 
 import argparse
@@ -35,10 +36,10 @@ import shrewjax
 Params = dict[str, jax.Array]
 
 WIDTH, ROWS = 128, 32
-GAIN = 2.0  # of the recurrent weights: from 1 on, what flows back grows
+GAIN = 2.0  # of the recurrent weights; from 1 on, gradients grow on the way back
 LEARNING_RATE = 0.5
 MAX_NORM = 1.0  # with 0.3, 3 or 10 the loss ends higher
-# What flows back into a state, in units of what flows back from its own character's loss.
+# The largest gradient of a state, where 1 is about that of its own character's loss.
 MAX_FLOW = 4.0
 
 
@@ -47,7 +48,7 @@ class Way(NamedTuple):
 
     name: str
     max_norm: float = np.inf  # of all gradients together
-    max_flow: float = np.inf  # of what flows back into a state
+    max_flow: float = np.inf  # of the gradient of a state
 
 
 WAYS = [
@@ -58,7 +59,7 @@ WAYS = [
 
 
 def init(characters: int, seed: int) -> Params:
-    """Weights whose products with themselves grow."""
+    """Returns weights whose repeated products grow."""
     recurrent, entry, readout = jax.random.split(jax.random.key(seed), 3)
     return {
         "recurrent": GAIN * jax.random.normal(recurrent, (WIDTH, WIDTH)) / WIDTH**0.5,
@@ -69,7 +70,7 @@ def init(characters: int, seed: int) -> Params:
 
 
 def loss_fn(params: Params, codes: jax.Array, nudges: jax.Array, max_flow: float) -> jax.Array:
-    """The mean loss of each next character; `nudges` are added to the states, one for each character and row."""
+    """Returns the mean loss of each next character. `nudges`, one a character and row, are added to the states."""
     max_norm = max_flow / codes[:, 1:].size
 
     def step(h: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -84,7 +85,7 @@ def loss_fn(params: Params, codes: jax.Array, nudges: jax.Array, max_flow: float
 
 
 def batches(length: int, number: int, seed: int) -> Iterator[np.ndarray]:
-    """Codes of shape (ROWS, length + 1): passages from anywhere in the documentation."""
+    """Yields codes of shape (ROWS, length + 1): passages from anywhere in the documentation."""
     texts, alphabet = _common.documentation()
     codes = np.array([alphabet[c] for c in "".join(texts)], np.int32)
     rng = np.random.default_rng(seed)
@@ -94,14 +95,14 @@ def batches(length: int, number: int, seed: int) -> Iterator[np.ndarray]:
 
 
 def flow(params: Params, codes: jax.Array, max_flow: float) -> jax.Array:
-    """The largest norm, of all rows, of what flows back into the states after each character; shape (characters,)."""
+    """Returns the gradient norms of the states, the largest over the rows. Shape (characters,)."""
     nudges = jnp.zeros((codes.shape[1] - 1, len(codes), WIDTH))
     into_states = jax.grad(loss_fn, argnums=2)(params, codes, nudges, max_flow)
     return jnp.linalg.norm(into_states, axis=-1).max(axis=1)
 
 
 def train(way: Way, params: Params, length: int, steps: int, seed: int, bar: tqdm) -> tuple[np.ndarray, np.ndarray]:
-    """The loss and the norm of all gradients, before a clip by it, at each step."""
+    """Returns each step's loss, and its gradient norm before a clip by it."""
     tx = optax.chain(shrewjax.clip_by_global_norm(way.max_norm), optax.sgd(LEARNING_RATE))
 
     def step(params: Params, opt_state: optax.OptState, codes: jax.Array) -> tuple[Params, Any, jax.Array, jax.Array]:
@@ -121,19 +122,19 @@ def train(way: Way, params: Params, length: int, steps: int, seed: int, bar: tqd
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """The mean of each value and up to nine before it."""
+    """Returns the mean of each value and up to nine before it."""
     return np.array([values[max(0, i - 9) : i + 1].mean() for i in range(len(values))])
 
 
 def plot(runs: dict[str, tuple[np.ndarray, np.ndarray]], flows: dict[str, np.ndarray], path: Path) -> None:
-    """What flows back at first, character by character; then loss and norm over training."""
+    """Draws the gradients of the states before training, and loss and norm over training."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     flow_axes, norm_axes, loss_axes = figure.subplots(1, 3)
     colors = dict(zip(runs, ("tab:red", "tab:orange", "tab:blue"), strict=True))
     for name, by_character in flows.items():
         flow_axes.plot(np.arange(1, len(by_character) + 1), by_character, color=colors[name], label=name)
     flow_axes.set(
-        title="on the way back, before training", xlabel="character", ylabel="norm of what flows back", yscale="log"
+        title="on the way back, before training", xlabel="character", ylabel="gradient norm of the state", yscale="log"
     )
     flow_axes.legend(frameon=False)
     for name, (losses, norms) in runs.items():
@@ -164,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     (first,) = batches(args.length, 1, args.seed)
     flows = {way.name: np.asarray(flow(params, first, way.max_flow)) for way in (WAYS[0], WAYS[2])}
     for name, by_character in flows.items():
-        print(f"{name}: {by_character[-1]:.1e} flows back from the last character, {by_character[0]:.1e} to the first")
+        print(f"{name}: the gradient of the last state is {by_character[-1]:.1e}, of the first {by_character[0]:.1e}")
     runs = {}
     with tqdm(total=len(WAYS) * args.steps, unit="step") as bar:
         for way in WAYS:

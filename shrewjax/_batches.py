@@ -1,10 +1,11 @@
-"""A whole batch in one call: `jax.value_and_grad` from several micro-batches, in a loop of the compiled program.
+"""A whole batch in one call: `jax.value_and_grad` from several micro-batches, in one loop of the compiled program.
 
-Data goes one way: split the batch, run `fun` on a micro-batch, decide whether it is kept, add it up, close. All that
-is divided by a weight is a `GradAccumulator`'s sum: one of the loss and the gradients, one of the aux that is averaged.
+Data goes one way: split the batch, run `fun` on a micro-batch, decide whether it is kept, add it, divide at the end.
+`GradAccumulator`s hold the sums that are divided by a weight: one for the loss and the gradients, one for the averaged
+leaves of the aux.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,30 +15,30 @@ from jax import lax
 
 from shrewjax import _arguments, _floats, _gradients
 from shrewjax._gradients import is_gradient
-from shrewjax._mesh import AxisName, as_varying, device_index, require_mapped, varying_axes
+from shrewjax._mesh import AxisName, as_varying, device_index, newly_varying, require_mapped, varying_axes
 from shrewjax._reductions import combined_over
 from shrewjax._window import GradAccumulator, GradAccumulatorState, Reduction
 from shrewjax._wrapping import Flag, check_unchanged
 
 
 class _Averaged(NamedTuple):
-    """What the window averages."""
+    """The quantities that the window averages."""
 
     value: Any
     gradients: Any
 
 
 class _MicroBatch(NamedTuple):
-    """What `fun` made of one micro-batch."""
+    """The results of `fun` for one micro-batch, and its weight."""
 
     weight: Any
     averaged: _Averaged
     aux: Any
-    carried: list[Any]  # of one argument, or of none
+    carried: list[Any]  # the new value of the argument `carry_argnum`, or empty
 
 
 class _SoFar(NamedTuple):
-    """What goes from one micro-batch to the next."""
+    """The loop's state between two micro-batches."""
 
     window: GradAccumulatorState
     aux: "_AuxSums"
@@ -60,42 +61,45 @@ def value_and_grad(
     accumulator_dtype: Any = None,
     sum_over: AxisName | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
-    r"""`jax.value_and_grad` of a batch that is too large to be taken at once: micro-batch by micro-batch, in one call.
+    r"""Returns `jax.value_and_grad` of `fun`, computed micro-batch by micro-batch, for batches that do not fit at once.
 
     .. math:: \ell = \frac{\sum_i w_i \ell_i}{\sum_i w_i}, \qquad \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
 
-    The function that it returns is called as `fun` is, and returns what `jax.value_and_grad(fun, argnums, has_aux)`
-    does. Inside it, `fun` sees one micro-batch at a time. A step holds one more tree of gradients, the sum, and the
-    memory of one micro-batch. Nothing is kept from one step to the next. Call it under `jax.jit`: outside of it, the
-    loop is compiled on every call.
+    The returned function takes the arguments of `fun`, with the whole batch. It returns what
+    `jax.value_and_grad(fun, argnums, has_aux)` returns. `fun` itself sees one micro-batch at a time. A step takes the
+    memory of one micro-batch and of one more tree of gradients, the sum. Nothing is kept from one step to the next.
+    Call the returned function under `jax.jit`, because outside of it each call compiles the loop again.
 
-    The split: of each array in `batch_argnums`, the first axis has the examples, B of them in all arrays. Micro-batch i
-    of K has the examples i, i + K, i + 2 K, and so on, so that an axis that is sharded over devices stays where it is.
+    The arguments in `batch_argnums` are split. The first axis of each of their arrays numbers the examples, B of them
+    in all arrays. Micro-batch i of K has the examples i, i + K, i + 2 K, and so on. So an axis that is sharded over
+    devices is split without moving data.
 
     ==============================================  ============================================================
-    what happens                                    result
+    condition                                       result
     ==============================================  ============================================================
     a micro-batch of weight 0                       contributes nothing to value, gradients and aux, whatever its
-                                                    loss and gradients hold; the carry stays as it was before
+                                                    loss and gradients are; the carry stays as before it
     a bad micro-batch, `nonfinite="propagate"`      value and gradients are what arithmetic says
-    the same, `nonfinite="drop_microbatch"`         is as one of weight 0
-    no micro-batch weighs anything                  the gradients are zeros, the value and every `"mean"` are NaN
-    a weight sum that is out of range or NaN        value and gradients are NaN; a `"sum"` is not divided, and stays
-    micro_batches = 1                               what `jax.value_and_grad` does
+    the same, `nonfinite="drop_microbatch"`         as one of weight 0
+    every micro-batch has weight 0 or is dropped    the gradients are zeros, the value and every `"mean"` are NaN;
+                                                    with `reduction="sum"`, the value is 0
+    a weight sum that is out of range or NaN        value, gradients and every `"mean"` are NaN; sums are not
+                                                    divided by it, and so stay
     ==============================================  ============================================================
 
-    A micro-batch is bad if its loss or its gradients hold a NaN or an infinity. To read how many were dropped, let
-    `fun` return a 1 in its aux, and sum it: `aux={"kept": "sum", ...}`. With `"stack"` it says which.
+    A micro-batch is bad if its loss or its gradients contain a NaN or an infinity, and its weight is not 0. To count
+    those that are kept, let `fun` return a 1 in its aux and sum it: `aux={"kept": "sum", ...}`. `"stack"` shows which.
 
-    The aux of micro-batches becomes one, leaf by leaf. A leaf keeps its dtype, but a sum of booleans counts in int32:
+    The aux of the micro-batches is reduced leaf by leaf, over those that are kept. A leaf keeps its dtype. Only a
+    `"sum"` of booleans or of short integers has the wider dtype that `jnp.sum` gives it.
 
     =========  ==================================================  ==================================  =============
-    `aux`      over the micro-batches that weigh something         over devices, with `sum_over`       of none
+    `aux`      over the micro-batches that are kept                over devices, with `sum_over`       of none
     =========  ==================================================  ==================================  =============
     `"mean"`   sum(w a) / sum(w), whatever `reduction` is          the same, over all of them          NaN
     `"sum"`    sum(a), which is not weighted                       the same                            0
-    `"max"`    the largest                                         the same                            least number
-    `"min"`    the smallest                                        the same                            largest number
+    `"max"`    the largest, NaN if one is NaN                      the same                            least number
+    `"min"`    the smallest, NaN if one is NaN                     the same                            largest number
     `"last"`   the last one's                                      a device's own                      0
     `"stack"`  all, along a new first axis of K; the others are 0  a device's own                      0
     =========  ==================================================  ==================================  =============
@@ -103,43 +107,47 @@ def value_and_grad(
     Args:
       fun: the loss, a scalar; with `has_aux` a pair of that and anything else. As for `jax.value_and_grad`.
       micro_batches: K, an int >= 1, into which the examples can be divided.
-      argnums: the positional argument, or arguments, to differentiate with respect to.
+      argnums: the position, or positions, of the arguments to differentiate with respect to.
       has_aux: whether `fun` returns a pair.
-      batch_argnums: the positional arguments that hold examples, trees of arrays. None: all but those of `argnums`,
-        `rng_argnums` and `carry_argnum`. Other arguments, and those by keyword, reach every micro-batch whole.
-      weight: a function of `fun`'s arguments, as the micro-batch has them, that returns its number of examples or
-        tokens: a real scalar, 0 or between 2**-30 and 2**100. None: all micro-batches weigh the same.
-      aux: what becomes of the aux, see above: one name for all of it, or a tree prefix of names.
-      rng_argnums: the positional arguments that are trees of PRNG keys, of either kind. Micro-batch i has
-        `jax.random.fold_in(key, i)`; on device d along `sum_over`, `fold_in(key, d * K + i)`.
-      carry_argnum: a positional argument that goes through the micro-batches in their order, such as batch statistics.
-        `fun` then returns `(loss, (aux, carry))`, and the result is `((value, (aux, carry)), grads)`.
+      batch_argnums: the positions of the arguments that hold examples, trees of arrays. None: all except those of
+        `argnums`, `rng_argnums` and `carry_argnum`. All other arguments, and those passed by keyword, reach every
+        micro-batch whole.
+      weight: a function of `fun`'s arguments for one micro-batch, which returns its number of examples or tokens. This
+        is a real scalar, 0 or between 2**-30 and 2**100. None: all micro-batches have the same weight.
+      aux: how the aux is reduced, see above: one name for all leaves, or a tree prefix of names.
+      rng_argnums: the positions of the arguments that are trees of PRNG keys, typed or raw. Micro-batch i gets
+        `jax.random.fold_in(key, i)`. On device d along `sum_over`, it gets `fold_in(key, d * K + i)`.
+      carry_argnum: the position of an argument that each micro-batch passes on to the next, such as batch statistics.
+        `fun` then returns `(loss, (aux, carry))`, and the result is `((value, (aux, carry)), grads)`. With `sum_over`,
+        each device has its own carry, unless `fun` reduces it.
       reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss: sum(l) / sum(w) and
         sum(g) / sum(w). `"sum"`: sum(l) and sum(g).
-      nonfinite: what to do with a bad micro-batch, see above. `"drop_microbatch"` reads the gradients once more.
+      nonfinite: how to treat a bad micro-batch, see above. `"drop_microbatch"` reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum; by default the wider of float32 and the parameter's (complex for
         complex). Gradients are returned in the dtypes that `jax.value_and_grad` gives.
-      sum_over: the mapped axis, or axes, over which the batch is divided, see below. `()` says that the gradients are
-        the same on every device, which must be said where no type tells it (`check_vma=False`, `jax.pmap`).
+      sum_over: the mapped axis, or axes, over which the batch is divided, see below. With `check_vma=False` and in
+        `jax.pmap`, pass `()` if the gradients are the same on every device, because no type tells it there.
 
-    Many devices: under plain `jax.jit`, with a batch that is sharded over its examples, there is nothing to say. XLA
-    adds up each device's own gradients in the loop, weighted or not, and reduces them once after it (tested for CUDA
-    and TPU). With `nonfinite="drop_microbatch"` it reduces those of every micro-batch, because all devices have to know
-    whether they are finite. Let K times the number of devices divide B, or examples move.
+    Many devices: under plain `jax.jit`, a batch that is sharded over its examples needs no argument. XLA sums each
+    device's own gradients in the loop, weighted or not, and reduces them once after it (tested for CUDA and TPU). With
+    `nonfinite="drop_microbatch"` it reduces those of every micro-batch, because all devices have to know whether they
+    are finite. K times the number of devices must divide B, or examples move between devices.
 
-    Inside `jax.shard_map` over the axis "data", let `sum_over="data"`: a device takes K micro-batches of its own, and
-    sum(w g) and sum(w) cross the network once, after the loop. Parameters come as they are, replicated over "data", and
-    so do value, gradients and aux return. To drop a bad micro-batch takes one flag of each. A micro-batch that is bad
-    on one device is bad on all.
+    Inside `jax.shard_map` over the axis "data", pass `sum_over="data"`. Each device then takes K micro-batches of its
+    own, and sum(w g) and sum(w) cross the network once, after the loop. Pass parameters replicated over "data". Value,
+    gradients and aux are returned replicated, except as the table says. A micro-batch that is bad on one device is bad
+    on all, so `"drop_microbatch"` also sends one flag for each micro-batch.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are
       a tuple if `argnums` is a sequence.
 
     Raises:
-      ValueError: an argument is not as described; two roles are given to the same argument; an array of examples has no
-        axis, another number of examples than the first, or a number that K does not divide; the aux does not fit;
-        `sum_over` is no mapped axis; inside `shard_map`, loss or gradients are not reduced and `sum_over` is missing.
+      ValueError: an argument is not as described; an argument has two roles; an array of examples has no axis, or
+        another number of examples than the first array, or a number that K does not divide; `aux` does not fit the aux;
+        `sum_over` is no mapped axis; or, inside `shard_map`, loss or gradients are not reduced and `sum_over` is
+        missing.
+      AssertionError: `fun` returns a carry of another structure, shape or dtype.
 
     Example:
       >>> def loss(params, x, y):
@@ -149,7 +157,8 @@ def value_and_grad(
       >>> value, grads
       (Array(17.5, dtype=float32), Array([-7., -7.], dtype=float32))
 
-      Texts of different lengths, whose loss is a mean over what the mask leaves: weigh by what it leaves.
+      If the loss is a mean over a mask, the weight is the number of examples in the mask:
+
       >>> def masked_loss(params, x, y, mask):
       ...     errors = jnp.where(mask, (x @ params - y) ** 2, 0)
       ...     return jnp.sum(errors) / jnp.sum(mask), {"kept": 1}
@@ -160,8 +169,8 @@ def value_and_grad(
       >>> value, aux["kept"]
       (Array(24.5, dtype=float32), Array(2, dtype=int32))
 
-    The weighted mean is the large batch's by linearity; the mean of means is not, see "Bugs in LLM Training - Gradient
-    Accumulation Fix", Unsloth, 2024.
+    The weighted mean is that of the large batch, because gradients are linear in the loss. A mean of means is not, see
+    "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
     """
     steps = _arguments.integer("micro_batches", micro_batches, at_least=1)
     has_carry = carry_argnum is not None
@@ -169,6 +178,8 @@ def value_and_grad(
         raise ValueError("carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))")
     if weight is not None and not callable(weight):
         raise ValueError(f"weight must be a function of fun's arguments or None, got {weight!r}")
+    if not has_aux and aux != "mean":
+        raise ValueError(f"aux needs has_aux=True, because fun returns (loss, aux), got aux={aux!r}")
     for name in jax.tree.leaves(aux, is_leaf=lambda x: x is None):
         _arguments.choice("aux", name, ("mean", "stack", *_COMBINE))
     _arguments.choice("nonfinite", nonfinite, ("propagate", "drop_microbatch"))
@@ -189,11 +200,12 @@ def value_and_grad(
         require_mapped("sum_over", axes)
         first_number = device_index(axes) * steps if axes else 0
         examples = _split({at: args[at] for at in roles["batch_argnums"]}, steps)
-        # As a device's own, because in `shard_map` JAX reduces the gradients of shared ones on every micro-batch.
+        # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
+        # micro-batch (tests/test_batches.py, "cross_the_network_once").
         own_params = {at: jax.tree.map(lambda x: as_varying(x, axes), args[at]) for at in roles["argnums"]}
 
         def run(i: Any, carried: list[Any]) -> _MicroBatch:
-            """Micro-batch i."""
+            """Returns the results of micro-batch i."""
             replaced = own_params | _micro_batch_of(examples, i)
             replaced |= {at: _folded(f"argument {at}", args[at], first_number + i) for at in roles["rng_argnums"]}
             replaced |= dict(zip(roles["carry_argnum"], carried, strict=True))
@@ -207,11 +219,12 @@ def value_and_grad(
 
         carried = [jax.tree.map(jnp.asarray, args[at]) for at in roles["carry_argnum"]]
         like = jax.eval_shape(run, 0, carried)
-        check_unchanged(like.carried, carried, "the carry that fun returns differs from the one that it is given,")
+        _check_loss(like.averaged.value, axes)
+        _check_carried(like, carried)
         aux_leaves = _AuxLeaves(aux, like.aux, steps, sum_over)
 
         def add(so_far: _SoFar, i: jax.Array) -> tuple[_SoFar, list[jax.Array]]:
-            """The sums with micro-batch i, and what is stacked of it."""
+            """Returns the sums with micro-batch i added, and those of its leaves that are stacked."""
             its = run(i, so_far.carried)
             added = window.add(_begun(so_far.window), its.averaged, its.weight)
             kept: Flag = its.weight != 0
@@ -223,7 +236,7 @@ def value_and_grad(
         params = tuple(args[at] for at in roles["argnums"])
         zero = jnp.zeros((), like.averaged.value.dtype)
         opened = window.init(_Averaged(zero, params if isinstance(argnums, Sequence) else params[0]))
-        # The accumulator's dtype is meant for the gradients.
+        # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
         sums = opened.gradient_sum._replace(value=loss_window.init(zero).gradient_sum)
         start = _SoFar(opened._replace(gradient_sum=sums), aux_leaves.open(), carried)
         end, stacked = lax.scan(add, start, jnp.arange(steps, dtype=jnp.int32))
@@ -244,7 +257,7 @@ def value_and_grad(
 
 
 def _roles(given: Mapping[str, tuple[int, ...] | None], count: int) -> dict[str, tuple[int, ...]]:
-    """The positions of the arguments by what they are for, each counted from the front and in one role alone."""
+    """Returns the positions of each role's arguments, counted from the front. Raises if an argument has two roles."""
     roles: dict[str, tuple[int, ...]] = {}
     taken: dict[int, str] = {}
     for name, positions in given.items():
@@ -252,24 +265,26 @@ def _roles(given: Mapping[str, tuple[int, ...] | None], count: int) -> dict[str,
             positions = tuple(at for at in range(count) if at not in taken)
             if not positions:
                 raise ValueError(
-                    f"no argument holds examples: fun has {count} positional arguments, and all are in "
-                    f"{', '.join(dict.fromkeys(taken.values()))}. Pass the batch by position, or batch_argnums=() if "
-                    "there is none"
+                    f"no argument holds examples, because the call has {count} positional argument"
+                    f"{'' if count == 1 else 's'}, in {', '.join(dict.fromkeys(taken.values()))}. Pass the batch by "
+                    "position. Or pass batch_argnums=() if there is none"
                 )
         for at in positions:
             if not -count <= at < count:
                 raise ValueError(f"{name} has the position {at}, but {count} arguments came by position")
             if at % count in taken:
-                raise ValueError(f"argument {at % count} is in {taken[at % count]} and in {name}: one role each")
+                raise ValueError(
+                    f"argument {at % count} is in {taken[at % count]} and in {name}. Give it one of the two"
+                )
             taken[at % count] = name
         roles[name] = tuple(at % count for at in positions)
     return roles
 
 
 def _split(arguments: dict[int, Any], steps: int) -> dict[int, Any]:
-    """Arrays of shape (B, ...) as (B / K, K, ...): a micro-batch is taken along the second axis.
+    """Returns arrays of shape (B, ...) as (B / K, K, ...), in which the second axis numbers the micro-batches.
 
-    So each device's examples of an axis that is sharded over devices are divided among all micro-batches.
+    If the first axis is sharded over devices, each device's examples are so divided among all micro-batches.
     """
     counts: dict[str, int] = {}
 
@@ -277,7 +292,7 @@ def _split(arguments: dict[int, Any], steps: int) -> dict[int, Any]:
         name = f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
         if np.ndim(x) == 0:
             raise ValueError(
-                f"{name} has no axis of examples, but shape (): leave the argument out of batch_argnums, or give each "
+                f"{name} has no axis of examples, but shape (). Leave the argument out of batch_argnums. Or give each "
                 "example its own number"
             )
         (count, *rest), (first, of_first) = np.shape(x), next(iter(counts.items()), (name, len(x)))
@@ -286,9 +301,9 @@ def _split(arguments: dict[int, Any], steps: int) -> dict[int, Any]:
             raise ValueError(f"{name} has {count} examples along its first axis, {first} has {of_first}")
         if count % steps:
             raise ValueError(
-                f"{name} has {count} examples, which micro_batches={steps} does not divide: pad the batch to "
-                f"{-(-count // steps) * steps}, and let weight= count those that are real. With a mean loss, let fun "
-                "take the mean over these, too"
+                f"{name} has {count} examples, which micro_batches={steps} does not divide. Pad the batch to "
+                f"{-(-count // steps) * steps}, and let weight= count the real ones. If the loss is a mean, let fun "
+                "take it over the real ones, too"
             )
         return jnp.asarray(x).reshape(count // steps, steps, *rest)
 
@@ -296,20 +311,22 @@ def _split(arguments: dict[int, Any], steps: int) -> dict[int, Any]:
 
 
 def _micro_batch_of(examples: dict[int, Any], i: Any) -> dict[int, Any]:
+    """Returns the examples of micro-batch i."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), examples)
 
 
 def _folded(name: str, keys: Any, number: Any) -> Any:
-    """The keys of the micro-batch of this number."""
+    """Returns the keys of the micro-batch with this number. Raises if a leaf is no single key."""
 
     def fold(path: _gradients.KeyPath, key: Any) -> jax.Array:
         dtype: Any = getattr(key, "dtype", np.object_)
         is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
         is_raw = not is_typed and dtype == np.uint32
         if np.ndim(key) != (0 if is_typed else 1) or not (is_typed or is_raw):
+            given = f"shape {key.shape} and dtype {dtype}" if hasattr(key, "dtype") else repr(key)
             raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} is in rng_argnums and must be one PRNG key, got {key!r}: make it "
-                "by jax.random.key"
+                f"{name}{jax.tree_util.keystr(path)} is in rng_argnums and must be one PRNG key, got {given}. Make it "
+                "with jax.random.key. If each example has a key, put the argument into batch_argnums"
             )
         return jax.random.fold_in(key, number)
 
@@ -317,19 +334,46 @@ def _folded(name: str, keys: Any, number: Any) -> Any:
 
 
 def _aux_and_carry(returned: Any) -> tuple[Any, Any]:
+    """Returns the pair (aux, carry). Raises if `fun` returned something else beside the loss."""
     if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise ValueError(
-            f"with carry_argnum, fun must return (loss, (aux, carry)); beside the loss it has {returned!r}"
-        )
+        raise ValueError(f"with carry_argnum, fun must return (loss, (aux, carry)), got {returned!r} beside the loss")
     aux, carry = returned
     return aux, carry
+
+
+def _check_loss(loss: Any, axes: tuple[Hashable, ...]) -> None:
+    """Raises if the loss may differ between devices along a mapped axis that `sum_over` does not have."""
+    along = sorted(varying_axes(loss) - set(axes), key=str)
+    if along:
+        wanted = (*axes, *along)
+        raise ValueError(
+            f"the loss may differ between devices along {', '.join(map(repr, along))}, which is not in sum_over. "
+            f"Pass sum_over={wanted if len(wanted) > 1 else along[0]!r} if devices have different examples. Otherwise "
+            "reduce the loss in fun, for example with jax.lax.pmean"
+        )
+
+
+def _check_carried(like: _MicroBatch, carried: list[Any]) -> None:
+    """Raises if a micro-batch would change the carry's structure, shapes, dtypes or the axes over which it varies."""
+    check_unchanged(like.carried, carried, "the carry that fun returns differs from the one that it is given,")
+
+    def check(path: _gradients.KeyPath, new: Any, old: Any) -> None:
+        along = newly_varying(new, old) or newly_varying(like.weight, old)
+        if along:
+            raise ValueError(
+                f"leaf {_gradients.leaf_name(path[1:])} of the carry may differ between devices along {along}, but the "
+                f"one that is passed does not. Reduce it in fun, for example with jax.lax.pmean(carry, {along}). If "
+                "weights differ between devices, pass each device a carry of its own"
+            )
+
+    jax.tree.map_with_path(check, like.carried, carried)
 
 
 # --- the sums --------------------------------------------------------------------------------------------------
 
 
 def _begun(state: GradAccumulatorState) -> GradAccumulatorState:
-    """A window of zeros, or more, that is known to have begun: there is no stale sum to be replaced.
+    """Returns the window, marked as begun, so that a gradient is always added and never replaces the sum.
 
     XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them
     (tests/test_accelerators.py).
@@ -338,35 +382,39 @@ def _begun(state: GradAccumulatorState) -> GradAccumulatorState:
 
 
 def _average(window: GradAccumulator, state: GradAccumulatorState) -> tuple[Any, Flag]:
-    """Returns the window's average, and whether it has one. If not, the sums are still zeros."""
-    # Not by `take`, which selects zeros. For a transformer on CUDA, XLA holds them, a quarter of the gradients' size.
+    """Returns the window's average, and whether it has one. If not, the average is zeros."""
+    # `take` would select between the average and zeros. On CUDA, XLA holds these zeros: for a transformer, a quarter of
+    # the gradients' size.
     stepped = window._advance(_begun(state), None, 0, None, flush=True, when_full=False)
     average = window._average(stepped)
     return average.gradients, stepped.has_average & average.has_weight
 
 
 def _selected(kept: Flag, new: Any, old: Any) -> Any:
+    """Returns the tree `new` if the micro-batch is kept, else `old`."""
     return new if kept is True else jax.tree.map(lambda x, y: jnp.where(kept, x, y), new, old)
 
 
 def _nan_unless(known: Flag, x: jax.Array) -> jax.Array:
+    """Returns x, or NaN in its place if it is not known."""
     return jnp.where(known, x, jnp.full_like(x, jnp.nan))
 
 
 def _in_dtype_of(x: jax.Array, like: Any) -> jax.Array:
+    """Returns x in the dtype of `like` if it is floating or complex."""
     if not is_gradient(x):
         return x
     return (x.real if _floats.is_complex(x) and not _floats.is_complex(like) else x).astype(like.dtype)
 
 
 class _AuxSums(NamedTuple):
-    """What there is of the aux so far."""
+    """The aux of the micro-batches so far."""
 
     means: GradAccumulatorState
-    others: list[jax.Array]
+    others: list[jax.Array]  # the leaves of `_COMBINE`
 
 
-# How a leaf of the micro-batches before goes with the next one's.
+# The function that combines a leaf of the micro-batches so far with the next one's.
 _COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "sum": lax.add,
     "max": lax.max,
@@ -376,7 +424,7 @@ _COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 class _AuxLeaves:
-    """The leaves of the aux, each with what becomes of it."""
+    """The leaves of the aux, each with the name of its reduction."""
 
     def __init__(self, names: Any, like: Any, steps: int, sum_over: Any) -> None:
         leaves, self._structure = jax.tree.flatten_with_path(like)
@@ -388,16 +436,17 @@ class _AuxLeaves:
             _check_aux_leaf(_gradients.leaf_name(path), x, name)
 
     def _of(self, leaves: Sequence[Any], *names: str) -> list[Any]:
+        """Returns the leaves that are reduced by one of these names."""
         return [x for x, name in zip(leaves, self._names, strict=True) if name in names]
 
     def open(self) -> _AuxSums:
-        """Of no micro-batch."""
+        """Returns the sums of no micro-batch."""
         means = [jnp.zeros(x.shape, x.dtype) for x in self._of(self._like, "mean")]
         others = [_empty(name, x) for name, x in zip(self._names, self._like, strict=True) if name in _COMBINE]
         return _AuxSums(self._window.init(means), others)
 
     def add(self, so_far: _AuxSums, aux: Any, weight: Any, kept: Flag) -> tuple[_AuxSums, list[jax.Array]]:
-        """With one more micro-batch, and its leaves that are to be stacked."""
+        """Returns the sums with one more micro-batch, and those of its leaves that are stacked."""
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
         if not isinstance(kept, bool):
             weight = jnp.where(kept, weight, jnp.zeros_like(weight))
@@ -410,7 +459,7 @@ class _AuxLeaves:
         return _AuxSums(means, others), [_selected(kept, x, jnp.zeros_like(x)) for x in self._of(leaves, "stack")]
 
     def close(self, so_far: _AuxSums, stacked: list[jax.Array]) -> Any:
-        """The aux of the batch."""
+        """Returns the aux of the batch."""
         means, known = _average(self._window, so_far.means)
         names = self._of(self._names, *_COMBINE)
         results = {"mean": iter([_nan_unless(known, x) for x in means]), "stack": iter(stacked)}
@@ -420,6 +469,7 @@ class _AuxLeaves:
 
 
 def _names_of_leaves(names: Any, like: Any) -> list[str]:
+    """Returns the name for each leaf of the aux. Raises if the names are no tree prefix of it."""
     try:
         return jax.tree.leaves(jax.tree.broadcast(names, like))
     except ValueError as error:
@@ -430,18 +480,19 @@ def _names_of_leaves(names: Any, like: Any) -> list[str]:
 
 
 def _check_aux_leaf(leaf: str, x: Any, name: str) -> None:
+    """Raises if the leaf's dtype cannot be reduced by this name."""
     is_number = jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(
-            f"leaf {leaf} of the aux is {x.dtype}, and has no {name!r}: convert it to float32 in fun, or give it "
+            f"leaf {leaf} of the aux is {x.dtype}, and has no {name!r}. Convert it to float32 in fun. Or give it "
             "another name in aux=, such as 'sum' for a count"
         )
     if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
-        raise ValueError(f"leaf {leaf} of the aux is {x.dtype}, and has no {name!r}: let fun return its real parts")
+        raise ValueError(f"leaf {leaf} of the aux is {x.dtype}, and has no {name!r}. Let fun return its real part")
 
 
 def _empty(name: str, like: Any) -> jax.Array:
-    """What the micro-batches before the first one come to."""
+    """Returns the result of no micro-batch, in the dtype in which the loop accumulates."""
     dtype = like.dtype
     if name == "sum":
         is_float = is_gradient(like)

@@ -141,8 +141,11 @@ def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.
 
 
 def combined_over(axes: tuple[Hashable, ...], names: Sequence[str], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the "sum", "max" or "min" of each array along mapped axes. An array of another name stays local."""
-    collectives = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin} if axes else {}
+    """Returns the "sum", "max" or "min" of each array along mapped axes. An array of another name stays local.
+
+    A maximum or minimum is NaN if any device has a NaN.
+    """
+    collectives = {"sum": lax.psum, "max": _extreme(lax.pmax), "min": _extreme(lax.pmin)} if axes else {}
     results = list(arrays)
     for name, collective in collectives.items():
         chosen = [i for i, other in enumerate(names) if other == name]
@@ -167,6 +170,20 @@ def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDi
     # "accumulate, drop_microbatch" and "skip_nonfinite").
     plain = sums_are_finite(lambda x: x)
     return run_if(~jnp.all(plain), lambda: lax.optimization_barrier(sums_are_finite(lambda x: x - x)), lambda: plain)
+
+
+def _extreme(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `pmax` or `pmin`, and NaN wherever a device has one, because XLA:CPU's all-reduce loses it (XLA-24)."""
+
+    def combined(arrays: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
+        results = list(collective(arrays, axes))
+        floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+        nans = lax.psum([jnp.isnan(arrays[i]).astype(jnp.int32) for i in floats], axes)
+        for i, count in zip(floats, nans, strict=True):
+            results[i] = jnp.where(count > 0, jnp.full_like(results[i], jnp.nan), results[i])
+        return results
+
+    return combined
 
 
 def _evenly(alike: Sequence[Any], most: int) -> list[Group]:

@@ -211,6 +211,14 @@ def test_one_name_goes_for_all_of_the_aux(name, expected):
     assert [x.dtype for x in found] == [jnp.float32, jnp.int32]
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "bool", "bfloat16", "complex64"])
+def test_sum_of_the_aux_has_the_dtype_of_jax_numpys(dtype):
+    step = shrewjax.value_and_grad(lambda w, x: (w, jnp.asarray(1, dtype)), 300, has_aux=True, aux="sum")
+    (_, found), _ = quick_jit(step)(1.0, np.ones(300, "f"))
+    assert found.dtype == jnp.sum(jnp.ones(1, dtype)).dtype
+    assert found == 300
+
+
 def test_many_booleans_and_bfloat16_numbers_are_counted_without_loss():
     step = shrewjax.value_and_grad(lambda w, x: (w, (x[0] > 0, x[0])), 300, has_aux=True, aux="sum")
     (_, (flags, total)), _ = jax.jit(step)(1.0, jnp.ones(300, jnp.bfloat16))
@@ -354,12 +362,18 @@ def carry_loss(params, x, carry):
         (r"argument 1 has 16 examples, which micro_batches=5 does not divide.*weight", {"micro_batches": 5}),
         (r"argument 2\['y'\] has no axis of examples", {"args": (PARAMS, X, {"y": 1.0})}),
         (r"argument 2 has 15 examples along its first axis, argument 1 has 16", {"args": (PARAMS, X, Y[1:])}),
-        (r"no argument holds examples", {"args": (PARAMS,)}),
+        (
+            r"no argument holds examples, because .* 1 positional argument, .* Pass the batch by position",
+            {"args": (PARAMS,)},
+        ),
         (r"argnums has the position 3, but 3 arguments", {"argnums": 3}),
         (r"argument 1 is in argnums and in batch_argnums", {"argnums": (0, 1), "batch_argnums": (1, 2)}),
         (r"argument 2 is in rng_argnums and in carry_argnum", {"rng_argnums": 2, "carry_argnum": -1}),
         (r"rng_argnums must be a Python int", {"rng_argnums": "dropout"}),
-        (r"argument 2 is in rng_argnums and must be one PRNG key", {"rng_argnums": 2}),
+        (
+            r"argument 2 is in rng_argnums and must be one PRNG key, got shape \(16,\) and dtype float32",
+            {"rng_argnums": 2},
+        ),
         (r"weight must be a function", {"weight": 2.0}),
         (r"weight must be a real scalar.*shape \(4,\)", {"weight": lambda params, x, y: y}),
         (r"weight must be 0, or between", {"weight": lambda params, x, y: -1}),
@@ -373,9 +387,10 @@ def carry_loss(params, x, carry):
         (r"accumulator_dtype must be", {"accumulator_dtype": "int32"}),
         (r"sum_over \('data',\): no axis of this name is mapped here", {"sum_over": "data"}),
         (r"carry_argnum needs has_aux=True", {"carry_argnum": 2, "has_aux": False}),
+        (r"aux needs has_aux=True", {"aux": "sum", "has_aux": False}),
         (r"carry_argnum must be a Python int", {"carry_argnum": (2,), "has_aux": True}),
         (
-            r"fun must return \(loss, \(aux, carry\)\)",
+            r"fun must return \(loss, \(aux, carry\)\), got",
             {"carry_argnum": 2, "loss": lambda p, x, carry: (p["b"], carry), "args": (PARAMS, X, np.float32(0))},
         ),
     ],
@@ -474,10 +489,53 @@ def test_keys_differ_between_devices_and_counts_add_up_over_them():
 
 def test_gradients_that_are_not_reduced_are_an_error():
     step = shrewjax.value_and_grad(lambda *args: masked_loss(*args)[0], K)
-    with pytest.raises(ValueError, match=r"\.value may differ between devices along 'data'"):
+    with pytest.raises(ValueError, match=r"the loss may differ between devices along 'data'.*Pass sum_over='data'"):
         on_each_device(step, mesh_of()).lower(PARAMS, MANY_X, MANY_Y, MANY_COUNTS)
     with pytest.raises(ValueError, match="cannot tell whether gradients"):
         on_each_device(step, mesh_of(), check_vma=False).lower(PARAMS, MANY_X, MANY_Y, MANY_COUNTS)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["tracked", "untracked"])
+def test_largest_and_smallest_are_nan_if_one_device_has_a_nan(check_vma):
+    def loss(params, x):
+        return params, {"largest": jnp.max(x), "smallest": jnp.min(x)}
+
+    names = {"largest": "max", "smallest": "min"}
+    step = shrewjax.value_and_grad(loss, 2, has_aux=True, aux=names, sum_over="data")
+    mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
+    x = np.arange(2.0 * DEVICES, dtype="f")
+    x[5] = np.nan
+    (_, aux), _ = quick_jit(mapped)(jnp.ones(()), x)
+    assert np.isnan(aux["largest"])
+    assert np.isnan(aux["smallest"])
+
+
+def carried_over_devices(carry_of, in_spec, **options):
+    def loss(params, x, carry):
+        return params * jnp.sum(x), ((), {"seen": carry_of(carry["seen"], jnp.sum(x))})
+
+    step = shrewjax.value_and_grad(loss, 2, has_aux=True, carry_argnum=2, sum_over="data", **options)
+    out_specs = ((P(), ((), in_spec)), P())
+    mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(P(), P("data"), in_spec), out_specs=out_specs)
+    start = jnp.zeros(DEVICES if in_spec else ())
+    (_, (_, carry)), _ = quick_jit(mapped)(jnp.ones(()), jnp.arange(2.0 * DEVICES), {"seen": start})
+    return carry["seen"]
+
+
+def test_carry_is_a_devices_own_or_reduced_in_fun():
+    sums = np.arange(2 * DEVICES).reshape(DEVICES, 2).sum(1)
+    np.testing.assert_array_equal(carried_over_devices(jnp.add, P("data")), sums)
+    reduced = carried_over_devices(lambda carry, x: carry + jax.lax.psum(x, "data"), P())
+    np.testing.assert_array_equal(reduced, sums.sum())
+
+
+@pytest.mark.parametrize("weight", [None, lambda params, x, carry: jnp.sum(x)], ids=["unweighted", "weighted"])
+def test_carry_that_comes_to_differ_between_devices_is_an_error(weight):
+    carry_of = jnp.add if weight is None else lambda carry, x: carry + 1
+    with pytest.raises(
+        ValueError, match=r"\['seen'\] of the carry may differ between devices along 'data'.*Reduce it in"
+    ):
+        carried_over_devices(carry_of, P(), weight=weight)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------

@@ -473,6 +473,35 @@ def test_a_mapped_axis_that_does_not_exist_is_an_error():
         over_devices(P("data", "model"), "modle")(jnp.ones((8, 16)), jnp.zeros(()))
 
 
+@pytest.mark.parametrize("case", ["divided", "the same on all"])
+def test_each_device_may_have_a_counter_of_its_own(case):
+    spec_of_x, sharded_over = CASES[case]
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def count(cotangent, zero):
+        out = lambda x, zero: clip_cotangent(x, 1.0, counter=zero[0], sharded_over=sharded_over)  # noqa: E731
+        return jax.vjp(out, jnp.zeros_like(cotangent), zero)[1](cotangent)[1]
+
+    each = P(("data", "model"))
+    found = jax.shard_map(count, mesh=mesh, in_specs=(spec_of_x, each), out_specs=each)(
+        jnp.diag(jnp.arange(8.0)), jnp.zeros(8)
+    )
+    np.testing.assert_array_equal(found, [6] * 8)  # 2 to 7 are clipped
+
+
+@pytest.mark.parametrize("case", ["divided", "the same on all", "the same along one"])
+def test_a_limit_that_differs_between_devices_of_one_slice_is_an_error(case):
+    spec_of_x, sharded_over = CASES[case]
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def part(x):
+        limit = jax.lax.axis_index("model").astype(jnp.float32)
+        return clip_cotangent(x, limit, sharded_over=sharded_over)
+
+    with pytest.raises(ValueError, match=r"max_norm may differ between devices along 'model'.*leaf .*Reduce max_norm"):
+        jax.shard_map(part, mesh=mesh, in_specs=spec_of_x, out_specs=spec_of_x)(jnp.ones((8, 16)))
+
+
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_sharded_slices_under_jit_need_nothing(axis_type):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType[axis_type],) * 2)
@@ -494,7 +523,8 @@ def test_sharded_slices_under_jit_need_nothing(axis_type):
         ({"axis": 2}, r"axis \(2,\) is out of range .*\['h'\] of shape \(2, 3\)"),
         ({"axis": 0.5}, "axis must be an int"),
         ({"ord": 0.5}, "ord must be >= 1"),
-        ({"counter": 0}, "counter must be a float zero"),
+        ({"counter": 0}, "counter must be a float32 zero"),
+        ({"counter": jnp.zeros((), jnp.bfloat16)}, "counter must be a float32 zero.*got bfloat16"),
         ({"counter": jnp.zeros(3)}, r"counter of shape \(3,\) must broadcast to \(2,\), the slices of leaf \['h'\]"),
         ({"sharded_over": "data"}, "'data' is no mapped axis here"),
     ],

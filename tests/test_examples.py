@@ -127,9 +127,9 @@ def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
 def test_recurrent_example_explodes_and_learns_soonest_where_what_flows_back_is_clipped(run):
     printed, figure = run("train_recurrent.py", "--steps", 40, out="new/recurrent.png")
 
-    last, first = numbers("without clipping: (.+) flows back from the last character, (.+) to the first", printed)
+    last, first = numbers("without clipping: the gradient of the last state is (.+), of the first (.+)", printed)
     assert first > 1e4 * last
-    _, clipped = numbers("clip_cotangent: (.+) flows back from the last character, (.+) to the first", printed)
+    _, clipped = numbers("clip_cotangent: the gradient of the last state is (.+), of the first (.+)", printed)
     assert clipped == pytest.approx(4 / (32 * 200), rel=0.05)
     line = r": loss (\S+) at first, (\S+) at last; gradient norm \S+ in the median, (\S+) at most"
     runs = {name: numbers(name + line, printed) for name in ("without clipping", "global norm", "clip_cotangent")}
