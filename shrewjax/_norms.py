@@ -41,7 +41,8 @@ from shrewjax._floats import (
 from shrewjax._mesh import Axes, UnitDims, UnitSharding
 from shrewjax._reductions import any_device, leaf_maxima, leaf_sums
 
-Scope = Literal["global", "leaf"]
+Scope = Literal["global", "leaf", "both"]
+"""The norms to measure: that of all leaves together, those of each leaf as a vector, or a pair of the two."""
 
 
 class ClipScale(NamedTuple):
@@ -60,6 +61,16 @@ def measure(leaves: Sequence[Any], ord: float, axes: Axes) -> ExtendedFloat:
     derivative is 0 if the norm is 0 or not finite.
     """
     return _measure(leaves, ord, "global", axes)
+
+
+@partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
+def measure_with_leaves(leaves: Sequence[Any], axes: Axes) -> tuple[ExtendedFloat, ExtendedFloat]:
+    """Returns `measure` for order 2, and as a vector the norms of the leaves, whose squares it adds up anyway.
+
+    No leaf is read again for its own norm. So an element below 2**-63 may be flushed in it, unless the norm of all
+    leaves is below 2**-30. The norms of the leaves have no derivative.
+    """
+    return _measure(leaves, 2, "both", axes)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21
@@ -182,9 +193,10 @@ def applied_scale(scale: ClipScale) -> jax.Array:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes | list[Axes]) -> ExtendedFloat:
+def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes | list[Axes]) -> Any:
     if not leaves:
-        return to_extended(jnp.zeros((0,) if scope == "leaf" else (), jnp.float32))
+        zero, none = (to_extended(jnp.zeros(shape, jnp.float32)) for shape in ((), (0,)))
+        return {"global": zero, "leaf": none, "both": (zero, none)}[scope]
     if ord not in _ROOTS:
         return _measure_by_maximum(leaves, ord, scope, axes)
     return _measure_by_powers(leaves, ord, scope, axes)
@@ -240,29 +252,43 @@ _ROOTS: dict[float, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> ExtendedFloat:
+def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> Any:
     """Returns the norm from one pass over the leaves; from a second, scaled one if sums left the trusted range."""
     dtype = _accumulation_dtype(leaves)
     leaf_powers = leaf_sums(_power(p, dtype), leaves, axes=axes)
-    plain = jnp.stack(leaf_powers) if scope == "leaf" else _ordered_sum(jnp.stack(leaf_powers))
-    shift = _shift_into_range(plain)
+    plain = _in_scope(leaf_powers, scope)
+    shift = _shift_into_range(plain[0])
 
-    def rescaled() -> ExtendedFloat:
+    def rooted(shift: jax.Array, sums: jax.Array, each: jax.Array | None = None) -> Any:
+        norm = _rooted(sums, p, shift)
+        if each is None:
+            return norm
+        # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
+        is_helped = _shift_into_range(plain[1]) == shift
+        return norm, _rooted(jnp.where(is_helped, each, plain[1]), p, jnp.where(is_helped, shift, 0))
+
+    def rescaled() -> Any:
         factor = power_of_two(shift, dtype)
         # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large leaf
         # gets its own copy of the scalar: a clamp between equal bounds.
         each = [
             lax.clamp(factor, s, factor) if x.size > 2**14 else factor for x, s in zip(leaves, leaf_powers, strict=True)
         ]
-        total = _ordered_sum(jnp.stack(leaf_sums(_power(p, dtype), _unknown(leaves), each, axes=axes)))
+        again = _in_scope(leaf_sums(_power(p, dtype), _unknown(leaves), each, axes=axes), scope)
         # XLA-4: without the barrier, XLA:GPU turns the branch into a select, and so reads the data on every call.
-        return _rooted(lax.optimization_barrier(total), p, shift)
+        return rooted(shift, *lax.optimization_barrier(again))
 
     def by_maximum() -> ExtendedFloat:
         return _measure_by_maximum(_unknown(leaves), p, scope, axes)
 
     another = rescaled if p in (1, 2) else by_maximum
-    return run_if(jnp.any(shift != 0), another, lambda: _rooted(plain, p, jnp.zeros_like(shift)))
+    return run_if(jnp.any(shift != 0), another, lambda: rooted(jnp.zeros_like(shift), *plain))
+
+
+def _in_scope(leaf_sums: Sequence[jax.Array], scope: Scope) -> tuple[jax.Array, ...]:
+    """Returns the sum of all leaves, their sums as a vector, or both."""
+    each = jnp.stack(leaf_sums)
+    return (each,) if scope == "leaf" else (_ordered_sum(each), each)[: 2 if scope == "both" else 1]
 
 
 def _powers_of_units(
@@ -397,16 +423,21 @@ def _exponent_key(exponent: jax.Array) -> tuple[jax.Array]:
 @_measure.defjvp
 def _measure_jvp(
     ord: float, scope: Scope, axes: Axes | list[Axes], primals: tuple[Any], tangents: tuple[Any]
-) -> tuple[ExtendedFloat, ExtendedFloat]:
+) -> tuple[Any, Any]:
     """Returns the norm and its tangent, the sum of Re(conj(sign(x)) dx) (|x| / norm)**(ord - 1).
 
     For ord = inf the tangent is shared evenly by the largest elements.
     """
     (leaves,), (d_leaves,) = primals, tangents
-    norm = _measure(leaves, ord, scope, axes)
-    no_exponent: Any = np.zeros(norm.exponent.shape, jax.dtypes.float0)  # an integer's tangent
+    measured = _measure(leaves, ord, scope, axes)
+    norm = measured[0] if scope == "both" else measured
+
+    def tangent(norm: ExtendedFloat, slopes: jax.Array | None = None) -> ExtendedFloat:
+        no_exponent: Any = np.zeros(norm.exponent.shape, jax.dtypes.float0)  # an integer's tangent
+        return ExtendedFloat(jnp.zeros_like(norm.mantissa) if slopes is None else slopes, no_exponent)
+
     if not leaves:
-        return norm, ExtendedFloat(jnp.zeros_like(norm.mantissa), no_exponent)
+        return measured, jax.tree.map(tangent, measured, is_leaf=lambda x: isinstance(x, ExtendedFloat))
     dtype = norm.mantissa.dtype
     mantissas, exponents = (jnp.broadcast_to(part, (len(leaves),)) for part in norm)
     defined = jnp.isfinite(mantissas) & (mantissas > 0)
@@ -429,7 +460,10 @@ def _measure_jvp(
         ties = jnp.broadcast_to(jnp.sum(ties), ties.shape) if scope == "global" else ties
         slopes = slopes / jnp.maximum(ties, 1)
     slopes = jnp.where(defined, slopes, 0)
-    return norm, ExtendedFloat(jnp.sum(slopes) if scope == "global" else slopes, no_exponent)
+    if scope == "leaf":
+        return measured, tangent(norm, slopes)
+    total = tangent(norm, jnp.sum(slopes))
+    return measured, (total, tangent(measured[1])) if scope == "both" else total
 
 
 def _unknown(x: Any) -> Any:
