@@ -257,13 +257,15 @@ def clip_by_global_norm(
         if leaves:
             units = find_units(updates, _whole_leaf)
             units.numbers_beside(leaf_norms)
-            norm, norms = _norms.measure_with_leaves(units.leaves, axes)
-            leaf_norms = units.with_numbers(leaf_norms, [_extended.to_float32(norms)], absent=0.0)
+            norm, grad_norm, norms = _norms.measure_with_leaves(units.leaves, axes)
+            others = jax.tree.map(jnp.zeros_like, leaf_norms)
+            leaf_norms = units.with_leaves(others, [norm.astype(jnp.float32) for norm in norms])
         else:
             norm = global_norm(updates, ord, axes)
+            grad_norm = _extended.from_extended(norm)
         updates, scale = clip_to_limit(updates, norm, _norms.as_limit(max_norm, norm))
         return updates, ClipByGlobalNormState(
-            grad_norm=_extended.to_float32(norm), clip_scale=_norms.applied_scale(scale), leaf_norms=leaf_norms
+            grad_norm=grad_norm.astype(jnp.float32), clip_scale=_norms.applied_scale(scale), leaf_norms=leaf_norms
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

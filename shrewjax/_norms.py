@@ -23,6 +23,7 @@ from shrewjax._extended import (
     EXPONENT_OF_ZERO,
     ExtendedFloat,
     extended_number,
+    from_extended,
     is_greater,
     shifted,
     to_extended,
@@ -42,7 +43,7 @@ from shrewjax._mesh import Axes, UnitDims, UnitSharding
 from shrewjax._reductions import any_device, leaf_maxima, leaf_sums
 
 Scope = Literal["global", "leaf", "both"]
-"""The norms to measure: that of all leaves together, those of each leaf as a vector, or a pair of the two."""
+"""The norms to measure: of all leaves together, of each leaf as a vector, or the first and each leaf's as floats."""
 
 
 class ClipScale(NamedTuple):
@@ -64,8 +65,11 @@ def measure(leaves: Sequence[Any], ord: float, axes: Axes) -> ExtendedFloat:
 
 
 @partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
-def measure_with_leaves(leaves: Sequence[Any], axes: Axes) -> tuple[ExtendedFloat, ExtendedFloat]:
-    """Returns `measure` for order 2, and as a vector the norms of the leaves, whose squares it adds up anyway.
+def measure_with_leaves(leaves: Sequence[Any], axes: Axes) -> tuple[ExtendedFloat, jax.Array, list[jax.Array]]:
+    """Returns `measure` for order 2, the same as a float, and the norm of each leaf, whose squares it adds up anyway.
+
+    The branch returns them as floats, because XLA:GPU would launch a kernel more to make floats of them
+    (tests/test_accelerators.py, "by leaf").
 
     No leaf is read again for its own norm. So an element below 2**-63 may be flushed in it, unless the norm of all
     leaves is below 2**-30. The norms of the leaves have no derivative.
@@ -195,8 +199,8 @@ def applied_scale(scale: ClipScale) -> jax.Array:
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes | list[Axes]) -> Any:
     if not leaves:
-        zero, none = (to_extended(jnp.zeros(shape, jnp.float32)) for shape in ((), (0,)))
-        return {"global": zero, "leaf": none, "both": (zero, none)}[scope]
+        norm = to_extended(jnp.zeros((0,) if scope == "leaf" else (), jnp.float32))
+        return (norm, from_extended(norm), []) if scope == "both" else norm
     if ord not in _ROOTS:
         return _measure_by_maximum(leaves, ord, scope, axes)
     return _measure_by_powers(leaves, ord, scope, axes)
@@ -256,16 +260,18 @@ def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes
     """Returns the norm from one pass over the leaves; from a second, scaled one if sums left the trusted range."""
     dtype = _accumulation_dtype(leaves)
     leaf_powers = leaf_sums(_power(p, dtype), leaves, axes=axes)
-    plain = _in_scope(leaf_powers, scope)
-    shift = _shift_into_range(plain[0])
+    by_leaf = jnp.stack(leaf_powers)
+    plain = by_leaf if scope == "leaf" else _ordered_sum(by_leaf)
+    shift = _shift_into_range(plain)
 
-    def rooted(shift: jax.Array, sums: jax.Array, each: jax.Array | None = None) -> Any:
-        norm = _rooted(sums, p, shift)
-        if each is None:
+    def rooted(powers: jax.Array, shift: jax.Array, again: jax.Array) -> Any:
+        norm = _rooted(powers, p, shift)
+        if scope != "both":
             return norm
         # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
-        is_helped = _shift_into_range(plain[1]) == shift
-        return norm, _rooted(jnp.where(is_helped, each, plain[1]), p, jnp.where(is_helped, shift, 0))
+        is_helped = _shift_into_range(by_leaf) == shift
+        norms = _rooted(jnp.where(is_helped, again, by_leaf), p, jnp.where(is_helped, shift, 0))
+        return norm, from_extended(norm), [*from_extended(norms)]
 
     def rescaled() -> Any:
         factor = power_of_two(shift, dtype)
@@ -274,21 +280,15 @@ def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes
         each = [
             lax.clamp(factor, s, factor) if x.size > 2**14 else factor for x, s in zip(leaves, leaf_powers, strict=True)
         ]
-        again = _in_scope(leaf_sums(_power(p, dtype), _unknown(leaves), each, axes=axes), scope)
+        again = jnp.stack(leaf_sums(_power(p, dtype), _unknown(leaves), each, axes=axes))
         # XLA-4: without the barrier, XLA:GPU turns the branch into a select, and so reads the data on every call.
-        return rooted(shift, *lax.optimization_barrier(again))
+        return rooted(lax.optimization_barrier(_ordered_sum(again)), shift, again)
 
     def by_maximum() -> ExtendedFloat:
         return _measure_by_maximum(_unknown(leaves), p, scope, axes)
 
     another = rescaled if p in (1, 2) else by_maximum
-    return run_if(jnp.any(shift != 0), another, lambda: rooted(jnp.zeros_like(shift), *plain))
-
-
-def _in_scope(leaf_sums: Sequence[jax.Array], scope: Scope) -> tuple[jax.Array, ...]:
-    """Returns the sum of all leaves, their sums as a vector, or both."""
-    each = jnp.stack(leaf_sums)
-    return (each,) if scope == "leaf" else (_ordered_sum(each), each)[: 2 if scope == "both" else 1]
+    return run_if(jnp.any(shift != 0), another, lambda: rooted(plain, jnp.zeros_like(shift), by_leaf))
 
 
 def _powers_of_units(
@@ -430,14 +430,15 @@ def _measure_jvp(
     """
     (leaves,), (d_leaves,) = primals, tangents
     measured = _measure(leaves, ord, scope, axes)
-    norm = measured[0] if scope == "both" else measured
+    norm, *floats = measured if scope == "both" else (measured,)
 
-    def tangent(norm: ExtendedFloat, slopes: jax.Array | None = None) -> ExtendedFloat:
+    def tangent(slopes: jax.Array) -> Any:
         no_exponent: Any = np.zeros(norm.exponent.shape, jax.dtypes.float0)  # an integer's tangent
-        return ExtendedFloat(jnp.zeros_like(norm.mantissa) if slopes is None else slopes, no_exponent)
+        d_norm = ExtendedFloat(slopes, no_exponent)
+        return (d_norm, *jax.tree.map(jnp.zeros_like, floats)) if scope == "both" else d_norm
 
     if not leaves:
-        return measured, jax.tree.map(tangent, measured, is_leaf=lambda x: isinstance(x, ExtendedFloat))
+        return measured, tangent(jnp.zeros_like(norm.mantissa))
     dtype = norm.mantissa.dtype
     mantissas, exponents = (jnp.broadcast_to(part, (len(leaves),)) for part in norm)
     defined = jnp.isfinite(mantissas) & (mantissas > 0)
@@ -457,13 +458,10 @@ def _measure_jvp(
     slopes = jnp.stack(leaf_sums(term, pairs, *scale, axes=axes))
     if ord == math.inf:
         ties = jnp.stack(leaf_sums(is_largest, pairs, *scale, axes=axes))
-        ties = jnp.broadcast_to(jnp.sum(ties), ties.shape) if scope == "global" else ties
+        ties = ties if scope == "leaf" else jnp.broadcast_to(jnp.sum(ties), ties.shape)
         slopes = slopes / jnp.maximum(ties, 1)
     slopes = jnp.where(defined, slopes, 0)
-    if scope == "leaf":
-        return measured, tangent(norm, slopes)
-    total = tangent(norm, jnp.sum(slopes))
-    return measured, (total, tangent(measured[1])) if scope == "both" else total
+    return measured, tangent(slopes if scope == "leaf" else jnp.sum(slopes))
 
 
 def _unknown(x: Any) -> Any:
