@@ -243,7 +243,7 @@ def clip_by_global_norm(
         return ClipByGlobalNormState(
             grad_norm=jnp.zeros((), jnp.float32),
             clip_scale=jnp.ones((), jnp.float32),
-            leaf_norms=find_units(params, _whole_leaf).numbers(params, 0.0) if leaves else (),
+            leaf_norms=jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params) if leaves else (),
         )
 
     def update_fn(

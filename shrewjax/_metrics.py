@@ -41,7 +41,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     =======================  ===============================================================================
 
     The name of the largest leaf, such as "dense/kernel", comes from the metrics themselves, outside of jit:
-    `sorted(k for k in measured if "global_norm/leaf_norm/" in k)[measured["clip_by_global_norm/largest_leaf"]]`.
+    `sorted(k for k in measured if "/leaf_norm/" in k)[measured["clip_by_global_norm/largest_leaf"]]`.
 
     Your own states take part: give the class of the state, a pytree node such as `MyRuleState`, a method `metrics`. It
     takes no arguments and returns a dictionary of scalars, which are named `"my_rule/..."`.

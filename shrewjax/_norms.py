@@ -430,12 +430,14 @@ def _measure_jvp(
     """
     (leaves,), (d_leaves,) = primals, tangents
     measured = _measure(leaves, ord, scope, axes)
-    norm, *floats = measured if scope == "both" else (measured,)
+    norm, _, leaf_norms = measured if scope == "both" else (measured, None, [])
 
     def tangent(slopes: jax.Array) -> Any:
         no_exponent: Any = np.zeros(norm.exponent.shape, jax.dtypes.float0)  # an integer's tangent
         d_norm = ExtendedFloat(slopes, no_exponent)
-        return (d_norm, *jax.tree.map(jnp.zeros_like, floats)) if scope == "both" else d_norm
+        if scope != "both":
+            return d_norm
+        return d_norm, times_power_of_two(slopes, norm.exponent), list(map(jnp.zeros_like, leaf_norms))
 
     if not leaves:
         return measured, tangent(jnp.zeros_like(norm.mantissa))
