@@ -120,7 +120,8 @@ def draw_leaves(axes: Axes, by_leaf: Mapping[str, np.ndarray]) -> None:
     axes.set_yticks(np.arange(len(by_size)) + 0.5, [name.removesuffix("/value") for name in by_size], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel("step")
-    axes.figure.colorbar(image, ax=axes, label="gradient norm by leaf", format="{x:g}", pad=0.01)
+    bar = axes.figure.colorbar(image, ax=axes, label="gradient norm by leaf", format="{x:g}", pad=0.01)
+    bar.ax.yaxis.set_minor_formatter("")
 
 
 def plot(
@@ -131,7 +132,8 @@ def plot(
 ) -> None:
     """Draws norms and thresholds over the steps, the norms' quantiles, the share of clipped steps, norms by leaf."""
     figure = Figure(figsize=(11, 9), layout="constrained")
-    over_time, quantiles, shares, leaves = figure.subplot_mosaic("TTQ;TTS;LLL").values()
+    above, below = figure.subfigures(2, 1, height_ratios=(2, 1))
+    over_time, quantiles, shares = above.subplot_mosaic("TTQ;TTS").values()
     steps = np.arange(1, len(norms) + 1)
 
     over_time.plot(steps, norms, color="0.75", linewidth=0.8, label="gradient norm")
@@ -156,7 +158,7 @@ def plot(
     shares.bar_label(bars, fmt="%.1f %%", padding=3)
     shares.set(xlabel="steps clipped or skipped (%)", xlim=(0, 115))
     shares.invert_yaxis()
-    draw_leaves(leaves, by_leaf)
+    draw_leaves(below.add_subplot(), by_leaf)
     for axes in (over_time, quantiles):
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:.1g}")

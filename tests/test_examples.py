@@ -69,7 +69,7 @@ def test_choose_max_norm_example_replays_every_rule(run):
     # By its definition, all but one in ten, and fewer while the norms fall.
     assert 50 < float(shares["AutoClip, 10th percentile"]) <= 90
     (largest,) = numbers(r"largest leaf: [a-z/_]+, (\d+)% of the squared norm in the median", printed)
-    assert 100 / 8 < largest < 100  # of eight leaves
+    assert 100 / 6 < largest < 100  # of six leaves
     assert_is_drawn(figure)
 
 
