@@ -2,15 +2,16 @@
 
 A small GRU learns to predict the next character of Python's own documentation. What its gradients' norms were decides
 what a threshold would have done: the figure shows their history and quantiles, the threshold of each rule at each step,
-and the share of steps that each would have clipped or skipped.
+and the share of steps that each would have clipped or skipped. A heat map below shows the norm of each layer's gradient
+over the training: which layers make up the norm, and whether one of them rules a clip.
 
 Run it with
 
     python -m pip install -e '.[examples]'
     python examples/choose_max_norm.py
 
-It takes about a minute on two CPU cores, downloads nothing, prints the quantiles and shares, and writes
-out/choose_max_norm.png.
+It takes about a minute on two CPU cores, downloads nothing, prints the quantiles, the shares and the largest layer, and
+writes out/choose_max_norm.png.
 """
 
 import argparse
@@ -23,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -31,6 +34,7 @@ import shrewjax
 BATCH, LENGTH, WIDTH = 32, 48, 96
 LEARNING_RATE = 1e-2
 GRAD_NORM = "clip_by_global_norm/grad_norm"
+LEAF_NORM = "clip_by_global_norm/leaf_norm/"
 QUANTILES = (0.5, 0.9, 0.99)
 
 # Each is replayed on the norms of the same run. A leaf of one element has its own norm, so AdaGC sees one leaf.
@@ -63,19 +67,19 @@ def mean_loss(model: CharacterModel, text: jax.Array) -> jax.Array:
 
 @nnx.jit(donate_argnames=("model", "optimizer"))
 def train_step(model: CharacterModel, optimizer: nnx.Optimizer, text: jax.Array) -> dict[str, jax.Array]:
-    """One step; the loss and the gradients' norm."""
+    """One step; the loss, the gradients' norm and the norm of each leaf."""
     loss, grads = nnx.value_and_grad(mean_loss)(model, text)
     optimizer.update(model, grads)
     # A threshold of inf clips nothing and measures.
     return {"loss": loss} | shrewjax.metrics(optimizer.opt_state)
 
 
-def record_norms(steps: int, seed: int) -> np.ndarray:
-    """Trains without clipping; the norm of every step's gradient."""
+def record_norms(steps: int, seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Trains without clipping; the norm of every step's gradient, and those of its leaves by name."""
     texts, alphabet = _common.documentation()
     codes = np.array([alphabet[character] for text in texts for character in text], np.int32)
     model = CharacterModel(len(alphabet), nnx.Rngs(seed))
-    tx = optax.chain(shrewjax.clip_by_global_norm(float("inf")), optax.adam(LEARNING_RATE))
+    tx = optax.chain(shrewjax.clip_by_global_norm(float("inf"), leaves=True), optax.adam(LEARNING_RATE))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     rng = np.random.default_rng(seed)
     history = []
@@ -85,7 +89,10 @@ def record_norms(steps: int, seed: int) -> np.ndarray:
             history.append(train_step(model, optimizer, codes[starts[:, None] + np.arange(LENGTH)]))
             if step % 20 == 0:  # reading a value waits for the device
                 bar.set_postfix_str(f"loss {history[-1]['loss']:.2f}, gradient norm {history[-1][GRAD_NORM]:.2f}")
-    return np.array([measured[GRAD_NORM] for measured in jax.device_get(history)])
+    history = jax.device_get(history)
+    by_name = {name: np.array([measured[name] for measured in history]) for name in history[0]}
+    by_leaf = {name.removeprefix(LEAF_NORM): norms for name, norms in by_name.items() if name.startswith(LEAF_NORM)}
+    return by_name[GRAD_NORM], by_leaf
 
 
 @jax.jit
@@ -103,10 +110,30 @@ def replay(norms: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
     return {name: of_rule(tx) for name, tx in RULES.items()}
 
 
-def plot(norms: np.ndarray, replayed: Mapping[str, tuple[np.ndarray, np.ndarray]], path: Path) -> None:
-    """The norms and each rule's threshold over the steps, the norms' quantiles, and the share that each rule clips."""
-    figure = Figure(figsize=(11, 6), layout="constrained")
-    over_time, quantiles, shares = figure.subplot_mosaic("TTQ;TTS").values()
+def draw_leaves(axes: Axes, by_leaf: Mapping[str, np.ndarray]) -> None:
+    """Draws a heat map: a row for each leaf, from the largest to the smallest, and a column for each step."""
+    by_size = sorted(by_leaf, key=lambda name: -np.median(by_leaf[name]))
+    norms = np.stack([by_leaf[name] for name in by_size])
+    colors = LogNorm(*np.quantile(norms[norms > 0], (0.01, 1)))
+    edges = np.arange(norms.shape[1] + 1) + 0.5
+    image = axes.pcolormesh(edges, np.arange(len(by_size) + 1), norms, norm=colors, cmap="magma", rasterized=True)
+    axes.set_yticks(np.arange(len(by_size)) + 0.5, [name.removesuffix("/value") for name in by_size], fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlabel("step")
+    bar = axes.figure.colorbar(image, ax=axes, label="gradient norm by leaf", format="{x:g}", pad=0.01)
+    bar.ax.yaxis.set_minor_formatter("")
+
+
+def plot(
+    norms: np.ndarray,
+    by_leaf: Mapping[str, np.ndarray],
+    replayed: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    path: Path,
+) -> None:
+    """Draws norms and thresholds over the steps, the norms' quantiles, the share of clipped steps, norms by leaf."""
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(2, 1))
+    over_time, quantiles, shares = above.subplot_mosaic("TTQ;TTS").values()
     steps = np.arange(1, len(norms) + 1)
 
     over_time.plot(steps, norms, color="0.75", linewidth=0.8, label="gradient norm")
@@ -131,6 +158,7 @@ def plot(norms: np.ndarray, replayed: Mapping[str, tuple[np.ndarray, np.ndarray]
     shares.bar_label(bars, fmt="%.1f %%", padding=3)
     shares.set(xlabel="steps clipped or skipped (%)", xlim=(0, 115))
     shares.invert_yaxis()
+    draw_leaves(below.add_subplot(), by_leaf)
     for axes in (over_time, quantiles):
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:.1g}")
@@ -145,14 +173,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
 
-    norms = record_norms(args.steps, args.seed)
+    norms, by_leaf = record_norms(args.steps, args.seed)
     replayed = jax.device_get(replay(jnp.asarray(norms)))
     replayed = {name: replayed[name] for name in RULES}  # jit sorts keys
 
     print("norms: " + ", ".join(f"{100 * q:g} % are below {np.quantile(norms, q):.3g}" for q in QUANTILES))
     for name, (_, acts) in replayed.items():
         print(f"{name}: acts on {acts.mean():.1%} of {len(norms)} steps")
-    plot(norms, replayed, args.out)
+    shares = {name: float(np.median(of_leaf**2 / norms**2)) for name, of_leaf in by_leaf.items()}
+    largest = max(shares, key=shares.get)
+    print(f"largest leaf: {largest.removesuffix('/value')}, {shares[largest]:.0%} of the squared norm in the median")
+    plot(norms, by_leaf, replayed, args.out)
 
 
 if __name__ == "__main__":

@@ -34,11 +34,13 @@ MICRO_BATCH, ACCUM_STEPS = 16, 4
 LEARNING_RATE, WIDTH = 3e-3, 32
 FETCH_EVERY = 50  # micro-batches
 
-Params = list[tuple[jax.Array, jax.Array]]
+Params = list[dict[str, jax.Array]]
 
 # A threshold that follows the norms, so that there is something to see, inside of a guard against steps that diverge.
+# The first clip clips nothing. It measures the norm of each leaf.
+CLIPS = (shrewjax.clip_by_global_norm(float("inf"), leaves=True), shrewjax.clip_by_norm_percentile(90.0))
 TX = shrewjax.accumulate(
-    shrewjax.skip_nonfinite(optax.chain(shrewjax.clip_by_norm_percentile(90.0), optax.adamw(LEARNING_RATE))),
+    shrewjax.skip_nonfinite(optax.chain(*CLIPS, optax.adamw(LEARNING_RATE))),
     ACCUM_STEPS,
 )
 
@@ -47,7 +49,10 @@ def init_params(seed: int) -> Params:
     """Two layers, one logit."""
     rng = np.random.default_rng(seed)
     return [
-        (jnp.asarray((2 / rows) ** 0.5 * rng.standard_normal((rows, columns), np.float32)), jnp.zeros(columns))
+        {
+            "kernel": jnp.asarray((2 / rows) ** 0.5 * rng.standard_normal((rows, columns), np.float32)),
+            "bias": jnp.zeros(columns),
+        }
         for rows, columns in ((30, WIDTH), (WIDTH, WIDTH), (WIDTH, 1))
     ]
 
@@ -55,10 +60,10 @@ def init_params(seed: int) -> Params:
 @jax.jit
 def logits(params: Params, x: jax.Array) -> jax.Array:
     """Positive for benign. Shape (batch,) from (batch, 30)."""
-    *hidden, (weights, bias) = params
-    for w, b in hidden:
-        x = jax.nn.relu(x @ w + b)
-    return (x @ weights + bias)[:, 0]
+    *hidden, last = params
+    for layer in hidden:
+        x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
+    return (x @ last["kernel"] + last["bias"])[:, 0]
 
 
 def mean_loss(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:

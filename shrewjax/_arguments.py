@@ -127,6 +127,13 @@ def flag(name: str, value: Any) -> bool | jax.Array:
     raise ValueError(f"{name} must be a bool or a boolean scalar array, got {value!r}")
 
 
+def static_flag(name: str, value: Any) -> bool:
+    """Returns a flag that decides what is compiled: a bool."""
+    if isinstance(value, bool | np.bool):
+        return bool(value)
+    raise ValueError(f"{name} must be True or False, because it decides what is compiled, got {value!r}")
+
+
 def accum_steps(value: Any) -> int | jax.Array | Callable[[jax.Array], Any]:
     """Returns the length of a window in micro-steps: an int >= 1, a scalar array, or a function of closed windows."""
     if callable(value):

@@ -13,10 +13,11 @@ import optax
 from shrewjax import _arguments, _extended, _floats, _gradients, _norms
 from shrewjax._arguments import Scalar
 from shrewjax._extended import ExtendedFloat
-from shrewjax._gradients import Tree, is_gradient
-from shrewjax._mesh import Axes, AxisName
+from shrewjax._gradients import KeyPath, Tree, is_gradient
+from shrewjax._mesh import Axes, AxisName, UnitDims
 from shrewjax._norms import ClipScale
 from shrewjax._states import described, fields
+from shrewjax._units import find_units
 
 
 def grad_norm(grads: Any, ord: float | None = None, *, sharded_over: AxisName | None = None) -> jax.Array:
@@ -110,9 +111,9 @@ def clip_grad_norm(
     Source: R. Pascanu, T. Mikolov, Y. Bengio, "On the difficulty of training recurrent neural networks", 2013,
     arXiv:1211.5063, Algorithm 1. The name and the return value are those of `torch.nn.utils.clip_grad_norm_`.
     """
-    clipped, norm, _ = _clip_by_norm(
-        _arguments.threshold("max_norm", max_norm), grads, _arguments.order(ord), _arguments.sharded_over(sharded_over)
-    )
+    max_norm, ord = _arguments.threshold("max_norm", max_norm), _arguments.order(ord)
+    norm = global_norm(grads, ord, _arguments.sharded_over(sharded_over))
+    clipped, _ = clip_to_limit(grads, norm, _norms.as_limit(max_norm, norm))
     return clipped, _extended.from_extended(norm)
 
 
@@ -164,14 +165,17 @@ class ClipByGlobalNormState(NamedTuple):
 
     grad_norm: Annotated[jax.Array, "float32 (): the norm before clipping"]
     clip_scale: Annotated[jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"]
+    leaf_norms: Annotated[
+        Any, "with leaves=True, a tree like the parameters of norms before clipping, float32 (); otherwise ()"
+    ] = ()
 
     def metrics(self) -> dict[str, Any]:
         """Returns the entries of `shrewjax.metrics`."""
-        return fields(self, "grad_norm", "clip_scale")
+        return fields(self, "grad_norm", "clip_scale") | _of_leaves(self.leaf_norms)
 
 
 def clip_by_global_norm(
-    max_norm: Any, *, ord: float | None = None, sharded_over: AxisName | None = None
+    max_norm: Any, *, ord: float | None = None, leaves: bool = False, sharded_over: AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together: `clip_grad_norm` as an Optax transformation.
 
@@ -180,17 +184,37 @@ def clip_by_global_norm(
     The table of `clip_grad_norm` has the edge cases. Chain it before the optimizer. Inside `accumulate` it clips the
     window's average, as most people want. To schedule the threshold, wrap it in `optax.inject_hyperparams`.
 
+    With `leaves=True` the state also has the norm of each leaf, which the same pass over the gradients computes.
+    `metrics` shows each by the leaf's name, and says which leaf has the largest share of the squared norm:
+
+    ======================================  =====================================================================
+    gradients                               norms by leaf
+    ======================================  =====================================================================
+    one leaf                                its norm is `grad_norm`, and its share is 1
+    a NaN in a leaf                         NaN for that leaf; `largest_share` is NaN and `largest_leaf` has the NaN
+    an infinity and no NaN                  inf for its leaf; k infinite leaves have a share of 1/k each
+    a leaf's norm beyond float32            inf, and a share as for an infinity. Beside a NaN, from 2**63 on
+    all zero                                0, and `largest_share` is 0
+    no leaves                               neither norms by leaf nor `largest_share`
+    an element below 2**-63                 may count as 0 in its leaf's norm, unless `grad_norm` is below 2**-30
+    complex, sharded, 16-bit leaves         as in `grad_norm`
+    other leaves                            0
+    ======================================  =====================================================================
+
     Args:
       max_norm: the threshold, a real scalar >= 0, or a scalar array of any real dtype.
       ord: p of the norm, any Python number >= 1 or inf. `None` means 2.
+      leaves: whether the state has the leaves' norms, too; a bool. It requires order 2, and changes no update.
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `ClipByGlobalNormState(grad_norm, clip_scale)`, float32 scalars of the last update
-      (before the first: 0 and 1).
+      A transformation with state `ClipByGlobalNormState(grad_norm, clip_scale, leaf_norms)`, measurements of the last
+      update (before the first: 0, 1 and 0): float32 scalars, and a tree of them or (). The norms of the leaves have no
+      derivative.
 
     Raises:
-      ValueError: as in `clip_grad_norm`.
+      ValueError: `leaves` is no bool, or is set although `ord` is not 2; with `leaves=True`, the updates' tree differs
+        from that of the parameters given to `init`; or as in `clip_grad_norm`.
 
     Example:
       >>> tx = optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1))
@@ -198,15 +222,29 @@ def clip_by_global_norm(
       >>> updates, state = tx.update({"w": jnp.array([3.0, 4.0])}, tx.init(params), params)
       >>> updates["w"].round(6), state[0].grad_norm
       (Array([-0.06, -0.08], dtype=float32), Array(5., dtype=float32))
+      >>> tx = clip_by_global_norm(1.0, leaves=True)
+      >>> grads = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}
+      >>> _, state = tx.update(grads, tx.init(grads))
+      >>> state.leaf_norms["b"], state.metrics()["largest_share"].round(6)
+      (Array(4., dtype=float32), Array(0.64, dtype=float32))
 
     Source: R. Pascanu, T. Mikolov, Y. Bengio, 2013, arXiv:1211.5063, Algorithm 1.
     """
     max_norm, ord = _arguments.threshold("max_norm", max_norm), _arguments.order(ord)
+    leaves = _arguments.static_flag("leaves", leaves)
+    if leaves and ord != 2:
+        raise ValueError(
+            f"ord must be 2 with leaves=True, because shares are of the squared norm, got {ord}. Leave out ord. Or "
+            "leave out leaves"
+        )
     axes = _arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByGlobalNormState:
-        del params
-        return ClipByGlobalNormState(grad_norm=jnp.zeros((), jnp.float32), clip_scale=jnp.ones((), jnp.float32))
+        return ClipByGlobalNormState(
+            grad_norm=jnp.zeros((), jnp.float32),
+            clip_scale=jnp.ones((), jnp.float32),
+            leaf_norms=jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params) if leaves else (),
+        )
 
     def update_fn(
         updates: optax.Updates,
@@ -214,10 +252,20 @@ def clip_by_global_norm(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
-        del state, params, extra_args
-        updates, norm, scale = _clip_by_norm(max_norm, updates, ord, axes)
+        del params, extra_args
+        leaf_norms = state.leaf_norms
+        if leaves:
+            units = find_units(updates, _whole_leaf)
+            units.numbers_beside(leaf_norms)
+            norm, grad_norm, norms = _norms.measure_with_leaves(units.leaves, axes)
+            others = jax.tree.map(jnp.zeros_like, leaf_norms)
+            leaf_norms = units.with_leaves(others, [norm.astype(jnp.float32) for norm in norms])
+        else:
+            norm = global_norm(updates, ord, axes)
+            grad_norm = _extended.from_extended(norm)
+        updates, scale = clip_to_limit(updates, norm, _norms.as_limit(max_norm, norm))
         return updates, ClipByGlobalNormState(
-            grad_norm=_extended.to_float32(norm), clip_scale=_norms.applied_scale(scale)
+            grad_norm=grad_norm.astype(jnp.float32), clip_scale=_norms.applied_scale(scale), leaf_norms=leaf_norms
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -291,14 +339,28 @@ def clip_magnitude(x: Any, bound: jax.Array, limit: jax.Array) -> jax.Array:
     return jnp.where((limit == 0) & ~jnp.isnan(x), jnp.where(is_negative, -zero, zero), clipped)
 
 
-def _clip_by_norm(max_norm: Scalar, grads: Tree, ord: float, axes: Axes) -> tuple[Tree, ExtendedFloat, ClipScale]:
-    """Clips gradients to a global norm of `max_norm`. Returns them, their norm before the clip and the scale.
+def _whole_leaf(path: KeyPath, leaf: Any) -> UnitDims:
+    del path, leaf
+    return ()
 
-    `clip_grad_norm` and `clip_by_global_norm` share it, so that they agree.
-    """
-    norm = global_norm(grads, ord, axes)
-    clipped, scale = clip_to_limit(grads, norm, _norms.as_limit(max_norm, norm))
-    return clipped, norm, scale
+
+def _of_leaves(leaf_norms: Any) -> dict[str, Any]:
+    """Returns the metrics of norms by leaf. There are none without leaves."""
+    by_name = dict(sorted(zip(_gradients.leaf_names(leaf_norms), jax.tree.leaves(leaf_norms), strict=True)))
+    if not by_name:
+        return {}
+    norms = jnp.stack([*by_name.values()])
+    index = jnp.argmax(norms, axis=0)  # of the first NaN, if there is one
+    largest = jnp.take_along_axis(norms, index[None], axis=0)
+    is_largest = norms == largest
+    # Relative to the largest, so that no square leaves the range. No 0 / 0 or inf / inf, which `jax_debug_nans` finds.
+    others = jnp.where(is_largest, 0, norms) / jnp.where(largest == 0, 1, largest)
+    share = 1 / jnp.sum(jnp.where(is_largest, 1, others * others), axis=0)
+    return {
+        "largest_share": jnp.where(largest[0] == 0, 0, share),
+        "largest_leaf": index.astype(jnp.int32),
+        **{f"leaf_norm/{name}": norm for name, norm in by_name.items()},
+    }
 
 
 def _clip_leaf_value(x: Any, max_value: Scalar) -> jax.Array:

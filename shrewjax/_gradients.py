@@ -72,6 +72,13 @@ def leaf_name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path) or "(the tree itself)"
 
 
+def leaf_names(tree: Any) -> list[str]:
+    """Returns the leaves' names for logs, such as "dense/kernel"; as in messages if these are empty or not unique."""
+    paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    return names if all(names) and len({*names}) == len(names) else [leaf_name(path) for path in paths]
+
+
 def array_leaf(path: KeyPath, leaf: Any) -> Any:
     """Returns a gradient leaf as an array: Python numbers and floating or complex NumPy arrays become JAX arrays.
 

@@ -4,13 +4,16 @@ In a skipped step the updates are zeros and the wrapped transformation does not 
 stay unchanged. A guard decides on whole gradients, so that every device decides the same.
 """
 
+import math
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from shrewjax import _arguments, _extended, _gradients, _history
+from shrewjax._arguments import Scalar
 from shrewjax._clipping import global_norm
 from shrewjax._gradients import is_gradient
 from shrewjax._mesh import AxisName, require_replicated
@@ -163,16 +166,18 @@ def skip_nonfinite(
 class SkipOnSpikeState(NamedTuple):
     """The measurements, counts of skipped steps, and the wrapped optimizer. Its fields are a file format."""
 
-    history: Annotated[_history.History, "the last finite measurements, including spikes"]
+    history: Annotated[_history.History, "the last finite measurements, including spikes; none larger than `above`"]
     measured: Annotated[jax.Array, "float32 (): the last measurement, finite or not"]
     threshold: Annotated[jax.Array, "float32 (): a larger last measurement was a spike; inf if no finite one can be"]
     applied: Annotated[jax.Array, "bool (): the last call ran inner"]
     skipped: Annotated[jax.Array, "int32 (): number of calls so far that did not run inner"]
+    consecutive: Annotated[jax.Array, "int32 (): number of spikes skipped in a row; non-finite steps leave it as it is"]
+    spikes_applied: Annotated[jax.Array, "int32 (): number of spikes so far that ran inner, because of `at_most`"]
     inner_state: Annotated[Any, "the wrapped optimizer's state"]
 
     def metrics(self) -> dict[str, Any]:
         """Returns what `shrewjax.metrics` shows."""
-        return fields(self, "applied", "skipped", "measured", "threshold")
+        return fields(self, "applied", "skipped", "consecutive", "spikes_applied", "measured", "threshold")
 
 
 def skip_on_spike(
@@ -183,14 +188,18 @@ def skip_on_spike(
     history_length: int | None = None,
     warmup_steps: Any = 64,
     min_relative_std: Any = 1e-3,
+    above: Any = None,
+    at_most: Any = None,
     sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Skips the steps whose gradient norm, or loss, is far above the recent ones.
+    r"""Skips the steps whose gradient norm, or loss, is far above the recent ones, or above a fixed limit.
 
-    .. math:: \text{skip if } x_t > m + k \max(s, r |m|)
+    .. math:: \text{skip if } x_t > m + k \max(s, r |m|) \quad\text{or}\quad x_t > \text{above}
 
-    m and s are the mean and the sample standard deviation (n - 1 in the denominator)
-    of the last `history_length` measurements before this one.
+    m and s are the mean and the sample standard deviation (n - 1 in the denominator) of the last `history_length`
+    recorded measurements before this one. A measurement that either rule would skip is a spike. After `at_most` skipped
+    spikes in a row, the guard applies one and counts it in `spikes_applied`. So a level that stays above the limit
+    slows the training down, but does not stop it.
 
     ========================================  =======================================================================
     condition                                 result
@@ -199,8 +208,13 @@ def skip_on_spike(
     recorded
     a spike                                   skipped, but recorded, so that the guard adapts to a new level and cannot
                                               skip forever
-    NaN or infinite measurement, or a norm    skipped, from the first step on; not recorded
-    beyond float32
+    above `above`                             a spike from the first step on. It is not recorded, applied or not, so
+                                              that the history stays one of usual measurements
+    a spike after `at_most` skipped in a row  applied, and the run starts again from 0
+    NaN or infinite measurement, or a norm    skipped, from the first step on, even after `at_most`. It is not recorded,
+    beyond float32                            and neither counts in a run nor ends one
+    NaN `above` in an array                   every finite measurement is a spike
+    `at_most` below 1, or NaN, in an array    no finite measurement is skipped
     all recorded ones equal m                 a spike is above m + k r abs(m), and not every number above m
     far below the mean                        no spike
     ========================================  =======================================================================
@@ -217,13 +231,19 @@ def skip_on_spike(
       warmup_steps: number of recorded measurements before a finite one can be a spike, a real scalar >= 0, or a scalar
         array.
       min_relative_std: r, a real scalar >= 0, or a scalar array.
+      above: the fixed limit, a real scalar (>= 0 for a norm), or a scalar array. `None` means no limit. It needs
+        `at_most`, because parameters that keep a measurement above it would never change again.
+      at_most: number of spikes of either rule that may be skipped in a row, a real scalar >= 1, or a scalar array. It
+        comes with `above`. `None` means any number.
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `SkipOnSpikeState(history, measured, threshold, applied, skipped, inner_state)`.
+      A transformation with state `SkipOnSpikeState(history, measured, threshold, applied, skipped, consecutive,
+      spikes_applied, inner_state)`.
 
     Raises:
-      ValueError: an argument is not as described; `warmup_steps` is greater than `history_length`; with
+      ValueError: an argument is not as described; one of `above` and `at_most` comes without the other;
+        `warmup_steps` is greater than `history_length`; with
         `monitor="value"`, `update` gets no `value`, or one that may differ between devices; or as in `grad_norm`.
       AssertionError: from chex, while tracing: inner changes the structure, shapes or dtypes of its state.
 
@@ -234,18 +254,33 @@ def skip_on_spike(
       ...     updates, state = tx.update(jnp.array([norm]), state)
       >>> updates, state.skipped
       (Array([0.], dtype=float32), Array(1, dtype=int32))
+      >>> tx = skip_on_spike(optax.sgd(1.0), above=100.0, at_most=2)
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for _ in range(9):  # two of three are skipped
+      ...     _, state = tx.update(jnp.array([500.0]), state)
+      >>> state.skipped, state.spikes_applied
+      (Array(6, dtype=int32), Array(3, dtype=int32))
 
     The rule, with its history of 128 and 6 standard deviations, is the SkipStep optimizer of OLMo
     ("2 OLMo 2 Furious", 2025, arXiv:2501.00656).
     """
     wrapped = inner_transformation(inner)
-    monitor = _arguments.choice("monitor", monitor, ("grad_norm", "value"))
+    of_norm = _arguments.choice("monitor", monitor, ("grad_norm", "value")) == "grad_norm"
     length = _arguments.length("history_length", history_length, default=128)
     max_zscore = _arguments.threshold("max_zscore", max_zscore)
     warmup_steps = _arguments.threshold("warmup_steps", warmup_steps)
     min_relative_std = _arguments.threshold("min_relative_std", min_relative_std)
     if isinstance(warmup_steps, float) and warmup_steps > length:
         raise ValueError(f"warmup_steps must be at most history_length, {length}, got {warmup_steps!r}")
+    if (above is None) != (at_most is None):
+        given, missing = ("above", "at_most") if at_most is None else ("at_most", "above")
+        raise ValueError(
+            f"above and at_most must come together, because a fixed limit alone may skip every step from one on, got "
+            f"{given} alone. Pass {missing}. Or leave out {given}"
+        )
+    # Without the two, a limit that nothing exceeds, and a run that never is long enough.
+    above = math.inf if above is None else _arguments.real("above", above, at_least=0 if of_norm else -math.inf)
+    at_most = math.inf if at_most is None else _arguments.real("at_most", at_most, at_least=1)
     axes = _arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> SkipOnSpikeState:
@@ -255,6 +290,8 @@ def skip_on_spike(
             threshold=jnp.full((), jnp.inf, jnp.float32),
             applied=jnp.zeros((), bool),
             skipped=jnp.zeros((), jnp.int32),
+            consecutive=jnp.zeros((), jnp.int32),
+            spikes_applied=jnp.zeros((), jnp.int32),
             inner_state=wrapped.init(params),
         )
 
@@ -268,28 +305,35 @@ def skip_on_spike(
         runs: Flag,
         **extra_args: Any,
     ) -> tuple[Any, SkipOnSpikeState]:
-        if monitor == "value":
+        if not of_norm:
             if extra_args.get("value") is None:
                 raise ValueError('skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss')
             value = jnp.asarray(_arguments.any_real("value", extra_args["value"]), jnp.float32)
             require_replicated("value", value)
 
         def decide() -> tuple[jax.Array, SkipOnSpikeState]:
-            measured = value if monitor == "value" else _extended.to_float32(global_norm(gradients(), 2.0, axes))
+            measured = _extended.to_float32(global_norm(gradients(), 2.0, axes)) if of_norm else value
             mean, std = _history.mean_and_std(state.history)
-            least = jnp.asarray(min_relative_std, jnp.float32) * jnp.abs(mean)
-            k = jnp.asarray(max_zscore, jnp.float32)
+            least = _float32(min_relative_std) * jnp.abs(mean)
+            k = _float32(max_zscore)
             onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
             observed = state.history.filled
-            is_on = (observed > 0) & (observed.astype(jnp.float32) >= jnp.asarray(warmup_steps, jnp.float32))
-            threshold = jnp.where(is_on, onset, jnp.inf)
-            applied = jnp.isfinite(measured) & (measured <= threshold)
+            is_on = (observed > 0) & (observed.astype(jnp.float32) >= _float32(warmup_steps))
+            limit = _float32(above)
+            threshold = jnp.minimum(jnp.where(is_on, onset, jnp.inf), limit)
+            finite = jnp.isfinite(measured)
+            is_spike = finite & ~(measured <= threshold)
+            run_is_full = ~(state.consecutive.astype(jnp.float32) < _float32(at_most))
+            applied = finite & (~is_spike | run_is_full)
+            consecutive = jnp.where(applied, 0, increment_if(is_spike, state.consecutive))
             return applied, SkipOnSpikeState(
-                history=_history.push(state.history, measured),
+                history=_history.push(state.history, jnp.where(measured <= limit, measured, jnp.inf)),
                 measured=measured,
                 threshold=threshold,
                 applied=applied,
                 skipped=increment_if(~applied, state.skipped),
+                consecutive=consecutive,
+                spikes_applied=increment_if(is_spike & applied, state.spikes_applied),
                 inner_state=(),
             )
 
@@ -305,6 +349,11 @@ def skip_on_spike(
         return step_fn(lambda: updates, state, params, apply=False, runs=True, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, wrapper(update_fn, step_fn))
+
+
+def _float32(value: Scalar) -> jax.Array:
+    with np.errstate(over="ignore"):  # a Python number beyond float32 is inf, and NumPy warns
+        return jnp.asarray(value, jnp.float32)
 
 
 def _without_nonfinite(x: Any) -> Any:

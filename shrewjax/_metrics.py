@@ -22,7 +22,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     =======================  ===============================================================================
     transformation           names
     =======================  ===============================================================================
-    clip_by_global_norm      grad_norm, clip_scale: other than 1 (NaN included) if it clipped
+    clip_by_global_norm      grad_norm, clip_scale: other than 1 (NaN included) if it clipped. With `leaves=True` also
+                             largest_share: the share of the squared norm that the largest leaf has; largest_leaf: its
+                             place in the sorted names below; leaf_norm/NAME: the norm of the leaf NAME
     clip_by_leaf_norm        grad_norm_max: the largest leaf norm; clipped_fraction: clipped leaves / leaves
     clip_by_percentile       bound (the largest, if one per leaf); clipped_fraction of the elements
     clip_by_norm_percentile  threshold, grad_norm, clip_scale
@@ -31,12 +33,15 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     clip_by_block_rms        rms_max, clipped_fraction
     clip_by_leaf_norm_ema    threshold_max, grad_norm_max, clipped_fraction
     skip_nonfinite           applied, skipped, consecutive, limit_reached
-    skip_on_spike            applied, skipped, measured, threshold
+    skip_on_spike            applied, skipped, consecutive, spikes_applied, measured, threshold
     accumulate               micro_step, windows, applied, weight_sum, window_bad, dropped. Values measured inside
                              are those of the last closed window, or of init before the first one closes. With
                              `sum_over` there is no weight_sum, because each device has its own
     grad_accumulator         as accumulate, without applied
     =======================  ===============================================================================
+
+    The name of the largest leaf, such as "dense/kernel", comes from the metrics themselves, outside of jit:
+    `sorted(k for k in measured if "/leaf_norm/" in k)[measured["clip_by_global_norm/largest_leaf"]]`.
 
     Your own states take part: give the class of the state, a pytree node such as `MyRuleState`, a method `metrics`. It
     takes no arguments and returns a dictionary of scalars, which are named `"my_rule/..."`.

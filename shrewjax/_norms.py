@@ -23,6 +23,7 @@ from shrewjax._extended import (
     EXPONENT_OF_ZERO,
     ExtendedFloat,
     extended_number,
+    from_extended,
     is_greater,
     shifted,
     to_extended,
@@ -41,7 +42,8 @@ from shrewjax._floats import (
 from shrewjax._mesh import Axes, UnitDims, UnitSharding, axes_beside
 from shrewjax._reductions import any_device, leaf_maxima, leaf_sums
 
-Scope = Literal["global", "leaf"]
+Scope = Literal["global", "leaf", "both"]
+"""The norms to measure: of all leaves together, of each leaf as a vector, or the first and each leaf's as floats."""
 
 
 class ClipScale(NamedTuple):
@@ -66,6 +68,19 @@ def measure(leaves: Sequence[Any], ord: float, axes: Axes) -> ExtendedFloat:
 def measure_local(leaves: Sequence[Any], local: tuple[Any, ...]) -> ExtendedFloat:
     """Returns the 2-norm of each device's own leaves along the mapped axes `local`; along others, of whole leaves."""
     return _measure(leaves, 2, "global", axes_beside(leaves, local))
+
+
+@partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
+def measure_with_leaves(leaves: Sequence[Any], axes: Axes) -> tuple[ExtendedFloat, jax.Array, list[jax.Array]]:
+    """Returns `measure` for order 2, the same as a float, and the norm of each leaf, whose squares it adds up anyway.
+
+    The branch returns them as floats, because XLA:GPU would launch a kernel more to make floats of them
+    (tests/test_accelerators.py, "by leaf").
+
+    No leaf is read again for its own norm. So an element below 2**-63 may be flushed in it, unless the norm of all
+    leaves is below 2**-30. The norms of the leaves have no derivative.
+    """
+    return _measure(leaves, 2, "both", axes)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21
@@ -190,9 +205,10 @@ def applied_scale(scale: ClipScale) -> jax.Array:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes | list[Axes]) -> ExtendedFloat:
+def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes | list[Axes]) -> Any:
     if not leaves:
-        return to_extended(jnp.zeros((0,) if scope == "leaf" else (), jnp.float32))
+        norm = to_extended(jnp.zeros((0,) if scope == "leaf" else (), jnp.float32))
+        return (norm, from_extended(norm), []) if scope == "both" else norm
     if ord not in _ROOTS:
         return _measure_by_maximum(leaves, ord, scope, axes)
     return _measure_by_powers(leaves, ord, scope, axes)
@@ -248,29 +264,39 @@ _ROOTS: dict[float, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> ExtendedFloat:
+def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> Any:
     """Returns the norm from one pass over the leaves; from a second, scaled one if sums left the trusted range."""
     dtype = _accumulation_dtype(leaves)
     leaf_powers = leaf_sums(_power(p, dtype), leaves, axes=axes)
-    plain = jnp.stack(leaf_powers) if scope == "leaf" else _ordered_sum(jnp.stack(leaf_powers))
+    by_leaf = jnp.stack(leaf_powers)
+    plain = by_leaf if scope == "leaf" else _ordered_sum(by_leaf)
     shift = _shift_into_range(plain)
 
-    def rescaled() -> ExtendedFloat:
+    def rooted(powers: jax.Array, shift: jax.Array, again: jax.Array) -> Any:
+        norm = _rooted(powers, p, shift)
+        if scope != "both":
+            return norm
+        # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
+        is_helped = _shift_into_range(by_leaf) == shift
+        norms = _rooted(jnp.where(is_helped, again, by_leaf), p, jnp.where(is_helped, shift, 0))
+        return norm, from_extended(norm), [*from_extended(norms)]
+
+    def rescaled() -> Any:
         factor = power_of_two(shift, dtype)
         # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large leaf
         # gets its own copy of the scalar: a clamp between equal bounds.
         each = [
             lax.clamp(factor, s, factor) if x.size > 2**14 else factor for x, s in zip(leaves, leaf_powers, strict=True)
         ]
-        total = _ordered_sum(jnp.stack(leaf_sums(_power(p, dtype), _unknown(leaves), each, axes=axes)))
+        again = jnp.stack(leaf_sums(_power(p, dtype), _unknown(leaves), each, axes=axes))
         # XLA-4: without the barrier, XLA:GPU turns the branch into a select, and so reads the data on every call.
-        return _rooted(lax.optimization_barrier(total), p, shift)
+        return rooted(lax.optimization_barrier(_ordered_sum(again)), shift, again)
 
     def by_maximum() -> ExtendedFloat:
         return _measure_by_maximum(_unknown(leaves), p, scope, axes)
 
     another = rescaled if p in (1, 2) else by_maximum
-    return run_if(jnp.any(shift != 0), another, lambda: _rooted(plain, p, jnp.zeros_like(shift)))
+    return run_if(jnp.any(shift != 0), another, lambda: rooted(plain, jnp.zeros_like(shift), by_leaf))
 
 
 def _powers_of_units(
@@ -405,16 +431,24 @@ def _exponent_key(exponent: jax.Array) -> tuple[jax.Array]:
 @_measure.defjvp
 def _measure_jvp(
     ord: float, scope: Scope, axes: Axes | list[Axes], primals: tuple[Any], tangents: tuple[Any]
-) -> tuple[ExtendedFloat, ExtendedFloat]:
+) -> tuple[Any, Any]:
     """Returns the norm and its tangent, the sum of Re(conj(sign(x)) dx) (|x| / norm)**(ord - 1).
 
     For ord = inf the tangent is shared evenly by the largest elements.
     """
     (leaves,), (d_leaves,) = primals, tangents
-    norm = _measure(leaves, ord, scope, axes)
-    no_exponent: Any = np.zeros(norm.exponent.shape, jax.dtypes.float0)  # an integer's tangent
+    measured = _measure(leaves, ord, scope, axes)
+    norm, _, leaf_norms = measured if scope == "both" else (measured, None, [])
+
+    def tangent(slopes: jax.Array) -> Any:
+        no_exponent: Any = np.zeros(norm.exponent.shape, jax.dtypes.float0)  # an integer's tangent
+        d_norm = ExtendedFloat(slopes, no_exponent)
+        if scope != "both":
+            return d_norm
+        return d_norm, times_power_of_two(slopes, norm.exponent), list(map(jnp.zeros_like, leaf_norms))
+
     if not leaves:
-        return norm, ExtendedFloat(jnp.zeros_like(norm.mantissa), no_exponent)
+        return measured, tangent(jnp.zeros_like(norm.mantissa))
     dtype = norm.mantissa.dtype
     mantissas, exponents = (jnp.broadcast_to(part, (len(leaves),)) for part in norm)
     defined = jnp.isfinite(mantissas) & (mantissas > 0)
@@ -434,10 +468,10 @@ def _measure_jvp(
     slopes = jnp.stack(leaf_sums(term, pairs, *scale, axes=axes))
     if ord == math.inf:
         ties = jnp.stack(leaf_sums(is_largest, pairs, *scale, axes=axes))
-        ties = jnp.broadcast_to(jnp.sum(ties), ties.shape) if scope == "global" else ties
+        ties = ties if scope == "leaf" else jnp.broadcast_to(jnp.sum(ties), ties.shape)
         slopes = slopes / jnp.maximum(ties, 1)
     slopes = jnp.where(defined, slopes, 0)
-    return norm, ExtendedFloat(jnp.sum(slopes) if scope == "global" else slopes, no_exponent)
+    return measured, tangent(slopes if scope == "leaf" else jnp.sum(slopes))
 
 
 def _unknown(x: Any) -> Any:

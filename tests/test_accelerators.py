@@ -180,6 +180,27 @@ def test_rule_moves_and_holds_no_more_than_optax(name, dtype, target):
     assert ours.temporary <= theirs.temporary + rescued + 0.02
 
 
+def launched(program):
+    """The kernels and transfers of a call whose norm is in range and not clipped, those of the idle branches, too."""
+    return sum(step.instruction.op not in _compiled._FREE for step in program.steps(closing=False))
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_norms_by_leaf_cost_no_pass_no_launch_and_no_all_reduce(devices, target):
+    def run(leaves):
+        tx = optax.chain(shrewjax.clip_by_global_norm(1.0, leaves=leaves), optax.adamw(1e-3))
+        spec = sharded if devices > 1 else _compiled.replicated
+        return compiled.step(target, updated, tx, compiled.leaves(target), devices=devices, spec=spec)
+
+    program, without = run(True), run(False)
+    assert program.closing == pytest.approx(without.closing, abs=1e-3)
+    assert program.temporary == pytest.approx(without.temporary, abs=0.01)
+    assert program.launches <= without.launches
+    # On a TPU the branch that is idle has two scalar operations more, and on sharded gradients an H100 has one.
+    assert launched(program) <= launched(without) + {"h100": devices > 1, "v5e": 2}[target.name]
+    assert program.collectives == without.collectives
+
+
 def squared_powers_of_two(program):
     """Products of a number, made by a shift of its exponent, with itself."""
 

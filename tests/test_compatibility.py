@@ -254,7 +254,7 @@ INJECTED = {
         shrewjax.skip_nonfinite,
         {"inner": optax.identity(), "max_consecutive": 2, "at_limit": "zero_nonfinite"},
     ),
-    "skip_on_spike": (shrewjax.skip_on_spike, {"inner": optax.identity()}),
+    "skip_on_spike": (shrewjax.skip_on_spike, {"inner": optax.identity(), "above": 2.0, "at_most": 2}),
     "accumulate": (shrewjax.accumulate, {"inner": optax.identity(), "accum_steps": 2}),
 }
 

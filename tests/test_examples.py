@@ -68,6 +68,8 @@ def test_choose_max_norm_example_replays_every_rule(run):
     assert len(shares) == 5
     # By its definition, all but one in ten, and fewer while the norms fall.
     assert 50 < float(shares["AutoClip, 10th percentile"]) <= 90
+    (largest,) = numbers(r"largest leaf: [a-z/_]+, (\d+)% of the squared norm in the median", printed)
+    assert 100 / 6 < largest < 100  # of six leaves
     assert_is_drawn(figure)
 
 
@@ -186,7 +188,9 @@ def test_tensorboard_example_logs_each_window_of_every_metric(run):
             logged.setdefault(value.tag, []).append((event.step, value.simple_value))
     of_guard = ("skip_nonfinite/applied", "skip_nonfinite/skipped")
     of_clip = tuple(f"clip_by_norm_percentile/{x}" for x in ("grad_norm", "threshold", "clip_scale"))
-    names = ("loss", "accumulate/windows", "accumulate/weight_sum", *of_guard, *of_clip)
+    leaves = [f"clip_by_global_norm/leaf_norm/{layer}/{x}" for layer in range(3) for x in ("bias", "kernel")]
+    share = "clip_by_global_norm/largest_share"
+    names = ("loss", "accumulate/windows", "accumulate/weight_sum", *of_guard, *of_clip, *leaves, share)
     assert {f"train/{x}" for x in names} < set(logged)
     for tag, points in logged.items():
         if tag.startswith("train/"):
@@ -202,6 +206,10 @@ def test_tensorboard_example_logs_each_window_of_every_metric(run):
     assert [scale < 1 for scale in scales] == [
         norm > threshold for norm, threshold in zip(norms, thresholds, strict=True)
     ]
+    by_leaf = zip(*(values(f"train/{name}") for name in leaves), strict=True)
+    squares = [[norm**2 for norm in of_window] for of_window in by_leaf]
+    assert [sum(x) ** 0.5 for x in squares] == pytest.approx(norms, rel=1e-5)
+    assert [max(x) / sum(x) for x in squares] == pytest.approx(values(f"train/{share}"), rel=1e-5)
     assert len(values("test/accuracy")) == 6
     assert values("test/accuracy")[-1] == pytest.approx(accuracy, abs=1e-4)
     assert accuracy > 0.9

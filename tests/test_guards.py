@@ -29,15 +29,18 @@ def applied(steps):
     return [bool(state.applied) for _, state in steps]
 
 
-def spikes(values, history_length=128, max_zscore=6.0, warmup_steps=64, floor=1e-3):
-    """The rule in float64: which values are spikes against those before."""
-    for t, x in enumerate(values):
-        before = values[max(0, t - history_length) : t]
-        if len(before) < warmup_steps:
-            yield False
-        else:
+def spikes(values, history_length=128, max_zscore=6.0, warmup_steps=64, floor=1e-3, above=np.inf):
+    """The rule in float64: which values are spikes against the recorded ones before."""
+    recorded = []
+    for x in values:
+        before = recorded[-history_length:]
+        stands_out = False
+        if len(before) >= warmup_steps:
             std = max(np.std(before, ddof=1), floor * abs(np.mean(before)))
-            yield x > np.mean(before) + max_zscore * std
+            stands_out = x > np.mean(before) + max_zscore * std
+        yield stands_out or x > above
+        if x <= above:
+            recorded.append(x)
 
 
 # --- non-finite gradients -----------------------------------------------------------------------------------------
@@ -149,6 +152,108 @@ def test_value_reaches_inner_and_must_be_there():
         tx.update(jnp.ones(1), tx.init(jnp.ones(1)))
 
 
+# --- a fixed limit ------------------------------------------------------------------------------------------------
+
+
+def applied_at_most(is_spike, at_most):
+    """Which steps run where at most so many spikes in a row are skipped: None is a step that is not finite."""
+    in_a_row = 0
+    for spike in is_spike:
+        yield spike is not None and (not spike or in_a_row >= at_most)
+        if spike is not None:
+            in_a_row = in_a_row + 1 if spike and in_a_row < at_most else 0
+
+
+def test_of_400_steps_above_the_limit_three_of_four_are_skipped():
+    tx = shrewjax.skip_on_spike(optax.sgd(1.0), above=10.0, at_most=3)
+    params = jnp.zeros(1)
+    grads = jnp.linspace(11, 1000, 400)[:, None]
+
+    @quick_jit
+    def run_all(state):
+        return jax.lax.scan(lambda s, g: (lambda u, s: (s, (u, s)))(*tx.update(g, s, params)), state, grads)
+
+    last, (updates, states) = run_all(tx.init(params))
+    np.testing.assert_array_equal(states.applied, np.tile([False, False, False, True], 100))
+    np.testing.assert_array_equal(states.consecutive, np.tile([1, 2, 3, 0], 100))
+    np.testing.assert_array_equal(states.spikes_applied, np.arange(1, 401) // 4)
+    np.testing.assert_array_equal(updates, np.where(states.applied[:, None], -grads, 0))
+    assert (int(last.skipped), int(last.spikes_applied), int(last.history.filled)) == (300, 100, 0)
+
+
+@pytest.mark.parametrize("as_arrays", [False, True], ids=["numbers", "arrays"])
+def test_both_rules_share_the_run_and_only_the_history_of_one_grows(as_arrays):
+    rng = np.random.default_rng(1)
+    values = np.float64(f32(3 + 0.3 * rng.normal(size=120)))
+    values[[40, 41, 60, 61, 62, 63, 64]] = [50, 7, 7, 50, 50, 7, 50]
+    values[100:110] = np.inf, 50, 50, np.nan, 50, 50, np.nan, 50, 3, 50
+    rule = {"history_length": 20, "max_zscore": 3.0, "warmup_steps": 5}
+    limits = {"above": 20.0, "at_most": 2}
+    given = {k: jnp.asarray(v) for k, v in limits.items()} if as_arrays else limits
+    tx = shrewjax.skip_on_spike(optax.identity(), monitor="value", **rule, **given)
+    steps = run(tx, [f32([1])] * len(values), value=values)
+
+    finite = np.isfinite(values)
+    found = iter([*spikes(values[finite], above=20.0, **rule)])
+    is_spike = [bool(next(found)) if ok else None for ok in finite]
+    expected = list(applied_at_most(is_spike, 2))
+    assert any(spike and value < 20 for spike, value in zip(is_spike, values, strict=True))
+    assert applied(steps) == expected
+    last = steps[-1][1]
+    assert int(last.skipped) == expected.count(False)
+    assert int(last.spikes_applied) == sum(bool(s) and a for s, a in zip(is_spike, expected, strict=True)) > 1
+    recorded = [v for v in values[finite] if v <= 20][-20:]
+    np.testing.assert_array_equal(last.history.values, f32(recorded))
+
+
+@BAD
+def test_a_bad_gradient_is_not_applied_even_after_at_most_and_leaves_the_run_alone(bad):
+    high = f32([5, 0])
+    tx = shrewjax.skip_on_spike(INNER, above=1.0, at_most=2)
+    steps = run(tx, [high, high, f32([bad, 0]), f32([bad, 0]), high, high])
+    assert applied(steps) == [False] * 4 + [True, False]
+    assert [int(s.consecutive) for _, s in steps] == [1, 2, 2, 2, 0, 1]
+    assert int(steps[-1][1].spikes_applied) == 1
+    assert np.isfinite(steps[4][0]).all()
+
+
+@pytest.mark.parametrize(
+    ("above", "at_most", "expected"),
+    [
+        (jnp.float32(np.nan), 1, [False, True, False]),
+        (0.5, jnp.float32(np.nan), [True] * 3),
+        (0.5, jnp.int32(0), [True] * 3),
+        (0.5, np.inf, [False] * 3),
+        (np.inf, 1, [True] * 3),
+        (1e40, 1, [True] * 3),
+        (1.0, 1, [True] * 3),
+        (0, 1.5, [False, False, True]),
+    ],
+    ids=str,
+)
+def test_the_limits_follow_the_table(above, at_most, expected):
+    tx = shrewjax.skip_on_spike(optax.identity(), above=above, at_most=at_most)
+    assert applied(run(tx, [f32([1])] * 3)) == expected
+
+
+def test_a_value_may_have_a_negative_limit():
+    tx = shrewjax.skip_on_spike(optax.identity(), monitor="value", above=-2.0, at_most=5)
+    steps = run(tx, [f32([1])] * 3, value=[-3.0, -1.0, -2.0])
+    assert applied(steps) == [True, False, True]
+    assert float(steps[-1][1].threshold) == -2
+
+
+def test_a_scheduled_limit_is_that_of_its_step():
+    tx = optax.inject_hyperparams(shrewjax.skip_on_spike)(
+        optax.identity(), above=optax.linear_schedule(3.0, 1.0, 2), at_most=5
+    )
+    state, seen = tx.init(jnp.zeros(1)), []
+    for _ in range(3):
+        _, state = tx.update(jnp.array([2.0]), state)
+        seen.append(bool(shrewjax.metrics(state)["skip_on_spike/applied"]))
+    assert seen == [True, True, False]
+
+
 # --- both ---------------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +314,20 @@ def test_metrics_look_through_guards():
         ),
         (lambda: shrewjax.skip_on_spike(INNER, history_length=jnp.int32(8)), r"history_length.*static_args"),
         (lambda: shrewjax.skip_on_spike(INNER, max_zscore=-1), r"max_zscore must be >= 0"),
+        (
+            lambda: shrewjax.skip_on_spike(INNER, above=1.0),
+            r"above and at_most must come together, because .*, got above alone. Pass at_most. Or leave out above",
+        ),
+        (lambda: shrewjax.skip_on_spike(INNER, at_most=3), r"got at_most alone. Pass above. Or leave out at_most"),
+        (lambda: shrewjax.skip_on_spike(INNER, above=-1, at_most=3), r"above must be >= 0 and not NaN, got -1"),
+        (lambda: shrewjax.skip_on_spike(INNER, above=np.nan, at_most=3), r"above must be >= 0 and not NaN, got nan"),
+        (lambda: shrewjax.skip_on_spike(INNER, above=True, at_most=3), r"above must be a real scalar"),
+        (lambda: shrewjax.skip_on_spike(INNER, above=jnp.ones(2), at_most=3), r"above must be a real scalar, got an"),
+        (lambda: shrewjax.skip_on_spike(INNER, above=1.0, at_most=0), r"at_most must be >= 1 and not NaN, got 0"),
+        (
+            lambda: shrewjax.skip_on_spike(INNER, monitor="value", above=np.nan, at_most=3),
+            r"above must be >= -inf and not NaN, got nan",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(make, message):
