@@ -14,8 +14,8 @@ Run it with
     python examples/train_recurrent.py
 
 It takes a minute or two on two CPU cores, downloads nothing, prints the losses and norms, and writes
-out/train_recurrent.png: the loss, the gradient's norm before the clip by global norm, and how the gradients of the
-states grow on the way back through the untrained net.
+out/train_recurrent.png. The figure shows the loss and the gradient's norm before the clip by global norm. It also shows
+how the gradients of the states grow on the way back through the untrained net.
 """
 
 import argparse

@@ -104,6 +104,9 @@ def value_and_grad(
     `"stack"`  all, along a new first axis of K; the others are 0  a device's own                      0
     =========  ==================================================  ==================================  =============
 
+    A stack of one number per example has the shape (K, B / K). `jnp.swapaxes(stack, 0, 1).reshape(B)` restores the
+    order of the examples.
+
     Args:
       fun: the loss, a scalar; with `has_aux` a pair of that and anything else. As for `jax.value_and_grad`.
       micro_batches: K, an int >= 1, into which the examples can be divided.

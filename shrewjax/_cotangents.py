@@ -180,6 +180,7 @@ _guard = Primitive("clip_cotangent")
 
 
 def _value(x: Any, *_: Any, slices: _Slices) -> Any:
+    """Returns the first operand: the value, and the type, of the clip."""
     del slices
     return x
 
@@ -190,12 +191,14 @@ mlir.register_lowering(_guard, mlir.lower_fun(_value, multiple_results=False))
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, slices: _Slices) -> tuple[Any, Any]:
+    """Returns the clip of the value and of its tangent, so that transposing the tangent clips."""
     _, _, *limit = primals  # its tangent is dropped, because the value does not depend on it
     moved = [ad.instantiate_zeros(t) for t in tangents[:2]]
     return _guard.bind(*primals, slices=slices), _guard.bind(*moved, *limit, slices=slices)
 
 
 def _transpose(cotangent: Any, x: Any, zeros: Any, *limit: Any, slices: _Slices) -> list[Any]:
+    """Returns the clipped cotangent for the value, and for each zero, 1 if its slice was clipped."""
     if type(cotangent) is ad.Zero:
         cotangent = ad.instantiate_zeros(cotangent)
     clipped, is_clipped = slices.clip(cotangent, *limit)

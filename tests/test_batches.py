@@ -118,6 +118,7 @@ def test_micro_batch_i_has_the_examples_from_i_on_in_steps_of_k():
     step = shrewjax.value_and_grad(loss, K, has_aux=True, batch_argnums=1, aux="stack")
     (_, (found, keys)), _ = jax.jit(step)(1.0, examples, np.ones(5), offset=np.zeros(2))
     np.testing.assert_array_equal(found, [np.arange(B)[i::K] for i in range(K)])
+    np.testing.assert_array_equal(jnp.swapaxes(found, 0, 1).reshape(B), np.arange(B))
     np.testing.assert_array_equal(keys, [jax.random.key_data(examples["key"])[i::K] for i in range(K)])
 
 
