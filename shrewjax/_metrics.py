@@ -34,9 +34,10 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     clip_by_leaf_norm_ema    threshold_max, grad_norm_max, clipped_fraction
     skip_nonfinite           applied, skipped, consecutive, limit_reached
     skip_on_spike            applied, skipped, consecutive, spikes_applied, measured, threshold
-    accumulate               micro_step, windows, applied, weight_sum, window_bad, dropped. Values measured inside
-                             are those of the last closed window, or of init before the first one closes. With
-                             `sum_over` there is no weight_sum, because each device has its own
+    accumulate               micro_step, windows, applied, weight_sum, window_bad, dropped, value: the window's mean
+                             loss. With `noise_decay`: noise_scale, in units of weight, noise_trace, signal_squared.
+                             Values measured inside are those of the last closed window, or of init before the first
+                             one closes. With `sum_over` there is no weight_sum, because each device has its own
     grad_accumulator         as accumulate, without applied
     =======================  ===============================================================================
 

@@ -173,7 +173,7 @@ def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDi
 
 
 def _extreme(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `pmax` or `pmin`, and NaN wherever a device has one, because XLA:CPU's all-reduce loses it (XLA-24)."""
+    """Returns `pmax` or `pmin`, and NaN wherever a device has one, because XLA:CPU's all-reduce loses it (XLA-25)."""
 
     def combined(arrays: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
         results = list(collective(arrays, axes))

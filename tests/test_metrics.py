@@ -142,7 +142,7 @@ def test_under_jit_and_vmap():
 def test_host_driven_window():
     window = shrewjax.GradAccumulator(2)
     state = window.add(window.init(jnp.zeros(2)), jnp.ones(2), weight=5)
-    expected = {"micro_step": 1, "windows": 0, "weight_sum": 5, "window_bad": 0, "dropped": 0}
+    expected = {"micro_step": 1, "windows": 0, "weight_sum": 5, "window_bad": 0, "dropped": 0, "value": np.inf}
     assert values(shrewjax.metrics(state)) == {f"grad_accumulator/{k}": v for k, v in expected.items()}
 
 
