@@ -27,6 +27,7 @@ from flax import nnx
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from tqdm import tqdm
 
 import shrewjax
@@ -120,8 +121,9 @@ def draw_leaves(axes: Axes, by_leaf: Mapping[str, np.ndarray]) -> None:
     axes.set_yticks(np.arange(len(by_size)) + 0.5, [name.removesuffix("/value") for name in by_size], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel("step")
-    bar = axes.figure.colorbar(image, ax=axes, label="gradient norm by leaf", format="{x:g}", pad=0.01)
-    bar.ax.yaxis.set_minor_formatter("")
+    ticks = LogLocator(subs=(1, 2, 5))
+    bar = axes.figure.colorbar(image, ax=axes, label="gradient norm by leaf", ticks=ticks, format="{x:g}", pad=0.01)
+    bar.ax.minorticks_off()
 
 
 def plot(
