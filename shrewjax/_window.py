@@ -372,15 +372,19 @@ class GradAccumulator:
 
     def _average(self, stepped: WindowStep) -> Average:
         """Returns what a closing window passes on. Sums per-device rows over devices, in one collective."""
-        noise = stepped.state.noise
-        sums = [stepped.weight_sum, stepped.value_sum, *([noise.square_sums, noise.kept] if noise else [])]
+        noise, weight_sum, value = stepped.state.noise, stepped.weight_sum, stepped.value_sum
         leaves, treedef = jax.tree.flatten(stepped.state.gradient_sum)
         totals = [x for x in leaves if x.ndim] if self._axes else []
         if self._axes:
-            reduced = row_sums([*sums, *totals], self._axes)
-            sums, totals = reduced[: len(sums)], reduced[len(sums) :]
-            require_replicated("weight, summed over sum_over,", sums[0])
-        weight_sum, value, *of_noise = sums
+            scalars = [weight_sum[..., None], value[..., None]]
+            if noise:
+                scalars += [noise.kept[..., None], noise.square_sums]
+            together = jnp.concatenate([x.astype(weight_sum.dtype) for x in scalars], axis=-1)
+            (weight_sum, value, *of_noise), *totals = row_sums([together, *totals], self._axes)
+            if noise:
+                kept, *square_sums = (x.astype(jnp.float32) for x in of_noise)
+                noise = noise._replace(kept=kept, square_sums=jnp.stack(square_sums))
+            require_replicated("weight, summed over sum_over,", weight_sum)
         has_weight: Flag = stepped.has_weight
         if self._axes and has_weight is not True:
             has_weight = weight_sum != 0
@@ -396,8 +400,8 @@ class GradAccumulator:
             per_weight = scale if self._reduction == "sum" else jnp.ones_like(scale)  # a sum is W times the mean
             norm = self._norm_of_average(gradients)
             norm = _extended.shifted(norm.mantissa * per_weight.astype(norm.mantissa.dtype), norm.exponent)
-            of_window = _noise.WindowSums(of_noise[0], of_noise[1], weight_sum)
-            noise = _noise.closed(noise, of_window, norm, self._noise_decay)
+            sums = _noise.WindowSums(noise.square_sums, noise.kept, weight_sum)
+            noise = _noise.closed(stepped.state.noise, sums, norm, self._noise_decay)
         return Average(gradients, has_weight if self._axes else True, value, noise)
 
     def _norm_of(self, grads: chex.ArrayTree) -> ExtendedFloat:

@@ -262,7 +262,7 @@ def noise_spec(batches: Sequence[tuple[Sequence[Number], Number]]) -> tuple[Numb
 
     For equal weights: S. McCandlish et al., 2018, arXiv:1812.06162, appendix A.1.
     """
-    weight_sum = sum(weight for _, weight in batches)
+    weight_sum = sum(w for _, w in batches)
     squares = sum(weight * _sum_of_squares(gradient) for gradient, weight in batches)
     of_average = _sum_of_squares(window_spec(batches))
     trace = (squares - weight_sum * of_average) / (len(batches) - 1)

@@ -162,7 +162,9 @@ def test_gradients_cross_the_network_once_a_window():
     state = ours.init(whole)
     text = compiled(ours, state, shrewjax.state_specs(state), is_local=True)
     gradient = INPUTS * OUTPUTS + OUTPUTS
-    assert [sum(n) for n in all_reduces(text)] == [gradient + 1]  # and the weight; in the branch that closes a window
+    assert [sum(n) for n in all_reduces(text)] == [
+        gradient + 2
+    ]  # the weight, `value`; in the branch that closes a window
     assert "all-gather" not in text
     entry = text[text.index("ENTRY") :]
     assert "all-reduce" not in entry
@@ -428,7 +430,9 @@ def test_integer_leaves_hold_no_rows_and_get_zero_updates():
 def test_metrics_of_rows_are_scalars():
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     found = shrewjax.metrics(tx.init(placed(PARAMS, mesh_of(8), {"w": P(), "b": P()})))
-    assert set(found) == {f"accumulate/{x}" for x in ("micro_step", "windows", "window_bad", "dropped", "applied")}
+    assert set(found) == {
+        f"accumulate/{x}" for x in ("micro_step", "windows", "window_bad", "dropped", "applied", "value")
+    }
     assert all(x.shape == () for x in found.values())
 
 
