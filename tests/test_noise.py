@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 from helpers import lenient, own_params, quick_jit
 from jax.sharding import NamedSharding
@@ -318,13 +319,17 @@ def test_rows_under_plain_jit_measure_as_devices_do():
     assert float(state.value) == pytest.approx(np.average(ROW_VALUES, weights=ROW_WEIGHTS), rel=1e-6)
 
 
-def test_open_window_with_noise_goes_on_on_another_number_of_devices():
+def test_saved_open_window_with_noise_goes_on_on_another_number_of_devices(tmp_path):
     tx = shrewjax.accumulate(KEEP, 2, sum_over="data", noise_decay=0.9)
     state, _ = started(tx)
     _, state = jax.jit(tx.update)(ROWS[0], state, weight=ROW_WEIGHTS[0], value=ROW_VALUES[0])
     _, expected = jax.jit(tx.update)(ROWS[1], state, weight=ROW_WEIGHTS[1], value=ROW_VALUES[1])
 
-    moved = shrewjax.redistribute(state, started(tx, 4)[0])
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", state)
+    moved = shrewjax.redistribute(restored, started(tx, 4)[0])
     # what eight devices would add in one micro-step, from four in two
     update = jax.jit(shrewjax.accumulate(KEEP, 3, sum_over="data", noise_decay=0.9).update)
     for rows in (slice(0, 4), slice(4, 8)):
