@@ -285,10 +285,15 @@ def accumulate(
             inner_state, applied, gradient_sum, mean_value, noise = after
         else:
             applied = jnp.asarray(stepped.has_average)
-            if stepped.has_average is not False:
-                mean_value = jnp.where(applied, window._average(stepped).value, mean_value)
             if noise:  # in a branch, because the norm of the average takes a pass
-                noise = run_if(stepped.has_average, lambda: window._average(stepped).noise, lambda: noise)
+
+                def measure() -> tuple[jax.Array, Any]:
+                    taken = window._average(stepped)
+                    return taken.value, taken.noise
+
+                mean_value, noise = run_if(stepped.has_average, measure, lambda: (state.value, stepped.state.noise))
+            elif stepped.has_average is not False:
+                mean_value = jnp.where(applied, window._average(stepped).value, mean_value)
             returned, inner_state = run_inner(gradient_sum, mean_value, stepped.has_average)
         returned = _with_integers(returned, like, params if apply else None)
         new_state = stepped.state._replace(

@@ -112,7 +112,7 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> Any:
 
 
 def value_of_loss(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
-    """Returns the `value` of a micro-batch, a real scalar or an array of one of the shapes, whatever it holds."""
+    """Returns the `value` of a micro-batch, a real scalar or an array of one of the shapes; it may be non-finite."""
     if isinstance(value, np.ndarray) and value.shape != ():
         value = jnp.asarray(value)
     return _real_array("value", value, shapes) if isinstance(value, jax.Array) else any_real("value", value)

@@ -24,10 +24,12 @@ import numpy as np
 from shrewjax import _extended, _floats
 from shrewjax._arguments import Scalar
 from shrewjax._extended import ExtendedFloat
+from shrewjax._norms import RANGE
 from shrewjax._states import described, increment_if
 
-_SCALES = (0, -96, 88)  # exponents of two; the derivation is that of `_norms._RANGE`
-_LEAST = 2.0**-60
+# The range in which a sum of squares is trusted, and the exponents of two that bring norms there.
+_TRUSTED_ABOVE, _SHRINK, _GROW = RANGE[jnp.dtype(jnp.float32)]
+_SCALES = (0, _SHRINK, _GROW)
 
 
 @described
@@ -145,7 +147,7 @@ def metrics_of_noise(state: NoiseState) -> dict[str, jax.Array]:
 def _root(square_sums: jax.Array) -> ExtendedFloat:
     """Returns the square root of q from its sums at three scales: the one that neither overflows nor underflows."""
     plain, shrunk, grown = square_sums
-    is_large, is_small = ~jnp.isfinite(plain), plain < _LEAST
+    is_large, is_small = ~jnp.isfinite(plain), plain < _TRUSTED_ABOVE
     chosen = jnp.where(is_large, shrunk, jnp.where(is_small, grown, plain))
-    shift = jnp.where(is_large, _SCALES[1], jnp.where(is_small, _SCALES[2], _SCALES[0]))
+    shift = jnp.where(is_large, _SHRINK, jnp.where(is_small, _GROW, 0))
     return _extended.shifted(jnp.sqrt(chosen), -shift)

@@ -4,7 +4,7 @@ A norm clip takes three steps, in the order of this module: measure the norm, co
 three are here, in more than 400 lines, because they share the two-factor scale and the layout of units.
 
 A norm is an `ExtendedFloat`, so neither it nor a quotient of two norms leaves the range before the clipped gradient
-does. The comment above `_RANGE` derives why the squares do not either.
+does. The comment above `RANGE` derives why the squares do not either.
 """
 
 import math
@@ -242,7 +242,7 @@ class _Range(NamedTuple):
 #
 # The idea is that of J. L. Blue, ACM TOMS 4 (1978). The tests are
 # `test_norm_neither_overflows_nor_underflows` and, for units, `test_unit_norms_neither_overflow_nor_underflow`.
-_RANGE = {
+RANGE = {
     jnp.dtype(jnp.float32): _Range(2.0**-60, -96, 88),
     jnp.dtype(jnp.float64): _Range(2.0**-900, -600, 600),
 }
@@ -314,7 +314,7 @@ def _powers_of_units(
     dtype = _accumulation_dtype(leaves)
     power = _power(p, dtype)
     plain = leaf_sums(power, leaves, axes=axes, unit_dims=unit_dims)
-    untrusted_exponent = math.floor(math.log2(_RANGE[dtype].trusted_above) / p)  # of norms whose sums are too small
+    untrusted_exponent = math.floor(math.log2(RANGE[dtype].trusted_above) / p)  # of norms whose sums are too small
     shift = partial(_shift_into_range, small_counts=True if floor is None else floor.exponent <= untrusted_exponent)
     shifts = [shift(powers) for powers in stack_single_units(plain, unit_dims)]
     # If a branch has a collective, all devices have to take it.
@@ -366,7 +366,7 @@ def _shift_into_range(powers: jax.Array, small_counts: jax.Array | bool = True) 
 
     It is also 0 for a sum that is too small if such sums do not count.
     """
-    trusted_above, shrink, grow = _RANGE[powers.dtype]
+    trusted_above, shrink, grow = RANGE[powers.dtype]
     return jnp.where(powers == jnp.inf, shrink, jnp.where((powers < trusted_above) & small_counts, grow, 0))
 
 

@@ -44,11 +44,7 @@ from shrewjax._states import described, fields, increment_if
 from shrewjax._wrapping import Flag
 
 Reduction = Literal["mean", "sum_over_weights", "sum"]
-
-
 Nonfinite = Literal["propagate", "drop_microbatch", "drop_window", "extend_window"]
-
-
 AccumSteps = int | jax.Array | Callable[[jax.Array], Any]
 
 
@@ -86,7 +82,7 @@ class WindowStep(NamedTuple):
         Any  # the new state; if the window closes, its `gradient_sum` is the average, or rows not summed over devices
     )
     weight_sum: jax.Array  # the window's weight, not reset if the window closes
-    value_sum: jax.Array  # the weighted sum of `value`, likewise
+    value_sum: jax.Array  # the weighted sum of `value`
     has_average: Flag  # the window closes with an average, unless it has rows and their total weight is 0
     has_weight: Flag  # the window's weight is not 0; with rows, only Python's True is final
 
@@ -336,16 +332,13 @@ class GradAccumulator:
         if self._reduction != "sum" and is_closing is not False and not self._axes:
             scale = jnp.where(is_closing, _reciprocal(weight_sum, has_weight), one)
         factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else own_weight
-        grads_given = grads is not None
+        is_first, grads_given = state.micro_step == 0, grads is not None
         if grads is None:
             grads = jax.tree.map(lambda _: None, state.gradient_sum)
         gradient_sum = jax.tree.map(
-            lambda total, g: _advance_leaf(total, g, state.micro_step == 0, is_kept, factor, scale),
-            state.gradient_sum,
-            grads,
+            lambda total, g: _advance_leaf(total, g, is_first, is_kept, factor, scale), state.gradient_sum, grads
         )
 
-        is_first = state.micro_step == 0
         value_sum, noise = state.value_sum, state.noise
         if grads_given and value is None:  # the mean of a window in which a micro-batch came without one is inf
             value_sum = jnp.full_like(value_sum, jnp.inf)
