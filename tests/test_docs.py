@@ -47,23 +47,42 @@ def test_docstring_says_what_every_argument_is(name):
     assert "Returns:" in doc
 
 
-def python_blocks(path):
-    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+WITH_CODE = [page for page in PAGES if "```python\n" in (ROOT / page).read_text() and page != "docs/recipes.md"]
 
 
-def test_readme_code_runs_from_top_to_bottom():
-    blocks = python_blocks(ROOT / "README.md")
-    assert blocks
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_code_of_a_page_runs_from_top_to_bottom(page):
+    """The code of docs/recipes.md runs in test_recipes."""
     names = {}
-    with jax.numpy_dtype_promotion("standard"):
-        for block in blocks:
-            exec(compile(block, "README.md", "exec"), names)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+            exec(compile(block, page, "exec"), names)
 
 
-def test_readme_names_every_public_name():
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page):
+    text = (ROOT / page).read_text()
+    links = {link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?:|#", link)}
+    links |= set(re.findall(r'(?:src|srcset)="([^"]+)"', text))
+    missing = [link for link in links if not (ROOT / page).parent.joinpath(link.partition("#")[0]).exists()]
+    # The site copies the notebook beside its index.
+    assert [link for link in missing if not link.endswith("from_multisteps_to_accumulate.ipynb")] == []
+    files = {name for name in re.findall(r"`((?:examples|tests|docs)/[\w/]+\.\w+)", text)}
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_readme_is_short_and_shows_code_and_a_picture_early():
     text = (ROOT / "README.md").read_text()
-    missing = [name for name in FUNCTIONS if f"`{name}" not in text]
-    assert not missing
+    assert len(text.split()) <= 1200
+    assert text[: text.index("```python")].count("\n") < 15
+    assert text.count("<img ") == 1
+
+
+def test_every_public_name_stands_on_one_page_of_the_reference():
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    assert sorted(re.findall(r"auto(?:function|class):: (\w+)", pages)) == sorted(set(shrewjax.__all__) - {"spec"})
+    assert "automodule:: shrewjax.spec\n   :members:" in pages
 
 
 def test_modules_say_what_they_are_for():

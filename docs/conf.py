@@ -1,0 +1,126 @@
+"""The site: `python -m pip install -e '.[docs]' && python -m sphinx -W --keep-going -b html docs out/site`."""
+
+import shutil
+import zlib
+from pathlib import Path
+
+import shrewjax
+
+HERE = Path(__file__).parent
+
+project = "shrewjax"
+copyright = "the shrewjax authors"  # noqa: A001, the name is Sphinx's
+release = version = shrewjax.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.mathjax",
+    "sphinx-mathjax-offline",  # the pages load nothing from elsewhere
+    "sphinx_copybutton",
+    "sphinx_design",  # the gallery folds its code
+]
+exclude_patterns = ["_*"]
+nitpicky = True
+# Backticks in docstrings name arguments and fields as well as functions. Names that Sphinx finds become links.
+default_role = "py:obj"
+# "int32 ()" beside a field is read as a type. Types of private modules, such as the type variable of a tree, have no page.
+nitpick_ignore_regex = [
+    ("py:obj", "(?s).*"),
+    ("py:exc", ".*"),
+    ("py:class", r"(?!jax|optax|shrewjax).*|shrewjax\._.*"),
+]
+
+# Docstrings
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 88
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+
+# Pages
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+copybutton_exclude = ".linenos, .gp, .go"
+copybutton_prompt_text = ">>> "
+
+# Notebooks run when the site is built, so that it shows their output.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
+# shutil.copy(HERE.parent / "examples" / "from_multisteps_to_accumulate.ipynb", HERE)
+
+html_theme = "sphinx_book_theme"
+html_title = "shrewjax"
+html_static_path = ["_static"]
+html_context = {"default_mode": "auto"}
+html_domain_indices = False
+html_css_files = ["site.css"]
+html_theme_options = {
+    "show_toc_level": 2,
+    "home_page_in_toc": True,
+    "navbar_persistent": [],
+    "footer_content_items": "copyright",
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+}
+
+# Links to other projects' pages. The inventories are written here, because a build should not depend on the network.
+PROJECTS = {
+    "python": "https://docs.python.org/3",
+    "jax": "https://docs.jax.dev/en/latest",
+    "optax": "https://optax.readthedocs.io/en/latest",
+}
+PAGES = {
+    "library/typing.html": "typing.Any typing.Literal",
+    "library/collections.abc.html": " ".join(
+        f"collections.abc.{name}" for name in ("Callable", "Collection", "Hashable", "Iterable", "Iterator", "Sequence")
+    ),
+    "library/exceptions.html": "ValueError AssertionError",
+    "library/stdtypes.html": "dict tuple str list",
+    "library/functions.html": "int float bool",
+    "library/constants.html": "None",
+    "library/fractions.html": "fractions.Fraction",
+    **{
+        f"_autosummary/jax.{name}.html": f"jax.{name}"
+        for name in ("Array", "grad", "value_and_grad", "jit", "vmap", "pmap", "shard_map")
+    },
+    "jax.sharding.html": "jax.sharding.PartitionSpec jax.sharding.NamedSharding",
+    "api/transformations.html": "optax.GradientTransformation optax.GradientTransformationExtraArgs optax.clip"
+    " optax.clip_by_global_norm optax.adaptive_grad_clip",
+    "api/optimizer_wrappers.html": "optax.MultiSteps optax.apply_if_finite",
+    "api/apply_updates.html": "optax.apply_updates",
+}
+# Sphinx finds these types under the names of the modules that define them.
+DEFINED_AS = {
+    "jax.Array": "jax.jaxlib._jax.Array",
+    "jax.sharding.PartitionSpec": "jax.P",
+    "optax.GradientTransformation": "optax._src.base.GradientTransformation",
+    "optax.GradientTransformationExtraArgs": "optax._src.base.GradientTransformationExtraArgs",
+}
+
+
+def inventory(project: str) -> str:
+    """Writes the part of a project's inventory that these pages use, in Sphinx's format, and returns its path."""
+    lines = [
+        f"{found} py:class 1 {page}#{name} -"
+        for page, names in PAGES.items()
+        for name in names.split()
+        if (name.split(".")[0] if name.startswith(("jax.", "optax.")) else "python") == project
+        for found in (name, DEFINED_AS.get(name))
+        if found
+    ]
+    path = HERE / "_build" / f"{project}.inv"
+    path.parent.mkdir(exist_ok=True)
+    head = f"# Sphinx inventory version 2\n# Project: {project}\n# Version: \n# compressed using zlib\n"
+    path.write_bytes(head.encode() + zlib.compress("\n".join(lines).encode()))
+    return str(path)
+
+
+intersphinx_mapping = {project: (url, (inventory(project),)) for project, url in PROJECTS.items()}
