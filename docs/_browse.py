@@ -97,7 +97,9 @@ def check(page: Page, root: str, name: str) -> Iterator[str]:
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda request: None if request.url.startswith((root, "data:")) else errors.append(request.url))
     page.goto(root + name, wait_until="networkidle")
-    page.wait_for_function("() => !document.querySelector('.math') || !window.MathJax || document.querySelector('mjx-container')")
+    page.wait_for_function(
+        "() => !document.querySelector('.math') || !window.MathJax || document.querySelector('mjx-container')"
+    )
     page.wait_for_timeout(300)
     found = page.evaluate(FOUND)
     yield from errors
@@ -111,7 +113,9 @@ def save(page: Page, path: Path) -> None:
     """Saves the whole page, light and dark."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for mode in ("light", "dark"):
-        page.evaluate(f"() => {{document.documentElement.dataset.theme = document.documentElement.dataset.mode = '{mode}'}}")
+        page.evaluate(
+            f"() => {{document.documentElement.dataset.theme = document.documentElement.dataset.mode = '{mode}'}}"
+        )
         page.wait_for_timeout(100)
         page.screenshot(path=f"{path}-{mode}.png", full_page=True)
 

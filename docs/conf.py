@@ -1,15 +1,20 @@
 """The site: `python -m pip install -e '.[docs]' && python -m sphinx -W --keep-going -b html docs out/site`."""
 
+import re
 import shutil
 import zlib
 from pathlib import Path
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
 
 import shrewjax
 
 HERE = Path(__file__).parent
 
 project = "shrewjax"
-copyright = "the shrewjax authors"  # noqa: A001, the name is Sphinx's
+copyright = "the shrewjax authors"
 release = version = shrewjax.__version__
 
 extensions = [
@@ -26,7 +31,7 @@ exclude_patterns = ["_*"]
 nitpicky = True
 # Backticks in docstrings name arguments and fields as well as functions. Names that Sphinx finds become links.
 default_role = "py:obj"
-# "int32 ()" beside a field is read as a type. Types of private modules, such as the type variable of a tree, have no page.
+# "int32 ()" beside a field is read as a type. Types of private modules have no page.
 nitpick_ignore_regex = [
     ("py:obj", "(?s).*"),
     ("py:exc", ".*"),
@@ -124,3 +129,18 @@ def inventory(project: str) -> str:
 
 
 intersphinx_mapping = {project: (url, (inventory(project),)) for project, url in PROJECTS.items()}
+
+
+def link_names(_: Sphinx, doctree: nodes.document) -> None:
+    """Makes code that begins with a public name, such as `accumulate(tx, 4)`, a link to the reference."""
+    for code in [*doctree.findall(nodes.literal)]:
+        name = re.match(r"(?:shrewjax\.)?(\w*)", code.astext())[1]
+        if name in shrewjax.__all__ and isinstance(code.parent, nodes.paragraph | nodes.list_item | nodes.entry):
+            link = pending_xref("", refdomain="py", reftype="obj", reftarget=f"shrewjax.{name}", refexplicit=True)
+            code.replace_self(link)
+            link += code
+
+
+def setup(app: Sphinx) -> None:
+    """Connects the above to Sphinx."""
+    app.connect("doctree-read", link_names)

@@ -68,7 +68,7 @@ def test_files_that_a_page_names_exist(page):
     missing = [link for link in links if not (ROOT / page).parent.joinpath(link.partition("#")[0]).exists()]
     # The site copies the notebook beside its index.
     assert [link for link in missing if not link.endswith("from_multisteps_to_accumulate.ipynb")] == []
-    files = {name for name in re.findall(r"`((?:examples|tests|docs)/[\w/]+\.\w+)", text)}
+    files = set(re.findall(r"`((?:examples|tests|docs)/[\w/]+\.\w+)", text))
     assert [name for name in files if not (ROOT / name).exists()] == []
 
 
