@@ -1,11 +1,10 @@
-"""What the examples share: real data that comes with the installed packages, its order, and how a figure is saved."""
+"""The examples' data, which comes with the installed packages, its order, and how measurements are fetched."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from pydoc_data.topics import topics
 
+import jax
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 
@@ -35,8 +34,7 @@ def shuffled_batches(examples: int, size: int, epochs: int, seed: int) -> Iterat
         yield from (order[start : start + size] for start in range(0, examples, size))
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Writes the figure, and the folder that it goes to, and says so."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    print(f"figure: {path}")
+def columns(history: list[dict[str, jax.Array]]) -> dict[str, np.ndarray]:
+    """Fetches the measurements of all steps from the device, and returns an array over the steps for each name."""
+    fetched = jax.device_get(history)
+    return {name: np.array([measured[name] for measured in fetched]) for name in fetched[0]}

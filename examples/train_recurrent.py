@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import _common
+import _figures
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _figures import BLUE, PURPLE, VERMILLION
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -128,15 +130,18 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 def plot(runs: dict[str, tuple[np.ndarray, np.ndarray]], flows: dict[str, np.ndarray], path: Path) -> None:
     """Draws the gradients of the states before training, and loss and norm over training."""
-    figure = Figure(figsize=(12, 4), layout="constrained")
+    figure = Figure(figsize=(12, 4))
     flow_axes, norm_axes, loss_axes = figure.subplots(1, 3)
-    colors = dict(zip(runs, ("tab:red", "tab:orange", "tab:blue"), strict=True))
+    colors = dict(zip(runs, (VERMILLION, PURPLE, BLUE), strict=True))
     for name, by_character in flows.items():
         flow_axes.plot(np.arange(1, len(by_character) + 1), by_character, color=colors[name], label=name)
     flow_axes.set(
-        title="on the way back, before training", xlabel="character", ylabel="gradient norm of the state", yscale="log"
+        title="Backward through a text, before training",
+        xlabel="character",
+        ylabel="gradient norm of the state",
+        yscale="log",
     )
-    flow_axes.legend(frameon=False)
+    flow_axes.legend()
     for name, (losses, norms) in runs.items():
         steps, is_finite = np.arange(1, len(losses) + 1), np.isfinite(losses)
         last = steps[is_finite][-1]
@@ -146,10 +151,12 @@ def plot(runs: dict[str, tuple[np.ndarray, np.ndarray]], flows: dict[str, np.nda
             axes.plot(steps[:last], smooth(shown[:last]), color=colors[name], label=name)
             if last < len(losses):
                 axes.plot(last, np.nanmax(shown), "X", color=colors[name], markersize=9, label="NaN from here on")
-    norm_axes.set(title="over training", xlabel="step", ylabel="gradient norm, before its clip", yscale="log")
-    loss_axes.set(title="over training", xlabel="step", ylabel="loss (nats a character)")
-    loss_axes.legend(frameon=False)
-    _common.save(figure, path)
+    norm_axes.set(
+        title="Gradient norms over training", xlabel="step", ylabel="gradient norm, before a clip by it", yscale="log"
+    )
+    loss_axes.set(title="Loss over training", xlabel="step", ylabel="loss (nats per character)")
+    loss_axes.legend()
+    _figures.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
