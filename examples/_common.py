@@ -26,6 +26,16 @@ def documentation() -> tuple[list[str], dict[str, int]]:
     return texts, {character: code for code, character in enumerate(sorted(set("".join(texts))))}
 
 
+def passages(rows: int, length: int, number: int, seed: int) -> Iterator[np.ndarray]:
+    """Yields codes of shape (rows, length), int32: random passages of the documentation."""
+    texts, alphabet = documentation()
+    codes = np.array([alphabet[character] for text in texts for character in text], np.int32)
+    rng = np.random.default_rng(seed)
+    for _ in range(number):
+        starts = rng.integers(len(codes) - length + 1, size=(rows, 1))
+        yield codes[starts + np.arange(length)]
+
+
 def shuffled_batches(examples: int, size: int, epochs: int, seed: int) -> Iterator[NDArray[np.int64]]:
     """Row numbers, newly shuffled in each epoch, whose last batch may be smaller."""
     rng = np.random.default_rng(seed)

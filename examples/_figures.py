@@ -11,7 +11,9 @@ from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 BLUE, VERMILLION, GREEN, PURPLE = "#0072b2", "#c04a00", "#00805e", "#a3478a"
 INK, MUTED, FAINT = "#24292f", "#656d76", "#d0d7de"  # for text and axes, for what is less important, for areas
@@ -56,11 +58,19 @@ mpl.rcParams.update(
 )
 
 
-def threshold(axes: Axes, value: float, text: str) -> None:
-    """Draws a dashed line at the value, with the text above its right end."""
-    axes.axhline(value, color=INK, linestyle="--", linewidth=1)
+def threshold(axes: Axes, value: float, text: str, *, side: str = "right", color: str = INK) -> None:
+    """Draws a dashed line at the value, with the text above its left or right end."""
+    axes.axhline(value, color=color, linestyle="--", linewidth=1)
     place = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points"}
-    axes.annotate(text, (1, value), **place, ha="right")
+    axes.annotate(text, ({"left": 0.02, "right": 1}[side], value), **place, ha=side, color=color)
+
+
+def plain_ticks(*axes: Axis) -> None:
+    """Writes the ticks of logarithmic axes as plain numbers: 0.5, 1, 2, 5."""
+    for axis in axes:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
 
 
 def save(figure: Figure, path: Path) -> None:

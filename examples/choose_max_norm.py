@@ -79,17 +79,13 @@ def train_step(model: CharacterModel, optimizer: nnx.Optimizer, text: jax.Array)
 
 def record_norms(steps: int, seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Trains without clipping; the norm of every step's gradient, and those of its leaves by name."""
-    texts, alphabet = _common.documentation()
-    codes = np.array([alphabet[character] for text in texts for character in text], np.int32)
-    model = CharacterModel(len(alphabet), nnx.Rngs(seed))
+    model = CharacterModel(len(_common.documentation()[1]), nnx.Rngs(seed))
     tx = optax.chain(shrewjax.clip_by_global_norm(float("inf"), leaves=True), optax.adam(LEARNING_RATE))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    rng = np.random.default_rng(seed)
     history = []
-    with tqdm(range(steps), unit="step") as bar:
-        for step in bar:
-            starts = rng.integers(len(codes) - LENGTH, size=BATCH)
-            history.append(train_step(model, optimizer, codes[starts[:, None] + np.arange(LENGTH)]))
+    with tqdm(_common.passages(BATCH, LENGTH, steps, seed), total=steps, unit="step") as bar:
+        for step, text in enumerate(bar):
+            history.append(train_step(model, optimizer, text))
             if step % 20 == 0:  # reading a value waits for the device
                 bar.set_postfix_str(f"loss {history[-1]['loss']:.2f}, gradient norm {history[-1][GRAD_NORM]:.2f}")
     by_name = _common.columns(history)
@@ -162,10 +158,7 @@ def plot(
     shares.set(title="Steps that a rule clips or skips", xlabel="share of the steps (%)", xlim=(0, 119))
     shares.invert_yaxis()
     draw_leaves(below.add_subplot(), by_leaf)
-    for axes in (over_time, quantiles):
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("")
+    _figures.plain_ticks(over_time.yaxis, quantiles.yaxis)
     _figures.save(figure, path)
 
 

@@ -151,15 +151,15 @@ def plot_window(path: Path) -> None:
 def plot_devices(path: Path) -> None:
     """Draws a mesh of eight devices whose two rows meet once a window."""
     figure, axes = sketch(9.6, 2.7)
-    meeting = 6.55, 1.35
-    for row, y in enumerate((1.95, 0.75)):
+    meeting = 6.55, 1.25
+    for row, y in enumerate((1.85, 0.65)):
         axes.add_patch(FancyBboxPatch((0.75, y - 0.45), 3.3, 0.9, "round,pad=0,rounding_size=0.1", fc="none", ec=FAINT))
         axes.text(0.65, y, f"data = {row}", ha="right", va="center")
         for column in range(4):
             box(axes, 1.2 + 0.8 * column, y, 0.7, 0.7, f"device\n{4 * row + column}", BLUE, skipped=False)
         axes.text(4.15, y, "adds up its own\ngradients,\nmicro-batch by\nmicro-batch", va="center", linespacing=1.1)
         arrow(axes, (5.4, y), (meeting[0] - 0.72, meeting[1] + np.sign(y - meeting[1]) * 0.15))
-    axes.text(2.4, 2.55, "fsdp: each device holds a quarter of its row's sum", ha="center", va="center", color=MUTED)
+    axes.text(2.4, 2.47, "fsdp: each device holds a quarter of its row's sum", ha="center", va="center", color=MUTED)
     box(axes, *meeting, 1.4, 1.0, "one all-reduce\nwhen the\nwindow closes", VERMILLION, skipped=False)
     box(axes, 8.6, meeting[1], 1.5, 1.0, "clip, optimizer:\nthe same on\nboth rows", GREEN, skipped=False)
     arrow(axes, (7.3, meeting[1]), (7.82, meeting[1]))

@@ -99,7 +99,7 @@ def plot(histories: dict[int, dict[str, np.ndarray]], path: Path) -> None:
         axes.plot(np.arange(1, len(history["loss"]) + 1), history["loss"], linewidth=1, label=label)
     axes.set(title="Loss with batch normalization, by the size of the micro-batches", yscale="log")
     axes.set(xlabel=f"step, each of {BATCH} images", ylabel="loss (nats)")
-    axes.yaxis.set_major_formatter("{x:g}")
+    _figures.plain_ticks(axes.yaxis)
     axes.legend()
     _figures.save(figure, path)
 

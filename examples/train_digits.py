@@ -112,7 +112,7 @@ def plot_norms(windows: Windows, max_norm: float, path: Path) -> None:
         axes.plot(step[which], windows.norm[which], ".", color=color, markersize=5, label=label)
     axes.set(title="Gradient norms of a small network that learns to read digits", yscale="log")
     axes.set(xlabel=f"optimizer step: a window of {ACCUM_STEPS} micro-batches", ylabel="gradient norm")
-    axes.yaxis.set_major_formatter("{x:g}")
+    _figures.plain_ticks(axes.yaxis)
     axes.margins(x=0.01)
     figure.legend(loc="outside upper center", ncols=2)
     _figures.save(figure, path)

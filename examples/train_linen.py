@@ -131,7 +131,7 @@ def plot(history: dict[str, np.ndarray], path: Path) -> None:
     norm_axes.plot(micro_batch[closed], history["clip_by_global_norm/grad_norm"][closed], ".", markersize=4)
     _figures.threshold(norm_axes, MAX_NORM, f"max_norm = {MAX_NORM:g}")
     norm_axes.set(yscale="log", xlabel="micro-batch", ylabel="gradient norm of each window")
-    norm_axes.yaxis.set_major_formatter("{x:g}")
+    _figures.plain_ticks(norm_axes.yaxis)
     _figures.save(figure, path)
 
 

@@ -19,7 +19,6 @@ how the gradients of the states grow on the way back through the untrained net.
 """
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,16 +85,6 @@ def loss_fn(params: Params, codes: jax.Array, nudges: jax.Array, max_flow: float
     return optax.softmax_cross_entropy_with_integer_labels(logits, codes[:, 1:].T).mean()
 
 
-def batches(length: int, number: int, seed: int) -> Iterator[np.ndarray]:
-    """Yields codes of shape (ROWS, length + 1): passages from anywhere in the documentation."""
-    texts, alphabet = _common.documentation()
-    codes = np.array([alphabet[c] for c in "".join(texts)], np.int32)
-    rng = np.random.default_rng(seed)
-    for _ in range(number):
-        starts = rng.integers(0, len(codes) - length, ROWS)
-        yield codes[starts[:, None] + np.arange(length + 1)]
-
-
 def flow(params: Params, codes: jax.Array, max_flow: float) -> jax.Array:
     """Returns the gradient norms of the states, the largest over the rows. Shape (characters,)."""
     nudges = jnp.zeros((codes.shape[1] - 1, len(codes), WIDTH))
@@ -115,7 +104,7 @@ def train(way: Way, params: Params, length: int, steps: int, seed: int, bar: tqd
 
     step, opt_state = jax.jit(step), tx.init(params)
     found = []
-    for codes in batches(length, steps, seed):
+    for codes in _common.passages(ROWS, length + 1, steps, seed):
         params, opt_state, *measured = step(params, opt_state, codes)
         found.append(measured)
         bar.update()
@@ -169,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     params = init(len(_common.documentation()[1]), args.seed)
-    (first,) = batches(args.length, 1, args.seed)
+    (first,) = _common.passages(ROWS, args.length + 1, 1, args.seed)
     flows = {way.name: np.asarray(flow(params, first, way.max_flow)) for way in (WAYS[0], WAYS[2])}
     for name, by_character in flows.items():
         print(f"{name}: the gradient of the last state is {by_character[-1]:.1e}, of the first {by_character[0]:.1e}")

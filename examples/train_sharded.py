@@ -199,7 +199,8 @@ def plot(history: dict[int, tuple[float, float]], path: Path) -> None:
         title=f"Training on {jax.device_count()} devices", xlabel="window", ylabel="loss (nats per character)"
     )
     norm_axes.plot(list(history), norms)
-    norm_axes.set(xlabel="window", ylabel="gradient norm before clipping", yscale="log")
+    norm_axes.set(title="Before clipping", xlabel="window", ylabel="gradient norm", yscale="log")
+    _figures.plain_ticks(norm_axes.yaxis)
     _figures.threshold(norm_axes, MAX_NORM, f"max_norm = {MAX_NORM:g}")
     _figures.save(figure, path)
 
