@@ -1,8 +1,7 @@
-"""The style of the examples' figures, set when this module is imported, and how a figure is saved for light and dark.
+"""The style of the examples' figures, set when this module is imported, and a way to save them for light and dark.
 
-The colours are of four hues that colour-blind readers can tell apart, and of three greys. Each is light or dark enough
-for text on its page. `save` draws a figure once, in the colours for a white page, and writes it again for a dark page
-with each colour replaced.
+Colour-blind readers can tell the four hues apart. Each colour except FAINT has enough contrast for text on its page.
+`save` draws a figure once, in the colours for a white page. For a dark page it replaces each colour.
 """
 
 import io
@@ -85,7 +84,8 @@ def save(figure: Figure, path: Path) -> None:
     figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     # Matplotlib names no other font, and a reader without this one would get one with serifs.
     light = drawn.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
-    light = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), light)
+    # A hundredth of a point is fine enough.
+    light = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"\n|(?<=\.\d\d)\d+", "", path[0]), light)
     dark = re.sub("|".join(FOR_DARK), lambda color: FOR_DARK[color[0]], light)
     for name, svg in (("light", light), ("dark", dark)):
         variant = path.with_stem(f"{path.stem}-{name}")
