@@ -1,11 +1,10 @@
-"""What the examples share: real data that comes with the installed packages, its order, and how a figure is saved."""
+"""The examples' data, which comes with the installed packages, its order, and how measurements are fetched."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from pydoc_data.topics import topics
 
+import jax
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 
@@ -27,6 +26,16 @@ def documentation() -> tuple[list[str], dict[str, int]]:
     return texts, {character: code for code, character in enumerate(sorted(set("".join(texts))))}
 
 
+def passages(rows: int, length: int, number: int, seed: int) -> Iterator[np.ndarray]:
+    """Yields codes of shape (rows, length), int32: random passages of the documentation."""
+    texts, alphabet = documentation()
+    codes = np.array([alphabet[character] for text in texts for character in text], np.int32)
+    rng = np.random.default_rng(seed)
+    for _ in range(number):
+        starts = rng.integers(len(codes) - length + 1, size=(rows, 1))
+        yield codes[starts + np.arange(length)]
+
+
 def shuffled_batches(examples: int, size: int, epochs: int, seed: int) -> Iterator[NDArray[np.int64]]:
     """Row numbers, newly shuffled in each epoch, whose last batch may be smaller."""
     rng = np.random.default_rng(seed)
@@ -35,8 +44,7 @@ def shuffled_batches(examples: int, size: int, epochs: int, seed: int) -> Iterat
         yield from (order[start : start + size] for start in range(0, examples, size))
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Writes the figure, and the folder that it goes to, and says so."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    print(f"figure: {path}")
+def columns(history: list[dict[str, jax.Array]]) -> dict[str, np.ndarray]:
+    """Fetches the measurements of all steps from the device, and returns an array over the steps for each name."""
+    fetched = jax.device_get(history)
+    return {name: np.array([measured[name] for measured in fetched]) for name in fetched[0]}

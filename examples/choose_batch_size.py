@@ -36,13 +36,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import _common
+import _figures
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _figures import BLUE, GREEN, MUTED, VERMILLION
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 from tqdm import tqdm
 
 import shrewjax
@@ -52,6 +53,7 @@ LEARNING_RATES = {16: 0.016, 128: 0.064, 1024: 0.064}  # of Adam, by the window'
 AVERAGED_OVER = 4096  # images, in every run, so that the noise scales compare
 LOSS_OVER = 512  # images, because the loss of 16 says little
 SPREAD = (0.1, 0.5, 0.9)  # quantiles over seeds
+DRAWN = 150  # points of a line, because thousands make a figure of megabytes
 
 BESIDE = {"textcoords": "offset points", "fontsize": "small"}
 
@@ -122,7 +124,7 @@ def smoothed(loss: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cost_of(run: Windows, size: int, target: float) -> Cost:
-    """What each seed needed to reach the target."""
+    """Returns the images that each seed needed to reach the target."""
     loss, seen = smoothed(run.loss, size)
     reached = loss < target
     if not reached.any(axis=1).all():
@@ -137,21 +139,21 @@ def trade_off(cost: Cost, size: int, sizes: np.ndarray) -> np.ndarray:
 
 
 def plot(runs: dict[int, Windows], costs: dict[int, Cost], target: float, path: Path) -> None:
-    """The noise scale and the loss over the images seen, and the images against the steps that each window needed."""
-    figure = Figure(figsize=(14, 4.6), layout="constrained")
+    """Draws noise scale and loss over the images seen, and the images against the steps that each window needed."""
+    figure = Figure(figsize=(12, 4.4))
     noise, losses, trade = figure.subplots(1, 3)
 
     def draw(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str | None = None) -> None:
         low, middle, high = np.quantile(y, SPREAD, axis=0)
-        axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
-        axes.plot(x, middle, color=color, label=label)
+        shown = np.unique(np.geomspace(1, len(x), DRAWN).astype(int)) - 1
+        axes.fill_between(x[shown], low[shown], high[shown], color=color, alpha=0.2, linewidth=0)
+        axes.plot(x[shown], middle[shown], color=color, label=label)
 
     before = None
-    for (size, run), color in zip(runs.items(), ("tab:blue", "tab:green", "tab:red"), strict=True):
+    for (size, run), color in zip(runs.items(), (BLUE, GREEN, VERMILLION), strict=True):
         name = f"windows of {size}"
         draw(noise, size * np.arange(1, run.noise_scale.shape[1] + 1), run.noise_scale, color)
-        noise.axhline(size, color=color, linestyle="--", linewidth=1)
-        noise.annotate(name, (0.02, size), xycoords=noise.get_yaxis_transform(), xytext=(0, 3), color=color, **BESIDE)
+        _figures.threshold(noise, size, name, side="left", color=color)
         loss, seen = smoothed(run.loss, size)
         draw(losses, seen, loss, color, name)
 
@@ -163,32 +165,30 @@ def plot(runs: dict[int, Windows], costs: dict[int, Cost], target: float, path: 
         trade.plot(by_theory / size, by_theory, "o", color=color, fillstyle="none")
         if before:
             fewer, more = before[0] / steps, images / before[1]
-            trade.plot((before[0], steps), (before[1], images), color="0.3", linewidth=1)
+            trade.plot((before[0], steps), (before[1], images), color=MUTED, linewidth=1)
             middle = np.sqrt(before[0] * steps), np.sqrt(before[1] * images)
             note = f"steps / {fewer:.1f}\nimages x {more:.1f}"
-            trade.annotate(note, middle, xytext=(-4, -4), ha="right", va="top", color="0.3", **BESIDE)
+            trade.annotate(note, middle, xytext=(-4, -4), ha="right", va="top", color=MUTED, **BESIDE)
         before = steps, images
 
     sizes = np.geomspace(min(runs), max(runs), 50)
     predicted = np.median(trade_off(costs[min(runs)], min(runs), sizes), axis=0)
-    trade.plot(predicted / sizes, predicted, color="0.6", linestyle=":", label="predicted by the noise scale", zorder=1)
+    trade.plot(predicted / sizes, predicted, color=MUTED, linestyle=":", label="predicted by the noise scale", zorder=1)
 
     extent = max(runs), seen[-1]
     noise.set(xscale="log", yscale="log", xlim=extent, ylim=(10, 2000))
-    noise.set(xlabel="images seen", ylabel="noise scale (images), and windows (dashed)")
-    losses.set(xscale="log", yscale="log", xlim=extent, ylim=(target / 20, 4), xlabel="images seen", ylabel="loss")
-    losses.axhline(target, color="black", linewidth=1, linestyle=":")
-    losses.legend(frameon=False)
-    trade.set(xscale="log", yscale="log")
+    noise.set(title="Noise scale, and windows (dashed)", xlabel="images seen", ylabel="images")
+    losses.set(xscale="log", yscale="log", xlim=extent, ylim=(target / 20, 4))
+    losses.set(title="Loss", xlabel="images seen", ylabel="nats")
+    _figures.threshold(losses, target, "target", side="left")
+    losses.legend()
+    trade.set(title="Cost of a target loss, by window", xscale="log", yscale="log")
     trade.set(xlabel=f"optimizer steps until the loss is {target:g}", ylabel=f"images until the loss is {target:g}")
-    trade.margins(0.2)
-    trade.legend(frameon=False)
-    for axis in (noise.xaxis, noise.yaxis, losses.xaxis, losses.yaxis, trade.xaxis, trade.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 3)))
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("")
-    figure.get_layout_engine().set(w_pad=0.1)
-    _common.save(figure, path)
+    trade.margins(x=0.3, y=0.2)
+    trade.legend()
+    for axes in (noise, losses, trade):
+        _figures.plain_ticks(axes.xaxis, axes.yaxis)
+    _figures.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,9 +1,9 @@
 """How to choose max_norm: trains without clipping, records the gradient norms, and replays every rule on them.
 
-A small GRU learns to predict the next character of Python's own documentation. What its gradients' norms were decides
-what a threshold would have done: the figure shows their history and quantiles, the threshold of each rule at each step,
-and the share of steps that each would have clipped or skipped. A heat map below shows the norm of each layer's gradient
-over the training: which layers make up the norm, and whether one of them rules a clip.
+A small GRU learns to predict the next character of Python's own documentation. The norms of its gradients decide
+how much a threshold clips. The figure shows their history and quantiles, the threshold of each rule at each step, and
+the share of steps that each rule would have clipped or skipped. A heat map below shows the norm of each layer's
+gradient over the training: which layers make up the norm, and whether one of them decides the clip.
 
 Run it with
 
@@ -19,10 +19,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import _common
+import _figures
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _figures import INK, MUTED, VERMILLION
 from flax import nnx
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
@@ -77,21 +79,16 @@ def train_step(model: CharacterModel, optimizer: nnx.Optimizer, text: jax.Array)
 
 def record_norms(steps: int, seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Trains without clipping; the norm of every step's gradient, and those of its leaves by name."""
-    texts, alphabet = _common.documentation()
-    codes = np.array([alphabet[character] for text in texts for character in text], np.int32)
-    model = CharacterModel(len(alphabet), nnx.Rngs(seed))
+    model = CharacterModel(len(_common.documentation()[1]), nnx.Rngs(seed))
     tx = optax.chain(shrewjax.clip_by_global_norm(float("inf"), leaves=True), optax.adam(LEARNING_RATE))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    rng = np.random.default_rng(seed)
     history = []
-    with tqdm(range(steps), unit="step") as bar:
-        for step in bar:
-            starts = rng.integers(len(codes) - LENGTH, size=BATCH)
-            history.append(train_step(model, optimizer, codes[starts[:, None] + np.arange(LENGTH)]))
+    with tqdm(_common.passages(BATCH, LENGTH, steps, seed), total=steps, unit="step") as bar:
+        for step, text in enumerate(bar):
+            history.append(train_step(model, optimizer, text))
             if step % 20 == 0:  # reading a value waits for the device
                 bar.set_postfix_str(f"loss {history[-1]['loss']:.2f}, gradient norm {history[-1][GRAD_NORM]:.2f}")
-    history = jax.device_get(history)
-    by_name = {name: np.array([measured[name] for measured in history]) for name in history[0]}
+    by_name = _common.columns(history)
     by_leaf = {name.removeprefix(LEAF_NORM): norms for name, norms in by_name.items() if name.startswith(LEAF_NORM)}
     return by_name[GRAD_NORM], by_leaf
 
@@ -117,12 +114,12 @@ def draw_leaves(axes: Axes, by_leaf: Mapping[str, np.ndarray]) -> None:
     norms = np.stack([by_leaf[name] for name in by_size])
     colors = LogNorm(*np.quantile(norms[norms > 0], (0.01, 1)))
     edges = np.arange(norms.shape[1] + 1) + 0.5
-    image = axes.pcolormesh(edges, np.arange(len(by_size) + 1), norms, norm=colors, cmap="magma", rasterized=True)
+    image = axes.pcolormesh(edges, np.arange(len(by_size) + 1), norms, norm=colors, cmap="cividis", rasterized=True)
     axes.set_yticks(np.arange(len(by_size)) + 0.5, [name.removesuffix("/value") for name in by_size], fontsize="small")
     axes.invert_yaxis()
-    axes.set_xlabel("step")
+    axes.set(title="Gradient norms by leaf", xlabel="step")
     ticks = LogLocator(subs=(1, 2, 5))
-    bar = axes.figure.colorbar(image, ax=axes, label="gradient norm by leaf", ticks=ticks, format="{x:g}", pad=0.01)
+    bar = axes.figure.colorbar(image, ax=axes, label="gradient norm", ticks=ticks, format="{x:g}", pad=0.01)
     bar.ax.minorticks_off()
 
 
@@ -133,38 +130,36 @@ def plot(
     path: Path,
 ) -> None:
     """Draws norms and thresholds over the steps, the norms' quantiles, the share of clipped steps, norms by leaf."""
-    figure = Figure(figsize=(11, 9), layout="constrained")
+    figure = Figure(figsize=(11, 9))
     above, below = figure.subfigures(2, 1, height_ratios=(2, 1))
     over_time, quantiles, shares = above.subplot_mosaic("TTQ;TTS").values()
     steps = np.arange(1, len(norms) + 1)
 
-    over_time.plot(steps, norms, color="0.75", linewidth=0.8, label="gradient norm")
+    over_time.plot(steps, norms, color=MUTED, linewidth=0.5, label="gradient norm")
     colors = {}
     for name, (thresholds, _) in replayed.items():
         shown = np.where(np.isfinite(thresholds), thresholds, np.nan)
         (line,) = over_time.plot(steps, shown, linewidth=1.2, label=name)
         colors[name] = line.get_color()
-    over_time.set(yscale="log", xlabel="step", ylabel="gradient norm (L2), and thresholds")
+    over_time.set(title="Gradient norms, and the threshold of each rule", yscale="log", xlabel="step", ylabel="norm")
     over_time.set_ylim(norms.min() / 1.2, norms.max() * 1.5)
-    over_time.legend(frameon=False, fontsize="small")
+    over_time.legend(fontsize="small")
 
-    quantiles.plot(np.linspace(0, 100, len(norms)), np.sort(norms), color="black")
+    quantiles.plot(np.linspace(0, 100, len(norms)), np.sort(norms), color=INK)
     for q in QUANTILES:
         value = np.quantile(norms, q)
-        quantiles.plot(100 * q, value, "o", color="tab:red", markersize=4)
+        quantiles.plot(100 * q, value, "o", color=VERMILLION, markersize=4)
         quantiles.annotate(f"{value:.2g}", (100 * q, value), xytext=(-4, 4), textcoords="offset points", ha="right")
-    quantiles.set(yscale="log", xlabel="percentile", ylabel="gradient norm")
+    quantiles.set(title="Percentiles of the norms", yscale="log", xlabel="percentile", ylabel="gradient norm")
 
     acting = {name: 100 * acts.mean() for name, (_, acts) in replayed.items()}
     bars = shares.barh(list(acting), list(acting.values()), color=[colors[name] for name in acting])
     shares.bar_label(bars, fmt="%.1f %%", padding=3)
-    shares.set(xlabel="steps clipped or skipped (%)", xlim=(0, 115))
+    shares.set(title="Steps that a rule clips or skips", xlabel="share of the steps (%)", xlim=(0, 119))
     shares.invert_yaxis()
     draw_leaves(below.add_subplot(), by_leaf)
-    for axes in (over_time, quantiles):
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:.1g}")
-    _common.save(figure, path)
+    _figures.plain_ticks(over_time.yaxis, quantiles.yaxis)
+    _figures.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:

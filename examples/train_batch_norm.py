@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import _common
+import _figures
 import jax
 import numpy as np
 import optax
@@ -89,14 +90,18 @@ def accuracy(state: NormalizedState, images: jax.Array, labels: jax.Array) -> ja
 
 
 def plot(histories: dict[int, dict[str, np.ndarray]], path: Path) -> None:
-    """The losses of both."""
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    """Draws the losses of both."""
+    figure = Figure(figsize=(8, 4))
     axes = figure.subplots()
     for micro_batches, history in histories.items():
-        axes.plot(history["loss"], linewidth=1, label=f"{micro_batches} micro-batches of {BATCH // micro_batches}")
-    axes.set(yscale="log", xlabel="step", ylabel="loss (nats)")
-    axes.legend(frameon=False)
-    _common.save(figure, path)
+        plural = "es" if micro_batches > 1 else ""
+        label = f"{micro_batches} micro-batch{plural} of {BATCH // micro_batches} images"
+        axes.plot(np.arange(1, len(history["loss"]) + 1), history["loss"], linewidth=1, label=label)
+    axes.set(title="Loss with batch normalization, by the size of the micro-batches", yscale="log")
+    axes.set(xlabel=f"step, each of {BATCH} images", ylabel="loss (nats)")
+    _figures.plain_ticks(axes.yaxis)
+    axes.legend()
+    _figures.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -118,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
         for chosen in tqdm(batches, unit="batch"):
             state, measured = step(state, train_images[chosen], train_labels[chosen], micro_batches=micro_batches)
             history.append(measured)
-        histories[micro_batches] = jax.tree.map(lambda *values: np.array(values), *jax.device_get(history))
+        histories[micro_batches] = _common.columns(history)
         plural = "es" if micro_batches > 1 else ""
         print(
             f"{micro_batches} micro-batch{plural} a step: test accuracy {accuracy(state, test_images, test_labels):.4f}"

@@ -1,7 +1,8 @@
 """Trains a small convolutional net on handwritten digits, with clipping inside of gradient accumulation.
 
 Every optimizer step sees the average gradient of four micro-batches, clipped to a global norm. The train step returns
-what was measured, and the figure shows it: the norm of each window, and which windows were clipped.
+measurements, and the figure shows them: the norms of the micro-batches, the norm of each window's average, which is
+smaller because noise averages out, and how much the clip takes off.
 
 Run it with
 
@@ -14,12 +15,15 @@ out/train_digits.png.
 
 import argparse
 from pathlib import Path
+from typing import NamedTuple
 
 import _common
+import _figures
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _figures import BLUE, FAINT, VERMILLION
 from flax import nnx
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -34,6 +38,7 @@ LEARNING_RATE = 5e-3
 # Names of measurements: print(shrewjax.metrics(opt_state).keys()) shows all of them.
 GRAD_NORM = "clip_by_global_norm/grad_norm"
 CLIP_SCALE = "clip_by_global_norm/clip_scale"
+MICRO_BATCH_NORM = "micro_batch/grad_norm"
 
 
 class DigitNet(nnx.Module):
@@ -65,7 +70,7 @@ def train_step(
     # The loss is a mean, and the last micro-batch of an epoch is smaller: the weight makes all examples count alike.
     # nnx.Optimizer writes all parameters on every call. shrewjax.apply_gradients does not: see README.md for that form.
     optimizer.update(model, grads, weight=len(labels), flush=flush)
-    return {"loss": loss} | shrewjax.metrics(optimizer.opt_state)
+    return {"loss": loss, MICRO_BATCH_NORM: shrewjax.grad_norm(grads)} | shrewjax.metrics(optimizer.opt_state)
 
 
 @nnx.jit
@@ -74,22 +79,43 @@ def accuracy(model: DigitNet, images: jax.Array, labels: jax.Array) -> jax.Array
     return (model(images).argmax(axis=-1) == labels).mean()
 
 
-def plot_norms(norms: np.ndarray, clipped: np.ndarray, max_norm: float, path: Path) -> None:
-    """Draws the gradient norm of each window, and the threshold."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+class Windows(NamedTuple):
+    """The measurements of each window; shape (windows,)."""
+
+    norm: np.ndarray  # of the average, before the clip
+    is_clipped: np.ndarray
+    smallest: np.ndarray  # norm among its micro-batches
+    largest: np.ndarray
+
+
+def windows_of(history: dict[str, np.ndarray]) -> Windows:
+    """Returns the windows' measurements from those of the micro-batches."""
+    last = np.flatnonzero(history["accumulate/applied"])
+    first = np.append(0, last[:-1] + 1)
+    smallest, largest = (which.reduceat(history[MICRO_BATCH_NORM], first) for which in (np.minimum, np.maximum))
+    return Windows(history[GRAD_NORM][last], history[CLIP_SCALE][last] < 1, smallest, largest)
+
+
+def plot_norms(windows: Windows, max_norm: float, path: Path) -> None:
+    """Draws the norms of the windows and of their micro-batches, the threshold, and what the clip takes off."""
+    figure = Figure(figsize=(8, 4.2))
     axes = figure.add_subplot()
-    window = np.arange(1, len(norms) + 1)
-    axes.plot(window, norms, color="0.8", linewidth=1, zorder=1)
-    for which, color, name in ((clipped, "tab:red", "clipped"), (~clipped, "tab:blue", "left alone")):
-        axes.scatter(window[which], norms[which], s=14, color=color, label=f"{name} ({which.sum()} windows)", zorder=2)
-    axes.axhline(max_norm, color="black", linestyle="--", linewidth=1, label=f"threshold ({max_norm:g})")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
+    step = np.arange(1, len(windows.norm) + 1)
+    axes.fill_between(
+        step, windows.smallest, windows.largest, color=FAINT, linewidth=0, label="micro-batches, smallest to largest"
+    )
+    _figures.threshold(axes, max_norm, f"max_norm = {max_norm:g}")
+    cut = windows.is_clipped
+    axes.vlines(step[cut], max_norm, windows.norm[cut], color=VERMILLION, linewidth=0.8, label="taken off by the clip")
+    for which, color, name in ((~cut, BLUE, "left alone"), (cut, VERMILLION, "before the clip")):
+        label = f"average of a window, {name} ({which.sum()})"
+        axes.plot(step[which], windows.norm[which], ".", color=color, markersize=5, label=label)
+    axes.set(title="Gradient norms of a small network that learns to read digits", yscale="log")
+    axes.set(xlabel=f"optimizer step: a window of {ACCUM_STEPS} micro-batches", ylabel="gradient norm")
+    _figures.plain_ticks(axes.yaxis)
     axes.margins(x=0.01)
-    axes.set_xlabel(f"optimizer step (window of {ACCUM_STEPS} micro-batches of {MICRO_BATCH} images)")
-    axes.set_ylabel("gradient norm (L2) before clipping")
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)
-    _common.save(figure, path)
+    figure.legend(loc="outside upper center", ncols=2)
+    _figures.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> float:
@@ -119,14 +145,12 @@ def main(argv: list[str] | None = None) -> float:
             if step % 20 == 0 or step == len(batches):  # reading a value waits for the device
                 bar.set_postfix_str(f"loss {history[-1]['loss']:.3f}, gradient norm {history[-1][GRAD_NORM]:.3f}")
 
-    windows = [measured for measured in jax.device_get(history) if measured["accumulate/applied"]]
-    norms = np.array([window[GRAD_NORM] for window in windows])
-    clipped = np.array([window[CLIP_SCALE] < 1 for window in windows])
+    windows = windows_of(_common.columns(history))
     test_accuracy = float(accuracy(model, test_images, test_labels))
 
     print(f"test accuracy: {test_accuracy:.4f}")
-    print(f"clipped windows: {clipped.mean():.0%} of {len(windows)}")
-    plot_norms(norms, clipped, args.max_norm, args.out)
+    print(f"clipped windows: {windows.is_clipped.mean():.0%} of {len(windows.norm)}")
+    plot_norms(windows, args.max_norm, args.out)
     return test_accuracy
 
 

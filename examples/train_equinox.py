@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import _common
+import _figures
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ def train_step(
     labels: jax.Array,
     flush: jax.Array,
 ) -> tuple[DigitNet, optax.OptState, jax.Array]:
-    """Takes one micro-batch. What is frozen, and what is no array, is None in `trained` and so in its gradient."""
+    """Takes one micro-batch. Frozen leaves, and those that are no arrays, are None in `trained` and its gradient."""
     loss, grads = eqx.filter_value_and_grad(mean_loss)(trained, frozen, images, labels)
     # In the place of tx.update and eqx.apply_updates: a call that does not close the window writes no parameters.
     trained, opt_state = shrewjax.apply_gradients(TX, grads, opt_state, trained, flush=flush)
@@ -87,7 +88,7 @@ def fit(
     trained, frozen = eqx.partition(jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, model), trainable)
     opt_state = TX.init(trained)
     print(f"training {size(trained)} of {size(model)} numbers, with {size(opt_state.gradient_sum)} in the accumulator")
-    # Of one size, as each size is compiled for. (Of several they would want weight=len(labels).)
+    # Every batch has the same size, because JAX compiles for each size. Several sizes would need weight=len(labels).
     batches = [b for b in _common.shuffled_batches(len(labels), MICRO_BATCH, epochs, seed) if len(b) == MICRO_BATCH]
     with tqdm(batches, unit="batch") as bar:
         for step, rows in enumerate(bar, start=1):
@@ -105,14 +106,15 @@ def hits(model: DigitNet, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def plot(shares: dict[str, np.ndarray], path: Path) -> None:
-    """Accuracy by digit, before and after."""
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    """Draws the accuracy by digit, before and after."""
+    figure = Figure(figsize=(8, 4))
     axes = figure.add_subplot()
     for offset, (name, share) in zip((-0.2, 0.2), shares.items(), strict=True):
         axes.bar(np.arange(10) + offset, 100 * share, width=0.4, label=name)
-    axes.set(xlabel="digit", ylabel="held-out images recognised (%)", xticks=range(10))
-    figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    _common.save(figure, path)
+    axes.set(xlabel="digit", ylabel="held-out images recognized (%)", xticks=range(10))
+    axes.set(title="A new head on a frozen body learns digits that the body has never seen")
+    figure.legend(loc="outside upper center", ncols=2)
+    _figures.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,7 +1,7 @@
 """Trains in float16 with linen's TrainState: unscale, check, accumulate, clip, step, in this order.
 
 float16 ends at 65504 and, near zero, at 6e-8, so the loss is multiplied by a scale that keeps the gradients in between:
-Flax's `DynamicScale` doubles it now and then and halves it when something overflowed. What belongs where:
+Flax's `DynamicScale` doubles it now and then and halves it when something overflowed. The order of the steps:
 
 1. unscale: `DynamicScale.value_and_grad` hands out float32 gradients, divided by the scale that they were made with.
    The scale changes within a window, so a sum of gradients that are not unscaled means nothing.
@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import _common
+import _figures
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _figures import VERMILLION
 from flax import linen
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
@@ -95,7 +97,7 @@ def train_step(
         logits = state.apply_fn({"params": params}, images).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    # `accumulate` checks for itself. Where the second look is too dear, drop the policy and pass weight=finite * count.
+    # `accumulate` checks for itself. To spare the second check, drop the policy and pass weight=finite * count.
     loss_scale, _, loss, grads = state.loss_scale.value_and_grad(mean_loss)(state.params)
     used_scale = state.loss_scale.scale
     state = state.apply_gradients(grads=grads, weight=len(labels), flush=flush, loss_scale=loss_scale)
@@ -109,24 +111,28 @@ def accuracy(state: AccumulatingState, images: jax.Array, labels: jax.Array) -> 
 
 
 def plot(history: dict[str, np.ndarray], path: Path) -> None:
-    """The loss scale at each micro-batch and where it was too large; the gradient norm of each window."""
-    figure = Figure(figsize=(8, 6), layout="constrained")
+    """Draws the loss scale at each micro-batch, where it was too large, and the gradient norm of each window."""
+    figure = Figure(figsize=(8, 6))
     scale_axes, norm_axes = figure.subplots(2, sharex=True)
     micro_batch = np.arange(1, len(history["loss"]) + 1)
     overflowed = np.diff(history["accumulate/dropped"], prepend=0) > 0
-    scale_axes.step(micro_batch, history["loss_scale"], where="mid", linewidth=1)
+    scale_axes.step(micro_batch, history["loss_scale"], where="mid", linewidth=1, label="loss scale")
     scale_axes.plot(
-        micro_batch[overflowed], history["loss_scale"][overflowed], "x", color="tab:red", label="overflowed, dropped"
+        micro_batch[overflowed],
+        history["loss_scale"][overflowed],
+        "x",
+        color=VERMILLION,
+        label="overflow: the micro-batch is dropped",
     )
     scale_axes.set_yscale("log", base=2)
-    scale_axes.set_ylabel("loss scale")
-    scale_axes.legend(frameon=False)
+    scale_axes.set(title="Training in float16", ylabel="loss scale")
+    scale_axes.legend()
     closed = history["accumulate/applied"]
     norm_axes.plot(micro_batch[closed], history["clip_by_global_norm/grad_norm"][closed], ".", markersize=4)
-    norm_axes.axhline(MAX_NORM, color="black", linestyle="--", linewidth=1, label=f"threshold ({MAX_NORM:g})")
-    norm_axes.legend(frameon=False)
-    norm_axes.set(yscale="log", xlabel="micro-batch", ylabel="norm of the window's average, unscaled")
-    _common.save(figure, path)
+    _figures.threshold(norm_axes, MAX_NORM, f"max_norm = {MAX_NORM:g}")
+    norm_axes.set(yscale="log", xlabel="micro-batch", ylabel="gradient norm of each window")
+    _figures.plain_ticks(norm_axes.yaxis)
+    _figures.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -150,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
             if number % 20 == 0:  # reading a value waits for the device
                 bar.set_postfix_str(f"loss {measured['loss']:.3f}, loss scale {measured['loss_scale']:.0f}")
 
-    history = jax.tree.map(lambda *values: np.array(values), *jax.device_get(history))
+    history = _common.columns(history)
     halved = (np.diff(history["loss_scale"], append=state.loss_scale.scale) < 0).sum()
     print(f"test accuracy: {accuracy(state, test_images, test_labels):.4f}")
     print(f"optimizer steps: {history['accumulate/windows'][-1]} from {state.step} micro-batches")

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import _common
+import _figures
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +50,7 @@ class Environments(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """What was seen, done and earned. The leading shape is (HORIZON, ENVIRONMENTS), later (MICRO_STEPS, ...)."""
+    """Observations, actions and results. The leading shape is (HORIZON, ENVIRONMENTS), later (MICRO_STEPS, ...)."""
 
     state: jax.Array
     action: jax.Array  # True: to the right
@@ -211,22 +211,23 @@ def optimizers() -> dict[str, optax.GradientTransformation]:
     clip_and_adam = optax.chain(optax.clip_by_global_norm(MAX_NORM), adam)
     return {
         "shrewjax": shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(MAX_NORM), adam), ACCUM_STEPS),
-        "optax": optax.MultiSteps(clip_and_adam, ACCUM_STEPS).gradient_transformation(),
+        "Optax": optax.MultiSteps(clip_and_adam, ACCUM_STEPS).gradient_transformation(),
     }
 
 
 def plot(runs: dict[str, Run], path: Path) -> None:
-    """How long the pole stayed up, over the steps that the environments took."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    """Draws how long the pole stayed up, over the steps of the environments."""
+    figure = Figure(figsize=(8, 4.5))
     axes = figure.add_subplot()
     for name, run in runs.items():
         seen = ENVIRONMENTS * HORIZON * np.arange(1, len(run.lengths) + 1)
-        axes.plot(seen, run.lengths, label=f"{name}: {MICRO_STEPS * len(run.lengths) / run.seconds:,.0f} micro-steps/s")
-    axes.axhline(LONGEST, color="0.7", linestyle="--", linewidth=1)
-    axes.set(xlabel="environment steps", ylabel="mean length of the episodes that ended")
+        axes.plot(seen, run.lengths, label=name)
+    _figures.threshold(axes, LONGEST, "balanced to the end")
+    axes.set(title="Balancing a pole by PPO, with accumulation and clip of either package")
+    axes.set(xlabel="environment steps", ylabel="mean length of the episodes that ended", ylim=(0, 1.08 * LONGEST))
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.legend(frameon=False)
-    _common.save(figure, path)
+    axes.legend()
+    _figures.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -19,15 +19,16 @@ how the gradients of the states grow on the way back through the untrained net.
 """
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import _common
+import _figures
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _figures import BLUE, PURPLE, VERMILLION
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -84,16 +85,6 @@ def loss_fn(params: Params, codes: jax.Array, nudges: jax.Array, max_flow: float
     return optax.softmax_cross_entropy_with_integer_labels(logits, codes[:, 1:].T).mean()
 
 
-def batches(length: int, number: int, seed: int) -> Iterator[np.ndarray]:
-    """Yields codes of shape (ROWS, length + 1): passages from anywhere in the documentation."""
-    texts, alphabet = _common.documentation()
-    codes = np.array([alphabet[c] for c in "".join(texts)], np.int32)
-    rng = np.random.default_rng(seed)
-    for _ in range(number):
-        starts = rng.integers(0, len(codes) - length, ROWS)
-        yield codes[starts[:, None] + np.arange(length + 1)]
-
-
 def flow(params: Params, codes: jax.Array, max_flow: float) -> jax.Array:
     """Returns the gradient norms of the states, the largest over the rows. Shape (characters,)."""
     nudges = jnp.zeros((codes.shape[1] - 1, len(codes), WIDTH))
@@ -113,7 +104,7 @@ def train(way: Way, params: Params, length: int, steps: int, seed: int, bar: tqd
 
     step, opt_state = jax.jit(step), tx.init(params)
     found = []
-    for codes in batches(length, steps, seed):
+    for codes in _common.passages(ROWS, length + 1, steps, seed):
         params, opt_state, *measured = step(params, opt_state, codes)
         found.append(measured)
         bar.update()
@@ -128,15 +119,18 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 def plot(runs: dict[str, tuple[np.ndarray, np.ndarray]], flows: dict[str, np.ndarray], path: Path) -> None:
     """Draws the gradients of the states before training, and loss and norm over training."""
-    figure = Figure(figsize=(12, 4), layout="constrained")
+    figure = Figure(figsize=(12, 4))
     flow_axes, norm_axes, loss_axes = figure.subplots(1, 3)
-    colors = dict(zip(runs, ("tab:red", "tab:orange", "tab:blue"), strict=True))
+    colors = dict(zip(runs, (VERMILLION, PURPLE, BLUE), strict=True))
     for name, by_character in flows.items():
         flow_axes.plot(np.arange(1, len(by_character) + 1), by_character, color=colors[name], label=name)
     flow_axes.set(
-        title="on the way back, before training", xlabel="character", ylabel="gradient norm of the state", yscale="log"
+        title="Backward through a text, before training",
+        xlabel="character",
+        ylabel="gradient norm of the state",
+        yscale="log",
     )
-    flow_axes.legend(frameon=False)
+    flow_axes.legend()
     for name, (losses, norms) in runs.items():
         steps, is_finite = np.arange(1, len(losses) + 1), np.isfinite(losses)
         last = steps[is_finite][-1]
@@ -146,10 +140,12 @@ def plot(runs: dict[str, tuple[np.ndarray, np.ndarray]], flows: dict[str, np.nda
             axes.plot(steps[:last], smooth(shown[:last]), color=colors[name], label=name)
             if last < len(losses):
                 axes.plot(last, np.nanmax(shown), "X", color=colors[name], markersize=9, label="NaN from here on")
-    norm_axes.set(title="over training", xlabel="step", ylabel="gradient norm, before its clip", yscale="log")
-    loss_axes.set(title="over training", xlabel="step", ylabel="loss (nats a character)")
-    loss_axes.legend(frameon=False)
-    _common.save(figure, path)
+    norm_axes.set(
+        title="Gradient norms over training", xlabel="step", ylabel="gradient norm, before a clip by it", yscale="log"
+    )
+    loss_axes.set(title="Loss over training", xlabel="step", ylabel="loss (nats per character)")
+    loss_axes.legend()
+    _figures.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -162,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     params = init(len(_common.documentation()[1]), args.seed)
-    (first,) = batches(args.length, 1, args.seed)
+    (first,) = _common.passages(ROWS, args.length + 1, 1, args.seed)
     flows = {way.name: np.asarray(flow(params, first, way.max_flow)) for way in (WAYS[0], WAYS[2])}
     for name, by_character in flows.items():
         print(f"{name}: the gradient of the last state is {by_character[-1]:.1e}, of the first {by_character[0]:.1e}")

@@ -22,8 +22,8 @@ On a cluster, where the checkpoints' folder is one that all processes see: the s
 `--devices`; or, under Slurm, Open MPI, Kubernetes and on TPU pods, `--cluster` alone, from which JAX finds the rest.
 
 It takes a minute or two on two CPU cores, downloads nothing, prints each window's loss and the number of all-reduces
-in the compiled step, and writes out/train_sharded.png and the checkpoints. To run elsewhere it needs _common.py and
-train_transformer.py beside it.
+in the compiled step, and writes out/train_sharded.png and the checkpoints. To run elsewhere it needs _common.py,
+_figures.py and train_transformer.py beside it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import _common
+import _figures
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +54,7 @@ CHARACTERS = 128  # more than there are, so that every leaf can be divided
 
 
 class Training(NamedTuple):
-    """What goes from step to step, and to a checkpoint."""
+    """The weights and the optimizer's state, which go from step to step and into checkpoints."""
 
     weights: nnx.State
     opt_state: shrewjax.AccumulateState
@@ -146,7 +146,7 @@ def all_reduces(program: str) -> list[int]:
 
 
 def report_all_reduces(program: str, weights: nnx.State) -> None:
-    """What is sent on every micro-step, and what in the branch that closes a window."""
+    """Prints how much each micro-step sends, and how much the branch that closes a window."""
     leaves = jax.tree.leaves(weights)
     own = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
     log(f"parameters: {sum(x.size for x in leaves)} in {len(leaves)} leaves, {own} of them on each device")
@@ -190,17 +190,19 @@ def log(line: str) -> None:
 
 
 def plot(history: dict[int, tuple[float, float]], path: Path) -> None:
-    """The loss and the gradient's norm, window by window."""
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    """Draws the loss and the gradient's norm, window by window."""
+    figure = Figure(figsize=(9, 3.5))
     loss_axes, norm_axes = figure.subplots(1, 2)
     losses, norms = zip(*history.values(), strict=True)
     loss_axes.plot(list(history), losses)
-    loss_axes.set(xlabel="window", ylabel="loss (nats a character)")
+    loss_axes.set(
+        title=f"Training on {jax.device_count()} devices", xlabel="window", ylabel="loss (nats per character)"
+    )
     norm_axes.plot(list(history), norms)
-    norm_axes.axhline(MAX_NORM, color="black", linestyle="--", linewidth=1, label=f"max_norm = {MAX_NORM}")
-    norm_axes.set(xlabel="window", ylabel="gradient norm before clipping", yscale="log")
-    norm_axes.legend(frameon=False)
-    _common.save(figure, path)
+    norm_axes.set(title="Before clipping", xlabel="window", ylabel="gradient norm", yscale="log")
+    _figures.plain_ticks(norm_axes.yaxis)
+    _figures.threshold(norm_axes, MAX_NORM, f"max_norm = {MAX_NORM:g}")
+    _figures.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import _common
+import _figures
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,19 +151,20 @@ def comparison(mean_loss: Callable[..., jax.Array]) -> Callable[..., dict[str, D
 
 
 def plot(losses: np.ndarray, counts: np.ndarray, compared: dict[int, dict[str, Difference]], path: Path) -> None:
-    """The loss, the sizes of micro-batches, and both gradients' errors over training."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    """Draws the loss, the sizes of micro-batches, and both gradients' errors over training."""
+    figure = Figure(figsize=(11, 4))
     loss_axes, size_axes, error_axes = figure.subplots(1, 3)
     loss_axes.plot(np.arange(1, len(losses) + 1), losses, linewidth=1)
-    loss_axes.set(xlabel="step", ylabel="loss (nats a character)")
+    loss_axes.set(title="Loss", xlabel="step", ylabel="nats per character")
     size_axes.hist(counts.ravel(), bins=30)
-    size_axes.set(xlabel="characters in a micro-batch", ylabel="micro-batches")
+    size_axes.set(title="Sizes of the micro-batches", xlabel="characters in a micro-batch", ylabel="micro-batches")
     for name in ("mean of means", "weight="):
         errors = [difference[name].gradient for difference in compared.values()]
         error_axes.plot(list(compared), errors, "o-", markersize=3, label=name)
-    error_axes.set(yscale="log", xlabel="step", ylabel="gradient: distance from the large batch's / its norm")
-    error_axes.legend(frameon=False)
-    _common.save(figure, path)
+    error_axes.set(yscale="log", xlabel="step", ylabel="relative to its norm")
+    error_axes.set(title="Gradient: distance from the large batch's")
+    error_axes.legend()
+    _figures.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -115,7 +115,7 @@ def test_equinox_example_trains_a_new_head_and_nothing_else(run):
 def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
     printed, figure = run("train_ppo.py", "--calls", 2, "--iterations", 6, out="new/ppo.png")
 
-    for name in ("shrewjax", "optax"):
+    for name in ("shrewjax", "Optax"):
         first, last, steps, rate = numbers(
             rf"{name}: episodes of (\S+) steps at first, (\S+) at last; (\d+) micro-steps, (\d+) a second; .*", printed
         )

@@ -57,7 +57,7 @@ class MissingCompilerError(RuntimeError):
 
 
 class Target:
-    """What to compile for: `h100`, `cpu`, `here` (JAX's default device), or a TPU's name: `v5e`, `v6e`, `v5p`, ..."""
+    """The target device: `h100`, `cpu`, `here` (JAX's default device), or a TPU's name: `v5e`, `v6e`, `v5p`, ..."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -124,7 +124,7 @@ def place(tree: Any, mesh: Mesh | AbstractMesh, spec: Callable[[Any], PartitionS
 
 
 def bytes_on_a_device(tree: Any) -> int:
-    """Of arrays that are placed."""
+    """Returns the bytes that one device holds of arrays that are placed."""
     shards = [(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree)]
     return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 
@@ -154,7 +154,7 @@ def _size(shape: str, *, on_chip: bool = False) -> float:
 
 
 def _elements(shape: str) -> int:
-    """Of the first array of a shape."""
+    """Returns the number of elements of the first array of a shape."""
     found = _ARRAY.search(shape)
     return math.prod(int(n) for n in found[3].split(",") if n) if found else 0
 
@@ -228,7 +228,7 @@ class Step(NamedTuple):
 
 
 class Program:
-    """What the compiler made of a function; sizes are in multiples of P, the parameters' bytes on a device."""
+    """A compiled function. Sizes are in multiples of P, the parameters' bytes on a device."""
 
     def __init__(self, compiled: jax.stages.Compiled, unit: float, devices: int, seconds: float) -> None:
         self.text = compiled.as_text()
@@ -240,7 +240,7 @@ class Program:
         self._computations, self._entry = _parse(self.text)
 
     def steps(self, *, closing: bool | None) -> list[Step]:
-        """What runs on a closing call, or on an open one; with None, all that there is."""
+        """Returns the steps of a closing call, or of an open one; with None, of both."""
         return self._steps(self._entry, closing, "every call", 1)
 
     def _steps(self, computation: str, closing: bool | None, when: str, times: int) -> list[Step]:
@@ -282,7 +282,7 @@ class Program:
         return itertools.chain(*self._computations.values())
 
     def operations(self, *, closing: bool, elements: int) -> set[str]:
-        """What a call computes on arrays of so many elements, inside of fusions, too."""
+        """Returns the operations on arrays of this many elements, also those inside fusions."""
         called = [x.instruction for x in self.steps(closing=closing)]
         inner = [y for x in called if x.op == "fusion" for name in x.called for y in self._computations[name]]
         return {x.op for x in [*called, *inner] if _elements(x.shape) == elements}

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the model's tree, steps in place, alternating timings, and the table."""
+"""Shared by the benchmarks: the model's tree, steps in place, alternating timings, and the table."""
 
 import argparse
 import json
@@ -181,13 +181,13 @@ def median(values: Sequence[float], unit: str) -> Figure:
 
 
 def temporary_share(compiled: Any, params: Any) -> Figure:
-    """What a program allocates beyond its inputs and outputs, as a multiple of the parameters."""
+    """Returns how much a program allocates beyond its inputs and outputs, as a multiple of the parameters."""
     in_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
     return Figure(compiled.memory_analysis().temp_size_in_bytes / in_bytes, "x parameters")
 
 
 def versions() -> str:
-    """Of what decides the figures."""
+    """Returns the versions of the packages that decide the figures."""
     return ", ".join(f"{package} {metadata.version(package)}" for package in ("jax", "jaxlib", "optax"))
 
 

@@ -1,4 +1,4 @@
-"""What a measured threshold costs over a given one: every adaptive rule and guard against `clip_by_global_norm`s.
+"""The cost of a measured threshold over a given one: every adaptive rule and guard against `clip_by_global_norm`s.
 
     python examples/benchmarks/adaptive.py [--json FILE] [--quick]
 

@@ -3,7 +3,7 @@
     python examples/benchmarks/all.py [--json FILE] [--quick]
 
 All benchmarks run in one process, one after the other; each prints its own rows, too, when run by itself.
-It takes many minutes on two CPU cores; rows are printed as they come. What is not timed: edges.py.
+It takes many minutes on two CPU cores; rows are printed as they come. edges.py is not timed.
 """
 
 import _harness

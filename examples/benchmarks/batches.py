@@ -26,7 +26,7 @@ Step = Callable[..., Any]
 
 
 def shapes(quick: bool) -> Any:
-    """Of the parameters: 10.0 million."""
+    """Returns the shapes of the parameters, 10.0 million numbers."""
     return (
         _harness.transformer_shapes(2, 20, 64, LENGTH) if quick else _harness.transformer_shapes(6, 320, 8192, LENGTH)
     )
@@ -68,13 +68,13 @@ def losses(params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def mean_loss(params: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-    """Of all tokens, whatever the mask."""
+    """Returns the mean over all tokens, without regard to the mask."""
     del mask
     return jnp.mean(losses(params, tokens))
 
 
 def masked_loss(params: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-    """Of the tokens that are real."""
+    """Returns the mean over the tokens that are real."""
     return jnp.sum(losses(params, tokens) * mask[:, 1:]) / jnp.sum(mask[:, 1:])
 
 

@@ -1,4 +1,4 @@
-"""What compiled programs move, hold and send, on devices that need not be here: read from the programs, not timed.
+"""Reads from compiled programs the bytes that they move, hold and send, on devices that need not be here.
 
     python examples/benchmarks/compiled.py --device h100|v5e|v6e|cpu|here [--quick] [--only TEXT] [--json FILE]
 
@@ -52,7 +52,7 @@ def wide(target: Target) -> int:
 
 
 def optimizer(library: Any, **options: Any) -> optax.GradientTransformation:
-    """Of most rows, with the library's clip."""
+    """Returns the optimizer of most rows, with the library's clip."""
     return optax.chain(library.clip_by_global_norm(1.0), optax.adamw(1e-3, **options))
 
 
@@ -86,7 +86,7 @@ def step(
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
-    """Of a network that has the leaves as its layers."""
+    """Returns the loss of a network that has the leaves as its layers."""
     for w in params.values():
         x = jnp.tanh(x @ w)
     return jnp.mean(x**2)

@@ -1,4 +1,4 @@
-"""What `clip_cotangent` costs in a transformer's backward pass: time and memory with it, and without.
+"""The cost of `clip_cotangent` in a transformer's backward pass: time and memory with it, and without.
 
     python examples/benchmarks/cotangents.py [--json FILE] [--quick]
 

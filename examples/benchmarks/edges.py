@@ -1,4 +1,4 @@
-"""What comes out of Optax and of shrewjax at the edges: overflow, NaN, order, shards, windows, dtypes.
+"""Compares the results of Optax and of shrewjax at the edges: overflow, NaN, order, shards, windows, dtypes.
 
     python examples/benchmarks/edges.py [--json FILE]
 

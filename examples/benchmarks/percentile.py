@@ -33,7 +33,7 @@ def gradients(quick: bool, dtype: Any = jnp.float32) -> list[jax.Array]:
 
 
 def search(percentile: str, leaves: list[jax.Array], start: jax.Array | None = None) -> Selected:
-    """What `clip_grad_percentile` does before it clips; unlike it, it tells its reads."""
+    """Finds the bound as `clip_grad_percentile` does, and also counts the reads."""
     return select(leaves, Fraction(percentile), method="linear", scope="global", over="all", axes=None, start=start)
 
 

@@ -1,0 +1,185 @@
+"""Draws three figures that explain the package: a window, a norm that stays in range, and a window on many devices.
+
+* `explain_window`: micro-batches are added up, the average is clipped, and the optimizer runs once a window.
+* `explain_norm`: gradients from the smallest to the largest that float16 and float32 hold, and the norm of them that
+  Optax and `shrewjax.grad_norm` compute. It is measured, not sketched.
+* `explain_devices`: each row of a mesh adds up its own gradients, and the rows meet once a window.
+
+Run it with
+
+    python -m pip install -e '.[examples]'
+    python examples/explain.py
+
+It takes some seconds on a CPU, and writes out/explain_window.png and two more. An `--out` that ends in .svg gives two
+files, for light and for dark pages. This redraws all figures of the documentation, in ten minutes or so:
+
+    for name in explain choose_batch_size choose_max_norm train_batch_norm train_digits train_equinox train_linen \
+        train_ppo train_recurrent train_transformer; do
+        python examples/$name.py --out docs/figures/$name.svg
+    done
+    python examples/train_sharded.py --devices 8 --checkpoints $(mktemp -d) --out docs/figures/train_sharded.svg
+"""
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple
+
+import _figures
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _figures import BLUE, FAINT, GREEN, INK, MUTED, VERMILLION
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+import shrewjax
+
+ELEMENTS = 1000
+POINTS = 61
+# Powers of ten of the norms. All but the last elements of the first gradient are above 0, those of the last are finite.
+RANGES = {"float16": (-6, 5.5), "float32": (-34, 38)}
+
+
+class Norms(NamedTuple):
+    """The norms of gradients from small to large: in float64, and as Optax and shrewjax compute them."""
+
+    true: np.ndarray
+    optax: np.ndarray
+    shrewjax: np.ndarray
+
+
+def measure(dtype: str) -> Norms:
+    """Returns the norms of one random gradient, multiplied by numbers over the range of the dtype."""
+    gradient = np.random.default_rng(0).standard_normal(ELEMENTS)
+    scales = np.logspace(*RANGES[dtype], POINTS) / np.linalg.norm(gradient)
+    gradients = (scales[:, None] * gradient).astype(dtype)
+    ours, theirs = (jax.jit(jax.vmap(norm))(jnp.asarray(gradients)) for norm in (shrewjax.grad_norm, optax.tree.norm))
+    return Norms(np.linalg.norm(gradients.astype(np.float64), axis=1), *(np.float64(x) for x in (theirs, ours)))
+
+
+def draw_norms(axes: Axes, dtype: str, norms: Norms) -> None:
+    """Draws both norms over the true one. The lowest tick stands for 0, the highest for infinity."""
+    low, high = RANGES[dtype]
+    margin = (high - low) / 8
+    zero, infinity = 10.0 ** (low - margin), 10.0 ** min(high + margin, 300)
+    axes.plot(norms.true, norms.shrewjax, color=BLUE, linewidth=3, label="shrewjax.grad_norm", gid=f"shrewjax-{dtype}")
+    shown = np.clip(norms.optax, zero, infinity)
+    axes.plot(norms.true, shown, ".-", color=VERMILLION, linewidth=1, label="optax.tree.norm", gid=f"optax-{dtype}")
+    axes.text(norms.true[0], infinity, "squares overflow:\nclipped to zeros", color=VERMILLION, va="top")
+    axes.text(norms.true[-1], zero, "squares underflow:\nnever clipped", color=VERMILLION, ha="right")
+    axes.set(xscale="log", yscale="log", title=f"gradients in {dtype}")
+    axes.set(xlabel="true norm of the gradient", ylabel="computed norm")
+    powers = 10.0 ** np.linspace(np.ceil(low), np.floor(high), 4).round()
+    axes.xaxis.set_major_locator(FixedLocator(powers))
+    axes.yaxis.set_major_locator(FixedLocator([zero, *powers, infinity]))
+    ends = {zero: "0", infinity: "infinity"}
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda y, _: ends.get(y, rf"$\mathdefault{{10^{{{np.log10(y):.0f}}}}}$"))
+    )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+
+
+def plot_norms(measured: dict[str, Norms], path: Path) -> None:
+    """Draws the norms of both dtypes."""
+    figure = Figure(figsize=(8, 3.6))
+    for axes, (dtype, norms) in zip(figure.subplots(1, len(measured)), measured.items(), strict=True):
+        draw_norms(axes, dtype, norms)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    _figures.save(figure, path)
+
+
+def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, color: str, *, skipped: bool) -> None:
+    """Draws a box with its center at (x, y). One that is skipped has a dashed line."""
+    corner = x - width / 2, y - height / 2
+    axes.add_patch(
+        FancyBboxPatch(
+            corner,
+            width,
+            height,
+            boxstyle="round,pad=0,rounding_size=0.12",
+            facecolor="none",
+            edgecolor=MUTED if skipped else color,
+            linestyle="--" if skipped else "-",
+            linewidth=1 if skipped else 1.6,
+        )
+    )
+    axes.text(x, y, text, ha="center", va="center", color=MUTED if skipped else INK)
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
+    """Draws an arrow."""
+    axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": INK, "shrinkA": 0})
+
+
+def sketch(width: float, height: float) -> tuple[Figure, Axes]:
+    """Returns an empty figure, in units of an inch."""
+    figure = Figure(figsize=(width, height), layout="none")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(0, height))
+    axes.set_axis_off()
+    return figure, axes
+
+
+def plot_window(path: Path) -> None:
+    """Draws the micro-batches of a window, one of which is dropped, and what runs when it closes."""
+    figure, axes = sketch(9.6, 1.9)
+    y, height = 0.95, 0.8
+    micro_batches = ("32 examples", "32 examples", "NaN", "20 examples")
+    for call, held in enumerate(micro_batches, start=1):
+        skipped = held == "NaN"
+        x = 1.3 * call - 0.6
+        box(axes, x, y, 1.15, height, f"micro-batch\n{held}", BLUE, skipped=skipped)
+        axes.text(x, y + 0.6, f"call {call}" + (": dropped" if skipped else ""), ha="center", color=MUTED)
+    ran = (("window\naverage by\nexample", VERMILLION), ("clip\nnorm \N{LESS-THAN OR EQUAL TO} 1", VERMILLION))
+    for number, (text, color) in enumerate((*ran, ("optimizer\none step", GREEN))):
+        x = 6.2 + 1.4 * number
+        box(axes, x, y, 1.05, height, text, color, skipped=False)
+        arrow(axes, (x - 0.86, y), (x - 0.55, y))
+    for first, last, text in (
+        (0.12, 5.18, "each call adds its gradient to the window"),
+        (5.67, 9.53, "runs once a window, in the call that closes it"),
+    ):
+        axes.plot((first, last), (0.4, 0.4), color=MUTED, linewidth=0.8)
+        axes.text((first + last) / 2, 0.17, text, ha="center", va="center")
+    _figures.save(figure, path)
+
+
+def plot_devices(path: Path) -> None:
+    """Draws a mesh of eight devices whose two rows meet once a window."""
+    figure, axes = sketch(9.6, 2.7)
+    meeting = 6.55, 1.25
+    for row, y in enumerate((1.85, 0.65)):
+        axes.add_patch(FancyBboxPatch((0.75, y - 0.45), 3.3, 0.9, "round,pad=0,rounding_size=0.1", fc="none", ec=FAINT))
+        axes.text(0.65, y, f"data = {row}", ha="right", va="center")
+        for column in range(4):
+            box(axes, 1.2 + 0.8 * column, y, 0.7, 0.7, f"device\n{4 * row + column}", BLUE, skipped=False)
+        axes.text(4.15, y, "adds up its own\ngradients,\nmicro-batch by\nmicro-batch", va="center", linespacing=1.1)
+        arrow(axes, (5.4, y), (meeting[0] - 0.72, meeting[1] + np.sign(y - meeting[1]) * 0.15))
+    axes.text(2.4, 2.47, "fsdp: each device holds a quarter of its row's sum", ha="center", va="center", color=MUTED)
+    box(axes, *meeting, 1.4, 1.0, "one all-reduce\nwhen the\nwindow closes", VERMILLION, skipped=False)
+    box(axes, 8.6, meeting[1], 1.5, 1.0, "clip, optimizer:\nthe same on\nboth rows", GREEN, skipped=False)
+    arrow(axes, (7.3, meeting[1]), (7.82, meeting[1]))
+    _figures.save(figure, path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measures, and draws all three."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("out/explain.png"), help="the names start like this")
+    args = parser.parse_args(argv)
+
+    measured = {dtype: measure(dtype) for dtype in RANGES}
+    for dtype, norms in measured.items():
+        wrong = ~(np.abs(norms.optax / norms.true - 1) < 0.01)
+        print(f"{dtype}: of {POINTS} norms, Optax's is more than 1 % off in {wrong.sum()}")
+    for name, plot in (("window", plot_window), ("devices", plot_devices)):
+        plot(args.out.with_stem(f"{args.out.stem}_{name}"))
+    plot_norms(measured, args.out.with_stem(f"{args.out.stem}_norm"))
+
+
+if __name__ == "__main__":
+    main()
