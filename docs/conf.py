@@ -57,10 +57,11 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
-# shutil.copy(HERE.parent / "examples" / "from_multisteps_to_accumulate.ipynb", HERE)
+shutil.copy(HERE.parent / "examples" / "from_multisteps_to_accumulate.ipynb", HERE)
 
 html_theme = "sphinx_book_theme"
 html_title = "shrewjax"
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_context = {"default_mode": "auto"}
 html_domain_indices = False
@@ -134,7 +135,7 @@ intersphinx_mapping = {project: (url, (inventory(project),)) for project, url in
 def link_names(_: Sphinx, doctree: nodes.document) -> None:
     """Makes code that begins with a public name, such as `accumulate(tx, 4)`, a link to the reference."""
     for code in [*doctree.findall(nodes.literal)]:
-        name = re.match(r"(?:shrewjax\.)?(\w*)", code.astext())[1]
+        name = re.match(r"(?:shrewjax\.)?(\w+(?=$|\())|", code.astext())[1]
         if name in shrewjax.__all__ and isinstance(code.parent, nodes.paragraph | nodes.list_item | nodes.entry):
             link = pending_xref("", refdomain="py", reftype="obj", reftarget=f"shrewjax.{name}", refexplicit=True)
             code.replace_self(link)
