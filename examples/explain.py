@@ -39,7 +39,7 @@ import shrewjax
 
 ELEMENTS = 1000
 POINTS = 61
-# Powers of ten of the norms. All but the last elements of the first gradient are above 0, those of the last are finite.
+# Powers of ten of the norms. In between, no gradient is rounded to zeros only, and every element is finite.
 RANGES = {"float16": (-6, 5.5), "float32": (-34, 38)}
 
 
