@@ -8,6 +8,7 @@ from pathlib import Path
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
 
 import shrewjax
 
@@ -132,6 +133,22 @@ def inventory(project: str) -> str:
 intersphinx_mapping = {project: (url, (inventory(project),)) for project, url in PROJECTS.items()}
 
 
+class Picture(SphinxDirective):
+    """Shows `figures/NAME-light.svg` or `figures/NAME-dark.svg`, as the page is. The content is the text for both."""
+
+    required_arguments = 1
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        """Returns the two images, of which the theme's style sheet hides one."""
+        return [
+            nodes.image(
+                "", uri=f"/figures/{self.arguments[0]}-{mode}.svg", alt=" ".join(self.content), classes=[f"only-{mode}"]
+            )
+            for mode in ("light", "dark")
+        ]
+
+
 def link_names(_: Sphinx, doctree: nodes.document) -> None:
     """Makes code that begins with a public name, such as `accumulate(tx, 4)`, a link to the reference."""
     for code in [*doctree.findall(nodes.literal)]:
@@ -144,4 +161,5 @@ def link_names(_: Sphinx, doctree: nodes.document) -> None:
 
 def setup(app: Sphinx) -> None:
     """Connects the above to Sphinx."""
+    app.add_directive("picture", Picture)
     app.connect("doctree-read", link_names)
