@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax import _arguments, _extended, _floats, _gradients, _norms
+from shrewjax import _arguments, _extended, _floats, _gradients, _norms, _scaling
 from shrewjax._arguments import Scalar
 from shrewjax._extended import ExtendedFloat
 from shrewjax._gradients import KeyPath, Tree, is_gradient
 from shrewjax._mesh import Axes, AxisName, UnitDims
-from shrewjax._norms import ClipScale
+from shrewjax._scaling import ClipScale
 from shrewjax._states import described, fields
 from shrewjax._units import find_units
 
@@ -113,7 +113,7 @@ def clip_grad_norm(
     """
     max_norm, ord = _arguments.threshold("max_norm", max_norm), _arguments.order(ord)
     norm = global_norm(grads, ord, _arguments.sharded_over(sharded_over))
-    clipped, _ = clip_to_limit(grads, norm, _norms.as_limit(max_norm, norm))
+    clipped, _ = clip_to_limit(grads, norm, _scaling.as_limit(max_norm, norm))
     return clipped, _extended.from_extended(norm)
 
 
@@ -263,9 +263,9 @@ def clip_by_global_norm(
         else:
             norm = global_norm(updates, ord, axes)
             grad_norm = _extended.from_extended(norm)
-        updates, scale = clip_to_limit(updates, norm, _norms.as_limit(max_norm, norm))
+        updates, scale = clip_to_limit(updates, norm, _scaling.as_limit(max_norm, norm))
         return updates, ClipByGlobalNormState(
-            grad_norm=grad_norm.astype(jnp.float32), clip_scale=_norms.applied_scale(scale), leaf_norms=leaf_norms
+            grad_norm=grad_norm.astype(jnp.float32), clip_scale=_scaling.applied_scale(scale), leaf_norms=leaf_norms
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -321,8 +321,8 @@ def global_norm(grads: Any, ord: float, axes: Axes) -> ExtendedFloat:
 def clip_to_limit(grads: Tree, norm: ExtendedFloat, limit: ExtendedFloat) -> tuple[Tree, ClipScale]:
     """Clips gradients of this norm to a limit, and returns the scale, too."""
     _, leaves, treedef = _gradients.gradient_leaves(grads)
-    scale = _norms.clip_scale(norm, limit)
-    return treedef.unflatten([_norms.apply_scale(x, scale) if is_gradient(x) else x for x in leaves]), scale
+    scale = _scaling.clip_scale(norm, limit)
+    return treedef.unflatten([_scaling.apply_scale(x, scale) if is_gradient(x) else x for x in leaves]), scale
 
 
 def clip_magnitude(x: Any, bound: jax.Array, limit: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax import _arguments, _extended, _gradients, _norms
+from shrewjax import _arguments, _extended, _gradients, _norms, _scaling, _unit_numbers
 from shrewjax._gradients import KeyPath, is_gradient
 from shrewjax._mesh import UnitDims
 from shrewjax._reductions import sizes
@@ -84,10 +84,10 @@ def clip_by_leaf_norm(
         units = find_units(updates, stacked_layers(batch_axes))
         units.numbers_beside(state.grad_norm)
         norms = _norms.measure_units(units.leaves, units.dims, units.axes(mesh_axes), ord)
-        scales = _norms.clip_scales(norms, [_norms.as_limit(max_norm, norm) for norm in norms])
+        scales = _scaling.clip_scales(norms, [_scaling.as_limit(max_norm, norm) for norm in norms])
         return units.scaled(updates, scales), ClipByLeafNormState(
             grad_norm=units.with_numbers(state.grad_norm, list(map(_extended.to_float32, norms)), absent=0.0),
-            clip_scale=units.with_numbers(state.clip_scale, list(map(_norms.applied_scale, scales)), absent=1.0),
+            clip_scale=units.with_numbers(state.clip_scale, list(map(_scaling.applied_scale, scales)), absent=1.0),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -217,16 +217,16 @@ def adaptive_grad_clip(
                     f"{g.dtype} of shape {g.shape} for {w.dtype} of shape {w.shape}"
                 )
         axes = units.axes(mesh_axes)
-        over = _norms.stacked_axes(axes, units.dims)
+        over = _unit_numbers.stacked_axes(axes, units.dims)
         norms = _norms.measure_units(units.leaves, units.dims, axes)
         weight_norms = _norms.measure_units(weights, units.dims, units._replace(leaves=weights).axes(mesh_axes))
 
         bases = [
-            _extended.in_dtype_of(_extended.maximum(w, _norms.as_limit(eps, w)), norm)
+            _extended.in_dtype_of(_extended.maximum(w, _scaling.as_limit(eps, w)), norm)
             for w, norm in zip(weight_norms, norms, strict=True)
         ]
-        limits = [_extended.product(base, _norms.as_limit(clipping, base)) for base in bases]
-        scales = _norms.clip_scales(norms, limits)
+        limits = [_extended.product(base, _scaling.as_limit(clipping, base)) for base in bases]
+        scales = _scaling.clip_scales(norms, limits)
         return units.scaled(updates, scales), AdaptiveGradClipState(
             ratio_max=largest_number(list(map(_extended.quotient, norms, bases)), over),
             clipped_fraction=clipped_fraction(scales, norms, over),
@@ -306,20 +306,20 @@ def clip_by_block_rms(
         del state, params, extra_args
         units = find_units(updates, stacked_layers(batch_axes))
         axes = units.axes(mesh_axes)
-        over = _norms.stacked_axes(axes, units.dims)
+        over = _unit_numbers.stacked_axes(axes, units.dims)
         norms = _norms.measure_units(units.leaves, units.dims, axes)
         counts = sizes(units.leaves, axes=[of_leaf.within for of_leaf in axes], unit_dims=units.dims)
         # The norm is compared, not the RMS, because rounding could put the RMS of ones above a threshold of 1. The test
         # is `test_a_block_of_ones_has_a_root_mean_square_of_one`.
         of_ones, inverses = (
-            _norms.stack_single_units(
+            _unit_numbers.stack_single_units(
                 [_extended.extended_number(max(n, 1) ** power, norms[0].mantissa.dtype) for n in counts], units.dims
             )
             for power in (0.5, -0.5)
         )
-        limits = [_extended.product(_norms.as_limit(threshold, n), n) for n in of_ones]
+        limits = [_extended.product(_scaling.as_limit(threshold, n), n) for n in of_ones]
         rms = list(map(_extended.product, norms, inverses))
-        scales = _norms.clip_scales(norms, limits)
+        scales = _scaling.clip_scales(norms, limits)
         return units.scaled(updates, scales), ClipByBlockRmsState(
             rms_max=largest_number(rms, over),
             clipped_fraction=clipped_fraction(scales, norms, over),

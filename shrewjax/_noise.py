@@ -24,7 +24,7 @@ import numpy as np
 from shrewjax import _extended, _floats
 from shrewjax._arguments import Scalar
 from shrewjax._extended import ExtendedFloat
-from shrewjax._norms import RANGE
+from shrewjax._range import RANGE
 from shrewjax._states import described, increment_if
 
 # The range in which a sum of squares is trusted, and the exponents of two that bring norms there.

@@ -68,7 +68,7 @@ TESTS = {
         " or (letter and accumulate) or (keyword_only and accumulate)",
     ),
 }
-TESTS |= dict.fromkeys(("_floats", "_extended"), TESTS["_norms"])
+TESTS |= dict.fromkeys(("_floats", "_extended", "_range", "_scaling", "_unit_numbers"), TESTS["_norms"])
 TESTS |= {"_keys": TESTS["_selection"], "_accumulation": TESTS["_window"]}
 LONGEST = 60  # seconds of a core for one test
 
