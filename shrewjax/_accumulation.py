@@ -1,6 +1,6 @@
 """Accumulation around an optimizer: sum micro-batches, and run the optimizer once on their average.
 
-`accumulate` wraps an optimizer in a window. `GradAccumulator` (`_window.py`) is that window and has all its arithmetic.
+`accumulate` wraps an optimizer in a `Window` (`_window.py`), which has all the arithmetic.
 `apply_gradients`, `flush` and `check_window` work on what `accumulate` returned.
 """
 
@@ -16,13 +16,15 @@ from shrewjax import _arguments, _floats, _gradients
 from shrewjax._branches import run_if
 from shrewjax._gradients import Tree, is_gradient
 from shrewjax._mesh import AxisName
+from shrewjax._micro_batch import without_rows
+from shrewjax._per_device import emptied_rows
 from shrewjax._states import State, described, fields, increment_if
 from shrewjax._window import (
     AccumSteps,
-    GradAccumulator,
     GradAccumulatorState,
     Nonfinite,
     Reduction,
+    Window,
     metrics_of_window,
 )
 from shrewjax._wrapping import (
@@ -208,7 +210,7 @@ def accumulate(
     if isinstance(inner, _Accumulation):
         raise ValueError("inner is itself an accumulation. Multiply the accum_steps instead of nesting accumulations")
     wrapped = inner_transformation(inner)
-    window = GradAccumulator(
+    window = Window(
         accum_steps,
         reduction=reduction,
         accumulator_dtype=accumulator_dtype,
@@ -250,8 +252,8 @@ def accumulate(
         **extra_args: Any,
     ) -> tuple[Any, AccumulateState]:
         flush = _arguments.flag("flush", flush)
-        stepped = window._advance(state, grads, weight, value, flush=flush, when_full=True)
-        like = window._without_rows(_gradients.gradient_arrays(grads))
+        stepped = window.advance(state, grads, weight, value, flush=flush, when_full=True)
+        like = without_rows(_gradients.gradient_arrays(grads), window.axes)
         typed_params = _gradients.parameter_arrays(params)
 
         def run_inner(average: chex.ArrayTree, mean_value: jax.Array, runs: Flag) -> tuple[Any, Any]:
@@ -265,7 +267,7 @@ def accumulate(
             return update_or_apply(wrapped, gradients, state.inner_state, params, apply=apply, runs=runs, **extra)
 
         def reduce_and_run() -> tuple[Any, tuple[Any, ...]]:
-            taken = window._average(stepped)
+            taken = window.average(stepped)
             has_weight = taken.has_weight
             returned, inner_state = run_inner(taken.gradients, taken.value, True)
             measured = taken.value, taken.noise
@@ -275,11 +277,12 @@ def accumulate(
                 unchanged = params if apply else optax.tree.zeros_like(returned), state.inner_state
                 returned, inner_state = optax.tree.where(has_weight, (returned, inner_state), unchanged)
                 measured = optax.tree.where(has_weight, measured, (state.value, stepped.state.noise))
-            emptied = window._emptied_rows(stepped, taken.gradients)
+            rows = stepped.state.gradient_sum
+            emptied = emptied_rows(rows, taken.gradients, window.axes) if window.axes else rows
             return returned, (inner_state, jnp.asarray(has_weight), emptied, *measured)
 
         gradient_sum, mean_value, noise = stepped.state.gradient_sum, state.value, stepped.state.noise
-        if window._axes:
+        if window.axes:
             idle = (state.inner_state, jnp.zeros((), bool), gradient_sum, mean_value, noise)
             returned, after = run_or_skip(stepped.has_average, reduce_and_run, idle, params, apply=apply)
             inner_state, applied, gradient_sum, mean_value, noise = after
@@ -288,12 +291,12 @@ def accumulate(
             if noise:  # in a branch, because the norm of the average takes a pass
 
                 def measure() -> tuple[jax.Array, Any]:
-                    taken = window._average(stepped)
+                    taken = window.average(stepped)
                     return taken.value, taken.noise
 
                 mean_value, noise = run_if(stepped.has_average, measure, lambda: (state.value, stepped.state.noise))
             elif stepped.has_average is not False:
-                mean_value = jnp.where(applied, window._average(stepped).value, mean_value)
+                mean_value = jnp.where(applied, window.average(stepped).value, mean_value)
             returned, inner_state = run_inner(gradient_sum, mean_value, stepped.has_average)
         returned = _with_integers(returned, like, params if apply else None)
         new_state = stepped.state._replace(

@@ -1,7 +1,7 @@
 """A whole batch in one call: `jax.value_and_grad` from several micro-batches, in one loop of the compiled program.
 
 Data goes one way: split the batch, run `fun` on a micro-batch, decide whether it is kept, add it, divide at the end.
-`GradAccumulator`s hold the sums that are divided by a weight: one for the loss and the gradients, one for the averaged
+`Window`s hold the sums that are divided by a weight: one for the loss and the gradients, one for the averaged
 leaves of the aux.
 """
 
@@ -17,7 +17,7 @@ from shrewjax import _arguments, _floats, _gradients
 from shrewjax._gradients import is_gradient
 from shrewjax._mesh import AxisName, as_varying, device_index, newly_varying, require_mapped, varying_axes
 from shrewjax._reductions import combined_over
-from shrewjax._window import GradAccumulator, GradAccumulatorState, Reduction
+from shrewjax._window import GradAccumulatorState, Reduction, Window
 from shrewjax._wrapping import Flag, check_unchanged
 
 
@@ -188,8 +188,8 @@ def value_and_grad(
     _arguments.choice("nonfinite", nonfinite, ("propagate", "drop_microbatch"))
     axes = _arguments.axis_names("sum_over", sum_over) or ()
     options: Any = {"reduction": reduction, "nonfinite": nonfinite, "sum_over": sum_over}
-    window = GradAccumulator(steps, accumulator_dtype=accumulator_dtype, **options)
-    loss_window = GradAccumulator(steps, **options)
+    window = Window(steps, accumulator_dtype=accumulator_dtype, **options)
+    loss_window = Window(steps, **options)
     given = {
         "argnums": _arguments.positions("argnums", argnums),
         "rng_argnums": _arguments.positions("rng_argnums", rng_argnums),
@@ -229,7 +229,7 @@ def value_and_grad(
         def add(so_far: _SoFar, i: jax.Array) -> tuple[_SoFar, list[jax.Array]]:
             """Returns the sums with micro-batch i added, and those of its leaves that are stacked."""
             its = run(i, so_far.carried)
-            added = window.add(_begun(so_far.window), its.averaged, its.weight)
+            added = window.advance(_begun(so_far.window), its.averaged, its.weight, None).state
             kept: Flag = its.weight != 0
             if nonfinite != "propagate" and kept is not False:
                 kept = kept & (added.dropped == so_far.window.dropped)
@@ -384,13 +384,12 @@ def _begun(state: GradAccumulatorState) -> GradAccumulatorState:
     return state._replace(micro_step=jnp.ones((), jnp.int32))
 
 
-def _average(window: GradAccumulator, state: GradAccumulatorState) -> tuple[Any, Flag]:
+def _average(window: Window, state: GradAccumulatorState) -> tuple[Any, Flag]:
     """Returns the window's average, and whether it has one. If not, the average is zeros."""
-    # `take` would select between the average and zeros. On CUDA, XLA holds these zeros: for a transformer, a quarter of
-    # the gradients' size.
-    stepped = window._advance(_begun(state), None, 0, None, flush=True, when_full=False)
-    average = window._average(stepped)
-    return average.gradients, stepped.has_average & average.has_weight
+    # No select between the average and zeros, as in `GradAccumulator.take`. On CUDA, XLA would hold these zeros: for a
+    # transformer, a quarter of the gradients' size.
+    taken, has_average, _ = window.close(_begun(state))
+    return taken.gradients, has_average
 
 
 def _selected(kept: Flag, new: Any, old: Any) -> Any:
@@ -433,7 +432,7 @@ class _AuxLeaves:
         leaves, self._structure = jax.tree.flatten_with_path(like)
         self._like = [x for _, x in leaves]
         self._names = _names_of_leaves(names, like)
-        self._window = GradAccumulator(steps, sum_over=sum_over)
+        self._window = Window(steps, sum_over=sum_over)
         self._sum_over = _arguments.axis_names("sum_over", sum_over) or ()
         for (path, x), name in zip(leaves, self._names, strict=True):
             _check_aux_leaf(_gradients.leaf_name(path), x, name)
@@ -453,7 +452,7 @@ class _AuxLeaves:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
         if not isinstance(kept, bool):
             weight = jnp.where(kept, weight, jnp.zeros_like(weight))
-        means = self._window.add(_begun(so_far.means), self._of(leaves, "mean"), weight)
+        means = self._window.advance(_begun(so_far.means), self._of(leaves, "mean"), weight, None).state
         combine = self._of([_COMBINE.get(name) for name in self._names], *_COMBINE)
         others = [
             _selected(kept, f(old, x.astype(old.dtype)), old)

@@ -69,7 +69,9 @@ TESTS = {
     ),
 }
 TESTS |= dict.fromkeys(("_floats", "_extended", "_range", "_scaling", "_unit_numbers"), TESTS["_norms"])
-TESTS |= {"_keys": TESTS["_selection"], "_accumulation": TESTS["_window"]}
+TESTS |= dict.fromkeys(("_accumulation", "_accumulator", "_micro_batch"), TESTS["_window"]) | {
+    "_keys": TESTS["_selection"]
+}
 LONGEST = 60  # seconds of a core for one test
 
 
