@@ -66,9 +66,9 @@ def zero_rows(like: jax.Array, dtype: Any, axes: Axes, mesh: Mesh | AbstractMesh
     return jax.sharding.reshard(rows, P(axes, *spec))
 
 
-def emptied_rows(rows: chex.ArrayTree, average: chex.ArrayTree, axes: Axes) -> chex.ArrayTree:
+def emptied_rows(rows: chex.ArrayTree, average: chex.ArrayTree, axes: Axes | None) -> chex.ArrayTree:
     """Returns rows for the state of a closed window, whose values nobody reads. Reuses the average if it can."""
-    if not is_mapped(axes):
+    if not axes or not is_mapped(axes):
         return rows
     # XLA-22.
     # On CUDA and TPU, XLA would otherwise keep both the rows and the average, which costs memory of the parameters'

@@ -50,6 +50,7 @@ ORDER = [
     "_window",
     "_accumulator",
     "_accumulation",
+    "_train_step",
     "_batches",
     "_sharded_state",
     "_metrics",
