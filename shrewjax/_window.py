@@ -294,9 +294,10 @@ class Window:
         return Average(gradients, has_weight if self.axes else True, value, noise)
 
     def close(self, state: Any) -> tuple[Average, Flag, Any]:
-        """Returns what a window passes on, full or not, whether it has an average, and the state with an empty window.
+        """Closes a window, full or not. Returns its average, whether it has one, and the state.
 
-        Without an average, that of the gradients is meaningless. `windows`, `value` and `noise` are still the old ones.
+        The average of a window without one is meaningless. It is not selected away, because on CUDA XLA would hold the
+        zeros: for a transformer, a quarter of the gradients' size. `windows`, `value` and `noise` stay as they were.
         """
         stepped = self.advance(state, None, 0, None, flush=True)
         taken = self.average(stepped)
@@ -312,6 +313,14 @@ class Window:
         # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
         # accum_steps.
         return is_step & (micro_step >= self.steps(windows))
+
+
+def begun(state: GradAccumulatorState) -> GradAccumulatorState:
+    """Returns the window, marked as begun, so that a gradient is always added and never replaces the sum.
+
+    XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them (XLA-24).
+    """
+    return state._replace(micro_step=jnp.ones((), jnp.int32))
 
 
 def _advance_leaf(

@@ -51,6 +51,8 @@ ORDER = [
     "_accumulator",
     "_accumulation",
     "_train_step",
+    "_batch_arguments",
+    "_batch_aux",
     "_batches",
     "_sharded_state",
     "_metrics",
