@@ -203,8 +203,8 @@ def accumulate(
       >>> updates, state.windows
       (Array([-4., -5.], dtype=float32), Array(1, dtype=int32))
 
-    The weighted mean equals the large batch's gradient by linearity. The mean of means does not, see "Bugs in LLM
-    Training - Gradient Accumulation Fix", Unsloth, 2024.
+    Source: by linearity of the gradient, the weighted mean is the large batch's gradient. The mean of means is not, see
+    "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
     """
     if isinstance(inner, Accumulation):
         raise ValueError("inner is itself an accumulation. Multiply the accum_steps instead of nesting accumulations")

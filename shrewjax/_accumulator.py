@@ -42,6 +42,8 @@ class GradAccumulator:
       >>> state = add(state, {"w": jnp.array([1.0, 2.0])})
       >>> bool(window.ready(state)), int(window.current_step(state))
       (False, 1)
+
+    Source: by linearity of the gradient, the average is the gradient of the mean loss over the window's examples.
     """
 
     def __init__(

@@ -84,26 +84,27 @@ def value_and_grad(
     ==============================================  ============================================================
     condition                                       result
     ==============================================  ============================================================
-    a micro-batch of weight 0                       contributes nothing to value, gradients and aux, whatever its
-                                                    loss and gradients are; the carry stays as before it
-    a bad micro-batch, `nonfinite="propagate"`      value and gradients are what arithmetic says
-    the same, `nonfinite="drop_microbatch"`         as one of weight 0
+    a micro-batch of weight 0                       adds nothing to value, gradients and aux, even if its loss or its
+                                                    gradients are NaN; the carry stays unchanged
+    a non-finite one, `nonfinite="propagate"`       it is added like any other, so the results are non-finite
+    a non-finite one, `"drop_microbatch"`           it gets weight 0
     every micro-batch has weight 0 or is dropped    the gradients are zeros, the value and every `"mean"` are NaN;
                                                     with `reduction="sum"`, the value is 0
-    a weight sum that is out of range or NaN        value, gradients and every `"mean"` are NaN; sums are not
-                                                    divided by it, and so stay
+    a weight sum that is out of range or NaN        value, gradients and every `"mean"` are NaN; a sum is not
+                                                    divided by it, and not affected
     ==============================================  ============================================================
 
-    A micro-batch is bad if its loss or its gradients contain a NaN or an infinity, and its weight is not 0. To count
-    those that are kept, let `fun` return a 1 in its aux and sum it: `aux={"kept": "sum", ...}`. `"stack"` shows which.
+    A micro-batch is non-finite if its loss or its gradients contain a NaN or an infinity, and its weight is not 0. To
+    count those that are kept, let `fun` return a 1 in its aux and sum it: `aux={"kept": "sum", ...}`. `"stack"` shows
+    which are kept.
 
     The aux of the micro-batches is reduced leaf by leaf, over those that are kept. A leaf keeps its dtype. Only a
     `"sum"` of booleans or of short integers has the wider dtype that `jnp.sum` gives it.
 
     =========  ==================================================  ==================================  =============
-    `aux`      over the micro-batches that are kept                over devices, with `sum_over`       of none
+    `aux`      over the micro-batches that are kept                over devices, with `sum_over`       none is kept
     =========  ==================================================  ==================================  =============
-    `"mean"`   sum(w a) / sum(w), whatever `reduction` is          the same, over all of them          NaN
+    `"mean"`   sum(w a) / sum(w), for every `reduction`            the same, over all of them          NaN
     `"sum"`    sum(a), which is not weighted                       the same                            0
     `"max"`    the largest, NaN if one is NaN                      the same                            least number
     `"min"`    the smallest, NaN if one is NaN                     the same                            largest number
@@ -115,7 +116,8 @@ def value_and_grad(
     order of the examples.
 
     Args:
-      fun: the loss, a scalar; with `has_aux` a pair of that and anything else. As for `jax.value_and_grad`.
+      fun: the loss function, as for `jax.value_and_grad`. It returns a scalar; with `has_aux`, a pair of that and
+        anything else.
       micro_batches: K, an int >= 1, into which the examples can be divided.
       argnums: the position, or positions, of the arguments to differentiate with respect to.
       has_aux: whether `fun` returns a pair.
@@ -132,7 +134,7 @@ def value_and_grad(
         each device has its own carry, unless `fun` reduces it.
       reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss: sum(l) / sum(w) and
         sum(g) / sum(w). `"sum"`: sum(l) and sum(g).
-      nonfinite: how to treat a bad micro-batch, see above. `"drop_microbatch"` reads the gradients once more.
+      nonfinite: how to treat a non-finite micro-batch, see above. `"drop_microbatch"` reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum; by default the wider of float32 and the parameter's (complex for
         complex). Gradients are returned in the dtypes that `jax.value_and_grad` gives.
       sum_over: the mapped axis, or axes, over which the batch is divided, see below. With `check_vma=False` and in
@@ -145,8 +147,8 @@ def value_and_grad(
 
     Inside `jax.shard_map` over the axis "data", pass `sum_over="data"`. Each device then takes K micro-batches of its
     own, and sum(w g) and sum(w) cross the network once, after the loop. Pass parameters replicated over "data". Value,
-    gradients and aux are returned replicated, except as the table says. A micro-batch that is bad on one device is bad
-    on all, so `"drop_microbatch"` also sends one flag for each micro-batch.
+    gradients and aux are returned replicated, except as the table says. A micro-batch that is non-finite on one device
+    is so on all, so `"drop_microbatch"` also sends one flag for each micro-batch.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are
@@ -179,7 +181,7 @@ def value_and_grad(
       >>> value, aux["kept"]
       (Array(24.5, dtype=float32), Array(2, dtype=int32))
 
-    The weighted mean is that of the large batch, because gradients are linear in the loss. A mean of means is not, see
+    Source: by linearity of the gradient, the weighted mean is the large batch's gradient. The mean of means is not, see
     "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
     """
     steps = _arguments.integer("micro_batches", micro_batches, at_least=1)

@@ -58,8 +58,8 @@ def grad_norm(grads: Any, ord: float | None = None, *, sharded_over: AxisName | 
       >>> grad_norm(jnp.full(4, 1e20, jnp.float32))
       Array(2.e+20, dtype=float32)
 
-    The scaled second pass follows the idea of J. L. Blue, "A portable Fortran program to find the Euclidean norm of a
-    vector", ACM TOMS 4 (1978).
+    Source: the scaled second pass follows the idea of J. L. Blue, "A portable Fortran program to find the Euclidean
+    norm of a vector", ACM TOMS 4 (1978).
     """
     return _extended.from_extended(global_norm(grads, _arguments.order(ord), _arguments.sharded_over(sharded_over)))
 
@@ -152,7 +152,7 @@ def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
       >>> clip_grad_value(jnp.array([0.5, -3.0, jnp.inf]), 1.0)
       Array([ 0.5, -1. ,  1. ], dtype=float32)
 
-    The name is that of `torch.nn.utils.clip_grad_value_`.
+    Source: the rule and the name are those of `torch.nn.utils.clip_grad_value_`.
     """
     max_value = _arguments.threshold("max_value", max_value)
     _, leaves, treedef = _gradients.gradient_leaves(grads)
@@ -293,7 +293,7 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
       >>> tx.update(grads, tx.init(grads))[0]
       Array([ 0.125, -0.25 ], dtype=float32)
 
-    The rule is `torch.nn.utils.clip_grad_value_` and `optax.clip`.
+    Source: the rule is that of `torch.nn.utils.clip_grad_value_` and `optax.clip`.
     """
     max_value = _arguments.threshold("max_value", max_value)
 

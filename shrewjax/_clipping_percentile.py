@@ -93,10 +93,9 @@ def clip_grad_percentile(
       >>> clipped["w"], bound
       (Array([ 1., -2.,  3., -5.,  5.], dtype=float32), Array(5., dtype=float32))
 
-    The rule is the clipByPercentile of formal specifications of training (there with `method="lower"`); the ranks are
-    those of `numpy.percentile`, R. J. Hyndman and Y. Fan, "Sample quantiles in statistical packages", The American
-    Statistician 50 (1996), definition 7. Coordinate-wise clipping under heavy tails: J. Zhang et al., 2020,
-    arXiv:1912.03194.
+    Source: the rule is `clipByPercentileSpec` in TorchLean, there with `method="lower"`. The ranks are those of
+    `numpy.percentile`: R. J. Hyndman, Y. Fan, "Sample quantiles in statistical packages", The American Statistician 50
+    (1996), definition 7. Coordinate-wise clipping under heavy tails: J. Zhang et al., 2020, arXiv:1912.03194.
     """
     rule = _PercentileRule.checked(percentile, method, scope, over, sharded_over)
     clipped, bounds, _ = _clip_percentile(grads, rule, start=None)
@@ -107,7 +106,7 @@ def clip_grad_percentile(
 class ClipByPercentileState(NamedTuple):
     """Measurements of the last update."""
 
-    bound: Annotated[Any, "float32 (): the percentile of |g|; for scope 'leaf' a tree of them, like the parameters"]
+    bound: Annotated[Any, "float32 (): the percentile of the magnitudes; for scope 'leaf' a tree of them"]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped elements / elements"]
 
     def metrics(self) -> dict[str, Any]:
@@ -156,7 +155,7 @@ def clip_by_percentile(
       >>> clipped, state.bound, state.clipped_fraction
       (Array([ 1., -2.,  3., -5.,  5.], dtype=float32), Array(5., dtype=float32), Array(0.2, dtype=float32))
 
-    Sources: see `clip_grad_percentile`.
+    Source: `clip_grad_percentile` names the rule and the definition of the ranks.
     """
     rule = _PercentileRule.checked(percentile, method, scope, over, sharded_over)
 

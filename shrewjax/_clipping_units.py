@@ -63,7 +63,7 @@ def clip_by_leaf_norm(
       >>> clipped["a"].round(6), clipped["b"], state.grad_norm["a"]
       (Array([0.6, 0.8], dtype=float32), Array([0.5], dtype=float32), Array(5., dtype=float32))
 
-    The rule is `tf.clip_by_norm` and Keras' `clipnorm`, applied to each tensor.
+    Source: the rule is that of `tf.clip_by_norm` and of Keras' `clipnorm`, for each tensor.
     """
     max_norm, ord = _arguments.threshold("max_norm", max_norm), _arguments.order(ord)
     batch_axes, mesh_axes = _arguments.axes("batch_axes", batch_axes), _arguments.unit_axis_names(sharded_over)

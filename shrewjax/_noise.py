@@ -7,7 +7,7 @@ g = sum w_i g_i / W, and q = sum w_i |g_i|^2. Then
     S  = (q - W |g|^2) / (K - 1)    has the mean tr Sigma, because q - W |g|^2 = sum w_i |g_i - g|^2
     G2 = |g|^2 - S / W              has the mean |G|^2
 
-whatever the weights are. For equal weights, these are the estimates of McCandlish et al. 2018, appendix A.1. Averages
+for any weights. For equal weights, these are the estimates of McCandlish et al. 2018, appendix A.1. Averages
 of S and of G2 over windows give the noise scale tr Sigma / |G|^2: the weight at which noise and signal are equal. Each
 average is unbiased; a ratio of single estimates would not be, and G2 of one window may be negative.
 
@@ -36,7 +36,7 @@ _SCALES = (0, _SHRINK, _GROW)
 class NoiseState(NamedTuple):
     """The sums of the open window and the averages over closed ones. Its fields are a file format."""
 
-    square_sums: Annotated[jax.Array, "float32 (3,), or (devices, 3): sum of w |g|^2 in the window, at three scales"]
+    square_sums: Annotated[jax.Array, "float32 (3,), or (devices, 3): sum of w abs(g)^2 in the window, at three scales"]
     kept: Annotated[jax.Array, "float32 (), or (devices,): number of micro-batches in that sum"]
     recorded: Annotated[jax.Array, "int32 (): number of windows in the averages"]
     trace: Annotated[jax.Array, "float32 (): average of S, in units of 4**exponent"]

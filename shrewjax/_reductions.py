@@ -233,7 +233,7 @@ def _leaf_counts(flags: Callable[..., Sequence[jax.Array]], words: int, *of_leaf
 _LARGEST_COUNT = 2**32 - 1
 
 
-# The sum of so many 12-bit parts fits in a word.
+# The sum of this many 12-bit parts fits in a word.
 _MOST_COUNTS = 2**20
 
 

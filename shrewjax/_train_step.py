@@ -20,7 +20,9 @@ def apply_gradients(
     params: Tree,
     **extra_args: Any,
 ) -> tuple[Tree, State]:
-    """Calls `tx.update` and `optax.apply_updates` in one, for any Optax transformation.
+    r"""Calls `tx.update` and `optax.apply_updates` in one, for any Optax transformation.
+
+    .. math:: (u_t, s_{t+1}) = \text{update}(g_t, s_t, \theta_t), \qquad \theta_{t+1} = \theta_t + u_t
 
     If `accumulate` returned `tx`, a call that does not close the window touches only the accumulator. It neither reads
     nor writes updates and parameters. Tests check this in programs compiled for CPU, GPU and TPU. An accumulation
@@ -52,6 +54,8 @@ def apply_gradients(
       >>> params, state = apply_gradients(tx, jnp.array([3.0, 4.0]), state, params)
       >>> params
       Array([-2., -3.], dtype=float32)
+
+    Source: the result is that of `tx.update` and `optax.apply_updates`, Optax's own two calls.
     """
     # Outside of jit, a skipped step would otherwise return the caller's own NumPy arrays, which then share memory
     # (tests/test_train_steps.py, "returns_jax_arrays_too").
@@ -60,7 +64,10 @@ def apply_gradients(
 
 
 def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **extra_args: Any) -> tuple[Tree, State]:
-    """Closes an open window, at the end of an epoch or of training, with the micro-batches that it has.
+    r"""Closes an open window, at the end of an epoch or of training, with the micro-batches that it has.
+
+    .. math:: \bar g = \frac{\sum_{i \le k} w_i g_i}{\sum_{i \le k} w_i}
+              \;\text{ over the } k \text{ micro-batches so far}
 
     The divisor is the window's weight so far, not `accum_steps`. For an empty window, the updates are zeros and inner
     does not run. To close a window together with its last micro-batch, pass `flush=True` to `update` instead. With
@@ -88,6 +95,8 @@ def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **ex
       >>> updates, state = flush(tx, state, params)
       >>> updates
       Array([-1., -2.], dtype=float32)
+
+    Source: by linearity of the gradient, the average is the gradient of the mean loss over these micro-batches alone.
     """
     if not isinstance(tx, Accumulation):
         raise ValueError(
@@ -100,11 +109,14 @@ def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **ex
 
 
 def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
-    """Checks the values in all windows of a state, under `chex.chexify` or outside of jit.
+    r"""Checks the values in all windows of a state, under `chex.chexify` or outside of jit.
 
-    Every window must have `0 <= micro_step < accum_steps` (`<=` for `GradAccumulator`, whose full window waits for
-    `take`) and a finite `weight_sum >= 0`. `weight` must be finite and >= 0. `accumulate` itself always checks shapes,
-    dtypes and all values that are known while tracing. Other values can only be checked when the program runs.
+    .. math:: 0 \le \text{micro\_step} < \text{accum\_steps}, \qquad 0 \le \text{weight\_sum} < \infty, \qquad
+              0 \le \text{weight} < \infty
+
+    This must hold in every window. A full window of `GradAccumulator` waits for `take`, so its `micro_step` may also be
+    `accum_steps`. `accumulate` itself always checks shapes, dtypes and all values that are known while tracing. Other
+    values can only be checked when the program runs.
 
     Args:
       opt_state: a state that contains windows, at any depth.
@@ -128,6 +140,8 @@ def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
       ...     return tx.update(grads, state, weight=weight)
       >>> updates, state = step(jnp.ones(2), tx.init(jnp.zeros(2)), 3.0)
       >>> chex.block_until_chexify_assertions_complete()
+
+    Source: the checks are value assertions of chex, with the contract of `chex.chexify`.
     """
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, WINDOW_STATES))
     windows = [x for x in nodes if isinstance(x, WINDOW_STATES)]

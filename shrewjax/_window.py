@@ -85,7 +85,7 @@ class WindowStep(NamedTuple):
 
 
 class Average(NamedTuple):
-    """What a closing window passes on: see `Window.average`."""
+    """The quantities that a closing window passes on: see `Window.average`."""
 
     gradients: chex.ArrayTree  # the average in the accumulator's dtypes
     has_weight: Flag  # the window's weight is not 0

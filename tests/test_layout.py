@@ -74,6 +74,11 @@ def test_every_module_has_its_place():
     assert {p.stem for p in PACKAGE.glob("*.py")} == {*ORDER, APART, "__init__"}
 
 
+def test_contributing_lists_the_modules_in_this_order():
+    table = re.findall(r"^\| (`_.*?) \|", (PACKAGE.parent / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert re.findall(r"`(\w+)`", "".join(table)) == ORDER
+
+
 def test_imports_go_one_way():
     for place, name in enumerate(ORDER):
         ours = {m.split(".")[1] for m in imported_modules(PACKAGE / f"{name}.py") if m.startswith("shrewjax.")}
