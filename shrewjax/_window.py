@@ -220,7 +220,6 @@ class Window:
         else:
             has_average = ~window_bad if self.axes else has_weight & ~window_bad
 
-        # XLA-15.
         # The pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
         # XLA:CPU, a second buffer (tests/test_accumulation.py, "written_in_place"). Per-device rows are divided in
         # `average`, because they have to be summed over devices first.
@@ -359,8 +358,8 @@ def _scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
 def _reciprocal(weight_sum: jax.Array, has_weight: Flag) -> jax.Array:
     """Returns 1 / weight_sum, 1 if the weight is 0, or NaN if the weight sum is out of range.
 
-    Sums are multiplied by it, because XLA:CPU materializes a quotient that is used twice, as by Adam. A weight sum
-    above the range would have a reciprocal that is flushed to 0. Below the range, products w g may be flushed to 0.
+    A weight sum above the range would have a reciprocal that is flushed to 0. Below the range, products w g may be
+    flushed to 0.
     """
     in_range = (weight_sum >= _arguments.LEAST_WEIGHT) & (weight_sum <= _arguments.LARGEST_WEIGHT)
     checked = jnp.where(in_range, weight_sum, jnp.nan)
