@@ -18,14 +18,7 @@ from shrewjax._mesh import AxisName
 from shrewjax._micro_batch import without_rows
 from shrewjax._per_device import emptied_rows
 from shrewjax._states import described, fields, increment_if
-from shrewjax._window import (
-    AccumSteps,
-    GradAccumulatorState,
-    Nonfinite,
-    Reduction,
-    Window,
-    metrics_of_window,
-)
+from shrewjax._window import AccumSteps, GradAccumulatorState, Nonfinite, Reduction, Window, metrics_of_window
 from shrewjax._wrapping import (
     Flag,
     Gradients,
@@ -308,18 +301,7 @@ def accumulate(
         check_unchanged(new_state, state, "the accumulation's state changed")
         return returned, new_state
 
-    def update_fn(
-        updates: optax.Updates,
-        state: AccumulateState,
-        params: optax.Params | None = None,
-        *,
-        weight: Any = 1,
-        flush: Any = False,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, AccumulateState]:
-        return advance_and_run(updates, state, params, apply=False, weight=weight, flush=flush, **extra_args)
-
-    return Accumulation(init_fn, wrapper(update_fn, step_fn))
+    return Accumulation(init_fn, wrapper(step_fn))
 
 
 class Accumulation(optax.GradientTransformationExtraArgs):

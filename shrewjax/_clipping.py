@@ -247,10 +247,7 @@ def clip_by_global_norm(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByGlobalNormState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: ClipByGlobalNormState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del params, extra_args
         leaf_norms = state.leaf_norms
@@ -302,10 +299,7 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
         return optax.EmptyState()
 
     def update_fn(
-        updates: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params, extra_args
         return clip_grad_value(updates, max_value), state

@@ -110,10 +110,7 @@ def clip_by_leaf_norm_ema(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByLeafNormEmaState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: ClipByLeafNormEmaState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByLeafNormEmaState]:
         del params, extra_args
         share, floor = jnp.asarray(1 - decay, jnp.float32), jnp.asarray(min_norm, jnp.float32)

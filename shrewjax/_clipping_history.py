@@ -96,10 +96,7 @@ def clip_by_norm_percentile(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByNormPercentileState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: ClipByNormPercentileState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByNormPercentileState]:
         del params, extra_args
         norm = global_norm(updates, 2.0, axes)
@@ -210,10 +207,7 @@ def clip_by_norm_zscore(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByNormZscoreState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: ClipByNormZscoreState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByNormZscoreState]:
         del params, extra_args
         limit_z, eps_, cap = (jnp.asarray(x, jnp.float32) for x in (max_zscore, eps, max_norm))

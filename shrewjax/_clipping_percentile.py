@@ -165,10 +165,7 @@ def clip_by_percentile(
         return ClipByPercentileState(bound=bounds, clipped_fraction=jnp.zeros((), jnp.float32))
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByPercentileState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: ClipByPercentileState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByPercentileState]:
         del params, extra_args
         clipped, bounds, clipped_fraction = _clip_percentile(updates, rule, start=state.bound)

@@ -75,10 +75,7 @@ def clip_by_leaf_norm(
         return ClipByLeafNormState(grad_norm=units.numbers(params, 0.0), clip_scale=units.numbers(params, 1.0))
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByLeafNormState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: ClipByLeafNormState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByLeafNormState]:
         del params, extra_args
         units = find_units(updates, stacked_layers(batch_axes))
@@ -200,10 +197,7 @@ def adaptive_grad_clip(
         return AdaptiveGradClipState(*(jnp.zeros((), jnp.float32) for _ in AdaptiveGradClipState._fields))
 
     def update_fn(
-        updates: optax.Updates,
-        state: AdaptiveGradClipState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: AdaptiveGradClipState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, AdaptiveGradClipState]:
         del state, extra_args
         if params is None:
@@ -298,10 +292,7 @@ def clip_by_block_rms(
         return ClipByBlockRmsState(*(jnp.zeros((), jnp.float32) for _ in ClipByBlockRmsState._fields))
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByBlockRmsState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: ClipByBlockRmsState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByBlockRmsState]:
         del state, params, extra_args
         units = find_units(updates, stacked_layers(batch_axes))

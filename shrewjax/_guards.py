@@ -157,12 +157,7 @@ def skip_nonfinite(
         )
         return returned, new_state._replace(inner_state=inner_state)
 
-    def update_fn(
-        updates: optax.Updates, state: SkipNonfiniteState, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, SkipNonfiniteState]:
-        return step_fn(lambda: updates, state, params, apply=False, runs=True, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(init_fn, wrapper(update_fn, step_fn))
+    return optax.GradientTransformationExtraArgs(init_fn, wrapper(step_fn))
 
 
 @described
@@ -346,12 +341,7 @@ def skip_on_spike(
         )
         return returned, new_state._replace(inner_state=inner_state)
 
-    def update_fn(
-        updates: optax.Updates, state: SkipOnSpikeState, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, SkipOnSpikeState]:
-        return step_fn(lambda: updates, state, params, apply=False, runs=True, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(init_fn, wrapper(update_fn, step_fn))
+    return optax.GradientTransformationExtraArgs(init_fn, wrapper(step_fn))
 
 
 def _float32(value: Scalar) -> jax.Array:

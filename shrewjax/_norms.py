@@ -15,13 +15,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax._branches import run_if
-from shrewjax._extended import (
-    EXPONENT_OF_ZERO,
-    ExtendedFloat,
-    from_extended,
-    shifted,
-    to_extended,
-)
+from shrewjax._extended import EXPONENT_OF_ZERO, ExtendedFloat, from_extended, shifted, to_extended
 from shrewjax._floats import (
     accumulator_dtype,
     factors_of_two,

@@ -30,11 +30,7 @@ import jax.numpy as jnp
 from shrewjax import _arguments, _extended, _floats, _gradients, _noise, _norms, _per_device
 from shrewjax._extended import ExtendedFloat
 from shrewjax._gradients import is_gradient
-from shrewjax._mesh import (
-    AxisName,
-    require_replicated,
-    require_sum_over,
-)
+from shrewjax._mesh import AxisName, require_replicated, require_sum_over
 from shrewjax._micro_batch import checked_gradients, is_nonfinite_micro_batch, norm_of_gradients
 from shrewjax._reductions import row_sums
 from shrewjax._states import described, fields, increment_if

@@ -40,8 +40,14 @@ UpdateOrApply = Callable[..., tuple[Any, Any]]
 """`(gradients, state, params, *, apply, runs, **extra_args) -> (updates, or new parameters; new state)`."""
 
 
-def wrapper(update_fn: Callable[..., Any], update_or_apply: UpdateOrApply) -> optax.TransformUpdateExtraArgsFn:
-    """Returns a wrapper's `update` function with its second form attached."""
+def wrapper(update_or_apply: UpdateOrApply) -> optax.TransformUpdateExtraArgsFn:
+    """Returns a wrapper's `update` function, made from its second form, which is attached."""
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        return update_or_apply(lambda: updates, state, params, apply=False, runs=True, **extra_args)
+
     cast(Any, update_fn).update_or_apply = update_or_apply
     return update_fn
 
