@@ -65,9 +65,9 @@ def clip_grad_percentile(
     use `clip_grad_norm`. Before an optimizer that divides by the gradients' scale, such as Adam, only the shape
     matters.
 
-    The bound is found by counting, in 5 to 8 reads of the data (16-bit leaves: 3 to 6), without a sort, a copy or a
-    gather. It takes more reads if most magnitudes are equal, and never more than 27 (16 bits: 11; 64 bits: 56). Sharded
-    gradients give the same bits. The clip is differentiable, with b as a constant.
+    The bound is found by counting, without a sort, a copy or a gather. It takes 5 to 8 reads of the data, for 16-bit
+    leaves 3 to 6. It takes more reads if most magnitudes are equal, and never more than 27 (16 bits: 11; 64 bits: 56).
+    Sharded gradients give the same bits. The clip is differentiable, with b as a constant.
 
     Args:
       grads: pytree of arrays. Complex leaves count and are clipped by their modulus, and keep their phase. Integer,

@@ -149,8 +149,8 @@ def _place_window(path: _gradients.KeyPath, window: Any, like: Any) -> Any:
 def _with_rows_of(x: Any, like: Any) -> Any:
     """Returns rows summed into as many rows as `like` has. An array without rows is returned unchanged.
 
-    So is one of another shape, and any beside a leaf of `like` that is no array on a device: `_place` then raises an
-    error that names the leaf.
+    An array of another shape, or one whose leaf in `like` is no array on a device, is also returned unchanged. `_place`
+    then raises an error that names the leaf.
     """
     if not isinstance(like, jax.Array) or x.ndim != like.ndim or x.ndim == 0 or x.shape[1:] != like.shape[1:]:
         return x

@@ -8,7 +8,7 @@ function therefore has a second form, its attribute `update_or_apply`. It return
 Wrappers can be nested. Each one only decides whether the step `runs`, from a few scalars, and passes the decision on to
 the next. The innermost transformation is no wrapper. It runs in one branch, or is skipped. No branch is nested in
 another, because on CUDA XLA then copies the parameters and the state that the inner branch returns unchanged
-(XLA-2). Gradients are passed on as a function that computes them, because an array that enters a branch would be
+(XLA-2). Gradients are passed on as a function that computes them, because an array that enters a branch is
 materialized even if the branch is not taken (XLA-3).
 
 The second form belongs to the function, not to the transformation. A transformation is a pytree of functions, which

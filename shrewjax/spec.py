@@ -148,9 +148,9 @@ def percentile_spec(values: Sequence[Number], percentile: Any, method: Method = 
 
     .. math:: v_{(r)}, \qquad r = \frac{p\,(n-1)}{100}
 
-    The rank r is a rational number, exact at any size. If it is no integer, `method` makes one value of the two
-    neighbours, as in NumPy: the `"lower"`, the `"higher"`, the `"nearest"` (of two equally near ones, that of even
-    rank), their `"midpoint"`, or the point between them that is `"linear"` in r.
+    The rank r is a rational number, exact at any size. If it is no integer, `method` chooses between the two
+    neighbours, as in NumPy. `"lower"`, `"higher"` and `"nearest"` return one of them. If both are equally near,
+    `"nearest"` returns that of even rank. `"midpoint"` returns their mean, `"linear"` the point that is linear in r.
 
     Args:
       values: at least one.
