@@ -43,18 +43,12 @@ def limit_in(value: Scalar, dtype: Any) -> ExtendedFloat:
 @partial(jax.jit, inline=True)  # XLA-21
 def clip_scale(norm: ExtendedFloat, limit: ExtendedFloat) -> ClipScale:
     """Returns the scale that reduces a norm to its limit: the decision of every norm clip. Has the shape of `norm`."""
-    applies = _exceeds(norm, limit)
-    one = jnp.ones_like(norm.mantissa)
-    # XLA-5: without the branch, XLA fuses this arithmetic into the kernel of every leaf and repeats it there.
-    return run_if(
-        jnp.any(applies),
-        lambda: _scale_to_limit(norm, limit, applies),
-        lambda: ClipScale(jnp.zeros_like(applies), one, one),
-    )
+    (scale,) = clip_scales([norm], [limit])
+    return scale
 
 
 def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat]) -> list[ClipScale]:
-    """Returns `clip_scale` of the units of every leaf, decided together in one branch (XLA-5)."""
+    """Returns `clip_scale` of the units of every leaf, decided together in one branch."""
     if not norms:
         return []
     applies = list(map(_exceeds, norms, limits))
@@ -62,6 +56,7 @@ def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat])
     def untouched(norm: ExtendedFloat, applies: jax.Array) -> ClipScale:
         return ClipScale(jnp.zeros_like(applies), jnp.ones_like(norm.mantissa), jnp.ones_like(norm.mantissa))
 
+    # XLA-5: without the branch, XLA fuses this arithmetic into the kernel of every leaf and repeats it there.
     return run_if(
         jnp.any(jnp.stack([jnp.any(a) for a in applies])),
         lambda: list(map(_scale_to_limit, norms, limits, applies)),
