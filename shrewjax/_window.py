@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 
 from shrewjax import _arguments, _extended, _floats, _gradients, _noise, _norms, _per_device
-from shrewjax._extended import ExtendedFloat
 from shrewjax._gradients import is_gradient
 from shrewjax._mesh import AxisName, require_replicated, require_sum_over
 from shrewjax._micro_batch import checked_gradients, is_nonfinite_micro_batch, norm_of_gradients
@@ -71,9 +70,7 @@ def metrics_of_window(state: Any) -> dict[str, Any]:
 class WindowStep(NamedTuple):
     """The result of `Window.advance`. Flags are Python bools if they are known at trace time."""
 
-    state: (
-        Any  # the new state; if the window closes, its `gradient_sum` is the average, or rows not summed over devices
-    )
+    state: Any  # the new state; a closing window's `gradient_sum` is the average, or rows not summed over devices
     weight_sum: jax.Array  # the window's weight, not reset if the window closes
     value_sum: jax.Array  # the weighted sum of `value`
     has_average: Flag  # the window closes with an average, unless it has rows and their total weight is 0
@@ -282,7 +279,7 @@ class Window:
             gradients = jax.tree.unflatten(treedef, [next(remaining) if x.ndim else x for x in leaves])
         if self._noise_decay is not None:
             per_weight = scale if self._reduction == "sum" else jnp.ones_like(scale)  # a sum is W times the mean
-            norm = self._norm_of_average(gradients)
+            norm = _norms.measure_local([x for x in jax.tree.leaves(gradients) if is_gradient(x)], self.axes or ())
             norm = _extended.shifted(norm.mantissa * per_weight.astype(norm.mantissa.dtype), norm.exponent)
             sums = _noise.WindowSums(noise.square_sums, noise.kept, weight_sum)
             noise = _noise.closed(stepped.state.noise, sums, norm, self._noise_decay)
@@ -297,9 +294,6 @@ class Window:
         stepped = self.advance(state, None, 0, None, flush=True)
         taken = self.average(stepped)
         return taken, stepped.has_average & taken.has_weight, stepped.state
-
-    def _norm_of_average(self, average: chex.ArrayTree) -> ExtendedFloat:
-        return _norms.measure_local([x for x in jax.tree.leaves(average) if is_gradient(x)], self.axes or ())
 
     def _is_full(self, windows: jax.Array, micro_step: jax.Array, is_step: Flag) -> Flag:
         """Returns whether this step fills the window. A window of one is known to be full, and needs no branch."""
