@@ -3,7 +3,8 @@
 from types import FunctionType as _FunctionType
 
 from shrewjax import spec
-from shrewjax._accumulation import AccumulateState, accumulate, apply_gradients, check_window, flush
+from shrewjax._accumulation import AccumulateState, accumulate
+from shrewjax._accumulator import GradAccumulator
 from shrewjax._batches import value_and_grad
 from shrewjax._clipping import (
     ClipByGlobalNormState,
@@ -33,7 +34,8 @@ from shrewjax._cotangents import clip_cotangent
 from shrewjax._guards import SkipNonfiniteState, SkipOnSpikeState, skip_nonfinite, skip_on_spike
 from shrewjax._metrics import metrics
 from shrewjax._sharded_state import redistribute, state_specs
-from shrewjax._window import GradAccumulator, GradAccumulatorState
+from shrewjax._train_step import apply_gradients, check_window, flush
+from shrewjax._window import GradAccumulatorState
 
 __version__ = "0.1.0"
 

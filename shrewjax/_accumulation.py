@@ -1,7 +1,6 @@
 """Accumulation around an optimizer: sum micro-batches, and run the optimizer once on their average.
 
-`accumulate` wraps an optimizer in a window. `GradAccumulator` (`_window.py`) is that window and has all its arithmetic.
-`apply_gradients`, `flush` and `check_window` work on what `accumulate` returned.
+`accumulate` wraps an optimizer in a `Window` (`_window.py`), which has all the arithmetic.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -14,17 +13,12 @@ import optax
 
 from shrewjax import _arguments, _floats, _gradients
 from shrewjax._branches import run_if
-from shrewjax._gradients import Tree, is_gradient
+from shrewjax._gradients import is_gradient
 from shrewjax._mesh import AxisName
-from shrewjax._states import State, described, fields, increment_if
-from shrewjax._window import (
-    AccumSteps,
-    GradAccumulator,
-    GradAccumulatorState,
-    Nonfinite,
-    Reduction,
-    metrics_of_window,
-)
+from shrewjax._micro_batch import without_rows
+from shrewjax._per_device import emptied_rows
+from shrewjax._states import described, fields, increment_if
+from shrewjax._window import AccumSteps, GradAccumulatorState, Nonfinite, Reduction, Window, metrics_of_window
 from shrewjax._wrapping import (
     Flag,
     Gradients,
@@ -202,13 +196,13 @@ def accumulate(
       >>> updates, state.windows
       (Array([-4., -5.], dtype=float32), Array(1, dtype=int32))
 
-    The weighted mean equals the large batch's gradient by linearity. The mean of means does not, see "Bugs in LLM
-    Training - Gradient Accumulation Fix", Unsloth, 2024.
+    Source: by linearity of the gradient, the weighted mean is the large batch's gradient. The mean of means is not, see
+    "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
     """
-    if isinstance(inner, _Accumulation):
+    if isinstance(inner, Accumulation):
         raise ValueError("inner is itself an accumulation. Multiply the accum_steps instead of nesting accumulations")
     wrapped = inner_transformation(inner)
-    window = GradAccumulator(
+    window = Window(
         accum_steps,
         reduction=reduction,
         accumulator_dtype=accumulator_dtype,
@@ -250,8 +244,8 @@ def accumulate(
         **extra_args: Any,
     ) -> tuple[Any, AccumulateState]:
         flush = _arguments.flag("flush", flush)
-        stepped = window._advance(state, grads, weight, value, flush=flush, when_full=True)
-        like = window._without_rows(_gradients.gradient_arrays(grads))
+        stepped = window.advance(state, grads, weight, value, flush=flush, when_full=True)
+        like = without_rows(_gradients.gradient_arrays(grads), window.axes)
         typed_params = _gradients.parameter_arrays(params)
 
         def run_inner(average: chex.ArrayTree, mean_value: jax.Array, runs: Flag) -> tuple[Any, Any]:
@@ -265,7 +259,7 @@ def accumulate(
             return update_or_apply(wrapped, gradients, state.inner_state, params, apply=apply, runs=runs, **extra)
 
         def reduce_and_run() -> tuple[Any, tuple[Any, ...]]:
-            taken = window._average(stepped)
+            taken = window.average(stepped)
             has_weight = taken.has_weight
             returned, inner_state = run_inner(taken.gradients, taken.value, True)
             measured = taken.value, taken.noise
@@ -275,11 +269,11 @@ def accumulate(
                 unchanged = params if apply else optax.tree.zeros_like(returned), state.inner_state
                 returned, inner_state = optax.tree.where(has_weight, (returned, inner_state), unchanged)
                 measured = optax.tree.where(has_weight, measured, (state.value, stepped.state.noise))
-            emptied = window._emptied_rows(stepped, taken.gradients)
+            emptied = emptied_rows(stepped.state.gradient_sum, taken.gradients, window.axes)
             return returned, (inner_state, jnp.asarray(has_weight), emptied, *measured)
 
         gradient_sum, mean_value, noise = stepped.state.gradient_sum, state.value, stepped.state.noise
-        if window._axes:
+        if window.axes:
             idle = (state.inner_state, jnp.zeros((), bool), gradient_sum, mean_value, noise)
             returned, after = run_or_skip(stepped.has_average, reduce_and_run, idle, params, apply=apply)
             inner_state, applied, gradient_sum, mean_value, noise = after
@@ -288,12 +282,12 @@ def accumulate(
             if noise:  # in a branch, because the norm of the average takes a pass
 
                 def measure() -> tuple[jax.Array, Any]:
-                    taken = window._average(stepped)
+                    taken = window.average(stepped)
                     return taken.value, taken.noise
 
                 mean_value, noise = run_if(stepped.has_average, measure, lambda: (state.value, stepped.state.noise))
             elif stepped.has_average is not False:
-                mean_value = jnp.where(applied, window._average(stepped).value, mean_value)
+                mean_value = jnp.where(applied, window.average(stepped).value, mean_value)
             returned, inner_state = run_inner(gradient_sum, mean_value, stepped.has_average)
         returned = _with_integers(returned, like, params if apply else None)
         new_state = stepped.state._replace(
@@ -307,149 +301,10 @@ def accumulate(
         check_unchanged(new_state, state, "the accumulation's state changed")
         return returned, new_state
 
-    def update_fn(
-        updates: optax.Updates,
-        state: AccumulateState,
-        params: optax.Params | None = None,
-        *,
-        weight: Any = 1,
-        flush: Any = False,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, AccumulateState]:
-        return advance_and_run(updates, state, params, apply=False, weight=weight, flush=flush, **extra_args)
-
-    return _Accumulation(init_fn, wrapper(update_fn, step_fn))
+    return Accumulation(init_fn, wrapper(step_fn))
 
 
-def apply_gradients(
-    tx: optax.GradientTransformation,
-    grads: Any,
-    opt_state: State,
-    params: Tree,
-    **extra_args: Any,
-) -> tuple[Tree, State]:
-    """Calls `tx.update` and `optax.apply_updates` in one, for any Optax transformation.
-
-    If `accumulate` returned `tx`, a call that does not close the window touches only the accumulator. It neither reads
-    nor writes updates and parameters. Tests check this in programs compiled for CPU, GPU and TPU. An accumulation
-    inside an Optax transformation, such as `optax.chain`, gives the same result without this saving.
-
-    Donate parameters and state. The step has to return them in the order in which it takes them, such as
-    `step(params, opt_state, ...) -> (params, opt_state)` with `jax.jit(step, donate_argnums=(0, 1))`. JAX pairs donated
-    buffers with results in order, and a wrong pair costs a copy. Keys, and parameters whose gradient is float0, stay
-    unchanged.
-
-    Args:
-      tx: any transformation.
-      grads: the gradients.
-      opt_state: its state.
-      params: the parameters.
-      **extra_args: passed to `tx.update`, `weight` and `flush` included.
-
-    Returns:
-      The new parameters and the new state.
-
-    Raises:
-      The errors of `tx.update`.
-
-    Example:
-      >>> tx = accumulate(optax.sgd(1.0), 2)
-      >>> params = jnp.zeros(2)
-      >>> state = tx.init(params)
-      >>> params, state = apply_gradients(tx, jnp.array([1.0, 2.0]), state, params)
-      >>> params, state = apply_gradients(tx, jnp.array([3.0, 4.0]), state, params)
-      >>> params
-      Array([-2., -3.], dtype=float32)
-    """
-    # Outside of jit, a skipped step would otherwise return the caller's own NumPy arrays, which then share memory
-    # (tests/test_train_steps.py, "returns_jax_arrays_too").
-    params = jax.tree.map(jnp.asarray, params)
-    return update_or_apply(tx, lambda: grads, opt_state, params, apply=True, runs=True, **extra_args)
-
-
-def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **extra_args: Any) -> tuple[Tree, State]:
-    """Closes an open window, at the end of an epoch or of training, with the micro-batches that it has.
-
-    The divisor is the window's weight so far, not `accum_steps`. For an empty window, the updates are zeros and inner
-    does not run. To close a window together with its last micro-batch, pass `flush=True` to `update` instead. With
-    `nnx.Optimizer`, which holds state and parameters as variables, call
-    `optimizer.update(model, grads, weight=0, flush=True)`. At weight 0 any gradients add nothing.
-
-    Args:
-      tx: the transformation that `accumulate` returned. An accumulation inside another transformation (`optax.chain`,
-        `optax.masked`, `optax.inject_hyperparams`) cannot be flushed from outside, because the outer one would process
-        a gradient that does not exist. There, pass `flush=True` to `update`, as above.
-      opt_state: its state.
-      params: the parameters. The average is cast to their dtypes.
-      **extra_args: passed to the wrapped optimizer.
-
-    Returns:
-      The updates and the new state.
-
-    Raises:
-      ValueError: `tx` was not returned by `accumulate`.
-
-    Example:
-      >>> tx = accumulate(optax.sgd(1.0), 4)
-      >>> params = jnp.zeros(2)
-      >>> _, state = tx.update(jnp.array([1.0, 2.0]), tx.init(params), params)
-      >>> updates, state = flush(tx, state, params)
-      >>> updates
-      Array([-1., -2.], dtype=float32)
-    """
-    if not isinstance(tx, _Accumulation):
-        raise ValueError(
-            f"tx must be the transformation that accumulate returned, got {tx!r}. If accumulate is inside another "
-            "transformation, pass flush=True to update with the last micro-batch. Or call "
-            "tx.update(grads, opt_state, params, weight=0, flush=True) with any finite grads, which add nothing"
-        )
-    no_gradients = jax.tree.map(lambda _: None, params)
-    return tx.update(no_gradients, opt_state, params, weight=0, flush=True, **extra_args)
-
-
-def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
-    """Checks the values in all windows of a state, under `chex.chexify` or outside of jit.
-
-    Every window must have `0 <= micro_step < accum_steps` (`<=` for `GradAccumulator`, whose full window waits for
-    `take`) and a finite `weight_sum >= 0`. `weight` must be finite and >= 0. `accumulate` itself always checks shapes,
-    dtypes and all values that are known while tracing. Other values can only be checked when the program runs.
-
-    Args:
-      opt_state: a state that contains windows, at any depth.
-      accum_steps: the length of a window.
-      weight: the weight about to be passed to `update`.
-
-    Returns:
-      Nothing.
-
-    Raises:
-      AssertionError: from chex; under `chex.chexify` when the program runs.
-      RuntimeError: from chex, in a jitted function that is not inside `chex.chexify`.
-      ValueError: the state contains no window.
-
-    Example:
-      >>> tx = accumulate(optax.sgd(0.1), 2)
-      >>> @chex.chexify
-      ... @jax.jit
-      ... def step(grads, state, weight):
-      ...     check_window(state, 2, weight=weight)
-      ...     return tx.update(grads, state, weight=weight)
-      >>> updates, state = step(jnp.ones(2), tx.init(jnp.zeros(2)), 3.0)
-      >>> chex.block_until_chexify_assertions_complete()
-    """
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, WINDOW_STATES))
-    windows = [x for x in nodes if isinstance(x, WINDOW_STATES)]
-    if not windows:
-        raise ValueError("opt_state must contain a window of accumulate or GradAccumulator, got a state with no window")
-    _assert_values(jnp.isfinite(weight) & (jnp.asarray(weight) >= 0), f"weight must be finite and >= 0, got {weight}")
-    for window in windows:
-        longest = accum_steps - isinstance(window, AccumulateState)
-        in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
-        _assert_values(in_range, f"micro_step must be between 0 and {longest}")
-        _assert_values(jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0), "weight_sum must be finite and >= 0")
-
-
-class _Accumulation(optax.GradientTransformationExtraArgs):
+class Accumulation(optax.GradientTransformationExtraArgs):
     """The transformation that `accumulate` returns. Its type is how `flush` and `accumulate` recognize it."""
 
 
@@ -482,10 +337,6 @@ def _with_integers(returned: chex.ArrayTree, like: chex.ArrayTree, params: optax
 def _zero_like(x: Any) -> Any:
     """Returns zeros of the same shape and dtype. JAX has no float0 arrays, so those are NumPy's."""
     return np.zeros(x.shape, x.dtype) if x.dtype == jax.dtypes.float0 else jnp.zeros_like(x)
-
-
-def _assert_values(is_valid: jax.Array, message: str) -> None:
-    chex.assert_trees_all_equal(is_valid, jnp.ones_like(is_valid), custom_message=message)
 
 
 WINDOW_STATES = (GradAccumulatorState, AccumulateState)

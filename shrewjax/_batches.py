@@ -1,24 +1,31 @@
 """A whole batch in one call: `jax.value_and_grad` from several micro-batches, in one loop of the compiled program.
 
 Data goes one way: split the batch, run `fun` on a micro-batch, decide whether it is kept, add it, divide at the end.
-`GradAccumulator`s hold the sums that are divided by a weight: one for the loss and the gradients, one for the averaged
+`Window`s hold the sums that are divided by a weight: one for the loss and the gradients, one for the averaged
 leaves of the aux.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from shrewjax import _arguments, _floats, _gradients
-from shrewjax._gradients import is_gradient
-from shrewjax._mesh import AxisName, as_varying, device_index, newly_varying, require_mapped, varying_axes
-from shrewjax._reductions import combined_over
-from shrewjax._window import GradAccumulator, GradAccumulatorState, Reduction
-from shrewjax._wrapping import Flag, check_unchanged
+from shrewjax import _arguments
+from shrewjax._batch_arguments import (
+    aux_and_carry,
+    check_carried,
+    check_loss,
+    folded_keys,
+    micro_batch_of,
+    roles_of_arguments,
+    split_examples,
+)
+from shrewjax._batch_aux import COMBINE, AuxLeaves, AuxSums, in_dtype_of, nan_unless, selected
+from shrewjax._mesh import AxisName, as_varying, device_index, require_mapped
+from shrewjax._window import GradAccumulatorState, Reduction, Window, begun
+from shrewjax._wrapping import Flag
 
 
 class _Averaged(NamedTuple):
@@ -41,7 +48,7 @@ class _SoFar(NamedTuple):
     """The loop's state between two micro-batches."""
 
     window: GradAccumulatorState
-    aux: "_AuxSums"
+    aux: AuxSums
     carried: list[Any]
 
 
@@ -77,26 +84,27 @@ def value_and_grad(
     ==============================================  ============================================================
     condition                                       result
     ==============================================  ============================================================
-    a micro-batch of weight 0                       contributes nothing to value, gradients and aux, whatever its
-                                                    loss and gradients are; the carry stays as before it
-    a bad micro-batch, `nonfinite="propagate"`      value and gradients are what arithmetic says
-    the same, `nonfinite="drop_microbatch"`         as one of weight 0
+    a micro-batch of weight 0                       adds nothing to value, gradients and aux, even if its loss or its
+                                                    gradients are NaN; the carry stays unchanged
+    a non-finite one, `nonfinite="propagate"`       it is added like any other, so the results are non-finite
+    a non-finite one, `"drop_microbatch"`           it gets weight 0
     every micro-batch has weight 0 or is dropped    the gradients are zeros, the value and every `"mean"` are NaN;
                                                     with `reduction="sum"`, the value is 0
-    a weight sum that is out of range or NaN        value, gradients and every `"mean"` are NaN; sums are not
-                                                    divided by it, and so stay
+    a weight sum that is out of range or NaN        value, gradients and every `"mean"` are NaN; a sum is not
+                                                    divided by it, and not affected
     ==============================================  ============================================================
 
-    A micro-batch is bad if its loss or its gradients contain a NaN or an infinity, and its weight is not 0. To count
-    those that are kept, let `fun` return a 1 in its aux and sum it: `aux={"kept": "sum", ...}`. `"stack"` shows which.
+    A micro-batch is non-finite if its loss or its gradients contain a NaN or an infinity, and its weight is not 0. To
+    count those that are kept, let `fun` return a 1 in its aux and sum it: `aux={"kept": "sum", ...}`. `"stack"` shows
+    which are kept.
 
     The aux of the micro-batches is reduced leaf by leaf, over those that are kept. A leaf keeps its dtype. Only a
     `"sum"` of booleans or of short integers has the wider dtype that `jnp.sum` gives it.
 
     =========  ==================================================  ==================================  =============
-    `aux`      over the micro-batches that are kept                over devices, with `sum_over`       of none
+    `aux`      over the micro-batches that are kept                over devices, with `sum_over`       none is kept
     =========  ==================================================  ==================================  =============
-    `"mean"`   sum(w a) / sum(w), whatever `reduction` is          the same, over all of them          NaN
+    `"mean"`   sum(w a) / sum(w), for every `reduction`            the same, over all of them          NaN
     `"sum"`    sum(a), which is not weighted                       the same                            0
     `"max"`    the largest, NaN if one is NaN                      the same                            least number
     `"min"`    the smallest, NaN if one is NaN                     the same                            largest number
@@ -108,7 +116,8 @@ def value_and_grad(
     order of the examples.
 
     Args:
-      fun: the loss, a scalar; with `has_aux` a pair of that and anything else. As for `jax.value_and_grad`.
+      fun: the loss function, as for `jax.value_and_grad`. It returns a scalar; with `has_aux`, a pair of that and
+        anything else.
       micro_batches: K, an int >= 1, into which the examples can be divided.
       argnums: the position, or positions, of the arguments to differentiate with respect to.
       has_aux: whether `fun` returns a pair.
@@ -125,7 +134,7 @@ def value_and_grad(
         each device has its own carry, unless `fun` reduces it.
       reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss: sum(l) / sum(w) and
         sum(g) / sum(w). `"sum"`: sum(l) and sum(g).
-      nonfinite: how to treat a bad micro-batch, see above. `"drop_microbatch"` reads the gradients once more.
+      nonfinite: how to treat a non-finite micro-batch, see above. `"drop_microbatch"` reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum; by default the wider of float32 and the parameter's (complex for
         complex). Gradients are returned in the dtypes that `jax.value_and_grad` gives.
       sum_over: the mapped axis, or axes, over which the batch is divided, see below. With `check_vma=False` and in
@@ -138,8 +147,8 @@ def value_and_grad(
 
     Inside `jax.shard_map` over the axis "data", pass `sum_over="data"`. Each device then takes K micro-batches of its
     own, and sum(w g) and sum(w) cross the network once, after the loop. Pass parameters replicated over "data". Value,
-    gradients and aux are returned replicated, except as the table says. A micro-batch that is bad on one device is bad
-    on all, so `"drop_microbatch"` also sends one flag for each micro-batch.
+    gradients and aux are returned replicated, except as the table says. A micro-batch that is non-finite on one device
+    is so on all, so `"drop_microbatch"` also sends one flag for each micro-batch.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are
@@ -172,7 +181,7 @@ def value_and_grad(
       >>> value, aux["kept"]
       (Array(24.5, dtype=float32), Array(2, dtype=int32))
 
-    The weighted mean is that of the large batch, because gradients are linear in the loss. A mean of means is not, see
+    Source: by linearity of the gradient, the weighted mean is the large batch's gradient. The mean of means is not, see
     "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
     """
     steps = _arguments.integer("micro_batches", micro_batches, at_least=1)
@@ -184,12 +193,12 @@ def value_and_grad(
     if not has_aux and aux != "mean":
         raise ValueError(f"aux needs has_aux=True, because fun returns (loss, aux), got aux={aux!r}")
     for name in jax.tree.leaves(aux, is_leaf=lambda x: x is None):
-        _arguments.choice("aux", name, ("mean", "stack", *_COMBINE))
+        _arguments.choice("aux", name, ("mean", "stack", *COMBINE))
     _arguments.choice("nonfinite", nonfinite, ("propagate", "drop_microbatch"))
     axes = _arguments.axis_names("sum_over", sum_over) or ()
     options: Any = {"reduction": reduction, "nonfinite": nonfinite, "sum_over": sum_over}
-    window = GradAccumulator(steps, accumulator_dtype=accumulator_dtype, **options)
-    loss_window = GradAccumulator(steps, **options)
+    window = Window(steps, accumulator_dtype=accumulator_dtype, **options)
+    loss_window = Window(steps, **options)
     given = {
         "argnums": _arguments.positions("argnums", argnums),
         "rng_argnums": _arguments.positions("rng_argnums", rng_argnums),
@@ -199,42 +208,42 @@ def value_and_grad(
     micro_value_and_grad = jax.value_and_grad(fun, argnums, has_aux)
 
     def value_and_grad_of_batch(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        roles = _roles(given, len(args))
+        roles = roles_of_arguments(given, len(args))
         require_mapped("sum_over", axes)
         first_number = device_index(axes) * steps if axes else 0
-        examples = _split({at: args[at] for at in roles["batch_argnums"]}, steps)
+        examples = split_examples({at: args[at] for at in roles["batch_argnums"]}, steps)
         # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
         # micro-batch (tests/test_batches.py, "cross_the_network_once").
         own_params = {at: jax.tree.map(lambda x: as_varying(x, axes), args[at]) for at in roles["argnums"]}
 
         def run(i: Any, carried: list[Any]) -> _MicroBatch:
             """Returns the results of micro-batch i."""
-            replaced = own_params | _micro_batch_of(examples, i)
-            replaced |= {at: _folded(f"argument {at}", args[at], first_number + i) for at in roles["rng_argnums"]}
+            replaced = own_params | micro_batch_of(examples, i)
+            replaced |= {at: folded_keys(f"argument {at}", args[at], first_number + i) for at in roles["rng_argnums"]}
             replaced |= dict(zip(roles["carry_argnum"], carried, strict=True))
             arguments = [replaced.get(at, x) for at, x in enumerate(args)]
             its_weight = 1 if weight is None else weight(*arguments, **kwargs)
             returned, grads = micro_value_and_grad(*arguments, **kwargs)
             loss, its_aux = returned if has_aux else (returned, ())
             if has_carry:
-                its_aux, *carried = _aux_and_carry(its_aux)
+                its_aux, *carried = aux_and_carry(its_aux)
             return _MicroBatch(its_weight, _Averaged(loss, grads), its_aux, carried)
 
         carried = [jax.tree.map(jnp.asarray, args[at]) for at in roles["carry_argnum"]]
         like = jax.eval_shape(run, 0, carried)
-        _check_loss(like.averaged.value, axes)
-        _check_carried(like, carried)
-        aux_leaves = _AuxLeaves(aux, like.aux, steps, sum_over)
+        check_loss(like.averaged.value, axes)
+        check_carried(like.carried, carried, like.weight)
+        aux_leaves = AuxLeaves(aux, like.aux, steps, sum_over)
 
         def add(so_far: _SoFar, i: jax.Array) -> tuple[_SoFar, list[jax.Array]]:
             """Returns the sums with micro-batch i added, and those of its leaves that are stacked."""
             its = run(i, so_far.carried)
-            added = window.add(_begun(so_far.window), its.averaged, its.weight)
+            added = window.advance(begun(so_far.window), its.averaged, its.weight, None).state
             kept: Flag = its.weight != 0
             if nonfinite != "propagate" and kept is not False:
                 kept = kept & (added.dropped == so_far.window.dropped)
             aux_sums, stacked = aux_leaves.add(so_far.aux, its.aux, its.weight, kept)
-            return _SoFar(added, aux_sums, _selected(kept, its.carried, so_far.carried)), stacked
+            return _SoFar(added, aux_sums, selected(kept, its.carried, so_far.carried)), stacked
 
         params = tuple(args[at] for at in roles["argnums"])
         zero = jnp.zeros((), like.averaged.value.dtype)
@@ -244,271 +253,13 @@ def value_and_grad(
         start = _SoFar(opened._replace(gradient_sum=sums), aux_leaves.open(), carried)
         end, stacked = lax.scan(add, start, jnp.arange(steps, dtype=jnp.int32))
 
-        average, has_average = _average(window, end.window)
-        value, grads = jax.tree.map(_in_dtype_of, average, like.averaged)
+        taken, has_average, _ = window.close(begun(end.window))
+        value, grads = jax.tree.map(in_dtype_of, taken.gradients, like.averaged)
         if reduction != "sum":
-            value = _nan_unless(has_average, value)
+            value = nan_unless(has_average, value)
         if not has_aux:
             return value, grads
         whole_aux = aux_leaves.close(end.aux, stacked)
         return (value, (whole_aux, *end.carried) if has_carry else whole_aux), grads
 
     return value_and_grad_of_batch
-
-
-# --- the arguments of a micro-batch ----------------------------------------------------------------------------
-
-
-def _roles(given: Mapping[str, tuple[int, ...] | None], count: int) -> dict[str, tuple[int, ...]]:
-    """Returns the positions of each role's arguments, counted from the front. Raises if an argument has two roles."""
-    roles: dict[str, tuple[int, ...]] = {}
-    taken: dict[int, str] = {}
-    for name, positions in given.items():
-        if positions is None:
-            positions = tuple(at for at in range(count) if at not in taken)
-            if not positions:
-                raise ValueError(
-                    f"no argument holds examples, because the call has {count} positional argument"
-                    f"{'' if count == 1 else 's'}, in {', '.join(dict.fromkeys(taken.values()))}. Pass the batch by "
-                    "position. Or pass batch_argnums=() if there is none"
-                )
-        for at in positions:
-            if not -count <= at < count:
-                raise ValueError(f"{name} has the position {at}, but {count} arguments came by position")
-            if at % count in taken:
-                raise ValueError(
-                    f"argument {at % count} is in {taken[at % count]} and in {name}. Give it one of the two"
-                )
-            taken[at % count] = name
-        roles[name] = tuple(at % count for at in positions)
-    return roles
-
-
-def _split(arguments: dict[int, Any], steps: int) -> dict[int, Any]:
-    """Returns arrays of shape (B, ...) as (B / K, K, ...), in which the second axis numbers the micro-batches.
-
-    If the first axis is sharded over devices, each device's examples are so divided among all micro-batches.
-    """
-    counts: dict[str, int] = {}
-
-    def split(path: _gradients.KeyPath, x: Any) -> jax.Array:
-        name = f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
-        if np.ndim(x) == 0:
-            raise ValueError(
-                f"{name} has no axis of examples, but shape (). Leave the argument out of batch_argnums. Or give each "
-                "example its own number"
-            )
-        (count, *rest), (first, of_first) = np.shape(x), next(iter(counts.items()), (name, len(x)))
-        counts[name] = count
-        if count != of_first:
-            raise ValueError(f"{name} has {count} examples along its first axis, {first} has {of_first}")
-        if count % steps:
-            raise ValueError(
-                f"{name} has {count} examples, which micro_batches={steps} does not divide. Pad the batch to "
-                f"{-(-count // steps) * steps}, and let weight= count the real ones. If the loss is a mean, let fun "
-                "take it over the real ones, too"
-            )
-        return jnp.asarray(x).reshape(count // steps, steps, *rest)
-
-    return jax.tree.map_with_path(split, arguments)
-
-
-def _micro_batch_of(examples: dict[int, Any], i: Any) -> dict[int, Any]:
-    """Returns the examples of micro-batch i."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), examples)
-
-
-def _folded(name: str, keys: Any, number: Any) -> Any:
-    """Returns the keys of the micro-batch with this number. Raises if a leaf is no single key."""
-
-    def fold(path: _gradients.KeyPath, key: Any) -> jax.Array:
-        dtype: Any = getattr(key, "dtype", np.object_)
-        is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        is_raw = not is_typed and dtype == np.uint32
-        if np.ndim(key) != (0 if is_typed else 1) or not (is_typed or is_raw):
-            given = f"shape {key.shape} and dtype {dtype}" if hasattr(key, "dtype") else repr(key)
-            raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} is in rng_argnums and must be one PRNG key, got {given}. Make it "
-                "with jax.random.key. If each example has a key, put the argument into batch_argnums"
-            )
-        return jax.random.fold_in(key, number)
-
-    return jax.tree.map_with_path(fold, keys)
-
-
-def _aux_and_carry(returned: Any) -> tuple[Any, Any]:
-    """Returns the pair (aux, carry). Raises if `fun` returned something else beside the loss."""
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise ValueError(f"with carry_argnum, fun must return (loss, (aux, carry)), got {returned!r} beside the loss")
-    aux, carry = returned
-    return aux, carry
-
-
-def _check_loss(loss: Any, axes: tuple[Hashable, ...]) -> None:
-    """Raises if the loss may differ between devices along a mapped axis that `sum_over` does not have."""
-    along = sorted(varying_axes(loss) - set(axes), key=str)
-    if along:
-        wanted = (*axes, *along)
-        raise ValueError(
-            f"the loss may differ between devices along {', '.join(map(repr, along))}, which is not in sum_over. "
-            f"Pass sum_over={wanted if len(wanted) > 1 else along[0]!r} if devices have different examples. Otherwise "
-            "reduce the loss in fun, for example with jax.lax.pmean"
-        )
-
-
-def _check_carried(like: _MicroBatch, carried: list[Any]) -> None:
-    """Raises if a micro-batch would change the carry's structure, shapes, dtypes or the axes over which it varies."""
-    check_unchanged(like.carried, carried, "the carry that fun returns differs from the one that it is given,")
-
-    def check(path: _gradients.KeyPath, new: Any, old: Any) -> None:
-        along = newly_varying(new, old) or newly_varying(like.weight, old)
-        if along:
-            raise ValueError(
-                f"leaf {_gradients.leaf_name(path[1:])} of the carry may differ between devices along {along}, but the "
-                f"one that is passed does not. Reduce it in fun, for example with jax.lax.pmean(carry, {along}). If "
-                "weights differ between devices, pass each device a carry of its own"
-            )
-
-    jax.tree.map_with_path(check, like.carried, carried)
-
-
-# --- the sums --------------------------------------------------------------------------------------------------
-
-
-def _begun(state: GradAccumulatorState) -> GradAccumulatorState:
-    """Returns the window, marked as begun, so that a gradient is always added and never replaces the sum.
-
-    XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them
-    (tests/test_accelerators.py).
-    """
-    return state._replace(micro_step=jnp.ones((), jnp.int32))
-
-
-def _average(window: GradAccumulator, state: GradAccumulatorState) -> tuple[Any, Flag]:
-    """Returns the window's average, and whether it has one. If not, the average is zeros."""
-    # `take` would select between the average and zeros. On CUDA, XLA holds these zeros: for a transformer, a quarter of
-    # the gradients' size.
-    stepped = window._advance(_begun(state), None, 0, None, flush=True, when_full=False)
-    average = window._average(stepped)
-    return average.gradients, stepped.has_average & average.has_weight
-
-
-def _selected(kept: Flag, new: Any, old: Any) -> Any:
-    """Returns the tree `new` if the micro-batch is kept, else `old`."""
-    return new if kept is True else jax.tree.map(lambda x, y: jnp.where(kept, x, y), new, old)
-
-
-def _nan_unless(known: Flag, x: jax.Array) -> jax.Array:
-    """Returns x, or NaN in its place if it is not known."""
-    return jnp.where(known, x, jnp.full_like(x, jnp.nan))
-
-
-def _in_dtype_of(x: jax.Array, like: Any) -> jax.Array:
-    """Returns x in the dtype of `like` if it is floating or complex."""
-    if not is_gradient(x):
-        return x
-    return (x.real if _floats.is_complex(x) and not _floats.is_complex(like) else x).astype(like.dtype)
-
-
-class _AuxSums(NamedTuple):
-    """The aux of the micro-batches so far."""
-
-    means: GradAccumulatorState
-    others: list[jax.Array]  # the leaves of `_COMBINE`
-
-
-# The function that combines a leaf of the micro-batches so far with the next one's.
-_COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "sum": lax.add,
-    "max": lax.max,
-    "min": lax.min,
-    "last": lambda _, x: x,
-}
-
-
-class _AuxLeaves:
-    """The leaves of the aux, each with the name of its reduction."""
-
-    def __init__(self, names: Any, like: Any, steps: int, sum_over: Any) -> None:
-        leaves, self._structure = jax.tree.flatten_with_path(like)
-        self._like = [x for _, x in leaves]
-        self._names = _names_of_leaves(names, like)
-        self._window = GradAccumulator(steps, sum_over=sum_over)
-        self._sum_over = _arguments.axis_names("sum_over", sum_over) or ()
-        for (path, x), name in zip(leaves, self._names, strict=True):
-            _check_aux_leaf(_gradients.leaf_name(path), x, name)
-
-    def _of(self, leaves: Sequence[Any], *names: str) -> list[Any]:
-        """Returns the leaves that are reduced by one of these names."""
-        return [x for x, name in zip(leaves, self._names, strict=True) if name in names]
-
-    def open(self) -> _AuxSums:
-        """Returns the sums of no micro-batch."""
-        means = [jnp.zeros(x.shape, x.dtype) for x in self._of(self._like, "mean")]
-        others = [_empty(name, x) for name, x in zip(self._names, self._like, strict=True) if name in _COMBINE]
-        return _AuxSums(self._window.init(means), others)
-
-    def add(self, so_far: _AuxSums, aux: Any, weight: Any, kept: Flag) -> tuple[_AuxSums, list[jax.Array]]:
-        """Returns the sums with one more micro-batch, and those of its leaves that are stacked."""
-        leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
-        if not isinstance(kept, bool):
-            weight = jnp.where(kept, weight, jnp.zeros_like(weight))
-        means = self._window.add(_begun(so_far.means), self._of(leaves, "mean"), weight)
-        combine = self._of([_COMBINE.get(name) for name in self._names], *_COMBINE)
-        others = [
-            _selected(kept, f(old, x.astype(old.dtype)), old)
-            for f, old, x in zip(combine, so_far.others, self._of(leaves, *_COMBINE), strict=True)
-        ]
-        return _AuxSums(means, others), [_selected(kept, x, jnp.zeros_like(x)) for x in self._of(leaves, "stack")]
-
-    def close(self, so_far: _AuxSums, stacked: list[jax.Array]) -> Any:
-        """Returns the aux of the batch."""
-        means, known = _average(self._window, so_far.means)
-        names = self._of(self._names, *_COMBINE)
-        results = {"mean": iter([_nan_unless(known, x) for x in means]), "stack": iter(stacked)}
-        others = iter(combined_over(self._sum_over, names, so_far.others))
-        leaves = [next(results.get(name, others)) for name in self._names]
-        return jax.tree.unflatten(self._structure, map(_in_dtype_of, leaves, self._like))
-
-
-def _names_of_leaves(names: Any, like: Any) -> list[str]:
-    """Returns the name for each leaf of the aux. Raises if the names are no tree prefix of it."""
-    try:
-        return jax.tree.leaves(jax.tree.broadcast(names, like))
-    except ValueError as error:
-        raise ValueError(
-            f"aux must be one name, or a tree prefix of what fun returns beside the loss, got {names!r} for a tree of "
-            f"the structure {jax.tree.structure(like)}: {error}"
-        ) from error
-
-
-def _check_aux_leaf(leaf: str, x: Any, name: str) -> None:
-    """Raises if the leaf's dtype cannot be reduced by this name."""
-    is_number = jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool
-    if not is_number or (name == "mean" and not is_gradient(x)):
-        raise ValueError(
-            f"leaf {leaf} of the aux is {x.dtype}, and has no {name!r}. Convert it to float32 in fun. Or give it "
-            "another name in aux=, such as 'sum' for a count"
-        )
-    if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
-        raise ValueError(f"leaf {leaf} of the aux is {x.dtype}, and has no {name!r}. Let fun return its real part")
-
-
-def _empty(name: str, like: Any) -> jax.Array:
-    """Returns the result of no micro-batch, in the dtype in which the loop accumulates."""
-    dtype = like.dtype
-    if name == "sum":
-        is_float = is_gradient(like)
-        dtype = (
-            _floats.upcast_dtype(like, _floats.accumulator_dtype(like))
-            if is_float
-            else jax.eval_shape(jnp.sum, like).dtype
-        )
-    start: Any = 0
-    if name in ("max", "min"):
-        if is_gradient(like):
-            least, largest = -np.inf, np.inf
-        else:
-            least, largest = (False, True) if dtype == np.bool else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-        start = least if name == "max" else largest
-    return as_varying(jnp.full(like.shape, start, dtype), tuple(varying_axes(like)))

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax import _arguments, _extended, _floats, _gradients, _norms
+from shrewjax import _arguments, _extended, _floats, _gradients, _norms, _scaling
 from shrewjax._arguments import Scalar
 from shrewjax._extended import ExtendedFloat
 from shrewjax._gradients import KeyPath, Tree, is_gradient
 from shrewjax._mesh import Axes, AxisName, UnitDims
-from shrewjax._norms import ClipScale
+from shrewjax._scaling import ClipScale
 from shrewjax._states import described, fields
 from shrewjax._units import find_units
 
@@ -58,8 +58,8 @@ def grad_norm(grads: Any, ord: float | None = None, *, sharded_over: AxisName | 
       >>> grad_norm(jnp.full(4, 1e20, jnp.float32))
       Array(2.e+20, dtype=float32)
 
-    The scaled second pass follows the idea of J. L. Blue, "A portable Fortran program to find the Euclidean norm of a
-    vector", ACM TOMS 4 (1978).
+    Source: the scaled second pass follows the idea of J. L. Blue, "A portable Fortran program to find the Euclidean
+    norm of a vector", ACM TOMS 4 (1978).
     """
     return _extended.from_extended(global_norm(grads, _arguments.order(ord), _arguments.sharded_over(sharded_over)))
 
@@ -113,7 +113,7 @@ def clip_grad_norm(
     """
     max_norm, ord = _arguments.threshold("max_norm", max_norm), _arguments.order(ord)
     norm = global_norm(grads, ord, _arguments.sharded_over(sharded_over))
-    clipped, _ = clip_to_limit(grads, norm, _norms.as_limit(max_norm, norm))
+    clipped, _ = clip_to_limit(grads, norm, _scaling.as_limit(max_norm, norm))
     return clipped, _extended.from_extended(norm)
 
 
@@ -152,7 +152,7 @@ def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
       >>> clip_grad_value(jnp.array([0.5, -3.0, jnp.inf]), 1.0)
       Array([ 0.5, -1. ,  1. ], dtype=float32)
 
-    The name is that of `torch.nn.utils.clip_grad_value_`.
+    Source: the rule and the name are those of `torch.nn.utils.clip_grad_value_`.
     """
     max_value = _arguments.threshold("max_value", max_value)
     _, leaves, treedef = _gradients.gradient_leaves(grads)
@@ -247,10 +247,7 @@ def clip_by_global_norm(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByGlobalNormState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: ClipByGlobalNormState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del params, extra_args
         leaf_norms = state.leaf_norms
@@ -263,9 +260,9 @@ def clip_by_global_norm(
         else:
             norm = global_norm(updates, ord, axes)
             grad_norm = _extended.from_extended(norm)
-        updates, scale = clip_to_limit(updates, norm, _norms.as_limit(max_norm, norm))
+        updates, scale = clip_to_limit(updates, norm, _scaling.as_limit(max_norm, norm))
         return updates, ClipByGlobalNormState(
-            grad_norm=grad_norm.astype(jnp.float32), clip_scale=_norms.applied_scale(scale), leaf_norms=leaf_norms
+            grad_norm=grad_norm.astype(jnp.float32), clip_scale=_scaling.applied_scale(scale), leaf_norms=leaf_norms
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -293,7 +290,7 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
       >>> tx.update(grads, tx.init(grads))[0]
       Array([ 0.125, -0.25 ], dtype=float32)
 
-    The rule is `torch.nn.utils.clip_grad_value_` and `optax.clip`.
+    Source: the rule is that of `torch.nn.utils.clip_grad_value_` and `optax.clip`.
     """
     max_value = _arguments.threshold("max_value", max_value)
 
@@ -302,10 +299,7 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
         return optax.EmptyState()
 
     def update_fn(
-        updates: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params, extra_args
         return clip_grad_value(updates, max_value), state
@@ -321,8 +315,8 @@ def global_norm(grads: Any, ord: float, axes: Axes) -> ExtendedFloat:
 def clip_to_limit(grads: Tree, norm: ExtendedFloat, limit: ExtendedFloat) -> tuple[Tree, ClipScale]:
     """Clips gradients of this norm to a limit, and returns the scale, too."""
     _, leaves, treedef = _gradients.gradient_leaves(grads)
-    scale = _norms.clip_scale(norm, limit)
-    return treedef.unflatten([_norms.apply_scale(x, scale) if is_gradient(x) else x for x in leaves]), scale
+    scale = _scaling.clip_scale(norm, limit)
+    return treedef.unflatten([_scaling.apply_scale(x, scale) if is_gradient(x) else x for x in leaves]), scale
 
 
 def clip_magnitude(x: Any, bound: jax.Array, limit: jax.Array) -> jax.Array:

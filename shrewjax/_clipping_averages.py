@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax import _arguments, _extended, _history, _norms
+from shrewjax import _arguments, _extended, _history, _norms, _scaling, _unit_numbers
 from shrewjax._extended import ExtendedFloat
-from shrewjax._norms import ClipScale
+from shrewjax._scaling import ClipScale
 from shrewjax._states import described, fields
 from shrewjax._units import UnitAxisName, clipped_fraction, find_units, largest_number, stacked_layers
 
@@ -110,27 +110,24 @@ def clip_by_leaf_norm_ema(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByLeafNormEmaState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: ClipByLeafNormEmaState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByLeafNormEmaState]:
         del params, extra_args
         share, floor = jnp.asarray(1 - decay, jnp.float32), jnp.asarray(min_norm, jnp.float32)
         units = find_units(updates, stacked_layers(batch_axes))
         emas = units.numbers_beside(state.norm_ema)
         axes = units.axes(mesh_axes)
-        over = _norms.stacked_axes(axes, units.dims)
+        over = _unit_numbers.stacked_axes(axes, units.dims)
         norms = _norms.measure_units(units.leaves, units.dims, axes)
         total = _norms.combine(norms, over)
-        emas = _norms.stack_single_units(emas, units.dims)
+        emas = _unit_numbers.stack_single_units(emas, units.dims)
         is_warmup = state.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
         is_recorded = jnp.isfinite(total.mantissa)
 
         def norm_and_limit(norm: ExtendedFloat, ema: jax.Array) -> tuple[ExtendedFloat, ExtendedFloat]:
             """Returns the norm that decides on a unit, its own or the global one, and the limit of that norm."""
-            own = _extended.product(_norms.as_limit(ema, norm), _norms.as_limit(max_ratio, norm))
-            whole = total, _norms.as_limit(warmup_max_norm, norm)
+            own = _extended.product(_scaling.as_limit(ema, norm), _scaling.as_limit(max_ratio, norm))
+            whole = total, _scaling.as_limit(warmup_max_norm, norm)
             return optax.tree.where(is_warmup | (ema == 0), whole, (norm, own))
 
         def next_ema(
@@ -145,7 +142,7 @@ def clip_by_leaf_norm_ema(
 
         pairs = list(map(norm_and_limit, norms, emas))
         decisive, limits = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        scales = _norms.clip_scales(decisive, limits)
+        scales = _scaling.clip_scales(decisive, limits)
         # A unit that never had a nonzero gradient has no threshold: show 0.
         is_idle = [~is_warmup & (ema == 0) & (norm.mantissa == 0) for norm, ema in zip(norms, emas, strict=True)]
         shown = [
@@ -154,7 +151,7 @@ def clip_by_leaf_norm_ema(
         norm_emas = list(map(next_ema, norms, decisive, limits, scales, emas))
         return units.scaled(updates, scales), ClipByLeafNormEmaState(
             recorded=jnp.where(is_recorded, optax.safe_increment(state.recorded), state.recorded),
-            norm_ema=units.with_leaves(state.norm_ema, _norms.unstack_units(norm_emas, units.dims)),
+            norm_ema=units.with_leaves(state.norm_ema, _unit_numbers.unstack_units(norm_emas, units.dims)),
             threshold_max=largest_number(shown, over),
             grad_norm_max=largest_number(norms, over),
             clipped_fraction=clipped_fraction(scales, norms, over),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax import _arguments, _extended, _history, _norms
+from shrewjax import _arguments, _extended, _history, _scaling
 from shrewjax._clipping import clip_to_limit, global_norm
 from shrewjax._extended import ExtendedFloat
 from shrewjax._mesh import AxisName
@@ -96,10 +96,7 @@ def clip_by_norm_percentile(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByNormPercentileState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: ClipByNormPercentileState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByNormPercentileState]:
         del params, extra_args
         norm = global_norm(updates, 2.0, axes)
@@ -107,7 +104,7 @@ def clip_by_norm_percentile(
         history = _history.push(state.history, grad_norm)
         threshold = _history.percentile(history, percentile)
         updates, scale = clip_to_limit(updates, norm, _float32_limit(threshold, grad_norm, norm))
-        return updates, ClipByNormPercentileState(history, threshold, grad_norm, _norms.applied_scale(scale))
+        return updates, ClipByNormPercentileState(history, threshold, grad_norm, _scaling.applied_scale(scale))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -210,10 +207,7 @@ def clip_by_norm_zscore(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByNormZscoreState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: ClipByNormZscoreState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByNormZscoreState]:
         del params, extra_args
         limit_z, eps_, cap = (jnp.asarray(x, jnp.float32) for x in (max_zscore, eps, max_norm))
@@ -237,7 +231,7 @@ def clip_by_norm_zscore(
         value = jnp.where(jnp.isfinite(norm.mantissa), jnp.where(is_spike, clipped_norm, grad_norm), jnp.nan)
         moments = _history.update_moments(past, value, jnp.asarray(1 - decay, jnp.float32), averages_all)
         return updates, ClipByNormZscoreState(
-            *moments, threshold=threshold, grad_norm=grad_norm, clip_scale=_norms.applied_scale(scale)
+            *moments, threshold=threshold, grad_norm=grad_norm, clip_scale=_scaling.applied_scale(scale)
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -249,4 +243,4 @@ def _float32_limit(threshold: jax.Array, grad_norm: jax.Array, norm: ExtendedFlo
     Without this, a norm that reads equal to its threshold could be clipped for digits beyond float32. The test is
     `test_percentile_100_leaves_gradients_of_any_size_alone`.
     """
-    return _norms.as_limit(jnp.where(grad_norm <= threshold, jnp.inf, threshold), norm)
+    return _scaling.as_limit(jnp.where(grad_norm <= threshold, jnp.inf, threshold), norm)

@@ -65,9 +65,9 @@ def clip_grad_percentile(
     use `clip_grad_norm`. Before an optimizer that divides by the gradients' scale, such as Adam, only the shape
     matters.
 
-    The bound is found by counting, in 5 to 8 reads of the data (16-bit leaves: 3 to 6), without a sort, a copy or a
-    gather. It takes more reads if most magnitudes are equal, and never more than 27 (16 bits: 11; 64 bits: 56). Sharded
-    gradients give the same bits. The clip is differentiable, with b as a constant.
+    The bound is found by counting, without a sort, a copy or a gather. It takes 5 to 8 reads of the data, for 16-bit
+    leaves 3 to 6. It takes more reads if most magnitudes are equal, and never more than 27 (16 bits: 11; 64 bits: 56).
+    Sharded gradients give the same bits. The clip is differentiable, with b as a constant.
 
     Args:
       grads: pytree of arrays. Complex leaves count and are clipped by their modulus, and keep their phase. Integer,
@@ -93,10 +93,9 @@ def clip_grad_percentile(
       >>> clipped["w"], bound
       (Array([ 1., -2.,  3., -5.,  5.], dtype=float32), Array(5., dtype=float32))
 
-    The rule is the clipByPercentile of formal specifications of training (there with `method="lower"`); the ranks are
-    those of `numpy.percentile`, R. J. Hyndman and Y. Fan, "Sample quantiles in statistical packages", The American
-    Statistician 50 (1996), definition 7. Coordinate-wise clipping under heavy tails: J. Zhang et al., 2020,
-    arXiv:1912.03194.
+    Source: the rule is `clipByPercentileSpec` in TorchLean, there with `method="lower"`. The ranks are those of
+    `numpy.percentile`: R. J. Hyndman, Y. Fan, "Sample quantiles in statistical packages", The American Statistician 50
+    (1996), definition 7. Coordinate-wise clipping under heavy tails: J. Zhang et al., 2020, arXiv:1912.03194.
     """
     rule = _PercentileRule.checked(percentile, method, scope, over, sharded_over)
     clipped, bounds, _ = _clip_percentile(grads, rule, start=None)
@@ -107,7 +106,7 @@ def clip_grad_percentile(
 class ClipByPercentileState(NamedTuple):
     """Measurements of the last update."""
 
-    bound: Annotated[Any, "float32 (): the percentile of |g|; for scope 'leaf' a tree of them, like the parameters"]
+    bound: Annotated[Any, "float32 (): the percentile of the magnitudes; for scope 'leaf' a tree of them"]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped elements / elements"]
 
     def metrics(self) -> dict[str, Any]:
@@ -156,7 +155,7 @@ def clip_by_percentile(
       >>> clipped, state.bound, state.clipped_fraction
       (Array([ 1., -2.,  3., -5.,  5.], dtype=float32), Array(5., dtype=float32), Array(0.2, dtype=float32))
 
-    Sources: see `clip_grad_percentile`.
+    Source: `clip_grad_percentile` names the rule and the definition of the ranks.
     """
     rule = _PercentileRule.checked(percentile, method, scope, over, sharded_over)
 
@@ -166,10 +165,7 @@ def clip_by_percentile(
         return ClipByPercentileState(bound=bounds, clipped_fraction=jnp.zeros((), jnp.float32))
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByPercentileState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: ClipByPercentileState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByPercentileState]:
         del params, extra_args
         clipped, bounds, clipped_fraction = _clip_percentile(updates, rule, start=state.bound)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax import _arguments, _extended, _gradients, _norms
+from shrewjax import _arguments, _extended, _gradients, _norms, _scaling, _unit_numbers
 from shrewjax._gradients import KeyPath, is_gradient
 from shrewjax._mesh import UnitDims
 from shrewjax._reductions import sizes
@@ -63,7 +63,7 @@ def clip_by_leaf_norm(
       >>> clipped["a"].round(6), clipped["b"], state.grad_norm["a"]
       (Array([0.6, 0.8], dtype=float32), Array([0.5], dtype=float32), Array(5., dtype=float32))
 
-    The rule is `tf.clip_by_norm` and Keras' `clipnorm`, applied to each tensor.
+    Source: the rule is that of `tf.clip_by_norm` and of Keras' `clipnorm`, for each tensor.
     """
     max_norm, ord = _arguments.threshold("max_norm", max_norm), _arguments.order(ord)
     batch_axes, mesh_axes = _arguments.axes("batch_axes", batch_axes), _arguments.unit_axis_names(sharded_over)
@@ -75,19 +75,16 @@ def clip_by_leaf_norm(
         return ClipByLeafNormState(grad_norm=units.numbers(params, 0.0), clip_scale=units.numbers(params, 1.0))
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByLeafNormState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: ClipByLeafNormState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByLeafNormState]:
         del params, extra_args
         units = find_units(updates, stacked_layers(batch_axes))
         units.numbers_beside(state.grad_norm)
         norms = _norms.measure_units(units.leaves, units.dims, units.axes(mesh_axes), ord)
-        scales = _norms.clip_scales(norms, [_norms.as_limit(max_norm, norm) for norm in norms])
+        scales = _scaling.clip_scales(norms, [_scaling.as_limit(max_norm, norm) for norm in norms])
         return units.scaled(updates, scales), ClipByLeafNormState(
             grad_norm=units.with_numbers(state.grad_norm, list(map(_extended.to_float32, norms)), absent=0.0),
-            clip_scale=units.with_numbers(state.clip_scale, list(map(_norms.applied_scale, scales)), absent=1.0),
+            clip_scale=units.with_numbers(state.clip_scale, list(map(_scaling.applied_scale, scales)), absent=1.0),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -200,10 +197,7 @@ def adaptive_grad_clip(
         return AdaptiveGradClipState(*(jnp.zeros((), jnp.float32) for _ in AdaptiveGradClipState._fields))
 
     def update_fn(
-        updates: optax.Updates,
-        state: AdaptiveGradClipState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: AdaptiveGradClipState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, AdaptiveGradClipState]:
         del state, extra_args
         if params is None:
@@ -217,16 +211,16 @@ def adaptive_grad_clip(
                     f"{g.dtype} of shape {g.shape} for {w.dtype} of shape {w.shape}"
                 )
         axes = units.axes(mesh_axes)
-        over = _norms.stacked_axes(axes, units.dims)
+        over = _unit_numbers.stacked_axes(axes, units.dims)
         norms = _norms.measure_units(units.leaves, units.dims, axes)
         weight_norms = _norms.measure_units(weights, units.dims, units._replace(leaves=weights).axes(mesh_axes))
 
         bases = [
-            _extended.in_dtype_of(_extended.maximum(w, _norms.as_limit(eps, w)), norm)
+            _extended.in_dtype_of(_extended.maximum(w, _scaling.as_limit(eps, w)), norm)
             for w, norm in zip(weight_norms, norms, strict=True)
         ]
-        limits = [_extended.product(base, _norms.as_limit(clipping, base)) for base in bases]
-        scales = _norms.clip_scales(norms, limits)
+        limits = [_extended.product(base, _scaling.as_limit(clipping, base)) for base in bases]
+        scales = _scaling.clip_scales(norms, limits)
         return units.scaled(updates, scales), AdaptiveGradClipState(
             ratio_max=largest_number(list(map(_extended.quotient, norms, bases)), over),
             clipped_fraction=clipped_fraction(scales, norms, over),
@@ -298,28 +292,25 @@ def clip_by_block_rms(
         return ClipByBlockRmsState(*(jnp.zeros((), jnp.float32) for _ in ClipByBlockRmsState._fields))
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByBlockRmsState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: ClipByBlockRmsState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByBlockRmsState]:
         del state, params, extra_args
         units = find_units(updates, stacked_layers(batch_axes))
         axes = units.axes(mesh_axes)
-        over = _norms.stacked_axes(axes, units.dims)
+        over = _unit_numbers.stacked_axes(axes, units.dims)
         norms = _norms.measure_units(units.leaves, units.dims, axes)
         counts = sizes(units.leaves, axes=[of_leaf.within for of_leaf in axes], unit_dims=units.dims)
         # The norm is compared, not the RMS, because rounding could put the RMS of ones above a threshold of 1. The test
         # is `test_a_block_of_ones_has_a_root_mean_square_of_one`.
         of_ones, inverses = (
-            _norms.stack_single_units(
+            _unit_numbers.stack_single_units(
                 [_extended.extended_number(max(n, 1) ** power, norms[0].mantissa.dtype) for n in counts], units.dims
             )
             for power in (0.5, -0.5)
         )
-        limits = [_extended.product(_norms.as_limit(threshold, n), n) for n in of_ones]
+        limits = [_extended.product(_scaling.as_limit(threshold, n), n) for n in of_ones]
         rms = list(map(_extended.product, norms, inverses))
-        scales = _norms.clip_scales(norms, limits)
+        scales = _scaling.clip_scales(norms, limits)
         return units.scaled(updates, scales), ClipByBlockRmsState(
             rms_max=largest_number(rms, over),
             clipped_fraction=clipped_fraction(scales, norms, over),

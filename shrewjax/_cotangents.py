@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from shrewjax import _arguments, _compat, _floats, _gradients, _norms
+from shrewjax import _arguments, _compat, _floats, _gradients, _norms, _scaling
 from shrewjax._gradients import KeyPath, Tree, is_gradient
 from shrewjax._mesh import AxisName, UnitDims, as_varying, slice_axes, varying_axes
 
@@ -162,9 +162,9 @@ class _Slices(NamedTuple):
         """Returns the clipped cotangent, and whether each slice was clipped."""
         # Under `jax.vmap`, each example may have its own threshold. Its axes are then the first ones of the slices.
         value = self.limit if self.limit is not None else _spread(traced_limit[0], len(self.dims))
-        limit = _norms.limit_in(value, _floats.accumulator_dtype(cotangent))
+        limit = _scaling.limit_in(value, _floats.accumulator_dtype(cotangent))
         norm = _norms.measure_slices(cotangent, self.ord, self.dims, self.divided, limit)
-        clipped, applies = _norms.clip_slices(cotangent, norm, limit, self.dims)
+        clipped, applies = _scaling.clip_slices(cotangent, norm, limit, self.dims)
         return clipped, applies & (norm.mantissa != 0)  # a slice of zeros does not count as clipped
 
 

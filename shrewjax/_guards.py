@@ -49,7 +49,10 @@ def skip_nonfinite(
     at_limit: AtLimit = "keep_skipping",
     sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skips the steps whose gradients contain a NaN or an infinity.
+    r"""Skips the steps whose gradients contain a NaN or an infinity.
+
+    .. math:: (u_t, s_{t+1}) = \begin{cases} \text{inner}(g_t, s_t) & \text{if all elements of } g_t
+              \text{ are finite} \\ (0, s_t) & \text{otherwise} \end{cases}
 
     No such element reaches `inner`, however many steps in a row have one. A run of them usually means that the
     parameters are broken, or that a loss scale is too high. After `max_consecutive` in a row, the state's
@@ -98,7 +101,7 @@ def skip_nonfinite(
       >>> updates, state.skipped, state.limit_reached
       (Array([0., 0.], dtype=float32), Array(2, dtype=int32), Array(True, dtype=bool))
 
-    It follows `optax.apply_if_finite`, except at the limit, because Optax applies the NaN there.
+    Source: the contract is that of `optax.apply_if_finite`, except at the limit, because Optax applies the NaN there.
     """
     wrapped = inner_transformation(inner)
     limit = None if max_consecutive is None else _arguments.real("max_consecutive", max_consecutive, at_least=1)
@@ -154,12 +157,7 @@ def skip_nonfinite(
         )
         return returned, new_state._replace(inner_state=inner_state)
 
-    def update_fn(
-        updates: optax.Updates, state: SkipNonfiniteState, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, SkipNonfiniteState]:
-        return step_fn(lambda: updates, state, params, apply=False, runs=True, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(init_fn, wrapper(update_fn, step_fn))
+    return optax.GradientTransformationExtraArgs(init_fn, wrapper(step_fn))
 
 
 @described
@@ -226,7 +224,7 @@ def skip_on_spike(
       inner: the transformation to wrap, usually a whole optimizer.
       monitor: `"grad_norm"`, or `"value"`. The value is a real number or scalar array, usually the loss, passed to
         `update` as `value=` and the same on every device. The guard forwards it to inner.
-      max_zscore: k, a real scalar >= 0, or a scalar array. With inf, no finite measurement is a spike.
+      max_zscore: k, a real scalar >= 0, or a scalar array. If it is inf, no finite measurement is a spike.
       history_length: number of measurements to remember, an int >= 1. `None` means 128.
       warmup_steps: number of recorded measurements before a finite one can be a spike, a real scalar >= 0, or a scalar
         array.
@@ -261,8 +259,8 @@ def skip_on_spike(
       >>> state.skipped, state.spikes_applied
       (Array(6, dtype=int32), Array(3, dtype=int32))
 
-    The rule, with its history of 128 and 6 standard deviations, is the SkipStep optimizer of OLMo
-    ("2 OLMo 2 Furious", 2025, arXiv:2501.00656).
+    Source: the SkipStep optimizer of OLMo, with its history of 128 and 6 standard deviations ("2 OLMo 2 Furious", 2025,
+    arXiv:2501.00656).
     """
     wrapped = inner_transformation(inner)
     of_norm = _arguments.choice("monitor", monitor, ("grad_norm", "value")) == "grad_norm"
@@ -343,12 +341,7 @@ def skip_on_spike(
         )
         return returned, new_state._replace(inner_state=inner_state)
 
-    def update_fn(
-        updates: optax.Updates, state: SkipOnSpikeState, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, SkipOnSpikeState]:
-        return step_fn(lambda: updates, state, params, apply=False, runs=True, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(init_fn, wrapper(update_fn, step_fn))
+    return optax.GradientTransformationExtraArgs(init_fn, wrapper(step_fn))
 
 
 def _float32(value: Scalar) -> jax.Array:

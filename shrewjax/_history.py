@@ -47,8 +47,8 @@ def percentile(history: History, p: Scalar) -> jax.Array:
     The test is `test_percentile_of_the_history_is_numpys_at_every_step`.
     """
     steps = jnp.maximum(history.filled - 1, 0)
-    # The rank p (n - 1) / 100 is computed in two parts, because float32 would lose its fraction: the whole percents in
-    # integers, the rest in float32.
+    # The rank p (n - 1) / 100 is computed in two parts, because float32 would lose its fraction. The part of the whole
+    # percents is computed in integers, the rest in float32.
     if isinstance(p, jax.Array):
         p = jnp.clip(p.astype(jnp.float32), 0, 100)
         whole, rest = jnp.floor(p), p - jnp.floor(p)

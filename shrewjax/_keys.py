@@ -5,7 +5,7 @@ keys at or below some pivots (`counts`), or finds the keys next to a bracket (`n
 gathers the data. In `shard_map`, a read needs one collective for each set of mapped axes.
 
 Keys and pivots of a search are those of one common dtype. A leaf of a narrower dtype compares its own keys with pivots
-that were rounded down to its dtype, so that only elements of 8-bit leaves are converted.
+that were rounded down to its dtype. So only elements of 8-bit leaves are converted.
 """
 
 from collections.abc import Sequence

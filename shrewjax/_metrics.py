@@ -13,7 +13,10 @@ from shrewjax._gradients import KeyPath
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """Returns the scalars that transformations keep in a state, named by transformation.
+    r"""Returns the scalars that transformations keep in a state, named by transformation.
+
+    .. math:: \text{metrics}(s) = \bigcup_{s' \in s} \{\text{transformation}(s')/\text{name} \mapsto x :
+              (\text{name}, x) \in s'.\text{metrics}()\}
 
     It finds states at any depth: in chains, in wrappers such as `optax.masked`, `optax.partition` or
     `optax.inject_hyperparams`, and in `nnx.Optimizer.opt_state`. It works on traced states, so that a jitted train step
@@ -63,6 +66,8 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       ...     print(name, value)
       clip_by_global_norm/grad_norm 5.0
       clip_by_global_norm/clip_scale 0.2
+
+    Source: it finds values at any depth of a state, as `optax.tree.get` does.
     """
     found: dict[str, jax.Array] = {}
     kinds = set()

@@ -1,15 +1,15 @@
 r"""The gradient noise scale, measured in the windows of an accumulation.
 
-Micro-batch i has the weight w_i, and its gradient g_i is the mean over w_i independent examples (or sequences): it has
-the mean G and the covariance Sigma / w_i. A window has K micro-batches of the weight W = sum w_i, their average
-g = sum w_i g_i / W, and q = sum w_i |g_i|^2. Then
+Micro-batch i has the weight w_i. Its gradient g_i is the mean over w_i independent examples (or sequences). So it has
+the mean G and the covariance Sigma / w_i. A window has K micro-batches and the weight W = sum w_i. With their average
+g = sum w_i g_i / W and q = sum w_i |g_i|^2,
 
     S  = (q - W |g|^2) / (K - 1)    has the mean tr Sigma, because q - W |g|^2 = sum w_i |g_i - g|^2
     G2 = |g|^2 - S / W              has the mean |G|^2
 
-whatever the weights are. For equal weights, these are the estimates of McCandlish et al. 2018, appendix A.1. Averages
-of S and of G2 over windows give the noise scale tr Sigma / |G|^2: the weight at which noise and signal are equal. Each
-average is unbiased; a ratio of single estimates would not be, and G2 of one window may be negative.
+for any weights. For equal weights, these are the estimates of McCandlish et al. 2018, appendix A.1. Averages of S and
+of G2 over windows give the noise scale tr Sigma / |G|^2, the weight at which noise and signal are equal. Each average
+is unbiased. A ratio of single estimates would not be, and G2 of one window may be negative.
 
 Only q is added up over micro-batches. It is kept at three scales, `_SCALES`, because the square of a norm above 1e19 or
 below 1e-19 leaves the range of float32. A closing window takes the scale at which q is in range.
@@ -24,7 +24,7 @@ import numpy as np
 from shrewjax import _extended, _floats
 from shrewjax._arguments import Scalar
 from shrewjax._extended import ExtendedFloat
-from shrewjax._norms import RANGE
+from shrewjax._range import RANGE
 from shrewjax._states import described, increment_if
 
 # The range in which a sum of squares is trusted, and the exponents of two that bring norms there.
@@ -36,7 +36,7 @@ _SCALES = (0, _SHRINK, _GROW)
 class NoiseState(NamedTuple):
     """The sums of the open window and the averages over closed ones. Its fields are a file format."""
 
-    square_sums: Annotated[jax.Array, "float32 (3,), or (devices, 3): sum of w |g|^2 in the window, at three scales"]
+    square_sums: Annotated[jax.Array, "float32 (3,), or (devices, 3): sum of w abs(g)^2 in the window, at three scales"]
     kept: Annotated[jax.Array, "float32 (), or (devices,): number of micro-batches in that sum"]
     recorded: Annotated[jax.Array, "int32 (): number of windows in the averages"]
     trace: Annotated[jax.Array, "float32 (): average of S, in units of 4**exponent"]

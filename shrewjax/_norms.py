@@ -1,37 +1,24 @@
-"""Norms of leaves that neither overflow nor underflow, and clipping to them.
-
-A norm clip takes three steps, in the order of this module: measure the norm, compute the clip scale, apply it. All
-three are here, in more than 400 lines, because they share the two-factor scale and the layout of units.
+"""Norms of leaves that neither overflow nor underflow: of all leaves together, by leaf, by unit and by slice.
 
 A norm is an `ExtendedFloat`, so neither it nor a quotient of two norms leaves the range before the clipped gradient
-does. The comment above `RANGE` derives why the squares do not either.
+does. The squares do not either (`_range`).
 """
 
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._arguments import Scalar
 from shrewjax._branches import run_if
-from shrewjax._extended import (
-    EXPONENT_OF_ZERO,
-    ExtendedFloat,
-    extended_number,
-    from_extended,
-    is_greater,
-    shifted,
-    to_extended,
-)
+from shrewjax._extended import EXPONENT_OF_ZERO, ExtendedFloat, from_extended, shifted, to_extended
 from shrewjax._floats import (
     accumulator_dtype,
     factors_of_two,
-    float_format,
     is_complex,
     magnitude_bits,
     mul_real,
@@ -40,18 +27,12 @@ from shrewjax._floats import (
     upcast,
 )
 from shrewjax._mesh import Axes, UnitDims, UnitSharding, axes_beside
+from shrewjax._range import RANGE, shift_into_range
 from shrewjax._reductions import any_device, leaf_maxima, leaf_sums
+from shrewjax._unit_numbers import broadcast_to_leaf, stack_single_units, unstack_units
 
 Scope = Literal["global", "leaf", "both"]
 """The norms to measure: of all leaves together, of each leaf as a vector, or the first and each leaf's as floats."""
-
-
-class ClipScale(NamedTuple):
-    """The number `coarse * fine * fine` that a clip multiplies by where `applies`. Elsewhere nothing changes."""
-
-    applies: jax.Array  # bool
-    coarse: jax.Array
-    fine: jax.Array  # 1, unless one factor alone would underflow although its product with a gradient does not
 
 
 @partial(jax.jit, static_argnums=(1, 2), inline=True)  # XLA-21: outside of jit, each call would compile its branches
@@ -133,77 +114,6 @@ def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
     return shifted(jnp.sqrt(_ordered_sum(jnp.stack(squares))), largest)
 
 
-def as_limit(value: Scalar, like: ExtendedFloat) -> ExtendedFloat:
-    """Returns a threshold, or one for each of the norms `like`, as a limit for them. A negative one counts as 0."""
-    return limit_in(value, like.mantissa.dtype)
-
-
-def limit_in(value: Scalar, dtype: Any) -> ExtendedFloat:
-    """Returns the same for norms whose mantissas have this dtype."""
-    if not isinstance(value, jax.Array):
-        return extended_number(value, dtype)
-    number = to_extended(jnp.maximum(value, 0))
-    return number._replace(mantissa=number.mantissa.astype(dtype))
-
-
-@partial(jax.jit, inline=True)  # XLA-21
-def clip_scale(norm: ExtendedFloat, limit: ExtendedFloat) -> ClipScale:
-    """Returns the scale that reduces a norm to its limit: the decision of every norm clip. Has the shape of `norm`."""
-    applies = _exceeds(norm, limit)
-    one = jnp.ones_like(norm.mantissa)
-    # XLA-5: without the branch, XLA fuses this arithmetic into the kernel of every leaf and repeats it there.
-    return run_if(
-        jnp.any(applies),
-        lambda: _scale_to_limit(norm, limit, applies),
-        lambda: ClipScale(jnp.zeros_like(applies), one, one),
-    )
-
-
-def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat]) -> list[ClipScale]:
-    """Returns `clip_scale` of the units of every leaf, decided together in one branch (XLA-5)."""
-    if not norms:
-        return []
-    applies = list(map(_exceeds, norms, limits))
-
-    def untouched(norm: ExtendedFloat, applies: jax.Array) -> ClipScale:
-        return ClipScale(jnp.zeros_like(applies), jnp.ones_like(norm.mantissa), jnp.ones_like(norm.mantissa))
-
-    return run_if(
-        jnp.any(jnp.stack([jnp.any(a) for a in applies])),
-        lambda: list(map(_scale_to_limit, norms, limits, applies)),
-        lambda: list(map(untouched, norms, applies)),
-    )
-
-
-def apply_scale(x: Any, scale: ClipScale) -> jax.Array:
-    """Returns x times the scale if it applies, else x to the last bit. Has x's dtype; multiplies in the scale's."""
-    dtype = scale.coarse.dtype
-    product = mul_real(mul_real(mul_real(upcast(x, dtype), scale.coarse), scale.fine), scale.fine)
-    # Selected, not multiplied by 1, because x * 1 flushes subnormals on CPU and TPU (XLA-18).
-    # `test_gradients_inside_keep_every_bit` holds this.
-    select = lax.select if scale.applies.ndim == 0 else jnp.where
-    return select(scale.applies, lax.convert_element_type(product, x.dtype), x)
-
-
-def apply_unit_scales(x: Any, scale: ClipScale, dims: UnitDims) -> jax.Array:
-    """Returns `apply_scale` with a scale for each unit."""
-    return apply_scale(x, ClipScale(*(broadcast_to_leaf(part, x, dims) for part in scale)))
-
-
-def clip_slices(x: Any, norm: ExtendedFloat, limit: ExtendedFloat, dims: UnitDims) -> tuple[jax.Array, jax.Array]:
-    """Returns x with each slice scaled to its limit, and which slices were. If none is, x is not written again."""
-    applies = _exceeds(norm, limit)
-    clipped = run_if(
-        jnp.any(applies), lambda: apply_unit_scales(x, _scale_to_limit(norm, limit, applies), dims), lambda: x
-    )
-    return clipped, applies
-
-
-def applied_scale(scale: ClipScale) -> jax.Array:
-    """Returns the number that gradients were multiplied by, float32: 1 if nothing was clipped."""
-    return jnp.where(scale.applies, scale.coarse * scale.fine * scale.fine, 1).astype(jnp.float32)
-
-
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes | list[Axes]) -> Any:
     if not leaves:
@@ -212,40 +122,6 @@ def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes | list[
     if ord not in _ROOTS:
         return _measure_by_maximum(leaves, ord, scope, axes)
     return _measure_by_powers(leaves, ord, scope, axes)
-
-
-class _Range(NamedTuple):
-    """The sums of p-th powers that the first pass may trust, and the exponents that scale all other elements."""
-
-    trusted_above: float  # a sum from here on has lost less than half an ulp to underflow
-    shrink: int  # after an overflow, elements times 2**shrink overflow no sum
-    grow: int  # elements of a smaller sum, times 2**grow, neither overflow nor underflow
-
-
-# Why two passes suffice, for p = 2 in float32 and a sum over n elements:
-#
-# * First pass: sum x**2 as it is, and trust a finite sum of at least 2**-60. A square below 2**-126 may be flushed. All
-#   flushed squares together are below n 2**-126, and half an ulp of 2**-60 is 2**-84. So they do not count for
-#   n < 2**42.
-# * Second pass after an overflow: scale by 2**-96. Elements are below 2**128, so their squares are now below 2**64, and
-#   2**64 of them fit. The scaled sum is about 2**128 * 2**-192 = 2**-64 or more, half an ulp of which is at least
-#   2**-89. So flushed squares do not count for n < 2**37.
-# * Second pass for a sum below 2**-60: scale by 2**88. The scaled sum is below 2**-60 * 2**176 = 2**116. The smallest
-#   subnormal number, 2**-149, becomes 2**-61, whose square is normal. So no square is flushed.
-#
-# So a third pass is never needed. For p = 1 no bound is narrower. In a complex leaf the real and the imaginary parts
-# count as elements. Orders 3 and 4 share the first pass; their second is `_measure_by_maximum`. The numbers for float64
-# follow in the same way, with 2**-1022 for 2**-126 and 2**-1074 for 2**-149.
-#
-# A sum of exactly 0 is not trusted, because all squares may have been flushed. So gradients of zeros are read twice.
-# If only some units are zero, only their leaves are read twice (`_powers_of_units`).
-#
-# The idea is that of J. L. Blue, ACM TOMS 4 (1978). The tests are
-# `test_norm_neither_overflows_nor_underflows` and, for units, `test_unit_norms_neither_overflow_nor_underflow`.
-RANGE = {
-    jnp.dtype(jnp.float32): _Range(2.0**-60, -96, 88),
-    jnp.dtype(jnp.float64): _Range(2.0**-900, -600, 600),
-}
 
 
 def _cube_root(x: jax.Array) -> jax.Array:
@@ -270,14 +146,14 @@ def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes
     leaf_powers = leaf_sums(_power(p, dtype), leaves, axes=axes)
     by_leaf = jnp.stack(leaf_powers)
     plain = by_leaf if scope == "leaf" else _ordered_sum(by_leaf)
-    shift = _shift_into_range(plain)
+    shift = shift_into_range(plain)
 
     def rooted(powers: jax.Array, shift: jax.Array, again: jax.Array) -> Any:
         norm = _rooted(powers, p, shift)
         if scope != "both":
             return norm
         # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
-        is_helped = _shift_into_range(by_leaf) == shift
+        is_helped = shift_into_range(by_leaf) == shift
         norms = _rooted(jnp.where(is_helped, again, by_leaf), p, jnp.where(is_helped, shift, 0))
         return norm, from_extended(norm), [*from_extended(norms)]
 
@@ -315,7 +191,7 @@ def _powers_of_units(
     power = _power(p, dtype)
     plain = leaf_sums(power, leaves, axes=axes, unit_dims=unit_dims)
     untrusted_exponent = math.floor(math.log2(RANGE[dtype].trusted_above) / p)  # of norms whose sums are too small
-    shift = partial(_shift_into_range, small_counts=True if floor is None else floor.exponent <= untrusted_exponent)
+    shift = partial(shift_into_range, small_counts=True if floor is None else floor.exponent <= untrusted_exponent)
     shifts = [shift(powers) for powers in stack_single_units(plain, unit_dims)]
     # If a branch has a collective, all devices have to take it.
     agreed = list if isinstance(axes, list) and all(over == () for over in axes) else any_device
@@ -359,15 +235,6 @@ def _power(p: float, dtype: Any) -> Callable[..., jax.Array]:
         return _squared_modulus(x) if p == 2 else lax.integer_pow(lax.abs(x), int(p))
 
     return power
-
-
-def _shift_into_range(powers: jax.Array, small_counts: jax.Array | bool = True) -> jax.Array:
-    """Returns the exponent of the power of two that scales elements so that their sum can be trusted; 0 if it can.
-
-    It is also 0 for a sum that is too small if such sums do not count.
-    """
-    trusted_above, shrink, grow = RANGE[powers.dtype]
-    return jnp.where(powers == jnp.inf, shrink, jnp.where((powers < trusted_above) & small_counts, grow, 0))
 
 
 def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> ExtendedFloat:
@@ -503,54 +370,3 @@ def _accumulation_dtype(leaves: Sequence[Any]) -> Any:
 def _ordered_sum(terms: jax.Array) -> jax.Array:
     """Returns the sum of the leaves' terms. It does not depend on their order, to the last bit."""
     return jnp.sum(jnp.sort(terms))
-
-
-def _exceeds(norm: ExtendedFloat, limit: ExtendedFloat) -> jax.Array:
-    """Returns whether a clip changes gradients of this norm. A NaN does; an infinite limit never does."""
-    defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
-    return (is_greater(norm, limit) | (limit.mantissa == 0) | ~defined) & (limit.mantissa != jnp.inf)
-
-
-def _scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Array) -> ClipScale:
-    """Returns the scale limit / norm; NaN if one of the two is NaN or the norm is infinite."""
-    dtype = norm.mantissa.dtype
-    defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
-    # The ratio is between 1/2 and 2, so ratio * 2**first is a normal number. The rest of the exponent goes into the
-    # second factor. It is halved, because 2**second must be a normal number too, and multiplied by twice.
-    ratio = limit.mantissa / jnp.where(defined & (norm.mantissa > 0), norm.mantissa, 1)
-    _, bias = float_format(dtype)
-    exponent = limit.exponent - norm.exponent
-    second = jnp.clip((exponent - (2 - bias)) // 2, 1 - bias, 0)
-    first = jnp.clip(exponent - 2 * second, 2 - bias, 0)
-    product = ratio * power_of_two(first, dtype)
-    return ClipScale(applies, jnp.where(defined, product, jnp.nan), power_of_two(second, dtype))
-
-
-def stack_single_units(per_leaf: Sequence[Any], unit_dims: Sequence[UnitDims]) -> list[Any]:
-    """Stacks the numbers of all single-unit leaves into vectors, so that arithmetic on them is compiled once.
-
-    The vectors come first, then the numbers of each leaf of several units. Those stay apart because their arrays may be
-    sharded.
-    """
-    single = [x for x, dims in zip(per_leaf, unit_dims, strict=True) if not dims]
-    together = [jax.tree.map(lambda *xs: jnp.stack(xs), *single)] if single else []
-    return [*together, *(x for x, dims in zip(per_leaf, unit_dims, strict=True) if dims)]
-
-
-def unstack_units(stacked: Sequence[Any], unit_dims: Sequence[UnitDims]) -> list[Any]:
-    """Returns the numbers leaf by leaf: the inverse of `stack_single_units`."""
-    count = sum(not dims for dims in unit_dims)
-    single = iter([jax.tree.map(lambda x, i=i: x[i], stacked[0]) for i in range(count)])
-    several = iter(stacked[1:] if count else stacked)
-    return [next(several if dims else single) for dims in unit_dims]
-
-
-def stacked_axes(axes: Sequence[UnitSharding], unit_dims: Sequence[UnitDims]) -> list[Axes]:
-    """Returns, for each entry of `stack_single_units`, the mapped axes along which devices hold other units."""
-    single = [of_leaf.across for of_leaf, dims in zip(axes, unit_dims, strict=True) if not dims]
-    return [*single[:1], *(of_leaf.across for of_leaf, dims in zip(axes, unit_dims, strict=True) if dims)]
-
-
-def broadcast_to_leaf(of_units: jax.Array, leaf: Any, dims: UnitDims) -> jax.Array:
-    """Returns the numbers of a leaf's units in a shape that broadcasts over its elements."""
-    return of_units if not dims else lax.expand_dims(of_units, [a for a in range(leaf.ndim) if a not in dims])

@@ -66,6 +66,16 @@ def zero_rows(like: jax.Array, dtype: Any, axes: Axes, mesh: Mesh | AbstractMesh
     return jax.sharding.reshard(rows, P(axes, *spec))
 
 
+def emptied_rows(rows: chex.ArrayTree, average: chex.ArrayTree, axes: Axes | None) -> chex.ArrayTree:
+    """Returns rows for the state of a closed window, whose values nobody reads. Reuses the average if it can."""
+    if not axes or not is_mapped(axes):
+        return rows
+    # XLA-22.
+    # On CUDA and TPU, XLA would otherwise keep both the rows and the average, which costs memory of the parameters'
+    # size (tests/test_accelerators.py, "sends gradients once").
+    return jax.tree.map(lambda row, x: as_varying(x[None], axes) if row.ndim else row, rows, average)
+
+
 def redistribute_rows(rows: jax.Array, like: jax.Array) -> jax.Array:
     """Returns rows with the shape and sharding of `like`. The first one holds the sum of `rows`, the others are 0."""
     total = jnp.sum(rows, axis=0)

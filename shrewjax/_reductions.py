@@ -201,11 +201,7 @@ def _sum(x: jax.Array, dims: UnitDims = ()) -> jax.Array:
 @partial(jax.jit, static_argnums=0)
 def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Any) -> jax.Array:
     wanted = keys(*of_leaf)
-    # XLA-8.
-    # XLA:CPU materializes the input of a reduction of a single operand, at the leaf's size. It does not if there is a
-    # second, different operand.
-    another = [wanted[0] >> jnp.ones((), wanted[0].dtype)] if len(wanted) == 1 else []
-    return jnp.stack(_reduce_together([*wanted, *another], lax.max, range(wanted[0].ndim))[: len(wanted)])
+    return jnp.stack(_reduce_together(wanted, lax.max, range(wanted[0].ndim)))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -233,7 +229,7 @@ def _leaf_counts(flags: Callable[..., Sequence[jax.Array]], words: int, *of_leaf
 _LARGEST_COUNT = 2**32 - 1
 
 
-# The sum of so many 12-bit parts fits in a word.
+# The sum of this many 12-bit parts fits in a word.
 _MOST_COUNTS = 2**20
 
 

@@ -19,7 +19,10 @@ from shrewjax._states import State
 
 
 def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = None) -> Any:
-    """Returns how a state's arrays are sharded over a mesh, as `in_specs` and `out_specs` for `jax.shard_map`.
+    r"""Returns how a state's arrays are sharded over a mesh, as `in_specs` and `out_specs` for `jax.shard_map`.
+
+    .. math:: \text{parameter: } P(p_1, \dots, p_n) \quad\Rightarrow\quad
+              \text{its sum with per-device rows: } P(\text{sum\_over}, p_1, \dots, p_n)
 
     Like every Optax transformation, `tx.init` does not commit counters to a device. If all arrays have to be on the
     mesh, for example in a checkpoint of several processes, place them with these specs:
@@ -59,6 +62,8 @@ def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = Non
       (P(), P('data',))
       >>> step = jax.jit(lambda params, opt_state, grads: apply_gradients(tx, grads, opt_state, params))
       >>> params, opt_state = step(params, opt_state, jnp.ones(8))
+
+    Source: the specs have the form that `jax.shard_map` takes as `in_specs`.
     """
 
     def selected(names: Any) -> Any:
@@ -83,7 +88,10 @@ def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = Non
 
 
 def redistribute(opt_state: State, like: State) -> State:
-    """Moves a state with windows of `accumulate(..., sum_over=...)`, open or empty, to another number of devices.
+    r"""Moves a state with windows of `accumulate(..., sum_over=...)`, open or empty, to another number of devices.
+
+    .. math:: r'_0 = \sum_d r_d, \qquad r'_1 = r'_2 = \dots = 0
+              \qquad\Rightarrow\qquad \sum_d r'_d = \sum_d r_d
 
     A window has one row per device along `sum_over`, and only the sum of the rows matters. The new state has one row
     per device of `like`: the first holds that sum, the others are 0. All other values stay unchanged. All arrays get
@@ -111,6 +119,8 @@ def redistribute(opt_state: State, like: State) -> State:
       >>> state = tx.init(placed(jax.device_count()))
       >>> redistribute(state, like=tx.init(placed(1))).gradient_sum.shape
       (1, 3)
+
+    Source: a closing window only uses the sum of its rows. Arrays are placed as by `jax.device_put`.
     """
     given, expected = jax.tree.structure(opt_state), jax.tree.structure(like)
     if str(given) != str(expected):
@@ -139,8 +149,8 @@ def _place_window(path: _gradients.KeyPath, window: Any, like: Any) -> Any:
 def _with_rows_of(x: Any, like: Any) -> Any:
     """Returns rows summed into as many rows as `like` has. An array without rows is returned unchanged.
 
-    So is one of another shape, and any beside a leaf of `like` that is no array on a device: `_place` then raises an
-    error that names the leaf.
+    An array of another shape, or one whose leaf in `like` is no array on a device, is also returned unchanged. `_place`
+    then raises an error that names the leaf.
     """
     if not isinstance(like, jax.Array) or x.ndim != like.ndim or x.ndim == 0 or x.shape[1:] != like.shape[1:]:
         return x

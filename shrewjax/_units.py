@@ -1,7 +1,7 @@
 """Units: the parts of a gradient that a rule clips on their own, each by its own norm.
 
 A unit is a leaf or a part of one. Some axes of the leaf, its *unit dims*, number its units; each unit spans the other
-axes. Arithmetic on units is compiled once for all leaves that are a single unit (`_norms.stack_single_units`).
+axes. Arithmetic on units is compiled once for all leaves that are a single unit (`_unit_numbers.stack_single_units`).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shrewjax import _arguments, _extended, _gradients, _norms
+from shrewjax import _arguments, _extended, _gradients, _norms, _scaling, _unit_numbers
 from shrewjax._arguments import AxesOf, UnitAxisNames
 from shrewjax._extended import ExtendedFloat
 from shrewjax._gradients import KeyPath, is_gradient
 from shrewjax._mesh import Axes, AxisName, UnitDims, UnitSharding, unit_axes
-from shrewjax._norms import ClipScale
 from shrewjax._reductions import leaf_maxima, leaf_sums, sizes, unit_zeros
+from shrewjax._scaling import ClipScale
 
 UnitAxisName = AxisName | jax.P | Callable[[str, Any], Any]
 """The values of `sharded_over` that users may pass to a rule for units."""
@@ -76,12 +76,12 @@ class Units(NamedTuple):
     def with_numbers(self, tree: chex.ArrayTree, numbers: Sequence[Any], absent: float) -> chex.ArrayTree:
         """Returns a state's tree with new numbers, which come stacked, and `absent` for leaves without a gradient."""
         others = jax.tree.map(lambda x: jnp.full_like(x, absent), tree)
-        return self.with_leaves(others, _norms.unstack_units(numbers, self.dims))
+        return self.with_leaves(others, _unit_numbers.unstack_units(numbers, self.dims))
 
     def scaled(self, updates: chex.ArrayTree, scales: Sequence[ClipScale]) -> chex.ArrayTree:
         """Returns the gradients, each unit times its scale. The scales come stacked."""
-        per_leaf = _norms.unstack_units(scales, self.dims)
-        return self.with_leaves(updates, list(map(_norms.apply_unit_scales, self.leaves, per_leaf, self.dims)))
+        per_leaf = _unit_numbers.unstack_units(scales, self.dims)
+        return self.with_leaves(updates, list(map(_scaling.apply_unit_scales, self.leaves, per_leaf, self.dims)))
 
 
 def find_units(updates: chex.ArrayTree, unit_dims: Callable[[KeyPath, Any], UnitDims]) -> Units:

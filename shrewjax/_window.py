@@ -1,7 +1,8 @@
 """The accumulation window: the arithmetic that adds micro-batches and averages them.
 
-`GradAccumulator` is the public class for loops driven from the host. `accumulate` (`_accumulation.py`) wraps an
-optimizer in one. Both go through `GradAccumulator._advance`, which decides in this order:
+`accumulate` (`_accumulation.py`) wraps an optimizer in a window. `GradAccumulator` (`_accumulator.py`) is a window for
+loops driven from the host. `value_and_grad` (`_batches.py`) runs through one in a single call. All go through
+`Window.advance`, which decides in this order:
 
 1. Is the micro-batch kept? Its weight must not be 0. Unless `nonfinite` is `"propagate"`, its gradients must also be
    finite on all devices. Gradients of weight 0 may contain NaN, because they are never selected.
@@ -10,7 +11,7 @@ optimizer in one. Both go through `GradAccumulator._advance`, which decides in t
 3. Is the window closing? It closes on a flush, or if this step makes it full. A micro-batch that is no step cannot
    fill a window.
 4. Does the closing window have an average? Its weight must not be 0, and `"drop_window"` must not discard it. With
-   per-device rows, its weight is known only after `_average` has summed it over devices.
+   per-device rows, its weight is known only after `average` has summed it over devices.
 5. Update each leaf in one pass (`_advance_leaf`): replace or add, select, and divide if the window is closing. The sum
    is not cleared on closing. The first gradient of the next window overwrites it, which saves a write.
 6. Reset the counters of a closing window.
@@ -25,21 +26,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-import optax
 
 from shrewjax import _arguments, _extended, _floats, _gradients, _noise, _norms, _per_device
-from shrewjax._extended import ExtendedFloat
 from shrewjax._gradients import is_gradient
-from shrewjax._mesh import (
-    AxisName,
-    as_varying,
-    is_mapped,
-    is_replicated_over,
-    newly_varying,
-    require_replicated,
-    require_sum_over,
-)
-from shrewjax._reductions import all_finite, any_device, row_sums
+from shrewjax._mesh import AxisName, require_replicated, require_sum_over
+from shrewjax._micro_batch import checked_gradients, is_nonfinite_micro_batch, norm_of_gradients
+from shrewjax._reductions import row_sums
 from shrewjax._states import described, fields, increment_if
 from shrewjax._wrapping import Flag
 
@@ -76,11 +68,9 @@ def metrics_of_window(state: Any) -> dict[str, Any]:
 
 
 class WindowStep(NamedTuple):
-    """The result of `GradAccumulator._advance`. Flags are Python bools if they are known at trace time."""
+    """The result of `Window.advance`. Flags are Python bools if they are known at trace time."""
 
-    state: (
-        Any  # the new state; if the window closes, its `gradient_sum` is the average, or rows not summed over devices
-    )
+    state: Any  # the new state; a closing window's `gradient_sum` is the average, or rows not summed over devices
     weight_sum: jax.Array  # the window's weight, not reset if the window closes
     value_sum: jax.Array  # the weighted sum of `value`
     has_average: Flag  # the window closes with an average, unless it has rows and their total weight is 0
@@ -88,7 +78,7 @@ class WindowStep(NamedTuple):
 
 
 class Average(NamedTuple):
-    """What a closing window passes on: see `GradAccumulator._average`."""
+    """The quantities that a closing window passes on: see `Window.average`."""
 
     gradients: chex.ArrayTree  # the average in the accumulator's dtypes
     has_weight: Flag  # the window's weight is not 0
@@ -96,36 +86,10 @@ class Average(NamedTuple):
     noise: Any  # the state of the noise with this window
 
 
-class GradAccumulator:
-    r"""Averages micro-batches over a window, for loops driven from the host.
+class Window:
+    """The rules of a window, without its data: how micro-batches are added to a state and averaged.
 
-    .. math:: \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
-
-    The object has the window's rules and no data. Each method takes a state and returns the new one, so that `add` and
-    `take` can be jitted, with the state donated. Jit two functions: one that adds a micro-batch in place, and one that
-    takes the average and runs the optimizer. Calls of the first cost nothing but the sum, even if a backend evaluates
-    both sides of a branch.
-
-    The arguments, the edge cases and the errors are those of `accumulate`.
-
-    Attributes:
-      accum_steps: the argument, checked.
-
-    Example:
-      >>> window = GradAccumulator(2)
-      >>> state = window.init({"w": jnp.zeros(2)})
-      >>> average, state = window.step(state, {"w": jnp.array([1.0, 2.0])})
-      >>> print(average)
-      None
-      >>> average, state = window.step(state, {"w": jnp.array([3.0, 4.0])})
-      >>> average
-      {'w': Array([2., 3.], dtype=float32)}
-
-    In a training loop, jitted and in place:
-      >>> add = jax.jit(window.add, donate_argnums=0)
-      >>> state = add(state, {"w": jnp.array([1.0, 2.0])})
-      >>> bool(window.ready(state)), int(window.current_step(state))
-      (False, 1)
+    The arguments are those of `accumulate`.
     """
 
     def __init__(
@@ -144,7 +108,7 @@ class GradAccumulator:
         self._nonfinite = _arguments.choice(
             "nonfinite", nonfinite, ("propagate", "drop_microbatch", "drop_window", "extend_window")
         )
-        self._axes = _arguments.axis_names("sum_over", sum_over)
+        self.axes = _arguments.axis_names("sum_over", sum_over)
         self._noise_decay = None if noise_decay is None else _arguments.real("noise_decay", noise_decay, at_least=0)
         if isinstance(self._noise_decay, float) and self._noise_decay >= 1:
             raise ValueError(f"noise_decay must be below 1, got {noise_decay!r}")
@@ -167,91 +131,9 @@ class GradAccumulator:
             gradient_sum=gradient_sum,
         )
 
-    def add(self, state: GradAccumulatorState, grads: Any, weight: Any = 1, value: Any = None) -> GradAccumulatorState:
-        """Adds a micro-batch to the window, even to a full one. Call `take` when `ready` is true.
-
-        Args:
-          state: the window so far; may be donated.
-          grads: the micro-batch's gradients, like the parameters passed to `init`.
-          weight: its number of examples or tokens, as in `accumulate`.
-          value: its loss, as in `accumulate`. The state has the window's mean in `value` after `take`.
-        """
-        return self._advance(state, grads, weight, value, flush=False, when_full=False).state
-
-    def ready(self, state: GradAccumulatorState) -> jax.Array:
-        """Returns whether the window is full. Shape (), bool."""
-        return state.micro_step >= self._steps(state.windows)
-
-    def take(self, state: GradAccumulatorState) -> tuple[Any, jax.Array, GradAccumulatorState]:
-        """Closes the window, full or not. Returns its average, whether it has one, and an empty window.
-
-        The average has the accumulator's dtype. There is none if the window is empty, has a weight of 0 or is discarded
-        by `"drop_window"`. The average is then zeros, and `windows` does not increase. Run the optimizer only if there
-        is one. The average shares its buffer with the state. Use it before the state is donated, preferably in one
-        program with the optimizer:
-
-          >>> window, inner = GradAccumulator(2), optax.sgd(1.0)
-          >>> def close(params, opt_state, state):
-          ...     average, closed, state = window.take(state)
-          ...     def idle():
-          ...         return params, opt_state
-          ...     def apply():
-          ...         updates, new = inner.update(average, opt_state, params)
-          ...         return optax.apply_updates(params, updates), new
-          ...     return *jax.lax.switch(closed.astype(int), [idle, apply]), state
-          >>> params = jnp.zeros(2)
-          >>> state = window.add(window.init(params), jnp.array([1.0, 2.0]))
-          >>> jax.jit(close, donate_argnums=(0, 1, 2))(params, inner.init(params), state)[0]
-          Array([-1., -2.], dtype=float32)
-
-        The branch also saves a copy of the accumulator on XLA:CPU. Write it as a `switch` whose first branch is the
-        idle one, because only that branch returns its operands without a copy. `jax.lax.cond` puts the other one first
-        on a GPU, and then copies parameters and optimizer state on every call.
-        """
-        stepped = self._advance(state, None, 0, None, flush=True, when_full=False)
-        taken = self._average(stepped)
-        has_average = stepped.has_average & taken.has_weight
-        average = optax.tree.where(has_average, taken.gradients, optax.tree.zeros_like(taken.gradients))
-        state = stepped.state._replace(
-            windows=increment_if(has_average, state.windows),
-            value=jnp.where(has_average, taken.value, state.value),
-            noise=optax.tree.where(has_average, taken.noise, state.noise),
-        )
-        return average, jnp.asarray(has_average), state if self._axes else state._replace(gradient_sum=average)
-
-    def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
-        """Discards the open window. `windows`, `dropped`, `value` and the averages of the noise stay unchanged."""
-        # The sums are not cleared, because the next micro-batch overwrites them.
-        return state._replace(
-            micro_step=jnp.zeros_like(state.micro_step),
-            weight_sum=jnp.zeros_like(state.weight_sum),
-            window_bad=jnp.zeros_like(state.window_bad),
-        )
-
-    def step(
-        self, state: GradAccumulatorState, grads: Any, weight: Any = 1, value: Any = None
-    ) -> tuple[Any | None, GradAccumulatorState]:
-        """Adds a micro-batch and, if the window is then full, takes its average. Cannot be used under jit.
-
-        Returns:
-          The average and the state. The average is None if the window is still open, or closed without one.
-        """
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight, value))):
-            raise ValueError("step decides on the host and cannot be traced. Use add, ready and take under jit")
-        weight = _arguments.weight(weight, {(), state.weight_sum.shape})  # checked here, because jit hides its value
-        state = _jitted_add(self, state, grads, weight, value)
-        if not self.ready(state):
-            return None, state
-        average, closed, state = self.take(state)
-        return (average if closed else None), state
-
-    def current_step(self, state: GradAccumulatorState) -> jax.Array:
-        """Returns the number of micro-batches in the open window. Shape (), int32."""
-        return state.micro_step
-
     def _zeros(self, params: chex.ArrayTree) -> tuple[chex.ArrayTree, Callable[[tuple[int, ...], Any], jax.Array]]:
         """Returns the empty sums, and a function that returns zeros of a shape and a dtype, with rows if they have."""
-        axes = self._axes
+        axes = self.axes
         params = _gradients.parameter_arrays(params)
         if axes:
             mesh = _per_device.mesh_of(params, axes)
@@ -269,27 +151,34 @@ class GradAccumulator:
 
         return jax.tree.map_with_path(sum_like, params), lambda shape, dtype: zeros(jnp.zeros(shape), dtype, "")
 
-    def _steps(self, windows: jax.Array) -> jax.Array:
+    def steps(self, windows: jax.Array) -> jax.Array:
         """Returns the window's length, at least 1. `windows` is the argument of a schedule."""
         given = self.accum_steps
         steps = jnp.asarray(_arguments.steps_of_schedule(given(windows)) if callable(given) else given, jnp.float32)
         # `>=` and not `maximum`, because a NaN then counts as 1.
         return jnp.where(steps >= 1, jnp.ceil(jnp.minimum(steps, 2.0**24)), jnp.ones_like(steps)).astype(jnp.int32)
 
-    def _advance(
-        self, state: Any, grads: chex.ArrayTree | None, weight: Any, value: Any, *, flush: Flag, when_full: bool
+    def advance(
+        self,
+        state: Any,
+        grads: chex.ArrayTree | None,
+        weight: Any,
+        value: Any,
+        *,
+        flush: Flag = False,
+        when_full: bool = False,
     ) -> WindowStep:
         """Adds a micro-batch, or none for `grads=None`, and closes the window if it is flushed or, `when_full`, full.
 
-        It does all arithmetic of the window, except sums over devices (`_average`). The module's docstring explains the
+        It does all arithmetic of the window, except sums over devices (`average`). The module's docstring explains the
         order of its decisions.
         """
-        require_sum_over("accumulation", self._axes)
+        require_sum_over("accumulation", self.axes)
         if grads is not None:
-            grads = self._checked_gradients(grads, state.gradient_sum)
+            grads = checked_gradients(grads, state.gradient_sum, self.axes)
         weight = _arguments.weight(weight, {(), state.weight_sum.shape})
         value = None if value is None else _arguments.value_of_loss(value, {(), state.weight_sum.shape})
-        if not self._axes:
+        if not self.axes:
             require_replicated("weight", weight)
             require_replicated("value", value)
         dtype = state.weight_sum.dtype
@@ -299,7 +188,7 @@ class GradAccumulator:
         is_kept: Flag = grads is not None and weight != 0
         is_nonfinite: Flag = False
         if is_kept is not False and self._nonfinite != "propagate":
-            is_nonfinite = self._is_nonfinite(grads, is_kept)
+            is_nonfinite = is_nonfinite_micro_batch(grads, is_kept, self.axes)
             is_kept = is_kept & ~is_nonfinite
         own_weight = jnp.asarray(weight).astype(dtype)
         kept_weight = jnp.where(is_kept, own_weight, zero)
@@ -322,14 +211,13 @@ class GradAccumulator:
         if has_weight is True and self._nonfinite != "drop_window":
             has_average = True
         else:
-            has_average = ~window_bad if self._axes else has_weight & ~window_bad
+            has_average = ~window_bad if self.axes else has_weight & ~window_bad
 
-        # XLA-15.
         # The pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
         # XLA:CPU, a second buffer (tests/test_accumulation.py, "written_in_place"). Per-device rows are divided in
-        # `_average`, because they have to be summed over devices first.
+        # `average`, because they have to be summed over devices first.
         scale = None
-        if self._reduction != "sum" and is_closing is not False and not self._axes:
+        if self._reduction != "sum" and is_closing is not False and not self.axes:
             scale = jnp.where(is_closing, _reciprocal(weight_sum, has_weight), one)
         factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else own_weight
         is_first, grads_given = state.micro_step == 0, grads is not None
@@ -350,7 +238,7 @@ class GradAccumulator:
             # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
             safe_weight = jnp.where(own_weight != 0, own_weight, one)
             square_weight = safe_weight if self._reduction == "mean" else 1 / safe_weight
-            noise = _noise.added(noise, self._norm_of(grads), square_weight, is_kept, is_first)
+            noise = _noise.added(noise, norm_of_gradients(grads, self.axes), square_weight, is_kept, is_first)
 
         new_state = state._replace(
             micro_step=jnp.where(is_closing, jnp.zeros_like(micro_step), micro_step),
@@ -363,127 +251,49 @@ class GradAccumulator:
         )
         return WindowStep(new_state, weight_sum, value_sum, is_closing & has_average, has_weight)
 
-    def _average(self, stepped: WindowStep) -> Average:
+    def average(self, stepped: WindowStep) -> Average:
         """Returns what a closing window passes on. Sums per-device rows over devices, in one collective."""
         noise, weight_sum, value = stepped.state.noise, stepped.weight_sum, stepped.value_sum
         leaves, treedef = jax.tree.flatten(stepped.state.gradient_sum)
-        totals = [x for x in leaves if x.ndim] if self._axes else []
-        if self._axes:
+        totals = [x for x in leaves if x.ndim] if self.axes else []
+        if self.axes:
             scalars = [weight_sum[..., None], value[..., None]]
             if noise:
                 scalars += [noise.kept[..., None], noise.square_sums]
             together = jnp.concatenate([x.astype(weight_sum.dtype) for x in scalars], axis=-1)
-            (weight_sum, value, *of_noise), *totals = row_sums([together, *totals], self._axes)
+            (weight_sum, value, *of_noise), *totals = row_sums([together, *totals], self.axes)
             if noise:
                 kept, *square_sums = (x.astype(jnp.float32) for x in of_noise)
                 noise = noise._replace(kept=kept, square_sums=jnp.stack(square_sums))
             require_replicated("weight, summed over sum_over,", weight_sum)
         has_weight: Flag = stepped.has_weight
-        if self._axes and has_weight is not True:
+        if self.axes and has_weight is not True:
             has_weight = weight_sum != 0
         scale = _reciprocal(weight_sum, has_weight)
         if self._reduction != "sum":
             totals = [_scaled(x, scale) for x in totals]
             value = value * scale
         gradients = stepped.state.gradient_sum
-        if self._axes:
+        if self.axes:
             remaining = iter(totals)
             gradients = jax.tree.unflatten(treedef, [next(remaining) if x.ndim else x for x in leaves])
         if self._noise_decay is not None:
             per_weight = scale if self._reduction == "sum" else jnp.ones_like(scale)  # a sum is W times the mean
-            norm = self._norm_of_average(gradients)
+            norm = _norms.measure_local([x for x in jax.tree.leaves(gradients) if is_gradient(x)], self.axes or ())
             norm = _extended.shifted(norm.mantissa * per_weight.astype(norm.mantissa.dtype), norm.exponent)
             sums = _noise.WindowSums(noise.square_sums, noise.kept, weight_sum)
             noise = _noise.closed(stepped.state.noise, sums, norm, self._noise_decay)
-        return Average(gradients, has_weight if self._axes else True, value, noise)
+        return Average(gradients, has_weight if self.axes else True, value, noise)
 
-    def _norm_of(self, grads: chex.ArrayTree) -> ExtendedFloat:
-        """Returns the norm of the gradients: one, or one per row."""
-        leaves = [g for g in jax.tree.leaves(grads) if is_gradient(g)]
-        if not self._axes:
-            return _norms.measure_local(leaves, ())
-        if is_mapped(self._axes):
-            norm = _norms.measure_local([g[0] for g in leaves], self._axes)
-            return ExtendedFloat(norm.mantissa[None], norm.exponent[None])
-        return jax.vmap(lambda rows: _norms.measure(rows, 2, ()))(leaves)
+    def close(self, state: Any) -> tuple[Average, Flag, Any]:
+        """Closes a window, full or not. Returns its average, whether it has one, and the state.
 
-    def _norm_of_average(self, average: chex.ArrayTree) -> ExtendedFloat:
-        return _norms.measure_local([x for x in jax.tree.leaves(average) if is_gradient(x)], self._axes or ())
-
-    def _emptied_rows(self, stepped: WindowStep, average: chex.ArrayTree) -> chex.ArrayTree:
-        """Returns rows for the state of a closed window, whose values nobody reads. Reuses the average if it can."""
-        axes, rows = self._axes, stepped.state.gradient_sum
-        if not axes or not is_mapped(axes):
-            return rows
-        # XLA-22.
-        # On CUDA and TPU, XLA would otherwise keep both the rows and the average, which costs memory of the parameters'
-        # size (tests/test_accelerators.py, "sends gradients once").
-        return jax.tree.map(lambda row, x: as_varying(x[None], axes) if row.ndim else row, rows, average)
-
-    def _without_rows(self, grads: chex.ArrayTree) -> chex.ArrayTree:
-        """Returns the gradients, or the shapes and dtypes of one row if they have per-device rows."""
-        if not self._axes or is_mapped(self._axes):
-            return grads
-        return jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), grads)
-
-    def _is_nonfinite(self, grads: chex.ArrayTree, has_weight: Flag) -> jax.Array:
-        """Returns whether a gradient whose weight is not 0 is non-finite on any device."""
-        leaves = [g for g in jax.tree.leaves(grads) if is_gradient(g)]
-        if not self._axes:
-            return has_weight & ~all_finite(leaves, self._axes)
-        is_nonfinite = jnp.any(has_weight & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
-        return any_device([is_nonfinite], self._axes)[0]
-
-    def _checked_gradients(self, grads: chex.ArrayTree, gradient_sum: chex.ArrayTree) -> chex.ArrayTree:
-        """Returns the gradients as arrays, with rows if the accumulator has them. Raises if a leaf does not fit it."""
-        axes, what = self._axes, "accumulator"
-        grads = _gradients.gradient_arrays(grads)
-        if axes and is_mapped(axes):
-
-            def row(path: _gradients.KeyPath, grad: Any) -> Any:
-                if is_gradient(grad) and is_replicated_over(grad, axes):
-                    raise ValueError(
-                        f"gradient leaf {_gradients.leaf_name(path)} is already reduced over sum_over={axes!r}. "
-                        f"To keep gradients local, compute own = jax.lax.pcast(params, {axes!r}, to='varying') outside "
-                        "the loss and differentiate with respect to own. To accumulate reduced gradients, leave out "
-                        "sum_over"
-                    )
-                return grad[None] if is_gradient(grad) else grad
-
-            grads = jax.tree.map_with_path(row, grads)
-        elif axes:
-            what = f"accumulator, which has a row for each device along {', '.join(map(repr, axes))}"
-        _gradients.same_leaves(grads, gradient_sum, what=what)
-
-        def check(path: _gradients.KeyPath, total: jax.Array, grad: Any) -> None:
-            if grad is None or grad.dtype == jax.dtypes.float0 or not (is_gradient(grad) or is_gradient(total)):
-                return
-            name = f"gradient leaf {_gradients.leaf_name(path)}"
-            if not is_gradient(grad):
-                raise ValueError(
-                    f"{name} is {grad.dtype}, but its parameter is floating, with an accumulator of {total.dtype}. "
-                    "Convert the gradient to the parameter's dtype. Or pass None in its place if there is no gradient"
-                )
-            if not is_gradient(total):
-                raise ValueError(
-                    f"{name} is {grad.dtype}, but its parameter is not floating and has no accumulator. Pass None in "
-                    "its place. Or pass float0, as jax.grad(..., allow_int=True) returns it"
-                )
-            if _floats.is_complex(grad) and not _floats.is_complex(total):
-                raise ValueError(
-                    f"{name} is {grad.dtype}, but its accumulator is {total.dtype} and would lose the imaginary part. "
-                    "Pass the real part of the gradient. Or call init with a complex parameter"
-                )
-            along = newly_varying(grad, total)
-            if along:
-                raise ValueError(
-                    f"{name} may differ between devices along {along}, but its parameter does not, because the "
-                    f"gradients are not reduced. Reduce them first, for example with jax.lax.pmean(grads, {along}). Or "
-                    f"pass sum_over={along} to sum them when the window closes"
-                )
-
-        jax.tree.map_with_path(check, gradient_sum, grads)
-        return grads
+        The average of a window without one is meaningless. It is not selected away, because on CUDA XLA would hold the
+        zeros: for a transformer, a quarter of the gradients' size. `windows`, `value` and `noise` stay as they were.
+        """
+        stepped = self.advance(state, None, 0, None, flush=True)
+        taken = self.average(stepped)
+        return taken, stepped.has_average & taken.has_weight, stepped.state
 
     def _is_full(self, windows: jax.Array, micro_step: jax.Array, is_step: Flag) -> Flag:
         """Returns whether this step fills the window. A window of one is known to be full, and needs no branch."""
@@ -491,11 +301,15 @@ class GradAccumulator:
             return True
         # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
         # accum_steps.
-        return is_step & (micro_step >= self._steps(windows))
+        return is_step & (micro_step >= self.steps(windows))
 
 
-# Jitted once for the class, because an object that holds a jitted function cannot be pickled.
-_jitted_add = jax.jit(GradAccumulator.add, static_argnums=0)
+def begun(state: GradAccumulatorState) -> GradAccumulatorState:
+    """Returns the window, marked as begun, so that a gradient is always added and never replaces the sum.
+
+    XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them (XLA-24).
+    """
+    return state._replace(micro_step=jnp.ones((), jnp.int32))
 
 
 def _advance_leaf(
@@ -534,8 +348,8 @@ def _scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
 def _reciprocal(weight_sum: jax.Array, has_weight: Flag) -> jax.Array:
     """Returns 1 / weight_sum, 1 if the weight is 0, or NaN if the weight sum is out of range.
 
-    Sums are multiplied by it, because XLA:CPU materializes a quotient that is used twice, as by Adam. A weight sum
-    above the range would have a reciprocal that is flushed to 0. Below the range, products w g may be flushed to 0.
+    A weight sum above the range would have a reciprocal that is flushed to 0. Below the range, products w g may be
+    flushed to 0.
     """
     in_range = (weight_sum >= _arguments.LEAST_WEIGHT) & (weight_sum <= _arguments.LARGEST_WEIGHT)
     checked = jnp.where(in_range, weight_sum, jnp.nan)

@@ -8,7 +8,7 @@ function therefore has a second form, its attribute `update_or_apply`. It return
 Wrappers can be nested. Each one only decides whether the step `runs`, from a few scalars, and passes the decision on to
 the next. The innermost transformation is no wrapper. It runs in one branch, or is skipped. No branch is nested in
 another, because on CUDA XLA then copies the parameters and the state that the inner branch returns unchanged
-(XLA-2). Gradients are passed on as a function that computes them, because an array that enters a branch would be
+(XLA-2). Gradients are passed on as a function that computes them, because an array that enters a branch is
 materialized even if the branch is not taken (XLA-3).
 
 The second form belongs to the function, not to the transformation. A transformation is a pytree of functions, which
@@ -40,8 +40,14 @@ UpdateOrApply = Callable[..., tuple[Any, Any]]
 """`(gradients, state, params, *, apply, runs, **extra_args) -> (updates, or new parameters; new state)`."""
 
 
-def wrapper(update_fn: Callable[..., Any], update_or_apply: UpdateOrApply) -> optax.TransformUpdateExtraArgsFn:
-    """Returns a wrapper's `update` function with its second form attached."""
+def wrapper(update_or_apply: UpdateOrApply) -> optax.TransformUpdateExtraArgsFn:
+    """Returns a wrapper's `update` function, made from its second form, which is attached."""
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        return update_or_apply(lambda: updates, state, params, apply=False, runs=True, **extra_args)
+
     cast(Any, update_fn).update_or_apply = update_or_apply
     return update_fn
 

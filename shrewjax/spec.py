@@ -1,4 +1,5 @@
 r"""The definition of clipping and accumulation. The tests compare every fast path of this package with it.
+It is one module of more than 400 lines, because a reader and a solver take the definition as a whole.
 
 It is plain Python over lists of numbers. It needs `+ - * / <` and `abs`, and a square root as an argument. So the same
 lines run on floats (`sqrt=math.sqrt`), NumPy scalars and, exactly, on `fractions.Fraction`. They also run on the
@@ -39,7 +40,7 @@ def global_norm_spec(gradient: Sequence[Number], *, sqrt: Callable[[Number], Num
       >>> global_norm_spec([3.0, 0.0, 4.0], sqrt=math.sqrt)
       5.0
 
-    Defines `grad_norm`.
+    Defines `grad_norm`. Source: the Euclidean norm.
     """
     return sqrt(_sum_of_squares(gradient))
 
@@ -47,7 +48,7 @@ def global_norm_spec(gradient: Sequence[Number], *, sqrt: Callable[[Number], Num
 def clip_gradients_spec(
     gradient: Sequence[Number], max_norm: Number, *, sqrt: Callable[[Number], Number]
 ) -> list[Number]:
-    r"""Returns the point of the ball of radius |max_norm| that is nearest to the gradient.
+    r"""Returns the point of the ball of radius abs(max_norm) that is nearest to the gradient.
 
     .. math:: g \cdot |c| / \|g\| \;\text{ if } \|g\|^2 > c^2, \text{ else } g
 
@@ -65,8 +66,9 @@ def clip_gradients_spec(
       >>> clip_gradients_spec([3.0, 4.0], 2.5, sqrt=math.sqrt)
       [1.5, 2.0]
 
-    Defines `clip_grad_norm`, `clip_by_global_norm` and, for each leaf, `clip_by_leaf_norm`. The rule: R. Pascanu,
-    T. Mikolov, Y. Bengio, 2013, arXiv:1211.5063, Algorithm 1. This form of it, with squares and |c|:
+    Defines `clip_grad_norm`, `clip_by_global_norm` and, for each leaf, `clip_by_leaf_norm`.
+
+    Source: R. Pascanu, T. Mikolov, Y. Bengio, 2013, arXiv:1211.5063, Algorithm 1. This form, with squares and abs(c):
     `clipGradientsSpec` in TorchLean.
     """
     radius = abs(max_norm)
@@ -80,7 +82,7 @@ def clip_gradients_spec(
 def clip_cotangent_spec(
     slices: Sequence[Sequence[Number]], max_norm: Number, *, sqrt: Callable[[Number], Number]
 ) -> list[list[Number]]:
-    r"""The cotangent of a value that is passed on as it is: each slice clipped as a gradient of its own.
+    r"""Returns the cotangent of a value that is passed on unchanged: each slice is clipped as a gradient of its own.
 
     .. math:: y = x, \qquad \bar x_s = \operatorname{clip}(\bar y_s, c)
 
@@ -97,6 +99,8 @@ def clip_cotangent_spec(
       [[1.5, 2.0], [0.0, 2.0]]
 
     Defines `clip_cotangent`.
+
+    Source: A. Graves, 2013, arXiv:1308.0850, section 2.1, there element by element.
     """
     return [clip_gradients_spec(entries, max_norm, sqrt=sqrt) for entries in slices]
 
@@ -119,7 +123,9 @@ def clip_by_value_spec(gradient: Sequence[Number], max_value: Number) -> list[Nu
       >>> clip_by_value_spec([0.5, -3.0, math.inf, math.nan], 1.0)
       [0.5, -1.0, 1.0, nan]
 
-    Defines `clip_grad_value` and `clip_by_value`. Source: `clipByValueSpec` in TorchLean.
+    Defines `clip_grad_value` and `clip_by_value`.
+
+    Source: `clipByValueSpec` in TorchLean.
     """
 
     def clip(g: Number) -> Number:
@@ -142,9 +148,9 @@ def percentile_spec(values: Sequence[Number], percentile: Any, method: Method = 
 
     .. math:: v_{(r)}, \qquad r = \frac{p\,(n-1)}{100}
 
-    The rank r is a rational number, exact at any size. If it is no integer, `method` makes one value of the two
-    neighbours, as in NumPy: the `"lower"`, the `"higher"`, the `"nearest"` (of two equally near ones, that of even
-    rank), their `"midpoint"`, or the point between them that is `"linear"` in r.
+    The rank r is a rational number, exact at any size. If it is no integer, `method` chooses between the two
+    neighbours, as in NumPy. `"lower"`, `"higher"` and `"nearest"` return one of them. If both are equally near,
+    `"nearest"` returns that of even rank. `"midpoint"` returns their mean, `"linear"` the point that is linear in r.
 
     Args:
       values: at least one.
@@ -231,8 +237,8 @@ def window_spec(batches: Sequence[tuple[Sequence[Number], Number]], reduction: R
       >>> window_spec([([1.0], 3), ([5.0], 1)])
       [2.0]
 
-    By linearity the first is the gradient of the mean loss over all examples. The mean of means is not: see "Bugs in
-    LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
+    Source: by linearity, the first is the gradient of the mean loss over all examples. The mean of means is not, see
+    "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
     """
     factors = [weight if reduction == "mean" else 1 for _, weight in batches]
     totals = [
@@ -260,7 +266,7 @@ def noise_spec(batches: Sequence[tuple[Sequence[Number], Number]]) -> tuple[Numb
       >>> noise_spec([([3.0], 1), ([1.0], 1)])
       (2.0, 3.0)
 
-    For equal weights: S. McCandlish et al., 2018, arXiv:1812.06162, appendix A.1.
+    Source: for equal weights, S. McCandlish et al., 2018, arXiv:1812.06162, appendix A.1.
     """
     weight_sum = sum(w for _, w in batches)
     squares = sum(weight * _sum_of_squares(gradient) for gradient, weight in batches)
@@ -276,12 +282,14 @@ def accumulate_spec(
     reduction: Reduction = "mean",
     nonfinite: Nonfinite = "propagate",
 ) -> Iterator[list[Number] | None]:
-    """Yields the gradient that the wrapped optimizer receives at each micro-step, or None if it does not run.
+    r"""Yields the gradient that the wrapped optimizer receives at each micro-step, or None if it does not run.
+
+    .. math:: u_t = \text{window}(B_t) \;\text{ if the window closes at } t \text{ and } B_t \ne \emptyset,
+              \text{ else None}
 
     A window closes with its `accum_steps`-th micro-batch, or with one that flushes. Its gradient is the `window_spec`
-    of the micro-batches that it kept, or None if it kept none. A micro-batch of weight 0 is not kept, even if its
-    gradient is non-finite, but counts as a step. The treatment of a non-finite micro-batch, whose gradient has a NaN or
-    an infinity, depends on `nonfinite`:
+    of B_t, the micro-batches that it kept. One of weight 0 is not kept, even if its gradient is non-finite, but counts
+    as a step. A non-finite micro-batch has a gradient with a NaN or an infinity. Its treatment depends on `nonfinite`:
 
     * `"propagate"`: it is kept, and counts as a step;
     * `"drop_microbatch"`: it is not kept, but counts as a step;
@@ -289,7 +297,7 @@ def accumulate_spec(
     * `"drop_window"`: it counts as a step, and the gradient of the window is None.
 
     Args:
-      micro_batches: `MicroBatch`es, or their fields as tuples.
+      micro_batches: the `MicroBatch` tuples, or plain tuples of their fields.
       accum_steps: micro-steps per window, or a function of the number of windows so far that had a gradient.
       reduction: as in `window_spec`.
       nonfinite: how to treat a non-finite micro-batch, as above.
@@ -301,7 +309,7 @@ def accumulate_spec(
       >>> list(accumulate_spec([([1.0], 3), ([5.0], 1), ([7.0], 2, True)], accum_steps=2))
       [None, [2.0], [7.0]]
 
-    Defines `accumulate` and `GradAccumulator`.
+    Defines `accumulate` and `GradAccumulator`. Source: by linearity, as in `window_spec`.
     """
     windows = 0
     kept: list[tuple[Sequence[Number], Number]] = []
@@ -331,7 +339,7 @@ Aux = Literal["mean", "sum", "max", "min", "last", "stack"]
 
 
 class Part(NamedTuple):
-    """What the loss function made of one micro-batch."""
+    """The results of the loss function for one micro-batch."""
 
     value: Number
     gradient: Sequence[Number]
@@ -348,12 +356,14 @@ def value_and_grad_spec(
     nonfinite: Literal["propagate", "drop_microbatch"] = "propagate",
     aux: Aux = "mean",
 ) -> tuple[Number, list[Number], list[Any]] | None:
-    """What a batch that is taken in so many micro-batches comes to: its value, its gradient, its aux.
+    r"""Returns the value, the gradient and the aux of a batch that is split into micro-batches.
 
-    Micro-batch i has the examples from i on, in steps of `micro_batches`. It is kept if it weighs something and, under
-    `"drop_microbatch"`, if its value and gradient are finite. Value and gradient are those of the window of the kept.
-    So is the mean of the aux, whatever `reduction` is; its sum, largest, smallest and last numbers are those of the
-    kept; stacked, those that are not kept are zeros.
+    .. math:: (\ell, g) = \text{window}\{((\ell_i, g_i), w_i) : i \text{ is kept}\}
+
+    Micro-batch i has the examples i, i + K, and so on, for K = `micro_batches`. It is kept if its weight is positive
+    and, under `"drop_microbatch"`, its value and gradient are finite. The mean of the aux is weighted under every
+    `reduction`. Its sum, largest, smallest and last numbers are those of the kept micro-batches. A stack has zeros for
+    the others.
 
     Args:
       examples: as many as `micro_batches` divides.
@@ -361,7 +371,7 @@ def value_and_grad_spec(
       run: the loss function: a micro-batch's `Part`, or its fields as a tuple.
       reduction: as in `window_spec`.
       nonfinite: as above.
-      aux: what becomes of each number of the aux, as above.
+      aux: how each number of the aux is reduced, as above.
 
     Returns:
       The three, or None if nothing is kept.
@@ -372,7 +382,7 @@ def value_and_grad_spec(
       >>> value_and_grad_spec([1.0, 2.0, 3.0, 4.0], 2, run, reduction="sum", aux="stack")
       (10.0, [4], [[3.0, 4.0]])
 
-    Defines `value_and_grad`.
+    Defines `value_and_grad`. Source: by linearity, as in `window_spec`.
     """
     parts = [Part(*run(examples[i::micro_batches])) for i in range(micro_batches)]
 
@@ -386,24 +396,16 @@ def value_and_grad_spec(
     value, *gradient = window_spec([([part.value, *part.gradient], part.weight) for part in kept], reduction)
     if aux == "mean":
         return value, gradient, window_spec([(part.aux, part.weight) for part in kept])
+    columns = zip(*(part.aux for part in (parts if aux == "stack" else kept)), strict=True)
     if aux == "stack":
-        return (
-            value,
-            gradient,
-            [[x if is_kept(p) else 0 for p, x in zip(parts, xs, strict=True)] for xs in _columns(parts)],
-        )
+        return value, gradient, [[x if is_kept(p) else 0 for p, x in zip(parts, xs, strict=True)] for xs in columns]
     combine: dict[str, Callable[[Number, Number], Number]] = {
         "sum": lambda a, b: a + b,
         "max": lambda a, b: b if a < b else a,
         "min": lambda a, b: b if b < a else a,
         "last": lambda _, b: b,
     }
-    return value, gradient, [reduce(combine[aux], xs) for xs in _columns(kept)]
-
-
-def _columns(parts: Sequence[Part]) -> list[tuple[Number, ...]]:
-    """Each number of the aux, over the micro-batches."""
-    return list(zip(*(part.aux for part in parts), strict=True))
+    return value, gradient, [reduce(combine[aux], xs) for xs in columns]
 
 
 def _sum_of_squares(gradient: Sequence[Number]) -> Number:

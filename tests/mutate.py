@@ -68,8 +68,9 @@ TESTS = {
         " or (letter and accumulate) or (keyword_only and accumulate)",
     ),
 }
-TESTS |= dict.fromkeys(("_floats", "_extended"), TESTS["_norms"])
-TESTS |= {"_keys": TESTS["_selection"], "_accumulation": TESTS["_window"]}
+TESTS |= dict.fromkeys(("_floats", "_extended", "_range", "_scaling", "_unit_numbers"), TESTS["_norms"])
+TESTS |= dict.fromkeys(("_accumulation", "_accumulator", "_micro_batch", "_train_step"), TESTS["_window"])
+TESTS["_keys"] = TESTS["_selection"]
 LONGEST = 60  # seconds of a core for one test
 
 

@@ -47,6 +47,14 @@ def test_docstring_says_what_every_argument_is(name):
     assert "Returns:" in doc
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstring_has_a_formula_an_example_and_a_source(name):
+    doc = inspect.getdoc(FUNCTIONS[name])
+    assert ".. math:: " in doc
+    assert ">>> " in doc
+    assert re.search(r"\bSource: \S", doc)
+
+
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python\n" in (ROOT / page).read_text() and page != "docs/recipes.md"]
 

@@ -27,7 +27,10 @@ ORDER = [
     "_bigint",
     "_mesh",
     "_reductions",
+    "_range",
+    "_unit_numbers",
     "_norms",
+    "_scaling",
     "_cotangents",
     "_ranks",
     "_keys",
@@ -42,9 +45,14 @@ ORDER = [
     "_wrapping",
     "_guards",
     "_per_device",
+    "_micro_batch",
     "_noise",
     "_window",
+    "_accumulator",
     "_accumulation",
+    "_train_step",
+    "_batch_arguments",
+    "_batch_aux",
     "_batches",
     "_sharded_state",
     "_metrics",
@@ -64,6 +72,11 @@ def imported_modules(path):
 
 def test_every_module_has_its_place():
     assert {p.stem for p in PACKAGE.glob("*.py")} == {*ORDER, APART, "__init__"}
+
+
+def test_contributing_lists_the_modules_in_this_order():
+    table = re.findall(r"^\| (`_.*?) \|", (PACKAGE.parent / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert re.findall(r"`(\w+)`", "".join(table)) == ORDER
 
 
 def test_imports_go_one_way():

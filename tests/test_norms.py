@@ -11,7 +11,7 @@ import pytest
 from helpers import quick_jit, true_norm
 
 import shrewjax
-from shrewjax import _extended, _floats, _mesh, _norms
+from shrewjax import _extended, _floats, _mesh, _norms, _scaling, _unit_numbers
 
 ORDERS = [1, 2, 3, 1000, np.inf]
 f32 = np.float32
@@ -336,7 +336,7 @@ def test_factors_of_a_clip_multiply_to_limit_over_norm_and_each_is_normal(x64):
         below = np.arange(0, 3 * info.maxexp - 9, 1 if not x64 else 11)
         norm = _extended.ExtendedFloat(jnp.full(below.shape, 1.75, dtype), jnp.full(below.shape, 9, jnp.int32))
         limit = _extended.ExtendedFloat(jnp.full(below.shape, 1.25, dtype), jnp.asarray(9 - below, jnp.int32))
-        factor = _norms._scale_to_limit(norm, limit, jnp.ones(below.shape, bool))
+        factor = _scaling._scale_to_limit(norm, limit, jnp.ones(below.shape, bool))
         first, second = (np.asarray(part, np.float64) for part in factor[1:])
         assert (first >= info.tiny).all()
         assert (second >= info.tiny).all()
@@ -352,13 +352,13 @@ def test_norms_of_units_and_of_all_of_them_together(scale):
     kept = ((0, 2), (), ())
     axes = tuple(_mesh.unit_axes("", x, keep, None) for x, keep in zip(leaves, kept, strict=True))
     norms = _norms.measure_units(leaves, kept, axes)
-    for x, keep, norm in zip(leaves, kept, _norms.unstack_units(norms, kept), strict=True):
+    for x, keep, norm in zip(leaves, kept, _unit_numbers.unstack_units(norms, kept), strict=True):
         rest = tuple(a for a in range(x.ndim) if a not in keep)
         expected = np.sqrt(np.sum(np.float64(x) ** 2, axis=rest))
         np.testing.assert_allclose(_extended.from_extended(norm), expected, rtol=1e-6)
-        spread = _norms.broadcast_to_leaf(norm.mantissa, x, keep)
+        spread = _unit_numbers.broadcast_to_leaf(norm.mantissa, x, keep)
         assert np.broadcast_shapes(spread.shape, x.shape) == x.shape
-    together = _norms.combine(norms, _norms.stacked_axes(axes, kept))
+    together = _norms.combine(norms, _unit_numbers.stacked_axes(axes, kept))
     assert float(_extended.from_extended(together)) == pytest.approx(float(true_norm(leaves)), rel=1e-6)
     assert _norms.measure_units([], (), ()) == []
     assert float(_extended.from_extended(_norms.combine([], []))) == 0
