@@ -77,8 +77,8 @@ def clip_grad_norm(
     condition                             result
     ====================================  =============================================================
     max_norm = inf                        the gradients to the last bit
-    a NaN or infinite gradient, or a NaN  every floating leaf becomes NaN
-    max_norm in an array
+    a NaN or infinite gradient            every floating leaf becomes NaN
+    a NaN max_norm in an array            the same
     a negative max_norm in an array       as 0
     norm <= max_norm                      the gradients to the last bit, subnormals and -0.0 included
     max_norm = 0                          zeros

@@ -55,8 +55,8 @@ def clip_by_leaf_norm_ema(
     a leaf's gradient is zero                 nothing is recorded for it. As published, one zero in the warm-up keeps
                                               a leaf at zero forever, such as an idle expert or half of a low-rank
                                               adapter
-    nothing recorded for a leaf although the  as in the warm-up, until it has a gradient; its threshold shows as 0
-    warm-up is over                           until then
+    no record of a leaf after the warm-up     as in the warm-up, until it has a gradient; its threshold shows as 0
+                                              until then
     norms rise lastingly                      the average grows by (1 - decay) (max_ratio - 1) a step at most: with the
                                               defaults, tenfold in 5,758 steps
     an average below `min_norm`               raised to `min_norm`, which bounds the time of its growth

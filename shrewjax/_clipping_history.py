@@ -46,9 +46,10 @@ def clip_by_norm_percentile(
     condition                                 result
     ========================================  =======================================================================
     NaN percentile in an array                every floating leaf becomes NaN; the norm is recorded if it is finite
-    a NaN or infinite gradient, or a norm     not recorded; while the history is empty, the gradient passes as it is.
-    beyond float32                            Later a non-finite gradient makes every floating leaf NaN, and a norm
-                                              beyond float32 is clipped to the percentile of the others
+    a NaN or infinite gradient                not recorded. While the history is empty, the gradient passes as it is.
+                                              Later it makes every floating leaf NaN
+    a norm beyond float32                     not recorded. While the history is empty, the gradient passes as it is.
+                                              Later it is clipped to the percentile of the others
     the first norm; percentile = 100          never clipped, the gradients to the last bit
     percentile = 0                            clipped to the smallest norm in the history
     ========================================  =======================================================================

@@ -135,8 +135,8 @@ def adaptive_grad_clip(
     clipping = inf                            the gradients to the last bit, NaN and infinities included
     a NaN parameter, a NaN `eps` in an array  the unit becomes NaN, other units do not
     an infinite parameter, or eps = inf       as with clipping = inf
-    a NaN or infinite gradient, a NaN         the unit becomes NaN, other units do not
-    `clipping` in an array
+    a NaN or infinite gradient                the unit becomes NaN, other units do not
+    a NaN `clipping` in an array              the unit becomes NaN
     ratio at most `clipping`                  the gradients to the last bit
     parameter norm zero, or below `eps`       clipped to clipping * eps, so that the unit can still learn
     parameter norm zero, eps = 0              zeros

@@ -44,8 +44,8 @@ def clip_cotangent(
     condition, slice by slice             cotangent
     ====================================  =============================================================
     max_norm = inf                        unchanged to the last bit, NaN and infinities included
-    a NaN or infinity, or a NaN max_norm  the slice becomes NaN, other slices do not
-    in an array
+    a NaN or infinity                     the slice becomes NaN, other slices do not
+    a NaN max_norm in an array            the slice becomes NaN
     a negative max_norm in an array       as for 0
     norm <= max_norm                      unchanged to the last bit, subnormals and -0.0 included
     max_norm = 0                          zeros

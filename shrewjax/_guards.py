@@ -202,15 +202,15 @@ def skip_on_spike(
     ========================================  =======================================================================
     condition                                 result
     ========================================  =======================================================================
-    none or fewer than `warmup_steps`         no finite measurement is a spike
-    recorded
+    fewer than `warmup_steps` recorded        no finite measurement is a spike
     a spike                                   skipped, but recorded, so that the guard adapts to a new level and cannot
                                               skip forever
     above `above`                             a spike from the first step on. It is not recorded, applied or not, so
                                               that the history stays one of usual measurements
     a spike after `at_most` skipped in a row  applied, and the run starts again from 0
-    NaN or infinite measurement, or a norm    skipped, from the first step on, even after `at_most`. It is not recorded,
-    beyond float32                            and neither counts in a run nor ends one
+    NaN or infinite measurement               skipped, from the first step on, even after `at_most`. It is not recorded,
+                                              and neither counts in a run nor ends one
+    a norm beyond float32                     the same
     NaN `above` in an array                   every finite measurement is a spike
     `at_most` below 1, or NaN, in an array    no finite measurement is skipped
     all recorded ones equal m                 a spike is above m + k r abs(m), and not every number above m

@@ -1,15 +1,15 @@
 r"""The gradient noise scale, measured in the windows of an accumulation.
 
-Micro-batch i has the weight w_i. Its gradient g_i is the mean over w_i independent examples (or sequences). So it has
-the mean G and the covariance Sigma / w_i. A window has K micro-batches and the weight W = sum w_i. With their average
-g = sum w_i g_i / W and q = sum w_i |g_i|^2,
+Micro-batch i has the weight w_i, and its gradient g_i is the mean over w_i independent examples (or sequences): it has
+the mean G and the covariance Sigma / w_i. A window has K micro-batches of the weight W = sum w_i, their average
+g = sum w_i g_i / W, and the sum q of the squared norms:
 
-    S  = (q - W |g|^2) / (K - 1)    has the mean tr Sigma, because q - W |g|^2 = sum w_i |g_i - g|^2
-    G2 = |g|^2 - S / W              has the mean |G|^2
+.. math:: q = \sum_i w_i |g_i|^2, \qquad S = \frac{q - W |g|^2}{K - 1}, \qquad G_2 = |g|^2 - \frac{S}{W}
 
-for any weights. For equal weights, these are the estimates of McCandlish et al. 2018, appendix A.1. Averages of S and
-of G2 over windows give the noise scale tr Sigma / |G|^2, the weight at which noise and signal are equal. Each average
-is unbiased. A ratio of single estimates would not be, and G2 of one window may be negative.
+S has the mean tr Sigma, because q - W g^2 is the sum of w_i (g_i - g)^2. G2 has the mean G^2, the squared norm of the
+true gradient. Both hold for any weights. For equal weights, these are the estimates of McCandlish et al. 2018, appendix
+A.1. Averages of S and of G2 over windows give the noise scale tr Sigma / G^2: the weight at which noise and signal are
+equal. Each average is unbiased; a ratio of single estimates would not be, and G2 of one window may be negative.
 
 Only q is added up over micro-batches. It is kept at three scales, `_SCALES`, because the square of a norm above 1e19 or
 below 1e-19 leaves the range of float32. A closing window takes the scale at which q is in range.

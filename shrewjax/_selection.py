@@ -1,4 +1,4 @@
-"""Exact percentiles of |g| by counting keys (`_keys`) at or below pivots, without a sort.
+"""Exact percentiles of magnitudes by counting keys (`_keys`) at or below pivots, without a sort.
 
 The search for the key at a rank:
 

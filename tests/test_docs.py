@@ -96,3 +96,16 @@ def test_every_public_name_stands_on_one_page_of_the_reference():
 def test_modules_say_what_they_are_for():
     for path in pathlib.Path(shrewjax.__file__).parent.glob("*.py"):
         assert importlib.import_module(f"shrewjax.{path.stem}" if path.stem != "__init__" else "shrewjax").__doc__
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_cell_in_the_first_column_of_a_table_has_one_line(name):
+    """Sphinx would read its second line as another row, with an empty second cell."""
+    in_table, ends_at = False, 0
+    for line in inspect.getdoc(FUNCTIONS[name]).splitlines():
+        if re.fullmatch(r"=+( +=+)+", line.strip()):
+            in_table, ends_at = True, len(line) - len(line.lstrip()) + line.strip().index(" ")
+        elif not line.strip():
+            in_table = False
+        elif in_table:
+            assert not line[:ends_at].strip() or line[ends_at:].strip(), line
