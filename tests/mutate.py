@@ -53,7 +53,8 @@ TESTS = {
     ),
     "_clipping": (
         "clipping clipping_percentile contracts leaf_norms",
-        "test_leaf_norms or (test_clipping and not (python-by or numpy-by or sparse or again or neither or other_norms or memory))"
+        "test_leaf_norms or (test_clipping and not (python-by or numpy-by or sparse or again or neither or other_norms"
+        " or memory))"
         " or (keyword_only or keep_structure or wrapper-chain or unsharded-Auto) and (clip_by_global_norm or"
         " clip_by_leaf_norm or clip_by_value or clip_by_percentile)",
     ),
