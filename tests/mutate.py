@@ -64,8 +64,8 @@ TESTS = {
         " or bfloat16-nearest or float16-midpoint or written-33 or subnormal or limits_what",
     ),
     "_window": (
-        "spec accumulation contracts",
-        "(window and not clip) or (test_accumulation and not multisteps and not text)"
+        "spec accumulation contracts noise distribution",
+        "(window and not clip) or test_noise or (test_distribution and accumulate) or (test_accumulation and not multisteps and not text)"
         " or (letter and accumulate) or (keyword_only and accumulate)",
     ),
 }
