@@ -66,7 +66,8 @@ TESTS = {
     "_window": (
         "spec accumulation contracts noise distribution",
         "(window and not clip) or test_noise or (test_distribution and accumulate)"
-        " or (test_accumulation and not multisteps and not text) or (letter and accumulate) or (keyword_only and accumulate)",
+        " or (test_accumulation and not multisteps and not text)"
+        " or (letter and accumulate) or (keyword_only and accumulate)",
     ),
 }
 TESTS |= dict.fromkeys(("_floats", "_extended", "_range", "_scaling", "_unit_numbers"), TESTS["_norms"])
