@@ -176,8 +176,9 @@ def simulated(windows, dimensions=200, weights=WEIGHTS, decay=0.0):
         return state, (found["accumulate/noise_trace"], found["accumulate/signal_squared"], *textbook)
 
     keys = jax.random.split(jax.random.key(0), windows)
-    # With LLVM's optimizations: so many windows take longer to run than to compile.
-    _, found = jax.jit(partial(jax.lax.scan, window))(tx.init(jnp.zeros(dimensions)), keys)
+    # With LLVM's optimizations where there are so many windows that they take longer to run than to compile.
+    jit = jax.jit if windows > 1000 else quick_jit
+    _, found = jit(partial(jax.lax.scan, window))(tx.init(jnp.zeros(dimensions)), keys)
     return [np.float64(x) for x in found], np.sum(covariance), np.sum(mean**2)
 
 
