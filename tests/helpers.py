@@ -77,6 +77,12 @@ def quick_jit(function, **options):
     return jax.jit(function, compiler_options=quick_options(), **options)
 
 
+def users_jit(function, **options):
+    """`jax.jit` as users have it: for tests of last bits, of memory and of compiled text."""
+    emitters = {"xla_cpu_use_fusion_emitters": True} if jax.default_backend() == "cpu" else None
+    return jax.jit(function, compiler_options=emitters, **options)
+
+
 def compiled(tx):
     """The same, for use outside of compiled functions only."""
     return optax.GradientTransformationExtraArgs(tx.init, quick_jit(optax.with_extra_args_support(tx).update))

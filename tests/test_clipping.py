@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, flat, tree_of, true_norm
+from helpers import bits, flat, tree_of, true_norm, users_jit
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -481,7 +481,7 @@ def trees(draw):
 
 
 RATIOS = st.one_of(st.sampled_from([0.0, 0.5, 1 - 1e-6, 1.0, 1 + 1e-6, 2.0]), st.floats(1e-6, 3.0))
-clip_jitted = jax.jit(shrewjax.clip_grad_norm)
+clip_jitted = users_jit(shrewjax.clip_grad_norm)
 
 
 @given(trees(), RATIOS)

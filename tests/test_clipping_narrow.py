@@ -1,11 +1,10 @@
 """Leaves of less than 16 bits: of all numbers of each dtype, against NumPy in float64; or refused by name."""
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import TRANSFORMATIONS
+from helpers import TRANSFORMATIONS, quick_jit, users_jit
 
 import shrewjax
 
@@ -29,7 +28,7 @@ def limited(values, magnitudes, bound):
 @pytest.mark.parametrize("dtype", sorted(FLOATS - REFUSED))
 def test_every_eight_bit_number_is_clipped_by_value(dtype):
     leaf, values, magnitudes = all_numbers(dtype)
-    clip = jax.jit(shrewjax.clip_grad_value)
+    clip = users_jit(shrewjax.clip_grad_value)
     for bound in (0.0, 1e-9, 0.5, 1.7, 100.0, np.inf):
         clipped = np.float64(clip(leaf, jnp.float32(bound)))
         np.testing.assert_array_equal(clipped, limited(values, magnitudes, bound), err_msg=str(bound))
@@ -39,7 +38,7 @@ def test_every_eight_bit_number_is_clipped_by_value(dtype):
 @pytest.mark.parametrize("dtype", sorted(FLOATS - REFUSED))
 def test_every_eight_bit_number_is_scaled_by_the_norm_clip(dtype):
     leaf, values, magnitudes = all_numbers(dtype)
-    clip = jax.jit(shrewjax.clip_grad_norm)
+    clip = users_jit(shrewjax.clip_grad_norm)
     true_norm = np.sqrt((values**2).sum())
     for max_norm in (0.0, 1.0, true_norm / 3, np.inf):
         clipped, norm = clip(leaf, jnp.float32(max_norm))
@@ -52,7 +51,7 @@ def test_every_eight_bit_number_is_scaled_by_the_norm_clip(dtype):
 @pytest.mark.parametrize("dtype", sorted(FLOATS - REFUSED))
 def test_every_eight_bit_number_is_clipped_to_a_percentile(dtype):
     leaf, values, magnitudes = all_numbers(dtype)
-    clipped, bound = jax.jit(lambda g: shrewjax.clip_grad_percentile(g, 60, method="lower"))(leaf)
+    clipped, bound = quick_jit(lambda g: shrewjax.clip_grad_percentile(g, 60, method="lower"))(leaf)
     assert float(bound) == np.percentile(np.abs(values), 60, method="lower")
     np.testing.assert_array_equal(np.float64(clipped), limited(values, magnitudes, float(bound)))
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, exact, exact_root, quick_jit, true_norm
+from helpers import bits, exact, exact_root, quick_jit, true_norm, users_jit
 from jax.sharding import PartitionSpec as P
 
 import shrewjax
@@ -144,7 +144,7 @@ NETS = {
 def test_gradient_is_that_of_the_backward_pass_clipped_by_hand(name):
     net, net_by_hand, params, x = NETS[name]
     params, x = [w.astype(np.float32) for w in params], x.astype(np.float32)
-    of_params, of_x = jax.jit(jax.grad(net, argnums=(0, 1)))(params, x)
+    of_params, of_x = quick_jit(jax.grad(net, argnums=(0, 1)))(params, x)
     expected, seen = net_by_hand([w.astype(np.float64) for w in params], x.astype(np.float64))
     norms = np.concatenate([np.linalg.norm(a, axis=-1).ravel() for a in seen])
     assert 0 < np.mean(norms > LIMIT) < 1  # there is something to clip, and something to leave
@@ -178,10 +178,10 @@ def clipped_in(kind, cotangent, max_norm):
     if kind == "not jitted":
         return clipped(cotangent, max_norm)
     if kind == "a constant":
-        return jax.jit(lambda: clipped(cotangent, max_norm))()
+        return users_jit(lambda: clipped(cotangent, max_norm))()
     if kind == "scheduled":
-        return jax.jit(clipped)(cotangent, jnp.float32(max_norm))
-    return jax.jit(functools.partial(clipped, max_norm=max_norm))(cotangent)
+        return users_jit(clipped)(cotangent, jnp.float32(max_norm))
+    return users_jit(functools.partial(clipped, max_norm=max_norm))(cotangent)
 
 
 def assert_slices(actual, cotangent, expected, rtol):
@@ -219,7 +219,7 @@ def test_each_dtype_is_held_to_the_limit_within_2_eps(dtype):
     with jax.enable_x64(dtype in ("float64", "complex128")):
         values = normal(0, 8, 16) + (1j * normal(1, 8, 16) if "complex" in dtype else 0)
         cotangent = jnp.asarray(values * np.logspace(-2, 2, 8)[:, None]).astype(dtype)
-        actual = jax.jit(functools.partial(clipped, max_norm=3.0))(cotangent)
+        actual = users_jit(functools.partial(clipped, max_norm=3.0))(cotangent)
         assert actual.dtype == cotangent.dtype
         before, after = ([float(true_norm(x)) for x in np.asarray(a)] for a in (cotangent, actual))
         assert min(before) < 3 < max(before)
@@ -236,7 +236,7 @@ def test_each_dtype_is_held_to_the_limit_within_2_eps(dtype):
 @pytest.mark.parametrize("ord", [1, 1.5, 2, 3, 4, INF])
 def test_each_order_holds_its_own_norm_of_every_slice(ord):
     cotangent = jnp.asarray(normal(0, 3, 4, 5) * np.array([1e-3, 1, 1e25])[:, None, None], jnp.float32)
-    actual = jax.jit(functools.partial(clipped, max_norm=1.0, axis=(1,), ord=ord))(cotangent)
+    actual = users_jit(functools.partial(clipped, max_norm=1.0, axis=(1,), ord=ord))(cotangent)
     for i, k in np.ndindex(3, 5):
         before, after = np.asarray(cotangent)[i, :, k], np.asarray(actual)[i, :, k]
         if true_norm(before, ord) <= 1:
@@ -274,9 +274,9 @@ def test_forward_values_and_derivatives_are_those_without_the_clip_to_the_last_b
     def value_and_derivative(params, x):
         return jax.jvp(net, (params, x), (params[::1], jnp.cos(x)))
 
-    with_clip = jax.jit(value_and_derivative)(params, x)
+    with_clip = users_jit(value_and_derivative)(params, x)
     monkeypatch.setitem(globals(), "clip_cotangent", lambda x, max_norm: x)
-    assert bits(with_clip) == bits(jax.jit(lambda *args: value_and_derivative(*args))(params, x))
+    assert bits(with_clip) == bits(users_jit(lambda *args: value_and_derivative(*args))(params, x))
 
 
 def test_forward_jacobian_is_the_identity_and_the_reverse_one_is_clipped():

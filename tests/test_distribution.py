@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import TRANSFORMATIONS, assert_close, bits, lenient, own_params, quick_jit
+from helpers import TRANSFORMATIONS, assert_close, bits, lenient, own_params, quick_jit, users_jit
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -155,7 +155,7 @@ def test_gradients_cross_the_network_once_a_window():
             return shrewjax.apply_gradients(tx, grads, state, params)
 
         mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, *[P("data")] * 3), out_specs=(P(), specs))
-        return jax.jit(mapped).lower(whole, state, *batch).compile().as_text()
+        return users_jit(mapped).lower(whole, state, *batch).compile().as_text()
 
     clip = optax.chain(shrewjax.clip_by_global_norm(1.0), ADAM)
     ours = shrewjax.accumulate(clip, 8, sum_over="data")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, lenient, quick_jit
+from helpers import bits, lenient, quick_jit, users_jit
 
 import shrewjax
 
@@ -61,7 +61,7 @@ def test_a_bad_gradient_is_skipped_and_inner_never_knows(bad):
 
 def test_apply_gradients_leaves_a_skipped_step_s_parameters_alone_and_writes_in_place():
     tx = shrewjax.skip_nonfinite(shrewjax.skip_on_spike(INNER))
-    step = jax.jit(lambda p, s, g: shrewjax.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+    step = users_jit(lambda p, s, g: shrewjax.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
     params = jnp.ones((256, 256))
     compiled = step.lower(params, tx.init(params), params).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * params.nbytes

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import quick_jit
+from helpers import quick_jit, users_jit
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -71,7 +71,7 @@ def plain_select(leaves, percentile, start=None, method="linear", over="all", sc
     return _selection.select(leaves, percentile, method=method, over=over, scope=scope, axes=None, start=start)
 
 
-select, quick_select = (jit(plain_select, static_argnames=OPTIONS) for jit in (jax.jit, quick_jit))
+select, quick_select = (jit(plain_select, static_argnames=OPTIONS) for jit in (users_jit, quick_jit))
 
 
 @partial(quick_jit, static_argnames=("percentile", *OPTIONS))
@@ -336,7 +336,7 @@ def test_bigint_arithmetic_is_that_of_integers(a, b, small):
     assert bool(_bigint.equals(_bigint.constant(small, 2), small))
 
 
-@jax.jit
+@users_jit
 def wide_operations(x, y, larger, smaller, vector):
     quotient, remainder = _bigint.divide(_bigint.halves(x), 9973)
     return {
@@ -366,12 +366,12 @@ def test_ranks_are_exact_beyond_two_to_the_thirty_first(count, percentile, metho
         assert fraction == (Fraction(1, 2) if method == "midpoint" and between else 0)
 
 
-@partial(jax.jit, static_argnums=2)
+@partial(quick_jit, static_argnums=2)
 def place_of(percentile, count, method):
     return _ranks.apply_method(_ranks.virtual_index(percentile, count), method)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(quick_jit, static_argnums=0)
 def known_place_of(percentile, count):
     return _ranks.apply_method(_ranks.virtual_index(percentile, count), "linear")
 

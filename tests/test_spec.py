@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, exact, exact_root
+from helpers import bits, exact, exact_root, users_jit
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -131,10 +131,10 @@ def threshold(how, norm, measured):
 
 # --- norms ------------------------------------------------------------------------------------------------------
 
-grad_norm = jax.jit(shrewjax.grad_norm)
+grad_norm = users_jit(shrewjax.grad_norm)
 
 
-@jax.jit
+@users_jit
 def norm_clips(leaves, limit):
     """Every norm clip in one program, as it is compiling that takes time."""
     whole, by_leaf = shrewjax.clip_by_global_norm(limit), shrewjax.clip_by_leaf_norm(limit)
@@ -192,7 +192,7 @@ def check_norm_clip(leaves, clipped, measured, limit):
 
 @pytest.mark.parametrize(("largest_entry", "limit"), [(2.0**127, 2.0**-126), (3.4e38, 4e-38)])
 def test_norm_clip_reaches_from_the_largest_norm_to_the_smallest_threshold(largest_entry, limit):
-    clipped, _ = jax.jit(shrewjax.clip_grad_norm)([np.float32([largest_entry])], np.float32(limit))
+    clipped, _ = users_jit(shrewjax.clip_grad_norm)([np.float32([largest_entry])], np.float32(limit))
     np.testing.assert_allclose(clipped[0], np.float32([limit]), rtol=2.4e-7)
 
 
@@ -247,7 +247,7 @@ def test_leaf_norm_clip_is_the_definitions_for_each_leaf(kind, examples):
         check()
 
 
-clip_to_python_number = jax.jit(shrewjax.clip_grad_norm, static_argnums=1)
+clip_to_python_number = users_jit(shrewjax.clip_grad_norm, static_argnums=1)
 
 
 @few_or_many
@@ -268,8 +268,8 @@ def test_norm_clip_to_a_python_number_is_the_definitions(examples):
 
 # --- values -----------------------------------------------------------------------------------------------------
 
-clip_grad_value = jax.jit(shrewjax.clip_grad_value)
-clip_by_value = jax.jit(lambda leaves, limit: shrewjax.clip_by_value(limit).update(leaves, optax.EmptyState())[0])
+clip_grad_value = users_jit(shrewjax.clip_grad_value)
+clip_by_value = users_jit(lambda leaves, limit: shrewjax.clip_by_value(limit).update(leaves, optax.EmptyState())[0])
 
 
 def toward_zero(limit, dtype):
@@ -404,7 +404,7 @@ def test_percentile_clip_is_the_definitions(examples):
 
     @functools.cache
     def compiled(percentile, method):
-        return jax.jit(lambda leaves: shrewjax.clip_grad_percentile(leaves, percentile, method=method))
+        return users_jit(lambda leaves: shrewjax.clip_grad_percentile(leaves, percentile, method=method))
 
     @examples
     @given(
@@ -449,7 +449,7 @@ def programs(reduction, nonfinite, weighted):
         average, _, emptied = window.take(state)
         return average, jax.tree.map(lambda a, b: jnp.where(closes, a, b), emptied, state)
 
-    @jax.jit
+    @users_jit
     def micro_step(table, states, gradient, weight, flush):
         tx = shrewjax.accumulate(optax.identity(), schedule(table), **options)
         window = shrewjax.GradAccumulator(schedule(table), **options)
@@ -459,7 +459,7 @@ def programs(reduction, nonfinite, weighted):
         average, other = close(window, added, window.ready(added) | flush)
         return updates, average, (state, other)
 
-    @jax.jit
+    @users_jit
     def flush(table, states):
         tx = shrewjax.accumulate(optax.identity(), schedule(table), **options)
         window = shrewjax.GradAccumulator(schedule(table), **options)
@@ -563,7 +563,7 @@ def test_windows_are_the_definitions_micro_step_by_micro_step(nonfinite, example
 WINDOW = 6
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(users_jit, static_argnums=0)
 def one_window(reduction, gradients, weights):
     """All of a window's micro-batches, of which those of weight 0 do not count."""
     window = shrewjax.GradAccumulator(WINDOW, reduction=reduction)
@@ -619,7 +619,7 @@ def whole_batch(reduction, nonfinite):
         nonfinite=nonfinite,
         aux={name: name for name in AUX},
     )
-    return jax.jit(step)
+    return users_jit(step)
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch"])
