@@ -1,6 +1,7 @@
 """Strict settings for every test: no implicit promotion of dtypes or ranks, warnings as errors, eight CPU devices."""
 
 import atexit
+import gc
 import importlib.util
 import os
 import shutil
@@ -30,6 +31,9 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Tracing makes objects by the million, and at Python's own threshold the collector is busy with 4 % of the time.
+gc.set_threshold(100_000)
 
 # The same examples on every machine; a wider, random search runs on demand (-m slow).
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
