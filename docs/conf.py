@@ -5,14 +5,16 @@ import shutil
 import zlib
 from pathlib import Path
 
+import shrewjax
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-import shrewjax
-
 HERE = Path(__file__).parent
+assert Path(shrewjax.__file__).is_relative_to(HERE.parent), (
+    "The site documents the package of its own checkout"
+)
 
 project = "shrewjax"
 copyright = "the shrewjax authors"
@@ -28,7 +30,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",  # the gallery folds its code
 ]
-exclude_patterns = ["_*"]
+exclude_patterns = ["_*", "api/_*"]
 nitpicky = True
 # Backticks in docstrings name arguments and fields as well as functions. Names that Sphinx finds become links.
 default_role = "py:obj"
@@ -87,7 +89,15 @@ PROJECTS = {
 PAGES = {
     "library/typing.html": "typing.Any typing.Literal",
     "library/collections.abc.html": " ".join(
-        f"collections.abc.{name}" for name in ("Callable", "Collection", "Hashable", "Iterable", "Iterator", "Sequence")
+        f"collections.abc.{name}"
+        for name in (
+            "Callable",
+            "Collection",
+            "Hashable",
+            "Iterable",
+            "Iterator",
+            "Sequence",
+        )
     ),
     "library/exceptions.html": "ValueError AssertionError",
     "library/stdtypes.html": "dict tuple str list",
@@ -96,7 +106,15 @@ PAGES = {
     "library/fractions.html": "fractions.Fraction",
     **{
         f"_autosummary/jax.{name}.html": f"jax.{name}"
-        for name in ("Array", "grad", "value_and_grad", "jit", "vmap", "pmap", "shard_map")
+        for name in (
+            "Array",
+            "grad",
+            "value_and_grad",
+            "jit",
+            "vmap",
+            "pmap",
+            "shard_map",
+        )
     },
     "jax.sharding.html": "jax.sharding.PartitionSpec jax.sharding.NamedSharding",
     "api/transformations.html": "optax.GradientTransformation optax.GradientTransformationExtraArgs optax.clip"
@@ -119,7 +137,8 @@ def inventory(project: str) -> str:
         f"{found} py:class 1 {page}#{name} -"
         for page, names in PAGES.items()
         for name in names.split()
-        if (name.split(".")[0] if name.startswith(("jax.", "optax.")) else "python") == project
+        if (name.split(".")[0] if name.startswith(("jax.", "optax.")) else "python")
+        == project
         for found in (name, DEFINED_AS.get(name))
         if found
     ]
@@ -130,7 +149,9 @@ def inventory(project: str) -> str:
     return str(path)
 
 
-intersphinx_mapping = {project: (url, (inventory(project),)) for project, url in PROJECTS.items()}
+intersphinx_mapping = {
+    project: (url, (inventory(project),)) for project, url in PROJECTS.items()
+}
 
 
 class Picture(SphinxDirective):
@@ -143,7 +164,10 @@ class Picture(SphinxDirective):
         """Returns the two images, of which the theme's style sheet hides one."""
         return [
             nodes.image(
-                "", uri=f"/figures/{self.arguments[0]}-{mode}.svg", alt=" ".join(self.content), classes=[f"only-{mode}"]
+                "",
+                uri=f"/figures/{self.arguments[0]}-{mode}.svg",
+                alt=" ".join(self.content),
+                classes=[f"only-{mode}"],
             )
             for mode in ("light", "dark")
         ]
@@ -152,9 +176,17 @@ class Picture(SphinxDirective):
 def link_names(_: Sphinx, doctree: nodes.document) -> None:
     """Makes code that begins with a public name, such as `accumulate(tx, 4)`, a link to the reference."""
     for code in [*doctree.findall(nodes.literal)]:
-        name = re.match(r"(?:shrewjax\.)?(\w+(?=$|\())|", code.astext())[1]
-        if name in shrewjax.__all__ and isinstance(code.parent, nodes.paragraph | nodes.list_item | nodes.entry):
-            link = pending_xref("", refdomain="py", reftype="obj", reftarget=f"shrewjax.{name}", refexplicit=True)
+        found = re.match(r"(?:shrewjax\.)?(\w+)(?=$|\()", code.astext())
+        if (name := found and found[1]) in shrewjax.__all__ and isinstance(
+            code.parent, nodes.paragraph | nodes.list_item | nodes.entry
+        ):
+            link = pending_xref(
+                "",
+                refdomain="py",
+                reftype="obj",
+                reftarget=f"shrewjax.{name}",
+                refexplicit=True,
+            )
             code.replace_self(link)
             link += code
 

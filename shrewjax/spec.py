@@ -40,7 +40,7 @@ def global_norm_spec(gradient: Sequence[Number], *, sqrt: Callable[[Number], Num
       >>> global_norm_spec([3.0, 0.0, 4.0], sqrt=math.sqrt)
       5.0
 
-    Defines `grad_norm`. Source: the Euclidean norm.
+    Defines `shrewjax.grad_norm`. Source: the Euclidean norm.
     """
     return sqrt(_sum_of_squares(gradient))
 
@@ -66,7 +66,7 @@ def clip_gradients_spec(
       >>> clip_gradients_spec([3.0, 4.0], 2.5, sqrt=math.sqrt)
       [1.5, 2.0]
 
-    Defines `clip_grad_norm`, `clip_by_global_norm` and, for each leaf, `clip_by_leaf_norm`.
+    Defines `shrewjax.clip_grad_norm`, `clip_by_global_norm` and, for each leaf, `clip_by_leaf_norm`.
 
     Source: R. Pascanu, T. Mikolov, Y. Bengio, 2013, arXiv:1211.5063, Algorithm 1. This form, with squares and abs(c):
     `clipGradientsSpec` in TorchLean.
@@ -98,7 +98,7 @@ def clip_cotangent_spec(
       >>> clip_cotangent_spec([[3.0, 4.0], [0.0, 2.0]], 2.5, sqrt=math.sqrt)
       [[1.5, 2.0], [0.0, 2.0]]
 
-    Defines `clip_cotangent`.
+    Defines `shrewjax.clip_cotangent`.
 
     Source: A. Graves, 2013, arXiv:1308.0850, section 2.1, there element by element.
     """
@@ -123,7 +123,7 @@ def clip_by_value_spec(gradient: Sequence[Number], max_value: Number) -> list[Nu
       >>> clip_by_value_spec([0.5, -3.0, math.inf, math.nan], 1.0)
       [0.5, -1.0, 1.0, nan]
 
-    Defines `clip_grad_value` and `clip_by_value`.
+    Defines `shrewjax.clip_grad_value` and `clip_by_value`.
 
     Source: `clipByValueSpec` in TorchLean.
     """
@@ -309,7 +309,7 @@ def accumulate_spec(
       >>> list(accumulate_spec([([1.0], 3), ([5.0], 1), ([7.0], 2, True)], accum_steps=2))
       [None, [2.0], [7.0]]
 
-    Defines `accumulate` and `GradAccumulator`. Source: by linearity, as in `window_spec`.
+    Defines `shrewjax.accumulate` and `GradAccumulator`. Source: by linearity, as in `window_spec`.
     """
     windows = 0
     kept: list[tuple[Sequence[Number], Number]] = []
@@ -382,7 +382,7 @@ def value_and_grad_spec(
       >>> value_and_grad_spec([1.0, 2.0, 3.0, 4.0], 2, run, reduction="sum", aux="stack")
       (10.0, [4], [[3.0, 4.0]])
 
-    Defines `value_and_grad`. Source: by linearity, as in `window_spec`.
+    Defines `shrewjax.value_and_grad`. Source: by linearity, as in `window_spec`.
     """
     parts = [Part(*run(examples[i::micro_batches])) for i in range(micro_batches)]
 
