@@ -85,7 +85,12 @@ def save(figure: Figure, path: Path) -> None:
     # Matplotlib names no other font, and a reader without this one would get one with serifs.
     light = drawn.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
     # A hundredth of a point is fine enough.
-    light = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"\n|(?<=\.\d\d)\d+", "", path[0]), light)
+    light = re.sub(r'(?<= d=")[^"]*', lambda d: re.sub(r"\n|(?<=\.\d\d)\d+", "", d[0]), light)
+    unlisted = set(re.findall(r"#[0-9a-f]{6}\b", light)) - set(FOR_DARK)
+    if unlisted:
+        raise ValueError(
+            f"{path.name} has the colours {sorted(unlisted)}, which FOR_DARK does not list. Use one of its own"
+        )
     dark = re.sub("|".join(FOR_DARK), lambda color: FOR_DARK[color[0]], light)
     for name, svg in (("light", light), ("dark", dark)):
         variant = path.with_stem(f"{path.stem}-{name}")

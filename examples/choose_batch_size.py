@@ -140,8 +140,8 @@ def trade_off(cost: Cost, size: int, sizes: np.ndarray) -> np.ndarray:
 
 def plot(runs: dict[int, Windows], costs: dict[int, Cost], target: float, path: Path) -> None:
     """Draws noise scale and loss over the images seen, and the images against the steps that each window needed."""
-    figure = Figure(figsize=(12, 4.4))
-    noise, losses, trade = figure.subplots(1, 3)
+    figure = Figure(figsize=(8, 7.5))
+    noise, losses, trade = figure.subplot_mosaic("NL;TT").values()
 
     def draw(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str | None = None) -> None:
         low, middle, high = np.quantile(y, SPREAD, axis=0)

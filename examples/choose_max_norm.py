@@ -130,9 +130,9 @@ def plot(
     path: Path,
 ) -> None:
     """Draws norms and thresholds over the steps, the norms' quantiles, the share of clipped steps, norms by leaf."""
-    figure = Figure(figsize=(11, 9))
+    figure = Figure(figsize=(8, 10))
     above, below = figure.subfigures(2, 1, height_ratios=(2, 1))
-    over_time, quantiles, shares = above.subplot_mosaic("TTQ;TTS").values()
+    over_time, quantiles, shares = above.subplot_mosaic("TT;QS").values()
     steps = np.arange(1, len(norms) + 1)
 
     over_time.plot(steps, norms, color=MUTED, linewidth=0.5, label="gradient norm")

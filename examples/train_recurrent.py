@@ -119,8 +119,8 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 def plot(runs: dict[str, tuple[np.ndarray, np.ndarray]], flows: dict[str, np.ndarray], path: Path) -> None:
     """Draws the gradients of the states before training, and loss and norm over training."""
-    figure = Figure(figsize=(12, 4))
-    flow_axes, norm_axes, loss_axes = figure.subplots(1, 3)
+    figure = Figure(figsize=(8, 7.5))
+    flow_axes, norm_axes, loss_axes = figure.subplot_mosaic("FF;NL").values()
     colors = dict(zip(runs, (VERMILLION, PURPLE, BLUE), strict=True))
     for name, by_character in flows.items():
         flow_axes.plot(np.arange(1, len(by_character) + 1), by_character, color=colors[name], label=name)

@@ -191,7 +191,7 @@ def log(line: str) -> None:
 
 def plot(history: dict[int, tuple[float, float]], path: Path) -> None:
     """Draws the loss and the gradient's norm, window by window."""
-    figure = Figure(figsize=(9, 3.5))
+    figure = Figure(figsize=(8, 3.5))
     loss_axes, norm_axes = figure.subplots(1, 2)
     losses, norms = zip(*history.values(), strict=True)
     loss_axes.plot(list(history), losses)

@@ -152,8 +152,8 @@ def comparison(mean_loss: Callable[..., jax.Array]) -> Callable[..., dict[str, D
 
 def plot(losses: np.ndarray, counts: np.ndarray, compared: dict[int, dict[str, Difference]], path: Path) -> None:
     """Draws the loss, the sizes of micro-batches, and both gradients' errors over training."""
-    figure = Figure(figsize=(11, 4))
-    loss_axes, size_axes, error_axes = figure.subplots(1, 3)
+    figure = Figure(figsize=(8, 7))
+    loss_axes, size_axes, error_axes = figure.subplot_mosaic("LL;SE").values()
     loss_axes.plot(np.arange(1, len(losses) + 1), losses, linewidth=1)
     loss_axes.set(title="Loss", xlabel="step", ylabel="nats per character")
     size_axes.hist(counts.ravel(), bins=30)

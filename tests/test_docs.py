@@ -1,4 +1,4 @@
-"""Every example in the documentation runs, and says what it prints."""
+"""Every example in the documentation runs; docstrings print what they say; pages name what exists."""
 
 import doctest
 import importlib
@@ -74,8 +74,8 @@ def test_files_that_a_page_names_exist(page):
     links = {link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?:|#", link)}
     links |= set(re.findall(r'(?:src|srcset)="([^"]+)"', text))
     missing = [link for link in links if not (ROOT / page).parent.joinpath(link.partition("#")[0]).exists()]
-    # The site copies the notebook beside its index.
-    assert [link for link in missing if not link.endswith("from_multisteps_to_accumulate.ipynb")] == []
+    # The site copies the notebook from the examples to the folder of its index.
+    assert set(missing) <= ({"../from_multisteps_to_accumulate.ipynb"} if page.startswith("docs/guide/") else set())
     files = set(re.findall(r"`((?:examples|tests|docs)/[\w/]+\.\w+)", text))
     assert [name for name in files if not (ROOT / name).exists()] == []
 

@@ -10,6 +10,7 @@ import pytest
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 FILES = sorted(FIGURES.iterdir())
+assert FILES
 PAGES = {"light": "#ffffff", "dark": "#121212"}
 BLACK = "#000000"  # the fill of a text that has none
 SVG = "{http://www.w3.org/2000/svg}"
