@@ -22,7 +22,7 @@ from shrewjax._window import AccumSteps, GradAccumulatorState, Nonfinite, Reduct
 from shrewjax._wrapping import (
     Flag,
     Gradients,
-    check_unchanged,
+    Params,
     inner_transformation,
     run_or_skip,
     update_or_apply,
@@ -92,7 +92,7 @@ def accumulate(
     a micro-batch of weight 0                         adds nothing, even if its gradient is NaN, but counts towards
                                                       `accum_steps`
     a window of weight 0                              inner does not run, updates are zeros
-    a known weight that is out of range or NaN        an error
+    a Python or NumPy weight out of range or NaN      an error
     a weight sum that is out of range or NaN          the average is NaN; a `"sum"` is not divided and not affected
     a product w g, or a sum, too large for its dtype  the average is infinite or NaN, under every `nonfinite`
     a product w g below the smallest normal number    may be flushed to 0; larger weights avoid it
@@ -219,87 +219,76 @@ def accumulate(
     def step_fn(
         gradients: Gradients,
         state: AccumulateState,
-        params: optax.Params | None,
+        params: Params,
         /,
         *,
         apply: bool,
         runs: Flag,
-        **extra_args: Any,
-    ) -> tuple[Any, AccumulateState]:
-        def run() -> tuple[Any, AccumulateState]:
-            return advance_and_run(gradients(), state, params, apply=apply, **extra_args)
-
-        return run_or_skip(runs, run, state, params, apply=apply)
-
-    def advance_and_run(
-        grads: optax.Updates,
-        state: AccumulateState,
-        params: optax.Params | None,
-        /,
-        *,
-        apply: bool,
         weight: Any = 1,
         flush: Any = False,
         value: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, AccumulateState]:
-        flush = _arguments.flag("flush", flush)
-        stepped = window.advance(state, grads, weight, value, flush=flush, when_full=True)
-        like = without_rows(_gradients.gradient_arrays(grads), window.axes)
-        typed_params = _gradients.parameter_arrays(params)
+        def advance_and_run() -> tuple[Any, AccumulateState]:
+            grads, closes = gradients(), _arguments.flag("flush", flush)
+            stepped = window.advance(state, grads, weight, value, flush=closes, when_full=True)
+            like = without_rows(_gradients.gradient_arrays(grads), window.axes)
+            typed_params = _gradients.parameter_arrays(params)
 
-        def run_inner(average: chex.ArrayTree, mean_value: jax.Array, runs: Flag) -> tuple[Any, Any]:
-            def gradients() -> optax.Updates:
-                return _as_gradients(average, like, typed_params)
+            def run_inner(average: chex.ArrayTree, mean_value: jax.Array, runs: Flag) -> tuple[Any, Any]:
+                def of_average() -> optax.Updates:
+                    return _as_gradients(average, like, typed_params)
 
-            of_window = {} if value is None else {"value": mean_value}
-            if extra_args.get("grad") is not None:
-                of_window["grad"] = gradients()
-            extra = extra_args | of_window
-            return update_or_apply(wrapped, gradients, state.inner_state, params, apply=apply, runs=runs, **extra)
+                of_window = {} if value is None else {"value": mean_value}
+                if extra_args.get("grad") is not None:
+                    of_window["grad"] = of_average()
+                extra = extra_args | of_window
+                return update_or_apply(wrapped, of_average, state.inner_state, params, apply=apply, runs=runs, **extra)
 
-        def reduce_and_run() -> tuple[Any, tuple[Any, ...]]:
-            taken = window.average(stepped)
-            has_weight = taken.has_weight
-            returned, inner_state = run_inner(taken.gradients, taken.value, True)
-            measured = taken.value, taken.noise
-            if has_weight is not True:
-                # XLA-2: select, because XLA copies parameters and state in a branch within a branch on CUDA
-                # (tests/test_accelerators.py).
-                unchanged = params if apply else optax.tree.zeros_like(returned), state.inner_state
-                returned, inner_state = optax.tree.where(has_weight, (returned, inner_state), unchanged)
-                measured = optax.tree.where(has_weight, measured, (state.value, stepped.state.noise))
-            emptied = emptied_rows(stepped.state.gradient_sum, taken.gradients, window.axes)
-            return returned, (inner_state, jnp.asarray(has_weight), emptied, *measured)
+            def reduce_and_run() -> tuple[Any, tuple[Any, ...]]:
+                taken = window.average(stepped)
+                has_weight = taken.has_weight
+                returned, inner_state = run_inner(taken.gradients, taken.value, True)
+                measured = taken.value, taken.noise
+                if has_weight is not True:
+                    # XLA-2: select, because XLA copies parameters and state in a branch within a branch on CUDA
+                    # (tests/test_accelerators.py).
+                    unchanged = params if apply else optax.tree.zeros_like(returned), state.inner_state
+                    returned, inner_state = optax.tree.where(has_weight, (returned, inner_state), unchanged)
+                    measured = optax.tree.where(has_weight, measured, (state.value, stepped.state.noise))
+                emptied = emptied_rows(stepped.state.gradient_sum, taken.gradients, window.axes or ())
+                return returned, (inner_state, jnp.asarray(has_weight), emptied, *measured)
 
-        gradient_sum, mean_value, noise = stepped.state.gradient_sum, state.value, stepped.state.noise
-        if window.axes:
-            idle = (state.inner_state, jnp.zeros((), bool), gradient_sum, mean_value, noise)
-            returned, after = run_or_skip(stepped.has_average, reduce_and_run, idle, params, apply=apply)
-            inner_state, applied, gradient_sum, mean_value, noise = after
-        else:
-            applied = jnp.asarray(stepped.has_average)
-            if noise:  # in a branch, because the norm of the average takes a pass
+            gradient_sum, mean_value, noise = stepped.state.gradient_sum, state.value, stepped.state.noise
+            if window.axes:
+                idle = (state.inner_state, jnp.zeros((), bool), gradient_sum, mean_value, noise)
+                returned, after = run_or_skip(stepped.has_average, reduce_and_run, idle, params, apply=apply)
+                inner_state, applied, gradient_sum, mean_value, noise = after
+            else:
+                applied = jnp.asarray(stepped.has_average)
+                if noise:  # in a branch, because the norm of the average takes a pass
 
-                def measure() -> tuple[jax.Array, Any]:
-                    taken = window.average(stepped)
-                    return taken.value, taken.noise
+                    def measure() -> tuple[jax.Array, Any]:
+                        taken = window.average(stepped)
+                        return taken.value, taken.noise
 
-                mean_value, noise = run_if(stepped.has_average, measure, lambda: (state.value, stepped.state.noise))
-            elif stepped.has_average is not False:
-                mean_value = jnp.where(applied, window.average(stepped).value, mean_value)
-            returned, inner_state = run_inner(gradient_sum, mean_value, stepped.has_average)
-        returned = _with_integers(returned, like, params if apply else None)
-        new_state = stepped.state._replace(
-            windows=increment_if(applied, state.windows),
-            applied=applied,
-            value=mean_value,
-            noise=noise,
-            gradient_sum=gradient_sum,
-            inner_state=inner_state,
-        )
-        check_unchanged(new_state, state, "the accumulation's state changed")
-        return returned, new_state
+                    mean_value, noise = run_if(stepped.has_average, measure, lambda: (state.value, stepped.state.noise))
+                elif stepped.has_average is not False:
+                    mean_value = jnp.where(applied, window.average(stepped).value, mean_value)
+                returned, inner_state = run_inner(gradient_sum, mean_value, stepped.has_average)
+            returned = _with_integers(returned, like, params if apply else None)
+            new_state = stepped.state._replace(
+                windows=increment_if(applied, state.windows),
+                applied=applied,
+                value=mean_value,
+                noise=noise,
+                gradient_sum=gradient_sum,
+                inner_state=inner_state,
+            )
+            return returned, new_state
+
+        changed = "the accumulation's state changed"
+        return run_or_skip(runs, advance_and_run, state, params, apply=apply, changed=changed)
 
     return Accumulation(init_fn, wrapper(step_fn))
 

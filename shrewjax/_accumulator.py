@@ -24,9 +24,6 @@ class GradAccumulator:
 
     The arguments, the edge cases and the errors are those of `accumulate`.
 
-    Attributes:
-      accum_steps: the argument, checked.
-
     Example:
       >>> window = GradAccumulator(2)
       >>> state = window.init({"w": jnp.zeros(2)})
@@ -64,7 +61,11 @@ class GradAccumulator:
             sum_over=sum_over,
             noise_decay=noise_decay,
         )
-        self.accum_steps = self._window.accum_steps
+
+    @property
+    def accum_steps(self) -> AccumSteps:
+        """The number of micro-batches per window, as passed and checked."""
+        return self._window.accum_steps
 
     def init(self, params: Any) -> GradAccumulatorState:
         """Returns an empty window for gradients like `params`, with the sharding of `params`."""

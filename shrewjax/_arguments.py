@@ -1,6 +1,6 @@
 """Checks of arguments. Each function returns a checked argument, or raises a `ValueError` that names it.
 
-Values are checked where they are known: a traced array is checked for its shape and dtype alone.
+The value of a Python or NumPy number is checked. A JAX array is checked for its shape and dtype alone.
 """
 
 import math
@@ -91,7 +91,7 @@ def order(ord: Any) -> float:
 
 
 def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
-    """A static int."""
+    """Returns a static int."""
     expected = "a Python int" if at_least is None else f"a Python int >= {at_least}"
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool)
     if not is_int or (at_least is not None and value < at_least):
@@ -100,7 +100,7 @@ def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
 
 
 def positions(name: str, value: Any) -> tuple[int, ...]:
-    """Positions of arguments: an int, or a sequence of ints; static."""
+    """Returns the positions of arguments as static ints, from an int or a sequence."""
     return tuple(integer(name, at) for at in (value if isinstance(value, tuple | list | range) else (value,)))
 
 
@@ -158,7 +158,7 @@ def steps_of_schedule(value: Any) -> Scalar:
 
 
 def weight(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
-    """Returns the weight of a micro-batch: a real scalar, in range if its value is known, or an array of such shape."""
+    """Returns a micro-batch's weight: a Python number in range, or an array of one of `shapes`."""
     if isinstance(value, np.ndarray) and value.shape != ():
         value = jnp.asarray(value)
     if isinstance(value, jax.Array):

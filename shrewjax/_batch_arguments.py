@@ -73,7 +73,7 @@ def micro_batch_of(examples: dict[int, Any], i: Any) -> dict[int, Any]:
 
 
 def folded_keys(name: str, keys: Any, number: Any) -> Any:
-    """Returns the keys of the micro-batch with this number. Raises if a leaf is no single key."""
+    """Folds `number`, which counts micro-batches over all devices, into each key. Raises if a leaf is no single key."""
 
     def fold(path: _gradients.KeyPath, key: Any) -> jax.Array:
         dtype: Any = getattr(key, "dtype", np.object_)

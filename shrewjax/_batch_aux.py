@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax import _arguments, _floats, _gradients
+from shrewjax import _floats, _gradients
 from shrewjax._gradients import is_gradient
 from shrewjax._mesh import as_varying, varying_axes
 from shrewjax._reductions import combined_over
@@ -40,7 +40,7 @@ class AuxLeaves:
         self._like = [x for _, x in leaves]
         self._names = _names_of_leaves(names, like)
         self._window = Window(steps, sum_over=sum_over)
-        self._sum_over = _arguments.axis_names("sum_over", sum_over) or ()
+        self._sum_over = self._window.axes or ()
         for (path, x), name in zip(leaves, self._names, strict=True):
             _check_aux_leaf(_gradients.leaf_name(path), x, name)
 

@@ -195,10 +195,10 @@ def value_and_grad(
     for name in jax.tree.leaves(aux, is_leaf=lambda x: x is None):
         _arguments.choice("aux", name, ("mean", "stack", *COMBINE))
     _arguments.choice("nonfinite", nonfinite, ("propagate", "drop_microbatch"))
-    axes = _arguments.axis_names("sum_over", sum_over) or ()
-    options: Any = {"reduction": reduction, "nonfinite": nonfinite, "sum_over": sum_over}
-    window = Window(steps, accumulator_dtype=accumulator_dtype, **options)
-    loss_window = Window(steps, **options)
+    window = Window(
+        steps, reduction=reduction, nonfinite=nonfinite, accumulator_dtype=accumulator_dtype, sum_over=sum_over
+    )
+    axes = window.axes or ()
     given = {
         "argnums": _arguments.positions("argnums", argnums),
         "rng_argnums": _arguments.positions("rng_argnums", rng_argnums),
@@ -249,11 +249,12 @@ def value_and_grad(
         zero = jnp.zeros((), like.averaged.value.dtype)
         opened = window.init(_Averaged(zero, params if isinstance(argnums, Sequence) else params[0]))
         # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
-        sums = opened.gradient_sum._replace(value=loss_window.init(zero).gradient_sum)
+        sums = opened.gradient_sum._replace(value=Window(steps, sum_over=sum_over).init(zero).gradient_sum)
         start = _SoFar(opened._replace(gradient_sum=sums), aux_leaves.open(), carried)
         end, stacked = lax.scan(add, start, jnp.arange(steps, dtype=jnp.int32))
 
         taken, has_average, _ = window.close(begun(end.window))
+        # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
         value, grads = jax.tree.map(in_dtype_of, taken.gradients, like.averaged)
         if reduction != "sum":
             value = nan_unless(has_average, value)

@@ -13,11 +13,11 @@ import optax
 from shrewjax import _arguments, _extended, _floats, _gradients, _norms, _scaling
 from shrewjax._arguments import Scalar
 from shrewjax._extended import ExtendedFloat
-from shrewjax._gradients import KeyPath, Tree, is_gradient
-from shrewjax._mesh import Axes, AxisName, UnitDims
+from shrewjax._gradients import Tree, is_gradient
+from shrewjax._mesh import Axes, AxisName
 from shrewjax._scaling import ClipScale
 from shrewjax._states import described, fields
-from shrewjax._units import find_units
+from shrewjax._units import find_units, stacked_layers
 
 
 def grad_norm(grads: Any, ord: float | None = None, *, sharded_over: AxisName | None = None) -> jax.Array:
@@ -252,7 +252,7 @@ def clip_by_global_norm(
         del params, extra_args
         leaf_norms = state.leaf_norms
         if leaves:
-            units = find_units(updates, _whole_leaf)
+            units = find_units(updates, stacked_layers(None))
             units.numbers_beside(leaf_norms)
             norm, grad_norm, norms = _norms.measure_with_leaves(units.leaves, axes)
             others = jax.tree.map(jnp.zeros_like, leaf_norms)
@@ -293,18 +293,7 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
     Source: the rule is that of `torch.nn.utils.clip_grad_value_` and `optax.clip`.
     """
     max_value = _arguments.threshold("max_value", max_value)
-
-    def init_fn(params: optax.Params) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
-
-    def update_fn(
-        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params, extra_args
-        return clip_grad_value(updates, max_value), state
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.with_extra_args_support(optax.stateless(lambda updates, _: clip_grad_value(updates, max_value)))
 
 
 def global_norm(grads: Any, ord: float, axes: Axes) -> ExtendedFloat:
@@ -331,11 +320,6 @@ def clip_magnitude(x: Any, bound: jax.Array, limit: jax.Array) -> jax.Array:
     # floats. That lets subnormals pass. The test is the same.
     zero = jnp.zeros((), x.dtype)
     return jnp.where((limit == 0) & ~jnp.isnan(x), jnp.where(is_negative, -zero, zero), clipped)
-
-
-def _whole_leaf(path: KeyPath, leaf: Any) -> UnitDims:
-    del path, leaf
-    return ()
 
 
 def _of_leaves(leaf_norms: Any) -> dict[str, Any]:

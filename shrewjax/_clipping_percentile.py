@@ -169,9 +169,8 @@ def clip_by_percentile(
     ) -> tuple[optax.Updates, ClipByPercentileState]:
         del params, extra_args
         clipped, bounds, clipped_fraction = _clip_percentile(updates, rule, start=state.bound)
-        bounds = jax.tree.map(lambda b: b.astype(jnp.float32), bounds)
-        if scope == "leaf":
-            bounds = _like(state.bound, bounds, absent=0.0)
+        zero = jnp.zeros((), jnp.float32)  # the bound of a gradient of None
+        bounds = jax.tree.map(lambda _, b: zero if b is None else b.astype(jnp.float32), state.bound, bounds)
         return clipped, ClipByPercentileState(bound=bounds, clipped_fraction=clipped_fraction)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -206,15 +205,7 @@ def _clip_percentile(grads: Tree, rule: _PercentileRule, start: Any) -> tuple[Tr
         # The state may have a bound where the gradient is None. The search does not need it.
         starts = jax.tree.leaves(jax.tree.map(lambda s, g: None if g is None else s, start, grads))
         start = jnp.stack([starts[i] for i in counted]) if counted else None
-    selected = select(
-        [leaves[i] for i in counted],
-        rule.percentile,
-        method=rule.method,
-        scope=rule.scope,
-        over=rule.over,
-        axes=rule.axes,
-        start=start,
-    )
+    selected = select([leaves[i] for i in counted], **rule._asdict(), start=start)
     bounds: list[Any] = [jnp.zeros((), jnp.float32)] * len(leaves)
     for place, i in enumerate(counted):
         bound, bits = (x[place] if of_leaf else x for x in (selected.bound, selected.bits))
@@ -235,8 +226,3 @@ def _clip_to_selected(x: Any, bound: jax.Array, bits: jax.Array, percentile: Fra
         clipped = clip_magnitude(x, lax.bitcast_convert_type(limit, precision), limit)
     clipped = jnp.where(percentile >= 100, x, clipped)
     return jnp.where(jnp.isnan(bound), jnp.nan, clipped)
-
-
-def _like(tree: Tree, measured: Any, absent: float) -> Tree:
-    """Returns `measured` in the structure of `tree`, with `absent` for a gradient of None."""
-    return jax.tree.map(lambda _, m: jnp.asarray(absent, jnp.float32) if m is None else m, tree, measured)

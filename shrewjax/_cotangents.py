@@ -160,12 +160,13 @@ class _Slices(NamedTuple):
 
     def clip(self, cotangent: jax.Array, *traced_limit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the clipped cotangent, and whether each slice was clipped."""
-        # Under `jax.vmap`, each example may have its own threshold. Its axes are then the first ones of the slices.
+        # Under `jax.vmap`, each example may have its own threshold, whose axes are then the first axes of the slices.
         value = self.limit if self.limit is not None else _spread(traced_limit[0], len(self.dims))
         limit = _scaling.limit_in(value, _floats.accumulator_dtype(cotangent))
         norm = _norms.measure_slices(cotangent, self.ord, self.dims, self.divided, limit)
         clipped, applies = _scaling.clip_slices(cotangent, norm, limit, self.dims)
-        return clipped, applies & (norm.mantissa != 0)  # a slice of zeros does not count as clipped
+        # With a limit of 0, `applies` is set for a slice of zeros, too, which does not count as clipped.
+        return clipped, applies & (norm.mantissa != 0)
 
 
 def _spread(limit: jax.Array, ndim: int) -> jax.Array:

@@ -19,7 +19,7 @@ from shrewjax._gradients import is_gradient
 from shrewjax._mesh import AxisName, require_replicated
 from shrewjax._reductions import all_finite
 from shrewjax._states import described, fields, increment_if
-from shrewjax._wrapping import Flag, Gradients, decide_if, inner_transformation, update_or_apply, wrapper
+from shrewjax._wrapping import Gradients, guard, inner_transformation
 
 AtLimit = Literal["keep_skipping", "zero_nonfinite"]
 
@@ -119,45 +119,27 @@ def skip_nonfinite(
             inner_state=wrapped.init(params),
         )
 
-    def step_fn(
-        gradients: Gradients,
-        state: SkipNonfiniteState,
-        params: optax.Params | None,
-        /,
-        *,
-        apply: bool,
-        runs: Flag,
-        **extra_args: Any,
-    ) -> tuple[Any, SkipNonfiniteState]:
-        def decide() -> tuple[jax.Array, SkipNonfiniteState]:
-            leaves = _gradients.gradient_leaves(gradients())[1]
-            finite = all_finite([x for x in leaves if is_gradient(x)], axes)
-            consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
-            limit_reached = (
-                jnp.zeros((), bool)
-                if limit is None
-                else consecutive.astype(jnp.float32) >= jnp.asarray(limit, jnp.float32)
-            )
-            applied = finite | limit_reached if at_limit == "zero_nonfinite" else finite
-            return applied, SkipNonfiniteState(
-                applied=applied,
-                skipped=increment_if(~applied, state.skipped),
-                consecutive=consecutive,
-                limit_reached=limit_reached,
-                inner_state=(),
-            )
-
-        def finite_gradients() -> optax.Updates:
-            return jax.tree.map(_without_nonfinite, _gradients.gradient_arrays(gradients()))
-
-        runs, new_state = decide_if(runs, decide, state._replace(inner_state=()))
-        for_inner = finite_gradients if at_limit == "zero_nonfinite" else gradients
-        returned, inner_state = update_or_apply(
-            wrapped, for_inner, state.inner_state, params, apply=apply, runs=runs, **extra_args
+    def decide(gradients: Gradients, state: SkipNonfiniteState, **_: Any) -> tuple[jax.Array, SkipNonfiniteState]:
+        leaves = _gradients.gradient_leaves(gradients())[1]
+        finite = all_finite([x for x in leaves if is_gradient(x)], axes)
+        consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
+        limit_reached = (
+            jnp.zeros((), bool) if limit is None else consecutive.astype(jnp.float32) >= jnp.asarray(limit, jnp.float32)
         )
-        return returned, new_state._replace(inner_state=inner_state)
+        applied = finite | limit_reached if at_limit == "zero_nonfinite" else finite
+        return applied, SkipNonfiniteState(
+            applied=applied,
+            skipped=increment_if(~applied, state.skipped),
+            consecutive=consecutive,
+            limit_reached=limit_reached,
+            inner_state=(),
+        )
 
-    return optax.GradientTransformationExtraArgs(init_fn, wrapper(step_fn))
+    def repaired(grads: optax.Updates) -> optax.Updates:
+        return jax.tree.map(_without_nonfinite, _gradients.gradient_arrays(grads))
+
+    decision = guard(wrapped, decide, repaired if at_limit == "zero_nonfinite" else None)
+    return optax.GradientTransformationExtraArgs(init_fn, decision)
 
 
 @described
@@ -293,55 +275,38 @@ def skip_on_spike(
             inner_state=wrapped.init(params),
         )
 
-    def step_fn(
-        gradients: Gradients,
-        state: SkipOnSpikeState,
-        params: optax.Params | None,
-        /,
-        *,
-        apply: bool,
-        runs: Flag,
-        **extra_args: Any,
-    ) -> tuple[Any, SkipOnSpikeState]:
+    def decide(gradients: Gradients, state: SkipOnSpikeState, **extra_args: Any) -> tuple[jax.Array, SkipOnSpikeState]:
         if not of_norm:
             if extra_args.get("value") is None:
                 raise ValueError('skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss')
             value = jnp.asarray(_arguments.any_real("value", extra_args["value"]), jnp.float32)
             require_replicated("value", value)
-
-        def decide() -> tuple[jax.Array, SkipOnSpikeState]:
-            measured = _extended.to_float32(global_norm(gradients(), 2.0, axes)) if of_norm else value
-            mean, std = _history.mean_and_std(state.history)
-            least = _float32(min_relative_std) * jnp.abs(mean)
-            k = _float32(max_zscore)
-            onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
-            observed = state.history.filled
-            is_on = (observed > 0) & (observed.astype(jnp.float32) >= _float32(warmup_steps))
-            limit = _float32(above)
-            threshold = jnp.minimum(jnp.where(is_on, onset, jnp.inf), limit)
-            finite = jnp.isfinite(measured)
-            is_spike = finite & ~(measured <= threshold)
-            run_is_full = ~(state.consecutive.astype(jnp.float32) < _float32(at_most))
-            applied = finite & (~is_spike | run_is_full)
-            consecutive = jnp.where(applied, 0, increment_if(is_spike, state.consecutive))
-            return applied, SkipOnSpikeState(
-                history=_history.push(state.history, jnp.where(measured <= limit, measured, jnp.inf)),
-                measured=measured,
-                threshold=threshold,
-                applied=applied,
-                skipped=increment_if(~applied, state.skipped),
-                consecutive=consecutive,
-                spikes_applied=increment_if(is_spike & applied, state.spikes_applied),
-                inner_state=(),
-            )
-
-        runs, new_state = decide_if(runs, decide, state._replace(inner_state=()))
-        returned, inner_state = update_or_apply(
-            wrapped, gradients, state.inner_state, params, apply=apply, runs=runs, **extra_args
+        measured = _extended.to_float32(global_norm(gradients(), 2.0, axes)) if of_norm else value
+        mean, std = _history.mean_and_std(state.history)
+        least = _float32(min_relative_std) * jnp.abs(mean)
+        k = _float32(max_zscore)
+        onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
+        observed = state.history.filled
+        is_on = (observed > 0) & (observed.astype(jnp.float32) >= _float32(warmup_steps))
+        limit = _float32(above)
+        threshold = jnp.minimum(jnp.where(is_on, onset, jnp.inf), limit)
+        finite = jnp.isfinite(measured)
+        is_spike = finite & ~(measured <= threshold)
+        run_is_full = ~(state.consecutive.astype(jnp.float32) < _float32(at_most))
+        applied = finite & (~is_spike | run_is_full)
+        consecutive = jnp.where(applied, 0, increment_if(is_spike, state.consecutive))
+        return applied, SkipOnSpikeState(
+            history=_history.push(state.history, jnp.where(measured <= limit, measured, jnp.inf)),
+            measured=measured,
+            threshold=threshold,
+            applied=applied,
+            skipped=increment_if(~applied, state.skipped),
+            consecutive=consecutive,
+            spikes_applied=increment_if(is_spike & applied, state.spikes_applied),
+            inner_state=(),
         )
-        return returned, new_state._replace(inner_state=inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, wrapper(step_fn))
+    return optax.GradientTransformationExtraArgs(init_fn, guard(wrapped, decide))
 
 
 def _float32(value: Scalar) -> jax.Array:

@@ -70,7 +70,7 @@ def checked_gradients(grads: chex.ArrayTree, gradient_sum: chex.ArrayTree, axes:
 
 
 def is_nonfinite_micro_batch(grads: chex.ArrayTree, has_weight: Flag, axes: Axes) -> jax.Array:
-    """Returns whether a gradient is non-finite on any device, and its weight is not 0."""
+    """Returns whether a micro-batch of nonzero weight has a non-finite gradient on any device."""
     leaves = [g for g in jax.tree.leaves(grads) if is_gradient(g)]
     if not axes:
         return has_weight & ~all_finite(leaves, axes)

@@ -1,15 +1,16 @@
 r"""The gradient noise scale, measured in the windows of an accumulation.
 
-Micro-batch i has the weight w_i, and its gradient g_i is the mean over w_i independent examples (or sequences): it has
+Micro-batch i has the weight w_i. Its gradient g_i is the mean over w_i independent examples or sequences. So g_i has
 the mean G and the covariance Sigma / w_i. A window has K micro-batches of the weight W = sum w_i, their average
 g = sum w_i g_i / W, and the sum q of the squared norms:
 
 .. math:: q = \sum_i w_i |g_i|^2, \qquad S = \frac{q - W |g|^2}{K - 1}, \qquad G_2 = |g|^2 - \frac{S}{W}
 
-S has the mean tr Sigma, because q - W g^2 is the sum of w_i (g_i - g)^2. G2 has the mean G^2, the squared norm of the
-true gradient. Both hold for any weights. For equal weights, these are the estimates of McCandlish et al. 2018, appendix
-A.1. Averages of S and of G2 over windows give the noise scale tr Sigma / G^2: the weight at which noise and signal are
-equal. Each average is unbiased; a ratio of single estimates would not be, and G2 of one window may be negative.
+S has the mean tr Sigma, because q minus W norm(g)^2 is the sum of w_i norm(g_i - g)^2. G_2 has the mean norm(G)^2. Both
+hold for any weights. For equal weights, these are the estimates of McCandlish et al. 2018, appendix
+A.1. Averages of S and of G_2 over windows give the noise scale tr Sigma / norm(G)^2, the weight at which noise and
+signal are equal. Each average is unbiased. A ratio of single estimates would not be, and G_2 of one window may be
+negative.
 
 Only q is added up over micro-batches. It is kept at three scales, `_SCALES`, because the square of a norm above 1e19 or
 below 1e-19 leaves the range of float32. A closing window takes the scale at which q is in range.
@@ -67,7 +68,10 @@ def empty(square_sums: jax.Array, kept: jax.Array) -> NoiseState:
 def added(
     state: NoiseState, norm: ExtendedFloat, factor: jax.Array, is_kept: jax.Array | bool, is_first: jax.Array
 ) -> NoiseState:
-    """Returns the state with factor * norm**2 added. The first micro-batch of a window replaces the sums."""
+    """Returns the state with factor * norm**2 added if the micro-batch is kept.
+
+    The first micro-batch of a window replaces the sums.
+    """
     root_weight = jnp.sqrt(factor.astype(jnp.float32))
     shifts = np.asarray(_SCALES, np.int32).reshape(*[1] * norm.exponent.ndim, len(_SCALES))
     mantissa = (norm.mantissa.astype(jnp.float32) * root_weight)[..., None]
@@ -132,7 +136,7 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
 
 
 def metrics_of_noise(state: NoiseState) -> dict[str, jax.Array]:
-    """Returns the noise scale and the two averages that it is the quotient of; inf before the first estimate."""
+    """Returns the two averages and their quotient, the noise scale: inf before the first estimate."""
     has_estimate = state.recorded > 0
     trace, signal = (_floats.times_power_of_two(x, 2 * state.exponent) for x in (state.trace, state.signal))
     scale = state.trace / jnp.where(state.signal != 0, state.signal, 1)

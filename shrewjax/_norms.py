@@ -108,7 +108,7 @@ def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
         return to_extended(jnp.zeros((), jnp.float32))
     # Relative to the largest exponent, so that no square leaves the range.
     keys = leaf_maxima(_exponent_key, [n.exponent for n in norms], axes=over)
-    largest = jnp.max(jnp.concatenate(keys)) + EXPONENT_OF_ZERO * 2
+    largest = jnp.max(jnp.concatenate(keys)) + EXPONENT_OF_ZERO * 2  # back from `_exponent_key`
     heights = [times_power_of_two(n.mantissa, n.exponent - largest) for n in norms]
     squares = leaf_sums(lambda h: h * h, heights, axes=over)
     return shifted(jnp.sqrt(_ordered_sum(jnp.stack(squares))), largest)
@@ -292,6 +292,7 @@ def _scale_to_one(mantissas: jax.Array, exponents: jax.Array) -> tuple[jax.Array
 
 
 def _exponent_key(exponent: jax.Array) -> tuple[jax.Array]:
+    """Returns the exponent, shifted to be non-negative, because `leaf_maxima` takes non-negative integers."""
     return (exponent - EXPONENT_OF_ZERO * 2,)
 
 

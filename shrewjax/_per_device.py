@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 from shrewjax import _compat
 from shrewjax._mesh import as_varying, is_mapped, varying_axes
 
-Axes = tuple[Hashable, ...]
+RowAxes = tuple[Hashable, ...]
 
 
-def mesh_of(params: chex.ArrayTree, axes: Axes) -> Mesh | AbstractMesh | None:
+def mesh_of(params: chex.ArrayTree, axes: RowAxes) -> Mesh | AbstractMesh | None:
     """Returns a mesh that has the axes: the parameters' or the context's. None if the axes are mapped here."""
     if is_mapped(axes):
         return None
@@ -41,7 +41,7 @@ def mesh_of(params: chex.ArrayTree, axes: Axes) -> Mesh | AbstractMesh | None:
     )
 
 
-def zero_rows(like: jax.Array, dtype: Any, axes: Axes, mesh: Mesh | AbstractMesh | None, name: str) -> jax.Array:
+def zero_rows(like: jax.Array, dtype: Any, axes: RowAxes, mesh: Mesh | AbstractMesh | None, name: str) -> jax.Array:
     """Returns zeros like a parameter, with one row per device. `name` is the parameter's name in messages."""
     sharding = sharding_of(like)
     spec = () if sharding is None else sharding.spec
@@ -66,9 +66,9 @@ def zero_rows(like: jax.Array, dtype: Any, axes: Axes, mesh: Mesh | AbstractMesh
     return jax.sharding.reshard(rows, P(axes, *spec))
 
 
-def emptied_rows(rows: chex.ArrayTree, average: chex.ArrayTree, axes: Axes | None) -> chex.ArrayTree:
+def emptied_rows(rows: chex.ArrayTree, average: chex.ArrayTree, axes: RowAxes) -> chex.ArrayTree:
     """Returns rows for the state of a closed window, whose values nobody reads. Reuses the average if it can."""
-    if not axes or not is_mapped(axes):
+    if not is_mapped(axes):
         return rows
     # XLA-22.
     # On CUDA and TPU, XLA would otherwise keep both the rows and the average, which costs memory of the parameters'

@@ -2,7 +2,7 @@
 
 Percentile p of n sorted elements has the virtual index p (n - 1) / 100, a whole number and a fraction, counted from 0.
 float32 cannot compute it. As `p * 0.01 * (n - 1)`, 22 of the 101 whole percentiles of 101 elements get the element
-below the right one. Hence the product and the quotient are computed in integers (`_bigint`). The fraction is rounded
+below the right one. So the product and the quotient are computed in integers (`_bigint`). The fraction is rounded
 down to a multiple of 2**-64. A *sticky* bit records whether rounding changed it, as in IEEE arithmetic.
 
 A known percentile is exactly the fraction that its decimal digits denote. A traced one is rounded to a multiple of

@@ -77,11 +77,12 @@ def leaf_counts(
 ) -> list[BigUint]:
     """Returns, for each leaf, a vector with the number of elements for which each of `flags(leaf, *scalars)` is set.
 
-    Counts are over all devices, in `words` 32-bit words, which have to hold the largest count. For a group, a flag is
-    the number of its leaves that have it set at that element.
+    Counts are over all devices, in `words` 32-bit words, which have to hold the largest count. For a group, each array
+    of flags has the number of leaves whose flag is set at that place.
     """
     partials = [_leaf_counts(flags, words, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
     counts = _over_devices(lax.psum, partials, axes)
+    # A sum over devices may exceed 16 bits again, so it is carried again.
     return [(x,) if words == 1 else _bigint.from_halves(_bigint.carried(x), words) for x in counts]
 
 
@@ -173,7 +174,7 @@ def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDi
 
 
 def _extreme(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `pmax` or `pmin`, and NaN wherever a device has one, because XLA:CPU's all-reduce loses it (XLA-25)."""
+    """Returns the collective, changed to keep a NaN, which the all-reduce of XLA:CPU loses (XLA-25)."""
 
     def combined(arrays: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
         results = list(collective(arrays, axes))

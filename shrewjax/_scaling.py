@@ -33,7 +33,7 @@ def as_limit(value: Scalar, like: ExtendedFloat) -> ExtendedFloat:
 
 
 def limit_in(value: Scalar, dtype: Any) -> ExtendedFloat:
-    """Returns the same for norms whose mantissas have this dtype."""
+    """Returns a threshold as a limit for norms whose mantissas have this dtype. A negative one counts as 0."""
     if not isinstance(value, jax.Array):
         return extended_number(value, dtype)
     number = to_extended(jnp.maximum(value, 0))

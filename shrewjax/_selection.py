@@ -273,8 +273,8 @@ def _enclosed(
     # The bracket (low, high] at the end of the search    lower       upper
     # a single key, and the rank not its last element    high        high         no further read
     # a single key, and the rank its last element        high        above_high
-    # the rank the last of several elements              below_high  above_high
-    # the rank the first of two                          above_low   below_high
+    # the rank the last of several elements              at_high     above_high
+    # the rank the first of two                          above_low   at_high
     low, high = search.keys[:, 1], search.keys[:, 2]
     up_to_high = _column(search.counts, 2)
     is_last = _bigint.equals(_bigint.subtract(up_to_high, search.wanted.rank), 1)
@@ -288,9 +288,11 @@ def _enclosed(
         )
 
     needed = ~jnp.all(is_known)
-    below_high, above = lax.cond(needed, read, lambda: (high, high))  # above high if the rank is last, else above low
-    lower = jnp.where(is_single_key, high, jnp.where(is_last, below_high, above))
-    upper = jnp.where(is_last, above, jnp.where(is_single_key, high, below_high))
+    # `at_high`: the largest key at or below high. `above`: the smallest one above high if the rank is last, else above
+    # low.
+    at_high, above = lax.cond(needed, read, lambda: (high, high))
+    lower = jnp.where(is_single_key, high, jnp.where(is_last, at_high, above))
+    upper = jnp.where(is_last, above, jnp.where(is_single_key, high, at_high))
     is_first_of_two = ~is_single_key & ~is_last & (lower < upper)
     one = _bigint.from_word(jnp.ones_like(up_to_high[0]), len(up_to_high))
     up_to_lower = _bigint.where(is_first_of_two, _bigint.subtract(up_to_high, one), up_to_high)

@@ -16,8 +16,8 @@ loops driven from the host. `value_and_grad` (`_batches.py`) runs through one in
    is not cleared on closing. The first gradient of the next window overwrites it, which saves a write.
 6. Reset the counters of a closing window.
 
-The loss that comes as `value` goes the same way as the gradients: it is added by the same weights, over the same kept
-micro-batches. With `noise_decay`, so do the squared norms of the gradients (`_noise.py`).
+The loss that comes as `value` is added by the same weights as the gradients, over the same kept micro-batches. With
+`noise_decay`, the squared norms of the gradients are added, too (`_noise.py`).
 """
 
 from collections.abc import Callable
@@ -81,7 +81,7 @@ class Average(NamedTuple):
     """The quantities that a closing window passes on: see `Window.average`."""
 
     gradients: chex.ArrayTree  # the average in the accumulator's dtypes
-    has_weight: Flag  # the window's weight is not 0
+    has_weight: Flag  # the window's weight is not 0; True without rows, because `has_average` has decided
     value: jax.Array  # the mean of `value`
     noise: Any  # the state of the noise with this window
 
@@ -132,7 +132,7 @@ class Window:
         )
 
     def _zeros(self, params: chex.ArrayTree) -> tuple[chex.ArrayTree, Callable[[tuple[int, ...], Any], jax.Array]]:
-        """Returns the empty sums, and a function that returns zeros of a shape and a dtype, with rows if they have."""
+        """Returns the empty sums, and a function that makes zeros, with per-device rows if `sum_over` is set."""
         axes = self.axes
         params = _gradients.parameter_arrays(params)
         if axes:
@@ -289,7 +289,8 @@ class Window:
         """Closes a window, full or not. Returns its average, whether it has one, and the state.
 
         The average of a window without one is meaningless. It is not selected away, because on CUDA XLA would hold the
-        zeros: for a transformer, a quarter of the gradients' size. `windows`, `value` and `noise` stay as they were.
+        zeros. For a transformer, they take a quarter of the gradients' size. `windows`, `value` and `noise` stay as
+        they were.
         """
         stepped = self.advance(state, None, 0, None, flush=True)
         taken = self.average(stepped)

@@ -8,8 +8,8 @@ function therefore has a second form, its attribute `update_or_apply`. It return
 Wrappers can be nested. Each one only decides whether the step `runs`, from a few scalars, and passes the decision on to
 the next. The innermost transformation is no wrapper. It runs in one branch, or is skipped. No branch is nested in
 another, because on CUDA XLA then copies the parameters and the state that the inner branch returns unchanged
-(XLA-2). Gradients are passed on as a function that computes them, because an array that enters a branch is
-materialized even if the branch is not taken (XLA-3).
+(XLA-2). Gradients are passed on as a function that computes them. An array that enters a branch is materialized,
+even if the branch is not taken (XLA-3).
 
 The second form belongs to the function, not to the transformation. A transformation is a pytree of functions, which
 libraries take apart and rebuild (`tests/test_train_steps.py`, "rebuilt"). If they replace the function as well, only
@@ -17,7 +17,7 @@ libraries take apart and rebuild (`tests/test_train_steps.py`, "rebuilt"). If th
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import chex
 import jax
@@ -30,6 +30,9 @@ from shrewjax._mesh import newly_varying
 
 Flag = bool | jax.Array
 """A condition: a Python bool if it is known while tracing."""
+
+
+Params: TypeAlias = optax.Params | None
 
 
 Gradients = Callable[[], optax.Updates]
@@ -64,7 +67,7 @@ def update_or_apply(
     tx: optax.GradientTransformation,
     gradients: Gradients,
     state: Any,
-    params: optax.Params | None,
+    params: Params,
     /,
     *,
     apply: bool,
@@ -87,11 +90,17 @@ def update_or_apply(
 
 
 def run_or_skip(
-    runs: Flag, run: Callable[[], tuple[Any, Any]], state: Any, params: optax.Params | None, *, apply: bool
+    runs: Flag,
+    run: Callable[[], tuple[Any, Any]],
+    state: Any,
+    params: Params,
+    *,
+    apply: bool,
+    changed: str = "inner's update changed its state",
 ) -> tuple[Any, Any]:
     """Returns `run()`, or, if the step does not run, zero updates (the parameters if `apply`) and the state."""
     ran = run() if runs is True else jax.eval_shape(run)
-    check_unchanged(ran[1], state, "inner's update changed its state")
+    check_unchanged(ran[1], state, changed)
     if runs is True:
         return ran
     _check_devices(ran[1], state, "inner's state after a step")
@@ -106,11 +115,32 @@ def run_or_skip(
     return run_if(runs, run, skip)
 
 
-def decide_if(runs: Flag, decide: Callable[[], tuple[jax.Array, Any]], state: Any) -> tuple[Flag, Any]:
-    """Returns `decide()`, a wrapper's own decision and new state. If the step does not run: False and `state`."""
-    if runs is True:
-        return decide()
-    return run_if(runs, decide, lambda: (jnp.zeros((), bool), state))
+def guard(
+    wrapped: optax.GradientTransformationExtraArgs,
+    decide: Callable[..., tuple[jax.Array, Any]],
+    repaired: Callable[[optax.Updates], optax.Updates] | None = None,
+) -> optax.TransformUpdateExtraArgsFn:
+    """Returns the `update` function of a wrapper that runs `wrapped` if `decide` says so.
+
+    `decide(gradients, state, **extra_args)` returns the decision, and the new state without that of `wrapped`.
+    `wrapped` gets the gradients as `repaired` returns them.
+    """
+
+    def step_fn(
+        gradients: Gradients, state: Any, params: Params, /, *, apply: bool, runs: Flag, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        def own_step() -> tuple[jax.Array, Any]:
+            return decide(gradients, state, **extra_args)
+
+        idle = jnp.zeros((), bool), state._replace(inner_state=())
+        runs, new_state = own_step() if runs is True else run_if(runs, own_step, lambda: idle)
+        for_inner = gradients if repaired is None else lambda: repaired(gradients())
+        returned, inner_state = update_or_apply(
+            wrapped, for_inner, state.inner_state, params, apply=apply, runs=runs, **extra_args
+        )
+        return returned, new_state._replace(inner_state=inner_state)
+
+    return wrapper(step_fn)
 
 
 def check_unchanged(new: Any, old: Any, what: str) -> None:

@@ -71,7 +71,9 @@ TESTS = {
     ),
 }
 TESTS |= dict.fromkeys(("_floats", "_extended", "_range", "_scaling", "_unit_numbers"), TESTS["_norms"])
-TESTS |= dict.fromkeys(("_accumulation", "_accumulator", "_micro_batch", "_train_step"), TESTS["_window"])
+TESTS |= dict.fromkeys(
+    ("_accumulation", "_accumulator", "_micro_batch", "_per_device", "_train_step"), TESTS["_window"]
+)
 TESTS["_keys"] = TESTS["_selection"]
 LONGEST = 60  # seconds of a core for one test
 
