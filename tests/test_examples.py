@@ -59,9 +59,9 @@ def test_nnx_example_recognises_95_percent_of_digits(run):
 
 
 def test_choose_max_norm_example_replays_every_rule(run):
-    printed, figure = run("choose_max_norm.py", "--steps", 80, out="new/norms.png")
+    printed, figure = run("choose_max_norm.py", "--steps", 50, out="new/norms.png")
 
-    shares = dict(re.findall(r"^(.+): acts on (\S+)% of 80 steps$", printed, re.MULTILINE))
+    shares = dict(re.findall(r"^(.+): acts on (\S+)% of 50 steps$", printed, re.MULTILINE))
     assert len(shares) == 5
     # By its definition, all but one in ten, and fewer while the norms fall.
     assert 50 < float(shares["AutoClip, 10th percentile"]) <= 90
@@ -110,7 +110,7 @@ def test_equinox_example_trains_a_new_head_and_nothing_else(run):
 
 
 def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
-    printed, figure = run("train_ppo.py", "--calls", 2, "--iterations", 6, out="new/ppo.png")
+    printed, figure = run("train_ppo.py", "--calls", 2, "--iterations", 5, out="new/ppo.png")
 
     for name in ("shrewjax", "Optax"):
         first, last, steps, rate = numbers(
@@ -118,13 +118,13 @@ def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
         )
         assert first < 60
         assert last > 3 * first
-        assert steps == 2 * 6 * 128
+        assert steps == 2 * 5 * 128
         assert rate > 0
     assert_is_drawn(figure)
 
 
 def test_recurrent_example_explodes_and_learns_soonest_where_what_flows_back_is_clipped(run):
-    printed, figure = run("train_recurrent.py", "--steps", 40, out="new/recurrent.png")
+    printed, figure = run("train_recurrent.py", "--steps", 25, out="new/recurrent.png")
 
     last, first = numbers("without clipping: the gradient of the last state is (.+), of the first (.+)", printed)
     assert first > 1e4 * last
@@ -139,7 +139,7 @@ def test_recurrent_example_explodes_and_learns_soonest_where_what_flows_back_is_
 
 
 def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(run):
-    arguments = ("--steps", 24, "--length", 32, "--layers", 1, "--compare-every", 8)
+    arguments = ("--steps", 16, "--length", 32, "--layers", 1, "--compare-every", 8)
     printed, figure = run("train_transformer.py", *arguments, out="new/transformer.png")
 
     least, most = numbers("characters in a micro-batch: (.+) to (.+)", printed)
