@@ -3,8 +3,12 @@
 import atexit
 import gc
 import importlib.util
+import json
 import os
+import pathlib
 import shutil
+import subprocess
+import sys
 import tempfile
 
 # JAX keeps compiled programs in this folder until the session ends, so that no worker, and no process that a test
@@ -60,3 +64,34 @@ def one_device():
     yield
     patch.undo()
     jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Runs scripts at the same time, each in a process of its own; returns exit code, output and errors of each.
+
+    With warnings as errors, but for one of the cache of programs that the tests share: see pyproject.toml.
+    """
+    ignored = "ignore:Error reading persistent compilation cache entry"
+    command = [sys.executable, "-W", "error", "-W", ignored, pathlib.Path(__file__).with_name("forks.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+
+        def run(*commands, folder, environment=None):
+            printed, errors = ([str(folder / f"{name}-{i}") for i in range(len(commands))] for name in ("out", "err"))
+            scripts = [
+                {
+                    "command": [str(part) for part in command],
+                    "folder": str(folder),
+                    "printed": printed[i],
+                    "errors": errors[i],
+                    "environment": environment or {},
+                }
+                for i, command in enumerate(commands)
+            ]
+            server.stdin.write(json.dumps(scripts) + "\n")
+            server.stdin.flush()
+            codes = json.loads(server.stdout.readline())
+            texts = ([pathlib.Path(path).read_text() for path in paths] for paths in (printed, errors))
+            return list(zip(codes, *texts, strict=True))
+
+        yield run

@@ -1,6 +1,6 @@
 """Thresholds that are measured, against their papers' equations in float64 and at every edge."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,20 @@ NORMS = np.exp(np.random.default_rng(0).normal(size=150))  # heavy enough a tail
 BAD = pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 
 
-def run(tx, gradients, params=None):
-    """The updates and the states of every step, in one compiled loop."""
-    stacked = jax.tree.map(lambda *x: np.stack(x), *gradients)
-    start = params if params is not None else gradients[0]
-
-    def step(state, grads):
+@cache
+def loop(tx):
+    def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return state, (updates, state)
 
-    _, (updates, states) = quick_jit(lambda s, g: jax.lax.scan(step, s, g))(tx.init(start), stacked)
+    return quick_jit(lambda params, s, g: jax.lax.scan(partial(step, params), s, g))
+
+
+def run(tx, gradients, params=None):
+    """The updates and the states of every step, in one compiled loop; another one for each object `tx`."""
+    stacked = jax.tree.map(lambda *x: np.stack(x), *gradients)
+    start = params if params is not None else gradients[0]
+    _, (updates, states) = loop(tx)(params, tx.init(start), stacked)
     return updates, states
 
 
@@ -330,18 +334,19 @@ def test_agc_infinite_threshold_is_the_identity_and_a_bad_unit_spoils_no_other()
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_block_rms_is_adafactors_on_random_updates(size):
-    for g in (f32(np.random.default_rng(i).normal(size=size) * 2) for i in range(5)):
-        updates, _ = run(shrewjax.clip_by_block_rms(0.7), [g])
+    gradients = [f32(np.random.default_rng(i).normal(size=size) * 2) for i in range(5)]
+    updates, _ = run(shrewjax.clip_by_block_rms(0.7), gradients)
+    for update, g in zip(updates, gradients, strict=True):
         rms = np.sqrt(np.mean(np.float64(g) ** 2))
-        np.testing.assert_allclose(updates[0], np.float64(g) / max(1, rms / 0.7), rtol=1e-5)
+        np.testing.assert_allclose(update, np.float64(g) / max(1, rms / 0.7), rtol=1e-5)
 
 
 # --- one bad gradient -----------------------------------------------------------------------------------------------
 
 RULES = {
-    "percentile": lambda: shrewjax.clip_by_norm_percentile(50.0, history_length=5),
-    "zscore": lambda: shrewjax.clip_by_norm_zscore(1.0, warmup_steps=3, max_norm=1.0),
-    "leaf_ema": lambda: shrewjax.clip_by_leaf_norm_ema(warmup_steps=3),
+    "percentile": shrewjax.clip_by_norm_percentile(50.0, history_length=5),
+    "zscore": shrewjax.clip_by_norm_zscore(1.0, warmup_steps=3, max_norm=1.0),
+    "leaf_ema": shrewjax.clip_by_leaf_norm_ema(warmup_steps=3),
 }
 REMEMBERED = {
     "percentile": lambda s: s.history,
@@ -356,8 +361,8 @@ REMEMBERED = {
 def test_a_bad_gradient_is_as_if_it_had_not_been(rule, when, bad):
     gradients = list(vectors(NORMS[:10]))
     spoilt = {"a": jnp.asarray([1.0, bad], jnp.float32), "b": gradients[0]["b"]}
-    _, clean = run(RULES[rule](), gradients)
-    updates, states = run(RULES[rule](), [*gradients[:when], spoilt, *gradients[when:]])
+    _, clean = run(RULES[rule], gradients)
+    updates, states = run(RULES[rule], [*gradients[:when], spoilt, *gradients[when:]])
     for seen, expected in zip(
         jax.tree.leaves(REMEMBERED[rule](states)), jax.tree.leaves(REMEMBERED[rule](clean)), strict=True
     ):
@@ -406,19 +411,31 @@ def trees(scale=1.0):
         yield {k: f32(scale * np.exp(rng.normal()) * rng.normal(size=s)) for k, s in SHAPES.items()}
 
 
+def mapped_mesh():
+    return jax.make_mesh((4, 2), ("data", "model"))
+
+
+def on_mesh(tree, specs):
+    return jax.tree.map(lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mapped_mesh(), s)), tree, specs)
+
+
+@cache
+def on_one_device_and_mapped(rule):
+    tx = MAPPED[rule]()
+    mapped = jax.shard_map(tx.update, mesh=mapped_mesh(), in_specs=(SPECS, P(), SPECS), out_specs=(SPECS, P()))
+    return tx, quick_jit(tx.update), quick_jit(mapped)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e25])
 @pytest.mark.parametrize("rule", MAPPED)
 def test_shard_map_gives_the_unsharded_answer(rule, scale):
-    mesh = jax.make_mesh((4, 2), ("data", "model"))
-    place = lambda tree: jax.tree.map(lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mesh, s)), tree, SPECS)  # noqa: E731
-    tx = MAPPED[rule]()
+    tx, update, mapped = on_one_device_and_mapped(rule)
     params, *gradients = trees(scale)
-    state = mapped_state = tx.init(params)
-    update = quick_jit(tx.update)
-    mapped = quick_jit(jax.shard_map(tx.update, mesh=mesh, in_specs=(SPECS, P(), SPECS), out_specs=(SPECS, P())))
+    state = tx.init(params)
+    mapped_state = on_mesh(state, jax.tree.map(lambda _: P(), state))  # as updates leave it: one program
     for g in gradients:
         expected, state = update(g, state, params)
-        updates, mapped_state = mapped(place(g), mapped_state, place(params))
+        updates, mapped_state = mapped(on_mesh(g, SPECS), mapped_state, on_mesh(params, SPECS))
         assert_close(updates, expected, rtol=1e-5)
         assert_close(mapped_state, state, rtol=1e-5)
 
@@ -594,7 +611,7 @@ def test_a_place_without_a_gradient_keeps_its_average():
 
 def test_each_measured_threshold_is_in_the_metrics():
     params = tree_of()
-    tx = optax.chain(*(lenient(make()) for make in RULES.values()))
+    tx = optax.chain(*(lenient(rule) for rule in RULES.values()))
     _, state = quick_jit(tx.update)(tree_of(1), tx.init(params), params)
     assert {name for name in shrewjax.metrics(state) if "threshold" in name} == {
         "clip_by_norm_percentile/threshold",
@@ -647,7 +664,7 @@ def test_ema_with_a_nan_argument_records_nothing_that_is_not_finite():
 
 
 def test_a_block_of_ones_has_a_root_mean_square_of_one():
-    blocks = [jnp.ones(size) for size in range(1, 200, 5)]
+    blocks = [np.ones(size, np.float32) for size in range(1, 200, 5)]
     tx = shrewjax.clip_by_block_rms(1.0)
     assert bits(quick_jit(tx.update)(blocks, tx.init(blocks))[0]) == bits(blocks)
 

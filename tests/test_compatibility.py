@@ -112,6 +112,7 @@ def sgd():
 
 
 LABELS = {"off": "off", "on": "on"}
+EXTRA_ARGS = {"value": 1.0, "unknown": 2.0}  # the same in all cells, because others are another program
 CONTRIB = {
     "adopt": optax.contrib.adopt(0.1),
     "momo": optax.contrib.momo(0.1),
@@ -123,7 +124,7 @@ CONTRIB_COMPILED = {name: compiled(optimizer) for name, optimizer in CONTRIB.ite
 WRAPPERS = {
     "chain": Wrapper(lambda tx: optax.chain(tx, sgd())),
     "named_chain": Wrapper(lambda tx: optax.named_chain(("ours", tx), ("sgd", sgd()))),
-    "with_extra_args": Wrapper(optax.with_extra_args_support, extra_args={"value": 1.0, "unknown": 2.0}),
+    "with_extra_args": Wrapper(optax.with_extra_args_support, extra_args=EXTRA_ARGS),
     "masked": Wrapper(
         lambda tx: optax.masked(tx, {"off": False, "on": True}), given=beside_another, params=beside_another
     ),
@@ -155,7 +156,7 @@ WRAPPERS = {
         lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(), calls=means_of_two, branches=True
     ),
 } | {
-    f"contrib.{k}": Wrapper(lambda tx, optimizer=optimizer: optax.chain(tx, optimizer), extra_args={"value": 1.0})
+    f"contrib.{k}": Wrapper(lambda tx, optimizer=optimizer: optax.chain(tx, optimizer), extra_args=EXTRA_ARGS)
     for k, optimizer in CONTRIB_COMPILED.items()
 }
 

@@ -1,14 +1,12 @@
 """Every example runs as its user would run it, without a warning, and what it reports holds.
 
-Most of their time is compilation, so they run with XLA's optimizations off, and as short as their claims allow.
+Each is a fork of one process that has imported what they import. Most of the time is compilation, so nothing is
+optimized, and they run as short as their claims allow.
 """
 
-import os
 import re
 import socket
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,27 +15,26 @@ from tensorboardX.proto.event_pb2 import Event
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-# XLA's older emitters compile faster. On one device: the eight that the other tests want are not what a user has.
-ENVIRONMENT = os.environ | {
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+# Nothing optimized compiles fastest. On one device: the eight that the other tests want are not what a user has.
+QUICKLY = {
+    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 }
-
-# All are errors, but for one of the cache of programs that the tests share: see pyproject.toml.
-WARNINGS = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(forks, tmp_path):
     # In a new folder, so that the example is seen to need nothing but the installed packages and to make its folder.
-    def run(name, *arguments, out):
-        command = [sys.executable, *WARNINGS, EXAMPLES / name, *map(str, arguments), "--out", tmp_path / out]
-        result = subprocess.run(
-            command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert result.returncode == 0, result.stderr
-        assert "100%" in result.stderr  # the progress bar's end
-        return result.stdout, tmp_path / out
+    def run(name, *arguments, out, beside=()):
+        """What the example prints and writes. `beside`: the arguments of a second process of it."""
+        commands = [(EXAMPLES / name, *arguments, "--out", tmp_path / out)]
+        commands += [(EXAMPLES / name, *beside)] if beside else []
+        results = forks(*commands, folder=tmp_path, environment=QUICKLY)
+        for code, _, errors in results:
+            assert code == 0, errors
+        assert "100%" in results[0][2]  # the progress bar's end
+        printed = [printed for _, printed, _ in results]
+        return (*printed, tmp_path / out)
 
     return run
 
@@ -62,9 +59,9 @@ def test_nnx_example_recognises_95_percent_of_digits(run):
 
 
 def test_choose_max_norm_example_replays_every_rule(run):
-    printed, figure = run("choose_max_norm.py", "--steps", 80, out="new/norms.png")
+    printed, figure = run("choose_max_norm.py", "--steps", 50, out="new/norms.png")
 
-    shares = dict(re.findall(r"^(.+): acts on (\S+)% of 80 steps$", printed, re.MULTILINE))
+    shares = dict(re.findall(r"^(.+): acts on (\S+)% of 50 steps$", printed, re.MULTILINE))
     assert len(shares) == 5
     # By its definition, all but one in ten, and fewer while the norms fall.
     assert 50 < float(shares["AutoClip, 10th percentile"]) <= 90
@@ -113,7 +110,7 @@ def test_equinox_example_trains_a_new_head_and_nothing_else(run):
 
 
 def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
-    printed, figure = run("train_ppo.py", "--calls", 2, "--iterations", 6, out="new/ppo.png")
+    printed, figure = run("train_ppo.py", "--calls", 2, "--iterations", 5, out="new/ppo.png")
 
     for name in ("shrewjax", "Optax"):
         first, last, steps, rate = numbers(
@@ -121,13 +118,13 @@ def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
         )
         assert first < 60
         assert last > 3 * first
-        assert steps == 2 * 6 * 128
+        assert steps == 2 * 5 * 128
         assert rate > 0
     assert_is_drawn(figure)
 
 
 def test_recurrent_example_explodes_and_learns_soonest_where_what_flows_back_is_clipped(run):
-    printed, figure = run("train_recurrent.py", "--steps", 40, out="new/recurrent.png")
+    printed, figure = run("train_recurrent.py", "--steps", 25, out="new/recurrent.png")
 
     last, first = numbers("without clipping: the gradient of the last state is (.+), of the first (.+)", printed)
     assert first > 1e4 * last
@@ -142,7 +139,7 @@ def test_recurrent_example_explodes_and_learns_soonest_where_what_flows_back_is_
 
 
 def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(run):
-    arguments = ("--steps", 24, "--length", 32, "--layers", 1, "--compare-every", 8)
+    arguments = ("--steps", 16, "--length", 32, "--layers", 1, "--compare-every", 8)
     printed, figure = run("train_transformer.py", *arguments, out="new/transformer.png")
 
     least, most = numbers("characters in a micro-batch: (.+) to (.+)", printed)
@@ -215,7 +212,7 @@ def test_tensorboard_example_logs_each_window_of_every_metric(run):
     assert accuracy > 0.9
 
 
-def test_sharded_example_resumes_in_mid_window_on_fewer_devices_in_two_processes(run, tmp_path):
+def test_sharded_example_resumes_in_mid_window_on_fewer_devices_in_two_processes(run):
     script = "train_sharded.py"
     arguments = ("--micro-steps", 32, "--save-every", 21, "--length", 32, "--layers", 1, "--checkpoints", "saved")
     whole, figure = run(script, "--devices", 8, *arguments, out="new/sharded.png")
@@ -223,15 +220,9 @@ def test_sharded_example_resumes_in_mid_window_on_fewer_devices_in_two_processes
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
     arguments += ("--resume", "--devices", 2, "--rows", 4, "--coordinator", coordinator, "--num-processes", 2)
-    command = [sys.executable, EXAMPLES / script, *map(str, arguments), "--process-id", "1"]
-    second = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    try:
-        resumed, _ = run(script, *arguments, "--process-id", 0, out="new/resumed.png")
-        assert b"window" not in second.communicate(timeout=60)[0]  # the first process reports for both
-        assert second.returncode == 0
-    finally:
-        second.kill()
-        second.wait()
+    first, second = ((*arguments, "--process-id", i) for i in (0, 1))
+    resumed, others, _ = run(script, *first, out="new/resumed.png", beside=second)
+    assert "window" not in others  # the first process reports for both
 
     for printed in (whole, resumed):
         assert numbers("when a window closes: (.+) all-reduce of gradients, .*", printed) == [1]
