@@ -1,7 +1,9 @@
 """Oracles that share nothing with the package, and what several test files need."""
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +12,57 @@ import optax
 
 import shrewjax
 
-# Every public transformation, with the arguments of a typical use.
-TRANSFORMATIONS = {
-    "clip_by_global_norm": lambda: shrewjax.clip_by_global_norm(0.5),
-    "clip_by_leaf_norm": lambda: shrewjax.clip_by_leaf_norm(0.5),
-    "clip_by_value": lambda: shrewjax.clip_by_value(0.1),
-    "clip_by_percentile": lambda: shrewjax.clip_by_percentile(75),
-    "adaptive_grad_clip": lambda: shrewjax.adaptive_grad_clip(0.1),
-    "clip_by_block_rms": lambda: shrewjax.clip_by_block_rms(0.5),
-    "clip_by_norm_percentile": lambda: shrewjax.clip_by_norm_percentile(50.0, history_length=4),
-    "clip_by_norm_zscore": lambda: shrewjax.clip_by_norm_zscore(0.5, warmup_steps=1, max_norm=3.0),
-    "clip_by_leaf_norm_ema": lambda: shrewjax.clip_by_leaf_norm_ema(warmup_steps=1),
-    "skip_nonfinite": lambda: shrewjax.skip_nonfinite(shrewjax.clip_by_global_norm(0.5)),
-    "skip_on_spike": lambda: shrewjax.skip_on_spike(
-        shrewjax.clip_by_global_norm(0.5), warmup_steps=2, history_length=3, max_zscore=1.0
+
+class Case(NamedTuple):
+    """A public transformation, as the tests use it: the one list of them all."""
+
+    make: Callable[[], optax.GradientTransformationExtraArgs]  # with the arguments of a typical use
+    injected: dict[str, Any]  # its arguments under `optax.inject_hyperparams`
+    like_params: tuple[str, ...] = ()  # the fields of its state that have a number or an array for each leaf
+    needs_params: bool = False
+    # In a mapped program whose leaves are sharded along "fsdp" inside a unit: JAX's types do not record it.
+    make_mapped: Callable[[], optax.GradientTransformationExtraArgs] | None = None
+
+
+CASES = {
+    "clip_by_global_norm": Case(lambda: shrewjax.clip_by_global_norm(0.5), {"max_norm": 0.5}),
+    "clip_by_leaf_norm": Case(
+        lambda: shrewjax.clip_by_leaf_norm(0.5), {"max_norm": 0.5}, like_params=("grad_norm", "clip_scale")
     ),
-    "accumulate": lambda: shrewjax.accumulate(optax.identity(), 2),
+    "clip_by_value": Case(lambda: shrewjax.clip_by_value(0.1), {"max_value": 0.1}),
+    "clip_by_percentile": Case(lambda: shrewjax.clip_by_percentile(75), {"percentile": 75}),
+    "adaptive_grad_clip": Case(
+        lambda: shrewjax.adaptive_grad_clip(0.1),
+        {"clipping": 0.1},
+        needs_params=True,
+        make_mapped=lambda: shrewjax.adaptive_grad_clip(0.1, sharded_over="fsdp"),
+    ),
+    "clip_by_block_rms": Case(lambda: shrewjax.clip_by_block_rms(0.5), {}),
+    "clip_by_norm_percentile": Case(
+        lambda: shrewjax.clip_by_norm_percentile(50.0, history_length=4), {"percentile": 10.0}
+    ),
+    "clip_by_norm_zscore": Case(lambda: shrewjax.clip_by_norm_zscore(0.5, warmup_steps=1, max_norm=3.0), {}),
+    "clip_by_leaf_norm_ema": Case(
+        lambda: shrewjax.clip_by_leaf_norm_ema(warmup_steps=1), {}, like_params=("norm_ema",)
+    ),
+    "skip_nonfinite": Case(
+        lambda: shrewjax.skip_nonfinite(shrewjax.clip_by_global_norm(0.5)),
+        {"inner": optax.identity(), "max_consecutive": 2, "at_limit": "zero_nonfinite"},
+    ),
+    "skip_on_spike": Case(
+        lambda: shrewjax.skip_on_spike(
+            shrewjax.clip_by_global_norm(0.5), warmup_steps=2, history_length=3, max_zscore=1.0
+        ),
+        {"inner": optax.identity(), "above": 2.0, "at_most": 2},
+    ),
+    "accumulate": Case(
+        lambda: shrewjax.accumulate(optax.identity(), 2),
+        {"inner": optax.identity(), "accum_steps": 2},
+        like_params=("gradient_sum",),
+    ),
 }
+TRANSFORMATIONS = {name: case.make for name, case in CASES.items()}
+MAPPED = {name: case.make_mapped or case.make for name, case in CASES.items()}
 
 
 def flat(tree):

@@ -19,7 +19,7 @@ import optax.contrib
 import orbax.checkpoint
 import pytest
 from flax import nnx
-from helpers import TRANSFORMATIONS, assert_close, bits, compiled, quick_jit, quick_options
+from helpers import CASES, TRANSFORMATIONS, assert_close, bits, compiled, quick_jit, quick_options
 
 import shrewjax
 
@@ -242,28 +242,15 @@ def test_lookahead_that_resets_states_by_arithmetic_leaves_no_nan_in_the_updates
 
 # --- hyper-parameters as arrays ---------------------------------------------------------------------------------
 
-INJECTED = {
-    "clip_by_global_norm": (shrewjax.clip_by_global_norm, {"max_norm": 0.5}),
-    "clip_by_leaf_norm": (shrewjax.clip_by_leaf_norm, {"max_norm": 0.5}),
-    "clip_by_value": (shrewjax.clip_by_value, {"max_value": 0.1}),
-    "clip_by_percentile": (shrewjax.clip_by_percentile, {"percentile": 75}),
-    "adaptive_grad_clip": (shrewjax.adaptive_grad_clip, {"clipping": 0.1}),
-    "clip_by_block_rms": (shrewjax.clip_by_block_rms, {}),
-    "clip_by_norm_percentile": (shrewjax.clip_by_norm_percentile, {"percentile": 10.0}),
-    "clip_by_norm_zscore": (shrewjax.clip_by_norm_zscore, {}),
-    "clip_by_leaf_norm_ema": (shrewjax.clip_by_leaf_norm_ema, {}),
-    "skip_nonfinite": (
-        shrewjax.skip_nonfinite,
-        {"inner": optax.identity(), "max_consecutive": 2, "at_limit": "zero_nonfinite"},
-    ),
-    "skip_on_spike": (shrewjax.skip_on_spike, {"inner": optax.identity(), "above": 2.0, "at_most": 2}),
-    "accumulate": (shrewjax.accumulate, {"inner": optax.identity(), "accum_steps": 2}),
-}
+
+def injected(name):
+    """The factory of a transformation, and arguments for it."""
+    return getattr(shrewjax, name), CASES[name].injected
 
 
 @each
 def test_inject_hyperparams_traces_every_number_and_nothing_else_changes(name):
-    factory, arguments = INJECTED[name]
+    factory, arguments = injected(name)
     wrapped, plain = compiled(optax.inject_hyperparams(factory)(**arguments)), compiled(factory(**arguments))
     updates, state = run(wrapped, GRADS, PARAMS)
     expected, plain_state = run(plain, GRADS, PARAMS)
@@ -273,7 +260,7 @@ def test_inject_hyperparams_traces_every_number_and_nothing_else_changes(name):
 
 @each
 def test_inject_hyperparams_in_bfloat16_keeps_every_dtype(name):
-    factory, arguments = INJECTED[name]
+    factory, arguments = injected(name)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     tx = optax.inject_hyperparams(factory)(**arguments)
     state = tx.init(params)
@@ -284,7 +271,7 @@ def test_inject_hyperparams_in_bfloat16_keeps_every_dtype(name):
 
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_value", "accumulate"])
 def test_inject_hyperparams_rounds_them_to_bfloat16_parameters(name):
-    factory, arguments = INJECTED[name]
+    factory, arguments = injected(name)
     params, *grads = (jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree) for tree in (PARAMS, *GRADS))
     updates, _ = run(compiled(optax.inject_hyperparams(factory)(**arguments)), grads, params)
     expected, _ = run(compiled(factory(**arguments)), grads, params)
@@ -332,14 +319,6 @@ def test_tree_get_and_set_carry_a_state_over_field_by_field(name):
     assert jax.tree.structure(copy) == jax.tree.structure(state)
 
 
-# The fields that have a number or an array for every leaf of the parameters.
-LIKE_PARAMS = {
-    "accumulate": {"gradient_sum"},
-    "clip_by_leaf_norm": {"grad_norm", "clip_scale"},
-    "clip_by_leaf_norm_ema": {"norm_ema"},
-}
-
-
 @each
 def test_tree_map_params_finds_the_fields_that_are_like_the_parameters(name):
     tx = TRANSFORMATIONS[name]()
@@ -348,7 +327,7 @@ def test_tree_map_params_finds_the_fields_that_are_like_the_parameters(name):
     marked = optax.tree.map_params(tx, lambda x, mark: mark, state, marks, transform_non_params=lambda x: "another")
     assert jax.tree.structure(marked) == jax.tree.structure(state)
     like_params = {field for field in state._fields if getattr(marked, field) == marks}
-    assert like_params == LIKE_PARAMS.get(name, set())
+    assert like_params == set(CASES[name].like_params)
     others = [getattr(marked, field) for field in state._fields if field not in like_params]
     assert all(mark == "another" for mark in jax.tree.leaves(others))
 

@@ -8,11 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import TRANSFORMATIONS, assert_close, quick_jit, tree_of
+from helpers import CASES, TRANSFORMATIONS, assert_close, quick_jit, tree_of
 
 import shrewjax
-
-NEEDS_PARAMS = {"adaptive_grad_clip"}
 
 each = pytest.mark.parametrize("name", TRANSFORMATIONS)
 
@@ -41,7 +39,7 @@ def test_is_an_optax_transformation_with_its_signature_to_the_letter(name):
     assert others[-1].kind is inspect.Parameter.VAR_KEYWORD
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in others[:-1])
     state = tx.init(tree_of())
-    if name not in NEEDS_PARAMS:
+    if not CASES[name].needs_params:
         jax.eval_shape(tx.update, tree_of(1), state)
     jax.eval_shape(partial(tx.update, value=1.0, unknown="ignored"), tree_of(1), state, tree_of())
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import TRANSFORMATIONS, assert_close, bits, lenient, own_params, quick_jit, users_jit
+from helpers import MAPPED, TRANSFORMATIONS, assert_close, bits, lenient, own_params, quick_jit, users_jit
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -97,15 +97,10 @@ def many_devices(tx, batches, mesh, check_vma=True):
         yield jax.tree.map(np.asarray, params), state
 
 
-# Units of a leaf that is sharded: along which axes, no type tells.
-MAPPED = {"adaptive_grad_clip": lambda: shrewjax.adaptive_grad_clip(0.1, sharded_over="fsdp")}
-
-
 def inner_of(name, mapped):
     if name == "accumulate":
         return SGD
-    make = MAPPED.get(name, TRANSFORMATIONS[name]) if mapped else TRANSFORMATIONS[name]
-    return optax.chain(make(), SGD)
+    return optax.chain((MAPPED if mapped else TRANSFORMATIONS)[name](), SGD)
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import TRANSFORMATIONS, own_params
+from helpers import MAPPED, TRANSFORMATIONS, own_params
 from jax import P
 from jax.sharding import NamedSharding
 
@@ -17,8 +17,6 @@ PROCESSES, DEVICES = 2, 4
 STEPS, ACCUM_STEPS = 24, 3
 NAN_STEPS = (4, 10)  # in the second window and the fourth
 EXAMPLES, INPUTS, OUTPUTS = 16, 6, 4
-# A unit is a column of w here, whose rows are divided: no type tells.
-SHARDED = TRANSFORMATIONS | {"adaptive_grad_clip": lambda: shrewjax.adaptive_grad_clip(0.1, sharded_over="fsdp")}
 
 
 def inner(name, transformations=TRANSFORMATIONS):
@@ -63,7 +61,7 @@ class Training:
     def __init__(self, name):
         auto = jax.sharding.AxisType.Auto
         self.mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(auto, auto))
-        self.tx = shrewjax.accumulate(inner(name, SHARDED), ACCUM_STEPS, sum_over="data", nonfinite=nonfinite(name))
+        self.tx = shrewjax.accumulate(inner(name, MAPPED), ACCUM_STEPS, sum_over="data", nonfinite=nonfinite(name))
         self.reset()
         specs = shrewjax.state_specs((self.params, self.state))
 
