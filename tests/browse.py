@@ -19,7 +19,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 from playwright.sync_api import Page, sync_playwright
 
 PHONE, SCREEN = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
-# What a page has; images are those that the light or the dark page shows.
+# Lists the parts of a page. Its images are those that it shows in this mode, light or dark.
 FOUND = """mode => {
     Object.assign(document.documentElement.dataset, {theme: mode, mode: mode});
     const all = selector => [...document.querySelectorAll(selector)];

@@ -70,7 +70,7 @@ def one_device():
 def forks():
     """Runs scripts at the same time, each in a process of its own; returns exit code, output and errors of each.
 
-    With warnings as errors, but for one of the cache of programs that the tests share: see pyproject.toml.
+    Warnings are errors, except one about the cache of programs that the tests share: see pyproject.toml.
     """
     ignored = "ignore:Error reading persistent compilation cache entry"
     command = [sys.executable, "-W", "error", "-W", ignored, pathlib.Path(__file__).with_name("forks.py")]

@@ -1,6 +1,7 @@
 """Oracles that share nothing with the package, and what several test files need."""
 
 import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -111,6 +112,14 @@ def quick_options():
 
 def quick_jit(function, **options):
     return jax.jit(function, compiler_options=quick_options(), **options)
+
+
+def run_page(path):
+    """Runs the Python code of a page from top to bottom, and returns the names that it defines."""
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
+        exec(compile(block, path.name, "exec"), names)
+    return names
 
 
 def users_jit(function, **options):

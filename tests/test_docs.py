@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import run_page
 
 import shrewjax
 
@@ -62,10 +63,8 @@ WITH_CODE = [page for page in PAGES if "```python\n" in (ROOT / page).read_text(
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_code_of_a_page_runs_from_top_to_bottom(page):
     """The code of docs/recipes.md runs in test_recipes."""
-    names = {}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
-            exec(compile(block, page, "exec"), names)
+        run_page(ROOT / page)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -26,7 +26,7 @@ QUICKLY = {
 def run(forks, tmp_path):
     # In a new folder, so that the example is seen to need nothing but the installed packages and to make its folder.
     def run(name, *arguments, out, beside=()):
-        """What the example prints and writes. `beside`: the arguments of a second process of it."""
+        """Runs an example, and a second process with the arguments `beside` if given. Returns texts and the file."""
         commands = [(EXAMPLES / name, *arguments, "--out", tmp_path / out)]
         commands += [(EXAMPLES / name, *beside)] if beside else []
         results = forks(*commands, folder=tmp_path, environment=QUICKLY)

@@ -156,7 +156,7 @@ def test_value_reaches_inner_and_must_be_there():
 
 
 def applied_at_most(is_spike, at_most):
-    """Which steps run where at most so many spikes in a row are skipped: None is a step that is not finite."""
+    """Whether each step runs, if at most `at_most` spikes in a row are skipped. None is a non-finite step."""
     in_a_row = 0
     for spike in is_spike:
         yield spike is not None and (not spike or in_a_row >= at_most)

@@ -20,7 +20,7 @@ def clipped(grads, max_norm=1.0, **options):
 
 
 def metrics_of(state):
-    """What a jitted step returns."""
+    """Returns the metrics of the transformation, as a jitted step does."""
     found = quick_jit(shrewjax.metrics)(state)
     return {name.removeprefix(KIND): value for name, value in found.items()}
 
@@ -66,7 +66,7 @@ def test_each_leaf_has_its_norm_under_its_name():
 
 @pytest.mark.parametrize("largest", [0, 2, 10])
 def test_a_leaf_of_95_percent_of_the_squared_norm_is_found(largest):
-    # Of eleven layers, so that the order of their names, in which jit returns metrics, is not that of their numbers.
+    # Eleven layers, because jit returns metrics in the order of names, where "10" comes before "2".
     layers = [{"kernel": jnp.full((2, 2), np.sqrt(0.05 / 40), jnp.float32)} for _ in range(11)]
     layers[largest] = {"kernel": jnp.full((5, 19), 0.1, jnp.float32)}
     _, state = clipped({"layers": layers}, leaves=True)

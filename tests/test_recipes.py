@@ -1,7 +1,6 @@
 """The recipes of docs/recipes.md train, and do what the page says, by plain arithmetic in float64."""
 
 import pathlib
-import re
 from types import SimpleNamespace
 
 import jax
@@ -9,21 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, quick_jit
+from helpers import bits, quick_jit, run_page
 
 import shrewjax
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "recipes.md"
-
-
-def load():
-    names = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        exec(compile(block, PAGE.name, "exec"), names)
-    return SimpleNamespace(**names)
-
-
-PAGE_NAMES = load()
+PAGE_NAMES = SimpleNamespace(**run_page(PAGE))
 
 
 @pytest.fixture(autouse=True)
