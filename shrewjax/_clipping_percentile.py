@@ -72,8 +72,8 @@ def clip_grad_percentile(
     Args:
       grads: pytree of arrays. Complex leaves count and are clipped by their modulus, and keep their phase. Integer,
         boolean and float0 leaves, `None` and `optax.MaskedNode` pass through and do not count.
-      percentile: p in [0, 100]. A number means exactly the decimal that it is written as (99.9 is 999/10). A scalar
-        array is rounded to a multiple of 2**-24.
+      percentile: p in [0, 100]. A number means exactly the decimal that it is written as (99.9 is 999/10), up to 15
+        decimals. A scalar array is rounded to a multiple of 2**-24.
       method: "linear", "lower", "higher", "nearest" or "midpoint", as in `numpy.percentile`, with the exact rank.
       scope: "global" for one b from all leaves, "leaf" for one b for each leaf.
       over: "all" elements, or the "nonzero" ones only.

@@ -17,23 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax import _bigint, _floats
-from shrewjax._bigint import BigUint
+from shrewjax import _floats
 from shrewjax._mesh import Axes
 from shrewjax._norms import Scope
 from shrewjax._reductions import Group, leaf_counts, leaf_maxima
 
 
-def counts(groups: Sequence[Group], pivots: jax.Array, dtype: Any, scope: Scope, words: int, axes: Axes) -> BigUint:
-    """Returns how many keys are at or below each pivot, over all devices.
+def counts(
+    groups: Sequence[Group], pivots: jax.Array, dtype: Any, scope: Scope, integers: Any, axes: Axes
+) -> jax.Array:
+    """Returns how many keys are at or below each pivot, over all devices, as `integers` that hold the largest count.
 
-    `pivots`, and each word of the result, have the shape (leaves, pivots); for scope "global", (1, pivots). `words` is
-    static and must hold the number of all elements, because a count may exceed 2**32.
+    `pivots` and the result have the shape (leaves, pivots); for scope "global", (1, pivots).
     """
     own = _for_each_group(groups, pivots, dtype, scope)
-    by_group = leaf_counts(_at_or_below, groups, own, words=words, axes=axes)
-    stacked = tuple(jnp.stack(of_groups) for of_groups in zip(*by_group, strict=True))
-    return stacked if scope == "leaf" else tuple(word[None] for word in _bigint.total(stacked, 0))
+    by_group = jnp.stack(leaf_counts(_at_or_below, groups, own, dtype=integers, axes=axes))
+    return by_group if scope == "leaf" else jnp.sum(by_group, axis=0, keepdims=True, dtype=integers)
 
 
 def neighbours(

@@ -25,8 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax import _bigint
-from shrewjax._bigint import BigUint
 from shrewjax._branches import run_if
 from shrewjax._mesh import (
     Axes,
@@ -73,17 +71,15 @@ def leaf_maxima(
 
 
 def leaf_counts(
-    flags: Callable[..., Sequence[jax.Array]], leaves: Sequence[Any], *per_leaf: Sequence[Any], words: int, axes: Axes
-) -> list[BigUint]:
+    flags: Callable[..., Sequence[jax.Array]], leaves: Sequence[Any], *per_leaf: Sequence[Any], dtype: Any, axes: Axes
+) -> list[jax.Array]:
     """Returns, for each leaf, a vector with the number of elements for which each of `flags(leaf, *scalars)` is set.
 
-    Counts are over all devices, in `words` 32-bit words, which have to hold the largest count. For a group, each array
-    of flags has the number of leaves whose flag is set at that place.
+    Counts are over all devices, in an unsigned dtype, which has to hold the largest count. For a group, each array of
+    flags has the number of leaves whose flag is set at that place.
     """
-    partials = [_leaf_counts(flags, words, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
-    counts = _over_devices(lax.psum, partials, axes)
-    # A sum over devices may exceed 16 bits again, so it is carried again.
-    return [(x,) if words == 1 else _bigint.from_halves(_bigint.carried(x), words) for x in counts]
+    partials = [_leaf_counts(flags, dtype, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
+    return _over_devices(lax.psum, partials, axes)
 
 
 def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
@@ -188,7 +184,7 @@ def _extreme(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _evenly(alike: Sequence[Any], most: int) -> list[Group]:
-    """Splits leaves of one shape into groups of nearly the same length, small enough to be counted in one word."""
+    """Splits leaves of one shape into groups of nearly the same length, small enough to be counted in 32 bits."""
     most = max(min(most, _LARGEST_COUNT // max(alike[0].size, 1)), 1)
     groups = math.ceil(len(alike) / most)
     return [tuple(alike[i::groups]) for i in range(groups)]
@@ -206,32 +202,15 @@ def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Any) -> jax
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _leaf_counts(flags: Callable[..., Sequence[jax.Array]], words: int, *of_leaf: Any) -> jax.Array:
-    """Returns a count per flag: one word, or three half words, lowest first, as the rows of an array if `words` > 1."""
-    ones = [f.astype(jnp.uint32) for f in flags(*of_leaf)]
-    shape = ones[0].shape
-    if words == 1:
-        return jnp.stack(_reduce_together(ones, lax.add, range(len(shape))))
-    # Count along some dimensions first, up to as many elements as one word can count. Only few counts are then left to
-    # be split in parts and added up.
-    first, counted = [], 1
-    for axis in sorted(range(len(shape)), key=lambda a: -shape[a]):
-        if counted * shape[axis] <= _LARGEST_COUNT:
-            first.append(axis)
-            counted *= shape[axis]
-    if math.prod(shape) > counted * _MOST_COUNTS:
-        raise ValueError(f"a leaf of shape {shape} has too many elements to be counted")
-    counts = jnp.stack(_reduce_together(ones, lax.add, first))
-    low, high = (jnp.sum(x, axis=range(1, x.ndim), dtype=jnp.uint32) for x in (counts & 0xFFF, counts >> 12))
-    columns = [(low & 0xFFFF) + ((high & 0xF) << 12), (low >> 16) + (high >> 4 & 0xFFFF), high >> 20]
-    return _bigint.carried(jnp.stack(columns))
+def _leaf_counts(flags: Callable[..., Sequence[jax.Array]], dtype: Any, *of_leaf: Any) -> jax.Array:
+    """Returns a count per flag. It counts in 32 bits if they suffice for the leaf, because 64 bits are slower."""
+    wanted = flags(*of_leaf)
+    narrow = jnp.uint32 if wanted[0].size <= _LARGEST_COUNT else dtype
+    ones = [flag.astype(narrow) for flag in wanted]
+    return jnp.stack(_reduce_together(ones, lax.add, range(wanted[0].ndim))).astype(dtype)
 
 
-_LARGEST_COUNT = 2**32 - 1
-
-
-# The sum of this many 12-bit parts fits in a word.
-_MOST_COUNTS = 2**20
+_LARGEST_COUNT = 2**32 - 1  # of 32 bits
 
 
 # XLA-13: XLA cuts a fusion of many more operands in parts, and materializes the results between them.

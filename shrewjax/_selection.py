@@ -33,8 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax import _bigint, _extended, _floats, _keys, _ranks
-from shrewjax._bigint import BigUint
+from shrewjax import _extended, _floats, _keys, _ranks
 from shrewjax._mesh import Axes
 from shrewjax._norms import Scope
 from shrewjax._ranks import Method, OrderStatistic
@@ -83,6 +82,21 @@ def _select(
     over: Over,
     axes: Axes,
 ) -> Selected:
+    percentile = static_percentile if traced_percentile is None else traced_percentile
+    assert percentile is not None
+    with jax.enable_x64(True):  # for ranks, and for counts beyond 2**32. Everything else has a dtype of its own.
+        return _selected(leaves, percentile, start, method, scope, over, axes)
+
+
+def _selected(
+    leaves: Sequence[Any],
+    percentile: Fraction | jax.Array,
+    start: jax.Array | None,
+    method: Method,
+    scope: Scope,
+    over: Over,
+    axes: Axes,
+) -> Selected:
     leaves = [lax.stop_gradient(_keys.at_least_16_bits(x)) for x in leaves]
     dtype = _keys.common_dtype(leaves)
     result_dtype = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
@@ -93,44 +107,42 @@ def _select(
         nothing = jnp.zeros((0,) if scope == "leaf" else (), result_dtype)
         bits, none = _floats.magnitude_bits(nothing), nothing.astype(jnp.float32)
         return Selected(nothing, bits, none, none, jnp.zeros((), jnp.int32))
-    count = _bigint.constant(counts, max(map(_bigint.words_for, counts)))
-    percentile = static_percentile if traced_percentile is None else traced_percentile
-    assert percentile is not None
+    count = jnp.asarray(counts, _count_dtype(max(counts)))
 
-    def order_statistic(considered: BigUint) -> OrderStatistic:
-        if over == "all" and isinstance(percentile, Fraction):
-            index = _ranks.static_virtual_index(percentile, counts, len(count))
-        else:
-            index = _ranks.virtual_index(percentile, considered)
-        return _ranks.apply_method(index, method)
+    def order_statistic(considered: jax.Array) -> OrderStatistic:
+        return _ranks.apply_method(_ranks.virtual_index(percentile, considered), method, result_dtype)
 
-    def wanted_beyond(zeros: BigUint) -> OrderStatistic:
-        of_nonzero = order_statistic(_bigint.subtract(count, zeros))
-        all_zero = _bigint.is_at_most(count, zeros)  # then the percentile is the first of the zeros
-        first = tuple(map(jnp.zeros_like, zeros))
-        return of_nonzero._replace(rank=_bigint.where(all_zero, first, _bigint.add(of_nonzero.rank, zeros)))
+    def wanted_beyond(zeros: jax.Array) -> OrderStatistic:
+        of_nonzero = order_statistic(count - zeros)
+        # If all are zero, the percentile is the first of the zeros.
+        return of_nonzero._replace(rank=jnp.where(zeros >= count, 0, of_nonzero.rank + zeros))
 
     def read(s: _Search) -> _Search:
         # XLA-12: this branch is always taken. It stops XLA from hoisting the keys out of the loop, which would
         # materialize a copy of the data.
         counted = lax.cond(
             s.reads >= 0,
-            lambda: _keys.counts(groups, s.pivots, dtype, scope, len(count), axes),
-            lambda: tuple(jnp.zeros(s.pivots.shape, jnp.uint32) for _ in count),
+            lambda: _keys.counts(groups, s.pivots, dtype, scope, count.dtype, axes),
+            lambda: jnp.zeros(s.pivots.shape, count.dtype),
         )
         return _narrowed(s, counted, count, wanted_beyond if over == "nonzero" else None, dtype)
 
     search = lax.while_loop(lambda s: jnp.any(~s.done), read, _started(count, order_statistic(count), start, dtype))
     lower, upper, up_to_lower, reads = _enclosed(search, groups, dtype, scope, axes)
     bits = _interpolated(lower, upper, search.wanted.fraction, dtype, result_dtype)
-    bits = jnp.where(_bigint.equals(count, 0), 0, bits)
+    bits = jnp.where(count == 0, 0, bits)
     bound = lax.bitcast_convert_type(bits, result_dtype)
-    up_to_bound = _bigint.where(bits >= _floats.infinity_bits(result_dtype), count, up_to_lower)
-    above, elements = (_bigint.to_float(x, jnp.float32) for x in (_bigint.subtract(count, up_to_bound), count))
-    undefined = search.has_nan if traced_percentile is None else search.has_nan | jnp.isnan(traced_percentile)
+    up_to_bound = jnp.where(bits >= _floats.infinity_bits(result_dtype), count, up_to_lower)
+    above, elements = (x.astype(jnp.float32) for x in (count - up_to_bound, count))
+    undefined = search.has_nan if isinstance(percentile, Fraction) else search.has_nan | jnp.isnan(percentile)
     results = jnp.where(undefined, jnp.nan, bound), bits, jnp.where(undefined, jnp.nan, above), elements
     bound, bits, above, elements = results if scope == "leaf" else (x[0] for x in results)
     return Selected(bound, bits, above, elements, reads)
+
+
+def _count_dtype(largest: int) -> Any:
+    """Returns the narrowest dtype that holds the largest count, because 64-bit integers are slower."""
+    return jnp.dtype(jnp.uint32 if largest < 2**32 else jnp.uint64)
 
 
 # These constants, and those in `_next_pivots`, change the number of reads, never the result. They were tuned on float32
@@ -151,7 +163,7 @@ class _Search(NamedTuple):
     """The state of the search for each rank: arrays of shape (1 or leaves, ...)."""
 
     keys: jax.Array  # (..., 4), ascending
-    counts: BigUint  # (..., 4): number of elements at or below each
+    counts: jax.Array  # (..., 4): number of elements at or below each, uint32 or uint64
     pivots: jax.Array  # (..., pivots): the keys at which the next read counts, ascending
     wanted: OrderStatistic
     has_nan: jax.Array  # bool: known after the first read
@@ -159,9 +171,9 @@ class _Search(NamedTuple):
     reads: jax.Array  # int32 ()
 
 
-def _started(count: BigUint, wanted: OrderStatistic, start: jax.Array | None, dtype: Any) -> _Search:
+def _started(count: jax.Array, wanted: OrderStatistic, start: jax.Array | None, dtype: Any) -> _Search:
     """Returns the search before its first read."""
-    groups = count[0].shape[0]
+    groups = len(count)
     integers, infinity = _keys.integers(dtype), _floats.infinity_bits(dtype)
     exponents = np.asarray([2.0**e for e in _FIRST_EXPONENTS]).astype(dtype)
     inner = jnp.tile(_floats.magnitude_bits(jnp.asarray(exponents)[None]).astype(integers), (groups, 1))
@@ -173,20 +185,23 @@ def _started(count: BigUint, wanted: OrderStatistic, start: jax.Array | None, dt
         usable = (start > 0) & (start < jnp.inf)
         inner = jnp.where(usable[:, None], jnp.clip(around + offsets, 1, infinity - 1), inner)
     ends = [jnp.full((groups, 1), end, integers) for end in (0, infinity)]
-    nothing = tuple(map(jnp.zeros_like, count))
     return _Search(
         keys=jnp.tile(jnp.asarray([[-1, -1, infinity, infinity]], integers), (groups, 1)),
-        counts=tuple(jnp.stack([z, z, n, n], axis=-1) for z, n in zip(nothing, count, strict=True)),
+        counts=count[:, None] * np.asarray([[0, 0, 1, 1]], count.dtype),
         pivots=jnp.concatenate([ends[0], inner, ends[1]], axis=-1),
         wanted=wanted,
         has_nan=jnp.zeros((groups,), bool),
-        done=_bigint.equals(count, 0),
+        done=count == 0,
         reads=jnp.zeros((), jnp.int32),
     )
 
 
 def _narrowed(
-    s: _Search, counted: BigUint, count: BigUint, wanted_beyond: Callable[[BigUint], OrderStatistic] | None, dtype: Any
+    s: _Search,
+    counted: jax.Array,
+    count: jax.Array,
+    wanted_beyond: Callable[[jax.Array], OrderStatistic] | None,
+    dtype: Any,
 ) -> _Search:
     """Returns the search after a read that `counted` the elements at or below its pivots.
 
@@ -195,24 +210,23 @@ def _narrowed(
     is_first = s.reads == 0
     wanted = s.wanted
     if wanted_beyond is not None:
-        wanted = lax.cond(is_first, lambda: wanted_beyond(_column(counted, 0)), lambda: s.wanted)
-    has_nan = jnp.where(is_first, ~_bigint.is_at_most(count, _column(counted, -1)), s.has_nan)
+        wanted = lax.cond(is_first, lambda: wanted_beyond(counted[:, 0]), lambda: s.wanted)
+    has_nan = jnp.where(is_first, counted[:, -1] < count, s.has_nan)
     rank = wanted.rank
 
     keys = jnp.concatenate([s.keys[:, :2], s.pivots, s.keys[:, 2:]], axis=-1)
-    counts = tuple(
-        jnp.concatenate([old[:, :2], new, old[:, 2:]], axis=-1) for old, new in zip(s.counts, counted, strict=True)
+    counts = jnp.concatenate([s.counts[:, :2], counted, s.counts[:, 2:]], axis=-1)
+    places = (
+        jnp.sum(counts[:, 1:-2] <= rank[:, None], axis=-1, dtype=jnp.int32)[:, None]
+        + np.arange(-1, 3, dtype=np.int32)[None]
     )
-    below = _bigint.is_at_most(tuple(c[:, 1:-2] for c in counts), tuple(r[:, None] for r in rank))
-    places = jnp.sum(below, axis=-1, dtype=jnp.int32)[:, None] + np.arange(-1, 3, dtype=np.int32)[None]
     keys = jnp.take_along_axis(keys, places, axis=-1)
-    counts = tuple(jnp.take_along_axis(c, places, axis=-1) for c in counts)
+    counts = jnp.take_along_axis(counts, places, axis=-1)
 
     width_before, width = s.keys[:, 2] - s.keys[:, 1], keys[:, 2] - keys[:, 1]
-    inside = _bigint.subtract(_column(counts, 2), _column(counts, 1))
-    left = _bigint.subtract(_column(counts, 2), rank)
+    inside, left = counts[:, 2] - counts[:, 1], counts[:, 2] - rank
     # A single key; or the rank is the last in the bracket, or the first of two, which `_enclosed` reads off.
-    done = (width == 1) | _bigint.equals(left, 1) | (_bigint.equals(inside, 2) & _bigint.equals(left, 2))
+    done = (width == 1) | (left == 1) | ((inside == 2) & (left == 2))
     return _Search(
         keys=keys,
         counts=counts,
@@ -224,22 +238,18 @@ def _narrowed(
     )
 
 
-def _column(counts: BigUint, i: int) -> BigUint:
-    return tuple(c[:, i] for c in counts)
-
-
-def _next_pivots(keys: jax.Array, counts: BigUint, rank: BigUint, width_before: jax.Array, dtype: Any) -> jax.Array:
+def _next_pivots(keys: jax.Array, counts: jax.Array, rank: jax.Array, width_before: jax.Array, dtype: Any) -> jax.Array:
     """Returns pivots inside the bracket, close to the key that the model predicts at the rank."""
     integers = keys.dtype
     low, high = keys[:, 1:2], keys[:, 2:3]
     width = high - low
     place = np.arange(1, _PIVOTS + 1, dtype=integers)[None]
 
-    def elements(a: BigUint, b: BigUint) -> jax.Array:
-        return _bigint.to_float(_bigint.subtract(a, b), jnp.float32)[:, None]
+    def elements(a: jax.Array, b: jax.Array) -> jax.Array:
+        return (a - b).astype(jnp.float32)[:, None]
 
     # In units of the bracket, whose ends are (0, 0) and (1, 1): x is a number of elements, y a key.
-    left, below, up_to, right = (_column(counts, i) for i in range(4))
+    left, below, up_to, right = counts.T
     inside = elements(up_to, below)
     x = 1 - (elements(up_to, rank) - 0.5) / inside
     x0 = 1 - elements(up_to, left) / inside
@@ -268,7 +278,7 @@ def _next_pivots(keys: jax.Array, counts: BigUint, rank: BigUint, width_before: 
 
 def _enclosed(
     search: _Search, groups: Sequence[Group], dtype: Any, scope: Scope, axes: Axes
-) -> tuple[jax.Array, jax.Array, BigUint, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns the keys at the rank and at the next one, the number of elements up to the former, and all reads."""
     # The bracket (low, high] at the end of the search    lower       upper
     # a single key, and the rank not its last element    high        high         no further read
@@ -276,8 +286,8 @@ def _enclosed(
     # the rank the last of several elements              at_high     above_high
     # the rank the first of two                          above_low   at_high
     low, high = search.keys[:, 1], search.keys[:, 2]
-    up_to_high = _column(search.counts, 2)
-    is_last = _bigint.equals(_bigint.subtract(up_to_high, search.wanted.rank), 1)
+    up_to_high = search.counts[:, 2]
+    is_last = up_to_high - search.wanted.rank == 1
     is_single_key = high - low == 1
     is_known = (is_single_key & ~is_last) | search.has_nan
 
@@ -294,8 +304,7 @@ def _enclosed(
     lower = jnp.where(is_single_key, high, jnp.where(is_last, at_high, above))
     upper = jnp.where(is_last, above, jnp.where(is_single_key, high, at_high))
     is_first_of_two = ~is_single_key & ~is_last & (lower < upper)
-    one = _bigint.from_word(jnp.ones_like(up_to_high[0]), len(up_to_high))
-    up_to_lower = _bigint.where(is_first_of_two, _bigint.subtract(up_to_high, one), up_to_high)
+    up_to_lower = up_to_high - is_first_of_two.astype(up_to_high.dtype)
     return lower, upper, up_to_lower, search.reads + needed.astype(jnp.int32)
 
 
@@ -309,9 +318,9 @@ def _interpolated(lower: jax.Array, upper: jax.Array, fraction: jax.Array, dtype
     low, high = (_extended.to_extended(lax.bitcast_convert_type(k, result_dtype)) for k in (lower, upper))
     # Both ends are scaled by the power of two of the upper one, so that nothing is flushed or overflows.
     start = _floats.times_power_of_two(low.mantissa, low.exponent - high.exponent)
-    number = _extended.to_extended(start + _ranks.as_float(fraction, result_dtype) * (high.mantissa - start))
+    number = _extended.to_extended(start + fraction * (high.mantissa - start))
     bits = _extended.bits_of(number._replace(exponent=number.exponent + high.exponent))
-    is_lower = (jnp.max(fraction, axis=0) == 0) | (lower >= upper)
+    is_lower = (fraction == 0) | (lower >= upper)
     infinity = _floats.infinity_bits(result_dtype)
     between = jnp.where(upper >= infinity, infinity, jnp.clip(bits, lower, upper - 1))
     return jnp.where(is_lower, lower, between)

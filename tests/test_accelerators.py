@@ -306,6 +306,15 @@ def test_parameters_of_a_sharded_window_are_gathered_on_closing_calls_alone(targ
     assert {x.spec for x in jax.tree.leaves(new_state.gradient_sum)} == {P("data")}
 
 
+def test_sharded_leaf_of_more_than_two_to_the_32_elements_is_counted_where_it_lies(target):
+    leaf = place(jax.ShapeDtypeStruct((2**17, 2**16), np.dtype(jnp.bfloat16)), target.mesh(8), sharded)
+    program = compile_tree(target, lambda leaf: shrewjax.clip_grad_percentile([leaf], 99.9)[0], leaf)
+    # One read, a trip of the loop, then the clip. XLA:GPU takes two kernels, so two reads, for eleven 64-bit counts.
+    assert program.closing <= {"h100": 4.01, "v5e": 2.01}[target.name]
+    assert program.temporary <= 0.01
+    assert max(size for _, _, size in program.collectives) <= 2048
+
+
 # A whole batch in one call.
 
 

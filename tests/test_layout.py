@@ -24,7 +24,6 @@ ORDER = [
     "_arguments",
     "_floats",
     "_extended",
-    "_bigint",
     "_mesh",
     "_reductions",
     "_range",

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from shrewjax import _bigint, _ranks, _reductions, _selection
+from shrewjax import _ranks, _reductions, _selection
 from shrewjax.spec import percentile_spec
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -315,86 +315,56 @@ def test_vmap_and_scan():
         assert a == b == expected
 
 
-# --- counts and ranks beyond a word -----------------------------------------------------------------------------
+# --- counts and ranks beyond 32 bits ----------------------------------------------------------------------------
 
 
-def value_of(wide):
-    return sum(int(word) << (32 * i) for i, word in enumerate(wide))
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(1, 2**16 - 1))
-def test_bigint_arithmetic_is_that_of_integers(a, b, small):
-    x, y = _bigint.constant(a, 2), _bigint.constant(b, 2)
-    larger, smaller = (_bigint.constant(v, 2) for v in (max(a, b), min(a, b)))
-    vector = _bigint.constant([a >> 8, b >> 8, small], 2)
-    results = wide_operations(x, y, larger, smaller, vector)
-    assert value_of(results["sum"]) == (a + b) % 2**64
-    assert value_of(results["difference"]) == abs(a - b)
-    assert bool(results["at most"]) == (a <= b)
-    assert value_of(results["product"]) == a * b
-    assert value_of(results["total"]) == (a >> 8) + (b >> 8) + small
-    assert float(results["float"]) == pytest.approx(a, rel=2e-7)
-    assert (value_of(results["quotient"]), int(results["remainder"])) == divmod(a, 9973)
-    assert bool(_bigint.equals(x, small)) == (a == small)
-    assert bool(_bigint.equals(_bigint.constant(small, 2), small))
-
-
-@users_jit
-def wide_operations(x, y, larger, smaller, vector):
-    quotient, remainder = _bigint.divide(_bigint.halves(x), 9973)
-    return {
-        "sum": _bigint.add(x, y),
-        "difference": _bigint.subtract(larger, smaller),
-        "at most": _bigint.is_at_most(x, y),
-        "product": _bigint.from_halves(_bigint.multiply(_bigint.halves(x), _bigint.halves(y)), 4),
-        "quotient": _bigint.from_halves(quotient, 2),
-        "remainder": remainder,
-        "total": _bigint.total(vector, 0),
-        "float": _bigint.to_float(x, jnp.float32),
-    }
-
-
-@given(st.integers(1, 2**44), st.floats(0, 100, width=32), st.sampled_from(METHODS))
+@given(st.integers(1, 2**62), st.floats(0, 100, width=32), st.sampled_from(METHODS))
 def test_ranks_are_exact_beyond_two_to_the_thirty_first(count, percentile, method):
-    place = place_of(jnp.float32(percentile), _bigint.constant([count], 2), method)
+    with jax.enable_x64(True):
+        place = place_of(jnp.float32(percentile), jnp.uint64([count]), method)
     rank = on_grid(percentile) * (count - 1) / 100
     expected = {"higher": math.ceil(rank), "nearest": round(rank)}.get(method, math.floor(rank))
-    assert value_of([w[0] for w in place.rank]) == expected
-    fraction = Fraction(value_of(_bigint.from_halves(place.fraction[:, 0], 2)), 2**64)
+    assert int(place.rank[0]) == expected
     between = rank - math.floor(rank)
     if method == "linear":
-        assert abs(fraction - between) <= Fraction(1, 2**64)
-        assert (fraction == 0) == (between == 0)
+        assert_rounded(place.fraction[0], between)
     else:
-        assert fraction == (Fraction(1, 2) if method == "midpoint" and between else 0)
+        assert place.fraction[0] == (0.5 if method == "midpoint" and between else 0)
 
 
-@partial(quick_jit, static_argnums=2)
-def place_of(percentile, count, method):
-    return _ranks.apply_method(_ranks.virtual_index(percentile, count), method)
+def assert_rounded(fraction, exact):
+    assert abs(Fraction(float(fraction)) - exact) <= 2 * ulp(exact, np.float32)
+    assert (fraction == 0) == (exact == 0)
 
 
-@partial(quick_jit, static_argnums=0)
-def known_place_of(percentile, count):
-    return _ranks.apply_method(_ranks.virtual_index(percentile, count), "linear")
+def plain_place_of(percentile, count, method="linear"):
+    return _ranks.apply_method(_ranks.virtual_index(percentile, count), method, jnp.float32)
 
 
-@given(st.integers(1, 2**44), st.sampled_from(["0", "0.0001", "12.5", "33.3333333333333", "99.9", "100"]).map(Fraction))
-def test_a_known_percentile_of_a_count_that_is_data(count, percentile):
-    counts = _bigint.constant([count], 2)
-    data = known_place_of(percentile, counts)
-    static = _ranks.apply_method(_ranks.static_virtual_index(percentile, [count], 2), "linear")
-    rank = percentile * (count - 1) / 100
-    for place in (data, static):
-        assert value_of([w[0] for w in place.rank]) == math.floor(rank)
-        fraction = Fraction(value_of(_bigint.from_halves(place.fraction[:, 0], 2)), 2**64)
-        assert abs(fraction - (rank - math.floor(rank))) <= Fraction(1, 2**64)
+place_of, known_place_of = (quick_jit(plain_place_of, static_argnums=static) for static in (2, 0))
 
 
-def test_a_leaf_that_no_word_counts_is_counted_in_parts(monkeypatch):
-    # the arithmetic without the memory: as if a word held no more than 100
+WRITTEN = ["0", "0.0001", "12.5", "99.9", "33.333333333333336", "99.999999999999999", "100"]
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
+@given(data=st.data())
+def test_a_known_percentile_is_exact_up_to_fifteen_decimals(dtype, data):
+    written = data.draw(
+        st.sampled_from(["0", "0.0001", "12.5", "99.9", "33.333333333333336", "99.999999999999999", "100"])
+    )
+    count = data.draw(st.integers(1, np.iinfo(dtype).max // 4))
+    with jax.enable_x64(True):
+        place = known_place_of(Fraction(written), jnp.asarray([count], dtype))
+    rank = Fraction(written) * (count - 1) / 100
+    assert int(place.rank[0]) == math.floor(rank)
+    assert_rounded(place.fraction[0], rank - math.floor(rank))
+
+
+def test_a_leaf_whose_count_exceeds_32_bits_is_counted_in_parts(monkeypatch):
+    # the arithmetic without the memory: as if 32 bits held no more than 100
     monkeypatch.setattr(_reductions, "_LARGEST_COUNT", 100)
-    monkeypatch.setattr(_bigint, "words_for", lambda value: 2)
+    monkeypatch.setattr(_selection, "_count_dtype", lambda largest: jnp.dtype(jnp.uint64))
     jax.clear_caches()
     values = np.float32(np.random.default_rng(0).standard_normal((7, 60, 11)))
     for shapes in [((7, 60, 11),), ((60, 7, 11), (3,))]:
@@ -405,22 +375,20 @@ def test_a_leaf_that_no_word_counts_is_counted_in_parts(monkeypatch):
     jax.clear_caches()
 
 
-def test_totals_beyond_a_word_select_the_right_rank():
+def test_totals_beyond_32_bits_select_the_right_rank():
     # counts as a search of 6 * 2**32 elements would have them: its bracket ends with the rank
-    count = _bigint.constant([6 * 2**32], 2)
-    place = _ranks.apply_method(_ranks.static_virtual_index(Fraction("75"), [6 * 2**32], 2), "lower")
-    search = _selection._started(count, place, None, jnp.dtype(jnp.float32))
-    counted = tuple(
-        jnp.stack(words)[None] for words in zip(*(_bigint.constant(i * 2**31, 2) for i in range(11)), strict=True)
-    )
-    counted = tuple(c.at[0, -1].set(n[0]) for c, n in zip(counted, count, strict=True))
-    narrowed = _selection._narrowed(search, counted, count, None, jnp.dtype(jnp.float32))
-    rank = 75 * (6 * 2**32 - 1) // 100
-    assert value_of([c[0, 1] for c in narrowed.counts]) <= rank < value_of([c[0, 2] for c in narrowed.counts])
+    elements = 6 * 2**32
+    with jax.enable_x64(True):
+        count = jnp.asarray([elements], _selection._count_dtype(elements))
+        place = _ranks.apply_method(_ranks.virtual_index(Fraction("75"), count), "lower", jnp.float32)
+        search = _selection._started(count, place, None, jnp.dtype(jnp.float32))
+        counted = jnp.asarray([[*(i * 2**31 for i in range(10)), elements]], count.dtype)
+        narrowed = _selection._narrowed(search, counted, count, None, jnp.dtype(jnp.float32))
+    rank = 75 * (elements - 1) // 100
+    assert int(narrowed.counts[0, 1]) <= rank < int(narrowed.counts[0, 2])
     assert narrowed.keys[0, 1] == search.pivots[0, rank // 2**31]
     assert not narrowed.has_nan[0]
 
 
-def test_too_many_elements_are_an_error():
-    with pytest.raises(ValueError, match="too many elements to be counted"):
-        jax.eval_shape(lambda x: known([x], "50").bound, jax.ShapeDtypeStruct((2**21, 2**21, 2**2), jnp.bfloat16))
+def test_the_largest_count_decides_the_width():
+    assert [_selection._count_dtype(n) for n in (2**32 - 1, 2**32)] == [jnp.uint32, jnp.uint64]
