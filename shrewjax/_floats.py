@@ -73,7 +73,7 @@ def infinity_bits(dtype: Any) -> int:
 
 
 def narrower_bits(bits: jax.Array, dtype: Any, narrower: Any) -> jax.Array:
-    """Returns the bits of a magnitude, rounded toward zero to a narrower dtype. -1 stays -1."""
+    """Returns the bits of a magnitude, rounded toward zero to a narrower dtype."""
     fraction_bits, bias = float_format(dtype)
     to_fraction_bits, to_bias = float_format(narrower)
     dropped = fraction_bits - to_fraction_bits
@@ -86,12 +86,11 @@ def narrower_bits(bits: jax.Array, dtype: Any, narrower: Any) -> jax.Array:
         is_normal = exponent > bias - to_bias
         result = jnp.where(is_normal, result - ((bias - to_bias) << to_fraction_bits), significand >> to_unit)
         result = jnp.where(bits >= infinity, to_infinity, jnp.minimum(result, to_infinity - 1))
-        result = jnp.where(bits < 0, -1, result)
     return result.astype(integers_like(narrower))
 
 
 def wider_bits(bits: jax.Array, dtype: Any, wider: Any) -> jax.Array:
-    """Returns the bits of the same magnitude in a wider dtype. It must not be NaN."""
+    """Returns the bits of the same magnitude in a wider dtype. NaN stays NaN."""
     fraction_bits, bias = float_format(dtype)
     to_fraction_bits, to_bias = float_format(wider)
     bits = bits.astype(integers_like(wider))
@@ -100,7 +99,8 @@ def wider_bits(bits: jax.Array, dtype: Any, wider: Any) -> jax.Array:
         unit = power_of_two(jnp.asarray(1 - bias - fraction_bits, jnp.int32), wider)
         subnormal = lax.bitcast_convert_type(bits.astype(wider) * unit, bits.dtype)
         result = jnp.where(bits < (1 << fraction_bits), subnormal, result + ((to_bias - bias) << to_fraction_bits))
-        result = jnp.where(bits >= infinity_bits(dtype), infinity_bits(wider), result)
+        beyond = bits - infinity_bits(dtype)
+        result = jnp.where(beyond >= 0, infinity_bits(wider) + beyond, result)
     return result
 
 

@@ -284,6 +284,8 @@ def test_few_kernels_read_leaves_of_one_shape(leaves, shape, scope, kernels):
 def test_a_nan_is_reported():
     values = np.float32([1, np.nan, -np.inf, 2])
     assert np.isnan(known([jnp.asarray(values)], "50").bound)
+    for dtype in (jnp.float16, jnp.bfloat16):  # the NaN is converted to the keys of the wider leaf
+        assert np.isnan(known([jnp.asarray(values, dtype), jnp.ones(2)], "50").bound)
     by_leaf = known([jnp.asarray(values), jnp.ones(2)], "50", scope="leaf").bound
     assert np.isnan(by_leaf[0])
     assert by_leaf[1] == 1
