@@ -110,7 +110,7 @@ def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
     keys = leaf_maxima(_exponent_key, [n.exponent for n in norms], axes=over)
     largest = jnp.max(jnp.concatenate(keys)) + EXPONENT_OF_ZERO * 2  # back from `_exponent_key`
     heights = [times_power_of_two(n.mantissa, n.exponent - largest) for n in norms]
-    squares = leaf_sums(lambda h: h * h, heights, axes=over)
+    squares = leaf_sums([h * h for h in heights], axes=over)
     return shifted(jnp.sqrt(_ordered_sum(jnp.stack(squares))), largest)
 
 
@@ -143,7 +143,7 @@ _ROOTS: dict[float, Callable[[jax.Array], jax.Array]] = {
 def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> Any:
     """Returns the norm from one pass over the leaves; from a second, scaled one if sums left the trusted range."""
     dtype = _accumulation_dtype(leaves)
-    leaf_powers = leaf_sums(_power(p, dtype), leaves, axes=axes)
+    leaf_powers = leaf_sums([_power(x, p, dtype) for x in leaves], axes=axes)
     by_leaf = jnp.stack(leaf_powers)
     plain = by_leaf if scope == "leaf" else _ordered_sum(by_leaf)
     shift = shift_into_range(plain)
@@ -161,10 +161,11 @@ def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes
         factor = power_of_two(shift, dtype)
         # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large leaf
         # gets its own copy of the scalar: a clamp between equal bounds.
-        each = [
+        own = [
             lax.clamp(factor, s, factor) if x.size > 2**14 else factor for x, s in zip(leaves, leaf_powers, strict=True)
         ]
-        again = jnp.stack(leaf_sums(_power(p, dtype), _unknown(leaves), each, axes=axes))
+        terms = [_power(x, p, dtype, of_leaf) for x, of_leaf in zip(_unknown(leaves), own, strict=True)]
+        again = jnp.stack(leaf_sums(terms, axes=axes))
         # XLA-4: without the barrier, XLA:GPU turns the branch into a select, and so reads the data on every call.
         return rooted(lax.optimization_barrier(_ordered_sum(again)), shift, again)
 
@@ -188,8 +189,7 @@ def _powers_of_units(
     With a floor, a norm that is below it may come out as any other number below it, and takes no second read.
     """
     dtype = _accumulation_dtype(leaves)
-    power = _power(p, dtype)
-    plain = leaf_sums(power, leaves, axes=axes, unit_dims=unit_dims)
+    plain = leaf_sums([_power(x, p, dtype) for x in leaves], axes=axes, unit_dims=unit_dims)
     untrusted_exponent = math.floor(math.log2(RANGE[dtype].trusted_above) / p)  # of norms whose sums are too small
     shift = partial(shift_into_range, small_counts=True if floor is None else floor.exponent <= untrusted_exponent)
     shifts = [shift(powers) for powers in stack_single_units(plain, unit_dims)]
@@ -203,7 +203,7 @@ def _powers_of_units(
         factor = broadcast_to_leaf(power_of_two(shift(plain[i]), dtype), x, dims)
         return run_if(  # the barrier: XLA-4
             untrusted,
-            lambda: lax.optimization_barrier(leaf_sums(power, [x], [factor], axes=over, unit_dims=[dims])[0]),
+            lambda: lax.optimization_barrier(leaf_sums([_power(x, p, dtype, factor)], axes=over, unit_dims=[dims])[0]),
             lambda: plain[i],
         )
 
@@ -226,15 +226,10 @@ def _rooted(powers: jax.Array, p: float, shift: jax.Array) -> ExtendedFloat:
     return shifted(jnp.where(positive, root, powers), -shift)
 
 
-@cache
-def _power(p: float, dtype: Any) -> Callable[..., jax.Array]:
-    """Returns the function whose terms `leaf_sums` adds: p-th powers of elements, scaled if a number is given."""
-
-    def power(x: Any, *factor: jax.Array) -> jax.Array:
-        x = _rescaled(x, dtype, *factor)
-        return _squared_modulus(x) if p == 2 else lax.integer_pow(lax.abs(x), int(p))
-
-    return power
+def _power(x: Any, p: float, dtype: Any, *factor: jax.Array) -> jax.Array:
+    """Returns the p-th powers of a leaf's magnitudes, times the factor if there is one."""
+    x = _rescaled(x, dtype, *factor)
+    return _squared_modulus(x) if p == 2 else lax.integer_pow(lax.abs(x), int(p))
 
 
 def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> ExtendedFloat:
@@ -248,12 +243,9 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
     mantissas, exponents = to_extended(maxima)
     exponents = exponents + np.asarray([is_complex(x) for x in leaves], np.int32)
     if p < math.inf:
-        scale = [list(vector) for vector in _scale_to_one(mantissas, exponents)]
-
-        def relative_power(x: Any, first: jax.Array, second: jax.Array, unit: jax.Array) -> jax.Array:
-            return lax.abs(_rescaled(x, dtype, first, second, 1 / unit)) ** p
-
-        sums = jnp.stack(leaf_sums(relative_power, leaves, *scale, axes=axes))
+        each = zip(leaves, *_scale_to_one(mantissas, exponents), strict=True)
+        relative = [lax.abs(_rescaled(x, dtype, first, second, 1 / unit)) for x, first, second, unit in each]
+        sums = jnp.stack(leaf_sums([x**p for x in relative], axes=axes))
     else:
         sums = jnp.ones_like(mantissas)
 
@@ -320,22 +312,19 @@ def _measure_jvp(
     dtype = norm.mantissa.dtype
     mantissas, exponents = (jnp.broadcast_to(part, (len(leaves),)) for part in norm)
     defined = jnp.isfinite(mantissas) & (mantissas > 0)
-    scale = [list(v) for v in _scale_to_one(jnp.where(defined, mantissas, 0), exponents)]
-
-    def is_largest(pair: Any, first: jax.Array, second: jax.Array, unit: jax.Array) -> jax.Array:
-        return (jnp.abs(_rescaled(pair[0], dtype, first, second)) >= unit).astype(dtype)
-
-    def term(pair: Any, first: jax.Array, second: jax.Array, unit: jax.Array) -> jax.Array:
-        x, dx = _rescaled(pair[0], dtype, first, second, 1 / unit), _rescaled(pair[1], dtype, first, second)
+    scale = zip(*_scale_to_one(jnp.where(defined, mantissas, 0), exponents), strict=True)
+    terms, largest = [], []
+    for x, dx, (first, second, unit) in zip(*_unknown((leaves, d_leaves)), scale, strict=True):
+        x, dx = (_rescaled(part, dtype, first, second) for part in (x, dx))
+        is_largest = (jnp.abs(x) >= unit).astype(dtype)
+        x = mul_real(x, 1 / unit)
         if ord != 2:
-            weight = is_largest(pair, first, second, unit) if ord == math.inf else jnp.abs(x) ** (ord - 1)
-            x = mul_real(jnp.sign(x), weight)
-        return x.real * dx.real + x.imag * dx.imag if is_complex(x) else x * dx
-
-    pairs = _unknown(list(zip(leaves, d_leaves, strict=True)))
-    slopes = jnp.stack(leaf_sums(term, pairs, *scale, axes=axes))
+            x = mul_real(jnp.sign(x), is_largest if ord == math.inf else jnp.abs(x) ** (ord - 1))
+        terms.append(x.real * dx.real + x.imag * dx.imag if is_complex(x) else x * dx)
+        largest.append(is_largest)
+    slopes = jnp.stack(leaf_sums(terms, axes=axes))
     if ord == math.inf:
-        ties = jnp.stack(leaf_sums(is_largest, pairs, *scale, axes=axes))
+        ties = jnp.stack(leaf_sums(largest, axes=axes))
         ties = ties if scope == "leaf" else jnp.broadcast_to(jnp.sum(ties), ties.shape)
         slopes = slopes / jnp.maximum(ties, 1)
     slopes = jnp.where(defined, slopes, 0)

@@ -42,20 +42,14 @@ Group = tuple[Any, ...]
 
 
 def leaf_sums(
-    terms: Callable[..., jax.Array],
-    leaves: Sequence[Any],
-    *per_leaf: Sequence[Any],
-    axes: Axes | list[Axes],
-    unit_dims: Sequence[UnitDims] | None = None,
+    terms: Sequence[jax.Array], *, axes: Axes | list[Axes], unit_dims: Sequence[UnitDims] | None = None
 ) -> list[jax.Array]:
-    """Returns the sum of `terms(leaf, *scalars)` over each leaf's elements and devices.
+    """Returns the sum of each leaf's terms, an array of the leaf's shape, over its elements and devices.
 
-    `per_leaf` has each leaf's scalars. If `axes` is a list, it has one entry per leaf. An entry overrides the leaf's
-    type, and None means "use the type".
+    If `axes` is a list, it has one entry per leaf. An entry overrides the leaf's type, and None means "use the type".
     """
-    unit_dims = [()] * len(leaves) if unit_dims is None else unit_dims
-    partials = [_sum(terms(*of_leaf), dims) for dims, *of_leaf in zip(unit_dims, leaves, *per_leaf, strict=True)]
-    return _over_devices(lax.psum, partials, axes)
+    unit_dims = [()] * len(terms) if unit_dims is None else unit_dims
+    return _over_devices(lax.psum, [_sum(x, dims) for x, dims in zip(terms, unit_dims, strict=True)], axes)
 
 
 def leaf_maxima(
@@ -156,8 +150,8 @@ def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDi
     if not leaves:
         return jnp.ones((), bool)
 
-    def sums_are_finite(terms: Callable[[Any], jax.Array]) -> jax.Array:
-        sums = leaf_sums(terms, leaves, axes=axes, unit_dims=[unit_dims] * len(leaves))
+    def sums_are_finite(terms: Sequence[jax.Array]) -> jax.Array:
+        sums = leaf_sums(terms, axes=axes, unit_dims=[unit_dims] * len(leaves))
         return jnp.all(jnp.stack([jnp.isfinite(s) for s in sums]), axis=0)
 
     # XLA-4, XLA-11.
@@ -165,8 +159,9 @@ def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDi
     # overflowed. The sum of x - x then decides, because x - x is 0 for a finite x and NaN otherwise. Without the
     # barrier, XLA:GPU turns the branch into a select and always computes both sums (tests/test_accelerators.py, rows
     # "accumulate, drop_microbatch" and "skip_nonfinite").
-    plain = sums_are_finite(lambda x: x)
-    return run_if(~jnp.all(plain), lambda: lax.optimization_barrier(sums_are_finite(lambda x: x - x)), lambda: plain)
+    plain = sums_are_finite(leaves)
+    is_unknown = ~jnp.all(plain)
+    return run_if(is_unknown, lambda: lax.optimization_barrier(sums_are_finite([x - x for x in leaves])), lambda: plain)
 
 
 def _extreme(collective: Callable[..., Any]) -> Callable[..., Any]:

@@ -115,5 +115,5 @@ def clipped_fraction(scales: Sequence[ClipScale], norms: Sequence[ExtendedFloat]
         return jnp.zeros((), jnp.float32)
     # A unit with zero norm never counts as clipped.
     is_clipped = [scale.applies & (norm.mantissa != 0) for scale, norm in zip(scales, norms, strict=True)]
-    clipped = leaf_sums(lambda flag: flag.astype(jnp.float32), is_clipped, axes=over)
+    clipped = leaf_sums([flag.astype(jnp.float32) for flag in is_clipped], axes=over)
     return jnp.sum(jnp.stack(clipped)) / max(sum(sizes(is_clipped, axes=over)), 1)
