@@ -4,6 +4,7 @@ A script finds no more than a new process would: none of the tests' modules, and
 Each line of the input is a list of scripts to run at the same time. The answer is a list of their exit codes.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -51,6 +52,9 @@ def start(command, folder, printed, errors, environment):
 
 
 if __name__ == "__main__":
+    # Otherwise each fork's collector looks at all that was imported, again and again.
+    gc.freeze()
+    gc.set_threshold(100_000)  # as in conftest.py
     for line in sys.stdin:
         processes = [start(**script) for script in json.loads(line)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]

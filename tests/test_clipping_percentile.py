@@ -1,5 +1,7 @@
 """Every row of the table of the percentile clip."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,17 +15,20 @@ f32 = np.float32
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
-def by_percentile(tree, percentile, *, jit=quick_jit, **options):
-    """By the function and by the transformation, in one program; an array as percentile is an argument of it."""
+@functools.cache
+def compiled(jit, is_argument, **options):
+    """The function and the transformation in one program, of which a number as percentile is a part."""
 
     def both(tree, percentile):
         tx = shrewjax.clip_by_percentile(percentile, **options)
         return shrewjax.clip_grad_percentile(tree, percentile, **options), tx.update(tree, tx.init(tree))
 
-    if isinstance(percentile, jax.Array):
-        (clipped, bound), (updates, state) = jit(both)(tree, percentile)
-    else:
-        (clipped, bound), (updates, state) = jit(lambda tree: both(tree, percentile))(tree)
+    return jit(both, static_argnums=() if is_argument else 1)
+
+
+def by_percentile(tree, percentile, *, jit=quick_jit, **options):
+    both = compiled(jit, isinstance(percentile, jax.Array), **options)
+    (clipped, bound), (updates, state) = both(tree, percentile)
     assert bits(updates) == bits(clipped)
     return clipped, bound, state
 
@@ -164,8 +169,8 @@ def test_eight_bit_leaves_are_clipped_to_what_they_can_hold(dtype):
 
 def test_many_small_leaves_take_no_memory():
     leaves = [jnp.ones(2**14)] * 64
-    compiled = users_jit(lambda g: shrewjax.clip_grad_percentile(g, 90)[1]).lower(leaves).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * 64 * 2**16
+    program = users_jit(lambda g: shrewjax.clip_grad_percentile(g, 90)[1]).lower(leaves).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 0.05 * 64 * 2**16
 
 
 def test_complex_elements_are_clipped_by_modulus_and_keep_their_phase():

@@ -171,17 +171,28 @@ ROWS = {
     "NaN": ([[NAN, 1.0], [3.0, 4.0], [0.3, 0.4]], 1.0, [[NAN, NAN], [0.6, 0.8], None]),
     "inf": ([[-INF, 1.0], [3.0, 4.0], [0.3, 0.4]], 1.0, [[NAN, NAN], [0.6, 0.8], None]),
 }
-KINDS = ["jitted", "not jitted", "a constant", "scheduled"]
+TWO_SLICES_OF_FLOAT16 = np.stack([np.full(64, 300, np.float16), np.full(64, 1e-3, np.float16)])
 
 
-def clipped_in(kind, cotangent, max_norm):
-    if kind == "not jitted":
-        return clipped(cotangent, max_norm)
-    if kind == "a constant":
-        return users_jit(lambda: clipped(cotangent, max_norm))()
-    if kind == "scheduled":
-        return users_jit(clipped)(cotangent, jnp.float32(max_norm))
-    return users_jit(functools.partial(clipped, max_norm=max_norm))(cotangent)
+@functools.cache
+def clipped_constants():
+    """Of all rows, in one program."""
+
+    def run():
+        rows = {row: clipped(jnp.array(slices, jnp.float32), max_norm) for row, (slices, max_norm, _) in ROWS.items()}
+        return rows | {"float16": clipped(jnp.asarray(TWO_SLICES_OF_FLOAT16), 1.0)}
+
+    return users_jit(run)()
+
+
+# Compiled once for all rows of a shape, and of a threshold if that is a constant.
+jitted, scheduled = users_jit(clipped, static_argnums=1), users_jit(clipped)
+KINDS = {
+    "jitted": lambda row, cotangent, max_norm: jitted(cotangent, max_norm),
+    "not jitted": lambda row, cotangent, max_norm: clipped(cotangent, max_norm),
+    "a constant": lambda row, cotangent, max_norm: clipped_constants()[row],
+    "scheduled": lambda row, cotangent, max_norm: scheduled(cotangent, jnp.float32(max_norm)),
+}
 
 
 def assert_slices(actual, cotangent, expected, rtol):
@@ -197,13 +208,13 @@ def assert_slices(actual, cotangent, expected, rtol):
 def test_row_of_the_table(row, kind):
     slices, max_norm, expected = ROWS[row]
     cotangent = jnp.array(slices, jnp.float32)
-    assert_slices(clipped_in(kind, cotangent, max_norm), cotangent, expected, rtol=3e-7)
+    assert_slices(KINDS[kind](row, cotangent, max_norm), cotangent, expected, rtol=3e-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_float16_slice_of_300s_has_the_norm_of_the_limit(kind):
-    cotangent = jnp.stack([jnp.full(64, 300, jnp.float16), jnp.full(64, 1e-3, jnp.float16)])
-    actual = clipped_in(kind, cotangent, 1.0)
+    cotangent = jnp.asarray(TWO_SLICES_OF_FLOAT16)
+    actual = KINDS[kind]("float16", cotangent, 1.0)
     assert_slices(actual, cotangent, [np.full(64, 0.125), None], rtol=2**-10)
 
 
@@ -293,8 +304,8 @@ def test_hessian_vector_product_is_the_derivative_of_the_clipped_gradient():
         return jax.grad(lambda x: jnp.sum(jnp.sin(clip_cotangent(x, 1.0)) ** 3))(x)
 
     with jax.enable_x64(True):
-        x, v = jnp.asarray(normal(0, 4, 3)), jnp.asarray(normal(1, 4, 3))
-        norms = jnp.linalg.norm(3 * jnp.sin(x) ** 2 * jnp.cos(x), axis=-1)
+        x, v = normal(0, 4, 3), normal(1, 4, 3)
+        norms = np.linalg.norm(3 * np.sin(x) ** 2 * np.cos(x), axis=-1)
         assert norms.min() < 1 < norms.max()
         _, product = quick_jit(lambda x, v: jax.jvp(gradient, (x,), (v,)))(x, v)
         beyond, before = (quick_jit(gradient)(x + eps * v) for eps in (1e-6, -1e-6))
@@ -483,9 +494,8 @@ def test_each_device_may_have_a_counter_of_its_own(case):
         return jax.vjp(out, jnp.zeros_like(cotangent), zero)[1](cotangent)[1]
 
     each = P(("data", "model"))
-    found = jax.shard_map(count, mesh=mesh, in_specs=(spec_of_x, each), out_specs=each)(
-        jnp.diag(jnp.arange(8.0)), jnp.zeros(8)
-    )
+    mapped = jax.shard_map(count, mesh=mesh, in_specs=(spec_of_x, each), out_specs=each)
+    found = quick_jit(mapped)(np.diag(np.arange(8, dtype=np.float32)), np.zeros(8, np.float32))
     np.testing.assert_array_equal(found, [6] * 8)  # 2 to 7 are clipped
 
 

@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from matplotlib import image
+from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
 ROOT = Path(__file__).parent.parent
@@ -46,13 +46,13 @@ def numbers(pattern, text):
 
 
 def assert_is_drawn(path):
-    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    pixels = image.imread(path)
-    assert len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[-1])}) > 20
+    with Image.open(path) as figure:
+        assert figure.format == "PNG"
+        assert len(figure.getcolors(figure.width * figure.height)) > 20
 
 
 def test_nnx_example_recognises_95_percent_of_digits(run):
-    printed, figure = run("train_digits.py", "--epochs", 7, out="new/digits.png")
+    printed, figure = run("train_digits.py", "--epochs", 6, out="new/digits.png")
 
     assert numbers(r"test accuracy: (\S+)", printed) > [0.95]
     assert_is_drawn(figure)
@@ -124,7 +124,7 @@ def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
 
 
 def test_recurrent_example_explodes_and_learns_soonest_where_what_flows_back_is_clipped(run):
-    printed, figure = run("train_recurrent.py", "--steps", 25, out="new/recurrent.png")
+    printed, figure = run("train_recurrent.py", "--steps", 18, out="new/recurrent.png")
 
     last, first = numbers("without clipping: the gradient of the last state is (.+), of the first (.+)", printed)
     assert first > 1e4 * last

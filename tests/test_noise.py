@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
-from helpers import lenient, own_params, quick_jit, users_jit
+from helpers import compiled, lenient, own_params, quick_jit, users_jit
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -163,9 +163,10 @@ def simulated(windows, dimensions=200, weights=WEIGHTS, decay=0.0):
     covariance, mean = np.linspace(0.5, 2, dimensions), np.full(dimensions, 0.05)
     tx = shrewjax.accumulate(KEEP, len(weights), noise_decay=decay)
     spread = np.float32(np.sqrt(covariance) / np.sqrt(weights)[:, None])
+    noise = np.random.default_rng(0).standard_normal((windows, len(weights), dimensions), np.float32)
 
-    def window(state, key):
-        gradients = np.float32(mean)[None] + jax.random.normal(key, (len(weights), dimensions)) * spread
+    def window(state, noise):
+        gradients = np.float32(mean)[None] + noise * spread
         for gradient, weight in zip(gradients, weights, strict=True):
             _, state = tx.update(gradient, state, weight=weight)
         found = shrewjax.metrics(state)
@@ -175,10 +176,9 @@ def simulated(windows, dimensions=200, weights=WEIGHTS, decay=0.0):
         textbook = (total * large - size * small) / (total - size), (small - large) / (1 / size - 1 / total)
         return state, (found["accumulate/noise_trace"], found["accumulate/signal_squared"], *textbook)
 
-    keys = jax.random.split(jax.random.key(0), windows)
     # With LLVM's optimizations where there are so many windows that they take longer to run than to compile.
     jit = jax.jit if windows > 1000 else quick_jit
-    _, found = jit(partial(jax.lax.scan, window))(tx.init(jnp.zeros(dimensions)), keys)
+    _, found = jit(partial(jax.lax.scan, window))(tx.init(jnp.zeros(dimensions)), noise)
     return [np.float64(x) for x in found], np.sum(covariance), np.sum(mean**2)
 
 
@@ -243,6 +243,7 @@ def test_windows_that_say_nothing_do_not_enter():
     gradients = np.float32([[1, 2], [3, 4]])
     tx = shrewjax.accumulate(KEEP, 2, noise_decay=0.9, nonfinite="drop_microbatch")
     first, _ = through(tx, gradients, np.ones(2, np.float32))
+    update = compiled(tx).update
     for spoilt, weights in (
         (np.float32([[np.nan, 1], [5, 5]]), [1, 1]),  # one micro-batch is left
         (gradients, [0, 7]),
@@ -250,7 +251,7 @@ def test_windows_that_say_nothing_do_not_enter():
     ):
         state = first
         for gradient, weight in zip(spoilt, weights, strict=True):
-            _, state = tx.update(jnp.asarray(gradient), state, weight=weight)
+            _, state = update(gradient, state, weight=weight)
         for field in ("recorded", "trace", "signal", "exponent"):
             assert getattr(state.noise, field) == getattr(first.noise, field), (field, weights)
 

@@ -1,5 +1,7 @@
 """Inside mapped functions a norm is the whole gradient's, or an error: never silently a shard's own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,25 +131,31 @@ def test_one_bad_shard_is_bad_everywhere():
 # --- percentiles ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("percentile", "options"),
-    [(60, {}), (60, {"scope": "leaf"}), (60.0, {"over": "nonzero", "method": "nearest"})],
-    ids=["known", "by leaf", "traced"],
-)
-def test_sharded_percentiles_have_the_same_bits_without_a_gather_or_a_sort(mesh, percentile, options):
-    if isinstance(percentile, float):
-        percentile = jnp.float32(percentile)
+def nearest_of_a_traced_percentile(grads, percentile):
+    return shrewjax.clip_grad_percentile(grads, percentile, over="nonzero", method="nearest")
 
-    def percentile_clip(grads, percentile):
-        return shrewjax.clip_grad_percentile(grads, percentile, **options)
 
-    # as users compile it where a float is rounded; the nearest element is compared. A number is part of the program
-    jit = quick_jit if "method" in options else users_jit
-    update = jit(percentile_clip, static_argnums=() if isinstance(percentile, jax.Array) else 1)
-    expected = update(GRADS, percentile)
-    sharded = update(place(GRADS, mesh), percentile)
-    assert bits(sharded) == bits(expected)
-    text = update.lower(place(GRADS, mesh), percentile).compile().as_text()
+# As users compile it where a float is rounded; the nearest element is compared. A number is part of the program.
+PERCENTILE_CLIPS = {
+    "known": (users_jit(lambda grads: shrewjax.clip_grad_percentile(grads, 60)), ()),
+    "by leaf": (users_jit(lambda grads: shrewjax.clip_grad_percentile(grads, 60, scope="leaf")), ()),
+    "traced": (quick_jit(nearest_of_a_traced_percentile), (np.float32(60),)),
+}
+
+
+@functools.cache
+def clipped_on_one_device(name, leaves=tuple(GRADS)):
+    update, percentile = PERCENTILE_CLIPS[name]
+    return update({leaf: GRADS[leaf] for leaf in leaves}, *percentile)
+
+
+@pytest.mark.parametrize("name", PERCENTILE_CLIPS)
+def test_sharded_percentiles_have_the_same_bits_without_a_gather_or_a_sort(mesh, name):
+    grads = place(GRADS, mesh)
+    update, percentile = PERCENTILE_CLIPS[name]
+    program = update.lower(grads, *percentile).compile()
+    assert bits(program(grads, *percentile)) == bits(clipped_on_one_device(name))
+    text = program.as_text()
     assert "all-reduce" in text
     assert "all-gather" not in text
     assert "sort(" not in text
@@ -164,11 +172,11 @@ def test_percentiles_inside_shard_map_are_those_of_the_whole(mesh, check_vma):
         clipped, bound = shrewjax.clip_grad_percentile(grads, 60, sharded_over=None if check_vma else "data")
         return clipped, bound
 
-    mapped = users_jit(
-        jax.shard_map(percentile_clip, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=check_vma)
-    )
-    assert bits(mapped(place(grads, mesh, specs))) == bits(shrewjax.clip_grad_percentile(grads, 60))
-    text = mapped.lower(place(grads, mesh, specs)).compile().as_text()
+    mapped = jax.shard_map(percentile_clip, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=check_vma)
+    placed = place(grads, mesh, specs)
+    program = users_jit(mapped).lower(placed).compile()
+    assert bits(program(placed)) == bits(clipped_on_one_device("known", tuple(grads)))
+    text = program.as_text()
     assert "all-gather" not in text
     assert "sort(" not in text
 
