@@ -151,9 +151,12 @@ def own_params(params, axis):
 
 
 def tree_of(seed=0, scale=1.0):
-    """A small tree of float32 leaves with values of order `scale`."""
+    """A small tree of float32 leaves with values of order `scale`.
+
+    AGC has two units in `w` and two elsewhere: outside of jit each number of units costs programs of its own.
+    """
     rng = np.random.default_rng(seed)
-    shapes = {"w": (3, 4), "b": (4,), "scalar": ()}
+    shapes = {"w": (6, 2), "b": (4,), "scalar": ()}
     return {k: jnp.asarray(scale * rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
 
 

@@ -339,11 +339,11 @@ def test_weights_make_uneven_micro_batches_equal_to_the_large_batch():
     rng = np.random.default_rng(0)
     x, y, w = rng.normal(size=(100, 4)), rng.normal(size=100), rng.normal(size=4)
 
-    def mean_loss(w, x, y):
-        return jnp.mean((x @ w - y) ** 2)
+    def gradient(w, x, y):  # of the mean of (x @ w - y) ** 2
+        return 2 * x.T @ (x @ w - y) / len(y)
 
     with jax.enable_x64(True):
-        gradient, cuts = jax.grad(mean_loss), [0, 3, 40, 41, 100]
+        cuts = [0, 3, 40, 41, 100]
         steps = [(gradient(w, x[a:b], y[a:b]), {"weight": b - a}) for a, b in itertools.pairwise(cuts)]
         weighted, _ = run(shrewjax.accumulate(recorder(), 4), steps, jnp.asarray(w))[-1]
         unweighted, _ = run(shrewjax.accumulate(recorder(), 4), [(g, {}) for g, _ in steps], jnp.asarray(w))[-1]
@@ -993,21 +993,23 @@ def test_uneven_micro_batches_of_text_equal_the_large_batch():
     rng = np.random.default_rng(0)
     lengths = [5, 200, *rng.integers(5, 200, size=6)]
     starts = rng.integers(0, len(tokens) - 201, size=8)
-    batches = [tokens[a : a + n + 1] for a, n in zip(starts, lengths, strict=True)]
+    texts, lengths = np.stack([tokens[a : a + 201] for a in starts]), np.asarray(lengths)  # one shape: one program
     width = 16
     shapes = {"in": (len(letters), width), "q": (width, width), "k": (width, width), "out": (width, len(letters))}
     params = {k: jnp.asarray(rng.normal(size=s) / width**0.5, jnp.float32) for k, s in shapes.items()}
 
-    def losses(params, x):  # one attention layer, the loss of each character given those before it
+    def loss(params, x, n):  # one attention layer, the losses of n characters, each given those before it
         h = params["in"][x[:-1]]
         scores = (h @ params["q"]) @ (h @ params["k"]).T
         h = h + jax.nn.softmax(jnp.where(jnp.tri(len(x) - 1, dtype=bool), scores, -1e9)) @ h
-        return optax.softmax_cross_entropy_with_integer_labels(h @ params["out"], x[1:])
+        losses = optax.softmax_cross_entropy_with_integer_labels(h @ params["out"], x[1:])
+        return jnp.sum(losses, where=jnp.arange(len(losses)) < n)
 
     with jax.numpy_dtype_promotion("standard"):
-        mean_gradient = quick_jit(jax.grad(lambda p, x: jnp.mean(losses(p, x))))
-        whole = quick_jit(jax.grad(lambda p: jnp.mean(jnp.concatenate([losses(p, x) for x in batches]))))(params)
-        steps = [(mean_gradient(params, x), {"weight": len(x) - 1}) for x in batches]
+        mean_gradient = quick_jit(jax.grad(lambda p, x, n: loss(p, x, n) / n))
+        all_losses = jax.vmap(loss, in_axes=(None, 0, 0))
+        whole = quick_jit(jax.grad(lambda p: jnp.sum(all_losses(p, texts, lengths)) / lengths.sum()))(params)
+        steps = [(mean_gradient(params, x, n), {"weight": int(n)}) for x, n in zip(texts, lengths, strict=True)]
         sums = [(jax.tree.map(lambda g, n=weight["weight"]: g * n, mean), weight) for mean, weight in steps]
     for reduction, given in (("mean", steps), ("sum_over_weights", sums)):
         average, _ = run(shrewjax.accumulate(recorder(), 8, reduction=reduction), given, params)[-1]

@@ -55,48 +55,37 @@ def batches(dtype):
     return [jnp.asarray(x, dtype) for x in ([1.0, -0.5], [0.25, 0.75], [-1.5, 1.0])]
 
 
-def step_of_all(txs, loss):
-    """A train step of each transformation, in one program, as it is compiling that takes time."""
+def train_step(tx, loss):
+    """Of one transformation: in one program for all of them, they would take a third longer to compile."""
 
-    def step(params, states, x):
-        new_params, new_states = {}, {}
-        for name, tx in txs.items():
-            grads = jax.grad(loss)(params[name], x)
-            updates, new_states[name] = tx.update(grads, states[name], params[name])
-            new_params[name] = optax.apply_updates(params[name], updates)
-        return new_params, new_states
+    def step(params, state, x):
+        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
 
     return step
 
 
-def arguments(txs, loss, make, batches):
+def arguments(tx, loss, make, batches):
     """Parameters and states go in and come out."""
-    step = quick_jit(step_of_all(txs, loss))
-    params = dict.fromkeys(txs, make())
-    states = {name: tx.init(make()) for name, tx in txs.items()}
+    step = quick_jit(train_step(tx, loss))
+    params, state = make(), tx.init(make())
     for x in batches:
-        params, states = step(params, states, x)
-        yield params, states
+        params, state = step(params, state, x)
+        yield params, state
 
 
-def closed_over(txs, loss, make, batches):
+def closed_over(tx, loss, make, batches):
     """The parameters are constants of the program, and stay where they are."""
-    params = dict.fromkeys(txs, make())
-    step = quick_jit(functools.partial(step_of_all(txs, loss), params))
-    states = {name: tx.init(make()) for name, tx in txs.items()}
+    step = quick_jit(functools.partial(train_step(tx, loss), make()))
+    state = tx.init(make())
     for x in batches:
-        new_params, states = step(states, x)
-        yield new_params, states
+        params, state = step(state, x)
+        yield params, state
 
 
-def made_inside(txs, loss, make, batches):
+def made_inside(tx, loss, make, batches):
     """The parameters and the states are made by the program that makes the first step."""
-
-    @quick_jit
-    def step(x):
-        return step_of_all(txs, loss)(dict.fromkeys(txs, make()), {n: tx.init(make()) for n, tx in txs.items()}, x)
-
-    yield step(batches[0])
+    yield quick_jit(lambda x: train_step(tx, loss)(make(), tx.init(make()), x))(batches[0])
 
 
 # Above the eight zeros of what is not trained, the 75th percentile is this one of the nine numbers that are left.
@@ -106,21 +95,26 @@ ALONE = CHAINED | {"percentile above zeros": optax.chain(shrewjax.clip_by_percen
 
 
 @functools.cache
-def step_alone(dtype):
-    """The step of all where there is nothing but the parameters that are trained."""
-    others = {k: v for k, v in parameters(dtype).items() if k != "live"}
-    return quick_jit(step_of_all(ALONE, lambda live, x: loss({"live": live, **others}, x)))
+def step_alone(name):
+    """The step where there is nothing but the parameters that are trained."""
+
+    def step(live, others, state, x):
+        return train_step(ALONE[name], lambda live, x: loss({"live": live, **others}, x))(live, state, x)
+
+    return quick_jit(step)
 
 
 @functools.cache
-def steps_alone(dtype, moves):
-    live = dict.fromkeys(ALONE, parameters(dtype)["live"])
-    states = {name: tx.init(live[name]) for name, tx in ALONE.items()}
-    steps = []
-    for x in batches(dtype):
-        stepped, states = step_alone(dtype)(live, states, x)
-        live = stepped if moves else live
-        steps.append((stepped, states))
+def steps_alone(name, dtype, moves):
+    """In float64, from numbers of that dtype: the parameters and the measurements after each step."""
+    given, xs = jax.tree.map(lambda x: np.asarray(x, np.float64), (parameters(dtype), batches(dtype)))
+    live, steps = given.pop("live"), []
+    with jax.enable_x64(True):
+        state = ALONE[name].init(live)
+        for x in xs:
+            stepped, state = step_alone(name)(live, given, state, x)
+            live = stepped if moves else live
+            steps.append((stepped, measured(state[0])))
     return steps
 
 
@@ -128,18 +122,16 @@ def has_nan(tree):
     return any(np.isnan(np.asarray(x, np.float64)).any() for x in jax.tree.leaves(tree))
 
 
-def assert_no_nan(params, states):
-    """Nor in the states, where a NaN stays in a history or an average. An infinity there is a threshold."""
-    assert {name for name in params if has_nan(params[name])} == set()
-    assert {name for name in params if has_nan(states[name])} == set()
+def assert_no_nan(params, state):
+    """Nor in the state, where a NaN stays in a history or an average. An infinity there is a threshold."""
+    assert not has_nan(params)
+    assert not has_nan(state)
 
 
 def assert_stays(params, start):
     """What is not trained. (A zero may change its sign: where XLA knows that it is 0, it takes 0 + x for x.)"""
-    fixed = {name: {k: v for k, v in p.items() if k != "live"} for name, p in params.items()}
-    expected = {k: v for k, v in start.items() if k != "live"}
-    same = {name: jax.tree.all(jax.tree.map(np.array_equal, p, expected)) for name, p in fixed.items()}
-    assert {name for name in same if not same[name]} == set()
+    for part in set(start) - {"live"}:
+        jax.tree.map(np.testing.assert_array_equal, params[part], start[part])
 
 
 def measured(state):
@@ -147,13 +139,15 @@ def measured(state):
     return {k: v for k, v in shrewjax.metrics(state).items() if "clipped_" not in k}
 
 
-def assert_as_alone(params, rule_states, alone, rtol, *, zeros_count=True):
+def assert_as_alone(params, rule_state, alone, rtol):
+    expected, expected_measured = alone
+    assert_close(params["live"], expected, rtol=rtol, atol=rtol)
+    assert_close(measured(rule_state), expected_measured, rtol=rtol)
+
+
+def where_zeros_count(name):
     """A zero adds nothing to a norm, and is the smallest magnitude of a percentile, which counts it."""
-    for name in params:
-        same = "percentile above zeros" if name == "clip_by_percentile" and zeros_count else name
-        expected, states = alone[0][same], alone[1][same]
-        assert_close({name: params[name]["live"]}, {name: expected}, rtol=rtol, atol=rtol)
-        assert_close({name: measured(rule_states[name])}, {name: measured(states[0])}, rtol=rtol)
+    return "percentile above zeros" if name == "clip_by_percentile" else name
 
 
 PRECISION = {"float32": 1e-5, "bfloat16": 4e-2, "float64": 1e-6}
@@ -169,28 +163,39 @@ def precision(dtype):
     return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
 
 
+@each
 @pytest.mark.parametrize(("situation", "dtype"), CASES, ids=lambda x: getattr(x, "__name__", x))
-def test_parameters_that_are_not_trained_stay_and_the_others_do_not_notice(situation, dtype):
+def test_parameters_that_are_not_trained_stay_and_the_others_do_not_notice(situation, dtype, name):
     with precision(dtype):
-        steps = situation(CHAINED, loss, functools.partial(parameters, dtype), batches(dtype))
-        alone = steps_alone(dtype, moves=situation is not closed_over)
-        for (params, states), expected in zip(steps, alone, strict=False):
-            assert_no_nan(params, states)
+        steps = situation(CHAINED[name], loss, functools.partial(parameters, dtype), batches(dtype))
+        alone = steps_alone(where_zeros_count(name), dtype, moves=situation is not closed_over)
+        for (params, state), expected in zip(steps, alone, strict=False):
+            assert_no_nan(params, state)
             assert_stays(params, parameters(dtype))
-            assert_as_alone(params, {name: s[0] for name, s in states.items()}, expected, PRECISION[dtype])
+            assert_as_alone(params, state[0], expected, PRECISION[dtype])
 
 
-def test_loss_that_uses_no_parameter_leaves_all_of_them_and_is_recorded_as_a_norm_of_zero():
-    start = parameters(jnp.float32)
-    for params, states in arguments(CHAINED, loss_of_nothing, lambda: start, batches(jnp.float32)):
-        assert_no_nan(params, states)
-        assert {name for name, p in params.items() if bits(p) != bits(start)} == set()
-    history = states["clip_by_norm_percentile"][0].history
+@functools.cache
+def steps_of_no_loss(name):
+    start = functools.partial(parameters, jnp.float32)
+    return list(arguments(CHAINED[name], loss_of_nothing, start, batches(jnp.float32)))
+
+
+@each
+def test_loss_that_uses_no_parameter_leaves_all_of_them(name):
+    for params, state in steps_of_no_loss(name):
+        assert_no_nan(params, state)
+        assert bits(params) == bits(parameters(jnp.float32))
+
+
+def test_loss_that_uses_no_parameter_is_recorded_as_a_norm_of_zero():
+    states = {name: steps_of_no_loss(name)[-1][1][0] for name in TRANSFORMATIONS}
+    history = states["clip_by_norm_percentile"].history
     assert (int(history.filled), *history.values) == (3, 0, 0, 0, 0)
-    zscore = states["clip_by_norm_zscore"][0]
+    zscore = states["clip_by_norm_zscore"]
     assert (int(zscore.recorded), float(zscore.mean), float(zscore.std)) == (3, 0, 0)
-    assert not any(np.any(x) for x in jax.tree.leaves(states["clip_by_leaf_norm_ema"][0].norm_ema))
-    assert int(states["skip_on_spike"][0].skipped) == int(states["skip_nonfinite"][0].skipped) == 0
+    assert not any(np.any(x) for x in jax.tree.leaves(states["clip_by_leaf_norm_ema"].norm_ema))
+    assert int(states["skip_on_spike"].skipped) == int(states["skip_nonfinite"].skipped) == 0
 
 
 def partitioned(name):
@@ -213,23 +218,23 @@ WRAPPERS = {
     "accumulate": (lambda name: shrewjax.accumulate(CHAINED[name], 2), lambda state: state.inner_state[0]),
     "both guards": (guarded, lambda state: state.inner_state.inner_state[0]),
 }
+INSIDE = [(w, name) for w in WRAPPERS for name in TRANSFORMATIONS if (w, name) != ("accumulate", "accumulate")]
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_inside_a_wrapper_parameters_that_are_not_trained_stay_and_the_others_do_not_notice(wrapper):
+@pytest.mark.parametrize(("wrapper", "name"), INSIDE)
+def test_inside_a_wrapper_parameters_that_are_not_trained_stay_and_the_others_do_not_notice(wrapper, name):
     wrap, state_of_rule = WRAPPERS[wrapper]
     calls = 2 if wrapper == "accumulate" else 1  # there the average of a gradient and itself
-    txs = {name: wrap(name) for name in TRANSFORMATIONS if (wrapper, name) != ("accumulate", "accumulate")}
     start = parameters(jnp.float32)
     given = [x for x in batches(jnp.float32) for _ in range(calls)]
-    steps = list(arguments(txs, loss, lambda: start, given))
-    for params, states in steps:
-        assert_no_nan(params, states)
+    steps = list(arguments(wrap(name), loss, lambda: start, given))
+    for params, state in steps:
+        assert_no_nan(params, state)
         assert_stays(params, start)
-    for (params, states), expected in zip(steps[calls - 1 :: calls], steps_alone("float32", True), strict=True):
-        rule_states = {name: state_of_rule(state) for name, state in states.items()}
-        zeros_count = wrapper not in ("partition", "masked")
-        assert_as_alone(params, rule_states, expected, PRECISION["float32"], zeros_count=zeros_count)
+    same = name if wrapper in ("partition", "masked") else where_zeros_count(name)
+    alone = steps_alone(same, "float32", moves=True)
+    for (params, state), expected in zip(steps[calls - 1 :: calls], alone, strict=True):
+        assert_as_alone(params, state_of_rule(state), expected, PRECISION["float32"])
 
 
 # --- derivatives ------------------------------------------------------------------------------------------------
@@ -329,20 +334,30 @@ KINDS = {
 CLIPS = ("clip_by_global_norm", "clip_by_value", "adaptive_grad_clip", "clip_by_block_rms", "clip_by_leaf_norm_ema")
 
 
-def norms_and_clips(leaves):
-    """Leaf by leaf where one call does that, and of a few leaves together."""
-    rules = {name: TRANSFORMATIONS[name]() for name in CLIPS}
-    rules |= {f"leaf norms of order {p}": shrewjax.clip_by_leaf_norm(0.5, ord=p) for p in (1, 2, 3, np.inf)}
-    norms = {p: [shrewjax.grad_norm(leaves[i::4], p) for i in range(4)] for p in (1, 2, 3, np.inf)}
-    return {"norms": norms} | {name: tx.update(leaves, tx.init(leaves), leaves) for name, tx in rules.items()}
+def clipped_by(tx):
+    return lambda leaves: tx.update(leaves, tx.init(leaves), leaves)
+
+
+def norms_of_order(p):
+    return lambda leaves: [shrewjax.grad_norm(leaves[i::4], p) for i in range(4)]
+
+
+# Leaf by leaf where one call does that, and of a few leaves together.
+ORDERS = (1, 2, 3, np.inf)
+NORMS_AND_CLIPS = (
+    {f"norms of order {p}": norms_of_order(p) for p in ORDERS}
+    | {f"leaf norms of order {p}": clipped_by(shrewjax.clip_by_leaf_norm(0.5, ord=p)) for p in ORDERS}
+    | {name: clipped_by(TRANSFORMATIONS[name]()) for name in CLIPS}
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_constants_of_the_program_have_the_norms_and_clips_that_arguments_have(kind):
+@pytest.mark.parametrize("name", NORMS_AND_CLIPS)
+def test_constants_of_the_program_have_the_norms_and_clips_that_arguments_have(name, kind):
     """But for rounding: XLA adds up constants in another order, and has other functions for their powers."""
     with precision(kind):
-        leaves = [x for dtype, count in KINDS[kind] for x in constants(dtype, count)]
-        found, expected = quick_jit(lambda: norms_and_clips(leaves))(), quick_jit(norms_and_clips)(leaves)
+        function, leaves = NORMS_AND_CLIPS[name], [x for dtype, count in KINDS[kind] for x in constants(dtype, count)]
+        found, expected = quick_jit(lambda: function(leaves))(), quick_jit(function)(leaves)
     for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         rtol = 4 * float(jnp.finfo(x.dtype).eps) if jnp.issubdtype(x.dtype, jnp.inexact) else 0
         x, y = np.asarray(x, np.complex128), np.asarray(y, np.complex128)
@@ -403,9 +418,9 @@ REBUILT = {
 def test_a_rebuilt_transformation_makes_the_same_updates(name):
     tx, params = TRANSFORMATIONS[name](), tree_of()
     state = tx.init(params)
-    program = jax.make_jaxpr(tx.update)(params, state, params)
-    programs = {way: jax.make_jaxpr(rebuild(tx).update)(params, state, params) for way, rebuild in REBUILT.items()}
-    assert {way for way in programs if str(programs[way]) != str(program)} == set()
+    program_of = lambda tx: str(jax.make_jaxpr(tx.update)(params, state, params))  # noqa: E731
+    program = program_of(tx)
+    assert {way for way, rebuild in REBUILT.items() if program_of(rebuild(tx)) != program} == set()
 
 
 def inside(wrap, *others):
