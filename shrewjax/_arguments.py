@@ -91,7 +91,7 @@ def order(ord: Any) -> float:
 
 
 def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
-    """Returns a static int."""
+    """Returns an int from a Python or NumPy integer, which may not be below `at_least`. Arrays are refused."""
     expected = "a Python int" if at_least is None else f"a Python int >= {at_least}"
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool)
     if not is_int or (at_least is not None and value < at_least):
@@ -276,6 +276,7 @@ def _real_scalar_array(name: str, value: jax.Array) -> jax.Array:
 
 
 def _real_array(name: str, value: jax.Array, shapes: Collection[tuple[int, ...]]) -> jax.Array:
+    """Returns an array of real numbers in float32, or in float64 if it has that. Callers compute in no other dtype."""
     is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
     if value.shape not in shapes or not is_real:
         expected = " or ".join("a real scalar" if s == () else f"a real array of shape {s}" for s in sorted(shapes))

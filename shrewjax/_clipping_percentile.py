@@ -224,5 +224,5 @@ def _clip_to_selected(x: Any, bound: jax.Array, bits: jax.Array, percentile: Fra
     else:
         limit = _floats.narrower_bits(bits, bound.dtype, precision)
         clipped = clip_magnitude(x, lax.bitcast_convert_type(limit, precision), limit)
-    clipped = jnp.where(percentile >= 100, x, clipped)
+    clipped = jnp.where((percentile >= 100) | jnp.isinf(bound), x, clipped)
     return jnp.where(jnp.isnan(bound), jnp.nan, clipped)

@@ -320,6 +320,6 @@ def clip_by_block_rms(
 
 
 def _fraction_clipped(clip_scale: Any) -> jax.Array:
-    """Returns clipped units / units. Leaves that are not floating count as unclipped units."""
+    """Returns clipped units / units. The state has only scales, so each leaf without a gradient counts as unclipped."""
     flags = [jnp.ravel(scale != 1) for scale in jax.tree.leaves(clip_scale)]
     return jnp.mean(jnp.concatenate(flags), dtype=jnp.float32) if flags else jnp.zeros((), jnp.float32)

@@ -6,9 +6,9 @@ below the right one. So the product is divided in 64-bit integers, with a remain
 `_selection` sets for its own operations alone.
 
 A known percentile is exactly the fraction that its decimal digits denote, up to 15 decimals. One with more digits is
-replaced by the nearest fraction with a denominator below 2**57, which moves the rank by less than 1e-17 of n. A traced
-percentile is rounded to a multiple of 2**-24, which moves the rank by less than 1e-9 of n. A float32 of at least 0.5
-is such a multiple already.
+replaced by the nearest fraction with a denominator of at most 2**57. That moves the rank by less than 1e-17 of n, but
+the fraction may become 0. A traced percentile is rounded to a multiple of 2**-24, which moves the rank by less than
+1e-9 of n. A float32 of at least 0.5 is such a multiple already.
 """
 
 from fractions import Fraction

@@ -32,7 +32,7 @@ def unstack_units(stacked: Sequence[Any], unit_dims: Sequence[UnitDims]) -> list
 def stacked_axes(axes: Sequence[UnitSharding], unit_dims: Sequence[UnitDims]) -> list[Axes]:
     """Returns, for each entry of `stack_single_units`, the mapped axes along which devices hold other units."""
     single = [of_leaf.across for of_leaf, dims in zip(axes, unit_dims, strict=True) if not dims]
-    # The leaves of one unit are stacked in one entry. No device holds another of their units.
+    # The leaves of one unit share an entry. All have the same `across`: None if their types tell it, otherwise no axis.
     return [*single[:1], *(of_leaf.across for of_leaf, dims in zip(axes, unit_dims, strict=True) if dims)]
 
 

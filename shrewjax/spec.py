@@ -146,6 +146,8 @@ Method = Literal["lower", "higher", "nearest", "midpoint", "linear"]
 def percentile_spec(values: Sequence[Number], percentile: Any, method: Method = "lower") -> Number:
     r"""Returns the value `percentile` per cent of the way up the sorted values, counted in ranks.
 
+    It defines the bound of `shrewjax.clip_grad_percentile`, whose default method is `"linear"`.
+
     .. math:: v_{(r)}, \qquad r = \frac{p\,(n-1)}{100}
 
     The rank r is a rational number, exact at any size. If it is no integer, `method` chooses between the two

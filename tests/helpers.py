@@ -153,7 +153,7 @@ def own_params(params, axis):
 def tree_of(seed=0, scale=1.0):
     """A small tree of float32 leaves with values of order `scale`.
 
-    AGC has two units in `w` and two elsewhere: outside of jit each number of units costs programs of its own.
+    AGC has two units in `w` and two single ones, so that outside of jit operations on both are compiled once.
     """
     rng = np.random.default_rng(seed)
     shapes = {"w": (6, 2), "b": (4,), "scalar": ()}

@@ -56,6 +56,13 @@ def test_every_eight_bit_number_is_clipped_to_a_percentile(dtype):
     np.testing.assert_array_equal(np.float64(clipped), limited(values, magnitudes, float(bound)))
 
 
+def test_eight_bit_infinities_stay_if_the_percentile_is_infinite():
+    leaf = jnp.asarray(np.asarray([1, np.inf, -np.inf, 3], ml_dtypes.float8_e5m2))
+    clipped, bound = users_jit(lambda g: shrewjax.clip_grad_percentile(g, 99))(leaf)
+    assert bound == np.inf
+    np.testing.assert_array_equal(np.float64(clipped), [1, np.inf, -np.inf, 3])
+
+
 def test_every_floating_dtype_is_either_clipped_or_refused():
     assert REFUSED < FLOATS
     assert all(ml_dtypes.finfo(name).bits == 8 for name in FLOATS - REFUSED)

@@ -171,7 +171,7 @@ def alone(name, seen, calls):
 
 @functools.cache
 def update_around_a_tape(wrapper):
-    """Of whatever is played, which is in the state."""
+    """Returns one program for every tape, because the recorded updates are in its state."""
     return compiled(WRAPPERS[wrapper].wrap(tape([PARAMS]))).update
 
 

@@ -176,7 +176,7 @@ TWO_SLICES_OF_FLOAT16 = np.stack([np.full(64, 300, np.float16), np.full(64, 1e-3
 
 @functools.cache
 def clipped_constants():
-    """Of all rows, in one program."""
+    """Returns the clipped constants of all rows, from one program."""
 
     def run():
         rows = {row: clipped(jnp.array(slices, jnp.float32), max_norm) for row, (slices, max_norm, _) in ROWS.items()}

@@ -4,11 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers import bits, quick_jit, true_norm, users_jit
 
 import shrewjax
+from shrewjax import _selection
 
 P = jax.P
 GRADS = {
@@ -179,6 +181,24 @@ def test_percentiles_inside_shard_map_are_those_of_the_whole(mesh, check_vma):
     text = program.as_text()
     assert "all-gather" not in text
     assert "sort(" not in text
+
+
+def test_leaves_of_several_dtypes_are_counted_in_64_bits_inside_shard_map(mesh, monkeypatch):
+    monkeypatch.setattr(_selection, "_count_dtype", lambda largest: jnp.dtype(jnp.uint64))
+    values = np.random.default_rng(3).standard_normal((3, 16, 3))
+    dtypes = {"wide": np.float32, "half": np.float16, "brain": ml_dtypes.bfloat16}
+    grads = {name: values[i].astype(dtype) for i, (name, dtype) in enumerate(dtypes.items())}
+    specs = dict.fromkeys(grads, P("data"))
+
+    def bounds(grads):
+        def bound(percentile):
+            return shrewjax.clip_grad_percentile(grads, percentile, method="lower")[1]
+
+        return jax.vmap(bound)(jnp.float32([10, 60, 99]))
+
+    found = quick_jit(jax.shard_map(bounds, mesh=mesh, in_specs=(specs,), out_specs=P()))(place(grads, mesh, specs))
+    magnitudes = np.concatenate([np.abs(np.float64(x)).ravel() for x in grads.values()])
+    np.testing.assert_array_equal(found, np.percentile(magnitudes, [10, 60, 99], method="lower"))
 
 
 def test_a_percentile_in_untracked_shard_map_without_axis_name_is_an_error(mesh):

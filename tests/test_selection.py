@@ -271,7 +271,7 @@ def test_leaves_of_one_shape_are_selected_from_as_any_others():
         (16, (64,), "global", 16),  # XLA:CPU runs few kernels one after another
         (18, (64,), "leaf", 18),
         (18, (2**30,), "global", 9),
-        (18, (2**31,), "global", 18),  # of two together, no word holds the count
+        (18, (2**31,), "global", 18),  # of two together, 32 bits hold no count
     ],
 )
 def test_few_kernels_read_leaves_of_one_shape(leaves, shape, scope, kernels):
@@ -352,9 +352,7 @@ WRITTEN = ["0", "0.0001", "12.5", "99.9", "33.333333333333336", "99.999999999999
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
 @given(data=st.data())
 def test_a_known_percentile_is_exact_up_to_fifteen_decimals(dtype, data):
-    written = data.draw(
-        st.sampled_from(["0", "0.0001", "12.5", "99.9", "33.333333333333336", "99.999999999999999", "100"])
-    )
+    written = data.draw(st.sampled_from(WRITTEN))
     count = data.draw(st.integers(1, np.iinfo(dtype).max // 4))
     with jax.enable_x64(True):
         place = known_place_of(Fraction(written), jnp.asarray([count], dtype))
@@ -363,7 +361,16 @@ def test_a_known_percentile_is_exact_up_to_fifteen_decimals(dtype, data):
     assert_rounded(place.fraction[0], rank - math.floor(rank))
 
 
-def test_a_leaf_whose_count_exceeds_32_bits_is_counted_in_parts(monkeypatch):
+@pytest.mark.parametrize("written", ["31.4159265358979323846", "99.99999999999999999999", "1e-30"])
+def test_more_decimals_move_the_rank_by_less_than_1e_17_of_the_count(written):
+    count = 2**63 - 1
+    with jax.enable_x64(True):
+        place = known_place_of(Fraction(written), jnp.asarray([count], jnp.uint64))
+    rank = int(place.rank[0]) + Fraction(float(place.fraction[0]))
+    assert abs(rank - Fraction(written) * (count - 1) / 100) <= Fraction(count, 10**17)
+
+
+def test_a_leaf_whose_count_exceeds_32_bits_is_counted_in_64(monkeypatch):
     # the arithmetic without the memory: as if 32 bits held no more than 100
     monkeypatch.setattr(_reductions, "_LARGEST_COUNT", 100)
     monkeypatch.setattr(_selection, "_count_dtype", lambda largest: jnp.dtype(jnp.uint64))

@@ -56,7 +56,7 @@ def batches(dtype):
 
 
 def train_step(tx, loss):
-    """Of one transformation: in one program for all of them, they would take a third longer to compile."""
+    """Returns the step of one transformation. One program of all of them would take a third longer to compile."""
 
     def step(params, state, x):
         updates, state = tx.update(jax.grad(loss)(params, x), state, params)
