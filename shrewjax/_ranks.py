@@ -32,7 +32,7 @@ class OrderStatistic(NamedTuple):
     """The sorted element at a rank, or the point a fraction of the way to the next one."""
 
     rank: jax.Array  # in the dtype of the count
-    fraction: jax.Array  # a float, within 2 ulp; 0 only if the exact fraction is 0
+    fraction: jax.Array  # a float, within 2 ulp; 0 only if the remainder is 0
 
 
 def virtual_index(percentile: Fraction | jax.Array, count: jax.Array) -> VirtualIndex:

@@ -76,6 +76,11 @@ def leaf_counts(
     return _over_devices(lax.psum, partials, axes)
 
 
+def count_dtype(largest: int) -> Any:
+    """Returns the narrowest dtype that holds the largest count, because 64-bit integers are slower."""
+    return jnp.dtype(jnp.uint32 if largest <= _LARGEST_COUNT else jnp.uint64)
+
+
 def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
     """Returns the same elements in few groups, because each group costs one kernel to compile and to launch.
 
@@ -198,10 +203,9 @@ def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Any) -> jax
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _leaf_counts(flags: Callable[..., Sequence[jax.Array]], dtype: Any, *of_leaf: Any) -> jax.Array:
-    """Returns a count per flag. It counts in 32 bits if they suffice for the leaf, because 64 bits are slower."""
+    """Returns a count per flag, of this dtype. The leaf itself is counted in 32 bits if they suffice for it."""
     wanted = flags(*of_leaf)
-    narrow = jnp.uint32 if wanted[0].size <= _LARGEST_COUNT else dtype
-    ones = [flag.astype(narrow) for flag in wanted]
+    ones = [flag.astype(count_dtype(wanted[0].size)) for flag in wanted]
     return jnp.stack(_reduce_together(ones, lax.add, range(wanted[0].ndim))).astype(dtype)
 
 

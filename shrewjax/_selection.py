@@ -37,7 +37,7 @@ from shrewjax import _extended, _floats, _keys, _ranks
 from shrewjax._mesh import Axes
 from shrewjax._norms import Scope
 from shrewjax._ranks import Method, OrderStatistic
-from shrewjax._reductions import Group, grouped, sizes
+from shrewjax._reductions import Group, count_dtype, grouped, sizes
 
 Over = Literal["all", "nonzero"]
 
@@ -107,7 +107,7 @@ def _selected(
         nothing = jnp.zeros((0,) if scope == "leaf" else (), result_dtype)
         bits, none = _floats.magnitude_bits(nothing), nothing.astype(jnp.float32)
         return Selected(nothing, bits, none, none, jnp.zeros((), jnp.int32))
-    count = jnp.asarray(counts, _count_dtype(max(counts)))
+    count = jnp.asarray(counts, count_dtype(max(counts)))
 
     def order_statistic(considered: jax.Array) -> OrderStatistic:
         return _ranks.apply_method(_ranks.virtual_index(percentile, considered), method, result_dtype)
@@ -138,11 +138,6 @@ def _selected(
     results = jnp.where(undefined, jnp.nan, bound), bits, jnp.where(undefined, jnp.nan, above), elements
     bound, bits, above, elements = results if scope == "leaf" else (x[0] for x in results)
     return Selected(bound, bits, above, elements, reads)
-
-
-def _count_dtype(largest: int) -> Any:
-    """Returns the narrowest dtype that holds the largest count, because 64-bit integers are slower."""
-    return jnp.dtype(jnp.uint32 if largest < 2**32 else jnp.uint64)
 
 
 # These constants, and those in `_next_pivots`, change the number of reads, never the result. They were tuned on float32
@@ -216,10 +211,8 @@ def _narrowed(
 
     keys = jnp.concatenate([s.keys[:, :2], s.pivots, s.keys[:, 2:]], axis=-1)
     counts = jnp.concatenate([s.counts[:, :2], counted, s.counts[:, 2:]], axis=-1)
-    places = (
-        jnp.sum(counts[:, 1:-2] <= rank[:, None], axis=-1, dtype=jnp.int32)[:, None]
-        + np.arange(-1, 3, dtype=np.int32)[None]
-    )
+    below = jnp.sum(counts[:, 1:-2] <= rank[:, None], axis=-1, dtype=jnp.int32)
+    places = below[:, None] + np.arange(-1, 3, dtype=np.int32)[None]
     keys = jnp.take_along_axis(keys, places, axis=-1)
     counts = jnp.take_along_axis(counts, places, axis=-1)
 

@@ -373,7 +373,6 @@ def test_more_decimals_move_the_rank_by_less_than_1e_17_of_the_count(written):
 def test_a_leaf_whose_count_exceeds_32_bits_is_counted_in_64(monkeypatch):
     # the arithmetic without the memory: as if 32 bits held no more than 100
     monkeypatch.setattr(_reductions, "_LARGEST_COUNT", 100)
-    monkeypatch.setattr(_selection, "_count_dtype", lambda largest: jnp.dtype(jnp.uint64))
     jax.clear_caches()
     values = np.float32(np.random.default_rng(0).standard_normal((7, 60, 11)))
     for shapes in [((7, 60, 11),), ((60, 7, 11), (3,))]:
@@ -388,7 +387,7 @@ def test_totals_beyond_32_bits_select_the_right_rank():
     # counts as a search of 6 * 2**32 elements would have them: its bracket ends with the rank
     elements = 6 * 2**32
     with jax.enable_x64(True):
-        count = jnp.asarray([elements], _selection._count_dtype(elements))
+        count = jnp.asarray([elements], _reductions.count_dtype(elements))
         place = _ranks.apply_method(_ranks.virtual_index(Fraction("75"), count), "lower", jnp.float32)
         search = _selection._started(count, place, None, jnp.dtype(jnp.float32))
         counted = jnp.asarray([[*(i * 2**31 for i in range(10)), elements]], count.dtype)
@@ -400,4 +399,4 @@ def test_totals_beyond_32_bits_select_the_right_rank():
 
 
 def test_the_largest_count_decides_the_width():
-    assert [_selection._count_dtype(n) for n in (2**32 - 1, 2**32)] == [jnp.uint32, jnp.uint64]
+    assert [_reductions.count_dtype(n) for n in (2**32 - 1, 2**32)] == [jnp.uint32, jnp.uint64]

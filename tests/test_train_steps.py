@@ -418,7 +418,10 @@ REBUILT = {
 def test_a_rebuilt_transformation_makes_the_same_updates(name):
     tx, params = TRANSFORMATIONS[name](), tree_of()
     state = tx.init(params)
-    program_of = lambda tx: str(jax.make_jaxpr(tx.update)(params, state, params))  # noqa: E731
+
+    def program_of(tx):
+        return str(jax.make_jaxpr(tx.update)(params, state, params))
+
     program = program_of(tx)
     assert {way for way, rebuild in REBUILT.items() if program_of(rebuild(tx)) != program} == set()
 
