@@ -3,39 +3,41 @@
 from types import FunctionType as _FunctionType
 
 from shrewjax import spec
-from shrewjax._accumulation import AccumulateState, accumulate
-from shrewjax._accumulator import GradAccumulator
-from shrewjax._batches import value_and_grad
-from shrewjax._clipping import (
-    ClipByGlobalNormState,
-    clip_by_global_norm,
+from shrewjax._accumulation.accumulate import accumulate, apply_gradients, check_window, flush
+from shrewjax._accumulation.grad_accumulator import GradAccumulator
+from shrewjax._accumulation.sharded_state import redistribute, state_specs
+from shrewjax._accumulation.value_and_grad import value_and_grad
+from shrewjax._accumulation.window import AccumulateState, GradAccumulatorState
+from shrewjax._base.states import metrics
+from shrewjax._clipping.cotangents import clip_cotangent
+from shrewjax._clipping.elements import (
+    ClipByPercentileState,
+    clip_by_percentile,
     clip_by_value,
-    clip_grad_norm,
+    clip_grad_percentile,
     clip_grad_value,
-    grad_norm,
 )
-from shrewjax._clipping_averages import ClipByLeafNormEmaState, clip_by_leaf_norm_ema
-from shrewjax._clipping_history import (
+from shrewjax._clipping.global_norm import (
+    ClipByGlobalNormState,
     ClipByNormPercentileState,
     ClipByNormZscoreState,
+    clip_by_global_norm,
     clip_by_norm_percentile,
     clip_by_norm_zscore,
+    clip_grad_norm,
+    grad_norm,
 )
-from shrewjax._clipping_percentile import ClipByPercentileState, clip_by_percentile, clip_grad_percentile
-from shrewjax._clipping_units import (
+from shrewjax._clipping.unit_norms import (
     AdaptiveGradClipState,
     ClipByBlockRmsState,
+    ClipByLeafNormEmaState,
     ClipByLeafNormState,
     adaptive_grad_clip,
     clip_by_block_rms,
     clip_by_leaf_norm,
+    clip_by_leaf_norm_ema,
 )
-from shrewjax._cotangents import clip_cotangent
-from shrewjax._guards import SkipNonfiniteState, SkipOnSpikeState, skip_nonfinite, skip_on_spike
-from shrewjax._metrics import metrics
-from shrewjax._sharded_state import redistribute, state_specs
-from shrewjax._train_step import apply_gradients, check_window, flush
-from shrewjax._window import GradAccumulatorState
+from shrewjax._skipping.guards import SkipNonfiniteState, SkipOnSpikeState, skip_nonfinite, skip_on_spike
 
 __version__ = "0.1.0"
 

@@ -66,7 +66,7 @@ def x64(request):
 def one_device():
     """As in a process with one device, where reductions have several operands and compile faster; the suite's has 8."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("shrewjax._reductions.may_be_partitioned", lambda: False)
+    patch.setattr("shrewjax._numerics.reductions.may_be_partitioned", lambda: False)
     jax.clear_caches()
     yield
     patch.undo()

@@ -1,11 +1,11 @@
 """Mutation testing of one module, on demand: does a slip in it make a test fail?
 
     python -m pip install cosmic-ray
-    python tests/mutate.py _norms --sample 60 --seconds 25
+    python tests/mutate.py _numerics/norms --sample 60 --seconds 25
 
 A mutant is a copy of the repository with one place of the module changed. A place is an operator, a number, a
 comparison, a condition, a loop or a decorator; what is put there is drawn among all that cosmic-ray knows. The tests
-named below run on it, until one fails. A line is printed for each mutant, the difference for each that survives, and
+of its wing run on it, until one fails. A line is printed for each mutant, the difference for each that survives, and
 the share of those killed at the end. The same `--seed` draws the same mutants.
 
 Left out are annotations, as they have no effect when the code runs, texts of messages (f-strings), and what is no
@@ -43,52 +43,23 @@ from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
 
 ROOT = pathlib.Path(__file__).parent.parent
-# For each module the files of tests that are about it, and which of these tests (pytest's -k).
-TESTS = {
-    "_norms": (
-        "norms spec clipping adaptive",
-        "(test_norms and not million and not thousand) or norm_clip_is_the or derivative_through or python_number"
-        " or (neither and by_leaf) or nonfinite_gradient_of_one or mixed_dtypes or complex_gradients or subnormal"
-        " or unit_norms or unit_rules or bad_unit",
-    ),
-    "_clipping": (
-        "clipping clipping_percentile contracts leaf_norms",
-        "test_leaf_norms or (test_clipping and not (python-by or numpy-by or sparse or again or neither or other_norms"
-        " or memory))"
-        " or (keyword_only or keep_structure or wrapper-chain or unsharded-Auto) and (clip_by_global_norm or"
-        " clip_by_leaf_norm or clip_by_value or clip_by_percentile)",
-    ),
-    "_selection": (
-        "selection clipping_percentile",
-        "(test_selection and not (distributions or parts or saves or float_rank or decimal or nearest or midpoint))"
-        " or bfloat16-nearest or float16-midpoint or written-33 or subnormal or limits_what",
-    ),
-    "_window": (
-        "spec accumulation contracts noise distribution",
-        "(window and not clip) or test_noise or (test_distribution and accumulate)"
-        " or (test_accumulation and not multisteps and not text)"
-        " or (letter and accumulate) or (keyword_only and accumulate)",
-    ),
-}
-TESTS |= dict.fromkeys(("_floats", "_extended", "_range", "_scaling", "_unit_numbers"), TESTS["_norms"])
-TESTS |= dict.fromkeys(
-    ("_accumulation", "_accumulator", "_micro_batch", "_per_device", "_train_step"), TESTS["_window"]
-)
-TESTS["_keys"] = TESTS["_selection"]
+# A wing's tests are in the folder of its name. The ground has none: what stands on it shows whether it holds.
+FOLDERS = {"_base": ["numerics", "accumulation", "promises"], "_numerics": ["numerics", "definition"]}
 LONGEST = 60  # seconds of a core for one test
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("module", choices=TESTS)
+    parser.add_argument("room", help="such as _numerics/norms")
     parser.add_argument("--sample", type=int, help="how many places to try; all if not given")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="how many of them were tried before")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of a core, after which a mutant has survived")
     parser.add_argument("--line", type=int, help="try only places in this line", action="append")
     arguments = parser.parse_args()
-    original = (ROOT / "shrewjax" / f"{arguments.module}.py").read_text()
-    tests = Tests(*TESTS[arguments.module], arguments.seconds)
+    original = (ROOT / "shrewjax" / f"{arguments.room}.py").read_text()
+    wing = arguments.room.split("/")[0]
+    tests = Tests(FOLDERS.get(wing, [wing.removeprefix("_")]), arguments.seconds)
 
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)
@@ -105,7 +76,7 @@ def main():
         killed = tried = 0
         chosen = mutants(original, random.Random(arguments.seed), arguments.line)
         for line, mutant in itertools.islice(chosen, arguments.skip, arguments.sample):
-            pathlib.Path("shrewjax", f"{arguments.module}.py").write_text(mutant)
+            pathlib.Path("shrewjax", f"{arguments.room}.py").write_text(mutant)
             killer = tests.first_to_fail()
             tried, killed = tried + 1, killed + bool(killer)
             print(
@@ -163,9 +134,9 @@ def difference(original, mutant):
 class Tests:
     """Runs tests in forks of this process."""
 
-    def __init__(self, names, expression, limit):
+    def __init__(self, folders, limit):
         self.limit = limit
-        self.arguments = [*(f"tests/test_{name}.py" for name in names.split()), "-k", expression]
+        self.arguments = [f"tests/{folder}" for folder in folders]
         self.options = ["-x", "-q", "-n0", "-pno:cacheprovider", "-Wignore::pytest.PytestAssertRewriteWarning"]
         self.kills = collections.Counter()
         self.seconds = {}

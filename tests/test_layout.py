@@ -13,49 +13,27 @@ import jax
 import pytest
 
 import shrewjax
+from shrewjax._numerics import histories
 
 PACKAGE = pathlib.Path(shrewjax.__file__).parent
-# Each module may import from those before it.
-ORDER = [
-    "_compat",
-    "_branches",
-    "_states",
-    "_gradients",
-    "_arguments",
-    "_floats",
-    "_extended",
-    "_mesh",
-    "_reductions",
-    "_range",
-    "_unit_numbers",
-    "_norms",
-    "_scaling",
-    "_cotangents",
-    "_ranks",
-    "_keys",
-    "_selection",
-    "_history",
-    "_units",
-    "_clipping",
-    "_clipping_percentile",
-    "_clipping_history",
-    "_clipping_units",
-    "_clipping_averages",
-    "_wrapping",
-    "_guards",
-    "_per_device",
-    "_micro_batch",
-    "_noise",
-    "_window",
-    "_accumulator",
-    "_accumulation",
-    "_train_step",
-    "_batch_arguments",
-    "_batch_aux",
-    "_batches",
-    "_sharded_state",
-    "_metrics",
-]
+# The rooms of each wing, in the order of its title page. A room may import from those before it.
+WINGS = {
+    "_base": ["branches", "mesh", "trees", "states", "arguments"],
+    "_numerics": ["floats", "reductions", "norms", "scaling", "percentiles", "histories"],
+    "_clipping": ["_units", "global_norm", "unit_norms", "elements", "cotangents"],
+    "_skipping": ["wrapping", "guards"],
+    "_accumulation": [
+        "_noise",
+        "_micro_batch",
+        "window",
+        "accumulate",
+        "grad_accumulator",
+        "_aux",
+        "value_and_grad",
+        "sharded_state",
+    ],
+}
+ORDER = [("shrewjax", wing, room) for wing, rooms in WINGS.items() for room in rooms]
 # The definition stands apart: it imports none of them, and none imports it.
 APART = "spec"
 
@@ -69,19 +47,37 @@ def imported_modules(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_every_module_has_its_place():
-    assert {p.stem for p in PACKAGE.glob("*.py")} == {*ORDER, APART, "__init__"}
+def rooms():
+    """The path of each file of the package, and its place as a tuple of names."""
+    return {path: path.relative_to(PACKAGE.parent).with_suffix("").parts for path in PACKAGE.rglob("*.py")}
 
 
-def test_contributing_lists_the_modules_in_this_order():
-    table = re.findall(r"^\| (`_.*?) \|", (PACKAGE.parent / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    assert re.findall(r"`(\w+)`", "".join(table)) == ORDER
+def test_every_room_has_its_place():
+    apart = [("shrewjax", "__init__"), ("shrewjax", APART)]
+    assert set(rooms().values()) == {*ORDER, *apart, *(("shrewjax", wing, "__init__") for wing in WINGS)}
 
 
-def test_imports_go_one_way():
-    for place, name in enumerate(ORDER):
-        ours = {m.split(".")[1] for m in imported_modules(PACKAGE / f"{name}.py") if m.startswith("shrewjax.")}
-        assert ours <= set(ORDER[:place]), name
+def test_imports_go_down():
+    for place, room in enumerate(ORDER):
+        path = PACKAGE.parent.joinpath(*room).with_suffix(".py")
+        imported = {tuple(m.split(".")[:3]) for m in imported_modules(path) if m.startswith("shrewjax.")}
+        assert {m for m in imported if len(m) == 3} <= set(ORDER[:place]), room
+
+
+def test_an_underscore_means_that_only_its_folder_may_import_it():
+    for path, room in rooms().items():
+        folder = room[:-1]
+        for module in imported_modules(path):
+            target = tuple(module.split("."))
+            for i, part in enumerate(target):
+                assert not part.startswith("_") or target[:i] == folder[:i] or target[0] != "shrewjax", (room, module)
+
+
+def test_the_title_page_of_a_wing_names_its_rooms_and_imports_nothing():
+    for wing, names in WINGS.items():
+        tree = ast.parse((PACKAGE / wing / "__init__.py").read_text())
+        assert len(tree.body) == 1, wing
+        assert not {n for n in names if f"`{n}`" not in ast.get_docstring(tree)}, wing
 
 
 def test_definition_needs_nothing_but_python():
@@ -90,10 +86,10 @@ def test_definition_needs_nothing_but_python():
 
 
 def test_only_reductions_talk_to_mapped_axes():
-    for path in PACKAGE.glob("*.py"):
+    for path, room in rooms().items():
         calls = {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
-        if path.stem not in ("_mesh", "_reductions"):
-            assert not calls & {"psum", "pmax", "pmean", "axis_index", "all_gather"}, path.stem
+        if room[-1] not in ("mesh", "reductions"):
+            assert not calls & {"psum", "pmax", "pmean", "axis_index", "all_gather"}, room
 
 
 def test_catalogue_holds_imports_names_and_the_version_and_defines_nothing():
@@ -128,7 +124,7 @@ def test_functions_are_of_the_package_and_their_source_is_found(name):
     assert inspect.getsource(function).startswith(f"def {name}(")
 
 
-STATES = [getattr(shrewjax, n) for n in shrewjax.__all__ if n.endswith("State")] + [shrewjax._history.History]
+STATES = [getattr(shrewjax, n) for n in shrewjax.__all__ if n.endswith("State")] + [histories.History]
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
@@ -157,6 +153,18 @@ def test_version_is_that_of_the_source_whatever_is_installed():
 
 def test_every_tag_of_a_workaround_has_its_entry_and_every_entry_its_tag():
     entries = re.findall(r"^\| (XLA-\d+) \|", (PACKAGE.parent / "docs" / "xla.md").read_text(), re.MULTILINE)
-    tags = {tag for path in PACKAGE.glob("*.py") for tag in re.findall(r"XLA-\d+", path.read_text())}
+    tags = {tag for path in rooms() for tag in re.findall(r"XLA-\d+", path.read_text())}
     assert len(entries) == len(set(entries))
     assert tags == set(entries)
+
+
+def test_every_test_named_in_the_code_or_on_a_page_exists():
+    root = PACKAGE.parent
+    tests = {path.relative_to(root).as_posix(): path.read_text() for path in (root / "tests").rglob("*.py")}
+    names = {name for text in tests.values() for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
+    files = {path.rsplit("/", 1)[-1].removesuffix(".py") for path in tests}
+    pages = [*rooms(), *root.glob("*.md"), *(root / "docs").rglob("*.md"), root / "tests" / "README.md"]
+    for page in pages:
+        text = page.read_text()
+        assert not {p for p in re.findall(r"\btests/[\w/]+\.py", text) if p not in tests}, page
+        assert not {n for n in re.findall(r"`(test_\w+)`", text) if n not in names | files}, page

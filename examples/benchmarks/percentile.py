@@ -20,7 +20,7 @@ import numpy as np
 from _harness import Figure, Row
 
 import shrewjax
-from shrewjax._selection import Selected, select
+from shrewjax._numerics.percentiles import Rule, Selected, select
 
 PERCENTILES = ("1", "10", "50", "90", "99", "99.9")
 
@@ -34,7 +34,8 @@ def gradients(quick: bool, dtype: Any = jnp.float32) -> list[jax.Array]:
 
 def search(percentile: str, leaves: list[jax.Array], start: jax.Array | None = None) -> Selected:
     """Finds the bound as `clip_grad_percentile` does, and also counts the reads."""
-    return select(leaves, Fraction(percentile), method="linear", scope="global", over="all", axes=None, start=start)
+    rule = Rule(Fraction(percentile), None, method="linear", scope="global", over="all", axes=None)
+    return select(leaves, rule, start)
 
 
 def cold_search(quick: bool) -> list[Row]:

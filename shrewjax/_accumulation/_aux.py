@@ -1,0 +1,138 @@
+r"""The aux of a batch: how the aux of its micro-batches is reduced, leaf by leaf, over those that are kept."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shrewjax._accumulation.window import GradAccumulatorState, Window, begun
+from shrewjax._base import trees
+from shrewjax._base.branches import Flag
+from shrewjax._base.mesh import as_varying, varying_axes
+from shrewjax._base.trees import is_gradient
+from shrewjax._numerics import floats
+from shrewjax._numerics.reductions import combined_over
+
+
+class AuxSums(NamedTuple):
+    """The aux of the micro-batches so far."""
+
+    means: GradAccumulatorState
+    others: list[jax.Array]  # the leaves of `COMBINE`
+
+
+# The function that combines a leaf of the micro-batches so far with the next one's.
+COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "sum": lax.add,
+    "max": lax.max,
+    "min": lax.min,
+    "last": lambda _, x: x,
+}
+
+
+class AuxLeaves:
+    """The leaves of the aux, each with the name of its reduction."""
+
+    def __init__(self, names: Any, like: Any, steps: int, sum_over: Any) -> None:
+        leaves, self._structure = jax.tree.flatten_with_path(like)
+        self._like = [x for _, x in leaves]
+        self._names = _names_of_leaves(names, like)
+        self._window = Window(steps, sum_over=sum_over)
+        self._sum_over = self._window.axes or ()
+        for (path, x), name in zip(leaves, self._names, strict=True):
+            _check_aux_leaf(trees.leaf_name(path), x, name)
+
+    def _of(self, leaves: Sequence[Any], *names: str) -> list[Any]:
+        """Returns the leaves that are reduced by one of these names."""
+        return [x for x, name in zip(leaves, self._names, strict=True) if name in names]
+
+    def open(self) -> AuxSums:
+        """Returns the sums of no micro-batch."""
+        means = [jnp.zeros(x.shape, x.dtype) for x in self._of(self._like, "mean")]
+        others = [_empty(name, x) for name, x in zip(self._names, self._like, strict=True) if name in COMBINE]
+        return AuxSums(self._window.init(means), others)
+
+    def add(self, so_far: AuxSums, aux: Any, weight: Any, kept: Flag) -> tuple[AuxSums, list[jax.Array]]:
+        """Returns the sums with one more micro-batch, and those of its leaves that are stacked."""
+        leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
+        if not isinstance(kept, bool):
+            weight = jnp.where(kept, weight, jnp.zeros_like(weight))
+        means = self._window.advance(begun(so_far.means), self._of(leaves, "mean"), weight, None).state
+        combine = self._of([COMBINE.get(name) for name in self._names], *COMBINE)
+        others = [
+            selected(kept, f(old, x.astype(old.dtype)), old)
+            for f, old, x in zip(combine, so_far.others, self._of(leaves, *COMBINE), strict=True)
+        ]
+        return AuxSums(means, others), [selected(kept, x, jnp.zeros_like(x)) for x in self._of(leaves, "stack")]
+
+    def close(self, so_far: AuxSums, stacked: list[jax.Array]) -> Any:
+        """Returns the aux of the batch."""
+        means, known, _ = self._window.close(begun(so_far.means))
+        names = self._of(self._names, *COMBINE)
+        results = {"mean": iter([nan_unless(known, x) for x in means.gradients]), "stack": iter(stacked)}
+        others = iter(combined_over(self._sum_over, names, so_far.others))
+        leaves = [next(results.get(name, others)) for name in self._names]
+        return jax.tree.unflatten(self._structure, map(in_dtype_of, leaves, self._like))
+
+
+def _names_of_leaves(names: Any, like: Any) -> list[str]:
+    """Returns the name for each leaf of the aux. Raises if the names are no tree prefix of it."""
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(names, like))
+    except ValueError as error:
+        raise ValueError(
+            f"aux must be one name, or a tree prefix of what fun returns beside the loss, got {names!r} for a tree of "
+            f"the structure {jax.tree.structure(like)}: {error}"
+        ) from error
+
+
+def _check_aux_leaf(leaf: str, x: Any, name: str) -> None:
+    """Raises if the leaf's dtype cannot be reduced by this name."""
+    is_number = jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool
+    if not is_number or (name == "mean" and not is_gradient(x)):
+        raise ValueError(
+            f"leaf {leaf} of the aux is {x.dtype}, and has no {name!r}. Convert it to float32 in fun. Or give it "
+            "another name in aux=, such as 'sum' for a count"
+        )
+    if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
+        raise ValueError(f"leaf {leaf} of the aux is {x.dtype}, and has no {name!r}. Let fun return its real part")
+
+
+def _empty(name: str, like: Any) -> jax.Array:
+    """Returns the result of no micro-batch, in the dtype in which the loop accumulates."""
+    dtype = like.dtype
+    if name == "sum":
+        is_float = is_gradient(like)
+        dtype = (
+            floats.upcast_dtype(like, floats.accumulator_dtype(like))
+            if is_float
+            else jax.eval_shape(jnp.sum, like).dtype
+        )
+    start: Any = 0
+    if name in ("max", "min"):
+        if is_gradient(like):
+            least, largest = -np.inf, np.inf
+        else:
+            least, largest = (False, True) if dtype == np.bool else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+        start = least if name == "max" else largest
+    return as_varying(jnp.full(like.shape, start, dtype), tuple(varying_axes(like)))
+
+
+def selected(kept: Flag, new: Any, old: Any) -> Any:
+    """Returns the tree `new` if the micro-batch is kept, else `old`."""
+    return new if kept is True else jax.tree.map(lambda x, y: jnp.where(kept, x, y), new, old)
+
+
+def nan_unless(known: Flag, x: jax.Array) -> jax.Array:
+    """Returns x, or NaN in its place if it is not known."""
+    return jnp.where(known, x, jnp.full_like(x, jnp.nan))
+
+
+def in_dtype_of(x: jax.Array, like: Any) -> jax.Array:
+    """Returns x in the dtype of `like` if it is floating or complex."""
+    if not is_gradient(x):
+        return x
+    return (x.real if floats.is_complex(x) and not floats.is_complex(like) else x).astype(like.dtype)

@@ -1,0 +1,159 @@
+r"""The gradient noise scale, measured in the windows of an accumulation.
+
+Micro-batch i has the weight w_i. Its gradient g_i is the mean over w_i independent examples or sequences. So g_i has
+the mean G and the covariance Sigma / w_i. A window has K micro-batches of the weight W = sum w_i, their average
+g = sum w_i g_i / W, and the sum q of the squared norms:
+
+.. math:: q = \sum_i w_i |g_i|^2, \qquad S = \frac{q - W |g|^2}{K - 1}, \qquad G_2 = |g|^2 - \frac{S}{W}
+
+S has the mean tr Sigma, because q minus W norm(g)^2 is the sum of w_i norm(g_i - g)^2. G_2 has the mean norm(G)^2. Both
+hold for any weights. For equal weights, these are the estimates of McCandlish et al. 2018, appendix
+A.1. Averages of S and of G_2 over windows give the noise scale tr Sigma / norm(G)^2, the weight at which noise and
+signal are equal. Each average is unbiased. A ratio of single estimates would not be, and G_2 of one window may be
+negative.
+
+Only q is added up over micro-batches. It is kept at three scales, `_SCALES`, because the square of a norm above 1e19 or
+below 1e-19 leaves the range of float32. A closing window takes the scale at which q is in range.
+"""
+
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shrewjax._base.arguments import Scalar
+from shrewjax._base.states import described, increment_if
+from shrewjax._numerics import floats
+from shrewjax._numerics.floats import ExtendedFloat
+from shrewjax._numerics.norms import RANGE
+
+# The range in which a sum of squares is trusted, and the exponents of two that bring norms there.
+_TRUSTED_ABOVE, _SHRINK, _GROW = RANGE[jnp.dtype(jnp.float32)]
+
+
+_SCALES = (0, _SHRINK, _GROW)
+
+
+@described
+class NoiseState(NamedTuple):
+    """The sums of the open window and the averages over closed ones. Its fields are a file format."""
+
+    square_sums: Annotated[jax.Array, "float32 (3,), or (devices, 3): sum of w abs(g)^2 in the window, at three scales"]
+    kept: Annotated[jax.Array, "float32 (), or (devices,): number of micro-batches in that sum"]
+    recorded: Annotated[jax.Array, "int32 (): number of windows in the averages"]
+    trace: Annotated[jax.Array, "float32 (): average of S, in units of 4**exponent"]
+    signal: Annotated[jax.Array, "float32 (): average of G2, in units of 4**exponent"]
+    exponent: Annotated[jax.Array, "int32 (): exponent of two of the gradients' scale"]
+
+
+class WindowSums(NamedTuple):
+    """The sums of a closing window over all its micro-batches and devices."""
+
+    square_sums: jax.Array  # (3,)
+    kept: jax.Array
+    weight_sum: jax.Array
+
+
+def empty(square_sums: jax.Array, kept: jax.Array) -> NoiseState:
+    """Returns the state before the first window, with these zeros as its sums."""
+    return NoiseState(
+        square_sums=square_sums,
+        kept=kept,
+        recorded=jnp.zeros((), jnp.int32),
+        trace=jnp.zeros((), jnp.float32),
+        signal=jnp.zeros((), jnp.float32),
+        exponent=jnp.zeros((), jnp.int32),
+    )
+
+
+def added(
+    state: NoiseState, norm: ExtendedFloat, factor: jax.Array, is_kept: jax.Array | bool, is_first: jax.Array
+) -> NoiseState:
+    """Returns the state with factor * norm**2 added if the micro-batch is kept.
+
+    The first micro-batch of a window replaces the sums.
+    """
+    root_weight = jnp.sqrt(factor.astype(jnp.float32))
+    shifts = np.asarray(_SCALES, np.int32).reshape(*[1] * norm.exponent.ndim, len(_SCALES))
+    mantissa = (norm.mantissa.astype(jnp.float32) * root_weight)[..., None]
+    terms = jnp.square(floats.times_power_of_two(mantissa, norm.exponent[..., None] + shifts))
+    kept = jnp.asarray(is_kept, jnp.float32) + jnp.zeros_like(state.kept)
+    terms = jnp.where(kept[..., None] > 0, terms, 0)
+    return state._replace(
+        square_sums=jnp.where(is_first, 0, state.square_sums) + terms,
+        kept=jnp.where(is_first, 0, state.kept) + kept,
+    )
+
+
+def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scalar) -> NoiseState:
+    """Returns the state after a window whose average has this norm.
+
+    A window of fewer than two micro-batches, of weight 0 or with a non-finite norm does not enter the averages.
+    """
+    root = _root(sums.square_sums)
+    weight = sums.weight_sum.astype(jnp.float32)
+    has_estimate = (sums.kept >= 2) & (weight > 0) & jnp.isfinite(weight)
+    has_estimate &= jnp.isfinite(root.mantissa) & jnp.isfinite(norm.mantissa)
+    weight = jnp.where(has_estimate, weight, 1)
+
+    # All squares in units of 4**exponent, which holds the largest of them.
+    exponent = jnp.maximum(root.exponent, norm.exponent)
+    exponent = jnp.where(has_estimate, exponent, 0)
+    known = jnp.where(state.recorded > 0, state.exponent, exponent)
+    exponent = jnp.maximum(exponent, known)
+
+    def in_units(x: ExtendedFloat) -> jax.Array:
+        mantissa = jnp.where(has_estimate, x.mantissa.astype(jnp.float32), 0)
+        return floats.times_power_of_two(mantissa, jnp.where(has_estimate, x.exponent, 0) - exponent)
+
+    total, average = in_units(root), in_units(norm)
+    of_average = jnp.sqrt(weight) * average
+    # As a product, because the difference of the squares would lose the last digits twice.
+    trace = (total - of_average) * (total + of_average) / jnp.maximum(sums.kept - 1, 1)
+    signal = jnp.square(average) - trace / weight
+
+    # The share that makes the average over n windows that of exponential weights, corrected for its start.
+    n = increment_if(True, state.recorded)
+    beta = jnp.asarray(decay, jnp.float32)
+    share = (1 - beta) / (1 - beta ** n.astype(jnp.float32))
+    older = 2 * (known - exponent)
+    trace, signal = (
+        old + share * (new - old)
+        for old, new in (
+            (floats.times_power_of_two(state.trace, older), trace),
+            (floats.times_power_of_two(state.signal, older), signal),
+        )
+    )
+    # Averages that have become small get a smaller unit, so that they keep their digits.
+    largest = jnp.maximum(jnp.abs(trace), jnp.abs(signal))
+    spare = jnp.where(largest > 0, floats.exponent_of(largest) // 2, 0)
+    new = state._replace(
+        recorded=n,
+        trace=floats.times_power_of_two(trace, -2 * spare),
+        signal=floats.times_power_of_two(signal, -2 * spare),
+        exponent=exponent + spare,
+    )
+    return jax.tree.map(lambda new, old: jnp.where(has_estimate, new, old), new, state)
+
+
+def metrics_of_noise(state: NoiseState) -> dict[str, jax.Array]:
+    """Returns the two averages and their quotient, the noise scale: inf before the first estimate."""
+    has_estimate = state.recorded > 0
+    trace, signal = (floats.times_power_of_two(x, 2 * state.exponent) for x in (state.trace, state.signal))
+    scale = state.trace / jnp.where(state.signal != 0, state.signal, 1)
+    scale = jnp.where(has_estimate & (state.signal != 0), scale, jnp.inf)
+    return {
+        "noise_scale": scale,
+        "noise_trace": jnp.where(has_estimate, trace, jnp.inf),
+        "signal_squared": jnp.where(has_estimate, signal, jnp.inf),
+    }
+
+
+def _root(square_sums: jax.Array) -> ExtendedFloat:
+    """Returns the square root of q from its sums at three scales: the one that neither overflows nor underflows."""
+    plain, shrunk, grown = square_sums
+    is_large, is_small = ~jnp.isfinite(plain), plain < _TRUSTED_ABOVE
+    chosen = jnp.where(is_large, shrunk, jnp.where(is_small, grown, plain))
+    shift = jnp.where(is_large, _SHRINK, jnp.where(is_small, _GROW, 0))
+    return floats.shifted(jnp.sqrt(chosen), -shift)

@@ -1,0 +1,475 @@
+"""A window around an optimizer: sum micro-batches, and run the optimizer once on their average.
+
+`accumulate` wraps an optimizer in a `Window`, which has all the arithmetic. `apply_gradients`, `flush` and
+`check_window` are the calls of a train step beside `tx.update`.
+"""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shrewjax._accumulation._micro_batch import emptied_rows, without_rows
+from shrewjax._accumulation.window import (
+    WINDOW_STATES,
+    AccumSteps,
+    AccumulateState,
+    Nonfinite,
+    Reduction,
+    Window,
+    WindowStep,
+)
+from shrewjax._base import arguments, trees
+from shrewjax._base.branches import Flag, run_if
+from shrewjax._base.mesh import AxisName
+from shrewjax._base.states import State, increment_if
+from shrewjax._base.trees import Tree, is_gradient
+from shrewjax._numerics import floats
+from shrewjax._skipping.wrapping import Gradients, Params, inner_transformation, run_or_skip, update_or_apply, wrapper
+
+
+def accumulate(
+    inner: optax.GradientTransformation,
+    accum_steps: AccumSteps,
+    *,
+    reduction: Reduction = "mean",
+    accumulator_dtype: Any = None,
+    nonfinite: Nonfinite = "propagate",
+    sum_over: AxisName | None = None,
+    noise_decay: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Runs an optimizer once per window of `accum_steps` micro-batches, on the average of their gradients.
+
+    .. math:: \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
+
+    On the last call of a window, inner runs on the average. On all other calls the updates are zeros, and inner's state
+    stays unchanged, with its counters and schedules. `accumulate` has to wrap the optimizer, because in a chain a
+    stateful optimizer would run on every call. Transformations for the large batch, such as clipping, belong inside:
+    `accumulate(optax.chain(clip_by_global_norm(1.0), optax.adamw(1e-3)), 4)`.
+
+    `update` takes three more arguments. Inner does not receive the first two:
+
+    * `weight=1`: the micro-batch's number of examples or tokens. It is a real scalar, traced or not: 0, or between
+      2**-30 and 2**100. Weights are summed in float32 (in float64 if a sum is float64), so whole numbers add exactly up
+      to 2**24. Above that, a weight of 1 is lost. Use larger units, such as batches, or float64 sums.
+    * `flush=False`: closes the window with this call, however many micro-batches it has. A bool, traced or not.
+    * `value=None`: the micro-batch's loss, a real scalar. Inner gets the window's: with `reduction="mean"`
+      sum(w value) / sum(w), over the micro-batches that the gradients are averaged over. So `skip_on_spike`, a line
+      search and a plateau rule inside see the loss of the large batch. It stays in the state and in `metrics`. If one
+      micro-batch of a window comes without a `value`, the window's is inf. Inner gets a `grad`, as `optax.lbfgs` takes
+      it, as the window's average, too.
+
+    ================================================  ==========================================================
+    condition                                         result
+    ================================================  ==========================================================
+    a micro-batch of weight 0                         adds nothing, even if its gradient is NaN, but counts towards
+                                                      `accum_steps`
+    a window of weight 0                              inner does not run, updates are zeros
+    a Python or NumPy weight out of range or NaN      an error
+    a weight sum that is out of range or NaN          the average is NaN; a `"sum"` is not divided and not affected
+    a product w g, or a sum, too large for its dtype  the average is infinite or NaN, under every `nonfinite`
+    a product w g below the smallest normal number    may be flushed to 0; larger weights avoid it
+    accum_steps = 1                                   inner runs on every call
+    accum_steps shrinks, by schedule or on resuming   the open window closes at its next step with that many or more
+    a gradient of None where there is a parameter     adds zero
+    integer, boolean and key parameters               have no sum and get zero updates; their gradients are of the
+                                                      same dtype, float0 or None
+    ================================================  ==========================================================
+
+    `nonfinite` decides about a micro-batch whose gradients contain a NaN or an infinity:
+
+    ====================  ======================================================================================
+    `"propagate"`         it is added like any other, so the average is non-finite; the next window is clean
+    `"drop_microbatch"`   it gets weight 0; the window closes on schedule, with the average of the others
+    `"drop_window"`       the whole window is discarded: zero updates, inner does not run
+    `"extend_window"`     it is ignored and does not count towards `accum_steps`
+    ====================  ======================================================================================
+
+    `nonfinite` checks the micro-batches' gradients alone. To check the average as well, wrap inner in `skip_nonfinite`.
+
+    Caution:
+
+    * `update` forwards unknown keyword arguments to inner, as is usual in Optax. A misspelt `weights=` is therefore no
+      error here.
+    * A gradient tree of `None` is a micro-batch of zeros. To close a window without a micro-batch, use `flush`.
+    * `optax.masked(accumulate(...), mask)` returns the raw gradients of masked-out leaves on every call.
+    * A transformation after `accumulate` in a chain runs on every call.
+
+    Args:
+      inner: the transformation to wrap, usually a whole optimizer.
+      accum_steps: number of micro-batches per window. An int >= 1, a scalar array, or a function of `windows` (int32)
+        that returns such a number, or a float, which is rounded up. In an array, a number below 1 or NaN counts as 1.
+      reduction: `"mean"` for gradients of a mean loss: sum(w g) / sum(w), equal to the gradient of the one large
+        batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w). `"sum"`: sum(g).
+      accumulator_dtype: dtype of the sum. By default the wider of float32 and the parameter's dtype, complex for
+        complex. Inner gets the average cast to the gradient's dtype, within 2 ulp of the exact quotient.
+      nonfinite: the policy for a non-finite micro-batch, see the second table. The state counts those in `dropped`. All
+        policies except `"propagate"` make one extra pass over the gradients.
+      sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, see below. Pass `()`
+        if the gradients are the same on every device already. This is required with `check_vma=False` and in
+        `jax.pmap`, because JAX's types do not record it there.
+
+      noise_decay: measures the gradient noise scale of the windows, with this decay of its averages, a real scalar in
+        [0, 1), for example 0.99. `None` does not measure. A weight must then count independent examples, such as
+        sequences, not tokens.
+
+    With `noise_decay`, `metrics` shows three numbers. `noise_trace` is the trace of the covariance of one example's
+    gradient, `signal_squared` the squared norm of the true gradient. `noise_scale` is their quotient: the weight of a
+    window in which noise and signal are equal, in units of `weight`. They are averages over windows of
+
+    .. math:: S = \frac{\sum_i w_i |g_i|^2 - W |\bar g|^2}{K - 1}, \qquad |\bar g|^2 - S / W
+
+    with W = sum(w) and K micro-batches, on all devices, and unbiased for any weights. Windows with fewer than two
+    micro-batches, and non-finite ones, do not enter. Before the first estimate they are inf. The estimate of the signal
+    may be negative while noise dominates. It is measured before inner clips. Each micro-batch costs a norm of its
+    gradients, and each closing window one of the average. Take it as a diagnostic: whether it may steer the batch size
+    is disputed (W. Merrill et al., 2025, arXiv:2505.23971). Source: S. McCandlish et al., "An empirical model of
+    large-batch training", 2018, arXiv:1812.06162, appendix A.1, which has equal weights.
+
+    Under plain `jax.jit` on many devices, JAX reduces the gradients of a mean loss itself, and no argument is needed.
+    That costs one all-reduce per micro-step. With `sum_over="data"` each device adds up its own gradients, and one
+    all-reduce of sum(w g) and sum(w) runs per window, when it closes:
+
+    * In `jax.shard_map` over that axis, each device passes its own gradients, and its own number of examples as
+      `weight`. If parameters are sharded over other axes, several devices share a batch. `weight` is then the number of
+      examples of all of them, by which the loss is divided. By default, JAX reduces the gradient of replicated
+      parameters. To keep it local, compute `own = jax.lax.pcast(params, "data", to="varying")` outside the loss, and
+      then `jax.grad(loss)(own)`. With `check_vma=False` it is local already. Parameters must not be sharded over
+      `sum_over`.
+    * Under plain `jax.jit` the gradients have a leading axis with one row per device, as `jax.vmap` returns them.
+      `weight` is a scalar, or a vector with one number per row.
+    * In `jax.vmap(..., axis_name="data")` each row is such a device. Map `init` over the same axis.
+
+    The sums and the weight in the state have such a leading axis, sharded over `sum_over`. `init` reads its size from
+    parameters that are placed on a mesh, or from `jax.set_mesh`. `state_specs` returns the specs for `shard_map`, and
+    `redistribute` moves a state to another number of devices. Unless `nonfinite` is `"propagate"`, one flag is reduced
+    on every micro-step, because a micro-batch that is non-finite on one device is so on all. Parameters may be sharded
+    over other axes of the mesh. The average is the same on every device along `sum_over`. If transformations inside
+    need `sharded_over` (`check_vma=False`, `jax.pmap`), pass the axes of the parameters' shards, or `()`.
+
+    Returns:
+      A transformation with state `AccumulateState`, whose structure, shapes and dtypes never change.
+
+    Raises:
+      ValueError: an argument is not as described; `inner` was returned by `accumulate`; a gradient is complex and its
+        accumulator real, or one of gradient and parameter is floating and the other not; by its type, a gradient is
+        already reduced over `sum_over`, or not reduced without `sum_over`; devices may disagree on when a window
+        closes; types do not record whether gradients are reduced, and `sum_over` is missing; `init` finds no mesh.
+      AssertionError: from chex, while tracing: the gradients' structure or a leaf's shape differs from the parameters
+        passed to `init`, or inner changes the structure, shapes or dtypes of its state.
+
+    Example:
+      >>> tx = accumulate(optax.sgd(1.0), 2)
+      >>> params = jnp.zeros(2)
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(jnp.array([1.0, 2.0]), state, params)
+      >>> updates, state.micro_step
+      (Array([0., 0.], dtype=float32), Array(1, dtype=int32))
+      >>> updates, state = tx.update(jnp.array([5.0, 6.0]), state, params, weight=3)
+      >>> updates, state.windows
+      (Array([-4., -5.], dtype=float32), Array(1, dtype=int32))
+
+    Source: by linearity of the gradient, the weighted mean is the large batch's gradient. The mean of means is not, see
+    "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
+    """
+    if isinstance(inner, Accumulation):
+        raise ValueError("inner is itself an accumulation. Multiply the accum_steps instead of nesting accumulations")
+    wrapped = inner_transformation(inner)
+    window = Window(
+        accum_steps,
+        reduction=reduction,
+        accumulator_dtype=accumulator_dtype,
+        nonfinite=nonfinite,
+        sum_over=sum_over,
+        noise_decay=noise_decay,
+    )
+
+    def init_fn(params: optax.Params) -> AccumulateState:
+        return AccumulateState(
+            **window.init(params)._asdict(), applied=jnp.zeros((), bool), inner_state=wrapped.init(params)
+        )
+
+    def step_fn(
+        gradients: Gradients,
+        state: AccumulateState,
+        params: Params,
+        /,
+        *,
+        apply: bool,
+        runs: Flag,
+        weight: Any = 1,
+        flush: Any = False,
+        value: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Any, AccumulateState]:
+        def advance_and_run() -> tuple[Any, AccumulateState]:
+            grads, closes = gradients(), arguments.flag("flush", flush)
+            stepped = window.advance(state, grads, weight, value, flush=closes, when_full=True)
+            like = without_rows(trees.gradient_arrays(grads), window.axes)
+            inner = _Inner(wrapped, state.inner_state, params, like, apply, value is not None, extra_args)
+            run = _run_on_rows if window.axes else _run_on_average
+            returned, after = run(window, stepped, state.value, inner)
+            windows = increment_if(after.applied, state.windows)
+            new_state = stepped.state._replace(windows=windows, **after._asdict())
+            return _with_integers(returned, like, params if apply else None), new_state
+
+        changed = "the accumulation's state changed"
+        return run_or_skip(runs, advance_and_run, state, params, apply=apply, changed=changed)
+
+    return Accumulation(init_fn, wrapper(step_fn))
+
+
+class Accumulation(optax.GradientTransformationExtraArgs):
+    """The transformation that `accumulate` returns. Its type is how `flush` and `accumulate` recognize it."""
+
+
+class _Inner(NamedTuple):
+    """The wrapped optimizer, and what it gets in one call beside the average."""
+
+    tx: optax.GradientTransformationExtraArgs
+    state: Any
+    params: Params
+    like: chex.ArrayTree  # the call's gradients, whose dtypes the average gets
+    apply: bool
+    takes_value: bool
+    extra_args: dict[str, Any]
+
+    def run(self, average: chex.ArrayTree, mean_value: jax.Array, runs: Flag) -> tuple[Any, Any]:
+        """Returns the updates (the new parameters if `apply`) and the new state, unchanged unless it `runs`."""
+        params = trees.parameter_arrays(self.params)
+
+        def of_average() -> optax.Updates:
+            return _as_gradients(average, self.like, params)
+
+        extra = self.extra_args | ({"value": mean_value} if self.takes_value else {})
+        if extra.get("grad") is not None:
+            extra["grad"] = of_average()
+        return update_or_apply(self.tx, of_average, self.state, self.params, apply=self.apply, runs=runs, **extra)
+
+    def unchanged(self, returned: Any) -> tuple[Any, Any]:
+        """Returns the result of a step that does not run, with updates like `returned`."""
+        return self.params if self.apply else optax.tree.zeros_like(returned), self.state
+
+
+class _After(NamedTuple):
+    """The fields of the state that depend on whether inner ran."""
+
+    inner_state: Any
+    applied: jax.Array
+    gradient_sum: chex.ArrayTree
+    value: jax.Array
+    noise: Any
+
+
+def _run_on_average(window: Window, stepped: WindowStep, value: jax.Array, inner: _Inner) -> tuple[Any, _After]:
+    """Runs inner if the window closes. `stepped` has the average already, so inner itself branches (XLA-2)."""
+    average, noise = stepped.state.gradient_sum, stepped.state.noise
+    applied = jnp.asarray(stepped.has_average)
+    if noise:  # in a branch, because the norm of the average takes a pass
+        value, noise = run_if(
+            stepped.has_average, lambda: window.average(stepped)[2:], lambda: (value, stepped.state.noise)
+        )
+    elif stepped.has_average is not False:
+        value = jnp.where(applied, window.average(stepped).value, value)
+    returned, inner_state = inner.run(average, value, stepped.has_average)
+    return returned, _After(inner_state, applied, average, value, noise)
+
+
+def _run_on_rows(window: Window, stepped: WindowStep, value: jax.Array, inner: _Inner) -> tuple[Any, _After]:
+    """Runs inner if the window closes, in one branch with the sum of the per-device rows over devices."""
+    rows, noise = stepped.state.gradient_sum, stepped.state.noise
+
+    def reduce_and_run() -> tuple[Any, _After]:
+        taken = window.average(stepped)
+        ran = inner.run(taken.gradients, taken.value, True)
+        measured = taken.value, taken.noise
+        if taken.has_weight is not True:
+            # XLA-2: select, because XLA copies parameters and state in a branch within a branch on CUDA
+            # (tests/devices/test_accelerators.py).
+            ran = optax.tree.where(taken.has_weight, ran, inner.unchanged(ran[0]))
+            measured = optax.tree.where(taken.has_weight, measured, (value, noise))
+        emptied = emptied_rows(rows, taken.gradients, window.axes or ())
+        return ran[0], _After(ran[1], jnp.asarray(taken.has_weight), emptied, *measured)
+
+    idle = _After(inner.state, jnp.zeros((), bool), rows, value, noise)
+    return run_or_skip(stepped.has_average, reduce_and_run, idle, inner.params, apply=inner.apply)
+
+
+def _as_gradients(average: chex.ArrayTree, like: chex.ArrayTree, params: optax.Params | None) -> optax.Updates:
+    """Returns the average in the gradients' dtypes, or in the parameters' if a gradient is None."""
+
+    def cast(x: jax.Array, grad: Any, param: Any = None) -> Any:
+        grad = param if grad is None else grad
+        if grad is None:
+            return x
+        if not is_gradient(grad):
+            return _zero_like(grad)
+        return x if floats.is_complex(x) and not floats.is_complex(grad) else x.astype(grad.dtype)
+
+    return jax.tree.map(cast, average, like) if params is None else jax.tree.map(cast, average, like, params)
+
+
+def _with_integers(returned: chex.ArrayTree, like: chex.ArrayTree, params: optax.Params | None) -> chex.ArrayTree:
+    """Returns updates with zeros, or new parameters with the old ones, in the leaves that have no sum."""
+
+    def keep(grad: Any, new: Any, old: Any = None) -> Any:
+        if grad is None or is_gradient(grad):
+            return new
+        return _zero_like(grad) if old is None else old
+
+    trees = (returned,) if params is None else (returned, params)
+    return jax.tree.map(keep, like, *trees, is_leaf=lambda x: x is None)
+
+
+def _zero_like(x: Any) -> Any:
+    """Returns zeros of the same shape and dtype. JAX has no float0 arrays, so those are NumPy's."""
+    return np.zeros(x.shape, x.dtype) if x.dtype == jax.dtypes.float0 else jnp.zeros_like(x)
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation,
+    grads: Any,
+    opt_state: State,
+    params: Tree,
+    **extra_args: Any,
+) -> tuple[Tree, State]:
+    r"""Calls `tx.update` and `optax.apply_updates` in one, for any Optax transformation.
+
+    .. math:: (u_t, s_{t+1}) = \text{update}(g_t, s_t, \theta_t), \qquad \theta_{t+1} = \theta_t + u_t
+
+    If `accumulate` returned `tx`, a call that does not close the window touches only the accumulator. It neither reads
+    nor writes updates and parameters. Tests check this in programs compiled for CPU, GPU and TPU. An accumulation
+    inside an Optax transformation, such as `optax.chain`, gives the same result without this saving.
+
+    Donate parameters and state. The step has to return them in the order in which it takes them, such as
+    `step(params, opt_state, ...) -> (params, opt_state)` with `jax.jit(step, donate_argnums=(0, 1))`. JAX pairs donated
+    buffers with results in order, and a wrong pair costs a copy. Keys, and parameters whose gradient is float0, stay
+    unchanged.
+
+    Args:
+      tx: any transformation.
+      grads: the gradients.
+      opt_state: its state.
+      params: the parameters.
+      **extra_args: passed to `tx.update`, `weight` and `flush` included.
+
+    Returns:
+      The new parameters and the new state.
+
+    Raises:
+      The errors of `tx.update`.
+
+    Example:
+      >>> tx = accumulate(optax.sgd(1.0), 2)
+      >>> params = jnp.zeros(2)
+      >>> state = tx.init(params)
+      >>> params, state = apply_gradients(tx, jnp.array([1.0, 2.0]), state, params)
+      >>> params, state = apply_gradients(tx, jnp.array([3.0, 4.0]), state, params)
+      >>> params
+      Array([-2., -3.], dtype=float32)
+
+    Source: the result is that of `tx.update` and `optax.apply_updates`, Optax's own two calls.
+    """
+    # Outside of jit, a skipped step would otherwise return the caller's own NumPy arrays, which then share memory
+    # (tests/promises/test_train_steps.py, "returns_jax_arrays_too").
+    params = jax.tree.map(jnp.asarray, params)
+    return update_or_apply(tx, lambda: grads, opt_state, params, apply=True, runs=True, **extra_args)
+
+
+def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **extra_args: Any) -> tuple[Tree, State]:
+    r"""Closes an open window, at the end of an epoch or of training, with the micro-batches that it has.
+
+    .. math:: \bar g = \frac{\sum_{i \le k} w_i g_i}{\sum_{i \le k} w_i}
+              \;\text{ over the } k \text{ micro-batches so far}
+
+    The divisor is the window's weight so far, not `accum_steps`. For an empty window, the updates are zeros and inner
+    does not run. To close a window together with its last micro-batch, pass `flush=True` to `update` instead. With
+    `nnx.Optimizer`, which holds state and parameters as variables, call
+    `optimizer.update(model, grads, weight=0, flush=True)`. At weight 0 any gradients add nothing.
+
+    Args:
+      tx: the transformation that `accumulate` returned. An accumulation inside another transformation (`optax.chain`,
+        `optax.masked`, `optax.inject_hyperparams`) cannot be flushed from outside, because the outer one would process
+        a gradient that does not exist. There, pass `flush=True` to `update`, as above.
+      opt_state: its state.
+      params: the parameters. The average is cast to their dtypes.
+      **extra_args: passed to the wrapped optimizer.
+
+    Returns:
+      The updates and the new state.
+
+    Raises:
+      ValueError: `tx` was not returned by `accumulate`.
+
+    Example:
+      >>> tx = accumulate(optax.sgd(1.0), 4)
+      >>> params = jnp.zeros(2)
+      >>> _, state = tx.update(jnp.array([1.0, 2.0]), tx.init(params), params)
+      >>> updates, state = flush(tx, state, params)
+      >>> updates
+      Array([-1., -2.], dtype=float32)
+
+    Source: by linearity of the gradient, the average is the gradient of the mean loss over these micro-batches alone.
+    """
+    if not isinstance(tx, Accumulation):
+        raise ValueError(
+            f"tx must be the transformation that accumulate returned, got {tx!r}. If accumulate is inside another "
+            "transformation, pass flush=True to update with the last micro-batch. Or call "
+            "tx.update(grads, opt_state, params, weight=0, flush=True) with any finite grads, which add nothing"
+        )
+    no_gradients = jax.tree.map(lambda _: None, params)
+    return tx.update(no_gradients, opt_state, params, weight=0, flush=True, **extra_args)
+
+
+def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
+    r"""Checks the values in all windows of a state, under `chex.chexify` or outside of jit.
+
+    .. math:: 0 \le \text{micro\_step} < \text{accum\_steps}, \qquad 0 \le \text{weight\_sum} < \infty, \qquad
+              0 \le \text{weight} < \infty
+
+    This must hold in every window. A full window of `GradAccumulator` waits for `take`, so its `micro_step` may also be
+    `accum_steps`. `accumulate` itself always checks shapes, dtypes and all values that are known while tracing. Other
+    values can only be checked when the program runs.
+
+    Args:
+      opt_state: a state that contains windows, at any depth.
+      accum_steps: the length of a window.
+      weight: the weight about to be passed to `update`.
+
+    Returns:
+      Nothing.
+
+    Raises:
+      AssertionError: from chex; under `chex.chexify` when the program runs.
+      RuntimeError: from chex, in a jitted function that is not inside `chex.chexify`.
+      ValueError: the state contains no window.
+
+    Example:
+      >>> tx = accumulate(optax.sgd(0.1), 2)
+      >>> @chex.chexify
+      ... @jax.jit
+      ... def step(grads, state, weight):
+      ...     check_window(state, 2, weight=weight)
+      ...     return tx.update(grads, state, weight=weight)
+      >>> updates, state = step(jnp.ones(2), tx.init(jnp.zeros(2)), 3.0)
+      >>> chex.block_until_chexify_assertions_complete()
+
+    Source: the checks are value assertions of chex, with the contract of `chex.chexify`.
+    """
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, WINDOW_STATES))
+    windows = [x for x in nodes if isinstance(x, WINDOW_STATES)]
+    if not windows:
+        raise ValueError("opt_state must contain a window of accumulate or GradAccumulator, got a state with no window")
+    _assert_values(jnp.isfinite(weight) & (jnp.asarray(weight) >= 0), f"weight must be finite and >= 0, got {weight}")
+    for window in windows:
+        longest = accum_steps - isinstance(window, AccumulateState)
+        in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
+        _assert_values(in_range, f"micro_step must be between 0 and {longest}")
+        _assert_values(jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0), "weight_sum must be finite and >= 0")
+
+
+def _assert_values(is_valid: jax.Array, message: str) -> None:
+    chex.assert_trees_all_equal(is_valid, jnp.ones_like(is_valid), custom_message=message)

@@ -1,0 +1,156 @@
+r"""The window for loops that are driven from the host: a class whose methods add micro-batches and take the average."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shrewjax._accumulation.window import AccumSteps, GradAccumulatorState, Nonfinite, Reduction, Window
+from shrewjax._base import arguments
+from shrewjax._base.mesh import AxisName
+from shrewjax._base.states import increment_if
+
+
+class GradAccumulator:
+    r"""Averages micro-batches over a window, for loops driven from the host.
+
+    .. math:: \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
+
+    The object has the window's rules and no data. Each method takes a state and returns the new one, so that `add` and
+    `take` can be jitted, with the state donated. Jit two functions: one that adds a micro-batch in place, and one that
+    takes the average and runs the optimizer. Calls of the first cost nothing but the sum, even if a backend evaluates
+    both sides of a branch.
+
+    The arguments, the edge cases and the errors are those of `accumulate`.
+
+    Example:
+      >>> window = GradAccumulator(2)
+      >>> state = window.init({"w": jnp.zeros(2)})
+      >>> average, state = window.step(state, {"w": jnp.array([1.0, 2.0])})
+      >>> print(average)
+      None
+      >>> average, state = window.step(state, {"w": jnp.array([3.0, 4.0])})
+      >>> average
+      {'w': Array([2., 3.], dtype=float32)}
+
+    In a training loop, jitted and in place:
+      >>> add = jax.jit(window.add, donate_argnums=0)
+      >>> state = add(state, {"w": jnp.array([1.0, 2.0])})
+      >>> bool(window.ready(state)), int(window.current_step(state))
+      (False, 1)
+
+    Source: by linearity of the gradient, the average is the gradient of the mean loss over the window's examples.
+    """
+
+    def __init__(
+        self,
+        accum_steps: AccumSteps,
+        *,
+        reduction: Reduction = "mean",
+        accumulator_dtype: Any = None,
+        nonfinite: Nonfinite = "propagate",
+        sum_over: AxisName | None = None,
+        noise_decay: Any = None,
+    ) -> None:
+        self._window = Window(
+            accum_steps,
+            reduction=reduction,
+            accumulator_dtype=accumulator_dtype,
+            nonfinite=nonfinite,
+            sum_over=sum_over,
+            noise_decay=noise_decay,
+        )
+
+    @property
+    def accum_steps(self) -> AccumSteps:
+        """The number of micro-batches per window, as passed and checked."""
+        return self._window.accum_steps
+
+    def init(self, params: Any) -> GradAccumulatorState:
+        """Returns an empty window for gradients like `params`, with the sharding of `params`."""
+        return self._window.init(params)
+
+    def add(self, state: GradAccumulatorState, grads: Any, weight: Any = 1, value: Any = None) -> GradAccumulatorState:
+        """Adds a micro-batch to the window, even to a full one. Call `take` when `ready` is true.
+
+        Args:
+          state: the window so far; may be donated.
+          grads: the micro-batch's gradients, like the parameters passed to `init`.
+          weight: its number of examples or tokens, as in `accumulate`.
+          value: its loss, as in `accumulate`. The state has the window's mean in `value` after `take`.
+        """
+        return self._window.advance(state, grads, weight, value).state
+
+    def ready(self, state: GradAccumulatorState) -> jax.Array:
+        """Returns whether the window is full. Shape (), bool."""
+        return state.micro_step >= self._window.steps(state.windows)
+
+    def take(self, state: GradAccumulatorState) -> tuple[Any, jax.Array, GradAccumulatorState]:
+        """Closes the window, full or not. Returns its average, whether it has one, and an empty window.
+
+        The average has the accumulator's dtype. There is none if the window is empty, has a weight of 0 or is discarded
+        by `"drop_window"`. The average is then zeros, and `windows` does not increase. Run the optimizer only if there
+        is one. The average shares its buffer with the state. Use it before the state is donated, preferably in one
+        program with the optimizer:
+
+          >>> window, inner = GradAccumulator(2), optax.sgd(1.0)
+          >>> def close(params, opt_state, state):
+          ...     average, closed, state = window.take(state)
+          ...     def idle():
+          ...         return params, opt_state
+          ...     def apply():
+          ...         updates, new = inner.update(average, opt_state, params)
+          ...         return optax.apply_updates(params, updates), new
+          ...     return *jax.lax.switch(closed.astype(int), [idle, apply]), state
+          >>> params = jnp.zeros(2)
+          >>> state = window.add(window.init(params), jnp.array([1.0, 2.0]))
+          >>> jax.jit(close, donate_argnums=(0, 1, 2))(params, inner.init(params), state)[0]
+          Array([-1., -2.], dtype=float32)
+
+        The branch also saves a copy of the accumulator on XLA:CPU. Write it as a `switch` whose first branch is the
+        idle one, because only that branch returns its operands without a copy. `jax.lax.cond` puts the other one first
+        on a GPU, and then copies parameters and optimizer state on every call.
+        """
+        taken, has_average, closed = self._window.close(state)
+        average = optax.tree.where(has_average, taken.gradients, optax.tree.zeros_like(taken.gradients))
+        closed = closed._replace(
+            windows=increment_if(has_average, state.windows),
+            value=jnp.where(has_average, taken.value, state.value),
+            noise=optax.tree.where(has_average, taken.noise, state.noise),
+        )
+        return average, jnp.asarray(has_average), closed if self._window.axes else closed._replace(gradient_sum=average)
+
+    def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
+        """Discards the open window. `windows`, `dropped`, `value` and the averages of the noise stay unchanged."""
+        # The sums are not cleared, because the next micro-batch overwrites them.
+        return state._replace(
+            micro_step=jnp.zeros_like(state.micro_step),
+            weight_sum=jnp.zeros_like(state.weight_sum),
+            window_bad=jnp.zeros_like(state.window_bad),
+        )
+
+    def step(
+        self, state: GradAccumulatorState, grads: Any, weight: Any = 1, value: Any = None
+    ) -> tuple[Any | None, GradAccumulatorState]:
+        """Adds a micro-batch and, if the window is then full, takes its average. Cannot be used under jit.
+
+        Returns:
+          The average and the state. The average is None if the window is still open, or closed without one.
+        """
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight, value))):
+            raise ValueError("step decides on the host and cannot be traced. Use add, ready and take under jit")
+        weight = arguments.weight(weight, {(), state.weight_sum.shape})  # checked here, because jit hides its value
+        state = _jitted_add(self, state, grads, weight, value)
+        if not self.ready(state):
+            return None, state
+        average, closed, state = self.take(state)
+        return (average if closed else None), state
+
+    def current_step(self, state: GradAccumulatorState) -> jax.Array:
+        """Returns the number of micro-batches in the open window. Shape (), int32."""
+        return state.micro_step
+
+
+# Jitted once for the class, because an object that holds a jitted function cannot be pickled.
+_jitted_add = jax.jit(GradAccumulator.add, static_argnums=0)

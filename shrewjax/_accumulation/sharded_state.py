@@ -1,0 +1,178 @@
+"""States on a mesh: read how a state is sharded, and move it to another number of devices.
+
+`state_specs` returns the `PartitionSpec` of each array, which `jax.shard_map` takes. `redistribute` moves a state with
+per-device rows (`_micro_batch`), for example from a checkpoint, to the devices of another run.
+"""
+
+from collections.abc import Collection, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from shrewjax._accumulation import _micro_batch
+from shrewjax._accumulation._micro_batch import sharding_of
+from shrewjax._accumulation.window import WINDOW_STATES
+from shrewjax._base import trees
+from shrewjax._base.states import State
+
+
+def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = None) -> Any:
+    r"""Returns how a state's arrays are sharded over a mesh, as `in_specs` and `out_specs` for `jax.shard_map`.
+
+    .. math:: \text{parameter: } P(p_1, \dots, p_n) \quad\Rightarrow\quad
+              \text{its sum with per-device rows: } P(\text{sum\_over}, p_1, \dots, p_n)
+
+    Like every Optax transformation, `tx.init` does not commit counters to a device. If all arrays have to be on the
+    mesh, for example in a checkpoint of several processes, place them with these specs:
+    `jax.device_put(state, jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), state_specs(state)))`.
+
+    The second example replicates parameters and shards the state (ZeRO), so that each device holds a part of the sums
+    and of the optimizer's state. It needs no `shard_map`, because `tx.init` of sharded parameters shards the state. The
+    last transformation inside `accumulate` replicates the updates. Without it, `jax.jit` returns sharded parameters.
+    With `out_shardings` instead, it gathers parameters on every call.
+
+    Args:
+      opt_state: arrays, such as `tx.init(params)` with parameters that are placed on a mesh.
+      axis_names: the mesh axes to keep in the specs, as passed to `jax.shard_map(axis_names=...)`. `None` means all.
+
+    Returns:
+      The same tree with a `jax.sharding.PartitionSpec` for each array: that of its `NamedSharding`, or an empty one
+      (replicated) if it has none.
+
+    Raises:
+      ValueError: a leaf is no array on a device and has no sharding, such as a NumPy array or a
+        `jax.ShapeDtypeStruct` without one.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> params = jax.device_put(jnp.zeros(3), jax.sharding.NamedSharding(mesh, jax.P()))
+      >>> tx = accumulate(optax.sgd(1.0), 2, sum_over="data")
+      >>> specs = state_specs(tx.init(params))
+      >>> specs.gradient_sum, specs.micro_step
+      (P('data',), P())
+
+      >>> whole, divided = (jax.sharding.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
+      >>> replicate = optax.stateless(lambda updates, _: jax.lax.with_sharding_constraint(updates, whole))
+      >>> tx = accumulate(optax.chain(optax.adamw(1e-3), replicate), 4)
+      >>> params = jax.device_put(jnp.zeros(8), whole)
+      >>> opt_state = tx.init(jax.device_put(params, divided))
+      >>> state_specs(params), state_specs(opt_state.gradient_sum)
+      (P(), P('data',))
+      >>> step = jax.jit(lambda params, opt_state, grads: apply_gradients(tx, grads, opt_state, params))
+      >>> params, opt_state = step(params, opt_state, jnp.ones(8))
+
+    Source: the specs have the form that `jax.shard_map` takes as `in_specs`.
+    """
+
+    def selected(names: Any) -> Any:
+        if axis_names is None or names is None:
+            return names
+        if isinstance(names, tuple):
+            return tuple(a for a in names if a in axis_names) or None
+        return names if names in axis_names else None
+
+    def spec(path: trees.KeyPath, x: Any) -> P:
+        sharding = sharding_of(x)
+        if sharding is not None:
+            return P(*map(selected, sharding.spec))
+        if not isinstance(x, jax.Array) and np.shape(x) != ():
+            raise ValueError(
+                f"leaf {trees.leaf_name(path)} must be an array on a device, got {type(x).__name__}, which has no "
+                "sharding. Place it first, for example with redistribute"
+            )
+        return P()
+
+    return jax.tree.map_with_path(spec, opt_state)
+
+
+def redistribute(opt_state: State, like: State) -> State:
+    r"""Moves a state with windows of `accumulate(..., sum_over=...)`, open or empty, to another number of devices.
+
+    .. math:: r'_0 = \sum_d r_d, \qquad r'_1 = r'_2 = \dots = 0
+              \qquad\Rightarrow\qquad \sum_d r'_d = \sum_d r_d
+
+    A window has one row per device along `sum_over`, and only the sum of the rows matters. The new state has one row
+    per device of `like`: the first holds that sum, the others are 0. All other values stay unchanged. All arrays get
+    the sharding of `like`.
+
+    A checkpoint has one row for each device that wrote it. Restore it with that number of rows, and then pass it here.
+    `examples/train_sharded.py` does so with Orbax.
+
+    Args:
+      opt_state: a state, for example from a checkpoint, or a tree that contains one, such as `(params, state)`.
+      like: a tree of the same structure on the new devices, such as `tx.init(params)` of the placed parameters.
+
+    Returns:
+      The state with the values of `opt_state` and the shapes and shardings of `like`.
+
+    Raises:
+      ValueError: the two differ in structure, a dtype or a shape (the number of rows may differ); a leaf of `like` is
+        no array on a device.
+
+    Example:
+      >>> tx = accumulate(optax.sgd(1.0), 2, sum_over="data")
+      >>> def placed(axis_size):
+      ...     mesh = jax.make_mesh((axis_size,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      ...     return jax.device_put(jnp.zeros(3), jax.sharding.NamedSharding(mesh, jax.P()))
+      >>> state = tx.init(placed(jax.device_count()))
+      >>> redistribute(state, like=tx.init(placed(1))).gradient_sum.shape
+      (1, 3)
+
+    Source: a closing window only uses the sum of its rows. Arrays are placed as by `jax.device_put`.
+    """
+    given, expected = jax.tree.structure(opt_state), jax.tree.structure(like)
+    if str(given) != str(expected):
+        raise ValueError(f"opt_state must have the structure of like, {expected}, got {given}")
+    return jax.tree.map_with_path(_place_window, opt_state, like, is_leaf=lambda x: isinstance(x, WINDOW_STATES))
+
+
+def _place_window(path: trees.KeyPath, window: Any, like: Any) -> Any:
+    """Returns a window, or any other leaf, placed as `like` is. Per-device rows become as many as `like` has."""
+    if not isinstance(window, WINDOW_STATES):
+        return _place(path, window, like)
+    if window.weight_sum.ndim:
+        window = window._replace(
+            weight_sum=_with_rows_of(window.weight_sum, like.weight_sum),
+            value_sum=_with_rows_of(window.value_sum, like.value_sum),
+            noise=window.noise
+            and window.noise._replace(
+                square_sums=_with_rows_of(window.noise.square_sums, like.noise.square_sums),
+                kept=_with_rows_of(window.noise.kept, like.noise.kept),
+            ),
+            gradient_sum=jax.tree.map(_with_rows_of, window.gradient_sum, like.gradient_sum),
+        )
+    return type(window)(*(jax.tree.map_with_path(_place, *fields) for fields in zip(window, like, strict=True)))
+
+
+def _with_rows_of(x: Any, like: Any) -> Any:
+    """Returns rows summed into as many rows as `like` has. An array without rows is returned unchanged.
+
+    An array of another shape, or one whose leaf in `like` is no array on a device, is also returned unchanged. `_place`
+    then raises an error that names the leaf.
+    """
+    if not isinstance(like, jax.Array) or x.ndim != like.ndim or x.ndim == 0 or x.shape[1:] != like.shape[1:]:
+        return x
+    return _micro_batch.redistribute_rows(x, like)
+
+
+def _place(path: trees.KeyPath, x: Any, like: Any) -> jax.Array:
+    """Returns an array on the devices of `like`. Raises if shapes or dtypes differ."""
+    if not isinstance(like, jax.Array):
+        raise ValueError(f"leaf {trees.leaf_name(path)} of like must be an array on a device, got {like!r}")
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    if (x.shape, x.dtype) != (like.shape, like.dtype):
+        raise ValueError(
+            f"leaf {trees.leaf_name(path)} must be {like.dtype} of shape {like.shape}, as in like, got "
+            f"{x.dtype} of shape {x.shape}"
+        )
+    if like.committed:
+        return jax.device_put(x, like.sharding)
+    # Counters and other uncommitted arrays must stay uncommitted. `jit` refuses an array that is committed to one
+    # device beside arrays on the mesh (tests/devices/test_distribution.py, "on_half_as_many_devices").
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jnp.asarray(np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jnp.asarray(np.asarray(x))

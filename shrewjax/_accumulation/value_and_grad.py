@@ -1,0 +1,372 @@
+"""A whole batch in one call: `jax.value_and_grad` from several micro-batches, in one loop of the compiled program.
+
+Data goes one way: split the batch, run `fun` on a micro-batch, decide whether it is kept, add it, divide at the end.
+`Window`s hold the sums that are divided by a weight: one for the loss and the gradients, one for the averaged leaves of
+the aux. An argument of `fun` holds examples, a key or the carry, or it is the same for all micro-batches.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shrewjax._accumulation._aux import COMBINE, AuxLeaves, AuxSums, in_dtype_of, nan_unless, selected
+from shrewjax._accumulation.window import GradAccumulatorState, Reduction, Window, begun
+from shrewjax._base import arguments, trees
+from shrewjax._base.branches import Flag
+from shrewjax._base.mesh import AxisName, as_varying, device_index, newly_varying, require_mapped, varying_axes
+from shrewjax._base.trees import check_unchanged
+
+
+class _Averaged(NamedTuple):
+    """The quantities that the window averages."""
+
+    value: Any
+    gradients: Any
+
+
+class _MicroBatch(NamedTuple):
+    """The results of `fun` for one micro-batch, and its weight."""
+
+    weight: Any
+    averaged: _Averaged
+    aux: Any
+    carried: list[Any]  # the new value of the argument `carry_argnum`, or empty
+
+
+class _SoFar(NamedTuple):
+    """The loop's state between two micro-batches."""
+
+    window: GradAccumulatorState
+    aux: AuxSums
+    carried: list[Any]
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    micro_batches: int,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    batch_argnums: int | Sequence[int] | None = None,
+    weight: Callable[..., Any] | None = None,
+    aux: Any = "mean",
+    rng_argnums: int | Sequence[int] = (),
+    carry_argnum: int | None = None,
+    reduction: Reduction = "mean",
+    nonfinite: Literal["propagate", "drop_microbatch"] = "propagate",
+    accumulator_dtype: Any = None,
+    sum_over: AxisName | None = None,
+) -> Callable[..., tuple[Any, Any]]:
+    r"""Returns `jax.value_and_grad` of `fun`, computed micro-batch by micro-batch, for batches that do not fit at once.
+
+    .. math:: \ell = \frac{\sum_i w_i \ell_i}{\sum_i w_i}, \qquad \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
+
+    The returned function takes the arguments of `fun`, with the whole batch. It returns what
+    `jax.value_and_grad(fun, argnums, has_aux)` returns. `fun` itself sees one micro-batch at a time. A step takes the
+    memory of one micro-batch and of one more tree of gradients, the sum. Nothing is kept from one step to the next.
+    Call the returned function under `jax.jit`, because outside of it each call compiles the loop again.
+
+    The arguments in `batch_argnums` are split. The first axis of each of their arrays numbers the examples, B of them
+    in all arrays. Micro-batch i of K has the examples i, i + K, i + 2 K, and so on. So an axis that is sharded over
+    devices is split without moving data.
+
+    ==============================================  ============================================================
+    condition                                       result
+    ==============================================  ============================================================
+    a micro-batch of weight 0                       adds nothing to value, gradients and aux, even if its loss or its
+                                                    gradients are NaN; the carry stays unchanged
+    a non-finite one, `nonfinite="propagate"`       it is added like any other, so the results are non-finite
+    a non-finite one, `"drop_microbatch"`           it gets weight 0
+    every micro-batch has weight 0 or is dropped    the gradients are zeros, the value and every `"mean"` are NaN;
+                                                    with `reduction="sum"`, the value is 0
+    a weight sum that is out of range or NaN        value, gradients and every `"mean"` are NaN; a sum is not
+                                                    divided by it, and not affected
+    ==============================================  ============================================================
+
+    A micro-batch is non-finite if its loss or its gradients contain a NaN or an infinity, and its weight is not 0. To
+    count those that are kept, let `fun` return a 1 in its aux and sum it: `aux={"kept": "sum", ...}`. `"stack"` shows
+    which are kept.
+
+    The aux of the micro-batches is reduced leaf by leaf, over those that are kept. A leaf keeps its dtype. Only a
+    `"sum"` of booleans or of short integers has the wider dtype that `jnp.sum` gives it.
+
+    =========  ==================================================  ==================================  =============
+    `aux`      over the micro-batches that are kept                over devices, with `sum_over`       none is kept
+    =========  ==================================================  ==================================  =============
+    `"mean"`   sum(w a) / sum(w), for every `reduction`            the same, over all of them          NaN
+    `"sum"`    sum(a), which is not weighted                       the same                            0
+    `"max"`    the largest, NaN if one is NaN                      the same                            least number
+    `"min"`    the smallest, NaN if one is NaN                     the same                            largest number
+    `"last"`   the last one's                                      a device's own                      0
+    `"stack"`  all, along a new first axis of K; the others are 0  a device's own                      0
+    =========  ==================================================  ==================================  =============
+
+    A stack of one number per example has the shape (K, B / K). `jnp.swapaxes(stack, 0, 1).reshape(B)` restores the
+    order of the examples.
+
+    Args:
+      fun: the loss function, as for `jax.value_and_grad`. It returns a scalar; with `has_aux`, a pair of that and
+        anything else.
+      micro_batches: K, an int >= 1, into which the examples can be divided.
+      argnums: the position, or positions, of the arguments to differentiate with respect to.
+      has_aux: whether `fun` returns a pair.
+      batch_argnums: the positions of the arguments that hold examples, trees of arrays. None: all except those of
+        `argnums`, `rng_argnums` and `carry_argnum`. All other arguments, and those passed by keyword, reach every
+        micro-batch whole.
+      weight: a function of `fun`'s arguments for one micro-batch, which returns its number of examples or tokens. This
+        is a real scalar, 0 or between 2**-30 and 2**100. None: all micro-batches have the same weight.
+      aux: how the aux is reduced, see above: one name for all leaves, or a tree prefix of names.
+      rng_argnums: the positions of the arguments that are trees of PRNG keys, typed or raw. Micro-batch i gets
+        `jax.random.fold_in(key, i)`. On device d along `sum_over`, it gets `fold_in(key, d * K + i)`.
+      carry_argnum: the position of an argument that each micro-batch passes on to the next, such as batch statistics.
+        `fun` then returns `(loss, (aux, carry))`, and the result is `((value, (aux, carry)), grads)`. With `sum_over`,
+        each device has its own carry, unless `fun` reduces it.
+      reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss: sum(l) / sum(w) and
+        sum(g) / sum(w). `"sum"`: sum(l) and sum(g).
+      nonfinite: how to treat a non-finite micro-batch, see above. `"drop_microbatch"` reads the gradients once more.
+      accumulator_dtype: dtype of the gradients' sum; by default the wider of float32 and the parameter's (complex for
+        complex). Gradients are returned in the dtypes that `jax.value_and_grad` gives.
+      sum_over: the mapped axis, or axes, over which the batch is divided, see below. With `check_vma=False` and in
+        `jax.pmap`, pass `()` if the gradients are the same on every device, because no type tells it there.
+
+    Many devices: under plain `jax.jit`, a batch that is sharded over its examples needs no argument. XLA sums each
+    device's own gradients in the loop, weighted or not, and reduces them once after it (tested for CUDA and TPU). With
+    `nonfinite="drop_microbatch"` it reduces those of every micro-batch, because all devices have to know whether they
+    are finite. K times the number of devices must divide B, or examples move between devices.
+
+    Inside `jax.shard_map` over the axis "data", pass `sum_over="data"`. Each device then takes K micro-batches of its
+    own, and sum(w g) and sum(w) cross the network once, after the loop. Pass parameters replicated over "data". Value,
+    gradients and aux are returned replicated, except as the table says. A micro-batch that is non-finite on one device
+    is so on all, so `"drop_microbatch"` also sends one flag for each micro-batch.
+
+    Returns:
+      A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are
+      a tuple if `argnums` is a sequence.
+
+    Raises:
+      ValueError: an argument is not as described; an argument has two roles; an array of examples has no axis, or
+        another number of examples than the first array, or a number that K does not divide; `aux` does not fit the aux;
+        `sum_over` is no mapped axis; or, inside `shard_map`, loss or gradients are not reduced and `sum_over` is
+        missing.
+      AssertionError: `fun` returns a carry of another structure, shape or dtype.
+
+    Example:
+      >>> def loss(params, x, y):
+      ...     return jnp.mean((x @ params - y) ** 2)
+      >>> params, x, y = jnp.zeros(2), jnp.ones((8, 2)), jnp.arange(8.0)
+      >>> value, grads = jax.jit(value_and_grad(loss, micro_batches=4))(params, x, y)
+      >>> value, grads
+      (Array(17.5, dtype=float32), Array([-7., -7.], dtype=float32))
+
+      If the loss is a mean over a mask, the weight is the number of examples in the mask:
+
+      >>> def masked_loss(params, x, y, mask):
+      ...     errors = jnp.where(mask, (x @ params - y) ** 2, 0)
+      ...     return jnp.sum(errors) / jnp.sum(mask), {"kept": 1}
+      >>> step = value_and_grad(
+      ...     masked_loss, 4, has_aux=True, weight=lambda params, x, y, mask: jnp.sum(mask), aux={"kept": "sum"}
+      ... )
+      >>> (value, aux), grads = jax.jit(step)(params, x, y, y % 4 > 1)  # two of the four have nothing to predict
+      >>> value, aux["kept"]
+      (Array(24.5, dtype=float32), Array(2, dtype=int32))
+
+    Source: by linearity of the gradient, the weighted mean is the large batch's gradient. The mean of means is not, see
+    "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
+    """
+    steps = arguments.integer("micro_batches", micro_batches, at_least=1)
+    has_carry = carry_argnum is not None
+    if has_carry and not has_aux:
+        raise ValueError("carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))")
+    if weight is not None and not callable(weight):
+        raise ValueError(f"weight must be a function of fun's arguments or None, got {weight!r}")
+    if not has_aux and aux != "mean":
+        raise ValueError(f"aux needs has_aux=True, because fun returns (loss, aux), got aux={aux!r}")
+    for name in jax.tree.leaves(aux, is_leaf=lambda x: x is None):
+        arguments.choice("aux", name, ("mean", "stack", *COMBINE))
+    arguments.choice("nonfinite", nonfinite, ("propagate", "drop_microbatch"))
+    window = Window(
+        steps, reduction=reduction, nonfinite=nonfinite, accumulator_dtype=accumulator_dtype, sum_over=sum_over
+    )
+    axes = window.axes or ()
+    given = {
+        "argnums": arguments.positions("argnums", argnums),
+        "rng_argnums": arguments.positions("rng_argnums", rng_argnums),
+        "carry_argnum": (arguments.integer("carry_argnum", carry_argnum),) if has_carry else (),
+        "batch_argnums": None if batch_argnums is None else arguments.positions("batch_argnums", batch_argnums),
+    }
+    micro_value_and_grad = jax.value_and_grad(fun, argnums, has_aux)
+
+    def value_and_grad_of_batch(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        roles = roles_of_arguments(given, len(args))
+        require_mapped("sum_over", axes)
+        first_number = device_index(axes) * steps if axes else 0
+        examples = split_examples({at: args[at] for at in roles["batch_argnums"]}, steps)
+        # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
+        # micro-batch (tests/accumulation/test_value_and_grad.py, "cross_the_network_once").
+        own_params = {at: jax.tree.map(lambda x: as_varying(x, axes), args[at]) for at in roles["argnums"]}
+
+        def run(i: Any, carried: list[Any]) -> _MicroBatch:
+            """Returns the results of micro-batch i."""
+            replaced = own_params | micro_batch_of(examples, i)
+            replaced |= {at: folded_keys(f"argument {at}", args[at], first_number + i) for at in roles["rng_argnums"]}
+            replaced |= dict(zip(roles["carry_argnum"], carried, strict=True))
+            arguments = [replaced.get(at, x) for at, x in enumerate(args)]
+            its_weight = 1 if weight is None else weight(*arguments, **kwargs)
+            returned, grads = micro_value_and_grad(*arguments, **kwargs)
+            loss, its_aux = returned if has_aux else (returned, ())
+            if has_carry:
+                its_aux, *carried = aux_and_carry(its_aux)
+            return _MicroBatch(its_weight, _Averaged(loss, grads), its_aux, carried)
+
+        carried = [jax.tree.map(jnp.asarray, args[at]) for at in roles["carry_argnum"]]
+        like = jax.eval_shape(run, 0, carried)
+        check_loss(like.averaged.value, axes)
+        check_carried(like.carried, carried, like.weight)
+        aux_leaves = AuxLeaves(aux, like.aux, steps, sum_over)
+
+        def add(so_far: _SoFar, i: jax.Array) -> tuple[_SoFar, list[jax.Array]]:
+            """Returns the sums with micro-batch i added, and those of its leaves that are stacked."""
+            its = run(i, so_far.carried)
+            added = window.advance(begun(so_far.window), its.averaged, its.weight, None).state
+            kept: Flag = its.weight != 0
+            if nonfinite != "propagate" and kept is not False:
+                kept = kept & (added.dropped == so_far.window.dropped)
+            aux_sums, stacked = aux_leaves.add(so_far.aux, its.aux, its.weight, kept)
+            return _SoFar(added, aux_sums, selected(kept, its.carried, so_far.carried)), stacked
+
+        params = tuple(args[at] for at in roles["argnums"])
+        zero = jnp.zeros((), like.averaged.value.dtype)
+        opened = window.init(_Averaged(zero, params if isinstance(argnums, Sequence) else params[0]))
+        # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
+        sums = opened.gradient_sum._replace(value=Window(steps, sum_over=sum_over).init(zero).gradient_sum)
+        start = _SoFar(opened._replace(gradient_sum=sums), aux_leaves.open(), carried)
+        end, stacked = lax.scan(add, start, jnp.arange(steps, dtype=jnp.int32))
+
+        taken, has_average, _ = window.close(begun(end.window))
+        # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
+        value, grads = jax.tree.map(in_dtype_of, taken.gradients, like.averaged)
+        if reduction != "sum":
+            value = nan_unless(has_average, value)
+        if not has_aux:
+            return value, grads
+        whole_aux = aux_leaves.close(end.aux, stacked)
+        return (value, (whole_aux, *end.carried) if has_carry else whole_aux), grads
+
+    return value_and_grad_of_batch
+
+
+def roles_of_arguments(given: Mapping[str, tuple[int, ...] | None], count: int) -> dict[str, tuple[int, ...]]:
+    """Returns the positions of each role's arguments, counted from the front. Raises if an argument has two roles."""
+    roles: dict[str, tuple[int, ...]] = {}
+    taken: dict[int, str] = {}
+    for name, positions in given.items():
+        if positions is None:
+            positions = tuple(at for at in range(count) if at not in taken)
+            if not positions:
+                raise ValueError(
+                    f"no argument holds examples, because the call has {count} positional argument"
+                    f"{'' if count == 1 else 's'}, in {', '.join(dict.fromkeys(taken.values()))}. Pass the batch by "
+                    "position. Or pass batch_argnums=() if there is none"
+                )
+        for at in positions:
+            if not -count <= at < count:
+                raise ValueError(f"{name} has the position {at}, but {count} arguments came by position")
+            if at % count in taken:
+                raise ValueError(
+                    f"argument {at % count} is in {taken[at % count]} and in {name}. Give it one of the two"
+                )
+            taken[at % count] = name
+        roles[name] = tuple(at % count for at in positions)
+    return roles
+
+
+def split_examples(arguments: dict[int, Any], steps: int) -> dict[int, Any]:
+    """Returns arrays of shape (B, ...) as (B / K, K, ...), in which the second axis numbers the micro-batches.
+
+    If the first axis is sharded over devices, each device's examples are so divided among all micro-batches.
+    """
+    counts: dict[str, int] = {}
+
+    def split(path: trees.KeyPath, x: Any) -> jax.Array:
+        name = f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
+        if np.ndim(x) == 0:
+            raise ValueError(
+                f"{name} has no axis of examples, but shape (). Leave the argument out of batch_argnums. Or give each "
+                "example its own number"
+            )
+        (count, *rest), (first, of_first) = np.shape(x), next(iter(counts.items()), (name, len(x)))
+        counts[name] = count
+        if count != of_first:
+            raise ValueError(f"{name} has {count} examples along its first axis, {first} has {of_first}")
+        if count % steps:
+            raise ValueError(
+                f"{name} has {count} examples, which micro_batches={steps} does not divide. Pad the batch to "
+                f"{-(-count // steps) * steps}, and let weight= count the real ones. If the loss is a mean, let fun "
+                "take it over the real ones, too"
+            )
+        return jnp.asarray(x).reshape(count // steps, steps, *rest)
+
+    return jax.tree.map_with_path(split, arguments)
+
+
+def micro_batch_of(examples: dict[int, Any], i: Any) -> dict[int, Any]:
+    """Returns the examples of micro-batch i."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), examples)
+
+
+def folded_keys(name: str, keys: Any, number: Any) -> Any:
+    """Folds `number`, which counts micro-batches over all devices, into each key. Raises if a leaf is no single key."""
+
+    def fold(path: trees.KeyPath, key: Any) -> jax.Array:
+        dtype: Any = getattr(key, "dtype", np.object_)
+        is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        is_raw = not is_typed and dtype == np.uint32
+        if np.ndim(key) != (0 if is_typed else 1) or not (is_typed or is_raw):
+            given = f"shape {key.shape} and dtype {dtype}" if hasattr(key, "dtype") else repr(key)
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} is in rng_argnums and must be one PRNG key, got {given}. Make it "
+                "with jax.random.key. If each example has a key, put the argument into batch_argnums"
+            )
+        return jax.random.fold_in(key, number)
+
+    return jax.tree.map_with_path(fold, keys)
+
+
+def aux_and_carry(returned: Any) -> tuple[Any, Any]:
+    """Returns the pair (aux, carry). Raises if `fun` returned something else beside the loss."""
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise ValueError(f"with carry_argnum, fun must return (loss, (aux, carry)), got {returned!r} beside the loss")
+    aux, carry = returned
+    return aux, carry
+
+
+def check_loss(loss: Any, axes: tuple[Hashable, ...]) -> None:
+    """Raises if the loss may differ between devices along a mapped axis that `sum_over` does not have."""
+    along = sorted(varying_axes(loss) - set(axes), key=str)
+    if along:
+        wanted = (*axes, *along)
+        raise ValueError(
+            f"the loss may differ between devices along {', '.join(map(repr, along))}, which is not in sum_over. "
+            f"Pass sum_over={wanted if len(wanted) > 1 else along[0]!r} if devices have different examples. Otherwise "
+            "reduce the loss in fun, for example with jax.lax.pmean"
+        )
+
+
+def check_carried(new: list[Any], carried: list[Any], weight: Any) -> None:
+    """Raises if a micro-batch would change the carry's structure, shapes, dtypes or the axes over which it varies."""
+    check_unchanged(new, carried, "the carry that fun returns differs from the one that it is given,")
+
+    def check(path: trees.KeyPath, new: Any, old: Any) -> None:
+        along = newly_varying(new, old) or newly_varying(weight, old)
+        if along:
+            raise ValueError(
+                f"leaf {trees.leaf_name(path[1:])} of the carry may differ between devices along {along}, but the "
+                f"one that is passed does not. Reduce it in fun, for example with jax.lax.pmean(carry, {along}). If "
+                "weights differ between devices, pass each device a carry of its own"
+            )
+
+    jax.tree.map_with_path(check, new, carried)

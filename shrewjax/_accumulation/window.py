@@ -1,0 +1,391 @@
+"""The accumulation window: the arithmetic that adds micro-batches and averages them.
+
+`accumulate` wraps an optimizer in a window. `GradAccumulator` is a window for loops driven from the host.
+`value_and_grad` runs through one in a single call. All go through `Window.advance`, which decides in this order:
+
+1. Is the micro-batch kept? Its weight must not be 0. Unless `nonfinite` is `"propagate"`, its gradients must also be
+   finite on all devices. Gradients of weight 0 may contain NaN, because they are never selected.
+2. Is it a step, which counts towards `accum_steps`? Every micro-batch is one, except a non-finite one under
+   `"extend_window"`.
+3. Is the window closing? It closes on a flush, or if this step makes it full. A micro-batch that is no step cannot
+   fill a window.
+4. Does the closing window have an average? Its weight must not be 0, and `"drop_window"` must not discard it. With
+   per-device rows, its weight is known only after `average` has summed it over devices.
+5. Update each leaf in one pass (`_advance_leaf`): replace or add, select, and divide if the window is closing. The sum
+   is not cleared on closing. The first gradient of the next window overwrites it, which saves a write.
+6. Reset the counters of a closing window.
+
+The loss that comes as `value` is added by the same weights as the gradients, over the same kept micro-batches. With
+`noise_decay`, the squared norms of the gradients are added, too (`_noise`).
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from shrewjax._accumulation import _micro_batch, _noise
+from shrewjax._accumulation._micro_batch import checked_gradients, is_nonfinite_micro_batch, norm_of_gradients
+from shrewjax._base import arguments, trees
+from shrewjax._base.branches import Flag
+from shrewjax._base.mesh import AxisName, require_replicated, require_sum_over
+from shrewjax._base.states import described, fields, increment_if
+from shrewjax._base.trees import is_gradient
+from shrewjax._numerics import floats
+from shrewjax._numerics.norms import measure_local
+from shrewjax._numerics.reductions import row_sums
+
+Reduction = Literal["mean", "sum_over_weights", "sum"]
+
+
+Nonfinite = Literal["propagate", "drop_microbatch", "drop_window", "extend_window"]
+
+
+AccumSteps = int | jax.Array | Callable[[jax.Array], Any]
+
+
+@described
+class GradAccumulatorState(NamedTuple):
+    """A window, open or empty. Its fields are a file format: a change to them breaks checkpoints."""
+
+    micro_step: Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
+    windows: Annotated[jax.Array, "int32 (): number of windows closed with an average"]
+    weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"]
+    window_bad: Annotated[jax.Array, "bool (): drop_window will discard the open window"]
+    dropped: Annotated[jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"]
+    value_sum: Annotated[jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"]
+    value: Annotated[jax.Array, "like a weight (): mean `value` of the last window with an average; inf before it"]
+    noise: Annotated[Any, "sums and averages of the gradient noise, () without noise_decay"]
+    gradient_sum: Annotated[Any, "as in `AccumulateState`"]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return metrics_of_window(self)
+
+
+def metrics_of_window(state: Any) -> dict[str, Any]:
+    """Returns the scalars of a window. `weight_sum` is left out if each device has its own."""
+    found = fields(state, "micro_step", "windows", "weight_sum", "window_bad", "dropped", "value")
+    if state.weight_sum.ndim > state.micro_step.ndim:  # per-device rows
+        del found["weight_sum"]
+    return found | (_noise.metrics_of_noise(state.noise) if state.noise else {})
+
+
+class WindowStep(NamedTuple):
+    """The result of `Window.advance`. Flags are Python bools if they are known at trace time."""
+
+    state: Any  # the new state; a closing window's `gradient_sum` is the average, or rows not summed over devices
+    weight_sum: jax.Array  # the window's weight, not reset if the window closes
+    value_sum: jax.Array  # the weighted sum of `value`
+    has_average: Flag  # the window closes with an average, unless it has rows and their total weight is 0
+    has_weight: Flag  # the window's weight is not 0; with rows, only Python's True is final
+
+
+class Average(NamedTuple):
+    """The quantities that a closing window passes on: see `Window.average`."""
+
+    gradients: chex.ArrayTree  # the average in the accumulator's dtypes
+    has_weight: Flag  # the window's weight is not 0; True without rows, because `has_average` has decided
+    value: jax.Array  # the mean of `value`
+    noise: Any  # the state of the noise with this window
+
+
+class Window:
+    """The rules of a window, without its data: how micro-batches are added to a state and averaged.
+
+    The arguments are those of `accumulate`.
+    """
+
+    def __init__(
+        self,
+        accum_steps: AccumSteps,
+        *,
+        reduction: Reduction = "mean",
+        accumulator_dtype: Any = None,
+        nonfinite: Nonfinite = "propagate",
+        sum_over: AxisName | None = None,
+        noise_decay: Any = None,
+    ) -> None:
+        self.accum_steps = arguments.accum_steps(accum_steps)
+        self._reduction = arguments.choice("reduction", reduction, ("mean", "sum_over_weights", "sum"))
+        self._dtype = arguments.accumulator_dtype(accumulator_dtype)
+        self._nonfinite = arguments.choice(
+            "nonfinite", nonfinite, ("propagate", "drop_microbatch", "drop_window", "extend_window")
+        )
+        self.axes = arguments.axis_names("sum_over", sum_over)
+        self._noise_decay = None if noise_decay is None else arguments.real("noise_decay", noise_decay, at_least=0)
+        if isinstance(self._noise_decay, float) and self._noise_decay >= 1:
+            raise ValueError(f"noise_decay must be below 1, got {noise_decay!r}")
+
+    def init(self, params: Any) -> GradAccumulatorState:
+        """Returns an empty window for gradients like `params`, with the sharding of `params`."""
+        gradient_sum, zeros = self._zeros(params)
+        sums = [x for x in jax.tree.leaves(gradient_sum) if is_gradient(x)]
+        is_float64 = any(floats.accumulator_dtype(x) == jnp.float64 for x in sums)
+        dtype = jnp.float64 if is_float64 else jnp.float32
+        return GradAccumulatorState(
+            micro_step=jnp.zeros((), jnp.int32),
+            windows=jnp.zeros((), jnp.int32),
+            weight_sum=zeros((), dtype),
+            window_bad=jnp.zeros((), bool),
+            dropped=jnp.zeros((), jnp.int32),
+            value_sum=zeros((), dtype),
+            value=jnp.full((), jnp.inf, dtype),
+            noise=() if self._noise_decay is None else _noise.empty(zeros((3,), jnp.float32), zeros((), jnp.float32)),
+            gradient_sum=gradient_sum,
+        )
+
+    def _zeros(self, params: chex.ArrayTree) -> tuple[chex.ArrayTree, Callable[[tuple[int, ...], Any], jax.Array]]:
+        """Returns the empty sums, and a function that makes zeros, with per-device rows if `sum_over` is set."""
+        axes = self.axes
+        params = trees.parameter_arrays(params)
+        if axes:
+            mesh = _micro_batch.mesh_of(params, axes)
+
+        def zeros(x: Any, dtype: Any, name: str) -> jax.Array:
+            return _micro_batch.zero_rows(x, dtype, axes, mesh, name) if axes else jnp.zeros_like(x, dtype=dtype)
+
+        def sum_like(path: trees.KeyPath, param: Any) -> jax.Array:
+            if not is_gradient(param):
+                return jnp.zeros((), jnp.int32)  # has no sum
+            dtype = self._dtype
+            if dtype is None:
+                dtype = floats.upcast_dtype(param, floats.accumulator_dtype(param))
+            return zeros(param, dtype, trees.leaf_name(path))
+
+        return jax.tree.map_with_path(sum_like, params), lambda shape, dtype: zeros(jnp.zeros(shape), dtype, "")
+
+    def steps(self, windows: jax.Array) -> jax.Array:
+        """Returns the window's length, at least 1. `windows` is the argument of a schedule."""
+        given = self.accum_steps
+        steps = jnp.asarray(arguments.steps_of_schedule(given(windows)) if callable(given) else given, jnp.float32)
+        # `>=` and not `maximum`, because a NaN then counts as 1.
+        return jnp.where(steps >= 1, jnp.ceil(jnp.minimum(steps, 2.0**24)), jnp.ones_like(steps)).astype(jnp.int32)
+
+    def advance(
+        self,
+        state: Any,
+        grads: chex.ArrayTree | None,
+        weight: Any,
+        value: Any,
+        *,
+        flush: Flag = False,
+        when_full: bool = False,
+    ) -> WindowStep:
+        """Adds a micro-batch, or none for `grads=None`, and closes the window if it is flushed or, `when_full`, full.
+
+        It does all arithmetic of the window, except sums over devices (`average`). The module's docstring explains the
+        order of its decisions.
+        """
+        require_sum_over("accumulation", self.axes)
+        if grads is not None:
+            grads = checked_gradients(grads, state.gradient_sum, self.axes)
+        weight = arguments.weight(weight, {(), state.weight_sum.shape})
+        value = None if value is None else arguments.value_of_loss(value, {(), state.weight_sum.shape})
+        if not self.axes:
+            require_replicated("weight", weight)
+            require_replicated("value", value)
+        dtype = state.weight_sum.dtype
+        one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
+
+        # A gradient of weight 0 adds nothing, even if it is NaN, and is not counted as non-finite.
+        is_kept: Flag = grads is not None and weight != 0
+        is_nonfinite: Flag = False
+        if is_kept is not False and self._nonfinite != "propagate":
+            is_nonfinite = is_nonfinite_micro_batch(grads, is_kept, self.axes)
+            is_kept = is_kept & ~is_nonfinite
+        own_weight = jnp.asarray(weight).astype(dtype)
+        kept_weight = jnp.where(is_kept, own_weight, zero)
+        is_step: Flag = grads is not None
+        if is_step and self._nonfinite == "extend_window":
+            is_step = ~jnp.asarray(is_nonfinite)
+
+        micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
+        weight_sum = state.weight_sum + kept_weight
+        window_bad = state.window_bad | is_nonfinite if self._nonfinite == "drop_window" else state.window_bad
+        is_closing = flush
+        if when_full and flush is not True:
+            is_full = self._is_full(state.windows, micro_step, is_step)
+            is_closing = True if is_full is True else flush | is_full
+        require_replicated("the decision to close a window (flush, accum_steps, micro_step)", is_closing)
+        # If `is_kept` is True, this micro-batch's weight is known and a normal number. The window's weight cannot be 0
+        # then, and no run-time check is needed.
+        has_weight: Flag = True if is_kept is True else weight_sum != 0
+        has_average: Flag
+        if has_weight is True and self._nonfinite != "drop_window":
+            has_average = True
+        else:
+            has_average = ~window_bad if self.axes else has_weight & ~window_bad
+
+        # The pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
+        # XLA:CPU, a second buffer (tests/accumulation/test_accumulate.py, "written_in_place"). Per-device rows are
+        # divided in `average`, because they have to be summed over devices first.
+        scale = None
+        if self._reduction != "sum" and is_closing is not False and not self.axes:
+            scale = jnp.where(is_closing, _reciprocal(weight_sum, has_weight), one)
+        factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else own_weight
+        is_first, grads_given = state.micro_step == 0, grads is not None
+        if grads is None:
+            grads = jax.tree.map(lambda _: None, state.gradient_sum)
+        gradient_sum = jax.tree.map(
+            lambda total, g: _advance_leaf(total, g, is_first, is_kept, factor, scale), state.gradient_sum, grads
+        )
+
+        value_sum, noise = state.value_sum, state.noise
+        if grads_given and value is None:  # the mean of a window in which a micro-batch came without one is inf
+            value_sum = jnp.full_like(value_sum, jnp.inf)
+        elif grads_given:
+            own_value = jnp.asarray(value).astype(dtype) * (kept_weight if self._reduction == "mean" else one)
+            value_sum = jnp.where(is_first, jnp.zeros_like(value_sum), value_sum)
+            value_sum = jnp.where(is_kept, value_sum + own_value, value_sum)
+        if grads_given and self._noise_decay is not None:
+            # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
+            safe_weight = jnp.where(own_weight != 0, own_weight, one)
+            square_weight = safe_weight if self._reduction == "mean" else 1 / safe_weight
+            noise = _noise.added(noise, norm_of_gradients(grads, self.axes), square_weight, is_kept, is_first)
+
+        new_state = state._replace(
+            micro_step=jnp.where(is_closing, jnp.zeros_like(micro_step), micro_step),
+            weight_sum=jnp.where(is_closing, zero, weight_sum),
+            window_bad=jnp.where(is_closing, jnp.zeros_like(window_bad), window_bad),
+            dropped=increment_if(is_nonfinite, state.dropped),
+            value_sum=value_sum,
+            noise=noise,
+            gradient_sum=gradient_sum,
+        )
+        return WindowStep(new_state, weight_sum, value_sum, is_closing & has_average, has_weight)
+
+    def average(self, stepped: WindowStep) -> Average:
+        """Returns what a closing window passes on. Sums per-device rows over devices, in one collective."""
+        noise, weight_sum, value = stepped.state.noise, stepped.weight_sum, stepped.value_sum
+        leaves, treedef = jax.tree.flatten(stepped.state.gradient_sum)
+        totals = [x for x in leaves if x.ndim] if self.axes else []
+        if self.axes:
+            scalars = [weight_sum[..., None], value[..., None]]
+            if noise:
+                scalars += [noise.kept[..., None], noise.square_sums]
+            together = jnp.concatenate([x.astype(weight_sum.dtype) for x in scalars], axis=-1)
+            (weight_sum, value, *of_noise), *totals = row_sums([together, *totals], self.axes)
+            if noise:
+                kept, *square_sums = (x.astype(jnp.float32) for x in of_noise)
+                noise = noise._replace(kept=kept, square_sums=jnp.stack(square_sums))
+            require_replicated("weight, summed over sum_over,", weight_sum)
+        has_weight: Flag = stepped.has_weight
+        if self.axes and has_weight is not True:
+            has_weight = weight_sum != 0
+        scale = _reciprocal(weight_sum, has_weight)
+        if self._reduction != "sum":
+            totals = [_scaled(x, scale) for x in totals]
+            value = value * scale
+        gradients = stepped.state.gradient_sum
+        if self.axes:
+            remaining = iter(totals)
+            gradients = jax.tree.unflatten(treedef, [next(remaining) if x.ndim else x for x in leaves])
+        if self._noise_decay is not None:
+            per_weight = scale if self._reduction == "sum" else jnp.ones_like(scale)  # a sum is W times the mean
+            norm = measure_local([x for x in jax.tree.leaves(gradients) if is_gradient(x)], self.axes or ())
+            norm = floats.shifted(norm.mantissa * per_weight.astype(norm.mantissa.dtype), norm.exponent)
+            sums = _noise.WindowSums(noise.square_sums, noise.kept, weight_sum)
+            noise = _noise.closed(stepped.state.noise, sums, norm, self._noise_decay)
+        return Average(gradients, has_weight if self.axes else True, value, noise)
+
+    def close(self, state: Any) -> tuple[Average, Flag, Any]:
+        """Closes a window, full or not. Returns its average, whether it has one, and the state.
+
+        The average of a window without one is meaningless. It is not selected away, because on CUDA XLA would hold the
+        zeros. For a transformer, they take a quarter of the gradients' size. `windows`, `value` and `noise` stay as
+        they were.
+        """
+        stepped = self.advance(state, None, 0, None, flush=True)
+        taken = self.average(stepped)
+        return taken, stepped.has_average & taken.has_weight, stepped.state
+
+    def _is_full(self, windows: jax.Array, micro_step: jax.Array, is_step: Flag) -> Flag:
+        """Returns whether this step fills the window. A window of one is known to be full, and needs no branch."""
+        if isinstance(self.accum_steps, int) and self.accum_steps == 1 and is_step is True:
+            return True
+        # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
+        # accum_steps.
+        return is_step & (micro_step >= self.steps(windows))
+
+
+def begun(state: GradAccumulatorState) -> GradAccumulatorState:
+    """Returns the window, marked as begun, so that a gradient is always added and never replaces the sum.
+
+    XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them (XLA-24).
+    """
+    return state._replace(micro_step=jnp.ones((), jnp.int32))
+
+
+def _advance_leaf(
+    total: jax.Array, grad: Any, is_first: jax.Array, is_kept: Flag, factor: jax.Array | None, scale: jax.Array | None
+) -> jax.Array:
+    """Returns (total + factor * grad) * scale, in one read and one write. A first gradient replaces the old total.
+
+    It is replaced, and not set to zero when the window closes, because that costs a copy on XLA:CPU (XLA-16).
+    """
+    if not is_gradient(total):
+        return total
+    dtype = floats.accumulator_dtype(total)
+    zeros = jnp.zeros_like(total)
+    if isinstance(is_kept, jax.Array):
+        is_kept = _micro_batch.expand_like(is_kept, total)
+    if grad is None or not is_gradient(grad) or is_kept is False:  # not a gradient: float0
+        total = jnp.where(is_first, zeros, total)
+    else:
+        if factor is not None:
+            grad = floats.mul_real(floats.upcast(grad, dtype), _micro_batch.expand_like(factor, total).astype(dtype))
+        grad = grad.astype(total.dtype)
+        if is_kept is not True:
+            # Select, because multiplying by a weight of 0 would not discard an infinity: 0 * inf is NaN
+            # (tests/accumulation/test_accumulate.py, "micro_batch_of_weight_zero"). XLA-24: select before adding,
+            # because on CUDA and TPU XLA otherwise leaves the all-reduce of a gradient inside a loop.
+            grad = jnp.where(is_kept, grad, zeros)
+        total = jnp.where(is_first, grad, total + grad)
+    return total if scale is None else _scaled(total, scale)
+
+
+def _scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
+    dtype = floats.accumulator_dtype(total)
+    return floats.mul_real(floats.upcast(total, dtype), scale.astype(dtype)).astype(total.dtype)
+
+
+def _reciprocal(weight_sum: jax.Array, has_weight: Flag) -> jax.Array:
+    """Returns 1 / weight_sum, 1 if the weight is 0, or NaN if the weight sum is out of range.
+
+    A weight sum above the range would have a reciprocal that is flushed to 0. Below the range, products w g may be
+    flushed to 0.
+    """
+    in_range = (weight_sum >= arguments.LEAST_WEIGHT) & (weight_sum <= arguments.LARGEST_WEIGHT)
+    checked = jnp.where(in_range, weight_sum, jnp.nan)
+    return 1 / jnp.where(has_weight, checked, jnp.ones_like(weight_sum))
+
+
+@described
+class AccumulateState(NamedTuple):
+    """A window and the wrapped optimizer. Its fields are a file format: a change to them breaks checkpoints."""
+
+    micro_step: Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
+    windows: Annotated[jax.Array, "int32 (): number of windows so far that ran inner"]
+    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
+    weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"]
+    window_bad: Annotated[jax.Array, "bool (): drop_window will discard the open window"]
+    dropped: Annotated[jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"]
+    value_sum: Annotated[jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"]
+    value: Annotated[jax.Array, "like a weight (): mean `value` of the last window that ran inner; inf before it"]
+    noise: Annotated[Any, "sums and averages of the gradient noise, () without noise_decay"]
+    gradient_sum: Annotated[
+        Any,
+        "like the parameters, in the accumulator's dtype, with a leading axis of devices with sum_over; meaningless "
+        "while micro_step is 0",
+    ]
+    inner_state: Annotated[Any, "the wrapped optimizer's state"]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return metrics_of_window(self) | fields(self, "applied")
+
+
+WINDOW_STATES = (GradAccumulatorState, AccumulateState)

@@ -1,0 +1,287 @@
+r"""Checks of arguments. Each function returns a checked argument, or raises a `ValueError` that names it.
+
+The value of a Python or NumPy number is checked. A JAX array is checked for its shape and dtype alone.
+"""
+
+import math
+import numbers
+from collections.abc import Callable, Collection, Hashable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shrewjax._base.trees import KeyPath, leaf_name
+
+AxesOf = tuple[int, ...] | Callable[[str, Any], Any] | None
+"""Checked axes of leaves."""
+
+
+UnitAxisNames = tuple[Hashable, ...] | jax.P | Callable[[str, Any], Any] | None
+"""Checked mapped axes of leaves of several units."""
+
+
+Scalar = float | jax.Array
+"""A checked scalar: a Python float, or a float32 or float64 array of shape (), whose value is not checked."""
+
+
+LEAST_WEIGHT, LARGEST_WEIGHT = 2.0**-30, 2.0**100
+"""The range of weights other than 0. A sum of weights in it has a float32 reciprocal, and no product that matters is
+flushed."""
+
+
+def threshold(name: str, value: Any) -> Scalar:
+    """Returns a threshold: a real scalar that is neither negative nor NaN if its value is known."""
+    return real(name, value, at_least=0)
+
+
+def real(name: str, value: Any, *, at_least: float, at_most: float = math.inf) -> Scalar:
+    """Returns a real scalar that is between two bounds, and so not NaN, if its value is known."""
+    if isinstance(value, jax.Array):
+        return _real_scalar_array(name, value)
+    bounds = f">= {at_least}" if at_most == math.inf else f"between {at_least} and {at_most}"
+    number = _static_real(name, value, f"a real scalar {bounds}")
+    if not at_least <= number <= at_most:
+        raise ValueError(f"{name} must be {bounds} and not NaN, got {value!r}")
+    return number + 0.0  # -0.0 is 0
+
+
+def any_real(name: str, value: Any) -> Scalar:
+    """Returns a real scalar of any value."""
+    if isinstance(value, jax.Array):
+        return _real_scalar_array(name, value)
+    return _static_real(name, value, "a real scalar")
+
+
+def percentile(value: Any) -> Fraction | jax.Array:
+    """Returns a percentile in [0, 100]: a number as the fraction that its decimal digits denote, an array as it is."""
+    number = real("percentile", value, at_least=0, at_most=100)
+    if isinstance(number, jax.Array):
+        return number
+    is_written_out = isinstance(value, int | float | np.generic | np.ndarray)
+    return Fraction(str(value if is_written_out else number))  # str(np.float32(99.9)) is "99.9", its float is not
+
+
+def length(name: str, value: Any, *, default: int) -> int:
+    """Returns the static length of an array in a state: an int >= 1. `None` means the default."""
+    if value is None:
+        return default
+    if isinstance(value, jax.Array):
+        raise ValueError(
+            f"{name} must be a Python int, because it is the shape of an array in the state, got the array {value}. "
+            f"Under optax.inject_hyperparams, name it in static_args or leave it out (None means {default})"
+        )
+    if isinstance(value, bool | np.bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name} must be an int >= 1 or None ({default}), got {value!r}")
+    return int(value)
+
+
+def order(ord: Any) -> float:
+    """Returns the static order of a norm: any number >= 1, or inf. `None` means 2."""
+    if ord is None:
+        return 2.0
+    if isinstance(ord, jax.Array):
+        raise ValueError(
+            f"ord must be a Python number, because each order compiles another program, got the array {ord}. "
+            "Under optax.inject_hyperparams, name it in static_args or leave it out (None means 2)"
+        )
+    number = _static_real("ord", ord, "a number >= 1, inf or None (2)")
+    if not number >= 1:
+        raise ValueError(f"ord must be >= 1 or inf, got {ord!r}")
+    return number
+
+
+def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
+    """Returns an int from a Python or NumPy integer, which may not be below `at_least`. Arrays are refused."""
+    expected = "a Python int" if at_least is None else f"a Python int >= {at_least}"
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool)
+    if not is_int or (at_least is not None and value < at_least):
+        raise ValueError(f"{name} must be {expected}, because it decides what is compiled; got {value!r}")
+    return int(value)
+
+
+def positions(name: str, value: Any) -> tuple[int, ...]:
+    """Returns the positions of arguments as static ints, from an int or a sequence."""
+    return tuple(integer(name, at) for at in (value if isinstance(value, tuple | list | range) else (value,)))
+
+
+def choice(name: str, value: Any, choices: Sequence[str]) -> Any:
+    """Returns one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def value_of_loss(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
+    """Returns the `value` of a micro-batch, a real scalar or an array of one of the shapes; it may be non-finite."""
+    if isinstance(value, np.ndarray) and value.shape != ():
+        value = jnp.asarray(value)
+    return _real_array("value", value, shapes) if isinstance(value, jax.Array) else any_real("value", value)
+
+
+def flag(name: str, value: Any) -> bool | jax.Array:
+    """Returns a bool or a boolean scalar array."""
+    if isinstance(value, bool | np.bool):
+        return bool(value)
+    if isinstance(value, jax.Array | np.ndarray) and value.shape == () and value.dtype == np.bool:
+        return jnp.asarray(value)
+    raise ValueError(f"{name} must be a bool or a boolean scalar array, got {value!r}")
+
+
+def static_flag(name: str, value: Any) -> bool:
+    """Returns a flag that decides what is compiled: a bool."""
+    if isinstance(value, bool | np.bool):
+        return bool(value)
+    raise ValueError(f"{name} must be True or False, because it decides what is compiled, got {value!r}")
+
+
+def accum_steps(value: Any) -> int | jax.Array | Callable[[jax.Array], Any]:
+    """Returns the length of a window in micro-steps: an int >= 1, a scalar array, or a function of closed windows."""
+    if callable(value):
+        return value
+    if isinstance(value, jax.Array):
+        return _real_scalar_array("accum_steps", value)
+    if isinstance(value, np.ndarray) and value.shape == ():
+        value = value[()]
+    if isinstance(value, bool | np.bool) or not isinstance(value, int | np.integer):
+        raise ValueError(
+            f"accum_steps must be an int >= 1, a scalar array or a function of the number of windows, got {value!r}"
+        )
+    if not 1 <= value < 2**24:
+        raise ValueError(f"accum_steps must be >= 1 (and below 2**24), got {value!r}")
+    return int(value)
+
+
+def steps_of_schedule(value: Any) -> Scalar:
+    """Returns the window length that a function returned: a real scalar that is >= 1 if its value is known."""
+    name = "the number that the function accum_steps returns"
+    return _real_scalar_array(name, value) if isinstance(value, jax.Array) else real(name, value, at_least=1)
+
+
+def weight(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
+    """Returns a micro-batch's weight: a Python number in range, or an array of one of `shapes`."""
+    if isinstance(value, np.ndarray) and value.shape != ():
+        value = jnp.asarray(value)
+    if isinstance(value, jax.Array):
+        return _real_array("weight", value, shapes)
+    number = _static_real("weight", value, "a real scalar >= 0")
+    if number != 0 and not LEAST_WEIGHT <= number <= LARGEST_WEIGHT:
+        raise ValueError(f"weight must be 0, or between 2**-30 and 2**100, got {value!r}")
+    return number
+
+
+def accumulator_dtype(value: Any) -> Any:
+    """Returns a floating or complex dtype, or None."""
+    if value is None:
+        return None
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        raise ValueError(f"accumulator_dtype must be a floating or complex dtype or None, got {value!r}")
+    if dtype != jax.dtypes.canonicalize_dtype(dtype):
+        raise ValueError(f"accumulator_dtype {dtype} needs 64-bit types. Set jax_enable_x64")
+    return dtype
+
+
+def axes(name: str, value: Any) -> AxesOf:
+    """Returns dimensions of leaves as a tuple of ints. None, or a function of a leaf's name and the leaf, stays."""
+    if value is None or callable(value):
+        return value
+    if isinstance(value, jax.Array):
+        raise ValueError(
+            f"{name} must be static, because it decides what is compiled, got the array {value}. Under "
+            "optax.inject_hyperparams, name it in static_args"
+        )
+    numbers_ = tuple(value) if isinstance(value, tuple | list) else (value,)
+    if any(isinstance(a, bool) or not isinstance(a, int | np.integer) for a in numbers_):
+        raise ValueError(
+            f"{name} must be an int, a tuple of ints, None or a function of a leaf's name and the leaf, got {value!r}"
+        )
+    return tuple(int(a) for a in numbers_)
+
+
+def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Any) -> tuple[int, ...] | None:
+    """Returns the axes of one leaf, counted from the front; None if `given` has none for it."""
+    chosen = axes(name, given(leaf_name(path), leaf)) if callable(given) else given
+    if callable(chosen):
+        raise ValueError(f"{name} must return dimensions or None, got {chosen!r} for leaf {leaf_name(path)}")
+    if chosen is None:
+        return None
+    if any(not -leaf.ndim <= a < leaf.ndim for a in chosen):
+        raise ValueError(
+            f"{name} {chosen} is out of range for gradient leaf {leaf_name(path)} of shape {leaf.shape}. If leaves "
+            f"differ, pass {name} as a function of a leaf's name and the leaf"
+        )
+    return tuple(sorted({a % leaf.ndim for a in chosen}))
+
+
+def axis_names(name: str, value: Any) -> tuple[Hashable, ...] | None:
+    """Returns mapped axes as a tuple; None if types give them."""
+    if value is None:
+        return None
+    names = tuple(value) if isinstance(value, tuple | list) else (value,)
+    are_names = all(isinstance(a, Hashable) and not isinstance(a, jax.P | None) for a in names)
+    if not are_names or len({*names}) < len(names):
+        raise ValueError(f"{name} must be a mapped axis, or a tuple of different ones, got {value!r}")
+    return names
+
+
+def sharded_over(value: Any) -> tuple[Hashable, ...] | None:
+    """Returns the mapped axes over which gradients are sharded."""
+    return axis_names("sharded_over", value)
+
+
+def unit_axis_names(value: Any) -> UnitAxisNames:
+    """Returns `sharded_over` for leaves of several units: names, a PartitionSpec for all leaves, or a function."""
+    return value if isinstance(value, jax.P) or callable(value) else sharded_over(value)
+
+
+def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Any) -> tuple[Hashable, ...] | jax.P | None:
+    """Returns the mapped axes, or the PartitionSpec, of one leaf; None if its type has to tell.
+
+    Raises if the user's function returns a function, because `unit_axis_names` lets functions pass.
+    """
+    chosen = unit_axis_names(given(leaf_name(path), leaf)) if callable(given) else given
+    if callable(chosen):
+        raise ValueError(
+            f"sharded_over must return names of mapped axes or a PartitionSpec, got the function {chosen!r} for leaf "
+            f"{leaf_name(path)}"
+        )
+    return chosen
+
+
+def _static_real(name: str, value: Any, expected: str) -> float:
+    if isinstance(value, np.ndarray) and value.shape == ():
+        value = value[()]
+    if callable(value):
+        raise ValueError(
+            f"{name} must be {expected}, got the function {value!r}. To schedule it, wrap the transformation in "
+            "optax.inject_hyperparams"
+        )
+    # `numbers.Real` leaves out bfloat16 and float8, whose scalars are NumPy scalars.
+    is_real = isinstance(value, numbers.Real) or (
+        isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating)
+    )
+    if not is_real or isinstance(value, bool | np.bool):
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _real_scalar_array(name: str, value: jax.Array) -> jax.Array:
+    return _real_array(name, value, {()})
+
+
+def _real_array(name: str, value: jax.Array, shapes: Collection[tuple[int, ...]]) -> jax.Array:
+    """Returns an array of real numbers in float32, or in float64 if it has that. Callers compute in no other dtype."""
+    is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    if value.shape not in shapes or not is_real:
+        expected = " or ".join("a real scalar" if s == () else f"a real array of shape {s}" for s in sorted(shapes))
+        raise ValueError(f"{name} must be {expected}, got an array of shape {value.shape} and dtype {value.dtype}")
+    return value.astype(jnp.float64 if value.dtype == jnp.float64 else jnp.float32)

@@ -1,0 +1,269 @@
+"""Mapped axes: which there are, over which of them an array varies, and along which of them a reduction must run.
+
+A mapped axis is a mesh axis of `jax.shard_map` or `jax.pmap`. Inside, an array is one device's part. `mapped_axes`
+reads these axes from JAX's context mesh. A named axis of `jax.vmap` is not among them, and is used only if the caller
+names it. JAX's types are *tracked* if they record over which mapped axes an array varies. `shard_map` tracks by
+default; `check_vma=False` and `pmap` do not. Under `jax.jit` alone no axis is mapped, and XLA reduces over shards by
+itself.
+
+A leaf that is one unit is reduced over the axes of its type if types are tracked, and over those in `sharded_over`
+otherwise. A leaf of several units, such as stacked layers, needs two answers (`UnitSharding`). Along some mapped axes
+devices hold parts of the same unit, along others they hold other units. `unit_axes` finds both:
+
+================  =====================================  ======================================  =====================
+`sharded_over`    mapped, tracked                        mapped, untracked                       not mapped
+================  =====================================  ======================================  =====================
+None              an error if the leaf varies;           an error                                no axis
+                  otherwise no axis
+names             `within`: the named axes over which    `within`: the names, an error unless    `within`: the names,
+                  the leaf varies; `across`: the rest,   all mapped axes are among them;         such as axes of vmap
+                  read from the result's type            `across`: none
+PartitionSpec     `within`: axes in the entries of       `within` and `across`: axes in the      no axis
+                  dimensions inside a unit; `across`:    entries of dimensions inside a unit,
+                  read from the result's type; an error  and of dimensions that index units
+                  if the spec is not the leaf's type
+================  =====================================  ======================================  =====================
+
+Three functions hide spellings of JAX that differ between the versions this package supports, from 0.8.0 on. Each names
+the version that brought today's spelling. Delete the older spelling when that version is the oldest supported one.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import Mesh
+
+AxisName = Hashable | tuple[Hashable, ...]
+"""Names of mapped axes, as users pass them in `sum_over` and `sharded_over`."""
+
+
+Axes = tuple[Hashable, ...] | None
+"""Checked names of mapped axes. None means that they are read from types."""
+
+
+UnitDims = tuple[int, ...]
+"""The dimensions of a leaf that index its units, in increasing order. A reduction by unit keeps them."""
+
+
+class UnitSharding(NamedTuple):
+    """The mapped axes over which a leaf of units is sharded."""
+
+    within: tuple[Hashable, ...]  # along these, devices hold parts of the same units
+    across: tuple[Hashable, ...] | None  # along these, other units; None: read from the per-unit result's type
+
+
+def unit_axes(name: str, leaf: Any, dims: UnitDims, given: Axes | jax.P) -> UnitSharding:
+    """Returns the mapped axes over which a leaf is sharded. `given` is the user's `sharded_over` for this leaf.
+
+    The table above has the answers for a leaf of several units. Raises if the type and `given` leave it open.
+    """
+    mapped, is_tracked = mapped_axes()
+    varying = tuple(a for a in mapped if a in varying_axes(leaf))
+    types_tell = is_tracked or not mapped
+    if isinstance(given, jax.P):
+        if len(given) > leaf.ndim:
+            raise ValueError(
+                f"sharded_over {given} has more entries than leaf {name} of shape {leaf.shape} has dimensions"
+            )
+        by_axis = [entry if isinstance(entry, tuple) else (entry,) for entry in given]
+        along_units = {m for a, names in enumerate(by_axis) if a in dims for m in names}
+        along_parts = {m for a, names in enumerate(by_axis) if a not in dims for m in names}
+        within, across = (tuple(m for m in mapped if m in along) for along in (along_parts, along_units))
+        if is_tracked and {*within, *across} != {*varying}:
+            raise ValueError(
+                f"sharded_over {given} is not how leaf {name} is sharded: by its type it varies over {varying}"
+            )
+        return UnitSharding(within, None if types_tell else across)
+    if not dims:
+        return UnitSharding(axes_to_reduce([leaf], given)[0], None if types_tell else ())
+    names = given or ()
+    if not types_tell and not set(mapped) <= set(names):
+        unknown = ", ".join(repr(a) for a in mapped if a not in names)
+        raise ValueError(
+            f"cannot tell how leaf {name}, which has several units, is sharded over {unknown} inside "
+            "shard_map(check_vma=False) or pmap. Use check_vma=True. Or pass sharded_over=fn, where fn(name, leaf) "
+            "returns the leaf's PartitionSpec. Or pass sharded_over=jax.P() if every device holds all leaves"
+        )
+    if given is None and varying:
+        raise ValueError(
+            f"cannot tell how leaf {name}, which has several units, is sharded over "
+            f"{', '.join(map(repr, varying))}: devices may hold other units, or parts of the same units. "
+            "Pass sharded_over=fn, where fn(name, leaf) returns the leaf's PartitionSpec. Or pass sharded_over= with "
+            "the axes along which devices hold parts of the same units, or sharded_over=() if there are none"
+        )
+    if types_tell:
+        return UnitSharding(tuple(a for a in varying if a in names) if is_tracked else names, None)
+    return UnitSharding(names, ())
+
+
+def slice_axes(name: str, leaf: Any, given: Axes) -> tuple[Hashable, ...]:
+    """Returns the mapped axes along which devices hold parts of the same slices of a leaf.
+
+    No type records it: if a leaf varies over a mapped axis, the user has to say which of the two it is.
+    """
+    mapped, is_tracked = mapped_axes()
+    varying = tuple(a for a in mapped if a in varying_axes(leaf))
+    unknown = varying if is_tracked else mapped
+    if given is None and unknown:
+        raise ValueError(
+            f"cannot tell whether leaf {name} has other slices along the mapped axes {', '.join(map(repr, unknown))}, "
+            "or other parts of the same slices. Pass sharded_over= with the mapped axes along which slices are divided."
+            " Or pass sharded_over=() if each device holds its slices whole"
+        )
+    given = given or ()
+    missing = [a for a in given if not is_bound(a)]
+    if missing:
+        raise ValueError(
+            f"sharded_over {given!r}: {', '.join(map(repr, missing))} is no mapped axis here. Name axes of the "
+            "jax.shard_map around this call. Under plain jax.jit leave sharded_over out"
+        )
+    return tuple(a for a in varying if a in given) if is_tracked else given
+
+
+def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list[tuple[Hashable, ...]]:
+    """Returns, for each array, the mapped axes along which devices hold parts of it.
+
+    Tracked types decide. Otherwise `axes` does, and None raises inside `shard_map` and `pmap`. If `axes` is a list, it
+    has one entry per array. An entry overrides the array's type, and None means "use the type".
+    """
+    if isinstance(axes, list):
+        by_type = axes_to_reduce(arrays, None) if None in axes else [()] * len(arrays)
+        return [told if given is None else given for given, told in zip(axes, by_type, strict=True)]
+    mapped, is_tracked = mapped_axes()
+    if is_tracked:
+        return [tuple(a for a in mapped if a in varying_axes(x)) for x in arrays]
+    if axes is not None:
+        return [axes] * len(arrays)
+    if mapped:
+        raise ValueError(
+            f"cannot tell whether gradients are sharded over {', '.join(map(repr, mapped))} inside "
+            "shard_map(check_vma=False) or pmap. Pass sharded_over= with the axes over which they are sharded. "
+            "Or pass sharded_over=() if every device holds all of them"
+        )
+    return [()] * len(arrays)
+
+
+def require_replicated(what: str, flag: jax.Array | bool) -> None:
+    """Raises if `flag` may differ between devices, because a collective deadlocks if some devices skip it."""
+    if isinstance(flag, jax.Array) and varying_axes(flag):
+        raise ValueError(
+            f"{what} must be the same on every device, got one that may differ over "
+            f"{', '.join(map(repr, varying_axes(flag)))}"
+        )
+
+
+def require_sum_over(what: str, axes: Axes) -> None:
+    """Raises if types do not record whether the gradients are reduced, and `sum_over` is missing."""
+    mapped, is_tracked = mapped_axes()
+    if mapped and not is_tracked and axes is None:
+        raise ValueError(
+            f"{what} cannot tell whether gradients are already summed over {', '.join(map(repr, mapped))} inside "
+            "shard_map(check_vma=False) or pmap. Pass sum_over= with the axes over which they still have to be summed. "
+            "Or pass sum_over=() if they are already the same on every device"
+        )
+
+
+def is_mapped(axes: tuple[Hashable, ...]) -> bool:
+    """Returns whether these axes are mapped here, so that a device has only its own part. Raises if only some are."""
+    missing = [a for a in axes if not is_bound(a)]
+    if missing and len(missing) < len(axes):
+        here = dict.fromkeys((*mapped_axes()[0], *(a for a in axes if a not in missing)))
+        raise ValueError(
+            f"sum_over={axes!r} contains {', '.join(map(repr, missing))}, which is not a mapped axis here. "
+            f"Mapped axes: {', '.join(map(repr, here))}"
+        )
+    return not missing
+
+
+def is_bound(axis: Hashable) -> bool:
+    """Returns whether collectives over this axis can be called here: an axis of `shard_map`, `pmap` or `vmap`."""
+    try:
+        lax.axis_size(axis)
+    except (NameError, ValueError):  # ValueError: an int, which JAX takes for a dimension of an array
+        return False
+    return True
+
+
+def require_mapped(argument: str, axes: tuple[Hashable, ...]) -> None:
+    """Raises if these are no mapped axes."""
+    if axes and not is_mapped(axes):
+        raise ValueError(
+            f"{argument} {axes!r}: no axis of this name is mapped here. Call the function inside jax.shard_map over "
+            f"it. Under plain jax.jit leave {argument} out, because XLA reduces what is sharded"
+        )
+
+
+def device_index(axes: tuple[Hashable, ...]) -> jax.Array:
+    """Returns this device's number among those along mapped axes."""
+    return lax.axis_index(axes)
+
+
+def is_replicated_over(x: jax.Array, axes: tuple[Hashable, ...]) -> bool:
+    """Returns whether, by its tracked type, `x` is the same on all devices along at least one of the axes."""
+    return mapped_axes()[1] and not set(axes) <= varying_axes(x)
+
+
+def as_varying(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
+    """Returns `x` with a type that varies over all of these mapped axes. Without tracked types: `x` itself."""
+    missing = tuple(a for a in axes if a not in varying_axes(x))
+    return _pcast(x, missing) if mapped_axes()[1] and missing else x
+
+
+def newly_varying(new: Any, old: Any) -> str:
+    """Returns the axes over which `new` varies and `old` does not, as text for a message. Empty if there are none."""
+    over = sorted(varying_axes(new) - varying_axes(old), key=str)
+    return repr(tuple(over) if len(over) > 1 else over[0]) if over else ""
+
+
+def axes_beside(leaves: Sequence[Any], local: tuple[Hashable, ...]) -> list[Axes]:
+    """Returns the mapped axes, except `local`, over which each leaf varies. Untracked leaves count as whole."""
+    mapped, is_tracked = mapped_axes()
+    if not is_tracked:
+        return [()] * len(leaves)
+    return [tuple(a for a in mapped if a in varying_axes(x) and a not in local) for x in leaves]
+
+
+def mapped_axes() -> tuple[tuple[Hashable, ...], bool]:
+    """Returns the mapped axes here, and whether types are tracked."""
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    # A device's index along an axis varies over that axis. Its type shows this only if types are tracked.
+    return mapped, bool(mapped) and bool(varying_axes(lax.axis_index(mapped[0])))
+
+
+def varying_axes(x: jax.Array) -> frozenset[Hashable]:
+    """Returns the mapped axes over which an array varies by its type. Empty if types are not tracked."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    return varying_axes_of_type(aval)
+
+
+def may_be_partitioned() -> bool:
+    """Returns whether XLA may shard an array here over devices, so that its shape is not that of one device's part."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() > 1 and (not mesh.manual_axes or set(mesh.manual_axes) != set(mesh.axis_names))
+
+
+def context_mesh() -> Any:
+    """Returns the mesh of `jax.set_mesh`, or an empty mesh if none is set. `jax.sharding.get_mesh`: JAX 0.9.1."""
+    if hasattr(jax.sharding, "get_mesh"):
+        return jax.sharding.get_mesh()
+    from jax._src.mesh import get_concrete_mesh
+
+    return get_concrete_mesh() or Mesh((), ())
+
+
+def _pcast(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    """Returns `x` with a type that also varies over these mapped axes. `jax.lax.pcast`: JAX 0.9.0."""
+    spelling: Any = lax
+    return spelling.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else spelling.pvary(x, axes)
+
+
+def varying_axes_of_type(aval: Any) -> frozenset[Hashable]:
+    """Returns the mapped axes over which a type varies. `manual_axis_type`: JAX 0.10.0.
+
+    A `jax.ShapeDtypeStruct` that was made without mapped axes has None there.
+    """
+    if hasattr(aval, "manual_axis_type"):
+        return aval.manual_axis_type.varying if aval.manual_axis_type else frozenset()
+    return getattr(aval, "vma", None) or frozenset()

@@ -1,0 +1,130 @@
+"""States: named tuples of arrays, the few helpers that several share, and `metrics`, which finds what they measured.
+
+`described` turns the description beside each field into the docstring that `help` shows. A state that measured
+something returns its scalars from a method `metrics`. The function `metrics` finds those states in any optimizer's
+state and names their scalars.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shrewjax._base.trees import KeyPath
+
+State = TypeVar("State")
+"""A state that is returned as the type that was passed in."""
+
+
+def described(state: type[State]) -> type[State]:
+    """Decorates a state class: moves each field's `Annotated` description into the field's docstring."""
+    for name, hint in get_type_hints(state, include_extras=True).items():
+        (getattr(state, name).__doc__,) = hint.__metadata__
+    state.__annotations__ = state.__new__.__annotations__ = get_type_hints(state)
+    return state
+
+
+def fields(state: Any, *names: str) -> dict[str, Any]:
+    """Returns the named fields of a state as a dictionary."""
+    return {name: getattr(state, name) for name in names}
+
+
+def increment_if(flag: bool | jax.Array, count: jax.Array) -> jax.Array:
+    """Returns a counter plus 1 if the flag is set. A counter stops at its dtype's largest value."""
+    return jnp.where(flag, optax.safe_increment(count), count)
+
+
+def largest(tree: Any) -> jax.Array:
+    """Returns the largest number in a tree: NaN if any is NaN, at least 0, and 0 for no numbers. Shape (), float32."""
+    leaves = [jnp.ravel(jnp.asarray(x, jnp.float32)) for x in jax.tree.leaves(tree)]
+    return jnp.max(jnp.concatenate(leaves), initial=0.0) if leaves else jnp.zeros((), jnp.float32)
+
+
+def metrics(opt_state: Any) -> dict[str, jax.Array]:
+    r"""Returns the scalars that transformations keep in a state, named by transformation.
+
+    .. math:: \text{metrics}(s) = \bigcup_{s' \in s} \{\text{transformation}(s')/\text{name} \mapsto x :
+              (\text{name}, x) \in s'.\text{metrics}()\}
+
+    It finds states at any depth: in chains, in wrappers such as `optax.masked`, `optax.partition` or
+    `optax.inject_hyperparams`, and in `nnx.Optimizer.opt_state`. It works on traced states, so that a jitted train step
+    can return the metrics, and under `vmap`.
+
+    =======================  ===============================================================================
+    transformation           names
+    =======================  ===============================================================================
+    clip_by_global_norm      grad_norm, clip_scale: other than 1 (NaN included) if it clipped. With `leaves=True` also
+                             largest_share: the share of the squared norm that the largest leaf has; largest_leaf: its
+                             place in the sorted names below; leaf_norm/NAME: the norm of the leaf NAME
+    clip_by_leaf_norm        grad_norm_max: the largest leaf norm; clipped_fraction: clipped leaves / leaves
+    clip_by_percentile       bound (the largest, if one per leaf); clipped_fraction of the elements
+    clip_by_norm_percentile  threshold, grad_norm, clip_scale
+    clip_by_norm_zscore      threshold, grad_norm, clip_scale, mean, std
+    adaptive_grad_clip       ratio_max, clipped_fraction: clipped units / units
+    clip_by_block_rms        rms_max, clipped_fraction
+    clip_by_leaf_norm_ema    threshold_max, grad_norm_max, clipped_fraction
+    skip_nonfinite           applied, skipped, consecutive, limit_reached
+    skip_on_spike            applied, skipped, consecutive, spikes_applied, measured, threshold
+    accumulate               micro_step, windows, applied, weight_sum, window_bad, dropped, value: the window's mean
+                             loss. With `noise_decay`: noise_scale, in units of weight, noise_trace, signal_squared.
+                             Values measured inside are those of the last closed window, or of init before the first
+                             one closes. With `sum_over` there is no weight_sum, because each device has its own
+    grad_accumulator         as accumulate, without applied
+    =======================  ===============================================================================
+
+    The name of the largest leaf, such as "dense/kernel", comes from the metrics themselves, outside of jit:
+    `sorted(k for k in measured if "/leaf_norm/" in k)[measured["clip_by_global_norm/largest_leaf"]]`.
+
+    Your own states take part: give the class of the state, a pytree node such as `MyRuleState`, a method `metrics`. It
+    takes no arguments and returns a dictionary of scalars, which are named `"my_rule/..."`.
+
+    Args:
+      opt_state: the state of any Optax transformation.
+
+    Returns:
+      A dictionary from `"transformation/name"` to scalars, empty if no state has any. A name does not depend on the
+      position in a chain. If there are several states of one kind, the names of all except the first start with their
+      path, such as `"1/inner_state/clip_by_global_norm/grad_norm"`.
+
+    Example:
+      >>> tx = optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1))
+      >>> state = tx.init(jnp.zeros(2))
+      >>> _, state = tx.update(jnp.array([3.0, 4.0]), state)
+      >>> for name, value in metrics(state).items():
+      ...     print(name, value)
+      clip_by_global_norm/grad_norm 5.0
+      clip_by_global_norm/clip_scale 0.2
+
+    Source: it finds values at any depth of a state, as `optax.tree.get` does.
+    """
+    found: dict[str, jax.Array] = {}
+    kinds = set()
+    for path, state in _measuring(opt_state):
+        kind = _name(type(state))
+        where = "" if kind not in kinds else jax.tree_util.keystr(path, simple=True, separator="/") + "/"
+        kinds.add(kind)
+        for name, value in state.metrics().items():
+            (array,) = jax.tree.leaves(value)  # in nnx, a field is a variable that holds an array
+            found[f"{where}{kind}/{name}"] = array
+    return found
+
+
+def _measuring(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yields each state that has a method `metrics`, with its path. An outer state precedes those inside it."""
+    if _measures(tree):
+        yield path, tree
+    for below, node in jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree and _measures(x)):
+        if node is not tree and _measures(node):
+            yield from _measuring(node, (*path, *below))
+
+
+def _measures(node: Any) -> bool:
+    return callable(getattr(type(node), "metrics", None))
+
+
+def _name(state: type) -> str:
+    """Returns `clip_by_global_norm` for `ClipByGlobalNormState`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", state.__name__.removesuffix("State")).lower()

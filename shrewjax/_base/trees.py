@@ -1,0 +1,101 @@
+"""Trees of gradients: their leaves as arrays, which leaves are clipped and summed, and how messages name a leaf.
+
+Rules take a tree apart with `gradient_leaves` and treat the leaves for which `is_gradient` is true. They leave all
+other leaves alone, such as integers, float0 and keys. `check_unchanged` raises if a wrapped transformation changed the
+structure of its state.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+KeyPath = tuple[Any, ...]
+
+
+Tree = TypeVar("Tree")
+"""A pytree that is returned as the type that was passed in. Its leaves are returned as JAX arrays."""
+
+
+def gradient_leaves(grads: Any) -> tuple[list[KeyPath], list[Any], Any]:
+    """Returns the key paths of a tree of gradients, its leaves as arrays, and its structure."""
+    with_paths, treedef = jax.tree.flatten_with_path(grads)
+    return [path for path, _ in with_paths], [array_leaf(path, leaf) for path, leaf in with_paths], treedef
+
+
+def floating(grads: Any) -> list[Any]:
+    """Returns the leaves of a tree of gradients that rules measure and clip, as arrays."""
+    return [x for x in gradient_leaves(grads)[1] if is_gradient(x)]
+
+
+def map_floating(function: Callable[[Any], Any], grads: Tree) -> Tree:
+    """Returns the tree with `function` of each of those leaves. All other leaves pass through."""
+    return jax.tree.map(lambda x: function(x) if is_gradient(x) else x, gradient_arrays(grads))
+
+
+def gradient_arrays(grads: Any) -> Any:
+    """Returns the tree of gradients with its leaves as arrays."""
+    return jax.tree.map_with_path(array_leaf, grads)
+
+
+def parameter_arrays(params: Any) -> Any:
+    """Returns the tree of parameters with its leaves as arrays. Any dtype is accepted."""
+    return jax.tree.map_with_path(partial(_as_array, what="parameter"), params)
+
+
+def leaf_name(path: KeyPath) -> str:
+    """Returns the name of the leaf at `path` for messages. The whole tree may be one leaf."""
+    return jax.tree_util.keystr(path) or "(the tree itself)"
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """Returns the leaves' names for logs, such as "dense/kernel"; as in messages if these are empty or not unique."""
+    paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    return names if all(names) and len({*names}) == len(names) else [leaf_name(path) for path in paths]
+
+
+def array_leaf(path: KeyPath, leaf: Any) -> Any:
+    """Returns a gradient leaf as an array: Python numbers and floating or complex NumPy arrays become JAX arrays.
+
+    Other arrays are returned as they are. Raises if the leaf is no array or number, or if its dtype cannot hold
+    gradients.
+    """
+    if hasattr(leaf, "dtype") and not _holds_gradients(leaf.dtype):
+        raise ValueError(
+            f"gradient leaf {leaf_name(path)} must have a dtype with a sign, a zero and a NaN, got {leaf.dtype}. "
+            "Cast the leaf to float32. Or leave it out with optax.masked"
+        )
+    return _as_array(path, leaf, what="gradient")
+
+
+def is_gradient(leaf: Any) -> bool:
+    """Returns whether a leaf is clipped and summed: true for floating and complex leaves alone."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _as_array(path: KeyPath, leaf: Any, what: str) -> Any:
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        is_foreign = isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return jnp.asarray(leaf) if is_foreign else leaf
+    if isinstance(leaf, bool | int | float | complex):
+        return jnp.asarray(leaf)
+    raise ValueError(f"{what} leaf {leaf_name(path)} must be an array or a number, got {leaf!r}")
+
+
+def _holds_gradients(dtype: Any) -> bool:
+    """Returns whether a dtype has negative numbers and NaN: float8_e8m0fnu has no sign, 4- and 6-bit floats no NaN."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return True
+    negative, nan = np.asarray([-1.0, np.nan]).astype(dtype)
+    return bool(negative == -1 and np.isnan(nan))
+
+
+def check_unchanged(new: Any, old: Any, what: str) -> None:
+    """Raises, while tracing, if structure, shapes or dtypes differ. Adds no operation to the program."""
+    chex.assert_trees_all_equal_structs(new, old, custom_message=f"{what} in structure")
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, old, custom_message=f"{what} in shapes or dtypes")

@@ -1,0 +1,10 @@
+"""The clipping rules, by what they clip.
+
+* `global_norm`: all gradients together, by their norm, to a threshold or to one from past norms.
+* `unit_norms`: leaves, layers, rows or columns, each by its own norm.
+* `elements`: element by element, to a bound or to a percentile of the magnitudes.
+* `cotangents`: the cotangent of a value, in the backward pass.
+
+`_units` finds, measures and scales the units of `unit_norms`. A gradient goes through a rule once: leaves, reductions,
+one decision from a few scalars, one elementwise map. These rooms import `_base` and `_numerics`.
+"""

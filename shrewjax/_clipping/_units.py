@@ -1,0 +1,154 @@
+"""Units: the parts of a gradient that a rule clips on their own, each by its own norm.
+
+A unit is a leaf or a part of one. Some axes of the leaf, its *unit dims*, number its units; each unit spans the other
+axes. Arithmetic on units is compiled once for all leaves that are a single unit (`norms.stack_single_units`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shrewjax._base import arguments, trees
+from shrewjax._base.arguments import AxesOf, UnitAxisNames
+from shrewjax._base.mesh import Axes, AxisName, UnitDims, UnitSharding, unit_axes
+from shrewjax._base.trees import KeyPath, is_gradient
+from shrewjax._numerics import floats, scaling
+from shrewjax._numerics.floats import ExtendedFloat
+from shrewjax._numerics.norms import (
+    combine,
+    magnitude_keys,
+    measure_units,
+    stack_single_units,
+    stacked_axes,
+    unstack_units,
+)
+from shrewjax._numerics.reductions import leaf_maxima, leaf_sums, sizes, unit_zeros
+from shrewjax._numerics.scaling import ClipScale
+
+UnitAxisName = AxisName | jax.P | Callable[[str, Any], Any]
+"""The values of `sharded_over` that users may pass to a rule for units."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """The units of a gradient. Numbers of units, such as norms and scales, come and go stacked (`stacked`)."""
+
+    paths: tuple[KeyPath, ...]
+    leaves: list[Any]  # the floating leaves
+    dims: tuple[UnitDims, ...]  # the unit dims of each
+    given: UnitAxisNames  # the user's `sharded_over`
+
+    @cached_property
+    def sharding(self) -> tuple[UnitSharding, ...]:
+        """The mapped axes over which each leaf is sharded."""
+        return tuple(
+            unit_axes(trees.leaf_name(path), x, dims, arguments.axis_names_of_leaf(self.given, path, x))
+            for path, x, dims in zip(self.paths, self.leaves, self.dims, strict=True)
+        )
+
+    @cached_property
+    def _across(self) -> list[Axes]:
+        return stacked_axes(self.sharding, self.dims)
+
+    def unstacked(self, numbers: Sequence[Any]) -> list[Any]:
+        """Returns numbers leaf by leaf."""
+        return unstack_units(numbers, self.dims)
+
+    def norms(self, ord: float = 2) -> list[ExtendedFloat]:
+        """Returns the norms of the units."""
+        return measure_units(self.leaves, self.dims, self.sharding, ord)
+
+    def total(self, norms: Sequence[ExtendedFloat]) -> ExtendedFloat:
+        """Returns the norm of all units together from their norms."""
+        return combine(norms, self._across)
+
+    def stacked(self, per_leaf: Sequence[Any]) -> list[Any]:
+        """Returns numbers that come leaf by leaf as this class takes them."""
+        return stack_single_units(per_leaf, self.dims)
+
+    def beside(self, tree: chex.ArrayTree) -> list[Any]:
+        """Returns the leaves at the same places of a tree like the parameters."""
+        at = dict(jax.tree.leaves_with_path(tree))
+        missing = [trees.leaf_name(path) for path in self.paths if path not in at]
+        if missing:
+            raise ValueError(
+                f"gradient leaves {', '.join(missing)} need parameters at the same places, and there are none. Call "
+                "update with params like the gradients"
+            )
+        return [trees.array_leaf(path, at[path]) for path in self.paths]
+
+    def with_leaves(self, tree: chex.ArrayTree, leaves: Sequence[Any]) -> chex.ArrayTree:
+        """Returns the tree with these leaves at the same places."""
+        at = dict(zip(self.paths, leaves, strict=True))
+        return jax.tree.map_with_path(lambda path, leaf: at.get(path, leaf), tree)
+
+    def numbers(self, tree: chex.ArrayTree, value: float) -> chex.ArrayTree:
+        """Returns a tree like `tree` of float32 numbers: one for each unit, and one for each leaf without units."""
+        others = jax.tree.map(lambda _: jnp.full((), value, jnp.float32), tree)
+        return self.with_leaves(
+            others, [unit_zeros(x, d) + jnp.float32(value) for x, d in zip(self.leaves, self.dims, strict=True)]
+        )
+
+    def numbers_beside(self, tree: chex.ArrayTree) -> list[Any]:
+        """Returns the numbers of these units in a state's tree, by leaf. Raises if it has numbers of other units."""
+        numbers = self.beside(tree)
+        for path, x, dims, number in zip(self.paths, self.leaves, self.dims, numbers, strict=True):
+            expected = tuple(x.shape[a] for a in dims)
+            if number.shape != expected:
+                raise ValueError(
+                    f"gradient leaf {trees.leaf_name(path)} of shape {x.shape} has units of shape {expected}, but "
+                    f"the state has units of shape {number.shape}. Call init with parameters like the gradients"
+                )
+        return numbers
+
+    def largest(self, numbers: Sequence[ExtendedFloat]) -> jax.Array:
+        """Returns the largest number of all units on all devices; NaN if one is NaN. Shape (), float32."""
+        if not numbers:
+            return jnp.zeros((), jnp.float32)
+        values = [floats.to_float32(n) for n in numbers]
+        keys = leaf_maxima(magnitude_keys(jnp.dtype(jnp.float32)), values, axes=self._across)
+        return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), jnp.float32)
+
+    def clipped_fraction(self, scales: Sequence[ClipScale], norms: Sequence[ExtendedFloat]) -> jax.Array:
+        """Returns clipped units / units, on all devices. Shape (), float32."""
+        if not scales:
+            return jnp.zeros((), jnp.float32)
+        # A unit with zero norm never counts as clipped.
+        is_clipped = [scale.applies & (norm.mantissa != 0) for scale, norm in zip(scales, norms, strict=True)]
+        clipped = leaf_sums([flag.astype(jnp.float32) for flag in is_clipped], axes=self._across)
+        return jnp.sum(jnp.stack(clipped)) / max(sum(sizes(is_clipped, axes=self._across)), 1)
+
+    def with_numbers(self, tree: chex.ArrayTree, numbers: Sequence[Any], absent: float) -> chex.ArrayTree:
+        """Returns a state's tree with new numbers, which come stacked, and `absent` for leaves without a gradient."""
+        others = jax.tree.map(lambda x: jnp.full_like(x, absent), tree)
+        return self.with_leaves(others, self.unstacked(numbers))
+
+    def scaled(self, updates: chex.ArrayTree, scales: Sequence[ClipScale]) -> chex.ArrayTree:
+        """Returns the gradients, each unit times its scale. The scales come stacked."""
+        scaled = map(scaling.apply_unit_scales, self.leaves, self.unstacked(scales), self.dims)
+        return self.with_leaves(updates, list(scaled))
+
+
+def find_units(
+    updates: chex.ArrayTree, unit_dims: Callable[[KeyPath, Any], UnitDims], sharded_over: UnitAxisNames = None
+) -> Units:
+    """Returns the units of a gradient. `unit_dims(path, leaf)` gives the unit dims of a leaf."""
+    paths, leaves, _ = trees.gradient_leaves(updates)
+    counted = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_gradient(x)]
+    return Units(
+        paths=tuple(path for path, _ in counted),
+        leaves=[x for _, x in counted],
+        dims=tuple(unit_dims(path, x) for path, x in counted),
+        given=sharded_over,
+    )
+
+
+def stacked_layers(batch_axes: AxesOf) -> Callable[[KeyPath, Any], UnitDims]:
+    """Returns the `unit_dims` of rules whose units are leaves, or the layers that a leaf stacks along `batch_axes`."""
+    return lambda path, leaf: arguments.axes_of_leaf("batch_axes", batch_axes, path, leaf) or ()

@@ -1,0 +1,233 @@
+r"""Clipping inside the backward pass, where gradients blow up: each slice of the cotangent of a value.
+
+The clip is the identity with a backward pass of its own. `jax.custom_vjp` would refuse forward mode, and JAX transposes
+the tangents of a `jax.custom_jvp`, which would not clip. So the clip is a primitive. It is linear and its own
+derivative, and its transpose clips.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from shrewjax._base import arguments, trees
+from shrewjax._base.mesh import AxisName, UnitDims, as_varying, slice_axes, varying_axes, varying_axes_of_type
+from shrewjax._base.trees import KeyPath, Tree, is_gradient
+from shrewjax._numerics import floats, scaling
+from shrewjax._numerics.norms import measure_slices
+
+
+def clip_cotangent(
+    x: Tree,
+    max_norm: Any,
+    *,
+    axis: Any = -1,
+    ord: float | None = None,
+    counter: Any = None,
+    sharded_over: AxisName | None = None,
+) -> Tree:
+    r"""Returns `x`. In the backward pass, scales each slice of its cotangent to a norm of at most `max_norm`.
+
+    .. math:: y = x, \qquad
+              \bar x_s = \bar y_s \cdot \min\Big(1, \frac{\text{max\_norm}}{\|\bar y_s\|}\Big)
+              \;\text{ for each slice } s \text{ along } axis
+
+    Use it on activations of recurrent, deep or long-context models, such as the hidden state at each step or a layer's
+    output at each token. It limits gradients where they grow, before they reach the layers below. The sum of many
+    clipped slices may still be large, so keep a `clip_by_global_norm` in the optimizer.
+
+    The first row that fits applies:
+
+    ====================================  =============================================================
+    condition, slice by slice             cotangent
+    ====================================  =============================================================
+    max_norm = inf                        unchanged to the last bit, NaN and infinities included
+    a NaN or infinity                     the slice becomes NaN, other slices do not
+    a NaN max_norm in an array            the slice becomes NaN
+    a negative max_norm in an array       as for 0
+    norm <= max_norm                      unchanged to the last bit, subnormals and -0.0 included
+    max_norm = 0                          zeros
+    norm > max_norm                       direction kept, norm within 2 eps of max_norm, as in `clip_grad_norm`
+    ====================================  =============================================================
+
+    Values, and derivatives in forward mode (`jax.jvp`, `jax.jacfwd`), are those without the clip, to the last bit. The
+    clipped gradient is no longer that of the loss, but it can be differentiated itself. `jax.jvp` of `jax.grad` is its
+    derivative. `jax.grad` of `jax.grad` also clips in the outer backward pass. The first derivative with respect to
+    `max_norm` is 0.
+
+    The backward pass reads each cotangent once more, and writes it again only if a slice is clipped. The forward pass
+    keeps nothing for it.
+
+    Args:
+      x: an array, or a pytree whose leaves are clipped one by one. Integer, boolean and float0 leaves, keys and `None`
+        are returned as they are.
+      max_norm: the threshold, a real scalar >= 0, or a scalar array of any real dtype.
+      axis: the axes of a slice, an int or a tuple of ints. There is one slice for each position along the other axes.
+        `None` means that a leaf is a single slice. Or a function of a leaf's name, as `jax.tree_util.keystr` gives it,
+        and the leaf.
+      ord: p of the norm, as in `grad_norm`. For p other than 1, 2 and inf, the cotangent is read once more.
+      counter: a float32 zero, which does not change the result. Its cotangent is the number of slices that were clipped
+        or became NaN. It may also be an array that broadcasts to the slices (the leaf's shape without `axis`). Its
+        elements then count apart.
+      sharded_over: inside `jax.shard_map` and `jax.pmap`, the mapped axes along which devices hold parts of the same
+        slices. Pass `()` if each device holds its slices whole. Leave it out under plain `jax.jit`.
+
+    Returns:
+      `x`. Each leaf keeps its dtype, and its cotangent has the same.
+
+    Raises:
+      ValueError: an argument is not as described; an axis is out of range for a leaf; a leaf differs between devices
+        and `sharded_over` is missing; or `max_norm` differs between devices that share a slice.
+
+    Example:
+      >>> def loss(x):
+      ...     return jnp.sum(jnp.array([[3.0, 4.0], [0.3, 0.4]]) * clip_cotangent(x, 1.0))
+      >>> jax.grad(loss)(jnp.zeros((2, 2))).round(6)
+      Array([[0.6, 0.8],
+             [0.3, 0.4]], dtype=float32)
+
+      In a recurrence, the clipped steps are counted by the cotangent of `counter`:
+
+      >>> def last_state(h, zero):
+      ...     def step(h, _):
+      ...         return 3 * clip_cotangent(h, 10.0, counter=zero), None
+      ...     return jax.lax.scan(step, h, length=8)[0][0]
+      >>> jax.grad(last_state, argnums=(0, 1))(jnp.ones(1), jnp.zeros(()))  # 3 and 9 pass, then 27, and 30 six times
+      (Array([10.], dtype=float32), Array(6., dtype=float32))
+
+    Source: A. Graves, "Generating sequences with recurrent neural networks", 2013, arXiv:1308.0850, section 2.1. There,
+    the derivatives of a recurrent network's inputs are limited to a fixed range, element by element.
+    """
+    max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
+    axis, sharded_over = arguments.axes("axis", axis), arguments.sharded_over(sharded_over)
+    traced_limit, static_limit = ([max_norm], None) if isinstance(max_norm, jax.Array) else ([], max_norm)
+
+    def guarded(path: KeyPath, leaf: Any) -> Any:
+        if not is_gradient(leaf):
+            return leaf
+        name = trees.leaf_name(path)
+        shared = arguments.axes_of_leaf("axis", axis, path, leaf)
+        dims = () if shared is None else tuple(a for a in range(leaf.ndim) if a not in shared)
+        divided = slice_axes(name, leaf, sharded_over)
+        own_slices = varying_axes(leaf) - set(divided)
+        for limit in traced_limit:
+            _check_limit(limit, name, own_slices)
+        zeros = _zeros(counter, name, tuple(leaf.shape[a] for a in dims))
+        zeros = as_varying(zeros, tuple(own_slices))
+        return _guard.bind(leaf, zeros, *traced_limit, slices=_Slices(dims, divided, ord, static_limit))
+
+    paths, leaves, treedef = trees.gradient_leaves(x)
+    return treedef.unflatten(list(map(guarded, paths, leaves)))
+
+
+def _check_limit(limit: jax.Array, name: str, own_slices: frozenset[Hashable]) -> None:
+    """Raises if devices that share a slice may have different thresholds. They have own slices along `own_slices`."""
+    along = varying_axes(limit) - own_slices
+    if along:
+        raise ValueError(
+            f"max_norm may differ between devices along {', '.join(sorted(map(repr, along)))}, but these devices share "
+            f"the slices of leaf {name}. Reduce max_norm over them first, for example with jax.lax.pmin"
+        )
+
+
+def _zeros(counter: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the counter's value for each slice of a leaf. JAX then sums the cotangents of slices that share one."""
+    if counter is None:
+        return jnp.zeros((), jnp.float32)
+    counter = jnp.asarray(counter)
+    if counter.dtype not in (jnp.float32, jnp.float64):
+        raise ValueError(
+            "counter must be a float32 zero, because integers have no cotangent and narrower floats do not count "
+            f"beyond 256 or 2048, got {counter.dtype}. Pass jnp.zeros(())"
+        )
+    pairs = zip(counter.shape[::-1], shape[::-1], strict=False)
+    if counter.ndim > len(shape) or any(n not in (1, m) for n, m in pairs):
+        raise ValueError(
+            f"counter of shape {counter.shape} must broadcast to {shape}, the slices of leaf {name}. Pass jnp.zeros(())"
+        )
+    return jnp.broadcast_to(counter, shape)
+
+
+class _Slices(NamedTuple):
+    """The slices of a leaf, and how each is measured: the static parameters of the primitive."""
+
+    dims: UnitDims  # the axes that number the slices
+    divided: tuple[Hashable, ...]  # the mapped axes along which devices hold parts of the same slices
+    ord: float
+    limit: float | None  # None: the limit is an operand
+
+    def clip(self, cotangent: jax.Array, *traced_limit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the clipped cotangent, and whether each slice was clipped."""
+        # Under `jax.vmap`, each example may have its own threshold, whose axes are then the first axes of the slices.
+        value = self.limit if self.limit is not None else _spread(traced_limit[0], len(self.dims))
+        limit = scaling.limit_in(value, floats.accumulator_dtype(cotangent))
+        norm = measure_slices(cotangent, self.ord, self.dims, self.divided, limit)
+        clipped, applies = scaling.clip_slices(cotangent, norm, limit, self.dims)
+        # With a limit of 0, `applies` is set for a slice of zeros, too, which does not count as clipped.
+        return clipped, applies & (norm.mantissa != 0)
+
+
+def _spread(limit: jax.Array, ndim: int) -> jax.Array:
+    """Returns a threshold that broadcasts over the slices' last axes; a scalar as it is."""
+    return limit if limit.ndim == 0 else lax.expand_dims(limit, range(limit.ndim, ndim))
+
+
+# Operands: the value; zeros, one for each slice, whose cotangents count; and the threshold, unless it is static.
+_guard = Primitive("clip_cotangent")
+
+
+def _value(x: Any, *_: Any, slices: _Slices) -> Any:
+    """Returns the first operand: the value, and the type, of the clip."""
+    del slices
+    return x
+
+
+_guard.def_impl(_value)
+
+
+_guard.def_abstract_eval(_value)
+
+
+mlir.register_lowering(_guard, mlir.lower_fun(_value, multiple_results=False))
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, slices: _Slices) -> tuple[Any, Any]:
+    """Returns the clip of the value and of its tangent, so that transposing the tangent clips."""
+    _, _, *limit = primals  # its tangent is dropped, because the value does not depend on it
+    moved = [ad.instantiate_zeros(t) for t in tangents[:2]]
+    return _guard.bind(*primals, slices=slices), _guard.bind(*moved, *limit, slices=slices)
+
+
+def _transpose(cotangent: Any, x: Any, zeros: Any, *limit: Any, slices: _Slices) -> list[Any]:
+    """Returns the clipped cotangent for the value, and for each zero, 1 if its slice was clipped."""
+    if type(cotangent) is ad.Zero:
+        cotangent = ad.instantiate_zeros(cotangent)
+    clipped, is_clipped = slices.clip(cotangent, *limit)
+    of_x = clipped if ad.is_undefined_primal(x) else None
+    of_zeros = None
+    if ad.is_undefined_primal(zeros):
+        # Devices that share a slice may have a counter each.
+        counts = is_clipped.astype(zeros.aval.dtype)
+        of_zeros = as_varying(counts, tuple(varying_axes_of_type(zeros.aval)))
+    return [of_x, of_zeros, *[None] * len(limit)]
+
+
+def _batch(operands: Sequence[Any], dims: Sequence[Any], *, slices: _Slices) -> tuple[Any, int]:
+    """Returns the clip of a batch, whose examples have their own slices, and the batch's axis."""
+    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    operands = [batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True)]
+    dims = (0, *(a + 1 for a in slices.dims))
+    return _guard.bind(*operands, slices=slices._replace(dims=dims)), 0
+
+
+ad.primitive_jvps[_guard] = _jvp
+
+
+ad.primitive_transposes[_guard] = _transpose
+
+
+batching.primitive_batchers[_guard] = _batch

@@ -1,0 +1,490 @@
+"""Clipping all gradients together, by their global norm: to a given threshold, or to one from the norms of past steps.
+
+Only floating and complex leaves are measured and clipped. Other leaves, `None` and `optax.MaskedNode` pass through.
+"""
+
+import math
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shrewjax._base import arguments, trees
+from shrewjax._base.mesh import Axes, AxisName
+from shrewjax._base.states import described, fields
+from shrewjax._base.trees import Tree
+from shrewjax._clipping._units import find_units, stacked_layers
+from shrewjax._numerics import floats, histories, scaling
+from shrewjax._numerics.floats import ExtendedFloat
+from shrewjax._numerics.norms import measure, measure_with_leaves
+from shrewjax._numerics.scaling import ClipScale
+
+
+def grad_norm(grads: Any, ord: float | None = None, *, sharded_over: AxisName | None = None) -> jax.Array:
+    r"""Returns the norm of all gradients together, as if they were one long vector.
+
+    .. math:: \|g\|_p = \Big(\sum_i |g_i|^p\Big)^{1/p}, \qquad \|g\|_\infty = \max_i |g_i|
+
+    Neither the powers nor their sum overflow or underflow, for any dtypes.
+
+    ======================================  ==================================================
+    gradients                               norm
+    ======================================  ==================================================
+    all zero, no elements, no leaves        0
+    a NaN                                   NaN
+    an infinity and no NaN                  inf
+    norm beyond the dtype's largest number  inf (the clips below still see the true one)
+    subnormal                               counted; as 0 on backends that flush subnormals (CPU, TPU)
+    ======================================  ==================================================
+
+    Args:
+      grads: pytree of arrays. Complex leaves count with their modulus. Integer, boolean and float0 leaves, `None` and
+        `optax.MaskedNode` do not count.
+      ord: p, any Python number >= 1 or inf. `None` means 2.
+      sharded_over: mapped axes over which the gradients are sharded. It is only needed inside `jax.shard_map` with
+        `check_vma=False` and inside `jax.pmap`, because there the leaves' types do not record it.
+
+    Returns:
+      float32 scalar; float64 if a leaf is float64 or complex128.
+
+    Raises:
+      ValueError: `ord` is traced, below 1 or NaN. Or a leaf is neither an array nor a number. Or its dtype cannot hold
+        a gradient: it has no sign and no zero (float8_e8m0fnu), or no NaN (float4, float6). Or `sharded_over` is
+        missing where it is needed.
+
+    Example:
+      >>> grad_norm({"w": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])})
+      Array(5., dtype=float32)
+      >>> grad_norm(jnp.full(4, 1e20, jnp.float32))
+      Array(2.e+20, dtype=float32)
+
+    Source: the scaled second pass follows the idea of J. L. Blue, "A portable Fortran program to find the Euclidean
+    norm of a vector", ACM TOMS 4 (1978).
+    """
+    return floats.from_extended(global_norm(grads, arguments.order(ord), arguments.sharded_over(sharded_over)))
+
+
+def clip_grad_norm(
+    grads: Tree, max_norm: Any, *, ord: float | None = None, sharded_over: AxisName | None = None
+) -> tuple[Tree, jax.Array]:
+    r"""Scales all gradients by one number so that their norm is at most `max_norm`, and returns the norm before, too.
+
+    .. math:: g \leftarrow g \cdot \min\Big(1, \frac{\text{max\_norm}}{\|g\|}\Big)
+
+    The first row that applies:
+
+    ====================================  =============================================================
+    condition                             result
+    ====================================  =============================================================
+    max_norm = inf                        the gradients to the last bit
+    a NaN or infinite gradient            every floating leaf becomes NaN
+    a NaN max_norm in an array            the same
+    a negative max_norm in an array       as 0
+    norm <= max_norm                      the gradients to the last bit, subnormals and -0.0 included
+    max_norm = 0                          zeros
+    norm > max_norm                       same direction, norm within 2 eps of max_norm, relative (4 eps
+                                          for ord other than 2 and inf; eps of each leaf's dtype). If
+                                          scaled elements become subnormal: plus sqrt(n) smallest normals
+    ====================================  =============================================================
+
+    There is no epsilon in the denominator. The clip is differentiable; at a zero norm its derivative is that of the
+    identity.
+
+    Args:
+      grads: pytree of arrays, as in `grad_norm`. Each leaf keeps its dtype; 16-bit leaves are multiplied in float32.
+      max_norm: the threshold, a real scalar >= 0, or a scalar array of any real dtype.
+      ord: p of the norm, as in `grad_norm`.
+      sharded_over: as in `grad_norm`.
+
+    Returns:
+      The clipped gradients, and `grad_norm(grads)`.
+
+    Raises:
+      ValueError: `max_norm` is a Python or NumPy number that is negative or NaN, or is no real scalar; or as in
+        `grad_norm`.
+
+    Example:
+      >>> clipped, norm = clip_grad_norm({"w": jnp.array([3.0, 4.0])}, 1.0)
+      >>> clipped["w"].round(6), norm
+      (Array([0.6, 0.8], dtype=float32), Array(5., dtype=float32))
+
+    Source: R. Pascanu, T. Mikolov, Y. Bengio, "On the difficulty of training recurrent neural networks", 2013,
+    arXiv:1211.5063, Algorithm 1. The name and the return value are those of `torch.nn.utils.clip_grad_norm_`.
+    """
+    max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
+    norm = global_norm(grads, ord, arguments.sharded_over(sharded_over))
+    clipped, _ = clip_to_limit(grads, norm, scaling.as_limit(max_norm, norm))
+    return clipped, floats.from_extended(norm)
+
+
+@described
+class ClipByGlobalNormState(NamedTuple):
+    """Measurements of the last update."""
+
+    grad_norm: Annotated[jax.Array, "float32 (): the norm before clipping"]
+    clip_scale: Annotated[jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"]
+    leaf_norms: Annotated[
+        Any, "with leaves=True, a tree like the parameters of norms before clipping, float32 (); otherwise ()"
+    ] = ()
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns the entries of `shrewjax.metrics`."""
+        return fields(self, "grad_norm", "clip_scale") | _of_leaves(self.leaf_norms)
+
+
+def clip_by_global_norm(
+    max_norm: Any, *, ord: float | None = None, leaves: bool = False, sharded_over: AxisName | None = None
+) -> optax.GradientTransformationExtraArgs:
+    r"""Clips the norm of all gradients together: `clip_grad_norm` as an Optax transformation.
+
+    .. math:: g \leftarrow g \cdot \min\Big(1, \frac{\text{max\_norm}}{\|g\|}\Big)
+
+    The table of `clip_grad_norm` has the edge cases. Chain it before the optimizer. Inside `accumulate` it clips the
+    window's average, as most people want. To schedule the threshold, wrap it in `optax.inject_hyperparams`.
+
+    With `leaves=True` the state also has the norm of each leaf, which the same pass over the gradients computes.
+    `metrics` shows each by the leaf's name, and says which leaf has the largest share of the squared norm:
+
+    ======================================  =====================================================================
+    gradients                               norms by leaf
+    ======================================  =====================================================================
+    one leaf                                its norm is `grad_norm`, and its share is 1
+    a NaN in a leaf                         NaN for that leaf; `largest_share` is NaN and `largest_leaf` has the NaN
+    an infinity and no NaN                  inf for its leaf; k infinite leaves have a share of 1/k each
+    a leaf's norm beyond float32            inf, and a share as for an infinity. Beside a NaN, from 2**63 on
+    all zero                                0, and `largest_share` is 0
+    no leaves                               neither norms by leaf nor `largest_share`
+    an element below 2**-63                 may count as 0 in its leaf's norm, unless `grad_norm` is below 2**-30
+    complex, sharded, 16-bit leaves         as in `grad_norm`
+    other leaves                            0
+    ======================================  =====================================================================
+
+    Args:
+      max_norm: the threshold, a real scalar >= 0, or a scalar array of any real dtype.
+      ord: p of the norm, any Python number >= 1 or inf. `None` means 2.
+      leaves: whether the state has the leaves' norms, too; a bool. It requires order 2, and changes no update.
+      sharded_over: as in `grad_norm`.
+
+    Returns:
+      A transformation with state `ClipByGlobalNormState(grad_norm, clip_scale, leaf_norms)`, measurements of the last
+      update (before the first: 0, 1 and 0): float32 scalars, and a tree of them or (). The norms of the leaves have no
+      derivative.
+
+    Raises:
+      ValueError: `leaves` is no bool, or is set although `ord` is not 2; with `leaves=True`, the updates' tree differs
+        from that of the parameters given to `init`; or as in `clip_grad_norm`.
+
+    Example:
+      >>> tx = optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1))
+      >>> params = {"w": jnp.zeros(2)}
+      >>> updates, state = tx.update({"w": jnp.array([3.0, 4.0])}, tx.init(params), params)
+      >>> updates["w"].round(6), state[0].grad_norm
+      (Array([-0.06, -0.08], dtype=float32), Array(5., dtype=float32))
+      >>> tx = clip_by_global_norm(1.0, leaves=True)
+      >>> grads = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}
+      >>> _, state = tx.update(grads, tx.init(grads))
+      >>> state.leaf_norms["b"], state.metrics()["largest_share"].round(6)
+      (Array(4., dtype=float32), Array(0.64, dtype=float32))
+
+    Source: R. Pascanu, T. Mikolov, Y. Bengio, 2013, arXiv:1211.5063, Algorithm 1.
+    """
+    max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
+    leaves = arguments.static_flag("leaves", leaves)
+    if leaves and ord != 2:
+        raise ValueError(
+            f"ord must be 2 with leaves=True, because shares are of the squared norm, got {ord}. Leave out ord. Or "
+            "leave out leaves"
+        )
+    axes = arguments.sharded_over(sharded_over)
+
+    def init_fn(params: optax.Params) -> ClipByGlobalNormState:
+        return ClipByGlobalNormState(
+            grad_norm=jnp.zeros((), jnp.float32),
+            clip_scale=jnp.ones((), jnp.float32),
+            leaf_norms=jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params) if leaves else (),
+        )
+
+    def update_fn(
+        updates: optax.Updates, state: ClipByGlobalNormState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, ClipByGlobalNormState]:
+        del params, extra_args
+        leaf_norms = state.leaf_norms
+        if leaves:
+            units = find_units(updates, stacked_layers(None))
+            units.numbers_beside(leaf_norms)
+            norm, grad_norm, norms = measure_with_leaves(units.leaves, axes)
+            others = jax.tree.map(jnp.zeros_like, leaf_norms)
+            leaf_norms = units.with_leaves(others, [norm.astype(jnp.float32) for norm in norms])
+        else:
+            norm = global_norm(updates, ord, axes)
+            grad_norm = floats.from_extended(norm)
+        updates, scale = clip_to_limit(updates, norm, scaling.as_limit(max_norm, norm))
+        return updates, ClipByGlobalNormState(
+            grad_norm=grad_norm.astype(jnp.float32), clip_scale=scaling.applied_scale(scale), leaf_norms=leaf_norms
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def global_norm(grads: Any, ord: float, axes: Axes) -> ExtendedFloat:
+    """Returns the norm of all gradients together."""
+    return measure(trees.floating(grads), ord, axes)
+
+
+def clip_to_limit(grads: Tree, norm: ExtendedFloat, limit: ExtendedFloat) -> tuple[Tree, ClipScale]:
+    """Clips gradients of this norm to a limit, and returns the scale, too."""
+    scale = scaling.clip_scale(norm, limit)
+    return trees.map_floating(lambda x: scaling.apply_scale(x, scale), grads), scale
+
+
+def _of_leaves(leaf_norms: Any) -> dict[str, Any]:
+    """Returns the metrics of norms by leaf. There are none without leaves."""
+    by_name = dict(sorted(zip(trees.leaf_names(leaf_norms), jax.tree.leaves(leaf_norms), strict=True)))
+    if not by_name:
+        return {}
+    norms = jnp.stack([*by_name.values()])
+    index = jnp.argmax(norms, axis=0)  # of the first NaN, if there is one
+    largest = jnp.take_along_axis(norms, index[None], axis=0)
+    is_largest = norms == largest
+    # Relative to the largest, so that no square leaves the range. No 0 / 0 or inf / inf, which `jax_debug_nans` finds.
+    others = jnp.where(is_largest, 0, norms) / jnp.where(largest == 0, 1, largest)
+    share = 1 / jnp.sum(jnp.where(is_largest, 1, others * others), axis=0)
+    return {
+        "largest_share": jnp.where(largest[0] == 0, 0, share),
+        "largest_leaf": index.astype(jnp.int32),
+        **{f"leaf_norm/{name}": norm for name, norm in by_name.items()},
+    }
+
+
+@described
+class ClipByNormPercentileState(NamedTuple):
+    """The history of norms and measurements of the last update. Its fields are a file format."""
+
+    history: Annotated[histories.History, "the last finite norms, before clipping"]
+    threshold: Annotated[jax.Array, "float32 (): the threshold of the last norm; inf while the history is empty"]
+    grad_norm: Annotated[jax.Array, "float32 (): the last norm before clipping"]
+    clip_scale: Annotated[jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns the entries of `shrewjax.metrics`."""
+        return fields(self, "threshold", "grad_norm", "clip_scale")
+
+
+def clip_by_norm_percentile(
+    percentile: Any, *, history_length: int | None = None, sharded_over: AxisName | None = None
+) -> optax.GradientTransformationExtraArgs:
+    r"""Clips the norm of all gradients together to a percentile of its history (AutoClip).
+
+    .. math:: g_t \leftarrow g_t \cdot \min\Big(1, \frac{c_t}{\|g_t\|}\Big), \qquad
+              c_t = \mathrm{percentile}_p(\|g_{t-H+1}\|, \dots, \|g_t\|)
+
+    The history holds norms before clipping, the present one included. A percentile of 10, as in the paper, clips nine
+    steps in ten, so the rule normalises more than it guards. For a guard, use a percentile near 100, or
+    `skip_on_spike`.
+
+    The first row that applies:
+
+    ========================================  =======================================================================
+    condition                                 result
+    ========================================  =======================================================================
+    NaN percentile in an array                every floating leaf becomes NaN; the norm is recorded if it is finite
+    a NaN or infinite gradient                not recorded. While the history is empty, the gradient passes as it is.
+                                              Later it makes every floating leaf NaN
+    a norm beyond float32                     not recorded. While the history is empty, the gradient passes as it is.
+                                              Later it is clipped to the percentile of the others
+    the first norm; percentile = 100          never clipped, the gradients to the last bit
+    percentile = 0                            clipped to the smallest norm in the history
+    ========================================  =======================================================================
+
+    A percentile outside [0, 100] in an array counts as 0 or 100. A norm of 0 counts as any other, so all updates are 0
+    if more than p % of the norms are. A full history drops its oldest norm.
+
+    The table of `clip_grad_norm` describes the clip itself.
+
+    Args:
+      percentile: p, a real scalar in [0, 100], or a scalar array of any real dtype. Between two norms of the history it
+        is interpolated, as in `numpy.percentile`.
+      history_length: H, an int >= 1, the number of norms in the history. `None` means 1024.
+      sharded_over: as in `grad_norm`.
+
+    Returns:
+      A transformation with state `ClipByNormPercentileState(history, threshold, grad_norm, clip_scale)`; the last three
+      are float32 scalars of the last update (before the first: inf, 0 and 1).
+
+    Raises:
+      ValueError: `percentile` or `history_length` is not as described; or as in `grad_norm`.
+
+    Example:
+      >>> tx = clip_by_norm_percentile(50.0)
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for scale in (1.0, 3.0, 2.0):
+      ...     updates, state = tx.update(scale * jnp.array([0.6, 0.8]), state)
+      >>> state.threshold, updates
+      (Array(2., dtype=float32), Array([1.2, 1.6], dtype=float32))
+
+    Source: P. Seetharaman, G. Wichern, B. Pardo, J. Le Roux, "AutoClip: Adaptive gradient clipping for source
+    separation networks", MLSP 2020, arXiv:2007.14469, Algorithm 1, there with an unbounded history.
+    """
+    percentile = arguments.real("percentile", percentile, at_least=0, at_most=100)
+    length = arguments.length("history_length", history_length, default=1024)
+    axes = arguments.sharded_over(sharded_over)
+
+    def init_fn(params: optax.Params) -> ClipByNormPercentileState:
+        del params
+        return ClipByNormPercentileState(
+            history=histories.empty_history(length),
+            threshold=jnp.full((), jnp.inf, jnp.float32),
+            grad_norm=jnp.zeros((), jnp.float32),
+            clip_scale=jnp.ones((), jnp.float32),
+        )
+
+    def update_fn(
+        updates: optax.Updates, state: ClipByNormPercentileState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, ClipByNormPercentileState]:
+        del params, extra_args
+        norm = global_norm(updates, 2.0, axes)
+        grad_norm = floats.to_float32(norm)
+        history = histories.push(state.history, grad_norm)
+        threshold = histories.percentile(history, percentile)
+        updates, scale = clip_to_limit(updates, norm, _float32_limit(threshold, grad_norm, norm))
+        return updates, ClipByNormPercentileState(history, threshold, grad_norm, scaling.applied_scale(scale))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+@described
+class ClipByNormZscoreState(NamedTuple):
+    """The moments of the norms and measurements of the last update. Its fields are a file format."""
+
+    recorded: Annotated[jax.Array, "int32 (): number of norms recorded so far"]
+    mean: Annotated[jax.Array, "float32 (): the mean of the norms, each clipped by its own z-score"]
+    std: Annotated[jax.Array, "float32 (): the standard deviation of the same norms"]
+    threshold: Annotated[jax.Array, "float32 (): the last norm's threshold; if it was no spike, the least spike"]
+    grad_norm: Annotated[jax.Array, "float32 (): the last norm before clipping"]
+    clip_scale: Annotated[jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns the entries of `shrewjax.metrics`."""
+        return fields(self, "threshold", "grad_norm", "clip_scale", "mean", "std")
+
+
+def clip_by_norm_zscore(
+    max_zscore: Any = 2.5,
+    *,
+    decay: Any = 0.97,
+    warmup_steps: Any = 25,
+    max_norm: Any = math.inf,
+    eps: Any = 1e-6,
+    sharded_over: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Clips the norm of all gradients together when it stands out from the recent ones (ZClip).
+
+    .. math:: z_t = \frac{\|g_t\| - \mu}{\sigma + \epsilon}, \qquad
+              n_t = \mu + \frac{z_{thr}^2}{z_t} \sigma \;\text{ if } z_t > z_{thr}, \text{ else } \|g_t\|
+
+    The norm is clipped to :math:`\min(n_t, \text{max\_norm})`. The further a spike stands out, the more it is clipped.
+    Then the moments are updated with the norm as the rule, without `max_norm`, clipped it:
+
+    .. math:: \mu \leftarrow \beta \mu + (1 - \beta) n_t, \qquad
+              \sigma^2 \leftarrow \beta \sigma^2 + (1 - \beta) (n_t - \mu)^2
+
+    with the new mean. In the first `warmup_steps` steps there is no z-score, and only `max_norm` clips. The mean and
+    the standard deviation are then those of all norms so far, with their number as the denominator.
+
+    ========================================  =======================================================================
+    condition                                 result
+    ========================================  =======================================================================
+    a NaN or infinite gradient                not recorded; every floating leaf becomes NaN. In the warm-up with
+                                              max_norm = inf, the gradient passes as it is
+    norm beyond float32                       in the warm-up not recorded; later clipped to the mean, and so recorded
+    all norms equal                           the mean is that norm to the last bit, the deviation 0
+    then a new, higher level of norms         clipped to the mean forever, because the threshold cannot rise without
+                                              deviation
+    mean 0 (no warm-up, or only zeros in it)  as in the warm-up, until the mean is positive
+    a NaN argument in an array                every floating leaf becomes NaN; nothing non-finite is recorded
+    z at most max_zscore, norm <= max_norm    the gradients to the last bit
+    max_norm = inf                            no cap; in the warm-up nothing is clipped
+    ========================================  =======================================================================
+
+    Args:
+      max_zscore: the largest z-score of a norm that is no spike, a real scalar >= 0, or a scalar array.
+      decay: beta, a real scalar in [0, 1], or a scalar array.
+      warmup_steps: a number of recorded norms, a real scalar >= 0, or a scalar array.
+      max_norm: a cap on every step, a real scalar >= 0, or a scalar array. The default, inf, is no cap. The paper's 1.0
+        suits the gradients of the language models that it trained.
+      eps: added to the deviation, a real scalar >= 0, or a scalar array.
+      sharded_over: as in `grad_norm`.
+
+    Returns:
+      A transformation with state `ClipByNormZscoreState(recorded, mean, std, threshold, grad_norm, clip_scale)`: an
+      int32 scalar and float32 scalars.
+
+    Raises:
+      ValueError: an argument is not as described; or as in `grad_norm`.
+
+    Example:
+      >>> tx = clip_by_norm_zscore(warmup_steps=4)
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for norm in (0.9, 1.1, 0.9, 1.1, 2.0):
+      ...     updates, state = tx.update(jnp.array([norm]), state)
+      >>> updates.round(4)  # mean 1, deviation 0.1, z = 10: clipped to 1 + 0.1 * 2.5**2 / 10
+      Array([1.0625], dtype=float32)
+
+    Source: A. Kumar et al., "ZClip: Adaptive spike mitigation for LLM pre-training", 2025, arXiv:2504.02507.
+    """
+    max_zscore = arguments.threshold("max_zscore", max_zscore)
+    decay = arguments.real("decay", decay, at_least=0, at_most=1)
+    warmup_steps = arguments.threshold("warmup_steps", warmup_steps)
+    max_norm, eps = arguments.threshold("max_norm", max_norm), arguments.threshold("eps", eps)
+    axes = arguments.sharded_over(sharded_over)
+
+    def init_fn(params: optax.Params) -> ClipByNormZscoreState:
+        del params
+        return ClipByNormZscoreState(
+            recorded=jnp.zeros((), jnp.int32),
+            mean=jnp.zeros((), jnp.float32),
+            std=jnp.zeros((), jnp.float32),
+            threshold=jnp.full((), jnp.inf, jnp.float32),
+            grad_norm=jnp.zeros((), jnp.float32),
+            clip_scale=jnp.ones((), jnp.float32),
+        )
+
+    def update_fn(
+        updates: optax.Updates, state: ClipByNormZscoreState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, ClipByNormZscoreState]:
+        del params, extra_args
+        limit_z, eps_, cap = (jnp.asarray(x, jnp.float32) for x in (max_zscore, eps, max_norm))
+        norm = global_norm(updates, 2.0, axes)
+        grad_norm = floats.to_float32(norm)
+
+        past = histories.Moments(state.recorded, state.mean, state.std)
+        is_warmup = past.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
+        # A mean of 0 (no warm-up, or only zero gradients so far) cannot serve for a z-score either.
+        averages_all = is_warmup | (past.recorded == 0) | (past.mean == 0)
+        z = (grad_norm - past.mean) / (past.std + eps_)
+        is_spike = ~averages_all & (z > limit_z)
+        clipped_norm = past.mean + limit_z * (limit_z / jnp.where(is_spike, z, 1)) * past.std
+        # No norm below a spike exceeds this, in spite of rounding.
+        onset = jnp.fmax(past.mean + limit_z * (past.std + eps_), grad_norm)
+        threshold = jnp.minimum(jnp.where(averages_all, jnp.inf, jnp.where(is_spike, clipped_norm, onset)), cap)
+        threshold = jnp.where(jnp.isnan(limit_z) | jnp.isnan(eps_), jnp.nan, threshold)
+        updates, scale = clip_to_limit(updates, norm, _float32_limit(threshold, grad_norm, norm))
+
+        # A finite gradient whose norm is beyond float32 is recorded as clipped. An infinite gradient is not recorded.
+        value = jnp.where(jnp.isfinite(norm.mantissa), jnp.where(is_spike, clipped_norm, grad_norm), jnp.nan)
+        moments = histories.update_moments(past, value, jnp.asarray(1 - decay, jnp.float32), averages_all)
+        return updates, ClipByNormZscoreState(
+            *moments, threshold=threshold, grad_norm=grad_norm, clip_scale=scaling.applied_scale(scale)
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _float32_limit(threshold: jax.Array, grad_norm: jax.Array, norm: ExtendedFloat) -> ExtendedFloat:
+    """Returns the limit of a norm; inf if its float32 value, which is what states show, is within the threshold.
+
+    Without this, a norm that reads equal to its threshold could be clipped for digits beyond float32. The test is
+    `test_percentile_100_leaves_gradients_of_any_size_alone`.
+    """
+    return scaling.as_limit(jnp.where(grad_norm <= threshold, jnp.inf, threshold), norm)

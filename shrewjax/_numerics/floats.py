@@ -1,0 +1,281 @@
+"""Floats and their bits, and numbers beyond the range of floats.
+
+The bits of a float >= 0, read as an integer, order as the numbers do. Comparisons here use these integers, because CPU
+and TPU flush subnormal numbers to zero in every floating-point operation, comparisons included (XLA-18). The tests are
+in `tests/numerics/test_floats.py`.
+
+Four functions of JAX look like ones of this module, and cannot replace them:
+
+* Not `jnp.signbit` for `sign_bit`, because it refuses 8-bit floats.
+* Not `jnp.exp2` for `power_of_two`, because on CPU it misses most powers of two, 2**13 for one. Not `2.0**exponent`
+  either, because that is inexact on GPU (XLA-19).
+* Not `jnp.ldexp` for `times_power_of_two`, because on CPU it returns a subnormal number unscaled.
+* Not `jnp.frexp` for `to_extended`, because on CPU it returns mantissa 0.5 and exponent -149 for every subnormal
+  float32.
+
+An `ExtendedFloat` is `mantissa * 2**exponent`, its mantissa in [1, 2) and its exponent an int32. Norms are measured as
+such numbers, because a norm may exceed float32 where the clip's quotient does not.
+
+* Zero has mantissa 0 and exponent -2**20. So it compares below every other number, and the sum of two such exponents
+  does not wrap around.
+* An infinity or a NaN is the mantissa, with any exponent.
+* Splitting a float is exact. Products and quotients are rounded once.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shrewjax._base.arguments import Scalar
+
+
+def is_complex(x: Any) -> bool:
+    """Returns whether an array is complex."""
+    return x.dtype.kind == "c"
+
+
+def real_dtype(x: Any) -> Any:
+    """Returns an array's dtype, or that of its parts if it is complex."""
+    return jnp.finfo(x.dtype).dtype
+
+
+def accumulator_dtype(x: Any) -> Any:
+    """Returns the real dtype in which to sum an array's elements or their parts: float64 for float64, else float32."""
+    return jnp.dtype(jnp.float64 if real_dtype(x) == jnp.float64 else jnp.float32)
+
+
+def upcast(x: Any, dtype: Any) -> jax.Array:
+    """Returns x in a real dtype, or in the complex dtype of that precision if x is complex."""
+    return lax.convert_element_type(x, upcast_dtype(x, dtype))
+
+
+def upcast_dtype(x: Any, dtype: Any) -> Any:
+    """Returns the dtype of `upcast(x, dtype)`."""
+    return jnp.dtype(f"complex{2 * jnp.finfo(dtype).bits}" if is_complex(x) else dtype)
+
+
+def mul_real(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """Returns x times a real factor. Parts are multiplied apart, because a complex product turns inf + 0i into NaN."""
+    return lax.complex(x.real * factor, x.imag * factor) if is_complex(x) else x * factor
+
+
+def magnitude_bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of |x|: integers that order as the magnitudes do, with NaN above infinity."""
+    integers = integers_like(x.dtype)
+    return lax.bitcast_convert_type(x, integers) & jnp.asarray(jnp.iinfo(integers).max, integers)
+
+
+def sign_bit(x: jax.Array) -> jax.Array:
+    """Returns whether the sign bit is set. `x < 0` would flush a subnormal x to 0 (XLA-18)."""
+    return lax.bitcast_convert_type(x, integers_like(x.dtype)) < 0
+
+
+def infinity_bits(dtype: Any) -> int:
+    """Returns the bits of infinity. The bits of NaNs are larger."""
+    fraction_bits, bias = float_format(dtype)
+    return (2 * bias + 1) << fraction_bits
+
+
+def narrower_bits(bits: jax.Array, dtype: Any, narrower: Any) -> jax.Array:
+    """Returns the bits of a magnitude, rounded toward zero to a narrower dtype."""
+    fraction_bits, bias = float_format(dtype)
+    to_fraction_bits, to_bias = float_format(narrower)
+    dropped = fraction_bits - to_fraction_bits
+    result = bits >> dropped
+    if to_bias != bias:
+        infinity, to_infinity = infinity_bits(dtype), infinity_bits(narrower)
+        exponent = bits >> fraction_bits
+        significand = (bits & ((1 << fraction_bits) - 1)) | (1 << fraction_bits)
+        to_unit = jnp.clip(dropped + bias - to_bias + 1 - exponent, 0, jnp.iinfo(bits.dtype).bits - 1)
+        is_normal = exponent > bias - to_bias
+        result = jnp.where(is_normal, result - ((bias - to_bias) << to_fraction_bits), significand >> to_unit)
+        result = jnp.where(bits >= infinity, to_infinity, jnp.minimum(result, to_infinity - 1))
+    return result.astype(integers_like(narrower))
+
+
+def wider_bits(bits: jax.Array, dtype: Any, wider: Any) -> jax.Array:
+    """Returns the bits of the same magnitude in a wider dtype. NaN stays NaN."""
+    fraction_bits, bias = float_format(dtype)
+    to_fraction_bits, to_bias = float_format(wider)
+    bits = bits.astype(integers_like(wider))
+    result = bits << (to_fraction_bits - fraction_bits)
+    if to_bias != bias:
+        unit = power_of_two(jnp.asarray(1 - bias - fraction_bits, jnp.int32), wider)
+        subnormal = lax.bitcast_convert_type(bits.astype(wider) * unit, bits.dtype)
+        result = jnp.where(bits < (1 << fraction_bits), subnormal, result + ((to_bias - bias) << to_fraction_bits))
+        beyond = bits - infinity_bits(dtype)
+        result = jnp.where(beyond >= 0, infinity_bits(wider) + beyond, result)
+    return result
+
+
+def round_toward_zero(value: Scalar, dtype: Any) -> jax.Array:
+    """Returns the largest finite number of a dtype that is at most a threshold; 0 for a negative threshold.
+
+    Callers handle an infinite threshold themselves: it becomes the largest finite number.
+    """
+    if isinstance(value, jax.Array):
+        return _rounded_toward_zero(value, dtype)
+    # A Python number is rounded on the host, because the device would flush a subnormal one (XLA-18).
+    number = min(value, float(jnp.finfo(dtype).max))
+    nearest = np.asarray(number, dtype)
+    integers = integers_like(dtype)
+    return jnp.asarray((nearest.view(integers) - integers.type(float(nearest) > number)).view(dtype))
+
+
+def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """Returns x * 2**exponent. It multiplies twice, because 2**exponent may leave the range where the result does not.
+
+    A subnormal x or result is flushed on CPU and TPU.
+    """
+    first, second = factors_of_two(exponent, x.dtype)
+    return x * first * second
+
+
+def factors_of_two(exponent: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns two powers of two, each in range, whose product is 2**exponent."""
+    _, bias = float_format(dtype)
+    first = jnp.clip(exponent, 1 - bias, bias)
+    return power_of_two(first, dtype), power_of_two(jnp.clip(exponent - first, -bias, bias), dtype)
+
+
+def power_of_two_for(x: jax.Array) -> jax.Array:
+    """Returns a power of two that scales each finite, normal x > 0 to [1, 4)."""
+    _, bias = float_format(x.dtype)
+    return power_of_two(-jnp.clip(exponent_of(x), 1 - bias, bias - 1), x.dtype)
+
+
+def power_of_two(exponent: jax.Array, dtype: Any) -> jax.Array:
+    """Returns 2**exponent for -bias < exponent <= bias, and 0 for exponent -bias. Made of bits, so exact (XLA-19)."""
+    fraction_bits, bias = float_format(dtype)
+    return lax.bitcast_convert_type((exponent + bias).astype(integers_like(dtype)) << fraction_bits, dtype)
+
+
+def exponent_of(x: jax.Array) -> jax.Array:
+    """Returns the exponent of a normal number, int32. It is -bias for zeros and subnormal numbers."""
+    fraction_bits, bias = float_format(x.dtype)
+    return (magnitude_bits(x) >> fraction_bits).astype(jnp.int32) - bias
+
+
+def integers_like(dtype: Any) -> Any:
+    """Returns the signed integer dtype of the same size."""
+    return jnp.dtype(f"int{jnp.finfo(dtype).bits}")
+
+
+def float_format(dtype: Any) -> tuple[int, int]:
+    """Returns the number of fraction bits and the exponent's bias."""
+    info = jnp.finfo(dtype)
+    return int(info.nmant), 2 ** (int(info.nexp) - 1) - 1
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rounded_toward_zero(value: jax.Array, dtype: Any) -> jax.Array:
+    wanted = jnp.clip(value, 0, float(jnp.finfo(dtype).max))
+    nearest = wanted.astype(dtype)
+    is_above = nearest.astype(wanted.dtype) > wanted
+    integers = integers_like(dtype)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(nearest, integers) - is_above.astype(integers), dtype)
+
+
+@_rounded_toward_zero.defjvp
+def _rounded_toward_zero_jvp(
+    dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    _, tangent = jax.jvp(lambda v: jnp.clip(v, 0, float(jnp.finfo(dtype).max)).astype(dtype), primals, tangents)
+    return _rounded_toward_zero(primals[0], dtype), tangent
+
+
+class ExtendedFloat(NamedTuple):
+    """Non-negative numbers `mantissa * 2**exponent`, beyond the range of the mantissa's dtype."""
+
+    mantissa: jax.Array  # float32 or float64: in [1, 2), or 0, inf or nan
+    exponent: jax.Array  # int32, same shape
+
+
+EXPONENT_OF_ZERO = -(2**20)
+
+
+def to_extended(x: jax.Array) -> ExtendedFloat:
+    """Returns x >= 0, exactly, subnormal numbers included."""
+    fraction_bits, bias = float_format(x.dtype)
+    # The bits of a subnormal x are the integer x * 2**(bias + fraction_bits - 1). Arithmetic on x itself would flush it
+    # (XLA-18). `test_split_and_join_lose_nothing` holds this.
+    as_integer = magnitude_bits(x)
+    is_subnormal = as_integer < (1 << fraction_bits)
+    normal = jnp.where(is_subnormal, as_integer.astype(x.dtype), x)
+    correction = jnp.where(is_subnormal, 1 - bias - fraction_bits, 0)
+    exponent = jnp.where(jnp.isfinite(normal), exponent_of(normal), 0)
+    mantissa = times_power_of_two(normal, -exponent)
+    return ExtendedFloat(mantissa, jnp.where(mantissa == 0, EXPONENT_OF_ZERO, exponent + correction))
+
+
+def extended_number(value: float, dtype: Any) -> ExtendedFloat:
+    """Returns a Python number >= 0, which may be beyond the range of the dtype."""
+    if value == 0 or math.isinf(value):
+        mantissa, exponent = value, 0 if value else EXPONENT_OF_ZERO
+    else:
+        half, exponent = math.frexp(value)
+        mantissa, exponent = 2 * half, exponent - 1
+    return ExtendedFloat(jnp.asarray(mantissa, dtype), jnp.asarray(exponent, jnp.int32))
+
+
+def from_extended(number: ExtendedFloat) -> jax.Array:
+    """Returns the number in its mantissa's dtype: inf if it is too large, 0 if it is too small."""
+    return times_power_of_two(number.mantissa, number.exponent)
+
+
+def to_float32(number: ExtendedFloat) -> jax.Array:
+    """Returns the number as histories and states store it, float32: inf if it is too large."""
+    return from_extended(number).astype(jnp.float32)
+
+
+def in_dtype_of(number: ExtendedFloat, like: ExtendedFloat) -> ExtendedFloat:
+    """Returns the number with its mantissa in the dtype of another."""
+    return ExtendedFloat(number.mantissa.astype(like.mantissa.dtype), number.exponent)
+
+
+def bits_of(number: ExtendedFloat) -> jax.Array:
+    """Returns the bits of `from_extended(number)`, but rounds a subnormal result instead of flushing it (XLA-18)."""
+    dtype = number.mantissa.dtype
+    fraction_bits, bias = float_format(dtype)
+    units = jnp.round(times_power_of_two(number.mantissa, number.exponent + (bias + fraction_bits - 1)))
+    is_subnormal = number.exponent < 1 - bias
+    as_subnormal = jnp.where(is_subnormal, units, 0).astype(integers_like(dtype))
+    return jnp.where(is_subnormal, as_subnormal, magnitude_bits(from_extended(number)))
+
+
+def is_greater(a: ExtendedFloat, b: ExtendedFloat) -> jax.Array:
+    """Returns a > b for finite numbers."""
+    return (a.exponent > b.exponent) | ((a.exponent == b.exponent) & (a.mantissa > b.mantissa))
+
+
+def maximum(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
+    """Returns the larger number, or NaN if one is NaN."""
+    both_finite = jnp.isfinite(a.mantissa) & jnp.isfinite(b.mantissa)
+    b_wins = jnp.isnan(b.mantissa) | (jnp.isinf(b.mantissa) & ~jnp.isnan(a.mantissa))
+    takes_b = jnp.where(both_finite, is_greater(b, a), b_wins)
+    return ExtendedFloat(*(jnp.where(takes_b, y, x) for x, y in zip(a, b, strict=True)))
+
+
+def product(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
+    """Returns a * b. It is infinite if a factor is, even for 0 * inf."""
+    infinite = jnp.isinf(a.mantissa) | jnp.isinf(b.mantissa)
+    # 0 * inf is left out, because `jax_debug_nans` would stop at it: see `tests/promises/test_train_steps.py`.
+    finite = a.mantissa * jnp.where(infinite, 1, b.mantissa)
+    return shifted(jnp.where(infinite, jnp.inf, finite), a.exponent + b.exponent)
+
+
+def quotient(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
+    """Returns a / b. x / 0 is infinite for x > 0, and 0 / 0 is 0."""
+    ratio = shifted(a.mantissa / jnp.where(b.mantissa == 0, 1, b.mantissa), a.exponent - b.exponent)
+    return ExtendedFloat(jnp.where((b.mantissa == 0) & (a.mantissa != 0), jnp.inf, ratio.mantissa), ratio.exponent)
+
+
+def shifted(x: jax.Array, exponent: jax.Array) -> ExtendedFloat:
+    """Returns x * 2**exponent for x >= 0."""
+    number = to_extended(x)
+    return ExtendedFloat(number.mantissa, number.exponent + exponent)

@@ -1,0 +1,114 @@
+r"""Histories and moving averages of past measurements, in float32.
+
+A non-finite measurement is never recorded, because it would stay in an average forever, and in a history for its whole
+length.
+"""
+
+import math
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shrewjax._base.arguments import Scalar
+from shrewjax._base.states import described
+from shrewjax._numerics import floats
+
+
+@described
+class History(NamedTuple):
+    """The last values, oldest first. Its fields are a file format: a change to them breaks checkpoints."""
+
+    values: Annotated[jax.Array, "float32 (length,): only the last `filled` of them are recorded values"]
+    filled: Annotated[jax.Array, "int32 (): number of recorded values, at most the length"]
+
+
+def empty_history(length: int) -> History:
+    """Returns a history without values."""
+    return History(values=jnp.zeros((length,), jnp.float32), filled=jnp.zeros((), jnp.int32))
+
+
+def push(history: History, value: jax.Array) -> History:
+    """Returns the history with one more value if that is finite. A full history drops its oldest value."""
+    finite = jnp.isfinite(value)
+    # Shifted instead of written into a ring buffer, so that values are in order. A copy of a few kilobytes is cheap.
+    shifted = jnp.concatenate([history.values[1:], value.astype(jnp.float32)[None]])
+    return History(
+        values=jnp.where(finite, shifted, history.values),
+        filled=jnp.where(finite, jnp.minimum(history.filled + 1, history.values.size), history.filled),
+    )
+
+
+def percentile(history: History, p: Scalar) -> jax.Array:
+    """Returns NumPy's "linear" percentile of the history; inf if the history is empty. Shape ().
+
+    Not `jnp.nanpercentile`, because it may be one ulp off between two equal values, and so clip a constant norm.
+    The test is `test_percentile_of_the_history_is_numpys_at_every_step`.
+    """
+    steps = jnp.maximum(history.filled - 1, 0)
+    # The rank p (n - 1) / 100 is computed in two parts, because float32 would lose its fraction. The part of the whole
+    # percents is computed in integers, the rest in float32.
+    if isinstance(p, jax.Array):
+        p = jnp.clip(p.astype(jnp.float32), 0, 100)
+        whole, rest = jnp.floor(p), p - jnp.floor(p)
+        percents = jnp.where(jnp.isnan(p), 0, whole).astype(jnp.int32)
+    else:
+        percents, rest = jnp.asarray(math.floor(p), jnp.int32), jnp.asarray(p - math.floor(p), jnp.float32)
+    hundredths = percents * steps
+    beyond = ((hundredths % 100).astype(jnp.float32) + rest * steps.astype(jnp.float32)) / 100
+    below = hundredths // 100 + jnp.floor(beyond).astype(jnp.int32)
+    fraction = beyond - jnp.floor(beyond)
+
+    ordered = jnp.sort(jnp.where(_is_filled(history), history.values, jnp.inf))
+    low, high = ordered[below], ordered[jnp.minimum(below + 1, steps)]
+    # Equal neighbours are the percentile itself. Interpolated, two infinite ones would give inf - inf = NaN.
+    return jnp.where(low == high, low, low + fraction * (high - low)) + jnp.where(jnp.isnan(rest), jnp.nan, 0)
+
+
+def mean_and_std(history: History) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean and the sample standard deviation, with n - 1 in the denominator. Shapes ()."""
+    is_filled = _is_filled(history)
+    # Scaled by a power of two, which is exact, so that the squares stay in range.
+    largest = jnp.max(jnp.where(is_filled, jnp.abs(history.values), 0))
+    up = floats.power_of_two_for(largest)
+    values = history.values * up
+    n = history.filled.astype(jnp.float32)
+    mean = jnp.sum(values, where=is_filled) / jnp.maximum(n, 1)
+    squares = jnp.sum((values - mean) ** 2, where=is_filled) / jnp.maximum(n - 1, 1)
+    return mean / up, jnp.sqrt(squares) / up
+
+
+def ema(average: jax.Array, value: jax.Array, share: jax.Array) -> jax.Array:
+    """Returns a moving average with one more value of weight `share`. A constant value keeps it to the last bit."""
+    return average + share * (value - average)
+
+
+class Moments(NamedTuple):
+    """The weighted mean and standard deviation of the values so far."""
+
+    recorded: jax.Array  # int32 (): number of values
+    mean: jax.Array  # float32 ()
+    std: jax.Array  # float32 ()
+
+
+def update_moments(moments: Moments, value: jax.Array, share: jax.Array, averages_all: jax.Array) -> Moments:
+    """Returns the moments with one more value of weight `share`; of the same weight as each before if `averages_all`.
+
+    A constant value keeps its mean to the last bit. If a moment would be non-finite, all of them stay.
+    """
+    n = optax.safe_increment(moments.recorded)
+    share = jnp.where(averages_all, 1 / n.astype(jnp.float32), share)
+    mean = ema(moments.mean, value, share)
+    # With equal weights, the exact square to add is (value - old mean) (value - new mean), as in Welford's algorithm.
+    deviation = jnp.where(averages_all, jnp.sqrt(1 - share) * (value - moments.mean), value - mean)
+    # The root of the average of squares, by `hypot`, because the squares themselves may leave the range.
+    std = jnp.hypot(jnp.sqrt(1 - share) * moments.std, jnp.sqrt(share) * deviation)
+    finite = jnp.isfinite(value) & jnp.isfinite(mean) & jnp.isfinite(std)
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), Moments(n, mean, std), moments)
+
+
+def _is_filled(history: History) -> jax.Array:
+    """Returns which of the values are recorded ones."""
+    length = history.values.size
+    return jnp.arange(length, dtype=jnp.int32) >= length - history.filled

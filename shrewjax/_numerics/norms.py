@@ -1,0 +1,441 @@
+"""Norms of leaves that neither overflow nor underflow: of all leaves together, by leaf, by unit and by slice.
+
+A norm is an `ExtendedFloat`, so neither it nor a quotient of two norms leaves the range before the clipped gradient
+does. The squares do not either, because a sum outside of a trusted range is read again, scaled by a power of two. The
+numbers of units, such as norms and scales, are stacked into few arrays and broadcast over a leaf's elements.
+
+Why two passes suffice, for p = 2 in float32 and a sum over n elements:
+
+* First pass: sum x**2 as it is, and trust a finite sum of at least 2**-60. A square below 2**-126 may be flushed. All
+  flushed squares together are below n 2**-126, and half an ulp of 2**-60 is 2**-84. So they do not count for
+  n < 2**42.
+* Second pass after an overflow: scale by 2**-96. Elements are below 2**128, so their squares are now below 2**64, and
+  2**64 of them fit. The scaled sum is about 2**128 * 2**-192 = 2**-64 or more, half an ulp of which is at least
+  2**-89. So flushed squares do not count for n < 2**37.
+* Second pass for a sum below 2**-60: scale by 2**88. The scaled sum is below 2**-60 * 2**176 = 2**116. The smallest
+  subnormal number, 2**-149, becomes 2**-61, whose square is normal. So no square is flushed.
+
+So a third pass is never needed. For p = 1 no bound is narrower. In a complex leaf the real and the imaginary parts
+count as elements. Orders 3 and 4 share the first pass; their second is `_measure_by_maximum`. The numbers for
+float64 follow in the same way, with 2**-1022 for 2**-126 and 2**-1074 for 2**-149.
+
+A sum of exactly 0 is not trusted, because all squares may have been flushed. So gradients of zeros are read twice. If
+only some units are zero, only their leaves are read twice (`_powers_of_units`).
+
+The idea is that of J. L. Blue, ACM TOMS 4 (1978). The tests are `test_norm_neither_overflows_nor_underflows` and, for
+units, `test_unit_norms_neither_overflow_nor_underflow`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shrewjax._base.branches import run_if
+from shrewjax._base.mesh import Axes, UnitDims, UnitSharding, axes_beside
+from shrewjax._numerics.floats import (
+    EXPONENT_OF_ZERO,
+    ExtendedFloat,
+    accumulator_dtype,
+    factors_of_two,
+    from_extended,
+    is_complex,
+    magnitude_bits,
+    mul_real,
+    power_of_two,
+    shifted,
+    times_power_of_two,
+    to_extended,
+    upcast,
+)
+from shrewjax._numerics.reductions import any_device, leaf_maxima, leaf_sums
+
+
+class _Range(NamedTuple):
+    """The sums of p-th powers that the first pass may trust, and the exponents that scale all other elements."""
+
+    trusted_above: float  # a sum from here on has lost less than half an ulp to underflow
+    shrink: int  # after an overflow, elements times 2**shrink overflow no sum
+    grow: int  # elements of a smaller sum, times 2**grow, neither overflow nor underflow
+
+
+RANGE = {
+    jnp.dtype(jnp.float32): _Range(2.0**-60, -96, 88),
+    jnp.dtype(jnp.float64): _Range(2.0**-900, -600, 600),
+}
+
+
+def shift_into_range(powers: jax.Array, small_counts: jax.Array | bool = True) -> jax.Array:
+    """Returns the exponent of the power of two that scales elements so that their sum can be trusted; 0 if it can.
+
+    It is also 0 for a sum that is too small if such sums do not count.
+    """
+    trusted_above, shrink, grow = RANGE[powers.dtype]
+    return jnp.where(powers == jnp.inf, shrink, jnp.where((powers < trusted_above) & small_counts, grow, 0))
+
+
+Scope = Literal["global", "leaf", "both"]
+"""The norms to measure: of all leaves together, of each leaf as a vector, or the first and each leaf's as floats."""
+
+
+@partial(jax.jit, static_argnums=(1, 2), inline=True)  # XLA-21: outside of jit, each call would compile its branches
+def measure(leaves: Sequence[Any], ord: float, axes: Axes) -> ExtendedFloat:
+    """Returns the `ord`-norm of all leaves together. Shape ().
+
+    It is accumulated in float32, or in float64 if a leaf is float64, and does not depend on the leaves' order. Its
+    derivative is 0 if the norm is 0 or not finite.
+    """
+    return _measure(leaves, ord, "global", axes)
+
+
+@partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
+def measure_local(leaves: Sequence[Any], local: tuple[Any, ...]) -> ExtendedFloat:
+    """Returns the 2-norm of each device's own leaves along the mapped axes `local`; along others, of whole leaves."""
+    return _measure(leaves, 2, "global", axes_beside(leaves, local))
+
+
+@partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
+def measure_with_leaves(leaves: Sequence[Any], axes: Axes) -> tuple[ExtendedFloat, jax.Array, list[jax.Array]]:
+    """Returns `measure` for order 2, the same as a float, and the norm of each leaf, whose squares it adds up anyway.
+
+    The branch returns them as floats, because XLA:GPU would launch a kernel more to make floats of them
+    (tests/devices/test_accelerators.py, "by leaf").
+
+    No leaf is read again for its own norm. So an element below 2**-63 may be flushed in it, unless the norm of all
+    leaves is below 2**-30. The norms of the leaves have no derivative.
+    """
+    return _measure(leaves, 2, "both", axes)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21
+def measure_units(
+    leaves: Sequence[Any], unit_dims: Sequence[UnitDims], axes: Sequence[UnitSharding], ord: float = 2
+) -> list[ExtendedFloat]:
+    """Returns the norms of all units, in the layout of `stack_single_units`.
+
+    A leaf's norms have the sizes of its unit dims. Orders other than 1 and 2 require that each leaf is a single unit.
+    """
+    if not leaves:
+        return []
+    within: list[Axes] = [of_leaf.within for of_leaf in axes]
+    if ord not in (1, 2):
+        return [_measure(leaves, ord, "leaf", within)]
+    powers, shifts = _powers_of_units(leaves, ord, unit_dims, within)
+    return [_rooted(of_stack, ord, shift) for of_stack, shift in zip(powers, shifts, strict=True)]
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21
+def measure_slices(x: Any, ord: float, dims: UnitDims, within: Axes, limit: ExtendedFloat) -> ExtendedFloat:
+    """Returns the `ord`-norm of each slice of x. The dimensions `dims` index the slices.
+
+    `within` are mapped axes along which devices hold parts of the same slice. For orders 1 and 2, a norm below the
+    limit may be inexact, because such a slice is not clipped. So zeros, as of masked tokens, are read only once.
+    """
+    if ord in (1, 2):
+        (powers,), (shift,) = _powers_of_units([x], ord, [dims], [within], floor=limit)
+        (norm,) = unstack_units([_rooted(powers, ord, shift)], [dims])
+        return norm
+
+    def of_one(x: Any) -> ExtendedFloat:
+        return measure([x], ord, within)
+
+    # `measure` knows only one unit, so it is mapped over each dimension. The outer maps have removed those before it.
+    for before, axis in reversed([*enumerate(dims)]):
+        of_one = jax.vmap(of_one, in_axes=axis - before)
+    return of_one(x)
+
+
+def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
+    """Returns the 2-norm of all units together from their norms, which come stacked. Shape ()."""
+    if not norms:
+        return to_extended(jnp.zeros((), jnp.float32))
+    # Relative to the largest exponent, so that no square leaves the range.
+    keys = leaf_maxima(_exponent_key, [n.exponent for n in norms], axes=over)
+    largest = jnp.max(jnp.concatenate(keys)) + EXPONENT_OF_ZERO * 2  # back from `_exponent_key`
+    heights = [times_power_of_two(n.mantissa, n.exponent - largest) for n in norms]
+    squares = leaf_sums([h * h for h in heights], axes=over)
+    return shifted(jnp.sqrt(_ordered_sum(jnp.stack(squares))), largest)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes | list[Axes]) -> Any:
+    if not leaves:
+        norm = to_extended(jnp.zeros((0,) if scope == "leaf" else (), jnp.float32))
+        return (norm, from_extended(norm), []) if scope == "both" else norm
+    if ord not in _ROOTS:
+        return _measure_by_maximum(leaves, ord, scope, axes)
+    return _measure_by_powers(leaves, ord, scope, axes)
+
+
+def _cube_root(x: jax.Array) -> jax.Array:
+    """Returns the cube root, with one Newton step, because `lax.cbrt` may be many eps off in float64 (XLA-20)."""
+    root = lax.cbrt(x)
+    return root - (root - x / (root * root)) / 3
+
+
+# The roots of the orders whose powers the first pass sums: products of few factors, right to a few ulp. All other
+# orders take `_measure_by_maximum` at once, because the error of `x**p` grows with p log x.
+_ROOTS: dict[float, Callable[[jax.Array], jax.Array]] = {
+    1: lambda x: x,
+    2: lax.sqrt,
+    3: _cube_root,
+    4: lambda x: lax.sqrt(lax.sqrt(x)),
+}
+
+
+def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> Any:
+    """Returns the norm from one pass over the leaves; from a second, scaled one if sums left the trusted range."""
+    dtype = _accumulation_dtype(leaves)
+    leaf_powers = leaf_sums([_power(x, p, dtype) for x in leaves], axes=axes)
+    by_leaf = jnp.stack(leaf_powers)
+    plain = by_leaf if scope == "leaf" else _ordered_sum(by_leaf)
+    shift = shift_into_range(plain)
+
+    def rooted(powers: jax.Array, shift: jax.Array, again: jax.Array) -> Any:
+        norm = _rooted(powers, p, shift)
+        if scope != "both":
+            return norm
+        # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
+        is_helped = shift_into_range(by_leaf) == shift
+        norms = _rooted(jnp.where(is_helped, again, by_leaf), p, jnp.where(is_helped, shift, 0))
+        return norm, from_extended(norm), [*from_extended(norms)]
+
+    def rescaled() -> Any:
+        factor = power_of_two(shift, dtype)
+        # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large leaf
+        # gets its own copy of the scalar: a clamp between equal bounds.
+        own = [
+            lax.clamp(factor, s, factor) if x.size > 2**14 else factor for x, s in zip(leaves, leaf_powers, strict=True)
+        ]
+        terms = [_power(x, p, dtype, of_leaf) for x, of_leaf in zip(_unknown(leaves), own, strict=True)]
+        again = jnp.stack(leaf_sums(terms, axes=axes))
+        # XLA-4: without the barrier, XLA:GPU turns the branch into a select, and so reads the data on every call.
+        return rooted(lax.optimization_barrier(_ordered_sum(again)), shift, again)
+
+    def by_maximum() -> ExtendedFloat:
+        return _measure_by_maximum(_unknown(leaves), p, scope, axes)
+
+    another = rescaled if p in (1, 2) else by_maximum
+    return run_if(jnp.any(shift != 0), another, lambda: rooted(plain, jnp.zeros_like(shift), by_leaf))
+
+
+def _powers_of_units(
+    leaves: Sequence[Any],
+    p: float,
+    unit_dims: Sequence[UnitDims],
+    axes: Axes | list[Axes],
+    floor: ExtendedFloat | None = None,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the sums of p-th powers, p = 1 or 2, of all units and the exponents that scale them, both stacked.
+
+    A leaf is read again only if a sum of its own left the trusted range. An example is a frozen leaf, whose sum is 0.
+    With a floor, a norm that is below it may come out as any other number below it, and takes no second read.
+    """
+    dtype = _accumulation_dtype(leaves)
+    plain = leaf_sums([_power(x, p, dtype) for x in leaves], axes=axes, unit_dims=unit_dims)
+    untrusted_exponent = math.floor(math.log2(RANGE[dtype].trusted_above) / p)  # of norms whose sums are too small
+    shift = partial(shift_into_range, small_counts=True if floor is None else floor.exponent <= untrusted_exponent)
+    shifts = [shift(powers) for powers in stack_single_units(plain, unit_dims)]
+    # If a branch has a collective, all devices have to take it.
+    agreed = list if isinstance(axes, list) and all(over == () for over in axes) else any_device
+
+    def read_again(i: int, untrusted: jax.Array) -> jax.Array:
+        x, dims, over = _unknown(leaves[i]), unit_dims[i], [axes[i]] if isinstance(axes, list) else axes
+        # XLA-23: the shift comes from the leaf's own sums, not from an index into `shifts`. So leaves of one shape
+        # share a compiled kernel.
+        factor = broadcast_to_leaf(power_of_two(shift(plain[i]), dtype), x, dims)
+        return run_if(  # the barrier: XLA-4
+            untrusted,
+            lambda: lax.optimization_barrier(leaf_sums([_power(x, p, dtype, factor)], axes=over, unit_dims=[dims])[0]),
+            lambda: plain[i],
+        )
+
+    def rescaled() -> list[jax.Array]:
+        untrusted = agreed([jnp.any(shift(powers) != 0) for powers in plain])
+        return stack_single_units([read_again(i, flag) for i, flag in enumerate(untrusted)], unit_dims)
+
+    (is_out_of_range,) = agreed([jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts]))])
+    return run_if(is_out_of_range, rescaled, lambda: stack_single_units(plain, unit_dims)), shifts
+
+
+def _rooted(powers: jax.Array, p: float, shift: jax.Array) -> ExtendedFloat:
+    """Returns the norm of elements from the sum of their p-th powers, taken after scaling by 2**shift.
+
+    Its derivative at 0 is 0.
+    """
+    positive = powers > 0  # the root of 0 has no derivative
+    safe = jnp.where(positive, powers, 1)
+    root = _ROOTS[p](safe)
+    return shifted(jnp.where(positive, root, powers), -shift)
+
+
+def _power(x: Any, p: float, dtype: Any, *factor: jax.Array) -> jax.Array:
+    """Returns the p-th powers of a leaf's magnitudes, times the factor if there is one."""
+    x = _rescaled(x, dtype, *factor)
+    return _squared_modulus(x) if p == 2 else lax.integer_pow(lax.abs(x), int(p))
+
+
+def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> ExtendedFloat:
+    """Returns the norm of any order p >= 1 from two passes: the largest magnitude; the sum of (|x| / largest)**p.
+
+    The terms of that sum are in [0, 1].
+    """
+    dtype = _accumulation_dtype(leaves)
+
+    maxima = lax.bitcast_convert_type(jnp.concatenate(leaf_maxima(magnitude_keys(dtype), leaves, axes=axes)), dtype)
+    mantissas, exponents = to_extended(maxima)
+    exponents = exponents + np.asarray([is_complex(x) for x in leaves], np.int32)
+    if p < math.inf:
+        each = zip(leaves, *_scale_to_one(mantissas, exponents), strict=True)
+        relative = [lax.abs(_rescaled(x, dtype, first, second, 1 / unit)) for x, first, second, unit in each]
+        sums = jnp.stack(leaf_sums([x**p for x in relative], axes=axes))
+    else:
+        sums = jnp.ones_like(mantissas)
+
+    if scope == "global":
+        largest = jnp.max(exponents)
+        height = times_power_of_two(mantissas, exponents - largest)
+        top = jnp.max(height)
+        share = height / jnp.where(top > 0, top, 1)
+        sums = _ordered_sum(sums * share**p) if p < math.inf else jnp.max(sums * share)
+        mantissas, exponents = top, largest
+        maxima = jnp.sum(maxima, where=~jnp.isfinite(maxima))  # inf or NaN if a leaf has one, else 0
+    norm = shifted(mantissas * (sums ** (1 / p) if p < math.inf else sums), exponents)
+    return ExtendedFloat(jnp.where(jnp.isfinite(maxima), norm.mantissa, maxima), norm.exponent)
+
+
+@cache
+def magnitude_keys(dtype: Any) -> Callable[[Any], tuple[jax.Array]]:
+    """Returns the function with which `leaf_maxima` finds the largest magnitude: its bits in this dtype.
+
+    For a complex leaf it finds half the largest modulus. Bits are compared because XLA:CPU's maximum of floats loses a
+    NaN (XLA-10).
+    """
+
+    def key(x: Any) -> tuple[jax.Array]:
+        x = upcast(x, dtype)
+        # Half the modulus, because the modulus can be beyond the dtype's range even if the parts are within.
+        return (magnitude_bits(lax.abs(mul_real(x, jnp.asarray(0.5, dtype))) if is_complex(x) else x),)
+
+    return key
+
+
+def _scale_to_one(mantissas: jax.Array, exponents: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns two factors and a divisor that scale these numbers to 1. For a mantissa of 0 all three are 1."""
+    first, second = factors_of_two(jnp.where(mantissas > 0, -exponents, 0), mantissas.dtype)
+    return first, second, jnp.where(mantissas > 0, mantissas, 1)
+
+
+def _exponent_key(exponent: jax.Array) -> tuple[jax.Array]:
+    """Returns the exponent, shifted to be non-negative, because `leaf_maxima` takes non-negative integers."""
+    return (exponent - EXPONENT_OF_ZERO * 2,)
+
+
+@_measure.defjvp
+def _measure_jvp(
+    ord: float, scope: Scope, axes: Axes | list[Axes], primals: tuple[Any], tangents: tuple[Any]
+) -> tuple[Any, Any]:
+    """Returns the norm and its tangent, the sum of Re(conj(sign(x)) dx) (|x| / norm)**(ord - 1).
+
+    For ord = inf the tangent is shared evenly by the largest elements.
+    """
+    (leaves,), (d_leaves,) = primals, tangents
+    measured = _measure(leaves, ord, scope, axes)
+    norm, _, leaf_norms = measured if scope == "both" else (measured, None, [])
+
+    def tangent(slopes: jax.Array) -> Any:
+        no_exponent: Any = np.zeros(norm.exponent.shape, jax.dtypes.float0)  # an integer's tangent
+        d_norm = ExtendedFloat(slopes, no_exponent)
+        if scope != "both":
+            return d_norm
+        return d_norm, times_power_of_two(slopes, norm.exponent), list(map(jnp.zeros_like, leaf_norms))
+
+    if not leaves:
+        return measured, tangent(jnp.zeros_like(norm.mantissa))
+    dtype = norm.mantissa.dtype
+    mantissas, exponents = (jnp.broadcast_to(part, (len(leaves),)) for part in norm)
+    defined = jnp.isfinite(mantissas) & (mantissas > 0)
+    scale = zip(*_scale_to_one(jnp.where(defined, mantissas, 0), exponents), strict=True)
+    terms, largest = [], []
+    for x, dx, (first, second, unit) in zip(*_unknown((leaves, d_leaves)), scale, strict=True):
+        x, dx = (_rescaled(part, dtype, first, second) for part in (x, dx))
+        is_largest = (jnp.abs(x) >= unit).astype(dtype)
+        x = mul_real(x, 1 / unit)
+        if ord != 2:
+            x = mul_real(jnp.sign(x), is_largest if ord == math.inf else jnp.abs(x) ** (ord - 1))
+        terms.append(x.real * dx.real + x.imag * dx.imag if is_complex(x) else x * dx)
+        largest.append(is_largest)
+    slopes = jnp.stack(leaf_sums(terms, axes=axes))
+    if ord == math.inf:
+        ties = jnp.stack(leaf_sums(largest, axes=axes))
+        ties = ties if scope == "leaf" else jnp.broadcast_to(jnp.sum(ties), ties.shape)
+        slopes = slopes / jnp.maximum(ties, 1)
+    slopes = jnp.where(defined, slopes, 0)
+    return measured, tangent(slopes if scope == "leaf" else jnp.sum(slopes))
+
+
+def _unknown(x: Any) -> Any:
+    """Returns x behind a barrier, so that XLA does not know it as a constant. Wraps leaves that are scaled and squared.
+
+    XLA-7: XLA regroups products with constants. The gradient of a frozen parameter is a known zero. XLA turns
+    `(0 * c) * (0 * c)` into `0 * (c * c)`, which is 0 * inf = NaN for c = 2**88 in float32.
+    """
+    # One barrier for each array, because all outputs of a shared barrier vary over the same mapped axes.
+    return jax.tree.map(lax.optimization_barrier, x)
+
+
+def _rescaled(x: Any, dtype: Any, *factors: jax.Array) -> jax.Array:
+    """Returns x in a real dtype (`upcast`), times each real factor in turn."""
+    x = upcast(x, dtype)
+    for factor in factors:
+        x = mul_real(x, factor)
+    return x
+
+
+def _squared_modulus(x: jax.Array) -> jax.Array:
+    return lax.mul(x.real, x.real) + lax.mul(x.imag, x.imag) if is_complex(x) else lax.mul(x, x)
+
+
+def _accumulation_dtype(leaves: Sequence[Any]) -> Any:
+    return jnp.dtype(jnp.float64 if any(accumulator_dtype(x) == jnp.float64 for x in leaves) else jnp.float32)
+
+
+def _ordered_sum(terms: jax.Array) -> jax.Array:
+    """Returns the sum of the leaves' terms. It does not depend on their order, to the last bit."""
+    return jnp.sum(jnp.sort(terms))
+
+
+def stack_single_units(per_leaf: Sequence[Any], unit_dims: Sequence[UnitDims]) -> list[Any]:
+    """Stacks the numbers of all single-unit leaves into vectors, so that arithmetic on them is compiled once.
+
+    The vectors come first, then the numbers of each leaf of several units. Those stay apart because their arrays may be
+    sharded.
+    """
+    single = [x for x, dims in zip(per_leaf, unit_dims, strict=True) if not dims]
+    together = [jax.tree.map(lambda *xs: jnp.stack(xs), *single)] if single else []
+    return [*together, *(x for x, dims in zip(per_leaf, unit_dims, strict=True) if dims)]
+
+
+def unstack_units(stacked: Sequence[Any], unit_dims: Sequence[UnitDims]) -> list[Any]:
+    """Returns the numbers leaf by leaf: the inverse of `stack_single_units`."""
+    count = sum(not dims for dims in unit_dims)
+    single = iter([jax.tree.map(lambda x, i=i: x[i], stacked[0]) for i in range(count)])
+    several = iter(stacked[1:] if count else stacked)
+    return [next(several if dims else single) for dims in unit_dims]
+
+
+def stacked_axes(axes: Sequence[UnitSharding], unit_dims: Sequence[UnitDims]) -> list[Axes]:
+    """Returns, for each entry of `stack_single_units`, the mapped axes along which devices hold other units."""
+    single = [of_leaf.across for of_leaf, dims in zip(axes, unit_dims, strict=True) if not dims]
+    # The leaves of one unit share an entry. All have the same `across`: None if their types tell it, otherwise no axis.
+    return [*single[:1], *(of_leaf.across for of_leaf, dims in zip(axes, unit_dims, strict=True) if dims)]
+
+
+def broadcast_to_leaf(of_units: jax.Array, leaf: Any, dims: UnitDims) -> jax.Array:
+    """Returns the numbers of a leaf's units in a shape that broadcasts over its elements."""
+    return of_units if not dims else lax.expand_dims(of_units, [a for a in range(leaf.ndim) if a not in dims])

@@ -1,0 +1,457 @@
+"""Exact percentiles of magnitudes by counting keys at or below pivots, without a sort.
+
+**Ranks.** Percentile p of n sorted elements has the virtual index p (n - 1) / 100, a whole number and a fraction,
+counted from 0. float32 cannot compute it. As `p * 0.01 * (n - 1)`, 22 of the 101 whole percentiles of 101 elements get
+the element below the right one. So the product is divided in 64-bit integers, with a remainder. They need
+`jax.enable_x64`, which `select` sets for its own operations alone.
+
+A known percentile is exactly the fraction that its decimal digits denote, up to 15 decimals. One with more digits is
+replaced by the nearest fraction with a denominator of at most 2**57. That moves the rank by less than 1e-17 of n, but
+the fraction may become 0. A traced percentile is rounded to a multiple of 2**-24, which moves the rank by less than
+1e-9 of n. A float32 of at least 0.5 is such a multiple already.
+
+**Keys.** The bits of |x|, read as an integer, are the *key* of x: keys order as the magnitudes do (`floats`). A read
+counts the keys at or below some pivots (`counts`), or finds the keys next to a bracket (`neighbours`). Neither sorts,
+copies or gathers the data. In `shard_map`, a read needs one collective for each set of mapped axes.
+
+Keys and pivots of a search are those of one common dtype, the narrowest that holds every leaf's magnitudes. So bfloat16
+leaves alone have few keys, and take few reads. Keys are compared as integers of at least 32 bits, because those of 16
+bits take longer (XLA-26).
+
+**The search** for the key at a rank:
+
+* **Invariant.** The state has four keys and the number of elements at or below each. The second and the third are the
+  *bracket*: counts[1] <= rank < counts[2]. At the start the bracket holds all keys.
+* **A read** counts the elements at or below eleven pivots inside the bracket. Then the bracket is the pair of pivots
+  around the rank. The next point on either side is kept for the model.
+* **The model** takes the key as a cubic of the rank, through the four points. It predicts the key at the rank. The
+  next pivots are at multiples of its uncertainty around that prediction, the closest ones at half of it.
+* **The fallback** spaces pivots evenly. It is used if the bracket is wider than a factor of four, or if the last read
+  left more than half of it. A bracket of up to twelve keys gets a pivot at each.
+* **Stop** if the bracket is a single key, or if the rank is its last element, or the first of two. One more read then
+  finds the keys next to the bracket, unless all that is needed is known: see the table in `_enclosed`.
+
+An even read leaves a twelfth of a bracket, and a read that leaves more than half is followed by an even one. So a
+search takes at most 27 reads of float32 leaves (float64: 56; bfloat16: 11; float16: 10), the last one included. It
+usually takes 5 to 8. Pivots decide the number of reads, never the result. The tests are
+`test_hostile_data_takes_a_bounded_number_of_reads` and
+`test_a_search_takes_few_reads_and_fewer_from_a_start_near_the_result`.
+
+Results are compared and returned as bits, because CPU and TPU flush subnormal
+numbers (XLA-18).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import partial, reduce
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shrewjax._base.mesh import Axes
+from shrewjax._numerics import floats
+from shrewjax._numerics.reductions import Group, count_dtype, grouped, leaf_counts, leaf_maxima, sizes
+
+Over = Literal["all", "nonzero"]
+Scope = Literal["global", "leaf"]
+Method = Literal["linear", "lower", "higher", "nearest", "midpoint"]
+
+
+class VirtualIndex(NamedTuple):
+    """The number percentile * (count - 1) / 100 = whole + remainder / divisor."""
+
+    whole: jax.Array  # in the dtype of the count
+    remainder: jax.Array  # uint64, less than the divisor
+    divisor: int  # at most 2**57
+
+
+class OrderStatistic(NamedTuple):
+    """The sorted element at a rank, or the point a fraction of the way to the next one."""
+
+    rank: jax.Array  # in the dtype of the count
+    fraction: jax.Array  # a float, within 2 ulp; 0 only if the remainder is 0
+
+
+def virtual_index(percentile: Fraction | jax.Array, count: jax.Array) -> VirtualIndex:
+    """Returns the virtual index of a percentile of `count` elements, an array of uint32 or uint64."""
+    if isinstance(percentile, Fraction):
+        ratio = (percentile / 100).limit_denominator(2**57)
+        numerator, divisor = jnp.asarray(ratio.numerator, jnp.uint64), ratio.denominator
+    else:
+        numerator = jnp.round(jnp.clip(percentile, 0, 100) * 2.0**24).astype(jnp.uint64)
+        divisor = 100 * 2**24
+    last = jnp.where(count == 0, count, count - 1)
+    # The long division of numerator * last, in as many bits of `last` at a time as no partial dividend overflows with:
+    # the remainder is below the divisor, the numerator at most equal to it, so both terms are at most 2**63.
+    bits = 63 - divisor.bit_length()
+    whole = remainder = jnp.zeros(count.shape, jnp.uint64)
+    for position in reversed(range(0, jnp.iinfo(count.dtype).bits, bits)):
+        digit = last.astype(jnp.uint64) >> position & (2**bits - 1)
+        dividend = (remainder << bits) + numerator * digit
+        whole, remainder = (whole << bits) + dividend // divisor, dividend % divisor
+    return VirtualIndex(whole.astype(count.dtype), remainder, divisor)
+
+
+def apply_method(index: VirtualIndex, method: Method, dtype: Any) -> OrderStatistic:
+    """Returns the order statistic that NumPy's method of that name takes, with its fraction in a dtype."""
+    whole, remainder, divisor = index
+    is_between, nothing = remainder > 0, jnp.zeros(whole.shape, dtype)
+    if method == "linear":
+        return OrderStatistic(whole, remainder.astype(dtype) / divisor)
+    if method == "midpoint":
+        return OrderStatistic(whole, jnp.where(is_between, 0.5, nothing))
+    if method == "lower":
+        return OrderStatistic(whole, nothing)
+    if method == "higher":
+        step = is_between
+    else:  # nearest; of two equally near ranks the even one, as in NumPy
+        step = (2 * remainder > divisor) | ((2 * remainder == divisor) & (whole % 2 == 1))
+    return OrderStatistic(whole + step.astype(whole.dtype), nothing)
+
+
+class Keys(NamedTuple):
+    """The keys of all leaves, as a search reads them. Pivots and results are of one row for all leaves or one each."""
+
+    groups: Sequence[Group]
+    dtype: Any
+    scope: Scope
+    axes: Axes
+
+    def counts(self, pivots: jax.Array, integers: Any) -> jax.Array:
+        """Returns how many keys are at or below each pivot, over all devices, as `integers` that hold the largest."""
+        of_groups = leaf_counts(
+            partial(_at_or_below, self.dtype), self.groups, self._by_group(pivots), dtype=integers, axes=self.axes
+        )
+        by_group = jnp.stack(of_groups)
+        return by_group if self.scope == "leaf" else jnp.sum(by_group, axis=0, keepdims=True, dtype=integers)
+
+    def neighbours(self, below: jax.Array, above: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the largest key at or below `below` and the smallest above `above`; 0 and infinity without one."""
+        own = self._by_group(jnp.stack([below, above], axis=-1))
+        found = jnp.stack(leaf_maxima(partial(_beside, self.dtype), self.groups, own, axes=self.axes))
+        ends = jnp.stack(own)
+        distances = np.asarray(np.iinfo(found.dtype).max, found.dtype) - found
+        keys = jnp.where(np.asarray([[True, False]]), ends - distances, ends + 1 + distances)
+        nothing = np.asarray([[0, floats.infinity_bits(self.dtype)]], found.dtype)
+        largest_below, smallest_above = jnp.where(found <= 0, nothing, keys).T
+        if self.scope == "global":
+            return jnp.max(largest_below)[None], jnp.min(smallest_above)[None]
+        return largest_below, smallest_above
+
+    def _by_group(self, keys: jax.Array) -> list[jax.Array]:
+        return list(keys) if self.scope == "leaf" else [keys[0]] * len(self.groups)
+
+
+def at_least_16_bits(x: Any) -> jax.Array:
+    """Returns a leaf of 8 bits as bfloat16, which is exact, and any other as it is."""
+    return x.astype(jnp.bfloat16) if jnp.finfo(x.dtype).bits < 16 else x
+
+
+def common_dtype(leaves: Sequence[Any]) -> Any:
+    """Returns the dtype of the pivots' keys: the narrowest that holds every leaf's magnitudes."""
+    dtypes = {floats.real_dtype(x) for x in leaves}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
+
+
+def key_dtype(dtype: Any) -> Any:
+    """Returns the integer dtype in which a search compares keys and computes their differences."""
+    # XLA-26: not int16 for 16-bit leaves.
+    return jnp.dtype(jnp.int64 if dtype == jnp.float64 else jnp.int32)
+
+
+def _keys_of(x: Any, dtype: Any) -> jax.Array:
+    """Returns the keys of a leaf, in the search's dtype. A complex element has that of its modulus."""
+    bits = floats.magnitude_bits(lax.abs(x) if floats.is_complex(x) else x)
+    return floats.wider_bits(bits, floats.real_dtype(x), dtype).astype(key_dtype(dtype))
+
+
+def _at_or_below(dtype: Any, group: Group, pivots: jax.Array) -> list[jax.Array]:
+    """Returns, for each pivot and each place of the group, the number of its keys at or below the pivot."""
+    keys = [_keys_of(x, dtype) for x in group]
+    return [reduce(lax.add, [(k <= p).astype(jnp.uint32) for k in keys]) for p in pivots]
+
+
+def _beside(dtype: Any, group: Group, below_and_above: jax.Array) -> list[jax.Array]:
+    """Returns two arrays whose maxima give the neighbours: the closer a key, the larger; negative on the wrong side."""
+    keys = [_keys_of(x, dtype) for x in group]
+    below, above = below_and_above
+    # A key on the wrong side makes the sum exceed the largest integer and wrap around to a negative one. So no key has
+    # to be compared.
+    largest = jnp.asarray(jnp.iinfo(below.dtype).max, below.dtype)
+    up_to, beyond = [k + (largest - below) for k in keys], [(above + 1 + largest) - k for k in keys]
+    return [reduce(lax.max, up_to), reduce(lax.max, beyond)]
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["traced"], meta_fields=["known", "method", "scope", "over", "axes"]
+)
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Which percentile of which elements. All but a traced percentile decides which program is compiled."""
+
+    known: Fraction | None
+    traced: jax.Array | None
+    method: Method
+    scope: Scope
+    over: Over
+    axes: Axes
+
+    @property
+    def percentile(self) -> Fraction | jax.Array:
+        """The percentile, whichever it is."""
+        return self.traced if self.known is None else self.known
+
+
+class Selected(NamedTuple):
+    """A percentile of |g| for all leaves together (shape ()) or for each leaf (shape (leaves,))."""
+
+    bound: jax.Array  # the percentile, float32 or float64 (if a leaf is); 0 without elements, NaN if an element is NaN
+    bits: jax.Array  # the bits of the bound, which no backend flushes; undefined if an element is NaN
+    above: jax.Array  # float32: number of larger elements; NaN if an element is NaN
+    elements: jax.Array  # float32: number of elements
+    reads: jax.Array  # int32 (): number of reads of the data
+
+
+@partial(jax.jit, inline=True)  # XLA-21: else each call outside jit compiles its loop
+def select(leaves: Sequence[Any], rule: Rule, start: jax.Array | None = None) -> Selected:
+    """Returns the percentile of |x|, p in [0, 100], over the elements of all leaves together or of each leaf.
+
+    The search begins at `start`, of the result's shape, if that is positive and finite. A start near the result saves
+    reads. The derivative is 0.
+    """
+    with jax.enable_x64(True):  # for ranks, and for counts beyond 2**32. Everything else has a dtype of its own.
+        return _selected(leaves, rule, start)
+
+
+def _selected(leaves: Sequence[Any], rule: Rule, start: jax.Array | None) -> Selected:
+    method, scope, over, axes = rule.method, rule.scope, rule.over, rule.axes
+    leaves = [lax.stop_gradient(at_least_16_bits(x)) for x in leaves]
+    dtype = common_dtype(leaves)
+    result_dtype = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    counts = sizes(leaves, axes=axes)
+    counts = counts if scope == "leaf" else [sum(counts)]
+    groups = [(x,) for x in leaves] if scope == "leaf" else grouped(leaves, axes)
+    data = Keys(groups, dtype, scope, axes)
+    if not groups:
+        nothing = jnp.zeros((0,) if scope == "leaf" else (), result_dtype)
+        bits, none = floats.magnitude_bits(nothing), nothing.astype(jnp.float32)
+        return Selected(nothing, bits, none, none, jnp.zeros((), jnp.int32))
+    count = jnp.asarray(counts, count_dtype(max(counts)))
+
+    def order_statistic(considered: jax.Array) -> OrderStatistic:
+        return apply_method(virtual_index(rule.percentile, considered), method, result_dtype)
+
+    def wanted_beyond(zeros: jax.Array) -> OrderStatistic:
+        of_nonzero = order_statistic(count - zeros)
+        # If all are zero, the percentile is the first of the zeros.
+        return of_nonzero._replace(rank=jnp.where(zeros >= count, 0, of_nonzero.rank + zeros))
+
+    def read(s: _Search) -> _Search:
+        # XLA-12: this branch is always taken. It stops XLA from hoisting the keys out of the loop, which would
+        # materialize a copy of the data.
+        counted = lax.cond(
+            s.reads >= 0,
+            lambda: data.counts(s.pivots, count.dtype),
+            lambda: jnp.zeros(s.pivots.shape, count.dtype),
+        )
+        return _narrowed(s, counted, count, wanted_beyond if over == "nonzero" else None, dtype)
+
+    search = lax.while_loop(lambda s: jnp.any(~s.done), read, _started(count, order_statistic(count), start, dtype))
+    lower, upper, up_to_lower, reads = _enclosed(search, data)
+    bits = _interpolated(lower, upper, search.wanted.fraction, dtype, result_dtype)
+    bits = jnp.where(count == 0, 0, bits)
+    bound = lax.bitcast_convert_type(bits, result_dtype)
+    up_to_bound = jnp.where(bits >= floats.infinity_bits(result_dtype), count, up_to_lower)
+    above, elements = (x.astype(jnp.float32) for x in (count - up_to_bound, count))
+    undefined = search.has_nan
+    if rule.traced is not None:
+        undefined = undefined | jnp.isnan(rule.traced)
+    results = jnp.where(undefined, jnp.nan, bound), bits, jnp.where(undefined, jnp.nan, above), elements
+    bound, bits, above, elements = results if scope == "leaf" else (x[0] for x in results)
+    return Selected(bound, bits, above, elements, reads)
+
+
+# The first pivots without a start: exponents of two between which gradients usually are.
+_FIRST_EXPONENTS = (-27, -21, -15, -11, -8, -4, 0, 3, 6)
+
+
+# The first pivots around a start, in powers of two. The key just below the start is one, too, so that a single read
+# suffices if the result has not changed.
+_FIRST_DISTANCES = (-0.135, -0.08, -0.04, 0.0, 0.04, 0.06, 0.09, 0.135)
+
+
+# Later pivots, around the model's prediction, in units of its uncertainty.
+_DISTANCES = (-16.0, -8.0, -4.0, -2.0, -0.5, 0.0, 0.5, 2.0, 4.0, 8.0, 16.0)
+
+
+_PIVOTS = len(_DISTANCES)
+
+
+assert len(_FIRST_EXPONENTS) == len(_FIRST_DISTANCES) + 1 == _PIVOTS - 2  # the first read adds zero and infinity
+
+
+class _Search(NamedTuple):
+    """The state of the search for each rank: arrays of shape (1 or leaves, ...)."""
+
+    keys: jax.Array  # (..., 4), ascending
+    counts: jax.Array  # (..., 4): number of elements at or below each, uint32 or uint64
+    pivots: jax.Array  # (..., pivots): the keys at which the next read counts, ascending
+    wanted: OrderStatistic
+    has_nan: jax.Array  # bool: known after the first read
+    done: jax.Array  # bool
+    reads: jax.Array  # int32 ()
+
+
+def _started(count: jax.Array, wanted: OrderStatistic, start: jax.Array | None, dtype: Any) -> _Search:
+    """Returns the search before its first read."""
+    groups = len(count)
+    integers, infinity = key_dtype(dtype), floats.infinity_bits(dtype)
+    exponents = np.asarray([2.0**e for e in _FIRST_EXPONENTS]).astype(dtype)
+    inner = jnp.tile(floats.magnitude_bits(jnp.asarray(exponents)[None]).astype(integers), (groups, 1))
+    if start is not None:
+        start = jnp.broadcast_to(start.astype(dtype), (groups,))
+        around = floats.magnitude_bits(start).astype(integers)[:, None]
+        steps = np.asarray(_FIRST_DISTANCES) * 2.0 ** jnp.finfo(dtype).nmant
+        offsets = np.sort([*steps.astype(integers), -1])[None].astype(integers)
+        usable = (start > 0) & (start < jnp.inf)
+        inner = jnp.where(usable[:, None], jnp.clip(around + offsets, 1, infinity - 1), inner)
+    ends = [jnp.full((groups, 1), end, integers) for end in (0, infinity)]
+    return _Search(
+        keys=jnp.tile(jnp.asarray([[-1, -1, infinity, infinity]], integers), (groups, 1)),
+        counts=count[:, None] * np.asarray([[0, 0, 1, 1]], count.dtype),
+        pivots=jnp.concatenate([ends[0], inner, ends[1]], axis=-1),
+        wanted=wanted,
+        has_nan=jnp.zeros((groups,), bool),
+        done=count == 0,
+        reads=jnp.zeros((), jnp.int32),
+    )
+
+
+def _narrowed(
+    s: _Search,
+    counted: jax.Array,
+    count: jax.Array,
+    wanted_beyond: Callable[[jax.Array], OrderStatistic] | None,
+    dtype: Any,
+) -> _Search:
+    """Returns the search after a read that `counted` the elements at or below its pivots.
+
+    Its first pivot counts the zeros. If they are not to be considered, `wanted_beyond` them is what to search for.
+    """
+    is_first = s.reads == 0
+    wanted = s.wanted
+    if wanted_beyond is not None:
+        wanted = lax.cond(is_first, lambda: wanted_beyond(counted[:, 0]), lambda: s.wanted)
+    has_nan = jnp.where(is_first, counted[:, -1] < count, s.has_nan)
+    rank = wanted.rank
+
+    keys = jnp.concatenate([s.keys[:, :2], s.pivots, s.keys[:, 2:]], axis=-1)
+    counts = jnp.concatenate([s.counts[:, :2], counted, s.counts[:, 2:]], axis=-1)
+    below = jnp.sum(counts[:, 1:-2] <= rank[:, None], axis=-1, dtype=jnp.int32)
+    places = below[:, None] + np.arange(-1, 3, dtype=np.int32)[None]
+    keys = jnp.take_along_axis(keys, places, axis=-1)
+    counts = jnp.take_along_axis(counts, places, axis=-1)
+
+    width_before, width = s.keys[:, 2] - s.keys[:, 1], keys[:, 2] - keys[:, 1]
+    inside, left = counts[:, 2] - counts[:, 1], counts[:, 2] - rank
+    # A single key; or the rank is the last in the bracket, or the first of two, which `_enclosed` reads off.
+    done = (width == 1) | (left == 1) | ((inside == 2) & (left == 2))
+    return _Search(
+        keys=keys,
+        counts=counts,
+        pivots=_next_pivots(keys, counts, rank, width_before, dtype),
+        wanted=wanted,
+        has_nan=has_nan,
+        done=done | has_nan | s.done,
+        reads=s.reads + 1,
+    )
+
+
+def _next_pivots(keys: jax.Array, counts: jax.Array, rank: jax.Array, width_before: jax.Array, dtype: Any) -> jax.Array:
+    """Returns pivots inside the bracket, close to the key that the model predicts at the rank."""
+    integers = keys.dtype
+    low, high = keys[:, 1:2], keys[:, 2:3]
+    width = high - low
+    place = np.arange(1, _PIVOTS + 1, dtype=integers)[None]
+
+    def elements(a: jax.Array, b: jax.Array) -> jax.Array:
+        return (a - b).astype(jnp.float32)[:, None]
+
+    # In units of the bracket, whose ends are (0, 0) and (1, 1): x is a number of elements, y a key.
+    left, below, up_to, right = counts.T
+    inside = elements(up_to, below)
+    x = 1 - (elements(up_to, rank) - 0.5) / inside
+    x0 = 1 - elements(up_to, left) / inside
+    x3 = 1 + elements(right, up_to) / inside
+    y0, y3 = ((k - low).astype(jnp.float32) / width.astype(jnp.float32) for k in (keys[:, 0:1], keys[:, 3:4]))
+    # The parabola through the ends and a third point (u, v) is x + bend x (x - 1), bend = (v - u) / (u (u - 1)). The
+    # cubic through all four points blends the parabolas of both outer points.
+    has_left, has_right = x0 < 0, x3 > 1
+    bend_0, bend_3 = ((v - u) / jnp.where(ok, u * (u - 1), 1) for u, v, ok in ((x0, y0, has_left), (x3, y3, has_right)))
+    both = (x - x0) / jnp.maximum(x3 - x0, 1)
+    blend = jnp.where(has_left & has_right, both, has_right.astype(jnp.float32))
+    bend = jnp.where(has_left | has_right, bend_0 + blend * (bend_3 - bend_0), 0)
+    estimate = x + bend * x * (x - 1)
+    estimate = jnp.where((estimate > 0) & (estimate < 1), estimate, x)
+
+    noise = jnp.sqrt(jnp.maximum(x * (1 - x), 1 / inside) / inside)  # of a rank between two known ones
+    uncertainty = jnp.maximum(0.3 * noise, 0.2 * jnp.abs(estimate - x) + 1e-3)
+    aimed = jnp.clip(estimate + np.asarray([_DISTANCES], np.float32) * uncertainty, 0, 1)
+    aimed = low + jnp.round(aimed * width.astype(jnp.float32)).astype(integers)
+    aimed = jnp.clip(aimed, low + place, high - place[:, ::-1])
+    # The model cannot be trusted if the bracket is wide or the last read left more than half of it.
+    even = low + (width // (_PIVOTS + 1)) * place + (width % (_PIVOTS + 1)) * place // (_PIVOTS + 1)
+    is_unknown = (width > 2 << jnp.finfo(dtype).nmant) | (width > width_before[:, None] // 2)
+    return jnp.where(width <= _PIVOTS + 1, jnp.minimum(low + place, high), jnp.where(is_unknown, even, aimed))
+
+
+def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the keys at the rank and at the next one, the number of elements up to the former, and all reads."""
+    # The bracket (low, high] at the end of the search    lower       upper
+    # a single key, and the rank not its last element    high        high         no further read
+    # a single key, and the rank its last element        high        above_high
+    # the rank the last of several elements              at_high     above_high
+    # the rank the first of two                          above_low   at_high
+    low, high = search.keys[:, 1], search.keys[:, 2]
+    up_to_high = search.counts[:, 2]
+    is_last = up_to_high - search.wanted.rank == 1
+    is_single_key = high - low == 1
+    is_known = (is_single_key & ~is_last) | search.has_nan
+
+    def read() -> tuple[jax.Array, jax.Array]:
+        # XLA-4: without the barrier, XLA:GPU turns the branch into a select, and so reads the data on every call.
+        return lax.optimization_barrier(data.neighbours(high, jnp.where(is_last, high, low)))
+
+    needed = ~jnp.all(is_known)
+    # `at_high`: the largest key at or below high. `above`: the smallest one above high if the rank is last, else above
+    # low.
+    at_high, above = lax.cond(needed, read, lambda: (high, high))
+    lower = jnp.where(is_single_key, high, jnp.where(is_last, at_high, above))
+    upper = jnp.where(is_last, above, jnp.where(is_single_key, high, at_high))
+    is_first_of_two = ~is_single_key & ~is_last & (lower < upper)
+    up_to_lower = up_to_high - is_first_of_two.astype(up_to_high.dtype)
+    return lower, upper, up_to_lower, search.reads + needed.astype(jnp.int32)
+
+
+def _interpolated(lower: jax.Array, upper: jax.Array, fraction: jax.Array, dtype: Any, result_dtype: Any) -> jax.Array:
+    """Returns the bits of lower + fraction (upper - lower), within 4 ulp, and those of `lower` if the fraction is 0.
+
+    The result is below `upper`, unless that is infinite. So the number of larger elements is known without another
+    read.
+    """
+    lower, upper = (floats.wider_bits(k, dtype, result_dtype) for k in (lower, upper))
+    low, high = (floats.to_extended(lax.bitcast_convert_type(k, result_dtype)) for k in (lower, upper))
+    # Both ends are scaled by the power of two of the upper one, so that nothing is flushed or overflows.
+    start = floats.times_power_of_two(low.mantissa, low.exponent - high.exponent)
+    number = floats.to_extended(start + fraction * (high.mantissa - start))
+    bits = floats.bits_of(number._replace(exponent=number.exponent + high.exponent))
+    is_lower = (fraction == 0) | (lower >= upper)
+    infinity = floats.infinity_bits(result_dtype)
+    between = jnp.where(upper >= infinity, infinity, jnp.clip(bits, lower, upper - 1))
+    return jnp.where(is_lower, lower, between)

@@ -1,0 +1,254 @@
+"""Reductions of a list of leaves to one number per leaf or unit, over every device that holds a part of it.
+
+No other module calls a collective. Under `jax.jit` sharded arrays need none, because XLA reduces over their shards.
+Inside `shard_map` and `pmap` a leaf is one device's part, and its sum is only a partial sum:
+
+* If types are tracked (`shard_map`'s default), the leaf's type records the axes over which it varies. The partial sum
+  is reduced over exactly those, so that a replicated leaf is not counted once per device.
+* Otherwise (`check_vma=False`, `pmap`) the caller names the axes in `sharded_over`.
+
+Types cannot tell a sharded gradient from one that still has to be summed over devices, because both vary over the
+axis. For the first, the shards' squared norms are added. For the second, the values are added before any norm. Callers
+must sum the second kind before they call these functions.
+
+A leaf may have several units, such as stacked layers. Its `unit_dims` are then the dimensions that index the units, and
+its result has their sizes. Along a mapped axis devices hold other units, or parts of the same ones (`mesh.unit_axes`).
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shrewjax._base.branches import run_if
+from shrewjax._base.mesh import (
+    Axes,
+    UnitDims,
+    as_varying,
+    axes_to_reduce,
+    is_bound,
+    is_mapped,
+    mapped_axes,
+    may_be_partitioned,
+)
+
+Group = tuple[Any, ...]
+"""Leaves of one shape and dtype, which a reduction combines element by element as if they were one leaf."""
+
+
+def leaf_sums(
+    terms: Sequence[jax.Array], *, axes: Axes | list[Axes], unit_dims: Sequence[UnitDims] | None = None
+) -> list[jax.Array]:
+    """Returns the sum of each leaf's terms, an array of the leaf's shape, over its elements and devices.
+
+    If `axes` is a list, it has one entry per leaf. An entry overrides the leaf's type, and None means "use the type".
+    """
+    unit_dims = [()] * len(terms) if unit_dims is None else unit_dims
+    return _over_devices(lax.psum, [_sum(x, dims) for x, dims in zip(terms, unit_dims, strict=True)], axes)
+
+
+def leaf_maxima(
+    keys: Callable[..., Sequence[jax.Array]], leaves: Sequence[Any], *per_leaf: Sequence[Any], axes: Axes | list[Axes]
+) -> list[jax.Array]:
+    """Returns, for each leaf, a vector with the maximum of each array in `keys(leaf, *scalars)`, over all devices.
+
+    The arrays hold non-negative integers, and an empty one gives 0. They are integers because XLA:CPU's maximum of
+    floats can lose a NaN. `axes` is as in `leaf_sums`.
+    """
+    partials = [_leaf_maxima(keys, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
+    return _over_devices(lax.pmax, partials, axes)
+
+
+def leaf_counts(
+    flags: Callable[..., Sequence[jax.Array]], leaves: Sequence[Any], *per_leaf: Sequence[Any], dtype: Any, axes: Axes
+) -> list[jax.Array]:
+    """Returns, for each leaf, a vector with the number of elements for which each of `flags(leaf, *scalars)` is set.
+
+    Counts are over all devices, in an unsigned dtype, which has to hold the largest count. For a group, each array of
+    flags has the number of leaves whose flag is set at that place.
+    """
+    partials = [_leaf_counts(flags, dtype, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
+    return _over_devices(lax.psum, partials, axes)
+
+
+def count_dtype(largest: int) -> Any:
+    """Returns the narrowest dtype that holds the largest count, because 64-bit integers are slower."""
+    return jnp.dtype(jnp.uint32 if largest <= _LARGEST_COUNT else jnp.uint64)
+
+
+def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
+    """Returns the same elements in few groups, because each group costs one kernel to compile and to launch.
+
+    This is for reductions of all elements together. The smallest leaves of each dtype become one vector, which copies
+    at most 1/256 of all elements.
+    """
+    if may_be_partitioned():
+        return [(x,) for x in leaves]
+    left = sum(x.size for x in leaves) // 256
+    large: dict[Any, list[Any]] = {}
+    small: dict[Any, list[Any]] = {}
+    with_axes = zip(leaves, axes_to_reduce(leaves, axes), strict=True)
+    for x, over in sorted(with_axes, key=lambda pair: pair[0].size):
+        left -= x.size
+        if left < 0:
+            large.setdefault((x.shape, x.dtype, over), []).append(x)
+        else:
+            small.setdefault((x.dtype, over), []).append(jnp.ravel(x))
+    vectors: list[Group] = [(jnp.concatenate(of_kind),) for of_kind in small.values()]
+    most = min(_MOST_IN_A_GROUP, sum(map(len, large.values())) // _FEWEST_GROUPS)
+    return [group for alike in large.values() for group in _evenly(alike, most)] + vectors
+
+
+def sizes(leaves: Sequence[Any], *, axes: Axes | list[Axes], unit_dims: Sequence[UnitDims] | None = None) -> list[int]:
+    """Returns the number of elements in each of those sums, over all devices. Shapes and axis sizes alone decide."""
+    unit_dims = [()] * len(leaves) if unit_dims is None else unit_dims
+    over = axes_to_reduce(leaves, axes)
+    return [
+        math.prod(n for a, n in enumerate(x.shape) if a not in dims) * (lax.psum(1, names) if names else 1)
+        for x, dims, names in zip(leaves, unit_dims, over, strict=True)
+    ]
+
+
+def unit_zeros(leaf: Any, dims: UnitDims) -> jax.Array:
+    """Returns a float32 zero for each unit of a leaf, sharded as its sums are."""
+    return _sum(jnp.zeros_like(leaf, dtype=jnp.float32), dims)
+
+
+def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> list[jax.Array]:
+    """Returns whether each flag is set on any device, so that all devices take the same branch.
+
+    If `axes` contains axes of `jax.vmap`, flags are also combined along these.
+    """
+    mapped, is_tracked = mapped_axes()
+    counts = _over_devices(lax.pmax, [flag.astype(jnp.int32) for flag in flags], () if is_tracked else mapped)
+    of_vmap = tuple(a for a in axes if a not in mapped and is_bound(a))
+    return [count > 0 for count in (lax.pmax(counts, of_vmap) if of_vmap else counts)]
+
+
+def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
+    """Returns the sum of each array's rows, on this device and along mapped axes. One collective sums all arrays."""
+    sums = [_sum(x, tuple(range(1, x.ndim))) for x in rows]
+    return lax.psum(sums, axes) if is_mapped(axes) else sums
+
+
+def combined_over(axes: tuple[Hashable, ...], names: Sequence[str], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the "sum", "max" or "min" of each array along mapped axes. An array of another name stays local.
+
+    A maximum or minimum is NaN if any device has a NaN.
+    """
+    collectives = {"sum": lax.psum, "max": _extreme(lax.pmax), "min": _extreme(lax.pmin)} if axes else {}
+    results = list(arrays)
+    for name, collective in collectives.items():
+        chosen = [i for i, other in enumerate(names) if other == name]
+        for i, x in zip(chosen, collective([as_varying(arrays[i], axes) for i in chosen], axes), strict=True):
+            results[i] = x
+    return results
+
+
+def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDims = ()) -> jax.Array:
+    """Returns whether all elements on all devices are finite. Shape (), or the sizes of the leaves' `unit_dims`."""
+    if not leaves:
+        return jnp.ones((), bool)
+
+    def sums_are_finite(terms: Sequence[jax.Array]) -> jax.Array:
+        sums = leaf_sums(terms, axes=axes, unit_dims=[unit_dims] * len(leaves))
+        return jnp.all(jnp.stack([jnp.isfinite(s) for s in sums]), axis=0)
+
+    # XLA-4, XLA-11.
+    # XLA:CPU reduces a plain sum at memory speed. If it is finite, so is every element. Otherwise the sum may have
+    # overflowed. The sum of x - x then decides, because x - x is 0 for a finite x and NaN otherwise. Without the
+    # barrier, XLA:GPU turns the branch into a select and always computes both sums
+    # (tests/devices/test_accelerators.py, rows "accumulate, drop_microbatch" and "skip_nonfinite").
+    plain = sums_are_finite(leaves)
+    is_unknown = ~jnp.all(plain)
+    return run_if(is_unknown, lambda: lax.optimization_barrier(sums_are_finite([x - x for x in leaves])), lambda: plain)
+
+
+def _extreme(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the collective, changed to keep a NaN, which the all-reduce of XLA:CPU loses (XLA-25)."""
+
+    def combined(arrays: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
+        results = list(collective(arrays, axes))
+        floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+        nans = lax.psum([jnp.isnan(arrays[i]).astype(jnp.int32) for i in floats], axes)
+        for i, count in zip(floats, nans, strict=True):
+            results[i] = jnp.where(count > 0, jnp.full_like(results[i], jnp.nan), results[i])
+        return results
+
+    return combined
+
+
+def _evenly(alike: Sequence[Any], most: int) -> list[Group]:
+    """Splits leaves of one shape into groups of nearly the same length, small enough to be counted in 32 bits."""
+    most = max(min(most, _LARGEST_COUNT // max(alike[0].size, 1)), 1)
+    groups = math.ceil(len(alike) / most)
+    return [tuple(alike[i::groups]) for i in range(groups)]
+
+
+def _sum(x: jax.Array, dims: UnitDims = ()) -> jax.Array:
+    return lax.reduce(x, np.zeros((), x.dtype), lax.add, [a for a in range(x.ndim) if a not in dims])
+
+
+# Jitted, because each leaf of the same shape would otherwise be traced and lowered again.
+@partial(jax.jit, static_argnums=0)
+def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Any) -> jax.Array:
+    wanted = keys(*of_leaf)
+    return jnp.stack(_reduce_together(wanted, lax.max, range(wanted[0].ndim)))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _leaf_counts(flags: Callable[..., Sequence[jax.Array]], dtype: Any, *of_leaf: Any) -> jax.Array:
+    """Returns a count per flag, of this dtype. The leaf itself is counted in 32 bits if they suffice for it."""
+    wanted = flags(*of_leaf)
+    ones = [flag.astype(count_dtype(wanted[0].size)) for flag in wanted]
+    return jnp.stack(_reduce_together(ones, lax.add, range(wanted[0].ndim))).astype(dtype)
+
+
+_LARGEST_COUNT = 2**32 - 1  # of 32 bits
+
+
+# XLA-13: XLA cuts a fusion of many more operands in parts, and materializes the results between them.
+_MOST_IN_A_GROUP = 8
+
+
+# XLA-14: XLA:CPU runs up to eight kernels one after another, and more of them in parallel
+# (tests/numerics/test_percentiles.py, "few kernels").
+_FEWEST_GROUPS = 9
+
+
+def _reduce_together(operands: Sequence[jax.Array], combine: Callable[..., Any], axes: Sequence[int]) -> list[Any]:
+    """Reduces arrays of one shape over some dimensions, in one read of the data if possible. An empty array gives 0."""
+    zeros = [np.zeros((), x.dtype) for x in operands]
+    if len(operands) > 1 and not may_be_partitioned():
+        return list(lax.reduce(tuple(operands), tuple(zeros), _of_each(combine), tuple(axes)))
+    # XLA-9: if XLA partitions a reduction of several operands, it all-gathers the devices' results of each operand. It
+    # all-reduces those of a single operand (tests/numerics/test_reductions.py, "without a gather"). XLA:GPU fuses such
+    # reductions and still reads the data once.
+    return [lax.reduce(x, zero, combine, tuple(axes)) for x, zero in zip(operands, zeros, strict=True)]
+
+
+@cache
+def _of_each(combine: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: tuple(combine(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _over_devices(
+    collective: Callable[..., Any], partials: Sequence[jax.Array], axes: Axes | list[Axes]
+) -> list[jax.Array]:
+    """Combines the devices' partial results, with one collective for each set of axes over which leaves vary."""
+    groups: dict[tuple[Hashable, ...], dict[Any, list[int]]] = {}
+    for i, (x, over) in enumerate(zip(partials, axes_to_reduce(partials, axes), strict=True)):
+        if over:
+            groups.setdefault(over, {}).setdefault(jax.typeof(x), []).append(i)
+    results = list(partials)
+    for over, alike in groups.items():
+        stacked = collective([jnp.stack([partials[i] for i in of_kind]) for of_kind in alike.values()], over)
+        for of_kind, reduced in zip(alike.values(), stacked, strict=True):
+            for place, i in enumerate(of_kind):
+                results[i] = reduced[place]
+    return results

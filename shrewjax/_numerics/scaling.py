@@ -1,0 +1,122 @@
+r"""Clipping to a norm: decide whether a norm exceeds its limit, compute the scale, apply it to the gradients.
+
+A scale has two factors, because one number may leave the range although its product with a gradient does not.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shrewjax._base.arguments import Scalar
+from shrewjax._base.branches import run_if
+from shrewjax._base.mesh import UnitDims
+from shrewjax._numerics.floats import (
+    ExtendedFloat,
+    extended_number,
+    float_format,
+    is_greater,
+    mul_real,
+    power_of_two,
+    to_extended,
+    upcast,
+)
+from shrewjax._numerics.norms import broadcast_to_leaf
+
+
+class ClipScale(NamedTuple):
+    """The number `coarse * fine * fine` that a clip multiplies by where `applies`. Elsewhere nothing changes."""
+
+    applies: jax.Array  # bool
+    coarse: jax.Array
+    fine: jax.Array  # 1, unless one factor alone would underflow although its product with a gradient does not
+
+
+def as_limit(value: Scalar, like: ExtendedFloat) -> ExtendedFloat:
+    """Returns a threshold, or one for each of the norms `like`, as a limit for them. A negative one counts as 0."""
+    return limit_in(value, like.mantissa.dtype)
+
+
+def limit_in(value: Scalar, dtype: Any) -> ExtendedFloat:
+    """Returns a threshold as a limit for norms whose mantissas have this dtype. A negative one counts as 0."""
+    if not isinstance(value, jax.Array):
+        return extended_number(value, dtype)
+    number = to_extended(jnp.maximum(value, 0))
+    return number._replace(mantissa=number.mantissa.astype(dtype))
+
+
+@partial(jax.jit, inline=True)  # XLA-21
+def clip_scale(norm: ExtendedFloat, limit: ExtendedFloat) -> ClipScale:
+    """Returns the scale that reduces a norm to its limit: the decision of every norm clip. Has the shape of `norm`."""
+    (scale,) = clip_scales([norm], [limit])
+    return scale
+
+
+def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat]) -> list[ClipScale]:
+    """Returns `clip_scale` of the units of every leaf, decided together in one branch."""
+    if not norms:
+        return []
+    applies = list(map(_exceeds, norms, limits))
+
+    def untouched(norm: ExtendedFloat, applies: jax.Array) -> ClipScale:
+        return ClipScale(jnp.zeros_like(applies), jnp.ones_like(norm.mantissa), jnp.ones_like(norm.mantissa))
+
+    # XLA-5: without the branch, XLA fuses this arithmetic into the kernel of every leaf and repeats it there.
+    return run_if(
+        jnp.any(jnp.stack([jnp.any(a) for a in applies])),
+        lambda: list(map(_scale_to_limit, norms, limits, applies)),
+        lambda: list(map(untouched, norms, applies)),
+    )
+
+
+def apply_scale(x: Any, scale: ClipScale) -> jax.Array:
+    """Returns x times the scale if it applies, else x to the last bit. Has x's dtype; multiplies in the scale's."""
+    dtype = scale.coarse.dtype
+    product = mul_real(mul_real(mul_real(upcast(x, dtype), scale.coarse), scale.fine), scale.fine)
+    # Selected, not multiplied by 1, because x * 1 flushes subnormals on CPU and TPU (XLA-18).
+    # `test_gradients_inside_keep_every_bit` holds this.
+    select = lax.select if scale.applies.ndim == 0 else jnp.where
+    return select(scale.applies, lax.convert_element_type(product, x.dtype), x)
+
+
+def apply_unit_scales(x: Any, scale: ClipScale, dims: UnitDims) -> jax.Array:
+    """Returns `apply_scale` with a scale for each unit."""
+    return apply_scale(x, ClipScale(*(broadcast_to_leaf(part, x, dims) for part in scale)))
+
+
+def clip_slices(x: Any, norm: ExtendedFloat, limit: ExtendedFloat, dims: UnitDims) -> tuple[jax.Array, jax.Array]:
+    """Returns x with each slice scaled to its limit, and which slices were. If none is, x is not written again."""
+    applies = _exceeds(norm, limit)
+    clipped = run_if(
+        jnp.any(applies), lambda: apply_unit_scales(x, _scale_to_limit(norm, limit, applies), dims), lambda: x
+    )
+    return clipped, applies
+
+
+def applied_scale(scale: ClipScale) -> jax.Array:
+    """Returns the number that gradients were multiplied by, float32: 1 if nothing was clipped."""
+    return jnp.where(scale.applies, scale.coarse * scale.fine * scale.fine, 1).astype(jnp.float32)
+
+
+def _exceeds(norm: ExtendedFloat, limit: ExtendedFloat) -> jax.Array:
+    """Returns whether a clip changes gradients of this norm. A NaN does; an infinite limit never does."""
+    defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
+    return (is_greater(norm, limit) | (limit.mantissa == 0) | ~defined) & (limit.mantissa != jnp.inf)
+
+
+def _scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Array) -> ClipScale:
+    """Returns the scale limit / norm; NaN if one of the two is NaN or the norm is infinite."""
+    dtype = norm.mantissa.dtype
+    defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
+    # The ratio is between 1/2 and 2, so ratio * 2**first is a normal number. The rest of the exponent goes into the
+    # second factor. It is halved, because 2**second must be a normal number too, and multiplied by twice.
+    ratio = limit.mantissa / jnp.where(defined & (norm.mantissa > 0), norm.mantissa, 1)
+    _, bias = float_format(dtype)
+    exponent = limit.exponent - norm.exponent
+    second = jnp.clip((exponent - (2 - bias)) // 2, 1 - bias, 0)
+    first = jnp.clip(exponent - 2 * second, 2 - bias, 0)
+    product = ratio * power_of_two(first, dtype)
+    return ClipScale(applies, jnp.where(defined, product, jnp.nan), power_of_two(second, dtype))

@@ -1,0 +1,313 @@
+r"""Guards: wrappers that skip a step, so that neither the parameters nor the optimizer's state see its gradients.
+
+In a skipped step the updates are zeros and the wrapped transformation does not run. Its moments, counters and schedules
+stay unchanged. A guard decides on whole gradients, so that every device decides the same.
+"""
+
+import math
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shrewjax._base import arguments, trees
+from shrewjax._base.arguments import Scalar
+from shrewjax._base.mesh import AxisName, require_replicated
+from shrewjax._base.states import described, fields, increment_if
+from shrewjax._clipping.global_norm import global_norm
+from shrewjax._numerics import floats, histories
+from shrewjax._numerics.reductions import all_finite
+from shrewjax._skipping.wrapping import Gradients, guard, inner_transformation
+
+AtLimit = Literal["keep_skipping", "zero_nonfinite"]
+
+
+Monitor = Literal["grad_norm", "value"]
+
+
+@described
+class SkipNonfiniteState(NamedTuple):
+    """Counts of skipped steps, and the wrapped optimizer. Its fields are a file format."""
+
+    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
+    skipped: Annotated[jax.Array, "int32 (): number of calls so far that did not run inner"]
+    consecutive: Annotated[jax.Array, "int32 (): number of calls with non-finite gradients in a row, to the last one"]
+    limit_reached: Annotated[jax.Array, "bool (): `consecutive` is at least max_consecutive"]
+    inner_state: Annotated[Any, "the wrapped optimizer's state"]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return fields(self, "applied", "skipped", "consecutive", "limit_reached")
+
+
+def skip_nonfinite(
+    inner: optax.GradientTransformation,
+    *,
+    max_consecutive: Any = None,
+    at_limit: AtLimit = "keep_skipping",
+    sharded_over: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Skips the steps whose gradients contain a NaN or an infinity.
+
+    .. math:: (u_t, s_{t+1}) = \begin{cases} \text{inner}(g_t, s_t) & \text{if all elements of } g_t
+              \text{ are finite} \\ (0, s_t) & \text{otherwise} \end{cases}
+
+    No such element reaches `inner`, however many steps in a row have one. A run of them usually means that the
+    parameters are broken, or that a loss scale is too high. After `max_consecutive` in a row, the state's
+    `limit_reached` is set. The training loop can read it (`shrewjax.metrics`), and stop or return to a checkpoint. From
+    the limit on, the guard follows `at_limit`:
+
+    ====================  ======================================================================================
+    `"keep_skipping"`     it skips every step with non-finite gradients, as before
+    `"zero_nonfinite"`    it sets the non-finite elements to zero, and runs inner on the result
+    ====================  ======================================================================================
+
+    ========================================  =======================================================================
+    condition                                 result
+    ========================================  =======================================================================
+    all gradients finite                      inner runs; `consecutive` is 0 and `limit_reached` is not set
+    finite, but with a norm beyond float32    as for finite gradients
+    no leaves                                 as for finite gradients
+    inner makes a NaN of finite gradients     the NaN is returned, because only incoming gradients are checked.
+                                              `skip_nonfinite(optax.identity())`, chained behind inner, checks its
+                                              updates, but inner's state already contains the NaN
+    ========================================  =======================================================================
+
+    The guard makes one extra pass over the gradients. Wrap the whole optimizer in it, inside `accumulate`. To skip a
+    single micro-batch, use the argument `nonfinite` of `accumulate`.
+
+    Args:
+      inner: the transformation to wrap, usually a whole optimizer.
+      max_consecutive: the limit, a number of steps in a row, as a real scalar >= 1 or a scalar array. `None` means no
+        limit.
+      at_limit: the guard's behaviour from the limit on, see the first table.
+      sharded_over: as in `grad_norm`.
+
+    Returns:
+      A transformation with state `SkipNonfiniteState(applied, skipped, consecutive, limit_reached, inner_state)`.
+
+    Raises:
+      ValueError: an argument is not as described, or `at_limit="zero_nonfinite"` without
+        `max_consecutive`; or as in `grad_norm`.
+      AssertionError: from chex, while tracing: inner changes the structure, shapes or dtypes of its state.
+
+    Example:
+      >>> tx = skip_nonfinite(optax.sgd(1.0), max_consecutive=2, at_limit="keep_skipping")
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for bad in (jnp.nan, jnp.inf):
+      ...     updates, state = tx.update(jnp.array([1.0, bad]), state)
+      >>> updates, state.skipped, state.limit_reached
+      (Array([0., 0.], dtype=float32), Array(2, dtype=int32), Array(True, dtype=bool))
+
+    Source: the contract is that of `optax.apply_if_finite`, except at the limit, because Optax applies the NaN there.
+    """
+    wrapped = inner_transformation(inner)
+    limit = None if max_consecutive is None else arguments.real("max_consecutive", max_consecutive, at_least=1)
+    at_limit = arguments.choice("at_limit", at_limit, ("keep_skipping", "zero_nonfinite"))
+    if limit is None and at_limit != "keep_skipping":
+        raise ValueError(f"at_limit={at_limit!r} needs a limit, got max_consecutive=None. Pass max_consecutive")
+    axes = arguments.sharded_over(sharded_over)
+
+    def init_fn(params: optax.Params) -> SkipNonfiniteState:
+        return SkipNonfiniteState(
+            applied=jnp.zeros((), bool),
+            skipped=jnp.zeros((), jnp.int32),
+            consecutive=jnp.zeros((), jnp.int32),
+            limit_reached=jnp.zeros((), bool),
+            inner_state=wrapped.init(params),
+        )
+
+    def decide(gradients: Gradients, state: SkipNonfiniteState, **_: Any) -> tuple[jax.Array, SkipNonfiniteState]:
+        finite = all_finite(trees.floating(gradients()), axes)
+        consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
+        limit_reached = (
+            jnp.zeros((), bool) if limit is None else consecutive.astype(jnp.float32) >= jnp.asarray(limit, jnp.float32)
+        )
+        applied = finite | limit_reached if at_limit == "zero_nonfinite" else finite
+        return applied, SkipNonfiniteState(
+            applied=applied,
+            skipped=increment_if(~applied, state.skipped),
+            consecutive=consecutive,
+            limit_reached=limit_reached,
+            inner_state=(),
+        )
+
+    def repaired(grads: optax.Updates) -> optax.Updates:
+        return trees.map_floating(lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)), grads)
+
+    decision = guard(wrapped, decide, repaired if at_limit == "zero_nonfinite" else None)
+    return optax.GradientTransformationExtraArgs(init_fn, decision)
+
+
+@described
+class SkipOnSpikeState(NamedTuple):
+    """The measurements, counts of skipped steps, and the wrapped optimizer. Its fields are a file format."""
+
+    history: Annotated[histories.History, "the last finite measurements, including spikes; none larger than `above`"]
+    measured: Annotated[jax.Array, "float32 (): the last measurement, finite or not"]
+    threshold: Annotated[jax.Array, "float32 (): a larger last measurement was a spike; inf if no finite one can be"]
+    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
+    skipped: Annotated[jax.Array, "int32 (): number of calls so far that did not run inner"]
+    consecutive: Annotated[jax.Array, "int32 (): number of spikes skipped in a row; non-finite steps leave it as it is"]
+    spikes_applied: Annotated[jax.Array, "int32 (): number of spikes so far that ran inner, because of `at_most`"]
+    inner_state: Annotated[Any, "the wrapped optimizer's state"]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns what `shrewjax.metrics` shows."""
+        return fields(self, "applied", "skipped", "consecutive", "spikes_applied", "measured", "threshold")
+
+
+def skip_on_spike(
+    inner: optax.GradientTransformation,
+    *,
+    monitor: Monitor = "grad_norm",
+    max_zscore: Any = 6.0,
+    history_length: int | None = None,
+    warmup_steps: Any = 64,
+    min_relative_std: Any = 1e-3,
+    above: Any = None,
+    at_most: Any = None,
+    sharded_over: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Skips the steps whose gradient norm, or loss, is far above the recent ones, or above a fixed limit.
+
+    .. math:: \text{skip if } x_t > m + k \max(s, r |m|) \quad\text{or}\quad x_t > \text{above}
+
+    m and s are the mean and the sample standard deviation (n - 1 in the denominator) of the last `history_length`
+    recorded measurements before this one. A measurement that either rule would skip is a spike. After `at_most` skipped
+    spikes in a row, the guard applies one and counts it in `spikes_applied`. So a level that stays above the limit
+    slows the training down, but does not stop it.
+
+    ========================================  =======================================================================
+    condition                                 result
+    ========================================  =======================================================================
+    fewer than `warmup_steps` recorded        no finite measurement is a spike
+    a spike                                   skipped, but recorded, so that the guard adapts to a new level and cannot
+                                              skip forever
+    above `above`                             a spike from the first step on. It is not recorded, applied or not, so
+                                              that the history stays one of usual measurements
+    a spike after `at_most` skipped in a row  applied, and the run starts again from 0
+    NaN or infinite measurement               skipped, from the first step on, even after `at_most`. It is not recorded,
+                                              and neither counts in a run nor ends one
+    a norm beyond float32                     the same
+    NaN `above` in an array                   every finite measurement is a spike
+    `at_most` below 1, or NaN, in an array    no finite measurement is skipped
+    all recorded ones equal m                 a spike is above m + k r abs(m), and not every number above m
+    far below the mean                        no spike
+    ========================================  =======================================================================
+
+    `monitor="grad_norm"` costs one extra pass over the gradients. `monitor="value"` costs none and does not check the
+    gradients. To skip NaN gradients as well, wrap the guard in `skip_nonfinite`.
+
+    Args:
+      inner: the transformation to wrap, usually a whole optimizer.
+      monitor: `"grad_norm"`, or `"value"`. The value is a real number or scalar array, usually the loss, passed to
+        `update` as `value=` and the same on every device. The guard forwards it to inner.
+      max_zscore: k, a real scalar >= 0, or a scalar array. If it is inf, no finite measurement is a spike.
+      history_length: number of measurements to remember, an int >= 1. `None` means 128.
+      warmup_steps: number of recorded measurements before a finite one can be a spike, a real scalar >= 0, or a scalar
+        array.
+      min_relative_std: r, a real scalar >= 0, or a scalar array.
+      above: the fixed limit, a real scalar (>= 0 for a norm), or a scalar array. `None` means no limit. It needs
+        `at_most`, because parameters that keep a measurement above it would never change again.
+      at_most: number of spikes of either rule that may be skipped in a row, a real scalar >= 1, or a scalar array. It
+        comes with `above`. `None` means any number.
+      sharded_over: as in `grad_norm`.
+
+    Returns:
+      A transformation with state `SkipOnSpikeState(history, measured, threshold, applied, skipped, consecutive,
+      spikes_applied, inner_state)`.
+
+    Raises:
+      ValueError: an argument is not as described; one of `above` and `at_most` comes without the other;
+        `warmup_steps` is greater than `history_length`; with
+        `monitor="value"`, `update` gets no `value`, or one that may differ between devices; or as in `grad_norm`.
+      AssertionError: from chex, while tracing: inner changes the structure, shapes or dtypes of its state.
+
+    Example:
+      >>> tx = skip_on_spike(optax.sgd(1.0), warmup_steps=4)
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for norm in (1.0, 1.1, 0.9, 1.0, 5.0):
+      ...     updates, state = tx.update(jnp.array([norm]), state)
+      >>> updates, state.skipped
+      (Array([0.], dtype=float32), Array(1, dtype=int32))
+      >>> tx = skip_on_spike(optax.sgd(1.0), above=100.0, at_most=2)
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for _ in range(9):  # two of three are skipped
+      ...     _, state = tx.update(jnp.array([500.0]), state)
+      >>> state.skipped, state.spikes_applied
+      (Array(6, dtype=int32), Array(3, dtype=int32))
+
+    Source: the SkipStep optimizer of OLMo, with its history of 128 and 6 standard deviations ("2 OLMo 2 Furious", 2025,
+    arXiv:2501.00656).
+    """
+    wrapped = inner_transformation(inner)
+    of_norm = arguments.choice("monitor", monitor, ("grad_norm", "value")) == "grad_norm"
+    length = arguments.length("history_length", history_length, default=128)
+    max_zscore = arguments.threshold("max_zscore", max_zscore)
+    warmup_steps = arguments.threshold("warmup_steps", warmup_steps)
+    min_relative_std = arguments.threshold("min_relative_std", min_relative_std)
+    if isinstance(warmup_steps, float) and warmup_steps > length:
+        raise ValueError(f"warmup_steps must be at most history_length, {length}, got {warmup_steps!r}")
+    if (above is None) != (at_most is None):
+        given, missing = ("above", "at_most") if at_most is None else ("at_most", "above")
+        raise ValueError(
+            f"above and at_most must come together, because a fixed limit alone may skip every step from one on, got "
+            f"{given} alone. Pass {missing}. Or leave out {given}"
+        )
+    # Without the two, a limit that nothing exceeds, and a run that never is long enough.
+    above = math.inf if above is None else arguments.real("above", above, at_least=0 if of_norm else -math.inf)
+    at_most = math.inf if at_most is None else arguments.real("at_most", at_most, at_least=1)
+    axes = arguments.sharded_over(sharded_over)
+
+    def init_fn(params: optax.Params) -> SkipOnSpikeState:
+        return SkipOnSpikeState(
+            history=histories.empty_history(length),
+            measured=jnp.zeros((), jnp.float32),
+            threshold=jnp.full((), jnp.inf, jnp.float32),
+            applied=jnp.zeros((), bool),
+            skipped=jnp.zeros((), jnp.int32),
+            consecutive=jnp.zeros((), jnp.int32),
+            spikes_applied=jnp.zeros((), jnp.int32),
+            inner_state=wrapped.init(params),
+        )
+
+    def decide(gradients: Gradients, state: SkipOnSpikeState, **extra_args: Any) -> tuple[jax.Array, SkipOnSpikeState]:
+        if not of_norm:
+            if extra_args.get("value") is None:
+                raise ValueError('skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss')
+            value = jnp.asarray(arguments.any_real("value", extra_args["value"]), jnp.float32)
+            require_replicated("value", value)
+        measured = floats.to_float32(global_norm(gradients(), 2.0, axes)) if of_norm else value
+        mean, std = histories.mean_and_std(state.history)
+        least = _float32(min_relative_std) * jnp.abs(mean)
+        k = _float32(max_zscore)
+        onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
+        observed = state.history.filled
+        is_on = (observed > 0) & (observed.astype(jnp.float32) >= _float32(warmup_steps))
+        limit = _float32(above)
+        threshold = jnp.minimum(jnp.where(is_on, onset, jnp.inf), limit)
+        finite = jnp.isfinite(measured)
+        is_spike = finite & ~(measured <= threshold)
+        run_is_full = ~(state.consecutive.astype(jnp.float32) < _float32(at_most))
+        applied = finite & (~is_spike | run_is_full)
+        consecutive = jnp.where(applied, 0, increment_if(is_spike, state.consecutive))
+        return applied, SkipOnSpikeState(
+            history=histories.push(state.history, jnp.where(measured <= limit, measured, jnp.inf)),
+            measured=measured,
+            threshold=threshold,
+            applied=applied,
+            skipped=increment_if(~applied, state.skipped),
+            consecutive=consecutive,
+            spikes_applied=increment_if(is_spike & applied, state.spikes_applied),
+            inner_state=(),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, guard(wrapped, decide))
+
+
+def _float32(value: Scalar) -> jax.Array:
+    with np.errstate(over="ignore"):  # a Python number beyond float32 is inf, and NumPy warns
+        return jnp.asarray(value, jnp.float32)

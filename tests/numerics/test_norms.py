@@ -1,0 +1,238 @@
+"""Norms are right in range, precision and derivative."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import quick_jit, true_norm, users_jit
+
+import shrewjax
+from shrewjax._base.mesh import unit_axes
+from shrewjax._numerics import floats
+from shrewjax._numerics.norms import (
+    _measure_by_powers,
+    broadcast_to_leaf,
+    combine,
+    measure_units,
+    stacked_axes,
+    unstack_units,
+)
+
+ORDERS = [1, 2, 3, 1000, np.inf]
+f32 = np.float32
+
+
+IN_RANGE = [
+    [f32([3, 4])],
+    [f32([1e20, 1e20]), f32([1e20])],
+    [f32([1e-25, 1e-25])],
+    [f32([3e-30, 4e-30]), f32([0, 0])],
+    [f32([1e30]), f32([1e-30])],
+    [f32([1e-18, 1e-19, 1e-20])],
+    [np.float16([300] * 50)],
+    [np.float16([6e-8] * 4)],
+    [jnp.bfloat16(np.full(300, 1.0))] * 3,
+    [np.float16([1.0]), f32([1e5])],
+    [np.complex64([3 + 4j, 1j])],
+    [np.complex64([1e25 + 1e25j]), f32([1e25])],
+    [np.complex64([1e-25 + 1e-25j])],
+    [np.zeros((0,), f32), f32([2.0])],
+    [np.ones((), f32), np.ones((1, 2, 3), f32)],
+]
+
+
+@functools.cache
+def norms_in_range(case):
+    """Of every order, in one program, as it is compiling that takes time."""
+    return quick_jit(lambda leaves: {ord: shrewjax.grad_norm(leaves, ord) for ord in ORDERS})(IN_RANGE[case])
+
+
+@pytest.mark.parametrize("ord", ORDERS)
+@pytest.mark.parametrize(
+    "case", range(len(IN_RANGE)), ids=lambda i: "+".join(f"{x.dtype}{list(x.shape)}" for x in IN_RANGE[i])
+)
+def test_norm_neither_overflows_nor_underflows(case, ord):
+    expected = true_norm(IN_RANGE[case], ord)
+    assert norms_in_range(case)[ord] == pytest.approx(float(expected), rel=1e-6, abs=0)
+
+
+def test_norm_of_float64_leaves_is_float64_and_neither_overflows_nor_underflows():
+    with jax.enable_x64(True):
+        for values in ([3e200, 4e200], [3e-200, 4e-200], [3e-310, 4e-310], [1.0, 1e-9]):
+            leaves = [np.float64(values), np.float32([1.0]) * 0]
+            norm = shrewjax.grad_norm(leaves)
+            assert norm.dtype == jnp.float64
+            tolerance = 1e-15 if values[0] > 1e-300 else 1.0  # subnormals are flushed on CPU
+            assert float(norm) == pytest.approx(float(true_norm(leaves)), rel=tolerance, abs=0)
+
+
+@pytest.mark.parametrize("ord", ORDERS)
+def test_norm_of_nothing_is_zero(ord):
+    for tree in ({}, None, [np.zeros((0, 3), f32)], [np.zeros(3, f32)], {"i": np.arange(3), "flag": np.ones(2, bool)}):
+        assert float(shrewjax.grad_norm(tree, ord)) == 0
+
+
+@pytest.mark.parametrize("ord", ORDERS)
+@pytest.mark.parametrize("shape", [(3,), (300, 400)], ids=str)
+def test_norm_of_nan_is_nan_and_of_inf_is_inf(ord, shape):
+    norm = quick_jit(functools.partial(shrewjax.grad_norm, ord=ord))
+    for bad, expected in ((np.nan, np.nan), (np.inf, np.inf), (-np.inf, np.inf)):
+        x = np.ones(shape, f32)
+        x.flat[x.size // 2] = bad
+        np.testing.assert_equal(float(norm([x, np.ones(2, f32)])), expected)
+        np.testing.assert_equal(float(norm([x, f32([np.nan, 1])])), np.nan)
+
+
+@pytest.mark.parametrize("ord", [1, 2, 3, np.inf])
+def test_norm_beyond_float32_reads_inf(ord):
+    leaves = [f32([3e38] * 3), np.complex64([3e38 + 3e38j])]
+    assert float(shrewjax.grad_norm(leaves, ord)) == np.inf
+
+
+@functools.lru_cache(maxsize=1)
+def a_million_elements(kind, dtype):
+    rng = np.random.default_rng(0)
+    draw = {"normal": rng.normal, "constant": lambda size: np.full(size, 0.1), "heavy tail": rng.standard_cauchy}[kind]
+    return [jnp.asarray(np.clip(draw(size=s), -6e4, 6e4), dtype) for s in ((1000, 900), (99_999,), (1,))]
+
+
+norms_of_four_orders = users_jit(lambda leaves: {ord: shrewjax.grad_norm(leaves, ord) for ord in (1, 2, 3, np.inf)})
+
+
+@pytest.mark.parametrize("ord", [1, 2, 3, np.inf])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("kind", ["normal", "constant", "heavy tail"])
+def test_norm_of_a_million_elements_is_within_1e_6(dtype, kind, ord):
+    leaves = a_million_elements(kind, dtype)
+    found = norms_of_four_orders(leaves)[ord]  # for each order again: it runs far sooner than it compiles
+    assert float(found) == pytest.approx(float(true_norm(leaves, ord)), rel=1e-6, abs=0)
+
+
+def test_norm_does_not_depend_on_the_order_of_the_leaves():
+    rng = np.random.default_rng(1)
+    leaves = [
+        jnp.asarray(rng.normal(size=n) * 10.0**k, d)
+        for n, k, d in [
+            (7, 0, jnp.float32),
+            (100, -2, jnp.bfloat16),
+            (3, 2, jnp.float16),
+            (50, 1, jnp.float32),
+            (1, 0, jnp.complex64),
+        ]
+    ]
+    expected = shrewjax.grad_norm(leaves)
+    assert expected.dtype == jnp.float32
+    for _ in range(8):
+        shuffled = [leaves[i] for i in rng.permutation(len(leaves))]
+        assert shrewjax.grad_norm(shuffled) == expected
+
+
+def test_three_hundred_bfloat16_leaves_do_not_stall():
+    """A sum of ones in bfloat16 stalls at 256."""
+    leaves = [jnp.ones((), jnp.bfloat16)] * 300
+    assert float(quick_jit(shrewjax.grad_norm)(leaves)) == pytest.approx(300**0.5, rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("ord", [1, 2, 3, np.inf])
+@pytest.mark.parametrize("scale", [1.0, 1e25, 1e-25])
+def test_derivative_of_the_norm(ord, scale):
+    x = scale * jnp.array([3.0, -4.0, 1.0])
+    slope = quick_jit(jax.grad(lambda x: shrewjax.grad_norm([x[:1], x[1:]], ord)))(x)
+    magnitudes = np.abs(np.float64(x)) / np.abs(np.float64(x)).max()
+    if ord == np.inf:
+        expected = np.float64([0, -1, 0])
+    else:  # d norm / d x_i = sign(x_i) (|x_i| / norm) ** (p - 1)
+        expected = np.sign(x) * (magnitudes / np.sum(magnitudes**ord) ** (1 / ord)) ** (ord - 1)
+    np.testing.assert_allclose(slope, expected, rtol=1e-5)
+
+
+def test_derivative_of_the_largest_is_shared_between_ties():
+    slope = quick_jit(jax.grad(lambda x: shrewjax.grad_norm([x], math.inf)))(jnp.array([2.0, -2.0, 1.0, 0.0]))
+    np.testing.assert_array_equal(slope, [0.5, -0.5, 0, 0])
+
+
+@pytest.mark.parametrize("ord", [1, 2, 3, np.inf])
+def test_derivative_at_a_zero_norm_is_zero(ord):
+    slope = quick_jit(jax.grad(lambda x: shrewjax.grad_norm([x], ord)))(jnp.zeros(3))
+    np.testing.assert_array_equal(slope, np.zeros(3))
+
+
+def test_derivative_of_a_complex_leaf_is_that_of_its_parts():
+    def norm(parts):
+        return shrewjax.grad_norm([jax.lax.complex(parts[0], parts[1]), parts[2]])
+
+    parts = jnp.array([[3.0, 1.0], [-2.0, 0.5], [0.0, 4.0]])
+    np.testing.assert_allclose(quick_jit(jax.grad(norm))(parts), parts / np.linalg.norm(parts), rtol=1e-6)
+
+
+def test_second_derivative_of_the_norm():
+    x = jnp.array([3.0, 4.0])
+    hessian = quick_jit(jax.hessian(lambda x: shrewjax.grad_norm([x])))(x)
+    unit = np.float64(x) / 5
+    np.testing.assert_allclose(hessian, (np.eye(2) - np.outer(unit, unit)) / 5, rtol=1e-5, atol=1e-7)
+
+
+def test_norm_under_vmap_takes_each_row_through_its_own_range():
+    rows = jnp.array([[3.0, 4.0], [3e25, 4e25], [3e-25, 4e-25], [0.0, 0.0], [jnp.inf, 1.0]])
+    np.testing.assert_allclose(jax.vmap(shrewjax.grad_norm)(rows), [5, 5e25, 5e-25, 0, np.inf], rtol=1e-6)
+
+
+def test_common_case_reads_the_gradients_once():
+    """The scaled pass sits in a branch: outside of it there is one reduction of the data."""
+    jaxpr = jax.make_jaxpr(lambda x: _measure_by_powers([x], 2, "global", None))(jnp.ones((8, 8)))
+    reductions = [e for e in jaxpr.eqns if e.primitive.name == "reduce_sum" and e.invars[0].aval.shape == (8, 8)]
+    assert len(reductions) == 1
+    assert [e.primitive.name for e in jaxpr.eqns].count("cond") == 1
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-40, 1.2e-38, 0.1, 1.0, 3.4e38, np.inf])
+def test_split_and_join_lose_nothing(value):
+    x = jnp.asarray(value, jnp.float32)
+    number = floats.to_extended(x)
+    if np.isfinite(value) and value:
+        mantissa, exponent = float(number.mantissa), int(number.exponent)
+        assert 1 <= mantissa < 2
+        assert np.longdouble(mantissa) * np.longdouble(2) ** exponent == np.longdouble(float(np.float32(value)))
+    else:
+        assert float(number.mantissa) == value
+    if value == 0 or value > 1e-38:
+        assert floats.from_extended(number) == x
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e25, 1e-25])
+def test_norms_of_units_and_of_all_of_them_together(scale):
+    leaves = [scale * jnp.arange(60.0).reshape(3, 4, 5), scale * jnp.arange(1.0, 4), scale * jnp.ones(())]
+    kept = ((0, 2), (), ())
+    axes = tuple(unit_axes("", x, keep, None) for x, keep in zip(leaves, kept, strict=True))
+    norms = measure_units(leaves, kept, axes)
+    for x, keep, norm in zip(leaves, kept, unstack_units(norms, kept), strict=True):
+        rest = tuple(a for a in range(x.ndim) if a not in keep)
+        expected = np.sqrt(np.sum(np.float64(x) ** 2, axis=rest))
+        np.testing.assert_allclose(floats.from_extended(norm), expected, rtol=1e-6)
+        spread = broadcast_to_leaf(norm.mantissa, x, keep)
+        assert np.broadcast_shapes(spread.shape, x.shape) == x.shape
+    together = combine(norms, stacked_axes(axes, kept))
+    assert float(floats.from_extended(together)) == pytest.approx(float(true_norm(leaves)), rel=1e-6)
+    assert measure_units([], (), ()) == []
+    assert float(floats.from_extended(combine([], []))) == 0
+
+
+@pytest.mark.parametrize("bad", [0, 0.99, -1, np.nan, "2", True])
+def test_ord_out_of_range_is_an_error(bad):
+    with pytest.raises(ValueError, match="ord"):
+        shrewjax.grad_norm([np.ones(2, f32)], bad)
+
+
+def test_traced_ord_is_an_error_that_says_why():
+    with pytest.raises(ValueError, match=r"ord must be a Python number.*inject_hyperparams"):
+        jax.jit(lambda p: shrewjax.grad_norm([jnp.ones(2)], p))(2.0)
+    with pytest.raises(ValueError, match="ord"):
+        shrewjax.grad_norm([jnp.ones(2)], jnp.float32(2))
+
+
+def test_leaf_that_is_no_array_is_named():
+    with pytest.raises(ValueError, match=r"gradient leaf \['layer'\]\[1\] must be an array or a number, got 'text'"):
+        shrewjax.grad_norm({"layer": [np.ones(2, f32), "text"]})

@@ -1,0 +1,219 @@
+"""Inside mapped functions a norm is the whole gradient's, or an error: never silently a shard's own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import bits, quick_jit, true_norm, users_jit
+
+import shrewjax
+from shrewjax._numerics import reductions
+
+P = jax.P
+GRADS = {
+    "rows": np.float32(np.arange(16).reshape(8, 2)),
+    "columns": np.float32(np.ones((3, 8))),
+    "replicated": np.float32([3, -4]),
+}
+SPECS = {"rows": P("data"), "columns": P(None, "model"), "replicated": P()}
+
+
+def clip(grads, ord=None, sharded_over=None):
+    return shrewjax.clip_grad_norm(grads, 1.0, ord=ord, sharded_over=sharded_over)
+
+
+@pytest.fixture(params=["Auto", "Explicit"])
+def mesh(request):
+    axis_type = jax.sharding.AxisType[request.param]
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type, axis_type))
+
+
+def place(grads, mesh, specs=SPECS):
+    return jax.tree.map(lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mesh, s)), grads, specs)
+
+
+@pytest.mark.parametrize(("ord", "scale"), [(1, 1.0), (2, 1.0), (2, 1e25), (2, 1e-25), (3, 1e25), (np.inf, 1.0)])
+def test_tracked_shard_map_counts_every_element_once(mesh, ord, scale):
+    grads = jax.tree.map(lambda x: x * np.float32(scale), GRADS)
+    mapped = jax.shard_map(lambda g: clip(g, ord), mesh=mesh, in_specs=(SPECS,), out_specs=(SPECS, P()))
+    clipped, norm = jax.jit(mapped)(place(grads, mesh))
+    assert float(norm) == pytest.approx(float(true_norm(grads, ord)), rel=1e-6, abs=0)
+    assert float(true_norm(clipped, ord)) == pytest.approx(1.0 if scale >= 1 else float(norm), rel=1e-6, abs=0)
+
+
+def test_partly_manual_mesh_counts_every_element_once(mesh):
+    specs = SPECS | {"columns": P()}
+    mapped = jax.shard_map(clip, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), axis_names={"data"})
+    _, norm = jax.jit(mapped)(place(GRADS, mesh))
+    assert float(norm) == pytest.approx(float(true_norm(GRADS)), rel=1e-6)
+
+
+def test_untracked_shard_map_without_axis_name_is_an_error_that_says_what_to_pass(mesh):
+    mapped = jax.shard_map(clip, mesh=mesh, in_specs=(SPECS,), out_specs=(SPECS, P()), check_vma=False)
+    with pytest.raises(ValueError, match=r"'data', 'model'.*pass sharded_over="):
+        jax.jit(mapped)(place(GRADS, mesh))
+
+
+def test_untracked_shard_map_reduces_over_the_axes_that_are_named(mesh):
+    def norms(grads):
+        return (
+            shrewjax.grad_norm(grads["rows"], sharded_over="data"),
+            shrewjax.grad_norm(grads["columns"], sharded_over=("data", "model")),
+            shrewjax.grad_norm(grads["replicated"], sharded_over=()),
+        )
+
+    mapped = jax.shard_map(norms, mesh=mesh, in_specs=(SPECS,), out_specs=P(), check_vma=False)
+    rows, columns, replicated = jax.jit(mapped)(place(GRADS, mesh))
+    assert float(rows) == pytest.approx(float(true_norm(GRADS["rows"])), rel=1e-6)
+    # over an axis on which the leaf is replicated it is counted once a device: what sharded_over asks for
+    assert float(columns) == pytest.approx((24 * mesh.shape["data"]) ** 0.5, rel=1e-6)
+    assert float(replicated) == 5
+
+
+@pytest.mark.parametrize("make", [shrewjax.clip_by_global_norm, shrewjax.clip_by_leaf_norm])
+def test_pmap_needs_and_takes_an_axis_name(make):
+    shards = np.float32(np.arange(16).reshape(8, 2))
+
+    def update(g, **kwargs):
+        tx = make(1.0, **kwargs)
+        return tx.update(g, tx.init(g))
+
+    clipped, state = jax.pmap(lambda g: update(g, sharded_over="i"), axis_name="i")(shards)
+    np.testing.assert_allclose(state.grad_norm, np.full(8, float(true_norm(shards))), rtol=1e-6)
+    assert float(true_norm(clipped)) == pytest.approx(1.0, rel=1e-6)
+    with pytest.raises(ValueError, match="pass sharded_over="):
+        jax.pmap(update, axis_name="i")(shards)
+
+
+def test_vmap_over_a_named_axis_is_a_mapped_axis_only_if_named():
+    rows = np.float32([[3, 4], [6, 8]])
+    np.testing.assert_allclose(jax.vmap(shrewjax.grad_norm, axis_name="i")(rows), [5, 10])
+    over = jax.vmap(lambda g: shrewjax.grad_norm(g, sharded_over="i"), axis_name="i")(rows)
+    np.testing.assert_allclose(over, [125**0.5] * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("specs", "most"),
+    [([P("fsdp")], 1), ([P("fsdp"), P(None, "tensor"), P("fsdp", "tensor"), P()], 3)],
+    ids=["FSDP", "FSDP, tensor-parallel, both and replicated"],
+)
+def test_one_norm_of_fifty_leaves_needs_an_all_reduce_for_each_set_of_axes(specs, most):
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    leaves = [
+        jax.ShapeDtypeStruct(
+            (8 * (1 + i % 3), 4), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, specs[i % len(specs)])
+        )
+        for i in range(50)
+    ]
+    text = users_jit(shrewjax.grad_norm).lower(leaves).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    assert 1 <= entry.count(" all-reduce(") <= most
+    assert "all-gather" not in text
+
+
+def test_one_bad_shard_is_bad_everywhere():
+    mesh = jax.make_mesh((8,), ("data",))
+    tx = shrewjax.accumulate(shrewjax.clip_by_value(9.0), 1, nonfinite="drop_microbatch")
+    grads = np.ones((8, 2), np.float32)
+    grads[5, 1] = np.inf
+
+    def update(g):
+        updates, state = tx.update(g, tx.init(g))
+        return updates, state.dropped
+
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P()))
+    updates, dropped = jax.jit(mapped)(jax.device_put(grads, jax.sharding.NamedSharding(mesh, P("data"))))
+    np.testing.assert_array_equal(updates, np.zeros((8, 2)))
+    assert int(dropped) == 1
+
+
+# --- percentiles ------------------------------------------------------------------------------------------------
+
+
+def nearest_of_a_traced_percentile(grads, percentile):
+    return shrewjax.clip_grad_percentile(grads, percentile, over="nonzero", method="nearest")
+
+
+# As users compile it where a float is rounded; the nearest element is compared. A number is part of the program.
+PERCENTILE_CLIPS = {
+    "known": (users_jit(lambda grads: shrewjax.clip_grad_percentile(grads, 60)), ()),
+    "by leaf": (users_jit(lambda grads: shrewjax.clip_grad_percentile(grads, 60, scope="leaf")), ()),
+    "traced": (quick_jit(nearest_of_a_traced_percentile), (np.float32(60),)),
+}
+
+
+@functools.cache
+def clipped_on_one_device(name, leaves=tuple(GRADS)):
+    update, percentile = PERCENTILE_CLIPS[name]
+    return update({leaf: GRADS[leaf] for leaf in leaves}, *percentile)
+
+
+@pytest.mark.parametrize("name", PERCENTILE_CLIPS)
+def test_sharded_percentiles_have_the_same_bits_without_a_gather_or_a_sort(mesh, name):
+    grads = place(GRADS, mesh)
+    update, percentile = PERCENTILE_CLIPS[name]
+    program = update.lower(grads, *percentile).compile()
+    assert bits(program(grads, *percentile)) == bits(clipped_on_one_device(name))
+    text = program.as_text()
+    assert "all-reduce" in text
+    assert "all-gather" not in text
+    assert "sort(" not in text
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_percentiles_inside_shard_map_are_those_of_the_whole(mesh, check_vma):
+    grads = {k: GRADS[k] for k in ("rows", "replicated")}
+    specs = {k: SPECS[k] for k in grads}
+    if not check_vma:  # without types, the axis holds for all leaves
+        grads, specs = {"rows": grads["rows"]}, {"rows": specs["rows"]}
+
+    def percentile_clip(grads):
+        clipped, bound = shrewjax.clip_grad_percentile(grads, 60, sharded_over=None if check_vma else "data")
+        return clipped, bound
+
+    mapped = jax.shard_map(percentile_clip, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=check_vma)
+    placed = place(grads, mesh, specs)
+    program = users_jit(mapped).lower(placed).compile()
+    assert bits(program(placed)) == bits(clipped_on_one_device("known", tuple(grads)))
+    text = program.as_text()
+    assert "all-gather" not in text
+    assert "sort(" not in text
+
+
+def test_leaves_of_several_dtypes_are_counted_in_64_bits_inside_shard_map(mesh, monkeypatch):
+    monkeypatch.setattr(reductions, "_LARGEST_COUNT", 5)  # as if 32 bits held no more
+    values = np.random.default_rng(3).standard_normal((3, 16, 3))
+    dtypes = {"wide": np.float32, "half": np.float16, "brain": ml_dtypes.bfloat16}
+    grads = {name: values[i].astype(dtype) for i, (name, dtype) in enumerate(dtypes.items())}
+    specs = dict.fromkeys(grads, P("data"))
+
+    def bounds(grads):
+        def bound(percentile):
+            return shrewjax.clip_grad_percentile(grads, percentile, method="lower")[1]
+
+        return jax.vmap(bound)(jnp.float32([10, 60, 99]))
+
+    found = quick_jit(jax.shard_map(bounds, mesh=mesh, in_specs=(specs,), out_specs=P()))(place(grads, mesh, specs))
+    magnitudes = np.concatenate([np.abs(np.float64(x)).ravel() for x in grads.values()])
+    np.testing.assert_array_equal(found, np.percentile(magnitudes, [10, 60, 99], method="lower"))
+
+
+def test_a_percentile_in_untracked_shard_map_without_axis_name_is_an_error(mesh):
+    specs = {"rows": P("data")}
+    mapped = jax.shard_map(
+        lambda g: shrewjax.clip_grad_percentile(g, 60)[0],
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=specs,
+        check_vma=False,
+    )
+    with pytest.raises(ValueError, match="pass sharded_over="):
+        jax.jit(mapped)(place({"rows": GRADS["rows"]}, mesh, specs))
+
+
+def test_a_maximum_norm_of_sharded_gradients_is_no_gather(mesh):
+    text = users_jit(lambda g: shrewjax.grad_norm(g, np.inf)).lower(place(GRADS, mesh)).compile().as_text()
+    assert "all-gather" not in text

@@ -1,0 +1,112 @@
+"""Every example in the documentation runs; docstrings print what they say; pages name what exists."""
+
+import doctest
+import importlib
+import inspect
+import math
+import pathlib
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import run_page
+
+import shrewjax
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+PUBLIC = {
+    k: v
+    for k, v in vars(shrewjax).items()
+    if not k.startswith("_") and getattr(v, "__module__", "").startswith("shrewjax")
+}
+DEFINITION = {k: v for k, v in vars(shrewjax.spec).items() if k.endswith("_spec")}
+FUNCTIONS = {k: v for k, v in PUBLIC.items() if not k.endswith("State")} | DEFINITION
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstring_example_runs(name):
+    modules = {"chex": chex, "jax": jax, "jnp": jnp, "math": math, "np": np, "optax": optax, "shrewjax": shrewjax}
+    globs = modules | PUBLIC | DEFINITION
+    tests = doctest.DocTestFinder().find(FUNCTIONS[name], name, globs=globs)
+    examples = [t for t in tests if t.examples]
+    assert examples, f"{name} has no example"
+    with jax.numpy_dtype_promotion("standard"):
+        for test in examples:
+            result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test)
+            assert result.failed == 0
+
+
+@pytest.mark.parametrize("name", [k for k in FUNCTIONS if not inspect.isclass(FUNCTIONS[k])])
+def test_docstring_says_what_every_argument_is(name):
+    doc = inspect.getdoc(FUNCTIONS[name])
+    for parameter in inspect.signature(FUNCTIONS[name]).parameters:
+        assert re.search(rf"^\s+\**{parameter}:", doc, re.MULTILINE), parameter
+    assert "Returns:" in doc
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstring_has_a_formula_an_example_and_a_source(name):
+    doc = inspect.getdoc(FUNCTIONS[name])
+    assert ".. math:: " in doc
+    assert ">>> " in doc
+    assert re.search(r"\bSource: \S", doc)
+
+
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+WITH_CODE = [page for page in PAGES if "```python\n" in (ROOT / page).read_text() and page != "docs/recipes.md"]
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_code_of_a_page_runs_from_top_to_bottom(page):
+    """The code of docs/recipes.md runs in test_recipes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        run_page(ROOT / page)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page):
+    text = (ROOT / page).read_text()
+    links = {link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?:|#", link)}
+    links |= set(re.findall(r'(?:src|srcset)="([^"]+)"', text))
+    missing = [link for link in links if not (ROOT / page).parent.joinpath(link.partition("#")[0]).exists()]
+    # The site copies the notebook from the examples to the folder of its index.
+    assert set(missing) <= ({"../from_multisteps_to_accumulate.ipynb"} if page.startswith("docs/guide/") else set())
+    files = set(re.findall(r"`((?:examples|tests|docs)/[\w/]+\.\w+)", text))
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_readme_is_short_and_shows_code_and_a_picture_early():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 1200
+    assert text[: text.index("```python")].count("\n") < 15
+    assert text.count("<img ") == 1
+
+
+def test_every_public_name_stands_on_one_page_of_the_reference():
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    assert sorted(re.findall(r"auto(?:function|class):: (\w+)", pages)) == sorted(set(shrewjax.__all__) - {"spec"})
+    assert "automodule:: shrewjax.spec\n   :members:" in pages
+
+
+def test_modules_say_what_they_are_for():
+    package = pathlib.Path(shrewjax.__file__).parent
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        assert importlib.import_module(".".join(parts).removesuffix(".__init__")).__doc__, path
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_cell_in_the_first_column_of_a_table_has_one_line(name):
+    """Sphinx would read its second line as another row, with an empty second cell."""
+    in_table, ends_at = False, 0
+    for line in inspect.getdoc(FUNCTIONS[name]).splitlines():
+        if re.fullmatch(r"=+( +=+)+", line.strip()):
+            in_table, ends_at = True, len(line) - len(line.lstrip()) + line.strip().index(" ")
+        elif not line.strip():
+            in_table = False
+        elif in_table:
+            assert not line[:ends_at].strip() or line[ends_at:].strip(), line

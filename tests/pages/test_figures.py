@@ -1,0 +1,110 @@
+"""Every figure of the documentation is small and legible on light and dark pages; redrawing one says the same again."""
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import explain
+import numpy as np
+import pytest
+
+FIGURES = Path(__file__).parent.parent.parent / "docs" / "figures"
+FILES = sorted(FIGURES.iterdir())
+assert FILES
+PAGES = {"light": "#ffffff", "dark": "#121212"}
+BLACK = "#000000"  # the fill of a text that has none
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(root):
+    """The texts of a figure, in the order in which they are drawn."""
+    return ["".join(text.itertext()).strip() for text in root.iter(f"{SVG}text")]
+
+
+def coordinates(root):
+    """The coordinates of each path and of each mark, in points."""
+    paths = [path.get("d") for path in root.iter(f"{SVG}path")]
+    marks = [f"{mark.get('x', 0)} {mark.get('y', 0)}" for mark in root.iter(f"{SVG}use")]
+    return [[float(x) for x in re.findall(r"-?[\d.]+", numbers)] for numbers in (*paths, *marks)]
+
+
+def luminance(color):
+    """The relative luminance of the Web Content Accessibility Guidelines."""
+    channels = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    return linear @ [0.2126, 0.7152, 0.0722]
+
+
+def contrast(color, other):
+    darker, lighter = sorted((luminance(color), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_figure_is_smaller_than_100_kb(path):
+    assert path.stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_texts_have_a_contrast_of_4_5_with_the_page(path):
+    page = PAGES[path.stem.rsplit("-")[-1]]
+    for text in ElementTree.parse(path).iter(f"{SVG}text"):
+        style = " ".join(part.get("style", "") for part in text.iter())  # of a formula, that of each of its characters
+        assert "opacity" not in style
+        for color in re.findall(r"fill: (#\w{6})", style) or [BLACK]:
+            assert contrast(color, page) >= 4.5, "".join(text.itertext())
+
+
+@pytest.mark.parametrize("name", sorted({path.stem.rsplit("-", 1)[0] for path in FILES}))
+def test_figure_shows_the_same_on_light_and_dark_pages(name):
+    light, dark = (ElementTree.parse(FIGURES / f"{name}-{page}.svg").getroot() for page in PAGES)
+    assert texts(light)
+    assert texts(light) == texts(dark)
+    assert coordinates(light) == coordinates(dark)
+
+
+@pytest.fixture(scope="module")
+def redrawn(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("figures")
+    explain.main(["--out", str(folder / "explain.svg")])
+    return {path.name: ElementTree.parse(path).getroot() for path in folder.iterdir()}
+
+
+def test_redrawing_says_what_the_committed_figures_say(redrawn):
+    committed = {path.name for path in FILES if path.name.startswith("explain_")}
+    assert committed == set(redrawn)
+    for name in committed:
+        before = ElementTree.parse(FIGURES / name).getroot()
+        assert texts(redrawn[name]) == texts(before), name
+        for drawn, as_before in zip(coordinates(redrawn[name]), coordinates(before), strict=True):
+            np.testing.assert_allclose(drawn, as_before, atol=1, err_msg=name)
+
+
+def line(root, name):
+    """The corners of the line with this name, and its marks: arrays of shape (points, 2), in points."""
+    (group,) = (group for group in root.iter(f"{SVG}g") if group.get("id") == name)
+    corners = re.findall(r"(-?[\d.]+) (-?[\d.]+)", group.find(f"{SVG}path").get("d"))
+    marks = [(mark.get("x"), mark.get("y")) for mark in group.iter(f"{SVG}use")]
+    return np.array(corners, float), np.array(marks, float)
+
+
+@pytest.mark.parametrize(("dtype", "smallest", "largest"), [("float16", -6, 5.5), ("float32", -34, 38)])
+def test_optax_norm_leaves_the_diagonal_where_squares_leave_the_range(redrawn, dtype, smallest, largest):
+    root = redrawn["explain_norm-light.svg"]
+    corners, _ = line(root, f"shrewjax-{dtype}")
+    _, marks = line(root, f"optax-{dtype}")
+
+    (left, low), (right, high) = corners[0], corners[-1]
+    share = (marks[:, 0] - left) / (right - left)
+    diagonal = low + share * (high - low)
+    np.testing.assert_allclose(np.interp(marks[:, 0], *corners.T), diagonal, atol=0.5)
+
+    above = diagonal - marks[:, 1]  # in points; an SVG's y axis points down
+    squared = 10.0 ** (2 * (smallest + share * (largest - smallest)))
+    info = np.finfo(dtype)
+    overflows, underflows = squared > float(info.max), squared < float(info.smallest_subnormal) / 2
+    # Below, single squares of the thousand lose digits before all are 0.
+    is_in_range = ~overflows & (squared > 1000 * float(info.tiny))
+    for which, distance in ((overflows, above), (underflows, -above), (is_in_range, 1 - np.abs(above))):
+        assert which.sum() > 5
+        assert (distance[which] > 0.5).all()
