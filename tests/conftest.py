@@ -20,21 +20,21 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Tiny programs compile a quarter faster in one piece than divided among threads, to the same code.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
-)
-# XLA's older emitters compile for CPU in half the time; `helpers.users_jit` compiles as users do. libtpu reads the same
-# variable, does not know this flag, and would end the process.
+
+import xla_flags
+
+# `helpers.users_jit` compiles as users do. libtpu reads the same variable, does not know the older emitters' flag, and
+# would end the process.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + xla_flags.flags("xla_cpu_parallel_codegen_split_count")
 if importlib.util.find_spec("libtpu") is None:
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] += xla_flags.flags("xla_cpu_use_fusion_emitters")
 
 import hypothesis
 import jax
 import pytest
 from jax._src.interpreters import mlir
 
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import xla_flags
 
 import shrewjax
 
@@ -106,7 +107,7 @@ def quick_options():
 
     By XLA's older emitters, and without LLVM's optimizations; those of XLA are as ever.
     """
-    options = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}
+    options = xla_flags.options(xla_cpu_use_fusion_emitters=False, xla_backend_optimization_level=0)
     return options if jax.default_backend() == "cpu" else None
 
 
@@ -124,7 +125,7 @@ def run_page(path):
 
 def users_jit(function, **options):
     """`jax.jit` as users have it: for tests of last bits, of memory and of compiled text."""
-    emitters = {"xla_cpu_use_fusion_emitters": True} if jax.default_backend() == "cpu" else None
+    emitters = xla_flags.options(xla_cpu_use_fusion_emitters=True) if jax.default_backend() == "cpu" else None
     return jax.jit(function, compiler_options=emitters, **options)
 
 

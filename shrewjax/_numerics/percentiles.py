@@ -205,7 +205,10 @@ class Rule:
     @property
     def percentile(self) -> Fraction | jax.Array:
         """The percentile, whichever it is."""
-        return self.traced if self.known is None else self.known
+        if self.known is not None:
+            return self.known
+        assert self.traced is not None
+        return self.traced
 
 
 class Selected(NamedTuple):

@@ -38,6 +38,7 @@ def save(folder, kind, state):
 
 
 def main(folder, kind, devices, *runs):
+    jax.config.update("jax_num_cpu_devices", 8)
     mesh = jax.make_mesh((int(devices),), ("data",), devices=jax.devices()[: int(devices)])
 
     def place(x):

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import xla_flags
 from helpers import TRANSFORMATIONS, quick_jit
 from train_processes import ACCUM_STEPS, NAN_STEPS, PROCESSES, STEPS, batch, first_params, inner, nonfinite
 
@@ -24,7 +25,7 @@ def processes(folder, mode, names):
     """Both of them, and what they print in the folder; none outlives the block."""
     # Compiled as quickly as it can be; without the eight devices that other tests want.
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+        "XLA_FLAGS": xla_flags.flags("xla_cpu_use_fusion_emitters", "xla_cpu_parallel_codegen_split_count"),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     with socket.socket() as free:

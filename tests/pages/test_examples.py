@@ -10,15 +10,20 @@ import struct
 from pathlib import Path
 
 import pytest
+import xla_flags
 from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
-# Nothing optimized compiles fastest. On one device: the eight that the other tests want are not what a user has.
+# Nothing optimized compiles fastest.
 QUICKLY = {
-    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    "XLA_FLAGS": xla_flags.flags(
+        "xla_cpu_use_fusion_emitters",
+        "xla_cpu_parallel_codegen_split_count",
+        "xla_backend_optimization_level",
+        "xla_llvm_disable_expensive_passes",
+    )
 }
 
 
