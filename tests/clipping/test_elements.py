@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import bits, flat, quick_jit, users_jit
+from hypothesis import given
+from hypothesis import strategies as st
+from norm_clips import each_threshold, trees
 
 import shrewjax
 
@@ -203,3 +206,82 @@ def test_a_threshold_that_is_flushed_leaves_zeros_alone():
     for limit in (1e-41, jnp.float32(1e-41)):
         assert np.all(np.abs(np.asarray(shrewjax.clip_grad_value(x, limit))) <= 1e-41)
         assert bits(shrewjax.clip_grad_value(x, limit)[:2]) == bits(x[:2])
+
+
+# --- the rows of the value table ----------------------------------------------------------------------------------
+
+FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "bound", [0.0, 0.1, 1.0, 1 / 3, 7.3, 1e6, np.float64(0.1), jnp.float32(0.1), jnp.bfloat16(0.3)]
+)
+def test_value_clip_never_leaves_the_interval_and_touches_nothing_inside(dtype, bound):
+    smallest = float(jnp.finfo(dtype).smallest_subnormal)
+    x = jnp.asarray([0.0, -0.0, smallest, -smallest, 0.05, -0.05, 0.1, 1, -1, 7, 400, -400], dtype)
+    clipped = shrewjax.clip_grad_value([x], bound)[0]
+    exact, before, after = float(bound), np.float64(x), np.float64(clipped)
+    assert clipped.dtype == dtype
+    assert (np.abs(after) <= exact).all()
+    assert bits(clipped[np.abs(before) <= exact]) == bits(x[np.abs(before) <= exact])
+    outside = np.abs(before) > exact
+    assert (after[outside] * before[outside] >= 0).all()
+    # nothing between the result and the bound: the next number up is beyond it
+    nearest = np.float64(jnp.asarray(exact, dtype)) if exact < float(jnp.finfo(dtype).max) else np.inf
+    assert (np.abs(np.abs(after[outside]) - exact) <= abs(nearest) * float(jnp.finfo(dtype).eps)).all()
+
+
+@each_threshold
+def test_value_clip_of_nan_and_infinities(given_as):
+    x = f32([np.nan, np.inf, -np.inf, 2])
+    np.testing.assert_array_equal(shrewjax.clip_grad_value(x, given_as(1.0)), f32([np.nan, 1, -1, 1]))
+    assert bits(shrewjax.clip_grad_value(x, given_as(np.inf))) == bits(x)
+
+
+def test_value_clip_with_odd_traced_bounds():
+    x = f32([1, -1, 0, np.nan])
+    np.testing.assert_array_equal(shrewjax.clip_grad_value(x, jnp.float32(-3)), f32([0, 0, 0, np.nan]))
+    assert np.isnan(shrewjax.clip_grad_value(x, jnp.float32(np.nan))).all()
+    np.testing.assert_array_equal(shrewjax.clip_grad_value(4 * x, jnp.int32(2)), f32([2, -2, 0, np.nan]))
+
+
+def test_value_clip_of_complex_limits_the_modulus_and_keeps_the_phase():
+    z = np.complex64([3 + 4j, 0.3 + 0.4j, -1e30j, 3e38 + 3e38j, 1e-30j, 0, np.inf, 1j * np.nan])
+    clipped = shrewjax.clip_grad_value([z], 1.0)[0]
+    np.testing.assert_allclose(clipped[:4], np.complex64([0.6 + 0.8j, 0.3 + 0.4j, -1j, 0.5**0.5 * (1 + 1j)]), rtol=3e-7)
+    assert bits(clipped[4:6]) == bits(z[4:6])
+    assert np.isnan(clipped[6:]).all()
+    assert bits(shrewjax.clip_grad_value([z], np.inf)) == bits([z])
+
+
+def test_derivative_through_the_value_clip_of_a_complex_zero_is_that_of_the_identity():
+    def parts_of_the_clipped(parts):
+        clipped = shrewjax.clip_grad_value(jax.lax.complex(*parts), 2.0)
+        return jnp.sum(clipped.real) + jnp.sum(clipped.imag)
+
+    np.testing.assert_array_equal(quick_jit(jax.grad(parts_of_the_clipped))(jnp.zeros((2, 1))), [[1], [1]])
+
+
+def test_derivative_through_the_value_clip():
+    slope = quick_jit(jax.grad(lambda x: jnp.sum(shrewjax.clip_grad_value(x, 1.0))))(jnp.array([0.5, -2.0, 0.0, 3.0]))
+    np.testing.assert_array_equal(slope, [1, 0, 1, 0])
+    slope = quick_jit(jax.grad(lambda c: jnp.sum(shrewjax.clip_grad_value(jnp.array([2.0, -3.0, 5.0, 0.1]), c))))(1.0)
+    assert float(slope) == 1
+
+
+# --- properties ---------------------------------------------------------------------------------------------------
+
+
+@given(trees(), st.floats(0, 2.0**127, width=32))
+def test_value_clip_is_the_nearest_point_of_the_box(tree, bound):
+    tree = [x for x in tree if not np.iscomplexobj(x)]
+    for x, y in zip(tree, shrewjax.clip_grad_value(tree, bound), strict=True):
+        before, after = np.float64(x), np.float64(y)
+        assert (np.abs(after) <= bound).all()
+        inside = np.abs(before) <= bound
+        assert bits(np.asarray(y)[inside]) == bits(np.asarray(x)[inside])
+        assert (
+            np.abs(after - np.clip(before, -bound, bound))
+            <= 2 * float(jnp.finfo(x.dtype).eps) * bound + float(jnp.finfo(x.dtype).tiny)
+        ).all()

@@ -1,75 +1,19 @@
-"""Thresholds that are measured, against their papers' equations in float64 and at every edge."""
-
-from functools import cache, partial
+"""Rules by unit against their papers' equations in float64, and measured thresholds at every edge."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, bits, lenient, quick_jit, tree_of, true_norm
+from helpers import bits, lenient, quick_jit, tree_of, true_norm
+from steps import NORMS, agc, f32, run, vectors
 
 import shrewjax
 
-f32 = np.float32
-P = jax.P
-NORMS = np.exp(np.random.default_rng(0).normal(size=150))  # heavy enough a tail for spikes
 BAD = pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 
 
-@cache
-def loop(tx):
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return state, (updates, state)
-
-    return quick_jit(lambda params, s, g: jax.lax.scan(partial(step, params), s, g))
-
-
-def run(tx, gradients, params=None):
-    """The updates and the states of every step, in one compiled loop; another one for each object `tx`."""
-    stacked = jax.tree.map(lambda *x: np.stack(x), *gradients)
-    start = params if params is not None else gradients[0]
-    _, (updates, states) = loop(tx)(params, tx.init(start), stacked)
-    return updates, states
-
-
-def vectors(norms, size=5):
-    """A gradient of each norm, of two leaves, in a direction of its own."""
-    rng = np.random.default_rng(1)
-    for norm in norms:
-        g = rng.normal(size=size)
-        g = f32(g * (norm / np.linalg.norm(g)))
-        yield {"a": g[:2], "b": g[2:]}
-
-
-def norms_of(updates):
-    """The norm of each step's updates."""
-    on_host = jax.tree.map(np.asarray, updates)
-    return [float(true_norm(jax.tree.map(lambda x, i=i: x[i], on_host))) for i in range(len(on_host["a"]))]
-
-
-# --- the papers' equations, plainly ------------------------------------------------------------------------------
-
-
-def autoclip(norms, p, length):
-    for t in range(len(norms)):
-        yield np.percentile(norms[max(0, t + 1 - length) : t + 1], p)
-
-
-def zclip(norms, max_zscore=2.5, decay=0.97, warmup=25, eps=1e-6):
-    """The norm that the rule leaves, the mean and the deviation, step by step."""
-    mean = var = 0.0
-    for t, norm in enumerate(norms):
-        left = norm
-        if t < warmup:
-            mean, var = np.mean(norms[: t + 1]), np.var(norms[: t + 1])
-        else:
-            z = (norm - mean) / (np.sqrt(var) + eps)
-            left = mean + max_zscore**2 / z * np.sqrt(var) if z > max_zscore else norm
-            mean = decay * mean + (1 - decay) * left
-            var = decay * var + (1 - decay) * (left - mean) ** 2
-        yield left, mean, np.sqrt(var)
+# --- the papers' equations, plainly -------------------------------------------------------------------------------
 
 
 def adagc(leaf_norms, ratio=1.04, decay=0.99, warmup=100, max_norm=1.0):
@@ -85,99 +29,7 @@ def adagc(leaf_norms, ratio=1.04, decay=0.99, warmup=100, max_norm=1.0):
         yield left, gamma
 
 
-# --- AutoClip ----------------------------------------------------------------------------------------------------
-
-
-PERCENTILES = f32([0, 1, 10, 33.3, 50, 99.9, 100])
-
-
-@pytest.mark.parametrize("traced", [False, True], ids=["static", "traced"])
-@pytest.mark.parametrize("length", [1, 7, 1024])
-def test_percentile_of_the_history_is_numpys_at_every_step(length, traced):
-    gradients = list(vectors(NORMS))
-    stacked = jax.tree.map(lambda *x: np.stack(x), *gradients)
-
-    def steps(p):
-        tx = shrewjax.clip_by_norm_percentile(p, history_length=length)
-
-        def step(state, g):
-            updates, state = tx.update(g, state)
-            return state, (updates, state.threshold)
-
-        return jax.lax.scan(step, tx.init(None), stacked)[1]
-
-    norms = [float(true_norm(g)) for g in gradients]
-    if traced:
-        of_all = quick_jit(jax.vmap(steps))(PERCENTILES)
-    else:
-        of_all = jax.tree.map(lambda *x: np.stack(x), *quick_jit(lambda: [steps(p) for p in PERCENTILES])())
-    for i, p in enumerate(PERCENTILES):
-        updates, thresholds = jax.tree.map(lambda x, i=i: x[i], of_all)
-        expected = list(autoclip(norms, float(p), length))
-        np.testing.assert_allclose(thresholds, expected, rtol=1e-5, err_msg=str(p))
-        np.testing.assert_allclose(norms_of(updates), np.minimum(norms, expected), rtol=1e-5, err_msg=str(p))
-        if p == 100:
-            assert bits(updates) == bits(stacked)
-
-
-def test_percentile_100_leaves_gradients_of_any_size_alone():
-    with jax.enable_x64(True):
-        gradients = [np.float64([1 + 1e-12 * i, 1e-40]) for i in range(4)]
-        updates, _ = run(shrewjax.clip_by_norm_percentile(100.0), gradients)
-        assert bits(updates) == bits(np.stack(gradients))
-
-
-def test_percentile_survives_a_norm_beyond_float32():
-    updates, states = run(shrewjax.clip_by_norm_percentile(100.0), [f32([3, 4]), f32([3e38, 3e38]), f32([3, 4])])
-    np.testing.assert_array_equal(states.threshold, [5, 5, 5])
-    np.testing.assert_allclose(updates[1], f32([1, 1]) * 5 / 2**0.5, rtol=1e-6)
-
-
-# --- ZClip -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("max_norm", [np.inf, 2.0])
-@pytest.mark.parametrize("arguments", [{}, {"max_zscore": 1.0, "decay": 0.9, "warmup_steps": 3, "eps": 0.1}], ids=str)
-def test_zscore_follows_the_papers_equations_at_every_step(arguments, max_norm):
-    gradients = list(vectors(NORMS))
-    updates, states = run(shrewjax.clip_by_norm_zscore(**arguments, max_norm=max_norm), gradients)
-    names = {"warmup_steps": "warmup"}
-    oracle = zclip([float(true_norm(g)) for g in gradients], **{names.get(k, k): v for k, v in arguments.items()})
-    left, mean, std = np.transpose(list(oracle))
-    assert (left < [float(true_norm(g)) for g in gradients]).sum() > 3  # there were spikes
-    np.testing.assert_allclose(states.mean, mean, rtol=1e-5)
-    np.testing.assert_allclose(states.std, std, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(norms_of(updates), np.minimum(left, max_norm), rtol=1e-5)
-
-
-@pytest.mark.parametrize(("z", "expected"), [(2.5, 2.5), (3, 2.0833333), (5, 1.25), (10, 0.625), (100, 0.0625)])
-def test_zscore_table(z, expected):
-    # Warm-up norms 1 and 3: mean 2, deviation 1.
-    norms = [1.0, 3.0, 2.0 + z]
-    updates, _ = run(shrewjax.clip_by_norm_zscore(warmup_steps=2, eps=0), [f32([n]) for n in norms])
-    assert float(updates[2][0]) - 2 == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("norm", [1.0, 0.1, 7e9, 3e-20])
-def test_zscore_of_a_constant_norm_keeps_its_mean_to_the_last_bit(norm):
-    updates, states = run(shrewjax.clip_by_norm_zscore(max_norm=np.inf), [f32([norm])] * 300)
-    np.testing.assert_array_equal(states.mean, np.full(300, f32(norm)))
-    np.testing.assert_array_equal(states.std, np.zeros(300))
-    np.testing.assert_array_equal(updates, np.full((300, 1), f32(norm)))
-
-
-def test_zscore_statistics_stay_in_range():
-    norms = [1e30, 3e30, 1e30, 3e30, 1e38]
-    _, states = run(shrewjax.clip_by_norm_zscore(warmup_steps=4), [f32([n]) for n in norms])
-    np.testing.assert_allclose(states.std[3], 1e30, rtol=1e-5)
-    assert np.isfinite(states.std[4])
-    beyond = [*norms[:4], 3e38 * np.ones(2)]
-    updates, states = run(shrewjax.clip_by_norm_zscore(warmup_steps=4), [f32(n) * np.ones(2, f32) for n in beyond])
-    assert np.isfinite(states.mean).all()
-    np.testing.assert_allclose(true_norm(updates[4]), states.mean[3], rtol=1e-5)
-
-
-# --- AdaGC -------------------------------------------------------------------------------------------------------
+# --- AdaGC --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -239,15 +91,7 @@ def test_leaf_ema_of_stacked_layers_is_that_of_each_layer():
     np.testing.assert_allclose(states.clipped_fraction, expected_states.clipped_fraction, rtol=1e-6)
 
 
-# --- AGC and block RMS ---------------------------------------------------------------------------------------------
-
-
-def agc(g, w, axis, clipping=0.1, eps=1e-3):
-    """Equation 3 in float64; `axis` are those that share a norm."""
-    g, w = np.float64(g), np.float64(w)
-    norm = lambda x: np.sqrt(np.sum(x**2, axis=axis, keepdims=True))  # noqa: E731
-    bound = clipping * np.maximum(norm(w), eps)
-    return np.where(norm(g) > bound, g * bound / norm(g), g)
+# --- AGC and block RMS --------------------------------------------------------------------------------------------
 
 
 def kernels_by_their_middle(name, leaf):
@@ -340,13 +184,14 @@ def test_block_rms_is_adafactors_on_random_updates(size):
         np.testing.assert_allclose(update, np.float64(g) / max(1, rms / 0.7), rtol=1e-5)
 
 
-# --- one bad gradient -----------------------------------------------------------------------------------------------
+# --- one bad gradient ---------------------------------------------------------------------------------------------
 
 RULES = {
     "percentile": shrewjax.clip_by_norm_percentile(50.0, history_length=5),
     "zscore": shrewjax.clip_by_norm_zscore(1.0, warmup_steps=3, max_norm=1.0),
     "leaf_ema": shrewjax.clip_by_leaf_norm_ema(warmup_steps=3),
 }
+
 REMEMBERED = {
     "percentile": lambda s: s.history,
     "zscore": lambda s: (s.recorded, s.mean, s.std),
@@ -368,194 +213,6 @@ def test_a_bad_gradient_is_as_if_it_had_not_been(rule, when, bad):
         np.testing.assert_array_equal(np.delete(seen, when, axis=0), expected)
         np.testing.assert_array_equal(seen[when], seen[when - 1])
     assert np.isnan(updates["a"][when]).all()  # seen, not hidden
-
-
-# --- bias ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("c", [0.5, 1, 2, 4])
-def test_clipping_bias_has_its_fixed_point_where_theory_says(c):
-    """f = x**2 / 2, noise +9 with probability 0.1, -1 with 0.9: the clipped field vanishes at 1 - c / 9."""
-    tx = optax.chain(shrewjax.clip_by_global_norm(c), optax.sgd(0.05))
-
-    @quick_jit
-    def mean_step(x):
-        def step(noise):
-            return tx.update(x + noise, tx.init(x))[0]
-
-        return x + 0.1 * step(9.0) + 0.9 * step(-1.0)
-
-    x = jnp.asarray(0.3)
-    for _ in range(3000):
-        x = mean_step(x)
-    assert float(x) == pytest.approx(1 - c / 9, rel=0.02)
-
-
-# --- on many devices ----------------------------------------------------------------------------------------------
-
-SHAPES = {"rows": (16, 4), "columns": (3, 8), "replicated": (5, 2)}
-SPECS = {"rows": P("data"), "columns": P(None, "model"), "replicated": P()}
-MAPPED = {
-    "agc": lambda **k: shrewjax.adaptive_grad_clip(0.05, unit="tensor", **k),
-    "block_rms": lambda **k: shrewjax.clip_by_block_rms(0.5, **k),
-    "percentile": lambda **k: shrewjax.clip_by_norm_percentile(30.0, **k),
-    "zscore": lambda **k: shrewjax.clip_by_norm_zscore(0.1, warmup_steps=1, **k),
-    "leaf_ema": lambda **k: shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, **k),
-}
-
-
-def trees(scale=1.0):
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        yield {k: f32(scale * np.exp(rng.normal()) * rng.normal(size=s)) for k, s in SHAPES.items()}
-
-
-def mapped_mesh():
-    return jax.make_mesh((4, 2), ("data", "model"))
-
-
-def on_mesh(tree, specs):
-    return jax.tree.map(lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mapped_mesh(), s)), tree, specs)
-
-
-@cache
-def on_one_device_and_mapped(rule):
-    tx = MAPPED[rule]()
-    mapped = jax.shard_map(tx.update, mesh=mapped_mesh(), in_specs=(SPECS, P(), SPECS), out_specs=(SPECS, P()))
-    return tx, quick_jit(tx.update), quick_jit(mapped)
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e25])
-@pytest.mark.parametrize("rule", MAPPED)
-def test_shard_map_gives_the_unsharded_answer(rule, scale):
-    tx, update, mapped = on_one_device_and_mapped(rule)
-    params, *gradients = trees(scale)
-    state = tx.init(params)
-    mapped_state = on_mesh(state, jax.tree.map(lambda _: P(), state))  # as updates leave it: one program
-    for g in gradients:
-        expected, state = update(g, state, params)
-        updates, mapped_state = mapped(on_mesh(g, SPECS), mapped_state, on_mesh(params, SPECS))
-        assert_close(updates, expected, rtol=1e-5)
-        assert_close(mapped_state, state, rtol=1e-5)
-
-
-# Units are columns: divided on devices, whole on one of them, or all of them on each.
-UNIT_SHAPES = {"divided": (16, 4), "whole": (3, 8), "both": (8, 2), "everywhere": (5, 2)}
-UNIT_SPECS = {"divided": P("x"), "whole": P(None, "y"), "both": P("x", "y"), "everywhere": P()}
-
-
-def spec_of(name, leaf):
-    return UNIT_SPECS[name[2:-2]]
-
-
-def unit_rules(**sharded_over):
-    return {
-        "agc": shrewjax.adaptive_grad_clip(1.0, **sharded_over),
-        "block_rms": shrewjax.clip_by_block_rms(1.0, batch_axes=1, **sharded_over),
-        "leaf_ema": shrewjax.clip_by_leaf_norm_ema(batch_axes=1, warmup_max_norm=2.0, **sharded_over),
-    }
-
-
-def all_updates(rules):
-    return lambda g, states, w: {name: tx.update(g, states[name], w) for name, tx in rules.items()}
-
-
-@cache
-def units_on_one_device():
-    rng = np.random.default_rng(0)
-    g, w = ({k: f32(np.exp(rng.normal(size=s)) * rng.normal(size=s)) for k, s in UNIT_SHAPES.items()} for _ in range(2))
-    g["whole"][:, 0] *= f32(1e25)  # so that one device alone has to measure again
-    arguments = g, {name: tx.init(w) for name, tx in unit_rules().items()}, w
-    return arguments, quick_jit(all_updates(unit_rules()))(*arguments)
-
-
-def unit_mesh():
-    return jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_units_spread_over_devices_each_leaf_in_its_own_way_are_those_of_one_device(check_vma):
-    (g, start, w), expected = units_on_one_device()
-    rules = unit_rules(sharded_over=spec_of)
-    state_specs = {k: jax.tree.map(lambda _: P(), start[k]) for k in start}
-    of_units = {k: P(*spec[1:]) for k, spec in UNIT_SPECS.items()}
-    state_specs["leaf_ema"] = state_specs["leaf_ema"]._replace(norm_ema=of_units)
-    mapped = jax.shard_map(
-        all_updates(rules),
-        mesh=unit_mesh(),
-        in_specs=(UNIT_SPECS, state_specs, UNIT_SPECS),
-        out_specs={k: (UNIT_SPECS, state_specs[k]) for k in rules},
-        check_vma=check_vma,
-    )
-    assert_close(quick_jit(mapped)(g, start, w), expected, rtol=1e-5)
-    assert 0 < float(expected["agc"][1].clipped_fraction) < 1
-    assert 0 < float(expected["block_rms"][1].clipped_fraction) < 1
-
-
-@pytest.mark.parametrize(
-    ("spec", "names", "check_vma"),
-    [(P(None, "x"), (), True), (P("x"), "x", True), (P("x"), ("x", "y"), False), (P(), P(), False)],
-    ids=["whole, tracked", "divided, tracked", "divided, untracked", "everywhere, untracked"],
-)
-def test_names_of_mapped_axes_do_for_units_that_are_alike(spec, names, check_vma):
-    g, w = (f32(np.exp(np.random.default_rng(i).normal(size=(16, 8)))) for i in range(2))
-    tx = shrewjax.adaptive_grad_clip(1.0, sharded_over=names)
-    mapped = jax.shard_map(
-        lambda g, w: tx.update(g, tx.init(w), w),
-        mesh=jax.make_mesh((8, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2),
-        in_specs=(spec, spec),
-        out_specs=(spec, P()),
-        check_vma=check_vma,
-    )
-    updates, state = quick_jit(mapped)(g, w)
-    np.testing.assert_allclose(updates, agc(g, w, 0, clipping=1.0), rtol=1e-5)
-    ratios = np.linalg.norm(np.float64(g), axis=0) / np.linalg.norm(np.float64(w), axis=0)
-    assert float(state.ratio_max) == pytest.approx(ratios.max(), rel=1e-5)
-    assert float(state.clipped_fraction) == np.mean(ratios > 1)
-    assert 0 < np.mean(ratios > 1) < 1
-
-
-@pytest.mark.parametrize("rule", unit_rules())
-@pytest.mark.parametrize(
-    ("sharded_over", "check_vma", "message"),
-    [
-        (None, True, r"leaf \['whole'\].*several units.* sharded over 'y': devices may hold.*Pass sharded_over="),
-        (None, False, r"leaf \['whole'\].*several units.*over 'x', 'y' inside shard_map.check_vma=False"),
-        ((), False, r"over 'x', 'y' inside.*sharded_over=jax\.P\(\)"),
-        (("y",), False, r"sharded over 'x' inside"),
-        (lambda name, leaf: P(None, "x"), True, r"P\(None, 'x'\) is not how leaf \['whole'\] is sharded.*\('y',\)"),
-        (P(), True, r"P\(\) is not how leaf \['whole'\] is sharded"),
-        (P(None, None, "y"), True, r"more entries than leaf \['whole'\] of shape \(3, 4\) has dimensions"),
-        (lambda name, leaf: spec_of, True, r"sharded_over must return .*got the function"),
-    ],
-    ids=["tracked", "untracked", "no names", "too few names", "wrong", "everywhere", "too long", "function"],
-)
-def test_units_on_devices_that_nothing_tells_of_are_an_error(rule, sharded_over, check_vma, message):
-    tx = unit_rules(sharded_over=sharded_over)[rule]
-    mapped = jax.shard_map(
-        lambda g: tx.update(g, tx.init(g), g)[0],
-        mesh=unit_mesh(),
-        in_specs=({"whole": P(None, "y")},),
-        out_specs={"whole": P(None, "y")},
-        check_vma=check_vma,
-    )
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(mapped, {"whole": jnp.ones((3, 8))})
-
-
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_stacked_layers_sharded_along_the_stack(axis_type):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[axis_type],))
-    place = lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, P("data")))  # noqa: E731
-    tx = shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, batch_axes=0)
-    gradients = [f32(np.exp(np.random.default_rng(i).normal(size=(8, 1))) * np.ones((8, 3))) for i in range(3)]
-    state, sharded_state = tx.init(gradients[0]), tx.init(place(gradients[0]))
-    update = quick_jit(tx.update)
-    for g in gradients:
-        expected, state = update(g, state)
-        updates, sharded_state = update(place(g), sharded_state)
-        assert_close(updates, expected, rtol=1e-6)
-        assert_close(sharded_state, state, rtol=1e-6)
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------
@@ -619,7 +276,7 @@ def test_each_measured_threshold_is_in_the_metrics():
     }
 
 
-# --- beginnings and edges ---------------------------------------------------------------------------------------
+# --- beginnings and edges -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("warmup", [0, 3])

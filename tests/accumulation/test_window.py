@@ -1,0 +1,453 @@
+"""The window: what each micro-batch may do to it, its length, its errors and its state."""
+
+import inspect
+import itertools
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, lenient, quick_jit, tree_of, users_jit
+from recording import BAD_WEIGHTS, POLICIES, recorder, recording_window, run, run_compiled, vector
+
+import shrewjax
+
+# --- weights and reductions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum_over_weights", "sum"])
+@pytest.mark.parametrize("weights", [[1, 1, 1], [512, 37, 460], [0.3, 0.1, 0.2], [1, 0, 2], [1e-6, 1e6, 1]])
+def test_window_is_the_weighted_reduction(reduction, weights):
+    grads = [vector(1.0, -2.0), vector(3.0, 0.5), vector(-1.0, 8.0)]
+    g, w = np.float64(grads), np.float64(weights)[:, None]
+    expected = {
+        "mean": (w * g).sum(0) / w.sum(),
+        "sum_over_weights": (g * (w != 0)).sum(0) / w.sum(),
+        "sum": (g * (w != 0)).sum(0),
+    }[reduction]
+    tx = recording_window(3, reduction=reduction)
+    for cast in (float, jnp.float32, jnp.bfloat16, np.float64):
+        if cast is jnp.bfloat16 and weights[0] == 512:
+            continue  # 460 and 37 need more than its eight bits
+        steps = [(x, {"weight": cast(v)}) for x, v in zip(grads, weights, strict=True)]
+        updates, state = run_compiled(tx, steps, vector(0.0, 0.0))[-1]
+        rtol = 1e-2 if cast is jnp.bfloat16 else 1e-6
+        np.testing.assert_allclose(updates, expected, rtol=rtol, err_msg=f"weights are {cast}")
+        assert bool(state.applied), cast
+
+
+@pytest.mark.parametrize("weights", [(1, 3), (2, 1), (0.5, 1.0)])
+def test_weights_known_at_trace_time_count_as_others_do(weights):
+    tx = shrewjax.accumulate(recorder(), 2)
+    state = tx.init(vector(0.0))
+    for value, weight in zip((4.0, 1.0), weights, strict=True):
+        updates, state = tx.update(vector(value), state, weight=weight)
+    assert float(updates[0]) == pytest.approx((4 * weights[0] + weights[1]) / sum(weights), rel=1e-6)
+
+
+def test_weights_make_uneven_micro_batches_equal_to_the_large_batch():
+    rng = np.random.default_rng(0)
+    x, y, w = rng.normal(size=(100, 4)), rng.normal(size=100), rng.normal(size=4)
+
+    def gradient(w, x, y):  # of the mean of (x @ w - y) ** 2
+        return 2 * x.T @ (x @ w - y) / len(y)
+
+    with jax.enable_x64(True):
+        cuts = [0, 3, 40, 41, 100]
+        steps = [(gradient(w, x[a:b], y[a:b]), {"weight": b - a}) for a, b in itertools.pairwise(cuts)]
+        weighted, _ = run(shrewjax.accumulate(recorder(), 4), steps, jnp.asarray(w))[-1]
+        unweighted, _ = run(shrewjax.accumulate(recorder(), 4), [(g, {}) for g, _ in steps], jnp.asarray(w))[-1]
+        whole = gradient(w, x, y)
+        np.testing.assert_allclose(weighted, whole, rtol=1e-12)
+        assert np.abs(unweighted - whole).max() > 0.1 * np.abs(whole).max()  # the mean of means is another thing
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum_over_weights", "sum"])
+@pytest.mark.parametrize("nonfinite", POLICIES)
+@pytest.mark.parametrize("weight", [0, 0.0, jnp.float32(0), jnp.int32(0)], ids=lambda w: type(w).__name__)
+def test_micro_batch_of_weight_zero_contributes_nothing_whatever_it_holds(reduction, nonfinite, weight):
+    tx = recording_window(3, reduction=reduction, nonfinite=nonfinite)
+    padded = (vector(np.nan, np.inf), {"weight": weight})
+    for place in range(3):
+        steps = [(vector(2.0, 4.0), {"weight": 1}), (vector(6.0, 8.0), {"weight": 1})]
+        steps.insert(place, padded)
+        updates, state = run_compiled(tx, steps, vector(0.0, 0.0))[-1]
+        expected = [8, 12] if reduction == "sum" else [4, 6]
+        np.testing.assert_allclose(updates, expected, rtol=1e-6, err_msg=f"at {place}")
+        assert (int(state.dropped), int(state.windows)) == (0, 1), place
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum_over_weights", "sum"])
+def test_window_of_weight_zero_does_not_run_inner(reduction):
+    steps = [(vector(np.nan), {"weight": 0})] * 2 + [(vector(3.0), {})] * 2
+    history = run_compiled(recording_window(2, reduction=reduction), steps, vector(0.0))
+    updates, state = history[1]
+    assert (float(updates[0]), bool(state.applied), int(state.windows), int(state.micro_step)) == (0, False, 0, 0)
+    updates, state = history[3]
+    assert (float(updates[0]), int(state.windows)) == (6 if reduction == "sum" else 3, 1)
+
+
+OUT_OF_RANGE = {
+    "sum beyond the reciprocals": ([3e38], 1.0),
+    "sum and products too large": ([1e38, 1e38], 10.0),
+    "products too small": ([1e-30], 1e-10),
+    "sum too small": ([2.0**-32] * 3, 1.0),
+    "negative sum": ([1.0, -2.0], 1.0),
+    "infinite": ([np.inf], 1.0),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum_over_weights"])
+@pytest.mark.parametrize("case", OUT_OF_RANGE)
+def test_traced_weights_whose_sum_is_out_of_range_make_the_average_nan(case, reduction):
+    weights, gradient = OUT_OF_RANGE[case]
+    tx = recording_window(len(weights), reduction=reduction)
+    steps = [(vector(gradient), {"weight": jnp.float32(w)}) for w in weights]
+    updates, state = run_compiled(tx, steps, vector(0.0))[-1]
+    assert bool(state.applied)
+    assert np.isnan(updates).all()
+
+
+def test_traced_weight_that_the_backend_may_flush_to_zero_is_zero_or_makes_the_average_nan():
+    tx = shrewjax.accumulate(recorder(), 1)
+    updates, state = run(tx, [(vector(3.0), {"weight": jnp.float32(1e-40)})], vector(0.0))[-1]
+    assert np.isnan(updates).all() == bool(state.applied)
+
+
+@pytest.mark.parametrize("cast", [float, jnp.float32])
+@pytest.mark.parametrize("weights", [(2.0**-30, 2.0**-29), (2.0**-30, 0), (2.0**100, 0), (2.0**99, 2.0**98)], ids=str)
+def test_average_is_right_at_both_ends_of_the_range_of_weights(weights, cast):
+    steps = [(vector(1.0, 3.0), {"weight": cast(weights[0])}), (vector(2.0, 5.0), {"weight": cast(weights[1])})]
+    expected = np.average([[1.0, 3.0], [2.0, 5.0]], axis=0, weights=weights)
+    updates, _ = run_compiled(recording_window(2), steps, vector(0.0, 0.0))[-1]
+    np.testing.assert_allclose(updates, expected, rtol=3e-7)
+
+
+@pytest.mark.parametrize("nonfinite", POLICIES)
+def test_product_beyond_its_dtype_makes_the_average_infinite_which_a_guard_inside_leaves_out(nonfinite):
+    steps = [(vector(1e36, 1.0), {"weight": jnp.float32(1000)})]
+    updates, state = run(shrewjax.accumulate(recorder(), 1, nonfinite=nonfinite), steps, vector(0.0, 0.0))[-1]
+    assert np.isinf(updates[0])
+    assert int(state.dropped) == 0
+    guarded = shrewjax.accumulate(shrewjax.skip_nonfinite(recorder()), 1, nonfinite=nonfinite)
+    updates, state = run(guarded, steps, vector(0.0, 0.0))[-1]
+    np.testing.assert_array_equal(updates, [0, 0])
+    assert int(state.inner_state.skipped) == 1
+
+
+@pytest.mark.parametrize(("wide", "counted"), [(False, 0), (True, 1)], ids=["float32", "float64"])
+def test_weights_of_one_count_to_two_to_the_24_and_beyond_in_float64(wide, counted):
+    with jax.enable_x64(wide):
+        window = shrewjax.GradAccumulator(2, accumulator_dtype="float64" if wide else None)
+        state = window.init(vector(0.0))
+        state = window.add(state, vector(1.0), weight=2**24 - 1)
+        state = window.add(state, vector(1.0))
+        assert int(state.weight_sum) == 2**24
+        assert int(window.add(state, vector(1.0)).weight_sum) == 2**24 + counted
+
+
+def test_nan_weight_propagates_and_leaves_the_next_window_clean():
+    tx = shrewjax.accumulate(recorder(), 2)
+    steps = [(vector(1.0), {"weight": jnp.float32(w)}) for w in (1, np.nan, 1, 1)]
+    history = run(tx, steps, vector(0.0))
+    assert np.isnan(history[1][0]).all()
+    assert bool(history[1][1].applied)
+    assert float(history[3][0][0]) == 1
+
+
+# --- non-finite micro-batches -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("weight", [{}, {"weight": jnp.float32(2)}], ids=["no weight", "weight"])
+def test_one_bad_micro_batch_under_each_policy(bad, place, weight):
+    """Windows of two; the bad one comes first or second. Expected: (update, applied) of each call, then dropped."""
+    calls = [vector(2.0, 4.0), vector(8.0, 2.0), vector(4.0, 2.0), vector(0.0, 2.0), vector(6.0, 6.0)]
+    calls.insert(place, vector(bad, 6.0))
+    mean = lambda *at: np.mean([np.float64(calls[i]) for i in at], axis=0)  # noqa: E731
+    zero, good = np.zeros(2), 1 - place
+    expected = {
+        "propagate": [zero, np.array([bad, (6 + float(calls[good][1])) / 2]), zero, mean(2, 3), zero, mean(4, 5)],
+        "drop_microbatch": [zero, mean(good), zero, mean(2, 3), zero, mean(4, 5)],
+        "drop_window": [zero, zero, zero, mean(2, 3), zero, mean(4, 5)],
+        "extend_window": [zero, zero, mean(good, 2), zero, mean(3, 4), zero],
+    }
+    for policy in POLICIES:
+        history = run_compiled(recording_window(2, nonfinite=policy), [(g, weight) for g in calls], vector(0.0, 0.0))
+        for i, ((updates, state), want) in enumerate(zip(history, expected[policy], strict=True)):
+            np.testing.assert_allclose(updates, want, rtol=1e-6, err_msg=f"{policy}, call {i}")
+            assert bool(state.applied) == bool(np.any(want != 0)), f"{policy}, call {i}"
+        assert int(history[-1][1].dropped) == (policy != "propagate"), policy
+        assert int(history[-1][1].inner_state["runs"]) == int(history[-1][1].windows), policy
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
+def test_policies_see_bad_values_in_every_dtype_and_no_overflow_of_finite_ones(dtype):
+    largest = float(jnp.finfo(dtype).max)
+    tx = recording_window(1, nonfinite="drop_microbatch")
+    params = jnp.zeros((300, 4), dtype)
+    imaginary = jnp.asarray(1j if dtype == "complex64" else 1, dtype)
+    everywhere_largest = jnp.full_like(params, largest)  # the sum overflows, no element does
+    for case, grads, dropped in (
+        ("the largest everywhere", everywhere_largest, 0),
+        ("an infinity", params.at[200, 1].set(jnp.asarray(np.inf, dtype) * imaginary), 1),
+        ("a NaN", params.at[200, 1].set(jnp.asarray(np.nan, dtype) * imaginary), 1),
+        ("infinities of both signs", params.at[200, 1].set(np.inf).at[7, 0].set(-np.inf), 1),
+    ):
+        _, state = run_compiled(tx, [(grads, {})], params)[-1]
+        assert int(state.dropped) == dropped, case
+
+
+def test_after_a_nan_the_next_window_is_clean_where_multisteps_never_is():
+    steps = [(vector(v), {}) for v in (np.nan, 1.0, 2.0, 4.0)]
+    ours = [float(u[0]) for u, _ in run(shrewjax.accumulate(optax.identity(), 2), steps, vector(0.0))]
+    theirs = [float(u[0]) for u, _ in run(lenient(optax.MultiSteps(optax.identity(), 2)), steps, vector(0.0))]
+    np.testing.assert_array_equal(ours, [0, np.nan, 0, 3])
+    assert np.isnan(theirs[-1])
+
+
+# --- window length ------------------------------------------------------------------------------------------------
+
+
+def test_window_length_by_schedule_counts_windows():
+    tx = shrewjax.accumulate(recorder(), lambda windows: 1 + windows)  # 1, 2, 3, ...
+    applied = [bool(s.applied) for _, s in run(tx, [(vector(1.0), {})] * 6, vector(0.0))]
+    assert applied == [True, False, True, False, False, True]
+
+
+def test_window_length_by_a_float_schedule_of_optax():
+    tx = shrewjax.accumulate(recorder(), optax.piecewise_constant_schedule(2.0, {2: 1.5}))
+    applied = [bool(s.applied) for _, s in run(lenient(tx), [(vector(1.0), {})] * 10, vector(0.0))]
+    assert [i for i, a in enumerate(applied) if a] == [1, 3, 6, 9]
+
+
+def test_window_length_traced():
+    params = vector(0.0)
+
+    @quick_jit
+    def calls_until_applied(k):
+        tx = shrewjax.accumulate(recorder(), k)
+        state, applied = tx.init(params), []
+        for _ in range(5):
+            _, state = tx.update(vector(1.0), state, params)
+            applied.append(state.applied)
+        return 1 + jnp.argmax(jnp.stack(applied))
+
+    assert [int(calls_until_applied(jnp.int32(k))) for k in (1, 2, 5)] == [1, 2, 5]
+    with pytest.raises(ValueError, match="accum_steps"):
+        shrewjax.accumulate(recorder(), jnp.ones(2, jnp.int32))
+
+
+def test_resuming_with_fewer_steps_closes_an_open_window_at_once():
+    params = vector(0.0)
+    long, short = shrewjax.accumulate(recorder(), 8), shrewjax.accumulate(recorder(), 3)
+    state = run(long, [(vector(float(i)), {}) for i in range(1, 6)], params)[-1][1]
+    updates, state = short.update(vector(6.0), state, params)
+    assert float(updates[0]) == pytest.approx(3.5)
+    assert (int(state.micro_step), int(state.windows)) == (0, 1)
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 2.0, "4", None, np.float32(2), np.True_, jnp.ones(2), jnp.ones((), bool)])
+def test_window_length_that_makes_no_sense_is_an_error(bad):
+    for make in (lambda k: shrewjax.accumulate(optax.identity(), k), shrewjax.GradAccumulator):
+        with pytest.raises(ValueError, match="accum_steps"):
+            make(bad)
+
+
+@pytest.mark.parametrize(
+    "good", [2, np.int64(2), np.uint8(2), np.array(2), jnp.int32(2)], ids=lambda k: type(k).__name__
+)
+def test_window_length_may_be_any_integer(good):
+    history = run(shrewjax.accumulate(recorder(), good), [(vector(1.0), {})] * 4, vector(0.0))
+    assert int(history[-1][1].windows) == 2
+
+
+BAD_STEPS = [0, -3, 0.5, np.nan, True, "2", None, [2, 2], np.ones(2), np.True_, jnp.ones(2), jnp.ones((), bool), 1j]
+
+
+@pytest.mark.parametrize("bad", BAD_STEPS, ids=repr)
+def test_function_that_returns_a_window_length_that_makes_no_sense_is_an_error(bad):
+    tx, window = (make(lambda _: bad) for make in (partial(shrewjax.accumulate, recorder()), shrewjax.GradAccumulator))
+    for call in (
+        lambda: tx.update(vector(1.0), tx.init(vector(0.0))),
+        lambda: window.ready(window.init(vector(0.0))),
+    ):
+        with pytest.raises(ValueError, match="function accum_steps returns must be"):
+            call()
+
+
+@pytest.mark.parametrize("function", [True, False])
+@pytest.mark.parametrize(("steps", "closes"), [(0, True), (-3.0, True), (np.nan, True), (np.inf, False), (1e30, False)])
+def test_window_length_in_an_array_is_at_least_one(steps, closes, function):
+    length = jnp.asarray(steps)
+    window = shrewjax.GradAccumulator((lambda _: length) if function else length)
+    state = window.init(vector(0.0))
+    assert not bool(window.ready(state))
+    assert bool(window.ready(window.add(state, vector(1.0)))) == closes
+
+
+# --- errors, and the state they leave -----------------------------------------------------------------------------
+
+BAD_GRADIENTS = {
+    "shape": ({"w": jnp.ones((3, 1)), "b": jnp.ones(4)}, AssertionError, r"'w'.*\(3, 1\) != \(3, 4\)"),
+    "scalar": ({"w": jnp.ones(()), "b": jnp.ones(4)}, AssertionError, r"'w'.*\(\) != \(3, 4\)"),
+    "missing": ({"w": jnp.ones((3, 4))}, AssertionError, r"\['b'\] is missing"),
+    "unexpected": (
+        {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "c": jnp.ones(1)},
+        AssertionError,
+        r"\['c'\] is unexpected",
+    ),
+    "complex": ({"w": jnp.ones((3, 4)), "b": jnp.ones(4, complex)}, ValueError, r"\['b'\] is complex64"),
+    "no array": ({"w": jnp.ones((3, 4)), "b": "text"}, ValueError, r"\['b'\] must be an array"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_GRADIENTS)
+def test_bad_gradients_are_named_and_leave_the_state_usable(case):
+    grads, error, message = BAD_GRADIENTS[case]
+    params = {"w": jnp.zeros((3, 4)), "b": jnp.zeros(4)}
+    window, tx = shrewjax.GradAccumulator(2), shrewjax.accumulate(recorder(), 2)
+    state, host = tx.init(params), window.init(params)
+    with pytest.raises(error, match=message):
+        tx.update(grads, state, params)
+    with pytest.raises(error, match=message):
+        window.add(host, grads)
+    if case != "no array":
+        with pytest.raises(error, match=message):
+            quick_jit(tx.update, donate_argnums=1)(grads, state, params)
+    updates, _ = tx.update(params, state, params)
+    assert_close(updates, params, rtol=0)
+
+
+@pytest.mark.parametrize("bad", [-1, -0.5, *BAD_WEIGHTS, np.ones(2), jnp.ones(2), jnp.ones((), bool)], ids=repr)
+def test_bad_weight_is_named(bad):
+    tx = shrewjax.accumulate(recorder(), 2)
+    with pytest.raises(ValueError, match="weight must be"):
+        tx.update(vector(1.0), tx.init(vector(0.0)), weight=bad)
+
+
+def test_weight_that_is_not_given_is_one():
+    params, grads = vector(0.0), vector(3.0)
+    window, tx = shrewjax.GradAccumulator(2), shrewjax.accumulate(recorder(), 2)
+    assert float(window.add(window.init(params), grads).weight_sum) == 1
+    assert float(window.step(window.init(params), grads)[1].weight_sum) == 1
+    assert float(tx.update(grads, tx.init(params), params)[1].weight_sum) == 1
+    assert float(shrewjax.apply_gradients(tx, grads, tx.init(params), params)[1].weight_sum) == 1
+
+
+def test_rules_of_a_window_are_keyword_only():
+    parameters = list(inspect.signature(shrewjax.GradAccumulator).parameters.values())
+    assert parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[1:])
+
+
+def test_bad_arguments_are_named():
+    for name, value in (
+        ("reduction", "average"),
+        ("nonfinite", "skip"),
+        ("accumulator_dtype", "int32"),
+        ("accumulator_dtype", "x"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            shrewjax.accumulate(optax.identity(), 2, **{name: value})
+    tx = shrewjax.accumulate(optax.identity(), 2)
+    with pytest.raises(ValueError, match="flush must be a bool"):
+        tx.update(vector(1.0), tx.init(vector(0.0)), flush=1)
+    with pytest.raises(ValueError, match="inner must be"):
+        shrewjax.accumulate(lambda g: g, 2)
+    with pytest.raises(ValueError, match="inner is itself an accumulation"):
+        shrewjax.accumulate(shrewjax.accumulate(optax.identity(), 2), 2)
+    with pytest.raises(ValueError, match="x64"):
+        shrewjax.accumulate(optax.identity(), 2, accumulator_dtype="float64")
+
+
+def test_inner_that_changes_its_state_is_an_error_that_names_the_leaf():
+    grows = optax.GradientTransformation(lambda p: {"m": jnp.zeros(1)}, lambda g, s, p=None: (g, {"m": jnp.zeros(2)}))
+    tx = shrewjax.accumulate(grows, 2)
+    with pytest.raises(AssertionError, match=r"'m'.*inner's update changed its state"):
+        tx.update(vector(1.0), tx.init(vector(0.0)))
+
+
+@pytest.mark.parametrize("new", [lambda n: n + 1, lambda n: 7], ids=["a counter", "a number anew"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: shrewjax.accumulate(inner, 1),
+        lambda inner: shrewjax.accumulate(inner, 2),
+        shrewjax.skip_nonfinite,
+        shrewjax.skip_on_spike,
+    ],
+    ids=["window of one", "accumulate", "skip_nonfinite", "skip_on_spike"],
+)
+def test_inner_may_keep_python_numbers_in_its_state(wrap, new):
+    inner = optax.GradientTransformation(lambda p: {"n": 6}, lambda g, s, p=None: (g, {"n": new(s["n"])}))
+    tx = wrap(inner)
+    state = tx.init(vector(0.0))
+    for update in (tx.update, tx.update, quick_jit(tx.update), tx.update):
+        before = int(state.inner_state["n"])
+        _, state = update(vector(1.0), state)
+        assert int(state.inner_state["n"]) == (new(before) if bool(state.applied) else before)
+    assert bool(state.applied)
+
+
+def test_checks_add_nothing_to_the_program():
+    params = tree_of()
+    tx = shrewjax.accumulate(recorder(), 2)
+    program = lambda: str(jax.make_jaxpr(tx.update)(params, tx.init(params), params))  # noqa: E731
+    with_checks = program()
+    chex.disable_asserts()
+    try:
+        without_checks = program()
+    finally:
+        chex.enable_asserts()
+    assert with_checks == without_checks
+
+
+# --- the state ----------------------------------------------------------------------------------------------------
+
+
+def test_state_is_a_named_tuple_that_optax_can_search_and_change():
+    tx = optax.chain(shrewjax.clip_by_value(1.0), shrewjax.accumulate(lenient(optax.adam(0.1)), 3))
+    state = tx.init(tree_of())
+    assert int(optax.tree.get(state, "micro_step")) == 0
+    changed = optax.tree.set(state, micro_step=jnp.int32(2))
+    assert int(changed[1].micro_step) == 2
+    assert shrewjax.AccumulateState._fields == (
+        "micro_step", "windows", "applied", "weight_sum", "window_bad", "dropped", "value_sum", "value",
+        "noise", "gradient_sum", "inner_state",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_donated_state_is_written_in_place_and_no_buffer_is_shared(guarded):
+    params = {"w": jnp.zeros((256, 256))}
+    inner = lenient(optax.adam(0.1))
+    tx = shrewjax.accumulate(shrewjax.skip_nonfinite(inner) if guarded else inner, 4)
+    state = jax.tree.map(jnp.copy, tx.init(params))
+    leaves = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
+    assert len(set(leaves)) == len(leaves)
+    step = users_jit(lambda p, s, g: shrewjax.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+    grads = {"w": jnp.ones((256, 256))}
+    compiled = step.lower(params, state, grads).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * params["w"].nbytes
+    where = state.gradient_sum["w"].unsafe_buffer_pointer()
+    _, state = compiled(params, state, grads)
+    assert state.gradient_sum["w"].unsafe_buffer_pointer() == where
+
+
+def test_sharding_of_the_parameters_is_that_of_the_accumulator():
+    mesh = jax.make_mesh((8,), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    params = jax.device_put(jnp.zeros((16, 2)), sharding)
+    tx = shrewjax.accumulate(lenient(optax.adam(0.1)), 2)
+    state = tx.init(params)
+    assert state.gradient_sum.sharding.is_equivalent_to(sharding, 2)
+    step = quick_jit(lambda g, s, p: shrewjax.apply_gradients(tx, g, s, p))
+    for _ in range(2):
+        params, state = step(params + 1, state, params)
+    assert state.gradient_sum.sharding.is_equivalent_to(sharding, 2)
+    np.testing.assert_allclose(params, -0.1, rtol=1e-5)
