@@ -161,10 +161,13 @@ def test_every_tag_of_a_workaround_has_its_entry_and_every_entry_its_tag():
 def test_every_test_named_in_the_code_or_on_a_page_exists():
     root = PACKAGE.parent
     tests = {path.relative_to(root).as_posix(): path.read_text() for path in (root / "tests").rglob("*.py")}
+    of_file = {path.rsplit("/", 1)[-1].removesuffix(".py"): text for path, text in tests.items()}
     names = {name for text in tests.values() for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
-    files = {path.rsplit("/", 1)[-1].removesuffix(".py") for path in tests}
-    pages = [*rooms(), *root.glob("*.md"), *(root / "docs").rglob("*.md"), root / "tests" / "README.md"]
-    for page in pages:
-        text = page.read_text()
+    for page in [*rooms(), *root.glob("*.md"), *(root / "docs").rglob("*.md"), root / "tests" / "README.md"]:
+        text = re.sub(r"\n *#", "", page.read_text())
         assert not {p for p in re.findall(r"\btests/[\w/]+\.py", text) if p not in tests}, page
-        assert not {n for n in re.findall(r"`(test_\w+)`", text) if n not in names | files}, page
+        assert not {n for n in re.findall(r"`(test_\w+)`", text) if n not in names and n not in of_file}, page
+        for path, phrase in re.findall(r'(tests/[\w/]+\.py)`?, "([^"]+)"', text):
+            assert phrase in tests[path] or phrase.replace(" ", "_") in tests[path], (page, phrase)
+        for file, cited in re.findall(r"`(test_\w+)`: ((?:`test_\w+`(?:, )?)+)", text):
+            assert not {n for n in re.findall(r"test_\w+", cited) if f"def {n}(" not in of_file[file]}, (page, cited)

@@ -220,7 +220,7 @@ class Window:
             has_average = ~window_bad if self.axes else has_weight & ~window_bad
 
         # The pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
-        # XLA:CPU, a second buffer (tests/accumulation/test_accumulate.py, "written_in_place"). Per-device rows are
+        # XLA:CPU, a second buffer (tests/accumulation/test_window.py, "written_in_place"). Per-device rows are
         # divided in `average`, because they have to be summed over devices first.
         scale = None
         if self._reduction != "sum" and is_closing is not False and not self.axes:
@@ -340,7 +340,7 @@ def _advance_leaf(
         grad = grad.astype(total.dtype)
         if is_kept is not True:
             # Select, because multiplying by a weight of 0 would not discard an infinity: 0 * inf is NaN
-            # (tests/accumulation/test_accumulate.py, "micro_batch_of_weight_zero"). XLA-24: select before adding,
+            # (tests/accumulation/test_window.py, "micro_batch_of_weight_zero"). XLA-24: select before adding,
             # because on CUDA and TPU XLA otherwise leaves the all-reduce of a gradient inside a loop.
             grad = jnp.where(is_kept, grad, zeros)
         total = jnp.where(is_first, grad, total + grad)
