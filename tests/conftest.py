@@ -29,6 +29,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + xla_flags.flags("xla
 if importlib.util.find_spec("libtpu") is None:
     os.environ["XLA_FLAGS"] += xla_flags.flags("xla_cpu_use_fusion_emitters")
 
+import helpers
 import hypothesis
 import jax
 import pytest
@@ -46,14 +47,47 @@ gc.set_threshold(100_000)
 if hasattr(mlir, "make_ir_context"):
     mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
-# The same examples on every machine; a wider, random search runs on demand (-m slow).
+# The same examples on every machine, more of them in CI; a wider, random search runs on demand (-m slow).
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=5000)
 # For mutation testing, which asks whether a test fails, not at what.
 hypothesis.settings.register_profile(
     "no_shrinking", hypothesis.settings.get_profile("ci"), phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
 )
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("ci"), max_examples=20)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def rows_of(item):
+    """The row that a case takes of each of its test's `parametrize` tables, and the value of each fixture.
+
+    One transformation of each kind stands for the others of its kind: a row with one of these is left out.
+    """
+    given = dict(item.callspec.params)
+    if any(isinstance(x, str) and x in helpers.STOOD_FOR for x in given.values()):
+        return
+    for table in item.iter_markers("parametrize"):
+        names = table.args[0]
+        names = names.split(",") if isinstance(names, str) else names
+        yield tuple((name.strip(), id(given.pop(name.strip()))) for name in names)
+    yield from ((name, id(value)) for name, value in given.items())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks `thorough` what only combines anew what other cases of the test have: see tests/README.md."""
+    of_test = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            of_test.setdefault((item.path, item.originalname), []).append(item)
+    for cases in of_test.values():
+        rows = {item: set(rows_of(item)) for item in cases}
+        missing = set().union(*rows.values()) or {None}
+        while missing:
+            most = max(rows, key=lambda item: len(rows[item] & missing))
+            missing -= rows.pop(most) | {None}
+        for item in rows:
+            item.add_marker("thorough")
 
 
 @pytest.fixture(params=[False, True], ids=["x32", "x64"])

@@ -137,7 +137,14 @@ class Tests:
     def __init__(self, folders, limit):
         self.limit = limit
         self.arguments = [f"tests/{folder}" for folder in folders]
-        self.options = ["-x", "-q", "-n0", "-pno:cacheprovider", "-Wignore::pytest.PytestAssertRewriteWarning"]
+        self.options = [
+            "-x",
+            "-q",
+            "-mnot slow",
+            "-n0",
+            "-pno:cacheprovider",
+            "-Wignore::pytest.PytestAssertRewriteWarning",
+        ]
         self.kills = collections.Counter()
         self.seconds = {}
         os.environ["HYPOTHESIS_PROFILE"] = "no_shrinking"

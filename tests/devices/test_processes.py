@@ -27,6 +27,7 @@ def processes(folder, mode, names):
     environment = os.environ | {
         "XLA_FLAGS": xla_flags.flags("xla_cpu_use_fusion_emitters", "xla_cpu_parallel_codegen_split_count"),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent.parent), os.environ.get("PYTHONPATH", "")]),  # for helpers.py
     }
     with socket.socket() as free:
         free.bind(("localhost", 0))
