@@ -14,9 +14,8 @@ import numpy as np
 from jax import lax
 
 from shrewjax._accumulation._aux import COMBINE, AuxLeaves, AuxSums, in_dtype_of, nan_unless, selected
-from shrewjax._accumulation.window import GradAccumulatorState, Reduction, Window, begun
+from shrewjax._accumulation.window import GradAccumulatorState, Reduction, Window, begun, unknown_true
 from shrewjax._base import arguments, trees
-from shrewjax._base.branches import Flag
 from shrewjax._base.mesh import AxisName, as_varying, device_index, newly_varying, require_mapped, varying_axes
 from shrewjax._base.trees import check_unchanged
 
@@ -215,7 +214,11 @@ def value_and_grad(
             replaced |= {at: folded_keys(f"argument {at}", args[at], first_number + i) for at in roles["rng_argnums"]}
             replaced |= dict(zip(roles["carry_argnum"], carried, strict=True))
             arguments = [replaced.get(at, x) for at, x in enumerate(args)]
-            its_weight = 1 if weight is None else weight(*arguments, **kwargs)
+            its_weight = 1 if weight is None else arguments.weight(weight(*arguments, **kwargs), {()})
+            # A weight that is known while tracing is the same for all micro-batches, so a mean does not depend on it.
+            # XLA does not move an all-reduce out of the loop that is multiplied by a constant (XLA-24).
+            if reduction == "mean" and isinstance(its_weight, float) and its_weight:
+                its_weight = 1
             returned, grads = micro_value_and_grad(*arguments, **kwargs)
             loss, its_aux = returned if has_aux else (returned, ())
             if has_carry:
@@ -231,9 +234,10 @@ def value_and_grad(
         def add(so_far: _SoFar, i: jax.Array) -> tuple[_SoFar, list[jax.Array]]:
             """Returns the sums with micro-batch i added, and those of its leaves that are stacked."""
             its = run(i, so_far.carried)
-            added = window.advance(begun(so_far.window), its.averaged, its.weight, None).state
-            kept: Flag = its.weight != 0
-            if nonfinite != "propagate" and kept is not False:
+            added = window.add_in_loop(so_far.window, its.averaged, its.weight)
+            # Sums of scatters in the aux and in the carry are lost, too, if XLA knows that they are kept (XLA-27).
+            kept = unknown_true() & (its.weight != 0)
+            if nonfinite != "propagate":
                 kept = kept & (added.dropped == so_far.window.dropped)
             aux_sums, stacked = aux_leaves.add(so_far.aux, its.aux, its.weight, kept)
             return _SoFar(added, aux_sums, selected(kept, its.carried, so_far.carried)), stacked
