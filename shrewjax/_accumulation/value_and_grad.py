@@ -214,11 +214,7 @@ def value_and_grad(
             replaced |= {at: folded_keys(f"argument {at}", args[at], first_number + i) for at in roles["rng_argnums"]}
             replaced |= dict(zip(roles["carry_argnum"], carried, strict=True))
             arguments = [replaced.get(at, x) for at, x in enumerate(args)]
-            its_weight = 1 if weight is None else arguments.weight(weight(*arguments, **kwargs), {()})
-            # A weight that is known while tracing is the same for all micro-batches, so a mean does not depend on it.
-            # XLA does not move an all-reduce out of the loop that is multiplied by a constant (XLA-24).
-            if reduction == "mean" and isinstance(its_weight, float) and its_weight:
-                its_weight = 1
+            its_weight = 1 if weight is None else _relative_weight(weight(*arguments, **kwargs), reduction)
             returned, grads = micro_value_and_grad(*arguments, **kwargs)
             loss, its_aux = returned if has_aux else (returned, ())
             if has_carry:
@@ -374,3 +370,12 @@ def check_carried(new: list[Any], carried: list[Any], weight: Any) -> None:
             )
 
     jax.tree.map_with_path(check, new, carried)
+
+
+def _relative_weight(weight: Any, reduction: Reduction) -> arguments.Scalar:
+    """Returns a weight, or 1 for a number in a mean: it is the same for all micro-batches, and so cancels.
+
+    XLA leaves an all-reduce inside the loop if a constant multiplies it (XLA-24).
+    """
+    weight = arguments.weight(weight, {()})
+    return 1.0 if reduction == "mean" and isinstance(weight, float) and weight else weight
