@@ -112,7 +112,7 @@ def test_no_sum_of_scatters_is_lost_and_gradients_are_reduced_once(name, where, 
     assert sums_selected_by_device(program.text, SMALLEST) == []
     sent = all_reduced(program, 4 * SMALLEST)
     if name == "drop_microbatch":  # all devices have to know whether the sum over devices is finite
-        assert sent["every trip"] > 0.9
+        assert sent["every trip"] > 0.5
     else:
         assert sent["every trip"] == 0
         assert 0 < sent["every call"] <= 1.01
