@@ -92,6 +92,31 @@ def by_optax(params, tokens, counts):
     return run(params, tokens)
 
 
+def by_accumulate(params, tokens, counts):
+    """Our transformation in a scan; its updates are the mean gradient."""
+    tx = shrewjax.accumulate(optax.sgd(-1.0), MICRO_BATCHES)
+
+    def add(carry, i):
+        grads = jax.grad(loss)(params, micro_batch(tokens, i))
+        updates, state = tx.update(grads, carry[1], params)
+        return (updates, state), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return jnp.zeros(()), jax.lax.scan(add, (zeros, tx.init(params)), jnp.arange(MICRO_BATCHES))[0][0]
+
+
+def by_accumulator(params, tokens, counts):
+    """Our accumulator in a scan."""
+    accumulator = shrewjax.GradAccumulator(MICRO_BATCHES)
+
+    def add(state, i):
+        return accumulator.add(state, jax.grad(loss)(params, micro_batch(tokens, i))), None
+
+    state, _ = jax.lax.scan(add, accumulator.init(params), jnp.arange(MICRO_BATCHES))
+    return jnp.zeros(()), accumulator.take(state)[0]
+
+
+LOOPS = {"accumulate": by_accumulate, "GradAccumulator": by_accumulator}
 OTHERS = {"a scan by hand": by_hand, "optax.microbatching": by_optax}
 
 
@@ -115,9 +140,8 @@ def expected_of(params, tokens):
 
     total, mean = combined([1] * MICRO_BATCHES), combined([1 / MICRO_BATCHES] * MICRO_BATCHES)
     by_weight = combined([w / sum(weights) for w in weights])
-    return {name: {"sum": total, "weighted": by_weight}.get(name, mean) for name in STEPS} | dict.fromkeys(
-        OTHERS, total
-    )
+    of_loops = dict.fromkeys(LOOPS, (0.0, mean[1]))
+    return dict.fromkeys(STEPS, mean) | dict.fromkeys(OTHERS, total) | of_loops | {"sum": total, "weighted": by_weight}
 
 
 def errors_on(devices):
@@ -132,7 +156,7 @@ def errors_on(devices):
     )
     wanted, seen = expected_of(params, tokens), np.bincount(tokens.reshape(-1), minlength=VOCABULARY)
     errors = {}
-    for name, step in {**STEPS, **OTHERS}.items():
+    for name, step in {**STEPS, **LOOPS, **OTHERS}.items():
         value, grads = jax.jit(step)(*placed)
         got, want = jax.tree.leaves(grads), jax.tree.leaves(wanted[name][1])
         if name in STEPS:
@@ -140,7 +164,7 @@ def errors_on(devices):
             got, want = [*got, *counts], [*want, seen, seen]
         got, want = [*got, value], [*want, wanted[name][0]]
         errors[name] = max(
-            np.abs(x - y).max() / np.abs(y).max() for x, y in zip(map(np.asarray, got), want, strict=True)
+            np.abs(x - y).max() / max(np.abs(y).max(), 1e-30) for x, y in zip(map(np.asarray, got), want, strict=True)
         )
     return errors
 
@@ -156,7 +180,7 @@ def main():
     errors = errors_on(devices)
     for name, error in errors.items():
         print(f"{name:20s} {'WRONG' if error > 1e-3 else 'right'}   largest relative error {error:.1e}")
-    sys.exit(any(errors[name] > 1e-3 for name in STEPS))
+    sys.exit(any(errors[name] > 1e-3 for name in (*STEPS, *LOOPS)))
 
 
 if __name__ == "__main__":

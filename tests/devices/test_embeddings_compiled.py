@@ -14,7 +14,7 @@ import pytest
 from _compiled import place, sharded
 from accelerators import ACCELERATORS, all_reduced, target_named
 from jax.sharding import PartitionSpec as P
-from sums_on_devices import BATCH, COUNTS, PARAMS, STEPS, TIED, by_hand, errors_on
+from sums_on_devices import BATCH, COUNTS, LOOPS, PARAMS, STEPS, TIED, by_hand, errors_on
 
 PLACES = {"replicated": P(), "rows": P("data"), "columns": P(None, "data")}
 SMALLEST = min(math.prod(x.shape) for x in PARAMS.values()) // 8  # elements of a shard
@@ -123,6 +123,14 @@ def test_no_sum_of_a_tied_embedding_is_lost(target):
     program = compiled_step(target, STEPS["mean"], params=TIED)
     assert sums_selected_by_device(program.text, SMALLEST) == []
     assert all_reduced(program, 4 * SMALLEST)["every call"] > 0.9
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_no_sum_of_scatters_is_lost_where_windows_are_loops(name, target):
+    # The select after the sum keeps the all-reduce in each trip (XLA-24).
+    program = compiled_step(target, LOOPS[name])
+    assert sums_selected_by_device(program.text, SMALLEST) == []
+    assert all_reduced(program, 4 * SMALLEST)["every trip"] > 0.5
 
 
 def test_sums_of_a_loop_by_hand_are_seen_to_be_lost_where_they_are(target):
