@@ -133,7 +133,8 @@ def value_and_grad(
         `jax.pmap`, pass `()` if the gradients are the same on every device, because no type tells it there.
 
     Many devices: under plain `jax.jit`, a batch that is sharded over its examples needs no argument. XLA sums each
-    device's own gradients in the loop, weighted or not, and reduces them once after it (tested for CUDA and TPU). With
+    device's own gradients in the loop, weighted or not, and reduces them once after it. This is tested for CUDA and
+    TPU, also for embeddings, whose sums some versions of XLA lose in a loop by hand. With
     `nonfinite="drop_microbatch"` it reduces those of every micro-batch, because all devices have to know whether they
     are finite. K times the number of devices must divide B, or examples move between devices.
 
