@@ -176,6 +176,11 @@ class Instruction:
         return _size(self.shape, on_chip=True)
 
     @property
+    def has_operands(self) -> bool:
+        """Whether the result of a collective's start has the operands inside; an all-reduce's has since JAX 0.11."""
+        return self.size > sum(x.size for x in self.operands)
+
+    @property
     def moved(self) -> float:
         """The bytes that it reads from the device's memory and writes there."""
         if self.op in ("copy-done", "slice-done"):  # of a prefetch: what arrives, not all of what it is taken from
@@ -183,9 +188,9 @@ class Instruction:
             return self.size * sum(_size(end) > 0 for end in ends)
         if self.op in _FREE:
             return 0.0
-        if self.op.endswith("-start") and self.op != "all-reduce-start":  # the result has the operands inside
-            return _size(self.shape)
         read = sum(_size(x.shape) for x in set(self.operands))
+        if self.op.endswith("-start") and self.has_operands:
+            return _size(self.shape)
         return _size(self.shape) + (min(read, self.size) if self.cuts else read)
 
 
@@ -301,8 +306,7 @@ class Program:
         name = x.op.removesuffix("-start")
         if name in _COLLECTIVES:
             operands = sum(y.size for y in x.operands)
-            has_operands = x.op != name and name != "all-reduce"
-            yield name, max(operands, x.size - operands * has_operands)
+            yield name, max(operands, x.size - operands * (x.op != name and x.has_operands))
         elif x.op in ("fusion", "async-start"):
             for inner in itertools.chain(*(self._computations[called] for called in x.called)):
                 for name, size in self._collectives(inner):

@@ -58,13 +58,11 @@ class AuxLeaves:
     def add(self, so_far: AuxSums, aux: Any, weight: Any, kept: Flag) -> tuple[AuxSums, list[jax.Array]]:
         """Returns the sums with one more micro-batch, and those of its leaves that are stacked."""
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
-        if not isinstance(kept, bool):
-            weight = jnp.where(kept, weight, jnp.zeros_like(weight))
-        means = self._window.advance(begun(so_far.means), self._of(leaves, "mean"), weight, None).state
-        combine = self._of([COMBINE.get(name) for name in self._names], *COMBINE)
+        means = self._window.add_in_loop(so_far.means, self._of(leaves, "mean"), weight, kept)
+        names = self._of(self._names, *COMBINE)
         others = [
-            selected(kept, f(old, x.astype(old.dtype)), old)
-            for f, old, x in zip(combine, so_far.others, self._of(leaves, *COMBINE), strict=True)
+            _combined(name, old, x.astype(old.dtype), kept)
+            for name, old, x in zip(names, so_far.others, self._of(leaves, *COMBINE), strict=True)
         ]
         return AuxSums(means, others), [selected(kept, x, jnp.zeros_like(x)) for x in self._of(leaves, "stack")]
 
@@ -121,9 +119,16 @@ def _empty(name: str, like: Any) -> jax.Array:
     return as_varying(jnp.full(like.shape, start, dtype), tuple(varying_axes(like)))
 
 
+def _combined(name: str, so_far: jax.Array, x: jax.Array, kept: Flag) -> jax.Array:
+    """Returns a leaf of the micro-batches so far with that of one more."""
+    if name == "sum":  # selected before adding: XLA-24
+        return so_far + jnp.where(kept, x, jnp.zeros_like(x))
+    return jnp.where(kept, COMBINE[name](so_far, x), so_far)
+
+
 def selected(kept: Flag, new: Any, old: Any) -> Any:
     """Returns the tree `new` if the micro-batch is kept, else `old`."""
-    return new if kept is True else jax.tree.map(lambda x, y: jnp.where(kept, x, y), new, old)
+    return jax.tree.map(lambda x, y: jnp.where(kept, x, y), new, old)
 
 
 def nan_unless(known: Flag, x: jax.Array) -> jax.Array:

@@ -130,8 +130,8 @@ def accumulate(
     large-batch training", 2018, arXiv:1812.06162, appendix A.1, which has equal weights.
 
     Under plain `jax.jit` on many devices, JAX reduces the gradients of a mean loss itself, and no argument is needed.
-    That costs one all-reduce per micro-step. With `sum_over="data"` each device adds up its own gradients, and one
-    all-reduce of sum(w g) and sum(w) runs per window, when it closes:
+    That costs one all-reduce per micro-step, in a `lax.scan` over micro-steps, too. With `sum_over="data"` each device
+    adds up its own gradients, and one all-reduce of sum(w g) and sum(w) runs per window, when it closes:
 
     * In `jax.shard_map` over that axis, each device passes its own gradients, and its own number of examples as
       `weight`. If parameters are sharded over other axes, several devices share a batch. `weight` is then the number of

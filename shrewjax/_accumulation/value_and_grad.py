@@ -14,9 +14,8 @@ import numpy as np
 from jax import lax
 
 from shrewjax._accumulation._aux import COMBINE, AuxLeaves, AuxSums, in_dtype_of, nan_unless, selected
-from shrewjax._accumulation.window import GradAccumulatorState, Reduction, Window, begun
+from shrewjax._accumulation.window import GradAccumulatorState, Reduction, Window, begun, unknown_true
 from shrewjax._base import arguments, trees
-from shrewjax._base.branches import Flag
 from shrewjax._base.mesh import AxisName, as_varying, device_index, newly_varying, require_mapped, varying_axes
 from shrewjax._base.trees import check_unchanged
 
@@ -134,7 +133,8 @@ def value_and_grad(
         `jax.pmap`, pass `()` if the gradients are the same on every device, because no type tells it there.
 
     Many devices: under plain `jax.jit`, a batch that is sharded over its examples needs no argument. XLA sums each
-    device's own gradients in the loop, weighted or not, and reduces them once after it (tested for CUDA and TPU). With
+    device's own gradients in the loop, weighted or not, and reduces them once after it. This is tested for CUDA and
+    TPU, also for embeddings, whose sums some versions of XLA lose in a loop by hand. With
     `nonfinite="drop_microbatch"` it reduces those of every micro-batch, because all devices have to know whether they
     are finite. K times the number of devices must divide B, or examples move between devices.
 
@@ -215,7 +215,7 @@ def value_and_grad(
             replaced |= {at: folded_keys(f"argument {at}", args[at], first_number + i) for at in roles["rng_argnums"]}
             replaced |= dict(zip(roles["carry_argnum"], carried, strict=True))
             arguments = [replaced.get(at, x) for at, x in enumerate(args)]
-            its_weight = 1 if weight is None else weight(*arguments, **kwargs)
+            its_weight = 1 if weight is None else _relative_weight(weight(*arguments, **kwargs), reduction)
             returned, grads = micro_value_and_grad(*arguments, **kwargs)
             loss, its_aux = returned if has_aux else (returned, ())
             if has_carry:
@@ -231,9 +231,10 @@ def value_and_grad(
         def add(so_far: _SoFar, i: jax.Array) -> tuple[_SoFar, list[jax.Array]]:
             """Returns the sums with micro-batch i added, and those of its leaves that are stacked."""
             its = run(i, so_far.carried)
-            added = window.advance(begun(so_far.window), its.averaged, its.weight, None).state
-            kept: Flag = its.weight != 0
-            if nonfinite != "propagate" and kept is not False:
+            added = window.add_in_loop(so_far.window, its.averaged, its.weight)
+            # Sums of scatters in the aux and in the carry are lost, too, if XLA knows that they are kept (XLA-27).
+            kept = unknown_true() & (its.weight != 0)
+            if nonfinite != "propagate":
                 kept = kept & (added.dropped == so_far.window.dropped)
             aux_sums, stacked = aux_leaves.add(so_far.aux, its.aux, its.weight, kept)
             return _SoFar(added, aux_sums, selected(kept, its.carried, so_far.carried)), stacked
@@ -370,3 +371,12 @@ def check_carried(new: list[Any], carried: list[Any], weight: Any) -> None:
             )
 
     jax.tree.map_with_path(check, new, carried)
+
+
+def _relative_weight(weight: Any, reduction: Reduction) -> arguments.Scalar:
+    """Returns a weight, or 1 for a number in a mean: it is the same for all micro-batches, and so cancels.
+
+    XLA leaves an all-reduce inside the loop if a constant multiplies it (XLA-24).
+    """
+    weight = arguments.weight(weight, {()})
+    return 1.0 if reduction == "mean" and isinstance(weight, float) and weight else weight

@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from shrewjax._accumulation import _micro_batch, _noise
 from shrewjax._accumulation._micro_batch import checked_gradients, is_nonfinite_micro_batch, norm_of_gradients
@@ -173,6 +174,7 @@ class Window:
         *,
         flush: Flag = False,
         when_full: bool = False,
+        is_present: Flag = True,
     ) -> WindowStep:
         """Adds a micro-batch, or none for `grads=None`, and closes the window if it is flushed or, `when_full`, full.
 
@@ -192,6 +194,8 @@ class Window:
 
         # A gradient of weight 0 adds nothing, even if it is NaN, and is not counted as non-finite.
         is_kept: Flag = grads is not None and weight != 0
+        if is_present is not True and is_kept is not False:
+            is_kept = is_kept & is_present
         is_nonfinite: Flag = False
         if is_kept is not False and self._nonfinite != "propagate":
             is_nonfinite = is_nonfinite_micro_batch(grads, is_kept, self.axes)
@@ -257,6 +261,10 @@ class Window:
         )
         return WindowStep(new_state, weight_sum, value_sum, is_closing & has_average, has_weight)
 
+    def add_in_loop(self, state: Any, grads: chex.ArrayTree, weight: Any, is_present: Flag = True) -> Any:
+        """Adds a micro-batch that is present, in a loop of the compiled program. Returns the new state."""
+        return self.advance(begun(state), grads, weight, None, is_present=is_present & unknown_true()).state
+
     def average(self, stepped: WindowStep) -> Average:
         """Returns what a closing window passes on. Sums per-device rows over devices, in one collective."""
         noise, weight_sum, value = stepped.state.noise, stepped.weight_sum, stepped.value_sum
@@ -317,6 +325,14 @@ def begun(state: GradAccumulatorState) -> GradAccumulatorState:
     XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them (XLA-24).
     """
     return state._replace(micro_step=jnp.ones((), jnp.int32))
+
+
+def unknown_true() -> jax.Array:
+    """Returns True, which XLA does not know. What a loop adds is selected by it before the sum.
+
+    XLA-27: without it, XLA:GPU of JAX 0.10 and 0.11 loses sums of scatters, such as the gradient of an embedding.
+    """
+    return lax.optimization_barrier(jnp.bool_(True))
 
 
 def _advance_leaf(

@@ -6,10 +6,8 @@ P is the parameters' bytes.
 
 import functools
 import json
-import os
 import subprocess
 import sys
-from collections import Counter
 from functools import partial
 
 import _compiled
@@ -21,20 +19,10 @@ import optax
 import pytest
 from _compiled import place, sharded
 from _harness import applied, unclipped, updated
+from accelerators import ACCELERATORS, all_reduced, target_named
 from jax.sharding import PartitionSpec as P
 
 import shrewjax
-
-ACCELERATORS = ["h100", "v5e"]
-
-
-def target_named(name):
-    try:
-        return _compiled.Target(name)
-    except _compiled.MissingCompilerError as error:
-        if os.environ.get("SHREWJAX_COMPILES_FOR") == name:
-            raise
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module", params=ACCELERATORS)
@@ -243,15 +231,6 @@ def test_clipped_cotangent_is_read_once_more_and_held_by_nothing(target):
 
 
 # Many devices.
-
-
-def all_reduced(program):
-    """The bytes of all-reduces of gradients by when they are sent, in P; the compiler may split one in two."""
-    sent = Counter()
-    for (op, when, size), number in program.collectives.items():
-        if op == "all-reduce" and size > 1e6:
-            sent[when] += size * number / program.unit
-    return sent
 
 
 def gathers(program, when=("every call", "every trip", "closing call", "rescue")):

@@ -1,0 +1,27 @@
+"""Targets whose compilers may not be installed, and what is read from programs for them."""
+
+import os
+from collections import Counter
+
+import _compiled
+import pytest
+
+ACCELERATORS = ["h100", "v5e"]
+
+
+def target_named(name):
+    try:
+        return _compiled.Target(name)
+    except _compiled.MissingCompilerError as error:
+        if os.environ.get("SHREWJAX_COMPILES_FOR") == name:
+            raise
+        pytest.skip(str(error))
+
+
+def all_reduced(program, least=1e6):
+    """The bytes of all-reduces, of so many at least, by when they are sent, in P; the compiler may split one in two."""
+    sent = Counter()
+    for (op, when, size), number in program.collectives.items():
+        if op == "all-reduce" and size >= least:
+            sent[when] += size * number / program.unit
+    return sent
