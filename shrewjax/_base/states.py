@@ -32,6 +32,15 @@ def fields(state: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(state, name) for name in names}
 
 
+def require_own(state: Any, kind: type) -> None:
+    """Raises unless this is the state that a rule's own `init` makes. Rules that read no state do not call it."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"state must be the {kind.__name__} that init made or the last update returned, got {type(state).__name__}."
+            " Pass the state of this transformation"
+        )
+
+
 def increment_if(flag: bool | jax.Array, count: jax.Array) -> jax.Array:
     """Returns a counter plus 1 if the flag is set. A counter stops at its dtype's largest value."""
     return jnp.where(flag, optax.safe_increment(count), count)
