@@ -25,7 +25,7 @@ from shrewjax._accumulation.window import (
 from shrewjax._base import arguments, trees
 from shrewjax._base.branches import Flag, run_if
 from shrewjax._base.mesh import AxisName
-from shrewjax._base.states import State, increment_if
+from shrewjax._base.states import State, increment_if, without_variables
 from shrewjax._base.trees import Tree, is_gradient
 from shrewjax._numerics import floats
 from shrewjax._skipping.wrapping import Gradients, Params, inner_transformation, run_or_skip, update_or_apply, wrapper
@@ -459,7 +459,7 @@ def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
 
     Source: the checks are value assertions of chex, with the contract of `chex.chexify`.
     """
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, WINDOW_STATES))
+    nodes = jax.tree.leaves(without_variables(opt_state), is_leaf=lambda x: isinstance(x, WINDOW_STATES))
     windows = [x for x in nodes if isinstance(x, WINDOW_STATES)]
     if not windows:
         raise ValueError("opt_state must contain a window of accumulate or GradAccumulator, got a state with no window")
