@@ -4,6 +4,7 @@
 `check_window` are the calls of a train step beside `tx.update`.
 """
 
+import inspect
 from typing import Any, NamedTuple
 
 import chex
@@ -59,8 +60,9 @@ def accumulate(
     * `value=None`: the micro-batch's loss, a real scalar. Inner gets the window's: with `reduction="mean"`
       sum(w value) / sum(w), over the micro-batches that the gradients are averaged over. So `skip_on_spike`, a line
       search and a plateau rule inside see the loss of the large batch. It stays in the state and in `metrics`. If one
-      micro-batch of a window comes without a `value`, the window's is inf. Inner gets a `grad`, as `optax.lbfgs` takes
-      it, as the window's average, too.
+      micro-batch of a window comes without a `value`, the window's is inf. A Python or NumPy `weight` of 0 needs no
+      `value`, and `flush` hands on the one that the window has. Inner gets a `grad`, as `optax.lbfgs` takes it, as the
+      window's average, too.
 
     ================================================  ==========================================================
     condition                                         result
@@ -207,9 +209,12 @@ def accumulate(
     ) -> tuple[Any, AccumulateState]:
         def advance_and_run() -> tuple[Any, AccumulateState]:
             grads, closes = gradients(), arguments.flag("flush", flush)
+            # A call that adds nothing, as `flush` is one, needs no value, and inner gets the one that the window has.
+            adds_nothing = not isinstance(weight, jax.Array) and np.ndim(weight) == 0 and weight == 0
+            takes_value = value is not None or (adds_nothing and _takes_value(wrapped))
             stepped = window.advance(state, grads, weight, value, flush=closes, when_full=True)
             like = without_rows(trees.gradient_arrays(grads), window.axes)
-            inner = _Inner(wrapped, state.inner_state, params, like, apply, value is not None, extra_args)
+            inner = _Inner(wrapped, state.inner_state, params, like, apply, takes_value, extra_args)
             run = _run_on_rows if window.axes else _run_on_average
             returned, after = run(window, stepped, state.value, inner)
             windows = increment_if(after.applied, state.windows)
@@ -252,6 +257,12 @@ class _Inner(NamedTuple):
     def unchanged(self, returned: Any) -> tuple[Any, Any]:
         """Returns the result of a step that does not run, with updates like `returned`."""
         return self.params if self.apply else optax.tree.zeros_like(returned), self.state
+
+
+def _takes_value(tx: optax.GradientTransformationExtraArgs) -> bool:
+    """Returns whether `update` takes a `value`. `optax.contrib.sam` has other extra arguments, and raises at one."""
+    parameters = inspect.signature(tx.update).parameters
+    return "value" in parameters or any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
 
 
 class _After(NamedTuple):
@@ -388,7 +399,8 @@ def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **ex
     The divisor is the window's weight so far, not `accum_steps`. For an empty window, the updates are zeros and inner
     does not run. To close a window together with its last micro-batch, pass `flush=True` to `update` instead. With
     `nnx.Optimizer`, which holds state and parameters as variables, call
-    `optimizer.update(model, grads, weight=0, flush=True)`. At weight 0 any gradients add nothing.
+    `optimizer.update(model, grads, weight=0, flush=True)`. At weight 0 any gradients add nothing. An inner optimizer that
+    takes the loss gets the mean `value` of these micro-batches.
 
     Args:
       tx: the transformation that `accumulate` returned. An accumulation inside another transformation (`optax.chain`,
