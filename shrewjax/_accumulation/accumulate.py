@@ -399,8 +399,8 @@ def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **ex
     The divisor is the window's weight so far, not `accum_steps`. For an empty window, the updates are zeros and inner
     does not run. To close a window together with its last micro-batch, pass `flush=True` to `update` instead. With
     `nnx.Optimizer`, which holds state and parameters as variables, call
-    `optimizer.update(model, grads, weight=0, flush=True)`. At weight 0 any gradients add nothing. An inner optimizer that
-    takes the loss gets the mean `value` of these micro-batches.
+    `optimizer.update(model, grads, weight=0, flush=True)`. At weight 0 any gradients add nothing. If inner takes the
+    loss, it gets the mean `value` of these micro-batches.
 
     Args:
       tx: the transformation that `accumulate` returned. An accumulation inside another transformation (`optax.chain`,

@@ -98,3 +98,13 @@ def test_an_optimizer_that_takes_no_loss_is_not_given_one():
     updates, state = shrewjax.flush(tx, state, PARAMS)
     np.testing.assert_array_equal(updates["w"], -GRADS["w"])
     assert state.windows == 1
+
+
+@each
+def test_a_window_closed_outside_of_jit_leaves_a_state_that_can_be_donated(close):
+    tx = shrewjax.accumulate(shrewjax.skip_on_spike(optax.sgd(0.1), monitor="value"), 8)
+    params, state = close(tx, opened(tx), PARAMS)
+    buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
+    assert len(set(buffers)) == len(buffers)
+    step = jax.jit(lambda state, params: tx.update(GRADS, state, params, value=1.0)[1], donate_argnums=0)
+    assert step(state, params).micro_step == 1
