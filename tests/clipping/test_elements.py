@@ -203,3 +203,9 @@ def test_a_threshold_that_is_flushed_leaves_zeros_alone():
     for limit in (1e-41, jnp.float32(1e-41)):
         assert np.all(np.abs(np.asarray(shrewjax.clip_grad_value(x, limit))) <= 1e-41)
         assert bits(shrewjax.clip_grad_value(x, limit)[:2]) == bits(x[:2])
+
+
+@pytest.mark.parametrize("rule", [shrewjax.clip_by_percentile, functools.partial(shrewjax.clip_grad_percentile, {})])
+def test_a_scope_is_global_or_leaf_and_the_error_offers_no_other(rule):
+    with pytest.raises(ValueError, match=r"^scope must be one of 'global', 'leaf', got 'both'$"):
+        rule(90, scope="both")
