@@ -112,7 +112,9 @@ def _empty(name: str, like: Any) -> jax.Array:
     start: Any = 0
     if name in ("max", "min"):
         if is_gradient(like):
-            least, largest = -np.inf, np.inf
+            # Some float8 have no infinity: there the cast would make a NaN, which no number replaces.
+            has_infinity = bool(np.isinf(np.asarray(np.inf).astype(dtype)))
+            least, largest = (-np.inf, np.inf) if has_infinity else (jnp.finfo(dtype).min, jnp.finfo(dtype).max)
         else:
             least, largest = (False, True) if dtype == np.bool else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
         start = least if name == "max" else largest

@@ -4,6 +4,7 @@
 `check_window` are the calls of a train step beside `tx.update`.
 """
 
+import inspect
 from typing import Any, NamedTuple
 
 import chex
@@ -25,7 +26,7 @@ from shrewjax._accumulation.window import (
 from shrewjax._base import arguments, trees
 from shrewjax._base.branches import Flag, run_if
 from shrewjax._base.mesh import AxisName
-from shrewjax._base.states import State, increment_if
+from shrewjax._base.states import State, increment_if, without_variables
 from shrewjax._base.trees import Tree, is_gradient
 from shrewjax._numerics import floats
 from shrewjax._skipping.wrapping import Gradients, Params, inner_transformation, run_or_skip, update_or_apply, wrapper
@@ -59,8 +60,9 @@ def accumulate(
     * `value=None`: the micro-batch's loss, a real scalar. Inner gets the window's: with `reduction="mean"`
       sum(w value) / sum(w), over the micro-batches that the gradients are averaged over. So `skip_on_spike`, a line
       search and a plateau rule inside see the loss of the large batch. It stays in the state and in `metrics`. If one
-      micro-batch of a window comes without a `value`, the window's is inf. Inner gets a `grad`, as `optax.lbfgs` takes
-      it, as the window's average, too.
+      micro-batch of a window comes without a `value`, the window's is inf. A Python or NumPy `weight` of 0 needs no
+      `value`, and `flush` hands on the one that the window has. Inner gets a `grad`, as `optax.lbfgs` takes it, as the
+      window's average, too.
 
     ================================================  ==========================================================
     condition                                         result
@@ -207,9 +209,12 @@ def accumulate(
     ) -> tuple[Any, AccumulateState]:
         def advance_and_run() -> tuple[Any, AccumulateState]:
             grads, closes = gradients(), arguments.flag("flush", flush)
+            # A call that adds nothing, as `flush` is one, needs no value, and inner gets the one that the window has.
+            adds_nothing = not isinstance(weight, jax.Array) and np.ndim(weight) == 0 and weight == 0
+            takes_value = value is not None or (adds_nothing and _takes_value(wrapped))
             stepped = window.advance(state, grads, weight, value, flush=closes, when_full=True)
             like = without_rows(trees.gradient_arrays(grads), window.axes)
-            inner = _Inner(wrapped, state.inner_state, params, like, apply, value is not None, extra_args)
+            inner = _Inner(wrapped, state.inner_state, params, like, apply, takes_value, extra_args)
             run = _run_on_rows if window.axes else _run_on_average
             returned, after = run(window, stepped, state.value, inner)
             windows = increment_if(after.applied, state.windows)
@@ -252,6 +257,12 @@ class _Inner(NamedTuple):
     def unchanged(self, returned: Any) -> tuple[Any, Any]:
         """Returns the result of a step that does not run, with updates like `returned`."""
         return self.params if self.apply else optax.tree.zeros_like(returned), self.state
+
+
+def _takes_value(tx: optax.GradientTransformationExtraArgs) -> bool:
+    """Returns whether `update` takes a `value`. `optax.contrib.sam` has other extra arguments, and raises at one."""
+    parameters = inspect.signature(tx.update).parameters
+    return "value" in parameters or any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
 
 
 class _After(NamedTuple):
@@ -388,7 +399,8 @@ def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **ex
     The divisor is the window's weight so far, not `accum_steps`. For an empty window, the updates are zeros and inner
     does not run. To close a window together with its last micro-batch, pass `flush=True` to `update` instead. With
     `nnx.Optimizer`, which holds state and parameters as variables, call
-    `optimizer.update(model, grads, weight=0, flush=True)`. At weight 0 any gradients add nothing.
+    `optimizer.update(model, grads, weight=0, flush=True)`. At weight 0 any gradients add nothing. If inner takes the
+    loss, it gets the mean `value` of these micro-batches.
 
     Args:
       tx: the transformation that `accumulate` returned. An accumulation inside another transformation (`optax.chain`,
@@ -459,7 +471,7 @@ def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
 
     Source: the checks are value assertions of chex, with the contract of `chex.chexify`.
     """
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, WINDOW_STATES))
+    nodes = jax.tree.leaves(without_variables(opt_state), is_leaf=lambda x: isinstance(x, WINDOW_STATES))
     windows = [x for x in nodes if isinstance(x, WINDOW_STATES)]
     if not windows:
         raise ValueError("opt_state must contain a window of accumulate or GradAccumulator, got a state with no window")

@@ -32,6 +32,27 @@ def fields(state: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(state, name) for name in names}
 
 
+def require_own(state: Any, kind: type) -> None:
+    """Raises unless this is the state that a rule's own `init` makes. Rules that read no state do not call it."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"state must be the {kind.__name__} that init made or the last update returned, got {type(state).__name__}."
+            " Pass the state of this transformation"
+        )
+
+
+def without_variables(state: Any) -> Any:
+    """Returns the state with arrays in the places of Flax's variables, in which `nnx.Optimizer` keeps each array.
+
+    A variable adds and multiplies as its array does, but does not compare (tests/promises/test_nnx_optimizer.py).
+    """
+
+    def is_variable(x: Any) -> bool:
+        return hasattr(type(x), "raw_value")  # no import of Flax, which need not be installed
+
+    return jax.tree.map(lambda x: jax.tree.leaves(x)[0] if is_variable(x) else x, state, is_leaf=is_variable)
+
+
 def increment_if(flag: bool | jax.Array, count: jax.Array) -> jax.Array:
     """Returns a counter plus 1 if the flag is set. A counter stops at its dtype's largest value."""
     return jnp.where(flag, optax.safe_increment(count), count)
@@ -102,13 +123,12 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """
     found: dict[str, jax.Array] = {}
     kinds = set()
-    for path, state in _measuring(opt_state):
+    for path, state in _measuring(without_variables(opt_state)):
         kind = _name(type(state))
         where = "" if kind not in kinds else jax.tree_util.keystr(path, simple=True, separator="/") + "/"
         kinds.add(kind)
         for name, value in state.metrics().items():
-            (array,) = jax.tree.leaves(value)  # in nnx, a field is a variable that holds an array
-            found[f"{where}{kind}/{name}"] = array
+            found[f"{where}{kind}/{name}"] = value
     return found
 
 

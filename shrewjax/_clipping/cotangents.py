@@ -212,6 +212,11 @@ def _transpose(cotangent: Any, x: Any, zeros: Any, *limit: Any, slices: _Slices)
     if ad.is_undefined_primal(zeros):
         # Devices that share a slice may have a counter each.
         counts = is_clipped.astype(zeros.aval.dtype)
+        of_counter = zeros.aval.sharding
+        if jax.typeof(counts).sharding.spec != of_counter.spec:
+            # On an Explicit mesh the counts are sharded as the slices are, and JAX demands the type of the zeros
+            # (tests/clipping/test_cotangents.py, "explicit_mesh").
+            counts = jax.sharding.reshard(counts, of_counter)
         of_zeros = as_varying(counts, tuple(varying_axes_of_type(zeros.aval)))
     return [of_x, of_zeros, *[None] * len(limit)]
 

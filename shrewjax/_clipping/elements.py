@@ -15,7 +15,7 @@ from jax import lax
 from shrewjax._base import arguments, trees
 from shrewjax._base.arguments import Scalar
 from shrewjax._base.mesh import AxisName
-from shrewjax._base.states import described, largest
+from shrewjax._base.states import described, largest, require_own
 from shrewjax._base.trees import Tree, is_gradient
 from shrewjax._numerics import floats
 from shrewjax._numerics.percentiles import Method, Over, Rule, Scope, select
@@ -255,7 +255,7 @@ def clip_by_percentile(
 
     Raises:
       ValueError: as in `clip_grad_percentile`; or, with scope "leaf", the updates' tree differs from that of the
-        parameters given to `init`.
+        parameters given to `init`; or the state is another transformation's.
 
     Example:
       >>> tx = clip_by_percentile(75)
@@ -277,6 +277,7 @@ def clip_by_percentile(
         updates: optax.Updates, state: ClipByPercentileState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByPercentileState]:
         del params, extra_args
+        require_own(state, ClipByPercentileState)
         clipped, bounds, clipped_fraction = _clip_percentile(updates, rule, start=state.bound)
         zero = jnp.zeros((), jnp.float32)  # the bound of a gradient of None
         bounds = jax.tree.map(lambda _, b: zero if b is None else b.astype(jnp.float32), state.bound, bounds)

@@ -12,7 +12,7 @@ import optax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import Axes, AxisName
-from shrewjax._base.states import described, fields
+from shrewjax._base.states import described, fields, require_own
 from shrewjax._base.trees import Tree
 from shrewjax._clipping._units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
@@ -173,7 +173,8 @@ def clip_by_global_norm(
 
     Raises:
       ValueError: `leaves` is no bool, or is set although `ord` is not 2; with `leaves=True`, the updates' tree differs
-        from that of the parameters given to `init`; or as in `clip_grad_norm`.
+        from that of the parameters given to `init`, or the state is another transformation's; or as in
+        `clip_grad_norm`. Without `leaves` the state is not read, and may be any.
 
     Example:
       >>> tx = optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1))
@@ -209,8 +210,11 @@ def clip_by_global_norm(
         updates: optax.Updates, state: ClipByGlobalNormState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del params, extra_args
-        leaf_norms = state.leaf_norms
+        # Without `leaves`, the state is not read, as in Optax's clip, to which some callers pass None.
+        leaf_norms: Any = ()
         if leaves:
+            require_own(state, ClipByGlobalNormState)
+            leaf_norms = state.leaf_norms
             units = find_units(updates, stacked_layers(None))
             units.numbers_beside(leaf_norms)
             norm, grad_norm, norms = measure_with_leaves(units.leaves, axes)
@@ -313,7 +317,8 @@ def clip_by_norm_percentile(
       are float32 scalars of the last update (before the first: inf, 0 and 1).
 
     Raises:
-      ValueError: `percentile` or `history_length` is not as described; or as in `grad_norm`.
+      ValueError: `percentile` or `history_length` is not as described; the state is another transformation's; or as in
+        `grad_norm`.
 
     Example:
       >>> tx = clip_by_norm_percentile(50.0)
@@ -343,6 +348,7 @@ def clip_by_norm_percentile(
         updates: optax.Updates, state: ClipByNormPercentileState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByNormPercentileState]:
         del params, extra_args
+        require_own(state, ClipByNormPercentileState)
         norm = global_norm(updates, 2.0, axes)
         grad_norm = floats.to_float32(norm)
         history = histories.push(state.history, grad_norm)
@@ -421,7 +427,7 @@ def clip_by_norm_zscore(
       int32 scalar and float32 scalars.
 
     Raises:
-      ValueError: an argument is not as described; or as in `grad_norm`.
+      ValueError: an argument is not as described; the state is another transformation's; or as in `grad_norm`.
 
     Example:
       >>> tx = clip_by_norm_zscore(warmup_steps=4)
@@ -454,6 +460,7 @@ def clip_by_norm_zscore(
         updates: optax.Updates, state: ClipByNormZscoreState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByNormZscoreState]:
         del params, extra_args
+        require_own(state, ClipByNormZscoreState)
         limit_z, eps_, cap = (jnp.asarray(x, jnp.float32) for x in (max_zscore, eps, max_norm))
         norm = global_norm(updates, 2.0, axes)
         grad_norm = floats.to_float32(norm)

@@ -12,7 +12,7 @@ import optax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import UnitDims
-from shrewjax._base.states import described, fields, largest
+from shrewjax._base.states import described, fields, largest, require_own
 from shrewjax._base.trees import KeyPath, is_gradient
 from shrewjax._clipping._units import UnitAxisName, find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
@@ -58,7 +58,8 @@ def clip_by_leaf_norm(
 
     Raises:
       ValueError: as in `clip_grad_norm`; or `ord` is neither 1 nor 2 although there are `batch_axes`; or the updates'
-        tree, or a leaf's number of layers, differs from that of the parameters given to `init`.
+        tree, or a leaf's number of layers, differs from that of the parameters given to `init`; or the state is another
+        transformation's.
 
     Example:
       >>> tx = clip_by_leaf_norm(1.0)
@@ -82,6 +83,7 @@ def clip_by_leaf_norm(
         updates: optax.Updates, state: ClipByLeafNormState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByLeafNormState]:
         del params, extra_args
+        require_own(state, ClipByLeafNormState)
         units = find_units(updates, stacked_layers(batch_axes), mesh_axes)
         units.numbers_beside(state.grad_norm)
         norms = units.norms(ord)
@@ -388,7 +390,8 @@ def clip_by_leaf_norm_ema(
 
     Raises:
       ValueError: an argument is not as described; an axis is out of range for a leaf; the updates' tree, or a leaf's
-        number of layers, differs from that of the parameters given to `init`; or as in `adaptive_grad_clip`.
+        number of layers, differs from that of the parameters given to `init`; the state is another transformation's; or
+        as in `adaptive_grad_clip`.
 
     Example:
       >>> tx = clip_by_leaf_norm_ema(1.5, decay=0.5, warmup_steps=1)
@@ -423,6 +426,7 @@ def clip_by_leaf_norm_ema(
         updates: optax.Updates, state: ClipByLeafNormEmaState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ClipByLeafNormEmaState]:
         del params, extra_args
+        require_own(state, ClipByLeafNormEmaState)
         share, floor = jnp.asarray(1 - decay, jnp.float32), jnp.asarray(min_norm, jnp.float32)
         units = find_units(updates, stacked_layers(batch_axes), mesh_axes)
         emas = units.numbers_beside(state.norm_ema)

@@ -278,7 +278,9 @@ def skip_on_spike(
         if not of_norm:
             if extra_args.get("value") is None:
                 raise ValueError('skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss')
-            value = jnp.asarray(arguments.any_real("value", extra_args["value"]), jnp.float32)
+            # A copy. Outside of jit the state would share the caller's buffer, or the window's, and donating both fails
+            # (tests/accumulation/test_flush_value.py, "can_be_donated").
+            value = jnp.array(arguments.any_real("value", extra_args["value"]), jnp.float32)
             require_replicated("value", value)
         measured = floats.to_float32(global_norm(gradients(), 2.0, axes)) if of_norm else value
         mean, std = histories.mean_and_std(state.history)

@@ -720,3 +720,17 @@ def test_trains_an_equinox_partition():
 
     _, losses = trained(train, (weights, SGD.init(weights)), X, TARGETS)
     assert losses[-1] < losses[0] / 100
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz"])
+def test_an_extreme_of_a_float8_needs_no_infinity(dtype):
+    x = np.asarray([[-8, -2], [-0.5, 4], [-1, 0.25], [-4, np.nan]], np.float32).astype(jnp.dtype(dtype))
+
+    def loss(w, x):
+        return w, {"max": x[0], "min": x[0]}
+
+    step = shrewjax.value_and_grad(loss, 4, has_aux=True, aux={"max": "max", "min": "min"})
+    (_, aux), _ = quick_jit(step)(jnp.float32(1), x)
+    assert {name: leaf.dtype.name for name, leaf in aux.items()} == {"max": dtype, "min": dtype}
+    np.testing.assert_array_equal(aux["max"].astype(np.float32), [-0.5, np.nan])
+    np.testing.assert_array_equal(aux["min"].astype(np.float32), [-8, np.nan])

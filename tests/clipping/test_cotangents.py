@@ -546,3 +546,26 @@ def test_wrong_arguments_are_refused_by_name(options, message):
 
 def test_it_is_public():
     assert shrewjax.clip_cotangent is clip_cotangent
+
+
+@pytest.mark.parametrize("spec_of_x", [P("data"), P("data", "model"), P(None, "model")], ids=str)
+def test_on_an_explicit_mesh_a_counter_counts_what_one_device_counts(spec_of_x):
+    cotangent = np.linspace(0.1, 3, 16 * 8, dtype=np.float32).reshape(16, 8)
+    is_clipped = np.linalg.norm(cotangent.astype(np.float64), axis=1) > 4
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+    def loss(x, counter, cotangent):
+        return jnp.sum(clip_cotangent(x, 4.0, counter=counter) * cotangent)
+
+    def of_both(x, scalar, each, cotangent):
+        return loss(x, scalar, cotangent) + loss(x, each, cotangent)
+
+    with jax.set_mesh(mesh):
+        x, placed = (
+            jax.device_put(a, jax.sharding.NamedSharding(mesh, spec_of_x)) for a in (jnp.zeros((16, 8)), cotangent)
+        )
+        of_x, scalar, each = quick_jit(jax.grad(of_both, argnums=(0, 1, 2)))(x, jnp.zeros(()), jnp.zeros(16), placed)
+    assert of_x.sharding.is_equivalent_to(x.sharding, 2)
+    assert int(scalar) == is_clipped.sum()
+    np.testing.assert_array_equal(each, is_clipped)
+    np.testing.assert_allclose(of_x, 2 * by_hand(cotangent.astype(np.float64), 4.0), rtol=1e-6)

@@ -285,3 +285,9 @@ def test_value_clip_is_the_nearest_point_of_the_box(tree, bound):
             np.abs(after - np.clip(before, -bound, bound))
             <= 2 * float(jnp.finfo(x.dtype).eps) * bound + float(jnp.finfo(x.dtype).tiny)
         ).all()
+
+
+@pytest.mark.parametrize("rule", [shrewjax.clip_by_percentile, functools.partial(shrewjax.clip_grad_percentile, {})])
+def test_a_scope_is_global_or_leaf_and_the_error_offers_no_other(rule):
+    with pytest.raises(ValueError, match=r"^scope must be one of 'global', 'leaf', got 'both'$"):
+        rule(90, scope="both")

@@ -349,3 +349,11 @@ def test_python_numbers_are_gradients_also_where_nonfinite_ones_are_zeroed():
     tx = shrewjax.skip_nonfinite(optax.identity(), max_consecutive=1, at_limit="zero_nonfinite")
     updates, _ = tx.update({"a": 2.0, "b": np.nan}, tx.init({"a": 1.0, "b": 1.0}))
     assert (float(updates["a"]), float(updates["b"])) == (2, 0)
+
+
+def test_the_callers_loss_does_not_become_a_part_of_the_state():
+    # If outside of jit the two shared a buffer, a step that donates the state would delete the caller's loss.
+    tx = shrewjax.skip_on_spike(optax.identity(), monitor="value")
+    grads, loss = jnp.ones(2), jnp.float32(0.5)
+    _, state = tx.update(grads, tx.init(grads), value=loss)
+    assert state.measured.unsafe_buffer_pointer() != loss.unsafe_buffer_pointer()
