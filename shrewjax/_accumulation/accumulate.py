@@ -47,22 +47,16 @@ def accumulate(
     .. math:: \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
 
     On the last call of a window, inner runs on the average. On all other calls the updates are zeros, and inner's state
-    stays unchanged, with its counters and schedules. `accumulate` has to wrap the optimizer, because in a chain a
-    stateful optimizer would run on every call. Transformations for the large batch, such as clipping, belong inside:
+    stays unchanged. Transformations for the large batch, such as clipping, belong inside:
     `accumulate(optax.chain(clip_by_global_norm(1.0), optax.adamw(1e-3)), 4)`.
 
     `update` takes three more arguments. Inner does not receive the first two:
 
-    * `weight=1`: the micro-batch's number of examples or tokens. It is a real scalar, traced or not: 0, or between
-      2**-30 and 2**100. Weights are summed in float32 (in float64 if a sum is float64), so whole numbers add exactly up
-      to 2**24. Above that, a weight of 1 is lost. Use larger units, such as batches, or float64 sums.
+    * `weight=1`: the micro-batch's number of examples or tokens. A real scalar, traced or not: 0, or between 2**-30 and
+      2**100. Sums in float32 add whole numbers exactly up to 2**24; use larger units above.
     * `flush=False`: closes the window with this call, however many micro-batches it has. A bool, traced or not.
-    * `value=None`: the micro-batch's loss, a real scalar. Inner gets the window's: with `reduction="mean"`
-      sum(w value) / sum(w), over the micro-batches that the gradients are averaged over. So `skip_on_spike`, a line
-      search and a plateau rule inside see the loss of the large batch. It stays in the state and in `metrics`. If one
-      micro-batch of a window comes without a `value`, the window's is inf. A Python or NumPy `weight` of 0 needs no
-      `value`, and `flush` hands on the one that the window has. Inner gets a `grad`, as `optax.lbfgs` takes it, as the
-      window's average, too.
+    * `value=None`: the micro-batch's loss, a real scalar. Inner gets the window's, averaged as the gradients are, and
+      the average as `grad`, as `optax.lbfgs` takes it. If one micro-batch comes without a `value`, it is inf.
 
     ================================================  ==========================================================
     condition                                         result
@@ -90,16 +84,6 @@ def accumulate(
     `"extend_window"`     it is ignored and does not count towards `accum_steps`
     ====================  ======================================================================================
 
-    `nonfinite` checks the micro-batches' gradients alone. To check the average as well, wrap inner in `skip_nonfinite`.
-
-    Caution:
-
-    * `update` forwards unknown keyword arguments to inner, as is usual in Optax. A misspelt `weights=` is therefore no
-      error here.
-    * A gradient tree of `None` is a micro-batch of zeros. To close a window without a micro-batch, use `flush`.
-    * `optax.masked(accumulate(...), mask)` returns the raw gradients of masked-out leaves on every call.
-    * A transformation after `accumulate` in a chain runs on every call.
-
     Args:
       inner: the transformation to wrap, usually a whole optimizer.
       accum_steps: number of micro-batches per window. An int >= 1, a scalar array, or a function of `windows` (int32)
@@ -108,58 +92,21 @@ def accumulate(
         batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w). `"sum"`: sum(g).
       accumulator_dtype: dtype of the sum. By default the wider of float32 and the parameter's dtype, complex for
         complex. Inner gets the average cast to the gradient's dtype, within 2 ulp of the exact quotient.
-      nonfinite: the policy for a non-finite micro-batch, see the second table. The state counts those in `dropped`. All
-        policies except `"propagate"` make one extra pass over the gradients.
-      sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, see below. Pass `()`
-        if the gradients are the same on every device already. This is required with `check_vma=False` and in
-        `jax.pmap`, because JAX's types do not record it there.
-
-      noise_decay: measures the gradient noise scale of the windows, with this decay of its averages, a real scalar in
-        [0, 1), for example 0.99. `None` does not measure. A weight must then count independent examples, such as
-        sequences, not tokens.
-
-    With `noise_decay`, `metrics` shows three numbers. `noise_trace` is the trace of the covariance of one example's
-    gradient, `signal_squared` the squared norm of the true gradient. `noise_scale` is their quotient: the weight of a
-    window in which noise and signal are equal, in units of `weight`. They are averages over windows of
-
-    .. math:: S = \frac{\sum_i w_i |g_i|^2 - W |\bar g|^2}{K - 1}, \qquad |\bar g|^2 - S / W
-
-    with W = sum(w) and K micro-batches, on all devices, and unbiased for any weights. Windows with fewer than two
-    micro-batches, and non-finite ones, do not enter. Before the first estimate they are inf. The estimate of the signal
-    may be negative while noise dominates. It is measured before inner clips. Each micro-batch costs a norm of its
-    gradients, and each closing window one of the average. Take it as a diagnostic: whether it may steer the batch size
-    is disputed (W. Merrill et al., 2025, arXiv:2505.23971). Source: S. McCandlish et al., "An empirical model of
-    large-batch training", 2018, arXiv:1812.06162, appendix A.1, which has equal weights.
-
-    Under plain `jax.jit` on many devices, JAX reduces the gradients of a mean loss itself, and no argument is needed.
-    That costs one all-reduce per micro-step, in a `lax.scan` over micro-steps, too. With `sum_over="data"` each device
-    adds up its own gradients, and one all-reduce of sum(w g) and sum(w) runs per window, when it closes:
-
-    * In `jax.shard_map` over that axis, each device passes its own gradients, and its own number of examples as
-      `weight`. If parameters are sharded over other axes, several devices share a batch. `weight` is then the number of
-      examples of all of them, by which the loss is divided. By default, JAX reduces the gradient of replicated
-      parameters. To keep it local, compute `own = jax.lax.pcast(params, "data", to="varying")` outside the loss, and
-      then `jax.grad(loss)(own)`. With `check_vma=False` it is local already. Parameters must not be sharded over
-      `sum_over`.
-    * Under plain `jax.jit` the gradients have a leading axis with one row per device, as `jax.vmap` returns them.
-      `weight` is a scalar, or a vector with one number per row.
-    * In `jax.vmap(..., axis_name="data")` each row is such a device. Map `init` over the same axis.
-
-    The sums and the weight in the state have such a leading axis, sharded over `sum_over`. `init` reads its size from
-    parameters that are placed on a mesh, or from `jax.set_mesh`. `state_specs` returns the specs for `shard_map`, and
-    `redistribute` moves a state to another number of devices. Unless `nonfinite` is `"propagate"`, one flag is reduced
-    on every micro-step, because a micro-batch that is non-finite on one device is so on all. Parameters may be sharded
-    over other axes of the mesh. The average is the same on every device along `sum_over`. If transformations inside
-    need `sharded_over` (`check_vma=False`, `jax.pmap`), pass the axes of the parameters' shards, or `()`.
+      nonfinite: the policy of the second table, counted in `dropped`. All but `"propagate"` read the gradients once
+        more. To check the average as well, wrap inner in `skip_nonfinite`.
+      sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, and its own weight.
+        They cross the network once a window: see the guide "Many devices". Pass `()` if gradients are the same on
+        every device, which types do not record with `check_vma=False` and in `jax.pmap`.
+      noise_decay: measures the gradient noise scale, with this decay of its averages in [0, 1), such as 0.99: see the
+        guide "The noise of a window". A weight then counts independent examples, not tokens.
 
     Returns:
       A transformation with state `AccumulateState`, whose structure, shapes and dtypes never change.
 
     Raises:
-      ValueError: an argument is not as described; `inner` was returned by `accumulate`; a gradient is complex and its
-        accumulator real, or one of gradient and parameter is floating and the other not; by its type, a gradient is
-        already reduced over `sum_over`, or not reduced without `sum_over`; devices may disagree on when a window
-        closes; types do not record whether gradients are reduced, and `sum_over` is missing; `init` finds no mesh.
+      ValueError: an argument is not as described; `inner` was returned by `accumulate`; a gradient does not fit its
+        accumulator's kind; by its type, a gradient is already reduced over `sum_over`, or not reduced without it;
+        devices may disagree on when a window closes; `sum_over` is missing or `init` finds no mesh.
       AssertionError: from chex, while tracing: the gradients' structure or a leaf's shape differs from the parameters
         passed to `init`, or inner changes the structure, shapes or dtypes of its state.
 
