@@ -1,6 +1,7 @@
 """Strict settings for every test: no implicit promotion of dtypes or ranks, warnings as errors, eight CPU devices."""
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -33,7 +34,6 @@ import helpers
 import hypothesis
 import jax
 import pytest
-from jax._src.interpreters import mlir
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -43,9 +43,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(100_000)
 
 # JAX makes an MLIR context for each program that it lowers, which takes a twentieth of the tests' time. One serves all.
-# The function is private. Without these lines only the time changes.
-if hasattr(mlir, "make_ir_context"):
-    mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+# The function is private. Without these lines only the time changes, and
+# `test_jax_still_makes_its_mlir_contexts_where_conftest_shares_one` fails.
+with contextlib.suppress(ImportError, AttributeError):
+    private = importlib.import_module("jax._src.interpreters.mlir")
+    private.make_ir_context = functools.cache(private.make_ir_context)
 
 # The same examples on every machine, more of them in CI; a wider, random search runs on demand (-m slow).
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)

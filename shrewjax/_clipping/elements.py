@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -90,18 +91,21 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(optax.stateless(lambda updates, _: clip_grad_value(updates, max_value)))
 
 
-def clip_magnitude(x: Any, bound: jax.Array, limit: jax.Array) -> jax.Array:
-    """Clips |x| to `bound`, whose bits are `limit`, both in x's precision. NaN stays NaN."""
-    if floats.is_complex(x):
-        return _clip_modulus(x, bound)
-    # Compared as integers, and selected instead of computed, because CPU and TPU flush subnormals in float arithmetic
-    # (XLA-18). `test_value_clip_never_leaves_the_interval_and_touches_nothing_inside` holds this.
-    magnitude, is_negative = floats.magnitude_bits(x), floats.sign_bit(x)
-    clipped = jnp.where((magnitude > limit) & ~jnp.isnan(x), jnp.where(is_negative, -bound, bound), x)
-    # XLA-17: a limit of 0 gets a line of its own, because on CPU LLVM turns a comparison of bits with 0 into one of
-    # floats. That lets subnormals pass. The test is the same.
-    zero = jnp.zeros((), x.dtype)
-    return jnp.where((limit == 0) & ~jnp.isnan(x), jnp.where(is_negative, -zero, zero), clipped)
+class Limit(NamedTuple):
+    """What the magnitudes of a leaf are clipped to, in the leaf's precision. All are scalars."""
+
+    bound: jax.Array  # the largest magnitude
+    bits: jax.Array  # its bits; 0 where the backend flushes it
+    is_infinite: jax.Array | bool  # elements stay, to the last bit
+    is_nan: jax.Array | bool  # they become NaN
+
+
+def clip_magnitude(x: Any, limit: Limit) -> jax.Array:
+    """Clips |x|. NaN stays NaN."""
+    if not floats.is_complex(x):
+        return _clip_real(x, limit)
+    clipped = jnp.where(limit.is_infinite, x, _clip_modulus(x, limit.bound))
+    return jnp.where(limit.is_nan, jnp.nan, clipped)
 
 
 def _clip_leaf_value(x: Any, max_value: Scalar) -> jax.Array:
@@ -110,11 +114,46 @@ def _clip_leaf_value(x: Any, max_value: Scalar) -> jax.Array:
     bound = floats.round_toward_zero(max_value, floats.real_dtype(x))
     # A threshold that the backend flushes counts as 0. Without this line its bits would still count: see
     # `test_a_threshold_that_is_flushed_leaves_zeros_alone`.
-    clipped = clip_magnitude(x, bound, jnp.where(bound == 0, 0, floats.magnitude_bits(bound)))
-    if isinstance(max_value, jax.Array):
-        clipped = jnp.where(jnp.isnan(max_value), jnp.nan, clipped)
-        clipped = jnp.where(max_value == jnp.inf, x, clipped)
-    return clipped
+    bits = jnp.where(bound == 0, 0, floats.magnitude_bits(bound))
+    if not isinstance(max_value, jax.Array):
+        return clip_magnitude(x, Limit(bound, bits, False, False))
+    return clip_magnitude(x, Limit(bound, bits, max_value == jnp.inf, jnp.isnan(max_value)))
+
+
+@jax.custom_jvp
+def _clip_real(x: jax.Array, limit: Limit) -> jax.Array:
+    """Clips a real leaf by its bits, because CPU and TPU flush subnormals in float arithmetic (XLA-18).
+
+    `test_value_clip_never_leaves_the_interval_and_touches_nothing_inside` holds this.
+    """
+    integers = floats.integers_like(x.dtype)
+    # XLA-28: not one selection is of floats, and the ends are not floats' bits: else LLVM would make floats of them.
+    nan, minus_zero = (int(np.asarray(value, x.dtype).view(integers)) for value in (math.nan, -0.0))
+    upper = jnp.where(limit.is_nan, jnp.asarray(nan, integers), limit.bits)
+    lower = jnp.where(upper == 0, jnp.asarray(minus_zero, integers), upper | jnp.iinfo(integers).min)
+    ends = jnp.where(floats.sign_bit(x), lower, upper)
+    kept = lax.bitcast_convert_type(x, integers)
+    return lax.bitcast_convert_type(jnp.where(_is_outside(x, limit), ends, kept), x.dtype)
+
+
+@_clip_real.defjvp
+def _clip_real_jvp(primals: tuple[jax.Array, Limit], tangents: tuple[jax.Array, Limit]) -> tuple[jax.Array, jax.Array]:
+    (x, limit), (d_x, d_limit) = primals, tangents
+    d_bound = jnp.where((limit.bits == 0) | limit.is_nan, 0, d_limit.bound)
+    d_ends = jnp.where(floats.sign_bit(x), -d_bound, d_bound)
+    return _clip_real(x, limit), jnp.where(_is_outside(x, limit), d_ends, d_x)
+
+
+def _is_outside(x: jax.Array, limit: Limit) -> jax.Array:
+    """Returns which elements the clip changes."""
+    # XLA-17: a limit of 0 is asked for by itself, because on CPU LLVM turns a comparison of bits with 0 into one of
+    # floats. That lets subnormals pass. The test is that of `_clip_real`.
+    magnitude = floats.magnitude_bits(x)
+    # XLA-28: nor is a NaN found as a float. Floats of 8 bits are none to LLVM, and some have their NaN elsewhere.
+    wide = jnp.finfo(x.dtype).bits >= 16
+    is_nan = magnitude > floats.infinity_bits(x.dtype) if wide else jnp.isnan(x)
+    is_outside = ((magnitude > limit.bits) | (limit.bits == 0)) & ~is_nan
+    return (is_outside & jnp.logical_not(limit.is_infinite)) | limit.is_nan
 
 
 def _clip_modulus(x: Any, bound: jax.Array) -> jax.Array:
@@ -322,9 +361,8 @@ def _clip_to_selected(x: Any, bound: jax.Array, bits: jax.Array, percentile: Fra
     precision = floats.real_dtype(x)
     if jnp.finfo(precision).bits < 16:  # some 8-bit dtypes have no infinity, which `narrower_bits` needs
         own = floats.round_toward_zero(bound, precision)
-        clipped = clip_magnitude(x, own, floats.magnitude_bits(own))
+        own_bits = floats.magnitude_bits(own)
     else:
-        limit = floats.narrower_bits(bits, bound.dtype, precision)
-        clipped = clip_magnitude(x, lax.bitcast_convert_type(limit, precision), limit)
-    clipped = jnp.where((percentile >= 100) | jnp.isinf(bound), x, clipped)
-    return jnp.where(jnp.isnan(bound), jnp.nan, clipped)
+        own_bits = floats.narrower_bits(bits, bound.dtype, precision)
+        own = lax.bitcast_convert_type(own_bits, precision)
+    return clip_magnitude(x, Limit(own, own_bits, (percentile >= 100) | jnp.isinf(bound), jnp.isnan(bound)))

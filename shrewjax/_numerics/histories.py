@@ -102,8 +102,11 @@ def update_moments(moments: Moments, value: jax.Array, share: jax.Array, average
     mean = ema(moments.mean, value, share)
     # With equal weights, the exact square to add is (value - old mean) (value - new mean), as in Welford's algorithm.
     deviation = jnp.where(averages_all, jnp.sqrt(1 - share) * (value - moments.mean), value - mean)
-    # The root of the average of squares, by `hypot`, because the squares themselves may leave the range.
-    std = jnp.hypot(jnp.sqrt(1 - share) * moments.std, jnp.sqrt(share) * deviation)
+    # The root of the average of squares, by `hypot`, because the squares themselves may leave the range. From JAX 0.12
+    # on its derivative at (0, 0) is NaN: `test_derivative_through_steps_of_equal_norms_is_finite`.
+    past, present = jnp.sqrt(1 - share) * moments.std, jnp.sqrt(share) * deviation
+    is_zero = (past == 0) & (present == 0)
+    std = jnp.where(is_zero, 0, jnp.hypot(jnp.where(is_zero, 1, past), present))
     finite = jnp.isfinite(value) & jnp.isfinite(mean) & jnp.isfinite(std)
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), Moments(n, mean, std), moments)
 

@@ -287,7 +287,10 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
     """
     dtype = _accumulation_dtype(leaves)
 
-    maxima = lax.bitcast_convert_type(jnp.concatenate(leaf_maxima(magnitude_keys(dtype), leaves, axes=axes)), dtype)
+    # XLA-29: the barriers hide numbers that XLA knows. It would not flush their subnormal halves, moduli and norms.
+    hidden = [_unknown(x) if is_complex(x) else x for x in leaves]
+    keys = _unknown(leaf_maxima(magnitude_keys(dtype), hidden, axes=axes))
+    maxima = lax.bitcast_convert_type(jnp.concatenate(keys), dtype)
     mantissas, exponents = to_extended(maxima)
     exponents = exponents + np.asarray([is_complex(x) for x in leaves], np.int32)
     if p < math.inf:

@@ -1,4 +1,8 @@
-"""Training runs in a process of their own: whole, killed in mid-window after a save, or resumed."""
+"""Training runs in a process of their own: whole, killed in mid-window after a save, or resumed.
+
+A whole run goes on with other devices where the others save and resume. With another sharding XLA may round otherwise:
+it compiles `a + b * c` of a few elements as one operation or as two, which jaxlib 0.12 decides by their number.
+"""
 
 import os
 import pathlib
@@ -37,12 +41,13 @@ def save(folder, kind, state):
     checkpointer.wait_until_finished()
 
 
-def main(folder, kind, devices, *runs):
+def main(folder, kind, devices_before, devices_after, *runs):
     jax.config.update("jax_num_cpu_devices", 8)
-    mesh = jax.make_mesh((int(devices),), ("data",), devices=jax.devices()[: int(devices)])
 
-    def place(x):
-        return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P("data") if x.ndim else jax.P()))
+    def place(tree, devices):
+        mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+        specs = (jax.P("data"), jax.P())
+        return jax.tree.map(lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, specs[x.ndim == 0])), tree)
 
     # clipped by value: a norm's rounding may differ from one sharding to another
     tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_value(0.5), optax.adamw(0.1)), 4)
@@ -50,10 +55,12 @@ def main(folder, kind, devices, *runs):
 
     def train(run):
         params = {"w": jnp.ones((8, 3)), "b": jnp.zeros(8, jnp.bfloat16)}  # anew: the step takes their memory
-        state, start = jax.tree.map(place, (params, tx.init(params))), 0
+        state, start = place((params, tx.init(params)), int(devices_before)), 0
         if run == "resumed":
-            state, start = jax.tree.map(place, restore(folder, kind, state)), SAVED_AFTER
+            state, start = restore(folder, kind, place(state, int(devices_after))), SAVED_AFTER
         for i in range(start, STEPS):
+            if i == SAVED_AFTER:
+                state = place(state, int(devices_after))
             state = step(*state, gradients(i, state[0]))
             if run == "killed" and i + 1 == SAVED_AFTER:
                 assert int(state[1].micro_step) == 2

@@ -1,4 +1,4 @@
-"""A run that is killed in mid-window after a save, and resumed, ends bit for bit where it would have ended."""
+"""A run that is killed in mid-window after a save, and resumed, ends bit for bit as one that is not killed."""
 
 import pathlib
 import signal
@@ -12,9 +12,10 @@ SCRIPT = pathlib.Path(__file__).with_name("resume_training.py")
     ("kind", "devices_before", "devices_after"), [("orbax", 1, 1), ("orbax", 2, 8), ("flax", 1, 4)]
 )
 def test_killed_in_mid_window_and_resumed_ends_bit_identically(forks, tmp_path, kind, devices_before, devices_after):
-    ((code, _, errors),) = forks((SCRIPT, tmp_path, kind, devices_before, "whole", "killed"), folder=tmp_path)
+    arguments = (SCRIPT, tmp_path, kind, devices_before, devices_after)
+    ((code, _, errors),) = forks((*arguments, "whole", "killed"), folder=tmp_path)
     assert code == -signal.SIGKILL, errors
-    ((code, _, errors),) = forks((SCRIPT, tmp_path, kind, devices_after, "resumed"), folder=tmp_path)
+    ((code, _, errors),) = forks((*arguments, "resumed"), folder=tmp_path)
     assert code == 0, errors
     assert (tmp_path / "resumed").read_bytes() == (tmp_path / "whole").read_bytes()
     assert not (tmp_path / "killed").exists()
