@@ -20,6 +20,7 @@ from shrewjax._base.states import described, largest, require_own
 from shrewjax._base.trees import Tree, is_gradient
 from shrewjax._numerics import floats
 from shrewjax._numerics.percentiles import Method, Over, Rule, Scope, select
+from shrewjax._numerics.reductions import elements
 
 
 def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
@@ -348,8 +349,8 @@ def _clip_percentile(grads: Tree, rule: Rule, start: Any) -> tuple[Tree, Any, ja
         start = jnp.stack([starts[i] for i in counted]) if counted else None
     selected = select([leaves[i] for i in counted], rule, start)
     bounds: list[Any] = [jnp.zeros((), jnp.float32)] * len(leaves)
-    for place, i in enumerate(counted):
-        bound, bits = (x[place] if of_leaf else x for x in (selected.bound, selected.bits))
+    found = (elements(x) if of_leaf else [x] * len(counted) for x in (selected.bound, selected.bits))
+    for i, bound, bits in zip(counted, *found, strict=True):
         leaves[i] = _clip_to_selected(leaves[i], bound, bits, rule.percentile)
         bounds[i] = bound
     clipped_fraction = jnp.sum(selected.above) / jnp.maximum(jnp.sum(selected.elements), 1)

@@ -53,7 +53,7 @@ from shrewjax._numerics.floats import (
     to_extended,
     upcast,
 )
-from shrewjax._numerics.reductions import any_device, leaf_maxima, leaf_sums
+from shrewjax._numerics.reductions import any_device, elements, leaf_maxima, leaf_sums
 
 
 class _Range(NamedTuple):
@@ -203,7 +203,7 @@ def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes
         # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
         is_helped = shift_into_range(by_leaf) == shift
         norms = _rooted(jnp.where(is_helped, again, by_leaf), p, jnp.where(is_helped, shift, 0))
-        return norm, from_extended(norm), [*from_extended(norms)]
+        return norm, from_extended(norm), elements(from_extended(norms))
 
     def rescaled() -> Any:
         factor = power_of_two(shift, dtype)
@@ -294,7 +294,7 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
     mantissas, exponents = to_extended(maxima)
     exponents = exponents + np.asarray([is_complex(x) for x in leaves], np.int32)
     if p < math.inf:
-        each = zip(leaves, *_scale_to_one(mantissas, exponents), strict=True)
+        each = zip(leaves, *map(elements, _scale_to_one(mantissas, exponents)), strict=True)
         relative = [lax.abs(_rescaled(x, dtype, first, second, 1 / unit)) for x, first, second, unit in each]
         sums = jnp.stack(leaf_sums([x**p for x in relative], axes=axes))
     else:
@@ -363,7 +363,7 @@ def _measure_jvp(
     dtype = norm.mantissa.dtype
     mantissas, exponents = (jnp.broadcast_to(part, (len(leaves),)) for part in norm)
     defined = jnp.isfinite(mantissas) & (mantissas > 0)
-    scale = zip(*_scale_to_one(jnp.where(defined, mantissas, 0), exponents), strict=True)
+    scale = zip(*map(elements, _scale_to_one(jnp.where(defined, mantissas, 0), exponents)), strict=True)
     terms, largest = [], []
     for x, dx, (first, second, unit) in zip(*_unknown((leaves, d_leaves)), scale, strict=True):
         x, dx = (_rescaled(part, dtype, first, second) for part in (x, dx))
@@ -427,7 +427,8 @@ def stack_single_units(per_leaf: Sequence[Any], unit_dims: Sequence[UnitDims]) -
 def unstack_units(stacked: Sequence[Any], unit_dims: Sequence[UnitDims]) -> list[Any]:
     """Returns the numbers leaf by leaf: the inverse of `stack_single_units`."""
     count = sum(not dims for dims in unit_dims)
-    single = iter([jax.tree.map(lambda x, i=i: x[i], stacked[0]) for i in range(count)])
+    parts, structure = jax.tree.flatten(stacked[0] if count else [])
+    single = (jax.tree.unflatten(structure, of_leaf) for of_leaf in zip(*map(elements, parts), strict=True))
     several = iter(stacked[1:] if count else stacked)
     return [next(several if dims else single) for dims in unit_dims]
 

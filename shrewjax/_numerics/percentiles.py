@@ -54,7 +54,7 @@ from jax import lax
 
 from shrewjax._base.mesh import Axes
 from shrewjax._numerics import floats
-from shrewjax._numerics.reductions import Group, count_dtype, grouped, leaf_counts, leaf_maxima, sizes
+from shrewjax._numerics.reductions import Group, count_dtype, elements, grouped, leaf_counts, leaf_maxima, sizes
 
 Over = Literal["all", "nonzero"]
 Scope = Literal["global", "leaf"]
@@ -143,7 +143,7 @@ class Keys(NamedTuple):
         return largest_below, smallest_above
 
     def _by_group(self, keys: jax.Array) -> list[jax.Array]:
-        return list(keys) if self.scope == "leaf" else [keys[0]] * len(self.groups)
+        return elements(keys) if self.scope == "leaf" else [keys[0]] * len(self.groups)
 
 
 def at_least_16_bits(x: Any) -> jax.Array:

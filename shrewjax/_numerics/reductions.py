@@ -130,6 +130,23 @@ def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> l
     return [count > 0 for count in (lax.pmax(counts, of_vmap) if of_vmap else counts)]
 
 
+@partial(jax.jit, inline=True)  # XLA-21
+def elements(vector: jax.Array) -> list[jax.Array]:
+    """Returns the elements of a vector as scalars, or the rows of a matrix as vectors."""
+
+    def by_operand(vector: jax.Array) -> list[jax.Array]:
+        # XLA-27: a number in the program makes the kernel of each element another one. An operand does not. A single
+        # number would not stay an operand, two different ones do (tests/numerics/test_compile_size.py).
+        return [_first_of(vector, np.asarray([i, (i + 1) % len(vector)], np.uint32)) for i in range(len(vector))]
+
+    return lax.platform_dependent(vector, cpu=by_operand, default=lambda v: [v[i] for i in range(len(v))])
+
+
+@jax.jit
+def _first_of(vector: jax.Array, indices: jax.Array) -> jax.Array:
+    return vector.at[indices].get(mode="promise_in_bounds")[0]
+
+
 def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
     """Returns the sum of each array's rows, on this device and along mapped axes. One collective sums all arrays."""
     sums = [_sum(x, tuple(range(1, x.ndim))) for x in rows]

@@ -1,0 +1,62 @@
+"""Twice as many leaves of the same shapes need no more distinct kernels, because compilers share equal ones."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import users_jit
+
+import shrewjax
+
+SHAPES = ((32, 48), (48,))
+RULES = {
+    "leaf norm": lambda: shrewjax.clip_by_leaf_norm(1.0),
+    "leaf norm, ord=inf": lambda: shrewjax.clip_by_leaf_norm(1.0, ord=np.inf),
+    "block rms": lambda: shrewjax.clip_by_block_rms(1.0),
+    "average of norms": lambda: shrewjax.clip_by_leaf_norm_ema(),
+    "norms by leaf": lambda: shrewjax.clip_by_global_norm(1.0, leaves=True),
+    "percentile by leaf": lambda: shrewjax.clip_by_percentile(99, scope="leaf"),
+}
+
+
+def leaves(layers):
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for _ in range(layers) for shape in SHAPES]
+
+
+def distinct_kernels(function, *arguments):
+    """The number of fusions that differ after their names are replaced by numbers."""
+    text = re.sub(r", metadata=\{[^}]*\}", "", users_jit(function).lower(*arguments).compile().as_text())
+    bodies = dict(re.findall(r"^%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE))
+    called = re.findall(r"= (\S+|\(.*?\)) fusion\(.*?calls=%?([\w.\-]+)", text)
+    assert called
+
+    def renamed(body):
+        names = {}
+        return re.sub(r"%[\w.\-]+", lambda name: names.setdefault(name[0], f"%{len(names)}"), body)
+
+    return len({(shape, renamed(bodies[name])) for shape, name in called})
+
+
+def step(rule):
+    tx = RULES[rule]()
+    return lambda grads, state, params: tx.update(grads, state, params), tx.init
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_more_leaves_of_the_same_shapes_need_no_more_kernels(rule):
+    update, init = step(rule)
+    few, many = (
+        distinct_kernels(update, grads, jax.eval_shape(init, grads), grads) for grads in (leaves(5), leaves(10))
+    )
+    assert many == few
+
+
+def test_an_index_in_each_leafs_kernel_is_noticed():
+    def scaled(grads):
+        norms = jnp.stack([jnp.sum(g * g) for g in grads])
+        return [g * scale for g, scale in zip(grads, jnp.sqrt(norms), strict=True)]
+
+    few, many = (distinct_kernels(scaled, leaves(layers)) for layers in (5, 10))
+    assert many == few + 5 * len(SHAPES)
