@@ -1,0 +1,215 @@
+"""The recipes of the guides give what an oracle gives that is not theirs, and the usual mistake does not."""
+
+import functools
+import pathlib
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import quick_jit, run_page
+
+import shrewjax
+
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
+
+
+@functools.cache
+def page(name):
+    """The names that the code of a page defines; a model of the test's own replaces the page's by `vars(page)`."""
+    return SimpleNamespace(names=run_page(DOCS / name))
+
+
+@pytest.fixture(autouse=True)
+def _as_users_have_it():
+    # Optax mixes dtypes.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def distance(tree, other):
+    """The norm of the difference over that of the other, in float64."""
+    pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True))
+    squares = [np.sum((np.float64(a) - np.float64(b)) ** 2) for a, b in pairs]
+    return np.sqrt(sum(squares) / sum(np.sum(np.float64(b) ** 2) for _, b in pairs))
+
+
+# --- docs/guide/denominator.md -----------------------------------------------------------------------------------
+
+CHARACTERS, WIDTH, SAMPLES, TIME, PROMPTS = 11, 6, 16, 9, 4
+LENGTHS = np.array([9, 1, 2, 0, 0, 3, 9, 0, 1, 2, 5, 0, 9, 0, 7, 0])  # nothing counts in the last of four micro-batches
+PROMPT = np.array([0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 2, 0, 1, 2, 2])  # and nothing in the samples of prompt 3
+
+
+def attention_model(params, tokens):
+    """Log-probabilities of the next tokens by one layer of causal attention, which never predicts the padding, 0."""
+    x = params["embedding"][tokens[:, :-1]]
+    scores = (x @ params["query"]) @ jnp.swapaxes(x @ params["key"], 1, 2)
+    causal = jnp.tril(jnp.ones(scores.shape[1:], bool))
+    x = x + jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)) @ (x @ params["value"])
+    logits = (x @ params["readout"]).at[..., 0].set(-jnp.inf)
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+def a_batch_of_samples(dtype):
+    """Parameters and the batch: tokens, log-probabilities of two older models, advantages, mask, prompts."""
+    shapes = dict.fromkeys(("query", "key", "value"), (WIDTH, WIDTH))
+    shapes |= {"embedding": (CHARACTERS, WIDTH), "readout": (WIDTH, CHARACTERS)}
+    drawn = [{k: normal(*s, seed=[m, i]) for i, (k, s) in enumerate(shapes.items())} for m in range(3)]
+    params, *others = [
+        jax.tree.map(lambda a, b, m=m: jnp.asarray(a + 0.2 * m * b, dtype), drawn[0], drawn[m]) for m in range(3)
+    ]
+    mask = np.arange(TIME) < LENGTHS[:, None]
+    tokens = np.random.default_rng(2).integers(1, CHARACTERS, size=(SAMPLES, TIME + 1))
+    tokens[:, 1:] *= mask  # padded
+    before, reference = map(quick_jit(lambda p: attention_model(p, tokens)), others)
+    # An engine that serves the model returns 0 for padding.
+    reference = jnp.where(mask, reference, 0)
+    return params, (tokens, before, reference, jnp.asarray(normal(SAMPLES, seed=3), dtype), mask.astype(dtype), PROMPT)
+
+
+def large_losses(params, tokens, before, reference, advantage, mask, prompt):
+    """The five losses, from the tokens that count alone, each as the mean that it is named for."""
+    at = np.nonzero(mask)
+    now = attention_model(params, tokens)[at]
+    ratio = jnp.exp(now - before[at])
+    a = advantage[at[0]]
+    loss = -jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
+    log_ratio = reference[at] - now
+    kl = jnp.mean(jnp.exp(log_ratio) - log_ratio - 1)
+
+    def units(of):
+        return [loss[np.flatnonzero(of[at[0]] == u)] for u in np.unique(of[at[0]])]
+
+    sequences = units(np.arange(len(mask)))
+    values = {
+        "token mean": jnp.mean(loss),
+        "sequence mean": sum(map(jnp.mean, sequences)) / len(sequences),
+        "sequence sum": sum(map(jnp.sum, sequences)) / len(sequences),
+        "prompt mean": sum(map(jnp.mean, units(prompt))) / len(np.unique(prompt[at[0]])),
+        "constant": jnp.sum(loss) / mask.size,
+    }
+    return {kind: value + 0.1 * kl for kind, value in values.items()}
+
+
+@pytest.fixture(scope="module")
+def rl():
+    """The guide's functions around that model, the batch in float64, and the large batch's losses and gradients."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        names = page("guide/denominator.md").names
+        names["log_probabilities"] = attention_model
+        params, batch = a_batch_of_samples(np.float64)
+        expected = quick_jit(lambda p: (large_losses(p, *batch), jax.jacrev(lambda p: large_losses(p, *batch))(p)))
+        c = names["coefficients"](batch[4], PROMPT, PROMPTS)
+        in_parts = quick_jit(names["loss_and_grad"])
+        yield (
+            SimpleNamespace(**names | {"params": params, "batch": batch, "c": c, "in_parts": in_parts}),
+            expected(params),
+        )
+
+
+@pytest.fixture
+def x64_only():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.usefixtures("x64_only")
+@pytest.mark.parametrize("kind", ["token mean", "sequence mean", "sequence sum", "prompt mean", "constant"])
+def test_each_kind_of_mean_and_a_second_term_are_the_large_batchs(rl, kind):
+    """Padding of log-probability -inf, a micro-batch in which nothing counts, a prompt across micro-batches."""
+    guide, (values, grads) = rl
+    examples, c = guide.batch[:4], guide.c
+    value, ours = guide.in_parts(guide.params, *examples, c[kind], 0.1 * c["token mean"])
+    assert value == pytest.approx(float(values[kind]), rel=1e-14)
+    error = distance(ours, grads[kind])
+    # The mistake: each micro-batch divides by its own counts.
+    mask = guide.batch[4]
+    own, own_kl = (guide.part_by_part(k, mask, PROMPT) for k in (kind, "token mean"))
+    wrong = distance(guide.in_parts(guide.params, *examples, own, 0.1 * own_kl)[1], grads[kind])
+    print(f"{kind}: {error:.0e}, part by part {wrong:.1%}")
+    assert error < 1e-14
+    assert wrong > 0.1
+
+
+@pytest.mark.usefixtures("x64_only")
+def test_coefficients_are_those_of_the_definition(rl):
+    guide, _ = rl
+    mask = guide.batch[4]
+    rows = np.broadcast_to(np.arange(SAMPLES)[:, None], mask.shape).ravel()
+    prompts = np.broadcast_to(PROMPT[:, None], mask.shape).ravel()
+    kinds = {"token mean": ([0] * mask.size, "means"), "sequence mean": (rows, "means"), "sequence sum": (rows, "sums")}
+    for kind, (units, of) in (kinds | {"prompt mean": (prompts, "means")}).items():
+        expected = shrewjax.spec.coefficients_spec(list(mask.ravel()), list(units), of)
+        np.testing.assert_allclose(guide.c[kind].ravel(), expected, rtol=1e-15)
+
+
+@pytest.mark.usefixtures("x64_only")
+def test_nothing_that_counts_in_the_whole_batch_gives_zeros(rl):
+    guide, _ = rl
+    c = guide.coefficients(jnp.zeros((SAMPLES, TIME)), PROMPT, PROMPTS)
+    for kind in c:
+        value, grads = guide.in_parts(guide.params, *guide.batch[:4], c[kind], c["token mean"])
+        assert value == 0
+        assert not any(np.any(g) for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.usefixtures("x64_only")
+def test_prompts_across_devices_are_counted_once(rl):
+    guide, (values, grads) = rl
+    value, ours = quick_jit(guide.sharded)(guide.params, *guide.batch)
+    assert value == pytest.approx(float(values["prompt mean"]), rel=1e-14)
+    assert distance(ours, grads["prompt mean"]) < 1e-14
+
+
+@pytest.mark.usefixtures("x64_only")
+def test_a_term_of_each_micro_batch_is_averaged_beside_the_tokens(rl):
+    guide, (values, grads) = rl
+    examples = (*guide.batch[:4], guide.c["token mean"], 0.1 * guide.c["token mean"])
+    step = shrewjax.value_and_grad(guide.with_balance, 4, reduction="sum")
+
+    def balance(params):
+        use = [jax.nn.softmax(params["embedding"][guide.batch[0][i::4]]).mean((0, 1)) for i in range(4)]
+        return 0.01 * sum(WIDTH * jnp.sum(u**2) for u in use) / 4
+
+    (value, ours), (extra, extra_grads) = quick_jit(lambda p: (step(p, *examples), jax.value_and_grad(balance)(p)))(
+        guide.params
+    )
+    assert value == pytest.approx(float(values["token mean"] + extra), rel=1e-14)
+    assert distance(ours, optax.tree.add(grads["token mean"], extra_grads)) < 1e-14
+
+
+@pytest.mark.usefixtures("x64_only")
+def test_one_micro_batch_a_call_closes_with_the_large_batchs_gradient(rl):
+    """Coefficients known before, and a divisor known only at the end; `reduction="mean"` is the mistake."""
+    guide, (_, grads) = rl
+    mask, c = guide.batch[4], guide.c
+
+    def norm_of(step, tx, rows):
+        params, state = jax.tree.map(jnp.copy, guide.params), tx.init(guide.params)  # donated
+        for i in range(4):
+            params, state = step(params, state, *(x[i::4] for x in rows))
+        return shrewjax.metrics(state)["clip_by_global_norm/grad_norm"]
+
+    rows = (*guide.batch[:4], c["prompt mean"], 0.1 * c["token mean"])
+    summed = norm_of(guide.micro_step, guide.summing, rows)
+    assert summed == pytest.approx(float(optax.tree.norm(grads["prompt mean"])), rel=1e-6)
+
+    def log_likelihood(params):
+        return -jnp.mean(attention_model(params, guide.batch[0])[np.nonzero(mask)])
+
+    expected = optax.tree.norm(quick_jit(jax.grad(log_likelihood))(guide.params))
+    streamed = norm_of(guide.stream_step, guide.dividing, (guide.batch[0], mask))
+    assert streamed == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_where_in_front_of_an_infinite_function_keeps_value_and_gradient_finite():
+    masked_mean, x, c = (page("guide/denominator.md").names[k] for k in ("masked_mean", "x", "c_of_x"))
+    found = [jax.value_and_grad(masked_mean)(1.0, x, c, where) for where in ("nowhere", "behind", "in front")]
+    np.testing.assert_allclose(found, [[np.nan, np.nan], [np.log(8) / 2, np.nan], [np.log(8) / 2, 1]], rtol=1e-6)
