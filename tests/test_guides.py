@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import quick_jit, run_page
+from helpers import bits, quick_jit, run_page, users_jit
 
 import shrewjax
 
@@ -213,3 +213,157 @@ def test_where_in_front_of_an_infinite_function_keeps_value_and_gradient_finite(
     masked_mean, x, c = (page("guide/denominator.md").names[k] for k in ("masked_mean", "x", "c_of_x"))
     found = [jax.value_and_grad(masked_mean)(1.0, x, c, where) for where in ("nowhere", "behind", "in front")]
     np.testing.assert_allclose(found, [[np.nan, np.nan], [np.log(8) / 2, np.nan], [np.log(8) / 2, 1]], rtol=1e-6)
+
+
+# --- docs/guide/breaks.md ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def broken():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return SimpleNamespace(**page("guide/breaks.md").names)
+
+
+def flags_of(metrics):
+    """The leaves that the guard names."""
+    of_leaves = {k.rpartition("nonfinite_leaf/")[2]: bool(v) for k, v in metrics.items() if "nonfinite_leaf/" in k}
+    return {name for name, was_bad in of_leaves.items() if was_bad}
+
+
+def test_guard_names_the_leaves_that_are_not_finite_and_the_clip_inside_it_does_not(broken):
+    """The page's model: its backward pass breaks between two layers, and a good step follows the bad one."""
+    grads = quick_jit(jax.grad(broken.loss_fn))
+    found = grads(broken.params, broken.with_zeros, broken.y)
+    bad = {name for name, g in found.items() if not np.isfinite(g).all()}
+    assert bad == {"layer_0", "layer_1"} == flags_of(broken.metrics)
+
+    # The mistake: norms by leaf inside the guard are those of the last step that was not skipped.
+    inside = shrewjax.skip_nonfinite(optax.chain(shrewjax.clip_by_global_norm(1.0, leaves=True), optax.adamw(1e-3)))
+    step = quick_jit(lambda g, s, p: shrewjax.apply_gradients(inside, g, s, p)[1])
+    good = grads(broken.params, broken.x, broken.y)
+    state = step(found, step(good, inside.init(broken.params), broken.params), broken.params)
+    norms = {k: v for k, v in shrewjax.metrics(state).items() if "/leaf_norm/" in k}
+    assert len(norms) == 4
+    assert np.isfinite([*norms.values()]).all()
+
+
+def test_stack_shows_which_micro_batch_was_dropped(broken):
+    losses = [broken.loss_fn(broken.params, broken.with_zeros[i::8], broken.y[i::8]) for i in range(8)]
+    assert np.isfinite(losses).all()  # the loss alone does not tell
+    grads = quick_jit(jax.vmap(jax.grad(broken.loss_fn), in_axes=(None, 1, 1)))(
+        broken.params, broken.with_zeros.reshape(4, 8, 4), broken.y.reshape(4, 8)
+    )
+    expected = np.all([np.isfinite(g).reshape(8, -1).all(axis=1) for g in jax.tree.leaves(grads)], axis=0)
+    np.testing.assert_array_equal(broken.aux["kept"], expected.astype(int))
+    assert 13 in np.concatenate(broken.suspects)
+
+
+def test_update_norm_rises_while_the_gradients_norm_does_not(broken):
+    """Against Adam in float64. The gradients are drawn again, after the parameters and the batch of the page."""
+    rng = np.random.default_rng(0)
+    for pair in zip(broken.sizes, broken.sizes[1:], strict=False):
+        rng.normal(size=pair)
+    rng.normal(size=(32, 4))
+    m = v = 0
+    expected = []
+    for t in range(60):
+        g = rng.choice([-1.0, 1.0], 100) if t < 50 else np.ones(100)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        expected.append(np.linalg.norm(m / (1 - 0.9 ** (t + 1)) / (np.sqrt(v / (1 - 0.999 ** (t + 1))) + 1e-8)))
+    np.testing.assert_allclose(broken.update_norms, expected, rtol=1e-5)
+    assert broken.update_norms[59] > 2 * max(broken.update_norms[30:50])
+
+
+def test_loop_stops_after_three_skipped_steps_in_a_row_one_step_late(broken):
+    calls = []
+
+    def counted(*arguments):
+        calls.append(1)
+        return broken.step(*arguments)
+
+    names = page("guide/breaks.md").names
+    names["step"] = counted
+    two, _ = broken.train(*jax.tree.map(jnp.copy, (broken.params, broken.opt_state)), broken.batches[:2])
+    params, _ = broken.train(*jax.tree.map(jnp.copy, (broken.params, broken.opt_state)), broken.batches)
+    names["step"] = broken.step
+    assert len(calls) == 2 + (2 + 3 + 1)
+    assert bits(params) == bits(two)
+
+
+LEAVES = {"a": np.float32([1, np.nan]), "b": np.float32([1, 2]), "c": np.float32([3e38] * 4), "d": np.float32([np.inf])}
+GOOD = jax.tree.map(np.ones_like, LEAVES)
+
+
+@pytest.mark.parametrize("where", ["alone", "accumulate", "partition", "twice"])
+def test_flags_by_leaf_are_those_of_the_last_bad_step(where):
+    """One of two leaves of a shape; a finite leaf of infinite norm; a good step after it; wrapped, or in a window."""
+    guard = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True)
+    others = {
+        "accumulate": shrewjax.accumulate(guard, 1),
+        "partition": optax.partition({"all": guard}, lambda p: "all"),
+    }
+    tx = others.get(where, guard)
+    step = quick_jit(lambda g, s: shrewjax.apply_gradients(tx, g, s, GOOD))
+    state = tx.init(GOOD)
+    assert flags_of(shrewjax.metrics(state)) == set()
+    steps = [LEAVES, GOOD] if where != "twice" else [LEAVES, GOOD | {"b": LEAVES["a"]}]
+    for grads in steps:
+        _, state = step(grads, state)
+    assert flags_of(shrewjax.metrics(state)) == ({"b"} if where == "twice" else {"a", "d"})
+    (skipped,) = (v for k, v in shrewjax.metrics(state).items() if k.endswith("/skipped"))
+    assert skipped == (2 if where == "twice" else 1)
+
+
+def test_flags_by_leaf_cost_neither_memory_nor_a_read():
+    """The cost is counted in the compiled program. A clip with leaves outside the guard is the other way."""
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(8)}
+    size = 8 * 512 * 512 * 4
+
+    def bytes_of(tx):
+        def step(params, state, x):
+            grads = jax.grad(lambda p: sum(jnp.sum(jnp.tanh(x @ w)) for w in p.values()))(params)
+            return shrewjax.apply_gradients(tx, grads, state, params)
+
+        lowered = users_jit(step, donate_argnums=(0, 1)).lower(
+            shapes, jax.eval_shape(tx.init, shapes), jnp.ones((2, 512))
+        )
+        program = lowered.compile()
+        return program.memory_analysis().temp_size_in_bytes / size, program.cost_analysis()["bytes accessed"] / size
+
+    def guard(**options):
+        return shrewjax.skip_nonfinite(optax.adamw(1e-3), **options)
+
+    plain, named = bytes_of(guard()), bytes_of(guard(leaves=True))
+    outside = bytes_of(optax.chain(shrewjax.clip_by_global_norm(float("inf"), leaves=True), guard()))
+    np.testing.assert_allclose(named, plain, atol=0.05)
+    assert outside[0] > plain[0] + 0.9
+    assert outside[1] > plain[1] + 2
+
+
+def test_a_nan_on_one_device_skips_the_step_on_all_and_names_its_leaf():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    tx = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True)
+    params = {"sharded": jnp.ones(8), "whole": jnp.ones(3)}
+    specs = {"sharded": jax.P("data"), "whole": jax.P()}
+    state_specs = jax.tree.map(lambda _: jax.P(), tx.init(params))
+
+    def step(params, state, grads):
+        params, state = shrewjax.apply_gradients(tx, grads, state, params)
+        return params, state, jax.lax.all_gather(state.skipped, "data")
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, state_specs, specs), out_specs=(specs, state_specs, jax.P("data"))
+    )
+    grads = {"sharded": jnp.ones(8).at[5].set(jnp.nan), "whole": jnp.ones(3)}
+    new, state, skipped = quick_jit(mapped)(params, tx.init(params), grads)
+    assert np.all(skipped == 1)
+    assert flags_of(shrewjax.metrics(state)) == {"sharded"}
+    np.testing.assert_array_equal(new["sharded"], params["sharded"])
+
+
+def test_gradients_of_another_tree_than_the_guards_raise():
+    tx = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True)
+    with pytest.raises(ValueError, match=r"gradient leaves \['b'\] need"):
+        tx.update({"b": jnp.ones(2)}, tx.init({"a": jnp.ones(2)}))
+    with pytest.raises(ValueError, match="leaves must be True or False"):
+        shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=1)
