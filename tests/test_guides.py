@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, quick_jit, run_page, users_jit
+from helpers import bits, own_params, quick_jit, run_page, users_jit
 
 import shrewjax
 
@@ -364,3 +364,98 @@ def test_gradients_of_another_tree_than_the_guards_raise():
         tx.update({"b": jnp.ones(2)}, tx.init({"a": jnp.ones(2)}))
     with pytest.raises(ValueError, match="leaves must be True or False"):
         shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=1)
+
+
+# --- docs/guide/experts.md ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moe():
+    """The page's functions, parameters that never send a token to the last expert, and the gradients on one device."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        guide = SimpleNamespace(**page("guide/experts.md").names)
+    params = jax.tree.map(np.array, guide.initial(jax.random.key(0)))  # NumPy's, because steps donate
+    params["router"][:, -1] = params["router"][:, :2].mean(axis=1)
+    grads = quick_jit(jax.grad(guide.loss_fn))(params, guide.x, guide.y)
+    return guide, params, jax.tree.map(np.float64, jax.device_get(grads))
+
+
+def expert_norms(leaf):
+    return np.linalg.norm(leaf.reshape(len(leaf), -1), axis=1)
+
+
+def test_each_expert_has_its_norm_and_its_clip_under_jit_and_in_shard_map(moe):
+    guide, params, grads = moe
+    whole = np.sqrt(sum(np.sum(g**2) for g in grads.values()))
+    _, jitted, metrics, by_expert = guide.step(
+        guide.on_mesh(params), guide.one_by_one.init(guide.on_mesh(params)), guide.x, guide.y
+    )
+    _, mapped = guide.mapped_step(guide.on_mesh(params), guide.mapped_tx.init(guide.on_mesh(params)), guide.x, guide.y)
+    assert mapped[0].grad_norm == pytest.approx(whole, rel=1e-6)
+    for name in ("up", "down"):
+        expected = expert_norms(grads[name])
+        assert expected[-1] == 0 < expected[:-1].min()
+        scale = np.minimum(1, 0.01 / np.where(expected > 0, expected, 0.01))
+        for state in (jitted[0], mapped[1]):
+            np.testing.assert_allclose(state.grad_norm[name], expected * min(1, 1 / whole), rtol=1e-5)
+            np.testing.assert_allclose(state.clip_scale[name], scale, rtol=1e-5)
+        np.testing.assert_allclose(by_expert[name], expected, rtol=1e-5)
+    assert metrics["clip_by_leaf_norm/grad_norm_max"] == pytest.approx(
+        max(expert_norms(grads["up"]).max(), expert_norms(grads["down"]).max(), np.linalg.norm(grads["router"])),
+        rel=1e-5,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norm_of_experts_on_two_devices_is_that_of_all_and_a_devices_own_is_not(moe, dtype):
+    guide, *_ = moe
+    cast = functools.partial(jax.tree.map, lambda x: x.astype(dtype))
+    sharded = {"shared": jax.P(), "experts": jax.P("expert")}
+    two = {"experts": jax.P("expert")}
+    assert guide.norm_of(cast(guide.two), two) == pytest.approx(120**0.5, rel=1e-6)
+    assert guide.norm_of(cast(guide.four), sharded) == pytest.approx(10, rel=1e-6)
+
+    def mapped(function, out):
+        return quick_jit(jax.shard_map(function, mesh=guide.mesh, in_specs=(two,), out_specs=out))(cast(guide.two))
+
+    assert float(mapped(lambda g: shrewjax.grad_norm(g, jnp.inf), jax.P())) == 8
+    # The mistake: each device has the norm of its own experts. Their mean was DeepSpeed's.
+    own = np.float64(mapped(lambda g: optax.tree.norm(jax.tree.map(jnp.float32, g))[None], jax.P("expert")))
+    np.testing.assert_allclose(own, [20**0.5, 10], rtol=1e-6)
+    assert own.mean() == pytest.approx(7.236, abs=1e-3)
+
+
+def test_experts_beside_a_window_over_another_axis_are_counted_once(moe):
+    """Each row of devices adds up its own tokens; each column has its own experts."""
+    guide, params, _ = moe
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(auto, auto), devices=jax.devices()[:4])
+    specs = {"router": jax.P(), "up": jax.P("expert"), "down": jax.P("expert")}
+    tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), optax.sgd(0.1)), 2, sum_over="data")
+    placed = jax.device_put(params, {k: jax.sharding.NamedSharding(mesh, s) for k, s in specs.items()})
+    state = tx.init(placed)
+    state_specs = shrewjax.state_specs(state)
+
+    def own_forward(params, x):
+        gates = jax.nn.softmax(x @ params["router"])
+        chosen = gates * jax.nn.one_hot(jnp.argmax(gates, axis=-1), guide.experts)
+        chosen = jax.lax.dynamic_slice_in_dim(chosen, jax.lax.axis_index("expert") * 2, 2, axis=1)
+        hidden = jnp.tanh(jnp.einsum("bd,edf->ebf", x, params["up"]))
+        out = jnp.einsum("ebf,efd->bed", hidden, params["down"])
+        return jax.lax.psum(jnp.einsum("bed,be->bd", out, chosen), "expert")
+
+    def step(params, state, x, y):
+        own = own_params(params, "data")
+        grads = jax.grad(lambda p: jnp.mean((own_forward(p, x) - y) ** 2))(own)
+        return shrewjax.apply_gradients(tx, grads, state, params, weight=len(x))
+
+    mapped = quick_jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(specs, state_specs, jax.P("data"), jax.P("data")), out_specs=(specs, state_specs)
+        )
+    )
+    for i in range(2):
+        placed, state = mapped(placed, state, guide.x[i::2], guide.y[i::2])
+    grads = quick_jit(jax.grad(guide.loss_fn))(params, guide.x, guide.y)
+    expected = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(grads)))
+    assert shrewjax.metrics(state)["clip_by_global_norm/grad_norm"] == pytest.approx(expected, rel=1e-5)
