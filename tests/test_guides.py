@@ -1,6 +1,7 @@
 """The recipes of the guides give what an oracle gives that is not theirs, and the usual mistake does not."""
 
 import functools
+import itertools
 import pathlib
 from types import SimpleNamespace
 
@@ -459,3 +460,203 @@ def test_experts_beside_a_window_over_another_axis_are_counted_once(moe):
     grads = quick_jit(jax.grad(guide.loss_fn))(params, guide.x, guide.y)
     expected = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(grads)))
     assert shrewjax.metrics(state)["clip_by_global_norm/grad_norm"] == pytest.approx(expected, rel=1e-5)
+
+
+# --- docs/guide/windows.md: adapters -----------------------------------------------------------------------------
+
+
+class ClippedAdamW:
+    """clip_by_global_norm(1) and adamw(0.01) of a dictionary of arrays, in float64."""
+
+    def __init__(self, params):
+        self.params = {k: np.float64(v) for k, v in params.items()}
+        self.m, self.v = ({k: np.zeros_like(v) for k, v in self.params.items()} for _ in range(2))
+        self.t = 0
+
+    def step(self, grads):
+        self.t += 1
+        scale = 1 / max(1, np.sqrt(sum(np.sum(g**2) for g in grads.values())))
+        for k, g in grads.items():
+            self.m[k] = 0.9 * self.m[k] + 0.1 * scale * g
+            self.v[k] = 0.999 * self.v[k] + 0.001 * (scale * g) ** 2
+            update = self.m[k] / (1 - 0.9**self.t) / (np.sqrt(self.v[k] / (1 - 0.999**self.t)) + 1e-8)
+            self.params[k] = self.params[k] - 0.01 * (update + 1e-4 * self.params[k])
+
+
+def adapter_calls(guide, calls=9):
+    """Rows, masks and flushes of each call; the calls that close are other ones for each adapter."""
+    rng = np.random.default_rng(5)
+    for t in range(calls):
+        x, y = 0.2 * rng.normal(size=(guide.adapters, 5, 8)), rng.normal(size=(guide.adapters, 5, 4))
+        counts = rng.integers(0, 6, size=guide.adapters) * (rng.random(guide.adapters) < 0.8)
+        mask = np.arange(5) < counts[:, None]
+        yield np.float32(x), np.float32(y), np.float32(mask), np.array([t % 2 == 1, t % 3 == 2, t == 7])
+
+
+def of_adapter(tree, i):
+    return jax.tree.map(lambda x: np.array(x[i]), tree)
+
+
+def trained_adapters(guide, calls, step=None):
+    params = guide.new_adapters(jax.random.key(1))
+    state = jax.vmap(guide.adapter_tx.init)(params)
+    for call in calls:
+        params, state = (step or guide.all_adapters)(params, state, *call)
+    return params, state
+
+
+@pytest.fixture(scope="module")
+def adapters():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return SimpleNamespace(**page("guide/windows.md").names)
+
+
+def test_each_adapter_trains_as_if_it_were_alone(adapters):
+    """In float64, with gradients by hand. Micro-batches that count alike, whatever their rows, are the mistake."""
+    guide = adapters
+    kernel = np.float64(guide.kernel)
+    alone = [ClippedAdamW(of_adapter(guide.new_adapters(jax.random.key(1)), i)) for i in range(guide.adapters)]
+    sums = [[dict.fromkeys("ab", 0), 0] for _ in alone]
+    for x, y, mask, flush in adapter_calls(guide):
+        for i, adapter in enumerate(alone):
+            a, b = adapter.params["a"], adapter.params["b"]
+            error = (x[i] @ (kernel + a @ b) - y[i]) * mask[i][:, None] / 2  # mean over the four outputs
+            into = np.float64(x[i]).T @ error
+            sums[i][0] = {"a": sums[i][0]["a"] + into @ b.T, "b": sums[i][0]["b"] + a.T @ into}
+            sums[i][1] += mask[i].sum()
+            if flush[i]:
+                if sums[i][1]:
+                    adapter.step({k: g / sums[i][1] for k, g in sums[i][0].items()})
+                sums[i] = [dict.fromkeys("ab", 0), 0]
+    params, state = trained_adapters(guide, adapter_calls(guide))
+
+    def off(params):
+        return max(distance(of_adapter(params, i), x.params) for i, x in enumerate(alone))
+
+    tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adamw(1e-2)), 2**20)
+
+    def unweighted(adapter, opt_state, x, y, mask, flush):
+        count = jnp.maximum(jnp.sum(mask), 1)
+        grads = jax.grad(lambda p: guide.summed_loss(p, x, y, mask) / count)(adapter)
+        return shrewjax.apply_gradients(tx, grads, opt_state, adapter, flush=flush)
+
+    wrong, _ = trained_adapters(guide, adapter_calls(guide), quick_jit(jax.vmap(unweighted)))
+    print(f"adapters: {off(params):.0e}, micro-batches that count alike {off(wrong):.1e}")
+    assert off(params) < 1e-5 < 1e-3 < off(wrong)
+    np.testing.assert_array_equal(state.windows, [x.t for x in alone])
+
+
+def test_a_nan_of_one_adapter_leaves_the_bits_of_the_others(adapters):
+    guide = adapters
+    calls = list(adapter_calls(guide))
+    clean = trained_adapters(guide, calls)
+    calls[4][0][1, 0] = np.nan
+    calls[4][2][1, 0] = 1
+    params, state = trained_adapters(guide, calls)
+    for i in (0, 2):
+        assert bits(of_adapter((params, state), i)) == bits(of_adapter(clean, i))
+    np.testing.assert_array_equal(state.dropped, [0, 1, 0])
+    assert np.isfinite(params["a"]).all()
+    assert bits(of_adapter(params, 1)) != bits(of_adapter(clean[0], 1))
+
+
+# --- docs/guide/nonfinite.md: the loss scale ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def half():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return SimpleNamespace(**page("guide/nonfinite.md").names)
+
+
+def test_loss_scale_is_that_of_torchs_grad_scaler(half):
+    """With windows of one: torch's `_amp_update_scale_`, its defaults, and 2,500 steps of which some overflow."""
+    rng = np.random.default_rng(0)
+    overflows = (rng.random(2500) < 0.3) & (np.arange(2500) < 100)
+    overflows[150] = True
+    tx = shrewjax.accumulate(optax.identity(), 1, nonfinite="drop_microbatch")
+
+    def step(carry, overflowed):
+        state, scale = carry
+        _, after = tx.update(jnp.where(overflowed, jnp.inf, 1.0), state)
+        scale = half.next_scale(scale, state, after)
+        return (after, scale), scale.value
+
+    scan = quick_jit(lambda: jax.lax.scan(step, (tx.init(jnp.zeros(())), half.LossScale()), overflows)[1])
+    value, tracker, expected = 65536.0, 0, []
+    for overflowed in overflows:
+        value, tracker = (value * 0.5, 0) if overflowed else (value, tracker + 1)
+        if tracker == 2000:
+            value, tracker = value * 2, 0
+        expected.append(max(value, 1.0))
+        value = expected[-1]  # the guide's has a floor
+    np.testing.assert_array_equal(scan(), expected)
+    assert len({*expected}) > 10
+    assert any(b > a for a, b in itertools.pairwise(expected))
+
+
+def test_a_window_with_an_overflow_is_no_good_window(half):
+    """Four micro-batches a window: an overflow in the first, in the last, in all; then good ones."""
+    tx = shrewjax.accumulate(optax.identity(), 4, nonfinite="drop_microbatch")
+
+    def step(carry, overflowed):
+        state, scale = carry
+        _, after = tx.update(jnp.where(overflowed, jnp.inf, 1.0), state)
+        scale = half.next_scale(scale, state, after, growth_windows=2)
+        return (after, scale), scale
+
+    rows = [[1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    scan = quick_jit(lambda o: jax.lax.scan(step, (tx.init(jnp.zeros(())), half.LossScale()), o)[1])
+    scales = scan(np.ravel(rows).astype(bool))
+    np.testing.assert_array_equal(np.log2(scales.value[3::4]), [15, 14, 10, 10, 11, 11])
+    np.testing.assert_array_equal(scales.good[3::4], [0, 0, 0, 1, 0, 1])
+
+
+def test_scaled_float16_trains_as_float32_and_unscaled_does_not(half):
+    """Gradients near 1e-7: below float16's range without a scale. A scale that starts too high comes down."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(600, 32, 16)).astype(np.float32)
+    truth = rng.normal(size=16).astype(np.float32)
+
+    def loss_fn(params, x, y):
+        return jnp.mean(((x @ params["w"]).astype(jnp.float32) - y.astype(jnp.float32)) ** 2) * 1e-7
+
+    tx = shrewjax.accumulate(
+        optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adam(0.05, eps=1e-16)), 4, nonfinite="drop_microbatch"
+    )
+
+    def steps(dtype, first, adapts):
+        def step(carry, x):
+            params, state, scale = carry
+            y = x @ truth
+            low = jax.tree.map(lambda a: a.astype(dtype), (params, x, y))
+            grads = jax.grad(lambda p: scale.value * loss_fn(p, *low[1:]))(low[0])
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale.value, grads)
+            params, after = shrewjax.apply_gradients(tx, grads, state, params)
+            return (params, after, half.next_scale(scale, state, after, 50) if adapts else scale), ()
+
+        params = {"w": jnp.zeros(16)}
+        start = params, tx.init(params), half.LossScale(jnp.float32(first))
+        (params, state, scale), _ = quick_jit(lambda: jax.lax.scan(step, start, x))()
+        return distance(params["w"], truth), int(state.dropped), float(scale.value)
+
+    wide, *_ = steps(jnp.float32, 1.0, False)
+    unscaled, *_ = steps(jnp.float16, 1.0, False)
+    scaled, dropped, _ = steps(jnp.float16, 2.0**16, True)
+    high, dropped_high, last = steps(jnp.float16, 2.0**40, True)
+    print(f"float32 {wide:.1e}, unscaled {unscaled:.1e}, scaled {scaled:.1e} ({dropped} dropped), from 2^40 {high:.1e}")
+    assert scaled < 1.5 * wide + 1e-3
+    assert unscaled > 30 * scaled
+    assert high < 1.5 * wide + 1e-3
+    assert dropped_high > 0
+    assert last <= 2**24
+
+
+def test_where_every_micro_batch_overflows_the_scale_falls_and_parameters_stay(half):
+    params = {"w": jnp.full(3, 2.0)}
+    before = bits(params)
+    state, scale = half.half_tx.init(params), half.LossScale(jnp.float32(2**20))
+    for _ in range(5):
+        params, state, scale = half.half_step(params, state, scale, jnp.full((8, 3), 60000.0), jnp.zeros(8))
+    assert bits(params) == before
+    assert scale.value == 2**15
