@@ -3,14 +3,17 @@
 import functools
 import itertools
 import pathlib
+import re
 from types import SimpleNamespace
 
+import fit_micro_batches
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from helpers import bits, own_params, quick_jit, run_page, users_jit
+from PIL import Image
 
 import shrewjax
 
@@ -660,3 +663,41 @@ def test_where_every_micro_batch_overflows_the_scale_falls_and_parameters_stay(h
         params, state, scale = half.half_step(params, state, scale, jnp.full((8, 3), 60000.0), jnp.zeros(8))
     assert bits(params) == before
     assert scale.value == 2**15
+
+
+# --- examples/fit_micro_batches.py -------------------------------------------------------------------------------
+
+
+def test_fit_example_finds_the_fewest_micro_batches_and_counts_what_they_do_not_shrink(capsys, tmp_path, monkeypatch):
+    """On two devices, each with half of the batch. The table is the oracle of the choice, arithmetic of a column."""
+    monkeypatch.setattr(fit_micro_batches, "LAYERS", 2)
+    arguments = ["--devices", "2", "--rows", "4096", "--most", "4", "--budget", "15", "--margin", "0"]
+    fit_micro_batches.main([*arguments, "--out", str(tmp_path / "new" / "fit.png")])
+    printed = capsys.readouterr().out
+    table = {
+        int(row[0]): [float(x) for x in row[1:]]
+        for row in re.findall(r"^ +(\d+) +(\S+) +(\S+) +(\S+) +(\S+)$", printed, re.M)
+    }
+    assert list(table) == [1, 2, 4]
+    in_mib = (3 * 4 * 256 * 256 * 4 + 2 * 2048 * 256 * 4) / 2**20  # parameters and two moments; half of x and of y
+    for held, results, temporaries, total in table.values():
+        assert held == pytest.approx(in_mib, abs=0.05)
+        assert held + results + temporaries == pytest.approx(total, abs=0.2)
+    fits = [k for k, row in table.items() if row[-1] <= 15]
+    assert 1 not in fits
+    assert f"fewest micro-batches within 15.0 MiB: {fits[0]}\n" in printed
+    with Image.open(tmp_path / "new" / "fit.png") as figure:
+        assert len(figure.getcolors(figure.width * figure.height)) > 20
+
+
+def test_fit_example_says_what_is_missing_if_nothing_fits():
+    mib = 2**20
+    memory = {k: fit_micro_batches.Memory(20 * mib, 0, t * mib) for k, t in ((1, 70), (2, 40), (4, 43))}
+    assert fit_micro_batches.fewest(iter(memory.items()), 60 * mib) == 2
+    with pytest.raises(
+        SystemExit, match=r"into 50.0 MiB: the least is 60.0 MiB, 10.0 MiB too much. .* 20.0 MiB are param"
+    ):
+        fit_micro_batches.fewest(iter(memory.items()), 50 * mib)
+    assert fit_micro_batches.divisors(24, 2) == [1, 2, 3, 4, 6, 12]
+    with pytest.raises(SystemExit, match="--devices 99 needs as many devices"):
+        fit_micro_batches.main(["--devices", "99"])
