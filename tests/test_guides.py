@@ -701,3 +701,56 @@ def test_fit_example_says_what_is_missing_if_nothing_fits():
     assert fit_micro_batches.divisors(24, 2) == [1, 2, 3, 4, 6, 12]
     with pytest.raises(SystemExit, match="--devices 99 needs as many devices"):
         fit_micro_batches.main(["--devices", "99"])
+
+
+# --- schedules, and a threshold from a run -----------------------------------------------------------------------
+
+
+def test_schedules_count_windows_inside_and_steps_of_whole_batches(adapters):
+    """By arithmetic: three windows at 1, 2/3 and 1/3. A schedule of micro-batches, not divided, is the mistake."""
+    assert float(adapters.weights["w"]) == pytest.approx(-(1 + 2 / 3 + 1 / 3), rel=1e-6)
+
+    def trained(tx, calls, k=1):
+        def step(carry, call):
+            params, state = carry
+            flush, weight, bad = call
+            loss_and_grad = shrewjax.value_and_grad(lambda p, x: p * jnp.mean(x), k)
+            _, grads = loss_and_grad(params, jnp.ones(4))
+            grads = jnp.where(bad, jnp.nan, grads)
+            if k == 1:
+                return shrewjax.apply_gradients(tx, grads, state, params, weight=weight, flush=flush), params
+            return shrewjax.apply_gradients(tx, grads, state, params), params
+
+        start = jnp.zeros(()), tx.init(jnp.zeros(()))
+        (params, _), _ = quick_jit(lambda calls: jax.lax.scan(step, start, calls))(
+            tuple(map(np.array, zip(*calls, strict=True)))
+        )
+        return float(params)
+
+    schedule = optax.linear_schedule(1.0, 0.0, 3)
+    plain = [(False, 1, False)] * 12
+    assert trained(shrewjax.accumulate(optax.sgd(schedule), 4), plain) == pytest.approx(-2, rel=1e-6)
+    wrong = shrewjax.accumulate(optax.sgd(optax.linear_schedule(1.0, 0.0, 12)), 4)
+    assert trained(wrong, plain) == pytest.approx(-(1 + 11 / 12 + 10 / 12), rel=1e-6)
+    # A window that is flushed after one counts; one of weight 0 and one that the guard skips do not.
+    rows = [(True, 1, False)] + [(False, 0, False)] * 4 + [(False, 1, True)] * 4 + [(False, 1, False)] * 4
+    guarded = shrewjax.accumulate(shrewjax.skip_nonfinite(optax.sgd(schedule)), 4)
+    assert trained(guarded, rows) == pytest.approx(-(1 + 2 / 3), rel=1e-6)
+    # A whole batch in four micro-batches is one step.
+    assert trained(optax.sgd(schedule), plain[:3], k=4) == pytest.approx(-2, rel=1e-6)
+
+
+def test_threshold_from_a_run_is_the_percentile_of_its_settled_norms():
+    """Log-normal norms have a known percentile: e to the 1.2816. Warm-up steps that stay in are the mistake."""
+    names = page("guide/clipping.md").names
+    threshold_from = names["threshold_from"]
+    norms = np.exp(normal(4100))
+    norms[:100] *= 100
+    norms[[300, 500]] = np.nan, np.inf
+    norms[[700, 900]] = 1e6
+    found, wrong = threshold_from(norms), threshold_from(norms, warmup_steps=0)
+    print(f"threshold {found / np.exp(1.2816) - 1:+.1%}, with warm-up {wrong / np.exp(1.2816) - 1:+.1%}")
+    assert found == pytest.approx(np.exp(1.2816), rel=0.05)
+    assert wrong > 1.1 * np.exp(1.2816)
+    settled = np.float64(names["norms"])[100:]
+    assert np.mean(settled > threshold_from(names["norms"])) == pytest.approx(0.1, abs=0.01)
