@@ -13,8 +13,8 @@ Run it with
 It takes some seconds on a CPU, and writes out/explain_window.png and two more. An `--out` that ends in .svg gives two
 files, for light and for dark pages. This redraws all figures of the documentation, in ten minutes or so:
 
-    for name in explain choose_batch_size choose_max_norm train_batch_norm train_digits train_equinox train_linen \
-        train_ppo train_recurrent train_transformer; do
+    for name in explain choose_batch_size choose_max_norm fit_micro_batches train_batch_norm train_digits \
+        train_equinox train_linen train_ppo train_recurrent train_transformer; do
         python examples/$name.py --out docs/figures/$name.svg
     done
     python examples/train_sharded.py --devices 8 --checkpoints $(mktemp -d) --out docs/figures/train_sharded.svg

@@ -20,7 +20,7 @@ PACKAGE = pathlib.Path(shrewjax.__file__).parent
 WINGS = {
     "_base": ["branches", "mesh", "trees", "states", "arguments"],
     "_numerics": ["floats", "reductions", "norms", "scaling", "percentiles", "histories"],
-    "_clipping": ["_units", "global_norm", "unit_norms", "elements", "cotangents"],
+    "_clipping": ["units", "global_norm", "unit_norms", "elements", "cotangents"],
     "_skipping": ["wrapping", "guards"],
     "_accumulation": [
         "_noise",

@@ -87,7 +87,8 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     adaptive_grad_clip       ratio_max, clipped_fraction: clipped units / units
     clip_by_block_rms        rms_max, clipped_fraction
     clip_by_leaf_norm_ema    threshold_max, grad_norm_max, clipped_fraction
-    skip_nonfinite           applied, skipped, consecutive, limit_reached
+    skip_nonfinite           applied, skipped, consecutive, limit_reached. With `leaves=True` also nonfinite_leaf/NAME:
+                             the leaf NAME had a NaN or an infinity in the last call that had one
     skip_on_spike            applied, skipped, consecutive, spikes_applied, measured, threshold
     accumulate               micro_step, windows, applied, weight_sum, window_bad, dropped, value: the window's mean
                              loss. With `noise_decay`: noise_scale, in units of weight, noise_trace, signal_squared.

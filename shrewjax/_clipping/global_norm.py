@@ -14,7 +14,7 @@ from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import Axes, AxisName
 from shrewjax._base.states import described, fields, require_own
 from shrewjax._base.trees import Tree
-from shrewjax._clipping._units import find_units, stacked_layers
+from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import measure, measure_with_leaves

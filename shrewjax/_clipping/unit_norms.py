@@ -1,6 +1,6 @@
 """Clipping each unit by its own norm: to a threshold, to one from its parameters, or from its past norms.
 
-A unit is a leaf, a layer of a leaf that stacks layers, or a row or column of a kernel, as each rule says (`_units`).
+A unit is a leaf, a layer of a leaf that stacks layers, or a row or column of a kernel, as each rule says (`units`).
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import UnitDims
 from shrewjax._base.states import described, fields, largest, require_own
 from shrewjax._base.trees import KeyPath, is_gradient
-from shrewjax._clipping._units import UnitAxisName, find_units, stacked_layers
+from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.reductions import sizes

@@ -135,7 +135,7 @@ def elements(vector: jax.Array) -> list[jax.Array]:
     """Returns the elements of a vector as scalars, or the rows of a matrix as vectors."""
 
     def by_operand(vector: jax.Array) -> list[jax.Array]:
-        # XLA-27: a number in the program makes the kernel of each element another one. An operand does not. A single
+        # XLA-30: a number in the program makes the kernel of each element another one. An operand does not. A single
         # number would not stay an operand, two different ones do (tests/numerics/test_compile_size.py).
         return [_first_of(vector, np.asarray([i, (i + 1) % len(vector)], np.uint32)) for i in range(len(vector))]
 
@@ -171,10 +171,23 @@ def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDi
     """Returns whether all elements on all devices are finite. Shape (), or the sizes of the leaves' `unit_dims`."""
     if not leaves:
         return jnp.ones((), bool)
+    return _finite(leaves, axes, unit_dims, lambda of_leaves: jnp.all(of_leaves, axis=0))
 
+
+def finite_leaves(leaves: Sequence[Any], axes: Axes) -> jax.Array:
+    """Returns for each leaf whether all its elements on all devices are finite. Shape (leaves,)."""
+    return _finite(leaves, axes, (), lambda of_leaves: of_leaves) if leaves else jnp.ones((0,), bool)
+
+
+def _finite(
+    leaves: Sequence[Any],
+    axes: Axes | list[Axes],
+    unit_dims: UnitDims,
+    combine: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
     def sums_are_finite(terms: Sequence[jax.Array]) -> jax.Array:
         sums = leaf_sums(terms, axes=axes, unit_dims=[unit_dims] * len(leaves))
-        return jnp.all(jnp.stack([jnp.isfinite(s) for s in sums]), axis=0)
+        return combine(jnp.stack([jnp.isfinite(s) for s in sums]))
 
     # XLA-4, XLA-11.
     # XLA:CPU reduces a plain sum at memory speed. If it is finite, so is every element. Otherwise the sum may have

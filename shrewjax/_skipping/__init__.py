@@ -6,5 +6,5 @@
 | `guards` | `skip_nonfinite` and `skip_on_spike`: from a few scalars to "run" or "skip" |
 
 A wrapper decides; the innermost transformation runs in one branch, or not at all. These rooms import `_base`,
-`_numerics`, and `_clipping.global_norm` for the norm that a spike is measured by.
+`_numerics`, and of `_clipping` the global norm, by which a spike is measured, and units, which name leaves.
 """

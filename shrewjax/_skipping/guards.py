@@ -17,8 +17,9 @@ from shrewjax._base.arguments import Scalar
 from shrewjax._base.mesh import AxisName, require_replicated
 from shrewjax._base.states import described, fields, increment_if
 from shrewjax._clipping.global_norm import global_norm
+from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories
-from shrewjax._numerics.reductions import all_finite
+from shrewjax._numerics.reductions import all_finite, finite_leaves
 from shrewjax._skipping.wrapping import Gradients, guard, inner_transformation
 
 AtLimit = Literal["keep_skipping", "zero_nonfinite"]
@@ -36,10 +37,18 @@ class SkipNonfiniteState(NamedTuple):
     consecutive: Annotated[jax.Array, "int32 (): number of calls with non-finite gradients in a row, to the last one"]
     limit_reached: Annotated[jax.Array, "bool (): `consecutive` is at least max_consecutive"]
     inner_state: Annotated[Any, "the wrapped optimizer's state"]
+    nonfinite_leaves: Annotated[
+        Any,
+        "with leaves=True, a tree like the parameters of bool (): which leaves were non-finite in the last call with "
+        "such gradients; otherwise ()",
+    ] = ()
 
     def metrics(self) -> dict[str, Any]:
         """Returns what `shrewjax.metrics` shows."""
-        return fields(self, "applied", "skipped", "consecutive", "limit_reached")
+        names = trees.leaf_names(self.nonfinite_leaves)
+        by_name = zip(names, jax.tree.leaves(self.nonfinite_leaves), strict=True)
+        of_leaves = {f"nonfinite_leaf/{name}": flag for name, flag in by_name}
+        return fields(self, "applied", "skipped", "consecutive", "limit_reached") | of_leaves
 
 
 def skip_nonfinite(
@@ -47,6 +56,7 @@ def skip_nonfinite(
     *,
     max_consecutive: Any = None,
     at_limit: AtLimit = "keep_skipping",
+    leaves: bool = False,
     sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Skips the steps whose gradients contain a NaN or an infinity.
@@ -78,19 +88,26 @@ def skip_nonfinite(
     The guard makes one extra pass over the gradients. Wrap the whole optimizer in it, inside `accumulate`. To skip a
     single micro-batch, use the argument `nonfinite` of `accumulate`.
 
+    With `leaves=True` the state also says which leaves had a NaN or an infinity, from the same pass. `metrics` shows
+    each by its name, as `nonfinite_leaf/NAME`. Good steps leave that as it is, until the next call with non-finite
+    gradients. A finite leaf is not named, even if its norm is beyond float32.
+
     Args:
       inner: the transformation to wrap, usually a whole optimizer.
       max_consecutive: the limit, a number of steps in a row, as a real scalar >= 1 or a scalar array. `None` means no
         limit.
       at_limit: the guard's behaviour from the limit on, see the first table.
+      leaves: whether the state has a bool for each leaf, too; a bool. It changes no update.
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `SkipNonfiniteState(applied, skipped, consecutive, limit_reached, inner_state)`.
+      A transformation with state `SkipNonfiniteState(applied, skipped, consecutive, limit_reached, inner_state,
+      nonfinite_leaves)`.
 
     Raises:
       ValueError: an argument is not as described, or `at_limit="zero_nonfinite"` without
-        `max_consecutive`; or as in `grad_norm`.
+        `max_consecutive`; with `leaves=True`, the gradients' tree differs from that of the parameters given to `init`;
+        or as in `grad_norm`.
       AssertionError: from chex, while tracing: inner changes the structure, shapes or dtypes of its state.
 
     Example:
@@ -100,6 +117,11 @@ def skip_nonfinite(
       ...     updates, state = tx.update(jnp.array([1.0, bad]), state)
       >>> updates, state.skipped, state.limit_reached
       (Array([0., 0.], dtype=float32), Array(2, dtype=int32), Array(True, dtype=bool))
+      >>> tx = skip_nonfinite(optax.sgd(1.0), leaves=True)
+      >>> grads = {"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])}
+      >>> _, state = tx.update(grads, tx.init(grads))
+      >>> state.nonfinite_leaves
+      {'a': Array(False, dtype=bool), 'b': Array(True, dtype=bool)}
 
     Source: the contract is that of `optax.apply_if_finite`, except at the limit, because Optax applies the NaN there.
     """
@@ -108,6 +130,7 @@ def skip_nonfinite(
     at_limit = arguments.choice("at_limit", at_limit, ("keep_skipping", "zero_nonfinite"))
     if limit is None and at_limit != "keep_skipping":
         raise ValueError(f"at_limit={at_limit!r} needs a limit, got max_consecutive=None. Pass max_consecutive")
+    by_leaf = arguments.static_flag("leaves", leaves)
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> SkipNonfiniteState:
@@ -117,10 +140,20 @@ def skip_nonfinite(
             consecutive=jnp.zeros((), jnp.int32),
             limit_reached=jnp.zeros((), bool),
             inner_state=wrapped.init(params),
+            nonfinite_leaves=jax.tree.map(lambda _: jnp.zeros((), bool), params) if by_leaf else (),
         )
 
     def decide(gradients: Gradients, state: SkipNonfiniteState, **_: Any) -> tuple[jax.Array, SkipNonfiniteState]:
-        finite = all_finite(trees.floating(gradients()), axes)
+        nonfinite_leaves = state.nonfinite_leaves
+        if by_leaf:
+            units = find_units(gradients(), stacked_layers(None))
+            units.numbers_beside(nonfinite_leaves)
+            each = finite_leaves(units.leaves, axes)
+            finite = jnp.all(each)
+            found = units.with_leaves(jax.tree.map(jnp.zeros_like, nonfinite_leaves), list(~each))
+            nonfinite_leaves = optax.tree.where(finite, nonfinite_leaves, found)
+        else:
+            finite = all_finite(trees.floating(gradients()), axes)
         consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
         limit_reached = (
             jnp.zeros((), bool) if limit is None else consecutive.astype(jnp.float32) >= jnp.asarray(limit, jnp.float32)
@@ -132,6 +165,7 @@ def skip_nonfinite(
             consecutive=consecutive,
             limit_reached=limit_reached,
             inner_state=(),
+            nonfinite_leaves=nonfinite_leaves,
         )
 
     def repaired(grads: optax.Updates) -> optax.Updates:

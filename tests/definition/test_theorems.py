@@ -601,6 +601,54 @@ def test_largest_of_the_aux_is_one_of_them_and_no_less_than_any(spec, g: Vector)
     return all(x <= largest for x in g) and any(x == largest for x in g)
 
 
+# --- one denominator ----------------------------------------------------------------------------------------------
+
+SPLIT = "    def run(part: Sequence[tuple[Number, Token]]) -> Part:\n"
+PART_BY_PART = """        own = [token for _, token in part]
+        shares = coefficients_spec([token.mask for token in own], [token.unit for token in own], of)
+        part = [(c / micro_batches, token) for c, token in zip(shares, own)]
+"""
+
+
+def tokens_of(losses, mask, units):
+    """A token's gradient is another number than its loss: three times it."""
+    return [(x, [3 * x], m, u) for x, m, u in zip(losses, mask, units, strict=True)]
+
+
+@theorem(2, 4, mutant=(SPLIT, SPLIT + PART_BY_PART))
+def test_one_denominator_gives_the_large_batch_whatever_the_split(spec, losses: Vector, mask: Vector):
+    """The mean over units of their token means or sums. The mutant claims it of parts that normalize themselves."""
+    assume(all(m >= 0 for m in mask))
+
+    def large(units, of):
+        rows = {u: [(x, m) for x, m, v in zip(losses, mask, units, strict=True) if u == v] for u in units}
+        filled = [(sum(x * m for x, m in row), sum(m for _, m in row)) for row in rows.values()]
+        filled = [(total, count) for total, count in filled if count > 0]
+        return mean([total / count if of == "means" else total for total, count in filled]) if filled else 0
+
+    def parts(units, of, k):
+        return spec.one_denominator_spec(tokens_of(losses, mask, units), k, of)
+
+    kinds = [([0] * len(mask), "means"), ([i // 2 for i in range(len(mask))], "means"), (range(len(mask)), "sums")]
+    return all(
+        parts(units, of, k) == (large(units, of), [3 * large(units, of)])
+        for units, of in kinds
+        for k in divisors(len(mask))
+    )
+
+
+@theorem(2, mutant=("m / count / filled", "m / len(mask) / filled"))
+def test_parts_that_normalize_themselves_are_off_unless_counts_or_gradients_are_equal(spec, losses: Pair, mask: Pair):
+    """By half the difference of the parts, times that of their counts over the sum; here a part is one token."""
+    assume(positive(mask))
+    large, _ = spec.one_denominator_spec(tokens_of(losses, mask, [0, 0]), 2)
+    normalized = mean(
+        [spec.one_denominator_spec(tokens_of([x], [m], [0]), 1)[0] for x, m in zip(losses, mask, strict=True)]
+    )
+    off = (losses[0] - losses[1]) * (mask[1] - mask[0]) / (2 * sum(mask))
+    return normalized - large == off and (normalized == large) == (losses[0] == losses[1] or mask[0] == mask[1])
+
+
 # --- the window and the clip ------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,756 @@
+"""The recipes of the guides give what an oracle gives that is not theirs, and the usual mistake does not."""
+
+import functools
+import itertools
+import pathlib
+import re
+from types import SimpleNamespace
+
+import fit_micro_batches
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import bits, own_params, quick_jit, run_page, users_jit
+from PIL import Image
+
+import shrewjax
+
+DOCS = pathlib.Path(__file__).parent.parent.parent / "docs"
+
+
+@functools.cache
+def page(name):
+    """The names that the code of a page defines; a model of the test's own replaces the page's by `vars(page)`."""
+    return SimpleNamespace(names=run_page(DOCS / name))
+
+
+@pytest.fixture(autouse=True)
+def _as_users_have_it():
+    # Optax mixes dtypes.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def distance(tree, other):
+    """The norm of the difference over that of the other, in float64."""
+    pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True))
+    squares = [np.sum((np.float64(a) - np.float64(b)) ** 2) for a, b in pairs]
+    return np.sqrt(sum(squares) / sum(np.sum(np.float64(b) ** 2) for _, b in pairs))
+
+
+# --- docs/guide/denominator.md -----------------------------------------------------------------------------------
+
+CHARACTERS, WIDTH, SAMPLES, TIME, PROMPTS = 11, 6, 16, 9, 4
+LENGTHS = np.array([9, 1, 2, 0, 0, 3, 9, 0, 1, 2, 5, 0, 9, 0, 7, 0])  # nothing counts in the last of four micro-batches
+PROMPT = np.array([0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 2, 0, 1, 2, 2])  # and nothing in the samples of prompt 3
+
+
+def attention_model(params, tokens):
+    """Log-probabilities of the next tokens by one layer of causal attention, which never predicts the padding, 0."""
+    x = params["embedding"][tokens[:, :-1]]
+    scores = (x @ params["query"]) @ jnp.swapaxes(x @ params["key"], 1, 2)
+    causal = jnp.tril(jnp.ones(scores.shape[1:], bool))
+    x = x + jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)) @ (x @ params["value"])
+    logits = (x @ params["readout"]).at[..., 0].set(-jnp.inf)
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+def a_batch_of_samples(dtype):
+    """Parameters and the batch: tokens, log-probabilities of two older models, advantages, mask, prompts."""
+    shapes = dict.fromkeys(("query", "key", "value"), (WIDTH, WIDTH))
+    shapes |= {"embedding": (CHARACTERS, WIDTH), "readout": (WIDTH, CHARACTERS)}
+    drawn = [{k: normal(*s, seed=[m, i]) for i, (k, s) in enumerate(shapes.items())} for m in range(3)]
+    params, *others = [
+        jax.tree.map(lambda a, b, m=m: jnp.asarray(a + 0.2 * m * b, dtype), drawn[0], drawn[m]) for m in range(3)
+    ]
+    mask = np.arange(TIME) < LENGTHS[:, None]
+    tokens = np.random.default_rng(2).integers(1, CHARACTERS, size=(SAMPLES, TIME + 1))
+    tokens[:, 1:] *= mask  # padded
+    before, reference = map(quick_jit(lambda p: attention_model(p, tokens)), others)
+    # An engine that serves the model returns 0 for padding.
+    reference = jnp.where(mask, reference, 0)
+    return params, (tokens, before, reference, jnp.asarray(normal(SAMPLES, seed=3), dtype), mask.astype(dtype), PROMPT)
+
+
+def large_losses(params, tokens, before, reference, advantage, mask, prompt):
+    """The five losses, from the tokens that count alone, each as the mean that it is named for."""
+    at = np.nonzero(mask)
+    now = attention_model(params, tokens)[at]
+    ratio = jnp.exp(now - before[at])
+    a = advantage[at[0]]
+    loss = -jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
+    log_ratio = reference[at] - now
+    kl = jnp.mean(jnp.exp(log_ratio) - log_ratio - 1)
+
+    def units(of):
+        return [loss[np.flatnonzero(of[at[0]] == u)] for u in np.unique(of[at[0]])]
+
+    sequences = units(np.arange(len(mask)))
+    values = {
+        "token mean": jnp.mean(loss),
+        "sequence mean": sum(map(jnp.mean, sequences)) / len(sequences),
+        "sequence sum": sum(map(jnp.sum, sequences)) / len(sequences),
+        "prompt mean": sum(map(jnp.mean, units(prompt))) / len(np.unique(prompt[at[0]])),
+        "constant": jnp.sum(loss) / mask.size,
+    }
+    return {kind: value + 0.1 * kl for kind, value in values.items()}
+
+
+@pytest.fixture(scope="module")
+def rl():
+    """The guide's functions around that model, the batch in float64, and the large batch's losses and gradients."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        names = page("guide/denominator.md").names
+        names["log_probabilities"] = attention_model
+        params, batch = a_batch_of_samples(np.float64)
+        expected = quick_jit(lambda p: (large_losses(p, *batch), jax.jacrev(lambda p: large_losses(p, *batch))(p)))
+        c = names["coefficients"](batch[4], PROMPT, PROMPTS)
+        in_parts = quick_jit(names["loss_and_grad"])
+        yield (
+            SimpleNamespace(**names | {"params": params, "batch": batch, "c": c, "in_parts": in_parts}),
+            expected(params),
+        )
+
+
+@pytest.fixture
+def x64_only():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.usefixtures("x64_only")
+@pytest.mark.parametrize("kind", ["token mean", "sequence mean", "sequence sum", "prompt mean", "constant"])
+def test_each_kind_of_mean_and_a_second_term_are_the_large_batchs(rl, kind):
+    """Padding of log-probability -inf, a micro-batch in which nothing counts, a prompt across micro-batches."""
+    guide, (values, grads) = rl
+    examples, c = guide.batch[:4], guide.c
+    value, ours = guide.in_parts(guide.params, *examples, c[kind], 0.1 * c["token mean"])
+    assert value == pytest.approx(float(values[kind]), rel=1e-14)
+    error = distance(ours, grads[kind])
+    # The mistake: each micro-batch divides by its own counts.
+    mask = guide.batch[4]
+    own, own_kl = (guide.part_by_part(k, mask, PROMPT) for k in (kind, "token mean"))
+    wrong = distance(guide.in_parts(guide.params, *examples, own, 0.1 * own_kl)[1], grads[kind])
+    print(f"{kind}: {error:.0e}, part by part {wrong:.1%}")
+    assert error < 1e-14
+    assert wrong > 0.1
+
+
+@pytest.mark.usefixtures("x64_only")
+def test_coefficients_are_those_of_the_definition(rl):
+    guide, _ = rl
+    mask = guide.batch[4]
+    rows = np.broadcast_to(np.arange(SAMPLES)[:, None], mask.shape).ravel()
+    prompts = np.broadcast_to(PROMPT[:, None], mask.shape).ravel()
+    kinds = {"token mean": ([0] * mask.size, "means"), "sequence mean": (rows, "means"), "sequence sum": (rows, "sums")}
+    for kind, (units, of) in (kinds | {"prompt mean": (prompts, "means")}).items():
+        expected = shrewjax.spec.coefficients_spec(list(mask.ravel()), list(units), of)
+        np.testing.assert_allclose(guide.c[kind].ravel(), expected, rtol=1e-15)
+
+
+@pytest.mark.usefixtures("x64_only")
+def test_nothing_that_counts_in_the_whole_batch_gives_zeros(rl):
+    guide, _ = rl
+    c = guide.coefficients(jnp.zeros((SAMPLES, TIME)), PROMPT, PROMPTS)
+    for kind in c:
+        value, grads = guide.in_parts(guide.params, *guide.batch[:4], c[kind], c["token mean"])
+        assert value == 0
+        assert not any(np.any(g) for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.usefixtures("x64_only")
+def test_prompts_across_devices_are_counted_once(rl):
+    guide, (values, grads) = rl
+    value, ours = quick_jit(guide.sharded)(guide.params, *guide.batch)
+    assert value == pytest.approx(float(values["prompt mean"]), rel=1e-14)
+    assert distance(ours, grads["prompt mean"]) < 1e-14
+
+
+@pytest.mark.usefixtures("x64_only")
+def test_a_term_of_each_micro_batch_is_averaged_beside_the_tokens(rl):
+    guide, (values, grads) = rl
+    examples = (*guide.batch[:4], guide.c["token mean"], 0.1 * guide.c["token mean"])
+    step = shrewjax.value_and_grad(guide.with_balance, 4, reduction="sum")
+
+    def balance(params):
+        use = [jax.nn.softmax(params["embedding"][guide.batch[0][i::4]]).mean((0, 1)) for i in range(4)]
+        return 0.01 * sum(WIDTH * jnp.sum(u**2) for u in use) / 4
+
+    (value, ours), (extra, extra_grads) = quick_jit(lambda p: (step(p, *examples), jax.value_and_grad(balance)(p)))(
+        guide.params
+    )
+    assert value == pytest.approx(float(values["token mean"] + extra), rel=1e-14)
+    assert distance(ours, optax.tree.add(grads["token mean"], extra_grads)) < 1e-14
+
+
+@pytest.mark.usefixtures("x64_only")
+def test_one_micro_batch_a_call_closes_with_the_large_batchs_gradient(rl):
+    """Coefficients known before, and a divisor known only at the end; `reduction="mean"` is the mistake."""
+    guide, (_, grads) = rl
+    mask, c = guide.batch[4], guide.c
+
+    def norm_of(step, tx, rows):
+        params, state = jax.tree.map(jnp.copy, guide.params), tx.init(guide.params)  # donated
+        for i in range(4):
+            params, state = step(params, state, *(x[i::4] for x in rows))
+        return shrewjax.metrics(state)["clip_by_global_norm/grad_norm"]
+
+    rows = (*guide.batch[:4], c["prompt mean"], 0.1 * c["token mean"])
+    summed = norm_of(guide.micro_step, guide.summing, rows)
+    assert summed == pytest.approx(float(optax.tree.norm(grads["prompt mean"])), rel=1e-6)
+
+    def log_likelihood(params):
+        return -jnp.mean(attention_model(params, guide.batch[0])[np.nonzero(mask)])
+
+    expected = optax.tree.norm(quick_jit(jax.grad(log_likelihood))(guide.params))
+    streamed = norm_of(guide.stream_step, guide.dividing, (guide.batch[0], mask))
+    assert streamed == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_where_in_front_of_an_infinite_function_keeps_value_and_gradient_finite():
+    masked_mean, x, c = (page("guide/denominator.md").names[k] for k in ("masked_mean", "x", "c_of_x"))
+    found = [jax.value_and_grad(masked_mean)(1.0, x, c, where) for where in ("nowhere", "behind", "in front")]
+    np.testing.assert_allclose(found, [[np.nan, np.nan], [np.log(8) / 2, np.nan], [np.log(8) / 2, 1]], rtol=1e-6)
+
+
+# --- docs/guide/breaks.md ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def broken():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return SimpleNamespace(**page("guide/breaks.md").names)
+
+
+def flags_of(metrics):
+    """The leaves that the guard names."""
+    of_leaves = {k.rpartition("nonfinite_leaf/")[2]: bool(v) for k, v in metrics.items() if "nonfinite_leaf/" in k}
+    return {name for name, was_bad in of_leaves.items() if was_bad}
+
+
+def test_guard_names_the_leaves_that_are_not_finite_and_the_clip_inside_it_does_not(broken):
+    """The page's model: its backward pass breaks between two layers, and a good step follows the bad one."""
+    grads = quick_jit(jax.grad(broken.loss_fn))
+    found = grads(broken.params, broken.with_zeros, broken.y)
+    bad = {name for name, g in found.items() if not np.isfinite(g).all()}
+    assert bad == {"layer_0", "layer_1"} == flags_of(broken.metrics)
+
+    # The mistake: norms by leaf inside the guard are those of the last step that was not skipped.
+    inside = shrewjax.skip_nonfinite(optax.chain(shrewjax.clip_by_global_norm(1.0, leaves=True), optax.adamw(1e-3)))
+    step = quick_jit(lambda g, s, p: shrewjax.apply_gradients(inside, g, s, p)[1])
+    good = grads(broken.params, broken.x, broken.y)
+    state = step(found, step(good, inside.init(broken.params), broken.params), broken.params)
+    norms = {k: v for k, v in shrewjax.metrics(state).items() if "/leaf_norm/" in k}
+    assert len(norms) == 4
+    assert np.isfinite([*norms.values()]).all()
+
+
+def test_stack_shows_which_micro_batch_was_dropped(broken):
+    losses = [broken.loss_fn(broken.params, broken.with_zeros[i::8], broken.y[i::8]) for i in range(8)]
+    assert np.isfinite(losses).all()  # the loss alone does not tell
+    grads = quick_jit(jax.vmap(jax.grad(broken.loss_fn), in_axes=(None, 1, 1)))(
+        broken.params, broken.with_zeros.reshape(4, 8, 4), broken.y.reshape(4, 8)
+    )
+    expected = np.all([np.isfinite(g).reshape(8, -1).all(axis=1) for g in jax.tree.leaves(grads)], axis=0)
+    np.testing.assert_array_equal(broken.aux["kept"], expected.astype(int))
+    assert 13 in np.concatenate(broken.suspects)
+
+
+def test_update_norm_rises_while_the_gradients_norm_does_not(broken):
+    """Against Adam in float64. The gradients are drawn again, after the parameters and the batch of the page."""
+    rng = np.random.default_rng(0)
+    for pair in zip(broken.sizes, broken.sizes[1:], strict=False):
+        rng.normal(size=pair)
+    rng.normal(size=(32, 4))
+    m = v = 0
+    expected = []
+    for t in range(60):
+        g = rng.choice([-1.0, 1.0], 100) if t < 50 else np.ones(100)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        expected.append(np.linalg.norm(m / (1 - 0.9 ** (t + 1)) / (np.sqrt(v / (1 - 0.999 ** (t + 1))) + 1e-8)))
+    np.testing.assert_allclose(broken.update_norms, expected, rtol=1e-5)
+    assert broken.update_norms[59] > 2 * max(broken.update_norms[30:50])
+
+
+def test_loop_stops_after_three_skipped_steps_in_a_row_one_step_late(broken):
+    calls = []
+
+    def counted(*arguments):
+        calls.append(1)
+        return broken.step(*arguments)
+
+    names = page("guide/breaks.md").names
+    names["step"] = counted
+    two, _ = broken.train(*jax.tree.map(jnp.copy, (broken.params, broken.opt_state)), broken.batches[:2])
+    params, _ = broken.train(*jax.tree.map(jnp.copy, (broken.params, broken.opt_state)), broken.batches)
+    names["step"] = broken.step
+    assert len(calls) == 2 + (2 + 3 + 1)
+    assert bits(params) == bits(two)
+
+
+LEAVES = {"a": np.float32([1, np.nan]), "b": np.float32([1, 2]), "c": np.float32([3e38] * 4), "d": np.float32([np.inf])}
+GOOD = jax.tree.map(np.ones_like, LEAVES)
+
+
+@pytest.mark.parametrize("where", ["alone", "accumulate", "partition", "twice"])
+def test_flags_by_leaf_are_those_of_the_last_bad_step(where):
+    """One of two leaves of a shape; a finite leaf of infinite norm; a good step after it; wrapped, or in a window."""
+    guard = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True)
+    others = {
+        "accumulate": shrewjax.accumulate(guard, 1),
+        "partition": optax.partition({"all": guard}, lambda p: "all"),
+    }
+    tx = others.get(where, guard)
+    step = quick_jit(lambda g, s: shrewjax.apply_gradients(tx, g, s, GOOD))
+    state = tx.init(GOOD)
+    assert flags_of(shrewjax.metrics(state)) == set()
+    steps = [LEAVES, GOOD] if where != "twice" else [LEAVES, GOOD | {"b": LEAVES["a"]}]
+    for grads in steps:
+        _, state = step(grads, state)
+    assert flags_of(shrewjax.metrics(state)) == ({"b"} if where == "twice" else {"a", "d"})
+    (skipped,) = (v for k, v in shrewjax.metrics(state).items() if k.endswith("/skipped"))
+    assert skipped == (2 if where == "twice" else 1)
+
+
+def test_flags_by_leaf_cost_no_read():
+    """Counted in the compiled program. A clip with leaves outside the guard is the other way."""
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(8)}
+    size = 8 * 512 * 512 * 4
+
+    def passes_of(tx):
+        def step(params, state, x):
+            grads = jax.grad(lambda p: sum(jnp.sum(jnp.tanh(x @ w)) for w in p.values()))(params)
+            return shrewjax.apply_gradients(tx, grads, state, params)
+
+        jitted = users_jit(step, donate_argnums=(0, 1))
+        program = jitted.lower(shapes, jax.eval_shape(tx.init, shapes), jnp.ones((2, 512))).compile()
+        return program.cost_analysis()["bytes accessed"] / size
+
+    def guard(**options):
+        return shrewjax.skip_nonfinite(optax.adamw(1e-3), **options)
+
+    plain = passes_of(guard())
+    assert passes_of(guard(leaves=True)) == pytest.approx(plain, abs=0.01)
+    outside = optax.chain(shrewjax.clip_by_global_norm(float("inf"), leaves=True), guard())
+    assert passes_of(outside) > plain + 2
+
+
+def test_a_nan_on_one_device_skips_the_step_on_all_and_names_its_leaf():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    tx = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True)
+    params = {"sharded": jnp.ones(8), "whole": jnp.ones(3)}
+    specs = {"sharded": jax.P("data"), "whole": jax.P()}
+    state_specs = jax.tree.map(lambda _: jax.P(), tx.init(params))
+
+    def step(params, state, grads):
+        params, state = shrewjax.apply_gradients(tx, grads, state, params)
+        return params, state, jax.lax.all_gather(state.skipped, "data")
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, state_specs, specs), out_specs=(specs, state_specs, jax.P("data"))
+    )
+    grads = {"sharded": jnp.ones(8).at[5].set(jnp.nan), "whole": jnp.ones(3)}
+    new, state, skipped = quick_jit(mapped)(params, tx.init(params), grads)
+    assert np.all(skipped == 1)
+    assert flags_of(shrewjax.metrics(state)) == {"sharded"}
+    np.testing.assert_array_equal(new["sharded"], params["sharded"])
+
+
+def test_gradients_of_another_tree_than_the_guards_raise():
+    tx = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True)
+    with pytest.raises(ValueError, match=r"gradient leaves \['b'\] need"):
+        tx.update({"b": jnp.ones(2)}, tx.init({"a": jnp.ones(2)}))
+    with pytest.raises(ValueError, match="leaves must be True or False"):
+        shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=1)
+
+
+# --- docs/guide/experts.md ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moe():
+    """The page's functions, parameters that never send a token to the last expert, and the gradients on one device."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        guide = SimpleNamespace(**page("guide/experts.md").names)
+    params = jax.tree.map(np.array, guide.initial(jax.random.key(0)))  # NumPy's, because steps donate
+    params["router"][:, -1] = params["router"][:, :2].mean(axis=1)
+    grads = quick_jit(jax.grad(guide.loss_fn))(params, guide.x, guide.y)
+    return guide, params, jax.tree.map(np.float64, jax.device_get(grads))
+
+
+def expert_norms(leaf):
+    return np.linalg.norm(leaf.reshape(len(leaf), -1), axis=1)
+
+
+def test_each_expert_has_its_norm_and_its_clip_under_jit_and_in_shard_map(moe):
+    guide, params, grads = moe
+    whole = np.sqrt(sum(np.sum(g**2) for g in grads.values()))
+    _, jitted, metrics, by_expert = guide.step(
+        guide.on_mesh(params), guide.one_by_one.init(guide.on_mesh(params)), guide.x, guide.y
+    )
+    _, mapped = guide.mapped_step(guide.on_mesh(params), guide.mapped_tx.init(guide.on_mesh(params)), guide.x, guide.y)
+    assert mapped[0].grad_norm == pytest.approx(whole, rel=1e-6)
+    for name in ("up", "down"):
+        expected = expert_norms(grads[name])
+        assert expected[-1] == 0 < expected[:-1].min()
+        scale = np.minimum(1, 0.01 / np.where(expected > 0, expected, 0.01))
+        for state in (jitted[0], mapped[1]):
+            np.testing.assert_allclose(state.grad_norm[name], expected * min(1, 1 / whole), rtol=1e-5)
+            np.testing.assert_allclose(state.clip_scale[name], scale, rtol=1e-5)
+        np.testing.assert_allclose(by_expert[name], expected, rtol=1e-5)
+    assert metrics["clip_by_leaf_norm/grad_norm_max"] == pytest.approx(
+        max(expert_norms(grads["up"]).max(), expert_norms(grads["down"]).max(), np.linalg.norm(grads["router"])),
+        rel=1e-5,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norm_of_experts_on_two_devices_is_that_of_all_and_a_devices_own_is_not(moe, dtype):
+    guide, *_ = moe
+    cast = functools.partial(jax.tree.map, lambda x: x.astype(dtype))
+    sharded = {"shared": jax.P(), "experts": jax.P("expert")}
+    two = {"experts": jax.P("expert")}
+    assert guide.norm_of(cast(guide.two), two) == pytest.approx(120**0.5, rel=1e-6)
+    assert guide.norm_of(cast(guide.four), sharded) == pytest.approx(10, rel=1e-6)
+
+    def mapped(function, out):
+        return quick_jit(jax.shard_map(function, mesh=guide.mesh, in_specs=(two,), out_specs=out))(cast(guide.two))
+
+    assert float(mapped(lambda g: shrewjax.grad_norm(g, jnp.inf), jax.P())) == 8
+    # The mistake: each device has the norm of its own experts. Their mean was DeepSpeed's.
+    own = np.float64(mapped(lambda g: optax.tree.norm(jax.tree.map(jnp.float32, g))[None], jax.P("expert")))
+    np.testing.assert_allclose(own, [20**0.5, 10], rtol=1e-6)
+    assert own.mean() == pytest.approx(7.236, abs=1e-3)
+
+
+def test_experts_beside_a_window_over_another_axis_are_counted_once(moe):
+    """Each row of devices adds up its own tokens; each column has its own experts."""
+    guide, params, _ = moe
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(auto, auto), devices=jax.devices()[:4])
+    specs = {"router": jax.P(), "up": jax.P("expert"), "down": jax.P("expert")}
+    tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), optax.sgd(0.1)), 2, sum_over="data")
+    placed = jax.device_put(params, {k: jax.sharding.NamedSharding(mesh, s) for k, s in specs.items()})
+    state = tx.init(placed)
+    state_specs = shrewjax.state_specs(state)
+
+    def own_forward(params, x):
+        gates = jax.nn.softmax(x @ params["router"])
+        chosen = gates * jax.nn.one_hot(jnp.argmax(gates, axis=-1), guide.experts)
+        chosen = jax.lax.dynamic_slice_in_dim(chosen, jax.lax.axis_index("expert") * 2, 2, axis=1)
+        hidden = jnp.tanh(jnp.einsum("bd,edf->ebf", x, params["up"]))
+        out = jnp.einsum("ebf,efd->bed", hidden, params["down"])
+        return jax.lax.psum(jnp.einsum("bed,be->bd", out, chosen), "expert")
+
+    def step(params, state, x, y):
+        own = own_params(params, "data")
+        grads = jax.grad(lambda p: jnp.mean((own_forward(p, x) - y) ** 2))(own)
+        return shrewjax.apply_gradients(tx, grads, state, params, weight=len(x))
+
+    mapped = quick_jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(specs, state_specs, jax.P("data"), jax.P("data")), out_specs=(specs, state_specs)
+        )
+    )
+    for i in range(2):
+        placed, state = mapped(placed, state, guide.x[i::2], guide.y[i::2])
+    grads = quick_jit(jax.grad(guide.loss_fn))(params, guide.x, guide.y)
+    expected = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(grads)))
+    assert shrewjax.metrics(state)["clip_by_global_norm/grad_norm"] == pytest.approx(expected, rel=1e-5)
+
+
+# --- docs/guide/windows.md: adapters -----------------------------------------------------------------------------
+
+
+class ClippedAdamW:
+    """clip_by_global_norm(1) and adamw(0.01) of a dictionary of arrays, in float64."""
+
+    def __init__(self, params):
+        self.params = {k: np.float64(v) for k, v in params.items()}
+        self.m, self.v = ({k: np.zeros_like(v) for k, v in self.params.items()} for _ in range(2))
+        self.t = 0
+
+    def step(self, grads):
+        self.t += 1
+        scale = 1 / max(1, np.sqrt(sum(np.sum(g**2) for g in grads.values())))
+        for k, g in grads.items():
+            self.m[k] = 0.9 * self.m[k] + 0.1 * scale * g
+            self.v[k] = 0.999 * self.v[k] + 0.001 * (scale * g) ** 2
+            update = self.m[k] / (1 - 0.9**self.t) / (np.sqrt(self.v[k] / (1 - 0.999**self.t)) + 1e-8)
+            self.params[k] = self.params[k] - 0.01 * (update + 1e-4 * self.params[k])
+
+
+def adapter_calls(guide, calls=9):
+    """Rows, masks and flushes of each call; the calls that close are other ones for each adapter."""
+    rng = np.random.default_rng(5)
+    for t in range(calls):
+        x, y = 0.2 * rng.normal(size=(guide.adapters, 5, 8)), rng.normal(size=(guide.adapters, 5, 4))
+        counts = rng.integers(0, 6, size=guide.adapters) * (rng.random(guide.adapters) < 0.8)
+        mask = np.arange(5) < counts[:, None]
+        yield np.float32(x), np.float32(y), np.float32(mask), np.array([t % 2 == 1, t % 3 == 2, t == 7])
+
+
+def of_adapter(tree, i):
+    return jax.tree.map(lambda x: np.array(x[i]), tree)
+
+
+def trained_adapters(guide, calls, step=None):
+    params = guide.new_adapters(jax.random.key(1))
+    state = jax.vmap(guide.adapter_tx.init)(params)
+    for call in calls:
+        params, state = (step or guide.all_adapters)(params, state, *call)
+    return params, state
+
+
+@pytest.fixture(scope="module")
+def adapters():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return SimpleNamespace(**page("guide/windows.md").names)
+
+
+def test_each_adapter_trains_as_if_it_were_alone(adapters):
+    """In float64, with gradients by hand. Micro-batches that count alike, whatever their rows, are the mistake."""
+    guide = adapters
+    kernel = np.float64(guide.kernel)
+    alone = [ClippedAdamW(of_adapter(guide.new_adapters(jax.random.key(1)), i)) for i in range(guide.adapters)]
+    sums = [[dict.fromkeys("ab", 0), 0] for _ in alone]
+    for x, y, mask, flush in adapter_calls(guide):
+        for i, adapter in enumerate(alone):
+            a, b = adapter.params["a"], adapter.params["b"]
+            error = (x[i] @ (kernel + a @ b) - y[i]) * mask[i][:, None] / 2  # mean over the four outputs
+            into = np.float64(x[i]).T @ error
+            sums[i][0] = {"a": sums[i][0]["a"] + into @ b.T, "b": sums[i][0]["b"] + a.T @ into}
+            sums[i][1] += mask[i].sum()
+            if flush[i]:
+                if sums[i][1]:
+                    adapter.step({k: g / sums[i][1] for k, g in sums[i][0].items()})
+                sums[i] = [dict.fromkeys("ab", 0), 0]
+    params, state = trained_adapters(guide, adapter_calls(guide))
+
+    def off(params):
+        return max(distance(of_adapter(params, i), x.params) for i, x in enumerate(alone))
+
+    tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adamw(1e-2)), 2**20)
+
+    def unweighted(adapter, opt_state, x, y, mask, flush):
+        count = jnp.maximum(jnp.sum(mask), 1)
+        grads = jax.grad(lambda p: guide.summed_loss(p, x, y, mask) / count)(adapter)
+        return shrewjax.apply_gradients(tx, grads, opt_state, adapter, flush=flush)
+
+    wrong, _ = trained_adapters(guide, adapter_calls(guide), quick_jit(jax.vmap(unweighted)))
+    print(f"adapters: {off(params):.0e}, micro-batches that count alike {off(wrong):.1e}")
+    assert off(params) < 1e-5 < 1e-3 < off(wrong)
+    np.testing.assert_array_equal(state.windows, [x.t for x in alone])
+
+
+def test_a_nan_of_one_adapter_leaves_the_bits_of_the_others(adapters):
+    guide = adapters
+    calls = list(adapter_calls(guide))
+    clean = trained_adapters(guide, calls)
+    calls[4][0][1, 0] = np.nan
+    calls[4][2][1, 0] = 1
+    params, state = trained_adapters(guide, calls)
+    for i in (0, 2):
+        assert bits(of_adapter((params, state), i)) == bits(of_adapter(clean, i))
+    np.testing.assert_array_equal(state.dropped, [0, 1, 0])
+    assert np.isfinite(params["a"]).all()
+    assert bits(of_adapter(params, 1)) != bits(of_adapter(clean[0], 1))
+
+
+# --- docs/guide/nonfinite.md: the loss scale ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def half():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return SimpleNamespace(**page("guide/nonfinite.md").names)
+
+
+def test_loss_scale_is_that_of_torchs_grad_scaler(half):
+    """With windows of one: torch's `_amp_update_scale_`, its defaults, and 2,500 steps of which some overflow."""
+    rng = np.random.default_rng(0)
+    overflows = (rng.random(2500) < 0.3) & (np.arange(2500) < 100)
+    overflows[150] = True
+    tx = shrewjax.accumulate(optax.identity(), 1, nonfinite="drop_microbatch")
+
+    def step(carry, overflowed):
+        state, scale = carry
+        _, after = tx.update(jnp.where(overflowed, jnp.inf, 1.0), state)
+        scale = half.next_scale(scale, state, after)
+        return (after, scale), scale.value
+
+    scan = quick_jit(lambda: jax.lax.scan(step, (tx.init(jnp.zeros(())), half.LossScale()), overflows)[1])
+    value, tracker, expected = 65536.0, 0, []
+    for overflowed in overflows:
+        value, tracker = (value * 0.5, 0) if overflowed else (value, tracker + 1)
+        if tracker == 2000:
+            value, tracker = value * 2, 0
+        expected.append(max(value, 1.0))
+        value = expected[-1]  # the guide's has a floor
+    np.testing.assert_array_equal(scan(), expected)
+    assert len({*expected}) > 10
+    assert any(b > a for a, b in itertools.pairwise(expected))
+
+
+def test_a_window_with_an_overflow_is_no_good_window(half):
+    """Four micro-batches a window: an overflow in the first, in the last, in all; then good ones."""
+    tx = shrewjax.accumulate(optax.identity(), 4, nonfinite="drop_microbatch")
+
+    def step(carry, overflowed):
+        state, scale = carry
+        _, after = tx.update(jnp.where(overflowed, jnp.inf, 1.0), state)
+        scale = half.next_scale(scale, state, after, growth_windows=2)
+        return (after, scale), scale
+
+    rows = [[1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    scan = quick_jit(lambda o: jax.lax.scan(step, (tx.init(jnp.zeros(())), half.LossScale()), o)[1])
+    scales = scan(np.ravel(rows).astype(bool))
+    np.testing.assert_array_equal(np.log2(scales.value[3::4]), [15, 14, 10, 10, 11, 11])
+    np.testing.assert_array_equal(scales.good[3::4], [0, 0, 0, 1, 0, 1])
+
+
+def test_scaled_float16_trains_as_float32_and_unscaled_does_not(half):
+    """Gradients near 1e-7: below float16's range without a scale. A scale that starts too high comes down."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(600, 32, 16)).astype(np.float32)
+    truth = rng.normal(size=16).astype(np.float32)
+
+    def loss_fn(params, x, y):
+        return jnp.mean(((x @ params["w"]).astype(jnp.float32) - y.astype(jnp.float32)) ** 2) * 1e-7
+
+    tx = shrewjax.accumulate(
+        optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adam(0.05, eps=1e-16)), 4, nonfinite="drop_microbatch"
+    )
+
+    def steps(dtype, first, adapts):
+        def step(carry, x):
+            params, state, scale = carry
+            y = x @ truth
+            low = jax.tree.map(lambda a: a.astype(dtype), (params, x, y))
+            grads = jax.grad(lambda p: scale.value * loss_fn(p, *low[1:]))(low[0])
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale.value, grads)
+            params, after = shrewjax.apply_gradients(tx, grads, state, params)
+            return (params, after, half.next_scale(scale, state, after, 50) if adapts else scale), ()
+
+        params = {"w": jnp.zeros(16)}
+        start = params, tx.init(params), half.LossScale(jnp.float32(first))
+        (params, state, scale), _ = quick_jit(lambda: jax.lax.scan(step, start, x))()
+        return distance(params["w"], truth), int(state.dropped), float(scale.value)
+
+    wide, *_ = steps(jnp.float32, 1.0, False)
+    unscaled, *_ = steps(jnp.float16, 1.0, False)
+    scaled, dropped, _ = steps(jnp.float16, 2.0**16, True)
+    high, dropped_high, last = steps(jnp.float16, 2.0**40, True)
+    print(f"float32 {wide:.1e}, unscaled {unscaled:.1e}, scaled {scaled:.1e} ({dropped} dropped), from 2^40 {high:.1e}")
+    assert scaled < 1.5 * wide + 1e-3
+    assert unscaled > 30 * scaled
+    assert high < 1.5 * wide + 1e-3
+    assert dropped_high > 0
+    assert last <= 2**24
+
+
+def test_where_every_micro_batch_overflows_the_scale_falls_and_parameters_stay(half):
+    params = {"w": jnp.full(3, 2.0)}
+    before = bits(params)
+    state, scale = half.half_tx.init(params), half.LossScale(jnp.float32(2**20))
+    for _ in range(5):
+        params, state, scale = half.half_step(params, state, scale, jnp.full((8, 3), 60000.0), jnp.zeros(8))
+    assert bits(params) == before
+    assert scale.value == 2**15
+
+
+# --- examples/fit_micro_batches.py -------------------------------------------------------------------------------
+
+
+def test_fit_example_finds_the_fewest_micro_batches_and_counts_what_they_do_not_shrink(capsys, tmp_path, monkeypatch):
+    """On two devices, each with half of the batch. The table is the oracle of the choice, arithmetic of a column."""
+    monkeypatch.setattr(fit_micro_batches, "LAYERS", 2)
+    arguments = ["--devices", "2", "--rows", "4096", "--most", "4", "--budget", "15", "--margin", "0"]
+    fit_micro_batches.main([*arguments, "--out", str(tmp_path / "new" / "fit.png")])
+    printed = capsys.readouterr().out
+    table = {
+        int(row[0]): [float(x) for x in row[1:]]
+        for row in re.findall(r"^ +(\d+) +(\S+) +(\S+) +(\S+) +(\S+)$", printed, re.M)
+    }
+    assert list(table) == [1, 2, 4]
+    in_mib = (3 * 4 * 256 * 256 * 4 + 2 * 2048 * 256 * 4) / 2**20  # parameters and two moments; half of x and of y
+    for held, results, temporaries, total in table.values():
+        assert held == pytest.approx(in_mib, abs=0.05)
+        assert held + results + temporaries == pytest.approx(total, abs=0.2)
+    fits = [k for k, row in table.items() if row[-1] <= 15]
+    assert 1 not in fits
+    assert f"fewest micro-batches within 15.0 MiB: {fits[0]}\n" in printed
+    with Image.open(tmp_path / "new" / "fit.png") as figure:
+        assert len(figure.getcolors(figure.width * figure.height)) > 20
+
+
+def test_fit_example_says_what_is_missing_if_nothing_fits():
+    mib = 2**20
+    memory = {k: fit_micro_batches.Memory(20 * mib, 0, t * mib) for k, t in ((1, 70), (2, 40), (4, 43))}
+    assert fit_micro_batches.fewest(iter(memory.items()), 60 * mib) == 2
+    with pytest.raises(
+        SystemExit, match=r"into 50.0 MiB: the least is 60.0 MiB, 10.0 MiB too much. .* 20.0 MiB are param"
+    ):
+        fit_micro_batches.fewest(iter(memory.items()), 50 * mib)
+    assert fit_micro_batches.divisors(24, 2) == [1, 2, 3, 4, 6, 12]
+    with pytest.raises(SystemExit, match="--devices 99 needs as many devices"):
+        fit_micro_batches.main(["--devices", "99"])
+
+
+# --- schedules, and a threshold from a run -----------------------------------------------------------------------
+
+
+def test_schedules_count_windows_inside_and_steps_of_whole_batches(adapters):
+    """By arithmetic: three windows at 1, 2/3 and 1/3. A schedule of micro-batches, not divided, is the mistake."""
+    assert float(adapters.weights["w"]) == pytest.approx(-(1 + 2 / 3 + 1 / 3), rel=1e-6)
+
+    def trained(tx, calls, k=1):
+        def step(carry, call):
+            params, state = carry
+            flush, weight, bad = call
+            loss_and_grad = shrewjax.value_and_grad(lambda p, x: p * jnp.mean(x), k)
+            _, grads = loss_and_grad(params, jnp.ones(4))
+            grads = jnp.where(bad, jnp.nan, grads)
+            if k == 1:
+                return shrewjax.apply_gradients(tx, grads, state, params, weight=weight, flush=flush), params
+            return shrewjax.apply_gradients(tx, grads, state, params), params
+
+        start = jnp.zeros(()), tx.init(jnp.zeros(()))
+        (params, _), _ = quick_jit(lambda calls: jax.lax.scan(step, start, calls))(
+            tuple(map(np.array, zip(*calls, strict=True)))
+        )
+        return float(params)
+
+    schedule = optax.linear_schedule(1.0, 0.0, 3)
+    plain = [(False, 1, False)] * 12
+    assert trained(shrewjax.accumulate(optax.sgd(schedule), 4), plain) == pytest.approx(-2, rel=1e-6)
+    wrong = shrewjax.accumulate(optax.sgd(optax.linear_schedule(1.0, 0.0, 12)), 4)
+    assert trained(wrong, plain) == pytest.approx(-(1 + 11 / 12 + 10 / 12), rel=1e-6)
+    # A window that is flushed after one counts; one of weight 0 and one that the guard skips do not.
+    rows = [(True, 1, False)] + [(False, 0, False)] * 4 + [(False, 1, True)] * 4 + [(False, 1, False)] * 4
+    guarded = shrewjax.accumulate(shrewjax.skip_nonfinite(optax.sgd(schedule)), 4)
+    assert trained(guarded, rows) == pytest.approx(-(1 + 2 / 3), rel=1e-6)
+    # A whole batch in four micro-batches is one step.
+    assert trained(optax.sgd(schedule), plain[:3], k=4) == pytest.approx(-2, rel=1e-6)
+
+
+def test_threshold_from_a_run_is_the_percentile_of_its_settled_norms():
+    """Log-normal norms have a known percentile: e to the 1.2816. Warm-up steps that stay in are the mistake."""
+    names = page("guide/clipping.md").names
+    threshold_from = names["threshold_from"]
+    norms = np.exp(normal(4100))
+    norms[:100] *= 100
+    norms[[300, 500]] = np.nan, np.inf
+    norms[[700, 900]] = 1e6
+    found, wrong = threshold_from(norms), threshold_from(norms, warmup_steps=0)
+    print(f"threshold {found / np.exp(1.2816) - 1:+.1%}, with warm-up {wrong / np.exp(1.2816) - 1:+.1%}")
+    assert found == pytest.approx(np.exp(1.2816), rel=0.05)
+    assert wrong > 1.1 * np.exp(1.2816)
+    settled = np.float64(names["norms"])[100:]
+    assert np.mean(settled > threshold_from(names["norms"])) == pytest.approx(0.1, abs=0.01)
