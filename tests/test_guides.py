@@ -341,9 +341,10 @@ def test_flags_by_leaf_cost_no_read():
     assert passes_of(outside) > plain + 2
 
 
-def test_a_nan_on_one_device_skips_the_step_on_all_and_names_its_leaf():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_nan_on_one_device_skips_the_step_on_all_and_names_its_leaf(check_vma):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    tx = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True)
+    tx = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True, sharded_over=None if check_vma else "data")
     params = {"sharded": jnp.ones(8), "whole": jnp.ones(3)}
     specs = {"sharded": jax.P("data"), "whole": jax.P()}
     state_specs = jax.tree.map(lambda _: jax.P(), tx.init(params))
@@ -353,7 +354,11 @@ def test_a_nan_on_one_device_skips_the_step_on_all_and_names_its_leaf():
         return params, state, jax.lax.all_gather(state.skipped, "data")
 
     mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(specs, state_specs, specs), out_specs=(specs, state_specs, jax.P("data"))
+        step,
+        mesh=mesh,
+        in_specs=(specs, state_specs, specs),
+        out_specs=(specs, state_specs, jax.P("data")),
+        check_vma=check_vma,
     )
     grads = {"sharded": jnp.ones(8).at[5].set(jnp.nan), "whole": jnp.ones(3)}
     new, state, skipped = quick_jit(mapped)(params, tx.init(params), grads)
