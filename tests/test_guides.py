@@ -4,6 +4,7 @@ import functools
 import itertools
 import pathlib
 import re
+from fractions import Fraction
 from types import SimpleNamespace
 
 import fit_micro_batches
@@ -152,6 +153,16 @@ def test_coefficients_are_those_of_the_definition(rl):
     for kind, (units, of) in (kinds | {"prompt mean": (prompts, "means")}).items():
         expected = shrewjax.spec.coefficients_spec(list(mask.ravel()), list(units), of)
         np.testing.assert_allclose(guide.c[kind].ravel(), expected, rtol=1e-15)
+
+
+def test_packed_rows_count_each_sequence_once():
+    """Against the definition in exact fractions; units that are rows are the mistake."""
+    names = page("guide/denominator.md").names
+    mask = [Fraction(int(m)) for m in np.ravel(names["counted"])]
+    expected = np.float64(shrewjax.spec.coefficients_spec(mask, np.ravel(names["row"]).tolist()))
+    np.testing.assert_allclose(np.ravel(names["token_means"](names["counted"], names["row"], 6)), expected, rtol=1e-6)
+    by_row = np.ravel(names["token_means"](names["counted"], jnp.arange(2)[:, None], 2))
+    assert distance(by_row, expected) > 0.1
 
 
 @pytest.mark.usefixtures("x64_only")
