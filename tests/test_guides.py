@@ -113,7 +113,7 @@ def rl():
         expected = quick_jit(lambda p: (large_losses(p, *batch), jax.jacrev(lambda p: large_losses(p, *batch))(p)))
         c = names["coefficients"](batch[4], PROMPT, PROMPTS)
         in_parts = quick_jit(names["loss_and_grad"])
-        yield (
+        return (
             SimpleNamespace(**names | {"params": params, "batch": batch, "c": c, "in_parts": in_parts}),
             expected(params),
         )
@@ -121,6 +121,7 @@ def rl():
 
 @pytest.fixture
 def x64_only():
+    """As `rl` runs the page. Each test has it for itself, because the fixture of a module would leave it on."""
     with jax.enable_x64(True):
         yield
 
@@ -155,8 +156,9 @@ def test_coefficients_are_those_of_the_definition(rl):
         np.testing.assert_allclose(guide.c[kind].ravel(), expected, rtol=1e-15)
 
 
+@pytest.mark.usefixtures("x64_only")
 def test_packed_rows_count_each_sequence_once():
-    """Against the definition in exact fractions; units that are rows are the mistake."""
+    """Against the definition in exact fractions. Units that are rows are the mistake."""
     names = page("guide/denominator.md").names
     mask = [Fraction(int(m)) for m in np.ravel(names["counted"])]
     expected = np.float64(shrewjax.spec.coefficients_spec(mask, np.ravel(names["row"]).tolist()))
@@ -224,6 +226,7 @@ def test_one_micro_batch_a_call_closes_with_the_large_batchs_gradient(rl):
     assert streamed == pytest.approx(float(expected), rel=1e-6)
 
 
+@pytest.mark.usefixtures("x64_only")
 def test_where_in_front_of_an_infinite_function_keeps_value_and_gradient_finite():
     masked_mean, x, c = (page("guide/denominator.md").names[k] for k in ("masked_mean", "x", "c_of_x"))
     found = [jax.value_and_grad(masked_mean)(1.0, x, c, where) for where in ("nowhere", "behind", "in front")]
@@ -285,7 +288,7 @@ def test_update_norm_rises_while_the_gradients_norm_does_not(broken):
         g = rng.choice([-1.0, 1.0], 100) if t < 50 else np.ones(100)
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
         expected.append(np.linalg.norm(m / (1 - 0.9 ** (t + 1)) / (np.sqrt(v / (1 - 0.999 ** (t + 1))) + 1e-8)))
-    np.testing.assert_allclose(broken.update_norms, expected, rtol=1e-5)
+    np.testing.assert_allclose(broken.update_norms, expected, rtol=1e-4)
     assert broken.update_norms[59] > 2 * max(broken.update_norms[30:50])
 
 
