@@ -4,6 +4,7 @@ import functools
 import itertools
 import pathlib
 import re
+from fractions import Fraction
 from types import SimpleNamespace
 
 import fit_micro_batches
@@ -112,7 +113,7 @@ def rl():
         expected = quick_jit(lambda p: (large_losses(p, *batch), jax.jacrev(lambda p: large_losses(p, *batch))(p)))
         c = names["coefficients"](batch[4], PROMPT, PROMPTS)
         in_parts = quick_jit(names["loss_and_grad"])
-        yield (
+        return (
             SimpleNamespace(**names | {"params": params, "batch": batch, "c": c, "in_parts": in_parts}),
             expected(params),
         )
@@ -120,6 +121,7 @@ def rl():
 
 @pytest.fixture
 def x64_only():
+    """As `rl` runs the page. Each test has it for itself, because the fixture of a module would leave it on."""
     with jax.enable_x64(True):
         yield
 
@@ -152,6 +154,17 @@ def test_coefficients_are_those_of_the_definition(rl):
     for kind, (units, of) in (kinds | {"prompt mean": (prompts, "means")}).items():
         expected = shrewjax.spec.coefficients_spec(list(mask.ravel()), list(units), of)
         np.testing.assert_allclose(guide.c[kind].ravel(), expected, rtol=1e-15)
+
+
+@pytest.mark.usefixtures("x64_only")
+def test_packed_rows_count_each_sequence_once():
+    """Against the definition in exact fractions. Units that are rows are the mistake."""
+    names = page("guide/denominator.md").names
+    mask = [Fraction(int(m)) for m in np.ravel(names["counted"])]
+    expected = np.float64(shrewjax.spec.coefficients_spec(mask, np.ravel(names["row"]).tolist()))
+    np.testing.assert_allclose(np.ravel(names["token_means"](names["counted"], names["row"], 6)), expected, rtol=1e-6)
+    by_row = np.ravel(names["token_means"](names["counted"], jnp.arange(2)[:, None], 2))
+    assert distance(by_row, expected) > 0.1
 
 
 @pytest.mark.usefixtures("x64_only")
@@ -213,6 +226,7 @@ def test_one_micro_batch_a_call_closes_with_the_large_batchs_gradient(rl):
     assert streamed == pytest.approx(float(expected), rel=1e-6)
 
 
+@pytest.mark.usefixtures("x64_only")
 def test_where_in_front_of_an_infinite_function_keeps_value_and_gradient_finite():
     masked_mean, x, c = (page("guide/denominator.md").names[k] for k in ("masked_mean", "x", "c_of_x"))
     found = [jax.value_and_grad(masked_mean)(1.0, x, c, where) for where in ("nowhere", "behind", "in front")]
@@ -274,7 +288,7 @@ def test_update_norm_rises_while_the_gradients_norm_does_not(broken):
         g = rng.choice([-1.0, 1.0], 100) if t < 50 else np.ones(100)
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
         expected.append(np.linalg.norm(m / (1 - 0.9 ** (t + 1)) / (np.sqrt(v / (1 - 0.999 ** (t + 1))) + 1e-8)))
-    np.testing.assert_allclose(broken.update_norms, expected, rtol=1e-5)
+    np.testing.assert_allclose(broken.update_norms, expected, rtol=1e-4)
     assert broken.update_norms[59] > 2 * max(broken.update_norms[30:50])
 
 
@@ -341,9 +355,10 @@ def test_flags_by_leaf_cost_no_read():
     assert passes_of(outside) > plain + 2
 
 
-def test_a_nan_on_one_device_skips_the_step_on_all_and_names_its_leaf():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_nan_on_one_device_skips_the_step_on_all_and_names_its_leaf(check_vma):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    tx = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True)
+    tx = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True, sharded_over=None if check_vma else "data")
     params = {"sharded": jnp.ones(8), "whole": jnp.ones(3)}
     specs = {"sharded": jax.P("data"), "whole": jax.P()}
     state_specs = jax.tree.map(lambda _: jax.P(), tx.init(params))
@@ -353,7 +368,11 @@ def test_a_nan_on_one_device_skips_the_step_on_all_and_names_its_leaf():
         return params, state, jax.lax.all_gather(state.skipped, "data")
 
     mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(specs, state_specs, specs), out_specs=(specs, state_specs, jax.P("data"))
+        step,
+        mesh=mesh,
+        in_specs=(specs, state_specs, specs),
+        out_specs=(specs, state_specs, jax.P("data")),
+        check_vma=check_vma,
     )
     grads = {"sharded": jnp.ones(8).at[5].set(jnp.nan), "whole": jnp.ones(3)}
     new, state, skipped = quick_jit(mapped)(params, tx.init(params), grads)
