@@ -298,7 +298,7 @@ def split_examples(arguments: dict[int, Any], steps: int) -> dict[int, Any]:
                 f"{name} has no axis of examples, but shape (). Leave the argument out of batch_argnums. Or give each "
                 "example its own number"
             )
-        (count, *rest), (first, of_first) = np.shape(x), next(iter(counts.items()), (name, len(x)))
+        (count, *rest), (first, of_first) = np.shape(x), next(iter(counts.items()), (name, np.shape(x)[0]))
         counts[name] = count
         if count != of_first:
             raise ValueError(f"{name} has {count} examples along its first axis, {first} has {of_first}")
