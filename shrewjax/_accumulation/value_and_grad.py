@@ -5,6 +5,7 @@ Data goes one way: split the batch, run `fun` on a micro-batch, decide whether i
 the aux. An argument of `fun` holds examples, a key or the carry, or it is the same for all micro-batches.
 """
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -308,9 +309,27 @@ def split_examples(arguments: dict[int, Any], steps: int) -> dict[int, Any]:
                 f"{-(-count // steps) * steps}, and let weight= count the real ones. If the loss is a mean, let fun "
                 "take it over the real ones, too"
             )
-        return jnp.asarray(x).reshape(count // steps, steps, *rest)
+        x = jnp.asarray(x)
+        devices = devices_along_first_axis(x)
+        if count // steps % devices:
+            padded = -(-count // (steps * devices)) * steps * devices
+            raise ValueError(
+                f"{name} has {count} examples, sharded over {devices} devices, in micro-batches of {count // steps}, "
+                f"which {devices} does not divide. Pad the batch to {padded}, and let weight= "
+                "count the real ones. Or use a mesh with Auto axes, on which examples may move between "
+                "devices"
+            )
+        return x.reshape(count // steps, steps, *rest)
 
     return jax.tree.map_with_path(split, arguments)
+
+
+def devices_along_first_axis(x: jax.Array) -> int:
+    """Returns over how many devices the type of an array shards its first axis: more than one on an Explicit mesh."""
+    sharding: Any = jax.typeof(x).sharding
+    names = sharding.spec[0] if sharding.spec else None
+    over = names if isinstance(names, tuple) else () if names is None else (names,)
+    return math.prod(sharding.mesh.shape[a] for a in over)
 
 
 def micro_batch_of(examples: dict[int, Any], i: Any) -> dict[int, Any]:

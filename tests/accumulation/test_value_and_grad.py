@@ -734,3 +734,25 @@ def test_an_extreme_of_a_float8_needs_no_infinity(dtype):
     assert {name: leaf.dtype.name for name, leaf in aux.items()} == {"max": dtype, "min": dtype}
     np.testing.assert_array_equal(aux["max"].astype(np.float32), [-0.5, np.nan])
     np.testing.assert_array_equal(aux["min"].astype(np.float32), [-8, np.nan])
+
+
+def test_on_an_explicit_mesh_each_device_must_have_examples_of_every_micro_batch():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def step(size):
+        x = jax.device_put(jnp.ones((size, INPUTS)), NamedSharding(mesh, P("data")))
+        return shrewjax.value_and_grad(lambda w, x: jnp.mean(x * w), 2)(jnp.float32(3), x)
+
+    with jax.set_mesh(mesh):
+        message = r"argument 1 has 12 examples, sharded over 4 devices, in micro-batches of 6, which 4 .* Pad .* to 16"
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(lambda: step(12))
+        value, grads = quick_jit(lambda: step(16))()
+    assert (float(value), float(grads)) == (3, 1)
+
+
+def test_nothing_is_nan_outside_of_jit_under_debug_nans():
+    with jax.debug_nans(True):
+        (value, aux), _ = shrewjax.value_and_grad(mean_loss, K, has_aux=True)(PARAMS, X, Y)
+    assert np.isfinite(value)
+    assert np.isfinite(aux["worst"])
