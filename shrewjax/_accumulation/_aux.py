@@ -135,7 +135,8 @@ def selected(kept: Flag, new: Any, old: Any) -> Any:
 
 def nan_unless(known: Flag, x: jax.Array) -> jax.Array:
     """Returns x, or NaN in its place if it is not known."""
-    return jnp.where(known, x, jnp.full_like(x, jnp.nan))
+    # A NaN that is made on the host, because outside of jit `jax_debug_nans` stops at `full_like`.
+    return jnp.where(known, x, np.asarray(np.nan).astype(x.dtype))
 
 
 def in_dtype_of(x: jax.Array, like: Any) -> jax.Array:

@@ -62,6 +62,19 @@ class GradAccumulator:
             noise_decay=noise_decay,
         )
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GradAccumulator) and self._arguments() == other._arguments()
+
+    def __hash__(self) -> int:
+        return hash(self._arguments())
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """Returns all arguments, so that equal accumulators are one static argument of `jax.jit`.
+
+        An array has no hash, and is equal to itself alone.
+        """
+        return tuple(id(x) if isinstance(x, jax.Array) else x for x in vars(self._window).values())
+
     @property
     def accum_steps(self) -> AccumSteps:
         """The number of micro-batches per window, as passed and checked."""

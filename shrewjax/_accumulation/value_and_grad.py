@@ -5,6 +5,7 @@ Data goes one way: split the batch, run `fun` on a micro-batch, decide whether i
 the aux. An argument of `fun` holds examples, a key or the carry, or it is the same for all micro-batches.
 """
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +17,8 @@ from jax import lax
 from shrewjax._accumulation._aux import COMBINE, AuxLeaves, AuxSums, in_dtype_of, nan_unless, selected
 from shrewjax._accumulation.window import GradAccumulatorState, Reduction, Window, begun, unknown_true
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import AxisName, as_varying, device_index, newly_varying, require_mapped, varying_axes
-from shrewjax._base.trees import check_unchanged
+from shrewjax._base.mesh import Axes, AxisName, as_varying, device_index, newly_varying, require_mapped, varying_axes
+from shrewjax._base.trees import check_unchanged, is_gradient
 
 
 class _Averaged(NamedTuple):
@@ -129,8 +130,9 @@ def value_and_grad(
       nonfinite: how to treat a non-finite micro-batch, see above. `"drop_microbatch"` reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum; by default the wider of float32 and the parameter's (complex for
         complex). Gradients are returned in the dtypes that `jax.value_and_grad` gives.
-      sum_over: the mapped axis, or axes, over which the batch is divided, see below. With `check_vma=False` and in
-        `jax.pmap`, pass `()` if the gradients are the same on every device, because no type tells it there.
+      sum_over: the mapped axis, or axes, over which the batch is divided, see below. `()` sums over no axis: each
+        device's results stay its own, for `accumulate(sum_over=)`. With `check_vma=False` and in `jax.pmap`, pass `()`
+        also if the gradients are the same on every device, because no type tells it there.
 
     Many devices: under plain `jax.jit`, a batch that is sharded over its examples needs no argument. XLA sums each
     device's own gradients in the loop, weighted or not, and reduces them once after it. This is tested for CUDA and
@@ -142,6 +144,10 @@ def value_and_grad(
     own, and sum(w g) and sum(w) cross the network once, after the loop. Pass parameters replicated over "data". Value,
     gradients and aux are returned replicated, except as the table says. A micro-batch that is non-finite on one device
     is so on all, so `"drop_microbatch"` also sends one flag for each micro-batch.
+
+    Inside a window of `accumulate(sum_over="data")`, pass `sum_over=()`, and parameters that are a device's own:
+    `jax.lax.pcast(params, "data", to="varying")`. Value, gradients and aux are then those of the device's own examples,
+    and nothing crosses the network before the window closes.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are
@@ -224,7 +230,8 @@ def value_and_grad(
 
         carried = [jax.tree.map(jnp.asarray, args[at]) for at in roles["carry_argnum"]]
         like = jax.eval_shape(run, 0, carried)
-        check_loss(like.averaged.value, axes)
+        params = tuple(args[at] for at in roles["argnums"])
+        own = own_axes(like.averaged.value, params, window.axes)
         check_carried(like.carried, carried, like.weight)
         aux_leaves = AuxLeaves(aux, like.aux, steps, sum_over)
 
@@ -237,15 +244,15 @@ def value_and_grad(
             if nonfinite != "propagate":
                 kept = kept & (added.dropped == so_far.window.dropped)
             aux_sums, stacked = aux_leaves.add(so_far.aux, its.aux, its.weight, kept)
-            return _SoFar(added, aux_sums, selected(kept, its.carried, so_far.carried)), stacked
+            after = _SoFar(added, aux_sums, selected(kept, its.carried, so_far.carried))
+            return sums_of_device(after, own), stacked
 
-        params = tuple(args[at] for at in roles["argnums"])
         zero = jnp.zeros((), like.averaged.value.dtype)
         opened = window.init(_Averaged(zero, params if isinstance(argnums, Sequence) else params[0]))
         # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
         sums = opened.gradient_sum._replace(value=Window(steps, sum_over=sum_over).init(zero).gradient_sum)
         start = _SoFar(opened._replace(gradient_sum=sums), aux_leaves.open(), carried)
-        end, stacked = lax.scan(add, start, jnp.arange(steps, dtype=jnp.int32))
+        end, stacked = lax.scan(add, sums_of_device(start, own), jnp.arange(steps, dtype=jnp.int32))
 
         taken, has_average, _ = window.close(begun(end.window))
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
@@ -258,6 +265,14 @@ def value_and_grad(
         return (value, (whole_aux, *end.carried) if has_carry else whole_aux), grads
 
     return value_and_grad_of_batch
+
+
+def sums_of_device(so_far: _SoFar, own: tuple[Hashable, ...]) -> _SoFar:
+    """Returns the loop's state with sums that, by their types, are each device's own, before and after each turn."""
+    if not own:
+        return so_far
+    window, aux = jax.tree.map(lambda x: as_varying(x, own), (so_far.window, so_far.aux))
+    return so_far._replace(window=window, aux=aux)
 
 
 def roles_of_arguments(given: Mapping[str, tuple[int, ...] | None], count: int) -> dict[str, tuple[int, ...]]:
@@ -299,7 +314,7 @@ def split_examples(arguments: dict[int, Any], steps: int) -> dict[int, Any]:
                 f"{name} has no axis of examples, but shape (). Leave the argument out of batch_argnums. Or give each "
                 "example its own number"
             )
-        (count, *rest), (first, of_first) = np.shape(x), next(iter(counts.items()), (name, len(x)))
+        (count, *rest), (first, of_first) = np.shape(x), next(iter(counts.items()), (name, np.shape(x)[0]))
         counts[name] = count
         if count != of_first:
             raise ValueError(f"{name} has {count} examples along its first axis, {first} has {of_first}")
@@ -309,9 +324,26 @@ def split_examples(arguments: dict[int, Any], steps: int) -> dict[int, Any]:
                 f"{-(-count // steps) * steps}, and let weight= count the real ones. If the loss is a mean, let fun "
                 "take it over the real ones, too"
             )
-        return jnp.asarray(x).reshape(count // steps, steps, *rest)
+        x = jnp.asarray(x)
+        devices = devices_along_first_axis(x)
+        if count // steps % devices:
+            padded = -(-count // (steps * devices)) * steps * devices
+            raise ValueError(
+                f"{name} has {count} examples, sharded over {devices} devices, in micro-batches of {count // steps}, "
+                f"which {devices} does not divide. Pad the batch to {padded}, and let weight= count the real ones. Or "
+                "use a mesh with Auto axes, on which examples may move between devices"
+            )
+        return x.reshape(count // steps, steps, *rest)
 
     return jax.tree.map_with_path(split, arguments)
+
+
+def devices_along_first_axis(x: jax.Array) -> int:
+    """Returns over how many devices the type of an array shards its first axis: more than one on an Explicit mesh."""
+    sharding: Any = jax.typeof(x).sharding
+    names = sharding.spec[0] if sharding.spec else None
+    over = names if isinstance(names, tuple) else () if names is None else (names,)
+    return math.prod(sharding.mesh.shape[a] for a in over)
 
 
 def micro_batch_of(examples: dict[int, Any], i: Any) -> dict[int, Any]:
@@ -345,16 +377,26 @@ def aux_and_carry(returned: Any) -> tuple[Any, Any]:
     return aux, carry
 
 
-def check_loss(loss: Any, axes: tuple[Hashable, ...]) -> None:
-    """Raises if the loss may differ between devices along a mapped axis that `sum_over` does not have."""
+def own_axes(loss: Any, params: Any, sum_over: Axes) -> tuple[Hashable, ...]:
+    """Returns the mapped axes along which a device's results stay its own. Raises if the loss differs along others.
+
+    They are those along which the loss and all parameters differ, and only with `sum_over=()`. If parameters were the
+    same on every device, JAX would sum their gradients over devices in each micro-batch.
+    """
+    axes = sum_over or ()
     along = sorted(varying_axes(loss) - set(axes), key=str)
+    leaves = [x for x in jax.tree.leaves(trees.parameter_arrays(params)) if is_gradient(x)]
+    if along and sum_over == () and all(set(along) <= varying_axes(x) for x in leaves):
+        return tuple(along)
     if along:
         wanted = (*axes, *along)
         raise ValueError(
             f"the loss may differ between devices along {', '.join(map(repr, along))}, which is not in sum_over. "
             f"Pass sum_over={wanted if len(wanted) > 1 else along[0]!r} if devices have different examples. Otherwise "
-            "reduce the loss in fun, for example with jax.lax.pmean"
+            "reduce the loss in fun, for example with jax.lax.pmean. To keep each device's own gradients, pass "
+            f"sum_over=(), and the parameters as jax.lax.pcast(params, {tuple(along)}, to='varying')"
         )
+    return ()
 
 
 def check_carried(new: list[Any], carried: list[Any], weight: Any) -> None:

@@ -31,7 +31,7 @@ from shrewjax._accumulation import _micro_batch, _noise
 from shrewjax._accumulation._micro_batch import checked_gradients, is_nonfinite_micro_batch, norm_of_gradients
 from shrewjax._base import arguments, trees
 from shrewjax._base.branches import Flag
-from shrewjax._base.mesh import AxisName, require_replicated, require_sum_over
+from shrewjax._base.mesh import AxisName, require_replicated, require_sum_over, varying_axes
 from shrewjax._base.states import described, fields, increment_if
 from shrewjax._base.trees import is_gradient
 from shrewjax._numerics import floats
@@ -187,7 +187,8 @@ class Window:
         weight = arguments.weight(weight, {(), state.weight_sum.shape})
         value = None if value is None else arguments.value_of_loss(value, {(), state.weight_sum.shape})
         if not self.axes:
-            require_replicated("weight", weight)
+            if varying_axes(weight) - varying_axes(state.weight_sum):
+                require_replicated("weight", weight)
             require_replicated("value", value)
         dtype = state.weight_sum.dtype
         one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)

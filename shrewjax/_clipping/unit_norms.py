@@ -304,10 +304,8 @@ def clip_by_block_rms(
         counts = sizes(units.leaves, axes=[of_leaf.within for of_leaf in units.sharding], unit_dims=units.dims)
         # The norm is compared, not the RMS, because rounding could put the RMS of ones above a threshold of 1. The test
         # is `test_a_block_of_ones_has_a_root_mean_square_of_one`.
-        of_ones, inverses = (
-            units.stacked([floats.extended_number(max(n, 1) ** power, norms[0].mantissa.dtype) for n in counts])
-            for power in (0.5, -0.5)
-        )
+        roots = [floats.root_of_count(n, norms[0].mantissa.dtype) for n in counts]
+        of_ones, inverses = (units.stacked([pair[i] for pair in roots]) for i in (0, 1))
         limits = [floats.product(scaling.as_limit(threshold, n), n) for n in of_ones]
         rms = list(map(floats.product, norms, inverses))
         scales = scaling.clip_scales(norms, limits)

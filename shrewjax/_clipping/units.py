@@ -122,7 +122,9 @@ class Units:
         # A unit with zero norm never counts as clipped.
         is_clipped = [scale.applies & (norm.mantissa != 0) for scale, norm in zip(scales, norms, strict=True)]
         clipped = leaf_sums([flag.astype(jnp.float32) for flag in is_clipped], axes=self._across)
-        return jnp.sum(jnp.stack(clipped)) / max(sum(sizes(is_clipped, axes=self._across)), 1)
+        units = sum(sizes(is_clipped, axes=self._across))  # may be symbolic (tests/promises/test_export.py)
+        divisor = max(units, 1) if isinstance(units, int) else jnp.maximum(jnp.asarray(units, jnp.float32), 1)
+        return jnp.sum(jnp.stack(clipped)) / divisor
 
     def with_numbers(self, tree: chex.ArrayTree, numbers: Sequence[Any], absent: float) -> chex.ArrayTree:
         """Returns a state's tree with new numbers, which come stacked, and `absent` for leaves without a gradient."""

@@ -53,7 +53,7 @@ from shrewjax._numerics.floats import (
     to_extended,
     upcast,
 )
-from shrewjax._numerics.reductions import any_device, elements, leaf_maxima, leaf_sums
+from shrewjax._numerics.reductions import any_device, are_known, elements, leaf_maxima, leaf_sums
 
 
 class _Range(NamedTuple):
@@ -210,7 +210,8 @@ def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes
         # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large leaf
         # gets its own copy of the scalar: a clamp between equal bounds.
         own = [
-            lax.clamp(factor, s, factor) if x.size > 2**14 else factor for x, s in zip(leaves, leaf_powers, strict=True)
+            factor if are_known([x.size]) and x.size <= 2**14 else lax.clamp(factor, s, factor)
+            for x, s in zip(leaves, leaf_powers, strict=True)
         ]
         terms = [_power(x, p, dtype, of_leaf) for x, of_leaf in zip(_unknown(leaves), own, strict=True)]
         again = jnp.stack(leaf_sums(terms, axes=axes))

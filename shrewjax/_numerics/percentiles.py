@@ -245,7 +245,7 @@ def _selected(leaves: Sequence[Any], rule: Rule, start: jax.Array | None) -> Sel
         nothing = jnp.zeros((0,) if scope == "leaf" else (), result_dtype)
         bits, none = floats.magnitude_bits(nothing), nothing.astype(jnp.float32)
         return Selected(nothing, bits, none, none, jnp.zeros((), jnp.int32))
-    count = jnp.asarray(counts, count_dtype(max(counts)))
+    count = jnp.asarray(counts, count_dtype(counts))
 
     def order_statistic(considered: jax.Array) -> OrderStatistic:
         return apply_method(virtual_index(rule.percentile, considered), method, result_dtype)

@@ -76,9 +76,14 @@ def leaf_counts(
     return _over_devices(lax.psum, partials, axes)
 
 
-def count_dtype(largest: int) -> Any:
-    """Returns the narrowest dtype that holds the largest count, because 64-bit integers are slower."""
-    return jnp.dtype(jnp.uint32 if largest <= _LARGEST_COUNT else jnp.uint64)
+def are_known(counts: Sequence[Any]) -> bool:
+    """Returns whether all counts are numbers. In `jax.export`, a dimension of a leaf may be symbolic."""
+    return all(isinstance(n, int) for n in counts)
+
+
+def count_dtype(counts: Sequence[int]) -> Any:
+    """Returns the narrowest dtype that holds each count, because 64-bit integers are slower."""
+    return jnp.dtype(jnp.uint32 if are_known(counts) and max(counts) <= _LARGEST_COUNT else jnp.uint64)
 
 
 def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
@@ -87,7 +92,7 @@ def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
     This is for reductions of all elements together. The smallest leaves of each dtype become one vector, which copies
     at most 1/256 of all elements.
     """
-    if may_be_partitioned():
+    if may_be_partitioned() or not are_known([x.size for x in leaves]):
         return [(x,) for x in leaves]
     left = sum(x.size for x in leaves) // 256
     large: dict[Any, list[Any]] = {}
@@ -235,7 +240,7 @@ def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Any) -> jax
 def _leaf_counts(flags: Callable[..., Sequence[jax.Array]], dtype: Any, *of_leaf: Any) -> jax.Array:
     """Returns a count per flag, of this dtype. The leaf itself is counted in 32 bits if they suffice for it."""
     wanted = flags(*of_leaf)
-    ones = [flag.astype(count_dtype(wanted[0].size)) for flag in wanted]
+    ones = [flag.astype(count_dtype([wanted[0].size])) for flag in wanted]
     return jnp.stack(_reduce_together(ones, lax.add, range(wanted[0].ndim))).astype(dtype)
 
 

@@ -1,4 +1,4 @@
-"""A window that is closed without a last micro-batch keeps its loss, and hands it to the optimizer inside."""
+"""A window that is closed without a last micro-batch keeps its loss; equal accumulators are one static argument."""
 
 import jax
 import jax.numpy as jnp
@@ -108,3 +108,36 @@ def test_a_window_closed_outside_of_jit_leaves_a_state_that_can_be_donated(close
     assert len(set(buffers)) == len(buffers)
     step = jax.jit(lambda state, params: tx.update(GRADS, state, params, value=1.0)[1], donate_argnums=0)
     assert step(state, params).micro_step == 1
+
+
+def test_equal_accumulators_are_one_static_argument():
+    def schedule(windows):
+        return 2
+
+    given = [
+        {"accum_steps": 2, "sum_over": "data", "accumulator_dtype": np.float32, "noise_decay": 0.5},
+        {"accum_steps": schedule, "nonfinite": "drop_window", "reduction": "sum"},
+    ]
+    for options in given:
+        one, other = shrewjax.GradAccumulator(**options), shrewjax.GradAccumulator(**options)
+        assert one == other
+        assert hash(one) == hash(other)
+        assert one != shrewjax.GradAccumulator(**options | {"reduction": "sum_over_weights"})
+        assert one != shrewjax.GradAccumulator(**options | {"accum_steps": 5})
+    assert shrewjax.GradAccumulator(2) != 2
+    # An array may be traced, so it is equal to itself alone.
+    of_array = shrewjax.GradAccumulator(jnp.int32(3))
+    assert {of_array: "found"}[of_array] == "found"
+    assert of_array != shrewjax.GradAccumulator(jnp.int32(3))
+
+    traces = []
+
+    def add(accumulator, state, grads):
+        traces.append(accumulator)
+        return accumulator.add(state, grads)
+
+    jitted = jax.jit(add, static_argnums=0)
+    for _ in range(2):
+        accumulator = shrewjax.GradAccumulator(2)
+        jitted(accumulator, accumulator.init(PARAMS), PARAMS)
+    assert len(traces) == 1

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, lenient, quick_jit
+from helpers import bits, lenient, own_params, quick_jit
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -734,3 +734,62 @@ def test_an_extreme_of_a_float8_needs_no_infinity(dtype):
     assert {name: leaf.dtype.name for name, leaf in aux.items()} == {"max": dtype, "min": dtype}
     np.testing.assert_array_equal(aux["max"].astype(np.float32), [-0.5, np.nan])
     np.testing.assert_array_equal(aux["min"].astype(np.float32), [-8, np.nan])
+
+
+def test_on_an_explicit_mesh_each_device_must_have_examples_of_every_micro_batch():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def step(size):
+        x = jax.device_put(jnp.ones((size, INPUTS)), NamedSharding(mesh, P("data")))
+        return shrewjax.value_and_grad(lambda w, x: jnp.mean(x * w), 2)(jnp.float32(3), x)
+
+    with jax.set_mesh(mesh):
+        message = r"argument 1 has 12 examples, sharded over 4 devices, in micro-batches of 6, which 4 .* Pad .* to 16"
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(lambda: step(12))
+        value, grads = quick_jit(lambda: step(16))()
+    assert (float(value), float(grads)) == (3, 1)
+
+
+def test_nothing_is_nan_outside_of_jit_under_debug_nans():
+    with jax.debug_nans(True):
+        (value, aux), _ = shrewjax.value_and_grad(mean_loss, K, has_aux=True)(PARAMS, X, Y)
+    assert np.isfinite(value)
+    assert np.isfinite(aux["worst"])
+
+
+def test_windows_of_whole_batches_send_one_all_reduce_and_equal_the_large_batch():
+    # With parameters of its own, a device keeps its gradients, and the window sums them over devices as it closes.
+    tx = shrewjax.accumulate(optax.sgd(0.5), 2, sum_over="data")
+    own_batch = shrewjax.value_and_grad(
+        masked_loss, 2, sum_over=(), **WEIGHTED | {"aux": {"error": "mean", "worst": "max"}}
+    )
+    mesh = mesh_of()
+    params = placed(jax.tree.map(jnp.asarray, PARAMS), mesh, P())
+    state = tx.init(params)
+    specs = shrewjax.state_specs(state)
+
+    def on_device(params, state, *batch):
+        (value, _), grads = own_batch(own_params(params, "data"), *batch)
+        weight = number(params, *batch).astype(jnp.float32)
+        return shrewjax.apply_gradients(tx, grads, state, params, weight=weight, value=value)
+
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), specs, *[P("data")] * 3), out_specs=(P(), specs))
+    half = len(MANY_X) // 2
+    halves = [[x[:half] for x in (MANY_X, MANY_Y, MANY_COUNTS)], [x[half:] for x in (MANY_X, MANY_Y, MANY_COUNTS)]]
+    step = quick_jit(mapped).lower(params, state, *halves[0]).compile()
+    assert len(re.findall(r" all-reduce(?:-start)?\(", step.as_text())) == 1
+    new, state = step(*step(params, state, *halves[0]), *halves[1])
+
+    (value, _), grads = jax.value_and_grad(masked_loss, has_aux=True)(PARAMS, MANY_X, MANY_Y, MANY_COUNTS)
+    close(new, jax.tree.map(lambda p, g: jnp.asarray(p - 0.5 * g), PARAMS, grads))
+    np.testing.assert_allclose(state.value, value, rtol=1e-6)
+
+
+def test_gradients_that_jax_would_sum_in_each_micro_batch_are_refused():
+    # If parameters are the same on every device, JAX adds up the devices' gradients, and does not average them.
+    step = shrewjax.value_and_grad(lambda *args: masked_loss(*args)[0], K, sum_over=())
+    with pytest.raises(
+        ValueError, match=r"the loss may differ .* pass sum_over=\(\), and the parameters as jax.lax.pcast"
+    ):
+        on_each_device(step, mesh_of())(PARAMS, MANY_X, MANY_Y, MANY_COUNTS)
