@@ -214,9 +214,9 @@ def value_and_grad(
             replaced = own_params | micro_batch_of(examples, i)
             replaced |= {at: folded_keys(f"argument {at}", args[at], first_number + i) for at in roles["rng_argnums"]}
             replaced |= dict(zip(roles["carry_argnum"], carried, strict=True))
-            arguments = [replaced.get(at, x) for at, x in enumerate(args)]
-            its_weight = 1 if weight is None else weight(*arguments, **kwargs)
-            returned, grads = micro_value_and_grad(*arguments, **kwargs)
+            its_arguments = [replaced.get(at, x) for at, x in enumerate(args)]
+            its_weight = 1 if weight is None else arguments.weight(weight(*its_arguments, **kwargs), {()})
+            returned, grads = micro_value_and_grad(*its_arguments, **kwargs)
             loss, its_aux = returned if has_aux else (returned, ())
             if has_carry:
                 its_aux, *carried = aux_and_carry(its_aux)

