@@ -84,7 +84,10 @@ def _as_array(path: KeyPath, leaf: Any, what: str) -> Any:
         return jnp.asarray(leaf) if is_foreign else leaf
     if isinstance(leaf, bool | int | float | complex):
         return jnp.asarray(leaf)
-    raise ValueError(f"{what} leaf {leaf_name(path)} must be an array or a number, got {leaf!r}")
+    raise ValueError(
+        f"{what} leaf {leaf_name(path)} must be an array or a number, got {leaf!r}. Pass the arrays alone, in Equinox "
+        "eqx.filter(model, eqx.is_inexact_array)"
+    )
 
 
 def _holds_gradients(dtype: Any) -> bool:
