@@ -163,7 +163,7 @@ def accumulate(
         already reduced over `sum_over`, or not reduced without `sum_over`; devices may disagree on when a window
         closes; types do not record whether gradients are reduced, and `sum_over` is missing; `init` finds no mesh; the
         state is another transformation's; an extra argument's name is a near miss.
-      AssertionError: from chex, while tracing: the gradients' structure or a leaf's shape differs from the parameters
+      AssertionError: while tracing: the gradients' structure or a leaf's shape differs from the parameters
         passed to `init`, or inner changes the structure, shapes or dtypes of its state.
 
     Example:

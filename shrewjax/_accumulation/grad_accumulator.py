@@ -9,7 +9,7 @@ import optax
 from shrewjax._accumulation.window import AccumSteps, GradAccumulatorState, Nonfinite, Reduction, Window
 from shrewjax._base import arguments
 from shrewjax._base.mesh import AxisName
-from shrewjax._base.states import increment_if
+from shrewjax._base.states import increment_if, require_own
 
 
 class GradAccumulator:
@@ -80,10 +80,12 @@ class GradAccumulator:
           weight: its number of examples or tokens, as in `accumulate`.
           value: its loss, as in `accumulate`. The state has the window's mean in `value` after `take`.
         """
+        require_own(state, GradAccumulatorState)
         return self._window.advance(state, grads, weight, value).state
 
     def ready(self, state: GradAccumulatorState) -> jax.Array:
         """Returns whether the window is full. Shape (), bool."""
+        require_own(state, GradAccumulatorState)
         return state.micro_step >= self._window.steps(state.windows)
 
     def take(self, state: GradAccumulatorState) -> tuple[Any, jax.Array, GradAccumulatorState]:
@@ -112,6 +114,7 @@ class GradAccumulator:
         idle one, because only that branch returns its operands without a copy. `jax.lax.cond` puts the other one first
         on a GPU, and then copies parameters and optimizer state on every call.
         """
+        require_own(state, GradAccumulatorState)
         taken, has_average, closed = self._window.close(state)
         average = optax.tree.where(has_average, taken.gradients, optax.tree.zeros_like(taken.gradients))
         closed = closed._replace(
@@ -123,6 +126,7 @@ class GradAccumulator:
 
     def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
         """Discards the open window. `windows`, `dropped`, `value` and the averages of the noise stay unchanged."""
+        require_own(state, GradAccumulatorState)
         # The sums are not cleared, because the next micro-batch overwrites them.
         return state._replace(
             micro_step=jnp.zeros_like(state.micro_step),
@@ -140,6 +144,7 @@ class GradAccumulator:
         """
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight, value))):
             raise ValueError("step decides on the host and cannot be traced. Use add, ready and take under jit")
+        require_own(state, GradAccumulatorState)
         weight = arguments.weight(weight, {(), state.weight_sum.shape})  # checked here, because jit hides its value
         state = _jitted_add(self, state, grads, weight, value)
         if not self.ready(state):
@@ -149,6 +154,7 @@ class GradAccumulator:
 
     def current_step(self, state: GradAccumulatorState) -> jax.Array:
         """Returns the number of micro-batches in the open window. Shape (), int32."""
+        require_own(state, GradAccumulatorState)
         return state.micro_step
 
 

@@ -142,9 +142,8 @@ def value_and_grad(
       sum_over: the mapped axis, or axes, over which the batch is divided, see below. With `check_vma=False` and in
         `jax.pmap`, pass `()` if the gradients are the same on every device, because no type tells it there.
 
-    A `clip_cotangent` inside a mean loss is K times as tight in a micro-batch, because cotangents carry K / B there, not
-    1 / B. Sum the loss, with `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the
-    micro-batch.
+    A `clip_cotangent` inside a mean loss is K times as tight in a micro-batch, because cotangents carry K / B there.
+    Sum the loss, with `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the micro-batch.
 
     Many devices: under plain `jax.jit`, a batch that is sharded over its examples needs no argument. XLA sums each
     device's own gradients in the loop, weighted or not, and reduces them once after it (tested for CUDA and TPU). With
