@@ -37,22 +37,22 @@ class AuxLeaves:
     """The leaves of the aux, each with the name of its reduction."""
 
     def __init__(self, names: Any, like: Any, steps: int, sum_over: Any) -> None:
-        leaves, self._structure = jax.tree.flatten_with_path(like)
+        leaves, structure = jax.tree.flatten_with_path(like)
+        self._structure: Any = structure
         self._paths = [path for path, _ in leaves]
         self._like = [x for _, x in leaves]
-        self._steps = steps
         self._names = _names_of_leaves(names, like)
         self._window = Window(steps, sum_over=sum_over)
         self._sum_over = self._window.axes or ()
         for (path, x), name in zip(leaves, self._names, strict=True):
             _check_aux_leaf(trees.leaf_name(path), x, name)
 
-    def check_shapes(self, of_whole_batch: Callable[[], Any]) -> None:
+    def check_shapes(self, of_whole_batch: Callable[[], Any], size: int) -> None:
         """Raises if an averaged leaf has another shape for the whole batch, because its mean would mix examples.
 
-        It traces `fun` for the whole batch, but only if an averaged leaf is no scalar.
+        It traces `fun` for the whole batch, but only if an axis of such a leaf is a multiple of the micro-batch's size.
         """
-        if self._steps == 1 or not any(x.ndim for x in self._of(self._like, "mean")):
+        if not any(n % size == 0 for x in self._of(self._like, "mean") for n in x.shape):
             return
         try:
             whole = jax.eval_shape(of_whole_batch)

@@ -255,7 +255,9 @@ def value_and_grad(
             its_aux = fun(*jax.tree.map(lambda x: x, [own_params.get(at, x) for at, x in enumerate(args)]), **kwargs)[1]
             return aux_and_carry(its_aux)[0] if has_carry else its_aux
 
-        aux_leaves.check_shapes(aux_of_whole_batch)
+        split = jax.tree.leaves(examples)
+        if steps > 1 and split:
+            aux_leaves.check_shapes(aux_of_whole_batch, split[0].shape[0])
 
         def add(so_far: _SoFar, i: jax.Array) -> tuple[_SoFar, list[jax.Array]]:
             """Returns the sums with micro-batch i added, and those of its leaves that are stacked."""

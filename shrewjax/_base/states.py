@@ -32,13 +32,14 @@ def fields(state: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(state, name) for name in names}
 
 
-def require_own(state: Any, kind: type) -> None:
+def require_own(
+    state: Any, kind: type, order: str = "update(grads, state, params) or apply_gradients(tx, grads, state, params)"
+) -> None:
     """Raises unless this is the state that a rule's own `init` makes. Rules that read no state do not call it."""
     if not isinstance(state, kind):
         raise ValueError(
             f"state must be the {kind.__name__} that init made or the last update returned, got {type(state).__name__}."
-            " Pass the state of this transformation, in the order update(grads, state, params) or "
-            "apply_gradients(tx, grads, state, params)"
+            f" Pass the state of this transformation, in the order {order}"
         )
 
 

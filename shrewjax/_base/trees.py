@@ -111,7 +111,7 @@ def check_unchanged(new: Any, old: Any, what: str) -> None:
 
 def require_structure(given: Any, expected: Any, requirement: str, remedy: str = "") -> None:
     """Raises if two trees differ in structure, and names leaves. The message has requirement, leaves and remedy."""
-    structures = [jax.tree.structure(x) for x in (given, expected)]
+    structures: list[Any] = [jax.tree.structure(x) for x in (given, expected)]
     if structures[0] == structures[1]:
         return
     came, wanted = ({path for path, _ in jax.tree.leaves_with_path(x)} for x in (given, expected))

@@ -157,15 +157,15 @@ WRONG_CALLS = {
     ),
     "gradients and state swapped: GradAccumulator.add": (
         lambda: WINDOW.add(GRADS, WINDOW.init(PARAMS)),
-        r"^state must be the GradAccumulatorState .* got dict\. ",
+        r"^state must be the GradAccumulatorState .* got dict\. .* add\(state, grads\)",
     ),
     "gradients and state swapped: GradAccumulator.step": (
         lambda: WINDOW.step(GRADS, WINDOW.init(PARAMS)),
-        r"^state must be the GradAccumulatorState .* got dict\. ",
+        r"^state must be the GradAccumulatorState .* got dict\. .* add\(state, grads\)",
     ),
     "parameters as the state: GradAccumulator.take": (
         lambda: WINDOW.take(PARAMS),
-        r"^state must be the GradAccumulatorState .* got dict\. ",
+        r"^state must be the GradAccumulatorState .* got dict\. .* add\(state, grads\)",
     ),
     **{
         f"state and parameters swapped: {name}": (
