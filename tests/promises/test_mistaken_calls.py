@@ -269,10 +269,10 @@ def test_aux_whose_size_is_that_of_a_micro_batch_by_chance_is_averaged():
 def test_aux_of_a_function_that_takes_no_other_batch_size_is_averaged():
     def loss(params, x, y):
         assert len(x) == 2, "this function takes micro-batches of two examples"
-        return loss_fn(params, x, y), jnp.mean(x, axis=0)
+        return loss_fn(params, x, y), jnp.mean(x, axis=0)[:2]
 
     (_, aux), _ = quick_jit(shrewjax.value_and_grad(loss, 4, has_aux=True))(WEIGHTS, X, Y)
-    np.testing.assert_allclose(aux, np.mean(X, axis=0), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(aux, np.mean(X, axis=0)[:2], rtol=1e-5, atol=1e-7)
 
 
 def test_aux_whose_axes_are_no_multiples_of_a_micro_batch_costs_no_other_trace_of_the_function():
