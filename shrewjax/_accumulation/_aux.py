@@ -37,13 +37,37 @@ class AuxLeaves:
     """The leaves of the aux, each with the name of its reduction."""
 
     def __init__(self, names: Any, like: Any, steps: int, sum_over: Any) -> None:
-        leaves, self._structure = jax.tree.flatten_with_path(like)
+        leaves, structure = jax.tree.flatten_with_path(like)
+        self._structure: Any = structure
+        self._paths = [path for path, _ in leaves]
         self._like = [x for _, x in leaves]
         self._names = _names_of_leaves(names, like)
         self._window = Window(steps, sum_over=sum_over)
         self._sum_over = self._window.axes or ()
         for (path, x), name in zip(leaves, self._names, strict=True):
             _check_aux_leaf(trees.leaf_name(path), x, name)
+
+    def check_shapes(self, of_whole_batch: Callable[[], Any], size: int) -> None:
+        """Raises if an averaged leaf has another shape for the whole batch, because its mean would mix examples.
+
+        It traces `fun` for the whole batch, but only if an axis of such a leaf is a multiple of the micro-batch's size.
+        """
+        if not any(n % size == 0 for x in self._of(self._like, "mean") for n in x.shape):
+            return
+        try:
+            whole = jax.eval_shape(of_whole_batch)
+        except Exception:
+            return  # fun takes no other number of examples, so that no other shape is known
+        if jax.tree.structure(whole) != self._structure:
+            return
+        averaged = (self._of(leaves, "mean") for leaves in (self._paths, self._like, jax.tree.leaves(whole)))
+        for path, x, large in zip(*averaged, strict=True):
+            if x.shape != large.shape:
+                raise ValueError(
+                    f"leaf {trees.leaf_name(path)} of the aux has shape {x.shape} for a micro-batch and {large.shape} "
+                    "for the whole batch, so its 'mean' would mix examples. Give it 'stack' in aux=. Or average it "
+                    "over the examples in fun"
+                )
 
     def _of(self, leaves: Sequence[Any], *names: str) -> list[Any]:
         """Returns the leaves that are reduced by one of these names."""
@@ -89,6 +113,11 @@ def _names_of_leaves(names: Any, like: Any) -> list[str]:
 
 def _check_aux_leaf(leaf: str, x: Any, name: str) -> None:
     """Raises if the leaf's dtype cannot be reduced by this name."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"leaf {leaf} of the aux is a PRNG key, which cannot be reduced or stacked. Leave it out of the aux. Or "
+            'return jax.random.key_data of it, with "stack" or "last" in aux='
+        )
     is_number = jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(

@@ -38,7 +38,6 @@ from shrewjax._numerics.reductions import all_finite, any_device
 
 def checked_gradients(grads: chex.ArrayTree, gradient_sum: chex.ArrayTree, axes: Axes) -> chex.ArrayTree:
     """Returns the gradients as arrays, with rows if the accumulator has them. Raises if a leaf does not fit it."""
-    what = "accumulator"
     grads = trees.gradient_arrays(grads)
     if axes and is_mapped(axes):
 
@@ -53,9 +52,7 @@ def checked_gradients(grads: chex.ArrayTree, gradient_sum: chex.ArrayTree, axes:
             return grad[None] if is_gradient(grad) else grad
 
         grads = jax.tree.map_with_path(row, grads)
-    elif axes:
-        what = f"accumulator, which has a row for each device along {', '.join(map(repr, axes))}"
-    same_leaves(grads, gradient_sum, what=what)
+    same_leaves(grads, gradient_sum, axes)
 
     def check(path: trees.KeyPath, total: jax.Array, grad: Any) -> None:
         if grad is None or grad.dtype == jax.dtypes.float0 or not (is_gradient(grad) or is_gradient(total)):
@@ -115,36 +112,50 @@ def without_rows(grads: chex.ArrayTree, axes: Axes) -> chex.ArrayTree:
     return jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), grads)
 
 
-def same_leaves(grads: Any, gradient_sum: Any, *, what: str) -> None:
+def same_leaves(grads: Any, gradient_sum: Any, axes: Axes) -> None:
     """Raises, while tracing, unless gradients have the accumulator's structure and shapes.
 
     A gradient of None fits every leaf, and so does any shape if one of the two leaves is no gradient. The check adds no
-    operation to the program. `what` names the accumulator in messages.
+    operation to the program.
     """
-    given, expected = (
-        dict(jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)) for tree in (grads, gradient_sum)
-    )
-    wrong = [f"{leaf_name(path)} is missing" for path in expected.keys() - given.keys()]
-    wrong += [
-        f"{leaf_name(path)} is unexpected"
-        for path, leaf in given.items()
-        if leaf is not None and expected.get(path) is None
-    ]
-    filled = grads
-    if not wrong:
+    sums = jax.tree.leaves_with_path(gradient_sum, is_leaf=lambda x: x is None)
+    without_sum = {path for path, total in sums if total is None}
 
-        def fill(total: Any, grad: Any) -> Any:
-            return grad if grad is not None and is_gradient(grad) and is_gradient(total) else total
+    def filled(path: trees.KeyPath, grad: Any) -> Any:
+        return 0 if grad is None and path not in without_sum else grad
 
-        filled = jax.tree.map(fill, gradient_sum, grads)
-    chex.assert_trees_all_equal_structs(
-        filled,
+    given = jax.tree.map_with_path(filled, grads, is_leaf=lambda x: x is None)
+    trees.require_structure(
+        given,
         gradient_sum,
-        custom_message=f"the gradients differ in structure from the {what}: {', '.join(sorted(wrong)) or 'nodes'}",
+        "the gradients must have the structure of the accumulator",
+        ". Pass gradients like the parameters that init got, with None for a leaf without one",
     )
-    chex.assert_trees_all_equal_shapes(
-        filled, gradient_sum, custom_message=f"the gradients differ in shape from the {what}"
-    )
+
+    def check(path: trees.KeyPath, total: Any, grad: Any) -> None:
+        is_measured = hasattr(grad, "dtype") and is_gradient(grad) and is_gradient(total)
+        if is_measured and grad.shape != total.shape:
+            raise AssertionError(
+                f"gradient leaf {leaf_name(path)} must have the shape of its accumulator, {total.shape}, got "
+                f"{grad.shape}. {_remedy_of_shape(grad.shape, total.shape, axes)}"
+            )
+
+    jax.tree.map_with_path(check, gradient_sum, given)
+
+
+def _remedy_of_shape(given: tuple[int, ...], expected: tuple[int, ...], axes: Axes) -> str:
+    """Returns what to do about a gradient of another shape than its accumulator's."""
+    if axes and not is_mapped(axes):
+        return (
+            f"With sum_over={axes!r}, gradients outside of jax.shard_map have a row for each device. Call the step "
+            f"inside jax.shard_map over {', '.join(map(repr, axes))}. Or, if jax.jit reduces them, leave out sum_over"
+        )
+    if axes and given[1:] == expected[1:]:
+        return (
+            "The state came with the rows of all devices. Pass the state to jax.shard_map with "
+            "in_specs=shrewjax.state_specs(opt_state), and return it with the same out_specs"
+        )
+    return "Pass gradients of the parameters that init got. Or call init with the parameters of these gradients"
 
 
 RowAxes = tuple[Hashable, ...]

@@ -4,7 +4,9 @@
 `check_window` are the calls of a train step beside `tx.update`.
 """
 
+import difflib
 import inspect
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import chex
@@ -26,7 +28,7 @@ from shrewjax._accumulation.window import (
 from shrewjax._base import arguments, trees
 from shrewjax._base.branches import Flag, run_if
 from shrewjax._base.mesh import AxisName
-from shrewjax._base.states import State, increment_if, without_variables
+from shrewjax._base.states import State, increment_if, require_own, without_variables
 from shrewjax._base.trees import Tree, is_gradient
 from shrewjax._numerics import floats
 from shrewjax._skipping.wrapping import Gradients, Params, inner_transformation, run_or_skip, update_or_apply, wrapper
@@ -53,7 +55,7 @@ def accumulate(
     `update` takes three more arguments. Inner does not receive the first two:
 
     * `weight=1`: the micro-batch's number of examples or tokens. A real scalar, traced or not: 0, or between 2**-30 and
-      2**100. Sums in float32 add whole numbers exactly up to 2**24; use larger units above.
+      2**100. A boolean is 0 or 1. Sums in float32 add whole numbers exactly up to 2**24; use larger units above.
     * `flush=False`: closes the window with this call, however many micro-batches it has. A bool, traced or not.
     * `value=None`: the micro-batch's loss, a real scalar. Inner gets the window's, averaged as the gradients are, and
       the average as `grad`, as `optax.lbfgs` takes it. If one micro-batch comes without a `value`, it is inf.
@@ -106,8 +108,9 @@ def accumulate(
     Raises:
       ValueError: an argument is not as described; `inner` was returned by `accumulate`; a gradient does not fit its
         accumulator's kind; by its type, a gradient is already reduced over `sum_over`, or not reduced without it;
-        devices may disagree on when a window closes; `sum_over` is missing or `init` finds no mesh.
-      AssertionError: from chex, while tracing: the gradients' structure or a leaf's shape differs from the parameters
+        devices may disagree on when a window closes; `sum_over` is missing or `init` finds no mesh; the state is
+        another transformation's; an extra argument that inner does not declare has a similar name, such as `weights`.
+      AssertionError: while tracing: the gradients' structure or a leaf's shape differs from the parameters
         passed to `init`, or inner changes the structure, shapes or dtypes of its state.
 
     Example:
@@ -154,6 +157,9 @@ def accumulate(
         value: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, AccumulateState]:
+        require_own(state, AccumulateState)
+        _check_names(wrapped, extra_args)
+
         def advance_and_run() -> tuple[Any, AccumulateState]:
             grads, closes = gradients(), arguments.flag("flush", flush)
             # A call that adds nothing, as `flush` is one, needs no value, and inner gets the one that the window has.
@@ -172,6 +178,24 @@ def accumulate(
         return run_or_skip(runs, advance_and_run, state, params, apply=apply, changed=changed)
 
     return Accumulation(init_fn, wrapper(step_fn))
+
+
+def _check_names(inner: optax.GradientTransformation, extra_args: Mapping[str, Any]) -> None:
+    """Raises if an extra argument is a near miss of one that `accumulate` takes, which inner would get unnoticed."""
+    taken = ("weight", "flush", "value", "grad")
+    for name in extra_args.keys() - {*taken}:
+        # 0.8 finds swapped, doubled and missing letters, and a plural. Optax's own `value_fn` and `grad_fn` are below.
+        for meant in difflib.get_close_matches(name, taken, n=1, cutoff=0.8):
+            if not _declares(inner, name):
+                raise ValueError(
+                    f"{name}= is no argument of accumulate, and near {meant}=. Pass {meant}=. If inner takes {name}=, "
+                    "let its update declare it, or give it another name"
+                )
+
+
+def _declares(tx: optax.GradientTransformation, name: str) -> bool:
+    """Returns whether the transformation's `update` names this argument, so that it does not vanish."""
+    return name in inspect.signature(tx.update).parameters
 
 
 class Accumulation(optax.GradientTransformationExtraArgs):
@@ -312,12 +336,14 @@ def apply_gradients(
       grads: the gradients.
       opt_state: its state.
       params: the parameters.
-      **extra_args: passed to `tx.update`, `weight` and `flush` included.
+      **extra_args: passed to `tx.update`, `weight` and `flush` included. These two need an accumulation in `tx`, at any
+        depth, unless `tx.update` itself declares them.
 
     Returns:
       The new parameters and the new state.
 
     Raises:
+      ValueError: `weight` or `flush` without a window in `opt_state`; a parameter is no array or number.
       The errors of `tx.update`.
 
     Example:
@@ -331,9 +357,15 @@ def apply_gradients(
 
     Source: the result is that of `tx.update` and `optax.apply_updates`, Optax's own two calls.
     """
+    wanted = [name for name in ("weight", "flush") if name in extra_args and not _declares(tx, name)]
+    if wanted and not isinstance(tx, Accumulation) and not _windows_in(opt_state):
+        raise ValueError(
+            f"{wanted[0]}= needs a window, and opt_state has none. Wrap the optimizer in accumulate. Or leave out "
+            f"{wanted[0]}="
+        )
     # Outside of jit, a skipped step would otherwise return the caller's own NumPy arrays, which then share memory
     # (tests/promises/test_train_steps.py, "returns_jax_arrays_too").
-    params = jax.tree.map(jnp.asarray, params)
+    params = jax.tree.map(jnp.asarray, trees.parameter_arrays(params))
     return update_or_apply(tx, lambda: grads, opt_state, params, apply=True, runs=True, **extra_args)
 
 
@@ -404,7 +436,7 @@ def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
     Raises:
       AssertionError: from chex; under `chex.chexify` when the program runs.
       RuntimeError: from chex, in a jitted function that is not inside `chex.chexify`.
-      ValueError: the state contains no window.
+      ValueError: the state contains no window; `accum_steps` is a function.
 
     Example:
       >>> tx = accumulate(optax.sgd(0.1), 2)
@@ -418,16 +450,27 @@ def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
 
     Source: the checks are value assertions of chex, with the contract of `chex.chexify`.
     """
-    nodes = jax.tree.leaves(without_variables(opt_state), is_leaf=lambda x: isinstance(x, WINDOW_STATES))
-    windows = [x for x in nodes if isinstance(x, WINDOW_STATES)]
+    if callable(accum_steps):
+        raise ValueError(
+            f"accum_steps must be a number of micro-batches, got {accum_steps!r}. Pass the schedule's value for this "
+            "window, accum_steps(state.windows)"
+        )
+    windows = _windows_in(opt_state)
     if not windows:
         raise ValueError("opt_state must contain a window of accumulate or GradAccumulator, got a state with no window")
-    _assert_values(jnp.isfinite(weight) & (jnp.asarray(weight) >= 0), f"weight must be finite and >= 0, got {weight}")
+    is_valid = jnp.isfinite(weight) & (jnp.asarray(weight, dtype=float) >= 0)
+    _assert_values(is_valid, f"weight must be finite and >= 0, got {weight}")
     for window in windows:
         longest = accum_steps - isinstance(window, AccumulateState)
         in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
         _assert_values(in_range, f"micro_step must be between 0 and {longest}")
         _assert_values(jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0), "weight_sum must be finite and >= 0")
+
+
+def _windows_in(opt_state: Any) -> list[Any]:
+    """Returns the windows in a state, at any depth."""
+    nodes = jax.tree.leaves(without_variables(opt_state), is_leaf=lambda x: isinstance(x, WINDOW_STATES))
+    return [x for x in nodes if isinstance(x, WINDOW_STATES)]
 
 
 def _assert_values(is_valid: jax.Array, message: str) -> None:

@@ -9,7 +9,7 @@ import optax
 from shrewjax._accumulation.window import AccumSteps, GradAccumulatorState, Nonfinite, Reduction, Window
 from shrewjax._base import arguments
 from shrewjax._base.mesh import AxisName
-from shrewjax._base.states import increment_if
+from shrewjax._base.states import increment_if, require_own
 
 
 class GradAccumulator:
@@ -93,10 +93,12 @@ class GradAccumulator:
           weight: its number of examples or tokens, as in `accumulate`.
           value: its loss, as in `accumulate`. The state has the window's mean in `value` after `take`.
         """
+        _require_window(state)
         return self._window.advance(state, grads, weight, value).state
 
     def ready(self, state: GradAccumulatorState) -> jax.Array:
         """Returns whether the window is full. Shape (), bool."""
+        _require_window(state)
         return state.micro_step >= self._window.steps(state.windows)
 
     def take(self, state: GradAccumulatorState) -> tuple[Any, jax.Array, GradAccumulatorState]:
@@ -125,6 +127,7 @@ class GradAccumulator:
         idle one, because only that branch returns its operands without a copy. `jax.lax.cond` puts the other one first
         on a GPU, and then copies parameters and optimizer state on every call.
         """
+        _require_window(state)
         taken, has_average, closed = self._window.close(state)
         average = optax.tree.where(has_average, taken.gradients, optax.tree.zeros_like(taken.gradients))
         closed = closed._replace(
@@ -136,6 +139,7 @@ class GradAccumulator:
 
     def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
         """Discards the open window. `windows`, `dropped`, `value` and the averages of the noise stay unchanged."""
+        _require_window(state)
         # The sums are not cleared, because the next micro-batch overwrites them.
         return state._replace(
             micro_step=jnp.zeros_like(state.micro_step),
@@ -153,6 +157,7 @@ class GradAccumulator:
         """
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight, value))):
             raise ValueError("step decides on the host and cannot be traced. Use add, ready and take under jit")
+        _require_window(state)
         weight = arguments.weight(weight, {(), state.weight_sum.shape})  # checked here, because jit hides its value
         state = _jitted_add(self, state, grads, weight, value)
         if not self.ready(state):
@@ -162,7 +167,12 @@ class GradAccumulator:
 
     def current_step(self, state: GradAccumulatorState) -> jax.Array:
         """Returns the number of micro-batches in the open window. Shape (), int32."""
+        _require_window(state)
         return state.micro_step
+
+
+def _require_window(state: Any) -> None:
+    require_own(state, GradAccumulatorState, "add(state, grads)")
 
 
 # Jitted once for the class, because an object that holds a jitted function cannot be pickled.

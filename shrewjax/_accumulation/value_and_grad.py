@@ -6,7 +6,7 @@ the aux. An argument of `fun` holds examples, a key or the carry, or it is the s
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,7 +17,16 @@ from jax import lax
 from shrewjax._accumulation._aux import COMBINE, AuxLeaves, AuxSums, in_dtype_of, nan_unless, selected
 from shrewjax._accumulation.window import GradAccumulatorState, Reduction, Window, begun, unknown_true
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import Axes, AxisName, as_varying, device_index, newly_varying, require_mapped, varying_axes
+from shrewjax._base.mesh import (
+    Axes,
+    AxisName,
+    as_varying,
+    device_index,
+    is_replicated_over,
+    newly_varying,
+    require_mapped,
+    varying_axes,
+)
 from shrewjax._base.trees import check_unchanged, is_gradient
 
 
@@ -116,23 +125,27 @@ def value_and_grad(
       has_aux: whether `fun` returns a pair.
       batch_argnums: the positions of the arguments that hold examples, trees of arrays. None: all except those of
         `argnums`, `rng_argnums` and `carry_argnum`. All other arguments, and those passed by keyword, reach every
-        micro-batch whole.
+        micro-batch whole. They may hold no PRNG key, and those by keyword no array of B rows.
       weight: a function of `fun`'s arguments for one micro-batch, which returns its number of examples or tokens. This
-        is a real scalar, 0 or between 2**-30 and 2**100. None: all micro-batches have the same weight.
-      aux: how the aux is reduced, see above: one name for all leaves, or a tree prefix of names.
+        is a real scalar, 0 or between 2**-30 and 2**100, or a boolean. None: all micro-batches have the same weight.
+      aux: how the aux is reduced, see above: one name for all leaves, or a tree prefix of names. A leaf whose shape
+        depends on the number of examples has no `"mean"`.
       rng_argnums: the positions of the arguments that are trees of PRNG keys, typed or raw. Micro-batch i gets
         `jax.random.fold_in(key, i)`. On device d along `sum_over`, it gets `fold_in(key, d * K + i)`.
       carry_argnum: the position of an argument that each micro-batch passes on to the next, such as batch statistics.
         `fun` then returns `(loss, (aux, carry))`, and the result is `((value, (aux, carry)), grads)`. With `sum_over`,
         each device has its own carry, unless `fun` reduces it.
-      reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss: sum(l) / sum(w) and
-        sum(g) / sum(w). `"sum"`: sum(l) and sum(g).
+      reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss, with `weight`:
+        sum(l) / sum(w) and sum(g) / sum(w). `"sum"`: sum(l) and sum(g).
       nonfinite: how to treat a non-finite micro-batch, see above. `"drop_microbatch"` reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum; by default the wider of float32 and the parameter's (complex for
         complex). Gradients are returned in the dtypes that `jax.value_and_grad` gives.
       sum_over: the mapped axis, or axes, over which the batch is divided, see below. `()` sums over no axis: each
         device's results stay its own, for `accumulate(sum_over=)`. With `check_vma=False` and in `jax.pmap`, pass `()`
         also if the gradients are the same on every device, because no type tells it there.
+
+    A `clip_cotangent` inside a mean loss is K times as tight in a micro-batch, because cotangents carry K / B there.
+    Sum the loss, with `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the micro-batch.
 
     Many devices: under plain `jax.jit`, a batch that is sharded over its examples needs no argument. XLA sums each
     device's own gradients in the loop, weighted or not, and reduces them once after it. This is tested for CUDA and
@@ -156,8 +169,9 @@ def value_and_grad(
     Raises:
       ValueError: an argument is not as described; an argument has two roles; an array of examples has no axis, or
         another number of examples than the first array, or a number that K does not divide; `aux` does not fit the aux;
-        `sum_over` is no mapped axis; or, inside `shard_map`, loss or gradients are not reduced and `sum_over` is
-        missing.
+        a parameter is not floating; a key or an array of B rows comes as described under `batch_argnums`; `sum_over` is
+        no mapped axis; or, inside `shard_map`, the loss is not reduced and `sum_over` is missing, or it is reduced
+        already.
       AssertionError: `fun` returns a carry of another structure, shape or dtype.
 
     Example:
@@ -197,6 +211,11 @@ def value_and_grad(
     window = Window(
         steps, reduction=reduction, nonfinite=nonfinite, accumulator_dtype=accumulator_dtype, sum_over=sum_over
     )
+    if reduction == "sum_over_weights" and weight is None:
+        raise ValueError(
+            "reduction='sum_over_weights' needs weight=, because it divides by the weights, got weight=None. Pass a "
+            "function that returns the number of examples. Or pass reduction='mean' for a mean loss, 'sum' for a sum"
+        )
     axes = window.axes or ()
     given = {
         "argnums": arguments.positions("argnums", argnums),
@@ -207,10 +226,14 @@ def value_and_grad(
     micro_value_and_grad = jax.value_and_grad(fun, argnums, has_aux)
 
     def value_and_grad_of_batch(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        roles = roles_of_arguments(given, len(args))
+        roles = roles_of_arguments(given, len(args), kwargs)
         require_mapped("sum_over", axes)
         first_number = device_index(axes) * steps if axes else 0
+        check_parameters({at: args[at] for at in roles["argnums"]})
         examples = split_examples({at: args[at] for at in roles["batch_argnums"]}, steps)
+        if steps > 1:
+            with_role = {at for positions in roles.values() for at in positions}
+            check_whole({at: x for at, x in enumerate(args) if at not in with_role}, kwargs, examples)
         # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
         # micro-batch (tests/accumulation/test_value_and_grad.py, "cross_the_network_once").
         own_params = {at: jax.tree.map(lambda x: as_varying(x, axes), args[at]) for at in roles["argnums"]}
@@ -220,9 +243,9 @@ def value_and_grad(
             replaced = own_params | micro_batch_of(examples, i)
             replaced |= {at: folded_keys(f"argument {at}", args[at], first_number + i) for at in roles["rng_argnums"]}
             replaced |= dict(zip(roles["carry_argnum"], carried, strict=True))
-            arguments = [replaced.get(at, x) for at, x in enumerate(args)]
-            its_weight = 1 if weight is None else _relative_weight(weight(*arguments, **kwargs), reduction)
-            returned, grads = micro_value_and_grad(*arguments, **kwargs)
+            its_arguments = [replaced.get(at, x) for at, x in enumerate(args)]
+            its_weight = 1 if weight is None else _relative_weight(weight(*its_arguments, **kwargs), reduction)
+            returned, grads = micro_value_and_grad(*its_arguments, **kwargs)
             loss, its_aux = returned if has_aux else (returned, ())
             if has_carry:
                 its_aux, *carried = aux_and_carry(its_aux)
@@ -234,6 +257,15 @@ def value_and_grad(
         own = own_axes(like.averaged.value, params, window.axes)
         check_carried(like.carried, carried, like.weight)
         aux_leaves = AuxLeaves(aux, like.aux, steps, sum_over)
+
+        def aux_of_whole_batch() -> Any:
+            """Returns the aux that `jax.value_and_grad` would return. Copies the trees, because fun may change them."""
+            its_aux = fun(*jax.tree.map(lambda x: x, [own_params.get(at, x) for at, x in enumerate(args)]), **kwargs)[1]
+            return aux_and_carry(its_aux)[0] if has_carry else its_aux
+
+        split = jax.tree.leaves(examples)
+        if steps > 1 and split:
+            aux_leaves.check_shapes(aux_of_whole_batch, split[0].shape[0])
 
         def add(so_far: _SoFar, i: jax.Array) -> tuple[_SoFar, list[jax.Array]]:
             """Returns the sums with micro-batch i added, and those of its leaves that are stacked."""
@@ -275,8 +307,11 @@ def sums_of_device(so_far: _SoFar, own: tuple[Hashable, ...]) -> _SoFar:
     return so_far._replace(window=window, aux=aux)
 
 
-def roles_of_arguments(given: Mapping[str, tuple[int, ...] | None], count: int) -> dict[str, tuple[int, ...]]:
+def roles_of_arguments(
+    given: Mapping[str, tuple[int, ...] | None], count: int, keywords: Collection[str]
+) -> dict[str, tuple[int, ...]]:
     """Returns the positions of each role's arguments, counted from the front. Raises if an argument has two roles."""
+    plural = "" if count == 1 else "s"
     roles: dict[str, tuple[int, ...]] = {}
     taken: dict[int, str] = {}
     for name, positions in given.items():
@@ -285,12 +320,16 @@ def roles_of_arguments(given: Mapping[str, tuple[int, ...] | None], count: int) 
             if not positions:
                 raise ValueError(
                     f"no argument holds examples, because the call has {count} positional argument"
-                    f"{'' if count == 1 else 's'}, in {', '.join(dict.fromkeys(taken.values()))}. Pass the batch by "
+                    f"{plural}, in {', '.join(dict.fromkeys(taken.values()))}. Pass the batch by "
                     "position. Or pass batch_argnums=() if there is none"
                 )
         for at in positions:
             if not -count <= at < count:
-                raise ValueError(f"{name} has the position {at}, but {count} arguments came by position")
+                came = f"{name} has the position {at}, but {count} argument{plural} came by position"
+                remedy = (
+                    f", and by keyword {', '.join(keywords)}. Pass what {name} names by position" if keywords else ""
+                )
+                raise ValueError(came + remedy)
             if at % count in taken:
                 raise ValueError(
                     f"argument {at % count} is in {taken[at % count]} and in {name}. Give it one of the two"
@@ -309,15 +348,21 @@ def split_examples(arguments: dict[int, Any], steps: int) -> dict[int, Any]:
 
     def split(path: trees.KeyPath, x: Any) -> jax.Array:
         name = f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
+        others = tuple(at for at in arguments if at != path[0].key)
         if np.ndim(x) == 0:
+            check_key(name, x, path[0].key)
             raise ValueError(
-                f"{name} has no axis of examples, but shape (). Leave the argument out of batch_argnums. Or give each "
-                "example its own number"
+                f"{name} has no axis of examples, but shape (). If it is the same for all micro-batches, pass "
+                f"batch_argnums={others}. If each example has its own, pass an array of them"
             )
         (count, *rest), (first, of_first) = np.shape(x), next(iter(counts.items()), (name, np.shape(x)[0]))
         counts[name] = count
         if count != of_first:
-            raise ValueError(f"{name} has {count} examples along its first axis, {first} has {of_first}")
+            check_key(name, x, path[0].key)
+            raise ValueError(
+                f"{name} has {count} examples along its first axis, {first} has {of_first}. If argument {path[0].key} "
+                f"is the same for all micro-batches, pass batch_argnums={others}"
+            )
         if count % steps:
             raise ValueError(
                 f"{name} has {count} examples, which micro_batches={steps} does not divide. Pad the batch to "
@@ -344,6 +389,52 @@ def devices_along_first_axis(x: jax.Array) -> int:
     names = sharding.spec[0] if sharding.spec else None
     over = names if isinstance(names, tuple) else () if names is None else (names,)
     return math.prod(sharding.mesh.shape[a] for a in over)
+
+
+def check_key(name: str, x: Any, at: int | None) -> None:
+    """Raises if a leaf is a PRNG key, or looks like a raw one. `at` is the argument's position, if it has one."""
+    dtype: Any = getattr(x, "dtype", np.object_)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and np.shape(x) in ((2,), (4,))):
+        remedy = "it by position, and its position in rng_argnums=" if at is None else f"rng_argnums={at}"
+        raise ValueError(
+            f"{name} is a PRNG key, and each micro-batch needs its own. Pass {remedy}. If all shall have the same one, "
+            "let fun close over it"
+        )
+
+
+def check_whole(arguments: dict[int, Any], keywords: dict[str, Any], examples: dict[int, Any]) -> None:
+    """Raises if arguments that every micro-batch gets whole hold PRNG keys, or those by keyword as many rows as B."""
+    sizes = {x.shape[0] * x.shape[1] for x in jax.tree.leaves(examples)}
+
+    def check(path: trees.KeyPath, x: Any) -> None:
+        of, at = path[0].key, path[0].key if path[0].key in arguments else None
+        name = f"{'keyword argument' if at is None else 'argument'} {of}{jax.tree_util.keystr(path[1:])}"
+        check_key(name, x, at)
+        if at is None and np.ndim(x) and np.shape(x)[0] in sizes:
+            raise ValueError(
+                f"{name} has {np.shape(x)[0]} rows, as many as the batch has examples, but every micro-batch gets "
+                "arguments by keyword whole. Pass it by position. If it holds no examples, let fun close over it"
+            )
+
+    jax.tree.map_with_path(check, arguments)
+    jax.tree.map_with_path(check, keywords)
+
+
+def check_parameters(params: dict[int, Any]) -> None:
+    """Raises if a leaf to differentiate with respect to is neither floating nor complex."""
+
+    def check(path: trees.KeyPath, x: Any) -> None:
+        dtype: Any = getattr(x, "dtype", np.object_)
+        if not isinstance(x, float | complex) and not jnp.issubdtype(dtype, jnp.inexact):
+            name = f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
+            given = f"{dtype} of shape {x.shape}" if hasattr(x, "dtype") else repr(x)
+            raise ValueError(
+                f"{name} must be a floating or complex array, because it is in argnums, got {given}. Split the model, "
+                "and merge it in fun: in Equinox with eqx.partition(model, eqx.is_inexact_array), in Flax NNX with "
+                "nnx.split(model, nnx.Param, ...)"
+            )
+
+    jax.tree.map_with_path(check, params)
 
 
 def micro_batch_of(examples: dict[int, Any], i: Any) -> dict[int, Any]:
@@ -384,6 +475,11 @@ def own_axes(loss: Any, params: Any, sum_over: Axes) -> tuple[Hashable, ...]:
     same on every device, JAX would sum their gradients over devices in each micro-batch.
     """
     axes = sum_over or ()
+    if axes and is_replicated_over(loss, axes):
+        raise ValueError(
+            f"the loss is already reduced over sum_over={axes!r}, or does not depend on the examples. Let fun return "
+            "the loss of the device's own examples, without jax.lax.pmean or psum. Or leave out sum_over"
+        )
     along = sorted(varying_axes(loss) - set(axes), key=str)
     leaves = [x for x in jax.tree.leaves(trees.parameter_arrays(params)) if is_gradient(x)]
     if along and sum_over == () and all(set(along) <= varying_axes(x) for x in leaves):

@@ -161,11 +161,14 @@ def steps_of_schedule(value: Any) -> Scalar:
 
 
 def weight(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
-    """Returns a micro-batch's weight: a Python number in range, or an array of one of `shapes`."""
+    """Returns a micro-batch's weight: a Python number in range, or an array of one of `shapes`. True is 1, False 0."""
     if isinstance(value, np.ndarray) and value.shape != ():
         value = jnp.asarray(value)
     if isinstance(value, jax.Array):
-        return _real_array("weight", value, shapes)
+        is_flag = value.dtype == np.bool
+        return _real_array("weight", value.astype(jnp.float32) if is_flag else value, shapes)
+    if isinstance(value, bool | np.bool) or (isinstance(value, np.ndarray) and value.dtype == np.bool):
+        value = float(value)
     number = _static_real("weight", value, "a real scalar >= 0")
     if number != 0 and not LEAST_WEIGHT <= number <= LARGEST_WEIGHT:
         raise ValueError(f"weight must be 0, or between 2**-30 and 2**100, got {value!r}")

@@ -32,12 +32,14 @@ def fields(state: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(state, name) for name in names}
 
 
-def require_own(state: Any, kind: type) -> None:
+def require_own(
+    state: Any, kind: type, order: str = "update(grads, state, params) or apply_gradients(tx, grads, state, params)"
+) -> None:
     """Raises unless this is the state that a rule's own `init` makes. Rules that read no state do not call it."""
     if not isinstance(state, kind):
         raise ValueError(
             f"state must be the {kind.__name__} that init made or the last update returned, got {type(state).__name__}."
-            " Pass the state of this transformation"
+            f" Pass the state of this transformation, in the order {order}"
         )
 
 
@@ -111,6 +113,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       position in a chain. If there are several states of one kind, the names of all except the first start with their
       path, such as `"1/inner_state/clip_by_global_norm/grad_norm"`.
 
+    Raises:
+      ValueError: `opt_state` is a transformation.
+
     Example:
       >>> tx = optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1))
       >>> state = tx.init(jnp.zeros(2))
@@ -122,6 +127,10 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
 
     Source: it finds values at any depth of a state, as `optax.tree.get` does.
     """
+    if hasattr(opt_state, "init") and hasattr(opt_state, "update"):
+        raise ValueError(
+            "opt_state must be a state, as tx.init or tx.update returns it, got a transformation. Pass the state"
+        )
     found: dict[str, jax.Array] = {}
     kinds = set()
     for path, state in _measuring(without_variables(opt_state)):

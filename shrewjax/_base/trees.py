@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,7 +83,10 @@ def _as_array(path: KeyPath, leaf: Any, what: str) -> Any:
         return jnp.asarray(leaf) if is_foreign else leaf
     if isinstance(leaf, bool | int | float | complex):
         return jnp.asarray(leaf)
-    raise ValueError(f"{what} leaf {leaf_name(path)} must be an array or a number, got {leaf!r}")
+    raise ValueError(
+        f"{what} leaf {leaf_name(path)} must be an array or a number, got {leaf!r}. Pass the arrays alone, in Equinox "
+        "eqx.filter(model, eqx.is_inexact_array)"
+    )
 
 
 def _holds_gradients(dtype: Any) -> bool:
@@ -97,5 +99,23 @@ def _holds_gradients(dtype: Any) -> bool:
 
 def check_unchanged(new: Any, old: Any, what: str) -> None:
     """Raises, while tracing, if structure, shapes or dtypes differ. Adds no operation to the program."""
-    chex.assert_trees_all_equal_structs(new, old, custom_message=f"{what} in structure")
-    chex.assert_trees_all_equal_shapes_and_dtypes(new, old, custom_message=f"{what} in shapes or dtypes")
+    require_structure(new, old, f"{what}: the structure must stay")
+
+    def check(path: KeyPath, new: Any, old: Any) -> None:
+        given, kept = (f"{getattr(x, 'dtype', type(x).__name__)} of shape {np.shape(x)}" for x in (new, old))
+        if given != kept:
+            raise AssertionError(f"{what}: leaf {leaf_name(path)} must stay {kept}, got {given}")
+
+    jax.tree.map_with_path(check, new, old)
+
+
+def require_structure(given: Any, expected: Any, requirement: str, remedy: str = "") -> None:
+    """Raises if two trees differ in structure, and names leaves. The message has requirement, leaves and remedy."""
+    structures: list[Any] = [jax.tree.structure(x) for x in (given, expected)]
+    if structures[0] == structures[1]:
+        return
+    came, wanted = ({path for path, _ in jax.tree.leaves_with_path(x)} for x in (given, expected))
+    wrong = [f"{leaf_name(path)} is missing" for path in wanted - came]
+    wrong += [f"{leaf_name(path)} is unexpected" for path in came - wanted]
+    found = ", ".join(sorted(wrong)) or f"expected {structures[1]}, got {structures[0]}"
+    raise AssertionError(f"{requirement}, but {found}{remedy}")

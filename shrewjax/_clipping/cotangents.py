@@ -62,6 +62,12 @@ def clip_cotangent(
     The backward pass reads each cotangent once more, and writes it again only if a slice is clipped. The forward pass
     keeps nothing for it.
 
+    In a mean loss, cotangents carry 1 / B. In one of K micro-batches, of `accumulate` or `value_and_grad`, they carry
+    K / B, so the clip is K times as tight. To get the large batch's, sum the loss, with `reduction="sum_over_weights"`
+    and weights that count examples. `max_norm` then limits the cotangents of the sum, which are B times as large. Or
+    keep the mean and pass `max_norm * B / len(x)`, where x is the micro-batch. The cotangent of `counter` is averaged
+    with the gradients, so the large batch's count is K times that.
+
     Args:
       x: an array, or a pytree whose leaves are clipped one by one. Integer, boolean and float0 leaves, keys and `None`
         are returned as they are.

@@ -180,8 +180,8 @@ def clip_grad_percentile(
 
     .. math:: g_i \leftarrow \max(-b, \min(g_i, b)), \qquad b = \mathrm{percentile}_p(|g_1|, \dots, |g_n|)
 
-    Here v_0 <= ... <= v_(n-1) are the sorted magnitudes, and h = p (n - 1) / 100 is the exact rank, a rational number.
-    Its floor is j, and f = h - j:
+    p is in percent: 90, not 0.9. Here v_0 <= ... <= v_(n-1) are the sorted magnitudes, and h = p (n - 1) / 100 is the
+    exact rank, a rational number. Its floor is j, and f = h - j:
 
     ==========  ===============================================================
     method      b
@@ -275,9 +275,9 @@ def clip_by_percentile(
 
     .. math:: g_i \leftarrow \max(-b, \min(g_i, b)), \qquad b = \mathrm{percentile}_p(|g_1|, \dots, |g_n|)
 
-    The tables of `clip_grad_percentile` have the edge cases. The rule clips (100 - p) % of the elements in every step,
-    and does not guard against spikes. The search for b starts from the previous step's b, because it is usually near.
-    The start does not change the result.
+    p is in percent: 90, not 0.9. The tables of `clip_grad_percentile` have the edge cases. The rule clips (100 - p) %
+    of the elements in every step, and does not guard against spikes. The search for b starts from the previous step's
+    b, because it is usually near. The start does not change the result.
 
     To schedule the percentile, wrap it in `optax.inject_hyperparams`. If parameters are narrower than float32, pass
     `hyperparam_dtype=jnp.float32`, because in bfloat16 99.9 is 100, which clips nothing.

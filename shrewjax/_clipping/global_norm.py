@@ -283,9 +283,9 @@ def clip_by_norm_percentile(
     .. math:: g_t \leftarrow g_t \cdot \min\Big(1, \frac{c_t}{\|g_t\|}\Big), \qquad
               c_t = \mathrm{percentile}_p(\|g_{t-H+1}\|, \dots, \|g_t\|)
 
-    The history holds norms before clipping, the present one included. A percentile of 10, as in the paper, clips nine
-    steps in ten, so the rule normalises more than it guards. For a guard, use a percentile near 100, or
-    `skip_on_spike`.
+    p is in percent: 90, not 0.9. The history holds norms before clipping, the present one included. A percentile of 10,
+    as in the paper, clips nine steps in ten, so the rule normalises more than it guards. For a guard, use a percentile
+    near 100, or `skip_on_spike`.
 
     The first row that applies:
 

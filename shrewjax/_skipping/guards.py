@@ -105,10 +105,10 @@ def skip_nonfinite(
       nonfinite_leaves)`.
 
     Raises:
-      ValueError: an argument is not as described, or `at_limit="zero_nonfinite"` without
-        `max_consecutive`; with `leaves=True`, the gradients' tree differs from that of the parameters given to `init`;
-        or as in `grad_norm`.
-      AssertionError: from chex, while tracing: inner changes the structure, shapes or dtypes of its state.
+      ValueError: an argument is not as described; the state is another transformation's; `at_limit="zero_nonfinite"`
+        without `max_consecutive`; with `leaves=True`, the gradients' tree differs from that of the parameters given to
+        `init`; or as in `grad_norm`.
+      AssertionError: while tracing: inner changes the structure, shapes or dtypes of its state.
 
     Example:
       >>> tx = skip_nonfinite(optax.sgd(1.0), max_consecutive=2, at_limit="keep_skipping")
@@ -171,7 +171,7 @@ def skip_nonfinite(
     def repaired(grads: optax.Updates) -> optax.Updates:
         return trees.map_floating(lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)), grads)
 
-    decision = guard(wrapped, decide, repaired if at_limit == "zero_nonfinite" else None)
+    decision = guard(wrapped, SkipNonfiniteState, decide, repaired if at_limit == "zero_nonfinite" else None)
     return optax.GradientTransformationExtraArgs(init_fn, decision)
 
 
@@ -256,9 +256,9 @@ def skip_on_spike(
 
     Raises:
       ValueError: an argument is not as described; one of `above` and `at_most` comes without the other;
-        `warmup_steps` is greater than `history_length`; with
+        `warmup_steps` is greater than `history_length`; the state is another transformation's; with
         `monitor="value"`, `update` gets no `value`, or one that may differ between devices; or as in `grad_norm`.
-      AssertionError: from chex, while tracing: inner changes the structure, shapes or dtypes of its state.
+      AssertionError: while tracing: inner changes the structure, shapes or dtypes of its state.
 
     Example:
       >>> tx = skip_on_spike(optax.sgd(1.0), warmup_steps=4)
@@ -341,7 +341,7 @@ def skip_on_spike(
             inner_state=(),
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, guard(wrapped, decide))
+    return optax.GradientTransformationExtraArgs(init_fn, guard(wrapped, SkipOnSpikeState, decide))
 
 
 def _float32(value: Scalar) -> jax.Array:

@@ -25,6 +25,7 @@ import optax
 
 from shrewjax._base.branches import Flag, run_if
 from shrewjax._base.mesh import newly_varying
+from shrewjax._base.states import require_own
 from shrewjax._base.trees import KeyPath, check_unchanged, leaf_name
 
 Params: TypeAlias = optax.Params | None
@@ -112,18 +113,21 @@ def run_or_skip(
 
 def guard(
     wrapped: optax.GradientTransformationExtraArgs,
+    kind: type,
     decide: Callable[..., tuple[jax.Array, Any]],
     repaired: Callable[[optax.Updates], optax.Updates] | None = None,
 ) -> optax.TransformUpdateExtraArgsFn:
     """Returns the `update` function of a wrapper that runs `wrapped` if `decide` says so.
 
-    `decide(gradients, state, **extra_args)` returns the decision, and the new state without that of `wrapped`.
-    `wrapped` gets the gradients as `repaired` returns them.
+    `kind` is the class of its state. `decide(gradients, state, **extra_args)` returns the decision, and the new state
+    without that of `wrapped`. `wrapped` gets the gradients as `repaired` returns them.
     """
 
     def step_fn(
         gradients: Gradients, state: Any, params: Params, /, *, apply: bool, runs: Flag, **extra_args: Any
     ) -> tuple[Any, Any]:
+        require_own(state, kind)
+
         def own_step() -> tuple[jax.Array, Any]:
             return decide(gradients, state, **extra_args)
 

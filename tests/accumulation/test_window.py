@@ -293,8 +293,8 @@ def test_window_length_in_an_array_is_at_least_one(steps, closes, function):
 # --- errors, and the state they leave -----------------------------------------------------------------------------
 
 BAD_GRADIENTS = {
-    "shape": ({"w": jnp.ones((3, 1)), "b": jnp.ones(4)}, AssertionError, r"'w'.*\(3, 1\) != \(3, 4\)"),
-    "scalar": ({"w": jnp.ones(()), "b": jnp.ones(4)}, AssertionError, r"'w'.*\(\) != \(3, 4\)"),
+    "shape": ({"w": jnp.ones((3, 1)), "b": jnp.ones(4)}, AssertionError, r"\['w'\] must have .*\(3, 4\), got \(3, 1\)"),
+    "scalar": ({"w": jnp.ones(()), "b": jnp.ones(4)}, AssertionError, r"\['w'\] must have .*\(3, 4\), got \(\)"),
     "missing": ({"w": jnp.ones((3, 4))}, AssertionError, r"\['b'\] is missing"),
     "unexpected": (
         {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "c": jnp.ones(1)},
@@ -323,7 +323,7 @@ def test_bad_gradients_are_named_and_leave_the_state_usable(case):
     assert_close(updates, params, rtol=0)
 
 
-@pytest.mark.parametrize("bad", [-1, -0.5, *BAD_WEIGHTS, np.ones(2), jnp.ones(2), jnp.ones((), bool)], ids=repr)
+@pytest.mark.parametrize("bad", [-1, -0.5, *BAD_WEIGHTS, np.ones(2), jnp.ones(2)], ids=repr)
 def test_bad_weight_is_named(bad):
     tx = shrewjax.accumulate(recorder(), 2)
     with pytest.raises(ValueError, match="weight must be"):
@@ -368,7 +368,7 @@ def test_bad_arguments_are_named():
 def test_inner_that_changes_its_state_is_an_error_that_names_the_leaf():
     grows = optax.GradientTransformation(lambda p: {"m": jnp.zeros(1)}, lambda g, s, p=None: (g, {"m": jnp.zeros(2)}))
     tx = shrewjax.accumulate(grows, 2)
-    with pytest.raises(AssertionError, match=r"'m'.*inner's update changed its state"):
+    with pytest.raises(AssertionError, match=r"inner's update changed its state: leaf \['m'\]"):
         tx.update(vector(1.0), tx.init(vector(0.0)))
 
 

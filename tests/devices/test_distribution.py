@@ -401,7 +401,7 @@ def test_init_says_what_it_misses():
 def test_gradients_without_rows_do_not_pass_for_rows():
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     state = tx.init(placed(np.zeros((8, 3), "f"), mesh_of(8), P()))
-    with pytest.raises(AssertionError, match="differ in shape from the accumulator, which has a row for each device"):
+    with pytest.raises(AssertionError, match=r"got \(8, 3\)\. .* have a row for each device"):
         tx.update(jnp.ones((8, 3)), state)
     with pytest.raises(ValueError, match=r"weight must be a real scalar or a real array of shape \(8,\)"):
         tx.update(jnp.ones((8, 8, 3)), state, weight=np.ones(3))

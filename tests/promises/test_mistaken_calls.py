@@ -1,0 +1,422 @@
+"""Calls that once gave a wrong result in silence: each is an error that names the remedy, or gives what it says."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import assert_close, quick_jit
+
+import shrewjax
+
+PARAMS = {"w": jnp.zeros(3)}
+GRADS = {"w": jnp.ones(3)}
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(8, 3)).astype(np.float32), RNG.normal(size=8).astype(np.float32)
+WEIGHTS = {"w": jnp.asarray([0.5, -1.0, 2.0])}
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+# --- extra arguments of update ----------------------------------------------------------------------------------
+
+
+def with_extra(record):
+    """An optimizer that writes down its extra arguments, and declares `values` as one of its own."""
+
+    def update(updates, state, params=None, *, values=None, **extra_args):
+        record.update(extra_args, values=values)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def calls_of(tx, params=PARAMS):
+    state = tx.init(params)
+    return {
+        "update": lambda **extra: tx.update(GRADS, state, params, **extra),
+        "apply_gradients": lambda **extra: shrewjax.apply_gradients(tx, GRADS, state, params, **extra),
+        "flush": lambda **extra: shrewjax.flush(tx, state, params, **extra),
+    }
+
+
+@pytest.mark.parametrize("call", ["update", "apply_gradients", "flush"])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("weights", "weight"),
+        ("wieght", "weight"),
+        ("flsuh", "flush"),
+        ("values", "value"),
+        ("valeu", "value"),
+        ("grads", "grad"),
+    ],
+)
+def test_near_miss_of_an_argument_is_an_error_that_names_the_one_meant(call, name, meant):
+    calls = calls_of(shrewjax.accumulate(optax.sgd(1.0), 2))
+    if (call, name) == ("apply_gradients", "grads"):
+        pytest.skip("grads is an argument of apply_gradients")
+    with pytest.raises(ValueError, match=rf"^{name}= is no argument of accumulate, and near {meant}=\. Pass {meant}="):
+        calls[call](**{name: 1.0})
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda tx: optax.chain(optax.identity(), tx), shrewjax.skip_nonfinite],
+    ids=["chain", "guard"],
+)
+def test_near_miss_is_found_when_accumulate_is_inside_another_transformation(wrap):
+    tx = wrap(shrewjax.accumulate(optax.sgd(1.0), 2))
+    with pytest.raises(ValueError, match=r"^weights= is no argument"):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS, weights=3)
+
+
+def test_extra_arguments_of_an_inner_optimizer_pass_also_if_they_are_near_ones_that_it_declares():
+    record = {}
+    tx = shrewjax.accumulate(with_extra(record), 1)
+    given = {"value_fn": 1, "grad_fn": 2, "batch_size": 3, "loss": 4, "params_ema": 5, "key": 6, "values": 7}
+    calls_of(tx)["update"](**given)
+    assert record == given
+
+
+@pytest.mark.parametrize("extra", [{"weight": 3}, {"flush": True}, {"weight": jnp.ones(())}], ids=repr)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optax.adam(1e-3),
+        lambda: optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+        lambda: shrewjax.skip_nonfinite(optax.adam(1e-3)),
+    ],
+    ids=["Optax alone", "a chain that takes any argument", "a guard"],
+)
+def test_apply_gradients_with_a_weight_or_a_flush_but_no_window_is_an_error(make, extra):
+    call = calls_of(make())["apply_gradients"]
+    (name,) = extra
+    with pytest.raises(ValueError, match=rf"^{name}= needs a window, and opt_state has none\. Wrap .* in accumulate"):
+        call(**extra)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: tx,
+        lambda tx: optax.chain(optax.identity(), tx),
+        lambda tx: optax.masked(tx, {"w": True}),
+        shrewjax.skip_nonfinite,
+        lambda tx: optax.partition({"a": tx}, {"w": "a"}),
+    ],
+    ids=["alone", "chain", "masked", "guard", "partition"],
+)
+def test_apply_gradients_passes_the_weight_to_an_accumulation_at_any_depth(wrap):
+    call = calls_of(wrap(shrewjax.accumulate(optax.sgd(1.0), 2)))["apply_gradients"]
+    _, state = call(weight=3)
+    assert float(shrewjax.metrics(state)["accumulate/weight_sum"]) == 3
+
+
+def test_apply_gradients_passes_a_weight_that_an_optimizer_declares_itself():
+    seen = []
+
+    def update(updates, state, params=None, *, weight=1, **extra_args):
+        seen.append(weight)
+        return updates, state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    shrewjax.apply_gradients(tx, GRADS, tx.init(PARAMS), PARAMS, weight=3)
+    assert seen == [3]
+
+
+# --- metrics of something that is no state ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: shrewjax.clip_by_global_norm(1.0), lambda: optax.adam(1e-3), lambda: optax.MultiSteps(optax.sgd(1.0), 2)],
+    ids=["ours", "Optax's", "MultiSteps"],
+)
+def test_metrics_of_a_transformation_is_an_error(make):
+    with pytest.raises(ValueError, match=r"^opt_state must be a state.* got a transformation\. Pass the state"):
+        shrewjax.metrics(make())
+
+
+@pytest.mark.parametrize("state", [(), None, {}, optax.adam(1e-3).init(PARAMS), jnp.zeros(3)], ids=lambda s: type(s))
+def test_metrics_of_a_state_without_measurements_is_empty(state):
+    assert shrewjax.metrics(state) == {}
+
+
+# --- arguments of value_and_grad's function ---------------------------------------------------------------------
+
+
+def traced(loss, *args, micro_batches=4, kwargs=None, **options):
+    return jax.eval_shape(shrewjax.value_and_grad(loss, micro_batches, **options), *args, **(kwargs or {}))
+
+
+def dropout_loss(params, x, key):
+    return jnp.mean((x * jax.random.bernoulli(key, 0.5, x.shape)) @ params["w"])
+
+
+KEYS = {
+    "typed": lambda: jax.random.key(0),
+    "raw": lambda: jax.random.PRNGKey(0),
+    "several": lambda: jax.random.split(jax.random.key(0), 3),
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_key_by_keyword_is_an_error_that_names_rng_argnums(kind):
+    def loss(params, x, *, rngs):
+        return jnp.mean(x @ params["w"])
+
+    with pytest.raises(ValueError, match=r"^keyword argument rngs\['dropout'\] is a PRNG key, .* Pass .*rng_argnums="):
+        traced(loss, PARAMS, X, kwargs={"rngs": {"dropout": KEYS[kind]()}})
+
+
+def test_nnx_rngs_by_keyword_are_an_error_that_names_rng_argnums():
+    with pytest.raises(ValueError, match=r"^keyword argument rngs\S* is a PRNG key, .*rng_argnums="):
+        traced(lambda params, x, *, rngs: jnp.mean(x @ params["w"]), PARAMS, X, kwargs={"rngs": nnx.Rngs(0)})
+
+
+def test_key_that_every_micro_batch_would_get_whole_is_an_error_by_position_too():
+    with pytest.raises(ValueError, match=r"^argument 2 is a PRNG key, .*rng_argnums=2"):
+        traced(dropout_loss, PARAMS, X, jax.random.key(0), batch_argnums=1)
+
+
+def test_key_in_rng_argnums_gives_each_micro_batch_its_own_mask():
+    def loss(params, x, key):
+        return jnp.mean(x @ params["w"]), jax.random.bits(key)
+
+    step = shrewjax.value_and_grad(loss, 4, has_aux=True, rng_argnums=2, aux="stack")
+    (_, bits), _ = quick_jit(step)(WEIGHTS, X, jax.random.key(0))
+    assert len({*np.asarray(bits).tolist()}) == 4
+
+
+@pytest.mark.parametrize("micro_batches", [2, 8], ids=["several examples each", "one example each, which broadcasts"])
+def test_examples_by_keyword_are_an_error(micro_batches):
+    with pytest.raises(ValueError, match=r"^keyword argument y\['of'\] has 8 .*as the batch.* Pass it by position"):
+        traced(
+            lambda params, x, *, y: loss_fn(params, x, y["of"]),
+            PARAMS,
+            X,
+            kwargs={"y": {"of": Y}},
+            micro_batches=micro_batches,
+        )
+
+
+def test_keywords_that_hold_no_examples_reach_every_micro_batch_whole():
+    def loss(params, x, y, *, scale, rate, table):
+        return rate * loss_fn(params, x * scale[None], y) + table[0]
+
+    scale, table = jnp.asarray([1.0, 2.0, 3.0]), jnp.arange(2.0)
+    keywords = {"scale": scale, "rate": 0.5, "table": table}
+    found = quick_jit(shrewjax.value_and_grad(loss, 4))(WEIGHTS, X, Y, **keywords)
+    assert_close(found, quick_jit(jax.value_and_grad(loss))(WEIGHTS, X, Y, **keywords), rtol=1e-5)
+
+
+def test_one_micro_batch_takes_keywords_as_jax_does():
+    keywords = {"y": Y}
+    found = quick_jit(shrewjax.value_and_grad(loss_fn, 1))(WEIGHTS, X, **keywords)
+    assert_close(found, quick_jit(jax.value_and_grad(loss_fn))(WEIGHTS, X, **keywords), rtol=1e-6)
+
+
+def with_logits(params, x, y):
+    logits = x @ params["w"]
+    return jnp.mean((logits - y) ** 2), {"loss": jnp.mean(logits), "logits": logits}
+
+
+@pytest.mark.parametrize("aux", ["mean", {"loss": "last", "logits": "mean"}], ids=repr)
+@pytest.mark.parametrize("micro_batches", [4, 8])
+def test_aux_of_each_example_is_an_error_that_asks_for_stack(micro_batches, aux):
+    size = 8 // micro_batches
+    message = rf"^leaf \['logits'\] of the aux has shape \({size},\) .* \(8,\) for the whole batch.*'stack'"
+    with pytest.raises(ValueError, match=message):
+        traced(with_logits, PARAMS, X, Y, has_aux=True, aux=aux, micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [lambda x: x.T, lambda x: jnp.stack([x, x]), lambda x: jnp.ravel(x)],
+    ids=["second axis", "inner axis", "flattened with another"],
+)
+def test_aux_with_examples_along_another_axis_is_an_error_too(leaf):
+    def loss(params, x, y):
+        return loss_fn(params, x, y), leaf(x)
+
+    with pytest.raises(ValueError, match=r"^leaf \(the tree itself\) of the aux has shape"):
+        traced(loss, PARAMS, X, Y, has_aux=True)
+
+
+def test_stacked_aux_of_each_example_comes_back_in_the_order_of_the_examples():
+    step = shrewjax.value_and_grad(with_logits, 4, has_aux=True, aux={"loss": "mean", "logits": "stack"})
+    (_, aux), _ = quick_jit(step)(WEIGHTS, X, Y)
+    restored = jnp.swapaxes(aux["logits"], 0, 1).reshape(8)
+    np.testing.assert_allclose(restored, X @ np.asarray(WEIGHTS["w"]), rtol=1e-5)
+
+
+def test_aux_whose_size_is_that_of_a_micro_batch_by_chance_is_averaged():
+    def loss(params, x, y):  # a micro-batch has 2 examples; the aux has 2 numbers for any batch
+        errors = x @ params["w"] - y
+        return jnp.mean(errors**2), jnp.stack([jnp.mean(errors), jnp.mean(jnp.abs(errors))])
+
+    found = quick_jit(shrewjax.value_and_grad(loss, 4, has_aux=True))(WEIGHTS, X, Y)
+    assert_close(found, quick_jit(jax.value_and_grad(loss, has_aux=True))(WEIGHTS, X, Y), rtol=1e-5)
+
+
+def test_aux_of_a_function_that_takes_no_other_batch_size_is_averaged():
+    def loss(params, x, y):
+        assert len(x) == 2, "this function takes micro-batches of two examples"
+        return loss_fn(params, x, y), jnp.mean(x, axis=0)[:2]
+
+    (_, aux), _ = quick_jit(shrewjax.value_and_grad(loss, 4, has_aux=True))(WEIGHTS, X, Y)
+    np.testing.assert_allclose(aux, np.mean(X, axis=0)[:2], rtol=1e-5, atol=1e-7)
+
+
+def test_aux_whose_axes_are_no_multiples_of_a_micro_batch_costs_no_other_trace_of_the_function():
+    sizes = []
+
+    def loss(params, x, y):
+        sizes.append(len(x))
+        return loss_fn(params, x, y), {"loss": jnp.mean(x), "features": jnp.mean(x, axis=0)}
+
+    traced(loss, PARAMS, X, Y, has_aux=True)
+    assert {*sizes} == {2}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_sum_over_weights_without_a_weight_is_an_error(micro_batches):
+    with pytest.raises(ValueError, match=r"^reduction='sum_over_weights' needs weight=.* got weight=None\. Pass"):
+        shrewjax.value_and_grad(loss_fn, micro_batches, reduction="sum_over_weights")
+
+
+# --- a clip in the backward pass, micro-batched -----------------------------------------------------------------
+
+B, K, LIMIT = 64, 8, 0.05
+ROWS = RNG.normal(size=(B, 3)).astype(np.float32)
+LAYERS = {"w": jnp.asarray(RNG.normal(size=(3, 4)), jnp.float32), "v": jnp.asarray(RNG.normal(size=4), jnp.float32)}
+
+
+def errors_of(params, x, max_norm):
+    return (shrewjax.clip_cotangent(x @ params["w"], max_norm) @ params["v"]) ** 2
+
+
+def clipped_mean(params, x):
+    return jnp.mean(errors_of(params, x, LIMIT))
+
+
+def relative(found, expected):
+    largest = jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y)), found, expected)
+    return float(max(jax.tree.leaves(largest)))
+
+
+def test_clip_cotangent_of_a_mean_is_tighter_in_micro_batches():
+    expected = quick_jit(jax.grad(clipped_mean))(LAYERS, ROWS)
+    _, found = quick_jit(shrewjax.value_and_grad(clipped_mean, K))(LAYERS, ROWS)
+    assert relative(found["w"], expected["w"]) > 0.5  # most of the gradient is missing: the premise of the two cures
+
+
+def test_clip_cotangent_of_a_sum_over_weights_is_that_of_the_large_batch():
+    def clipped_sum(params, x, max_norm):
+        return jnp.sum(errors_of(params, x, max_norm))
+
+    # The large batch's loss is a mean, whose cotangents are those of the sum divided by B, and so is its limit.
+    expected = quick_jit(jax.grad(clipped_mean))(LAYERS, ROWS)
+    step = shrewjax.value_and_grad(
+        functools.partial(clipped_sum, max_norm=LIMIT * B),
+        K,
+        weight=lambda params, x: len(x),
+        reduction="sum_over_weights",
+    )
+    assert relative(quick_jit(step)(LAYERS, ROWS)[1], expected) < 1e-6
+
+
+def test_clip_cotangent_with_a_limit_scaled_to_the_micro_batch_is_that_of_the_large_batch():
+    def scaled(params, x):
+        return jnp.mean(errors_of(params, x, LIMIT * B / len(x)))
+
+    expected = quick_jit(jax.grad(clipped_mean))(LAYERS, ROWS)
+    assert relative(quick_jit(shrewjax.value_and_grad(scaled, K))(LAYERS, ROWS)[1], expected) < 1e-6
+
+
+def test_counter_of_clip_cotangent_is_averaged_and_times_k_it_is_the_large_batch_s():
+    def counted(params, counter, x):
+        hidden = shrewjax.clip_cotangent(x @ params["w"], LIMIT * B / len(x), counter=counter)
+        return jnp.mean((hidden @ params["v"]) ** 2)
+
+    counts = [
+        quick_jit(step)(LAYERS, jnp.zeros(()), ROWS)
+        for step in (jax.grad(counted, argnums=1), shrewjax.value_and_grad(counted, K, argnums=1, batch_argnums=2))
+    ]
+    large, (_, averaged) = counts
+    assert 0 < float(large) < B
+    assert float(averaged) * K == pytest.approx(float(large))
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        lambda: shrewjax.clip_cotangent.__doc__,
+        lambda: shrewjax.value_and_grad.__doc__,
+        lambda: (ROOT / "docs/guide/sharp_edges.md").read_text(),
+        lambda: (ROOT / "docs/guide/clipping.md").read_text(),
+    ],
+    ids=["clip_cotangent", "value_and_grad", "sharp edges", "guide"],
+)
+def test_both_cures_stand_where_a_reader_looks(text):
+    words = " ".join(text().split())
+    assert "clip_cotangent" in words
+    assert 'reduction="sum_over_weights"' in words
+    assert "max_norm * B / len(x)" in words
+
+
+# --- percentiles and weights ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rule", [shrewjax.clip_by_norm_percentile, shrewjax.clip_by_percentile], ids=lambda f: f.__name__
+)
+def test_percentile_rules_say_90_and_not_09_in_their_first_lines(rule):
+    assert "90, not 0.9" in " ".join(rule.__doc__.split("\n\n")[2].split())
+
+
+@pytest.mark.parametrize("weight", [True, np.True_, jnp.asarray(True), np.asarray(True)], ids=repr)
+@pytest.mark.parametrize("negated", [False, True])
+def test_boolean_weight_is_one_or_zero(weight, negated):
+    weight = (not weight) if isinstance(weight, bool) else (weight ^ True if negated else weight)
+    tx, window = shrewjax.accumulate(optax.sgd(1.0), 2), shrewjax.GradAccumulator(2)
+    _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS, weight=weight)
+    assert float(state.weight_sum) == float(weight)
+    assert float(window.step(window.init(PARAMS), GRADS, weight)[1].weight_sum) == float(weight)
+    shrewjax.check_window(state, 2, weight=weight)
+
+
+def test_boolean_weights_of_micro_batches_leave_out_those_that_are_false():
+    real = np.asarray([True, False, True, True, True, False, True, True])
+
+    def weight(params, x, y, real):
+        return real[0]
+
+    def loss(params, x, y, real):
+        return loss_fn(params, x, y), {"mean": x[0, 0], "kept": jnp.ones((), jnp.int32)}
+
+    step = shrewjax.value_and_grad(loss, 8, has_aux=True, weight=weight, aux={"mean": "mean", "kept": "sum"})
+    (value, aux), grads = quick_jit(step)(WEIGHTS, X, Y, real)
+    expected = quick_jit(jax.value_and_grad(loss_fn))(WEIGHTS, X[real], Y[real])
+    assert_close((value, grads), expected, rtol=1e-5)
+    assert int(aux["kept"]) == 6
+    assert float(aux["mean"]) == pytest.approx(float(np.mean(X[real, 0])), rel=1e-5)
+
+
+def test_boolean_weights_of_devices_count_as_zero_or_one():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = jax.device_put(PARAMS, jax.sharding.NamedSharding(mesh, jax.P()))
+    tx = shrewjax.accumulate(optax.sgd(1.0), 2, sum_over="data")
+    rows = {"w": jnp.ones((8, 3))}
+    _, state = tx.update(rows, tx.init(params), params, weight=np.arange(8) % 2 == 0)
+    assert state.weight_sum.tolist() == [1, 0] * 4
