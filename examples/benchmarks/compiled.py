@@ -153,16 +153,38 @@ def counted(params: Any, x: jax.Array, counts: jax.Array) -> jax.Array:
 
 
 def whole_batch(
-    target: Target, step: Callable[..., Any], devices: int, parts: int = 1, *, mapped: bool = False
+    target: Target,
+    step: Callable[..., Any],
+    devices: int,
+    parts: int = 1,
+    *,
+    mapped: bool = False,
+    spec: Callable[[Any], P] = replicated,
 ) -> Program:
-    """A batch of one call, or one of so many parts, data parallel: under plain jit, or `mapped` over the devices."""
+    """A batch of one call, or one of so many parts, data parallel: under plain jit, or `mapped` over the devices.
+
+    P is the bytes of all parameters, which are placed by `spec`.
+    """
     mesh, (params, x) = target.mesh(devices), model(target, devices)
     x = jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
-    params, batch = place(params, mesh), place((x, jax.ShapeDtypeStruct(x.shape[:1], np.float32)), mesh, sharded)
+    batch = place((x, jax.ShapeDtypeStruct(x.shape[:1], np.float32)), mesh, sharded)
+    unit = _compiled.bytes_on_a_device(place(params, mesh))
+    params = place(params, mesh, spec)
     if mapped:
         step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
-    unit = _compiled.bytes_on_a_device(params)
     return _compiled.compile_for(target, step, params, *batch, unit=unit, donate=())
+
+
+def sharded_step(target: Target, micro_batches: int, devices: int) -> Callable[..., Any]:
+    """Returns the step of a whole batch whose gradients are sharded as the parameters are."""
+    run = shrewjax.value_and_grad(masked_loss, micro_batches)
+    divided = NamedSharding(target.mesh(devices), P("data"))
+
+    def step(*args: Any) -> Any:
+        value, grads = run(*args)
+        return value, jax.lax.with_sharding_constraint(grads, divided)
+
+    return step
 
 
 def optax_batch(params: Any, x: jax.Array, counts: jax.Array) -> Any:
@@ -197,6 +219,11 @@ def batches(target: Target) -> Iterator[Row]:
                     f"value_and_grad over {n}, {name}, in shard_map",
                     partial(whole_batch, target, ours, n, mapped=True),
                 )
+        if n > 1:
+            yield Row(
+                f"value_and_grad, FSDP on {n}, 4 micro-batches (one); P: of all devices",
+                *[partial(whole_batch, target, sharded_step(target, k, n), n, spec=sharded) for k in (4, 1)],
+            )
 
 
 MIXED = {"mu_dtype": np.float32}

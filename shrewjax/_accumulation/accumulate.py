@@ -93,7 +93,8 @@ def accumulate(
       reduction: `"mean"` for gradients of a mean loss: sum(w g) / sum(w), equal to the gradient of the one large
         batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w). `"sum"`: sum(g).
       accumulator_dtype: dtype of the sum. By default the wider of float32 and the parameter's dtype, complex for
-        complex. Inner gets the average cast to the gradient's dtype, within 2 ulp of the exact quotient.
+        complex. Inner gets the average cast to the gradient's dtype, within 2 ulp of the exact quotient. In float16,
+        sums of w g overflow beyond 65504, which weights that count tokens reach soon.
       nonfinite: the policy of the second table, counted in `dropped`. All but `"propagate"` read the gradients once
         more. To check the average as well, wrap inner in `skip_nonfinite`.
       sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, and its own weight.

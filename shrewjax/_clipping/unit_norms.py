@@ -32,7 +32,7 @@ class ClipByLeafNormState(NamedTuple):
         """Returns the entries of `shrewjax.metrics`."""
         return {
             "grad_norm_max": largest(self.grad_norm),
-            "clipped_fraction": _fraction_clipped(self.clip_scale),
+            "clipped_fraction": _fraction_clipped(self.grad_norm, self.clip_scale),
         }
 
 
@@ -317,9 +317,11 @@ def clip_by_block_rms(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _fraction_clipped(clip_scale: Any) -> jax.Array:
-    """Returns clipped units / units. The state has only scales, so each leaf without a gradient counts as unclipped."""
-    flags = [jnp.ravel(scale != 1) for scale in jax.tree.leaves(clip_scale)]
+def _fraction_clipped(grad_norm: Any, clip_scale: Any) -> jax.Array:
+    """Returns clipped units / units. Of the trees of a state, each leaf without a gradient counts as unclipped."""
+    pairs = zip(jax.tree.leaves(grad_norm), jax.tree.leaves(clip_scale), strict=True)
+    # A unit of zeros never counts, as in `Units.clipped_fraction`, not even with a limit of 0, which scales it.
+    flags = [jnp.ravel((scale != 1) & (norm != 0)) for norm, scale in pairs]
     return jnp.mean(jnp.concatenate(flags), dtype=jnp.float32) if flags else jnp.zeros((), jnp.float32)
 
 
