@@ -183,7 +183,7 @@ def value_and_grad(
     a variable that two modules share               one gradient, in graph mode
     `nnx.Rngs` or a second model that `fun` changes  pass `(model, rngs)` as the first argument, a tuple
     `fun` changes a variable in `wrt`               an error, because K calls would differentiate at other points
-    `fun` adds variables, as `sow` does             an error; `nnx.pop` them in `fun`, and return them as aux
+    `fun` adds variables, such as `nnx.Intermediate`  an error; `nnx.pop` them in `fun`, and return them as aux
     with `sum_over`                                 every device draws from the same keys, unless its model has its own
     ==============================================  ============================================================
 
@@ -294,8 +294,8 @@ def check_model(is_same_graph: bool, new: tuple[Any, Any], old: tuple[Any, Any])
         if differing:
             raise ValueError(
                 f"fun {verb} the variable {min(map(trees.leaf_name, differing))}, but it has to leave the model with "
-                "the variables that it found. Add or remove it before the call. Or, if fun sows it, remove it in fun "
-                "with nnx.pop, and return it as aux"
+                "the variables that it found. Change the model before the call. If fun adds it, remove it in fun with "
+                "nnx.pop, and return it as aux"
             )
     for (path, param), new_param in zip(jax.tree.leaves_with_path(old[0]), jax.tree.leaves(new[0]), strict=True):
         if new_param is not param:
