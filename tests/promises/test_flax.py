@@ -475,6 +475,9 @@ def test_change_that_would_be_lost_is_an_error(fun, message):
         traced(fun)
 
 
+@pytest.mark.skipif(
+    len(MODES) == 1, reason="older versions of Flax do not forget the names of variables that are popped"
+)
 def test_added_variables_may_be_popped_and_returned():
     (_, aux), _ = traced(pop, has_aux=True)
     assert aux.shape == ()
