@@ -77,7 +77,7 @@ class Optimizer(nnx.Optimizer[Any]):
 
     def update(self, model: Any, grads: Any, /, **extra_args: Any) -> dict[str, Any]:
         """Changes parameters and state in place. Returns the measurements. See the class."""
-        mode = {"graph": self.graph} if hasattr(self, "graph") else {}  # since Flax 0.12.4
+        mode = {"graph": self.graph} if hasattr(self, "graph") else {}  # newer than Flax 0.12.7
         params, its_grads = (_arrays(nnx.state(x, self.wrt, **mode)) for x in (model, grads))
         new_params, opt_state = shrewjax.apply_gradients(
             self.tx, its_grads, _arrays(self.opt_state), params, **_arrays(extra_args)
@@ -176,16 +176,17 @@ def value_and_grad(
     micro-batch, how `aux` is reduced, and what `sum_over` does, stands there. Call it under `nnx.jit`, because outside
     of it each call compiles the loop again. Both of Flax's modes, graph and tree, give the same.
 
-    ==============================================  ============================================================
-    condition                                       result
-    ==============================================  ============================================================
-    LoRA, frozen layers                             `wrt=nnx.LoRAParam`, or any filter of `nnx.DiffState`
-    a variable that two modules share               one gradient, in graph mode
-    `nnx.Rngs` or a second model that `fun` changes  pass `(model, rngs)` as the first argument, a tuple
-    `fun` changes a variable in `wrt`               an error, because K calls would differentiate at other points
-    `fun` adds variables, such as `nnx.Intermediate`  an error; `nnx.pop` them in `fun`, and return them as aux
-    with `sum_over`                                 every device draws from the same keys, unless its model has its own
-    ==============================================  ============================================================
+    =========================================  =====================================================================
+    you have                                   what to do, or what happens
+    =========================================  =====================================================================
+    LoRA, frozen layers                        `wrt=nnx.LoRAParam`, or another filter that `nnx.DiffState` takes
+    keys or a second model that `fun` changes  pass a tuple such as `(model, rngs)` as the first argument
+    a variable that two modules share          it has one gradient, in graph mode
+    `fun` changes a variable in `wrt`          an error, because K calls would differentiate at other points
+    `fun` adds variables                       an error; remove them in `fun` with `nnx.pop`, and return them as aux
+    `fun` changes a Python attribute           an error; change it before the call
+    `sum_over`                                 all devices draw from the same keys, unless each has its own
+    =========================================  =====================================================================
 
     Args:
       fun: the loss function, as for `nnx.value_and_grad`: it takes the model first, and returns a scalar; with
