@@ -425,6 +425,31 @@ def test_a_shared_variable_has_one_gradient():
     assert_close(grads, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_sum_over_in_a_shard_map_gives_the_whole_batchs_gradients_and_a_state_that_is_the_same_everywhere():
+    class Counting(nnx.Linear):
+        def __call__(self, x):
+            self.calls[...] += 1
+            return super().__call__(x)[:, 0]
+
+    model = Counting(5, 1, rngs=nnx.Rngs(0))
+    model.calls = nnx.Variable(jnp.array(0))
+    graph, state = nnx.split(model)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+
+    def grad(state, x, y):
+        model = nnx.merge(graph, state)
+        value_and_grads = shrewjax.flax.value_and_grad(mean_loss, 3, sum_over="data")(model, x, y)
+        return value_and_grads, nnx.state(model)
+
+    batch = jax.P("data")
+    mapped = jax.shard_map(grad, mesh=mesh, in_specs=(jax.P(), batch, batch), out_specs=jax.P())
+    (value, grads), new_state = quick_jit(mapped)(state, X, Y)
+    expected, expected_grads = nnx.value_and_grad(mean_loss)(model, X, Y)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert_close(grads, expected_grads, rtol=1e-5, atol=1e-6)
+    assert new_state["calls"][...] == 3
+
+
 # --- errors -----------------------------------------------------------------------------------------------------
 
 
