@@ -29,6 +29,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import shrewjax
+import shrewjax.flax
 
 MICRO_BATCH = 32
 ACCUM_STEPS = 4
@@ -63,14 +64,13 @@ def mean_loss(model: DigitNet, images: jax.Array, labels: jax.Array) -> jax.Arra
 
 @nnx.jit(donate_argnames=("model", "optimizer"))
 def train_step(
-    model: DigitNet, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array, flush: jax.Array
+    model: DigitNet, optimizer: shrewjax.flax.Optimizer, images: jax.Array, labels: jax.Array, flush: jax.Array
 ) -> dict[str, jax.Array]:
     """Takes one micro-batch; every fourth one, or one with `flush`, changes the model."""
     loss, grads = nnx.value_and_grad(mean_loss)(model, images, labels)
     # The loss is a mean, and the last micro-batch of an epoch is smaller: the weight makes all examples count alike.
-    # nnx.Optimizer writes all parameters on every call. shrewjax.apply_gradients does not: see README.md for that form.
-    optimizer.update(model, grads, weight=len(labels), flush=flush)
-    return {"loss": loss, MICRO_BATCH_NORM: shrewjax.grad_norm(grads)} | shrewjax.metrics(optimizer.opt_state)
+    metrics = optimizer.update(model, grads, weight=len(labels), flush=flush)
+    return {"loss": loss, MICRO_BATCH_NORM: shrewjax.grad_norm(grads)} | metrics
 
 
 @nnx.jit
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> float:
     tx = shrewjax.accumulate(
         optax.chain(shrewjax.clip_by_global_norm(args.max_norm), optax.adamw(LEARNING_RATE)), ACCUM_STEPS
     )
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer = shrewjax.flax.Optimizer(model, tx, wrt=nnx.Param)
 
     batches = list(_common.shuffled_batches(len(train_labels), MICRO_BATCH, args.epochs, args.seed))
     history = []

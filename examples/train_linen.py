@@ -32,11 +32,11 @@ import optax
 from _figures import VERMILLION
 from flax import linen
 from flax.training.dynamic_scale import DynamicScale
-from flax.training.train_state import TrainState
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import shrewjax
+import shrewjax.flax
 
 MICRO_BATCH, ACCUM_STEPS = 32, 4
 LEARNING_RATE, MAX_NORM = 3e-3, 1.0
@@ -44,21 +44,13 @@ FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 25  # micro-batches without overflow before the scale doubles; 2000 for training that takes days
 
 
-class AccumulatingState(TrainState):
-    """A TrainState whose `apply_gradients` takes the micro-batch's weight.
+class ScaledState(shrewjax.flax.TrainState):
+    """A train state with Flax's loss scale.
 
-    That of `TrainState` takes keywords as fields to replace and hands none to Optax, so that a weight never arrives.
     `step` counts micro-batches; optimizer steps, which schedules inside `accumulate` see, are its state's `windows`.
     """
 
     loss_scale: DynamicScale
-
-    def apply_gradients(self, *, grads: Any, weight: Any = 1, flush: Any = False, **fields: Any) -> "AccumulatingState":
-        """Adds a micro-batch; closes the window and changes the parameters if it is full, or with `flush`."""
-        params, opt_state = shrewjax.apply_gradients(
-            self.tx, grads, self.opt_state, self.params, weight=weight, flush=flush
-        )
-        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **fields)
 
 
 class DigitNet(linen.Module):
@@ -73,11 +65,11 @@ class DigitNet(linen.Module):
         return linen.Dense(10, dtype=jnp.float16)(x)
 
 
-def create_state(seed: int, sample: np.ndarray) -> AccumulatingState:
+def create_state(seed: int, sample: np.ndarray) -> ScaledState:
     """Parameters and an optimizer that sees the clipped average of ACCUM_STEPS micro-batches."""
     model = DigitNet()
     clip_and_adam = optax.chain(shrewjax.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE))
-    return AccumulatingState.create(
+    return ScaledState.create(
         apply_fn=model.apply,
         params=jax.jit(model.init)(jax.random.key(seed), sample)["params"],
         tx=shrewjax.accumulate(clip_and_adam, ACCUM_STEPS, nonfinite="drop_microbatch"),
@@ -89,8 +81,8 @@ def create_state(seed: int, sample: np.ndarray) -> AccumulatingState:
 
 
 def train_step(
-    state: AccumulatingState, images: jax.Array, labels: jax.Array, flush: jax.Array
-) -> tuple[AccumulatingState, dict[str, jax.Array]]:
+    state: ScaledState, images: jax.Array, labels: jax.Array, flush: jax.Array
+) -> tuple[ScaledState, dict[str, jax.Array]]:
     """Takes one micro-batch; the new state and what was measured."""
 
     def mean_loss(params: Any) -> jax.Array:
@@ -105,7 +97,7 @@ def train_step(
 
 
 @jax.jit
-def accuracy(state: AccumulatingState, images: jax.Array, labels: jax.Array) -> jax.Array:
+def accuracy(state: ScaledState, images: jax.Array, labels: jax.Array) -> jax.Array:
     """The share of images whose largest logit is that of their label."""
     return (state.apply_fn({"params": state.params}, images).argmax(axis=-1) == labels).mean()
 

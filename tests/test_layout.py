@@ -34,8 +34,10 @@ WINGS = {
     ],
 }
 ORDER = [("shrewjax", wing, room) for wing, rooms in WINGS.items() for room in rooms]
-# The definition stands apart: it imports none of them, and none imports it.
+# Two stand apart, and no wing imports them. The definition imports nothing of the package. The module for Flax imports
+# its public names and rooms, and nothing imports it, because Flax may not be installed.
 APART = "spec"
+FOR_FLAX = "flax"
 
 
 def imported_modules(path):
@@ -53,7 +55,7 @@ def rooms():
 
 
 def test_every_room_has_its_place():
-    apart = [("shrewjax", "__init__"), ("shrewjax", APART)]
+    apart = [("shrewjax", "__init__"), ("shrewjax", APART), ("shrewjax", FOR_FLAX)]
     assert set(rooms().values()) == {*ORDER, *apart, *(("shrewjax", wing, "__init__") for wing in WINGS)}
 
 
@@ -62,6 +64,14 @@ def test_imports_go_down():
         path = PACKAGE.parent.joinpath(*room).with_suffix(".py")
         imported = {tuple(m.split(".")[:3]) for m in imported_modules(path) if m.startswith("shrewjax.")}
         assert {m for m in imported if len(m) == 3} <= set(ORDER[:place]), room
+
+
+def test_only_the_module_for_flax_imports_flax_and_nothing_imports_that():
+    """`import flax` is Flax's own everywhere, because imports are absolute."""
+    for path, room in rooms().items():
+        imported = {*imported_modules(path)}
+        assert not {m for m in imported if m.split(".")[:2] == ["shrewjax", FOR_FLAX]}, room
+        assert room[-1] == FOR_FLAX or not {m for m in imported if m.split(".")[0] == "flax"}, room
 
 
 def test_an_underscore_means_that_only_its_folder_may_import_it():

@@ -16,6 +16,7 @@ import pytest
 from helpers import run_page
 
 import shrewjax
+import shrewjax.flax
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PUBLIC = {
@@ -24,7 +25,8 @@ PUBLIC = {
     if not k.startswith("_") and getattr(v, "__module__", "").startswith("shrewjax")
 }
 DEFINITION = {k: v for k, v in vars(shrewjax.spec).items() if k.endswith("_spec")}
-FUNCTIONS = {k: v for k, v in PUBLIC.items() if not k.endswith("State")} | DEFINITION
+FOR_FLAX = {f"flax.{k}": getattr(shrewjax.flax, k) for k in shrewjax.flax.__all__}
+FUNCTIONS = {k: v for k, v in PUBLIC.items() if not k.endswith("State")} | DEFINITION | FOR_FLAX
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -88,7 +90,8 @@ def test_readme_is_short_and_shows_code_and_a_picture_early():
 
 def test_every_public_name_stands_on_one_page_of_the_reference():
     pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
-    assert sorted(re.findall(r"auto(?:function|class):: (\w+)", pages)) == sorted(set(shrewjax.__all__) - {"spec"})
+    names = {*shrewjax.__all__, *(f"shrewjax.{name}" for name in FOR_FLAX)} - {"spec"}
+    assert sorted(re.findall(r"auto(?:function|class):: ([\w.]+)", pages)) == sorted(names)
     assert "automodule:: shrewjax.spec\n   :members:" in pages
 
 
