@@ -83,8 +83,10 @@ def test_files_that_a_page_names_exist(page):
 
 def test_readme_is_short_and_shows_code_and_a_picture_early():
     text = (ROOT / "README.md").read_text()
-    assert len(text.split()) <= 1200
-    assert text[: text.index("```python")].count("\n") < 15
+    assert len(text.split()) <= 1100
+    assert text[: text.index("```diff")].count("\n") < 12
+    assert text.index("```diff") < text.index("```python") < text.index("<img ")
+    assert text.count("\n## ", 0, text.index("```python")) == 2  # Install, and the whole batch
     assert text.count("<img ") == 1
 
 
