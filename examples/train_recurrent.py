@@ -102,7 +102,8 @@ def train(way: Way, params: Params, length: int, steps: int, seed: int, bar: tqd
         params, opt_state = shrewjax.apply_gradients(tx, grads, opt_state, params)
         return params, opt_state, loss, opt_state[0].grad_norm
 
-    step, opt_state = jax.jit(step), tx.init(params)
+    step, opt_state = jax.jit(step, donate_argnums=(0, 1)), tx.init(params)
+    params = jax.tree.map(jnp.copy, params)  # the caller starts other runs from them
     found = []
     for codes in _common.passages(ROWS, length + 1, steps, seed):
         params, opt_state, *measured = step(params, opt_state, codes)

@@ -61,7 +61,7 @@ def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = Non
       >>> opt_state = tx.init(jax.device_put(params, divided))
       >>> state_specs(params), state_specs(opt_state.gradient_sum)
       (P(), P('data',))
-      >>> step = jax.jit(lambda params, opt_state, grads: apply_gradients(tx, grads, opt_state, params))
+      >>> step = jax.jit(lambda p, state, grads: apply_gradients(tx, grads, state, p), donate_argnums=(0, 1))
       >>> params, opt_state = step(params, opt_state, jnp.ones(8))
 
     Source: the specs have the form that `jax.shard_map` takes as `in_specs`.
