@@ -161,8 +161,8 @@ class Picture(SphinxDirective):
     has_content = True
 
     def run(self) -> list[nodes.Node]:
-        """Returns the two images, of which the theme's style sheet hides one."""
-        return [
+        """Returns the two images, of which the theme's style sheet hides one, in a box that scrolls on a phone."""
+        images = (
             nodes.image(
                 "",
                 uri=f"/figures/{self.arguments[0]}-{mode}.svg",
@@ -170,7 +170,8 @@ class Picture(SphinxDirective):
                 classes=[f"only-{mode}"],
             )
             for mode in ("light", "dark")
-        ]
+        )
+        return [nodes.container("", *images, classes=["picture"])]
 
 
 def link_names(_: Sphinx, doctree: nodes.document) -> None:

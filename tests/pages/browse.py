@@ -1,16 +1,18 @@
 """Opens every page of the built site in a headless Chromium, at the widths of a screen and of a phone, and checks it.
 
     python -m pip install playwright          # and a Chromium: `apt-get install chromium`
-    python tests/browse.py out/site [--chromium /usr/bin/chromium] [--shots out/shots]
+    python tests/pages/browse.py out/site [--chromium /usr/bin/chromium] [--shots out/shots]
 
 A page fails if it logs an error, asks for anything that is not in the site, shows an image or a formula that did not
-load, links to a page or an anchor of the site that is not there, or is wider than a phone's screen. `--shots` saves a
-picture of each page, light and dark, to look at.
+load, has other headings than its source, or a heading inside a code box, links to a page or an anchor of the site that
+is not there, or is wider than a phone's screen. `--shots` saves a picture of each page, light and dark, and on a phone.
 """
 
 import argparse
 import functools
 import http.server
+import json
+import re
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +20,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 from playwright.sync_api import Page, sync_playwright
 
+DOCS = Path(__file__).parent.parent.parent / "docs"
 PHONE, SCREEN = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 # Lists the parts of a page. Its images are those that it shows in this mode, light or dark.
 FOUND = """mode => {
@@ -31,6 +34,8 @@ FOUND = """mode => {
         wrong: all('mjx-merror').map(x => x.textContent),
         links: all('a[href]').map(x => x.href),
         ids: all('[id]').map(x => x.id),
+        headings: all('article :is(h1, h2, h3)').map(x => x.firstChild.parentNode.innerText.replace(/#$/, '').trim()),
+        inCode: all('pre').map(x => x.innerText).filter(x => /^#{1,3} [A-Z].*\n\n/m.test(x) && /^#{2,3} /m.test(x)),
     };
 }"""
 FORMULAS = "() => [...document.querySelectorAll('.math')].every(x => x.querySelector('mjx-container'))"
@@ -77,8 +82,13 @@ def main() -> int:
                     args.shots.mkdir(parents=True, exist_ok=True)
                     file = name.replace("/", "-").replace(".html", f"-{mode}.png")
                     page.screenshot(path=args.shots / file, full_page=True)
+            if found["headings"] != (expected := headings_of(name)):
+                wrong.append(f"headings {found['headings']}, but the source has {expected}")
+            wrong += [f"a heading in a code box: {text[:80]!r}" for text in found["inCode"]]
             ids[root + name], links[name] = set(found["ids"]), set(found["links"])
             page.set_viewport_size(PHONE)
+            if args.shots:
+                page.screenshot(path=args.shots / name.replace("/", "-").replace(".html", "-phone.png"), full_page=True)
             if (width := page.evaluate(WIDTH)) > PHONE["width"]:
                 wrong.append(f"{width} px wide on a phone")
             print(f"{name}: {found['formulas']} formulas, {found['images']} images: {wrong or 'ok'}")
@@ -101,6 +111,30 @@ def main() -> int:
                 failures += 1
     print(f"{len(pages)} pages, {inside} links inside, {elsewhere} elsewhere (not followed), {failures} failures")
     return failures
+
+
+def headings_of(name: str) -> list[str]:
+    """Returns the headings of the source of a page, with those of the files that it includes."""
+    source = DOCS / name.replace(".html", ".md")
+    if not source.exists():
+        notebook = DOCS / name.replace(".html", ".ipynb")
+        if not notebook.exists():
+            return []  # the index of names, and the search
+        cells = json.loads(notebook.read_text())["cells"]
+        text = "\n".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "markdown")
+    else:
+        text = re.sub(r"```{include} (\S+)\n(.*?)```", functools.partial(included, source), source.read_text(), flags=re.S)
+    without_code = re.sub(r"(?m)^(```+|:::+)(?!{grid).*?^\1$", "", text, flags=re.S)
+    found = re.findall(r"(?m)^#{1,3} (.*)", without_code)
+    return [re.sub(r"`|\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("\\", "") for heading in found]
+
+
+def included(source: Path, directive: re.Match[str]) -> str:
+    """Returns the part of a file that the directive `include` shows."""
+    text = (source.parent / directive[1]).read_text()
+    options = {key: value.strip('"') for key, value in re.findall(r":([\w-]+): (.*)", directive[2])}
+    text = text.partition(options["start-after"])[2] if "start-after" in options else text
+    return text.partition(options["end-before"])[0] if "end-before" in options else text
 
 
 def opened(page: Page, root: str, name: str) -> list[str]:

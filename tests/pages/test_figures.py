@@ -63,6 +63,12 @@ def test_figure_shows_the_same_on_light_and_dark_pages(name):
     assert coordinates(light) == coordinates(dark)
 
 
+def test_sharded_training_was_drawn_on_eight_devices():
+    """The gallery, and the command in `explain.py`, say eight."""
+    for page in PAGES:
+        assert "Training on 8 devices" in texts(ElementTree.parse(FIGURES / f"train_sharded-{page}.svg").getroot())
+
+
 @pytest.fixture(scope="module")
 def redrawn(tmp_path_factory):
     folder = tmp_path_factory.mktemp("figures")
