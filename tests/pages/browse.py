@@ -123,7 +123,9 @@ def headings_of(name: str) -> list[str]:
         cells = json.loads(notebook.read_text())["cells"]
         text = "\n".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "markdown")
     else:
-        text = re.sub(r"```{include} (\S+)\n(.*?)```", functools.partial(included, source), source.read_text(), flags=re.S)
+        text = re.sub(
+            r"```{include} (\S+)\n(.*?)```", functools.partial(included, source), source.read_text(), flags=re.S
+        )
     without_code = re.sub(r"(?m)^(```+|:::+)(?!{grid).*?^\1$", "", text, flags=re.S)
     found = re.findall(r"(?m)^#{1,3} (.*)", without_code)
     return [re.sub(r"`|\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("\\", "") for heading in found]
