@@ -142,7 +142,7 @@ class TrainState(train_state.TrainState):
             {"weight": 1, "flush": False, "value": None},
         )
         # Without a window, `weight=` and `flush=` are errors, so defaults are not passed on.
-        extra_args = {name: x for name, x in given.items() if x is not default[name]}
+        extra_args = {name: x for name, x in given.items() if not (isinstance(x, int | None) and x == default[name])}
         # As in Flax, parameters that their "gradient" overwrites, such as the scales of fp8, are none of `tx`.
         overwrites = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
         its_grads, params = (grads["params"], self.params["params"]) if overwrites else (grads, self.params)
