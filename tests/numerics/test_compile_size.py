@@ -43,7 +43,7 @@ def distinct_kernels(function, *arguments):
 @pytest.fixture
 def one_device(monkeypatch):
     """As in a process with one device, where the numbers of leaves of several units are stacked; the suite's has 8."""
-    monkeypatch.setattr("shrewjax._clipping._units.may_be_partitioned", lambda: False)
+    monkeypatch.setattr("shrewjax._clipping.units.may_be_partitioned", lambda: False)
 
 
 @pytest.mark.parametrize("rule", RULES)
