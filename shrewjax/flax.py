@@ -137,7 +137,12 @@ class TrainState(train_state.TrainState):
         Raises:
           The errors of `tx.update`.
         """
-        extra_args = {"weight": weight, "flush": flush} | ({} if value is None else {"value": value})
+        given, default = (
+            {"weight": weight, "flush": flush, "value": value},
+            {"weight": 1, "flush": False, "value": None},
+        )
+        # Without a window, `weight=` and `flush=` are errors, so defaults are not passed on.
+        extra_args = {name: x for name, x in given.items() if not (isinstance(x, int | None) and x == default[name])}
         # As in Flax, parameters that their "gradient" overwrites, such as the scales of fp8, are none of `tx`.
         overwrites = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
         its_grads, params = (grads["params"], self.params["params"]) if overwrites else (grads, self.params)

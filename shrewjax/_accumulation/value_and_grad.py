@@ -96,12 +96,9 @@ def value_and_grad(
                                                     divided by it, and not affected
     ==============================================  ============================================================
 
-    A micro-batch is non-finite if its loss or its gradients contain a NaN or an infinity, and its weight is not 0. To
-    count those that are kept, let `fun` return a 1 in its aux and sum it: `aux={"kept": "sum", ...}`. `"stack"` shows
-    which are kept.
+    A micro-batch is non-finite if its loss or its gradients contain a NaN or an infinity, and its weight is not 0.
 
-    The aux of the micro-batches is reduced leaf by leaf, over those that are kept. A leaf keeps its dtype. Only a
-    `"sum"` of booleans or of short integers has the wider dtype that `jnp.sum` gives it.
+    The aux is reduced leaf by leaf. A leaf keeps its dtype; a `"sum"` of booleans or short integers has `jnp.sum`'s.
 
     =========  ==================================================  ==================================  =============
     `aux`      over the micro-batches that are kept                over devices, with `sum_over`       none is kept
@@ -140,27 +137,15 @@ def value_and_grad(
       nonfinite: how to treat a non-finite micro-batch, see above. `"drop_microbatch"` reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum; by default the wider of float32 and the parameter's (complex for
         complex). Gradients are returned in the dtypes that `jax.value_and_grad` gives.
-      sum_over: the mapped axis, or axes, over which the batch is divided, see below. `()` sums over no axis: each
-        device's results stay its own, for `accumulate(sum_over=)`. With `check_vma=False` and in `jax.pmap`, pass `()`
-        also if the gradients are the same on every device, because no type tells it there.
+      sum_over: the mapped axis, or axes, over which the batch is divided. `()` sums over no axis: each device's results
+        stay its own, for `accumulate(sum_over=)`. With `check_vma=False` and in `jax.pmap`, pass `()` also if the
+        gradients are the same on every device, because no type tells it there.
 
     A `clip_cotangent` inside a mean loss is K times as tight in a micro-batch, because cotangents carry K / B there.
     Sum the loss, with `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the micro-batch.
 
-    Many devices: under plain `jax.jit`, a batch that is sharded over its examples needs no argument. XLA sums each
-    device's own gradients in the loop, weighted or not, and reduces them once after it. This is tested for CUDA and
-    TPU, also for embeddings, whose sums some versions of XLA lose in a loop by hand. With
-    `nonfinite="drop_microbatch"` it reduces those of every micro-batch, because all devices have to know whether they
-    are finite. K times the number of devices must divide B, or examples move between devices.
-
-    Inside `jax.shard_map` over the axis "data", pass `sum_over="data"`. Each device then takes K micro-batches of its
-    own, and sum(w g) and sum(w) cross the network once, after the loop. Pass parameters replicated over "data". Value,
-    gradients and aux are returned replicated, except as the table says. A micro-batch that is non-finite on one device
-    is so on all, so `"drop_microbatch"` also sends one flag for each micro-batch.
-
-    Inside a window of `accumulate(sum_over="data")`, pass `sum_over=()`, and parameters that are a device's own:
-    `jax.lax.pcast(params, "data", to="varying")`. Value, gradients and aux are then those of the device's own examples,
-    and nothing crosses the network before the window closes.
+    On many devices, under plain `jax.jit`, a batch that is sharded over its examples needs no argument. The guide "Many
+    devices" has what crosses the network, `jax.shard_map`, and windows of whole batches.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are

@@ -181,20 +181,13 @@ class Window:
         It does all arithmetic of the window, except sums over devices (`average`). The module's docstring explains the
         order of its decisions.
         """
-        require_sum_over("accumulation", self.axes)
-        if grads is not None:
-            grads = checked_gradients(grads, state.gradient_sum, self.axes)
-        weight = arguments.weight(weight, {(), state.weight_sum.shape})
-        value = None if value is None else arguments.value_of_loss(value, {(), state.weight_sum.shape})
-        if not self.axes:
-            if varying_axes(weight) - varying_axes(state.weight_sum):
-                require_replicated("weight", weight)
-            require_replicated("value", value)
+        grads, weight, value = self._checked(state, grads, weight, value)
+        given = grads is not None
         dtype = state.weight_sum.dtype
         one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
 
-        # A gradient of weight 0 adds nothing, even if it is NaN, and is not counted as non-finite.
-        is_kept: Flag = grads is not None and weight != 0
+        # 1. Is it kept? A gradient of weight 0 adds nothing, even if it is NaN, and is not counted as non-finite.
+        is_kept: Flag = given and weight != 0
         if is_present is not True and is_kept is not False:
             is_kept = is_kept & is_present
         is_nonfinite: Flag = False
@@ -203,56 +196,47 @@ class Window:
             is_kept = is_kept & ~is_nonfinite
         own_weight = jnp.asarray(weight).astype(dtype)
         kept_weight = jnp.where(is_kept, own_weight, zero)
-        is_step: Flag = grads is not None
+
+        # 2. Is it a step?
+        is_step: Flag = given
         if is_step and self._nonfinite == "extend_window":
             is_step = ~jnp.asarray(is_nonfinite)
-
         micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
         weight_sum = state.weight_sum + kept_weight
         window_bad = state.window_bad | is_nonfinite if self._nonfinite == "drop_window" else state.window_bad
+
+        # 3. Is the window closing?
         is_closing = flush
         if when_full and flush is not True:
             is_full = self._is_full(state.windows, micro_step, is_step)
             is_closing = True if is_full is True else flush | is_full
         require_replicated("the decision to close a window (flush, accum_steps, micro_step)", is_closing)
-        # If `is_kept` is True, this micro-batch's weight is known and a normal number. The window's weight cannot be 0
-        # then, and no run-time check is needed.
+
+        # 4. Does it have an average? If `is_kept` is True, this micro-batch's weight is known and a normal number. The
+        # window's weight cannot be 0 then, and no run-time check is needed.
         has_weight: Flag = True if is_kept is True else weight_sum != 0
-        has_average: Flag
-        if has_weight is True and self._nonfinite != "drop_window":
-            has_average = True
-        else:
+        has_average: Flag = True
+        if has_weight is not True or self._nonfinite == "drop_window":
             has_average = ~window_bad if self.axes else has_weight & ~window_bad
 
-        # The pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
+        # 5. The pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
         # XLA:CPU, a second buffer (tests/accumulation/test_window.py, "written_in_place"). Per-device rows are
         # divided in `average`, because they have to be summed over devices first.
         scale = None
         if self._reduction != "sum" and is_closing is not False and not self.axes:
             scale = jnp.where(is_closing, _reciprocal(weight_sum, has_weight), one)
         factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else own_weight
-        is_first, grads_given = state.micro_step == 0, grads is not None
-        if grads is None:
-            grads = jax.tree.map(lambda _: None, state.gradient_sum)
+        is_first = state.micro_step == 0
+        added = grads if given else jax.tree.map(lambda _: None, state.gradient_sum)
         gradient_sum = jax.tree.map(
-            lambda total, g: _advance_leaf(total, g, is_first, is_kept, factor, scale), state.gradient_sum, grads
+            lambda total, g: _advance_leaf(total, g, is_first, is_kept, factor, scale), state.gradient_sum, added
         )
-
         value_sum, noise = state.value_sum, state.noise
-        if value is None and isinstance(weight, float) and weight == 0:
-            value = 0.0  # adds nothing (tests/accumulation/test_flush_value.py)
-        if grads_given and value is None:  # the mean of a window in which a micro-batch came without one is inf
-            value_sum = jnp.full_like(value_sum, jnp.inf)
-        elif grads_given:
-            own_value = jnp.asarray(value).astype(dtype) * (kept_weight if self._reduction == "mean" else one)
-            value_sum = jnp.where(is_first, jnp.zeros_like(value_sum), value_sum)
-            value_sum = jnp.where(is_kept, value_sum + own_value, value_sum)
-        if grads_given and self._noise_decay is not None:
-            # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
-            safe_weight = jnp.where(own_weight != 0, own_weight, one)
-            square_weight = safe_weight if self._reduction == "mean" else 1 / safe_weight
-            noise = _noise.added(noise, norm_of_gradients(grads, self.axes), square_weight, is_kept, is_first)
+        if given:
+            value_sum = self._value_added(value_sum, value, weight, kept_weight, is_kept, is_first)
+            noise = self._noise_added(noise, grads, own_weight, is_kept, is_first)
 
+        # 6. A closing window resets its counters.
         new_state = state._replace(
             micro_step=jnp.where(is_closing, jnp.zeros_like(micro_step), micro_step),
             weight_sum=jnp.where(is_closing, zero, weight_sum),
@@ -263,6 +247,41 @@ class Window:
             gradient_sum=gradient_sum,
         )
         return WindowStep(new_state, weight_sum, value_sum, is_closing & has_average, has_weight)
+
+    def _checked(self, state: Any, grads: Any, weight: Any, value: Any) -> tuple[Any, Any, Any]:
+        """Returns the micro-batch as arrays. Raises unless it fits the window and is the same on all devices."""
+        require_sum_over("accumulation", self.axes)
+        if grads is not None:
+            grads = checked_gradients(grads, state.gradient_sum, self.axes)
+        weight = arguments.weight(weight, {(), state.weight_sum.shape})
+        value = None if value is None else arguments.value_of_loss(value, {(), state.weight_sum.shape})
+        if not self.axes:
+            if varying_axes(weight) - varying_axes(state.weight_sum):
+                require_replicated("weight", weight)
+            require_replicated("value", value)
+        return grads, weight, value
+
+    def _value_added(
+        self, value_sum: jax.Array, value: Any, weight: Any, kept_weight: jax.Array, is_kept: Flag, is_first: jax.Array
+    ) -> jax.Array:
+        """Returns the window's sum of losses with this one. Without one it is inf, and so is the window's mean."""
+        if value is None and isinstance(weight, float) and weight == 0:
+            value = 0.0  # adds nothing (tests/accumulation/test_flush_value.py)
+        if value is None:
+            return jnp.full_like(value_sum, jnp.inf)
+        own = jnp.asarray(value).astype(value_sum.dtype)
+        own = own * (kept_weight if self._reduction == "mean" else jnp.ones((), value_sum.dtype))
+        value_sum = jnp.where(is_first, jnp.zeros_like(value_sum), value_sum)
+        return jnp.where(is_kept, value_sum + own, value_sum)
+
+    def _noise_added(self, noise: Any, grads: Any, weight: jax.Array, is_kept: Flag, is_first: jax.Array) -> Any:
+        """Returns the sums of squared norms with this micro-batch's, if the window measures its noise."""
+        if self._noise_decay is None:
+            return noise
+        # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
+        safe_weight = jnp.where(weight != 0, weight, jnp.ones((), weight.dtype))
+        square_weight = safe_weight if self._reduction == "mean" else 1 / safe_weight
+        return _noise.added(noise, norm_of_gradients(grads, self.axes), square_weight, is_kept, is_first)
 
     def add_in_loop(self, state: Any, grads: chex.ArrayTree, weight: Any, is_present: Flag = True) -> Any:
         """Adds a micro-batch that is present, in a loop of the compiled program. Returns the new state."""

@@ -10,7 +10,7 @@ replaced by the nearest fraction with a denominator of at most 2**57. That moves
 the fraction may become 0. A traced percentile is rounded to a multiple of 2**-24, which moves the rank by less than
 1e-9 of n. A float32 of at least 0.5 is such a multiple already.
 
-**Keys.** The bits of the magnitude of x, read as an integer, are the *key* of x: keys order as the magnitudes do (`floats`). A read
+**Keys.** The bits of abs(x), read as an integer, are the *key* of x: keys order as the magnitudes do (`floats`). A read
 counts the keys at or below some pivots (`counts`), or finds the keys next to a bracket (`neighbours`). Neither sorts,
 copies or gathers the data. In `shard_map`, a read needs one collective for each set of mapped axes.
 

@@ -389,7 +389,7 @@ def test_totals_beyond_32_bits_select_the_right_rank():
     # counts as a search of 6 * 2**32 elements would have them: its bracket ends with the rank
     elements = 6 * 2**32
     with jax.enable_x64(True):
-        count = jnp.asarray([elements], reductions.count_dtype(elements))
+        count = jnp.asarray([elements], reductions.count_dtype([elements]))
         place = percentiles.apply_method(percentiles.virtual_index(Fraction("75"), count), "lower", jnp.float32)
         search = percentiles._started(count, place, None, jnp.dtype(jnp.float32))
         counted = jnp.asarray([[*(i * 2**31 for i in range(10)), elements]], count.dtype)
@@ -401,4 +401,4 @@ def test_totals_beyond_32_bits_select_the_right_rank():
 
 
 def test_the_largest_count_decides_the_width():
-    assert [reductions.count_dtype(n) for n in (2**32 - 1, 2**32)] == [jnp.uint32, jnp.uint64]
+    assert [reductions.count_dtype([n]) for n in (2**32 - 1, 2**32)] == [jnp.uint32, jnp.uint64]

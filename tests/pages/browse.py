@@ -34,7 +34,8 @@ FOUND = """mode => {
         wrong: all('mjx-merror').map(x => x.textContent),
         links: all('a[href]').map(x => x.href),
         ids: all('[id]').map(x => x.id),
-        headings: all('article :is(h1, h2, h3)').map(x => x.innerText.replace(/#$/, '').replace(/[‘’]/g, "'").trim()),
+        headings: all('article :is(h1, h2, h3)').map(x =>
+            x.innerText.replace(/#$/, '').replace(/\\u2019/g, "'").trim()),
         inCode: all('pre').map(x => x.innerText).filter(x => /^## /m.test(x)),
     };
 }"""
