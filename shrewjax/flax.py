@@ -11,8 +11,9 @@ from typing import Any, Literal, Self
 import jax
 
 import shrewjax
+from shrewjax._accumulation.value_and_grad import roles_of_arguments
 from shrewjax._accumulation.window import Reduction
-from shrewjax._base import trees
+from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import AxisName
 
 try:
@@ -245,15 +246,20 @@ def value_and_grad(
         "accumulator_dtype": accumulator_dtype,
         "sum_over": sum_over,
     }
-    positions: dict[str, Any] = {"batch_argnums": batch_argnums, "rng_argnums": rng_argnums}
+    positions: dict[str, Any] = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums}
     # Made here for its checks alone, so that a wrong argument raises before the call.
     shrewjax.value_and_grad(fun, micro_batches, has_aux=has_aux, weight=weight, **positions, **options)
+    given: dict[str, Any] = {
+        name: None if at is None else arguments.positions(name, at) for name, at in positions.items()
+    }
 
     def value_and_grad_of_batch(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
+        roles_of_arguments({"wrt": (0,)} | given, 1 + len(args), kwargs)
         graphdef, *split = nnx.split(model, wrt, ...)
         variables, others = split
 
-        def with_model(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def with_model(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             """Calls `function` with a model of the first and the last argument. Returns its result and the state."""
             its_model = nnx.merge(graphdef, args[0], args[-1])
             returned = function(its_model, *args[1:-1], **kwargs)
@@ -273,7 +279,7 @@ def value_and_grad(
             has_aux=True,
             weight=None if weight is None else lambda *args, **kwargs: with_model(weight, *args, **kwargs)[0],
             carry_argnum=-1,
-            **{name: _before_last(given) for name, given in positions.items()},
+            **{name: _before_last(at) for name, at in given.items()},
             **options,
         )(_arrays(variables), *args, _arrays(others), **kwargs)
         nnx.update(model, new_state)
@@ -283,11 +289,9 @@ def value_and_grad(
     return value_and_grad_of_batch
 
 
-def _before_last(positions: Any) -> Any:
+def _before_last(positions: tuple[int, ...] | None) -> Any:
     """Returns positions of arguments with one more argument at the end, which moves those counted from the end."""
-    if positions is None:
-        return None
-    return tuple(at - (at < 0) for at in (positions if isinstance(positions, Sequence | range) else (positions,)))
+    return None if positions is None else tuple(at - (at < 0) for at in positions)
 
 
 def check_model(is_same_graph: bool, new: tuple[Any, Any], old: tuple[Any, Any]) -> None:

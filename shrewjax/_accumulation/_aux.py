@@ -52,7 +52,7 @@ class AuxLeaves:
 
         It traces `fun` for the whole batch, but only if an axis of such a leaf is a multiple of the micro-batch's size.
         """
-        if not any(n % size == 0 for x in self._of(self._like, "mean") for n in x.shape):
+        if not size or not any(n % size == 0 for x in self._of(self._like, "mean") for n in x.shape):
             return
         try:
             whole = jax.eval_shape(of_whole_batch)

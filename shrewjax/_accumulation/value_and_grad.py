@@ -379,11 +379,12 @@ def devices_along_first_axis(x: jax.Array) -> int:
 def check_key(name: str, x: Any, at: int | None) -> None:
     """Raises if a leaf is a PRNG key, or looks like a raw one. `at` is the argument's position, if it has one."""
     dtype: Any = getattr(x, "dtype", np.object_)
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and np.shape(x) in ((2,), (4,))):
+    is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if is_typed or (dtype == np.uint32 and np.shape(x) in ((2,), (4,))):
         remedy = "it by position, and its position in rng_argnums=" if at is None else f"rng_argnums={at}"
         raise ValueError(
             f"{name} is a PRNG key, and each micro-batch needs its own. Pass {remedy}. If all shall have the same one, "
-            "let fun close over it"
+            "let fun close over it" + ("" if is_typed else ". If these numbers are no key, convert them to int32")
         )
 
 
@@ -398,7 +399,8 @@ def check_whole(arguments: dict[int, Any], keywords: dict[str, Any], examples: d
         if at is None and np.ndim(x) and np.shape(x)[0] in sizes:
             raise ValueError(
                 f"{name} has {np.shape(x)[0]} rows, as many as the batch has examples, but every micro-batch gets "
-                "arguments by keyword whole. Pass it by position. If it holds no examples, let fun close over it"
+                "arguments by keyword whole. Pass it by position. If it holds no examples, leave its position out of "
+                "batch_argnums="
             )
 
     jax.tree.map_with_path(check, arguments)
