@@ -3,6 +3,7 @@
 A unit is a leaf, a layer of a leaf that stacks layers, or a row or column of a kernel, as each rule says (`units`).
 """
 
+import dataclasses
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -216,7 +217,7 @@ def adaptive_grad_clip(
                     f"{g.dtype} of shape {g.shape} for {w.dtype} of shape {w.shape}"
                 )
         norms = units.norms()
-        weight_norms = units.norms_of(weights)
+        weight_norms = dataclasses.replace(units, leaves=weights).norms()
 
         bases = [
             floats.in_dtype_of(floats.maximum(w, scaling.as_limit(eps, w)), norm)

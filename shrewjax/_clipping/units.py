@@ -1,12 +1,12 @@
 """Units: the parts of a gradient that a rule clips on their own, each by its own norm.
 
 A unit is a leaf or a part of one. Some axes of the leaf, its *unit dims*, number its units; each unit spans the other
-axes. Arithmetic on units is compiled once for all leaves whose units have one shape (`norms.stack_units`).
+axes. Arithmetic on units is compiled once for all leaves that are a single unit (`norms.stack_single_units`).
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import chex
@@ -16,16 +16,16 @@ from jax import lax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.arguments import AxesOf, UnitAxisNames
-from shrewjax._base.mesh import Axes, AxisName, UnitDims, UnitSharding, may_be_partitioned, unit_axes, varying_axes
+from shrewjax._base.mesh import Axes, AxisName, UnitDims, UnitSharding, unit_axes
 from shrewjax._base.trees import KeyPath, is_gradient
 from shrewjax._numerics import floats, scaling
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import (
-    Groups,
     combine,
     magnitude_keys,
     measure_units,
-    stack_units,
+    stack_single_units,
+    stacked_axes,
     unstack_units,
 )
 from shrewjax._numerics.reductions import leaf_maxima, leaf_sums, sizes, unit_zeros
@@ -53,44 +53,24 @@ class Units:
         )
 
     @cached_property
-    def groups(self) -> Groups:
-        """The leaves whose numbers are stacked. Where XLA may shard them, it would gather those of other shardings."""
-        alike: dict[Any, list[int]] = {}
-        for i, (x, dims, over) in enumerate(zip(self.leaves, self.dims, self.sharding, strict=True)):
-            shape, others = tuple(x.shape[a] for a in dims), varying_axes(x).difference(over.within)
-            alike.setdefault((shape, others, over.across, dims and may_be_partitioned() and i), []).append(i)
-        return tuple(map(tuple, alike.values()))
-
-    @cached_property
     def _across(self) -> list[Axes]:
-        """The mapped axes along which devices hold other units of each group."""
-        return [self.sharding[group[0]].across for group in self.groups]
+        return stacked_axes(self.sharding, self.dims)
 
     def unstacked(self, numbers: Sequence[Any]) -> list[Any]:
         """Returns numbers leaf by leaf."""
-        return unstack_units(numbers, self.groups)
+        return unstack_units(numbers, self.dims)
 
     def norms(self, ord: float = 2) -> list[ExtendedFloat]:
         """Returns the norms of the units."""
-        return measure_units(self.leaves, self.dims, self.sharding, self.groups, ord)
-
-    def norms_of(self, leaves: list[Any]) -> list[ExtendedFloat]:
-        """Returns the norms of the same units of other leaves, such as parameters."""
-        sharding = dataclasses.replace(self, leaves=leaves).sharding
-        return measure_units(leaves, self.dims, sharding, self.groups)
+        return measure_units(self.leaves, self.dims, self.sharding, ord)
 
     def total(self, norms: Sequence[ExtendedFloat]) -> ExtendedFloat:
         """Returns the norm of all units together from their norms."""
         return combine(norms, self._across)
 
     def stacked(self, per_leaf: Sequence[Any]) -> list[Any]:
-        """Returns numbers that come leaf by leaf, or a scalar for all units of a leaf, as this class takes them."""
-        shapes = [tuple(x.shape[a] for a in dims) for x, dims in zip(self.leaves, self.dims, strict=True)]
-        filled = [
-            jax.tree.map(partial(jnp.broadcast_to, shape=shape), number)
-            for number, shape in zip(per_leaf, shapes, strict=True)
-        ]
-        return stack_units(filled, self.groups)
+        """Returns numbers that come leaf by leaf as this class takes them."""
+        return stack_single_units(per_leaf, self.dims)
 
     def beside(self, tree: chex.ArrayTree) -> list[Any]:
         """Returns the leaves at the same places of a tree like the parameters."""

@@ -79,10 +79,6 @@ def shift_into_range(powers: jax.Array, small_counts: jax.Array | bool = True) -
     return jnp.where(powers == jnp.inf, shrink, jnp.where((powers < trusted_above) & small_counts, grow, 0))
 
 
-Groups = tuple[tuple[int, ...], ...]
-"""The places of leaves whose numbers are stacked (`stack_units`), because their units have one shape and sharding."""
-
-
 Scope = Literal["global", "leaf", "both"]
 """The norms to measure: of all leaves together, of each leaf as a vector, or the first and each leaf's as floats."""
 
@@ -116,11 +112,11 @@ def measure_with_leaves(leaves: Sequence[Any], axes: Axes) -> tuple[ExtendedFloa
     return _measure(leaves, 2, "both", axes)
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3, 4), inline=True)  # XLA-21
+@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21
 def measure_units(
-    leaves: Sequence[Any], unit_dims: Sequence[UnitDims], axes: Sequence[UnitSharding], groups: Groups, ord: float = 2
+    leaves: Sequence[Any], unit_dims: Sequence[UnitDims], axes: Sequence[UnitSharding], ord: float = 2
 ) -> list[ExtendedFloat]:
-    """Returns the norms of all units, in the layout of `stack_units`.
+    """Returns the norms of all units, in the layout of `stack_single_units`.
 
     A leaf's norms have the sizes of its unit dims. Orders other than 1 and 2 require that each leaf is a single unit.
     """
@@ -129,7 +125,7 @@ def measure_units(
     within: list[Axes] = [of_leaf.within for of_leaf in axes]
     if ord not in (1, 2):
         return [_measure(leaves, ord, "leaf", within)]
-    powers, shifts = _powers_of_units(leaves, ord, unit_dims, within, groups)
+    powers, shifts = _powers_of_units(leaves, ord, unit_dims, within)
     return [_rooted(of_stack, ord, shift) for of_stack, shift in zip(powers, shifts, strict=True)]
 
 
@@ -141,8 +137,8 @@ def measure_slices(x: Any, ord: float, dims: UnitDims, within: Axes, limit: Exte
     limit may be inexact, because such a slice is not clipped. So zeros, as of masked tokens, are read only once.
     """
     if ord in (1, 2):
-        (powers,), (shift,) = _powers_of_units([x], ord, [dims], [within], ((0,),), floor=limit)
-        (norm,) = unstack_units([_rooted(powers, ord, shift)], ((0,),))
+        (powers,), (shift,) = _powers_of_units([x], ord, [dims], [within], floor=limit)
+        (norm,) = unstack_units([_rooted(powers, ord, shift)], [dims])
         return norm
 
     def of_one(x: Any) -> ExtendedFloat:
@@ -162,9 +158,8 @@ def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
     keys = leaf_maxima(_exponent_key, [n.exponent for n in norms], axes=over)
     largest = jnp.max(jnp.concatenate(keys)) + EXPONENT_OF_ZERO * 2  # back from `_exponent_key`
     heights = [times_power_of_two(n.mantissa, n.exponent - largest) for n in norms]
-    # A leaf of several units has a row and a sum of its own.
-    squares = leaf_sums([h * h for h in heights], axes=over, unit_dims=[(0,) if h.ndim > 1 else () for h in heights])
-    return shifted(jnp.sqrt(_ordered_sum(jnp.concatenate(list(map(jnp.ravel, squares))))), largest)
+    squares = leaf_sums([h * h for h in heights], axes=over)
+    return shifted(jnp.sqrt(_ordered_sum(jnp.stack(squares))), largest)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
@@ -234,8 +229,7 @@ def _powers_of_units(
     leaves: Sequence[Any],
     p: float,
     unit_dims: Sequence[UnitDims],
-    axes: list[Axes],
-    groups: Groups,
+    axes: Axes | list[Axes],
     floor: ExtendedFloat | None = None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Returns the sums of p-th powers, p = 1 or 2, of all units and the exponents that scale them, both stacked.
@@ -247,33 +241,27 @@ def _powers_of_units(
     plain = leaf_sums([_power(x, p, dtype) for x in leaves], axes=axes, unit_dims=unit_dims)
     untrusted_exponent = math.floor(math.log2(RANGE[dtype].trusted_above) / p)  # of norms whose sums are too small
     shift = partial(shift_into_range, small_counts=True if floor is None else floor.exponent <= untrusted_exponent)
-    shifts = [shift(powers) for powers in stack_units(plain, groups)]
+    shifts = [shift(powers) for powers in stack_single_units(plain, unit_dims)]
     # If a branch has a collective, all devices have to take it.
-    agreed = list if all(over == () for over in axes) else any_device
+    agreed = list if isinstance(axes, list) and all(over == () for over in axes) else any_device
 
-    def rescaled() -> list[jax.Array]:
+    def read_again(i: int, untrusted: jax.Array) -> jax.Array:
+        x, dims, over = _unknown(leaves[i]), unit_dims[i], [axes[i]] if isinstance(axes, list) else axes
         # XLA-23: the shift comes from the leaf's own sums, not from an index into `shifts`. So leaves of one shape
         # share a compiled kernel.
-        own = list(map(shift, plain))
-        untrusted = agreed([jnp.any(s != 0) for s in own])
-        return stack_units(list(map(partial(_read_again, p), unit_dims, axes, leaves, own, untrusted, plain)), groups)
+        factor = broadcast_to_leaf(power_of_two(shift(plain[i]), dtype), x, dims)
+        return run_if(  # the barrier: XLA-4
+            untrusted,
+            lambda: lax.optimization_barrier(leaf_sums([_power(x, p, dtype, factor)], axes=over, unit_dims=[dims])[0]),
+            lambda: plain[i],
+        )
+
+    def rescaled() -> list[jax.Array]:
+        untrusted = agreed([jnp.any(shift(powers) != 0) for powers in plain])
+        return stack_single_units([read_again(i, flag) for i, flag in enumerate(untrusted)], unit_dims)
 
     (is_out_of_range,) = agreed([jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts]))])
-    return run_if(is_out_of_range, rescaled, lambda: stack_units(plain, groups)), shifts
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))  # traced and lowered once for all leaves of a shape
-def _read_again(
-    p: float, dims: UnitDims, over: Axes, x: Any, shift: jax.Array, untrusted: jax.Array, plain: jax.Array
-) -> jax.Array:
-    """Returns the sums of the powers of a leaf, scaled by 2**shift, if they are untrusted; otherwise the plain sums."""
-    x, dtype = _unknown(x), plain.dtype
-    factor = broadcast_to_leaf(power_of_two(shift, dtype), x, dims)
-    return run_if(  # the barrier: XLA-4
-        untrusted,
-        lambda: lax.optimization_barrier(leaf_sums([_power(x, p, dtype, factor)], axes=[over], unit_dims=[dims])[0]),
-        lambda: plain,
-    )
+    return run_if(is_out_of_range, rescaled, lambda: stack_single_units(plain, unit_dims)), shifts
 
 
 def _rooted(powers: jax.Array, p: float, shift: jax.Array) -> ExtendedFloat:
@@ -426,19 +414,31 @@ def _ordered_sum(terms: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sort(terms))
 
 
-def stack_units(per_leaf: Sequence[Any], groups: Groups) -> list[Any]:
-    """Stacks the numbers of the leaves of a group along a new first dimension. Arithmetic on them is compiled once."""
-    return [jax.tree.map(lambda *xs: jnp.stack(xs), *(per_leaf[i] for i in group)) for group in groups]
+def stack_single_units(per_leaf: Sequence[Any], unit_dims: Sequence[UnitDims]) -> list[Any]:
+    """Stacks the numbers of all single-unit leaves into vectors, so that arithmetic on them is compiled once.
+
+    The vectors come first, then the numbers of each leaf of several units. Those stay apart because their arrays may be
+    sharded.
+    """
+    single = [x for x, dims in zip(per_leaf, unit_dims, strict=True) if not dims]
+    together = [jax.tree.map(lambda *xs: jnp.stack(xs), *single)] if single else []
+    return [*together, *(x for x, dims in zip(per_leaf, unit_dims, strict=True) if dims)]
 
 
-def unstack_units(stacked: Sequence[Any], groups: Groups) -> list[Any]:
-    """Returns the numbers leaf by leaf: the inverse of `stack_units`."""
-    per_leaf: list[Any] = [None] * sum(map(len, groups))
-    for group, numbers in zip(groups, stacked, strict=True):
-        parts, structure = jax.tree.flatten(numbers)
-        for i, of_leaf in zip(group, zip(*map(elements, parts), strict=True), strict=True):
-            per_leaf[i] = jax.tree.unflatten(structure, of_leaf)
-    return per_leaf
+def unstack_units(stacked: Sequence[Any], unit_dims: Sequence[UnitDims]) -> list[Any]:
+    """Returns the numbers leaf by leaf: the inverse of `stack_single_units`."""
+    count = sum(not dims for dims in unit_dims)
+    parts, structure = jax.tree.flatten(stacked[0] if count else [])
+    single = (jax.tree.unflatten(structure, of_leaf) for of_leaf in zip(*map(elements, parts), strict=True))
+    several = iter(stacked[1:] if count else stacked)
+    return [next(several if dims else single) for dims in unit_dims]
+
+
+def stacked_axes(axes: Sequence[UnitSharding], unit_dims: Sequence[UnitDims]) -> list[Axes]:
+    """Returns, for each entry of `stack_single_units`, the mapped axes along which devices hold other units."""
+    single = [of_leaf.across for of_leaf, dims in zip(axes, unit_dims, strict=True) if not dims]
+    # The leaves of one unit share an entry. All have the same `across`: None if their types tell it, otherwise no axis.
+    return [*single[:1], *(of_leaf.across for of_leaf, dims in zip(axes, unit_dims, strict=True) if dims)]
 
 
 def broadcast_to_leaf(of_units: jax.Array, leaf: Any, dims: UnitDims) -> jax.Array:

@@ -144,8 +144,6 @@ def elements(vector: jax.Array) -> list[jax.Array]:
         # number would not stay an operand, two different ones do (tests/numerics/test_compile_size.py).
         return [_first_of(vector, np.asarray([i, (i + 1) % len(vector)], np.uint32)) for i in range(len(vector))]
 
-    if len(vector) == 1:
-        return [vector[0]]
     return lax.platform_dependent(vector, cpu=by_operand, default=lambda v: [v[i] for i in range(len(v))])
 
 
