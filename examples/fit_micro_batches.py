@@ -68,7 +68,7 @@ TX = optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
 def train_step(micro_batches: int) -> Callable[..., Any]:
-    """Returns the jitted step of a whole batch, in so many micro-batches."""
+    """Returns the jitted step of a whole batch, divided into `micro_batches`."""
 
     def step(
         params: Params, opt_state: optax.OptState, x: jax.Array, y: jax.Array
