@@ -19,7 +19,7 @@ def target_named(name):
 
 
 def all_reduced(program, least=1e6):
-    """The bytes of all-reduces of at least a given size, by when they are sent, in P; the compiler may split one in two."""
+    """The bytes of all-reduces of a size or more, by when they are sent, in P; the compiler may split one in two."""
     sent = Counter()
     for (op, when, size), number in program.collectives.items():
         if op == "all-reduce" and size >= least:
