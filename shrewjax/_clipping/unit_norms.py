@@ -4,6 +4,7 @@ A unit is a leaf, a layer of a leaf that stacks layers, or a row or column of a 
 """
 
 import dataclasses
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from shrewjax._base.trees import KeyPath, is_gradient
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
+from shrewjax._numerics.norms import accumulation_dtype, decide_by_norms, usual_numbers
 from shrewjax._numerics.reductions import sizes
 from shrewjax._numerics.scaling import ClipScale
 
@@ -216,21 +218,43 @@ def adaptive_grad_clip(
                     f"gradient leaf {trees.leaf_name(path)} must have the shape of its floating parameter, got "
                     f"{g.dtype} of shape {g.shape} for {w.dtype} of shape {w.shape}"
                 )
-        norms = units.norms()
-        weight_norms = dataclasses.replace(units, leaves=weights).norms()
-
-        bases = [
-            floats.in_dtype_of(floats.maximum(w, scaling.as_limit(eps, w)), norm)
-            for w, norm in zip(weight_norms, norms, strict=True)
-        ]
-        limits = [floats.product(base, scaling.as_limit(clipping, base)) for base in bases]
-        scales = scaling.clip_scales(norms, limits)
+        of_weights = dataclasses.replace(units, leaves=weights).sharding
+        lowest, factor = (
+            scaling.limit_in(value, accumulation_dtype(leaves))
+            for value, leaves in ((eps, weights), (clipping, units.leaves))
+        )
+        both = units.sharding, of_weights
+        scales, ratios, is_clipped = _relative_clips(
+            (units.leaves, weights), lowest, factor, units.dims, both, units.groups, units.grouped(gather=True)
+        )
         return units.scaled(updates, scales), AdaptiveGradClipState(
-            ratio_max=units.largest(list(map(floats.quotient, norms, bases))),
-            clipped_fraction=units.clipped_fraction(scales, norms),
+            ratio_max=units.largest(ratios), clipped_fraction=units.clipped_fraction(is_clipped)
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+@partial(jax.jit, static_argnums=(3, 4, 5, 6), inline=True)  # XLA-21
+def _relative_clips(
+    trees: tuple[list[Any], list[Any]], eps: ExtendedFloat, clipping: ExtendedFloat, *of_units: Any
+) -> tuple[list[ClipScale], list[jax.Array], list[jax.Array]]:
+    """Returns the scale and the ratio of each unit of gradients and parameters, and whether it counts as clipped."""
+
+    def exactly(norm: ExtendedFloat, weight_norm: ExtendedFloat) -> tuple[ClipScale, jax.Array, jax.Array]:
+        base = floats.in_dtype_of(floats.maximum(weight_norm, eps), norm)
+        scale = scaling.scale_to_limit(norm, floats.product(base, clipping))
+        return scale, floats.to_float32(floats.quotient(norm, base)), scaling.counts_as_clipped(scale, norm)
+
+    # The same bits (`test_floats_and_extended_floats_clip_alike`).
+    def in_floats(norm: jax.Array, weight_norm: jax.Array) -> tuple[Any, jax.Array]:
+        base = jnp.maximum(weight_norm, floats.from_extended(eps)).astype(norm.dtype)
+        (norm, base, limit), is_usual = usual_numbers(norm, base, base * floats.from_extended(clipping))
+        scale = ClipScale(norm > limit, limit / norm, jnp.ones_like(norm))
+        return (scale, (norm / base).astype(jnp.float32), scale.applies), is_usual
+
+    decided = decide_by_norms(in_floats, exactly, trees, *of_units)
+    scales, ratios, is_clipped = ([of_group[i] for of_group in decided] for i in range(3))
+    return scales, ratios, is_clipped
 
 
 @described
@@ -305,13 +329,13 @@ def clip_by_block_rms(
         # The norm is compared, not the RMS, because rounding could put the RMS of ones above a threshold of 1. The test
         # is `test_a_block_of_ones_has_a_root_mean_square_of_one`.
         roots = [floats.root_of_count(n, norms[0].mantissa.dtype) for n in counts]
-        of_ones, inverses = (units.stacked([pair[i] for pair in roots]) for i in (0, 1))
+        of_ones, inverses = (units.joined([pair[i] for pair in roots]) for i in (0, 1))
         limits = [floats.product(scaling.as_limit(threshold, n), n) for n in of_ones]
         rms = list(map(floats.product, norms, inverses))
         scales = scaling.clip_scales(norms, limits)
         return units.scaled(updates, scales), ClipByBlockRmsState(
-            rms_max=units.largest(rms),
-            clipped_fraction=units.clipped_fraction(scales, norms),
+            rms_max=units.largest(list(map(floats.to_float32, rms))),
+            clipped_fraction=units.clipped_fraction(list(map(scaling.counts_as_clipped, scales, norms))),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -432,7 +456,7 @@ def clip_by_leaf_norm_ema(
         emas = units.numbers_beside(state.norm_ema)
         norms = units.norms()
         total = units.total(norms)
-        emas = units.stacked(emas)
+        emas = units.joined(emas)
         is_warmup = state.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
         is_recorded = jnp.isfinite(total.mantissa)
 
@@ -463,10 +487,10 @@ def clip_by_leaf_norm_ema(
         norm_emas = list(map(next_ema, norms, decisive, limits, scales, emas))
         return units.scaled(updates, scales), ClipByLeafNormEmaState(
             recorded=jnp.where(is_recorded, optax.safe_increment(state.recorded), state.recorded),
-            norm_ema=units.with_leaves(state.norm_ema, units.unstacked(norm_emas)),
-            threshold_max=units.largest(shown),
-            grad_norm_max=units.largest(norms),
-            clipped_fraction=units.clipped_fraction(scales, norms),
+            norm_ema=units.with_leaves(state.norm_ema, units.by_leaf(norm_emas)),
+            threshold_max=units.largest(list(map(floats.to_float32, shown))),
+            grad_norm_max=units.largest(list(map(floats.to_float32, norms))),
+            clipped_fraction=units.clipped_fraction(list(map(scaling.counts_as_clipped, scales, norms))),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

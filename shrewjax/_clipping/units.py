@@ -1,7 +1,7 @@
 """Units: the parts of a gradient that a rule clips on their own, each by its own norm.
 
 A unit is a leaf or a part of one. Some axes of the leaf, its *unit dims*, number its units; each unit spans the other
-axes. Arithmetic on units is compiled once for all leaves that are a single unit (`norms.stack_single_units`).
+axes. Arithmetic on units is compiled once for all leaves whose units' numbers are joined (`norms.join`).
 """
 
 import dataclasses
@@ -16,19 +16,19 @@ from jax import lax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.arguments import AxesOf, UnitAxisNames
-from shrewjax._base.mesh import Axes, AxisName, UnitDims, UnitSharding, unit_axes
+from shrewjax._base.mesh import Axes, AxisName, UnitDims, UnitSharding, may_be_partitioned, unit_axes, varying_axes
 from shrewjax._base.trees import KeyPath, is_gradient
-from shrewjax._numerics import floats, scaling
+from shrewjax._numerics import scaling
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import (
+    Groups,
     combine,
+    join,
     magnitude_keys,
     measure_units,
-    stack_single_units,
-    stacked_axes,
-    unstack_units,
+    split,
 )
-from shrewjax._numerics.reductions import leaf_maxima, leaf_sums, sizes, unit_zeros
+from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, sizes, unit_zeros
 from shrewjax._numerics.scaling import ClipScale
 
 UnitAxisName = AxisName | jax.P | Callable[[str, Any], Any]
@@ -37,7 +37,7 @@ UnitAxisName = AxisName | jax.P | Callable[[str, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """The units of a gradient. Numbers of units, such as norms and scales, come and go stacked (`stacked`)."""
+    """The units of a gradient. Numbers of units, such as norms and scales, come and go joined (`joined`)."""
 
     paths: tuple[KeyPath, ...]
     leaves: list[Any]  # the floating leaves
@@ -53,24 +53,48 @@ class Units:
         )
 
     @cached_property
-    def _across(self) -> list[Axes]:
-        return stacked_axes(self.sharding, self.dims)
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The sizes of each leaf's unit dims."""
+        return [tuple(x.shape[a] for a in dims) for x, dims in zip(self.leaves, self.dims, strict=True)]
 
-    def unstacked(self, numbers: Sequence[Any]) -> list[Any]:
+    def grouped(self, *, gather: bool) -> Groups:
+        """Returns the leaves whose numbers are joined. Where XLA may shard those of several units, it gathers them."""
+        alike: dict[Any, list[int]] = {}
+        for i, (x, shape, over) in enumerate(zip(self.leaves, self.shapes, self.sharding, strict=True)):
+            is_apart = shape and not (are_known(shape) and (gather or not may_be_partitioned()))
+            others = varying_axes(x).difference(over.within)
+            alike.setdefault((others, over.across, (i,) if is_apart else ()), []).append(i)
+        return tuple(map(tuple, alike.values()))
+
+    @cached_property
+    def groups(self) -> Groups:
+        """The leaves whose numbers are joined, without a gather."""
+        return self.grouped(gather=False)
+
+    @cached_property
+    def _across(self) -> list[Axes]:
+        """The mapped axes along which devices hold other units of each group."""
+        return [self.sharding[group[0]].across for group in self.groups]
+
+    def by_leaf(self, numbers: Sequence[Any]) -> list[Any]:
         """Returns numbers leaf by leaf."""
-        return unstack_units(numbers, self.dims)
+        return split(numbers, self.groups, self.shapes)
 
     def norms(self, ord: float = 2) -> list[ExtendedFloat]:
         """Returns the norms of the units."""
-        return measure_units(self.leaves, self.dims, self.sharding, ord)
+        return measure_units(self.leaves, self.dims, self.sharding, self.groups, ord)
 
     def total(self, norms: Sequence[ExtendedFloat]) -> ExtendedFloat:
         """Returns the norm of all units together from their norms."""
         return combine(norms, self._across)
 
-    def stacked(self, per_leaf: Sequence[Any]) -> list[Any]:
-        """Returns numbers that come leaf by leaf as this class takes them."""
-        return stack_single_units(per_leaf, self.dims)
+    def joined(self, per_leaf: Sequence[Any]) -> list[Any]:
+        """Returns numbers that come leaf by leaf, or one for all units of a leaf, as this class takes them."""
+
+        def of_units(number: Any, shape: tuple[int, ...]) -> Any:
+            return jax.tree.map(lambda part: jnp.broadcast_to(part, shape), number)
+
+        return join(list(map(of_units, per_leaf, self.shapes)), self.groups)
 
     def beside(self, tree: chex.ArrayTree) -> list[Any]:
         """Returns the leaves at the same places of a tree like the parameters."""
@@ -107,33 +131,30 @@ class Units:
                 )
         return numbers
 
-    def largest(self, numbers: Sequence[ExtendedFloat]) -> jax.Array:
+    def largest(self, values: Sequence[jax.Array]) -> jax.Array:
         """Returns the largest number of all units on all devices; NaN if one is NaN. Shape (), float32."""
-        if not numbers:
+        if not values:
             return jnp.zeros((), jnp.float32)
-        values = [floats.to_float32(n) for n in numbers]
         keys = leaf_maxima(magnitude_keys(jnp.dtype(jnp.float32)), values, axes=self._across)
         return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), jnp.float32)
 
-    def clipped_fraction(self, scales: Sequence[ClipScale], norms: Sequence[ExtendedFloat]) -> jax.Array:
+    def clipped_fraction(self, is_clipped: Sequence[jax.Array]) -> jax.Array:
         """Returns clipped units / units, on all devices. Shape (), float32."""
-        if not scales:
+        if not is_clipped:
             return jnp.zeros((), jnp.float32)
-        # A unit with zero norm never counts as clipped.
-        is_clipped = [scale.applies & (norm.mantissa != 0) for scale, norm in zip(scales, norms, strict=True)]
         clipped = leaf_sums([flag.astype(jnp.float32) for flag in is_clipped], axes=self._across)
         units = sum(sizes(is_clipped, axes=self._across))  # may be symbolic (tests/promises/test_export.py)
         divisor = max(units, 1) if isinstance(units, int) else jnp.maximum(jnp.asarray(units, jnp.float32), 1)
         return jnp.sum(jnp.stack(clipped)) / divisor
 
     def with_numbers(self, tree: chex.ArrayTree, numbers: Sequence[Any], absent: float) -> chex.ArrayTree:
-        """Returns a state's tree with new numbers, which come stacked, and `absent` for leaves without a gradient."""
+        """Returns a state's tree with new numbers, which come joined, and `absent` for leaves without a gradient."""
         others = jax.tree.map(lambda x: jnp.full_like(x, absent), tree)
-        return self.with_leaves(others, self.unstacked(numbers))
+        return self.with_leaves(others, self.by_leaf(numbers))
 
     def scaled(self, updates: chex.ArrayTree, scales: Sequence[ClipScale]) -> chex.ArrayTree:
-        """Returns the gradients, each unit times its scale. The scales come stacked."""
-        scaled = map(scaling.apply_unit_scales, self.leaves, self.unstacked(scales), self.dims)
+        """Returns the gradients, each unit times its scale. The scales come joined."""
+        scaled = map(scaling.apply_unit_scales, self.leaves, self.by_leaf(scales), self.dims)
         return self.with_leaves(updates, list(scaled))
 
 

@@ -28,7 +28,8 @@ units, `test_unit_norms_neither_overflow_nor_underflow`.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, partial, reduce
+from itertools import starmap
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -53,7 +54,7 @@ from shrewjax._numerics.floats import (
     to_extended,
     upcast,
 )
-from shrewjax._numerics.reductions import any_device, are_known, elements, leaf_maxima, leaf_sums
+from shrewjax._numerics.reductions import any_device, are_known, elements, leaf_maxima, leaf_sums, pieces
 
 
 class _Range(NamedTuple):
@@ -112,21 +113,71 @@ def measure_with_leaves(leaves: Sequence[Any], axes: Axes) -> tuple[ExtendedFloa
     return _measure(leaves, 2, "both", axes)
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21
-def measure_units(
-    leaves: Sequence[Any], unit_dims: Sequence[UnitDims], axes: Sequence[UnitSharding], ord: float = 2
-) -> list[ExtendedFloat]:
-    """Returns the norms of all units, in the layout of `stack_single_units`.
+Groups = tuple[tuple[int, ...], ...]
+"""The places of leaves whose units' numbers are joined in one vector, so that their arithmetic is compiled once."""
 
-    A leaf's norms have the sizes of its unit dims. Orders other than 1 and 2 require that each leaf is a single unit.
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4), inline=True)  # XLA-21
+def measure_units(
+    leaves: Sequence[Any], unit_dims: Sequence[UnitDims], axes: Sequence[UnitSharding], groups: Groups, ord: float = 2
+) -> list[ExtendedFloat]:
+    """Returns the norms of all units, joined (`join`).
+
+    Orders other than 1 and 2 require that each leaf is a single unit.
     """
     if not leaves:
         return []
     within: list[Axes] = [of_leaf.within for of_leaf in axes]
     if ord not in (1, 2):
         return [_measure(leaves, ord, "leaf", within)]
-    powers, shifts = _powers_of_units(leaves, ord, unit_dims, within)
-    return [_rooted(of_stack, ord, shift) for of_stack, shift in zip(powers, shifts, strict=True)]
+    powers, shifts = _powers_of_units(leaves, ord, unit_dims, within, partial(join, groups=groups))
+    return [_rooted(of_group, ord, shift) for of_group, shift in zip(powers, shifts, strict=True)]
+
+
+def usual_numbers(*numbers: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Returns these numbers, or 1 where one of them is unusual, and where none is.
+
+    The root of an untrusted sum is unusual. The products and quotients of two usual numbers are normal numbers.
+    """
+    lowest = 2 * RANGE[numbers[0].dtype].trusted_above ** 0.5
+    is_usual = reduce(lax.bitwise_and, [(x >= lowest) & (x <= 1 / lowest) for x in numbers])
+    return [jnp.where(is_usual, x, 1) for x in numbers], is_usual
+
+
+def decide_by_norms(
+    in_floats: Callable[..., tuple[Any, jax.Array]],
+    exactly: Callable[..., Any],
+    trees: Sequence[Sequence[Any]],
+    unit_dims: Sequence[UnitDims],
+    axes: Sequence[Sequence[UnitSharding]],
+    groups: Groups,
+    alike: Groups,
+) -> list[Any]:
+    """Returns `exactly(*norms)` for each group, from the 2-norms of its units in each tree.
+
+    `in_floats` takes norms as floats, and returns the same bits and which units are usual (`usual_numbers`). Unless
+    all are, leaves are read again. There, groups `alike` are larger, because a gather may cost time.
+    """
+    if not groups:
+        return []
+    within: list[list[Axes]] = [[of_leaf.within for of_leaf in of_tree] for of_tree in axes]
+    plain = [_sums_of_units(leaves, 2, unit_dims, over) for leaves, over in zip(trees, within, strict=True)]
+    by_group = list(zip(*(join(sums, groups) for sums in plain), strict=True))
+
+    def usual(*sums: jax.Array) -> tuple[Any, jax.Array]:
+        return in_floats(*(_root(of_tree, 2) for of_tree in sums))
+
+    def rescued() -> list[Any]:
+        norms = []
+        for sums, again in zip(plain, _read_again(trees, 2, unit_dims, within, plain, shift_into_range), strict=True):
+            pairs = zip(join(again, alike), join(sums, alike), strict=True)
+            norms.append([_rooted(powers, 2, shift_into_range(first)) for powers, first in pairs])
+        results = list(map(exactly, *norms))
+        return results if alike == groups else join(split(results, alike, [x.shape for x in plain[0]]), groups)
+
+    agreed = _agreed([over for of_tree in within for over in of_tree])
+    (is_rare,) = agreed([~jnp.all(jnp.stack([jnp.all(usual(*sums)[1]) for sums in by_group]))])
+    return run_if(is_rare, rescued, lambda: [usual(*sums)[0] for sums in by_group])
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21
@@ -137,9 +188,8 @@ def measure_slices(x: Any, ord: float, dims: UnitDims, within: Axes, limit: Exte
     limit may be inexact, because such a slice is not clipped. So zeros, as of masked tokens, are read only once.
     """
     if ord in (1, 2):
-        (powers,), (shift,) = _powers_of_units([x], ord, [dims], [within], floor=limit)
-        (norm,) = unstack_units([_rooted(powers, ord, shift)], [dims])
-        return norm
+        (powers,), (shift,) = _powers_of_units([x], ord, [dims], [within], list, floor=limit)
+        return _rooted(powers, ord, shift)
 
     def of_one(x: Any) -> ExtendedFloat:
         return measure([x], ord, within)
@@ -190,7 +240,7 @@ _ROOTS: dict[float, Callable[[jax.Array], jax.Array]] = {
 
 def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> Any:
     """Returns the norm from one pass over the leaves; from a second, scaled one if sums left the trusted range."""
-    dtype = _accumulation_dtype(leaves)
+    dtype = accumulation_dtype(leaves)
     leaf_powers = leaf_sums([_power(x, p, dtype) for x in leaves], axes=axes)
     by_leaf = jnp.stack(leaf_powers)
     plain = by_leaf if scope == "leaf" else _ordered_sum(by_leaf)
@@ -229,39 +279,74 @@ def _powers_of_units(
     leaves: Sequence[Any],
     p: float,
     unit_dims: Sequence[UnitDims],
-    axes: Axes | list[Axes],
+    axes: list[Axes],
+    joined: Callable[[list[jax.Array]], list[jax.Array]],
     floor: ExtendedFloat | None = None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the sums of p-th powers, p = 1 or 2, of all units and the exponents that scale them, both stacked.
+    """Returns the sums of p-th powers, p = 1 or 2, of all units and the exponents that scale them, both joined.
 
     A leaf is read again only if a sum of its own left the trusted range. An example is a frozen leaf, whose sum is 0.
     With a floor, a norm that is below it may come out as any other number below it, and takes no second read.
     """
-    dtype = _accumulation_dtype(leaves)
-    plain = leaf_sums([_power(x, p, dtype) for x in leaves], axes=axes, unit_dims=unit_dims)
-    untrusted_exponent = math.floor(math.log2(RANGE[dtype].trusted_above) / p)  # of norms whose sums are too small
+    plain = _sums_of_units(leaves, p, unit_dims, axes)
+    untrusted_exponent = math.floor(math.log2(RANGE[plain[0].dtype].trusted_above) / p)  # of norms with too small sums
     shift = partial(shift_into_range, small_counts=True if floor is None else floor.exponent <= untrusted_exponent)
-    shifts = [shift(powers) for powers in stack_single_units(plain, unit_dims)]
-    # If a branch has a collective, all devices have to take it.
-    agreed = list if isinstance(axes, list) and all(over == () for over in axes) else any_device
+    shifts = list(map(shift, joined(plain)))
+    (is_out_of_range,) = _agreed(axes)([jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts]))])
 
-    def read_again(i: int, untrusted: jax.Array) -> jax.Array:
-        x, dims, over = _unknown(leaves[i]), unit_dims[i], [axes[i]] if isinstance(axes, list) else axes
-        # XLA-23: the shift comes from the leaf's own sums, not from an index into `shifts`. So leaves of one shape
-        # share a compiled kernel.
-        factor = broadcast_to_leaf(power_of_two(shift(plain[i]), dtype), x, dims)
-        return run_if(  # the barrier: XLA-4
-            untrusted,
-            lambda: lax.optimization_barrier(leaf_sums([_power(x, p, dtype, factor)], axes=over, unit_dims=[dims])[0]),
-            lambda: plain[i],
-        )
+    def again() -> list[jax.Array]:
+        return joined(_read_again([leaves], p, unit_dims, [axes], [plain], shift)[0])
 
-    def rescaled() -> list[jax.Array]:
-        untrusted = agreed([jnp.any(shift(powers) != 0) for powers in plain])
-        return stack_single_units([read_again(i, flag) for i, flag in enumerate(untrusted)], unit_dims)
+    return run_if(is_out_of_range, again, lambda: joined(plain)), shifts
 
-    (is_out_of_range,) = agreed([jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts]))])
-    return run_if(is_out_of_range, rescaled, lambda: stack_single_units(plain, unit_dims)), shifts
+
+def _sums_of_units(leaves: Sequence[Any], p: float, unit_dims: Sequence[UnitDims], axes: list[Axes]) -> list[jax.Array]:
+    """Returns the sums of p-th powers of all units, leaf by leaf: the first pass."""
+    dtype = accumulation_dtype(leaves)
+    return leaf_sums([_power(x, p, dtype) for x in leaves], axes=axes, unit_dims=unit_dims)
+
+
+def _agreed(axes: list[Axes]) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
+    """Returns what makes flags the same on all devices if branches have collectives, because all have to take them."""
+    return list if all(over == () for over in axes) else any_device
+
+
+def _read_again(
+    trees: Sequence[Sequence[Any]],
+    p: float,
+    unit_dims: Sequence[UnitDims],
+    axes: Sequence[list[Axes]],
+    plain: Sequence[list[jax.Array]],
+    shift: Callable[[jax.Array], jax.Array],
+) -> list[list[jax.Array]]:
+    """Returns the sums of p-th powers for each tree, from a second pass over leaves of which a sum is untrusted.
+
+    A leaf is read again in all trees. So are small leaves together, because each branch costs time to compile.
+    """
+    small = [i for i, x in enumerate(trees[0]) if are_known([x.size]) and x.size <= 2**14]
+    together = tuple([tuple(small)] * bool(small) + [(i,) for i in range(len(unit_dims)) if i not in small])
+    places = [[(t, i) for t in range(len(trees)) for i in leaves] for leaves in together]
+
+    def again(t: int, i: int) -> jax.Array:
+        x, sums = _unknown(trees[t][i]), plain[t][i]
+        # XLA-23: the shift comes from the leaf's own sums, not from an index into a vector of shifts. So leaves of one
+        # shape share a compiled kernel.
+        factor = broadcast_to_leaf(power_of_two(shift(sums), sums.dtype), x, unit_dims[i])
+        terms = [_power(x, p, sums.dtype, factor)]
+        return lax.optimization_barrier(leaf_sums(terms, axes=[axes[t][i]], unit_dims=[unit_dims[i]])[0])  # XLA-4
+
+    by_tree = [[jnp.any(shift(x) != 0) for x in join(sums, together)] for sums in plain]
+    flags = [jnp.any(jnp.stack(of_group)) for of_group in zip(*by_tree, strict=True)]
+    untrusted = _agreed([over for of_tree in axes for over in of_tree])(flags)
+
+    def sums_of(untrusted: jax.Array, of_group: list[tuple[int, int]]) -> list[jax.Array]:
+        return run_if(untrusted, lambda: list(starmap(again, of_group)), lambda: [plain[t][i] for t, i in of_group])
+
+    results = [list(sums) for sums in plain]
+    for of_group, sums in zip(places, map(sums_of, untrusted, places), strict=True):
+        for (t, i), x in zip(of_group, sums, strict=True):
+            results[t][i] = x
+    return results
 
 
 def _rooted(powers: jax.Array, p: float, shift: jax.Array) -> ExtendedFloat:
@@ -269,10 +354,12 @@ def _rooted(powers: jax.Array, p: float, shift: jax.Array) -> ExtendedFloat:
 
     Its derivative at 0 is 0.
     """
+    return shifted(_root(powers, p), -shift)
+
+
+def _root(powers: jax.Array, p: float) -> jax.Array:
     positive = powers > 0  # the root of 0 has no derivative
-    safe = jnp.where(positive, powers, 1)
-    root = _ROOTS[p](safe)
-    return shifted(jnp.where(positive, root, powers), -shift)
+    return jnp.where(positive, _ROOTS[p](jnp.where(positive, powers, 1)), powers)
 
 
 def _power(x: Any, p: float, dtype: Any, *factor: jax.Array) -> jax.Array:
@@ -286,7 +373,7 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
 
     The terms of that sum are in [0, 1].
     """
-    dtype = _accumulation_dtype(leaves)
+    dtype = accumulation_dtype(leaves)
 
     # XLA-29: the barriers hide numbers that XLA knows. It would not flush their subnormal halves, moduli and norms.
     hidden = [_unknown(x) if is_complex(x) else x for x in leaves]
@@ -405,7 +492,7 @@ def _squared_modulus(x: jax.Array) -> jax.Array:
     return lax.mul(x.real, x.real) + lax.mul(x.imag, x.imag) if is_complex(x) else lax.mul(x, x)
 
 
-def _accumulation_dtype(leaves: Sequence[Any]) -> Any:
+def accumulation_dtype(leaves: Sequence[Any]) -> Any:
     return jnp.dtype(jnp.float64 if any(accumulator_dtype(x) == jnp.float64 for x in leaves) else jnp.float32)
 
 
@@ -414,31 +501,25 @@ def _ordered_sum(terms: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sort(terms))
 
 
-def stack_single_units(per_leaf: Sequence[Any], unit_dims: Sequence[UnitDims]) -> list[Any]:
-    """Stacks the numbers of all single-unit leaves into vectors, so that arithmetic on them is compiled once.
+def join(per_leaf: Sequence[Any], groups: Groups) -> list[Any]:
+    """Returns a vector of the numbers of each group's units. Those of a leaf alone keep their shape."""
 
-    The vectors come first, then the numbers of each leaf of several units. Those stay apart because their arrays may be
-    sharded.
-    """
-    single = [x for x, dims in zip(per_leaf, unit_dims, strict=True) if not dims]
-    together = [jax.tree.map(lambda *xs: jnp.stack(xs), *single)] if single else []
-    return [*together, *(x for x, dims in zip(per_leaf, unit_dims, strict=True) if dims)]
+    def joined(*xs: jax.Array) -> jax.Array:
+        return xs[0] if len(xs) == 1 and xs[0].ndim else jnp.concatenate([jnp.ravel(x) for x in xs])
+
+    return [jax.tree.map(joined, *(per_leaf[i] for i in group)) for group in groups]
 
 
-def unstack_units(stacked: Sequence[Any], unit_dims: Sequence[UnitDims]) -> list[Any]:
-    """Returns the numbers leaf by leaf: the inverse of `stack_single_units`."""
-    count = sum(not dims for dims in unit_dims)
-    parts, structure = jax.tree.flatten(stacked[0] if count else [])
-    single = (jax.tree.unflatten(structure, of_leaf) for of_leaf in zip(*map(elements, parts), strict=True))
-    several = iter(stacked[1:] if count else stacked)
-    return [next(several if dims else single) for dims in unit_dims]
-
-
-def stacked_axes(axes: Sequence[UnitSharding], unit_dims: Sequence[UnitDims]) -> list[Axes]:
-    """Returns, for each entry of `stack_single_units`, the mapped axes along which devices hold other units."""
-    single = [of_leaf.across for of_leaf, dims in zip(axes, unit_dims, strict=True) if not dims]
-    # The leaves of one unit share an entry. All have the same `across`: None if their types tell it, otherwise no axis.
-    return [*single[:1], *(of_leaf.across for of_leaf, dims in zip(axes, unit_dims, strict=True) if dims)]
+def split(numbers: Sequence[Any], groups: Groups, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Returns the numbers leaf by leaf: the inverse of `join`."""
+    per_leaf: list[Any] = [None] * len(shapes)
+    for group, of_group in zip(groups, numbers, strict=True):
+        parts, structure = jax.tree.flatten(of_group)
+        sizes = tuple(math.prod(shapes[i]) for i in group)
+        by_part = [pieces(x, sizes) if len(group) > 1 else [x] for x in parts]
+        for i, of_leaf in zip(group, zip(*by_part, strict=True), strict=True):
+            per_leaf[i] = jax.tree.unflatten(structure, [x.reshape(shapes[i]) for x in of_leaf])
+    return per_leaf
 
 
 def broadcast_to_leaf(of_units: jax.Array, leaf: Any, dims: UnitDims) -> jax.Array:

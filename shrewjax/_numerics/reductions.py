@@ -152,6 +152,25 @@ def _first_of(vector: jax.Array, indices: jax.Array) -> jax.Array:
     return vector.at[indices].get(mode="promise_in_bounds")[0]
 
 
+@partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
+def pieces(vector: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
+    """Returns consecutive pieces of a vector, of these sizes."""
+    starts = np.cumsum((0, *sizes[:-1]))
+
+    def by_operand(vector: jax.Array) -> list[jax.Array]:  # XLA-30, as in `elements`
+        pairs = zip(starts, np.roll(starts, 1), strict=True)
+        return [_piece(vector, np.asarray(pair), n) for pair, n in zip(pairs, sizes, strict=True)]
+
+    return lax.platform_dependent(
+        vector, cpu=by_operand, default=lambda v: [v[a : a + n] for a, n in zip(starts, sizes, strict=True)]
+    )
+
+
+@partial(jax.jit, static_argnums=2)
+def _piece(vector: jax.Array, starts: jax.Array, size: int) -> jax.Array:
+    return jax.vmap(lambda start: lax.dynamic_slice_in_dim(vector, start, size))(starts)[0]
+
+
 def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
     """Returns the sum of each array's rows, on this device and along mapped axes. One collective sums all arrays."""
     sums = [_sum(x, tuple(range(1, x.ndim))) for x in rows]

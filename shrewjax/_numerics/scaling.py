@@ -72,6 +72,16 @@ def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat])
     )
 
 
+def scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat) -> ClipScale:
+    """Returns `clip_scale` without a branch."""
+    return _scale_to_limit(norm, limit, _exceeds(norm, limit))
+
+
+def counts_as_clipped(scale: ClipScale, norm: ExtendedFloat) -> jax.Array:
+    """Returns whether a unit was clipped. A unit with zero norm never counts."""
+    return scale.applies & (norm.mantissa != 0)
+
+
 def apply_scale(x: Any, scale: ClipScale) -> jax.Array:
     """Returns x times the scale if it applies, else x to the last bit. Has x's dtype; multiplies in the scale's."""
     dtype = scale.coarse.dtype

@@ -17,8 +17,7 @@ from shrewjax._numerics.norms import (
     broadcast_to_leaf,
     combine,
     measure_units,
-    stacked_axes,
-    unstack_units,
+    split,
 )
 
 ORDERS = [1, 2, 3, 1000, np.inf]
@@ -205,18 +204,18 @@ def test_split_and_join_lose_nothing(value):
 @pytest.mark.parametrize("scale", [1.0, 1e25, 1e-25])
 def test_norms_of_units_and_of_all_of_them_together(scale):
     leaves = [scale * jnp.arange(60.0).reshape(3, 4, 5), scale * jnp.arange(1.0, 4), scale * jnp.ones(())]
-    kept = ((0, 2), (), ())
+    kept, groups, shapes = ((0, 2), (), ()), ((0,), (1, 2)), [(3, 5), (), ()]
     axes = tuple(unit_axes("", x, keep, None) for x, keep in zip(leaves, kept, strict=True))
-    norms = measure_units(leaves, kept, axes)
-    for x, keep, norm in zip(leaves, kept, unstack_units(norms, kept), strict=True):
+    norms = measure_units(leaves, kept, axes, groups)
+    for x, keep, norm in zip(leaves, kept, split(norms, groups, shapes), strict=True):
         rest = tuple(a for a in range(x.ndim) if a not in keep)
         expected = np.sqrt(np.sum(np.float64(x) ** 2, axis=rest))
         np.testing.assert_allclose(floats.from_extended(norm), expected, rtol=1e-6)
         spread = broadcast_to_leaf(norm.mantissa, x, keep)
         assert np.broadcast_shapes(spread.shape, x.shape) == x.shape
-    together = combine(norms, stacked_axes(axes, kept))
+    together = combine(norms, [None, None])
     assert float(floats.from_extended(together)) == pytest.approx(float(true_norm(leaves)), rel=1e-6)
-    assert measure_units([], (), ()) == []
+    assert measure_units([], (), (), ()) == []
     assert float(floats.from_extended(combine([], []))) == 0
 
 
