@@ -248,7 +248,8 @@ def _relative_clips(
     # The same bits (`test_floats_and_extended_floats_clip_alike`).
     def in_floats(norm: jax.Array, weight_norm: jax.Array) -> tuple[Any, jax.Array]:
         base = jnp.maximum(weight_norm, floats.from_extended(eps)).astype(norm.dtype)
-        (norm, base, limit), is_usual = usual_numbers(norm, base, base * floats.from_extended(clipping))
+        (norm, base, factor), is_usual = usual_numbers(norm, base, floats.from_extended(clipping))
+        limit = base * factor
         scale = ClipScale(norm > limit, limit / norm, jnp.ones_like(norm))
         return (scale, (norm / base).astype(jnp.float32), scale.applies), is_usual
 

@@ -137,9 +137,10 @@ def measure_units(
 def usual_numbers(*numbers: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     """Returns these numbers, or 1 where one of them is unusual, and where none is.
 
-    The root of an untrusted sum is unusual. The products and quotients of two usual numbers are normal numbers.
+    The root of an untrusted sum is unusual. Products and quotients of three usual numbers are normal numbers.
     """
-    lowest = 2 * RANGE[numbers[0].dtype].trusted_above ** 0.5
+    dtype = numbers[0].dtype
+    lowest = max(2 * RANGE[dtype].trusted_above ** 0.5, float(jnp.finfo(dtype).tiny) ** (1 / 3))
     is_usual = reduce(lax.bitwise_and, [(x >= lowest) & (x <= 1 / lowest) for x in numbers])
     return [jnp.where(is_usual, x, 1) for x in numbers], is_usual
 
@@ -333,7 +334,9 @@ def _read_again(
         # shape share a compiled kernel.
         factor = broadcast_to_leaf(power_of_two(shift(sums), sums.dtype), x, unit_dims[i])
         terms = [_power(x, p, sums.dtype, factor)]
-        return lax.optimization_barrier(leaf_sums(terms, axes=[axes[t][i]], unit_dims=[unit_dims[i]])[0])  # XLA-4
+        (scaled,) = leaf_sums(terms, axes=[axes[t][i]], unit_dims=[unit_dims[i]])
+        # Trusted sums stay as they are, because the second pass may round them otherwise.
+        return jnp.where(shift(sums) != 0, lax.optimization_barrier(scaled), sums)  # the barrier: XLA-4
 
     by_tree = [[jnp.any(shift(x) != 0) for x in join(sums, together)] for sums in plain]
     flags = [jnp.any(jnp.stack(of_group)) for of_group in zip(*by_tree, strict=True)]

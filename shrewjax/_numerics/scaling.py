@@ -74,7 +74,9 @@ def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat])
 
 def scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat) -> ClipScale:
     """Returns `clip_scale` without a branch."""
-    return _scale_to_limit(norm, limit, _exceeds(norm, limit))
+    applies = _exceeds(norm, limit)
+    # An infinite limit, which does not apply, would make derivatives NaN.
+    return _scale_to_limit(norm, limit._replace(mantissa=jnp.where(applies, limit.mantissa, 1)), applies)
 
 
 def counts_as_clipped(scale: ClipScale, norm: ExtendedFloat) -> jax.Array:
