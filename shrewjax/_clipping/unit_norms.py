@@ -4,7 +4,6 @@ A unit is a leaf, a layer of a leaf that stacks layers, or a row or column of a 
 """
 
 import dataclasses
-from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -219,14 +218,13 @@ def adaptive_grad_clip(
                     f"{g.dtype} of shape {g.shape} for {w.dtype} of shape {w.shape}"
                 )
         of_weights = dataclasses.replace(units, leaves=weights).sharding
-        lowest, factor = (
-            scaling.limit_in(value, accumulation_dtype(leaves))
-            for value, leaves in ((eps, weights), (clipping, units.leaves))
+        lowest = scaling.limit_in(eps, accumulation_dtype(weights))
+        factor = scaling.limit_in(clipping, accumulation_dtype(units.leaves))
+        leaves, sharding, alike = (units.leaves, weights), (units.sharding, of_weights), units.grouped(gather=True)
+        decided = decide_by_norms(
+            _clip_in_floats, _clip_exactly, leaves, (lowest, factor), units.dims, sharding, units.groups, alike
         )
-        both = units.sharding, of_weights
-        scales, ratios, is_clipped = _relative_clips(
-            (units.leaves, weights), lowest, factor, units.dims, both, units.groups, units.grouped(gather=True)
-        )
+        scales, ratios, is_clipped = ([of_group[i] for of_group in decided] for i in range(3))
         return units.scaled(updates, scales), AdaptiveGradClipState(
             ratio_max=units.largest(ratios), clipped_fraction=units.clipped_fraction(is_clipped)
         )
@@ -234,28 +232,24 @@ def adaptive_grad_clip(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-@partial(jax.jit, static_argnums=(3, 4, 5, 6), inline=True)  # XLA-21
-def _relative_clips(
-    trees: tuple[list[Any], list[Any]], eps: ExtendedFloat, clipping: ExtendedFloat, *of_units: Any
-) -> tuple[list[ClipScale], list[jax.Array], list[jax.Array]]:
-    """Returns the scale and the ratio of each unit of gradients and parameters, and whether it counts as clipped."""
+def _clip_exactly(
+    norm: ExtendedFloat, weight_norm: ExtendedFloat, eps: ExtendedFloat, clipping: ExtendedFloat
+) -> tuple[ClipScale, jax.Array, jax.Array]:
+    """Returns the scale and the ratio of a unit, and whether it counts as clipped."""
+    base = floats.in_dtype_of(floats.maximum(weight_norm, eps), norm)
+    scale = scaling.scale_to_limit(norm, floats.product(base, clipping))
+    return scale, floats.to_float32(floats.quotient(norm, base)), scaling.counts_as_clipped(scale, norm)
 
-    def exactly(norm: ExtendedFloat, weight_norm: ExtendedFloat) -> tuple[ClipScale, jax.Array, jax.Array]:
-        base = floats.in_dtype_of(floats.maximum(weight_norm, eps), norm)
-        scale = scaling.scale_to_limit(norm, floats.product(base, clipping))
-        return scale, floats.to_float32(floats.quotient(norm, base)), scaling.counts_as_clipped(scale, norm)
 
-    # The same bits (`test_floats_and_extended_floats_clip_alike`).
-    def in_floats(norm: jax.Array, weight_norm: jax.Array) -> tuple[Any, jax.Array]:
-        base = jnp.maximum(weight_norm, floats.from_extended(eps)).astype(norm.dtype)
-        (norm, base, factor), is_usual = usual_numbers(norm, base, floats.from_extended(clipping))
-        limit = base * factor
-        scale = ClipScale(norm > limit, limit / norm, jnp.ones_like(norm))
-        return (scale, (norm / base).astype(jnp.float32), scale.applies), is_usual
-
-    decided = decide_by_norms(in_floats, exactly, trees, *of_units)
-    scales, ratios, is_clipped = ([of_group[i] for of_group in decided] for i in range(3))
-    return scales, ratios, is_clipped
+def _clip_in_floats(
+    norm: jax.Array, weight_norm: jax.Array, eps: ExtendedFloat, clipping: ExtendedFloat
+) -> tuple[tuple[ClipScale, jax.Array, jax.Array], jax.Array]:
+    """Returns the bits of `_clip_exactly`, and whether the unit is usual (`test_usual_units_clip_as_in_any_range`)."""
+    base = jnp.maximum(weight_norm, floats.from_extended(eps)).astype(norm.dtype)
+    (norm, base, factor), is_usual = usual_numbers(norm, base, floats.from_extended(clipping))
+    limit = base * factor
+    scale = ClipScale(norm > limit, limit / norm, jnp.ones_like(norm))
+    return (scale, (norm / base).astype(jnp.float32), scale.applies), is_usual
 
 
 @described

@@ -20,16 +20,16 @@ count as elements. Orders 3 and 4 share the first pass; their second is `_measur
 float64 follow in the same way, with 2**-1022 for 2**-126 and 2**-1074 for 2**-149.
 
 A sum of exactly 0 is not trusted, because all squares may have been flushed. So gradients of zeros are read twice. If
-only some units are zero, only their leaves are read twice (`_powers_of_units`).
+only some units are zero, only their leaves are read twice, and all small ones (`_read_again`).
 
 The idea is that of J. L. Blue, ACM TOMS 4 (1978). The tests are `test_norm_neither_overflows_nor_underflows` and, for
 units, `test_unit_norms_neither_overflow_nor_underflow`.
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import cache, partial, reduce
-from itertools import starmap
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -145,19 +145,21 @@ def usual_numbers(*numbers: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     return [jnp.where(is_usual, x, 1) for x in numbers], is_usual
 
 
+@partial(jax.jit, static_argnums=(0, 1, 4, 5, 6, 7), inline=True)  # XLA-21
 def decide_by_norms(
     in_floats: Callable[..., tuple[Any, jax.Array]],
     exactly: Callable[..., Any],
     trees: Sequence[Sequence[Any]],
+    given: tuple[ExtendedFloat, ...],
     unit_dims: Sequence[UnitDims],
     axes: Sequence[Sequence[UnitSharding]],
     groups: Groups,
     alike: Groups,
 ) -> list[Any]:
-    """Returns `exactly(*norms)` for each group, from the 2-norms of its units in each tree.
+    """Returns `exactly(*norms, *given)` for each group, from the 2-norms of its units in each tree.
 
-    `in_floats` takes norms as floats, and returns the same bits and which units are usual (`usual_numbers`). Unless
-    all are, leaves are read again. There, groups `alike` are larger, because a gather may cost time.
+    `in_floats` takes norms as floats. It returns the same bits, and which units are usual (`usual_numbers`). Unless all
+    are, leaves are read again, and the leaves `alike` are joined: in that branch a gather may cost time.
     """
     if not groups:
         return []
@@ -166,14 +168,15 @@ def decide_by_norms(
     by_group = list(zip(*(join(sums, groups) for sums in plain), strict=True))
 
     def usual(*sums: jax.Array) -> tuple[Any, jax.Array]:
-        return in_floats(*(_root(of_tree, 2) for of_tree in sums))
+        return in_floats(*(_root(of_tree, 2) for of_tree in sums), *given)
+
+    def exact_norms(leaves: Sequence[Any], over: list[Axes], sums: list[jax.Array]) -> list[ExtendedFloat]:
+        again = _read_again(leaves, 2, unit_dims, over, sums, shift_into_range)
+        first = map(shift_into_range, join(sums, alike))
+        return [_rooted(powers, 2, shift) for powers, shift in zip(join(again, alike), first, strict=True)]
 
     def rescued() -> list[Any]:
-        norms = []
-        for sums, again in zip(plain, _read_again(trees, 2, unit_dims, within, plain, shift_into_range), strict=True):
-            pairs = zip(join(again, alike), join(sums, alike), strict=True)
-            norms.append([_rooted(powers, 2, shift_into_range(first)) for powers, first in pairs])
-        results = list(map(exactly, *norms))
+        results = [exactly(*norms, *given) for norms in zip(*map(exact_norms, trees, within, plain), strict=True)]
         return results if alike == groups else join(split(results, alike, [x.shape for x in plain[0]]), groups)
 
     agreed = _agreed([over for of_tree in within for over in of_tree])
@@ -296,7 +299,7 @@ def _powers_of_units(
     (is_out_of_range,) = _agreed(axes)([jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts]))])
 
     def again() -> list[jax.Array]:
-        return joined(_read_again([leaves], p, unit_dims, [axes], [plain], shift)[0])
+        return joined(_read_again(leaves, p, unit_dims, axes, plain, shift))
 
     return run_if(is_out_of_range, again, lambda: joined(plain)), shifts
 
@@ -313,43 +316,35 @@ def _agreed(axes: list[Axes]) -> Callable[[Sequence[jax.Array]], list[jax.Array]
 
 
 def _read_again(
-    trees: Sequence[Sequence[Any]],
+    leaves: Sequence[Any],
     p: float,
     unit_dims: Sequence[UnitDims],
-    axes: Sequence[list[Axes]],
-    plain: Sequence[list[jax.Array]],
+    axes: list[Axes],
+    plain: list[jax.Array],
     shift: Callable[[jax.Array], jax.Array],
-) -> list[list[jax.Array]]:
-    """Returns the sums of p-th powers for each tree, from a second pass over leaves of which a sum is untrusted.
+) -> list[jax.Array]:
+    """Returns the sums of p-th powers leaf by leaf, after a second pass over leaves of which a sum is untrusted.
 
-    A leaf is read again in all trees. So are small leaves together, because each branch costs time to compile.
+    Small leaves are read again together, because each branch takes time to compile.
     """
-    small = [i for i, x in enumerate(trees[0]) if are_known([x.size]) and x.size <= 2**14]
-    together = tuple([tuple(small)] * bool(small) + [(i,) for i in range(len(unit_dims)) if i not in small])
-    places = [[(t, i) for t in range(len(trees)) for i in leaves] for leaves in together]
+    small = tuple(i for i, x in enumerate(leaves) if are_known([x.size]) and x.size <= 2**14)
+    together = [small] * bool(small) + [(i,) for i in range(len(leaves)) if i not in small]
 
-    def again(t: int, i: int) -> jax.Array:
-        x, sums = _unknown(trees[t][i]), plain[t][i]
+    def again(i: int) -> jax.Array:
+        x, sums, dims = _unknown(leaves[i]), plain[i], unit_dims[i]
         # XLA-23: the shift comes from the leaf's own sums, not from an index into a vector of shifts. So leaves of one
         # shape share a compiled kernel.
-        factor = broadcast_to_leaf(power_of_two(shift(sums), sums.dtype), x, unit_dims[i])
-        terms = [_power(x, p, sums.dtype, factor)]
-        (scaled,) = leaf_sums(terms, axes=[axes[t][i]], unit_dims=[unit_dims[i]])
+        factor = broadcast_to_leaf(power_of_two(shift(sums), sums.dtype), x, dims)
+        (scaled,) = leaf_sums([_power(x, p, sums.dtype, factor)], axes=[axes[i]], unit_dims=[dims])
         # Trusted sums stay as they are, because the second pass may round them otherwise.
         return jnp.where(shift(sums) != 0, lax.optimization_barrier(scaled), sums)  # the barrier: XLA-4
 
-    by_tree = [[jnp.any(shift(x) != 0) for x in join(sums, together)] for sums in plain]
-    flags = [jnp.any(jnp.stack(of_group)) for of_group in zip(*by_tree, strict=True)]
-    untrusted = _agreed([over for of_tree in axes for over in of_tree])(flags)
+    def sums_of(untrusted: jax.Array, places: tuple[int, ...]) -> dict[int, jax.Array]:
+        return run_if(untrusted, lambda: {i: again(i) for i in places}, lambda: {i: plain[i] for i in places})
 
-    def sums_of(untrusted: jax.Array, of_group: list[tuple[int, int]]) -> list[jax.Array]:
-        return run_if(untrusted, lambda: list(starmap(again, of_group)), lambda: [plain[t][i] for t, i in of_group])
-
-    results = [list(sums) for sums in plain]
-    for of_group, sums in zip(places, map(sums_of, untrusted, places), strict=True):
-        for (t, i), x in zip(of_group, sums, strict=True):
-            results[t][i] = x
-    return results
+    untrusted = _agreed(axes)([jnp.any(shift(sums) != 0) for sums in join(plain, tuple(together))])
+    results = reduce(operator.or_, map(sums_of, untrusted, together))
+    return [results[i] for i in range(len(leaves))]
 
 
 def _rooted(powers: jax.Array, p: float, shift: jax.Array) -> ExtendedFloat:

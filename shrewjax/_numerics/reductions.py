@@ -135,21 +135,9 @@ def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> l
     return [count > 0 for count in (lax.pmax(counts, of_vmap) if of_vmap else counts)]
 
 
-@partial(jax.jit, inline=True)  # XLA-21
 def elements(vector: jax.Array) -> list[jax.Array]:
-    """Returns the elements of a vector as scalars, or the rows of a matrix as vectors."""
-
-    def by_operand(vector: jax.Array) -> list[jax.Array]:
-        # XLA-30: a number in the program makes the kernel of each element another one. An operand does not. A single
-        # number would not stay an operand, two different ones do (tests/numerics/test_compile_size.py).
-        return [_first_of(vector, np.asarray([i, (i + 1) % len(vector)], np.uint32)) for i in range(len(vector))]
-
-    return lax.platform_dependent(vector, cpu=by_operand, default=lambda v: [v[i] for i in range(len(v))])
-
-
-@jax.jit
-def _first_of(vector: jax.Array, indices: jax.Array) -> jax.Array:
-    return vector.at[indices].get(mode="promise_in_bounds")[0]
+    """Returns the elements of a vector as scalars."""
+    return [x[0] for x in pieces(vector, (1,) * len(vector))]
 
 
 @partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
@@ -157,17 +145,22 @@ def pieces(vector: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
     """Returns consecutive pieces of a vector, of these sizes."""
     starts = np.cumsum((0, *sizes[:-1]))
 
-    def by_operand(vector: jax.Array) -> list[jax.Array]:  # XLA-30, as in `elements`
-        pairs = zip(starts, np.roll(starts, 1), strict=True)
-        return [_piece(vector, np.asarray(pair), n) for pair, n in zip(pairs, sizes, strict=True)]
+    def by_operand(vector: jax.Array) -> list[jax.Array]:
+        # XLA-30: a number in the program makes the kernel of each piece another one. An operand does not. A single
+        # number would not stay an operand, two different ones do (tests/numerics/test_compile_size.py).
+        return [
+            _first_piece(vector, np.asarray([a, b]), n)
+            for a, b, n in zip(starts, np.roll(starts, 1), sizes, strict=True)
+        ]
 
-    return lax.platform_dependent(
-        vector, cpu=by_operand, default=lambda v: [v[a : a + n] for a, n in zip(starts, sizes, strict=True)]
-    )
+    def by_number(vector: jax.Array) -> list[jax.Array]:
+        return [vector[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+    return lax.platform_dependent(vector, cpu=by_operand, default=by_number)
 
 
 @partial(jax.jit, static_argnums=2)
-def _piece(vector: jax.Array, starts: jax.Array, size: int) -> jax.Array:
+def _first_piece(vector: jax.Array, starts: jax.Array, size: int) -> jax.Array:
     return jax.vmap(lambda start: lax.dynamic_slice_in_dim(vector, start, size))(starts)[0]
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, lenient, quick_jit, tree_of, true_norm
+from helpers import bits, lenient, quick_jit, tree_of, true_norm, users_jit
 from steps import NORMS, agc, f32, run, vectors
 
 import shrewjax
@@ -415,3 +415,20 @@ def test_the_derivative_where_a_unit_is_zero_is_that_of_the_identity():
     slope = quick_jit(jax.grad(lambda u: jnp.sum(tx.update(u, tx.init(u))[0])))
     gradient = slope(jnp.float32([[0, 0], [0.5, -0.5]]))
     assert gradient.tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("devices", ["one", "many"])
+def test_usual_units_clip_as_in_any_range(devices, monkeypatch):
+    if devices == "one":  # as in a process with one device, where the numbers of all leaves are joined
+        monkeypatch.setattr("shrewjax._clipping.units.may_be_partitioned", lambda: False)
+    rng = np.random.default_rng(0)
+    shapes = [(6, 4), (4,), (6, 4), (2, 3, 4), ()]
+    grads, params = ([np.float32(rng.normal(size=shape)) for shape in shapes] for _ in range(2))
+    grads[2] *= 1e-4  # not clipped
+    step = users_jit(lambda grads, params: shrewjax.adaptive_grad_clip(0.5).update(grads, None, params))
+    usual, state = step(grads, params)
+    # Beside a leaf that is read again, units are measured and clipped as numbers of any range.
+    beside, state_beside = step([*grads, np.full((6, 4), 1e-25, f32)], [*params, np.ones((6, 4), f32)])
+    assert bits(usual) == bits(beside[:-1])
+    assert bits(state.ratio_max) == bits(state_beside.ratio_max)
+    assert 0 < state.clipped_fraction < 1

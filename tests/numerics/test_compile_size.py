@@ -15,6 +15,7 @@ RULES = {
     "leaf norm": lambda: shrewjax.clip_by_leaf_norm(1.0),
     "leaf norm, ord=inf": lambda: shrewjax.clip_by_leaf_norm(1.0, ord=np.inf),
     "block rms": lambda: shrewjax.clip_by_block_rms(1.0),
+    "adaptive": lambda: shrewjax.adaptive_grad_clip(),
     "average of norms": lambda: shrewjax.clip_by_leaf_norm_ema(),
     "norms by leaf": lambda: shrewjax.clip_by_global_norm(1.0, leaves=True),
     "percentile by leaf": lambda: shrewjax.clip_by_percentile(99, scope="leaf"),
