@@ -30,6 +30,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import cache, partial, reduce
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -170,16 +171,18 @@ def decide_by_norms(
     def usual(*sums: jax.Array) -> tuple[Any, jax.Array]:
         return in_floats(*(_root(of_tree, 2) for of_tree in sums), *given)
 
-    def exact_norms(leaves: Sequence[Any], over: list[Axes], sums: list[jax.Array]) -> list[ExtendedFloat]:
-        again = _read_again(leaves, 2, unit_dims, over, sums, shift_into_range)
+    def exact_norms(powers: list[jax.Array], sums: list[jax.Array]) -> list[ExtendedFloat]:
         first = map(shift_into_range, join(sums, alike))
-        return [_rooted(powers, 2, shift) for powers, shift in zip(join(again, alike), first, strict=True)]
+        return [_rooted(of_group, 2, shift) for of_group, shift in zip(join(powers, alike), first, strict=True)]
 
     def rescued() -> list[Any]:
-        results = [exactly(*norms, *given) for norms in zip(*map(exact_norms, trees, within, plain), strict=True)]
+        leaves, over, sums = (list(chain.from_iterable(part)) for part in (trees, within, plain))
+        again = _read_again(leaves, 2, [*unit_dims] * len(trees), over, sums, shift_into_range, len(trees))
+        by_tree = [again[i : i + len(unit_dims)] for i in range(0, len(again), len(unit_dims))]
+        results = [exactly(*norms, *given) for norms in zip(*map(exact_norms, by_tree, plain), strict=True)]
         return results if alike == groups else join(split(results, alike, [x.shape for x in plain[0]]), groups)
 
-    agreed = _agreed([over for of_tree in within for over in of_tree])
+    agreed = _agreed(list(chain.from_iterable(within)))
     (is_rare,) = agreed([~jnp.all(jnp.stack([jnp.all(usual(*sums)[1]) for sums in by_group]))])
     return run_if(is_rare, rescued, lambda: [usual(*sums)[0] for sums in by_group])
 
@@ -322,13 +325,17 @@ def _read_again(
     axes: list[Axes],
     plain: list[jax.Array],
     shift: Callable[[jax.Array], jax.Array],
+    trees: int = 1,
 ) -> list[jax.Array]:
     """Returns the sums of p-th powers leaf by leaf, after a second pass over leaves of which a sum is untrusted.
 
-    Small leaves are read again together, because each branch takes time to compile.
+    Small leaves are read again together, because each branch takes time to compile. So are leaves at the same place of
+    several trees, whose leaves follow each other.
     """
-    small = tuple(i for i, x in enumerate(leaves) if are_known([x.size]) and x.size <= 2**14)
-    together = [small] * bool(small) + [(i,) for i in range(len(leaves)) if i not in small]
+    count = len(leaves) // trees
+    small = tuple(i for i in range(count) if are_known([leaves[i].size]) and leaves[i].size <= 2**14)
+    of_tree = [small] * bool(small) + [(i,) for i in range(count) if i not in small]
+    together = tuple(tuple(i + t * count for t in range(trees) for i in places) for places in of_tree)
 
     def again(i: int) -> jax.Array:
         x, sums, dims = _unknown(leaves[i]), plain[i], unit_dims[i]
@@ -342,7 +349,7 @@ def _read_again(
     def sums_of(untrusted: jax.Array, places: tuple[int, ...]) -> dict[int, jax.Array]:
         return run_if(untrusted, lambda: {i: again(i) for i in places}, lambda: {i: plain[i] for i in places})
 
-    untrusted = _agreed(axes)([jnp.any(shift(sums) != 0) for sums in join(plain, tuple(together))])
+    untrusted = _agreed(axes)([jnp.any(shifts != 0) for shifts in join(list(map(shift, plain)), together)])
     results = reduce(operator.or_, map(sums_of, untrusted, together))
     return [results[i] for i in range(len(leaves))]
 
