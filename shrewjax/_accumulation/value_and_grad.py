@@ -7,6 +7,7 @@ the aux. An argument of `fun` holds examples, a key or the carry, or it is the s
 
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -44,6 +45,29 @@ class _MicroBatch(NamedTuple):
     averaged: _Averaged
     aux: Any
     carried: list[Any]  # the new value of the argument `carry_argnum`, or empty
+
+
+class _Batch(NamedTuple):
+    """The arguments of one call, by what a micro-batch gets of them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    roles: dict[str, tuple[int, ...]]
+    own_params: dict[int, Any]  # those of `argnums`, by position
+    examples: dict[int, Any]  # as `split_examples` returns them
+    first_number: Any  # of the device's first micro-batch, over all devices
+
+    def arguments(self, i: Any, carried: list[Any]) -> list[Any]:
+        """Returns the arguments of micro-batch i."""
+        replaced = self.own_params | micro_batch_of(self.examples, i)
+        for at in self.roles["rng_argnums"]:
+            replaced[at] = folded_keys(f"argument {at}", self.args[at], self.first_number + i)
+        replaced |= dict(zip(self.roles["carry_argnum"], carried, strict=True))
+        return [replaced.get(at, x) for at, x in enumerate(self.args)]
+
+    def whole_arguments(self) -> list[Any]:
+        """Returns the arguments of the whole batch. Copies the trees, because `fun` may change them."""
+        return jax.tree.map(lambda x: x, [self.own_params.get(at, x) for at, x in enumerate(self.args)])
 
 
 class _SoFar(NamedTuple):
@@ -210,70 +234,59 @@ def value_and_grad(
     }
     micro_value_and_grad = jax.value_and_grad(fun, argnums, has_aux)
 
+    def run(batch: _Batch, i: Any, carried: list[Any]) -> _MicroBatch:
+        """Returns the results of micro-batch i."""
+        its_arguments = batch.arguments(i, carried)
+        its_weight = 1 if weight is None else _relative_weight(weight(*its_arguments, **batch.kwargs), reduction)
+        returned, grads = micro_value_and_grad(*its_arguments, **batch.kwargs)
+        loss, its_aux = returned if has_aux else (returned, ())
+        if has_carry:
+            its_aux, *carried = aux_and_carry(its_aux)
+        return _MicroBatch(its_weight, _Averaged(loss, grads), its_aux, carried)
+
+    def add(
+        batch: _Batch, aux_leaves: AuxLeaves, own: tuple[Hashable, ...], so_far: _SoFar, i: jax.Array
+    ) -> tuple[_SoFar, list[jax.Array]]:
+        """Returns the sums with micro-batch i added, and those of its leaves that are stacked."""
+        its = run(batch, i, so_far.carried)
+        added = window.add_in_loop(so_far.window, its.averaged, its.weight)
+        # Sums of scatters in the aux and in the carry are lost, too, if XLA knows that they are kept (XLA-27).
+        kept = unknown_true() & (its.weight != 0)
+        if nonfinite != "propagate":
+            kept = kept & (added.dropped == so_far.window.dropped)
+        aux_sums, stacked = aux_leaves.add(so_far.aux, its.aux, its.weight, kept)
+        after = _SoFar(added, aux_sums, selected(kept, its.carried, so_far.carried))
+        return sums_of_device(after, own), stacked
+
+    def aux_of_whole_batch(batch: _Batch) -> Any:
+        """Returns the aux that `jax.value_and_grad` would return."""
+        its_aux = fun(*batch.whole_arguments(), **batch.kwargs)[1]
+        return aux_and_carry(its_aux)[0] if has_carry else its_aux
+
     def value_and_grad_of_batch(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         roles = roles_of_arguments(given, len(args), kwargs)
         require_mapped("sum_over", axes)
-        first_number = device_index(axes) * steps if axes else 0
-        check_parameters({at: args[at] for at in roles["argnums"]})
-        examples = split_examples({at: args[at] for at in roles["batch_argnums"]}, steps)
-        if steps > 1:
-            with_role = {at for positions in roles.values() for at in positions}
-            check_whole({at: x for at, x in enumerate(args) if at not in with_role}, kwargs, examples)
-        # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
-        # micro-batch (tests/accumulation/test_value_and_grad.py, "cross_the_network_once").
-        own_params = {at: jax.tree.map(lambda x: as_varying(x, axes), args[at]) for at in roles["argnums"]}
-
-        def run(i: Any, carried: list[Any]) -> _MicroBatch:
-            """Returns the results of micro-batch i."""
-            replaced = own_params | micro_batch_of(examples, i)
-            replaced |= {at: folded_keys(f"argument {at}", args[at], first_number + i) for at in roles["rng_argnums"]}
-            replaced |= dict(zip(roles["carry_argnum"], carried, strict=True))
-            its_arguments = [replaced.get(at, x) for at, x in enumerate(args)]
-            its_weight = 1 if weight is None else _relative_weight(weight(*its_arguments, **kwargs), reduction)
-            returned, grads = micro_value_and_grad(*its_arguments, **kwargs)
-            loss, its_aux = returned if has_aux else (returned, ())
-            if has_carry:
-                its_aux, *carried = aux_and_carry(its_aux)
-            return _MicroBatch(its_weight, _Averaged(loss, grads), its_aux, carried)
-
+        batch = batch_of_arguments(args, kwargs, roles, steps, axes)
         carried = [jax.tree.map(jnp.asarray, args[at]) for at in roles["carry_argnum"]]
-        like = jax.eval_shape(run, 0, carried)
+        like = jax.eval_shape(partial(run, batch), 0, carried)
         params = tuple(args[at] for at in roles["argnums"])
         own = own_axes(like.averaged.value, params, window.axes)
         check_carried(like.carried, carried, like.weight)
         aux_leaves = AuxLeaves(aux, like.aux, steps, sum_over)
-
-        def aux_of_whole_batch() -> Any:
-            """Returns the aux that `jax.value_and_grad` would return. Copies the trees, because fun may change them."""
-            its_aux = fun(*jax.tree.map(lambda x: x, [own_params.get(at, x) for at, x in enumerate(args)]), **kwargs)[1]
-            return aux_and_carry(its_aux)[0] if has_carry else its_aux
-
-        split = jax.tree.leaves(examples)
+        split = jax.tree.leaves(batch.examples)
         if steps > 1 and split:
-            aux_leaves.check_shapes(aux_of_whole_batch, split[0].shape[0])
-
-        def add(so_far: _SoFar, i: jax.Array) -> tuple[_SoFar, list[jax.Array]]:
-            """Returns the sums with micro-batch i added, and those of its leaves that are stacked."""
-            its = run(i, so_far.carried)
-            added = window.add_in_loop(so_far.window, its.averaged, its.weight)
-            # Sums of scatters in the aux and in the carry are lost, too, if XLA knows that they are kept (XLA-27).
-            kept = unknown_true() & (its.weight != 0)
-            if nonfinite != "propagate":
-                kept = kept & (added.dropped == so_far.window.dropped)
-            aux_sums, stacked = aux_leaves.add(so_far.aux, its.aux, its.weight, kept)
-            after = _SoFar(added, aux_sums, selected(kept, its.carried, so_far.carried))
-            return sums_of_device(after, own), stacked
+            aux_leaves.check_shapes(partial(aux_of_whole_batch, batch), split[0].shape[0])
 
         zero = jnp.zeros((), like.averaged.value.dtype)
         opened = window.init(_Averaged(zero, params if isinstance(argnums, Sequence) else params[0]))
         # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
         sums = opened.gradient_sum._replace(value=Window(steps, sum_over=sum_over).init(zero).gradient_sum)
-        start = _SoFar(opened._replace(gradient_sum=sums), aux_leaves.open(), carried)
-        end, stacked = lax.scan(add, sums_of_device(start, own), jnp.arange(steps, dtype=jnp.int32))
+        start = sums_of_device(_SoFar(opened._replace(gradient_sum=sums), aux_leaves.open(), carried), own)
+        end, stacked = lax.scan(partial(add, batch, aux_leaves, own), start, jnp.arange(steps, dtype=jnp.int32))
 
-        taken, has_average, _ = window.close(begun(end.window))
+        average, has_average, _ = window.close(begun(end.window))
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
-        value, grads = jax.tree.map(in_dtype_of, taken.gradients, like.averaged)
+        value, grads = jax.tree.map(in_dtype_of, average.gradients, like.averaged)
         if reduction != "sum":
             value = nan_unless(has_average, value)
         if not has_aux:
@@ -282,6 +295,22 @@ def value_and_grad(
         return (value, (whole_aux, *end.carried) if has_carry else whole_aux), grads
 
     return value_and_grad_of_batch
+
+
+def batch_of_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], roles: dict[str, tuple[int, ...]], steps: int, axes: Axes
+) -> _Batch:
+    """Returns a call's arguments, checked and split."""
+    first_number = device_index(axes) * steps if axes else 0
+    check_parameters({at: args[at] for at in roles["argnums"]})
+    examples = split_examples({at: args[at] for at in roles["batch_argnums"]}, steps)
+    if steps > 1:
+        with_role = {at for positions in roles.values() for at in positions}
+        check_whole({at: x for at, x in enumerate(args) if at not in with_role}, kwargs, examples)
+    # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
+    # micro-batch (tests/accumulation/test_value_and_grad.py, "cross_the_network_once").
+    own_params = {at: jax.tree.map(lambda x: as_varying(x, axes), args[at]) for at in roles["argnums"]}
+    return _Batch(args, kwargs, roles, own_params, examples, first_number)
 
 
 def sums_of_device(so_far: _SoFar, own: tuple[Hashable, ...]) -> _SoFar:
