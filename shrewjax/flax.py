@@ -6,6 +6,7 @@ and `shrewjax.value_and_grad`, and puts the results back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Self
 
 import jax
@@ -253,31 +254,30 @@ def value_and_grad(
         name: None if at is None else arguments.positions(name, at) for name, at in positions.items()
     }
 
+    def with_model(graphdef: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Calls `function` with a model of the first and the last argument. Returns its result and the state."""
+        model = nnx.merge(graphdef, args[0], args[-1])
+        returned = function(model, *args[1:-1], **kwargs)
+        new_graphdef, *new_arrays = nnx.split(model, wrt, ...)
+        new_params, new_state = map(_arrays, new_arrays)
+        check_model(new_graphdef == graphdef, (new_params, new_state), (args[0], args[-1]))
+        return returned, new_state
+
+    def loss(graphdef: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+        returned, state = with_model(graphdef, fun, *args, **kwargs)
+        value, its_aux = returned if has_aux else (returned, ())
+        return value, (its_aux, state)
+
     def value_and_grad_of_batch(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
         roles_of_arguments({"wrt": (0,)} | given, 1 + len(args), kwargs)
         graphdef, *split = nnx.split(model, wrt, ...)
         variables, others = split
-
-        def with_model(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            """Calls `function` with a model of the first and the last argument. Returns its result and the state."""
-            its_model = nnx.merge(graphdef, args[0], args[-1])
-            returned = function(its_model, *args[1:-1], **kwargs)
-            new_graphdef, *its_arrays = nnx.split(its_model, wrt, ...)
-            new_params, new_state = map(_arrays, its_arrays)
-            check_model(new_graphdef == graphdef, (new_params, new_state), (args[0], args[-1]))
-            return returned, new_state
-
-        def loss(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-            returned, state = with_model(fun, *args, **kwargs)
-            value, its_aux = returned if has_aux else (returned, ())
-            return value, (its_aux, state)
-
         (value, (whole_aux, new_state)), grads = shrewjax.value_and_grad(
-            loss,
+            partial(loss, graphdef),
             micro_batches,
             has_aux=True,
-            weight=None if weight is None else lambda *args, **kwargs: with_model(weight, *args, **kwargs)[0],
+            weight=None if weight is None else lambda *args, **kwargs: with_model(graphdef, weight, *args, **kwargs)[0],
             carry_argnum=-1,
             **{name: _before_last(at) for name, at in given.items()},
             **options,

@@ -298,7 +298,11 @@ def value_and_grad(
 
 
 def batch_of_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], roles: dict[str, tuple[int, ...]], steps: int, axes: Axes
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    roles: dict[str, tuple[int, ...]],
+    steps: int,
+    axes: tuple[Hashable, ...],
 ) -> _Batch:
     """Returns a call's arguments, checked and split."""
     first_number = device_index(axes) * steps if axes else 0

@@ -305,10 +305,10 @@ class Window:
         """Adds a micro-batch that is present, in a loop of the compiled program. Returns the new state."""
         return self.advance(begun(state), grads, weight, None, is_present=is_present & unknown_true()).state
 
-    def average(self, stepped: WindowStep) -> Average:
+    def average(self, step: WindowStep) -> Average:
         """Returns what a closing window passes on. Sums per-device rows over devices, in one collective."""
-        noise, weight_sum, value = stepped.state.noise, stepped.weight_sum, stepped.value_sum
-        leaves, treedef = jax.tree.flatten(stepped.state.gradient_sum)
+        noise, weight_sum, value = step.state.noise, step.weight_sum, step.value_sum
+        leaves, treedef = jax.tree.flatten(step.state.gradient_sum)
         totals = [x for x in leaves if x.ndim] if self.axes else []
         if self.axes:
             scalars = [weight_sum[..., None], value[..., None]]
@@ -320,14 +320,14 @@ class Window:
                 kept, *square_sums = (x.astype(jnp.float32) for x in of_noise)
                 noise = noise._replace(kept=kept, square_sums=jnp.stack(square_sums))
             require_replicated("weight, summed over sum_over,", weight_sum)
-        has_weight: Flag = stepped.has_weight
+        has_weight: Flag = step.has_weight
         if self.axes and has_weight is not True:
             has_weight = weight_sum != 0
         scale = _reciprocal(weight_sum, has_weight)
         if self._reduction != "sum":
             totals = [_scaled(x, scale) for x in totals]
             value = value * scale
-        gradients = stepped.state.gradient_sum
+        gradients = step.state.gradient_sum
         if self.axes:
             remaining = iter(totals)
             gradients = jax.tree.unflatten(treedef, [next(remaining) if x.ndim else x for x in leaves])
@@ -336,7 +336,7 @@ class Window:
             norm = measure_local([x for x in jax.tree.leaves(gradients) if is_gradient(x)], self.axes or ())
             norm = floats.shifted(norm.mantissa * per_weight.astype(norm.mantissa.dtype), norm.exponent)
             sums = _noise.WindowSums(noise.square_sums, noise.kept, weight_sum)
-            noise = _noise.closed(stepped.state.noise, sums, norm, self._noise_decay)
+            noise = _noise.closed(step.state.noise, sums, norm, self._noise_decay)
         return Average(gradients, has_weight if self.axes else True, value, noise)
 
     def close(self, state: Any) -> tuple[Average, Flag, Any]:
@@ -346,9 +346,9 @@ class Window:
         zeros. For a transformer, they take a quarter of the gradients' size. `windows`, `value` and `noise` stay as
         they were.
         """
-        stepped = self.advance(state, None, 0, None, flush=True)
-        taken = self.average(stepped)
-        return taken, stepped.has_average & taken.has_weight, stepped.state
+        step = self.advance(state, None, 0, None, flush=True)
+        average = self.average(step)
+        return average, step.has_average & average.has_weight, step.state
 
 
 def begun(state: GradAccumulatorState) -> GradAccumulatorState:
