@@ -136,6 +136,7 @@ def accumulate(
     Source: by linearity of the gradient, the weighted mean is the large batch's gradient. The mean of means is not, see
     "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
     """
+    # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
     if isinstance(inner, Accumulation):
         raise ValueError("inner is itself an accumulation. Multiply the accum_steps instead of nesting accumulations")
     wrapped = inner_transformation(inner)

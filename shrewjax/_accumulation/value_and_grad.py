@@ -100,8 +100,8 @@ def value_and_grad(
 
     The returned function takes the arguments of `fun`, with the whole batch. It returns what
     `jax.value_and_grad(fun, argnums, has_aux)` returns. `fun` itself sees one micro-batch at a time. A step takes the
-    memory of one micro-batch and of one more tree of gradients, the sum. Nothing is kept from one step to the next.
-    Call the returned function under `jax.jit`, because outside of it each call compiles the loop again.
+    memory of one micro-batch and of one more tree of gradients, the sum. Call the returned function under `jax.jit`,
+    because outside of it each call compiles the loop again.
 
     The arguments in `batch_argnums` are split. The first axis of each of their arrays numbers the examples, B of them
     in all arrays. Micro-batch i of K has the examples i, i + K, i + 2 K, and so on. So an axis that is sharded over
@@ -136,7 +136,8 @@ def value_and_grad(
     =========  ==================================================  ==================================  =============
 
     A stack of one number per example has the shape (K, B / K). `jnp.swapaxes(stack, 0, 1).reshape(B)` restores the
-    order of the examples.
+    order of the examples. If a `"mean"` leaf has an axis of a multiple of B / K, `fun` is traced once more, with the
+    whole batch, to find out whether the mean would mix examples.
 
     Args:
       fun: the loss function, as for `jax.value_and_grad`. It returns a scalar; with `has_aux`, a pair of that and
@@ -147,8 +148,9 @@ def value_and_grad(
       batch_argnums: the positions of the arguments that hold examples, trees of arrays. None: all except those of
         `argnums`, `rng_argnums` and `carry_argnum`. All other arguments, and those passed by keyword, reach every
         micro-batch whole. They may hold no PRNG key, and those by keyword no array of B rows.
-      weight: a function of `fun`'s arguments for one micro-batch, which returns its number of examples or tokens. This
-        is a real scalar, 0 or between 2**-30 and 2**100, or a boolean. None: all micro-batches have the same weight.
+      weight: a function of `fun`'s arguments for one micro-batch, which returns its number of examples or tokens: of
+        those in the mask, if the loss is a mean over a mask. This is a real scalar, 0 or between 2**-30 and 2**100, or
+        a boolean. None: all micro-batches have the same weight.
       aux: how the aux is reduced, see above: one name for all leaves, or a tree prefix of names. A leaf whose shape
         depends on the number of examples has no `"mean"`.
       rng_argnums: the positions of the arguments that are trees of PRNG keys, typed or raw. Micro-batch i gets
@@ -165,11 +167,9 @@ def value_and_grad(
         stay its own, for `accumulate(sum_over=)`. With `check_vma=False` and in `jax.pmap`, pass `()` also if the
         gradients are the same on every device, because no type tells it there.
 
-    A `clip_cotangent` inside a mean loss is K times as tight in a micro-batch, because cotangents carry K / B there.
-    Sum the loss, with `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the micro-batch.
-
-    On many devices, under plain `jax.jit`, a batch that is sharded over its examples needs no argument. The guide "Many
-    devices" has what crosses the network, `jax.shard_map`, and windows of whole batches.
+    A batch that is sharded over its examples needs no argument under plain `jax.jit`: see the guide "Many devices". The
+    guide "Windows, weights and state" has a step with a mask, keys, aux and carry. In a mean loss, `clip_cotangent` is
+    K times as tight: see there.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are
@@ -191,21 +191,10 @@ def value_and_grad(
       >>> value, grads
       (Array(17.5, dtype=float32), Array([-7., -7.], dtype=float32))
 
-      If the loss is a mean over a mask, the weight is the number of examples in the mask:
-
-      >>> def masked_loss(params, x, y, mask):
-      ...     errors = jnp.where(mask, (x @ params - y) ** 2, 0)
-      ...     return jnp.sum(errors) / jnp.sum(mask), {"kept": 1}
-      >>> step = value_and_grad(
-      ...     masked_loss, 4, has_aux=True, weight=lambda params, x, y, mask: jnp.sum(mask), aux={"kept": "sum"}
-      ... )
-      >>> (value, aux), grads = jax.jit(step)(params, x, y, y % 4 > 1)  # two of the four have nothing to predict
-      >>> value, aux["kept"]
-      (Array(24.5, dtype=float32), Array(2, dtype=int32))
-
     Source: by linearity of the gradient, the weighted mean is the large batch's gradient. The mean of means is not, see
     "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
     """
+    # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
     steps = arguments.integer("micro_batches", micro_batches, at_least=1)
     has_carry = carry_argnum is not None
     if has_carry and not has_aux:

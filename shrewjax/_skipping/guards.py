@@ -254,8 +254,7 @@ def skip_on_spike(
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `SkipOnSpikeState(history, measured, threshold, applied, skipped, consecutive,
-      spikes_applied, inner_state)`.
+      A transformation with state `SkipOnSpikeState`.
 
     Raises:
       ValueError: an argument is not as described; one of `above` and `at_most` comes without the other;
