@@ -197,13 +197,16 @@ def _check_names(inner: optax.GradientTransformation, extra_args: Mapping[str, A
         for meant in difflib.get_close_matches(name, taken, n=1, cutoff=0.8):
             if not _declares(inner, name):
                 raise ValueError(
-                    f"{name}= is no argument of accumulate, and near {meant}=. Pass {meant}=. If inner takes {name}=, "
-                    "let its update declare it, or give it another name"
+                    f"{name}= is no argument of accumulate, and near {meant}=. Pass {meant}=. If a transformation "
+                    f"inside inner takes {name}=, let inner's own update declare it, or give it another name"
                 )
 
 
 def _declares(tx: optax.GradientTransformation, name: str) -> bool:
-    """Returns whether the transformation's `update` names this argument, so that it does not vanish."""
+    """Returns whether the transformation's own `update` names this argument, so that it does not vanish.
+
+    A chain or a guard hides what the transformations inside it declare.
+    """
     return name in inspect.signature(tx.update).parameters
 
 
