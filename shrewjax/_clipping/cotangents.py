@@ -60,8 +60,8 @@ def clip_cotangent(
 
     The backward pass reads each cotangent once more, and writes it again only if a slice is clipped. The forward pass
     keeps nothing for it. In a mean loss over one of K micro-batches, the clip is K times as tight, because cotangents
-    carry K / B there, and not 1 / B. The guide "Clip", section "In the backward pass", has two ways to the large
-    batch's gradient.
+    carry K / B there, and not 1 / B. To get the large batch's, sum the loss, with `reduction="sum_over_weights"`. Or
+    pass `max_norm * B / len(x)`, where x is the micro-batch. The guide "Clip" has both.
 
     Args:
       x: an array, or a pytree whose leaves are clipped one by one. Integer, boolean and float0 leaves, keys and `None`
