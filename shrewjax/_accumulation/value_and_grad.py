@@ -168,8 +168,8 @@ def value_and_grad(
         gradients are the same on every device, because no type tells it there.
 
     A batch that is sharded over its examples needs no argument under plain `jax.jit`: see the guide "Many devices". The
-    guide "Windows, weights and state" has a step with a mask, keys, aux and carry. A `clip_cotangent` inside a mean loss
-    is K times as tight in a micro-batch. Sum the loss, with `reduction="sum_over_weights"`. Or pass
+    guide "Windows, weights and state" has a step with a mask, keys, aux and carry. A `clip_cotangent` inside a mean
+    loss is K times as tight in a micro-batch. Sum the loss, with `reduction="sum_over_weights"`. Or pass
     `max_norm * B / len(x)`, where x is the micro-batch.
 
     Returns:
