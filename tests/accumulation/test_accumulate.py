@@ -398,7 +398,7 @@ DEPRECATED = {"optimistic_adam"}
 EXPORTED = {n for n in dir(optax) if getattr(getattr(optax, n), "__module__", "") == "optax._src.alias"}
 
 
-# One of each kind of state: none, moments, factored moments, one moment, past steps, a key, the loss. CI runs the others.
+# One of each kind of state: none, moments, factored ones, one moment, past steps, a key, the loss. CI runs the others.
 ONE_OF_A_KIND = {"sgd", "adamw", "adafactor", "lion", "lbfgs", "noisy_sgd", "polyak_sgd"}
 
 
