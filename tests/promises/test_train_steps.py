@@ -583,12 +583,13 @@ def test_outside_of_jit_numpy_arrays_do_what_jax_arrays_do(name):
 
 @pytest.mark.parametrize("name", ["accumulate", "skip_nonfinite", "skip_on_spike"])
 def test_outside_of_jit_a_step_that_is_left_out_returns_jax_arrays_too(name):
-    tx, params = TRANSFORMATIONS[name](), {"w": np.ones(2, np.float32), "number": 2.0}
-    left_out = jax.tree.map(lambda x: x * np.float32(np.nan), params)
+    tx, params = TRANSFORMATIONS[name](), {"w": np.ones(2, np.float32), "number": 2.0, "count": np.ones(2, np.int32)}
+    left_out = {"w": params["w"] * np.float32(np.nan), "number": np.nan, "count": np.zeros(2, np.int32)}
     found, _ = shrewjax.apply_gradients(tx, left_out, tx.init(params), params)
     assert {k: (type(v), v.tolist()) for k, v in found.items()} == {
         "w": (type(jnp.ones(2)), [1, 1]),
         "number": (type(jnp.ones(())), 2),
+        "count": (type(jnp.ones(2)), [1, 1]),
     }
 
 
