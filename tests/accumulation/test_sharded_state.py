@@ -31,6 +31,8 @@ def test_specs_have_the_axis_of_the_rows_before_those_of_the_parameter():
     of_rows = shrewjax.state_specs(TX.init(params_on(4)), axis_names={"data"})
     assert of_rows.gradient_sum == P(("data",), None)
     assert of_rows.inner_state.trace == P(None)
+    over_both = jax.device_put(jnp.zeros(SHAPE), NamedSharding(params_on(4).sharding.mesh, P(("data", "model"))))
+    assert shrewjax.state_specs(over_both, axis_names={"model"}) == P(("model",))
     assert shrewjax.state_specs({"counter": jnp.zeros(()), "number": 1.0}) == {"counter": P(), "number": P()}
 
 
