@@ -49,3 +49,12 @@ def test_the_sum_of_the_rows_stays_and_all_of_it_is_in_the_first(devices):
     np.testing.assert_array_equal(moved.weight_sum, [10] + [0] * (devices - 1))
     assert int(moved.micro_step) == 2
     assert [x.sharding for x in jax.tree.leaves(moved)] == [x.sharding for x in jax.tree.leaves(like)]
+
+
+def test_error_has_the_whole_path_of_a_leaf_that_does_not_fit():
+    like = (TX.init(params_on(2)), jnp.zeros(2))
+    restored = like[0]._replace(micro_step=jnp.zeros((), jnp.float32))
+    with pytest.raises(ValueError, match=r"leaf \[0\]\.micro_step must be int32"):
+        shrewjax.redistribute((restored, like[1]), like)
+    with pytest.raises(ValueError, match=r"leaf \[1\] must be float32 of shape \(2,\)"):
+        shrewjax.redistribute((like[0], jnp.zeros(3)), like)
