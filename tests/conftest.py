@@ -77,7 +77,7 @@ def rows_of(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks `thorough` what only combines anew what other cases of the test have: see tests/README.md."""
+    """Marks a case `thorough` if each of its values stands in another case of the test, too: see tests/README.md."""
     of_test = {}
     for item in items:
         if hasattr(item, "callspec"):
@@ -96,6 +96,12 @@ def pytest_collection_modifyitems(items):
 def x64(request):
     with jax.enable_x64(request.param):
         yield request.param
+
+
+@pytest.fixture(params=["Auto", "Explicit"])
+def mesh(request):
+    axis_type = jax.sharding.AxisType[request.param]
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type, axis_type))
 
 
 @pytest.fixture(scope="module")

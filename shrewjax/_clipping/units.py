@@ -139,7 +139,7 @@ class Units:
         return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), jnp.float32)
 
     def clipped_fraction(self, is_clipped: Sequence[jax.Array]) -> jax.Array:
-        """Returns clipped units / units, on all devices. Shape (), float32."""
+        """Returns the fraction of all devices' units that are clipped. Shape (), float32."""
         if not is_clipped:
             return jnp.zeros((), jnp.float32)
         clipped = leaf_sums([flag.astype(jnp.float32) for flag in is_clipped], axes=self._across)

@@ -85,8 +85,8 @@ def virtual_index(percentile: Fraction | jax.Array, count: jax.Array) -> Virtual
         numerator = jnp.round(jnp.clip(percentile, 0, 100) * 2.0**24).astype(jnp.uint64)
         divisor = 100 * 2**24
     last = jnp.where(count == 0, count, count - 1)
-    # The long division of numerator * last, in as many bits of `last` at a time as no partial dividend overflows with:
-    # the remainder is below the divisor, the numerator at most equal to it, so both terms are at most 2**63.
+    # The long division of numerator * last. It takes as many bits of `last` at a time as fit without overflow: the
+    # remainder is below the divisor, the numerator at most equal to it, so both terms are at most 2**63.
     bits = 63 - divisor.bit_length()
     whole = remainder = jnp.zeros(count.shape, jnp.uint64)
     for position in reversed(range(0, jnp.iinfo(count.dtype).bits, bits)):
@@ -345,7 +345,8 @@ def _narrowed(
 ) -> _Search:
     """Returns the search after a read that `counted` the elements at or below its pivots.
 
-    Its first pivot counts the zeros. If they are not to be considered, `wanted_beyond` them is what to search for.
+    Its first pivot counts the zeros. If zeros do not count, `wanted_beyond` their number is the order statistic to
+    search for.
     """
     is_first = s.reads == 0
     wanted = s.wanted
@@ -377,16 +378,32 @@ def _narrowed(
 
 
 def _next_pivots(keys: jax.Array, counts: jax.Array, rank: jax.Array, width_before: jax.Array, dtype: Any) -> jax.Array:
-    """Returns pivots inside the bracket, close to the key that the model predicts at the rank."""
+    """Returns pivots inside the bracket, around the key that the model predicts, or evenly spaced."""
     integers = keys.dtype
     low, high = keys[:, 1:2], keys[:, 2:3]
     width = high - low
     place = np.arange(1, _PIVOTS + 1, dtype=integers)[None]
+    estimate, uncertainty = _predicted(keys, counts, rank, low, width)
+    aimed = jnp.clip(estimate + np.asarray([_DISTANCES], np.float32) * uncertainty, 0, 1)
+    aimed = low + jnp.round(aimed * width.astype(jnp.float32)).astype(integers)
+    aimed = jnp.clip(aimed, low + place, high - place[:, ::-1])
+    # The model cannot be trusted if the bracket is wide or the last read left more than half of it.
+    even = low + (width // (_PIVOTS + 1)) * place + (width % (_PIVOTS + 1)) * place // (_PIVOTS + 1)
+    is_unknown = (width > 2 << jnp.finfo(dtype).nmant) | (width > width_before[:, None] // 2)
+    return jnp.where(width <= _PIVOTS + 1, jnp.minimum(low + place, high), jnp.where(is_unknown, even, aimed))
+
+
+def _predicted(
+    keys: jax.Array, counts: jax.Array, rank: jax.Array, low: jax.Array, width: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the model's prediction of the key at the rank, and its uncertainty.
+
+    Both are in units of the bracket, whose ends are (0, 0) and (1, 1): x is a number of elements, y a key.
+    """
 
     def elements(a: jax.Array, b: jax.Array) -> jax.Array:
         return (a - b).astype(jnp.float32)[:, None]
 
-    # In units of the bracket, whose ends are (0, 0) and (1, 1): x is a number of elements, y a key.
     left, below, up_to, right = counts.T
     inside = elements(up_to, below)
     x = 1 - (elements(up_to, rank) - 0.5) / inside
@@ -404,14 +421,7 @@ def _next_pivots(keys: jax.Array, counts: jax.Array, rank: jax.Array, width_befo
     estimate = jnp.where((estimate > 0) & (estimate < 1), estimate, x)
 
     noise = jnp.sqrt(jnp.maximum(x * (1 - x), 1 / inside) / inside)  # of a rank between two known ones
-    uncertainty = jnp.maximum(0.3 * noise, 0.2 * jnp.abs(estimate - x) + 1e-3)
-    aimed = jnp.clip(estimate + np.asarray([_DISTANCES], np.float32) * uncertainty, 0, 1)
-    aimed = low + jnp.round(aimed * width.astype(jnp.float32)).astype(integers)
-    aimed = jnp.clip(aimed, low + place, high - place[:, ::-1])
-    # The model cannot be trusted if the bracket is wide or the last read left more than half of it.
-    even = low + (width // (_PIVOTS + 1)) * place + (width % (_PIVOTS + 1)) * place // (_PIVOTS + 1)
-    is_unknown = (width > 2 << jnp.finfo(dtype).nmant) | (width > width_before[:, None] // 2)
-    return jnp.where(width <= _PIVOTS + 1, jnp.minimum(low + place, high), jnp.where(is_unknown, even, aimed))
+    return estimate, jnp.maximum(0.3 * noise, 0.2 * jnp.abs(estimate - x) + 1e-3)
 
 
 def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -425,18 +435,20 @@ def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Ar
     up_to_high = search.counts[:, 2]
     is_last = up_to_high - search.wanted.rank == 1
     is_single_key = high - low == 1
-    is_known = (is_single_key & ~is_last) | search.has_nan
+    is_empty = up_to_high == 0  # of one leaf among others, with the scope "leaf": it needs no further read of all
+    is_known = (is_single_key & ~is_last) | search.has_nan | is_empty
 
     def read() -> tuple[jax.Array, jax.Array]:
         # XLA-4: without the barrier, XLA:GPU turns the branch into a select, and so reads the data on every call.
         return lax.optimization_barrier(data.neighbours(high, jnp.where(is_last, high, low)))
 
     needed = ~jnp.all(is_known)
-    # `at_high`: the largest key at or below high. `above`: the smallest one above high if the rank is last, else above
-    # low.
+    # `at_high`: the largest key at or below high. `above`: the smallest key above high if the rank is the bracket's
+    # last, otherwise the smallest above low.
     at_high, above = lax.cond(needed, read, lambda: (high, high))
     lower = jnp.where(is_single_key, high, jnp.where(is_last, at_high, above))
     upper = jnp.where(is_last, above, jnp.where(is_single_key, high, at_high))
+    # If both keys are equal, both elements are at or below lower, and `clipped_fraction` would count one too many.
     is_first_of_two = ~is_single_key & ~is_last & (lower < upper)
     up_to_lower = up_to_high - is_first_of_two.astype(up_to_high.dtype)
     return lower, upper, up_to_lower, search.reads + needed.astype(jnp.int32)
