@@ -22,8 +22,9 @@ from shrewjax._base.states import State
 def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = None) -> Any:
     r"""Returns how a state's arrays are sharded over a mesh, as `in_specs` and `out_specs` for `jax.shard_map`.
 
-    .. math:: \text{parameter: } P(p_1, \dots, p_n) \quad\Rightarrow\quad
-              \text{its sum with per-device rows: } P(\text{sum\_over}, p_1, \dots, p_n)
+    .. math:: P(p_1, \dots, p_n) \quad\Rightarrow\quad P(\mathrm{sum\_over}, p_1, \dots, p_n)
+
+    The first is a parameter's spec, the second that of its sum, if that has a row a device.
 
     Like every Optax transformation, `tx.init` does not commit counters to a device. If all arrays have to be on the
     mesh, for example in a checkpoint of several processes, place them with these specs:

@@ -33,7 +33,7 @@ def clip_cotangent(
     r"""Returns `x`. In the backward pass, scales each slice of its cotangent to a norm of at most `max_norm`.
 
     .. math:: y = x, \qquad
-              \bar x_s = \bar y_s \cdot \min\Big(1, \frac{\text{max\_norm}}{\|\bar y_s\|}\Big)
+              \bar x_s = \bar y_s \cdot \min\Big(1, \frac{\mathrm{max\_norm}}{\|\bar y_s\|}\Big)
               \;\text{ for each slice } s \text{ along } axis
 
     Use it on activations of recurrent, deep or long-context models, such as the hidden state at each step or a layer's

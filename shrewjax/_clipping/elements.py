@@ -26,7 +26,7 @@ from shrewjax._numerics.reductions import elements
 def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
     r"""Clips each element to [-max_value, max_value].
 
-    .. math:: g_i \leftarrow \max(-\text{max\_value}, \min(g_i, \text{max\_value}))
+    .. math:: g_i \leftarrow \max(-\mathrm{max\_value}, \min(g_i, \mathrm{max\_value}))
 
     ====================================  =======================================================================
     element                               result
@@ -67,7 +67,7 @@ def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
 def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
     r"""Clips each element to [-max_value, max_value]: `clip_grad_value` as an Optax transformation.
 
-    .. math:: g_i \leftarrow \max(-\text{max\_value}, \min(g_i, \text{max\_value}))
+    .. math:: g_i \leftarrow \max(-\mathrm{max\_value}, \min(g_i, \mathrm{max\_value}))
 
     The table of `clip_grad_value` has the edge cases.
 
