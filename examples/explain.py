@@ -10,9 +10,9 @@ Run it with
     python -m pip install -e '.[examples]'
     python examples/explain.py
 
-It takes some seconds on a CPU, and writes out/explain_window.png, out/explain_window_stacked.png, which goes from top to
-bottom and fits on a phone, and so on. An `--out` that ends in .svg gives two files each, for light and for dark pages.
-This redraws all figures of the documentation, in ten minutes or so:
+It takes some seconds on a CPU, and writes out/explain_window.png, out/explain_window_stacked.png, which goes from top
+to bottom and fits on a phone, and so on. An `--out` that ends in .svg gives two files each, for light and for dark
+pages. This redraws all figures of the documentation, in ten minutes or so:
 
     for name in explain choose_batch_size choose_max_norm fit_micro_batches train_batch_norm train_digits \
         train_equinox train_linen train_ppo train_recurrent train_transformer; do

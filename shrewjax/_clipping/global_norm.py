@@ -389,8 +389,8 @@ def clip_by_norm_zscore(
     .. math:: z_t = \frac{\|g_t\| - \mu}{\sigma + \epsilon}, \qquad
               n_t = \mu + \frac{z_{thr}^2}{z_t} \sigma \;\text{ if } z_t > z_{thr}, \text{ else } \|g_t\|
 
-    The norm is clipped to :math:`\min(n_t, \mathrm{max\_norm})`. The further a spike stands out, the more it is clipped.
-    Then the moments are updated with the norm as the rule, without `max_norm`, clipped it:
+    The norm is clipped to :math:`\min(n_t, \mathrm{max\_norm})`. The further a spike stands out, the more it is
+    clipped. Then the moments are updated with the norm as the rule, without `max_norm`, clipped it:
 
     .. math:: \mu \leftarrow \beta \mu + (1 - \beta) n_t, \qquad
               \sigma^2 \leftarrow \beta \sigma^2 + (1 - \beta) (n_t - \mu)^2

@@ -4,9 +4,9 @@
     python tests/pages/browse.py out/site [--chromium /usr/bin/chromium] [--shots out/shots]
 
 A page fails if it logs an error, asks for anything that is not in the site, shows an image or a formula that did not
-load, or a backslash in a formula, has other headings than its source, or a heading inside a code box, links to a page or an anchor of the site that
-is not there, or is wider than a phone's screen. `--shots` saves four pictures of each page: on a screen and on a
-phone, light and dark.
+load, or a backslash in a formula, has other headings than its source, or a heading inside a code box, links to a page
+or an anchor of the site that is not there, or is wider than a phone's screen. `--shots` saves four pictures of each
+page: on a screen and on a phone, light and dark.
 """
 
 import argparse
