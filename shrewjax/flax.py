@@ -109,9 +109,8 @@ class TrainState(train_state.TrainState):
 
     Example:
       >>> import shrewjax.flax
-      >>> state = shrewjax.flax.TrainState.create(
-      ...     apply_fn=None, params={"w": jnp.zeros(2)}, tx=shrewjax.accumulate(optax.sgd(1.0), 2)
-      ... )
+      >>> tx = shrewjax.accumulate(optax.sgd(1.0), 2)
+      >>> state = shrewjax.flax.TrainState.create(apply_fn=None, params={"w": jnp.zeros(2)}, tx=tx)
       >>> for number, weight in ((1.0, 3), (5.0, 1)):
       ...     state = state.apply_gradients(grads={"w": jnp.full(2, number)}, weight=weight)
       >>> state.params["w"], state.step
@@ -223,7 +222,8 @@ def value_and_grad(
       >>> import shrewjax.flax
       >>> class Model(nnx.Module):
       ...     def __init__(self, rngs):
-      ...         self.linear, self.dropout = nnx.Linear(2, 1, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+      ...         self.linear = nnx.Linear(2, 1, rngs=rngs)
+      ...         self.dropout = nnx.Dropout(0.5, rngs=rngs)
       ...     def __call__(self, x):
       ...         return self.linear(self.dropout(x))[:, 0]
       >>> def loss(model, x, y):

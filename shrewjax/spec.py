@@ -478,7 +478,8 @@ def one_denominator_spec(
       The two, which do not depend on `micro_batches`.
 
     Example:
-      >>> tokens = [(6.0, [1.0], 1, "a"), (2.0, [3.0], 1, "a"), (8.0, [0.0], 0, "b"), (1.0, [1.0], 1, "b")]
+      >>> of_a = [(6.0, [1.0], 1, "a"), (2.0, [3.0], 1, "a")]
+      >>> tokens = [*of_a, (8.0, [0.0], 0, "b"), (1.0, [1.0], 1, "b")]
       >>> one_denominator_spec(tokens, micro_batches=2)
       (2.5, [1.5])
 

@@ -442,11 +442,10 @@ def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
 
     Example:
       >>> tx = accumulate(optax.sgd(0.1), 2)
-      >>> @chex.chexify
-      ... @jax.jit
-      ... def step(grads, state, weight):
+      >>> def step(grads, state, weight):
       ...     check_window(state, 2, weight=weight)
       ...     return tx.update(grads, state, weight=weight)
+      >>> step = chex.chexify(jax.jit(step, donate_argnums=1))
       >>> updates, state = step(jnp.ones(2), tx.init(jnp.zeros(2)), 3.0)
       >>> chex.block_until_chexify_assertions_complete()
 

@@ -173,9 +173,14 @@ def value_and_grad(
       ...     errors = jnp.where(mask, (x @ params - y) ** 2, 0)
       ...     return jnp.sum(errors) / jnp.sum(mask), {"kept": 1}
       >>> step = value_and_grad(
-      ...     masked_loss, 4, has_aux=True, weight=lambda params, x, y, mask: jnp.sum(mask), aux={"kept": "sum"}
+      ...     masked_loss,
+      ...     4,
+      ...     has_aux=True,
+      ...     weight=lambda params, x, y, mask: jnp.sum(mask),
+      ...     aux={"kept": "sum"},
       ... )
-      >>> (value, aux), grads = jax.jit(step)(params, x, y, y % 4 > 1)  # two of the four have nothing to predict
+      >>> mask = y % 4 > 1  # two of the four micro-batches have nothing to predict
+      >>> (value, aux), grads = jax.jit(step)(params, x, y, mask)
       >>> value, aux["kept"]
       (Array(24.5, dtype=float32), Array(2, dtype=int32))
 

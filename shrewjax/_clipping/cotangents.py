@@ -102,7 +102,8 @@ def clip_cotangent(
       ...     def step(h, _):
       ...         return 3 * clip_cotangent(h, 10.0, counter=zero), None
       ...     return jax.lax.scan(step, h, length=8)[0][0]
-      >>> jax.grad(last_state, argnums=(0, 1))(jnp.ones(1), jnp.zeros(()))  # 3 and 9 pass, then 27, and 30 six times
+      >>> # 3 and 9 pass, 27 and five times 30 are clipped.
+      >>> jax.grad(last_state, argnums=(0, 1))(jnp.ones(1), jnp.zeros(()))
       (Array([10.], dtype=float32), Array(6., dtype=float32))
 
     Source: A. Graves, "Generating sequences with recurrent neural networks", 2013, arXiv:1308.0850, section 2.1. There,

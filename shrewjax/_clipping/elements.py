@@ -238,7 +238,8 @@ def clip_grad_percentile(
         `scope` or `over` is none of these choices; or as in `grad_norm`.
 
     Example:
-      >>> clipped, bound = clip_grad_percentile({"w": jnp.array([1.0, -2.0, 3.0, -40.0, 5.0])}, 75)
+      >>> grads = {"w": jnp.array([1.0, -2.0, 3.0, -40.0, 5.0])}
+      >>> clipped, bound = clip_grad_percentile(grads, 75)
       >>> clipped["w"], bound
       (Array([ 1., -2.,  3., -5.,  5.], dtype=float32), Array(5., dtype=float32))
 
