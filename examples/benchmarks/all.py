@@ -13,6 +13,7 @@ import batches
 import clipping
 import cotangents
 import percentile
+import readme
 import small
 
 if __name__ == "__main__":
@@ -20,6 +21,7 @@ if __name__ == "__main__":
         __doc__,
         [
             *(clipping.training_step, clipping.norm_error, clipping.compile_time, clipping.small_trees),
+            readme.window,
             *(accumulation.window, accumulation.micro_step, accumulation.executions, accumulation.average_error),
             *(batches.time_and_memory, batches.difference),
             *(percentile.cold_search, percentile.reads, percentile.whole_clip),
