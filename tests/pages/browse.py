@@ -5,8 +5,8 @@
 
 A page fails if it logs an error, asks for anything that is not in the site, shows an image or a formula that did not
 load, or a backslash in a formula, has other headings than its source, or a heading inside a code box, links to a page
-or an anchor of the site that is not there, or is wider than a phone's screen. `--shots` saves four pictures of each
-page: on a screen and on a phone, light and dark.
+or an anchor of the site that is not there, or is wider than a phone's screen. Some words have to lead a search to the
+page that answers. `--shots` saves four pictures of each page: on a screen and on a phone, light and dark.
 """
 
 import argparse
@@ -23,6 +23,15 @@ from playwright.sync_api import Page, sync_playwright
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 PHONE, SCREEN = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
+# The first result of a search for these words is that page.
+SEARCHES = {
+    "donate": "guide/windows.html",
+    "dropout": "guide/flax.html",
+    "equinox": "guide/equinox.html",
+    "learning rate": "guide/windows.html",
+    "padding": "guide/windows.html",
+    "schedule": "guide/windows.html",
+}
 # Lists the parts of a page. Its images are those that it shows in this mode, light or dark.
 FOUND = """mode => {
     Object.assign(document.documentElement.dataset, {theme: mode, mode: mode});
@@ -98,6 +107,13 @@ def main() -> int:
             print(f"{name}: {found['formulas']} formulas, {found['images']} images: {wrong or 'ok'}")
             failures += len(wrong)
             page.close()
+        page = browser.new_page()
+        for words, name in SEARCHES.items():
+            page.goto(f"{root}search.html?q={words}")
+            found = page.locator("#search-results li a").first.get_attribute("href")
+            if not found.startswith(name):
+                print(f"a search for {words!r} leads to {found}, not to {name}")
+                failures += 1
         browser.close()
 
     inside = elsewhere = 0
