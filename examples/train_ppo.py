@@ -190,7 +190,7 @@ class Run:
         self.compile_seconds = time.perf_counter() - began
 
     def advance(self) -> None:
-        """One call: so many iterations."""
+        """Runs the iterations of one call."""
         began = time.perf_counter()
         self.learner, (steps, ended) = jax.block_until_ready(self.loop(self.learner))
         self.seconds += time.perf_counter() - began

@@ -6,9 +6,11 @@ and `shrewjax.value_and_grad`, and puts the results back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Self
 
 import jax
+import numpy as np
 
 import shrewjax
 from shrewjax._accumulation.value_and_grad import roles_of_arguments
@@ -80,6 +82,11 @@ class Optimizer(nnx.Optimizer[Any]):
         """Changes parameters and state in place. Returns the measurements. See the class."""
         mode = {"graph": self.graph} if hasattr(self, "graph") else {}  # newer than Flax 0.12.7
         params, its_grads = (_arrays(nnx.state(x, self.wrt, **mode)) for x in (model, grads))
+        if jax.tree.leaves(params) and not jax.tree.leaves(its_grads):
+            raise ValueError(
+                f"grads must hold variables of wrt={self.wrt!r}, got {type(grads).__name__} without one. Pass the "
+                "gradients as nnx.grad or shrewjax.flax.value_and_grad returned them, with the same wrt"
+            )
         new_params, opt_state = shrewjax.apply_gradients(
             self.tx, its_grads, _arrays(self.opt_state), params, **_arrays(extra_args)
         )
@@ -141,8 +148,10 @@ class TrainState(train_state.TrainState):
             {"weight": weight, "flush": flush, "value": value},
             {"weight": 1, "flush": False, "value": None},
         )
-        # Without a window, `weight=` and `flush=` are errors, so defaults are not passed on.
-        extra_args = {name: x for name, x in given.items() if not (isinstance(x, int | None) and x == default[name])}
+        # Without a window, `weight=` and `flush=` are errors, so known defaults are not passed on, such as 1 and 1.0.
+        extra_args = {
+            name: x for name, x in given.items() if isinstance(x, jax.Array) or np.ndim(x) or x != default[name]
+        }
         # As in Flax, parameters that their "gradient" overwrites, such as the scales of fp8, are none of `tx`.
         overwrites = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
         its_grads, params = (grads["params"], self.params["params"]) if overwrites else (grads, self.params)
@@ -253,31 +262,38 @@ def value_and_grad(
         name: None if at is None else arguments.positions(name, at) for name, at in positions.items()
     }
 
+    def with_model(graphdef: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Calls `function` with a model of the first and the last argument. Returns its result and the state."""
+        model = nnx.merge(graphdef, args[0], args[-1])
+        returned = function(model, *args[1:-1], **kwargs)
+        new_graphdef, *new_arrays = nnx.split(model, wrt, ...)
+        new_params, new_state = map(_arrays, new_arrays)
+        check_model(new_graphdef == graphdef, (new_params, new_state), (args[0], args[-1]))
+        return returned, new_state
+
+    def loss(graphdef: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+        returned, state = with_model(graphdef, fun, *args, **kwargs)
+        value, its_aux = returned if has_aux else (returned, ())
+        return value, (its_aux, state)
+
     def value_and_grad_of_batch(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
-        roles_of_arguments({"wrt": (0,)} | given, 1 + len(args), kwargs)
+        roles = roles_of_arguments({"wrt": (0,)} | given, 1 + len(args), kwargs)
+        for at in roles["batch_argnums"]:
+            if isinstance(args[at - 1], nnx.Module):
+                kept = tuple(i for i in roles["batch_argnums"] if i != at)
+                raise ValueError(
+                    f"argument {at} is a model, {type(args[at - 1]).__name__}, and has no axis of examples. If fun "
+                    f"does not change it, pass batch_argnums={kept}. Otherwise pass both models as one tuple, as the "
+                    "first argument"
+                )
         graphdef, *split = nnx.split(model, wrt, ...)
         variables, others = split
-
-        def with_model(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            """Calls `function` with a model of the first and the last argument. Returns its result and the state."""
-            its_model = nnx.merge(graphdef, args[0], args[-1])
-            returned = function(its_model, *args[1:-1], **kwargs)
-            new_graphdef, *its_arrays = nnx.split(its_model, wrt, ...)
-            new_params, new_state = map(_arrays, its_arrays)
-            check_model(new_graphdef == graphdef, (new_params, new_state), (args[0], args[-1]))
-            return returned, new_state
-
-        def loss(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-            returned, state = with_model(fun, *args, **kwargs)
-            value, its_aux = returned if has_aux else (returned, ())
-            return value, (its_aux, state)
-
         (value, (whole_aux, new_state)), grads = shrewjax.value_and_grad(
-            loss,
+            partial(loss, graphdef),
             micro_batches,
             has_aux=True,
-            weight=None if weight is None else lambda *args, **kwargs: with_model(weight, *args, **kwargs)[0],
+            weight=None if weight is None else lambda *args, **kwargs: with_model(graphdef, weight, *args, **kwargs)[0],
             carry_argnum=-1,
             **{name: _before_last(at) for name, at in given.items()},
             **options,

@@ -77,7 +77,7 @@ def rows_of(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks `thorough` what only combines anew what other cases of the test have: see tests/README.md."""
+    """Marks a case `thorough` if each of its values stands in another case of the test, too: see tests/README.md."""
     of_test = {}
     for item in items:
         if hasattr(item, "callspec"):

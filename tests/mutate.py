@@ -1,12 +1,13 @@
-"""Mutation testing of one module, on demand: does a slip in it make a test fail?
+"""Mutation testing of a room or a wing, on demand: does a slip in it make a test fail?
 
     python -m pip install cosmic-ray
+    python tests/mutate.py _skipping --sample 20 --seed 1 --seconds 40
     python tests/mutate.py _numerics/norms --sample 60 --seconds 25
 
-A mutant is a copy of the repository with one place of the module changed. A place is an operator, a number, a
-comparison, a condition, a loop or a decorator; what is put there is drawn among all that cosmic-ray knows. The tests
-of its wing run on it, until one fails. A line is printed for each mutant, the difference for each that survives, and
-the share of those killed at the end. The same `--seed` draws the same mutants.
+A mutant is a copy of the repository with one place of the room, or of the wing's rooms, changed. A place is an
+operator, a number, a comparison, a condition, a loop or a decorator; what is put there is drawn among all that
+cosmic-ray knows. The tests of its wing run on it, until one fails. A line is printed for each mutant, the difference
+for each that survives, and the share of those killed at the end. The same `--seed` draws the same mutants.
 
 Left out are annotations, as they have no effect when the code runs, texts of messages (f-strings), and what is no
 Python or the same syntax tree again. What is the same for every input although it is written differently, or is only
@@ -50,15 +51,16 @@ LONGEST = 60  # seconds of a core for one test
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("room", help="such as _numerics/norms")
+    parser.add_argument("room", help="such as _numerics/norms, or a wing, such as _numerics")
     parser.add_argument("--sample", type=int, help="how many places to try; all if not given")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="how many of them were tried before")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of a core, after which a mutant has survived")
     parser.add_argument("--line", type=int, help="try only places in this line", action="append")
     arguments = parser.parse_args()
-    original = (ROOT / "shrewjax" / f"{arguments.room}.py").read_text()
-    wing = arguments.room.split("/")[0]
+    wing, _, room = arguments.room.partition("/")
+    rooms = [f"{room}.py"] if room else sorted(x.name for x in (ROOT / "shrewjax" / wing).glob("*.py"))
+    originals = {f"shrewjax/{wing}/{name}": (ROOT / "shrewjax" / wing / name).read_text() for name in rooms}
     tests = Tests(FOLDERS.get(wing, [wing.removeprefix("_")]), arguments.seconds)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -74,43 +76,45 @@ def main():
         print(f"without any change, {len(tests.seconds)} tests pass in {sum(tests.seconds.values()):.0f} s", flush=True)
 
         killed = tried = 0
-        chosen = mutants(original, random.Random(arguments.seed), arguments.line)
-        for line, mutant in itertools.islice(chosen, arguments.skip, arguments.sample):
-            pathlib.Path("shrewjax", f"{arguments.room}.py").write_text(mutant)
+        chosen = mutants(originals, random.Random(arguments.seed), arguments.line)
+        for file, line, mutant in itertools.islice(chosen, arguments.skip, arguments.sample):
+            pathlib.Path(file).write_text(mutant)
             killer = tests.first_to_fail()
+            pathlib.Path(file).write_text(originals[file])
             tried, killed = tried + 1, killed + bool(killer)
-            print(
-                f"{arguments.skip + tried}: line {line} {'killed by ' + killer if killer else 'SURVIVED'}", flush=True
-            )
+            fate = f"killed by {killer}" if killer else "SURVIVED"
+            print(f"{arguments.skip + tried}: {file}:{line} {fate}", flush=True)
             if not killer:
-                print(*difference(original, mutant), sep="\n", flush=True)
+                print(*difference(originals[file], mutant), sep="\n", flush=True)
     print(f"{killed} of {tried} killed, {killed / tried:.1%}")
 
 
-def mutants(original, rng, lines=None):
-    """The line and the code of one mutation for each place, in a random order."""
-    with tempfile.TemporaryDirectory() as folder, use_db(f"{folder}/session.sqlite", WorkDB.Mode.create) as db:
-        path = pathlib.Path(folder, "module.py")
-        path.write_text(original)
-        init([path], db, {})
-        by_place = collections.defaultdict(list)
-        for item in db.work_items:
-            by_place[item.mutations[0].start_pos].append(item.mutations[0])
-    tree = ast.parse(original)
-    ignored = [*ignored_places(tree)]
-    places = sorted(place for place in by_place if not any(start <= place < end for start, end in ignored))
+def mutants(originals, rng, lines=None):
+    """The file, the line and the code of one mutation for each place of these files, in a random order."""
+    trees = {file: ast.parse(original) for file, original in originals.items()}
+    by_place = collections.defaultdict(list)
+    for file, original in originals.items():
+        ignored = [*ignored_places(trees[file])]
+        with tempfile.TemporaryDirectory() as folder, use_db(f"{folder}/session.sqlite", WorkDB.Mode.create) as db:
+            path = pathlib.Path(folder, "module.py")
+            path.write_text(original)
+            init([path], db, {})
+            for mutation in (item.mutations[0] for item in db.work_items):
+                if not any(start <= mutation.start_pos < end for start, end in ignored):
+                    by_place[file, mutation.start_pos].append(mutation)
+    places = sorted(by_place)
     rng.shuffle(places)
-    for place in places:
-        candidates = sorted(by_place[place], key=lambda m: (m.operator_name, m.occurrence))
+    for file, place in places:
+        candidates = sorted(by_place[file, place], key=lambda m: (m.operator_name, m.occurrence))
         rng.shuffle(candidates)
         if lines and place[0] not in lines:
             continue
         for mutation in candidates:
             operator = get_operator(mutation.operator_name)(**mutation.operator_args)
-            mutant = mutate_code(original, operator, mutation.occurrence)
+            mutant = mutate_code(originals[file], operator, mutation.occurrence)
             with contextlib.suppress(SyntaxError), warnings.catch_warnings(action="ignore"):
-                if ast.dump(ast.parse(mutant)) != ast.dump(tree):
-                    yield place[0], mutant
+                if ast.dump(ast.parse(mutant)) != ast.dump(trees[file]):
+                    yield file, place[0], mutant
                     break
 
 

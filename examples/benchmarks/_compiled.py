@@ -294,7 +294,7 @@ class Program:
 
     @property
     def collectives(self) -> Counter[tuple[str, str, float]]:
-        """How often there is a collective of this name, that runs then, on arrays of so many bytes before any cut."""
+        """The number of collectives by name, by when they run, and by the bytes of their arrays before any cut."""
         found: Counter[tuple[str, str, float]] = Counter()
         for x, when, _ in self.steps(closing=None):
             for name, size in self._collectives(x):

@@ -8,13 +8,13 @@ It takes many minutes on two CPU cores; rows are printed as they come. edges.py 
 
 import _harness
 import accumulation
-import adaptive
-import batches
 import clipping
 import cotangents
 import percentile
 import readme
 import small
+import unit_norms
+import value_and_grad
 
 if __name__ == "__main__":
     _harness.main(
@@ -23,9 +23,9 @@ if __name__ == "__main__":
             *(clipping.training_step, clipping.norm_error, clipping.compile_time, clipping.small_trees),
             readme.window,
             *(accumulation.window, accumulation.micro_step, accumulation.executions, accumulation.average_error),
-            *(batches.time_and_memory, batches.difference),
+            *(value_and_grad.time_and_memory, value_and_grad.difference),
             *(percentile.cold_search, percentile.reads, percentile.whole_clip),
-            *(adaptive.clip_alone, adaptive.training_step),
+            *(unit_norms.clip_alone, unit_norms.training_step),
             cotangents.transformer_block,
             *(small.step_time, small.compile_time),
         ],

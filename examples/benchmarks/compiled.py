@@ -161,7 +161,7 @@ def whole_batch(
     mapped: bool = False,
     spec: Callable[[Any], P] = replicated,
 ) -> Program:
-    """A batch of one call, or one of so many parts, data parallel: under plain jit, or `mapped` over the devices.
+    """One of the `parts` of a batch, data parallel: under plain jit, or `mapped` over the devices.
 
     P is the bytes of all parameters, which are placed by `spec`.
     """

@@ -24,7 +24,7 @@ import numpy as np
 
 from shrewjax._base.arguments import Scalar
 from shrewjax._base.states import described, increment_if
-from shrewjax._numerics import floats
+from shrewjax._numerics import floats, histories
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import RANGE
 
@@ -97,17 +97,17 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
     has_estimate &= jnp.isfinite(root.mantissa) & jnp.isfinite(norm.mantissa)
     weight = jnp.where(has_estimate, weight, 1)
 
-    # All squares in units of 4**exponent, which holds the largest of them.
-    exponent = jnp.maximum(root.exponent, norm.exponent)
-    exponent = jnp.where(has_estimate, exponent, 0)
-    known = jnp.where(state.recorded > 0, state.exponent, exponent)
-    exponent = jnp.maximum(exponent, known)
+    # All squares come in the unit 4**unit, which holds the largest of them, so that none leaves the range.
+    of_window = jnp.maximum(root.exponent, norm.exponent)
+    of_window = jnp.where(has_estimate, of_window, 0)
+    of_averages = jnp.where(state.recorded > 0, state.exponent, of_window)
+    unit = jnp.maximum(of_window, of_averages)
 
-    def in_units(x: ExtendedFloat) -> jax.Array:
+    def in_unit(x: ExtendedFloat) -> jax.Array:
         mantissa = jnp.where(has_estimate, x.mantissa.astype(jnp.float32), 0)
-        return floats.times_power_of_two(mantissa, jnp.where(has_estimate, x.exponent, 0) - exponent)
+        return floats.times_power_of_two(mantissa, jnp.where(has_estimate, x.exponent, 0) - unit)
 
-    total, average = in_units(root), in_units(norm)
+    total, average = in_unit(root), in_unit(norm)
     of_average = jnp.sqrt(weight) * average
     # As a product, because the difference of the squares would lose the last digits twice.
     trace = (total - of_average) * (total + of_average) / jnp.maximum(sums.kept - 1, 1)
@@ -117,22 +117,18 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
     n = increment_if(True, state.recorded)
     beta = jnp.asarray(decay, jnp.float32)
     share = (1 - beta) / (1 - beta ** n.astype(jnp.float32))
-    older = 2 * (known - exponent)
-    trace, signal = (
-        old + share * (new - old)
-        for old, new in (
-            (floats.times_power_of_two(state.trace, older), trace),
-            (floats.times_power_of_two(state.signal, older), signal),
-        )
-    )
+    change = 2 * (of_averages - unit)
+    old_trace, old_signal = (floats.times_power_of_two(x, change) for x in (state.trace, state.signal))
+    trace, signal = histories.ema(old_trace, trace, share), histories.ema(old_signal, signal, share)
+
     # Averages that have become small get a smaller unit, so that they keep their digits.
     largest = jnp.maximum(jnp.abs(trace), jnp.abs(signal))
-    spare = jnp.where(largest > 0, floats.exponent_of(largest) // 2, 0)
+    smaller = jnp.where(largest > 0, floats.exponent_of(largest) // 2, 0)
     new = state._replace(
         recorded=n,
-        trace=floats.times_power_of_two(trace, -2 * spare),
-        signal=floats.times_power_of_two(signal, -2 * spare),
-        exponent=exponent + spare,
+        trace=floats.times_power_of_two(trace, -2 * smaller),
+        signal=floats.times_power_of_two(signal, -2 * smaller),
+        exponent=unit + smaller,
     )
     return jax.tree.map(lambda new, old: jnp.where(has_estimate, new, old), new, state)
 

@@ -7,6 +7,7 @@
 import difflib
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import chex
@@ -31,7 +32,14 @@ from shrewjax._base.mesh import AxisName
 from shrewjax._base.states import State, increment_if, require_own, without_variables
 from shrewjax._base.trees import Tree, is_gradient
 from shrewjax._numerics import floats
-from shrewjax._skipping.wrapping import Gradients, Params, inner_transformation, run_or_skip, update_or_apply, wrapper
+from shrewjax._skipping.wrapping import (
+    MakeGradients,
+    Params,
+    inner_transformation,
+    run_or_skip,
+    update_or_apply,
+    wrapper,
+)
 
 
 def accumulate(
@@ -128,6 +136,7 @@ def accumulate(
     Source: by linearity of the gradient, the weighted mean is the large batch's gradient. The mean of means is not, see
     "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
     """
+    # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
     if isinstance(inner, Accumulation):
         raise ValueError("inner is itself an accumulation. Multiply the accum_steps instead of nesting accumulations")
     wrapped = inner_transformation(inner)
@@ -145,38 +154,37 @@ def accumulate(
             **window.init(params)._asdict(), applied=jnp.zeros((), bool), inner_state=wrapped.init(params)
         )
 
+    def advance_and_run(
+        make_gradients: MakeGradients, state: AccumulateState, params: Params, apply: bool, extra_args: dict[str, Any]
+    ) -> tuple[Any, AccumulateState]:
+        inner_args = {"weight": 1, "flush": False, "value": None} | extra_args
+        weight, flush, value = (inner_args.pop(name) for name in ("weight", "flush", "value"))
+        grads, closes = make_gradients(), arguments.flag("flush", flush)
+        # A call that adds nothing, as `flush` is one, needs no value, and inner gets the one that the window has.
+        adds_nothing = not isinstance(weight, jax.Array) and np.ndim(weight) == 0 and weight == 0
+        takes_value = value is not None or (adds_nothing and _takes_value(wrapped))
+        step = window.advance(state, grads, weight, value, flush=closes, when_full=True)
+        like = without_rows(trees.gradient_arrays(grads), window.axes)
+        inner = _Inner(wrapped, state.inner_state, params, like, apply, takes_value, inner_args)
+        run = _run_on_rows if window.axes else _run_on_average
+        returned, after = run(window, step, state.value, inner)
+        windows = increment_if(after.applied, state.windows)
+        new_state = step.state._replace(windows=windows, **after._asdict())
+        return _with_integers(returned, like, params if apply else None), new_state
+
     def step_fn(
-        gradients: Gradients,
+        make_gradients: MakeGradients,
         state: AccumulateState,
         params: Params,
-        /,
+        extra_args: dict[str, Any],
         *,
         apply: bool,
         runs: Flag,
-        weight: Any = 1,
-        flush: Any = False,
-        value: Any = None,
-        **extra_args: Any,
     ) -> tuple[Any, AccumulateState]:
         require_own(state, AccumulateState)
         _check_names(wrapped, extra_args)
-
-        def advance_and_run() -> tuple[Any, AccumulateState]:
-            grads, closes = gradients(), arguments.flag("flush", flush)
-            # A call that adds nothing, as `flush` is one, needs no value, and inner gets the one that the window has.
-            adds_nothing = not isinstance(weight, jax.Array) and np.ndim(weight) == 0 and weight == 0
-            takes_value = value is not None or (adds_nothing and _takes_value(wrapped))
-            stepped = window.advance(state, grads, weight, value, flush=closes, when_full=True)
-            like = without_rows(trees.gradient_arrays(grads), window.axes)
-            inner = _Inner(wrapped, state.inner_state, params, like, apply, takes_value, extra_args)
-            run = _run_on_rows if window.axes else _run_on_average
-            returned, after = run(window, stepped, state.value, inner)
-            windows = increment_if(after.applied, state.windows)
-            new_state = stepped.state._replace(windows=windows, **after._asdict())
-            return _with_integers(returned, like, params if apply else None), new_state
-
-        changed = "the accumulation's state changed"
-        return run_or_skip(runs, advance_and_run, state, params, apply=apply, changed=changed)
+        run = partial(advance_and_run, make_gradients, state, params, apply, extra_args)
+        return run_or_skip(runs, run, state, params, apply=apply, changed="the accumulation's state changed")
 
     return Accumulation(init_fn, wrapper(step_fn))
 
@@ -189,13 +197,16 @@ def _check_names(inner: optax.GradientTransformation, extra_args: Mapping[str, A
         for meant in difflib.get_close_matches(name, taken, n=1, cutoff=0.8):
             if not _declares(inner, name):
                 raise ValueError(
-                    f"{name}= is no argument of accumulate, and near {meant}=. Pass {meant}=. If inner takes {name}=, "
-                    "let its update declare it, or give it another name"
+                    f"{name}= is no argument of accumulate, and near {meant}=. Pass {meant}=. If a transformation "
+                    f"inside inner takes {name}=, let inner's own update declare it, or give it another name"
                 )
 
 
 def _declares(tx: optax.GradientTransformation, name: str) -> bool:
-    """Returns whether the transformation's `update` names this argument, so that it does not vanish."""
+    """Returns whether the transformation's own `update` names this argument, so that it does not vanish.
+
+    A chain or a guard hides what the transformations inside it declare.
+    """
     return name in inspect.signature(tx.update).parameters
 
 
@@ -224,7 +235,7 @@ class _Inner(NamedTuple):
         extra = self.extra_args | ({"value": mean_value} if self.takes_value else {})
         if extra.get("grad") is not None:
             extra["grad"] = of_average()
-        return update_or_apply(self.tx, of_average, self.state, self.params, apply=self.apply, runs=runs, **extra)
+        return update_or_apply(self.tx, of_average, self.state, self.params, extra, apply=self.apply, runs=runs)
 
     def unchanged(self, returned: Any) -> tuple[Any, Any]:
         """Returns the result of a step that does not run, with updates like `returned`."""
@@ -247,38 +258,36 @@ class _After(NamedTuple):
     noise: Any
 
 
-def _run_on_average(window: Window, stepped: WindowStep, value: jax.Array, inner: _Inner) -> tuple[Any, _After]:
-    """Runs inner if the window closes. `stepped` has the average already, so inner itself branches (XLA-2)."""
-    average, noise = stepped.state.gradient_sum, stepped.state.noise
-    applied = jnp.asarray(stepped.has_average)
+def _run_on_average(window: Window, step: WindowStep, value: jax.Array, inner: _Inner) -> tuple[Any, _After]:
+    """Runs inner if the window closes. `step` has the average already, so inner itself branches (XLA-2)."""
+    average, noise = step.state.gradient_sum, step.state.noise
+    applied = jnp.asarray(step.has_average)
     if noise:  # in a branch, because the norm of the average takes a pass
-        value, noise = run_if(
-            stepped.has_average, lambda: window.average(stepped)[2:], lambda: (value, stepped.state.noise)
-        )
-    elif stepped.has_average is not False:
-        value = jnp.where(applied, window.average(stepped).value, value)
-    returned, inner_state = inner.run(average, value, stepped.has_average)
+        value, noise = run_if(step.has_average, lambda: window.average(step)[2:], lambda: (value, step.state.noise))
+    elif step.has_average is not False:
+        value = jnp.where(applied, window.average(step).value, value)
+    returned, inner_state = inner.run(average, value, step.has_average)
     return returned, _After(inner_state, applied, average, value, noise)
 
 
-def _run_on_rows(window: Window, stepped: WindowStep, value: jax.Array, inner: _Inner) -> tuple[Any, _After]:
+def _run_on_rows(window: Window, step: WindowStep, value: jax.Array, inner: _Inner) -> tuple[Any, _After]:
     """Runs inner if the window closes, in one branch with the sum of the per-device rows over devices."""
-    rows, noise = stepped.state.gradient_sum, stepped.state.noise
+    rows, noise = step.state.gradient_sum, step.state.noise
 
     def reduce_and_run() -> tuple[Any, _After]:
-        taken = window.average(stepped)
-        ran = inner.run(taken.gradients, taken.value, True)
-        measured = taken.value, taken.noise
-        if taken.has_weight is not True:
+        average = window.average(step)
+        ran = inner.run(average.gradients, average.value, True)
+        measured = average.value, average.noise
+        if average.has_weight is not True:
             # XLA-2: select, because XLA copies parameters and state in a branch within a branch on CUDA
             # (tests/devices/test_accelerators.py).
-            ran = optax.tree.where(taken.has_weight, ran, inner.unchanged(ran[0]))
-            measured = optax.tree.where(taken.has_weight, measured, (value, noise))
-        emptied = emptied_rows(rows, taken.gradients, window.axes or ())
-        return ran[0], _After(ran[1], jnp.asarray(taken.has_weight), emptied, *measured)
+            ran = optax.tree.where(average.has_weight, ran, inner.unchanged(ran[0]))
+            measured = optax.tree.where(average.has_weight, measured, (value, noise))
+        emptied = emptied_rows(rows, average.gradients, window.axes or ())
+        return ran[0], _After(ran[1], jnp.asarray(average.has_weight), emptied, *measured)
 
     idle = _After(inner.state, jnp.zeros((), bool), rows, value, noise)
-    return run_or_skip(stepped.has_average, reduce_and_run, idle, inner.params, apply=inner.apply)
+    return run_or_skip(step.has_average, reduce_and_run, idle, inner.params, apply=inner.apply)
 
 
 def _as_gradients(average: chex.ArrayTree, like: chex.ArrayTree, params: optax.Params | None) -> optax.Updates:
@@ -367,7 +376,7 @@ def apply_gradients(
     # Outside of jit, a skipped step would otherwise return the caller's own NumPy arrays, which then share memory
     # (tests/promises/test_train_steps.py, "returns_jax_arrays_too").
     params = jax.tree.map(jnp.asarray, trees.parameter_arrays(params))
-    return update_or_apply(tx, lambda: grads, opt_state, params, apply=True, runs=True, **extra_args)
+    return update_or_apply(tx, lambda: grads, opt_state, params, extra_args, apply=True, runs=True)
 
 
 def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **extra_args: Any) -> tuple[Tree, State]:

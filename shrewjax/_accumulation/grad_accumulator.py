@@ -128,14 +128,18 @@ class GradAccumulator:
         on a GPU, and then copies parameters and optimizer state on every call.
         """
         _require_window(state)
-        taken, has_average, closed = self._window.close(state)
-        average = optax.tree.where(has_average, taken.gradients, optax.tree.zeros_like(taken.gradients))
+        average, has_average, closed = self._window.close(state)
+        gradients = optax.tree.where(has_average, average.gradients, optax.tree.zeros_like(average.gradients))
         closed = closed._replace(
             windows=increment_if(has_average, state.windows),
-            value=jnp.where(has_average, taken.value, state.value),
-            noise=optax.tree.where(has_average, taken.noise, state.noise),
+            value=jnp.where(has_average, average.value, state.value),
+            noise=optax.tree.where(has_average, average.noise, state.noise),
         )
-        return average, jnp.asarray(has_average), closed if self._window.axes else closed._replace(gradient_sum=average)
+        return (
+            gradients,
+            jnp.asarray(has_average),
+            closed if self._window.axes else closed._replace(gradient_sum=gradients),
+        )
 
     def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
         """Discards the open window. `windows`, `dropped`, `value` and the averages of the noise stay unchanged."""

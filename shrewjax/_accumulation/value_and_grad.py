@@ -7,6 +7,7 @@ the aux. An argument of `fun` holds examples, a key or the carry, or it is the s
 
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -46,6 +47,29 @@ class _MicroBatch(NamedTuple):
     carried: list[Any]  # the new value of the argument `carry_argnum`, or empty
 
 
+class _Batch(NamedTuple):
+    """The arguments of one call, by what a micro-batch gets of them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    roles: dict[str, tuple[int, ...]]
+    own_params: dict[int, Any]  # those of `argnums`, by position
+    examples: dict[int, Any]  # as `split_examples` returns them
+    first_number: Any  # of the device's first micro-batch, over all devices
+
+    def arguments(self, i: Any, carried: list[Any]) -> list[Any]:
+        """Returns the arguments of micro-batch i."""
+        replaced = self.own_params | micro_batch_of(self.examples, i)
+        for at in self.roles["rng_argnums"]:
+            replaced[at] = folded_keys(f"argument {at}", self.args[at], self.first_number + i)
+        replaced |= dict(zip(self.roles["carry_argnum"], carried, strict=True))
+        return [replaced.get(at, x) for at, x in enumerate(self.args)]
+
+    def whole_arguments(self) -> list[Any]:
+        """Returns the arguments of the whole batch. Copies the trees, because `fun` may change them."""
+        return jax.tree.map(lambda x: x, [self.own_params.get(at, x) for at, x in enumerate(self.args)])
+
+
 class _SoFar(NamedTuple):
     """The loop's state between two micro-batches."""
 
@@ -76,8 +100,8 @@ def value_and_grad(
 
     The returned function takes the arguments of `fun`, with the whole batch. It returns what
     `jax.value_and_grad(fun, argnums, has_aux)` returns. `fun` itself sees one micro-batch at a time. A step takes the
-    memory of one micro-batch and of one more tree of gradients, the sum. Nothing is kept from one step to the next.
-    Call the returned function under `jax.jit`, because outside of it each call compiles the loop again.
+    memory of one micro-batch and of one more tree of gradients, the sum. Call the returned function under `jax.jit`,
+    because outside of it each call compiles the loop again.
 
     The arguments in `batch_argnums` are split. The first axis of each of their arrays numbers the examples, B of them
     in all arrays. Micro-batch i of K has the examples i, i + K, i + 2 K, and so on. So an axis that is sharded over
@@ -112,7 +136,8 @@ def value_and_grad(
     =========  ==================================================  ==================================  =============
 
     A stack of one number per example has the shape (K, B / K). `jnp.swapaxes(stack, 0, 1).reshape(B)` restores the
-    order of the examples.
+    order of the examples. If a `"mean"` leaf has an axis of a multiple of B / K, `fun` is traced once more, with the
+    whole batch, to find out whether the mean would mix examples.
 
     Args:
       fun: the loss function, as for `jax.value_and_grad`. It returns a scalar; with `has_aux`, a pair of that and
@@ -123,8 +148,9 @@ def value_and_grad(
       batch_argnums: the positions of the arguments that hold examples, trees of arrays. None: all except those of
         `argnums`, `rng_argnums` and `carry_argnum`. All other arguments, and those passed by keyword, reach every
         micro-batch whole. They may hold no PRNG key, and those by keyword no array of B rows.
-      weight: a function of `fun`'s arguments for one micro-batch, which returns its number of examples or tokens. This
-        is a real scalar, 0 or between 2**-30 and 2**100, or a boolean. None: all micro-batches have the same weight.
+      weight: a function of `fun`'s arguments for one micro-batch, which returns its number of examples or tokens: of
+        those in the mask, if the loss is a mean over a mask. This is a real scalar, 0 or between 2**-30 and 2**100, or
+        a boolean. None: all micro-batches have the same weight.
       aux: how the aux is reduced, see above: one name for all leaves, or a tree prefix of names. A leaf whose shape
         depends on the number of examples has no `"mean"`.
       rng_argnums: the positions of the arguments that are trees of PRNG keys, typed or raw. Micro-batch i gets
@@ -141,11 +167,10 @@ def value_and_grad(
         stay its own, for `accumulate(sum_over=)`. With `check_vma=False` and in `jax.pmap`, pass `()` also if the
         gradients are the same on every device, because no type tells it there.
 
-    A `clip_cotangent` inside a mean loss is K times as tight in a micro-batch, because cotangents carry K / B there.
-    Sum the loss, with `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the micro-batch.
-
-    On many devices, under plain `jax.jit`, a batch that is sharded over its examples needs no argument. The guide "Many
-    devices" has what crosses the network, `jax.shard_map`, and windows of whole batches.
+    A batch that is sharded over its examples needs no argument under plain `jax.jit`: see the guide "Many devices". The
+    guide "Windows, weights and state" has a step with a mask, keys, aux and carry. A `clip_cotangent` inside a mean
+    loss is K times as tight in a micro-batch. Sum the loss, with `reduction="sum_over_weights"`. Or pass
+    `max_norm * B / len(x)`, where x is the micro-batch.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are
@@ -167,26 +192,10 @@ def value_and_grad(
       >>> value, grads
       (Array(17.5, dtype=float32), Array([-7., -7.], dtype=float32))
 
-      If the loss is a mean over a mask, the weight is the number of examples in the mask:
-
-      >>> def masked_loss(params, x, y, mask):
-      ...     errors = jnp.where(mask, (x @ params - y) ** 2, 0)
-      ...     return jnp.sum(errors) / jnp.sum(mask), {"kept": 1}
-      >>> step = value_and_grad(
-      ...     masked_loss,
-      ...     4,
-      ...     has_aux=True,
-      ...     weight=lambda params, x, y, mask: jnp.sum(mask),
-      ...     aux={"kept": "sum"},
-      ... )
-      >>> mask = y % 4 > 1  # two of the four micro-batches have nothing to predict
-      >>> (value, aux), grads = jax.jit(step)(params, x, y, mask)
-      >>> value, aux["kept"]
-      (Array(24.5, dtype=float32), Array(2, dtype=int32))
-
     Source: by linearity of the gradient, the weighted mean is the large batch's gradient. The mean of means is not, see
     "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
     """
+    # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
     steps = arguments.integer("micro_batches", micro_batches, at_least=1)
     has_carry = carry_argnum is not None
     if has_carry and not has_aux:
@@ -215,70 +224,59 @@ def value_and_grad(
     }
     micro_value_and_grad = jax.value_and_grad(fun, argnums, has_aux)
 
+    def run(batch: _Batch, i: Any, carried: list[Any]) -> _MicroBatch:
+        """Returns the results of micro-batch i."""
+        its_arguments = batch.arguments(i, carried)
+        its_weight = 1 if weight is None else _relative_weight(weight(*its_arguments, **batch.kwargs), reduction)
+        returned, grads = micro_value_and_grad(*its_arguments, **batch.kwargs)
+        loss, its_aux = returned if has_aux else (returned, ())
+        if has_carry:
+            its_aux, *carried = aux_and_carry(its_aux)
+        return _MicroBatch(its_weight, _Averaged(loss, grads), its_aux, carried)
+
+    def add(
+        batch: _Batch, aux_leaves: AuxLeaves, own: tuple[Hashable, ...], so_far: _SoFar, i: jax.Array
+    ) -> tuple[_SoFar, list[jax.Array]]:
+        """Returns the sums with micro-batch i added, and those of its leaves that are stacked."""
+        its = run(batch, i, so_far.carried)
+        added = window.add_in_loop(so_far.window, its.averaged, its.weight)
+        # Sums of scatters in the aux and in the carry are lost, too, if XLA knows that they are kept (XLA-27).
+        kept = unknown_true() & (its.weight != 0)
+        if nonfinite != "propagate":
+            kept = kept & (added.dropped == so_far.window.dropped)
+        aux_sums, stacked = aux_leaves.add(so_far.aux, its.aux, its.weight, kept)
+        after = _SoFar(added, aux_sums, selected(kept, its.carried, so_far.carried))
+        return sums_of_device(after, own), stacked
+
+    def aux_of_whole_batch(batch: _Batch) -> Any:
+        """Returns the aux that `jax.value_and_grad` would return."""
+        its_aux = fun(*batch.whole_arguments(), **batch.kwargs)[1]
+        return aux_and_carry(its_aux)[0] if has_carry else its_aux
+
     def value_and_grad_of_batch(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         roles = roles_of_arguments(given, len(args), kwargs)
         require_mapped("sum_over", axes)
-        first_number = device_index(axes) * steps if axes else 0
-        check_parameters({at: args[at] for at in roles["argnums"]})
-        examples = split_examples({at: args[at] for at in roles["batch_argnums"]}, steps)
-        if steps > 1:
-            with_role = {at for positions in roles.values() for at in positions}
-            check_whole({at: x for at, x in enumerate(args) if at not in with_role}, kwargs, examples)
-        # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
-        # micro-batch (tests/accumulation/test_value_and_grad.py, "cross_the_network_once").
-        own_params = {at: jax.tree.map(lambda x: as_varying(x, axes), args[at]) for at in roles["argnums"]}
-
-        def run(i: Any, carried: list[Any]) -> _MicroBatch:
-            """Returns the results of micro-batch i."""
-            replaced = own_params | micro_batch_of(examples, i)
-            replaced |= {at: folded_keys(f"argument {at}", args[at], first_number + i) for at in roles["rng_argnums"]}
-            replaced |= dict(zip(roles["carry_argnum"], carried, strict=True))
-            its_arguments = [replaced.get(at, x) for at, x in enumerate(args)]
-            its_weight = 1 if weight is None else _relative_weight(weight(*its_arguments, **kwargs), reduction)
-            returned, grads = micro_value_and_grad(*its_arguments, **kwargs)
-            loss, its_aux = returned if has_aux else (returned, ())
-            if has_carry:
-                its_aux, *carried = aux_and_carry(its_aux)
-            return _MicroBatch(its_weight, _Averaged(loss, grads), its_aux, carried)
-
+        batch = batch_of_arguments(args, kwargs, roles, steps, axes)
         carried = [jax.tree.map(jnp.asarray, args[at]) for at in roles["carry_argnum"]]
-        like = jax.eval_shape(run, 0, carried)
+        like = jax.eval_shape(partial(run, batch), 0, carried)
         params = tuple(args[at] for at in roles["argnums"])
         own = own_axes(like.averaged.value, params, window.axes)
         check_carried(like.carried, carried, like.weight)
         aux_leaves = AuxLeaves(aux, like.aux, steps, sum_over)
-
-        def aux_of_whole_batch() -> Any:
-            """Returns the aux that `jax.value_and_grad` would return. Copies the trees, because fun may change them."""
-            its_aux = fun(*jax.tree.map(lambda x: x, [own_params.get(at, x) for at, x in enumerate(args)]), **kwargs)[1]
-            return aux_and_carry(its_aux)[0] if has_carry else its_aux
-
-        split = jax.tree.leaves(examples)
+        split = jax.tree.leaves(batch.examples)
         if steps > 1 and split:
-            aux_leaves.check_shapes(aux_of_whole_batch, split[0].shape[0])
-
-        def add(so_far: _SoFar, i: jax.Array) -> tuple[_SoFar, list[jax.Array]]:
-            """Returns the sums with micro-batch i added, and those of its leaves that are stacked."""
-            its = run(i, so_far.carried)
-            added = window.add_in_loop(so_far.window, its.averaged, its.weight)
-            # Sums of scatters in the aux and in the carry are lost, too, if XLA knows that they are kept (XLA-27).
-            kept = unknown_true() & (its.weight != 0)
-            if nonfinite != "propagate":
-                kept = kept & (added.dropped == so_far.window.dropped)
-            aux_sums, stacked = aux_leaves.add(so_far.aux, its.aux, its.weight, kept)
-            after = _SoFar(added, aux_sums, selected(kept, its.carried, so_far.carried))
-            return sums_of_device(after, own), stacked
+            aux_leaves.check_shapes(partial(aux_of_whole_batch, batch), split[0].shape[0])
 
         zero = jnp.zeros((), like.averaged.value.dtype)
         opened = window.init(_Averaged(zero, params if isinstance(argnums, Sequence) else params[0]))
         # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
         sums = opened.gradient_sum._replace(value=Window(steps, sum_over=sum_over).init(zero).gradient_sum)
-        start = _SoFar(opened._replace(gradient_sum=sums), aux_leaves.open(), carried)
-        end, stacked = lax.scan(add, sums_of_device(start, own), jnp.arange(steps, dtype=jnp.int32))
+        start = sums_of_device(_SoFar(opened._replace(gradient_sum=sums), aux_leaves.open(), carried), own)
+        end, stacked = lax.scan(partial(add, batch, aux_leaves, own), start, jnp.arange(steps, dtype=jnp.int32))
 
-        taken, has_average, _ = window.close(begun(end.window))
+        average, has_average, _ = window.close(begun(end.window))
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
-        value, grads = jax.tree.map(in_dtype_of, taken.gradients, like.averaged)
+        value, grads = jax.tree.map(in_dtype_of, average.gradients, like.averaged)
         if reduction != "sum":
             value = nan_unless(has_average, value)
         if not has_aux:
@@ -287,6 +285,26 @@ def value_and_grad(
         return (value, (whole_aux, *end.carried) if has_carry else whole_aux), grads
 
     return value_and_grad_of_batch
+
+
+def batch_of_arguments(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    roles: dict[str, tuple[int, ...]],
+    steps: int,
+    axes: tuple[Hashable, ...],
+) -> _Batch:
+    """Returns a call's arguments, checked and split."""
+    first_number = device_index(axes) * steps if axes else 0
+    check_parameters({at: args[at] for at in roles["argnums"]})
+    examples = split_examples({at: args[at] for at in roles["batch_argnums"]}, steps)
+    if steps > 1:
+        with_role = {at for positions in roles.values() for at in positions}
+        check_whole({at: x for at, x in enumerate(args) if at not in with_role}, kwargs, examples)
+    # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
+    # micro-batch (tests/accumulation/test_value_and_grad.py, "cross_the_network_once").
+    own_params = {at: jax.tree.map(lambda x: as_varying(x, axes), args[at]) for at in roles["argnums"]}
+    return _Batch(args, kwargs, roles, own_params, examples, first_number)
 
 
 def sums_of_device(so_far: _SoFar, own: tuple[Hashable, ...]) -> _SoFar:

@@ -182,23 +182,14 @@ class Window:
         order of its decisions.
         """
         grads, weight, value = self._checked(state, grads, weight, value)
-        given = grads is not None
-        dtype = state.weight_sum.dtype
-        one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
 
-        # 1. Is it kept? A gradient of weight 0 adds nothing, even if it is NaN, and is not counted as non-finite.
-        is_kept: Flag = given and weight != 0
-        if is_present is not True and is_kept is not False:
-            is_kept = is_kept & is_present
-        is_nonfinite: Flag = False
-        if is_kept is not False and self._nonfinite != "propagate":
-            is_nonfinite = is_nonfinite_micro_batch(grads, is_kept, self.axes)
-            is_kept = is_kept & ~is_nonfinite
-        own_weight = jnp.asarray(weight).astype(dtype)
-        kept_weight = jnp.where(is_kept, own_weight, zero)
+        # 1. Is it kept?
+        is_kept, is_nonfinite = self._is_kept(grads, weight, is_present)
+        own_weight = jnp.asarray(weight).astype(state.weight_sum.dtype)
+        kept_weight = jnp.where(is_kept, own_weight, jnp.zeros((), own_weight.dtype))
 
         # 2. Is it a step?
-        is_step: Flag = given
+        is_step: Flag = grads is not None
         if is_step and self._nonfinite == "extend_window":
             is_step = ~jnp.asarray(is_nonfinite)
         micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
@@ -206,11 +197,7 @@ class Window:
         window_bad = state.window_bad | is_nonfinite if self._nonfinite == "drop_window" else state.window_bad
 
         # 3. Is the window closing?
-        is_closing = flush
-        if when_full and flush is not True:
-            is_full = self._is_full(state.windows, micro_step, is_step)
-            is_closing = True if is_full is True else flush | is_full
-        require_replicated("the decision to close a window (flush, accum_steps, micro_step)", is_closing)
+        is_closing = self._is_closing(flush, when_full, state.windows, micro_step, is_step)
 
         # 4. Does it have an average? If `is_kept` is True, this micro-batch's weight is known and a normal number. The
         # window's weight cannot be 0 then, and no run-time check is needed.
@@ -219,28 +206,23 @@ class Window:
         if has_weight is not True or self._nonfinite == "drop_window":
             has_average = ~window_bad if self.axes else has_weight & ~window_bad
 
-        # 5. The pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
-        # XLA:CPU, a second buffer (tests/accumulation/test_window.py, "written_in_place"). Per-device rows are
-        # divided in `average`, because they have to be summed over devices first.
-        scale = None
-        if self._reduction != "sum" and is_closing is not False and not self.axes:
-            scale = jnp.where(is_closing, _reciprocal(weight_sum, has_weight), one)
-        factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else own_weight
+        # 5. Update each leaf in one pass, which also divides if the window is closing.
+        scale = self._scale(is_closing, weight_sum, has_weight)
         is_first = state.micro_step == 0
-        added = grads if given else jax.tree.map(lambda _: None, state.gradient_sum)
+        factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else own_weight
+        added = jax.tree.map(lambda _: None, state.gradient_sum) if grads is None else grads
         gradient_sum = jax.tree.map(
             lambda total, g: _advance_leaf(total, g, is_first, is_kept, factor, scale), state.gradient_sum, added
         )
         value_sum, noise = state.value_sum, state.noise
-        if given:
+        if grads is not None:
             value_sum = self._value_added(value_sum, value, weight, kept_weight, is_kept, is_first)
             noise = self._noise_added(noise, grads, own_weight, is_kept, is_first)
 
         # 6. A closing window resets its counters.
+        counters = {"micro_step": micro_step, "weight_sum": weight_sum, "window_bad": window_bad}
         new_state = state._replace(
-            micro_step=jnp.where(is_closing, jnp.zeros_like(micro_step), micro_step),
-            weight_sum=jnp.where(is_closing, zero, weight_sum),
-            window_bad=jnp.where(is_closing, jnp.zeros_like(window_bad), window_bad),
+            **{name: jnp.where(is_closing, jnp.zeros((), x.dtype), x) for name, x in counters.items()},
             dropped=increment_if(is_nonfinite, state.dropped),
             value_sum=value_sum,
             noise=noise,
@@ -260,6 +242,42 @@ class Window:
                 require_replicated("weight", weight)
             require_replicated("value", value)
         return grads, weight, value
+
+    def _is_kept(self, grads: chex.ArrayTree | None, weight: Any, is_present: Flag) -> tuple[Flag, Flag]:
+        """Returns whether the micro-batch is kept, and whether it is non-finite, which one of weight 0 never is."""
+        is_kept: Flag = grads is not None and weight != 0
+        if is_present is not True and is_kept is not False:
+            is_kept = is_kept & is_present
+        if is_kept is False or self._nonfinite == "propagate":
+            return is_kept, False
+        is_nonfinite = is_nonfinite_micro_batch(grads, is_kept, self.axes)
+        return is_kept & ~is_nonfinite, is_nonfinite
+
+    def _is_closing(
+        self, flush: Flag, when_full: bool, windows: jax.Array, micro_step: jax.Array, is_step: Flag
+    ) -> Flag:
+        """Returns whether the window is flushed or full. A window of one is known to be full, and needs no branch."""
+        if not when_full or flush is True:
+            is_closing = flush
+        elif isinstance(self.accum_steps, int) and self.accum_steps == 1 and is_step is True:
+            is_closing = True
+        else:
+            # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
+            # accum_steps.
+            is_closing = flush | (is_step & (micro_step >= self.steps(windows)))
+        require_replicated("the decision to close a window (flush, accum_steps, micro_step)", is_closing)
+        return is_closing
+
+    def _scale(self, is_closing: Flag, weight_sum: jax.Array, has_weight: Flag) -> jax.Array | None:
+        """Returns the factor of the new sums: 1 / W if the window is closing, 1 if not, None if nothing is divided.
+
+        The pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
+        XLA:CPU, a second buffer (tests/accumulation/test_window.py, "written_in_place"). Per-device rows are divided in
+        `average`, because they have to be summed over devices first.
+        """
+        if self._reduction == "sum" or is_closing is False or self.axes:
+            return None
+        return jnp.where(is_closing, _reciprocal(weight_sum, has_weight), jnp.ones((), weight_sum.dtype))
 
     def _value_added(
         self, value_sum: jax.Array, value: Any, weight: Any, kept_weight: jax.Array, is_kept: Flag, is_first: jax.Array
@@ -287,10 +305,10 @@ class Window:
         """Adds a micro-batch that is present, in a loop of the compiled program. Returns the new state."""
         return self.advance(begun(state), grads, weight, None, is_present=is_present & unknown_true()).state
 
-    def average(self, stepped: WindowStep) -> Average:
+    def average(self, step: WindowStep) -> Average:
         """Returns what a closing window passes on. Sums per-device rows over devices, in one collective."""
-        noise, weight_sum, value = stepped.state.noise, stepped.weight_sum, stepped.value_sum
-        leaves, treedef = jax.tree.flatten(stepped.state.gradient_sum)
+        noise, weight_sum, value = step.state.noise, step.weight_sum, step.value_sum
+        leaves, treedef = jax.tree.flatten(step.state.gradient_sum)
         totals = [x for x in leaves if x.ndim] if self.axes else []
         if self.axes:
             scalars = [weight_sum[..., None], value[..., None]]
@@ -302,14 +320,14 @@ class Window:
                 kept, *square_sums = (x.astype(jnp.float32) for x in of_noise)
                 noise = noise._replace(kept=kept, square_sums=jnp.stack(square_sums))
             require_replicated("weight, summed over sum_over,", weight_sum)
-        has_weight: Flag = stepped.has_weight
+        has_weight: Flag = step.has_weight
         if self.axes and has_weight is not True:
             has_weight = weight_sum != 0
         scale = _reciprocal(weight_sum, has_weight)
         if self._reduction != "sum":
             totals = [_scaled(x, scale) for x in totals]
             value = value * scale
-        gradients = stepped.state.gradient_sum
+        gradients = step.state.gradient_sum
         if self.axes:
             remaining = iter(totals)
             gradients = jax.tree.unflatten(treedef, [next(remaining) if x.ndim else x for x in leaves])
@@ -318,7 +336,7 @@ class Window:
             norm = measure_local([x for x in jax.tree.leaves(gradients) if is_gradient(x)], self.axes or ())
             norm = floats.shifted(norm.mantissa * per_weight.astype(norm.mantissa.dtype), norm.exponent)
             sums = _noise.WindowSums(noise.square_sums, noise.kept, weight_sum)
-            noise = _noise.closed(stepped.state.noise, sums, norm, self._noise_decay)
+            noise = _noise.closed(step.state.noise, sums, norm, self._noise_decay)
         return Average(gradients, has_weight if self.axes else True, value, noise)
 
     def close(self, state: Any) -> tuple[Average, Flag, Any]:
@@ -328,17 +346,9 @@ class Window:
         zeros. For a transformer, they take a quarter of the gradients' size. `windows`, `value` and `noise` stay as
         they were.
         """
-        stepped = self.advance(state, None, 0, None, flush=True)
-        taken = self.average(stepped)
-        return taken, stepped.has_average & taken.has_weight, stepped.state
-
-    def _is_full(self, windows: jax.Array, micro_step: jax.Array, is_step: Flag) -> Flag:
-        """Returns whether this step fills the window. A window of one is known to be full, and needs no branch."""
-        if isinstance(self.accum_steps, int) and self.accum_steps == 1 and is_step is True:
-            return True
-        # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
-        # accum_steps.
-        return is_step & (micro_step >= self.steps(windows))
+        step = self.advance(state, None, 0, None, flush=True)
+        average = self.average(step)
+        return average, step.has_average & average.has_weight, step.state
 
 
 def begun(state: GradAccumulatorState) -> GradAccumulatorState:

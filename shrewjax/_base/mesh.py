@@ -61,41 +61,43 @@ def unit_axes(name: str, leaf: Any, dims: UnitDims, given: Axes | jax.P) -> Unit
     """
     mapped, is_tracked = mapped_axes()
     varying = tuple(a for a in mapped if a in varying_axes(leaf))
-    types_tell = is_tracked or not mapped
+    across = () if mapped and not is_tracked else None
     if isinstance(given, jax.P):
-        if len(given) > leaf.ndim:
-            raise ValueError(
-                f"sharded_over {given} has more entries than leaf {name} of shape {leaf.shape} has dimensions"
-            )
-        by_axis = [entry if isinstance(entry, tuple) else (entry,) for entry in given]
-        along_units = {m for a, names in enumerate(by_axis) if a in dims for m in names}
-        along_parts = {m for a, names in enumerate(by_axis) if a not in dims for m in names}
-        within, across = (tuple(m for m in mapped if m in along) for along in (along_parts, along_units))
-        if is_tracked and {*within, *across} != {*varying}:
-            raise ValueError(
-                f"sharded_over {given} is not how leaf {name} is sharded: by its type it varies over {varying}"
-            )
-        return UnitSharding(within, None if types_tell else across)
+        return _axes_of_spec(name, leaf, dims, given)
     if not dims:
-        return UnitSharding(axes_to_reduce([leaf], given)[0], None if types_tell else ())
+        return UnitSharding(axes_to_reduce([leaf], given)[0], across)
     names = given or ()
-    if not types_tell and not set(mapped) <= set(names):
-        unknown = ", ".join(repr(a) for a in mapped if a not in names)
-        raise ValueError(
-            f"cannot tell how leaf {name}, which has several units, is sharded over {unknown} inside "
-            "shard_map(check_vma=False) or pmap. Use check_vma=True. Or pass sharded_over=fn, where fn(name, leaf) "
-            "returns the leaf's PartitionSpec. Or pass sharded_over=jax.P() if every device holds all leaves"
-        )
-    if given is None and varying:
+    unknown = [a for a in mapped if a not in names]
+    if is_tracked and given is None and varying:
         raise ValueError(
             f"cannot tell how leaf {name}, which has several units, is sharded over "
             f"{', '.join(map(repr, varying))}: devices may hold other units, or parts of the same units. "
             "Pass sharded_over=fn, where fn(name, leaf) returns the leaf's PartitionSpec. Or pass sharded_over= with "
             "the axes along which devices hold parts of the same units, or sharded_over=() if there are none"
         )
-    if types_tell:
-        return UnitSharding(tuple(a for a in varying if a in names) if is_tracked else names, None)
-    return UnitSharding(names, ())
+    if not is_tracked and unknown:
+        raise ValueError(
+            f"cannot tell how leaf {name}, which has several units, is sharded over "
+            f"{', '.join(map(repr, unknown))} inside shard_map(check_vma=False) or pmap. Use check_vma=True. Or pass "
+            "sharded_over=fn, where fn(name, leaf) returns the leaf's PartitionSpec. Or pass sharded_over=jax.P() if "
+            "every device holds all leaves"
+        )
+    return UnitSharding(tuple(a for a in varying if a in names) if is_tracked else names, across)
+
+
+def _axes_of_spec(name: str, leaf: Any, dims: UnitDims, spec: jax.P) -> UnitSharding:
+    """Returns the mapped axes in a leaf's PartitionSpec: the last row of the table."""
+    mapped, is_tracked = mapped_axes()
+    varying = tuple(a for a in mapped if a in varying_axes(leaf))
+    if len(spec) > leaf.ndim:
+        raise ValueError(f"sharded_over {spec} has more entries than leaf {name} of shape {leaf.shape} has dimensions")
+    by_dimension = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    along_units = {m for a, names in enumerate(by_dimension) if a in dims for m in names}
+    along_parts = {m for a, names in enumerate(by_dimension) if a not in dims for m in names}
+    within, across = (tuple(m for m in mapped if m in along) for along in (along_parts, along_units))
+    if is_tracked and {*within, *across} != {*varying}:
+        raise ValueError(f"sharded_over {spec} is not how leaf {name} is sharded: by its type it varies over {varying}")
+    return UnitSharding(within, across if mapped and not is_tracked else None)
 
 
 def slice_axes(name: str, leaf: Any, given: Axes) -> tuple[Hashable, ...]:

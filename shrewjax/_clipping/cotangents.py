@@ -36,9 +36,8 @@ def clip_cotangent(
               \bar x_s = \bar y_s \cdot \min\Big(1, \frac{\mathrm{max\_norm}}{\|\bar y_s\|}\Big)
               \;\text{ for each slice } s \text{ along } axis
 
-    Use it on activations of recurrent, deep or long-context models, such as the hidden state at each step or a layer's
-    output at each token. It limits gradients where they grow, before they reach the layers below. The sum of many
-    clipped slices may still be large, so keep a `clip_by_global_norm` in the optimizer.
+    Use it on activations of recurrent, deep or long-context models, where gradients grow on their way back. The sum of
+    many clipped slices may still be large, so keep a `clip_by_global_norm` in the optimizer.
 
     The first row that fits applies:
 
@@ -60,13 +59,9 @@ def clip_cotangent(
     `max_norm` is 0.
 
     The backward pass reads each cotangent once more, and writes it again only if a slice is clipped. The forward pass
-    keeps nothing for it.
-
-    In a mean loss, cotangents carry 1 / B. In one of K micro-batches, of `accumulate` or `value_and_grad`, they carry
-    K / B, so the clip is K times as tight. To get the large batch's, sum the loss, with `reduction="sum_over_weights"`
-    and weights that count examples. `max_norm` then limits the cotangents of the sum, which are B times as large. Or
-    keep the mean and pass `max_norm * B / len(x)`, where x is the micro-batch. The cotangent of `counter` is averaged
-    with the gradients, so the large batch's count is K times that.
+    keeps nothing for it. In a mean loss over one of K micro-batches, the clip is K times as tight, because cotangents
+    carry K / B there, and not 1 / B. To get the large batch's, sum the loss, with `reduction="sum_over_weights"`. Or
+    pass `max_norm * B / len(x)`, where x is the micro-batch. The guide "Clip" has both.
 
     Args:
       x: an array, or a pytree whose leaves are clipped one by one. Integer, boolean and float0 leaves, keys and `None`
@@ -99,9 +94,8 @@ def clip_cotangent(
       In a recurrence, the clipped steps are counted by the cotangent of `counter`:
 
       >>> def last_state(h, zero):
-      ...     def step(h, _):
-      ...         return 3 * clip_cotangent(h, 10.0, counter=zero), None
-      ...     return jax.lax.scan(step, h, length=8)[0][0]
+      ...     grow = lambda _, h: 3 * clip_cotangent(h, 10.0, counter=zero)
+      ...     return jax.lax.fori_loop(0, 8, grow, h)[0]
       >>> # 3 and 9 pass, 27 and five times 30 are clipped.
       >>> jax.grad(last_state, argnums=(0, 1))(jnp.ones(1), jnp.zeros(()))
       (Array([10.], dtype=float32), Array(6., dtype=float32))

@@ -93,7 +93,7 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
 
 
 class Limit(NamedTuple):
-    """What the magnitudes of a leaf are clipped to, in the leaf's precision. All are scalars."""
+    """The largest magnitude that a leaf may have, in the leaf's precision. All fields are scalars."""
 
     bound: jax.Array  # the largest magnitude
     bits: jax.Array  # its bits; 0 where the backend flushes it

@@ -318,7 +318,7 @@ def clip_by_block_rms(
 
 
 def _fraction_clipped(grad_norm: Any, clip_scale: Any) -> jax.Array:
-    """Returns clipped units / units. Of the trees of a state, each leaf without a gradient counts as unclipped."""
+    """Returns the fraction of units that were clipped, from a state. A leaf without a gradient counts as unclipped."""
     pairs = zip(jax.tree.leaves(grad_norm), jax.tree.leaves(clip_scale), strict=True)
     # A unit of zeros never counts, as in `Units.clipped_fraction`, not even with a limit of 0, which scales it.
     flags = [jnp.ravel((scale != 1) & (norm != 0)) for norm, scale in pairs]

@@ -116,7 +116,7 @@ class Units:
         return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), jnp.float32)
 
     def clipped_fraction(self, scales: Sequence[ClipScale], norms: Sequence[ExtendedFloat]) -> jax.Array:
-        """Returns clipped units / units, on all devices. Shape (), float32."""
+        """Returns the fraction of all devices' units that are clipped. Shape (), float32."""
         if not scales:
             return jnp.zeros((), jnp.float32)
         # A unit with zero norm never counts as clipped.

@@ -83,6 +83,14 @@ Scope = Literal["global", "leaf", "both"]
 """The norms to measure: of all leaves together, of each leaf as a vector, or the first and each leaf's as floats."""
 
 
+class _Measured(NamedTuple):
+    """The result of a measurement. Only the scope "both" has floats."""
+
+    norm: ExtendedFloat  # of all leaves together, or, with the scope "leaf", of each leaf as a vector
+    as_float: jax.Array | None = None
+    leaf_norms: Sequence[jax.Array] = ()
+
+
 @partial(jax.jit, static_argnums=(1, 2), inline=True)  # XLA-21: outside of jit, each call would compile its branches
 def measure(leaves: Sequence[Any], ord: float, axes: Axes) -> ExtendedFloat:
     """Returns the `ord`-norm of all leaves together. Shape ().
@@ -90,13 +98,13 @@ def measure(leaves: Sequence[Any], ord: float, axes: Axes) -> ExtendedFloat:
     It is accumulated in float32, or in float64 if a leaf is float64, and does not depend on the leaves' order. Its
     derivative is 0 if the norm is 0 or not finite.
     """
-    return _measure(leaves, ord, "global", axes)
+    return _measure(leaves, ord, "global", axes).norm
 
 
 @partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
 def measure_local(leaves: Sequence[Any], local: tuple[Any, ...]) -> ExtendedFloat:
     """Returns the 2-norm of each device's own leaves along the mapped axes `local`; along others, of whole leaves."""
-    return _measure(leaves, 2, "global", axes_beside(leaves, local))
+    return _measure(leaves, 2, "global", axes_beside(leaves, local)).norm
 
 
 @partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
@@ -109,7 +117,9 @@ def measure_with_leaves(leaves: Sequence[Any], axes: Axes) -> tuple[ExtendedFloa
     No leaf is read again for its own norm. So an element below 2**-63 may be flushed in it, unless the norm of all
     leaves is below 2**-30. The norms of the leaves have no derivative.
     """
-    return _measure(leaves, 2, "both", axes)
+    measured = _measure(leaves, 2, "both", axes)
+    assert measured.as_float is not None
+    return measured.norm, measured.as_float, list(measured.leaf_norms)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21
@@ -124,7 +134,7 @@ def measure_units(
         return []
     within: list[Axes] = [of_leaf.within for of_leaf in axes]
     if ord not in (1, 2):
-        return [_measure(leaves, ord, "leaf", within)]
+        return [_measure(leaves, ord, "leaf", within).norm]
     powers, shifts = _powers_of_units(leaves, ord, unit_dims, within)
     return [_rooted(of_stack, ord, shift) for of_stack, shift in zip(powers, shifts, strict=True)]
 
@@ -163,12 +173,12 @@ def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes | list[Axes]) -> Any:
+def _measure(leaves: Sequence[Any], ord: float, scope: Scope, axes: Axes | list[Axes]) -> _Measured:
     if not leaves:
         norm = to_extended(jnp.zeros((0,) if scope == "leaf" else (), jnp.float32))
-        return (norm, from_extended(norm), []) if scope == "both" else norm
+        return _Measured(norm, from_extended(norm) if scope == "both" else None)
     if ord not in _ROOTS:
-        return _measure_by_maximum(leaves, ord, scope, axes)
+        return _Measured(_measure_by_maximum(leaves, ord, scope, axes))
     return _measure_by_powers(leaves, ord, scope, axes)
 
 
@@ -188,7 +198,7 @@ _ROOTS: dict[float, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> Any:
+def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes | list[Axes]) -> _Measured:
     """Returns the norm from one pass over the leaves; from a second, scaled one if sums left the trusted range."""
     dtype = _accumulation_dtype(leaves)
     leaf_powers = leaf_sums([_power(x, p, dtype) for x in leaves], axes=axes)
@@ -196,16 +206,16 @@ def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes
     plain = by_leaf if scope == "leaf" else _ordered_sum(by_leaf)
     shift = shift_into_range(plain)
 
-    def rooted(powers: jax.Array, shift: jax.Array, again: jax.Array) -> Any:
+    def rooted(powers: jax.Array, shift: jax.Array, again: jax.Array) -> _Measured:
         norm = _rooted(powers, p, shift)
         if scope != "both":
-            return norm
+            return _Measured(norm)
         # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
         is_helped = shift_into_range(by_leaf) == shift
         norms = _rooted(jnp.where(is_helped, again, by_leaf), p, jnp.where(is_helped, shift, 0))
-        return norm, from_extended(norm), elements(from_extended(norms))
+        return _Measured(norm, from_extended(norm), tuple(elements(from_extended(norms))))
 
-    def rescaled() -> Any:
+    def rescaled() -> _Measured:
         factor = power_of_two(shift, dtype)
         # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large leaf
         # gets its own copy of the scalar: a clamp between equal bounds.
@@ -218,8 +228,8 @@ def _measure_by_powers(leaves: Sequence[Any], p: float, scope: Scope, axes: Axes
         # XLA-4: without the barrier, XLA:GPU turns the branch into a select, and so reads the data on every call.
         return rooted(lax.optimization_barrier(_ordered_sum(again)), shift, again)
 
-    def by_maximum() -> ExtendedFloat:
-        return _measure_by_maximum(_unknown(leaves), p, scope, axes)
+    def by_maximum() -> _Measured:
+        return _Measured(_measure_by_maximum(_unknown(leaves), p, scope, axes))
 
     another = rescaled if p in (1, 2) else by_maximum
     return run_if(jnp.any(shift != 0), another, lambda: rooted(plain, jnp.zeros_like(shift), by_leaf))
@@ -343,21 +353,22 @@ def _exponent_key(exponent: jax.Array) -> tuple[jax.Array]:
 @_measure.defjvp
 def _measure_jvp(
     ord: float, scope: Scope, axes: Axes | list[Axes], primals: tuple[Any], tangents: tuple[Any]
-) -> tuple[Any, Any]:
+) -> tuple[_Measured, _Measured]:
     """Returns the norm and its tangent, the sum of Re(conj(sign(x)) dx) (|x| / norm)**(ord - 1).
 
     For ord = inf the tangent is shared evenly by the largest elements.
     """
     (leaves,), (d_leaves,) = primals, tangents
     measured = _measure(leaves, ord, scope, axes)
-    norm, _, leaf_norms = measured if scope == "both" else (measured, None, [])
+    norm = measured.norm
 
-    def tangent(slopes: jax.Array) -> Any:
+    def tangent(slopes: jax.Array) -> _Measured:
         no_exponent: Any = np.zeros(norm.exponent.shape, jax.dtypes.float0)  # an integer's tangent
         d_norm = ExtendedFloat(slopes, no_exponent)
         if scope != "both":
-            return d_norm
-        return d_norm, times_power_of_two(slopes, norm.exponent), list(map(jnp.zeros_like, leaf_norms))
+            return _Measured(d_norm)
+        d_float = times_power_of_two(slopes, norm.exponent)
+        return _Measured(d_norm, d_float, tuple(map(jnp.zeros_like, measured.leaf_norms)))
 
     if not leaves:
         return measured, tangent(jnp.zeros_like(norm.mantissa))

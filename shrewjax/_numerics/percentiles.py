@@ -377,16 +377,32 @@ def _narrowed(
 
 
 def _next_pivots(keys: jax.Array, counts: jax.Array, rank: jax.Array, width_before: jax.Array, dtype: Any) -> jax.Array:
-    """Returns pivots inside the bracket, close to the key that the model predicts at the rank."""
+    """Returns pivots inside the bracket, around the key that the model predicts, or evenly spaced."""
     integers = keys.dtype
     low, high = keys[:, 1:2], keys[:, 2:3]
     width = high - low
     place = np.arange(1, _PIVOTS + 1, dtype=integers)[None]
+    estimate, uncertainty = _predicted(keys, counts, rank, low, width)
+    aimed = jnp.clip(estimate + np.asarray([_DISTANCES], np.float32) * uncertainty, 0, 1)
+    aimed = low + jnp.round(aimed * width.astype(jnp.float32)).astype(integers)
+    aimed = jnp.clip(aimed, low + place, high - place[:, ::-1])
+    # The model cannot be trusted if the bracket is wide or the last read left more than half of it.
+    even = low + (width // (_PIVOTS + 1)) * place + (width % (_PIVOTS + 1)) * place // (_PIVOTS + 1)
+    is_unknown = (width > 2 << jnp.finfo(dtype).nmant) | (width > width_before[:, None] // 2)
+    return jnp.where(width <= _PIVOTS + 1, jnp.minimum(low + place, high), jnp.where(is_unknown, even, aimed))
+
+
+def _predicted(
+    keys: jax.Array, counts: jax.Array, rank: jax.Array, low: jax.Array, width: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the model's prediction of the key at the rank, and its uncertainty.
+
+    Both are in units of the bracket, whose ends are (0, 0) and (1, 1): x is a number of elements, y a key.
+    """
 
     def elements(a: jax.Array, b: jax.Array) -> jax.Array:
         return (a - b).astype(jnp.float32)[:, None]
 
-    # In units of the bracket, whose ends are (0, 0) and (1, 1): x is a number of elements, y a key.
     left, below, up_to, right = counts.T
     inside = elements(up_to, below)
     x = 1 - (elements(up_to, rank) - 0.5) / inside
@@ -404,14 +420,7 @@ def _next_pivots(keys: jax.Array, counts: jax.Array, rank: jax.Array, width_befo
     estimate = jnp.where((estimate > 0) & (estimate < 1), estimate, x)
 
     noise = jnp.sqrt(jnp.maximum(x * (1 - x), 1 / inside) / inside)  # of a rank between two known ones
-    uncertainty = jnp.maximum(0.3 * noise, 0.2 * jnp.abs(estimate - x) + 1e-3)
-    aimed = jnp.clip(estimate + np.asarray([_DISTANCES], np.float32) * uncertainty, 0, 1)
-    aimed = low + jnp.round(aimed * width.astype(jnp.float32)).astype(integers)
-    aimed = jnp.clip(aimed, low + place, high - place[:, ::-1])
-    # The model cannot be trusted if the bracket is wide or the last read left more than half of it.
-    even = low + (width // (_PIVOTS + 1)) * place + (width % (_PIVOTS + 1)) * place // (_PIVOTS + 1)
-    is_unknown = (width > 2 << jnp.finfo(dtype).nmant) | (width > width_before[:, None] // 2)
-    return jnp.where(width <= _PIVOTS + 1, jnp.minimum(low + place, high), jnp.where(is_unknown, even, aimed))
+    return estimate, jnp.maximum(0.3 * noise, 0.2 * jnp.abs(estimate - x) + 1e-3)
 
 
 def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

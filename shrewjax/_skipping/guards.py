@@ -5,6 +5,7 @@ stay unchanged. A guard decides on whole gradients, so that every device decides
 """
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from shrewjax._clipping.global_norm import global_norm
 from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories
 from shrewjax._numerics.reductions import all_finite, finite_leaves
-from shrewjax._skipping.wrapping import Gradients, guard, inner_transformation
+from shrewjax._skipping.wrapping import MakeGradients, guard, inner_transformation
 
 AtLimit = Literal["keep_skipping", "zero_nonfinite"]
 
@@ -143,17 +144,19 @@ def skip_nonfinite(
             nonfinite_leaves=jax.tree.map(lambda _: jnp.zeros((), bool), params) if by_leaf else (),
         )
 
-    def decide(gradients: Gradients, state: SkipNonfiniteState, **_: Any) -> tuple[jax.Array, SkipNonfiniteState]:
+    def decide(
+        make_gradients: MakeGradients, state: SkipNonfiniteState, _: Mapping[str, Any]
+    ) -> tuple[jax.Array, SkipNonfiniteState]:
         nonfinite_leaves = state.nonfinite_leaves
         if by_leaf:
-            units = find_units(gradients(), stacked_layers(None))
+            units = find_units(make_gradients(), stacked_layers(None))
             units.numbers_beside(nonfinite_leaves)
             each = finite_leaves(units.leaves, axes)
             finite = jnp.all(each)
             found = units.with_leaves(jax.tree.map(jnp.zeros_like, nonfinite_leaves), list(~each))
             nonfinite_leaves = optax.tree.where(finite, nonfinite_leaves, found)
         else:
-            finite = all_finite(trees.floating(gradients()), axes)
+            finite = all_finite(trees.floating(make_gradients()), axes)
         consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
         limit_reached = (
             jnp.zeros((), bool) if limit is None else consecutive.astype(jnp.float32) >= jnp.asarray(limit, jnp.float32)
@@ -251,8 +254,7 @@ def skip_on_spike(
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `SkipOnSpikeState(history, measured, threshold, applied, skipped, consecutive,
-      spikes_applied, inner_state)`.
+      A transformation with state `SkipOnSpikeState`.
 
     Raises:
       ValueError: an argument is not as described; one of `above` and `at_most` comes without the other;
@@ -308,7 +310,9 @@ def skip_on_spike(
             inner_state=wrapped.init(params),
         )
 
-    def decide(gradients: Gradients, state: SkipOnSpikeState, **extra_args: Any) -> tuple[jax.Array, SkipOnSpikeState]:
+    def decide(
+        make_gradients: MakeGradients, state: SkipOnSpikeState, extra_args: Mapping[str, Any]
+    ) -> tuple[jax.Array, SkipOnSpikeState]:
         if not of_norm:
             if extra_args.get("value") is None:
                 raise ValueError('skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss')
@@ -316,7 +320,7 @@ def skip_on_spike(
             # (tests/accumulation/test_flush_value.py, "can_be_donated").
             value = jnp.array(arguments.any_real("value", extra_args["value"]), jnp.float32)
             require_replicated("value", value)
-        measured = floats.to_float32(global_norm(gradients(), 2.0, axes)) if of_norm else value
+        measured = floats.to_float32(global_norm(make_gradients(), 2.0, axes)) if of_norm else value
         mean, std = histories.mean_and_std(state.history)
         least = _float32(min_relative_std) * jnp.abs(mean)
         k = _float32(max_zscore)

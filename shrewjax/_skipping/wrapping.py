@@ -16,7 +16,8 @@ libraries take apart and rebuild (`tests/promises/test_train_steps.py`, "rebuilt
 only `update` is left, with the same results.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -31,12 +32,15 @@ from shrewjax._base.trees import KeyPath, check_unchanged, leaf_name
 Params: TypeAlias = optax.Params | None
 
 
-Gradients = Callable[[], optax.Updates]
+MakeGradients = Callable[[], optax.Updates]
 """A function that computes the gradients in the branch that needs them."""
 
 
 UpdateOrApply = Callable[..., tuple[Any, Any]]
-"""`(gradients, state, params, *, apply, runs, **extra_args) -> (updates, or new parameters; new state)`."""
+"""`(make_gradients, state, params, extra_args, *, apply, runs) -> (updates, or new parameters; new state)`.
+
+The extra arguments are a dict, so that inner may have one of any name, such as `apply`.
+"""
 
 
 def wrapper(update_or_apply: UpdateOrApply) -> optax.TransformUpdateExtraArgsFn:
@@ -45,7 +49,7 @@ def wrapper(update_or_apply: UpdateOrApply) -> optax.TransformUpdateExtraArgsFn:
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
-        return update_or_apply(lambda: updates, state, params, apply=False, runs=True, **extra_args)
+        return update_or_apply(lambda: updates, state, params, extra_args, apply=False, runs=True)
 
     cast(Any, update_fn).update_or_apply = update_or_apply
     return update_fn
@@ -61,25 +65,24 @@ def inner_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 def update_or_apply(
     tx: optax.GradientTransformation,
-    gradients: Gradients,
+    make_gradients: MakeGradients,
     state: Any,
     params: Params,
-    /,
+    extra_args: Mapping[str, Any],
     *,
     apply: bool,
     runs: Flag,
-    **extra_args: Any,
 ) -> tuple[Any, Any]:
     """Returns the updates of any transformation, or the new parameters if `apply` is set, with the new state.
 
     If the step does not run, it returns zero updates, or the parameters, with the unchanged state.
     """
-    of_wrapper = getattr(tx.update, "update_or_apply", None)
-    if of_wrapper is not None:
-        return of_wrapper(gradients, state, params, apply=apply, runs=runs, **extra_args)
+    second_form = getattr(tx.update, "update_or_apply", None)
+    if second_form is not None:
+        return second_form(make_gradients, state, params, extra_args, apply=apply, runs=runs)
 
     def run() -> tuple[Any, Any]:
-        updates, new_state = optax.with_extra_args_support(tx).update(gradients(), state, params, **extra_args)
+        updates, new_state = optax.with_extra_args_support(tx).update(make_gradients(), state, params, **extra_args)
         return _applied(params, updates) if apply else updates, _without_numbers(new_state)
 
     return run_or_skip(runs, run, state, params, apply=apply)
@@ -119,23 +122,26 @@ def guard(
 ) -> optax.TransformUpdateExtraArgsFn:
     """Returns the `update` function of a wrapper that runs `wrapped` if `decide` says so.
 
-    `kind` is the class of its state. `decide(gradients, state, **extra_args)` returns the decision, and the new state
-    without that of `wrapped`. `wrapped` gets the gradients as `repaired` returns them.
+    `kind` is the class of its state. `decide(make_gradients, state, extra_args)` returns the decision, and the new
+    state without that of `wrapped`. `wrapped` gets the gradients as `repaired` returns them.
     """
 
     def step_fn(
-        gradients: Gradients, state: Any, params: Params, /, *, apply: bool, runs: Flag, **extra_args: Any
+        make_gradients: MakeGradients,
+        state: Any,
+        params: Params,
+        extra_args: Mapping[str, Any],
+        *,
+        apply: bool,
+        runs: Flag,
     ) -> tuple[Any, Any]:
         require_own(state, kind)
-
-        def own_step() -> tuple[jax.Array, Any]:
-            return decide(gradients, state, **extra_args)
-
+        decision = partial(decide, make_gradients, state, extra_args)
         idle = jnp.zeros((), bool), state._replace(inner_state=())
-        runs, new_state = own_step() if runs is True else run_if(runs, own_step, lambda: idle)
-        for_inner = gradients if repaired is None else lambda: repaired(gradients())
+        runs, new_state = decision() if runs is True else run_if(runs, decision, lambda: idle)
+        for_inner = make_gradients if repaired is None else lambda: repaired(make_gradients())
         returned, inner_state = update_or_apply(
-            wrapped, for_inner, state.inner_state, params, apply=apply, runs=runs, **extra_args
+            wrapped, for_inner, state.inner_state, params, extra_args, apply=apply, runs=runs
         )
         return returned, new_state._replace(inner_state=inner_state)
 

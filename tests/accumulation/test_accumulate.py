@@ -398,7 +398,17 @@ DEPRECATED = {"optimistic_adam"}
 EXPORTED = {n for n in dir(optax) if getattr(getattr(optax, n), "__module__", "") == "optax._src.alias"}
 
 
-@pytest.mark.parametrize("name", sorted((EXPORTED | {"nadam", "nadamw"}) - DEPRECATED))
+# One of each kind of state: none, moments, factored ones, one moment, past steps, a key, the loss. CI runs the others.
+ONE_OF_A_KIND = {"sgd", "adamw", "adafactor", "lion", "lbfgs", "noisy_sgd", "polyak_sgd"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ONE_OF_A_KIND else pytest.mark.thorough)
+        for name in sorted((EXPORTED | {"nadam", "nadamw"}) - DEPRECATED)
+    ],
+)
 def test_every_optimizer_of_optax_takes_the_steps_it_takes_in_multisteps(name):
     make = lambda: getattr(optax, name)(**ARGUMENTS.get(name, {"learning_rate": 0.01}))  # noqa: E731
     matrices = lambda seed: {k: v for k, v in tree_of(seed).items() if v.ndim}  # noqa: E731 (sm3 takes no scalars)

@@ -176,7 +176,7 @@ def simulated(windows, dimensions=200, weights=WEIGHTS, decay=0.0):
         textbook = (total * large - size * small) / (total - size), (small - large) / (1 / size - 1 / total)
         return state, (found["accumulate/noise_trace"], found["accumulate/signal_squared"], *textbook)
 
-    # With LLVM's optimizations where there are so many windows that they take longer to run than to compile.
+    # Many windows take longer to run than to compile, so they get LLVM's optimizations.
     jit = jax.jit if windows > 1000 else quick_jit
     _, found = jit(partial(jax.lax.scan, window))(tx.init(jnp.zeros(dimensions)), noise)
     return [np.float64(x) for x in found], np.sum(covariance), np.sum(mean**2)

@@ -565,7 +565,7 @@ def test_step_holds_one_micro_batch_and_one_tree_of_gradients(weight):
 
 
 def trained(step, carry, *batch, steps=30):
-    """The losses of so many steps of a jitted `carry, *batch -> carry, loss`."""
+    """The losses of the first steps of a jitted `carry, *batch -> carry, loss`."""
     losses = []
     step = quick_jit(step)
     for _ in range(steps):

@@ -332,7 +332,7 @@ def test_agc_with_an_eps_or_parameters_that_are_not_finite_is_as_its_table_says(
     inf, nan = np.inf, np.nan
 
     def column(clipping, eps, parameter=1.0, gradient=3.0):
-        """What is made of the second unit, when one of its numbers is set; the first stays as it is."""
+        """The updates after one number of the second unit is set, the gradients before, and the state."""
         of_g, of_w = g.copy(), w.copy()
         of_g[0, 1], of_w[0, 1] = gradient, parameter
         updates, state = update(f32(clipping), f32(eps), of_g, of_w)

@@ -433,7 +433,7 @@ CLIP_ADAMW = optax.chain(shrewjax.clip_by_global_norm(1.0), lenient(optax.adamw(
 
 
 def shardings(*trees):
-    """Of arrays, whatever they are on."""
+    """The shardings of all arrays that have an axis."""
     return [x.sharding for x in jax.tree.leaves(trees) if x.ndim]
 
 

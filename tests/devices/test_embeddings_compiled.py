@@ -38,9 +38,9 @@ _CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)")
 
 
 def sums_selected_by_device(text, elements):
-    """The selects of a loop's sum, of so many elements or more, by which device it is.
+    """The selects by device in a loop's sum, of at least `elements` elements.
 
-    A select that differs between the elements is another thing: it picks the device's rows of a sharded table.
+    A select whose condition differs between elements does not count: it picks the device's rows of a sharded table.
     """
     computations, inside, known = {}, None, {}
     for line in text.splitlines():

@@ -48,7 +48,7 @@ def first_params():
 
 
 def mean_loss(params, x, y, kept):
-    """Of the examples of all devices along "fsdp", and their number: 0/0 where there is none."""
+    """The mean loss of all examples along "fsdp", and their number. Without examples it is 0 / 0."""
     w = jax.lax.all_gather(params["w"], "fsdp", axis=0, tiled=True)
     errors = jnp.sum((x @ w + params["b"] - y) ** 2, axis=1)
     total, number = jax.lax.psum((jnp.sum(jnp.where(kept, errors, 0)), jnp.sum(kept)), "fsdp")

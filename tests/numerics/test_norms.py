@@ -46,7 +46,7 @@ IN_RANGE = [
 
 @functools.cache
 def norms_in_range(case):
-    """Of every order, in one program, as it is compiling that takes time."""
+    """Norms of every order, in one program, because compilation takes most of the time."""
     return quick_jit(lambda leaves: {ord: shrewjax.grad_norm(leaves, ord) for ord in ORDERS})(IN_RANGE[case])
 
 

@@ -18,7 +18,8 @@ from helpers import run_page
 import shrewjax
 import shrewjax.flax
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent.parent
 PUBLIC = {
     k: v
     for k, v in vars(shrewjax).items()
@@ -59,12 +60,16 @@ def test_docstring_has_a_formula_an_example_and_a_source(name):
 
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
-WITH_CODE = [page for page in PAGES if "```python\n" in (ROOT / page).read_text() and page != "docs/recipes.md"]
+# Tests of these run their code once, for what it defines.
+RUN_ELSEWHERE = {
+    "docs/recipes.md",
+    *(f"docs/{page}" for page in re.findall(r'page\("(guide/\w+\.md)"\)', (HERE / "test_guides.py").read_text())),
+}
+WITH_CODE = [page for page in PAGES if "```python\n" in (ROOT / page).read_text() and page not in RUN_ELSEWHERE]
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_code_of_a_page_runs_from_top_to_bottom(page):
-    """The code of docs/recipes.md runs in test_recipes."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         run_page(ROOT / page)
 

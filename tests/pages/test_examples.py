@@ -1,7 +1,7 @@
 """Every example runs as its user would run it, without a warning, and what it reports holds.
 
 Each is a fork of one process that has imported what they import. Most of the time is compilation, so nothing is
-optimized, and they run as short as their claims allow.
+optimized, and they run as short as their claims allow. All but the main one are `thorough`: CI runs them.
 """
 
 import re
@@ -63,6 +63,7 @@ def test_nnx_example_recognises_95_percent_of_digits(run):
     assert_is_drawn(figure)
 
 
+@pytest.mark.thorough
 def test_choose_max_norm_example_replays_every_rule(run):
     printed, figure = run("choose_max_norm.py", "--steps", 50, out="new/norms.png")
 
@@ -75,6 +76,7 @@ def test_choose_max_norm_example_replays_every_rule(run):
     assert_is_drawn(figure)
 
 
+@pytest.mark.thorough
 def test_choose_batch_size_example_sees_the_noise_grow_and_what_long_windows_cost(run):
     arguments = ("--images", 24576, "--seeds", 2, "--target", 0.2)
     printed, figure = run("choose_batch_size.py", *arguments, out="new/batch_size.png")
@@ -89,6 +91,7 @@ def test_choose_batch_size_example_sees_the_noise_grow_and_what_long_windows_cos
     assert_is_drawn(figure)
 
 
+@pytest.mark.thorough
 def test_linen_example_learns_in_float16_and_drops_exactly_what_overflowed(run):
     printed, figure = run("train_linen.py", "--epochs", 6, out="new/linen.png")
 
@@ -99,6 +102,7 @@ def test_linen_example_learns_in_float16_and_drops_exactly_what_overflowed(run):
     assert_is_drawn(figure)
 
 
+@pytest.mark.thorough
 def test_equinox_example_trains_a_new_head_and_nothing_else(run):
     printed, figure = run("train_equinox.py", "--epochs", 8, out="new/equinox.png")
 
@@ -114,6 +118,7 @@ def test_equinox_example_trains_a_new_head_and_nothing_else(run):
     assert_is_drawn(figure)
 
 
+@pytest.mark.thorough
 def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
     printed, figure = run("train_ppo.py", "--calls", 2, "--iterations", 5, out="new/ppo.png")
 
@@ -128,6 +133,7 @@ def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
     assert_is_drawn(figure)
 
 
+@pytest.mark.thorough
 def test_recurrent_example_explodes_and_learns_soonest_where_what_flows_back_is_clipped(run):
     printed, figure = run("train_recurrent.py", "--steps", 18, out="new/recurrent.png")
 
@@ -143,6 +149,7 @@ def test_recurrent_example_explodes_and_learns_soonest_where_what_flows_back_is_
     assert_is_drawn(figure)
 
 
+@pytest.mark.thorough
 def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(run):
     arguments = ("--steps", 16, "--length", 32, "--layers", 1, "--compare-every", 8)
     printed, figure = run("train_transformer.py", *arguments, out="new/transformer.png")
@@ -160,6 +167,7 @@ def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(ru
     assert_is_drawn(figure)
 
 
+@pytest.mark.thorough
 def test_batch_norm_example_learns_from_eight_micro_batches_a_step_as_from_one_batch(run):
     printed, figure = run("train_batch_norm.py", "--epochs", 5, out="new/batch_norm.png")
 
@@ -180,6 +188,7 @@ def events(folder):
         data = data[16 + length :]
 
 
+@pytest.mark.thorough
 def test_tensorboard_example_logs_each_window_of_every_metric(run):
     printed, folder = run("log_tensorboard.py", "--epochs", 6, out="new/events")
 
@@ -217,6 +226,7 @@ def test_tensorboard_example_logs_each_window_of_every_metric(run):
     assert accuracy > 0.9
 
 
+@pytest.mark.thorough
 def test_sharded_example_resumes_in_mid_window_on_fewer_devices_in_two_processes(run):
     script = "train_sharded.py"
     arguments = ("--micro-steps", 32, "--save-every", 21, "--length", 32, "--layers", 1, "--checkpoints", "saved")

@@ -37,6 +37,7 @@ def test_notebook_is_stripped(notebook):
     assert set(notebook.metadata) == {"kernelspec"}
 
 
+@pytest.mark.thorough
 def test_notebook_runs_in_a_fresh_kernel_without_a_warning(notebook, tmp_path, monkeypatch):
     # In a new folder, and with the settings of a user who has none, so that it needs only the installed packages.
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))

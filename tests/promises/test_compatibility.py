@@ -165,7 +165,7 @@ WRAPPERS = {
 
 @functools.cache
 def alone(name, seen, calls):
-    """What it does on its own to what it would see in a wrapper: each call's updates, and the last state."""
+    """Each call's updates, and the last state, of the transformation alone, given what a wrapper would pass it."""
     return run(core(name), calls([seen(g) for g in GRADS]), seen(PARAMS))
 
 

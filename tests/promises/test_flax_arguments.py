@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -32,6 +33,37 @@ def test_position_behind_the_last_argument_is_out_of_range(at):
 def test_model_as_examples_has_two_roles():
     with pytest.raises(ValueError, match=r"^argument 0 is in wrt and in batch_argnums\."):
         shrewjax.flax.value_and_grad(loss, 2, batch_argnums=(0, 1))(model(), X)
+
+
+def test_a_second_model_is_no_batch():
+    def distilled(model, teacher, x):
+        return jnp.mean((model(x) - teacher(x)) ** 2)
+
+    with pytest.raises(ValueError, match=r"^argument 1 is a model, Linear, .* pass batch_argnums=\(2,\)\. Otherwise"):
+        shrewjax.flax.value_and_grad(distilled, 2)(model(), model(), X)
+    value, _ = shrewjax.flax.value_and_grad(distilled, 2, batch_argnums=(2,))(model(), model(), X)
+    assert value == 0
+
+
+def test_gradients_without_variables_of_wrt_are_an_error_that_says_so():
+    trained = model()
+    optimizer = shrewjax.flax.Optimizer(trained, shrewjax.accumulate(optax.sgd(1.0), 2), wrt=nnx.Param)
+    grads = nnx.to_pure_dict(nnx.grad(loss)(trained, X))
+    with pytest.raises(ValueError, match=r"^grads must hold variables of wrt=.*Param.*, got dict without one\. Pass"):
+        optimizer.update(trained, grads)
+
+
+@pytest.mark.parametrize("extra", [{"weight": 1.0}, {"weight": np.float32(1)}, {"flush": np.bool_(False)}], ids=repr)
+def test_a_train_state_without_a_window_takes_defaults_of_any_type(extra):
+    state = shrewjax.flax.TrainState.create(apply_fn=None, params={"w": jnp.zeros(2)}, tx=optax.sgd(1.0))
+    np.testing.assert_array_equal(state.apply_gradients(grads={"w": jnp.ones(2)}, **extra).params["w"], [-1, -1])
+
+
+@pytest.mark.parametrize("extra", [{"weight": 3}, {"weight": jnp.ones(())}, {"flush": True}], ids=repr)
+def test_a_train_state_without_a_window_takes_no_other_weight_and_no_flush(extra):
+    state = shrewjax.flax.TrainState.create(apply_fn=None, params={"w": jnp.zeros(2)}, tx=optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"needs a window, and opt_state has none"):
+        state.apply_gradients(grads={"w": jnp.ones(2)}, **extra)
 
 
 def test_fun_may_have_a_keyword_named_function():

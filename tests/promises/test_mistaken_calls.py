@@ -85,6 +85,33 @@ def test_extra_arguments_of_an_inner_optimizer_pass_also_if_they_are_near_ones_t
     assert record == given
 
 
+def test_near_miss_that_is_declared_inside_a_chain_is_an_error_until_inner_itself_declares_it():
+    """A chain hides the names, and a weight that vanishes does more harm than an error."""
+    record = {}
+    inner = optax.chain(optax.identity(), with_extra(record))
+    with pytest.raises(ValueError, match=r"inside inner takes values=, let inner's own update declare it"):
+        calls_of(shrewjax.accumulate(inner, 1))["update"](values=7)
+
+    def update(updates, state, params=None, *, values=None, **extra_args):
+        return inner.update(updates, state, params, values=values, **extra_args)
+
+    calls_of(shrewjax.accumulate(optax.GradientTransformationExtraArgs(inner.init, update), 1))["update"](values=7)
+    assert record == {"values": 7}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda tx: shrewjax.accumulate(tx, 1), shrewjax.skip_nonfinite, shrewjax.skip_on_spike],
+    ids=["accumulate", "skip_nonfinite", "skip_on_spike"],
+)
+@pytest.mark.parametrize("call", ["update", "apply_gradients"])
+def test_an_inner_optimizer_may_take_arguments_that_are_named_as_the_packages_own_inside(wrap, call):
+    record = {}
+    given = {"apply": 1, "runs": 2, "gradients": 3, "make_gradients": 4, "extra_args": 5}
+    calls_of(wrap(with_extra(record)))[call](**given)
+    assert record == given | {"values": None}
+
+
 @pytest.mark.parametrize("extra", [{"weight": 3}, {"flush": True}, {"weight": jnp.ones(())}], ids=repr)
 @pytest.mark.parametrize(
     "make",

@@ -1,6 +1,6 @@
 """The cost of a measured threshold over a given one: every adaptive rule and guard against `clip_by_global_norm`s.
 
-    python examples/benchmarks/adaptive.py [--json FILE] [--quick]
+    python examples/benchmarks/unit_norms.py [--json FILE] [--quick]
 
 All rules run in one process, alternating, on a 6-layer GPT-2 with 58.7 million float32 parameters in 76 leaves: the
 clip alone, of gradients that stay; and a donated training step, clip, AdamW and the parameters' update. The other side

@@ -1,6 +1,6 @@
 """A whole batch in one call: `value_and_grad` against a `lax.scan` written by hand, Optax's microbatching, one batch.
 
-    python examples/benchmarks/batches.py [--json FILE] [--quick]
+    python examples/benchmarks/value_and_grad.py [--json FILE] [--quick]
 
 All sides run in one process, alternating. The model is a GPT-2 of 10 million float32 parameters, the batch 64 texts of
 32 tokens, taken as 8 micro-batches. Peak memory is that of the compiled program: arguments, results and temporaries.
