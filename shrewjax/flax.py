@@ -117,7 +117,8 @@ class TrainState(train_state.TrainState):
     Example:
       >>> import shrewjax.flax
       >>> tx = shrewjax.accumulate(optax.sgd(1.0), 2)
-      >>> state = shrewjax.flax.TrainState.create(apply_fn=None, params={"w": jnp.zeros(2)}, tx=tx)
+      >>> params = {"w": jnp.zeros(2)}
+      >>> state = shrewjax.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
       >>> for number, weight in ((1.0, 3), (5.0, 1)):
       ...     state = state.apply_gradients(grads={"w": jnp.full(2, number)}, weight=weight)
       >>> state.params["w"], state.step
