@@ -196,6 +196,7 @@ def value_and_grad(
     =========================================  =====================================================================
     LoRA, frozen layers                        `wrt=nnx.LoRAParam`, or another filter that `nnx.DiffState` takes
     keys or a second model that `fun` changes  pass a tuple such as `(model, rngs)` as the first argument
+    a second model that `fun` does not change  leave its position out of `batch_argnums`
     a variable that two modules share          it has one gradient, in graph mode
     `fun` changes a variable in `wrt`          an error, because K calls would differentiate at other points
     `fun` adds variables                       an error; remove them in `fun` with `nnx.pop`, and return them as aux

@@ -44,8 +44,8 @@ from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
 
 ROOT = pathlib.Path(__file__).parent.parent
-# A wing's tests are in the folder of its name. The ground has none: what stands on it shows whether it holds.
-FOLDERS = {"_base": ["numerics", "accumulation", "promises"], "_numerics": ["numerics", "definition"]}
+# A wing's tests are in the folder of its name. What stands on the ground shows whether that holds, too.
+FOLDERS = {"_base": ["base", "numerics", "accumulation", "promises"], "_numerics": ["numerics", "definition"]}
 LONGEST = 60  # seconds of a core for one test
 
 
@@ -56,12 +56,13 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="how many of them were tried before")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of a core, after which a mutant has survived")
+    parser.add_argument("--marks", default="not slow", help="which tests may run, such as 'not slow and not thorough'")
     parser.add_argument("--line", type=int, help="try only places in this line", action="append")
     arguments = parser.parse_args()
     wing, _, room = arguments.room.partition("/")
     rooms = [f"{room}.py"] if room else sorted(x.name for x in (ROOT / "shrewjax" / wing).glob("*.py"))
     originals = {f"shrewjax/{wing}/{name}": (ROOT / "shrewjax" / wing / name).read_text() for name in rooms}
-    tests = Tests(FOLDERS.get(wing, [wing.removeprefix("_")]), arguments.seconds)
+    tests = Tests(FOLDERS.get(wing, [wing.removeprefix("_")]), arguments.seconds, arguments.marks)
 
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)
@@ -138,13 +139,13 @@ def difference(original, mutant):
 class Tests:
     """Runs tests in forks of this process."""
 
-    def __init__(self, folders, limit):
+    def __init__(self, folders, limit, marks):
         self.limit = limit
         self.arguments = [f"tests/{folder}" for folder in folders]
         self.options = [
             "-x",
             "-q",
-            "-mnot slow",
+            f"-m{marks}",
             "-n0",
             "-pno:cacheprovider",
             "-Wignore::pytest.PytestAssertRewriteWarning",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._accumulation.window import GradAccumulatorState, Window, begun
+from shrewjax._accumulation.window import GradAccumulatorState, Window, already_begun
 from shrewjax._base import trees
 from shrewjax._base.branches import Flag
 from shrewjax._base.mesh import as_varying, varying_axes
@@ -79,23 +79,23 @@ class AuxLeaves:
         others = [_empty(name, x) for name, x in zip(self._names, self._like, strict=True) if name in COMBINE]
         return AuxSums(self._window.init(means), others)
 
-    def add(self, so_far: AuxSums, aux: Any, weight: Any, kept: Flag) -> tuple[AuxSums, list[jax.Array]]:
+    def add(self, sums: AuxSums, aux: Any, weight: Any, kept: Flag) -> tuple[AuxSums, list[jax.Array]]:
         """Returns the sums with one more micro-batch, and those of its leaves that are stacked."""
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
-        means = self._window.add_in_loop(so_far.means, self._of(leaves, "mean"), weight, kept)
+        means = self._window.add_in_loop(sums.means, self._of(leaves, "mean"), weight, kept)
         names = self._of(self._names, *COMBINE)
         others = [
             _combined(name, old, x.astype(old.dtype), kept)
-            for name, old, x in zip(names, so_far.others, self._of(leaves, *COMBINE), strict=True)
+            for name, old, x in zip(names, sums.others, self._of(leaves, *COMBINE), strict=True)
         ]
         return AuxSums(means, others), [selected(kept, x, jnp.zeros_like(x)) for x in self._of(leaves, "stack")]
 
-    def close(self, so_far: AuxSums, stacked: list[jax.Array]) -> Any:
+    def close(self, sums: AuxSums, stacked: list[jax.Array]) -> Any:
         """Returns the aux of the batch."""
-        means, known, _ = self._window.close(begun(so_far.means))
+        means, known, _ = self._window.close(already_begun(sums.means))
         names = self._of(self._names, *COMBINE)
         results = {"mean": iter([nan_unless(known, x) for x in means.gradients]), "stack": iter(stacked)}
-        others = iter(combined_over(self._sum_over, names, so_far.others))
+        others = iter(combined_over(self._sum_over, names, sums.others))
         leaves = [next(results.get(name, others)) for name in self._names]
         return jax.tree.unflatten(self._structure, map(in_dtype_of, leaves, self._like))
 
@@ -150,11 +150,11 @@ def _empty(name: str, like: Any) -> jax.Array:
     return as_varying(jnp.full(like.shape, start, dtype), tuple(varying_axes(like)))
 
 
-def _combined(name: str, so_far: jax.Array, x: jax.Array, kept: Flag) -> jax.Array:
+def _combined(name: str, total: jax.Array, x: jax.Array, kept: Flag) -> jax.Array:
     """Returns a leaf of the micro-batches so far with that of one more."""
     if name == "sum":  # selected before adding: XLA-24
-        return so_far + jnp.where(kept, x, jnp.zeros_like(x))
-    return jnp.where(kept, COMBINE[name](so_far, x), so_far)
+        return total + jnp.where(kept, x, jnp.zeros_like(x))
+    return jnp.where(kept, COMBINE[name](total, x), total)
 
 
 def selected(kept: Flag, new: Any, old: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax._accumulation._aux import COMBINE, AuxLeaves, AuxSums, in_dtype_of, nan_unless, selected
-from shrewjax._accumulation.window import GradAccumulatorState, Reduction, Window, begun, unknown_true
+from shrewjax._accumulation.window import GradAccumulatorState, Reduction, Window, already_begun, unknown_true
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
     Axes,
@@ -70,7 +70,7 @@ class _Batch(NamedTuple):
         return jax.tree.map(lambda x: x, [self.own_params.get(at, x) for at, x in enumerate(self.args)])
 
 
-class _SoFar(NamedTuple):
+class _LoopState(NamedTuple):
     """The loop's state between two micro-batches."""
 
     window: GradAccumulatorState
@@ -235,18 +235,18 @@ def value_and_grad(
         return _MicroBatch(its_weight, _Averaged(loss, grads), its_aux, carried)
 
     def add(
-        batch: _Batch, aux_leaves: AuxLeaves, own: tuple[Hashable, ...], so_far: _SoFar, i: jax.Array
-    ) -> tuple[_SoFar, list[jax.Array]]:
+        batch: _Batch, aux_leaves: AuxLeaves, own: tuple[Hashable, ...], state: _LoopState, i: jax.Array
+    ) -> tuple[_LoopState, list[jax.Array]]:
         """Returns the sums with micro-batch i added, and those of its leaves that are stacked."""
-        its = run(batch, i, so_far.carried)
-        added = window.add_in_loop(so_far.window, its.averaged, its.weight)
+        part = run(batch, i, state.carried)
+        added = window.add_in_loop(state.window, part.averaged, part.weight)
         # Sums of scatters in the aux and in the carry are lost, too, if XLA knows that they are kept (XLA-27).
-        kept = unknown_true() & (its.weight != 0)
+        kept = unknown_true() & (part.weight != 0)
         if nonfinite != "propagate":
-            kept = kept & (added.dropped == so_far.window.dropped)
-        aux_sums, stacked = aux_leaves.add(so_far.aux, its.aux, its.weight, kept)
-        after = _SoFar(added, aux_sums, selected(kept, its.carried, so_far.carried))
-        return sums_of_device(after, own), stacked
+            kept = kept & (added.dropped == state.window.dropped)
+        aux_sums, stacked = aux_leaves.add(state.aux, part.aux, part.weight, kept)
+        new_state = _LoopState(added, aux_sums, selected(kept, part.carried, state.carried))
+        return sums_of_device(new_state, own), stacked
 
     def aux_of_whole_batch(batch: _Batch) -> Any:
         """Returns the aux that `jax.value_and_grad` would return."""
@@ -271,10 +271,10 @@ def value_and_grad(
         opened = window.init(_Averaged(zero, params if isinstance(argnums, Sequence) else params[0]))
         # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
         sums = opened.gradient_sum._replace(value=Window(steps, sum_over=sum_over).init(zero).gradient_sum)
-        start = sums_of_device(_SoFar(opened._replace(gradient_sum=sums), aux_leaves.open(), carried), own)
+        start = sums_of_device(_LoopState(opened._replace(gradient_sum=sums), aux_leaves.open(), carried), own)
         end, stacked = lax.scan(partial(add, batch, aux_leaves, own), start, jnp.arange(steps, dtype=jnp.int32))
 
-        average, has_average, _ = window.close(begun(end.window))
+        average, has_average, _ = window.close(already_begun(end.window))
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
         value, grads = jax.tree.map(in_dtype_of, average.gradients, like.averaged)
         if reduction != "sum":
@@ -307,12 +307,12 @@ def batch_of_arguments(
     return _Batch(args, kwargs, roles, own_params, examples, first_number)
 
 
-def sums_of_device(so_far: _SoFar, own: tuple[Hashable, ...]) -> _SoFar:
+def sums_of_device(state: _LoopState, own: tuple[Hashable, ...]) -> _LoopState:
     """Returns the loop's state with sums that, by their types, are each device's own, before and after each turn."""
     if not own:
-        return so_far
-    window, aux = jax.tree.map(lambda x: as_varying(x, own), (so_far.window, so_far.aux))
-    return so_far._replace(window=window, aux=aux)
+        return state
+    window, aux = jax.tree.map(lambda x: as_varying(x, own), (state.window, state.aux))
+    return state._replace(window=window, aux=aux)
 
 
 def roles_of_arguments(

@@ -303,7 +303,7 @@ class Window:
 
     def add_in_loop(self, state: Any, grads: chex.ArrayTree, weight: Any, is_present: Flag = True) -> Any:
         """Adds a micro-batch that is present, in a loop of the compiled program. Returns the new state."""
-        return self.advance(begun(state), grads, weight, None, is_present=is_present & unknown_true()).state
+        return self.advance(already_begun(state), grads, weight, None, is_present=is_present & unknown_true()).state
 
     def average(self, step: WindowStep) -> Average:
         """Returns what a closing window passes on. Sums per-device rows over devices, in one collective."""
@@ -351,7 +351,7 @@ class Window:
         return average, step.has_average & average.has_weight, step.state
 
 
-def begun(state: GradAccumulatorState) -> GradAccumulatorState:
+def already_begun(state: GradAccumulatorState) -> GradAccumulatorState:
     """Returns the window, marked as begun, so that a gradient is always added and never replaces the sum.
 
     XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them (XLA-24).

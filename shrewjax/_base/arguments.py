@@ -73,7 +73,7 @@ def length(name: str, value: Any, *, default: int) -> int:
             f"{name} must be a Python int, because it is the shape of an array in the state, got the array {value}. "
             f"Under optax.inject_hyperparams, name it in static_args or leave it out (None means {default})"
         )
-    if isinstance(value, bool | np.bool) or not isinstance(value, int | np.integer) or value < 1:
+    if not _is_int(value) or value < 1:
         raise ValueError(f"{name} must be an int >= 1 or None ({default}), got {value!r}")
     return int(value)
 
@@ -96,8 +96,7 @@ def order(ord: Any) -> float:
 def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
     """Returns an int from a Python or NumPy integer, which may not be below `at_least`. Arrays are refused."""
     expected = "a Python int" if at_least is None else f"a Python int >= {at_least}"
-    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool)
-    if not is_int or (at_least is not None and value < at_least):
+    if not _is_int(value) or (at_least is not None and value < at_least):
         raise ValueError(f"{name} must be {expected}, because it decides what is compiled; got {value!r}")
     return int(value)
 
@@ -145,7 +144,7 @@ def accum_steps(value: Any) -> int | jax.Array | Callable[[jax.Array], Any]:
         return _real_scalar_array("accum_steps", value)
     if isinstance(value, np.ndarray) and value.shape == ():
         value = value[()]
-    if isinstance(value, bool | np.bool) or not isinstance(value, int | np.integer):
+    if not _is_int(value):
         raise ValueError(
             f"accum_steps must be an int >= 1, a scalar array or a function of the number of windows, got {value!r}"
         )
@@ -200,7 +199,7 @@ def axes(name: str, value: Any) -> AxesOf:
             "optax.inject_hyperparams, name it in static_args"
         )
     numbers_ = tuple(value) if isinstance(value, tuple | list) else (value,)
-    if any(isinstance(a, bool) or not isinstance(a, int | np.integer) for a in numbers_):
+    if not all(map(_is_int, numbers_)):
         raise ValueError(
             f"{name} must be an int, a tuple of ints, None or a function of a leaf's name and the leaf, got {value!r}"
         )
@@ -257,6 +256,11 @@ def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Any) -> tuple[
     return chosen
 
 
+def _is_int(value: Any) -> bool:
+    """Returns whether this is a Python or NumPy integer. A bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _static_real(name: str, value: Any, expected: str) -> float:
     if isinstance(value, np.ndarray) and value.shape == ():
         value = value[()]
@@ -273,7 +277,7 @@ def _static_real(name: str, value: Any, expected: str) -> float:
         raise ValueError(f"{name} must be {expected}, got {value!r}")
     try:
         return float(value)
-    except OverflowError:
+    except OverflowError:  # of an int such as 10**400; the callers' range checks then see an infinity
         return math.inf if value > 0 else -math.inf
 
 

@@ -29,6 +29,24 @@ def adagc(leaf_norms, ratio=1.04, decay=0.99, warmup=100, max_norm=1.0):
         yield left, gamma
 
 
+@pytest.mark.parametrize("rule", ["clip_by_leaf_norm", "adaptive_grad_clip", "clip_by_block_rms"])
+def test_a_unit_of_zeros_is_not_clipped_even_at_a_limit_of_zero(rule):
+    grads = {"zeros": jnp.zeros(3), "ones": jnp.ones(3)}
+    tx = getattr(shrewjax, rule)(0.0)
+    updates, state = quick_jit(lambda g: tx.update(g, tx.init(g), g))(grads)
+    assert not any(np.any(x) for x in jax.tree.leaves(updates))
+    assert float(shrewjax.metrics(state)[f"{rule}/clipped_fraction"]) == 0.5
+
+
+def test_thresholds_by_default_are_those_of_the_papers():
+    """AGC: 0.01, and 1e-3 for parameters of zero (Brock et al. 2021). Adafactor: 1 (Shazeer and Stern 2018)."""
+    grads, params = f32([[30, 30], [40, 40]]), f32([[300, 0], [400, 0]])
+    updates, _ = quick_jit(lambda g, w: shrewjax.adaptive_grad_clip().update(g, None, w))(grads, params)
+    np.testing.assert_allclose(updates, [[3, 0.6e-5], [4, 0.8e-5]], rtol=1e-5)
+    updates, _ = quick_jit(lambda g: shrewjax.clip_by_block_rms().update(g, None))(f32([2, -2, 2, 2]))
+    np.testing.assert_allclose(updates, [1, -1, 1, 1], rtol=1e-6)
+
+
 # --- AdaGC --------------------------------------------------------------------------------------------------------
 
 

@@ -71,6 +71,13 @@ def test_apply_gradients_leaves_a_skipped_step_s_parameters_alone_and_writes_in_
     assert int(state.skipped) == 1
 
 
+def test_only_leaves_gives_the_state_a_bool_for_each_leaf():
+    params = {"w": jnp.zeros(2), "b": jnp.zeros(())}
+    assert shrewjax.skip_nonfinite(optax.sgd(1.0)).init(params).nonfinite_leaves == ()
+    by_leaf = shrewjax.skip_nonfinite(optax.sgd(1.0), leaves=True).init(params).nonfinite_leaves
+    assert by_leaf == {"w": False, "b": False}
+
+
 def test_gradients_whose_norm_leaves_float32_are_not_skipped():
     assert applied(run(shrewjax.skip_nonfinite(optax.identity()), [f32([3e38, 3e38])])) == [True]
 
