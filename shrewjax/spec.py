@@ -318,18 +318,18 @@ def accumulate_spec(
     steps, is_dropped = 0, False
     for gradient, weight, flush in starmap(MicroBatch, micro_batches):
         has_weight = weight > 0
-        is_bad = has_weight and nonfinite != "propagate" and not all(_is_finite(g) for g in gradient)
-        if has_weight and not is_bad:
+        is_refused = has_weight and nonfinite != "propagate" and not all(_is_finite(g) for g in gradient)
+        if has_weight and not is_refused:
             kept.append((gradient, weight))
-        if not (is_bad and nonfinite == "extend_window"):
+        if not (is_refused and nonfinite == "extend_window"):
             steps += 1
-        is_dropped = is_dropped or (is_bad and nonfinite == "drop_window")
+        is_dropped = is_dropped or (is_refused and nonfinite == "drop_window")
         if not flush and steps < (accum_steps(windows) if callable(accum_steps) else accum_steps):
             yield None
             continue
         if kept and not is_dropped:
-            yield window_spec(kept, reduction)
             windows += 1
+            yield window_spec(kept, reduction)
         else:
             yield None
         kept, steps, is_dropped = [], 0, False

@@ -98,6 +98,12 @@ def x64(request):
         yield request.param
 
 
+@pytest.fixture(params=["Auto", "Explicit"])
+def mesh(request):
+    axis_type = jax.sharding.AxisType[request.param]
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type, axis_type))
+
+
 @pytest.fixture(scope="module")
 def one_device():
     """As in a process with one device, where reductions have several operands and compile faster; the suite's has 8."""

@@ -59,6 +59,12 @@ def test_every_room_has_its_place():
     assert set(rooms().values()) == {*ORDER, *apart, *(("shrewjax", wing, "__init__") for wing in WINGS)}
 
 
+def test_every_room_has_the_test_file_of_its_path():
+    tests = PACKAGE.parent / "tests"
+    files = {room: tests / room[1].lstrip("_") / f"test_{room[2].lstrip('_')}.py" for room in ORDER}
+    assert not {room: file for room, file in files.items() if not file.exists()}
+
+
 def test_imports_go_down():
     for place, room in enumerate(ORDER):
         path = PACKAGE.parent.joinpath(*room).with_suffix(".py")

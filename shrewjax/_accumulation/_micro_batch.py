@@ -55,6 +55,7 @@ def checked_gradients(grads: chex.ArrayTree, gradient_sum: chex.ArrayTree, axes:
     same_leaves(grads, gradient_sum, axes)
 
     def check(path: trees.KeyPath, total: jax.Array, grad: Any) -> None:
+        # None and float0 add zero, also for a floating parameter.
         if grad is None or grad.dtype == jax.dtypes.float0 or not (is_gradient(grad) or is_gradient(total)):
             return
         name = f"gradient leaf {trees.leaf_name(path)}"

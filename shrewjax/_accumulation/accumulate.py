@@ -79,7 +79,7 @@ def accumulate(
     a product w g, or a sum, too large for its dtype  the average is infinite or NaN, under every `nonfinite`
     a product w g below the smallest normal number    may be flushed to 0; larger weights avoid it
     accum_steps = 1                                   inner runs on every call
-    accum_steps shrinks, by schedule or on resuming   the open window closes at its next step with that many or more
+    accum_steps shrinks, by schedule or on resuming   the open window closes at its next step, if it has as many
     a gradient of None where there is a parameter     adds zero
     integer, boolean and key parameters               have no sum and get zero updates; their gradients are of the
                                                       same dtype, float0 or None
@@ -106,7 +106,7 @@ def accumulate(
       nonfinite: the policy of the second table, counted in `dropped`. All but `"propagate"` read the gradients once
         more. To check the average as well, wrap inner in `skip_nonfinite`.
       sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, and its own weight.
-        They cross the network once a window: see the guide "Many devices". Pass `()` if gradients are the same on
+        Both cross the network once a window: see the guide "Many devices". Pass `()` if gradients are the same on
         every device, which types do not record with `check_vma=False` and in `jax.pmap`.
       noise_decay: measures the gradient noise scale, with this decay of its averages in [0, 1), such as 0.99: see the
         guide "The noise of a window". A weight then counts independent examples, not tokens.
@@ -160,14 +160,14 @@ def accumulate(
         inner_args = {"weight": 1, "flush": False, "value": None} | extra_args
         weight, flush, value = (inner_args.pop(name) for name in ("weight", "flush", "value"))
         grads, closes = make_gradients(), arguments.flag("flush", flush)
-        # A call that adds nothing, as `flush` is one, needs no value, and inner gets the one that the window has.
+        # A call of weight 0, such as `flush`, needs no value. Inner then gets the mean value of the window so far.
         adds_nothing = not isinstance(weight, jax.Array) and np.ndim(weight) == 0 and weight == 0
         takes_value = value is not None or (adds_nothing and _takes_value(wrapped))
         step = window.advance(state, grads, weight, value, flush=closes, when_full=True)
         like = without_rows(trees.gradient_arrays(grads), window.axes)
-        inner = _Inner(wrapped, state.inner_state, params, like, apply, takes_value, inner_args)
+        call = _Inner(wrapped, state.inner_state, params, like, apply, takes_value, inner_args)
         run = _run_on_rows if window.axes else _run_on_average
-        returned, after = run(window, step, state.value, inner)
+        returned, after = run(window, step, state.value, call)
         windows = increment_if(after.applied, state.windows)
         new_state = step.state._replace(windows=windows, **after._asdict())
         return _with_integers(returned, like, params if apply else None), new_state
@@ -373,8 +373,8 @@ def apply_gradients(
             f"{wanted[0]}= needs a window, and opt_state has none. Wrap the optimizer in accumulate. Or leave out "
             f"{wanted[0]}="
         )
-    # Outside of jit, a skipped step would otherwise return the caller's own NumPy arrays, which then share memory
-    # (tests/promises/test_train_steps.py, "returns_jax_arrays_too").
+    # `parameter_arrays` leaves integer NumPy arrays alone. Outside of jit, a skipped step would otherwise return the
+    # caller's own, which then share memory (tests/promises/test_train_steps.py, "returns_jax_arrays_too").
     params = jax.tree.map(jnp.asarray, trees.parameter_arrays(params))
     return update_or_apply(tx, lambda: grads, opt_state, params, extra_args, apply=True, runs=True)
 

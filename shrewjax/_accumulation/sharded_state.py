@@ -133,7 +133,7 @@ def _place_window(path: trees.KeyPath, window: Any, like: Any) -> Any:
     """Returns a window, or any other leaf, placed as `like` is. Per-device rows become as many as `like` has."""
     if not isinstance(window, WINDOW_STATES):
         return _place(path, window, like)
-    if window.weight_sum.ndim:
+    if window.weight_sum.ndim:  # rows; otherwise `_with_rows_of` would add up the first dimension of gradient_sum
         window = window._replace(
             weight_sum=_with_rows_of(window.weight_sum, like.weight_sum),
             value_sum=_with_rows_of(window.value_sum, like.value_sum),
@@ -144,7 +144,12 @@ def _place_window(path: trees.KeyPath, window: Any, like: Any) -> Any:
             ),
             gradient_sum=jax.tree.map(_with_rows_of, window.gradient_sum, like.gradient_sum),
         )
-    return type(window)(*(jax.tree.map_with_path(_place, *fields) for fields in zip(window, like, strict=True)))
+
+    def placed(field: str, x: Any, like: Any) -> Any:
+        at = (*path, jax.tree_util.GetAttrKey(field))
+        return jax.tree.map_with_path(lambda inner, x, like: _place((*at, *inner), x, like), x, like)
+
+    return type(window)(*map(placed, window._fields, window, like))
 
 
 def _with_rows_of(x: Any, like: Any) -> Any:

@@ -277,7 +277,7 @@ def _static_real(name: str, value: Any, expected: str) -> float:
         raise ValueError(f"{name} must be {expected}, got {value!r}")
     try:
         return float(value)
-    except OverflowError:
+    except OverflowError:  # of an int such as 10**400; the callers' range checks then see an infinity
         return math.inf if value > 0 else -math.inf
 
 

@@ -17,7 +17,8 @@ KeyPath = tuple[Any, ...]
 
 
 Tree = TypeVar("Tree")
-"""A pytree that is returned as the type that was passed in. Its leaves are returned as JAX arrays."""
+"""A pytree that is returned as the type that was passed in. Its floating and complex leaves are returned as JAX
+arrays, others as they are."""
 
 
 def gradient_leaves(grads: Any) -> tuple[list[KeyPath], list[Any], Any]:

@@ -85,8 +85,8 @@ def virtual_index(percentile: Fraction | jax.Array, count: jax.Array) -> Virtual
         numerator = jnp.round(jnp.clip(percentile, 0, 100) * 2.0**24).astype(jnp.uint64)
         divisor = 100 * 2**24
     last = jnp.where(count == 0, count, count - 1)
-    # The long division of numerator * last, in as many bits of `last` at a time as no partial dividend overflows with:
-    # the remainder is below the divisor, the numerator at most equal to it, so both terms are at most 2**63.
+    # The long division of numerator * last. It takes as many bits of `last` at a time as fit without overflow: the
+    # remainder is below the divisor, the numerator at most equal to it, so both terms are at most 2**63.
     bits = 63 - divisor.bit_length()
     whole = remainder = jnp.zeros(count.shape, jnp.uint64)
     for position in reversed(range(0, jnp.iinfo(count.dtype).bits, bits)):
@@ -345,7 +345,8 @@ def _narrowed(
 ) -> _Search:
     """Returns the search after a read that `counted` the elements at or below its pivots.
 
-    Its first pivot counts the zeros. If they are not to be considered, `wanted_beyond` them is what to search for.
+    Its first pivot counts the zeros. If zeros do not count, `wanted_beyond` their number is the order statistic to
+    search for.
     """
     is_first = s.reads == 0
     wanted = s.wanted
@@ -434,18 +435,20 @@ def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Ar
     up_to_high = search.counts[:, 2]
     is_last = up_to_high - search.wanted.rank == 1
     is_single_key = high - low == 1
-    is_known = (is_single_key & ~is_last) | search.has_nan
+    is_empty = up_to_high == 0  # of one leaf among others, with the scope "leaf": it needs no further read of all
+    is_known = (is_single_key & ~is_last) | search.has_nan | is_empty
 
     def read() -> tuple[jax.Array, jax.Array]:
         # XLA-4: without the barrier, XLA:GPU turns the branch into a select, and so reads the data on every call.
         return lax.optimization_barrier(data.neighbours(high, jnp.where(is_last, high, low)))
 
     needed = ~jnp.all(is_known)
-    # `at_high`: the largest key at or below high. `above`: the smallest one above high if the rank is last, else above
-    # low.
+    # `at_high`: the largest key at or below high. `above`: the smallest key above high if the rank is the bracket's
+    # last, otherwise the smallest above low.
     at_high, above = lax.cond(needed, read, lambda: (high, high))
     lower = jnp.where(is_single_key, high, jnp.where(is_last, at_high, above))
     upper = jnp.where(is_last, above, jnp.where(is_single_key, high, at_high))
+    # If both keys are equal, both elements are at or below lower, and `clipped_fraction` would count one too many.
     is_first_of_two = ~is_single_key & ~is_last & (lower < upper)
     up_to_lower = up_to_high - is_first_of_two.astype(up_to_high.dtype)
     return lower, upper, up_to_lower, search.reads + needed.astype(jnp.int32)

@@ -12,7 +12,7 @@ another, because on CUDA XLA then copies the parameters and the state that the i
 even if the branch is not taken (XLA-3).
 
 The second form belongs to the function, not to the transformation. A transformation is a pytree of functions, which
-libraries take apart and rebuild (`tests/promises/test_train_steps.py`, "rebuilt"). If they replace the function too,
+libraries take apart and rebuild (`tests/skipping/test_wrapping.py`, "rebuilt"). If they replace the function too,
 only `update` is left, with the same results.
 """
 

@@ -168,65 +168,6 @@ def test_complex_and_float64_parameters_have_gradients_of_their_dtype(x64):
     close(found, jax.value_and_grad(loss)(params, x), rtol=1e-13 if x64 else 1e-6)
 
 
-# --- aux -------------------------------------------------------------------------------------------------------
-
-
-def aux_of(x):
-    return {"a": x[0], "b": (jnp.abs(x[0]), x.astype("bfloat16")), "n": jnp.sum(x > 0), "t": x[0] > 0, "i": 1}
-
-
-AUX = {"a": "mean", "b": "max", "n": "sum", "t": "min", "i": "stack"}
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_each_leaf_of_the_aux_is_reduced_by_its_name(reduction):
-    weights = np.float32([1, 0, 3, 2])
-    step = shrewjax.value_and_grad(
-        lambda w, x, own: (w * jnp.sum(x), aux_of(x)),
-        K,
-        has_aux=True,
-        weight=lambda w, x, own: own[0],
-        aux=AUX,
-        reduction=reduction,
-    )
-    x = X[:, 0]
-    (_, found), _ = jax.jit(step)(1.0, x, np.tile(weights, B // K))
-    parts = [x[i::K] for i in (0, 2, 3)]
-    firsts = np.stack([p[0] for p in parts])
-    np.testing.assert_allclose(found["a"], np.average(np.float64(firsts), weights=[1, 3, 2]), rtol=1e-6)
-    assert found["b"][0] == np.abs(firsts).max()
-    assert bits(found["b"][1]) == bits(jnp.asarray(np.max(parts, axis=0), jnp.bfloat16))
-    assert (found["n"], found["n"].dtype) == (sum((p > 0).sum() for p in parts), jnp.int32)
-    assert (found["t"], found["t"].dtype) == ((firsts > 0).all(), np.bool)
-    np.testing.assert_array_equal(found["i"], [1, 0, 1, 1])
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("sum", [10, 6]), ("max", [4, 3]), ("min", [1, 0]), ("last", [4, 3]), ("stack", [[1, 2, 3, 4], [0, 1, 2, 3]])],
-)
-def test_one_name_goes_for_all_of_the_aux(name, expected):
-    step = shrewjax.value_and_grad(lambda w, x, n: (w, (x[0], n[0])), K, has_aux=True, aux=name)
-    (_, found), _ = jax.jit(step)(1.0, np.arange(1, 5, dtype="f"), np.arange(4, dtype=np.int32))
-    assert [x.tolist() for x in found] == expected
-    assert [x.dtype for x in found] == [jnp.float32, jnp.int32]
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "bool", "bfloat16", "complex64"])
-def test_sum_of_the_aux_has_the_dtype_of_jax_numpys(dtype):
-    step = shrewjax.value_and_grad(lambda w, x: (w, jnp.asarray(1, dtype)), 300, has_aux=True, aux="sum")
-    (_, found), _ = quick_jit(step)(1.0, np.ones(300, "f"))
-    assert found.dtype == jnp.sum(jnp.ones(1, dtype)).dtype
-    assert found == 300
-
-
-def test_many_booleans_and_bfloat16_numbers_are_counted_without_loss():
-    step = shrewjax.value_and_grad(lambda w, x: (w, (x[0] > 0, x[0])), 300, has_aux=True, aux="sum")
-    (_, (flags, total)), _ = jax.jit(step)(1.0, jnp.ones(300, jnp.bfloat16))
-    assert (flags, flags.dtype) == (300, jnp.int32)
-    assert (total, total.dtype) == (300, jnp.bfloat16)  # a bfloat16 sum of ones ends at 256
-
-
 # --- micro-batches that contribute nothing ---------------------------------------------------------------------
 
 
@@ -720,20 +661,6 @@ def test_trains_an_equinox_partition():
 
     _, losses = trained(train, (weights, SGD.init(weights)), X, TARGETS)
     assert losses[-1] < losses[0] / 100
-
-
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz"])
-def test_an_extreme_of_a_float8_needs_no_infinity(dtype):
-    x = np.asarray([[-8, -2], [-0.5, 4], [-1, 0.25], [-4, np.nan]], np.float32).astype(jnp.dtype(dtype))
-
-    def loss(w, x):
-        return w, {"max": x[0], "min": x[0]}
-
-    step = shrewjax.value_and_grad(loss, 4, has_aux=True, aux={"max": "max", "min": "min"})
-    (_, aux), _ = quick_jit(step)(jnp.float32(1), x)
-    assert {name: leaf.dtype.name for name, leaf in aux.items()} == {"max": dtype, "min": dtype}
-    np.testing.assert_array_equal(aux["max"].astype(np.float32), [-0.5, np.nan])
-    np.testing.assert_array_equal(aux["min"].astype(np.float32), [-8, np.nan])
 
 
 def test_on_an_explicit_mesh_each_device_must_have_examples_of_every_micro_batch():

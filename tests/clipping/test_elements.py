@@ -36,19 +36,6 @@ def by_percentile(tree, percentile, *, jit=quick_jit, **options):
     return clipped, bound, state
 
 
-@pytest.mark.parametrize("bad", [-1, 100.5, np.nan, np.inf, np.float32(-1e-30), "50", True, 1j, [50], None])
-def test_percentile_outside_of_its_range_is_an_error_that_names_it(bad):
-    for make in (shrewjax.clip_by_percentile, lambda p: shrewjax.clip_grad_percentile(jnp.ones(2), p)):
-        with pytest.raises(ValueError, match="percentile must be"):
-            make(bad)
-
-
-@pytest.mark.parametrize("option", ["method", "scope", "over"])
-def test_an_unknown_choice_is_an_error_that_lists_the_known_ones(option):
-    with pytest.raises(ValueError, match=f"{option} must be one of .*got 'median'"):
-        shrewjax.clip_by_percentile(50, **{option: "median"})
-
-
 def test_percentile_clip_limits_what_is_above_and_keeps_every_other_bit():
     rng = np.random.default_rng(0)
     tree = {"a": f32(rng.standard_normal((20, 5))), "b": f32([1e-40, -0.0, -1e-41, 1e3])}

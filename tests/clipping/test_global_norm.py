@@ -45,49 +45,12 @@ def eps(tree):
 # --- the rows of the norm table -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [-1, -1e-30, float("nan"), np.float32(-2), np.float64("nan"), -np.inf, -(10**400)])
-@pytest.mark.parametrize("what", ["max_norm", "max_value"])
-def test_static_threshold_below_zero_or_nan_is_an_error_that_names_it(bad, what):
-    makers = {
-        "max_norm": (shrewjax.clip_by_global_norm, shrewjax.clip_by_leaf_norm),
-        "max_value": (shrewjax.clip_by_value,),
-    }
-    for make in makers[what]:
-        with pytest.raises(ValueError, match=what):
-            make(bad)
-    plain = {"max_norm": shrewjax.clip_grad_norm, "max_value": shrewjax.clip_grad_value}[what]
-    with pytest.raises(ValueError, match=what):
-        plain(jnp.ones(2), bad)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    ["1", None, 1j, True, np.True_, np.ones(2), jnp.ones(2), jnp.ones((), complex), jnp.ones((), bool), lambda c: c],
-)
-def test_threshold_that_is_no_real_scalar_is_an_error_that_names_it(bad):
-    for make in (shrewjax.clip_by_global_norm, shrewjax.clip_by_leaf_norm):
-        with pytest.raises(ValueError, match="max_norm must be a real scalar"):
-            make(bad)
-    with pytest.raises(ValueError, match="max_value must be a real scalar"):
-        shrewjax.clip_by_value(bad)
-
-
 @pytest.mark.parametrize("function", [shrewjax.grad_norm, shrewjax.clip_grad_norm, shrewjax.clip_grad_percentile])
 def test_arguments_after_the_second_are_keyword_only(function):
     kinds = [p.kind for p in inspect.signature(function).parameters.values()]
     keyword_only = [kind is inspect.Parameter.KEYWORD_ONLY for kind in kinds]
     assert keyword_only == [False, False] + [True] * (len(kinds) - 2)
     assert kinds[0] is inspect.Parameter.POSITIONAL_OR_KEYWORD
-
-
-def test_minus_zero_as_threshold_is_zero():
-    for clipped in (shrewjax.clip_grad_norm(f32([1, 2]), -0.0)[0], shrewjax.clip_grad_value(f32([1, 2]), -0.0)):
-        assert bits(clipped) == bits(f32([0, 0]))
-
-
-def test_a_schedule_as_threshold_is_an_error_that_tells_the_way():
-    with pytest.raises(ValueError, match="inject_hyperparams"):
-        shrewjax.clip_by_global_norm(optax.constant_schedule(1.0))
 
 
 @each_clip
@@ -242,28 +205,6 @@ def test_float64_leaf_makes_the_whole_sum_float64():
         assert float(true_norm(clipped)) == pytest.approx(1.0, rel=4e-16)
 
 
-@pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_leaf_norm", "clip_by_value"])
-def test_what_holds_no_floats_passes_through(name):
-    tree = {
-        "int": np.arange(3),
-        "flag": np.array([True]),
-        "float0": np.zeros(2, jax.dtypes.float0),
-        "key": jax.random.key(0),
-        "none": None,
-        "masked": optax.MaskedNode(),
-        "empty": np.zeros((0, 3), f32),
-        "x": f32([3, 4]),
-    }
-    tx = getattr(shrewjax, name)(1.0)
-    clipped, _ = tx.update(tree, tx.init(tree))
-    assert jax.tree.structure(clipped) == jax.tree.structure(tree)
-    for k in ("int", "flag", "float0", "empty"):
-        assert clipped[k].dtype == tree[k].dtype
-        np.testing.assert_array_equal(clipped[k], tree[k])
-    assert clipped["key"] is tree["key"]
-    assert float(true_norm(clipped["x"])) == pytest.approx(1.0 if "norm" in name else 2**0.5, rel=3e-7)
-
-
 @each_clip
 def test_empty_trees_and_leaves_pass_through(clip):
     if clip is not by_leaf:
@@ -277,25 +218,6 @@ def test_complex_gradients_keep_their_phase():
     clipped, norm = shrewjax.clip_grad_norm([z], 1.3)
     assert float(norm) == 13
     np.testing.assert_allclose(clipped[0], z / 10, rtol=3e-7)
-
-
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-def test_numpy_leaves_wider_than_jax_allows_are_taken_as_jax_has_them(dtype):
-    leaf = np.asarray([3, 4], dtype)
-    narrow = {"float64": jnp.float32, "complex128": jnp.complex64}[dtype]
-    clipped, norm = shrewjax.clip_grad_norm([leaf], 1.0)
-    assert (clipped[0].dtype, norm.dtype) == (narrow, jnp.float32)
-    np.testing.assert_allclose(clipped[0], leaf / 5, rtol=3e-7)
-    np.testing.assert_allclose(shrewjax.clip_grad_value([leaf], 1.0)[0], [1, 1], rtol=3e-7)
-    window = shrewjax.GradAccumulator(1)
-    np.testing.assert_array_equal(window.take(window.add(window.init([jnp.asarray(leaf)]), [leaf]))[0][0], leaf)
-
-
-def test_python_numbers_are_leaves():
-    clipped, norm = shrewjax.clip_grad_norm({"a": 3.0, "b": 4.0, "n": 7}, 1.0)
-    assert float(norm) == 5
-    np.testing.assert_allclose([clipped["a"], clipped["b"]], [0.6, 0.8], rtol=1e-6)
-    assert clipped["n"] == 7
 
 
 def test_derivative_through_the_clip():

@@ -451,7 +451,7 @@ def test_window_passes_a_loss_scale_through(spec, g: Vector, w: Vector, k: Scala
     return spec.window_spec(single(times(k, g), w)) == times(k, spec.window_spec(single(g, w)))
 
 
-@theorem(2, 3, mutant=("if has_weight and not is_bad", "if has_weight"))
+@theorem(2, 3, mutant=("if has_weight and not is_refused", "if has_weight"))
 def test_dropped_micro_batch_leaves_no_trace(spec, g: Vector, w: Vector, weight: Scalar):
     """Whatever its weight and place, and whatever it holds besides the NaN."""
     assume(positive([*w, weight]))
@@ -495,7 +495,7 @@ def test_after_a_bad_window_the_next_one_is_clean(spec, g: Vector, w: Vector):
     )
 
 
-@theorem(1, 2, mutant=('bad and nonfinite == "drop_window")\n', "bad and not kept)\n"))
+@theorem(1, 2, mutant=('refused and nonfinite == "drop_window")\n', "refused and not kept)\n"))
 def test_one_bad_micro_batch_takes_its_window_with_it_on_demand(spec, g: Vector, w: Vector):
     assume(positive(w))
     clean, bad, n = single(g, w), ([math.nan], 1), len(g) + 1

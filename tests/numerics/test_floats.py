@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import quick_jit
 
-from shrewjax._numerics import floats, scaling
+from shrewjax._numerics import floats
 
 f32 = np.float32
 
@@ -146,21 +146,3 @@ def test_arithmetic_of_split_numbers_reaches_beyond_the_dtype():
     nan = floats.to_extended(jnp.float32(np.nan))
     assert np.isnan(floats.maximum(nan, floats.extended_number(9.0, jnp.float32)).mantissa)
     assert float(floats.to_float32(floats.extended_number(1e300, jnp.float32))) == np.inf
-
-
-@pytest.mark.parametrize("x64", [False, True])
-def test_factors_of_a_clip_multiply_to_limit_over_norm_and_each_is_normal(x64):
-    with jax.enable_x64(x64):
-        dtype = jnp.float64 if x64 else jnp.float32
-        info = jnp.finfo(dtype)
-        below = np.arange(0, 3 * info.maxexp - 9, 1 if not x64 else 11)
-        norm = floats.ExtendedFloat(jnp.full(below.shape, 1.75, dtype), jnp.full(below.shape, 9, jnp.int32))
-        limit = floats.ExtendedFloat(jnp.full(below.shape, 1.25, dtype), jnp.asarray(9 - below, jnp.int32))
-        factor = quick_jit(scaling._scale_to_limit)(norm, limit, np.ones(below.shape, bool))
-        first, second = (np.asarray(part, np.float64) for part in factor[1:])
-        assert (first >= info.tiny).all()
-        assert (second >= info.tiny).all()
-        for a, b, n in zip(first, second, below.tolist(), strict=True):
-            assert Fraction(a) * Fraction(b) ** 2 == Fraction(float(dtype(1.25) / dtype(1.75))) / 2**n
-        once = below < info.maxexp - 3
-        assert (second[once] == 1).all()

@@ -211,6 +211,12 @@ def test_a_start_near_the_result_saves_reads():
     assert int(large_select([ties], jnp.float32(90), jnp.float32(0.1)).reads) <= 2
 
 
+def test_an_empty_leaf_takes_no_read_of_the_others():
+    alone, beside = [jnp.full(8, 0.5)], [jnp.full(8, 0.5), jnp.zeros(0)]
+    reads = [int(quick_select(x, jnp.float32(90), jnp.zeros(len(x)), scope="leaf").reads) for x in (alone, beside)]
+    assert reads[0] == reads[1]
+
+
 def test_a_search_takes_few_reads_and_fewer_from_a_start_near_the_result():
     """On average, as measured: this is all that the choice of where to count next decides."""
     rng = np.random.default_rng(0)

@@ -158,24 +158,6 @@ def test_apply_gradients_passes_a_weight_that_an_optimizer_declares_itself():
     assert seen == [3]
 
 
-# --- metrics of something that is no state ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda: shrewjax.clip_by_global_norm(1.0), lambda: optax.adam(1e-3), lambda: optax.MultiSteps(optax.sgd(1.0), 2)],
-    ids=["ours", "Optax's", "MultiSteps"],
-)
-def test_metrics_of_a_transformation_is_an_error(make):
-    with pytest.raises(ValueError, match=r"^opt_state must be a state.* got a transformation\. Pass the state"):
-        shrewjax.metrics(make())
-
-
-@pytest.mark.parametrize("state", [(), None, {}, optax.adam(1e-3).init(PARAMS), jnp.zeros(3)], ids=lambda s: type(s))
-def test_metrics_of_a_state_without_measurements_is_empty(state):
-    assert shrewjax.metrics(state) == {}
-
-
 # --- arguments of value_and_grad's function ---------------------------------------------------------------------
 
 
@@ -248,69 +230,6 @@ def test_one_micro_batch_takes_keywords_as_jax_does():
     keywords = {"y": Y}
     found = quick_jit(shrewjax.value_and_grad(loss_fn, 1))(WEIGHTS, X, **keywords)
     assert_close(found, quick_jit(jax.value_and_grad(loss_fn))(WEIGHTS, X, **keywords), rtol=1e-6)
-
-
-def with_logits(params, x, y):
-    logits = x @ params["w"]
-    return jnp.mean((logits - y) ** 2), {"loss": jnp.mean(logits), "logits": logits}
-
-
-@pytest.mark.parametrize("aux", ["mean", {"loss": "last", "logits": "mean"}], ids=repr)
-@pytest.mark.parametrize("micro_batches", [4, 8])
-def test_aux_of_each_example_is_an_error_that_asks_for_stack(micro_batches, aux):
-    size = 8 // micro_batches
-    message = rf"^leaf \['logits'\] of the aux has shape \({size},\) .* \(8,\) for the whole batch.*'stack'"
-    with pytest.raises(ValueError, match=message):
-        traced(with_logits, PARAMS, X, Y, has_aux=True, aux=aux, micro_batches=micro_batches)
-
-
-@pytest.mark.parametrize(
-    "leaf",
-    [lambda x: x.T, lambda x: jnp.stack([x, x]), lambda x: jnp.ravel(x)],
-    ids=["second axis", "inner axis", "flattened with another"],
-)
-def test_aux_with_examples_along_another_axis_is_an_error_too(leaf):
-    def loss(params, x, y):
-        return loss_fn(params, x, y), leaf(x)
-
-    with pytest.raises(ValueError, match=r"^leaf \(the tree itself\) of the aux has shape"):
-        traced(loss, PARAMS, X, Y, has_aux=True)
-
-
-def test_stacked_aux_of_each_example_comes_back_in_the_order_of_the_examples():
-    step = shrewjax.value_and_grad(with_logits, 4, has_aux=True, aux={"loss": "mean", "logits": "stack"})
-    (_, aux), _ = quick_jit(step)(WEIGHTS, X, Y)
-    restored = jnp.swapaxes(aux["logits"], 0, 1).reshape(8)
-    np.testing.assert_allclose(restored, X @ np.asarray(WEIGHTS["w"]), rtol=1e-5)
-
-
-def test_aux_whose_size_is_that_of_a_micro_batch_by_chance_is_averaged():
-    def loss(params, x, y):  # a micro-batch has 2 examples; the aux has 2 numbers for any batch
-        errors = x @ params["w"] - y
-        return jnp.mean(errors**2), jnp.stack([jnp.mean(errors), jnp.mean(jnp.abs(errors))])
-
-    found = quick_jit(shrewjax.value_and_grad(loss, 4, has_aux=True))(WEIGHTS, X, Y)
-    assert_close(found, quick_jit(jax.value_and_grad(loss, has_aux=True))(WEIGHTS, X, Y), rtol=1e-5)
-
-
-def test_aux_of_a_function_that_takes_no_other_batch_size_is_averaged():
-    def loss(params, x, y):
-        assert len(x) == 2, "this function takes micro-batches of two examples"
-        return loss_fn(params, x, y), jnp.mean(x, axis=0)[:2]
-
-    (_, aux), _ = quick_jit(shrewjax.value_and_grad(loss, 4, has_aux=True))(WEIGHTS, X, Y)
-    np.testing.assert_allclose(aux, np.mean(X, axis=0)[:2], rtol=1e-5, atol=1e-7)
-
-
-def test_aux_whose_axes_are_no_multiples_of_a_micro_batch_costs_no_other_trace_of_the_function():
-    sizes = []
-
-    def loss(params, x, y):
-        sizes.append(len(x))
-        return loss_fn(params, x, y), {"loss": jnp.mean(x), "features": jnp.mean(x, axis=0)}
-
-    traced(loss, PARAMS, X, Y, has_aux=True)
-    assert {*sizes} == {2}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

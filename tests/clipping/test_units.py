@@ -14,8 +14,6 @@ import shrewjax
 P = jax.P
 
 
-# --- on many devices ----------------------------------------------------------------------------------------------
-
 SHAPES = {"rows": (16, 4), "columns": (3, 8), "replicated": (5, 2)}
 
 SPECS = {"rows": P("data"), "columns": P(None, "model"), "replicated": P()}

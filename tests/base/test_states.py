@@ -173,3 +173,18 @@ def test_percentile_clips_show_their_bound_and_what_they_clipped():
             "clip_by_percentile/bound": bound,
             "clip_by_percentile/clipped_fraction": np.float32(fraction),
         }
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: shrewjax.clip_by_global_norm(1.0), lambda: optax.adam(1e-3), lambda: optax.MultiSteps(optax.sgd(1.0), 2)],
+    ids=["ours", "Optax's", "MultiSteps"],
+)
+def test_metrics_of_a_transformation_is_an_error(make):
+    with pytest.raises(ValueError, match=r"^opt_state must be a state.* got a transformation\. Pass the state"):
+        shrewjax.metrics(make())
+
+
+@pytest.mark.parametrize("state", [(), None, {}, optax.adam(1e-3).init(GRADS), jnp.zeros(3)], ids=lambda s: type(s))
+def test_metrics_of_a_state_without_measurements_is_empty(state):
+    assert shrewjax.metrics(state) == {}

@@ -1,0 +1,162 @@
+"""The aux of a batch: each leaf is reduced by its name, and one of each example is no mean."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, bits, quick_jit
+
+import shrewjax
+
+B, K, INPUTS = 8, 4, 3
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(B, INPUTS)).astype(np.float32), RNG.normal(size=B).astype(np.float32)
+PARAMS = {"w": jnp.zeros(INPUTS)}
+WEIGHTS = {"w": jnp.asarray([0.5, -1.0, 2.0])}
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+def traced(loss, *args, micro_batches=4, **options):
+    return jax.eval_shape(shrewjax.value_and_grad(loss, micro_batches, **options), *args)
+
+
+# --- reduced by name ----------------------------------------------------------------------------------------------
+
+
+def aux_of(x):
+    return {"a": x[0], "b": (jnp.abs(x[0]), x.astype("bfloat16")), "n": jnp.sum(x > 0), "t": x[0] > 0, "i": 1}
+
+
+AUX = {"a": "mean", "b": "max", "n": "sum", "t": "min", "i": "stack"}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_each_leaf_of_the_aux_is_reduced_by_its_name(reduction):
+    weights = np.float32([1, 0, 3, 2])
+    step = shrewjax.value_and_grad(
+        lambda w, x, own: (w * jnp.sum(x), aux_of(x)),
+        K,
+        has_aux=True,
+        weight=lambda w, x, own: own[0],
+        aux=AUX,
+        reduction=reduction,
+    )
+    x = X[:, 0]
+    (_, found), _ = jax.jit(step)(1.0, x, np.tile(weights, B // K))
+    parts = [x[i::K] for i in (0, 2, 3)]
+    firsts = np.stack([p[0] for p in parts])
+    np.testing.assert_allclose(found["a"], np.average(np.float64(firsts), weights=[1, 3, 2]), rtol=1e-6)
+    assert found["b"][0] == np.abs(firsts).max()
+    assert bits(found["b"][1]) == bits(jnp.asarray(np.max(parts, axis=0), jnp.bfloat16))
+    assert (found["n"], found["n"].dtype) == (sum((p > 0).sum() for p in parts), jnp.int32)
+    assert (found["t"], found["t"].dtype) == ((firsts > 0).all(), np.bool)
+    np.testing.assert_array_equal(found["i"], [1, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("sum", [10, 6]), ("max", [4, 3]), ("min", [1, 0]), ("last", [4, 3]), ("stack", [[1, 2, 3, 4], [0, 1, 2, 3]])],
+)
+def test_one_name_goes_for_all_of_the_aux(name, expected):
+    step = shrewjax.value_and_grad(lambda w, x, n: (w, (x[0], n[0])), K, has_aux=True, aux=name)
+    (_, found), _ = jax.jit(step)(1.0, np.arange(1, 5, dtype="f"), np.arange(4, dtype=np.int32))
+    assert [x.tolist() for x in found] == expected
+    assert [x.dtype for x in found] == [jnp.float32, jnp.int32]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "bool", "bfloat16", "complex64"])
+def test_sum_of_the_aux_has_the_dtype_of_jax_numpys(dtype):
+    step = shrewjax.value_and_grad(lambda w, x: (w, jnp.asarray(1, dtype)), 300, has_aux=True, aux="sum")
+    (_, found), _ = quick_jit(step)(1.0, np.ones(300, "f"))
+    assert found.dtype == jnp.sum(jnp.ones(1, dtype)).dtype
+    assert found == 300
+
+
+def test_many_booleans_and_bfloat16_numbers_are_counted_without_loss():
+    step = shrewjax.value_and_grad(lambda w, x: (w, (x[0] > 0, x[0])), 300, has_aux=True, aux="sum")
+    (_, (flags, total)), _ = jax.jit(step)(1.0, jnp.ones(300, jnp.bfloat16))
+    assert (flags, flags.dtype) == (300, jnp.int32)
+    assert (total, total.dtype) == (300, jnp.bfloat16)  # a bfloat16 sum of ones ends at 256
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz"])
+def test_an_extreme_of_a_float8_needs_no_infinity(dtype):
+    x = np.asarray([[-8, -2], [-0.5, 4], [-1, 0.25], [-4, np.nan]], np.float32).astype(jnp.dtype(dtype))
+
+    def loss(w, x):
+        return w, {"max": x[0], "min": x[0]}
+
+    step = shrewjax.value_and_grad(loss, 4, has_aux=True, aux={"max": "max", "min": "min"})
+    (_, aux), _ = quick_jit(step)(jnp.float32(1), x)
+    assert {name: leaf.dtype.name for name, leaf in aux.items()} == {"max": dtype, "min": dtype}
+    np.testing.assert_array_equal(aux["max"].astype(np.float32), [-0.5, np.nan])
+    np.testing.assert_array_equal(aux["min"].astype(np.float32), [-8, np.nan])
+
+
+# --- of each example ----------------------------------------------------------------------------------------------
+
+
+def with_logits(params, x, y):
+    logits = x @ params["w"]
+    return jnp.mean((logits - y) ** 2), {"loss": jnp.mean(logits), "logits": logits}
+
+
+@pytest.mark.parametrize("aux", ["mean", {"loss": "last", "logits": "mean"}], ids=repr)
+@pytest.mark.parametrize("micro_batches", [4, 8])
+def test_aux_of_each_example_is_an_error_that_asks_for_stack(micro_batches, aux):
+    size = 8 // micro_batches
+    message = rf"^leaf \['logits'\] of the aux has shape \({size},\) .* \(8,\) for the whole batch.*'stack'"
+    with pytest.raises(ValueError, match=message):
+        traced(with_logits, PARAMS, X, Y, has_aux=True, aux=aux, micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [lambda x: x.T, lambda x: jnp.stack([x, x]), lambda x: jnp.ravel(x)],
+    ids=["second axis", "inner axis", "flattened with another"],
+)
+def test_aux_with_examples_along_another_axis_is_an_error_too(leaf):
+    def loss(params, x, y):
+        return loss_fn(params, x, y), leaf(x)
+
+    with pytest.raises(ValueError, match=r"^leaf \(the tree itself\) of the aux has shape"):
+        traced(loss, PARAMS, X, Y, has_aux=True)
+
+
+def test_stacked_aux_of_each_example_comes_back_in_the_order_of_the_examples():
+    step = shrewjax.value_and_grad(with_logits, 4, has_aux=True, aux={"loss": "mean", "logits": "stack"})
+    (_, aux), _ = quick_jit(step)(WEIGHTS, X, Y)
+    restored = jnp.swapaxes(aux["logits"], 0, 1).reshape(8)
+    np.testing.assert_allclose(restored, X @ np.asarray(WEIGHTS["w"]), rtol=1e-5)
+
+
+def test_aux_whose_size_is_that_of_a_micro_batch_by_chance_is_averaged():
+    def loss(params, x, y):  # a micro-batch has 2 examples; the aux has 2 numbers for any batch
+        errors = x @ params["w"] - y
+        return jnp.mean(errors**2), jnp.stack([jnp.mean(errors), jnp.mean(jnp.abs(errors))])
+
+    found = quick_jit(shrewjax.value_and_grad(loss, 4, has_aux=True))(WEIGHTS, X, Y)
+    assert_close(found, quick_jit(jax.value_and_grad(loss, has_aux=True))(WEIGHTS, X, Y), rtol=1e-5)
+
+
+def test_aux_of_a_function_that_takes_no_other_batch_size_is_averaged():
+    def loss(params, x, y):
+        assert len(x) == 2, "this function takes micro-batches of two examples"
+        return loss_fn(params, x, y), jnp.mean(x, axis=0)[:2]
+
+    (_, aux), _ = quick_jit(shrewjax.value_and_grad(loss, 4, has_aux=True))(WEIGHTS, X, Y)
+    np.testing.assert_allclose(aux, np.mean(X, axis=0)[:2], rtol=1e-5, atol=1e-7)
+
+
+def test_aux_whose_axes_are_no_multiples_of_a_micro_batch_costs_no_other_trace_of_the_function():
+    sizes = []
+
+    def loss(params, x, y):
+        sizes.append(len(x))
+        return loss_fn(params, x, y), {"loss": jnp.mean(x), "features": jnp.mean(x, axis=0)}
+
+    traced(loss, PARAMS, X, Y, has_aux=True)
+    assert {*sizes} == {2}

@@ -1,0 +1,95 @@
+"""A wrong argument is an error that names it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import bits
+
+import shrewjax
+from shrewjax._base import arguments
+
+f32 = np.float32
+
+
+@pytest.mark.parametrize("bad", [-1, -1e-30, float("nan"), np.float32(-2), np.float64("nan"), -np.inf, -(10**400)])
+@pytest.mark.parametrize("what", ["max_norm", "max_value"])
+def test_static_threshold_below_zero_or_nan_is_an_error_that_names_it(bad, what):
+    makers = {
+        "max_norm": (shrewjax.clip_by_global_norm, shrewjax.clip_by_leaf_norm),
+        "max_value": (shrewjax.clip_by_value,),
+    }
+    for make in makers[what]:
+        with pytest.raises(ValueError, match=what):
+            make(bad)
+    plain = {"max_norm": shrewjax.clip_grad_norm, "max_value": shrewjax.clip_grad_value}[what]
+    with pytest.raises(ValueError, match=what):
+        plain(jnp.ones(2), bad)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["1", None, 1j, True, np.True_, np.ones(2), jnp.ones(2), jnp.ones((), complex), jnp.ones((), bool), lambda c: c],
+)
+def test_threshold_that_is_no_real_scalar_is_an_error_that_names_it(bad):
+    for make in (shrewjax.clip_by_global_norm, shrewjax.clip_by_leaf_norm):
+        with pytest.raises(ValueError, match="max_norm must be a real scalar"):
+            make(bad)
+    with pytest.raises(ValueError, match="max_value must be a real scalar"):
+        shrewjax.clip_by_value(bad)
+
+
+def test_minus_zero_as_threshold_is_zero():
+    for clipped in (shrewjax.clip_grad_norm(f32([1, 2]), -0.0)[0], shrewjax.clip_grad_value(f32([1, 2]), -0.0)):
+        assert bits(clipped) == bits(f32([0, 0]))
+
+
+def test_a_schedule_as_threshold_is_an_error_that_tells_the_way():
+    with pytest.raises(ValueError, match="inject_hyperparams"):
+        shrewjax.clip_by_global_norm(optax.constant_schedule(1.0))
+
+
+@pytest.mark.parametrize("bad", [-1, 100.5, np.nan, np.inf, np.float32(-1e-30), "50", True, 1j, [50], None])
+def test_percentile_outside_of_its_range_is_an_error_that_names_it(bad):
+    for make in (shrewjax.clip_by_percentile, lambda p: shrewjax.clip_grad_percentile(jnp.ones(2), p)):
+        with pytest.raises(ValueError, match="percentile must be"):
+            make(bad)
+
+
+@pytest.mark.parametrize("option", ["method", "scope", "over"])
+def test_an_unknown_choice_is_an_error_that_lists_the_known_ones(option):
+    with pytest.raises(ValueError, match=f"{option} must be one of .*got 'median'"):
+        shrewjax.clip_by_percentile(50, **{option: "median"})
+
+
+@pytest.mark.parametrize("bad", [0, 0.99, -1, np.nan, "2", True])
+def test_ord_out_of_range_is_an_error(bad):
+    with pytest.raises(ValueError, match="ord"):
+        shrewjax.grad_norm([np.ones(2, f32)], bad)
+
+
+def test_traced_ord_is_an_error_that_says_why():
+    with pytest.raises(ValueError, match=r"ord must be a Python number.*inject_hyperparams"):
+        jax.jit(lambda p: shrewjax.grad_norm([jnp.ones(2)], p))(2.0)
+    with pytest.raises(ValueError, match="ord"):
+        shrewjax.grad_norm([jnp.ones(2)], jnp.float32(2))
+
+
+@pytest.mark.parametrize("end", [2.0**-30, 2.0**100])
+def test_weights_are_refused_from_the_first_float_beyond_their_range(end):
+    beyond = np.nextafter(end, 0 if end < 1 else np.inf)
+    assert arguments.weight(end, {()}) == end
+    with pytest.raises(ValueError, match=r"weight must be 0, or between 2\*\*-30 and 2\*\*100, got"):
+        arguments.weight(beyond, {()})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(-1, (2,)), ((2, -3), (0, 2)), ([1, -2], (1,)), ((), ()), (None, None)], ids=str
+)
+def test_axes_of_a_leaf_are_counted_from_the_front_once_each_and_in_order(given, expected):
+    leaf, path = jnp.zeros((2, 3, 4)), (jax.tree_util.DictKey("w"),)
+    assert arguments.axes_of_leaf("axis", arguments.axes("axis", given), path, leaf) == expected
+    assert arguments.axes_of_leaf("axis", lambda name, leaf: given, path, leaf) == expected
+    with pytest.raises(ValueError, match=r"axis \(3,\) is out of range for gradient leaf \['w'\] of shape \(2, 3, 4\)"):
+        arguments.axes_of_leaf("axis", (3,), path, leaf)

@@ -1,0 +1,188 @@
+"""Wrappers run the wrapped transformation, or leave everything as it is, also if a library has rebuilt them."""
+
+import copy
+import functools
+from typing import Any
+
+import equinox
+import equinox.internal
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import TRANSFORMATIONS, assert_close, bits, quick_jit, quick_options, tree_of
+
+import shrewjax
+
+each = pytest.mark.parametrize("name", TRANSFORMATIONS)
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def vector(*values):
+    return jnp.asarray(values, jnp.float32)
+
+
+# --- the wrapped transformation's state, and its updates ----------------------------------------------------------
+
+
+def test_inner_that_changes_its_state_is_an_error_that_names_the_leaf():
+    grows = optax.GradientTransformation(lambda p: {"m": jnp.zeros(1)}, lambda g, s, p=None: (g, {"m": jnp.zeros(2)}))
+    tx = shrewjax.accumulate(grows, 2)
+    with pytest.raises(AssertionError, match=r"inner's update changed its state: leaf \['m'\]"):
+        tx.update(vector(1.0), tx.init(vector(0.0)))
+
+
+@pytest.mark.parametrize("new", [lambda n: n + 1, lambda n: 7], ids=["a counter", "a number anew"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: shrewjax.accumulate(inner, 1),
+        lambda inner: shrewjax.accumulate(inner, 2),
+        shrewjax.skip_nonfinite,
+        shrewjax.skip_on_spike,
+    ],
+    ids=["window of one", "accumulate", "skip_nonfinite", "skip_on_spike"],
+)
+def test_inner_may_keep_python_numbers_in_its_state(wrap, new):
+    inner = optax.GradientTransformation(lambda p: {"n": 6}, lambda g, s, p=None: (g, {"n": new(s["n"])}))
+    tx = wrap(inner)
+    state = tx.init(vector(0.0))
+    for update in (tx.update, tx.update, quick_jit(tx.update), tx.update):
+        before = int(state.inner_state["n"])
+        _, state = update(vector(1.0), state)
+        assert int(state.inner_state["n"]) == (new(before) if bool(state.applied) else before)
+    assert bool(state.applied)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [optax.with_extra_args_support, functools.partial(shrewjax.accumulate, accum_steps=2), shrewjax.skip_nonfinite],
+    ids=["Optax", "accumulate", "guard"],
+)
+def test_apply_gradients_leaves_parameters_to_which_nothing_can_be_added(wrap):
+    params = {"x": vector(1.0), "i": jnp.arange(3), "key": jax.random.key(1)}
+    grads = {"x": vector(4.0), "i": np.zeros(3, jax.dtypes.float0), "key": jax.random.key(2)}
+    tx = wrap(optax.identity())
+    state, step = tx.init(params), quick_jit(lambda state, params: shrewjax.apply_gradients(tx, grads, state, params))
+    new_params = params
+    for _ in range(2):
+        new_params, state = step(state, new_params)
+    assert float(new_params["x"][0]) > 1
+    np.testing.assert_array_equal(new_params["i"], params["i"])
+    assert new_params["key"] == params["key"]
+
+
+def test_keys_among_gradients_pass_through_guards_around_an_accumulation():
+    params = {"x": vector(1.0), "key": jax.random.key(1)}
+    tx = shrewjax.skip_nonfinite(shrewjax.accumulate(optax.identity(), 1), max_consecutive=1, at_limit="zero_nonfinite")
+    updates, _ = tx.update({"x": vector(np.nan), "key": params["key"]}, tx.init(params), params)
+    assert float(updates["x"][0]) == 0
+    assert updates["key"].dtype == params["key"].dtype
+
+
+# --- transformations that a library has rebuilt -----------------------------------------------------------------
+
+
+class Module(equinox.Module):
+    tx: Any
+
+
+@flax.struct.dataclass
+class Static:
+    tx: Any = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class Node:
+    tx: Any
+
+
+def rebuilt_from(container):
+    """Taken apart and put together, as by every function of a library that maps over the leaves."""
+    return lambda tx: jax.tree.map(lambda x: x, container(tx)).tx
+
+
+# Optax's transformations are local functions, which pickle refuses.
+REBUILT = {
+    "jax.tree": lambda tx: jax.tree.map(lambda x: x, tx),
+    "_replace": lambda tx: tx._replace(),
+    "deepcopy": copy.deepcopy,
+    "equinox.Module": rebuilt_from(Module),
+    "flax.struct": rebuilt_from(Static),
+    "flax.struct, as a node": rebuilt_from(Node),
+    "equinox.partition": lambda tx: equinox.combine(*equinox.partition(tx, equinox.is_array)),
+    "rebuilt closures": lambda tx: jax.tree.map(lambda x: x, equinox.internal.closure_to_pytree(tx)),
+    "other functions": lambda tx: tx._replace(
+        init=lambda params: tx.init(params), update=lambda *args, **kwargs: tx.update(*args, **kwargs)
+    ),
+}
+
+
+@each
+def test_a_rebuilt_transformation_makes_the_same_updates(name):
+    tx, params = TRANSFORMATIONS[name](), tree_of()
+    state = tx.init(params)
+
+    def program_of(tx):
+        return str(jax.make_jaxpr(tx.update)(params, state, params))
+
+    program = program_of(tx)
+    assert {way for way, rebuild in REBUILT.items() if program_of(rebuild(tx)) != program} == set()
+
+
+def inside(wrap, *others):
+    return lambda: functools.reduce(lambda tx, wrap: wrap(tx), reversed((wrap, *others)), optax.trace(0.9))
+
+
+three_steps = functools.partial(shrewjax.accumulate, accum_steps=3)
+
+
+WRAPPED = {
+    "accumulate": inside(three_steps),
+    "skip_nonfinite": inside(shrewjax.skip_nonfinite),
+    "skip_on_spike": inside(shrewjax.skip_on_spike),
+    "accumulate of skip_nonfinite": inside(three_steps, shrewjax.skip_nonfinite),
+    "accumulate of skip_on_spike": inside(three_steps, shrewjax.skip_on_spike),
+    "skip_nonfinite of accumulate": inside(shrewjax.skip_nonfinite, three_steps),
+    "skip_on_spike of skip_nonfinite": inside(shrewjax.skip_on_spike, shrewjax.skip_nonfinite),
+}
+
+
+def applied(tx):
+    """The parameters and the state after a step, and what flushing then makes of them."""
+    params, grads = jnp.ones(2), jnp.asarray([3.0, -4.0])
+    params, state = shrewjax.apply_gradients(tx, grads, tx.init(params), params)
+    updates = tx.update(grads, state, params)
+    return params, state, updates
+
+
+def flushed(tx):
+    params, grads = jnp.ones(2), jnp.asarray([3.0, -4.0])
+    _, state = tx.update(grads, tx.init(params), params)
+    return shrewjax.flush(tx, state, params)
+
+
+@functools.cache
+def as_made(use, name):
+    return bits(use(WRAPPED[name]()))
+
+
+@pytest.mark.parametrize("way", REBUILT)
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_rebuilt_wrapper_does_what_the_original_does(name, way):
+    assert bits(applied(REBUILT[way](WRAPPED[name]()))) == as_made(applied, name)
+
+
+@pytest.mark.parametrize("way", REBUILT)
+@pytest.mark.parametrize("name", [name for name in WRAPPED if name.startswith("accumulate")])
+def test_a_rebuilt_accumulation_can_be_flushed(name, way):
+    assert bits(flushed(REBUILT[way](WRAPPED[name]()))) == as_made(flushed, name)
+
+
+def test_rebuilt_wrappers_go_through_filter_jit_as_arguments():
+    applied_by = functools.partial(equinox.filter_jit, compiler_options=quick_options())
+    made = {name: make() for name, make in WRAPPED.items()}
+    found = applied_by(lambda txs: {name: applied(tx) for name, tx in txs.items()})(made)
+    assert_close(found, {name: applied(tx) for name, tx in made.items()}, rtol=1e-6)
