@@ -155,20 +155,28 @@ intersphinx_mapping = {
 
 
 class Picture(SphinxDirective):
-    """Shows `figures/NAME-light.svg` or `figures/NAME-dark.svg`, as the page is. The content is the text for both."""
+    """Shows `figures/NAME-light.svg` or `figures/NAME-dark.svg`, as the page is. The content is the text for all.
+
+    If there are figures `NAME_stacked` as well, a phone shows those. Otherwise the figure scrolls there.
+    """
 
     required_arguments = 1
     has_content = True
 
     def run(self) -> list[nodes.Node]:
-        """Returns the two images, of which the theme's style sheet hides one, in a box that scrolls on a phone."""
+        """Returns all images in a box. The theme's style sheet hides those of the other mode, ours those too wide."""
+        name = self.arguments[0]
+        widths = {name: "wide", f"{name}_stacked": "narrow"}
+        if not (HERE / "figures" / f"{name}_stacked-light.svg").exists():
+            widths = {name: "scrolls"}
         images = (
             nodes.image(
                 "",
-                uri=f"/figures/{self.arguments[0]}-{mode}.svg",
+                uri=f"/figures/{stem}-{mode}.svg",
                 alt=" ".join(self.content),
-                classes=[f"only-{mode}"],
+                classes=[f"only-{mode}", width],
             )
+            for stem, width in widths.items()
             for mode in ("light", "dark")
         )
         return [nodes.container("", *images, classes=["picture"])]

@@ -10,8 +10,9 @@ Run it with
     python -m pip install -e '.[examples]'
     python examples/explain.py
 
-It takes some seconds on a CPU, and writes out/explain_window.png and two more. An `--out` that ends in .svg gives two
-files, for light and for dark pages. This redraws all figures of the documentation, in ten minutes or so:
+It takes some seconds on a CPU, and writes out/explain_window.png, out/explain_window_stacked.png, which goes from top
+to bottom and fits on a phone, and so on. An `--out` that ends in .svg gives two files each, for light and for dark
+pages. This redraws all figures of the documentation, in ten minutes or so:
 
     for name in explain choose_batch_size choose_max_norm fit_micro_batches train_batch_norm train_digits \
         train_equinox train_linen train_ppo train_recurrent train_transformer; do
@@ -21,6 +22,7 @@ files, for light and for dark pages. This redraws all figures of the documentati
 """
 
 import argparse
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +43,14 @@ ELEMENTS = 1000
 POINTS = 61
 # Powers of ten of the norms. In between, no gradient is rounded to zeros only, and every element is finite.
 RANGES = {"float16": (-6, 5.5), "float32": (-34, 38)}
+MICRO_BATCHES = ("32 examples", "32 examples", "NaN", "20 examples")
+ONCE_A_WINDOW = (
+    ("window\naverage by\nexample", VERMILLION),
+    ("clip\nnorm \N{LESS-THAN OR EQUAL TO} 1", VERMILLION),
+    ("optimizer\none step", GREEN),
+)
+ALL_REDUCE = "one all-reduce\nwhen the\nwindow closes"
+SAME = "clip, optimizer:\nthe same on\nboth rows"
 
 
 class Norms(NamedTuple):
@@ -83,10 +93,11 @@ def draw_norms(axes: Axes, dtype: str, norms: Norms) -> None:
         axis.set_minor_locator(NullLocator())
 
 
-def plot_norms(measured: dict[str, Norms], path: Path) -> None:
-    """Draws the norms of both dtypes."""
-    figure = Figure(figsize=(8, 3.6))
-    for axes, (dtype, norms) in zip(figure.subplots(1, len(measured)), measured.items(), strict=True):
+def plot_norms(measured: dict[str, Norms], path: Path, *, stacked: bool) -> None:
+    """Draws the norms of both dtypes, beside or below each other."""
+    figure = Figure(figsize=(4, 6.4) if stacked else (8, 3.6))
+    panels = figure.subplots(2, 1) if stacked else figure.subplots(1, 2)
+    for axes, (dtype, norms) in zip(panels, measured.items(), strict=True):
         draw_norms(axes, dtype, norms)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     _figures.save(figure, path)
@@ -128,14 +139,12 @@ def plot_window(path: Path) -> None:
     """Draws the micro-batches of a window, one of which is dropped, and what runs when it closes."""
     figure, axes = sketch(9.6, 1.9)
     y, height = 0.95, 0.8
-    micro_batches = ("32 examples", "32 examples", "NaN", "20 examples")
-    for call, held in enumerate(micro_batches, start=1):
+    for call, held in enumerate(MICRO_BATCHES, start=1):
         skipped = held == "NaN"
         x = 1.3 * call - 0.6
         box(axes, x, y, 1.15, height, f"micro-batch\n{held}", BLUE, skipped=skipped)
         axes.text(x, y + 0.6, f"call {call}" + (": dropped" if skipped else ""), ha="center", color=MUTED)
-    ran = (("window\naverage by\nexample", VERMILLION), ("clip\nnorm \N{LESS-THAN OR EQUAL TO} 1", VERMILLION))
-    for number, (text, color) in enumerate((*ran, ("optimizer\none step", GREEN))):
+    for number, (text, color) in enumerate(ONCE_A_WINDOW):
         x = 6.2 + 1.4 * number
         box(axes, x, y, 1.05, height, text, color, skipped=False)
         arrow(axes, (x - 0.86, y), (x - 0.55, y))
@@ -145,6 +154,28 @@ def plot_window(path: Path) -> None:
     ):
         axes.plot((first, last), (0.4, 0.4), color=MUTED, linewidth=0.8)
         axes.text((first + last) / 2, 0.17, text, ha="center", va="center")
+    _figures.save(figure, path)
+
+
+def stack_window(path: Path) -> None:
+    """Draws the same from top to bottom."""
+    figure, axes = sketch(3.6, 5.9)
+    x = 1.45
+    for call, held in enumerate(MICRO_BATCHES, start=1):
+        skipped = held == "NaN"
+        y = 6.2 - 0.7 * call
+        box(axes, x, y, 1.2, 0.55, f"micro-batch\n{held}", BLUE, skipped=skipped)
+        axes.text(0.75, y, f"call {call}" + (":\ndropped" if skipped else ""), ha="right", va="center", color=MUTED)
+    for number, (text, color) in enumerate(ONCE_A_WINDOW):
+        y = 2.3 - 0.95 * number
+        box(axes, x, y, 1.2, 0.65, text, color, skipped=False)
+        arrow(axes, (x, y + 0.6), (x, y + 0.35))
+    for top, bottom, text in (
+        (5.78, 3.12, "each call\nadds its\ngradient to\nthe window"),
+        (2.63, 0.07, "runs once\na window, in\nthe call that\ncloses it"),
+    ):
+        axes.plot((2.25, 2.25), (top, bottom), color=MUTED, linewidth=0.8)
+        axes.text(2.37, (top + bottom) / 2, text, va="center")
     _figures.save(figure, path)
 
 
@@ -160,9 +191,25 @@ def plot_devices(path: Path) -> None:
         axes.text(4.15, y, "adds up its own\ngradients,\nmicro-batch by\nmicro-batch", va="center", linespacing=1.1)
         arrow(axes, (5.4, y), (meeting[0] - 0.72, meeting[1] + np.sign(y - meeting[1]) * 0.15))
     axes.text(2.4, 2.47, "fsdp: each device holds a quarter of its row's sum", ha="center", va="center", color=MUTED)
-    box(axes, *meeting, 1.4, 1.0, "one all-reduce\nwhen the\nwindow closes", VERMILLION, skipped=False)
-    box(axes, 8.6, meeting[1], 1.5, 1.0, "clip, optimizer:\nthe same on\nboth rows", GREEN, skipped=False)
+    box(axes, *meeting, 1.4, 1.0, ALL_REDUCE, VERMILLION, skipped=False)
+    box(axes, 8.6, meeting[1], 1.5, 1.0, SAME, GREEN, skipped=False)
     arrow(axes, (7.3, meeting[1]), (7.82, meeting[1]))
+    _figures.save(figure, path)
+
+
+def stack_devices(path: Path) -> None:
+    """Draws the same from top to bottom."""
+    figure, axes = sketch(3.6, 5.5)
+    axes.text(1.8, 5.3, "fsdp: each device holds a quarter\nof its row's sum", ha="center", va="center", color=MUTED)
+    for row, y in enumerate((4.3, 2.95)):
+        axes.add_patch(FancyBboxPatch((0.15, y - 0.45), 3.3, 0.9, "round,pad=0,rounding_size=0.1", fc="none", ec=FAINT))
+        axes.text(0.15, y + 0.6, f"data = {row}: adds up its own gradients", va="center")
+        for column in range(4):
+            box(axes, 0.6 + 0.8 * column, y, 0.7, 0.7, f"device\n{4 * row + column}", BLUE, skipped=False)
+    for number, (text, color) in enumerate(((ALL_REDUCE, VERMILLION), (SAME, GREEN))):
+        y = 1.65 - 1.2 * number
+        box(axes, 1.8, y, 1.6, 0.8, text, color, skipped=False)
+        arrow(axes, (1.8, y + 0.8), (1.8, y + 0.43))
     _figures.save(figure, path)
 
 
@@ -176,9 +223,15 @@ def main(argv: list[str] | None = None) -> None:
     for dtype, norms in measured.items():
         wrong = ~(np.abs(norms.optax / norms.true - 1) < 0.01)
         print(f"{dtype}: of {POINTS} norms, Optax's is more than 1 % off in {wrong.sum()}")
-    for name, plot in (("window", plot_window), ("devices", plot_devices)):
+    for name, plot in (
+        ("window", plot_window),
+        ("window_stacked", stack_window),
+        ("devices", plot_devices),
+        ("devices_stacked", stack_devices),
+        ("norm", functools.partial(plot_norms, measured, stacked=False)),
+        ("norm_stacked", functools.partial(plot_norms, measured, stacked=True)),
+    ):
         plot(args.out.with_stem(f"{args.out.stem}_{name}"))
-    plot_norms(measured, args.out.with_stem(f"{args.out.stem}_norm"))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ __all__ = ["Optimizer", "TrainState", "value_and_grad"]
 class Optimizer(nnx.Optimizer[Any]):
     r"""An `nnx.Optimizer` whose `update` costs no more than the accumulator while a window is open.
 
-    .. math:: (\theta_{t+1}, s_{t+1}) = \text{apply\_gradients}(g_t, s_t, \theta_t)
+    .. math:: (\theta_{t+1}, s_{t+1}) = \mathrm{apply\_gradients}(g_t, s_t, \theta_t)
 
     It is made, saved, restored and placed on a mesh as an `nnx.Optimizer`, and has the same attributes. Parameters and
     states after each call are those of `nnx.Optimizer`. That writes all parameters on every call. This one does not
@@ -58,7 +58,7 @@ class Optimizer(nnx.Optimizer[Any]):
       they would be a tree of zeros.
 
     Raises:
-      The errors of `tx.update`.
+      Exception: an error of `tx.update`.
 
     Example:
       >>> from flax import nnx
@@ -99,7 +99,7 @@ class Optimizer(nnx.Optimizer[Any]):
 class TrainState(train_state.TrainState):
     r"""Linen's `TrainState`, whose `apply_gradients` takes the weight of a micro-batch and its loss.
 
-    .. math:: (\theta_{t+1}, s_{t+1}) = \text{apply\_gradients}(g_t, s_t, \theta_t)
+    .. math:: (\theta_{t+1}, s_{t+1}) = \mathrm{apply\_gradients}(g_t, s_t, \theta_t)
 
     It is made by `create`, replicated and saved as Flax's own, and can be subclassed for more fields. In an open window
     `apply_gradients` does not read or write parameters and optimizer state, if `accumulate` returned `tx`. Donate the
@@ -116,9 +116,9 @@ class TrainState(train_state.TrainState):
 
     Example:
       >>> import shrewjax.flax
-      >>> state = shrewjax.flax.TrainState.create(
-      ...     apply_fn=None, params={"w": jnp.zeros(2)}, tx=shrewjax.accumulate(optax.sgd(1.0), 2)
-      ... )
+      >>> tx = shrewjax.accumulate(optax.sgd(1.0), 2)
+      >>> params = {"w": jnp.zeros(2)}
+      >>> state = shrewjax.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
       >>> for number, weight in ((1.0, 3), (5.0, 1)):
       ...     state = state.apply_gradients(grads={"w": jnp.full(2, number)}, weight=weight)
       >>> state.params["w"], state.step
@@ -143,7 +143,7 @@ class TrainState(train_state.TrainState):
           The new state.
 
         Raises:
-          The errors of `tx.update`.
+          Exception: an error of `tx.update`.
         """
         given, default = (
             {"weight": weight, "flush": flush, "value": value},
@@ -226,14 +226,15 @@ def value_and_grad(
 
     Raises:
       ValueError: an argument is not as described; `fun` changes a variable in `wrt`, or adds or removes variables.
-      The errors of `shrewjax.value_and_grad`.
+      Exception: an error of `shrewjax.value_and_grad`.
 
     Example:
       >>> from flax import nnx
       >>> import shrewjax.flax
       >>> class Model(nnx.Module):
       ...     def __init__(self, rngs):
-      ...         self.linear, self.dropout = nnx.Linear(2, 1, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+      ...         self.linear = nnx.Linear(2, 1, rngs=rngs)
+      ...         self.dropout = nnx.Dropout(0.5, rngs=rngs)
       ...     def __call__(self, x):
       ...         return self.linear(self.dropout(x))[:, 0]
       >>> def loss(model, x, y):

@@ -216,9 +216,9 @@ Nonfinite = Literal["propagate", "drop_microbatch", "drop_window", "extend_windo
 class MicroBatch(NamedTuple):
     """One call of `update`. A flush without a micro-batch is one of weight 0 that closes the window."""
 
-    gradient: Sequence[Number]
-    weight: Number = 1  # its number of examples or tokens, >= 0
-    flush: bool = False  # whether it closes the window
+    gradient: Sequence[Number]  #: of its loss
+    weight: Number = 1  #: its number of examples or tokens, >= 0
+    flush: bool = False  #: whether it closes the window
 
 
 def window_spec(batches: Sequence[tuple[Sequence[Number], Number]], reduction: Reduction = "mean") -> list[Number]:
@@ -343,10 +343,10 @@ Aux = Literal["mean", "sum", "max", "min", "last", "stack"]
 class Part(NamedTuple):
     """The results of the loss function for one micro-batch."""
 
-    value: Number
-    gradient: Sequence[Number]
-    weight: Number = 1  # its number of examples or tokens, >= 0
-    aux: Sequence[Number] = ()
+    value: Number  #: its loss
+    gradient: Sequence[Number]  #: of its loss
+    weight: Number = 1  #: its number of examples or tokens, >= 0
+    aux: Sequence[Number] = ()  #: its further results
 
 
 def value_and_grad_spec(
@@ -416,10 +416,10 @@ def value_and_grad_spec(
 class Token(NamedTuple):
     """A token of a batch, and its loss."""
 
-    value: Number
-    gradient: Sequence[Number]
-    mask: Number = 1  # how much it counts, >= 0
-    unit: Hashable = 0  # its sequence, or its prompt; the same for all tokens if the loss is their mean
+    value: Number  #: its loss
+    gradient: Sequence[Number]  #: of its loss
+    mask: Number = 1  #: how much it counts, >= 0
+    unit: Hashable = 0  #: its sequence, or its prompt; the same for all tokens if the loss is their mean
 
 
 def coefficients_spec(
@@ -478,7 +478,8 @@ def one_denominator_spec(
       The two, which do not depend on `micro_batches`.
 
     Example:
-      >>> tokens = [(6.0, [1.0], 1, "a"), (2.0, [3.0], 1, "a"), (8.0, [0.0], 0, "b"), (1.0, [1.0], 1, "b")]
+      >>> of_a = [(6.0, [1.0], 1, "a"), (2.0, [3.0], 1, "a")]
+      >>> tokens = [*of_a, (8.0, [0.0], 0, "b"), (1.0, [1.0], 1, "b")]
       >>> one_denominator_spec(tokens, micro_batches=2)
       (2.5, [1.5])
 

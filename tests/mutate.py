@@ -78,7 +78,8 @@ def main():
 
         killed = tried = 0
         chosen = mutants(originals, random.Random(arguments.seed), arguments.line)
-        for file, line, mutant in itertools.islice(chosen, arguments.skip, arguments.sample):
+        tries = itertools.islice(itertools.islice(chosen, arguments.skip, None), arguments.sample)
+        for file, line, mutant in tries:
             pathlib.Path(file).write_text(mutant)
             killer = tests.first_to_fail()
             pathlib.Path(file).write_text(originals[file])

@@ -11,6 +11,7 @@ import accumulation
 import clipping
 import cotangents
 import percentile
+import readme
 import small
 import unit_norms
 import value_and_grad
@@ -20,6 +21,7 @@ if __name__ == "__main__":
         __doc__,
         [
             *(clipping.training_step, clipping.norm_error, clipping.compile_time, clipping.small_trees),
+            readme.window,
             *(accumulation.window, accumulation.micro_step, accumulation.executions, accumulation.average_error),
             *(value_and_grad.time_and_memory, value_and_grad.difference),
             *(percentile.cold_search, percentile.reads, percentile.whole_clip),

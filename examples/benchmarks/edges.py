@@ -9,6 +9,7 @@ import itertools
 from typing import Any
 
 import _harness
+import clipping
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,4 +151,4 @@ def dtypes(quick: bool) -> list[Row]:
 
 
 if __name__ == "__main__":
-    _harness.main(__doc__, [clipped_norm, leaf_order, shards, windows, dtypes])
+    _harness.main(__doc__, [clipped_norm, clipping.norm_error, leaf_order, shards, windows, dtypes])

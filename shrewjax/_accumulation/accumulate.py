@@ -354,7 +354,7 @@ def apply_gradients(
 
     Raises:
       ValueError: `weight` or `flush` without a window in `opt_state`; a parameter is no array or number.
-      The errors of `tx.update`.
+      Exception: an error of `tx.update`.
 
     Example:
       >>> tx = accumulate(optax.sgd(1.0), 2)
@@ -428,8 +428,9 @@ def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **ex
 def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
     r"""Checks the values in all windows of a state, under `chex.chexify` or outside of jit.
 
-    .. math:: 0 \le \text{micro\_step} < \text{accum\_steps}, \qquad 0 \le \text{weight\_sum} < \infty, \qquad
-              0 \le \text{weight} < \infty
+    .. math:: 0 \le \mathrm{micro\_step} < \mathrm{accum\_steps}
+
+    .. math:: 0 \le \mathrm{weight\_sum} < \infty, \qquad 0 \le \mathrm{weight} < \infty
 
     This must hold in every window. A full window of `GradAccumulator` waits for `take`, so its `micro_step` may also be
     `accum_steps`. `accumulate` itself always checks shapes, dtypes and all values that are known while tracing. Other
@@ -450,11 +451,10 @@ def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
 
     Example:
       >>> tx = accumulate(optax.sgd(0.1), 2)
-      >>> @chex.chexify
-      ... @jax.jit
-      ... def step(grads, state, weight):
+      >>> def step(grads, state, weight):
       ...     check_window(state, 2, weight=weight)
       ...     return tx.update(grads, state, weight=weight)
+      >>> step = chex.chexify(jax.jit(step, donate_argnums=1))
       >>> updates, state = step(jnp.ones(2), tx.init(jnp.zeros(2)), 3.0)
       >>> chex.block_until_chexify_assertions_complete()
 

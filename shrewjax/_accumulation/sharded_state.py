@@ -22,8 +22,9 @@ from shrewjax._base.states import State
 def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = None) -> Any:
     r"""Returns how a state's arrays are sharded over a mesh, as `in_specs` and `out_specs` for `jax.shard_map`.
 
-    .. math:: \text{parameter: } P(p_1, \dots, p_n) \quad\Rightarrow\quad
-              \text{its sum with per-device rows: } P(\text{sum\_over}, p_1, \dots, p_n)
+    .. math:: P(p_1, \dots, p_n) \quad\Rightarrow\quad P(\mathrm{sum\_over}, p_1, \dots, p_n)
+
+    The first is a parameter's spec, the second that of its sum, if that has a row a device.
 
     Like every Optax transformation, `tx.init` does not commit counters to a device. If all arrays have to be on the
     mesh, for example in a checkpoint of several processes, place them with these specs:
@@ -54,14 +55,19 @@ def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = Non
       >>> specs.gradient_sum, specs.micro_step
       (P('data',), P())
 
-      >>> whole, divided = (jax.sharding.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
-      >>> replicate = optax.stateless(lambda updates, _: jax.lax.with_sharding_constraint(updates, whole))
+      >>> whole = jax.sharding.NamedSharding(mesh, jax.P())
+      >>> divided = jax.sharding.NamedSharding(mesh, jax.P("data"))
+      >>> replicate = optax.stateless(
+      ...     lambda updates, _: jax.lax.with_sharding_constraint(updates, whole)
+      ... )
       >>> tx = accumulate(optax.chain(optax.adamw(1e-3), replicate), 4)
       >>> params = jax.device_put(jnp.zeros(8), whole)
       >>> opt_state = tx.init(jax.device_put(params, divided))
       >>> state_specs(params), state_specs(opt_state.gradient_sum)
       (P(), P('data',))
-      >>> step = jax.jit(lambda p, state, grads: apply_gradients(tx, grads, state, p), donate_argnums=(0, 1))
+      >>> def step(params, state, grads):
+      ...     return apply_gradients(tx, grads, state, params)
+      >>> step = jax.jit(step, donate_argnums=(0, 1))
       >>> params, opt_state = step(params, opt_state, jnp.ones(8))
 
     Source: the specs have the form that `jax.shard_map` takes as `in_specs`.
@@ -115,7 +121,8 @@ def redistribute(opt_state: State, like: State) -> State:
     Example:
       >>> tx = accumulate(optax.sgd(1.0), 2, sum_over="data")
       >>> def placed(axis_size):
-      ...     mesh = jax.make_mesh((axis_size,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      ...     auto = jax.sharding.AxisType.Auto
+      ...     mesh = jax.make_mesh((axis_size,), ("data",), axis_types=(auto,))
       ...     return jax.device_put(jnp.zeros(3), jax.sharding.NamedSharding(mesh, jax.P()))
       >>> state = tx.init(placed(jax.device_count()))
       >>> redistribute(state, like=tx.init(placed(1))).gradient_sum.shape

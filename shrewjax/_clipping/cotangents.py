@@ -33,7 +33,7 @@ def clip_cotangent(
     r"""Returns `x`. In the backward pass, scales each slice of its cotangent to a norm of at most `max_norm`.
 
     .. math:: y = x, \qquad
-              \bar x_s = \bar y_s \cdot \min\Big(1, \frac{\text{max\_norm}}{\|\bar y_s\|}\Big)
+              \bar x_s = \bar y_s \cdot \min\Big(1, \frac{\mathrm{max\_norm}}{\|\bar y_s\|}\Big)
               \;\text{ for each slice } s \text{ along } axis
 
     Use it on activations of recurrent, deep or long-context models, where gradients grow on their way back. The sum of
@@ -94,8 +94,10 @@ def clip_cotangent(
       In a recurrence, the clipped steps are counted by the cotangent of `counter`:
 
       >>> def last_state(h, zero):
-      ...     return jax.lax.fori_loop(0, 8, lambda _, h: 3 * clip_cotangent(h, 10.0, counter=zero), h)[0]
-      >>> jax.grad(last_state, argnums=(0, 1))(jnp.ones(1), jnp.zeros(()))  # 3 and 9 pass, then 27, and 30 six times
+      ...     grow = lambda _, h: 3 * clip_cotangent(h, 10.0, counter=zero)
+      ...     return jax.lax.fori_loop(0, 8, grow, h)[0]
+      >>> # 3 and 9 pass, 27 and five times 30 are clipped.
+      >>> jax.grad(last_state, argnums=(0, 1))(jnp.ones(1), jnp.zeros(()))
       (Array([10.], dtype=float32), Array(6., dtype=float32))
 
     Source: A. Graves, "Generating sequences with recurrent neural networks", 2013, arXiv:1308.0850, section 2.1. There,

@@ -26,7 +26,7 @@ from shrewjax._numerics.reductions import elements
 def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
     r"""Clips each element to [-max_value, max_value].
 
-    .. math:: g_i \leftarrow \max(-\text{max\_value}, \min(g_i, \text{max\_value}))
+    .. math:: g_i \leftarrow \max(-\mathrm{max\_value}, \min(g_i, \mathrm{max\_value}))
 
     ====================================  =======================================================================
     element                               result
@@ -67,7 +67,7 @@ def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
 def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
     r"""Clips each element to [-max_value, max_value]: `clip_grad_value` as an Optax transformation.
 
-    .. math:: g_i \leftarrow \max(-\text{max\_value}, \min(g_i, \text{max\_value}))
+    .. math:: g_i \leftarrow \max(-\mathrm{max\_value}, \min(g_i, \mathrm{max\_value}))
 
     The table of `clip_grad_value` has the edge cases.
 
@@ -238,7 +238,8 @@ def clip_grad_percentile(
         `scope` or `over` is none of these choices; or as in `grad_norm`.
 
     Example:
-      >>> clipped, bound = clip_grad_percentile({"w": jnp.array([1.0, -2.0, 3.0, -40.0, 5.0])}, 75)
+      >>> grads = {"w": jnp.array([1.0, -2.0, 3.0, -40.0, 5.0])}
+      >>> clipped, bound = clip_grad_percentile(grads, 75)
       >>> clipped["w"], bound
       (Array([ 1., -2.,  3., -5.,  5.], dtype=float32), Array(5., dtype=float32))
 

@@ -70,7 +70,7 @@ def clip_grad_norm(
 ) -> tuple[Tree, jax.Array]:
     r"""Scales all gradients by one number so that their norm is at most `max_norm`, and returns the norm before, too.
 
-    .. math:: g \leftarrow g \cdot \min\Big(1, \frac{\text{max\_norm}}{\|g\|}\Big)
+    .. math:: g \leftarrow g \cdot \min\Big(1, \frac{\mathrm{max\_norm}}{\|g\|}\Big)
 
     The first row that applies:
 
@@ -138,7 +138,7 @@ def clip_by_global_norm(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together: `clip_grad_norm` as an Optax transformation.
 
-    .. math:: g \leftarrow g \cdot \min\Big(1, \frac{\text{max\_norm}}{\|g\|}\Big)
+    .. math:: g \leftarrow g \cdot \min\Big(1, \frac{\mathrm{max\_norm}}{\|g\|}\Big)
 
     The table of `clip_grad_norm` has the edge cases. Chain it before the optimizer. Inside `accumulate` it clips the
     window's average, as most people want. To schedule the threshold, wrap it in `optax.inject_hyperparams`.
@@ -389,8 +389,8 @@ def clip_by_norm_zscore(
     .. math:: z_t = \frac{\|g_t\| - \mu}{\sigma + \epsilon}, \qquad
               n_t = \mu + \frac{z_{thr}^2}{z_t} \sigma \;\text{ if } z_t > z_{thr}, \text{ else } \|g_t\|
 
-    The norm is clipped to :math:`\min(n_t, \text{max\_norm})`. The further a spike stands out, the more it is clipped.
-    Then the moments are updated with the norm as the rule, without `max_norm`, clipped it:
+    The norm is clipped to :math:`\min(n_t, \mathrm{max\_norm})`. The further a spike stands out, the more it is
+    clipped. Then the moments are updated with the norm as the rule, without `max_norm`, clipped it:
 
     .. math:: \mu \leftarrow \beta \mu + (1 - \beta) n_t, \qquad
               \sigma^2 \leftarrow \beta \sigma^2 + (1 - \beta) (n_t - \mu)^2

@@ -42,7 +42,7 @@ def clip_by_leaf_norm(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each leaf, or of each layer that it stacks, on its own.
 
-    .. math:: g_\ell \leftarrow g_\ell \cdot \min\Big(1, \frac{\text{max\_norm}}{\|g_\ell\|}\Big)
+    .. math:: g_\ell \leftarrow g_\ell \cdot \min\Big(1, \frac{\mathrm{max\_norm}}{\|g_\ell\|}\Big)
 
     The table of `clip_grad_norm` applies to each leaf, so a NaN in one leaf does not change the others. The direction
     of the whole gradient changes.

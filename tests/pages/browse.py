@@ -4,8 +4,9 @@
     python tests/pages/browse.py out/site [--chromium /usr/bin/chromium] [--shots out/shots]
 
 A page fails if it logs an error, asks for anything that is not in the site, shows an image or a formula that did not
-load, has other headings than its source, or a heading inside a code box, links to a page or an anchor of the site that
-is not there, or is wider than a phone's screen. `--shots` saves a picture of each page, light and dark, and on a phone.
+load, or a backslash in a formula, has other headings than its source, or a heading inside a code box, links to a page
+or an anchor of the site that is not there, or is wider than a phone's screen. Some words have to lead a search to the
+page that answers. `--shots` saves four pictures of each page: on a screen and on a phone, light and dark.
 """
 
 import argparse
@@ -22,6 +23,15 @@ from playwright.sync_api import Page, sync_playwright
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 PHONE, SCREEN = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
+# The first result of a search for these words is that page.
+SEARCHES = {
+    "donate": "guide/windows.html",
+    "dropout": "guide/flax.html",
+    "equinox": "guide/equinox.html",
+    "learning rate": "guide/windows.html",
+    "padding": "guide/windows.html",
+    "schedule": "guide/windows.html",
+}
 # Lists the parts of a page. Its images are those that it shows in this mode, light or dark.
 FOUND = """mode => {
     Object.assign(document.documentElement.dataset, {theme: mode, mode: mode});
@@ -31,7 +41,7 @@ FOUND = """mode => {
         images: images.length,
         missing: images.filter(x => !x.naturalWidth).map(x => x.src),
         formulas: all('.math').length,
-        wrong: all('mjx-merror').map(x => x.textContent),
+        wrong: all('mjx-merror, mjx-c.mjx-c5C').map(x => x.textContent || 'a backslash'),
         links: all('a[href]').map(x => x.href),
         ids: all('[id]').map(x => x.id),
         headings: all('article :is(h1, h2, h3)').map(x =>
@@ -79,23 +89,31 @@ def main() -> int:
                 found = page.evaluate(FOUND, mode)
                 wrong += [f"image {source} did not load" for source in found["missing"]]
                 wrong += [f"formula: {text}" for text in found["wrong"]]
-                if args.shots:
-                    args.shots.mkdir(parents=True, exist_ok=True)
-                    file = name.replace("/", "-").replace(".html", f"-{mode}.png")
-                    page.screenshot(path=args.shots / file, full_page=True)
+                for width, size in (("", SCREEN), ("phone-", PHONE)):
+                    if args.shots:
+                        page.set_viewport_size(size)
+                        page.wait_for_timeout(500)  # the menus slide away
+                        file = name.replace("/", "-").replace(".html", f"-{width}{mode}.png")
+                        page.screenshot(path=args.shots / file, full_page=True)  # makes the folder
+                page.set_viewport_size(SCREEN)
             expected = headings_of(name)
             if expected is not None and found["headings"] != expected:
                 wrong.append(f"headings {found['headings']}, but the source has {expected}")
             wrong += [f"a heading in a code box: {text[:80]!r}" for text in found["inCode"]]
             ids[root + name], links[name] = set(found["ids"]), set(found["links"])
             page.set_viewport_size(PHONE)
-            if args.shots:
-                page.screenshot(path=args.shots / name.replace("/", "-").replace(".html", "-phone.png"), full_page=True)
             if (width := page.evaluate(WIDTH)) > PHONE["width"]:
                 wrong.append(f"{width} px wide on a phone")
             print(f"{name}: {found['formulas']} formulas, {found['images']} images: {wrong or 'ok'}")
             failures += len(wrong)
             page.close()
+        page = browser.new_page()
+        for words, name in SEARCHES.items():
+            page.goto(f"{root}search.html?q={words}")
+            found = page.locator("#search-results li a").first.get_attribute("href")
+            if not found.startswith(name):
+                print(f"a search for {words!r} leads to {found}, not to {name}")
+                failures += 1
         browser.close()
 
     inside = elsewhere = 0

@@ -25,6 +25,12 @@ def test_notebook_has_five_code_cells_with_text_before_each(notebook):
     assert kinds == ["markdown", *["markdown", "code"] * 5]
 
 
+def test_code_has_at_most_80_columns(notebook):
+    """The site cuts longer lines off."""
+    for cell in code_cells(notebook):
+        assert max(map(len, cell.source.splitlines())) <= 80, cell.id
+
+
 def test_notebook_is_stripped(notebook):
     for cell in code_cells(notebook):
         assert (cell.outputs, cell.execution_count, cell.metadata) == ([], None, {}), cell.id
@@ -47,10 +53,10 @@ def test_notebook_runs_in_a_fresh_kernel_without_a_warning(notebook, tmp_path, m
         printed,
         (
             "10 optimizer steps from 40 micro-batches",
-            "10 optimizer steps; largest difference",
+            "10 optimizer steps\nlargest difference",
             "accumulate with weight=",
-            "MultiSteps 0%, accumulate 100%\nmicro-batches dropped: 1\n",
-            "45 windows in 3 epochs of 57 micro-batches, none left open",
+            "  MultiSteps:  0%\n  accumulate:  100%\nmicro-batches dropped: 1\n",
+            "45 windows in 3 epochs, none left open",
         ),
         strict=True,
     ):

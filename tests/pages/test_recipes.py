@@ -1,5 +1,6 @@
 """The recipes of docs/recipes.md train, and do what the page says, by plain arithmetic in float64."""
 
+import functools
 import pathlib
 from types import SimpleNamespace
 
@@ -8,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import bits, quick_jit, run_page
 
 import shrewjax
+import shrewjax.flax
 
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "recipes.md"
 PAGE_NAMES = SimpleNamespace(**run_page(PAGE))
@@ -115,6 +118,56 @@ def test_lora_clips_by_the_norm_of_what_is_trained_and_leaves_frozen_leaves_alon
             expected = -0.05 * (adam(min(1, 1 / of_trained) * grads[key]) + 1e-4 * weights[key])
             np.testing.assert_allclose(updates[key], expected, rtol=1e-4, atol=1e-7)
             weights[key] += expected
+
+
+def test_leaves_of_lists_and_of_an_nnx_state_are_named():
+    model = nnx.LoRALinear(3, 2, lora_rank=2, rngs=nnx.Rngs(0))
+    parts = PAGE_NAMES.trained_or_frozen(nnx.state(model, nnx.Param)["lora"])
+    assert jax.tree.leaves(parts) == ["trained", "trained"]
+    assert jax.tree.leaves(PAGE_NAMES.trained_or_frozen(nnx.state(model, nnx.Not(nnx.LoRAParam)))) == ["frozen"] * 2
+    layers = [{"kernel": 1.0, "lora_a": 1.0}, ({"lora_b": 1.0}, 2.0)]
+    expected = [{"kernel": "frozen", "lora_a": "trained"}, ({"lora_b": "trained"}, "frozen")]
+    assert PAGE_NAMES.trained_or_frozen(layers) == expected
+
+
+def test_optimizer_of_flax_holds_sums_of_the_trained_variables_alone():
+    model = nnx.LoRALinear(3, 2, lora_rank=2, rngs=nnx.Rngs(0))
+    tx = shrewjax.accumulate(optax.sgd(0.1), 2)
+    optimizer = shrewjax.flax.Optimizer(model, tx, wrt=nnx.LoRAParam)
+    sums = jax.tree.leaves(optimizer.opt_state.gradient_sum)
+    assert sorted(x.shape for x in sums) == [(2, 2), (3, 2)]
+
+
+def test_accumulate_inside_the_trained_part_holds_no_sums_of_frozen_leaves_and_trains_alike():
+    inside, around = PAGE_NAMES.accumulated_lora, shrewjax.accumulate(PAGE_NAMES.lora, 4)
+
+    def bytes_of_sums(tx):
+        shapes = {"kernel": (1024, 1024), "lora_a": (1024, 8), "lora_b": (8, 1024)}
+        params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        sums = jax.tree.leaves(optax.tree.get(jax.eval_shape(tx.init, params), "gradient_sum"))
+        return sum(4 * x.size for x in sums)
+
+    assert bytes_of_sums(inside) == 64 * 2**10
+    assert bytes_of_sums(around) == pytest.approx(4.06 * 2**20, rel=1e-3)
+
+    @functools.partial(quick_jit, static_argnums=0)
+    def call(tx, params, state, grads, weight, flush):
+        return shrewjax.apply_gradients(tx, grads, state, params, weight=weight, flush=flush)
+
+    start = {"kernel": normal(6, 4), "lora_a": normal(6, 2, seed=3), "lora_b": jnp.zeros((2, 4))}
+    results = []
+    for tx in (inside, around):
+        params, state = start, tx.init(start)
+        for i in range(6):
+            grads = jax.tree.map(lambda x, i=i: jnp.sin(x + i), start)
+            params, state = call(tx, params, state, grads, float(1 + i), i == 5)
+        (windows,) = (v for k, v in shrewjax.metrics(state).items() if k.endswith("accumulate/windows"))
+        assert windows == 2
+        results.append(params)
+    assert bits(results[0]["kernel"]) == bits(results[1]["kernel"]) == bits(start["kernel"])
+    for name in ("lora_a", "lora_b"):
+        assert norm(results[1][name] - start[name]) > 0.1
+        np.testing.assert_allclose(results[0][name], results[1][name], rtol=1e-6)
 
 
 def test_an_update_after_adam_is_at_most_one_in_root_mean_square_where_adams_own_is_five():
