@@ -135,9 +135,19 @@ def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> l
     return [count > 0 for count in (lax.pmax(counts, of_vmap) if of_vmap else counts)]
 
 
+@partial(jax.jit, inline=True)  # XLA-21
 def elements(vector: jax.Array) -> list[jax.Array]:
     """Returns the elements of a vector as scalars."""
-    return [x[0] for x in pieces(vector, (1,) * len(vector))]
+
+    def by_operand(vector: jax.Array) -> list[jax.Array]:  # XLA-30, as in `pieces`
+        return [_first_of(vector, np.asarray([i, (i + 1) % len(vector)], np.uint32)) for i in range(len(vector))]
+
+    return lax.platform_dependent(vector, cpu=by_operand, default=lambda v: [v[i] for i in range(len(v))])
+
+
+@jax.jit
+def _first_of(vector: jax.Array, indices: jax.Array) -> jax.Array:
+    return vector.at[indices].get(mode="promise_in_bounds")[0]
 
 
 @partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
