@@ -435,6 +435,12 @@ def test_the_derivative_where_a_unit_is_zero_is_that_of_the_identity():
     assert gradient.tolist() == [[1, 1], [1, 1]]
 
 
+def test_the_derivative_of_agc_without_a_limit_is_that_of_the_identity():
+    tx = shrewjax.adaptive_grad_clip(jnp.inf)
+    slope = quick_jit(jax.grad(lambda u: jnp.sum(tx.update(u, None, jnp.ones((2, 2)))[0])))
+    assert slope(jnp.float32([[3, 0], [0.5, -0.5]])).tolist() == [[1, 1], [1, 1]]
+
+
 @pytest.mark.parametrize("devices", ["one", "many"])
 def test_usual_units_clip_as_in_any_range(devices, monkeypatch):
     if devices == "one":  # as in a process with one device, where the numbers of all leaves are joined
