@@ -437,8 +437,10 @@ def test_the_derivative_where_a_unit_is_zero_is_that_of_the_identity():
 
 def test_the_derivative_of_agc_without_a_limit_is_that_of_the_identity():
     tx = shrewjax.adaptive_grad_clip(jnp.inf)
-    slope = quick_jit(jax.grad(lambda u: jnp.sum(tx.update(u, None, jnp.ones((2, 2)))[0])))
-    assert slope(jnp.float32([[3, 0], [0.5, -0.5]])).tolist() == [[1, 1], [1, 1]]
+    slopes = quick_jit(jax.grad(lambda u, w: jnp.sum(tx.update(u, None, w)[0]), argnums=(0, 1)))
+    by_gradient, by_weight = slopes(jnp.float32([[3, 0], [0.5, -0.5]]), jnp.ones((2, 2)))
+    assert by_gradient.tolist() == [[1, 1], [1, 1]]
+    assert by_weight.tolist() == [[0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("devices", ["one", "many"])
