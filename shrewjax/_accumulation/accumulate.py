@@ -65,8 +65,9 @@ def accumulate(
     * `weight=1`: the micro-batch's number of examples or tokens. A real scalar, traced or not: 0, or between 2**-30 and
       2**100. A boolean is 0 or 1. Sums in float32 add whole numbers exactly up to 2**24; use larger units above.
     * `flush=False`: closes the window with this call, however many micro-batches it has. A bool, traced or not.
-    * `value=None`: the micro-batch's loss, a real scalar. Inner gets the window's, averaged as the gradients are, and
-      the average as `grad`, as `optax.lbfgs` takes it. If one micro-batch comes without a `value`, it is inf.
+    * `value=None`: the micro-batch's loss, a real scalar. Inner gets the window's, averaged as the gradients are. If
+      one micro-batch comes without a `value`, it is inf. Pass `grad=` too if inner needs it, as `optax.lbfgs` does;
+      inner gets the average there.
 
     ================================================  ==========================================================
     condition                                         result

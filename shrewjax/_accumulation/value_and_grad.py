@@ -148,9 +148,9 @@ def value_and_grad(
       batch_argnums: the positions of the arguments that hold examples, trees of arrays. None: all except those of
         `argnums`, `rng_argnums` and `carry_argnum`. All other arguments, and those passed by keyword, reach every
         micro-batch whole. They may hold no PRNG key, and those by keyword no array of B rows.
-      weight: a function of `fun`'s arguments for one micro-batch, which returns its number of examples or tokens: of
-        those in the mask, if the loss is a mean over a mask. This is a real scalar, 0 or between 2**-30 and 2**100, or
-        a boolean. None: all micro-batches have the same weight.
+      weight: a function of `fun`'s arguments for one micro-batch, which returns the number of examples or tokens
+        that its mean counts: with a mask, those in the mask. A real scalar, 0 or between 2**-30 and 2**100, or a
+        boolean. None: all micro-batches have the same weight.
       aux: how the aux is reduced, see above: one name for all leaves, or a tree prefix of names. A leaf whose shape
         depends on the number of examples has no `"mean"`.
       rng_argnums: the positions of the arguments that are trees of PRNG keys, typed or raw. Micro-batch i gets

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 AxisName = Hashable | tuple[Hashable, ...]
 """Names of mapped axes, as users pass them in `sum_over` and `sharded_over`."""
@@ -244,6 +244,11 @@ def may_be_partitioned() -> bool:
     """Returns whether XLA may shard an array here over devices, so that its shape is not that of one device's part."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() > 1 and (not mesh.manual_axes or set(mesh.manual_axes) != set(mesh.axis_names))
+
+
+def is_typed_by_device(x: jax.Array) -> bool:
+    """Returns whether JAX's type of an array can say how it is sharded: in shard_map, and on an Explicit mesh."""
+    return bool(mapped_axes()[0]) or AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
 def context_mesh() -> Any:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import UnitDims
+from shrewjax._base.mesh import UnitDims, newly_varying
 from shrewjax._base.states import described, fields, largest, require_own
 from shrewjax._base.trees import KeyPath, is_gradient
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
@@ -211,11 +211,18 @@ def adaptive_grad_clip(
             raise ValueError("adaptive_grad_clip needs the parameters, got params=None. Pass params to update")
         units = find_units(updates, unit_dims, mesh_axes)
         weights = units.beside(params)
-        for path, g, w in zip(units.paths, units.leaves, weights, strict=True):
+        for path, g, w, dims in zip(units.paths, units.leaves, weights, units.dims, strict=True):
             if not is_gradient(w) or g.shape != w.shape:
                 raise ValueError(
                     f"gradient leaf {trees.leaf_name(path)} must have the shape of its floating parameter, got "
                     f"{g.dtype} of shape {g.shape} for {w.dtype} of shape {w.shape}"
+                )
+            along = newly_varying(w, g) if dims else ""
+            if along:
+                raise ValueError(
+                    f"parameter leaf {trees.leaf_name(path)}, which has several units, may differ between devices "
+                    f"along {along}, but its gradient does not. Pass the parameter from before it was cast. Or pass the "
+                    f"gradient as jax.lax.pcast(gradient, {along}, to='varying')"
                 )
         of_weights = dataclasses.replace(units, leaves=weights).sharding
         lowest = scaling.limit_in(eps, accumulation_dtype(weights))

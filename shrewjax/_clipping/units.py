@@ -16,7 +16,16 @@ from jax import lax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.arguments import AxesOf, UnitAxisNames
-from shrewjax._base.mesh import Axes, AxisName, UnitDims, UnitSharding, may_be_partitioned, unit_axes, varying_axes
+from shrewjax._base.mesh import (
+    Axes,
+    AxisName,
+    UnitDims,
+    UnitSharding,
+    is_typed_by_device,
+    may_be_partitioned,
+    unit_axes,
+    varying_axes,
+)
 from shrewjax._base.trees import KeyPath, is_gradient
 from shrewjax._numerics import scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -58,10 +67,15 @@ class Units:
         return [tuple(x.shape[a] for a in dims) for x, dims in zip(self.leaves, self.dims, strict=True)]
 
     def grouped(self, *, gather: bool) -> Groups:
-        """Returns the leaves whose numbers are joined. Where XLA may shard those of several units, it gathers them."""
+        """Returns the leaves whose numbers are joined. Where XLA may shard those of several units, it gathers them.
+
+        Where types say how the numbers of several units are sharded, they stay apart, because JAX joins no others
+        (tests/clipping/test_units.py, "explicit mesh").
+        """
         alike: dict[Any, list[int]] = {}
         for i, (x, shape, over) in enumerate(zip(self.leaves, self.shapes, self.sharding, strict=True)):
-            is_apart = shape and not (are_known(shape) and (gather or not may_be_partitioned()))
+            may_join = are_known(shape) and (gather or not may_be_partitioned()) and not is_typed_by_device(x)
+            is_apart = shape and not may_join
             others = varying_axes(x).difference(over.within)
             alike.setdefault((others, over.across, (i,) if is_apart else ()), []).append(i)
         return tuple(map(tuple, alike.values()))

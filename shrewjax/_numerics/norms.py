@@ -170,7 +170,8 @@ def decide_by_norms(
     """Returns `exactly(*norms, *given)` for each group, from the 2-norms of its units in each tree.
 
     `in_floats` takes norms as floats. It returns the same bits, and which units are usual (`usual_numbers`). Unless all
-    are, leaves are read again, and the leaves `alike` are joined: in that branch a gather may cost time.
+    are, leaves are read again in a branch. There they are joined by the larger groups `alike`, because a gather in a
+    rare branch may cost time.
     """
     if not groups:
         return []
@@ -324,7 +325,10 @@ def _sums_of_units(leaves: Sequence[Any], p: float, unit_dims: Sequence[UnitDims
 
 
 def _agreed(axes: list[Axes]) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-    """Returns what makes flags the same on all devices if branches have collectives, because all have to take them."""
+    """Returns a function that combines flags over devices if a branch has collectives.
+
+    All devices have to take the same branch then.
+    """
     return list if all(over == () for over in axes) else any_device
 
 
@@ -359,7 +363,8 @@ def _read_again(
     def sums_of(untrusted: jax.Array, places: tuple[int, ...]) -> dict[int, jax.Array]:
         return run_if(untrusted, lambda: {i: again(i) for i in places}, lambda: {i: plain[i] for i in places})
 
-    untrusted = _agreed(axes)([jnp.any(shifts != 0) for shifts in join(list(map(shift, plain)), together)])
+    flags = [jnp.any(shift(sums) != 0) for sums in plain]
+    untrusted = _agreed(axes)([jnp.any(jnp.stack([flags[i] for i in places])) for places in together])
     results = reduce(operator.or_, map(sums_of, untrusted, together))
     return [results[i] for i in range(len(leaves))]
 

@@ -21,6 +21,7 @@ from shrewjax._numerics.floats import (
     is_greater,
     mul_real,
     power_of_two,
+    sign_bit,
     to_extended,
     upcast,
 )
@@ -44,7 +45,9 @@ def limit_in(value: Scalar, dtype: Any) -> ExtendedFloat:
     """Returns a threshold as a limit for norms whose mantissas have this dtype. A negative one counts as 0."""
     if not isinstance(value, jax.Array):
         return extended_number(value, dtype)
-    number = to_extended(jnp.maximum(value, 0))
+    # Selected by the sign bit, because a maximum would flush a subnormal threshold to 0 (XLA-18).
+    is_negative = sign_bit(value) & ~jnp.isnan(value)
+    number = to_extended(jnp.where(is_negative, jnp.zeros_like(value), value))
     return number._replace(mantissa=number.mantissa.astype(dtype))
 
 

@@ -180,3 +180,54 @@ def test_stacked_layers_sharded_along_the_stack(axis_type):
         updates, sharded_state = update(place(g), sharded_state)
         assert_close(updates, expected, rtol=1e-6)
         assert_close(sharded_state, state, rtol=1e-6)
+
+
+BY_UNIT = {
+    "agc": lambda: shrewjax.adaptive_grad_clip(0.1),
+    "leaf_norm": lambda: shrewjax.clip_by_leaf_norm(0.5, batch_axes=0),
+    "block_rms": lambda: shrewjax.clip_by_block_rms(0.5, batch_axes=0),
+    "leaf_ema": lambda: shrewjax.clip_by_leaf_norm_ema(1.5, batch_axes=0, warmup_steps=0),
+}
+
+
+@pytest.mark.parametrize("specs", [(P(None, "model"), P("model", None), P()), (P("data"), P("data"), P("model"))])
+@pytest.mark.parametrize("rule", BY_UNIT)
+def test_units_on_an_explicit_mesh_are_those_of_one_device(rule, specs):
+    """Leaves of one shape, whose units lie on devices in different ways. A zero leaf is read again."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    tx, rng = BY_UNIT[rule](), np.random.default_rng(0)
+    grads = [f32(rng.normal(size=(8, 8)) * scale) for scale in (3, 0, 1e25)]
+    params = [np.ones((8, 8), np.float32)] * 3
+
+    def placed(tree):
+        return [jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)) for x, spec in zip(tree, specs, strict=True)]
+
+    update = quick_jit(tx.update)
+    expected, state = update(grads, tx.init(params), params)
+    updates, on_devices = update(placed(grads), tx.init(placed(params)), placed(params))
+    assert_close(updates, expected, rtol=1e-6, atol=0)
+    assert_close(on_devices, state, rtol=1e-6, atol=0)
+
+
+def test_a_replicated_leaf_of_several_units_stays_replicated_beside_one_that_is_not():
+    def axes_of(name, leaf):
+        return P("data") if "rows" in name else P()
+
+    tx = shrewjax.clip_by_leaf_norm_ema(1.5, batch_axes=1, sharded_over=axes_of)
+    specs = {"rows": P("data"), "replicated": P()}
+    grads = {"rows": f32(np.ones((8, 3))), "replicated": f32(np.ones((4, 3)))}
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    step = jax.shard_map(lambda g: tx.update(g, tx.init(g), g)[0], mesh=mesh, in_specs=(specs,), out_specs=specs)
+    assert_close(quick_jit(step)(grads), tx.update(grads, tx.init(grads), grads)[0], rtol=1e-6, atol=0)
+
+
+def test_parameter_that_differs_between_devices_more_than_its_gradient_is_an_error():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = shrewjax.adaptive_grad_clip(0.1, sharded_over=())
+    step = jax.shard_map(
+        lambda g, w: tx.update(g, tx.init(w), w)[0], mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
+    )
+    with pytest.raises(
+        ValueError, match=r"parameter leaf .* may differ between devices along 'data', but its gradient"
+    ):
+        jax.eval_shape(step, jnp.ones((2, 3)), jnp.ones((16, 3)))

@@ -27,3 +27,11 @@ def test_factors_of_a_clip_multiply_to_limit_over_norm_and_each_is_normal(x64):
             assert Fraction(a) * Fraction(b) ** 2 == Fraction(float(dtype(1.25) / dtype(1.75))) / 2**n
         once = below < info.maxexp - 3
         assert (second[once] == 1).all()
+
+
+@pytest.mark.parametrize("value", [1e-38, 1e-45, -1e-45, -0.0, np.inf, np.nan])
+def test_threshold_in_an_array_keeps_its_value_unless_it_is_negative(value):
+    """Also if it is subnormal: a maximum with 0 would flush it (XLA-18)."""
+    limit = scaling.limit_in(jnp.asarray(np.float32(value)), jnp.float32)
+    expected = np.float64(np.float32(value)) if not value < 0 else 0.0
+    np.testing.assert_equal(float(np.ldexp(np.float64(limit.mantissa), limit.exponent)), float(expected))
