@@ -221,8 +221,8 @@ def adaptive_grad_clip(
             if along:
                 raise ValueError(
                     f"parameter leaf {trees.leaf_name(path)}, which has several units, may differ between devices "
-                    f"along {along}, but its gradient does not. Pass the parameter from before it was cast. Or pass the "
-                    f"gradient as jax.lax.pcast(gradient, {along}, to='varying')"
+                    f"along {along}, but its gradient does not. Pass the parameter from before it was cast. Or pass "
+                    f"the gradient as jax.lax.pcast(gradient, {along}, to='varying')"
                 )
         of_weights = dataclasses.replace(units, leaves=weights).sharding
         lowest = scaling.limit_in(eps, accumulation_dtype(weights))

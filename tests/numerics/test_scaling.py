@@ -33,5 +33,6 @@ def test_factors_of_a_clip_multiply_to_limit_over_norm_and_each_is_normal(x64):
 def test_threshold_in_an_array_keeps_its_value_unless_it_is_negative(value):
     """Also if it is subnormal: a maximum with 0 would flush it (XLA-18)."""
     limit = scaling.limit_in(jnp.asarray(np.float32(value)), jnp.float32)
-    expected = np.float64(np.float32(value)) if not value < 0 else 0.0
-    np.testing.assert_equal(float(np.ldexp(np.float64(limit.mantissa), limit.exponent)), float(expected))
+    expected = np.float64(np.float32(value)) if value > 0 or value != value else 0.0
+    found = np.ldexp(np.float64(limit.mantissa), limit.exponent)
+    np.testing.assert_array_equal(found, expected)
