@@ -66,7 +66,7 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)
-        for name in ("shrewjax", "tests", "examples"):
+        for name in ("shrewjax", "tests", "examples", "docs"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md"):
             shutil.copy(ROOT / name, copy)
