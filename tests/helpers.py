@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import xla_flags
 
 import shrewjax
@@ -67,6 +68,11 @@ TRANSFORMATIONS = {name: case.make for name, case in CASES.items()}
 # In the default run another one of the same kind is tested in the place of each of these: `rows_of` in conftest.py.
 STOOD_FOR = {"clip_by_leaf_norm", "clip_by_value", "clip_by_block_rms", "clip_by_norm_percentile", "skip_nonfinite"}
 MAPPED = {name: case.make_mapped or case.make for name, case in CASES.items()}
+
+
+def rows_of_names(names, by_default):
+    """Rows of a table: those named in `by_default` run always, the others in CI."""
+    return [pytest.param(name, marks=() if name in by_default else pytest.mark.thorough) for name in names]
 
 
 def flat(tree):

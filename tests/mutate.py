@@ -44,7 +44,7 @@ from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
 
 ROOT = pathlib.Path(__file__).parent.parent
-# A wing's tests are in the folder of its name. What stands on the ground shows whether that holds, too.
+# A wing's tests are in the folder of its name. Tests of what calls these two wings show their slips, too.
 FOLDERS = {"_base": ["base", "numerics", "accumulation", "promises"], "_numerics": ["numerics", "definition"]}
 LONGEST = 60  # seconds of a core for one test
 

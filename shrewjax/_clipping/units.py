@@ -69,8 +69,8 @@ class Units:
     def grouped(self, *, gather: bool) -> Groups:
         """Returns the leaves whose numbers are joined. Where XLA may shard those of several units, it gathers them.
 
-        Where types say how the numbers of several units are sharded, they stay apart, because JAX joins no others
-        (tests/clipping/test_units.py, "explicit mesh").
+        The numbers of a leaf of several units stay apart if their type can say how they are sharded, because JAX joins
+        only arrays of one sharding (tests/clipping/test_units.py, "explicit mesh").
         """
         alike: dict[Any, list[int]] = {}
         for i, (x, shape, over) in enumerate(zip(self.leaves, self.shapes, self.sharding, strict=True)):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, bits, lenient, quick_jit, tree_of
+from helpers import assert_close, bits, lenient, quick_jit, rows_of_names, tree_of
 from recording import POLICIES, recorder, recording_window, run, run_compiled, vector
 
 import shrewjax
@@ -348,13 +348,7 @@ EXPORTED = {n for n in dir(optax) if getattr(getattr(optax, n), "__module__", ""
 ONE_OF_A_KIND = {"sgd", "adamw", "adafactor", "lion", "lbfgs", "noisy_sgd", "polyak_sgd"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ONE_OF_A_KIND else pytest.mark.thorough)
-        for name in sorted((EXPORTED | {"nadam", "nadamw"}) - DEPRECATED)
-    ],
-)
+@pytest.mark.parametrize("name", rows_of_names(sorted((EXPORTED | {"nadam", "nadamw"}) - DEPRECATED), ONE_OF_A_KIND))
 def test_every_optimizer_of_optax_takes_the_steps_it_takes_in_multisteps(name):
     make = lambda: getattr(optax, name)(**ARGUMENTS.get(name, {"learning_rate": 0.01}))  # noqa: E731
     matrices = lambda seed: {k: v for k, v in tree_of(seed).items() if v.ndim}  # noqa: E731 (sm3 takes no scalars)

@@ -1,4 +1,4 @@
-"""Mapped axes: which there are, and an error where nothing tells over which of them gradients are sharded."""
+"""The mapped axes are found, and it is an error if nothing says over which of them gradients are sharded."""
 
 import jax
 import numpy as np

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, quick_jit
+from sharded import SPECS, place
 from steps import agc, f32
 
 import shrewjax
@@ -15,8 +16,6 @@ P = jax.P
 
 
 SHAPES = {"rows": (16, 4), "columns": (3, 8), "replicated": (5, 2)}
-
-SPECS = {"rows": P("data"), "columns": P(None, "model"), "replicated": P()}
 
 MAPPED = {
     "agc": lambda **k: shrewjax.adaptive_grad_clip(0.05, unit="tensor", **k),
@@ -37,10 +36,6 @@ def mapped_mesh():
     return jax.make_mesh((4, 2), ("data", "model"))
 
 
-def on_mesh(tree, specs):
-    return jax.tree.map(lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mapped_mesh(), s)), tree, specs)
-
-
 @cache
 def on_one_device_and_mapped(rule):
     tx = MAPPED[rule]()
@@ -53,11 +48,11 @@ def on_one_device_and_mapped(rule):
 def test_shard_map_gives_the_unsharded_answer(rule, scale):
     tx, update, mapped = on_one_device_and_mapped(rule)
     params, *gradients = trees(scale)
-    state = tx.init(params)
-    mapped_state = on_mesh(state, jax.tree.map(lambda _: P(), state))  # as updates leave it: one program
+    state, mesh = tx.init(params), mapped_mesh()
+    mapped_state = place(state, mesh, jax.tree.map(lambda _: P(), state))  # as updates leave it: one program
     for g in gradients:
         expected, state = update(g, state, params)
-        updates, mapped_state = mapped(on_mesh(g, SPECS), mapped_state, on_mesh(params, SPECS))
+        updates, mapped_state = mapped(place(g, mesh), mapped_state, place(params, mesh))
         assert_close(updates, expected, rtol=1e-5)
         assert_close(mapped_state, state, rtol=1e-5)
 
@@ -198,13 +193,10 @@ def test_units_on_an_explicit_mesh_are_those_of_one_device(rule, specs):
     tx, rng = BY_UNIT[rule](), np.random.default_rng(0)
     grads = [f32(rng.normal(size=(8, 8)) * scale) for scale in (3, 0, 1e25)]
     params = [np.ones((8, 8), np.float32)] * 3
-
-    def placed(tree):
-        return [jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)) for x, spec in zip(tree, specs, strict=True)]
-
     update = quick_jit(tx.update)
     expected, state = update(grads, tx.init(params), params)
-    updates, on_devices = update(placed(grads), tx.init(placed(params)), placed(params))
+    placed = place(params, mesh, list(specs))
+    updates, on_devices = update(place(grads, mesh, list(specs)), tx.init(placed), placed)
     assert_close(updates, expected, rtol=1e-6, atol=0)
     assert_close(on_devices, state, rtol=1e-6, atol=0)
 

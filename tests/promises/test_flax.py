@@ -16,7 +16,7 @@ import pytest
 from flax import linen, nnx
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
-from helpers import assert_close, bits, quick_jit, users_jit
+from helpers import assert_close, bits, quick_jit, rows_of_names, users_jit
 
 import shrewjax
 import shrewjax.flax
@@ -110,8 +110,7 @@ OPTIMIZERS = {
     "radam": optax.radam(1e-2),
     "novograd": optax.novograd(1e-2),
 }
-FIRST = {"sgd", "adam", "clip and adamw", "adafactor"}  # CI runs the others
-ROWS = [pytest.param(name, marks=() if name in FIRST else pytest.mark.thorough) for name in OPTIMIZERS]
+ROWS = rows_of_names(OPTIMIZERS, by_default={"sgd", "adam", "clip and adamw", "adafactor"})
 
 
 @pytest.mark.parametrize("name", ROWS)

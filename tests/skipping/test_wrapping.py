@@ -34,7 +34,7 @@ def test_inner_that_changes_its_state_is_an_error_that_names_the_leaf():
         tx.update(vector(1.0), tx.init(vector(0.0)))
 
 
-@pytest.mark.parametrize("new", [lambda n: n + 1, lambda n: 7], ids=["a counter", "a number anew"])
+@pytest.mark.parametrize("new", [lambda n: n + 1, lambda n: 7], ids=["a counter", "a new number"])
 @pytest.mark.parametrize(
     "wrap",
     [
