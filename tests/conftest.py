@@ -25,10 +25,12 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import xla_flags
 
 # `helpers.users_jit` compiles as users do. libtpu reads the same variable, does not know the older emitters' flag, and
-# would end the process.
+# would end the process. The compiler for a GPU reads the level, too.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + xla_flags.flags("xla_cpu_parallel_codegen_split_count")
 if importlib.util.find_spec("libtpu") is None:
     os.environ["XLA_FLAGS"] += xla_flags.flags("xla_cpu_use_fusion_emitters")
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        os.environ["XLA_FLAGS"] += xla_flags.flags("xla_backend_optimization_level")
 
 import helpers
 import hypothesis

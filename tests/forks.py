@@ -1,35 +1,32 @@
-"""Runs scripts in forks of one process, which has imported, with warnings as errors, what takes seconds to import.
+"""Runs scripts in forks of one process, which imports, with warnings as errors, what takes them seconds to import.
 
 A script finds no more than a new process would: none of the tests' modules, and JAX without devices as yet.
 Each line of the input is a list of scripts to run at the same time. The answer is a list of their exit codes.
 """
 
+import ast
 import gc
+import importlib
 import json
 import os
+import pathlib
 import runpy
 import signal
 import sys
 import warnings
 
-# ruff: noqa: F401
-import equinox
-import flax.linen
-import flax.nnx
-import flax.serialization
-import matplotlib.backends.backend_agg
-import matplotlib.figure
-import optax
-import orbax.checkpoint
-import PIL.PngImagePlugin
-import sklearn.datasets
-import sklearn.model_selection
-import tensorboardX
-import tqdm
-
-import shrewjax
-
 SECONDS = 300
+
+
+def import_packages_of(script):
+    """Imports the packages that a script imports first, itself and by the files beside it."""
+    for node in ast.parse(script.read_text()).body:
+        for name in [node.module] if isinstance(node, ast.ImportFrom) else [x.name for x in getattr(node, "names", ())]:
+            beside = script.with_name(f"{name}.py")
+            if beside.exists():
+                import_packages_of(beside)
+            else:
+                importlib.import_module(name)
 
 
 def start(command, folder, printed, errors, environment):
@@ -52,10 +49,12 @@ def start(command, folder, printed, errors, environment):
 
 
 if __name__ == "__main__":
-    # Otherwise each fork's collector looks at all that was imported, again and again.
-    gc.freeze()
     gc.set_threshold(100_000)  # as in conftest.py
     for line in sys.stdin:
-        processes = [start(**script) for script in json.loads(line)]
+        scripts = json.loads(line)
+        for script in scripts:
+            import_packages_of(pathlib.Path(script["command"][0]))
+        gc.freeze()  # otherwise each fork's collector looks at all that was imported, again and again
+        processes = [start(**script) for script in scripts]
         codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
         print(json.dumps(codes), flush=True)

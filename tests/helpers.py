@@ -133,8 +133,8 @@ def run_page(path):
 
 def users_jit(function, **options):
     """`jax.jit` as users have it: for tests of last bits, of memory and of compiled text."""
-    emitters = xla_flags.options(xla_cpu_use_fusion_emitters=True) if jax.default_backend() == "cpu" else None
-    return jax.jit(function, compiler_options=emitters, **options)
+    as_users = xla_flags.options(xla_cpu_use_fusion_emitters=True, xla_backend_optimization_level=3)
+    return jax.jit(function, compiler_options=as_users if jax.default_backend() == "cpu" else None, **options)
 
 
 def compiled(tx):

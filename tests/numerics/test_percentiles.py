@@ -73,10 +73,7 @@ def plain_select(leaves, percentile, start=None, method="linear", over="all", sc
     return percentiles.select(leaves, rule, start)
 
 
-# The last is for large leaves, where LLVM's optimizations save more than they take.
-select, quick_select, large_select = (
-    jit(plain_select, static_argnames=OPTIONS) for jit in (users_jit, quick_jit, jax.jit)
-)
+select, quick_select = (jit(plain_select, static_argnames=OPTIONS) for jit in (users_jit, quick_jit))
 
 
 @partial(quick_jit, static_argnames=("percentile", *OPTIONS))
@@ -194,21 +191,21 @@ def test_large_leaves_of_many_distributions(distribution):
     for percentile in (0.1, 1, 25, 50, 90, 99.9, 100):
         rank = on_grid(np.float32(percentile)) * (n - 1) / 100
         for start in (0.0, magnitudes[-1], magnitudes[int(rank)] * np.float32(1.03)):
-            lower = large_select(leaves, jnp.float32(percentile), jnp.float32(start), method="lower")
+            lower = select(leaves, jnp.float32(percentile), jnp.float32(start), method="lower")
             found = np.asarray(lower.bound)  # NumPy flushes no subnormals
             assert found == magnitudes[int(rank)]
             assert int(lower.above) == np.sum(magnitudes > found)
-        higher = large_select(leaves, jnp.float32(percentile), jnp.float32(0), method="higher")
+        higher = select(leaves, jnp.float32(percentile), jnp.float32(0), method="higher")
         assert np.asarray(higher.bound) == magnitudes[math.ceil(rank)]
 
 
 def test_a_start_near_the_result_saves_reads():
     values = jnp.asarray(np.random.default_rng(0).standard_normal(400_000), jnp.float32)
-    cold = large_select([values], jnp.float32(90), jnp.float32(0))
-    warm = large_select([values * 1.05], jnp.float32(90), cold.bound)
+    cold = select([values], jnp.float32(90), jnp.float32(0))
+    warm = select([values * 1.05], jnp.float32(90), cold.bound)
     assert int(warm.reads) < int(cold.reads) <= 7
     ties = jnp.full(1000, 0.1)
-    assert int(large_select([ties], jnp.float32(90), jnp.float32(0.1)).reads) <= 2
+    assert int(select([ties], jnp.float32(90), jnp.float32(0.1)).reads) <= 2
 
 
 def test_an_empty_leaf_takes_no_read_of_the_others():
@@ -232,9 +229,9 @@ def test_a_search_takes_few_reads_and_fewer_from_a_start_near_the_result():
     reads = {growth: [] for growth in most}
     for values in map(jnp.float32, distributions):
         for percentile in map(jnp.float32, (0.1, 5, 37, 50, 90, 99, 99.9)):
-            cold = large_select([values], percentile, jnp.float32(0))
+            cold = select([values], percentile, jnp.float32(0))
             for growth in most:
-                warm = cold if growth is None else large_select([values * growth], percentile, cold.bound)
+                warm = cold if growth is None else select([values * growth], percentile, cold.bound)
                 reads[growth].append(int(warm.reads))
     for growth, limit in most.items():
         assert np.mean(reads[growth]) <= limit
