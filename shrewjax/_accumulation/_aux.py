@@ -91,11 +91,15 @@ class AuxLeaves:
         return AuxSums(means, others), [selected(kept, x, jnp.zeros_like(x)) for x in self._of(leaves, "stack")]
 
     def close(self, sums: AuxSums, stacked: list[jax.Array]) -> Any:
-        """Returns the aux of the batch."""
+        """Returns the aux of the batch.
+
+        A mean is NaN if no micro-batch is kept, or if the sum of weights is out of range.
+        """
         means, known, _ = self._window.close(already_begun(sums.means))
         names = self._of(self._names, *COMBINE)
         results = {"mean": iter([nan_unless(known, x) for x in means.gradients]), "stack": iter(stacked)}
         others = iter(combined_over(self._sum_over, names, sums.others))
+        # Each iterator has its leaves in the order of the names.
         leaves = [next(results.get(name, others)) for name in self._names]
         return jax.tree.unflatten(self._structure, map(in_dtype_of, leaves, self._like))
 

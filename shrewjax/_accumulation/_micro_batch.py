@@ -37,7 +37,10 @@ from shrewjax._numerics.reductions import all_finite, any_device
 
 
 def checked_gradients(grads: chex.ArrayTree, gradient_sum: chex.ArrayTree, axes: Axes) -> chex.ArrayTree:
-    """Returns the gradients as arrays, with rows if the accumulator has them. Raises if a leaf does not fit it."""
+    """Returns the gradients as arrays, with rows if the accumulator has them. Raises if a leaf does not fit it.
+
+    The accumulator of a parameter that is not floating is a number in its place, int32.
+    """
     grads = trees.gradient_arrays(grads)
     if axes and is_mapped(axes):
 
@@ -55,7 +58,7 @@ def checked_gradients(grads: chex.ArrayTree, gradient_sum: chex.ArrayTree, axes:
     same_leaves(grads, gradient_sum, axes)
 
     def check(path: trees.KeyPath, total: jax.Array, grad: Any) -> None:
-        # None and float0 add zero, also for a floating parameter.
+        # None and float0 add zero, also for a floating parameter. An integer of an integer parameter is no gradient.
         if grad is None or grad.dtype == jax.dtypes.float0 or not (is_gradient(grad) or is_gradient(total)):
             return
         name = f"gradient leaf {trees.leaf_name(path)}"
@@ -74,6 +77,8 @@ def checked_gradients(grads: chex.ArrayTree, gradient_sum: chex.ArrayTree, axes:
                 f"{name} is {grad.dtype}, but its accumulator is {total.dtype} and would lose the imaginary part. "
                 "Pass the real part of the gradient. Or call init with a complex parameter"
             )
+        # A sum that is the same on every device cannot take a gradient that differs: its type would change, and JAX
+        # would raise at the end of a loop or a branch. With sum_over, sums differ between devices, too.
         along = newly_varying(grad, total)
         if along:
             raise ValueError(

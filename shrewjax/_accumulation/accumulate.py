@@ -185,7 +185,7 @@ def accumulate(
         require_own(state, AccumulateState)
         _check_names(wrapped, extra_args)
         run = partial(advance_and_run, make_gradients, state, params, apply, extra_args)
-        return run_or_skip(runs, run, state, params, apply=apply, changed="the accumulation's state changed")
+        return run_or_skip(runs, run, state, params, apply=apply, what_changed="the accumulation's state changed")
 
     return Accumulation(init_fn, wrapper(step_fn))
 

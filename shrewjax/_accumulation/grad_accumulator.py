@@ -162,7 +162,8 @@ class GradAccumulator:
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight, value))):
             raise ValueError("step decides on the host and cannot be traced. Use add, ready and take under jit")
         _require_window(state)
-        weight = arguments.weight(weight, {(), state.weight_sum.shape})  # checked here, because jit hides its value
+        # One weight, or one per row. It is checked here, because jit hides its value.
+        weight = arguments.weight(weight, {(), state.weight_sum.shape})
         state = _jitted_add(self, state, grads, weight, value)
         if not self.ready(state):
             return None, state

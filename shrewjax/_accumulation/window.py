@@ -342,9 +342,9 @@ class Window:
     def close(self, state: Any) -> tuple[Average, Flag, Any]:
         """Closes a window, full or not. Returns its average, whether it has one, and the state.
 
-        The average of a window without one is meaningless. It is not selected away, because on CUDA XLA would hold the
-        zeros. For a transformer, they take a quarter of the gradients' size. `windows`, `value` and `noise` stay as
-        they were.
+        The average of a window without one is meaningless. It is not replaced by zeros here, because XLA:GPU would hold
+        these zeros beside the gradients, with a quarter of their size for a transformer. Callers whose users may read
+        it replace it. `windows`, `value` and `noise` stay as they were.
         """
         step = self.advance(state, None, 0, None, flush=True)
         average = self.average(step)
@@ -354,7 +354,8 @@ class Window:
 def already_begun(state: GradAccumulatorState) -> GradAccumulatorState:
     """Returns the window, marked as begun, so that a gradient is always added and never replaces the sum.
 
-    XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them (XLA-24).
+    XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them (XLA-24). After
+    the loop the window has begun anyway, but XLA does not know it. Marked, it closes without a select of the sums.
     """
     return state._replace(micro_step=jnp.ones((), jnp.int32))
 

@@ -243,9 +243,10 @@ def unit_axis_names(value: Any) -> UnitAxisNames:
 
 
 def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Any) -> tuple[Hashable, ...] | jax.P | None:
-    """Returns the mapped axes, or the PartitionSpec, of one leaf; None if its type has to tell.
+    """Returns the mapped axes, or the PartitionSpec, of one leaf; None if the leaf's type has to tell.
 
-    Raises if the user's function returns a function, because `unit_axis_names` lets functions pass.
+    Raises if the user's function returns a function. `unit_axis_names` lets functions pass, and the leaf's reductions
+    would take it for names of axes.
     """
     chosen = unit_axis_names(given(leaf_name(path), leaf)) if callable(given) else given
     if callable(chosen):

@@ -3,21 +3,18 @@
 A unit is a leaf, a layer of a leaf that stacks layers, or a row or column of a kernel, as each rule says (`units`).
 """
 
-import dataclasses
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import UnitDims, newly_varying
+from shrewjax._base import arguments
 from shrewjax._base.states import described, fields, largest, require_own
-from shrewjax._base.trees import KeyPath, is_gradient
+from shrewjax._base.trees import KeyPath
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
-from shrewjax._numerics.norms import accumulation_dtype, decide_by_norms, usual_numbers
 from shrewjax._numerics.reductions import sizes
 from shrewjax._numerics.scaling import ClipScale
 
@@ -190,7 +187,7 @@ def adaptive_grad_clip(
     axis, batch_axes = arguments.axes("axis", axis), arguments.axes("batch_axes", batch_axes)
     mesh_axes = arguments.unit_axis_names(sharded_over)
 
-    def unit_dims(path: KeyPath, leaf: Any) -> UnitDims:
+    def unit_dims(path: KeyPath, leaf: Any) -> tuple[int, ...]:
         batch = arguments.axes_of_leaf("batch_axes", batch_axes, path, leaf) or ()
         shared = arguments.axes_of_leaf("axis", axis, path, leaf)
         if shared is None:
@@ -210,27 +207,9 @@ def adaptive_grad_clip(
         if params is None:
             raise ValueError("adaptive_grad_clip needs the parameters, got params=None. Pass params to update")
         units = find_units(updates, unit_dims, mesh_axes)
-        weights = units.beside(params)
-        for path, g, w, dims in zip(units.paths, units.leaves, weights, units.dims, strict=True):
-            if not is_gradient(w) or g.shape != w.shape:
-                raise ValueError(
-                    f"gradient leaf {trees.leaf_name(path)} must have the shape of its floating parameter, got "
-                    f"{g.dtype} of shape {g.shape} for {w.dtype} of shape {w.shape}"
-                )
-            along = newly_varying(w, g) if dims else ""
-            if along:
-                raise ValueError(
-                    f"parameter leaf {trees.leaf_name(path)}, which has several units, may differ between devices "
-                    f"along {along}, but its gradient does not. Pass the parameter from before it was cast. Or pass "
-                    f"the gradient as jax.lax.pcast(gradient, {along}, to='varying')"
-                )
-        of_weights = dataclasses.replace(units, leaves=weights).sharding
-        lowest = scaling.limit_in(eps, accumulation_dtype(weights))
-        factor = scaling.limit_in(clipping, accumulation_dtype(units.leaves))
-        leaves, sharding, alike = (units.leaves, weights), (units.sharding, of_weights), units.grouped(gather=True)
-        decided = decide_by_norms(
-            _clip_in_floats, _clip_exactly, leaves, (lowest, factor), units.dims, sharding, units.groups, alike
-        )
+        weights = units.of_parameters(params)
+        given = weights.limit(eps), units.limit(clipping)
+        decided = units.decided_beside(weights, _clip_in_floats, _clip_exactly, given)
         scales, ratios, is_clipped = ([of_group[i] for of_group in decided] for i in range(3))
         return units.scaled(updates, scales), AdaptiveGradClipState(
             ratio_max=units.largest(ratios), clipped_fraction=units.clipped_fraction(is_clipped)
@@ -253,7 +232,7 @@ def _clip_in_floats(
 ) -> tuple[tuple[ClipScale, jax.Array, jax.Array], jax.Array]:
     """Returns the bits of `_clip_exactly`, and whether the unit is usual (`test_usual_units_clip_as_in_any_range`)."""
     base = jnp.maximum(weight_norm, floats.from_extended(eps)).astype(norm.dtype)
-    (norm, base, factor), is_usual = usual_numbers(norm, base, floats.from_extended(clipping))
+    (norm, base, factor), is_usual = scaling.usual_numbers(norm, base, floats.from_extended(clipping))
     limit = base * factor
     scale = ClipScale(norm > limit, limit / norm, jnp.ones_like(norm))
     return (scale, (norm / base).astype(jnp.float32), scale.applies), is_usual
@@ -462,23 +441,10 @@ def clip_by_leaf_norm_ema(
         is_warmup = state.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
         is_recorded = jnp.isfinite(total.mantissa)
 
-        def norm_and_limit(norm: ExtendedFloat, ema: jax.Array) -> tuple[ExtendedFloat, ExtendedFloat]:
-            """Returns the norm that decides on a unit, its own or the global one, and the limit of that norm."""
-            own = floats.product(scaling.as_limit(ema, norm), scaling.as_limit(max_ratio, norm))
-            whole = total, scaling.as_limit(warmup_max_norm, norm)
-            return optax.tree.where(is_warmup | (ema == 0), whole, (norm, own))
-
-        def next_ema(
-            norm: ExtendedFloat, decisive: ExtendedFloat, limit: ExtendedFloat, scale: ClipScale, ema: jax.Array
-        ) -> jax.Array:
-            if_clipped = floats.product(norm, floats.quotient(limit, decisive))
-            clipped = floats.to_float32(optax.tree.where(scale.applies, if_clipped, norm))
-            smallest = jnp.where(ema == 0, clipped, jnp.minimum(ema, clipped))
-            ema_or_min = jnp.where(is_warmup | (ema == 0), smallest, histories.ema(ema, clipped, share))
-            new = jnp.maximum(ema_or_min, floor)
-            return jnp.where(is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new) & (clipped > 0), new, ema)
-
-        pairs = list(map(norm_and_limit, norms, emas))
+        pairs = [
+            _norm_and_limit(norm, ema, max_ratio, total, warmup_max_norm, is_warmup)
+            for norm, ema in zip(norms, emas, strict=True)
+        ]
         decisive, limits = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         scales = scaling.clip_scales(decisive, limits)
         # A unit that never had a nonzero gradient has no threshold: show 0.
@@ -486,7 +452,11 @@ def clip_by_leaf_norm_ema(
         shown = [
             limit._replace(mantissa=jnp.where(i, 0, limit.mantissa)) for i, limit in zip(is_idle, limits, strict=True)
         ]
-        norm_emas = list(map(next_ema, norms, decisive, limits, scales, emas))
+        clipped = map(_clipped_norm, norms, decisive, limits, scales)
+        norm_emas = [
+            _next_ema(ema, x, share, floor, is_warmup=is_warmup, is_recorded=is_recorded)
+            for ema, x in zip(emas, clipped, strict=True)
+        ]
         return units.scaled(updates, scales), ClipByLeafNormEmaState(
             recorded=jnp.where(is_recorded, optax.safe_increment(state.recorded), state.recorded),
             norm_ema=units.with_leaves(state.norm_ema, units.by_leaf(norm_emas)),
@@ -496,3 +466,45 @@ def clip_by_leaf_norm_ema(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _norm_and_limit(
+    norm: ExtendedFloat,
+    ema: jax.Array,
+    max_ratio: Any,
+    total: ExtendedFloat,
+    warmup_max_norm: Any,
+    is_warmup: jax.Array,
+) -> tuple[ExtendedFloat, ExtendedFloat]:
+    """Returns the norm that decides on each unit, and its limit: those of all units together until it has an average.
+
+    The global norm `total` is one number, which `where` broadcasts to the units.
+    """
+    own = norm, floats.product(scaling.as_limit(ema, norm), scaling.as_limit(max_ratio, norm))
+    of_all = total, scaling.as_limit(warmup_max_norm, norm)
+    return optax.tree.where(is_warmup | (ema == 0), of_all, own)
+
+
+def _clipped_norm(norm: ExtendedFloat, decisive: ExtendedFloat, limit: ExtendedFloat, scale: ClipScale) -> jax.Array:
+    """Returns the norm of each unit after the clip, float32."""
+    if_clipped = floats.product(norm, floats.quotient(limit, decisive))
+    return floats.to_float32(optax.tree.where(scale.applies, if_clipped, norm))
+
+
+def _next_ema(
+    ema: jax.Array,
+    clipped: jax.Array,
+    share: jax.Array,
+    floor: jax.Array,
+    *,
+    is_warmup: jax.Array,
+    is_recorded: jax.Array,
+) -> jax.Array:
+    """Returns the average of each unit's norms: the smallest one of the warm-up, and from then on a moving average.
+
+    It stays as it was if the step is not recorded, or if the unit's norm is 0 or not finite.
+    """
+    smallest = jnp.where(ema == 0, clipped, jnp.minimum(ema, clipped))
+    ema_or_min = jnp.where(is_warmup | (ema == 0), smallest, histories.ema(ema, clipped, share))
+    new = jnp.maximum(ema_or_min, floor)
+    return jnp.where(is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new) & (clipped > 0), new, ema)

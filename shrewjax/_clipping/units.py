@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.arguments import AxesOf, UnitAxisNames
+from shrewjax._base.arguments import AxesOf, Scalar, UnitAxisNames
 from shrewjax._base.mesh import (
     Axes,
     AxisName,
@@ -23,6 +23,7 @@ from shrewjax._base.mesh import (
     UnitSharding,
     is_typed_by_device,
     may_be_partitioned,
+    newly_varying,
     unit_axes,
     varying_axes,
 )
@@ -31,7 +32,9 @@ from shrewjax._numerics import scaling
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import (
     Groups,
+    accumulation_dtype,
     combine,
+    decide_by_norms,
     join,
     magnitude_keys,
     measure_units,
@@ -120,6 +123,40 @@ class Units:
                 "update with params like the gradients"
             )
         return [trees.array_leaf(path, at[path]) for path in self.paths]
+
+    def of_parameters(self, params: chex.ArrayTree) -> "Units":
+        """Returns the same units of the parameters. Raises unless their leaves are like the gradients."""
+        weights = self.beside(params)
+        for path, g, w, dims in zip(self.paths, self.leaves, weights, self.dims, strict=True):
+            if not is_gradient(w) or g.shape != w.shape:
+                raise ValueError(
+                    f"gradient leaf {trees.leaf_name(path)} must have the shape of its floating parameter, got "
+                    f"{g.dtype} of shape {g.shape} for {w.dtype} of shape {w.shape}"
+                )
+            along = newly_varying(w, g) if dims else ""
+            if along:
+                raise ValueError(
+                    f"parameter leaf {trees.leaf_name(path)}, which has several units, may differ between devices "
+                    f"along {along}, but its gradient does not. Pass the parameter from before it was cast. Or pass "
+                    f"the gradient as jax.lax.pcast(gradient, {along}, to='varying')"
+                )
+        return dataclasses.replace(self, leaves=weights)
+
+    def limit(self, value: Scalar) -> ExtendedFloat:
+        """Returns a threshold as a limit for the norms of these units."""
+        return scaling.limit_in(value, accumulation_dtype(self.leaves))
+
+    def decided_beside(
+        self,
+        weights: "Units",
+        in_floats: Callable[..., tuple[Any, jax.Array]],
+        exactly: Callable[..., Any],
+        given: tuple[ExtendedFloat, ...],
+    ) -> list[Any]:
+        """Returns `exactly(norm, norm of the weights, *given)` for all units, by `decide_by_norms`."""
+        leaves, sharding = (self.leaves, weights.leaves), (self.sharding, weights.sharding)
+        alike = self.grouped(gather=True)
+        return decide_by_norms(in_floats, exactly, leaves, given, self.dims, sharding, self.groups, alike)
 
     def with_leaves(self, tree: chex.ArrayTree, leaves: Sequence[Any]) -> chex.ArrayTree:
         """Returns the tree with these leaves at the same places."""

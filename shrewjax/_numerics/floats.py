@@ -140,9 +140,13 @@ def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
 
 
 def factors_of_two(exponent: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns two powers of two, each in range, whose product is 2**exponent."""
+    """Returns two powers of two whose product is 2**exponent, for exponents from 2 - 2 * bias to 2 * bias.
+
+    For a lower exponent the second is 0, and for a higher one the product is 2**(2 * bias).
+    """
     _, bias = float_format(dtype)
     first = jnp.clip(exponent, 1 - bias, bias)
+    # The second power of -bias is 0, for `EXPONENT_OF_ZERO`. The first is never 0, or x would vanish too soon.
     return power_of_two(first, dtype), power_of_two(jnp.clip(exponent - first, -bias, bias), dtype)
 
 

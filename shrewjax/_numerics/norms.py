@@ -145,17 +145,6 @@ def measure_units(
     return [_rooted(of_group, ord, shift) for of_group, shift in zip(powers, shifts, strict=True)]
 
 
-def usual_numbers(*numbers: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Returns these numbers, or 1 where one of them is unusual, and where none is.
-
-    The root of an untrusted sum is unusual. Products and quotients of three usual numbers are normal numbers.
-    """
-    dtype = numbers[0].dtype
-    lowest = max(2 * RANGE[dtype].trusted_above ** 0.5, float(jnp.finfo(dtype).tiny) ** (1 / 3))
-    is_usual = reduce(lax.bitwise_and, [(x >= lowest) & (x <= 1 / lowest) for x in numbers])
-    return [jnp.where(is_usual, x, 1) for x in numbers], is_usual
-
-
 @partial(jax.jit, static_argnums=(0, 1, 4, 5, 6, 7), inline=True)  # XLA-21
 def decide_by_norms(
     in_floats: Callable[..., tuple[Any, jax.Array]],
@@ -169,9 +158,9 @@ def decide_by_norms(
 ) -> list[Any]:
     """Returns `exactly(*norms, *given)` for each group, from the 2-norms of its units in each tree.
 
-    `in_floats` takes norms as floats. It returns the same bits, and which units are usual (`usual_numbers`). Unless all
-    are, leaves are read again in a branch. There they are joined by the larger groups `alike`, because a gather in a
-    rare branch may cost time.
+    `in_floats` takes norms as floats. It returns the same bits, and which units are usual (`scaling.usual_numbers`).
+    Unless all are, leaves are read again in a branch. There they are joined by the larger groups `alike`, because a
+    gather in a rare branch may cost time.
     """
     if not groups:
         return []

@@ -97,7 +97,7 @@ def virtual_index(percentile: Fraction | jax.Array, count: jax.Array) -> Virtual
 
 
 def apply_method(index: VirtualIndex, method: Method, dtype: Any) -> OrderStatistic:
-    """Returns the order statistic that NumPy's method of that name takes, with its fraction in a dtype."""
+    """Returns the order statistic that NumPy's method of that name takes. Its fraction has this dtype."""
     whole, remainder, divisor = index
     is_between, nothing = remainder > 0, jnp.zeros(whole.shape, dtype)
     if method == "linear":

@@ -4,7 +4,7 @@ A scale has two factors, because one number may leave the range although its pro
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from shrewjax._numerics.floats import (
     to_extended,
     upcast,
 )
-from shrewjax._numerics.norms import broadcast_to_leaf
+from shrewjax._numerics.norms import RANGE, broadcast_to_leaf
 
 
 class ClipScale(NamedTuple):
@@ -80,6 +80,17 @@ def scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat) -> ClipScale:
     applies = _exceeds(norm, limit)
     # An infinite limit, which does not apply, would make derivatives NaN.
     return _scale_to_limit(norm, limit._replace(mantissa=jnp.where(applies, limit.mantissa, 1)), applies)
+
+
+def usual_numbers(*numbers: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Returns these numbers, or 1 where one of them is unusual, and where none is.
+
+    The root of an untrusted sum is unusual. Products and quotients of three usual numbers are normal numbers.
+    """
+    dtype = numbers[0].dtype
+    lowest = max(2 * RANGE[dtype].trusted_above ** 0.5, float(jnp.finfo(dtype).tiny) ** (1 / 3))
+    is_usual = reduce(lax.bitwise_and, [(x >= lowest) & (x <= 1 / lowest) for x in numbers])
+    return [jnp.where(is_usual, x, 1) for x in numbers], is_usual
 
 
 def counts_as_clipped(scale: ClipScale, norm: ExtendedFloat) -> jax.Array:

@@ -95,13 +95,19 @@ def run_or_skip(
     params: Params,
     *,
     apply: bool,
-    changed: str = "inner's update changed its state",
+    what_changed: str = "inner's update changed its state",
 ) -> tuple[Any, Any]:
-    """Returns `run()`, or, if the step does not run, zero updates (the parameters if `apply`) and the state."""
+    """Returns `run()`, or, if the step does not run, zero updates (the parameters if `apply`) and the state.
+
+    `run` returns updates, or new parameters if `apply`, and the new state, whose structure has to stay. `what_changed`
+    begins the error if it does not.
+    """
     ran = run() if runs is True else jax.eval_shape(run)
-    check_unchanged(ran[1], state, changed)
+    check_unchanged(ran[1], state, what_changed)
     if runs is True:
         return ran
+    # The types of both branches have to agree. Zero updates take those of the updates, but parameters and state of
+    # before the step do not.
     _check_devices(ran[1], state, "inner's state after a step")
     if apply:
         _check_devices(ran[0], params, "the new parameters")
@@ -137,11 +143,12 @@ def guard(
     ) -> tuple[Any, Any]:
         require_own(state, kind)
         decision = partial(decide, make_gradients, state, extra_args)
+        # Without `inner_state`, as `decide` returns the state, because both branches need one structure.
         idle = jnp.zeros((), bool), state._replace(inner_state=())
-        runs, new_state = decision() if runs is True else run_if(runs, decision, lambda: idle)
+        wrapped_runs, new_state = decision() if runs is True else run_if(runs, decision, lambda: idle)
         for_inner = make_gradients if repaired is None else lambda: repaired(make_gradients())
         returned, inner_state = update_or_apply(
-            wrapped, for_inner, state.inner_state, params, extra_args, apply=apply, runs=runs
+            wrapped, for_inner, state.inner_state, params, extra_args, apply=apply, runs=wrapped_runs
         )
         return returned, new_state._replace(inner_state=inner_state)
 
