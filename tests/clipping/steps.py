@@ -1,6 +1,6 @@
-"""Steps of a rule in one compiled loop, and gradients of given norms."""
+"""Steps of a rule, one after another, and gradients of given norms."""
 
-from functools import cache, partial
+from functools import cache
 
 import jax
 import numpy as np
@@ -13,20 +13,19 @@ NORMS = np.exp(np.random.default_rng(0).normal(size=150))  # heavy enough a tail
 
 
 @cache
-def loop(tx):
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return state, (updates, state)
-
-    return quick_jit(lambda params, s, g: jax.lax.scan(partial(step, params), s, g))
+def step_of(make):
+    """One step of a rule, compiled once for all numbers that `make` takes, and for all gradients of the same shapes."""
+    return quick_jit(lambda numbers, grads, state, params: make(**numbers).update(grads, state, params))
 
 
-def run(tx, gradients, params=None):
-    """The updates and the states of every step, in one compiled loop; another one for each object `tx`."""
-    stacked = jax.tree.map(lambda *x: np.stack(x), *gradients)
-    start = params if params is not None else gradients[0]
-    _, (updates, states) = loop(tx)(params, tx.init(start), stacked)
-    return updates, states
+def run(make, gradients, params=None, **numbers):
+    """The updates and the states of every step. `make` returns the rule, given the numbers as arrays."""
+    step, state, steps = step_of(make), make(**numbers).init(gradients[0] if params is None else params), []
+    numbers = {name: f32(number) for name, number in numbers.items()}
+    for g in gradients:
+        updates, state = step(numbers, g, state, params)
+        steps.append((updates, state))
+    return jax.tree.map(lambda *x: np.stack(x), *jax.device_get(steps))
 
 
 def vectors(norms, size=5):
