@@ -12,6 +12,10 @@ f32 = np.float32
 NORMS = np.exp(np.random.default_rng(0).normal(size=150))  # heavy enough a tail for spikes
 
 
+def stacked(steps):
+    return jax.tree.map(lambda *x: np.stack(x), *steps)
+
+
 @cache
 def step_of(make):
     """One step of a rule, compiled once for all numbers that `make` takes, and for all gradients of the same shapes."""
@@ -25,7 +29,7 @@ def run(make, gradients, params=None, **numbers):
     for g in gradients:
         updates, state = step(numbers, g, state, params)
         steps.append((updates, state))
-    return jax.tree.map(lambda *x: np.stack(x), *jax.device_get(steps))
+    return stacked(jax.device_get(steps))
 
 
 def vectors(norms, size=5):
