@@ -47,3 +47,16 @@ def agc(g, w, axis, clipping=0.1, eps=1e-3):
     norm = lambda x: np.sqrt(np.sum(x**2, axis=axis, keepdims=True))  # noqa: E731
     bound = clipping * np.maximum(norm(w), eps)
     return np.where(norm(g) > bound, g * bound / norm(g), g)
+
+
+def adagc(leaf_norms, ratio=1.04, decay=0.99, warmup=100, max_norm=1.0):
+    """AdaGC, step by step: the leaves' norms afterwards and their averages."""
+    gamma = np.full(leaf_norms.shape[1], np.inf)
+    for t, norms in enumerate(leaf_norms):
+        if t < warmup:
+            left = norms * min(1, max_norm / np.linalg.norm(norms))
+            gamma = np.minimum(gamma, left)
+        else:
+            left = norms * np.minimum(1, ratio * gamma / norms)
+            gamma = decay * gamma + (1 - decay) * left
+        yield left, gamma

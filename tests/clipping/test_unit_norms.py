@@ -8,27 +8,11 @@ import numpy as np
 import optax
 import pytest
 from helpers import bits, lenient, quick_jit, rows_of_names, tree_of, true_norm, users_jit
-from steps import NORMS, agc, f32, run, step_of, vectors
+from steps import NORMS, adagc, agc, f32, run, step_of, vectors
 
 import shrewjax
 
 BAD = pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-
-
-# --- the papers' equations, plainly -------------------------------------------------------------------------------
-
-
-def adagc(leaf_norms, ratio=1.04, decay=0.99, warmup=100, max_norm=1.0):
-    """The leaves' norms afterwards and their averages, step by step."""
-    gamma = np.full(leaf_norms.shape[1], np.inf)
-    for t, norms in enumerate(leaf_norms):
-        if t < warmup:
-            left = norms * min(1, max_norm / np.linalg.norm(norms))
-            gamma = np.minimum(gamma, left)
-        else:
-            left = norms * np.minimum(1, ratio * gamma / norms)
-            gamma = decay * gamma + (1 - decay) * left
-        yield left, gamma
 
 
 @pytest.mark.parametrize("rule", ["clip_by_leaf_norm", "adaptive_grad_clip", "clip_by_block_rms"])
@@ -54,7 +38,7 @@ def test_thresholds_by_default_are_those_of_the_papers():
 
 def ema_steps(gradients, **numbers):
     """Steps of AdaGC. One program for gradients of the same shapes, because all numbers are its arguments."""
-    by_default = {"max_ratio": 1.04, "decay": 0.99, "warmup_steps": 100, "warmup_max_norm": 1.0, "min_norm": 0.0}
+    by_default = {"max_ratio": 1.04, "decay": 0.99, "warmup_steps": 100, "warmup_max_norm": 1.0, "min_norm": 1e-6}
     return run(shrewjax.clip_by_leaf_norm_ema, gradients, **by_default | numbers)
 
 
