@@ -126,8 +126,8 @@ AXES = {
     "along axes": ({"axis": (-1, 0)}, [((4, 3), (0, 1))]),
     "along axes by name": ({"axis": kernels_by_their_middle}, [((4, 3, 2), (0, 2))]),
 }
-# The same code finds these as others do.
-ALIKE = {"of rank 5", "of stacked matrices", "of stacks along the middle", "of leaves", "along an axis"}
+# The same code finds these as others do. `test_arguments.py` has each way to give axes.
+ALIKE = {"of rank 5", "of stacked matrices", "of stacks along the middle", "of leaves", "along an axis", "along axes"}
 
 
 @pytest.mark.parametrize("units", rows_of_names(AXES, AXES.keys() - ALIKE))
