@@ -6,9 +6,9 @@ numbers of units, such as norms and scales, are stacked into few arrays and broa
 
 Why two passes suffice, for p = 2 in float32 and a sum over n elements:
 
-* First pass: sum x**2 as it is, and trust a finite sum of at least 2**-60. A square below 2**-126 may be flushed. All
-  flushed squares together are below n 2**-126, and half an ulp of 2**-60 is 2**-84. So they do not count for
-  n < 2**42.
+* First pass: sum x**2 as it is, and trust a finite sum of at least 2**-60. A square below 2**-126, of an element below
+  2**-63, may be flushed. All flushed squares together are below n 2**-126, and half an ulp of 2**-60 is 2**-84. So they
+  do not count for n < 2**42.
 * Second pass after an overflow: scale by 2**-96. Elements are below 2**128, so their squares are now below 2**64, and
   2**64 of them fit. The scaled sum is about 2**128 * 2**-192 = 2**-64 or more, half an ulp of which is at least
   2**-89. So flushed squares do not count for n < 2**37.
@@ -75,7 +75,8 @@ RANGE = {
 def shift_into_range(powers: jax.Array, small_counts: jax.Array | bool = True) -> jax.Array:
     """Returns the exponent of the power of two that scales elements so that their sum can be trusted; 0 if it can.
 
-    It is also 0 for a sum that is too small if such sums do not count.
+    The sum is one of the p-th powers of magnitudes, p = 1, 2, 3 or 4. Where `small_counts` is False, the exponent is
+    also 0 for a sum that is too small, because the caller needs no exact norm there.
     """
     trusted_above, shrink, grow = RANGE[powers.dtype]
     return jnp.where(powers == jnp.inf, shrink, jnp.where((powers < trusted_above) & small_counts, grow, 0))
@@ -409,7 +410,7 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
     return ExtendedFloat(jnp.where(jnp.isfinite(maxima), norm.mantissa, maxima), norm.exponent)
 
 
-@cache
+@cache  # `leaf_maxima` traces and compiles again for each new function
 def magnitude_keys(dtype: Any) -> Callable[[Any], tuple[jax.Array]]:
     """Returns the function with which `leaf_maxima` finds the largest magnitude: its bits in this dtype.
 
@@ -512,7 +513,7 @@ def _ordered_sum(terms: jax.Array) -> jax.Array:
 
 
 def join(per_leaf: Sequence[Any], groups: Groups) -> list[Any]:
-    """Returns a vector of the numbers of each group's units. Those of a leaf alone keep their shape."""
+    """Returns a vector of the numbers of each group's units. A leaf alone keeps its shape, unless it is ()."""
 
     def joined(*xs: jax.Array) -> jax.Array:
         return xs[0] if len(xs) == 1 and xs[0].ndim else jnp.concatenate([jnp.ravel(x) for x in xs])
