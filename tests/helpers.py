@@ -71,8 +71,10 @@ MAPPED = {name: case.make_mapped or case.make for name, case in CASES.items()}
 
 
 def rows_of_names(names, by_default):
-    """Rows of a table: those named in `by_default` run always, the others in CI."""
-    return [pytest.param(name, marks=() if name in by_default else pytest.mark.thorough) for name in names]
+    """Rows of a table, each a name or a tuple of them: those in `by_default` run always, the others in CI."""
+    rows = [(row, row if isinstance(row, tuple) else (row,)) for row in names]
+    assert set(by_default) <= {row for row, _ in rows}
+    return [pytest.param(*row, marks=() if name in by_default else pytest.mark.thorough) for name, row in rows]
 
 
 def flat(tree):
