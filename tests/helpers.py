@@ -171,6 +171,12 @@ def tree_of(seed=0, scale=1.0):
     return {k: jnp.asarray(scale * rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
 
 
+def small_tree(seed=0, scale=1.0):
+    """One of the same shapes for all tests of steps outside of jit, whose operations compile for each shape."""
+    rng = np.random.default_rng(seed)
+    return {k: np.float32(scale * rng.normal(size=shape)) for k, shape in (("w", (16, 2)), ("scalar", ()))}
+
+
 def assert_close(actual, expected, rtol, atol=0.0):
     """Leaf by leaf, with the leaf's path in the message."""
     for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import TRANSFORMATIONS, assert_close, bits, quick_jit, rows_of_names, tree_of
+from helpers import TRANSFORMATIONS, assert_close, bits, quick_jit, rows_of_names, small_tree
 
 import shrewjax
 
@@ -380,9 +380,7 @@ def test_large_constants_have_the_norms_that_arguments_have():
 
 
 def small(seed=0, scale=1.0):
-    """One of the same shapes for all of these tests, because each operation compiles for each shape."""
-    tree = tree_of(seed, scale)
-    return {name: tree[name] for name in ("w", "scalar")}
+    return jax.device_put(small_tree(seed, scale))
 
 
 @contextlib.contextmanager
