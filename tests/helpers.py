@@ -44,9 +44,12 @@ CASES = {
     "clip_by_norm_percentile": Case(
         lambda: shrewjax.clip_by_norm_percentile(50.0, history_length=4), {"percentile": 10.0}
     ),
-    "clip_by_norm_zscore": Case(lambda: shrewjax.clip_by_norm_zscore(0.5, warmup_steps=1, max_norm=3.0), {}),
+    "clip_by_norm_zscore": Case(
+        lambda: shrewjax.clip_by_norm_zscore(0.5, warmup_steps=1, max_norm=3.0),
+        {"max_zscore": 0.5, "warmup_steps": 1, "max_norm": 3.0},
+    ),
     "clip_by_leaf_norm_ema": Case(
-        lambda: shrewjax.clip_by_leaf_norm_ema(warmup_steps=1), {}, like_params=("norm_ema",)
+        lambda: shrewjax.clip_by_leaf_norm_ema(warmup_steps=1), {"warmup_steps": 1}, like_params=("norm_ema",)
     ),
     "skip_nonfinite": Case(
         lambda: shrewjax.skip_nonfinite(shrewjax.clip_by_global_norm(0.5)),
