@@ -51,6 +51,7 @@ def loss(trained, frozen, x, y):
     return loss_of_model(eqx.combine(trained, frozen), x, y)
 
 
+@functools.cache
 def by_equinox(steps):
     """The model after whole batches, by Equinox's own functions."""
     model = Model()
