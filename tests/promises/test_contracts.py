@@ -95,30 +95,45 @@ def test_jit_and_no_jit_agree(name, x64):
         assert_close(plain_state, jitted_state, rtol=1e-6)
 
 
+ROWS = [[small_tree(10 * row + i, scale) for i in range(10)] for row, scale in enumerate((1.0, 1e25, 1e-3))]
+
+
+@cache
+def scanned_rows(name):
+    """The last states and all updates of a scan over the steps of each row, under vmap: one program for two claims."""
+    tx = TRANSFORMATIONS[name]()
+
+    def scan(grads, params):
+        return jax.lax.scan(lambda state, g: tx.update(g, state, params)[::-1], tx.init(params), grads)
+
+    stacked = [jax.tree.map(lambda *x: np.stack(x), *row) for row in ROWS]
+    grads = jax.tree.map(lambda *x: np.stack(x), *stacked)
+    return jax.device_get(quick_jit(jax.vmap(scan))(grads, jax.tree.map(lambda x: x[:, 0], grads)))
+
+
+def step_by_step(name, row):
+    """The last state and all updates of one row, by calls of one program."""
+    params, all_updates = row[0], []
+    state = TRANSFORMATIONS[name]().init(params)
+    for grads in row:
+        updates, state = jitted_update(name)(grads, state, params)
+        all_updates.append(jax.device_get(updates))
+    return state, jax.tree.map(lambda *x: np.stack(x), *all_updates)
+
+
 @each
 def test_is_a_scan_carry_and_compiles_once(name):
-    tx, params, grads = TRANSFORMATIONS[name](), small_tree(), [small_tree(i) for i in range(10)]
-    state = looped = tx.init(params)
     traced = TRACED.count(name)
-    for g in grads:
-        updates, looped = jitted_update(name)(g, looped, params)
+    expected = step_by_step(name, ROWS[0])
     assert TRACED.count(name) <= traced + 1
-    scan = quick_jit(
-        lambda state, grads, params: jax.lax.scan(lambda s, g: tx.update(g, s, params)[::-1], state, grads)
-    )
-    scanned, all_updates = scan(state, jax.tree.map(lambda *x: np.stack(x), *grads), params)
-    assert_close(scanned, looped, rtol=1e-6)
-    assert_close(jax.tree.map(lambda x: np.asarray(x)[-1], all_updates), updates, rtol=1e-6)
+    assert_close(jax.tree.map(lambda x: x[0], scanned_rows(name)), expected, rtol=1e-6)
 
 
 @each
 def test_vmap_gives_what_each_row_gives(name):
-    tx, rows = TRANSFORMATIONS[name](), [small_tree(i, scale) for i, scale in enumerate((1.0, 1e25, 1e-3))]
-    stacked = jax.tree.map(lambda *x: np.stack(x), *rows)
-    found = jax.device_get(quick_jit(jax.vmap(lambda row: tx.update(row, tx.init(row), row)))(stacked))
-    for i, row in enumerate(rows):
-        alone = jitted_update(name)(row, tx.init(row), row)
-        assert_close(jax.tree.map(lambda x, i=i: x[i], found), alone, rtol=1e-6)
+    for i, row in enumerate(ROWS):
+        found = jax.tree.map(lambda x, i=i: x[i], scanned_rows(name))
+        assert_close(found, step_by_step(name, row), rtol=1e-6)
 
 
 # --- on many devices --------------------------------------------------------------------------------------------

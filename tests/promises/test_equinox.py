@@ -36,7 +36,7 @@ class Model(eqx.Module):
     name: str
 
     def __init__(self):
-        self.mlp = eqx.nn.MLP(3, 1, 4, 2, activation=jax.nn.gelu, key=jax.random.key(0))
+        self.mlp = eqx.nn.MLP(3, 1, 4, 1, activation=jax.nn.gelu, key=jax.random.key(0))
         self.table, self.name = jnp.arange(3), "model"
 
     def __call__(self, x):

@@ -28,7 +28,6 @@ RULES = TRANSFORMATIONS | {
 BY_DEFAULT = {
     "clip_by_global_norm, leaves",
     "clip_by_global_norm, ord",
-    "clip_by_percentile",
     "clip_by_percentile, leaf",
     "adaptive_grad_clip",
     "clip_by_block_rms, layers",
@@ -99,7 +98,7 @@ STEPS = {
 @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
 def test_a_whole_train_step_of_a_symbolic_batch_has_the_bits_of_a_fixed_one(options):
     params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
-    tx = optax.chain(shrewjax.clip_by_global_norm(0.5), lenient(optax.adamw(0.1)))
+    tx = optax.chain(shrewjax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
     aux = {"worst": "max", "each": "stack"}
     grads_of_batch = shrewjax.value_and_grad(loss, 4, has_aux=True, aux=aux, **options)
 
