@@ -79,10 +79,13 @@ def rows_of(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks a case `thorough` if each of its values stands in another case of the test, too: see tests/README.md."""
+    """Marks a case `thorough` if each of its values stands in another case of the test, too: see tests/README.md.
+
+    A case that a test itself marks so holds no row in the default run.
+    """
     of_test = {}
     for item in items:
-        if hasattr(item, "callspec"):
+        if hasattr(item, "callspec") and not item.get_closest_marker("thorough"):
             of_test.setdefault((item.path, item.originalname), []).append(item)
     for cases in of_test.values():
         rows = {item: set(rows_of(item)) for item in cases}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import lenient, quick_jit, tree_of, users_jit
+from helpers import lenient, quick_jit, text_jit, tree_of
 from recording import BAD_WEIGHTS, POLICIES, recorder, recording_window, run, run_compiled, vector
 
 import shrewjax
@@ -349,7 +349,7 @@ def test_donated_state_is_written_in_place_and_no_buffer_is_shared(guarded):
     state = jax.tree.map(jnp.copy, tx.init(params))
     leaves = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
     assert len(set(leaves)) == len(leaves)
-    step = users_jit(lambda p, s, g: shrewjax.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+    step = text_jit(lambda p, s, g: shrewjax.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
     grads = {"w": jnp.ones((256, 256))}
     compiled = step.lower(params, state, grads).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * params["w"].nbytes

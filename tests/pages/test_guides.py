@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, own_params, quick_jit, run_page, users_jit
+from helpers import bits, own_params, quick_jit, run_page, text_jit
 from PIL import Image
 
 import shrewjax
@@ -344,7 +344,7 @@ def test_flags_by_leaf_cost_no_read():
             grads = jax.grad(lambda p: sum(jnp.sum(jnp.tanh(x @ w)) for w in p.values()))(params)
             return shrewjax.apply_gradients(tx, grads, state, params)
 
-        jitted = users_jit(step, donate_argnums=(0, 1))
+        jitted = text_jit(step, donate_argnums=(0, 1))
         program = jitted.lower(shapes, jax.eval_shape(tx.init, shapes), np.ones((2, 512), np.float32)).compile()
         return program.cost_analysis()["bytes accessed"] / size
 
