@@ -82,7 +82,9 @@ class AuxLeaves:
     def add(self, sums: AuxSums, aux: Any, weight: Any, kept: Flag) -> tuple[AuxSums, list[jax.Array]]:
         """Returns the sums with one more micro-batch, and those of its leaves that are stacked."""
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
-        means = self._window.add_in_loop(sums.means, self._of(leaves, "mean"), weight, kept)
+        # A leaf that is the same on every device, such as a metric that fun has reduced, is its own mean over devices.
+        averaged = [as_varying(x, self._sum_over) for x in self._of(leaves, "mean")]
+        means = self._window.add_in_loop(sums.means, averaged, weight, kept)
         names = self._of(self._names, *COMBINE)
         others = [
             _combined(name, old, x.astype(old.dtype), kept)

@@ -39,7 +39,8 @@ from shrewjax._numerics.reductions import all_finite, any_device
 def checked_gradients(grads: chex.ArrayTree, gradient_sum: chex.ArrayTree, axes: Axes) -> chex.ArrayTree:
     """Returns the gradients as arrays, with rows if the accumulator has them. Raises if a leaf does not fit it.
 
-    The accumulator of a parameter that is not floating is a number in its place, int32.
+    The accumulator of a parameter that is not floating is a number in its place, int32. The loss and the averaged aux
+    of `value_and_grad` come here, too.
     """
     grads = trees.gradient_arrays(grads)
     if axes and is_mapped(axes):

@@ -171,7 +171,7 @@ def accumulate(
         returned, after = run(window, step, state.value, call)
         windows = increment_if(after.applied, state.windows)
         new_state = step.state._replace(windows=windows, **after._asdict())
-        return _with_integers(returned, like, params if apply else None), new_state
+        return _with_integers(returned, like, state.gradient_sum, params if apply else None), new_state
 
     def step_fn(
         make_gradients: MakeGradients,
@@ -305,16 +305,21 @@ def _as_gradients(average: chex.ArrayTree, like: chex.ArrayTree, params: optax.P
     return jax.tree.map(cast, average, like) if params is None else jax.tree.map(cast, average, like, params)
 
 
-def _with_integers(returned: chex.ArrayTree, like: chex.ArrayTree, params: optax.Params | None) -> chex.ArrayTree:
-    """Returns updates with zeros, or new parameters with the old ones, in the leaves that have no sum."""
+def _with_integers(
+    returned: chex.ArrayTree, like: chex.ArrayTree, gradient_sum: chex.ArrayTree, params: optax.Params | None
+) -> chex.ArrayTree:
+    """Returns updates with zeros, or new parameters with the old ones, in the leaves without a gradient or a sum.
 
-    def keep(grad: Any, new: Any, old: Any = None) -> Any:
-        if grad is None or is_gradient(grad):
+    If such a gradient is None, inner may have made an update of the parameter, such as a weight decay.
+    """
+
+    def keep(total: Any, grad: Any, new: Any, old: Any = None) -> Any:
+        if is_gradient(total) if grad is None else is_gradient(grad):
             return new
-        return _zero_like(grad) if old is None else old
+        return jax.tree.map(_zero_like, new if grad is None else grad) if old is None else old
 
     trees = (returned,) if params is None else (returned, params)
-    return jax.tree.map(keep, like, *trees, is_leaf=lambda x: x is None)
+    return jax.tree.map(keep, gradient_sum, like, *trees)
 
 
 def _zero_like(x: Any) -> Any:

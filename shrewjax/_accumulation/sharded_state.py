@@ -73,7 +73,8 @@ def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = Non
     Source: the specs have the form that `jax.shard_map` takes as `in_specs`.
     """
 
-    def selected(names: Any) -> Any:
+    def of_axis_names(names: Any) -> Any:
+        """Returns an entry of a PartitionSpec, without the axes that `axis_names` leaves out."""
         if axis_names is None or names is None:
             return names
         if isinstance(names, tuple):
@@ -83,7 +84,7 @@ def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = Non
     def spec(path: trees.KeyPath, x: Any) -> P:
         sharding = sharding_of(x)
         if sharding is not None:
-            return P(*map(selected, sharding.spec))
+            return P(*map(of_axis_names, sharding.spec))
         if not isinstance(x, jax.Array) and np.shape(x) != ():
             raise ValueError(
                 f"leaf {trees.leaf_name(path)} must be an array on a device, got {type(x).__name__}, which has no "

@@ -318,7 +318,11 @@ def sums_of_device(state: _LoopState, own: tuple[Hashable, ...]) -> _LoopState:
 def roles_of_arguments(
     given: Mapping[str, tuple[int, ...] | None], count: int, keywords: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the positions of each role's arguments, counted from the front. Raises if an argument has two roles."""
+    """Returns the positions of each role's arguments, counted from the front.
+
+    A role given as None has all arguments that none before it has, so it comes last. Raises if none is left for it, if
+    a position is out of range, or if an argument has two roles.
+    """
     plural = "" if count == 1 else "s"
     roles: dict[str, tuple[int, ...]] = {}
     taken: dict[int, str] = {}

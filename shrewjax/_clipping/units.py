@@ -90,7 +90,7 @@ class Units:
 
     @cached_property
     def _across(self) -> list[Axes]:
-        """The mapped axes along which devices hold other units of each group."""
+        """The mapped axes along which devices hold other units of each group; None if the numbers' types tell."""
         return [self.sharding[group[0]].across for group in self.groups]
 
     def by_leaf(self, numbers: Sequence[Any]) -> list[Any]:
@@ -113,20 +113,20 @@ class Units:
 
         return join(list(map(of_units, per_leaf, self.shapes)), self.groups)
 
-    def beside(self, tree: chex.ArrayTree) -> list[Any]:
-        """Returns the leaves at the same places of a tree like the parameters."""
+    def _beside(self, tree: chex.ArrayTree, problem: str) -> list[Any]:
+        """Returns the leaves at the same places of a tree like the parameters. Raises if it has none there."""
         at = dict(jax.tree.leaves_with_path(tree))
         missing = [trees.leaf_name(path) for path in self.paths if path not in at]
         if missing:
-            raise ValueError(
-                f"gradient leaves {', '.join(missing)} need parameters at the same places, and there are none. Call "
-                "update with params like the gradients"
-            )
+            raise ValueError(f"gradient leaves {', '.join(missing)} {problem}")
         return [trees.array_leaf(path, at[path]) for path in self.paths]
 
     def of_parameters(self, params: chex.ArrayTree) -> "Units":
         """Returns the same units of the parameters. Raises unless their leaves are like the gradients."""
-        weights = self.beside(params)
+        weights = self._beside(
+            params,
+            "need parameters at the same places, and there are none. Call update with params like the gradients",
+        )
         for path, g, w, dims in zip(self.paths, self.leaves, weights, self.dims, strict=True):
             if not is_gradient(w) or g.shape != w.shape:
                 raise ValueError(
@@ -172,7 +172,7 @@ class Units:
 
     def numbers_beside(self, tree: chex.ArrayTree) -> list[Any]:
         """Returns the numbers of these units in a state's tree, by leaf. Raises if it has numbers of other units."""
-        numbers = self.beside(tree)
+        numbers = self._beside(tree, "have no numbers in the state. Call init with parameters like the gradients")
         for path, x, dims, number in zip(self.paths, self.leaves, self.dims, numbers, strict=True):
             expected = tuple(x.shape[a] for a in dims)
             if number.shape != expected:
@@ -183,7 +183,7 @@ class Units:
         return numbers
 
     def largest(self, values: Sequence[jax.Array]) -> jax.Array:
-        """Returns the largest number of all units on all devices; NaN if one is NaN. Shape (), float32."""
+        """Returns the largest of all units' numbers >= 0 on all devices; NaN if one is NaN. Shape (), float32."""
         if not values:
             return jnp.zeros((), jnp.float32)
         keys = leaf_maxima(magnitude_keys(jnp.dtype(jnp.float32)), values, axes=self._across)

@@ -6,9 +6,9 @@ numbers of units, such as norms and scales, are stacked into few arrays and broa
 
 Why two passes suffice, for p = 2 in float32 and a sum over n elements:
 
-* First pass: sum x**2 as it is, and trust a finite sum of at least 2**-60. A square below 2**-126 may be flushed. All
-  flushed squares together are below n 2**-126, and half an ulp of 2**-60 is 2**-84. So they do not count for
-  n < 2**42.
+* First pass: sum x**2 as it is, and trust a finite sum of at least 2**-60. A square below 2**-126, of an element below
+  2**-63, may be flushed. All flushed squares together are below n 2**-126, and half an ulp of 2**-60 is 2**-84. So they
+  do not count for n < 2**42.
 * Second pass after an overflow: scale by 2**-96. Elements are below 2**128, so their squares are now below 2**64, and
   2**64 of them fit. The scaled sum is about 2**128 * 2**-192 = 2**-64 or more, half an ulp of which is at least
   2**-89. So flushed squares do not count for n < 2**37.
@@ -75,10 +75,23 @@ RANGE = {
 def shift_into_range(powers: jax.Array, small_counts: jax.Array | bool = True) -> jax.Array:
     """Returns the exponent of the power of two that scales elements so that their sum can be trusted; 0 if it can.
 
-    It is also 0 for a sum that is too small if such sums do not count.
+    The sum is one of the p-th powers of magnitudes, p = 1, 2, 3 or 4. Where `small_counts` is False, the exponent is
+    also 0 for a sum that is too small, because the caller needs no exact norm there.
     """
-    trusted_above, shrink, grow = RANGE[powers.dtype]
-    return jnp.where(powers == jnp.inf, shrink, jnp.where((powers < trusted_above) & small_counts, grow, 0))
+    _, shrink, grow = RANGE[powers.dtype]
+    return _by_range(powers, small_counts, np.int32(shrink), np.int32(grow), np.int32(0))
+
+
+def _factor_into_range(powers: jax.Array, small_counts: jax.Array | bool) -> jax.Array:
+    """Returns that power of two."""
+    (_, shrink, grow), number = RANGE[powers.dtype], powers.dtype.type
+    return _by_range(powers, small_counts, number(2.0**shrink), number(2.0**grow), number(1))
+
+
+def _by_range(powers: jax.Array, small_counts: Any, if_infinite: Any, if_small: Any, if_trusted: Any) -> jax.Array:
+    is_small = powers < RANGE[powers.dtype].trusted_above
+    is_small = is_small if small_counts is True else is_small & small_counts
+    return jnp.where(powers == jnp.inf, if_infinite, jnp.where(is_small, if_small, if_trusted))
 
 
 Scope = Literal["global", "leaf", "both"]
@@ -177,7 +190,7 @@ def decide_by_norms(
 
     def rescued() -> list[Any]:
         leaves, over, sums = (list(chain.from_iterable(part)) for part in (trees, within, plain))
-        again = _read_again(leaves, 2, [*unit_dims] * len(trees), over, sums, shift_into_range, len(trees))
+        again = _read_again(leaves, 2, [*unit_dims] * len(trees), over, sums, trees=len(trees))
         by_tree = [again[i : i + len(unit_dims)] for i in range(0, len(again), len(unit_dims))]
         results = [exactly(*norms, *given) for norms in zip(*map(exact_norms, by_tree, plain), strict=True)]
         return results if alike == groups else join(split(results, alike, [x.shape for x in plain[0]]), groups)
@@ -297,12 +310,12 @@ def _powers_of_units(
     """
     plain = _sums_of_units(leaves, p, unit_dims, axes)
     untrusted_exponent = math.floor(math.log2(RANGE[plain[0].dtype].trusted_above) / p)  # of norms with too small sums
-    shift = partial(shift_into_range, small_counts=True if floor is None else floor.exponent <= untrusted_exponent)
-    shifts = list(map(shift, joined(plain)))
+    small_counts = True if floor is None else floor.exponent <= untrusted_exponent
+    shifts = [shift_into_range(of_group, small_counts) for of_group in joined(plain)]
     (is_out_of_range,) = _agreed(axes)([jnp.any(jnp.stack([jnp.any(s != 0) for s in shifts]))])
 
     def again() -> list[jax.Array]:
-        return joined(_read_again(leaves, p, unit_dims, axes, plain, shift))
+        return joined(_read_again(leaves, p, unit_dims, axes, plain, small_counts))
 
     return run_if(is_out_of_range, again, lambda: joined(plain)), shifts
 
@@ -327,7 +340,7 @@ def _read_again(
     unit_dims: Sequence[UnitDims],
     axes: list[Axes],
     plain: list[jax.Array],
-    shift: Callable[[jax.Array], jax.Array],
+    small_counts: jax.Array | bool = True,
     trees: int = 1,
 ) -> list[jax.Array]:
     """Returns the sums of p-th powers leaf by leaf, after a second pass over leaves of which a sum is untrusted.
@@ -342,18 +355,23 @@ def _read_again(
 
     def again(i: int) -> jax.Array:
         x, sums, dims = _unknown(leaves[i]), plain[i], unit_dims[i]
-        # XLA-23: the shift comes from the leaf's own sums, not from an index into a vector of shifts. So leaves of one
-        # shape share a compiled kernel.
-        factor = broadcast_to_leaf(power_of_two(shift(sums), sums.dtype), x, dims)
-        (scaled,) = leaf_sums([_power(x, p, sums.dtype, factor)], axes=[axes[i]], unit_dims=[dims])
+        # XLA-23: the factor comes from the leaf's own sums, not from an index into a vector of factors. So leaves of
+        # one shape share a compiled kernel.
+        factor = _factor_into_range(sums, small_counts)
+        terms = _power(x, p, sums.dtype, broadcast_to_leaf(factor, x, dims))
+        (scaled,) = leaf_sums([terms], axes=[axes[i]], unit_dims=[dims])
         # Trusted sums stay as they are, because the second pass may round them otherwise.
-        return jnp.where(shift(sums) != 0, lax.optimization_barrier(scaled), sums)  # the barrier: XLA-4
+        return jnp.where(factor != 1, lax.optimization_barrier(scaled), sums)  # the barrier: XLA-4
 
     def sums_of(untrusted: jax.Array, places: tuple[int, ...]) -> dict[int, jax.Array]:
         return run_if(untrusted, lambda: {i: again(i) for i in places}, lambda: {i: plain[i] for i in places})
 
-    flags = [jnp.any(shift(sums) != 0) for sums in plain]
-    untrusted = _agreed(axes)([jnp.any(jnp.stack([flags[i] for i in places])) for places in together])
+    def is_untrusted(places: tuple[int, ...]) -> jax.Array:
+        single = [plain[i] for i in places if not plain[i].ndim]
+        numbers = [plain[i] for i in places if plain[i].ndim] + ([jnp.stack(single)] if single else [])
+        return jnp.any(jnp.stack([jnp.any(shift_into_range(x, small_counts) != 0) for x in numbers]))
+
+    untrusted = _agreed(axes)(list(map(is_untrusted, together)))
     results = reduce(operator.or_, map(sums_of, untrusted, together))
     return [results[i] for i in range(len(leaves))]
 
@@ -409,7 +427,7 @@ def _measure_by_maximum(leaves: Sequence[Any], p: float, scope: Scope, axes: Axe
     return ExtendedFloat(jnp.where(jnp.isfinite(maxima), norm.mantissa, maxima), norm.exponent)
 
 
-@cache
+@cache  # `leaf_maxima` traces and compiles again for each new function
 def magnitude_keys(dtype: Any) -> Callable[[Any], tuple[jax.Array]]:
     """Returns the function with which `leaf_maxima` finds the largest magnitude: its bits in this dtype.
 
@@ -512,7 +530,7 @@ def _ordered_sum(terms: jax.Array) -> jax.Array:
 
 
 def join(per_leaf: Sequence[Any], groups: Groups) -> list[Any]:
-    """Returns a vector of the numbers of each group's units. Those of a leaf alone keep their shape."""
+    """Returns a vector of the numbers of each group's units. A leaf alone keeps its shape, unless it is ()."""
 
     def joined(*xs: jax.Array) -> jax.Array:
         return xs[0] if len(xs) == 1 and xs[0].ndim else jnp.concatenate([jnp.ravel(x) for x in xs])
@@ -526,8 +544,7 @@ def split(numbers: Sequence[Any], groups: Groups, shapes: Sequence[tuple[int, ..
     for group, of_group in zip(groups, numbers, strict=True):
         parts, structure = jax.tree.flatten(of_group)
         sizes = tuple(math.prod(shapes[i]) for i in group)
-        by_part = [pieces(x, sizes) if len(group) > 1 else [x] for x in parts]
-        for i, of_leaf in zip(group, zip(*by_part, strict=True), strict=True):
+        for i, of_leaf in zip(group, pieces(parts, sizes) if len(group) > 1 else [parts], strict=True):
             per_leaf[i] = jax.tree.unflatten(structure, [x.reshape(shapes[i]) for x in of_leaf])
     return per_leaf
 

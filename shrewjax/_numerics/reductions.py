@@ -151,27 +151,36 @@ def _first_of(vector: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
-def pieces(vector: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
-    """Returns consecutive pieces of a vector, of these sizes."""
+def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[jax.Array]]:
+    """Returns consecutive pieces of vectors of one length, of these sizes: for each size, one of each vector."""
     starts = np.cumsum((0, *sizes[:-1]))
 
-    def by_operand(vector: jax.Array) -> list[jax.Array]:
+    def by_operand(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
         # XLA-30: a number in the program makes the kernel of each piece another one. An operand does not. A single
         # number would not stay an operand, two different ones do (tests/numerics/test_compile_size.py).
-        return [
-            _first_piece(vector, np.asarray([a, b]), n)
-            for a, b, n in zip(starts, np.roll(starts, 1), sizes, strict=True)
-        ]
+        # Vectors of one dtype are cut together, because each cut is a kernel. Flags count as numbers.
+        numbers = [x.dtype for x in vectors if x.dtype != bool] or [jnp.dtype(bool)]
+        dtypes = [numbers[0] if x.dtype == bool else x.dtype for x in vectors]
+        alike: dict[Any, list[int]] = {}
+        for i, dtype in enumerate(dtypes):
+            alike.setdefault(dtype, []).append(i)
+        stacks = {dtype: jnp.stack([vectors[i].astype(dtype) for i in places]) for dtype, places in alike.items()}
+        results = []
+        for a, b, n in zip(starts, np.roll(starts, 1), sizes, strict=True):
+            cut = {dtype: _first_piece(stack, np.asarray([a, b]), n) for dtype, stack in stacks.items()}
+            rows = [cut[dtype][alike[dtype].index(i)] for i, dtype in enumerate(dtypes)]
+            results.append([row.astype(x.dtype) for row, x in zip(rows, vectors, strict=True)])
+        return results
 
-    def by_number(vector: jax.Array) -> list[jax.Array]:
-        return [vector[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    def by_number(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        return [[x[start : start + size] for x in vectors] for start, size in zip(starts, sizes, strict=True)]
 
-    return lax.platform_dependent(vector, cpu=by_operand, default=by_number)
+    return lax.platform_dependent(vectors, cpu=by_operand, default=by_number)
 
 
 @partial(jax.jit, static_argnums=2)
-def _first_piece(vector: jax.Array, starts: jax.Array, size: int) -> jax.Array:
-    return jax.vmap(lambda start: lax.dynamic_slice_in_dim(vector, start, size))(starts)[0]
+def _first_piece(stack: jax.Array, starts: jax.Array, size: int) -> jax.Array:
+    return jax.vmap(lambda start: lax.dynamic_slice_in_dim(stack, start, size, axis=1))(starts)[0]
 
 
 def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:

@@ -100,6 +100,20 @@ def test_an_extreme_of_a_float8_needs_no_infinity():
             np.testing.assert_array_equal(found.astype(np.float32), expected, err_msg=f"{name} of {dtype}")
 
 
+def test_a_metric_that_fun_has_reduced_over_devices_is_its_own_mean():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss_and_metrics(params, x, y):
+        loss = loss_fn(params, x, y)
+        return loss, {"own": loss, "of all": jax.lax.pmean(loss, "data"), "constant": jnp.float32(3)}
+
+    step = shrewjax.value_and_grad(loss_and_metrics, K // 2, has_aux=True, sum_over="data")
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(jax.P(), jax.P("data"), jax.P("data")), out_specs=jax.P())
+    (value, aux), _ = quick_jit(mapped)(WEIGHTS, X, Y)
+    expected = np.mean((X.astype(np.float64) @ np.asarray(WEIGHTS["w"], np.float64) - Y) ** 2)
+    assert_close([value, aux["own"], aux["of all"], aux["constant"]], [expected] * 3 + [3], 1e-6)
+
+
 # --- of each example ----------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """A wrong argument is an error that names it."""
 
+import fractions
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,6 +84,19 @@ def test_weights_are_refused_from_the_first_float_beyond_their_range(end):
     assert arguments.weight(end, {()}) == end
     with pytest.raises(ValueError, match=r"weight must be 0, or between 2\*\*-30 and 2\*\*100, got"):
         arguments.weight(beyond, {()})
+
+
+@pytest.mark.parametrize(
+    ("given", "digits"),
+    [(99.9, "99.9"), (f32(99.9), "99.9"), (np.asarray(0.1, f32), "0.1"), (1e-7, "1e-7"), (100, "100")],
+    ids=str,
+)
+def test_a_percentile_is_the_fraction_that_its_digits_denote(given, digits):
+    assert arguments.percentile(given) == fractions.Fraction(digits)
+
+
+def test_a_percentile_of_another_type_is_that_of_its_float():
+    assert arguments.percentile(fractions.Fraction(1, 3)) == fractions.Fraction("0.3333333333333333")
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_the_state_is_a_tree_like_the_parameters_and_stays_one():
             lambda: shrewjax.clip_by_global_norm(1.0, leaves=True).update(
                 {"new": jnp.ones(1)}, shrewjax.clip_by_global_norm(1.0, leaves=True).init({"old": jnp.ones(1)})
             ),
-            r"gradient leaves \['new'\] need parameters at the same places",
+            r"gradient leaves \['new'\] have no numbers in the state. Call init with parameters like",
         ),
     ],
 )
