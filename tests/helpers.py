@@ -142,6 +142,12 @@ def users_jit(function, **options):
     return jax.jit(function, compiler_options=as_users if jax.default_backend() == "cpu" else None, **options)
 
 
+def text_jit(function, **options):
+    """For a program's text, memory and costs: XLA's part is as users have it, LLVM's optimizations are left out."""
+    as_text = xla_flags.options(xla_cpu_use_fusion_emitters=True, xla_backend_optimization_level=0)
+    return jax.jit(function, compiler_options=as_text if jax.default_backend() == "cpu" else None, **options)
+
+
 def compiled(tx):
     """The same, for use outside of compiled functions only."""
     return optax.GradientTransformationExtraArgs(tx.init, quick_jit(optax.with_extra_args_support(tx).update))
