@@ -160,6 +160,16 @@ def test_optimizer_that_reads_the_loss_trains_as_on_the_large_batch(name):
     assert np.mean((X @ np.asarray(ours) - Y) ** 2) < np.mean(Y**2)
 
 
+def test_optimizer_that_takes_the_gradient_by_name_gets_the_average():
+    def update(updates, state, params=None, *, grad, **extra_args):
+        return grad, state
+
+    tx = shrewjax.accumulate(optax.GradientTransformationExtraArgs(KEEP.init, update), 2)
+    call = quick_jit(lambda gradient, state: tx.update(gradient, state, grad=gradient))
+    _, state = call(np.float32([1]), tx.init(np.zeros(1, np.float32)))
+    assert call(np.float32([3]), state)[0].tolist() == [2]
+
+
 @pytest.mark.parametrize("bad", [np.float32([1, 2]), "low", jnp.ones(2)], ids=["numpy", "text", "jax"])
 def test_bad_value_is_named(bad):
     tx = shrewjax.accumulate(KEEP, 2)
