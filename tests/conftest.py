@@ -79,10 +79,14 @@ def rows_of(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks a case `thorough` if each of its values stands in another case of the test, too: see tests/README.md."""
+    """Marks a case `thorough` if each of its values stands in another case of the test, too: see tests/README.md.
+
+    A case that the default run leaves out anyway does not count.
+    """
     of_test = {}
     for item in items:
-        if hasattr(item, "callspec"):
+        is_left_out = any(item.get_closest_marker(name) for name in ("slow", "thorough"))
+        if hasattr(item, "callspec") and not is_left_out:
             of_test.setdefault((item.path, item.originalname), []).append(item)
     for cases in of_test.values():
         rows = {item: set(rows_of(item)) for item in cases}

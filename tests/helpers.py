@@ -44,9 +44,12 @@ CASES = {
     "clip_by_norm_percentile": Case(
         lambda: shrewjax.clip_by_norm_percentile(50.0, history_length=4), {"percentile": 10.0}
     ),
-    "clip_by_norm_zscore": Case(lambda: shrewjax.clip_by_norm_zscore(0.5, warmup_steps=1, max_norm=3.0), {}),
+    "clip_by_norm_zscore": Case(
+        lambda: shrewjax.clip_by_norm_zscore(0.5, warmup_steps=1, max_norm=3.0),
+        {"max_zscore": 0.5, "warmup_steps": 1, "max_norm": 3.0},
+    ),
     "clip_by_leaf_norm_ema": Case(
-        lambda: shrewjax.clip_by_leaf_norm_ema(warmup_steps=1), {}, like_params=("norm_ema",)
+        lambda: shrewjax.clip_by_leaf_norm_ema(warmup_steps=1), {"warmup_steps": 1}, like_params=("norm_ema",)
     ),
     "skip_nonfinite": Case(
         lambda: shrewjax.skip_nonfinite(shrewjax.clip_by_global_norm(0.5)),
@@ -71,8 +74,10 @@ MAPPED = {name: case.make_mapped or case.make for name, case in CASES.items()}
 
 
 def rows_of_names(names, by_default):
-    """Rows of a table: those named in `by_default` run always, the others in CI."""
-    return [pytest.param(name, marks=() if name in by_default else pytest.mark.thorough) for name in names]
+    """Rows of a table, each a name or a tuple of them: those in `by_default` run always, the others in CI."""
+    rows = [(row, row if isinstance(row, tuple) else (row,)) for row in names]
+    assert set(by_default) <= {row for row, _ in rows}
+    return [pytest.param(*row, marks=() if name in by_default else pytest.mark.thorough) for name, row in rows]
 
 
 def flat(tree):
@@ -137,6 +142,12 @@ def users_jit(function, **options):
     return jax.jit(function, compiler_options=as_users if jax.default_backend() == "cpu" else None, **options)
 
 
+def text_jit(function, **options):
+    """For a program's text, memory and costs: XLA's part is as users have it, LLVM's optimizations are left out."""
+    as_text = xla_flags.options(xla_cpu_use_fusion_emitters=True, xla_backend_optimization_level=0)
+    return jax.jit(function, compiler_options=as_text if jax.default_backend() == "cpu" else None, **options)
+
+
 def compiled(tx):
     """The same, for use outside of compiled functions only."""
     return optax.GradientTransformationExtraArgs(tx.init, quick_jit(optax.with_extra_args_support(tx).update))
@@ -167,6 +178,12 @@ def tree_of(seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
     shapes = {"w": (6, 2), "b": (4,), "scalar": ()}
     return {k: jnp.asarray(scale * rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+
+
+def small_tree(seed=0, scale=1.0):
+    """One of the same shapes for all tests of steps outside of jit, whose operations compile for each shape."""
+    rng = np.random.default_rng(seed)
+    return {k: np.float32(scale * rng.normal(size=shape)) for k, shape in (("w", (16, 2)), ("scalar", ()))}
 
 
 def assert_close(actual, expected, rtol, atol=0.0):

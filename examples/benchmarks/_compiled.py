@@ -318,6 +318,19 @@ def _moved(steps: list[Step]) -> float:
     return sum(x.moved for x in steps)
 
 
+def distinct_kernels(text: str) -> int:
+    """The number of fusions of a compiled program that differ after their names are replaced by numbers."""
+    text = re.sub(r", metadata=\{[^}]*\}", "", text)
+    bodies = dict(re.findall(r"^%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE))
+    called = re.findall(r"= (\S+|\(.*?\)) fusion\(.*?calls=%?([\w.\-]+)", text)
+
+    def renamed(body: str) -> str:
+        names: dict[str, str] = {}
+        return re.sub(r"%[\w.\-]+", lambda name: names.setdefault(name[0], f"%{len(names)}"), body)
+
+    return len({(shape, renamed(bodies[name])) for shape, name in called})
+
+
 def compile_for(
     target: Target,
     function: Callable[..., Any],

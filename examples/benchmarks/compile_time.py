@@ -56,19 +56,6 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return result, seconds_of_a_core() - start
 
 
-def distinct_kernels(text: str) -> int:
-    """The number of fusions of a compiled program that differ after their names are replaced by numbers."""
-    text = re.sub(r", metadata=\{[^}]*\}", "", text)
-    bodies = dict(re.findall(r"^%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE))
-    called = re.findall(r"= (\S+|\(.*?\)) fusion\(.*?calls=%?([\w.\-]+)", text)
-
-    def renamed(body: str) -> str:
-        names: dict[str, str] = {}
-        return re.sub(r"%[\w.\-]+", lambda name: names.setdefault(name[0], f"%{len(names)}"), body)
-
-    return len({(shape, renamed(bodies[name])) for shape, name in called})
-
-
 def compile_step(target: Target, rule: Rule, params: Any, devices: int, times: int) -> tuple[float, float, int]:
     """Returns the CPU seconds of `.compile()`, those of tracing and lowering, and the distinct kernels."""
     mesh, spec = target.mesh(devices), sharded if devices > 1 else replicated
@@ -86,7 +73,7 @@ def compile_step(target: Target, rule: Rule, params: Any, devices: int, times: i
         program, own = timed(lowered.compile)
         befores.append(before)
         seconds.append(own)
-    return statistics.median(seconds), statistics.median(befores), distinct_kernels(program.as_text())
+    return statistics.median(seconds), statistics.median(befores), _compiled.distinct_kernels(program.as_text())
 
 
 def main() -> None:

@@ -9,7 +9,8 @@ SCRIPT = pathlib.Path(__file__).with_name("resume_training.py")
 
 
 @pytest.mark.parametrize(
-    ("kind", "devices_before", "devices_after"), [("orbax", 1, 1), ("orbax", 2, 8), ("flax", 1, 4)]
+    ("kind", "devices_before", "devices_after"),
+    [("orbax", 2, 8), ("flax", 1, 4), pytest.param("orbax", 1, 1, marks=pytest.mark.thorough)],
 )
 def test_killed_in_mid_window_and_resumed_ends_bit_identically(forks, tmp_path, kind, devices_before, devices_after):
     arguments = (SCRIPT, tmp_path, kind, devices_before, devices_after)

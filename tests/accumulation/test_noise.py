@@ -1,7 +1,7 @@
 """What a window knows besides its gradients: its loss, and how noisy it was."""
 
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
-from helpers import compiled, lenient, own_params, quick_jit, users_jit
+from helpers import bits, compiled, lenient, own_params, quick_jit, rows_of_names, text_jit, users_jit
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,21 +20,24 @@ WEIGHTS = np.float32([1, 2, 3, 5, 8, 13, 4, 20])
 KEEP = optax.identity()
 
 
-def through(tx, gradients, weights, values=None):
-    """The state after micro-batches that go through one program, and the updates of all calls."""
-    values = weights if values is None else values
-
+@cache
+def scan_of(tx):
     def call(state, batch):
         gradient, weight, value = batch
         updates, state = tx.update(gradient, state, weight=weight, value=value)
         return state, updates
 
-    start = tx.init(jnp.zeros_like(gradients[0]))
-    return quick_jit(partial(jax.lax.scan, call))(start, (gradients, weights, values))
+    return quick_jit(partial(jax.lax.scan, call))
+
+
+def through(tx, gradients, weights, values=None):
+    """The state after micro-batches that go through one program, and the updates of all calls."""
+    values = weights if values is None else values
+    return scan_of(tx)(tx.init(np.zeros_like(gradients[0])), (gradients, weights, values))
 
 
 def estimates(state):
-    found = shrewjax.metrics(state)
+    found = shrewjax.metrics(jax.device_get(state))
     return float(found["accumulate/noise_trace"]), float(found["accumulate/signal_squared"])
 
 
@@ -110,12 +113,15 @@ def loss(params, x=X, y=Y):
     return jnp.mean(jnp.square(x @ params - y))
 
 
-def lbfgs(params, state, tx, parts):
-    for x, y in parts:
-        value, grad = jax.value_and_grad(loss)(params, x, y)
-        updates, state = tx.update(grad, state, params, value=value, grad=grad, value_fn=loss, weight=len(x))
-        params = optax.apply_updates(params, updates)
-    return params, state
+# Micro-batches of 2, 5 and 5 rows, in arrays of 5: those of NaN do not count.
+PARTS = [(np.full((5, 3), np.nan, np.float32), np.full(5, np.nan, np.float32), np.arange(5) < n) for n in (2, 5, 5)]
+for part, rows in zip(PARTS, np.split(np.arange(12), [2, 7]), strict=True):
+    part[0][: len(rows)], part[1][: len(rows)] = X[rows], Y[rows]
+
+
+def loss_of_part(params, x, y, counts):
+    errors = jnp.where(counts[:, None], x, 0) @ params - jnp.where(counts, y, 0)
+    return jnp.sum(jnp.square(errors)) / jnp.sum(counts).astype(jnp.float32)
 
 
 OPTIMIZERS = {
@@ -127,25 +133,41 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", rows_of_names(OPTIMIZERS, {"lbfgs", "reduce_on_plateau"}))
 def test_optimizer_that_reads_the_loss_trains_as_on_the_large_batch(name):
     inner = lenient(OPTIMIZERS[name])
     tx = shrewjax.accumulate(inner, 3)
-    parts = [(X[:2], Y[:2]), (X[2:7], Y[2:7]), (X[7:], Y[7:])]
 
     @quick_jit
-    def both(ours, theirs, state, opt_state):
-        ours, state = lbfgs(ours, state, tx, parts)
-        value, grad = jax.value_and_grad(loss)(theirs)
-        updates, opt_state = inner.update(grad, opt_state, theirs, value=value, grad=grad, value_fn=loss)
-        return ours, optax.apply_updates(theirs, updates), state, opt_state
+    def micro_step(params, state, *part):
+        value, grad = jax.value_and_grad(loss_of_part)(params, *part)
+        updates, state = tx.update(grad, state, params, value=value, grad=grad, value_fn=loss, weight=jnp.sum(part[-1]))
+        return optax.apply_updates(params, updates), state
 
-    start = jnp.zeros(3)
-    carry = start, start, tx.init(start), inner.init(start)
+    @quick_jit
+    def whole_step(params, state):
+        value, grad = jax.value_and_grad(loss)(params)
+        updates, state = inner.update(grad, state, params, value=value, grad=grad, value_fn=loss)
+        return optax.apply_updates(params, updates), state
+
+    ours = theirs = np.zeros(3, np.float32)
+    state, opt_state = tx.init(ours), inner.init(theirs)
     for _ in range(5):
-        carry = both(*carry)
-    np.testing.assert_allclose(carry[0], carry[1], rtol=2e-4)
-    assert loss(carry[0]) < loss(start)
+        for part in PARTS:
+            ours, state = micro_step(ours, state, *part)
+        theirs, opt_state = whole_step(theirs, opt_state)
+    np.testing.assert_allclose(ours, theirs, rtol=2e-4)
+    assert np.mean((X @ np.asarray(ours) - Y) ** 2) < np.mean(Y**2)
+
+
+def test_optimizer_that_takes_the_gradient_by_name_gets_the_average():
+    def update(updates, state, params=None, *, grad, **extra_args):
+        return grad, state
+
+    tx = shrewjax.accumulate(optax.GradientTransformationExtraArgs(KEEP.init, update), 2)
+    call = quick_jit(lambda gradient, state: tx.update(gradient, state, grad=gradient))
+    _, state = call(np.float32([1]), tx.init(np.zeros(1, np.float32)))
+    assert call(np.float32([3]), state)[0].tolist() == [2]
 
 
 @pytest.mark.parametrize("bad", [np.float32([1, 2]), "low", jnp.ones(2)], ids=["numpy", "text", "jax"])
@@ -167,8 +189,9 @@ def simulated(windows, dimensions=200, weights=WEIGHTS, decay=0.0):
 
     def window(state, noise):
         gradients = np.float32(mean)[None] + noise * spread
-        for gradient, weight in zip(gradients, weights, strict=True):
-            _, state = tx.update(gradient, state, weight=weight)
+        state, _ = jax.lax.scan(
+            lambda state, batch: (tx.update(batch[0], state, weight=batch[1])[1], ()), state, (gradients, weights)
+        )
         found = shrewjax.metrics(state)
         small = jnp.mean(jnp.sum(jnp.square(gradients), axis=1))  # the textbook's pair, of the mean micro-batch
         large = jnp.sum(jnp.square(jnp.average(gradients, axis=0, weights=weights)))
@@ -177,8 +200,8 @@ def simulated(windows, dimensions=200, weights=WEIGHTS, decay=0.0):
         return state, (found["accumulate/noise_trace"], found["accumulate/signal_squared"], *textbook)
 
     # Many windows take longer to run than to compile, so they get LLVM's optimizations.
-    jit = jax.jit if windows > 1000 else quick_jit
-    _, found = jit(partial(jax.lax.scan, window))(tx.init(jnp.zeros(dimensions)), noise)
+    jit = users_jit if windows > 1000 else quick_jit
+    _, found = jit(partial(jax.lax.scan, window))(tx.init(np.zeros(dimensions, np.float32)), noise)
     return [np.float64(x) for x in found], np.sum(covariance), np.sum(mean**2)
 
 
@@ -230,11 +253,13 @@ def test_averages_over_windows_have_exponential_weights_corrected_for_their_star
     assert float(found["accumulate/noise_scale"]) == pytest.approx(expected[0] / expected[1], rel=1e-5)
 
 
+OF_TWO = shrewjax.accumulate(KEEP, 2, noise_decay=0.9)
+
+
 @pytest.mark.parametrize("scale", [1e20, 1e-20, 1e36, 1e-36])
 def test_norms_of_any_range_have_the_noise_scale_of_those_around_one(scale):
     gradients = np.float32([[3, 1], [1, 2], [2, 2], [2, 0]])
-    tx = shrewjax.accumulate(KEEP, 2, noise_decay=0.9)
-    state, _ = through(tx, gradients * np.float32(scale), np.ones(4, np.float32))
+    state, _ = through(OF_TWO, gradients * np.float32(scale), np.ones(4, np.float32))
     # the first window has S = 2.5 and G2 = 5, the second 2 and 4
     assert float(shrewjax.metrics(state)["accumulate/noise_scale"]) == pytest.approx(0.5, rel=1e-5)
 
@@ -242,8 +267,9 @@ def test_norms_of_any_range_have_the_noise_scale_of_those_around_one(scale):
 def test_windows_that_say_nothing_do_not_enter():
     gradients = np.float32([[1, 2], [3, 4]])
     tx = shrewjax.accumulate(KEEP, 2, noise_decay=0.9, nonfinite="drop_microbatch")
-    first, _ = through(tx, gradients, np.ones(2, np.float32))
-    update = compiled(tx).update
+    update, first = compiled(tx).update, tx.init(np.zeros(2, np.float32))
+    for gradient in gradients:
+        _, first = update(gradient, first, weight=1)
     for spoilt, weights in (
         (np.float32([[np.nan, 1], [5, 5]]), [1, 1]),  # one micro-batch is left
         (gradients, [0, 7]),
@@ -253,7 +279,7 @@ def test_windows_that_say_nothing_do_not_enter():
         for gradient, weight in zip(spoilt, weights, strict=True):
             _, state = update(gradient, state, weight=weight)
         for field in ("recorded", "trace", "signal", "exponent"):
-            assert getattr(state.noise, field) == getattr(first.noise, field), (field, weights)
+            assert bits(getattr(state.noise, field)) == bits(getattr(first.noise, field)), (field, weights)
 
 
 def test_without_noise_decay_nothing_is_kept_or_computed():
@@ -283,58 +309,70 @@ ROW_WEIGHTS = np.float32(np.random.default_rng(6).integers(1, 5, size=(2, 8)))
 ROW_VALUES = np.float32(np.random.default_rng(7).normal(size=(2, 8)))
 
 
+OVER_DEVICES = shrewjax.accumulate(KEEP, 2, sum_over="data", noise_decay=0.9)
+
+
 def started(tx, devices=8):
-    state = tx.init(jax.device_put(jnp.zeros(3), NamedSharding(mesh_of(devices), P())))
-    return state, shrewjax.state_specs(state)
+    """A state whose leaves all have a sharding, as those of later states, and the update that keeps it: one program."""
+    mesh = mesh_of(devices)
+    state = tx.init(jax.device_put(np.zeros(3, np.float32), NamedSharding(mesh, P())))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), shrewjax.state_specs(state))
+    return jax.device_put(state, shardings), quick_jit(tx.update, out_shardings=(None, shardings))
+
+
+@cache
+def after_rows():
+    """The states after one micro-step and after two."""
+    state, update = started(OVER_DEVICES)
+    states = []
+    for gradients, weights, values in zip(ROWS, ROW_WEIGHTS, ROW_VALUES, strict=True):
+        _, state = update(gradients, state, weight=weights, value=values)
+        states.append(state)
+    return states
+
+
+@cache
+def alone():
+    """The state of one device after as many micro-batches as the devices have."""
+    tx = shrewjax.accumulate(KEEP, 16, noise_decay=0.9)
+    return through(tx, ROWS.reshape(16, 3), ROW_WEIGHTS.ravel(), ROW_VALUES.ravel())[0]
 
 
 def test_eight_devices_measure_as_one_with_all_micro_batches_in_one_all_reduce():
-    tx = shrewjax.accumulate(KEEP, 2, sum_over="data", noise_decay=0.9)
-    state, specs = started(tx)
+    tx = OVER_DEVICES
+    state, _ = started(tx)
+    specs = shrewjax.state_specs(state)
 
-    @users_jit
+    @text_jit
     @partial(jax.shard_map, mesh=mesh_of(8), in_specs=(specs, P("data"), P("data"), P("data")), out_specs=specs)
     def call(state, gradient, weight, value):
         grads = jax.grad(lambda p: p @ gradient[0])(own_params(jnp.zeros(3), "data"))
         return tx.update(grads, state, weight=weight[0], value=value[0])[1]
 
+    program = call.lower(state, ROWS[0], ROW_WEIGHTS[0], ROW_VALUES[0]).compile()
     for batch in zip(ROWS, ROW_WEIGHTS, ROW_VALUES, strict=True):
-        state = call(state, *batch)
-    text = call.lower(state, ROWS[0], ROW_WEIGHTS[0], ROW_VALUES[0]).compile().as_text()
+        state = program(state, *batch)
+    text = program.as_text()
     assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
-
-    alone, _ = through(
-        shrewjax.accumulate(KEEP, 16, noise_decay=0.9), ROWS.reshape(16, 3), ROW_WEIGHTS.ravel(), ROW_VALUES.ravel()
-    )
-    np.testing.assert_allclose(estimates(state), estimates(alone), rtol=1e-5)
+    np.testing.assert_allclose(estimates(state), estimates(alone()), rtol=1e-5)
     assert float(state.value) == pytest.approx(np.average(ROW_VALUES, weights=ROW_WEIGHTS), rel=1e-6)
 
 
 def test_rows_under_plain_jit_measure_as_devices_do():
-    tx = shrewjax.accumulate(KEEP, 2, sum_over="data", noise_decay=0.9)
-    state, _ = started(tx)
-    for gradients, weights, values in zip(ROWS, ROW_WEIGHTS, ROW_VALUES, strict=True):
-        _, state = jax.jit(tx.update)(gradients, state, weight=weights, value=values)
-    alone, _ = through(
-        shrewjax.accumulate(KEEP, 16, noise_decay=0.9), ROWS.reshape(16, 3), ROW_WEIGHTS.ravel(), ROW_VALUES.ravel()
-    )
-    np.testing.assert_allclose(estimates(state), estimates(alone), rtol=1e-5)
+    _, state = after_rows()
+    np.testing.assert_allclose(estimates(state), estimates(alone()), rtol=1e-5)
     assert float(state.value) == pytest.approx(np.average(ROW_VALUES, weights=ROW_WEIGHTS), rel=1e-6)
 
 
 def test_saved_open_window_with_noise_goes_on_on_another_number_of_devices(tmp_path):
-    tx = shrewjax.accumulate(KEEP, 2, sum_over="data", noise_decay=0.9)
-    state, _ = started(tx)
-    _, state = jax.jit(tx.update)(ROWS[0], state, weight=ROW_WEIGHTS[0], value=ROW_VALUES[0])
-    _, expected = jax.jit(tx.update)(ROWS[1], state, weight=ROW_WEIGHTS[1], value=ROW_VALUES[1])
-
+    state, expected = after_rows()
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", state)
-    moved = shrewjax.redistribute(restored, started(tx, 4)[0])
     # what eight devices would add in one micro-step, from four in two
-    update = jax.jit(shrewjax.accumulate(KEEP, 3, sum_over="data", noise_decay=0.9).update)
+    like, update = started(shrewjax.accumulate(KEEP, 3, sum_over="data", noise_decay=0.9), 4)
+    moved = shrewjax.redistribute(restored, like)
     for rows in (slice(0, 4), slice(4, 8)):
         gradients, weights, values = ROWS[1][rows], ROW_WEIGHTS[1][rows], ROW_VALUES[1][rows]
         _, moved = update(gradients, moved, weight=weights, value=values)
@@ -359,8 +397,9 @@ def test_window_closed_by_a_token_budget_runs_when_the_tokens_are_there():
 def test_window_length_warms_up_linearly():
     tx = shrewjax.accumulate(KEEP, lambda windows: jnp.minimum(1 + windows, 3))
     state, closed = tx.init(jnp.zeros(1)), []
+    update = quick_jit(tx.update)
     for _ in range(9):
-        _, state = jax.jit(tx.update)(jnp.ones(1), state)
+        _, state = update(np.ones(1, np.float32), state)
         closed.append(bool(state.applied))
     assert closed == [True, False, True, False, False, True, False, False, True]
 
@@ -384,7 +423,7 @@ def test_closing_by_the_noise_of_closed_windows_is_unbiased_and_by_the_open_one_
         updates, state = tx.update(gradient, state, flush=closes)
         return (state, seen), (updates[0], state.applied)
 
-    noise = jax.random.normal(jax.random.key(0), (40_000,))
+    noise = np.random.default_rng(0).standard_normal(40_000, np.float32)
     for looks_inside in (False, True):
         start = tx.init(jnp.zeros(1)), jnp.zeros(1)
         run = quick_jit(partial(jax.lax.scan, partial(call, looks_inside=looks_inside)))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import true_norm
+from helpers import quick_jit, true_norm
 
 import shrewjax
 from shrewjax._base import trees
@@ -44,12 +44,19 @@ def test_what_holds_no_floats_passes_through(name):
 def test_numpy_leaves_wider_than_jax_allows_are_taken_as_jax_has_them(dtype):
     leaf = np.asarray([3, 4], dtype)
     narrow = {"float64": jnp.float32, "complex128": jnp.complex64}[dtype]
-    clipped, norm = shrewjax.clip_grad_norm([leaf], 1.0)
+    window = shrewjax.GradAccumulator(1)
+
+    @quick_jit
+    def run():
+        by_value = shrewjax.clip_grad_value([leaf], 1.0)[0]
+        return *shrewjax.clip_grad_norm([leaf], 1.0), by_value, window.take(window.add(start, [leaf]))[0][0]
+
+    start = window.init([jnp.asarray(leaf)])
+    clipped, norm, by_value, average = run()
     assert (clipped[0].dtype, norm.dtype) == (narrow, jnp.float32)
     np.testing.assert_allclose(clipped[0], leaf / 5, rtol=3e-7)
-    np.testing.assert_allclose(shrewjax.clip_grad_value([leaf], 1.0)[0], [1, 1], rtol=3e-7)
-    window = shrewjax.GradAccumulator(1)
-    np.testing.assert_array_equal(window.take(window.add(window.init([jnp.asarray(leaf)]), [leaf]))[0][0], leaf)
+    np.testing.assert_allclose(by_value, [1, 1], rtol=3e-7)
+    np.testing.assert_array_equal(average, leaf)
 
 
 def test_python_numbers_are_leaves():

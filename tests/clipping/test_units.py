@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, quick_jit
+from helpers import assert_close, quick_jit, rows_of_names
 from sharded import SPECS, place
-from steps import agc, f32
+from steps import adagc, agc, f32
 
 import shrewjax
 
@@ -17,12 +17,13 @@ P = jax.P
 
 SHAPES = {"rows": (16, 4), "columns": (3, 8), "replicated": (5, 2)}
 
+# By full names: `STOOD_FOR` of helpers.py says which of them run in CI only.
 MAPPED = {
-    "agc": lambda **k: shrewjax.adaptive_grad_clip(0.05, unit="tensor", **k),
-    "block_rms": lambda **k: shrewjax.clip_by_block_rms(0.5, **k),
-    "percentile": lambda **k: shrewjax.clip_by_norm_percentile(30.0, **k),
-    "zscore": lambda **k: shrewjax.clip_by_norm_zscore(0.1, warmup_steps=1, **k),
-    "leaf_ema": lambda **k: shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, **k),
+    "adaptive_grad_clip": lambda **k: shrewjax.adaptive_grad_clip(0.05, unit="tensor", **k),
+    "clip_by_block_rms": lambda **k: shrewjax.clip_by_block_rms(0.5, **k),
+    "clip_by_norm_percentile": lambda **k: shrewjax.clip_by_norm_percentile(30.0, **k),
+    "clip_by_norm_zscore": lambda **k: shrewjax.clip_by_norm_zscore(0.1, warmup_steps=1, **k),
+    "clip_by_leaf_norm_ema": lambda **k: shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, **k),
 }
 
 
@@ -43,8 +44,9 @@ def on_one_device_and_mapped(rule):
     return tx, quick_jit(tx.update), quick_jit(mapped)
 
 
+# The next test has AdaGC by default.
 @pytest.mark.parametrize("scale", [1.0, 1e25])
-@pytest.mark.parametrize("rule", MAPPED)
+@pytest.mark.parametrize("rule", rows_of_names(MAPPED, MAPPED.keys() - {"clip_by_leaf_norm_ema"}))
 def test_shard_map_gives_the_unsharded_answer(rule, scale):
     tx, update, mapped = on_one_device_and_mapped(rule)
     params, *gradients = trees(scale)
@@ -72,20 +74,38 @@ def unit_rules(**sharded_over):
         "agc": shrewjax.adaptive_grad_clip(1.0, **sharded_over),
         "block_rms": shrewjax.clip_by_block_rms(1.0, batch_axes=1, **sharded_over),
         "leaf_ema": shrewjax.clip_by_leaf_norm_ema(batch_axes=1, warmup_max_norm=2.0, **sharded_over),
+        "leaf_norm": shrewjax.clip_by_leaf_norm(1.0, batch_axes=1, **sharded_over),
     }
 
 
-def all_updates(rules):
-    return lambda g, states, w: {name: tx.update(g, states[name], w) for name, tx in rules.items()}
+def in_float64(rule, g, w):
+    """The first updates of one of these rules, and numbers of the state that it then has."""
+    g, w = ({k: np.float64(x) for k, x in tree.items()} for tree in (g, w))
+    norms = {k: np.linalg.norm(x, axis=0) for k, x in g.items()}
+    if rule == "leaf_ema":  # the start of its history: all gradients together to a norm of 2
+        scale = 2 / np.linalg.norm(np.concatenate([*norms.values()]))
+        averages = {k: np.where(x > 0, np.maximum(x * scale, 1e-6), 0) for k, x in norms.items()}
+        return {k: x * scale for k, x in g.items()}, {"norm_ema": averages}
+    by_rule = {
+        "agc": lambda x: np.linalg.norm(x, axis=0),
+        "block_rms": lambda x: len(x) ** 0.5,
+        "leaf_norm": lambda x: 1,
+    }
+    ratios = {k: norms[k] / by_rule[rule](w[k]) for k in g}
+    updates = {k: x / np.maximum(1, ratios[k]) for k, x in g.items()}
+    if rule == "leaf_norm":
+        return updates, {"grad_norm": norms}
+    every_ratio = np.concatenate([*ratios.values()])
+    largest = {"agc": "ratio_max", "block_rms": "rms_max"}[rule]
+    return updates, {largest: np.max(every_ratio), "clipped_fraction": np.mean(every_ratio > 1)}
 
 
-@cache
-def units_on_one_device():
-    rng = np.random.default_rng(0)
-    g, w = ({k: f32(np.exp(rng.normal(size=s)) * rng.normal(size=s)) for k, s in UNIT_SHAPES.items()} for _ in range(2))
-    g["whole"][:, 0] *= f32(1e25)  # so that one device alone has to measure again
-    arguments = g, {name: tx.init(w) for name, tx in unit_rules().items()}, w
-    return arguments, quick_jit(all_updates(unit_rules()))(*arguments)
+def assert_first_step(rule, step, g, w):
+    updates, state = step
+    expected, numbers = in_float64(rule, g, w)
+    assert_close(updates, expected, rtol=1e-5)
+    assert_close({name: getattr(state, name) for name in numbers}, numbers, rtol=1e-5)
+    assert 0 < numbers.get("clipped_fraction", 0.5) < 1
 
 
 def unit_mesh():
@@ -93,28 +113,33 @@ def unit_mesh():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_units_spread_over_devices_each_leaf_in_its_own_way_are_those_of_one_device(check_vma):
-    (g, start, w), expected = units_on_one_device()
-    rules = unit_rules(sharded_over=spec_of)
-    state_specs = {k: jax.tree.map(lambda _: P(), start[k]) for k in start}
-    of_units = {k: P(*spec[1:]) for k, spec in UNIT_SPECS.items()}
-    state_specs["leaf_ema"] = state_specs["leaf_ema"]._replace(norm_ema=of_units)
+@pytest.mark.parametrize("rule", ["agc", "block_rms", "leaf_ema"])
+def test_units_spread_over_devices_each_leaf_in_its_own_way_are_those_of_one_device(rule, check_vma):
+    rng = np.random.default_rng(0)
+    g, w = ({k: f32(np.exp(rng.normal(size=s)) * rng.normal(size=s)) for k, s in UNIT_SHAPES.items()} for _ in range(2))
+    g["whole"][:, 0] *= f32(1e25)  # so that one device alone has to measure again
+    tx, start = unit_rules(sharded_over=spec_of)[rule], unit_rules()[rule].init(w)
+    specs_of_state = jax.tree.map(lambda _: P(), start)
+    if rule == "leaf_ema":
+        specs_of_state = specs_of_state._replace(norm_ema={k: P(*spec[1:]) for k, spec in UNIT_SPECS.items()})
     mapped = jax.shard_map(
-        all_updates(rules),
+        tx.update,
         mesh=unit_mesh(),
-        in_specs=(UNIT_SPECS, state_specs, UNIT_SPECS),
-        out_specs={k: (UNIT_SPECS, state_specs[k]) for k in rules},
+        in_specs=(UNIT_SPECS, specs_of_state, UNIT_SPECS),
+        out_specs=(UNIT_SPECS, specs_of_state),
         check_vma=check_vma,
     )
-    assert_close(quick_jit(mapped)(g, start, w), expected, rtol=1e-5)
-    assert 0 < float(expected["agc"][1].clipped_fraction) < 1
-    assert 0 < float(expected["block_rms"][1].clipped_fraction) < 1
+    assert_first_step(rule, quick_jit(mapped)(g, start, w), g, w)
 
 
 @pytest.mark.parametrize(
     ("spec", "names", "check_vma"),
-    [(P(None, "x"), (), True), (P("x"), "x", True), (P("x"), ("x", "y"), False), (P(), P(), False)],
-    ids=["whole, tracked", "divided, tracked", "divided, untracked", "everywhere, untracked"],
+    [
+        pytest.param(P(None, "x"), (), True, id="whole, tracked"),
+        pytest.param(P("x"), "x", True, id="divided, tracked", marks=pytest.mark.thorough),
+        pytest.param(P("x"), ("x", "y"), False, id="divided, untracked"),
+        pytest.param(P(), P(), False, id="everywhere, untracked"),
+    ],
 )
 def test_names_of_mapped_axes_do_for_units_that_are_alike(spec, names, check_vma):
     g, w = (f32(np.exp(np.random.default_rng(i).normal(size=(16, 8)))) for i in range(2))
@@ -162,43 +187,49 @@ def test_units_on_devices_that_nothing_tells_of_are_an_error(rule, sharded_over,
         jax.eval_shape(mapped, {"whole": jnp.ones((3, 8))})
 
 
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axis_type", ["Auto", pytest.param("Explicit", marks=pytest.mark.thorough)])
 def test_stacked_layers_sharded_along_the_stack(axis_type):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[axis_type],))
     place = lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, P("data")))  # noqa: E731
     tx = shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, batch_axes=0)
     gradients = [f32(np.exp(np.random.default_rng(i).normal(size=(8, 1))) * np.ones((8, 3))) for i in range(3)]
-    state, sharded_state = tx.init(gradients[0]), tx.init(place(gradients[0]))
-    update = quick_jit(tx.update)
-    for g in gradients:
-        expected, state = update(g, state)
-        updates, sharded_state = update(place(g), sharded_state)
-        assert_close(updates, expected, rtol=1e-6)
-        assert_close(sharded_state, state, rtol=1e-6)
+    norms = np.stack([np.linalg.norm(np.float64(g), axis=1) for g in gradients])
+    state, update = tx.init(place(gradients[0])), quick_jit(tx.update)
+    for g, before, (left, averages) in zip(gradients, norms, adagc(norms, warmup=1), strict=True):
+        updates, state = update(place(g), state)
+        assert_close(updates, g * (left / before)[:, None], rtol=1e-5)
+        assert_close(state.norm_ema, averages, rtol=1e-5)
+        assert float(state.clipped_fraction) == pytest.approx(np.mean(left < before))
 
 
-BY_UNIT = {
-    "agc": lambda: shrewjax.adaptive_grad_clip(0.1),
-    "leaf_norm": lambda: shrewjax.clip_by_leaf_norm(0.5, batch_axes=0),
-    "block_rms": lambda: shrewjax.clip_by_block_rms(0.5, batch_axes=0),
-    "leaf_ema": lambda: shrewjax.clip_by_leaf_norm_ema(1.5, batch_axes=0, warmup_steps=0),
+# Leaves of one shape, whose units lie on devices in different ways.
+PLACES = {
+    "one whole": {"a": P(None, "model"), "b": P("model", None), "c": P()},
+    "all divided": {"a": P("data"), "b": P(None, "data"), "c": P("model")},
 }
+OF_CI = [
+    ("agc", "all divided"),
+    ("leaf_ema", "one whole"),
+    *((x, y) for x in ("block_rms", "leaf_norm") for y in PLACES),
+]
 
 
-@pytest.mark.parametrize("specs", [(P(None, "model"), P("model", None), P()), (P("data"), P("data"), P("model"))])
-@pytest.mark.parametrize("rule", BY_UNIT)
-def test_units_on_an_explicit_mesh_are_those_of_one_device(rule, specs):
-    """Leaves of one shape, whose units lie on devices in different ways. A zero leaf is read again."""
+@pytest.mark.parametrize(
+    ("rule", "places"),
+    [
+        ("agc", "one whole"),
+        ("leaf_ema", "all divided"),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in OF_CI),
+    ],
+)
+def test_units_on_an_explicit_mesh_are_those_of_one_device(rule, places):
+    """A zero leaf is read again."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    tx, rng = BY_UNIT[rule](), np.random.default_rng(0)
-    grads = [f32(rng.normal(size=(8, 8)) * scale) for scale in (3, 0, 1e25)]
-    params = [np.ones((8, 8), np.float32)] * 3
-    update = quick_jit(tx.update)
-    expected, state = update(grads, tx.init(params), params)
-    placed = place(params, mesh, list(specs))
-    updates, on_devices = update(place(grads, mesh, list(specs)), tx.init(placed), placed)
-    assert_close(updates, expected, rtol=1e-6, atol=0)
-    assert_close(on_devices, state, rtol=1e-6, atol=0)
+    tx, specs, rng = unit_rules()[rule], PLACES[places], np.random.default_rng(0)
+    grads = {k: f32(rng.normal(size=(8, 8)) * scale) for k, scale in {"a": 3, "b": 0, "c": 1e25}.items()}
+    params = dict.fromkeys(grads, np.ones((8, 8), f32))
+    placed = place(params, mesh, specs)
+    assert_first_step(rule, quick_jit(tx.update)(place(grads, mesh, specs), tx.init(placed), placed), grads, params)
 
 
 def test_a_replicated_leaf_of_several_units_stays_replicated_beside_one_that_is_not():
@@ -210,7 +241,8 @@ def test_a_replicated_leaf_of_several_units_stays_replicated_beside_one_that_is_
     grads = {"rows": f32(np.ones((8, 3))), "replicated": f32(np.ones((4, 3)))}
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     step = jax.shard_map(lambda g: tx.update(g, tx.init(g), g)[0], mesh=mesh, in_specs=(specs,), out_specs=specs)
-    assert_close(quick_jit(step)(grads), tx.update(grads, tx.init(grads), grads)[0], rtol=1e-6, atol=0)
+    expected = jax.tree.map(lambda x: x / 6, grads)  # of norm 6 together, which the start of a history clips to 1
+    assert_close(quick_jit(step)(grads), expected, rtol=1e-6, atol=0)
 
 
 def test_parameter_that_differs_between_devices_more_than_its_gradient_is_an_error():

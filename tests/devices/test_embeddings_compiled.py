@@ -15,7 +15,7 @@ import pytest
 from _compiled import place, sharded
 from accelerators import ACCELERATORS, all_reduced, target_named
 from jax.sharding import PartitionSpec as P
-from sums_on_devices import BATCH, COUNTS, LOOPS, PARAMS, STEPS, TIED, by_hand, errors_on
+from sums_on_devices import BATCH, COUNTS, LOOPS, PARAMS, STEPS, TIED, WAYS, by_hand, errors_on
 
 PLACES = {"replicated": P(), "rows": P("data"), "columns": P(None, "data")}
 SMALLEST = min(math.prod(x.shape) for x in PARAMS.values()) // 8  # elements of a shard
@@ -148,6 +148,7 @@ def test_sums_of_a_loop_by_hand_are_seen_to_be_lost_where_they_are(target):
     assert bool(is_lost) == loses_sums(target)
 
 
-def test_sums_on_cpu_devices_are_those_of_their_parts():
-    for name, error in errors_on(jax.devices()).items():
+@pytest.mark.parametrize("names", [{"weighted", "accumulate"}, pytest.param(WAYS, marks=pytest.mark.thorough)], ids=len)
+def test_sums_on_cpu_devices_are_those_of_their_parts(names):
+    for name, error in errors_on(jax.devices(), names).items():
         assert error < 1e-5, name

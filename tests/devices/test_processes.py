@@ -1,52 +1,37 @@
 """Two real processes on this machine train as one device does, and neither waits for ever for the other."""
 
-import contextlib
-import os
 import pathlib
+import signal
 import socket
-import subprocess
-import sys
-import time
 
 import jax
 import numpy as np
 import optax
 import pytest
-import xla_flags
 from helpers import TRANSFORMATIONS, quick_jit
 from train_processes import ACCUM_STEPS, NAN_STEPS, PROCESSES, STEPS, batch, first_params, inner, nonfinite
 
 SCRIPT = pathlib.Path(__file__).with_name("train_processes.py")
-FEW = ("clip_by_global_norm", "clip_by_norm_zscore", "skip_nonfinite")
+# The transformations that the processes train, one after another, and which process is killed in the end.
+RUNS = {
+    "few, the other is killed": (("clip_by_norm_zscore", "skip_nonfinite"), 1),
+    "one, the coordinator is killed": (("clip_by_global_norm",), 0),
+    "one, none is killed": (("clip_by_global_norm",), None),
+    "all, none is killed": (tuple(TRANSFORMATIONS), None),
+}
+MARKS = ((), pytest.mark.thorough, pytest.mark.thorough, pytest.mark.slow)
 
 
-@contextlib.contextmanager
-def processes(folder, mode, names):
-    """Both of them, and what they print in the folder; none outlives the block."""
-    # Compiled as quickly as it can be; without the eight devices that other tests want.
-    environment = os.environ | {
-        "XLA_FLAGS": xla_flags.flags("xla_cpu_use_fusion_emitters", "xla_cpu_parallel_codegen_split_count"),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent.parent), os.environ.get("PYTHONPATH", "")]),  # for helpers.py
-    }
+@pytest.fixture(scope="module", params=[pytest.param(run, marks=m) for run, m in zip(RUNS, MARKS, strict=True)])
+def trained(request, forks, tmp_path_factory):
+    """The transformations, the folder with what both processes found, who was killed, and how each of them ended."""
+    names, killed = RUNS[request.param]
+    folder = tmp_path_factory.mktemp("processes")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    started = []
-    try:
-        for i in range(PROCESSES):
-            command = [sys.executable, SCRIPT, folder, mode, str(port), str(i), *names]
-            with (folder / f"printed-{i}").open("wb") as printed:
-                started.append(subprocess.Popen(command, env=environment, stdout=printed, stderr=subprocess.STDOUT))
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
-def printed(folder):
-    return "\n".join((folder / f"printed-{i}").read_text() for i in range(PROCESSES))
+    ended = forks(*((SCRIPT, folder, port, i, killed, *names) for i in range(PROCESSES)), folder=folder)
+    return names, folder, killed, ended
 
 
 def on_one_device(name, nan_steps):
@@ -65,20 +50,12 @@ def on_one_device(name, nan_steps):
     return {k: np.stack([x[k] for x in at_end]) for k in params}
 
 
-@pytest.mark.parametrize(
-    ("names", "timeout"),
-    [(FEW, 200), pytest.param(tuple(TRANSFORMATIONS), 500, marks=pytest.mark.slow)],
-    ids=["few", "all"],
-)
-def test_two_processes_follow_one_device_also_where_one_of_them_meets_a_nan(tmp_path, names, timeout):
-    with processes(tmp_path, "to_the_end", names) as both:
-        deadline = time.monotonic() + timeout
-        codes = [process.wait(timeout=deadline - time.monotonic()) for process in both]
-    assert codes == [0, 0], printed(tmp_path)
-
+def test_two_processes_follow_one_device_also_where_one_of_them_meets_a_nan(trained):
+    names, folder, _, ended = trained
+    assert len(list(folder.glob("*.npz"))) == len(names) * 2 * PROCESSES, ended
     for name in names:
         for kind, nan_steps in (("clean", ()), ("nan", NAN_STEPS)):
-            own, others = ({**np.load(tmp_path / f"{name}-{kind}-{i}.npz")} for i in range(PROCESSES))
+            own, others = ({**np.load(folder / f"{name}-{kind}-{i}.npz")} for i in range(PROCESSES))
             expected = on_one_device(name, nan_steps)
             for leaf in expected:
                 case = f"{name}, {kind}, {leaf}"
@@ -90,15 +67,12 @@ def test_two_processes_follow_one_device_also_where_one_of_them_meets_a_nan(tmp_
             assert own["dropped"] == others["dropped"] == drops
 
 
-@pytest.mark.parametrize("killed", [0, 1], ids=["the_coordinator", "the_other"])
-def test_a_process_ends_with_an_error_soon_after_the_other_is_killed(tmp_path, killed):
-    with processes(tmp_path, "for_ever", FEW[:1]) as both:
-        deadline = time.monotonic() + 100
-        while not all((tmp_path / f"training-{i}").exists() for i in range(PROCESSES)):
-            assert time.monotonic() < deadline, printed(tmp_path)
-            assert [process.poll() for process in both] == [None, None], printed(tmp_path)
-            time.sleep(0.1)
-        both[killed].kill()
-        code = both[1 - killed].wait(timeout=60)
-    assert code != 0
-    assert "another task died" in (tmp_path / f"printed-{1 - killed}").read_text()
+def test_a_process_ends_with_an_error_soon_after_the_other_is_killed(trained):
+    _, _, killed, ended = trained
+    codes = [code for code, _, _ in ended]
+    if killed is None:
+        assert codes == [0, 0], ended
+    else:
+        assert codes[killed] == -signal.SIGKILL, ended
+        assert codes[1 - killed] != 0
+        assert "another task died" in ended[1 - killed][2]

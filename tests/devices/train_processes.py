@@ -1,6 +1,11 @@
-"""One of two processes, of four devices each, that train together: a linear model, sharded along both mesh axes."""
+"""One of two processes, of four devices each, that train together: a linear model, sharded along both mesh axes.
 
+They end after that, or one of them kills itself in the middle of more steps.
+"""
+
+import os
 import pathlib
+import signal
 import sys
 
 import jax
@@ -111,9 +116,10 @@ def own_copy(x):
     return whole
 
 
-def main(folder, mode, port, process, *names):
+def main(folder, port, process, killed, *names):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_disable_most_optimizations", True)
     jax.distributed.initialize(
         f"localhost:{port}",
         PROCESSES,
@@ -124,15 +130,17 @@ def main(folder, mode, port, process, *names):
     )
     for name in names:
         training = Training(name)
-        if mode == "to_the_end":
-            for kind, nan_steps in (("clean", ()), ("nan", NAN_STEPS)):
-                np.savez(folder / f"{name}-{kind}-{process}.npz", **training.trajectory(nan_steps))
-        else:
-            for i in range(10**9):
-                training.step(i)
-                jax.block_until_ready(training.params)
-                if i == ACCUM_STEPS:
-                    (folder / f"training-{process}").touch()
+        for kind, nan_steps in (("clean", ()), ("nan", NAN_STEPS)):
+            np.savez(folder / f"{name}-{kind}-{process}.npz", **training.trajectory(nan_steps))
+    if killed == "None":
+        return
+    for i in range(10**9):
+        training.step(i)
+        jax.block_until_ready(training.params)
+        if i == ACCUM_STEPS:
+            signal.alarm(60)  # the other process has so long to notice
+            if killed == process:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ def test_docstring_has_a_formula_an_example_and_a_source(name):
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 # Tests of these run their code once, for what it defines.
 RUN_ELSEWHERE = {
+    "README.md",
     "docs/recipes.md",
     *(f"docs/{page}" for page in re.findall(r'page\("(guide/\w+\.md)"\)', (HERE / "test_guides.py").read_text())),
 }

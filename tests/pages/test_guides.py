@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, own_params, quick_jit, run_page, users_jit
+from helpers import bits, own_params, quick_jit, run_page, text_jit
 from PIL import Image
 
 import shrewjax
@@ -38,11 +38,13 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape)
 
 
+def norm(tree):
+    return np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(tree)))
+
+
 def distance(tree, other):
     """The norm of the difference over that of the other, in float64."""
-    pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True))
-    squares = [np.sum((np.float64(a) - np.float64(b)) ** 2) for a, b in pairs]
-    return np.sqrt(sum(squares) / sum(np.sum(np.float64(b) ** 2) for _, b in pairs))
+    return norm(jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), tree, other)) / norm(other)
 
 
 # --- docs/guide/denominator.md -----------------------------------------------------------------------------------
@@ -68,15 +70,16 @@ def a_batch_of_samples(dtype):
     shapes |= {"embedding": (CHARACTERS, WIDTH), "readout": (WIDTH, CHARACTERS)}
     drawn = [{k: normal(*s, seed=[m, i]) for i, (k, s) in enumerate(shapes.items())} for m in range(3)]
     params, *others = [
-        jax.tree.map(lambda a, b, m=m: jnp.asarray(a + 0.2 * m * b, dtype), drawn[0], drawn[m]) for m in range(3)
+        jax.tree.map(lambda a, b, m=m: (a + 0.2 * m * b).astype(dtype), drawn[0], drawn[m]) for m in range(3)
     ]
     mask = np.arange(TIME) < LENGTHS[:, None]
     tokens = np.random.default_rng(2).integers(1, CHARACTERS, size=(SAMPLES, TIME + 1))
     tokens[:, 1:] *= mask  # padded
-    before, reference = map(quick_jit(lambda p: attention_model(p, tokens)), others)
+    model = quick_jit(attention_model)
+    before, reference = (np.asarray(model(p, tokens)) for p in others)
     # An engine that serves the model returns 0 for padding.
-    reference = jnp.where(mask, reference, 0)
-    return params, (tokens, before, reference, jnp.asarray(normal(SAMPLES, seed=3), dtype), mask.astype(dtype), PROMPT)
+    reference = np.where(mask, reference, 0)
+    return params, (tokens, before, reference, normal(SAMPLES, seed=3).astype(dtype), mask.astype(dtype), PROMPT)
 
 
 def large_losses(params, tokens, before, reference, advantage, mask, prompt):
@@ -111,11 +114,11 @@ def rl():
         names["log_probabilities"] = attention_model
         params, batch = a_batch_of_samples(np.float64)
         expected = quick_jit(lambda p: (large_losses(p, *batch), jax.jacrev(lambda p: large_losses(p, *batch))(p)))
-        c = names["coefficients"](batch[4], PROMPT, PROMPTS)
+        c = jax.device_get(names["coefficients"](batch[4], PROMPT, PROMPTS))
         in_parts = quick_jit(names["loss_and_grad"])
         return (
             SimpleNamespace(**names | {"params": params, "batch": batch, "c": c, "in_parts": in_parts}),
-            expected(params),
+            jax.device_get(expected(params)),
         )
 
 
@@ -137,7 +140,7 @@ def test_each_kind_of_mean_and_a_second_term_are_the_large_batchs(rl, kind):
     error = distance(ours, grads[kind])
     # The mistake: each micro-batch divides by its own counts.
     mask = guide.batch[4]
-    own, own_kl = (guide.part_by_part(k, mask, PROMPT) for k in (kind, "token mean"))
+    own, own_kl = (np.asarray(guide.part_by_part(k, mask, PROMPT)) for k in (kind, "token mean"))
     wrong = distance(guide.in_parts(guide.params, *examples, own, 0.1 * own_kl)[1], grads[kind])
     print(f"{kind}: {error:.0e}, part by part {wrong:.1%}")
     assert error < 1e-14
@@ -163,14 +166,14 @@ def test_packed_rows_count_each_sequence_once():
     mask = [Fraction(int(m)) for m in np.ravel(names["counted"])]
     expected = np.float64(shrewjax.spec.coefficients_spec(mask, np.ravel(names["row"]).tolist()))
     np.testing.assert_allclose(np.ravel(names["token_means"](names["counted"], names["row"], 6)), expected, rtol=1e-6)
-    by_row = np.ravel(names["token_means"](names["counted"], jnp.arange(2)[:, None], 2))
+    by_row = np.ravel(names["token_means"](names["counted"], np.arange(2)[:, None], 2))
     assert distance(by_row, expected) > 0.1
 
 
 @pytest.mark.usefixtures("x64_only")
 def test_nothing_that_counts_in_the_whole_batch_gives_zeros(rl):
     guide, _ = rl
-    c = guide.coefficients(jnp.zeros((SAMPLES, TIME)), PROMPT, PROMPTS)
+    c = jax.device_get(guide.coefficients(np.zeros((SAMPLES, TIME)), PROMPT, PROMPTS))
     for kind in c:
         value, grads = guide.in_parts(guide.params, *guide.batch[:4], c[kind], c["token mean"])
         assert value == 0
@@ -199,7 +202,7 @@ def test_a_term_of_each_micro_batch_is_averaged_beside_the_tokens(rl):
         guide.params
     )
     assert value == pytest.approx(float(values["token mean"] + extra), rel=1e-14)
-    assert distance(ours, optax.tree.add(grads["token mean"], extra_grads)) < 1e-14
+    assert distance(ours, jax.tree.map(np.add, grads["token mean"], extra_grads)) < 1e-14
 
 
 @pytest.mark.usefixtures("x64_only")
@@ -209,21 +212,21 @@ def test_one_micro_batch_a_call_closes_with_the_large_batchs_gradient(rl):
     mask, c = guide.batch[4], guide.c
 
     def norm_of(step, tx, rows):
-        params, state = jax.tree.map(jnp.copy, guide.params), tx.init(guide.params)  # donated
+        params, state = jax.tree.map(jnp.array, guide.params), tx.init(guide.params)  # donated
         for i in range(4):
             params, state = step(params, state, *(x[i::4] for x in rows))
         return shrewjax.metrics(state)["clip_by_global_norm/grad_norm"]
 
     rows = (*guide.batch[:4], c["prompt mean"], 0.1 * c["token mean"])
     summed = norm_of(guide.micro_step, guide.summing, rows)
-    assert summed == pytest.approx(float(optax.tree.norm(grads["prompt mean"])), rel=1e-6)
+    assert summed == pytest.approx(norm(grads["prompt mean"]), rel=1e-6)
 
     def log_likelihood(params):
         return -jnp.mean(attention_model(params, guide.batch[0])[np.nonzero(mask)])
 
-    expected = optax.tree.norm(quick_jit(jax.grad(log_likelihood))(guide.params))
+    expected = norm(quick_jit(jax.grad(log_likelihood))(guide.params))
     streamed = norm_of(guide.stream_step, guide.dividing, (guide.batch[0], mask))
-    assert streamed == pytest.approx(float(expected), rel=1e-6)
+    assert streamed == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.usefixtures("x64_only")
@@ -266,11 +269,10 @@ def test_guard_names_the_leaves_that_are_not_finite_and_the_clip_inside_it_does_
 
 
 def test_stack_shows_which_micro_batch_was_dropped(broken):
-    losses = [broken.loss_fn(broken.params, broken.with_zeros[i::8], broken.y[i::8]) for i in range(8)]
-    assert np.isfinite(losses).all()  # the loss alone does not tell
-    grads = quick_jit(jax.vmap(jax.grad(broken.loss_fn), in_axes=(None, 1, 1)))(
+    losses, grads = quick_jit(jax.vmap(jax.value_and_grad(broken.loss_fn), in_axes=(None, 1, 1)))(
         broken.params, broken.with_zeros.reshape(4, 8, 4), broken.y.reshape(4, 8)
     )
+    assert np.isfinite(losses).all()  # the loss alone does not tell
     expected = np.all([np.isfinite(g).reshape(8, -1).all(axis=1) for g in jax.tree.leaves(grads)], axis=0)
     np.testing.assert_array_equal(broken.aux["kept"], expected.astype(int))
     assert 13 in np.concatenate(broken.suspects)
@@ -334,16 +336,16 @@ def test_flags_by_leaf_are_those_of_the_last_bad_step(where):
 
 def test_flags_by_leaf_cost_no_read():
     """Counted in the compiled program. A clip with leaves outside the guard is the other way."""
-    shapes = {f"w{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(8)}
-    size = 8 * 512 * 512 * 4
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(3)}
+    size = 3 * 512 * 512 * 4
 
     def passes_of(tx):
         def step(params, state, x):
             grads = jax.grad(lambda p: sum(jnp.sum(jnp.tanh(x @ w)) for w in p.values()))(params)
             return shrewjax.apply_gradients(tx, grads, state, params)
 
-        jitted = users_jit(step, donate_argnums=(0, 1))
-        program = jitted.lower(shapes, jax.eval_shape(tx.init, shapes), jnp.ones((2, 512))).compile()
+        jitted = text_jit(step, donate_argnums=(0, 1))
+        program = jitted.lower(shapes, jax.eval_shape(tx.init, shapes), np.ones((2, 512), np.float32)).compile()
         return program.cost_analysis()["bytes accessed"] / size
 
     def guard(**options):
@@ -359,7 +361,7 @@ def test_flags_by_leaf_cost_no_read():
 def test_a_nan_on_one_device_skips_the_step_on_all_and_names_its_leaf(check_vma):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     tx = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True, sharded_over=None if check_vma else "data")
-    params = {"sharded": jnp.ones(8), "whole": jnp.ones(3)}
+    params = {"sharded": np.ones(8, np.float32), "whole": np.ones(3, np.float32)}
     specs = {"sharded": jax.P("data"), "whole": jax.P()}
     state_specs = jax.tree.map(lambda _: jax.P(), tx.init(params))
 
@@ -374,7 +376,8 @@ def test_a_nan_on_one_device_skips_the_step_on_all_and_names_its_leaf(check_vma)
         out_specs=(specs, state_specs, jax.P("data")),
         check_vma=check_vma,
     )
-    grads = {"sharded": jnp.ones(8).at[5].set(jnp.nan), "whole": jnp.ones(3)}
+    grads = jax.tree.map(np.copy, params)
+    grads["sharded"][5] = np.nan
     new, state, skipped = quick_jit(mapped)(params, tx.init(params), grads)
     assert np.all(skipped == 1)
     assert flags_of(shrewjax.metrics(state)) == {"sharded"}
@@ -383,7 +386,7 @@ def test_a_nan_on_one_device_skips_the_step_on_all_and_names_its_leaf(check_vma)
 
 def test_gradients_of_another_tree_than_the_guards_raise():
     tx = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True)
-    with pytest.raises(ValueError, match=r"gradient leaves \['b'\] need"):
+    with pytest.raises(ValueError, match=r"gradient leaves \['b'\] have no numbers in the state"):
         tx.update({"b": jnp.ones(2)}, tx.init({"a": jnp.ones(2)}))
     with pytest.raises(ValueError, match="leaves must be True or False"):
         shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=1)
@@ -429,10 +432,10 @@ def test_each_expert_has_its_norm_and_its_clip_under_jit_and_in_shard_map(moe):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_norm_of_experts_on_two_devices_is_that_of_all_and_a_devices_own_is_not(moe, dtype):
     guide, *_ = moe
-    cast = functools.partial(jax.tree.map, lambda x: x.astype(dtype))
+    cast = functools.partial(jax.tree.map, lambda x: np.asarray(x).astype(dtype))
     sharded = {"shared": jax.P(), "experts": jax.P("expert")}
     two = {"experts": jax.P("expert")}
     assert guide.norm_of(cast(guide.two), two) == pytest.approx(120**0.5, rel=1e-6)
@@ -450,7 +453,7 @@ def test_norm_of_experts_on_two_devices_is_that_of_all_and_a_devices_own_is_not(
 
 def test_experts_beside_a_window_over_another_axis_are_counted_once(moe):
     """Each row of devices adds up its own tokens; each column has its own experts."""
-    guide, params, _ = moe
+    guide, params, grads = moe
     auto = jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(auto, auto), devices=jax.devices()[:4])
     specs = {"router": jax.P(), "up": jax.P("expert"), "down": jax.P("expert")}
@@ -479,9 +482,7 @@ def test_experts_beside_a_window_over_another_axis_are_counted_once(moe):
     )
     for i in range(2):
         placed, state = mapped(placed, state, guide.x[i::2], guide.y[i::2])
-    grads = quick_jit(jax.grad(guide.loss_fn))(params, guide.x, guide.y)
-    expected = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(grads)))
-    assert shrewjax.metrics(state)["clip_by_global_norm/grad_norm"] == pytest.approx(expected, rel=1e-5)
+    assert shrewjax.metrics(state)["clip_by_global_norm/grad_norm"] == pytest.approx(norm(grads), rel=1e-5)
 
 
 # --- docs/guide/windows.md: adapters -----------------------------------------------------------------------------
@@ -512,7 +513,7 @@ def adapter_calls(guide, calls=9):
         x, y = 0.2 * rng.normal(size=(guide.adapters, 5, 8)), rng.normal(size=(guide.adapters, 5, 4))
         counts = rng.integers(0, 6, size=guide.adapters) * (rng.random(guide.adapters) < 0.8)
         mask = np.arange(5) < counts[:, None]
-        yield np.float32(x), np.float32(y), np.float32(mask), np.array([t % 2 == 1, t % 3 == 2, t == 7])
+        yield np.float32(x), np.float32(y), mask, np.array([t % 2 == 1, t % 3 == 2, t == 7])  # as on the page
 
 
 def of_adapter(tree, i):
@@ -648,7 +649,8 @@ def test_scaled_float16_trains_as_float32_and_unscaled_does_not(half):
         optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adam(0.05, eps=1e-16)), 4, nonfinite="drop_microbatch"
     )
 
-    def steps(dtype, first, adapts):
+    @functools.partial(quick_jit, static_argnames="dtype")
+    def run(dtype, first, adapts):
         def step(carry, x):
             params, state, scale = carry
             y = x @ truth
@@ -656,11 +658,14 @@ def test_scaled_float16_trains_as_float32_and_unscaled_does_not(half):
             grads = jax.grad(lambda p: scale.value * loss_fn(p, *low[1:]))(low[0])
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale.value, grads)
             params, after = shrewjax.apply_gradients(tx, grads, state, params)
-            return (params, after, half.next_scale(scale, state, after, 50) if adapts else scale), ()
+            adapted = half.next_scale(scale, state, after, 50)
+            return (params, after, jax.tree.map(functools.partial(jnp.where, adapts), adapted, scale)), ()
 
         params = {"w": jnp.zeros(16)}
-        start = params, tx.init(params), half.LossScale(jnp.float32(first))
-        (params, state, scale), _ = quick_jit(lambda: jax.lax.scan(step, start, x))()
+        return jax.lax.scan(step, (params, tx.init(params), half.LossScale(first)), x)[0]
+
+    def steps(dtype, first, adapts):
+        params, state, scale = run(dtype, np.float32(first), adapts)
         return distance(params["w"], truth), int(state.dropped), float(scale.value)
 
     wide, *_ = steps(jnp.float32, 1.0, False)
@@ -691,21 +696,21 @@ def test_where_every_micro_batch_overflows_the_scale_falls_and_parameters_stay(h
 def test_fit_example_finds_the_fewest_micro_batches_and_counts_what_they_do_not_shrink(capsys, tmp_path, monkeypatch):
     """On two devices, each with half of the batch. The table is the oracle of the choice, arithmetic of a column."""
     monkeypatch.setattr(fit_micro_batches, "LAYERS", 2)
-    arguments = ["--devices", "2", "--rows", "4096", "--most", "4", "--budget", "15", "--margin", "0"]
+    arguments = ["--devices", "2", "--rows", "4096", "--most", "2", "--budget", "17", "--margin", "0"]
     fit_micro_batches.main([*arguments, "--out", str(tmp_path / "new" / "fit.png")])
     printed = capsys.readouterr().out
     table = {
         int(row[0]): [float(x) for x in row[1:]]
         for row in re.findall(r"^ +(\d+) +(\S+) +(\S+) +(\S+) +(\S+)$", printed, re.M)
     }
-    assert list(table) == [1, 2, 4]
+    assert list(table) == [1, 2]
     in_mib = (3 * 4 * 256 * 256 * 4 + 2 * 2048 * 256 * 4) / 2**20  # parameters and two moments; half of x and of y
     for held, results, temporaries, total in table.values():
         assert held == pytest.approx(in_mib, abs=0.05)
         assert held + results + temporaries == pytest.approx(total, abs=0.2)
-    fits = [k for k, row in table.items() if row[-1] <= 15]
+    fits = [k for k, row in table.items() if row[-1] <= 17]
     assert 1 not in fits
-    assert f"fewest micro-batches within 15.0 MiB: {fits[0]}\n" in printed
+    assert f"fewest micro-batches within 17.0 MiB: {fits[0]}\n" in printed
     with Image.open(tmp_path / "new" / "fit.png") as figure:
         assert len(figure.getcolors(figure.width * figure.height)) > 20
 

@@ -19,7 +19,7 @@ import optax.contrib
 import orbax.checkpoint
 import pytest
 from flax import nnx
-from helpers import CASES, TRANSFORMATIONS, assert_close, bits, compiled, quick_jit, quick_options
+from helpers import CASES, TRANSFORMATIONS, assert_close, bits, compiled, quick_jit, quick_options, rows_of_names
 
 import shrewjax
 
@@ -370,19 +370,21 @@ def test_in_a_linen_train_state_it_trains_as_by_hand(name):
 
 
 @each
-def test_in_an_nnx_optimizer_it_trains_as_by_hand(name):
+@pytest.mark.parametrize("in_jit", [False, True], ids=["outside of jit", "in jit"])
+def test_in_an_nnx_optimizer_it_trains_as_by_hand(name, in_jit):
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     model.bias[...], model.kernel[...] = PARAMS["bias"], PARAMS["kernel"]
-    optimizer = nnx.Optimizer(model, optax.chain(TRANSFORMATIONS[name](), optax.sgd(0.1)), wrt=nnx.Param)
+    tx = TRANSFORMATIONS[name]() if in_jit else core(name)
+    optimizer = nnx.Optimizer(model, optax.chain(tx, optax.sgd(0.1)), wrt=nnx.Param)
     graph, state = nnx.split((model, optimizer))
     like = jax.tree.structure(nnx.state(model, nnx.Param))
 
-    @quick_jit
     def step(state, grads):
         model, optimizer = nnx.merge(graph, state)
         optimizer.update(model, jax.tree.unflatten(like, jax.tree.leaves(grads)))
         return nnx.state((model, optimizer))
 
+    step = quick_jit(step) if in_jit else step
     for g in GRADS:
         state = step(state, g)
     model, optimizer = nnx.merge(graph, state)
@@ -399,7 +401,10 @@ class Layer(equinox.Module):
     activation: Callable[..., Any] = jnp.tanh
 
 
-@each
+# One that reads the parameters, and two whose states are like them, because a model is another kind of tree.
+@pytest.mark.parametrize(
+    "name", rows_of_names(TRANSFORMATIONS, {"adaptive_grad_clip", "clip_by_leaf_norm_ema", "accumulate"})
+)
 def test_under_equinox_filter_jit_it_trains_as_by_hand(name):
     tx = optax.chain(TRANSFORMATIONS[name](), optax.sgd(0.1))
     model = Layer(**PARAMS)
@@ -418,7 +423,11 @@ def test_under_equinox_filter_jit_it_trains_as_by_hand(name):
     assert_metrics_are_found(state, alone_state)
 
 
-@each
+# States with a history, with an average for each leaf, with flags, and with a window.
+@pytest.mark.parametrize(
+    "name",
+    rows_of_names(TRANSFORMATIONS, {"clip_by_norm_zscore", "clip_by_leaf_norm_ema", "skip_on_spike", "accumulate"}),
+)
 def test_saved_and_restored_by_orbax_it_goes_on_bit_identically(name, tmp_path):
     tx = optax.chain(core(name), sgd())
     _, state = run(tx, GRADS[:3], PARAMS)

@@ -110,10 +110,9 @@ OPTIMIZERS = {
     "radam": optax.radam(1e-2),
     "novograd": optax.novograd(1e-2),
 }
-ROWS = rows_of_names(OPTIMIZERS, by_default={"sgd", "adam", "clip and adamw", "adafactor"})
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", rows_of_names(OPTIMIZERS, by_default={"adam", "clip and adamw"}))
 def test_trajectory_is_that_of_an_nnx_optimizer_around_multi_steps(name):
     """With dropout and batch statistics. One of the optimizers trains the low-rank layer alone."""
     wrt = nnx.LoRAParam if name == "adam" else nnx.Param
@@ -193,7 +192,7 @@ def test_fsdp_keeps_every_leaf_where_it_was_placed():
     sharded = jax.sharding.NamedSharding(mesh, jax.P("data"))
     model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     nnx.update(model, jax.device_put(nnx.state(model), sharded))
-    tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(0.5), optax.adamw(1e-2)), 2)
+    tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(0.5), optax.sgd(1e-2, momentum=0.9)), 2)
     optimizer = shrewjax.flax.Optimizer(model, tx, wrt=nnx.Param)
     expected = jax.tree.map(lambda x: x.sharding, nnx.state((model, optimizer)))
     assert optimizer.opt_state.gradient_sum["kernel"][...].sharding.spec == jax.P("data")
@@ -242,7 +241,7 @@ def grads_of(params, rows):
     return jax.grad(lambda params: jnp.mean((NET.apply({"params": params}, x) - y) ** 2))(params)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", rows_of_names(OPTIMIZERS, by_default={"sgd", "adafactor"}))
 def test_trajectory_is_that_of_linens_train_state_around_multi_steps(name):
     inner = OPTIMIZERS[name]
     states = [

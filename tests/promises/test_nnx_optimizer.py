@@ -23,12 +23,39 @@ def everything():
     return shrewjax.accumulate(shrewjax.skip_nonfinite(shrewjax.skip_on_spike(rules)), 2, noise_decay=0.9)
 
 
-@pytest.fixture(scope="module")
-def trained():
-    """The state after four micro-batches: as `nnx.Optimizer` holds it, and without Flax."""
+def optimizer_in_nnx():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     model.bias[...], model.kernel[...] = PARAMS["bias"], PARAMS["kernel"]
-    optimizer = nnx.Optimizer(model, everything(), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, everything(), wrt=nnx.Param)
+
+
+def assert_metrics_are_those_of(plain, *states):
+    expected = shrewjax.metrics(plain)
+    assert {"accumulate/noise_scale", "skip_on_spike/threshold", "clip_by_leaf_norm/grad_norm_max"} <= set(expected)
+    for found in states:
+        assert sorted(found) == sorted(expected)
+        assert all(isinstance(x, jax.Array) for x in found.values())
+        assert_close(dict(sorted(found.items())), dict(sorted(expected.items())), rtol=1e-5, atol=1e-6)
+
+
+def test_metrics_of_all_transformations_are_those_without_flax():
+    """Of states in which every array has a number of its own."""
+    _, optimizer = optimizer_in_nnx()
+    leaves, treedef = jax.tree.flatten(everything().init(PARAMS))
+    leaves = [(np.arange(x.size).reshape(x.shape) + i + 1).astype(x.dtype) for i, x in enumerate(leaves)]
+    variables = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for variable, x in zip(variables, leaves, strict=True):
+        assert (variable.shape, variable.dtype) == (x.shape, x.dtype)
+        variable[...] = x
+    graph, state = nnx.split(optimizer)
+    inside_jit = quick_jit(lambda state: shrewjax.metrics(nnx.merge(graph, state).opt_state))(state)
+    assert_metrics_are_those_of(treedef.unflatten(leaves), shrewjax.metrics(optimizer.opt_state), inside_jit)
+
+
+@pytest.mark.thorough
+def test_metrics_of_all_transformations_are_those_without_flax_after_training():
+    """After four micro-batches; `test_compatibility.py` trains with each transformation alone."""
+    model, optimizer = optimizer_in_nnx()
     graph, nnx_state = nnx.split((model, optimizer))
     like = jax.tree.structure(nnx.state(model, nnx.Param))
 
@@ -45,21 +72,12 @@ def trained():
         nnx_state, measured = nnx_step(nnx_state, grads)
         params, state = step(grads, state, params)
     _, optimizer = nnx.merge(graph, nnx_state)
-    return optimizer.opt_state, measured, state
+    assert_metrics_are_those_of(state, shrewjax.metrics(optimizer.opt_state), measured)
 
 
-def test_metrics_of_all_transformations_are_those_without_flax(trained):
-    of_nnx, inside_jit, plain = trained
-    expected = shrewjax.metrics(plain)
-    assert {"accumulate/noise_scale", "skip_on_spike/threshold", "clip_by_leaf_norm/grad_norm_max"} <= set(expected)
-    for found in (shrewjax.metrics(of_nnx), inside_jit):
-        assert sorted(found) == sorted(expected)
-        assert all(isinstance(x, jax.Array) for x in found.values())
-        assert_close(dict(sorted(found.items())), dict(sorted(expected.items())), rtol=1e-5, atol=1e-6)
-
-
-def test_check_window_reads_the_window(trained):
-    of_nnx, _, _ = trained
+def test_check_window_reads_the_window():
+    _, optimizer = optimizer_in_nnx()
+    of_nnx = optimizer.opt_state
     shrewjax.check_window(of_nnx, 2)
     spoilt = of_nnx._replace(micro_step=type(of_nnx.micro_step)(jnp.int32(7)))
     with pytest.raises(AssertionError, match="micro_step must be between 0 and 1"):
