@@ -1,6 +1,6 @@
 """Runs scripts in forks of one process, which imports, with warnings as errors, what takes them seconds to import.
 
-A script finds no more than a new process would: none of the tests' modules, and JAX without devices as yet.
+A script finds what a new process would, and `helpers.py`, which train_processes.py needs. JAX has no devices as yet.
 Each line of the input is a list of scripts to run at the same time. The answer is a list of their exit codes.
 """
 

@@ -1,6 +1,7 @@
 """Times how long XLA compiles a step of each rule for a model of many leaves, on devices that need not be here.
 
-    python examples/benchmarks/compile_time.py --device h100|v5e|cpu|here [--leaves 76] [--devices 1] [--only TEXT]
+    python examples/benchmarks/compile_time.py --device h100|v5e|cpu|here [--leaves 76] [--devices 1] [--times 1]
+        [--only TEXT]
 
 Seconds are those of a core, of this process and of the assemblers that it starts: medians of `--times` compilations of
 a step, rule + adamw, with FSDP on several devices. A figure in parentheses is that of Optax's nearest rule.
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="the rows whose names this regular expression finds")
     options = parser.parse_args()
 
+    jax.config.update("jax_enable_compilation_cache", False)
     if options.device != "here":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices if options.device == "cpu" else 1)

@@ -78,8 +78,8 @@ def checked_gradients(grads: chex.ArrayTree, gradient_sum: chex.ArrayTree, axes:
                 f"{name} is {grad.dtype}, but its accumulator is {total.dtype} and would lose the imaginary part. "
                 "Pass the real part of the gradient. Or call init with a complex parameter"
             )
-        # A sum that is the same on every device cannot take a gradient that differs: its type would change, and JAX
-        # would raise at the end of a loop or a branch. With sum_over, sums differ between devices, too.
+        # A sum that is the same on every device cannot take a gradient that differs, because its type would change and
+        # JAX would raise at the end of a loop or a branch. With sum_over, sums differ between devices, too.
         along = newly_varying(grad, total)
         if along:
             raise ValueError(

@@ -171,7 +171,7 @@ def accumulate(
         returned, after = run(window, step, state.value, call)
         windows = increment_if(after.applied, state.windows)
         new_state = step.state._replace(windows=windows, **after._asdict())
-        return _with_integers(returned, like, state.gradient_sum, params if apply else None), new_state
+        return _with_integers(returned, like, state.gradient_sum, params, apply), new_state
 
     def step_fn(
         make_gradients: MakeGradients,
@@ -306,17 +306,25 @@ def _as_gradients(average: chex.ArrayTree, like: chex.ArrayTree, params: optax.P
 
 
 def _with_integers(
-    returned: chex.ArrayTree, like: chex.ArrayTree, gradient_sum: chex.ArrayTree, params: optax.Params | None
+    returned: chex.ArrayTree,
+    like: chex.ArrayTree,
+    gradient_sum: chex.ArrayTree,
+    params: optax.Params | None,
+    apply: bool,
 ) -> chex.ArrayTree:
-    """Returns updates with zeros, or new parameters with the old ones, in the leaves without a gradient or a sum.
+    """Returns updates with zeros, or new parameters with the old ones, in the leaves that are no gradients.
 
-    If such a gradient is None, inner may have made an update of the parameter, such as a weight decay.
+    These are integers, keys, and leaves whose gradient is float0. If the gradient of an integer parameter is None,
+    inner may have made an update of it, such as a weight decay. Its zero has the parameter's dtype, because a float32
+    zero would round a large integer.
     """
 
     def keep(total: Any, grad: Any, new: Any, old: Any = None) -> Any:
         if is_gradient(total) if grad is None else is_gradient(grad):
             return new
-        return jax.tree.map(_zero_like, new if grad is None else grad) if old is None else old
+        if apply:
+            return old
+        return jax.tree.map(_zero_like, (new if old is None else jnp.asarray(old)) if grad is None else grad)
 
     trees = (returned,) if params is None else (returned, params)
     return jax.tree.map(keep, gradient_sum, like, *trees)

@@ -343,8 +343,8 @@ class Window:
         """Closes a window, full or not. Returns its average, whether it has one, and the state.
 
         The average of a window without one is meaningless. It is not replaced by zeros here, because XLA:GPU would hold
-        these zeros beside the gradients, with a quarter of their size for a transformer. Callers whose users may read
-        it replace it. `windows`, `value` and `noise` stay as they were.
+        these zeros beside the gradients. They took a quarter of the gradients' bytes for a transformer. Callers whose
+        users may read it replace it. `windows`, `value` and `noise` stay as they were.
         """
         step = self.advance(state, None, 0, None, flush=True)
         average = self.average(step)

@@ -231,8 +231,9 @@ def _clip_in_floats(
     norm: jax.Array, weight_norm: jax.Array, eps: ExtendedFloat, clipping: ExtendedFloat
 ) -> tuple[tuple[ClipScale, jax.Array, jax.Array], jax.Array]:
     """Returns the bits of `_clip_exactly`, and whether the unit is usual (`test_usual_units_clip_as_in_any_range`)."""
-    base = jnp.maximum(weight_norm, floats.from_extended(eps)).astype(norm.dtype)
+    base = jnp.maximum(weight_norm, floats.from_extended(eps))
     (norm, base, factor), is_usual = scaling.usual_numbers(norm, base, floats.from_extended(clipping))
+    base = base.astype(norm.dtype)
     limit = base * factor
     scale = ClipScale(norm > limit, limit / norm, jnp.ones_like(norm))
     return (scale, (norm / base).astype(jnp.float32), scale.applies), is_usual
@@ -476,7 +477,7 @@ def _norm_and_limit(
     warmup_max_norm: Any,
     is_warmup: jax.Array,
 ) -> tuple[ExtendedFloat, ExtendedFloat]:
-    """Returns the norm that decides on each unit, and its limit: those of all units together until it has an average.
+    """Returns the norm that decides on each unit, and its limit: its own ones if it has an average after the warm-up.
 
     The global norm `total` is one number, which `where` broadcasts to the units.
     """
@@ -502,7 +503,7 @@ def _next_ema(
 ) -> jax.Array:
     """Returns the average of each unit's norms: the smallest one of the warm-up, and from then on a moving average.
 
-    It stays as it was if the step is not recorded, or if the unit's norm is 0 or not finite.
+    It is at least `floor`. It stays as it was if the step is not recorded, or if the clipped norm is 0 or not finite.
     """
     smallest = jnp.where(ema == 0, clipped, jnp.minimum(ema, clipped))
     ema_or_min = jnp.where(is_warmup | (ema == 0), smallest, histories.ema(ema, clipped, share))

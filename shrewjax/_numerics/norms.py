@@ -75,7 +75,7 @@ RANGE = {
 def shift_into_range(powers: jax.Array, small_counts: jax.Array | bool = True) -> jax.Array:
     """Returns the exponent of the power of two that scales elements so that their sum can be trusted; 0 if it can.
 
-    The sum is one of the p-th powers of magnitudes, p = 1, 2, 3 or 4. Where `small_counts` is False, the exponent is
+    The sum is one of the p-th powers of magnitudes, p = 1, 2, 3 or 4. If `small_counts` is False, the exponent is
     also 0 for a sum that is too small, because the caller needs no exact norm there.
     """
     _, shrink, grow = RANGE[powers.dtype]
@@ -83,7 +83,7 @@ def shift_into_range(powers: jax.Array, small_counts: jax.Array | bool = True) -
 
 
 def _factor_into_range(powers: jax.Array, small_counts: jax.Array | bool) -> jax.Array:
-    """Returns that power of two."""
+    """Returns 2**shift_into_range(powers, small_counts)."""
     (_, shrink, grow), number = RANGE[powers.dtype], powers.dtype.type
     return _by_range(powers, small_counts, number(2.0**shrink), number(2.0**grow), number(1))
 
@@ -367,8 +367,10 @@ def _read_again(
         return run_if(untrusted, lambda: {i: again(i) for i in places}, lambda: {i: plain[i] for i in places})
 
     def is_untrusted(places: tuple[int, ...]) -> jax.Array:
-        single = [plain[i] for i in places if not plain[i].ndim]
-        numbers = [plain[i] for i in places if plain[i].ndim] + ([jnp.stack(single)] if single else [])
+        single: dict[Any, list[jax.Array]] = {}  # by dtype, because each has a range of its own
+        for i in places:
+            single.setdefault(plain[i].dtype, []).extend([plain[i]] * (plain[i].ndim == 0))
+        numbers = [jnp.stack(alike) for alike in single.values() if alike] + [plain[i] for i in places if plain[i].ndim]
         return jnp.any(jnp.stack([jnp.any(shift_into_range(x, small_counts) != 0) for x in numbers]))
 
     untrusted = _agreed(axes)(list(map(is_untrusted, together)))

@@ -87,8 +87,8 @@ def usual_numbers(*numbers: jax.Array) -> tuple[list[jax.Array], jax.Array]:
 
     The root of an untrusted sum is unusual. Products and quotients of three usual numbers are normal numbers.
     """
-    dtype = numbers[0].dtype
-    lowest = max(2 * RANGE[dtype].trusted_above ** 0.5, float(jnp.finfo(dtype).tiny) ** (1 / 3))
+    ranges = [(RANGE[x.dtype].trusted_above, float(jnp.finfo(x.dtype).tiny)) for x in numbers]
+    lowest = max(max(2 * trusted_above**0.5, tiny ** (1 / 3)) for trusted_above, tiny in ranges)
     is_usual = reduce(lax.bitwise_and, [(x >= lowest) & (x <= 1 / lowest) for x in numbers])
     return [jnp.where(is_usual, x, 1) for x in numbers], is_usual
 

@@ -442,6 +442,19 @@ def test_the_derivative_of_agc_without_a_limit_is_that_of_the_identity():
     assert by_weight.tolist() == [[0, 0], [0, 0]]
 
 
+@pytest.mark.parametrize(("of_grads", "of_params"), [("float32", "float64"), ("float64", "float32")])
+def test_agc_measures_gradients_and_parameters_of_two_dtypes_each_in_its_range(of_grads, of_params):
+    norms = {"a": 5e-11, "b": np.hypot(1e-18, 1e-19)}
+    with jax.enable_x64(True):
+        grads = {"a": np.asarray([3e-12, 4e-12], of_grads), "b": np.asarray([1, 0], of_grads)}
+        params = {"a": np.asarray([3e-11, 4e-11], of_params), "b": np.asarray([1e-18, 1e-19], of_params)}
+        tx = shrewjax.adaptive_grad_clip(0.01, eps=0.0)
+        updates, state = quick_jit(tx.update)(grads, tx.init(params), params)
+    for name, norm in norms.items():
+        assert np.linalg.norm(np.float64(updates[name])) == pytest.approx(0.01 * norm, rel=1e-5), name
+    assert float(state.clipped_fraction) == 1
+
+
 @pytest.mark.parametrize("devices", ["one", "many"])
 def test_usual_units_clip_as_in_any_range(devices, monkeypatch):
     if devices == "one":  # as in a process with one device, where the numbers of all leaves are joined

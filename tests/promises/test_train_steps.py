@@ -342,7 +342,8 @@ NORMS_AND_CLIPS = (
 )
 
 
-# Cases that have every order, every clip and every kind of dtype. Norms of order 2 are in the clip by them.
+# Cases that have every order and every kind of dtype, and the clips that no other stands for (`STOOD_FOR`). Norms of
+# order 2 are in the clip by them.
 CONSTANTS = {
     ("norms of order 1", "float32"),
     ("norms of order 3", "float32"),
