@@ -115,13 +115,17 @@ def bits(tree):
     return [(np.asarray(x).dtype, np.asarray(x).shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
 
 
+def options_for_cpu(**wanted):
+    """Compiler options, if the programs are for a CPU: those that this jaxlib knows."""
+    return xla_flags.options(**wanted) if jax.default_backend() == "cpu" else None
+
+
 def quick_options():
     """For tests of what programs do together, not of their last bits: compiled much faster for CPU.
 
     By XLA's older emitters, and without LLVM's optimizations; those of XLA are as ever.
     """
-    options = xla_flags.options(xla_cpu_use_fusion_emitters=False, xla_backend_optimization_level=0)
-    return options if jax.default_backend() == "cpu" else None
+    return options_for_cpu(xla_cpu_use_fusion_emitters=False, xla_backend_optimization_level=0)
 
 
 def quick_jit(function, **options):
@@ -137,15 +141,15 @@ def run_page(path):
 
 
 def users_jit(function, **options):
-    """`jax.jit` as users have it: for tests of last bits, of memory and of compiled text."""
-    as_users = xla_flags.options(xla_cpu_use_fusion_emitters=True, xla_backend_optimization_level=3)
-    return jax.jit(function, compiler_options=as_users if jax.default_backend() == "cpu" else None, **options)
+    """`jax.jit` as users have it: for tests of last bits, and for programs that run longer than they compile."""
+    as_users = options_for_cpu(xla_cpu_use_fusion_emitters=True, xla_backend_optimization_level=3)
+    return jax.jit(function, compiler_options=as_users, **options)
 
 
 def text_jit(function, **options):
     """For a program's text, memory and costs: XLA's part is as users have it, LLVM's optimizations are left out."""
-    as_text = xla_flags.options(xla_cpu_use_fusion_emitters=True, xla_backend_optimization_level=0)
-    return jax.jit(function, compiler_options=as_text if jax.default_backend() == "cpu" else None, **options)
+    as_text = options_for_cpu(xla_cpu_use_fusion_emitters=True, xla_backend_optimization_level=0)
+    return jax.jit(function, compiler_options=as_text, **options)
 
 
 def compiled(tx):

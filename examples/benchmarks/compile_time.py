@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", required=True, help="h100, cpu, here, or a TPU such as v5e")
     parser.add_argument("--leaves", type=int, default=76, help="about how many, 4 and 12 a layer")
-    parser.add_argument("--devices", type=int, default=1, help="parameters are sharded over so many")
+    parser.add_argument("--devices", type=int, default=1, help="number of devices that share the parameters")
     parser.add_argument("--times", type=int, default=1, help="compile each step so often")
     parser.add_argument("--only", default="", metavar="TEXT", help="the rows whose names this regular expression finds")
     options = parser.parse_args()

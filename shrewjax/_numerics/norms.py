@@ -367,10 +367,10 @@ def _read_again(
         return run_if(untrusted, lambda: {i: again(i) for i in places}, lambda: {i: plain[i] for i in places})
 
     def is_untrusted(places: tuple[int, ...]) -> jax.Array:
-        single: dict[Any, list[jax.Array]] = {}  # by dtype, because each has a range of its own
-        for i in places:
-            single.setdefault(plain[i].dtype, []).extend([plain[i]] * (plain[i].ndim == 0))
-        numbers = [jnp.stack(alike) for alike in single.values() if alike] + [plain[i] for i in places if plain[i].ndim]
+        numbers = [plain[i] for i in places if plain[i].ndim]
+        for dtype in RANGE:  # single numbers are judged together, but each dtype in its own range
+            single = [plain[i] for i in places if not plain[i].ndim and plain[i].dtype == dtype]
+            numbers += [jnp.stack(single)] if single else []
         return jnp.any(jnp.stack([jnp.any(shift_into_range(x, small_counts) != 0) for x in numbers]))
 
     untrusted = _agreed(axes)(list(map(is_untrusted, together)))

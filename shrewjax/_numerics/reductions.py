@@ -160,17 +160,17 @@ def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[ja
         # number would not stay an operand, two different ones do (tests/numerics/test_compile_size.py).
         # Vectors of one dtype are cut together, because each cut is a kernel. Flags count as numbers.
         numbers = [x.dtype for x in vectors if x.dtype != bool] or [jnp.dtype(bool)]
-        dtypes = [numbers[0] if x.dtype == bool else x.dtype for x in vectors]
-        alike: dict[Any, list[int]] = {}
-        for i, dtype in enumerate(dtypes):
-            alike.setdefault(dtype, []).append(i)
-        stacks = {dtype: jnp.stack([vectors[i].astype(dtype) for i in places]) for dtype, places in alike.items()}
-        results = []
-        for a, b, n in zip(starts, np.roll(starts, 1), sizes, strict=True):
-            cut = {dtype: _first_piece(stack, np.asarray([a, b]), n) for dtype, stack in stacks.items()}
-            rows = [cut[dtype][alike[dtype].index(i)] for i, dtype in enumerate(dtypes)]
-            results.append([row.astype(x.dtype) for row, x in zip(rows, vectors, strict=True)])
-        return results
+        kinds = [numbers[0] if x.dtype == bool else x.dtype for x in vectors]
+        alike: dict[Any, list[jax.Array]] = {}
+        for x, kind in zip(vectors, kinds, strict=True):
+            alike.setdefault(kind, []).append(x.astype(kind))
+        stacks = {kind: jnp.stack(of_kind) for kind, of_kind in alike.items()}
+
+        def piece(first: np.ndarray, size: int) -> list[jax.Array]:
+            rows = {kind: iter(_first_piece(stack, first, size)) for kind, stack in stacks.items()}
+            return [next(rows[kind]).astype(x.dtype) for x, kind in zip(vectors, kinds, strict=True)]
+
+        return [piece(np.asarray(pair), n) for *pair, n in zip(starts, np.roll(starts, 1), sizes, strict=True)]
 
     def by_number(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
         return [[x[start : start + size] for x in vectors] for start, size in zip(starts, sizes, strict=True)]

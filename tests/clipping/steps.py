@@ -6,6 +6,8 @@ import jax
 import numpy as np
 from helpers import quick_jit
 
+import shrewjax
+
 f32 = np.float32
 
 
@@ -47,6 +49,12 @@ def agc(g, w, axis, clipping=0.1, eps=1e-3):
     norm = lambda x: np.sqrt(np.sum(x**2, axis=axis, keepdims=True))  # noqa: E731
     bound = clipping * np.maximum(norm(w), eps)
     return np.where(norm(g) > bound, g * bound / norm(g), g)
+
+
+def zscore_steps(gradients, **numbers):
+    """Steps of ZClip. One program for gradients of the same shapes, because all numbers are its arguments."""
+    by_default = {"max_zscore": 2.5, "decay": 0.97, "warmup_steps": 25, "eps": 1e-6, "max_norm": np.inf}
+    return run(shrewjax.clip_by_norm_zscore, gradients, **by_default | numbers)
 
 
 def adagc(leaf_norms, ratio=1.04, decay=0.99, warmup=100, max_norm=1.0):

@@ -15,7 +15,7 @@ from shrewjax import clip_cotangent, spec
 
 
 def clipped(cotangent, max_norm, **options):
-    """What the backward pass makes of a cotangent, or of each leaf of a tree."""
+    """Returns a cotangent, or a tree of them, as the backward pass leaves it."""
     zeros = jax.tree.map(jnp.zeros_like, cotangent)
     _, backward = jax.vjp(lambda x: clip_cotangent(x, max_norm, **options), zeros)
     return backward(cotangent)[0]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import bits, true_norm
-from steps import NORMS, f32, run, stacked, vectors
+from steps import NORMS, f32, run, stacked, vectors, zscore_steps
 
 import shrewjax
 
@@ -81,12 +81,6 @@ def test_percentile_survives_a_norm_beyond_float32():
 
 
 # --- ZClip --------------------------------------------------------------------------------------------------------
-
-
-def zscore_steps(gradients, **numbers):
-    """Steps of ZClip. One program for gradients of the same shapes, because all numbers are its arguments."""
-    by_default = {"max_zscore": 2.5, "decay": 0.97, "warmup_steps": 25, "eps": 1e-6, "max_norm": np.inf}
-    return run(shrewjax.clip_by_norm_zscore, gradients, **by_default | numbers)
 
 
 @pytest.mark.parametrize("max_norm", [np.inf, 2.0])

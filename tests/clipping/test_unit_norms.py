@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import bits, lenient, quick_jit, rows_of_names, tree_of, true_norm, users_jit
-from steps import NORMS, adagc, agc, f32, run, step_of, vectors
+from steps import NORMS, adagc, agc, f32, run, step_of, vectors, zscore_steps
 
 import shrewjax
 
@@ -296,15 +296,9 @@ def test_each_measured_threshold_is_in_the_metrics():
 # --- beginnings and edges -----------------------------------------------------------------------------------------
 
 
-def zscore_steps(norms, **numbers):
-    """Steps of ZClip, in one program, because all numbers are its arguments."""
-    by_default = {"max_zscore": 2.5, "decay": 0.97, "warmup_steps": 25, "eps": 1e-6, "max_norm": np.inf}
-    return run(shrewjax.clip_by_norm_zscore, [f32([norm]) for norm in norms], **by_default | numbers)
-
-
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_zscore_without_a_mean_to_compare_with_lets_norms_pass(warmup):
-    updates, states = zscore_steps([0] * warmup + [1] * 3, warmup_steps=warmup)
+    updates, states = zscore_steps([f32([norm]) for norm in [0] * warmup + [1] * 3], warmup_steps=warmup)
     np.testing.assert_array_equal(updates[-3:], np.ones((3, 1)))
     assert states.mean[-1] > 0
 

@@ -39,7 +39,7 @@ def assert_metrics_are_those_of(plain, *states):
 
 
 def test_metrics_of_all_transformations_are_those_without_flax():
-    """Of states in which every array has a number of its own."""
+    """Each array of the state has other numbers, so that no metric can be taken from the wrong one."""
     _, optimizer = optimizer_in_nnx()
     leaves, treedef = jax.tree.flatten(everything().init(PARAMS))
     leaves = [(np.arange(x.size).reshape(x.shape) + i + 1).astype(x.dtype) for i, x in enumerate(leaves)]
