@@ -140,9 +140,16 @@ def elements(vector: jax.Array) -> list[jax.Array]:
     """Returns the elements of a vector as scalars."""
 
     def by_operand(vector: jax.Array) -> list[jax.Array]:  # XLA-30, as in `pieces`
+        vector = _computed_once(vector)
         return [_first_of(vector, np.asarray([i, (i + 1) % len(vector)], np.uint32)) for i in range(len(vector))]
 
     return lax.platform_dependent(vector, cpu=by_operand, default=lambda v: [v[i] for i in range(len(v))])
+
+
+def _computed_once(numbers: jax.Array) -> jax.Array:
+    """Returns the same numbers, out of one of two branches that both return them."""
+    # XLA-5: without a branch, XLA repeats the arithmetic of the numbers in each kernel that reads one of them.
+    return run_if(jnp.any(numbers != 0), lambda: lax.optimization_barrier(numbers), lambda: numbers)
 
 
 @jax.jit
@@ -164,7 +171,7 @@ def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[ja
         alike: dict[Any, list[jax.Array]] = {}
         for x, kind in zip(vectors, kinds, strict=True):
             alike.setdefault(kind, []).append(x.astype(kind))
-        stacks = {kind: jnp.stack(of_kind) for kind, of_kind in alike.items()}
+        stacks = {kind: _computed_once(jnp.stack(of_kind)) for kind, of_kind in alike.items()}
 
         def piece(first: np.ndarray, size: int) -> list[jax.Array]:
             rows = {kind: iter(_first_piece(stack, first, size)) for kind, stack in stacks.items()}
