@@ -116,7 +116,7 @@ def bits(tree):
 
 
 def options_for_cpu(**wanted):
-    """Compiler options, if the programs are for a CPU: those that this jaxlib knows."""
+    """Returns those of these compiler options that this jaxlib knows; None if programs are not for a CPU."""
     return xla_flags.options(**wanted) if jax.default_backend() == "cpu" else None
 
 

@@ -148,7 +148,8 @@ def elements(vector: jax.Array) -> list[jax.Array]:
 
 def _computed_once(numbers: jax.Array) -> jax.Array:
     """Returns the same numbers, out of one of two branches that both return them."""
-    # XLA-5: without a branch, XLA repeats the arithmetic of the numbers in each kernel that reads one of them.
+    # XLA-5: without a branch, XLA repeats the arithmetic of the numbers in each kernel that reads one of them. Which
+    # side runs does not matter. The condition is one that XLA cannot know (tests/numerics/test_compile_size.py).
     return run_if(jnp.any(numbers != 0), lambda: lax.optimization_barrier(numbers), lambda: numbers)
 
 
@@ -173,11 +174,11 @@ def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[ja
             alike.setdefault(kind, []).append(x.astype(kind))
         stacks = {kind: _computed_once(jnp.stack(of_kind)) for kind, of_kind in alike.items()}
 
-        def piece(first: np.ndarray, size: int) -> list[jax.Array]:
-            rows = {kind: iter(_first_piece(stack, first, size)) for kind, stack in stacks.items()}
+        def piece(pair: np.ndarray, size: int) -> list[jax.Array]:
+            rows = {kind: iter(_first_piece(stack, pair, size)) for kind, stack in stacks.items()}
             return [next(rows[kind]).astype(x.dtype) for x, kind in zip(vectors, kinds, strict=True)]
 
-        return [piece(np.asarray(pair), n) for *pair, n in zip(starts, np.roll(starts, 1), sizes, strict=True)]
+        return [piece(np.asarray([a, b]), n) for a, b, n in zip(starts, np.roll(starts, 1), sizes, strict=True)]
 
     def by_number(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
         return [[x[start : start + size] for x in vectors] for start, size in zip(starts, sizes, strict=True)]

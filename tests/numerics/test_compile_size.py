@@ -1,4 +1,4 @@
-"""Twice as many leaves of the same shapes need no more distinct kernels, because compilers share equal ones."""
+"""Twice as many leaves of the same shapes need no more distinct kernels, and no more arithmetic of their numbers."""
 
 import re
 
@@ -38,7 +38,7 @@ def distinct_kernels(text):
 
 
 def clamps(text):
-    """How often a program computes a power of two: a part of each norm's and each scale's own arithmetic."""
+    """The number of clamps in a program, most of them in powers of two, which the arithmetic of norms computes."""
     return len(re.findall(r" clamp\(", text))
 
 
