@@ -149,7 +149,8 @@ def elements(vector: jax.Array) -> list[jax.Array]:
 def _computed_once(numbers: jax.Array) -> jax.Array:
     """Returns the same numbers, out of one of two branches that both return them."""
     # XLA-5: without a branch, XLA repeats the arithmetic of the numbers in each kernel that reads one of them. Which
-    # side runs does not matter. The condition is one that XLA cannot know (tests/numerics/test_compile_size.py).
+    # side runs does not matter, so the condition is any that XLA cannot know. Without the barrier the two sides are
+    # equal, and the branch is dropped. tests/numerics/test_compile_size.py notices both.
     return run_if(jnp.any(numbers != 0), lambda: lax.optimization_barrier(numbers), lambda: numbers)
 
 
