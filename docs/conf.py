@@ -1,7 +1,7 @@
 """The site: `python -m pip install -e '.[docs]' && python -m sphinx -W --keep-going -b html docs out/site`."""
 
 import re
-import shutil
+import tomllib
 import zlib
 from pathlib import Path
 
@@ -19,10 +19,18 @@ assert Path(shrewjax.__file__).is_relative_to(HERE.parent), (
 project = "shrewjax"
 copyright = "the shrewjax authors"
 release = version = shrewjax.__version__
+settings = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+(status,) = (
+    name.rpartition(" - ")[2].lower()
+    for name in settings["classifiers"]
+    if name.startswith("Development Status")
+)
+repository = settings.get("urls", {}).get("Repository")
 
 extensions = [
-    "myst_nb",
+    "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.intersphinx",
     "sphinx.ext.mathjax",
@@ -42,6 +50,7 @@ nitpick_ignore_regex = [
 ]
 
 # Docstrings
+autosummary_generate = False  # the pages of `api` have the docstrings
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
@@ -55,13 +64,6 @@ myst_heading_anchors = 3
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_prompt_text = ">>> "
 
-# Notebooks run when the site is built, so that it shows their output.
-nb_execution_mode = "force"
-nb_execution_raise_on_error = True
-nb_execution_timeout = 300
-nb_merge_streams = True
-shutil.copy(HERE.parent / "examples" / "from_multisteps_to_accumulate.ipynb", HERE)
-
 html_theme = "sphinx_book_theme"
 html_title = "shrewjax"
 html_favicon = "_static/favicon.svg"
@@ -70,6 +72,12 @@ html_context = {"default_mode": "auto"}
 html_domain_indices = False
 html_css_files = ["site.css"]
 html_theme_options = {
+    "logo": {"text": f"shrewjax {release} ({status})"},
+    **(
+        {"repository_url": repository, "use_repository_button": True}
+        if repository
+        else {}
+    ),
     "show_toc_level": 2,
     "home_page_in_toc": True,
     "navbar_persistent": [],

@@ -19,6 +19,8 @@ pages. This redraws all figures of the documentation, in ten minutes or so:
         python examples/$name.py --out docs/figures/$name.svg
     done
     python examples/train_sharded.py --devices 8 --checkpoints $(mktemp -d) --out docs/figures/train_sharded.svg
+
+The figure of `which_rule.py --out docs/figures/which_rule.svg` takes longer.
 """
 
 import argparse

@@ -1,13 +1,16 @@
 """Gradient clipping and accumulation for JAX, as composable Optax transformations."""
 
+import importlib as _importlib
+import typing as _typing
 from types import FunctionType as _FunctionType
 
 from shrewjax import spec
 from shrewjax._accumulation.accumulate import accumulate, apply_gradients, check_window, flush
+from shrewjax._accumulation.from_optax import from_optax
 from shrewjax._accumulation.grad_accumulator import GradAccumulator
 from shrewjax._accumulation.sharded_state import redistribute, state_specs
 from shrewjax._accumulation.value_and_grad import value_and_grad
-from shrewjax._accumulation.window import AccumulateState, GradAccumulatorState
+from shrewjax._accumulation.window import AccumulateState, GradAccumulatorState, NoiseState
 from shrewjax._base.states import metrics
 from shrewjax._clipping.cotangents import clip_cotangent
 from shrewjax._clipping.elements import (
@@ -37,6 +40,7 @@ from shrewjax._clipping.unit_norms import (
     clip_by_leaf_norm,
     clip_by_leaf_norm_ema,
 )
+from shrewjax._numerics.histories import HistoryState
 from shrewjax._skipping.guards import SkipNonfiniteState, SkipOnSpikeState, skip_nonfinite, skip_on_spike
 
 __version__ = "0.1.0"
@@ -73,24 +77,36 @@ __all__ = [
     "skip_on_spike",
     "SkipNonfiniteState",
     "SkipOnSpikeState",
+    "HistoryState",
     # Accumulate: a whole batch in one call, or batches that come one by one.
     "value_and_grad",
     "accumulate",
     "apply_gradients",
     "check_window",
     "flush",
+    "from_optax",
     "redistribute",
     "state_specs",
     "GradAccumulator",
     "AccumulateState",
     "GradAccumulatorState",
+    "NoiseState",
     # Read what was measured.
     "metrics",
     # The definition that all of it is held to.
     "spec",
 ]
 
-# `help` and pickle find a function where users do. (Classes keep their module: `inspect` looks for their source there.)
+# `help` and pickles name a function or a class as users do, so that moving it breaks no pickle. `inspect` then finds
+# the source of functions and methods, and none of a class.
 for _name in __all__:
-    if isinstance(globals()[_name], _FunctionType):
+    if isinstance(globals()[_name], _FunctionType | type):
         globals()[_name].__module__ = __name__
+
+if not _typing.TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+    def __getattr__(name: str) -> _typing.Any:
+        """Imports `shrewjax.flax` on demand, because Flax may not be installed."""
+        if name == "flax":
+            return _importlib.import_module("shrewjax.flax")
+        raise AttributeError(f"module 'shrewjax' has no attribute {name!r}")

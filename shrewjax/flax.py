@@ -1,22 +1,25 @@
 r"""Flax's optimizer, train state and `value_and_grad`, for windows of micro-batches.
 
-Flax is no dependency of the package, and `import shrewjax` does not import it. So import this module by its name,
-`import shrewjax.flax`. It has no arithmetic of its own: it takes Flax's objects apart, calls `shrewjax.apply_gradients`
-and `shrewjax.value_and_grad`, and puts the results back.
+Flax is no dependency of the package, and `import shrewjax` does not import it. The first use of `shrewjax.flax` does. A
+type checker wants `import shrewjax.flax`. The arithmetic is that of `shrewjax.apply_gradients` and
+`shrewjax.value_and_grad`.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
+import optax
 
 import shrewjax
-from shrewjax._accumulation.value_and_grad import roles_of_arguments
-from shrewjax._accumulation.window import Reduction
+from shrewjax._accumulation.batch import roles_of_arguments
+from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import AxisName
+from shrewjax._base.forwarding import returned_as_given
+from shrewjax._base.types import Argument, ArrayTree, AxisName, DType, Function, Number, PyTree
 
 try:
     from flax import nnx
@@ -35,15 +38,13 @@ class Optimizer(nnx.Optimizer[Any]):
 
     .. math:: (\theta_{t+1}, s_{t+1}) = \mathrm{apply\_gradients}(g_t, s_t, \theta_t)
 
-    It is made, saved, restored and placed on a mesh as an `nnx.Optimizer`, and has the same attributes. Parameters and
-    states after each call are those of `nnx.Optimizer`. That writes all parameters on every call. This one does not
-    read or write parameters and optimizer state in an open window, if `accumulate` returned `tx`.
+    It is made, saved, restored and placed on a mesh as an `nnx.Optimizer`, and has the same attributes. `nnx.Optimizer`
+    writes all parameters on every call. This one does not read or write parameters and optimizer state in an open
+    window, if `accumulate` returned `tx`.
 
     Donate the model and the optimizer: `@nnx.jit(donate_argnames=("model", "optimizer"))`. Otherwise the step copies
-    both.
-
-    `update(model, grads, /, **extra_args)` changes the model's parameters, the optimizer's state and its `step`, which
-    counts calls. The number of closed windows is `optimizer.opt_state.windows`.
+    both. `update(model, grads, /, **extra_args)` changes the model's parameters, the optimizer's state and its `step`,
+    which counts calls. The number of closed windows is `optimizer.opt_state.windows`.
 
     Args:
       model: the model, for its parameters.
@@ -53,11 +54,11 @@ class Optimizer(nnx.Optimizer[Any]):
       **extra_args: passed to `tx.update`, such as `weight`, `flush` and `value`.
 
     Returns:
-      `update` returns what `shrewjax.metrics` shows of the new state, as arrays by name. A compiled step does not
-      compute those that it does not return. `nnx.Optimizer` returns the updates in newer versions. In an open window
-      they would be a tree of zeros.
+      `update` returns the `shrewjax.metrics` of the new state. A compiled step does not compute those that it does not
+      return. Newer versions of `nnx.Optimizer` return the updates instead.
 
     Raises:
+      ValueError: `wrt` matches no variable of the model; `grads` has none of them; model and gradients are swapped.
       Exception: an error of `tx.update`.
 
     Example:
@@ -78,8 +79,17 @@ class Optimizer(nnx.Optimizer[Any]):
     Source: the results are those of `flax.nnx.Optimizer`.
     """
 
-    def update(self, model: Any, grads: Any, /, **extra_args: Any) -> dict[str, Any]:
-        """Changes parameters and state in place. Returns the measurements. See the class."""
+    def __init__(self, model: PyTree, tx: optax.GradientTransformation, *, wrt: Any, **options: Any) -> None:
+        super().__init__(model, tx, wrt=wrt, **options)
+        _require_variables(nnx.state(model, wrt, **options), wrt, model)
+
+    def update(self, model: PyTree, grads: PyTree, /, **extra_args: Argument) -> dict[str, Any]:
+        """Changes parameters and state in place. Returns the measurements."""
+        if isinstance(model, nnx.State) and not isinstance(grads, nnx.State):
+            raise ValueError(
+                f"update takes the model first, got an nnx.State and then {type(grads).__name__}. Call "
+                "optimizer.update(model, grads)"
+            )
         mode = {"graph": self.graph} if hasattr(self, "graph") else {}  # newer than Flax 0.12.7
         params, its_grads = (_arrays(nnx.state(x, self.wrt, **mode)) for x in (model, grads))
         if jax.tree.leaves(params) and not jax.tree.leaves(its_grads):
@@ -101,7 +111,8 @@ class TrainState(train_state.TrainState):
 
     .. math:: (\theta_{t+1}, s_{t+1}) = \mathrm{apply\_gradients}(g_t, s_t, \theta_t)
 
-    It is made by `create`, replicated and saved as Flax's own, and can be subclassed for more fields. In an open window
+    It is made by `create`, replicated and saved as Flax's own, and can be subclassed for more fields, except `weight`,
+    `flush` and `value`, which are arguments of `apply_gradients`. In an open window
     `apply_gradients` does not read or write parameters and optimizer state, if `accumulate` returned `tx`. Donate the
     state: `jax.jit(step, donate_argnums=0)`. Otherwise the step copies it.
 
@@ -127,8 +138,17 @@ class TrainState(train_state.TrainState):
     Source: the results are those of `flax.training.train_state.TrainState`.
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for field in dataclasses.fields(cls):
+            if field.name in ("weight", "flush", "value"):
+                raise ValueError(
+                    f"{cls.__name__} must not have a field named {field.name}, because {field.name}= is an argument of "
+                    "apply_gradients and would not change the field. Give the field another name"
+                )
+
     def apply_gradients(
-        self, *, grads: Any, weight: Any = 1, flush: Any = False, value: Any = None, **fields: Any
+        self, *, grads: PyTree, weight: Number = 1, flush: Any = False, value: Number = None, **fields: Any
     ) -> Self:
         """Returns the state after a micro-batch.
 
@@ -163,33 +183,32 @@ class TrainState(train_state.TrainState):
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Function,
     micro_batches: int,
     *,
     wrt: Any = nnx.Param,
     has_aux: bool = False,
     batch_argnums: int | Sequence[int] | None = None,
-    weight: Callable[..., Any] | None = None,
-    aux: Any = "mean",
+    weight: Function | None = None,
+    aux: PyTree = "mean",
     rng_argnums: int | Sequence[int] = (),
     reduction: Reduction = "mean",
-    nonfinite: Literal["propagate", "drop_microbatch"] = "propagate",
-    accumulator_dtype: Any = None,
+    nonfinite: NonfiniteOfBatch = "propagate",
+    accumulator_dtype: DType = None,
     sum_over: AxisName | None = None,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., tuple[PyTree, PyTree]]:
     r"""Returns `nnx.value_and_grad` of `fun`, computed micro-batch by micro-batch, for batches that do not fit at once.
 
     .. math:: \ell = \frac{\sum_i w_i \ell_i}{\sum_i w_i}, \qquad \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
 
-    The returned function takes the arguments of `fun`, the model first, with the whole batch. `fun` sees one
-    micro-batch at a time. All state of the model that is not in `wrt` goes from micro-batch to micro-batch: batch
-    statistics, the counts of dropout keys, frozen weights. At the end the model is updated in place. Value, gradients
-    and the model are those of K calls of `nnx.value_and_grad`, averaged by weight. A micro-batch of weight 0, or one
-    that is dropped, leaves the model's state as it was.
+    The returned function takes the arguments of `fun`, the model first, with the whole batch. All state of the model
+    that is not in `wrt` goes from micro-batch to micro-batch: batch statistics, the counts of dropout keys, frozen
+    weights. At the end the model is updated in place. Value, gradients and the model are those of K calls of
+    `nnx.value_and_grad`, averaged by weight. A micro-batch of weight 0, or one that is dropped, leaves the model's
+    state as it was.
 
-    Everything else is as in `shrewjax.value_and_grad`, with its tables of edge cases. Which examples are in which
-    micro-batch, how `aux` is reduced, and what `sum_over` does, stands there. Call it under `nnx.jit`, because outside
-    of it each call compiles the loop again. Both of Flax's modes, graph and tree, give the same.
+    Everything else is as in `shrewjax.value_and_grad`, with its tables of edge cases. Call the returned function under
+    `nnx.jit`. Both of Flax's modes, graph and tree, give the same.
 
     =========================================  =====================================================================
     you have                                   what to do, or what happens
@@ -198,34 +217,36 @@ def value_and_grad(
     keys or a second model that `fun` changes  pass a tuple such as `(model, rngs)` as the first argument
     a second model that `fun` does not change  leave its position out of `batch_argnums`
     a variable that two modules share          it has one gradient, in graph mode
+    `nnx.remat`, `nnx.jit`, `nnx.scan`         nothing; `fun` is traced once more
     `fun` changes a variable in `wrt`          an error, because K calls would differentiate at other points
+    `nnx.WeightNorm`, which writes its kernel  call a copy, `nnx.clone(layer)(x)`
     `fun` adds variables                       an error; remove them in `fun` with `nnx.pop`, and return them as aux
     `fun` changes a Python attribute           an error; change it before the call
     `sum_over`                                 all devices draw from the same keys, unless each has its own
     =========================================  =====================================================================
 
     Args:
-      fun: the loss function, as for `nnx.value_and_grad`: it takes the model first, and returns a scalar; with
-        `has_aux`, a pair of that and anything else.
+      fun: the loss function, as for `nnx.value_and_grad`. It takes the model first.
       micro_batches: K, an int >= 1, into which the examples can be divided.
       wrt: a filter of the variables to differentiate with respect to.
       has_aux: whether `fun` returns a pair.
       batch_argnums: the positions of the arguments that hold examples, where the model has position 0. None: all
         positional arguments except the model and those of `rng_argnums`.
-      weight: a function of `fun`'s arguments for one micro-batch, which returns its number of examples or tokens.
-      aux: how the aux is reduced: one name for all leaves, or a tree prefix of names.
+      weight: as in `shrewjax.value_and_grad`.
+      aux: as in `shrewjax.value_and_grad`.
       rng_argnums: the positions of the arguments that are trees of PRNG keys. Keys in the model need no position.
-      reduction: `"mean"` for a mean loss, `"sum_over_weights"` or `"sum"` for a summed one.
-      nonfinite: how to treat a non-finite micro-batch.
-      accumulator_dtype: dtype of the gradients' sum.
-      sum_over: the mapped axis, or axes, over which the batch is divided.
+      reduction: as in `shrewjax.value_and_grad`.
+      nonfinite: as in `shrewjax.value_and_grad`.
+      accumulator_dtype: as in `shrewjax.value_and_grad`.
+      sum_over: as in `shrewjax.value_and_grad`.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are an
       `nnx.State` of variables, as `nnx.value_and_grad` returns them in graph mode.
 
     Raises:
-      ValueError: an argument is not as described; `fun` changes a variable in `wrt`, or adds or removes variables.
+      ValueError: an argument is not as described; `wrt` matches no variable of the model; `fun` changes a variable in
+        `wrt`, or adds or removes variables.
       Exception: an error of `shrewjax.value_and_grad`.
 
     Example:
@@ -247,7 +268,7 @@ def value_and_grad(
       >>> grads["linear"]["kernel"].shape, model.dropout.rngs.count[...]
       ((2, 1), Array(4, dtype=uint32))
 
-    Source: by linearity of the gradient, the weighted mean is the large batch's gradient; `flax.nnx.value_and_grad`.
+    Source: `shrewjax.value_and_grad` and `flax.nnx.value_and_grad`.
     """
 
     options: dict[str, Any] = {
@@ -264,21 +285,12 @@ def value_and_grad(
         name: None if at is None else arguments.positions(name, at) for name, at in positions.items()
     }
 
-    def with_model(graphdef: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Calls `function` with a model of the first and the last argument. Returns its result and the state."""
-        model = nnx.merge(graphdef, args[0], args[-1])
-        returned = function(model, *args[1:-1], **kwargs)
-        new_graphdef, *new_arrays = nnx.split(model, wrt, ...)
-        new_params, new_state = map(_arrays, new_arrays)
-        check_model(new_graphdef == graphdef, (new_params, new_state), (args[0], args[-1]))
-        return returned, new_state
-
-    def loss(graphdef: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-        returned, state = with_model(graphdef, fun, *args, **kwargs)
+    def loss(parts: _Parts, /, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+        returned, state = parts.call(fun, args, kwargs)
         value, its_aux = returned if has_aux else (returned, ())
         return value, (its_aux, state)
 
-    def value_and_grad_of_batch(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def value_and_grad_of_batch(model: PyTree, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
         roles = roles_of_arguments({"wrt": (0,)} | given, 1 + len(args), kwargs)
         for at in roles["batch_argnums"]:
@@ -289,22 +301,28 @@ def value_and_grad(
                     f"does not change it, pass batch_argnums={kept}. Otherwise pass both models as one tuple, as the "
                     "first argument"
                 )
-        graphdef, *split = nnx.split(model, wrt, ...)
-        variables, others = split
+        parts = _Parts(model, wrt)
         (value, (whole_aux, new_state)), grads = shrewjax.value_and_grad(
-            partial(loss, graphdef),
+            partial(loss, parts),
             micro_batches,
             has_aux=True,
-            weight=None if weight is None else lambda *args, **kwargs: with_model(graphdef, weight, *args, **kwargs)[0],
+            weight=None if weight is None else lambda *args, **kwargs: parts.call(weight, args, kwargs)[0],
             carry_argnum=-1,
             **{name: _before_last(at) for name, at in given.items()},
             **options,
-        )(_arrays(variables), *args, _arrays(others), **kwargs)
-        nnx.update(model, new_state)
-        grads = jax.tree.unflatten(jax.tree.structure(variables), jax.tree.leaves(grads))
-        return ((value, whole_aux) if has_aux else value), grads
+        )(_arrays(parts.params), *args, _arrays(parts.others), **kwargs)
+        nnx.update(model, _like(parts.others, new_state))
+        return ((value, whole_aux) if has_aux else value), _like(parts.params, grads)
 
     return value_and_grad_of_batch
+
+
+def _require_variables(params: PyTree, wrt: Any, model: PyTree) -> None:
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            f"wrt={wrt!r} must match a variable of the model, got {type(model).__name__}, which has none, so that "
+            "nothing would be trained. Pass a filter of the variables to train, such as nnx.Param"
+        )
 
 
 def _before_last(positions: tuple[int, ...] | None) -> Any:
@@ -312,25 +330,77 @@ def _before_last(positions: tuple[int, ...] | None) -> Any:
     return None if positions is None else tuple(at - (at < 0) for at in positions)
 
 
-def check_model(is_same_graph: bool, new: tuple[Any, Any], old: tuple[Any, Any]) -> None:
-    """Raises if `fun` changed anything that does not go from micro-batch to micro-batch.
+class _Parts:
+    """A model taken apart: its graph, its variables in `wrt`, and all its others."""
 
-    `new` and `old` are the arrays of the model after and before `fun`: those in `wrt`, and all others.
+    def __init__(self, model: PyTree, wrt: Any) -> None:
+        self._wrt = wrt
+        graph_and_variables: Any = nnx.split(model, wrt, ...)
+        self._graph, self.params, self.others = graph_and_variables
+        _require_variables(self.params, wrt, model)
+        kinds = {type(x).__name__ for x in jax.tree.leaves(self.params, is_leaf=lambda x: isinstance(x, nnx.Variable))}
+        if OVERWRITE_WITH_GRADIENT in kinds:  # of linen, by `nnx.bridge`
+            raise ValueError(
+                f"wrt={wrt!r} matches variables of the type {OVERWRITE_WITH_GRADIENT}. These statistics of fp8 layers "
+                "are no gradients, and have no mean. Leave them out of wrt. Or call nnx.value_and_grad for each "
+                "micro-batch"
+            )
+        self._flow: dict[int, list[bool]] = {}  # of each function: which arrays it returns as they were given
+
+    def call(self, function: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[PyTree, ArrayTree]:
+        """Calls `function` with the model of the arrays in the first and the last argument.
+
+        Returns its result, and the new arrays of the variables that are not in `wrt`. Raises if it changes anything
+        else of the model.
+        """
+        returned, new = self._call(function, args, kwargs)
+        old, params = (args[0], args[-1]), jax.tree.leaves_with_path(args[0])
+        is_same = [x is y for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)]
+        # An array that comes back as another tracer may be the same one, for example out of nnx.remat. The function's
+        # program tells. It is traced once, although JAX traces `fun` several times, and not if parameters are the same.
+        if not all(is_same[: len(params)]):
+            if id(function) not in self._flow:
+                self._flow[id(function)] = returned_as_given(
+                    lambda arrays: self._call(function, (arrays[0], *args[1:-1], arrays[1]), kwargs)[1], old
+                )
+            is_same = self._flow[id(function)]
+        for (path, _), same in zip(params, is_same, strict=False):
+            if not same:
+                raise ValueError(
+                    f"fun changes the variable {trees.leaf_name(path)}, which is in wrt, so that the micro-batches "
+                    "would not be differentiated at the same point. Leave it out of wrt. If a layer writes it in each "
+                    "call, as nnx.WeightNorm does, call a copy of the layer, nnx.clone(layer)(x). Or call "
+                    "nnx.value_and_grad and shrewjax.flax.Optimizer.update for each micro-batch"
+                )
+        # A scan copies what it returns, so frozen layers would be copied for each micro-batch
+        # (tests/promises/test_flax_models.py, "frozen_layers").
+        unchanged = iter(is_same[len(params) :])
+        return returned, jax.tree.map(lambda x, y: y if next(unchanged) else x, new[1], old[1])
+
+    def _call(
+        self, function: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[PyTree, tuple[ArrayTree, ArrayTree]]:
+        """Returns the result of `function`, and the new arrays of the variables in `wrt` and of the others."""
+        model = nnx.merge(self._graph, _like(self.params, args[0]), _like(self.others, args[-1]))
+        returned = function(model, *args[1:-1], **kwargs)
+        new_graph, *variables = nnx.split(model, self._wrt, ...)
+        params, others = map(_arrays, variables)
+        check_model(new_graph == self._graph, (params, others), (args[0], args[-1]))
+        return returned, (params, others)
+
+
+def check_model(is_same_graph: bool, new: PyTree, old: PyTree) -> None:
+    """Raises if `fun` changed what cannot go from micro-batch to micro-batch: which variables there are, or the graph.
+
+    `new` and `old` are the arrays of the model after and before `fun`.
     """
-    new_paths, paths = ({path for tree in both for path, _ in jax.tree.leaves_with_path(tree)} for both in (new, old))
+    new_paths, paths = ({path for path, _ in jax.tree.leaves_with_path(tree)} for tree in (new, old))
     for verb, differing in (("adds", new_paths - paths), ("removes", paths - new_paths)):
         if differing:
+            name = min(trees.leaf_name(path[1:]) for path in differing)
             raise ValueError(
-                f"fun {verb} the variable {min(map(trees.leaf_name, differing))}, but it has to leave the model with "
-                "the variables that it found. Change the model before the call. If fun adds it, remove it in fun with "
-                "nnx.pop, and return it as aux"
-            )
-    for (path, param), new_param in zip(jax.tree.leaves_with_path(old[0]), jax.tree.leaves(new[0]), strict=True):
-        if new_param is not param:
-            raise ValueError(
-                f"fun changes the variable {trees.leaf_name(path)}, which is in wrt, so that the micro-batches would "
-                "not be differentiated at the same point. Leave it out of wrt. Or call nnx.value_and_grad and "
-                "shrewjax.flax.Optimizer.update for each micro-batch"
+                f"fun {verb} the variable {name}, but it has to leave the model with the variables that it found. "
+                "Change the model before the call. If fun adds it, remove it in fun with nnx.pop, and return it as aux"
             )
     if not is_same_graph:
         raise ValueError(
@@ -339,5 +409,10 @@ def check_model(is_same_graph: bool, new: tuple[Any, Any], old: tuple[Any, Any])
         )
 
 
+def _like(variables: PyTree, arrays: ArrayTree) -> PyTree:
+    """Returns the variables with other arrays. A variable may hold a tree of them."""
+    return jax.tree.unflatten(jax.tree.structure(variables), jax.tree.leaves(arrays))
+
+
 # Flax 0.12.7 has a new name for `nnx.pure`, which warns since then.
-_arrays: Callable[[Any], Any] = getattr(nnx, "as_pure", None) or nnx.pure
+_arrays: Callable[[PyTree], PyTree] = getattr(nnx, "as_pure", None) or nnx.pure

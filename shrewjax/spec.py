@@ -1,13 +1,11 @@
 r"""The definition of clipping and accumulation. The tests compare every fast path of this package with it.
-It is one module of more than 400 lines, because a reader and a solver take the definition as a whole.
 
 It is plain Python over lists of numbers. It needs `+ - * / <` and `abs`, and a square root as an argument. So the same
-lines run on floats (`sqrt=math.sqrt`), NumPy scalars and, exactly, on `fractions.Fraction`. They also run on the
-unknown numbers of a solver, which proves theorems about them.
+lines run on floats (`sqrt=math.sqrt`), NumPy scalars, `fractions.Fraction`, and the unknown numbers of a solver, which
+proves theorems about them.
 
-A gradient is the flat list of all its entries, because their layout over leaves and devices must not matter. Entries
-are finite; thresholds and weights are not negative. All other cases are in the tables of the fast paths, except for the
-NaN and infinities that are mentioned here.
+A gradient is the flat list of all its entries. Entries are finite; thresholds and weights are not negative. All other
+cases are in the tables of the fast paths, or mentioned here.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -52,7 +50,6 @@ def clip_gradients_spec(
 
     .. math:: g \cdot |c| / \|g\| \;\text{ if } \|g\|^2 > c^2, \text{ else } g
 
-    Squares are compared, so the only root taken, and divided by, is a positive one.
 
     Args:
       gradient: the entries.
@@ -151,8 +148,8 @@ def percentile_spec(values: Sequence[Number], percentile: Any, method: Method = 
     .. math:: v_{(r)}, \qquad r = \frac{p\,(n-1)}{100}
 
     The rank r is a rational number, exact at any size. If it is no integer, `method` chooses between the two
-    neighbours, as in NumPy. `"lower"`, `"higher"` and `"nearest"` return one of them. If both are equally near,
-    `"nearest"` returns that of even rank. `"midpoint"` returns their mean, `"linear"` the point that is linear in r.
+    neighbours, as in NumPy. If both are equally near, `"nearest"` returns that of even rank. `"midpoint"` returns their
+    mean, `"linear"` the point that is linear in r.
 
     Args:
       values: at least one.
@@ -239,8 +236,7 @@ def window_spec(batches: Sequence[tuple[Sequence[Number], Number]], reduction: R
       >>> window_spec([([1.0], 3), ([5.0], 1)])
       [2.0]
 
-    Source: by linearity, the first is the gradient of the mean loss over all examples. The mean of means is not, see
-    "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
+    Source: by linearity, the first is the gradient of the mean loss over all examples; the mean of means is not.
     """
     factors = [weight if reduction == "mean" else 1 for _, weight in batches]
     totals = [
@@ -262,7 +258,7 @@ def noise_spec(batches: Sequence[tuple[Sequence[Number], Number]]) -> tuple[Numb
       batches: at least two pairs of a gradient of a mean loss and its positive weight.
 
     Returns:
-      S and G^2. Neither depends on how micro-batches are spread over devices.
+      S and G^2.
 
     Example:
       >>> noise_spec([([3.0], 1), ([1.0], 1)])
@@ -364,8 +360,7 @@ def value_and_grad_spec(
 
     Micro-batch i has the examples i, i + K, and so on, for K = `micro_batches`. It is kept if its weight is positive
     and, under `"drop_microbatch"`, its value and gradient are finite. The mean of the aux is weighted under every
-    `reduction`. Its sum, largest, smallest and last numbers are those of the kept micro-batches. A stack has zeros for
-    the others.
+    `reduction`. All of its reductions take the kept micro-batches alone; a stack has zeros for the others.
 
     Args:
       examples: as many as `micro_batches` divides.
@@ -373,7 +368,7 @@ def value_and_grad_spec(
       run: the loss function: a micro-batch's `Part`, or its fields as a tuple.
       reduction: as in `window_spec`.
       nonfinite: as above.
-      aux: how each number of the aux is reduced, as above.
+      aux: how each number of the aux is reduced: `"mean"`, `"sum"`, `"max"`, `"min"`, `"last"` or `"stack"`.
 
     Returns:
       The three, or None if nothing is kept.
@@ -467,7 +462,7 @@ def one_denominator_spec(
 
     .. math:: \ell = \sum_t c_t \ell_t, \qquad g = \sum_t c_t g_t
 
-    The coefficients are those of the whole batch. Micro-batches add up their sums, each token with its own coefficient.
+    The coefficients are those of the whole batch.
 
     Args:
       tokens: as many as `micro_batches` divides, as `Token` or tuples of its fields.

@@ -1,8 +1,6 @@
 """Strict settings for every test: no implicit promotion of dtypes or ranks, warnings as errors, eight CPU devices."""
 
 import atexit
-import contextlib
-import functools
 import gc
 import importlib.util
 import json
@@ -44,13 +42,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tracing makes objects by the million, and at Python's own threshold the collector is busy with 4 % of the time.
 gc.set_threshold(100_000)
 
-# JAX makes an MLIR context for each program that it lowers, which takes a twentieth of the tests' time. One serves all.
-# The function is private. Without these lines only the time changes, and
-# `test_jax_still_makes_its_mlir_contexts_where_conftest_shares_one` fails.
-with contextlib.suppress(ImportError, AttributeError):
-    private = importlib.import_module("jax._src.interpreters.mlir")
-    private.make_ir_context = functools.cache(private.make_ir_context)
-
 # The same examples on every machine, more of them in CI; a wider, random search runs on demand (-m slow).
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=5000)
@@ -62,46 +53,17 @@ hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("c
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
-def rows_of(item):
-    """The row that a case takes of each of its test's `parametrize` tables, and the value of each fixture.
-
-    One transformation of each kind stands for the others of its kind: a row with one of these is left out.
-    """
-    given = dict(item.callspec.params)
-    if any(isinstance(x, str) and x in helpers.STOOD_FOR for x in given.values()):
-        return
-    for table in item.iter_markers("parametrize"):
-        names = table.args[0]
-        names = names.split(",") if isinstance(names, str) else names
-        yield tuple((name.strip(), id(given.pop(name.strip()))) for name in names)
-    yield from ((name, id(value)) for name, value in given.items())
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Marks a case `thorough` if each of its values stands in another case of the test, too: see tests/README.md.
-
-    A case that the default run leaves out anyway does not count.
-    """
-    of_test = {}
-    for item in items:
-        is_left_out = any(item.get_closest_marker(name) for name in ("slow", "thorough"))
-        if hasattr(item, "callspec") and not is_left_out:
-            of_test.setdefault((item.path, item.originalname), []).append(item)
-    for cases in of_test.values():
-        rows = {item: set(rows_of(item)) for item in cases}
-        missing = set().union(*rows.values()) or {None}
-        while missing:
-            most = max(rows, key=lambda item: len(rows[item] & missing))
-            missing -= rows.pop(most) | {None}
-        for item in rows:
-            item.add_marker("thorough")
-
-
 @pytest.fixture(params=[False, True], ids=["x32", "x64"])
 def x64(request):
     with jax.enable_x64(request.param):
         yield request.param
+
+
+@pytest.fixture
+def as_users_have_it():
+    """Implicit promotion, as without these strict settings: Optax mixes dtypes, Flax and Equinox ranks, too."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @pytest.fixture(params=["Auto", "Explicit"])
@@ -112,13 +74,19 @@ def mesh(request):
 
 @pytest.fixture(scope="module")
 def one_device():
-    """As in a process with one device, where reductions have several operands and compile faster; the suite's has 8."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr("shrewjax._numerics.reductions.may_be_partitioned", lambda: False)
-    jax.clear_caches()
-    yield
-    patch.undo()
-    jax.clear_caches()
+    """As in a process with one device, in which such programs compile faster, too."""
+    with helpers.seeming_to_have(1):
+        yield
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, id="one_device"), pytest.param(8, id="eight_devices", marks=pytest.mark.thorough)],
+)
+def either_world(request):
+    """As in a process with one device; in CI, with eight, too."""
+    with helpers.seeming_to_have(request.param) as devices:
+        yield devices
 
 
 @pytest.fixture(scope="session")

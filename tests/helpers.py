@@ -1,5 +1,6 @@
 """Oracles that share nothing with the package, and what several test files need."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -68,13 +69,11 @@ CASES = {
     ),
 }
 TRANSFORMATIONS = {name: case.make for name, case in CASES.items()}
-# In the default run another one of the same kind is tested in the place of each of these: `rows_of` in conftest.py.
-STOOD_FOR = {"clip_by_leaf_norm", "clip_by_value", "clip_by_block_rms", "clip_by_norm_percentile", "skip_nonfinite"}
 MAPPED = {name: case.make_mapped or case.make for name, case in CASES.items()}
 
 
 def rows_of_names(names, by_default):
-    """Rows of a table, each a name or a tuple of them: those in `by_default` run always, the others in CI."""
+    """Rows of a table, each a name or a tuple: those in `by_default` run always, the others, `thorough`, in CI."""
     rows = [(row, row if isinstance(row, tuple) else (row,)) for row in names]
     assert set(by_default) <= {row for row, _ in rows}
     return [pytest.param(*row, marks=() if name in by_default else pytest.mark.thorough) for name, row in rows]
@@ -120,16 +119,43 @@ def options_for_cpu(**wanted):
     return xla_flags.options(**wanted) if jax.default_backend() == "cpu" else None
 
 
-def quick_options():
-    """For tests of what programs do together, not of their last bits: compiled much faster for CPU.
-
-    By XLA's older emitters, and without LLVM's optimizations; those of XLA are as ever.
-    """
-    return options_for_cpu(xla_cpu_use_fusion_emitters=False, xla_backend_optimization_level=0)
-
-
 def quick_jit(function, **options):
-    return jax.jit(function, compiler_options=quick_options(), **options)
+    """`jax.jit` for tests of what programs do together, not of their last bits: compiled much faster for CPU.
+
+    By XLA's older emitters, and without LLVM's optimizations; those of XLA are as ever. So `conftest.py` compiles
+    everything, unless the compiler for a GPU or a TPU is installed.
+    """
+    quick = options_for_cpu(xla_cpu_use_fusion_emitters=False, xla_backend_optimization_level=0)
+    return jax.jit(function, compiler_options=quick, **options)
+
+
+def compiled(tx):
+    """The transformation with `quick_jit` around its update, for use outside of compiled functions only."""
+    return optax.GradientTransformationExtraArgs(tx.init, quick_jit(optax.with_extra_args_support(tx).update))
+
+
+def users_options():
+    return options_for_cpu(xla_cpu_use_fusion_emitters=True, xla_backend_optimization_level=3)
+
+
+def users_jit(function, **options):
+    """`jax.jit` as users have it: for last bits, texts, memory and costs, and for programs that run long."""
+    return jax.jit(function, compiler_options=users_options(), **options)
+
+
+@contextlib.contextmanager
+def seeming_to_have(devices):
+    """As in a process with so many devices, of which the suite's has eight: for programs that use one device alone.
+
+    The package asks `jax.device_count`. With one device, reductions have several operands, and the numbers of leaves of
+    several units are joined.
+    """
+    patch = pytest.MonkeyPatch()
+    patch.setattr(jax, "device_count", lambda: devices)
+    jax.clear_caches()
+    yield devices
+    patch.undo()
+    jax.clear_caches()
 
 
 def run_page(path):
@@ -138,23 +164,6 @@ def run_page(path):
     for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
         exec(compile(block, path.name, "exec"), names)
     return names
-
-
-def users_jit(function, **options):
-    """`jax.jit` as users have it: for tests of last bits, and for programs that run longer than they compile."""
-    as_users = options_for_cpu(xla_cpu_use_fusion_emitters=True, xla_backend_optimization_level=3)
-    return jax.jit(function, compiler_options=as_users, **options)
-
-
-def text_jit(function, **options):
-    """For a program's text, memory and costs: XLA's part is as users have it, LLVM's optimizations are left out."""
-    as_text = options_for_cpu(xla_cpu_use_fusion_emitters=True, xla_backend_optimization_level=0)
-    return jax.jit(function, compiler_options=as_text, **options)
-
-
-def compiled(tx):
-    """The same, for use outside of compiled functions only."""
-    return optax.GradientTransformationExtraArgs(tx.init, quick_jit(optax.with_extra_args_support(tx).update))
 
 
 def lenient(tx):

@@ -1,12 +1,12 @@
-"""Mutation testing of a room or a wing, on demand: does a slip in it make a test fail?
+"""Mutation testing of a module or a package, on demand: does a slip in it make a test fail?
 
     python -m pip install cosmic-ray
     python tests/mutate.py _skipping --sample 20 --seed 1 --seconds 40
     python tests/mutate.py _numerics/norms --sample 60 --seconds 25
 
-A mutant is a copy of the repository with one place of the room, or of the wing's rooms, changed. A place is an
+A mutant is a copy of the repository with one place of the module, or of the package's modules, changed. A place is an
 operator, a number, a comparison, a condition, a loop or a decorator; what is put there is drawn among all that
-cosmic-ray knows. The tests of its wing run on it, until one fails. A line is printed for each mutant, the difference
+cosmic-ray knows. The tests of its package run on it, until one fails. A line is printed for each mutant, the difference
 for each that survives, and the share of those killed at the end. The same `--seed` draws the same mutants.
 
 Left out are annotations, as they have no effect when the code runs, texts of messages (f-strings), and what is no
@@ -44,14 +44,14 @@ from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
 
 ROOT = pathlib.Path(__file__).parent.parent
-# A wing's tests are in the folder of its name. Tests of what calls these two wings show their slips, too.
+# A package's tests are in the folder of its name. Slips in these two packages also show in tests of their callers.
 FOLDERS = {"_base": ["base", "numerics", "accumulation", "promises"], "_numerics": ["numerics", "definition"]}
 LONGEST = 60  # seconds of a core for one test
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("room", help="such as _numerics/norms, or a wing, such as _numerics")
+    parser.add_argument("module", help="such as _numerics/norms, or a package, such as _numerics")
     parser.add_argument("--sample", type=int, help="how many places to try; all if not given")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="how many of them were tried before")
@@ -59,10 +59,10 @@ def main():
     parser.add_argument("--marks", default="not slow", help="which tests may run, such as 'not slow and not thorough'")
     parser.add_argument("--line", type=int, help="try only places in this line", action="append")
     arguments = parser.parse_args()
-    wing, _, room = arguments.room.partition("/")
-    rooms = [f"{room}.py"] if room else sorted(x.name for x in (ROOT / "shrewjax" / wing).glob("*.py"))
-    originals = {f"shrewjax/{wing}/{name}": (ROOT / "shrewjax" / wing / name).read_text() for name in rooms}
-    tests = Tests(FOLDERS.get(wing, [wing.removeprefix("_")]), arguments.seconds, arguments.marks)
+    package, _, module = arguments.module.partition("/")
+    files = [f"{module}.py"] if module else sorted(x.name for x in (ROOT / "shrewjax" / package).glob("*.py"))
+    originals = {f"shrewjax/{package}/{name}": (ROOT / "shrewjax" / package / name).read_text() for name in files}
+    tests = Tests(FOLDERS.get(package, [package.removeprefix("_")]), arguments.seconds, arguments.marks)
 
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)

@@ -1,41 +1,50 @@
 """The package stays as it was designed: imports go one way, names are exported once."""
 
 import ast
+import contextlib
 import inspect
 import pathlib
 import pickle
+import pickletools
 import pydoc
 import re
 import sys
 import tomllib
 
 import jax
+import jax.numpy as jnp
 import pytest
+from helpers import CASES
 
 import shrewjax
-from shrewjax._numerics import histories
 
 PACKAGE = pathlib.Path(shrewjax.__file__).parent
-# The rooms of each wing, in the order of its title page. A room may import from those before it.
-WINGS = {
-    "_base": ["branches", "mesh", "trees", "states", "arguments"],
-    "_numerics": ["floats", "reductions", "norms", "scaling", "percentiles", "histories"],
+# The modules of each private package. A module may import from those before it.
+PACKAGES = {
+    "_base": ["types", "branches", "jaxprs", "forwarding", "mesh", "trees", "states", "arguments"],
+    "_numerics": ["floats", "reductions", "vectors", "norms", "scaling", "percentiles", "histories"],
     "_clipping": ["units", "global_norm", "unit_norms", "elements", "cotangents"],
     "_skipping": ["wrapping", "guards"],
     "_accumulation": [
+        "_scatters",
+        "_loops",
+        "_reduced",
         "_noise",
         "_micro_batch",
         "window",
         "accumulate",
         "grad_accumulator",
         "_aux",
+        "_overwritten",
+        "batch",
         "value_and_grad",
         "sharded_state",
+        "from_optax",
     ],
 }
-ORDER = [("shrewjax", wing, room) for wing, rooms in WINGS.items() for room in rooms]
-# Two stand apart, and no wing imports them. The definition imports nothing of the package. The module for Flax imports
-# its public names and rooms, and nothing imports it, because Flax may not be installed.
+ORDER = [("shrewjax", package, module) for package, names in PACKAGES.items() for module in names]
+# Two modules are in none of these packages, which do not import them. The definition imports nothing of `shrewjax`. The
+# module for Flax may import all else, and nothing imports it, because Flax may not be installed.
 APART = "spec"
 FOR_FLAX = "flax"
 
@@ -49,51 +58,51 @@ def imported_modules(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def rooms():
-    """The path of each file of the package, and its place as a tuple of names."""
+def modules():
+    """Returns the path of each file of `shrewjax`, and the module's name as a tuple of its parts."""
     return {path: path.relative_to(PACKAGE.parent).with_suffix("").parts for path in PACKAGE.rglob("*.py")}
 
 
-def test_every_room_has_its_place():
+def test_every_module_has_its_place():
     apart = [("shrewjax", "__init__"), ("shrewjax", APART), ("shrewjax", FOR_FLAX)]
-    assert set(rooms().values()) == {*ORDER, *apart, *(("shrewjax", wing, "__init__") for wing in WINGS)}
+    assert set(modules().values()) == {*ORDER, *apart, *(("shrewjax", package, "__init__") for package in PACKAGES)}
 
 
-def test_every_room_has_the_test_file_of_its_path():
+def test_every_module_has_the_test_file_of_its_path():
     tests = PACKAGE.parent / "tests"
-    files = {room: tests / room[1].lstrip("_") / f"test_{room[2].lstrip('_')}.py" for room in ORDER}
-    assert not {room: file for room, file in files.items() if not file.exists()}
+    files = {module: tests / module[1].lstrip("_") / f"test_{module[2].lstrip('_')}.py" for module in ORDER}
+    assert not {module: file for module, file in files.items() if not file.exists()}
 
 
 def test_imports_go_down():
-    for place, room in enumerate(ORDER):
-        path = PACKAGE.parent.joinpath(*room).with_suffix(".py")
+    for place, module in enumerate(ORDER):
+        path = PACKAGE.parent.joinpath(*module).with_suffix(".py")
         imported = {tuple(m.split(".")[:3]) for m in imported_modules(path) if m.startswith("shrewjax.")}
-        assert {m for m in imported if len(m) == 3} <= set(ORDER[:place]), room
+        assert {m for m in imported if len(m) == 3} <= set(ORDER[:place]), module
 
 
 def test_only_the_module_for_flax_imports_flax_and_nothing_imports_that():
     """`import flax` is Flax's own everywhere, because imports are absolute."""
-    for path, room in rooms().items():
+    for path, module in modules().items():
         imported = {*imported_modules(path)}
-        assert not {m for m in imported if m.split(".")[:2] == ["shrewjax", FOR_FLAX]}, room
-        assert room[-1] == FOR_FLAX or not {m for m in imported if m.split(".")[0] == "flax"}, room
+        assert not {m for m in imported if m.split(".")[:2] == ["shrewjax", FOR_FLAX]}, module
+        assert module[-1] == FOR_FLAX or not {m for m in imported if m.split(".")[0] == "flax"}, module
 
 
 def test_an_underscore_means_that_only_its_folder_may_import_it():
-    for path, room in rooms().items():
-        folder = room[:-1]
-        for module in imported_modules(path):
-            target = tuple(module.split("."))
+    for path, module in modules().items():
+        folder = module[:-1]
+        for name in imported_modules(path):
+            target = tuple(name.split("."))
             for i, part in enumerate(target):
-                assert not part.startswith("_") or target[:i] == folder[:i] or target[0] != "shrewjax", (room, module)
+                assert not part.startswith("_") or target[:i] == folder[:i] or target[0] != "shrewjax", (module, name)
 
 
-def test_the_title_page_of_a_wing_names_its_rooms_and_imports_nothing():
-    for wing, names in WINGS.items():
-        tree = ast.parse((PACKAGE / wing / "__init__.py").read_text())
-        assert len(tree.body) == 1, wing
-        assert not {n for n in names if f"`{n}`" not in ast.get_docstring(tree)}, wing
+def test_the_init_of_a_package_names_its_modules_and_imports_nothing():
+    for package, names in PACKAGES.items():
+        tree = ast.parse((PACKAGE / package / "__init__.py").read_text())
+        assert len(tree.body) == 1, package
+        assert not {n for n in names if f"`{n}`" not in ast.get_docstring(tree)}, package
 
 
 def test_definition_needs_nothing_but_python():
@@ -102,22 +111,25 @@ def test_definition_needs_nothing_but_python():
 
 
 def test_only_reductions_talk_to_mapped_axes():
-    for path, room in rooms().items():
+    for path, module in modules().items():
         calls = {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
-        if room[-1] not in ("mesh", "reductions"):
-            assert not calls & {"psum", "pmax", "pmean", "axis_index", "all_gather"}, room
+        if module[-1] not in ("mesh", "reductions"):
+            assert not calls & {"psum", "pmax", "pmean", "axis_index", "all_gather"}, module
 
 
-def test_catalogue_holds_imports_names_and_the_version_and_defines_nothing():
-    imports, assigned = [], []
+def test_shrewjax_init_holds_imports_names_and_the_version_and_defines_nothing_but_the_way_to_the_module_for_flax():
+    imports, assigned, defined = [], [], []
     for node in ast.parse((PACKAGE / "__init__.py").read_text()).body:
         if isinstance(node, ast.ImportFrom):
             imports += [alias.asname or alias.name for alias in node.names]
         elif isinstance(node, ast.Assign):
             assigned += [target.id for target in node.targets]
+        elif isinstance(node, ast.If):
+            defined += [ast.unparse(node.test), *(function.name for function in node.body)]
         else:
-            assert isinstance(node, ast.Expr | ast.For), ast.unparse(node)
+            assert isinstance(node, ast.Expr | ast.For | ast.Import), ast.unparse(node)
     assert assigned == ["__version__", "__all__"]
+    assert defined == ["not _typing.TYPE_CHECKING", "__getattr__"]
     public = [name for name in imports if not name.startswith("_")]
     assert sorted(public) == sorted(shrewjax.__all__)
 
@@ -140,7 +152,7 @@ def test_functions_are_of_the_package_and_their_source_is_found(name):
     assert inspect.getsource(function).startswith(f"def {name}(")
 
 
-STATES = [getattr(shrewjax, n) for n in shrewjax.__all__ if n.endswith("State")] + [histories.History]
+STATES = [getattr(shrewjax, n) for n in shrewjax.__all__ if n.endswith("State")]
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
@@ -156,7 +168,40 @@ def test_states_are_named_tuples_that_pickle(state):
     made = state(*range(len(state._fields)))
     assert state.__bases__ == (tuple,)
     assert pickle.loads(pickle.dumps(made)) == made
+    assert repr(state) == f"<class 'shrewjax.{state.__name__}'>"
     assert type(jax.tree.map(lambda x: x, made)) is state
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pickle_of_a_state_names_public_modules_alone(name):
+    """A module that moves would break every pickle that names it. Of Optax's states, Optax decides."""
+    state = jax.device_get(CASES[name].make().init({"w": jnp.zeros(2)}))
+    assert not modules_of_pickle(state, "shrewjax._")
+    assert repr(state).count("shrewjax") == 0
+
+
+def test_pickle_and_repr_of_all_else_that_is_saved_name_public_modules_alone():
+    window = shrewjax.GradAccumulator(2, nonfinite="drop_window", noise_decay=0.9)
+    state = jax.device_get(window.init({"w": jnp.zeros(2)}))
+    spiky = shrewjax.skip_on_spike(shrewjax.accumulate(shrewjax.clip_by_norm_zscore(), 2, noise_decay=0.5))
+    for saved in (window, state, jax.device_get(spiky.init({"w": jnp.zeros(2)}))):
+        assert not modules_of_pickle(saved, "shrewjax._")
+        assert modules_of_pickle(saved, "shrewjax")
+    assert repr(window).startswith("GradAccumulator(accum_steps=2, reduction='mean', ")
+    assert eval(repr(window), vars(shrewjax)) == window
+
+
+def modules_of_pickle(value, prefix):
+    return {text for _, text, _ in pickletools.genops(pickle.dumps(value)) if str(text).startswith(prefix)}
+
+
+@pytest.mark.parametrize("cls", [*STATES, shrewjax.GradAccumulator], ids=lambda cls: cls.__name__)
+def test_source_of_a_class_is_that_class_or_none(cls):
+    """Python looks for it in the file of the public module. It must not take other lines for it."""
+    with contextlib.suppress(OSError):
+        assert f"class {cls.__name__}" in inspect.getsource(cls)
+    members = [x for x in vars(cls).values() if inspect.isfunction(x) and not x.__name__.startswith("_")]
+    assert all(f"def {x.__name__}(" in inspect.getsource(x) for x in members)
 
 
 def test_version_is_that_of_the_source_whatever_is_installed():
@@ -169,9 +214,34 @@ def test_version_is_that_of_the_source_whatever_is_installed():
 
 def test_every_tag_of_a_workaround_has_its_entry_and_every_entry_its_tag():
     entries = re.findall(r"^\| (XLA-\d+) \|", (PACKAGE.parent / "docs" / "xla.md").read_text(), re.MULTILINE)
-    tags = {tag for path in rooms() for tag in re.findall(r"XLA-\d+", path.read_text())}
+    tags = {tag for path in modules() for tag in re.findall(r"XLA-\d+", path.read_text())}
     assert len(entries) == len(set(entries))
     assert tags == set(entries)
+
+
+def entries_of_workarounds():
+    """Each tag on the page with its test and the places of its lines: the last two cells of a row."""
+    page = (PACKAGE.parent / "docs" / "xla.md").read_text()
+    return re.findall(r"^\| (XLA-\d+) \|.*\| ([^|]*) \| ([^|]*) \|$", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("tag", "_", "where"), entries_of_workarounds(), ids=lambda x: x if x[:3] == "XLA" else "")
+def test_an_entry_of_a_workaround_names_the_modules_that_have_its_tag(tag, _, where):
+    source = {path.stem: path.read_text() for path in modules()}
+    names = [name.split(".") for name in re.findall(r"`([\w.]+)`", where)]
+    assert {first for first, *_ in names if first in source} == {
+        module for module, text in source.items() if re.search(rf"{tag}\b", text)
+    }
+    for first, *rest in names:
+        if rest and first in source:
+            assert re.search(rf"^ *(def|class) {rest[-1]}\b", source[first], re.MULTILINE), (first, rest)
+
+
+@pytest.mark.parametrize(("tag", "test", "_"), entries_of_workarounds(), ids=lambda x: x if x[:3] == "XLA" else "")
+def test_an_entry_of_a_workaround_has_a_test_or_the_day_and_versions_on_which_it_was_seen(tag, test, _):
+    """`test_every_test_named_in_the_code_or_on_a_page_exists` looks for the test."""
+    assert re.search(r"`test_\w+`: `test_\w+`|none; seen on \d{4}-\d\d-\d\d with JAX \d", test)
+    assert not re.search(r"\bnone\b(?!; seen on \d{4}-\d\d-\d\d with JAX \d)", test)
 
 
 def test_every_test_named_in_the_code_or_on_a_page_exists():
@@ -179,7 +249,7 @@ def test_every_test_named_in_the_code_or_on_a_page_exists():
     tests = {path.relative_to(root).as_posix(): path.read_text() for path in (root / "tests").rglob("*.py")}
     of_file = {path.rsplit("/", 1)[-1].removesuffix(".py"): text for path, text in tests.items()}
     names = {name for text in tests.values() for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
-    for page in [*rooms(), *root.glob("*.md"), *(root / "docs").rglob("*.md"), root / "tests" / "README.md"]:
+    for page in [*modules(), *root.glob("*.md"), *(root / "docs").rglob("*.md"), root / "tests" / "README.md"]:
         text = re.sub(r"\n *#", "", page.read_text())
         assert not {p for p in re.findall(r"\btests/[\w/]+\.py", text) if p not in tests}, page
         assert not {n for n in re.findall(r"`(test_\w+)`", text) if n not in names and n not in of_file}, page

@@ -6,20 +6,20 @@ size is the one that runs the optimizer or leaves it alone: its costly side belo
 an open one. Any other conditional is a rescue pass, for sums that left the range of floats, and takes its cheap side.
 """
 
-import dataclasses
 import functools
 import importlib.util
 import itertools
 import math
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import _hlo
 import jax
 import numpy as np
+from _hlo import Computation, Instruction
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -129,14 +129,6 @@ def bytes_on_a_device(tree: Any) -> int:
     return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 
 
-_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z\d]*)\[([\d,]*)\](?:\{([^}]*)\})?")
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(([^)]*)\)(.*)")
-_NAME = re.compile(r"%([\w.\-]+)")
-_CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-
 # Instructions that move nothing, because they rename memory or wait for what was counted where it started.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "after-all", "partition-id"}
 _FREE |= {"replica-id", "all-reduce-done", "all-gather-done", "collective-permute-done", "async-done", "async-update"}
@@ -144,79 +136,33 @@ _FREE |= {"copy-start", "slice-start"}
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
-def _size(shape: str, *, on_chip: bool = False) -> float:
-    """The bytes of a shape in the device's memory; with those on the chip, if asked."""
-    total = 0.0
-    for kind, bits, dims, layout in _ARRAY.findall(shape):
-        if on_chip or "S(" not in layout:
-            total += math.prod(int(n) for n in dims.split(",") if n) * (1 if kind == "pred" else int(bits) / 8)
-    return total
+def _in_memory(x: Instruction) -> float:
+    """The bytes of its result in the device's memory, without those on the chip."""
+    return sum(array.size for array in x.arrays if not array.on_chip)
 
 
-def _elements(shape: str) -> int:
-    """Returns the number of elements of the first array of a shape."""
-    found = _ARRAY.search(shape)
-    return math.prod(int(n) for n in found[3].split(",") if n) if found else 0
+def _has_operands(x: Instruction) -> bool:
+    """Whether the result of a collective's start has the operands inside; an all-reduce's has since JAX 0.11."""
+    return x.size > sum(y.size for y in x.operands)
 
 
-@dataclasses.dataclass(eq=False)
-class Instruction:
-    """A line of a program."""
-
-    op: str
-    shape: str
-    operands: list["Instruction"]
-    called: list[str]  # the computations that it runs, in their order
-    trips: int  # of a loop, where they are known; else 1
-    cuts: bool  # takes slices and does nothing else
-
-    @property
-    def size(self) -> float:
-        """The bytes of its result, wherever they are."""
-        return _size(self.shape, on_chip=True)
-
-    @property
-    def has_operands(self) -> bool:
-        """Whether the result of a collective's start has the operands inside; an all-reduce's has since JAX 0.11."""
-        return self.size > sum(x.size for x in self.operands)
-
-    @property
-    def moved(self) -> float:
-        """The bytes that it reads from the device's memory and writes there."""
-        if self.op in ("copy-done", "slice-done"):  # of a prefetch: what arrives, not all of what it is taken from
-            ends = (self.shape, *(x.shape for start in self.operands for x in start.operands))
-            return self.size * sum(_size(end) > 0 for end in ends)
-        if self.op in _FREE:
-            return 0.0
-        read = sum(_size(x.shape) for x in set(self.operands))
-        if self.op.endswith("-start") and self.has_operands:
-            return _size(self.shape)
-        return _size(self.shape) + (min(read, self.size) if self.cuts else read)
+def _cuts(x: Instruction) -> bool:
+    """Whether it takes slices and does nothing else."""
+    fused = {y.op for called in x.called for y in called} if x.op == "fusion" else {x.op}
+    return "slice" in fused and fused <= _FREE | {"slice"}
 
 
-def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The computations of a program by their names, and the name of the first one to run."""
-    computations: dict[str, list[Instruction]] = {}
-    entry, known = "", {}
-    for line in text.splitlines():
-        if heading := _COMPUTATION.match(line):
-            instructions, known = computations.setdefault(heading[2], []), {}
-            entry = heading[2] if heading[1] else entry
-        elif computations and (found := _INSTRUCTION.match(line)):
-            name, shape, op, operands, rest = found.groups()
-            branches, trips = _BRANCHES.search(rest), _TRIPS.search(rest)
-            called = _NAME.findall(branches[1]) if branches else _CALLED.findall(rest)
-            fused = {x.op for name in called for x in computations[name]} if op == "fusion" else {op}
-            known[name] = Instruction(
-                op=op,
-                shape=shape,
-                operands=[known[x] for x in _NAME.findall(operands) if x in known],
-                called=called,
-                trips=int(trips[1]) if trips else 1,
-                cuts="slice" in fused and fused <= _FREE | {"slice"},
-            )
-            instructions.append(known[name])
-    return computations, entry
+def _moved(x: Instruction) -> float:
+    """The bytes that it reads from the device's memory and writes there."""
+    if x.op in ("copy-done", "slice-done"):  # of a prefetch: what arrives, not all of what it is taken from
+        ends = (x, *(end for start in x.operands for end in start.operands))
+        return x.size * sum(_in_memory(end) > 0 for end in ends)
+    if x.op in _FREE:
+        return 0.0
+    if x.op.endswith("-start") and _has_operands(x):
+        return _in_memory(x)
+    read = sum(_in_memory(y) for y in set(x.operands))
+    return _in_memory(x) + (min(read, x.size) if _cuts(x) else read)
 
 
 class Step(NamedTuple):
@@ -229,36 +175,38 @@ class Step(NamedTuple):
     @property
     def moved(self) -> float:
         """The bytes of all its runs."""
-        return self.instruction.moved * self.times
+        return _moved(self.instruction) * self.times
 
 
 class Program:
     """A compiled function. Sizes are in multiples of P, the parameters' bytes on a device."""
 
     def __init__(self, compiled: jax.stages.Compiled, unit: float, devices: int, seconds: float) -> None:
+        self.compiled = compiled
         self.text = compiled.as_text()
         self.seconds = seconds
         self.unit = unit
         self._large = unit / (2 * devices)  # the new state, also where it alone is sharded
         self.outputs = compiled.output_shardings
         self.temporary = compiled.memory_analysis().temp_size_in_bytes / unit
-        self._computations, self._entry = _parse(self.text)
+        self._computations = _hlo.parse(self.text)
 
     def steps(self, *, closing: bool | None) -> list[Step]:
         """Returns the steps of a closing call, or of an open one; with None, of both."""
-        return self._steps(self._entry, closing, "every call", 1)
+        (entry,) = (x for x in self._computations if x.is_entry)
+        return self._steps(entry, closing, "every call", 1)
 
-    def _steps(self, computation: str, closing: bool | None, when: str, times: int) -> list[Step]:
+    def _steps(self, computation: Computation, closing: bool | None, when: str, times: int) -> list[Step]:
         steps: list[Step] = []
-        for x in self._computations[computation]:
+        for x in computation:
             if x.op == "conditional":
                 optimizes = x.size >= self._large
                 inside = "closing call" if optimizes and when != "rescue" else "rescue"
-                sides = [self._steps(name, closing, inside, times) for name in x.called]
+                sides = [self._steps(side, closing, inside, times) for side in x.called]
                 if closing is None:
                     steps += itertools.chain(*sides)
                 else:
-                    steps += (max if closing and optimizes else min)(sides, key=_moved)
+                    steps += (max if closing and optimizes else min)(sides, key=_total)
             elif x.op in ("while", "call"):
                 inside = "every trip" if (x.op, when) == ("while", "every call") else when
                 steps += self._steps(x.called[0], closing, inside, times * x.trips)
@@ -269,12 +217,12 @@ class Program:
     @functools.cached_property
     def open(self) -> float:
         """The traffic of an open call."""
-        return _moved(self.steps(closing=False)) / self.unit
+        return _total(self.steps(closing=False)) / self.unit
 
     @functools.cached_property
     def closing(self) -> float:
         """The traffic of a closing call, or of a step that has no window."""
-        return _moved(self.steps(closing=True)) / self.unit
+        return _total(self.steps(closing=True)) / self.unit
 
     @property
     def launches(self) -> int:
@@ -284,13 +232,18 @@ class Program:
 
     def instructions(self) -> Iterator[Instruction]:
         """All that there are, of fusions, too."""
-        return itertools.chain(*self._computations.values())
+        return itertools.chain(*self._computations)
 
     def operations(self, *, closing: bool, elements: int) -> set[str]:
         """Returns the operations on arrays of this many elements, also those inside fusions."""
         called = [x.instruction for x in self.steps(closing=closing)]
-        inner = [y for x in called if x.op == "fusion" for name in x.called for y in self._computations[name]]
-        return {x.op for x in [*called, *inner] if _elements(x.shape) == elements}
+        inner = [y for x in called if x.op == "fusion" for fused in x.called for y in fused]
+        return {x.op for x in [*called, *inner] if x.arrays and x.arrays[0].elements == elements}
+
+    def sent(self, *, closing: bool, least: float) -> float:
+        """The bytes of the collectives of a call, of those of a size or more, with each trip of a loop."""
+        found = [(size, times) for x, _, times in self.steps(closing=closing) for _, size in self._collectives(x)]
+        return sum(size * times for size, times in found if size >= least)
 
     @property
     def collectives(self) -> Counter[tuple[str, str, float]]:
@@ -306,29 +259,32 @@ class Program:
         name = x.op.removesuffix("-start")
         if name in _COLLECTIVES:
             operands = sum(y.size for y in x.operands)
-            yield name, max(operands, x.size - operands * (x.op != name and x.has_operands))
+            yield name, max(operands, x.size - operands * (x.op != name and _has_operands(x)))
         elif x.op in ("fusion", "async-start"):
-            for inner in itertools.chain(*(self._computations[called] for called in x.called)):
+            for inner in itertools.chain(*x.called):
                 for name, size in self._collectives(inner):
                     # A TPU reduces and cuts in one fusion.
                     yield "reduce-scatter" if name == "all-reduce" and x.size < size else name, size
 
 
-def _moved(steps: list[Step]) -> float:
+def _total(steps: list[Step]) -> float:
     return sum(x.moved for x in steps)
 
 
 def distinct_kernels(text: str) -> int:
-    """The number of fusions of a compiled program that differ after their names are replaced by numbers."""
-    text = re.sub(r", metadata=\{[^}]*\}", "", text)
-    bodies = dict(re.findall(r"^%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE))
-    called = re.findall(r"= (\S+|\(.*?\)) fusion\(.*?calls=%?([\w.\-]+)", text)
+    """The number of fusions of a compiled program that differ in more than names."""
+    return len({_kernel(x) for computation in _hlo.parse(text) for x in computation if x.op == "fusion"})
 
-    def renamed(body: str) -> str:
-        names: dict[str, str] = {}
-        return re.sub(r"%[\w.\-]+", lambda name: names.setdefault(name[0], f"%{len(names)}"), body)
 
-    return len({(shape, renamed(bodies[name])) for shape, name in called})
+def _kernel(x: Instruction) -> tuple[Any, ...]:
+    """A fusion, with numbers for names."""
+    number = {y: i for i, y in enumerate(itertools.chain(*x.called))}
+    lines = []
+    for y in number:
+        attributes = (x for x in y.attributes.items() if x[0] != "metadata" and "%" not in x[1])  # "%": a name
+        operands = tuple(number[z] for z in y.operands) or y.given
+        lines.append((y.shape, y.op, operands, *attributes, _kernel(y) if y.called else ()))
+    return (x.shape, *lines)
 
 
 def compile_for(

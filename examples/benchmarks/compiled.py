@@ -116,8 +116,11 @@ def placed_window(
     return _compiled.compile_for(target, train, (params, state), x, unit=_compiled.bytes_on_a_device(params))
 
 
-def window_over_devices(target: Target, devices: int, fsdp: int = 1) -> Program:
-    """Data parallel in `jax.shard_map`, each device with a window of its own; parameters are sharded over "fsdp"."""
+def window_over_devices(target: Target, devices: int, fsdp: int = 1, *, is_weighted: bool = False) -> Program:
+    """Data parallel in `jax.shard_map`, each device with a window of its own; parameters are sharded over "fsdp".
+
+    The weight of a micro-batch is a number, or is computed from it.
+    """
     grid, names = (devices // fsdp, fsdp), ("data", "fsdp")
     mesh, (params, x) = Mesh(target.mesh(devices).devices.reshape(grid), names), model(target, devices)
     of_params = P("fsdp") if fsdp > 1 else P()
@@ -129,7 +132,8 @@ def window_over_devices(target: Target, devices: int, fsdp: int = 1) -> Program:
 
     def train(carry: Any, x: jax.Array) -> Any:
         own = jax.lax.pcast(carry[0], "data", to="varying")
-        return applied(tx, carry, jax.grad(loss)(own, x))
+        weight = jnp.sum(x[:, 0] > 0) if is_weighted else 1
+        return shrewjax.apply_gradients(tx, jax.grad(loss)(own, x), carry[1], carry[0], weight=weight)
 
     mapped = jax.shard_map(
         train, mesh=mesh, in_specs=((P(), specs), P("data")), out_specs=(P(), specs), axis_names={"data"}

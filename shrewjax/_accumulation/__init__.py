@@ -1,14 +1,23 @@
 """Windows of micro-batches: around an optimizer, from the host, or in one call.
 
-| room | it holds |
-|---|---|
-| `window` | the window: its states, and the arithmetic that adds micro-batches and averages them |
-| `accumulate` | a window around an optimizer: `accumulate`, `apply_gradients`, `flush`, `check_window` |
-| `grad_accumulator` | `GradAccumulator`, a window that the host drives |
-| `value_and_grad` | a whole batch in one call, in one loop of the compiled program |
-| `sharded_state` | `state_specs` and `redistribute`: states on a mesh |
+* `window`: its states, and the arithmetic that adds micro-batches and averages them.
+* `accumulate`: a window around an optimizer.
+* `grad_accumulator`: a window that the host drives.
+* `batch`: the arguments of a call of `value_and_grad`.
+* `value_and_grad`: a whole batch in one call, in one loop of the compiled program.
+* `sharded_state`: states on a mesh.
+* `from_optax`: the way from Optax's states to these.
 
-`_micro_batch`, `_noise` and `_aux` hold what one micro-batch adds, the noise scale, and the reduced aux. Data goes one
-way: a micro-batch is checked, decided on, added to the sum, and the sum is divided as the window closes. These rooms
-import `_base`, `_numerics`, and `_skipping.wrapping`, which runs the wrapped optimizer. They import no clipping rule.
+Private modules hold the parts:
+
+* `_micro_batch`: a micro-batch's gradients: checks, NaN and infinity, per-device rows.
+* `_noise`: the noise scale.
+* `_aux`: the aux, reduced leaf by leaf.
+* `_overwritten`: the statistics of Flax's fp8 layers, which come as gradients.
+* `_scatters`: the scatters in loops that XLA would lose on several GPUs or TPUs.
+* `_loops`: the gradients of scanned layers, added to the sum in their own loop.
+* `_reduced`: the types by which an Explicit mesh sums gradients once.
+
+These modules import `_base`, `_numerics` and `_skipping.wrapping`. Only `from_optax` also imports states of guards and
+clipping rules.
 """

@@ -10,16 +10,14 @@ from jax import lax
 
 from shrewjax._accumulation.window import GradAccumulatorState, Window, already_begun
 from shrewjax._base import trees
-from shrewjax._base.branches import Flag
 from shrewjax._base.mesh import as_varying, varying_axes
 from shrewjax._base.trees import is_gradient
+from shrewjax._base.types import Axes, Flag, Leaf, Number, PyTree
 from shrewjax._numerics import floats
 from shrewjax._numerics.reductions import combined_over
 
 
 class AuxSums(NamedTuple):
-    """The aux of the micro-batches so far."""
-
     means: GradAccumulatorState
     others: list[jax.Array]  # the leaves of `COMBINE`
 
@@ -34,9 +32,7 @@ COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 class AuxLeaves:
-    """The leaves of the aux, each with the name of its reduction."""
-
-    def __init__(self, names: Any, like: Any, steps: int, sum_over: Any) -> None:
+    def __init__(self, names: PyTree, like: PyTree, steps: int, sum_over: Axes) -> None:
         leaves, structure = jax.tree.flatten_with_path(like)
         self._structure: Any = structure
         self._paths = [path for path, _ in leaves]
@@ -47,10 +43,10 @@ class AuxLeaves:
         for (path, x), name in zip(leaves, self._names, strict=True):
             _check_aux_leaf(trees.leaf_name(path), x, name)
 
-    def check_shapes(self, of_whole_batch: Callable[[], Any], size: int) -> None:
+    def check_shapes(self, of_whole_batch: Callable[[], PyTree], size: int) -> None:
         """Raises if an averaged leaf has another shape for the whole batch, because its mean would mix examples.
 
-        It traces `fun` for the whole batch, but only if an axis of such a leaf is a multiple of the micro-batch's size.
+        It traces `fun` for the whole batch if an axis of such a leaf is a multiple of the micro-batch's size.
         """
         if not size or not any(n % size == 0 for x in self._of(self._like, "mean") for n in x.shape):
             return
@@ -69,18 +65,15 @@ class AuxLeaves:
                     "over the examples in fun"
                 )
 
-    def _of(self, leaves: Sequence[Any], *names: str) -> list[Any]:
-        """Returns the leaves that are reduced by one of these names."""
+    def _of(self, leaves: Sequence[Leaf], *names: str) -> list[Leaf]:
         return [x for x, name in zip(leaves, self._names, strict=True) if name in names]
 
     def open(self) -> AuxSums:
-        """Returns the sums of no micro-batch."""
         means = [jnp.zeros(x.shape, x.dtype) for x in self._of(self._like, "mean")]
         others = [_empty(name, x) for name, x in zip(self._names, self._like, strict=True) if name in COMBINE]
         return AuxSums(self._window.init(means), others)
 
-    def add(self, sums: AuxSums, aux: Any, weight: Any, kept: Flag) -> tuple[AuxSums, list[jax.Array]]:
-        """Returns the sums with one more micro-batch, and those of its leaves that are stacked."""
+    def add(self, sums: AuxSums, aux: PyTree, weight: Number, kept: Flag) -> tuple[AuxSums, list[jax.Array]]:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
         # A leaf that is the same on every device, such as a metric that fun has reduced, is its own mean over devices.
         averaged = [as_varying(x, self._sum_over) for x in self._of(leaves, "mean")]
@@ -92,7 +85,7 @@ class AuxLeaves:
         ]
         return AuxSums(means, others), [selected(kept, x, jnp.zeros_like(x)) for x in self._of(leaves, "stack")]
 
-    def close(self, sums: AuxSums, stacked: list[jax.Array]) -> Any:
+    def close(self, sums: AuxSums, stacked: list[jax.Array]) -> PyTree:
         """Returns the aux of the batch.
 
         A mean is NaN if no micro-batch is kept, or if the sum of weights is out of range.
@@ -103,10 +96,10 @@ class AuxLeaves:
         others = iter(combined_over(self._sum_over, names, sums.others))
         # Each iterator has its leaves in the order of the names.
         leaves = [next(results.get(name, others)) for name in self._names]
-        return jax.tree.unflatten(self._structure, map(in_dtype_of, leaves, self._like))
+        return jax.tree.unflatten(self._structure, map(cast_like, leaves, self._like))
 
 
-def _names_of_leaves(names: Any, like: Any) -> list[str]:
+def _names_of_leaves(names: PyTree, like: PyTree) -> list[str]:
     """Returns the name for each leaf of the aux. Raises if the names are no tree prefix of it."""
     try:
         return jax.tree.leaves(jax.tree.broadcast(names, like))
@@ -117,8 +110,7 @@ def _names_of_leaves(names: Any, like: Any) -> list[str]:
         ) from error
 
 
-def _check_aux_leaf(leaf: str, x: Any, name: str) -> None:
-    """Raises if the leaf's dtype cannot be reduced by this name."""
+def _check_aux_leaf(leaf: str, x: Leaf, name: str) -> None:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         raise ValueError(
             f"leaf {leaf} of the aux is a PRNG key, which cannot be reduced or stacked. Leave it out of the aux. Or "
@@ -134,8 +126,7 @@ def _check_aux_leaf(leaf: str, x: Any, name: str) -> None:
         raise ValueError(f"leaf {leaf} of the aux is {x.dtype}, and has no {name!r}. Let fun return its real part")
 
 
-def _empty(name: str, like: Any) -> jax.Array:
-    """Returns the result of no micro-batch, in the dtype in which the loop accumulates."""
+def _empty(name: str, like: Leaf) -> jax.Array:
     dtype = like.dtype
     if name == "sum":
         is_float = is_gradient(like)
@@ -144,7 +135,7 @@ def _empty(name: str, like: Any) -> jax.Array:
             if is_float
             else jax.eval_shape(jnp.sum, like).dtype
         )
-    start: Any = 0
+    start: Number = 0
     if name in ("max", "min"):
         if is_gradient(like):
             # Some float8 have no infinity: there the cast would make a NaN, which no number replaces.
@@ -157,14 +148,12 @@ def _empty(name: str, like: Any) -> jax.Array:
 
 
 def _combined(name: str, total: jax.Array, x: jax.Array, kept: Flag) -> jax.Array:
-    """Returns a leaf of the micro-batches so far with that of one more."""
     if name == "sum":  # selected before adding: XLA-24
         return total + jnp.where(kept, x, jnp.zeros_like(x))
     return jnp.where(kept, COMBINE[name](total, x), total)
 
 
-def selected(kept: Flag, new: Any, old: Any) -> Any:
-    """Returns the tree `new` if the micro-batch is kept, else `old`."""
+def selected(kept: Flag, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: jnp.where(kept, x, y), new, old)
 
 
@@ -174,8 +163,7 @@ def nan_unless(known: Flag, x: jax.Array) -> jax.Array:
     return jnp.where(known, x, np.asarray(np.nan).astype(x.dtype))
 
 
-def in_dtype_of(x: jax.Array, like: Any) -> jax.Array:
-    """Returns x in the dtype of `like` if it is floating or complex."""
+def cast_like(x: jax.Array, like: Leaf) -> jax.Array:
     if not is_gradient(x):
         return x
     return (x.real if floats.is_complex(x) and not floats.is_complex(like) else x).astype(like.dtype)

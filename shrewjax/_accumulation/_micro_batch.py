@@ -1,27 +1,21 @@
 """A micro-batch's gradients: checked, tested for NaN and infinity, measured, and summed by device.
 
-If each device sums its own gradients over the mapped axes of `sum_over`, the sums have per-device rows: one array that
-holds each device's own sum in a row of its own.
+With `sum_over`, the sums have per-device rows: one array that holds each device's own sum in a row of its own.
 
 Inside `shard_map` a device sees its own sum as an array whose leading dimension has size 1. Outside, the same array has
-one row per device along the mapped axes, and is sharded over them. The array can therefore leave a step, enter the next
-one, and be saved. Its other dimensions are the parameter's, with the parameter's sharding.
+one row per device along the mapped axes, and is sharded over them. So the array can leave a step, enter the next one,
+and be saved. Its other dimensions have the parameter's sharding.
 """
 
 import math
-from collections.abc import Hashable
-from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shrewjax._base import trees
-from shrewjax._base.branches import Flag
 from shrewjax._base.mesh import (
-    Axes,
     as_varying,
     context_mesh,
     is_mapped,
@@ -30,25 +24,25 @@ from shrewjax._base.mesh import (
     varying_axes,
 )
 from shrewjax._base.trees import is_gradient, leaf_name
+from shrewjax._base.types import ArrayTree, Axes, AxisNames, DType, Flag, KeyPath, Leaf, PyTree
 from shrewjax._numerics import floats
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import measure, measure_local
 from shrewjax._numerics.reductions import all_finite, any_device
 
 
-def checked_gradients(grads: chex.ArrayTree, gradient_sum: chex.ArrayTree, axes: Axes) -> chex.ArrayTree:
-    """Returns the gradients as arrays, with rows if the accumulator has them. Raises if a leaf does not fit it.
+def checked_gradients(grads: ArrayTree, gradient_sum: ArrayTree, axes: Axes) -> ArrayTree:
+    """Returns the gradients, with rows if the accumulator has them, and None for each leaf that adds nothing.
 
-    The accumulator of a parameter that is not floating is a number in its place, int32. The loss and the averaged aux
-    of `value_and_grad` come here, too.
+    Raises if a leaf does not fit its accumulator. That of a parameter that is not floating is a number in its place,
+    int32. The loss and the averaged aux of `value_and_grad` come here, too.
     """
-    grads = trees.gradient_arrays(grads)
     if axes and is_mapped(axes):
 
-        def row(path: trees.KeyPath, grad: Any) -> Any:
+        def row(path: KeyPath, grad: Leaf) -> Leaf:
             if is_gradient(grad) and is_replicated_over(grad, axes):
                 raise ValueError(
-                    f"gradient leaf {trees.leaf_name(path)} is already reduced over sum_over={axes!r}. "
+                    f"gradient leaf {leaf_name(path)} is already reduced over sum_over={axes!r}. "
                     f"To keep gradients local, compute own = jax.lax.pcast(params, {axes!r}, to='varying') outside "
                     "the loss and differentiate with respect to own. To accumulate reduced gradients, leave out "
                     "sum_over"
@@ -58,52 +52,53 @@ def checked_gradients(grads: chex.ArrayTree, gradient_sum: chex.ArrayTree, axes:
         grads = jax.tree.map_with_path(row, grads)
     same_leaves(grads, gradient_sum, axes)
 
-    def check(path: trees.KeyPath, total: jax.Array, grad: Any) -> None:
-        # None and float0 add zero, also for a floating parameter. An integer of an integer parameter is no gradient.
-        if grad is None or grad.dtype == jax.dtypes.float0 or not (is_gradient(grad) or is_gradient(total)):
-            return
-        name = f"gradient leaf {trees.leaf_name(path)}"
-        if not is_gradient(grad):
+    def added(path: KeyPath, total: jax.Array, grad: Leaf) -> Leaf:
+        if grad is None or grad.dtype == jax.dtypes.float0:
+            return None
+        is_added = is_gradient(grad)
+        if is_added != is_gradient(total):
+            raise ValueError(f"gradient leaf {leaf_name(path)} is {grad.dtype}, but {_remedy_of_kind(total)}")
+        if is_added and floats.is_complex(grad) and not floats.is_complex(total):
             raise ValueError(
-                f"{name} is {grad.dtype}, but its parameter is floating, with an accumulator of {total.dtype}. "
-                "Convert the gradient to the parameter's dtype. Or pass None in its place if there is no gradient"
-            )
-        if not is_gradient(total):
-            raise ValueError(
-                f"{name} is {grad.dtype}, but its parameter is not floating and has no accumulator. Pass None in "
-                "its place. Or pass float0, as jax.grad(..., allow_int=True) returns it"
-            )
-        if floats.is_complex(grad) and not floats.is_complex(total):
-            raise ValueError(
-                f"{name} is {grad.dtype}, but its accumulator is {total.dtype} and would lose the imaginary part. "
-                "Pass the real part of the gradient. Or call init with a complex parameter"
+                f"gradient leaf {leaf_name(path)} is {grad.dtype}, but its accumulator is {total.dtype} and would lose "
+                "the imaginary part. Pass the real part of the gradient. Or call init with a complex parameter"
             )
         # A sum that is the same on every device cannot take a gradient that differs, because its type would change and
         # JAX would raise at the end of a loop or a branch. With sum_over, sums differ between devices, too.
-        along = newly_varying(grad, total)
+        along = is_added and newly_varying(grad, total)
         if along:
             raise ValueError(
-                f"{name} may differ between devices along {along}, but its parameter does not, because the "
-                f"gradients are not reduced. Reduce them first, for example with jax.lax.pmean(grads, {along}). Or "
-                f"pass sum_over={along} to sum them when the window closes"
+                f"gradient leaf {leaf_name(path)} may differ between devices along {along}, but its parameter does "
+                "not, because the gradients are not reduced. Reduce them first, for example with "
+                f"jax.lax.pmean(grads, {along}). Or pass sum_over={along} to sum them when the window closes"
             )
+        return grad if is_added else None
 
-    jax.tree.map_with_path(check, gradient_sum, grads)
-    return grads
+    return jax.tree.map_with_path(added, gradient_sum, grads)
 
 
-def is_nonfinite_micro_batch(grads: chex.ArrayTree, has_weight: Flag, axes: Axes) -> jax.Array:
-    """Returns whether a micro-batch of nonzero weight has a non-finite gradient on any device."""
-    leaves = [g for g in jax.tree.leaves(grads) if is_gradient(g)]
+def _remedy_of_kind(total: jax.Array) -> str:
+    if is_gradient(total):
+        return (
+            f"its parameter is floating, with an accumulator of {total.dtype}. Convert the gradient to the parameter's "
+            "dtype. Or pass None in its place if there is no gradient"
+        )
+    return (
+        "its parameter is not floating and has no accumulator. Pass None in its place. Or pass float0, as "
+        "jax.grad(..., allow_int=True) returns it"
+    )
+
+
+def is_nonfinite_micro_batch(grads: ArrayTree, has_weight: Flag, axes: Axes) -> jax.Array:
+    leaves = jax.tree.leaves(grads)
     if not axes:
         return has_weight & ~all_finite(leaves, axes)
     is_nonfinite = jnp.any(has_weight & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
     return any_device([is_nonfinite], axes)[0]
 
 
-def norm_of_gradients(grads: chex.ArrayTree, axes: Axes) -> ExtendedFloat:
-    """Returns the norm of the gradients: a single one, or one per row."""
-    leaves = [g for g in jax.tree.leaves(grads) if is_gradient(g)]
+def norm_of_gradients(grads: ArrayTree, axes: Axes) -> ExtendedFloat:
+    leaves = jax.tree.leaves(grads)
     if not axes:
         return measure_local(leaves, ())
     if is_mapped(axes):
@@ -112,23 +107,22 @@ def norm_of_gradients(grads: chex.ArrayTree, axes: Axes) -> ExtendedFloat:
     return jax.vmap(lambda rows: measure(rows, 2, ()))(leaves)
 
 
-def without_rows(grads: chex.ArrayTree, axes: Axes) -> chex.ArrayTree:
+def without_rows(grads: ArrayTree, axes: Axes) -> ArrayTree:
     """Returns the gradients, or the shapes and dtypes of one row if they have per-device rows."""
     if not axes or is_mapped(axes):
         return grads
     return jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), grads)
 
 
-def same_leaves(grads: Any, gradient_sum: Any, axes: Axes) -> None:
+def same_leaves(grads: PyTree, gradient_sum: PyTree, axes: Axes) -> None:
     """Raises, while tracing, unless gradients have the accumulator's structure and shapes.
 
-    A gradient of None fits every leaf, and so does any shape if one of the two leaves is no gradient. The check adds no
-    operation to the program.
+    A gradient of None fits every leaf, and so does any shape if one of the two leaves is no gradient.
     """
     sums = jax.tree.leaves_with_path(gradient_sum, is_leaf=lambda x: x is None)
     without_sum = {path for path, total in sums if total is None}
 
-    def filled(path: trees.KeyPath, grad: Any) -> Any:
+    def filled(path: KeyPath, grad: Leaf) -> Leaf:
         return 0 if grad is None and path not in without_sum else grad
 
     given = jax.tree.map_with_path(filled, grads, is_leaf=lambda x: x is None)
@@ -139,9 +133,8 @@ def same_leaves(grads: Any, gradient_sum: Any, axes: Axes) -> None:
         ". Pass gradients like the parameters that init got, with None for a leaf without one",
     )
 
-    def check(path: trees.KeyPath, total: Any, grad: Any) -> None:
-        is_measured = hasattr(grad, "dtype") and is_gradient(grad) and is_gradient(total)
-        if is_measured and grad.shape != total.shape:
+    def check(path: KeyPath, total: Leaf, grad: Leaf) -> None:
+        if hasattr(grad, "dtype") and grad.shape != total.shape and is_gradient(grad) and is_gradient(total):
             raise AssertionError(
                 f"gradient leaf {leaf_name(path)} must have the shape of its accumulator, {total.shape}, got "
                 f"{grad.shape}. {_remedy_of_shape(grad.shape, total.shape, axes)}"
@@ -151,7 +144,6 @@ def same_leaves(grads: Any, gradient_sum: Any, axes: Axes) -> None:
 
 
 def _remedy_of_shape(given: tuple[int, ...], expected: tuple[int, ...], axes: Axes) -> str:
-    """Returns what to do about a gradient of another shape than its accumulator's."""
     if axes and not is_mapped(axes):
         return (
             f"With sum_over={axes!r}, gradients outside of jax.shard_map have a row for each device. Call the step "
@@ -165,10 +157,7 @@ def _remedy_of_shape(given: tuple[int, ...], expected: tuple[int, ...], axes: Ax
     return "Pass gradients of the parameters that init got. Or call init with the parameters of these gradients"
 
 
-RowAxes = tuple[Hashable, ...]
-
-
-def mesh_of(params: chex.ArrayTree, axes: RowAxes) -> Mesh | AbstractMesh | None:
+def mesh_of(params: ArrayTree, axes: AxisNames) -> Mesh | AbstractMesh | None:
     """Returns a mesh that has the axes: the parameters' or the context's. None if the axes are mapped here."""
     if is_mapped(axes):
         return None
@@ -188,7 +177,7 @@ def mesh_of(params: chex.ArrayTree, axes: RowAxes) -> Mesh | AbstractMesh | None
     )
 
 
-def zero_rows(like: jax.Array, dtype: Any, axes: RowAxes, mesh: Mesh | AbstractMesh | None, name: str) -> jax.Array:
+def zero_rows(like: jax.Array, dtype: DType, axes: AxisNames, mesh: Mesh | AbstractMesh | None, name: str) -> jax.Array:
     """Returns zeros like a parameter, with one row per device. `name` is the parameter's name in messages."""
     sharding = sharding_of(like)
     spec = () if sharding is None else sharding.spec
@@ -213,7 +202,7 @@ def zero_rows(like: jax.Array, dtype: Any, axes: RowAxes, mesh: Mesh | AbstractM
     return jax.sharding.reshard(rows, P(axes, *spec))
 
 
-def emptied_rows(rows: chex.ArrayTree, average: chex.ArrayTree, axes: RowAxes) -> chex.ArrayTree:
+def emptied_rows(rows: ArrayTree, average: ArrayTree, axes: AxisNames) -> ArrayTree:
     """Returns rows for the state of a closed window, whose values nobody reads. Reuses the average if it can."""
     if not is_mapped(axes):
         return rows
@@ -238,11 +227,11 @@ def expand_like(per_row: jax.Array, rows: jax.Array) -> jax.Array:
     return per_row.reshape(per_row.shape + (1,) * (rows.ndim - per_row.ndim)) if per_row.ndim else per_row
 
 
-def sharding_of(x: Any) -> NamedSharding | None:
+def sharding_of(x: Leaf) -> NamedSharding | None:
     """Returns the `NamedSharding` of an array over a mesh with axes, otherwise None."""
     sharding = jax.typeof(x).sharding if _is_traced(x) else getattr(x, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names else None
 
 
-def _is_traced(tree: Any) -> bool:
+def _is_traced(tree: PyTree) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))

@@ -1,29 +1,27 @@
 r"""The gradient noise scale, measured in the windows of an accumulation.
 
-Micro-batch i has the weight w_i. Its gradient g_i is the mean over w_i independent examples or sequences. So g_i has
-the mean G and the covariance Sigma / w_i. A window has K micro-batches of the weight W = sum w_i, their average
-g = sum w_i g_i / W, and the sum q of the squared norms:
+The gradient g_i of micro-batch i is the mean over w_i independent examples. So it has the mean G and the covariance
+Sigma / w_i. A window has K micro-batches of the weight W = sum w_i, and their average g = sum w_i g_i / W:
 
 .. math:: q = \sum_i w_i |g_i|^2, \qquad S = \frac{q - W |g|^2}{K - 1}, \qquad G_2 = |g|^2 - \frac{S}{W}
 
-S has the mean tr Sigma, because q minus W norm(g)^2 is the sum of w_i norm(g_i - g)^2. G_2 has the mean norm(G)^2. Both
-hold for any weights. For equal weights, these are the estimates of McCandlish et al. 2018, appendix
-A.1. Averages of S and of G_2 over windows give the noise scale tr Sigma / norm(G)^2, the weight at which noise and
-signal are equal. Each average is unbiased. A ratio of single estimates would not be, and G_2 of one window may be
-negative.
+For any weights, S has the mean tr Sigma, and G_2 has the mean norm(G)^2. For equal weights, these are the estimates of
+McCandlish et al. 2018, appendix A.1. Unbiased averages of S and of G_2 over windows give the noise scale tr Sigma /
+norm(G)^2. At that weight noise and signal are equal. G_2 of one window may be negative.
 
-Only q is added up over micro-batches. It is kept at three scales, `_SCALES`, because the square of a norm above 1e19 or
-below 1e-19 leaves the range of float32. A closing window takes the scale at which q is in range.
+q is kept at three scales, `_SCALES`, because the square of a norm above 1e19 or below 1e-19 leaves the range of
+float32. A closing window takes the scale at which q is in range.
 """
 
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._base.arguments import Scalar
 from shrewjax._base.states import described, increment_if
+from shrewjax._base.types import Scalar
 from shrewjax._numerics import floats, histories
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import RANGE
@@ -48,8 +46,6 @@ class NoiseState(NamedTuple):
 
 
 class WindowSums(NamedTuple):
-    """The sums of a closing window over all its micro-batches and devices."""
-
     square_sums: jax.Array  # (3,)
     kept: jax.Array
     weight_sum: jax.Array
@@ -89,7 +85,7 @@ def added(
 def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scalar) -> NoiseState:
     """Returns the state after a window whose average has this norm.
 
-    A window of fewer than two micro-batches, of weight 0 or with a non-finite norm does not enter the averages.
+    A window of fewer than two micro-batches, of weight 0 or with a non-finite norm is left out.
     """
     root = _root(sums.square_sums)
     weight = sums.weight_sum.astype(jnp.float32)
@@ -133,6 +129,7 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
     return jax.tree.map(lambda new, old: jnp.where(has_estimate, new, old), new, state)
 
 
+@partial(jax.jit, inline=True)  # as `states.largest`
 def metrics_of_noise(state: NoiseState) -> dict[str, jax.Array]:
     """Returns the two averages and their quotient, the noise scale: inf before the first estimate."""
     has_estimate = state.recorded > 0

@@ -6,9 +6,8 @@
 
 import difflib
 import inspect
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 import optax
 
 from shrewjax._accumulation._micro_batch import emptied_rows, without_rows
+from shrewjax._accumulation._scatters import warn_of_lost_scatters
 from shrewjax._accumulation.window import (
     WINDOW_STATES,
     AccumSteps,
@@ -27,17 +27,31 @@ from shrewjax._accumulation.window import (
     WindowStep,
 )
 from shrewjax._base import arguments, trees
-from shrewjax._base.branches import Flag, run_if
-from shrewjax._base.mesh import AxisName
-from shrewjax._base.states import State, increment_if, require_own, without_variables
-from shrewjax._base.trees import Tree, is_gradient
+from shrewjax._base.branches import run_if
+from shrewjax._base.states import increment_if, note, without_variables
+from shrewjax._base.trees import is_gradient
+from shrewjax._base.types import (
+    AnyState,
+    Argument,
+    ArrayTree,
+    AxisName,
+    DType,
+    ExtraArgs,
+    Flag,
+    Leaf,
+    Number,
+    PyTree,
+    State,
+    Tree,
+)
 from shrewjax._numerics import floats
 from shrewjax._skipping.wrapping import (
-    MakeGradients,
-    Params,
+    Result,
+    Step,
+    declares,
+    first_step,
     inner_transformation,
-    run_or_skip,
-    update_or_apply,
+    run_step,
     wrapper,
 )
 
@@ -47,10 +61,10 @@ def accumulate(
     accum_steps: AccumSteps,
     *,
     reduction: Reduction = "mean",
-    accumulator_dtype: Any = None,
+    accumulator_dtype: DType = None,
     nonfinite: Nonfinite = "propagate",
     sum_over: AxisName | None = None,
-    noise_decay: Any = None,
+    noise_decay: Number = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs an optimizer once per window of `accum_steps` micro-batches, on the average of their gradients.
 
@@ -60,14 +74,14 @@ def accumulate(
     stays unchanged. Transformations for the large batch, such as clipping, belong inside:
     `accumulate(optax.chain(clip_by_global_norm(1.0), optax.adamw(1e-3)), 4)`.
 
-    `update` takes three more arguments. Inner does not receive the first two:
+    `update` takes three more arguments, of which inner receives only the last:
 
     * `weight=1`: the micro-batch's number of examples or tokens. A real scalar, traced or not: 0, or between 2**-30 and
       2**100. A boolean is 0 or 1. Sums in float32 add whole numbers exactly up to 2**24; use larger units above.
     * `flush=False`: closes the window with this call, however many micro-batches it has. A bool, traced or not.
-    * `value=None`: the micro-batch's loss, a real scalar. Inner gets the window's, averaged as the gradients are. If
-      one micro-batch comes without a `value`, it is inf. Pass `grad=` too if inner needs it, as `optax.lbfgs` does;
-      inner gets the average there.
+    * `value=None`: the micro-batch's loss, a real scalar. Inner gets the window's, averaged as the gradients are; inf
+      if one micro-batch comes without it. Pass `grad=` too if inner needs it, as `optax.lbfgs` does; inner gets the
+      average there.
 
     ================================================  ==========================================================
     condition                                         result
@@ -79,7 +93,6 @@ def accumulate(
     a weight sum that is out of range or NaN          the average is NaN; a `"sum"` is not divided and not affected
     a product w g, or a sum, too large for its dtype  the average is infinite or NaN, under every `nonfinite`
     a product w g below the smallest normal number    may be flushed to 0; larger weights avoid it
-    accum_steps = 1                                   inner runs on every call
     accum_steps shrinks, by schedule or on resuming   the open window closes at its next step, if it has as many
     a gradient of None where there is a parameter     adds zero
     integer, boolean and key parameters               have no sum and get zero updates; their gradients are of the
@@ -89,7 +102,7 @@ def accumulate(
     `nonfinite` decides about a micro-batch whose gradients contain a NaN or an infinity:
 
     ====================  ======================================================================================
-    `"propagate"`         it is added like any other, so the average is non-finite; the next window is clean
+    `"propagate"`         it is added, so the average is non-finite; the next window is clean
     `"drop_microbatch"`   it gets weight 0; the window closes on schedule, with the average of the others
     `"drop_window"`       the whole window is discarded: zero updates, inner does not run
     `"extend_window"`     it is ignored and does not count towards `accum_steps`
@@ -103,23 +116,24 @@ def accumulate(
         batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w). `"sum"`: sum(g).
       accumulator_dtype: dtype of the sum. By default the wider of float32 and the parameter's dtype, complex for
         complex. Inner gets the average cast to the gradient's dtype, within 2 ulp of the exact quotient. In float16,
-        sums of w g overflow beyond 65504, which weights that count tokens reach soon.
-      nonfinite: the policy of the second table, counted in `dropped`. All but `"propagate"` read the gradients once
-        more. To check the average as well, wrap inner in `skip_nonfinite`.
+        weights that count tokens soon make sums of w g overflow.
+      nonfinite: the policy of the second table. All but `"propagate"` read the gradients once more, and count such
+        micro-batches in `dropped`. To check the average as well, wrap inner in `skip_nonfinite`.
       sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, and its own weight.
-        Both cross the network once a window: see the guide "Many devices". Pass `()` if gradients are the same on
-        every device, which types do not record with `check_vma=False` and in `jax.pmap`.
-      noise_decay: measures the gradient noise scale, with this decay of its averages in [0, 1), such as 0.99: see the
-        guide "The noise of a window". A weight then counts independent examples, not tokens.
+        See the guide "Many devices". With `check_vma=False` and in `jax.pmap`, pass `()` if gradients are the same on
+        every device.
+      noise_decay: measures the gradient noise scale, with averages of this decay in [0, 1), such as 0.99. A weight then
+        counts independent examples, not tokens. See the guide "The noise of a window".
 
     Returns:
       A transformation with state `AccumulateState`, whose structure, shapes and dtypes never change.
 
     Raises:
-      ValueError: an argument is not as described; `inner` was returned by `accumulate`; a gradient does not fit its
-        accumulator's kind; by its type, a gradient is already reduced over `sum_over`, or not reduced without it;
-        devices may disagree on when a window closes; `sum_over` is missing or `init` finds no mesh; the state is
-        another transformation's; an extra argument that inner does not declare has a similar name, such as `weights`.
+      ValueError: an argument is not as described; `inner` was returned by `accumulate`, or `init` finds an accumulation
+        inside it; a gradient does not fit its accumulator's kind; by its type, a gradient is already reduced over
+        `sum_over`, or not reduced without it; devices may disagree on when a window closes; `sum_over` is missing or
+        `init` finds no mesh; the state is another transformation's; an extra argument that no transformation inside
+        inner declares has a name near one of these, such as `weights` or `num_tokens`.
       AssertionError: while tracing: the gradients' structure or a leaf's shape differs from the parameters
         passed to `init`, or inner changes the structure, shapes or dtypes of its state.
 
@@ -139,7 +153,7 @@ def accumulate(
     """
     # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
     if isinstance(inner, Accumulation):
-        raise ValueError("inner is itself an accumulation. Multiply the accum_steps instead of nesting accumulations")
+        raise ValueError(f"inner is itself an accumulation. {_NESTED}")
     wrapped = inner_transformation(inner)
     window = Window(
         accum_steps,
@@ -151,150 +165,104 @@ def accumulate(
     )
 
     def init_fn(params: optax.Params) -> AccumulateState:
-        return AccumulateState(
-            **window.init(params)._asdict(), applied=jnp.zeros((), bool), inner_state=wrapped.init(params)
-        )
+        inner_state = wrapped.init(params)
+        if nested := _nodes_in(inner_state, (*WINDOW_STATES, optax.MultiStepsState)):
+            raise ValueError(f"inner has an accumulation inside, whose state is {type(nested[0]).__name__}. {_NESTED}")
+        state = AccumulateState(**window.init(params)._asdict(), applied=jnp.zeros((), bool), inner_state=inner_state)
+        note(state.micro_step, reduction=reduction, nonfinite=nonfinite)  # for `from_optax`
+        return state
 
-    def advance_and_run(
-        make_gradients: MakeGradients, state: AccumulateState, params: Params, apply: bool, extra_args: dict[str, Any]
-    ) -> tuple[Any, AccumulateState]:
-        inner_args = {"weight": 1, "flush": False, "value": None} | extra_args
-        weight, flush, value = (inner_args.pop(name) for name in ("weight", "flush", "value"))
-        grads, closes = make_gradients(), arguments.flag("flush", flush)
-        # A call of weight 0, such as `flush`, needs no value. Inner then gets the mean value of the window so far.
-        adds_nothing = not isinstance(weight, jax.Array) and np.ndim(weight) == 0 and weight == 0
-        takes_value = value is not None or (adds_nothing and _takes_value(wrapped))
-        step = window.advance(state, grads, weight, value, flush=closes, when_full=True)
-        like = without_rows(trees.gradient_arrays(grads), window.axes)
-        call = _Inner(wrapped, state.inner_state, params, like, apply, takes_value, inner_args)
-        run = _run_on_rows if window.axes else _run_on_average
-        returned, after = run(window, step, state.value, call)
-        windows = increment_if(after.applied, state.windows)
-        new_state = step.state._replace(windows=windows, **after._asdict())
-        return _with_integers(returned, like, state.gradient_sum, params, apply), new_state
-
-    def step_fn(
-        make_gradients: MakeGradients,
-        state: AccumulateState,
-        params: Params,
-        extra_args: dict[str, Any],
-        *,
-        apply: bool,
-        runs: Flag,
-    ) -> tuple[Any, AccumulateState]:
-        require_own(state, AccumulateState)
-        _check_names(wrapped, extra_args)
-        run = partial(advance_and_run, make_gradients, state, params, apply, extra_args)
-        return run_or_skip(runs, run, state, params, apply=apply, what_changed="the accumulation's state changed")
-
-    return Accumulation(init_fn, wrapper(step_fn))
-
-
-def _check_names(inner: optax.GradientTransformation, extra_args: Mapping[str, Any]) -> None:
-    """Raises if an extra argument is a near miss of one that `accumulate` takes, which inner would get unnoticed."""
-    taken = ("weight", "flush", "value", "grad")
-    for name in extra_args.keys() - {*taken}:
-        # 0.8 finds swapped, doubled and missing letters, and a plural. Optax's own `value_fn` and `grad_fn` are below.
-        for meant in difflib.get_close_matches(name, taken, n=1, cutoff=0.8):
-            if not _declares(inner, name):
-                raise ValueError(
-                    f"{name}= is no argument of accumulate, and near {meant}=. Pass {meant}=. If a transformation "
-                    f"inside inner takes {name}=, let inner's own update declare it, or give it another name"
-                )
-
-
-def _declares(tx: optax.GradientTransformation, name: str) -> bool:
-    """Returns whether the transformation's own `update` names this argument, so that it does not vanish.
-
-    A chain or a guard hides what the transformations inside it declare.
-    """
-    return name in inspect.signature(tx.update).parameters
+    add_and_run = partial(_add_and_run, window, wrapped)
+    return Accumulation(init_fn, wrapper(AccumulateState, add_and_run, "the accumulation's state changed"))
 
 
 class Accumulation(optax.GradientTransformationExtraArgs):
     """The transformation that `accumulate` returns. Its type is how `flush` and `accumulate` recognize it."""
 
 
+def _add_and_run(
+    window: Window, inner: optax.GradientTransformationExtraArgs, step: Step
+) -> tuple[PyTree, AccumulateState]:
+    """Adds a micro-batch to the window, and runs inner on the average if that closes it."""
+    _check_names(inner, step.extra_args)
+    state: AccumulateState = step.state
+    inner_args = {"weight": 1, "flush": False, "value": None, **step.extra_args}
+    weight, flush, value = (inner_args.pop(name) for name in ("weight", "flush", "value"))
+    grads = trees.gradient_arrays(step.make_gradients())
+    closes = arguments.flag("flush", flush)
+    warn_of_lost_scatters(grads)
+    # A call of weight 0, such as `flush`, needs no value. Inner then gets the mean value of the window so far.
+    adds_nothing = not isinstance(weight, jax.Array) and np.ndim(weight) == 0 and weight == 0
+    takes_value = value is not None or (adds_nothing and _takes_value(inner))
+    added = window.advance(state, grads, weight, value, flush=closes, when_full=True)
+    like = without_rows(grads, window.axes)
+    inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
+    run = _run_on_rows if window.axes else _run_on_average
+    returned, after = run(window, added, state.value, _Inner(inner, inner_step, like, takes_value))
+    windows = increment_if(after.applied, state.windows)
+    new_state = added.state._replace(windows=windows, **after._asdict())
+    return _with_integers(returned, like, state.gradient_sum, step), new_state
+
+
 class _Inner(NamedTuple):
-    """The wrapped optimizer, and what it gets in one call beside the average."""
-
     tx: optax.GradientTransformationExtraArgs
-    state: Any
-    params: Params
-    like: chex.ArrayTree  # the call's gradients, whose dtypes the average gets
-    apply: bool
+    step: Step
+    like: ArrayTree  # the call's gradients, whose dtypes the average gets
     takes_value: bool
-    extra_args: dict[str, Any]
 
-    def run(self, average: chex.ArrayTree, mean_value: jax.Array, runs: Flag) -> tuple[Any, Any]:
-        """Returns the updates (the new parameters if `apply`) and the new state, unchanged unless it `runs`."""
-        params = trees.parameter_arrays(self.params)
-
-        def of_average() -> optax.Updates:
-            return _as_gradients(average, self.like, params)
-
-        extra = self.extra_args | ({"value": mean_value} if self.takes_value else {})
-        if extra.get("grad") is not None:
-            extra["grad"] = of_average()
-        return update_or_apply(self.tx, of_average, self.state, self.params, extra, apply=self.apply, runs=runs)
-
-    def unchanged(self, returned: Any) -> tuple[Any, Any]:
-        """Returns the result of a step that does not run, with updates like `returned`."""
-        return self.params if self.apply else optax.tree.zeros_like(returned), self.state
-
-
-def _takes_value(tx: optax.GradientTransformationExtraArgs) -> bool:
-    """Returns whether `update` takes a `value`. `optax.contrib.sam` has other extra arguments, and raises at one."""
-    parameters = inspect.signature(tx.update).parameters
-    return "value" in parameters or any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+    def run(self, average: ArrayTree, mean_value: jax.Array, runs: Flag) -> Result:
+        params = trees.parameter_arrays(self.step.params)
+        of_average = partial(_as_gradients, average, self.like, params)
+        extra_args = {**self.step.extra_args, **({"value": mean_value} if self.takes_value else {})}
+        if extra_args.get("grad") is not None:
+            extra_args["grad"] = of_average()
+        return run_step(self.tx, self.step._replace(make_gradients=of_average, extra_args=extra_args, runs=runs))
 
 
 class _After(NamedTuple):
-    """The fields of the state that depend on whether inner ran."""
-
-    inner_state: Any
+    inner_state: AnyState
     applied: jax.Array
-    gradient_sum: chex.ArrayTree
+    gradient_sum: ArrayTree
     value: jax.Array
-    noise: Any
+    noise: AnyState
 
 
-def _run_on_average(window: Window, step: WindowStep, value: jax.Array, inner: _Inner) -> tuple[Any, _After]:
-    """Runs inner if the window closes. `step` has the average already, so inner itself branches (XLA-2)."""
-    average, noise = step.state.gradient_sum, step.state.noise
-    applied = jnp.asarray(step.has_average)
+def _run_on_average(window: Window, added: WindowStep, value: jax.Array, inner: _Inner) -> tuple[PyTree, _After]:
+    """Runs inner if the window closes. `added` has the average already, so inner itself branches (XLA-2)."""
+    average, noise = added.state.gradient_sum, added.state.noise
+    applied = jnp.asarray(added.has_average)
     if noise:  # in a branch, because the norm of the average takes a pass
-        value, noise = run_if(step.has_average, lambda: window.average(step)[2:], lambda: (value, step.state.noise))
-    elif step.has_average is not False:
-        value = jnp.where(applied, window.average(step).value, value)
-    returned, inner_state = inner.run(average, value, step.has_average)
+        value, noise = run_if(added.has_average, lambda: window.average(added)[2:], lambda: (value, added.state.noise))
+    elif added.has_average is not False:
+        value = jnp.where(applied, window.average(added).value, value)
+    returned, inner_state = inner.run(average, value, added.has_average)
     return returned, _After(inner_state, applied, average, value, noise)
 
 
-def _run_on_rows(window: Window, step: WindowStep, value: jax.Array, inner: _Inner) -> tuple[Any, _After]:
+def _run_on_rows(window: Window, added: WindowStep, value: jax.Array, inner: _Inner) -> tuple[PyTree, _After]:
     """Runs inner if the window closes, in one branch with the sum of the per-device rows over devices."""
-    rows, noise = step.state.gradient_sum, step.state.noise
+    rows, noise = added.state.gradient_sum, added.state.noise
 
-    def reduce_and_run() -> tuple[Any, _After]:
-        average = window.average(step)
+    def reduce_and_run() -> tuple[PyTree, _After]:
+        average = window.average(added)
         ran = inner.run(average.gradients, average.value, True)
         measured = average.value, average.noise
         if average.has_weight is not True:
             # XLA-2: select, because XLA copies parameters and state in a branch within a branch on CUDA
             # (tests/devices/test_accelerators.py).
-            ran = optax.tree.where(average.has_weight, ran, inner.unchanged(ran[0]))
+            ran = optax.tree.where(average.has_weight, ran, inner.step.skipped(ran[0]))
             measured = optax.tree.where(average.has_weight, measured, (value, noise))
         emptied = emptied_rows(rows, average.gradients, window.axes or ())
         return ran[0], _After(ran[1], jnp.asarray(average.has_weight), emptied, *measured)
 
-    idle = _After(inner.state, jnp.zeros((), bool), rows, value, noise)
-    return run_or_skip(step.has_average, reduce_and_run, idle, inner.params, apply=inner.apply)
+    idle = _After(inner.step.state, jnp.zeros((), bool), rows, value, noise)
+    return inner.step._replace(state=idle, runs=added.has_average).run_or_skip(reduce_and_run)
 
 
-def _as_gradients(average: chex.ArrayTree, like: chex.ArrayTree, params: optax.Params | None) -> optax.Updates:
+def _as_gradients(average: ArrayTree, like: ArrayTree, params: optax.Params | None) -> optax.Updates:
     """Returns the average in the gradients' dtypes, or in the parameters' if a gradient is None."""
 
-    def cast(x: jax.Array, grad: Any, param: Any = None) -> Any:
+    def cast(x: jax.Array, grad: Leaf, param: Leaf = None) -> Leaf:
         grad = param if grad is None else grad
         if grad is None:
             return x
@@ -306,62 +274,89 @@ def _as_gradients(average: chex.ArrayTree, like: chex.ArrayTree, params: optax.P
 
 
 def _with_integers(
-    returned: chex.ArrayTree,
-    like: chex.ArrayTree,
-    gradient_sum: chex.ArrayTree,
-    params: optax.Params | None,
-    apply: bool,
-) -> chex.ArrayTree:
+    returned: ArrayTree,
+    like: ArrayTree,
+    gradient_sum: ArrayTree,
+    step: Step,
+) -> ArrayTree:
     """Returns updates with zeros, or new parameters with the old ones, in the leaves that are no gradients.
 
-    These are integers, keys, and leaves whose gradient is float0. If the gradient of an integer parameter is None,
-    inner may have made an update of it, such as a weight decay. Its zero has the parameter's dtype, because a float32
-    zero would round a large integer.
+    An integer parameter's zero has its own dtype, because a float32 zero would round a large integer.
     """
 
-    def keep(total: Any, grad: Any, new: Any, old: Any = None) -> Any:
+    def keep(total: Leaf, grad: Leaf, new: PyTree, old: Leaf = None) -> PyTree:
         if is_gradient(total) if grad is None else is_gradient(grad):
             return new
-        if apply:
+        if step.apply:
             return old
         return jax.tree.map(_zero_like, (new if old is None else jnp.asarray(old)) if grad is None else grad)
 
-    trees = (returned,) if params is None else (returned, params)
-    return jax.tree.map(keep, gradient_sum, like, *trees)
+    news_and_olds = (returned,) if step.params is None else (returned, step.params)
+    return jax.tree.map(keep, gradient_sum, like, *news_and_olds)
 
 
-def _zero_like(x: Any) -> Any:
+def _zero_like(x: Leaf) -> Leaf:
     """Returns zeros of the same shape and dtype. JAX has no float0 arrays, so those are NumPy's."""
     return np.zeros(x.shape, x.dtype) if x.dtype == jax.dtypes.float0 else jnp.zeros_like(x)
 
 
+def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> None:
+    """Raises if an extra argument seems to be meant for `accumulate`, and nothing inside inner declares it."""
+    for name in extra_args.keys() - {*_TAKEN}:
+        meant = _meant_by(name)
+        if meant is not None and not declares(inner, name):
+            raise ValueError(
+                f"{name}= is no argument of accumulate, and near {meant}=. Pass {meant}=. If a transformation inside "
+                f"inner takes {name}=, let its update declare it. Or leave it out"
+            )
+
+
+_NESTED = "Multiply the accum_steps instead of nesting accumulations"
+_TAKEN = ("weight", "flush", "value", "grad")
+_WORDS = {"weight": "weight", "token": "weight", "example": "weight", "sample": "weight", "flush": "flush"}
+
+
+def _meant_by(name: str) -> str | None:
+    """Returns the argument of `accumulate` that this name seems to mean, such as `sample_weight` or `wieght`."""
+    # 0.8 finds swapped, doubled and missing letters, and a plural. Optax's own `value_fn` and `grad_fn` are less near.
+    near = difflib.get_close_matches(name.lower(), _TAKEN, n=1, cutoff=0.8)
+    words = [word.removesuffix("s") for word in name.lower().split("_")]
+    named = [] if "decay" in words else [_WORDS[word] for word in words if word in _WORDS]
+    return next(iter([*near, *named]), None)
+
+
+def _takes_value(tx: optax.GradientTransformationExtraArgs) -> bool:
+    """Returns whether `update` takes a `value`. `optax.contrib.sam` has other extra arguments, and raises at one."""
+    parameters = inspect.signature(tx.update).parameters
+    return "value" in parameters or any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+
+
 def apply_gradients(
     tx: optax.GradientTransformation,
-    grads: Any,
+    grads: PyTree,
     opt_state: State,
     params: Tree,
-    **extra_args: Any,
+    **extra_args: Argument,
 ) -> tuple[Tree, State]:
     r"""Calls `tx.update` and `optax.apply_updates` in one, for any Optax transformation.
 
     .. math:: (u_t, s_{t+1}) = \text{update}(g_t, s_t, \theta_t), \qquad \theta_{t+1} = \theta_t + u_t
 
-    If `accumulate` returned `tx`, a call that does not close the window touches only the accumulator. It neither reads
-    nor writes updates and parameters. Tests check this in programs compiled for CPU, GPU and TPU. An accumulation
-    inside an Optax transformation, such as `optax.chain`, gives the same result without this saving.
+    If `accumulate` returned `tx`, a call that does not close the window neither reads nor writes parameters and
+    updates. An accumulation inside an Optax transformation, such as `optax.chain`, gives the same result without this
+    saving.
 
-    Donate parameters and state. The step has to return them in the order in which it takes them, such as
-    `step(params, opt_state, ...) -> (params, opt_state)` with `jax.jit(step, donate_argnums=(0, 1))`. JAX pairs donated
-    buffers with results in order, and a wrong pair costs a copy. Keys, and parameters whose gradient is float0, stay
-    unchanged.
+    Donate parameters and state, and return them in the order of the arguments:
+    `step(params, opt_state, ...) -> (params, opt_state)` with `jax.jit(step, donate_argnums=(0, 1))`. Another order
+    costs a copy. Keys, and parameters whose gradient is float0, stay unchanged.
 
     Args:
       tx: any transformation.
       grads: the gradients.
       opt_state: its state.
       params: the parameters.
-      **extra_args: passed to `tx.update`, `weight` and `flush` included. These two need an accumulation in `tx`, at any
-        depth, unless `tx.update` itself declares them.
+      **extra_args: passed to `tx.update`. `weight` and `flush` need an accumulation in `tx`, at any depth, or a
+        transformation in `tx` that declares them.
 
     Returns:
       The new parameters and the new state.
@@ -381,7 +376,7 @@ def apply_gradients(
 
     Source: the result is that of `tx.update` and `optax.apply_updates`, Optax's own two calls.
     """
-    wanted = [name for name in ("weight", "flush") if name in extra_args and not _declares(tx, name)]
+    wanted = [name for name in ("weight", "flush") if name in extra_args and not declares(tx, name)]
     if wanted and not isinstance(tx, Accumulation) and not _windows_in(opt_state):
         raise ValueError(
             f"{wanted[0]}= needs a window, and opt_state has none. Wrap the optimizer in accumulate. Or leave out "
@@ -390,25 +385,24 @@ def apply_gradients(
     # `parameter_arrays` leaves integer NumPy arrays alone. Outside of jit, a skipped step would otherwise return the
     # caller's own, which then share memory (tests/promises/test_train_steps.py, "returns_jax_arrays_too").
     params = jax.tree.map(jnp.asarray, trees.parameter_arrays(params))
-    return update_or_apply(tx, lambda: grads, opt_state, params, extra_args, apply=True, runs=True)
+    return run_step(tx, first_step(grads, opt_state, params, extra_args, apply=True))
 
 
-def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **extra_args: Any) -> tuple[Tree, State]:
+def flush(
+    tx: optax.GradientTransformation, opt_state: State, params: Tree, **extra_args: Argument
+) -> tuple[Tree, State]:
     r"""Closes an open window, at the end of an epoch or of training, with the micro-batches that it has.
 
     .. math:: \bar g = \frac{\sum_{i \le k} w_i g_i}{\sum_{i \le k} w_i}
               \;\text{ over the } k \text{ micro-batches so far}
 
-    The divisor is the window's weight so far, not `accum_steps`. For an empty window, the updates are zeros and inner
-    does not run. To close a window together with its last micro-batch, pass `flush=True` to `update` instead. With
-    `nnx.Optimizer`, which holds state and parameters as variables, call
-    `optimizer.update(model, grads, weight=0, flush=True)`. At weight 0 any gradients add nothing. If inner takes the
-    loss, it gets the mean `value` of these micro-batches.
+    For an empty window, the updates are zeros and inner does not run. If inner takes the loss, it gets that of these
+    micro-batches. To close a window together with its last micro-batch, pass `flush=True` to `update` instead. With
+    `nnx.Optimizer`, call `optimizer.update(model, grads, weight=0, flush=True)`, in which `grads` add nothing.
 
     Args:
-      tx: the transformation that `accumulate` returned. An accumulation inside another transformation (`optax.chain`,
-        `optax.masked`, `optax.inject_hyperparams`) cannot be flushed from outside, because the outer one would process
-        a gradient that does not exist. There, pass `flush=True` to `update`, as above.
+      tx: the transformation that `accumulate` returned. For an accumulation inside another transformation, such as
+        `optax.chain`, pass `flush=True` to `update`.
       opt_state: its state.
       params: the parameters. The average is cast to their dtypes.
       **extra_args: passed to the wrapped optimizer.
@@ -439,16 +433,15 @@ def flush(tx: optax.GradientTransformation, opt_state: State, params: Tree, **ex
     return tx.update(no_gradients, opt_state, params, weight=0, flush=True, **extra_args)
 
 
-def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
+def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -> None:
     r"""Checks the values in all windows of a state, under `chex.chexify` or outside of jit.
 
     .. math:: 0 \le \mathrm{micro\_step} < \mathrm{accum\_steps}
 
     .. math:: 0 \le \mathrm{weight\_sum} < \infty, \qquad 0 \le \mathrm{weight} < \infty
 
-    This must hold in every window. A full window of `GradAccumulator` waits for `take`, so its `micro_step` may also be
-    `accum_steps`. `accumulate` itself always checks shapes, dtypes and all values that are known while tracing. Other
-    values can only be checked when the program runs.
+    This must hold in every window. In a full window of `GradAccumulator`, `micro_step` may also be `accum_steps`.
+    `accumulate` itself checks all values that are known while tracing, but no others.
 
     Args:
       opt_state: a state that contains windows, at any depth.
@@ -491,10 +484,13 @@ def check_window(opt_state: Any, accum_steps: int, *, weight: Any = 1) -> None:
         _assert_values(jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0), "weight_sum must be finite and >= 0")
 
 
-def _windows_in(opt_state: Any) -> list[Any]:
-    """Returns the windows in a state, at any depth."""
-    nodes = jax.tree.leaves(without_variables(opt_state), is_leaf=lambda x: isinstance(x, WINDOW_STATES))
-    return [x for x in nodes if isinstance(x, WINDOW_STATES)]
+def _windows_in(opt_state: AnyState) -> list[AnyState]:
+    return _nodes_in(without_variables(opt_state), WINDOW_STATES)
+
+
+def _nodes_in(state: AnyState, kinds: tuple[type, ...]) -> list[AnyState]:
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+    return [x for x in nodes if isinstance(x, kinds)]
 
 
 def _assert_values(is_valid: jax.Array, message: str) -> None:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._accumulation.window import AccumSteps, GradAccumulatorState, Nonfinite, Reduction, Window
-from shrewjax._base import arguments
-from shrewjax._base.mesh import AxisName
+from shrewjax._base import arguments, trees
+from shrewjax._base.mesh import summed
 from shrewjax._base.states import increment_if, require_own
+from shrewjax._base.types import AnyState, AxisName, DType, Number, PyTree
 
 
 class GradAccumulator:
@@ -19,8 +20,7 @@ class GradAccumulator:
 
     The object has the window's rules and no data. Each method takes a state and returns the new one, so that `add` and
     `take` can be jitted, with the state donated. Jit two functions: one that adds a micro-batch in place, and one that
-    takes the average and runs the optimizer. Calls of the first cost nothing but the sum, even if a backend evaluates
-    both sides of a branch.
+    takes the average and runs the optimizer.
 
     The arguments, the edge cases and the errors are those of `accumulate`.
 
@@ -48,19 +48,30 @@ class GradAccumulator:
         accum_steps: AccumSteps,
         *,
         reduction: Reduction = "mean",
-        accumulator_dtype: Any = None,
+        accumulator_dtype: DType = None,
         nonfinite: Nonfinite = "propagate",
         sum_over: AxisName | None = None,
-        noise_decay: Any = None,
+        noise_decay: Number = None,
     ) -> None:
-        self._window = Window(
-            accum_steps,
-            reduction=reduction,
-            accumulator_dtype=accumulator_dtype,
-            nonfinite=nonfinite,
-            sum_over=sum_over,
-            noise_decay=noise_decay,
-        )
+        self._given: dict[str, Any] = {
+            "accum_steps": accum_steps,
+            "reduction": reduction,
+            "accumulator_dtype": accumulator_dtype,
+            "nonfinite": nonfinite,
+            "sum_over": sum_over,
+            "noise_decay": noise_decay,
+        }
+        self._window = Window(**self._given)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the arguments, so that a pickle names nothing private."""
+        return self._given
+
+    def __setstate__(self, given: dict[str, Any]) -> None:
+        self._given, self._window = given, Window(**given)
+
+    def __repr__(self) -> str:
+        return f"GradAccumulator({', '.join(f'{name}={value!r}' for name, value in self._given.items())})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GradAccumulator) and self._arguments() == other._arguments()
@@ -80,33 +91,36 @@ class GradAccumulator:
         """The number of micro-batches per window, as passed and checked."""
         return self._window.accum_steps
 
-    def init(self, params: Any) -> GradAccumulatorState:
+    def init(self, params: PyTree) -> GradAccumulatorState:
         """Returns an empty window for gradients like `params`, with the sharding of `params`."""
         return self._window.init(params)
 
-    def add(self, state: GradAccumulatorState, grads: Any, weight: Any = 1, value: Any = None) -> GradAccumulatorState:
+    def add(
+        self, state: GradAccumulatorState, grads: PyTree, weight: Number = 1, value: Number = None
+    ) -> GradAccumulatorState:
         """Adds a micro-batch to the window, even to a full one. Call `take` when `ready` is true.
 
         Args:
           state: the window so far; may be donated.
           grads: the micro-batch's gradients, like the parameters passed to `init`.
           weight: its number of examples or tokens, as in `accumulate`.
-          value: its loss, as in `accumulate`. The state has the window's mean in `value` after `take`.
+          value: its loss, as in `accumulate`. After `take`, the state has the window's in `value`.
         """
         _require_window(state)
-        return self._window.advance(state, grads, weight, value).state
+        arrays = trees.gradient_arrays(summed(grads))
+        return self._window.advance(state, arrays, weight, value).state
 
     def ready(self, state: GradAccumulatorState) -> jax.Array:
         """Returns whether the window is full. Shape (), bool."""
         _require_window(state)
         return state.micro_step >= self._window.steps(state.windows)
 
-    def take(self, state: GradAccumulatorState) -> tuple[Any, jax.Array, GradAccumulatorState]:
+    def take(self, state: GradAccumulatorState) -> tuple[PyTree, jax.Array, GradAccumulatorState]:
         """Closes the window, full or not. Returns its average, whether it has one, and an empty window.
 
         The average has the accumulator's dtype. There is none if the window is empty, has a weight of 0 or is discarded
         by `"drop_window"`. The average is then zeros, and `windows` does not increase. Run the optimizer only if there
-        is one. The average shares its buffer with the state. Use it before the state is donated, preferably in one
+        is one. The average may share its buffer with the state. Use it before the state is donated, preferably in one
         program with the optimizer:
 
           >>> window, inner = GradAccumulator(2), optax.sgd(1.0)
@@ -123,9 +137,8 @@ class GradAccumulator:
           >>> jax.jit(close, donate_argnums=(0, 1, 2))(params, inner.init(params), state)[0]
           Array([-1., -2.], dtype=float32)
 
-        The branch also saves a copy of the accumulator on XLA:CPU. Write it as a `switch` whose first branch is the
-        idle one, because only that branch returns its operands without a copy. `jax.lax.cond` puts the other one first
-        on a GPU, and then copies parameters and optimizer state on every call.
+        Write the branch as a `switch` whose first branch is the idle one, because only that branch returns its operands
+        without a copy. `jax.lax.cond` puts the other one first on a GPU.
         """
         _require_window(state)
         average, has_average, closed = self._window.close(state)
@@ -152,8 +165,8 @@ class GradAccumulator:
         )
 
     def step(
-        self, state: GradAccumulatorState, grads: Any, weight: Any = 1, value: Any = None
-    ) -> tuple[Any | None, GradAccumulatorState]:
+        self, state: GradAccumulatorState, grads: PyTree, weight: Number = 1, value: Number = None
+    ) -> tuple[PyTree | None, GradAccumulatorState]:
         """Adds a micro-batch and, if the window is then full, takes its average. Cannot be used under jit.
 
         Returns:
@@ -176,7 +189,7 @@ class GradAccumulator:
         return state.micro_step
 
 
-def _require_window(state: Any) -> None:
+def _require_window(state: AnyState) -> None:
     require_own(state, GradAccumulatorState, "add(state, grads)")
 
 

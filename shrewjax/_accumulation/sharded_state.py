@@ -1,8 +1,4 @@
-"""States on a mesh: read how a state is sharded, and move it to another number of devices.
-
-`state_specs` returns the `PartitionSpec` of each array, which `jax.shard_map` takes. `redistribute` moves a state with
-per-device rows (`_micro_batch`), for example from a checkpoint, to the devices of another run.
-"""
+"""States on a mesh: read how a state is sharded, and move it to another number of devices."""
 
 from collections.abc import Collection, Hashable
 from typing import Any
@@ -16,24 +12,23 @@ from shrewjax._accumulation import _micro_batch
 from shrewjax._accumulation._micro_batch import sharding_of
 from shrewjax._accumulation.window import WINDOW_STATES
 from shrewjax._base import trees
-from shrewjax._base.states import State
+from shrewjax._base.types import AnyState, KeyPath, Leaf, PyTree, State
 
 
-def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = None) -> Any:
+def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None = None) -> PyTree:
     r"""Returns how a state's arrays are sharded over a mesh, as `in_specs` and `out_specs` for `jax.shard_map`.
 
     .. math:: P(p_1, \dots, p_n) \quad\Rightarrow\quad P(\mathrm{sum\_over}, p_1, \dots, p_n)
 
     The first is a parameter's spec, the second that of its sum, if that has a row a device.
 
-    Like every Optax transformation, `tx.init` does not commit counters to a device. If all arrays have to be on the
-    mesh, for example in a checkpoint of several processes, place them with these specs:
+    `tx.init` does not commit counters to a device. If all arrays have to be on the mesh, such as for a checkpoint of
+    several processes, place them with these specs:
     `jax.device_put(state, jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), state_specs(state)))`.
 
-    The second example replicates parameters and shards the state (ZeRO), so that each device holds a part of the sums
-    and of the optimizer's state. It needs no `shard_map`, because `tx.init` of sharded parameters shards the state. The
-    last transformation inside `accumulate` replicates the updates. Without it, `jax.jit` returns sharded parameters.
-    With `out_shardings` instead, it gathers parameters on every call.
+    The second example replicates parameters and shards the state (ZeRO), because `tx.init` of sharded parameters shards
+    it. The last transformation inside `accumulate` replicates the updates. Without it, `jax.jit` returns sharded
+    parameters. With `out_shardings` instead, it gathers parameters on every call.
 
     Args:
       opt_state: arrays, such as `tx.init(params)` with parameters that are placed on a mesh.
@@ -41,7 +36,7 @@ def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = Non
 
     Returns:
       The same tree with a `jax.sharding.PartitionSpec` for each array: that of its `NamedSharding`, or an empty one
-      (replicated) if it has none.
+      (replicated).
 
     Raises:
       ValueError: a leaf is no array on a device and has no sharding, such as a NumPy array or a
@@ -74,14 +69,13 @@ def state_specs(opt_state: Any, *, axis_names: Collection[Hashable] | None = Non
     """
 
     def of_axis_names(names: Any) -> Any:
-        """Returns an entry of a PartitionSpec, without the axes that `axis_names` leaves out."""
         if axis_names is None or names is None:
             return names
         if isinstance(names, tuple):
             return tuple(a for a in names if a in axis_names) or None
         return names if names in axis_names else None
 
-    def spec(path: trees.KeyPath, x: Any) -> P:
+    def spec(path: KeyPath, x: Leaf) -> P:
         sharding = sharding_of(x)
         if sharding is not None:
             return P(*map(of_axis_names, sharding.spec))
@@ -101,11 +95,10 @@ def redistribute(opt_state: State, like: State) -> State:
     .. math:: r'_0 = \sum_d r_d, \qquad r'_1 = r'_2 = \dots = 0
               \qquad\Rightarrow\qquad \sum_d r'_d = \sum_d r_d
 
-    A window has one row per device along `sum_over`, and only the sum of the rows matters. The new state has one row
-    per device of `like`: the first holds that sum, the others are 0. All other values stay unchanged. All arrays get
-    the sharding of `like`.
+    A window has one row per device along `sum_over`, and only their sum matters. The new state has one row per device
+    of `like`. All other values stay unchanged, and all arrays get the sharding of `like`.
 
-    A checkpoint has one row for each device that wrote it. Restore it with that number of rows, and then pass it here.
+    Restore a checkpoint with the number of rows with which it was written, and then pass it here.
     `examples/train_sharded.py` does so with Orbax.
 
     Args:
@@ -129,7 +122,7 @@ def redistribute(opt_state: State, like: State) -> State:
       >>> redistribute(state, like=tx.init(placed(1))).gradient_sum.shape
       (1, 3)
 
-    Source: a closing window only uses the sum of its rows. Arrays are placed as by `jax.device_put`.
+    Source: a closing window only uses the sum of its rows.
     """
     given, expected = jax.tree.structure(opt_state), jax.tree.structure(like)
     if str(given) != str(expected):
@@ -137,7 +130,7 @@ def redistribute(opt_state: State, like: State) -> State:
     return jax.tree.map_with_path(_place_window, opt_state, like, is_leaf=lambda x: isinstance(x, WINDOW_STATES))
 
 
-def _place_window(path: trees.KeyPath, window: Any, like: Any) -> Any:
+def _place_window(path: KeyPath, window: AnyState, like: AnyState) -> AnyState:
     """Returns a window, or any other leaf, placed as `like` is. Per-device rows become as many as `like` has."""
     if not isinstance(window, WINDOW_STATES):
         return _place(path, window, like)
@@ -153,25 +146,24 @@ def _place_window(path: trees.KeyPath, window: Any, like: Any) -> Any:
             gradient_sum=jax.tree.map(_with_rows_of, window.gradient_sum, like.gradient_sum),
         )
 
-    def placed(field: str, x: Any, like: Any) -> Any:
+    def placed(field: str, x: Leaf, like: Leaf) -> Leaf:
         at = (*path, jax.tree_util.GetAttrKey(field))
         return jax.tree.map_with_path(lambda inner, x, like: _place((*at, *inner), x, like), x, like)
 
     return type(window)(*map(placed, window._fields, window, like))
 
 
-def _with_rows_of(x: Any, like: Any) -> Any:
+def _with_rows_of(x: Leaf, like: Leaf) -> Leaf:
     """Returns rows summed into as many rows as `like` has. An array without rows is returned unchanged.
 
-    An array of another shape, or one whose leaf in `like` is no array on a device, is also returned unchanged. `_place`
-    then raises an error that names the leaf.
+    So is one that does not fit `like`. `_place` then raises an error that names the leaf.
     """
     if not isinstance(like, jax.Array) or x.ndim != like.ndim or x.ndim == 0 or x.shape[1:] != like.shape[1:]:
         return x
     return _micro_batch.redistribute_rows(x, like)
 
 
-def _place(path: trees.KeyPath, x: Any, like: Any) -> jax.Array:
+def _place(path: KeyPath, x: Leaf, like: Leaf) -> jax.Array:
     """Returns an array on the devices of `like`. Raises if shapes or dtypes differ."""
     if not isinstance(like, jax.Array):
         raise ValueError(f"leaf {trees.leaf_name(path)} of like must be an array on a device, got {like!r}")

@@ -1,39 +1,54 @@
 """The accumulation window: the arithmetic that adds micro-batches and averages them.
 
-`accumulate` wraps an optimizer in a window. `GradAccumulator` is a window for loops driven from the host.
-`value_and_grad` runs through one in a single call. All go through `Window.advance`, which decides in this order:
+`accumulate`, `GradAccumulator` and `value_and_grad` all go through `Window.advance`, which decides in this order:
 
 1. Is the micro-batch kept? Its weight must not be 0. Unless `nonfinite` is `"propagate"`, its gradients must also be
-   finite on all devices. Gradients of weight 0 may contain NaN, because they are never selected.
-2. Is it a step, which counts towards `accum_steps`? Every micro-batch is one, except a non-finite one under
-   `"extend_window"`.
-3. Is the window closing? It closes on a flush, or if this step makes it full. A micro-batch that is no step cannot
-   fill a window.
+   finite on all devices.
+2. Is it a step, which counts towards `accum_steps`? All are, except a non-finite one under `"extend_window"`.
+3. Is the window closing? It closes on a flush, or if this step makes it full.
 4. Does the closing window have an average? Its weight must not be 0, and `"drop_window"` must not discard it. With
    per-device rows, its weight is known only after `average` has summed it over devices.
 5. Update each leaf in one pass (`_advance_leaf`): replace or add, select, and divide if the window is closing. The sum
    is not cleared on closing. The first gradient of the next window overwrites it, which saves a write.
 6. Reset the counters of a closing window.
 
-The loss that comes as `value` is added by the same weights as the gradients, over the same kept micro-batches. With
-`noise_decay`, the squared norms of the gradients are added, too (`_noise`).
+The loss (`value`) is added by the same weights, and, with `noise_decay`, the squared norms of the gradients (`_noise`).
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
-import chex
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from shrewjax._accumulation import _micro_batch, _noise
 from shrewjax._accumulation._micro_batch import checked_gradients, is_nonfinite_micro_batch, norm_of_gradients
+from shrewjax._accumulation._noise import NoiseState as NoiseState  # a public name of the package
+from shrewjax._accumulation._scatters import unknown_true
 from shrewjax._base import arguments, trees
-from shrewjax._base.branches import Flag
-from shrewjax._base.mesh import AxisName, require_replicated, require_sum_over, varying_axes
+from shrewjax._base.mesh import (
+    factor_of,
+    newly_varying,
+    require_replicated,
+    require_sum_over,
+    summed,
+    unreduced_axes,
+)
 from shrewjax._base.states import described, fields, increment_if
 from shrewjax._base.trees import is_gradient
+from shrewjax._base.types import (
+    AnyState,
+    ArrayTree,
+    AxisName,
+    DType,
+    Flag,
+    KeyPath,
+    Leaf,
+    Metrics,
+    Number,
+    PyTree,
+    Scalar,
+)
 from shrewjax._numerics import floats
 from shrewjax._numerics.norms import measure_local
 from shrewjax._numerics.reductions import row_sums
@@ -44,12 +59,16 @@ Reduction = Literal["mean", "sum_over_weights", "sum"]
 Nonfinite = Literal["propagate", "drop_microbatch", "drop_window", "extend_window"]
 
 
-AccumSteps = int | jax.Array | Callable[[jax.Array], Any]
+NonfiniteOfBatch = Literal["propagate", "drop_microbatch"]
+"""The policies of `value_and_grad`, whose window is one batch."""
+
+
+AccumSteps = int | jax.Array | Callable[[jax.Array], Number]
 
 
 @described
 class GradAccumulatorState(NamedTuple):
-    """A window, open or empty. Its fields are a file format: a change to them breaks checkpoints."""
+    """A window, open or empty. Its fields are a file format."""
 
     micro_step: Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
     windows: Annotated[jax.Array, "int32 (): number of windows closed with an average"]
@@ -57,16 +76,16 @@ class GradAccumulatorState(NamedTuple):
     window_bad: Annotated[jax.Array, "bool (): drop_window will discard the open window"]
     dropped: Annotated[jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"]
     value_sum: Annotated[jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"]
-    value: Annotated[jax.Array, "like a weight (): mean `value` of the last window with an average; inf before it"]
-    noise: Annotated[Any, "sums and averages of the gradient noise, () without noise_decay"]
-    gradient_sum: Annotated[Any, "as in `AccumulateState`"]
+    value: Annotated[jax.Array, "like a weight (): the loss of the last window with an average; inf before it"]
+    noise: Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
+    gradient_sum: Annotated[PyTree, "as in `AccumulateState`"]
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns what `shrewjax.metrics` shows."""
         return metrics_of_window(self)
 
 
-def metrics_of_window(state: Any) -> dict[str, Any]:
+def metrics_of_window(state: AnyState) -> Metrics:
     """Returns the scalars of a window. `weight_sum` is left out if each device has its own."""
     found = fields(state, "micro_step", "windows", "weight_sum", "window_bad", "dropped", "value")
     if state.weight_sum.ndim > state.micro_step.ndim:  # per-device rows
@@ -77,50 +96,43 @@ def metrics_of_window(state: Any) -> dict[str, Any]:
 class WindowStep(NamedTuple):
     """The result of `Window.advance`. Flags are Python bools if they are known at trace time."""
 
-    state: Any  # the new state; a closing window's `gradient_sum` is the average, or rows not summed over devices
+    state: AnyState  # if the window closes, `gradient_sum` is its average, or has rows not yet summed over devices
     weight_sum: jax.Array  # the window's weight, not reset if the window closes
     value_sum: jax.Array  # the weighted sum of `value`
-    has_average: Flag  # the window closes with an average, unless it has rows and their total weight is 0
-    has_weight: Flag  # the window's weight is not 0; with rows, only Python's True is final
+    has_average: Flag  # the window closes with an average, which rows have only if their total weight is not 0
+    has_weight: Flag  # the window's weight is not 0; with rows, an array says this of each row's own weight alone
 
 
 class Average(NamedTuple):
-    """The quantities that a closing window passes on: see `Window.average`."""
-
-    gradients: chex.ArrayTree  # the average in the accumulator's dtypes
+    gradients: ArrayTree  # the average in the accumulator's dtypes
     has_weight: Flag  # the window's weight is not 0; True without rows, because `has_average` has decided
-    value: jax.Array  # the mean of `value`
-    noise: Any  # the state of the noise with this window
+    value: jax.Array  # of `value`, divided as the gradients are
+    noise: AnyState  # the state of the noise with this window
 
 
 class Window:
-    """The rules of a window, without its data: how micro-batches are added to a state and averaged.
-
-    The arguments are those of `accumulate`.
-    """
+    """The rules of a window, without its data. The arguments are those of `accumulate`."""
 
     def __init__(
         self,
         accum_steps: AccumSteps,
         *,
         reduction: Reduction = "mean",
-        accumulator_dtype: Any = None,
+        accumulator_dtype: DType = None,
         nonfinite: Nonfinite = "propagate",
         sum_over: AxisName | None = None,
-        noise_decay: Any = None,
+        noise_decay: Number = None,
     ) -> None:
         self.accum_steps = arguments.accum_steps(accum_steps)
-        self._reduction = arguments.choice("reduction", reduction, ("mean", "sum_over_weights", "sum"))
-        self._dtype = arguments.accumulator_dtype(accumulator_dtype)
-        self._nonfinite = arguments.choice(
-            "nonfinite", nonfinite, ("propagate", "drop_microbatch", "drop_window", "extend_window")
-        )
+        self._reduction = arguments.choice("reduction", reduction, get_args(Reduction))
+        self._dtype = arguments.inexact_dtype("accumulator_dtype", accumulator_dtype)
+        self.nonfinite = arguments.choice("nonfinite", nonfinite, get_args(Nonfinite))
         self.axes = arguments.axis_names("sum_over", sum_over)
         self._noise_decay = None if noise_decay is None else arguments.real("noise_decay", noise_decay, at_least=0)
         if isinstance(self._noise_decay, float) and self._noise_decay >= 1:
             raise ValueError(f"noise_decay must be below 1, got {noise_decay!r}")
 
-    def init(self, params: Any) -> GradAccumulatorState:
+    def init(self, params: PyTree) -> GradAccumulatorState:
         """Returns an empty window for gradients like `params`, with the sharding of `params`."""
         gradient_sum, zeros = self._zeros(params)
         sums = [x for x in jax.tree.leaves(gradient_sum) if is_gradient(x)]
@@ -138,17 +150,17 @@ class Window:
             gradient_sum=gradient_sum,
         )
 
-    def _zeros(self, params: chex.ArrayTree) -> tuple[chex.ArrayTree, Callable[[tuple[int, ...], Any], jax.Array]]:
+    def _zeros(self, params: ArrayTree) -> tuple[ArrayTree, Callable[[tuple[int, ...], DType], jax.Array]]:
         """Returns the empty sums, and a function that makes zeros, with per-device rows if `sum_over` is set."""
         axes = self.axes
         params = trees.parameter_arrays(params)
         if axes:
             mesh = _micro_batch.mesh_of(params, axes)
 
-        def zeros(x: Any, dtype: Any, name: str) -> jax.Array:
+        def zeros(x: Leaf, dtype: DType, name: str) -> jax.Array:
             return _micro_batch.zero_rows(x, dtype, axes, mesh, name) if axes else jnp.zeros_like(x, dtype=dtype)
 
-        def sum_like(path: trees.KeyPath, param: Any) -> jax.Array:
+        def sum_like(path: KeyPath, param: Leaf) -> jax.Array:
             if not is_gradient(param):
                 return jnp.zeros((), jnp.int32)  # has no sum
             dtype = self._dtype
@@ -167,10 +179,10 @@ class Window:
 
     def advance(
         self,
-        state: Any,
-        grads: chex.ArrayTree | None,
-        weight: Any,
-        value: Any,
+        state: AnyState,
+        grads: ArrayTree | None,
+        weight: Number,
+        value: Number,
         *,
         flush: Flag = False,
         when_full: bool = False,
@@ -178,8 +190,8 @@ class Window:
     ) -> WindowStep:
         """Adds a micro-batch, or none for `grads=None`, and closes the window if it is flushed or, `when_full`, full.
 
-        It does all arithmetic of the window, except sums over devices (`average`). The module's docstring explains the
-        order of its decisions.
+        Gradients come as arrays (`trees.gradient_arrays`). It leaves sums over devices to `average`. The module's
+        docstring has the order of its decisions.
         """
         grads, weight, value = self._checked(state, grads, weight, value)
 
@@ -190,11 +202,11 @@ class Window:
 
         # 2. Is it a step?
         is_step: Flag = grads is not None
-        if is_step and self._nonfinite == "extend_window":
+        if is_step and self.nonfinite == "extend_window":
             is_step = ~jnp.asarray(is_nonfinite)
         micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
         weight_sum = state.weight_sum + kept_weight
-        window_bad = state.window_bad | is_nonfinite if self._nonfinite == "drop_window" else state.window_bad
+        window_bad = state.window_bad | is_nonfinite if self.nonfinite == "drop_window" else state.window_bad
 
         # 3. Is the window closing?
         is_closing = self._is_closing(flush, when_full, state.windows, micro_step, is_step)
@@ -203,13 +215,13 @@ class Window:
         # window's weight cannot be 0 then, and no run-time check is needed.
         has_weight: Flag = True if is_kept is True else weight_sum != 0
         has_average: Flag = True
-        if has_weight is not True or self._nonfinite == "drop_window":
+        if has_weight is not True or self.nonfinite == "drop_window":
             has_average = ~window_bad if self.axes else has_weight & ~window_bad
 
         # 5. Update each leaf in one pass, which also divides if the window is closing.
         scale = self._scale(is_closing, weight_sum, has_weight)
         is_first = state.micro_step == 0
-        factor = None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else own_weight
+        factor = self._factor(weight, own_weight)
         added = jax.tree.map(lambda _: None, state.gradient_sum) if grads is None else grads
         gradient_sum = jax.tree.map(
             lambda total, g: _advance_leaf(total, g, is_first, is_kept, factor, scale), state.gradient_sum, added
@@ -230,7 +242,9 @@ class Window:
         )
         return WindowStep(new_state, weight_sum, value_sum, is_closing & has_average, has_weight)
 
-    def _checked(self, state: Any, grads: Any, weight: Any, value: Any) -> tuple[Any, Any, Any]:
+    def _checked(
+        self, state: AnyState, grads: PyTree, weight: Number, value: Number
+    ) -> tuple[PyTree, Scalar, Scalar | None]:
         """Returns the micro-batch as arrays. Raises unless it fits the window and is the same on all devices."""
         require_sum_over("accumulation", self.axes)
         if grads is not None:
@@ -238,17 +252,17 @@ class Window:
         weight = arguments.weight(weight, {(), state.weight_sum.shape})
         value = None if value is None else arguments.value_of_loss(value, {(), state.weight_sum.shape})
         if not self.axes:
-            if varying_axes(weight) - varying_axes(state.weight_sum):
+            if newly_varying(weight, state.weight_sum):
                 require_replicated("weight", weight)
             require_replicated("value", value)
         return grads, weight, value
 
-    def _is_kept(self, grads: chex.ArrayTree | None, weight: Any, is_present: Flag) -> tuple[Flag, Flag]:
-        """Returns whether the micro-batch is kept, and whether it is non-finite, which one of weight 0 never is."""
+    def _is_kept(self, grads: ArrayTree | None, weight: Number, is_present: Flag) -> tuple[Flag, Flag]:
+        """Returns whether the micro-batch is kept, and whether it counts as non-finite. One of weight 0 never does."""
         is_kept: Flag = grads is not None and weight != 0
         if is_present is not True and is_kept is not False:
             is_kept = is_kept & is_present
-        if is_kept is False or self._nonfinite == "propagate":
+        if is_kept is False or self.nonfinite == "propagate":
             return is_kept, False
         is_nonfinite = is_nonfinite_micro_batch(grads, is_kept, self.axes)
         return is_kept & ~is_nonfinite, is_nonfinite
@@ -271,16 +285,25 @@ class Window:
     def _scale(self, is_closing: Flag, weight_sum: jax.Array, has_weight: Flag) -> jax.Array | None:
         """Returns the factor of the new sums: 1 / W if the window is closing, 1 if not, None if nothing is divided.
 
-        The pass that adds the last micro-batch also divides. A separate division would cost another pass and, on
-        XLA:CPU, a second buffer (tests/accumulation/test_window.py, "written_in_place"). Per-device rows are divided in
-        `average`, because they have to be summed over devices first.
+        A separate division would cost another pass and, on XLA:CPU, a second buffer (tests/accumulation/test_window.py,
+        "written_in_place"). Per-device rows are divided in `average`, after their sum over devices.
         """
         if self._reduction == "sum" or is_closing is False or self.axes:
             return None
         return jnp.where(is_closing, _reciprocal(weight_sum, has_weight), jnp.ones((), weight_sum.dtype))
 
+    def _factor(self, weight: Number, own_weight: jax.Array) -> jax.Array | None:
+        """Returns the factor of a micro-batch's gradients, None if it is 1."""
+        return None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else own_weight
+
     def _value_added(
-        self, value_sum: jax.Array, value: Any, weight: Any, kept_weight: jax.Array, is_kept: Flag, is_first: jax.Array
+        self,
+        value_sum: jax.Array,
+        value: Number,
+        weight: Number,
+        kept_weight: jax.Array,
+        is_kept: Flag,
+        is_first: jax.Array,
     ) -> jax.Array:
         """Returns the window's sum of losses with this one. Without one it is inf, and so is the window's mean."""
         if value is None and isinstance(weight, float) and weight == 0:
@@ -292,7 +315,9 @@ class Window:
         value_sum = jnp.where(is_first, jnp.zeros_like(value_sum), value_sum)
         return jnp.where(is_kept, value_sum + own, value_sum)
 
-    def _noise_added(self, noise: Any, grads: Any, weight: jax.Array, is_kept: Flag, is_first: jax.Array) -> Any:
+    def _noise_added(
+        self, noise: AnyState, grads: PyTree, weight: jax.Array, is_kept: Flag, is_first: jax.Array
+    ) -> AnyState:
         """Returns the sums of squared norms with this micro-batch's, if the window measures its noise."""
         if self._noise_decay is None:
             return noise
@@ -301,9 +326,19 @@ class Window:
         square_weight = safe_weight if self._reduction == "mean" else 1 / safe_weight
         return _noise.added(noise, norm_of_gradients(grads, self.axes), square_weight, is_kept, is_first)
 
-    def add_in_loop(self, state: Any, grads: chex.ArrayTree, weight: Any, is_present: Flag = True) -> Any:
+    def add_in_loop(self, state: AnyState, grads: ArrayTree, weight: Number, is_present: Flag = True) -> AnyState:
         """Adds a micro-batch that is present, in a loop of the compiled program. Returns the new state."""
-        return self.advance(already_begun(state), grads, weight, None, is_present=is_present & unknown_true()).state
+        if not any(unreduced_axes(total) for total in jax.tree.leaves(state.gradient_sum)):
+            grads = summed(grads)
+        arrays = trees.gradient_arrays(grads)
+        return self.advance(already_begun(state), arrays, weight, None, is_present=is_present & unknown_true()).state
+
+    def adder_in_loop(self, state: AnyState, weight: Number) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """Returns a function of a leaf's sum, or a slice of it, and a gradient, which returns the new sum."""
+        own_weight = jnp.asarray(weight).astype(state.weight_sum.dtype)
+        is_kept = (own_weight != 0) & unknown_true()  # XLA-27
+        factor = self._factor(weight, own_weight)
+        return lambda total, grad: _advance_leaf(total, grad, False, is_kept, factor, None)
 
     def average(self, step: WindowStep) -> Average:
         """Returns what a closing window passes on. Sums per-device rows over devices, in one collective."""
@@ -339,12 +374,11 @@ class Window:
             noise = _noise.closed(step.state.noise, sums, norm, self._noise_decay)
         return Average(gradients, has_weight if self.axes else True, value, noise)
 
-    def close(self, state: Any) -> tuple[Average, Flag, Any]:
+    def close(self, state: AnyState) -> tuple[Average, Flag, AnyState]:
         """Closes a window, full or not. Returns its average, whether it has one, and the state.
 
-        The average of a window without one is meaningless. It is not replaced by zeros here, because XLA:GPU would hold
-        these zeros beside the gradients. They took a quarter of the gradients' bytes for a transformer. Callers whose
-        users may read it replace it. `windows`, `value` and `noise` stay as they were.
+        The average of a window without one is meaningless. Callers whose users may read it replace it by zeros, which
+        XLA:GPU would hold beside the gradients. `windows`, `value` and `noise` then stay as they were.
         """
         step = self.advance(state, None, 0, None, flush=True)
         average = self.average(step)
@@ -354,23 +388,14 @@ class Window:
 def already_begun(state: GradAccumulatorState) -> GradAccumulatorState:
     """Returns the window, marked as begun, so that a gradient is always added and never replaces the sum.
 
-    XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them (XLA-24). After
-    the loop the window has begun anyway, but XLA does not know it. Marked, it closes without a select of the sums.
+    XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them (XLA-24). Marked,
+    the window also closes without a select of the sums.
     """
     return state._replace(micro_step=jnp.ones((), jnp.int32))
 
 
-def unknown_true() -> jax.Array:
-    """Returns True as a value that XLA does not know. A loop selects by it what it adds, before the sum.
-
-    XLA-27: without it, XLA of JAX 0.10.1 to 0.11.2 loses sums of scatters on CUDA and TPU, such as the gradient of an
-    embedding (tests/devices/test_embeddings_compiled.py).
-    """
-    return lax.optimization_barrier(jnp.bool_(True))
-
-
 def _advance_leaf(
-    total: jax.Array, grad: Any, is_first: jax.Array, is_kept: Flag, factor: jax.Array | None, scale: jax.Array | None
+    total: jax.Array, grad: Leaf, is_first: Flag, is_kept: Flag, factor: jax.Array | None, scale: jax.Array | None
 ) -> jax.Array:
     """Returns (total + factor * grad) * scale, in one read and one write. A first gradient replaces the old total.
 
@@ -378,36 +403,35 @@ def _advance_leaf(
     """
     if not is_gradient(total):
         return total
-    dtype = floats.accumulator_dtype(total)
     zeros = jnp.zeros_like(total)
     if isinstance(is_kept, jax.Array):
         is_kept = _micro_batch.expand_like(is_kept, total)
-    if grad is None or not is_gradient(grad) or is_kept is False:  # not a gradient: float0
+    if grad is None or is_kept is False:
         total = jnp.where(is_first, zeros, total)
     else:
         if factor is not None:
-            grad = floats.mul_real(floats.upcast(grad, dtype), _micro_batch.expand_like(factor, total).astype(dtype))
+            dtype = floats.accumulator_dtype(total)
+            factor = factor_of(_micro_batch.expand_like(factor, total).astype(dtype), grad)
+            grad = floats.mul_real(floats.upcast(grad, dtype), factor)
         grad = grad.astype(total.dtype)
         if is_kept is not True:
             # Select, because multiplying by a weight of 0 would not discard an infinity: 0 * inf is NaN
             # (tests/accumulation/test_window.py, "micro_batch_of_weight_zero"). XLA-24: select before adding,
             # because on CUDA and TPU XLA otherwise leaves the all-reduce of a gradient inside a loop.
-            grad = jnp.where(is_kept, grad, zeros)
-        total = jnp.where(is_first, grad, total + grad)
+            # XLA-31: -0.0, because XLA merges +0.0 with the zeros from which a backward pass starts its sums, and then
+            # copies a tree in each micro-batch. A sum with -0.0 has the same bits.
+            grad = jnp.where(is_kept, grad, jnp.full_like(total, -0.0))
+        total = total + grad if is_first is False else jnp.where(is_first, grad, total + grad)
     return total if scale is None else _scaled(total, scale)
 
 
 def _scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
     dtype = floats.accumulator_dtype(total)
-    return floats.mul_real(floats.upcast(total, dtype), scale.astype(dtype)).astype(total.dtype)
+    return floats.mul_real(floats.upcast(total, dtype), factor_of(scale.astype(dtype), total)).astype(total.dtype)
 
 
 def _reciprocal(weight_sum: jax.Array, has_weight: Flag) -> jax.Array:
-    """Returns 1 / weight_sum, 1 if the weight is 0, or NaN if the weight sum is out of range.
-
-    A weight sum above the range would have a reciprocal that is flushed to 0. Below the range, products w g may be
-    flushed to 0.
-    """
+    """Returns 1 / weight_sum, 1 if the weight is 0, or NaN if the weight sum is out of range."""
     in_range = (weight_sum >= arguments.LEAST_WEIGHT) & (weight_sum <= arguments.LARGEST_WEIGHT)
     checked = jnp.where(in_range, weight_sum, jnp.nan)
     return 1 / jnp.where(has_weight, checked, jnp.ones_like(weight_sum))
@@ -415,7 +439,7 @@ def _reciprocal(weight_sum: jax.Array, has_weight: Flag) -> jax.Array:
 
 @described
 class AccumulateState(NamedTuple):
-    """A window and the wrapped optimizer. Its fields are a file format: a change to them breaks checkpoints."""
+    """A window and the wrapped optimizer. Its fields are a file format."""
 
     micro_step: Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
     windows: Annotated[jax.Array, "int32 (): number of windows so far that ran inner"]
@@ -424,16 +448,16 @@ class AccumulateState(NamedTuple):
     window_bad: Annotated[jax.Array, "bool (): drop_window will discard the open window"]
     dropped: Annotated[jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"]
     value_sum: Annotated[jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"]
-    value: Annotated[jax.Array, "like a weight (): mean `value` of the last window that ran inner; inf before it"]
-    noise: Annotated[Any, "sums and averages of the gradient noise, () without noise_decay"]
+    value: Annotated[jax.Array, "like a weight (): the loss of the last window that ran inner; inf before it"]
+    noise: Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
     gradient_sum: Annotated[
-        Any,
+        PyTree,
         "like the parameters, in the accumulator's dtype, with a leading axis of devices with sum_over; meaningless "
         "while micro_step is 0",
     ]
-    inner_state: Annotated[Any, "the wrapped optimizer's state"]
+    inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns what `shrewjax.metrics` shows."""
         return metrics_of_window(self) | fields(self, "applied")
 

@@ -13,18 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._base.trees import KeyPath, leaf_name
+from shrewjax._base.trees import leaf_name
+from shrewjax._base.types import Argument, Axes, AxisNames, DType, Flag, KeyPath, Leaf, Number, Scalar
 
-AxesOf = tuple[int, ...] | Callable[[str, Any], Any] | None
+AxesOf = tuple[int, ...] | Callable[[str, Leaf], Argument] | None
 """Checked axes of leaves."""
 
 
-UnitAxisNames = tuple[Hashable, ...] | jax.P | Callable[[str, Any], Any] | None
+UnitAxisNames = AxisNames | jax.P | Callable[[str, Leaf], Argument] | None
 """Checked mapped axes of leaves of several units."""
-
-
-Scalar = float | jax.Array
-"""A checked scalar: a Python float, or a float32 or float64 array of shape (), whose value is not checked."""
 
 
 LEAST_WEIGHT, LARGEST_WEIGHT = 2.0**-30, 2.0**100
@@ -32,12 +29,12 @@ LEAST_WEIGHT, LARGEST_WEIGHT = 2.0**-30, 2.0**100
 flushed."""
 
 
-def threshold(name: str, value: Any) -> Scalar:
+def threshold(name: str, value: Argument) -> Scalar:
     """Returns a threshold: a real scalar that is neither negative nor NaN if its value is known."""
     return real(name, value, at_least=0)
 
 
-def real(name: str, value: Any, *, at_least: float, at_most: float = math.inf) -> Scalar:
+def real(name: str, value: Argument, *, at_least: float, at_most: float = math.inf) -> Scalar:
     """Returns a real scalar that is between two bounds, and so not NaN, if its value is known."""
     if isinstance(value, jax.Array):
         return _real_scalar_array(name, value)
@@ -48,14 +45,13 @@ def real(name: str, value: Any, *, at_least: float, at_most: float = math.inf) -
     return number + 0.0  # -0.0 is 0
 
 
-def any_real(name: str, value: Any) -> Scalar:
-    """Returns a real scalar of any value."""
+def any_real(name: str, value: Argument) -> Scalar:
     if isinstance(value, jax.Array):
         return _real_scalar_array(name, value)
     return _static_real(name, value, "a real scalar")
 
 
-def percentile(value: Any) -> Fraction | jax.Array:
+def percentile(value: Argument) -> Fraction | jax.Array:
     """Returns a percentile in [0, 100]: a number as the fraction that its decimal digits denote, an array as it is."""
     number = real("percentile", value, at_least=0, at_most=100)
     if isinstance(number, jax.Array):
@@ -64,7 +60,7 @@ def percentile(value: Any) -> Fraction | jax.Array:
     return Fraction(str(value if is_written_out else number))  # str(np.float32(99.9)) is "99.9", its float is not
 
 
-def length(name: str, value: Any, *, default: int) -> int:
+def length(name: str, value: Argument, *, default: int) -> int:
     """Returns the static length of an array in a state: an int >= 1. `None` means the default."""
     if value is None:
         return default
@@ -78,7 +74,7 @@ def length(name: str, value: Any, *, default: int) -> int:
     return int(value)
 
 
-def order(ord: Any) -> float:
+def order(ord: Argument) -> float:
     """Returns the static order of a norm: any number >= 1, or inf. `None` means 2."""
     if ord is None:
         return 2.0
@@ -93,7 +89,7 @@ def order(ord: Any) -> float:
     return number
 
 
-def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
+def integer(name: str, value: Argument, *, at_least: int | None = None) -> int:
     """Returns an int from a Python or NumPy integer, which may not be below `at_least`. Arrays are refused."""
     expected = "a Python int" if at_least is None else f"a Python int >= {at_least}"
     if not _is_int(value) or (at_least is not None and value < at_least):
@@ -101,26 +97,24 @@ def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
     return int(value)
 
 
-def positions(name: str, value: Any) -> tuple[int, ...]:
-    """Returns the positions of arguments as static ints, from an int or a sequence."""
+def positions(name: str, value: Argument) -> tuple[int, ...]:
     return tuple(integer(name, at) for at in (value if isinstance(value, tuple | list | range) else (value,)))
 
 
-def choice(name: str, value: Any, choices: Sequence[str]) -> Any:
-    """Returns one of the choices."""
+def choice(name: str, value: Argument, choices: Sequence[str]) -> Any:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     return value
 
 
-def value_of_loss(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
+def value_of_loss(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:
     """Returns the `value` of a micro-batch, a real scalar or an array of one of the shapes; it may be non-finite."""
     if isinstance(value, np.ndarray) and value.shape != ():
         value = jnp.asarray(value)
     return _real_array("value", value, shapes) if isinstance(value, jax.Array) else any_real("value", value)
 
 
-def flag(name: str, value: Any) -> bool | jax.Array:
+def flag(name: str, value: Argument) -> Flag:
     """Returns a bool or a boolean scalar array."""
     if isinstance(value, bool | np.bool):
         return bool(value)
@@ -129,14 +123,14 @@ def flag(name: str, value: Any) -> bool | jax.Array:
     raise ValueError(f"{name} must be a bool or a boolean scalar array, got {value!r}")
 
 
-def static_flag(name: str, value: Any) -> bool:
+def static_flag(name: str, value: Argument) -> bool:
     """Returns a flag that decides what is compiled: a bool."""
     if isinstance(value, bool | np.bool):
         return bool(value)
     raise ValueError(f"{name} must be True or False, because it decides what is compiled, got {value!r}")
 
 
-def accum_steps(value: Any) -> int | jax.Array | Callable[[jax.Array], Any]:
+def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Number]:
     """Returns the length of a window in micro-steps: an int >= 1, a scalar array, or a function of closed windows."""
     if callable(value):
         return value
@@ -153,13 +147,13 @@ def accum_steps(value: Any) -> int | jax.Array | Callable[[jax.Array], Any]:
     return int(value)
 
 
-def steps_of_schedule(value: Any) -> Scalar:
+def steps_of_schedule(value: Argument) -> Scalar:
     """Returns the window length that a function returned: a real scalar that is >= 1 if its value is known."""
     name = "the number that the function accum_steps returns"
     return _real_scalar_array(name, value) if isinstance(value, jax.Array) else real(name, value, at_least=1)
 
 
-def weight(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
+def weight(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:
     """Returns a micro-batch's weight: a Python number in range, or an array of one of `shapes`. True is 1, False 0."""
     if isinstance(value, np.ndarray) and value.shape != ():
         value = jnp.asarray(value)
@@ -174,8 +168,7 @@ def weight(value: Any, shapes: Collection[tuple[int, ...]]) -> Scalar:
     return number
 
 
-def accumulator_dtype(value: Any) -> Any:
-    """Returns a floating or complex dtype, or None."""
+def inexact_dtype(name: str, value: Argument) -> DType:
     if value is None:
         return None
     try:
@@ -183,13 +176,13 @@ def accumulator_dtype(value: Any) -> Any:
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(f"accumulator_dtype must be a floating or complex dtype or None, got {value!r}")
+        raise ValueError(f"{name} must be a floating or complex dtype or None, got {value!r}")
     if dtype != jax.dtypes.canonicalize_dtype(dtype):
-        raise ValueError(f"accumulator_dtype {dtype} needs 64-bit types. Set jax_enable_x64")
+        raise ValueError(f"{name} {dtype} needs 64-bit types. Set jax_enable_x64")
     return dtype
 
 
-def axes(name: str, value: Any) -> AxesOf:
+def axes(name: str, value: Argument) -> AxesOf:
     """Returns dimensions of leaves as a tuple of ints. None, or a function of a leaf's name and the leaf, stays."""
     if value is None or callable(value):
         return value
@@ -206,7 +199,7 @@ def axes(name: str, value: Any) -> AxesOf:
     return tuple(int(a) for a in numbers_)
 
 
-def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Any) -> tuple[int, ...] | None:
+def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Leaf) -> tuple[int, ...] | None:
     """Returns the axes of one leaf, counted from the front; None if `given` has none for it."""
     chosen = axes(name, given(leaf_name(path), leaf)) if callable(given) else given
     if callable(chosen):
@@ -221,7 +214,7 @@ def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Any) -> tuple[in
     return tuple(sorted({a % leaf.ndim for a in chosen}))
 
 
-def axis_names(name: str, value: Any) -> tuple[Hashable, ...] | None:
+def axis_names(name: str, value: Argument) -> Axes:
     """Returns mapped axes as a tuple; None if types give them."""
     if value is None:
         return None
@@ -232,21 +225,19 @@ def axis_names(name: str, value: Any) -> tuple[Hashable, ...] | None:
     return names
 
 
-def sharded_over(value: Any) -> tuple[Hashable, ...] | None:
-    """Returns the mapped axes over which gradients are sharded."""
+def sharded_over(value: Argument) -> Axes:
     return axis_names("sharded_over", value)
 
 
-def unit_axis_names(value: Any) -> UnitAxisNames:
+def unit_axis_names(value: Argument) -> UnitAxisNames:
     """Returns `sharded_over` for leaves of several units: names, a PartitionSpec for all leaves, or a function."""
     return value if isinstance(value, jax.P) or callable(value) else sharded_over(value)
 
 
-def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Any) -> tuple[Hashable, ...] | jax.P | None:
+def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Leaf) -> AxisNames | jax.P | None:
     """Returns the mapped axes, or the PartitionSpec, of one leaf; None if the leaf's type has to tell.
 
-    Raises if the user's function returns a function. `unit_axis_names` lets functions pass, and the leaf's reductions
-    would take it for names of axes.
+    Raises if the user's function returns a function.
     """
     chosen = unit_axis_names(given(leaf_name(path), leaf)) if callable(given) else given
     if callable(chosen):
@@ -257,12 +248,12 @@ def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Any) -> tuple[
     return chosen
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: Argument) -> bool:
     """Returns whether this is a Python or NumPy integer. A bool is none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _static_real(name: str, value: Any, expected: str) -> float:
+def _static_real(name: str, value: Argument, expected: str) -> float:
     if isinstance(value, np.ndarray) and value.shape == ():
         value = value[()]
     if callable(value):

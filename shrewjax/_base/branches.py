@@ -1,27 +1,24 @@
 r"""Branches: one conditional that copies nothing on any backend, and compiles nothing outside of jit.
 
 XLA's conditional passes an operand through in place only in its branch 0. Any other branch copies the operands that it
-returns unchanged. `lax.cond` numbers its two branches differently on different backends. On CUDA, an open accumulation
-window then copied parameters and optimizer state on every call, and returned sharded parameters replicated. `run_if`
-therefore uses `lax.switch` and puts the idle branch first (XLA-1). `tests/devices/test_accelerators.py` holds this for
-CUDA and TPU. Tags such as XLA-1 lead to `docs/xla.md`.
+returns unchanged. `lax.cond` numbers its two branches differently on different backends. On CUDA, an open window then
+copied parameters and state on every call. `run_if` therefore uses `lax.switch` and puts the idle branch first (XLA-1,
+`tests/devices/test_accelerators.py`). Tags such as XLA-1 lead to `docs/xla.md`.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-Flag = bool | jax.Array
-"""A condition: a Python bool if it is known while tracing."""
+from shrewjax._base.types import Flag, PyTree
 
 
-def run_if(flag: bool | jax.Array, run: Callable[[], Any], idle: Callable[[], Any]) -> Any:
+def run_if(flag: Flag, run: Callable[[], PyTree], idle: Callable[[], PyTree]) -> PyTree:
     """Returns `run()` if the flag is set, otherwise `idle()`, which should return existing arrays unchanged."""
     if isinstance(flag, jax.core.Tracer):
         return lax.switch(flag.astype(jnp.int32), [idle, run])
     # Outside of jit, `lax.switch` would compile both branches on every call, because they are new functions each time
-    # (tests/promises/test_train_steps.py, "outside of jit").
+    # (XLA-21; tests/promises/test_train_steps.py, "outside of jit").
     return run() if flag else idle()

@@ -1,10 +1,9 @@
 """Mapped axes: which there are, over which of them an array varies, and along which of them a reduction must run.
 
-A mapped axis is a mesh axis of `jax.shard_map` or `jax.pmap`. Inside, an array is one device's part. `mapped_axes`
-reads these axes from JAX's context mesh. A named axis of `jax.vmap` is not among them, and is used only if the caller
-names it. JAX's types are *tracked* if they record over which mapped axes an array varies. `shard_map` tracks by
-default; `check_vma=False` and `pmap` do not. Under `jax.jit` alone no axis is mapped, and XLA reduces over shards by
-itself.
+A mapped axis is a mesh axis of `jax.shard_map` or `jax.pmap`, where an array is one device's part. A named axis of
+`jax.vmap` is used only if the caller names it. JAX's types are *tracked* if they record over which mapped axes an array
+varies. `shard_map` tracks by default; `check_vma=False` and `pmap` do not. Under `jax.jit` alone no axis is mapped, and
+XLA reduces over shards by itself.
 
 A leaf that is one unit is reduced over the axes of its type if types are tracked, and over those in `sharded_over`
 otherwise. A leaf of several units, such as stacked layers, needs two answers (`UnitSharding`). Along some mapped axes
@@ -24,8 +23,8 @@ PartitionSpec     `within`: axes in the entries of       `within` and `across`: 
                   if the spec is not the leaf's type
 ================  =====================================  ======================================  =====================
 
-Three functions hide spellings of JAX that differ between the versions this package supports, from 0.8.0 on. Each names
-the version that brought today's spelling. Delete the older spelling when that version is the oldest supported one.
+`varying_axes`, `context_mesh`, `_partitions` and `_pcast` hide spellings that differ between JAX's versions. Each names
+the version that brought today's spelling. Delete the older one when that version is the oldest supported.
 """
 
 from collections.abc import Hashable, Sequence
@@ -35,29 +34,21 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
-AxisName = Hashable | tuple[Hashable, ...]
-"""Names of mapped axes, as users pass them in `sum_over` and `sharded_over`."""
-
-
-Axes = tuple[Hashable, ...] | None
-"""Checked names of mapped axes. None means that they are read from types."""
-
+from shrewjax._base.types import Axes, AxisNames, Leaf, MeshAxes, PyTree
 
 UnitDims = tuple[int, ...]
 """The dimensions of a leaf that index its units, in increasing order. A reduction by unit keeps them."""
 
 
 class UnitSharding(NamedTuple):
-    """The mapped axes over which a leaf of units is sharded."""
-
-    within: tuple[Hashable, ...]  # along these, devices hold parts of the same units
-    across: tuple[Hashable, ...] | None  # along these, other units; None: read from the per-unit result's type
+    within: AxisNames  # along these, devices hold parts of the same units
+    across: Axes  # along these, other units; None: read from the per-unit result's type
 
 
-def unit_axes(name: str, leaf: Any, dims: UnitDims, given: Axes | jax.P) -> UnitSharding:
+def unit_axes(name: str, leaf: Leaf, dims: UnitDims, given: Axes | jax.P) -> UnitSharding:
     """Returns the mapped axes over which a leaf is sharded. `given` is the user's `sharded_over` for this leaf.
 
-    The table above has the answers for a leaf of several units. Raises if the type and `given` leave it open.
+    Raises if the type and `given` leave it open.
     """
     mapped, is_tracked = mapped_axes()
     varying = tuple(a for a in mapped if a in varying_axes(leaf))
@@ -85,7 +76,7 @@ def unit_axes(name: str, leaf: Any, dims: UnitDims, given: Axes | jax.P) -> Unit
     return UnitSharding(tuple(a for a in varying if a in names) if is_tracked else names, across)
 
 
-def _axes_of_spec(name: str, leaf: Any, dims: UnitDims, spec: jax.P) -> UnitSharding:
+def _axes_of_spec(name: str, leaf: Leaf, dims: UnitDims, spec: jax.P) -> UnitSharding:
     """Returns the mapped axes in a leaf's PartitionSpec: the last row of the table."""
     mapped, is_tracked = mapped_axes()
     varying = tuple(a for a in mapped if a in varying_axes(leaf))
@@ -100,11 +91,8 @@ def _axes_of_spec(name: str, leaf: Any, dims: UnitDims, spec: jax.P) -> UnitShar
     return UnitSharding(within, across if mapped and not is_tracked else None)
 
 
-def slice_axes(name: str, leaf: Any, given: Axes) -> tuple[Hashable, ...]:
-    """Returns the mapped axes along which devices hold parts of the same slices of a leaf.
-
-    No type records it: if a leaf varies over a mapped axis, the user has to say which of the two it is.
-    """
+def slice_axes(name: str, leaf: Leaf, given: Axes) -> AxisNames:
+    """Returns the mapped axes along which devices hold parts of the same slices of a leaf."""
     mapped, is_tracked = mapped_axes()
     varying = tuple(a for a in mapped if a in varying_axes(leaf))
     unknown = varying if is_tracked else mapped
@@ -124,7 +112,7 @@ def slice_axes(name: str, leaf: Any, given: Axes) -> tuple[Hashable, ...]:
     return tuple(a for a in varying if a in given) if is_tracked else given
 
 
-def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list[tuple[Hashable, ...]]:
+def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list[AxisNames]:
     """Returns, for each array, the mapped axes along which devices hold parts of it.
 
     Tracked types decide. Otherwise `axes` does, and None raises inside `shard_map` and `pmap`. If `axes` is a list, it
@@ -167,7 +155,7 @@ def require_sum_over(what: str, axes: Axes) -> None:
         )
 
 
-def is_mapped(axes: tuple[Hashable, ...]) -> bool:
+def is_mapped(axes: AxisNames) -> bool:
     """Returns whether these axes are mapped here, so that a device has only its own part. Raises if only some are."""
     missing = [a for a in axes if not is_bound(a)]
     if missing and len(missing) < len(axes):
@@ -188,8 +176,7 @@ def is_bound(axis: Hashable) -> bool:
     return True
 
 
-def require_mapped(argument: str, axes: tuple[Hashable, ...]) -> None:
-    """Raises if these are no mapped axes."""
+def require_mapped(argument: str, axes: AxisNames) -> None:
     if axes and not is_mapped(axes):
         raise ValueError(
             f"{argument} {axes!r}: no axis of this name is mapped here. Call the function inside jax.shard_map over "
@@ -197,29 +184,28 @@ def require_mapped(argument: str, axes: tuple[Hashable, ...]) -> None:
         )
 
 
-def device_index(axes: tuple[Hashable, ...]) -> jax.Array:
-    """Returns this device's number among those along mapped axes."""
+def device_index(axes: AxisNames) -> jax.Array:
     return lax.axis_index(axes)
 
 
-def is_replicated_over(x: jax.Array, axes: tuple[Hashable, ...]) -> bool:
+def is_replicated_over(x: jax.Array, axes: AxisNames) -> bool:
     """Returns whether, by its tracked type, `x` is the same on all devices along at least one of the axes."""
     return mapped_axes()[1] and not set(axes) <= varying_axes(x)
 
 
-def as_varying(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
+def as_varying(x: jax.Array, axes: AxisNames) -> jax.Array:
     """Returns `x` with a type that varies over all of these mapped axes. Without tracked types: `x` itself."""
     missing = tuple(a for a in axes if a not in varying_axes(x))
     return _pcast(x, missing) if mapped_axes()[1] and missing else x
 
 
-def newly_varying(new: Any, old: Any) -> str:
+def newly_varying(new: Leaf, old: Leaf) -> str:
     """Returns the axes over which `new` varies and `old` does not, as text for a message. Empty if there are none."""
     over = sorted(varying_axes(new) - varying_axes(old), key=str)
     return repr(tuple(over) if len(over) > 1 else over[0]) if over else ""
 
 
-def axes_beside(leaves: Sequence[Any], local: tuple[Hashable, ...]) -> list[Axes]:
+def axes_beside(leaves: Sequence[Leaf], local: AxisNames) -> list[Axes]:
     """Returns the mapped axes, except `local`, over which each leaf varies. Untracked leaves count as whole."""
     mapped, is_tracked = mapped_axes()
     if not is_tracked:
@@ -227,17 +213,79 @@ def axes_beside(leaves: Sequence[Any], local: tuple[Hashable, ...]) -> list[Axes
     return [tuple(a for a in mapped if a in varying_axes(x) and a not in local) for x in leaves]
 
 
-def mapped_axes() -> tuple[tuple[Hashable, ...], bool]:
-    """Returns the mapped axes here, and whether types are tracked."""
+def mapped_axes() -> tuple[AxisNames, bool]:
     mapped = jax.sharding.get_abstract_mesh().manual_axes
     # A device's index along an axis varies over that axis. Its type shows this only if types are tracked.
     return mapped, bool(mapped) and bool(varying_axes(lax.axis_index(mapped[0])))
 
 
-def varying_axes(x: jax.Array) -> frozenset[Hashable]:
-    """Returns the mapped axes over which an array varies by its type. Empty if types are not tracked."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    return varying_axes_of_type(aval)
+def varying_axes(x: Leaf) -> frozenset[Hashable]:
+    """Returns the mapped axes over which an array, or a type, varies. Empty if types are not tracked."""
+    aval = _type_of(x)
+    if hasattr(aval, "manual_axis_type"):  # since JAX 0.10.0; None for a `jax.ShapeDtypeStruct` without mapped axes
+        return aval.manual_axis_type.varying if aval.manual_axis_type else frozenset()
+    return getattr(aval, "vma", None) or frozenset()
+
+
+def partition_axes(x: Leaf) -> MeshAxes:
+    """Returns the mesh axes over which the type of an array shards its dimensions. Under plain `jit`, Explicit ones."""
+    entries = (x if isinstance(x, tuple) else (x,) for x in _partitions(_spec(x)))
+    return frozenset(a for entry in entries for a in entry if a is not None)
+
+
+def reduced_axes(x: Leaf) -> MeshAxes:
+    """Returns the Explicit mesh axes along which an array is `reduced`: its gradient is not summed over them."""
+    return frozenset(getattr(_spec(x), "reduced", None) or ())
+
+
+def unreduced_axes(x: Leaf) -> MeshAxes:
+    """Returns the Explicit mesh axes along which devices hold parts of an array, which is their sum."""
+    return frozenset(getattr(_spec(x), "unreduced", None) or ())
+
+
+def retyped(
+    x: Leaf, *, reduced: MeshAxes = frozenset(), unreduced: MeshAxes = frozenset(), like: Leaf | None = None
+) -> jax.Array:
+    """Returns an array with these types in place of its own. Sums over devices what is no longer `unreduced`.
+
+    A new array has no mesh if `jax.set_mesh` was not called. `like` is one that has.
+    """
+    if (reduced_axes(x), unreduced_axes(x)) == (reduced, unreduced):
+        return x
+    spec = jax.P(*_partitions(_spec(x)), reduced=reduced, unreduced=unreduced)
+    return jax.reshard(x, jax.NamedSharding(_type_of(x if like is None else like).sharding.mesh, spec))
+
+
+def summed(tree: PyTree) -> PyTree:
+    """Returns a tree with its arrays that are `unreduced` by their types summed over devices. Others stay."""
+    return jax.tree.map(_summed, tree)
+
+
+def _summed(x: Leaf) -> Leaf:
+    if not isinstance(x, jax.Array):
+        return x
+    if unreduced_axes(x):
+        x = retyped(x, reduced=reduced_axes(x))
+    mapped = getattr(getattr(jax.typeof(x), "manual_axis_type", None), "unreduced", None)
+    return lax.psum(x, tuple(mapped)) if mapped else x
+
+
+def factor_of(factor: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns a factor with the type that a product with an `unreduced` array demands."""
+    return retyped(factor, reduced=unreduced_axes(x), like=x) if unreduced_axes(x) else factor
+
+
+def _spec(x: Leaf) -> Any:
+    return getattr(_type_of(x).sharding, "spec", None) or ()
+
+
+def _type_of(x: Leaf) -> Any:
+    return x if isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray) else jax.typeof(x)
+
+
+def _partitions(spec: Any) -> tuple[Any, ...]:
+    """Returns the entries of a `PartitionSpec`. `partitions`: JAX 0.10.2."""
+    return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
 
 
 def may_be_partitioned() -> bool:
@@ -260,17 +308,7 @@ def context_mesh() -> Any:
     return get_concrete_mesh() or Mesh((), ())
 
 
-def _pcast(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+def _pcast(x: jax.Array, axes: AxisNames) -> jax.Array:
     """Returns `x` with a type that also varies over these mapped axes. `jax.lax.pcast`: JAX 0.9.0."""
     spelling: Any = lax
     return spelling.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else spelling.pvary(x, axes)
-
-
-def varying_axes_of_type(aval: Any) -> frozenset[Hashable]:
-    """Returns the mapped axes over which a type varies. `manual_axis_type`: JAX 0.10.0.
-
-    A `jax.ShapeDtypeStruct` that was made without mapped axes has None there.
-    """
-    if hasattr(aval, "manual_axis_type"):
-        return aval.manual_axis_type.varying if aval.manual_axis_type else frozenset()
-    return getattr(aval, "vma", None) or frozenset()

@@ -1,22 +1,21 @@
 """States: named tuples of arrays, the few helpers that several share, and `metrics`, which finds what they measured.
 
 `described` turns the description beside each field into the docstring that `help` shows. A state that measured
-something returns its scalars from a method `metrics`. The function `metrics` finds those states in any optimizer's
-state and names their scalars.
+something returns its scalars from a method `metrics`. A state does not hold the arguments of its transformation. An
+`init` can `note` them for a caller that asks by `init_with_notes`.
 """
 
 import re
-from collections.abc import Iterator
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import partial
+from typing import TypeAlias, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._base.trees import KeyPath
-
-State = TypeVar("State")
-"""A state that is returned as the type that was passed in."""
+from shrewjax._base.types import AnyState, Argument, Flag, KeyPath, Leaf, Metrics, PyTree, State
 
 
 def described(state: type[State]) -> type[State]:
@@ -27,13 +26,14 @@ def described(state: type[State]) -> type[State]:
     return state
 
 
-def fields(state: Any, *names: str) -> dict[str, Any]:
-    """Returns the named fields of a state as a dictionary."""
+def fields(state: AnyState, *names: str) -> Metrics:
     return {name: getattr(state, name) for name in names}
 
 
 def require_own(
-    state: Any, kind: type, order: str = "update(grads, state, params) or apply_gradients(tx, grads, state, params)"
+    state: AnyState,
+    kind: type,
+    order: str = "update(grads, state, params) or apply_gradients(tx, grads, state, params)",
 ) -> None:
     """Raises unless this is the state that a rule's own `init` makes. Rules that read no state do not call it."""
     if not isinstance(state, kind):
@@ -43,45 +43,75 @@ def require_own(
         )
 
 
-def without_variables(state: Any) -> Any:
+Notes: TypeAlias = dict[str, Argument]
+"""Arguments of a transformation, by their names."""
+
+_notes: ContextVar[list[tuple[Leaf, Notes]] | None] = ContextVar("notes", default=None)
+
+
+def note(key: Leaf, **arguments: Argument) -> None:
+    """Notes the arguments of a transformation in its `init`, if the caller asks. `key` is an array of the new state."""
+    notes = _notes.get()
+    if notes is not None:
+        notes.append((key, arguments))
+
+
+def init_with_notes(
+    init: Callable[[PyTree], AnyState], params: PyTree
+) -> tuple[AnyState, Callable[[Leaf], Notes | None]]:
+    """Returns `init(params)`, and a function that returns what was noted with an array of this state, at any depth."""
+    notes: list[tuple[Leaf, Notes]] = []
+    token = _notes.set(notes)
+    try:
+        state = init(params)
+    finally:
+        _notes.reset(token)
+    return state, lambda key: next((arguments for array, arguments in notes if array is key), None)
+
+
+def without_variables(state: AnyState) -> AnyState:
     """Returns the state with arrays in the places of Flax's variables, in which `nnx.Optimizer` keeps each array.
 
     A variable adds and multiplies as its array does, but does not compare (tests/promises/test_nnx_optimizer.py).
     """
 
-    def is_variable(x: Any) -> bool:
+    def is_variable(x: Leaf) -> bool:
         return hasattr(type(x), "raw_value")  # no import of Flax, which need not be installed
 
-    return jax.tree.map(lambda x: jax.tree.leaves(x)[0] if is_variable(x) else x, state, is_leaf=is_variable)
+    def value(x: Leaf) -> Leaf:
+        # Its one child, because in the variable of a masked parameter that is a node without leaves.
+        return jax.tree.leaves(x, is_leaf=lambda y: y is not x)[0] if is_variable(x) else x
+
+    return jax.tree.map(value, state, is_leaf=is_variable)
 
 
-def increment_if(flag: bool | jax.Array, count: jax.Array) -> jax.Array:
+def increment_if(flag: Flag, count: jax.Array) -> jax.Array:
     """Returns a counter plus 1 if the flag is set. A counter stops at its dtype's largest value."""
     return jnp.where(flag, optax.safe_increment(count), count)
 
 
-def largest(tree: Any) -> jax.Array:
+@partial(jax.jit, inline=True)  # outside of jit, operations would send their constants to the device
+def largest(tree: PyTree) -> jax.Array:
     """Returns the largest number in a tree: NaN if any is NaN, at least 0, and 0 for no numbers. Shape (), float32."""
     leaves = [jnp.ravel(jnp.asarray(x, jnp.float32)) for x in jax.tree.leaves(tree)]
     return jnp.max(jnp.concatenate(leaves), initial=0.0) if leaves else jnp.zeros((), jnp.float32)
 
 
-def metrics(opt_state: Any) -> dict[str, jax.Array]:
+def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
     r"""Returns the scalars that transformations keep in a state, named by transformation.
 
     .. math:: \text{metrics}(s) = \bigcup_{s' \in s} \{\text{transformation}(s')/\text{name} \mapsto x :
               (\text{name}, x) \in s'.\text{metrics}()\}
 
-    It finds states at any depth: in chains, in wrappers such as `optax.masked`, `optax.partition` or
-    `optax.inject_hyperparams`, and in `nnx.Optimizer.opt_state`. It works on traced states, so that a jitted train step
-    can return the metrics, and under `vmap`.
+    It finds states at any depth: in chains, in wrappers such as `optax.masked` or `optax.inject_hyperparams`, and in
+    `nnx.Optimizer.opt_state`. It also works on traced states and under `vmap`.
 
     =======================  ===============================================================================
     transformation           names
     =======================  ===============================================================================
     clip_by_global_norm      grad_norm, clip_scale: other than 1 (NaN included) if it clipped. With `leaves=True` also
-                             largest_share: the share of the squared norm that the largest leaf has; largest_leaf: its
-                             place in the sorted names below; leaf_norm/NAME: the norm of the leaf NAME
+                             largest_share of the squared norm; largest_leaf: its place in the sorted names below;
+                             leaf_norm/NAME: the norm of the leaf NAME
     clip_by_leaf_norm        grad_norm_max: the largest leaf norm; clipped_fraction: clipped leaves / leaves
     clip_by_percentile       bound (the largest, if one per leaf); clipped_fraction of the elements
     clip_by_norm_percentile  threshold, grad_norm, clip_scale
@@ -89,21 +119,20 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     adaptive_grad_clip       ratio_max, clipped_fraction: clipped units / units
     clip_by_block_rms        rms_max, clipped_fraction
     clip_by_leaf_norm_ema    threshold_max, grad_norm_max, clipped_fraction
-    skip_nonfinite           applied, skipped, consecutive, limit_reached. With `leaves=True` also nonfinite_leaf/NAME:
-                             the leaf NAME had a NaN or an infinity in the last call that had one
+    skip_nonfinite           applied, skipped, consecutive, limit_reached. With `leaves=True` also nonfinite_leaf/NAME
     skip_on_spike            applied, skipped, consecutive, spikes_applied, measured, threshold
-    accumulate               micro_step, windows, applied, weight_sum, window_bad, dropped, value: the window's mean
-                             loss. With `noise_decay`: noise_scale, in units of weight, noise_trace, signal_squared.
-                             Values measured inside are those of the last closed window, or of init before the first
+    accumulate               micro_step, windows, applied, weight_sum, window_bad, dropped, value: the window's loss.
+                             With `noise_decay`: noise_scale, in units of weight, noise_trace, signal_squared. Values
+                             measured inside are those of the last closed window, or of init before the first
                              one closes. With `sum_over` there is no weight_sum, because each device has its own
     grad_accumulator         as accumulate, without applied
     =======================  ===============================================================================
 
-    The name of the largest leaf, such as "dense/kernel", comes from the metrics themselves, outside of jit:
+    The name of the largest leaf, such as "dense/kernel", outside of jit:
     `sorted(k for k in measured if "/leaf_norm/" in k)[measured["clip_by_global_norm/largest_leaf"]]`.
 
-    Your own states take part: give the class of the state, a pytree node such as `MyRuleState`, a method `metrics`. It
-    takes no arguments and returns a dictionary of scalars, which are named `"my_rule/..."`.
+    To take part, give the class of your state, a pytree node such as `MyRuleState`, a method `metrics`. It takes no
+    arguments and returns a dictionary of scalars, which are named `"my_rule/..."`.
 
     Args:
       opt_state: the state of any Optax transformation.
@@ -142,7 +171,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     return found
 
 
-def _measuring(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+def _measuring(tree: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, AnyState]]:
     """Yields each state that has a method `metrics`, with its path. An outer state precedes those inside it."""
     if _measures(tree):
         yield path, tree
@@ -151,10 +180,9 @@ def _measuring(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
             yield from _measuring(node, (*path, *below))
 
 
-def _measures(node: Any) -> bool:
+def _measures(node: PyTree) -> bool:
     return callable(getattr(type(node), "metrics", None))
 
 
 def _name(state: type) -> str:
-    """Returns `clip_by_global_norm` for `ClipByGlobalNormState`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", state.__name__.removesuffix("State")).lower()

@@ -1,48 +1,44 @@
 """Trees of gradients: their leaves as arrays, which leaves are clipped and summed, and how messages name a leaf.
 
-Rules take a tree apart with `gradient_leaves` and treat the leaves for which `is_gradient` is true. They leave all
-other leaves alone, such as integers, float0 and keys. `check_unchanged` raises if a wrapped transformation changed the
-structure of its state.
+Rules take a tree apart with `gradient_leaves` and treat the leaves for which `is_gradient` is true. All other leaves,
+such as integers, float0 and keys, pass through.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-KeyPath = tuple[Any, ...]
+from shrewjax._base import mesh
+from shrewjax._base.types import DType, KeyPath, Leaf, PyTree, Tree
 
 
-Tree = TypeVar("Tree")
-"""A pytree that is returned as the type that was passed in. Its floating and complex leaves are returned as JAX
-arrays, others as they are."""
-
-
-def gradient_leaves(grads: Any) -> tuple[list[KeyPath], list[Any], Any]:
+def gradient_leaves(grads: PyTree) -> tuple[list[KeyPath], list[Leaf], Any]:
     """Returns the key paths of a tree of gradients, its leaves as arrays, and its structure."""
     with_paths, treedef = jax.tree.flatten_with_path(grads)
     return [path for path, _ in with_paths], [array_leaf(path, leaf) for path, leaf in with_paths], treedef
 
 
-def floating(grads: Any) -> list[Any]:
+def floating(grads: PyTree) -> list[Leaf]:
     """Returns the leaves of a tree of gradients that rules measure and clip, as arrays."""
     return [x for x in gradient_leaves(grads)[1] if is_gradient(x)]
 
 
-def map_floating(function: Callable[[Any], Any], grads: Tree) -> Tree:
+def map_floating(function: Callable[[Leaf], Leaf], grads: Tree) -> Tree:
     """Returns the tree with `function` of each of those leaves. All other leaves pass through."""
-    return jax.tree.map(lambda x: function(x) if is_gradient(x) else x, gradient_arrays(grads))
+    arrays = jax.tree.map_with_path(array_leaf, grads)
+    return jax.tree.map(lambda x: function(x) if is_gradient(x) else x, arrays)
 
 
-def gradient_arrays(grads: Any) -> Any:
-    """Returns the tree of gradients with its leaves as arrays."""
-    return jax.tree.map_with_path(array_leaf, grads)
+def gradient_arrays(grads: PyTree) -> PyTree:
+    """Returns the tree of gradients with its leaves as arrays, which may still have to be summed over devices."""
+    return jax.tree.map_with_path(_as_gradient, grads)
 
 
-def parameter_arrays(params: Any) -> Any:
+def parameter_arrays(params: PyTree) -> PyTree:
     """Returns the tree of parameters with its leaves as arrays. Any dtype is accepted."""
     return jax.tree.map_with_path(partial(_as_array, what="parameter"), params)
 
@@ -52,19 +48,28 @@ def leaf_name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path) or "(the tree itself)"
 
 
-def leaf_names(tree: Any) -> list[str]:
+def leaf_names(tree: PyTree) -> list[str]:
     """Returns the leaves' names for logs, such as "dense/kernel"; as in messages if these are empty or not unique."""
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
     return names if all(names) and len({*names}) == len(names) else [leaf_name(path) for path in paths]
 
 
-def array_leaf(path: KeyPath, leaf: Any) -> Any:
+def array_leaf(path: KeyPath, leaf: Leaf) -> Leaf:
     """Returns a gradient leaf as an array: Python numbers and floating or complex NumPy arrays become JAX arrays.
 
-    Other arrays are returned as they are. Raises if the leaf is no array or number, or if its dtype cannot hold
-    gradients.
+    Other arrays are returned as they are. A leaf that is `unreduced` by its type is summed over devices. Raises if the
+    leaf is no array or number, if its dtype cannot hold gradients, or if its place says that it is none.
     """
+    return mesh.summed(_as_gradient(path, leaf))
+
+
+def _as_gradient(path: KeyPath, leaf: Leaf) -> Leaf:
+    if is_overwritten(path):
+        raise ValueError(
+            f"gradient leaf {leaf_name(path)} is no gradient, but the new value of a parameter, with which Flax "
+            'overwrites it. Pass grads["params"] alone, as shrewjax.flax.TrainState does'
+        )
     if hasattr(leaf, "dtype") and not _holds_gradients(leaf.dtype):
         raise ValueError(
             f"gradient leaf {leaf_name(path)} must have a dtype with a sign, a zero and a NaN, got {leaf.dtype}. "
@@ -73,12 +78,17 @@ def array_leaf(path: KeyPath, leaf: Any) -> Any:
     return _as_array(path, leaf, what="gradient")
 
 
-def is_gradient(leaf: Any) -> bool:
+def is_overwritten(path: KeyPath) -> bool:
+    """Returns whether a leaf is one of Flax's statistics, whose "gradient" is its new value (fp8 layers)."""
+    return any(getattr(key, "key", None) == "_overwrite_with_gradient" for key in path)
+
+
+def is_gradient(leaf: Leaf) -> bool:
     """Returns whether a leaf is clipped and summed: true for floating and complex leaves alone."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def _as_array(path: KeyPath, leaf: Any, what: str) -> Any:
+def _as_array(path: KeyPath, leaf: Leaf, what: str) -> Leaf:
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
         is_foreign = isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
         return jnp.asarray(leaf) if is_foreign else leaf
@@ -90,7 +100,7 @@ def _as_array(path: KeyPath, leaf: Any, what: str) -> Any:
     )
 
 
-def _holds_gradients(dtype: Any) -> bool:
+def _holds_gradients(dtype: DType) -> bool:
     """Returns whether a dtype has negative numbers and NaN: float8_e8m0fnu has no sign, 4- and 6-bit floats no NaN."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return True
@@ -98,11 +108,11 @@ def _holds_gradients(dtype: Any) -> bool:
     return bool(negative == -1 and np.isnan(nan))
 
 
-def check_unchanged(new: Any, old: Any, what: str) -> None:
+def check_unchanged(new: PyTree, old: PyTree, what: str) -> None:
     """Raises, while tracing, if structure, shapes or dtypes differ. Adds no operation to the program."""
     require_structure(new, old, f"{what}: the structure must stay")
 
-    def check(path: KeyPath, new: Any, old: Any) -> None:
+    def check(path: KeyPath, new: Leaf, old: Leaf) -> None:
         given, kept = (f"{getattr(x, 'dtype', type(x).__name__)} of shape {np.shape(x)}" for x in (new, old))
         if given != kept:
             raise AssertionError(f"{what}: leaf {leaf_name(path)} must stay {kept}, got {given}")
@@ -110,7 +120,7 @@ def check_unchanged(new: Any, old: Any, what: str) -> None:
     jax.tree.map_with_path(check, new, old)
 
 
-def require_structure(given: Any, expected: Any, requirement: str, remedy: str = "") -> None:
+def require_structure(given: PyTree, expected: PyTree, requirement: str, remedy: str = "") -> None:
     """Raises if two trees differ in structure, and names leaves. The message has requirement, leaves and remedy."""
     structures: list[Any] = [jax.tree.structure(x) for x in (given, expected)]
     if structures[0] == structures[1]:

@@ -5,6 +5,5 @@
 * `elements`: element by element, to a bound or to a percentile of the magnitudes.
 * `cotangents`: the cotangent of a value, in the backward pass.
 
-`units` finds, measures and scales the units of `unit_norms`. A gradient goes through a rule once: leaves, reductions,
-one decision from a few scalars, one elementwise map. These rooms import `_base` and `_numerics`.
+`units` finds, measures and scales the units of `unit_norms`. These modules import `_base` and `_numerics`.
 """

@@ -1,8 +1,7 @@
 r"""Clipping inside the backward pass, where gradients blow up: each slice of the cotangent of a value.
 
-The clip is the identity with a backward pass of its own. `jax.custom_vjp` would refuse forward mode, and JAX transposes
-the tangents of a `jax.custom_jvp`, which would not clip. So the clip is a primitive. It is linear and its own
-derivative, and its transpose clips.
+`jax.custom_vjp` would refuse forward mode, and JAX transposes the tangents of a `jax.custom_jvp`, which would not clip.
+So the clip is a primitive. It is linear and its own derivative, and its transpose clips.
 """
 
 from collections.abc import Hashable, Sequence
@@ -15,8 +14,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import AxisName, UnitDims, as_varying, slice_axes, varying_axes, varying_axes_of_type
-from shrewjax._base.trees import KeyPath, Tree, is_gradient
+from shrewjax._base.mesh import UnitDims, as_varying, slice_axes, varying_axes
+from shrewjax._base.trees import is_gradient
+from shrewjax._base.types import AxisName, KeyPath, Tree
 from shrewjax._numerics import floats, scaling
 from shrewjax._numerics.norms import measure_slices
 
@@ -30,52 +30,38 @@ def clip_cotangent(
     counter: Any = None,
     sharded_over: AxisName | None = None,
 ) -> Tree:
-    r"""Returns `x`. In the backward pass, scales each slice of its cotangent to a norm of at most `max_norm`.
+    r"""Returns `x`, and scales each slice of its cotangent to a norm of at most `max_norm` in the backward pass.
 
     .. math:: y = x, \qquad
               \bar x_s = \bar y_s \cdot \min\Big(1, \frac{\mathrm{max\_norm}}{\|\bar y_s\|}\Big)
               \;\text{ for each slice } s \text{ along } axis
 
-    Use it on activations of recurrent, deep or long-context models, where gradients grow on their way back. The sum of
-    many clipped slices may still be large, so keep a `clip_by_global_norm` in the optimizer.
+    Use it on activations of recurrent, deep or long-context models. The sum of many clipped slices may still be large,
+    so keep a `clip_by_global_norm` in the optimizer.
 
-    The first row that fits applies:
-
-    ====================================  =============================================================
-    condition, slice by slice             cotangent
-    ====================================  =============================================================
-    max_norm = inf                        unchanged to the last bit, NaN and infinities included
-    a NaN or infinity                     the slice becomes NaN, other slices do not
-    a NaN max_norm in an array            the slice becomes NaN
-    a negative max_norm in an array       as for 0
-    norm <= max_norm                      unchanged to the last bit, subnormals and -0.0 included
-    max_norm = 0                          zeros
-    norm > max_norm                       direction kept, norm within 2 eps of max_norm, as in `clip_grad_norm`
-    ====================================  =============================================================
+    The table of `clip_grad_norm` applies to each slice, so a NaN in one slice does not change the others.
 
     Values, and derivatives in forward mode (`jax.jvp`, `jax.jacfwd`), are those without the clip, to the last bit. The
-    clipped gradient is no longer that of the loss, but it can be differentiated itself. `jax.jvp` of `jax.grad` is its
-    derivative. `jax.grad` of `jax.grad` also clips in the outer backward pass. The first derivative with respect to
-    `max_norm` is 0.
+    clipped gradient can be differentiated itself. `jax.jvp` of `jax.grad` is its derivative. `jax.grad` of `jax.grad`
+    also clips in the outer backward pass. The first derivative with respect to `max_norm` is 0.
 
-    The backward pass reads each cotangent once more, and writes it again only if a slice is clipped. The forward pass
-    keeps nothing for it. In a mean loss over one of K micro-batches, the clip is K times as tight, because cotangents
-    carry K / B there, and not 1 / B. To get the large batch's, sum the loss, with `reduction="sum_over_weights"`. Or
-    pass `max_norm * B / len(x)`, where x is the micro-batch. The guide "Clip" has both.
+    The backward pass reads each cotangent once more, and writes it again only if a slice is clipped. In a mean loss
+    over one of K micro-batches, the clip is K times as tight. For the large batch's clip, sum the loss, with
+    `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the micro-batch.
 
     Args:
       x: an array, or a pytree whose leaves are clipped one by one. Integer, boolean and float0 leaves, keys and `None`
         are returned as they are.
-      max_norm: the threshold, a real scalar >= 0, or a scalar array of any real dtype.
+      max_norm: the threshold, as in `clip_grad_norm`.
       axis: the axes of a slice, an int or a tuple of ints. There is one slice for each position along the other axes.
-        `None` means that a leaf is a single slice. Or a function of a leaf's name, as `jax.tree_util.keystr` gives it,
-        and the leaf.
+        `None` means that a leaf is a single slice. Or a function of a leaf's name (from `jax.tree_util.keystr`) and the
+        leaf.
       ord: p of the norm, as in `grad_norm`. For p other than 1, 2 and inf, the cotangent is read once more.
       counter: a float32 zero, which does not change the result. Its cotangent is the number of slices that were clipped
         or became NaN. It may also be an array that broadcasts to the slices (the leaf's shape without `axis`). Its
         elements then count apart.
       sharded_over: inside `jax.shard_map` and `jax.pmap`, the mapped axes along which devices hold parts of the same
-        slices. Pass `()` if each device holds its slices whole. Leave it out under plain `jax.jit`.
+        slices. Pass `()` if each device holds its slices whole.
 
     Returns:
       `x`. Each leaf keeps its dtype, and its cotangent has the same.
@@ -100,8 +86,8 @@ def clip_cotangent(
       >>> jax.grad(last_state, argnums=(0, 1))(jnp.ones(1), jnp.zeros(()))
       (Array([10.], dtype=float32), Array(6., dtype=float32))
 
-    Source: A. Graves, "Generating sequences with recurrent neural networks", 2013, arXiv:1308.0850, section 2.1. There,
-    the derivatives of a recurrent network's inputs are limited to a fixed range, element by element.
+    Source: A. Graves, "Generating sequences with recurrent neural networks", 2013, arXiv:1308.0850, section 2.1, there
+    element by element.
     """
     max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
     axis, sharded_over = arguments.axes("axis", axis), arguments.sharded_over(sharded_over)
@@ -218,7 +204,7 @@ def _transpose(cotangent: Any, x: Any, zeros: Any, *limit: Any, slices: _Slices)
             # On an Explicit mesh the counts are sharded as the slices are, and JAX demands the type of the zeros
             # (tests/clipping/test_cotangents.py, "explicit_mesh").
             counts = jax.sharding.reshard(counts, of_counter)
-        of_zeros = as_varying(counts, tuple(varying_axes_of_type(zeros.aval)))
+        of_zeros = as_varying(counts, tuple(varying_axes(zeros.aval)))
     return [of_x, of_zeros, *[None] * len(limit)]
 
 

@@ -1,7 +1,4 @@
-"""Clipping element by element: to a given bound, or to a percentile of the magnitudes.
-
-Only floating and complex leaves are clipped. Other leaves, `None` and `optax.MaskedNode` pass through.
-"""
+"""Clipping element by element: to a given bound, or to a percentile of the magnitudes."""
 
 import math
 from fractions import Fraction
@@ -14,13 +11,12 @@ import optax
 from jax import lax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.arguments import Scalar
-from shrewjax._base.mesh import AxisName
 from shrewjax._base.states import described, largest, require_own
-from shrewjax._base.trees import Tree, is_gradient
+from shrewjax._base.trees import is_gradient
+from shrewjax._base.types import AxisName, Scalar, Tree
 from shrewjax._numerics import floats
 from shrewjax._numerics.percentiles import Method, Over, Rule, Scope, select
-from shrewjax._numerics.reductions import elements
+from shrewjax._numerics.vectors import scalars
 
 
 def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
@@ -41,7 +37,7 @@ def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
     any, max_value negative in an array   as for 0
     ====================================  =======================================================================
 
-    Unlike a norm clip, it changes the gradient's direction. It measures nothing, so it costs one read and one write.
+    It changes the gradient's direction.
 
     Args:
       grads: pytree of arrays. Integer, boolean and float0 leaves, `None` and `optax.MaskedNode` pass through.
@@ -72,7 +68,7 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
     The table of `clip_grad_value` has the edge cases.
 
     Args:
-      max_value: the threshold, a real scalar >= 0, or a scalar array of any real dtype.
+      max_value: as in `clip_grad_value`.
 
     Returns:
       A transformation with state `optax.EmptyState`: it measures nothing.
@@ -86,7 +82,7 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
       >>> tx.update(grads, tx.init(grads))[0]
       Array([ 0.125, -0.25 ], dtype=float32)
 
-    Source: the rule is that of `torch.nn.utils.clip_grad_value_` and `optax.clip`.
+    Source: as for `clip_grad_value`; `optax.clip` has the same rule.
     """
     max_value = arguments.threshold("max_value", max_value)
     return optax.with_extra_args_support(optax.stateless(lambda updates, _: clip_grad_value(updates, max_value)))
@@ -128,7 +124,8 @@ def _clip_real(x: jax.Array, limit: Limit) -> jax.Array:
     `test_value_clip_never_leaves_the_interval_and_touches_nothing_inside` holds this.
     """
     integers = floats.integers_like(x.dtype)
-    # XLA-28: not one selection is of floats, and the ends are not floats' bits: else LLVM would make floats of them.
+    # XLA-28: all selections are of integers, and the ends are computed as integers. If an operand were a float's bits,
+    # LLVM would select floats instead, and flush subnormals.
     nan, minus_zero = (int(np.asarray(value, x.dtype).view(integers)) for value in (math.nan, -0.0))
     upper = jnp.where(limit.is_nan, jnp.asarray(nan, integers), limit.bits)
     lower = jnp.where(upper == 0, jnp.asarray(minus_zero, integers), upper | jnp.iinfo(integers).min)
@@ -146,11 +143,11 @@ def _clip_real_jvp(primals: tuple[jax.Array, Limit], tangents: tuple[jax.Array, 
 
 
 def _is_outside(x: jax.Array, limit: Limit) -> jax.Array:
-    """Returns which elements the clip changes."""
-    # XLA-17: a limit of 0 is asked for by itself, because on CPU LLVM turns a comparison of bits with 0 into one of
-    # floats. That lets subnormals pass. The test is that of `_clip_real`.
+    # XLA-17: a limit of 0 has a check of its own. On CPU LLVM turns a comparison of bits with 0 into one of floats, so
+    # that subnormals would not be clipped. The test that notices is that of `_clip_real`.
     magnitude = floats.magnitude_bits(x)
-    # XLA-28: nor is a NaN found as a float. Floats of 8 bits are none to LLVM, and some have their NaN elsewhere.
+    # XLA-28: a NaN is found by its bits, too. Floats of 8 bits need `isnan`, because some of their formats have a NaN
+    # at other bits. It does no harm there, because LLVM does not know such floats.
     wide = jnp.finfo(x.dtype).bits >= 16
     is_nan = magnitude > floats.infinity_bits(x.dtype) if wide else jnp.isnan(x)
     is_outside = ((magnitude > limit.bits) | (limit.bits == 0)) & ~is_nan
@@ -180,8 +177,8 @@ def clip_grad_percentile(
 
     .. math:: g_i \leftarrow \max(-b, \min(g_i, b)), \qquad b = \mathrm{percentile}_p(|g_1|, \dots, |g_n|)
 
-    p is in percent: 90, not 0.9. Here v_0 <= ... <= v_(n-1) are the sorted magnitudes, and h = p (n - 1) / 100 is the
-    exact rank, a rational number. Its floor is j, and f = h - j:
+    p is in percent: 90, not 0.9. The sorted magnitudes are v_0 <= ... <= v_(n-1). The exact rank is h = p (n - 1) /
+    100, its floor is j, and f = h - j:
 
     ==========  ===============================================================
     method      b
@@ -208,19 +205,16 @@ def clip_grad_percentile(
     percentile NaN in an array            as a NaN gradient; outside of [0, 100] in an array: as the nearer end
     ====================================  =======================================================================
 
-    **When it helps, and when not.** It clips a fixed share of the elements, (100 - p) %, in *every* step, even a calm
-    one. So it changes the shape of the update, as a coordinate-wise rule against heavy-tailed noise. It does not guard
-    against spikes, because the bound of a gradient a thousand times as large is a thousand times as large. For that,
-    use `clip_grad_norm`. Before an optimizer that divides by the gradients' scale, such as Adam, only the shape
-    matters.
+    It clips a fixed share of the elements, (100 - p) %, in *every* step, even a calm one. That helps as a
+    coordinate-wise rule against heavy-tailed noise. It does not guard against spikes, because b grows with the
+    gradients: for that, use `clip_grad_norm`.
 
-    The bound is found by counting, without a sort, a copy or a gather. It takes 5 to 8 reads of the data, for 16-bit
-    leaves 3 to 6. It takes more reads if most magnitudes are equal, and never more than 27 (16 bits: 11; 64 bits: 56).
-    Sharded gradients give the same bits. The clip is differentiable, with b as a constant.
+    The bound usually takes 5 to 8 reads of the data, and never more than 27 (16 bits: 11; 64 bits: 56). Nothing is
+    sorted, copied or gathered. Sharded gradients give the same bits. The clip is differentiable, with b as a constant.
 
     Args:
-      grads: pytree of arrays. Complex leaves count and are clipped by their modulus, and keep their phase. Integer,
-        boolean and float0 leaves, `None` and `optax.MaskedNode` pass through and do not count.
+      grads: pytree of arrays. Integer, boolean and float0 leaves, `None` and `optax.MaskedNode` pass through and do not
+        count.
       percentile: p in [0, 100]. A number means exactly the decimal that it is written as (99.9 is 999/10), up to 15
         decimals. A scalar array is rounded to a multiple of 2**-24.
       method: "linear", "lower", "higher", "nearest" or "midpoint", as in `numpy.percentile`, with the exact rank.
@@ -276,18 +270,16 @@ def clip_by_percentile(
 
     .. math:: g_i \leftarrow \max(-b, \min(g_i, b)), \qquad b = \mathrm{percentile}_p(|g_1|, \dots, |g_n|)
 
-    p is in percent: 90, not 0.9. The tables of `clip_grad_percentile` have the edge cases. The rule clips (100 - p) %
-    of the elements in every step, and does not guard against spikes. The search for b starts from the previous step's
-    b, because it is usually near. The start does not change the result.
+    p is in percent: 90, not 0.9. `clip_grad_percentile` has the edge cases, and says when the rule helps.
 
     To schedule the percentile, wrap it in `optax.inject_hyperparams`. If parameters are narrower than float32, pass
     `hyperparam_dtype=jnp.float32`, because in bfloat16 99.9 is 100, which clips nothing.
 
     Args:
-      percentile: p in [0, 100], a number or a scalar array, as in `clip_grad_percentile`.
-      method: "linear", "lower", "higher", "nearest" or "midpoint".
-      scope: "global" for one b from all leaves, "leaf" for one b for each leaf.
-      over: "all" elements, or the "nonzero" ones only.
+      percentile: as in `clip_grad_percentile`.
+      method: as in `clip_grad_percentile`.
+      scope: as in `clip_grad_percentile`.
+      over: as in `clip_grad_percentile`.
       sharded_over: as in `grad_norm`.
 
     Returns:
@@ -305,7 +297,7 @@ def clip_by_percentile(
       >>> clipped, state.bound, state.clipped_fraction
       (Array([ 1., -2.,  3., -5.,  5.], dtype=float32), Array(5., dtype=float32), Array(0.2, dtype=float32))
 
-    Source: `clip_grad_percentile` names the rule and the definition of the ranks.
+    Source: as for `clip_grad_percentile`.
     """
     rule = _checked(percentile, method, scope, over, sharded_over)
 
@@ -350,7 +342,7 @@ def _clip_percentile(grads: Tree, rule: Rule, start: Any) -> tuple[Tree, Any, ja
         start = jnp.stack([starts[i] for i in counted]) if counted else None
     selected = select([leaves[i] for i in counted], rule, start)
     bounds: list[Any] = [jnp.zeros((), jnp.float32)] * len(leaves)
-    found = (elements(x) if of_leaf else [x] * len(counted) for x in (selected.bound, selected.bits))
+    found = (scalars(x) if of_leaf else [x] * len(counted) for x in (selected.bound, selected.bits))
     for i, bound, bits in zip(counted, *found, strict=True):
         leaves[i] = _clip_to_selected(leaves[i], bound, bits, rule.percentile)
         bounds[i] = bound

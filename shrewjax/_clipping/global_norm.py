@@ -1,9 +1,7 @@
-"""Clipping all gradients together, by their global norm: to a given threshold, or to one from the norms of past steps.
-
-Only floating and complex leaves are measured and clipped. Other leaves, `None` and `optax.MaskedNode` pass through.
-"""
+"""Clipping all gradients together, by their global norm: to a given threshold, or to one from past norms."""
 
 import math
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -11,9 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import Axes, AxisName
 from shrewjax._base.states import described, fields, require_own
-from shrewjax._base.trees import Tree
+from shrewjax._base.types import Axes, AxisName, Tree
 from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -42,8 +39,8 @@ def grad_norm(grads: Any, ord: float | None = None, *, sharded_over: AxisName | 
       grads: pytree of arrays. Complex leaves count with their modulus. Integer, boolean and float0 leaves, `None` and
         `optax.MaskedNode` do not count.
       ord: p, any Python number >= 1 or inf. `None` means 2.
-      sharded_over: mapped axes over which the gradients are sharded. It is only needed inside `jax.shard_map` with
-        `check_vma=False` and inside `jax.pmap`, because there the leaves' types do not record it.
+      sharded_over: mapped axes over which the gradients are sharded. It is only needed in `jax.pmap` and in
+        `jax.shard_map` with `check_vma=False`, where types do not record it.
 
     Returns:
       float32 scalar; float64 if a leaf is float64 or complex128.
@@ -59,8 +56,8 @@ def grad_norm(grads: Any, ord: float | None = None, *, sharded_over: AxisName | 
       >>> grad_norm(jnp.full(4, 1e20, jnp.float32))
       Array(2.e+20, dtype=float32)
 
-    Source: the scaled second pass follows the idea of J. L. Blue, "A portable Fortran program to find the Euclidean
-    norm of a vector", ACM TOMS 4 (1978).
+    Source: J. L. Blue, "A portable Fortran program to find the Euclidean norm of a vector", ACM TOMS 4 (1978), for the
+    scaled second pass.
     """
     return floats.from_extended(global_norm(grads, arguments.order(ord), arguments.sharded_over(sharded_over)))
 
@@ -88,13 +85,13 @@ def clip_grad_norm(
                                           scaled elements become subnormal: plus sqrt(n) smallest normals
     ====================================  =============================================================
 
-    There is no epsilon in the denominator. The clip is differentiable; at a zero norm its derivative is that of the
-    identity.
+    The clip is differentiable; at a zero norm its derivative is that of the identity.
 
     Args:
-      grads: pytree of arrays, as in `grad_norm`. Each leaf keeps its dtype; 16-bit leaves are multiplied in float32.
+      grads: pytree of arrays. Leaves that do not count in `grad_norm` pass through. The others keep their dtype; 16-bit
+        ones are multiplied in float32.
       max_norm: the threshold, a real scalar >= 0, or a scalar array of any real dtype.
-      ord: p of the norm, as in `grad_norm`.
+      ord: as in `grad_norm`.
       sharded_over: as in `grad_norm`.
 
     Returns:
@@ -141,15 +138,14 @@ def clip_by_global_norm(
     .. math:: g \leftarrow g \cdot \min\Big(1, \frac{\mathrm{max\_norm}}{\|g\|}\Big)
 
     The table of `clip_grad_norm` has the edge cases. Chain it before the optimizer. Inside `accumulate` it clips the
-    window's average, as most people want. To schedule the threshold, wrap it in `optax.inject_hyperparams`.
+    window's average. To schedule the threshold, wrap it in `optax.inject_hyperparams`.
 
-    With `leaves=True` the state also has the norm of each leaf, which the same pass over the gradients computes.
-    `metrics` shows each by the leaf's name, and says which leaf has the largest share of the squared norm:
+    With `leaves=True` the state also has the norm of each leaf, at no extra pass over the gradients. `metrics` shows
+    each by name, and the largest share of the squared norm:
 
     ======================================  =====================================================================
     gradients                               norms by leaf
     ======================================  =====================================================================
-    one leaf                                its norm is `grad_norm`, and its share is 1
     a NaN in a leaf                         NaN for that leaf; `largest_share` is NaN and `largest_leaf` has the NaN
     an infinity and no NaN                  inf for its leaf; k infinite leaves have a share of 1/k each
     a leaf's norm beyond float32            inf, and a share as for an infinity. Beside a NaN, from 2**63 on
@@ -161,20 +157,19 @@ def clip_by_global_norm(
     ======================================  =====================================================================
 
     Args:
-      max_norm: the threshold, a real scalar >= 0, or a scalar array of any real dtype.
-      ord: p of the norm, any Python number >= 1 or inf. `None` means 2.
-      leaves: whether the state has the leaves' norms, too; a bool. It requires order 2, and changes no update.
+      max_norm: as in `clip_grad_norm`.
+      ord: as in `grad_norm`.
+      leaves: a bool, whether the state has the leaves' norms. It requires order 2, and changes no update.
       sharded_over: as in `grad_norm`.
 
     Returns:
       A transformation with state `ClipByGlobalNormState(grad_norm, clip_scale, leaf_norms)`, measurements of the last
-      update (before the first: 0, 1 and 0): float32 scalars, and a tree of them or (). The norms of the leaves have no
-      derivative.
+      update (before the first: 0, 1 and 0). The norms of the leaves have no derivative.
 
     Raises:
       ValueError: `leaves` is no bool, or is set although `ord` is not 2; with `leaves=True`, the updates' tree differs
         from that of the parameters given to `init`, or the state is another transformation's; or as in
-        `clip_grad_norm`. Without `leaves` the state is not read, and may be any.
+        `clip_grad_norm`.
 
     Example:
       >>> tx = optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1))
@@ -232,7 +227,6 @@ def clip_by_global_norm(
 
 
 def global_norm(grads: Any, ord: float, axes: Axes) -> ExtendedFloat:
-    """Returns the norm of all gradients together."""
     return measure(trees.floating(grads), ord, axes)
 
 
@@ -247,25 +241,32 @@ def _of_leaves(leaf_norms: Any) -> dict[str, Any]:
     by_name = dict(sorted(zip(trees.leaf_names(leaf_norms), jax.tree.leaves(leaf_norms), strict=True)))
     if not by_name:
         return {}
-    norms = jnp.stack([*by_name.values()])
+    share, index = _largest_of([*by_name.values()])
+    return {
+        "largest_share": share,
+        "largest_leaf": index,
+        **{f"leaf_norm/{name}": norm for name, norm in by_name.items()},
+    }
+
+
+@partial(jax.jit, inline=True)  # outside of jit, operations would send their constants to the device
+def _largest_of(leaf_norms: list[Any]) -> tuple[jax.Array, jax.Array]:
+    """Returns the share of the squared norm that the largest leaf has, and its place."""
+    norms = jnp.stack(leaf_norms)
     index = jnp.argmax(norms, axis=0)  # of the first NaN, if there is one
     largest = jnp.take_along_axis(norms, index[None], axis=0)
     is_largest = norms == largest
     # Relative to the largest, so that no square leaves the range. No 0 / 0 or inf / inf, which `jax_debug_nans` finds.
     others = jnp.where(is_largest, 0, norms) / jnp.where(largest == 0, 1, largest)
     share = 1 / jnp.sum(jnp.where(is_largest, 1, others * others), axis=0)
-    return {
-        "largest_share": jnp.where(largest[0] == 0, 0, share),
-        "largest_leaf": index.astype(jnp.int32),
-        **{f"leaf_norm/{name}": norm for name, norm in by_name.items()},
-    }
+    return jnp.where(largest[0] == 0, 0, share), index.astype(jnp.int32)
 
 
 @described
 class ClipByNormPercentileState(NamedTuple):
     """The history of norms and measurements of the last update. Its fields are a file format."""
 
-    history: Annotated[histories.History, "the last finite norms, before clipping"]
+    history: Annotated[histories.HistoryState, "the last finite norms, before clipping"]
     threshold: Annotated[jax.Array, "float32 (): the threshold of the last norm; inf while the history is empty"]
     grad_norm: Annotated[jax.Array, "float32 (): the last norm before clipping"]
     clip_scale: Annotated[jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"]
@@ -284,8 +285,7 @@ def clip_by_norm_percentile(
               c_t = \mathrm{percentile}_p(\|g_{t-H+1}\|, \dots, \|g_t\|)
 
     p is in percent: 90, not 0.9. The history holds norms before clipping, the present one included. A percentile of 10,
-    as in the paper, clips nine steps in ten, so the rule normalises more than it guards. For a guard, use a percentile
-    near 100, or `skip_on_spike`.
+    as in the paper, clips nine steps in ten. For a guard, use one near 100, or `skip_on_spike`.
 
     The first row that applies:
 
@@ -298,12 +298,9 @@ def clip_by_norm_percentile(
     a norm beyond float32                     not recorded. While the history is empty, the gradient passes as it is.
                                               Later it is clipped to the percentile of the others
     the first norm; percentile = 100          never clipped, the gradients to the last bit
-    percentile = 0                            clipped to the smallest norm in the history
     ========================================  =======================================================================
 
-    A percentile outside [0, 100] in an array counts as 0 or 100. A norm of 0 counts as any other, so all updates are 0
-    if more than p % of the norms are. A full history drops its oldest norm.
-
+    A percentile outside [0, 100] in an array counts as 0 or 100. If more than p % of the norms are 0, all updates are.
     The table of `clip_grad_norm` describes the clip itself.
 
     Args:
@@ -390,12 +387,12 @@ def clip_by_norm_zscore(
               n_t = \mu + \frac{z_{thr}^2}{z_t} \sigma \;\text{ if } z_t > z_{thr}, \text{ else } \|g_t\|
 
     The norm is clipped to :math:`\min(n_t, \mathrm{max\_norm})`. The further a spike stands out, the more it is
-    clipped. Then the moments are updated with the norm as the rule, without `max_norm`, clipped it:
+    clipped. Then the moments are updated with :math:`n_t`:
 
     .. math:: \mu \leftarrow \beta \mu + (1 - \beta) n_t, \qquad
               \sigma^2 \leftarrow \beta \sigma^2 + (1 - \beta) (n_t - \mu)^2
 
-    with the new mean. In the first `warmup_steps` steps there is no z-score, and only `max_norm` clips. The mean and
+    with the new mean. Until `warmup_steps` norms are recorded, only `max_norm` clips. The mean and
     the standard deviation are then those of all norms so far, with their number as the denominator.
 
     ========================================  =======================================================================
@@ -405,26 +402,23 @@ def clip_by_norm_zscore(
                                               max_norm = inf, the gradient passes as it is
     norm beyond float32                       in the warm-up not recorded; later clipped to the mean, and so recorded
     all norms equal                           the mean is that norm to the last bit, the deviation 0
-    then a new, higher level of norms         clipped to the mean forever, because the threshold cannot rise without
-                                              deviation
+    a higher level after equal norms          clipped to the mean forever
     mean 0 (no warm-up, or only zeros in it)  as in the warm-up, until the mean is positive
     a NaN argument in an array                every floating leaf becomes NaN; nothing non-finite is recorded
     z at most max_zscore, norm <= max_norm    the gradients to the last bit
-    max_norm = inf                            no cap; in the warm-up nothing is clipped
     ========================================  =======================================================================
 
     Args:
-      max_zscore: the largest z-score of a norm that is no spike, a real scalar >= 0, or a scalar array.
-      decay: beta, a real scalar in [0, 1], or a scalar array.
-      warmup_steps: a number of recorded norms, a real scalar >= 0, or a scalar array.
-      max_norm: a cap on every step, a real scalar >= 0, or a scalar array. The default, inf, is no cap. The paper's 1.0
-        suits the gradients of the language models that it trained.
-      eps: added to the deviation, a real scalar >= 0, or a scalar array.
+      max_zscore: the largest z-score of a norm that is no spike, >= 0. This and the next four are real scalars or
+        scalar arrays.
+      decay: beta, in [0, 1].
+      warmup_steps: a number of recorded norms, >= 0.
+      max_norm: a cap on every step, >= 0. The default, inf, is no cap. The paper uses 1.0 for language models.
+      eps: added to the deviation, >= 0.
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `ClipByNormZscoreState(recorded, mean, std, threshold, grad_norm, clip_scale)`: an
-      int32 scalar and float32 scalars.
+      A transformation with state `ClipByNormZscoreState(recorded, mean, std, threshold, grad_norm, clip_scale)`.
 
     Raises:
       ValueError: an argument is not as described; the state is another transformation's; or as in `grad_norm`.
@@ -491,7 +485,7 @@ def clip_by_norm_zscore(
 def _float32_limit(threshold: jax.Array, grad_norm: jax.Array, norm: ExtendedFloat) -> ExtendedFloat:
     """Returns the limit of a norm; inf if its float32 value, which is what states show, is within the threshold.
 
-    Without this, a norm that reads equal to its threshold could be clipped for digits beyond float32. The test is
+    Otherwise a norm that reads equal to its threshold could be clipped for digits beyond float32. The test is
     `test_percentile_100_leaves_gradients_of_any_size_alone`.
     """
     return scaling.as_limit(jnp.where(grad_norm <= threshold, jnp.inf, threshold), norm)

@@ -3,6 +3,7 @@
 A unit is a leaf, a layer of a leaf that stacks layers, or a row or column of a kernel, as each rule says (`units`).
 """
 
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import optax
 
 from shrewjax._base import arguments
 from shrewjax._base.states import described, fields, largest, require_own
-from shrewjax._base.trees import KeyPath
+from shrewjax._base.types import KeyPath
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -23,7 +24,7 @@ from shrewjax._numerics.scaling import ClipScale
 class ClipByLeafNormState(NamedTuple):
     """Measurements of the last update for each leaf: trees like the parameters."""
 
-    grad_norm: Annotated[Any, "float32 (sizes of a leaf's batch axes): norms before clipping; 0 for other leaves"]
+    grad_norm: Annotated[Any, "float32 (sizes of a leaf's batch axes): norms before clipping; 0 for leaves without one"]
     clip_scale: Annotated[Any, "float32, same shape: the numbers that multiplied the gradients; 1 if not clipped"]
 
     def metrics(self) -> dict[str, Any]:
@@ -41,23 +42,21 @@ def clip_by_leaf_norm(
 
     .. math:: g_\ell \leftarrow g_\ell \cdot \min\Big(1, \frac{\mathrm{max\_norm}}{\|g_\ell\|}\Big)
 
-    The table of `clip_grad_norm` applies to each leaf, so a NaN in one leaf does not change the others. The direction
-    of the whole gradient changes.
+    The table of `clip_grad_norm` applies to each leaf, so a NaN in one leaf does not change the others.
 
     Args:
-      max_norm: the threshold of every leaf, a real scalar >= 0, or a scalar array of any real dtype.
-      ord: p of the norm, any Python number >= 1 or inf. With `batch_axes` it must be 1 or 2. `None` means 2.
-      batch_axes: the axes along which a leaf stacks layers, each clipped on its own, as in `clip_by_block_rms`.
+      max_norm: the threshold of every leaf, as in `clip_grad_norm`.
+      ord: as in `grad_norm`. With `batch_axes` it must be 1 or 2.
+      batch_axes: as in `clip_by_block_rms`.
       sharded_over: as in `grad_norm`; with `batch_axes` as in `adaptive_grad_clip`.
 
     Returns:
       A transformation with state `ClipByLeafNormState(grad_norm, clip_scale)`, measurements of the last update (before
-      the first: 0 and 1). They are float32, scalars or arrays of the sizes of a leaf's `batch_axes`.
+      the first: 0 and 1). A leaf's are float32, scalars or arrays of the sizes of its `batch_axes`.
 
     Raises:
-      ValueError: as in `clip_grad_norm`; or `ord` is neither 1 nor 2 although there are `batch_axes`; or the updates'
-        tree, or a leaf's number of layers, differs from that of the parameters given to `init`; or the state is another
-        transformation's.
+      ValueError: an argument is not as described; the updates' tree, or a leaf's number of layers, differs from that of
+        the parameters given to `init`; the state is another transformation's; or as in `clip_grad_norm`.
 
     Example:
       >>> tx = clip_by_leaf_norm(1.0)
@@ -125,9 +124,8 @@ def adaptive_grad_clip(
     A unit is a part of a leaf with one norm. With `unit="auto"` it depends on the leaf's rank without `batch_axes`:
 
     * Rank 0 and 1: the whole leaf is a unit.
-    * Rank 2 and 3: each position of all axes except the first is a unit. The first has the inputs of a dense or
-      multi-head kernel.
-    * Rank 4 and more: each position of the last axis is a unit. That axis has the outputs of a convolution.
+    * Rank 2 and 3: each position of all axes except the first, which has a kernel's inputs, is a unit.
+    * Rank 4 and more: each position of the last axis, which has a convolution's outputs, is a unit.
 
     With `unit="tensor"` the whole leaf is a unit. `axis` overrides both: a unit spans the axes that it names.
 
@@ -149,19 +147,17 @@ def adaptive_grad_clip(
     The authors leave the classifier, the last linear layer, unclipped. `optax.masked` does that.
 
     Args:
-      clipping: lambda, a real scalar >= 0, or a scalar array. The authors use 0.01 for a batch of 4096, and more for
+      clipping: lambda >= 0, a real scalar or a scalar array. The authors use 0.01 for a batch of 4096, and more for
         smaller batches.
-      eps: a lower bound of parameter norms, a real scalar >= 0, or a scalar array.
+      eps: a lower bound of parameter norms, >= 0, a real scalar or a scalar array.
       unit: `"auto"` or `"tensor"`, see above.
-      axis: the axes that a unit spans: an int, a tuple of ints, or a function of a leaf's name (from
-        `jax.tree_util.keystr`) and the leaf that returns one of these. `None`, also if returned, leaves it to `unit`.
-      batch_axes: the axes along which a leaf stacks layers, in the same forms. `None` or () means none. No unit spans
-        two layers.
-      sharded_over: needed inside `jax.shard_map` and `jax.pmap` if a leaf has several units. Its type does not record
-        whether other devices hold other units or parts of the same ones. Pass a function of a leaf's name and
-        the leaf that returns its `jax.P`, as in `in_specs`. Or pass one `jax.P` for all leaves, such as `jax.P()` if
-        every device holds all of them. Names of mapped axes, passed or returned, are those along which devices hold
-        parts of the same units. For leaves of one unit, names are as in `grad_norm`.
+      axis: the axes that a unit spans, in the forms of `batch_axes` in `clip_by_block_rms`. `None`, also if returned,
+        leaves it to `unit`.
+      batch_axes: as in `clip_by_block_rms`. No unit spans two layers.
+      sharded_over: for leaves of one unit, as in `grad_norm`. For a leaf of several units it is needed inside
+        `jax.shard_map` and `jax.pmap`. Pass a function of a leaf's name and the leaf that returns its `jax.P`, as in
+        `in_specs`. Or pass one `jax.P` for all leaves, such as `jax.P()` if every device holds all of them. Names of
+        mapped axes, passed or returned, are those along which devices hold parts of the same units.
 
     Returns:
       A transformation with state `AdaptiveGradClipState(ratio_max, clipped_fraction)`, float32 scalars of the
@@ -259,8 +255,8 @@ def clip_by_block_rms(
     .. math:: u_\ell \leftarrow \frac{u_\ell}{\max(1, \mathrm{RMS}(u_\ell) / d)}, \qquad
               \mathrm{RMS}(u) = \sqrt{\textstyle\frac{1}{n} \sum_{i=1}^n u_i^2}
 
-    A leaf, or a layer that it stacks, is a block. Chain the rule after the scaling of an optimizer, because there a
-    typical element is about 1 in leaves of any size.
+    A leaf, or a layer that it stacks, is a block. Chain the rule after an optimizer's scaling, where a typical element
+    is about 1.
 
     ========================================  =======================================================================
     condition for a block                     result
@@ -272,9 +268,9 @@ def clip_by_block_rms(
     ========================================  =======================================================================
 
     Args:
-      threshold: d, a real scalar >= 0, or a scalar array.
+      threshold: d >= 0, a real scalar or a scalar array.
       batch_axes: the axes along which a leaf stacks layers: an int, a tuple of ints, or a function of a leaf's name
-        (from `jax.tree_util.keystr`) and the leaf that returns one of these. `None` means none.
+        (from `jax.tree_util.keystr`) and the leaf that returns one of these. `None` or () means none.
       sharded_over: as in `adaptive_grad_clip`.
 
     Returns:
@@ -323,6 +319,7 @@ def clip_by_block_rms(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+@partial(jax.jit, inline=True)  # as `largest`
 def _fraction_clipped(grad_norm: Any, clip_scale: Any) -> jax.Array:
     """Returns the fraction of units that were clipped, from a state. A leaf without a gradient counts as unclipped."""
     pairs = zip(jax.tree.leaves(grad_norm), jax.tree.leaves(clip_scale), strict=True)
@@ -370,22 +367,20 @@ def clip_by_leaf_norm_ema(
     a NaN or infinite gradient                the step is recorded for no leaf. The leaf becomes NaN (in the warm-up:
                                               every floating leaf), or passes as it is if the threshold is infinite
                                               (in the warm-up `warmup_max_norm`, later `max_ratio`)
-    a leaf's gradient is zero                 nothing is recorded for it. As published, one zero in the warm-up keeps
-                                              a leaf at zero forever, such as an idle expert or half of a low-rank
-                                              adapter
+    a leaf's gradient is zero                 nothing is recorded for it
     no record of a leaf after the warm-up     as in the warm-up, until it has a gradient; its threshold shows as 0
                                               until then
     norms rise lastingly                      the average grows by (1 - decay) (max_ratio - 1) a step at most: with the
                                               defaults, tenfold in 5,758 steps
-    an average below `min_norm`               raised to `min_norm`, which bounds the time of its growth
+    an average below `min_norm`               raised to `min_norm`
     ========================================  =======================================================================
 
     Args:
-      max_ratio: lambda, a real scalar >= 1, or a scalar array.
-      decay: beta, a real scalar in [0, 1], or a scalar array.
-      warmup_steps: a number of recorded steps, a real scalar >= 0, or a scalar array.
-      warmup_max_norm: the global threshold of the warm-up, a real scalar >= 0, or a scalar array.
-      min_norm: the floor of every average, a real scalar >= 0, or a scalar array.
+      max_ratio: lambda, >= 1. This and the next four are real scalars or scalar arrays.
+      decay: beta, in [0, 1].
+      warmup_steps: a number of recorded steps, >= 0.
+      warmup_max_norm: the global threshold of the warm-up, >= 0.
+      min_norm: the floor of every average, >= 0.
       batch_axes: as in `clip_by_block_rms`.
       sharded_over: as in `adaptive_grad_clip`.
 
@@ -477,17 +472,13 @@ def _norm_and_limit(
     warmup_max_norm: Any,
     is_warmup: jax.Array,
 ) -> tuple[ExtendedFloat, ExtendedFloat]:
-    """Returns the norm that decides on each unit, and its limit: its own ones if it has an average after the warm-up.
-
-    The global norm `total` is one number, which `where` broadcasts to the units.
-    """
+    """Returns the norm that decides on each unit, and its limit: its own after the warm-up if it has an average."""
     own = norm, floats.product(scaling.as_limit(ema, norm), scaling.as_limit(max_ratio, norm))
     of_all = total, scaling.as_limit(warmup_max_norm, norm)
     return optax.tree.where(is_warmup | (ema == 0), of_all, own)
 
 
 def _clipped_norm(norm: ExtendedFloat, decisive: ExtendedFloat, limit: ExtendedFloat, scale: ClipScale) -> jax.Array:
-    """Returns the norm of each unit after the clip, float32."""
     if_clipped = floats.product(norm, floats.quotient(limit, decisive))
     return floats.to_float32(optax.tree.where(scale.applies, if_clipped, norm))
 

@@ -1,7 +1,7 @@
 """Units: the parts of a gradient that a rule clips on their own, each by its own norm.
 
-A unit is a leaf or a part of one. Some axes of the leaf, its *unit dims*, number its units; each unit spans the other
-axes. Arithmetic on units is compiled once for all leaves whose units' numbers are joined (`norms.join`).
+Some axes of a leaf, its *unit dims*, number its units; each unit spans the other axes. Arithmetic on units is compiled
+once for all leaves whose units' numbers are joined (`vectors.join`).
 """
 
 import dataclasses
@@ -15,10 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.arguments import AxesOf, Scalar, UnitAxisNames
+from shrewjax._base.arguments import AxesOf, UnitAxisNames
 from shrewjax._base.mesh import (
-    Axes,
-    AxisName,
     UnitDims,
     UnitSharding,
     is_typed_by_device,
@@ -27,21 +25,14 @@ from shrewjax._base.mesh import (
     unit_axes,
     varying_axes,
 )
-from shrewjax._base.trees import KeyPath, is_gradient
+from shrewjax._base.trees import is_gradient
+from shrewjax._base.types import Axes, AxisName, KeyPath, Scalar
 from shrewjax._numerics import scaling
-from shrewjax._numerics.floats import ExtendedFloat
-from shrewjax._numerics.norms import (
-    Groups,
-    accumulation_dtype,
-    combine,
-    decide_by_norms,
-    join,
-    magnitude_keys,
-    measure_units,
-    split,
-)
+from shrewjax._numerics.floats import ExtendedFloat, accumulator_dtype
+from shrewjax._numerics.norms import combine, decide_by_norms, magnitude_key, measure_units
 from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, sizes, unit_zeros
 from shrewjax._numerics.scaling import ClipScale
+from shrewjax._numerics.vectors import Groups, join, split
 
 UnitAxisName = AxisName | jax.P | Callable[[str, Any], Any]
 """The values of `sharded_over` that users may pass to a rule for units."""
@@ -49,7 +40,7 @@ UnitAxisName = AxisName | jax.P | Callable[[str, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """The units of a gradient. Numbers of units, such as norms and scales, come and go joined (`joined`)."""
+    """The units of a gradient. Most methods take and return numbers of units, such as norms, as they are `joined`."""
 
     paths: tuple[KeyPath, ...]
     leaves: list[Any]  # the floating leaves
@@ -58,7 +49,6 @@ class Units:
 
     @cached_property
     def sharding(self) -> tuple[UnitSharding, ...]:
-        """The mapped axes over which each leaf is sharded."""
         return tuple(
             unit_axes(trees.leaf_name(path), x, dims, arguments.axis_names_of_leaf(self.given, path, x))
             for path, x, dims in zip(self.paths, self.leaves, self.dims, strict=True)
@@ -66,14 +56,14 @@ class Units:
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The sizes of each leaf's unit dims."""
         return [tuple(x.shape[a] for a in dims) for x, dims in zip(self.leaves, self.dims, strict=True)]
 
     def grouped(self, *, gather: bool) -> Groups:
-        """Returns the leaves whose numbers are joined. Where XLA may shard those of several units, it gathers them.
+        """Returns the groups of leaves whose numbers are joined.
 
-        The numbers of a leaf of several units stay apart if their type can say how they are sharded, because JAX joins
-        only arrays of one sharding (tests/clipping/test_units.py, "explicit mesh").
+        A leaf of several units is a group of its own in two cases. XLA may shard its numbers, and `gather` does not
+        allow XLA to gather them. Or types can say how its numbers are sharded, and JAX joins only arrays of one
+        sharding (tests/clipping/test_units.py, "explicit mesh").
         """
         alike: dict[Any, list[int]] = {}
         for i, (x, shape, over) in enumerate(zip(self.leaves, self.shapes, self.sharding, strict=True)):
@@ -94,19 +84,16 @@ class Units:
         return [self.sharding[group[0]].across for group in self.groups]
 
     def by_leaf(self, numbers: Sequence[Any]) -> list[Any]:
-        """Returns numbers leaf by leaf."""
         return split(numbers, self.groups, self.shapes)
 
     def norms(self, ord: float = 2) -> list[ExtendedFloat]:
-        """Returns the norms of the units."""
         return measure_units(self.leaves, self.dims, self.sharding, self.groups, ord)
 
     def total(self, norms: Sequence[ExtendedFloat]) -> ExtendedFloat:
-        """Returns the norm of all units together from their norms."""
         return combine(norms, self._across)
 
     def joined(self, per_leaf: Sequence[Any]) -> list[Any]:
-        """Returns numbers that come leaf by leaf, or one for all units of a leaf, as this class takes them."""
+        """Returns the numbers of each leaf, joined by group. A single number of a leaf stands for each of its units."""
 
         def of_units(number: Any, shape: tuple[int, ...]) -> Any:
             return jax.tree.map(lambda part: jnp.broadcast_to(part, shape), number)
@@ -143,8 +130,7 @@ class Units:
         return dataclasses.replace(self, leaves=weights)
 
     def limit(self, value: Scalar) -> ExtendedFloat:
-        """Returns a threshold as a limit for the norms of these units."""
-        return scaling.limit_in(value, accumulation_dtype(self.leaves))
+        return scaling.limit_in(value, accumulator_dtype(*self.leaves))
 
     def decided_beside(
         self,
@@ -153,13 +139,11 @@ class Units:
         exactly: Callable[..., Any],
         given: tuple[ExtendedFloat, ...],
     ) -> list[Any]:
-        """Returns `exactly(norm, norm of the weights, *given)` for all units, by `decide_by_norms`."""
         leaves, sharding = (self.leaves, weights.leaves), (self.sharding, weights.sharding)
         alike = self.grouped(gather=True)
         return decide_by_norms(in_floats, exactly, leaves, given, self.dims, sharding, self.groups, alike)
 
     def with_leaves(self, tree: chex.ArrayTree, leaves: Sequence[Any]) -> chex.ArrayTree:
-        """Returns the tree with these leaves at the same places."""
         at = dict(zip(self.paths, leaves, strict=True))
         return jax.tree.map_with_path(lambda path, leaf: at.get(path, leaf), tree)
 
@@ -186,7 +170,7 @@ class Units:
         """Returns the largest of all units' numbers >= 0 on all devices; NaN if one is NaN. Shape (), float32."""
         if not values:
             return jnp.zeros((), jnp.float32)
-        keys = leaf_maxima(magnitude_keys(jnp.dtype(jnp.float32)), values, axes=self._across)
+        keys = leaf_maxima(magnitude_key, values, axes=self._across)
         return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), jnp.float32)
 
     def clipped_fraction(self, is_clipped: Sequence[jax.Array]) -> jax.Array:

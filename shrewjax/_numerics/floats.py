@@ -4,20 +4,15 @@ The bits of a float >= 0, read as an integer, order as the numbers do. Compariso
 and TPU flush subnormal numbers to zero in every floating-point operation, comparisons included (XLA-18). The tests are
 in `tests/numerics/test_floats.py`.
 
-Four functions of JAX look like ones of this module, and cannot replace them:
-
-* Not `jnp.signbit` for `sign_bit`, because it refuses 8-bit floats.
-* Not `jnp.exp2` for `power_of_two`, because on CPU it misses most powers of two, 2**13 for one. Not `2.0**exponent`
-  either, because that is inexact on GPU (XLA-19).
-* Not `jnp.ldexp` for `times_power_of_two`, because on CPU it returns a subnormal number unscaled.
-* Not `jnp.frexp` for `to_extended`, because on CPU it returns mantissa 0.5 and exponent -149 for every subnormal
-  float32.
+* `sign_bit` is not `jnp.signbit`, which refuses 8-bit floats.
+* `power_of_two` is not `jnp.exp2`, which is inexact on CPU, nor `2.0**exponent`, which is inexact on GPU (XLA-19).
+* `times_power_of_two` is not `jnp.ldexp`, which on CPU returns a subnormal number unscaled.
+* `to_extended` does not use `jnp.frexp`, which on CPU returns the same for every subnormal float32.
 
 An `ExtendedFloat` is `mantissa * 2**exponent`, its mantissa in [1, 2) and its exponent an int32. Norms are measured as
 such numbers, because a norm may exceed float32 where the clip's quotient does not.
 
-* Zero has mantissa 0 and exponent -2**20. So it compares below every other number, and the sum of two such exponents
-  does not wrap around.
+* Zero has mantissa 0 and exponent -2**20, so it compares below every other number.
 * An infinity or a NaN is the mantissa, with any exponent.
 * Splitting a float is exact. Products and quotients are rounded once.
 """
@@ -31,11 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._base.arguments import Scalar
+from shrewjax._base.types import Scalar
 
 
 def is_complex(x: Any) -> bool:
-    """Returns whether an array is complex."""
     return x.dtype.kind == "c"
 
 
@@ -44,9 +38,9 @@ def real_dtype(x: Any) -> Any:
     return jnp.finfo(x.dtype).dtype
 
 
-def accumulator_dtype(x: Any) -> Any:
-    """Returns the real dtype in which to sum an array's elements or their parts: float64 for float64, else float32."""
-    return jnp.dtype(jnp.float64 if real_dtype(x) == jnp.float64 else jnp.float32)
+def accumulator_dtype(*xs: Any) -> Any:
+    """Returns the real dtype in which to sum arrays' elements or their parts: float64 if one is, else float32."""
+    return jnp.dtype(jnp.float64 if any(real_dtype(x) == jnp.float64 for x in xs) else jnp.float32)
 
 
 def upcast(x: Any, dtype: Any) -> jax.Array:
@@ -55,13 +49,17 @@ def upcast(x: Any, dtype: Any) -> jax.Array:
 
 
 def upcast_dtype(x: Any, dtype: Any) -> Any:
-    """Returns the dtype of `upcast(x, dtype)`."""
     return jnp.dtype(f"complex{2 * jnp.finfo(dtype).bits}" if is_complex(x) else dtype)
 
 
-def mul_real(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Returns x times a real factor. Parts are multiplied apart, because a complex product turns inf + 0i into NaN."""
-    return lax.complex(x.real * factor, x.imag * factor) if is_complex(x) else x * factor
+def mul_real(x: jax.Array, *factors: jax.Array) -> jax.Array:
+    """Returns x times real factors, in turn.
+
+    Parts are multiplied apart, because a complex product turns inf + 0i into NaN.
+    """
+    for factor in factors:
+        x = lax.complex(x.real * factor, x.imag * factor) if is_complex(x) else x * factor
+    return x
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
@@ -131,10 +129,7 @@ def round_toward_zero(value: Scalar, dtype: Any) -> jax.Array:
 
 
 def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Returns x * 2**exponent. It multiplies twice, because 2**exponent may leave the range where the result does not.
-
-    A subnormal x or result is flushed on CPU and TPU.
-    """
+    """Returns x * 2**exponent. A subnormal x or result is flushed on CPU and TPU."""
     first, second = factors_of_two(exponent, x.dtype)
     return x * first * second
 
@@ -151,7 +146,7 @@ def factors_of_two(exponent: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Arra
 
 
 def power_of_two_for(x: jax.Array) -> jax.Array:
-    """Returns a power of two that scales each finite, normal x > 0 to [1, 4)."""
+    """Returns a power of two that scales each finite, normal x > 0 to [1, 4), where its products stay in range."""
     _, bias = float_format(x.dtype)
     return power_of_two(-jnp.clip(exponent_of(x), 1 - bias, bias - 1), x.dtype)
 
@@ -169,12 +164,10 @@ def exponent_of(x: jax.Array) -> jax.Array:
 
 
 def integers_like(dtype: Any) -> Any:
-    """Returns the signed integer dtype of the same size."""
     return jnp.dtype(f"int{jnp.finfo(dtype).bits}")
 
 
 def float_format(dtype: Any) -> tuple[int, int]:
-    """Returns the number of fraction bits and the exponent's bias."""
     info = jnp.finfo(dtype)
     return int(info.nmant), 2 ** (int(info.nexp) - 1) - 1
 
@@ -256,7 +249,6 @@ def to_float32(number: ExtendedFloat) -> jax.Array:
 
 
 def in_dtype_of(number: ExtendedFloat, like: ExtendedFloat) -> ExtendedFloat:
-    """Returns the number with its mantissa in the dtype of another."""
     return ExtendedFloat(number.mantissa.astype(like.mantissa.dtype), number.exponent)
 
 
@@ -271,7 +263,6 @@ def bits_of(number: ExtendedFloat) -> jax.Array:
 
 
 def is_greater(a: ExtendedFloat, b: ExtendedFloat) -> jax.Array:
-    """Returns a > b for finite numbers."""
     return (a.exponent > b.exponent) | ((a.exponent == b.exponent) & (a.mantissa > b.mantissa))
 
 
@@ -292,12 +283,11 @@ def product(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
 
 
 def quotient(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
-    """Returns a / b. x / 0 is infinite for x > 0, and 0 / 0 is 0."""
+    """Returns a / b. x / 0 is infinite for x > 0 and for NaN, and 0 / 0 is 0."""
     ratio = shifted(a.mantissa / jnp.where(b.mantissa == 0, 1, b.mantissa), a.exponent - b.exponent)
     return ExtendedFloat(jnp.where((b.mantissa == 0) & (a.mantissa != 0), jnp.inf, ratio.mantissa), ratio.exponent)
 
 
 def shifted(x: jax.Array, exponent: jax.Array) -> ExtendedFloat:
-    """Returns x * 2**exponent for x >= 0."""
     number = to_extended(x)
     return ExtendedFloat(number.mantissa, number.exponent + exponent)

@@ -1,7 +1,6 @@
 r"""Histories and moving averages of past measurements, in float32.
 
-A non-finite measurement is never recorded, because it would stay in an average forever, and in a history for its whole
-length.
+A non-finite measurement is never recorded.
 """
 
 import math
@@ -11,36 +10,35 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._base.arguments import Scalar
 from shrewjax._base.states import described
+from shrewjax._base.types import Scalar
 from shrewjax._numerics import floats
 
 
 @described
-class History(NamedTuple):
-    """The last values, oldest first. Its fields are a file format: a change to them breaks checkpoints."""
+class HistoryState(NamedTuple):
+    """The last values, oldest first. Its fields are a file format."""
 
     values: Annotated[jax.Array, "float32 (length,): only the last `filled` of them are recorded values"]
     filled: Annotated[jax.Array, "int32 (): number of recorded values, at most the length"]
 
 
-def empty_history(length: int) -> History:
-    """Returns a history without values."""
-    return History(values=jnp.zeros((length,), jnp.float32), filled=jnp.zeros((), jnp.int32))
+def empty_history(length: int) -> HistoryState:
+    return HistoryState(values=jnp.zeros((length,), jnp.float32), filled=jnp.zeros((), jnp.int32))
 
 
-def push(history: History, value: jax.Array) -> History:
+def push(history: HistoryState, value: jax.Array) -> HistoryState:
     """Returns the history with one more value if that is finite. A full history drops its oldest value."""
     finite = jnp.isfinite(value)
     # Shifted instead of written into a ring buffer, so that values are in order. A copy of a few kilobytes is cheap.
     shifted = jnp.concatenate([history.values[1:], value.astype(jnp.float32)[None]])
-    return History(
+    return HistoryState(
         values=jnp.where(finite, shifted, history.values),
         filled=jnp.where(finite, jnp.minimum(history.filled + 1, history.values.size), history.filled),
     )
 
 
-def percentile(history: History, p: Scalar) -> jax.Array:
+def percentile(history: HistoryState, p: Scalar) -> jax.Array:
     """Returns NumPy's "linear" percentile of the history; inf if the history is empty. Shape ().
 
     Not `jnp.nanpercentile`, because it may be one ulp off between two equal values, and so clip a constant norm.
@@ -66,7 +64,7 @@ def percentile(history: History, p: Scalar) -> jax.Array:
     return jnp.where(low == high, low, low + fraction * (high - low)) + jnp.where(jnp.isnan(rest), jnp.nan, 0)
 
 
-def mean_and_std(history: History) -> tuple[jax.Array, jax.Array]:
+def mean_and_std(history: HistoryState) -> tuple[jax.Array, jax.Array]:
     """Returns the mean and the sample standard deviation, with n - 1 in the denominator. Shapes ()."""
     is_filled = _is_filled(history)
     # Scaled by a power of two, which is exact, so that the squares stay in range.
@@ -111,7 +109,6 @@ def update_moments(moments: Moments, value: jax.Array, share: jax.Array, average
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), Moments(n, mean, std), moments)
 
 
-def _is_filled(history: History) -> jax.Array:
-    """Returns which of the values are recorded ones."""
+def _is_filled(history: HistoryState) -> jax.Array:
     length = history.values.size
     return jnp.arange(length, dtype=jnp.int32) >= length - history.filled

@@ -1,44 +1,38 @@
 """Exact percentiles of magnitudes by counting keys at or below pivots, without a sort.
 
-**Ranks.** Percentile p of n sorted elements has the virtual index p (n - 1) / 100, a whole number and a fraction,
-counted from 0. float32 cannot compute it. As `p * 0.01 * (n - 1)`, 22 of the 101 whole percentiles of 101 elements get
-the element below the right one. So the product is divided in 64-bit integers, with a remainder. They need
-`jax.enable_x64`, which `select` sets for its own operations alone.
+**Ranks.** Percentile p of n sorted elements has the virtual index p (n - 1) / 100, counted from 0. float32 would round
+it. So the product is divided in 64-bit integers, with a remainder. They need `jax.enable_x64`, which `select` sets for
+its own operations alone.
 
-A known percentile is exactly the fraction that its decimal digits denote, up to 15 decimals. One with more digits is
-replaced by the nearest fraction with a denominator of at most 2**57. That moves the rank by less than 1e-17 of n, but
-the fraction may become 0. A traced percentile is rounded to a multiple of 2**-24, which moves the rank by less than
-1e-9 of n. A float32 of at least 0.5 is such a multiple already.
+A known percentile is exactly the fraction that its decimal digits denote, up to 15 decimals. Beyond that, it is the
+nearest fraction with a denominator of at most 2**57, which moves the rank by less than 1e-17 of n. A traced percentile
+is rounded to a multiple of 2**-24, which moves the rank by less than 1e-9 of n.
 
 **Keys.** The bits of abs(x), read as an integer, are the *key* of x: keys order as the magnitudes do (`floats`). A read
-counts the keys at or below some pivots (`counts`), or finds the keys next to a bracket (`neighbours`). Neither sorts,
-copies or gathers the data. In `shard_map`, a read needs one collective for each set of mapped axes.
+counts the keys at or below some pivots (`counts`), or finds the keys next to a bracket (`neighbours`). In `shard_map`
+it needs one collective for each set of mapped axes.
 
-Keys and pivots of a search are those of one common dtype, the narrowest that holds every leaf's magnitudes. So bfloat16
-leaves alone have few keys, and take few reads. Keys are compared as integers of at least 32 bits, because those of 16
-bits take longer (XLA-26).
+Keys and pivots of a search are those of the narrowest dtype that holds every leaf's magnitudes. They are compared as
+integers of at least 32 bits, because those of 16 bits take longer (XLA-26).
 
 **The search** for the key at a rank:
 
-* **Invariant.** The state has four keys and the number of elements at or below each. The second and the third are the
-  *bracket*: counts[1] <= rank < counts[2]. At the start the bracket holds all keys.
-* **A read** counts the elements at or below eleven pivots inside the bracket. Then the bracket is the pair of pivots
-  around the rank. The next point on either side is kept for the model.
-* **The model** takes the key as a cubic of the rank, through the four points. It predicts the key at the rank. The
-  next pivots are at multiples of its uncertainty around that prediction, the closest ones at half of it.
+* **Invariant.** The state has two keys, the *bracket*, and the number of elements at or below each: counts[0] <= rank <
+  counts[1].
+* **A read** has eleven pivots inside the bracket. The next bracket is the pair of pivots around the rank.
+* **The model** is the straight line through both ends. It predicts the key at the rank. The next pivots are at
+  multiples of its uncertainty around that prediction.
 * **The fallback** spaces pivots evenly. It is used if the bracket is wider than a factor of four, or if the last read
   left more than half of it. A bracket of up to twelve keys gets a pivot at each.
 * **Stop** if the bracket is a single key, or if the rank is its last element, or the first of two. One more read then
   finds the keys next to the bracket, unless all that is needed is known: see the table in `_enclosed`.
 
 An even read leaves a twelfth of a bracket, and a read that leaves more than half is followed by an even one. So a
-search takes at most 27 reads of float32 leaves (float64: 56; bfloat16: 11; float16: 10), the last one included. It
-usually takes 5 to 8. Pivots decide the number of reads, never the result. The tests are
-`test_hostile_data_takes_a_bounded_number_of_reads` and
+search takes at most 27 reads of float32 leaves (float64: 56; bfloat16: 11; float16: 10), the last one included. Pivots
+decide the number of reads, never the result. The tests are `test_hostile_data_takes_a_bounded_number_of_reads` and
 `test_a_search_takes_few_reads_and_fewer_from_a_start_near_the_result`.
 
-Results are compared and returned as bits, because CPU and TPU flush subnormal
-numbers (XLA-18).
+Results are compared and returned as bits, because CPU and TPU flush subnormal numbers (XLA-18).
 """
 
 import dataclasses
@@ -52,9 +46,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._base.mesh import Axes
+from shrewjax._base.types import Axes
 from shrewjax._numerics import floats
-from shrewjax._numerics.reductions import Group, count_dtype, elements, grouped, leaf_counts, leaf_maxima, sizes
+from shrewjax._numerics.reductions import Group, count_dtype, grouped, leaf_counts, leaf_maxima, sizes
+from shrewjax._numerics.vectors import scalars
 
 Over = Literal["all", "nonzero"]
 Scope = Literal["global", "leaf"]
@@ -143,7 +138,7 @@ class Keys(NamedTuple):
         return largest_below, smallest_above
 
     def _by_group(self, keys: jax.Array) -> list[jax.Array]:
-        return elements(keys) if self.scope == "leaf" else [keys[0]] * len(self.groups)
+        return scalars(keys) if self.scope == "leaf" else [keys[0]] * len(self.groups)
 
 
 def at_least_16_bits(x: Any) -> jax.Array:
@@ -152,7 +147,6 @@ def at_least_16_bits(x: Any) -> jax.Array:
 
 
 def common_dtype(leaves: Sequence[Any]) -> Any:
-    """Returns the dtype of the pivots' keys: the narrowest that holds every leaf's magnitudes."""
     dtypes = {floats.real_dtype(x) for x in leaves}
     if len(dtypes) == 1:
         return dtypes.pop()
@@ -160,7 +154,6 @@ def common_dtype(leaves: Sequence[Any]) -> Any:
 
 
 def key_dtype(dtype: Any) -> Any:
-    """Returns the integer dtype in which a search compares keys and computes their differences."""
     # XLA-26: not int16 for 16-bit leaves.
     return jnp.dtype(jnp.int64 if dtype == jnp.float64 else jnp.int32)
 
@@ -204,7 +197,6 @@ class Rule:
 
     @property
     def percentile(self) -> Fraction | jax.Array:
-        """The percentile, whichever it is."""
         if self.known is not None:
             return self.known
         assert self.traced is not None
@@ -223,7 +215,7 @@ class Selected(NamedTuple):
 
 @partial(jax.jit, inline=True)  # XLA-21: else each call outside jit compiles its loop
 def select(leaves: Sequence[Any], rule: Rule, start: jax.Array | None = None) -> Selected:
-    """Returns the percentile of |x|, p in [0, 100], over the elements of all leaves together or of each leaf.
+    """Returns the percentile of |x| over the elements of all leaves together or of each leaf.
 
     The search begins at `start`, of the result's shape, if that is positive and finite. A start near the result saves
     reads. The derivative is 0.
@@ -284,8 +276,8 @@ def _selected(leaves: Sequence[Any], rule: Rule, start: jax.Array | None) -> Sel
 _FIRST_EXPONENTS = (-27, -21, -15, -11, -8, -4, 0, 3, 6)
 
 
-# The first pivots around a start, in powers of two. The key just below the start is one, too, so that a single read
-# suffices if the result has not changed.
+# The first pivots around a start, in powers of two. The key just below the start is one, too, so that one or two
+# reads suffice if the result has not changed.
 _FIRST_DISTANCES = (-0.135, -0.08, -0.04, 0.0, 0.04, 0.06, 0.09, 0.135)
 
 
@@ -300,10 +292,8 @@ assert len(_FIRST_EXPONENTS) == len(_FIRST_DISTANCES) + 1 == _PIVOTS - 2  # the 
 
 
 class _Search(NamedTuple):
-    """The state of the search for each rank: arrays of shape (1 or leaves, ...)."""
-
-    keys: jax.Array  # (..., 4), ascending
-    counts: jax.Array  # (..., 4): number of elements at or below each, uint32 or uint64
+    keys: jax.Array  # (..., 2): the bracket
+    counts: jax.Array  # (..., 2): number of elements at or below each, uint32 or uint64
     pivots: jax.Array  # (..., pivots): the keys at which the next read counts, ascending
     wanted: OrderStatistic
     has_nan: jax.Array  # bool: known after the first read
@@ -312,7 +302,6 @@ class _Search(NamedTuple):
 
 
 def _started(count: jax.Array, wanted: OrderStatistic, start: jax.Array | None, dtype: Any) -> _Search:
-    """Returns the search before its first read."""
     groups = len(count)
     integers, infinity = key_dtype(dtype), floats.infinity_bits(dtype)
     exponents = np.asarray([2.0**e for e in _FIRST_EXPONENTS]).astype(dtype)
@@ -326,8 +315,8 @@ def _started(count: jax.Array, wanted: OrderStatistic, start: jax.Array | None, 
         inner = jnp.where(usable[:, None], jnp.clip(around + offsets, 1, infinity - 1), inner)
     ends = [jnp.full((groups, 1), end, integers) for end in (0, infinity)]
     return _Search(
-        keys=jnp.tile(jnp.asarray([[-1, -1, infinity, infinity]], integers), (groups, 1)),
-        counts=count[:, None] * np.asarray([[0, 0, 1, 1]], count.dtype),
+        keys=jnp.tile(jnp.asarray([[-1, infinity]], integers), (groups, 1)),
+        counts=count[:, None] * np.asarray([[0, 1]], count.dtype),
         pivots=jnp.concatenate([ends[0], inner, ends[1]], axis=-1),
         wanted=wanted,
         has_nan=jnp.zeros((groups,), bool),
@@ -345,8 +334,8 @@ def _narrowed(
 ) -> _Search:
     """Returns the search after a read that `counted` the elements at or below its pivots.
 
-    Its first pivot counts the zeros. If zeros do not count, `wanted_beyond` their number is the order statistic to
-    search for.
+    The first pivot of the first read counts the zeros. If zeros are left out, `wanted_beyond` takes their number, and
+    returns the order statistic to search for.
     """
     is_first = s.reads == 0
     wanted = s.wanted
@@ -355,21 +344,21 @@ def _narrowed(
     has_nan = jnp.where(is_first, counted[:, -1] < count, s.has_nan)
     rank = wanted.rank
 
-    keys = jnp.concatenate([s.keys[:, :2], s.pivots, s.keys[:, 2:]], axis=-1)
-    counts = jnp.concatenate([s.counts[:, :2], counted, s.counts[:, 2:]], axis=-1)
-    below = jnp.sum(counts[:, 1:-2] <= rank[:, None], axis=-1, dtype=jnp.int32)
-    places = below[:, None] + np.arange(-1, 3, dtype=np.int32)[None]
+    keys = jnp.concatenate([s.keys[:, :1], s.pivots, s.keys[:, 1:]], axis=-1)
+    counts = jnp.concatenate([s.counts[:, :1], counted, s.counts[:, 1:]], axis=-1)
+    below = jnp.sum(counts[:, :-1] <= rank[:, None], axis=-1, dtype=jnp.int32)
+    places = below[:, None] + np.asarray([[-1, 0]], np.int32)
     keys = jnp.take_along_axis(keys, places, axis=-1)
     counts = jnp.take_along_axis(counts, places, axis=-1)
 
-    width_before, width = s.keys[:, 2] - s.keys[:, 1], keys[:, 2] - keys[:, 1]
-    inside, left = counts[:, 2] - counts[:, 1], counts[:, 2] - rank
+    width_before, width = s.keys[:, 1] - s.keys[:, 0], keys[:, 1] - keys[:, 0]
+    inside, left = counts[:, 1] - counts[:, 0], counts[:, 1] - rank
     # A single key; or the rank is the last in the bracket, or the first of two, which `_enclosed` reads off.
     done = (width == 1) | (left == 1) | ((inside == 2) & (left == 2))
     return _Search(
         keys=keys,
         counts=counts,
-        pivots=_next_pivots(keys, counts, rank, width_before, dtype),
+        pivots=_next_pivots(keys, inside, left, width_before, dtype),
         wanted=wanted,
         has_nan=has_nan,
         done=done | has_nan | s.done,
@@ -377,13 +366,20 @@ def _narrowed(
     )
 
 
-def _next_pivots(keys: jax.Array, counts: jax.Array, rank: jax.Array, width_before: jax.Array, dtype: Any) -> jax.Array:
-    """Returns pivots inside the bracket, around the key that the model predicts, or evenly spaced."""
+def _next_pivots(keys: jax.Array, inside: jax.Array, left: jax.Array, width_before: jax.Array, dtype: Any) -> jax.Array:
+    """Returns pivots inside the bracket, around the key that the model predicts, or evenly spaced.
+
+    Of the elements `inside` the bracket, `left` are at the rank or beyond it.
+    """
     integers = keys.dtype
-    low, high = keys[:, 1:2], keys[:, 2:3]
+    low, high = keys[:, :1], keys[:, 1:]
     width = high - low
     place = np.arange(1, _PIVOTS + 1, dtype=integers)[None]
-    estimate, uncertainty = _predicted(keys, counts, rank, low, width)
+    # In units of the bracket: the place of the rank, and the standard deviation of its key if elements fall anywhere.
+    inside, left = inside.astype(jnp.float32)[:, None], left.astype(jnp.float32)[:, None]
+    estimate = 1 - (left - 0.5) / inside
+    noise = jnp.sqrt(jnp.maximum(estimate * (1 - estimate), 1 / inside) / inside)
+    uncertainty = jnp.maximum(0.3 * noise, 0.002)
     aimed = jnp.clip(estimate + np.asarray([_DISTANCES], np.float32) * uncertainty, 0, 1)
     aimed = low + jnp.round(aimed * width.astype(jnp.float32)).astype(integers)
     aimed = jnp.clip(aimed, low + place, high - place[:, ::-1])
@@ -393,37 +389,6 @@ def _next_pivots(keys: jax.Array, counts: jax.Array, rank: jax.Array, width_befo
     return jnp.where(width <= _PIVOTS + 1, jnp.minimum(low + place, high), jnp.where(is_unknown, even, aimed))
 
 
-def _predicted(
-    keys: jax.Array, counts: jax.Array, rank: jax.Array, low: jax.Array, width: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the model's prediction of the key at the rank, and its uncertainty.
-
-    Both are in units of the bracket, whose ends are (0, 0) and (1, 1): x is a number of elements, y a key.
-    """
-
-    def elements(a: jax.Array, b: jax.Array) -> jax.Array:
-        return (a - b).astype(jnp.float32)[:, None]
-
-    left, below, up_to, right = counts.T
-    inside = elements(up_to, below)
-    x = 1 - (elements(up_to, rank) - 0.5) / inside
-    x0 = 1 - elements(up_to, left) / inside
-    x3 = 1 + elements(right, up_to) / inside
-    y0, y3 = ((k - low).astype(jnp.float32) / width.astype(jnp.float32) for k in (keys[:, 0:1], keys[:, 3:4]))
-    # The parabola through the ends and a third point (u, v) is x + bend x (x - 1), bend = (v - u) / (u (u - 1)). The
-    # cubic through all four points blends the parabolas of both outer points.
-    has_left, has_right = x0 < 0, x3 > 1
-    bend_0, bend_3 = ((v - u) / jnp.where(ok, u * (u - 1), 1) for u, v, ok in ((x0, y0, has_left), (x3, y3, has_right)))
-    both = (x - x0) / jnp.maximum(x3 - x0, 1)
-    blend = jnp.where(has_left & has_right, both, has_right.astype(jnp.float32))
-    bend = jnp.where(has_left | has_right, bend_0 + blend * (bend_3 - bend_0), 0)
-    estimate = x + bend * x * (x - 1)
-    estimate = jnp.where((estimate > 0) & (estimate < 1), estimate, x)
-
-    noise = jnp.sqrt(jnp.maximum(x * (1 - x), 1 / inside) / inside)  # of a rank between two known ones
-    return estimate, jnp.maximum(0.3 * noise, 0.2 * jnp.abs(estimate - x) + 1e-3)
-
-
 def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns the keys at the rank and at the next one, the number of elements up to the former, and all reads."""
     # The bracket (low, high] at the end of the search    lower       upper
@@ -431,16 +396,14 @@ def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Ar
     # a single key, and the rank its last element        high        above_high
     # the rank the last of several elements              at_high     above_high
     # the rank the first of two                          above_low   at_high
-    low, high = search.keys[:, 1], search.keys[:, 2]
-    up_to_high = search.counts[:, 2]
+    (low, high), (_, up_to_high) = search.keys.T, search.counts.T
     is_last = up_to_high - search.wanted.rank == 1
     is_single_key = high - low == 1
     is_empty = up_to_high == 0  # of one leaf among others, with the scope "leaf": it needs no further read of all
     is_known = (is_single_key & ~is_last) | search.has_nan | is_empty
 
     def read() -> tuple[jax.Array, jax.Array]:
-        # XLA-4: without the barrier, XLA:GPU turns the branch into a select, and so reads the data on every call.
-        return lax.optimization_barrier(data.neighbours(high, jnp.where(is_last, high, low)))
+        return data.neighbours(high, jnp.where(is_last, high, low))
 
     needed = ~jnp.all(is_known)
     # `at_high`: the largest key at or below high. `above`: the smallest key above high if the rank is the bracket's
@@ -457,8 +420,7 @@ def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Ar
 def _interpolated(lower: jax.Array, upper: jax.Array, fraction: jax.Array, dtype: Any, result_dtype: Any) -> jax.Array:
     """Returns the bits of lower + fraction (upper - lower), within 4 ulp, and those of `lower` if the fraction is 0.
 
-    The result is below `upper`, unless that is infinite. So the number of larger elements is known without another
-    read.
+    The result is below `upper`, unless that is infinite.
     """
     lower, upper = (floats.wider_bits(k, dtype, result_dtype) for k in (lower, upper))
     low, high = (floats.to_extended(lax.bitcast_convert_type(k, result_dtype)) for k in (lower, upper))

@@ -1,18 +1,17 @@
 """Reductions of a list of leaves to one number per leaf or unit, over every device that holds a part of it.
 
-No other module calls a collective. Under `jax.jit` sharded arrays need none, because XLA reduces over their shards.
-Inside `shard_map` and `pmap` a leaf is one device's part, and its sum is only a partial sum:
+Under `jax.jit` XLA reduces over shards. Inside `shard_map` and `pmap` a leaf is one device's part, and its sum is only
+a partial sum:
 
-* If types are tracked (`shard_map`'s default), the leaf's type records the axes over which it varies. The partial sum
-  is reduced over exactly those, so that a replicated leaf is not counted once per device.
+* If types are tracked (`shard_map`'s default), the partial sum is reduced over exactly the axes over which the leaf
+  varies. So a replicated leaf is counted once.
 * Otherwise (`check_vma=False`, `pmap`) the caller names the axes in `sharded_over`.
 
-Types cannot tell a sharded gradient from one that still has to be summed over devices, because both vary over the
-axis. For the first, the shards' squared norms are added. For the second, the values are added before any norm. Callers
-must sum the second kind before they call these functions.
+Types cannot tell a sharded gradient from one that still has to be summed over devices. Callers must sum the second kind
+before they call these functions.
 
-A leaf may have several units, such as stacked layers. Its `unit_dims` are then the dimensions that index the units, and
-its result has their sizes. Along a mapped axis devices hold other units, or parts of the same ones (`mesh.unit_axes`).
+A leaf may have several units, such as stacked layers. Its `unit_dims` index the units, and its result has their sizes.
+Along a mapped axis devices hold other units, or parts of the same ones (`mesh.unit_axes`).
 """
 
 import math
@@ -27,7 +26,6 @@ from jax import lax
 
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import (
-    Axes,
     UnitDims,
     as_varying,
     axes_to_reduce,
@@ -36,6 +34,7 @@ from shrewjax._base.mesh import (
     mapped_axes,
     may_be_partitioned,
 )
+from shrewjax._base.types import Axes
 
 Group = tuple[Any, ...]
 """Leaves of one shape and dtype, which a reduction combines element by element as if they were one leaf."""
@@ -57,8 +56,8 @@ def leaf_maxima(
 ) -> list[jax.Array]:
     """Returns, for each leaf, a vector with the maximum of each array in `keys(leaf, *scalars)`, over all devices.
 
-    The arrays hold non-negative integers, and an empty one gives 0. They are integers because XLA:CPU's maximum of
-    floats can lose a NaN. `axes` is as in `leaf_sums`.
+    The arrays hold non-negative integers, because XLA:CPU's maximum of floats can lose a NaN (XLA-10). An empty one
+    gives 0. `axes` is as in `leaf_sums`.
     """
     partials = [_leaf_maxima(keys, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
     return _over_devices(lax.pmax, partials, axes)
@@ -69,8 +68,8 @@ def leaf_counts(
 ) -> list[jax.Array]:
     """Returns, for each leaf, a vector with the number of elements for which each of `flags(leaf, *scalars)` is set.
 
-    Counts are over all devices, in an unsigned dtype, which has to hold the largest count. For a group, each array of
-    flags has the number of leaves whose flag is set at that place.
+    Counts are over all devices, in an unsigned dtype, which has to hold the largest count. For a group of leaves of one
+    shape (`grouped`), each array of `flags` is the sum of the leaves' flags, element by element.
     """
     partials = [_leaf_counts(flags, dtype, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
     return _over_devices(lax.psum, partials, axes)
@@ -89,8 +88,7 @@ def count_dtype(counts: Sequence[int]) -> Any:
 def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
     """Returns the same elements in few groups, because each group costs one kernel to compile and to launch.
 
-    This is for reductions of all elements together. The smallest leaves of each dtype become one vector, which copies
-    at most 1/256 of all elements.
+    The smallest leaves of each dtype become one vector, which copies at most 1/256 of all elements.
     """
     if may_be_partitioned() or not are_known([x.size for x in leaves]):
         return [(x,) for x in leaves]
@@ -110,7 +108,7 @@ def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
 
 
 def sizes(leaves: Sequence[Any], *, axes: Axes | list[Axes], unit_dims: Sequence[UnitDims] | None = None) -> list[int]:
-    """Returns the number of elements in each of those sums, over all devices. Shapes and axis sizes alone decide."""
+    """Returns the number of elements that each sum of `leaf_sums` adds up. Shapes and axis sizes alone decide."""
     unit_dims = [()] * len(leaves) if unit_dims is None else unit_dims
     over = axes_to_reduce(leaves, axes)
     return [
@@ -120,7 +118,6 @@ def sizes(leaves: Sequence[Any], *, axes: Axes | list[Axes], unit_dims: Sequence
 
 
 def unit_zeros(leaf: Any, dims: UnitDims) -> jax.Array:
-    """Returns a float32 zero for each unit of a leaf, sharded as its sums are."""
     return _sum(jnp.zeros_like(leaf, dtype=jnp.float32), dims)
 
 
@@ -133,63 +130,6 @@ def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> l
     counts = _over_devices(lax.pmax, [flag.astype(jnp.int32) for flag in flags], () if is_tracked else mapped)
     of_vmap = tuple(a for a in axes if a not in mapped and is_bound(a))
     return [count > 0 for count in (lax.pmax(counts, of_vmap) if of_vmap else counts)]
-
-
-@partial(jax.jit, inline=True)  # XLA-21
-def elements(vector: jax.Array) -> list[jax.Array]:
-    """Returns the elements of a vector as scalars."""
-
-    def by_operand(vector: jax.Array) -> list[jax.Array]:  # XLA-30, as in `pieces`
-        vector = _computed_once(vector)
-        return [_first_of(vector, np.asarray([i, (i + 1) % len(vector)], np.uint32)) for i in range(len(vector))]
-
-    return lax.platform_dependent(vector, cpu=by_operand, default=lambda v: [v[i] for i in range(len(v))])
-
-
-def _computed_once(numbers: jax.Array) -> jax.Array:
-    """Returns the same numbers, out of one of two branches that both return them."""
-    # XLA-5: without a branch, XLA repeats the arithmetic of the numbers in each kernel that reads one of them. Which
-    # side runs does not matter, so the condition is any that XLA cannot know. Without the barrier the two sides are
-    # equal, and the branch is dropped. tests/numerics/test_compile_size.py notices both.
-    return run_if(jnp.any(numbers != 0), lambda: lax.optimization_barrier(numbers), lambda: numbers)
-
-
-@jax.jit
-def _first_of(vector: jax.Array, indices: jax.Array) -> jax.Array:
-    return vector.at[indices].get(mode="promise_in_bounds")[0]
-
-
-@partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
-def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[jax.Array]]:
-    """Returns consecutive pieces of vectors of one length, of these sizes: for each size, one of each vector."""
-    starts = np.cumsum((0, *sizes[:-1]))
-
-    def by_operand(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
-        # XLA-30: a number in the program makes the kernel of each piece another one. An operand does not. A single
-        # number would not stay an operand, two different ones do (tests/numerics/test_compile_size.py).
-        # Vectors of one dtype are cut together, because each cut is a kernel. Flags count as numbers.
-        numbers = [x.dtype for x in vectors if x.dtype != bool] or [jnp.dtype(bool)]
-        kinds = [numbers[0] if x.dtype == bool else x.dtype for x in vectors]
-        alike: dict[Any, list[jax.Array]] = {}
-        for x, kind in zip(vectors, kinds, strict=True):
-            alike.setdefault(kind, []).append(x.astype(kind))
-        stacks = {kind: _computed_once(jnp.stack(of_kind)) for kind, of_kind in alike.items()}
-
-        def piece(pair: np.ndarray, size: int) -> list[jax.Array]:
-            rows = {kind: iter(_first_piece(stack, pair, size)) for kind, stack in stacks.items()}
-            return [next(rows[kind]).astype(x.dtype) for x, kind in zip(vectors, kinds, strict=True)]
-
-        return [piece(np.asarray([a, b]), n) for a, b, n in zip(starts, np.roll(starts, 1), sizes, strict=True)]
-
-    def by_number(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
-        return [[x[start : start + size] for x in vectors] for start, size in zip(starts, sizes, strict=True)]
-
-    return lax.platform_dependent(vectors, cpu=by_operand, default=by_number)
-
-
-@partial(jax.jit, static_argnums=2)
-def _first_piece(stack: jax.Array, starts: jax.Array, size: int) -> jax.Array:
-    return jax.vmap(lambda start: lax.dynamic_slice_in_dim(stack, start, size, axis=1))(starts)[0]
 
 
 def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
@@ -213,7 +153,7 @@ def combined_over(axes: tuple[Hashable, ...], names: Sequence[str], arrays: Sequ
 
 
 def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDims = ()) -> jax.Array:
-    """Returns whether all elements on all devices are finite. Shape (), or the sizes of the leaves' `unit_dims`."""
+    """Returns whether all elements on all devices are finite. Shape (), or the sizes of the `unit_dims`."""
     if not leaves:
         return jnp.ones((), bool)
     return _finite(leaves, axes, unit_dims, lambda of_leaves: jnp.all(of_leaves, axis=0))
@@ -234,14 +174,11 @@ def _finite(
         sums = leaf_sums(terms, axes=axes, unit_dims=[unit_dims] * len(leaves))
         return combine(jnp.stack([jnp.isfinite(s) for s in sums]))
 
-    # XLA-4, XLA-11.
-    # XLA:CPU reduces a plain sum at memory speed. If it is finite, so is every element. Otherwise the sum may have
-    # overflowed. The sum of x - x then decides, because x - x is 0 for a finite x and NaN otherwise. Without the
-    # barrier, XLA:GPU turns the branch into a select and always computes both sums
-    # (tests/devices/test_accelerators.py, rows "accumulate, drop_microbatch" and "skip_nonfinite").
+    # XLA-11: XLA:CPU reduces a plain sum at memory speed. If it is finite, so is every element. Otherwise the sum may
+    # have overflowed. The sum of x - x then decides, because x - x is 0 for a finite x and NaN otherwise.
     plain = sums_are_finite(leaves)
     is_unknown = ~jnp.all(plain)
-    return run_if(is_unknown, lambda: lax.optimization_barrier(sums_are_finite([x - x for x in leaves])), lambda: plain)
+    return run_if(is_unknown, lambda: sums_are_finite([x - x for x in leaves]), lambda: plain)
 
 
 def _extreme(collective: Callable[..., Any]) -> Callable[..., Any]:

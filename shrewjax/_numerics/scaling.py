@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shrewjax._base.arguments import Scalar
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import UnitDims
+from shrewjax._base.types import Scalar
 from shrewjax._numerics.floats import (
     ExtendedFloat,
     extended_number,
@@ -25,7 +25,8 @@ from shrewjax._numerics.floats import (
     to_extended,
     upcast,
 )
-from shrewjax._numerics.norms import RANGE, broadcast_to_leaf
+from shrewjax._numerics.norms import RANGE
+from shrewjax._numerics.vectors import broadcast_to_leaf
 
 
 class ClipScale(NamedTuple):
@@ -76,16 +77,15 @@ def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat])
 
 
 def scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat) -> ClipScale:
-    """Returns `clip_scale` without a branch."""
     applies = _exceeds(norm, limit)
     # An infinite limit, which does not apply, would make derivatives NaN.
     return _scale_to_limit(norm, limit._replace(mantissa=jnp.where(applies, limit.mantissa, 1)), applies)
 
 
 def usual_numbers(*numbers: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Returns these numbers, or 1 where one of them is unusual, and where none is.
+    """Returns these numbers where all of them are usual, and 1 for each elsewhere. Also returns where they are usual.
 
-    The root of an untrusted sum is unusual. Products and quotients of three usual numbers are normal numbers.
+    Three usual numbers are so far inside the range that their products and quotients are normal numbers.
     """
     ranges = [(RANGE[x.dtype].trusted_above, float(jnp.finfo(x.dtype).tiny)) for x in numbers]
     lowest = max(max(2 * trusted_above**0.5, tiny ** (1 / 3)) for trusted_above, tiny in ranges)
@@ -101,7 +101,7 @@ def counts_as_clipped(scale: ClipScale, norm: ExtendedFloat) -> jax.Array:
 def apply_scale(x: Any, scale: ClipScale) -> jax.Array:
     """Returns x times the scale if it applies, else x to the last bit. Has x's dtype; multiplies in the scale's."""
     dtype = scale.coarse.dtype
-    product = mul_real(mul_real(mul_real(upcast(x, dtype), scale.coarse), scale.fine), scale.fine)
+    product = mul_real(upcast(x, dtype), scale.coarse, scale.fine, scale.fine)
     # Selected, not multiplied by 1, because x * 1 flushes subnormals on CPU and TPU (XLA-18).
     # `test_gradients_inside_keep_every_bit` holds this.
     select = lax.select if scale.applies.ndim == 0 else jnp.where
@@ -109,7 +109,6 @@ def apply_scale(x: Any, scale: ClipScale) -> jax.Array:
 
 
 def apply_unit_scales(x: Any, scale: ClipScale, dims: UnitDims) -> jax.Array:
-    """Returns `apply_scale` with a scale for each unit."""
     return apply_scale(x, ClipScale(*(broadcast_to_leaf(part, x, dims) for part in scale)))
 
 

@@ -1,12 +1,11 @@
 r"""Guards: wrappers that skip a step, so that neither the parameters nor the optimizer's state see its gradients.
 
-In a skipped step the updates are zeros and the wrapped transformation does not run. Its moments, counters and schedules
-stay unchanged. A guard decides on whole gradients, so that every device decides the same.
+In a skipped step the updates are zeros and the wrapped transformation does not run. A guard decides on whole gradients,
+so that every device decides the same.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +13,14 @@ import numpy as np
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.arguments import Scalar
-from shrewjax._base.mesh import AxisName, require_replicated
+from shrewjax._base.mesh import require_replicated
 from shrewjax._base.states import described, fields, increment_if
+from shrewjax._base.types import AnyState, AxisName, Metrics, Number, PyTree, Scalar
 from shrewjax._clipping.global_norm import global_norm
 from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories
 from shrewjax._numerics.reductions import all_finite, finite_leaves
-from shrewjax._skipping.wrapping import MakeGradients, guard, inner_transformation
+from shrewjax._skipping.wrapping import Step, guard, inner_transformation
 
 AtLimit = Literal["keep_skipping", "zero_nonfinite"]
 
@@ -37,14 +36,14 @@ class SkipNonfiniteState(NamedTuple):
     skipped: Annotated[jax.Array, "int32 (): number of calls so far that did not run inner"]
     consecutive: Annotated[jax.Array, "int32 (): number of calls with non-finite gradients in a row, to the last one"]
     limit_reached: Annotated[jax.Array, "bool (): `consecutive` is at least max_consecutive"]
-    inner_state: Annotated[Any, "the wrapped optimizer's state"]
+    inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
     nonfinite_leaves: Annotated[
-        Any,
+        PyTree,
         "with leaves=True, a tree like the parameters of bool (): which leaves were non-finite in the last call with "
         "such gradients; otherwise ()",
     ] = ()
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns what `shrewjax.metrics` shows."""
         names = trees.leaf_names(self.nonfinite_leaves)
         by_name = zip(names, jax.tree.leaves(self.nonfinite_leaves), strict=True)
@@ -55,7 +54,7 @@ class SkipNonfiniteState(NamedTuple):
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
-    max_consecutive: Any = None,
+    max_consecutive: Number = None,
     at_limit: AtLimit = "keep_skipping",
     leaves: bool = False,
     sharded_over: AxisName | None = None,
@@ -65,10 +64,9 @@ def skip_nonfinite(
     .. math:: (u_t, s_{t+1}) = \begin{cases} \text{inner}(g_t, s_t) & \text{if all elements of } g_t
               \text{ are finite} \\ (0, s_t) & \text{otherwise} \end{cases}
 
-    No such element reaches `inner`, however many steps in a row have one. A run of them usually means that the
-    parameters are broken, or that a loss scale is too high. After `max_consecutive` in a row, the state's
-    `limit_reached` is set. The training loop can read it (`shrewjax.metrics`), and stop or return to a checkpoint. From
-    the limit on, the guard follows `at_limit`:
+    A run of such steps usually means that the parameters are broken, or that a loss scale is too high. After
+    `max_consecutive` in a row, the state's `limit_reached` is set, which the training loop can read by
+    `shrewjax.metrics`. From the limit on, the guard follows `at_limit`:
 
     ====================  ======================================================================================
     `"keep_skipping"`     it skips every step with non-finite gradients, as before
@@ -79,26 +77,27 @@ def skip_nonfinite(
     condition                                 result
     ========================================  =======================================================================
     all gradients finite                      inner runs; `consecutive` is 0 and `limit_reached` is not set
-    finite, but with a norm beyond float32    as for finite gradients
-    no leaves                                 as for finite gradients
+    a norm beyond float32; no leaves          as for finite gradients
     inner makes a NaN of finite gradients     the NaN is returned, because only incoming gradients are checked.
                                               `skip_nonfinite(optax.identity())`, chained behind inner, checks its
                                               updates, but inner's state already contains the NaN
     ========================================  =======================================================================
 
-    The guard makes one extra pass over the gradients. Wrap the whole optimizer in it, inside `accumulate`. To skip a
-    single micro-batch, use the argument `nonfinite` of `accumulate`.
+    The guard makes one extra pass over the gradients. Wrap the whole optimizer in it, inside `accumulate`. There it
+    sees averages. To skip a single micro-batch, use `accumulate(nonfinite=)`.
 
-    With `leaves=True` the state also says which leaves had a NaN or an infinity, from the same pass. `metrics` shows
-    each by its name, as `nonfinite_leaf/NAME`. Good steps leave that as it is, until the next call with non-finite
-    gradients. A finite leaf is not named, even if its norm is beyond float32.
+    With `leaves=True` the state also says, at no extra pass, which leaves had a NaN or an infinity in the last call
+    that had one. `metrics` shows each by its name, as `nonfinite_leaf/NAME`.
+
+    Around `accumulate`, `skip_nonfinite(accumulate(tx, k), leaves=True)` names the leaves of a micro-batch in its own
+    call. It leaves out the whole call: the window takes one micro-batch more, and a `flush` of the call is lost.
 
     Args:
       inner: the transformation to wrap, usually a whole optimizer.
       max_consecutive: the limit, a number of steps in a row, as a real scalar >= 1 or a scalar array. `None` means no
         limit.
       at_limit: the guard's behaviour from the limit on, see the first table.
-      leaves: whether the state has a bool for each leaf, too; a bool. It changes no update.
+      leaves: a bool, whether the state has a bool for each leaf. It changes no update.
       sharded_over: as in `grad_norm`.
 
     Returns:
@@ -128,7 +127,7 @@ def skip_nonfinite(
     """
     wrapped = inner_transformation(inner)
     limit = None if max_consecutive is None else arguments.real("max_consecutive", max_consecutive, at_least=1)
-    at_limit = arguments.choice("at_limit", at_limit, ("keep_skipping", "zero_nonfinite"))
+    at_limit = arguments.choice("at_limit", at_limit, get_args(AtLimit))
     if limit is None and at_limit != "keep_skipping":
         raise ValueError(f"at_limit={at_limit!r} needs a limit, got max_consecutive=None. Pass max_consecutive")
     by_leaf = arguments.static_flag("leaves", leaves)
@@ -144,19 +143,18 @@ def skip_nonfinite(
             nonfinite_leaves=jax.tree.map(lambda _: jnp.zeros((), bool), params) if by_leaf else (),
         )
 
-    def decide(
-        make_gradients: MakeGradients, state: SkipNonfiniteState, _: Mapping[str, Any]
-    ) -> tuple[jax.Array, SkipNonfiniteState]:
+    def decide(step: Step) -> tuple[jax.Array, SkipNonfiniteState]:
+        state: SkipNonfiniteState = step.state
         nonfinite_leaves = state.nonfinite_leaves
         if by_leaf:
-            units = find_units(make_gradients(), stacked_layers(None))
+            units = find_units(step.make_gradients(), stacked_layers(None))
             units.numbers_beside(nonfinite_leaves)
             each = finite_leaves(units.leaves, axes)
             finite = jnp.all(each)
             found = units.with_leaves(jax.tree.map(jnp.zeros_like, nonfinite_leaves), list(~each))
             nonfinite_leaves = optax.tree.where(finite, nonfinite_leaves, found)
         else:
-            finite = all_finite(trees.floating(make_gradients()), axes)
+            finite = all_finite(trees.floating(step.make_gradients()), axes)
         consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
         limit_reached = (
             jnp.zeros((), bool) if limit is None else consecutive.astype(jnp.float32) >= jnp.asarray(limit, jnp.float32)
@@ -182,16 +180,16 @@ def skip_nonfinite(
 class SkipOnSpikeState(NamedTuple):
     """The measurements, counts of skipped steps, and the wrapped optimizer. Its fields are a file format."""
 
-    history: Annotated[histories.History, "the last finite measurements, including spikes; none larger than `above`"]
+    history: Annotated[histories.HistoryState, "the last finite measurements, spikes too; none above `above`"]
     measured: Annotated[jax.Array, "float32 (): the last measurement, finite or not"]
     threshold: Annotated[jax.Array, "float32 (): a larger last measurement was a spike; inf if no finite one can be"]
     applied: Annotated[jax.Array, "bool (): the last call ran inner"]
     skipped: Annotated[jax.Array, "int32 (): number of calls so far that did not run inner"]
     consecutive: Annotated[jax.Array, "int32 (): number of spikes skipped in a row; non-finite steps leave it as it is"]
     spikes_applied: Annotated[jax.Array, "int32 (): number of spikes so far that ran inner, because of `at_most`"]
-    inner_state: Annotated[Any, "the wrapped optimizer's state"]
+    inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns what `shrewjax.metrics` shows."""
         return fields(self, "applied", "skipped", "consecutive", "spikes_applied", "measured", "threshold")
 
@@ -200,12 +198,12 @@ def skip_on_spike(
     inner: optax.GradientTransformation,
     *,
     monitor: Monitor = "grad_norm",
-    max_zscore: Any = 6.0,
+    max_zscore: Number = 6.0,
     history_length: int | None = None,
-    warmup_steps: Any = 64,
-    min_relative_std: Any = 1e-3,
-    above: Any = None,
-    at_most: Any = None,
+    warmup_steps: Number = 64,
+    min_relative_std: Number = 1e-3,
+    above: Number = None,
+    at_most: Number = None,
     sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Skips the steps whose gradient norm, or loss, is far above the recent ones, or above a fixed limit.
@@ -213,44 +211,37 @@ def skip_on_spike(
     .. math:: \text{skip if } x_t > m + k \max(s, r |m|) \quad\text{or}\quad x_t > \text{above}
 
     m and s are the mean and the sample standard deviation (n - 1 in the denominator) of the last `history_length`
-    recorded measurements before this one. A measurement that either rule would skip is a spike. After `at_most` skipped
-    spikes in a row, the guard applies one and counts it in `spikes_applied`. So a level that stays above the limit
-    slows the training down, but does not stop it.
+    recorded measurements before this one. A measurement that either rule would skip is a spike.
 
     ========================================  =======================================================================
     condition                                 result
     ========================================  =======================================================================
     fewer than `warmup_steps` recorded        no finite measurement is a spike
-    a spike                                   skipped, but recorded, so that the guard adapts to a new level and cannot
-                                              skip forever
-    above `above`                             a spike from the first step on. It is not recorded, applied or not, so
-                                              that the history stays one of usual measurements
-    a spike after `at_most` skipped in a row  applied, and the run starts again from 0
-    NaN or infinite measurement               skipped, from the first step on, even after `at_most`. It is not recorded,
+    a spike                                   skipped, but recorded, so that the guard adapts to a new level
+    above `above`                             a spike from the first step on. It is not recorded, applied or not
+    a spike after `at_most` skipped in a row  applied, counted in `spikes_applied`, and the run starts again from 0
+    NaN, infinite, or norm beyond float32     skipped, from the first step on, even after `at_most`. It is not recorded,
                                               and neither counts in a run nor ends one
-    a norm beyond float32                     the same
     NaN `above` in an array                   every finite measurement is a spike
     `at_most` below 1, or NaN, in an array    no finite measurement is skipped
-    all recorded ones equal m                 a spike is above m + k r abs(m), and not every number above m
-    far below the mean                        no spike
     ========================================  =======================================================================
 
-    `monitor="grad_norm"` costs one extra pass over the gradients. `monitor="value"` costs none and does not check the
-    gradients. To skip NaN gradients as well, wrap the guard in `skip_nonfinite`.
+    `monitor="grad_norm"` costs one extra pass over the gradients. `monitor="value"` costs none and does not see NaN
+    gradients: wrap the guard in `skip_nonfinite` to skip those.
 
     Args:
       inner: the transformation to wrap, usually a whole optimizer.
       monitor: `"grad_norm"`, or `"value"`. The value is a real number or scalar array, usually the loss, passed to
         `update` as `value=` and the same on every device. The guard forwards it to inner.
-      max_zscore: k, a real scalar >= 0, or a scalar array. If it is inf, no finite measurement is a spike.
+      max_zscore: k >= 0, a real scalar or a scalar array. If it is inf, no finite measurement is a spike.
       history_length: number of measurements to remember, an int >= 1. `None` means 128.
-      warmup_steps: number of recorded measurements before a finite one can be a spike, a real scalar >= 0, or a scalar
+      warmup_steps: number of recorded measurements before a finite one can be a spike, >= 0, a real scalar or a scalar
         array.
-      min_relative_std: r, a real scalar >= 0, or a scalar array.
+      min_relative_std: r >= 0, a real scalar or a scalar array.
       above: the fixed limit, a real scalar (>= 0 for a norm), or a scalar array. `None` means no limit. It needs
-        `at_most`, because parameters that keep a measurement above it would never change again.
-      at_most: number of spikes of either rule that may be skipped in a row, a real scalar >= 1, or a scalar array. It
-        comes with `above`. `None` means any number.
+        `at_most`.
+      at_most: number of spikes that may be skipped in a row, >= 1, a real scalar or a scalar array. It needs `above`.
+        `None` means any number.
       sharded_over: as in `grad_norm`.
 
     Returns:
@@ -280,7 +271,7 @@ def skip_on_spike(
     arXiv:2501.00656).
     """
     wrapped = inner_transformation(inner)
-    of_norm = arguments.choice("monitor", monitor, ("grad_norm", "value")) == "grad_norm"
+    of_norm = arguments.choice("monitor", monitor, get_args(Monitor)) == "grad_norm"
     length = arguments.length("history_length", history_length, default=128)
     max_zscore = arguments.threshold("max_zscore", max_zscore)
     warmup_steps = arguments.threshold("warmup_steps", warmup_steps)
@@ -310,17 +301,16 @@ def skip_on_spike(
             inner_state=wrapped.init(params),
         )
 
-    def decide(
-        make_gradients: MakeGradients, state: SkipOnSpikeState, extra_args: Mapping[str, Any]
-    ) -> tuple[jax.Array, SkipOnSpikeState]:
+    def decide(step: Step) -> tuple[jax.Array, SkipOnSpikeState]:
+        state: SkipOnSpikeState = step.state
         if not of_norm:
-            if extra_args.get("value") is None:
+            if step.extra_args.get("value") is None:
                 raise ValueError('skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss')
             # A copy. Outside of jit the state would share the caller's buffer, or the window's, and donating both fails
             # (tests/accumulation/test_flush_value.py, "can_be_donated").
-            value = jnp.array(arguments.any_real("value", extra_args["value"]), jnp.float32)
+            value = jnp.array(arguments.any_real("value", step.extra_args["value"]), jnp.float32)
             require_replicated("value", value)
-        measured = floats.to_float32(global_norm(make_gradients(), 2.0, axes)) if of_norm else value
+        measured = floats.to_float32(global_norm(step.make_gradients(), 2.0, axes)) if of_norm else value
         mean, std = histories.mean_and_std(state.history)
         least = _float32(min_relative_std) * jnp.abs(mean)
         k = _float32(max_zscore)

@@ -1,61 +1,147 @@
 r"""Wrappers: run the wrapped transformation, or skip it.
 
-A wrapper may skip a step. Parameters and the wrapped transformation's state then stay unchanged. Expressed as updates,
-"unchanged" means writing zeros for every parameter. Expressed as new parameters, it costs nothing. A wrapper's `update`
-function therefore has a second form, its attribute `update_or_apply`. It returns updates, or the new parameters if
-`apply` is set.
+A skipped step leaves parameters and the wrapped transformation's state unchanged. If updates are wanted, it writes a
+zero for every parameter. If new parameters are wanted, it returns the old ones and writes nothing. So one call of a
+wrapper is a `Step`, which says which of the two is wanted, and whether the step runs at all::
 
-Wrappers can be nested. Each one only decides whether the step `runs`, from a few scalars, and passes the decision on to
-the next. The innermost transformation is no wrapper. It runs in one branch, or is skipped. No branch is nested in
-another, because on CUDA XLA then copies the parameters and the state that the inner branch returns unchanged
-(XLA-2). Gradients are passed on as a function that computes them. An array that enters a branch is materialized,
-even if the branch is not taken (XLA-3).
+    update(updates, state, params)     a step whose result is updates
+    apply_gradients(tx, grads, ...)    a step whose result is new parameters
+    a wrapper's `step_fn`              decides from a few scalars, and passes the step on to what it wraps (`run_step`)
+    the innermost transformation       runs in one branch, or is skipped (`Step.run_or_skip`)
 
-The second form belongs to the function, not to the transformation. A transformation is a pytree of functions, which
-libraries take apart and rebuild (`tests/skipping/test_wrapping.py`, "rebuilt"). If they replace the function too,
-only `update` is left, with the same results.
+A guard passes its decision on, and opens no branch around what it wraps, because on CUDA XLA copies what a nested
+branch returns unchanged (XLA-2). Gradients are passed on as a function that computes them, because an array that enters
+a branch is materialized, even if the branch is not taken (XLA-3).
+
+`step_fn` is an attribute of the wrapper's `update` function, because libraries take transformations apart and rebuild
+them (`tests/skipping/test_wrapping.py`, "rebuilt"). If they replace the function too, only `update` is left, with the
+same results.
 """
 
+import contextlib
+import types
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._base.branches import Flag, run_if
-from shrewjax._base.mesh import newly_varying
+from shrewjax._base.branches import run_if
+from shrewjax._base.mesh import newly_varying, summed
 from shrewjax._base.states import require_own
-from shrewjax._base.trees import KeyPath, check_unchanged, leaf_name
+from shrewjax._base.trees import check_unchanged, leaf_name
+from shrewjax._base.types import AnyState, Argument, DType, ExtraArgs, Flag, KeyPath, Leaf, Params, PyTree
 
-Params: TypeAlias = optax.Params | None
-
-
-MakeGradients = Callable[[], optax.Updates]
-"""A function that computes the gradients in the branch that needs them."""
+Result: TypeAlias = tuple[PyTree, AnyState]
+"""Updates, or new parameters, and the new state."""
 
 
-UpdateOrApply = Callable[..., tuple[Any, Any]]
-"""`(make_gradients, state, params, extra_args, *, apply, runs) -> (updates, or new parameters; new state)`.
+class Step(NamedTuple):
+    """One call of a transformation, as wrappers pass it on."""
 
-The extra arguments are a dict, so that inner may have one of any name, such as `apply`.
-"""
+    make_gradients: Callable[[], optax.Updates]  # computes them in the branch that needs them (XLA-3)
+    state: AnyState
+    params: Params
+    extra_args: ExtraArgs  # a mapping, so that inner may have an argument of any name, such as `apply`
+    apply: bool  # the result has new parameters, and not updates
+    runs: Flag = True  # otherwise parameters and state stay as they are
+
+    def run_or_skip(self, run: Callable[[], Result], what_changed: str = "inner's update changed its state") -> Result:
+        """Returns `run()`, or `skipped` if the step does not run.
+
+        `run` returns updates, or new parameters if `apply`, and the new state, whose structure has to stay.
+        `what_changed` begins the error if it does not.
+        """
+        ran = run() if self.runs is True else jax.eval_shape(run)
+        check_unchanged(ran[1], self.state, what_changed)
+        if self.runs is True:
+            return ran
+        # Both branches have to return the same types. Zero updates are made with the updates' types. The old parameters
+        # and the old state keep their own types, so these are compared.
+        _check_devices(ran[1], self.state, "inner's state after a step")
+        if self.apply:
+            _check_devices(ran[0], self.params, "the new parameters")
+        return run_if(self.runs, run, partial(self.skipped, ran[0]))
+
+    def skipped(self, returned: PyTree) -> Result:
+        """Returns zero updates like `returned`, or the parameters if `apply`, and the state."""
+        # `zeros_like` keeps the updates' sharding. The other branch's type differs from that of `jnp.zeros(shape)` on
+        # an Explicit mesh and in a tracked shard_map, and JAX raises (tests/devices/test_distribution.py).
+        return self.params if self.apply else optax.tree.zeros_like(returned), self.state
 
 
-def wrapper(update_or_apply: UpdateOrApply) -> optax.TransformUpdateExtraArgsFn:
-    """Returns a wrapper's `update` function, made from its second form, which is attached."""
+StepFn: TypeAlias = Callable[[Step], Result]
+
+
+def first_step(updates: optax.Updates, state: AnyState, params: Params, extra_args: ExtraArgs, *, apply: bool) -> Step:
+    grads = summed(updates)
+    return Step(lambda: grads, state, params, extra_args, apply)
+
+
+def run_step(tx: optax.GradientTransformation, step: Step) -> Result:
+    step_fn: StepFn | None = getattr(tx.update, "step_fn", None)
+    return step.run_or_skip(partial(_run_innermost, tx, step)) if step_fn is None else step_fn(step)
+
+
+def _run_innermost(tx: optax.GradientTransformation, step: Step) -> Result:
+    update = optax.with_extra_args_support(tx).update
+    updates, new_state = update(step.make_gradients(), step.state, step.params, **step.extra_args)
+    return _applied(step.params, updates) if step.apply else updates, _without_numbers(new_state)
+
+
+def wrapper(kind: type, run: StepFn, what_changed: str) -> optax.TransformUpdateExtraArgsFn:
+    """Returns the `update` function of a wrapper. It calls `run(step)`, or skips the call if a guard outside says so.
+
+    `kind` is the class of its state. `what_changed` begins the error if `run` changes the state's structure.
+    """
+
+    def step_fn(step: Step) -> Result:
+        require_own(step.state, kind)
+        return step.run_or_skip(partial(run, step), what_changed)
+
+    return _update_by(step_fn)
+
+
+def guard(
+    wrapped: optax.GradientTransformationExtraArgs,
+    kind: type,
+    decide: Callable[[Step], tuple[jax.Array, AnyState]],
+    repaired: Callable[[optax.Updates], optax.Updates] | None = None,
+) -> optax.TransformUpdateExtraArgsFn:
+    """Returns the `update` function of a wrapper that runs `wrapped` if `decide` says so.
+
+    `kind` is the class of its state. `decide(step)` returns the decision, and the new state without that of `wrapped`.
+    `repaired` changes the gradients before `wrapped` gets them.
+    """
+
+    def step_fn(step: Step) -> Result:
+        require_own(step.state, kind)
+        # Without `inner_state`, as `decide` returns the state, because both branches need one structure.
+        idle = jnp.zeros((), bool), step.state._replace(inner_state=())
+        wrapped_runs, new_state = run_if(step.runs, partial(decide, step), lambda: idle)
+        for_inner = step.make_gradients if repaired is None else lambda: repaired(step.make_gradients())
+        inner_step = step._replace(make_gradients=for_inner, state=step.state.inner_state, runs=wrapped_runs)
+        returned, inner_state = run_step(wrapped, inner_step)
+        return returned, new_state._replace(inner_state=inner_state)
+
+    return _update_by(step_fn)
+
+
+def _update_by(step_fn: StepFn) -> optax.TransformUpdateExtraArgsFn:
+    """Returns an `update` function, to which `step_fn` is attached for `run_step`."""
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
-        return update_or_apply(lambda: updates, state, params, extra_args, apply=False, runs=True)
+        updates: optax.Updates, state: AnyState, params: Params = None, **extra_args: Argument
+    ) -> tuple[optax.Updates, AnyState]:
+        return step_fn(first_step(updates, state, params, extra_args, apply=False))
 
-    cast(Any, update_fn).update_or_apply = update_or_apply
+    cast(Any, update_fn).step_fn = step_fn
     return update_fn
 
 
-def inner_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` as a transformation that takes extra arguments. Raises if it is no transformation."""
     if not isinstance(inner, optax.GradientTransformation):
         raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}")
@@ -63,113 +149,56 @@ def inner_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     return inner._replace(init=lambda params: _without_numbers(inner.init(params)))
 
 
-def update_or_apply(
-    tx: optax.GradientTransformation,
-    make_gradients: MakeGradients,
-    state: Any,
-    params: Params,
-    extra_args: Mapping[str, Any],
-    *,
-    apply: bool,
-    runs: Flag,
-) -> tuple[Any, Any]:
-    """Returns the updates of any transformation, or the new parameters if `apply` is set, with the new state.
+def declares(tx: optax.GradientTransformation, name: str) -> bool:
+    """Returns whether `update` of the transformation, or of one inside it, has a parameter of this name.
 
-    If the step does not run, it returns zero updates, or the parameters, with the unchanged state.
+    Chains, wrappers and guards pass any extra argument on. The functions that they call are in their closures, or
+    belong to objects there.
     """
-    second_form = getattr(tx.update, "update_or_apply", None)
-    if second_form is not None:
-        return second_form(make_gradients, state, params, extra_args, apply=apply, runs=runs)
-
-    def run() -> tuple[Any, Any]:
-        updates, new_state = optax.with_extra_args_support(tx).update(make_gradients(), state, params, **extra_args)
-        return _applied(params, updates) if apply else updates, _without_numbers(new_state)
-
-    return run_or_skip(runs, run, state, params, apply=apply)
-
-
-def run_or_skip(
-    runs: Flag,
-    run: Callable[[], tuple[Any, Any]],
-    state: Any,
-    params: Params,
-    *,
-    apply: bool,
-    what_changed: str = "inner's update changed its state",
-) -> tuple[Any, Any]:
-    """Returns `run()`, or, if the step does not run, zero updates (the parameters if `apply`) and the state.
-
-    `run` returns updates, or new parameters if `apply`, and the new state, whose structure has to stay. `what_changed`
-    begins the error if it does not.
-    """
-    ran = run() if runs is True else jax.eval_shape(run)
-    check_unchanged(ran[1], state, what_changed)
-    if runs is True:
-        return ran
-    # The types of both branches have to agree. Zero updates take those of the updates, but parameters and state of
-    # before the step do not.
-    _check_devices(ran[1], state, "inner's state after a step")
-    if apply:
-        _check_devices(ran[0], params, "the new parameters")
-
-    def skip() -> tuple[Any, Any]:
-        # `zeros_like` keeps the updates' sharding. The other branch's type differs from that of `jnp.zeros(shape)` on
-        # an Explicit mesh and in a tracked shard_map, and JAX raises (tests/devices/test_distribution.py).
-        return params if apply else optax.tree.zeros_like(ran[0]), state
-
-    return run_if(runs, run, skip)
-
-
-def guard(
-    wrapped: optax.GradientTransformationExtraArgs,
-    kind: type,
-    decide: Callable[..., tuple[jax.Array, Any]],
-    repaired: Callable[[optax.Updates], optax.Updates] | None = None,
-) -> optax.TransformUpdateExtraArgsFn:
-    """Returns the `update` function of a wrapper that runs `wrapped` if `decide` says so.
-
-    `kind` is the class of its state. `decide(make_gradients, state, extra_args)` returns the decision, and the new
-    state without that of `wrapped`. `wrapped` gets the gradients as `repaired` returns them.
-    """
-
-    def step_fn(
-        make_gradients: MakeGradients,
-        state: Any,
-        params: Params,
-        extra_args: Mapping[str, Any],
-        *,
-        apply: bool,
-        runs: Flag,
-    ) -> tuple[Any, Any]:
-        require_own(state, kind)
-        decision = partial(decide, make_gradients, state, extra_args)
-        # Without `inner_state`, as `decide` returns the state, because both branches need one structure.
-        idle = jnp.zeros((), bool), state._replace(inner_state=())
-        wrapped_runs, new_state = decision() if runs is True else run_if(runs, decision, lambda: idle)
-        for_inner = make_gradients if repaired is None else lambda: repaired(make_gradients())
-        returned, inner_state = update_or_apply(
-            wrapped, for_inner, state.inner_state, params, extra_args, apply=apply, runs=wrapped_runs
-        )
-        return returned, new_state._replace(inner_state=inner_state)
-
-    return wrapper(step_fn)
+    waiting: list[Any] = [tx.update]
+    seen: dict[int, Any] = {}
+    while waiting:
+        x = waiting.pop()
+        if id(x) in seen:
+            continue
+        seen[id(x)] = x  # kept, because another object could get its id
+        if isinstance(x, types.CodeType):
+            if name in x.co_varnames[1 : x.co_argcount + x.co_kwonlyargcount]:  # the first is the gradients
+                return True
+            waiting += x.co_consts  # functions that it makes, such as those of a factory
+        elif isinstance(x, types.FunctionType):
+            waiting += [x.__code__, *(x.__closure__ or ())]
+        elif isinstance(x, types.CellType):
+            with contextlib.suppress(ValueError):  # an empty cell
+                waiting.append(x.cell_contents)
+        elif isinstance(x, types.MethodType):
+            waiting += [x.__func__, *getattr(x.__self__, "__dict__", {}).values()]
+        elif isinstance(x, partial):
+            waiting += [x.func, *x.args, *x.keywords.values()]
+        elif isinstance(x, Mapping):
+            waiting += x.values()
+        elif isinstance(x, list | tuple):
+            waiting += x
+        elif callable(x) and not isinstance(x, type):
+            waiting += [getattr(x, "__wrapped__", type(x).__call__), *getattr(x, "__dict__", {}).values()]
+    return False
 
 
 def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
     """Returns `optax.apply_updates`, except that keys and parameters with a float0 update stay unchanged."""
 
-    def add(param: Any, update: Any) -> Any:
-        dtype: Any = getattr(update, "dtype", jnp.float32)
+    def add(param: Leaf, update: Leaf) -> Leaf:
+        dtype: DType = getattr(update, "dtype", jnp.float32)
         is_nothing = dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
         return param if is_nothing else optax.apply_updates(param, update)
 
     return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)
 
 
-def _check_devices(new: Any, old: Any, what: str) -> None:
+def _check_devices(new: PyTree, old: PyTree, what: str) -> None:
     """Raises, while tracing, if a leaf may differ between devices after the step but not before it."""
 
-    def check(path: KeyPath, new: Any, old: Any) -> None:
+    def check(path: KeyPath, new: Leaf, old: Leaf) -> None:
         along = newly_varying(new, old)
         if along:
             raise ValueError(
@@ -182,10 +211,10 @@ def _check_devices(new: Any, old: Any, what: str) -> None:
     jax.tree.map_with_path(check, new, old)
 
 
-def _without_numbers(state: Any) -> Any:
+def _without_numbers(state: AnyState) -> AnyState:
     """Returns the state with an array for each Python number, as under jit, so that no step changes its dtype."""
 
-    def fixed(x: Any) -> Any:
+    def fixed(x: Leaf) -> Leaf:
         return jnp.array(x, jnp.asarray(x).dtype) if isinstance(x, bool | int | float | complex) else x
 
     return jax.tree.map(fixed, state)

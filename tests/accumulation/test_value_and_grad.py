@@ -392,7 +392,10 @@ def test_sharded_batch_is_split_without_moving_examples(axis_type):
     params, batch = placed(PARAMS, mesh, P()), placed(MANY, mesh, P("data"))
     step = quick_jit(shrewjax.value_and_grad(masked_loss, K, **WEIGHTED)).lower(params, *batch).compile()
     close(step(params, *batch), large_batch(*MANY))
-    assert not re.search(r"all-gather|all-to-all|collective-permute", step.as_text())
+    first = quick_jit(lambda x: jnp.sum(x[: ROWS // K], axis=0)).lower(batch[0]).compile()  # it moves examples
+    moves = r"all-gather|all-to-all|collective-permute"
+    assert not re.search(moves, step.as_text())
+    assert re.search(moves, first.as_text())
 
 
 def on_each_device(step, mesh, check_vma=True, out_specs=None):
@@ -732,3 +735,26 @@ def test_gradients_that_jax_would_sum_in_each_micro_batch_are_refused():
         ValueError, match=r"the loss may differ .* pass sum_over=\(\), and the parameters as jax.lax.pcast"
     ):
         on_each_device(step, mesh_of())(PARAMS, *MANY)
+
+
+def test_derivatives_of_results_with_a_nan_that_is_not_kept_are_right_forward_and_nan_in_reverse():
+    """The docstring's row. Its way out, a loss without 0/0, is right in both."""
+    x, mask = jnp.arange(1.0, 9.0), jnp.array([1.0, 0.0] * 4)  # micro-batch 1 of 2 has nothing that counts
+
+    def norm_of_gradient(scale, guard):
+        def loss(w, x, mask):
+            return jnp.sum(mask * (w * x - scale) ** 2) / jnp.maximum(jnp.sum(mask), guard)
+
+        run = shrewjax.value_and_grad(loss, 2, weight=lambda w, x, mask: jnp.sum(mask))
+        return run(jnp.float32(1), x, mask)[1] ** 2
+
+    def exact(scale):  # the gradient is 2 mean(x**2 - scale x), over the four that count
+        mean = np.mean(np.arange(1.0, 9.0, 2.0))
+        gradient = 2 * (np.mean(np.arange(1.0, 9.0, 2.0) ** 2) - scale * mean)
+        return 2 * gradient * -2 * mean
+
+    forward, reverse = (quick_jit(of(norm_of_gradient)) for of in (jax.jacfwd, jax.jacrev))
+    assert float(forward(3.0, 0.0)) == pytest.approx(exact(3.0), rel=1e-6)
+    assert np.isnan(float(reverse(3.0, 0.0)))
+    assert float(forward(3.0, 1.0)) == pytest.approx(exact(3.0), rel=1e-6)
+    assert float(reverse(3.0, 1.0)) == pytest.approx(exact(3.0), rel=1e-6)

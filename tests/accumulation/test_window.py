@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import lenient, quick_jit, text_jit, tree_of
+from helpers import lenient, quick_jit, tree_of, users_jit
 from recording import BAD_WEIGHTS, POLICIES, recorder, recording_window, run, run_compiled, vector
 
 import shrewjax
@@ -325,6 +325,24 @@ def test_bad_arguments_are_named():
         shrewjax.accumulate(optax.identity(), 2, accumulator_dtype="float64")
 
 
+NESTED = {
+    "chain": lambda: optax.chain(shrewjax.clip_by_global_norm(1.0), shrewjax.accumulate(optax.sgd(1.0), 2)),
+    "guard": lambda: shrewjax.skip_nonfinite(shrewjax.accumulate(optax.sgd(1.0), 2)),
+    "partition": lambda: optax.partition({"a": shrewjax.accumulate(optax.sgd(1.0), 2)}, "a"),
+    "injected": lambda: optax.inject_hyperparams(shrewjax.accumulate, static_args="inner")(
+        optax.sgd(1.0), accum_steps=2
+    ),
+    "MultiSteps": lambda: optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation(),
+    "MultiSteps in a chain": lambda: optax.chain(optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_accumulation_inside_what_is_accumulated_is_an_error_from_init(name):
+    with pytest.raises(ValueError, match=r"^inner has an accumulation inside, whose state is \w+\. Multiply the accum"):
+        shrewjax.accumulate(NESTED[name](), 2).init(jnp.zeros(2))
+
+
 # --- the state ----------------------------------------------------------------------------------------------------
 
 
@@ -348,7 +366,7 @@ def test_donated_state_is_written_in_place_and_no_buffer_is_shared(guarded):
     state = jax.tree.map(jnp.copy, tx.init(params))
     leaves = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
     assert len(set(leaves)) == len(leaves)
-    step = text_jit(lambda p, s, g: shrewjax.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+    step = users_jit(lambda p, s, g: shrewjax.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
     grads = {"w": jnp.ones((256, 256))}
     compiled = step.lower(params, state, grads).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * params["w"].nbytes

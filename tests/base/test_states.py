@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import lenient, quick_jit
+from helpers import TRANSFORMATIONS, lenient, quick_jit
 
 import shrewjax
+from shrewjax._base.states import init_with_notes, note
 
 GRADS = {"a": np.float32([3, 4]), "b": np.float32([0.6])}
 NORM = float(np.sqrt(25.36))
@@ -191,3 +192,63 @@ def test_metrics_of_a_transformation_is_an_error(make):
 @pytest.mark.parametrize("state", [(), None, {}, optax.adam(1e-3).init(GRADS), jnp.zeros(3)], ids=lambda s: type(s))
 def test_metrics_of_a_state_without_measurements_is_empty(state):
     assert shrewjax.metrics(state) == {}
+
+
+def test_metrics_of_masked_parameters_in_an_nnx_optimizer():
+    """The variable of a masked parameter holds a node without leaves."""
+    mask = nnx.State({"kernel": True, "bias": False})
+    tx = optax.masked(optax.chain(shrewjax.clip_by_leaf_norm(1.0), optax.adam(0.1)), mask)
+    optimizer = nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+    assert list(shrewjax.metrics(optimizer.opt_state)) == [
+        "clip_by_leaf_norm/grad_norm_max",
+        "clip_by_leaf_norm/clipped_fraction",
+    ]
+
+
+def test_notes_of_an_init_reach_the_innermost_caller_that_asks_and_no_other():
+    def init(params):
+        note(params, kind="inner")
+        return params
+
+    def asking(params):
+        state, noted = init_with_notes(init, params)
+        assert noted(state) == {"kind": "inner"}
+        return (state,)
+
+    def failing(params):
+        init(params)
+        raise KeyError
+
+    array = jnp.zeros(())
+    note(array, kind="nobody asks")
+    state, noted = init_with_notes(asking, array)
+    assert state == (array,)
+    assert noted(array) is None
+    with pytest.raises(KeyError):
+        init_with_notes(failing, array)
+    state, noted = init_with_notes(jax.jit(init), array)  # an array of the trace, not of the state
+    assert noted(state) is None
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_metrics_outside_of_jit_send_nothing_to_the_device(name):
+    """A training loop that forbids transfers calls `metrics` on its state."""
+    state = TRANSFORMATIONS[name]().init({"w": jnp.ones(2)})
+    with jax.transfer_guard("disallow"):
+        found = shrewjax.metrics(state)
+    assert found or name == "clip_by_value"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: shrewjax.clip_by_global_norm(1.0, leaves=True),
+        lambda: shrewjax.accumulate(optax.sgd(1.0), 2, noise_decay=0.5),
+        lambda: shrewjax.skip_nonfinite(optax.sgd(1.0), leaves=True),
+    ],
+    ids=["leaves", "noise", "guard"],
+)
+def test_optional_metrics_outside_of_jit_send_nothing_to_the_device(make):
+    state = make().init({"w": jnp.ones(2)})
+    with jax.transfer_guard("disallow"):
+        assert shrewjax.metrics(state)

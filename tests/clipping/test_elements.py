@@ -304,3 +304,14 @@ def test_value_clip_is_the_nearest_point_of_the_box(tree, bound):
 def test_a_scope_is_global_or_leaf_and_the_error_offers_no_other(rule):
     with pytest.raises(ValueError, match=r"^scope must be one of 'global', 'leaf', got 'both'$"):
         rule(90, scope="both")
+
+
+@pytest.mark.parametrize("clip", ["value", "percentile"])
+def test_clip_with_a_traced_threshold_keeps_subnormal_bfloat16_in_vectors_and_beside_them(clip):
+    """A CPU with bfloat16 instructions flushes subnormals in them (XLA-28); in loops of 17, in the last element."""
+    functions = {"value": shrewjax.clip_grad_value, "percentile": lambda x, p: shrewjax.clip_grad_percentile(x, p)[0]}
+    clipped = users_jit(functions[clip])
+    for size in (2, 17):
+        units = (np.arange(1, size + 1) | (np.arange(size) % 2 << 15)).astype(np.uint16)  # of both signs
+        x = jnp.asarray(units.view(jnp.bfloat16))
+        assert np.asarray(clipped(x, jnp.float32(100))).view(np.uint16).tolist() == units.tolist()

@@ -1,14 +1,17 @@
-"""Thresholds of the global norm from past norms, against their papers' equations in float64."""
+"""Thresholds of the global norm from past norms, against their papers' equations in float64, and at their beginning."""
 
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, true_norm
-from steps import NORMS, f32, run, stacked, vectors, zscore_steps
+from helpers import bits, quick_jit, true_norm
+from steps import NORMS, f32, run, stacked, step_of, vectors, zscore_steps
 
 import shrewjax
+
+pytestmark = pytest.mark.usefixtures("either_world")
 
 
 def norms_of(updates):
@@ -80,6 +83,23 @@ def test_percentile_survives_a_norm_beyond_float32():
     np.testing.assert_allclose(updates[1], f32([1, 1]) * 5 / 2**0.5, rtol=1e-6)
 
 
+def test_percentile_before_there_is_a_history_lets_pass_what_is_not_recorded():
+    beyond, bad = f32([3e38, 3e38]), f32([np.nan, 1])
+    updates, states = run(partial(shrewjax.clip_by_norm_percentile, 50.0), [beyond, bad, f32([3, 4]), beyond, bad])
+    assert bits(updates[:3]) == bits(np.stack([beyond, bad, f32([3, 4])]))
+    np.testing.assert_allclose(true_norm(updates[3]), 5, rtol=1e-6)
+    assert np.isnan(updates[4]).all()
+    np.testing.assert_array_equal(states.history.filled, [0, 0, 1, 1, 1])
+    np.testing.assert_array_equal(states.threshold, [np.inf, np.inf, 5, 5, 5])
+
+
+def test_percentile_that_is_nan_shows_and_the_norm_is_recorded():
+    tx = lambda p: shrewjax.clip_by_norm_percentile(p, history_length=2)  # noqa: E731
+    updates, state = quick_jit(lambda p, g, s: tx(p).update(g, s))(jnp.float32(np.nan), f32([3, 4]), tx(1.0).init(None))
+    assert np.isnan(updates).all()
+    np.testing.assert_array_equal(state.history.values, [0, 5])
+
+
 # --- ZClip --------------------------------------------------------------------------------------------------------
 
 
@@ -122,3 +142,41 @@ def test_zscore_statistics_stay_in_range():
     updates, states = zscore_steps([f32(n) * np.ones(2, f32) for n in beyond], warmup_steps=4)
     assert np.isfinite(states.mean).all()
     np.testing.assert_allclose(true_norm(updates[4]), states.mean[3], rtol=1e-5)
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_zscore_without_a_mean_to_compare_with_lets_norms_pass(warmup):
+    updates, states = zscore_steps([f32([norm]) for norm in [0] * warmup + [1] * 3], warmup_steps=warmup)
+    np.testing.assert_array_equal(updates[-3:], np.ones((3, 1)))
+    assert states.mean[-1] > 0
+
+
+@pytest.mark.parametrize("argument", ["max_zscore", "eps", "decay"])
+def test_zscore_with_a_nan_argument_records_nothing_that_is_not_finite(argument):
+    step, state = step_of(shrewjax.clip_by_norm_zscore), shrewjax.clip_by_norm_zscore().init(None)
+    usual = {"max_zscore": f32(2.5), "decay": f32(0.97), "warmup_steps": f32(1), "eps": f32(1e-6), "max_norm": f32(9)}
+    finite, odd = (usual | {argument: f32(value)} for value in (0.9, np.nan))
+    for norm in (1.0, 1.2, 0.9):
+        _, state = step(finite, f32([norm]), state, None)
+    updates, spoiled = step(odd, f32([1]), state, None)
+    assert np.isfinite(spoiled.mean)
+    assert np.isfinite(spoiled.std)
+    assert argument == "decay" or np.isnan(updates[0])
+    assert np.isfinite(step(finite, f32([1]), spoiled, None)[0][0])
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: shrewjax.clip_by_norm_percentile(101), r"percentile must be between 0 and 100 and not NaN, got 101"),
+        (lambda: shrewjax.clip_by_norm_percentile(10.0, history_length=0), r"history_length must be an int >= 1"),
+        (lambda: shrewjax.clip_by_norm_percentile(10.0, history_length=jnp.int32(9)), r"history_length.*static_args"),
+        (lambda: shrewjax.clip_by_norm_zscore(decay=1.5), r"decay must be between 0 and 1"),
+    ],
+)
+def test_what_is_wrong_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -8,10 +8,11 @@ import numpy as np
 import optax
 import pytest
 from helpers import bits, lenient, quick_jit, rows_of_names, tree_of, true_norm, users_jit
-from steps import NORMS, adagc, agc, f32, run, step_of, vectors, zscore_steps
+from steps import NORMS, adagc, agc, f32, run, step_of, vectors
 
 import shrewjax
 
+pytestmark = pytest.mark.usefixtures("either_world")
 BAD = pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 
 
@@ -37,6 +38,68 @@ def test_thresholds_by_default_are_those_of_the_papers():
     np.testing.assert_allclose(updates, [[3, 0.6e-5], [4, 0.8e-5]], rtol=1e-5)
     updates, _ = quick_jit(lambda g: shrewjax.clip_by_block_rms().update(g, None))(f32([2, -2, 2, 2]))
     np.testing.assert_allclose(updates, [1, -1, 1, 1], rtol=1e-6)
+
+
+# --- norms by leaf ------------------------------------------------------------------------------------------------
+
+
+def test_leaf_norms_are_clipped_one_by_one():
+    tree = {
+        "big": f32([30, 40]),
+        "small": f32([0.3, 0.4]),
+        "bad": f32([np.nan]),
+        "huge": f32([3e30, 4e30]),
+        "zero": f32([0]),
+    }
+    tx = shrewjax.clip_by_leaf_norm(1.0)
+    clipped, state = quick_jit(lambda tree: tx.update(tree, tx.init(tree)))(tree)
+    expected = {"big": [0.6, 0.8], "small": [0.3, 0.4], "bad": [np.nan], "huge": [0.6, 0.8], "zero": [0]}
+    for k, v in expected.items():
+        np.testing.assert_allclose(clipped[k], f32(v), rtol=2.4e-7)
+    assert bits(clipped["small"]) == bits(tree["small"])
+    norms = {"big": 50, "small": 0.5, "bad": np.nan, "huge": 5e30, "zero": 0}
+    scales = {"big": 0.02, "small": 1, "bad": np.nan, "huge": 2e-31, "zero": 1}
+    for k in tree:
+        np.testing.assert_allclose(state.grad_norm[k], f32(norms[k]), rtol=1e-6)
+        np.testing.assert_allclose(state.clip_scale[k], f32(scales[k]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("ord", [1, 2])
+def test_layers_of_a_stacked_leaf_are_clipped_one_by_one(ord):
+    layers = np.random.default_rng(0).standard_normal((3, 2, 4)) * np.reshape([1e20, 0.1, 3], (3, 1, 1))
+    grads = {"layers": f32(layers), "head": f32([0.3, 0.4])}
+    tx = shrewjax.clip_by_leaf_norm(1.0, ord=ord, batch_axes=lambda name, leaf: 0 if "layers" in name else None)
+
+    @quick_jit
+    def step(grads):
+        clipped, state = tx.update(grads, tx.init(grads))
+        return clipped, state, shrewjax.metrics(state)
+
+    clipped, state, found = step(grads)
+    norms = np.linalg.norm(layers.reshape(3, -1), ord, axis=1)
+    np.testing.assert_allclose(state.grad_norm["layers"], norms, rtol=1e-6)
+    np.testing.assert_allclose(state.clip_scale["layers"], np.minimum(1, 1 / norms), rtol=1e-6)
+    np.testing.assert_allclose(clipped["layers"], layers * np.minimum(1, 1 / norms)[:, None, None], rtol=1e-6)
+    np.testing.assert_array_equal(clipped["head"], grads["head"])
+    assert float(found["clip_by_leaf_norm/grad_norm_max"]) == pytest.approx(max(norms), rel=1e-6)
+    assert float(found["clip_by_leaf_norm/clipped_fraction"]) == np.float32(np.mean([*(norms > 1), False]))
+
+
+def test_layers_and_an_order_without_units_are_an_error():
+    with pytest.raises(ValueError, match=r"ord must be 1 or 2 with batch_axes, got 3"):
+        shrewjax.clip_by_leaf_norm(1.0, ord=3, batch_axes=0)
+    tx = shrewjax.clip_by_leaf_norm(1.0, batch_axes=0)
+    with pytest.raises(ValueError, match=r"\['w'\] of shape \(2, 1\) has units of shape \(2,\).*shape \(3,\)"):
+        tx.update({"w": jnp.ones((2, 1))}, tx.init({"w": jnp.ones((3, 1))}))
+
+
+def test_leaf_norm_state_keeps_its_structure_when_a_gradient_is_missing():
+    tx = shrewjax.clip_by_leaf_norm(1.0)
+    state = tx.init({"a": f32([3, 4]), "b": f32([1])})
+    clipped, new = tx.update({"a": f32([3, 4]), "b": None}, state)
+    assert clipped["b"] is None
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert (float(new.grad_norm["b"]), float(new.clip_scale["b"])) == (0, 1)
 
 
 # --- AdaGC --------------------------------------------------------------------------------------------------------
@@ -240,10 +303,6 @@ def test_a_bad_gradient_is_as_if_it_had_not_been(rule, when, bad):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: shrewjax.clip_by_norm_percentile(101), r"percentile must be between 0 and 100 and not NaN, got 101"),
-        (lambda: shrewjax.clip_by_norm_percentile(10.0, history_length=0), r"history_length must be an int >= 1"),
-        (lambda: shrewjax.clip_by_norm_percentile(10.0, history_length=jnp.int32(9)), r"history_length.*static_args"),
-        (lambda: shrewjax.clip_by_norm_zscore(decay=1.5), r"decay must be between 0 and 1"),
         (lambda: shrewjax.clip_by_leaf_norm_ema(0.9), r"max_ratio must be >= 1"),
         (lambda: shrewjax.adaptive_grad_clip(unit="row"), r"unit must be one of 'auto', 'tensor', got 'row'"),
         (lambda: shrewjax.adaptive_grad_clip(axis=1.5), r"axis must be an int, a tuple of ints, None or a function"),
@@ -294,27 +353,6 @@ def test_each_measured_threshold_is_in_the_metrics():
 
 
 # --- beginnings and edges -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("warmup", [0, 3])
-def test_zscore_without_a_mean_to_compare_with_lets_norms_pass(warmup):
-    updates, states = zscore_steps([f32([norm]) for norm in [0] * warmup + [1] * 3], warmup_steps=warmup)
-    np.testing.assert_array_equal(updates[-3:], np.ones((3, 1)))
-    assert states.mean[-1] > 0
-
-
-@pytest.mark.parametrize("argument", ["max_zscore", "eps", "decay"])
-def test_zscore_with_a_nan_argument_records_nothing_that_is_not_finite(argument):
-    step, state = step_of(shrewjax.clip_by_norm_zscore), shrewjax.clip_by_norm_zscore().init(None)
-    usual = {"max_zscore": f32(2.5), "decay": f32(0.97), "warmup_steps": f32(1), "eps": f32(1e-6), "max_norm": f32(9)}
-    finite, odd = (usual | {argument: f32(value)} for value in (0.9, np.nan))
-    for norm in (1.0, 1.2, 0.9):
-        _, state = step(finite, f32([norm]), state, None)
-    updates, spoiled = step(odd, f32([1]), state, None)
-    assert np.isfinite(spoiled.mean)
-    assert np.isfinite(spoiled.std)
-    assert argument == "decay" or np.isnan(updates[0])
-    assert np.isfinite(step(finite, f32([1]), spoiled, None)[0][0])
 
 
 def test_ema_with_a_nan_argument_records_nothing_that_is_not_finite():
@@ -377,23 +415,6 @@ def test_agc_with_an_eps_or_parameters_that_are_not_finite_is_as_its_table_says(
     np.testing.assert_allclose(updates, agc(g, w, 0), rtol=1e-6)
 
 
-def test_percentile_before_there_is_a_history_lets_pass_what_is_not_recorded():
-    beyond, bad = f32([3e38, 3e38]), f32([np.nan, 1])
-    updates, states = run(partial(shrewjax.clip_by_norm_percentile, 50.0), [beyond, bad, f32([3, 4]), beyond, bad])
-    assert bits(updates[:3]) == bits(np.stack([beyond, bad, f32([3, 4])]))
-    np.testing.assert_allclose(true_norm(updates[3]), 5, rtol=1e-6)
-    assert np.isnan(updates[4]).all()
-    np.testing.assert_array_equal(states.history.filled, [0, 0, 1, 1, 1])
-    np.testing.assert_array_equal(states.threshold, [np.inf, np.inf, 5, 5, 5])
-
-
-def test_percentile_that_is_nan_shows_and_the_norm_is_recorded():
-    tx = lambda p: shrewjax.clip_by_norm_percentile(p, history_length=2)  # noqa: E731
-    updates, state = quick_jit(lambda p, g, s: tx(p).update(g, s))(jnp.float32(np.nan), f32([3, 4]), tx(1.0).init(None))
-    assert np.isnan(updates).all()
-    np.testing.assert_array_equal(state.history.values, [0, 5])
-
-
 def test_leaf_ema_shows_no_threshold_and_no_clip_of_a_leaf_that_never_had_a_gradient():
     idle = {"idle": f32([0, 0]), "empty": np.zeros((0,), f32)}
     gradients = [idle | {"a": f32([norm])} for norm in (5, 0.25, 0.25, 4)]
@@ -449,10 +470,7 @@ def test_agc_measures_gradients_and_parameters_of_two_dtypes_each_in_its_range(o
     assert float(state.clipped_fraction) == 1
 
 
-@pytest.mark.parametrize("devices", ["one", "many"])
-def test_usual_units_clip_as_in_any_range(devices, monkeypatch):
-    if devices == "one":  # as in a process with one device, where the numbers of all leaves are joined
-        monkeypatch.setattr("shrewjax._clipping.units.may_be_partitioned", lambda: False)
+def test_usual_units_clip_as_in_any_range():
     rng = np.random.default_rng(0)
     shapes = [(6, 4), (4,), (6, 4), ()]
     grads, params = ([np.float32(rng.normal(size=shape)) for shape in shapes] for _ in range(2))

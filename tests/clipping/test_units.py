@@ -1,23 +1,25 @@
 """Units that are spread over devices are those of one device."""
 
+import itertools
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, quick_jit, rows_of_names
+from helpers import assert_close, quick_jit, rows_of_names, seeming_to_have
 from sharded import SPECS, place
 from steps import adagc, agc, f32
 
 import shrewjax
+from shrewjax._clipping.units import find_units
+from shrewjax._numerics import reductions
 
 P = jax.P
 
 
 SHAPES = {"rows": (16, 4), "columns": (3, 8), "replicated": (5, 2)}
 
-# By full names: `STOOD_FOR` of helpers.py says which of them run in CI only.
 MAPPED = {
     "adaptive_grad_clip": lambda **k: shrewjax.adaptive_grad_clip(0.05, unit="tensor", **k),
     "clip_by_block_rms": lambda **k: shrewjax.clip_by_block_rms(0.5, **k),
@@ -112,8 +114,13 @@ def unit_mesh():
     return jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("rule", ["agc", "block_rms", "leaf_ema"])
+UNIT_RULES = ("agc", "block_rms", "leaf_ema")
+TRACKED_OR_NOT = {("agc", True), ("block_rms", False), ("leaf_ema", True)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "check_vma"), rows_of_names(itertools.product(UNIT_RULES, (True, False)), TRACKED_OR_NOT)
+)
 def test_units_spread_over_devices_each_leaf_in_its_own_way_are_those_of_one_device(rule, check_vma):
     rng = np.random.default_rng(0)
     g, w = ({k: f32(np.exp(rng.normal(size=s)) * rng.normal(size=s)) for k, s in UNIT_SHAPES.items()} for _ in range(2))
@@ -255,3 +262,12 @@ def test_parameter_that_differs_between_devices_more_than_its_gradient_is_an_err
         ValueError, match=r"parameter leaf .* may differ between devices along 'data', but its gradient"
     ):
         jax.eval_shape(step, jnp.ones((2, 3)), jnp.ones((16, 3)))
+
+
+@pytest.mark.parametrize(("devices", "joined"), [(1, True), (8, False)])
+def test_numbers_of_several_units_are_joined_in_a_process_with_one_device_alone(devices, joined):
+    """Holds what `one_device` and `either_world` of conftest.py are for."""
+    with seeming_to_have(devices):
+        units = find_units({"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3))}, lambda path, leaf: (0,))
+        assert (len(units.groups) == 1) == joined
+        assert (len(reductions.grouped([jnp.ones(3)] * 32, ())) < 32) == joined

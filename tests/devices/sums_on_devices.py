@@ -128,10 +128,11 @@ def values(shapes, seed=0):
 
 
 def expected_of(params, tokens):
-    """Sums over micro-batches, each of which is computed alone on one device: float64."""
+    """The results of each way: sums over micro-batches, each of which is computed alone on one device, in float64."""
     run = jax.jit(jax.value_and_grad(loss))
     parts = [run(params, micro_batch(tokens, i)) for i in range(MICRO_BATCHES)]
     weights = [float(count(params, micro_batch(tokens, i), None)) for i in range(MICRO_BATCHES)]
+    seen = np.bincount(tokens.reshape(-1), minlength=VOCABULARY)
 
     def combined(weights):
         return jax.tree.map(
@@ -140,8 +141,9 @@ def expected_of(params, tokens):
 
     total, mean = combined([1] * MICRO_BATCHES), combined([1 / MICRO_BATCHES] * MICRO_BATCHES)
     by_weight = combined([w / sum(weights) for w in weights])
-    of_loops = dict.fromkeys(LOOPS, (0.0, mean[1]))
-    return dict.fromkeys(STEPS, mean) | dict.fromkeys(OTHERS, total) | of_loops | {"sum": total, "weighted": by_weight}
+    of_steps = dict.fromkeys(STEPS, mean) | {"sum": total, "weighted": by_weight}
+    of_steps = {name: ((value, (seen, seen)), grads) for name, (value, grads) in of_steps.items()}
+    return of_steps | dict.fromkeys(OTHERS, total) | dict.fromkeys(LOOPS, (0.0, mean[1]))
 
 
 WAYS = {**STEPS, **LOOPS, **OTHERS}
@@ -157,18 +159,11 @@ def errors_on(devices, names=WAYS):
         jax.device_put(tokens, split),
         jax.device_put(np.zeros(VOCABULARY, np.float32), whole),
     )
-    wanted, seen = expected_of(params, tokens), np.bincount(tokens.reshape(-1), minlength=VOCABULARY)
+    wanted = expected_of(params, tokens)
     errors = {}
     for name in names:
-        value, grads = jax.jit(WAYS[name])(*placed)
-        got, want = jax.tree.leaves(grads), jax.tree.leaves(wanted[name][1])
-        if name in STEPS:
-            value, counts = value
-            got, want = [*got, *counts], [*want, seen, seen]
-        got, want = [*got, value], [*want, wanted[name][0]]
-        errors[name] = max(
-            np.abs(x - y).max() / max(np.abs(y).max(), 1e-30) for x, y in zip(map(np.asarray, got), want, strict=True)
-        )
+        pairs = zip(jax.tree.leaves(jax.jit(WAYS[name])(*placed)), jax.tree.leaves(wanted[name]), strict=True)
+        errors[name] = max(np.abs(np.asarray(x) - y).max() / max(np.abs(y).max(), 1e-30) for x, y in pairs)
     return errors
 
 

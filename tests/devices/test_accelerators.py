@@ -5,6 +5,7 @@ P is the parameters' bytes.
 """
 
 import functools
+import itertools
 import json
 from functools import partial
 
@@ -17,27 +18,13 @@ import optax
 import pytest
 from _compiled import place, sharded
 from _harness import applied, unclipped, updated
-from accelerators import ACCELERATORS, all_reduced, target_named
+from accelerators import ACCELERATORS, all_reduced
+from helpers import rows_of_names, seeming_to_have
 from jax.sharding import PartitionSpec as P
 
 import shrewjax
 
-
-@pytest.fixture(scope="module", params=ACCELERATORS)
-def target(request):
-    return target_named(request.param)
-
-
-@pytest.fixture(scope="module", params=[*ACCELERATORS, "cpu"])
-def any_target(request):
-    return target_named(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-    # Optax mixes dtypes, and here it is inside of everything.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 # The counter, on programs whose costs are known.
@@ -110,6 +97,13 @@ def test_the_table_is_printed_for_a_cpu(forks, tmp_path):
 # One device.
 
 
+@pytest.fixture
+def one_device_here():
+    """As in a process with one device, where the numbers of all leaves are joined. `one_device` lasts for a module."""
+    with seeming_to_have(1):
+        yield
+
+
 def accumulate(target, apply=applied, inner=None, **options):
     return compiled.step(target, apply, compiled.window(inner, **options), compiled.leaves(target))
 
@@ -118,8 +112,8 @@ def guarded(target, guard):
     return compiled.step(target, applied, guard(compiled.optimizer(shrewjax)), compiled.leaves(target))
 
 
-# Passes of an open and of a closing call, and temporary memory. To copy one leaf of eight is 0.25 passes: with no room
-# for it, nothing is copied. An H100's temporary memory is scalars; a TPU's is also what it fetches ahead.
+# Passes of an open and of a closing call, and temporary memory. To copy one leaf of eight is 0.25 passes, more than
+# the bounds leave, so nothing is copied. An H100's temporary memory is scalars; a TPU's is also what it fetches ahead.
 STEPS = {
     "accumulate": (accumulate, 3.1, 11.1, 0.01),
     "accumulate, adamw alone": (lambda t: accumulate(t, inner=optax.adamw(1e-3)), 3.1, 10.1, 0.01),
@@ -140,6 +134,7 @@ FETCHED_AHEAD = {"h100": 0.0, "v5e": 0.4}
 
 
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.usefixtures("one_device_here")
 def test_step_moves_and_holds_what_it_has_to(name, target):
     build, opened, closing, temporary = STEPS[name]
     program = build(target)
@@ -152,14 +147,24 @@ def test_step_moves_and_holds_what_it_has_to(name, target):
 
 
 @functools.cache
-def rule_step(target, rule, dtype):
-    return compiled.rule_step(target, rule, compiled.leaves(target), compiled.leaves(target, dtype))
+def rule_step(target, rule, dtype, devices):
+    with seeming_to_have(devices):
+        return compiled.rule_step(target, rule, compiled.leaves(target), compiled.leaves(target, dtype))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", [name for name, (_, other) in compiled.RULES.items() if other])
-def test_rule_moves_and_holds_no_more_than_optax(name, dtype, target):
-    ours, theirs = (rule_step(target, rule, dtype) for rule in compiled.RULES[name])
+RULES = [name for name, (_, other) in compiled.RULES.items() if other]
+DTYPES = (jnp.float32, jnp.bfloat16)
+OF_ONE_RULE = {("clip_by_global_norm", dtype, devices) for dtype in DTYPES for devices in (1, 8)}
+BY_DEFAULT = {(name, jnp.float32, 1) for name in RULES} | OF_ONE_RULE
+
+
+# As in a process with so many devices: with one, the numbers of all units are joined.
+@pytest.mark.parametrize(
+    ("name", "dtype", "devices_here"), rows_of_names(itertools.product(RULES, DTYPES, (1, 8)), BY_DEFAULT)
+)
+def test_rule_moves_and_holds_no_more_than_optax(name, dtype, devices_here, target):
+    rule, optax_rule = compiled.RULES[name]
+    ours, theirs = rule_step(target, rule, dtype, devices_here), rule_step(target, optax_rule, dtype, 1)
     # A TPU reads a leaf once that stays in its VMEM from the norm to the update: of some leaves in one program only.
     assert ours.closing <= theirs.closing + {"h100": 0.03, "v5e": 0.8}[target.name]
     # If a unit's sums left the range, XLA:GPU writes out a scaled leaf that fits in its cache: here one of eight.
@@ -177,7 +182,8 @@ def test_norms_by_leaf_cost_no_pass_no_launch_and_no_all_reduce(devices, target)
     def run(leaves):
         tx = optax.chain(shrewjax.clip_by_global_norm(1.0, leaves=leaves), optax.adamw(1e-3))
         spec = sharded if devices > 1 else _compiled.replicated
-        return compiled.step(target, updated, tx, compiled.leaves(target), devices=devices, spec=spec)
+        with seeming_to_have(devices):
+            return compiled.step(target, updated, tx, compiled.leaves(target), devices=devices, spec=spec)
 
     program, without = run(True), run(False)
     assert program.closing == pytest.approx(without.closing, abs=1e-3)
@@ -201,6 +207,7 @@ def squared_powers_of_two(program):
 
 
 @pytest.mark.parametrize("name", ["clip_by_leaf_norm", "adaptive_grad_clip"])
+@pytest.mark.usefixtures("one_device_here")
 def test_square_of_a_scaled_zero_is_not_regrouped(name, target):
     # (0 * c) * (0 * c) is 0, but 0 * (c * c), which XLA may make of it where it knows the zero, is NaN.
     (rule, _), mesh = compiled.RULES[name], target.mesh()
@@ -219,6 +226,8 @@ def test_square_of_a_scaled_zero_is_not_regrouped(name, target):
     assert squared_powers_of_two(program) == []
 
 
+@pytest.mark.thorough  # a minute of a core for v5e
+@pytest.mark.usefixtures("one_device_here")
 def test_clipped_cotangent_is_read_once_more_and_held_by_nothing(target):
     clip = partial(shrewjax.clip_cotangent, max_norm=1.0)
     program, without = (compiled.block_gradient(target, side) for side in (clip, unclipped))
@@ -254,8 +263,9 @@ def test_sharded_parameters_stay_sharded_and_are_not_gathered(tx, opened, target
     assert program.open <= opened + fetched_ahead
 
 
-def test_window_over_devices_sends_gradients_once_and_on_closing_calls_alone(target):
-    program = compiled.window_over_devices(target, 8)
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_window_over_devices_sends_gradients_once_and_on_closing_calls_alone(is_weighted, target):
+    program = compiled.window_over_devices(target, 8, is_weighted=is_weighted)
     assert all_reduced(program) == {"closing call": pytest.approx(1)}
     assert not [x for x in program.collectives if x[1] == "every call"]
     # Besides the sums, XLA:GPU holds two copies of those leaves that it sends together: of seven.
@@ -303,6 +313,13 @@ def test_gradients_of_a_batch_are_reduced_once_after_the_loop(name, target):
     assert " while(" in program.text
     assert all_reduced(program) == {"every call": pytest.approx(1)}
     assert gathers(program) == []
+
+
+def test_sharded_parameters_are_gathered_and_their_gradients_reduced_with_each_micro_batch(any_target):
+    program = compiled.whole_batch(any_target, compiled.sharded_step(any_target, 4, 8), 8, spec=sharded)
+    sent = {op for op, when, size in program.collectives if when == "every trip" and size > 5e5}
+    assert "all-gather" in sent
+    assert sent & {"reduce-scatter", "all-reduce"}
 
 
 @pytest.mark.parametrize("name", ["weighted", "drop_microbatch"])

@@ -88,7 +88,7 @@ def placed(tree, mesh, specs):
 SHARDED = {"w": P("fsdp"), "b": P()}
 
 
-def sharded_step(tx, mesh, specs, check_vma=True):
+def mapped_step(tx, mesh, specs, check_vma=True):
     """Parameters sharded over "fsdp", batches over both axes; gradients are local along "data"."""
 
     def step(params, state, x, y, counts):
@@ -104,16 +104,15 @@ def sharded_step(tx, mesh, specs, check_vma=True):
         return shrewjax.apply_gradients(tx, grads, state, params, weight=n)
 
     rows = P(("data", "fsdp"))
-    mapped = jax.shard_map(
+    return jax.shard_map(
         step, mesh=mesh, in_specs=(SHARDED, specs, rows, rows, rows), out_specs=(SHARDED, specs), check_vma=check_vma
     )
-    return quick_jit(mapped, donate_argnums=(0, 1))
 
 
 def many_devices(tx, batches, mesh, check_vma=True):
     params = placed(PARAMS, mesh, SHARDED)
     state = tx.init(params)
-    step = sharded_step(tx, mesh, shrewjax.state_specs(state), check_vma)
+    step = quick_jit(mapped_step(tx, mesh, shrewjax.state_specs(state), check_vma), donate_argnums=(0, 1))
     for batch in batches:
         params, state = step(params, state, *batch)
         yield jax.device_get(params), state
@@ -125,11 +124,12 @@ def inner_of(name, mapped):
     return optax.chain((MAPPED if mapped else TRANSFORMATIONS)[name](), SGD)
 
 
-# `skip_on_spike` is around the clip by global norm, and `test_processes.py` has the z-score.
-IN_OTHERS = {"clip_by_global_norm", "clip_by_norm_zscore"}
+# One that counts all elements, one by unit, a guard around a clip by norm, and SGD alone; `test_processes.py` has the
+# z-score.
+OF_EACH_KIND = {"clip_by_percentile", "adaptive_grad_clip", "skip_on_spike", "accumulate"}
 
 
-@pytest.mark.parametrize("name", rows_of_names(TRANSFORMATIONS, set(TRANSFORMATIONS) - IN_OTHERS))
+@pytest.mark.parametrize("name", rows_of_names(TRANSFORMATIONS, OF_EACH_KIND))
 def test_trajectory_is_that_of_one_device(name):
     batches = list(micro_batches(24))
     expected = large_batches(inner_of(name, False), 3, batches)
@@ -222,6 +222,7 @@ def test_plain_jit_takes_a_row_of_gradients_for_each_device(axis_type):
         assert_close(params, alone, rtol=1e-5, atol=1e-6)
     text = step.lower(params, state, *rows).compile().as_text()
     assert "all-gather" not in text
+    assert "all-reduce" in text
     assert "all-reduce" not in text[text.index("ENTRY") :]
 
 
@@ -322,7 +323,7 @@ def test_a_window_goes_on_bit_for_bit_elsewhere_and_on_half_as_many_devices():
     state = shrewjax.redistribute(state, like)
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, like)
     assert state.gradient_sum["w"].shape == (4, INPUTS, OUTPUTS)
-    step = sharded_step(tx, half, shrewjax.state_specs(state))
+    step = quick_jit(mapped_step(tx, half, shrewjax.state_specs(state)), donate_argnums=(0, 1))
     for batch, alone in zip(batches[2:], expected[2:], strict=True):
         params, state = step(params, state, *batch)
         assert_close(params, alone, rtol=1e-5, atol=1e-6)

@@ -8,18 +8,13 @@ import optax
 import pytest
 from _compiled import place
 from flax import nnx
-from test_accelerators import target  # noqa: F401
 
 import shrewjax
 import shrewjax.flax
 
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
+
 WIDTH = 1024
-
-
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def model_and_optimizer(optimizer):
@@ -29,7 +24,7 @@ def model_and_optimizer(optimizer):
     return model, optimizer(model, tx, wrt=nnx.Param)
 
 
-def program(target, optimizer, update):  # noqa: F811
+def program(target, optimizer, update):
     """The compiled step of a model and an optimizer, donated. Without `update`, it returns the gradients alone."""
     graph, state = nnx.split(nnx.eval_shape(lambda: model_and_optimizer(optimizer)))
 
@@ -44,12 +39,11 @@ def program(target, optimizer, update):  # noqa: F811
     return _compiled.compile_for(target, step, arrays, x, unit=8 * WIDTH**2 * 4)
 
 
-def test_open_call_moves_three_passes_beyond_the_models_and_copies_no_parameter(target):  # noqa: F811
+def test_open_call_moves_three_passes_beyond_the_models_and_copies_no_parameter(target):
     alone, ours, flax_own = (
         program(target, *which)
         for which in ((nnx.Optimizer, False), (shrewjax.flax.Optimizer, True), (nnx.Optimizer, True))
     )
-    print(target.name, *((p.open - alone.open, p.closing - alone.open, p.temporary) for p in (ours, flax_own)))
     assert "copy" not in ours.operations(closing=False, elements=WIDTH**2)  # "copy-start" is a TPU's prefetch
     assert ours.open - alone.open <= 3.05
     if target.name == "h100":  # on a TPU, trees of this size are partly in its VMEM

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import rows_of_names, text_jit
+from helpers import rows_of_names, users_jit
 
 import shrewjax
 
@@ -28,7 +28,7 @@ def leaves(layers):
 
 
 def program(function, *arguments):
-    return text_jit(function).lower(*arguments).compile().as_text()
+    return users_jit(function).lower(*arguments).compile().as_text()
 
 
 def distinct_kernels(text):
@@ -47,15 +47,12 @@ def step(rule):
     return lambda grads, state, params: tx.update(grads, state, params), tx.init
 
 
-# "leaf norm" and "adaptive" stand for other norms of units. The last is a large program: half a minute with the newest
-# jaxlib.
-BY_DEFAULT = {"leaf norm", "adaptive", "average of norms", "norms by leaf"}
+# They stand for other norms of units. The last is a large program: half a minute with the newest jaxlib.
+BY_DEFAULT = {"leaf norm", "adaptive"}
 
 
 @pytest.mark.parametrize("rule", rows_of_names(RULES, BY_DEFAULT))
-def test_more_leaves_of_the_same_shapes_need_no_more_kernels(rule, monkeypatch):
-    # As in a process with one device, where the numbers of leaves of several units are joined.
-    monkeypatch.setattr("shrewjax._clipping.units.may_be_partitioned", lambda: False)
+def test_more_leaves_of_the_same_shapes_need_no_more_kernels(rule, one_device):
     update, init = step(rule)
     few, many = (program(update, grads, jax.eval_shape(init, grads), grads) for grads in (leaves(5), leaves(10)))
     assert distinct_kernels(many) == distinct_kernels(few)

@@ -145,3 +145,17 @@ def test_arithmetic_of_split_numbers_reaches_beyond_the_dtype():
     nan = floats.to_extended(jnp.float32(np.nan))
     assert np.isnan(floats.maximum(nan, floats.extended_number(9.0, jnp.float32)).mantissa)
     assert float(floats.to_float32(floats.extended_number(1e300, jnp.float32))) == np.inf
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-40, 1.2e-38, 0.1, 1.0, 3.4e38, np.inf])
+def test_split_and_join_lose_nothing(value):
+    x = jnp.asarray(value, jnp.float32)
+    number = floats.to_extended(x)
+    if np.isfinite(value) and value:
+        mantissa, exponent = float(number.mantissa), int(number.exponent)
+        assert 1 <= mantissa < 2
+        assert np.longdouble(mantissa) * np.longdouble(2) ** exponent == np.longdouble(float(np.float32(value)))
+    else:
+        assert float(number.mantissa) == value
+    if value == 0 or value > 1e-38:
+        assert floats.from_extended(number) == x

@@ -1,6 +1,7 @@
 """Norms are right in range, precision and derivative."""
 
 import functools
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,14 @@ import shrewjax
 from shrewjax._base.mesh import unit_axes
 from shrewjax._numerics import floats
 from shrewjax._numerics.norms import (
-    _measure_by_powers,
-    broadcast_to_leaf,
+    _cube_root,
+    _measure,
     combine,
     measure_units,
-    split,
 )
+from shrewjax._numerics.vectors import broadcast_to_leaf, split
 
+pytestmark = pytest.mark.usefixtures("either_world")
 ORDERS = [1, 2, 3, 1000, np.inf]
 f32 = np.float32
 
@@ -99,7 +101,7 @@ norms_of_four_orders = users_jit(lambda leaves: {ord: shrewjax.grad_norm(leaves,
 
 @pytest.mark.parametrize("ord", [1, 2, 3, np.inf])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("kind", ["normal", "constant", "heavy tail"])
+@pytest.mark.parametrize("kind", ["normal", "constant", pytest.param("heavy tail", marks=pytest.mark.thorough)])
 def test_norm_of_a_million_elements_is_within_1e_6(dtype, kind, ord):
     leaves = a_million_elements(kind, dtype)
     found = norms_of_four_orders(leaves)[ord]  # for each order again: it runs far sooner than it compiles
@@ -182,24 +184,10 @@ def test_norm_under_vmap_takes_each_row_through_its_own_range():
 
 def test_common_case_reads_the_gradients_once():
     """The scaled pass sits in a branch: outside of it there is one reduction of the data."""
-    jaxpr = jax.make_jaxpr(lambda x: _measure_by_powers([x], 2, "global", None))(jnp.ones((8, 8)))
+    jaxpr = jax.make_jaxpr(lambda x: _measure.__wrapped__([x], 2, "global", None))(jnp.ones((8, 8)))
     reductions = [e for e in jaxpr.eqns if e.primitive.name == "reduce_sum" and e.invars[0].aval.shape == (8, 8)]
     assert len(reductions) == 1
     assert [e.primitive.name for e in jaxpr.eqns].count("cond") == 1
-
-
-@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-40, 1.2e-38, 0.1, 1.0, 3.4e38, np.inf])
-def test_split_and_join_lose_nothing(value):
-    x = jnp.asarray(value, jnp.float32)
-    number = floats.to_extended(x)
-    if np.isfinite(value) and value:
-        mantissa, exponent = float(number.mantissa), int(number.exponent)
-        assert 1 <= mantissa < 2
-        assert np.longdouble(mantissa) * np.longdouble(2) ** exponent == np.longdouble(float(np.float32(value)))
-    else:
-        assert float(number.mantissa) == value
-    if value == 0 or value > 1e-38:
-        assert floats.from_extended(number) == x
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e25, 1e-25])
@@ -229,3 +217,23 @@ def norms_of_units(leaves, kept):
 def test_norm_of_no_units_is_zero():
     assert measure_units([], (), (), ()) == []
     assert float(floats.from_extended(combine([], []))) == 0
+
+
+def test_a_second_read_of_large_leaves_takes_no_memory():
+    """XLA-6: a scalar that leaves share would be held as an array of each leaf's size."""
+    leaves = [jax.ShapeDtypeStruct((2**18,), f32)] * 8
+    compiled = users_jit(shrewjax.grad_norm).lower(leaves).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.01 * 8 * 4 * 2**18
+
+
+def test_cube_roots_in_float64_are_right_to_one_eps():
+    """XLA-20: `lax.cbrt` is off by more."""
+    with jax.enable_x64(True):
+        x = np.random.default_rng(0).uniform(1, 8, 10_000) * 10.0 ** (np.arange(10_000) % 180)
+        root = np.asarray(users_jit(_cube_root)(x))
+    # The relative error of a root r of x is (r**3 - x) / (3 x), but for its square.
+    errors = [
+        abs(Fraction(float(r)) ** 3 - Fraction(float(v))) / (3 * Fraction(float(v)))
+        for r, v in zip(root, x, strict=True)
+    ]
+    assert max(errors) < np.finfo(np.float64).eps

@@ -1,11 +1,13 @@
 """Inside mapped functions a norm is the whole gradient's, or an error: never silently a shard's own."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import bits, quick_jit, text_jit, true_norm, users_jit
+from helpers import bits, quick_jit, rows_of_names, true_norm, users_jit
 from sharded import GRADS, SPECS, P, clip, place
 
 import shrewjax
@@ -45,7 +47,7 @@ def test_one_norm_of_fifty_leaves_needs_an_all_reduce_for_each_set_of_axes(specs
         )
         for i in range(50)
     ]
-    text = text_jit(shrewjax.grad_norm).lower(leaves).compile().as_text()
+    text = users_jit(shrewjax.grad_norm).lower(leaves).compile().as_text()
     entry = text[text.index("ENTRY") :]
     assert 1 <= entry.count(" all-reduce(") <= most
     assert "all-gather" not in text
@@ -94,7 +96,15 @@ def on_one_device(name, grads):
     return jax.tree.map(lambda x: np.clip(x, -np.float32(bound), np.float32(bound)), grads), np.float32(bound)
 
 
-@pytest.mark.parametrize("name", PERCENTILE_CLIPS)
+# Each on a mesh of one kind; CI has both.
+ON_MESHES = {("Auto", "known"), ("Explicit", "by leaf"), ("Auto", "traced")}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    rows_of_names(itertools.product(("Auto", "Explicit"), PERCENTILE_CLIPS), ON_MESHES),
+    indirect=["mesh"],
+)
 def test_sharded_percentiles_have_the_same_bits_without_a_gather_or_a_sort(mesh, name):
     grads = place(GRADS, mesh)
     update, percentile = PERCENTILE_CLIPS[name]
@@ -166,5 +176,5 @@ def test_a_percentile_in_untracked_shard_map_without_axis_name_is_an_error(mesh)
 
 
 def test_a_maximum_norm_of_sharded_gradients_is_no_gather(mesh):
-    text = text_jit(lambda g: shrewjax.grad_norm(g, np.inf)).lower(place(GRADS, mesh)).compile().as_text()
+    text = users_jit(lambda g: shrewjax.grad_norm(g, np.inf)).lower(place(GRADS, mesh)).compile().as_text()
     assert "all-gather" not in text

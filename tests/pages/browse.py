@@ -4,15 +4,15 @@
     python tests/pages/browse.py out/site [--chromium /usr/bin/chromium] [--shots out/shots]
 
 A page fails if it logs an error, asks for anything that is not in the site, shows an image or a formula that did not
-load, or a backslash in a formula, has other headings than its source, or a heading inside a code box, links to a page
-or an anchor of the site that is not there, or is wider than a phone's screen. Some words have to lead a search to the
-page that answers. `--shots` saves four pictures of each page: on a screen and on a phone, light and dark.
+load, or a backslash in a formula, has other headings than its source, or a heading inside a code box, shows removed
+lines of a diff that are not red or added ones that are not green, links to a page or an anchor of the site that is not
+there, or is wider than a phone's screen. Some words have to lead a search to the page that answers. `--shots` saves
+four pictures of each page: on a screen and on a phone, light and dark.
 """
 
 import argparse
 import functools
 import http.server
-import json
 import re
 import sys
 import threading
@@ -47,6 +47,7 @@ FOUND = """mode => {
         headings: all('article :is(h1, h2, h3)').map(x =>
             x.innerText.replace(/#$/, '').replace(/\\u2019/g, "'").trim()),
         inCode: all('pre').map(x => x.innerText).filter(x => /^## /m.test(x)),
+        diffs: all('.highlight :is(.gd, .gi)').map(x => [x.className, getComputedStyle(x).color]),
     };
 }"""
 FORMULAS = "() => [...document.querySelectorAll('.math')].every(x => x.querySelector('mjx-container'))"
@@ -89,6 +90,7 @@ def main() -> int:
                 found = page.evaluate(FOUND, mode)
                 wrong += [f"image {source} did not load" for source in found["missing"]]
                 wrong += [f"formula: {text}" for text in found["wrong"]]
+                wrong += [f"a line {of} of a diff is {color}" for of, color in found["diffs"] if not tells(of, color)]
                 for width, size in (("", SCREEN), ("phone-", PHONE)):
                     if args.shots:
                         page.set_viewport_size(size)
@@ -133,19 +135,18 @@ def main() -> int:
     return failures
 
 
+def tells(of: str, color: str) -> bool:
+    """Returns whether the color of a diff's line says what it is: more red than green if it is removed, or less."""
+    red, green, *_ = map(int, re.findall(r"\d+", color))
+    return red > green if of == "gd" else green > red
+
+
 def headings_of(name: str) -> list[str] | None:
     """Returns the headings of the source of a page, with those of the files that it includes; None without a source."""
     source = DOCS / name.replace(".html", ".md")
     if not source.exists():
-        notebook = DOCS / name.replace(".html", ".ipynb")
-        if not notebook.exists():
-            return None  # the index of names, or the search
-        cells = json.loads(notebook.read_text())["cells"]
-        text = "\n".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "markdown")
-    else:
-        text = re.sub(
-            r"```{include} (\S+)\n(.*?)```", functools.partial(included, source), source.read_text(), flags=re.S
-        )
+        return None  # the index of names, or the search
+    text = re.sub(r"```{include} (\S+)\n(.*?)```", functools.partial(included, source), source.read_text(), flags=re.S)
     without_code = re.sub(r"(?m)^(```+|:::+)(?!{grid).*?^\1$", "", text, flags=re.S)
     found = re.findall(r"(?m)^#{1,3} (.*)", without_code)
     return [re.sub(r"`|\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("\\", "") for heading in found]

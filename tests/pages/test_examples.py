@@ -56,6 +56,7 @@ def assert_is_drawn(path):
         assert len(figure.getcolors(figure.width * figure.height)) > 20
 
 
+@pytest.mark.thorough  # the README's first command runs it, too
 def test_nnx_example_recognises_95_percent_of_digits(run):
     printed, figure = run("train_digits.py", "--epochs", 6, out="new/digits.png")
 
@@ -254,4 +255,25 @@ def test_sharded_example_resumes_in_mid_window_on_fewer_devices_in_two_processes
     # The window that was open when it was saved: its gradients, of which most had been added up by then.
     norms = [numbers(r"window 3: .*, gradient norm (\S+)", printed) for printed in (whole, resumed)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    assert_is_drawn(figure)
+
+
+@pytest.mark.thorough
+def test_which_rule_example_survives_an_overflow_under_guards_alone(run):
+    printed, figure = run("which_rule.py", "--quick", "--steps", 130, out="new/rule.png")
+
+    tables = dict(re.findall(r"^(calm|by itself|too high|corrupted|overflow)\n\n((?:\|.*\n)+)", printed, re.MULTILINE))
+    losses = {
+        cause: {
+            cells[1].strip(" `"): float(cells[3].split()[0])
+            for line in rows.splitlines()[2:]
+            for cells in [line.split("|")]
+        }
+        for cause, rows in tables.items()
+    }
+    rules = {"none", "clip_by_global_norm", "skip_on_spike", "skip_nonfinite"}
+    assert {cause: set(found) for cause, found in losses.items()} == dict.fromkeys(tables, rules)
+    assert {rule for rule, loss in losses["overflow"].items() if loss < 4} == {"skip_on_spike", "skip_nonfinite"}
+    assert max(losses["calm"].values()) < 3.5
+    assert losses["calm"]["skip_nonfinite"] == losses["calm"]["none"]
     assert_is_drawn(figure)

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import xla_flags
 from flax import nnx
-from helpers import run_page
+from helpers import run_page, users_options
 
 import shrewjax
 import shrewjax.flax
@@ -46,7 +45,7 @@ def test_step_holds_no_second_copy_of_twenty_million_parameters(names, name):
     batch = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 20_000_000), (rows,))]
     batch += [] if name == "step" else [jax.ShapeDtypeStruct((rows,), bool), jax.ShapeDtypeStruct((), bool)]
     state = jax.eval_shape(tx.init, params)
-    options = xla_flags.options(xla_cpu_use_fusion_emitters=True)
+    options = users_options()
 
     def compiled(step):
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

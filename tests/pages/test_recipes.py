@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md train, and do what the page says, by plain arithmetic in float64."""
+"""The chains of docs/recipes.md and docs/guide/flax.md train, and do what the pages say, by arithmetic in float64."""
 
 import functools
 import pathlib
@@ -15,15 +15,17 @@ from helpers import bits, quick_jit, run_page
 import shrewjax
 import shrewjax.flax
 
-PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "recipes.md"
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
+
+DOCS = pathlib.Path(__file__).parent.parent.parent / "docs"
+PAGE = DOCS / "recipes.md"
 PAGE_NAMES = SimpleNamespace(**run_page(PAGE))
 
 
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-    # Optax mixes dtypes.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+@functools.cache
+def flax_page():
+    """The names of the page for Flax. It compiles, so no worker runs it that has none of its tests."""
+    return SimpleNamespace(**run_page(DOCS / "guide" / "flax.md"))
 
 
 def train(tx, params, loss, steps):
@@ -104,7 +106,7 @@ def test_lora_clips_by_the_norm_of_what_is_trained_and_leaves_frozen_leaves_alon
     def loss(params):
         return jnp.mean((x @ (params["kernel"] + params["lora_a"] @ params["lora_b"]) - y) ** 2)
 
-    history, trained = train(PAGE_NAMES.lora, params, loss, 60)
+    history, trained = train(flax_page().lora, params, loss, 60)
     assert history[-1][0] < history[0][0] / 2
     assert bits(trained["kernel"]) == bits(kernel)
     adams = {"lora_a": Adam(), "lora_b": Adam()}
@@ -122,12 +124,12 @@ def test_lora_clips_by_the_norm_of_what_is_trained_and_leaves_frozen_leaves_alon
 
 def test_leaves_of_lists_and_of_an_nnx_state_are_named():
     model = nnx.LoRALinear(3, 2, lora_rank=2, rngs=nnx.Rngs(0))
-    parts = PAGE_NAMES.trained_or_frozen(nnx.state(model, nnx.Param)["lora"])
+    parts = flax_page().trained_or_frozen(nnx.state(model, nnx.Param)["lora"])
     assert jax.tree.leaves(parts) == ["trained", "trained"]
-    assert jax.tree.leaves(PAGE_NAMES.trained_or_frozen(nnx.state(model, nnx.Not(nnx.LoRAParam)))) == ["frozen"] * 2
+    assert jax.tree.leaves(flax_page().trained_or_frozen(nnx.state(model, nnx.Not(nnx.LoRAParam)))) == ["frozen"] * 2
     layers = [{"kernel": 1.0, "lora_a": 1.0}, ({"lora_b": 1.0}, 2.0)]
     expected = [{"kernel": "frozen", "lora_a": "trained"}, ({"lora_b": "trained"}, "frozen")]
-    assert PAGE_NAMES.trained_or_frozen(layers) == expected
+    assert flax_page().trained_or_frozen(layers) == expected
 
 
 def test_optimizer_of_flax_holds_sums_of_the_trained_variables_alone():
@@ -139,7 +141,7 @@ def test_optimizer_of_flax_holds_sums_of_the_trained_variables_alone():
 
 
 def test_accumulate_inside_the_trained_part_holds_no_sums_of_frozen_leaves_and_trains_alike():
-    inside, around = PAGE_NAMES.accumulated_lora, shrewjax.accumulate(PAGE_NAMES.lora, 4)
+    inside, around = flax_page().accumulated_lora, shrewjax.accumulate(flax_page().lora, 4)
 
     def bytes_of_sums(tx):
         shapes = {"kernel": (1024, 1024), "lora_a": (1024, 8), "lora_b": (8, 1024)}

@@ -5,6 +5,7 @@ The oracle of a cell is what the transformation does alone (other tests hold tha
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import optax.contrib
 import orbax.checkpoint
 import pytest
 from flax import nnx
-from helpers import CASES, TRANSFORMATIONS, assert_close, bits, compiled, quick_jit, quick_options, rows_of_names
+from helpers import CASES, TRANSFORMATIONS, assert_close, bits, compiled, quick_jit, rows_of_names
 
 import shrewjax
 
@@ -181,8 +182,13 @@ def test_the_transformation_does_something_on_these_gradients(name):
     assert any(not np.array_equal(u["kernel"], g["kernel"]) for u, g in zip(updates, GRADS, strict=True))
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@each
+# Each transformation in a chain, and one that needs the parameters and one with a window in each wrapper.
+CELLS = {(name, "chain") for name in TRANSFORMATIONS} | {
+    *itertools.product(("adaptive_grad_clip", "accumulate"), WRAPPERS)
+}
+
+
+@pytest.mark.parametrize(("name", "wrapper"), rows_of_names(itertools.product(TRANSFORMATIONS, WRAPPERS), CELLS))
 def test_inside_a_wrapper_it_does_what_it_does_alone(name, wrapper):
     cell = WRAPPERS[wrapper]
     recorded, alone_state = alone(name, cell.seen, cell.calls)
@@ -370,7 +376,9 @@ def test_in_a_linen_train_state_it_trains_as_by_hand(name):
 
 
 @each
-@pytest.mark.parametrize("in_jit", [False, True], ids=["outside of jit", "in jit"])
+@pytest.mark.parametrize(
+    "in_jit", [pytest.param(False, id="outside of jit", marks=pytest.mark.thorough), pytest.param(True, id="in jit")]
+)
 def test_in_an_nnx_optimizer_it_trains_as_by_hand(name, in_jit):
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     model.bias[...], model.kernel[...] = PARAMS["bias"], PARAMS["kernel"]
@@ -410,7 +418,7 @@ def test_under_equinox_filter_jit_it_trains_as_by_hand(name):
     model = Layer(**PARAMS)
     state = tx.init(equinox.filter(model, equinox.is_inexact_array))
 
-    @functools.partial(equinox.filter_jit, compiler_options=quick_options())
+    @equinox.filter_jit
     def step(model, state, grads):
         updates, state = tx.update(grads, state, equinox.filter(model, equinox.is_inexact_array))
         return equinox.apply_updates(model, updates), state

@@ -13,6 +13,9 @@ from helpers import CASES, TRANSFORMATIONS, assert_close, quick_jit, small_tree,
 import shrewjax
 
 each = pytest.mark.parametrize("name", TRANSFORMATIONS)
+in_either_world = pytest.mark.usefixtures("either_world")
+# Also where `either_world` has just been one device for the tests above.
+with_eight_devices = pytest.mark.parametrize("either_world", [8], indirect=True, ids=["eight_devices"])
 
 
 TRACED = []  # the name of the transformation, for each time that its update is traced
@@ -65,6 +68,7 @@ def test_arguments_after_the_first_are_keyword_only(name):
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[positional:])
 
 
+@in_either_world
 @each
 def test_state_and_updates_keep_structure_shapes_and_dtypes(name, x64):
     params = tree_of() | {
@@ -84,7 +88,11 @@ def test_state_and_updates_keep_structure_shapes_and_dtypes(name, x64):
     assert all(x.dtype != jnp.float64 for x in jax.tree.leaves(new)) or (x64 and name == "accumulate")
 
 
+@in_either_world
 @each
+@pytest.mark.parametrize(
+    "x64", [pytest.param(False, id="x32"), pytest.param(True, id="x64", marks=pytest.mark.thorough)], indirect=True
+)
 def test_jit_and_no_jit_agree(name, x64):
     tx, params = TRANSFORMATIONS[name](), small_tree()
     plain_state = jitted_state = tx.init(params)
@@ -101,7 +109,7 @@ ROWS = [[small_tree(10 * row + i, scale) for i in range(10)] for row, scale in e
 
 
 @cache
-def scanned_rows(name):
+def scanned_rows(name, devices):
     """The last states and all updates of a scan over the steps of each row, under vmap: one program for two claims."""
     tx = TRANSFORMATIONS[name]()
 
@@ -124,29 +132,28 @@ def step_by_step(name, row):
 
 
 @each
-def test_is_a_scan_carry_and_compiles_once(name):
+def test_is_a_scan_carry_and_compiles_once(name, either_world):
     traced = TRACED.count(name)
     expected = step_by_step(name, ROWS[0])
     assert TRACED.count(name) <= traced + 1
-    assert_close(jax.tree.map(lambda x: x[0], scanned_rows(name)), expected, rtol=1e-6)
+    assert_close(jax.tree.map(lambda x: x[0], scanned_rows(name, either_world)), expected, rtol=1e-6)
 
 
 @each
-def test_vmap_gives_what_each_row_gives(name):
+def test_vmap_gives_what_each_row_gives(name, either_world):
     for i, row in enumerate(ROWS):
-        found = jax.tree.map(lambda x, i=i: x[i], scanned_rows(name))
+        found = jax.tree.map(lambda x, i=i: x[i], scanned_rows(name, either_world))
         assert_close(found, step_by_step(name, row), rtol=1e-6)
 
 
 # --- on many devices --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=lambda t: t.name
-)
+@pytest.mark.parametrize("axis_type", ["Auto", pytest.param("Explicit", marks=pytest.mark.thorough)])
 @each
-def test_sharded_inputs_give_the_unsharded_answer(name, axis_type):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+@with_eight_devices
+def test_sharded_inputs_give_the_unsharded_answer(name, axis_type, either_world):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[axis_type],))
     spec = {"w": jax.P("data"), "scalar": jax.P()}
     grads = {"w": np.arange(32, dtype=np.float32).reshape(16, 2), "scalar": np.float32(1)}
 
@@ -163,3 +170,12 @@ def test_sharded_inputs_give_the_unsharded_answer(name, axis_type):
         assert_close(updates, expected, rtol=1e-6)
         assert updates["w"].sharding.is_equivalent_to(sharded["w"].sharding, 2)
     assert "all-gather" not in update.as_text()
+
+
+@with_eight_devices
+def test_the_text_of_a_program_that_gathers_says_so(either_world):
+    """Such sharded inputs are sorted here, which needs all of them on each device."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.device_put(np.zeros((16, 2), np.float32), jax.sharding.NamedSharding(mesh, jax.P("data")))
+    program = quick_jit(lambda x: jnp.sort(x, axis=0)).lower(sharded).compile()
+    assert "all-gather" in program.as_text()

@@ -8,24 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import xla_flags
-from helpers import assert_close, bits, quick_options
+from helpers import assert_close, bits, users_options
 
 import shrewjax
+
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 K = 2
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 Y = np.arange(8, dtype=np.float32) / 4
 INNER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
-
-filter_jit = functools.partial(eqx.filter_jit, compiler_options=quick_options())
-
-
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-    """Optax mixes dtypes, Equinox ranks."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 class Model(eqx.Module):
@@ -57,7 +49,7 @@ def by_equinox(steps):
     model = Model()
     state = INNER.init(eqx.filter(model, eqx.is_inexact_array))
 
-    @filter_jit
+    @eqx.filter_jit
     def step(model, state):
         grads = eqx.filter_grad(loss_of_model)(model, X, Y)
         updates, state = INNER.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
@@ -80,7 +72,7 @@ def test_whole_batch_in_parts_trains_a_partitioned_model():
     trained, frozen = eqx.partition(Model(), eqx.is_inexact_array)
     state = INNER.init(trained)
 
-    @filter_jit
+    @eqx.filter_jit
     def step(frozen, trained, state):
         _, grads = shrewjax.value_and_grad(loss, K, batch_argnums=(2, 3))(trained, frozen, X, Y)
         assert grads.table is grads.name is grads.mlp.activation is None
@@ -97,7 +89,7 @@ def test_micro_batches_one_by_one_train_a_partitioned_model():
     state = tx.init(trained)
     assert state.gradient_sum.table is state.gradient_sum.name is None
 
-    @filter_jit
+    @eqx.filter_jit
     def step(frozen, trained, state, x, y):
         grads = eqx.filter_grad(loss)(trained, frozen, x, y)
         return shrewjax.apply_gradients(tx, grads, state, trained)
@@ -116,7 +108,7 @@ def test_layers_that_are_not_trained_stay_and_have_no_sum():
     state = tx.init(trained)
     assert len(jax.tree.leaves(state.gradient_sum)) == 2
 
-    @filter_jit
+    @eqx.filter_jit
     def step(frozen, trained, state):
         grads = jax.grad(loss)(trained, frozen, X, Y)
         return shrewjax.apply_gradients(tx, grads, state, trained)
@@ -150,8 +142,7 @@ def test_open_call_of_a_donated_filter_jit_holds_no_tree_of_parameters():
             trained, state = update(grads, state, trained)
             return eqx.combine(trained, frozen), state
 
-        options = xla_flags.options(xla_cpu_use_fusion_emitters=True)
-        program = eqx.filter_jit(step, donate="all", compiler_options=options)
+        program = eqx.filter_jit(step, donate="all", compiler_options=users_options())
         program = program.lower(model, state).compile()
         return program.compiled.memory_analysis().temp_size_in_bytes / size
 

@@ -21,18 +21,13 @@ from helpers import assert_close, bits, quick_jit, rows_of_names, users_jit
 import shrewjax
 import shrewjax.flax
 
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
+
 SCRIPT = pathlib.Path(__file__).with_name("resume_flax.py")
 # Flax 0.12.6 and later have two modes, of which the second has neither shared variables nor `DiffState`.
 MODES = ["graph", "tree"] if hasattr(nnx, "set_graph_mode") else ["graph"]
 X = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float32)
 Y = np.arange(12, dtype=np.float32) / 6
-
-
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-    """Optax and Flax mix dtypes and ranks."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture(params=MODES)

@@ -1,11 +1,15 @@
 """Errors of `shrewjax.flax.value_and_grad` name the arguments that the caller passed, and no others."""
 
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import bits
 
+import shrewjax
 import shrewjax.flax
 
 X = np.ones((4, 3), np.float32)
@@ -72,3 +76,61 @@ def test_fun_may_have_a_keyword_named_function():
 
     value, _ = shrewjax.flax.value_and_grad(scaled, 2)(model(), X, function=jnp.zeros_like)
     assert value == 0
+
+
+def test_model_and_gradients_in_the_wrong_order_are_an_error_and_change_nothing():
+    trained = model()
+    optimizer = shrewjax.flax.Optimizer(trained, optax.sgd(1.0), wrt=nnx.Param)
+    grads = nnx.grad(loss)(trained, X)
+    if not isinstance(grads, nnx.State):
+        pytest.skip("in tree mode gradients have the type of the model")
+    before = bits((nnx.state(trained), grads, nnx.state(optimizer)))
+    with pytest.raises(ValueError, match=r"^update takes the model first, .* Call optimizer\.update\(model, grads\)$"):
+        optimizer.update(grads, trained)
+    assert bits((nnx.state(trained), grads, nnx.state(optimizer))) == before
+    optimizer.update(nnx.state(trained), grads)  # a state may be trained, too
+
+
+@pytest.mark.parametrize("wrt", [nnx.LoRAParam, "params", lambda path, _: "lora" in path], ids=["type", "tag", "path"])
+def test_a_filter_that_matches_nothing_is_an_error(wrt):
+    wanted = r"^wrt=.* must match a variable of the model, got Linear, which has none, .* Pass a filter"
+    with pytest.raises(ValueError, match=wanted):
+        shrewjax.flax.Optimizer(model(), optax.sgd(1.0), wrt=wrt)
+    with pytest.raises(ValueError, match=wanted):
+        shrewjax.flax.value_and_grad(loss, 2, wrt=wrt)(model(), X)
+
+
+@pytest.mark.parametrize("name", ["weight", "flush", "value"])
+def test_a_field_with_the_name_of_an_argument_is_an_error_that_says_so(name):
+    with pytest.raises(ValueError, match=rf"^Mine must not have a field named {name}, .* Give the field another name$"):
+        type("Mine", (shrewjax.flax.TrainState,), {"__annotations__": {name: object}, name: None})
+
+
+def test_a_field_of_another_name_is_replaced():
+    class WithValues(shrewjax.flax.TrainState):
+        values: object = None
+
+    state = WithValues.create(apply_fn=None, params={"w": jnp.zeros(2)}, tx=optax.sgd(1.0))
+    assert state.apply_gradients(grads={"w": jnp.ones(2)}, values=3).values == 3
+
+
+def test_the_module_is_loaded_on_demand_and_no_other_name_is(monkeypatch):
+    """As after `import shrewjax` alone. Without Flax, the error is that of `import shrewjax.flax`."""
+    monkeypatch.delitem(vars(shrewjax), "flax")
+    assert shrewjax.flax.Optimizer is sys.modules["shrewjax.flax"].Optimizer
+    with pytest.raises(AttributeError, match=r"^module 'shrewjax' has no attribute 'flex'$"):
+        shrewjax.flex  # noqa: B018
+    monkeypatch.setitem(sys.modules, "flax", None)
+    monkeypatch.delitem(sys.modules, "shrewjax.flax")
+    monkeypatch.delitem(vars(shrewjax), "flax", raising=False)
+    with pytest.raises(ImportError, match=r"shrewjax\.flax needs Flax.*pip install flax"):
+        shrewjax.flax  # noqa: B018
+
+
+def test_statistics_of_fp8_layers_in_wrt_are_an_error():
+    kind = nnx.variable_type_from_name("_overwrite_with_gradient", allow_register=True)
+    with_statistic = model()
+    with_statistic.largest = kind(jnp.zeros(3))
+    with pytest.raises(ValueError, match=r"matches variables of the type _overwrite_with_gradient.* Leave them out"):
+        shrewjax.flax.value_and_grad(loss, 2, wrt=(nnx.Param, kind))(with_statistic, X)
+    shrewjax.flax.value_and_grad(loss, 2)(with_statistic, X)

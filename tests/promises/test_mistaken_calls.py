@@ -56,6 +56,12 @@ def calls_of(tx, params=PARAMS):
         ("values", "value"),
         ("valeu", "value"),
         ("grads", "grad"),
+        ("height", "weight"),  # none inside declares it
+        ("WEIGHT", "weight"),
+        ("sample_weight", "weight"),
+        ("num_tokens", "weight"),
+        ("loss_weight", "weight"),
+        ("force_flush", "flush"),
     ],
 )
 def test_near_miss_of_an_argument_is_an_error_that_names_the_one_meant(call, name, meant):
@@ -64,6 +70,12 @@ def test_near_miss_of_an_argument_is_an_error_that_names_the_one_meant(call, nam
         pytest.skip("grads is an argument of apply_gradients")
     with pytest.raises(ValueError, match=rf"^{name}= is no argument of accumulate, and near {meant}=\. Pass {meant}="):
         calls[call](**{name: 1.0})
+
+
+@pytest.mark.parametrize("make", [lambda: optax.adafactor(1.0), lambda: optax.chain(optax.novograd(1.0))])
+def test_gradients_by_their_name_in_optax_are_not_declared(make):
+    with pytest.raises(ValueError, match=r"^grads= is no argument"):
+        calls_of(shrewjax.accumulate(make(), 2))["update"](grads=GRADS)
 
 
 @pytest.mark.parametrize(
@@ -85,18 +97,72 @@ def test_extra_arguments_of_an_inner_optimizer_pass_also_if_they_are_near_ones_t
     assert record == given
 
 
-def test_near_miss_that_is_declared_inside_a_chain_is_an_error_until_inner_itself_declares_it():
-    """A chain hides the names, and a weight that vanishes does more harm than an error."""
+class Scaling:
+    """A transformation whose functions are methods."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def init(self, params):
+        return self.inner.init(params)
+
+    def update(self, updates, state, params=None, **extra_args):
+        return self.inner.update(updates, state, params, **extra_args)
+
+
+def declaring(record):
+    """Declares `height` and `num_tokens`, as a transformation of a user may."""
+
+    def update(updates, state, params=None, *, height=1.0, num_tokens=1, **extra_args):
+        record.update(height=height, num_tokens=num_tokens)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def as_methods(tx):
+    return optax.GradientTransformationExtraArgs(Scaling(tx).init, Scaling(tx).update)
+
+
+WRAPPERS = {
+    "nothing": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.identity(), tx, optax.sgd(1.0)),
+    "named_chain": lambda tx: optax.named_chain(("first", optax.chain(tx)), ("second", optax.sgd(1.0))),
+    "masked": lambda tx: optax.masked(tx, {"w": True}),
+    "partition": lambda tx: optax.partition({"a": tx}, {"w": "a"}),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.sgd(rate)))(rate=1.0),
+    "flatten": lambda tx: optax.flatten(tx),
+    "guards": lambda tx: shrewjax.skip_nonfinite(shrewjax.skip_on_spike(tx)),
+    "methods": as_methods,
+    "compiled": lambda tx: optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update)),
+    "partial": lambda tx: optax.GradientTransformationExtraArgs(tx.init, functools.partial(tx.update, key=1)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_transformation_that_declares_an_argument_gets_it_however_deep_it_stands(wrap):
     record = {}
-    inner = optax.chain(optax.identity(), with_extra(record))
-    with pytest.raises(ValueError, match=r"inside inner takes values=, let inner's own update declare it"):
-        calls_of(shrewjax.accumulate(inner, 1))["update"](values=7)
+    calls_of(shrewjax.accumulate(WRAPPERS[wrap](declaring(record)), 1))["apply_gradients"](height=2.0, num_tokens=3.0)
+    assert {name: isinstance(x, jax.Array) or x for name, x in record.items()} in (
+        {"height": True, "num_tokens": True},
+        {"height": 2.0, "num_tokens": 3.0},
+    )
 
-    def update(updates, state, params=None, *, values=None, **extra_args):
-        return inner.update(updates, state, params, values=values, **extra_args)
 
-    calls_of(shrewjax.accumulate(optax.GradientTransformationExtraArgs(inner.init, update), 1))["update"](values=7)
-    assert record == {"values": 7}
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_an_argument_that_none_inside_declares_is_an_error_however_deep_one_stands(wrap):
+    with pytest.raises(ValueError, match=r"^sample_weight= is no argument of accumulate, and near weight="):
+        calls_of(shrewjax.accumulate(WRAPPERS[wrap](declaring({})), 1))["update"](sample_weight=2.0)
+
+
+def test_a_weight_that_a_transformation_in_a_chain_declares_needs_no_window():
+    def update(updates, state, params=None, *, weight, **extra_args):
+        return jax.tree.map(lambda u: weight * u, updates), state
+
+    weighing = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    tx = optax.chain(weighing, optax.sgd(1.0))
+    params, _ = shrewjax.apply_gradients(tx, GRADS, tx.init(PARAMS), PARAMS, weight=3.0)
+    np.testing.assert_array_equal(params["w"], -3 * GRADS["w"])
 
 
 @pytest.mark.parametrize(
@@ -181,7 +247,9 @@ def test_key_by_keyword_is_an_error_that_names_rng_argnums(kind):
     def loss(params, x, *, rngs):
         return jnp.mean(x @ params["w"])
 
-    with pytest.raises(ValueError, match=r"^keyword argument rngs\['dropout'\] is a PRNG key, .* Pass .*rng_argnums="):
+    with pytest.raises(
+        ValueError, match=r"^keyword argument rngs\['dropout'\] is a .* key, .* it by position, .*rng_argnums="
+    ):
         traced(loss, PARAMS, X, kwargs={"rngs": {"dropout": KEYS[kind]()}})
 
 

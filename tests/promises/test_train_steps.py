@@ -158,9 +158,23 @@ def precision(dtype):
     return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
 
 
-# `skip_on_spike` is around the clip by global norm.
-@pytest.mark.parametrize("name", rows_of_names(TRANSFORMATIONS, set(TRANSFORMATIONS) - {"clip_by_global_norm"}))
-@pytest.mark.parametrize(("situation", "dtype"), CASES, ids=lambda x: getattr(x, "__name__", x))
+# Each transformation where parameters and states go in and come out, and each other situation with two of them.
+OF_EACH = {
+    *((*CASES[0], name) for name in TRANSFORMATIONS),
+    (closed_over, "float32", "adaptive_grad_clip"),
+    (closed_over, "float32", "clip_by_norm_zscore"),
+    (made_inside, "bfloat16", "clip_by_percentile"),
+    (made_inside, "bfloat16", "accumulate"),
+    (made_inside, "float64", "clip_by_leaf_norm_ema"),
+    (made_inside, "float64", "skip_on_spike"),
+}
+
+
+@pytest.mark.parametrize(
+    ("situation", "dtype", "name"),
+    rows_of_names([(*case, name) for case in CASES for name in TRANSFORMATIONS], OF_EACH),
+    ids=lambda x: getattr(x, "__name__", x),
+)
 def test_parameters_that_are_not_trained_stay_and_the_others_do_not_notice(situation, dtype, name):
     with precision(dtype):
         steps = situation(CHAINED[name], loss, functools.partial(parameters, dtype), batches(dtype))
@@ -227,7 +241,11 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize(("wrapper", "name"), rows_of_names(itertools.product(WRAPPERS, TRANSFORMATIONS), WRAPPED))
+# An accumulation inside an accumulation is an error.
+ALL_WRAPPED = [pair for pair in itertools.product(WRAPPERS, TRANSFORMATIONS) if pair != ("accumulate", "accumulate")]
+
+
+@pytest.mark.parametrize(("wrapper", "name"), rows_of_names(ALL_WRAPPED, WRAPPED))
 def test_inside_a_wrapper_parameters_that_are_not_trained_stay_and_the_others_do_not_notice(wrapper, name):
     wrap, state_of_rule = WRAPPERS[wrapper]
     calls = 2 if wrapper == "accumulate" else 1  # there the average of a gradient and itself
@@ -342,7 +360,7 @@ NORMS_AND_CLIPS = (
 )
 
 
-# Cases that have every order and every kind of dtype, and the clips that no other stands for (`STOOD_FOR`). Norms of
+# Cases that have every order and every kind of dtype, and the clips that do arithmetic of their own. Norms of
 # order 2 are in the clip by them.
 CONSTANTS = {
     ("norms of order 1", "float32"),

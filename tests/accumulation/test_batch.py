@@ -1,6 +1,5 @@
 """What `value_and_grad` does with arguments at the edge of what its docstring describes."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,18 +25,6 @@ def test_remedy_for_as_many_rows_as_examples_keeps_the_argument_whole():
         value_and_grad(loss, 2)(w, x, scale=scale)
     _, grad = value_and_grad(loss, 2, batch_argnums=1)(w, x, scale)
     np.testing.assert_allclose(grad, (x * scale).mean(0))
-
-
-def test_a_key_by_keyword_is_told_to_come_by_position():
-    def loss(w, x, key):
-        return jnp.mean(x) * w
-
-    batch, key = (np.float32(1), np.ones(4, np.float32)), jax.random.key(0)
-    with pytest.raises(ValueError, match=r"^keyword argument key is a .* Pass it by position, and its position in rng"):
-        value_and_grad(loss, 2)(*batch, key=key)
-    with pytest.raises(ValueError, match=r"^argument 2 is a PRNG key, .* Pass rng_argnums=2\."):
-        value_and_grad(loss, 2)(*batch, key)
-    value_and_grad(loss, 2, rng_argnums=2)(*batch, key)
 
 
 def test_numbers_that_look_like_a_raw_key_pass_as_int32():

@@ -1,0 +1,219 @@
+"""Scatters in loops, whose sums some versions of XLA lose on several GPUs or TPUs (XLA-27).
+
+The gradient of a lookup is a scatter. The loop over micro-batches adds scatters up, and so does each loop of a loss
+that looks rows up. If XLA knows that a scatter is added, it makes the scatter a part of the loop's sum, and then loses
+parts of the sum.
+
+`unknown_true` hides this from XLA where the package itself adds, and `hide_scatters` does so in the loops of a traced
+function. Gradients that come from elsewhere cannot be mended, so `warn_of_lost_scatters` looks where they came from.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.interpreters import mlir
+
+from shrewjax._base.jaxprs import (
+    LOOPS,
+    SCATTER_ADDS,
+    Atom,
+    Equation,
+    Jaxpr,
+    carry_of,
+    closed_jaxpr,
+    context_of,
+    is_jaxpr,
+    is_variable,
+    jaxpr_of_call,
+    jaxprs_in,
+    jaxprs_on_operands,
+    opened,
+)
+from shrewjax._base.types import Leaf, PyTree
+
+# Only in these versions scatters of the loss are hidden, and lost ones warned of.
+LOSES_SCATTERS = (0, 10, 1) <= jax.__version_info__[:3] <= (0, 11, 2)
+_PASS = "while-loop-all-reduce-code-motion"
+
+
+def unknown_true() -> jax.Array:
+    """Returns True. In a program for several GPUs or TPUs, it is a value that XLA does not know.
+
+    A loop over micro-batches selects by it what it adds. Without it, XLA of JAX 0.10.1 to 0.11.2 loses sums of scatters
+    (XLA-27), and other versions reduce them in each trip (tests/devices/test_embeddings_compiled.py).
+    """
+    return _unknown_true.bind()
+
+
+def hide_scatters(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns a closed jaxpr whose loops select the result of each scatter by `unknown_true`.
+
+    It is the jaxpr itself if there is no scatter in a loop. Loops are also found in all jaxprs inside.
+    """
+    return _Hiding().of(jaxpr, in_loop=False)
+
+
+class _Hiding:
+    """A walk through a jaxpr and those inside it. One that several equations run is rebuilt once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, bool], tuple[Jaxpr, Jaxpr]] = {}
+
+    def of(self, jaxpr: Jaxpr, in_loop: bool) -> Jaxpr:
+        """Returns an open or closed jaxpr with its scatters hidden, itself if it has none."""
+        key = id(jaxpr), in_loop
+        if key not in self._known:  # kept with the jaxpr, because its id is free for others once it is gone
+            self._known[key] = jaxpr, self._rebuilt(jaxpr, in_loop)
+        return self._known[key][1]
+
+    def _rebuilt(self, jaxpr: Jaxpr, in_loop: bool) -> Jaxpr:
+        old = opened(jaxpr).eqns
+        new = [x for equation in old for x in self._equations(equation, in_loop)]
+        if all(x is y for x, y in zip(new, old, strict=False)):
+            return jaxpr
+        rebuilt = opened(jaxpr).replace(eqns=new)
+        return rebuilt if opened(jaxpr) is jaxpr else closed_jaxpr(rebuilt, jaxpr.consts)
+
+    def _equations(self, equation: Equation, in_loop: bool) -> list[Equation]:
+        if in_loop and equation.primitive.name in SCATTER_ADDS:
+            return _selected(equation)
+        in_loop = in_loop or equation.primitive.name in LOOPS
+        params = {name: self._param(x, in_loop) for name, x in equation.params.items()}
+        is_same = all(params[name] is x for name, x in equation.params.items())
+        return [equation if is_same else equation.replace(params=params)]
+
+    def _param(self, value: Any, in_loop: bool) -> Any:
+        if is_jaxpr(value):
+            return self.of(value, in_loop)
+        if isinstance(value, tuple) and any(map(is_jaxpr, value)):
+            new = tuple(self._param(x, in_loop) for x in value)
+            if all(x is y for x, y in zip(new, value, strict=True)):
+                return value
+            return type(value)._make(new) if hasattr(value, "_make") else new  # `custom_linear_solve` has a named one
+        return value
+
+
+def _selected(scatter: Equation) -> list[Equation]:
+    """Returns the equation of a scatter, and those that select its result."""
+    (result,) = scatter.outvars
+    hidden = core.Var(result.aval)
+    with context_of(scatter):  # otherwise JAX refuses a scatter of another mesh (test_scatters.py, "other_mesh")
+        select: Jaxpr = jax.make_jaxpr(lambda x: lax.select(unknown_true(), x, jnp.full_like(x, -0.0)))(
+            result.aval
+        ).jaxpr
+    places = {select.invars[0]: hidden, select.outvars[0]: result}
+
+    def placed(atoms: Sequence[Atom]) -> list[Atom]:
+        return [places.get(x, x) if is_variable(x) else x for x in atoms]
+
+    return [
+        scatter.replace(outvars=[hidden]),
+        *(x.replace(invars=placed(x.invars), outvars=placed(x.outvars)) for x in select.eqns),
+    ]
+
+
+def warn_of_lost_scatters(grads: PyTree) -> None:
+    """Warns, once in a process, if XLA may lose parts of these gradients.
+
+    It warns in a process with several GPUs whose XLA loses scatters, if traced gradients come out of a loop that adds
+    scatters up.
+    """
+    is_concerned = LOSES_SCATTERS and not _warned and _PASS not in os.environ.get("XLA_FLAGS", "")
+    if not is_concerned or jax.default_backend() != "gpu" or jax.device_count() == 1:
+        return
+    if any(map(_adds_scatters, _equations_before(jax.tree.leaves(grads)))):
+        _warned.append(True)
+        warnings.warn(
+            "The gradients come out of a loop that adds up scatters, such as a scan that looks rows up in a table. XLA "
+            "of JAX 0.10.1 to 0.11.2 may lose parts of them on several GPUs, and gives no error. Install JAX 0.12 or "
+            "newer. Or compute the gradients with shrewjax.value_and_grad, where 1 may be the number of micro-batches. "
+            f"Or start Python with XLA_FLAGS=--xla_disable_hlo_passes={_PASS}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+_warned: list[bool] = []
+
+
+def _equations_before(tracers: list[Leaf]) -> Iterator[Equation]:
+    """Yields the equations that lead to these tracers, as JAX records them while it traces."""
+    seen: set[int] = set()
+    while tracers:
+        equation = getattr(tracers.pop(), "parent", None)
+        if equation is not None and id(equation) not in seen:
+            seen.add(id(equation))
+            yield equation
+            tracers.extend(equation.in_tracers)
+
+
+def _adds_scatters(equation: Equation) -> bool:
+    """Returns whether an equation is a loop that adds scatters to what it carries, or has such a loop inside."""
+    carry = carry_of(equation)
+    if carry is not None:
+        (body,) = map(opened, jaxprs_on_operands(equation))
+        for old, new in zip(body.invars[carry], body.outvars, strict=False):  # stacks come after the carry
+            has_scatter, arguments = _summands(body, new)
+            if has_scatter and old in arguments:
+                return True
+    return any(_adds_scatters(x) for jaxpr in jaxprs_in(equation) for x in opened(jaxpr).eqns)
+
+
+_SUMS = {"add", "add_any", "convert_element_type", "copy", "reshape", "transpose"}
+
+
+def _summands(jaxpr: Jaxpr, result: Atom) -> tuple[bool, set[Atom]]:
+    """Returns whether a result of an open jaxpr is a sum with a scatter, and the arguments that it is a sum of."""
+    made = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
+    waiting, has_scatter, arguments = [result], False, set()
+    while waiting:
+        x = waiting.pop()
+        equation = made.get(x) if is_variable(x) else None
+        if equation is None:
+            arguments |= {x} if is_variable(x) else set()
+            continue
+        inner = opened(jaxpr_of_call(equation))
+        if equation.primitive.name in SCATTER_ADDS:
+            has_scatter = True
+            waiting.append(equation.invars[0])  # the array that the scatter adds to
+        elif equation.primitive.name in _SUMS:
+            waiting.extend(equation.invars)
+        elif inner is not None:
+            is_there, of_inner = _summands(inner, inner.outvars[equation.outvars.index(x)])
+            has_scatter = has_scatter or is_there
+            waiting.extend(outer for outer, x in zip(equation.invars, inner.invars, strict=True) if x in of_inner)
+    return has_scatter, arguments
+
+
+_unknown_true = core.Primitive("unknown_true")
+_unknown_true.def_impl(lambda: jnp.bool_(True))
+_unknown_true.def_abstract_eval(lambda: jax.core.ShapedArray((), jnp.dtype(bool)))
+
+
+def _is_for_one_device(context: Any) -> bool:
+    """Returns whether a program is for one device. If JAX does not tell, it may be for several.
+
+    `axis_context` is no public name of JAX (tests/accumulation/test_scatters.py, "one_device").
+    """
+    axes = getattr(context.module_context, "axis_context", None)
+    mesh = getattr(axes, "mesh", None)
+    return (getattr(axes, "num_devices", None) if mesh is None else mesh.size) == 1
+
+
+def _lowered(context: Any, *, hides: bool) -> Any:
+    """Returns the lowered value of `unknown_true`. `hides`: the platform may have an XLA that loses scatters."""
+    is_known = not hides or _is_for_one_device(context)
+    value = lambda: jnp.bool_(True) if is_known else lax.optimization_barrier(jnp.bool_(True))  # noqa: E731
+    return mlir.lower_fun(value, multiple_results=False)(context)
+
+
+mlir.register_lowering(_unknown_true, partial(_lowered, hides=False))
+for _platform in ("cuda", "rocm", "tpu"):
+    mlir.register_lowering(_unknown_true, partial(_lowered, hides=True), platform=_platform)

@@ -1,0 +1,79 @@
+"""Forwarding: which results of a function are the arguments that it was given, whatever they went through.
+
+A compiled function and a loop return new tracers, also for an array that they return unchanged. So `returned_as_given`
+traces the function, and follows each argument through its operations.
+
+An operation that this module does not know counts as a change. So if JAX renames one, a caller gets an error and no
+wrong result (tests/base/test_forwarding.py, "followed_through").
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+
+from shrewjax._base.jaxprs import Atom, Equation, Jaxpr, carry_of, is_variable, jaxprs_on_operands, opened, shape_of
+from shrewjax._base.types import PyTree
+
+
+class _Given(NamedTuple):
+    """One of several arrays, by its number, with its axes in this order."""
+
+    number: int
+    axes: tuple[int, ...]
+
+
+def returned_as_given(function: Callable[[PyTree], PyTree], argument: PyTree) -> list[bool]:
+    """Returns, for each leaf of `function(argument)`, whether it is the leaf in the same place of `argument`.
+
+    Traces the function once. It may close over traced arrays.
+    """
+    jaxpr: Jaxpr = jax.make_jaxpr(function)(argument)
+    return [found == given for found, given in zip(_forwarded(jaxpr), _all_of(jaxpr.jaxpr.invars), strict=True)]
+
+
+def _all_of(arrays: Sequence[Atom]) -> list[_Given]:
+    return [_Given(i, tuple(range(len(shape_of(x.aval))))) for i, x in enumerate(arrays)]
+
+
+def _forwarded(jaxpr: Jaxpr) -> list[_Given | None]:
+    """Returns, for each result of a jaxpr, the argument that it is, or None."""
+    jaxpr = opened(jaxpr)
+    found = dict(zip(jaxpr.invars, _all_of(jaxpr.invars), strict=True))
+    for equation in jaxpr.eqns:
+        for result, operand in zip(equation.outvars, _operands(equation), strict=True):
+            array = None if operand is None else equation.invars[operand.number]
+            if operand and is_variable(array) and array in found:
+                found[result] = _Given(found[array].number, tuple(found[array].axes[a] for a in operand.axes))
+    return [found.get(x) if is_variable(x) else None for x in jaxpr.outvars]
+
+
+def _operands(equation: Equation) -> list[_Given | None]:
+    """Returns, for each result of an operation, the operand that it is, or None."""
+    if equation.primitive.name == "transpose":
+        return [_Given(0, tuple(equation.params["permutation"]))]
+    jaxprs = [*map(opened, jaxprs_on_operands(equation))]
+    if not jaxprs:
+        return [None] * len(equation.outvars)
+    first, *others = map(_forwarded, jaxprs)
+    results = [x if all(x == other[i] for other in others) else None for i, x in enumerate(first)]
+    before = len(equation.invars) - len(jaxprs[0].invars)
+    carry = carry_of(equation)
+    if carry is not None:
+        results = _after_all_turns(results, _all_of(jaxprs[0].invars), carry)
+    return [x and x._replace(number=before + x.number) for x in results]
+
+
+def _after_all_turns(results: list[_Given | None], given: list[_Given], carry: slice) -> list[_Given | None]:
+    """Returns, for each result of a loop, the operand that it is, from those of one turn.
+
+    Operands are constants, carries and slices; results are carries and slices. A turn has one axis less of a slice.
+    """
+    carries = given[carry]
+    kept = [x if x == own else None for x, own in zip(results, carries, strict=False)]
+    slices = given[len(given[: carry.start]) + len(carries) :]
+    stacked = [
+        _Given(x.number, (0, *(a + 1 for a in x.axes))) if x and x.number in {y.number for y in slices} else None
+        for x in results[len(carries) :]
+    ]
+    return [*kept, *stacked]

@@ -1,0 +1,129 @@
+"""Jaxprs, JAX's lists of the operations of a traced function: the names that this package needs of JAX's inside.
+
+A jaxpr has arguments (`invars`), constants (`constvars`), equations (`eqns`) and results (`outvars`). Loops and calls
+are equations, with the jaxprs that they run among their parameters. A closed jaxpr comes with the values of its
+constants.
+
+JAX promises neither the names of primitives nor those of their parameters. An equation of another name is not taken
+apart, so that a function runs as JAX traced it (tests/base/test_jaxprs.py, "names_are_those_of_this_jax").
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+from jax.extend import core
+
+from shrewjax._base.types import Leaf
+
+Jaxpr: TypeAlias = Any  # jax.extend.core.Jaxpr
+Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
+Atom: TypeAlias = Any  # jax.extend.core.Var or Literal, an operand or a result
+
+_core: Any = core
+
+_JAXPR_OF_LOOP = {"scan": "jaxpr", "while": "body_jaxpr"}
+LOOPS = {*_JAXPR_OF_LOOP}
+# Calls run one jaxpr with all of their operands, and return its results.
+_JAXPR_OF_CALL = {"jit": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+SCATTER_ADDS = {"scatter-add", "scatter-sub"}
+
+
+def shape_of(aval: Leaf) -> tuple[int, ...]:
+    """Returns the shape of a type. A token has none, and counts as a scalar."""
+    return getattr(aval, "shape", ())
+
+
+def is_variable(atom: Atom) -> bool:
+    """Returns whether an operand or a result has a name. Others are literal numbers."""
+    return not isinstance(atom, core.Literal)
+
+
+def is_jaxpr(x: Leaf) -> bool:
+    return isinstance(x, _core.Jaxpr | _core.ClosedJaxpr)
+
+
+def opened(jaxpr: Jaxpr) -> Jaxpr:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def constants_of(jaxpr: Jaxpr) -> Sequence[Leaf]:
+    """Returns the values of a jaxpr's constants. An open one has none."""
+    return getattr(jaxpr, "consts", ())
+
+
+def closed_jaxpr(jaxpr: Jaxpr, constants: Sequence[Leaf] = ()) -> Jaxpr:
+    return _core.ClosedJaxpr(jaxpr, constants)
+
+
+def context_of(equation: Equation) -> AbstractContextManager[Any]:
+    """Returns the context in which JAX traced an equation, such as its mesh: another one in `shard_map`."""
+    return equation.ctx.manager
+
+
+def jaxprs_in(equation: Equation) -> Iterator[Jaxpr]:
+    return (x for x in jax.tree.leaves(equation.params, is_leaf=is_jaxpr) if is_jaxpr(x))
+
+
+def jaxpr_of_call(equation: Equation) -> Jaxpr | None:
+    """Returns the jaxpr that a call runs, or None if the equation is no call."""
+    name = _JAXPR_OF_CALL.get(equation.primitive.name)
+    return equation.params.get(name) if name else None
+
+
+def jaxprs_on_operands(equation: Equation) -> Sequence[Jaxpr]:
+    """Returns the jaxprs that a call, a loop or a conditional runs, or none. They take the last of its operands."""
+    if equation.primitive.name == "cond":
+        return list(equation.params["branches"])
+    name = (_JAXPR_OF_CALL | _JAXPR_OF_LOOP).get(equation.primitive.name)
+    return [equation.params[name]] if name else []
+
+
+class Scan(NamedTuple):
+    """A scan, whose operands are constants, the carry and stacks, in this order. It returns the carry and stacks."""
+
+    body: Jaxpr  # a closed jaxpr, of one slice of each stack
+    constants: int
+    carries: int
+    length: int
+
+
+def scan_of(equation: Equation) -> Scan | None:
+    """Returns the scan of an equation, or None if it is another equation.
+
+    JAX 0.11 gave other names to the numbers of constants and carries. So they are read from the shapes: a stack has
+    one dimension more than its slice in the body.
+    """
+    if equation.primitive.name != "scan":
+        return None
+    body, length = equation.params["jaxpr"], equation.params["length"]
+
+    def count_others(outer: Sequence[Atom], inner: Sequence[Leaf]) -> int | None:
+        shapes = [(shape_of(x.aval), shape_of(y)) for x, y in zip(outer, inner, strict=True)]
+        count = sum(x == y for x, y in shapes)
+        return count if all(x == (length, *y) for x, y in shapes[count:]) else None
+
+    carries, others = count_others(equation.outvars, body.out_avals), count_others(equation.invars, body.in_avals)
+    return None if carries is None or others is None else Scan(body, others - carries, carries, length)
+
+
+def carry_of(equation: Equation) -> slice | None:
+    """Returns the places of a loop's carry among the arguments of its body, or None if the equation is no loop.
+
+    A `while` loop has a carry and no stacks.
+    """
+    if equation.primitive.name == "while":
+        body = opened(equation.params["body_jaxpr"])
+        return slice(len(body.invars) - len(body.outvars), None)
+    scan = scan_of(equation)
+    return None if scan is None else slice(scan.constants, scan.constants + scan.carries)
+
+
+def part_of(jaxpr: Jaxpr, equations: Sequence[Equation], later: set[Atom]) -> Jaxpr:
+    """Returns some equations of an open jaxpr as a closed one. Its results are those of their values read `later`."""
+    made = [x for equation in equations for x in equation.outvars]
+    operands = dict.fromkeys(x for equation in equations for x in equation.invars if is_variable(x))
+    given = [x for x in operands if x not in {*made}]
+    results = [x for x in made if x in later]
+    return closed_jaxpr(jaxpr.replace(constvars=(), invars=given, outvars=results, eqns=[*equations]))

@@ -1,0 +1,105 @@
+"""Numbers of leaves and units, such as norms and scales: joined in few vectors, and cut from them again.
+
+Arithmetic on joined numbers is compiled once, not once a leaf. To cut a vector must cost no kernel for each leaf, and
+must not repeat the arithmetic that made it.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shrewjax._base.branches import run_if
+from shrewjax._base.mesh import UnitDims
+
+Groups = tuple[tuple[int, ...], ...]
+"""The places of leaves whose units' numbers are joined in one vector, so that their arithmetic is compiled once."""
+
+
+def join(per_leaf: Sequence[Any], groups: Groups) -> list[Any]:
+    """Returns a vector of the numbers of each group's units. A leaf alone keeps its shape, unless it is ()."""
+
+    def joined(*xs: jax.Array) -> jax.Array:
+        return xs[0] if len(xs) == 1 and xs[0].ndim else jnp.concatenate([jnp.ravel(x) for x in xs])
+
+    return [jax.tree.map(joined, *(per_leaf[i] for i in group)) for group in groups]
+
+
+def split(numbers: Sequence[Any], groups: Groups, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Returns the numbers leaf by leaf: the inverse of `join`."""
+    per_leaf: list[Any] = [None] * len(shapes)
+    for group, of_group in zip(groups, numbers, strict=True):
+        parts, structure = jax.tree.flatten(of_group)
+        sizes = tuple(math.prod(shapes[i]) for i in group)
+        for i, of_leaf in zip(group, pieces(parts, sizes) if len(group) > 1 else [parts], strict=True):
+            per_leaf[i] = jax.tree.unflatten(structure, [x.reshape(shapes[i]) for x in of_leaf])
+    return per_leaf
+
+
+def broadcast_to_leaf(of_units: jax.Array, leaf: Any, dims: UnitDims) -> jax.Array:
+    return of_units if not dims else lax.expand_dims(of_units, [a for a in range(leaf.ndim) if a not in dims])
+
+
+@partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
+def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[jax.Array]]:
+    """Returns consecutive pieces of vectors of one length, of these sizes: for each size, one of each vector."""
+    starts = np.cumsum((0, *sizes[:-1]))
+
+    def by_operand(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        # XLA-30: pieces share a kernel only if the start is an operand, because a constant would make a kernel for each
+        # start. XLA turns an operand of one number into a constant, but not a vector of two different ones. So the
+        # kernel gets two starts and reads the first (tests/numerics/test_compile_size.py).
+        # Vectors of one dtype are cut together, because each cut is a kernel. Flags count as numbers.
+        numbers = [x.dtype for x in vectors if x.dtype != bool] or [jnp.dtype(bool)]
+        kinds = [numbers[0] if x.dtype == bool else x.dtype for x in vectors]
+        alike: dict[Any, list[jax.Array]] = {}
+        for x, kind in zip(vectors, kinds, strict=True):
+            alike.setdefault(kind, []).append(x.astype(kind))
+        stacks = {kind: _computed_once(jnp.stack(of_kind)) for kind, of_kind in alike.items()}
+
+        def piece(pair: np.ndarray, size: int) -> list[jax.Array]:
+            rows = {kind: iter(_first_piece(stack, pair, size)) for kind, stack in stacks.items()}
+            return [lax.convert_element_type(next(rows[kind]), x.dtype) for x, kind in zip(vectors, kinds, strict=True)]
+
+        return [piece(np.asarray([a, b]), n) for a, b, n in zip(starts, np.roll(starts, 1), sizes, strict=True)]
+
+    def by_number(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        # `lax.slice`, because tracing `x[start:stop]` takes eight times as long, for the same program.
+        cuts = [(a, a + n) for a, n in zip(starts.tolist(), sizes, strict=True)]
+        return [[lax.slice(x, (a,), (b,)) for x in vectors] for a, b in cuts]
+
+    return lax.platform_dependent(vectors, cpu=by_operand, default=by_number)
+
+
+@partial(jax.jit, inline=True)  # XLA-21
+def scalars(vector: jax.Array) -> list[jax.Array]:
+    """Returns the elements of a vector as scalars, or the rows of a matrix as vectors."""
+
+    def by_operand(vector: jax.Array) -> list[jax.Array]:  # XLA-30, as in `pieces`
+        vector = _computed_once(vector)
+        return [_first_of(vector, np.asarray([i, (i + 1) % len(vector)], np.uint32)) for i in range(len(vector))]
+
+    return lax.platform_dependent(vector, cpu=by_operand, default=lambda v: [v[i] for i in range(len(v))])
+
+
+@partial(jax.jit, static_argnums=2)
+def _first_piece(stack: jax.Array, starts: jax.Array, size: int) -> jax.Array:
+    return jax.vmap(lambda start: lax.dynamic_slice_in_dim(stack, start, size, axis=1))(starts)[0]
+
+
+@jax.jit
+def _first_of(vector: jax.Array, indices: jax.Array) -> jax.Array:
+    return vector.at[indices].get(mode="promise_in_bounds")[0]
+
+
+def _computed_once(numbers: jax.Array) -> jax.Array:
+    """Returns the same numbers, out of one of two branches that both return them."""
+    # XLA-5: without a branch, XLA repeats the arithmetic of the numbers in each kernel that reads one of them. Which
+    # side runs does not matter, so the condition is any that XLA cannot know. Without the barrier the two sides are
+    # equal, and the branch is dropped. tests/numerics/test_compile_size.py notices both.
+    return run_if(jnp.any(numbers != 0), lambda: lax.optimization_barrier(numbers), lambda: numbers)

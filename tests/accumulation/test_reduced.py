@@ -1,0 +1,301 @@
+"""Gradients on Explicit meshes: summed over devices once, by their types, with the numbers of one device."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import rows_of_names, users_jit
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shrewjax
+import shrewjax.flax
+from shrewjax._accumulation._reduced import axes_of_examples, marked
+
+pytestmark = [
+    pytest.mark.usefixtures("as_users_have_it"),
+    pytest.mark.skipif(not hasattr(jax, "reshard"), reason="this JAX has no types for sums over devices"),
+]
+
+K, LAYERS, WIDTH = 4, 3, 16
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return (RNG.normal(size=shape) / 4).astype("f")
+
+
+PARAMS = {
+    "in": normal(WIDTH, WIDTH),
+    "out": normal(WIDTH, WIDTH),
+    "layers": {"up": normal(LAYERS, WIDTH, WIDTH), "down": normal(LAYERS, WIDTH, WIDTH), "bias": normal(LAYERS, WIDTH)},
+}
+X, Y = normal(64, WIDTH), normal(64, WIDTH)
+MATRICES = {(WIDTH, WIDTH), (LAYERS, WIDTH, WIDTH)}
+
+
+def layer(h, w):
+    return h + jnp.tanh(h @ w["up"] + w["bias"]) @ w["down"], None
+
+
+def scanned(params, x, y):
+    h, _ = jax.lax.scan(jax.checkpoint(layer), x @ params["in"], params["layers"])
+    return jnp.mean((h @ params["out"] - y) ** 2)
+
+
+def listed(params, x, y):
+    h = x @ params["in"]
+    for i in range(LAYERS):
+        h, _ = layer(h, jax.tree.map(lambda w, i=i: w[i], params["layers"]))
+    return jnp.mean((h @ params["out"] - y) ** 2)
+
+
+def count(params, x, y):
+    return jnp.sum(y[:, 0] > 0)
+
+
+def mesh_of(**axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
+
+
+def placed(mesh, tree, spec):
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x) if callable(spec) else spec)), tree)
+
+
+def of_model(x):
+    """Columns of matrices over "model"; vectors on every device."""
+    return P(*(None,) * (x.ndim - 1), "model") if x.shape in MATRICES else P()
+
+
+PLACES = {
+    "data": ({"data": 8}, P(), P("data")),
+    "data and model": ({"data": 4, "model": 2}, of_model, P("data")),
+    "two axes of data": ({"replica": 2, "data": 4}, P(), P(("replica", "data"))),
+}
+
+
+def sent(compiled, least=WIDTH * WIDTH):
+    """The elements of all-reduces of a size or more, inside of loops and outside."""
+    inside, outside = 0, 0
+    for line in compiled.as_text().splitlines():
+        if found := re.search(r"= (.*?) all-reduce(?:-start)?\(", line):
+            size = sum(
+                int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"\[([\d,]*)\]", found[1])
+            )
+            if size >= least:
+                inside, outside = (inside + size, outside) if "/while/" in line else (inside, outside + size)
+    return inside, outside
+
+
+def close(found, expected, rtol=1e-5):
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=rtol, atol=1e-5 * np.abs(np.asarray(e)).max())
+
+
+def of_micro_batches(loss, weights):
+    parts = [jax.value_and_grad(loss)(PARAMS, X[i::K], Y[i::K]) for i in range(K)]
+    return jax.tree.map(lambda *x: sum(w * g for w, g in zip(weights, x, strict=True)) / sum(weights), *parts)
+
+
+LOSSES = {"scanned": scanned, "listed": listed}
+WEIGHTS = {"unweighted": None, "weighted": count}
+# Each place and each kind of weight once, with layers that are scanned.
+ROWS = {
+    ("data", "scanned", "unweighted"),
+    ("data and model", "scanned", "weighted"),
+    ("two axes of data", "scanned", "weighted"),
+}
+
+
+@pytest.mark.parametrize(("place", "loss", "weight"), rows_of_names(itertools.product(PLACES, LOSSES, WEIGHTS), ROWS))
+def test_gradients_of_matrices_are_reduced_once_after_the_loop(place, loss, weight):
+    (axes, spec, of_examples), loss, weight = PLACES[place], LOSSES[loss], WEIGHTS[weight]
+    weights = [1.0] * K if weight is None else [np.sum(Y[i::K, 0] > 0) for i in range(K)]
+    expected = of_micro_batches(loss, weights)
+    mesh = mesh_of(**axes)
+    with jax.set_mesh(mesh):
+        params, x, y = placed(mesh, PARAMS, spec), *placed(mesh, (X, Y), of_examples)
+        compiled = users_jit(shrewjax.value_and_grad(loss, K, weight=weight)).lower(params, x, y).compile()
+        value, grads = compiled(params, x, y)
+    close((value, grads), expected)
+    for g, p in zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True):
+        assert g.sharding.is_equivalent_to(p.sharding, p.ndim)
+    matrices = sum(x.size for x in jax.tree.leaves(PARAMS) if x.shape in MATRICES)
+    inside, outside = sent(compiled, least=WIDTH * WIDTH // 2)
+    assert inside == 0
+    assert outside == pytest.approx(matrices // axes.get("model", 1), rel=0.05)
+
+
+def test_the_measure_finds_what_is_reduced_in_loops():
+    mesh = mesh_of(data=8)
+    with jax.set_mesh(mesh):
+        params, x, y = placed(mesh, PARAMS, P()), *placed(mesh, (X, Y), P("data"))
+        step = shrewjax.value_and_grad(scanned, K, nonfinite="drop_microbatch")
+        compiled = users_jit(step).lower(params, x, y).compile()
+        found = compiled(params, x, y)
+    close(found, of_micro_batches(scanned, [1.0] * K))
+    assert sent(compiled)[0] > 0
+
+
+def penalized(params, x, y):
+    return scanned(params, x, y) + 0.1 * jnp.sum(params["in"] ** 2), {"norm": jnp.sum(params["out"] ** 2)}
+
+
+def carried(params, x, y, carry):
+    value = scanned(params, x, y)
+    return value, (value, carry + jnp.mean(x))
+
+
+def test_penalties_aux_and_carry_have_the_numbers_and_types_of_one_device():
+    (value, aux), grads = jax.value_and_grad(penalized, has_aux=True)(PARAMS, X, Y)
+    mesh = mesh_of(data=8)
+    with jax.set_mesh(mesh):
+        params, x, y = placed(mesh, PARAMS, P()), *placed(mesh, (X, Y), P("data"))
+        found = jax.jit(shrewjax.value_and_grad(penalized, K, has_aux=True))(params, x, y)
+        step = shrewjax.value_and_grad(carried, K, has_aux=True, carry_argnum=3)
+        (_, (_, carry)), _ = jax.jit(step)(params, x, y, jnp.zeros(()))
+    close(found, ((value, aux), grads))
+    np.testing.assert_allclose(carry, sum(np.mean(X[i::K]) for i in range(K)), rtol=1e-4)
+
+
+def convolved(params, x, y):
+    """Its first operation has no rule for these types."""
+    kernel = params["in"].reshape(1, WIDTH, 1, WIDTH)
+    h = jax.lax.conv_general_dilated(
+        x.reshape(-1, 1, WIDTH, 1), kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jnp.mean((h.mean((1, 2)) @ params["out"] - y) ** 2)
+
+
+def test_a_loss_whose_operations_do_not_know_these_types_is_still_right():
+    used = {name: PARAMS[name] for name in ("in", "out")}
+    expected = jax.value_and_grad(convolved)(used, X, Y)
+    mesh = mesh_of(data=8)
+    with jax.set_mesh(mesh):
+        params, x, y = placed(mesh, used, P()), *placed(mesh, (X, Y), P("data"))
+        found = jax.jit(shrewjax.value_and_grad(convolved, K))(params, x, y)
+    close(found, expected, rtol=1e-4)
+
+
+def test_parameters_that_the_loss_does_not_use_have_gradients_of_zero():
+    unused = {"matrix": normal(WIDTH, WIDTH), "vector": normal(WIDTH), "scalar": np.float32(2)}
+    mesh = mesh_of(data=8)
+    with jax.set_mesh(mesh):
+        params, x = placed(mesh, {"in": PARAMS["in"], **unused}, P()), placed(mesh, X, P("data"))
+        step = shrewjax.value_and_grad(lambda p, x: jnp.mean((x @ p["in"]) ** 2), K)
+        _, grads = users_jit(step)(params, x)
+    expected = 2 * X.T @ (X @ PARAMS["in"]) / X.size
+    close(grads, {"in": expected, **jax.tree.map(np.zeros_like, unused)})
+
+
+def test_marks_are_on_parameters_of_products_and_lookups_alone():
+    mesh = mesh_of(data=8)
+    with jax.set_mesh(mesh):
+        params, x, y = placed(mesh, PARAMS, P()), *placed(mesh, (X, Y), P("data"))
+
+        def types(params, x, y):
+            found = marked(lambda p: scanned(p, x, y), params, axes_of_examples((x, y)))
+            jax.tree.map(lambda p: of_leaves.append(jax.typeof(p).sharding.spec.reduced), found)
+            return x
+
+        of_leaves = []
+        jax.eval_shape(types, params, x, y)
+    assert [bool(marks) for marks in of_leaves] == [True, False, True, True, True]  # in, bias, down, up, out
+
+
+def test_examples_that_no_mesh_shards_need_no_types():
+    assert axes_of_examples((X, Y)) == frozenset()
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    assert axes_of_examples(placed(mesh, X, P("data"))) == frozenset()
+
+
+def reduced(tree, axis="data"):
+    return jax.tree.map(lambda x: jax.reshard(x, P(*jax.typeof(x).sharding.spec, reduced={axis})), tree)
+
+
+def test_parameters_that_come_as_reduced_give_gradients_that_are_unreduced_as_in_jax():
+    mesh = mesh_of(data=8)
+    products = {name: PARAMS[name] for name in ("in", "out")}
+    loss = lambda p, x, y: jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"] - y) ** 2)  # noqa: E731
+    expected = jax.value_and_grad(loss)(products, X, Y)[1]
+    with jax.set_mesh(mesh):
+        params, x, y = placed(mesh, products, P()), *placed(mesh, (X, Y), P("data"))
+
+        def step(params, x, y):
+            _, grads = shrewjax.value_and_grad(loss, K)(reduced(params), x, y)
+            seen.append({jax.typeof(g).sharding.spec.unreduced for g in jax.tree.leaves(grads)})
+            return jax.tree.map(lambda g: jax.reshard(g, P("data")), grads)  # a reduce-scatter
+
+        seen = []
+        compiled = users_jit(step).lower(params, x, y).compile()
+        found = compiled(params, x, y)
+    assert seen[0] == {frozenset({"data"})}
+    close(found, expected)
+    assert sent(compiled)[0] == 0
+
+
+RULES = {
+    "clip_by_global_norm": shrewjax.clip_by_global_norm(0.01),
+    "clip_by_leaf_norm": shrewjax.clip_by_leaf_norm(0.01),
+    "clip_by_percentile": shrewjax.clip_by_percentile(50),
+    "clip_by_value": shrewjax.clip_by_value(0.001),
+    "adaptive_grad_clip": shrewjax.adaptive_grad_clip(0.01),
+    "skip_nonfinite": shrewjax.skip_nonfinite(optax.sgd(1.0)),
+    "skip_on_spike": shrewjax.skip_on_spike(optax.sgd(1.0)),
+    "accumulate": shrewjax.accumulate(optax.sgd(1.0), 1),
+}
+QUICK = {"clip_by_global_norm", "skip_nonfinite", "accumulate"}
+
+
+@pytest.mark.parametrize("name", rows_of_names(RULES, QUICK))
+def test_rules_sum_gradients_that_come_as_unreduced(name):
+    tx, params = RULES[name], {"w": PARAMS["in"]}
+    loss = lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) ** 2)  # noqa: E731
+    expected, _ = tx.update(jax.grad(loss)(params, X), tx.init(params), params)
+    mesh = mesh_of(data=8)
+    with jax.set_mesh(mesh):
+        here, x = placed(mesh, params, P()), placed(mesh, X, P("data"))
+        step = jax.jit(lambda p, s, x: tx.update(jax.grad(loss)(reduced(p), x), s, p)[0])
+        found = step(here, tx.init(here), x)
+    close(found, expected)
+
+
+def test_a_clip_in_shard_map_sums_gradients_that_come_as_unreduced():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    loss = lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)  # noqa: E731
+
+    def norm(w, x):
+        return shrewjax.grad_norm(jax.grad(loss)(jax.lax.pcast(w, "data", to="reduced"), x))
+
+    found = jax.jit(jax.shard_map(norm, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))(PARAMS["in"], X)
+    np.testing.assert_allclose(found, np.linalg.norm(jax.grad(loss)(PARAMS["in"], X)), rtol=1e-5)
+
+
+def test_a_model_of_flax_is_reduced_once_too():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.second = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(jnp.tanh(self.first(x)))
+
+    loss = lambda model, x, y: jnp.mean((model(x) - y) ** 2)  # noqa: E731
+    graph, state = nnx.split(Model(nnx.Rngs(0)))
+    expected = nnx.value_and_grad(loss)(nnx.merge(graph, state), X, Y)
+    mesh = mesh_of(data=8)
+    with jax.set_mesh(mesh):
+        here, x, y = placed(mesh, state, P()), *placed(mesh, (X, Y), P("data"))
+
+        def step(state, x, y):
+            return shrewjax.flax.value_and_grad(loss, K)(nnx.merge(graph, state), x, y)
+
+        compiled = users_jit(step).lower(here, x, y).compile()
+        found = compiled(here, x, y)
+    close(found, expected)
+    assert sent(compiled)[0] == 0

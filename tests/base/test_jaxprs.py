@@ -1,0 +1,108 @@
+"""The names of JAX's inside: they are those of the JAX that is installed, from the oldest to the newest."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+from shrewjax._base import jaxprs
+
+X = np.arange(12, dtype="f").reshape(4, 3)
+
+
+@jax.custom_jvp
+def with_jvp(x):
+    return jnp.sin(x)
+
+
+with_jvp.defjvps(lambda t, answer, x: t * jnp.cos(x))
+
+
+@jax.custom_vjp
+def with_vjp(x):
+    return jnp.sin(x)
+
+
+with_vjp.defvjp(lambda x: (jnp.sin(x), x), lambda x, t: (t * jnp.cos(x),))
+
+CALLS = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "custom_jvp": lambda _: with_jvp,
+    "custom_vjp": lambda _: with_vjp,
+}
+LOOPS = {
+    "scan": lambda x: jax.lax.scan(lambda c, row: (c + row, c), x[0], x)[0],
+    "while": lambda x: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: c + 1, x[0]),
+    "fori": lambda x: jax.lax.fori_loop(0, x.shape[0] * 2, lambda i, c: c + i, x[0]),
+}
+
+
+def equations(function, *args):
+    return jax.make_jaxpr(function)(*args).jaxpr.eqns
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_names_are_those_of_this_jax_for_calls(name):
+    call = CALLS[name](lambda x: jnp.sin(x))
+    (equation,) = equations(lambda x: call(x), X)
+    inner = jaxprs.opened(jaxprs.jaxpr_of_call(equation))
+    assert [x.primitive.name for x in inner.eqns] == ["sin"]
+    assert [x.aval for x in inner.invars] == [x.aval for x in equation.invars]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_names_are_those_of_this_jax_for_loops(name):
+    assert len([x for x in equations(LOOPS[name], X) if x.primitive.name in jaxprs.LOOPS]) == 1
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_names_are_those_of_this_jax_for_scatters(sign):
+    def scatter(x):
+        return x.at[np.array([0, 0])].add(1.0) if sign == 1 else x.at[np.array([0, 0])].subtract(1.0)
+
+    found = {x.primitive.name for x in equations(scatter, X)}
+    assert found & jaxprs.SCATTER_ADDS
+    gradient = equations(jax.grad(lambda x: jnp.sum(x[np.array([0, 0])])), X)
+    assert {x.primitive.name for x in gradient} & jaxprs.SCATTER_ADDS
+
+
+def test_scan_is_taken_apart_by_shapes():
+    def loop(w, x):
+        def turn(c, rows):
+            return (c[0] @ w + rows[0], c[1] + 1), (c[0], -rows[1])
+
+        return jax.lax.scan(turn, (x[0], 0), (x, x[:, :2]))
+
+    *_, equation = equations(loop, np.eye(3, dtype="f"), X)
+    scan = jaxprs.scan_of(equation)
+    assert (scan.constants, scan.carries, scan.length) == (1, 2, 4)
+    assert jaxprs.carry_of(equation) == slice(1, 3)
+    operands = [x.aval.shape for x in equation.invars]
+    assert operands == [(3, 3), (3,), (), (4, 3), (4, 2)]
+    run = core.jaxpr_as_fun(scan.body)(np.eye(3, dtype="f"), X[0], np.int32(0), X[1], X[1, :2])
+    assert [np.shape(x) for x in run] == [(3,), (), (3,), (2,)]
+    assert jaxprs.scan_of(equations(jnp.sin, X)[0]) is None
+    assert jaxprs.carry_of(equations(jnp.sin, X)[0]) is None
+
+
+def test_carry_of_a_while_loop_comes_after_the_constants_of_its_body():
+    def loop(w, x):
+        return jax.lax.while_loop(lambda c: c[1] < x[0, 0], lambda c: (c[0] @ w + x, c[1] + 1), (x, 0.0))
+
+    *_, equation = equations(loop, np.eye(3, dtype="f"), X)
+    body = jaxprs.opened(equation.params["body_jaxpr"])
+    assert [x.aval.shape for x in body.invars[jaxprs.carry_of(equation)]] == [(4, 3), ()]
+
+
+def test_part_of_a_jaxpr_returns_what_is_read_later():
+    def function(x, y):
+        sine = jnp.sin(x)
+        return sine * y, jnp.cos(sine)
+
+    program = jax.make_jaxpr(function)(1.0, 2.0)
+    sine, product, cosine = program.jaxpr.eqns
+    part = jaxprs.part_of(program.jaxpr, [sine, product], {*cosine.invars, *product.outvars})
+    np.testing.assert_allclose(core.jaxpr_as_fun(part)(1.0, 2.0), [np.sin(1.0), np.sin(1.0) * 2], rtol=1e-6)
+    assert [x for equation in program.jaxpr.eqns for x in jaxprs.jaxprs_in(equation)] == []

@@ -1,0 +1,286 @@
+"""How often gradients cross the network: the rows of the tables of `docs/guide/devices.md`, in compiled programs.
+
+A step of eight devices with four micro-batches is compiled for H100s and for TPUs v5e, and its collectives are read.
+What programs for H100s compute is compared with JAX's gradient of the whole batch on one device, on CPUs. P is the
+bytes of all parameters. Three models have six layers, which are rematerialized: `LISTED` and `SCANNED` transformers,
+and the network of the page, whose matrices an Explicit mesh can shard.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import _compiled
+import executed
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _transformer import Transformer
+from accelerators import sum_by_hand
+from helpers import run_page
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from weights import filled, integers, normal
+
+import shrewjax
+
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
+
+DEVICES, K = 8, 4
+PAGE = pathlib.Path(__file__).parents[2] / "docs/guide/devices.md"
+SCANNED = Transformer(layers=6, width=64, heads=4, vocabulary=128, tokens=32, dtype=np.float32)
+LISTED = dataclasses.replace(SCANNED, is_scanned=False)
+WIDTH = 64
+
+
+class Model(NamedTuple):
+    """A mean over what counts in a batch, the number that counts, and numbers for both."""
+
+    loss: Any
+    weight: Any
+    params: Any
+    batch: tuple[Any, ...]
+    on_one_device: Any  # the loss
+
+    def expected(self):
+        return jax.jit(jax.value_and_grad(self.on_one_device))(self.params, *self.batch)
+
+
+def transformer(of, *, is_weighted=False, is_explicit=False):
+    """A language model, of which all tokens count, or some."""
+
+    def weight(params, tokens):
+        return jnp.sum(tokens < 50) if is_weighted else tokens.size
+
+    def loss_of(model):
+        def loss(params, tokens):
+            counts = tokens < 50 if is_weighted else jnp.ones_like(tokens)
+            return jnp.sum(model.losses(params, tokens) * counts) / jnp.sum(counts)
+
+        return loss
+
+    loss = loss_of(dataclasses.replace(of, looked_up=P("data")) if is_explicit else of)
+    params = filled(of.shapes())
+    params["embedding"] *= of.width**-0.5  # it is the output's, too
+    tokens = integers(0, of.vocabulary, DEVICES * K, of.tokens)
+    return Model(loss, weight, params, (tokens,), loss_of(of))
+
+
+@functools.cache
+def page():
+    return run_page(PAGE)
+
+
+def network():
+    """The page's, whose weight is the number of positive targets. Only these count."""
+
+    def weight(params, x, y):
+        return jnp.sum(y[:, 0] > 0)
+
+    def loss(params, x, y):
+        def layer(h, w):
+            return jnp.tanh(h @ w), None
+
+        h, _ = jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
+        counts = (y > 0).astype(jnp.float32)
+        return jnp.sum(counts * (h @ params["out"] - y) ** 2) / jnp.sum(counts)
+
+    params = {"layers": normal(0, 6, WIDTH, WIDTH), "out": normal(1, WIDTH, 1)}
+    x, y = normal(2, DEVICES * K, WIDTH), normal(3, DEVICES * K, 1)
+    return Model(loss, weight, params, (x, y), loss)
+
+
+class Form(NamedTuple):
+    """A step on a mesh: how it is divided, and what crosses the network how often, in P."""
+
+    model: Model
+    axes: dict[str, int]
+    step: Any  # of the mesh
+    spec: Any = P()  # of the parameters
+    batch_specs: Any = P("data")
+    kind: AxisType = AxisType.Auto
+    sent: Mapping[str, float] = MappingProxyType({"all-reduce": 1.0})
+    is_gathered: bool = False  # over an axis other than "data", in each micro-batch
+
+
+def of_batch(model, **options):
+    return lambda mesh: shrewjax.value_and_grad(model.loss, K, weight=model.weight, **options)
+
+
+def mapped(model, **options):
+    """In `shard_map` over "data" alone."""
+
+    def step(mesh):
+        run = shrewjax.value_and_grad(model.loss, K, weight=model.weight, sum_over="data", **options)
+        specs = (P(), *[P("data")] * len(model.batch))
+        return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(), axis_names={"data"})
+
+    return step
+
+
+def on_explicit(of, **options):
+    model = transformer(of, is_explicit=True, **options)
+    return Form(model, {"data": DEVICES}, of_batch(model), kind=AxisType.Explicit)
+
+
+def typed_reduced():
+    """Parameters that come as `reduced`. The types of the gradients ask for the sum, which the caller takes."""
+    model = network()
+
+    def step(mesh):
+        def run(params, *batch):
+            reduced = jax.tree.map(lambda x: jax.reshard(x, P(reduced={"data"})), params)
+            value, grads = of_batch(model)(mesh)(reduced, *batch)
+            return value, jax.tree.map(lambda x: jax.reshard(x, P()), grads)
+
+        return run
+
+    return Form(model, {"data": DEVICES}, step, kind=AxisType.Explicit)
+
+
+def tensor_parallel(kind):
+    """Half of each matrix on a device."""
+    model, is_explicit = network(), kind == AxisType.Explicit
+    step = of_batch(model) if is_explicit else mapped(model)
+    specs = {"layers": P(None, None, "model"), "out": P()}
+    batch_specs = (P("data", "model"), P("data")) if is_explicit else P("data")  # of activations, by their types
+    return Form(model, {"data": 4, "model": 2}, step, specs, batch_specs, kind, sent={"all-reduce": 0.5})
+
+
+def columns(of):
+    """The parameters' last axes over "fsdp"."""
+    return jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), "fsdp"), of.params)
+
+
+def hybrid():
+    model = transformer(SCANNED)
+    both = P(("data", "fsdp"))
+    return Form(
+        model, {"data": 4, "fsdp": 2}, mapped(model), columns(model), both, sent={"all-reduce": 0.5}, is_gathered=True
+    )
+
+
+def fsdp_of_page():
+    """The page's own code, with this network in the place of its own."""
+    model, names = network(), page()
+    specs = jax.tree.map(lambda axis: P(*[None] * axis, "data"), names["sharded_axis"])
+
+    def loss_and_weight(params, x, y):
+        return model.loss(params, x, y), model.weight(params, x, y).astype(jnp.float32)
+
+    def step(mesh):
+        own = shrewjax.value_and_grad(loss_and_weight, K, has_aux=True, aux="sum", weight=model.weight, sum_over=())
+        names["own"] = own  # `gather_and_scatter` looks it up as it is traced
+        return jax.shard_map(
+            names["gather_and_scatter"], mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=(P(), specs)
+        )
+
+    sent = {"all-gather": 1.0, "reduce-scatter": 1.0}  # bytes before they are scattered
+    return Form(model, {"data": DEVICES}, step, specs, sent=sent)
+
+
+def fsdp_on_explicit():
+    """The page's line for an Explicit mesh."""
+    model, specs = network(), {"layers": P(None, "data"), "out": P("data")}
+
+    def step(mesh):
+        def run(shards, x, y):
+            whole = jax.tree.map(lambda w: jax.reshard(w, P(reduced={"data"})), shards)
+            value, grads = of_batch(model)(mesh)(whole, x, y)
+            return value, jax.tree.map(lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), grads, shards)
+
+        return run
+
+    sent = {"all-gather": 1.0, "reduce-scatter": 1.0}
+    return Form(model, {"data": DEVICES}, step, specs, kind=AxisType.Explicit, sent=sent)
+
+
+def in_shard_map(**options):
+    model = transformer(SCANNED, **options)
+    return Form(model, {"data": DEVICES}, mapped(model))
+
+
+def listed():
+    model = transformer(LISTED)
+    return Form(model, {"data": DEVICES}, of_batch(model))
+
+
+ONCE = {
+    "Explicit, scanned": functools.partial(on_explicit, SCANNED),
+    "Explicit, scanned, weighted": functools.partial(on_explicit, SCANNED, is_weighted=True),
+    "Explicit, listed": functools.partial(on_explicit, LISTED),
+    "Explicit, listed, weighted": functools.partial(on_explicit, LISTED, is_weighted=True),
+    "Explicit, parameters that come as reduced": typed_reduced,
+    "Explicit, model": functools.partial(tensor_parallel, AxisType.Explicit),
+    "Explicit, FSDP gathered once": fsdp_on_explicit,
+    "Auto, listed": listed,
+    "shard_map, scanned": in_shard_map,
+    "shard_map, scanned, weighted": functools.partial(in_shard_map, is_weighted=True),
+    "shard_map, FSDP on another axis": hybrid,
+    "shard_map, model on another axis": functools.partial(tensor_parallel, AxisType.Auto),
+    "shard_map, FSDP gathered once": fsdp_of_page,
+}
+QUICK = {"Explicit, scanned, weighted", "shard_map, scanned, weighted", "shard_map, FSDP gathered once"}
+
+
+def compiled_form(form, target):
+    devices = target.mesh(DEVICES).devices.reshape(*form.axes.values())
+    mesh = Mesh(devices, tuple(form.axes), axis_types=(form.kind,) * len(form.axes))
+
+    def place(spec, tree):
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    params = jax.tree.map(place, form.spec, form.model.params, is_leaf=lambda x: isinstance(x, P))
+    unit = sum(x.nbytes for x in jax.tree.leaves(form.model.params))
+    with jax.set_mesh(mesh):
+        batch = jax.tree.map(place, form.batch_specs, form.model.batch, is_leaf=lambda x: isinstance(x, P))
+        return _compiled.compile_for(target, form.step(mesh), params, *batch, unit=unit, donate=())
+
+
+def sent(program, when, least=0.04):
+    """The bytes of the collectives of a size or more, by operation, in P.
+
+    So the embedding, 0.03 P, is left out. XLA may reduce the output's part of its gradient in each micro-batch.
+    """
+    found = Counter()
+    for (op, its_time, size), number in program.collectives.items():
+        if (its_time == "every call") == (when == "once") and size >= least * program.unit:
+            found[op] += size * number / program.unit
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough) for name in ONCE]
+)
+def test_gradients_cross_the_network_once(name, target):
+    form = ONCE[name]()
+    program = compiled_form(form, target)
+    if target.name == "h100":
+        arguments = form.model.params, *form.model.batch
+        errors = executed.numbers(program.compiled, arguments, form.model.expected())
+        assert max(errors.values()) < executed.TOLERANCE, errors
+    in_loop, once = sent(program, "in loops"), sent(program, "once")
+    if form.is_gathered:
+        assert {*in_loop} <= {"all-gather", "reduce-scatter", "all-to-all"}
+    else:
+        assert not in_loop
+    assert once == pytest.approx(dict(form.sent), abs=0.05)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_explicit", [False, True])
+def test_a_loop_by_hand_sends_the_gradients_of_scanned_layers_with_each_micro_batch(is_explicit, target):
+    """So the test above would notice. The compiler for TPUs does not say how many trips a loop has."""
+    model = transformer(SCANNED, is_explicit=is_explicit)
+    step = functools.partial(sum_by_hand, model.loss, K)
+    kind = AxisType.Explicit if is_explicit else AxisType.Auto
+    program = compiled_form(Form(model, {"data": DEVICES}, lambda mesh: step, kind=kind), target)
+    if target.name == "h100":
+        assert program.sent(closing=True, least=1e-3 * program.unit) / program.unit == pytest.approx(4, abs=0.15)
+    assert sum(sent(program, "in loops").values()) > 0.04

@@ -1,0 +1,223 @@
+"""Numbers out of programs for eight H100s, which run on CPU devices: models, windows and rules, divided as users do.
+
+The oracle of a gradient is `jax.value_and_grad` of the whole batch on one CPU device. That of a window is its large
+batch, with a gradient by hand in float64.
+"""
+
+import executed
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import MAPPED, TRANSFORMATIONS, quick_jit, rows_of_names
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from models import MODELS
+from optax.losses import softmax_cross_entropy_with_integer_labels as cross_entropy
+from test_distribution import PARAMS, SHARDED, large_batches, mapped_step, mesh_of, micro_batches, placed, summed_loss
+from weights import filled, integers, normal, table
+
+import shrewjax
+
+pytestmark = pytest.mark.usefixtures("as_users_have_it", "h100")
+
+
+# A whole batch in one call.
+
+
+@pytest.mark.parametrize("name", rows_of_names(MODELS, ["experts by scatters", "transformer, FSDP", "ring"]))
+def test_gradients_of_models_are_those_of_the_whole_batch(name):
+    model = MODELS[name]()
+    one = Mesh(np.reshape(jax.devices("cpu")[:1], [1] * len(model.axes)), tuple(model.axes))
+    arguments = model.params, model.batch
+    expected = quick_jit(jax.value_and_grad(model.loss(one)))(*arguments)
+    mesh = executed.gpus(**model.axes)
+    step = shrewjax.value_and_grad(model.loss(mesh), 4)
+    executed.assert_right(step, arguments, (model.specs, model.batch_spec), mesh, expected)
+
+
+class Convolutions(nn.Module):
+    """Two convolutions with batch statistics, which a step hands on."""
+
+    @nn.compact
+    def __call__(self, images):
+        x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Conv(8, (3, 3), use_bias=False)(images)))
+        x = nn.relu(nn.Conv(16, (3, 3), strides=2)(nn.max_pool(x, (2, 2), (2, 2))))
+        return nn.Dense(10)(jnp.mean(x, axis=(1, 2)))
+
+
+def of_images(params, images, labels, statistics):
+    """The loss, numbers of the batch, and the statistics."""
+    variables = {"params": params, "batch_stats": statistics}
+    logits, changed = Convolutions().apply(variables, images, mutable=["batch_stats"])
+    right = logits.argmax(-1) == labels
+    numbers = {
+        "right": jnp.sum(right),
+        "right by label": jax.ops.segment_sum(right.astype(jnp.float32), labels, 10),
+        "largest": jnp.zeros(10).at[labels].max(jax.nn.softmax(logits).max(-1)),
+        "mean logits": jnp.mean(logits, axis=0),
+        "each": cross_entropy(logits, labels),
+    }
+    return jnp.mean(cross_entropy(logits, labels)), (numbers, changed["batch_stats"])
+
+
+def test_aux_and_statistics_of_convolutions_are_those_of_micro_batches_one_by_one():
+    images, labels = normal(0, 64, 8, 8, 3, scale=1.0), integers(1, 10, 64)
+    variables = filled(jax.eval_shape(Convolutions().init, jax.random.key(0), images))
+    params, statistics = variables["params"], variables["batch_stats"]
+    kinds = {"right": "sum", "right by label": "sum", "largest": "max", "mean logits": "mean", "each": "stack"}
+    run = quick_jit(jax.value_and_grad(of_images, has_aux=True))
+    parts, carry = [], statistics
+    for i in range(4):
+        (value, (numbers, carry)), grads = run(params, images[i::4], labels[i::4], carry)
+        parts.append((value, grads, numbers))
+    value, grads = jax.tree.map(lambda *x: np.mean(np.float64(x), axis=0), *(part[:2] for part in parts))
+    reduce = {"sum": np.sum, "max": np.max, "mean": np.mean, "stack": lambda x, axis: np.stack(x)}
+    numbers = {name: reduce[kind]([part[2][name] for part in parts], axis=0) for name, kind in kinds.items()}
+    step = shrewjax.value_and_grad(of_images, 4, has_aux=True, carry_argnum=3, aux=kinds)
+    executed.assert_right(
+        step,
+        (params, images, labels, statistics),
+        (P(), P("data"), P("data"), P()),
+        executed.gpus(data=8),
+        ((value, (numbers, carry)), grads),
+    )
+
+
+def looked_up(params, tokens, counts):
+    """The mean over those examples that count."""
+    logits = jnp.tanh(params["table"][tokens]) @ params["out"]
+    losses = jnp.mean(cross_entropy(logits, jnp.roll(tokens, -1, axis=1)), axis=1)
+    return jnp.sum(jnp.where(counts > 0, losses, 0)) / jnp.sum(counts)
+
+
+def summed_over_devices(mesh, **options):
+    """`value_and_grad` in `shard_map`; each device's micro-batches have their own weights."""
+    step = shrewjax.value_and_grad(looked_up, 2, weight=lambda params, tokens, counts: jnp.sum(counts), **options)
+    split = P("data")
+    return jax.shard_map(step, mesh=mesh, in_specs=(P(), split, split), out_specs=P())
+
+
+def reduced_once(mesh):
+    """FSDP that gathers parameters and reduces gradients once a step: the recipe for sharded parameters."""
+    step = shrewjax.value_and_grad(looked_up, 2, sum_over=(), weight=lambda params, tokens, counts: jnp.sum(counts))
+
+    def run(params, tokens, counts):
+        whole = jax.tree.map(lambda x: jax.lax.all_gather(x, "data", tiled=True), params)
+        value, grads = step(whole, tokens, counts)
+        share = jnp.sum(counts) / jax.lax.psum(jnp.sum(counts), "data")
+        grads = jax.tree.map(lambda x: jax.lax.psum_scatter(x * share, "data", tiled=True), grads)
+        return jax.lax.psum(value * share, "data"), grads
+
+    split = P("data")
+    return jax.shard_map(run, mesh=mesh, in_specs=(split, split, split), out_specs=(P(), split))
+
+
+MAPPED_STEPS = {
+    "sum_over": lambda mesh: summed_over_devices(mesh, sum_over="data"),
+    "drop_microbatch": lambda mesh: summed_over_devices(mesh, sum_over="data", nonfinite="drop_microbatch"),
+    "FSDP": reduced_once,
+}
+
+
+@pytest.mark.parametrize("name", rows_of_names(MAPPED_STEPS, ["sum_over"]))
+def test_gradients_in_shard_map_are_those_of_the_whole_batch(name):
+    counts = np.float32(np.random.default_rng(0).random(64) < 0.7)
+    counts[:8:2] = 0  # a micro-batch of the first device has weight 0
+    arguments = {"table": table(1, 64, 16), "out": normal(2, 16, 64)}, integers(3, 64, 64, 8), counts
+    expected = quick_jit(jax.value_and_grad(looked_up))(*arguments)
+    mesh = executed.gpus(data=8)
+    specs = P("data") if name == "FSDP" else P(), P("data"), P("data")
+    executed.assert_right(MAPPED_STEPS[name](mesh), arguments, specs, mesh, expected)
+
+
+# Windows and rules, call by call.
+
+CALLS, LENGTH = 6, 3
+RULES = [name for name in TRANSFORMATIONS if name != "accumulate"]
+
+
+def in_jit(tx, is_window):
+    """A step of parameters that are sharded over one of two axes, over both of which the batch is."""
+
+    def step(params, state, x, y, counts):
+        n = jnp.sum(counts)
+        grads = jax.grad(lambda p: summed_loss(p["w"], p["b"], x, y, counts) / n)(params)
+        return shrewjax.apply_gradients(tx, grads, state, params, **({"weight": n} if is_window else {}))
+
+    return step
+
+
+def assert_trajectory(how, tx, batches, expected, *, is_window=True):
+    """Runs steps on eight GPUs, each from the results of the one before; `expected` are the parameters after each."""
+    mesh, gpus = mesh_of(2, 4), executed.gpus(data=2, fsdp=4)
+    params = placed(PARAMS, mesh, SHARDED)
+    state = tx.init(params)
+    specs = shrewjax.state_specs(state)
+    step = in_jit(tx, is_window) if how == "jit" else mapped_step(tx, gpus, specs)
+    compiled = executed.compile_for_gpus(
+        step, (params, state, *batches[0]), (SHARDED, specs, *[P(("data", "fsdp"))] * 3), gpus
+    )
+    run = executed.on_cpus(compiled)
+    for i, (batch, wanted) in enumerate(zip(batches, expected, strict=True)):
+        params, state = run(params, state, *batch)
+        errors = executed.differences(params, wanted)
+        assert max(errors.values()) < executed.TOLERANCE, f"call {i}: {errors}"
+
+
+def around_sgd(rule):
+    return optax.chain(rule, optax.sgd(0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("how", ["jit", "shard_map"])
+@pytest.mark.parametrize("name", rows_of_names(RULES, ["clip_by_global_norm"]))
+def test_windows_around_each_rule_are_those_of_large_batches(name, how):
+    batches = list(micro_batches(CALLS))
+    expected = large_batches(around_sgd(TRANSFORMATIONS[name]()), LENGTH, batches)
+    rule = (TRANSFORMATIONS if how == "jit" else MAPPED)[name]()
+    tx = shrewjax.accumulate(around_sgd(rule), LENGTH, sum_over=None if how == "jit" else "data")
+    assert_trajectory(how, tx, batches, expected)
+
+
+@pytest.mark.parametrize("how", ["jit", "shard_map"])
+def test_a_micro_batch_with_a_nan_on_one_device_is_dropped_on_all(how):
+    batches = list(micro_batches(CALLS))
+    empty = [jax.tree.map(np.zeros_like, batch) if i == 1 else batch for i, batch in enumerate(batches)]
+    expected = large_batches(around_sgd(optax.identity()), LENGTH, empty)
+    batches[1][0][5, 0], batches[1][2][5] = np.nan, 1
+    sum_over = None if how == "jit" else "data"
+    tx = shrewjax.accumulate(around_sgd(optax.identity()), LENGTH, sum_over=sum_over, nonfinite="drop_microbatch")
+    assert_trajectory(how, tx, batches, expected)
+
+
+@pytest.mark.parametrize("name", rows_of_names(["skip_nonfinite", "skip_on_spike"], ["skip_nonfinite"]))
+def test_a_guard_skips_a_bad_step_and_leaves_no_trace_of_it(name):
+    bad, batches = 4, list(micro_batches(CALLS))
+    expected = list(large_batches(around_sgd(optax.identity()), 1, [*batches[:bad], *batches[bad + 1 :]]))
+    expected.insert(bad, expected[bad - 1])
+    batches[bad][1][5], batches[bad][2][5] = np.nan if name == "skip_nonfinite" else 1e6, 1
+    inner = around_sgd(optax.identity())
+    guard = {
+        "skip_nonfinite": shrewjax.skip_nonfinite(inner),
+        "skip_on_spike": shrewjax.skip_on_spike(inner, warmup_steps=2, history_length=8, max_zscore=100.0),
+    }[name]
+    assert_trajectory("jit", guard, batches, expected, is_window=False)
+
+
+@pytest.mark.parametrize("name", rows_of_names(["clip_by_leaf_norm", "adaptive_grad_clip"], ["clip_by_leaf_norm"]))
+def test_a_frozen_parameter_is_no_nan_where_squares_are_scaled(name):
+    # Squares of 1e-25 underflow, so all gradients are scaled, also the known zeros of the frozen parameter (XLA-7).
+    tx = optax.chain(TRANSFORMATIONS[name](), optax.sgd(0.5))
+    params = {"live": np.ones(4, np.float32), "frozen": np.ones(4, np.float32)}
+    x = np.float32([1e-25, -2e-25, 3e-25, 0])
+
+    def step(params, x):
+        def loss(params):
+            return jnp.sum(params["live"] * x) + jnp.sum(jax.lax.stop_gradient(params["frozen"]) * x)
+
+        return tx.update(jax.grad(loss)(params), tx.init(params), params)[0]
+
+    expected = {"live": -0.5 * x, "frozen": np.zeros(4, np.float32)}
+    executed.assert_right(step, (params, x), (P(), P()), executed.gpus(data=1), expected)
