@@ -1,13 +1,10 @@
-"""Targets whose compilers may not be installed, what is read from programs for them, and a loop by hand beside ours."""
+"""Targets whose compilers may not be installed, and what is read from programs for them."""
 
 import importlib.metadata
 import os
 from collections import Counter
 
 import _compiled
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 ACCELERATORS = ["h100", "v5e"]
@@ -38,16 +35,3 @@ def loses_sums(target):
         "v5e": ("libtpu", (0, 0, 41), (0, 0, 48)),
     }[target.name]
     return first <= tuple(int(n) for n in importlib.metadata.version(name).split(".")[:3]) <= last
-
-
-def sum_by_hand(loss, steps, params, batch):
-    """Value and gradients of a loop that adds up gradients in float32."""
-
-    def add(sums, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-        return (sums[0] + value, jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums[1], grads)), None
-
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, np.float32), params)
-    micro_batches = batch.reshape(-1, steps, *batch.shape[1:]).swapaxes(0, 1)
-    (value, total), _ = jax.lax.scan(add, (jnp.float32(0), zeros), micro_batches)
-    return value / steps, jax.tree.map(lambda x, p: (x / steps).astype(p.dtype), total, params)

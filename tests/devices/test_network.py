@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _transformer import Transformer
-from accelerators import sum_by_hand
 from helpers import run_page
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from scanned_layers import sum_by_hand
 from weights import filled, integers, normal
 
 import shrewjax
