@@ -215,7 +215,8 @@ class Window:
         # window's weight cannot be 0 then, and no run-time check is needed.
         has_weight: Flag = True if is_kept is True else weight_sum != 0
         has_average: Flag = True
-        if has_weight is not True or self.nonfinite == "drop_window":
+        # XLA-32: also if every window has one, so that this flag is not that of a closing window.
+        if has_weight is not True or self.nonfinite == "drop_window" or isinstance(is_closing, jax.Array):
             has_average = ~window_bad if self.axes else has_weight & ~window_bad
 
         # 5. Update each leaf in one pass, which also divides if the window is closing.
