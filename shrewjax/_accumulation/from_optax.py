@@ -35,7 +35,8 @@ def from_optax(opt_state: AnyState, tx: optax.GradientTransformation, params: Py
 
     `tx` has the transformations that made `opt_state`, in their order, with this package's in the places of Optax's.
     The run goes on as with Optax, also in mid-window. Moments, positions in schedules and injected hyperparameters
-    stay. "Moving here" has it for Orbax and Flax.
+    stay. A state has no arguments, so another rate, or a transformation with the same state, is not noticed. "Moving
+    here" has it for Orbax and Flax.
 
     ==========================  ===================================================================================
     `opt_state` has             the new state has
@@ -43,7 +44,8 @@ def from_optax(opt_state: AnyState, tx: optax.GradientTransformation, params: Py
     `MultiStepsState`           `AccumulateState`, a window of n micro-batches of weight 1; `windows` is
                                 `gradient_step`
     `ApplyIfFiniteState`        `SkipNonfiniteState`; `consecutive` is `notfinite_count`, and `skipped` is
-                                `total_notfinite`, which also counts the steps that Optax applied beyond its limit
+                                `total_notfinite`, which also counts the steps that Optax applied beyond its limit;
+                                `limit_reached` is False until the next step
     `EmptyState`                itself, or the state of a clipping rule as `init` makes it
     any other node              the same, if its type is that of `tx.init`; otherwise an error
     an array                    the same, if shape and dtype are those of `tx.init`; otherwise an error
@@ -91,6 +93,11 @@ def from_optax(opt_state: AnyState, tx: optax.GradientTransformation, params: Py
             f"tx must be the optax.GradientTransformation to go on with, got {_what(tx)}. Pass opt_state, tx and "
             "params, in this order"
         )
+    states = optax.MultiStepsState, optax.ApplyIfFiniteState
+    if any(isinstance(x, states) for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, states))):
+        raise ValueError("params must be the parameters, got a state. Pass opt_state, tx and params, in this order")
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(opt_state)):
+        raise ValueError("opt_state must hold arrays, got shapes. Restore them first, or call jax.eval_shape")
     fresh, noted = init_with_notes(tx.init, params)
     walk = _Walk(noted)
     return walk.converted(_Place((), ()), without_variables(opt_state), without_variables(fresh))
@@ -230,8 +237,12 @@ def _sum_of(at: _Place, acc: PyTree, total: Leaf, factor: jax.Array, rows: tuple
     if not is_gradient(total):
         return total  # the number in the place of an integer parameter
     is_sum = hasattr(acc, "dtype") and is_gradient(acc) and acc.shape == total.shape[len(rows) :]
-    if not is_sum or (floats.is_complex(acc) and not floats.is_complex(total)):
-        raise at.error(_what(acc), _what(total) + (f", with a row for each of {rows[0]} devices" if rows else ""))
+    is_complex = is_sum and floats.is_complex(acc) and not floats.is_complex(total)
+    if not is_sum or is_complex:
+        remedy = "If the parameter is real, put the real part in its place" if is_complex else ""
+        raise at.error(
+            _what(acc), _what(total) + (f", with a row for each of {rows[0]} devices" if rows else ""), remedy
+        )
     acc = _placed(acc, total)
     dtype = floats.accumulator_dtype(acc)
     return _filled(total, floats.mul_real(floats.upcast(acc, dtype), factor.astype(dtype)))

@@ -330,7 +330,10 @@ def test_a_complex_sum_stays_complex_and_fits_no_real_accumulator():
     old = old._replace(mini_step=jnp.int32(2), acc_grads=acc)
     state = shrewjax.from_optax(old, shrewjax.accumulate(optax.sgd(0.1), K), params)
     np.testing.assert_array_equal(state.gradient_sum, 2 * np.asarray(acc))
-    with pytest.raises(ValueError, match=r"^opt_state\.acc_grads .* float32 of shape \(2,\), got complex64 of"):
+    message = (
+        r"^opt_state\.acc_grads .* float32 of shape \(2,\), got complex64 of .* If the parameter is real, put the real"
+    )
+    with pytest.raises(ValueError, match=message):
         shrewjax.from_optax(old, shrewjax.accumulate(optax.sgd(0.1), K), jnp.zeros(2))
 
 
@@ -730,6 +733,16 @@ def test_what_does_not_correspond_is_an_error_that_names_both_places(name):
     with pytest.raises(ValueError, match=rf"^{re.escape(message)}"):
         shrewjax.from_optax(state, new, params)
     assert bits(state) == before
+
+
+def test_states_in_the_place_of_parameters_and_shapes_in_that_of_a_state_are_errors():
+    old, new = multi(optax.sgd(1.0)), ours(optax.sgd(1.0))
+    with pytest.raises(
+        ValueError, match=r"^params must be the parameters, got a state\. Pass opt_state, tx and params"
+    ):
+        shrewjax.from_optax(TREE, new, old.init(TREE))
+    with pytest.raises(ValueError, match=r"^opt_state must hold arrays, got shapes\. Restore them first"):
+        shrewjax.from_optax(jax.eval_shape(old.init, TREE), new, TREE)
 
 
 def test_a_part_of_the_new_state_starts_anew():

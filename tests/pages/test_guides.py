@@ -342,7 +342,7 @@ def test_two_passes_in_bfloat16_are_as_near_as_the_whole_batch(losses):
 
 
 def test_two_passes_on_eight_devices_are_the_whole_batch(losses):
-    """In float32: plain jit on a mesh, and `shard_map`. Negatives of one device alone are the mistake."""
+    """In float32: plain jit on a mesh, and `shard_map`. Mistakes: negatives of one device alone; untracked types."""
     params, batch, features = losses.towers(jax.random.key(0)), pairs(64), losses.features
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     on_mesh = [
@@ -353,10 +353,10 @@ def test_two_passes_on_eight_devices_are_the_whole_batch(losses):
     def own_negatives(params, z):
         return jax.lax.pmean(losses.info_nce(params, z), "data")
 
-    def mapped(loss):
+    def mapped(loss, **options):
         two_passes = losses.two_passes(features, loss, 2, sum_over="data")
         specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": (jax.P(), jax.P())}
-        return jax.shard_map(two_passes, mesh=mesh, **specs)
+        return jax.shard_map(two_passes, mesh=mesh, **specs, **options)
 
     value, grads = quick_jit(jax.value_and_grad(lambda p: table_loss(p, features(p, batch))))(params)
     for name, step in (
@@ -368,6 +368,9 @@ def test_two_passes_on_eight_devices_are_the_whole_batch(losses):
         assert ours == pytest.approx(float(value), rel=1e-6)
         assert distance(our_grads, grads) < 1e-6, name
     assert distance(quick_jit(mapped(own_negatives))(*on_mesh)[1], grads) > 0.3
+    value, untracked = quick_jit(mapped(losses.on_devices, check_vma=False))(*on_mesh)
+    assert ours == pytest.approx(float(value), rel=1e-6)
+    assert norm(untracked["text"]) == pytest.approx(8 * norm(grads["text"]), rel=1e-5)
 
 
 def test_two_passes_on_an_explicit_mesh_are_the_whole_batch(losses):
@@ -410,8 +413,12 @@ def test_temporaries_of_two_passes_fall_with_the_micro_batch_and_only_features_g
     # The micro-batches have 256 examples in both, and the blocks 16 rows.
     growth = (temporaries(8192, 32, 512) - by_k[16]) / 4096
     features = 2 * size * 4
+    # Where micro-batches of 16 take less than the loss, which has blocks of 16 rows, too.
+    of_loss = (temporaries(16384, 1024, 1024) - temporaries(8192, 512, 512)) / 8192
     print(f"an example: {growth:.0f} B, its features {features} B, its activations {activations:.0f} B")
+    print(f"in the loss: {of_loss:.0f} B")
     assert growth < 3 * features
+    assert of_loss < 9 * features
     assert activations > 100 * features
 
 
@@ -429,6 +436,24 @@ def test_the_nnx_step_of_the_page_is_the_whole_batch(losses):
     found = losses.nnx_step(model, losses.shrewjax.flax.Optimizer(model, losses.tx, wrt=nnx.Param), batch, key)
     assert found["loss"] == pytest.approx(float(value), rel=1e-6)
     assert found["clip_by_global_norm/grad_norm"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_nnx_step_of_the_page_takes_models_that_write_state_and_drops_it(losses):
+    class Writing(losses.Towers):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.statistics = nnx.BatchNorm(8, rngs=rngs)
+            self.own_keys = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, pixels, tokens, rngs):
+            features = super().__call__(pixels, tokens, rngs)
+            return {name: losses.unit(self.own_keys(self.statistics(z))) for name, z in features.items()}
+
+    model = Writing(nnx.Rngs(0))
+    optimizer = losses.shrewjax.flax.Optimizer(model, losses.tx, wrt=nnx.Param)
+    found = losses.nnx_step(model, optimizer, losses.batch, jax.random.key(3))
+    assert np.isfinite(found["loss"])
+    assert not np.any(model.statistics.mean)
 
 
 def table_of_auxiliary_losses(losses, params, batch, W, V, K):
@@ -1231,6 +1256,18 @@ def test_a_job_that_returns_to_optax_goes_on_as_one_that_never_left(away, back):
     params, _ = train(params, opt_state, range(back, 14), names["old_step"])
     np.testing.assert_allclose(params["w"], stayed["w"], rtol=0, atol=2e-6)
     assert np.max(np.abs(stayed["w"] - 1)) > 1e-3
+
+
+def test_a_sum_returns_to_optax_without_the_division():
+    """By the page's comment."""
+    names, open_sum = dict(page("moving.md").names), {"w": jnp.array([1.0, 2.0, 3.0])}
+    code = re.search(r"^def to_optax.*?^    \)\n$", (DOCS / "moving.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    names["old"] = optax.MultiSteps(names["tx"], 4, use_grad_mean=False)
+    exec(code.replace("total / opt_state.weight_sum", "total"), names)
+    new = shrewjax.accumulate(names["tx"], 4, reduction="sum")
+    old = names["old"].init(open_sum)._replace(mini_step=jnp.int32(2), acc_grads=open_sum)
+    returned = names["to_optax"](shrewjax.from_optax(old, new, open_sum), open_sum)
+    assert bits(returned.acc_grads) == bits(open_sum)
 
 
 def test_a_state_with_fewer_fields_goes_on_in_a_new_one():
