@@ -1262,9 +1262,10 @@ def test_a_sum_returns_to_optax_without_the_division():
     """By the page's comment."""
     names, open_sum = dict(page("moving.md").names), {"w": jnp.array([1.0, 2.0, 3.0])}
     code = re.search(r"^def to_optax.*?^    \)\n$", (DOCS / "moving.md").read_text(), re.MULTILINE | re.DOTALL)[0]
-    names["old"] = optax.MultiSteps(names["tx"], 4, use_grad_mean=False)
+    names["old"] = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 4)
     exec(code.replace("total / opt_state.weight_sum", "total"), names)
-    new = shrewjax.accumulate(names["tx"], 4, reduction="sum")
+    new = optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    new = shrewjax.accumulate(new, 4, reduction="sum")
     old = names["old"].init(open_sum)._replace(mini_step=jnp.int32(2), acc_grads=open_sum)
     returned = names["to_optax"](shrewjax.from_optax(old, new, open_sum), open_sum)
     assert bits(returned.acc_grads) == bits(open_sum)
