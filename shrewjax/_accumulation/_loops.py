@@ -12,8 +12,8 @@ until it finds scans that stack it::
     result <- jit or checkpoint <- scan           as above, after the equations inside have taken its place
     result <- anything else                       the caller adds it
 
-Nothing else may read a value on this way. `_Evaluation` then runs the equations. Those that add nothing run as they
-are, so that their names in a profile stay. A scan that adds is a new `lax.scan` around the old body.
+A value that anything else reads is added as a whole. `_Evaluation` then runs the equations. Those that add nothing run
+as they are, so that their names in a profile stay. A scan that adds is a new `lax.scan` around the old body.
 """
 
 import math
@@ -34,12 +34,14 @@ from shrewjax._base.jaxprs import (
     Jaxpr,
     constants_of,
     context_of,
+    is_jit_disabled,
     is_variable,
     jaxpr_of_call,
     opened,
     part_of,
     scan_of,
 )
+from shrewjax._base.mesh import varying_axes
 from shrewjax._base.types import Function, Leaf, PyTree
 
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -58,7 +60,7 @@ class Traced:
         self.numbers: PyTree = jax.tree.unflatten(self._structure, range(len(closed.out_avals)))
 
     def __call__(self, *arguments: PyTree) -> PyTree:
-        if _is_jit_disabled():  # then users look at numbers in the function, which a jaxpr does not run
+        if is_jit_disabled():  # then users look at numbers in the function, which a jaxpr does not run
             return self._function(*arguments)
         return jax.tree.unflatten(self._structure, core.jaxpr_as_fun(self._closed)(*jax.tree.leaves(arguments)))
 
@@ -67,18 +69,13 @@ class Traced:
 
         The key of a sum is the number of its result among all leaves. A sum may begin with more dimensions, of size 1.
         """
-        if _is_jit_disabled():
+        if is_jit_disabled():
             return self(*arguments), dict(sums)
         jaxpr = self._closed.jaxpr
         plan = _plan(jaxpr, {at: _Way(at, ()) for at in sums})
         evaluation = _Evaluation(sums, add)
         results = evaluation.run(jaxpr, self._closed.consts, jax.tree.leaves(arguments), plan)
         return jax.tree.unflatten(self._structure, results), evaluation.sums
-
-
-def _is_jit_disabled() -> bool:
-    config: Any = jax.config
-    return config.jax_disable_jit
 
 
 class _Way(NamedTuple):
@@ -178,7 +175,7 @@ def _stack(equation: Equation, at: int, way: _Way) -> _Stack | None:
     shape, places = equation.outvars[at].aval.shape, [_Place(0, 1)]
     for number, passed in enumerate(way.equations):
         place = _place_after(passed, shape, places[-1], scan.length)
-        # A constraint is put on the sum, which has the shape of the result.
+        # The constraint is put on the whole sum, so no reshape or transpose may follow it.
         is_for_sum = all(x.primitive.name in _ELEMENTWISE for x in way.equations[number:])
         if place is None or (passed.primitive.name == "sharding_constraint" and not is_for_sum):
             return None
@@ -192,7 +189,7 @@ def _place_after(equation: Equation, shape: tuple[int, ...], place: _Place, leng
     if equation.primitive.name == "transpose":
         return place._replace(axis=equation.params["permutation"].index(place.axis))
     if equation.primitive.name == "reshape":
-        # The elements keep their order. A trip's stay together if those before its axis do.
+        # A trip's elements stay one block if the product of the dimensions before its axis is unchanged.
         before, new = math.prod(shape[: place.axis]), equation.outvars[0].aval.shape
         axes = [axis for axis, n in enumerate(new) if math.prod(new[:axis]) == before and n and n % length == 0]
         return _Place(axes[0], new[axes[0]] // length) if axes and equation.params["dimensions"] is None else None
@@ -250,7 +247,7 @@ class _Evaluation:
 
     def _run_call(self, equation: Equation, arguments: Sequence[Leaf], plan: _Plan) -> list[Leaf]:
         if equation.params.get("prevent_cse"):  # as `checkpoint` does itself, or XLA would undo it
-            arguments = lax.optimization_barrier(list(arguments))
+            arguments = _behind_barriers(arguments)
         inner = jaxpr_of_call(equation)
         return self.run(opened(inner), constants_of(inner), arguments, plan)
 
@@ -298,6 +295,22 @@ class _Evaluation:
             if equation.primitive.name == "sharding_constraint" and total.ndim == equation.outvars[0].aval.ndim:
                 total = equation.primitive.bind(total, **equation.params)
         return total
+
+
+def _behind_barriers(arguments: Sequence[Leaf]) -> list[Leaf]:
+    """Returns the arguments behind one barrier for all that vary over the same mapped axes.
+
+    In JAX 0.10.2, the results of a shared barrier vary over the axes of all its operands
+    (tests/accumulation/test_loops.py, "checkpoint_in_shard_map").
+    """
+    places: dict[frozenset[Any], list[int]] = {}
+    for i, x in enumerate(arguments):
+        places.setdefault(varying_axes(x), []).append(i)
+    behind = list(arguments)
+    for alike in places.values():
+        for i, x in zip(alike, lax.optimization_barrier([arguments[i] for i in alike]), strict=True):
+            behind[i] = x
+    return behind
 
 
 def _groups(jaxpr: Jaxpr, plan: _Plan) -> Iterator[tuple[int | None, list[Equation]]]:

@@ -2,12 +2,11 @@
 
 If examples are sharded over a mesh axis and a parameter is not, each device has a part of the gradient. JAX sums these
 parts in each micro-batch, and in each trip of a scan over layers. If the parameter has the type `reduced` along that
-axis, JAX does
-not: the gradient's type is then `unreduced`, parts that are still to be summed.
+axis, JAX leaves the parts apart: the gradient has the type `unreduced`.
 
 Only matrix products and lookups take a `reduced` array beside one that is sharded over the same axis. A bias that is
-added to activations raises an error. So `marked` follows each parameter through the loss, and marks those that meet no
-other operation.
+added to activations would raise an error, so it is not marked, and its gradient is summed in each micro-batch. `marked`
+follows each parameter through the loss, and marks those that meet no other operation.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,16 +16,31 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from shrewjax._base.jaxprs import LOOPS, Atom, Equation, Jaxpr, is_variable, jaxprs_on_operands, opened, scan_of
-from shrewjax._base.mesh import partition_axes, reduced_axes, retyped
+from shrewjax._base.jaxprs import (
+    LOOPS,
+    Atom,
+    Equation,
+    Jaxpr,
+    is_in_vmap,
+    is_jit_disabled,
+    is_variable,
+    jaxprs_on_operands,
+    opened,
+    scan_of,
+)
+from shrewjax._base.mesh import mapped_axes, partition_axes, reduced_axes, retyped
 from shrewjax._base.types import Function, Leaf, MeshAxes, PyTree
 
 Marks: TypeAlias = frozenset[tuple[int, Hashable]]  # a parameter's number, and an axis along which it is `reduced`
 
 
-def axes_of_examples(examples: PyTree) -> MeshAxes:
-    """Returns the Explicit mesh axes over which examples are sharded. Empty if this JAX has no `jax.reshard`."""
-    if not hasattr(jax, "reshard"):
+def axes_of_examples(examples: PyTree, params: PyTree) -> MeshAxes:
+    """Returns the Explicit mesh axes over which examples are sharded, along which parameters may be `reduced`.
+
+    Empty if this JAX has no `jax.reshard`, inside `shard_map` and `jax.vmap`, and without jit, because JAX does not
+    know these types there (tests/accumulation/test_reduced.py, "where_jax_does_not_know_these_types").
+    """
+    if not hasattr(jax, "reshard") or mapped_axes()[0] or is_jit_disabled() or is_in_vmap((examples, params)):
         return frozenset()
     return frozenset(a for x in jax.tree.leaves(examples) for a in partition_axes(x) if _is_explicit(x, a))
 
@@ -36,23 +50,30 @@ def _is_explicit(x: Leaf, axis: Hashable) -> bool:
     return mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Explicit
 
 
-def marked(loss: Function, params: PyTree, axes: MeshAxes) -> PyTree:
-    """Returns the parameters of a loss, `reduced` along the axes over which they are not sharded, where they may be."""
+def marked(loss: Function, params: PyTree, examples: PyTree, axes: MeshAxes) -> PyTree:
+    """Returns the parameters of a loss, `reduced` along the axes over which they are not sharded, where they may be.
+
+    `axes` are those of the examples.
+    """
     leaves, structure = jax.tree.flatten(params)
     jaxpr = jax.make_jaxpr(loss)(params).jaxpr
     # No scalar is marked. The gradient of one that the loss does not use is a literal 0.0, which has no such type, so
     # adding it would be an error (tests/accumulation/test_reduced.py, "does_not_use"). Others meet no matrix product.
+    # No complex array is, because XLA's partitioner crashes on their sums (the same file, "complex").
     wanted = [
-        frozenset((at, a) for a in axes - partition_axes(x) - reduced_axes(x)) if jnp.ndim(x) else frozenset()
+        frozenset((at, a) for a in axes - partition_axes(x) - reduced_axes(x))
+        if jnp.ndim(x) and not jnp.iscomplexobj(x)
+        else frozenset()
         for at, x in enumerate(leaves)
     ]
+    example = next(x for x in jax.tree.leaves(examples) if axes & partition_axes(x))
     search = _Search()
     for marks in search.run(jaxpr, wanted):
         search.refused |= marks
 
     def mark(x: Leaf, marks: Marks) -> Leaf:
         along = frozenset(a for _, a in marks - search.refused)
-        return retyped(x, reduced=reduced_axes(x) | along) if along else x
+        return retyped(x, reduced=reduced_axes(x) | along, like=example) if along else x
 
     return jax.tree.unflatten(structure, map(mark, leaves, wanted))
 

@@ -31,11 +31,13 @@ from shrewjax._base.jaxprs import (
     context_of,
     is_jaxpr,
     is_variable,
+    is_whole_shard_map,
     jaxpr_of_call,
     jaxprs_in,
     jaxprs_on_operands,
     opened,
 )
+from shrewjax._base.mesh import may_be_partitioned
 from shrewjax._base.types import Leaf, PyTree
 
 # Only in these versions scatters of the loss are hidden, and lost ones warned of.
@@ -55,7 +57,8 @@ def unknown_true() -> jax.Array:
 def hide_scatters(jaxpr: Jaxpr) -> Jaxpr:
     """Returns a closed jaxpr whose loops select the result of each scatter by `unknown_true`.
 
-    It is the jaxpr itself if there is no scatter in a loop. Loops are also found in all jaxprs inside.
+    It is the jaxpr itself if there is no scatter in a loop. It also looks into the jaxprs of calls, loops and
+    conditionals.
     """
     return _Hiding().of(jaxpr, in_loop=False)
 
@@ -122,13 +125,14 @@ def _selected(scatter: Equation) -> list[Equation]:
 def warn_of_lost_scatters(grads: PyTree) -> None:
     """Warns, once in a process, if XLA may lose parts of these gradients.
 
-    It warns in a process with several GPUs whose XLA loses scatters, if traced gradients come out of a loop that adds
-    scatters up.
+    It warns in a process with several GPUs whose XLA loses scatters, also if this program runs on one of them, if
+    traced gradients come out of a loop that adds scatters up. In `shard_map` nothing is lost, unless XLA partitions the
+    program over other axes.
     """
     is_concerned = LOSES_SCATTERS and not _warned and _PASS not in os.environ.get("XLA_FLAGS", "")
-    if not is_concerned or jax.default_backend() != "gpu" or jax.device_count() == 1:
+    if not is_concerned or jax.default_backend() != "gpu" or not may_be_partitioned():
         return
-    if any(map(_adds_scatters, _equations_before(jax.tree.leaves(grads)))):
+    if any(map(_Search().finds, _equations_before(jax.tree.leaves(grads)))):
         _warned.append(True)
         warnings.warn(
             "The gradients come out of a loop that adds up scatters, such as a scan that looks rows up in a table. XLA "
@@ -154,42 +158,62 @@ def _equations_before(tracers: list[Leaf]) -> Iterator[Equation]:
             tracers.extend(equation.in_tracers)
 
 
-def _adds_scatters(equation: Equation) -> bool:
-    """Returns whether an equation is a loop that adds scatters to what it carries, or has such a loop inside."""
-    carry = carry_of(equation)
-    if carry is not None:
-        (body,) = map(opened, jaxprs_on_operands(equation))
-        for old, new in zip(body.invars[carry], body.outvars, strict=False):  # stacks come after the carry
-            has_scatter, arguments = _summands(body, new)
-            if has_scatter and old in arguments:
-                return True
-    return any(_adds_scatters(x) for jaxpr in jaxprs_in(equation) for x in opened(jaxpr).eqns)
-
-
 _SUMS = {"add", "add_any", "convert_element_type", "copy", "reshape", "transpose"}
 
 
-def _summands(jaxpr: Jaxpr, result: Atom) -> tuple[bool, set[Atom]]:
-    """Returns whether a result of an open jaxpr is a sum with a scatter, and the arguments that it is a sum of."""
-    made = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
-    waiting, has_scatter, arguments = [result], False, set()
-    while waiting:
-        x = waiting.pop()
-        equation = made.get(x) if is_variable(x) else None
-        if equation is None:
-            arguments |= {x} if is_variable(x) else set()
-            continue
-        inner = opened(jaxpr_of_call(equation))
-        if equation.primitive.name in SCATTER_ADDS:
-            has_scatter = True
-            waiting.append(equation.invars[0])  # the array that the scatter adds to
-        elif equation.primitive.name in _SUMS:
-            waiting.extend(equation.invars)
-        elif inner is not None:
-            is_there, of_inner = _summands(inner, inner.outvars[equation.outvars.index(x)])
-            has_scatter = has_scatter or is_there
-            waiting.extend(outer for outer, x in zip(equation.invars, inner.invars, strict=True) if x in of_inner)
-    return has_scatter, arguments
+class _Search:
+    """A search for loops that add scatters up. It looks at a jaxpr once, also if several equations run it."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._known: dict[tuple[int, Atom], tuple[bool, set[Atom]]] = {}
+
+    def finds(self, equation: Equation) -> bool:
+        """Returns whether an equation is a loop that adds scatters to what it carries, or has such a loop inside."""
+        if is_whole_shard_map(equation):  # XLA does not partition the loops inside
+            return False
+        carry = carry_of(equation)
+        if carry is not None:
+            (body,) = map(opened, jaxprs_on_operands(equation))
+            for old, new in zip(body.invars[carry], body.outvars, strict=False):  # stacks come after the carry
+                has_scatter, arguments = self._summands(body, new)
+                if has_scatter and old in arguments:
+                    return True
+        new_jaxprs = [x for x in map(opened, jaxprs_in(equation)) if id(x) not in self._seen]
+        self._seen.update(map(id, new_jaxprs))
+        return any(self.finds(x) for jaxpr in new_jaxprs for x in jaxpr.eqns)
+
+    def _summands(self, jaxpr: Jaxpr, result: Atom) -> tuple[bool, set[Atom]]:
+        """Returns whether a result of an open jaxpr is a sum with a scatter, and the arguments that it is a sum of."""
+        if not is_variable(result):
+            return False, set()
+        if (id(jaxpr), result) not in self._known:
+            self._known[id(jaxpr), result] = self._found(jaxpr, result)
+        return self._known[id(jaxpr), result]
+
+    def _found(self, jaxpr: Jaxpr, result: Atom) -> tuple[bool, set[Atom]]:
+        made = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
+        waiting, seen, has_scatter, arguments = [result], set(), False, set()
+        while waiting:
+            x = waiting.pop()
+            if not is_variable(x) or x in seen:
+                continue
+            seen.add(x)
+            equation = made.get(x)
+            if equation is None:
+                arguments.add(x)
+                continue
+            inner = opened(jaxpr_of_call(equation))
+            if equation.primitive.name in SCATTER_ADDS:
+                has_scatter = True
+                waiting.append(equation.invars[0])  # the array that the scatter adds to
+            elif equation.primitive.name in _SUMS:
+                waiting.extend(equation.invars)
+            elif inner is not None:
+                is_there, of_inner = self._summands(inner, inner.outvars[equation.outvars.index(x)])
+                has_scatter = has_scatter or is_there
+                waiting.extend(outer for outer, x in zip(equation.invars, inner.invars, strict=True) if x in of_inner)
+        return has_scatter, arguments
 
 
 _unknown_true = core.Primitive("unknown_true")

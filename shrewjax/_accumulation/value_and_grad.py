@@ -252,7 +252,7 @@ class _Loss(NamedTuple):
     def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _MicroBatch:
         returned, grads = self.value_and_grad(*batch.arguments(i, carried), **batch.kwargs)
         # Of what is returned only gradients are still to be summed. A loss of the parameters alone may be `reduced`.
-        value, aux = jax.tree.map(retyped, returned if self.has_aux else (returned, ()))
+        value, aux = jax.tree.map(_reduced_over_devices, returned if self.has_aux else (returned, ()))
         if self.has_carry:
             aux, *carried = _aux_and_carry(aux)
         grads, overwritten = _overwritten.split(grads)
@@ -261,7 +261,7 @@ class _Loss(NamedTuple):
     def traced(self, batch: Batch, carried: list[PyTree], *, by_types: bool) -> Traced:
         """Returns `results`, traced. With `by_types`, gradients on an Explicit mesh are `unreduced` if they can be."""
         first = jnp.int32(0)
-        axes = axes_of_examples(batch.examples) if by_types else frozenset()
+        axes = axes_of_examples(batch.examples, batch.own_params) if by_types else frozenset()
         if axes:
 
             def value(own_params: dict[int, PyTree]) -> jax.Array:
@@ -269,8 +269,10 @@ class _Loss(NamedTuple):
                 returned = self.fun(*args, **batch.kwargs)
                 return returned[0] if self.has_aux else returned
 
-            own_params = marked(value, batch.own_params, axes)
+            # An operation of the loss may have no rule for these types. If the loss itself is wrong, the last line here
+            # raises its error.
             with suppress(Exception):
+                own_params = marked(value, batch.own_params, batch.examples, axes)
                 return Traced(partial(self.results, batch._replace(own_params=own_params)), first, carried)
         return Traced(partial(self.results, batch), first, carried)
 
@@ -352,6 +354,10 @@ class _Loop(NamedTuple):
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
         value, grads = jax.tree.map(cast_like, average.gradients, self.traced.results.averaged)
         return _Averaged(value if self.loss.reduction == "sum" else nan_unless(has_average, value), grads)
+
+
+def _reduced_over_devices(x: Leaf) -> Leaf:
+    return retyped(x) if isinstance(x, jax.Array) else x  # what is no array is an error of the aux
 
 
 def _aux_and_carry(returned: PyTree) -> tuple[PyTree, PyTree]:

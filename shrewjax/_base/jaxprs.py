@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.extend import core
 
-from shrewjax._base.types import Leaf
+from shrewjax._base.types import Leaf, PyTree
 
 Jaxpr: TypeAlias = Any  # jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
@@ -28,6 +28,17 @@ LOOPS = {*_JAXPR_OF_LOOP}
 # Calls run one jaxpr with all of their operands, and return its results.
 _JAXPR_OF_CALL = {"jit": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 SCATTER_ADDS = {"scatter-add", "scatter-sub"}
+
+
+def is_jit_disabled() -> bool:
+    """Returns whether functions run operation by operation, which a jaxpr does not (`jax.disable_jit`)."""
+    config: Any = jax.config
+    return config.jax_disable_jit
+
+
+def is_in_vmap(tree: PyTree) -> bool:
+    """Returns whether `jax.vmap` maps an array of a tree. Inside a jitted function that is mapped, nothing shows it."""
+    return any(hasattr(x, "batch_dim") for x in jax.tree.leaves(tree))
 
 
 def shape_of(aval: Leaf) -> tuple[int, ...]:
@@ -78,6 +89,14 @@ def jaxprs_on_operands(equation: Equation) -> Sequence[Jaxpr]:
         return list(equation.params["branches"])
     name = (_JAXPR_OF_CALL | _JAXPR_OF_LOOP).get(equation.primitive.name)
     return [equation.params[name]] if name else []
+
+
+def is_whole_shard_map(equation: Equation) -> bool:
+    """Returns whether an equation is a `shard_map` over all axes of its mesh. `newly_manual_axes`: JAX 0.10.2."""
+    if equation.primitive.name != "shard_map":
+        return False
+    params = equation.params
+    return {*params.get("newly_manual_axes", params.get("manual_axes", ()))} == {*params["mesh"].axis_names}
 
 
 class Scan(NamedTuple):

@@ -246,9 +246,9 @@ def unreduced_axes(x: Leaf) -> MeshAxes:
 def retyped(
     x: Leaf, *, reduced: MeshAxes = frozenset(), unreduced: MeshAxes = frozenset(), like: Leaf | None = None
 ) -> jax.Array:
-    """Returns an array with these types in place of its own. Sums over devices what is no longer `unreduced`.
+    """Returns an array with these types in place of its own. An array that is no longer `unreduced` is summed.
 
-    A new array has no mesh if `jax.set_mesh` was not called. `like` is one that has.
+    `like` has the mesh, which an array does not have if it is new, or NumPy's, and `jax.set_mesh` was not called.
     """
     if (reduced_axes(x), unreduced_axes(x)) == (reduced, unreduced):
         return x

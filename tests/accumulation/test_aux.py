@@ -144,6 +144,12 @@ def test_aux_with_examples_along_another_axis_is_an_error_too(leaf):
         traced(loss, PARAMS, X, Y, has_aux=True)
 
 
+def test_an_aux_that_is_no_array_is_an_error_that_names_it():
+    loss = lambda w, x: (jnp.mean((x @ w) ** 2), {"size": "small"})  # noqa: E731
+    with pytest.raises(TypeError, match=r"aux\['size'\]"):
+        shrewjax.value_and_grad(loss, 2, has_aux=True)(jnp.ones(3), jnp.ones((4, 3)))
+
+
 def test_stacked_aux_of_each_example_comes_back_in_the_order_of_the_examples():
     step = shrewjax.value_and_grad(with_logits, 4, has_aux=True, aux={"loss": "mean", "logits": "stack"})
     (_, aux), _ = quick_jit(step)(WEIGHTS, X, Y)

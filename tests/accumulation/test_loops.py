@@ -309,6 +309,26 @@ def test_per_device_sums_in_shard_map_are_added_in_the_scan():
     assert (held(mapped, STACK, x) - held(alone, STACK, x[::K])) / STACK.nbytes < 1.35  # its own sum, and the batch's
 
 
+def test_a_checkpoint_in_shard_map_may_read_what_is_the_same_on_every_device():
+    """Such as a factor, in the carry."""
+
+    @jax.checkpoint
+    def run(stack, x, factor):
+        def turn(state, w):
+            h, factor = state
+            return (jnp.tanh(h @ w) * factor, factor), None
+
+        return jax.lax.scan(turn, (x, factor), stack)[0][0]
+
+    loss = loss_of(lambda stack, x: run(stack, x, 0.9 * jnp.ones(())))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": (jax.P(), jax.P())}
+    x = np.tile(X, (4, 1))
+    found = jax.jit(jax.shard_map(shrewjax.value_and_grad(loss, K, sum_over="data"), mesh=mesh, **specs))(STACK, x)
+    for a, e in zip(found, jax.jit(jax.value_and_grad(loss))(STACK, x), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-7)
+
+
 # --- what has to stay ------------------------------------------------------------------------------------------
 
 

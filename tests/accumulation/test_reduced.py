@@ -182,6 +182,54 @@ def test_a_loss_whose_operations_do_not_know_these_types_is_still_right():
     close(found, expected, rtol=1e-4)
 
 
+def products(params, x):
+    return jnp.mean(jnp.tanh(x @ params) ** 2)
+
+
+def in_part_of_shard_map(step):
+    specs = {"in_specs": (P(), P("data")), "out_specs": (P(), P()), "axis_names": {"data"}}
+    return jax.shard_map(step(sum_over="data"), **specs)
+
+
+def without_jit(step):
+    def run(params, x):
+        with jax.disable_jit():
+            return step()(params, x)
+
+    return run
+
+
+WITHOUT_TYPES = {
+    "shard_map": (in_part_of_shard_map, {"data": 2, "model": 4}, P(("data", "model"))),
+    "vmap": (lambda step: jax.jit(jax.vmap(step(), (0, None))), {"data": 8}, P("data")),
+    "no jit": (without_jit, {"data": 8}, P("data")),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_TYPES)
+def test_gradients_are_right_where_jax_does_not_know_these_types(name):
+    run, axes, of_examples = WITHOUT_TYPES[name]
+    params = np.stack([PARAMS["in"], PARAMS["out"]]) if name == "vmap" else PARAMS["in"]
+    each = jax.value_and_grad(products)
+    expected = jax.vmap(each, (0, None))(params, X) if name == "vmap" else each(params, X)
+    mesh = mesh_of(**axes)
+    with jax.set_mesh(mesh):
+        here, x = placed(mesh, params, P()), placed(mesh, X, of_examples)
+        found = run(lambda **options: shrewjax.value_and_grad(products, K, **options))(here, x)
+    close(found, expected)
+
+
+@pytest.mark.parametrize("weight", [None, lambda params, x: jnp.sum(x[:, 0] > -1)])
+def test_complex_parameters_and_those_of_numpy_have_the_gradients_of_one_device(weight):
+    params = {"complex": PARAMS["in"] + 1j * PARAMS["out"], "numpy": PARAMS["in"]}
+    loss = lambda p, x: jnp.mean(jnp.abs((x @ p["numpy"]).astype(np.complex64) @ p["complex"]) ** 2)  # noqa: E731
+    mesh = mesh_of(data=8)
+    with jax.set_mesh(mesh):
+        here, x = params | {"complex": placed(mesh, params["complex"], P())}, placed(mesh, X, P("data"))
+        found = users_jit(shrewjax.value_and_grad(loss, K, weight=weight))(here, x)
+    close(found, jax.value_and_grad(loss)(params, X))
+
+
 def test_parameters_that_the_loss_does_not_use_have_gradients_of_zero():
     unused = {"matrix": normal(WIDTH, WIDTH), "vector": normal(WIDTH), "scalar": np.float32(2)}
     mesh = mesh_of(data=8)
@@ -199,7 +247,7 @@ def test_marks_are_on_parameters_of_products_and_lookups_alone():
         params, x, y = placed(mesh, PARAMS, P()), *placed(mesh, (X, Y), P("data"))
 
         def types(params, x, y):
-            found = marked(lambda p: scanned(p, x, y), params, axes_of_examples((x, y)))
+            found = marked(lambda p: scanned(p, x, y), params, (x, y), axes_of_examples((x, y), params))
             jax.tree.map(lambda p: of_leaves.append(jax.typeof(p).sharding.spec.reduced), found)
             return x
 
@@ -209,9 +257,9 @@ def test_marks_are_on_parameters_of_products_and_lookups_alone():
 
 
 def test_examples_that_no_mesh_shards_need_no_types():
-    assert axes_of_examples((X, Y)) == frozenset()
+    assert axes_of_examples((X, Y), PARAMS) == frozenset()
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    assert axes_of_examples(placed(mesh, X, P("data"))) == frozenset()
+    assert axes_of_examples(placed(mesh, X, P("data")), PARAMS) == frozenset()
 
 
 def reduced(tree, axis="data"):
@@ -220,11 +268,11 @@ def reduced(tree, axis="data"):
 
 def test_parameters_that_come_as_reduced_give_gradients_that_are_unreduced_as_in_jax():
     mesh = mesh_of(data=8)
-    products = {name: PARAMS[name] for name in ("in", "out")}
+    used = {name: PARAMS[name] for name in ("in", "out")}
     loss = lambda p, x, y: jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"] - y) ** 2)  # noqa: E731
-    expected = jax.value_and_grad(loss)(products, X, Y)[1]
+    expected = jax.value_and_grad(loss)(used, X, Y)[1]
     with jax.set_mesh(mesh):
-        params, x, y = placed(mesh, products, P()), *placed(mesh, (X, Y), P("data"))
+        params, x, y = placed(mesh, used, P()), *placed(mesh, (X, Y), P("data"))
 
         def step(params, x, y):
             _, grads = shrewjax.value_and_grad(loss, K)(reduced(params), x, y)

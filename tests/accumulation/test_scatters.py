@@ -294,7 +294,18 @@ def of_messages(table, tokens):
     return jnp.mean(jax.lax.scan(turn, table, length=3)[0] ** 2)
 
 
+def on_every_device(run):
+    """In `shard_map`, where XLA does not partition the loop."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(run, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P(), check_vma=False)
+
+
+def averaged(table, tokens):
+    return jax.lax.pmean(jax.grad(over_time(take))(table, tokens), "data")
+
+
 RIGHT = {
+    "shard_map": lambda table: on_every_device(averaged)(table, TOKENS),
     "a lookup in a branch": lambda table: jax.grad(over_time(branch))(table, TOKENS),
     "messages": lambda table: jax.grad(of_messages)(table, TOKENS),
     "a lookup outside of the loop": lambda table: jax.grad(lambda t: jnp.mean(t[TOKENS] ** 2))(table),
@@ -308,6 +319,34 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_accumulate_does_not_warn_of_gradients_that_are_right(name, gpus):
     assert warnings_of(RIGHT[name]) == []
+
+
+@needs_parents
+def test_accumulate_in_shard_map_does_not_warn(gpus):
+    tx = shrewjax.accumulate(optax.sgd(0.1), 2, sum_over="data")
+
+    def step(table, tokens):
+        return tx.update(jax.grad(over_time(take))(table, tokens), tx.init(table), table)[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(on_every_device(step), TABLE, TOKENS)
+
+
+@needs_parents
+def test_a_sum_of_sums_and_calls_of_calls_are_searched_once(gpus):
+    """In this loop 2**40 ways lead from the carry to the result."""
+
+    def doubled(h):
+        for _ in range(40):
+            h = h + h.astype(h.dtype)
+        return h * 2.0**-40
+
+    def loss(table):
+        turn = lambda h, _: (doubled(jax.jit(doubled)(h)), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(turn, table, length=2)[0] ** 2)
+
+    assert warnings_of(jax.grad(loss)) == []
 
 
 @pytest.mark.parametrize("what", ["flag", "one device", "cpu", "version"])

@@ -106,3 +106,24 @@ def test_part_of_a_jaxpr_returns_what_is_read_later():
     part = jaxprs.part_of(program.jaxpr, [sine, product], {*cosine.invars, *product.outvars})
     np.testing.assert_allclose(core.jaxpr_as_fun(part)(1.0, 2.0), [np.sin(1.0), np.sin(1.0) * 2], rtol=1e-6)
     assert [x for equation in program.jaxpr.eqns for x in jaxprs.jaxprs_in(equation)] == []
+
+
+@pytest.mark.parametrize("mapped", [{"a"}, {"a", "b"}])
+def test_names_are_those_of_this_jax_for_shard_map(mapped):
+    mesh = jax.make_mesh((2, 1), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = {"in_specs": jax.P(), "out_specs": jax.P(), "axis_names": mapped}
+    found = equations(jax.jit(jax.shard_map(jnp.sin, mesh=mesh, **specs)), X)
+    (equation,) = [y for x in found for y in jaxprs.opened(jaxprs.jaxpr_of_call(x)).eqns]
+    assert jaxprs.is_whole_shard_map(equation) == (mapped == {"a", "b"})
+
+
+def test_names_are_those_of_this_jax_for_vmap():
+    found = []
+
+    def note(x, y):
+        found.extend(map(jaxprs.is_in_vmap, [{"mapped": x}, {"whole": y}]))
+        return x
+
+    jax.vmap(note, (0, None))(X, X)
+    note(X, X)
+    assert found == [True, False, False, False]
