@@ -3,8 +3,8 @@ r"""A traced function, whose results are added to sums where the function's own 
 The backward scan of scanned layers returns stacked gradients, which a loop over micro-batches would hold beside the
 sum. Instead the sum becomes a carry of the backward scan, which adds each layer's gradient in place.
 
-`_plan` goes back from a result, through equations that only add values, or reorder or convert the elements of one,
-until it finds scans that stack it::
+`_plan` goes back from a result until it finds scans that stack it. It passes equations that only add values, or reorder
+or convert the elements of one::
 
     result <- convert <- transpose <- scan        the scan adds each slice, transposed and converted
     result <- add_any <- scan, scan               both scans add
@@ -37,6 +37,7 @@ from shrewjax._base.jaxprs import (
     is_jit_disabled,
     is_variable,
     jaxpr_of_call,
+    may_be_inlined,
     opened,
     part_of,
     scan_of,
@@ -141,7 +142,7 @@ def _plan(jaxpr: Jaxpr, wanted: dict[int, _Way]) -> _Plan:
                 follow(x, way if name == "add_any" else _Way(way.result, (equation, *way.equations)))
             continue
         added: set[int] = set()
-        if _is_call(equation):
+        if may_be_inlined(equation):
             inner = _plan(opened(jaxpr_of_call(equation)), here)
             if inner.added:
                 plan.calls[place] = inner
@@ -156,15 +157,6 @@ def _plan(jaxpr: Jaxpr, wanted: dict[int, _Way]) -> _Plan:
     plan.wholes[:] = [(x, way) for x, way in plan.wholes if way.result in plan.added]
     plan.skipped.update(place for place, result in leads_to.items() if result in plan.added)
     return plan
-
-
-def _is_call(equation: Equation) -> bool:
-    """Returns whether the equations inside may take the equation's place: `jit` without shardings, `checkpoint`."""
-    params = equation.params
-    if equation.primitive.name == "jit":
-        shardings = (*params["in_shardings"], *params["out_shardings"])
-        return all(type(x).__name__ == "UnspecifiedValue" for x in shardings) and not params["compiler_options_kvs"]
-    return equation.primitive.name == "remat2"
 
 
 def _stack(equation: Equation, at: int, way: _Way) -> _Stack | None:
@@ -187,12 +179,15 @@ def _stack(equation: Equation, at: int, way: _Way) -> _Stack | None:
 def _place_after(equation: Equation, shape: tuple[int, ...], place: _Place, length: int) -> _Place | None:
     """Returns the place of a trip after an equation, or None if it is in several pieces there."""
     if equation.primitive.name == "transpose":
-        return place._replace(axis=equation.params["permutation"].index(place.axis))
+        permutation = equation.params.get("permutation")
+        return None if permutation is None else place._replace(axis=permutation.index(place.axis))
     if equation.primitive.name == "reshape":
         # A trip's elements stay one block if the product of the dimensions before its axis is unchanged.
         before, new = math.prod(shape[: place.axis]), equation.outvars[0].aval.shape
         axes = [axis for axis, n in enumerate(new) if math.prod(new[:axis]) == before and n and n % length == 0]
-        return _Place(axes[0], new[axes[0]] // length) if axes and equation.params["dimensions"] is None else None
+        return (
+            _Place(axes[0], new[axes[0]] // length) if axes and equation.params.get("dimensions", ()) is None else None
+        )
     return place
 
 
@@ -252,7 +247,7 @@ class _Evaluation:
         return self.run(opened(inner), constants_of(inner), arguments, plan)
 
     def _run_scan(self, equation: Equation, arguments: Sequence[Leaf], stacks: dict[int, _Stack]) -> list[Leaf]:
-        scan, params = scan_of(equation), equation.params
+        scan = scan_of(equation)
         assert scan is not None
         whole = scan.constants + scan.carries
         constants, carry, sliced = arguments[: scan.constants], arguments[scan.constants : whole], arguments[whole:]
@@ -271,9 +266,7 @@ class _Evaluation:
 
         start = {stack.way.result: self._constrained(stack.way) for stack in stacks.values()}
         trips = jnp.arange(scan.length, dtype=jnp.int32)
-        (carry, sums), others = lax.scan(
-            trip, (list(carry), start), (trips, list(sliced)), reverse=params["reverse"], unroll=params["unroll"]
-        )
+        (carry, sums), others = lax.scan(trip, (list(carry), start), (trips, list(sliced)), **scan.options)
         self.sums |= sums
         remaining = iter(others)
         count = len(equation.outvars)

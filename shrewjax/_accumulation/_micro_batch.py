@@ -20,6 +20,7 @@ from shrewjax._base.mesh import (
     context_mesh,
     is_mapped,
     is_replicated_over,
+    is_traced,
     newly_varying,
     varying_axes,
 )
@@ -164,7 +165,7 @@ def mesh_of(params: ArrayTree, axes: AxisNames) -> Mesh | AbstractMesh | None:
     leaves = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
     meshes = [sharding.mesh for sharding in map(sharding_of, leaves) if sharding is not None]
     # Optax calls `init` with placeholders for parameters, which have no leaves and need no mesh.
-    context = jax.sharding.get_abstract_mesh() if _is_traced(params) else context_mesh()
+    context = jax.sharding.get_abstract_mesh() if is_traced(params) else context_mesh()
     for mesh in (*meshes, context):
         if set(axes) <= set(mesh.axis_names):
             return mesh
@@ -229,9 +230,5 @@ def expand_like(per_row: jax.Array, rows: jax.Array) -> jax.Array:
 
 def sharding_of(x: Leaf) -> NamedSharding | None:
     """Returns the `NamedSharding` of an array over a mesh with axes, otherwise None."""
-    sharding = jax.typeof(x).sharding if _is_traced(x) else getattr(x, "sharding", None)
+    sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names else None
-
-
-def _is_traced(tree: PyTree) -> bool:
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._accumulation.window import AccumulateState
-from shrewjax._base.mesh import mapped_axes
+from shrewjax._base.mesh import is_traced, mapped_axes
 from shrewjax._base.states import init_with_notes, without_variables
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import AnyState, Function, KeyPath, Leaf, PyTree
@@ -258,7 +258,7 @@ def _placed(x: Leaf, like: jax.Array) -> jax.Array:
     """Returns an array that is on a device, or a NumPy array as `like` is placed. Rows have no place of their own."""
     if isinstance(x, jax.Array):
         return x
-    has_place = not isinstance(like, jax.core.Tracer) and like.committed and x.shape == like.shape
+    has_place = not is_traced(like) and like.committed and x.shape == like.shape
     return jax.device_put(x, like.sharding) if has_place else jnp.asarray(x)
 
 

@@ -8,7 +8,7 @@ import optax
 
 from shrewjax._accumulation.window import AccumSteps, GradAccumulatorState, Nonfinite, Reduction, Window
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import summed
+from shrewjax._base.mesh import is_traced, summed
 from shrewjax._base.states import increment_if, require_own
 from shrewjax._base.types import AnyState, AxisName, DType, Number, PyTree
 
@@ -172,7 +172,7 @@ class GradAccumulator:
         Returns:
           The average and the state. The average is None if the window is still open, or closed without one.
         """
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads, weight, value))):
+        if is_traced((state, grads, weight, value)):
             raise ValueError("step decides on the host and cannot be traced. Use add, ready and take under jit")
         _require_window(state)
         # One weight, or one per row. It is checked here, because jit hides its value.

@@ -4,8 +4,9 @@ A jaxpr has arguments (`invars`), constants (`constvars`), equations (`eqns`) an
 are equations, with the jaxprs that they run among their parameters. A closed jaxpr comes with the values of its
 constants.
 
-JAX promises neither the names of primitives nor those of their parameters. An equation of another name is not taken
-apart, so that a function runs as JAX traced it (tests/base/test_jaxprs.py, "names_are_those_of_this_jax").
+JAX promises neither the names of primitives nor those of their parameters. An equation with other names is not taken
+apart, so that a function runs as JAX traced it. `tests/base/test_jaxprs.py` tells which name is new
+("names_are_those_of_this_jax"), and that others do no harm ("other_names").
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ _JAXPR_OF_LOOP = {"scan": "jaxpr", "while": "body_jaxpr"}
 LOOPS = {*_JAXPR_OF_LOOP}
 # Calls run one jaxpr with all of their operands, and return its results.
 _JAXPR_OF_CALL = {"jit": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+_SHARDINGS_OF_JIT = "in_shardings", "out_shardings"
+_OPTIONS_OF_SCAN = "reverse", "unroll"
 SCATTER_ADDS = {"scatter-add", "scatter-sub"}
 
 
@@ -79,23 +82,32 @@ def jaxprs_in(equation: Equation) -> Iterator[Jaxpr]:
 
 def jaxpr_of_call(equation: Equation) -> Jaxpr | None:
     """Returns the jaxpr that a call runs, or None if the equation is no call."""
-    name = _JAXPR_OF_CALL.get(equation.primitive.name)
-    return equation.params.get(name) if name else None
+    return equation.params.get(_JAXPR_OF_CALL.get(equation.primitive.name))
+
+
+def may_be_inlined(equation: Equation) -> bool:
+    """Returns whether the equations inside may take the equation's place: `jit` without shardings, `checkpoint`."""
+    if equation.primitive.name == "remat2":
+        return jaxpr_of_call(equation) is not None
+    if equation.primitive.name != "jit" or not {*_SHARDINGS_OF_JIT} <= {*equation.params}:
+        return False
+    shardings = [x for name in _SHARDINGS_OF_JIT for x in equation.params[name]]
+    return all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
 
 
 def jaxprs_on_operands(equation: Equation) -> Sequence[Jaxpr]:
     """Returns the jaxprs that a call, a loop or a conditional runs, or none. They take the last of its operands."""
     if equation.primitive.name == "cond":
-        return list(equation.params["branches"])
-    name = (_JAXPR_OF_CALL | _JAXPR_OF_LOOP).get(equation.primitive.name)
-    return [equation.params[name]] if name else []
+        return list(equation.params.get("branches", ()))
+    inner = equation.params.get((_JAXPR_OF_CALL | _JAXPR_OF_LOOP).get(equation.primitive.name))
+    return [] if inner is None else [inner]
 
 
 def is_whole_shard_map(equation: Equation) -> bool:
     """Returns whether an equation is a `shard_map` over all axes of its mesh. `newly_manual_axes`: JAX 0.10.2."""
-    if equation.primitive.name != "shard_map":
-        return False
     params = equation.params
+    if equation.primitive.name != "shard_map" or "mesh" not in params:
+        return False
     return {*params.get("newly_manual_axes", params.get("manual_axes", ()))} == {*params["mesh"].axis_names}
 
 
@@ -106,6 +118,7 @@ class Scan(NamedTuple):
     constants: int
     carries: int
     length: int
+    options: dict[str, Any]  # arguments of `jax.lax.scan`
 
 
 def scan_of(equation: Equation) -> Scan | None:
@@ -114,9 +127,11 @@ def scan_of(equation: Equation) -> Scan | None:
     JAX 0.11 gave other names to the numbers of constants and carries. So they are read from the shapes: a stack has
     one dimension more than its slice in the body.
     """
-    if equation.primitive.name != "scan":
+    params = equation.params
+    if equation.primitive.name != "scan" or not {_JAXPR_OF_LOOP["scan"], "length", *_OPTIONS_OF_SCAN} <= {*params}:
         return None
-    body, length = equation.params["jaxpr"], equation.params["length"]
+    body, length = params[_JAXPR_OF_LOOP["scan"]], params["length"]
+    options = {name: params[name] for name in _OPTIONS_OF_SCAN}
 
     def count_others(outer: Sequence[Atom], inner: Sequence[Leaf]) -> int | None:
         shapes = [(shape_of(x.aval), shape_of(y)) for x, y in zip(outer, inner, strict=True)]
@@ -124,7 +139,7 @@ def scan_of(equation: Equation) -> Scan | None:
         return count if all(x == (length, *y) for x, y in shapes[count:]) else None
 
     carries, others = count_others(equation.outvars, body.out_avals), count_others(equation.invars, body.in_avals)
-    return None if carries is None or others is None else Scan(body, others - carries, carries, length)
+    return None if carries is None or others is None else Scan(body, others - carries, carries, length, options)
 
 
 def carry_of(equation: Equation) -> slice | None:
@@ -133,8 +148,8 @@ def carry_of(equation: Equation) -> slice | None:
     A `while` loop has a carry and no stacks.
     """
     if equation.primitive.name == "while":
-        body = opened(equation.params["body_jaxpr"])
-        return slice(len(body.invars) - len(body.outvars), None)
+        body = opened(equation.params.get(_JAXPR_OF_LOOP["while"]))
+        return None if body is None else slice(len(body.invars) - len(body.outvars), None)
     scan = scan_of(equation)
     return None if scan is None else slice(scan.constants, scan.constants + scan.carries)
 

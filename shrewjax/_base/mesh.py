@@ -248,12 +248,16 @@ def retyped(
 ) -> jax.Array:
     """Returns an array with these types in place of its own. An array that is no longer `unreduced` is summed.
 
-    `like` has the mesh, which an array does not have if it is new, or NumPy's, and `jax.set_mesh` was not called.
+    Under `jit`, an array that is new, or NumPy's, has no Explicit mesh if `jax.set_mesh` was not called. It gets the
+    mesh of `like`, and its partitions if their shapes are the same.
     """
-    if (reduced_axes(x), unreduced_axes(x)) == (reduced, unreduced):
+    like = x if like is None else like
+    is_without_mesh = is_traced(x) and _is_on_explicit_mesh(like) and not _is_on_explicit_mesh(x)
+    if (reduced_axes(x), unreduced_axes(x)) == (reduced, unreduced) and not is_without_mesh:
         return x
-    spec = jax.P(*_partitions(_spec(x)), reduced=reduced, unreduced=unreduced)
-    return jax.reshard(x, jax.NamedSharding(_type_of(x if like is None else like).sharding.mesh, spec))
+    placed = like if is_without_mesh and like.shape == x.shape else x
+    spec = jax.P(*_partitions(_spec(placed)), reduced=reduced, unreduced=unreduced)
+    return jax.reshard(x, jax.NamedSharding(_type_of(like).sharding.mesh, spec))
 
 
 def summed(tree: PyTree) -> PyTree:
@@ -273,6 +277,15 @@ def _summed(x: Leaf) -> Leaf:
 def factor_of(factor: jax.Array, x: jax.Array) -> jax.Array:
     """Returns a factor with the type that a product with an `unreduced` array demands."""
     return retyped(factor, reduced=unreduced_axes(x), like=x) if unreduced_axes(x) else factor
+
+
+def is_traced(tree: PyTree) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def _is_on_explicit_mesh(x: Leaf) -> bool:
+    sharding: Any = _type_of(x).sharding
+    return AxisType.Explicit in (getattr(getattr(sharding, "mesh", None), "axis_types", None) or ())
 
 
 def _spec(x: Leaf) -> Any:

@@ -144,6 +144,7 @@ def test_aux_with_examples_along_another_axis_is_an_error_too(leaf):
         traced(loss, PARAMS, X, Y, has_aux=True)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="JAX 0.8 fails to write this error")
 def test_an_aux_that_is_no_array_is_an_error_that_names_it():
     loss = lambda w, x: (jnp.mean((x @ w) ** 2), {"size": "small"})  # noqa: E731
     with pytest.raises(TypeError, match=r"aux\['size'\]"):

@@ -1,5 +1,6 @@
 """Gradients on Explicit meshes: summed over devices once, by their types, with the numbers of one device."""
 
+import contextlib
 import itertools
 import re
 
@@ -104,21 +105,26 @@ def of_micro_batches(loss, weights):
 
 LOSSES = {"scanned": scanned, "listed": listed}
 WEIGHTS = {"unweighted": None, "weighted": count}
+# Without `jax.set_mesh`, a new array has no mesh.
+CONTEXTS = {"set_mesh": jax.set_mesh, "no context": lambda mesh: contextlib.nullcontext()}
 # Each place and each kind of weight once, with layers that are scanned.
 ROWS = {
-    ("data", "scanned", "unweighted"),
-    ("data and model", "scanned", "weighted"),
-    ("two axes of data", "scanned", "weighted"),
+    ("data", "scanned", "unweighted", "set_mesh"),
+    ("data and model", "scanned", "weighted", "no context"),
+    ("two axes of data", "scanned", "weighted", "set_mesh"),
 }
 
 
-@pytest.mark.parametrize(("place", "loss", "weight"), rows_of_names(itertools.product(PLACES, LOSSES, WEIGHTS), ROWS))
-def test_gradients_of_matrices_are_reduced_once_after_the_loop(place, loss, weight):
+@pytest.mark.parametrize(
+    ("place", "loss", "weight", "context"),
+    rows_of_names(itertools.product(PLACES, LOSSES, WEIGHTS, CONTEXTS), ROWS),
+)
+def test_gradients_of_matrices_are_reduced_once_after_the_loop(place, loss, weight, context):
     (axes, spec, of_examples), loss, weight = PLACES[place], LOSSES[loss], WEIGHTS[weight]
     weights = [1.0] * K if weight is None else [np.sum(Y[i::K, 0] > 0) for i in range(K)]
     expected = of_micro_batches(loss, weights)
     mesh = mesh_of(**axes)
-    with jax.set_mesh(mesh):
+    with CONTEXTS[context](mesh):
         params, x, y = placed(mesh, PARAMS, spec), *placed(mesh, (X, Y), of_examples)
         compiled = users_jit(shrewjax.value_and_grad(loss, K, weight=weight)).lower(params, x, y).compile()
         value, grads = compiled(params, x, y)
@@ -151,15 +157,17 @@ def carried(params, x, y, carry):
     return value, (value, carry + jnp.mean(x))
 
 
-def test_penalties_aux_and_carry_have_the_numbers_and_types_of_one_device():
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_penalties_aux_and_carry_have_the_numbers_and_types_of_one_device(context):
     (value, aux), grads = jax.value_and_grad(penalized, has_aux=True)(PARAMS, X, Y)
     mesh = mesh_of(data=8)
-    with jax.set_mesh(mesh):
+    with CONTEXTS[context](mesh):
         params, x, y = placed(mesh, PARAMS, P()), *placed(mesh, (X, Y), P("data"))
-        found = jax.jit(shrewjax.value_and_grad(penalized, K, has_aux=True))(params, x, y)
+        step = shrewjax.value_and_grad(penalized, K, has_aux=True)
+        found, eager = jax.jit(step)(params, x, y), step(params, x, y)
         step = shrewjax.value_and_grad(carried, K, has_aux=True, carry_argnum=3)
         (_, (_, carry)), _ = jax.jit(step)(params, x, y, jnp.zeros(()))
-    close(found, ((value, aux), grads))
+    close((found, eager), (((value, aux), grads),) * 2)
     np.testing.assert_allclose(carry, sum(np.mean(X[i::K]) for i in range(K)), rtol=1e-4)
 
 

@@ -108,6 +108,32 @@ def test_part_of_a_jaxpr_returns_what_is_read_later():
     assert [x for equation in program.jaxpr.eqns for x in jaxprs.jaxprs_in(equation)] == []
 
 
+def with_other_names(equation):
+    return equation.replace(params={f"new_{name}": x for name, x in equation.params.items()})
+
+
+BRANCHES = {"cond": lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x)}
+
+
+@pytest.mark.parametrize("name", [*CALLS, *LOOPS, *BRANCHES])
+def test_equations_whose_parameters_have_other_names_are_not_taken_apart(name):
+    function = CALLS[name](lambda x: jnp.sin(x)) if name in CALLS else (LOOPS | BRANCHES)[name]
+    *_, equation = equations(lambda x: function(x), X)
+    assert jaxprs.jaxprs_on_operands(equation)
+    assert jaxprs.may_be_inlined(equation) == (name in ("jit", "checkpoint"))
+    renamed = with_other_names(equation)
+    assert not jaxprs.jaxprs_on_operands(renamed)
+    assert jaxprs.jaxpr_of_call(renamed) is jaxprs.carry_of(renamed) is jaxprs.scan_of(renamed) is None
+    assert not jaxprs.may_be_inlined(renamed)
+
+
+@pytest.mark.parametrize("name", ["in_shardings", "out_shardings"])
+def test_jit_with_shardings_is_not_inlined(name):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    (equation,) = equations(jax.jit(jnp.sin, **{name: sharding}), X)
+    assert not jaxprs.may_be_inlined(equation)
+
+
 @pytest.mark.parametrize("mapped", [{"a"}, {"a", "b"}])
 def test_names_are_those_of_this_jax_for_shard_map(mapped):
     mesh = jax.make_mesh((2, 1), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -115,6 +141,7 @@ def test_names_are_those_of_this_jax_for_shard_map(mapped):
     found = equations(jax.jit(jax.shard_map(jnp.sin, mesh=mesh, **specs)), X)
     (equation,) = [y for x in found for y in jaxprs.opened(jaxprs.jaxpr_of_call(x)).eqns]
     assert jaxprs.is_whole_shard_map(equation) == (mapped == {"a", "b"})
+    assert not jaxprs.is_whole_shard_map(with_other_names(equation))
 
 
 def test_names_are_those_of_this_jax_for_vmap():
