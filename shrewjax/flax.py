@@ -19,7 +19,7 @@ from shrewjax._accumulation.batch import roles_of_arguments
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments, trees
 from shrewjax._base.forwarding import returned_as_given
-from shrewjax._base.types import Argument, ArrayTree, AxisName, DType, Function, Number, PyTree
+from shrewjax._base.types import Argument, ArrayTree, AxisName, DType, Function, Leaf, Number, PyTree
 
 try:
     from flax import nnx
@@ -84,18 +84,24 @@ class Optimizer(nnx.Optimizer[Any]):
         _require_variables(nnx.state(model, wrt, **options), wrt, model)
 
     def update(self, model: PyTree, grads: PyTree, /, **extra_args: Argument) -> dict[str, Any]:
-        """Changes parameters and state in place. Returns the measurements."""
+        """Changes parameters and state in place. Returns the measurements.
+
+        `extra_args` are those of the class: `weight`, `flush`, `value` and others that `tx.update` takes.
+        """
         if isinstance(model, nnx.State) and not isinstance(grads, nnx.State):
             raise ValueError(
                 f"update takes the model first, got an nnx.State and then {type(grads).__name__}. Call "
                 "optimizer.update(model, grads)"
             )
-        mode = {"graph": self.graph} if hasattr(self, "graph") else {}  # newer than Flax 0.12.7
+        mode = {"graph": self.graph} if hasattr(self, "graph") else {}  # an option of `nnx.state` since Flax 0.12.8
         params, its_grads = (_arrays(nnx.state(x, self.wrt, **mode)) for x in (model, grads))
-        if jax.tree.leaves(params) and not jax.tree.leaves(its_grads):
+        paths = [[at for at, _ in jax.tree.leaves_with_path(x, is_leaf=_is_none)] for x in (params, its_grads)]
+        missing = [at for at in paths[0] if at not in {*paths[1]}]
+        if missing:
             raise ValueError(
-                f"grads must hold variables of wrt={self.wrt!r}, got {type(grads).__name__} without one. Pass the "
-                "gradients as nnx.grad or shrewjax.flax.value_and_grad returned them, with the same wrt"
+                f"grads must hold the variables of wrt={self.wrt!r}, got {type(grads).__name__} without "
+                f"{trees.leaf_name(missing[0])}. Pass the gradients as nnx.grad or shrewjax.flax.value_and_grad "
+                "returned them, with the same wrt"
             )
         new_params, opt_state = shrewjax.apply_gradients(
             self.tx, its_grads, _arrays(self.opt_state), params, **_arrays(extra_args)
@@ -139,7 +145,8 @@ class TrainState(train_state.TrainState):
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
+        """Raises if a field of the subclass would never change, because `apply_gradients` has such an argument."""
+        super().__init_subclass__(**options)  # Flax's makes a dataclass of it
         for field in dataclasses.fields(cls):
             if field.name in ("weight", "flush", "value"):
                 raise ValueError(
@@ -293,6 +300,7 @@ def value_and_grad(
     def value_and_grad_of_batch(model: PyTree, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
         roles = roles_of_arguments({"wrt": (0,)} | given, 1 + len(args), kwargs)
+        arguments.require_arguments_of_fun("weight", weight, (model, *args), kwargs)
         for at in roles["batch_argnums"]:
             if isinstance(args[at - 1], nnx.Module):
                 kept = tuple(i for i in roles["batch_argnums"] if i != at)
@@ -323,6 +331,10 @@ def _require_variables(params: PyTree, wrt: Any, model: PyTree) -> None:
             f"wrt={wrt!r} must match a variable of the model, got {type(model).__name__}, which has none, so that "
             "nothing would be trained. Pass a filter of the variables to train, such as nnx.Param"
         )
+
+
+def _is_none(x: Leaf) -> bool:
+    return x is None
 
 
 def _before_last(positions: tuple[int, ...] | None) -> Any:

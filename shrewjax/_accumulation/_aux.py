@@ -22,7 +22,8 @@ class AuxSums(NamedTuple):
     others: list[jax.Array]  # the leaves of `COMBINE`
 
 
-# The function that combines a leaf of the micro-batches so far with the next one's.
+# The function that combines a leaf of the micro-batches so far with the next one's. `_empty` has what each begins
+# with, and `combined_over` what devices do.
 COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "sum": lax.add,
     "max": lax.max,
@@ -53,7 +54,7 @@ class AuxLeaves:
         try:
             whole = jax.eval_shape(of_whole_batch)
         except Exception:
-            return  # fun takes no other number of examples, so that no other shape is known
+            return  # fun may take no other number of examples, so that no other shape is known
         if jax.tree.structure(whole) != self._structure:
             return
         averaged = (self._of(leaves, "mean") for leaves in (self._paths, self._like, jax.tree.leaves(whole)))
@@ -111,6 +112,7 @@ def _names_of_leaves(names: PyTree, like: PyTree) -> list[str]:
 
 
 def _check_aux_leaf(leaf: str, x: Leaf, name: str) -> None:
+    """Raises if a leaf cannot be reduced, or stacked, as its name says."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         raise ValueError(
             f"leaf {leaf} of the aux is a PRNG key, which cannot be reduced or stacked. Leave it out of the aux. Or "
@@ -119,11 +121,13 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str) -> None:
     is_number = jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(
-            f"leaf {leaf} of the aux is {x.dtype}, and has no {name!r}. Convert it to float32 in fun. Or give it "
-            "another name in aux=, such as 'sum' for a count"
+            f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Convert it to float32 in fun. Or give "
+            "it another name in aux=, such as 'sum' for a count"
         )
     if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
-        raise ValueError(f"leaf {leaf} of the aux is {x.dtype}, and has no {name!r}. Let fun return its real part")
+        raise ValueError(
+            f"leaf {leaf} of the aux is {x.dtype}, which has no order for {name!r}. Let fun return its real part"
+        )
 
 
 def _empty(name: str, like: Leaf) -> jax.Array:
@@ -148,9 +152,10 @@ def _empty(name: str, like: Leaf) -> jax.Array:
 
 
 def _combined(name: str, total: jax.Array, x: jax.Array, kept: Flag) -> jax.Array:
+    combine = COMBINE[name]
     if name == "sum":  # selected before adding: XLA-24
-        return total + jnp.where(kept, x, jnp.zeros_like(x))
-    return jnp.where(kept, COMBINE[name](total, x), total)
+        return combine(total, jnp.where(kept, x, jnp.zeros_like(x)))
+    return jnp.where(kept, combine(total, x), total)
 
 
 def selected(kept: Flag, new: PyTree, old: PyTree) -> PyTree:

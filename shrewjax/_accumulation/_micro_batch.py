@@ -33,10 +33,11 @@ from shrewjax._numerics.reductions import all_finite, any_device
 
 
 def checked_gradients(grads: ArrayTree, gradient_sum: ArrayTree, axes: Axes) -> ArrayTree:
-    """Returns the gradients, with rows if the accumulator has them, and None for each leaf that adds nothing.
+    """Returns the gradients, inside `shard_map` with a device's row, and None for each leaf that adds nothing.
 
-    Raises if a leaf does not fit its accumulator. That of a parameter that is not floating is a number in its place,
-    int32. The loss and the averaged aux of `value_and_grad` come here, too.
+    Raises if a leaf does not fit its accumulator. A parameter that is not floating has an int32 scalar in the place of
+    its accumulator. The loss and the averaged aux of `value_and_grad` come here, too. Gradients that a scan has added
+    itself come as None.
     """
     if axes and is_mapped(axes):
 

@@ -57,9 +57,9 @@ def marked(loss: Function, params: PyTree, examples: PyTree, axes: MeshAxes) -> 
     """
     leaves, structure = jax.tree.flatten(params)
     jaxpr = jax.make_jaxpr(loss)(params).jaxpr
-    # No scalar is marked. The gradient of one that the loss does not use is a literal 0.0, which has no such type, so
-    # adding it would be an error (tests/accumulation/test_reduced.py, "does_not_use"). Others meet no matrix product.
-    # No complex array is, because XLA's partitioner crashes on their sums (the same file, "complex").
+    # No scalar is marked. The gradient of one that the loss does not use is a literal 0.0 without such a type, and an
+    # error where it is added (tests/accumulation/test_reduced.py, "does_not_use"). Others meet no matrix product. No
+    # complex array is marked, because XLA's partitioner crashes on their sums (the same file, "complex").
     wanted = [
         frozenset((at, a) for a in axes - partition_axes(x) - reduced_axes(x))
         if jnp.ndim(x) and not jnp.iscomplexobj(x)

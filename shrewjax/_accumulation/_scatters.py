@@ -125,9 +125,9 @@ def _selected(scatter: Equation) -> list[Equation]:
 def warn_of_lost_scatters(grads: PyTree) -> None:
     """Warns, once in a process, if XLA may lose parts of these gradients.
 
-    It warns in a process with several GPUs whose XLA loses scatters, also if this program runs on one of them, if
-    traced gradients come out of a loop that adds scatters up. In `shard_map` nothing is lost, unless XLA partitions the
-    program over other axes.
+    It warns if traced gradients come out of a loop that adds scatters up, in a process with several GPUs whose XLA
+    loses them. A program that runs on one of these GPUs makes it warn, too. In `shard_map` nothing is lost, unless XLA
+    partitions the program over other axes.
     """
     is_concerned = LOSES_SCATTERS and not _warned and _PASS not in os.environ.get("XLA_FLAGS", "")
     if not is_concerned or jax.default_backend() != "gpu" or not may_be_partitioned():

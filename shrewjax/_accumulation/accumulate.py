@@ -228,7 +228,7 @@ class _After(NamedTuple):
 
 
 def _run_on_average(window: Window, added: WindowStep, value: jax.Array, inner: _Inner) -> tuple[PyTree, _After]:
-    """Runs inner if the window closes. `added` has the average already, so inner itself branches (XLA-2)."""
+    """Runs inner if the window closes. `added` has the averaged gradients, so inner itself branches (XLA-2)."""
     average, noise = added.state.gradient_sum, added.state.noise
     applied = jnp.asarray(added.has_average)
     if noise:  # in a branch, because the norm of the average takes a pass
@@ -248,8 +248,8 @@ def _run_on_rows(window: Window, added: WindowStep, value: jax.Array, inner: _In
         ran = inner.run(average.gradients, average.value, True)
         measured = average.value, average.noise
         if average.has_weight is not True:
-            # XLA-2: select, because XLA copies parameters and state in a branch within a branch on CUDA
-            # (tests/devices/test_accelerators.py).
+            # XLA-2: select, because XLA copied parameters and state in a branch within a branch on CUDA. With JAX
+            # 0.10.2 and 0.12 no test notices.
             ran = optax.tree.where(average.has_weight, ran, inner.step.skipped(ran[0]))
             measured = optax.tree.where(average.has_weight, measured, (value, noise))
         emptied = emptied_rows(rows, average.gradients, window.axes or ())

@@ -35,8 +35,8 @@ def from_optax(opt_state: AnyState, tx: optax.GradientTransformation, params: Py
 
     `tx` has the transformations that made `opt_state`, in their order, with this package's in the places of Optax's.
     The run goes on as with Optax, also in mid-window. Moments, positions in schedules and injected hyperparameters
-    stay. A state has no arguments, so another rate, or a transformation with the same state, is not noticed. "Moving
-    here" has it for Orbax and Flax.
+    stay. A state does not record arguments, so another rate raises no error, and neither does another transformation
+    with the same kind of state. The page "Moving here" shows the calls for Orbax and Flax.
 
     ==========================  ===================================================================================
     `opt_state` has             the new state has
@@ -223,7 +223,10 @@ def _one_level(tree: PyTree) -> tuple[dict[KeyPath, PyTree], Any]:
 
 
 def _taken(at: _Place, x: Leaf, like: Leaf) -> jax.Array:
-    """Returns a leaf of the old state that stays as it is. Raises unless shape and dtype are those of the new one."""
+    """Returns a leaf of the old state, as an array with the dtype and placement of the new leaf `like`.
+
+    Raises unless their shapes and dtypes agree. A Python number is cast.
+    """
     like = like if hasattr(like, "dtype") else jnp.asarray(like)
     if isinstance(x, bool | int | float) and jnp.result_type(x, like) == like.dtype:  # a hyperparameter that a user set
         x = jnp.asarray(x, like.dtype)

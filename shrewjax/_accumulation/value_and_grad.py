@@ -205,6 +205,7 @@ def value_and_grad(
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         roles = roles_of_arguments(given, len(args), kwargs)
+        arguments.require_arguments_of_fun("weight", weight, args, kwargs)
         require_mapped("sum_over", axes)
         batch = batch_of_arguments(args, kwargs, roles, steps, axes)
         return _run(loss, window, aux, batch)
@@ -251,7 +252,7 @@ class _Loss(NamedTuple):
 
     def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _MicroBatch:
         returned, grads = self.value_and_grad(*batch.arguments(i, carried), **batch.kwargs)
-        # Of what is returned only gradients are still to be summed. A loss of the parameters alone may be `reduced`.
+        # Only gradients may stay `unreduced`. A loss or an aux of the parameters alone may have the type `reduced`.
         value, aux = jax.tree.map(_reduced_over_devices, returned if self.has_aux else (returned, ()))
         if self.has_carry:
             aux, *carried = _aux_and_carry(aux)

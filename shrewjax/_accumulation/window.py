@@ -1,6 +1,7 @@
 """The accumulation window: the arithmetic that adds micro-batches and averages them.
 
-`accumulate`, `GradAccumulator` and `value_and_grad` all go through `Window.advance`, which decides in this order:
+`accumulate`, `GradAccumulator` and `value_and_grad` all go through `Window.advance`, which decides in this order. Only
+gradients that a scan of the loss adds itself go through `Window.adder_in_loop`.
 
 1. Is the micro-batch kept? Its weight must not be 0. Unless `nonfinite` is `"propagate"`, its gradients must also be
    finite on all devices.
@@ -215,7 +216,8 @@ class Window:
         # window's weight cannot be 0 then, and no run-time check is needed.
         has_weight: Flag = True if is_kept is True else weight_sum != 0
         has_average: Flag = True
-        # XLA-32: also if every window has one, so that this flag is not that of a closing window.
+        # XLA-32: a flag of its own, also if every closing window has an average. Otherwise XLA on CUDA holds all
+        # gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
         if has_weight is not True or self.nonfinite == "drop_window" or isinstance(is_closing, jax.Array):
             has_average = ~window_bad if self.axes else has_weight & ~window_bad
 

@@ -3,6 +3,7 @@ r"""Checks of arguments. Each function returns a checked argument, or raises a `
 The value of a Python or NumPy number is checked. A JAX array is checked for its shape and dtype alone.
 """
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shrewjax._base.trees import leaf_name
-from shrewjax._base.types import Argument, Axes, AxisNames, DType, Flag, KeyPath, Leaf, Number, Scalar
+from shrewjax._base.types import Argument, Axes, AxisNames, DType, Flag, Function, KeyPath, Leaf, Number, PyTree, Scalar
 
 AxesOf = tuple[int, ...] | Callable[[str, Leaf], Argument] | None
 """Checked axes of leaves."""
@@ -151,6 +152,25 @@ def steps_of_schedule(value: Argument) -> Scalar:
     """Returns the window length that a function returned: a real scalar that is >= 1 if its value is known."""
     name = "the number that the function accum_steps returns"
     return _real_scalar_array(name, value) if isinstance(value, jax.Array) else real(name, value, at_least=1)
+
+
+def require_arguments_of_fun(
+    name: str, function: Function | None, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+) -> None:
+    """Raises unless a function takes these arguments, which are those of `fun`."""
+    try:
+        signature = inspect.signature(function) if function else None
+    except ValueError:  # of a function in C
+        return
+    try:
+        if signature:
+            signature.bind(*args, **kwargs)
+    except TypeError as error:
+        others = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
+        raise ValueError(
+            f"{name} is called with the {len(args)} arguments of fun{others}, but it takes {signature}: {error}. "
+            f"Give {name} the same arguments as fun"
+        ) from error
 
 
 def weight(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:

@@ -37,9 +37,11 @@ def require_own(
 ) -> None:
     """Raises unless this is the state that a rule's own `init` makes. Rules that read no state do not call it."""
     if not isinstance(state, kind):
+        is_optax = type(state).__module__.startswith("optax.")
+        way_from_optax = ". Or convert Optax's state: shrewjax.from_optax(state, tx, params)" if is_optax else ""
         raise ValueError(
             f"state must be the {kind.__name__} that init made or the last update returned, got {type(state).__name__}."
-            f" Pass the state of this transformation, in the order {order}"
+            f" Pass the state of this transformation, in the order {order}{way_from_optax}"
         )
 
 

@@ -49,12 +49,21 @@ def test_a_second_model_is_no_batch():
     assert value == 0
 
 
-def test_gradients_without_variables_of_wrt_are_an_error_that_says_so():
+def test_gradients_without_variables_of_wrt_are_an_error_that_names_one():
     trained = model()
     optimizer = shrewjax.flax.Optimizer(trained, shrewjax.accumulate(optax.sgd(1.0), 2), wrt=nnx.Param)
-    grads = nnx.to_pure_dict(nnx.grad(loss)(trained, X))
-    with pytest.raises(ValueError, match=r"^grads must hold variables of wrt=.*Param.*, got dict without one\. Pass"):
+    grads = nnx.grad(loss)(trained, X)
+    message = r"^grads must hold the variables of wrt=.*Param.*, got {} without \['{}'\].*\. Pass"
+    with pytest.raises(ValueError, match=message.format("dict", ".*")):
+        optimizer.update(trained, nnx.to_pure_dict(grads))
+    del grads["bias"]
+    with pytest.raises(ValueError, match=message.format("State", "bias")):
         optimizer.update(trained, grads)
+
+
+def test_weight_takes_the_arguments_of_the_loss_the_model_too():
+    with pytest.raises(ValueError, match=r"^weight is called with the 2 arguments of fun, but it takes \(x\)"):
+        shrewjax.flax.value_and_grad(loss, 2, weight=lambda x: len(x))(model(), X)
 
 
 @pytest.mark.parametrize("extra", [{"weight": 1.0}, {"weight": np.float32(1)}, {"flush": np.bool_(False)}], ids=repr)

@@ -151,6 +151,10 @@ WRONG_CALLS = {
         lambda: shrewjax.flush(TX, PARAMS, STATE),
         r"^state must be the AccumulateState .* got dict\. ",
     ),
+    "a state of Optax": (
+        lambda: TX.update(GRADS, optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS), PARAMS),
+        r"^state must .* got MultiStepsState\. .* Or convert .*: shrewjax\.from_optax\(state, tx, params\)",
+    ),
     "a list as the state": (
         lambda: TX.update(GRADS, [STATE], PARAMS),
         r"^state must be the AccumulateState .* got list\. ",
