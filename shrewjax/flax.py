@@ -58,7 +58,8 @@ class Optimizer(nnx.Optimizer[Any]):
       return. Newer versions of `nnx.Optimizer` return the updates instead.
 
     Raises:
-      ValueError: `wrt` matches no variable of the model; `grads` has none of them; model and gradients are swapped.
+      ValueError: `wrt` matches no variable of the model; `grads` has none of them; model and gradients are
+        swapped, which only Flax's graph mode shows.
       Exception: an error of `tx.update`.
 
     Example:
@@ -224,9 +225,10 @@ def value_and_grad(
     keys or a second model that `fun` changes  pass a tuple such as `(model, rngs)` as the first argument
     a second model that `fun` does not change  leave its position out of `batch_argnums`
     a variable that two modules share          it has one gradient, in graph mode
-    `nnx.remat`, `nnx.jit`, `nnx.scan`         nothing; `fun` is traced once more
+    `nnx.remat`, `jit`, `scan`, `shard_map`    nothing; `fun` is traced once more
     `fun` changes a variable in `wrt`          an error, because K calls would differentiate at other points
-    `nnx.WeightNorm`, which writes its kernel  call a copy, `nnx.clone(layer)(x)`
+    `nnx.WeightNorm`, which writes its kernel  call a copy, `nnx.clone(layer)(x)`; the layer keeps its old kernel
+    `nnx.SpectralNorm`, which also counts      an error; `nnx.value_and_grad` for each micro-batch
     `fun` adds variables                       an error; remove them in `fun` with `nnx.pop`, and return them as aux
     `fun` changes a Python attribute           an error; change it before the call
     `sum_over`                                 all devices draw from the same keys, unless each has its own
@@ -331,6 +333,13 @@ def _require_variables(params: PyTree, wrt: Any, model: PyTree) -> None:
             f"wrt={wrt!r} must match a variable of the model, got {type(model).__name__}, which has none, so that "
             "nothing would be trained. Pass a filter of the variables to train, such as nnx.Param"
         )
+    kinds = {type(x).__name__ for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))}
+    if OVERWRITE_WITH_GRADIENT in kinds:  # of linen, by `nnx.bridge`
+        raise ValueError(
+            f"wrt={wrt!r} matches variables of the type {OVERWRITE_WITH_GRADIENT}. These statistics of fp8 layers are "
+            "no gradients, and have no mean. Leave them out of wrt. To keep them, call nnx.value_and_grad for each "
+            "micro-batch, and overwrite them with what it returns"
+        )
 
 
 def _is_none(x: Leaf) -> bool:
@@ -350,13 +359,6 @@ class _Parts:
         graph_and_variables: Any = nnx.split(model, wrt, ...)
         self._graph, self.params, self.others = graph_and_variables
         _require_variables(self.params, wrt, model)
-        kinds = {type(x).__name__ for x in jax.tree.leaves(self.params, is_leaf=lambda x: isinstance(x, nnx.Variable))}
-        if OVERWRITE_WITH_GRADIENT in kinds:  # of linen, by `nnx.bridge`
-            raise ValueError(
-                f"wrt={wrt!r} matches variables of the type {OVERWRITE_WITH_GRADIENT}. These statistics of fp8 layers "
-                "are no gradients, and have no mean. Leave them out of wrt. Or call nnx.value_and_grad for each "
-                "micro-batch"
-            )
         self._flow: dict[int, list[bool]] = {}  # of each function: which arrays it returns as they were given
 
     def call(self, function: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[PyTree, ArrayTree]:
@@ -381,8 +383,9 @@ class _Parts:
                 raise ValueError(
                     f"fun changes the variable {trees.leaf_name(path)}, which is in wrt, so that the micro-batches "
                     "would not be differentiated at the same point. Leave it out of wrt. If a layer writes it in each "
-                    "call, as nnx.WeightNorm does, call a copy of the layer, nnx.clone(layer)(x). Or call "
-                    "nnx.value_and_grad and shrewjax.flax.Optimizer.update for each micro-batch"
+                    "call, as nnx.WeightNorm does, call a copy of the layer, nnx.clone(layer)(x), where its "
+                    "writes are lost. Or call nnx.value_and_grad and shrewjax.flax.Optimizer.update for each "
+                    "micro-batch"
                 )
         # A scan copies what it returns, so frozen layers would be copied for each micro-batch
         # (tests/promises/test_flax_models.py, "frozen_layers").

@@ -133,7 +133,7 @@ def accumulate(
         inside it; a gradient does not fit its accumulator's kind; by its type, a gradient is already reduced over
         `sum_over`, or not reduced without it; devices may disagree on when a window closes; `sum_over` is missing or
         `init` finds no mesh; the state is another transformation's; an extra argument that no transformation inside
-        inner declares has a name near one of these, such as `weights` or `num_tokens`.
+        inner declares has a name near one of these, such as `weights`, or a word for a count, such as `num_tokens`.
       AssertionError: while tracing: the gradients' structure or a leaf's shape differs from the parameters
         passed to `init`, or inner changes the structure, shapes or dtypes of its state.
 
@@ -248,8 +248,8 @@ def _run_on_rows(window: Window, added: WindowStep, value: jax.Array, inner: _In
         ran = inner.run(average.gradients, average.value, True)
         measured = average.value, average.noise
         if average.has_weight is not True:
-            # XLA-2: select, because XLA copied parameters and state in a branch within a branch on CUDA. With JAX
-            # 0.10.2 and 0.12 no test notices.
+            # XLA-2: select, because XLA copies parameters in a branch within a branch on CUDA
+            # (tests/devices/test_accelerators.py, "closing_calls_alone").
             ran = optax.tree.where(average.has_weight, ran, inner.step.skipped(ran[0]))
             measured = optax.tree.where(average.has_weight, measured, (value, noise))
         emptied = emptied_rows(rows, average.gradients, window.axes or ())
@@ -313,7 +313,7 @@ def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> 
 
 _NESTED = "Multiply the accum_steps instead of nesting accumulations"
 _TAKEN = ("weight", "flush", "value", "grad")
-_WORDS = {"weight": "weight", "token": "weight", "example": "weight", "sample": "weight", "flush": "flush"}
+_WORDS = dict.fromkeys(["weight", "token", "ntoken", "tok", "example", "sample"], "weight") | {"flush": "flush"}
 
 
 def _meant_by(name: str) -> str | None:

@@ -219,7 +219,8 @@ class Window:
         # XLA-32: a flag of its own, also if every closing window has an average. Otherwise XLA on CUDA holds all
         # gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
         if has_weight is not True or self.nonfinite == "drop_window" or isinstance(is_closing, jax.Array):
-            has_average = ~window_bad if self.axes else has_weight & ~window_bad
+            is_good = jnp.logical_not(window_bad)
+            has_average = is_good if self.axes else has_weight & is_good
 
         # 5. Update each leaf in one pass, which also divides if the window is closing.
         scale = self._scale(is_closing, weight_sum, has_weight)

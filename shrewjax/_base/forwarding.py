@@ -12,7 +12,17 @@ from typing import NamedTuple
 
 import jax
 
-from shrewjax._base.jaxprs import Atom, Equation, Jaxpr, carry_of, is_variable, jaxprs_on_operands, opened, shape_of
+from shrewjax._base.jaxprs import (
+    Atom,
+    Equation,
+    Jaxpr,
+    carry_of,
+    is_variable,
+    jaxprs_on_operands,
+    opened,
+    shape_of,
+    shard_map_of,
+)
 from shrewjax._base.types import PyTree
 
 
@@ -30,6 +40,10 @@ def returned_as_given(function: Callable[[PyTree], PyTree], argument: PyTree) ->
     """
     jaxpr: Jaxpr = jax.make_jaxpr(function)(argument)
     return [found == given for found, given in zip(_forwarded(jaxpr), _all_of(jaxpr.jaxpr.invars), strict=True)]
+
+
+def _is_as_given(x: _Given) -> bool:
+    return x.axes == tuple(range(len(x.axes)))
 
 
 def _all_of(arrays: Sequence[Atom]) -> list[_Given]:
@@ -50,8 +64,12 @@ def _forwarded(jaxpr: Jaxpr) -> list[_Given | None]:
 
 def _operands(equation: Equation) -> list[_Given | None]:
     """Returns, for each result of an operation, the operand that it is, or None."""
-    if equation.primitive.name == "transpose":
+    if equation.primitive.name == "transpose" and "permutation" in equation.params:
         return [_Given(0, tuple(equation.params["permutation"]))]
+    mapped = shard_map_of(equation)
+    if mapped is not None:
+        found = zip(_forwarded(mapped.body), mapped.out_specs, strict=True)
+        return [x if x and _is_as_given(x) and mapped.in_specs[x.number] == spec else None for x, spec in found]
     jaxprs = [*map(opened, jaxprs_on_operands(equation))]
     if not jaxprs:
         return [None] * len(equation.outvars)

@@ -111,6 +111,22 @@ def is_whole_shard_map(equation: Equation) -> bool:
     return {*params.get("newly_manual_axes", params.get("manual_axes", ()))} == {*params["mesh"].axis_names}
 
 
+class ShardMap(NamedTuple):
+    """A `shard_map`, with a `PartitionSpec` for each operand and each result."""
+
+    body: Jaxpr
+    in_specs: Sequence[jax.P]
+    out_specs: Sequence[jax.P]
+
+
+def shard_map_of(equation: Equation) -> ShardMap | None:
+    """Returns the `shard_map` of an equation, or None if it is another equation."""
+    names = "jaxpr", "in_specs", "out_specs"
+    if equation.primitive.name != "shard_map" or not {*names} <= {*equation.params}:
+        return None
+    return ShardMap(*(equation.params[name] for name in names))
+
+
 class Scan(NamedTuple):
     """A scan, whose operands are constants, the carry and stacks, in this order. It returns the carry and stacks."""
 

@@ -30,7 +30,7 @@ from shrewjax._base.types import Axes, AxisName, KeyPath, Scalar
 from shrewjax._numerics import scaling
 from shrewjax._numerics.floats import ExtendedFloat, accumulator_dtype
 from shrewjax._numerics.norms import combine, decide_by_norms, magnitude_key, measure_units
-from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, sizes, unit_zeros
+from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, sizes, unit_numbers
 from shrewjax._numerics.scaling import ClipScale
 from shrewjax._numerics.vectors import Groups, join, split
 
@@ -150,9 +150,8 @@ class Units:
     def numbers(self, tree: chex.ArrayTree, value: float) -> chex.ArrayTree:
         """Returns a tree like `tree` of float32 numbers: one for each unit, and one for each leaf without units."""
         others = jax.tree.map(lambda _: jnp.full((), value, jnp.float32), tree)
-        return self.with_leaves(
-            others, [unit_zeros(x, d) + jnp.float32(value) for x, d in zip(self.leaves, self.dims, strict=True)]
-        )
+        own = [unit_numbers(x, d, value) for x, d in zip(self.leaves, self.dims, strict=True)]
+        return self.with_leaves(others, own)
 
     def numbers_beside(self, tree: chex.ArrayTree) -> list[Any]:
         """Returns the numbers of these units in a state's tree, by leaf. Raises if it has numbers of other units."""

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import (
@@ -31,6 +33,7 @@ from shrewjax._base.mesh import (
     axes_to_reduce,
     is_bound,
     is_mapped,
+    is_traced,
     mapped_axes,
     may_be_partitioned,
 )
@@ -117,8 +120,19 @@ def sizes(leaves: Sequence[Any], *, axes: Axes | list[Axes], unit_dims: Sequence
     ]
 
 
-def unit_zeros(leaf: Any, dims: UnitDims) -> jax.Array:
-    return _sum(jnp.zeros_like(leaf, dtype=jnp.float32), dims)
+def unit_numbers(leaf: Any, dims: UnitDims, value: float) -> jax.Array:
+    """Returns an array with this float32 number for each unit, sharded as the dimensions of `dims` are."""
+    numbers = _sum(jnp.zeros_like(leaf, dtype=jnp.float32), dims) + jnp.float32(value)
+    sharding = None if is_traced(leaf) else getattr(leaf, "sharding", None)
+    if not dims or not isinstance(sharding, NamedSharding):
+        return numbers
+    # XLA leaves out mesh axes of size 1, and `state_specs` would lack them (tests/devices/test_distribution.py,
+    # "axis_of_size_1").
+    spec = (*sharding.spec, *[None] * leaf.ndim)
+    spec_of_units = P(*(spec[a] for a in dims))
+    return jax.device_put(
+        numbers, NamedSharding(sharding.mesh, spec_of_units, memory_kind=numbers.sharding.memory_kind)
+    )
 
 
 def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> list[jax.Array]:

@@ -30,6 +30,14 @@ def of_gradient(x):
     return returned
 
 
+def mapped(function, in_spec, out_spec):
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": in_spec, "out_specs": out_spec, "check_vma": False}
+    return lambda x: jax.shard_map(function, mesh=mesh, **specs)(x)
+
+
+SHARDED = jax.P(None, "a")
+
 HANDED_ON = {
     "directly": lambda x: x,
     "jit": jax.jit(lambda x: x),
@@ -51,6 +59,7 @@ HANDED_ON = {
     "carry of a while": lambda x: lax.while_loop(
         lambda c: c[0] < jnp.sum(x[0]), lambda c: (c[0] + jnp.sum(x[1]), remat(c[1])), (0.0, x)
     )[1],
+    "shard_map": mapped(remat, SHARDED, SHARDED),
     "both branches": lambda x: lax.cond(x[0][0, 0] > 0, remat, lambda x: x, x),
 }
 
@@ -69,6 +78,9 @@ def test_a_change_is_seen_wherever_it_happens(name):
 
 
 CHANGED = {
+    "swapped in shard_map": mapped(lambda x: x[::-1], SHARDED, SHARDED),
+    "a device's part": mapped(lambda x: x, SHARDED, jax.P()),
+    "other parts": mapped(lambda x: x, jax.P(), SHARDED),
     "swapped": jax.jit(lambda x: x[::-1]),
     "changed in a remat": jax.checkpoint(lambda x: (x[1] * 2, x[0] + 1)),
     "swapped in each turn": lambda x: lax.scan(lambda c, _: (remat(c[::-1]), None), x, length=3)[0],

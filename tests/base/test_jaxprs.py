@@ -141,7 +141,10 @@ def test_names_are_those_of_this_jax_for_shard_map(mapped):
     found = equations(jax.jit(jax.shard_map(jnp.sin, mesh=mesh, **specs)), X)
     (equation,) = [y for x in found for y in jaxprs.opened(jaxprs.jaxpr_of_call(x)).eqns]
     assert jaxprs.is_whole_shard_map(equation) == (mapped == {"a", "b"})
-    assert not jaxprs.is_whole_shard_map(with_other_names(equation))
+    assert jaxprs.shard_map_of(equation).in_specs == (jax.P(),)
+    renamed = with_other_names(equation)
+    assert not jaxprs.is_whole_shard_map(renamed)
+    assert jaxprs.shard_map_of(renamed) is None
 
 
 def test_names_are_those_of_this_jax_for_vmap():

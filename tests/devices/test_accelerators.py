@@ -270,6 +270,7 @@ def test_window_over_devices_sends_gradients_once_and_on_closing_calls_alone(is_
     assert not [x for x in program.collectives if x[1] == "every call"]
     # Besides the sums, XLA:GPU holds two copies of those leaves that it sends together: of seven.
     assert program.temporary <= {"h100": 1.3, "v5e": 0.3}[target.name]
+    assert program.closing <= {"h100": 22.8, "v5e": 13.4}[target.name]  # XLA-2: 23.7 if a branch holds a branch
 
 
 def test_shards_are_summed_once_a_window_and_gathered_for_the_model_alone(target):

@@ -339,6 +339,16 @@ def test_a_window_goes_on_bit_for_bit_elsewhere_and_on_half_as_many_devices():
         shrewjax.redistribute(state, SGD.init(params))
 
 
+@pytest.mark.parametrize("name", ["clip_by_leaf_norm", "clip_by_leaf_norm_ema"])
+def test_state_specs_have_a_mesh_axis_of_size_1(name):
+    """As a program for several devices has it on one."""
+    mesh = jax.make_mesh((1, 4), ("expert", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    params = placed({"up": np.ones((4, 8, 8), "f")}, mesh, {"up": P("expert", None, "tensor")})
+    state = getattr(shrewjax, name)(1.5, batch_axes=0).init(params)
+    pairs = zip(*map(jax.tree.leaves, (state, shrewjax.state_specs(state))), strict=True)
+    assert {spec for x, spec in pairs if x.ndim} == {P("expert")}
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 def test_initial_sums_are_spread_as_the_parameters_wherever_init_is_called(axis_type):
     mesh = mesh_of(2, 4, axis_type)

@@ -142,4 +142,6 @@ def test_statistics_of_fp8_layers_in_wrt_are_an_error():
     with_statistic.largest = kind(jnp.zeros(3))
     with pytest.raises(ValueError, match=r"matches variables of the type _overwrite_with_gradient.* Leave them out"):
         shrewjax.flax.value_and_grad(loss, 2, wrt=(nnx.Param, kind))(with_statistic, X)
+    with pytest.raises(ValueError, match=r"matches variables of the type _overwrite_with_gradient.* Leave them out"):
+        shrewjax.flax.Optimizer(with_statistic, optax.sgd(1.0), wrt=(nnx.Param, kind))
     shrewjax.flax.value_and_grad(loss, 2)(with_statistic, X)

@@ -60,6 +60,7 @@ def calls_of(tx, params=PARAMS):
         ("WEIGHT", "weight"),
         ("sample_weight", "weight"),
         ("num_tokens", "weight"),
+        ("ntokens", "weight"),
         ("loss_weight", "weight"),
         ("force_flush", "flush"),
     ],
