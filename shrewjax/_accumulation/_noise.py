@@ -5,9 +5,9 @@ Sigma / w_i. A window has K micro-batches of the weight W = sum w_i, and their a
 
 .. math:: q = \sum_i w_i |g_i|^2, \qquad S = \frac{q - W |g|^2}{K - 1}, \qquad G_2 = |g|^2 - \frac{S}{W}
 
-For any weights, S has the mean tr Sigma, and G_2 has the mean |G|^2. For equal weights, these are the estimates of
+For any weights, S has the mean tr Sigma, and G_2 has the mean norm(G)^2. For equal weights, these are the estimates of
 McCandlish et al. 2018, appendix A.1. Unbiased averages of S and of G_2 over windows give the noise scale
-tr Sigma / |G|^2. A window of that weight has as much noise as signal. G_2 of one window may be negative.
+tr Sigma / norm(G)^2. A window of that weight has as much noise as signal. G_2 of one window may be negative.
 
 q is kept at three scales, `_SCALES`, because the square of a norm above 1e19 or below 1e-19 leaves the range of
 float32. A closing window takes the scale at which q is in range.
