@@ -19,7 +19,7 @@ from shrewjax._accumulation.batch import roles_of_arguments
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments, trees
 from shrewjax._base.forwarding import returned_as_given
-from shrewjax._base.types import Argument, ArrayTree, AxisName, DType, Function, Leaf, Number, PyTree
+from shrewjax._base.types import Argument, ArrayTree, AxisName, DType, Function, Number, PyTree
 
 try:
     from flax import nnx
@@ -96,12 +96,13 @@ class Optimizer(nnx.Optimizer[Any]):
             )
         mode = {"graph": self.graph} if hasattr(self, "graph") else {}  # an option of `nnx.state` since Flax 0.12.8
         params, its_grads = (_arrays(nnx.state(x, self.wrt, **mode)) for x in (model, grads))
-        paths = [[at for at, _ in jax.tree.leaves_with_path(x, is_leaf=_is_none)] for x in (params, its_grads)]
-        missing = [at for at in paths[0] if at not in {*paths[1]}]
+        with_paths = (jax.tree.leaves_with_path(x, is_leaf=lambda x: x is None) for x in (params, its_grads))
+        of_params, of_grads = ({path for path, _ in leaves} for leaves in with_paths)
+        missing = of_params - of_grads
         if missing:
             raise ValueError(
                 f"grads must hold the variables of wrt={self.wrt!r}, got {type(grads).__name__} without "
-                f"{trees.leaf_name(missing[0])}. Pass the gradients as nnx.grad or shrewjax.flax.value_and_grad "
+                f"{min(map(trees.leaf_name, missing))}. Pass the gradients as nnx.grad or shrewjax.flax.value_and_grad "
                 "returned them, with the same wrt"
             )
         new_params, opt_state = shrewjax.apply_gradients(
@@ -340,10 +341,6 @@ def _require_variables(params: PyTree, wrt: Any, model: PyTree) -> None:
             "no gradients, and have no mean. Leave them out of wrt. To keep them, call nnx.value_and_grad for each "
             "micro-batch, and overwrite them with what it returns"
         )
-
-
-def _is_none(x: Leaf) -> bool:
-    return x is None
 
 
 def _before_last(positions: tuple[int, ...] | None) -> Any:

@@ -42,7 +42,7 @@ class Transformer:
         return {"embedding": of(self.vocabulary, d), "layers": layers, "norm": of(d)}
 
     def batch(self, sequences: int) -> jax.ShapeDtypeStruct:
-        """Returns the shape of so many sequences of tokens."""
+        """Returns the shape and dtype of a batch of sequences of tokens."""
         return jax.ShapeDtypeStruct((sequences, self.tokens), np.int32)
 
     def loss(self, params: Any, tokens: jax.Array) -> jax.Array:

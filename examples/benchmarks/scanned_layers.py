@@ -1,4 +1,4 @@
-"""What gradients and windows of a transformer with scanned layers hold, in compiled programs that are not run.
+"""The memory of gradients and windows of a transformer with scanned layers, in compiled programs that are not run.
 
     python examples/benchmarks/scanned_layers.py --device h100|v5e|cpu|here
 
@@ -40,7 +40,7 @@ class Lookup:
         return {"table": jax.ShapeDtypeStruct(table, dtype), "out": jax.ShapeDtypeStruct(out, dtype)}
 
     def batch(self, examples: int) -> jax.ShapeDtypeStruct:
-        """Returns the shape of so many examples."""
+        """Returns the shape and dtype of a batch of examples."""
         return jax.ShapeDtypeStruct((examples, 32), np.int32)
 
     def loss(self, params: Any, tokens: jax.Array) -> jax.Array:

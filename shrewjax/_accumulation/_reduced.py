@@ -10,11 +10,10 @@ follows each parameter through the loss, and marks those that meet no other oper
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from shrewjax._base.jaxprs import (
     LOOPS,
@@ -28,7 +27,7 @@ from shrewjax._base.jaxprs import (
     opened,
     scan_of,
 )
-from shrewjax._base.mesh import mapped_axes, partition_axes, reduced_axes, retyped
+from shrewjax._base.mesh import explicit_axes, mapped_axes, partition_axes, reduced_axes, retyped
 from shrewjax._base.types import Function, Leaf, MeshAxes, PyTree
 
 Marks: TypeAlias = frozenset[tuple[int, Hashable]]  # a parameter's number, and an axis along which it is `reduced`
@@ -42,12 +41,7 @@ def axes_of_examples(examples: PyTree, params: PyTree) -> MeshAxes:
     """
     if not hasattr(jax, "reshard") or mapped_axes()[0] or is_jit_disabled() or is_in_vmap((examples, params)):
         return frozenset()
-    return frozenset(a for x in jax.tree.leaves(examples) for a in partition_axes(x) if _is_explicit(x, a))
-
-
-def _is_explicit(x: Leaf, axis: Hashable) -> bool:
-    mesh: Any = jax.typeof(x).sharding.mesh
-    return mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Explicit
+    return frozenset().union(*(partition_axes(x) & explicit_axes(x) for x in jax.tree.leaves(examples)))
 
 
 def marked(loss: Function, params: PyTree, examples: PyTree, axes: MeshAxes) -> PyTree:

@@ -158,13 +158,14 @@ def require_arguments_of_fun(
     name: str, function: Function | None, args: Sequence[PyTree], kwargs: dict[str, PyTree]
 ) -> None:
     """Raises unless a function takes these arguments, which are those of `fun`."""
+    if function is None:
+        return
     try:
-        signature = inspect.signature(function) if function else None
+        signature = inspect.signature(function)
     except ValueError:  # of a function in C
         return
     try:
-        if signature:
-            signature.bind(*args, **kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
         others = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
         raise ValueError(

@@ -233,6 +233,13 @@ def partition_axes(x: Leaf) -> MeshAxes:
     return frozenset(a for entry in entries for a in entry if a is not None)
 
 
+def explicit_axes(x: Leaf) -> MeshAxes:
+    """Returns the Explicit axes of the mesh on which an array, or a type, is."""
+    mesh: Any = getattr(_type_of(x).sharding, "mesh", None)
+    kinds = getattr(mesh, "axis_types", None) or ()
+    return frozenset(a for a, kind in zip(mesh.axis_names, kinds, strict=True) if kind == AxisType.Explicit)
+
+
 def reduced_axes(x: Leaf) -> MeshAxes:
     """Returns the Explicit mesh axes along which an array is `reduced`: its gradient is not summed over them."""
     return frozenset(getattr(_spec(x), "reduced", None) or ())
@@ -252,7 +259,7 @@ def retyped(
     mesh of `like`, and its partitions if their shapes are the same.
     """
     like = x if like is None else like
-    is_without_mesh = is_traced(x) and _is_on_explicit_mesh(like) and not _is_on_explicit_mesh(x)
+    is_without_mesh = is_traced(x) and explicit_axes(like) and not explicit_axes(x)
     if (reduced_axes(x), unreduced_axes(x)) == (reduced, unreduced) and not is_without_mesh:
         return x
     placed = like if is_without_mesh and like.shape == x.shape else x
@@ -281,11 +288,6 @@ def factor_of(factor: jax.Array, x: jax.Array) -> jax.Array:
 
 def is_traced(tree: PyTree) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
-
-
-def _is_on_explicit_mesh(x: Leaf) -> bool:
-    sharding: Any = _type_of(x).sharding
-    return AxisType.Explicit in (getattr(getattr(sharding, "mesh", None), "axis_types", None) or ())
 
 
 def _spec(x: Leaf) -> Any:

@@ -369,7 +369,7 @@ def _narrowed(
 def _next_pivots(keys: jax.Array, inside: jax.Array, left: jax.Array, width_before: jax.Array, dtype: Any) -> jax.Array:
     """Returns pivots inside the bracket, around the key that the model predicts, or evenly spaced.
 
-    Of the elements `inside` the bracket, `left` are at the rank or beyond it.
+    `inside` is the number of elements in the bracket, and `left` that of those at the rank or beyond it.
     """
     integers = keys.dtype
     low, high = keys[:, :1], keys[:, 1:]

@@ -604,7 +604,7 @@ def test_an_nnx_optimizer_moves(make):
     assert int(shrewjax.metrics(moved.opt_state)["accumulate/windows"]) == 3
 
 
-# What does not correspond.
+# States that do not correspond.
 
 TREE = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
 

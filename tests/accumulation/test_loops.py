@@ -1,6 +1,6 @@
 """Sums of stacked gradients: each form of a model that scans its layers, against a loop over micro-batches by hand.
 
-What a step holds is read from the compiled program: `temp_size_in_bytes`, beyond that of one micro-batch's own
+The memory of a step is read from the compiled program: `temp_size_in_bytes`, beyond that of one micro-batch's own
 gradients, in multiples of the gradients' bytes. A whole tree beside the sum is 1.
 """
 

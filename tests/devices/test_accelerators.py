@@ -158,7 +158,7 @@ OF_ONE_RULE = {("clip_by_global_norm", dtype, devices) for dtype in DTYPES for d
 BY_DEFAULT = {(name, jnp.float32, 1) for name in RULES} | OF_ONE_RULE
 
 
-# As in a process with so many devices: with one, the numbers of all units are joined.
+# The program of a process with this number of devices, because with one the numbers of all units are joined.
 @pytest.mark.parametrize(
     ("name", "dtype", "devices_here"), rows_of_names(itertools.product(RULES, DTYPES, (1, 8)), BY_DEFAULT)
 )
