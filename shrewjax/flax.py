@@ -18,8 +18,8 @@ import shrewjax
 from shrewjax._accumulation.batch import roles_of_arguments
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments, trees
-from shrewjax._base.forwarding import returned_as_given
 from shrewjax._base.types import Argument, ArrayTree, AxisName, DType, Function, Number, PyTree
+from shrewjax._programs.forwarding import returned_as_given
 
 try:
     from flax import nnx

@@ -21,14 +21,12 @@ import shrewjax
 PACKAGE = pathlib.Path(shrewjax.__file__).parent
 # The modules of each private package. A module may import from those before it.
 PACKAGES = {
-    "_base": ["types", "branches", "jaxprs", "forwarding", "mesh", "trees", "states", "arguments"],
+    "_base": ["types", "branches", "mesh", "trees", "states", "arguments"],
+    "_programs": ["jaxprs", "forwarding", "scatters", "loops", "reduced"],
     "_numerics": ["floats", "reductions", "vectors", "norms", "scaling", "percentiles", "histories"],
     "_clipping": ["units", "global_norm", "unit_norms", "elements", "cotangents"],
     "_skipping": ["wrapping", "guards"],
     "_accumulation": [
-        "_scatters",
-        "_loops",
-        "_reduced",
         "_noise",
         "_micro_batch",
         "window",

@@ -14,10 +14,7 @@ Private modules hold the parts:
 * `_noise`: the noise scale.
 * `_aux`: the aux, reduced leaf by leaf.
 * `_overwritten`: the statistics of Flax's fp8 layers, which come as gradients.
-* `_scatters`: the scatters in loops that XLA would lose on several GPUs or TPUs.
-* `_loops`: the gradients of scanned layers, added to the sum in their own loop.
-* `_reduced`: the types by which an Explicit mesh sums gradients once.
 
-These modules import `_base`, `_numerics` and `_skipping.wrapping`. Only `from_optax` also imports states of guards and
-clipping rules.
+These modules import `_base`, `_programs`, `_numerics` and `_skipping.wrapping`. Only `from_optax` also imports states of
+guards and clipping rules.
 """

@@ -16,7 +16,6 @@ import numpy as np
 import optax
 
 from shrewjax._accumulation._micro_batch import emptied_rows, without_rows
-from shrewjax._accumulation._scatters import warn_of_lost_scatters
 from shrewjax._accumulation.window import (
     WINDOW_STATES,
     AccumSteps,
@@ -45,6 +44,7 @@ from shrewjax._base.types import (
     Tree,
 )
 from shrewjax._numerics import floats
+from shrewjax._programs.scatters import warn_of_lost_scatters
 from shrewjax._skipping.wrapping import (
     Result,
     Step,

@@ -15,9 +15,6 @@ from jax import lax
 
 from shrewjax._accumulation import _overwritten
 from shrewjax._accumulation._aux import COMBINE, AuxLeaves, AuxSums, cast_like, nan_unless, selected
-from shrewjax._accumulation._loops import Traced
-from shrewjax._accumulation._reduced import axes_of_examples, marked
-from shrewjax._accumulation._scatters import unknown_true
 from shrewjax._accumulation.batch import Batch, batch_of_arguments, roles_of_arguments
 from shrewjax._accumulation.window import GradAccumulatorState, NonfiniteOfBatch, Reduction, Window, already_begun
 from shrewjax._base import arguments, trees
@@ -33,6 +30,9 @@ from shrewjax._base.mesh import (
 )
 from shrewjax._base.trees import check_unchanged, is_gradient
 from shrewjax._base.types import Axes, AxisName, AxisNames, DType, Function, KeyPath, Leaf, Number, PyTree, Scalar
+from shrewjax._programs.loops import Traced
+from shrewjax._programs.reduced import axes_of_examples, marked
+from shrewjax._programs.scatters import unknown_true
 
 
 class _Averaged(NamedTuple):

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from shrewjax._accumulation import _micro_batch, _noise
 from shrewjax._accumulation._micro_batch import checked_gradients, is_nonfinite_micro_batch, norm_of_gradients
 from shrewjax._accumulation._noise import NoiseState as NoiseState  # a public name of the package
-from shrewjax._accumulation._scatters import unknown_true
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
     factor_of,
@@ -53,6 +52,7 @@ from shrewjax._base.types import (
 from shrewjax._numerics import floats
 from shrewjax._numerics.norms import measure_local
 from shrewjax._numerics.reductions import row_sums
+from shrewjax._programs.scatters import unknown_true
 
 Reduction = Literal["mean", "sum_over_weights", "sum"]
 

@@ -2,8 +2,6 @@
 
 * `types`: the types that signatures name.
 * `branches`: one conditional that copies nothing, and flags that are known while tracing.
-* `jaxprs`: lists of the operations of a traced function.
-* `forwarding`: which results of a function are its own arguments.
 * `mesh`: mapped axes: over which an array varies, along which a reduction must run.
 * `trees`: a tree of gradients: which leaves count, and their names in messages.
 * `states`: what state classes share, and `metrics`.

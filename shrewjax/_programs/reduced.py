@@ -15,7 +15,9 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from shrewjax._base.jaxprs import (
+from shrewjax._base.mesh import explicit_axes, mapped_axes, partition_axes, reduced_axes, retyped
+from shrewjax._base.types import Function, Leaf, MeshAxes, PyTree
+from shrewjax._programs.jaxprs import (
     LOOPS,
     Atom,
     Equation,
@@ -27,8 +29,6 @@ from shrewjax._base.jaxprs import (
     opened,
     scan_of,
 )
-from shrewjax._base.mesh import explicit_axes, mapped_axes, partition_axes, reduced_axes, retyped
-from shrewjax._base.types import Function, Leaf, MeshAxes, PyTree
 
 Marks: TypeAlias = frozenset[tuple[int, Hashable]]  # a parameter's number, and an axis along which it is `reduced`
 
@@ -37,7 +37,7 @@ def axes_of_examples(examples: PyTree, params: PyTree) -> MeshAxes:
     """Returns the Explicit mesh axes over which examples are sharded, along which parameters may be `reduced`.
 
     Empty if this JAX has no `jax.reshard`, inside `shard_map` and `jax.vmap`, and without jit, because JAX does not
-    know these types there (tests/accumulation/test_reduced.py, "where_jax_does_not_know_these_types").
+    know these types there (tests/programs/test_reduced.py, "where_jax_does_not_know_these_types").
     """
     if not hasattr(jax, "reshard") or mapped_axes()[0] or is_jit_disabled() or is_in_vmap((examples, params)):
         return frozenset()
@@ -52,7 +52,7 @@ def marked(loss: Function, params: PyTree, examples: PyTree, axes: MeshAxes) -> 
     leaves, structure = jax.tree.flatten(params)
     jaxpr = jax.make_jaxpr(loss)(params).jaxpr
     # No scalar is marked. The gradient of one that the loss does not use is a literal 0.0 without such a type, and an
-    # error where it is added (tests/accumulation/test_reduced.py, "does_not_use"). Others meet no matrix product. No
+    # error where it is added (tests/programs/test_reduced.py, "does_not_use"). Others meet no matrix product. No
     # complex array is marked, because XLA's partitioner crashes on their sums (the same file, "complex").
     wanted = [
         frozenset((at, a) for a in axes - partition_axes(x) - reduced_axes(x))

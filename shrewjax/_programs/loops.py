@@ -27,8 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from shrewjax._accumulation._scatters import LOSES_SCATTERS, hide_scatters
-from shrewjax._base.jaxprs import (
+from shrewjax._base.mesh import varying_axes
+from shrewjax._base.types import Function, Leaf, PyTree
+from shrewjax._programs.jaxprs import (
     Atom,
     Equation,
     Jaxpr,
@@ -42,8 +43,7 @@ from shrewjax._base.jaxprs import (
     part_of,
     scan_of,
 )
-from shrewjax._base.mesh import varying_axes
-from shrewjax._base.types import Function, Leaf, PyTree
+from shrewjax._programs.scatters import LOSES_SCATTERS, hide_scatters
 
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """A function of a sum and a result, or of the same slice of both, that returns the new sum."""
@@ -294,7 +294,7 @@ def _behind_barriers(arguments: Sequence[Leaf]) -> list[Leaf]:
     """Returns the arguments behind one barrier for all that vary over the same mapped axes.
 
     In JAX 0.10.2, the results of a shared barrier vary over the axes of all its operands
-    (tests/accumulation/test_loops.py, "checkpoint_in_shard_map").
+    (tests/programs/test_loops.py, "checkpoint_in_shard_map").
     """
     places: dict[frozenset[Any], list[int]] = {}
     for i, x in enumerate(arguments):

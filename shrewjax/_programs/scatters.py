@@ -20,7 +20,9 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import mlir
 
-from shrewjax._base.jaxprs import (
+from shrewjax._base.mesh import may_be_partitioned
+from shrewjax._base.types import Leaf, PyTree
+from shrewjax._programs.jaxprs import (
     LOOPS,
     SCATTER_ADDS,
     Atom,
@@ -37,8 +39,6 @@ from shrewjax._base.jaxprs import (
     jaxprs_on_operands,
     opened,
 )
-from shrewjax._base.mesh import may_be_partitioned
-from shrewjax._base.types import Leaf, PyTree
 
 # Only in these versions scatters of the loss are hidden, and lost ones warned of.
 LOSES_SCATTERS = (0, 10, 1) <= jax.__version_info__[:3] <= (0, 11, 2)
@@ -224,7 +224,7 @@ _unknown_true.def_abstract_eval(lambda: jax.core.ShapedArray((), jnp.dtype(bool)
 def _is_for_one_device(context: Any) -> bool:
     """Returns whether a program is for one device. If JAX does not tell, it may be for several.
 
-    `axis_context` is no public name of JAX (tests/accumulation/test_scatters.py, "one_device").
+    `axis_context` is no public name of JAX (tests/programs/test_scatters.py, "one_device").
     """
     axes = getattr(context.module_context, "axis_context", None)
     mesh = getattr(axes, "mesh", None)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shrewjax
 import shrewjax.flax
-from shrewjax._accumulation._reduced import axes_of_examples, marked
+from shrewjax._programs.reduced import axes_of_examples, marked
 
 pytestmark = [
     pytest.mark.usefixtures("as_users_have_it"),

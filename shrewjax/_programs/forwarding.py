@@ -4,7 +4,7 @@ A compiled function and a loop return new tracers, also for an array that they r
 traces the function, and follows each argument through its operations.
 
 An operation that this module does not know counts as a change. So if JAX renames one, a caller gets an error and no
-wrong result (tests/base/test_forwarding.py, "followed_through").
+wrong result (tests/programs/test_forwarding.py, "followed_through").
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import jax
 
-from shrewjax._base.jaxprs import (
+from shrewjax._base.types import PyTree
+from shrewjax._programs.jaxprs import (
     Atom,
     Equation,
     Jaxpr,
@@ -23,7 +24,6 @@ from shrewjax._base.jaxprs import (
     shape_of,
     shard_map_of,
 )
-from shrewjax._base.types import PyTree
 
 
 class _Given(NamedTuple):

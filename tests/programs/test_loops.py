@@ -17,7 +17,7 @@ from helpers import bits, users_jit
 
 import shrewjax
 import shrewjax.flax
-from shrewjax._accumulation._loops import Traced
+from shrewjax._programs.loops import Traced
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 

@@ -17,8 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shrewjax
-from shrewjax._accumulation import _scatters
-from shrewjax._base.jaxprs import SCATTER_ADDS, jaxprs_in, opened
+from shrewjax._programs import scatters
+from shrewjax._programs.jaxprs import SCATTER_ADDS, jaxprs_in, opened
 
 ROWS, WIDTH = 8, 4
 RNG = np.random.default_rng(0)
@@ -100,7 +100,7 @@ def scatters_in_loops(jaxpr, in_loop=False):
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_scatter_in_a_loop_is_selected_and_no_bit_changes(name):
     program = jax.make_jaxpr(jax.value_and_grad(LOSSES[name]))(TABLE, TOKENS)
-    hidden = _scatters.hide_scatters(program)
+    hidden = scatters.hide_scatters(program)
     count, before = scatters_in_loops(program)
     assert count > 0
     assert before == 0
@@ -115,13 +115,13 @@ def test_what_has_no_scatter_in_a_loop_stays_the_same_object():
         return jnp.mean(TABLE[TOKENS] @ h.T)
 
     program = jax.make_jaxpr(jax.value_and_grad(loss))(np.ones((2, WIDTH, WIDTH), "f"), np.ones((3, WIDTH), "f"))
-    assert _scatters.hide_scatters(program) is program
+    assert scatters.hide_scatters(program) is program
 
 
 def test_a_function_that_is_called_often_is_rebuilt_once():
     one = jax.jit(over_time(take))
     program = jax.make_jaxpr(lambda table: one(table, TOKENS) + one(table, TOKENS))(TABLE)
-    hidden = _scatters.hide_scatters(jax.make_jaxpr(jax.grad(lambda t: one(t, TOKENS) + one(t, TOKENS)))(TABLE))
+    hidden = scatters.hide_scatters(jax.make_jaxpr(jax.grad(lambda t: one(t, TOKENS) + one(t, TOKENS)))(TABLE))
     for jaxpr in (program, hidden):
         inner = [x for e in jaxpr.jaxpr.eqns if e.primitive.name == "jit" for x in jaxprs_in(e)]
         assert len({id(x) for x in inner}) < len(inner)
@@ -130,7 +130,7 @@ def test_a_function_that_is_called_often_is_rebuilt_once():
 # --- where True is unknown -------------------------------------------------------------------------------------
 
 
-def lowered(platform, devices, function=lambda x: jnp.where(_scatters.unknown_true(), x, 0.0)):
+def lowered(platform, devices, function=lambda x: jnp.where(scatters.unknown_true(), x, 0.0)):
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:devices]), ("data",)), P("data"))
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
     return jax.jit(function).trace(x).lower(lowering_platforms=(platform,)).as_text()
@@ -220,14 +220,14 @@ def test_true_is_a_constant_for_one_device_and_for_cpus(platform, devices):
 
 def test_true_is_unknown_in_shard_map_over_several_devices():
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    unknown = lambda x: jnp.where(_scatters.unknown_true(), x, 0.0)  # noqa: E731
+    unknown = lambda x: jnp.where(scatters.unknown_true(), x, 0.0)  # noqa: E731
     mapped = jax.shard_map(unknown, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     assert "optimization_barrier" in lowered("cuda", 8, mapped)
 
 
 def test_true_is_true_outside_of_jit_under_vmap_and_in_derivatives():
     def select(x):
-        return jnp.where(_scatters.unknown_true(), x, 0.0) * 2
+        return jnp.where(scatters.unknown_true(), x, 0.0) * 2
 
     np.testing.assert_array_equal(select(np.ones(2, "f")), [2, 2])
     np.testing.assert_array_equal(jax.vmap(jax.grad(select))(np.ones(2, "f")), [2, 2])
@@ -240,8 +240,8 @@ def test_true_is_true_outside_of_jit_under_vmap_and_in_derivatives():
 @pytest.fixture
 def gpus(monkeypatch):
     """A process with several GPUs, whose XLA loses scatters, and that has not warned yet."""
-    monkeypatch.setattr(_scatters, "LOSES_SCATTERS", True)
-    monkeypatch.setattr(_scatters, "_warned", [])
+    monkeypatch.setattr(scatters, "LOSES_SCATTERS", True)
+    monkeypatch.setattr(scatters, "_warned", [])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.delenv("XLA_FLAGS")
 
@@ -357,9 +357,9 @@ def test_accumulate_does_not_warn_where_nothing_is_lost(what, gpus, monkeypatch)
         monkeypatch.setattr(jax, "device_count", lambda: 1)
     elif what == "cpu":
         monkeypatch.undo()
-        monkeypatch.setattr(_scatters, "LOSES_SCATTERS", True)
+        monkeypatch.setattr(scatters, "LOSES_SCATTERS", True)
     else:
-        monkeypatch.setattr(_scatters, "LOSES_SCATTERS", False)
+        monkeypatch.setattr(scatters, "LOSES_SCATTERS", False)
     assert warnings_of(lambda table: jax.grad(over_time(take))(table, TOKENS)) == []
 
 
@@ -367,4 +367,4 @@ def test_versions_that_lose_scatters_are_a_closed_set():
     def loses(*version):
         return functools.reduce(lambda x, y: x and y, [version >= (0, 10, 1), version <= (0, 11, 2)])
 
-    assert loses(*jax.__version_info__[:3]) == _scatters.LOSES_SCATTERS
+    assert loses(*jax.__version_info__[:3]) == scatters.LOSES_SCATTERS

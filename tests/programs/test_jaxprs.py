@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from shrewjax._base import jaxprs
+from shrewjax._programs import jaxprs
 
 X = np.arange(12, dtype="f").reshape(4, 3)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from shrewjax._base.forwarding import returned_as_given
+from shrewjax._programs.forwarding import returned_as_given
 
 PAIR = jnp.ones((3, 4)), jnp.ones((3, 4))
 remat = jax.checkpoint(lambda x: x)

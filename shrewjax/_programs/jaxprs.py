@@ -5,7 +5,7 @@ are equations, with the jaxprs that they run among their parameters. A closed ja
 constants.
 
 JAX promises neither the names of primitives nor those of their parameters. An equation with other names is not taken
-apart, so that a function runs as JAX traced it. `tests/base/test_jaxprs.py` tells which name is new
+apart, so that a function runs as JAX traced it. `tests/programs/test_jaxprs.py` tells which name is new
 ("names_are_those_of_this_jax"), and that others do no harm ("other_names").
 """
 
