@@ -36,7 +36,9 @@ def passages(rows: int, length: int, number: int, seed: int) -> Iterator[np.ndar
         yield codes[starts + np.arange(length)]
 
 
-def shuffled_batches(examples: int, size: int, epochs: int, seed: int) -> Iterator[NDArray[np.int64]]:
+def shuffled_batches(
+    examples: int, size: int, epochs: int, seed: int
+) -> Iterator[NDArray[np.int64]]:
     """Row numbers, newly shuffled in each epoch, whose last batch may be smaller."""
     rng = np.random.default_rng(seed)
     for _ in range(epochs):

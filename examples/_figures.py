@@ -15,7 +15,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 BLUE, VERMILLION, GREEN, PURPLE = "#0072b2", "#c04a00", "#00805e", "#a3478a"
-INK, MUTED, FAINT = "#24292f", "#656d76", "#d0d7de"  # for text and axes, for what is less important, for areas
+INK, MUTED, FAINT = (
+    "#24292f",
+    "#656d76",
+    "#d0d7de",
+)  # for text and axes, for what is less important, for areas
 FOR_DARK = {
     BLUE: "#56b4e9",
     VERMILLION: "#ff8142",
@@ -57,7 +61,9 @@ mpl.rcParams.update(
 )
 
 
-def threshold(axes: Axes, value: float, text: str, *, side: str = "right", color: str = INK) -> None:
+def threshold(
+    axes: Axes, value: float, text: str, *, side: str = "right", color: str = INK
+) -> None:
     """Draws a dashed line at the value, with the text above its left or right end."""
     axes.axhline(value, color=color, linestyle="--", linewidth=1)
     place = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points"}

@@ -78,7 +78,11 @@ def initial(key: jax.Array) -> Params:
     """Parameters of two linear layers with a relu between them."""
     hidden, readout = jax.random.split(key)
     glorot = jax.nn.initializers.glorot_uniform()
-    return {"hidden": glorot(hidden, (64, WIDTH)), "bias": jnp.zeros(WIDTH), "readout": glorot(readout, (WIDTH, 10))}
+    return {
+        "hidden": glorot(hidden, (64, WIDTH)),
+        "bias": jnp.zeros(WIDTH),
+        "readout": glorot(readout, (WIDTH, 10)),
+    }
 
 
 def mean_loss(params: Params, images: jax.Array, labels: jax.Array) -> jax.Array:
@@ -87,18 +91,28 @@ def mean_loss(params: Params, images: jax.Array, labels: jax.Array) -> jax.Array
     return optax.softmax_cross_entropy_with_integer_labels(x @ params["readout"], labels).mean()
 
 
-def train_one(key: jax.Array, images: jax.Array, labels: jax.Array, size: int, windows: int) -> Windows:
+def train_one(
+    key: jax.Array, images: jax.Array, labels: jax.Array, size: int, windows: int
+) -> Windows:
     """Trains one net, with this many windows of `size` images."""
     steps = size // MICRO_BATCH
     # A weight is a number of images, so the noise scale is one, too.
-    tx = shrewjax.accumulate(optax.adam(LEARNING_RATES[size]), steps, noise_decay=1 - size / AVERAGED_OVER)
+    tx = shrewjax.accumulate(
+        optax.adam(LEARNING_RATES[size]), steps, noise_decay=1 - size / AVERAGED_OVER
+    )
 
-    def micro_step(carry: tuple[Params, optax.OptState], rows: jax.Array) -> tuple[tuple[Params, optax.OptState], None]:
+    def micro_step(
+        carry: tuple[Params, optax.OptState], rows: jax.Array
+    ) -> tuple[tuple[Params, optax.OptState], None]:
         params, opt_state = carry
         loss, grads = jax.value_and_grad(mean_loss)(params, images[rows], labels[rows])
-        return shrewjax.apply_gradients(tx, grads, opt_state, params, weight=len(rows), value=loss), None
+        return shrewjax.apply_gradients(
+            tx, grads, opt_state, params, weight=len(rows), value=loss
+        ), None
 
-    def window(carry: tuple[Params, optax.OptState], key: jax.Array) -> tuple[tuple[Params, optax.OptState], Windows]:
+    def window(
+        carry: tuple[Params, optax.OptState], key: jax.Array
+    ) -> tuple[tuple[Params, optax.OptState], Windows]:
         # Drawn with replacement, because the estimate takes a window's examples as independent.
         rows = jax.random.randint(key, (steps, MICRO_BATCH), 0, len(labels))
         carry, _ = jax.lax.scan(micro_step, carry, rows)
@@ -111,7 +125,9 @@ def train_one(key: jax.Array, images: jax.Array, labels: jax.Array, size: int, w
 
 
 @partial(jax.jit, static_argnames=("size", "windows"))
-def train(keys: jax.Array, images: jax.Array, labels: jax.Array, *, size: int, windows: int) -> Windows:
+def train(
+    keys: jax.Array, images: jax.Array, labels: jax.Array, *, size: int, windows: int
+) -> Windows:
     """Trains a net for each key, all at once."""
     return jax.vmap(lambda key: train_one(key, images, labels, size, windows))(keys)
 
@@ -128,14 +144,22 @@ def cost_of(run: Windows, size: int, target: float) -> Cost:
     loss, seen = smoothed(run.loss, size)
     reached = loss < target
     if not reached.any(axis=1).all():
-        raise SystemExit(f"windows of {size} did not reach a loss of {target:g}. Raise --target or --images.")
+        raise SystemExit(
+            f"windows of {size} did not reach a loss of {target:g}. Raise --target or --images."
+        )
     images = seen[reached.argmax(axis=1)]
-    return Cost(images, np.take_along_axis(run.noise_scale, images[:, None] // size - 1, axis=1)[:, 0])
+    return Cost(
+        images, np.take_along_axis(run.noise_scale, images[:, None] // size - 1, axis=1)[:, 0]
+    )
 
 
 def trade_off(cost: Cost, size: int, sizes: np.ndarray) -> np.ndarray:
     """The images that windows of these sizes need by theory, from what this size needed; shape (seeds, sizes)."""
-    return cost.images[:, None] * (cost.noise_scale[:, None] + sizes) / (cost.noise_scale[:, None] + size)
+    return (
+        cost.images[:, None]
+        * (cost.noise_scale[:, None] + sizes)
+        / (cost.noise_scale[:, None] + size)
+    )
 
 
 def plot(runs: dict[int, Windows], costs: dict[int, Cost], target: float, path: Path) -> None:
@@ -143,7 +167,9 @@ def plot(runs: dict[int, Windows], costs: dict[int, Cost], target: float, path: 
     figure = Figure(figsize=(8, 7.5))
     noise, losses, trade = figure.subplot_mosaic("NL;TT").values()
 
-    def draw(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str | None = None) -> None:
+    def draw(
+        axes: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str | None = None
+    ) -> None:
         low, middle, high = np.quantile(y, SPREAD, axis=0)
         shown = np.unique(np.geomspace(1, len(x), DRAWN).astype(int)) - 1
         axes.fill_between(x[shown], low[shown], high[shown], color=color, alpha=0.2, linewidth=0)
@@ -159,7 +185,9 @@ def plot(runs: dict[int, Windows], costs: dict[int, Cost], target: float, path: 
 
         low, images, high = np.quantile(costs[size].images, SPREAD)
         steps = images / size
-        trade.errorbar(steps, images, [[images - low], [high - images]], fmt="o", color=color, capsize=3)
+        trade.errorbar(
+            steps, images, [[images - low], [high - images]], fmt="o", color=color, capsize=3
+        )
         trade.annotate(f"{size}", (steps, high), xytext=(6, 4), color=color, **BESIDE)
         (by_theory,) = np.median(trade_off(costs[min(runs)], min(runs), np.array([size])), axis=0)
         trade.plot(by_theory / size, by_theory, "o", color=color, fillstyle="none")
@@ -168,12 +196,21 @@ def plot(runs: dict[int, Windows], costs: dict[int, Cost], target: float, path: 
             trade.plot((before[0], steps), (before[1], images), color=MUTED, linewidth=1)
             middle = np.sqrt(before[0] * steps), np.sqrt(before[1] * images)
             note = f"steps / {fewer:.1f}\nimages x {more:.1f}"
-            trade.annotate(note, middle, xytext=(-4, -4), ha="right", va="top", color=MUTED, **BESIDE)
+            trade.annotate(
+                note, middle, xytext=(-4, -4), ha="right", va="top", color=MUTED, **BESIDE
+            )
         before = steps, images
 
     sizes = np.geomspace(min(runs), max(runs), 50)
     predicted = np.median(trade_off(costs[min(runs)], min(runs), sizes), axis=0)
-    trade.plot(predicted / sizes, predicted, color=MUTED, linestyle=":", label="predicted by the noise scale", zorder=1)
+    trade.plot(
+        predicted / sizes,
+        predicted,
+        color=MUTED,
+        linestyle=":",
+        label="predicted by the noise scale",
+        zorder=1,
+    )
 
     extent = max(runs), seen[-1]
     noise.set(xscale="log", yscale="log", xlim=extent, ylim=(10, 2000))
@@ -183,7 +220,10 @@ def plot(runs: dict[int, Windows], costs: dict[int, Cost], target: float, path: 
     _figures.threshold(losses, target, "target", side="left")
     losses.legend()
     trade.set(title="Cost of a target loss, by window", xscale="log", yscale="log")
-    trade.set(xlabel=f"optimizer steps until the loss is {target:g}", ylabel=f"images until the loss is {target:g}")
+    trade.set(
+        xlabel=f"optimizer steps until the loss is {target:g}",
+        ylabel=f"images until the loss is {target:g}",
+    )
     trade.margins(x=0.3, y=0.2)
     trade.legend()
     for axes in (noise, losses, trade):
@@ -194,7 +234,9 @@ def plot(runs: dict[int, Windows], costs: dict[int, Cost], target: float, path: 
 def main(argv: list[str] | None = None) -> None:
     """Trains with each window, prints and draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--images", type=int, default=49152, help="seen by each run; a multiple of 1024")
+    parser.add_argument(
+        "--images", type=int, default=49152, help="seen by each run; a multiple of 1024"
+    )
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--target", type=float, default=0.1, help="the loss to reach")
     parser.add_argument("--out", type=Path, default=Path("out/choose_batch_size.png"))
@@ -207,11 +249,15 @@ def main(argv: list[str] | None = None) -> None:
     with tqdm(LEARNING_RATES, unit="run") as bar:
         for size in bar:
             bar.set_postfix_str(f"windows of {size}")
-            runs[size] = jax.device_get(train(keys, images, labels, size=size, windows=args.images // size))
+            runs[size] = jax.device_get(
+                train(keys, images, labels, size=size, windows=args.images // size)
+            )
             costs[size] = cost_of(runs[size], size, args.target)
 
     for size, run in runs.items():
-        early, late = (np.median(run.noise_scale[:, args.images // size * part // 8 - 1]) for part in (1, 8))
+        early, late = (
+            np.median(run.noise_scale[:, args.images // size * part // 8 - 1]) for part in (1, 8)
+        )
         needed = np.median(costs[size].images)
         (predicted,) = np.median(trade_off(costs[min(runs)], min(runs), np.array([size])), axis=0)
         print(

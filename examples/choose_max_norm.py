@@ -69,7 +69,9 @@ def mean_loss(model: CharacterModel, text: jax.Array) -> jax.Array:
 
 
 @nnx.jit(donate_argnames=("model", "optimizer"))
-def train_step(model: CharacterModel, optimizer: nnx.Optimizer, text: jax.Array) -> dict[str, jax.Array]:
+def train_step(
+    model: CharacterModel, optimizer: nnx.Optimizer, text: jax.Array
+) -> dict[str, jax.Array]:
     """One step; the loss, the gradients' norm and the norm of each leaf."""
     loss, grads = nnx.value_and_grad(mean_loss)(model, text)
     optimizer.update(model, grads)
@@ -80,16 +82,24 @@ def train_step(model: CharacterModel, optimizer: nnx.Optimizer, text: jax.Array)
 def record_norms(steps: int, seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Trains without clipping; the norm of every step's gradient, and those of its leaves by name."""
     model = CharacterModel(len(_common.documentation()[1]), nnx.Rngs(seed))
-    tx = optax.chain(shrewjax.clip_by_global_norm(float("inf"), leaves=True), optax.adam(LEARNING_RATE))
+    tx = optax.chain(
+        shrewjax.clip_by_global_norm(float("inf"), leaves=True), optax.adam(LEARNING_RATE)
+    )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     history = []
     with tqdm(_common.passages(BATCH, LENGTH, steps, seed), total=steps, unit="step") as bar:
         for step, text in enumerate(bar):
             history.append(train_step(model, optimizer, text))
             if step % 20 == 0:  # reading a value waits for the device
-                bar.set_postfix_str(f"loss {history[-1]['loss']:.2f}, gradient norm {history[-1][GRAD_NORM]:.2f}")
+                bar.set_postfix_str(
+                    f"loss {history[-1]['loss']:.2f}, gradient norm {history[-1][GRAD_NORM]:.2f}"
+                )
     by_name = _common.columns(history)
-    by_leaf = {name.removeprefix(LEAF_NORM): norms for name, norms in by_name.items() if name.startswith(LEAF_NORM)}
+    by_leaf = {
+        name.removeprefix(LEAF_NORM): norms
+        for name, norms in by_name.items()
+        if name.startswith(LEAF_NORM)
+    }
     return by_name[GRAD_NORM], by_leaf
 
 
@@ -98,7 +108,9 @@ def replay(norms: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
     """For each rule, its threshold at each step and whether it acts: a gradient of one element is its own norm."""
 
     def of_rule(tx: optax.GradientTransformationExtraArgs) -> tuple[jax.Array, jax.Array]:
-        def step(state: optax.OptState, norm: jax.Array) -> tuple[optax.OptState, tuple[jax.Array, jax.Array]]:
+        def step(
+            state: optax.OptState, norm: jax.Array
+        ) -> tuple[optax.OptState, tuple[jax.Array, jax.Array]]:
             update, state = tx.update(norm, state)
             (threshold,) = (x for name, x in shrewjax.metrics(state).items() if "threshold" in name)
             return state, (threshold, update != norm)
@@ -114,12 +126,20 @@ def draw_leaves(axes: Axes, by_leaf: Mapping[str, np.ndarray]) -> None:
     norms = np.stack([by_leaf[name] for name in by_size])
     colors = LogNorm(*np.quantile(norms[norms > 0], (0.01, 1)))
     edges = np.arange(norms.shape[1] + 1) + 0.5
-    image = axes.pcolormesh(edges, np.arange(len(by_size) + 1), norms, norm=colors, cmap="cividis", rasterized=True)
-    axes.set_yticks(np.arange(len(by_size)) + 0.5, [name.removesuffix("/value") for name in by_size], fontsize="small")
+    image = axes.pcolormesh(
+        edges, np.arange(len(by_size) + 1), norms, norm=colors, cmap="cividis", rasterized=True
+    )
+    axes.set_yticks(
+        np.arange(len(by_size)) + 0.5,
+        [name.removesuffix("/value") for name in by_size],
+        fontsize="small",
+    )
     axes.invert_yaxis()
     axes.set(title="Gradient norms by leaf", xlabel="step")
     ticks = LogLocator(subs=(1, 2, 5))
-    bar = axes.figure.colorbar(image, ax=axes, label="gradient norm", ticks=ticks, format="{x:g}", pad=0.01)
+    bar = axes.figure.colorbar(
+        image, ax=axes, label="gradient norm", ticks=ticks, format="{x:g}", pad=0.01
+    )
     bar.ax.minorticks_off()
 
 
@@ -141,7 +161,12 @@ def plot(
         shown = np.where(np.isfinite(thresholds), thresholds, np.nan)
         (line,) = over_time.plot(steps, shown, linewidth=1.2, label=name)
         colors[name] = line.get_color()
-    over_time.set(title="Gradient norms, and the threshold of each rule", yscale="log", xlabel="step", ylabel="norm")
+    over_time.set(
+        title="Gradient norms, and the threshold of each rule",
+        yscale="log",
+        xlabel="step",
+        ylabel="norm",
+    )
     over_time.set_ylim(norms.min() / 1.2, norms.max() * 1.5)
     over_time.legend(fontsize="small")
 
@@ -149,13 +174,19 @@ def plot(
     for q in QUANTILES:
         value = np.quantile(norms, q)
         quantiles.plot(100 * q, value, "o", color=VERMILLION, markersize=4)
-        quantiles.annotate(f"{value:.2g}", (100 * q, value), xytext=(-4, 4), textcoords="offset points", ha="right")
-    quantiles.set(title="Percentiles of the norms", yscale="log", xlabel="percentile", ylabel="gradient norm")
+        quantiles.annotate(
+            f"{value:.2g}", (100 * q, value), xytext=(-4, 4), textcoords="offset points", ha="right"
+        )
+    quantiles.set(
+        title="Percentiles of the norms", yscale="log", xlabel="percentile", ylabel="gradient norm"
+    )
 
     acting = {name: 100 * acts.mean() for name, (_, acts) in replayed.items()}
     bars = shares.barh(list(acting), list(acting.values()), color=[colors[name] for name in acting])
     shares.bar_label(bars, fmt="%.1f %%", padding=3)
-    shares.set(title="Steps that a rule clips or skips", xlabel="share of the steps (%)", xlim=(0, 119))
+    shares.set(
+        title="Steps that a rule clips or skips", xlabel="share of the steps (%)", xlim=(0, 119)
+    )
     shares.invert_yaxis()
     draw_leaves(below.add_subplot(), by_leaf)
     _figures.plain_ticks(over_time.yaxis, quantiles.yaxis)
@@ -174,12 +205,17 @@ def main(argv: list[str] | None = None) -> None:
     replayed = jax.device_get(replay(jnp.asarray(norms)))
     replayed = {name: replayed[name] for name in RULES}  # jit sorts keys
 
-    print("norms: " + ", ".join(f"{100 * q:g} % are below {np.quantile(norms, q):.3g}" for q in QUANTILES))
+    print(
+        "norms: "
+        + ", ".join(f"{100 * q:g} % are below {np.quantile(norms, q):.3g}" for q in QUANTILES)
+    )
     for name, (_, acts) in replayed.items():
         print(f"{name}: acts on {acts.mean():.1%} of {len(norms)} steps")
     shares = {name: float(np.median(of_leaf**2 / norms**2)) for name, of_leaf in by_leaf.items()}
     largest = max(shares, key=shares.get)
-    print(f"largest leaf: {largest.removesuffix('/value')}, {shares[largest]:.0%} of the squared norm in the median")
+    print(
+        f"largest leaf: {largest.removesuffix('/value')}, {shares[largest]:.0%} of the squared norm in the median"
+    )
     plot(norms, by_leaf, replayed, args.out)
 
 

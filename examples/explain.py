@@ -68,8 +68,14 @@ def measure(dtype: str) -> Norms:
     gradient = np.random.default_rng(0).standard_normal(ELEMENTS)
     scales = np.logspace(*RANGES[dtype], POINTS) / np.linalg.norm(gradient)
     gradients = (scales[:, None] * gradient).astype(dtype)
-    ours, theirs = (jax.jit(jax.vmap(norm))(jnp.asarray(gradients)) for norm in (shrewjax.grad_norm, optax.tree.norm))
-    return Norms(np.linalg.norm(gradients.astype(np.float64), axis=1), *(np.float64(x) for x in (theirs, ours)))
+    ours, theirs = (
+        jax.jit(jax.vmap(norm))(jnp.asarray(gradients))
+        for norm in (shrewjax.grad_norm, optax.tree.norm)
+    )
+    return Norms(
+        np.linalg.norm(gradients.astype(np.float64), axis=1),
+        *(np.float64(x) for x in (theirs, ours)),
+    )
 
 
 def draw_norms(axes: Axes, dtype: str, norms: Norms) -> None:
@@ -77,11 +83,30 @@ def draw_norms(axes: Axes, dtype: str, norms: Norms) -> None:
     low, high = RANGES[dtype]
     margin = (high - low) / 8
     zero, infinity = 10.0 ** (low - margin), 10.0 ** min(high + margin, 300)
-    axes.plot(norms.true, norms.shrewjax, color=BLUE, linewidth=3, label="shrewjax.grad_norm", gid=f"shrewjax-{dtype}")
+    axes.plot(
+        norms.true,
+        norms.shrewjax,
+        color=BLUE,
+        linewidth=3,
+        label="shrewjax.grad_norm",
+        gid=f"shrewjax-{dtype}",
+    )
     shown = np.clip(norms.optax, zero, infinity)
-    axes.plot(norms.true, shown, ".-", color=VERMILLION, linewidth=1, label="optax.tree.norm", gid=f"optax-{dtype}")
-    axes.text(norms.true[0], infinity, "squares overflow:\nclipped to zeros", color=VERMILLION, va="top")
-    axes.text(norms.true[-1], zero, "squares underflow:\nnever clipped", color=VERMILLION, ha="right")
+    axes.plot(
+        norms.true,
+        shown,
+        ".-",
+        color=VERMILLION,
+        linewidth=1,
+        label="optax.tree.norm",
+        gid=f"optax-{dtype}",
+    )
+    axes.text(
+        norms.true[0], infinity, "squares overflow:\nclipped to zeros", color=VERMILLION, va="top"
+    )
+    axes.text(
+        norms.true[-1], zero, "squares underflow:\nnever clipped", color=VERMILLION, ha="right"
+    )
     axes.set(xscale="log", yscale="log", title=f"gradients in {dtype}")
     axes.set(xlabel="true norm of the gradient", ylabel="computed norm")
     powers = 10.0 ** np.linspace(np.ceil(low), np.floor(high), 4).round()
@@ -105,7 +130,17 @@ def plot_norms(measured: dict[str, Norms], path: Path, *, stacked: bool) -> None
     _figures.save(figure, path)
 
 
-def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, color: str, *, skipped: bool) -> None:
+def box(
+    axes: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    text: str,
+    color: str,
+    *,
+    skipped: bool,
+) -> None:
     """Draws a box with its center at (x, y). One that is skipped has a dashed line."""
     corner = x - width / 2, y - height / 2
     axes.add_patch(
@@ -145,7 +180,9 @@ def plot_window(path: Path) -> None:
         skipped = held == "NaN"
         x = 1.3 * call - 0.6
         box(axes, x, y, 1.15, height, f"micro-batch\n{held}", BLUE, skipped=skipped)
-        axes.text(x, y + 0.6, f"call {call}" + (": dropped" if skipped else ""), ha="center", color=MUTED)
+        axes.text(
+            x, y + 0.6, f"call {call}" + (": dropped" if skipped else ""), ha="center", color=MUTED
+        )
     for number, (text, color) in enumerate(ONCE_A_WINDOW):
         x = 6.2 + 1.4 * number
         box(axes, x, y, 1.05, height, text, color, skipped=False)
@@ -167,7 +204,14 @@ def stack_window(path: Path) -> None:
         skipped = held == "NaN"
         y = 6.2 - 0.7 * call
         box(axes, x, y, 1.2, 0.55, f"micro-batch\n{held}", BLUE, skipped=skipped)
-        axes.text(0.75, y, f"call {call}" + (":\ndropped" if skipped else ""), ha="right", va="center", color=MUTED)
+        axes.text(
+            0.75,
+            y,
+            f"call {call}" + (":\ndropped" if skipped else ""),
+            ha="right",
+            va="center",
+            color=MUTED,
+        )
     for number, (text, color) in enumerate(ONCE_A_WINDOW):
         y = 2.3 - 0.95 * number
         box(axes, x, y, 1.2, 0.65, text, color, skipped=False)
@@ -186,13 +230,39 @@ def plot_devices(path: Path) -> None:
     figure, axes = sketch(9.6, 2.7)
     meeting = 6.55, 1.25
     for row, y in enumerate((1.85, 0.65)):
-        axes.add_patch(FancyBboxPatch((0.75, y - 0.45), 3.3, 0.9, "round,pad=0,rounding_size=0.1", fc="none", ec=FAINT))
+        axes.add_patch(
+            FancyBboxPatch(
+                (0.75, y - 0.45), 3.3, 0.9, "round,pad=0,rounding_size=0.1", fc="none", ec=FAINT
+            )
+        )
         axes.text(0.65, y, f"data = {row}", ha="right", va="center")
         for column in range(4):
-            box(axes, 1.2 + 0.8 * column, y, 0.7, 0.7, f"device\n{4 * row + column}", BLUE, skipped=False)
-        axes.text(4.15, y, "adds up its own\ngradients,\nmicro-batch by\nmicro-batch", va="center", linespacing=1.1)
+            box(
+                axes,
+                1.2 + 0.8 * column,
+                y,
+                0.7,
+                0.7,
+                f"device\n{4 * row + column}",
+                BLUE,
+                skipped=False,
+            )
+        axes.text(
+            4.15,
+            y,
+            "adds up its own\ngradients,\nmicro-batch by\nmicro-batch",
+            va="center",
+            linespacing=1.1,
+        )
         arrow(axes, (5.4, y), (meeting[0] - 0.72, meeting[1] + np.sign(y - meeting[1]) * 0.15))
-    axes.text(2.4, 2.47, "fsdp: each device holds a quarter of its row's sum", ha="center", va="center", color=MUTED)
+    axes.text(
+        2.4,
+        2.47,
+        "fsdp: each device holds a quarter of its row's sum",
+        ha="center",
+        va="center",
+        color=MUTED,
+    )
     box(axes, *meeting, 1.4, 1.0, ALL_REDUCE, VERMILLION, skipped=False)
     box(axes, 8.6, meeting[1], 1.5, 1.0, SAME, GREEN, skipped=False)
     arrow(axes, (7.3, meeting[1]), (7.82, meeting[1]))
@@ -202,12 +272,32 @@ def plot_devices(path: Path) -> None:
 def stack_devices(path: Path) -> None:
     """Draws the same from top to bottom."""
     figure, axes = sketch(3.6, 5.5)
-    axes.text(1.8, 5.3, "fsdp: each device holds a quarter\nof its row's sum", ha="center", va="center", color=MUTED)
+    axes.text(
+        1.8,
+        5.3,
+        "fsdp: each device holds a quarter\nof its row's sum",
+        ha="center",
+        va="center",
+        color=MUTED,
+    )
     for row, y in enumerate((4.3, 2.95)):
-        axes.add_patch(FancyBboxPatch((0.15, y - 0.45), 3.3, 0.9, "round,pad=0,rounding_size=0.1", fc="none", ec=FAINT))
+        axes.add_patch(
+            FancyBboxPatch(
+                (0.15, y - 0.45), 3.3, 0.9, "round,pad=0,rounding_size=0.1", fc="none", ec=FAINT
+            )
+        )
         axes.text(0.15, y + 0.6, f"data = {row}: adds up its own gradients", va="center")
         for column in range(4):
-            box(axes, 0.6 + 0.8 * column, y, 0.7, 0.7, f"device\n{4 * row + column}", BLUE, skipped=False)
+            box(
+                axes,
+                0.6 + 0.8 * column,
+                y,
+                0.7,
+                0.7,
+                f"device\n{4 * row + column}",
+                BLUE,
+                skipped=False,
+            )
     for number, (text, color) in enumerate(((ALL_REDUCE, VERMILLION), (SAME, GREEN))):
         y = 1.65 - 1.2 * number
         box(axes, 1.8, y, 1.6, 0.8, text, color, skipped=False)
@@ -218,7 +308,9 @@ def stack_devices(path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Measures, and draws all three."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("out/explain.png"), help="the names start like this")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/explain.png"), help="the names start like this"
+    )
     args = parser.parse_args(argv)
 
     measured = {dtype: measure(dtype) for dtype in RANGES}

@@ -91,7 +91,9 @@ def abstract_arguments(rows: int, devices: int) -> tuple[Any, ...]:
     kernel = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
     params = {f"{part}_{i}": kernel for part in ("in", "out") for i in range(LAYERS)}
     whole = jax.tree.map(placed(jax.P()), (params, jax.eval_shape(TX.init, params)))
-    batch = jax.tree.map(placed(jax.P("data")), [jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)] * 2)
+    batch = jax.tree.map(
+        placed(jax.P("data")), [jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)] * 2
+    )
     return *whole, *batch
 
 
@@ -137,7 +139,14 @@ def plot(found: dict[int, Memory], budget: float, chosen: int, path: Path) -> No
         below = [low + height for low, height in zip(below, heights, strict=True)]
     for place, (k, top) in enumerate(zip(found, below, strict=True)):
         weight = "bold" if k == chosen else "normal"
-        axes.annotate(f"{top:.0f}", (place, top), xytext=(0, 2), textcoords="offset points", ha="center", weight=weight)
+        axes.annotate(
+            f"{top:.0f}",
+            (place, top),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="center",
+            weight=weight,
+        )
     _figures.threshold(axes, budget / MIB, "budget less the margin", color=VERMILLION)
     axes.set_xticks(list(places), [str(k) for k in found])
     axes.get_xticklabels()[list(found).index(chosen)].set_fontweight("bold")
@@ -151,7 +160,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=4096, help="of the whole batch")
     parser.add_argument("--budget", type=float, default=60, help="MiB on each device")
-    parser.add_argument("--margin", type=float, default=0.1, help="share of the budget that stays free")
+    parser.add_argument(
+        "--margin", type=float, default=0.1, help="share of the budget that stays free"
+    )
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--most", type=int, default=64, help="micro-batches to try")
     parser.add_argument("--out", type=Path, default=Path("out/fit_micro_batches.png"))
@@ -164,7 +175,9 @@ def main(argv: list[str] | None = None) -> None:
 
     arguments = abstract_arguments(args.rows, args.devices)
     found: dict[int, Memory] = {}
-    with tqdm([k for k in divisors(args.rows, args.devices) if k <= args.most], unit="program") as bar:
+    with tqdm(
+        [k for k in divisors(args.rows, args.devices) if k <= args.most], unit="program"
+    ) as bar:
         for k in bar:
             found[k] = memory_of(train_step(k), *arguments)
 

@@ -38,7 +38,10 @@ Params = list[dict[str, jax.Array]]
 
 # A threshold that follows the norms, so that there is something to see, inside of a guard against steps that diverge.
 # The first clip clips nothing. It measures the norm of each leaf.
-CLIPS = (shrewjax.clip_by_global_norm(float("inf"), leaves=True), shrewjax.clip_by_norm_percentile(90.0))
+CLIPS = (
+    shrewjax.clip_by_global_norm(float("inf"), leaves=True),
+    shrewjax.clip_by_norm_percentile(90.0),
+)
 TX = shrewjax.accumulate(
     shrewjax.skip_nonfinite(optax.chain(*CLIPS, optax.adamw(LEARNING_RATE))),
     ACCUM_STEPS,
@@ -50,7 +53,9 @@ def init_params(seed: int) -> Params:
     rng = np.random.default_rng(seed)
     return [
         {
-            "kernel": jnp.asarray((2 / rows) ** 0.5 * rng.standard_normal((rows, columns), np.float32)),
+            "kernel": jnp.asarray(
+                (2 / rows) ** 0.5 * rng.standard_normal((rows, columns), np.float32)
+            ),
             "bias": jnp.zeros(columns),
         }
         for rows, columns in ((30, WIDTH), (WIDTH, WIDTH), (WIDTH, 1))
@@ -76,7 +81,9 @@ def train_step(
 ) -> tuple[Params, optax.OptState, dict[str, jax.Array]]:
     """Takes one micro-batch."""
     loss, grads = jax.value_and_grad(mean_loss)(params, x, y)
-    params, opt_state = shrewjax.apply_gradients(TX, grads, opt_state, params, weight=len(y), flush=flush)
+    params, opt_state = shrewjax.apply_gradients(
+        TX, grads, opt_state, params, weight=len(y), flush=flush
+    )
     return params, opt_state, {"loss": loss} | shrewjax.metrics(opt_state)
 
 
@@ -85,7 +92,9 @@ def write(writer: SummaryWriter, fetched: list[dict[str, Any]]) -> None:
     for measured in fetched:
         if measured["accumulate/applied"]:
             for name, value in measured.items():
-                writer.add_scalar(f"train/{name}", float(value), int(measured["accumulate/windows"]))
+                writer.add_scalar(
+                    f"train/{name}", float(value), int(measured["accumulate/windows"])
+                )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -97,7 +106,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     x, y = load_breast_cancer(return_X_y=True)
-    train_x, test_x, train_y, test_y = train_test_split(x, y, test_size=0.25, stratify=y, random_state=0)
+    train_x, test_x, train_y, test_y = train_test_split(
+        x, y, test_size=0.25, stratify=y, random_state=0
+    )
     mean, std = train_x.mean(axis=0), train_x.std(axis=0)
     train_x, test_x = (((part - mean) / std).astype(np.float32) for part in (train_x, test_x))
     train_y = train_y.astype(np.float32)
@@ -110,10 +121,16 @@ def main(argv: list[str] | None = None) -> None:
     with SummaryWriter(str(args.out)) as writer, tqdm(range(args.epochs), unit="epoch") as bar:
         for _ in bar:
             # Without its last rows, which would be a batch of another size and compile another program.
-            order = rng.permutation(len(train_y) // MICRO_BATCH * MICRO_BATCH).reshape(-1, MICRO_BATCH)
+            order = rng.permutation(len(train_y) // MICRO_BATCH * MICRO_BATCH).reshape(
+                -1, MICRO_BATCH
+            )
             for number, rows in enumerate(order, start=1):
-                flush = jnp.asarray(number == len(order))  # windows do not reach over the end of an epoch
-                params, opt_state, measured = step(params, opt_state, train_x[rows], train_y[rows], flush)
+                flush = jnp.asarray(
+                    number == len(order)
+                )  # windows do not reach over the end of an epoch
+                params, opt_state, measured = step(
+                    params, opt_state, train_x[rows], train_y[rows], flush
+                )
                 waiting.append(measured)
                 if len(waiting) == FETCH_EVERY:
                     write(writer, jax.device_get(waiting))

@@ -57,10 +57,15 @@ class DigitNet(linen.Module):
 def create_state(seed: int, sample: np.ndarray) -> NormalizedState:
     """Parameters, statistics, and an optimizer that sees the whole batch's gradients."""
     model = DigitNet()
-    variables = jax.jit(model.init, static_argnames="train")(jax.random.key(seed), sample, train=False)
+    variables = jax.jit(model.init, static_argnames="train")(
+        jax.random.key(seed), sample, train=False
+    )
     tx = optax.chain(shrewjax.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE))
     return NormalizedState.create(
-        apply_fn=model.apply, params=variables["params"], batch_stats=variables["batch_stats"], tx=tx
+        apply_fn=model.apply,
+        params=variables["params"],
+        batch_stats=variables["batch_stats"],
+        tx=tx,
     )
 
 
@@ -69,7 +74,9 @@ def train_step(
 ) -> tuple[NormalizedState, dict[str, jax.Array]]:
     """Takes one batch; the new state and what was measured."""
 
-    def mean_loss(params: Any, images: jax.Array, labels: jax.Array, batch_stats: Any) -> tuple[jax.Array, Any]:
+    def mean_loss(
+        params: Any, images: jax.Array, labels: jax.Array, batch_stats: Any
+    ) -> tuple[jax.Array, Any]:
         variables = {"params": params, "batch_stats": batch_stats}
         logits, changed = state.apply_fn(variables, images, train=True, mutable=["batch_stats"])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -118,10 +125,14 @@ def main(argv: list[str] | None = None) -> None:
         state = create_state(args.seed, train_images[:1])
         step = jax.jit(train_step, static_argnames="micro_batches", donate_argnums=0)
         rows = list(_common.shuffled_batches(len(train_labels), BATCH, args.epochs, args.seed))
-        batches = [chosen for chosen in rows if len(chosen) == BATCH]  # an epoch's last one is smaller
+        batches = [
+            chosen for chosen in rows if len(chosen) == BATCH
+        ]  # an epoch's last one is smaller
         history = []
         for chosen in tqdm(batches, unit="batch"):
-            state, measured = step(state, train_images[chosen], train_labels[chosen], micro_batches=micro_batches)
+            state, measured = step(
+                state, train_images[chosen], train_labels[chosen], micro_batches=micro_batches
+            )
             history.append(measured)
         histories[micro_batches] = _common.columns(history)
         plural = "es" if micro_batches > 1 else ""

@@ -64,7 +64,11 @@ def mean_loss(model: DigitNet, images: jax.Array, labels: jax.Array) -> jax.Arra
 
 @nnx.jit(donate_argnames=("model", "optimizer"))
 def train_step(
-    model: DigitNet, optimizer: shrewjax.flax.Optimizer, images: jax.Array, labels: jax.Array, flush: jax.Array
+    model: DigitNet,
+    optimizer: shrewjax.flax.Optimizer,
+    images: jax.Array,
+    labels: jax.Array,
+    flush: jax.Array,
 ) -> dict[str, jax.Array]:
     """Takes one micro-batch; every fourth one, or one with `flush`, changes the model."""
     loss, grads = nnx.value_and_grad(mean_loss)(model, images, labels)
@@ -92,7 +96,9 @@ def windows_of(history: dict[str, np.ndarray]) -> Windows:
     """Returns the windows' measurements from those of the micro-batches."""
     last = np.flatnonzero(history["accumulate/applied"])
     first = np.append(0, last[:-1] + 1)
-    smallest, largest = (which.reduceat(history[MICRO_BATCH_NORM], first) for which in (np.minimum, np.maximum))
+    smallest, largest = (
+        which.reduceat(history[MICRO_BATCH_NORM], first) for which in (np.minimum, np.maximum)
+    )
     return Windows(history[GRAD_NORM][last], history[CLIP_SCALE][last] < 1, smallest, largest)
 
 
@@ -102,16 +108,30 @@ def plot_norms(windows: Windows, max_norm: float, path: Path) -> None:
     axes = figure.add_subplot()
     step = np.arange(1, len(windows.norm) + 1)
     axes.fill_between(
-        step, windows.smallest, windows.largest, color=FAINT, linewidth=0, label="micro-batches, smallest to largest"
+        step,
+        windows.smallest,
+        windows.largest,
+        color=FAINT,
+        linewidth=0,
+        label="micro-batches, smallest to largest",
     )
     _figures.threshold(axes, max_norm, f"max_norm = {max_norm:g}")
     cut = windows.is_clipped
-    axes.vlines(step[cut], max_norm, windows.norm[cut], color=VERMILLION, linewidth=0.8, label="taken off by the clip")
+    axes.vlines(
+        step[cut],
+        max_norm,
+        windows.norm[cut],
+        color=VERMILLION,
+        linewidth=0.8,
+        label="taken off by the clip",
+    )
     for which, color, name in ((~cut, BLUE, "left alone"), (cut, VERMILLION, "before the clip")):
         label = f"average of a window, {name} ({which.sum()})"
         axes.plot(step[which], windows.norm[which], ".", color=color, markersize=5, label=label)
     axes.set(title="Gradient norms of a small network that learns to read digits", yscale="log")
-    axes.set(xlabel=f"optimizer step: a window of {ACCUM_STEPS} micro-batches", ylabel="gradient norm")
+    axes.set(
+        xlabel=f"optimizer step: a window of {ACCUM_STEPS} micro-batches", ylabel="gradient norm"
+    )
     _figures.plain_ticks(axes.yaxis)
     axes.margins(x=0.01)
     figure.legend(loc="outside upper center", ncols=2)
@@ -131,7 +151,8 @@ def main(argv: list[str] | None = None) -> float:
     model = DigitNet(nnx.Rngs(args.seed))
     # Clip inside of accumulate: what is clipped is the window's average, not each micro-batch.
     tx = shrewjax.accumulate(
-        optax.chain(shrewjax.clip_by_global_norm(args.max_norm), optax.adamw(LEARNING_RATE)), ACCUM_STEPS
+        optax.chain(shrewjax.clip_by_global_norm(args.max_norm), optax.adamw(LEARNING_RATE)),
+        ACCUM_STEPS,
     )
     optimizer = shrewjax.flax.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -141,9 +162,13 @@ def main(argv: list[str] | None = None) -> float:
         for step, rows in enumerate(bar, start=1):
             # The last window may be incomplete. As an array, the flag is traced, and the flush compiles nothing anew.
             flush = jnp.asarray(step == len(batches))
-            history.append(train_step(model, optimizer, train_images[rows], train_labels[rows], flush))
+            history.append(
+                train_step(model, optimizer, train_images[rows], train_labels[rows], flush)
+            )
             if step % 20 == 0 or step == len(batches):  # reading a value waits for the device
-                bar.set_postfix_str(f"loss {history[-1]['loss']:.3f}, gradient norm {history[-1][GRAD_NORM]:.3f}")
+                bar.set_postfix_str(
+                    f"loss {history[-1]['loss']:.3f}, gradient norm {history[-1][GRAD_NORM]:.3f}"
+                )
 
     windows = windows_of(_common.columns(history))
     test_accuracy = float(accuracy(model, test_images, test_labels))

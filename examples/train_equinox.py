@@ -49,10 +49,14 @@ class DigitNet(eqx.Module):
         return self.head(self.body(image.ravel()))
 
 
-TX = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE)), ACCUM_STEPS)
+TX = shrewjax.accumulate(
+    optax.chain(shrewjax.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE)), ACCUM_STEPS
+)
 
 
-def mean_loss(trained: DigitNet, frozen: DigitNet, images: jax.Array, labels: jax.Array) -> jax.Array:
+def mean_loss(
+    trained: DigitNet, frozen: DigitNet, images: jax.Array, labels: jax.Array
+) -> jax.Array:
     """Cross-entropy, averaged over the micro-batch; differentiated with respect to the half that is trained."""
     logits = jax.vmap(eqx.combine(trained, frozen))(images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -81,21 +85,38 @@ def size(tree: Any) -> int:
 
 
 def fit(
-    model: DigitNet, trainable: DigitNet, images: np.ndarray, labels: np.ndarray, epochs: int, seed: int
+    model: DigitNet,
+    trainable: DigitNet,
+    images: np.ndarray,
+    labels: np.ndarray,
+    epochs: int,
+    seed: int,
 ) -> DigitNet:
     """Trains the leaves that are True in `trainable`, which has the model's structure."""
     # Copied, as the step writes over what it is given, and the caller may want the model.
-    trained, frozen = eqx.partition(jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, model), trainable)
+    trained, frozen = eqx.partition(
+        jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, model), trainable
+    )
     opt_state = TX.init(trained)
-    print(f"training {size(trained)} of {size(model)} numbers, with {size(opt_state.gradient_sum)} in the accumulator")
+    print(
+        f"training {size(trained)} of {size(model)} numbers, with {size(opt_state.gradient_sum)} in the accumulator"
+    )
     # Every batch has the same size, because JAX compiles for each size. Several sizes would need weight=len(labels).
-    batches = [b for b in _common.shuffled_batches(len(labels), MICRO_BATCH, epochs, seed) if len(b) == MICRO_BATCH]
+    batches = [
+        b
+        for b in _common.shuffled_batches(len(labels), MICRO_BATCH, epochs, seed)
+        if len(b) == MICRO_BATCH
+    ]
     with tqdm(batches, unit="batch") as bar:
         for step, rows in enumerate(bar, start=1):
             flush = jnp.asarray(step == len(batches))
-            trained, opt_state, loss = train_step(frozen, trained, opt_state, images[rows], labels[rows], flush)
+            trained, opt_state, loss = train_step(
+                frozen, trained, opt_state, images[rows], labels[rows], flush
+            )
             if step % 20 == 0:  # reading a value waits for the device
-                bar.set_postfix_str(f"loss {loss:.3f}, gradient norm {opt_state.inner_state[0].grad_norm:.3f}")
+                bar.set_postfix_str(
+                    f"loss {loss:.3f}, gradient norm {opt_state.inner_state[0].grad_norm:.3f}"
+                )
     return eqx.combine(trained, frozen)
 
 
@@ -130,7 +151,14 @@ def main(argv: list[str] | None = None) -> None:
     body_key, head_key = jax.random.split(jax.random.key(args.seed))
     model = DigitNet(body_key)
     everything = jax.tree.map(eqx.is_inexact_array, model)
-    before = fit(model, everything, train_images[first_half], train_labels[first_half], args.epochs, args.seed)
+    before = fit(
+        model,
+        everything,
+        train_images[first_half],
+        train_labels[first_half],
+        args.epochs,
+        args.seed,
+    )
 
     fresh = eqx.tree_at(lambda m: m.head, before, eqx.nn.Linear(128, 10, key=head_key))
     nothing = jax.tree.map(lambda _: False, model)
@@ -138,11 +166,16 @@ def main(argv: list[str] | None = None) -> None:
     after = fit(fresh, head_only, train_images, train_labels, args.epochs, args.seed)
 
     shares = {}
-    for name, trained in (("all trained on 0 to 4", before), ("new head on all, body frozen", after)):
+    for name, trained in (
+        ("all trained on 0 to 4", before),
+        ("new head on all, body frozen", after),
+    ):
         hit = np.asarray(hits(trained, test_images, test_labels))
         shares[name] = np.array([hit[test_labels == digit].mean() for digit in range(10)])
         seen = test_labels < 5
-        print(f"{name}: {hit[seen].mean():.1%} of digits 0 to 4, {hit[~seen].mean():.1%} of digits 5 to 9")
+        print(
+            f"{name}: {hit[seen].mean():.1%} of digits 0 to 4, {hit[~seen].mean():.1%} of digits 5 to 9"
+        )
     print(f"body unchanged: {bool(eqx.tree_equal(before.body, after.body))}")
     plot(shares, args.out)
 

@@ -41,7 +41,9 @@ import shrewjax.flax
 MICRO_BATCH, ACCUM_STEPS = 32, 4
 LEARNING_RATE, MAX_NORM = 3e-3, 1.0
 FIRST_SCALE = 2.0**16
-GROWTH_INTERVAL = 25  # micro-batches without overflow before the scale doubles; 2000 for training that takes days
+GROWTH_INTERVAL = (
+    25  # micro-batches without overflow before the scale doubles; 2000 for training that takes days
+)
 
 
 class ScaledState(shrewjax.flax.TrainState):
@@ -92,7 +94,9 @@ def train_step(
     # `accumulate` checks for itself. To spare the second check, drop the policy and pass weight=finite * count.
     loss_scale, _, loss, grads = state.loss_scale.value_and_grad(mean_loss)(state.params)
     used_scale = state.loss_scale.scale
-    state = state.apply_gradients(grads=grads, weight=len(labels), flush=flush, loss_scale=loss_scale)
+    state = state.apply_gradients(
+        grads=grads, weight=len(labels), flush=flush, loss_scale=loss_scale
+    )
     return state, {"loss": loss, "loss_scale": used_scale} | shrewjax.metrics(state.opt_state)
 
 
@@ -108,7 +112,9 @@ def plot(history: dict[str, np.ndarray], path: Path) -> None:
     scale_axes, norm_axes = figure.subplots(2, sharex=True)
     micro_batch = np.arange(1, len(history["loss"]) + 1)
     overflowed = np.diff(history["accumulate/dropped"], prepend=0) > 0
-    scale_axes.step(micro_batch, history["loss_scale"], where="mid", linewidth=1, label="loss scale")
+    scale_axes.step(
+        micro_batch, history["loss_scale"], where="mid", linewidth=1, label="loss scale"
+    )
     scale_axes.plot(
         micro_batch[overflowed],
         history["loss_scale"][overflowed],
@@ -120,7 +126,9 @@ def plot(history: dict[str, np.ndarray], path: Path) -> None:
     scale_axes.set(title="Training in float16", ylabel="loss scale")
     scale_axes.legend()
     closed = history["accumulate/applied"]
-    norm_axes.plot(micro_batch[closed], history["clip_by_global_norm/grad_norm"][closed], ".", markersize=4)
+    norm_axes.plot(
+        micro_batch[closed], history["clip_by_global_norm/grad_norm"][closed], ".", markersize=4
+    )
     _figures.threshold(norm_axes, MAX_NORM, f"max_norm = {MAX_NORM:g}")
     norm_axes.set(yscale="log", xlabel="micro-batch", ylabel="gradient norm of each window")
     _figures.plain_ticks(norm_axes.yaxis)
@@ -146,13 +154,17 @@ def main(argv: list[str] | None = None) -> None:
             state, measured = step(state, train_images[rows], train_labels[rows], flush)
             history.append(measured)
             if number % 20 == 0:  # reading a value waits for the device
-                bar.set_postfix_str(f"loss {measured['loss']:.3f}, loss scale {measured['loss_scale']:.0f}")
+                bar.set_postfix_str(
+                    f"loss {measured['loss']:.3f}, loss scale {measured['loss_scale']:.0f}"
+                )
 
     history = _common.columns(history)
     halved = (np.diff(history["loss_scale"], append=state.loss_scale.scale) < 0).sum()
     print(f"test accuracy: {accuracy(state, test_images, test_labels):.4f}")
     print(f"optimizer steps: {history['accumulate/windows'][-1]} from {state.step} micro-batches")
-    print(f"micro-batches dropped: {history['accumulate/dropped'][-1]}; loss scale halved: {halved} times")
+    print(
+        f"micro-batches dropped: {history['accumulate/dropped'][-1]}; loss scale halved: {halved} times"
+    )
     plot(history, args.out)
 
 

@@ -69,7 +69,9 @@ class Learner(NamedTuple):
     key: jax.Array
 
 
-def cart_pole(env: Environments, action: jax.Array, starts: jax.Array) -> tuple[Environments, jax.Array]:
+def cart_pole(
+    env: Environments, action: jax.Array, starts: jax.Array
+) -> tuple[Environments, jax.Array]:
     """One step of Barto, Sutton and Anderson's pole with Gym's constants; episodes that are done begin anew."""
     _, velocity, angle, spin = env.state.T
     force = jnp.where(action, 10.0, -10.0)
@@ -90,7 +92,10 @@ def init_params(seed: int) -> Params:
     def layers(outputs: int, last_scale: float) -> list[tuple[jax.Array, jax.Array]]:
         sizes = ((4, WIDTH, 2**0.5), (WIDTH, WIDTH, 2**0.5), (WIDTH, outputs, last_scale))
         return [
-            (jnp.asarray(scale / rows**0.5 * rng.standard_normal((rows, columns), np.float32)), jnp.zeros(columns))
+            (
+                jnp.asarray(scale / rows**0.5 * rng.standard_normal((rows, columns), np.float32)),
+                jnp.zeros(columns),
+            )
             for rows, columns, scale in sizes
         ]
 
@@ -132,7 +137,9 @@ def play(params: Params, env: Environments, key: jax.Array) -> tuple[Environment
         log_probs, value = policy_and_value(params, env.state)
         action = jnp.log(draws[:, 0]) < log_probs[:, 1]
         after, done = cart_pole(env, action, 0.1 * draws[:, 1:] - 0.05)
-        return after, Rollout(env.state, action, chosen(log_probs, action), value, done, env.age + 1)
+        return after, Rollout(
+            env.state, action, chosen(log_probs, action), value, done, env.age + 1
+        )
 
     # All random numbers in one go: an action and, should the episode end, a start for each step.
     return jax.lax.scan(step, env, jax.random.uniform(key, (HORIZON, ENVIRONMENTS, 5)))
@@ -141,7 +148,9 @@ def play(params: Params, env: Environments, key: jax.Array) -> tuple[Environment
 def advantages(rollout: Rollout, last_value: jax.Array) -> jax.Array:
     """Generalised advantage estimates; every step earns 1."""
 
-    def step(carry: tuple[jax.Array, jax.Array], seen: Rollout) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def step(
+        carry: tuple[jax.Array, jax.Array], seen: Rollout
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         advantage, next_value = carry
         alive = 1.0 - seen.done
         surprise = 1.0 + DISCOUNT * next_value * alive - seen.value
@@ -167,7 +176,9 @@ def iteration(
     rows = jnp.argsort(jax.random.uniform(shuffle_key, (EPOCHS, samples))).reshape(MICRO_STEPS, -1)
     data = jax.tree.map(lambda x: x.reshape(samples, *x.shape[2:]), (rollout, advantage, target))
 
-    def micro_step(carry: tuple[Params, optax.OptState], rows: jax.Array) -> tuple[tuple[Params, optax.OptState], None]:
+    def micro_step(
+        carry: tuple[Params, optax.OptState], rows: jax.Array
+    ) -> tuple[tuple[Params, optax.OptState], None]:
         params, opt_state = carry
         grads = jax.grad(ppo_loss)(params, *jax.tree.map(lambda x: x[rows], data))
         # For any Optax transformation; what `accumulate` returned leaves the parameters alone until its window closes.
@@ -175,7 +186,10 @@ def iteration(
 
     (params, opt_state), _ = jax.lax.scan(micro_step, (learner.params, learner.opt_state), rows)
     ended = rollout.done.sum()
-    return Learner(params, opt_state, environments, key), (jnp.where(rollout.done, rollout.length, 0).sum(), ended)
+    return Learner(params, opt_state, environments, key), (
+        jnp.where(rollout.done, rollout.length, 0).sum(),
+        ended,
+    )
 
 
 class Run:
@@ -195,7 +209,10 @@ class Run:
         self.learner, (steps, ended) = jax.block_until_ready(self.loop(self.learner))
         self.seconds += time.perf_counter() - began
         # NaN where no episode ended, as can be once they are longer than the horizon.
-        self.lengths += [float(s / e) if e else np.nan for s, e in zip(*jax.device_get((steps, ended)), strict=True)]
+        self.lengths += [
+            float(s / e) if e else np.nan
+            for s, e in zip(*jax.device_get((steps, ended)), strict=True)
+        ]
 
 
 def start(tx: optax.GradientTransformation, seed: int) -> Learner:
@@ -210,7 +227,9 @@ def optimizers() -> dict[str, optax.GradientTransformation]:
     adam = optax.adam(LEARNING_RATE, eps=1e-5)
     clip_and_adam = optax.chain(optax.clip_by_global_norm(MAX_NORM), adam)
     return {
-        "shrewjax": shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(MAX_NORM), adam), ACCUM_STEPS),
+        "shrewjax": shrewjax.accumulate(
+            optax.chain(shrewjax.clip_by_global_norm(MAX_NORM), adam), ACCUM_STEPS
+        ),
         "Optax": optax.MultiSteps(clip_and_adam, ACCUM_STEPS).gradient_transformation(),
     }
 
@@ -224,7 +243,11 @@ def plot(runs: dict[str, Run], path: Path) -> None:
         axes.plot(seen, run.lengths, label=name)
     _figures.threshold(axes, LONGEST, "balanced to the end")
     axes.set(title="Balancing a pole by PPO, with accumulation and clip of either package")
-    axes.set(xlabel="environment steps", ylabel="mean length of the episodes that ended", ylim=(0, 1.08 * LONGEST))
+    axes.set(
+        xlabel="environment steps",
+        ylabel="mean length of the episodes that ended",
+        ylim=(0, 1.08 * LONGEST),
+    )
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.legend()
     _figures.save(figure, path)
@@ -234,7 +257,9 @@ def main(argv: list[str] | None = None) -> None:
     """Trains both by turns, reports and draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=16, help="compiled calls of --iterations each")
-    parser.add_argument("--iterations", type=int, default=5, help=f"of {ENVIRONMENTS * HORIZON} environment steps")
+    parser.add_argument(
+        "--iterations", type=int, default=5, help=f"of {ENVIRONMENTS * HORIZON} environment steps"
+    )
     parser.add_argument("--out", type=Path, default=Path("out/train_ppo.png"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -244,7 +269,9 @@ def main(argv: list[str] | None = None) -> None:
         for _ in bar:
             for run in runs.values():
                 run.advance()
-            bar.set_postfix_str(", ".join(f"{name} {run.lengths[-1]:.0f} steps" for name, run in runs.items()))
+            bar.set_postfix_str(
+                ", ".join(f"{name} {run.lengths[-1]:.0f} steps" for name, run in runs.items())
+            )
 
     taken = args.calls * args.iterations * MICRO_STEPS
     for name, run in runs.items():

@@ -92,11 +92,15 @@ def flow(params: Params, codes: jax.Array, max_flow: float) -> jax.Array:
     return jnp.linalg.norm(into_states, axis=-1).max(axis=1)
 
 
-def train(way: Way, params: Params, length: int, steps: int, seed: int, bar: tqdm) -> tuple[np.ndarray, np.ndarray]:
+def train(
+    way: Way, params: Params, length: int, steps: int, seed: int, bar: tqdm
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns each step's loss, and its gradient norm before a clip by it."""
     tx = optax.chain(shrewjax.clip_by_global_norm(way.max_norm), optax.sgd(LEARNING_RATE))
 
-    def step(params: Params, opt_state: optax.OptState, codes: jax.Array) -> tuple[Params, Any, jax.Array, jax.Array]:
+    def step(
+        params: Params, opt_state: optax.OptState, codes: jax.Array
+    ) -> tuple[Params, Any, jax.Array, jax.Array]:
         nudges = jnp.zeros((length, ROWS, WIDTH))
         loss, grads = jax.value_and_grad(loss_fn)(params, codes, nudges, way.max_flow)
         params, opt_state = shrewjax.apply_gradients(tx, grads, opt_state, params)
@@ -118,13 +122,17 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.array([values[max(0, i - 9) : i + 1].mean() for i in range(len(values))])
 
 
-def plot(runs: dict[str, tuple[np.ndarray, np.ndarray]], flows: dict[str, np.ndarray], path: Path) -> None:
+def plot(
+    runs: dict[str, tuple[np.ndarray, np.ndarray]], flows: dict[str, np.ndarray], path: Path
+) -> None:
     """Draws the gradients of the states before training, and loss and norm over training."""
     figure = Figure(figsize=(8, 7.5))
     flow_axes, norm_axes, loss_axes = figure.subplot_mosaic("FF;NL").values()
     colors = dict(zip(runs, (VERMILLION, PURPLE, BLUE), strict=True))
     for name, by_character in flows.items():
-        flow_axes.plot(np.arange(1, len(by_character) + 1), by_character, color=colors[name], label=name)
+        flow_axes.plot(
+            np.arange(1, len(by_character) + 1), by_character, color=colors[name], label=name
+        )
     flow_axes.set(
         title="Backward through a text, before training",
         xlabel="character",
@@ -140,9 +148,19 @@ def plot(runs: dict[str, tuple[np.ndarray, np.ndarray]], flows: dict[str, np.nda
             axes.plot(steps, shown, color=colors[name], linewidth=0.5, alpha=0.4)
             axes.plot(steps[:last], smooth(shown[:last]), color=colors[name], label=name)
             if last < len(losses):
-                axes.plot(last, np.nanmax(shown), "X", color=colors[name], markersize=9, label="NaN from here on")
+                axes.plot(
+                    last,
+                    np.nanmax(shown),
+                    "X",
+                    color=colors[name],
+                    markersize=9,
+                    label="NaN from here on",
+                )
     norm_axes.set(
-        title="Gradient norms over training", xlabel="step", ylabel="gradient norm, before a clip by it", yscale="log"
+        title="Gradient norms over training",
+        xlabel="step",
+        ylabel="gradient norm, before a clip by it",
+        yscale="log",
     )
     loss_axes.set(title="Loss over training", xlabel="step", ylabel="loss (nats per character)")
     loss_axes.legend()
@@ -153,7 +171,9 @@ def main(argv: list[str] | None = None) -> None:
     """Trains three times from the same weights on the same passages, reports and draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--length", type=int, default=200, help="characters that a gradient flows back through")
+    parser.add_argument(
+        "--length", type=int, default=200, help="characters that a gradient flows back through"
+    )
     parser.add_argument("--out", type=Path, default=Path("out/train_recurrent.png"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -162,7 +182,9 @@ def main(argv: list[str] | None = None) -> None:
     (first,) = _common.passages(ROWS, args.length + 1, 1, args.seed)
     flows = {way.name: np.asarray(flow(params, first, way.max_flow)) for way in (WAYS[0], WAYS[2])}
     for name, by_character in flows.items():
-        print(f"{name}: the gradient of the last state is {by_character[-1]:.1e}, of the first {by_character[0]:.1e}")
+        print(
+            f"{name}: the gradient of the last state is {by_character[-1]:.1e}, of the first {by_character[0]:.1e}"
+        )
     runs = {}
     with tqdm(total=len(WAYS) * args.steps, unit="step") as bar:
         for way in WAYS:

@@ -79,46 +79,70 @@ def divided(shape: tuple[int, ...], devices: int) -> P:
 
 def placed(tree: Any, mesh: Mesh) -> Any:
     """The same on the mesh, also what was on no mesh yet, such as a count of steps."""
-    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, shrewjax.state_specs(tree))
+    return jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
+        tree,
+        shrewjax.state_specs(tree),
+    )
 
 
-def new_training(tx: optax.GradientTransformation, mesh: Mesh, args: argparse.Namespace) -> tuple[Any, Training]:
+def new_training(
+    tx: optax.GradientTransformation, mesh: Mesh, args: argparse.Namespace
+) -> tuple[Any, Training]:
     """The model without its weights, and the weights, made where they belong."""
 
     def model() -> CharacterTransformer:
         return CharacterTransformer(CHARACTERS, args.length, args.layers, nnx.Rngs(args.seed))
 
     graph, shapes = nnx.split(nnx.eval_shape(model), nnx.Param)
-    shardings = jax.tree.map(lambda x: NamedSharding(mesh, divided(x.shape, mesh.shape["fsdp"])), shapes)
+    shardings = jax.tree.map(
+        lambda x: NamedSharding(mesh, divided(x.shape, mesh.shape["fsdp"])), shapes
+    )
     weights = jax.jit(lambda: nnx.state(model(), nnx.Param), out_shardings=shardings)()
     return graph, placed(Training(weights, tx.init(weights)), mesh)
 
 
 def compiled_step(
-    tx: optax.GradientTransformation, graph: nnx.GraphDef, training: Training, texts: Texts, mesh: Mesh
+    tx: optax.GradientTransformation,
+    graph: nnx.GraphDef,
+    training: Training,
+    texts: Texts,
+    mesh: Mesh,
 ) -> Callable[[Training, Texts], tuple[Training, dict[str, jax.Array]]]:
     """One micro-step of all devices: a new state and what was measured."""
     specs = shrewjax.state_specs(training)
 
     def gathered(x: jax.Array, spec: P) -> jax.Array:
-        return jax.lax.all_gather(x, "fsdp", axis=spec.index("fsdp"), tiled=True) if "fsdp" in spec else x
+        return (
+            jax.lax.all_gather(x, "fsdp", axis=spec.index("fsdp"), tiled=True)
+            if "fsdp" in spec
+            else x
+        )
 
     def mean_loss(weights: nnx.State, texts: Texts) -> tuple[jax.Array, jax.Array]:
         """Over the characters of the devices along "fsdp", and their number."""
         model = nnx.merge(graph, jax.tree.map(gathered, weights, specs.weights))
-        logits = model(texts.codes[:, :-1], jax.random.key(0), deterministic=True)  # no dropout, so no key is used
+        logits = model(
+            texts.codes[:, :-1], jax.random.key(0), deterministic=True
+        )  # no dropout, so no key is used
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, texts.codes[:, 1:])
         exists = jnp.arange(1, texts.codes.shape[1]) < texts.lengths[:, None]
         total, number = jax.lax.psum((jnp.where(exists, losses, 0).sum(), exists.sum()), "fsdp")
         return total / number, number
 
-    def on_each_device(weights: nnx.State, opt_state: Any, texts: Texts) -> tuple[nnx.State, Any, jax.Array, jax.Array]:
-        own = jax.lax.pcast(weights, "data", to="varying")  # so that JAX leaves the sum over "data" to the window
+    def on_each_device(
+        weights: nnx.State, opt_state: Any, texts: Texts
+    ) -> tuple[nnx.State, Any, jax.Array, jax.Array]:
+        own = jax.lax.pcast(
+            weights, "data", to="varying"
+        )  # so that JAX leaves the sum over "data" to the window
         (loss, number), grads = jax.value_and_grad(mean_loss, has_aux=True)(own, texts)
         weights, opt_state = shrewjax.apply_gradients(tx, grads, opt_state, weights, weight=number)
         return weights, opt_state, *jax.lax.psum((loss * number, number), "data")
 
-    def step(weights: nnx.State, opt_state: Any, texts: Texts) -> tuple[nnx.State, Any, dict[str, jax.Array]]:
+    def step(
+        weights: nnx.State, opt_state: Any, texts: Texts
+    ) -> tuple[nnx.State, Any, dict[str, jax.Array]]:
         weights, opt_state, total, number = jax.shard_map(
             on_each_device,
             mesh=mesh,
@@ -142,19 +166,30 @@ def all_reduces(program: str) -> list[int]:
     """How many numbers each of them sums over devices, as the text of a compiled program has it."""
     results = re.findall(r" = (\S+|\(.*?\)) all-reduce(?:-start)?\(", program)
     shapes = [re.findall(r"\w+\[([\d,]*)\]", result) for result in results]
-    return [sum(math.prod(int(n) for n in dims.split(",") if n) for dims in of_one) for of_one in shapes]
+    return [
+        sum(math.prod(int(n) for n in dims.split(",") if n) for dims in of_one) for of_one in shapes
+    ]
 
 
 def report_all_reduces(program: str, weights: nnx.State) -> None:
     """Prints how much each micro-step sends, and how much the branch that closes a window."""
     leaves = jax.tree.leaves(weights)
     own = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
-    log(f"parameters: {sum(x.size for x in leaves)} in {len(leaves)} leaves, {own} of them on each device")
+    log(
+        f"parameters: {sum(x.size for x in leaves)} in {len(leaves)} leaves, {own} of them on each device"
+    )
     branches, always = program.split("\nENTRY ")
-    for when, sent in (("when a window closes", all_reduces(branches)), ("on every micro-step", all_reduces(always))):
-        gradients = [n for n in sent if n > len(leaves)]  # the others measure, at most a number for each leaf
+    for when, sent in (
+        ("when a window closes", all_reduces(branches)),
+        ("on every micro-step", all_reduces(always)),
+    ):
+        gradients = [
+            n for n in sent if n > len(leaves)
+        ]  # the others measure, at most a number for each leaf
         others = f"{len(sent) - len(gradients)} others, of at most {len(leaves)}"
-        log(f"{when}: {len(gradients)} all-reduce of gradients, of {sum(gradients)} numbers; {others}")
+        log(
+            f"{when}: {len(gradients)} all-reduce of gradients, of {sum(gradients)} numbers; {others}"
+        )
 
 
 def micro_batch(texts: list[np.ndarray], step: int, mesh: Mesh, args: argparse.Namespace) -> Texts:
@@ -178,7 +213,9 @@ def restored(checkpoints: ocp.CheckpointManager, step: int, like: Training) -> T
 
     window = like.opt_state
     rows_of = ("weight_sum", "value_sum", "gradient_sum")
-    saved = window._replace(**{name: jax.tree.map(as_saved, getattr(window, name)) for name in rows_of})
+    saved = window._replace(
+        **{name: jax.tree.map(as_saved, getattr(window, name)) for name in rows_of}
+    )
     arguments = ocp.args.StandardRestore(like._replace(opt_state=saved))
     return shrewjax.redistribute(checkpoints.restore(step, args=arguments), like)
 
@@ -196,7 +233,9 @@ def plot(history: dict[int, tuple[float, float]], path: Path) -> None:
     losses, norms = zip(*history.values(), strict=True)
     loss_axes.plot(list(history), losses)
     loss_axes.set(
-        title=f"Training on {jax.device_count()} devices", xlabel="window", ylabel="loss (nats per character)"
+        title=f"Training on {jax.device_count()} devices",
+        xlabel="window",
+        ylabel="loss (nats per character)",
     )
     norm_axes.plot(list(history), norms)
     norm_axes.set(title="Before clipping", xlabel="window", ylabel="gradient norm", yscale="log")
@@ -208,20 +247,40 @@ def plot(history: dict[int, tuple[float, float]], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Trains, saves, reports and draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--micro-steps", type=int, default=400, help="from the very first one on, also when resuming")
-    parser.add_argument("--batch", type=int, default=16, help="paragraphs in a micro-batch, of all devices together")
+    parser.add_argument(
+        "--micro-steps",
+        type=int,
+        default=400,
+        help="from the very first one on, also when resuming",
+    )
+    parser.add_argument(
+        "--batch", type=int, default=16, help="paragraphs in a micro-batch, of all devices together"
+    )
     parser.add_argument("--length", type=int, default=128, help="longest paragraph, in characters")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--devices", type=int, help="devices that this process's CPU pretends to be")
-    parser.add_argument("--rows", type=int, default=2, help='devices along "data"; the others are along "fsdp"')
+    parser.add_argument(
+        "--devices", type=int, help="devices that this process's CPU pretends to be"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=2, help='devices along "data"; the others are along "fsdp"'
+    )
     parser.add_argument("--coordinator", help="host:port of the first process")
     parser.add_argument("--num-processes", type=int)
     parser.add_argument("--process-id", type=int)
-    parser.add_argument("--cluster", action="store_true", help="one of many processes, as the cluster's manager says")
     parser.add_argument(
-        "--checkpoints", type=Path, default=Path("out/train_sharded"), help="folder, empty unless resuming"
+        "--cluster",
+        action="store_true",
+        help="one of many processes, as the cluster's manager says",
     )
-    parser.add_argument("--save-every", type=int, default=50, help="micro-steps between two checkpoints")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        default=Path("out/train_sharded"),
+        help="folder, empty unless resuming",
+    )
+    parser.add_argument(
+        "--save-every", type=int, default=50, help="micro-steps between two checkpoints"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--out", type=Path, default=Path("out/train_sharded.png"))
     parser.add_argument("--seed", type=int, default=0)
@@ -230,9 +289,13 @@ def main(argv: list[str] | None = None) -> None:
     start(args)
     devices = jax.device_count()
     if args.batch % devices or devices % args.rows:
-        parser.error(f"there are {devices} devices: --batch must be a multiple of that, and --rows a divisor")
+        parser.error(
+            f"there are {devices} devices: --batch must be a multiple of that, and --rows a divisor"
+        )
     auto = jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((args.rows, devices // args.rows), ("data", "fsdp"), axis_types=(auto, auto))
+    mesh = jax.make_mesh(
+        (args.rows, devices // args.rows), ("data", "fsdp"), axis_types=(auto, auto)
+    )
     texts, _ = paragraphs(args.length)
     tx = shrewjax.accumulate(
         optax.chain(shrewjax.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE)),
@@ -250,12 +313,18 @@ def main(argv: list[str] | None = None) -> None:
     with checkpoints:
         latest = checkpoints.latest_step()
         if args.resume != (latest is not None):
-            parser.error(f"{'no' if args.resume else 'there are'} checkpoints in {args.checkpoints}")
+            parser.error(
+                f"{'no' if args.resume else 'there are'} checkpoints in {args.checkpoints}"
+            )
         if args.resume:
             done, training = latest, restored(checkpoints, latest, training)
-            log(f"resumed after {done} micro-steps, {int(training.opt_state.micro_step)} of them in an open window")
+            log(
+                f"resumed after {done} micro-steps, {int(training.opt_state.micro_step)} of them in an open window"
+            )
         step = compiled_step(tx, graph, training, micro_batch(texts, done, mesh, args), mesh)
-        for number in tqdm(range(done, args.micro_steps), unit="micro-step", disable=jax.process_index() > 0):
+        for number in tqdm(
+            range(done, args.micro_steps), unit="micro-step", disable=jax.process_index() > 0
+        ):
             training, measured = step(training, micro_batch(texts, number, mesh, args))
             if (number + 1) % args.save_every == 0:
                 checkpoints.save(number + 1, args=ocp.args.StandardSave(training))
@@ -266,7 +335,9 @@ def main(argv: list[str] | None = None) -> None:
                 loss = sum(x["loss"] for x in values) / sum(x["characters"] for x in values)
                 closed, norm = (number + 1) // ACCUM_STEPS, values[-1]["norm"]
                 history[closed] = loss, norm
-                log(f"window {closed}: loss {loss:.6f} in {len(values)} micro-steps, gradient norm {norm:.6f}")
+                log(
+                    f"window {closed}: loss {loss:.6f} in {len(values)} micro-steps, gradient norm {norm:.6f}"
+                )
     if jax.process_index() == 0 and history:
         plot(history, args.out)
 

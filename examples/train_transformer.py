@@ -60,7 +60,9 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, key: jax.Array, deterministic: bool) -> jax.Array:
         """Shape (batch, length, WIDTH) in and out."""
         x = x + self.attention(self.attention_norm(x), mask=nnx.make_causal_mask(x[..., 0]))
-        wide = self.dropout(nnx.gelu(self.up(self.mlp_norm(x))), deterministic=deterministic, rngs=key)
+        wide = self.dropout(
+            nnx.gelu(self.up(self.mlp_norm(x))), deterministic=deterministic, rngs=key
+        )
         return x + self.down(wide)
 
 
@@ -77,7 +79,9 @@ class CharacterTransformer(nnx.Module):
     def __call__(self, codes: jax.Array, key: jax.Array, deterministic: bool = False) -> jax.Array:
         """Logits of shape (batch, length, characters) from codes of shape (batch, length), int32."""
         x = self.embed(codes) + self.positions(jnp.arange(codes.shape[1]))
-        for block, block_key in zip(self.blocks, jax.random.split(key, len(self.blocks)), strict=True):
+        for block, block_key in zip(
+            self.blocks, jax.random.split(key, len(self.blocks)), strict=True
+        ):
             x = block(x, block_key, deterministic)
         return self.readout(self.norm(x))
 
@@ -87,7 +91,9 @@ def paragraphs(longest: int) -> tuple[list[np.ndarray], int]:
     texts, alphabet = _common.documentation()
     whole = [part for text in texts for part in re.split(r"\n\s*\n", text)]
     cut = [part[i : i + longest] for part in whole for i in range(0, len(part), longest)]
-    return [np.array([alphabet[c] for c in part], np.int32) for part in cut if len(part) > 1], len(alphabet)
+    return [np.array([alphabet[c] for c in part], np.int32) for part in cut if len(part) > 1], len(
+        alphabet
+    )
 
 
 def padded(texts: list[np.ndarray], length: int) -> Texts:
@@ -114,7 +120,9 @@ def predicted(weights: nnx.State, texts: Texts, key: jax.Array, **_: Any) -> jax
 def loss_of(graph: nnx.GraphDef) -> Callable[..., jax.Array]:
     """The loss as a function of the weights: cross-entropy of each next character, averaged over those that exist."""
 
-    def mean_loss(weights: nnx.State, texts: Texts, key: jax.Array, *, deterministic: bool = False) -> jax.Array:
+    def mean_loss(
+        weights: nnx.State, texts: Texts, key: jax.Array, *, deterministic: bool = False
+    ) -> jax.Array:
         logits = nnx.merge(graph, weights)(texts.codes[:, :-1], key, deterministic)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, texts.codes[:, 1:])
         exists = jnp.arange(1, texts.codes.shape[1]) < texts.lengths[:, None]
@@ -133,7 +141,9 @@ class Difference(NamedTuple):
 def comparison(mean_loss: Callable[..., jax.Array]) -> Callable[..., dict[str, Difference]]:
     """Compares, without dropout, micro-batches weighted by characters, and not, with the large batch."""
     sides = {
-        "weight=": shrewjax.value_and_grad(mean_loss, MICRO_BATCHES, weight=predicted, rng_argnums=2),
+        "weight=": shrewjax.value_and_grad(
+            mean_loss, MICRO_BATCHES, weight=predicted, rng_argnums=2
+        ),
         "mean of means": shrewjax.value_and_grad(mean_loss, MICRO_BATCHES, rng_argnums=2),
     }
 
@@ -143,21 +153,29 @@ def comparison(mean_loss: Callable[..., jax.Array]) -> Callable[..., dict[str, D
         differences = {}
         for name, step in sides.items():
             loss, grads = step(weights, texts, key, deterministic=True)
-            error = shrewjax.grad_norm(jax.tree.map(jnp.subtract, grads, whole)) / shrewjax.grad_norm(whole)
+            error = shrewjax.grad_norm(
+                jax.tree.map(jnp.subtract, grads, whole)
+            ) / shrewjax.grad_norm(whole)
             differences[name] = Difference(abs(loss - whole_loss), error)
         return differences
 
     return compare
 
 
-def plot(losses: np.ndarray, counts: np.ndarray, compared: dict[int, dict[str, Difference]], path: Path) -> None:
+def plot(
+    losses: np.ndarray, counts: np.ndarray, compared: dict[int, dict[str, Difference]], path: Path
+) -> None:
     """Draws the loss, the sizes of micro-batches, and both gradients' errors over training."""
     figure = Figure(figsize=(8, 7))
     loss_axes, size_axes, error_axes = figure.subplot_mosaic("LL;SE").values()
     loss_axes.plot(np.arange(1, len(losses) + 1), losses, linewidth=1)
     loss_axes.set(title="Loss", xlabel="step", ylabel="nats per character")
     size_axes.hist(counts.ravel(), bins=30)
-    size_axes.set(title="Sizes of the micro-batches", xlabel="characters in a micro-batch", ylabel="micro-batches")
+    size_axes.set(
+        title="Sizes of the micro-batches",
+        xlabel="characters in a micro-batch",
+        ylabel="micro-batches",
+    )
     for name in ("mean of means", "weight="):
         errors = [difference[name].gradient for difference in compared.values()]
         error_axes.plot(list(compared), errors, "o-", markersize=3, label=name)
@@ -173,7 +191,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--length", type=int, default=128, help="longest paragraph, in characters")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--compare-every", type=int, default=20, help="steps between two comparisons")
+    parser.add_argument(
+        "--compare-every", type=int, default=20, help="steps between two comparisons"
+    )
     parser.add_argument("--out", type=Path, default=Path("out/train_transformer.png"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -185,7 +205,9 @@ def main(argv: list[str] | None = None) -> None:
     tx = optax.chain(shrewjax.clip_by_global_norm(MAX_NORM), optax.adamw(schedule))
     opt_state = tx.init(weights)
     mean_loss = loss_of(graph)
-    loss_and_grad = shrewjax.value_and_grad(mean_loss, MICRO_BATCHES, weight=predicted, rng_argnums=2)
+    loss_and_grad = shrewjax.value_and_grad(
+        mean_loss, MICRO_BATCHES, weight=predicted, rng_argnums=2
+    )
 
     def train_step(
         weights: nnx.State, opt_state: optax.OptState, texts: Texts, key: jax.Array
@@ -196,14 +218,21 @@ def main(argv: list[str] | None = None) -> None:
 
     train_step, compare = jax.jit(train_step, donate_argnums=(0, 1)), comparison(mean_loss)
     losses, counts, compared = [], [], {}
-    with tqdm(batches(texts, args.steps, args.length, args.seed), total=args.steps, unit="step") as bar:
+    with tqdm(
+        batches(texts, args.steps, args.length, args.seed), total=args.steps, unit="step"
+    ) as bar:
         for number, batch in enumerate(bar, start=1):
             key = jax.random.fold_in(jax.random.key(args.seed), number)
             if number == 1 or number % args.compare_every == 0:
                 compared[number] = jax.device_get(compare(weights, batch, key))
-                errors = [f"{name} off by {found.gradient:.1e}" for name, found in compared[number].items()]
+                errors = [
+                    f"{name} off by {found.gradient:.1e}"
+                    for name, found in compared[number].items()
+                ]
                 bar.set_postfix_str("gradient: " + ", ".join(errors))
-            counts.append([(batch.lengths[i::MICRO_BATCHES] - 1).sum() for i in range(MICRO_BATCHES)])
+            counts.append(
+                [(batch.lengths[i::MICRO_BATCHES] - 1).sum() for i in range(MICRO_BATCHES)]
+            )
             weights, opt_state, loss = train_step(weights, opt_state, batch, key)
             losses.append(loss)
 
@@ -211,7 +240,10 @@ def main(argv: list[str] | None = None) -> None:
     print(f"characters in a micro-batch: {counts.min()} to {counts.max()}")
     print(f"loss a character: {losses[0]:.3f} at first, {losses[-10:].mean():.3f} at last")
     for name in ("weight=", "mean of means"):
-        loss, gradient = (max(values) for values in zip(*(found[name] for found in compared.values()), strict=True))
+        loss, gradient = (
+            max(values)
+            for values in zip(*(found[name] for found in compared.values()), strict=True)
+        )
         print(
             f"{name} against the large batch, at worst: loss off by {loss:.1e}, gradient by {gradient:.1e} of its norm"
         )

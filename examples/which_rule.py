@@ -54,7 +54,9 @@ WARMUP = 20  # steps, in which the rate rises
 DECAY = 0.2  # the last part of the steps, in which the rate falls to 0
 SEEDS, TUNING_SEED = (0, 1, 2, 3, 4), 5
 TUNED_ON = "by itself", "too high", "corrupted"
-UNIFORM = math.log(103)  # the loss of a uniform guess among the characters, and in the tuning that of NaN
+UNIFORM = math.log(
+    103
+)  # the loss of a uniform guess among the characters, and in the tuning that of NaN
 
 Transform = optax.GradientTransformation
 
@@ -107,7 +109,9 @@ class Transformer(nnx.Module):
         self.blocks = nnx.split_rngs(splits=LAYERS)(nnx.vmap(functools.partial(Block, dtype)))(rngs)
         self.readout = nnx.Linear(WIDTH, characters, dtype=dtype, rngs=rngs)
 
-    def __call__(self, codes: jax.Array, factor: jax.Array, clip: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    def __call__(
+        self, codes: jax.Array, factor: jax.Array, clip: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
         """Float32 logits of codes of shape (batch, LENGTH). `factor` multiplies the first row's activations."""
         x = self.embed(codes) + self.positions(jnp.arange(LENGTH))
         x = x.at[0].multiply(factor.astype(x.dtype))
@@ -123,7 +127,9 @@ class Texts(NamedTuple):
     """Codes of characters."""
 
     training: np.ndarray  # shape (characters,), int32
-    held_out: np.ndarray  # shape (passages, LENGTH + 1): of other topics, and nowhere in the training text
+    held_out: (
+        np.ndarray
+    )  # shape (passages, LENGTH + 1): of other topics, and nowhere in the training text
     characters: int
 
 
@@ -138,7 +144,9 @@ def texts() -> Texts:
     def codes(text: str) -> list[int]:
         return [alphabet[character] for character in text]
 
-    return Texts(np.array(codes(training), np.int32), np.array([*map(codes, new)], np.int32), len(alphabet))
+    return Texts(
+        np.array(codes(training), np.int32), np.array([*map(codes, new)], np.int32), len(alphabet)
+    )
 
 
 class Watched(NamedTuple):
@@ -157,7 +165,9 @@ def watched(clip: Transform) -> optax.GradientTransformationExtraArgs:
         changed = jax.tree.map(lambda x, y: jnp.any((x != y) & jnp.isfinite(x)), grads, updates)
         return updates, Watched(inner, jnp.stack(jax.tree.leaves(changed)).any())
 
-    return optax.GradientTransformationExtraArgs(lambda params: Watched(clip.init(params), jnp.zeros((), bool)), update)
+    return optax.GradientTransformationExtraArgs(
+        lambda params: Watched(clip.init(params), jnp.zeros((), bool)), update
+    )
 
 
 def identity(_: Any) -> Transform:
@@ -172,10 +182,14 @@ class Rule(NamedTuple):
     clip_update: Callable[[Any], Transform] = identity  # of Adam's update, before the rate
     guard: Callable[[Transform, Any], Transform] = lambda inner, _: inner
     clip_flow: bool = False  # whether the value limits the cotangents of each character's activations, see `train`
-    documented: float | None = None  # the value of the docstring or the guide; None for a rule without one
+    documented: float | None = (
+        None  # the value of the docstring or the guide; None for a rule without one
+    )
     others: tuple[float, ...] = ()  # the values that are tried, too
 
-    def optimizer(self, value: Any, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
+    def optimizer(
+        self, value: Any, schedule: optax.Schedule
+    ) -> optax.GradientTransformationExtraArgs:
         """Adam with this rule."""
         parts = watched(self.clip(value)), optax.scale_by_adam(), watched(self.clip_update(value))
         inner = optax.chain(*parts, optax.scale_by_learning_rate(schedule))
@@ -190,15 +204,21 @@ def is_stacked(name: str, _: Any) -> tuple[int, ...]:
 RULES = {
     "none": Rule(),
     "optax.clip_by_global_norm": Rule(optax.clip_by_global_norm, documented=1.0),
-    "optax.apply_if_finite": Rule(guard=lambda inner, _: optax.apply_if_finite(inner, max_consecutive_errors=5)),
-    "clip_by_global_norm": Rule(shrewjax.clip_by_global_norm, documented=1.0, others=(0.1, 0.3, 3.0)),
+    "optax.apply_if_finite": Rule(
+        guard=lambda inner, _: optax.apply_if_finite(inner, max_consecutive_errors=5)
+    ),
+    "clip_by_global_norm": Rule(
+        shrewjax.clip_by_global_norm, documented=1.0, others=(0.1, 0.3, 3.0)
+    ),
     "clip_by_leaf_norm": Rule(
         lambda value: shrewjax.clip_by_leaf_norm(value, batch_axes=is_stacked),
         documented=1.0,
         others=(0.03, 0.2, 3.0),
     ),
     "clip_by_value": Rule(shrewjax.clip_by_value, documented=0.5, others=(3e-3, 0.05, 5.0)),
-    "clip_by_percentile": Rule(shrewjax.clip_by_percentile, documented=99.0, others=(50.0, 90.0, 99.9)),
+    "clip_by_percentile": Rule(
+        shrewjax.clip_by_percentile, documented=99.0, others=(50.0, 90.0, 99.9)
+    ),
     "clip_by_block_rms, of the update": Rule(
         clip_update=lambda value: shrewjax.clip_by_block_rms(value, batch_axes=is_stacked),
         documented=1.0,
@@ -214,8 +234,12 @@ RULES = {
         documented=1.04,
         others=(1.2, 1.5, 3.0),
     ),
-    "clip_by_norm_percentile": Rule(shrewjax.clip_by_norm_percentile, documented=90.0, others=(20.0, 50.0, 75.0)),
-    "clip_by_norm_zscore": Rule(shrewjax.clip_by_norm_zscore, documented=2.5, others=(1.0, 1.7, 3.5)),
+    "clip_by_norm_percentile": Rule(
+        shrewjax.clip_by_norm_percentile, documented=90.0, others=(20.0, 50.0, 75.0)
+    ),
+    "clip_by_norm_zscore": Rule(
+        shrewjax.clip_by_norm_zscore, documented=2.5, others=(1.0, 1.7, 3.5)
+    ),
     "clip_by_norm_zscore, of the update": Rule(
         clip_update=shrewjax.clip_by_norm_zscore, documented=2.5, others=(1.0, 1.7, 3.5)
     ),
@@ -237,10 +261,12 @@ RULES = {
         others=(5.0, 15.0, 30.0),
     ),
     "skip_on_spike, clip_by_norm_zscore": Rule(
-        lambda _: shrewjax.clip_by_norm_zscore(), guard=lambda inner, _: shrewjax.skip_on_spike(inner)
+        lambda _: shrewjax.clip_by_norm_zscore(),
+        guard=lambda inner, _: shrewjax.skip_on_spike(inner),
     ),
     "skip_nonfinite, clip_by_global_norm": Rule(
-        lambda _: shrewjax.clip_by_global_norm(1.0), guard=lambda inner, _: shrewjax.skip_nonfinite(inner)
+        lambda _: shrewjax.clip_by_global_norm(1.0),
+        guard=lambda inner, _: shrewjax.skip_nonfinite(inner),
     ),
     "skip_nonfinite, clip_by_leaf_norm": Rule(
         lambda _: shrewjax.clip_by_leaf_norm(1.0, batch_axes=is_stacked),
@@ -263,7 +289,11 @@ class Faults(NamedTuple):
 def faults(cause: Cause, steps: int) -> Faults:
     """The rate of each step, which are corrupted, and what multiplies the first row's activations."""
     at, corrupted, factors = np.arange(steps), np.zeros(steps, bool), np.ones(steps, np.float32)
-    rates = cause.rate * np.minimum((at + 1) / WARMUP, 1) * np.minimum((steps - at) / (DECAY * steps), 1)
+    rates = (
+        cause.rate
+        * np.minimum((at + 1) / WARMUP, 1)
+        * np.minimum((steps - at) / (DECAY * steps), 1)
+    )
     for share, number in cause.corrupted:
         corrupted[round(share * steps) :][:number] = True
     for share in cause.overflows:
@@ -286,7 +316,11 @@ class Trained(NamedTuple):
 
 
 def mean_loss(
-    params: nnx.State, graph: nnx.GraphDef, codes: jax.Array, factor: Any, clip: Callable[[jax.Array], jax.Array]
+    params: nnx.State,
+    graph: nnx.GraphDef,
+    codes: jax.Array,
+    factor: Any,
+    clip: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """The loss of the next characters, in nats a character."""
     logits = nnx.merge(graph, params)(codes[:, :-1], factor, clip)
@@ -294,24 +328,40 @@ def mean_loss(
 
 
 def train(
-    rule: Rule, graph: nnx.GraphDef, value: Any, params: nnx.State, seed: Any, faults: Faults, training: jax.Array
+    rule: Rule,
+    graph: nnx.GraphDef,
+    value: Any,
+    params: nnx.State,
+    seed: Any,
+    faults: Faults,
+    training: jax.Array,
 ) -> Trained:
     """Trains a model, in one scan over the steps. A rule compiles once for all values, seeds and causes."""
     steps, characters = len(faults.rates), params["readout"]["bias"].get_value().size
     tx = rule.optimizer(value, lambda step: faults.rates[step])
 
-    def loss_of(params: nnx.State, codes: jax.Array, factor: jax.Array, counter: jax.Array) -> jax.Array:
+    def loss_of(
+        params: nnx.State, codes: jax.Array, factor: jax.Array, counter: jax.Array
+    ) -> jax.Array:
         # In a mean over characters, the cotangents of one character are about 1 / characters.
         limit = value / (ROWS * LENGTH)
-        clip = (lambda x: shrewjax.clip_cotangent(x, limit, counter=counter)) if rule.clip_flow else lambda x: x
+        clip = (
+            (lambda x: shrewjax.clip_cotangent(x, limit, counter=counter))
+            if rule.clip_flow
+            else lambda x: x
+        )
         return mean_loss(params, graph, codes, factor, clip)
 
-    def step(carry: Any, inputs: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+    def step(
+        carry: Any, inputs: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         (params, state), (key, is_corrupted, factor) = carry, inputs
         starts = jax.random.randint(key, (ROWS, 1), 0, len(training) - LENGTH)
         codes = training[starts + jnp.arange(LENGTH + 1)]
         codes = jnp.where(is_corrupted, jax.random.randint(key, codes.shape, 0, characters), codes)
-        loss, (grads, clipped) = jax.value_and_grad(loss_of, argnums=(0, 3))(params, codes, factor, jnp.zeros(()))
+        loss, (grads, clipped) = jax.value_and_grad(loss_of, argnums=(0, 3))(
+            params, codes, factor, jnp.zeros(())
+        )
         updates, state = tx.update(grads, state, params, value=loss)
         states = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Watched))
         flags = [x.acted for x in states if isinstance(x, Watched)]
@@ -350,11 +400,15 @@ class Model(NamedTuple):
         """The model of these characters."""
 
         def split(seed: Any) -> tuple[nnx.GraphDef, nnx.State]:
-            return nnx.split(Transformer(text.characters, dtype, nnx.Rngs(params=jax.random.key(seed))))
+            return nnx.split(
+                Transformer(text.characters, dtype, nnx.Rngs(params=jax.random.key(seed)))
+            )
 
         graph, _ = nnx.eval_shape(lambda: split(0))
         codes = jnp.asarray(text.held_out)
-        held_out = jax.jit(lambda params: mean_loss(params, graph, codes, jnp.ones(()), lambda x: x))
+        held_out = jax.jit(
+            lambda params: mean_loss(params, graph, codes, jnp.ones(()), lambda x: x)
+        )
         return cls(graph, jax.jit(lambda seed: split(seed)[1]), held_out)
 
 
@@ -365,7 +419,9 @@ class Laboratory:
         self.text, self.steps, self.path = texts(), steps, path
         path.parent.mkdir(parents=True, exist_ok=True)
         written = path.read_text() if path.exists() else ""
-        complete = written[: written.rfind("\n") + 1]  # a run that was stopped while writing left half a line
+        complete = written[
+            : written.rfind("\n") + 1
+        ]  # a run that was stopped while writing left half a line
         path.write_text(complete)
         rows = map(json.loads, complete.splitlines())
         self._models = {cause.dtype: Model.of(self.text, cause.dtype) for cause in CAUSES.values()}
@@ -420,7 +476,9 @@ def tuned(laboratory: Laboratory, rules: Sequence[str]) -> dict[str, float]:
     return {name: min(of_values, key=of_values.get) for name, of_values in losses.items()}
 
 
-def measure(laboratory: Laboratory, chosen: Sequence[tuple[str, float | None]], seeds: Sequence[int]) -> None:
+def measure(
+    laboratory: Laboratory, chosen: Sequence[tuple[str, float | None]], seeds: Sequence[int]
+) -> None:
     """Trains rules with these values, seed by seed."""
     runs = [(*rule, cause, seed) for seed in seeds for rule in chosen for cause in CAUSES]
     for run in tqdm(runs, desc="measuring", unit="run"):
@@ -469,7 +527,9 @@ class Result(NamedTuple):
     value: float | None
     is_tuned: bool
     held_out: np.ndarray  # (seeds,)
-    above_calm: np.ndarray  # (seeds,): the held-out loss above that of the same seed's calm run without a rule
+    above_calm: (
+        np.ndarray
+    )  # (seeds,): the held-out loss above that of the same seed's calm run without a rule
     highest: np.ndarray  # (seeds,): the highest loss
     seconds: list[float]  # of each seed's run, in CPU time
     score: float
@@ -489,7 +549,10 @@ class Result(NamedTuple):
 
 
 def results(
-    laboratory: Laboratory, chosen: Sequence[tuple[str, float | None]], seeds: Sequence[int], cause: str
+    laboratory: Laboratory,
+    chosen: Sequence[tuple[str, float | None]],
+    seeds: Sequence[int],
+    cause: str,
 ) -> list[Result]:
     """The runs of a cause, from the lowest held-out loss to the highest."""
     faulty = is_faulty(CAUSES[cause], laboratory.steps)
@@ -499,7 +562,10 @@ def results(
         rows = [laboratory.run(rule, value, cause, seed) for seed in seeds]
         losses = [np.array(row["losses"]) for row in rows]
         held_out = np.array([row["held_out"] for row in rows])
-        lost = [steps_lost(ours, np.array(other["losses"]), faulty) for ours, other in zip(losses, calm, strict=True)]
+        lost = [
+            steps_lost(ours, np.array(other["losses"]), faulty)
+            for ours, other in zip(losses, calm, strict=True)
+        ]
         collected.append(
             Result(
                 rule,
@@ -514,7 +580,9 @@ def results(
                 float(np.mean([row["acted"] for row in rows])),
             )
         )
-    return sorted(collected, key=lambda result: np.nan_to_num(np.median(result.held_out), nan=np.inf))
+    return sorted(
+        collected, key=lambda result: np.nan_to_num(np.median(result.held_out), nan=np.inf)
+    )
 
 
 class Spread(NamedTuple):
@@ -542,7 +610,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def table_of_cause(found: Sequence[Result]) -> str:
     """Each rule under one cause, the best first."""
-    head = ("rule", "value", "held-out loss, median (range)", "spike score", "steps lost", "clipped or skipped")
+    head = (
+        "rule",
+        "value",
+        "held-out loss, median (range)",
+        "spike score",
+        "steps lost",
+        "clipped or skipped",
+    )
     return table(
         head,
         (
@@ -552,7 +627,9 @@ def table_of_cause(found: Sequence[Result]) -> str:
                 str(Spread.over(x.held_out)),
                 f"{100 * x.score:.1f} %",
                 f"{x.lost:.0f}",
-                f"{100 * x.acted:.0f} %" if np.isfinite(x.held_out).all() else "",  # NaN is clipped or not, by accident
+                f"{100 * x.acted:.0f} %"
+                if np.isfinite(x.held_out).all()
+                else "",  # NaN is clipped or not, by accident
             )
             for x in found
         ),
@@ -568,7 +645,9 @@ def overall(by_cause: Mapping[str, Sequence[Result]]) -> list[tuple[Result, list
     rows = []
     for key, calm in {(x.rule, x.value): x for x in by_cause["calm"]}.items():
         reference = calm.held_out - calm.above_calm
-        rows.append((calm, [float(np.mean(capped(found[key].held_out) - reference)) for found in by_rule]))
+        rows.append(
+            (calm, [float(np.mean(capped(found[key].held_out) - reference)) for found in by_rule])
+        )
     return sorted(rows, key=lambda row: np.mean(row[1]))
 
 
@@ -578,7 +657,9 @@ def table_of_all(by_cause: Mapping[str, Sequence[Result]]) -> str:
     for found in by_cause.values():
         for x in found:
             seconds.setdefault(x.rule, []).extend(x.seconds)
-    cost = {rule: np.quantile(of_rule, 0.25) for rule, of_rule in seconds.items()}  # the machine does other things, too
+    cost = {
+        rule: np.quantile(of_rule, 0.25) for rule, of_rule in seconds.items()
+    }  # the machine does other things, too
     return table(
         ("rule", "value", "mean", *by_cause, "time of a step"),
         (
@@ -619,8 +700,15 @@ def plot(laboratory: Laboratory, by_cause: Mapping[str, Sequence[Result]], path:
     shown = {"none": MUTED, "skip_on_spike": VERMILLION, "clip_by_global_norm": BLUE}
     for name, color in shown.items():
         losses = laboratory.run(name, RULES[name].documented, "by itself", seed)["losses"]
-        over_time.plot(np.arange(1, len(losses) + 1), losses, color=color, linewidth=0.8, label=name)
-    over_time.set(title="Loss of a run that spikes by itself", yscale="log", xlabel="step", ylabel="nats per character")
+        over_time.plot(
+            np.arange(1, len(losses) + 1), losses, color=color, linewidth=0.8, label=name
+        )
+    over_time.set(
+        title="Loss of a run that spikes by itself",
+        yscale="log",
+        xlabel="step",
+        ylabel="nats per character",
+    )
     over_time.legend(fontsize="small")
     _figures.plain_ticks(over_time.yaxis)
 
@@ -637,12 +725,26 @@ def plot(laboratory: Laboratory, by_cause: Mapping[str, Sequence[Result]], path:
                 place = names.index(x.rule) + offset
                 if middle > right:
                     text = f"{middle:.1f} above"
-                    axes.annotate(text, (right, place), ha="right", va="center", fontsize="x-small", color=color)
+                    axes.annotate(
+                        text,
+                        (right, place),
+                        ha="right",
+                        va="center",
+                        fontsize="x-small",
+                        color=color,
+                    )
                 else:
                     places, lows = [*places, place], [*lows, low]
                     middles, highs = [*middles, middle], [*highs, min(high, right)]
             axes.hlines(places, lows, highs, color=color, linewidth=1)
-            axes.plot(middles, places, "o", color=color, markersize=3.5, label="tuned" if is_tuned else "documented")
+            axes.plot(
+                middles,
+                places,
+                "o",
+                color=color,
+                markersize=3.5,
+                label="tuned" if is_tuned else "documented",
+            )
         axes.axvline(0, color=FAINT, linewidth=1, zorder=0)
         axes.set(title=cause, xlabel="nats above calm")
         axes.set_xlim(right=right)
@@ -657,10 +759,19 @@ def main(argv: list[str] | None = None) -> None:
     """Trains, prints and draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--quick", action="store_true", help="four rules, one seed, and no other values")
-    parser.add_argument("--tuned", action="store_true", help="the best of the other values on all seeds, too")
+    parser.add_argument(
+        "--quick", action="store_true", help="four rules, one seed, and no other values"
+    )
+    parser.add_argument(
+        "--tuned", action="store_true", help="the best of the other values on all seeds, too"
+    )
     parser.add_argument("--out", type=Path, default=Path("out/which_rule.png"))
-    parser.add_argument("--rows", type=Path, default=Path("out/which_rule.jsonl"), help="where the runs' rows are kept")
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        default=Path("out/which_rule.jsonl"),
+        help="where the runs' rows are kept",
+    )
     args = parser.parse_args(argv)
     laboratory = Laboratory(args.rows, args.steps)
     rules, seeds = (QUICK, SEEDS[:1]) if args.quick else (RULES, SEEDS)

@@ -41,7 +41,12 @@ from shrewjax._clipping.unit_norms import (
     clip_by_leaf_norm_ema,
 )
 from shrewjax._numerics.histories import HistoryState
-from shrewjax._skipping.guards import SkipNonfiniteState, SkipOnSpikeState, skip_nonfinite, skip_on_spike
+from shrewjax._skipping.guards import (
+    SkipNonfiniteState,
+    SkipOnSpikeState,
+    skip_nonfinite,
+    skip_on_spike,
+)
 
 __version__ = "0.1.0"
 

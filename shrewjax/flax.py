@@ -28,7 +28,9 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
-    raise ImportError("shrewjax.flax needs Flax, which is not installed. Run: python -m pip install flax") from error
+    raise ImportError(
+        "shrewjax.flax needs Flax, which is not installed. Run: python -m pip install flax"
+    ) from error
 
 __all__ = ["Optimizer", "TrainState", "value_and_grad"]
 
@@ -80,7 +82,9 @@ class Optimizer(nnx.Optimizer[Any]):
     Source: the results are those of `flax.nnx.Optimizer`.
     """
 
-    def __init__(self, model: PyTree, tx: optax.GradientTransformation, *, wrt: Any, **options: Any) -> None:
+    def __init__(
+        self, model: PyTree, tx: optax.GradientTransformation, *, wrt: Any, **options: Any
+    ) -> None:
         super().__init__(model, tx, wrt=wrt, **options)
         _require_variables(nnx.state(model, wrt, **options), wrt, model)
 
@@ -94,9 +98,13 @@ class Optimizer(nnx.Optimizer[Any]):
                 f"update takes the model first, got an nnx.State and then {type(grads).__name__}. Call "
                 "optimizer.update(model, grads)"
             )
-        mode = {"graph": self.graph} if hasattr(self, "graph") else {}  # an option of `nnx.state` since Flax 0.12.8
+        mode = (
+            {"graph": self.graph} if hasattr(self, "graph") else {}
+        )  # an option of `nnx.state` since Flax 0.12.8
         params, its_grads = (_arrays(nnx.state(x, self.wrt, **mode)) for x in (model, grads))
-        with_paths = (jax.tree.leaves_with_path(x, is_leaf=lambda x: x is None) for x in (params, its_grads))
+        with_paths = (
+            jax.tree.leaves_with_path(x, is_leaf=lambda x: x is None) for x in (params, its_grads)
+        )
         of_params, of_grads = ({path for path, _ in leaves} for leaves in with_paths)
         missing = of_params - of_grads
         if missing:
@@ -157,7 +165,13 @@ class TrainState(train_state.TrainState):
                 )
 
     def apply_gradients(
-        self, *, grads: PyTree, weight: Number = 1, flush: Any = False, value: Number = None, **fields: Any
+        self,
+        *,
+        grads: PyTree,
+        weight: Number = 1,
+        flush: Any = False,
+        value: Number = None,
+        **fields: Any,
     ) -> Self:
         """Returns the state after a micro-batch.
 
@@ -180,12 +194,18 @@ class TrainState(train_state.TrainState):
         )
         # Without a window, `weight=` and `flush=` are errors, so known defaults are not passed on, such as 1 and 1.0.
         extra_args = {
-            name: x for name, x in given.items() if isinstance(x, jax.Array) or np.ndim(x) or x != default[name]
+            name: x
+            for name, x in given.items()
+            if isinstance(x, jax.Array) or np.ndim(x) or x != default[name]
         }
         # As in Flax, parameters that their "gradient" overwrites, such as the scales of fp8, are none of `tx`.
         overwrites = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
-        its_grads, params = (grads["params"], self.params["params"]) if overwrites else (grads, self.params)
-        params, opt_state = shrewjax.apply_gradients(self.tx, its_grads, self.opt_state, params, **extra_args)
+        its_grads, params = (
+            (grads["params"], self.params["params"]) if overwrites else (grads, self.params)
+        )
+        params, opt_state = shrewjax.apply_gradients(
+            self.tx, its_grads, self.opt_state, params, **extra_args
+        )
         if overwrites:
             params = {"params": params, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **fields)
@@ -290,17 +310,24 @@ def value_and_grad(
     }
     positions: dict[str, Any] = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums}
     # Made here for its checks alone, so that a wrong argument raises before the call.
-    shrewjax.value_and_grad(fun, micro_batches, has_aux=has_aux, weight=weight, **positions, **options)
+    shrewjax.value_and_grad(
+        fun, micro_batches, has_aux=has_aux, weight=weight, **positions, **options
+    )
     given: dict[str, Any] = {
-        name: None if at is None else arguments.positions(name, at) for name, at in positions.items()
+        name: None if at is None else arguments.positions(name, at)
+        for name, at in positions.items()
     }
 
-    def loss(parts: _Parts, /, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+    def loss(
+        parts: _Parts, /, *args: PyTree, **kwargs: PyTree
+    ) -> tuple[PyTree, tuple[PyTree, PyTree]]:
         returned, state = parts.call(fun, args, kwargs)
         value, its_aux = returned if has_aux else (returned, ())
         return value, (its_aux, state)
 
-    def value_and_grad_of_batch(model: PyTree, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+    def value_and_grad_of_batch(
+        model: PyTree, *args: PyTree, **kwargs: PyTree
+    ) -> tuple[PyTree, PyTree]:
         # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
         roles = roles_of_arguments({"wrt": (0,)} | given, 1 + len(args), kwargs)
         arguments.require_arguments_of_fun("weight", weight, (model, *args), kwargs)
@@ -317,7 +344,9 @@ def value_and_grad(
             partial(loss, parts),
             micro_batches,
             has_aux=True,
-            weight=None if weight is None else lambda *args, **kwargs: parts.call(weight, args, kwargs)[0],
+            weight=None
+            if weight is None
+            else lambda *args, **kwargs: parts.call(weight, args, kwargs)[0],
             carry_argnum=-1,
             **{name: _before_last(at) for name, at in given.items()},
             **options,
@@ -334,7 +363,10 @@ def _require_variables(params: PyTree, wrt: Any, model: PyTree) -> None:
             f"wrt={wrt!r} must match a variable of the model, got {type(model).__name__}, which has none, so that "
             "nothing would be trained. Pass a filter of the variables to train, such as nnx.Param"
         )
-    kinds = {type(x).__name__ for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))}
+    kinds = {
+        type(x).__name__
+        for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    }
     if OVERWRITE_WITH_GRADIENT in kinds:  # of linen, by `nnx.bridge`
         raise ValueError(
             f"wrt={wrt!r} matches variables of the type {OVERWRITE_WITH_GRADIENT}. These statistics of fp8 layers are "
@@ -356,9 +388,13 @@ class _Parts:
         graph_and_variables: Any = nnx.split(model, wrt, ...)
         self._graph, self.params, self.others = graph_and_variables
         _require_variables(self.params, wrt, model)
-        self._flow: dict[int, list[bool]] = {}  # of each function: which arrays it returns as they were given
+        self._flow: dict[
+            int, list[bool]
+        ] = {}  # of each function: which arrays it returns as they were given
 
-    def call(self, function: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[PyTree, ArrayTree]:
+    def call(
+        self, function: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[PyTree, ArrayTree]:
         """Calls `function` with the model of the arrays in the first and the last argument.
 
         Returns its result, and the new arrays of the variables that are not in `wrt`. Raises if it changes anything
@@ -372,7 +408,10 @@ class _Parts:
         if not all(is_same[: len(params)]):
             if id(function) not in self._flow:
                 self._flow[id(function)] = returned_as_given(
-                    lambda arrays: self._call(function, (arrays[0], *args[1:-1], arrays[1]), kwargs)[1], old
+                    lambda arrays: self._call(
+                        function, (arrays[0], *args[1:-1], arrays[1]), kwargs
+                    )[1],
+                    old,
                 )
             is_same = self._flow[id(function)]
         for (path, _), same in zip(params, is_same, strict=False):
@@ -406,7 +445,9 @@ def check_model(is_same_graph: bool, new: PyTree, old: PyTree) -> None:
 
     `new` and `old` are the arrays of the model after and before `fun`.
     """
-    new_paths, paths = ({path for path, _ in jax.tree.leaves_with_path(tree)} for tree in (new, old))
+    new_paths, paths = (
+        {path for path, _ in jax.tree.leaves_with_path(tree)} for tree in (new, old)
+    )
     for verb, differing in (("adds", new_paths - paths), ("removes", paths - new_paths)):
         if differing:
             name = min(trees.leaf_name(path[1:]) for path in differing)

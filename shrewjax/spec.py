@@ -180,7 +180,9 @@ def percentile_spec(values: Sequence[Number], percentile: Any, method: Method = 
     return {"lower": low, "higher": high}[method]
 
 
-def clip_by_percentile_spec(gradient: Sequence[Number], percentile: Any, method: Method = "lower") -> list[Number]:
+def clip_by_percentile_spec(
+    gradient: Sequence[Number], percentile: Any, method: Method = "lower"
+) -> list[Number]:
     r"""Clips entries by value, at a percentile of their own magnitudes.
 
     .. math:: \min(b, \max(-b, g_i)), \qquad b = \operatorname{sorted}(|g|)_{\lfloor p\,(n-1)/100 \rfloor}
@@ -201,7 +203,9 @@ def clip_by_percentile_spec(gradient: Sequence[Number], percentile: Any, method:
     """
     if not gradient:
         return []
-    return clip_by_value_spec(gradient, percentile_spec([abs(g) for g in gradient], percentile, method))
+    return clip_by_value_spec(
+        gradient, percentile_spec([abs(g) for g in gradient], percentile, method)
+    )
 
 
 # --- accumulation ----------------------------------------------------------------------------------------------
@@ -218,7 +222,9 @@ class MicroBatch(NamedTuple):
     flush: bool = False  #: whether it closes the window
 
 
-def window_spec(batches: Sequence[tuple[Sequence[Number], Number]], reduction: Reduction = "mean") -> list[Number]:
+def window_spec(
+    batches: Sequence[tuple[Sequence[Number], Number]], reduction: Reduction = "mean"
+) -> list[Number]:
     r"""Returns the gradient of a window.
 
     .. math:: \frac{\sum_i w_i g_i}{\sum_i w_i}, \qquad \frac{\sum_i g_i}{\sum_i w_i}, \qquad \sum_i g_i
@@ -314,7 +320,9 @@ def accumulate_spec(
     steps, is_dropped = 0, False
     for gradient, weight, flush in starmap(MicroBatch, micro_batches):
         has_weight = weight > 0
-        is_refused = has_weight and nonfinite != "propagate" and not all(_is_finite(g) for g in gradient)
+        is_refused = (
+            has_weight and nonfinite != "propagate" and not all(_is_finite(g) for g in gradient)
+        )
         if has_weight and not is_refused:
             kept.append((gradient, weight))
         if not (is_refused and nonfinite == "extend_window"):
@@ -384,18 +392,26 @@ def value_and_grad_spec(
     parts = [Part(*run(examples[i::micro_batches])) for i in range(micro_batches)]
 
     def is_kept(part: Part) -> bool:
-        is_good = nonfinite == "propagate" or all(_is_finite(x) for x in (part.value, *part.gradient))
+        is_good = nonfinite == "propagate" or all(
+            _is_finite(x) for x in (part.value, *part.gradient)
+        )
         return part.weight > 0 and is_good
 
     kept = [part for part in parts if is_kept(part)]
     if not kept:
         return None
-    value, *gradient = window_spec([([part.value, *part.gradient], part.weight) for part in kept], reduction)
+    value, *gradient = window_spec(
+        [([part.value, *part.gradient], part.weight) for part in kept], reduction
+    )
     if aux == "mean":
         return value, gradient, window_spec([(part.aux, part.weight) for part in kept])
     columns = zip(*(part.aux for part in (parts if aux == "stack" else kept)), strict=True)
     if aux == "stack":
-        return value, gradient, [[x if is_kept(p) else 0 for p, x in zip(parts, xs, strict=True)] for xs in columns]
+        return (
+            value,
+            gradient,
+            [[x if is_kept(p) else 0 for p, x in zip(parts, xs, strict=True)] for xs in columns],
+        )
     combine: dict[str, Callable[[Number, Number], Number]] = {
         "sum": lambda a, b: a + b,
         "max": lambda a, b: b if a < b else a,
@@ -414,7 +430,9 @@ class Token(NamedTuple):
     value: Number  #: its loss
     gradient: Sequence[Number]  #: of its loss
     mask: Number = 1  #: how much it counts, >= 0
-    unit: Hashable = 0  #: its sequence, or its prompt; the same for all tokens if the loss is their mean
+    unit: Hashable = (
+        0  #: its sequence, or its prompt; the same for all tokens if the loss is their mean
+    )
 
 
 def coefficients_spec(
@@ -481,14 +499,18 @@ def one_denominator_spec(
     Source: by linearity, as in `window_spec`.
     """
     batch = [Token(*token) for token in tokens]
-    coefficients = coefficients_spec([token.mask for token in batch], [token.unit for token in batch], of)
+    coefficients = coefficients_spec(
+        [token.mask for token in batch], [token.unit for token in batch], of
+    )
 
     def run(part: Sequence[tuple[Number, Token]]) -> Part:
         entries = zip(*(token.gradient for _, token in part), strict=True)
         gradient = [sum(c * g for (c, _), g in zip(part, entry, strict=True)) for entry in entries]
         return Part(sum(c * token.value for c, token in part), gradient)
 
-    summed = value_and_grad_spec(list(zip(coefficients, batch, strict=True)), micro_batches, run, reduction="sum")
+    summed = value_and_grad_spec(
+        list(zip(coefficients, batch, strict=True)), micro_batches, run, reduction="sum"
+    )
     assert summed is not None  # each part has weight 1
     value, gradient, _ = summed
     return value, gradient

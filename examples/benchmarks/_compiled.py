@@ -62,10 +62,20 @@ class Target:
     def __init__(self, name: str) -> None:
         self.name = name
         if name not in ("cpu", "here"):
-            package, extra = ("jax_cuda12_plugin", "gpu-compiler") if name == "h100" else ("libtpu", "tpu-compiler")
+            package, extra = (
+                ("jax_cuda12_plugin", "gpu-compiler")
+                if name == "h100"
+                else ("libtpu", "tpu-compiler")
+            )
             if importlib.util.find_spec(package) is None:
-                raise MissingCompilerError(f"{name} needs the compiler {package}; {_INSTALL.format(extra)}")
-        platform = jax.default_backend() if name == "here" else {"h100": "gpu", "cpu": "cpu"}.get(name, "tpu")
+                raise MissingCompilerError(
+                    f"{name} needs the compiler {package}; {_INSTALL.format(extra)}"
+                )
+        platform = (
+            jax.default_backend()
+            if name == "here"
+            else {"h100": "gpu", "cpu": "cpu"}.get(name, "tpu")
+        )
         self.platform = "cuda" if platform == "gpu" else platform  # as JAX calls it when it lowers
         self.mesh()  # fails on names that nobody knows
 
@@ -89,7 +99,9 @@ class Target:
 def _h100(hosts: int) -> Any:
     # The plugin otherwise asks the driver for its version.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    return topologies.get_topology_desc("h100", "cuda", topology=f"1x{hosts}x8", target_config=_H100).devices
+    return topologies.get_topology_desc(
+        "h100", "cuda", topology=f"1x{hosts}x8", target_config=_H100
+    ).devices
 
 
 @functools.cache
@@ -101,7 +113,9 @@ def _tpu(name: str, side: int) -> Any:
             return topologies.get_topology_desc(topology, "tpu").devices
         except jax.errors.JaxRuntimeError as error:
             errors.append(f"{topology}: {error}")
-    raise ValueError(f"device must be h100, cpu, here, or a TPU that libtpu knows by this name; {'; '.join(errors)}")
+    raise ValueError(
+        f"device must be h100, cpu, here, or a TPU that libtpu knows by this name; {'; '.join(errors)}"
+    )
 
 
 def replicated(_: Any) -> PartitionSpec:
@@ -114,7 +128,9 @@ def sharded(x: Any) -> PartitionSpec:
     return PartitionSpec("data") if x.ndim else PartitionSpec()
 
 
-def place(tree: Any, mesh: Mesh | AbstractMesh, spec: Callable[[Any], PartitionSpec] = replicated) -> Any:
+def place(
+    tree: Any, mesh: Mesh | AbstractMesh, spec: Callable[[Any], PartitionSpec] = replicated
+) -> Any:
     """Arrays of these shapes and dtypes on the devices, each by its spec."""
 
     def placed(x: Any) -> jax.ShapeDtypeStruct:
@@ -130,8 +146,24 @@ def bytes_on_a_device(tree: Any) -> int:
 
 
 # Instructions that move nothing, because they rename memory or wait for what was counted where it started.
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "after-all", "partition-id"}
-_FREE |= {"replica-id", "all-reduce-done", "all-gather-done", "collective-permute-done", "async-done", "async-update"}
+_FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "opt-barrier",
+    "after-all",
+    "partition-id",
+}
+_FREE |= {
+    "replica-id",
+    "all-reduce-done",
+    "all-gather-done",
+    "collective-permute-done",
+    "async-done",
+    "async-update",
+}
 _FREE |= {"copy-start", "slice-start"}
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -154,7 +186,10 @@ def _cuts(x: Instruction) -> bool:
 
 def _moved(x: Instruction) -> float:
     """The bytes that it reads from the device's memory and writes there."""
-    if x.op in ("copy-done", "slice-done"):  # of a prefetch: what arrives, not all of what it is taken from
+    if x.op in (
+        "copy-done",
+        "slice-done",
+    ):  # of a prefetch: what arrives, not all of what it is taken from
         ends = (x, *(end for start in x.operands for end in start.operands))
         return x.size * sum(_in_memory(end) > 0 for end in ends)
     if x.op in _FREE:
@@ -181,7 +216,9 @@ class Step(NamedTuple):
 class Program:
     """A compiled function. Sizes are in multiples of P, the parameters' bytes on a device."""
 
-    def __init__(self, compiled: jax.stages.Compiled, unit: float, devices: int, seconds: float) -> None:
+    def __init__(
+        self, compiled: jax.stages.Compiled, unit: float, devices: int, seconds: float
+    ) -> None:
         self.compiled = compiled
         self.text = compiled.as_text()
         self.seconds = seconds
@@ -196,7 +233,9 @@ class Program:
         (entry,) = (x for x in self._computations if x.is_entry)
         return self._steps(entry, closing, "every call", 1)
 
-    def _steps(self, computation: Computation, closing: bool | None, when: str, times: int) -> list[Step]:
+    def _steps(
+        self, computation: Computation, closing: bool | None, when: str, times: int
+    ) -> list[Step]:
         steps: list[Step] = []
         for x in computation:
             if x.op == "conditional":
@@ -228,7 +267,9 @@ class Program:
     def launches(self) -> int:
         """The kernels and transfers that every call starts."""
         steps = self.steps(closing=None)
-        return sum(x.when in ("every call", "every trip") and x.instruction.op not in _FREE for x in steps)
+        return sum(
+            x.when in ("every call", "every trip") and x.instruction.op not in _FREE for x in steps
+        )
 
     def instructions(self) -> Iterator[Instruction]:
         """All that there are, of fusions, too."""
@@ -242,7 +283,11 @@ class Program:
 
     def sent(self, *, closing: bool, least: float) -> float:
         """The bytes of the collectives of a call, of those of a size or more, with each trip of a loop."""
-        found = [(size, times) for x, _, times in self.steps(closing=closing) for _, size in self._collectives(x)]
+        found = [
+            (size, times)
+            for x, _, times in self.steps(closing=closing)
+            for _, size in self._collectives(x)
+        ]
         return sum(size * times for size, times in found if size >= least)
 
     @property
@@ -273,7 +318,9 @@ def _total(steps: list[Step]) -> float:
 
 def distinct_kernels(text: str) -> int:
     """The number of fusions of a compiled program that differ in more than names."""
-    return len({_kernel(x) for computation in _hlo.parse(text) for x in computation if x.op == "fusion"})
+    return len(
+        {_kernel(x) for computation in _hlo.parse(text) for x in computation if x.op == "fusion"}
+    )
 
 
 def _kernel(x: Instruction) -> tuple[Any, ...]:
@@ -281,7 +328,9 @@ def _kernel(x: Instruction) -> tuple[Any, ...]:
     number = {y: i for i, y in enumerate(itertools.chain(*x.called))}
     lines = []
     for y in number:
-        attributes = (x for x in y.attributes.items() if x[0] != "metadata" and "%" not in x[1])  # "%": a name
+        attributes = (
+            x for x in y.attributes.items() if x[0] != "metadata" and "%" not in x[1]
+        )  # "%": a name
         operands = tuple(number[z] for z in y.operands) or y.given
         lines.append((y.shape, y.op, operands, *attributes, _kernel(y) if y.called else ()))
     return (x.shape, *lines)

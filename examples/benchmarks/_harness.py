@@ -29,8 +29,12 @@ class Figure(NamedTuple):
     quartiles: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        value, *quartiles = (f"{x:.4g}" if x < 1000 else f"{x:.0f}" for x in (self.value, *self.quartiles))
-        return " ".join([value, *([f"({' to '.join(quartiles)})"] if quartiles else []), self.unit]).strip()
+        value, *quartiles = (
+            f"{x:.4g}" if x < 1000 else f"{x:.0f}" for x in (self.value, *self.quartiles)
+        )
+        return " ".join(
+            [value, *([f"({' to '.join(quartiles)})"] if quartiles else []), self.unit]
+        ).strip()
 
 
 class Row(NamedTuple):
@@ -65,13 +69,17 @@ class Loop:
         jax.block_until_ready(self.carry)
 
 
-def applied(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
+def applied(
+    tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any
+) -> tuple[Any, Any]:
     """A training step by `shrewjax.apply_gradients`; the carry is parameters and state."""
     params, state = carry
     return shrewjax.apply_gradients(tx, grads, state, params)
 
 
-def updated(tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
+def updated(
+    tx: optax.GradientTransformation, carry: tuple[Any, Any], grads: Any
+) -> tuple[Any, Any]:
     """The same by `update` and `optax.apply_updates`."""
     params, state = carry
     updates, state = tx.update(grads, state, params)
@@ -95,7 +103,9 @@ def close(
     return *jax.lax.switch(closed.astype(int), [idle, apply]), emptied
 
 
-def multi_steps(inner: optax.GradientTransformation, micro_batches: int) -> optax.GradientTransformation:
+def multi_steps(
+    inner: optax.GradientTransformation, micro_batches: int
+) -> optax.GradientTransformation:
     """Optax's accumulation."""
     return optax.MultiSteps(inner, micro_batches).gradient_transformation()
 
@@ -103,14 +113,25 @@ def multi_steps(inner: optax.GradientTransformation, micro_batches: int) -> opta
 def transformer_shapes(layers: int, width: int, vocabulary: int, positions: int) -> dict[str, Any]:
     """GPT-2's parameters, float32: 4 leaves and 12 a layer."""
     norm = {"scale": (width,), "bias": (width,)}
-    dense = {"qkv": (width, 3 * width), "proj": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    dense = {
+        "qkv": (width, 3 * width),
+        "proj": (width, width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+    }
     layer = {"norm_1": norm, "norm_2": norm} | {k: {"w": s, "b": s[1:]} for k, s in dense.items()}
     shapes = {"tokens": (vocabulary, width), "positions": (positions, width), "norm": norm}
     shapes |= {f"layer_{i}": layer for i in range(layers)}
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, np.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
 
 
-def transformer(layers: int, width: int, vocabulary: int, positions: int, seed: int = 0) -> dict[str, Any]:
+def transformer(
+    layers: int, width: int, vocabulary: int, positions: int, seed: int = 0
+) -> dict[str, Any]:
     """GPT-2's parameters, or gradients like them: random arrays on the device."""
     rng = np.random.default_rng(seed)
 
@@ -125,18 +146,29 @@ def gpt2(quick: bool, seed: int = 0) -> dict[str, Any]:
     return transformer(2, 16, 64, 32, seed) if quick else transformer(6, 768, 20_000, 1024, seed)
 
 
-def block_shapes(batch: int, tokens: int, width: int, dtype: Any = np.float32) -> tuple[dict[str, Any], Any]:
+def block_shapes(
+    batch: int, tokens: int, width: int, dtype: Any = np.float32
+) -> tuple[dict[str, Any], Any]:
     """The kernels of a transformer's block, and its input."""
-    shapes = {"qkv": (width, 3 * width), "proj": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    shapes = {
+        "qkv": (width, 3 * width),
+        "proj": (width, width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+    }
     kernels = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
     return kernels, jax.ShapeDtypeStruct((batch, tokens, width), dtype)
 
 
-def block(clip: Callable[[jax.Array], jax.Array], kernels: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def block(
+    clip: Callable[[jax.Array], jax.Array], kernels: dict[str, jax.Array], x: jax.Array
+) -> jax.Array:
     """Attention and two linear layers, each added to what it read; what flows back into both places is clipped."""
     heads = (*x.shape[:2], x.shape[2] // 64, 64)
     x = clip(x)
-    query, key, value = (y.reshape(heads) for y in jax.numpy.split(_normalized(x) @ kernels["qkv"], 3, axis=-1))
+    query, key, value = (
+        y.reshape(heads) for y in jax.numpy.split(_normalized(x) @ kernels["qkv"], 3, axis=-1)
+    )
     mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True).reshape(x.shape)
     x = clip(x + mixed @ kernels["proj"])
     return x + jax.nn.gelu(_normalized(x) @ kernels["up"]) @ kernels["down"]
@@ -147,7 +179,10 @@ def _normalized(x: jax.Array) -> jax.Array:
 
 
 def block_gradient(
-    clip: Callable[[jax.Array], jax.Array], kernels: dict[str, jax.Array], x: jax.Array, above: jax.Array
+    clip: Callable[[jax.Array], jax.Array],
+    kernels: dict[str, jax.Array],
+    x: jax.Array,
+    above: jax.Array,
 ) -> Any:
     """A forward and a backward pass through a block, from the cotangent `above` it."""
     return jax.vjp(lambda kernels, x: block(clip, kernels, x), kernels, x)[1](above)
@@ -158,7 +193,9 @@ def unclipped(x: jax.Array) -> jax.Array:
     return x
 
 
-def alternate(sides: Mapping[str, Callable[[], Any]], repetitions: int, steps: int = 1) -> dict[str, Figure]:
+def alternate(
+    sides: Mapping[str, Callable[[], Any]], repetitions: int, steps: int = 1
+) -> dict[str, Figure]:
     """The median time of a step, for runs of `steps` that finish their work: side by side, after one run each."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repetitions + 1):
@@ -188,14 +225,22 @@ def temporary_share(compiled: Any, params: Any) -> Figure:
 
 def versions() -> str:
     """Returns the versions of the packages that decide the figures."""
-    return ", ".join(f"{package} {metadata.version(package)}" for package in ("jax", "jaxlib", "optax"))
+    return ", ".join(
+        f"{package} {metadata.version(package)}" for package in ("jax", "jaxlib", "optax")
+    )
 
 
 def main(description: str | None, benchmarks: Sequence[Callable[[bool], Iterable[Row]]]) -> None:
     """Runs the benchmarks and prints the table."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file, too")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, for which no bar is meant: does it run?")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows to this file, too"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny shapes, for which no bar is meant: does it run?"
+    )
     options = parser.parse_args()
 
     device = f"{jax.devices()[0].device_kind} ({jax.default_backend()}), {versions()}, {os.cpu_count()} CPU cores"
@@ -207,10 +252,21 @@ def main(description: str | None, benchmarks: Sequence[Callable[[bool], Iterable
         ratio, met = row.judge()
         met = None if options.quick else met
         verdict = {None: "", True: "yes", False: "**no**"}[met]
-        cells = (row.measure, row.ours, row.other or "", "" if ratio is None else Figure(ratio), row.bar or "", verdict)
+        cells = (
+            row.measure,
+            row.ours,
+            row.other or "",
+            "" if ratio is None else Figure(ratio),
+            row.bar or "",
+            verdict,
+        )
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
         figures = {"shrewjax": row.ours._asdict(), "other": row.other and row.other._asdict()}
-        records.append({"measure": row.measure, **figures, "ratio": ratio, "bar": row.bar, "met": met})
+        records.append(
+            {"measure": row.measure, **figures, "ratio": ratio, "bar": row.bar, "met": met}
+        )
     if options.json:
         text = json.dumps({"device": device, "rows": records})
-        options.json.write_text(json.dumps(json.loads(text, parse_constant=str), indent=2) + "\n")  # "Infinity"
+        options.json.write_text(
+            json.dumps(json.loads(text, parse_constant=str), indent=2) + "\n"
+        )  # "Infinity"

@@ -15,9 +15,18 @@ _HEADING = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 _INDEX = re.compile(r"/\*index=\d+\*/")
 _NAME = re.compile(r"%([\w.\-]+)")
-_MARK = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')  # a quoted text, which may hold any of the others, or one of them
+_MARK = re.compile(
+    r'"(?:[^"\\]|\\.)*"|[()\[\]{},]'
+)  # a quoted text, which may hold any of the others, or one of them
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLS = ("calls", "to_apply", "body", "true_computation", "false_computation", "branch_computations")
+_CALLS = (
+    "calls",
+    "to_apply",
+    "body",
+    "true_computation",
+    "false_computation",
+    "branch_computations",
+)
 
 
 class Array(NamedTuple):
@@ -47,7 +56,10 @@ class Array(NamedTuple):
 def arrays(shape: str) -> list[Array]:
     """Returns the arrays of a shape, which may be a tuple."""
     found = _ARRAY.findall(shape)
-    return [Array(d, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), layout) for d, dims, layout in found]
+    return [
+        Array(d, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), layout)
+        for d, dims, layout in found
+    ]
 
 
 def split(text: str) -> tuple[list[str], str]:
@@ -141,7 +153,12 @@ def parse(text: str) -> list[Computation]:
                 operands=[known[x] for text in given for x in _NAME.findall(text)],
                 given=", ".join(given),
                 attributes=attributes,
-                called=[computations[x] for key in _CALLS if key in attributes for x in _NAME.findall(attributes[key])],
+                called=[
+                    computations[x]
+                    for key in _CALLS
+                    if key in attributes
+                    for x in _NAME.findall(attributes[key])
+                ],
                 is_root=bool(root),
             )
             inside.instructions.append(known[name])

@@ -20,7 +20,9 @@ class Model(NamedTuple):
 
     loss: Callable[..., tuple[jax.Array, Any]]
     init: Callable[[], tuple[Any, Any, Any]]  # parameters, statistics, frozen
-    batch: Callable[[int], Any]  # the shapes of that many examples, whose integers are less than `classes`
+    batch: Callable[
+        [int], Any
+    ]  # the shapes of that many examples, whose integers are less than `classes`
     classes: int
 
 
@@ -48,7 +50,9 @@ class Block(nn.Module):
         mask = nn.make_causal_mask(x[..., 0])
         attend = nn.MultiHeadDotProductAttention(max(width // 64, 1), use_bias=False, **of)
         x = x + attend(nn.LayerNorm(use_bias=False, **of)(x), mask=mask)
-        up = nn.gelu(nn.Dense(4 * width, use_bias=False, **of)(nn.LayerNorm(use_bias=False, **of)(x)))
+        up = nn.gelu(
+            nn.Dense(4 * width, use_bias=False, **of)(nn.LayerNorm(use_bias=False, **of)(x))
+        )
         return x + nn.Dense(width, use_bias=False, **of)(up), None
 
 
@@ -68,7 +72,9 @@ class Transformer(nn.Module):
         embed = nn.Embed(vocabulary, width, embedding_init=nn.initializers.normal(0.02), **of)
         x, block = embed(tokens), nn.remat(Block, prevent_cse=not self.is_scanned)
         if self.is_scanned:
-            scanned = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=layers)
+            scanned = nn.scan(
+                block, variable_axes={"params": 0}, split_rngs={"params": True}, length=layers
+            )
             x, _ = scanned(**of)(x)
         else:
             for _ in range(layers):
@@ -86,7 +92,9 @@ def transformer(sizes: Sizes, dtype: Any, *, is_scanned: bool) -> Model:
     def loss(params: Any, statistics: Any, frozen: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         del frozen
         labels = jnp.roll(tokens, -1, 1)
-        losses = optax.softmax_cross_entropy_with_integer_labels(module.apply(params, tokens), labels)
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            module.apply(params, tokens), labels
+        )
         return jnp.mean(losses), statistics
 
     def init() -> tuple[Any, Any, Any]:
@@ -107,7 +115,13 @@ class Convolutions(nn.Module):
         """Returns logits of ten classes."""
         of = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         for i in range(8):
-            x = nn.Conv(self.width * 2 ** (i // 2), (3, 3), strides=1 + (i > 0 and i % 2 == 0), use_bias=False, **of)(x)
+            x = nn.Conv(
+                self.width * 2 ** (i // 2),
+                (3, 3),
+                strides=1 + (i > 0 and i % 2 == 0),
+                use_bias=False,
+                **of,
+            )(x)
             x = nn.relu(nn.BatchNorm(use_running_average=False, **of)(x))
         return nn.Dense(10, **of)(jnp.mean(x, (1, 2))).astype(jnp.float32)
 
@@ -125,7 +139,9 @@ def convolutions(sizes: Sizes, dtype: Any) -> Model:
         images, labels = batch
         variables = {"params": params, "batch_stats": statistics}
         logits, updated = module.apply(variables, images, mutable=["batch_stats"])
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels)), updated["batch_stats"]
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels)), updated[
+            "batch_stats"
+        ]
 
     def init() -> tuple[Any, Any, Any]:
         made = module.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
@@ -157,7 +173,9 @@ class Adapted(nnx.Module):
 
 def lora(sizes: Sizes, dtype: Any) -> Model:
     """A fine-tune of adapters, of a model that is frozen."""
-    graph, *_ = nnx.split(nnx.eval_shape(lambda: Adapted(sizes, dtype, nnx.Rngs(0))), nnx.LoRAParam, ...)
+    graph, *_ = nnx.split(
+        nnx.eval_shape(lambda: Adapted(sizes, dtype, nnx.Rngs(0))), nnx.LoRAParam, ...
+    )
 
     def batch(examples: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((examples, sizes.tokens), np.int32)

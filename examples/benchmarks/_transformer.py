@@ -20,7 +20,9 @@ class Transformer:
     tokens: int = 512  # in a sequence
     dtype: Any = jnp.bfloat16  # of activations and products
     is_scanned: bool = True  # otherwise a list of layers
-    looked_up: jax.sharding.PartitionSpec | None = None  # the sharding of embedded tokens, needed on an Explicit mesh
+    looked_up: jax.sharding.PartitionSpec | None = (
+        None  # the sharding of embedded tokens, needed on an Explicit mesh
+    )
 
     def shapes(self, dtype: Any = np.float32) -> dict[str, Any]:
         """Returns the parameters' shapes."""
@@ -72,4 +74,6 @@ class Transformer:
 
     def _normed(self, h: jax.Array, gain: jax.Array) -> jax.Array:
         x = h.astype(jnp.float32)
-        return (x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain).astype(self.dtype)
+        return (x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain).astype(
+            self.dtype
+        )

@@ -22,7 +22,9 @@ import shrewjax
 
 MICRO_BATCHES = 8
 MODES = ("propagate", "drop_microbatch", "drop_window", "extend_window")
-VARIANTS: Any = {mode: {"nonfinite": mode} for mode in MODES} | {"noise_decay": {"noise_decay": 0.99}}
+VARIANTS: Any = {mode: {"nonfinite": mode} for mode in MODES} | {
+    "noise_decay": {"noise_decay": 0.99}
+}
 
 
 def _ours() -> optax.GradientTransformation:
@@ -55,22 +57,34 @@ def window(quick: bool) -> list[Row]:
         params = _harness.gpt2(quick)
         return Loop(partial(step, tx), (params, tx.init(params)), grads)
 
-    theirs = _harness.multi_steps(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), MICRO_BATCHES)
+    theirs = _harness.multi_steps(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), MICRO_BATCHES
+    )
     loops = {
         "apply_gradients": loop(_harness.applied, shrewjax.accumulate(_ours(), MICRO_BATCHES)),
-        "update + apply_updates": loop(_harness.updated, shrewjax.accumulate(_ours(), MICRO_BATCHES)),
+        "update + apply_updates": loop(
+            _harness.updated, shrewjax.accumulate(_ours(), MICRO_BATCHES)
+        ),
         "MultiSteps": loop(_harness.updated, theirs),
     }
     host_driven = HostDriven(_harness.gpt2(quick), grads)
-    sides: dict[str, Callable[[], None]] = {k: partial(loop.run, MICRO_BATCHES) for k, loop in loops.items()}
+    sides: dict[str, Callable[[], None]] = {
+        k: partial(loop.run, MICRO_BATCHES) for k, loop in loops.items()
+    }
     times = _harness.alternate(sides | {"host-driven": host_driven.run}, 3 if quick else 9)
     memory = {k: _harness.temporary_share(loop.compiled, grads) for k, loop in loops.items()}
-    memory |= {f"host-driven, {k}": _harness.temporary_share(p, grads) for k, p in host_driven.programs.items()}
+    memory |= {
+        f"host-driven, {k}": _harness.temporary_share(p, grads)
+        for k, p in host_driven.programs.items()
+    }
 
     speed_bars = {"apply_gradients": 9, "update + apply_updates": 2.5, "host-driven": None}
     rows = [
         Row(
-            f"window, {k} (MultiSteps)", times[k], times["MultiSteps"], f"MultiSteps/shrewjax >= {bar}" if bar else None
+            f"window, {k} (MultiSteps)",
+            times[k],
+            times["MultiSteps"],
+            f"MultiSteps/shrewjax >= {bar}" if bar else None,
         )
         for k, bar in speed_bars.items()
     ]
@@ -78,7 +92,9 @@ def window(quick: bool) -> list[Row]:
     for name, figure in memory.items():
         if name != "MultiSteps":
             bar = f"shrewjax <= {memory_bars[name]}" if name in memory_bars else None
-            rows.append(Row(f"temporary memory, {name} (MultiSteps)", figure, memory["MultiSteps"], bar))
+            rows.append(
+                Row(f"temporary memory, {name} (MultiSteps)", figure, memory["MultiSteps"], bar)
+            )
     return rows
 
 
@@ -90,7 +106,9 @@ def micro_step(quick: bool) -> list[Row]:
         loops = {"floor": Loop(partial(jax.tree.map, jnp.add), _harness.gpt2(quick), grads)}
         tx = shrewjax.accumulate(_ours(), 2**20, **options)
         params = _harness.gpt2(quick)
-        loops["apply_gradients"] = Loop(partial(_harness.applied, tx), (params, tx.init(params)), grads)
+        loops["apply_gradients"] = Loop(
+            partial(_harness.applied, tx), (params, tx.init(params)), grads
+        )
         accumulator = shrewjax.GradAccumulator(2**20, **options)
         loops["GradAccumulator.add"] = Loop(accumulator.add, accumulator.init(grads), grads)
         sides = {k: partial(loop.run, MICRO_BATCHES) for k, loop in loops.items()}
@@ -98,7 +116,12 @@ def micro_step(quick: bool) -> list[Row]:
         bar = f"shrewjax/floor <= {1.15 if variant == 'propagate' else 1.6}"
         for name in ("apply_gradients", "GradAccumulator.add"):
             rows.append(
-                Row(f"micro-step, {name}, {variant} (floor: sum + gradients)", times[name], times["floor"], bar)
+                Row(
+                    f"micro-step, {name}, {variant} (floor: sum + gradients)",
+                    times[name],
+                    times["floor"],
+                    bar,
+                )
             )
     return rows
 
@@ -107,7 +130,9 @@ def executions(quick: bool) -> list[Row]:
     """How often the wrapped optimizer runs in 8 micro-steps with windows of 4."""
     del quick
 
-    def count(accumulate: Callable[[optax.GradientTransformation, int], optax.GradientTransformation]) -> Figure:
+    def count(
+        accumulate: Callable[[optax.GradientTransformation, int], optax.GradientTransformation],
+    ) -> Figure:
         runs: list[None] = []
         sgd = optax.sgd(0.1)
 
@@ -116,12 +141,21 @@ def executions(quick: bool) -> list[Row]:
             return sgd.update(updates, state, params)
 
         tx = accumulate(optax.GradientTransformation(sgd.init, update), 4)
-        Loop(partial(_harness.updated, tx), (jnp.zeros(3), tx.init(jnp.zeros(3))), jnp.ones(3)).run(8)
+        Loop(partial(_harness.updated, tx), (jnp.zeros(3), tx.init(jnp.zeros(3))), jnp.ones(3)).run(
+            8
+        )
         jax.effects_barrier()
         return Figure(len(runs))
 
     ours, other = count(shrewjax.accumulate), count(_harness.multi_steps)
-    return [Row("runs of inner, 8 micro-steps in windows of 4 (MultiSteps)", ours, other, "shrewjax == 2")]
+    return [
+        Row(
+            "runs of inner, 8 micro-steps in windows of 4 (MultiSteps)",
+            ours,
+            other,
+            "shrewjax == 2",
+        )
+    ]
 
 
 def average_error(quick: bool) -> list[Row]:
@@ -133,7 +167,10 @@ def average_error(quick: bool) -> list[Row]:
         shrewjax.GradAccumulator(micro_batches),
         _harness.multi_steps(optax.identity(), micro_batches + 1),
     )
-    add, update = jax.jit(accumulator.add, donate_argnums=0), jax.jit(theirs.update, donate_argnums=1)
+    add, update = (
+        jax.jit(accumulator.add, donate_argnums=0),
+        jax.jit(theirs.update, donate_argnums=1),
+    )
     params, exact = jnp.zeros(size), np.zeros(size)
     opened, state = accumulator.init(params), theirs.init(params)
     for _ in range(micro_batches):
@@ -144,10 +181,14 @@ def average_error(quick: bool) -> list[Row]:
     exact /= micro_batches
 
     def error(average: Any) -> Figure:
-        return Figure(float(np.linalg.norm(np.asarray(average, np.float64) - exact) / np.linalg.norm(exact)))
+        return Figure(
+            float(np.linalg.norm(np.asarray(average, np.float64) - exact) / np.linalg.norm(exact))
+        )
 
     measure = "L2 error of the average, 512 bfloat16 gradients, float32 sum (MultiSteps)"
-    return [Row(measure, error(accumulator.take(opened)[0]), error(state.acc_grads), "shrewjax < 1e-6")]
+    return [
+        Row(measure, error(accumulator.take(opened)[0]), error(state.acc_grads), "shrewjax < 1e-6")
+    ]
 
 
 if __name__ == "__main__":

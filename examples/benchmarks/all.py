@@ -20,9 +20,19 @@ if __name__ == "__main__":
     _harness.main(
         __doc__,
         [
-            *(clipping.training_step, clipping.norm_error, clipping.compile_time, clipping.small_trees),
+            *(
+                clipping.training_step,
+                clipping.norm_error,
+                clipping.compile_time,
+                clipping.small_trees,
+            ),
             readme.window,
-            *(accumulation.window, accumulation.micro_step, accumulation.executions, accumulation.average_error),
+            *(
+                accumulation.window,
+                accumulation.micro_step,
+                accumulation.executions,
+                accumulation.average_error,
+            ),
             *(value_and_grad.time_and_memory, value_and_grad.difference),
             *(percentile.cold_search, percentile.reads, percentile.whole_clip),
             *(unit_norms.clip_alone, unit_norms.training_step),

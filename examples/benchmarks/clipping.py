@@ -24,7 +24,10 @@ from _harness import Figure, Loop, Row
 import shrewjax
 
 MAX_NORM = 1.0
-CLIPS = {"shrewjax": shrewjax.clip_by_global_norm(MAX_NORM), "Optax": optax.clip_by_global_norm(MAX_NORM)}
+CLIPS = {
+    "shrewjax": shrewjax.clip_by_global_norm(MAX_NORM),
+    "Optax": optax.clip_by_global_norm(MAX_NORM),
+}
 
 
 def training_step(quick: bool) -> list[Row]:
@@ -36,10 +39,17 @@ def training_step(quick: bool) -> list[Row]:
         params = _harness.gpt2(quick)
         loops[name] = Loop(partial(_harness.updated, tx), (params, tx.init(params)), grads)
     steps = 3
-    times = _harness.alternate({k: partial(loop.run, steps) for k, loop in loops.items()}, 3 if quick else 15, steps)
+    times = _harness.alternate(
+        {k: partial(loop.run, steps) for k, loop in loops.items()}, 3 if quick else 15, steps
+    )
     memory = {k: _harness.temporary_share(loop.compiled, grads) for k, loop in loops.items()}
     return [
-        Row("clip + adamw + apply_updates", times["shrewjax"], times["Optax"], "Optax/shrewjax >= 1.6"),
+        Row(
+            "clip + adamw + apply_updates",
+            times["shrewjax"],
+            times["Optax"],
+            "Optax/shrewjax >= 1.6",
+        ),
         Row("its temporary memory", memory["shrewjax"], memory["Optax"], "shrewjax < 0.05"),
     ]
 
@@ -79,7 +89,9 @@ def _distributions(size: int, dtype: np.dtype[Any]) -> list[tuple[str, np.ndarra
 
 
 def _exact_norm(magnitudes: np.ndarray[Any, Any], order: float) -> float:
-    return float(magnitudes.max() if order == math.inf else np.sum(magnitudes**order) ** (1 / order))
+    return float(
+        magnitudes.max() if order == math.inf else np.sum(magnitudes**order) ** (1 / order)
+    )
 
 
 def _norms(order: float) -> dict[str, Callable[[Any], jax.Array]]:
@@ -88,7 +100,9 @@ def _norms(order: float) -> dict[str, Callable[[Any], jax.Array]]:
 
     measure = jax.jit(partial(shrewjax.grad_norm, ord=order))
     clip = jax.jit(partial(shrewjax.clip_grad_norm, max_norm=MAX_NORM, ord=order))
-    by_global = jax.jit(partial(by_transformation, shrewjax.clip_by_global_norm(MAX_NORM, ord=order)))
+    by_global = jax.jit(
+        partial(by_transformation, shrewjax.clip_by_global_norm(MAX_NORM, ord=order))
+    )
     by_leaf = jax.jit(partial(by_transformation, shrewjax.clip_by_leaf_norm(MAX_NORM, ord=order)))
     norms: dict[str, Callable[[Any], jax.Array]] = {
         "grad_norm": measure,
@@ -102,7 +116,9 @@ def _norms(order: float) -> dict[str, Callable[[Any], jax.Array]]:
 def compile_time(quick: bool) -> list[Row]:
     """From cleared caches to an executable, for the clip alone of 83 narrow layers: 1,000 leaves."""
     grads = _harness.transformer(1 if quick else 83, 16, 64, 32)
-    phases: dict[str, dict[str, list[float]]] = {k: {"all": [], "lower": [], "compile": []} for k in CLIPS}
+    phases: dict[str, dict[str, list[float]]] = {
+        k: {"all": [], "lower": [], "compile": []} for k in CLIPS
+    }
     for repetition in range(3 if quick else 6):
         for name, clip in CLIPS.items():
             jax.clear_caches()
@@ -118,7 +134,12 @@ def compile_time(quick: bool) -> list[Row]:
                 phases[name]["compile"].append(end - middle)
     ours, other = ({k: _harness.median(v, "s") for k, v in phases[name].items()} for name in CLIPS)
     return [
-        Row("clip of 1,000 leaves: trace, lower, compile", ours["all"], other["all"], "shrewjax/Optax <= 1.3"),
+        Row(
+            "clip of 1,000 leaves: trace, lower, compile",
+            ours["all"],
+            other["all"],
+            "shrewjax/Optax <= 1.3",
+        ),
         Row("of this, trace and lower", ours["lower"], other["lower"]),
         Row("of this, compile", ours["compile"], other["compile"]),
     ]
@@ -128,19 +149,26 @@ def small_trees(quick: bool) -> list[Row]:
     """The clip alone where the number of leaves counts and their size does not."""
     widths = (784, 256, 256, 10)
     trees = {
-        "a 3-layer MLP": [{"w": jnp.ones(layer), "b": jnp.ones(layer[1])} for layer in itertools.pairwise(widths)],
+        "a 3-layer MLP": [
+            {"w": jnp.ones(layer), "b": jnp.ones(layer[1])} for layer in itertools.pairwise(widths)
+        ],
         "1,000 tiny leaves": _harness.transformer(1 if quick else 83, 16, 64, 32),
     }
     rows = []
     for name, grads in trees.items():
         steps = 3 if quick else 30
-        sides = {k: partial(_clip_alone, clip, jax.jit(clip.update), grads, steps) for k, clip in CLIPS.items()}
+        sides = {
+            k: partial(_clip_alone, clip, jax.jit(clip.update), grads, steps)
+            for k, clip in CLIPS.items()
+        }
         times = _harness.alternate(sides, 3 if quick else 20, steps)
         rows.append(Row(f"clip alone, {name}", times["shrewjax"], times["Optax"]))
     return rows
 
 
-def _clip_alone(clip: optax.GradientTransformation, update: Callable[..., Any], grads: Any, steps: int) -> None:
+def _clip_alone(
+    clip: optax.GradientTransformation, update: Callable[..., Any], grads: Any, steps: int
+) -> None:
     state = clip.init(grads)
     for _ in range(steps):
         clipped, state = update(grads, state)

@@ -32,7 +32,10 @@ RULES: dict[str, tuple[Rule, Rule | None]] = compiled.RULES | {
         lambda: shrewjax.clip_by_global_norm(1.0, leaves=True),
         compiled.RULES["clip_by_global_norm"][1],
     ),
-    'clip_by_percentile(scope="leaf")': (lambda: shrewjax.clip_by_percentile(99.0, scope="leaf"), None),
+    'clip_by_percentile(scope="leaf")': (
+        lambda: shrewjax.clip_by_percentile(99.0, scope="leaf"),
+        None,
+    ),
     "accumulate": (
         lambda: compiled.window(optax.identity()),
         lambda: compiled.multi_steps(optax.identity()),
@@ -57,7 +60,9 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return result, seconds_of_a_core() - start
 
 
-def compile_step(target: Target, rule: Rule, params: Any, devices: int, times: int) -> tuple[float, float, int]:
+def compile_step(
+    target: Target, rule: Rule, params: Any, devices: int, times: int
+) -> tuple[float, float, int]:
     """Returns the CPU seconds of `.compile()`, those of tracing and lowering, and the distinct kernels."""
     mesh, spec = target.mesh(devices), sharded if devices > 1 else replicated
     tx = optax.chain(rule(), optax.adamw(1e-3))
@@ -74,17 +79,30 @@ def compile_step(target: Target, rule: Rule, params: Any, devices: int, times: i
         program, own = timed(lowered.compile)
         befores.append(before)
         seconds.append(own)
-    return statistics.median(seconds), statistics.median(befores), _compiled.distinct_kernels(program.as_text())
+    return (
+        statistics.median(seconds),
+        statistics.median(befores),
+        _compiled.distinct_kernels(program.as_text()),
+    )
 
 
 def main() -> None:
     """Prints the table, row by row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", required=True, help="h100, cpu, here, or a TPU such as v5e")
     parser.add_argument("--leaves", type=int, default=76, help="about how many, 4 and 12 a layer")
-    parser.add_argument("--devices", type=int, default=1, help="number of devices that share the parameters")
+    parser.add_argument(
+        "--devices", type=int, default=1, help="number of devices that share the parameters"
+    )
     parser.add_argument("--times", type=int, default=1, help="compile each step so often")
-    parser.add_argument("--only", default="", metavar="TEXT", help="the rows whose names this regular expression finds")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="the rows whose names this regular expression finds",
+    )
     options = parser.parse_args()
 
     jax.config.update("jax_enable_compilation_cache", False)
@@ -96,12 +114,19 @@ def main() -> None:
     except (_compiled.MissingCompilerError, ValueError) as error:
         parser.error(str(error))
     width = 64 if target.platform == "cpu" else 768
-    params = _harness.transformer_shapes((options.leaves - OTHERS) // PER_LAYER, width, 20_000 * width // 768, 1024)
-    measure = functools.partial(compile_step, target, params=params, devices=options.devices, times=options.times)
+    params = _harness.transformer_shapes(
+        (options.leaves - OTHERS) // PER_LAYER, width, 20_000 * width // 768, 1024
+    )
+    measure = functools.partial(
+        compile_step, target, params=params, devices=options.devices, times=options.times
+    )
     measure(optax.identity)  # the first compilation also starts the compiler
     number = len(jax.tree.leaves(params))
     print(f"{_harness.versions()}, compiled for {options.devices} {target.name}, {number} leaves\n")
-    print("| rule | compile, CPU s | trace and lower, CPU s | distinct kernels |\n|---|---|---|---|", flush=True)
+    print(
+        "| rule | compile, CPU s | trace and lower, CPU s | distinct kernels |\n|---|---|---|---|",
+        flush=True,
+    )
     known: dict[Any, tuple[float, float, int]] = {}
     for name, (ours, theirs) in RULES.items():
         if not re.search(options.only, name):
@@ -111,8 +136,15 @@ def main() -> None:
             known[theirs] = known.get(theirs) or measure(theirs)
             sides.append(known[theirs])
         columns = [f"{x:.1f}" if isinstance(x, float) else str(x) for x in sides[0]]
-        beside = [f" ({x:.1f})" if isinstance(x, float) else f" ({x})" for x in sides[1]] if theirs else [""] * 3
-        print(f"| {name} | {' | '.join(map(''.join, zip(columns, beside, strict=True)))} |", flush=True)
+        beside = (
+            [f" ({x:.1f})" if isinstance(x, float) else f" ({x})" for x in sides[1]]
+            if theirs
+            else [""] * 3
+        )
+        print(
+            f"| {name} | {' | '.join(map(''.join, zip(columns, beside, strict=True)))} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

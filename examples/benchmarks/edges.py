@@ -26,7 +26,9 @@ def clipped_norm(quick: bool) -> list[Row]:
     del quick
     rows = []
     for value, dtype in ((300.0, jnp.float16), (1e20, jnp.float32), (1e-4, jnp.float16)):
-        grads = jnp.full(10**6 if value < 1 else 10, value, dtype)  # of 1e-4, the norm is 0.1: to be left alone
+        grads = jnp.full(
+            10**6 if value < 1 else 10, value, dtype
+        )  # of 1e-4, the norm is 0.1: to be left alone
 
         def norm(clip: optax.GradientTransformation, grads: Any = grads) -> Figure:
             clipped = np.asarray(jax.jit(clip.update)(grads, clip.init(grads))[0], np.float64)
@@ -34,7 +36,10 @@ def clipped_norm(quick: bool) -> list[Row]:
 
         max_norm = 0.01 if value < 1 else 1.0
         measure = f"norm after clipping {grads.size:,} {grads.dtype} gradients of {value:g} to {max_norm:g}"
-        ours, other = norm(shrewjax.clip_by_global_norm(max_norm)), norm(optax.clip_by_global_norm(max_norm))
+        ours, other = (
+            norm(shrewjax.clip_by_global_norm(max_norm)),
+            norm(optax.clip_by_global_norm(max_norm)),
+        )
         rows.append(Row(measure, ours, other))
     return rows
 
@@ -43,7 +48,10 @@ def leaf_order(quick: bool) -> list[Row]:
     """How much the norm of the same leaves depends on their names, which decide their order."""
     del quick
     rng = np.random.default_rng(0)
-    leaves = [jnp.asarray(rng.normal(size=1000), dtype) for dtype in ("bfloat16", "bfloat16", "bfloat16", "float32")]
+    leaves = [
+        jnp.asarray(rng.normal(size=1000), dtype)
+        for dtype in ("bfloat16", "bfloat16", "bfloat16", "float32")
+    ]
 
     def spread(norm: Any) -> Figure:
         orders = itertools.permutations(leaves)
@@ -68,12 +76,18 @@ def shards(quick: bool) -> list[Row]:
         def on_device(g: jax.Array) -> jax.Array:
             return norm(g)[None]
 
-        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"), check_vma=False)
+        mapped = jax.shard_map(
+            on_device, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"), check_vma=False
+        )
         return Figure(float(np.max(np.abs(jax.jit(mapped)(grads) / np.linalg.norm(grads) - 1))))
 
     ours = error(lambda g: shrewjax.grad_norm(g, sharded_over="data"))
     return [
-        Row(f"relative error of the norm inside shard_map, {jax.device_count()} devices", ours, error(optax.tree.norm))
+        Row(
+            f"relative error of the norm inside shard_map, {jax.device_count()} devices",
+            ours,
+            error(optax.tree.norm),
+        )
     ]
 
 
@@ -84,7 +98,10 @@ def windows(quick: bool) -> list[Row]:
     x, y = rng.normal(size=(32, 5)).astype(np.float32), rng.normal(size=32).astype(np.float32)
     gradient = jax.jit(jax.grad(lambda w, x, y: jnp.mean((x @ w - y) ** 2)))
     w, pieces = jnp.zeros(5), np.split(np.arange(32), [20, 23, 31])
-    ours, theirs = shrewjax.accumulate(optax.identity(), 4), _harness.multi_steps(optax.identity(), 4)
+    ours, theirs = (
+        shrewjax.accumulate(optax.identity(), 4),
+        _harness.multi_steps(optax.identity(), 4),
+    )
     mean, of_means = None, None
     state, their_state = ours.init(w), theirs.init(w)
     for rows in pieces:
@@ -92,7 +109,9 @@ def windows(quick: bool) -> list[Row]:
         mean, state = ours.update(g, state, w, weight=len(rows))
         of_means, their_state = theirs.update(g, their_state, w)
     exact = np.asarray(gradient(w, x, y))
-    uneven = [Figure(float(np.linalg.norm(g - exact) / np.linalg.norm(exact))) for g in (mean, of_means)]
+    uneven = [
+        Figure(float(np.linalg.norm(g - exact) / np.linalg.norm(exact))) for g in (mean, of_means)
+    ]
 
     def finite_after_a_nan(tx: optax.GradientTransformation) -> Figure:
         state, update = tx.init(w), jax.jit(tx.update)
@@ -124,7 +143,10 @@ def windows(quick: bool) -> list[Row]:
             "share of finite updates of adam after a window with a NaN, drop_microbatch (MultiSteps, defaults)",
             *map(finite_after_a_nan, adams),
         ),
-        Row("micro-batches used of 10, in windows of 4 (with flush)", *map(used_of_ten, (ours, theirs))),
+        Row(
+            "micro-batches used of 10, in windows of 4 (with flush)",
+            *map(used_of_ten, (ours, theirs)),
+        ),
     ]
 
 
@@ -142,11 +164,22 @@ def dtypes(quick: bool) -> list[Row]:
     rows = []
     for what, gradients in (
         ("[1+2j, 3-1j] twice", np.complex64([[1 + 2j, 3 - 1j]] * 2)),
-        ("eight float64 gradients of 1,000 elements", np.random.default_rng(0).normal(size=(8, 1000))),
+        (
+            "eight float64 gradients of 1,000 elements",
+            np.random.default_rng(0).normal(size=(8, 1000)),
+        ),
     ):
         with jax.enable_x64(gradients.dtype == np.float64):
-            txs = (make(optax.identity(), len(gradients)) for make in (shrewjax.accumulate, _harness.multi_steps))
-            rows.append(Row(f"relative error of the average of {what}", *(error(tx, gradients) for tx in txs)))
+            txs = (
+                make(optax.identity(), len(gradients))
+                for make in (shrewjax.accumulate, _harness.multi_steps)
+            )
+            rows.append(
+                Row(
+                    f"relative error of the average of {what}",
+                    *(error(tx, gradients) for tx in txs),
+                )
+            )
     return rows
 
 

@@ -55,14 +55,20 @@ def cold_search(quick: bool) -> list[Row]:
         measure = f"percentile {percentile}, {int(find(leaves).reads)} reads (other: np.partition)"
         rows.append(Row(measure, times["shrewjax"], times["np.partition"], "other/shrewjax >= 2"))
 
-    joining = _harness.alternate({"other": lambda: _magnitudes(on_host)}, 3 if quick else 5)["other"]
+    joining = _harness.alternate({"other": lambda: _magnitudes(on_host)}, 3 if quick else 5)[
+        "other"
+    ]
     rows.append(Row("of np.partition's time, to join the magnitudes", joining))
-    quantile = jax.jit(lambda leaves: jnp.quantile(jnp.abs(jnp.concatenate([x.ravel() for x in leaves])), 0.9))
+    quantile = jax.jit(
+        lambda leaves: jnp.quantile(jnp.abs(jnp.concatenate([x.ravel() for x in leaves])), 0.9)
+    )
     compiled = quantile.lower(leaves).compile()
     start = time.perf_counter()
     jax.block_until_ready(compiled(leaves))
     sorting = Figure((time.perf_counter() - start) * 1e3, "ms")
-    rows.append(Row("the slowest of these (other: jnp.quantile)", slowest, sorting, "other/shrewjax >= 100"))
+    rows.append(
+        Row("the slowest of these (other: jnp.quantile)", slowest, sorting, "other/shrewjax >= 100")
+    )
     return rows
 
 
@@ -89,7 +95,12 @@ def reads(quick: bool) -> list[Row]:
         Row(f"reads from the last bound, median of {len(warm)}", Figure(statistics.median(warm))),
         Row("the most of these", Figure(max(warm)), None, "shrewjax <= 5"),
         Row("reads with no start, the most", Figure(max(cold["float32"]))),
-        Row("reads with no start, mean, bfloat16 (other: float32)", ours, other, "shrewjax/other <= 0.5"),
+        Row(
+            "reads with no start, mean, bfloat16 (other: float32)",
+            ours,
+            other,
+            "shrewjax/other <= 0.5",
+        ),
     ]
 
 
@@ -127,10 +138,16 @@ def whole_clip(quick: bool) -> list[Row]:
     }
     times = _harness.alternate(sides, 3 if quick else 7)
     return [
-        Row("temporary memory", _harness.temporary_share(compiled, leaves), None, "shrewjax < 0.01"),
+        Row(
+            "temporary memory", _harness.temporary_share(compiled, leaves), None, "shrewjax < 0.01"
+        ),
         Row("search: trace, lower, compile", find_seconds, None, "shrewjax < 2"),
         Row("search and clip: trace, lower, compile", seconds, None, "shrewjax < 2"),
-        Row("search and clip from the last bound (other: clip_by_global_norm)", times["percentile"], times["norm"]),
+        Row(
+            "search and clip from the last bound (other: clip_by_global_norm)",
+            times["percentile"],
+            times["norm"],
+        ),
     ]
 
 

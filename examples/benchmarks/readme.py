@@ -37,7 +37,10 @@ def sides() -> dict[str, tuple[Callable[..., Any], Any, int]]:
     names["accumulating"] = shrewjax.accumulate(names["tx"], MICRO_BATCHES)
 
     before = dict(names)
-    exec(re.sub(r"(?m)^\+.*\n|^[- ]", "", re.findall(r"```diff\n(.*?)```", text, re.DOTALL)[0]), before)
+    exec(
+        re.sub(r"(?m)^\+.*\n|^[- ]", "", re.findall(r"```diff\n(.*?)```", text, re.DOTALL)[0]),
+        before,
+    )
     clip_and_adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     before["tx"] = optax.MultiSteps(clip_and_adamw, MICRO_BATCHES)
     return {
@@ -67,7 +70,12 @@ def window(quick: bool) -> list[Row]:
     times = _harness.alternate(runs, 3 if quick else 9)
     ours, theirs = times["README, donated"], times["MultiSteps, not donated"]
     return [
-        Row("a window of 8, the README's step (before its diff)", ours, theirs, "other/shrewjax >= 9"),
+        Row(
+            "a window of 8, the README's step (before its diff)",
+            ours,
+            theirs,
+            "other/shrewjax >= 9",
+        ),
         Row("the same (before its diff, donated)", ours, times["MultiSteps, donated"]),
         Row("the same, not donated (before its diff)", times["README, not donated"], theirs),
         Row("the same (the README's step, not donated)", ours, times["README, not donated"]),

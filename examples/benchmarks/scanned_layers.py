@@ -37,7 +37,10 @@ class Lookup:
     def shapes(self, dtype: Any = np.float32) -> dict[str, Any]:
         """Returns the parameters' shapes."""
         table, out = ((self.rows, self.width), (self.width, 1))
-        return {"table": jax.ShapeDtypeStruct(table, dtype), "out": jax.ShapeDtypeStruct(out, dtype)}
+        return {
+            "table": jax.ShapeDtypeStruct(table, dtype),
+            "out": jax.ShapeDtypeStruct(out, dtype),
+        }
 
     def batch(self, examples: int) -> jax.ShapeDtypeStruct:
         """Returns the shape and dtype of a batch of examples."""
@@ -58,7 +61,10 @@ def sum_by_hand(loss: Callable[..., Any], steps: int, params: Any, batch: Any) -
 
     def add(sums: Any, x: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(params, x)
-        return (sums[0] + value, jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums[1], grads)), None
+        return (
+            sums[0] + value,
+            jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums[1], grads),
+        ), None
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, np.float32), params)
     micro_batches = batch.reshape(-1, steps, *batch.shape[1:]).swapaxes(0, 1)
@@ -71,7 +77,9 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     ONE: lambda loss: jax.value_and_grad(loss),
     "by hand": lambda loss: functools.partial(sum_by_hand, loss, MICRO_BATCHES),
     "value_and_grad": lambda loss: shrewjax.value_and_grad(loss, MICRO_BATCHES),
-    "weighted": lambda loss: shrewjax.value_and_grad(loss, MICRO_BATCHES, weight=lambda _, tokens: weight(tokens)),
+    "weighted": lambda loss: shrewjax.value_and_grad(
+        loss, MICRO_BATCHES, weight=lambda _, tokens: weight(tokens)
+    ),
 }
 
 
@@ -87,10 +95,15 @@ def gradients(
     number = sequences * devices * (1 if way == ONE else MICRO_BATCHES)
 
     def spec(x: Any) -> P:
-        return P(*[None] * (x.ndim - 1), "data") if devices > 1 and x.shape[-1] % devices == 0 else P()
+        return (
+            P(*[None] * (x.ndim - 1), "data") if devices > 1 and x.shape[-1] % devices == 0 else P()
+        )
 
     unit = _compiled.bytes_on_a_device(place(model.shapes(), mesh, spec))
-    params, batch = place(model.shapes(dtype), mesh, spec), place(model.batch(number), mesh, sharded)
+    params, batch = (
+        place(model.shapes(dtype), mesh, spec),
+        place(model.batch(number), mesh, sharded),
+    )
     return _compiled.compile_for(target, WAYS[way](model.loss), params, batch, unit=unit, donate=())
 
 
@@ -143,12 +156,16 @@ def window(target: Target, name: str, model: Any, sequences: int) -> Program:
     def step(carry: Any, tokens: jax.Array) -> Any:
         return apply(tx, carry, jax.grad(model.loss)(carry[0], tokens), tokens)
 
-    return _compiled.compile_for(target, step, (params, state), tokens, unit=_compiled.bytes_on_a_device(params))
+    return _compiled.compile_for(
+        target, step, (params, state), tokens, unit=_compiled.bytes_on_a_device(params)
+    )
 
 
 def main() -> None:
     """Prints both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="h100", help="h100, cpu, here, or a TPU such as v5e")
     options = parser.parse_args()
     if options.device != "here":
@@ -166,8 +183,12 @@ def main() -> None:
         found = [f"{beyond_one(target, name, *arguments):.2f}" for name in names]
         print(f"| {label} | {' | '.join(found)} |", flush=True)
 
-    print(f"\n| a window's temporary memory, P | {' | '.join(WINDOWS)} |\n|{'---|' * (1 + len(WINDOWS))}")
-    print(f"| float32 | {' | '.join(f'{window(target, name, model, 4).temporary:.2f}' for name in WINDOWS)} |")
+    print(
+        f"\n| a window's temporary memory, P | {' | '.join(WINDOWS)} |\n|{'---|' * (1 + len(WINDOWS))}"
+    )
+    print(
+        f"| float32 | {' | '.join(f'{window(target, name, model, 4).temporary:.2f}' for name in WINDOWS)} |"
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ ACCUM_STEPS = 4
 
 
 def _ours() -> optax.GradientTransformation:
-    return shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adam(1e-3)), ACCUM_STEPS)
+    return shrewjax.accumulate(
+        optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adam(1e-3)), ACCUM_STEPS
+    )
 
 
 def _theirs() -> optax.GradientTransformation:
@@ -43,7 +45,9 @@ STEPS: dict[str, tuple[Callable[..., Any], optax.GradientTransformation]] = {
 def _networks(quick: bool) -> dict[str, Any]:
     widths = (784, 256, 256, 10)
     return {
-        "3-layer MLP": [{"w": jnp.ones(layer), "b": jnp.ones(layer[1])} for layer in itertools.pairwise(widths)],
+        "3-layer MLP": [
+            {"w": jnp.ones(layer), "b": jnp.ones(layer[1])} for layer in itertools.pairwise(widths)
+        ],
         "1,000 tiny leaves": _harness.transformer(1 if quick else 83, 16, 64, 32),
     }
 
@@ -79,7 +83,12 @@ def compile_time(quick: bool) -> Iterator[Row]:
 
 def _rows(measure: str, figures: dict[str, _harness.Figure]) -> list[Row]:
     return [
-        Row(f"{measure}, {name} (MultiSteps)", figure, figures["MultiSteps"], "shrewjax/MultiSteps <= 1")
+        Row(
+            f"{measure}, {name} (MultiSteps)",
+            figure,
+            figures["MultiSteps"],
+            "shrewjax/MultiSteps <= 1",
+        )
         for name, figure in figures.items()
         if name != "MultiSteps"
     ]

@@ -53,7 +53,10 @@ def training_step(quick: bool) -> list[Row]:
     """Clip, AdamW and the parameters' update in one donated program."""
     grads, start = _harness.gpt2(quick, seed=1), _harness.gpt2(quick)
     plain = optax.chain(ONE_NORM[BASE], optax.adamw(1e-3))
-    rules = {name: optax.chain(tx, optax.adamw(1e-3)) for name, tx in (GIVEN | ONE_NORM | MANY_NORMS).items()}
+    rules = {
+        name: optax.chain(tx, optax.adamw(1e-3))
+        for name, tx in (GIVEN | ONE_NORM | MANY_NORMS).items()
+    }
     rules |= {name: guard(plain) for name, guard in GUARDS.items()}
     steps = {name: (tx, _harness.updated) for name, tx in rules.items()}
     steps |= {f"{name}, apply_gradients": (rules[name], _harness.applied) for name in GUARDS}
@@ -65,7 +68,13 @@ def training_step(quick: bool) -> list[Row]:
     rows = _rows("clip + adamw + apply_updates", _harness.alternate(sides, 3 if quick else 15))
     for name in steps:
         share = _harness.temporary_share(loops[name].compiled, grads)
-        rows.append(Row(f"its temporary memory, {name}", share, bar="shrewjax < 0.05" if name in BARS else None))
+        rows.append(
+            Row(
+                f"its temporary memory, {name}",
+                share,
+                bar="shrewjax < 0.05" if name in BARS else None,
+            )
+        )
     return rows
 
 
@@ -88,7 +97,9 @@ def zero_gradients(quick: bool) -> list[Row]:
             sides[what] = partial(loop.run, 1)
         times = _harness.alternate(sides, 3 if quick else 11)
         rows += [
-            Row(f"clip + adamw, {name}, {what}", times[what], times[LIVE], f"shrewjax/{LIVE} <= 1.1")
+            Row(
+                f"clip + adamw, {name}, {what}", times[what], times[LIVE], f"shrewjax/{LIVE} <= 1.1"
+            )
             for what in times
             if what != LIVE
         ]
@@ -97,7 +108,12 @@ def zero_gradients(quick: bool) -> list[Row]:
 
 def _rows(what: str, times: dict[str, _harness.Figure]) -> list[Row]:
     return [
-        Row(f"{what}, {name}", time, times[base], f"shrewjax/{base} <= {BARS[name]}" if name in BARS else None)
+        Row(
+            f"{what}, {name}",
+            time,
+            times[base],
+            f"shrewjax/{base} <= {BARS[name]}" if name in BARS else None,
+        )
         for name, time in times.items()
         for base in (BASE, OPTAX)
         if name not in (base, OPTAX)

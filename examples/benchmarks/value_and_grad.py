@@ -28,14 +28,18 @@ Step = Callable[..., Any]
 def shapes(quick: bool) -> Any:
     """Returns the shapes of the parameters, 10.0 million numbers."""
     return (
-        _harness.transformer_shapes(2, 20, 64, LENGTH) if quick else _harness.transformer_shapes(6, 320, 8192, LENGTH)
+        _harness.transformer_shapes(2, 20, 64, LENGTH)
+        if quick
+        else _harness.transformer_shapes(6, 320, 8192, LENGTH)
     )
 
 
 def parameters(quick: bool) -> Any:
     """Small random ones."""
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: jnp.asarray(0.02 * rng.standard_normal(x.shape, np.float32)), shapes(quick))
+    return jax.tree.map(
+        lambda x: jnp.asarray(0.02 * rng.standard_normal(x.shape, np.float32)), shapes(quick)
+    )
 
 
 def batch(quick: bool, examples: int = BATCH) -> tuple[jax.Array, jax.Array]:
@@ -61,7 +65,9 @@ def losses(params: Any, tokens: jax.Array) -> jax.Array:
         layer = params[name]
         parts = jnp.split(_dense(layer["qkv"], _normed(layer["norm_1"], x)), 3, axis=-1)
         q, k, v = (part.reshape(*x.shape[:2], HEADS, -1) for part in parts)
-        x = x + _dense(layer["proj"], jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
+        x = x + _dense(
+            layer["proj"], jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        )
         x = x + _dense(layer["down"], jax.nn.gelu(_dense(layer["up"], _normed(layer["norm_2"], x))))
     logits = _normed(params["norm"], x) @ params["tokens"].T
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
@@ -116,7 +122,9 @@ def optax_microbatch(loss: Step) -> Step:
 
     def step(params: Any, *examples: jax.Array) -> Any:
         size = len(examples[0]) // MICRO_BATCHES
-        run = optax.microbatching.microbatch(jax.value_and_grad(loss), range(1, 1 + len(examples)), size, mean)
+        run = optax.microbatching.microbatch(
+            jax.value_and_grad(loss), range(1, 1 + len(examples)), size, mean
+        )
         return run(params, *examples)
 
     return step
@@ -146,7 +154,10 @@ def time_and_memory(quick: bool) -> list[Row]:
     }
     programs = {name: compiled(step, params, *examples) for name, step in steps.items()}
     one_part = peak(compiled(whole(mean_loss), params, *batch(quick, BATCH // MICRO_BATCHES)))
-    sides = {name: partial(_harness.finish, program, params, *examples) for name, program in programs.items()}
+    sides = {
+        name: partial(_harness.finish, program, params, *examples)
+        for name, program in programs.items()
+    }
     times = _harness.alternate(sides, 3 if quick else 15)
     rows = [
         Row(f"a step, {name} ({other})", times[name], times[other], bar)
@@ -168,14 +179,22 @@ def difference(quick: bool) -> list[Row]:
     """From the one large batch, whose gradients in float64 are the truth for both."""
     params, examples = parameters(quick), batch(quick)
     rows = []
-    for name, loss, weight in (("mean loss", mean_loss, None), ("token weights", masked_loss, real_tokens)):
+    for name, loss, weight in (
+        ("mean loss", mean_loss, None),
+        ("token weights", masked_loss, real_tokens),
+    ):
         value, grads = jax.jit(ours(loss, weight=weight))(params, *examples)
         large_value, large = jax.jit(whole(loss))(params, *examples)
         with jax.enable_x64(True):
             exact_value, exact = jax.jit(whole(loss))(jax.tree.map(np.float64, params), *examples)
         errors = [Figure(_distance(found, exact)) for found in (grads, large)]
-        rows.append(Row(f"gradients, {name}, from float64 (one batch)", *errors, "shrewjax <= 1e-6"))
-        errors = [Figure(float(abs(np.float64(found) / float(exact_value) - 1))) for found in (value, large_value)]
+        rows.append(
+            Row(f"gradients, {name}, from float64 (one batch)", *errors, "shrewjax <= 1e-6")
+        )
+        errors = [
+            Figure(float(abs(np.float64(found) / float(exact_value) - 1)))
+            for found in (value, large_value)
+        ]
         rows.append(Row(f"value, {name}, from float64 (one batch)", *errors, "shrewjax <= 1e-6"))
     return rows
 

@@ -30,7 +30,9 @@ import shrewjax
 K = 8
 EXAMPLES = 4  # of a micro-batch, on a device
 SIZES = {
-    True: Sizes(layers=6, width=256, vocabulary=2048, tokens=32, dtype=np.float32),  # on a CPU, which has no bfloat16
+    True: Sizes(
+        layers=6, width=256, vocabulary=2048, tokens=32, dtype=np.float32
+    ),  # on a CPU, which has no bfloat16
     False: Sizes(layers=12, width=1024, vocabulary=8192, tokens=512),
 }
 LEAST = 1e-3  # P: smaller collectives are not counted
@@ -107,7 +109,9 @@ def ways(model: Model) -> dict[str, Way]:
         "shrewjax.value_and_grad": Way(whole, ours),
         "optax.microbatching": Way(microbatching, theirs),
         "a loop by hand": Way(by_hand, theirs),
-        "shrewjax.accumulate": Way(partial(one_by_one, _harness.applied, accumulating), accumulating, K),
+        "shrewjax.accumulate": Way(
+            partial(one_by_one, _harness.applied, accumulating), accumulating, K
+        ),
         "optax.MultiSteps": Way(of_optax, multi_steps, K),
         "optax.MultiSteps, not donated": Way(of_optax, multi_steps, K, donates=False),
     }
@@ -131,7 +135,9 @@ def program(target: Target, model: Model, way: Way, devices: int = 1) -> Program
     carry, frozen = place(jax.eval_shape(partial(carry_of, model, way)), mesh)
     batch = place(model.batch(EXAMPLES * devices * K // way.calls), mesh, sharded)
     donate = (0,) if way.donates else ()
-    return _compiled.compile_for(target, way.step, carry, frozen, batch, unit=unit_of(model), donate=donate)
+    return _compiled.compile_for(
+        target, way.step, carry, frozen, batch, unit=unit_of(model), donate=donate
+    )
 
 
 def held(model: Model, compiled: Any) -> float:
@@ -179,31 +185,49 @@ class Run:
 def numbers(classes: int, x: Any) -> jax.Array:
     """Returns an array of a shape: labels or tokens, or normal numbers."""
     rng = np.random.default_rng(0)
-    return jnp.asarray(rng.integers(0, classes, x.shape) if x.dtype == np.int32 else rng.normal(size=x.shape), x.dtype)
+    return jnp.asarray(
+        rng.integers(0, classes, x.shape) if x.dtype == np.int32 else rng.normal(size=x.shape),
+        x.dtype,
+    )
 
 
 def timed(model: Model, times: int) -> dict[str, dict[str, float]]:
     """Returns the memory and the median time of each way, all in turn."""
     runs = {name: Run(model, way) for name, way in ways(model).items()}
     of_window = _harness.alternate({name: run.window for name, run in runs.items()}, times)
-    return {name: {"held, P": run.held, "window, ms": of_window[name].value} for name, run in runs.items()}
+    return {
+        name: {"held, P": run.held, "window, ms": of_window[name].value}
+        for name, run in runs.items()
+    }
 
 
 def main() -> None:
     """Prints the table, model by model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", help="cpu, here, h100, or a TPU such as v5e")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="the models with names that this regular expression finds"
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="the models with names that this regular expression finds",
     )
-    parser.add_argument("--times", type=int, default=5, help="windows of which the median time is taken")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file, too")
+    parser.add_argument(
+        "--times", type=int, default=5, help="windows of which the median time is taken"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows to this file, too"
+    )
     options = parser.parse_args()
 
     runs_here = options.device in ("cpu", "here")
     if options.device != "here":
         jax.config.update("jax_platforms", "cpu")
-    print(f"{_harness.versions()}, {'' if runs_here else 'compiled for '}{options.device}\n", flush=True)
+    print(
+        f"{_harness.versions()}, {'' if runs_here else 'compiled for '}{options.device}\n",
+        flush=True,
+    )
     rows = []
     for name, make in MODELS.items():
         for dtype in (np.float32, jnp.bfloat16):
@@ -223,7 +247,9 @@ def main() -> None:
             print(flush=True)
             rows.append({"model": label, "ways": found})
     if options.json:
-        options.json.write_text(json.dumps({"device": options.device, "rows": rows}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps({"device": options.device, "rows": rows}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

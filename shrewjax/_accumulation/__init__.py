@@ -15,6 +15,6 @@ Private modules hold the parts:
 * `_aux`: the aux, reduced leaf by leaf.
 * `_overwritten`: the statistics of Flax's fp8 layers, which come as gradients.
 
-These modules import `_base`, `_programs`, `_numerics` and `_skipping.wrapping`. Only `from_optax` also imports states of
-guards and clipping rules.
+These modules import `_base`, `_programs`, `_numerics` and `_skipping.wrapping`. Only `from_optax` also imports states
+of guards and clipping rules.
 """

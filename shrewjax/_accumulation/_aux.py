@@ -49,7 +49,9 @@ class AuxLeaves:
 
         It traces `fun` for the whole batch if an axis of such a leaf is a multiple of the micro-batch's size.
         """
-        if not size or not any(n % size == 0 for x in self._of(self._like, "mean") for n in x.shape):
+        if not size or not any(
+            n % size == 0 for x in self._of(self._like, "mean") for n in x.shape
+        ):
             return
         try:
             whole = jax.eval_shape(of_whole_batch)
@@ -57,7 +59,9 @@ class AuxLeaves:
             return  # fun may take no other number of examples, so that no other shape is known
         if jax.tree.structure(whole) != self._structure:
             return
-        averaged = (self._of(leaves, "mean") for leaves in (self._paths, self._like, jax.tree.leaves(whole)))
+        averaged = (
+            self._of(leaves, "mean") for leaves in (self._paths, self._like, jax.tree.leaves(whole))
+        )
         for path, x, large in zip(*averaged, strict=True):
             if x.shape != large.shape:
                 raise ValueError(
@@ -71,10 +75,16 @@ class AuxLeaves:
 
     def open(self) -> AuxSums:
         means = [jnp.zeros(x.shape, x.dtype) for x in self._of(self._like, "mean")]
-        others = [_empty(name, x) for name, x in zip(self._names, self._like, strict=True) if name in COMBINE]
+        others = [
+            _empty(name, x)
+            for name, x in zip(self._names, self._like, strict=True)
+            if name in COMBINE
+        ]
         return AuxSums(self._window.init(means), others)
 
-    def add(self, sums: AuxSums, aux: PyTree, weight: Number, kept: Flag) -> tuple[AuxSums, list[jax.Array]]:
+    def add(
+        self, sums: AuxSums, aux: PyTree, weight: Number, kept: Flag
+    ) -> tuple[AuxSums, list[jax.Array]]:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
         # A leaf that is the same on every device, such as a metric that fun has reduced, is its own mean over devices.
         averaged = [as_varying(x, self._sum_over) for x in self._of(leaves, "mean")]
@@ -84,7 +94,9 @@ class AuxLeaves:
             _combined(name, old, x.astype(old.dtype), kept)
             for name, old, x in zip(names, sums.others, self._of(leaves, *COMBINE), strict=True)
         ]
-        return AuxSums(means, others), [selected(kept, x, jnp.zeros_like(x)) for x in self._of(leaves, "stack")]
+        return AuxSums(means, others), [
+            selected(kept, x, jnp.zeros_like(x)) for x in self._of(leaves, "stack")
+        ]
 
     def close(self, sums: AuxSums, stacked: list[jax.Array]) -> PyTree:
         """Returns the aux of the batch.
@@ -93,7 +105,10 @@ class AuxLeaves:
         """
         means, known, _ = self._window.close(already_begun(sums.means))
         names = self._of(self._names, *COMBINE)
-        results = {"mean": iter([nan_unless(known, x) for x in means.gradients]), "stack": iter(stacked)}
+        results = {
+            "mean": iter([nan_unless(known, x) for x in means.gradients]),
+            "stack": iter(stacked),
+        }
         others = iter(combined_over(self._sum_over, names, sums.others))
         # Each iterator has its leaves in the order of the names.
         leaves = [next(results.get(name, others)) for name in self._names]
@@ -144,9 +159,13 @@ def _empty(name: str, like: Leaf) -> jax.Array:
         if is_gradient(like):
             # Some float8 have no infinity: there the cast would make a NaN, which no number replaces.
             has_infinity = bool(np.isinf(np.asarray(np.inf).astype(dtype)))
-            least, largest = (-np.inf, np.inf) if has_infinity else (jnp.finfo(dtype).min, jnp.finfo(dtype).max)
+            least, largest = (
+                (-np.inf, np.inf) if has_infinity else (jnp.finfo(dtype).min, jnp.finfo(dtype).max)
+            )
         else:
-            least, largest = (False, True) if dtype == np.bool else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+            least, largest = (
+                (False, True) if dtype == np.bool else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+            )
         start = least if name == "max" else largest
     return as_varying(jnp.full(like.shape, start, dtype), tuple(varying_axes(like)))
 
@@ -171,4 +190,6 @@ def nan_unless(known: Flag, x: jax.Array) -> jax.Array:
 def cast_like(x: jax.Array, like: Leaf) -> jax.Array:
     if not is_gradient(x):
         return x
-    return (x.real if floats.is_complex(x) and not floats.is_complex(like) else x).astype(like.dtype)
+    return (x.real if floats.is_complex(x) and not floats.is_complex(like) else x).astype(
+        like.dtype
+    )

@@ -59,7 +59,9 @@ def checked_gradients(grads: ArrayTree, gradient_sum: ArrayTree, axes: Axes) -> 
             return None
         is_added = is_gradient(grad)
         if is_added != is_gradient(total):
-            raise ValueError(f"gradient leaf {leaf_name(path)} is {grad.dtype}, but {_remedy_of_kind(total)}")
+            raise ValueError(
+                f"gradient leaf {leaf_name(path)} is {grad.dtype}, but {_remedy_of_kind(total)}"
+            )
         if is_added and floats.is_complex(grad) and not floats.is_complex(total):
             raise ValueError(
                 f"gradient leaf {leaf_name(path)} is {grad.dtype}, but its accumulator is {total.dtype} and would lose "
@@ -136,7 +138,12 @@ def same_leaves(grads: PyTree, gradient_sum: PyTree, axes: Axes) -> None:
     )
 
     def check(path: KeyPath, total: Leaf, grad: Leaf) -> None:
-        if hasattr(grad, "dtype") and grad.shape != total.shape and is_gradient(grad) and is_gradient(total):
+        if (
+            hasattr(grad, "dtype")
+            and grad.shape != total.shape
+            and is_gradient(grad)
+            and is_gradient(total)
+        ):
             raise AssertionError(
                 f"gradient leaf {leaf_name(path)} must have the shape of its accumulator, {total.shape}, got "
                 f"{grad.shape}. {_remedy_of_shape(grad.shape, total.shape, axes)}"
@@ -179,11 +186,17 @@ def mesh_of(params: ArrayTree, axes: AxisNames) -> Mesh | AbstractMesh | None:
     )
 
 
-def zero_rows(like: jax.Array, dtype: DType, axes: AxisNames, mesh: Mesh | AbstractMesh | None, name: str) -> jax.Array:
+def zero_rows(
+    like: jax.Array, dtype: DType, axes: AxisNames, mesh: Mesh | AbstractMesh | None, name: str
+) -> jax.Array:
     """Returns zeros like a parameter, with one row per device. `name` is the parameter's name in messages."""
     sharding = sharding_of(like)
     spec = () if sharding is None else sharding.spec
-    over = {a for dim in spec for a in (dim if isinstance(dim, tuple) else (dim,))} if mesh else varying_axes(like)
+    over = (
+        {a for dim in spec for a in (dim if isinstance(dim, tuple) else (dim,))}
+        if mesh
+        else varying_axes(like)
+    )
     if over & set(axes):
         raise ValueError(
             f"parameter {name} is sharded over sum_over={axes!r} itself, so its gradients are already reduced over it. "
@@ -211,7 +224,9 @@ def emptied_rows(rows: ArrayTree, average: ArrayTree, axes: AxisNames) -> ArrayT
     # XLA-22.
     # On CUDA and TPU, XLA would otherwise keep both the rows and the average, which costs memory of the parameters'
     # size (tests/devices/test_accelerators.py, "sends gradients once").
-    return jax.tree.map(lambda row, x: as_varying(x[None], axes) if row.ndim else row, rows, average)
+    return jax.tree.map(
+        lambda row, x: as_varying(x[None], axes) if row.ndim else row, rows, average
+    )
 
 
 def redistribute_rows(rows: jax.Array, like: jax.Array) -> jax.Array:
@@ -220,13 +235,19 @@ def redistribute_rows(rows: jax.Array, like: jax.Array) -> jax.Array:
     if isinstance(like.sharding, NamedSharding):
         total = jax.device_put(total, NamedSharding(like.sharding.mesh, P(*like.sharding.spec[1:])))
     is_first = expand_like(jnp.arange(like.shape[0], dtype=jnp.int32) == 0, like)
-    place = jax.jit(lambda is_first, x: jnp.where(is_first, x, jnp.zeros_like(x)), out_shardings=like.sharding)
+    place = jax.jit(
+        lambda is_first, x: jnp.where(is_first, x, jnp.zeros_like(x)), out_shardings=like.sharding
+    )
     return place(is_first, total[None])
 
 
 def expand_like(per_row: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns a scalar, or one number per row, in a shape that broadcasts against the rows."""
-    return per_row.reshape(per_row.shape + (1,) * (rows.ndim - per_row.ndim)) if per_row.ndim else per_row
+    return (
+        per_row.reshape(per_row.shape + (1,) * (rows.ndim - per_row.ndim))
+        if per_row.ndim
+        else per_row
+    )
 
 
 def sharding_of(x: Leaf) -> NamedSharding | None:

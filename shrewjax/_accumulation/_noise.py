@@ -37,7 +37,9 @@ _SCALES = (0, _SHRINK, _GROW)
 class NoiseState(NamedTuple):
     """The sums of the open window and the averages over closed ones. Its fields are a file format."""
 
-    square_sums: Annotated[jax.Array, "float32 (3,), or (devices, 3): sum of w abs(g)^2 in the window, at three scales"]
+    square_sums: Annotated[
+        jax.Array, "float32 (3,), or (devices, 3): sum of w abs(g)^2 in the window, at three scales"
+    ]
     kept: Annotated[jax.Array, "float32 (), or (devices,): number of micro-batches in that sum"]
     recorded: Annotated[jax.Array, "int32 (): number of windows in the averages"]
     trace: Annotated[jax.Array, "float32 (): average of S, in units of 4**exponent"]
@@ -64,7 +66,11 @@ def empty(square_sums: jax.Array, kept: jax.Array) -> NoiseState:
 
 
 def added(
-    state: NoiseState, norm: ExtendedFloat, factor: jax.Array, is_kept: jax.Array | bool, is_first: jax.Array
+    state: NoiseState,
+    norm: ExtendedFloat,
+    factor: jax.Array,
+    is_kept: jax.Array | bool,
+    is_first: jax.Array,
 ) -> NoiseState:
     """Returns the state with factor * norm**2 added if the micro-batch is kept.
 
@@ -114,7 +120,9 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
     beta = jnp.asarray(decay, jnp.float32)
     share = (1 - beta) / (1 - beta ** n.astype(jnp.float32))
     change = 2 * (of_averages - unit)
-    old_trace, old_signal = (floats.times_power_of_two(x, change) for x in (state.trace, state.signal))
+    old_trace, old_signal = (
+        floats.times_power_of_two(x, change) for x in (state.trace, state.signal)
+    )
     trace, signal = histories.ema(old_trace, trace, share), histories.ema(old_signal, signal, share)
 
     # Averages that have become small get a smaller unit, so that they keep their digits.
@@ -133,7 +141,9 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
 def metrics_of_noise(state: NoiseState) -> dict[str, jax.Array]:
     """Returns the two averages and their quotient, the noise scale: inf before the first estimate."""
     has_estimate = state.recorded > 0
-    trace, signal = (floats.times_power_of_two(x, 2 * state.exponent) for x in (state.trace, state.signal))
+    trace, signal = (
+        floats.times_power_of_two(x, 2 * state.exponent) for x in (state.trace, state.signal)
+    )
     scale = state.trace / jnp.where(state.signal != 0, state.signal, 1)
     scale = jnp.where(has_estimate & (state.signal != 0), scale, jnp.inf)
     return {

@@ -24,7 +24,9 @@ def split(tree: PyTree) -> tuple[PyTree, list[Leaf]]:
 def joined(rest: PyTree, values: Sequence[Leaf], like: PyTree) -> PyTree:
     """Returns the tree of which `split` made these two. It has the structure of `like`."""
     others, overwritten = iter(jax.tree.leaves(rest)), iter(values)
-    return jax.tree.map_with_path(lambda path, _: next(overwritten if is_overwritten(path) else others), like)
+    return jax.tree.map_with_path(
+        lambda path, _: next(overwritten if is_overwritten(path) else others), like
+    )
 
 
 def least(like: Sequence[Leaf]) -> list[jax.Array]:

@@ -167,13 +167,19 @@ def accumulate(
     def init_fn(params: optax.Params) -> AccumulateState:
         inner_state = wrapped.init(params)
         if nested := _nodes_in(inner_state, (*WINDOW_STATES, optax.MultiStepsState)):
-            raise ValueError(f"inner has an accumulation inside, whose state is {type(nested[0]).__name__}. {_NESTED}")
-        state = AccumulateState(**window.init(params)._asdict(), applied=jnp.zeros((), bool), inner_state=inner_state)
+            raise ValueError(
+                f"inner has an accumulation inside, whose state is {type(nested[0]).__name__}. {_NESTED}"
+            )
+        state = AccumulateState(
+            **window.init(params)._asdict(), applied=jnp.zeros((), bool), inner_state=inner_state
+        )
         note(state.micro_step, reduction=reduction, nonfinite=nonfinite)  # for `from_optax`
         return state
 
     add_and_run = partial(_add_and_run, window, wrapped)
-    return Accumulation(init_fn, wrapper(AccumulateState, add_and_run, "the accumulation's state changed"))
+    return Accumulation(
+        init_fn, wrapper(AccumulateState, add_and_run, "the accumulation's state changed")
+    )
 
 
 class Accumulation(optax.GradientTransformationExtraArgs):
@@ -216,7 +222,9 @@ class _Inner(NamedTuple):
         extra_args = {**self.step.extra_args, **({"value": mean_value} if self.takes_value else {})}
         if extra_args.get("grad") is not None:
             extra_args["grad"] = of_average()
-        return run_step(self.tx, self.step._replace(make_gradients=of_average, extra_args=extra_args, runs=runs))
+        return run_step(
+            self.tx, self.step._replace(make_gradients=of_average, extra_args=extra_args, runs=runs)
+        )
 
 
 class _After(NamedTuple):
@@ -227,19 +235,25 @@ class _After(NamedTuple):
     noise: AnyState
 
 
-def _run_on_average(window: Window, added: WindowStep, value: jax.Array, inner: _Inner) -> tuple[PyTree, _After]:
+def _run_on_average(
+    window: Window, added: WindowStep, value: jax.Array, inner: _Inner
+) -> tuple[PyTree, _After]:
     """Runs inner if the window closes. `added` has the averaged gradients, so inner itself branches (XLA-2)."""
     average, noise = added.state.gradient_sum, added.state.noise
     applied = jnp.asarray(added.has_average)
     if noise:  # in a branch, because the norm of the average takes a pass
-        value, noise = run_if(added.has_average, lambda: window.average(added)[2:], lambda: (value, added.state.noise))
+        value, noise = run_if(
+            added.has_average, lambda: window.average(added)[2:], lambda: (value, added.state.noise)
+        )
     elif added.has_average is not False:
         value = jnp.where(applied, window.average(added).value, value)
     returned, inner_state = inner.run(average, value, added.has_average)
     return returned, _After(inner_state, applied, average, value, noise)
 
 
-def _run_on_rows(window: Window, added: WindowStep, value: jax.Array, inner: _Inner) -> tuple[PyTree, _After]:
+def _run_on_rows(
+    window: Window, added: WindowStep, value: jax.Array, inner: _Inner
+) -> tuple[PyTree, _After]:
     """Runs inner if the window closes, in one branch with the sum of the per-device rows over devices."""
     rows, noise = added.state.gradient_sum, added.state.noise
 
@@ -259,7 +273,9 @@ def _run_on_rows(window: Window, added: WindowStep, value: jax.Array, inner: _In
     return inner.step._replace(state=idle, runs=added.has_average).run_or_skip(reduce_and_run)
 
 
-def _as_gradients(average: ArrayTree, like: ArrayTree, params: optax.Params | None) -> optax.Updates:
+def _as_gradients(
+    average: ArrayTree, like: ArrayTree, params: optax.Params | None
+) -> optax.Updates:
     """Returns the average in the gradients' dtypes, or in the parameters' if a gradient is None."""
 
     def cast(x: jax.Array, grad: Leaf, param: Leaf = None) -> Leaf:
@@ -270,7 +286,11 @@ def _as_gradients(average: ArrayTree, like: ArrayTree, params: optax.Params | No
             return _zero_like(grad)
         return x if floats.is_complex(x) and not floats.is_complex(grad) else x.astype(grad.dtype)
 
-    return jax.tree.map(cast, average, like) if params is None else jax.tree.map(cast, average, like, params)
+    return (
+        jax.tree.map(cast, average, like)
+        if params is None
+        else jax.tree.map(cast, average, like, params)
+    )
 
 
 def _with_integers(
@@ -289,7 +309,9 @@ def _with_integers(
             return new
         if step.apply:
             return old
-        return jax.tree.map(_zero_like, (new if old is None else jnp.asarray(old)) if grad is None else grad)
+        return jax.tree.map(
+            _zero_like, (new if old is None else jnp.asarray(old)) if grad is None else grad
+        )
 
     news_and_olds = (returned,) if step.params is None else (returned, step.params)
     return jax.tree.map(keep, gradient_sum, like, *news_and_olds)
@@ -313,7 +335,9 @@ def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> 
 
 _NESTED = "Multiply the accum_steps instead of nesting accumulations"
 _TAKEN = ("weight", "flush", "value", "grad")
-_WORDS = dict.fromkeys(["weight", "token", "ntoken", "tok", "example", "sample"], "weight") | {"flush": "flush"}
+_WORDS = dict.fromkeys(["weight", "token", "ntoken", "tok", "example", "sample"], "weight") | {
+    "flush": "flush"
+}
 
 
 def _meant_by(name: str) -> str | None:
@@ -328,7 +352,9 @@ def _meant_by(name: str) -> str | None:
 def _takes_value(tx: optax.GradientTransformationExtraArgs) -> bool:
     """Returns whether `update` takes a `value`. `optax.contrib.sam` has other extra arguments, and raises at one."""
     parameters = inspect.signature(tx.update).parameters
-    return "value" in parameters or any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+    return "value" in parameters or any(
+        x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values()
+    )
 
 
 def apply_gradients(
@@ -474,14 +500,19 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
         )
     windows = _windows_in(opt_state)
     if not windows:
-        raise ValueError("opt_state must contain a window of accumulate or GradAccumulator, got a state with no window")
+        raise ValueError(
+            "opt_state must contain a window of accumulate or GradAccumulator, got a state with no window"
+        )
     is_valid = jnp.isfinite(weight) & (jnp.asarray(weight, dtype=float) >= 0)
     _assert_values(is_valid, f"weight must be finite and >= 0, got {weight}")
     for window in windows:
         longest = accum_steps - isinstance(window, AccumulateState)
         in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
         _assert_values(in_range, f"micro_step must be between 0 and {longest}")
-        _assert_values(jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0), "weight_sum must be finite and >= 0")
+        _assert_values(
+            jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0),
+            "weight_sum must be finite and >= 0",
+        )
 
 
 def _windows_in(opt_state: AnyState) -> list[AnyState]:

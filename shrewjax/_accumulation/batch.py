@@ -39,9 +39,13 @@ def roles_of_arguments(
                 )
         for at in positions:
             if not -count <= at < count:
-                came = f"{name} has the position {at}, but {count} argument{plural} came by position"
+                came = (
+                    f"{name} has the position {at}, but {count} argument{plural} came by position"
+                )
                 remedy = (
-                    f", and by keyword {', '.join(keywords)}. Pass what {name} names by position" if keywords else ""
+                    f", and by keyword {', '.join(keywords)}. Pass what {name} names by position"
+                    if keywords
+                    else ""
                 )
                 raise ValueError(came + remedy)
             if at % count in taken:
@@ -74,7 +78,9 @@ class Batch(NamedTuple):
 
     def whole_arguments(self) -> list[PyTree]:
         """Returns the arguments of the whole batch. Copies the trees, because `fun` may change them."""
-        return jax.tree.map(lambda x: x, [self.own_params.get(at, x) for at, x in enumerate(self.args)])
+        return jax.tree.map(
+            lambda x: x, [self.own_params.get(at, x) for at, x in enumerate(self.args)]
+        )
 
 
 def batch_of_arguments(
@@ -92,7 +98,9 @@ def batch_of_arguments(
         _check_whole({at: x for at, x in enumerate(args) if at not in with_role}, kwargs, examples)
     # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
     # micro-batch (tests/accumulation/test_value_and_grad.py, "cross_the_network_once").
-    own_params = {at: jax.tree.map(lambda x: as_varying(x, axes), args[at]) for at in roles["argnums"]}
+    own_params = {
+        at: jax.tree.map(lambda x: as_varying(x, axes), args[at]) for at in roles["argnums"]
+    }
     return Batch(args, kwargs, roles, own_params, examples, steps, first_number)
 
 
@@ -127,7 +135,10 @@ def _split_examples(arguments: dict[int, PyTree], steps: int) -> dict[int, PyTre
                 f"{name} has no axis of examples, but shape (). If it is the same for all micro-batches, pass "
                 f"batch_argnums={others}. If each example has its own, pass an array of them"
             )
-        (count, *rest), (first, of_first) = np.shape(x), next(iter(counts.items()), (name, np.shape(x)[0]))
+        (count, *rest), (first, of_first) = (
+            np.shape(x),
+            next(iter(counts.items()), (name, np.shape(x)[0])),
+        )
         counts[name] = count
         if count != of_first:
             _check_key(name, x, path[0].key)
@@ -163,7 +174,9 @@ def _devices_along_first_axis(x: jax.Array) -> int:
     return math.prod(sharding.mesh.shape[a] for a in over)
 
 
-def _check_whole(arguments: dict[int, PyTree], keywords: dict[str, PyTree], examples: dict[int, PyTree]) -> None:
+def _check_whole(
+    arguments: dict[int, PyTree], keywords: dict[str, PyTree], examples: dict[int, PyTree]
+) -> None:
     """Raises if arguments that reach every micro-batch whole hold PRNG keys, or one by keyword has B rows."""
     sizes = {x.shape[0] * x.shape[1] for x in jax.tree.leaves(examples)}
 
@@ -187,10 +200,15 @@ def _check_key(name: str, x: Leaf, at: int | None) -> None:
     dtype: DType = getattr(x, "dtype", np.object_)
     is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if is_typed or (dtype == np.uint32 and np.shape(x) in ((2,), (4,))):
-        remedy = "it by position, and its position in rng_argnums=" if at is None else f"rng_argnums={at}"
+        remedy = (
+            "it by position, and its position in rng_argnums="
+            if at is None
+            else f"rng_argnums={at}"
+        )
         raise ValueError(
             f"{name} is a PRNG key, and each micro-batch needs its own. Pass {remedy}. If all shall have the same one, "
-            "let fun close over it" + ("" if is_typed else ". If these numbers are no key, convert them to int32")
+            "let fun close over it"
+            + ("" if is_typed else ". If these numbers are no key, convert them to int32")
         )
 
 

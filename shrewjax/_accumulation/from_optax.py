@@ -17,7 +17,11 @@ from shrewjax._base.states import init_with_notes, without_variables
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import AnyState, Function, KeyPath, Leaf, PyTree
 from shrewjax._clipping.elements import ClipByPercentileState
-from shrewjax._clipping.global_norm import ClipByGlobalNormState, ClipByNormPercentileState, ClipByNormZscoreState
+from shrewjax._clipping.global_norm import (
+    ClipByGlobalNormState,
+    ClipByNormPercentileState,
+    ClipByNormZscoreState,
+)
 from shrewjax._clipping.unit_norms import (
     AdaptiveGradClipState,
     ClipByBlockRmsState,
@@ -94,10 +98,17 @@ def from_optax(opt_state: AnyState, tx: optax.GradientTransformation, params: Py
             "params, in this order"
         )
     states = optax.MultiStepsState, optax.ApplyIfFiniteState
-    if any(isinstance(x, states) for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, states))):
-        raise ValueError("params must be the parameters, got a state. Pass opt_state, tx and params, in this order")
+    if any(
+        isinstance(x, states)
+        for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, states))
+    ):
+        raise ValueError(
+            "params must be the parameters, got a state. Pass opt_state, tx and params, in this order"
+        )
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(opt_state)):
-        raise ValueError("opt_state must hold arrays, got shapes. Restore them first, or call jax.eval_shape")
+        raise ValueError(
+            "opt_state must hold arrays, got shapes. Restore them first, or call jax.eval_shape"
+        )
     fresh, noted = init_with_notes(tx.init, params)
     walk = _Walk(noted)
     return walk.converted(_Place((), ()), without_variables(opt_state), without_variables(fresh))
@@ -113,7 +124,9 @@ class _Place(NamedTuple):
         return _Place((*self.old, *path), (*self.new, *path))
 
     def field(self, old: str, new: str) -> "_Place":
-        return _Place((*self.old, jax.tree_util.GetAttrKey(old)), (*self.new, jax.tree_util.GetAttrKey(new)))
+        return _Place(
+            (*self.old, jax.tree_util.GetAttrKey(old)), (*self.new, jax.tree_util.GetAttrKey(new))
+        )
 
     def error(self, old: str, new: str, remedy: str = "") -> ValueError:
         old_path, new_path = map(jax.tree_util.keystr, self)
@@ -140,17 +153,27 @@ class _Walk:
         way = _WAYS.get((type(old), type(fresh)))
         return way(self, at, old, fresh) if way else _mapped(at, old, fresh, self.converted, _taken)
 
-    def window(self, at: _Place, old: optax.MultiStepsState, fresh: AccumulateState) -> AccumulateState:
+    def window(
+        self, at: _Place, old: optax.MultiStepsState, fresh: AccumulateState
+    ) -> AccumulateState:
         noted = self.noted(fresh.micro_step)
         if noted is None:
-            raise at.error(_what(old), "a window of unknown reduction", "Leave out the jit around tx.init")
+            raise at.error(
+                _what(old), "a window of unknown reduction", "Leave out the jit around tx.init"
+            )
         if fresh.weight_sum.ndim and mapped_axes()[0]:
-            raise at.error(_what(old), "a window with sum_over inside jax.shard_map", "Call from_optax outside of it")
+            raise at.error(
+                _what(old),
+                "a window with sum_over inside jax.shard_map",
+                "Call from_optax outside of it",
+            )
         _check_skip_state(at.field("skip_state", "dropped"), old.skip_state, noted["nonfinite"])
         micro_step = _taken(at.field("mini_step", "micro_step"), old.mini_step, fresh.micro_step)
         # The weight and the sums of each row: of the whole window, or of one device.
         weight = micro_step.astype(fresh.weight_sum.dtype)
-        factor = weight if noted["reduction"] != "sum" else jnp.ones_like(weight) / fresh.weight_sum.size
+        factor = (
+            weight if noted["reduction"] != "sum" else jnp.ones_like(weight) / fresh.weight_sum.size
+        )
 
         def sum_of(at: _Place, acc: PyTree, total: Leaf) -> jax.Array:
             return _sum_of(at, acc, total, factor, fresh.weight_sum.shape)
@@ -160,24 +183,36 @@ class _Walk:
 
         # Optax does not keep the losses and the norms of the micro-batches. Infinite sums enter no average.
         unknown = jnp.where(micro_step > 0, jnp.inf, 0)
-        noise = fresh.noise and fresh.noise._replace(square_sums=_filled(fresh.noise.square_sums, unknown))
+        noise = fresh.noise and fresh.noise._replace(
+            square_sums=_filled(fresh.noise.square_sums, unknown)
+        )
         return fresh._replace(
             micro_step=micro_step,
             windows=_taken(at.field("gradient_step", "windows"), old.gradient_step, fresh.windows),
             weight_sum=_filled(fresh.weight_sum, weight),
             value_sum=_filled(fresh.value_sum, unknown),
             noise=noise,
-            gradient_sum=sums(at.field("acc_grads", "gradient_sum"), old.acc_grads, fresh.gradient_sum),
+            gradient_sum=sums(
+                at.field("acc_grads", "gradient_sum"), old.acc_grads, fresh.gradient_sum
+            ),
             inner_state=self.converted(
                 at.field("inner_opt_state", "inner_state"), old.inner_opt_state, fresh.inner_state
             ),
         )
 
-    def guard(self, at: _Place, old: optax.ApplyIfFiniteState, fresh: SkipNonfiniteState) -> SkipNonfiniteState:
+    def guard(
+        self, at: _Place, old: optax.ApplyIfFiniteState, fresh: SkipNonfiniteState
+    ) -> SkipNonfiniteState:
         return fresh._replace(
-            skipped=_taken(at.field("total_notfinite", "skipped"), old.total_notfinite, fresh.skipped),
-            consecutive=_taken(at.field("notfinite_count", "consecutive"), old.notfinite_count, fresh.consecutive),
-            inner_state=self.converted(at.field("inner_state", "inner_state"), old.inner_state, fresh.inner_state),
+            skipped=_taken(
+                at.field("total_notfinite", "skipped"), old.total_notfinite, fresh.skipped
+            ),
+            consecutive=_taken(
+                at.field("notfinite_count", "consecutive"), old.notfinite_count, fresh.consecutive
+            ),
+            inner_state=self.converted(
+                at.field("inner_state", "inner_state"), old.inner_state, fresh.inner_state
+            ),
         )
 
 
@@ -200,7 +235,9 @@ _WAYS: dict[tuple[type, type], Function] = {
 """The pairs of types that differ and correspond. Every other pair of different types is an error."""
 
 
-def _mapped(at: _Place, old: PyTree, fresh: PyTree, of_child: Function, of_leaf: Function) -> PyTree:
+def _mapped(
+    at: _Place, old: PyTree, fresh: PyTree, of_child: Function, of_leaf: Function
+) -> PyTree:
     """Returns two nodes of one type as one: `of_child` of each pair of children, or `of_leaf` of two leaves."""
     (children, node), (fresh_children, fresh_node) = map(_one_level, (old, fresh))
     if () in children and () in fresh_children:
@@ -209,11 +246,15 @@ def _mapped(at: _Place, old: PyTree, fresh: PyTree, of_child: Function, of_leaf:
         raise at.error(_what(old), _what(fresh))
     for path in children | fresh_children:
         if path not in children or path not in fresh_children:
-            here = (_what(of[path]) if path in of else "nothing" for of in (children, fresh_children))
+            here = (
+                _what(of[path]) if path in of else "nothing" for of in (children, fresh_children)
+            )
             raise at.child(path).error(*here)
     if node != fresh_node:  # in the order of keys, or in what a class keeps beside its leaves
         raise at.error(str(node), str(fresh_node))
-    return node.unflatten(of_child(at.child(path), x, fresh_children[path]) for path, x in children.items())
+    return node.unflatten(
+        of_child(at.child(path), x, fresh_children[path]) for path, x in children.items()
+    )
 
 
 def _one_level(tree: PyTree) -> tuple[dict[KeyPath, PyTree], Any]:
@@ -228,14 +269,18 @@ def _taken(at: _Place, x: Leaf, like: Leaf) -> jax.Array:
     Raises unless their shapes and dtypes agree. A Python number is cast.
     """
     like = like if hasattr(like, "dtype") else jnp.asarray(like)
-    if isinstance(x, bool | int | float) and jnp.result_type(x, like) == like.dtype:  # a hyperparameter that a user set
+    if (
+        isinstance(x, bool | int | float) and jnp.result_type(x, like) == like.dtype
+    ):  # a hyperparameter that a user set
         x = jnp.asarray(x, like.dtype)
     if _what(x) != _what(like):
         raise at.error(_what(x), _what(like))
     return _placed(x, like)
 
 
-def _sum_of(at: _Place, acc: PyTree, total: Leaf, factor: jax.Array, rows: tuple[int, ...]) -> jax.Array:
+def _sum_of(
+    at: _Place, acc: PyTree, total: Leaf, factor: jax.Array, rows: tuple[int, ...]
+) -> jax.Array:
     """Returns a leaf of the sum of a window: `factor * acc` in each row, or in its only one."""
     if not is_gradient(total):
         return total  # the number in the place of an integer parameter
@@ -244,7 +289,9 @@ def _sum_of(at: _Place, acc: PyTree, total: Leaf, factor: jax.Array, rows: tuple
     if not is_sum or is_complex:
         remedy = "If the parameter is real, put the real part in its place" if is_complex else ""
         raise at.error(
-            _what(acc), _what(total) + (f", with a row for each of {rows[0]} devices" if rows else ""), remedy
+            _what(acc),
+            _what(total) + (f", with a row for each of {rows[0]} devices" if rows else ""),
+            remedy,
         )
     acc = _placed(acc, total)
     dtype = floats.accumulator_dtype(acc)
@@ -254,7 +301,9 @@ def _sum_of(at: _Place, acc: PyTree, total: Leaf, factor: jax.Array, rows: tuple
 def _filled(zeros: jax.Array, x: jax.Array) -> jax.Array:
     """Returns `x` in the dtype of `zeros`, and in each of its rows if it has rows."""
     x = x.astype(zeros.dtype)
-    return x if x.shape == zeros.shape else zeros + (x[None] if x.ndim else x)  # the sum has the sharding of the rows
+    return (
+        x if x.shape == zeros.shape else zeros + (x[None] if x.ndim else x)
+    )  # the sum has the sharding of the rows
 
 
 def _placed(x: Leaf, like: jax.Array) -> jax.Array:
@@ -269,14 +318,27 @@ def _check_skip_state(at: _Place, skip_state: AnyState, nonfinite: str) -> None:
     """Raises if `optax.MultiSteps` skipped micro-batches by a rule that the new window does not have."""
     if isinstance(skip_state, tuple) and not skip_state:
         return
-    is_nonfinite = isinstance(skip_state, dict) and skip_state.keys() == {"should_skip", "num_not_finite"}
+    is_nonfinite = isinstance(skip_state, dict) and skip_state.keys() == {
+        "should_skip",
+        "num_not_finite",
+    }
     if is_nonfinite and nonfinite == "extend_window":
         return
-    rule, remedy = "another should_skip_update_fn", "To go on without it, pass opt_state with skip_state=()"
+    rule, remedy = (
+        "another should_skip_update_fn",
+        "To go on without it, pass opt_state with skip_state=()",
+    )
     if is_nonfinite:
-        rule, remedy = "optax.skip_not_finite", f'Pass nonfinite="extend_window" to accumulate. {remedy}'
+        rule, remedy = (
+            "optax.skip_not_finite",
+            f'Pass nonfinite="extend_window" to accumulate. {remedy}',
+        )
     raise at.error(f"that of {rule}", f"that of nonfinite={nonfinite!r}", remedy)
 
 
 def _what(x: Leaf) -> str:
-    return f"{x.dtype} of shape {x.shape}" if hasattr(x, "shape") and hasattr(x, "dtype") else type(x).__name__
+    return (
+        f"{x.dtype} of shape {x.shape}"
+        if hasattr(x, "shape") and hasattr(x, "dtype")
+        else type(x).__name__
+    )

@@ -6,7 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._accumulation.window import AccumSteps, GradAccumulatorState, Nonfinite, Reduction, Window
+from shrewjax._accumulation.window import (
+    AccumSteps,
+    GradAccumulatorState,
+    Nonfinite,
+    Reduction,
+    Window,
+)
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import is_traced, summed
 from shrewjax._base.states import increment_if, require_own
@@ -142,7 +148,9 @@ class GradAccumulator:
         """
         _require_window(state)
         average, has_average, closed = self._window.close(state)
-        gradients = optax.tree.where(has_average, average.gradients, optax.tree.zeros_like(average.gradients))
+        gradients = optax.tree.where(
+            has_average, average.gradients, optax.tree.zeros_like(average.gradients)
+        )
         closed = closed._replace(
             windows=increment_if(has_average, state.windows),
             value=jnp.where(has_average, average.value, state.value),
@@ -173,7 +181,9 @@ class GradAccumulator:
           The average and the state. The average is None if the window is still open, or closed without one.
         """
         if is_traced((state, grads, weight, value)):
-            raise ValueError("step decides on the host and cannot be traced. Use add, ready and take under jit")
+            raise ValueError(
+                "step decides on the host and cannot be traced. Use add, ready and take under jit"
+            )
         _require_window(state)
         # One weight, or one per row. It is checked here, because jit hides its value.
         weight = arguments.weight(weight, {(), state.weight_sum.shape})

@@ -127,14 +127,18 @@ def redistribute(opt_state: State, like: State) -> State:
     given, expected = jax.tree.structure(opt_state), jax.tree.structure(like)
     if str(given) != str(expected):
         raise ValueError(f"opt_state must have the structure of like, {expected}, got {given}")
-    return jax.tree.map_with_path(_place_window, opt_state, like, is_leaf=lambda x: isinstance(x, WINDOW_STATES))
+    return jax.tree.map_with_path(
+        _place_window, opt_state, like, is_leaf=lambda x: isinstance(x, WINDOW_STATES)
+    )
 
 
 def _place_window(path: KeyPath, window: AnyState, like: AnyState) -> AnyState:
     """Returns a window, or any other leaf, placed as `like` is. Per-device rows become as many as `like` has."""
     if not isinstance(window, WINDOW_STATES):
         return _place(path, window, like)
-    if window.weight_sum.ndim:  # rows; otherwise `_with_rows_of` would add up the first dimension of gradient_sum
+    if (
+        window.weight_sum.ndim
+    ):  # rows; otherwise `_with_rows_of` would add up the first dimension of gradient_sum
         window = window._replace(
             weight_sum=_with_rows_of(window.weight_sum, like.weight_sum),
             value_sum=_with_rows_of(window.value_sum, like.value_sum),
@@ -148,7 +152,9 @@ def _place_window(path: KeyPath, window: AnyState, like: AnyState) -> AnyState:
 
     def placed(field: str, x: Leaf, like: Leaf) -> Leaf:
         at = (*path, jax.tree_util.GetAttrKey(field))
-        return jax.tree.map_with_path(lambda inner, x, like: _place((*at, *inner), x, like), x, like)
+        return jax.tree.map_with_path(
+            lambda inner, x, like: _place((*at, *inner), x, like), x, like
+        )
 
     return type(window)(*map(placed, window._fields, window, like))
 
@@ -158,7 +164,12 @@ def _with_rows_of(x: Leaf, like: Leaf) -> Leaf:
 
     So is one that does not fit `like`. `_place` then raises an error that names the leaf.
     """
-    if not isinstance(like, jax.Array) or x.ndim != like.ndim or x.ndim == 0 or x.shape[1:] != like.shape[1:]:
+    if (
+        not isinstance(like, jax.Array)
+        or x.ndim != like.ndim
+        or x.ndim == 0
+        or x.shape[1:] != like.shape[1:]
+    ):
         return x
     return _micro_batch.redistribute_rows(x, like)
 
@@ -166,7 +177,9 @@ def _with_rows_of(x: Leaf, like: Leaf) -> Leaf:
 def _place(path: KeyPath, x: Leaf, like: Leaf) -> jax.Array:
     """Returns an array on the devices of `like`. Raises if shapes or dtypes differ."""
     if not isinstance(like, jax.Array):
-        raise ValueError(f"leaf {trees.leaf_name(path)} of like must be an array on a device, got {like!r}")
+        raise ValueError(
+            f"leaf {trees.leaf_name(path)} of like must be an array on a device, got {like!r}"
+        )
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)
     if (x.shape, x.dtype) != (like.shape, like.dtype):
         raise ValueError(

@@ -16,7 +16,13 @@ from jax import lax
 from shrewjax._accumulation import _overwritten
 from shrewjax._accumulation._aux import COMBINE, AuxLeaves, AuxSums, cast_like, nan_unless, selected
 from shrewjax._accumulation.batch import Batch, batch_of_arguments, roles_of_arguments
-from shrewjax._accumulation.window import GradAccumulatorState, NonfiniteOfBatch, Reduction, Window, already_begun
+from shrewjax._accumulation.window import (
+    GradAccumulatorState,
+    NonfiniteOfBatch,
+    Reduction,
+    Window,
+    already_begun,
+)
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
     as_varying,
@@ -29,7 +35,18 @@ from shrewjax._base.mesh import (
     varying_axes,
 )
 from shrewjax._base.trees import check_unchanged, is_gradient
-from shrewjax._base.types import Axes, AxisName, AxisNames, DType, Function, KeyPath, Leaf, Number, PyTree, Scalar
+from shrewjax._base.types import (
+    Axes,
+    AxisName,
+    AxisNames,
+    DType,
+    Function,
+    KeyPath,
+    Leaf,
+    Number,
+    PyTree,
+    Scalar,
+)
 from shrewjax._programs.loops import Traced
 from shrewjax._programs.reduced import axes_of_examples, marked
 from shrewjax._programs.scatters import unknown_true
@@ -178,16 +195,24 @@ def value_and_grad(
     steps = arguments.integer("micro_batches", micro_batches, at_least=1)
     has_carry = carry_argnum is not None
     if has_carry and not has_aux:
-        raise ValueError("carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))")
+        raise ValueError(
+            "carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))"
+        )
     if weight is not None and not callable(weight):
         raise ValueError(f"weight must be a function of fun's arguments or None, got {weight!r}")
     if not has_aux and aux != "mean":
-        raise ValueError(f"aux needs has_aux=True, because fun returns (loss, aux), got aux={aux!r}")
+        raise ValueError(
+            f"aux needs has_aux=True, because fun returns (loss, aux), got aux={aux!r}"
+        )
     for name in jax.tree.leaves(aux, is_leaf=lambda x: x is None):
         arguments.choice("aux", name, ("mean", "stack", *COMBINE))
     arguments.choice("nonfinite", nonfinite, get_args(NonfiniteOfBatch))
     window = Window(
-        steps, reduction=reduction, nonfinite=nonfinite, accumulator_dtype=accumulator_dtype, sum_over=sum_over
+        steps,
+        reduction=reduction,
+        nonfinite=nonfinite,
+        accumulator_dtype=accumulator_dtype,
+        sum_over=sum_over,
     )
     if reduction == "sum_over_weights" and weight is None:
         raise ValueError(
@@ -199,9 +224,19 @@ def value_and_grad(
         "argnums": arguments.positions("argnums", argnums),
         "rng_argnums": arguments.positions("rng_argnums", rng_argnums),
         "carry_argnum": (arguments.integer("carry_argnum", carry_argnum),) if has_carry else (),
-        "batch_argnums": None if batch_argnums is None else arguments.positions("batch_argnums", batch_argnums),
+        "batch_argnums": None
+        if batch_argnums is None
+        else arguments.positions("batch_argnums", batch_argnums),
     }
-    loss = _Loss(fun, jax.value_and_grad(fun, argnums, has_aux), argnums, has_aux, has_carry, weight, reduction)
+    loss = _Loss(
+        fun,
+        jax.value_and_grad(fun, argnums, has_aux),
+        argnums,
+        has_aux,
+        has_carry,
+        weight,
+        reduction,
+    )
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         roles = roles_of_arguments(given, len(args), kwargs)
@@ -222,14 +257,18 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
     like = traced.results
     own = _own_axes(like.averaged.value, params, window.axes)
     if carried:
-        _check_carried(like.carried, carried, jax.eval_shape(partial(loss.weight_of, batch), 0, carried))
+        _check_carried(
+            like.carried, carried, jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
+        )
     aux = AuxLeaves(aux_names, like.aux, batch.steps, window.axes)
     examples = jax.tree.leaves(batch.examples)
     if batch.steps > 1 and examples:
         aux.check_shapes(partial(loss.aux_of_whole_batch, batch), examples[0].shape[0])
 
     loop = _Loop(window, batch, loss, traced, aux, own)
-    end, stacked = lax.scan(loop.turn, loop.start(params, carried), jnp.arange(batch.steps, dtype=jnp.int32))
+    end, stacked = lax.scan(
+        loop.turn, loop.start(params, carried), jnp.arange(batch.steps, dtype=jnp.int32)
+    )
 
     value, grads = loop.averages(end.window, params)
     if old_values:
@@ -253,7 +292,9 @@ class _Loss(NamedTuple):
     def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _MicroBatch:
         returned, grads = self.value_and_grad(*batch.arguments(i, carried), **batch.kwargs)
         # Only gradients may stay `unreduced`. A loss or an aux of the parameters alone may have the type `reduced`.
-        value, aux = jax.tree.map(_reduced_over_devices, returned if self.has_aux else (returned, ()))
+        value, aux = jax.tree.map(
+            _reduced_over_devices, returned if self.has_aux else (returned, ())
+        )
         if self.has_carry:
             aux, *carried = _aux_and_carry(aux)
         grads, overwritten = _overwritten.split(grads)
@@ -274,7 +315,9 @@ class _Loss(NamedTuple):
             # raises its error.
             with suppress(Exception):
                 own_params = marked(value, batch.own_params, batch.examples, axes)
-                return Traced(partial(self.results, batch._replace(own_params=own_params)), first, carried)
+                return Traced(
+                    partial(self.results, batch._replace(own_params=own_params)), first, carried
+                )
         return Traced(partial(self.results, batch), first, carried)
 
     def weight_of(self, batch: Batch, i: Number, carried: list[PyTree]) -> Scalar:
@@ -307,9 +350,15 @@ class _Loop(NamedTuple):
         # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
         of_value = Window(self.batch.steps, sum_over=self.window.axes).init(zero).gradient_sum
         sums = opened.gradient_sum._replace(value=of_value)
-        sums = jax.tree.map(lambda total, x: retyped(total, unreduced=unreduced_axes(x), like=x), sums, like.averaged)
+        sums = jax.tree.map(
+            lambda total, x: retyped(total, unreduced=unreduced_axes(x), like=x),
+            sums,
+            like.averaged,
+        )
         values = _overwritten.least(like.overwritten)
-        return self._of_device(_LoopState(opened._replace(gradient_sum=sums), values, self.aux.open(), carried))
+        return self._of_device(
+            _LoopState(opened._replace(gradient_sum=sums), values, self.aux.open(), carried)
+        )
 
     def turn(self, state: _LoopState, i: jax.Array) -> tuple[_LoopState, list[jax.Array]]:
         weight = self.loss.weight_of(self.batch, i, state.carried)
@@ -324,7 +373,9 @@ class _Loop(NamedTuple):
         new_state = _LoopState(added, values, aux, selected(kept, part.carried, state.carried))
         return self._of_device(new_state), stacked
 
-    def _run_and_add(self, state: _LoopState, i: jax.Array, weight: Number) -> tuple[_MicroBatch, GradAccumulatorState]:
+    def _run_and_add(
+        self, state: _LoopState, i: jax.Array, weight: Number
+    ) -> tuple[_MicroBatch, GradAccumulatorState]:
         """Returns the results of micro-batch i, and the window with those gradients that loops of `fun` can add.
 
         In the results, gradients that a loop has added are None.
@@ -333,10 +384,14 @@ class _Loop(NamedTuple):
             return self.traced(i, state.carried), state.window
         sums = state.window.gradient_sum
         leaves, structure = jax.tree.flatten(sums.gradients)
-        by_number = dict(zip(jax.tree.leaves(self.traced.numbers.averaged.gradients), leaves, strict=True))
+        by_number = dict(
+            zip(jax.tree.leaves(self.traced.numbers.averaged.gradients), leaves, strict=True)
+        )
         # JAX has no slices of a sum whose type says that it is still to be taken over devices.
         wanted = {number: x for number, x in by_number.items() if not unreduced_axes(x)}
-        part, added = self.traced.added_to(wanted, self.window.adder_in_loop(state.window, weight), i, state.carried)
+        part, added = self.traced.added_to(
+            wanted, self.window.adder_in_loop(state.window, weight), i, state.carried
+        )
         gradients = jax.tree.unflatten(structure, (by_number | added).values())
         return part, state.window._replace(gradient_sum=sums._replace(gradients=gradients))
 
@@ -350,11 +405,15 @@ class _Loop(NamedTuple):
     def averages(self, end: GradAccumulatorState, params: PyTree) -> _Averaged:
         # The one sum over devices of gradients whose parameters `traced` marked.
         types = end.gradient_sum._replace(gradients=params)
-        sums = jax.tree.map(lambda total, x: retyped(total, unreduced=reduced_axes(x)), end.gradient_sum, types)
+        sums = jax.tree.map(
+            lambda total, x: retyped(total, unreduced=reduced_axes(x)), end.gradient_sum, types
+        )
         average, has_average, _ = self.window.close(already_begun(end._replace(gradient_sum=sums)))
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
         value, grads = jax.tree.map(cast_like, average.gradients, self.traced.results.averaged)
-        return _Averaged(value if self.loss.reduction == "sum" else nan_unless(has_average, value), grads)
+        return _Averaged(
+            value if self.loss.reduction == "sum" else nan_unless(has_average, value), grads
+        )
 
 
 def _reduced_over_devices(x: Leaf) -> Leaf:
@@ -364,7 +423,9 @@ def _reduced_over_devices(x: Leaf) -> Leaf:
 def _aux_and_carry(returned: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the pair (aux, carry). Raises if `fun` returned something else beside the loss."""
     if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise ValueError(f"with carry_argnum, fun must return (loss, (aux, carry)), got {returned!r} beside the loss")
+        raise ValueError(
+            f"with carry_argnum, fun must return (loss, (aux, carry)), got {returned!r} beside the loss"
+        )
     aux, carry = returned
     return aux, carry
 
@@ -397,7 +458,9 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
 
 def _check_carried(new: list[PyTree], carried: list[PyTree], weight: Number) -> None:
     """Raises if a micro-batch would change the carry's structure, shapes, dtypes or the axes over which it varies."""
-    check_unchanged(new, carried, "the carry that fun returns differs from the one that it is given,")
+    check_unchanged(
+        new, carried, "the carry that fun returns differs from the one that it is given,"
+    )
 
     def check(path: KeyPath, new: Leaf, old: Leaf) -> None:
         along = newly_varying(new, old) or newly_varying(weight, old)

@@ -23,7 +23,11 @@ import jax
 import jax.numpy as jnp
 
 from shrewjax._accumulation import _micro_batch, _noise
-from shrewjax._accumulation._micro_batch import checked_gradients, is_nonfinite_micro_batch, norm_of_gradients
+from shrewjax._accumulation._micro_batch import (
+    checked_gradients,
+    is_nonfinite_micro_batch,
+    norm_of_gradients,
+)
 from shrewjax._accumulation._noise import NoiseState as NoiseState  # a public name of the package
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
@@ -73,11 +77,19 @@ class GradAccumulatorState(NamedTuple):
 
     micro_step: Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
     windows: Annotated[jax.Array, "int32 (): number of windows closed with an average"]
-    weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"]
+    weight_sum: Annotated[
+        jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"
+    ]
     window_bad: Annotated[jax.Array, "bool (): drop_window will discard the open window"]
-    dropped: Annotated[jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"]
-    value_sum: Annotated[jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"]
-    value: Annotated[jax.Array, "like a weight (): the loss of the last window with an average; inf before it"]
+    dropped: Annotated[
+        jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"
+    ]
+    value_sum: Annotated[
+        jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"
+    ]
+    value: Annotated[
+        jax.Array, "like a weight (): the loss of the last window with an average; inf before it"
+    ]
     noise: Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
     gradient_sum: Annotated[PyTree, "as in `AccumulateState`"]
 
@@ -106,7 +118,9 @@ class WindowStep(NamedTuple):
 
 class Average(NamedTuple):
     gradients: ArrayTree  # the average in the accumulator's dtypes
-    has_weight: Flag  # the window's weight is not 0; True without rows, because `has_average` has decided
+    has_weight: (
+        Flag  # the window's weight is not 0; True without rows, because `has_average` has decided
+    )
     value: jax.Array  # of `value`, divided as the gradients are
     noise: AnyState  # the state of the noise with this window
 
@@ -129,7 +143,9 @@ class Window:
         self._dtype = arguments.inexact_dtype("accumulator_dtype", accumulator_dtype)
         self.nonfinite = arguments.choice("nonfinite", nonfinite, get_args(Nonfinite))
         self.axes = arguments.axis_names("sum_over", sum_over)
-        self._noise_decay = None if noise_decay is None else arguments.real("noise_decay", noise_decay, at_least=0)
+        self._noise_decay = (
+            None if noise_decay is None else arguments.real("noise_decay", noise_decay, at_least=0)
+        )
         if isinstance(self._noise_decay, float) and self._noise_decay >= 1:
             raise ValueError(f"noise_decay must be below 1, got {noise_decay!r}")
 
@@ -147,11 +163,15 @@ class Window:
             dropped=jnp.zeros((), jnp.int32),
             value_sum=zeros((), dtype),
             value=jnp.full((), jnp.inf, dtype),
-            noise=() if self._noise_decay is None else _noise.empty(zeros((3,), jnp.float32), zeros((), jnp.float32)),
+            noise=()
+            if self._noise_decay is None
+            else _noise.empty(zeros((3,), jnp.float32), zeros((), jnp.float32)),
             gradient_sum=gradient_sum,
         )
 
-    def _zeros(self, params: ArrayTree) -> tuple[ArrayTree, Callable[[tuple[int, ...], DType], jax.Array]]:
+    def _zeros(
+        self, params: ArrayTree
+    ) -> tuple[ArrayTree, Callable[[tuple[int, ...], DType], jax.Array]]:
         """Returns the empty sums, and a function that makes zeros, with per-device rows if `sum_over` is set."""
         axes = self.axes
         params = trees.parameter_arrays(params)
@@ -159,7 +179,11 @@ class Window:
             mesh = _micro_batch.mesh_of(params, axes)
 
         def zeros(x: Leaf, dtype: DType, name: str) -> jax.Array:
-            return _micro_batch.zero_rows(x, dtype, axes, mesh, name) if axes else jnp.zeros_like(x, dtype=dtype)
+            return (
+                _micro_batch.zero_rows(x, dtype, axes, mesh, name)
+                if axes
+                else jnp.zeros_like(x, dtype=dtype)
+            )
 
         def sum_like(path: KeyPath, param: Leaf) -> jax.Array:
             if not is_gradient(param):
@@ -169,14 +193,20 @@ class Window:
                 dtype = floats.upcast_dtype(param, floats.accumulator_dtype(param))
             return zeros(param, dtype, trees.leaf_name(path))
 
-        return jax.tree.map_with_path(sum_like, params), lambda shape, dtype: zeros(jnp.zeros(shape), dtype, "")
+        return jax.tree.map_with_path(sum_like, params), lambda shape, dtype: zeros(
+            jnp.zeros(shape), dtype, ""
+        )
 
     def steps(self, windows: jax.Array) -> jax.Array:
         """Returns the window's length, at least 1. `windows` is the argument of a schedule."""
         given = self.accum_steps
-        steps = jnp.asarray(arguments.steps_of_schedule(given(windows)) if callable(given) else given, jnp.float32)
+        steps = jnp.asarray(
+            arguments.steps_of_schedule(given(windows)) if callable(given) else given, jnp.float32
+        )
         # `>=` and not `maximum`, because a NaN then counts as 1.
-        return jnp.where(steps >= 1, jnp.ceil(jnp.minimum(steps, 2.0**24)), jnp.ones_like(steps)).astype(jnp.int32)
+        return jnp.where(
+            steps >= 1, jnp.ceil(jnp.minimum(steps, 2.0**24)), jnp.ones_like(steps)
+        ).astype(jnp.int32)
 
     def advance(
         self,
@@ -207,7 +237,9 @@ class Window:
             is_step = ~jnp.asarray(is_nonfinite)
         micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
         weight_sum = state.weight_sum + kept_weight
-        window_bad = state.window_bad | is_nonfinite if self.nonfinite == "drop_window" else state.window_bad
+        window_bad = (
+            state.window_bad | is_nonfinite if self.nonfinite == "drop_window" else state.window_bad
+        )
 
         # 3. Is the window closing?
         is_closing = self._is_closing(flush, when_full, state.windows, micro_step, is_step)
@@ -218,7 +250,11 @@ class Window:
         has_average: Flag = True
         # XLA-32: a flag of its own, also if every closing window has an average. Otherwise XLA on CUDA holds all
         # gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
-        if has_weight is not True or self.nonfinite == "drop_window" or isinstance(is_closing, jax.Array):
+        if (
+            has_weight is not True
+            or self.nonfinite == "drop_window"
+            or isinstance(is_closing, jax.Array)
+        ):
             is_good = jnp.logical_not(window_bad)
             has_average = is_good if self.axes else has_weight & is_good
 
@@ -228,7 +264,9 @@ class Window:
         factor = self._factor(weight, own_weight)
         added = jax.tree.map(lambda _: None, state.gradient_sum) if grads is None else grads
         gradient_sum = jax.tree.map(
-            lambda total, g: _advance_leaf(total, g, is_first, is_kept, factor, scale), state.gradient_sum, added
+            lambda total, g: _advance_leaf(total, g, is_first, is_kept, factor, scale),
+            state.gradient_sum,
+            added,
         )
         value_sum, noise = state.value_sum, state.noise
         if grads is not None:
@@ -238,7 +276,10 @@ class Window:
         # 6. A closing window resets its counters.
         counters = {"micro_step": micro_step, "weight_sum": weight_sum, "window_bad": window_bad}
         new_state = state._replace(
-            **{name: jnp.where(is_closing, jnp.zeros((), x.dtype), x) for name, x in counters.items()},
+            **{
+                name: jnp.where(is_closing, jnp.zeros((), x.dtype), x)
+                for name, x in counters.items()
+            },
             dropped=increment_if(is_nonfinite, state.dropped),
             value_sum=value_sum,
             noise=noise,
@@ -254,14 +295,18 @@ class Window:
         if grads is not None:
             grads = checked_gradients(grads, state.gradient_sum, self.axes)
         weight = arguments.weight(weight, {(), state.weight_sum.shape})
-        value = None if value is None else arguments.value_of_loss(value, {(), state.weight_sum.shape})
+        value = (
+            None if value is None else arguments.value_of_loss(value, {(), state.weight_sum.shape})
+        )
         if not self.axes:
             if newly_varying(weight, state.weight_sum):
                 require_replicated("weight", weight)
             require_replicated("value", value)
         return grads, weight, value
 
-    def _is_kept(self, grads: ArrayTree | None, weight: Number, is_present: Flag) -> tuple[Flag, Flag]:
+    def _is_kept(
+        self, grads: ArrayTree | None, weight: Number, is_present: Flag
+    ) -> tuple[Flag, Flag]:
         """Returns whether the micro-batch is kept, and whether it counts as non-finite. One of weight 0 never does."""
         is_kept: Flag = grads is not None and weight != 0
         if is_present is not True and is_kept is not False:
@@ -283,7 +328,9 @@ class Window:
             # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
             # accum_steps.
             is_closing = flush | (is_step & (micro_step >= self.steps(windows)))
-        require_replicated("the decision to close a window (flush, accum_steps, micro_step)", is_closing)
+        require_replicated(
+            "the decision to close a window (flush, accum_steps, micro_step)", is_closing
+        )
         return is_closing
 
     def _scale(self, is_closing: Flag, weight_sum: jax.Array, has_weight: Flag) -> jax.Array | None:
@@ -294,11 +341,17 @@ class Window:
         """
         if self._reduction == "sum" or is_closing is False or self.axes:
             return None
-        return jnp.where(is_closing, _reciprocal(weight_sum, has_weight), jnp.ones((), weight_sum.dtype))
+        return jnp.where(
+            is_closing, _reciprocal(weight_sum, has_weight), jnp.ones((), weight_sum.dtype)
+        )
 
     def _factor(self, weight: Number, own_weight: jax.Array) -> jax.Array | None:
         """Returns the factor of a micro-batch's gradients, None if it is 1."""
-        return None if self._reduction != "mean" or (isinstance(weight, float) and weight == 1) else own_weight
+        return (
+            None
+            if self._reduction != "mean" or (isinstance(weight, float) and weight == 1)
+            else own_weight
+        )
 
     def _value_added(
         self,
@@ -328,16 +381,24 @@ class Window:
         # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
         safe_weight = jnp.where(weight != 0, weight, jnp.ones((), weight.dtype))
         square_weight = safe_weight if self._reduction == "mean" else 1 / safe_weight
-        return _noise.added(noise, norm_of_gradients(grads, self.axes), square_weight, is_kept, is_first)
+        return _noise.added(
+            noise, norm_of_gradients(grads, self.axes), square_weight, is_kept, is_first
+        )
 
-    def add_in_loop(self, state: AnyState, grads: ArrayTree, weight: Number, is_present: Flag = True) -> AnyState:
+    def add_in_loop(
+        self, state: AnyState, grads: ArrayTree, weight: Number, is_present: Flag = True
+    ) -> AnyState:
         """Adds a micro-batch that is present, in a loop of the compiled program. Returns the new state."""
         if not any(unreduced_axes(total) for total in jax.tree.leaves(state.gradient_sum)):
             grads = summed(grads)
         arrays = trees.gradient_arrays(grads)
-        return self.advance(already_begun(state), arrays, weight, None, is_present=is_present & unknown_true()).state
+        return self.advance(
+            already_begun(state), arrays, weight, None, is_present=is_present & unknown_true()
+        ).state
 
-    def adder_in_loop(self, state: AnyState, weight: Number) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def adder_in_loop(
+        self, state: AnyState, weight: Number
+    ) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """Returns a function of a leaf's sum, or a slice of it, and a gradient, which returns the new sum."""
         own_weight = jnp.asarray(weight).astype(state.weight_sum.dtype)
         is_kept = (own_weight != 0) & unknown_true()  # XLA-27
@@ -369,11 +430,19 @@ class Window:
         gradients = step.state.gradient_sum
         if self.axes:
             remaining = iter(totals)
-            gradients = jax.tree.unflatten(treedef, [next(remaining) if x.ndim else x for x in leaves])
+            gradients = jax.tree.unflatten(
+                treedef, [next(remaining) if x.ndim else x for x in leaves]
+            )
         if self._noise_decay is not None:
-            per_weight = scale if self._reduction == "sum" else jnp.ones_like(scale)  # a sum is W times the mean
-            norm = measure_local([x for x in jax.tree.leaves(gradients) if is_gradient(x)], self.axes or ())
-            norm = floats.shifted(norm.mantissa * per_weight.astype(norm.mantissa.dtype), norm.exponent)
+            per_weight = (
+                scale if self._reduction == "sum" else jnp.ones_like(scale)
+            )  # a sum is W times the mean
+            norm = measure_local(
+                [x for x in jax.tree.leaves(gradients) if is_gradient(x)], self.axes or ()
+            )
+            norm = floats.shifted(
+                norm.mantissa * per_weight.astype(norm.mantissa.dtype), norm.exponent
+            )
             sums = _noise.WindowSums(noise.square_sums, noise.kept, weight_sum)
             noise = _noise.closed(step.state.noise, sums, norm, self._noise_decay)
         return Average(gradients, has_weight if self.axes else True, value, noise)
@@ -399,7 +468,12 @@ def already_begun(state: GradAccumulatorState) -> GradAccumulatorState:
 
 
 def _advance_leaf(
-    total: jax.Array, grad: Leaf, is_first: Flag, is_kept: Flag, factor: jax.Array | None, scale: jax.Array | None
+    total: jax.Array,
+    grad: Leaf,
+    is_first: Flag,
+    is_kept: Flag,
+    factor: jax.Array | None,
+    scale: jax.Array | None,
 ) -> jax.Array:
     """Returns (total + factor * grad) * scale, in one read and one write. A first gradient replaces the old total.
 
@@ -431,7 +505,9 @@ def _advance_leaf(
 
 def _scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
     dtype = floats.accumulator_dtype(total)
-    return floats.mul_real(floats.upcast(total, dtype), factor_of(scale.astype(dtype), total)).astype(total.dtype)
+    return floats.mul_real(
+        floats.upcast(total, dtype), factor_of(scale.astype(dtype), total)
+    ).astype(total.dtype)
 
 
 def _reciprocal(weight_sum: jax.Array, has_weight: Flag) -> jax.Array:
@@ -448,11 +524,19 @@ class AccumulateState(NamedTuple):
     micro_step: Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
     windows: Annotated[jax.Array, "int32 (): number of windows so far that ran inner"]
     applied: Annotated[jax.Array, "bool (): the last call ran inner"]
-    weight_sum: Annotated[jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"]
+    weight_sum: Annotated[
+        jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"
+    ]
     window_bad: Annotated[jax.Array, "bool (): drop_window will discard the open window"]
-    dropped: Annotated[jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"]
-    value_sum: Annotated[jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"]
-    value: Annotated[jax.Array, "like a weight (): the loss of the last window that ran inner; inf before it"]
+    dropped: Annotated[
+        jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"
+    ]
+    value_sum: Annotated[
+        jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"
+    ]
+    value: Annotated[
+        jax.Array, "like a weight (): the loss of the last window that ran inner; inf before it"
+    ]
     noise: Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
     gradient_sum: Annotated[
         PyTree,

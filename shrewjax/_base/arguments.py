@@ -15,7 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from shrewjax._base.trees import leaf_name
-from shrewjax._base.types import Argument, Axes, AxisNames, DType, Flag, Function, KeyPath, Leaf, Number, PyTree, Scalar
+from shrewjax._base.types import (
+    Argument,
+    Axes,
+    AxisNames,
+    DType,
+    Flag,
+    Function,
+    KeyPath,
+    Leaf,
+    Number,
+    PyTree,
+    Scalar,
+)
 
 AxesOf = tuple[int, ...] | Callable[[str, Leaf], Argument] | None
 """Checked axes of leaves."""
@@ -58,7 +70,9 @@ def percentile(value: Argument) -> Fraction | jax.Array:
     if isinstance(number, jax.Array):
         return number
     is_written_out = isinstance(value, int | float | np.generic | np.ndarray)
-    return Fraction(str(value if is_written_out else number))  # str(np.float32(99.9)) is "99.9", its float is not
+    return Fraction(
+        str(value if is_written_out else number)
+    )  # str(np.float32(99.9)) is "99.9", its float is not
 
 
 def length(name: str, value: Argument, *, default: int) -> int:
@@ -94,12 +108,16 @@ def integer(name: str, value: Argument, *, at_least: int | None = None) -> int:
     """Returns an int from a Python or NumPy integer, which may not be below `at_least`. Arrays are refused."""
     expected = "a Python int" if at_least is None else f"a Python int >= {at_least}"
     if not _is_int(value) or (at_least is not None and value < at_least):
-        raise ValueError(f"{name} must be {expected}, because it decides what is compiled; got {value!r}")
+        raise ValueError(
+            f"{name} must be {expected}, because it decides what is compiled; got {value!r}"
+        )
     return int(value)
 
 
 def positions(name: str, value: Argument) -> tuple[int, ...]:
-    return tuple(integer(name, at) for at in (value if isinstance(value, tuple | list | range) else (value,)))
+    return tuple(
+        integer(name, at) for at in (value if isinstance(value, tuple | list | range) else (value,))
+    )
 
 
 def choice(name: str, value: Argument, choices: Sequence[str]) -> Any:
@@ -112,7 +130,11 @@ def value_of_loss(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scala
     """Returns the `value` of a micro-batch, a real scalar or an array of one of the shapes; it may be non-finite."""
     if isinstance(value, np.ndarray) and value.shape != ():
         value = jnp.asarray(value)
-    return _real_array("value", value, shapes) if isinstance(value, jax.Array) else any_real("value", value)
+    return (
+        _real_array("value", value, shapes)
+        if isinstance(value, jax.Array)
+        else any_real("value", value)
+    )
 
 
 def flag(name: str, value: Argument) -> Flag:
@@ -128,7 +150,9 @@ def static_flag(name: str, value: Argument) -> bool:
     """Returns a flag that decides what is compiled: a bool."""
     if isinstance(value, bool | np.bool):
         return bool(value)
-    raise ValueError(f"{name} must be True or False, because it decides what is compiled, got {value!r}")
+    raise ValueError(
+        f"{name} must be True or False, because it decides what is compiled, got {value!r}"
+    )
 
 
 def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Number]:
@@ -151,7 +175,11 @@ def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Numb
 def steps_of_schedule(value: Argument) -> Scalar:
     """Returns the window length that a function returned: a real scalar that is >= 1 if its value is known."""
     name = "the number that the function accum_steps returns"
-    return _real_scalar_array(name, value) if isinstance(value, jax.Array) else real(name, value, at_least=1)
+    return (
+        _real_scalar_array(name, value)
+        if isinstance(value, jax.Array)
+        else real(name, value, at_least=1)
+    )
 
 
 def require_arguments_of_fun(
@@ -181,7 +209,9 @@ def weight(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:
     if isinstance(value, jax.Array):
         is_flag = value.dtype == np.bool
         return _real_array("weight", value.astype(jnp.float32) if is_flag else value, shapes)
-    if isinstance(value, bool | np.bool) or (isinstance(value, np.ndarray) and value.dtype == np.bool):
+    if isinstance(value, bool | np.bool) or (
+        isinstance(value, np.ndarray) and value.dtype == np.bool
+    ):
         value = float(value)
     number = _static_real("weight", value, "a real scalar >= 0")
     if number != 0 and not LEAST_WEIGHT <= number <= LARGEST_WEIGHT:
@@ -224,7 +254,9 @@ def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Leaf) -> tuple[i
     """Returns the axes of one leaf, counted from the front; None if `given` has none for it."""
     chosen = axes(name, given(leaf_name(path), leaf)) if callable(given) else given
     if callable(chosen):
-        raise ValueError(f"{name} must return dimensions or None, got {chosen!r} for leaf {leaf_name(path)}")
+        raise ValueError(
+            f"{name} must return dimensions or None, got {chosen!r} for leaf {leaf_name(path)}"
+        )
     if chosen is None:
         return None
     if any(not -leaf.ndim <= a < leaf.ndim for a in chosen):
@@ -242,7 +274,9 @@ def axis_names(name: str, value: Argument) -> Axes:
     names = tuple(value) if isinstance(value, tuple | list) else (value,)
     are_names = all(isinstance(a, Hashable) and not isinstance(a, jax.P | None) for a in names)
     if not are_names or len({*names}) < len(names):
-        raise ValueError(f"{name} must be a mapped axis, or a tuple of different ones, got {value!r}")
+        raise ValueError(
+            f"{name} must be a mapped axis, or a tuple of different ones, got {value!r}"
+        )
     return names
 
 
@@ -290,7 +324,9 @@ def _static_real(name: str, value: Argument, expected: str) -> float:
         raise ValueError(f"{name} must be {expected}, got {value!r}")
     try:
         return float(value)
-    except OverflowError:  # of an int such as 10**400; the callers' range checks then see an infinity
+    except (
+        OverflowError
+    ):  # of an int such as 10**400; the callers' range checks then see an infinity
         return math.inf if value > 0 else -math.inf
 
 
@@ -302,6 +338,10 @@ def _real_array(name: str, value: jax.Array, shapes: Collection[tuple[int, ...]]
     """Returns an array of real numbers in float32, or in float64 if it has that. Callers compute in no other dtype."""
     is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
     if value.shape not in shapes or not is_real:
-        expected = " or ".join("a real scalar" if s == () else f"a real array of shape {s}" for s in sorted(shapes))
-        raise ValueError(f"{name} must be {expected}, got an array of shape {value.shape} and dtype {value.dtype}")
+        expected = " or ".join(
+            "a real scalar" if s == () else f"a real array of shape {s}" for s in sorted(shapes)
+        )
+        raise ValueError(
+            f"{name} must be {expected}, got an array of shape {value.shape} and dtype {value.dtype}"
+        )
     return value.astype(jnp.float64 if value.dtype == jnp.float64 else jnp.float32)

@@ -81,13 +81,19 @@ def _axes_of_spec(name: str, leaf: Leaf, dims: UnitDims, spec: jax.P) -> UnitSha
     mapped, is_tracked = mapped_axes()
     varying = tuple(a for a in mapped if a in varying_axes(leaf))
     if len(spec) > leaf.ndim:
-        raise ValueError(f"sharded_over {spec} has more entries than leaf {name} of shape {leaf.shape} has dimensions")
+        raise ValueError(
+            f"sharded_over {spec} has more entries than leaf {name} of shape {leaf.shape} has dimensions"
+        )
     by_dimension = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     along_units = {m for a, names in enumerate(by_dimension) if a in dims for m in names}
     along_parts = {m for a, names in enumerate(by_dimension) if a not in dims for m in names}
-    within, across = (tuple(m for m in mapped if m in along) for along in (along_parts, along_units))
+    within, across = (
+        tuple(m for m in mapped if m in along) for along in (along_parts, along_units)
+    )
     if is_tracked and {*within, *across} != {*varying}:
-        raise ValueError(f"sharded_over {spec} is not how leaf {name} is sharded: by its type it varies over {varying}")
+        raise ValueError(
+            f"sharded_over {spec} is not how leaf {name} is sharded: by its type it varies over {varying}"
+        )
     return UnitSharding(within, across if mapped and not is_tracked else None)
 
 
@@ -171,7 +177,10 @@ def is_bound(axis: Hashable) -> bool:
     """Returns whether collectives over this axis can be called here: an axis of `shard_map`, `pmap` or `vmap`."""
     try:
         lax.axis_size(axis)
-    except (NameError, ValueError):  # ValueError: an int, which JAX takes for a dimension of an array
+    except (
+        NameError,
+        ValueError,
+    ):  # ValueError: an int, which JAX takes for a dimension of an array
         return False
     return True
 
@@ -222,7 +231,9 @@ def mapped_axes() -> tuple[AxisNames, bool]:
 def varying_axes(x: Leaf) -> frozenset[Hashable]:
     """Returns the mapped axes over which an array, or a type, varies. Empty if types are not tracked."""
     aval = _type_of(x)
-    if hasattr(aval, "manual_axis_type"):  # since JAX 0.10.0; None for a `jax.ShapeDtypeStruct` without mapped axes
+    if hasattr(
+        aval, "manual_axis_type"
+    ):  # since JAX 0.10.0; None for a `jax.ShapeDtypeStruct` without mapped axes
         return aval.manual_axis_type.varying if aval.manual_axis_type else frozenset()
     return getattr(aval, "vma", None) or frozenset()
 
@@ -237,7 +248,9 @@ def explicit_axes(x: Leaf) -> MeshAxes:
     """Returns the Explicit axes of the mesh on which an array, or a type, is."""
     mesh: Any = getattr(_type_of(x).sharding, "mesh", None)
     kinds = getattr(mesh, "axis_types", None) or ()
-    return frozenset(a for a, kind in zip(mesh.axis_names, kinds, strict=True) if kind == AxisType.Explicit)
+    return frozenset(
+        a for a, kind in zip(mesh.axis_names, kinds, strict=True) if kind == AxisType.Explicit
+    )
 
 
 def reduced_axes(x: Leaf) -> MeshAxes:
@@ -251,7 +264,11 @@ def unreduced_axes(x: Leaf) -> MeshAxes:
 
 
 def retyped(
-    x: Leaf, *, reduced: MeshAxes = frozenset(), unreduced: MeshAxes = frozenset(), like: Leaf | None = None
+    x: Leaf,
+    *,
+    reduced: MeshAxes = frozenset(),
+    unreduced: MeshAxes = frozenset(),
+    like: Leaf | None = None,
 ) -> jax.Array:
     """Returns an array with these types in place of its own. An array that is no longer `unreduced` is summed.
 
@@ -306,7 +323,9 @@ def _partitions(spec: Any) -> tuple[Any, ...]:
 def may_be_partitioned() -> bool:
     """Returns whether XLA may shard an array here over devices, so that its shape is not that of one device's part."""
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.device_count() > 1 and (not mesh.manual_axes or set(mesh.manual_axes) != set(mesh.axis_names))
+    return jax.device_count() > 1 and (
+        not mesh.manual_axes or set(mesh.manual_axes) != set(mesh.axis_names)
+    )
 
 
 def is_typed_by_device(x: jax.Array) -> bool:
@@ -326,4 +345,6 @@ def context_mesh() -> Any:
 def _pcast(x: jax.Array, axes: AxisNames) -> jax.Array:
     """Returns `x` with a type that also varies over these mapped axes. `jax.lax.pcast`: JAX 0.9.0."""
     spelling: Any = lax
-    return spelling.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else spelling.pvary(x, axes)
+    return (
+        spelling.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else spelling.pvary(x, axes)
+    )

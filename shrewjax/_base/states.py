@@ -38,7 +38,9 @@ def require_own(
     """Raises unless this is the state that a rule's own `init` makes. Rules that read no state do not call it."""
     if not isinstance(state, kind):
         is_optax = type(state).__module__.startswith("optax.")
-        way_from_optax = ". Or convert Optax's state: shrewjax.from_optax(state, tx, params)" if is_optax else ""
+        way_from_optax = (
+            ". Or convert Optax's state: shrewjax.from_optax(state, tx, params)" if is_optax else ""
+        )
         raise ValueError(
             f"state must be the {kind.__name__} that init made or the last update returned, got {type(state).__name__}."
             f" Pass the state of this transformation, in the order {order}{way_from_optax}"
@@ -92,7 +94,9 @@ def increment_if(flag: Flag, count: jax.Array) -> jax.Array:
     return jnp.where(flag, optax.safe_increment(count), count)
 
 
-@partial(jax.jit, inline=True)  # outside of jit, operations would send their constants to the device
+@partial(
+    jax.jit, inline=True
+)  # outside of jit, operations would send their constants to the device
 def largest(tree: PyTree) -> jax.Array:
     """Returns the largest number in a tree: NaN if any is NaN, at least 0, and 0 for no numbers. Shape (), float32."""
     leaves = [jnp.ravel(jnp.asarray(x, jnp.float32)) for x in jax.tree.leaves(tree)]
@@ -166,7 +170,11 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
     kinds = set()
     for path, state in _measuring(without_variables(opt_state)):
         kind = _name(type(state))
-        where = "" if kind not in kinds else jax.tree_util.keystr(path, simple=True, separator="/") + "/"
+        where = (
+            ""
+            if kind not in kinds
+            else jax.tree_util.keystr(path, simple=True, separator="/") + "/"
+        )
         kinds.add(kind)
         for name, value in state.metrics().items():
             found[f"{where}{kind}/{name}"] = value
@@ -177,7 +185,9 @@ def _measuring(tree: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, AnyS
     """Yields each state that has a method `metrics`, with its path. An outer state precedes those inside it."""
     if _measures(tree):
         yield path, tree
-    for below, node in jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree and _measures(x)):
+    for below, node in jax.tree.leaves_with_path(
+        tree, is_leaf=lambda x: x is not tree and _measures(x)
+    ):
         if node is not tree and _measures(node):
             yield from _measuring(node, (*path, *below))
 

@@ -19,7 +19,11 @@ from shrewjax._base.types import DType, KeyPath, Leaf, PyTree, Tree
 def gradient_leaves(grads: PyTree) -> tuple[list[KeyPath], list[Leaf], Any]:
     """Returns the key paths of a tree of gradients, its leaves as arrays, and its structure."""
     with_paths, treedef = jax.tree.flatten_with_path(grads)
-    return [path for path, _ in with_paths], [array_leaf(path, leaf) for path, leaf in with_paths], treedef
+    return (
+        [path for path, _ in with_paths],
+        [array_leaf(path, leaf) for path, leaf in with_paths],
+        treedef,
+    )
 
 
 def floating(grads: PyTree) -> list[Leaf]:
@@ -52,7 +56,9 @@ def leaf_names(tree: PyTree) -> list[str]:
     """Returns the leaves' names for logs, such as "dense/kernel"; as in messages if these are empty or not unique."""
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
-    return names if all(names) and len({*names}) == len(names) else [leaf_name(path) for path in paths]
+    return (
+        names if all(names) and len({*names}) == len(names) else [leaf_name(path) for path in paths]
+    )
 
 
 def array_leaf(path: KeyPath, leaf: Leaf) -> Leaf:
@@ -90,7 +96,9 @@ def is_gradient(leaf: Leaf) -> bool:
 
 def _as_array(path: KeyPath, leaf: Leaf, what: str) -> Leaf:
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-        is_foreign = isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        is_foreign = isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(
+            leaf.dtype, jnp.inexact
+        )
         return jnp.asarray(leaf) if is_foreign else leaf
     if isinstance(leaf, bool | int | float | complex):
         return jnp.asarray(leaf)
@@ -113,7 +121,9 @@ def check_unchanged(new: PyTree, old: PyTree, what: str) -> None:
     require_structure(new, old, f"{what}: the structure must stay")
 
     def check(path: KeyPath, new: Leaf, old: Leaf) -> None:
-        given, kept = (f"{getattr(x, 'dtype', type(x).__name__)} of shape {np.shape(x)}" for x in (new, old))
+        given, kept = (
+            f"{getattr(x, 'dtype', type(x).__name__)} of shape {np.shape(x)}" for x in (new, old)
+        )
         if given != kept:
             raise AssertionError(f"{what}: leaf {leaf_name(path)} must stay {kept}, got {given}")
 

@@ -91,7 +91,9 @@ def clip_cotangent(
     """
     max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
     axis, sharded_over = arguments.axes("axis", axis), arguments.sharded_over(sharded_over)
-    traced_limit, static_limit = ([max_norm], None) if isinstance(max_norm, jax.Array) else ([], max_norm)
+    traced_limit, static_limit = (
+        ([max_norm], None) if isinstance(max_norm, jax.Array) else ([], max_norm)
+    )
 
     def guarded(path: KeyPath, leaf: Any) -> Any:
         if not is_gradient(leaf):
@@ -105,7 +107,9 @@ def clip_cotangent(
             _check_limit(limit, name, own_slices)
         zeros = _zeros(counter, name, tuple(leaf.shape[a] for a in dims))
         zeros = as_varying(zeros, tuple(own_slices))
-        return _guard.bind(leaf, zeros, *traced_limit, slices=_Slices(dims, divided, ord, static_limit))
+        return _guard.bind(
+            leaf, zeros, *traced_limit, slices=_Slices(dims, divided, ord, static_limit)
+        )
 
     paths, leaves, treedef = trees.gradient_leaves(x)
     return treedef.unflatten(list(map(guarded, paths, leaves)))
@@ -143,7 +147,9 @@ class _Slices(NamedTuple):
     """The slices of a leaf, and how each is measured: the static parameters of the primitive."""
 
     dims: UnitDims  # the axes that number the slices
-    divided: tuple[Hashable, ...]  # the mapped axes along which devices hold parts of the same slices
+    divided: tuple[
+        Hashable, ...
+    ]  # the mapped axes along which devices hold parts of the same slices
     ord: float
     limit: float | None  # None: the limit is an operand
 

@@ -85,7 +85,9 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
     Source: as for `clip_grad_value`; `optax.clip` has the same rule.
     """
     max_value = arguments.threshold("max_value", max_value)
-    return optax.with_extra_args_support(optax.stateless(lambda updates, _: clip_grad_value(updates, max_value)))
+    return optax.with_extra_args_support(
+        optax.stateless(lambda updates, _: clip_grad_value(updates, max_value))
+    )
 
 
 class Limit(NamedTuple):
@@ -128,14 +130,18 @@ def _clip_real(x: jax.Array, limit: Limit) -> jax.Array:
     # LLVM would select floats instead, and flush subnormals.
     nan, minus_zero = (int(np.asarray(value, x.dtype).view(integers)) for value in (math.nan, -0.0))
     upper = jnp.where(limit.is_nan, jnp.asarray(nan, integers), limit.bits)
-    lower = jnp.where(upper == 0, jnp.asarray(minus_zero, integers), upper | jnp.iinfo(integers).min)
+    lower = jnp.where(
+        upper == 0, jnp.asarray(minus_zero, integers), upper | jnp.iinfo(integers).min
+    )
     ends = jnp.where(floats.sign_bit(x), lower, upper)
     kept = lax.bitcast_convert_type(x, integers)
     return lax.bitcast_convert_type(jnp.where(_is_outside(x, limit), ends, kept), x.dtype)
 
 
 @_clip_real.defjvp
-def _clip_real_jvp(primals: tuple[jax.Array, Limit], tangents: tuple[jax.Array, Limit]) -> tuple[jax.Array, jax.Array]:
+def _clip_real_jvp(
+    primals: tuple[jax.Array, Limit], tangents: tuple[jax.Array, Limit]
+) -> tuple[jax.Array, jax.Array]:
     (x, limit), (d_x, d_limit) = primals, tangents
     d_bound = jnp.where((limit.bits == 0) | limit.is_nan, 0, d_limit.bound)
     d_ends = jnp.where(floats.sign_bit(x), -d_bound, d_bound)
@@ -250,7 +256,9 @@ def clip_grad_percentile(
 class ClipByPercentileState(NamedTuple):
     """Measurements of the last update."""
 
-    bound: Annotated[Any, "float32 (): the percentile of the magnitudes; for scope 'leaf' a tree of them"]
+    bound: Annotated[
+        Any, "float32 (): the percentile of the magnitudes; for scope 'leaf' a tree of them"
+    ]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped elements / elements"]
 
     def metrics(self) -> dict[str, Any]:
@@ -303,17 +311,24 @@ def clip_by_percentile(
 
     def init_fn(params: optax.Params) -> ClipByPercentileState:
         zero = jnp.zeros((), jnp.float32)
-        bounds = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params) if scope == "leaf" else zero
+        bounds = (
+            jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params) if scope == "leaf" else zero
+        )
         return ClipByPercentileState(bound=bounds, clipped_fraction=jnp.zeros((), jnp.float32))
 
     def update_fn(
-        updates: optax.Updates, state: ClipByPercentileState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates,
+        state: ClipByPercentileState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByPercentileState]:
         del params, extra_args
         require_own(state, ClipByPercentileState)
         clipped, bounds, clipped_fraction = _clip_percentile(updates, rule, start=state.bound)
         zero = jnp.zeros((), jnp.float32)  # the bound of a gradient of None
-        bounds = jax.tree.map(lambda _, b: zero if b is None else b.astype(jnp.float32), state.bound, bounds)
+        bounds = jax.tree.map(
+            lambda _, b: zero if b is None else b.astype(jnp.float32), state.bound, bounds
+        )
         return clipped, ClipByPercentileState(bound=bounds, clipped_fraction=clipped_fraction)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -347,16 +362,26 @@ def _clip_percentile(grads: Tree, rule: Rule, start: Any) -> tuple[Tree, Any, ja
         leaves[i] = _clip_to_selected(leaves[i], bound, bits, rule.percentile)
         bounds[i] = bound
     clipped_fraction = jnp.sum(selected.above) / jnp.maximum(jnp.sum(selected.elements), 1)
-    return treedef.unflatten(leaves), treedef.unflatten(bounds) if of_leaf else selected.bound, clipped_fraction
+    return (
+        treedef.unflatten(leaves),
+        treedef.unflatten(bounds) if of_leaf else selected.bound,
+        clipped_fraction,
+    )
 
 
-def _clip_to_selected(x: Any, bound: jax.Array, bits: jax.Array, percentile: Fraction | jax.Array) -> jax.Array:
+def _clip_to_selected(
+    x: Any, bound: jax.Array, bits: jax.Array, percentile: Fraction | jax.Array
+) -> jax.Array:
     """Clips a leaf to a percentile, given as a number and as bits."""
     precision = floats.real_dtype(x)
-    if jnp.finfo(precision).bits < 16:  # some 8-bit dtypes have no infinity, which `narrower_bits` needs
+    if (
+        jnp.finfo(precision).bits < 16
+    ):  # some 8-bit dtypes have no infinity, which `narrower_bits` needs
         own = floats.round_toward_zero(bound, precision)
         own_bits = floats.magnitude_bits(own)
     else:
         own_bits = floats.narrower_bits(bits, bound.dtype, precision)
         own = lax.bitcast_convert_type(own_bits, precision)
-    return clip_magnitude(x, Limit(own, own_bits, (percentile >= 100) | jnp.isinf(bound), jnp.isnan(bound)))
+    return clip_magnitude(
+        x, Limit(own, own_bits, (percentile >= 100) | jnp.isinf(bound), jnp.isnan(bound))
+    )

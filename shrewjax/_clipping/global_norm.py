@@ -18,7 +18,9 @@ from shrewjax._numerics.norms import measure, measure_with_leaves
 from shrewjax._numerics.scaling import ClipScale
 
 
-def grad_norm(grads: Any, ord: float | None = None, *, sharded_over: AxisName | None = None) -> jax.Array:
+def grad_norm(
+    grads: Any, ord: float | None = None, *, sharded_over: AxisName | None = None
+) -> jax.Array:
     r"""Returns the norm of all gradients together, as if they were one long vector.
 
     .. math:: \|g\|_p = \Big(\sum_i |g_i|^p\Big)^{1/p}, \qquad \|g\|_\infty = \max_i |g_i|
@@ -59,7 +61,9 @@ def grad_norm(grads: Any, ord: float | None = None, *, sharded_over: AxisName | 
     Source: J. L. Blue, "A portable Fortran program to find the Euclidean norm of a vector", ACM TOMS 4 (1978), for the
     scaled second pass.
     """
-    return floats.from_extended(global_norm(grads, arguments.order(ord), arguments.sharded_over(sharded_over)))
+    return floats.from_extended(
+        global_norm(grads, arguments.order(ord), arguments.sharded_over(sharded_over))
+    )
 
 
 def clip_grad_norm(
@@ -120,9 +124,12 @@ class ClipByGlobalNormState(NamedTuple):
     """Measurements of the last update."""
 
     grad_norm: Annotated[jax.Array, "float32 (): the norm before clipping"]
-    clip_scale: Annotated[jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"]
+    clip_scale: Annotated[
+        jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
+    ]
     leaf_norms: Annotated[
-        Any, "with leaves=True, a tree like the parameters of norms before clipping, float32 (); otherwise ()"
+        Any,
+        "with leaves=True, a tree like the parameters of norms before clipping, float32 (); otherwise ()",
     ] = ()
 
     def metrics(self) -> dict[str, Any]:
@@ -131,7 +138,11 @@ class ClipByGlobalNormState(NamedTuple):
 
 
 def clip_by_global_norm(
-    max_norm: Any, *, ord: float | None = None, leaves: bool = False, sharded_over: AxisName | None = None
+    max_norm: Any,
+    *,
+    ord: float | None = None,
+    leaves: bool = False,
+    sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together: `clip_grad_norm` as an Optax transformation.
 
@@ -202,7 +213,10 @@ def clip_by_global_norm(
         )
 
     def update_fn(
-        updates: optax.Updates, state: ClipByGlobalNormState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates,
+        state: ClipByGlobalNormState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del params, extra_args
         # Without `leaves`, the state is not read, as in Optax's clip, to which some callers pass None.
@@ -220,7 +234,9 @@ def clip_by_global_norm(
             grad_norm = floats.from_extended(norm)
         updates, scale = clip_to_limit(updates, norm, scaling.as_limit(max_norm, norm))
         return updates, ClipByGlobalNormState(
-            grad_norm=grad_norm.astype(jnp.float32), clip_scale=scaling.applied_scale(scale), leaf_norms=leaf_norms
+            grad_norm=grad_norm.astype(jnp.float32),
+            clip_scale=scaling.applied_scale(scale),
+            leaf_norms=leaf_norms,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -238,7 +254,9 @@ def clip_to_limit(grads: Tree, norm: ExtendedFloat, limit: ExtendedFloat) -> tup
 
 def _of_leaves(leaf_norms: Any) -> dict[str, Any]:
     """Returns the metrics of norms by leaf. There are none without leaves."""
-    by_name = dict(sorted(zip(trees.leaf_names(leaf_norms), jax.tree.leaves(leaf_norms), strict=True)))
+    by_name = dict(
+        sorted(zip(trees.leaf_names(leaf_norms), jax.tree.leaves(leaf_norms), strict=True))
+    )
     if not by_name:
         return {}
     share, index = _largest_of([*by_name.values()])
@@ -249,7 +267,9 @@ def _of_leaves(leaf_norms: Any) -> dict[str, Any]:
     }
 
 
-@partial(jax.jit, inline=True)  # outside of jit, operations would send their constants to the device
+@partial(
+    jax.jit, inline=True
+)  # outside of jit, operations would send their constants to the device
 def _largest_of(leaf_norms: list[Any]) -> tuple[jax.Array, jax.Array]:
     """Returns the share of the squared norm that the largest leaf has, and its place."""
     norms = jnp.stack(leaf_norms)
@@ -267,9 +287,13 @@ class ClipByNormPercentileState(NamedTuple):
     """The history of norms and measurements of the last update. Its fields are a file format."""
 
     history: Annotated[histories.HistoryState, "the last finite norms, before clipping"]
-    threshold: Annotated[jax.Array, "float32 (): the threshold of the last norm; inf while the history is empty"]
+    threshold: Annotated[
+        jax.Array, "float32 (): the threshold of the last norm; inf while the history is empty"
+    ]
     grad_norm: Annotated[jax.Array, "float32 (): the last norm before clipping"]
-    clip_scale: Annotated[jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"]
+    clip_scale: Annotated[
+        jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
+    ]
 
     def metrics(self) -> dict[str, Any]:
         """Returns the entries of `shrewjax.metrics`."""
@@ -342,7 +366,10 @@ def clip_by_norm_percentile(
         )
 
     def update_fn(
-        updates: optax.Updates, state: ClipByNormPercentileState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates,
+        state: ClipByNormPercentileState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByNormPercentileState]:
         del params, extra_args
         require_own(state, ClipByNormPercentileState)
@@ -351,7 +378,9 @@ def clip_by_norm_percentile(
         history = histories.push(state.history, grad_norm)
         threshold = histories.percentile(history, percentile)
         updates, scale = clip_to_limit(updates, norm, _float32_limit(threshold, grad_norm, norm))
-        return updates, ClipByNormPercentileState(history, threshold, grad_norm, scaling.applied_scale(scale))
+        return updates, ClipByNormPercentileState(
+            history, threshold, grad_norm, scaling.applied_scale(scale)
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -363,9 +392,13 @@ class ClipByNormZscoreState(NamedTuple):
     recorded: Annotated[jax.Array, "int32 (): number of norms recorded so far"]
     mean: Annotated[jax.Array, "float32 (): the mean of the norms, each clipped by its own z-score"]
     std: Annotated[jax.Array, "float32 (): the standard deviation of the same norms"]
-    threshold: Annotated[jax.Array, "float32 (): the last norm's threshold; if it was no spike, the least spike"]
+    threshold: Annotated[
+        jax.Array, "float32 (): the last norm's threshold; if it was no spike, the least spike"
+    ]
     grad_norm: Annotated[jax.Array, "float32 (): the last norm before clipping"]
-    clip_scale: Annotated[jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"]
+    clip_scale: Annotated[
+        jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
+    ]
 
     def metrics(self) -> dict[str, Any]:
         """Returns the entries of `shrewjax.metrics`."""
@@ -451,7 +484,10 @@ def clip_by_norm_zscore(
         )
 
     def update_fn(
-        updates: optax.Updates, state: ClipByNormZscoreState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates,
+        state: ClipByNormZscoreState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByNormZscoreState]:
         del params, extra_args
         require_own(state, ClipByNormZscoreState)
@@ -468,21 +504,32 @@ def clip_by_norm_zscore(
         clipped_norm = past.mean + limit_z * (limit_z / jnp.where(is_spike, z, 1)) * past.std
         # No norm below a spike exceeds this, in spite of rounding.
         onset = jnp.fmax(past.mean + limit_z * (past.std + eps_), grad_norm)
-        threshold = jnp.minimum(jnp.where(averages_all, jnp.inf, jnp.where(is_spike, clipped_norm, onset)), cap)
+        threshold = jnp.minimum(
+            jnp.where(averages_all, jnp.inf, jnp.where(is_spike, clipped_norm, onset)), cap
+        )
         threshold = jnp.where(jnp.isnan(limit_z) | jnp.isnan(eps_), jnp.nan, threshold)
         updates, scale = clip_to_limit(updates, norm, _float32_limit(threshold, grad_norm, norm))
 
         # A finite gradient whose norm is beyond float32 is recorded as clipped. An infinite gradient is not recorded.
-        value = jnp.where(jnp.isfinite(norm.mantissa), jnp.where(is_spike, clipped_norm, grad_norm), jnp.nan)
-        moments = histories.update_moments(past, value, jnp.asarray(1 - decay, jnp.float32), averages_all)
+        value = jnp.where(
+            jnp.isfinite(norm.mantissa), jnp.where(is_spike, clipped_norm, grad_norm), jnp.nan
+        )
+        moments = histories.update_moments(
+            past, value, jnp.asarray(1 - decay, jnp.float32), averages_all
+        )
         return updates, ClipByNormZscoreState(
-            *moments, threshold=threshold, grad_norm=grad_norm, clip_scale=scaling.applied_scale(scale)
+            *moments,
+            threshold=threshold,
+            grad_norm=grad_norm,
+            clip_scale=scaling.applied_scale(scale),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _float32_limit(threshold: jax.Array, grad_norm: jax.Array, norm: ExtendedFloat) -> ExtendedFloat:
+def _float32_limit(
+    threshold: jax.Array, grad_norm: jax.Array, norm: ExtendedFloat
+) -> ExtendedFloat:
     """Returns the limit of a norm; inf if its float32 value, which is what states show, is within the threshold.
 
     Otherwise a norm that reads equal to its threshold could be clipped for digits beyond float32. The test is

@@ -24,8 +24,13 @@ from shrewjax._numerics.scaling import ClipScale
 class ClipByLeafNormState(NamedTuple):
     """Measurements of the last update for each leaf: trees like the parameters."""
 
-    grad_norm: Annotated[Any, "float32 (sizes of a leaf's batch axes): norms before clipping; 0 for leaves without one"]
-    clip_scale: Annotated[Any, "float32, same shape: the numbers that multiplied the gradients; 1 if not clipped"]
+    grad_norm: Annotated[
+        Any,
+        "float32 (sizes of a leaf's batch axes): norms before clipping; 0 for leaves without one",
+    ]
+    clip_scale: Annotated[
+        Any, "float32, same shape: the numbers that multiplied the gradients; 1 if not clipped"
+    ]
 
     def metrics(self) -> dict[str, Any]:
         """Returns the entries of `shrewjax.metrics`."""
@@ -36,7 +41,11 @@ class ClipByLeafNormState(NamedTuple):
 
 
 def clip_by_leaf_norm(
-    max_norm: Any, *, ord: float | None = None, batch_axes: Any = None, sharded_over: UnitAxisName | None = None
+    max_norm: Any,
+    *,
+    ord: float | None = None,
+    batch_axes: Any = None,
+    sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each leaf, or of each layer that it stacks, on its own.
 
@@ -68,16 +77,26 @@ def clip_by_leaf_norm(
     Source: the rule is that of `tf.clip_by_norm` and of Keras' `clipnorm`, for each tensor.
     """
     max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
-    batch_axes, mesh_axes = arguments.axes("batch_axes", batch_axes), arguments.unit_axis_names(sharded_over)
+    batch_axes, mesh_axes = (
+        arguments.axes("batch_axes", batch_axes),
+        arguments.unit_axis_names(sharded_over),
+    )
     if batch_axes is not None and ord not in (1, 2):
-        raise ValueError(f"ord must be 1 or 2 with batch_axes, got {ord}. Leave out ord or batch_axes")
+        raise ValueError(
+            f"ord must be 1 or 2 with batch_axes, got {ord}. Leave out ord or batch_axes"
+        )
 
     def init_fn(params: optax.Params) -> ClipByLeafNormState:
         units = find_units(params, stacked_layers(batch_axes))
-        return ClipByLeafNormState(grad_norm=units.numbers(params, 0.0), clip_scale=units.numbers(params, 1.0))
+        return ClipByLeafNormState(
+            grad_norm=units.numbers(params, 0.0), clip_scale=units.numbers(params, 1.0)
+        )
 
     def update_fn(
-        updates: optax.Updates, state: ClipByLeafNormState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates,
+        state: ClipByLeafNormState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByLeafNormState]:
         del params, extra_args
         require_own(state, ClipByLeafNormState)
@@ -86,8 +105,12 @@ def clip_by_leaf_norm(
         norms = units.norms(ord)
         scales = scaling.clip_scales(norms, [scaling.as_limit(max_norm, norm) for norm in norms])
         return units.scaled(updates, scales), ClipByLeafNormState(
-            grad_norm=units.with_numbers(state.grad_norm, list(map(floats.to_float32, norms)), absent=0.0),
-            clip_scale=units.with_numbers(state.clip_scale, list(map(scaling.applied_scale, scales)), absent=1.0),
+            grad_norm=units.with_numbers(
+                state.grad_norm, list(map(floats.to_float32, norms)), absent=0.0
+            ),
+            clip_scale=units.with_numbers(
+                state.clip_scale, list(map(scaling.applied_scale, scales)), absent=1.0
+            ),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -100,7 +123,9 @@ Unit = Literal["auto", "tensor"]
 class AdaptiveGradClipState(NamedTuple):
     """Measurements of the last update."""
 
-    ratio_max: Annotated[jax.Array, "float32 (): the largest ratio of a unit's gradient norm to its parameter norm"]
+    ratio_max: Annotated[
+        jax.Array, "float32 (): the largest ratio of a unit's gradient norm to its parameter norm"
+    ]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
 
     def metrics(self) -> dict[str, Any]:
@@ -194,14 +219,21 @@ def adaptive_grad_clip(
 
     def init_fn(params: optax.Params) -> AdaptiveGradClipState:
         find_units(params, unit_dims)
-        return AdaptiveGradClipState(*(jnp.zeros((), jnp.float32) for _ in AdaptiveGradClipState._fields))
+        return AdaptiveGradClipState(
+            *(jnp.zeros((), jnp.float32) for _ in AdaptiveGradClipState._fields)
+        )
 
     def update_fn(
-        updates: optax.Updates, state: AdaptiveGradClipState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates,
+        state: AdaptiveGradClipState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, AdaptiveGradClipState]:
         del state, extra_args
         if params is None:
-            raise ValueError("adaptive_grad_clip needs the parameters, got params=None. Pass params to update")
+            raise ValueError(
+                "adaptive_grad_clip needs the parameters, got params=None. Pass params to update"
+            )
         units = find_units(updates, unit_dims, mesh_axes)
         weights = units.of_parameters(params)
         given = weights.limit(eps), units.limit(clipping)
@@ -220,7 +252,11 @@ def _clip_exactly(
     """Returns the scale and the ratio of a unit, and whether it counts as clipped."""
     base = floats.in_dtype_of(floats.maximum(weight_norm, eps), norm)
     scale = scaling.scale_to_limit(norm, floats.product(base, clipping))
-    return scale, floats.to_float32(floats.quotient(norm, base)), scaling.counts_as_clipped(scale, norm)
+    return (
+        scale,
+        floats.to_float32(floats.quotient(norm, base)),
+        scaling.counts_as_clipped(scale, norm),
+    )
 
 
 def _clip_in_floats(
@@ -228,7 +264,9 @@ def _clip_in_floats(
 ) -> tuple[tuple[ClipScale, jax.Array, jax.Array], jax.Array]:
     """Returns the bits of `_clip_exactly`, and whether the unit is usual (`test_usual_units_clip_as_in_any_range`)."""
     base = jnp.maximum(weight_norm, floats.from_extended(eps))
-    (norm, base, factor), is_usual = scaling.usual_numbers(norm, base, floats.from_extended(clipping))
+    (norm, base, factor), is_usual = scaling.usual_numbers(
+        norm, base, floats.from_extended(clipping)
+    )
     base = base.astype(norm.dtype)
     limit = base * factor
     scale = ClipScale(norm > limit, limit / norm, jnp.ones_like(norm))
@@ -239,7 +277,9 @@ def _clip_in_floats(
 class ClipByBlockRmsState(NamedTuple):
     """Measurements of the last update."""
 
-    rms_max: Annotated[jax.Array, "float32 (): the largest root mean square of a block before clipping"]
+    rms_max: Annotated[
+        jax.Array, "float32 (): the largest root mean square of a block before clipping"
+    ]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped blocks / blocks"]
 
     def metrics(self) -> dict[str, Any]:
@@ -291,19 +331,29 @@ def clip_by_block_rms(
     arXiv:1804.04235, section 6 and Algorithm 4.
     """
     threshold = arguments.threshold("threshold", threshold)
-    batch_axes, mesh_axes = arguments.axes("batch_axes", batch_axes), arguments.unit_axis_names(sharded_over)
+    batch_axes, mesh_axes = (
+        arguments.axes("batch_axes", batch_axes),
+        arguments.unit_axis_names(sharded_over),
+    )
 
     def init_fn(params: optax.Params) -> ClipByBlockRmsState:
         find_units(params, stacked_layers(batch_axes))
-        return ClipByBlockRmsState(*(jnp.zeros((), jnp.float32) for _ in ClipByBlockRmsState._fields))
+        return ClipByBlockRmsState(
+            *(jnp.zeros((), jnp.float32) for _ in ClipByBlockRmsState._fields)
+        )
 
     def update_fn(
-        updates: optax.Updates, state: ClipByBlockRmsState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates,
+        state: ClipByBlockRmsState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByBlockRmsState]:
         del state, params, extra_args
         units = find_units(updates, stacked_layers(batch_axes), mesh_axes)
         norms = units.norms()
-        counts = sizes(units.leaves, axes=[of_leaf.within for of_leaf in units.sharding], unit_dims=units.dims)
+        counts = sizes(
+            units.leaves, axes=[of_leaf.within for of_leaf in units.sharding], unit_dims=units.dims
+        )
         # The norm is compared, not the RMS, because rounding could put the RMS of ones above a threshold of 1. The test
         # is `test_a_block_of_ones_has_a_root_mean_square_of_one`.
         roots = [floats.root_of_count(n, norms[0].mantissa.dtype) for n in counts]
@@ -313,7 +363,9 @@ def clip_by_block_rms(
         scales = scaling.clip_scales(norms, limits)
         return units.scaled(updates, scales), ClipByBlockRmsState(
             rms_max=units.largest(list(map(floats.to_float32, rms))),
-            clipped_fraction=units.clipped_fraction(list(map(scaling.counts_as_clipped, scales, norms))),
+            clipped_fraction=units.clipped_fraction(
+                list(map(scaling.counts_as_clipped, scales, norms))
+            ),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -325,7 +377,9 @@ def _fraction_clipped(grad_norm: Any, clip_scale: Any) -> jax.Array:
     pairs = zip(jax.tree.leaves(grad_norm), jax.tree.leaves(clip_scale), strict=True)
     # A unit of zeros never counts, as in `Units.clipped_fraction`, not even with a limit of 0, which scales it.
     flags = [jnp.ravel((scale != 1) & (norm != 0)) for norm, scale in pairs]
-    return jnp.mean(jnp.concatenate(flags), dtype=jnp.float32) if flags else jnp.zeros((), jnp.float32)
+    return (
+        jnp.mean(jnp.concatenate(flags), dtype=jnp.float32) if flags else jnp.zeros((), jnp.float32)
+    )
 
 
 @described
@@ -333,8 +387,12 @@ class ClipByLeafNormEmaState(NamedTuple):
     """The averages of the units and measurements of the last update. Its fields are a file format."""
 
     recorded: Annotated[jax.Array, "int32 (): number of steps recorded so far"]
-    norm_ema: Annotated[Any, "like the parameters, float32 (sizes of a leaf's batch axes): 0 if no norm is recorded"]
-    threshold_max: Annotated[jax.Array, "float32 (): the largest threshold of a unit; in the warm-up the global one"]
+    norm_ema: Annotated[
+        Any, "like the parameters, float32 (sizes of a leaf's batch axes): 0 if no norm is recorded"
+    ]
+    threshold_max: Annotated[
+        jax.Array, "float32 (): the largest threshold of a unit; in the warm-up the global one"
+    ]
     grad_norm_max: Annotated[jax.Array, "float32 (): the largest norm of a unit before clipping"]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
 
@@ -411,7 +469,10 @@ def clip_by_leaf_norm_ema(
     warmup_steps = arguments.threshold("warmup_steps", warmup_steps)
     warmup_max_norm = arguments.threshold("warmup_max_norm", warmup_max_norm)
     min_norm = arguments.threshold("min_norm", min_norm)
-    batch_axes, mesh_axes = arguments.axes("batch_axes", batch_axes), arguments.unit_axis_names(sharded_over)
+    batch_axes, mesh_axes = (
+        arguments.axes("batch_axes", batch_axes),
+        arguments.unit_axis_names(sharded_over),
+    )
 
     def init_fn(params: optax.Params) -> ClipByLeafNormEmaState:
         units = find_units(params, stacked_layers(batch_axes))
@@ -424,7 +485,10 @@ def clip_by_leaf_norm_ema(
         )
 
     def update_fn(
-        updates: optax.Updates, state: ClipByLeafNormEmaState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates,
+        state: ClipByLeafNormEmaState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByLeafNormEmaState]:
         del params, extra_args
         require_own(state, ClipByLeafNormEmaState)
@@ -444,9 +508,13 @@ def clip_by_leaf_norm_ema(
         decisive, limits = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         scales = scaling.clip_scales(decisive, limits)
         # A unit that never had a nonzero gradient has no threshold: show 0.
-        is_idle = [~is_warmup & (ema == 0) & (norm.mantissa == 0) for norm, ema in zip(norms, emas, strict=True)]
+        is_idle = [
+            ~is_warmup & (ema == 0) & (norm.mantissa == 0)
+            for norm, ema in zip(norms, emas, strict=True)
+        ]
         shown = [
-            limit._replace(mantissa=jnp.where(i, 0, limit.mantissa)) for i, limit in zip(is_idle, limits, strict=True)
+            limit._replace(mantissa=jnp.where(i, 0, limit.mantissa))
+            for i, limit in zip(is_idle, limits, strict=True)
         ]
         clipped = map(_clipped_norm, norms, decisive, limits, scales)
         norm_emas = [
@@ -458,7 +526,9 @@ def clip_by_leaf_norm_ema(
             norm_ema=units.with_leaves(state.norm_ema, units.by_leaf(norm_emas)),
             threshold_max=units.largest(list(map(floats.to_float32, shown))),
             grad_norm_max=units.largest(list(map(floats.to_float32, norms))),
-            clipped_fraction=units.clipped_fraction(list(map(scaling.counts_as_clipped, scales, norms))),
+            clipped_fraction=units.clipped_fraction(
+                list(map(scaling.counts_as_clipped, scales, norms))
+            ),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -478,7 +548,9 @@ def _norm_and_limit(
     return optax.tree.where(is_warmup | (ema == 0), of_all, own)
 
 
-def _clipped_norm(norm: ExtendedFloat, decisive: ExtendedFloat, limit: ExtendedFloat, scale: ClipScale) -> jax.Array:
+def _clipped_norm(
+    norm: ExtendedFloat, decisive: ExtendedFloat, limit: ExtendedFloat, scale: ClipScale
+) -> jax.Array:
     if_clipped = floats.product(norm, floats.quotient(limit, decisive))
     return floats.to_float32(optax.tree.where(scale.applies, if_clipped, norm))
 
@@ -499,4 +571,6 @@ def _next_ema(
     smallest = jnp.where(ema == 0, clipped, jnp.minimum(ema, clipped))
     ema_or_min = jnp.where(is_warmup | (ema == 0), smallest, histories.ema(ema, clipped, share))
     new = jnp.maximum(ema_or_min, floor)
-    return jnp.where(is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new) & (clipped > 0), new, ema)
+    return jnp.where(
+        is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new) & (clipped > 0), new, ema
+    )

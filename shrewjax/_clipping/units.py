@@ -50,13 +50,17 @@ class Units:
     @cached_property
     def sharding(self) -> tuple[UnitSharding, ...]:
         return tuple(
-            unit_axes(trees.leaf_name(path), x, dims, arguments.axis_names_of_leaf(self.given, path, x))
+            unit_axes(
+                trees.leaf_name(path), x, dims, arguments.axis_names_of_leaf(self.given, path, x)
+            )
             for path, x, dims in zip(self.paths, self.leaves, self.dims, strict=True)
         )
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        return [tuple(x.shape[a] for a in dims) for x, dims in zip(self.leaves, self.dims, strict=True)]
+        return [
+            tuple(x.shape[a] for a in dims) for x, dims in zip(self.leaves, self.dims, strict=True)
+        ]
 
     def grouped(self, *, gather: bool) -> Groups:
         """Returns the groups of leaves whose numbers are joined.
@@ -66,8 +70,14 @@ class Units:
         sharding (tests/clipping/test_units.py, "explicit mesh").
         """
         alike: dict[Any, list[int]] = {}
-        for i, (x, shape, over) in enumerate(zip(self.leaves, self.shapes, self.sharding, strict=True)):
-            may_join = are_known(shape) and (gather or not may_be_partitioned()) and not is_typed_by_device(x)
+        for i, (x, shape, over) in enumerate(
+            zip(self.leaves, self.shapes, self.sharding, strict=True)
+        ):
+            may_join = (
+                are_known(shape)
+                and (gather or not may_be_partitioned())
+                and not is_typed_by_device(x)
+            )
             is_apart = shape and not may_join
             others = varying_axes(x).difference(over.within)
             alike.setdefault((others, over.across, (i,) if is_apart else ()), []).append(i)
@@ -141,7 +151,9 @@ class Units:
     ) -> list[Any]:
         leaves, sharding = (self.leaves, weights.leaves), (self.sharding, weights.sharding)
         alike = self.grouped(gather=True)
-        return decide_by_norms(in_floats, exactly, leaves, given, self.dims, sharding, self.groups, alike)
+        return decide_by_norms(
+            in_floats, exactly, leaves, given, self.dims, sharding, self.groups, alike
+        )
 
     def with_leaves(self, tree: chex.ArrayTree, leaves: Sequence[Any]) -> chex.ArrayTree:
         at = dict(zip(self.paths, leaves, strict=True))
@@ -155,7 +167,9 @@ class Units:
 
     def numbers_beside(self, tree: chex.ArrayTree) -> list[Any]:
         """Returns the numbers of these units in a state's tree, by leaf. Raises if it has numbers of other units."""
-        numbers = self._beside(tree, "have no numbers in the state. Call init with parameters like the gradients")
+        numbers = self._beside(
+            tree, "have no numbers in the state. Call init with parameters like the gradients"
+        )
         for path, x, dims, number in zip(self.paths, self.leaves, self.dims, numbers, strict=True):
             expected = tuple(x.shape[a] for a in dims)
             if number.shape != expected:
@@ -177,11 +191,19 @@ class Units:
         if not is_clipped:
             return jnp.zeros((), jnp.float32)
         clipped = leaf_sums([flag.astype(jnp.float32) for flag in is_clipped], axes=self._across)
-        units = sum(sizes(is_clipped, axes=self._across))  # may be symbolic (tests/promises/test_export.py)
-        divisor = max(units, 1) if isinstance(units, int) else jnp.maximum(jnp.asarray(units, jnp.float32), 1)
+        units = sum(
+            sizes(is_clipped, axes=self._across)
+        )  # may be symbolic (tests/promises/test_export.py)
+        divisor = (
+            max(units, 1)
+            if isinstance(units, int)
+            else jnp.maximum(jnp.asarray(units, jnp.float32), 1)
+        )
         return jnp.sum(jnp.stack(clipped)) / divisor
 
-    def with_numbers(self, tree: chex.ArrayTree, numbers: Sequence[Any], absent: float) -> chex.ArrayTree:
+    def with_numbers(
+        self, tree: chex.ArrayTree, numbers: Sequence[Any], absent: float
+    ) -> chex.ArrayTree:
         """Returns a state's tree with new numbers, which come joined, and `absent` for leaves without a gradient."""
         others = jax.tree.map(lambda x: jnp.full_like(x, absent), tree)
         return self.with_leaves(others, self.by_leaf(numbers))
@@ -193,7 +215,9 @@ class Units:
 
 
 def find_units(
-    updates: chex.ArrayTree, unit_dims: Callable[[KeyPath, Any], UnitDims], sharded_over: UnitAxisNames = None
+    updates: chex.ArrayTree,
+    unit_dims: Callable[[KeyPath, Any], UnitDims],
+    sharded_over: UnitAxisNames = None,
 ) -> Units:
     """Returns the units of a gradient. `unit_dims(path, leaf)` gives the unit dims of a leaf."""
     paths, leaves, _ = trees.gradient_leaves(updates)

@@ -89,9 +89,13 @@ def narrower_bits(bits: jax.Array, dtype: Any, narrower: Any) -> jax.Array:
         infinity, to_infinity = infinity_bits(dtype), infinity_bits(narrower)
         exponent = bits >> fraction_bits
         significand = (bits & ((1 << fraction_bits) - 1)) | (1 << fraction_bits)
-        to_unit = jnp.clip(dropped + bias - to_bias + 1 - exponent, 0, jnp.iinfo(bits.dtype).bits - 1)
+        to_unit = jnp.clip(
+            dropped + bias - to_bias + 1 - exponent, 0, jnp.iinfo(bits.dtype).bits - 1
+        )
         is_normal = exponent > bias - to_bias
-        result = jnp.where(is_normal, result - ((bias - to_bias) << to_fraction_bits), significand >> to_unit)
+        result = jnp.where(
+            is_normal, result - ((bias - to_bias) << to_fraction_bits), significand >> to_unit
+        )
         result = jnp.where(bits >= infinity, to_infinity, jnp.minimum(result, to_infinity - 1))
     return result.astype(integers_like(narrower))
 
@@ -108,7 +112,9 @@ def wider_bits(bits: jax.Array, dtype: Any, wider: Any) -> jax.Array:
     if to_bias != bias:
         unit = power_of_two(jnp.asarray(1 - bias - fraction_bits, jnp.int32), wider)
         subnormal = lax.bitcast_convert_type(bits.astype(wider) * unit, bits.dtype)
-        result = jnp.where(bits < (1 << fraction_bits), subnormal, result + ((to_bias - bias) << to_fraction_bits))
+        result = jnp.where(
+            bits < (1 << fraction_bits), subnormal, result + ((to_bias - bias) << to_fraction_bits)
+        )
         beyond = bits - infinity_bits(dtype)
         result = jnp.where(beyond >= 0, infinity_bits(wider) + beyond, result)
     return result
@@ -125,7 +131,9 @@ def round_toward_zero(value: Scalar, dtype: Any) -> jax.Array:
     number = min(value, float(jnp.finfo(dtype).max))
     nearest = np.asarray(number, dtype)
     integers = integers_like(dtype)
-    return jnp.asarray((nearest.view(integers) - integers.type(float(nearest) > number)).view(dtype))
+    return jnp.asarray(
+        (nearest.view(integers) - integers.type(float(nearest) > number)).view(dtype)
+    )
 
 
 def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
@@ -154,7 +162,9 @@ def power_of_two_for(x: jax.Array) -> jax.Array:
 def power_of_two(exponent: jax.Array, dtype: Any) -> jax.Array:
     """Returns 2**exponent for -bias < exponent <= bias, and 0 for exponent -bias. Made of bits, so exact (XLA-19)."""
     fraction_bits, bias = float_format(dtype)
-    return lax.bitcast_convert_type((exponent + bias).astype(integers_like(dtype)) << fraction_bits, dtype)
+    return lax.bitcast_convert_type(
+        (exponent + bias).astype(integers_like(dtype)) << fraction_bits, dtype
+    )
 
 
 def exponent_of(x: jax.Array) -> jax.Array:
@@ -178,14 +188,18 @@ def _rounded_toward_zero(value: jax.Array, dtype: Any) -> jax.Array:
     nearest = wanted.astype(dtype)
     is_above = nearest.astype(wanted.dtype) > wanted
     integers = integers_like(dtype)
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(nearest, integers) - is_above.astype(integers), dtype)
+    return lax.bitcast_convert_type(
+        lax.bitcast_convert_type(nearest, integers) - is_above.astype(integers), dtype
+    )
 
 
 @_rounded_toward_zero.defjvp
 def _rounded_toward_zero_jvp(
     dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    _, tangent = jax.jvp(lambda v: jnp.clip(v, 0, float(jnp.finfo(dtype).max)).astype(dtype), primals, tangents)
+    _, tangent = jax.jvp(
+        lambda v: jnp.clip(v, 0, float(jnp.finfo(dtype).max)).astype(dtype), primals, tangents
+    )
     return _rounded_toward_zero(primals[0], dtype), tangent
 
 
@@ -210,7 +224,9 @@ def to_extended(x: jax.Array) -> ExtendedFloat:
     correction = jnp.where(is_subnormal, 1 - bias - fraction_bits, 0)
     exponent = jnp.where(jnp.isfinite(normal), exponent_of(normal), 0)
     mantissa = times_power_of_two(normal, -exponent)
-    return ExtendedFloat(mantissa, jnp.where(mantissa == 0, EXPONENT_OF_ZERO, exponent + correction))
+    return ExtendedFloat(
+        mantissa, jnp.where(mantissa == 0, EXPONENT_OF_ZERO, exponent + correction)
+    )
 
 
 def extended_number(value: float, dtype: Any) -> ExtendedFloat:
@@ -256,7 +272,9 @@ def bits_of(number: ExtendedFloat) -> jax.Array:
     """Returns the bits of `from_extended(number)`, but rounds a subnormal result instead of flushing it (XLA-18)."""
     dtype = number.mantissa.dtype
     fraction_bits, bias = float_format(dtype)
-    units = jnp.round(times_power_of_two(number.mantissa, number.exponent + (bias + fraction_bits - 1)))
+    units = jnp.round(
+        times_power_of_two(number.mantissa, number.exponent + (bias + fraction_bits - 1))
+    )
     is_subnormal = number.exponent < 1 - bias
     as_subnormal = jnp.where(is_subnormal, units, 0).astype(integers_like(dtype))
     return jnp.where(is_subnormal, as_subnormal, magnitude_bits(from_extended(number)))
@@ -285,7 +303,9 @@ def product(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
 def quotient(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
     """Returns a / b. x / 0 is infinite for x > 0 and for NaN, and 0 / 0 is 0."""
     ratio = shifted(a.mantissa / jnp.where(b.mantissa == 0, 1, b.mantissa), a.exponent - b.exponent)
-    return ExtendedFloat(jnp.where((b.mantissa == 0) & (a.mantissa != 0), jnp.inf, ratio.mantissa), ratio.exponent)
+    return ExtendedFloat(
+        jnp.where((b.mantissa == 0) & (a.mantissa != 0), jnp.inf, ratio.mantissa), ratio.exponent
+    )
 
 
 def shifted(x: jax.Array, exponent: jax.Array) -> ExtendedFloat:

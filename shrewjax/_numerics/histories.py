@@ -19,7 +19,9 @@ from shrewjax._numerics import floats
 class HistoryState(NamedTuple):
     """The last values, oldest first. Its fields are a file format."""
 
-    values: Annotated[jax.Array, "float32 (length,): only the last `filled` of them are recorded values"]
+    values: Annotated[
+        jax.Array, "float32 (length,): only the last `filled` of them are recorded values"
+    ]
     filled: Annotated[jax.Array, "int32 (): number of recorded values, at most the length"]
 
 
@@ -34,7 +36,9 @@ def push(history: HistoryState, value: jax.Array) -> HistoryState:
     shifted = jnp.concatenate([history.values[1:], value.astype(jnp.float32)[None]])
     return HistoryState(
         values=jnp.where(finite, shifted, history.values),
-        filled=jnp.where(finite, jnp.minimum(history.filled + 1, history.values.size), history.filled),
+        filled=jnp.where(
+            finite, jnp.minimum(history.filled + 1, history.values.size), history.filled
+        ),
     )
 
 
@@ -52,7 +56,10 @@ def percentile(history: HistoryState, p: Scalar) -> jax.Array:
         whole, rest = jnp.floor(p), p - jnp.floor(p)
         percents = jnp.where(jnp.isnan(p), 0, whole).astype(jnp.int32)
     else:
-        percents, rest = jnp.asarray(math.floor(p), jnp.int32), jnp.asarray(p - math.floor(p), jnp.float32)
+        percents, rest = (
+            jnp.asarray(math.floor(p), jnp.int32),
+            jnp.asarray(p - math.floor(p), jnp.float32),
+        )
     hundredths = percents * steps
     beyond = ((hundredths % 100).astype(jnp.float32) + rest * steps.astype(jnp.float32)) / 100
     below = hundredths // 100 + jnp.floor(beyond).astype(jnp.int32)
@@ -61,7 +68,9 @@ def percentile(history: HistoryState, p: Scalar) -> jax.Array:
     ordered = jnp.sort(jnp.where(_is_filled(history), history.values, jnp.inf))
     low, high = ordered[below], ordered[jnp.minimum(below + 1, steps)]
     # Equal neighbours are the percentile itself. Interpolated, two infinite ones would give inf - inf = NaN.
-    return jnp.where(low == high, low, low + fraction * (high - low)) + jnp.where(jnp.isnan(rest), jnp.nan, 0)
+    return jnp.where(low == high, low, low + fraction * (high - low)) + jnp.where(
+        jnp.isnan(rest), jnp.nan, 0
+    )
 
 
 def mean_and_std(history: HistoryState) -> tuple[jax.Array, jax.Array]:
@@ -90,7 +99,9 @@ class Moments(NamedTuple):
     std: jax.Array  # float32 ()
 
 
-def update_moments(moments: Moments, value: jax.Array, share: jax.Array, averages_all: jax.Array) -> Moments:
+def update_moments(
+    moments: Moments, value: jax.Array, share: jax.Array, averages_all: jax.Array
+) -> Moments:
     """Returns the moments with one more value of weight `share`; of the same weight as each before if `averages_all`.
 
     A constant value keeps its mean to the last bit. If a moment would be non-finite, all of them stay.
@@ -106,7 +117,9 @@ def update_moments(moments: Moments, value: jax.Array, share: jax.Array, average
     is_zero = (past == 0) & (present == 0)
     std = jnp.where(is_zero, 0, jnp.hypot(jnp.where(is_zero, 1, past), present))
     finite = jnp.isfinite(value) & jnp.isfinite(mean) & jnp.isfinite(std)
-    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), Moments(n, mean, std), moments)
+    return jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), Moments(n, mean, std), moments
+    )
 
 
 def _is_filled(history: HistoryState) -> jax.Array:

@@ -87,7 +87,9 @@ def shift_into_range(powers: jax.Array, small_counts: Flag = True) -> jax.Array:
     trusted_above, shrink, grow = RANGE[powers.dtype]
     is_small = powers < trusted_above
     is_small = is_small if small_counts is True else is_small & small_counts
-    return jnp.where(powers == jnp.inf, np.int32(shrink), jnp.where(is_small, np.int32(grow), np.int32(0)))
+    return jnp.where(
+        powers == jnp.inf, np.int32(shrink), jnp.where(is_small, np.int32(grow), np.int32(0))
+    )
 
 
 Scope = Literal["global", "leaf", "both"]
@@ -98,7 +100,9 @@ Floats = tuple[jax.Array, ...]
 """With the scope "both" the norm of all leaves and that of each leaf, as floats. Otherwise nothing."""
 
 
-@partial(jax.jit, static_argnums=(1, 2), inline=True)  # XLA-21: outside of jit, each call would compile its branches
+@partial(
+    jax.jit, static_argnums=(1, 2), inline=True
+)  # XLA-21: outside of jit, each call would compile its branches
 def measure(leaves: Sequence[jax.Array], ord: float, axes: Axes) -> ExtendedFloat:
     """Returns the `ord`-norm of all leaves together. Shape ().
 
@@ -114,7 +118,9 @@ def measure_local(leaves: Sequence[jax.Array], local: tuple[Hashable, ...]) -> E
 
 
 @partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
-def measure_with_leaves(leaves: Sequence[jax.Array], axes: Axes) -> tuple[ExtendedFloat, jax.Array, list[jax.Array]]:
+def measure_with_leaves(
+    leaves: Sequence[jax.Array], axes: Axes
+) -> tuple[ExtendedFloat, jax.Array, list[jax.Array]]:
     """Returns the 2-norm of all leaves as `measure` does, the same as a float, and each leaf's norm as a float.
 
     No leaf is read again for its own norm, so small elements may be flushed in it (`clip_by_global_norm`).
@@ -200,7 +206,12 @@ def decide_by_norms(
         norms = []
         for of_tree in of_trees:
             plain, sums = (join(x[of_tree], alike) for x in (first.sums, again))
-            norms.append([shifted(_root(x, 2), -shift_into_range(y)) for x, y in zip(sums, plain, strict=True)])
+            norms.append(
+                [
+                    shifted(_root(x, 2), -shift_into_range(y))
+                    for x, y in zip(sums, plain, strict=True)
+                ]
+            )
         results = [exactly(*of_group, *given) for of_group in zip(*norms, strict=True)]
         shapes = [x.shape for x in first.sums[of_trees[0]]]
         return results if alike == groups else join(split(results, alike, shapes), groups)
@@ -238,7 +249,9 @@ def _measure(
     plain = by_leaf if scope == "leaf" else _ordered_sum(by_leaf)
     shift = shift_into_range(plain)
 
-    def finished(of_leaves: jax.Array, total: jax.Array, shift: jax.Array) -> tuple[ExtendedFloat, Floats]:
+    def finished(
+        of_leaves: jax.Array, total: jax.Array, shift: jax.Array
+    ) -> tuple[ExtendedFloat, Floats]:
         norm = shifted(_root(total, ord), -shift)
         if scope != "both":
             return norm, ()
@@ -258,7 +271,9 @@ def _measure(
     usual = partial(finished, by_leaf, plain, jnp.zeros_like(shift))
     if ord in (1, 2):
         return _again_if(is_rare, first, rescued, usual, shift)
-    return run_if(is_rare, lambda: (_measure_by_maximum(_unknown(leaves), ord, scope, axes), ()), usual)
+    return run_if(
+        is_rare, lambda: (_measure_by_maximum(_unknown(leaves), ord, scope, axes), ()), usual
+    )
 
 
 class _FirstPass(NamedTuple):
@@ -284,18 +299,24 @@ class _FirstPass(NamedTuple):
             # leaf gets its own copy of the scalar: a clamp between equal bounds.
             are_small = [_is_small(self.leaves[i]) for i in places]
             factors = [
-                of_all if small else lax.clamp(of_all, x, of_all) for small, x in zip(are_small, sums, strict=True)
+                of_all if small else lax.clamp(of_all, x, of_all)
+                for small, x in zip(are_small, sums, strict=True)
             ]
         terms = []
         for i, factor in zip(places, factors, strict=True):
             x = _unknown(self.leaves[i])
-            terms.append(_power(x, self.p, factor.dtype, broadcast_to_leaf(factor, x, self.unit_dims[i])))
+            terms.append(
+                _power(x, self.p, factor.dtype, broadcast_to_leaf(factor, x, self.unit_dims[i]))
+            )
         axes = [self.axes[i] for i in places] if isinstance(self.axes, list) else self.axes
         scaled = leaf_sums(terms, axes=axes, unit_dims=dims)
         if shared is not None:
             return scaled
         # Trusted sums stay as they are, because the second pass may round them otherwise.
-        return [jnp.where(shift != 0, x, own) for shift, x, own in zip(shifts, scaled, sums, strict=True)]
+        return [
+            jnp.where(shift != 0, x, own)
+            for shift, x, own in zip(shifts, scaled, sums, strict=True)
+        ]
 
     def is_untrusted(self, places: list[int]) -> jax.Array:
         """Returns whether a sum of these leaves left the range. Leaves of a single unit are judged together."""
@@ -304,7 +325,9 @@ class _FirstPass(NamedTuple):
         for dtype in RANGE:  # each dtype in its own range
             single = [x for x in sums if not x.ndim and x.dtype == dtype]
             numbers += [jnp.stack(single)] if single else []
-        return jnp.any(jnp.stack([jnp.any(shift_into_range(x, self.small_counts) != 0) for x in numbers]))
+        return jnp.any(
+            jnp.stack([jnp.any(shift_into_range(x, self.small_counts) != 0) for x in numbers])
+        )
 
 
 def _first_pass(
@@ -321,8 +344,14 @@ def _first_pass(
     leaves = [x for tree in trees for x in tree]
     dtypes = [dtype for tree in trees for dtype in [accumulator_dtype(*tree)] * len(tree)]
     dims = [*unit_dims] * len(trees)
-    sums = leaf_sums([_power(x, p, dtype) for x, dtype in zip(leaves, dtypes, strict=True)], axes=axes, unit_dims=dims)
-    small_norm = math.log2(RANGE[dtypes[0]].trusted_above) / p  # the exponent of norms whose sums are too small
+    sums = leaf_sums(
+        [_power(x, p, dtype) for x, dtype in zip(leaves, dtypes, strict=True)],
+        axes=axes,
+        unit_dims=dims,
+    )
+    small_norm = (
+        math.log2(RANGE[dtypes[0]].trusted_above) / p
+    )  # the exponent of norms whose sums are too small
     small_counts = True if floor is None else floor.exponent <= math.floor(small_norm)
     return _FirstPass(leaves, p, dims, axes, sums, small_counts, len(trees))
 
@@ -340,19 +369,27 @@ def _again_if(
     it scales all leaves by 2**shared, on which all devices must agree.
     """
     if shared is not None:
-        return run_if(is_rare, lambda: rescued(first.again([*range(len(first.leaves))], shared)), usual)
+        return run_if(
+            is_rare, lambda: rescued(first.again([*range(len(first.leaves))], shared)), usual
+        )
     # If branches have collectives, all devices have to take the same one.
     has_no_collectives = isinstance(first.axes, list) and all(over == () for over in first.axes)
-    agreed: Callable[[list[jax.Array]], list[jax.Array]] = list if has_no_collectives else any_device
+    agreed: Callable[[list[jax.Array]], list[jax.Array]] = (
+        list if has_no_collectives else any_device
+    )
     # The places of the leaves that one branch reads, because each branch takes time to compile: of all small leaves, or
     # of one large leaf, in every tree.
     in_tree = range(len(first.leaves) // first.trees)
     small = [i for i in in_tree if _is_small(first.leaves[i])]
     of_tree = [small] * bool(small) + [[i] for i in in_tree if not _is_small(first.leaves[i])]
-    together = [[i + t * len(in_tree) for t in range(first.trees) for i in places] for places in of_tree]
+    together = [
+        [i + t * len(in_tree) for t in range(first.trees) for i in places] for places in of_tree
+    ]
 
     def read(is_untrusted: jax.Array, places: list[int]) -> list[jax.Array]:
-        return run_if(is_untrusted, lambda: first.again(places), lambda: [first.sums[i] for i in places])
+        return run_if(
+            is_untrusted, lambda: first.again(places), lambda: [first.sums[i] for i in places]
+        )
 
     def second() -> Any:
         flags = agreed([*map(first.is_untrusted, together)])
@@ -396,7 +433,9 @@ def _is_small(x: jax.Array) -> bool:
     return are_known([x.size]) and x.size <= 2**14
 
 
-def _measure_by_maximum(leaves: Sequence[jax.Array], p: float, scope: Scope, axes: Axes | list[Axes]) -> ExtendedFloat:
+def _measure_by_maximum(
+    leaves: Sequence[jax.Array], p: float, scope: Scope, axes: Axes | list[Axes]
+) -> ExtendedFloat:
     """Returns the norm of any order p >= 1 from two passes: the largest magnitude; the sum of (|x| / largest)**p."""
     dtype = accumulator_dtype(*leaves)
 
@@ -408,7 +447,10 @@ def _measure_by_maximum(leaves: Sequence[jax.Array], p: float, scope: Scope, axe
     exponents = exponents + np.asarray([is_complex(x) for x in leaves], np.int32)
     if p < math.inf:
         each = zip(leaves, *map(scalars, _scale_to_one(mantissas, exponents)), strict=True)
-        relative = [lax.abs(mul_real(upcast(x, dtype), first, second, 1 / unit)) for x, first, second, unit in each]
+        relative = [
+            lax.abs(mul_real(upcast(x, dtype), first, second, 1 / unit))
+            for x, first, second, unit in each
+        ]
         sums = jnp.stack(leaf_sums([x**p for x in relative], axes=axes))
     else:
         sums = jnp.ones_like(mantissas)
@@ -420,7 +462,9 @@ def _measure_by_maximum(leaves: Sequence[jax.Array], p: float, scope: Scope, axe
         share = height / jnp.where(top > 0, top, 1)
         sums = _ordered_sum(sums * share**p) if p < math.inf else jnp.max(sums * share)
         mantissas, exponents = top, largest
-        maxima = jnp.sum(maxima, where=~jnp.isfinite(maxima))  # inf or NaN if a leaf has one, else 0
+        maxima = jnp.sum(
+            maxima, where=~jnp.isfinite(maxima)
+        )  # inf or NaN if a leaf has one, else 0
     norm = shifted(mantissas * (sums ** (1 / p) if p < math.inf else sums), exponents)
     return ExtendedFloat(jnp.where(jnp.isfinite(maxima), norm.mantissa, maxima), norm.exponent)
 
@@ -433,10 +477,16 @@ def magnitude_key(x: jax.Array) -> tuple[jax.Array]:
     """
     if jnp.issubdtype(x.dtype, jnp.integer):
         return (x,)
-    return (magnitude_bits(lax.abs(mul_real(x, jnp.asarray(0.5, x.real.dtype))) if is_complex(x) else x),)
+    return (
+        magnitude_bits(
+            lax.abs(mul_real(x, jnp.asarray(0.5, x.real.dtype))) if is_complex(x) else x
+        ),
+    )
 
 
-def _scale_to_one(mantissas: jax.Array, exponents: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _scale_to_one(
+    mantissas: jax.Array, exponents: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns two factors and a divisor that scale these numbers to 1. For a mantissa of 0 all three are 1."""
     first, second = factors_of_two(jnp.where(mantissas > 0, -exponents, 0), mantissas.dtype)
     return first, second, jnp.where(mantissas > 0, mantissas, 1)
@@ -455,7 +505,9 @@ def _measure_jvp(
     dtype = norm.mantissa.dtype
     mantissas, exponents = (jnp.broadcast_to(part, (len(leaves),)) for part in norm)
     defined = jnp.isfinite(mantissas) & (mantissas > 0)
-    scale = zip(*map(scalars, _scale_to_one(jnp.where(defined, mantissas, 0), exponents)), strict=True)
+    scale = zip(
+        *map(scalars, _scale_to_one(jnp.where(defined, mantissas, 0), exponents)), strict=True
+    )
     terms, largest = [], []
     for x, dx, (first, second, unit) in zip(*_unknown((leaves, d_leaves)), scale, strict=True):
         x, dx = (mul_real(upcast(part, dtype), first, second) for part in (x, dx))

@@ -48,7 +48,14 @@ from jax import lax
 
 from shrewjax._base.types import Axes
 from shrewjax._numerics import floats
-from shrewjax._numerics.reductions import Group, count_dtype, grouped, leaf_counts, leaf_maxima, sizes
+from shrewjax._numerics.reductions import (
+    Group,
+    count_dtype,
+    grouped,
+    leaf_counts,
+    leaf_maxima,
+    sizes,
+)
 from shrewjax._numerics.vectors import scalars
 
 Over = Literal["all", "nonzero"]
@@ -119,15 +126,25 @@ class Keys(NamedTuple):
     def counts(self, pivots: jax.Array, integers: Any) -> jax.Array:
         """Returns how many keys are at or below each pivot, over all devices, as `integers` that hold the largest."""
         of_groups = leaf_counts(
-            partial(_at_or_below, self.dtype), self.groups, self._by_group(pivots), dtype=integers, axes=self.axes
+            partial(_at_or_below, self.dtype),
+            self.groups,
+            self._by_group(pivots),
+            dtype=integers,
+            axes=self.axes,
         )
         by_group = jnp.stack(of_groups)
-        return by_group if self.scope == "leaf" else jnp.sum(by_group, axis=0, keepdims=True, dtype=integers)
+        return (
+            by_group
+            if self.scope == "leaf"
+            else jnp.sum(by_group, axis=0, keepdims=True, dtype=integers)
+        )
 
     def neighbours(self, below: jax.Array, above: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the largest key at or below `below` and the smallest above `above`; 0 and infinity without one."""
         own = self._by_group(jnp.stack([below, above], axis=-1))
-        found = jnp.stack(leaf_maxima(partial(_beside, self.dtype), self.groups, own, axes=self.axes))
+        found = jnp.stack(
+            leaf_maxima(partial(_beside, self.dtype), self.groups, own, axes=self.axes)
+        )
         ends = jnp.stack(own)
         distances = np.asarray(np.iinfo(found.dtype).max, found.dtype) - found
         keys = jnp.where(np.asarray([[True, False]]), ends - distances, ends + 1 + distances)
@@ -182,7 +199,9 @@ def _beside(dtype: Any, group: Group, below_and_above: jax.Array) -> list[jax.Ar
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["traced"], meta_fields=["known", "method", "scope", "over", "axes"]
+    jax.tree_util.register_dataclass,
+    data_fields=["traced"],
+    meta_fields=["known", "method", "scope", "over", "axes"],
 )
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -207,7 +226,9 @@ class Selected(NamedTuple):
     """A percentile of |g| for all leaves together (shape ()) or for each leaf (shape (leaves,))."""
 
     bound: jax.Array  # the percentile, float32 or float64 (if a leaf is); 0 without elements, NaN if an element is NaN
-    bits: jax.Array  # the bits of the bound, which no backend flushes; undefined if an element is NaN
+    bits: (
+        jax.Array
+    )  # the bits of the bound, which no backend flushes; undefined if an element is NaN
     above: jax.Array  # float32: number of larger elements; NaN if an element is NaN
     elements: jax.Array  # float32: number of elements
     reads: jax.Array  # int32 (): number of reads of the data
@@ -220,7 +241,9 @@ def select(leaves: Sequence[Any], rule: Rule, start: jax.Array | None = None) ->
     The search begins at `start`, of the result's shape, if that is positive and finite. A start near the result saves
     reads. The derivative is 0.
     """
-    with jax.enable_x64(True):  # for ranks, and for counts beyond 2**32. Everything else has a dtype of its own.
+    with jax.enable_x64(
+        True
+    ):  # for ranks, and for counts beyond 2**32. Everything else has a dtype of its own.
         return _selected(leaves, rule, start)
 
 
@@ -257,7 +280,9 @@ def _selected(leaves: Sequence[Any], rule: Rule, start: jax.Array | None) -> Sel
         )
         return _narrowed(s, counted, count, wanted_beyond if over == "nonzero" else None, dtype)
 
-    search = lax.while_loop(lambda s: jnp.any(~s.done), read, _started(count, order_statistic(count), start, dtype))
+    search = lax.while_loop(
+        lambda s: jnp.any(~s.done), read, _started(count, order_statistic(count), start, dtype)
+    )
     lower, upper, up_to_lower, reads = _enclosed(search, data)
     bits = _interpolated(lower, upper, search.wanted.fraction, dtype, result_dtype)
     bits = jnp.where(count == 0, 0, bits)
@@ -267,7 +292,12 @@ def _selected(leaves: Sequence[Any], rule: Rule, start: jax.Array | None) -> Sel
     undefined = search.has_nan
     if rule.traced is not None:
         undefined = undefined | jnp.isnan(rule.traced)
-    results = jnp.where(undefined, jnp.nan, bound), bits, jnp.where(undefined, jnp.nan, above), elements
+    results = (
+        jnp.where(undefined, jnp.nan, bound),
+        bits,
+        jnp.where(undefined, jnp.nan, above),
+        elements,
+    )
     bound, bits, above, elements = results if scope == "leaf" else (x[0] for x in results)
     return Selected(bound, bits, above, elements, reads)
 
@@ -288,7 +318,9 @@ _DISTANCES = (-16.0, -8.0, -4.0, -2.0, -0.5, 0.0, 0.5, 2.0, 4.0, 8.0, 16.0)
 _PIVOTS = len(_DISTANCES)
 
 
-assert len(_FIRST_EXPONENTS) == len(_FIRST_DISTANCES) + 1 == _PIVOTS - 2  # the first read adds zero and infinity
+assert (
+    len(_FIRST_EXPONENTS) == len(_FIRST_DISTANCES) + 1 == _PIVOTS - 2
+)  # the first read adds zero and infinity
 
 
 class _Search(NamedTuple):
@@ -301,11 +333,15 @@ class _Search(NamedTuple):
     reads: jax.Array  # int32 ()
 
 
-def _started(count: jax.Array, wanted: OrderStatistic, start: jax.Array | None, dtype: Any) -> _Search:
+def _started(
+    count: jax.Array, wanted: OrderStatistic, start: jax.Array | None, dtype: Any
+) -> _Search:
     groups = len(count)
     integers, infinity = key_dtype(dtype), floats.infinity_bits(dtype)
     exponents = np.asarray([2.0**e for e in _FIRST_EXPONENTS]).astype(dtype)
-    inner = jnp.tile(floats.magnitude_bits(jnp.asarray(exponents)[None]).astype(integers), (groups, 1))
+    inner = jnp.tile(
+        floats.magnitude_bits(jnp.asarray(exponents)[None]).astype(integers), (groups, 1)
+    )
     if start is not None:
         start = jnp.broadcast_to(start.astype(dtype), (groups,))
         around = floats.magnitude_bits(start).astype(integers)[:, None]
@@ -366,7 +402,9 @@ def _narrowed(
     )
 
 
-def _next_pivots(keys: jax.Array, inside: jax.Array, left: jax.Array, width_before: jax.Array, dtype: Any) -> jax.Array:
+def _next_pivots(
+    keys: jax.Array, inside: jax.Array, left: jax.Array, width_before: jax.Array, dtype: Any
+) -> jax.Array:
     """Returns pivots inside the bracket, around the key that the model predicts, or evenly spaced.
 
     `inside` is the number of elements in the bracket, and `left` that of those at the rank or beyond it.
@@ -386,7 +424,9 @@ def _next_pivots(keys: jax.Array, inside: jax.Array, left: jax.Array, width_befo
     # The model cannot be trusted if the bracket is wide or the last read left more than half of it.
     even = low + (width // (_PIVOTS + 1)) * place + (width % (_PIVOTS + 1)) * place // (_PIVOTS + 1)
     is_unknown = (width > 2 << jnp.finfo(dtype).nmant) | (width > width_before[:, None] // 2)
-    return jnp.where(width <= _PIVOTS + 1, jnp.minimum(low + place, high), jnp.where(is_unknown, even, aimed))
+    return jnp.where(
+        width <= _PIVOTS + 1, jnp.minimum(low + place, high), jnp.where(is_unknown, even, aimed)
+    )
 
 
 def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -399,7 +439,9 @@ def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Ar
     (low, high), (_, up_to_high) = search.keys.T, search.counts.T
     is_last = up_to_high - search.wanted.rank == 1
     is_single_key = high - low == 1
-    is_empty = up_to_high == 0  # of one leaf among others, with the scope "leaf": it needs no further read of all
+    is_empty = (
+        up_to_high == 0
+    )  # of one leaf among others, with the scope "leaf": it needs no further read of all
     is_known = (is_single_key & ~is_last) | search.has_nan | is_empty
 
     def read() -> tuple[jax.Array, jax.Array]:
@@ -417,13 +459,17 @@ def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Ar
     return lower, upper, up_to_lower, search.reads + needed.astype(jnp.int32)
 
 
-def _interpolated(lower: jax.Array, upper: jax.Array, fraction: jax.Array, dtype: Any, result_dtype: Any) -> jax.Array:
+def _interpolated(
+    lower: jax.Array, upper: jax.Array, fraction: jax.Array, dtype: Any, result_dtype: Any
+) -> jax.Array:
     """Returns the bits of lower + fraction (upper - lower), within 4 ulp, and those of `lower` if the fraction is 0.
 
     The result is below `upper`, unless that is infinite.
     """
     lower, upper = (floats.wider_bits(k, dtype, result_dtype) for k in (lower, upper))
-    low, high = (floats.to_extended(lax.bitcast_convert_type(k, result_dtype)) for k in (lower, upper))
+    low, high = (
+        floats.to_extended(lax.bitcast_convert_type(k, result_dtype)) for k in (lower, upper)
+    )
     # Both ends are scaled by the power of two of the upper one, so that nothing is flushed or overflows.
     start = floats.times_power_of_two(low.mantissa, low.exponent - high.exponent)
     number = floats.to_extended(start + fraction * (high.mantissa - start))

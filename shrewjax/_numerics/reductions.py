@@ -44,18 +44,26 @@ Group = tuple[Any, ...]
 
 
 def leaf_sums(
-    terms: Sequence[jax.Array], *, axes: Axes | list[Axes], unit_dims: Sequence[UnitDims] | None = None
+    terms: Sequence[jax.Array],
+    *,
+    axes: Axes | list[Axes],
+    unit_dims: Sequence[UnitDims] | None = None,
 ) -> list[jax.Array]:
     """Returns the sum of each leaf's terms, an array of the leaf's shape, over its elements and devices.
 
     If `axes` is a list, it has one entry per leaf. An entry overrides the leaf's type, and None means "use the type".
     """
     unit_dims = [()] * len(terms) if unit_dims is None else unit_dims
-    return _over_devices(lax.psum, [_sum(x, dims) for x, dims in zip(terms, unit_dims, strict=True)], axes)
+    return _over_devices(
+        lax.psum, [_sum(x, dims) for x, dims in zip(terms, unit_dims, strict=True)], axes
+    )
 
 
 def leaf_maxima(
-    keys: Callable[..., Sequence[jax.Array]], leaves: Sequence[Any], *per_leaf: Sequence[Any], axes: Axes | list[Axes]
+    keys: Callable[..., Sequence[jax.Array]],
+    leaves: Sequence[Any],
+    *per_leaf: Sequence[Any],
+    axes: Axes | list[Axes],
 ) -> list[jax.Array]:
     """Returns, for each leaf, a vector with the maximum of each array in `keys(leaf, *scalars)`, over all devices.
 
@@ -67,14 +75,20 @@ def leaf_maxima(
 
 
 def leaf_counts(
-    flags: Callable[..., Sequence[jax.Array]], leaves: Sequence[Any], *per_leaf: Sequence[Any], dtype: Any, axes: Axes
+    flags: Callable[..., Sequence[jax.Array]],
+    leaves: Sequence[Any],
+    *per_leaf: Sequence[Any],
+    dtype: Any,
+    axes: Axes,
 ) -> list[jax.Array]:
     """Returns, for each leaf, a vector with the number of elements for which each of `flags(leaf, *scalars)` is set.
 
     Counts are over all devices, in an unsigned dtype, which has to hold the largest count. For a group of leaves of one
     shape (`grouped`), each array of `flags` is the sum of the leaves' flags, element by element.
     """
-    partials = [_leaf_counts(flags, dtype, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
+    partials = [
+        _leaf_counts(flags, dtype, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)
+    ]
     return _over_devices(lax.psum, partials, axes)
 
 
@@ -85,7 +99,9 @@ def are_known(counts: Sequence[Any]) -> bool:
 
 def count_dtype(counts: Sequence[int]) -> Any:
     """Returns the narrowest dtype that holds each count, because 64-bit integers are slower."""
-    return jnp.dtype(jnp.uint32 if are_known(counts) and max(counts) <= _LARGEST_COUNT else jnp.uint64)
+    return jnp.dtype(
+        jnp.uint32 if are_known(counts) and max(counts) <= _LARGEST_COUNT else jnp.uint64
+    )
 
 
 def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
@@ -110,12 +126,15 @@ def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
     return [group for alike in large.values() for group in _evenly(alike, most)] + vectors
 
 
-def sizes(leaves: Sequence[Any], *, axes: Axes | list[Axes], unit_dims: Sequence[UnitDims] | None = None) -> list[int]:
+def sizes(
+    leaves: Sequence[Any], *, axes: Axes | list[Axes], unit_dims: Sequence[UnitDims] | None = None
+) -> list[int]:
     """Returns the number of elements that each sum of `leaf_sums` adds up. Shapes and axis sizes alone decide."""
     unit_dims = [()] * len(leaves) if unit_dims is None else unit_dims
     over = axes_to_reduce(leaves, axes)
     return [
-        math.prod(n for a, n in enumerate(x.shape) if a not in dims) * (lax.psum(1, names) if names else 1)
+        math.prod(n for a, n in enumerate(x.shape) if a not in dims)
+        * (lax.psum(1, names) if names else 1)
         for x, dims, names in zip(leaves, unit_dims, over, strict=True)
     ]
 
@@ -131,7 +150,8 @@ def unit_numbers(leaf: Any, dims: UnitDims, value: float) -> jax.Array:
     spec = (*sharding.spec, *[None] * leaf.ndim)
     spec_of_units = P(*(spec[a] for a in dims))
     return jax.device_put(
-        numbers, NamedSharding(sharding.mesh, spec_of_units, memory_kind=numbers.sharding.memory_kind)
+        numbers,
+        NamedSharding(sharding.mesh, spec_of_units, memory_kind=numbers.sharding.memory_kind),
     )
 
 
@@ -141,7 +161,9 @@ def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> l
     If `axes` contains axes of `jax.vmap`, flags are also combined along these.
     """
     mapped, is_tracked = mapped_axes()
-    counts = _over_devices(lax.pmax, [flag.astype(jnp.int32) for flag in flags], () if is_tracked else mapped)
+    counts = _over_devices(
+        lax.pmax, [flag.astype(jnp.int32) for flag in flags], () if is_tracked else mapped
+    )
     of_vmap = tuple(a for a in axes if a not in mapped and is_bound(a))
     return [count > 0 for count in (lax.pmax(counts, of_vmap) if of_vmap else counts)]
 
@@ -152,21 +174,29 @@ def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.
     return lax.psum(sums, axes) if is_mapped(axes) else sums
 
 
-def combined_over(axes: tuple[Hashable, ...], names: Sequence[str], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def combined_over(
+    axes: tuple[Hashable, ...], names: Sequence[str], arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
     """Returns the "sum", "max" or "min" of each array along mapped axes. An array of another name stays local.
 
     A maximum or minimum is NaN if any device has a NaN.
     """
-    collectives = {"sum": lax.psum, "max": _extreme(lax.pmax), "min": _extreme(lax.pmin)} if axes else {}
+    collectives = (
+        {"sum": lax.psum, "max": _extreme(lax.pmax), "min": _extreme(lax.pmin)} if axes else {}
+    )
     results = list(arrays)
     for name, collective in collectives.items():
         chosen = [i for i, other in enumerate(names) if other == name]
-        for i, x in zip(chosen, collective([as_varying(arrays[i], axes) for i in chosen], axes), strict=True):
+        for i, x in zip(
+            chosen, collective([as_varying(arrays[i], axes) for i in chosen], axes), strict=True
+        ):
             results[i] = x
     return results
 
 
-def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDims = ()) -> jax.Array:
+def all_finite(
+    leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDims = ()
+) -> jax.Array:
     """Returns whether all elements on all devices are finite. Shape (), or the sizes of the `unit_dims`."""
     if not leaves:
         return jnp.ones((), bool)
@@ -175,7 +205,9 @@ def all_finite(leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDi
 
 def finite_leaves(leaves: Sequence[Any], axes: Axes) -> jax.Array:
     """Returns for each leaf whether all its elements on all devices are finite. Shape (leaves,)."""
-    return _finite(leaves, axes, (), lambda of_leaves: of_leaves) if leaves else jnp.ones((0,), bool)
+    return (
+        _finite(leaves, axes, (), lambda of_leaves: of_leaves) if leaves else jnp.ones((0,), bool)
+    )
 
 
 def _finite(
@@ -217,7 +249,9 @@ def _evenly(alike: Sequence[Any], most: int) -> list[Group]:
 
 
 def _sum(x: jax.Array, dims: UnitDims = ()) -> jax.Array:
-    return lax.reduce(x, np.zeros((), x.dtype), lax.add, [a for a in range(x.ndim) if a not in dims])
+    return lax.reduce(
+        x, np.zeros((), x.dtype), lax.add, [a for a in range(x.ndim) if a not in dims]
+    )
 
 
 # Jitted, because each leaf of the same shape would otherwise be traced and lowered again.
@@ -247,7 +281,9 @@ _MOST_IN_A_GROUP = 8
 _FEWEST_GROUPS = 9
 
 
-def _reduce_together(operands: Sequence[jax.Array], combine: Callable[..., Any], axes: Sequence[int]) -> list[Any]:
+def _reduce_together(
+    operands: Sequence[jax.Array], combine: Callable[..., Any], axes: Sequence[int]
+) -> list[Any]:
     """Reduces arrays of one shape over some dimensions, in one read of the data if possible. An empty array gives 0."""
     zeros = [np.zeros((), x.dtype) for x in operands]
     if len(operands) > 1 and not may_be_partitioned():
@@ -255,7 +291,9 @@ def _reduce_together(operands: Sequence[jax.Array], combine: Callable[..., Any],
     # XLA-9: if XLA partitions a reduction of several operands, it all-gathers the devices' results of each operand. It
     # all-reduces those of a single operand (tests/numerics/test_reductions.py, "without a gather"). XLA:GPU fuses such
     # reductions and still reads the data once.
-    return [lax.reduce(x, zero, combine, tuple(axes)) for x, zero in zip(operands, zeros, strict=True)]
+    return [
+        lax.reduce(x, zero, combine, tuple(axes)) for x, zero in zip(operands, zeros, strict=True)
+    ]
 
 
 @cache
@@ -273,7 +311,9 @@ def _over_devices(
             groups.setdefault(over, {}).setdefault(jax.typeof(x), []).append(i)
     results = list(partials)
     for over, alike in groups.items():
-        stacked = collective([jnp.stack([partials[i] for i in of_kind]) for of_kind in alike.values()], over)
+        stacked = collective(
+            [jnp.stack([partials[i] for i in of_kind]) for of_kind in alike.values()], over
+        )
         for of_kind, reduced in zip(alike.values(), stacked, strict=True):
             for place, i in enumerate(of_kind):
                 results[i] = reduced[place]

@@ -34,7 +34,9 @@ class ClipScale(NamedTuple):
 
     applies: jax.Array  # bool
     coarse: jax.Array
-    fine: jax.Array  # 1, unless one factor alone would underflow although its product with a gradient does not
+    fine: (
+        jax.Array
+    )  # 1, unless one factor alone would underflow although its product with a gradient does not
 
 
 def as_limit(value: Scalar, like: ExtendedFloat) -> ExtendedFloat:
@@ -66,7 +68,9 @@ def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat])
     applies = list(map(_exceeds, norms, limits))
 
     def untouched(norm: ExtendedFloat, applies: jax.Array) -> ClipScale:
-        return ClipScale(jnp.zeros_like(applies), jnp.ones_like(norm.mantissa), jnp.ones_like(norm.mantissa))
+        return ClipScale(
+            jnp.zeros_like(applies), jnp.ones_like(norm.mantissa), jnp.ones_like(norm.mantissa)
+        )
 
     # XLA-5: without the branch, XLA fuses this arithmetic into the kernel of every leaf and repeats it there.
     return run_if(
@@ -79,7 +83,9 @@ def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat])
 def scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat) -> ClipScale:
     applies = _exceeds(norm, limit)
     # An infinite limit, which does not apply, would make derivatives NaN.
-    return _scale_to_limit(norm, limit._replace(mantissa=jnp.where(applies, limit.mantissa, 1)), applies)
+    return _scale_to_limit(
+        norm, limit._replace(mantissa=jnp.where(applies, limit.mantissa, 1)), applies
+    )
 
 
 def usual_numbers(*numbers: jax.Array) -> tuple[list[jax.Array], jax.Array]:
@@ -112,11 +118,15 @@ def apply_unit_scales(x: Any, scale: ClipScale, dims: UnitDims) -> jax.Array:
     return apply_scale(x, ClipScale(*(broadcast_to_leaf(part, x, dims) for part in scale)))
 
 
-def clip_slices(x: Any, norm: ExtendedFloat, limit: ExtendedFloat, dims: UnitDims) -> tuple[jax.Array, jax.Array]:
+def clip_slices(
+    x: Any, norm: ExtendedFloat, limit: ExtendedFloat, dims: UnitDims
+) -> tuple[jax.Array, jax.Array]:
     """Returns x with each slice scaled to its limit, and which slices were. If none is, x is not written again."""
     applies = _exceeds(norm, limit)
     clipped = run_if(
-        jnp.any(applies), lambda: apply_unit_scales(x, _scale_to_limit(norm, limit, applies), dims), lambda: x
+        jnp.any(applies),
+        lambda: apply_unit_scales(x, _scale_to_limit(norm, limit, applies), dims),
+        lambda: x,
     )
     return clipped, applies
 
@@ -129,7 +139,9 @@ def applied_scale(scale: ClipScale) -> jax.Array:
 def _exceeds(norm: ExtendedFloat, limit: ExtendedFloat) -> jax.Array:
     """Returns whether a clip changes gradients of this norm. A NaN does; an infinite limit never does."""
     defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
-    return (is_greater(norm, limit) | (limit.mantissa == 0) | ~defined) & (limit.mantissa != jnp.inf)
+    return (is_greater(norm, limit) | (limit.mantissa == 0) | ~defined) & (
+        limit.mantissa != jnp.inf
+    )
 
 
 def _scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Array) -> ClipScale:

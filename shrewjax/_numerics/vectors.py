@@ -36,13 +36,19 @@ def split(numbers: Sequence[Any], groups: Groups, shapes: Sequence[tuple[int, ..
     for group, of_group in zip(groups, numbers, strict=True):
         parts, structure = jax.tree.flatten(of_group)
         sizes = tuple(math.prod(shapes[i]) for i in group)
-        for i, of_leaf in zip(group, pieces(parts, sizes) if len(group) > 1 else [parts], strict=True):
+        for i, of_leaf in zip(
+            group, pieces(parts, sizes) if len(group) > 1 else [parts], strict=True
+        ):
             per_leaf[i] = jax.tree.unflatten(structure, [x.reshape(shapes[i]) for x in of_leaf])
     return per_leaf
 
 
 def broadcast_to_leaf(of_units: jax.Array, leaf: Any, dims: UnitDims) -> jax.Array:
-    return of_units if not dims else lax.expand_dims(of_units, [a for a in range(leaf.ndim) if a not in dims])
+    return (
+        of_units
+        if not dims
+        else lax.expand_dims(of_units, [a for a in range(leaf.ndim) if a not in dims])
+    )
 
 
 @partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
@@ -64,9 +70,15 @@ def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[ja
 
         def piece(pair: np.ndarray, size: int) -> list[jax.Array]:
             rows = {kind: iter(_first_piece(stack, pair, size)) for kind, stack in stacks.items()}
-            return [lax.convert_element_type(next(rows[kind]), x.dtype) for x, kind in zip(vectors, kinds, strict=True)]
+            return [
+                lax.convert_element_type(next(rows[kind]), x.dtype)
+                for x, kind in zip(vectors, kinds, strict=True)
+            ]
 
-        return [piece(np.asarray([a, b]), n) for a, b, n in zip(starts, np.roll(starts, 1), sizes, strict=True)]
+        return [
+            piece(np.asarray([a, b]), n)
+            for a, b, n in zip(starts, np.roll(starts, 1), sizes, strict=True)
+        ]
 
     def by_number(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
         # `lax.slice`, because tracing `x[start:stop]` takes eight times as long, for the same program.
@@ -82,9 +94,14 @@ def scalars(vector: jax.Array) -> list[jax.Array]:
 
     def by_operand(vector: jax.Array) -> list[jax.Array]:  # XLA-30, as in `pieces`
         vector = _computed_once(vector)
-        return [_first_of(vector, np.asarray([i, (i + 1) % len(vector)], np.uint32)) for i in range(len(vector))]
+        return [
+            _first_of(vector, np.asarray([i, (i + 1) % len(vector)], np.uint32))
+            for i in range(len(vector))
+        ]
 
-    return lax.platform_dependent(vector, cpu=by_operand, default=lambda v: [v[i] for i in range(len(v))])
+    return lax.platform_dependent(
+        vector, cpu=by_operand, default=lambda v: [v[i] for i in range(len(v))]
+    )
 
 
 @partial(jax.jit, static_argnums=2)

@@ -39,7 +39,10 @@ def returned_as_given(function: Callable[[PyTree], PyTree], argument: PyTree) ->
     Traces the function once. It may close over traced arrays.
     """
     jaxpr: Jaxpr = jax.make_jaxpr(function)(argument)
-    return [found == given for found, given in zip(_forwarded(jaxpr), _all_of(jaxpr.jaxpr.invars), strict=True)]
+    return [
+        found == given
+        for found, given in zip(_forwarded(jaxpr), _all_of(jaxpr.jaxpr.invars), strict=True)
+    ]
 
 
 def _is_as_given(x: _Given) -> bool:
@@ -58,7 +61,9 @@ def _forwarded(jaxpr: Jaxpr) -> list[_Given | None]:
         for result, operand in zip(equation.outvars, _operands(equation), strict=True):
             array = None if operand is None else equation.invars[operand.number]
             if operand and is_variable(array) and array in found:
-                found[result] = _Given(found[array].number, tuple(found[array].axes[a] for a in operand.axes))
+                found[result] = _Given(
+                    found[array].number, tuple(found[array].axes[a] for a in operand.axes)
+                )
     return [found.get(x) if is_variable(x) else None for x in jaxpr.outvars]
 
 
@@ -69,7 +74,10 @@ def _operands(equation: Equation) -> list[_Given | None]:
     mapped = shard_map_of(equation)
     if mapped is not None:
         found = zip(_forwarded(mapped.body), mapped.out_specs, strict=True)
-        return [x if x and _is_as_given(x) and mapped.in_specs[x.number] == spec else None for x, spec in found]
+        return [
+            x if x and _is_as_given(x) and mapped.in_specs[x.number] == spec else None
+            for x, spec in found
+        ]
     jaxprs = [*map(opened, jaxprs_on_operands(equation))]
     if not jaxprs:
         return [None] * len(equation.outvars)
@@ -82,7 +90,9 @@ def _operands(equation: Equation) -> list[_Given | None]:
     return [x and x._replace(number=before + x.number) for x in results]
 
 
-def _after_all_turns(results: list[_Given | None], given: list[_Given], carry: slice) -> list[_Given | None]:
+def _after_all_turns(
+    results: list[_Given | None], given: list[_Given], carry: slice
+) -> list[_Given | None]:
     """Returns, for each result of a loop, the operand that it is, from those of one turn.
 
     Operands are constants, carries and slices; results are carries and slices. A turn has one axis less of a slice.
@@ -91,7 +101,9 @@ def _after_all_turns(results: list[_Given | None], given: list[_Given], carry: s
     kept = [x if x == own else None for x, own in zip(results, carries, strict=False)]
     slices = given[len(given[: carry.start]) + len(carries) :]
     stacked = [
-        _Given(x.number, (0, *(a + 1 for a in x.axes))) if x and x.number in {y.number for y in slices} else None
+        _Given(x.number, (0, *(a + 1 for a in x.axes)))
+        if x and x.number in {y.number for y in slices}
+        else None
         for x in results[len(carries) :]
     ]
     return [*kept, *stacked]

@@ -27,7 +27,12 @@ _core: Any = core
 _JAXPR_OF_LOOP = {"scan": "jaxpr", "while": "body_jaxpr"}
 LOOPS = {*_JAXPR_OF_LOOP}
 # Calls run one jaxpr with all of their operands, and return its results.
-_JAXPR_OF_CALL = {"jit": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+_JAXPR_OF_CALL = {
+    "jit": "jaxpr",
+    "remat2": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
 _SHARDINGS_OF_JIT = "in_shardings", "out_shardings"
 _OPTIONS_OF_SCAN = "reverse", "unroll"
 SCATTER_ADDS = {"scatter-add", "scatter-sub"}
@@ -108,7 +113,9 @@ def is_whole_shard_map(equation: Equation) -> bool:
     params = equation.params
     if equation.primitive.name != "shard_map" or "mesh" not in params:
         return False
-    return {*params.get("newly_manual_axes", params.get("manual_axes", ()))} == {*params["mesh"].axis_names}
+    return {*params.get("newly_manual_axes", params.get("manual_axes", ()))} == {
+        *params["mesh"].axis_names
+    }
 
 
 class ShardMap(NamedTuple):
@@ -144,7 +151,11 @@ def scan_of(equation: Equation) -> Scan | None:
     one dimension more than its slice in the body.
     """
     params = equation.params
-    if equation.primitive.name != "scan" or not {_JAXPR_OF_LOOP["scan"], "length", *_OPTIONS_OF_SCAN} <= {*params}:
+    if equation.primitive.name != "scan" or not {
+        _JAXPR_OF_LOOP["scan"],
+        "length",
+        *_OPTIONS_OF_SCAN,
+    } <= {*params}:
         return None
     body, length = params[_JAXPR_OF_LOOP["scan"]], params["length"]
     options = {name: params[name] for name in _OPTIONS_OF_SCAN}
@@ -154,8 +165,15 @@ def scan_of(equation: Equation) -> Scan | None:
         count = sum(x == y for x, y in shapes)
         return count if all(x == (length, *y) for x, y in shapes[count:]) else None
 
-    carries, others = count_others(equation.outvars, body.out_avals), count_others(equation.invars, body.in_avals)
-    return None if carries is None or others is None else Scan(body, others - carries, carries, length, options)
+    carries, others = (
+        count_others(equation.outvars, body.out_avals),
+        count_others(equation.invars, body.in_avals),
+    )
+    return (
+        None
+        if carries is None or others is None
+        else Scan(body, others - carries, carries, length, options)
+    )
 
 
 def carry_of(equation: Equation) -> slice | None:
@@ -176,4 +194,6 @@ def part_of(jaxpr: Jaxpr, equations: Sequence[Equation], later: set[Atom]) -> Ja
     operands = dict.fromkeys(x for equation in equations for x in equation.invars if is_variable(x))
     given = [x for x in operands if x not in {*made}]
     results = [x for x in made if x in later]
-    return closed_jaxpr(jaxpr.replace(constvars=(), invars=given, outvars=results, eqns=[*equations]))
+    return closed_jaxpr(
+        jaxpr.replace(constvars=(), invars=given, outvars=results, eqns=[*equations])
+    )

@@ -61,11 +61,17 @@ class Traced:
         self.numbers: PyTree = jax.tree.unflatten(self._structure, range(len(closed.out_avals)))
 
     def __call__(self, *arguments: PyTree) -> PyTree:
-        if is_jit_disabled():  # then users look at numbers in the function, which a jaxpr does not run
+        if (
+            is_jit_disabled()
+        ):  # then users look at numbers in the function, which a jaxpr does not run
             return self._function(*arguments)
-        return jax.tree.unflatten(self._structure, core.jaxpr_as_fun(self._closed)(*jax.tree.leaves(arguments)))
+        return jax.tree.unflatten(
+            self._structure, core.jaxpr_as_fun(self._closed)(*jax.tree.leaves(arguments))
+        )
 
-    def added_to(self, sums: dict[int, jax.Array], add: Add, *arguments: PyTree) -> tuple[PyTree, dict[int, jax.Array]]:
+    def added_to(
+        self, sums: dict[int, jax.Array], add: Add, *arguments: PyTree
+    ) -> tuple[PyTree, dict[int, jax.Array]]:
         """Returns the results and the new sums. A result that scans have added to its sum is None.
 
         The key of a sum is the number of its result among all leaves. A sum may begin with more dimensions, of size 1.
@@ -104,7 +110,9 @@ class _Plan(NamedTuple):
     """How to evaluate a jaxpr. Equations are named by their places in it."""
 
     added: set[int]  # the function's results that scans add
-    scans: dict[int, dict[int, _Stack]]  # scans that add: their stacks, by the places among their results
+    scans: dict[
+        int, dict[int, _Stack]
+    ]  # scans that add: their stacks, by the places among their results
     calls: dict[int, "_Plan"]  # equations whose inner equations take their place
     wholes: list[tuple[Atom, _Way]]  # values that are added as they are
     skipped: set[int]  # equations that only lead to results that scans add
@@ -139,7 +147,9 @@ def _plan(jaxpr: Jaxpr, wanted: dict[int, _Way]) -> _Plan:
             (way,) = here.values()
             leads_to[place] = way.result
             for x in equation.invars:
-                follow(x, way if name == "add_any" else _Way(way.result, (equation, *way.equations)))
+                follow(
+                    x, way if name == "add_any" else _Way(way.result, (equation, *way.equations))
+                )
             continue
         added: set[int] = set()
         if may_be_inlined(equation):
@@ -152,7 +162,9 @@ def _plan(jaxpr: Jaxpr, wanted: dict[int, _Way]) -> _Plan:
             plan.scans[place] = stacks
             added = {*stacks}
         plan.added.update(here[at].result for at in added)
-        plan.wholes.extend((equation.outvars[at], way) for at, way in here.items() if at not in added)
+        plan.wholes.extend(
+            (equation.outvars[at], way) for at, way in here.items() if at not in added
+        )
     plan.wholes.extend(ways.items())  # the jaxpr's arguments
     plan.wholes[:] = [(x, way) for x, way in plan.wholes if way.result in plan.added]
     plan.skipped.update(place for place, result in leads_to.items() if result in plan.added)
@@ -176,7 +188,9 @@ def _stack(equation: Equation, at: int, way: _Way) -> _Stack | None:
     return _Stack(way, places)
 
 
-def _place_after(equation: Equation, shape: tuple[int, ...], place: _Place, length: int) -> _Place | None:
+def _place_after(
+    equation: Equation, shape: tuple[int, ...], place: _Place, length: int
+) -> _Place | None:
     """Returns the place of a trip after an equation, or None if it is in several pieces there."""
     if equation.primitive.name == "transpose":
         permutation = equation.params.get("permutation")
@@ -184,9 +198,15 @@ def _place_after(equation: Equation, shape: tuple[int, ...], place: _Place, leng
     if equation.primitive.name == "reshape":
         # A trip's elements stay one block if the product of the dimensions before its axis is unchanged.
         before, new = math.prod(shape[: place.axis]), equation.outvars[0].aval.shape
-        axes = [axis for axis, n in enumerate(new) if math.prod(new[:axis]) == before and n and n % length == 0]
+        axes = [
+            axis
+            for axis, n in enumerate(new)
+            if math.prod(new[:axis]) == before and n and n % length == 0
+        ]
         return (
-            _Place(axes[0], new[axes[0]] // length) if axes and equation.params.get("dimensions", ()) is None else None
+            _Place(axes[0], new[axes[0]] // length)
+            if axes and equation.params.get("dimensions", ()) is None
+            else None
         )
     return place
 
@@ -210,20 +230,35 @@ class _Evaluation:
         self.sums = dict(sums)
         self._add = add
 
-    def run(self, jaxpr: Jaxpr, constants: Sequence[Leaf], arguments: Sequence[Leaf], plan: _Plan) -> list[Leaf]:
+    def run(
+        self, jaxpr: Jaxpr, constants: Sequence[Leaf], arguments: Sequence[Leaf], plan: _Plan
+    ) -> list[Leaf]:
         """Returns the results of a jaxpr, with None for those that are added."""
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
 
         def read(atoms: Iterable[Atom]) -> list[Leaf]:
-            return [values.get(x) if is_variable(x) else jnp.asarray(x.val, x.aval.dtype) for x in atoms]
+            return [
+                values.get(x) if is_variable(x) else jnp.asarray(x.val, x.aval.dtype) for x in atoms
+            ]
 
         groups = [*_groups(jaxpr, plan)]
         for number, (place, equations) in enumerate(groups):
             if place is None:
-                later = [x for _, group in groups[number + 1 :] for equation in group for x in equation.invars]
+                later = [
+                    x
+                    for _, group in groups[number + 1 :]
+                    for equation in group
+                    for x in equation.invars
+                ]
                 later += [*jaxpr.outvars, *(x for x, _ in plan.wholes)]
                 part = part_of(jaxpr, equations, {x for x in later if is_variable(x)})
-                values.update(zip(part.jaxpr.outvars, core.jaxpr_as_fun(part)(*read(part.jaxpr.invars)), strict=True))
+                values.update(
+                    zip(
+                        part.jaxpr.outvars,
+                        core.jaxpr_as_fun(part)(*read(part.jaxpr.invars)),
+                        strict=True,
+                    )
+                )
                 continue
             (equation,) = equations
             with _names_of(equation):
@@ -246,11 +281,17 @@ class _Evaluation:
         inner = jaxpr_of_call(equation)
         return self.run(opened(inner), constants_of(inner), arguments, plan)
 
-    def _run_scan(self, equation: Equation, arguments: Sequence[Leaf], stacks: dict[int, _Stack]) -> list[Leaf]:
+    def _run_scan(
+        self, equation: Equation, arguments: Sequence[Leaf], stacks: dict[int, _Stack]
+    ) -> list[Leaf]:
         scan = scan_of(equation)
         assert scan is not None
         whole = scan.constants + scan.carries
-        constants, carry, sliced = arguments[: scan.constants], arguments[scan.constants : whole], arguments[whole:]
+        constants, carry, sliced = (
+            arguments[: scan.constants],
+            arguments[scan.constants : whole],
+            arguments[whole:],
+        )
         body = core.jaxpr_as_fun(scan.body)
 
         def trip(
@@ -260,17 +301,24 @@ class _Evaluation:
             returned = body(*constants, *carry, *slices)
             new_sums = dict(sums)
             for at, stack in stacks.items():
-                new_sums[stack.way.result] = self._added(new_sums[stack.way.result], returned[at][None], i, stack)
+                new_sums[stack.way.result] = self._added(
+                    new_sums[stack.way.result], returned[at][None], i, stack
+                )
             others = [x for at, x in enumerate(returned) if at >= scan.carries and at not in stacks]
             return (list(returned[: scan.carries]), new_sums), others
 
         start = {stack.way.result: self._constrained(stack.way) for stack in stacks.values()}
         trips = jnp.arange(scan.length, dtype=jnp.int32)
-        (carry, sums), others = lax.scan(trip, (list(carry), start), (trips, list(sliced)), **scan.options)
+        (carry, sums), others = lax.scan(
+            trip, (list(carry), start), (trips, list(sliced)), **scan.options
+        )
         self.sums |= sums
         remaining = iter(others)
         count = len(equation.outvars)
-        return [*carry, *(None if at in stacks else next(remaining) for at in range(scan.carries, count))]
+        return [
+            *carry,
+            *(None if at in stacks else next(remaining) for at in range(scan.carries, count)),
+        ]
 
     def _added(self, total: jax.Array, part: jax.Array, i: jax.Array, stack: _Stack) -> jax.Array:
         for equation, place in zip(stack.way.equations, stack.places[1:], strict=True):
@@ -285,7 +333,10 @@ class _Evaluation:
         """Returns a result's sum, with the sharding that the function wants for the result."""
         total = self.sums[way.result]
         for equation in way.equations:
-            if equation.primitive.name == "sharding_constraint" and total.ndim == equation.outvars[0].aval.ndim:
+            if (
+                equation.primitive.name == "sharding_constraint"
+                and total.ndim == equation.outvars[0].aval.ndim
+            ):
                 total = equation.primitive.bind(total, **equation.params)
         return total
 
@@ -301,7 +352,9 @@ def _behind_barriers(arguments: Sequence[Leaf]) -> list[Leaf]:
         places.setdefault(varying_axes(x), []).append(i)
     behind = list(arguments)
     for alike in places.values():
-        for i, x in zip(alike, lax.optimization_barrier([arguments[i] for i in alike]), strict=True):
+        for i, x in zip(
+            alike, lax.optimization_barrier([arguments[i] for i in alike]), strict=True
+        ):
             behind[i] = x
     return behind
 

@@ -30,7 +30,9 @@ from shrewjax._programs.jaxprs import (
     scan_of,
 )
 
-Marks: TypeAlias = frozenset[tuple[int, Hashable]]  # a parameter's number, and an axis along which it is `reduced`
+Marks: TypeAlias = frozenset[
+    tuple[int, Hashable]
+]  # a parameter's number, and an axis along which it is `reduced`
 
 
 def axes_of_examples(examples: PyTree, params: PyTree) -> MeshAxes:
@@ -39,9 +41,16 @@ def axes_of_examples(examples: PyTree, params: PyTree) -> MeshAxes:
     Empty if this JAX has no `jax.reshard`, inside `shard_map` and `jax.vmap`, and without jit, because JAX does not
     know these types there (tests/programs/test_reduced.py, "where_jax_does_not_know_these_types").
     """
-    if not hasattr(jax, "reshard") or mapped_axes()[0] or is_jit_disabled() or is_in_vmap((examples, params)):
+    if (
+        not hasattr(jax, "reshard")
+        or mapped_axes()[0]
+        or is_jit_disabled()
+        or is_in_vmap((examples, params))
+    ):
         return frozenset()
-    return frozenset().union(*(partition_axes(x) & explicit_axes(x) for x in jax.tree.leaves(examples)))
+    return frozenset().union(
+        *(partition_axes(x) & explicit_axes(x) for x in jax.tree.leaves(examples))
+    )
 
 
 def marked(loss: Function, params: PyTree, examples: PyTree, axes: MeshAxes) -> PyTree:
@@ -119,7 +128,9 @@ class _Search:
         along = partition_axes(equation.outvars[0].aval)
         if name == "dot_general" and not all(operands):
             # The product with an array that is sharded over the axis is sharded over it, too.
-            self._refuse(*(frozenset(mark for mark in marks if mark[1] not in along) for marks in operands))
+            self._refuse(
+                *(frozenset(mark for mark in marks if mark[1] not in along) for marks in operands)
+            )
             return [frozenset()]
         if name in _KEEPS and not any(operands[1:]):
             return [frozenset(mark for mark in operands[0] if mark[1] not in along)]

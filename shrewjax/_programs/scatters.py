@@ -72,7 +72,9 @@ class _Hiding:
     def of(self, jaxpr: Jaxpr, in_loop: bool) -> Jaxpr:
         """Returns an open or closed jaxpr with its scatters hidden, itself if it has none."""
         key = id(jaxpr), in_loop
-        if key not in self._known:  # kept with the jaxpr, because its id is free for others once it is gone
+        if (
+            key not in self._known
+        ):  # kept with the jaxpr, because its id is free for others once it is gone
             self._known[key] = jaxpr, self._rebuilt(jaxpr, in_loop)
         return self._known[key][1]
 
@@ -99,7 +101,9 @@ class _Hiding:
             new = tuple(self._param(x, in_loop) for x in value)
             if all(x is y for x, y in zip(new, value, strict=True)):
                 return value
-            return type(value)._make(new) if hasattr(value, "_make") else new  # `custom_linear_solve` has a named one
+            return (
+                type(value)._make(new) if hasattr(value, "_make") else new
+            )  # `custom_linear_solve` has a named one
         return value
 
 
@@ -107,10 +111,12 @@ def _selected(scatter: Equation) -> list[Equation]:
     """Returns the equation of a scatter, and those that select its result."""
     (result,) = scatter.outvars
     hidden = core.Var(result.aval)
-    with context_of(scatter):  # otherwise JAX refuses a scatter of another mesh (test_scatters.py, "other_mesh")
-        select: Jaxpr = jax.make_jaxpr(lambda x: lax.select(unknown_true(), x, jnp.full_like(x, -0.0)))(
-            result.aval
-        ).jaxpr
+    with context_of(
+        scatter
+    ):  # otherwise JAX refuses a scatter of another mesh (test_scatters.py, "other_mesh")
+        select: Jaxpr = jax.make_jaxpr(
+            lambda x: lax.select(unknown_true(), x, jnp.full_like(x, -0.0))
+        )(result.aval).jaxpr
     places = {select.invars[0]: hidden, select.outvars[0]: result}
 
     def placed(atoms: Sequence[Atom]) -> list[Atom]:
@@ -175,7 +181,9 @@ class _Search:
         carry = carry_of(equation)
         if carry is not None:
             (body,) = map(opened, jaxprs_on_operands(equation))
-            for old, new in zip(body.invars[carry], body.outvars, strict=False):  # stacks come after the carry
+            for old, new in zip(
+                body.invars[carry], body.outvars, strict=False
+            ):  # stacks come after the carry
                 has_scatter, arguments = self._summands(body, new)
                 if has_scatter and old in arguments:
                     return True
@@ -212,7 +220,11 @@ class _Search:
             elif inner is not None:
                 is_there, of_inner = self._summands(inner, inner.outvars[equation.outvars.index(x)])
                 has_scatter = has_scatter or is_there
-                waiting.extend(outer for outer, x in zip(equation.invars, inner.invars, strict=True) if x in of_inner)
+                waiting.extend(
+                    outer
+                    for outer, x in zip(equation.invars, inner.invars, strict=True)
+                    if x in of_inner
+                )
         return has_scatter, arguments
 
 

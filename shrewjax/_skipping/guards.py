@@ -34,7 +34,9 @@ class SkipNonfiniteState(NamedTuple):
 
     applied: Annotated[jax.Array, "bool (): the last call ran inner"]
     skipped: Annotated[jax.Array, "int32 (): number of calls so far that did not run inner"]
-    consecutive: Annotated[jax.Array, "int32 (): number of calls with non-finite gradients in a row, to the last one"]
+    consecutive: Annotated[
+        jax.Array, "int32 (): number of calls with non-finite gradients in a row, to the last one"
+    ]
     limit_reached: Annotated[jax.Array, "bool (): `consecutive` is at least max_consecutive"]
     inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
     nonfinite_leaves: Annotated[
@@ -126,10 +128,16 @@ def skip_nonfinite(
     Source: the contract is that of `optax.apply_if_finite`, except at the limit, because Optax applies the NaN there.
     """
     wrapped = inner_transformation(inner)
-    limit = None if max_consecutive is None else arguments.real("max_consecutive", max_consecutive, at_least=1)
+    limit = (
+        None
+        if max_consecutive is None
+        else arguments.real("max_consecutive", max_consecutive, at_least=1)
+    )
     at_limit = arguments.choice("at_limit", at_limit, get_args(AtLimit))
     if limit is None and at_limit != "keep_skipping":
-        raise ValueError(f"at_limit={at_limit!r} needs a limit, got max_consecutive=None. Pass max_consecutive")
+        raise ValueError(
+            f"at_limit={at_limit!r} needs a limit, got max_consecutive=None. Pass max_consecutive"
+        )
     by_leaf = arguments.static_flag("leaves", leaves)
     axes = arguments.sharded_over(sharded_over)
 
@@ -157,7 +165,9 @@ def skip_nonfinite(
             finite = all_finite(trees.floating(step.make_gradients()), axes)
         consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
         limit_reached = (
-            jnp.zeros((), bool) if limit is None else consecutive.astype(jnp.float32) >= jnp.asarray(limit, jnp.float32)
+            jnp.zeros((), bool)
+            if limit is None
+            else consecutive.astype(jnp.float32) >= jnp.asarray(limit, jnp.float32)
         )
         applied = finite | limit_reached if at_limit == "zero_nonfinite" else finite
         return applied, SkipNonfiniteState(
@@ -172,7 +182,9 @@ def skip_nonfinite(
     def repaired(grads: optax.Updates) -> optax.Updates:
         return trees.map_floating(lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)), grads)
 
-    decision = guard(wrapped, SkipNonfiniteState, decide, repaired if at_limit == "zero_nonfinite" else None)
+    decision = guard(
+        wrapped, SkipNonfiniteState, decide, repaired if at_limit == "zero_nonfinite" else None
+    )
     return optax.GradientTransformationExtraArgs(init_fn, decision)
 
 
@@ -180,18 +192,28 @@ def skip_nonfinite(
 class SkipOnSpikeState(NamedTuple):
     """The measurements, counts of skipped steps, and the wrapped optimizer. Its fields are a file format."""
 
-    history: Annotated[histories.HistoryState, "the last finite measurements, spikes too; none above `above`"]
+    history: Annotated[
+        histories.HistoryState, "the last finite measurements, spikes too; none above `above`"
+    ]
     measured: Annotated[jax.Array, "float32 (): the last measurement, finite or not"]
-    threshold: Annotated[jax.Array, "float32 (): a larger last measurement was a spike; inf if no finite one can be"]
+    threshold: Annotated[
+        jax.Array, "float32 (): a larger last measurement was a spike; inf if no finite one can be"
+    ]
     applied: Annotated[jax.Array, "bool (): the last call ran inner"]
     skipped: Annotated[jax.Array, "int32 (): number of calls so far that did not run inner"]
-    consecutive: Annotated[jax.Array, "int32 (): number of spikes skipped in a row; non-finite steps leave it as it is"]
-    spikes_applied: Annotated[jax.Array, "int32 (): number of spikes so far that ran inner, because of `at_most`"]
+    consecutive: Annotated[
+        jax.Array, "int32 (): number of spikes skipped in a row; non-finite steps leave it as it is"
+    ]
+    spikes_applied: Annotated[
+        jax.Array, "int32 (): number of spikes so far that ran inner, because of `at_most`"
+    ]
     inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
 
     def metrics(self) -> Metrics:
         """Returns what `shrewjax.metrics` shows."""
-        return fields(self, "applied", "skipped", "consecutive", "spikes_applied", "measured", "threshold")
+        return fields(
+            self, "applied", "skipped", "consecutive", "spikes_applied", "measured", "threshold"
+        )
 
 
 def skip_on_spike(
@@ -277,7 +299,9 @@ def skip_on_spike(
     warmup_steps = arguments.threshold("warmup_steps", warmup_steps)
     min_relative_std = arguments.threshold("min_relative_std", min_relative_std)
     if isinstance(warmup_steps, float) and warmup_steps > length:
-        raise ValueError(f"warmup_steps must be at most history_length, {length}, got {warmup_steps!r}")
+        raise ValueError(
+            f"warmup_steps must be at most history_length, {length}, got {warmup_steps!r}"
+        )
     if (above is None) != (at_most is None):
         given, missing = ("above", "at_most") if at_most is None else ("at_most", "above")
         raise ValueError(
@@ -285,7 +309,11 @@ def skip_on_spike(
             f"{given} alone. Pass {missing}. Or leave out {given}"
         )
     # Without the two, a limit that nothing exceeds, and a run that never is long enough.
-    above = math.inf if above is None else arguments.real("above", above, at_least=0 if of_norm else -math.inf)
+    above = (
+        math.inf
+        if above is None
+        else arguments.real("above", above, at_least=0 if of_norm else -math.inf)
+    )
     at_most = math.inf if at_most is None else arguments.real("at_most", at_most, at_least=1)
     axes = arguments.sharded_over(sharded_over)
 
@@ -305,12 +333,16 @@ def skip_on_spike(
         state: SkipOnSpikeState = step.state
         if not of_norm:
             if step.extra_args.get("value") is None:
-                raise ValueError('skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss')
+                raise ValueError(
+                    'skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss'
+                )
             # A copy. Outside of jit the state would share the caller's buffer, or the window's, and donating both fails
             # (tests/accumulation/test_flush_value.py, "can_be_donated").
             value = jnp.array(arguments.any_real("value", step.extra_args["value"]), jnp.float32)
             require_replicated("value", value)
-        measured = floats.to_float32(global_norm(step.make_gradients(), 2.0, axes)) if of_norm else value
+        measured = (
+            floats.to_float32(global_norm(step.make_gradients(), 2.0, axes)) if of_norm else value
+        )
         mean, std = histories.mean_and_std(state.history)
         least = _float32(min_relative_std) * jnp.abs(mean)
         k = _float32(max_zscore)

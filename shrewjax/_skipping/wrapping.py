@@ -32,7 +32,17 @@ from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import newly_varying, summed
 from shrewjax._base.states import require_own
 from shrewjax._base.trees import check_unchanged, leaf_name
-from shrewjax._base.types import AnyState, Argument, DType, ExtraArgs, Flag, KeyPath, Leaf, Params, PyTree
+from shrewjax._base.types import (
+    AnyState,
+    Argument,
+    DType,
+    ExtraArgs,
+    Flag,
+    KeyPath,
+    Leaf,
+    Params,
+    PyTree,
+)
 
 Result: TypeAlias = tuple[PyTree, AnyState]
 """Updates, or new parameters, and the new state."""
@@ -41,14 +51,20 @@ Result: TypeAlias = tuple[PyTree, AnyState]
 class Step(NamedTuple):
     """One call of a transformation, as wrappers pass it on."""
 
-    make_gradients: Callable[[], optax.Updates]  # computes them in the branch that needs them (XLA-3)
+    make_gradients: Callable[
+        [], optax.Updates
+    ]  # computes them in the branch that needs them (XLA-3)
     state: AnyState
     params: Params
-    extra_args: ExtraArgs  # a mapping, so that inner may have an argument of any name, such as `apply`
+    extra_args: (
+        ExtraArgs  # a mapping, so that inner may have an argument of any name, such as `apply`
+    )
     apply: bool  # the result has new parameters, and not updates
     runs: Flag = True  # otherwise parameters and state stay as they are
 
-    def run_or_skip(self, run: Callable[[], Result], what_changed: str = "inner's update changed its state") -> Result:
+    def run_or_skip(
+        self, run: Callable[[], Result], what_changed: str = "inner's update changed its state"
+    ) -> Result:
         """Returns `run()`, or `skipped` if the step does not run.
 
         `run` returns updates, or new parameters if `apply`, and the new state, whose structure has to stay.
@@ -75,7 +91,9 @@ class Step(NamedTuple):
 StepFn: TypeAlias = Callable[[Step], Result]
 
 
-def first_step(updates: optax.Updates, state: AnyState, params: Params, extra_args: ExtraArgs, *, apply: bool) -> Step:
+def first_step(
+    updates: optax.Updates, state: AnyState, params: Params, extra_args: ExtraArgs, *, apply: bool
+) -> Step:
     grads = summed(updates)
     return Step(lambda: grads, state, params, extra_args, apply)
 
@@ -121,8 +139,12 @@ def guard(
         # Without `inner_state`, as `decide` returns the state, because both branches need one structure.
         idle = jnp.zeros((), bool), step.state._replace(inner_state=())
         wrapped_runs, new_state = run_if(step.runs, partial(decide, step), lambda: idle)
-        for_inner = step.make_gradients if repaired is None else lambda: repaired(step.make_gradients())
-        inner_step = step._replace(make_gradients=for_inner, state=step.state.inner_state, runs=wrapped_runs)
+        for_inner = (
+            step.make_gradients if repaired is None else lambda: repaired(step.make_gradients())
+        )
+        inner_step = step._replace(
+            make_gradients=for_inner, state=step.state.inner_state, runs=wrapped_runs
+        )
         returned, inner_state = run_step(wrapped, inner_step)
         return returned, new_state._replace(inner_state=inner_state)
 
@@ -163,7 +185,9 @@ def declares(tx: optax.GradientTransformation, name: str) -> bool:
             continue
         seen[id(x)] = x  # kept, because another object could get its id
         if isinstance(x, types.CodeType):
-            if name in x.co_varnames[1 : x.co_argcount + x.co_kwonlyargcount]:  # the first is the gradients
+            if (
+                name in x.co_varnames[1 : x.co_argcount + x.co_kwonlyargcount]
+            ):  # the first is the gradients
                 return True
             waiting += x.co_consts  # functions that it makes, such as those of a factory
         elif isinstance(x, types.FunctionType):
@@ -180,7 +204,10 @@ def declares(tx: optax.GradientTransformation, name: str) -> bool:
         elif isinstance(x, list | tuple):
             waiting += x
         elif callable(x) and not isinstance(x, type):
-            waiting += [getattr(x, "__wrapped__", type(x).__call__), *getattr(x, "__dict__", {}).values()]
+            waiting += [
+                getattr(x, "__wrapped__", type(x).__call__),
+                *getattr(x, "__dict__", {}).values(),
+            ]
     return False
 
 
@@ -215,6 +242,8 @@ def _without_numbers(state: AnyState) -> AnyState:
     """Returns the state with an array for each Python number, as under jit, so that no step changes its dtype."""
 
     def fixed(x: Leaf) -> Leaf:
-        return jnp.array(x, jnp.asarray(x).dtype) if isinstance(x, bool | int | float | complex) else x
+        return (
+            jnp.array(x, jnp.asarray(x).dtype) if isinstance(x, bool | int | float | complex) else x
+        )
 
     return jax.tree.map(fixed, state)
