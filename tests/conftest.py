@@ -42,9 +42,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tracing makes objects by the million, and at Python's own threshold the collector is busy with 4 % of the time.
 gc.set_threshold(100_000)
 
-# The same examples on every machine, more of them in CI; a wider, random search runs on demand (-m slow).
+# The same examples on every machine, more of them in CI; `search` draws thousands of random ones on demand.
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
-hypothesis.settings.register_profile("search", deadline=None, max_examples=5000)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=5000, database=None)
 # For mutation testing, which asks whether a test fails, not at what.
 hypothesis.settings.register_profile(
     "no_shrinking", hypothesis.settings.get_profile("ci"), phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
@@ -79,12 +79,9 @@ def one_device():
         yield
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(1, id="one_device"), pytest.param(8, id="eight_devices", marks=pytest.mark.thorough)],
-)
+@pytest.fixture(scope="module")
 def either_world(request):
-    """As in a process with one device; in CI, with eight, too."""
+    """As in a process with as many devices as the test's row says."""
     with helpers.seeming_to_have(request.param) as devices:
         yield devices
 

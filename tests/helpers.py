@@ -72,11 +72,14 @@ TRANSFORMATIONS = {name: case.make for name, case in CASES.items()}
 MAPPED = {name: case.make_mapped or case.make for name, case in CASES.items()}
 
 
-def rows_of_names(names, by_default):
-    """Rows of a table, each a name or a tuple: those in `by_default` run always, the others, `thorough`, in CI."""
-    rows = [(row, row if isinstance(row, tuple) else (row,)) for row in names]
-    assert set(by_default) <= {row for row, _ in rows}
-    return [pytest.param(*row, marks=() if name in by_default else pytest.mark.thorough) for name, row in rows]
+def thorough(*rows):
+    """Rows of a table, each a value or a tuple, with the marker of this name: `[*ROWS, *thorough(*OTHERS)]`."""
+    return [pytest.param(*(row if type(row) is tuple else (row,)), marks=pytest.mark.thorough) for row in rows]
+
+
+# As in a process with one device; in CI, with eight, too (`either_world` in conftest.py).
+WORLDS = [1, *thorough(8)]
+each_world = pytest.mark.parametrize("either_world", WORLDS, indirect=True, ids=lambda n: f"devices{n}")
 
 
 def flat(tree):

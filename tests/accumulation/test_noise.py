@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
-from helpers import bits, compiled, lenient, own_params, quick_jit, rows_of_names, users_jit
+from helpers import bits, compiled, lenient, own_params, quick_jit, thorough, users_jit
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -133,7 +133,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", rows_of_names(OPTIMIZERS, {"lbfgs", "reduce_on_plateau"}))
+@pytest.mark.parametrize("name", ["lbfgs", "reduce_on_plateau", *thorough("momo")])
 def test_optimizer_that_reads_the_loss_trains_as_on_the_large_batch(name):
     inner = lenient(OPTIMIZERS[name])
     tx = shrewjax.accumulate(inner, 3)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _transformer import Transformer
-from helpers import run_page
+from helpers import run_page, thorough
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from scanned_layers import sum_by_hand
@@ -225,7 +225,7 @@ ONCE = {
     "shard_map, model on another axis": functools.partial(tensor_parallel, AxisType.Auto),
     "shard_map, FSDP gathered once": fsdp_of_page,
 }
-QUICK = {"Explicit, scanned, weighted", "shard_map, scanned, weighted", "shard_map, FSDP gathered once"}
+THREE = "Explicit, scanned, weighted", "shard_map, scanned, weighted", "shard_map, FSDP gathered once"
 
 
 def compiled_form(form, target):
@@ -255,9 +255,7 @@ def sent(program, when, least=0.04):
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough) for name in ONCE]
-)
+@pytest.mark.parametrize("name", [*THREE, *thorough(*(name for name in ONCE if name not in THREE))])
 def test_gradients_cross_the_network_once(name, target):
     form = ONCE[name]()
     program = compiled_form(form, target)

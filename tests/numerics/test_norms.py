@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import quick_jit, true_norm, users_jit
+from helpers import each_world, quick_jit, thorough, true_norm, users_jit
 
 import shrewjax
 from shrewjax._base.mesh import unit_axes
@@ -20,7 +20,7 @@ from shrewjax._numerics.norms import (
 )
 from shrewjax._numerics.vectors import broadcast_to_leaf, split
 
-pytestmark = pytest.mark.usefixtures("either_world")
+pytestmark = [each_world, pytest.mark.usefixtures("either_world")]
 ORDERS = [1, 2, 3, 1000, np.inf]
 f32 = np.float32
 
@@ -100,8 +100,8 @@ norms_of_four_orders = users_jit(lambda leaves: {ord: shrewjax.grad_norm(leaves,
 
 
 @pytest.mark.parametrize("ord", [1, 2, 3, np.inf])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("kind", ["normal", "constant", pytest.param("heavy tail", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, *thorough(jnp.float16)])
+@pytest.mark.parametrize("kind", ["normal", "constant", *thorough("heavy tail")])
 def test_norm_of_a_million_elements_is_within_1e_6(dtype, kind, ord):
     leaves = a_million_elements(kind, dtype)
     found = norms_of_four_orders(leaves)[ord]  # for each order again: it runs far sooner than it compiles

@@ -14,6 +14,8 @@ import xla_flags
 from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
 # Nothing optimized compiles fastest.
@@ -56,7 +58,6 @@ def assert_is_drawn(path):
         assert len(figure.getcolors(figure.width * figure.height)) > 20
 
 
-@pytest.mark.thorough  # the README's first command runs it, too
 def test_nnx_example_recognises_95_percent_of_digits(run):
     printed, figure = run("train_digits.py", "--epochs", 6, out="new/digits.png")
 
@@ -64,7 +65,6 @@ def test_nnx_example_recognises_95_percent_of_digits(run):
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_choose_max_norm_example_replays_every_rule(run):
     printed, figure = run("choose_max_norm.py", "--steps", 50, out="new/norms.png")
 
@@ -77,7 +77,6 @@ def test_choose_max_norm_example_replays_every_rule(run):
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_choose_batch_size_example_sees_the_noise_grow_and_what_long_windows_cost(run):
     arguments = ("--images", 24576, "--seeds", 2, "--target", 0.2)
     printed, figure = run("choose_batch_size.py", *arguments, out="new/batch_size.png")
@@ -92,7 +91,6 @@ def test_choose_batch_size_example_sees_the_noise_grow_and_what_long_windows_cos
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_linen_example_learns_in_float16_and_drops_exactly_what_overflowed(run):
     printed, figure = run("train_linen.py", "--epochs", 6, out="new/linen.png")
 
@@ -103,7 +101,6 @@ def test_linen_example_learns_in_float16_and_drops_exactly_what_overflowed(run):
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_equinox_example_trains_a_new_head_and_nothing_else(run):
     printed, figure = run("train_equinox.py", "--epochs", 8, out="new/equinox.png")
 
@@ -119,7 +116,6 @@ def test_equinox_example_trains_a_new_head_and_nothing_else(run):
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
     printed, figure = run("train_ppo.py", "--calls", 2, "--iterations", 5, out="new/ppo.png")
 
@@ -134,7 +130,6 @@ def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_recurrent_example_explodes_and_learns_soonest_where_what_flows_back_is_clipped(run):
     printed, figure = run("train_recurrent.py", "--steps", 18, out="new/recurrent.png")
 
@@ -150,7 +145,6 @@ def test_recurrent_example_explodes_and_learns_soonest_where_what_flows_back_is_
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(run):
     arguments = ("--steps", 16, "--length", 32, "--layers", 1, "--compare-every", 8)
     printed, figure = run("train_transformer.py", *arguments, out="new/transformer.png")
@@ -168,7 +162,6 @@ def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(ru
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_batch_norm_example_learns_from_eight_micro_batches_a_step_as_from_one_batch(run):
     printed, figure = run("train_batch_norm.py", "--epochs", 5, out="new/batch_norm.png")
 
@@ -189,7 +182,6 @@ def events(folder):
         data = data[16 + length :]
 
 
-@pytest.mark.thorough
 def test_tensorboard_example_logs_each_window_of_every_metric(run):
     printed, folder = run("log_tensorboard.py", "--epochs", 6, out="new/events")
 
@@ -227,7 +219,6 @@ def test_tensorboard_example_logs_each_window_of_every_metric(run):
     assert accuracy > 0.9
 
 
-@pytest.mark.thorough
 def test_sharded_example_resumes_in_mid_window_on_fewer_devices_in_two_processes(run):
     script = "train_sharded.py"
     arguments = ("--micro-steps", 32, "--save-every", 21, "--length", 32, "--layers", 1, "--checkpoints", "saved")
@@ -258,7 +249,6 @@ def test_sharded_example_resumes_in_mid_window_on_fewer_devices_in_two_processes
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_which_rule_example_survives_an_overflow_under_guards_alone(run):
     printed, figure = run("which_rule.py", "--quick", "--steps", 130, out="new/rule.png")
 

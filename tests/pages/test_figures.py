@@ -8,6 +8,8 @@ import explain
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 FIGURES = Path(__file__).parent.parent.parent / "docs" / "figures"
 FILES = sorted(FIGURES.iterdir())
 assert FILES

@@ -22,7 +22,7 @@ from PIL import Image
 
 import shrewjax
 
-pytestmark = pytest.mark.usefixtures("as_users_have_it")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
 
 DOCS = pathlib.Path(__file__).parent.parent.parent / "docs"
 

@@ -15,7 +15,7 @@ from helpers import bits, quick_jit, run_page
 import shrewjax
 import shrewjax.flax
 
-pytestmark = pytest.mark.usefixtures("as_users_have_it")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
 
 DOCS = pathlib.Path(__file__).parent.parent.parent / "docs"
 PAGE = DOCS / "recipes.md"

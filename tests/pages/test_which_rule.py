@@ -12,6 +12,8 @@ import which_rule
 
 import shrewjax
 
+pytestmark = pytest.mark.thorough
+
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "guide" / "which_rule.md").read_text()
 NOBODY = np.zeros(400, bool)
 

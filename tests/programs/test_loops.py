@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import bits, users_jit
+from helpers import bits, thorough, users_jit
 
 import shrewjax
 import shrewjax.flax
@@ -142,7 +142,7 @@ FORMS = {
 }
 # Each part of the gradient is added on its own, so that the last bits differ from those of the sum of the parts.
 IN_PARTS = {"two scans", "penalty"}
-THOROUGH = {
+OTHERS = [
     "reverse",
     "checkpoint",
     "checkpoint of all",
@@ -153,8 +153,8 @@ THOROUGH = {
     "two scans",
     "Linen",
     "Linen, axis 1",
-}
-ROWS = [pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH)) for name in FORMS]
+]
+ROWS = [*(name for name in FORMS if name not in OTHERS), *thorough(*OTHERS)]
 
 
 def by_hand(loss, params, x):

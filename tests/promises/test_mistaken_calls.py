@@ -13,6 +13,8 @@ from helpers import assert_close, quick_jit
 
 import shrewjax
 
+pytestmark = pytest.mark.thorough
+
 PARAMS = {"w": jnp.zeros(3)}
 GRADS = {"w": jnp.ones(3)}
 RNG = np.random.default_rng(0)

@@ -4,9 +4,12 @@ import ast
 import importlib
 import pathlib
 
+import pytest
 import xla_flags
 
 import shrewjax
+
+pytestmark = pytest.mark.thorough
 
 
 def test_flag_that_no_jaxlib_has_is_not_passed_and_ends_no_process():
