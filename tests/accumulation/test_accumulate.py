@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, bits, lenient, quick_jit, thorough, tree_of
+from helpers import assert_close, bits, lenient, thorough, tree_of
 from recording import POLICIES, recorder, recording_window, run, run_compiled, vector
+from speed import quick_jit
 
 import shrewjax
 

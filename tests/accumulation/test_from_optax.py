@@ -14,9 +14,10 @@ import orbax.checkpoint
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from helpers import CASES, assert_close, bits, own_params, quick_jit, thorough, users_jit
+from helpers import CASES, assert_close, bits, own_params, thorough
 from jax.sharding import NamedSharding
 from sklearn.datasets import load_digits
+from speed import quick_jit, users_jit
 
 import shrewjax
 import shrewjax.flax

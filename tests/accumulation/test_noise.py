@@ -9,9 +9,10 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
-from helpers import bits, compiled, lenient, own_params, quick_jit, thorough, users_jit
+from helpers import bits, lenient, own_params, thorough
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from speed import compiled, quick_jit, users_jit
 
 import shrewjax
 from shrewjax import spec

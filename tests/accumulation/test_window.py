@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import lenient, quick_jit, tree_of, users_jit
+from helpers import lenient, tree_of
 from recording import BAD_WEIGHTS, POLICIES, recorder, recording_window, run, run_compiled, vector
+from speed import quick_jit, users_jit
 
 import shrewjax
 

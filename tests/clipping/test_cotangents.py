@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, exact, exact_root, quick_jit, thorough, true_norm, users_jit
+from helpers import bits, exact, exact_root, thorough, true_norm
 from jax.sharding import PartitionSpec as P
+from speed import quick_jit, users_jit
 
 import shrewjax
 from shrewjax import clip_cotangent, spec

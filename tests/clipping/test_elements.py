@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, flat, quick_jit, thorough, users_jit
+from helpers import bits, flat, thorough
 from hypothesis import given
 from hypothesis import strategies as st
 from norm_clips import each_threshold, trees
+from speed import quick_jit, users_jit
 
 import shrewjax
 

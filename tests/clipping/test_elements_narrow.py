@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import TRANSFORMATIONS, quick_jit, thorough, users_jit
+from helpers import TRANSFORMATIONS, thorough
+from speed import quick_jit, users_jit
 
 import shrewjax
 

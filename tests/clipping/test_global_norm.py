@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, flat, quick_jit, tree_of, true_norm, users_jit
+from helpers import bits, flat, tree_of, true_norm
 from hypothesis import given
 from hypothesis import strategies as st
 from norm_clips import f32, trees
+from speed import quick_jit, users_jit
 
 import shrewjax
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, flat, quick_jit, true_norm
+from helpers import bits, flat, true_norm
+from speed import quick_jit
 
 import shrewjax
 

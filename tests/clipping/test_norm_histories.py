@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, quick_jit, thorough, true_norm
+from helpers import bits, thorough, true_norm
+from speed import quick_jit
 from steps import NORMS, f32, run, stacked, step_of, vectors, zscore_steps
 
 import shrewjax

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, each_world, lenient, quick_jit, thorough, tree_of, true_norm, users_jit
+from helpers import bits, each_world, lenient, thorough, tree_of, true_norm
+from speed import quick_jit, users_jit
 from steps import NORMS, adagc, agc, f32, run, step_of, vectors
 
 import shrewjax

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, quick_jit, seeming_to_have, thorough
+from helpers import assert_close, seeming_to_have, thorough
 from sharded import SPECS, place
+from speed import quick_jit
 from steps import adagc, agc, f32
 
 import shrewjax

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, exact, exact_root, thorough, users_jit
+from helpers import bits, exact, exact_root, thorough
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from speed import users_jit
 
 import shrewjax
 from shrewjax import spec

@@ -8,19 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    MAPPED,
-    TRANSFORMATIONS,
-    assert_close,
-    bits,
-    lenient,
-    own_params,
-    quick_jit,
-    thorough,
-    users_jit,
-)
+from helpers import MAPPED, TRANSFORMATIONS, assert_close, bits, lenient, own_params, thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from speed import quick_jit, users_jit
 
 import shrewjax
 

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import MAPPED, TRANSFORMATIONS, quick_jit, thorough
+from helpers import MAPPED, TRANSFORMATIONS, thorough
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from models import MODELS
 from optax.losses import softmax_cross_entropy_with_integer_labels as cross_entropy
+from speed import quick_jit
 from test_distribution import PARAMS, SHARDED, large_batches, mapped_step, mesh_of, micro_batches, placed, summed_loss
 from weights import filled, integers, normal, table
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers import quick_jit
+from speed import quick_jit
 from train_processes import ACCUM_STEPS, NAN_STEPS, PROCESSES, STEPS, batch, first_params, inner, nonfinite
 
 pytestmark = pytest.mark.thorough

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import thorough, users_jit
+from helpers import thorough
+from speed import users_jit
 
 import shrewjax
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import each_world, quick_jit, thorough, true_norm, users_jit
+from helpers import each_world, thorough, true_norm
+from speed import quick_jit, users_jit
 
 import shrewjax
 from shrewjax._base.mesh import unit_axes

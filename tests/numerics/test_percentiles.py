@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import quick_jit, thorough, users_jit
+from helpers import thorough
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from speed import quick_jit, users_jit
 
 from shrewjax._numerics import percentiles, reductions
 from shrewjax.spec import percentile_spec

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import bits, quick_jit, thorough, true_norm, users_jit
+from helpers import bits, thorough, true_norm
 from sharded import GRADS, SPECS, P, clip, place
+from speed import quick_jit, users_jit
 
 import shrewjax
 from shrewjax._numerics import reductions

@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 import pytest
-import xla_flags
+import speed
 from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
@@ -19,14 +19,7 @@ pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
 # Nothing optimized compiles fastest.
-QUICKLY = {
-    "XLA_FLAGS": xla_flags.flags(
-        "xla_cpu_use_fusion_emitters",
-        "xla_cpu_parallel_codegen_split_count",
-        "xla_backend_optimization_level",
-        "xla_llvm_disable_expensive_passes",
-    )
-}
+QUICKLY = {"XLA_FLAGS": speed.as_xla_flags(*speed.FLAGS)}
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import bits, own_params, quick_jit, run_page, users_jit
+from helpers import bits, own_params, run_page
 from PIL import Image
+from speed import quick_jit, users_jit
 
 import shrewjax
 

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import bits, quick_jit, run_page
+from helpers import bits, run_page
+from speed import quick_jit
 
 import shrewjax
 import shrewjax.flax

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import bits, thorough, users_jit
+from helpers import bits, thorough
+from speed import users_jit
 
 import shrewjax
 import shrewjax.flax

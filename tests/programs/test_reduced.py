@@ -9,9 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import thorough, users_jit
+from helpers import thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from speed import users_jit
 
 import shrewjax
 import shrewjax.flax

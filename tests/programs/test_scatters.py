@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, quick_jit
+from helpers import bits
 from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from speed import quick_jit
 
 import shrewjax
 from shrewjax._programs import scatters

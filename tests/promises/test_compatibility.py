@@ -20,7 +20,8 @@ import optax.contrib
 import orbax.checkpoint
 import pytest
 from flax import nnx
-from helpers import CASES, TRANSFORMATIONS, assert_close, bits, compiled, quick_jit
+from helpers import CASES, TRANSFORMATIONS, assert_close, bits
+from speed import compiled, quick_jit
 
 import shrewjax
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import CASES, TRANSFORMATIONS, assert_close, each_world, quick_jit, small_tree, thorough, tree_of
+from helpers import CASES, TRANSFORMATIONS, assert_close, each_world, small_tree, thorough, tree_of
+from speed import quick_jit
 
 import shrewjax
 

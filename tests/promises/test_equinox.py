@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, bits, users_options
+from helpers import assert_close, bits
+from speed import users_options
 
 import shrewjax
 

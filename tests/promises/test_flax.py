@@ -16,7 +16,8 @@ import pytest
 from flax import linen, nnx
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
-from helpers import assert_close, bits, quick_jit, users_jit
+from helpers import assert_close, bits
+from speed import quick_jit, users_jit
 
 import shrewjax
 import shrewjax.flax

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_close, quick_jit
+from helpers import assert_close
+from speed import quick_jit
 
 import shrewjax
 

@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import TRANSFORMATIONS, assert_close, quick_jit
+from helpers import TRANSFORMATIONS, assert_close
+from speed import quick_jit
 
 import shrewjax
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import TRANSFORMATIONS, assert_close, bits, quick_jit, small_tree
+from helpers import TRANSFORMATIONS, assert_close, bits, small_tree
+from speed import quick_jit
 
 import shrewjax
 

@@ -6,7 +6,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import quick_jit
+from speed import quick_jit
 
 pytestmark = pytest.mark.thorough
 

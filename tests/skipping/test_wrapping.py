@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import TRANSFORMATIONS, assert_close, bits, quick_jit, thorough
+from helpers import TRANSFORMATIONS, assert_close, bits, thorough
+from speed import quick_jit
 
 import shrewjax
 
