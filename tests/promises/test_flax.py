@@ -485,8 +485,8 @@ def pop(model, x, y):
     ("fun", "message"),
     [
         (change_parameter, r"fun changes the variable \['linear'\]\['kernel'\], which is in wrt"),
-        (add, r"fun adds the variable \['seen'\].*nnx.pop"),
-        (remove, r"fun removes the variable \['calls'\]"),
+        (add, r"\['seen'\] was missing and is float32 .*nnx.pop"),
+        (remove, r"\['calls'\] was int32 of shape \(\) and is missing"),
         (change_attribute, "Python attribute.*before the call"),
     ],
 )
