@@ -114,13 +114,13 @@ class Optimizer(nnx.Optimizer[Any]):
         # An option of `nnx.state` since Flax 0.12.8.
         mode = {"graph": self.graph} if hasattr(self, "graph") else {}
         params, its_grads = (_arrays(nnx.state(x, self.wrt, **mode)) for x in (model, grads))
-        of_grads = jax.tree.leaves_with_path(its_grads, is_leaf=lambda x: x is None)
-        came = {path for path, _ in of_grads}
-        missing = [path for path, _ in jax.tree.leaves_with_path(params) if path not in came]
+        wanted = dict(jax.tree.leaves_with_path(params))
+        came = dict(jax.tree.leaves_with_path(its_grads, lambda x: x is None))
+        missing = sorted(map(trees.leaf_name, wanted.keys() - came))
         if missing:
             raise ValueError(
                 f"grads must hold the variables of wrt={self.wrt!r}, got {type(grads).__name__} without "
-                f"{trees.leaf_name(missing[0])}. Pass the gradients as nnx.grad or shrewjax.flax.value_and_grad "
+                f"{missing[0]}. Pass the gradients as nnx.grad or shrewjax.flax.value_and_grad "
                 "returned them, with the same wrt. If wrt is about paths in a model, make an optimizer for each model"
             )
         new_params, opt_state = shrewjax.apply_gradients(
@@ -338,17 +338,14 @@ def value_and_grad(
             value, its_aux = returned if has_aux else (returned, ())
             return value, (its_aux, state)
 
-        def its_weight(*args: PyTree, **kwargs: PyTree) -> Number:
+        def weigh(*args: PyTree, **kwargs: PyTree) -> Number:
             return objects.call(weight, args, kwargs)[0]
 
-        value_and_grad_of_arrays = of_arrays(
-            loss,
-            has_aux=True,
-            weight=weight and its_weight,
-            carry_argnum=-1,
-            **{name: roles[name] for name in positions},
+        places = {name: roles[name] for name in positions}
+        value_and_grads = of_arrays(
+            loss, has_aux=True, weight=weight and weigh, carry_argnum=-1, **places
         )
-        (value, (whole_aux, state)), grads = value_and_grad_of_arrays(
+        (value, (whole_aux, state)), grads = value_and_grads(
             objects.params, *objects.args, objects.state, **objects.kwargs
         )
         return ((value, whole_aux) if has_aux else value), objects.updated(grads, state)
@@ -426,17 +423,16 @@ class _Objects:
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 raise ValueError(
                     f"the variable {self._name(path)} must be floating or complex, because it is in wrt={wrt!r}, got "
-                    f"{_kind(x)}. Make it an nnx.Variable that wrt does not match. Or pass it as an argument of its own"
+                    f"{x.dtype}. Make it an nnx.Variable that wrt does not match. Or pass it as an argument of its own"
                 )
         others = {i: x for i, x in numbered.items() if i not in in_model}
-        found = [path for path, _ in jax.tree.leaves_with_path(self.state) if path[0].key in others]
-        if len(found) < len(jax.tree.leaves(nnx.state(others))):
+        own = {i: self.state.get(i) for i in others}
+        if len(jax.tree.leaves(own)) < len(jax.tree.leaves(nnx.state(others))):
             raise ValueError(
-                "the first argument, whose variables are in wrt, shares variables with another argument. Pass a copy "
-                "there, nnx.clone(x)"
+                "the first argument, which is differentiated, shares variables with another. Pass there nnx.clone(x)"
             )
 
-    def call(self, function: Any, args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
+    def call(self, function: Any, args: PyTree, kwargs: PyTree) -> PyTree:
         """Calls `function` with the objects of the arrays in the first and the last argument.
 
         Returns its result, and the new arrays of the variables that are not in `wrt`. Raises if it changes anything
@@ -459,15 +455,16 @@ class _Objects:
         for path, same in zip(in_wrt, is_same, strict=False):
             if not same:
                 raise ValueError(
-                    f"fun changes the variable {self._name(path)}, which is in wrt, so that the micro-batches would "
-                    "not be differentiated at the same point. Leave it out of wrt. If a layer writes it in each call, "
-                    "as nnx.WeightNorm does, call a copy of the layer, nnx.clone(layer)(x), where its writes are lost. "
-                    "Or call nnx.value_and_grad and shrewjax.flax.Optimizer.update for each micro-batch"
+                    f"fun changes the variable {self._name(path)}, which is in wrt and must be the same for all micro-"
+                    "batches. Leave it out of wrt. If a layer writes it in each call, as nnx.WeightNorm does, call a "
+                    "copy, nnx.clone(layer)(x), where its writes are lost. Or call nnx.value_and_grad and "
+                    "shrewjax.flax.Optimizer.update for each micro-batch"
                 )
         # A scan copies what it returns, so frozen layers would be copied for each micro-batch
         # (tests/promises/test_flax_models.py, "frozen_layers").
-        unchanged = iter(is_same[len(in_wrt) :])
-        return returned, jax.tree.map(lambda x, y: y if next(unchanged) else x, new[1], state)
+        kept = iter(is_same[len(in_wrt) :])
+        state = jax.tree.map(lambda x, y: y if next(kept) else x, new[1], state)
+        return returned, state
 
     def _call(self, function: Any, old: PyTree, args: PyTree, kwargs: PyTree) -> Any:
         """Returns the result of `function`, and the new arrays of the variables in `wrt` and of the others."""
@@ -483,10 +480,7 @@ class _Objects:
 
     def _check(self, new: PyTree, old: PyTree, graph: Any) -> None:
         """Raises if `fun` changed what cannot go from micro-batch to micro-batch: the graph, or a variable's type."""
-        now, before = (
-            {path[1:]: _kind(x) for path, x in jax.tree.leaves_with_path(tree)}
-            for tree in (new, old)
-        )
+        now, before = _kinds(new), _kinds(old)
         for path in sorted(now | before, key=self._name):
             was, given = (kinds.get(path, "missing") for kinds in (before, now))
             if given != was:
@@ -515,8 +509,9 @@ class _Objects:
         return name if at == "0" else f"{name} of argument {at}"
 
 
-def _kind(x: Leaf) -> str:
-    return f"{jax.typeof(x).dtype} of shape {np.shape(x)}"
+def _kinds(arrays: PyTree) -> dict[KeyPath, str]:
+    leaves = [(path[1:], x) for path, x in jax.tree.leaves_with_path(arrays)]
+    return {path: f"{jax.typeof(x).dtype} of shape {np.shape(x)}" for path, x in leaves}
 
 
 def _like(variables: PyTree, arrays: PyTree) -> PyTree:

@@ -243,7 +243,7 @@ def test_an_object_among_the_examples_or_keys_is_an_error_and_needs_no_position(
 
 def test_a_model_that_is_also_another_argument_is_an_error_as_in_flax_and_a_copy_is_not(mode):
     net = still()
-    with pytest.raises(ValueError, match=r"shares variables with another argument.* nnx\.clone|[Dd]uplicate"):
+    with pytest.raises(ValueError, match=r"shares variables with another\..* nnx\.clone\(x\)$|[Dd]uplicate"):
         shrewjax.flax.value_and_grad(distilled, K)(net, net, X)
     with (
         nnx.set_graph_mode(True) if HAS_MODES else contextlib.nullcontext(),
@@ -293,7 +293,7 @@ def test_an_integer_in_wrt_is_an_error_that_advises_no_other_framework():
         return jnp.mean(model(x))
 
     with pytest.raises(
-        ValueError, match=r"^the variable \['count'\] must be floating.* got int32 .* nnx\.Variable that"
+        ValueError, match=r"^the variable \['count'\] must be floating.* got int32\. .* nnx\.Variable that"
     ) as e:
         shrewjax.flax.value_and_grad(loss, K)(net, X)
     assert "eqx" not in str(e.value)
