@@ -206,12 +206,12 @@ class TrainState(train_state.TrainState):
             if isinstance(x, jax.Array) or np.ndim(x) or x != default
         }
         # As in Flax, parameters that their "gradient" overwrites, such as the scales of fp8, are none of `tx`.
-        overwrites = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
-        its_grads, params = (x["params"] if overwrites else x for x in (grads, self.params))
+        is_fp8 = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
+        its_grads, params = (x["params"] if is_fp8 else x for x in (grads, self.params))
         params, opt_state = shrewjax.apply_gradients(
             self.tx, its_grads, self.opt_state, params, **extra_args
         )
-        if overwrites:
+        if is_fp8:
             params = {**grads, "params": params}
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **fields)
 
@@ -345,9 +345,8 @@ def value_and_grad(
         value_and_grads = of_arrays(
             loss, has_aux=True, weight=weight and weigh, carry_argnum=-1, **places
         )
-        (value, (whole_aux, state)), grads = value_and_grads(
-            objects.params, *objects.args, objects.state, **objects.kwargs
-        )
+        arrays = objects.params, *objects.args, objects.state
+        (value, (whole_aux, state)), grads = value_and_grads(*arrays, **objects.kwargs)
         return ((value, whole_aux) if has_aux else value), objects.updated(grads, state)
 
     return value_and_grad_of_batch
@@ -425,11 +424,12 @@ class _Objects:
                     f"the variable {self._name(path)} must be floating or complex, because it is in wrt={wrt!r}, got "
                     f"{x.dtype}. Make it an nnx.Variable that wrt does not match. Or pass it as an argument of its own"
                 )
-        others = {i: x for i, x in numbered.items() if i not in in_model}
-        own = {i: self.state.get(i) for i in others}
-        if len(jax.tree.leaves(own)) < len(jax.tree.leaves(nnx.state(others))):
+        nodes = [pair for i, x in numbered.items() for pair in nnx.iter_graph({i: x})]
+        variables = [(path, x) for path, x in nodes if isinstance(x, nnx.Variable)]
+        in_wrt = {id(x) for path, x in variables if is_in_wrt(path, x)}
+        if in_wrt & {id(x) for path, x in variables if not is_in_wrt(path, x)}:
             raise ValueError(
-                "the first argument, which is differentiated, shares variables with another. Pass there nnx.clone(x)"
+                "two nnx objects share a variable, which is in wrt in one of them alone. Pass nnx.clone(x) as the other"
             )
 
     def call(self, function: Any, args: PyTree, kwargs: PyTree) -> PyTree:

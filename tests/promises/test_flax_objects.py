@@ -26,6 +26,11 @@ def mode(request):
         yield request.param
 
 
+def graph_mode():
+    """The only mode that has `DiffState`."""
+    return nnx.set_graph_mode(True) if HAS_MODES else contextlib.nullcontext()
+
+
 class Net(nnx.Module):
     """A body and a head, with dropout, batch statistics and a count of calls between them."""
 
@@ -186,7 +191,7 @@ def test_a_second_object_is_that_of_k_calls_by_hand(mode, name):
     x[1::3] = np.nan
 
     ((value, grads), state) = compiled(lambda nodes, x: grad(*nodes, x), (Net(), make()), x)
-    with nnx.set_graph_mode(True) if HAS_MODES else contextlib.nullcontext():
+    with graph_mode():
 
         def by_hand(nodes, x):
             results = [nnx.value_and_grad(fun)(*nodes, x[i::3]) for i in (0, 2)]
@@ -241,17 +246,32 @@ def test_an_object_among_the_examples_or_keys_is_an_error_and_needs_no_position(
         shrewjax.flax.value_and_grad(distilled, K)(still(), still(1), x=X)
 
 
-def test_a_model_that_is_also_another_argument_is_an_error_as_in_flax_and_a_copy_is_not(mode):
-    net = still()
-    with pytest.raises(ValueError, match=r"shares variables with another\..* nnx\.clone\(x\)$|[Dd]uplicate"):
-        shrewjax.flax.value_and_grad(distilled, K)(net, net, X)
-    with (
-        nnx.set_graph_mode(True) if HAS_MODES else contextlib.nullcontext(),
-        pytest.raises(ValueError, match="aliasing"),
-    ):
-        nnx.value_and_grad(distilled)(net, net, X)
-    value, _ = shrewjax.flax.value_and_grad(distilled, K)(net, nnx.clone(net), X)
-    assert value == 0
+ALL_BUT_HEADS = FILTERS["all but the heads"]
+
+
+@pytest.mark.parametrize(
+    ("fun", "wrt", "args"),
+    [
+        (distilled, nnx.Param, lambda net: (net, net)),
+        (
+            lambda nets, x: distilled(nets[0], lambda x: nets[1](nets[0].body(x))[:, 0], x),
+            ALL_BUT_HEADS,
+            lambda net: ((net, net.head),),
+        ),
+    ],
+    ids=["in two arguments", "in two places of one"],
+)
+def test_a_variable_that_is_in_wrt_in_one_of_two_objects_is_an_error_as_in_flax_and_a_copy_is_not(mode, fun, wrt, args):
+    args = args(still())
+    message = r"share a variable, .* Pass nnx\.clone\(x\) as the other$|[Dd]uplicate"
+    with pytest.raises(ValueError, match=message):
+        shrewjax.flax.value_and_grad(fun, K, wrt=wrt)(*args, X)
+    argnum = nnx.DiffState(0, wrt)
+    with graph_mode(), pytest.raises(ValueError, match="aliasing"):
+        nnx.value_and_grad(fun, argnums=argnum)(*args, X)
+    *first, last = args if len(args) > 1 else args[0]
+    copied = *first, nnx.clone(last)
+    shrewjax.flax.value_and_grad(fun, K, wrt=wrt)(*(copied if len(args) > 1 else [copied]), X)
 
 
 def test_a_variable_of_another_dtype_is_an_error_that_names_it_and_casts_are_not():
