@@ -119,7 +119,10 @@ def test_paths_begin_at_each_object_as_in_flax(name):
     assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("wrt", [nnx.Param, nnx.PathContains("kernel"), lambda path, _: "head" in path[1:]], ids=repr)
+WRTS = {"all": nnx.Param, "kernels": nnx.PathContains("kernel"), "heads": lambda path, _: "head" in path[1:]}
+
+
+@pytest.mark.parametrize("wrt", WRTS.values(), ids=WRTS)
 def test_an_optimizer_of_a_tuple_trains_as_an_nnx_optimizer(wrt):
     """Its paths begin at the tuple, as in `nnx.Optimizer`. The gradients are Flax's in one, and ours in the other."""
     trained = []
