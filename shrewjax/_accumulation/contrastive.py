@@ -1,0 +1,198 @@
+"""Losses that compare examples: their gradient micro-batch by micro-batch, in two passes over the batch.
+
+1. The first pass computes the features of each micro-batch, and keeps nothing for a backward pass.
+2. The loss of all features gives the value, the gradient of parameters that it reads itself, and a coefficient for each
+   feature, which is the gradient by that feature.
+3. The second pass is `value_and_grad` of the sum of features times their coefficients.
+
+Both passes divide the arguments by `batch`, so that a micro-batch has the same examples and keys in both.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shrewjax._accumulation.batch import Batch, batch_of_arguments, roles_of_arguments
+from shrewjax._accumulation.value_and_grad import value_and_grad
+from shrewjax._accumulation.window import Window
+from shrewjax._base import arguments, trees
+from shrewjax._base.mesh import axes_to_reduce, require_mapped
+from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, PyTree
+from shrewjax._numerics.reductions import combined_over
+
+
+def contrastive_value_and_grad(
+    features: Function,
+    loss: Function,
+    micro_batches: int,
+    *,
+    has_aux: bool = False,
+    batch_argnums: int | Sequence[int] | None = None,
+    rng_argnums: int | Sequence[int] = (),
+    accumulator_dtype: DType = None,
+    sum_over: AxisName | None = None,
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    r"""Returns `jax.value_and_grad` of `loss(params, features(params, batch))`, for losses that compare examples.
+
+    .. math:: z_j = f(\theta, x_j), \qquad g = \frac{\partial \ell(\theta, z)}{\partial \theta}
+        + \sum_j \frac{\partial \ell}{\partial z_j} \, \frac{\partial f(\theta, x_j)}{\partial \theta}
+
+    Take it for contrastive losses with in-batch negatives (CLIP, SimCLR, InfoNCE), and for statistics of the whole
+    batch (Barlow Twins, a balance loss). `value_and_grad` compares the examples of one micro-batch alone.
+
+    A step takes the memory of one micro-batch and of the sum of the gradients, or that of the features and of the loss,
+    whichever is larger. It computes the features twice. Call the returned function under `jax.jit`.
+
+    The batch has B examples, and each micro-batch of K has B / K. They are divided as by `value_and_grad`. The loss
+    gets the features in the order of the batch.
+
+    ===============================================  ===========================================================
+    condition                                        result
+    ===============================================  ===========================================================
+    the loss reads parameters, as a temperature      their gradient is the sum of both ways
+    a leaf of the features is no floating number     the loss gets it: a label, a mask
+    dropout, with a key in `rng_argnums`             a micro-batch has the same masks in both passes
+    batch norm in `features`                         statistics of a micro-batch
+    low precision                                    coefficients have the dtypes of the features, and sums of
+                                                     gradients `accumulator_dtype`
+    a NaN in the features of one example             in the value and the gradients: each example sees it
+    ===============================================  ===========================================================
+
+    Args:
+      features: a function of the parameters and the examples of a micro-batch. It returns a tree of arrays of shape
+        (B / K, ...), whose first axis numbers the examples.
+      loss: a function of the parameters and the features of the whole batch, of shape (B, ...). It returns a scalar.
+      micro_batches: K, as in `value_and_grad`.
+      has_aux: whether `loss` returns a pair.
+      batch_argnums: as in `value_and_grad`, of the arguments of `features`. Argument 0 is the parameters.
+      rng_argnums: as in `value_and_grad`.
+      accumulator_dtype: as in `value_and_grad`.
+      sum_over: the mapped axis, or axes, over which the batch is divided. `loss` then gets the features of the device's
+        own examples. It gathers those of the others by `jax.lax.all_gather`, and returns the mean over its own. The
+        value is the mean over devices. If types show that `loss` is reduced already, it is the value. The aux is a
+        device's own. `()` sums over no axis.
+
+    Returns:
+      A function of the arguments of `features`: `(value, grads)`, or `((value, aux), grads)` with `has_aux`.
+
+    Raises:
+      ValueError: as in `value_and_grad`, or the features are not as described.
+
+    Example:
+      >>> import optax
+      >>> def features(params, images, texts):
+      ...     return {"image": images @ params["image"], "text": texts @ params["text"]}
+      >>> def clip_loss(params, z):
+      ...     table = jnp.exp(params["temperature"]) * z["image"] @ z["text"].T
+      ...     pairs = jnp.arange(len(table))
+      ...     ways = [optax.losses.softmax_cross_entropy_with_integer_labels(t, pairs) for t in (table, table.T)]
+      ...     return sum(map(jnp.mean, ways)) / 2
+      >>> params = {"image": jnp.eye(2), "text": jnp.eye(2), "temperature": jnp.zeros(())}
+      >>> images = texts = jnp.eye(2)[jnp.arange(8) % 2]
+      >>> value, grads = jax.jit(contrastive_value_and_grad(features, clip_loss, 4))(params, images, texts)
+      >>> print(f"{value:.3f}, by the temperature {grads['temperature']:.3f}")
+      1.700, by the temperature -0.269
+
+    Source: Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
+    (GradCache), 2021, https://arxiv.org/abs/2101.06983.
+    """
+    steps = arguments.integer("micro_batches", micro_batches, at_least=1)
+    axes = Window(steps, accumulator_dtype=accumulator_dtype, sum_over=sum_over).axes or ()
+    given = {
+        "argnums": (0,),
+        "rng_argnums": arguments.positions("rng_argnums", rng_argnums),
+        "carry_argnum": (),
+        "batch_argnums": None
+        if batch_argnums is None
+        else arguments.positions("batch_argnums", batch_argnums),
+    }
+
+    def weighted_sum(*args: PyTree, **kwargs: PyTree) -> jax.Array:
+        *args_of_features, coefficients = args
+        leaves = jax.tree.leaves(features(*args_of_features, **kwargs))
+        sums = [jnp.sum(leaves[at] * c) for at, c in coefficients.items()]
+        return sum((x.real.astype(jnp.float32) for x in sums), jnp.float32(0))
+
+    def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+        roles = roles_of_arguments(given, len(args), kwargs)
+        require_mapped("sum_over", axes)
+        # 1.
+        z = _features_of_batch(features, batch_of_arguments(args, kwargs, roles, steps, axes))
+        # 2.
+        part = partial(_loss_of_device, loss, has_aux, axes)
+        both = jax.value_and_grad(part, (0, 1), has_aux=True, allow_int=True)
+        (value, aux), (direct, by_feature) = both(args[0], z)
+        # 3.
+        of_sum = value_and_grad(
+            weighted_sum,
+            steps,
+            batch_argnums=(*roles["batch_argnums"], len(args)),
+            rng_argnums=roles["rng_argnums"],
+            reduction="sum",
+            accumulator_dtype=accumulator_dtype,
+            sum_over=sum_over,
+        )
+        _, grads = of_sum(*args, _coefficients(by_feature), **kwargs)
+        grads = jax.tree.map(jnp.add, _summed_over(axes, direct), grads)
+        value = _summed_over(axes, value)
+        return ((value, aux) if has_aux else value), grads
+
+    return value_and_grad_of_batch
+
+
+def _features_of_batch(features: Function, batch: Batch) -> PyTree:
+    """Returns the features of all examples, in the order of the batch. Raises if they do not have its examples."""
+
+    def of_micro_batch(i: jax.Array) -> PyTree:
+        return features(*batch.arguments(i, []), **batch.kwargs)
+
+    size = next((x.shape[0] for x in jax.tree.leaves(batch.examples)), 0)
+
+    def joined(path: KeyPath, x: jax.Array) -> jax.Array:
+        shape = x.shape[1:]
+        if shape[:1] != (size,):
+            raise ValueError(
+                f"leaf {trees.leaf_name(path)} of the features must have {size} rows, one for each example of the "
+                f"micro-batch, got the shape {shape}. Return an array of such rows. Or compute it in loss, if it is no "
+                "feature of an example"
+            )
+        return x.swapaxes(0, 1).reshape(size * batch.steps, *shape[1:])
+
+    stacked = lax.map(of_micro_batch, jnp.arange(batch.steps, dtype=jnp.int32))
+    return jax.tree.map_with_path(joined, stacked)
+
+
+def _loss_of_device(
+    loss: Function, has_aux: bool, axes: AxisNames, params: PyTree, z: PyTree
+) -> tuple[jax.Array, PyTree]:
+    """Returns the device's part of the mean over devices, and the aux."""
+    returned = loss(params, z)
+    value, aux = returned if has_aux else (returned, ())
+    devices = math.prod(lax.axis_size(a) for a in _own_axes(value, axes))
+    return (value / devices if devices > 1 else value), aux
+
+
+def _own_axes(x: jax.Array, axes: AxisNames) -> AxisNames:
+    """Returns those of the axes over which an array is a device's part. If types are not tracked, these are all."""
+    return tuple(a for a in axes_to_reduce([x], axes)[0] if a in axes)
+
+
+def _summed_over(axes: AxisNames, tree: PyTree) -> PyTree:
+    # If types are tracked, JAX has summed the gradients of parameters over devices already.
+    return jax.tree.map(lambda x: combined_over(_own_axes(x, axes), ["sum"], [x])[0], tree)
+
+
+def _coefficients(by_feature: PyTree) -> dict[int, jax.Array]:
+    """Returns the gradients by the floating leaves of the features, by their numbers. Raises if there are none."""
+    leaves = jax.tree.leaves(by_feature)
+    coefficients = {at: c for at, c in enumerate(leaves) if c.dtype != jax.dtypes.float0}
+    if not coefficients:
+        raise ValueError(
+            "features must return at least one floating array, because gradients go through it, got "
+            f"{len(leaves)} arrays of other dtypes. Convert one to float32"
+        )
+    return coefficients
