@@ -244,196 +244,45 @@ def losses():
         return SimpleNamespace(**page("guide/losses.md").names)
 
 
-class Towers(nnx.Module):
-    """A convolution over an image, an MLP over a text, dropout in both, and a temperature, in float64."""
-
-    def __init__(self, rngs):
-        self.patches = nnx.Conv(3, 8, (2, 2), strides=2, rngs=rngs)
-        self.words = nnx.Embed(20, 8, dtype=np.float64, rngs=rngs)
-        self.norm, self.dropout = nnx.LayerNorm(8, rngs=rngs), nnx.Dropout(0.2)
-        self.mlp, self.image, self.text = (nnx.Linear(8, n, rngs=rngs) for n in (8, 4, 4))
-        self.temperature = nnx.Param(jnp.log(1 / 0.07))
-
-    def __call__(self, image, tokens, rngs):
-        h = self.dropout(nnx.gelu(self.patches(image)), rngs=rngs)
-        t = self.norm(self.words(tokens))
-        t = t + self.dropout(nnx.gelu(self.mlp(t)), rngs=rngs)
-        z = {"image": self.image(h.mean(axis=(1, 2))), "text": self.text(t.mean(axis=1))}
-        return jax.tree.map(lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True), z)
-
-
-def features_of(model):
-    """The function that computes features with the key of a micro-batch's first example, and the parameters."""
-    graphdef, params, others = nnx.split(model, nnx.Param, ...)
-
-    def features(params, batch):
-        return nnx.merge(graphdef, params, others)(*batch[:2], nnx.Rngs(batch[2][0]))
-
-    return features, params
-
-
-def pairs(size):
-    """Of the page's towers."""
-    return np.float32(normal(size, 12)), np.random.default_rng(1).integers(0, 20, (size, 5))
-
-
 def table_loss(params, z):
     """InfoNCE by the whole table of similarities."""
     table = jnp.exp(params["temperature"]) * z["image"] @ z["text"].T
     return -sum(jnp.mean(jnp.diagonal(jax.nn.log_softmax(table, axis))) for axis in (0, 1)) / 2
 
 
-def in_rows(features, k, params, batch):
-    """Features of k micro-batches side by side, in the order of the examples."""
-    split = jax.tree.map(lambda x: jnp.stack([x[i::k] for i in range(k)]), batch)
-    z = jax.vmap(features, (None, 0))(params, split)
-    return jax.tree.map(lambda x: jnp.stack([*x], axis=1).reshape(-1, x.shape[-1]), z)
+def test_contrastive_losses_of_the_page_are_the_whole_batch(losses):
+    """Eight devices, and similarities in blocks."""
+    shapes = {"pixels": (12, 16), "image": (16, 8), "embedding": (20, 16), "text": (16, 8)}
+    params = losses.normal(jax.random.key(0), **shapes) | {"temperature": jnp.log(1 / 0.07)}
+    batch = losses.batch
+    blocks = functools.partial(losses.clip_loss, log_sums=functools.partial(losses.log_sums_in_blocks, rows=8))
 
+    def found(params, *batch):
+        in_blocks = shrewjax.contrastive_value_and_grad(losses.features, blocks, 8)
+        steps = losses.loss_and_grad, in_blocks, losses.mapped
+        whole = jax.value_and_grad(lambda p: table_loss(p, losses.features(p, *batch)))(params)
+        return whole, [step(params, *batch) for step in steps]
 
-@pytest.mark.usefixtures("x64_only")
-def test_two_passes_are_the_whole_batch_and_one_pass_is_not(losses):
-    """Two towers, a temperature, dropout, K = 8. Keys that differ between the passes are another mistake."""
-    features, params = features_of(Towers(nnx.Rngs(0)))
-    params = jax.tree.map(np.float64, params)
-    batch = normal(32, 4, 4, 3), pairs(32)[1], jax.random.split(jax.random.key(0), 32)
-
-    def whole(params):
-        return table_loss(params, in_rows(features, 8, params, batch))
-
-    def other_keys(params):
-        z = in_rows(features, 8, params, batch)
-        c = jax.lax.stop_gradient(jax.grad(table_loss, 1)(params, z))
-        again = in_rows(features, 8, params, (*batch[:2], batch[2][::-1]))
-        return table_loss(params, jax.lax.stop_gradient(z)) + optax.tree.sum(optax.tree.mul(again, c))
-
-    def of_part(params, batch):
-        return table_loss(params, features(params, batch))
-
-    def found(params):
-        return (
-            jax.value_and_grad(whole)(params),
-            losses.two_passes(features, losses.info_nce, 8)(params, batch),
-            shrewjax.value_and_grad(of_part, 8)(params, batch),
-            (0, jax.grad(other_keys)(params)),
-        )
-
-    (value, grads), (ours, our_grads), (_, one_pass), (_, new_masks) = quick_jit(found)(params)
-    assert ours == pytest.approx(float(value), rel=1e-13)
-    error, mistake, other = (distance(g, grads) for g in (our_grads, one_pass, new_masks))
-    print(f"two passes {error:.0e}, one pass {mistake:.0%}, other keys {other:.0%}")
-    assert error < 1e-12
-    assert mistake > 0.4
-    assert other > 0.1
-
-
-def test_two_passes_in_bfloat16_are_as_near_as_the_whole_batch(losses):
-    params, batch = losses.towers(jax.random.key(0)), pairs(64)
-    halves = jax.tree.map(jnp.bfloat16, params), (jnp.bfloat16(batch[0]), batch[1])
-
-    def found(params, batch, halves):
-        exact = jax.value_and_grad(lambda params, batch: table_loss(params, losses.features(params, batch)))
-        return exact(params, batch), exact(*halves), losses.two_passes(losses.features, losses.info_nce, 8)(*halves)
-
-    (_, exact), (_, whole), (_, ours) = quick_jit(found)(params, batch, halves)
-    assert {x.dtype for x in jax.tree.leaves(ours)} == {jnp.dtype(jnp.bfloat16)}
-    error, expected = distance(ours, exact), distance(whole, exact)
-    print(f"bfloat16: {error:.1%}, the whole batch {expected:.1%}")
-    assert error < 1.2 * expected
-
-
-def test_two_passes_on_eight_devices_are_the_whole_batch(losses):
-    """In float32: plain jit on a mesh, and `shard_map`. Mistakes: negatives of one device alone; untracked types."""
-    params, batch, features = losses.towers(jax.random.key(0)), pairs(64), losses.features
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    on_mesh = [
-        jax.device_put(x, jax.NamedSharding(mesh, spec))
-        for x, spec in ((params, jax.P()), (batch, jax.P("data")))
-    ]  # fmt: skip
-
-    def own_negatives(params, z):
-        return jax.lax.pmean(losses.info_nce(params, z), "data")
-
-    def mapped(loss, **options):
-        two_passes = losses.two_passes(features, loss, 2, sum_over="data")
-        specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": (jax.P(), jax.P())}
-        return jax.shard_map(two_passes, mesh=mesh, **specs, **options)
-
-    value, grads = quick_jit(jax.value_and_grad(lambda p: table_loss(p, features(p, batch))))(params)
-    for name, step in (
-        ("plain jit", losses.two_passes(features, losses.info_nce, 2)),
-        ("shard_map", mapped(losses.on_devices)),
-    ):
-        ours, our_grads = quick_jit(step)(*on_mesh)
-        print(f"{name}: {distance(our_grads, grads):.0e}")
-        assert ours == pytest.approx(float(value), rel=1e-6)
-        assert distance(our_grads, grads) < 1e-6, name
-    assert distance(quick_jit(mapped(own_negatives))(*on_mesh)[1], grads) > 0.3
-    value, untracked = quick_jit(mapped(losses.on_devices, check_vma=False))(*on_mesh)
-    assert ours == pytest.approx(float(value), rel=1e-6)
-    assert norm(untracked["text"]) == pytest.approx(8 * norm(grads["text"]), rel=1e-5)
-
-
-def test_two_passes_on_an_explicit_mesh_are_the_whole_batch(losses):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    params, (pixels, _) = losses.towers(jax.random.key(0)), pairs(64)
-    del params["embedding"]
-
-    def features(params, pixels):
-        h = jnp.tanh(pixels @ params["pixels"])
-        return {name: losses.unit(h @ params[name]) for name in ("image", "text")}
-
-    gathering = functools.partial(losses.info_nce, gather=lambda x: jax.sharding.reshard(x, jax.P()))
-    value, grads = quick_jit(jax.value_and_grad(lambda p: table_loss(p, features(p, pixels))))(params)
-    with jax.set_mesh(mesh):
-        pixels = jax.device_put(pixels, jax.NamedSharding(mesh, jax.P("data")))
-        params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
-        ours, our_grads = quick_jit(losses.two_passes(features, gathering, 2))(params, pixels)
-    assert ours == pytest.approx(float(value), rel=1e-6)
-    assert distance(our_grads, grads) < 1e-6
-
-
-def test_temporaries_of_two_passes_fall_with_the_micro_batch_and_only_features_grow_with_the_batch(losses):
-    """By XLA's analysis. Nothing runs."""
-    width, size, hidden = 8, 16, 2048
-    shapes = {"pixels": (width, hidden), "image": (hidden, size), "embedding": (20, hidden), "text": (hidden, size)}
-    shapes["temperature"] = ()
-    params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
-
-    def temporaries(examples, k, blocks):
-        shapes = ((examples, width), np.float32), ((examples, 5), np.int32)
-        batch = tuple(jax.ShapeDtypeStruct(*x) for x in shapes)
-        loss = functools.partial(losses.info_nce, blocks=blocks)
-        step = losses.two_passes(losses.features, loss, k)
-        return users_jit(step).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
-
-    by_k = {k: temporaries(4096, k, 256) for k in (2, 8, 16)}
-    print({k: f"{x / 2**20:.1f} MiB" for k, x in by_k.items()})
-    activations = (by_k[2] - by_k[16]) / (4096 / 2 - 4096 / 16)  # of an example of a micro-batch
-    assert by_k[8] - by_k[16] == pytest.approx(activations * (4096 / 8 - 4096 / 16), rel=0.1)
-    # The micro-batches have 256 examples in both, and the blocks 16 rows.
-    growth = (temporaries(8192, 32, 512) - by_k[16]) / 4096
-    features = 2 * size * 4
-    # Where micro-batches of 16 take less than the loss, which has blocks of 16 rows, too.
-    of_loss = (temporaries(16384, 1024, 1024) - temporaries(8192, 512, 512)) / 8192
-    print(f"an example: {growth:.0f} B, its features {features} B, its activations {activations:.0f} B")
-    print(f"in the loss: {of_loss:.0f} B")
-    assert growth < 3 * features
-    assert of_loss < 9 * features
-    assert activations > 100 * features
+    (value, grads), ours = quick_jit(found)(params, *batch)
+    for our_value, our_grads in ours:
+        assert our_value == pytest.approx(float(value), rel=1e-6)
+        assert distance(our_grads, grads) < 1e-6
 
 
 def test_the_nnx_step_of_the_page_is_the_whole_batch(losses):
-    """With dropout: each micro-batch has its first example's key."""
-    model, batch, key = losses.Towers(nnx.Rngs(0)), losses.batch, jax.random.key(3)
-    features, params = features_of(model)
-    keys = jax.random.split(key, len(batch[0]))
+    """With dropout: each micro-batch has its own key."""
+    model, key = losses.Towers(nnx.Rngs(0)), jax.random.key(3)
+    graphdef, params, others = nnx.split(model, nnx.Param, ...)
+    parts = [(*(x[i::8] for x in losses.batch), jax.random.fold_in(key, i)) for i in range(8)]
 
     def whole(params):
-        return table_loss(params, in_rows(features, 8, params, (*batch, keys)))
+        z = [nnx.merge(graphdef, params, others)(*x, nnx.Rngs(part_key)) for *x, part_key in parts]
+        return table_loss(params, jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(32, -1), *z))
 
     value, grads = quick_jit(jax.value_and_grad(whole))(params)
     expected = norm(grads)
-    found = losses.nnx_step(model, losses.shrewjax.flax.Optimizer(model, losses.tx, wrt=nnx.Param), batch, key)
+    optimizer = losses.shrewjax.flax.Optimizer(model, losses.tx, wrt=nnx.Param)
+    found = losses.nnx_step(model, optimizer, *losses.batch, key)
     assert found["loss"] == pytest.approx(float(value), rel=1e-6)
     assert found["clip_by_global_norm/grad_norm"] == pytest.approx(expected, rel=1e-6)
 
@@ -451,7 +300,7 @@ def test_the_nnx_step_of_the_page_takes_models_that_write_state_and_drops_it(los
 
     model = Writing(nnx.Rngs(0))
     optimizer = losses.shrewjax.flax.Optimizer(model, losses.tx, wrt=nnx.Param)
-    found = losses.nnx_step(model, optimizer, losses.batch, jax.random.key(3))
+    found = losses.nnx_step(model, optimizer, *losses.batch, jax.random.key(3))
     assert np.isfinite(found["loss"])
     assert not np.any(model.statistics.mean)
 
@@ -545,7 +394,7 @@ def test_auxiliary_losses_and_balance_over_the_whole_batch_are_the_pages(losses)
 
     def found(params):
         oracle = whole(params), jax.jacrev(whole)(params), jax.jacrev(balances)(params)
-        return oracle, (losses.language_loss(params, batch), losses.loss_and_grad(params, batch))
+        return oracle, (losses.language_loss(params, batch), losses.balanced(params, batch))
 
     (values, grads, of_balance), ours = quick_jit(found)(params)
     for i, (value, our_grads) in enumerate(ours):
