@@ -3,9 +3,9 @@
 1. The first pass computes the features of each micro-batch, and keeps nothing for a backward pass.
 2. The loss of all features gives the value, the gradient of parameters that it reads itself, and a coefficient for each
    feature, which is the gradient by that feature.
-3. The second pass is `value_and_grad` of the sum of features times their coefficients.
+3. The second pass adds up the gradients of features times their coefficients.
 
-Both passes divide the arguments by `batch`, so that a micro-batch has the same examples and keys in both.
+Both passes are `value_and_grad`, so that a micro-batch has the same examples and keys in both.
 """
 
 import math
@@ -14,13 +14,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from shrewjax._accumulation.batch import Batch, batch_of_arguments, roles_of_arguments
+from shrewjax._accumulation.batch import roles_of_arguments
 from shrewjax._accumulation.value_and_grad import value_and_grad
 from shrewjax._accumulation.window import Window
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import axes_to_reduce, require_mapped
+from shrewjax._base.mesh import axes_to_reduce, is_mapped
 from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, PyTree
 from shrewjax._numerics.reductions import combined_over
 
@@ -105,11 +106,14 @@ def contrastive_value_and_grad(
     given = {
         "argnums": (0,),
         "rng_argnums": arguments.positions("rng_argnums", rng_argnums),
-        "carry_argnum": (),
         "batch_argnums": None
         if batch_argnums is None
         else arguments.positions("batch_argnums", batch_argnums),
     }
+
+    def beside_features(*args: PyTree, **kwargs: PyTree) -> tuple[jax.Array, PyTree]:
+        *args_of_features, unused = args
+        return unused, features(*args_of_features, **kwargs)
 
     def weighted_sum(*args: PyTree, **kwargs: PyTree) -> jax.Array:
         *args_of_features, coefficients = args
@@ -119,50 +123,54 @@ def contrastive_value_and_grad(
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         roles = roles_of_arguments(given, len(args), kwargs)
-        require_mapped("sum_over", axes)
-        # 1.
-        z = _features_of_batch(features, batch_of_arguments(args, kwargs, roles, steps, axes))
-        # 2.
-        part = partial(_loss_of_device, loss, has_aux, axes)
-        both = jax.value_and_grad(part, (0, 1), has_aux=True, allow_int=True)
-        (value, aux), (direct, by_feature) = both(args[0], z)
-        # 3.
-        of_sum = value_and_grad(
-            weighted_sum,
-            steps,
-            batch_argnums=(*roles["batch_argnums"], len(args)),
+        examples = roles["batch_argnums"]
+        of_both = partial(
+            value_and_grad,
+            micro_batches=steps,
             rng_argnums=roles["rng_argnums"],
-            reduction="sum",
-            accumulator_dtype=accumulator_dtype,
             sum_over=sum_over,
         )
-        _, grads = of_sum(*args, _coefficients(by_feature), **kwargs)
-        grads = jax.tree.map(jnp.add, _summed_over(axes, direct), grads)
-        value = _summed_over(axes, value)
+        # 1. The gradient is by an argument that nothing reads, so that there is no backward pass.
+        first = of_both(
+            beside_features, argnums=len(args), batch_argnums=examples, has_aux=True, aux="stack"
+        )
+        (_, stacked), _ = first(*args, 0.0, **kwargs)
+        z = _in_order(stacked, [args[at] for at in examples])
+        # 2.
+        own_axes = axes if is_mapped(axes) else ()
+        part = partial(_loss_of_device, loss, has_aux, own_axes)
+        both = jax.value_and_grad(part, (0, 1), has_aux=True, allow_int=True)
+        (value, aux), (direct, by_feature) = both(args[0], z)
+        value, direct = _summed_over(own_axes, (value, direct))
+        # 3.
+        second = of_both(
+            weighted_sum,
+            batch_argnums=(*examples, len(args)),
+            reduction="sum",
+            accumulator_dtype=accumulator_dtype,
+        )
+        _, through_features = second(*args, _coefficients(by_feature), **kwargs)
+        grads = jax.tree.map(jnp.add, direct, through_features)
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_of_batch
 
 
-def _features_of_batch(features: Function, batch: Batch) -> PyTree:
-    """Returns the features of all examples, in the order of the batch. Raises if they do not have its examples."""
-
-    def of_micro_batch(i: jax.Array) -> PyTree:
-        return features(*batch.arguments(i, []), **batch.kwargs)
-
-    size = next((x.shape[0] for x in jax.tree.leaves(batch.examples)), 0)
+def _in_order(stacked: PyTree, examples: PyTree) -> PyTree:
+    """Returns the features of all examples in the order of the batch. Raises if they have no row for each example."""
+    count = next((np.shape(x)[0] for x in jax.tree.leaves(examples)), 0)
 
     def joined(path: KeyPath, x: jax.Array) -> jax.Array:
-        shape = x.shape[1:]
-        if shape[:1] != (size,):
+        steps, *shape = x.shape
+        size = count // steps
+        if shape[:1] != [size]:
             raise ValueError(
                 f"leaf {trees.leaf_name(path)} of the features must have {size} rows, one for each example of the "
-                f"micro-batch, got the shape {shape}. Return an array of such rows. Or compute it in loss, if it is no "
-                "feature of an example"
+                f"micro-batch, got the shape {tuple(shape)}. Return an array of such rows. Or compute it in loss, if "
+                "it is no feature of an example"
             )
-        return x.swapaxes(0, 1).reshape(size * batch.steps, *shape[1:])
+        return x.swapaxes(0, 1).reshape(count, *shape[1:])
 
-    stacked = lax.map(of_micro_batch, jnp.arange(batch.steps, dtype=jnp.int32))
     return jax.tree.map_with_path(joined, stacked)
 
 
