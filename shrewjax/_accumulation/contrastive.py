@@ -42,40 +42,41 @@ def contrastive_value_and_grad(
     .. math:: z_j = f(\theta, x_j), \qquad g = \frac{\partial \ell(\theta, z)}{\partial \theta}
         + \sum_j \frac{\partial \ell}{\partial z_j} \, \frac{\partial f(\theta, x_j)}{\partial \theta}
 
-    Take it for contrastive losses with in-batch negatives (CLIP, SimCLR, InfoNCE), and for statistics of the whole
-    batch (Barlow Twins, a balance loss). `value_and_grad` compares the examples of one micro-batch alone.
+    Take it for contrastive losses with in-batch negatives, as of CLIP and SimCLR. Take it also for statistics of the
+    whole batch, as in Barlow Twins, or to balance experts. `value_and_grad` would compare the examples of one
+    micro-batch alone.
 
-    A step takes the memory of one micro-batch and of the sum of the gradients, or that of the features and of the loss,
-    whichever is larger. It computes the features twice. Call the returned function under `jax.jit`.
+    A step computes the features twice. It takes the memory of one micro-batch, of the sum of the gradients, of all
+    features, and of the loss. Call the returned function under `jax.jit`, because outside of it each call compiles the
+    loops again.
 
-    The batch has B examples, and each micro-batch of K has B / K. They are divided as by `value_and_grad`. The loss
-    gets the features in the order of the batch.
+    The B examples are divided among K micro-batches as by `value_and_grad`.
 
-    ===============================================  ===========================================================
-    condition                                        result
-    ===============================================  ===========================================================
-    the loss reads parameters, as a temperature      their gradient is the sum of both ways
-    a leaf of the features is no floating number     the loss gets it: a label, a mask
-    dropout, with a key in `rng_argnums`             a micro-batch has the same masks in both passes
-    batch norm in `features`                         statistics of a micro-batch
-    low precision                                    coefficients have the dtypes of the features, and sums of
-                                                     gradients `accumulator_dtype`
-    a NaN in the features of one example             in the value and the gradients: each example sees it
-    ===============================================  ===========================================================
+    ==============================================  ============================================================
+    condition                                       result
+    ==============================================  ============================================================
+    the loss reads parameters, as a temperature     both terms of the formula count
+    a leaf of the features is not floating, as a    the loss gets it, and no gradient goes through it
+    label or a mask
+    dropout, with its key in `rng_argnums`          a micro-batch has the same masks in both passes
+    batch norm in `features`                        it sees one micro-batch
+    features of a low precision                     coefficients have the features' dtypes, as in a backward pass
+    ==============================================  ============================================================
 
     Args:
-      features: a function of the parameters and the examples of a micro-batch. It returns a tree of arrays of shape
-        (B / K, ...), whose first axis numbers the examples.
-      loss: a function of the parameters and the features of the whole batch, of shape (B, ...). It returns a scalar.
+      features: a function of the parameters and a micro-batch's examples. It returns a tree of arrays of shape
+        (B / K, ...), which have a row for each example.
+      loss: a function of the parameters and the features of the whole batch, of shape (B, ...), in the order of the
+        batch. It returns a scalar.
       micro_batches: K, as in `value_and_grad`.
       has_aux: whether `loss` returns a pair.
-      batch_argnums: as in `value_and_grad`, of the arguments of `features`. Argument 0 is the parameters.
-      rng_argnums: as in `value_and_grad`.
+      batch_argnums: the arguments of `features` that hold examples, as in `value_and_grad`. Argument 0 is the
+        parameters.
+      rng_argnums: the arguments of `features` that are PRNG keys, as in `value_and_grad`.
       accumulator_dtype: as in `value_and_grad`.
-      sum_over: the mapped axis, or axes, over which the batch is divided. `loss` then gets the features of the device's
-        own examples. It gathers those of the others by `jax.lax.all_gather`, and returns the mean over its own. The
-        value is the mean over devices. If types show that `loss` is reduced already, it is the value. The aux is a
-        device's own. `()` sums over no axis.
+      sum_over: as in `value_and_grad`. Inside `shard_map`, `loss` then gets the features of the device's own examples.
+        Let it gather those of other devices by `jax.lax.all_gather`, and return the mean over its own. The value is the
+        mean over devices, or the loss itself if types show that it is reduced already. The aux is a device's own.
 
     Returns:
       A function of the arguments of `features`: `(value, grads)`, or `((value, aux), grads)` with `has_aux`.

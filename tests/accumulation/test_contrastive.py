@@ -138,8 +138,11 @@ def test_value_and_gradient_are_the_whole_batchs_and_those_of_one_pass_are_not(n
 
 
 def test_the_loss_gets_the_features_in_the_order_of_the_batch_and_may_return_an_aux():
+    """Micro-batch i has the examples i, i + K, and so on, as a mean over its rows shows."""
+
     def features(params, x):
-        return {"x": params["w"] * x, "row": x[:, 0].astype(jnp.int32)}
+        means = jnp.broadcast_to(jnp.mean(x, axis=0, keepdims=True), x.shape)
+        return {"x": params["w"] * x, "row": x[:, 0].astype(jnp.int32), "mean": means}
 
     def loss(params, z):
         return jnp.mean(z["x"]), z
@@ -149,6 +152,7 @@ def test_the_loss_gets_the_features_in_the_order_of_the_batch_and_may_return_an_
     (value, z), grads = step({"w": np.float32(2)}, x)
     np.testing.assert_array_equal(z["x"], 2 * x)
     np.testing.assert_array_equal(z["row"], np.arange(B))
+    np.testing.assert_allclose(z["mean"][:, 0], np.arange(B) % K + (B - K) / 2)
     np.testing.assert_allclose([value, grads["w"]], [B - 1, (B - 1) / 2])
 
 
@@ -387,7 +391,7 @@ ERRORS = {
         {"args": (np.float32(1), PIXELS, jax.random.key(0)), "features": lambda p, x, key: x * p, "batch_argnums": 1},
         "argument 2 is a PRNG key, and each micro-batch needs its own",
     ),
-    "an axis that is not mapped": ({"sum_over": "data"}, "sum_over ('data',): no axis of this name is mapped here"),
+    "an axis that is not mapped": ({"sum_over": "data"}, "('data',)"),
     "features without rows": (
         {"features": lambda p, x: {"z": jnp.mean(x) * p}},
         "leaf ['z'] of the features must have 8 rows, one for each example of the micro-batch, got the shape ()",
