@@ -103,7 +103,7 @@ def contrastive_value_and_grad(
     (GradCache), 2021, https://arxiv.org/abs/2101.06983.
     """
     steps = arguments.integer("micro_batches", micro_batches, at_least=1)
-    axes = Window(steps, accumulator_dtype=accumulator_dtype, sum_over=sum_over).axes or ()
+    axes = Window(steps, sum_over=sum_over).axes or ()
     given = {
         "argnums": (0,),
         "rng_argnums": arguments.positions("rng_argnums", rng_argnums),

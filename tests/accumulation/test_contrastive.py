@@ -207,15 +207,17 @@ def test_bfloat16_is_as_near_as_the_whole_batch():
         return clip_loss(*jax.tree.map(lambda x: x.astype(jnp.float32), (params, z)))
 
     def found(exact, low):
-        step = two_passes(features, loss, K)
+        step, coarse = (two_passes(features, loss, K, accumulator_dtype=x) for x in (None, jnp.bfloat16))
         reference = whole(features, loss)
-        return reference(exact, PIXELS, TOKENS), reference(low, PIXELS, TOKENS), step(low, PIXELS, TOKENS)
+        results = [of(low, PIXELS, TOKENS) for of in (reference, step, coarse)]
+        return [reference(exact, PIXELS, TOKENS), *results]
 
-    (_, exact), (_, once), (_, ours) = quick_jit(found)(exact, low)
+    (_, exact), (_, once), (_, ours), (_, coarse) = quick_jit(found)(exact, low)
     assert {x.dtype for x in jax.tree.leaves(ours)} == {jnp.dtype(jnp.bfloat16)}
     error, expected = distance(ours, exact), distance(once, exact)
     print(f"bfloat16: {error:.1%}, the whole batch {expected:.1%}")
     assert error < 1.2 * expected
+    assert distance(coarse, ours) > 1e-4
 
 
 # --- many devices ------------------------------------------------------------------------------------------------
