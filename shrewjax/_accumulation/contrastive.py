@@ -56,8 +56,7 @@ def contrastive_value_and_grad(
     condition                                       result
     ==============================================  ============================================================
     the loss reads parameters, as a temperature     both terms of the formula count
-    a leaf of the features is not floating, as a    the loss gets it, and no gradient goes through it
-    label or a mask
+    integers and booleans among the features        the loss gets them: labels, a mask
     dropout, with its key in `rng_argnums`          a micro-batch has the same masks in both passes
     batch norm in `features`                        it sees one micro-batch
     features of a low precision                     coefficients have the features' dtypes, as in a backward pass
