@@ -35,6 +35,7 @@ PACKAGES = {
         "_overwritten",
         "batch",
         "value_and_grad",
+        "contrastive",
         "sharded_state",
         "from_optax",
     ],
