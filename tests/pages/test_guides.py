@@ -699,7 +699,7 @@ def test_each_expert_has_its_norm_and_its_clip_under_jit_and_in_shard_map(moe):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_norm_of_experts_on_two_devices_is_that_of_all_and_a_devices_own_is_not(moe, dtype):
     guide, *_ = moe
     cast = functools.partial(jax.tree.map, lambda x: np.asarray(x).astype(dtype))
