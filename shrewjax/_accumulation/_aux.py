@@ -1,6 +1,7 @@
 r"""The aux of a batch: how the aux of its micro-batches is reduced, leaf by leaf, over those that are kept."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,10 @@ COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
+OWN = ("last", "stack")
+"""The names of leaves that devices do not reduce."""
+
+
 class AuxLeaves:
     def __init__(self, names: PyTree, like: PyTree, steps: int, sum_over: Axes) -> None:
         leaves, structure = jax.tree.flatten_with_path(like)
@@ -41,34 +46,49 @@ class AuxLeaves:
         self._names = _names_of_leaves(names, like)
         self._window = Window(steps, sum_over=sum_over)
         self._sum_over = self._window.axes or ()
+        self._axes_of_examples: dict[
+            int, int
+        ] = {}  # of the results of those leaves that devices join
         for (path, x), name in zip(leaves, self._names, strict=True):
             _check_aux_leaf(trees.leaf_name(path), x, name)
 
-    def check_shapes(self, of_whole_batch: Callable[[], PyTree], size: int) -> None:
+    def check_shapes(
+        self, of_whole_batch: Callable[[], PyTree], size: int, is_joined: bool
+    ) -> None:
         """Raises if an averaged leaf has another shape for the whole batch, because its mean would mix examples.
 
-        It traces `fun` for the whole batch if an axis of such a leaf is a multiple of the micro-batch's size.
+        If a device's own leaves have to be joined, it finds their axes of examples, and raises if one has none. It
+        traces `fun` for the whole batch if the shape of a leaf leaves that open.
         """
-        if not size or not any(
-            n % size == 0 for x in self._of(self._like, "mean") for n in x.shape
-        ):
+        joined = self._of(self._like, *OWN) if is_joined else []
+        averaged = self._of(self._like, "mean")
+        if not joined and not (size and any(n % size == 0 for x in averaged for n in x.shape)):
             return
-        try:
-            whole = jax.eval_shape(of_whole_batch)
-        except Exception:
-            return  # fun may take no other number of examples, so that no other shape is known
-        if jax.tree.structure(whole) != self._structure:
-            return
-        averaged = (
-            self._of(leaves, "mean") for leaves in (self._paths, self._like, jax.tree.leaves(whole))
-        )
-        for path, x, large in zip(*averaged, strict=True):
-            if x.shape != large.shape:
+        whole: list[Leaf] = [None] * len(self._like)  # unknown
+        with suppress(Exception):  # `fun` may take no other number of examples
+            found = jax.eval_shape(of_whole_batch)
+            if jax.tree.structure(found) == self._structure:
+                whole = jax.tree.leaves(found)
+        for at, (name, x, large) in enumerate(zip(self._names, self._like, whole, strict=True)):
+            leaf = trees.leaf_name(self._paths[at])
+            if name == "mean" and large is not None and x.shape != large.shape:
                 raise ValueError(
-                    f"leaf {trees.leaf_name(path)} of the aux has shape {x.shape} for a micro-batch and {large.shape} "
+                    f"leaf {leaf} of the aux has shape {x.shape} for a micro-batch and {large.shape} "
                     "for the whole batch, so its 'mean' would mix examples. Give it 'stack' in aux=. Or average it "
                     "over the examples in fun"
                 )
+            if is_joined and name in OWN:
+                along = [
+                    a for a, n in enumerate(x.shape) if large is not None and n != large.shape[a]
+                ]
+                if len(along) != 1:
+                    raise ValueError(
+                        f"leaf {leaf} of the aux must have an axis of examples for {name!r}, because each device along "
+                        f"sum_over={self._sum_over!r} has its own, got shape {x.shape}. Let fun return a number for "
+                        "each example. Or give it another name in aux=, such as 'mean' or 'max'. Or call this inside "
+                        "jax.shard_map, and say in out_specs how devices' results are put together"
+                    )
+                self._axes_of_examples[at] = along[0] + (name == "stack")
 
     def _of(self, leaves: Sequence[Leaf], *names: str) -> list[Leaf]:
         return [x for x, name in zip(leaves, self._names, strict=True) if name in names]
@@ -112,6 +132,8 @@ class AuxLeaves:
         others = iter(combined_over(self._sum_over, names, sums.others))
         # Each iterator has its leaves in the order of the names.
         leaves = [next(results.get(name, others)) for name in self._names]
+        for at, axis in self._axes_of_examples.items():
+            leaves[at] = lax.all_gather(leaves[at], self._sum_over, axis=axis, tiled=True)
         return jax.tree.unflatten(self._structure, map(cast_like, leaves, self._like))
 
 

@@ -26,10 +26,12 @@ from shrewjax._accumulation.window import (
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
     as_varying,
+    devices_to_map,
     is_replicated_over,
     newly_varying,
+    on_each_device,
+    one_over,
     reduced_axes,
-    require_mapped,
     retyped,
     unreduced_axes,
     varying_axes,
@@ -47,6 +49,7 @@ from shrewjax._base.types import (
     PyTree,
     Scalar,
 )
+from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._programs.loops import Traced
 from shrewjax._programs.reduced import axes_of_examples, marked
 from shrewjax._programs.scatters import unknown_true
@@ -241,43 +244,63 @@ def value_and_grad(
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         roles = roles_of_arguments(given, len(args), kwargs)
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
-        require_mapped("sum_over", axes)
-        batch = batch_of_arguments(args, kwargs, roles, steps, axes)
-        return _run(loss, window, aux, batch)
+        devices = devices_to_map("sum_over", axes)
+        batch = batch_of_arguments(args, kwargs, roles, steps, () if devices else axes, devices)
+        if not devices:
+            return _run(loss, window, aux, batch)
+        return on_each_device(
+            lambda examples, others: _run(loss, window, aux, others.of_device(examples, axes)),
+            axes,
+            batch.examples,
+            batch.to_map(),
+        )
 
     return value_and_grad_of_batch
 
 
 def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
+    """Returns the results of the batch, or of a device's part of it. The module's docstring has its steps."""
+    # 1. The parameters, without what Flax overwrites, and the carry.
     given = batch.with_role("argnums")
     all_params = given if isinstance(loss.argnums, Sequence) else given[0]
     params, old_values = _overwritten.split(all_params)
     carried = [jax.tree.map(jnp.asarray, x) for x in batch.with_role("carry_argnum")]
+
+    # 2. Trace `fun` for a micro-batch, once.
     traced = loss.traced(batch, carried, by_types=window.nonfinite == "propagate")
     like = traced.results
+
+    # 3. Does what it returns fit?
     own = _own_axes(like.averaged.value, params, window.axes)
     if carried:
-        _check_carried(
-            like.carried, carried, jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
-        )
+        weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
+        _check_carried(like.carried, carried, weight)
     aux = AuxLeaves(aux_names, like.aux, batch.steps, window.axes)
     examples = jax.tree.leaves(batch.examples)
-    if batch.steps > 1 and examples:
-        aux.check_shapes(partial(loss.aux_of_whole_batch, batch), examples[0].shape[0])
+    size = examples[0].shape[0] if examples else 0
+    if batch.steps * max(batch.devices, 1) > 1:
+        of_whole_batch = partial(loss.aux_of_whole_batch, batch)
+        aux.check_shapes(of_whole_batch, size, is_joined=batch.devices > 0)
 
+    # 4. The loop over micro-batches.
     loop = _Loop(window, batch, loss, traced, aux, own)
-    end, stacked = lax.scan(
-        loop.turn, loop.start(params, carried), jnp.arange(batch.steps, dtype=jnp.int32)
-    )
+    start = loop.start(params, carried)
+    end, stacked = lax.scan(loop.turn, start, jnp.arange(batch.steps, dtype=jnp.int32))
 
+    # 5. The one sum over devices, and the division by the weights.
     value, grads = loop.averages(end.window, params)
     if old_values:
         values = _overwritten.of_batch(end.overwritten, old_values, window.axes or ())
         grads = _overwritten.joined(grads, values, all_params)
+
+    # 6. What `fun` returned beside the loss.
     if not loss.has_aux:
         return value, grads
     whole_aux = aux.close(end.aux, stacked)
-    return (value, (whole_aux, *end.carried) if loss.has_carry else whole_aux), grads
+    if not loss.has_carry:
+        return (value, whole_aux), grads
+    new_carry = loop.one_carry(carried, end.carried) if batch.devices else end.carried
+    return (value, (whole_aux, *new_carry)), grads
 
 
 class _Loss(NamedTuple):
@@ -414,6 +437,17 @@ class _Loop(NamedTuple):
         return _Averaged(
             value if self.loss.reduction == "sum" else nan_unless(has_average, value), grads
         )
+
+    def one_carry(self, old: list[PyTree], new: list[PyTree]) -> list[PyTree]:
+        """Returns one carry for all devices: the mean of floating leaves, the largest of others.
+
+        A leaf that no micro-batch changes stays as it is, because frozen weights would cross the network.
+        """
+        axes = self.window.axes or ()
+        is_same = iter(
+            returned_as_given(lambda carried: self.traced(jnp.int32(0), carried).carried, old)
+        )
+        return jax.tree.map(lambda x, y: x if next(is_same) else one_over(y, axes), old, new)
 
 
 def _reduced_over_devices(x: Leaf) -> Leaf:

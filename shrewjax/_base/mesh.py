@@ -27,14 +27,17 @@ PartitionSpec     `within`: axes in the entries of       `within` and `across`: 
 the version that brought today's spelling. Delete the older one when that version is the oldest supported.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
-from shrewjax._base.types import Axes, AxisNames, Leaf, MeshAxes, PyTree
+from shrewjax._base.types import Axes, AxisNames, Function, Leaf, MeshAxes, PyTree
 
 UnitDims = tuple[int, ...]
 """The dimensions of a leaf that index its units, in increasing order. A reduction by unit keeps them."""
@@ -185,16 +188,101 @@ def is_bound(axis: Hashable) -> bool:
     return True
 
 
-def require_mapped(argument: str, axes: AxisNames) -> None:
-    if axes and not is_mapped(axes):
+def devices_to_map(argument: str, axes: AxisNames) -> int:
+    """Returns over how many devices the call has to map these axes of the mesh itself. 0 if it has not.
+
+    It has to unless they are mapped already. Raises if that needs a mesh, or if other axes are mapped.
+    """
+    if not axes or is_mapped(axes):
+        return 0
+    mesh = jax.sharding.get_abstract_mesh()
+    unknown = [a for a in axes if a not in mesh.axis_names]
+    if unknown:
+        found = f"only {', '.join(map(repr, mesh.axis_names))}" if mesh.axis_names else "none"
         raise ValueError(
-            f"{argument} {axes!r}: no axis of this name is mapped here. Call the function inside jax.shard_map over "
-            f"it. Under plain jax.jit leave {argument} out, because XLA reduces what is sharded"
+            f"{argument} must name axes of the mesh of jax.set_mesh, or axes that are mapped, got {axes!r} where the "
+            f"mesh has {found}. Call the step under jax.set_mesh(mesh), with a mesh that has "
+            f"{', '.join(map(repr, unknown))}. Or call this inside jax.shard_map over {', '.join(map(repr, unknown))}. "
+            f"Or leave out {argument}, because under plain jax.jit XLA reduces what is sharded"
         )
+    if mesh.manual_axes:
+        mapped = ", ".join(map(repr, mesh.manual_axes))
+        raise ValueError(
+            f"{argument} must name mapped axes inside jax.shard_map over {mapped}, got {axes!r}. Name these axes in "
+            "axis_names= of that shard_map, too. Or call this outside of it"
+        )
+    return math.prod(mesh.shape[a] for a in axes)
+
+
+# What JAX says if a function inside `shard_map` places arrays (tests/devices/test_sum_over.py, "places_arrays").
+_ASKS_FOR_MAPPED_AXIS = (
+    "can only refer to Auto axes of the mesh",
+    "contains a manual axes",
+    "should match the mesh",
+    "that are of type Auto or Manual",
+)
+
+
+def on_each_device(function: Function, axes: AxisNames, divided: PyTree, whole: PyTree) -> PyTree:
+    """Returns what `function(divided, whole)` returns on each device along these axes of the mesh: the same on all.
+
+    A device gets its part of the first axis of the arrays in `divided`. XLA still partitions over all other axes.
+    """
+    leaves, structure = jax.tree.flatten(whole)
+    # Arguments, because the derivative by an array that the function closes over would be lost.
+    arrays = {at: _laid_out(x, axes, ()) for at, x in enumerate(leaves) if _is_array(x)}
+
+    def run(divided: PyTree, arrays: dict[int, jax.Array]) -> PyTree:
+        own = [arrays.get(at, x) for at, x in enumerate(leaves)]
+        return function(divided, jax.tree.unflatten(structure, own))
+
+    # check_vma=False: otherwise a scan of the loss that starts from `jnp.zeros` is an error, because its carry begins
+    # to vary (tests/devices/test_sum_over.py, "starts_from_zeros").
+    specs = (jax.P(axes), jax.P())
+    mapped = jax.shard_map(
+        run, in_specs=specs, out_specs=jax.P(), axis_names={*axes}, check_vma=False
+    )
+    try:
+        return mapped(jax.tree.map(lambda x: _laid_out(x, axes, axes), divided), arrays)
+    except ValueError as error:
+        if not any(said in str(error) for said in _ASKS_FOR_MAPPED_AXIS):
+            raise
+        names = ", ".join(map(repr, axes))
+        raise ValueError(
+            f"fun must not place arrays over {names}, because each device runs it with its own examples, got: {error}. "
+            f"In jax.lax.with_sharding_constraint and jax.reshard, pass a jax.P without {names}, and no NamedSharding. "
+            "With Flax's logical axis rules, map the axis of examples to None inside fun. "
+            "Or leave out sum_over"
+        ) from error
+
+
+def _laid_out(x: Leaf, axes: AxisNames, first: AxisNames) -> Leaf:
+    """Returns an array whose type is sharded over Explicit `axes` along the first dimension alone, if `first` has them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if all(kinds[a] != AxisType.Explicit for a in axes):
+        return x
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in _partitions(_spec(x))]
+    others = [tuple(a for a in entry if a not in (*axes, None)) for entry in entries]
+    if first:
+        others[0] = (*first, *others[0])
+    return jax.sharding.reshard(x, jax.P(*(entry or None for entry in others)))
+
+
+def _is_array(x: Leaf) -> bool:
+    return isinstance(x, jax.Array | np.ndarray)
 
 
 def device_index(axes: AxisNames) -> jax.Array:
     return lax.axis_index(axes)
+
+
+def one_over(x: jax.Array, axes: AxisNames) -> jax.Array:
+    """Returns the mean of a floating array over devices, and the largest of any other, which they should have alike."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = lax.pmax(jax.random.key_data(x), axes)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, axes)
 
 
 def is_replicated_over(x: jax.Array, axes: AxisNames) -> bool:
