@@ -15,7 +15,7 @@ from shrewjax._base.mesh import as_varying, varying_axes
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import Axes, Flag, Leaf, Number, PyTree
 from shrewjax._numerics import floats
-from shrewjax._numerics.reductions import combined_over
+from shrewjax._numerics.reductions import combined_over, joined_over
 
 
 class AuxSums(NamedTuple):
@@ -57,38 +57,37 @@ class AuxLeaves:
     ) -> None:
         """Raises if an averaged leaf has another shape for the whole batch, because its mean would mix examples.
 
-        If a device's own leaves have to be joined, it finds their axes of examples, and raises if one has none. It
-        traces `fun` for the whole batch if the shape of a leaf leaves that open.
+        If devices join a leaf, finds its axis of examples, and raises if it has none. It traces `fun` for the whole
+        batch if the shape of a leaf leaves that open.
         """
         joined = self._of(self._like, *OWN) if is_joined else []
         averaged = self._of(self._like, "mean")
         if not joined and not (size and any(n % size == 0 for x in averaged for n in x.shape)):
             return
-        whole: list[Leaf] = [None] * len(self._like)  # unknown
-        with suppress(Exception):  # `fun` may take no other number of examples
-            found = jax.eval_shape(of_whole_batch)
-            if jax.tree.structure(found) == self._structure:
-                whole = jax.tree.leaves(found)
-        for at, (name, x, large) in enumerate(zip(self._names, self._like, whole, strict=True)):
+        whole = None
+        with suppress(
+            Exception
+        ):  # fun may take no other number of examples, so that no other shape is known
+            whole = jax.eval_shape(of_whole_batch)
+        known = jax.tree.structure(whole) == self._structure
+        larger = jax.tree.leaves(whole) if known else self._like
+        for at, (name, x, large) in enumerate(zip(self._names, self._like, larger, strict=True)):
             leaf = trees.leaf_name(self._paths[at])
-            if name == "mean" and large is not None and x.shape != large.shape:
+            differ = [a for a, n in enumerate(x.shape) if large.shape[a : a + 1] != (n,)]
+            if name == "mean" and x.shape != large.shape:
                 raise ValueError(
-                    f"leaf {leaf} of the aux has shape {x.shape} for a micro-batch and {large.shape} "
-                    "for the whole batch, so its 'mean' would mix examples. Give it 'stack' in aux=. Or average it "
-                    "over the examples in fun"
+                    f"leaf {leaf} of the aux has shape {x.shape} for a micro-batch and {large.shape} for the whole "
+                    "batch, so its 'mean' would mix examples. Give it 'stack' in aux=. Or average it over the examples "
+                    "in fun"
                 )
             if is_joined and name in OWN:
-                along = [
-                    a for a, n in enumerate(x.shape) if large is not None and n != large.shape[a]
-                ]
-                if len(along) != 1:
+                if len(differ) != 1:
                     raise ValueError(
-                        f"leaf {leaf} of the aux must have an axis of examples for {name!r}, because each device along "
-                        f"sum_over={self._sum_over!r} has its own, got shape {x.shape}. Let fun return a number for "
-                        "each example. Or give it another name in aux=, such as 'mean' or 'max'. Or call this inside "
-                        "jax.shard_map, and say in out_specs how devices' results are put together"
+                        f"leaf {leaf} of the aux must have an axis of examples for {name!r}, because with sum_over "
+                        f"each device has its own, got shape {x.shape}. Let fun return a number for each example. Or "
+                        "give it another name in aux=, such as 'mean'. Or call this inside jax.shard_map"
                     )
-                self._axes_of_examples[at] = along[0] + (name == "stack")
+                self._axes_of_examples[at] = differ[0] + (name == "stack")
 
     def _of(self, leaves: Sequence[Leaf], *names: str) -> list[Leaf]:
         return [x for x, name in zip(leaves, self._names, strict=True) if name in names]
@@ -133,7 +132,7 @@ class AuxLeaves:
         # Each iterator has its leaves in the order of the names.
         leaves = [next(results.get(name, others)) for name in self._names]
         for at, axis in self._axes_of_examples.items():
-            leaves[at] = lax.all_gather(leaves[at], self._sum_over, axis=axis, tiled=True)
+            leaves[at] = joined_over(leaves[at], self._sum_over, axis)
         return jax.tree.unflatten(self._structure, map(cast_like, leaves, self._like))
 
 

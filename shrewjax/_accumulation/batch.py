@@ -6,6 +6,7 @@ whole.
 
 import math
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -82,12 +83,13 @@ class Batch(NamedTuple):
 
         Copies the trees, because `fun` may change them.
         """
-        whole = jax.tree.map(self._whole, self.examples) if self.devices else {}
-        replaced = self.own_params | whole
+        replaced = dict(self.own_params)
+        if self.devices:
+            rows = self.steps * self.devices
+            replaced |= jax.tree.map(
+                lambda x: jnp.zeros((len(x) * rows, *x.shape[2:]), x.dtype), self.examples
+            )
         return jax.tree.map(lambda x: x, [replaced.get(at, x) for at, x in enumerate(self.args)])
-
-    def _whole(self, x: jax.Array) -> jax.Array:
-        return jnp.zeros((len(x) * self.steps * self.devices, *x.shape[2:]), x.dtype)
 
     def to_map(self) -> "Batch":
         """Returns the batch without its examples, and with each other array once."""
@@ -97,8 +99,19 @@ class Batch(NamedTuple):
     def of_device(self, examples: dict[int, PyTree], axes: AxisNames) -> "Batch":
         """Returns a batch without examples, with those of this device."""
         own_params = {at: self.args[at] for at in self.roles["argnums"]}
-        first_number = device_index(axes) * self.steps
-        return self._replace(examples=examples, own_params=own_params, first_number=first_number)
+        first = device_index(axes) * self.steps
+        return self._replace(examples=examples, own_params=own_params, first_number=first)
+
+    def own_keys(self, carried: list[PyTree]) -> list[PyTree]:
+        """Returns the carry with which a device begins. If the call maps it, each device has its own typed keys."""
+
+        def fold(x: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return x
+            of_device = partial(jax.random.fold_in, data=self.first_number)
+            return jax.vmap(of_device)(x.reshape(-1)).reshape(x.shape)
+
+        return jax.tree.map(fold, carried) if self.devices else carried
 
 
 def batch_of_arguments(

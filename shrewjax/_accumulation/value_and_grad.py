@@ -30,7 +30,7 @@ from shrewjax._base.mesh import (
     is_replicated_over,
     newly_varying,
     on_each_device,
-    one_over,
+    partitioned_like,
     reduced_axes,
     retyped,
     unreduced_axes,
@@ -49,6 +49,7 @@ from shrewjax._base.types import (
     PyTree,
     Scalar,
 )
+from shrewjax._numerics.reductions import one_over
 from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._programs.loops import Traced
 from shrewjax._programs.reduced import axes_of_examples, marked
@@ -248,12 +249,14 @@ def value_and_grad(
         batch = batch_of_arguments(args, kwargs, roles, steps, () if devices else axes, devices)
         if not devices:
             return _run(loss, window, aux, batch)
-        return on_each_device(
-            lambda examples, others: _run(loss, window, aux, others.of_device(examples, axes)),
-            axes,
-            batch.examples,
-            batch.to_map(),
-        )
+
+        def run(examples: dict[int, PyTree], others: Batch) -> tuple[PyTree, PyTree]:
+            return _run(loss, window, aux, others.of_device(examples, axes))
+
+        returned, grads = on_each_device(run, axes, batch.examples, batch.to_map())
+        params = batch.with_role("argnums")
+        like = params if isinstance(argnums, Sequence) else params[0]
+        return returned, jax.tree.map(partitioned_like, grads, like)
 
     return value_and_grad_of_batch
 
@@ -270,7 +273,13 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
     traced = loss.traced(batch, carried, by_types=window.nonfinite == "propagate")
     like = traced.results
 
-    # 3. Does what it returns fit?
+    # 3. Does it fit?
+    axes = window.axes or ()
+    if batch.devices and traced.axes_of_constraints() & {*axes}:
+        # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
+        raise ValueError(
+            f"a sharding constraint of fun names an axis of the mesh in sum_over={axes!r}"
+        )
     own = _own_axes(like.averaged.value, params, window.axes)
     if carried:
         weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
@@ -284,13 +293,13 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
 
     # 4. The loop over micro-batches.
     loop = _Loop(window, batch, loss, traced, aux, own)
-    start = loop.start(params, carried)
+    start = loop.start(params, batch.own_keys(carried))
     end, stacked = lax.scan(loop.turn, start, jnp.arange(batch.steps, dtype=jnp.int32))
 
     # 5. The one sum over devices, and the division by the weights.
     value, grads = loop.averages(end.window, params)
     if old_values:
-        values = _overwritten.of_batch(end.overwritten, old_values, window.axes or ())
+        values = _overwritten.of_batch(end.overwritten, old_values, axes)
         grads = _overwritten.joined(grads, values, all_params)
 
     # 6. What `fun` returned beside the loss.
@@ -431,7 +440,11 @@ class _Loop(NamedTuple):
         sums = jax.tree.map(
             lambda total, x: retyped(total, unreduced=reduced_axes(x)), end.gradient_sum, types
         )
-        average, has_average, _ = self.window.close(already_begun(end._replace(gradient_sum=sums)))
+        end, window = end._replace(gradient_sum=sums), self.window
+        if self.batch.devices and self.loss.reduction != "sum":
+            end = window.divided(end)
+            window = Window(self.batch.steps, reduction="sum", sum_over=window.axes)
+        average, has_average, _ = window.close(already_begun(end))
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
         value, grads = jax.tree.map(cast_like, average.gradients, self.traced.results.averaged)
         return _Averaged(
@@ -443,10 +456,10 @@ class _Loop(NamedTuple):
 
         A leaf that no micro-batch changes stays as it is, because frozen weights would cross the network.
         """
-        axes = self.window.axes or ()
-        is_same = iter(
-            returned_as_given(lambda carried: self.traced(jnp.int32(0), carried).carried, old)
+        as_given = returned_as_given(
+            lambda carried: self.traced(jnp.int32(0), carried).carried, old
         )
+        is_same, axes = iter(as_given), self.window.axes or ()
         return jax.tree.map(lambda x, y: x if next(is_same) else one_over(y, axes), old, new)
 
 

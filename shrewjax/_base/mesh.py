@@ -32,7 +32,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh
@@ -171,7 +170,7 @@ def is_mapped(axes: AxisNames) -> bool:
         here = dict.fromkeys((*mapped_axes()[0], *(a for a in axes if a not in missing)))
         raise ValueError(
             f"sum_over={axes!r} contains {', '.join(map(repr, missing))}, which is not a mapped axis here. "
-            f"Mapped axes: {', '.join(map(repr, here))}"
+            f"Mapped axes: {', '.join(map(repr, here))}. Name the others in axis_names= of the jax.shard_map, too"
         )
     return not missing
 
@@ -189,38 +188,21 @@ def is_bound(axis: Hashable) -> bool:
 
 
 def devices_to_map(argument: str, axes: AxisNames) -> int:
-    """Returns over how many devices the call has to map these axes of the mesh itself. 0 if it has not.
+    """Returns over how many devices the call itself has to map these axes of the mesh. 0 if they are mapped already.
 
-    It has to unless they are mapped already. Raises if that needs a mesh, or if other axes are mapped.
+    Raises if it cannot: if they are no axes of the mesh, or inside `shard_map` over others.
     """
     if not axes or is_mapped(axes):
         return 0
     mesh = jax.sharding.get_abstract_mesh()
-    unknown = [a for a in axes if a not in mesh.axis_names]
-    if unknown:
-        found = f"only {', '.join(map(repr, mesh.axis_names))}" if mesh.axis_names else "none"
+    if mesh.manual_axes or not {*axes} <= {*mesh.axis_names}:
         raise ValueError(
-            f"{argument} must name axes of the mesh of jax.set_mesh, or axes that are mapped, got {axes!r} where the "
-            f"mesh has {found}. Call the step under jax.set_mesh(mesh), with a mesh that has "
-            f"{', '.join(map(repr, unknown))}. Or call this inside jax.shard_map over {', '.join(map(repr, unknown))}. "
-            f"Or leave out {argument}, because under plain jax.jit XLA reduces what is sharded"
-        )
-    if mesh.manual_axes:
-        mapped = ", ".join(map(repr, mesh.manual_axes))
-        raise ValueError(
-            f"{argument} must name mapped axes inside jax.shard_map over {mapped}, got {axes!r}. Name these axes in "
-            "axis_names= of that shard_map, too. Or call this outside of it"
+            f"{argument} must name mapped axes, or axes of the mesh of jax.set_mesh outside of any map, got {axes!r}. "
+            f"The mesh has {mesh.axis_names}, mapped are {mesh.manual_axes}. Call the step under jax.set_mesh(mesh), "
+            f"with a mesh that has {axes!r}. Or name them in axis_names= of the jax.shard_map around this call. Or "
+            f"leave out {argument}, because under plain jax.jit XLA reduces what is sharded"
         )
     return math.prod(mesh.shape[a] for a in axes)
-
-
-# What JAX says if a function inside `shard_map` places arrays (tests/devices/test_sum_over.py, "places_arrays").
-_ASKS_FOR_MAPPED_AXIS = (
-    "can only refer to Auto axes of the mesh",
-    "contains a manual axes",
-    "should match the mesh",
-    "that are of type Auto or Manual",
-)
 
 
 def on_each_device(function: Function, axes: AxisNames, divided: PyTree, whole: PyTree) -> PyTree:
@@ -229,60 +211,55 @@ def on_each_device(function: Function, axes: AxisNames, divided: PyTree, whole: 
     A device gets its part of the first axis of the arrays in `divided`. XLA still partitions over all other axes.
     """
     leaves, structure = jax.tree.flatten(whole)
-    # Arguments, because the derivative by an array that the function closes over would be lost.
-    arrays = {at: _laid_out(x, axes, ()) for at, x in enumerate(leaves) if _is_array(x)}
+    # Arguments, because JAX has no derivative by an array that the function closes over.
+    arrays = {
+        at: _partitioned(x, axes)
+        for at, x in enumerate(leaves)
+        if isinstance(x, jax.Array | np.ndarray)
+    }
 
     def run(divided: PyTree, arrays: dict[int, jax.Array]) -> PyTree:
         own = [arrays.get(at, x) for at, x in enumerate(leaves)]
         return function(divided, jax.tree.unflatten(structure, own))
 
     # check_vma=False: otherwise a scan of the loss that starts from `jnp.zeros` is an error, because its carry begins
-    # to vary (tests/devices/test_sum_over.py, "starts_from_zeros").
+    # to vary (tests/devices/test_sum_over.py, "start_from_zeros").
     specs = (jax.P(axes), jax.P())
     mapped = jax.shard_map(
         run, in_specs=specs, out_specs=jax.P(), axis_names={*axes}, check_vma=False
     )
+    divided = jax.tree.map(lambda x: _partitioned(x, axes, axes), divided)
     try:
-        return mapped(jax.tree.map(lambda x: _laid_out(x, axes, axes), divided), arrays)
+        return jax.jit(mapped)(divided, arrays)
     except ValueError as error:
-        if not any(said in str(error) for said in _ASKS_FOR_MAPPED_AXIS):
-            raise
-        names = ", ".join(map(repr, axes))
-        raise ValueError(
-            f"fun must not place arrays over {names}, because each device runs it with its own examples, got: {error}. "
-            f"In jax.lax.with_sharding_constraint and jax.reshard, pass a jax.P without {names}, and no NamedSharding. "
-            "With Flax's logical axis rules, map the axis of examples to None inside fun. "
-            "Or leave out sum_over"
-        ) from error
+        if "mesh" in str(error) or "PartitionSpec" in str(error):
+            names = ", ".join(map(repr, axes))
+            error.add_note(
+                f"With sum_over, fun has a device's own examples, so it must not place arrays over {names}. Pass "
+                f"jax.lax.with_sharding_constraint a jax.P without {names}. In Flax's logical axis rules, map the axis "
+                "of examples to None inside fun. Or leave out sum_over"
+            )
+        raise
 
 
-def _laid_out(x: Leaf, axes: AxisNames, first: AxisNames) -> Leaf:
-    """Returns an array whose type is sharded over Explicit `axes` along the first dimension alone, if `first` has them."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if all(kinds[a] != AxisType.Explicit for a in axes):
+def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:
+    """Returns an array whose type is sharded over no Explicit axis of `over`, except `first` in its first dimension."""
+    if not {*over} & _explicit(jax.sharding.get_abstract_mesh()):
         return x
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in _partitions(_spec(x))]
-    others = [tuple(a for a in entry if a not in (*axes, None)) for entry in entries]
-    if first:
-        others[0] = (*first, *others[0])
-    return jax.sharding.reshard(x, jax.P(*(entry or None for entry in others)))
+    kept = [tuple(a for a in entry if a not in (*over, None)) for entry in entries]
+    kept[:1] = [(*first, *entry) for entry in kept[:1]]
+    return jax.sharding.reshard(x, jax.P(*(entry or None for entry in kept)))
 
 
-def _is_array(x: Leaf) -> bool:
-    return isinstance(x, jax.Array | np.ndarray)
+def partitioned_like(x: jax.Array, like: Leaf) -> jax.Array:
+    """Returns an array with the partitions of `like`, which types show on Explicit axes."""
+    spec = jax.P(*_partitions(_spec(like)))
+    return x if jax.P(*_partitions(_spec(x))) == spec else jax.sharding.reshard(x, spec)
 
 
 def device_index(axes: AxisNames) -> jax.Array:
     return lax.axis_index(axes)
-
-
-def one_over(x: jax.Array, axes: AxisNames) -> jax.Array:
-    """Returns the mean of a floating array over devices, and the largest of any other, which they should have alike."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = lax.pmax(jax.random.key_data(x), axes)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, axes)
 
 
 def is_replicated_over(x: jax.Array, axes: AxisNames) -> bool:
@@ -334,7 +311,10 @@ def partition_axes(x: Leaf) -> MeshAxes:
 
 def explicit_axes(x: Leaf) -> MeshAxes:
     """Returns the Explicit axes of the mesh on which an array, or a type, is."""
-    mesh: Any = getattr(_type_of(x).sharding, "mesh", None)
+    return _explicit(getattr(_type_of(x).sharding, "mesh", None))
+
+
+def _explicit(mesh: Any) -> MeshAxes:
     kinds = getattr(mesh, "axis_types", None) or ()
     return frozenset(
         a for a, kind in zip(mesh.axis_names, kinds, strict=True) if kind == AxisType.Explicit
