@@ -252,7 +252,8 @@ def value_and_grad(
     `nnx.SpectralNorm`, which also counts      an error; `nnx.value_and_grad` for each micro-batch
     `fun` adds variables                       an error; remove them in `fun` with `nnx.pop`, and return them as aux
     `fun` changes a Python attribute           an error; change it before the call
-    `sum_over`                                 all devices draw from the same keys, unless each has its own
+    `sum_over` under plain `nnx.jit`           each device draws from keys of its own; batch statistics are averaged
+    `sum_over` inside `nnx.shard_map`          all devices draw from the same keys, unless each has its own
     =========================================  =====================================================================
 
     Args:

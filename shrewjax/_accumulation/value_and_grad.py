@@ -1,7 +1,15 @@
 """A whole batch in one call: `jax.value_and_grad` from several micro-batches, in one loop of the compiled program.
 
 `batch` divides the arguments, `_Loss` runs `fun` on a micro-batch, and `_Loop` adds up the results. Two windows hold
-the sums that are divided by a weight: of loss and gradients, and of the averaged leaves of the aux.
+the sums that are divided by a weight: of loss and gradients, and of the averaged leaves of the aux. If axes of
+`sum_over` are not mapped, the call maps them (`on_each_device`). `_run` is what a device does:
+
+1. Take the parameters, without the statistics that Flax overwrites, and the carry.
+2. Trace `fun` with its gradients for a micro-batch, once. The loop runs what was traced.
+3. Check what `fun` returns: the axes over which the loss differs, the carry, the leaves of the aux.
+4. Run the loop. `_Loop.turn` has the order of a micro-batch: its weight, its results, whether it is kept, the sums.
+5. Divide the sums by the weights, and sum them over devices, once.
+6. Put together what `fun` returned beside the loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -134,8 +142,8 @@ def value_and_grad(
     `"sum"`    sum(a), which is not weighted                       the same                            0
     `"max"`    the largest, NaN if one is NaN                      the same                            least number
     `"min"`    the smallest, NaN if one is NaN                     the same                            largest number
-    `"last"`   the last one's                                      a device's own                      0
-    `"stack"`  all, along a new first axis of K; the others are 0  a device's own                      0
+    `"last"`   the last one's                                      joined, see `sum_over`              0
+    `"stack"`  all, along a new first axis of K; the others are 0  joined, see `sum_over`              0
     =========  ==================================================  ==================================  =============
 
     A stack of one number per example has the shape (K, B / K). `jnp.swapaxes(stack, 0, 1).reshape(B)` restores the
@@ -164,14 +172,17 @@ def value_and_grad(
       nonfinite: `"propagate"` or `"drop_microbatch"`, see above. The latter reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum, as in `accumulate`. Gradients have the dtypes of
         `jax.value_and_grad`.
-      sum_over: the mapped axis, or axes, over which the batch is divided. `()` sums over no axis: each device's results
-        stay its own, for `accumulate(sum_over=)`. With `check_vma=False` and in `jax.pmap`, pass `()` also if the
-        gradients are the same on every device.
+      sum_over: the axis, or axes, over which the batch is divided: mapped ones, or those of the mesh of `jax.set_mesh`,
+        over which the call then maps itself. Gradients cross the network once, after the loop. If the call maps itself,
+        a `"last"` and a `"stack"` are joined along their axis of examples, and floating leaves of the carry are
+        averaged at the end (others should be the same on all devices, and the largest is taken). Otherwise these stay
+        a device's own. `()` sums over no axis: each device's results stay its own, for `accumulate(sum_over=)`. With
+        `check_vma=False` and in `jax.pmap`, pass `()` also if the gradients are the same on every device.
 
-    A batch that is sharded over its examples needs no argument under plain `jax.jit`. The guide "Windows, weights and
-    state" has a step with a mask, keys, aux and carry. A `clip_cotangent` inside a mean loss is K times as tight in a
-    micro-batch. Sum the loss, with `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the
-    micro-batch.
+    Without `sum_over`, a batch that is sharded over its examples has the same results under plain `jax.jit`, but XLA
+    decides how often gradients cross the network (the guide "Many devices"). The guide "Windows, weights and state" has
+    a step with a mask, keys, aux and carry. A `clip_cotangent` inside a mean loss is K times as tight in a micro-batch.
+    Sum the loss, with `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the micro-batch.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are
@@ -181,8 +192,8 @@ def value_and_grad(
       ValueError: an argument is not as described; an argument has two roles; an array of examples has no axis, or
         another number of examples than the first array, or a number that K does not divide; `aux` does not fit the aux;
         a parameter is not floating; a key or an array of B rows comes as described under `batch_argnums`; `sum_over` is
-        no mapped axis; or, inside `shard_map`, the loss is not reduced and `sum_over` is missing, or it is reduced
-        already.
+        no axis here; a leaf to be joined has no axis of examples; or, inside `shard_map`, the loss is not reduced and
+        `sum_over` is missing, or it is reduced already.
       AssertionError: `fun` returns a carry of another structure, shape or dtype.
 
     Example:
@@ -263,17 +274,17 @@ def value_and_grad(
 
 def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
     """Returns the results of the batch, or of a device's part of it. The module's docstring has its steps."""
-    # 1. The parameters, without what Flax overwrites, and the carry.
+    # 1. Parameters and carry.
     given = batch.with_role("argnums")
     all_params = given if isinstance(loss.argnums, Sequence) else given[0]
     params, old_values = _overwritten.split(all_params)
     carried = [jax.tree.map(jnp.asarray, x) for x in batch.with_role("carry_argnum")]
 
-    # 2. Trace `fun` for a micro-batch, once.
+    # 2. One trace.
     traced = loss.traced(batch, carried, by_types=window.nonfinite == "propagate")
     like = traced.results
 
-    # 3. Does it fit?
+    # 3. Does what fun returns fit?
     axes = window.axes or ()
     if batch.devices and traced.axes_of_constraints() & {*axes}:
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
@@ -291,18 +302,18 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
         of_whole_batch = partial(loss.aux_of_whole_batch, batch)
         aux.check_shapes(of_whole_batch, size, is_joined=batch.devices > 0)
 
-    # 4. The loop over micro-batches.
+    # 4. The loop.
     loop = _Loop(window, batch, loss, traced, aux, own)
     start = loop.start(params, batch.own_keys(carried))
     end, stacked = lax.scan(loop.turn, start, jnp.arange(batch.steps, dtype=jnp.int32))
 
-    # 5. The one sum over devices, and the division by the weights.
+    # 5. The averages. Statistics that Flax overwrites are put back among the gradients.
     value, grads = loop.averages(end.window, params)
     if old_values:
         values = _overwritten.of_batch(end.overwritten, old_values, axes)
         grads = _overwritten.joined(grads, values, all_params)
 
-    # 6. What `fun` returned beside the loss.
+    # 6. Aux and carry. If the call maps the axes, its carry has to be one for all devices.
     if not loss.has_aux:
         return value, grads
     whole_aux = aux.close(end.aux, stacked)

@@ -232,6 +232,34 @@ def test_a_loss_without_examples_has_the_keys_of_all_devices():
     np.testing.assert_allclose(grads["b"], np.full(WIDTH, np.mean(draws)), rtol=1e-6)
 
 
+def pairs(w, ids, dense):
+    """Products of pairs of fields, of which constant indices choose some, joined to the others by `concatenate`."""
+    bottom = jnp.tanh(dense @ w["bottom"])
+    fields = [jnp.sum(w["tables"][i][ids[:, i]], 1) / 2 for i in range(4)]
+    z = jnp.stack([*fields, bottom, sum(jnp.sum(w["shared"][ids[:, i]], 1) for i in range(4))], 1)
+    products = jnp.einsum("bfd,bgd->bfg", z, z)[:, jnp.array([0, 0, 1, 2, 3]), jnp.array([1, 2, 3, 4, 5])]
+    return jnp.mean(jax.nn.softplus(-(jnp.concatenate([products / 32, bottom], -1) @ w["top"])[:, 0]))
+
+
+@pytest.mark.parametrize("micro_batches", [None, pytest.param(1, marks=pytest.mark.thorough), 4])
+def test_constant_pairs_on_a_mesh_of_two_axes_are_right_with_sum_over_and_wrong_in_plain_jax(micro_batches):
+    """The page says so, and names versions. If JAX alone becomes right, it needs another word there."""
+    shapes = {"tables": (4, 40, 32), "shared": (40, 32), "bottom": (13, 32), "top": (37, 1)}
+    w = {name: RNG.normal(size=shape).astype("f") for name, shape in shapes.items()}
+    batch = RNG.integers(0, 40, size=(B, 4, 2)), RNG.normal(size=(B, 13)).astype("f")
+    mesh = mesh_of(data=2, model=4)
+    specs = {"tables": P(None, None, "model"), "shared": P(None, "model"), "bottom": P(None, "model"), "top": P()}
+    placed = jax.device_put(w, {name: NamedSharding(mesh, spec) for name, spec in specs.items()})
+    differentiated = jax.value_and_grad(pairs)
+    if micro_batches:
+        differentiated = shrewjax.value_and_grad(pairs, micro_batches, sum_over="data")
+    with jax.set_mesh(mesh):
+        _, grads = jax.jit(differentiated)(placed, *jax.device_put(batch, NamedSharding(mesh, P("data"))))
+    _, expected = quick_jit(jax.value_and_grad(pairs))(w, *batch)
+    error = max(np.abs(grads[name] - expected[name]).max() / np.abs(expected[name]).max() for name in w)
+    assert error > 0.5 if micro_batches is None else error < 2e-6, error
+
+
 class _Model(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
