@@ -46,9 +46,8 @@ class AuxLeaves:
         self._names = _names_of_leaves(names, like)
         self._window = Window(steps, sum_over=sum_over)
         self._sum_over = self._window.axes or ()
-        self._axes_of_examples: dict[
-            int, int
-        ] = {}  # of the results of those leaves that devices join
+        # The axes along which devices join the results of leaves, by the places of these.
+        self._joined: dict[int, int] = {}
         for (path, x), name in zip(leaves, self._names, strict=True):
             _check_aux_leaf(trees.leaf_name(path), x, name)
 
@@ -65,9 +64,8 @@ class AuxLeaves:
         if not joined and not (size and any(n % size == 0 for x in averaged for n in x.shape)):
             return
         whole = None
-        with suppress(
-            Exception
-        ):  # fun may take no other number of examples, so that no other shape is known
+        # `fun` may take no other number of examples, so that no other shape is known.
+        with suppress(Exception):
             whole = jax.eval_shape(of_whole_batch)
         known = jax.tree.structure(whole) == self._structure
         larger = jax.tree.leaves(whole) if known else self._like
@@ -87,7 +85,7 @@ class AuxLeaves:
                         f"each device has its own, got shape {x.shape}. Let fun return a number for each example. Or "
                         "give it another name in aux=, such as 'mean'. Or call this inside jax.shard_map"
                     )
-                self._axes_of_examples[at] = differ[0] + (name == "stack")
+                self._joined[at] = differ[0] + (name == "stack")
 
     def _of(self, leaves: Sequence[Leaf], *names: str) -> list[Leaf]:
         return [x for x, name in zip(leaves, self._names, strict=True) if name in names]
@@ -131,7 +129,7 @@ class AuxLeaves:
         others = iter(combined_over(self._sum_over, names, sums.others))
         # Each iterator has its leaves in the order of the names.
         leaves = [next(results.get(name, others)) for name in self._names]
-        for at, axis in self._axes_of_examples.items():
+        for at, axis in self._joined.items():
             leaves[at] = joined_over(leaves[at], self._sum_over, axis)
         return jax.tree.unflatten(self._structure, map(cast_like, leaves, self._like))
 

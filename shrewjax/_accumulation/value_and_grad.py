@@ -288,9 +288,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
     axes = window.axes or ()
     if batch.devices and traced.axes_of_constraints() & {*axes}:
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
-        raise ValueError(
-            f"a sharding constraint of fun names an axis of the mesh in sum_over={axes!r}"
-        )
+        raise ValueError(f"fun constrains an array to mesh axes in sum_over={axes!r}")
     own = _own_axes(like.averaged.value, params, window.axes)
     if carried:
         weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
@@ -467,10 +465,9 @@ class _Loop(NamedTuple):
 
         A leaf that no micro-batch changes stays as it is, because frozen weights would cross the network.
         """
-        as_given = returned_as_given(
-            lambda carried: self.traced(jnp.int32(0), carried).carried, old
-        )
-        is_same, axes = iter(as_given), self.window.axes or ()
+        turn = partial(self.traced, jnp.int32(0))
+        is_same = iter(returned_as_given(lambda carried: turn(carried).carried, old))
+        axes = self.window.axes or ()
         return jax.tree.map(lambda x, y: x if next(is_same) else one_over(y, axes), old, new)
 
 

@@ -211,15 +211,12 @@ def on_each_device(function: Function, axes: AxisNames, divided: PyTree, whole: 
     A device gets its part of the first axis of the arrays in `divided`. XLA still partitions over all other axes.
     """
     leaves, structure = jax.tree.flatten(whole)
-    # Arguments, because JAX has no derivative by an array that the function closes over.
-    arrays = {
-        at: _partitioned(x, axes)
-        for at, x in enumerate(leaves)
-        if isinstance(x, jax.Array | np.ndarray)
-    }
+    # Arguments, because JAX has no derivative by an array that the function closes over. Numbers and names stay known.
+    kinds = jax.Array | np.ndarray
+    arrays = [_partitioned(x, axes) if isinstance(x, kinds) else None for x in leaves]
 
-    def run(divided: PyTree, arrays: dict[int, jax.Array]) -> PyTree:
-        own = [arrays.get(at, x) for at, x in enumerate(leaves)]
+    def run(divided: PyTree, arrays: list[Leaf]) -> PyTree:
+        own = [x if y is None else y for x, y in zip(leaves, arrays, strict=True)]
         return function(divided, jax.tree.unflatten(structure, own))
 
     # check_vma=False: otherwise a scan of the loss that starts from `jnp.zeros` is an error, because its carry begins
@@ -236,8 +233,8 @@ def on_each_device(function: Function, axes: AxisNames, divided: PyTree, whole: 
             names = ", ".join(map(repr, axes))
             error.add_note(
                 f"With sum_over, fun has a device's own examples, so it must not place arrays over {names}. Pass "
-                f"jax.lax.with_sharding_constraint a jax.P without {names}. In Flax's logical axis rules, map the axis "
-                "of examples to None inside fun. Or leave out sum_over"
+                f"jax.lax.with_sharding_constraint a jax.P without {names}, and no NamedSharding. In Flax's logical "
+                "axis rules, map the axis of examples to None inside fun. Or leave out sum_over"
             )
         raise
 
