@@ -206,7 +206,7 @@ def test_a_loss_may_close_over_arrays_and_its_scans_start_from_zeros():
     def of(scale, y):
         def loss(params, x):
             state, _ = jax.lax.scan(
-                lambda h, i: (jnp.tanh(h + x @ params["w"]), None), jnp.zeros_like(x), jnp.arange(2)
+                lambda h, i: (jnp.tanh(h + x @ params["w"]), None), jnp.zeros(x.shape), jnp.arange(2)
             )
             return jnp.mean((state + params["b"] - jnp.mean(y, 0)) ** 2) * scale
 
