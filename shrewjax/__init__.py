@@ -6,6 +6,7 @@ from types import FunctionType as _FunctionType
 
 from shrewjax import spec
 from shrewjax._accumulation.accumulate import accumulate, apply_gradients, check_window, flush
+from shrewjax._accumulation.contrastive import contrastive_value_and_grad
 from shrewjax._accumulation.from_optax import from_optax
 from shrewjax._accumulation.grad_accumulator import GradAccumulator
 from shrewjax._accumulation.sharded_state import redistribute, state_specs
@@ -85,6 +86,7 @@ __all__ = [
     "HistoryState",
     # Accumulate: a whole batch in one call, or batches that come one by one.
     "value_and_grad",
+    "contrastive_value_and_grad",
     "accumulate",
     "apply_gradients",
     "check_window",

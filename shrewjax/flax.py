@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -18,7 +19,17 @@ import shrewjax
 from shrewjax._accumulation.batch import roles_of_arguments
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments, trees
-from shrewjax._base.types import Argument, ArrayTree, AxisName, DType, Function, Number, PyTree
+from shrewjax._base.types import (
+    Argument,
+    AxisName,
+    DType,
+    Function,
+    KeyPath,
+    Leaf,
+    Metrics,
+    Number,
+    PyTree,
+)
 from shrewjax._programs.forwarding import returned_as_given
 
 try:
@@ -51,7 +62,8 @@ class Optimizer(nnx.Optimizer[Any]):
     Args:
       model: the model, for its parameters.
       tx: any Optax transformation.
-      wrt: a filter of variables, the same one as for the gradients, such as `nnx.Param`.
+      wrt: a filter of variables, the same one as for the gradients, such as `nnx.Param`. As in Flax, its paths begin
+        at a tuple of models. So make an optimizer for each model if the filter is about paths in one.
       grads: the gradients, as `nnx.grad` or `shrewjax.flax.value_and_grad` returns them.
       **extra_args: passed to `tx.update`, such as `weight`, `flush` and `value`.
 
@@ -85,10 +97,11 @@ class Optimizer(nnx.Optimizer[Any]):
     def __init__(
         self, model: PyTree, tx: optax.GradientTransformation, *, wrt: Any, **options: Any
     ) -> None:
+        _predicate(wrt)
         super().__init__(model, tx, wrt=wrt, **options)
         _require_variables(nnx.state(model, wrt, **options), wrt, model)
 
-    def update(self, model: PyTree, grads: PyTree, /, **extra_args: Argument) -> dict[str, Any]:
+    def update(self, model: PyTree, grads: PyTree, /, **extra_args: Argument) -> Metrics:
         """Changes parameters and state in place. Returns the measurements.
 
         `extra_args` are those of the class: `weight`, `flush`, `value` and others that `tx.update` takes.
@@ -98,20 +111,17 @@ class Optimizer(nnx.Optimizer[Any]):
                 f"update takes the model first, got an nnx.State and then {type(grads).__name__}. Call "
                 "optimizer.update(model, grads)"
             )
-        mode = (
-            {"graph": self.graph} if hasattr(self, "graph") else {}
-        )  # an option of `nnx.state` since Flax 0.12.8
+        # An option of `nnx.state` since Flax 0.12.8.
+        mode = {"graph": self.graph} if hasattr(self, "graph") else {}
         params, its_grads = (_arrays(nnx.state(x, self.wrt, **mode)) for x in (model, grads))
-        with_paths = (
-            jax.tree.leaves_with_path(x, is_leaf=lambda x: x is None) for x in (params, its_grads)
-        )
-        of_params, of_grads = ({path for path, _ in leaves} for leaves in with_paths)
-        missing = of_params - of_grads
+        wanted = dict(jax.tree.leaves_with_path(params))
+        came = dict(jax.tree.leaves_with_path(its_grads, lambda x: x is None))
+        missing = sorted(map(trees.leaf_name, wanted.keys() - came))
         if missing:
             raise ValueError(
                 f"grads must hold the variables of wrt={self.wrt!r}, got {type(grads).__name__} without "
-                f"{min(map(trees.leaf_name, missing))}. Pass the gradients as nnx.grad or shrewjax.flax.value_and_grad "
-                "returned them, with the same wrt"
+                f"{missing[0]}. Pass the gradients as nnx.grad or shrewjax.flax.value_and_grad "
+                "returned them, with the same wrt. If wrt is about paths in a model, make an optimizer for each model"
             )
         new_params, opt_state = shrewjax.apply_gradients(
             self.tx, its_grads, _arrays(self.opt_state), params, **_arrays(extra_args)
@@ -188,26 +198,21 @@ class TrainState(train_state.TrainState):
         Raises:
           Exception: an error of `tx.update`.
         """
-        given, default = (
-            {"weight": weight, "flush": flush, "value": value},
-            {"weight": 1, "flush": False, "value": None},
-        )
         # Without a window, `weight=` and `flush=` are errors, so known defaults are not passed on, such as 1 and 1.0.
+        given = {"weight": (weight, 1), "flush": (flush, False), "value": (value, None)}
         extra_args = {
             name: x
-            for name, x in given.items()
-            if isinstance(x, jax.Array) or np.ndim(x) or x != default[name]
+            for name, (x, default) in given.items()
+            if isinstance(x, jax.Array) or np.ndim(x) or x != default
         }
         # As in Flax, parameters that their "gradient" overwrites, such as the scales of fp8, are none of `tx`.
-        overwrites = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
-        its_grads, params = (
-            (grads["params"], self.params["params"]) if overwrites else (grads, self.params)
-        )
+        is_fp8 = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
+        its_grads, params = (x["params"] if is_fp8 else x for x in (grads, self.params))
         params, opt_state = shrewjax.apply_gradients(
             self.tx, its_grads, self.opt_state, params, **extra_args
         )
-        if overwrites:
-            params = {"params": params, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
+        if is_fp8:
+            params = {**grads, "params": params}
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **fields)
 
 
@@ -230,11 +235,11 @@ def value_and_grad(
 
     .. math:: \ell = \frac{\sum_i w_i \ell_i}{\sum_i w_i}, \qquad \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
 
-    The returned function takes the arguments of `fun`, the model first, with the whole batch. All state of the model
-    that is not in `wrt` goes from micro-batch to micro-batch: batch statistics, the counts of dropout keys, frozen
-    weights. At the end the model is updated in place. Value, gradients and the model are those of K calls of
-    `nnx.value_and_grad`, averaged by weight. A micro-batch of weight 0, or one that is dropped, leaves the model's
-    state as it was.
+    The returned function takes the arguments of `fun`, the model first, with the whole batch. All state that is not in
+    `wrt` goes from micro-batch to micro-batch: batch statistics, the counts of dropout keys, frozen weights. So does
+    the state of nnx objects in other arguments. At the end the objects are updated in place. Value, gradients and
+    state are those of K calls of `nnx.value_and_grad`, averaged by weight. A micro-batch of weight 0, or one that is
+    dropped, leaves all state as it was.
 
     Everything else is as in `shrewjax.value_and_grad`, with its tables of edge cases. Call the returned function under
     `nnx.jit`. Both of Flax's modes, graph and tree, give the same.
@@ -243,14 +248,17 @@ def value_and_grad(
     you have                                   what to do, or what happens
     =========================================  =====================================================================
     LoRA, frozen layers                        `wrt=nnx.LoRAParam`, or another filter that `nnx.DiffState` takes
-    keys or a second model that `fun` changes  pass a tuple such as `(model, rngs)` as the first argument
-    a second model that `fun` does not change  leave its position out of `batch_argnums`
+    keys, a metric, a teacher                  pass them as other arguments; they need no position
+    several models to train                    pass a tuple, list or dict as the first argument. As in Flax, paths in
+                                               `wrt` begin at each model, and arrays beside the models have gradients
     a variable that two modules share          it has one gradient, in graph mode
+    a model that is also another argument      an error, as in Flax; pass `nnx.clone(model)` there
     `nnx.remat`, `jit`, `scan`, `shard_map`    nothing; `fun` is traced once more
     `fun` changes a variable in `wrt`          an error, because K calls would differentiate at other points
     `nnx.WeightNorm`, which writes its kernel  call a copy, `nnx.clone(layer)(x)`; the layer keeps its old kernel
     `nnx.SpectralNorm`, which also counts      an error; `nnx.value_and_grad` for each micro-batch
     `fun` adds variables                       an error; remove them in `fun` with `nnx.pop`, and return them as aux
+    `fun` changes a variable's shape or dtype  an error; cast the new value
     `fun` changes a Python attribute           an error; change it before the call
     `sum_over` under plain `nnx.jit`           each device draws from keys of its own; batch statistics are averaged
     `sum_over` inside `nnx.shard_map`          all devices draw from the same keys, unless each has its own
@@ -259,13 +267,13 @@ def value_and_grad(
     Args:
       fun: the loss function, as for `nnx.value_and_grad`. It takes the model first.
       micro_batches: K, an int >= 1, into which the examples can be divided.
-      wrt: a filter of the variables to differentiate with respect to.
+      wrt: a filter of the variables in the first argument to differentiate with respect to.
       has_aux: whether `fun` returns a pair.
       batch_argnums: the positions of the arguments that hold examples, where the model has position 0. None: all
-        positional arguments except the model and those of `rng_argnums`.
+        positional arguments except nnx objects and those of `rng_argnums`.
       weight: as in `shrewjax.value_and_grad`.
       aux: as in `shrewjax.value_and_grad`.
-      rng_argnums: the positions of the arguments that are trees of PRNG keys. Keys in the model need no position.
+      rng_argnums: the positions of the arguments that are trees of PRNG keys. Keys in nnx objects need no position.
       reduction: as in `shrewjax.value_and_grad`.
       nonfinite: as in `shrewjax.value_and_grad`.
       accumulator_dtype: as in `shrewjax.value_and_grad`.
@@ -273,11 +281,12 @@ def value_and_grad(
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are an
-      `nnx.State` of variables, as `nnx.value_and_grad` returns them in graph mode.
+      `nnx.State` of variables, in place of each object of the first argument, as `nnx.value_and_grad` returns them in
+      graph mode.
 
     Raises:
-      ValueError: an argument is not as described; `wrt` matches no variable of the model; `fun` changes a variable in
-        `wrt`, or adds or removes variables.
+      ValueError: an argument is not as described; `wrt` matches no variable of the model, or an integer; `fun` changes
+        a variable in `wrt`, or adds or removes variables.
       Exception: an error of `shrewjax.value_and_grad`.
 
     Example:
@@ -302,60 +311,55 @@ def value_and_grad(
     Source: `shrewjax.value_and_grad` and `flax.nnx.value_and_grad`.
     """
 
-    options: dict[str, Any] = {
-        "aux": aux,
-        "reduction": reduction,
-        "nonfinite": nonfinite,
-        "accumulator_dtype": accumulator_dtype,
-        "sum_over": sum_over,
-    }
-    positions: dict[str, Any] = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums}
-    # Made here for its checks alone, so that a wrong argument raises before the call.
-    shrewjax.value_and_grad(
-        fun, micro_batches, has_aux=has_aux, weight=weight, **positions, **options
+    _predicate(wrt)
+    of_arrays: Any = partial(
+        shrewjax.value_and_grad,
+        micro_batches=micro_batches,
+        aux=aux,
+        reduction=reduction,
+        nonfinite=nonfinite,
+        accumulator_dtype=accumulator_dtype,
+        sum_over=sum_over,
     )
-    given: dict[str, Any] = {
-        name: None if at is None else arguments.positions(name, at)
-        for name, at in positions.items()
-    }
+    positions = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums}
+    # Made here for its checks alone, so that a wrong argument raises before the call.
+    of_arrays(fun, has_aux=has_aux, weight=weight, **positions)
 
-    def loss(
-        parts: _Parts, /, *args: PyTree, **kwargs: PyTree
-    ) -> tuple[PyTree, tuple[PyTree, PyTree]]:
-        returned, state = parts.call(fun, args, kwargs)
-        value, its_aux = returned if has_aux else (returned, ())
-        return value, (its_aux, state)
-
-    def value_and_grad_of_batch(
-        model: PyTree, *args: PyTree, **kwargs: PyTree
-    ) -> tuple[PyTree, PyTree]:
+    def value_and_grad_of_batch(model: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
         # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
-        roles = roles_of_arguments({"wrt": (0,)} | given, 1 + len(args), kwargs)
         arguments.require_arguments_of_fun("weight", weight, (model, *args), kwargs)
-        for at in roles["batch_argnums"]:
-            if isinstance(args[at - 1], nnx.Module):
-                kept = tuple(i for i in roles["batch_argnums"] if i != at)
-                raise ValueError(
-                    f"argument {at} is a model, {type(args[at - 1]).__name__}, and has no axis of examples. If fun "
-                    f"does not change it, pass batch_argnums={kept}. Otherwise pass both models as one tuple, as the "
-                    "first argument"
-                )
-        parts = _Parts(model, wrt)
-        (value, (whole_aux, new_state)), grads = shrewjax.value_and_grad(
-            partial(loss, parts),
-            micro_batches,
-            has_aux=True,
-            weight=None
-            if weight is None
-            else lambda *args, **kwargs: parts.call(weight, args, kwargs)[0],
-            carry_argnum=-1,
-            **{name: _before_last(at) for name, at in given.items()},
-            **options,
-        )(_arrays(parts.params), *args, _arrays(parts.others), **kwargs)
-        nnx.update(model, _like(parts.others, new_state))
-        return ((value, whole_aux) if has_aux else value), _like(parts.params, grads)
+        objects = _Objects(wrt, model, args, kwargs)
+        given: Any = {"wrt": (0,), "nnx objects (they need no position)": objects.alone}
+        for name, at in positions.items():
+            given[name] = None if at is None else arguments.positions(name, at)
+        roles = roles_of_arguments(given, 1 + len(args), kwargs)
+
+        def loss(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+            returned, state = objects.call(fun, args, kwargs)
+            value, its_aux = returned if has_aux else (returned, ())
+            return value, (its_aux, state)
+
+        def weigh(*args: PyTree, **kwargs: PyTree) -> Number:
+            return objects.call(weight, args, kwargs)[0]
+
+        places = {name: roles[name] for name in positions}
+        value_and_grads = of_arrays(
+            loss, has_aux=True, weight=weight and weigh, carry_argnum=-1, **places
+        )
+        arrays = objects.params, *objects.args, objects.state
+        (value, (whole_aux, state)), grads = value_and_grads(*arrays, **objects.kwargs)
+        return ((value, whole_aux) if has_aux else value), objects.updated(grads, state)
 
     return value_and_grad_of_batch
+
+
+def _predicate(wrt: Argument) -> Callable[[KeyPath, Leaf], bool]:
+    try:
+        return nnx.filterlib.to_predicate(wrt)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"wrt must be a filter of variables, such as nnx.Param, got {wrt!r}. For nnx.DiffState(0, f), pass f"
+        ) from error
 
 
 def _require_variables(params: PyTree, wrt: Any, model: PyTree) -> None:
@@ -364,11 +368,9 @@ def _require_variables(params: PyTree, wrt: Any, model: PyTree) -> None:
             f"wrt={wrt!r} must match a variable of the model, got {type(model).__name__}, which has none, so that "
             "nothing would be trained. Pass a filter of the variables to train, such as nnx.Param"
         )
-    kinds = {
-        type(x).__name__
-        for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    }
-    if OVERWRITE_WITH_GRADIENT in kinds:  # of linen, by `nnx.bridge`
+    variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    # Those of linen, by `nnx.bridge`.
+    if OVERWRITE_WITH_GRADIENT in {type(x).__name__ for x in variables}:
         raise ValueError(
             f"wrt={wrt!r} matches variables of the type {OVERWRITE_WITH_GRADIENT}. These statistics of fp8 layers are "
             "no gradients, and have no mean. Leave them out of wrt. To keep them, call nnx.value_and_grad for each "
@@ -376,94 +378,144 @@ def _require_variables(params: PyTree, wrt: Any, model: PyTree) -> None:
         )
 
 
-def _before_last(positions: tuple[int, ...] | None) -> Any:
-    """Returns positions of arguments with one more argument at the end, which moves those counted from the end."""
-    return None if positions is None else tuple(at - (at < 0) for at in positions)
+class _Objects:
+    """The nnx objects in the arguments of `fun`, taken apart, and the arguments without them.
 
+    Each object has a number. All leaves of the first argument do, because Flax differentiates its arrays, too.
 
-class _Parts:
-    """A model taken apart: its graph, its variables in `wrt`, and all its others."""
+    Attributes:
+      params: the arrays of the variables in `wrt`.
+      state: the arrays of all other variables.
+      args, kwargs: the arguments after the first, with None for each object.
+      alone: the positions of arguments that are an object.
+    """
 
-    def __init__(self, model: PyTree, wrt: Any) -> None:
-        self._wrt = wrt
-        graph_and_variables: Any = nnx.split(model, wrt, ...)
-        self._graph, self.params, self.others = graph_and_variables
-        _require_variables(self.params, wrt, model)
-        self._flow: dict[
-            int, list[bool]
-        ] = {}  # of each function: which arrays it returns as they were given
+    def __init__(self, wrt: Any, model: PyTree, args: PyTree, kwargs: PyTree) -> None:
+        # 1. Number the objects, those of the first argument first, and leave them out of the arguments.
+        is_object = nnx.graph.is_graph_node
+        flat: Any = jax.tree.flatten_with_path(((model, *args), kwargs), is_object)
+        with_paths, self._treedef = flat
+        self._paths, leaves = zip(*with_paths, strict=True)
+        self._model: Any = jax.tree.structure(model, is_object)
+        in_model = range(len(jax.tree.leaves(model, is_object)))
+        numbered = {i: x for i, x in enumerate(leaves) if i in in_model or is_object(x)}
+        self._objects = {i: x if is_object(x) else jnp.asarray(x) for i, x in numbered.items()}
+        without = [None if i in numbered else x for i, x in enumerate(leaves)]
+        (self._no_model, *self.args), self.kwargs = self._treedef.unflatten(without)
+        self.alone = tuple(at for at, x in enumerate(args, 1) if is_object(x))
 
-    def call(
-        self, function: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> tuple[PyTree, ArrayTree]:
-        """Calls `function` with the model of the arrays in the first and the last argument.
+        # 2. Take them apart. As in Flax, a path begins at its object, and a variable or an array beside the objects is
+        # always in wrt (test_flax_objects.py, "paths_begin_at_each_object").
+        is_wanted = _predicate(wrt)
+
+        def is_in_wrt(path: KeyPath, x: Leaf) -> bool:
+            return path[0] in in_model and (not path[1:] or is_wanted(path[1:], x))
+
+        self._filters: Any = is_in_wrt, ...
+        self._graph, *self._variables = nnx.split(self._objects, *self._filters)
+        self.params, self.state = map(_arrays, self._variables)
+        # Of each function: which arrays it returns as they were given.
+        self._flow: dict[int, list[bool]] = {}
+
+        # 3. Check them.
+        _require_variables(self._variables[0], wrt, model)
+        for path, x in jax.tree.leaves_with_path(self.params):
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                raise ValueError(
+                    f"the variable {self._name(path)} must be floating or complex, because it is in wrt={wrt!r}, got "
+                    f"{x.dtype}. Make it an nnx.Variable that wrt does not match. Or pass it as an argument of its own"
+                )
+        nodes = [pair for i, x in numbered.items() for pair in nnx.iter_graph({i: x})]
+        variables = [(path, x) for path, x in nodes if isinstance(x, nnx.Variable)]
+        in_wrt = {id(x) for path, x in variables if is_in_wrt(path, x)}
+        if in_wrt & {id(x) for path, x in variables if not is_in_wrt(path, x)}:
+            raise ValueError(
+                "two nnx objects share a variable, which is in wrt in one of them alone. Pass nnx.clone(x) as the other"
+            )
+
+    def call(self, function: Any, args: PyTree, kwargs: PyTree) -> PyTree:
+        """Calls `function` with the objects of the arrays in the first and the last argument.
 
         Returns its result, and the new arrays of the variables that are not in `wrt`. Raises if it changes anything
-        else of the model.
+        else of the objects.
         """
-        returned, new = self._call(function, args, kwargs)
-        old, params = (args[0], args[-1]), jax.tree.leaves_with_path(args[0])
-        is_same = [x is y for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)]
+        params, *others, state = args
+        old = params, state
+        returned, new = self._call(function, old, others, kwargs)
+        leaves = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+        is_same = [x is y for x, y in leaves]
+        in_wrt = [path for path, _ in jax.tree.leaves_with_path(params)]
         # An array that comes back as another tracer may be the same one, for example out of nnx.remat. The function's
         # program tells. It is traced once, although JAX traces `fun` several times, and not if parameters are the same.
-        if not all(is_same[: len(params)]):
+        if not all(is_same[: len(in_wrt)]):
             if id(function) not in self._flow:
                 self._flow[id(function)] = returned_as_given(
-                    lambda arrays: self._call(
-                        function, (arrays[0], *args[1:-1], arrays[1]), kwargs
-                    )[1],
-                    old,
+                    lambda x: self._call(function, x, others, kwargs)[1], old
                 )
             is_same = self._flow[id(function)]
-        for (path, _), same in zip(params, is_same, strict=False):
+        for path, same in zip(in_wrt, is_same, strict=False):
             if not same:
                 raise ValueError(
-                    f"fun changes the variable {trees.leaf_name(path)}, which is in wrt, so that the micro-batches "
-                    "would not be differentiated at the same point. Leave it out of wrt. If a layer writes it in each "
-                    "call, as nnx.WeightNorm does, call a copy of the layer, nnx.clone(layer)(x), where its "
-                    "writes are lost. Or call nnx.value_and_grad and shrewjax.flax.Optimizer.update for each "
-                    "micro-batch"
+                    f"fun changes the variable {self._name(path)}, which is in wrt and must be the same for all micro-"
+                    "batches. Leave it out of wrt. If a layer writes it in each call, as nnx.WeightNorm does, call a "
+                    "copy, nnx.clone(layer)(x), where its writes are lost. Or call nnx.value_and_grad and "
+                    "shrewjax.flax.Optimizer.update for each micro-batch"
                 )
         # A scan copies what it returns, so frozen layers would be copied for each micro-batch
         # (tests/promises/test_flax_models.py, "frozen_layers").
-        unchanged = iter(is_same[len(params) :])
-        return returned, jax.tree.map(lambda x, y: y if next(unchanged) else x, new[1], old[1])
+        kept = iter(is_same[len(in_wrt) :])
+        state = jax.tree.map(lambda x, y: y if next(kept) else x, new[1], state)
+        return returned, state
 
-    def _call(
-        self, function: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> tuple[PyTree, tuple[ArrayTree, ArrayTree]]:
+    def _call(self, function: Any, old: PyTree, args: PyTree, kwargs: PyTree) -> Any:
         """Returns the result of `function`, and the new arrays of the variables in `wrt` and of the others."""
-        model = nnx.merge(self._graph, _like(self.params, args[0]), _like(self.others, args[-1]))
-        returned = function(model, *args[1:-1], **kwargs)
-        new_graph, *variables = nnx.split(model, self._wrt, ...)
-        params, others = map(_arrays, variables)
-        check_model(new_graph == self._graph, (params, others), (args[0], args[-1]))
-        return returned, (params, others)
+        objects = nnx.merge(self._graph, *_like(self._variables, old))
+        without = self._treedef.flatten_up_to(((self._no_model, *args), kwargs))
+        leaves = [objects.get(i, x) for i, x in enumerate(without)]
+        args, kwargs = self._treedef.unflatten(leaves)
+        returned = function(*args, **kwargs)
+        graph, *variables = nnx.split(objects, *self._filters)
+        new = tuple(map(_arrays, variables))
+        self._check(new, old, graph)
+        return returned, new
 
-
-def check_model(is_same_graph: bool, new: PyTree, old: PyTree) -> None:
-    """Raises if `fun` changed what cannot go from micro-batch to micro-batch: which variables there are, or the graph.
-
-    `new` and `old` are the arrays of the model after and before `fun`.
-    """
-    new_paths, paths = (
-        {path for path, _ in jax.tree.leaves_with_path(tree)} for tree in (new, old)
-    )
-    for verb, differing in (("adds", new_paths - paths), ("removes", paths - new_paths)):
-        if differing:
-            name = min(trees.leaf_name(path[1:]) for path in differing)
+    def _check(self, new: PyTree, old: PyTree, graph: Any) -> None:
+        """Raises if `fun` changed what cannot go from micro-batch to micro-batch: the graph, or a variable's type."""
+        now, before = _kinds(new), _kinds(old)
+        for path in sorted(now | before, key=self._name):
+            was, given = (kinds.get(path, "missing") for kinds in (before, now))
+            if given != was:
+                raise ValueError(
+                    f"fun must leave every variable with its shape and dtype, but {self._name(path)} was {was} and is "
+                    f"{given}. Change the model before the call. Cast a new value in fun. If fun adds a variable, "
+                    "remove it in fun with nnx.pop, and return it as aux"
+                )
+        if graph != self._graph:
             raise ValueError(
-                f"fun {verb} the variable {name}, but it has to leave the model with the variables that it found. "
-                "Change the model before the call. If fun adds it, remove it in fun with nnx.pop, and return it as aux"
+                "fun changes the model beside its variables, such as a Python attribute, and the change would be "
+                "lost. Change it before the call, for example with model.train()"
             )
-    if not is_same_graph:
-        raise ValueError(
-            "fun changes the model beside its variables, such as a Python attribute, and the change would be lost. "
-            "Change it before the call, for example with model.train()"
-        )
+
+    def updated(self, grads: PyTree, state: PyTree) -> PyTree:
+        """Gives the objects their new state. Returns their gradients, in the place of each in the first argument."""
+        its_grads, its_state = _like(self._variables, [grads, state])
+        nnx.update(self._objects, its_state)
+        numbers = range(self._model.num_leaves)
+        return self._model.unflatten([its_grads.get(i, nnx.State({})) for i in numbers])
+
+    def _name(self, path: KeyPath) -> str:
+        _, argument, *outside = self._paths[path[0].key]
+        name = trees.leaf_name((*outside, *path[1:]))
+        at = jax.tree_util.keystr((argument,), simple=True)
+        return name if at == "0" else f"{name} of argument {at}"
 
 
-def _like(variables: PyTree, arrays: ArrayTree) -> PyTree:
+def _kinds(arrays: PyTree) -> dict[KeyPath, str]:
+    leaves = [(path[1:], x) for path, x in jax.tree.leaves_with_path(arrays)]
+    return {path: f"{jax.typeof(x).dtype} of shape {np.shape(x)}" for path, x in leaves}
+
+
+def _like(variables: PyTree, arrays: PyTree) -> PyTree:
     """Returns the variables with other arrays. A variable may hold a tree of them."""
     return jax.tree.unflatten(jax.tree.structure(variables), jax.tree.leaves(arrays))
 

@@ -39,16 +39,6 @@ def test_model_as_examples_has_two_roles():
         shrewjax.flax.value_and_grad(loss, 2, batch_argnums=(0, 1))(model(), X)
 
 
-def test_a_second_model_is_no_batch():
-    def distilled(model, teacher, x):
-        return jnp.mean((model(x) - teacher(x)) ** 2)
-
-    with pytest.raises(ValueError, match=r"^argument 1 is a model, Linear, .* pass batch_argnums=\(2,\)\. Otherwise"):
-        shrewjax.flax.value_and_grad(distilled, 2)(model(), model(), X)
-    value, _ = shrewjax.flax.value_and_grad(distilled, 2, batch_argnums=(2,))(model(), model(), X)
-    assert value == 0
-
-
 def test_gradients_without_variables_of_wrt_are_an_error_that_names_one():
     trained = model()
     optimizer = shrewjax.flax.Optimizer(trained, shrewjax.accumulate(optax.sgd(1.0), 2), wrt=nnx.Param)
