@@ -18,7 +18,7 @@ as they are, so that their names in a profile stay. A scan that adds is a new `l
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,7 +33,6 @@ from shrewjax._programs.jaxprs import (
     Atom,
     Equation,
     Jaxpr,
-    axes_of_constraints,
     constants_of,
     context_of,
     is_jit_disabled,
@@ -60,9 +59,6 @@ class Traced:
         self._closed: Jaxpr = hide_scatters(closed) if LOSES_SCATTERS else closed
         self.results: PyTree = jax.tree.unflatten(self._structure, closed.out_avals)  # their types
         self.numbers: PyTree = jax.tree.unflatten(self._structure, range(len(closed.out_avals)))
-
-    def axes_of_constraints(self) -> set[Hashable]:
-        return axes_of_constraints(self._closed)
 
     def __call__(self, *arguments: PyTree) -> PyTree:
         if (

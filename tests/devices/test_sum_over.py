@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close, quick_jit, rows_of_names
+from helpers import assert_close, quick_jit
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -112,8 +112,11 @@ MESHES = {
 }
 
 
+QUICK = {"Auto", "two axes in the other order", "parameters over the Explicit axis"}
+
+
 @pytest.mark.parametrize(
-    "name", rows_of_names(MESHES, ["Auto", "two axes in the other order", "parameters over the Explicit axis"])
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough) for name in MESHES]
 )
 def test_results_are_those_of_the_whole_batch(name):
     axes, sum_over, kind, batch_spec, spec = MESHES[name]
