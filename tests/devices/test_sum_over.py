@@ -263,6 +263,18 @@ def test_constant_pairs_on_a_mesh_of_two_axes_are_right_with_sum_over_and_wrong_
     assert error > 0.5 if micro_batches is None else error < 2e-6, error
 
 
+def test_a_loss_that_compares_examples_has_those_of_all_devices():
+    def features(params, x, y):
+        return {"x": x @ params["w"], "y": y + params["b"]}
+
+    def loss(params, z):
+        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(z["x"] @ z["y"].T)))
+
+    expected = jax.value_and_grad(lambda params, *batch: loss(params, features(params, *batch)))(PARAMS, X, Y)
+    step = shrewjax.contrastive_value_and_grad(features, loss, K, sum_over="data")
+    assert_close(on_eight(step, PARAMS, X, Y), expected, rtol=1e-5, atol=1e-6)
+
+
 class _Model(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
