@@ -335,9 +335,8 @@ class _Loss(NamedTuple):
     def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _MicroBatch:
         returned, grads = self.value_and_grad(*batch.arguments(i, carried), **batch.kwargs)
         # Only gradients may stay `unreduced`. A loss or an aux of the parameters alone may have the type `reduced`.
-        value, aux = jax.tree.map(
-            _reduced_over_devices, returned if self.has_aux else (returned, ())
-        )
+        with_aux = returned if self.has_aux else (returned, ())
+        value, aux = jax.tree.map(_reduced_over_devices, with_aux)
         if self.has_carry:
             aux, *carried = _aux_and_carry(aux)
         grads, overwritten = _overwritten.split(grads)
@@ -358,9 +357,8 @@ class _Loss(NamedTuple):
             # raises its error.
             with suppress(Exception):
                 own_params = marked(value, batch.own_params, batch.examples, axes)
-                return Traced(
-                    partial(self.results, batch._replace(own_params=own_params)), first, carried
-                )
+                marked_batch = batch._replace(own_params=own_params)
+                return Traced(partial(self.results, marked_batch), first, carried)
         return Traced(partial(self.results, batch), first, carried)
 
     def weight_of(self, batch: Batch, i: Number, carried: list[PyTree]) -> Scalar:
@@ -393,15 +391,14 @@ class _Loop(NamedTuple):
         # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
         of_value = Window(self.batch.steps, sum_over=self.window.axes).init(zero).gradient_sum
         sums = opened.gradient_sum._replace(value=of_value)
-        sums = jax.tree.map(
-            lambda total, x: retyped(total, unreduced=unreduced_axes(x), like=x),
-            sums,
-            like.averaged,
-        )
+
+        def typed_like(total: jax.Array, x: Leaf) -> jax.Array:
+            return retyped(total, unreduced=unreduced_axes(x), like=x)
+
+        sums = jax.tree.map(typed_like, sums, like.averaged)
         values = _overwritten.least(like.overwritten)
-        return self._of_device(
-            _LoopState(opened._replace(gradient_sum=sums), values, self.aux.open(), carried)
-        )
+        window = opened._replace(gradient_sum=sums)
+        return self._of_device(_LoopState(window, values, self.aux.open(), carried))
 
     def turn(self, state: _LoopState, i: jax.Array) -> tuple[_LoopState, list[jax.Array]]:
         weight = self.loss.weight_of(self.batch, i, state.carried)
@@ -427,14 +424,12 @@ class _Loop(NamedTuple):
             return self.traced(i, state.carried), state.window
         sums = state.window.gradient_sum
         leaves, structure = jax.tree.flatten(sums.gradients)
-        by_number = dict(
-            zip(jax.tree.leaves(self.traced.numbers.averaged.gradients), leaves, strict=True)
-        )
+        numbers = jax.tree.leaves(self.traced.numbers.averaged.gradients)
+        by_number = dict(zip(numbers, leaves, strict=True))
         # JAX has no slices of a sum whose type says that it is still to be taken over devices.
         wanted = {number: x for number, x in by_number.items() if not unreduced_axes(x)}
-        part, added = self.traced.added_to(
-            wanted, self.window.adder_in_loop(state.window, weight), i, state.carried
-        )
+        add = self.window.adder_in_loop(state.window, weight)
+        part, added = self.traced.added_to(wanted, add, i, state.carried)
         gradients = jax.tree.unflatten(structure, (by_number | added).values())
         return part, state.window._replace(gradient_sum=sums._replace(gradients=gradients))
 
@@ -447,10 +442,11 @@ class _Loop(NamedTuple):
 
     def averages(self, end: GradAccumulatorState, params: PyTree) -> _Averaged:
         # The one sum over devices of gradients whose parameters `traced` marked.
+        def summed(total: jax.Array, x: Leaf) -> jax.Array:
+            return retyped(total, unreduced=reduced_axes(x))
+
         types = end.gradient_sum._replace(gradients=params)
-        sums = jax.tree.map(
-            lambda total, x: retyped(total, unreduced=reduced_axes(x)), end.gradient_sum, types
-        )
+        sums = jax.tree.map(summed, end.gradient_sum, types)
         end, window = end._replace(gradient_sum=sums), self.window
         if self.batch.devices and self.loss.reduction != "sum":
             end = window.divided(end)

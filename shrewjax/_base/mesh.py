@@ -179,10 +179,7 @@ def is_bound(axis: Hashable) -> bool:
     """Returns whether collectives over this axis can be called here: an axis of `shard_map`, `pmap` or `vmap`."""
     try:
         lax.axis_size(axis)
-    except (
-        NameError,
-        ValueError,
-    ):  # ValueError: an int, which JAX takes for a dimension of an array
+    except (NameError, ValueError):  # the latter for an int, which may be a dimension
         return False
     return True
 
@@ -293,11 +290,9 @@ def mapped_axes() -> tuple[AxisNames, bool]:
 def varying_axes(x: Leaf) -> frozenset[Hashable]:
     """Returns the mapped axes over which an array, or a type, varies. Empty if types are not tracked."""
     aval = _type_of(x)
-    if hasattr(
-        aval, "manual_axis_type"
-    ):  # since JAX 0.10.0; None for a `jax.ShapeDtypeStruct` without mapped axes
-        return aval.manual_axis_type.varying if aval.manual_axis_type else frozenset()
-    return getattr(aval, "vma", None) or frozenset()
+    # `manual_axis_type`: JAX 0.10.0. It is None for a `jax.ShapeDtypeStruct` without mapped axes.
+    varying = getattr(getattr(aval, "manual_axis_type", None), "varying", frozenset())
+    return varying or getattr(aval, "vma", None) or frozenset()
 
 
 def partition_axes(x: Leaf) -> MeshAxes:

@@ -246,7 +246,7 @@ def pairs(w, ids, dense):
 
 @pytest.mark.parametrize("micro_batches", [None, pytest.param(1, marks=pytest.mark.thorough), 4])
 def test_constant_pairs_on_a_mesh_of_two_axes_are_right_with_sum_over_and_wrong_in_plain_jax(micro_batches):
-    """The page says so, and names versions. If JAX alone becomes right, it needs another word there."""
+    """The page says so, and names versions. Once JAX alone is right, it needs another word there."""
     shapes = {"tables": (4, 40, 32), "shared": (40, 32), "bottom": (13, 32), "top": (37, 1)}
     w = {name: RNG.normal(size=shape).astype("f") for name, shape in shapes.items()}
     batch = RNG.integers(0, 40, size=(B, 4, 2)), RNG.normal(size=(B, 13)).astype("f")
@@ -260,7 +260,8 @@ def test_constant_pairs_on_a_mesh_of_two_axes_are_right_with_sum_over_and_wrong_
         _, grads = jax.jit(differentiated)(placed, *jax.device_put(batch, NamedSharding(mesh, P("data"))))
     _, expected = quick_jit(jax.value_and_grad(pairs))(w, *batch)
     error = max(np.abs(grads[name] - expected[name]).max() / np.abs(expected[name]).max() for name in w)
-    assert error > 0.5 if micro_batches is None else error < 2e-6, error
+    is_wrong = micro_batches is None and jax.__version_info__ >= (0, 10)  # older ones are not known
+    assert error > 0.5 if is_wrong else micro_batches is None or error < 2e-6, error
 
 
 def test_a_loss_that_compares_examples_has_those_of_all_devices():
