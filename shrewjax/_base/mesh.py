@@ -291,8 +291,9 @@ def varying_axes(x: Leaf) -> frozenset[Hashable]:
     """Returns the mapped axes over which an array, or a type, varies. Empty if types are not tracked."""
     aval = _type_of(x)
     # `manual_axis_type`: JAX 0.10.0. It is None for a `jax.ShapeDtypeStruct` without mapped axes.
-    varying = getattr(getattr(aval, "manual_axis_type", None), "varying", frozenset())
-    return varying or getattr(aval, "vma", None) or frozenset()
+    if hasattr(aval, "manual_axis_type"):
+        return aval.manual_axis_type.varying if aval.manual_axis_type else frozenset()
+    return getattr(aval, "vma", None) or frozenset()
 
 
 def partition_axes(x: Leaf) -> MeshAxes:
