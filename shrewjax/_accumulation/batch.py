@@ -6,6 +6,7 @@ whole.
 
 import math
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +66,7 @@ class Batch(NamedTuple):
     examples: dict[int, PyTree]  # as `_split_examples` returns them
     steps: int  # number of micro-batches
     first_number: Number  # of the device's first micro-batch, over all devices
+    devices: int  # over which the call itself maps the examples, or 0
 
     def with_role(self, name: str) -> tuple[PyTree, ...]:
         return tuple(self.args[at] for at in self.roles[name])
@@ -77,10 +79,39 @@ class Batch(NamedTuple):
         return [replaced.get(at, x) for at, x in enumerate(self.args)]
 
     def whole_arguments(self) -> list[PyTree]:
-        """Returns the arguments of the whole batch. Copies the trees, because `fun` may change them."""
-        return jax.tree.map(
-            lambda x: x, [self.own_params.get(at, x) for at, x in enumerate(self.args)]
-        )
+        """Returns the arguments of the whole batch on all devices. If the call maps it, its examples are zeros.
+
+        Copies the trees, because `fun` may change them.
+        """
+        replaced = dict(self.own_params)
+        if self.devices:
+            rows = self.steps * self.devices
+            replaced |= jax.tree.map(
+                lambda x: jnp.zeros((len(x) * rows, *x.shape[2:]), x.dtype), self.examples
+            )
+        return jax.tree.map(lambda x: x, [replaced.get(at, x) for at, x in enumerate(self.args)])
+
+    def to_map(self) -> "Batch":
+        """Returns the batch without its examples, and with each other array once."""
+        args = tuple(() if at in self.examples else x for at, x in enumerate(self.args))
+        return self._replace(args=args, examples={}, own_params={})
+
+    def of_device(self, examples: dict[int, PyTree], axes: AxisNames) -> "Batch":
+        """Returns a batch without examples, with those of this device."""
+        own_params = {at: self.args[at] for at in self.roles["argnums"]}
+        first = device_index(axes) * self.steps
+        return self._replace(examples=examples, own_params=own_params, first_number=first)
+
+    def own_keys(self, carried: list[PyTree]) -> list[PyTree]:
+        """Returns the carry with which a device begins. If the call maps it, each device has its own typed keys."""
+
+        def fold(x: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return x
+            of_device = partial(jax.random.fold_in, data=self.first_number)
+            return jax.vmap(of_device)(x.reshape(-1)).reshape(x.shape)
+
+        return jax.tree.map(fold, carried) if self.devices else carried
 
 
 def batch_of_arguments(
@@ -89,10 +120,16 @@ def batch_of_arguments(
     roles: dict[str, tuple[int, ...]],
     steps: int,
     axes: AxisNames,
+    devices: int,
 ) -> Batch:
+    """Returns the arguments of one call by their roles.
+
+    `axes` are those mapped axes over which the examples are divided already. `devices` is the number of devices over
+    which they will be, or 0.
+    """
     first_number = device_index(axes) * steps if axes else 0
     _check_parameters({at: args[at] for at in roles["argnums"]})
-    examples = _split_examples({at: args[at] for at in roles["batch_argnums"]}, steps)
+    examples = _split_examples({at: args[at] for at in roles["batch_argnums"]}, steps, devices)
     if steps > 1:
         with_role = {at for positions in roles.values() for at in positions}
         _check_whole({at: x for at, x in enumerate(args) if at not in with_role}, kwargs, examples)
@@ -101,7 +138,7 @@ def batch_of_arguments(
     own_params = {
         at: jax.tree.map(lambda x: as_varying(x, axes), args[at]) for at in roles["argnums"]
     }
-    return Batch(args, kwargs, roles, own_params, examples, steps, first_number)
+    return Batch(args, kwargs, roles, own_params, examples, steps, first_number, devices)
 
 
 def _check_parameters(params: dict[int, PyTree]) -> None:
@@ -119,7 +156,9 @@ def _check_parameters(params: dict[int, PyTree]) -> None:
     jax.tree.map_with_path(check, params)
 
 
-def _split_examples(arguments: dict[int, PyTree], steps: int) -> dict[int, PyTree]:
+def _split_examples(
+    arguments: dict[int, PyTree], steps: int, devices_to_map: int
+) -> dict[int, PyTree]:
     """Returns arrays of shape (B, ...) as (B / K, K, ...), in which the second axis numbers the micro-batches.
 
     If the first axis is sharded over devices, each device's examples are so divided among all micro-batches.
@@ -153,13 +192,14 @@ def _split_examples(arguments: dict[int, PyTree], steps: int) -> dict[int, PyTre
                 "take it over the real ones, too"
             )
         x = jnp.asarray(x)
-        devices = _devices_along_first_axis(x)
+        devices = devices_to_map or _devices_along_first_axis(x)
         if count // steps % devices:
             padded = -(-count // (steps * devices)) * steps * devices
+            remedy = "leave out sum_over" if devices_to_map else "use a mesh with Auto axes"
             raise ValueError(
                 f"{name} has {count} examples, sharded over {devices} devices, in micro-batches of {count // steps}, "
                 f"which {devices} does not divide. Pad the batch to {padded}, and let weight= count the real ones. Or "
-                "use a mesh with Auto axes, on which examples may move between devices"
+                f"{remedy}, so that examples may move between devices"
             )
         return x.reshape(count // steps, steps, *rest)
 

@@ -396,6 +396,17 @@ class Window:
             already_begun(state), arrays, weight, None, is_present=is_present & unknown_true()
         ).state
 
+    def divided(self, state: AnyState) -> AnyState:
+        """Returns a window of rows whose sums are divided by the weight of all devices, to be closed as a "sum".
+
+        Then nothing stands between the sum of gradients over devices and the slice that a device keeps. XLA makes one
+        reduce-scatter of both (tests/devices/test_network.py, "FSDP").
+        """
+        (weight_sum,) = row_sums([state.weight_sum], self.axes or ())
+        scale = _reciprocal(weight_sum, weight_sum != 0)
+        sums = jax.tree.map(lambda x: _scaled(x, scale) if x.ndim else x, state.gradient_sum)
+        return state._replace(gradient_sum=sums)
+
     def adder_in_loop(
         self, state: AnyState, weight: Number
     ) -> Callable[[jax.Array, jax.Array], jax.Array]:

@@ -174,6 +174,19 @@ def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.
     return lax.psum(sums, axes) if is_mapped(axes) else sums
 
 
+def one_over(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
+    """Returns the mean of a floating array over devices, and the largest of any other, which they should have alike."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = lax.pmax(jax.random.key_data(x), axes)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, axes)
+
+
+def joined_over(x: jax.Array, axes: tuple[Hashable, ...], axis: int) -> jax.Array:
+    """Returns the arrays of all devices, concatenated."""
+    return lax.all_gather(x, axes, axis=axis, tiled=True)
+
+
 def combined_over(
     axes: tuple[Hashable, ...], names: Sequence[str], arrays: Sequence[jax.Array]
 ) -> list[jax.Array]:

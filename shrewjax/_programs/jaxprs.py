@@ -9,7 +9,7 @@ apart, so that a function runs as JAX traced it. `tests/programs/test_jaxprs.py`
 ("names_are_those_of_this_jax"), and that others do no harm ("other_names").
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -83,6 +83,16 @@ def context_of(equation: Equation) -> AbstractContextManager[Any]:
 
 def jaxprs_in(equation: Equation) -> Iterator[Jaxpr]:
     return (x for x in jax.tree.leaves(equation.params, is_leaf=is_jaxpr) if is_jaxpr(x))
+
+
+def axes_of_constraints(jaxpr: Jaxpr) -> set[Hashable]:
+    """Returns the mesh axes over which a jaxpr, or one inside it, asks to shard arrays."""
+    found: set[Hashable] = set()
+    for equation in opened(jaxpr).eqns:
+        spec = getattr(equation.params.get("sharding"), "spec", ())
+        inner = map(axes_of_constraints, jaxprs_in(equation))
+        found.update(jax.tree.leaves(tuple(spec)), *inner)
+    return found
 
 
 def jaxpr_of_call(equation: Equation) -> Jaxpr | None:

@@ -346,7 +346,7 @@ def carry_loss(params, x, carry):
         (r"reduction must be one of", {"reduction": "average"}),
         (r"nonfinite must be one of 'propagate', 'drop_microbatch', got", {"nonfinite": "drop_window"}),
         (r"accumulator_dtype must be", {"accumulator_dtype": "int32"}),
-        (r"sum_over \('data',\): no axis of this name is mapped here", {"sum_over": "data"}),
+        (r"sum_over must name mapped axes, or axes of the mesh", {"sum_over": "data"}),
         (r"carry_argnum needs has_aux=True", {"carry_argnum": 2, "has_aux": False}),
         (r"aux needs has_aux=True", {"aux": "sum", "has_aux": False}),
         (r"carry_argnum must be a Python int", {"carry_argnum": (2,), "has_aux": True}),
