@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shrewjax._accumulation._micro_batch import emptied_rows, without_rows
+from shrewjax._accumulation import _rows
 from shrewjax._accumulation.window import (
     WINDOW_STATES,
     AccumSteps,
@@ -201,7 +201,7 @@ def _add_and_run(
     adds_nothing = not isinstance(weight, jax.Array) and np.ndim(weight) == 0 and weight == 0
     takes_value = value is not None or (adds_nothing and _takes_value(inner))
     added = window.advance(state, grads, weight, value, flush=closes, when_full=True)
-    like = without_rows(grads, window.axes)
+    like = _rows.without_rows(grads, window.axes)
     inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
     run = _run_on_rows if window.axes else _run_on_average
     returned, after = run(window, added, state.value, _Inner(inner, inner_step, like, takes_value))
@@ -266,7 +266,7 @@ def _run_on_rows(
             # (tests/devices/test_accelerators.py, "closing_calls_alone").
             ran = optax.tree.where(average.has_weight, ran, inner.step.skipped(ran[0]))
             measured = optax.tree.where(average.has_weight, measured, (value, noise))
-        emptied = emptied_rows(rows, average.gradients, window.axes or ())
+        emptied = _rows.emptied(rows, average.gradients, window.axes or ())
         return ran[0], _After(ran[1], jnp.asarray(average.has_weight), emptied, *measured)
 
     idle = _After(inner.step.state, jnp.zeros((), bool), rows, value, noise)

@@ -1,7 +1,7 @@
 """The way from Optax's states to this package's, for a job that is running.
 
 `from_optax` walks the saved state and a new one together. Nodes of one type are taken from the saved state, leaf by
-leaf. `_WAYS` has the other pairs of types that correspond. Any other pair is an error.
+leaf. `_Walk.converted` has the other pairs of types that correspond. Any other pair is an error.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,6 @@ from shrewjax._base.mesh import is_traced, mapped_axes
 from shrewjax._base.states import init_with_notes, without_variables
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import AnyState, Function, KeyPath, Leaf, PyTree
-from shrewjax._clipping.elements import ClipByPercentileState
-from shrewjax._clipping.global_norm import (
-    ClipByGlobalNormState,
-    ClipByNormPercentileState,
-    ClipByNormZscoreState,
-)
-from shrewjax._clipping.unit_norms import (
-    AdaptiveGradClipState,
-    ClipByBlockRmsState,
-    ClipByLeafNormEmaState,
-    ClipByLeafNormState,
-)
 from shrewjax._numerics import floats
 from shrewjax._skipping.guards import SkipNonfiniteState
 
@@ -143,6 +131,11 @@ _SAME_ORDER = (
 )
 
 
+def _is_rule(state: AnyState) -> bool:
+    """Returns whether a state is that of a clipping rule: one that measures and wraps nothing."""
+    return hasattr(type(state), "metrics") and not hasattr(state, "inner_state")
+
+
 class _Walk:
     """One pass over both states. `noted` has the arguments of the windows in the new one."""
 
@@ -150,8 +143,14 @@ class _Walk:
         self.noted = noted
 
     def converted(self, at: _Place, old: PyTree, fresh: PyTree) -> PyTree:
-        way = _WAYS.get((type(old), type(fresh)))
-        return way(self, at, old, fresh) if way else _mapped(at, old, fresh, self.converted, _taken)
+        match old, fresh:
+            case optax.MultiStepsState(), AccumulateState():
+                return self.window(at, old, fresh)
+            case optax.ApplyIfFiniteState(), SkipNonfiniteState():
+                return self.guard(at, old, fresh)
+            case optax.EmptyState(), _ if _is_rule(fresh):
+                return fresh
+        return _mapped(at, old, fresh, self.converted, _taken)
 
     def window(
         self, at: _Place, old: optax.MultiStepsState, fresh: AccumulateState
@@ -214,25 +213,6 @@ class _Walk:
                 at.field("inner_state", "inner_state"), old.inner_state, fresh.inner_state
             ),
         )
-
-
-def _fresh(_walk: _Walk, _at: _Place, _old: optax.EmptyState, fresh: PyTree) -> PyTree:
-    return fresh
-
-
-_WAYS: dict[tuple[type, type], Function] = {
-    (optax.MultiStepsState, AccumulateState): _Walk.window,
-    (optax.ApplyIfFiniteState, SkipNonfiniteState): _Walk.guard,
-    (optax.EmptyState, AdaptiveGradClipState): _fresh,
-    (optax.EmptyState, ClipByBlockRmsState): _fresh,
-    (optax.EmptyState, ClipByGlobalNormState): _fresh,
-    (optax.EmptyState, ClipByLeafNormEmaState): _fresh,
-    (optax.EmptyState, ClipByLeafNormState): _fresh,
-    (optax.EmptyState, ClipByNormPercentileState): _fresh,
-    (optax.EmptyState, ClipByNormZscoreState): _fresh,
-    (optax.EmptyState, ClipByPercentileState): _fresh,
-}
-"""The pairs of types that differ and correspond. Every other pair of different types is an error."""
 
 
 def _mapped(

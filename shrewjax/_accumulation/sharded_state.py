@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shrewjax._accumulation import _micro_batch
-from shrewjax._accumulation._micro_batch import sharding_of
+from shrewjax._accumulation import _rows
 from shrewjax._accumulation.window import WINDOW_STATES
 from shrewjax._base import trees
 from shrewjax._base.types import AnyState, KeyPath, Leaf, PyTree, State
@@ -76,7 +75,7 @@ def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None 
         return names if names in axis_names else None
 
     def spec(path: KeyPath, x: Leaf) -> P:
-        sharding = sharding_of(x)
+        sharding = _rows.sharding_of(x)
         if sharding is not None:
             return P(*map(of_axis_names, sharding.spec))
         if not isinstance(x, jax.Array) and np.shape(x) != ():
@@ -171,7 +170,7 @@ def _with_rows_of(x: Leaf, like: Leaf) -> Leaf:
         or x.shape[1:] != like.shape[1:]
     ):
         return x
-    return _micro_batch.redistribute_rows(x, like)
+    return _rows.redistributed(x, like)
 
 
 def _place(path: KeyPath, x: Leaf, like: Leaf) -> jax.Array:

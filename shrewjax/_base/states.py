@@ -1,13 +1,15 @@
 """States: named tuples of arrays, the few helpers that several share, and `metrics`, which finds what they measured.
 
 `described` turns the description beside each field into the docstring that `help` shows. A state that measured
-something returns its scalars from a method `metrics`. A state does not hold the arguments of its transformation. An
-`init` can `note` them for a caller that asks by `init_with_notes`.
+something returns its scalars from a method `metrics`.
+
+A state does not hold the arguments of its transformation, and `from_optax` needs some of them. So an `init` can `note`
+them for a caller that asks by `init_with_notes`.
 """
 
 import re
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import TypeAlias, get_type_hints
 
@@ -65,11 +67,9 @@ def init_with_notes(
 ) -> tuple[AnyState, Callable[[Leaf], Notes | None]]:
     """Returns `init(params)`, and a function that returns what was noted with an array of this state, at any depth."""
     notes: list[tuple[Leaf, Notes]] = []
-    token = _notes.set(notes)
-    try:
-        state = init(params)
-    finally:
-        _notes.reset(token)
+    context = copy_context()
+    context.run(_notes.set, notes)
+    state = context.run(init, params)
     return state, lambda key: next((arguments for array, arguments in notes if array is key), None)
 
 

@@ -107,15 +107,6 @@ def test_traced_weights_whose_sum_is_out_of_range_make_the_average_nan(case, red
     assert np.isnan(updates).all()
 
 
-def test_a_nan_among_the_weights_of_devices_makes_the_average_nan():
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
-    params = jax.device_put(jnp.zeros(3), jax.sharding.NamedSharding(mesh, jax.P()))
-    tx = shrewjax.accumulate(recorder(), 1, sum_over="data")
-    updates, state = jax.jit(tx.update)(jnp.ones((2, 3)), tx.init(params), weight=jnp.float32([1, jnp.nan]))
-    assert bool(state.applied)
-    assert np.isnan(updates).all()
-
-
 def test_traced_weight_that_the_backend_may_flush_to_zero_is_zero_or_makes_the_average_nan():
     tx = shrewjax.accumulate(recorder(), 1)
     updates, state = run(tx, [(vector(3.0), {"weight": jnp.float32(1e-40)})], vector(0.0))[-1]
