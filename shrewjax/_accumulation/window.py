@@ -497,8 +497,7 @@ def _zeros_like(x: jax.Array, dtype: DType, _name: str) -> jax.Array:
 
 def _reciprocal(weight_sum: jax.Array, has_weight: Flag) -> jax.Array:
     """Returns 1 / weight_sum, 1 if the weight is 0, or NaN if the weight sum is out of range."""
-    in_range = (weight_sum >= arguments.LEAST_WEIGHT) & (weight_sum <= arguments.LARGEST_WEIGHT)
-    checked = jnp.where(in_range, weight_sum, jnp.nan)
+    checked = jnp.where(arguments.is_weight(weight_sum), weight_sum, jnp.nan)
     return 1 / jnp.where(has_weight, checked, jnp.ones_like(weight_sum))
 
 

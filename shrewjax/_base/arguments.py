@@ -42,6 +42,11 @@ LEAST_WEIGHT, LARGEST_WEIGHT = 2.0**-30, 2.0**100
 flushed."""
 
 
+def is_weight(number: Scalar) -> Flag:
+    """Returns whether a weight other than 0, or a sum of weights, is in range. A NaN is not."""
+    return (number >= LEAST_WEIGHT) & (number <= LARGEST_WEIGHT)
+
+
 def threshold(name: str, value: Argument) -> Scalar:
     """Returns a threshold: a real scalar that is neither negative nor NaN if its value is known."""
     return real(name, value, at_least=0)
@@ -203,18 +208,23 @@ def require_arguments_of_fun(
 
 
 def weight(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:
-    """Returns a micro-batch's weight: a Python number in range, or an array of one of `shapes`. True is 1, False 0."""
+    """Returns a micro-batch's weight: a Python number in range, or an array of one of `shapes`. True is 1, False 0.
+
+    In an array, NaN takes the place of each weight that would be refused as a Python number.
+    """
     if isinstance(value, np.ndarray) and value.shape != ():
         value = jnp.asarray(value)
     if isinstance(value, jax.Array):
-        is_flag = value.dtype == np.bool
-        return _real_array("weight", value.astype(jnp.float32) if is_flag else value, shapes)
+        if value.dtype == np.bool:
+            return _real_array("weight", value.astype(jnp.float32), shapes)
+        given = _real_array("weight", value, shapes)
+        return jnp.where((given == 0) | is_weight(given), given, jnp.nan)
     if isinstance(value, bool | np.bool) or (
         isinstance(value, np.ndarray) and value.dtype == np.bool
     ):
         value = float(value)
     number = _static_real("weight", value, "a real scalar >= 0")
-    if number != 0 and not LEAST_WEIGHT <= number <= LARGEST_WEIGHT:
+    if number != 0 and not is_weight(number):
         raise ValueError(f"weight must be 0, or between 2**-30 and 2**100, got {value!r}")
     return number
 

@@ -5,9 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from helpers import compiled
 from recording import recorder
 
 import shrewjax
+
+
+@functools.cache
+def one_call_over_devices():
+    return compiled(shrewjax.accumulate(recorder(), 1, sum_over="data"))
 
 
 @functools.cache
@@ -16,9 +23,11 @@ def params_on_two_devices():
     return jax.device_put(jnp.zeros(3), jax.sharding.NamedSharding(mesh, jax.P()))
 
 
-def test_a_nan_among_the_weights_of_devices_makes_the_average_nan():
+@pytest.mark.parametrize("weight", [np.nan, -1.0, 2.0**-31])
+def test_a_weight_of_one_device_that_python_would_refuse_makes_the_average_nan(weight):
+    """Also if the sum over devices is in range, such as 3 - 1."""
     params = params_on_two_devices()
-    tx = shrewjax.accumulate(recorder(), 1, sum_over="data")
-    updates, state = jax.jit(tx.update)(jnp.ones((2, 3)), tx.init(params), weight=jnp.float32([1, jnp.nan]))
+    tx = one_call_over_devices()
+    updates, state = tx.update(jnp.ones((2, 3)), tx.init(params), params, weight=jnp.float32([3, weight]))
     assert bool(state.applied)
     assert np.isnan(updates).all()
