@@ -6,6 +6,7 @@
 
 import difflib
 import inspect
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -153,7 +154,7 @@ def accumulate(
     "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
     """
     # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
-    if isinstance(inner, Accumulation):
+    if isinstance(inner, Accumulation | optax.MultiSteps):
         raise ValueError(f"inner is itself an accumulation. {_NESTED}")
     wrapped = inner_transformation(inner)
     window = Window(
@@ -389,7 +390,8 @@ def apply_gradients(
       The new parameters and the new state.
 
     Raises:
-      ValueError: `weight` or `flush` without a window in `opt_state`; a parameter is no array or number.
+      ValueError: `tx` is no transformation; `weight` or `flush` without a window in `opt_state`; a parameter is no
+        array or number.
       Exception: an error of `tx.update`.
 
     Example:
@@ -403,6 +405,10 @@ def apply_gradients(
 
     Source: the result is that of `tx.update` and `optax.apply_updates`, Optax's own two calls.
     """
+    if isinstance(tx, Mapping) or not hasattr(tx, "update"):
+        raise ValueError(
+            f"tx must be a transformation, got {type(tx).__name__}. Pass tx, grads, opt_state and params, in this order"
+        )
     wanted = [name for name in ("weight", "flush") if name in extra_args and not declares(tx, name)]
     if wanted and not isinstance(tx, Accumulation) and not _windows_in(opt_state):
         raise ValueError(

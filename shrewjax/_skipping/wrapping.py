@@ -166,7 +166,15 @@ def _update_by(step_fn: StepFn) -> optax.TransformUpdateExtraArgsFn:
 def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` as a transformation that takes extra arguments. Raises if it is no transformation."""
     if not isinstance(inner, optax.GradientTransformation):
-        raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}")
+        is_made_of_one = hasattr(inner, "gradient_transformation")  # optax.MultiSteps
+        raise ValueError(
+            f"inner must be an optax.GradientTransformation, got {type(inner).__name__}. "
+            + (
+                "Pass its gradient_transformation()"
+                if is_made_of_one
+                else "Pass it first, before the other arguments"
+            )
+        )
     inner = optax.with_extra_args_support(inner)
     return inner._replace(init=lambda params: _without_numbers(inner.init(params)))
 

@@ -23,6 +23,17 @@ def params_on_two_devices():
     return jax.device_put(jnp.zeros(3), jax.sharding.NamedSharding(mesh, jax.P()))
 
 
+def test_a_call_without_a_gradient_of_a_bare_parameter_counts():
+    params = params_on_two_devices()
+    tx = shrewjax.accumulate(recorder(), 2, sum_over="data")
+    _, state = tx.update(None, tx.init(params), params)
+    assert int(state.micro_step) == 1
+    np.testing.assert_array_equal(state.weight_sum, [1, 1])
+    updates, state = tx.update(jnp.full((2, 3), 4.0), state, params)
+    assert int(state.windows) == 1
+    np.testing.assert_array_equal(updates, [2, 2, 2])
+
+
 @pytest.mark.parametrize("weight", [np.nan, -1.0, 2.0**-31])
 def test_a_weight_of_one_device_that_python_would_refuse_makes_the_average_nan(weight):
     """Also if the sum over devices is in range, such as 3 - 1."""

@@ -322,7 +322,7 @@ def test_metrics_look_through_guards():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: shrewjax.skip_nonfinite(3), r"inner must be an optax.GradientTransformation, got 3"),
+        (lambda: shrewjax.skip_nonfinite(3), r"inner must be .*, got int\. Pass it first, before the other arguments"),
         (lambda: shrewjax.skip_nonfinite(INNER, at_limit="zero_nonfinite"), r"'zero_nonfinite'.*Pass max_consecutive"),
         (lambda: shrewjax.skip_nonfinite(INNER, max_consecutive=0, at_limit="keep_skipping"), r"max_consecutive must"),
         (lambda: shrewjax.skip_nonfinite(INNER, max_consecutive=3, at_limit="apply"), r"at_limit must be one of"),
