@@ -91,8 +91,8 @@ def accumulate(
                                                       `accum_steps`
     a window of weight 0                              inner does not run, updates are zeros
     a Python or NumPy weight out of range or NaN      an error
-    a JAX array's weight, or a sum of weights, that   the average is NaN, under every `nonfinite`; a `"sum"` is not
-    is out of range or NaN                            multiplied or divided, and not affected
+    an array's weight, or a sum of weights, that is   the average is NaN, under every `nonfinite`; a `"sum"` is not
+    out of range or NaN                               multiplied or divided, and not affected
     a product w g, or a sum, too large for its dtype  the average is infinite or NaN, under every `nonfinite`
     a product w g below the smallest normal number    may be flushed to 0; larger weights avoid it
     accum_steps shrinks, by schedule or on resuming   the open window closes at its next step, if it has as many

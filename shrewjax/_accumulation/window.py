@@ -227,7 +227,7 @@ class Window:
         if is_step and self.nonfinite == "extend_window":
             is_step = ~jnp.asarray(is_nonfinite)
         micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
-        weight_sum = state.weight_sum + kept_weight
+        weight_sum = state.weight_sum + _checked_weight(weight, kept_weight)
         window_bad = state.window_bad
         if self.nonfinite == "drop_window":
             window_bad = window_bad | is_nonfinite
@@ -493,6 +493,18 @@ def _scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _zeros_like(x: jax.Array, dtype: DType, _name: str) -> jax.Array:
     return jnp.zeros_like(x, dtype=dtype)
+
+
+def _checked_weight(weight: Scalar, kept_weight: jax.Array) -> jax.Array:
+    """Returns what the window's weight grows by: NaN for an array's weight that Python numbers may not have.
+
+    The average is then NaN. Gradients are multiplied by the weight itself, because a select in their factor keeps XLA
+    on CUDA from moving an all-reduce out of a loop (tests/devices/test_accelerators.py, "once_after_the_loop").
+    """
+    if isinstance(weight, float):
+        return kept_weight
+    is_valid = (kept_weight == 0) | arguments.is_weight(kept_weight)
+    return jnp.where(is_valid, kept_weight, jnp.nan)
 
 
 def _reciprocal(weight_sum: jax.Array, has_weight: Flag) -> jax.Array:

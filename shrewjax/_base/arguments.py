@@ -208,17 +208,12 @@ def require_arguments_of_fun(
 
 
 def weight(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:
-    """Returns a micro-batch's weight: a Python number in range, or an array of one of `shapes`. True is 1, False 0.
-
-    In an array, NaN takes the place of each weight that would be refused as a Python number.
-    """
+    """Returns a micro-batch's weight: a Python number in range, or an array of one of `shapes`. True is 1, False 0."""
     if isinstance(value, np.ndarray) and value.shape != ():
         value = jnp.asarray(value)
     if isinstance(value, jax.Array):
-        if value.dtype == np.bool:
-            return _real_array("weight", value.astype(jnp.float32), shapes)
-        given = _real_array("weight", value, shapes)
-        return jnp.where((given == 0) | is_weight(given), given, jnp.nan)
+        is_flag = value.dtype == np.bool
+        return _real_array("weight", value.astype(jnp.float32) if is_flag else value, shapes)
     if isinstance(value, bool | np.bool) or (
         isinstance(value, np.ndarray) and value.dtype == np.bool
     ):
