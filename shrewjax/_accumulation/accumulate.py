@@ -28,7 +28,13 @@ from shrewjax._accumulation.window import (
 )
 from shrewjax._base import arguments, trees
 from shrewjax._base.branches import run_if
-from shrewjax._base.states import increment_if, note, without_variables
+from shrewjax._base.states import (
+    increment_if,
+    nodes_in,
+    note,
+    require_one_window,
+    without_variables,
+)
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
     AnyState,
@@ -95,6 +101,8 @@ def accumulate(
     out of range or NaN                               multiplied or divided, and not affected
     a product w g, or a sum, too large for its dtype  the average is infinite or NaN, under every `nonfinite`
     a product w g below the smallest normal number    may be flushed to 0; larger weights avoid it
+    reverse-mode derivatives of the average, with a   NaN, because JAX multiplies the NaN by 0; forward mode is right
+    NaN in a micro-batch that is not kept
     accum_steps shrinks, by schedule or on resuming   the open window closes at its next step, if it has as many
     a gradient of None where there is a parameter     adds zero
     integer, boolean and key parameters               have no sum and get zero updates; their gradients are of the
@@ -168,7 +176,7 @@ def accumulate(
 
     def init_fn(params: optax.Params) -> AccumulateState:
         inner_state = wrapped.init(params)
-        if nested := _nodes_in(inner_state, (*WINDOW_STATES, optax.MultiStepsState)):
+        if nested := nodes_in(inner_state, (*WINDOW_STATES, optax.MultiStepsState)):
             raise ValueError(
                 f"inner has an accumulation inside, whose state is {type(nested[0]).__name__}. {_NESTED}"
             )
@@ -487,7 +495,8 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
     Raises:
       AssertionError: from chex; under `chex.chexify` when the program runs.
       RuntimeError: from chex, in a jitted function that is not inside `chex.chexify`.
-      ValueError: the state contains no window; `accum_steps` is a function.
+      ValueError: the state contains no window, or one inside a window of `optax.MultiSteps`; `accum_steps` is a
+        function.
 
     Example:
       >>> tx = accumulate(optax.sgd(0.1), 2)
@@ -505,6 +514,7 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
             f"accum_steps must be a number of micro-batches, got {accum_steps!r}. Pass the schedule's value for this "
             "window, accum_steps(state.windows)"
         )
+    require_one_window(without_variables(opt_state))
     windows = _windows_in(opt_state)
     if not windows:
         raise ValueError(
@@ -523,12 +533,7 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
 
 
 def _windows_in(opt_state: AnyState) -> list[AnyState]:
-    return _nodes_in(without_variables(opt_state), WINDOW_STATES)
-
-
-def _nodes_in(state: AnyState, kinds: tuple[type, ...]) -> list[AnyState]:
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
-    return [x for x in nodes if isinstance(x, kinds)]
+    return nodes_in(without_variables(opt_state), WINDOW_STATES)
 
 
 def _assert_values(is_valid: jax.Array, message: str) -> None:

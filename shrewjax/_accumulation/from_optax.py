@@ -15,7 +15,7 @@ from shrewjax._accumulation.window import AccumulateState
 from shrewjax._base.mesh import is_traced, mapped_axes
 from shrewjax._base.states import init_with_notes, without_variables
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import AnyState, Function, KeyPath, Leaf, PyTree
+from shrewjax._base.types import AnyState, DType, Function, KeyPath, Leaf, PyTree
 from shrewjax._numerics import floats
 from shrewjax._skipping.guards import SkipNonfiniteState
 
@@ -167,7 +167,7 @@ class _Walk:
                 "Call from_optax outside of it",
             )
         _check_skip_state(at.field("skip_state", "dropped"), old.skip_state, noted["nonfinite"])
-        micro_step = _taken(at.field("mini_step", "micro_step"), old.mini_step, fresh.micro_step)
+        micro_step = _count(at.field("mini_step", "micro_step"), old.mini_step, fresh.micro_step)
         # The weight and the sums of each row: of the whole window, or of one device.
         weight = micro_step.astype(fresh.weight_sum.dtype)
         factor = (
@@ -187,7 +187,7 @@ class _Walk:
         )
         return fresh._replace(
             micro_step=micro_step,
-            windows=_taken(at.field("gradient_step", "windows"), old.gradient_step, fresh.windows),
+            windows=_count(at.field("gradient_step", "windows"), old.gradient_step, fresh.windows),
             weight_sum=_filled(fresh.weight_sum, weight),
             value_sum=_filled(fresh.value_sum, unknown),
             noise=noise,
@@ -203,10 +203,10 @@ class _Walk:
         self, at: _Place, old: optax.ApplyIfFiniteState, fresh: SkipNonfiniteState
     ) -> SkipNonfiniteState:
         return fresh._replace(
-            skipped=_taken(
+            skipped=_count(
                 at.field("total_notfinite", "skipped"), old.total_notfinite, fresh.skipped
             ),
-            consecutive=_taken(
+            consecutive=_count(
                 at.field("notfinite_count", "consecutive"), old.notfinite_count, fresh.consecutive
             ),
             inner_state=self.converted(
@@ -249,13 +249,28 @@ def _taken(at: _Place, x: Leaf, like: Leaf) -> jax.Array:
     Raises unless their shapes and dtypes agree. A Python number is cast.
     """
     like = like if hasattr(like, "dtype") else jnp.asarray(like)
-    if (
-        isinstance(x, bool | int | float) and jnp.result_type(x, like) == like.dtype
-    ):  # a hyperparameter that a user set
+    if isinstance(x, bool | int | float) and _holds(like.dtype, x):  # a user set a hyperparameter
         x = jnp.asarray(x, like.dtype)
     if _what(x) != _what(like):
         raise at.error(_what(x), _what(like))
     return _placed(x, like)
+
+
+def _holds(dtype: DType, x: float) -> bool:
+    """Returns whether an array of this dtype holds a Python number of this kind and size."""
+    if isinstance(x, bool) or dtype == jnp.bool:
+        return isinstance(x, bool) and dtype == jnp.bool
+    if jnp.issubdtype(dtype, jnp.integer):
+        return isinstance(x, int) and jnp.iinfo(dtype).min <= x <= jnp.iinfo(dtype).max
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _count(at: _Place, x: Leaf, like: jax.Array) -> jax.Array:
+    """Returns a counter of the old state. Raises if it is known to be negative."""
+    count = _taken(at, x, like)
+    if not is_traced(count) and count < 0:
+        raise at.error(str(int(count)), "a number >= 0", "Restore the state again")
+    return count
 
 
 def _sum_of(

@@ -149,7 +149,7 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
       path, such as `"1/inner_state/clip_by_global_norm/grad_norm"`.
 
     Raises:
-      ValueError: `opt_state` is a transformation.
+      ValueError: `opt_state` is a transformation, or has a window of `accumulate` inside one of `optax.MultiSteps`.
 
     Example:
       >>> tx = optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1))
@@ -166,9 +166,11 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
         raise ValueError(
             "opt_state must be a state, as tx.init or tx.update returns it, got a transformation. Pass the state"
         )
+    opt_state = without_variables(opt_state)
+    require_one_window(opt_state)
     found: dict[str, jax.Array] = {}
     kinds = set()
-    for path, state in _measuring(without_variables(opt_state)):
+    for path, state in _measuring(opt_state):
         kind = _name(type(state))
         where = (
             ""
@@ -179,6 +181,22 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
         for name, value in state.metrics().items():
             found[f"{where}{kind}/{name}"] = value
     return found
+
+
+def require_one_window(opt_state: AnyState) -> None:
+    """Raises if `optax.MultiSteps` is around `accumulate`, which knows nothing of what is around it."""
+    for outer in nodes_in(opt_state, (optax.MultiStepsState,)):
+        if any(_name(type(state)) == "accumulate" for _, state in _measuring(outer)):
+            raise ValueError(
+                "opt_state has a window of accumulate inside one of optax.MultiSteps, so inner runs once in the "
+                "product of their lengths. Leave out optax.MultiSteps, and multiply the accum_steps"
+            )
+
+
+def nodes_in(state: AnyState, kinds: tuple[type, ...]) -> list[AnyState]:
+    """Returns the outermost nodes of these types."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+    return [x for x in nodes if isinstance(x, kinds)]
 
 
 def _measuring(tree: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, AnyState]]:

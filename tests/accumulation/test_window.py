@@ -218,6 +218,21 @@ def test_after_a_nan_the_next_window_is_clean_where_multisteps_never_is():
     assert np.isnan(theirs[-1])
 
 
+@pytest.mark.parametrize("dropped", [{"nonfinite": "drop_microbatch"}, {"weight": 0}], ids=["policy", "weight"])
+def test_a_reverse_mode_derivative_through_a_micro_batch_that_is_not_kept_is_nan_and_a_forward_one_is_right(dropped):
+    weight = dropped.get("weight", 1)
+    tx = shrewjax.accumulate(recorder(), 2, nonfinite=dropped.get("nonfinite", "propagate"))
+
+    def average(x):
+        _, state = tx.update(vector(2.0) * x, tx.init(vector(0.0)), vector(0.0))
+        bad = jnp.sqrt(x - x) * vector(jnp.nan)
+        return tx.update(bad, state, vector(0.0), weight=jnp.float32(weight))[0][0]
+
+    assert float(jax.jit(average)(1.0)) == 2
+    assert float(jax.jit(jax.jacfwd(average))(1.0)) == 2
+    assert np.isnan(jax.jit(jax.grad(average))(1.0))
+
+
 # --- window length ------------------------------------------------------------------------------------------------
 
 
