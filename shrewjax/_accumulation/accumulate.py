@@ -101,8 +101,8 @@ def accumulate(
     out of range or NaN                               multiplied or divided, and not affected
     a product w g, or a sum, too large for its dtype  the average is infinite or NaN, under every `nonfinite`
     a product w g below the smallest normal number    may be flushed to 0; larger weights avoid it
-    reverse-mode derivatives of the average, with a   NaN, because JAX multiplies the NaN by 0; forward mode is right
-    NaN in a micro-batch that is not kept
+    reverse-mode derivatives of the average, with a   NaN, because JAX multiplies the NaN by 0; let the loss avoid it;
+    NaN in a micro-batch that is not kept             forward mode is right
     accum_steps shrinks, by schedule or on resuming   the open window closes at its next step, if it has as many
     a gradient of None where there is a parameter     adds zero
     integer, boolean and key parameters               have no sum and get zero updates; their gradients are of the

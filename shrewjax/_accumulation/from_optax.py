@@ -170,9 +170,9 @@ class _Walk:
         micro_step = _count(at.field("mini_step", "micro_step"), old.mini_step, fresh.micro_step)
         # The weight and the sums of each row: of the whole window, or of one device.
         weight = micro_step.astype(fresh.weight_sum.dtype)
-        factor = (
-            weight if noted["reduction"] != "sum" else jnp.ones_like(weight) / fresh.weight_sum.size
-        )
+        factor = weight
+        if noted["reduction"] == "sum":
+            factor = jnp.ones_like(weight) / fresh.weight_sum.size
 
         def sum_of(at: _Place, acc: PyTree, total: Leaf) -> jax.Array:
             return _sum_of(at, acc, total, factor, fresh.weight_sum.shape)
@@ -180,6 +180,8 @@ class _Walk:
         def sums(at: _Place, acc: PyTree, total: Leaf) -> Leaf:
             return _mapped(at, acc, total, sums, sum_of)
 
+        of_sums = at.field("acc_grads", "gradient_sum")
+        inner = at.field("inner_opt_state", "inner_state")
         # Optax does not keep the losses and the norms of the micro-batches. Infinite sums enter no average.
         unknown = jnp.where(micro_step > 0, jnp.inf, 0)
         noise = fresh.noise and fresh.noise._replace(
@@ -191,27 +193,22 @@ class _Walk:
             weight_sum=_filled(fresh.weight_sum, weight),
             value_sum=_filled(fresh.value_sum, unknown),
             noise=noise,
-            gradient_sum=sums(
-                at.field("acc_grads", "gradient_sum"), old.acc_grads, fresh.gradient_sum
-            ),
-            inner_state=self.converted(
-                at.field("inner_opt_state", "inner_state"), old.inner_opt_state, fresh.inner_state
-            ),
+            gradient_sum=sums(of_sums, old.acc_grads, fresh.gradient_sum),
+            inner_state=self.converted(inner, old.inner_opt_state, fresh.inner_state),
         )
 
     def guard(
         self, at: _Place, old: optax.ApplyIfFiniteState, fresh: SkipNonfiniteState
     ) -> SkipNonfiniteState:
+        total, in_a_row, inner = (
+            at.field("total_notfinite", "skipped"),
+            at.field("notfinite_count", "consecutive"),
+            at.field("inner_state", "inner_state"),
+        )
         return fresh._replace(
-            skipped=_count(
-                at.field("total_notfinite", "skipped"), old.total_notfinite, fresh.skipped
-            ),
-            consecutive=_count(
-                at.field("notfinite_count", "consecutive"), old.notfinite_count, fresh.consecutive
-            ),
-            inner_state=self.converted(
-                at.field("inner_state", "inner_state"), old.inner_state, fresh.inner_state
-            ),
+            skipped=_count(total, old.total_notfinite, fresh.skipped),
+            consecutive=_count(in_a_row, old.notfinite_count, fresh.consecutive),
+            inner_state=self.converted(inner, old.inner_state, fresh.inner_state),
         )
 
 
@@ -296,9 +293,9 @@ def _sum_of(
 def _filled(zeros: jax.Array, x: jax.Array) -> jax.Array:
     """Returns `x` in the dtype of `zeros`, and in each of its rows if it has rows."""
     x = x.astype(zeros.dtype)
-    return (
-        x if x.shape == zeros.shape else zeros + (x[None] if x.ndim else x)
-    )  # the sum has the sharding of the rows
+    if x.shape == zeros.shape:
+        return x
+    return zeros + (x[None] if x.ndim else x)  # the sum has the sharding of the rows
 
 
 def _placed(x: Leaf, like: jax.Array) -> jax.Array:
@@ -313,27 +310,18 @@ def _check_skip_state(at: _Place, skip_state: AnyState, nonfinite: str) -> None:
     """Raises if `optax.MultiSteps` skipped micro-batches by a rule that the new window does not have."""
     if isinstance(skip_state, tuple) and not skip_state:
         return
-    is_nonfinite = isinstance(skip_state, dict) and skip_state.keys() == {
-        "should_skip",
-        "num_not_finite",
-    }
+    of_nonfinite = {"should_skip", "num_not_finite"}
+    is_nonfinite = isinstance(skip_state, dict) and skip_state.keys() == of_nonfinite
     if is_nonfinite and nonfinite == "extend_window":
         return
-    rule, remedy = (
-        "another should_skip_update_fn",
-        "To go on without it, pass opt_state with skip_state=()",
-    )
+    rule = "another should_skip_update_fn"
+    remedy = "To go on without it, pass opt_state with skip_state=()"
     if is_nonfinite:
-        rule, remedy = (
-            "optax.skip_not_finite",
-            f'Pass nonfinite="extend_window" to accumulate. {remedy}',
-        )
+        rule = "optax.skip_not_finite"
+        remedy = f'Pass nonfinite="extend_window" to accumulate. {remedy}'
     raise at.error(f"that of {rule}", f"that of nonfinite={nonfinite!r}", remedy)
 
 
 def _what(x: Leaf) -> str:
-    return (
-        f"{x.dtype} of shape {x.shape}"
-        if hasattr(x, "shape") and hasattr(x, "dtype")
-        else type(x).__name__
-    )
+    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+    return f"{x.dtype} of shape {x.shape}" if is_array else type(x).__name__

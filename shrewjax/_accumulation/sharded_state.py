@@ -135,9 +135,8 @@ def _place_window(path: KeyPath, window: AnyState, like: AnyState) -> AnyState:
     """Returns a window, or any other leaf, placed as `like` is. Per-device rows become as many as `like` has."""
     if not isinstance(window, WINDOW_STATES):
         return _place(path, window, like)
-    if (
-        window.weight_sum.ndim
-    ):  # rows; otherwise `_with_rows_of` would add up the first dimension of gradient_sum
+    # Without rows, `_with_rows_of` would add up the first dimension of gradient_sum.
+    if window.weight_sum.ndim:
         window = window._replace(
             weight_sum=_with_rows_of(window.weight_sum, like.weight_sum),
             value_sum=_with_rows_of(window.value_sum, like.value_sum),
@@ -151,9 +150,7 @@ def _place_window(path: KeyPath, window: AnyState, like: AnyState) -> AnyState:
 
     def placed(field: str, x: Leaf, like: Leaf) -> Leaf:
         at = (*path, jax.tree_util.GetAttrKey(field))
-        return jax.tree.map_with_path(
-            lambda inner, x, like: _place((*at, *inner), x, like), x, like
-        )
+        return jax.tree.map_with_path(lambda below, *xs: _place((*at, *below), *xs), x, like)
 
     return type(window)(*map(placed, window._fields, window, like))
 
@@ -163,14 +160,8 @@ def _with_rows_of(x: Leaf, like: Leaf) -> Leaf:
 
     So is one that does not fit `like`. `_place` then raises an error that names the leaf.
     """
-    if (
-        not isinstance(like, jax.Array)
-        or x.ndim != like.ndim
-        or x.ndim == 0
-        or x.shape[1:] != like.shape[1:]
-    ):
-        return x
-    return _rows.redistributed(x, like)
+    fits = isinstance(like, jax.Array) and x.ndim == like.ndim and x.shape[1:] == like.shape[1:]
+    return _rows.redistributed(x, like) if fits and x.ndim else x
 
 
 def _place(path: KeyPath, x: Leaf, like: Leaf) -> jax.Array:
