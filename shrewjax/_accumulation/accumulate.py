@@ -296,11 +296,8 @@ def _as_gradients(
             return _zero_like(grad)
         return x if floats.is_complex(x) and not floats.is_complex(grad) else x.astype(grad.dtype)
 
-    return (
-        jax.tree.map(cast, average, like)
-        if params is None
-        else jax.tree.map(cast, average, like, params)
-    )
+    with_params = () if params is None else (params,)
+    return jax.tree.map(cast, average, like, *with_params)
 
 
 def _with_integers(
@@ -319,9 +316,9 @@ def _with_integers(
             return new
         if step.apply:
             return old
-        return jax.tree.map(
-            _zero_like, (new if old is None else jnp.asarray(old)) if grad is None else grad
-        )
+        if grad is None:
+            grad = new if old is None else jnp.asarray(old)
+        return jax.tree.map(_zero_like, grad)
 
     news_and_olds = (returned,) if step.params is None else (returned, step.params)
     return jax.tree.map(keep, gradient_sum, like, *news_and_olds)

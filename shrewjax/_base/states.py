@@ -94,9 +94,7 @@ def increment_if(flag: Flag, count: jax.Array) -> jax.Array:
     return jnp.where(flag, optax.safe_increment(count), count)
 
 
-@partial(
-    jax.jit, inline=True
-)  # outside of jit, operations would send their constants to the device
+@partial(jax.jit, inline=True)  # outside of jit, constants would be sent to the device
 def largest(tree: PyTree) -> jax.Array:
     """Returns the largest number in a tree: NaN if any is NaN, at least 0, and 0 for no numbers. Shape (), float32."""
     leaves = [jnp.ravel(jnp.asarray(x, jnp.float32)) for x in jax.tree.leaves(tree)]
@@ -172,11 +170,9 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
     kinds = set()
     for path, state in _measuring(opt_state):
         kind = _name(type(state))
-        where = (
-            ""
-            if kind not in kinds
-            else jax.tree_util.keystr(path, simple=True, separator="/") + "/"
-        )
+        where = ""
+        if kind in kinds:
+            where = jax.tree_util.keystr(path, simple=True, separator="/") + "/"
         kinds.add(kind)
         for name, value in state.metrics().items():
             found[f"{where}{kind}/{name}"] = value
@@ -203,9 +199,8 @@ def _measuring(tree: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, AnyS
     """Yields each state that has a method `metrics`, with its path. An outer state precedes those inside it."""
     if _measures(tree):
         yield path, tree
-    for below, node in jax.tree.leaves_with_path(
-        tree, is_leaf=lambda x: x is not tree and _measures(x)
-    ):
+    inner = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree and _measures(x))
+    for below, node in inner:
         if node is not tree and _measures(node):
             yield from _measuring(node, (*path, *below))
 
