@@ -28,6 +28,7 @@ PACKAGES = {
     "_skipping": ["wrapping", "guards"],
     "_accumulation": [
         "_noise",
+        "_rows",
         "_micro_batch",
         "window",
         "accumulate",

@@ -118,7 +118,7 @@ class AuxLeaves:
     def close(self, sums: AuxSums, stacked: list[jax.Array]) -> PyTree:
         """Returns the aux of the batch.
 
-        A mean is NaN if no micro-batch is kept, or if the sum of weights is out of range.
+        A mean is NaN if no micro-batch is kept, or if a weight or their sum is out of range.
         """
         means, known, _ = self._window.close(already_begun(sums.means))
         names = self._of(self._names, *COMBINE)

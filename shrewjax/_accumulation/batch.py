@@ -145,12 +145,11 @@ def _check_parameters(params: dict[int, PyTree]) -> None:
     def check(path: KeyPath, x: Leaf) -> None:
         dtype: DType = getattr(x, "dtype", np.object_)
         if not isinstance(x, float | complex) and not jnp.issubdtype(dtype, jnp.inexact):
-            name = f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
             given = f"{dtype} of shape {x.shape}" if hasattr(x, "dtype") else repr(x)
             raise ValueError(
-                f"{name} must be a floating or complex array, because it is in argnums, got {given}. Split the model, "
-                "and merge it in fun: in Equinox with eqx.partition(model, eqx.is_inexact_array), in Flax NNX with "
-                "nnx.split(model, nnx.Param, ...)"
+                f"{_name(path)} must be a floating or complex array, because it is in argnums, got {given}. Split the "
+                "model, and merge it in fun: in Equinox with eqx.partition(model, eqx.is_inexact_array), in Flax NNX "
+                "with nnx.split(model, nnx.Param, ...)"
             )
 
     jax.tree.map_with_path(check, params)
@@ -163,31 +162,36 @@ def _split_examples(
 
     If the first axis is sharded over devices, each device's examples are so divided among all micro-batches.
     """
-    counts: dict[str, int] = {}
+    first: dict[KeyPath, int] = {}  # the first array's number of examples
 
-    def split(path: KeyPath, x: Leaf) -> jax.Array:
-        name = f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
-        others = tuple(at for at in arguments if at != path[0].key)
+    def of_micro_batches(path: KeyPath, x: Leaf) -> jax.Array:
+        at, name = path[0].key, _name(path)
+        others = tuple(other for other in arguments if other != at)
         if np.ndim(x) == 0:
-            _check_key(name, x, path[0].key)
+            _check_key(name, x, at)
             raise ValueError(
                 f"{name} has no axis of examples, but shape (). If it is the same for all micro-batches, pass "
                 f"batch_argnums={others}. If each example has its own, pass an array of them"
             )
-        (count, *rest), (first, of_first) = (
-            np.shape(x),
-            next(iter(counts.items()), (name, np.shape(x)[0])),
-        )
-        counts[name] = count
-        if count != of_first:
-            _check_key(name, x, path[0].key)
+        count, *rest = np.shape(x)
+        if not first:
+            first[path] = count
+        ((of_first, expected),) = first.items()
+        if count != expected:
+            _check_key(name, x, at)
             raise ValueError(
-                f"{name} has {count} examples along its first axis, {first} has {of_first}. If argument {path[0].key} "
-                f"is the same for all micro-batches, pass batch_argnums={others}"
+                f"{name} has {count} examples along its first axis, {_name(of_first)} has {expected}. "
+                + (
+                    "If it holds no examples, pass it as an argument of its own. If it holds parts of an example, such "
+                    f"as a graph's edges, stack {steps} padded batches along a new first axis"
+                    if at == of_first[0].key
+                    else f"If argument {at} is the same for all micro-batches, pass batch_argnums={others}"
+                )
             )
         if count % steps:
             raise ValueError(
-                f"{name} has {count} examples, which micro_batches={steps} does not divide. Pad the batch to "
+                f"{name} has {count} examples, which micro_batches={steps} does not divide. If its first axis does not "
+                "number the examples, move the axis that does to the front. Otherwise pad the batch to "
                 f"{-(-count // steps) * steps}, and let weight= count the real ones. If the loss is a mean, let fun "
                 "take it over the real ones, too"
             )
@@ -203,7 +207,12 @@ def _split_examples(
             )
         return x.reshape(count // steps, steps, *rest)
 
-    return jax.tree.map_with_path(split, arguments)
+    return jax.tree.map_with_path(of_micro_batches, arguments)
+
+
+def _name(path: KeyPath) -> str:
+    """Returns the name of a leaf of the arguments, a tree by position, for messages."""
+    return f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
 
 
 def _devices_along_first_axis(x: jax.Array) -> int:

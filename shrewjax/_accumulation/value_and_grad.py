@@ -124,8 +124,8 @@ def value_and_grad(
     a non-finite one, `"drop_microbatch"`           it gets weight 0
     every micro-batch has weight 0 or is dropped    the gradients are zeros, the value and every `"mean"` are NaN;
                                                     with `reduction="sum"`, the value is 0
-    a weight sum that is out of range or NaN        value, gradients and every `"mean"` are NaN; a sum is not
-                                                    divided by it, and not affected
+    an array's weight, or a sum of weights, that    value, gradients and every `"mean"` are NaN; a sum is not
+    is out of range or NaN                          multiplied or divided by it, and not affected
     a leaf below `_overwrite_with_gradient`         the largest new value of a kept micro-batch, over devices too; the
                                                     old one if none is kept: a statistic of Flax's fp8 layers
     reverse-mode derivatives of the results, with   NaN, because JAX multiplies the NaN by 0; let `fun` avoid it, as by

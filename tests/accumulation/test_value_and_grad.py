@@ -227,6 +227,26 @@ def test_micro_batch_that_weighs_nothing_contributes_nothing(reason, bad):
     np.testing.assert_allclose(found_carry, carry, rtol=1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum_over_weights"])
+def test_a_traced_weight_that_python_would_refuse_makes_every_result_nan(reduction):
+    """Weights of 3 and -1, whose sum is in range. The largest of the aux has no weight."""
+
+    def loss(params, x):
+        return params @ x[0], {"mean": jnp.sum(x), "max": jnp.max(x)}
+
+    grad = shrewjax.value_and_grad(
+        loss,
+        2,
+        has_aux=True,
+        aux={"mean": "mean", "max": "max"},
+        weight=lambda params, x: x[0, 0],
+        reduction=reduction,
+    )
+    (value, aux), grads = quick_jit(grad)(jnp.ones(1), jnp.float32([[3], [-1]]))
+    assert np.isnan([value, aux["mean"], grads[0]]).all()
+    assert aux["max"] == 3
+
+
 def test_bad_micro_batch_is_what_arithmetic_says_if_it_propagates():
     x = X.copy()
     x[5] = np.nan
