@@ -1,5 +1,8 @@
 r"""A traced function, whose results are added to sums where the function's own loops compute them.
 
+What it saves: a tree of stacked gradients, beside their sum. Numbers do not depend on it. It can be deleted when XLA
+adds into a sum what a loop stacks; no version of JAX does so far.
+
 The backward scan of scanned layers returns stacked gradients, which a loop over micro-batches would hold beside the
 sum. Instead the sum becomes a carry of the backward scan, which adds each layer's gradient in place.
 
@@ -43,7 +46,9 @@ from shrewjax._programs.jaxprs import (
     part_of,
     scan_of,
 )
+from shrewjax._programs.lost_scatters import warn_if_lost
 from shrewjax._programs.scatters import LOSES_SCATTERS, hide_scatters
+from shrewjax._programs.switch import are_passes_disabled, naming_the_switch
 
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """A function of a sum and a result, or of the same slice of both, that returns the new sum."""
@@ -56,7 +61,11 @@ class Traced:
         self._function = function
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         self._structure: Any = jax.tree.structure(shapes)
-        self._closed: Jaxpr = hide_scatters(closed) if LOSES_SCATTERS else closed
+        self._closed: Jaxpr = closed
+        if LOSES_SCATTERS and are_passes_disabled():
+            warn_if_lost(closed.jaxpr.eqns)
+        elif LOSES_SCATTERS:
+            self._closed = hide_scatters(closed)
         self.results: PyTree = jax.tree.unflatten(self._structure, closed.out_avals)  # their types
         self.numbers: PyTree = jax.tree.unflatten(self._structure, range(len(closed.out_avals)))
 
@@ -69,6 +78,7 @@ class Traced:
             self._structure, core.jaxpr_as_fun(self._closed)(*jax.tree.leaves(arguments))
         )
 
+    @naming_the_switch()
     def added_to(
         self, sums: dict[int, jax.Array], add: Add, *arguments: PyTree
     ) -> tuple[PyTree, dict[int, jax.Array]]:
@@ -76,7 +86,7 @@ class Traced:
 
         The key of a sum is the number of its result among all leaves. A sum may begin with more dimensions, of size 1.
         """
-        if is_jit_disabled():
+        if is_jit_disabled() or are_passes_disabled():
             return self(*arguments), dict(sums)
         jaxpr = self._closed.jaxpr
         plan = _plan(jaxpr, {at: _Way(at, ()) for at in sums})

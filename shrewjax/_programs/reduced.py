@@ -1,5 +1,8 @@
 """Parameters on an Explicit mesh whose gradients, by their types, are summed over devices once after all micro-batches.
 
+What it saves: the sum over devices in each micro-batch, and in each trip of a scan. Numbers do not depend on it. It can
+be deleted when JAX gives gradients such types itself; no version does so far.
+
 If examples are sharded over a mesh axis and a parameter is not, each device has a part of the gradient. JAX sums these
 parts in each micro-batch, and in each trip of a scan over layers. If the parameter has the type `reduced` along that
 axis, JAX leaves the parts apart: the gradient has the type `unreduced`.
@@ -29,6 +32,7 @@ from shrewjax._programs.jaxprs import (
     opened,
     scan_of,
 )
+from shrewjax._programs.switch import are_passes_disabled
 
 Marks: TypeAlias = frozenset[
     tuple[int, Hashable]
@@ -45,6 +49,7 @@ def axes_of_examples(examples: PyTree, params: PyTree) -> MeshAxes:
         not hasattr(jax, "reshard")
         or mapped_axes()[0]
         or is_jit_disabled()
+        or are_passes_disabled()
         or is_in_vmap((examples, params))
     ):
         return frozenset()

@@ -115,6 +115,7 @@ ROWS = {
 }
 
 
+@pytest.mark.needs_passes
 @pytest.mark.parametrize(
     ("place", "loss", "weight", "context"),
     rows_of_names(itertools.product(PLACES, LOSSES, WEIGHTS, CONTEXTS), ROWS),
@@ -249,6 +250,7 @@ def test_parameters_that_the_loss_does_not_use_have_gradients_of_zero():
     close(grads, {"in": expected, **jax.tree.map(np.zeros_like, unused)})
 
 
+@pytest.mark.needs_passes
 def test_marks_are_on_parameters_of_products_and_lookups_alone():
     mesh = mesh_of(data=8)
     with jax.set_mesh(mesh):
@@ -332,6 +334,7 @@ def test_a_clip_in_shard_map_sums_gradients_that_come_as_unreduced():
     np.testing.assert_allclose(found, np.linalg.norm(jax.grad(loss)(PARAMS["in"], X)), rtol=1e-5)
 
 
+@pytest.mark.needs_passes
 def test_a_model_of_flax_is_reduced_once_too():
     class Model(nnx.Module):
         def __init__(self, rngs):
