@@ -22,7 +22,7 @@ as they are, so that their names in a profile stay. A scan that adds is a new `l
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeAlias
 
@@ -129,13 +129,6 @@ class _Block(NamedTuple):
     width: int
 
 
-class _Stack(NamedTuple):
-    """A value that a scan stacks: its way, and the block of a trip before the way and after each of its steps."""
-
-    way: _Way
-    blocks: tuple[_Block, ...]
-
-
 class _Call(NamedTuple):
     """A call whose inner scans add. Inside, the results that it leads to are numbered from 0 on."""
 
@@ -147,15 +140,15 @@ class _Plan(NamedTuple):
     """How to evaluate a jaxpr. Equations are named by their places in it."""
 
     added: set[int]  # the function's results that scans add
-    scans: dict[int, dict[int, _Stack]]  # scans that add: their stacks, by the number of the result
+    scans: dict[int, dict[int, _Way]]  # of scans that add: which of their results
     calls: dict[int, _Call]
     wholes: list[tuple[Atom, _Way]]  # values that are added as they are
     skipped: set[int]  # equations that only lead to results that scans add
 
 
 # The equations that a way may go through: `add_any`, and those of one operand.
-_ELEMENTWISE = {"convert_element_type", "copy", "reduce_precision", "sharding_constraint"}
-_PASSED = _ELEMENTWISE | {"add_any", "reshape", "transpose"}
+_IN_PLACE = {"convert_element_type", "copy", "reduce_precision", "sharding_constraint"}
+_PASSED = _IN_PLACE | {"add_any", "reshape", "transpose"}
 
 
 class _Plans:
@@ -174,8 +167,8 @@ class _Plans:
     def _made(self, jaxpr: Jaxpr, wanted: Mapping[int, _Way]) -> _Plan:
         plan = _Plan(set(), {}, {}, [], set())
         ways: dict[Atom, _Way] = {}
-        leads_to: dict[int, int] = {}  # the result, by the place of an equation on its way
-        reads = Counter(x for equation in jaxpr.eqns for x in equation.invars if is_variable(x))
+        leads_to: dict[int, int] = {}  # an equation on a way, and its result
+        reads = Counter(x for y in jaxpr.eqns for x in y.invars if is_variable(x))
         reads.update(x for x in jaxpr.outvars if is_variable(x))
 
         def follow(x: Atom, way: _Way) -> None:
@@ -188,94 +181,83 @@ class _Plans:
         for at, way in wanted.items():
             follow(jaxpr.outvars[at], way)
         for place, equation in reversed([*enumerate(jaxpr.eqns)]):
-            here = {at: ways.pop(x) for at, x in enumerate(equation.outvars) if x in ways}
-            if not here:
-                continue
+            made = equation.outvars
+            here = {at: ways.pop(x) for at, x in enumerate(made) if x in ways}
             # 2. An equation on the way: go on from its operands.
-            if equation.primitive.name in _PASSED:
+            if here and equation.primitive.name in _PASSED:
                 (way,) = here.values()
                 leads_to[place] = way.result
                 for x in equation.invars:
-                    follow(x, _before(equation, way))
+                    follow(x, _way_before(equation, way))
                 continue
-            # 3. A scan or a call that adds.
-            added: set[int] = set()
-            if stacks := _stacks(equation, here):
+            # 3. A scan or a call: add what it can, and the others as whole values.
+            if stacks := {at: way for at, way in here.items() if _is_stack(equation, at, way)}:
                 plan.scans[place] = stacks
-                added = {*stacks}
-            elif is_checkpoint(equation) or is_plain_jit(equation):
-                call = self._call(equation, here)
-                if call.plan.added:
-                    plan.calls[place] = call
-                    inside = {call.results[number] for number in call.plan.added}
-                    added = {at for at, way in here.items() if way.result in inside}
-            # 4. What it does not add is a whole value.
-            plan.added.update(here[at].result for at in added)
-            others = (at for at in here if at not in added)
-            plan.wholes.extend((equation.outvars[at], here[at]) for at in others)
+                plan.added.update(way.result for way in stacks.values())
+            elif here and (call := self._call(equation, here)) and call.plan.added:
+                plan.calls[place] = call
+                inside = {call.results[number] for number in call.plan.added}
+                plan.added.update(inside)
+                stacks = {at: way for at, way in here.items() if way.result in inside}
+            plan.wholes.extend((made[at], here[at]) for at in here if at not in stacks)
         plan.wholes.extend(ways.items())  # the jaxpr's arguments
-        # 5. Results that nothing adds are left to the caller, with all that leads to them.
-        plan.wholes[:] = [(x, way) for x, way in plan.wholes if way.result in plan.added]
-        plan.skipped.update(place for place, result in leads_to.items() if result in plan.added)
+        # 4. Leave results that nothing adds to the caller, with all that leads to them.
+        plan.wholes[:] = [x for x in plan.wholes if x[1].result in plan.added]
+        plan.skipped.update(place for place in leads_to if leads_to[place] in plan.added)
         return plan
 
-    def _call(self, equation: Equation, here: Mapping[int, _Way]) -> _Call:
+    def _call(self, equation: Equation, here: Mapping[int, _Way]) -> _Call | None:
+        if not (is_checkpoint(equation) or is_plain_jit(equation)):
+            return None
         results = [*dict.fromkeys(way.result for way in here.values())]
-        inside = {at: way._replace(result=results.index(way.result)) for at, way in here.items()}
+        inside = {at: x._replace(result=results.index(x.result)) for at, x in here.items()}
         return _Call(self.of(jaxpr_of_call(equation), inside), results)
 
 
-def _before(equation: Equation, way: _Way) -> _Way:
-    """Returns the way from the operands of an equation, if the way from its result is this one."""
+def _way_before(equation: Equation, way: _Way) -> _Way:
     if equation.primitive.name == "add_any":
         return way
     step = _Step(equation.primitive, equation.params, equation.outvars[0].aval)
     return way._replace(steps=(step, *way.steps))
 
 
-def _stacks(equation: Equation, here: Mapping[int, _Way]) -> dict[int, _Stack]:
-    """Returns the results of an equation that are stacks, and whose slices can be added.
+def _is_stack(equation: Equation, at: int, way: _Way) -> bool:
+    """Returns whether result `at` of an equation is a stack whose slices can be added.
 
     XLA unrolls a scan whole if it has at most one trip left. Each layer's addition would then be a slice of the whole
     sum, which XLA takes out and puts back (tests/programs/test_loops.py, "unrolls_whole").
     """
     scan = scan_of(equation)
     if scan is None or scan.body.effects or 2 * scan.options["unroll"] > scan.length:
-        return {}
-    stacks = {}
-    for at, way in here.items():
-        blocks = _blocks(equation.outvars[at].aval.shape, way, scan) if at >= scan.carries else None
-        if blocks is not None:
-            stacks[at] = _Stack(way, blocks)
-    return stacks
+        return False
+    return at >= scan.carries and None not in _blocks(equation.outvars[at], way, scan)
 
 
-def _blocks(shape: tuple[int, ...], way: _Way, scan: Scan) -> tuple[_Block, ...] | None:
-    """Returns the blocks of a trip on its way, or None if it is in several pieces there."""
-    blocks = [_Block(0, 1)]
+def _blocks(stack: Atom, way: _Way, scan: Scan) -> list[Any]:
+    """Returns the block of a trip after each step of a stack's way, with None if it is in several pieces there."""
+    shape, block, blocks = stack.aval.shape, _Block(0, 1), []
     for number, step in enumerate(way.steps):
-        block = _block_after(step, shape, blocks[-1], scan.length)
         # The constraint is put on the whole sum, so no reshape or transpose may follow it.
-        is_for_sum = all(x.name in _ELEMENTWISE for x in way.steps[number:])
-        if block is None or (step.name == "sharding_constraint" and not is_for_sum):
-            return None
+        is_for_sum = all(x.name in _IN_PLACE for x in way.steps[number:])
+        after = _block_after(step, shape, block, scan.length)
+        if after is None or (step.name == "sharding_constraint" and not is_for_sum):
+            return [None]
+        block, shape = after, step.type.shape
         blocks.append(block)
-        shape = step.type.shape
-    return tuple(blocks)
+    return blocks
 
 
 def _block_after(step: _Step, shape: tuple[int, ...], block: _Block, length: int) -> _Block | None:
-    """Returns the block of a trip after a step, or None if it is in several pieces there."""
-    if step.name == "transpose":
-        permutation = step.params.get("permutation")
-        return block._replace(axis=permutation.index(block.axis)) if permutation else None
-    if step.name != "reshape":
+    if step.name in _IN_PLACE:
         return block
-    # A trip's elements stay one block if the product of the dimensions before its axis is unchanged.
-    before, new = math.prod(shape[: block.axis]), step.type.shape
-    for axis, n in enumerate(new):
-        if math.prod(new[:axis]) == before and n and n % length == 0:
-            return _Block(axis, n // length) if step.params.get("dimensions", ()) is None else None
+    if step.name == "transpose" and "permutation" in step.params:
+        return block._replace(axis=step.params["permutation"].index(block.axis))
+    if step.name == "reshape" and step.params.get("dimensions", ()) is None:
+        # A trip's elements stay one block if the product of the dimensions before its axis is unchanged.
+        before, new = math.prod(shape[: block.axis]), step.type.shape
+        for axis, n in enumerate(new):
+            if math.prod(new[:axis]) == before and n and n % length == 0:
+                return _Block(axis, n // length)
     return None
 
 
@@ -286,9 +268,7 @@ def _slice_after(step: _Step, x: jax.Array, block: _Block) -> jax.Array:
     if step.name == "reshape":
         before, after = step.type.shape[: block.axis], step.type.shape[block.axis + 1 :]
         return x.reshape(*before, block.width, *after)
-    if step.name == "reduce_precision":
-        return step.run(x)
-    return x.astype(step.type.dtype)
+    return step.run(x) if step.name == "reduce_precision" else x.astype(step.type.dtype)
 
 
 class _Evaluation:
@@ -306,94 +286,80 @@ class _Evaluation:
         values = dict(zip(jaxpr.constvars, constants_of(closed), strict=True))
         values |= zip(jaxpr.invars, operands, strict=True)
 
-        def read(atoms: Iterable[Atom]) -> list[Leaf]:
-            return [
-                values.get(x) if is_variable(x) else jnp.asarray(x.val, x.aval.dtype) for x in atoms
-            ]
+        def value(x: Atom) -> Leaf:
+            return values.get(x) if is_variable(x) else jnp.asarray(x.val, x.aval.dtype)
 
         # 1. Run the equations: those that add one by one, and the others between them together.
         for place, part in _parts(jaxpr, plan):
             if place is None:
-                returned = core.jaxpr_as_fun(part)(*read(part.jaxpr.invars))
+                returned = core.jaxpr_as_fun(part)(*map(value, part.jaxpr.invars))
                 values |= zip(part.jaxpr.outvars, returned, strict=True)
                 continue
             equation = jaxpr.eqns[place]
-            given = read(equation.invars)
+            given = [*map(value, equation.invars)]
+            run: Any = self._run_scan if place in plan.scans else self._run_call
             with _names_of(equation):
-                if place in plan.scans:
-                    returned, added = self._run_scan(equation, given, plan.scans[place], sums)
-                else:
-                    returned, added = self._run_call(equation, given, plan.calls[place], sums)
+                returned, added = run(equation, given, (plan.scans | plan.calls)[place], sums)
             values |= zip(equation.outvars, returned, strict=True)
             sums |= added
         # 2. Add the values that no scan adds.
         for x, way in plan.wholes:
-            (value,) = read([x])
+            whole = value(x)
             for step in way.steps:
-                value = step.run(value)
-            sums[way.result] = self._add(sums[way.result], value)
-        return read(jaxpr.outvars), sums
+                whole = step.run(whole)
+            sums[way.result] = self._add(sums[way.result], whole)
+        return [*map(value, jaxpr.outvars)], sums
 
     def _run_call(
         self, equation: Equation, operands: Sequence[Leaf], call: _Call, sums: Sums
     ) -> tuple[list[Leaf], Sums]:
-        """Returns the results of a call, and the new sums."""
         inner, plan = jaxpr_of_call(equation), call.plan
+        run: Any = lambda operands, sums: self.run(inner, operands, plan, sums)  # noqa: E731
+        if is_plain_jit(equation):  # one function for all calls of this jaxpr by this plan
+            run.__name__ = equation.params["name"]
+            run = self._functions.setdefault((id(inner), id(plan)), jax.jit(run))
+        elif equation.params.get("prevent_cse"):  # as JAX does itself, or XLA would undo it
+            operands = _behind_barriers(operands)
         own = {number: sums[call.results[number]] for number in plan.added}
-        if is_checkpoint(equation):
-            if equation.params.get("prevent_cse"):  # as JAX does itself, or XLA would undo it
-                operands = _behind_barriers(operands)
-            returned, new = self.run(inner, operands, plan, own)
-        else:
-            # One function for all calls of this jaxpr by this plan: so the program has it once.
-            key = id(inner), id(plan)
-            if key not in self._functions:
-                run: Any = lambda operands, sums: self.run(inner, operands, plan, sums)  # noqa: E731
-                run.__name__ = equation.params["name"]
-                self._functions[key] = jax.jit(run)
-            returned, new = self._functions[key](operands, own)
-        return returned, {call.results[number]: total for number, total in new.items()}
+        returned, own = run(operands, own)
+        return returned, {call.results[number]: total for number, total in own.items()}
 
     def _run_scan(
-        self,
-        equation: Equation,
-        operands: Sequence[Leaf],
-        stacks: Mapping[int, _Stack],
-        sums: Sums,
+        self, equation: Equation, operands: Sequence[Leaf], stacks: dict[int, _Way], sums: Sums
     ) -> tuple[list[Leaf], Sums]:
-        """Returns the results of a scan, with None for those that are added, and the new sums."""
         scan = scan_of(equation)
         assert scan is not None
-        whole = scan.constants + scan.carries
+        whole, count = scan.constants + scan.carries, len(equation.outvars)
         constants, carry = operands[: scan.constants], operands[scan.constants : whole]
         body = core.jaxpr_as_fun(scan.body)
-        others = [at for at in range(scan.carries, len(equation.outvars)) if at not in stacks]
+        others = [at for at in range(scan.carries, count) if at not in stacks]
 
-        def trip(state: tuple[PyTree, Sums], given: tuple[jax.Array, PyTree]) -> tuple[Any, Any]:
+        def trip(state: Any, given: Any) -> tuple[Any, Any]:
             (carry, sums), (i, slices) = state, given
             returned, sums = body(*constants, *carry, *slices), dict(sums)
-            for at, (way, blocks) in stacks.items():
-                # 1. The slice, with a first axis of 1, on its way to the sum.
-                part = returned[at][None]
-                for step, block in zip(way.steps, blocks[1:], strict=True):
+            for at, way in stacks.items():
+                # 1. Take the slice, with a first axis of 1, on its way to the sum.
+                part, block = returned[at][None], _Block(0, 1)
+                for step, block in zip(
+                    way.steps, _blocks(equation.outvars[at], way, scan), strict=True
+                ):
                     part = _slice_after(step, part, block)
-                # 2. Its place in the sum, which may begin with more dimensions.
-                total, (axis, width) = sums[way.result], blocks[-1]
+                # 2. Take the same slice of the sum, which may begin with more dimensions.
+                total = sums[way.result]
                 more = total.ndim - part.ndim
-                at_axis = i * width, axis + more
-                # 3. Take that slice of the sum, add, and put it back.
-                old = lax.dynamic_slice_in_dim(total, at_axis[0], width, at_axis[1])
+                start, axis = i * block.width, block.axis + more
+                old = lax.dynamic_slice_in_dim(total, start, block.width, axis)
+                # 3. Add, and put it back.
                 new = self._add(old, lax.expand_dims(part, range(more)))
-                sums[way.result] = lax.dynamic_update_slice_in_dim(total, new, *at_axis)
+                sums[way.result] = lax.dynamic_update_slice_in_dim(total, new, start, axis)
             return (returned[: scan.carries], sums), [returned[at] for at in others]
 
-        own = {way.result: _constrained(sums[way.result], way) for way, _ in stacks.values()}
+        own = {way.result: _constrained(sums[way.result], way) for way in stacks.values()}
         trips = jnp.arange(scan.length, dtype=jnp.int32)
-        start, sliced = ([*carry], own), (trips, [*operands[whole:]])
-        (carry, own), stacked = lax.scan(trip, start, sliced, **scan.options)
-        of_others = dict(zip(others, stacked, strict=True))
-        places = range(scan.carries, len(equation.outvars))
-        return [*carry, *map(of_others.get, places)], own
+        start, slices = ([*carry], own), (trips, [*operands[whole:]])
+        (carry, own), stacked = lax.scan(trip, start, slices, **scan.options)
+        kept = dict(zip(others, stacked, strict=True))
+        return [*carry, *map(kept.get, range(scan.carries, count))], own
 
 
 def _constrained(total: jax.Array, way: _Way) -> jax.Array:
@@ -413,12 +379,11 @@ def _behind_barriers(operands: Sequence[Leaf]) -> list[Leaf]:
     places: dict[frozenset[Any], list[int]] = {}
     for i, x in enumerate(operands):
         places.setdefault(varying_axes(x), []).append(i)
-    behind = list(operands)
+    behind: dict[int, Leaf] = {}
     for alike in places.values():
         together = lax.optimization_barrier([operands[i] for i in alike])
-        for i, x in zip(alike, together, strict=True):
-            behind[i] = x
-    return behind
+        behind |= zip(alike, together, strict=True)
+    return [behind[i] for i in range(len(operands))]
 
 
 def _parts(jaxpr: Jaxpr, plan: _Plan) -> Iterator[tuple[int | None, Jaxpr]]:
@@ -431,26 +396,21 @@ def _parts(jaxpr: Jaxpr, plan: _Plan) -> Iterator[tuple[int | None, Jaxpr]]:
     last_read |= dict.fromkeys(filter(is_variable, kept), end)
 
     plain: list[Equation] = []
-    for place, equation in [*enumerate(jaxpr.eqns), (end, None)]:
+    for place in range(end + 1):
         if place == end or place in plan.scans or place in plan.calls:
-            if plain:
-                made = (x for y in plain for x in y.outvars)
-                yield (
-                    None,
-                    part_of(jaxpr, plain, [x for x in made if last_read.get(x, -1) >= place]),
-                )
+            made = (x for equation in plain for x in equation.outvars)
+            yield None, part_of(jaxpr, plain, [x for x in made if last_read.get(x, -1) >= place])
             if place < end:
                 yield place, None
             plain = []
         elif place not in plan.skipped:
-            plain.append(equation)
+            plain.append(jaxpr.eqns[place])
 
 
 def _names_of(equation: Equation) -> ExitStack:
     """Returns the context in which an equation was traced: its names in a profile, and settings such as its mesh."""
     context = ExitStack()
-    names = str(equation.source_info.name_stack)
-    if names:
+    if names := str(equation.source_info.name_stack):
         context.enter_context(jax.named_scope(names))
     context.enter_context(context_of(equation))
     return context

@@ -65,9 +65,8 @@ class _Hiding:
     def of(self, jaxpr: Jaxpr, in_loop: bool) -> Jaxpr:
         """Returns an open or closed jaxpr with its scatters hidden, itself if it has none."""
         key = id(jaxpr), in_loop
-        if (
-            key not in self._known
-        ):  # kept with the jaxpr, because its id is free for others once it is gone
+        if key not in self._known:
+            # Kept with the jaxpr, because its id is free for others once it is gone.
             self._known[key] = jaxpr, self._rebuilt(jaxpr, in_loop)
         return self._known[key][1]
 
@@ -94,9 +93,8 @@ class _Hiding:
             new = tuple(self._param(x, in_loop) for x in value)
             if all(x is y for x, y in zip(new, value, strict=True)):
                 return value
-            return (
-                type(value)._make(new) if hasattr(value, "_make") else new
-            )  # `custom_linear_solve` has a named one
+            # `custom_linear_solve` has a named one.
+            return type(value)._make(new) if hasattr(value, "_make") else new
         return value
 
 
@@ -104,12 +102,9 @@ def _selected(scatter: Equation) -> list[Equation]:
     """Returns the equation of a scatter, and those that select its result."""
     (result,) = scatter.outvars
     hidden = core.Var(result.aval)
-    with context_of(
-        scatter
-    ):  # otherwise JAX refuses a scatter of another mesh (test_scatters.py, "other_mesh")
-        select: Jaxpr = jax.make_jaxpr(
-            lambda x: lax.select(unknown_true(), x, jnp.full_like(x, -0.0))
-        )(result.aval).jaxpr
+    # In its context, because JAX refuses a scatter of another mesh (tests/programs/test_scatters.py, "other_mesh").
+    with context_of(scatter):
+        select: Jaxpr = jax.make_jaxpr(_kept_if_true)(result.aval).jaxpr
     places = {select.invars[0]: hidden, select.outvars[0]: result}
 
     def placed(atoms: Sequence[Atom]) -> list[Atom]:
@@ -119,6 +114,10 @@ def _selected(scatter: Equation) -> list[Equation]:
         scatter.replace(outvars=[hidden]),
         *(x.replace(invars=placed(x.invars), outvars=placed(x.outvars)) for x in select.eqns),
     ]
+
+
+def _kept_if_true(x: jax.Array) -> jax.Array:
+    return lax.select(unknown_true(), x, jnp.full_like(x, -0.0))
 
 
 _unknown_true = core.Primitive("unknown_true")

@@ -266,6 +266,26 @@ def test_marks_are_on_parameters_of_products_and_lookups_alone():
     assert [bool(marks) for marks in of_leaves] == [True, False, True, True, True]  # in, bias, down, up, out
 
 
+@pytest.mark.needs_passes
+def test_functions_that_call_each_other_twice_are_followed_once():
+    """2**30 ways lead through these."""
+    run = lambda w, h: jnp.tanh(h @ w)  # noqa: E731
+    for _ in range(30):
+        run = jax.jit(lambda w, h, run=run: run(w, run(w, h)))
+    mesh = mesh_of(data=8)
+    with jax.set_mesh(mesh):
+        w, x = placed(mesh, PARAMS["in"], P()), placed(mesh, X, P("data"))
+        found = []
+
+        def types(w, x):
+            marks = marked(lambda w: jnp.mean(run(w, x)), w, x, axes_of_examples(x, w))
+            found.append(jax.typeof(marks).sharding.spec.reduced)
+            return x
+
+        jax.eval_shape(types, w, x)
+    assert found == [{"data"}]
+
+
 def test_examples_that_no_mesh_shards_need_no_types():
     assert axes_of_examples((X, Y), PARAMS) == frozenset()
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
