@@ -105,7 +105,9 @@ class AuxLeaves:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
         # A leaf that is the same on every device, such as a metric that fun has reduced, is its own mean over devices.
         averaged = [as_varying(x, self._sum_over) for x in self._of(leaves, "mean")]
-        means = self._window.add_in_loop(sums.means, averaged, weight, kept)
+        means = sums.means
+        if averaged:
+            means = self._window.add_in_loop(means, averaged, weight, kept)
         names = self._of(self._names, *COMBINE)
         others = [
             _combined(name, old, x.astype(old.dtype), kept)

@@ -51,7 +51,7 @@ from shrewjax._base.types import (
     Tree,
 )
 from shrewjax._numerics import floats
-from shrewjax._programs.scatters import warn_of_lost_scatters
+from shrewjax._programs.lost_scatters import warn_of_lost_scatters
 from shrewjax._skipping.wrapping import (
     Result,
     Step,

@@ -18,10 +18,11 @@ The loss (`value`) is added by the same weights, and, with `noise_decay`, the sq
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shrewjax._accumulation import _noise, _rows
 from shrewjax._accumulation._micro_batch import (
@@ -248,7 +249,9 @@ class Window:
 
         # 5. Update each leaf in one pass, which also divides if the window is closing.
         scale = self._scale(is_closing, weight_sum, has_weight)
-        is_first = state.micro_step == 0
+        is_first: Flag = state.micro_step == 0
+        if isinstance(is_first, np.bool_):  # `already_begun`: no select for each leaf
+            is_first = bool(is_first)
         factor = self._factor(weight, own_weight)
         gradient_sum = jax.tree.map(
             lambda total, g: _advance_leaf(total, g, is_first, is_kept, factor, scale),
@@ -337,7 +340,7 @@ class Window:
         weight: Number,
         kept_weight: jax.Array,
         is_kept: Flag,
-        is_first: jax.Array,
+        is_first: Flag,
     ) -> jax.Array:
         """Returns the window's sum of losses with this one. Without one it is inf, and so is the window's mean."""
         if value is None and isinstance(weight, float) and weight == 0:
@@ -350,7 +353,7 @@ class Window:
         return jnp.where(is_kept, value_sum + own, value_sum)
 
     def _noise_added(
-        self, noise: AnyState, grads: PyTree, weight: jax.Array, is_kept: Flag, is_first: jax.Array
+        self, noise: AnyState, grads: PyTree, weight: jax.Array, is_kept: Flag, is_first: Flag
     ) -> AnyState:
         """Returns the sums of squared norms with this micro-batch's, if the window measures its noise."""
         if self._noise_decay is None:
@@ -457,7 +460,8 @@ def already_begun(state: GradAccumulatorState) -> GradAccumulatorState:
     XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them (XLA-24). Marked,
     the window also closes without a select of the sums.
     """
-    return state._replace(micro_step=jnp.ones((), jnp.int32))
+    begun: Any = np.ones((), np.int32)  # NumPy's, so that it is known while tracing
+    return state._replace(micro_step=begun)
 
 
 def _advance_leaf(
@@ -474,11 +478,10 @@ def _advance_leaf(
     """
     if not is_gradient(total):
         return total
-    zeros = jnp.zeros_like(total)
     if isinstance(is_kept, jax.Array):
         is_kept = _rows.expand_like(is_kept, total)
     if grad is None or is_kept is False:
-        total = jnp.where(is_first, zeros, total)
+        total = total if is_first is False else jnp.where(is_first, jnp.zeros_like(total), total)
     else:
         if factor is not None:
             dtype = floats.accumulator_dtype(total)
