@@ -236,41 +236,19 @@ def adaptive_grad_clip(
             )
         units = find_units(updates, unit_dims, mesh_axes)
         weights = units.of_parameters(params)
-        given = weights.limit(eps), units.limit(clipping)
-        decided = units.decided_beside(weights, _clip_in_floats, _clip_exactly, given)
-        scales, ratios, is_clipped = ([of_group[i] for of_group in decided] for i in range(3))
+        norms, least, share = units.norms(), weights.limit(eps), units.limit(clipping)
+        bases = [
+            floats.in_dtype_of(floats.maximum(base, least), norm)
+            for base, norm in zip(weights.norms(), norms, strict=True)
+        ]
+        scales = scaling.clip_scales(norms, [floats.product(base, share) for base in bases])
+        ratios = [floats.to_float32(ratio) for ratio in map(floats.quotient, norms, bases)]
+        is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
         return units.scaled(updates, scales), AdaptiveGradClipState(
             ratio_max=units.largest(ratios), clipped_fraction=units.clipped_fraction(is_clipped)
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _clip_exactly(
-    norm: ExtendedFloat, weight_norm: ExtendedFloat, eps: ExtendedFloat, clipping: ExtendedFloat
-) -> tuple[ClipScale, jax.Array, jax.Array]:
-    """Returns the scale and the ratio of a unit, and whether it counts as clipped."""
-    base = floats.in_dtype_of(floats.maximum(weight_norm, eps), norm)
-    scale = scaling.scale_to_limit(norm, floats.product(base, clipping))
-    return (
-        scale,
-        floats.to_float32(floats.quotient(norm, base)),
-        scaling.counts_as_clipped(scale, norm),
-    )
-
-
-def _clip_in_floats(
-    norm: jax.Array, weight_norm: jax.Array, eps: ExtendedFloat, clipping: ExtendedFloat
-) -> tuple[tuple[ClipScale, jax.Array, jax.Array], jax.Array]:
-    """Returns the bits of `_clip_exactly`, and whether the unit is usual (`test_usual_units_clip_as_in_any_range`)."""
-    base = jnp.maximum(weight_norm, floats.from_extended(eps))
-    (norm, base, factor), is_usual = scaling.usual_numbers(
-        norm, base, floats.from_extended(clipping)
-    )
-    base = base.astype(norm.dtype)
-    limit = base * factor
-    scale = ClipScale(norm > limit, limit / norm, jnp.ones_like(norm))
-    return (scale, (norm / base).astype(jnp.float32), scale.applies), is_usual
 
 
 @described

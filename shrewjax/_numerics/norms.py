@@ -61,7 +61,7 @@ from shrewjax._numerics.floats import (
     upcast,
 )
 from shrewjax._numerics.reductions import any_device, are_known, leaf_maxima, leaf_sums
-from shrewjax._numerics.vectors import Groups, broadcast_to_leaf, join, scalars, split
+from shrewjax._numerics.vectors import Groups, broadcast_to_leaf, join, scalars
 
 
 class _Range(NamedTuple):
@@ -148,7 +148,7 @@ def measure_units(
     within: list[Axes] = [of_leaf.within for of_leaf in axes]
     if ord not in (1, 2):
         return [_measure(leaves, ord, "leaf", within)[0]]
-    first = _first_pass([leaves], ord, unit_dims, within, floor)
+    first = _first_pass(leaves, ord, unit_dims, within, floor)
     joined = join(first.sums, groups)
     shifts = [shift_into_range(sums, first.small_counts) for sums in joined]
     is_rare = jnp.any(jnp.stack([jnp.any(shift != 0) for shift in shifts]))
@@ -175,52 +175,6 @@ def measure_slices(
     return of_one([x])
 
 
-@partial(jax.jit, static_argnums=(0, 1, 4, 5, 6, 7), inline=True)  # XLA-21
-def decide_by_norms(
-    in_floats: Callable[..., tuple[Any, jax.Array]],
-    exactly: Callable[..., Any],
-    trees: Sequence[Sequence[jax.Array]],
-    given: tuple[ExtendedFloat, ...],
-    unit_dims: Sequence[UnitDims],
-    axes: Sequence[Sequence[UnitSharding]],
-    groups: Groups,
-    alike: Groups,
-) -> list[Any]:
-    """Returns `exactly(*norms, *given)` for each group, from the 2-norms of its units in each tree.
-
-    `in_floats` returns the same bits from norms as floats, and which units are usual (`scaling.usual_numbers`). Unless
-    all are, leaves are read again in a branch. Its numbers are joined by the larger groups `alike`.
-    """
-    if not groups:
-        return []
-    within: list[Axes] = [of_leaf.within for of_tree in axes for of_leaf in of_tree]
-    first = _first_pass(trees, 2, unit_dims, within)
-    of_trees = [slice(i, i + len(unit_dims)) for i in range(0, len(first.sums), len(unit_dims))]
-
-    by_group = list(zip(*(join(first.sums[of_tree], groups) for of_tree in of_trees), strict=True))
-
-    def usual() -> list[tuple[Any, jax.Array]]:
-        return [in_floats(*(_root(sums, 2) for sums in of_group), *given) for of_group in by_group]
-
-    def rescued(again: list[jax.Array]) -> list[Any]:
-        norms = []
-        for of_tree in of_trees:
-            plain, sums = (join(x[of_tree], alike) for x in (first.sums, again))
-            norms.append(
-                [
-                    shifted(_root(x, 2), -shift_into_range(y))
-                    for x, y in zip(sums, plain, strict=True)
-                ]
-            )
-        results = [exactly(*of_group, *given) for of_group in zip(*norms, strict=True)]
-        shapes = [x.shape for x in first.sums[of_trees[0]]]
-        return results if alike == groups else join(split(results, alike, shapes), groups)
-
-    is_rare = ~jnp.all(jnp.stack([jnp.all(is_usual) for _, is_usual in usual()]))
-    # XLA-5: decided again in the branch, because XLA would repeat what is decided outside of it in every leaf's kernel.
-    return _again_if(is_rare, first, rescued, lambda: [result for result, _ in usual()])
-
-
 def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
     """Returns the 2-norm of all units together from their norms, which come stacked. Shape ()."""
     if not norms:
@@ -244,7 +198,7 @@ def _measure(
         return norm, (from_extended(norm),) if scope == "both" else ()
     if ord not in _ROOTS:
         return _measure_by_maximum(leaves, ord, scope, axes), ()
-    first = _first_pass([leaves], ord, [()] * len(leaves), axes)
+    first = _first_pass(leaves, ord, [()] * len(leaves), axes)
     by_leaf = jnp.stack(first.sums)
     plain = by_leaf if scope == "leaf" else _ordered_sum(by_leaf)
     shift = shift_into_range(plain)
@@ -277,13 +231,12 @@ def _measure(
 
 
 class _FirstPass(NamedTuple):
-    leaves: list[jax.Array]  # of all trees, one tree after the other
+    leaves: Sequence[jax.Array]
     p: float
-    unit_dims: list[UnitDims]  # of each leaf
+    unit_dims: Sequence[UnitDims]  # of each leaf
     axes: Axes | list[Axes]
     sums: list[jax.Array]  # of each leaf's units
     small_counts: Flag
-    trees: int  # number of trees
 
     def again(self, places: list[int], shared: jax.Array | None = None) -> list[jax.Array]:
         """Returns the sums of the leaves at these places after a second pass."""
@@ -321,39 +274,30 @@ class _FirstPass(NamedTuple):
     def is_untrusted(self, places: list[int]) -> jax.Array:
         """Returns whether a sum of these leaves left the range. Leaves of a single unit are judged together."""
         sums = [self.sums[i] for i in places]
-        numbers = [x for x in sums if x.ndim]
-        for dtype in RANGE:  # each dtype in its own range
-            single = [x for x in sums if not x.ndim and x.dtype == dtype]
-            numbers += [jnp.stack(single)] if single else []
+        numbers, single = [x for x in sums if x.ndim], [x for x in sums if not x.ndim]
+        numbers += [jnp.stack(single)] if single else []
         return jnp.any(
             jnp.stack([jnp.any(shift_into_range(x, self.small_counts) != 0) for x in numbers])
         )
 
 
 def _first_pass(
-    trees: Sequence[Sequence[jax.Array]],
+    leaves: Sequence[jax.Array],
     p: float,
     unit_dims: Sequence[UnitDims],
     axes: Axes | list[Axes],
     floor: ExtendedFloat | None = None,
 ) -> _FirstPass:
-    """Returns the sums of p-th powers of the leaves of several trees that have the same units.
+    """Returns the sums of p-th powers of the leaves.
 
     With a floor, sums that are too small count as out of range only if their norms may reach the floor.
     """
-    leaves = [x for tree in trees for x in tree]
-    dtypes = [dtype for tree in trees for dtype in [accumulator_dtype(*tree)] * len(tree)]
-    dims = [*unit_dims] * len(trees)
-    sums = leaf_sums(
-        [_power(x, p, dtype) for x, dtype in zip(leaves, dtypes, strict=True)],
-        axes=axes,
-        unit_dims=dims,
-    )
-    small_norm = (
-        math.log2(RANGE[dtypes[0]].trusted_above) / p
-    )  # the exponent of norms whose sums are too small
+    dtype = accumulator_dtype(*leaves)
+    sums = leaf_sums([_power(x, p, dtype) for x in leaves], axes=axes, unit_dims=unit_dims)
+    # The exponent of norms whose sums are too small.
+    small_norm = math.log2(RANGE[dtype].trusted_above) / p
     small_counts = True if floor is None else floor.exponent <= math.floor(small_norm)
-    return _FirstPass(leaves, p, dims, axes, sums, small_counts, len(trees))
+    return _FirstPass(leaves, p, unit_dims, axes, sums, small_counts)
 
 
 def _again_if(
@@ -378,13 +322,10 @@ def _again_if(
         list if has_no_collectives else any_device
     )
     # The places of the leaves that one branch reads, because each branch takes time to compile: of all small leaves, or
-    # of one large leaf, in every tree.
-    in_tree = range(len(first.leaves) // first.trees)
-    small = [i for i in in_tree if _is_small(first.leaves[i])]
-    of_tree = [small] * bool(small) + [[i] for i in in_tree if not _is_small(first.leaves[i])]
-    together = [
-        [i + t * len(in_tree) for t in range(first.trees) for i in places] for places in of_tree
-    ]
+    # of one large leaf.
+    all_places = range(len(first.leaves))
+    small = [i for i in all_places if _is_small(first.leaves[i])]
+    together = [small] * bool(small) + [[i] for i in all_places if not _is_small(first.leaves[i])]
 
     def read(is_untrusted: jax.Array, places: list[int]) -> list[jax.Array]:
         return run_if(

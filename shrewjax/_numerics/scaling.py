@@ -4,7 +4,7 @@ A scale has two factors, because one number may leave the range although its pro
 """
 
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,6 @@ from shrewjax._numerics.floats import (
     to_extended,
     upcast,
 )
-from shrewjax._numerics.norms import RANGE
 from shrewjax._numerics.vectors import broadcast_to_leaf
 
 
@@ -78,25 +77,6 @@ def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat])
         lambda: list(map(_scale_to_limit, norms, limits, applies)),
         lambda: list(map(untouched, norms, applies)),
     )
-
-
-def scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat) -> ClipScale:
-    applies = _exceeds(norm, limit)
-    # An infinite limit, which does not apply, would make derivatives NaN.
-    return _scale_to_limit(
-        norm, limit._replace(mantissa=jnp.where(applies, limit.mantissa, 1)), applies
-    )
-
-
-def usual_numbers(*numbers: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Returns these numbers where all of them are usual, and 1 for each elsewhere. Also returns where they are usual.
-
-    Three usual numbers are so far inside the range that their products and quotients are normal numbers.
-    """
-    ranges = [(RANGE[x.dtype].trusted_above, float(jnp.finfo(x.dtype).tiny)) for x in numbers]
-    lowest = max(max(2 * trusted_above**0.5, tiny ** (1 / 3)) for trusted_above, tiny in ranges)
-    is_usual = reduce(lax.bitwise_and, [(x >= lowest) & (x <= 1 / lowest) for x in numbers])
-    return [jnp.where(is_usual, x, 1) for x in numbers], is_usual
 
 
 def counts_as_clipped(scale: ClipScale, norm: ExtendedFloat) -> jax.Array:

@@ -470,7 +470,7 @@ def test_agc_measures_gradients_and_parameters_of_two_dtypes_each_in_its_range(o
     assert float(state.clipped_fraction) == 1
 
 
-def test_usual_units_clip_as_in_any_range():
+def test_units_clip_as_they_do_beside_a_leaf_that_is_read_again():
     rng = np.random.default_rng(0)
     shapes = [(6, 4), (4,), (6, 4), ()]
     grads, params = ([np.float32(rng.normal(size=shape)) for shape in shapes] for _ in range(2))
