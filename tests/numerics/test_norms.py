@@ -14,6 +14,7 @@ from shrewjax._base.mesh import unit_axes
 from shrewjax._numerics import floats
 from shrewjax._numerics.norms import (
     _cube_root,
+    _global,
     _measure,
     combine,
     measure_units,
@@ -184,7 +185,7 @@ def test_norm_under_vmap_takes_each_row_through_its_own_range():
 
 def test_common_case_reads_the_gradients_once():
     """The scaled pass sits in a branch: outside of it there is one reduction of the data."""
-    jaxpr = jax.make_jaxpr(lambda x: _measure.__wrapped__([x], 2, "global", None))(jnp.ones((8, 8)))
+    jaxpr = jax.make_jaxpr(lambda x: _measure.__wrapped__([x], None, _global([x], 2, None)))(jnp.ones((8, 8)))
     reductions = [e for e in jaxpr.eqns if e.primitive.name == "reduce_sum" and e.invars[0].aval.shape == (8, 8)]
     assert len(reductions) == 1
     assert [e.primitive.name for e in jaxpr.eqns].count("cond") == 1
