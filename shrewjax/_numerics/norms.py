@@ -60,7 +60,13 @@ from shrewjax._numerics.floats import (
     to_extended,
     upcast,
 )
-from shrewjax._numerics.reductions import any_device, are_known, leaf_maxima, leaf_sums
+from shrewjax._numerics.reductions import (
+    any_device,
+    are_known,
+    leaf_maxima,
+    leaf_sums,
+    leaf_sums_together,
+)
 from shrewjax._numerics.vectors import Groups, broadcast_to_leaf, join, scalars, split
 
 
@@ -254,11 +260,13 @@ def _in_one_pass(
     """
     dtype = accumulator_dtype(*leaves)
     scale = RANGE[dtype]
-    sums = join(of.sums(leaves), of.groups)
-    shrunk, grown = (
-        join(of.sums([_scaled(x, shift, dtype) for x in leaves]), of.groups)
-        for shift in (scale.shrink, scale.grow)
-    )
+    wide = [upcast(x, dtype) for x in leaves]
+    powers = [
+        [_power(y, of.ord) for y in (x, _scaled(x, scale.shrink), _scaled(x, scale.grow))]
+        for x in wide
+    ]
+    each = leaf_sums_together(powers, axes=of.axes, unit_dims=of.unit_dims)
+    sums, shrunk, grown = (join(of_leaves, of.groups) for of_leaves in zip(*each, strict=True))
     shifts = [shift_into_range(total, small_counts) for total in of.totals(sums)]
     in_range = [
         jnp.where(shift == scale.shrink, small, jnp.where(shift == scale.grow, large, own))
@@ -377,13 +385,13 @@ def _power(x: jax.Array, p: float) -> jax.Array:
     return lax.mul(x.real, x.real) + lax.mul(x.imag, x.imag) if is_complex(x) else lax.mul(x, x)
 
 
-def _scaled(x: jax.Array, exponent: int, dtype: DType) -> jax.Array:
+def _scaled(x: jax.Array, exponent: int) -> jax.Array:
     """Returns x times a constant power of two, which XLA does not multiply with other constants, or square (XLA-7)."""
     if is_complex(x):
-        return lax.complex(_scaled(x.real, exponent, dtype), _scaled(x.imag, exponent, dtype))
-    info = jnp.finfo(dtype)
+        return lax.complex(_scaled(x.real, exponent), _scaled(x.imag, exponent))
+    info = jnp.finfo(x.dtype)
     as_it_is = partial(lax.reduce_precision, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-    return as_it_is(as_it_is(upcast(x, dtype)) * jnp.asarray(2.0**exponent, dtype))
+    return as_it_is(as_it_is(x) * jnp.asarray(2.0**exponent, x.dtype))
 
 
 def _is_small(x: jax.Array) -> bool:
