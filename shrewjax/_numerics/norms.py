@@ -233,13 +233,16 @@ def _measure(
                 lambda: to_extended(_root(total, of.ord)),
             )
         ]
-    sums, in_range = lax.platform_dependent(
-        leaves,
-        small_counts,
-        cpu=partial(_in_two_passes, of=of),
-        default=partial(_in_one_pass, of=of),
-    )
-    shifts = [shift_into_range(total, small_counts) for total in of.totals(sums)]
+    wide = _in_float64 if accumulator_dtype(*leaves) == jnp.float32 else _in_one_pass
+    forms = {"cpu": _in_two_passes, "cuda": wide, "rocm": wide, "default": _in_one_pass}
+    given = {platform: partial(form, of=of) for platform, form in forms.items()}
+    return lax.platform_dependent(leaves, small_counts, **given)
+
+
+def _roots(
+    of: _Norms, shifts: list[jax.Array], sums: list[jax.Array], in_range: list[jax.Array]
+) -> list[ExtendedFloat]:
+    """Returns the norms of sums that are in range after their shifts."""
     roots = [_root(total, of.ord) for total in of.totals(in_range)]
     norms = [shifted(root, -shift) for root, shift in zip(roots, shifts, strict=True)]
     if of.by_leaf:
@@ -251,9 +254,20 @@ def _measure(
     return norms
 
 
+def _in_float64(
+    leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
+) -> list[ExtendedFloat]:
+    del small_counts
+    with jax.enable_x64(True):
+        sums = join(of.sums([upcast(x, jnp.float64) for x in leaves]), of.groups)
+        totals = of.totals(sums) + (sums if of.by_leaf else [])
+        norms = [to_extended(_root(total, of.ord)) for total in totals]
+        return [shifted(lax.convert_element_type(m, jnp.float32), e) for m, e in norms]
+
+
 def _in_one_pass(
     leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
-) -> tuple[list[jax.Array], list[jax.Array]]:
+) -> list[ExtendedFloat]:
     """Returns the sums of units, joined, and the same in range: sums all three scales in one read, and selects.
 
     This is for accelerators, where a branch would hold all that it may read, even if it never runs (XLA-3).
@@ -272,12 +286,12 @@ def _in_one_pass(
         jnp.where(shift == scale.shrink, small, jnp.where(shift == scale.grow, large, own))
         for shift, own, small, large in zip(shifts, sums, shrunk, grown, strict=True)
     ]
-    return sums, in_range
+    return _roots(of, shifts, sums, in_range)
 
 
 def _in_two_passes(
     leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
-) -> tuple[list[jax.Array], list[jax.Array]]:
+) -> list[ExtendedFloat]:
     """Returns what `_in_one_pass` does: reads leaves again, in a branch that is rarely taken.
 
     This is for CPUs, where three sums would take three passes.
@@ -314,7 +328,7 @@ def _in_two_passes(
         return join(read(range(len(leaves)), factors), of.groups)
 
     if of.is_global:
-        return sums, run_if(is_rare, together, lambda: sums)
+        return _roots(of, shifts, sums, run_if(is_rare, together, lambda: sums))
 
     def is_untrusted(places: Sequence[int]) -> jax.Array:
         """Returns whether a sum of these leaves left the range. Leaves of a single unit are judged together."""
@@ -355,7 +369,7 @@ def _in_two_passes(
         return join([at[i] for i in range(len(leaves))], of.groups)
 
     (is_rare,) = agreed([is_rare])
-    return sums, run_if(is_rare, by_leaf, lambda: sums)
+    return _roots(of, shifts, sums, run_if(is_rare, by_leaf, lambda: sums))
 
 
 def _root(powers: jax.Array, p: float) -> jax.Array:
