@@ -33,7 +33,7 @@ units, `test_unit_norms_neither_overflow_nor_underflow`.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ from shrewjax._numerics.reductions import (
     are_known,
     leaf_maxima,
     leaf_sums,
-    leaf_sums_together,
+    sums_in_one_read,
 )
 from shrewjax._numerics.vectors import Groups, broadcast_to_leaf, join, scalars, split
 
@@ -233,10 +233,17 @@ def _measure(
                 lambda: to_extended(_root(total, of.ord)),
             )
         ]
-    wide = _in_float64 if accumulator_dtype(*leaves) == jnp.float32 else _in_one_pass
-    forms = {"cpu": _in_two_passes, "cuda": wide, "rocm": wide, "default": _in_one_pass}
-    given = {platform: partial(form, of=of) for platform, form in forms.items()}
-    return lax.platform_dependent(leaves, small_counts, **given)
+    one_pass = partial(_in_one_pass, of=of)
+    is_float64 = accumulator_dtype(*leaves) == jnp.float64
+    on_gpus = one_pass if is_float64 else partial(_in_float64, of=of)
+    return lax.platform_dependent(
+        leaves,
+        small_counts,
+        cpu=partial(_in_two_passes, of=of),
+        cuda=on_gpus,
+        rocm=on_gpus,
+        default=one_pass,
+    )
 
 
 def _roots(
@@ -259,7 +266,10 @@ def _in_float64(
 ) -> list[ExtendedFloat]:
     del small_counts
     with jax.enable_x64(True):
-        sums = join(of.sums([upcast(x, jnp.float64) for x in leaves]), of.groups)
+        (by_leaf,) = sums_in_one_read(
+            _in_wide(of.ord), leaves, axes=of.axes, unit_dims=of.unit_dims
+        )
+        sums = join(by_leaf, of.groups)
         totals = of.totals(sums) + (sums if of.by_leaf else [])
         norms = [to_extended(_root(total, of.ord)) for total in totals]
         return [shifted(lax.convert_element_type(m, jnp.float32), e) for m, e in norms]
@@ -274,13 +284,10 @@ def _in_one_pass(
     """
     dtype = accumulator_dtype(*leaves)
     scale = RANGE[dtype]
-    wide = [upcast(x, dtype) for x in leaves]
-    powers = [
-        [_power(y, of.ord) for y in (x, _scaled(x, scale.shrink), _scaled(x, scale.grow))]
-        for x in wide
-    ]
-    each = leaf_sums_together(powers, axes=of.axes, unit_dims=of.unit_dims)
-    sums, shrunk, grown = (join(of_leaves, of.groups) for of_leaves in zip(*each, strict=True))
+    by_scale = sums_in_one_read(
+        _on_all_scales(of.ord, dtype), leaves, axes=of.axes, unit_dims=of.unit_dims
+    )
+    sums, shrunk, grown = (join(of_leaves, of.groups) for of_leaves in by_scale)
     shifts = [shift_into_range(total, small_counts) for total in of.totals(sums)]
     in_range = [
         jnp.where(shift == scale.shrink, small, jnp.where(shift == scale.grow, large, own))
@@ -399,13 +406,31 @@ def _power(x: jax.Array, p: float) -> jax.Array:
     return lax.mul(x.real, x.real) + lax.mul(x.imag, x.imag) if is_complex(x) else lax.mul(x, x)
 
 
+@cache
+def _in_wide(p: float) -> Callable[[jax.Array], list[jax.Array]]:
+    return lambda x: [_power(upcast(x, jnp.float64), p)]
+
+
+@cache  # so that leaves of one shape are traced once
+def _on_all_scales(p: float, dtype: DType) -> Callable[[jax.Array], list[jax.Array]]:
+    """Returns a function that returns the p-th powers of a leaf: of its elements, of shrunk and of grown ones."""
+    _, shrink, grow = RANGE[dtype]
+
+    def powers(x: jax.Array) -> list[jax.Array]:
+        x = upcast(x, dtype)
+        return [_power(y, p) for y in (x, _scaled(x, shrink), _scaled(x, grow))]
+
+    return powers
+
+
 def _scaled(x: jax.Array, exponent: int) -> jax.Array:
-    """Returns x times a constant power of two, which XLA does not multiply with other constants, or square (XLA-7)."""
+    """Returns x times a power of two."""
     if is_complex(x):
         return lax.complex(_scaled(x.real, exponent), _scaled(x.imag, exponent))
-    info = jnp.finfo(x.dtype)
-    as_it_is = partial(lax.reduce_precision, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-    return as_it_is(as_it_is(x) * jnp.asarray(2.0**exponent, x.dtype))
+    # XLA-7: selected, because XLA multiplies constants first. It would make a finite number of an infinite `y * c`, and
+    # `0 * (c * c)`, which is NaN, of the square of a known zero.
+    has_scale = jnp.isfinite(x) & (x != 0)
+    return jnp.where(has_scale, x * jnp.asarray(2.0**exponent, x.dtype), x)
 
 
 def _is_small(x: jax.Array) -> bool:

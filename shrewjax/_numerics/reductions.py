@@ -17,6 +17,7 @@ Along a mapped axis devices hold other units, or parts of the same ones (`mesh.u
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -59,18 +60,19 @@ def leaf_sums(
     )
 
 
-def leaf_sums_together(
-    terms: Sequence[Sequence[jax.Array]],
+def sums_in_one_read(
+    terms: Callable[[jax.Array], Sequence[jax.Array]],
+    leaves: Sequence[jax.Array],
     *,
     axes: Axes | list[Axes],
     unit_dims: Sequence[UnitDims],
-) -> list[jax.Array]:
-    """Returns `leaf_sums` of several arrays for each leaf, stacked, in one read of what they share if possible."""
-    partials = []
-    for of_leaf, dims in zip(terms, unit_dims, strict=True):
-        summed = [a for a in range(of_leaf[0].ndim) if a not in dims]
-        partials.append(jnp.stack(_reduce_together(of_leaf, lax.add, summed)))
-    return _over_devices(lax.psum, partials, axes)
+) -> list[list[jax.Array]]:
+    """Returns `leaf_sums` of each array in `terms(leaf)`, in one read of the leaf if possible."""
+    by_leaf = [_leaf_sums(terms, tuple(dims), x) for x, dims in zip(leaves, unit_dims, strict=True)]
+    by_array = list(zip(*by_leaf, strict=True))
+    of_all = axes * len(by_array) if isinstance(axes, list) else axes
+    sums = iter(_over_devices(lax.psum, [*chain(*by_array)], of_all))
+    return [[next(sums) for _ in leaves] for _ in by_array]
 
 
 def leaf_maxima(
@@ -275,6 +277,13 @@ def _sum(x: jax.Array, dims: UnitDims = ()) -> jax.Array:
 
 
 # Jitted, because each leaf of the same shape would otherwise be traced and lowered again.
+@partial(jax.jit, static_argnums=(0, 1))
+def _leaf_sums(
+    terms: Callable[[jax.Array], Sequence[jax.Array]], dims: UnitDims, x: jax.Array
+) -> list[jax.Array]:
+    return _reduce_together(terms(x), lax.add, [a for a in range(x.ndim) if a not in dims])
+
+
 @partial(jax.jit, static_argnums=0)
 def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Any) -> jax.Array:
     wanted = keys(*of_leaf)
