@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._base import arguments
+from shrewjax._base import arguments, trees
+from shrewjax._base.mesh import UnitDims, whole_shape
 from shrewjax._base.states import described, fields, largest, require_own
-from shrewjax._base.types import KeyPath
+from shrewjax._base.types import KeyPath, Leaf
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -146,9 +147,9 @@ def adaptive_grad_clip(
 
     .. math:: g_i \leftarrow g_i \cdot \min\Big(1, \frac{\lambda \max(\|w_i\|, \epsilon)}{\|g_i\|}\Big)
 
-    A unit is a part of a leaf with one norm. With `unit="auto"` it depends on the leaf's rank without `batch_axes`:
+    A unit is a part of a leaf with one norm. With `unit="auto"` it depends on the leaf's shape without `batch_axes`:
 
-    * Rank 0 and 1: the whole leaf is a unit.
+    * At most one axis longer than 1: the whole leaf is a unit.
     * Rank 2 and 3: each position of all axes except the first, which has a kernel's inputs, is a unit.
     * Rank 4 and more: each position of the last axis, which has a convolution's outputs, is a unit.
 
@@ -208,13 +209,28 @@ def adaptive_grad_clip(
     axis, batch_axes = arguments.axes("axis", axis), arguments.axes("batch_axes", batch_axes)
     mesh_axes = arguments.unit_axis_names(sharded_over)
 
-    def unit_dims(path: KeyPath, leaf: Any) -> tuple[int, ...]:
+    def is_vector(path: KeyPath, leaf: Leaf, free: list[int], by_rank: list[int]) -> bool:
+        """Returns whether at most one of the free axes is longer than 1 over all devices. Raises if nothing tells."""
+        sizes = whole_shape(leaf, arguments.axis_names_of_leaf(mesh_axes, path, leaf))
+        if sizes is not None:
+            return sum(sizes[a] != 1 for a in free) < 2
+        long = [a for a in free if leaf.shape[a] != 1]
+        if len(long) == 1 and long[0] not in by_rank:
+            raise ValueError(
+                f"cannot tell the units of leaf {trees.leaf_name(path)}, which has the shape {leaf.shape} on each "
+                "device: devices may hold parts of its axes of size 1. Pass sharded_over=fn, where fn(name, leaf) "
+                "returns the leaf's PartitionSpec. Or pass axis= with the axes that a unit spans"
+            )
+        return len(free) < 2
+
+    def unit_dims(path: KeyPath, leaf: Leaf) -> UnitDims:
         batch = arguments.axes_of_leaf("batch_axes", batch_axes, path, leaf) or ()
-        shared = arguments.axes_of_leaf("axis", axis, path, leaf)
-        if shared is None:
-            free = [a for a in range(leaf.ndim) if a not in batch]
-            by_rank = free if len(free) < 2 else free[:1] if len(free) < 4 else free[:-1]
-            shared = tuple(by_rank if unit == "auto" else free)
+        given = arguments.axes_of_leaf("axis", axis, path, leaf)
+        free = [a for a in range(leaf.ndim) if a not in batch]
+        by_rank = free[:1] if len(free) < 4 else free[:-1]
+        if given is None and (unit == "tensor" or is_vector(path, leaf, free, by_rank)):
+            given = tuple(free)
+        shared = by_rank if given is None else given
         return tuple(a for a in range(leaf.ndim) if a in batch or a not in shared)
 
     def init_fn(params: optax.Params) -> AdaptiveGradClipState:

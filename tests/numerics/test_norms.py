@@ -15,7 +15,7 @@ from shrewjax._numerics import floats
 from shrewjax._numerics.norms import (
     _cube_root,
     _global,
-    _measure,
+    _in_two_passes,
     combine,
     measure_units,
 )
@@ -41,6 +41,9 @@ IN_RANGE = [
     [np.complex64([3 + 4j, 1j]), f32([0])],
     [np.complex64([1e25 + 1e25j, 0]), f32([1e25])],
     [np.complex64([1e-25 + 1e-25j, 0]), f32([0])],
+    [np.complex64([2e-38, 0]), f32([0])],  # half of it is subnormal
+    [np.complex64([2e-38 + 2e-38j, 3e-38j]), f32([3e-38])],
+    [np.complex64([2e-38, 1e20j]), f32([1e-30])],
     [np.zeros((0,), f32), np.ones((), f32), np.full((1, 2, 3), f32(2))],
 ]
 
@@ -66,6 +69,19 @@ def test_norm_of_float64_leaves_is_float64_and_neither_overflows_nor_underflows(
             assert norm.dtype == jnp.float64
             tolerance = 1e-15 if values[0] > 1e-300 else 1.0  # subnormals are flushed on CPU
             assert float(norm) == pytest.approx(float(true_norm(leaves)), rel=tolerance, abs=0)
+
+
+@pytest.mark.parametrize(("dtype", "smallest"), [(np.complex64, 2e-38), (np.complex128, 4e-308)])
+def test_complex_numbers_whose_halves_are_subnormal_count_in_every_order(dtype, smallest):
+    leaf = np.asarray([smallest, smallest * 1j, 0], dtype)
+    orders = [1, 1.5, 2, 3, 4, np.inf]
+    with jax.enable_x64(True):
+        norms = quick_jit(lambda x: [shrewjax.grad_norm([x], ord) for ord in orders])(leaf)
+        clipped = quick_jit(lambda x: shrewjax.clip_grad_norm(x, smallest / 2, ord=np.inf)[0])(leaf)
+    for ord, norm in zip(orders, norms, strict=True):
+        # In units of the smallest, because the definition's powers would leave the range.
+        assert float(norm) / smallest == pytest.approx(float(true_norm([leaf / smallest], ord)), rel=1e-6), ord
+    assert np.abs(clipped).max() <= 0.5001 * smallest
 
 
 def test_norm_of_nothing_is_zero():
@@ -184,8 +200,8 @@ def test_norm_under_vmap_takes_each_row_through_its_own_range():
 
 
 def test_common_case_reads_the_gradients_once():
-    """The scaled pass sits in a branch: outside of it there is one reduction of the data."""
-    jaxpr = jax.make_jaxpr(lambda x: _measure.__wrapped__([x], None, _global([x], 2, None)))(jnp.ones((8, 8)))
+    """On a CPU the scaled pass sits in a branch: outside of it there is one reduction of the data."""
+    jaxpr = jax.make_jaxpr(lambda x: _in_two_passes([x], None, _global([x], 2, None)))(jnp.ones((8, 8)))
     reductions = [e for e in jaxpr.eqns if e.primitive.name == "reduce_sum" and e.invars[0].aval.shape == (8, 8)]
     assert len(reductions) == 1
     assert [e.primitive.name for e in jaxpr.eqns].count("cond") == 1
