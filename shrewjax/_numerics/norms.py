@@ -1,30 +1,34 @@
 """Norms of leaves that neither overflow nor underflow: of all leaves together, by leaf, by unit and by slice.
 
-Norms of order p = 1 or 2 take three steps:
+A norm of order p = 1 or 2 is the root of a sum of p-th powers, which can leave the range of floats. One function,
+`shift_into_range`, decides which sums did, and by which power of two to scale their elements. How the scaled elements
+are summed depends on the platform for which a program is lowered:
 
-* `_first_pass` sums the p-th powers of each leaf's units, as they are.
-* `shift_into_range` says which sums left the range of floats, and by which power of two to scale their elements.
-* `_again_if` reads leaves again in a branch that is rarely taken, and sums their scaled elements.
+* CPU: `_in_two_passes` reads leaves again, in a branch that is rarely taken. Sums on three scales would take three
+  passes.
+* TPU and others: `_in_one_pass` sums on all three scales in the first read, and selects.
+* CUDA and ROCm: `_in_float64` sums in float64, which holds the squares of all float32 numbers. Leaves of float64 are
+  summed as on a TPU.
 
-A norm is an `ExtendedFloat`, so neither it nor a quotient of two norms leaves the range before the clipped gradient
-does.
+A global norm is that of one unit of many leaves. A norm is an `ExtendedFloat`, so neither it nor a quotient of two
+norms leaves the range before the clipped gradient does.
 
-Why two passes suffice, for p = 2 in float32 and a sum over n elements:
+Why three scales suffice, for p = 2 in float32 and a sum over n elements:
 
-* First pass: trust a finite sum of x**2 of at least 2**-60. A square below 2**-126 may be flushed. All flushed squares
+* As they are: trust a finite sum of x**2 of at least 2**-60. A square below 2**-126 may be flushed. All flushed squares
   together are below n 2**-126, and half an ulp of 2**-60 is 2**-84. So they do not count for n < 2**42.
-* Second pass after an overflow: scale by 2**-96. Squares are now below 2**64, and 2**64 of them fit. The scaled sum is
+* After an overflow: scale by 2**-96. Squares are now below 2**64, and 2**64 of them fit. The scaled sum is
   about 2**128 * 2**-192 = 2**-64 or more, half an ulp of which is at least 2**-89. So flushed squares do not count for
   n < 2**37.
-* Second pass for a sum below 2**-60: scale by 2**88. The scaled sum is below 2**-60 * 2**176 = 2**116. The smallest
+* For a sum below 2**-60: scale by 2**88. The scaled sum is below 2**-60 * 2**176 = 2**116. The smallest
   subnormal number, 2**-149, becomes 2**-61, whose square is normal. So no square is flushed.
 
 For p = 1 every bound is at least as wide. A complex leaf counts as twice as many elements. The numbers for float64
 follow in the same way, with 2**-1022 for 2**-126 and 2**-1074 for 2**-149.
 
-A sum of exactly 0 is not trusted, because all squares may have been flushed. So zeros are read twice.
+A sum of exactly 0 is not trusted, because all squares may have been flushed. So a CPU reads zeros twice.
 
-Other orders take `_measure_by_maximum`, because the error of x**p grows with p log x. Orders 3 and 4 take it only if
+Other orders take `_by_maximum`, because the error of x**p grows with p log x. Orders 3 and 4 take it only if
 the sum of a first pass leaves the range.
 
 The idea is that of J. L. Blue, ACM TOMS 4 (1978). The tests are `test_norm_neither_overflows_nor_underflows` and, for
@@ -34,7 +38,6 @@ units, `test_unit_norms_neither_overflow_nor_underflow`.
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -264,11 +267,15 @@ def _roots(
 def _in_float64(
     leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
 ) -> list[ExtendedFloat]:
+    """Returns norms from sums in float64, which no square of a float32 leaves. On GPUs.
+
+    On a GPU the memory decides how long a sum takes, in float64 too. Sums on three scales would be three outputs of a
+    kernel, for which XLA:GPU writes scaled leaves out before it sums columns.
+    """
     del small_counts
     with jax.enable_x64(True):
-        (by_leaf,) = sums_in_one_read(
-            _in_wide(of.ord), leaves, axes=of.axes, unit_dims=of.unit_dims
-        )
+        powers = _powers(of.ord, jnp.dtype(jnp.float64))
+        (by_leaf,) = sums_in_one_read(powers, leaves, axes=of.axes, unit_dims=of.unit_dims)
         sums = join(by_leaf, of.groups)
         totals = of.totals(sums) + (sums if of.by_leaf else [])
         norms = [to_extended(_root(total, of.ord)) for total in totals]
@@ -278,15 +285,13 @@ def _in_float64(
 def _in_one_pass(
     leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
 ) -> list[ExtendedFloat]:
-    """Returns the sums of units, joined, and the same in range: sums all three scales in one read, and selects.
+    """Returns norms from sums on all three scales, in one read, of which each norm selects one. On accelerators.
 
-    This is for accelerators, where a branch would hold all that it may read, even if it never runs (XLA-3).
+    A branch would hold all that it may read, even if it never runs (XLA-3), and make a GPU's host wait.
     """
-    dtype = accumulator_dtype(*leaves)
-    scale = RANGE[dtype]
-    by_scale = sums_in_one_read(
-        _on_all_scales(of.ord, dtype), leaves, axes=of.axes, unit_dims=of.unit_dims
-    )
+    scale = RANGE[accumulator_dtype(*leaves)]
+    powers = _powers(of.ord, accumulator_dtype(*leaves), scale.shrink, scale.grow)
+    by_scale = sums_in_one_read(powers, leaves, axes=of.axes, unit_dims=of.unit_dims)
     sums, shrunk, grown = (join(of_leaves, of.groups) for of_leaves in by_scale)
     shifts = [shift_into_range(total, small_counts) for total in of.totals(sums)]
     in_range = [
@@ -299,9 +304,11 @@ def _in_one_pass(
 def _in_two_passes(
     leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
 ) -> list[ExtendedFloat]:
-    """Returns what `_in_one_pass` does: reads leaves again, in a branch that is rarely taken.
+    """Returns norms from the sums of a first pass or, if a sum left its range, of a second one in a branch. On CPUs.
 
-    This is for CPUs, where three sums would take three passes.
+    1. Sum elements as they are.
+    2. If a norm needs it, read leaves again, in a branch that is rarely taken: for a global norm all of them, scaled by
+       one power of two; for others those of which a unit left its range, each unit by its own.
     """
     first = of.sums(leaves)
     sums = join(first, of.groups)
@@ -310,21 +317,13 @@ def _in_two_passes(
 
     def read(places: Sequence[int], factors: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the sums of the leaves at these places, each multiplied by its factor."""
-        scaled = [
-            mul_real(upcast(x, factor.dtype), broadcast_to_leaf(factor, x, dims))
-            for x, factor, dims in zip(
-                [_unknown(leaves[i]) for i in places],
-                factors,
-                [of.unit_dims[i] for i in places],
-                strict=True,
-            )
-        ]
+        scaled = []
+        for i, factor in zip(places, factors, strict=True):
+            x = upcast(_unknown(leaves[i]), factor.dtype)
+            scaled.append(mul_real(x, broadcast_to_leaf(factor, x, of.unit_dims[i])))
         return of.at(places).sums(scaled)
 
-    def first_of(places: Sequence[int]) -> list[jax.Array]:
-        return [first[i] for i in places]
-
-    def together() -> list[jax.Array]:
+    def read_all() -> list[jax.Array]:
         factor = power_of_two(shifts[0], sums[0].dtype)
         # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large leaf
         # gets its own copy of the scalar: a clamp between equal bounds.
@@ -335,25 +334,17 @@ def _in_two_passes(
         return join(read(range(len(leaves)), factors), of.groups)
 
     if of.is_global:
-        return _roots(of, shifts, sums, run_if(is_rare, together, lambda: sums))
+        return _roots(of, shifts, sums, run_if(is_rare, read_all, lambda: sums))
 
-    def is_untrusted(places: Sequence[int]) -> jax.Array:
-        """Returns whether a sum of these leaves left the range. Leaves of a single unit are judged together."""
-        chosen = first_of(places)
-        numbers, single = [x for x in chosen if x.ndim], [x for x in chosen if not x.ndim]
-        numbers += [jnp.stack(single)] if single else []
-        flags = [jnp.any(shift_into_range(x, small_counts) != 0) for x in numbers]
-        return jnp.any(jnp.stack(flags))
-
-    def rescued(places: Sequence[int]) -> list[jax.Array]:
-        # XLA-23: from the leaf's own sums, not from an index into a vector of shifts, because an index would make the
+    def read_some(places: Sequence[int]) -> list[jax.Array]:
+        own = [first[i] for i in places]
+        # XLA-30: from the leaf's own sums, not from an index into a vector of shifts, because an index would make the
         # kernels of leaves of one shape differ.
-        own = first_of(places)
         shifts = [shift_into_range(x, small_counts) for x in own]
         factors = [power_of_two(shift, x.dtype) for shift, x in zip(shifts, own, strict=True)]
-        scaled = read(places, factors)
+        each = zip(shifts, read(places, factors), own, strict=True)
         # Trusted sums stay as they are, because the second pass may round them otherwise.
-        return [jnp.where(s != 0, x, y) for s, x, y in zip(shifts, scaled, own, strict=True)]
+        return [jnp.where(shift != 0, scaled, x) for shift, scaled, x in each]
 
     # If branches have collectives, all devices have to take the same one.
     has_no_collectives = isinstance(of.axes, list) and all(over == () for over in of.axes)
@@ -366,17 +357,25 @@ def _in_two_passes(
     large = [[i] for i, x in enumerate(leaves) if not _is_small(x)]
     branches = [small, *large] if small else large
 
-    def by_leaf() -> list[jax.Array]:
+    def is_untrusted(places: Sequence[int]) -> jax.Array:
+        """Returns whether a sum of these leaves left the range. Leaves of a single unit are judged together."""
+        chosen = [first[i] for i in places]
+        numbers, single = [x for x in chosen if x.ndim], [x for x in chosen if not x.ndim]
+        numbers += [jnp.stack(single)] if single else []
+        flags = [jnp.any(shift_into_range(x, small_counts) != 0) for x in numbers]
+        return jnp.any(jnp.stack(flags))
+
+    def read_again() -> list[jax.Array]:
         flags = agreed([*map(is_untrusted, branches)])
-        in_range = [
-            run_if(flag, partial(rescued, places), partial(first_of, places))
-            for flag, places in zip(flags, branches, strict=True)
-        ]
-        at = dict(zip(chain(*branches), chain(*in_range), strict=True))
-        return join([at[i] for i in range(len(leaves))], of.groups)
+        in_range = dict(enumerate(first))
+        for flag, places in zip(flags, branches, strict=True):
+            kept = [first[i] for i in places]
+            read = run_if(flag, partial(read_some, places), partial(list, kept))
+            in_range.update(zip(places, read, strict=True))
+        return join([*in_range.values()], of.groups)
 
     (is_rare,) = agreed([is_rare])
-    return _roots(of, shifts, sums, run_if(is_rare, by_leaf, lambda: sums))
+    return _roots(of, shifts, sums, run_if(is_rare, read_again, lambda: sums))
 
 
 def _root(powers: jax.Array, p: float) -> jax.Array:
@@ -406,19 +405,13 @@ def _power(x: jax.Array, p: float) -> jax.Array:
     return lax.mul(x.real, x.real) + lax.mul(x.imag, x.imag) if is_complex(x) else lax.mul(x, x)
 
 
-@cache
-def _in_wide(p: float) -> Callable[[jax.Array], list[jax.Array]]:
-    return lambda x: [_power(upcast(x, jnp.float64), p)]
-
-
 @cache  # so that leaves of one shape are traced once
-def _on_all_scales(p: float, dtype: DType) -> Callable[[jax.Array], list[jax.Array]]:
-    """Returns a function that returns the p-th powers of a leaf: of its elements, of shrunk and of grown ones."""
-    _, shrink, grow = RANGE[dtype]
+def _powers(p: float, dtype: DType, *shifts: int) -> Callable[[jax.Array], list[jax.Array]]:
+    """Returns a function that returns the p-th powers of a leaf's elements, and of these times 2**shift."""
 
     def powers(x: jax.Array) -> list[jax.Array]:
         x = upcast(x, dtype)
-        return [_power(y, p) for y in (x, _scaled(x, shrink), _scaled(x, grow))]
+        return [_power(y, p) for y in (x, *(_scaled(x, shift) for shift in shifts))]
 
     return powers
 

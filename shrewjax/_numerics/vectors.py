@@ -129,5 +129,5 @@ def _computed_once(numbers: jax.Array) -> jax.Array:
 def _in_a_kernel(x: jax.Array) -> jax.Array:
     """Returns x, after an operation that does nothing."""
     # XLA-33: XLA:GPU starts a kernel for each slice that is a result as it is. With an operation behind it, one kernel
-    # writes all of them (tests/devices/test_accelerators.py, "by leaf").
+    # writes all of them (tests/devices/test_accelerators.py, "norms by leaf").
     return jnp.where(jnp.isnan(x), jnp.nan, x) if x.dtype.kind == "f" else x
