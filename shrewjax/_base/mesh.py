@@ -99,6 +99,21 @@ def _axes_of_spec(name: str, leaf: Leaf, dims: UnitDims, spec: jax.P) -> UnitSha
     return UnitSharding(within, across if mapped and not is_tracked else None)
 
 
+def whole_shape(leaf: Leaf, given: Axes | jax.P) -> tuple[int, ...] | None:
+    """Returns the shape of a leaf over all devices; None if nothing tells it. `given` is as in `unit_axes`."""
+    mapped, is_tracked = mapped_axes()
+    if not (varying_axes(leaf) if is_tracked else mapped):
+        return leaf.shape
+    if not isinstance(given, jax.P):
+        return None
+    by_dimension = [entry if isinstance(entry, tuple) else (entry,) for entry in given]
+    devices = [
+        math.prod(lax.axis_size(m) for m in names if m in mapped)
+        for names in [*by_dimension, *[()] * (leaf.ndim - len(by_dimension))]
+    ]
+    return tuple(n * parts for n, parts in zip(leaf.shape, devices, strict=False))
+
+
 def slice_axes(name: str, leaf: Leaf, given: Axes) -> AxisNames:
     """Returns the mapped axes along which devices hold parts of the same slices of a leaf."""
     mapped, is_tracked = mapped_axes()
