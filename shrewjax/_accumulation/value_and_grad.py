@@ -59,7 +59,6 @@ from shrewjax._base.types import (
 )
 from shrewjax._numerics.reductions import one_over
 from shrewjax._programs.forwarding import returned_as_given
-from shrewjax._programs.jaxprs import axes_of_constraints
 from shrewjax._programs.loops import Traced
 from shrewjax._programs.reduced import axes_of_examples, marked
 from shrewjax._programs.scatters import unknown_true
@@ -288,8 +287,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
 
     # 3. Does what fun returns fit?
     axes = window.axes or ()
-    program = jax.make_jaxpr(traced)(jnp.int32(0), carried) if batch.devices else None
-    if program and {*axes} & axes_of_constraints(program):
+    if batch.devices and {*axes} & traced.constrained_axes():
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
         raise ValueError(f"fun constrains an array to mesh axes in sum_over={axes!r}")
     own = _own_axes(like.averaged.value, params, window.axes)

@@ -22,7 +22,7 @@ as they are, so that their names in a profile stay. A scan that adds is a new `l
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeAlias
 
@@ -38,6 +38,7 @@ from shrewjax._programs.jaxprs import (
     Equation,
     Jaxpr,
     Scan,
+    axes_of_constraints,
     constants_of,
     context_of,
     is_checkpoint,
@@ -83,6 +84,10 @@ class Traced:
             return self._function(*arguments)
         results = core.jaxpr_as_fun(self._closed)(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(self._structure, results)
+
+    def constrained_axes(self) -> set[Hashable]:
+        """Returns the mesh axes over which the function asks to shard arrays."""
+        return axes_of_constraints(self._closed)
 
     @naming_the_switch()
     def added_to(self, sums: Sums, add: Add, *arguments: PyTree) -> tuple[PyTree, Sums]:
