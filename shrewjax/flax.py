@@ -260,7 +260,8 @@ def value_and_grad(
     `fun` adds variables                       an error; remove them in `fun` with `nnx.pop`, and return them as aux
     `fun` changes a variable's shape or dtype  an error; cast the new value
     `fun` changes a Python attribute           an error; change it before the call
-    `sum_over`                                 all devices draw from the same keys, unless each has its own
+    `sum_over` under plain `nnx.jit`           each device draws from keys of its own; batch statistics are averaged
+    `sum_over` inside `nnx.shard_map`          all devices draw from the same keys, unless each has its own
     =========================================  =====================================================================
 
     Args:

@@ -8,7 +8,7 @@ A gradient is the flat list of all its entries. Entries are finite; thresholds a
 cases are in the tables of the fast paths, or mentioned here.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import reduce
 from itertools import starmap
@@ -419,101 +419,6 @@ def value_and_grad_spec(
         "last": lambda _, b: b,
     }
     return value, gradient, [reduce(combine[aux], xs) for xs in columns]
-
-
-# --- one denominator -------------------------------------------------------------------------------------------
-
-
-class Token(NamedTuple):
-    """A token of a batch, and its loss."""
-
-    value: Number  #: its loss
-    gradient: Sequence[Number]  #: of its loss
-    mask: Number = 1  #: how much it counts, >= 0
-    unit: Hashable = (
-        0  #: its sequence, or its prompt; the same for all tokens if the loss is their mean
-    )
-
-
-def coefficients_spec(
-    mask: Sequence[Number], units: Sequence[Hashable], of: Literal["means", "sums"] = "means"
-) -> list[Number]:
-    r"""Returns the number by which a loss multiplies each token: a mean over units of their token means, or of sums.
-
-    .. math:: c_t = \frac{m_t}{n_{u(t)} U} \;\text{ or }\; c_t = \frac{m_t}{U},
-              \qquad n_u = \sum_{u(t) = u} m_t, \qquad U = |\{u : n_u > 0\}|
-
-    A unit is a sequence, a prompt, or everything. With one unit the first is the mean of all tokens.
-
-    Args:
-      mask: m, how much each token of the whole batch counts, >= 0.
-      units: u, the unit of each token.
-      of: `"means"` or `"sums"`, as above.
-
-    Returns:
-      One number for each token; 0 if its unit has no token that counts.
-
-    Example:
-      >>> coefficients_spec([1, 1, 0, 1], ["a", "a", "a", "b"])
-      [0.25, 0.25, 0.0, 0.5]
-
-    Source: the means by token and by sequence are those of DAPO, 2025, arXiv:2503.14476, and of GRPO, 2024,
-    arXiv:2402.03300.
-    """
-    counts: dict[Hashable, Number] = {}
-    for m, unit in zip(mask, units, strict=True):
-        counts[unit] = counts.get(unit, 0) + m
-    filled = sum(1 for count in counts.values() if count > 0)
-
-    def coefficient(m: Number, count: Number) -> Number:
-        if not count > 0:
-            return 0
-        return m / count / filled if of == "means" else m / filled
-
-    return [coefficient(m, counts[unit]) for m, unit in zip(mask, units, strict=True)]
-
-
-def one_denominator_spec(
-    tokens: Sequence[Token], micro_batches: int, of: Literal["means", "sums"] = "means"
-) -> tuple[Number, list[Number]]:
-    r"""Returns the value and the gradient of such a loss from a batch that is split into micro-batches.
-
-    .. math:: \ell = \sum_t c_t \ell_t, \qquad g = \sum_t c_t g_t
-
-    The coefficients are those of the whole batch.
-
-    Args:
-      tokens: as many as `micro_batches` divides, as `Token` or tuples of its fields.
-      micro_batches: at least one.
-      of: as in `coefficients_spec`.
-
-    Returns:
-      The two, which do not depend on `micro_batches`.
-
-    Example:
-      >>> of_a = [(6.0, [1.0], 1, "a"), (2.0, [3.0], 1, "a")]
-      >>> tokens = [*of_a, (8.0, [0.0], 0, "b"), (1.0, [1.0], 1, "b")]
-      >>> one_denominator_spec(tokens, micro_batches=2)
-      (2.5, [1.5])
-
-    Source: by linearity, as in `window_spec`.
-    """
-    batch = [Token(*token) for token in tokens]
-    coefficients = coefficients_spec(
-        [token.mask for token in batch], [token.unit for token in batch], of
-    )
-
-    def run(part: Sequence[tuple[Number, Token]]) -> Part:
-        entries = zip(*(token.gradient for _, token in part), strict=True)
-        gradient = [sum(c * g for (c, _), g in zip(part, entry, strict=True)) for entry in entries]
-        return Part(sum(c * token.value for c, token in part), gradient)
-
-    summed = value_and_grad_spec(
-        list(zip(coefficients, batch, strict=True)), micro_batches, run, reduction="sum"
-    )
-    assert summed is not None  # each part has weight 1
-    value, gradient, _ = summed
-    return value, gradient
 
 
 def _sum_of_squares(gradient: Sequence[Number]) -> Number:

@@ -14,6 +14,8 @@ import hypothesis
 import jax
 import pytest
 
+from shrewjax._programs.switch import are_passes_disabled
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -27,6 +29,15 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("ci"), max_examples=20)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_collection_modifyitems(items):
+    """With the passes off (`SHREWJAX_DISABLE_PASSES=1`), what they save is not there."""
+    if are_passes_disabled():
+        skip = pytest.mark.skip(reason="what passes save")
+        for item in items:
+            if item.get_closest_marker("needs_passes"):
+                item.add_marker(skip)
 
 
 @pytest.fixture(params=[False, True], ids=["x32", "x64"])

@@ -14,6 +14,7 @@ import tomllib
 import jax
 import jax.numpy as jnp
 from helpers import CASES
+from jax.extend.core import Primitive, primitives
 
 import shrewjax
 
@@ -21,12 +22,13 @@ PACKAGE = pathlib.Path(shrewjax.__file__).parent
 # The modules of each private package. A module may import from those before it.
 PACKAGES = {
     "_base": ["types", "branches", "mesh", "trees", "states", "arguments"],
-    "_programs": ["jaxprs", "forwarding", "scatters", "loops", "reduced"],
+    "_programs": ["switch", "jaxprs", "forwarding", "scatters", "lost_scatters", "loops", "reduced"],
     "_numerics": ["floats", "reductions", "vectors", "norms", "scaling", "percentiles", "histories"],
     "_clipping": ["units", "global_norm", "unit_norms", "elements", "cotangents"],
     "_skipping": ["wrapping", "guards"],
     "_accumulation": [
         "_noise",
+        "_rows",
         "_micro_batch",
         "window",
         "accumulate",
@@ -113,6 +115,32 @@ def test_only_reductions_talk_to_mapped_axes():
         calls = {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
         if module[-1] not in ("mesh", "reductions"):
             assert not calls & {"psum", "pmax", "pmean", "axis_index", "all_gather"}, module
+
+
+def test_only_passes_take_traced_programs_apart_or_name_a_primitive_of_jax():
+    """`max` and `min` are also names of an aux, and `complex` is a kind of dtype."""
+    names = {x.name for x in vars(primitives).values() if isinstance(x, Primitive)} - {"max", "min", "complex"}
+    assert {"scan", "jit", "transpose", "scatter-add"} <= names
+    inside = {"primitive", "eqns", "invars", "outvars", "make_jaxpr", "jaxpr_as_fun"}
+    for path, module in modules().items():
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        found = {n.value for n in nodes if isinstance(n, ast.Constant)} & names
+        found |= {n.attr for n in nodes if isinstance(n, ast.Attribute)} & inside
+        assert not found or module[1] == "_programs", (module, found)
+
+
+def test_each_pass_says_what_it_saves_and_when_it_can_be_deleted():
+    for name in PACKAGES["_programs"]:
+        if name not in ("switch", "jaxprs"):
+            _, paragraph, *_ = ast.get_docstring(ast.parse((PACKAGE / "_programs" / f"{name}.py").read_text())).split(
+                "\n\n"
+            )
+            text = " ".join(paragraph.split())
+            assert text.startswith("What it saves: "), name
+            assert "umbers do not depend on it." in text, name
+            assert re.search(
+                r"It can be deleted when (pyproject\.toml asks for JAX [\d.]+|.*no version .*so far)", text
+            ), name
 
 
 def test_shrewjax_init_holds_imports_names_and_the_version_and_defines_nothing_but_the_way_to_the_module_for_flax():

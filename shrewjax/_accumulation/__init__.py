@@ -11,11 +11,12 @@
 
 Private modules hold the parts:
 
-* `_micro_batch`: a micro-batch's gradients: checks, NaN and infinity, per-device rows.
+* `_rows`: per-device rows, in which each device has its own sum.
+* `_micro_batch`: a micro-batch's gradients: checks, NaN and infinity, their norm.
 * `_noise`: the noise scale.
 * `_aux`: the aux, reduced leaf by leaf.
 * `_overwritten`: the statistics of Flax's fp8 layers, which come as gradients.
 
-These modules import `_base`, `_programs`, `_numerics` and `_skipping.wrapping`. Only `from_optax` also imports states
-of guards and clipping rules.
+These modules import `_base`, `_programs`, `_numerics` and `_skipping.wrapping`. Only `from_optax` also imports the
+state of a guard.
 """

@@ -1,6 +1,7 @@
 r"""The aux of a batch: how the aux of its micro-batches is reduced, leaf by leaf, over those that are kept."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from shrewjax._base.mesh import as_varying, varying_axes
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import Axes, Flag, Leaf, Number, PyTree
 from shrewjax._numerics import floats
-from shrewjax._numerics.reductions import combined_over
+from shrewjax._numerics.reductions import combined_over, joined_over
 
 
 class AuxSums(NamedTuple):
@@ -32,6 +33,10 @@ COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
+OWN = ("last", "stack")
+"""The names of leaves that devices do not reduce."""
+
+
 class AuxLeaves:
     def __init__(self, names: PyTree, like: PyTree, steps: int, sum_over: Axes) -> None:
         leaves, structure = jax.tree.flatten_with_path(like)
@@ -41,34 +46,46 @@ class AuxLeaves:
         self._names = _names_of_leaves(names, like)
         self._window = Window(steps, sum_over=sum_over)
         self._sum_over = self._window.axes or ()
+        # The axes along which devices join the results of leaves, by the places of these.
+        self._joined: dict[int, int] = {}
         for (path, x), name in zip(leaves, self._names, strict=True):
             _check_aux_leaf(trees.leaf_name(path), x, name)
 
-    def check_shapes(self, of_whole_batch: Callable[[], PyTree], size: int) -> None:
+    def check_shapes(
+        self, of_whole_batch: Callable[[], PyTree], size: int, is_joined: bool
+    ) -> None:
         """Raises if an averaged leaf has another shape for the whole batch, because its mean would mix examples.
 
-        It traces `fun` for the whole batch if an axis of such a leaf is a multiple of the micro-batch's size.
+        If devices join a leaf, finds its axis of examples, and raises if it has none. It traces `fun` for the whole
+        batch if the shape of a leaf leaves that open.
         """
-        if not size or not any(
-            n % size == 0 for x in self._of(self._like, "mean") for n in x.shape
-        ):
+        joined = self._of(self._like, *OWN) if is_joined else []
+        averaged = self._of(self._like, "mean")
+        if not joined and not (size and any(n % size == 0 for x in averaged for n in x.shape)):
             return
-        try:
+        whole = None
+        # `fun` may take no other number of examples, so that no other shape is known.
+        with suppress(Exception):
             whole = jax.eval_shape(of_whole_batch)
-        except Exception:
-            return  # fun may take no other number of examples, so that no other shape is known
-        if jax.tree.structure(whole) != self._structure:
-            return
-        averaged = (
-            self._of(leaves, "mean") for leaves in (self._paths, self._like, jax.tree.leaves(whole))
-        )
-        for path, x, large in zip(*averaged, strict=True):
-            if x.shape != large.shape:
+        known = jax.tree.structure(whole) == self._structure
+        larger = jax.tree.leaves(whole) if known else self._like
+        for at, (name, x, large) in enumerate(zip(self._names, self._like, larger, strict=True)):
+            leaf = trees.leaf_name(self._paths[at])
+            differ = [a for a, n in enumerate(x.shape) if large.shape[a : a + 1] != (n,)]
+            if name == "mean" and x.shape != large.shape:
                 raise ValueError(
-                    f"leaf {trees.leaf_name(path)} of the aux has shape {x.shape} for a micro-batch and {large.shape} "
-                    "for the whole batch, so its 'mean' would mix examples. Give it 'stack' in aux=. Or average it "
-                    "over the examples in fun"
+                    f"leaf {leaf} of the aux has shape {x.shape} for a micro-batch and {large.shape} for the whole "
+                    "batch, so its 'mean' would mix examples. Give it 'stack' in aux=. Or average it over the examples "
+                    "in fun"
                 )
+            if is_joined and name in OWN:
+                if len(differ) != 1:
+                    raise ValueError(
+                        f"leaf {leaf} of the aux must have an axis of examples for {name!r}, because with sum_over "
+                        f"each device has its own, got shape {x.shape}. Let fun return a number for each example. Or "
+                        "give it another name in aux=, such as 'mean'. Or call this inside jax.shard_map"
+                    )
+                self._joined[at] = differ[0] + (name == "stack")
 
     def _of(self, leaves: Sequence[Leaf], *names: str) -> list[Leaf]:
         return [x for x, name in zip(leaves, self._names, strict=True) if name in names]
@@ -88,7 +105,9 @@ class AuxLeaves:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
         # A leaf that is the same on every device, such as a metric that fun has reduced, is its own mean over devices.
         averaged = [as_varying(x, self._sum_over) for x in self._of(leaves, "mean")]
-        means = self._window.add_in_loop(sums.means, averaged, weight, kept)
+        means = sums.means
+        if averaged:
+            means = self._window.add_in_loop(means, averaged, weight, kept)
         names = self._of(self._names, *COMBINE)
         others = [
             _combined(name, old, x.astype(old.dtype), kept)
@@ -101,7 +120,7 @@ class AuxLeaves:
     def close(self, sums: AuxSums, stacked: list[jax.Array]) -> PyTree:
         """Returns the aux of the batch.
 
-        A mean is NaN if no micro-batch is kept, or if the sum of weights is out of range.
+        A mean is NaN if no micro-batch is kept, or if a weight or their sum is out of range.
         """
         means, known, _ = self._window.close(already_begun(sums.means))
         names = self._of(self._names, *COMBINE)
@@ -112,6 +131,8 @@ class AuxLeaves:
         others = iter(combined_over(self._sum_over, names, sums.others))
         # Each iterator has its leaves in the order of the names.
         leaves = [next(results.get(name, others)) for name in self._names]
+        for at, axis in self._joined.items():
+            leaves[at] = joined_over(leaves[at], self._sum_over, axis)
         return jax.tree.unflatten(self._structure, map(cast_like, leaves, self._like))
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shrewjax._base.states import described, increment_if
-from shrewjax._base.types import Scalar
+from shrewjax._base.types import Flag, Scalar
 from shrewjax._numerics import floats, histories
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import RANGE
@@ -69,8 +69,8 @@ def added(
     state: NoiseState,
     norm: ExtendedFloat,
     factor: jax.Array,
-    is_kept: jax.Array | bool,
-    is_first: jax.Array,
+    is_kept: Flag,
+    is_first: Flag,
 ) -> NoiseState:
     """Returns the state with factor * norm**2 added if the micro-batch is kept.
 

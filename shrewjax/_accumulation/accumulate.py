@@ -6,6 +6,7 @@
 
 import difflib
 import inspect
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shrewjax._accumulation._micro_batch import emptied_rows, without_rows
+from shrewjax._accumulation import _rows
 from shrewjax._accumulation.window import (
     WINDOW_STATES,
     AccumSteps,
@@ -27,7 +28,13 @@ from shrewjax._accumulation.window import (
 )
 from shrewjax._base import arguments, trees
 from shrewjax._base.branches import run_if
-from shrewjax._base.states import increment_if, note, without_variables
+from shrewjax._base.states import (
+    increment_if,
+    nodes_in,
+    note,
+    require_one_window,
+    without_variables,
+)
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
     AnyState,
@@ -44,7 +51,7 @@ from shrewjax._base.types import (
     Tree,
 )
 from shrewjax._numerics import floats
-from shrewjax._programs.scatters import warn_of_lost_scatters
+from shrewjax._programs.lost_scatters import warn_of_lost_scatters
 from shrewjax._skipping.wrapping import (
     Result,
     Step,
@@ -90,9 +97,12 @@ def accumulate(
                                                       `accum_steps`
     a window of weight 0                              inner does not run, updates are zeros
     a Python or NumPy weight out of range or NaN      an error
-    a weight sum that is out of range or NaN          the average is NaN; a `"sum"` is not divided and not affected
+    an array's weight, or a sum of weights, that is   the average is NaN, under every `nonfinite`; a `"sum"` is not
+    out of range or NaN                               multiplied or divided, and not affected
     a product w g, or a sum, too large for its dtype  the average is infinite or NaN, under every `nonfinite`
     a product w g below the smallest normal number    may be flushed to 0; larger weights avoid it
+    reverse-mode derivatives of the average, with a   NaN, because JAX multiplies the NaN by 0; let the loss avoid it;
+    NaN in a micro-batch that is not kept             forward mode is right
     accum_steps shrinks, by schedule or on resuming   the open window closes at its next step, if it has as many
     a gradient of None where there is a parameter     adds zero
     integer, boolean and key parameters               have no sum and get zero updates; their gradients are of the
@@ -152,7 +162,7 @@ def accumulate(
     "Bugs in LLM Training - Gradient Accumulation Fix", Unsloth, 2024.
     """
     # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
-    if isinstance(inner, Accumulation):
+    if isinstance(inner, Accumulation | optax.MultiSteps):
         raise ValueError(f"inner is itself an accumulation. {_NESTED}")
     wrapped = inner_transformation(inner)
     window = Window(
@@ -166,7 +176,7 @@ def accumulate(
 
     def init_fn(params: optax.Params) -> AccumulateState:
         inner_state = wrapped.init(params)
-        if nested := _nodes_in(inner_state, (*WINDOW_STATES, optax.MultiStepsState)):
+        if nested := nodes_in(inner_state, (*WINDOW_STATES, optax.MultiStepsState)):
             raise ValueError(
                 f"inner has an accumulation inside, whose state is {type(nested[0]).__name__}. {_NESTED}"
             )
@@ -201,7 +211,7 @@ def _add_and_run(
     adds_nothing = not isinstance(weight, jax.Array) and np.ndim(weight) == 0 and weight == 0
     takes_value = value is not None or (adds_nothing and _takes_value(inner))
     added = window.advance(state, grads, weight, value, flush=closes, when_full=True)
-    like = without_rows(grads, window.axes)
+    like = _rows.without_rows(grads, window.axes)
     inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
     run = _run_on_rows if window.axes else _run_on_average
     returned, after = run(window, added, state.value, _Inner(inner, inner_step, like, takes_value))
@@ -266,7 +276,7 @@ def _run_on_rows(
             # (tests/devices/test_accelerators.py, "closing_calls_alone").
             ran = optax.tree.where(average.has_weight, ran, inner.step.skipped(ran[0]))
             measured = optax.tree.where(average.has_weight, measured, (value, noise))
-        emptied = emptied_rows(rows, average.gradients, window.axes or ())
+        emptied = _rows.emptied(rows, average.gradients, window.axes or ())
         return ran[0], _After(ran[1], jnp.asarray(average.has_weight), emptied, *measured)
 
     idle = _After(inner.step.state, jnp.zeros((), bool), rows, value, noise)
@@ -286,11 +296,8 @@ def _as_gradients(
             return _zero_like(grad)
         return x if floats.is_complex(x) and not floats.is_complex(grad) else x.astype(grad.dtype)
 
-    return (
-        jax.tree.map(cast, average, like)
-        if params is None
-        else jax.tree.map(cast, average, like, params)
-    )
+    with_params = () if params is None else (params,)
+    return jax.tree.map(cast, average, like, *with_params)
 
 
 def _with_integers(
@@ -309,9 +316,9 @@ def _with_integers(
             return new
         if step.apply:
             return old
-        return jax.tree.map(
-            _zero_like, (new if old is None else jnp.asarray(old)) if grad is None else grad
-        )
+        if grad is None:
+            grad = new if old is None else jnp.asarray(old)
+        return jax.tree.map(_zero_like, grad)
 
     news_and_olds = (returned,) if step.params is None else (returned, step.params)
     return jax.tree.map(keep, gradient_sum, like, *news_and_olds)
@@ -388,7 +395,8 @@ def apply_gradients(
       The new parameters and the new state.
 
     Raises:
-      ValueError: `weight` or `flush` without a window in `opt_state`; a parameter is no array or number.
+      ValueError: `tx` is no transformation; `weight` or `flush` without a window in `opt_state`; a parameter is no
+        array or number.
       Exception: an error of `tx.update`.
 
     Example:
@@ -402,6 +410,10 @@ def apply_gradients(
 
     Source: the result is that of `tx.update` and `optax.apply_updates`, Optax's own two calls.
     """
+    if isinstance(tx, Mapping) or not hasattr(tx, "update"):
+        raise ValueError(
+            f"tx must be a transformation, got {type(tx).__name__}. Pass tx, grads, opt_state and params, in this order"
+        )
     wanted = [name for name in ("weight", "flush") if name in extra_args and not declares(tx, name)]
     if wanted and not isinstance(tx, Accumulation) and not _windows_in(opt_state):
         raise ValueError(
@@ -480,7 +492,8 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
     Raises:
       AssertionError: from chex; under `chex.chexify` when the program runs.
       RuntimeError: from chex, in a jitted function that is not inside `chex.chexify`.
-      ValueError: the state contains no window; `accum_steps` is a function.
+      ValueError: the state contains no window, or one inside a window of `optax.MultiSteps`; `accum_steps` is a
+        function.
 
     Example:
       >>> tx = accumulate(optax.sgd(0.1), 2)
@@ -498,6 +511,7 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
             f"accum_steps must be a number of micro-batches, got {accum_steps!r}. Pass the schedule's value for this "
             "window, accum_steps(state.windows)"
         )
+    require_one_window(without_variables(opt_state))
     windows = _windows_in(opt_state)
     if not windows:
         raise ValueError(
@@ -516,12 +530,7 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
 
 
 def _windows_in(opt_state: AnyState) -> list[AnyState]:
-    return _nodes_in(without_variables(opt_state), WINDOW_STATES)
-
-
-def _nodes_in(state: AnyState, kinds: tuple[type, ...]) -> list[AnyState]:
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
-    return [x for x in nodes if isinstance(x, kinds)]
+    return nodes_in(without_variables(opt_state), WINDOW_STATES)
 
 
 def _assert_values(is_valid: jax.Array, message: str) -> None:

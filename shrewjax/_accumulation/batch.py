@@ -6,6 +6,7 @@ whole.
 
 import math
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +66,7 @@ class Batch(NamedTuple):
     examples: dict[int, PyTree]  # as `_split_examples` returns them
     steps: int  # number of micro-batches
     first_number: Number  # of the device's first micro-batch, over all devices
+    devices: int  # over which the call itself maps the examples, or 0
 
     def with_role(self, name: str) -> tuple[PyTree, ...]:
         return tuple(self.args[at] for at in self.roles[name])
@@ -77,10 +79,39 @@ class Batch(NamedTuple):
         return [replaced.get(at, x) for at, x in enumerate(self.args)]
 
     def whole_arguments(self) -> list[PyTree]:
-        """Returns the arguments of the whole batch. Copies the trees, because `fun` may change them."""
-        return jax.tree.map(
-            lambda x: x, [self.own_params.get(at, x) for at, x in enumerate(self.args)]
-        )
+        """Returns the arguments of the whole batch on all devices. If the call maps it, its examples are zeros.
+
+        Copies the trees, because `fun` may change them.
+        """
+        replaced = dict(self.own_params)
+        if self.devices:
+            rows = self.steps * self.devices
+            replaced |= jax.tree.map(
+                lambda x: jnp.zeros((len(x) * rows, *x.shape[2:]), x.dtype), self.examples
+            )
+        return jax.tree.map(lambda x: x, [replaced.get(at, x) for at, x in enumerate(self.args)])
+
+    def to_map(self) -> "Batch":
+        """Returns the batch without its examples, and with each other array once."""
+        args = tuple(() if at in self.examples else x for at, x in enumerate(self.args))
+        return self._replace(args=args, examples={}, own_params={})
+
+    def of_device(self, examples: dict[int, PyTree], axes: AxisNames) -> "Batch":
+        """Returns a batch without examples, with those of this device."""
+        own_params = {at: self.args[at] for at in self.roles["argnums"]}
+        first = device_index(axes) * self.steps
+        return self._replace(examples=examples, own_params=own_params, first_number=first)
+
+    def own_keys(self, carried: list[PyTree]) -> list[PyTree]:
+        """Returns the carry with which a device begins. If the call maps it, each device has its own typed keys."""
+
+        def fold(x: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return x
+            of_device = partial(jax.random.fold_in, data=self.first_number)
+            return jax.vmap(of_device)(x.reshape(-1)).reshape(x.shape)
+
+        return jax.tree.map(fold, carried) if self.devices else carried
 
 
 def batch_of_arguments(
@@ -89,10 +120,16 @@ def batch_of_arguments(
     roles: dict[str, tuple[int, ...]],
     steps: int,
     axes: AxisNames,
+    devices: int,
 ) -> Batch:
+    """Returns the arguments of one call by their roles.
+
+    `axes` are those mapped axes over which the examples are divided already. `devices` is the number of devices over
+    which they will be, or 0.
+    """
     first_number = device_index(axes) * steps if axes else 0
     _check_parameters({at: args[at] for at in roles["argnums"]})
-    examples = _split_examples({at: args[at] for at in roles["batch_argnums"]}, steps)
+    examples = _split_examples({at: args[at] for at in roles["batch_argnums"]}, steps, devices)
     if steps > 1:
         with_role = {at for positions in roles.values() for at in positions}
         _check_whole({at: x for at, x in enumerate(args) if at not in with_role}, kwargs, examples)
@@ -101,69 +138,81 @@ def batch_of_arguments(
     own_params = {
         at: jax.tree.map(lambda x: as_varying(x, axes), args[at]) for at in roles["argnums"]
     }
-    return Batch(args, kwargs, roles, own_params, examples, steps, first_number)
+    return Batch(args, kwargs, roles, own_params, examples, steps, first_number, devices)
 
 
 def _check_parameters(params: dict[int, PyTree]) -> None:
     def check(path: KeyPath, x: Leaf) -> None:
         dtype: DType = getattr(x, "dtype", np.object_)
         if not isinstance(x, float | complex) and not jnp.issubdtype(dtype, jnp.inexact):
-            name = f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
             given = f"{dtype} of shape {x.shape}" if hasattr(x, "dtype") else repr(x)
             raise ValueError(
-                f"{name} must be a floating or complex array, because it is in argnums, got {given}. Split the model, "
-                "and merge it in fun: in Equinox with eqx.partition(model, eqx.is_inexact_array), in Flax NNX with "
-                "nnx.split(model, nnx.Param, ...)"
+                f"{_name(path)} must be a floating or complex array, because it is in argnums, got {given}. Split the "
+                "model, and merge it in fun: in Equinox with eqx.partition(model, eqx.is_inexact_array), in Flax NNX "
+                "with nnx.split(model, nnx.Param, ...)"
             )
 
     jax.tree.map_with_path(check, params)
 
 
-def _split_examples(arguments: dict[int, PyTree], steps: int) -> dict[int, PyTree]:
+def _split_examples(
+    arguments: dict[int, PyTree], steps: int, devices_to_map: int
+) -> dict[int, PyTree]:
     """Returns arrays of shape (B, ...) as (B / K, K, ...), in which the second axis numbers the micro-batches.
 
     If the first axis is sharded over devices, each device's examples are so divided among all micro-batches.
     """
-    counts: dict[str, int] = {}
+    first: dict[KeyPath, int] = {}  # the first array's number of examples
 
-    def split(path: KeyPath, x: Leaf) -> jax.Array:
-        name = f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
-        others = tuple(at for at in arguments if at != path[0].key)
+    def of_micro_batches(path: KeyPath, x: Leaf) -> jax.Array:
+        at, name = path[0].key, _name(path)
+        others = tuple(other for other in arguments if other != at)
         if np.ndim(x) == 0:
-            _check_key(name, x, path[0].key)
+            _check_key(name, x, at)
             raise ValueError(
                 f"{name} has no axis of examples, but shape (). If it is the same for all micro-batches, pass "
                 f"batch_argnums={others}. If each example has its own, pass an array of them"
             )
-        (count, *rest), (first, of_first) = (
-            np.shape(x),
-            next(iter(counts.items()), (name, np.shape(x)[0])),
-        )
-        counts[name] = count
-        if count != of_first:
-            _check_key(name, x, path[0].key)
+        count, *rest = np.shape(x)
+        if not first:
+            first[path] = count
+        ((of_first, expected),) = first.items()
+        if count != expected:
+            _check_key(name, x, at)
             raise ValueError(
-                f"{name} has {count} examples along its first axis, {first} has {of_first}. If argument {path[0].key} "
-                f"is the same for all micro-batches, pass batch_argnums={others}"
+                f"{name} has {count} examples along its first axis, {_name(of_first)} has {expected}. "
+                + (
+                    "If it holds no examples, pass it as an argument of its own. If it holds parts of an example, such "
+                    f"as a graph's edges, stack {steps} padded batches along a new first axis"
+                    if at == of_first[0].key
+                    else f"If argument {at} is the same for all micro-batches, pass batch_argnums={others}"
+                )
             )
         if count % steps:
             raise ValueError(
-                f"{name} has {count} examples, which micro_batches={steps} does not divide. Pad the batch to "
+                f"{name} has {count} examples, which micro_batches={steps} does not divide. If its first axis does not "
+                "number the examples, move the axis that does to the front. Otherwise pad the batch to "
                 f"{-(-count // steps) * steps}, and let weight= count the real ones. If the loss is a mean, let fun "
                 "take it over the real ones, too"
             )
         x = jnp.asarray(x)
-        devices = _devices_along_first_axis(x)
+        devices = devices_to_map or _devices_along_first_axis(x)
         if count // steps % devices:
             padded = -(-count // (steps * devices)) * steps * devices
+            remedy = "leave out sum_over" if devices_to_map else "use a mesh with Auto axes"
             raise ValueError(
                 f"{name} has {count} examples, sharded over {devices} devices, in micro-batches of {count // steps}, "
                 f"which {devices} does not divide. Pad the batch to {padded}, and let weight= count the real ones. Or "
-                "use a mesh with Auto axes, on which examples may move between devices"
+                f"{remedy}, so that examples may move between devices"
             )
         return x.reshape(count // steps, steps, *rest)
 
-    return jax.tree.map_with_path(split, arguments)
+    return jax.tree.map_with_path(of_micro_batches, arguments)
+
+
+def _name(path: KeyPath) -> str:
+    """Returns the name of a leaf of the arguments, a tree by position, for messages."""
+    return f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
 
 
 def _devices_along_first_axis(x: jax.Array) -> int:

@@ -1,7 +1,7 @@
 """The way from Optax's states to this package's, for a job that is running.
 
 `from_optax` walks the saved state and a new one together. Nodes of one type are taken from the saved state, leaf by
-leaf. `_WAYS` has the other pairs of types that correspond. Any other pair is an error.
+leaf. `_Walk.converted` has the other pairs of types that correspond. Any other pair is an error.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,7 @@ from shrewjax._accumulation.window import AccumulateState
 from shrewjax._base.mesh import is_traced, mapped_axes
 from shrewjax._base.states import init_with_notes, without_variables
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import AnyState, Function, KeyPath, Leaf, PyTree
-from shrewjax._clipping.elements import ClipByPercentileState
-from shrewjax._clipping.global_norm import (
-    ClipByGlobalNormState,
-    ClipByNormPercentileState,
-    ClipByNormZscoreState,
-)
-from shrewjax._clipping.unit_norms import (
-    AdaptiveGradClipState,
-    ClipByBlockRmsState,
-    ClipByLeafNormEmaState,
-    ClipByLeafNormState,
-)
+from shrewjax._base.types import AnyState, DType, Function, KeyPath, Leaf, PyTree
 from shrewjax._numerics import floats
 from shrewjax._skipping.guards import SkipNonfiniteState
 
@@ -143,6 +131,11 @@ _SAME_ORDER = (
 )
 
 
+def _is_rule(state: AnyState) -> bool:
+    """Returns whether a state is that of a clipping rule: one that measures and wraps nothing."""
+    return hasattr(type(state), "metrics") and not hasattr(state, "inner_state")
+
+
 class _Walk:
     """One pass over both states. `noted` has the arguments of the windows in the new one."""
 
@@ -150,8 +143,14 @@ class _Walk:
         self.noted = noted
 
     def converted(self, at: _Place, old: PyTree, fresh: PyTree) -> PyTree:
-        way = _WAYS.get((type(old), type(fresh)))
-        return way(self, at, old, fresh) if way else _mapped(at, old, fresh, self.converted, _taken)
+        match old, fresh:
+            case optax.MultiStepsState(), AccumulateState():
+                return self.window(at, old, fresh)
+            case optax.ApplyIfFiniteState(), SkipNonfiniteState():
+                return self.guard(at, old, fresh)
+            case optax.EmptyState(), _ if _is_rule(fresh):
+                return fresh
+        return _mapped(at, old, fresh, self.converted, _taken)
 
     def window(
         self, at: _Place, old: optax.MultiStepsState, fresh: AccumulateState
@@ -168,12 +167,12 @@ class _Walk:
                 "Call from_optax outside of it",
             )
         _check_skip_state(at.field("skip_state", "dropped"), old.skip_state, noted["nonfinite"])
-        micro_step = _taken(at.field("mini_step", "micro_step"), old.mini_step, fresh.micro_step)
+        micro_step = _count(at.field("mini_step", "micro_step"), old.mini_step, fresh.micro_step)
         # The weight and the sums of each row: of the whole window, or of one device.
         weight = micro_step.astype(fresh.weight_sum.dtype)
-        factor = (
-            weight if noted["reduction"] != "sum" else jnp.ones_like(weight) / fresh.weight_sum.size
-        )
+        factor = weight
+        if noted["reduction"] == "sum":
+            factor = jnp.ones_like(weight) / fresh.weight_sum.size
 
         def sum_of(at: _Place, acc: PyTree, total: Leaf) -> jax.Array:
             return _sum_of(at, acc, total, factor, fresh.weight_sum.shape)
@@ -181,6 +180,8 @@ class _Walk:
         def sums(at: _Place, acc: PyTree, total: Leaf) -> Leaf:
             return _mapped(at, acc, total, sums, sum_of)
 
+        of_sums = at.field("acc_grads", "gradient_sum")
+        inner = at.field("inner_opt_state", "inner_state")
         # Optax does not keep the losses and the norms of the micro-batches. Infinite sums enter no average.
         unknown = jnp.where(micro_step > 0, jnp.inf, 0)
         noise = fresh.noise and fresh.noise._replace(
@@ -188,51 +189,27 @@ class _Walk:
         )
         return fresh._replace(
             micro_step=micro_step,
-            windows=_taken(at.field("gradient_step", "windows"), old.gradient_step, fresh.windows),
+            windows=_count(at.field("gradient_step", "windows"), old.gradient_step, fresh.windows),
             weight_sum=_filled(fresh.weight_sum, weight),
             value_sum=_filled(fresh.value_sum, unknown),
             noise=noise,
-            gradient_sum=sums(
-                at.field("acc_grads", "gradient_sum"), old.acc_grads, fresh.gradient_sum
-            ),
-            inner_state=self.converted(
-                at.field("inner_opt_state", "inner_state"), old.inner_opt_state, fresh.inner_state
-            ),
+            gradient_sum=sums(of_sums, old.acc_grads, fresh.gradient_sum),
+            inner_state=self.converted(inner, old.inner_opt_state, fresh.inner_state),
         )
 
     def guard(
         self, at: _Place, old: optax.ApplyIfFiniteState, fresh: SkipNonfiniteState
     ) -> SkipNonfiniteState:
-        return fresh._replace(
-            skipped=_taken(
-                at.field("total_notfinite", "skipped"), old.total_notfinite, fresh.skipped
-            ),
-            consecutive=_taken(
-                at.field("notfinite_count", "consecutive"), old.notfinite_count, fresh.consecutive
-            ),
-            inner_state=self.converted(
-                at.field("inner_state", "inner_state"), old.inner_state, fresh.inner_state
-            ),
+        total, in_a_row, inner = (
+            at.field("total_notfinite", "skipped"),
+            at.field("notfinite_count", "consecutive"),
+            at.field("inner_state", "inner_state"),
         )
-
-
-def _fresh(_walk: _Walk, _at: _Place, _old: optax.EmptyState, fresh: PyTree) -> PyTree:
-    return fresh
-
-
-_WAYS: dict[tuple[type, type], Function] = {
-    (optax.MultiStepsState, AccumulateState): _Walk.window,
-    (optax.ApplyIfFiniteState, SkipNonfiniteState): _Walk.guard,
-    (optax.EmptyState, AdaptiveGradClipState): _fresh,
-    (optax.EmptyState, ClipByBlockRmsState): _fresh,
-    (optax.EmptyState, ClipByGlobalNormState): _fresh,
-    (optax.EmptyState, ClipByLeafNormEmaState): _fresh,
-    (optax.EmptyState, ClipByLeafNormState): _fresh,
-    (optax.EmptyState, ClipByNormPercentileState): _fresh,
-    (optax.EmptyState, ClipByNormZscoreState): _fresh,
-    (optax.EmptyState, ClipByPercentileState): _fresh,
-}
-"""The pairs of types that differ and correspond. Every other pair of different types is an error."""
+        return fresh._replace(
+            skipped=_count(total, old.total_notfinite, fresh.skipped),
+            consecutive=_count(in_a_row, old.notfinite_count, fresh.consecutive),
+            inner_state=self.converted(inner, old.inner_state, fresh.inner_state),
+        )
 
 
 def _mapped(
@@ -269,13 +246,28 @@ def _taken(at: _Place, x: Leaf, like: Leaf) -> jax.Array:
     Raises unless their shapes and dtypes agree. A Python number is cast.
     """
     like = like if hasattr(like, "dtype") else jnp.asarray(like)
-    if (
-        isinstance(x, bool | int | float) and jnp.result_type(x, like) == like.dtype
-    ):  # a hyperparameter that a user set
+    if isinstance(x, bool | int | float) and _holds(like.dtype, x):  # a user set a hyperparameter
         x = jnp.asarray(x, like.dtype)
     if _what(x) != _what(like):
         raise at.error(_what(x), _what(like))
     return _placed(x, like)
+
+
+def _holds(dtype: DType, x: float) -> bool:
+    """Returns whether an array of this dtype holds a Python number of this kind and size."""
+    if isinstance(x, bool) or dtype == jnp.bool:
+        return isinstance(x, bool) and dtype == jnp.bool
+    if jnp.issubdtype(dtype, jnp.integer):
+        return isinstance(x, int) and jnp.iinfo(dtype).min <= x <= jnp.iinfo(dtype).max
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _count(at: _Place, x: Leaf, like: jax.Array) -> jax.Array:
+    """Returns a counter of the old state. Raises if it is known to be negative."""
+    count = _taken(at, x, like)
+    if not is_traced(count) and count < 0:
+        raise at.error(str(int(count)), "a number >= 0", "Restore the state again")
+    return count
 
 
 def _sum_of(
@@ -301,9 +293,9 @@ def _sum_of(
 def _filled(zeros: jax.Array, x: jax.Array) -> jax.Array:
     """Returns `x` in the dtype of `zeros`, and in each of its rows if it has rows."""
     x = x.astype(zeros.dtype)
-    return (
-        x if x.shape == zeros.shape else zeros + (x[None] if x.ndim else x)
-    )  # the sum has the sharding of the rows
+    if x.shape == zeros.shape:
+        return x
+    return zeros + (x[None] if x.ndim else x)  # the sum has the sharding of the rows
 
 
 def _placed(x: Leaf, like: jax.Array) -> jax.Array:
@@ -318,27 +310,18 @@ def _check_skip_state(at: _Place, skip_state: AnyState, nonfinite: str) -> None:
     """Raises if `optax.MultiSteps` skipped micro-batches by a rule that the new window does not have."""
     if isinstance(skip_state, tuple) and not skip_state:
         return
-    is_nonfinite = isinstance(skip_state, dict) and skip_state.keys() == {
-        "should_skip",
-        "num_not_finite",
-    }
+    of_nonfinite = {"should_skip", "num_not_finite"}
+    is_nonfinite = isinstance(skip_state, dict) and skip_state.keys() == of_nonfinite
     if is_nonfinite and nonfinite == "extend_window":
         return
-    rule, remedy = (
-        "another should_skip_update_fn",
-        "To go on without it, pass opt_state with skip_state=()",
-    )
+    rule = "another should_skip_update_fn"
+    remedy = "To go on without it, pass opt_state with skip_state=()"
     if is_nonfinite:
-        rule, remedy = (
-            "optax.skip_not_finite",
-            f'Pass nonfinite="extend_window" to accumulate. {remedy}',
-        )
+        rule = "optax.skip_not_finite"
+        remedy = f'Pass nonfinite="extend_window" to accumulate. {remedy}'
     raise at.error(f"that of {rule}", f"that of nonfinite={nonfinite!r}", remedy)
 
 
 def _what(x: Leaf) -> str:
-    return (
-        f"{x.dtype} of shape {x.shape}"
-        if hasattr(x, "shape") and hasattr(x, "dtype")
-        else type(x).__name__
-    )
+    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+    return f"{x.dtype} of shape {x.shape}" if is_array else type(x).__name__

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shrewjax._accumulation import _micro_batch
-from shrewjax._accumulation._micro_batch import sharding_of
+from shrewjax._accumulation import _rows
 from shrewjax._accumulation.window import WINDOW_STATES
 from shrewjax._base import trees
 from shrewjax._base.types import AnyState, KeyPath, Leaf, PyTree, State
@@ -76,7 +75,7 @@ def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None 
         return names if names in axis_names else None
 
     def spec(path: KeyPath, x: Leaf) -> P:
-        sharding = sharding_of(x)
+        sharding = _rows.sharding_of(x)
         if sharding is not None:
             return P(*map(of_axis_names, sharding.spec))
         if not isinstance(x, jax.Array) and np.shape(x) != ():
@@ -136,9 +135,8 @@ def _place_window(path: KeyPath, window: AnyState, like: AnyState) -> AnyState:
     """Returns a window, or any other leaf, placed as `like` is. Per-device rows become as many as `like` has."""
     if not isinstance(window, WINDOW_STATES):
         return _place(path, window, like)
-    if (
-        window.weight_sum.ndim
-    ):  # rows; otherwise `_with_rows_of` would add up the first dimension of gradient_sum
+    # Without rows, `_with_rows_of` would add up the first dimension of gradient_sum.
+    if window.weight_sum.ndim:
         window = window._replace(
             weight_sum=_with_rows_of(window.weight_sum, like.weight_sum),
             value_sum=_with_rows_of(window.value_sum, like.value_sum),
@@ -152,9 +150,7 @@ def _place_window(path: KeyPath, window: AnyState, like: AnyState) -> AnyState:
 
     def placed(field: str, x: Leaf, like: Leaf) -> Leaf:
         at = (*path, jax.tree_util.GetAttrKey(field))
-        return jax.tree.map_with_path(
-            lambda inner, x, like: _place((*at, *inner), x, like), x, like
-        )
+        return jax.tree.map_with_path(lambda below, *xs: _place((*at, *below), *xs), x, like)
 
     return type(window)(*map(placed, window._fields, window, like))
 
@@ -164,14 +160,8 @@ def _with_rows_of(x: Leaf, like: Leaf) -> Leaf:
 
     So is one that does not fit `like`. `_place` then raises an error that names the leaf.
     """
-    if (
-        not isinstance(like, jax.Array)
-        or x.ndim != like.ndim
-        or x.ndim == 0
-        or x.shape[1:] != like.shape[1:]
-    ):
-        return x
-    return _micro_batch.redistribute_rows(x, like)
+    fits = isinstance(like, jax.Array) and x.ndim == like.ndim and x.shape[1:] == like.shape[1:]
+    return _rows.redistributed(x, like) if fits and x.ndim else x
 
 
 def _place(path: KeyPath, x: Leaf, like: Leaf) -> jax.Array:

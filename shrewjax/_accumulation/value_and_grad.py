@@ -1,7 +1,15 @@
 """A whole batch in one call: `jax.value_and_grad` from several micro-batches, in one loop of the compiled program.
 
 `batch` divides the arguments, `_Loss` runs `fun` on a micro-batch, and `_Loop` adds up the results. Two windows hold
-the sums that are divided by a weight: of loss and gradients, and of the averaged leaves of the aux.
+the sums that are divided by a weight: of loss and gradients, and of the averaged leaves of the aux. If axes of
+`sum_over` are not mapped, the call maps them (`on_each_device`). `_run` is what a device does:
+
+1. Take the parameters, without the statistics that Flax overwrites, and the carry.
+2. Trace `fun` with its gradients for a micro-batch, once. The loop runs what was traced.
+3. Check what `fun` returns: the axes over which the loss differs, the carry, the leaves of the aux.
+4. Run the loop. `_Loop.turn` has the order of a micro-batch: its weight, its results, whether it is kept, the sums.
+5. Divide the sums by the weights, and sum them over devices, once.
+6. Put together what `fun` returned beside the loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +34,12 @@ from shrewjax._accumulation.window import (
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
     as_varying,
+    devices_to_map,
     is_replicated_over,
     newly_varying,
+    on_each_device,
+    partitioned_like,
     reduced_axes,
-    require_mapped,
     retyped,
     unreduced_axes,
     varying_axes,
@@ -47,6 +57,8 @@ from shrewjax._base.types import (
     PyTree,
     Scalar,
 )
+from shrewjax._numerics.reductions import one_over
+from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._programs.loops import Traced
 from shrewjax._programs.reduced import axes_of_examples, marked
 from shrewjax._programs.scatters import unknown_true
@@ -98,6 +110,7 @@ def value_and_grad(
 
     A step takes the memory of one micro-batch and of the sum of the gradients. Stacked gradients of scanned layers are
     added in place, except with `nonfinite="drop_microbatch"` or if they also come from elsewhere, such as a penalty.
+    With `SHREWJAX_DISABLE_PASSES=1` in the environment, `fun` runs as JAX traced it, and nothing is added in place.
 
     The first axis of each array in `batch_argnums` numbers the B examples. Micro-batch i of K has the examples i, i +
     K, i + 2 K, and so on. So an axis that is sharded over devices is split without moving data.
@@ -111,8 +124,8 @@ def value_and_grad(
     a non-finite one, `"drop_microbatch"`           it gets weight 0
     every micro-batch has weight 0 or is dropped    the gradients are zeros, the value and every `"mean"` are NaN;
                                                     with `reduction="sum"`, the value is 0
-    a weight sum that is out of range or NaN        value, gradients and every `"mean"` are NaN; a sum is not
-                                                    divided by it, and not affected
+    an array's weight, or a sum of weights, that    value, gradients and every `"mean"` are NaN; a sum is not
+    is out of range or NaN                          multiplied or divided by it, and not affected
     a leaf below `_overwrite_with_gradient`         the largest new value of a kept micro-batch, over devices too; the
                                                     old one if none is kept: a statistic of Flax's fp8 layers
     reverse-mode derivatives of the results, with   NaN, because JAX multiplies the NaN by 0; let `fun` avoid it, as by
@@ -130,8 +143,8 @@ def value_and_grad(
     `"sum"`    sum(a), which is not weighted                       the same                            0
     `"max"`    the largest, NaN if one is NaN                      the same                            least number
     `"min"`    the smallest, NaN if one is NaN                     the same                            largest number
-    `"last"`   the last one's                                      a device's own                      0
-    `"stack"`  all, along a new first axis of K; the others are 0  a device's own                      0
+    `"last"`   the last one's                                      joined, see `sum_over`              0
+    `"stack"`  all, along a new first axis of K; the others are 0  joined, see `sum_over`              0
     =========  ==================================================  ==================================  =============
 
     A stack of one number per example has the shape (K, B / K). `jnp.swapaxes(stack, 0, 1).reshape(B)` restores the
@@ -160,14 +173,17 @@ def value_and_grad(
       nonfinite: `"propagate"` or `"drop_microbatch"`, see above. The latter reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum, as in `accumulate`. Gradients have the dtypes of
         `jax.value_and_grad`.
-      sum_over: the mapped axis, or axes, over which the batch is divided. `()` sums over no axis: each device's results
-        stay its own, for `accumulate(sum_over=)`. With `check_vma=False` and in `jax.pmap`, pass `()` also if the
-        gradients are the same on every device.
+      sum_over: the axis, or axes, over which the batch is divided: mapped ones, or those of the mesh of `jax.set_mesh`,
+        over which the call then maps itself. Gradients cross the network once, after the loop. If the call maps itself,
+        a `"last"` and a `"stack"` are joined along their axis of examples, and floating leaves of the carry are
+        averaged at the end (others should be the same on all devices, and the largest is taken). Otherwise these stay
+        a device's own. `()` sums over no axis: each device's results stay its own, for `accumulate(sum_over=)`. With
+        `check_vma=False` and in `jax.pmap`, pass `()` also if the gradients are the same on every device.
 
-    A batch that is sharded over its examples needs no argument under plain `jax.jit`. The guide "Windows, weights and
-    state" has a step with a mask, keys, aux and carry. A `clip_cotangent` inside a mean loss is K times as tight in a
-    micro-batch. Sum the loss, with `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the
-    micro-batch.
+    Without `sum_over`, a batch that is sharded over its examples has the same results under plain `jax.jit`, but XLA
+    decides how often gradients cross the network (the guide "Many devices"). The guide "Windows, weights and state" has
+    a step with a mask, keys, aux and carry. A `clip_cotangent` inside a mean loss is K times as tight in a micro-batch.
+    Sum the loss, with `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the micro-batch.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are
@@ -177,8 +193,8 @@ def value_and_grad(
       ValueError: an argument is not as described; an argument has two roles; an array of examples has no axis, or
         another number of examples than the first array, or a number that K does not divide; `aux` does not fit the aux;
         a parameter is not floating; a key or an array of B rows comes as described under `batch_argnums`; `sum_over` is
-        no mapped axis; or, inside `shard_map`, the loss is not reduced and `sum_over` is missing, or it is reduced
-        already.
+        no axis here; a leaf to be joined has no axis of examples; or, inside `shard_map`, the loss is not reduced and
+        `sum_over` is missing, or it is reduced already.
       AssertionError: `fun` returns a carry of another structure, shape or dtype.
 
     Example:
@@ -241,43 +257,69 @@ def value_and_grad(
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         roles = roles_of_arguments(given, len(args), kwargs)
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
-        require_mapped("sum_over", axes)
-        batch = batch_of_arguments(args, kwargs, roles, steps, axes)
-        return _run(loss, window, aux, batch)
+        devices = devices_to_map("sum_over", axes)
+        batch = batch_of_arguments(args, kwargs, roles, steps, () if devices else axes, devices)
+        if not devices:
+            return _run(loss, window, aux, batch)
+
+        def run(examples: dict[int, PyTree], others: Batch) -> tuple[PyTree, PyTree]:
+            return _run(loss, window, aux, others.of_device(examples, axes))
+
+        returned, grads = on_each_device(run, axes, batch.examples, batch.to_map())
+        params = batch.with_role("argnums")
+        like = params if isinstance(argnums, Sequence) else params[0]
+        return returned, jax.tree.map(partitioned_like, grads, like)
 
     return value_and_grad_of_batch
 
 
 def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
+    """Returns the results of the batch, or of a device's part of it. The module's docstring has its steps."""
+    # 1. Parameters and carry.
     given = batch.with_role("argnums")
     all_params = given if isinstance(loss.argnums, Sequence) else given[0]
     params, old_values = _overwritten.split(all_params)
     carried = [jax.tree.map(jnp.asarray, x) for x in batch.with_role("carry_argnum")]
+
+    # 2. One trace.
     traced = loss.traced(batch, carried, by_types=window.nonfinite == "propagate")
     like = traced.results
+
+    # 3. Does what fun returns fit?
+    axes = window.axes or ()
+    if batch.devices and {*axes} & traced.constrained_axes():
+        # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
+        raise ValueError(f"fun constrains an array to mesh axes in sum_over={axes!r}")
     own = _own_axes(like.averaged.value, params, window.axes)
     if carried:
-        _check_carried(
-            like.carried, carried, jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
-        )
+        weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
+        _check_carried(like.carried, carried, weight)
     aux = AuxLeaves(aux_names, like.aux, batch.steps, window.axes)
     examples = jax.tree.leaves(batch.examples)
-    if batch.steps > 1 and examples:
-        aux.check_shapes(partial(loss.aux_of_whole_batch, batch), examples[0].shape[0])
+    size = examples[0].shape[0] if examples else 0
+    if batch.steps * max(batch.devices, 1) > 1:
+        of_whole_batch = partial(loss.aux_of_whole_batch, batch)
+        aux.check_shapes(of_whole_batch, size, is_joined=batch.devices > 0)
 
+    # 4. The loop.
     loop = _Loop(window, batch, loss, traced, aux, own)
-    end, stacked = lax.scan(
-        loop.turn, loop.start(params, carried), jnp.arange(batch.steps, dtype=jnp.int32)
-    )
+    start = loop.start(params, batch.own_keys(carried))
+    end, stacked = lax.scan(loop.turn, start, jnp.arange(batch.steps, dtype=jnp.int32))
 
+    # 5. The averages. Statistics that Flax overwrites are put back among the gradients.
     value, grads = loop.averages(end.window, params)
     if old_values:
-        values = _overwritten.of_batch(end.overwritten, old_values, window.axes or ())
+        values = _overwritten.of_batch(end.overwritten, old_values, axes)
         grads = _overwritten.joined(grads, values, all_params)
+
+    # 6. Aux and carry. If the call maps the axes, its carry has to be one for all devices.
     if not loss.has_aux:
         return value, grads
     whole_aux = aux.close(end.aux, stacked)
-    return (value, (whole_aux, *end.carried) if loss.has_carry else whole_aux), grads
+    if not loss.has_carry:
+        return (value, whole_aux), grads
+    new_carry = loop.one_carry(carried, end.carried) if batch.devices else end.carried
+    return (value, (whole_aux, *new_carry)), grads
 
 
 class _Loss(NamedTuple):
@@ -292,9 +334,8 @@ class _Loss(NamedTuple):
     def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _MicroBatch:
         returned, grads = self.value_and_grad(*batch.arguments(i, carried), **batch.kwargs)
         # Only gradients may stay `unreduced`. A loss or an aux of the parameters alone may have the type `reduced`.
-        value, aux = jax.tree.map(
-            _reduced_over_devices, returned if self.has_aux else (returned, ())
-        )
+        with_aux = returned if self.has_aux else (returned, ())
+        value, aux = jax.tree.map(_reduced_over_devices, with_aux)
         if self.has_carry:
             aux, *carried = _aux_and_carry(aux)
         grads, overwritten = _overwritten.split(grads)
@@ -315,9 +356,8 @@ class _Loss(NamedTuple):
             # raises its error.
             with suppress(Exception):
                 own_params = marked(value, batch.own_params, batch.examples, axes)
-                return Traced(
-                    partial(self.results, batch._replace(own_params=own_params)), first, carried
-                )
+                marked_batch = batch._replace(own_params=own_params)
+                return Traced(partial(self.results, marked_batch), first, carried)
         return Traced(partial(self.results, batch), first, carried)
 
     def weight_of(self, batch: Batch, i: Number, carried: list[PyTree]) -> Scalar:
@@ -350,15 +390,14 @@ class _Loop(NamedTuple):
         # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
         of_value = Window(self.batch.steps, sum_over=self.window.axes).init(zero).gradient_sum
         sums = opened.gradient_sum._replace(value=of_value)
-        sums = jax.tree.map(
-            lambda total, x: retyped(total, unreduced=unreduced_axes(x), like=x),
-            sums,
-            like.averaged,
-        )
+
+        def typed_like(total: jax.Array, x: Leaf) -> jax.Array:
+            return retyped(total, unreduced=unreduced_axes(x), like=x)
+
+        sums = jax.tree.map(typed_like, sums, like.averaged)
         values = _overwritten.least(like.overwritten)
-        return self._of_device(
-            _LoopState(opened._replace(gradient_sum=sums), values, self.aux.open(), carried)
-        )
+        window = opened._replace(gradient_sum=sums)
+        return self._of_device(_LoopState(window, values, self.aux.open(), carried))
 
     def turn(self, state: _LoopState, i: jax.Array) -> tuple[_LoopState, list[jax.Array]]:
         weight = self.loss.weight_of(self.batch, i, state.carried)
@@ -384,14 +423,12 @@ class _Loop(NamedTuple):
             return self.traced(i, state.carried), state.window
         sums = state.window.gradient_sum
         leaves, structure = jax.tree.flatten(sums.gradients)
-        by_number = dict(
-            zip(jax.tree.leaves(self.traced.numbers.averaged.gradients), leaves, strict=True)
-        )
+        numbers = jax.tree.leaves(self.traced.numbers.averaged.gradients)
+        by_number = dict(zip(numbers, leaves, strict=True))
         # JAX has no slices of a sum whose type says that it is still to be taken over devices.
         wanted = {number: x for number, x in by_number.items() if not unreduced_axes(x)}
-        part, added = self.traced.added_to(
-            wanted, self.window.adder_in_loop(state.window, weight), i, state.carried
-        )
+        add = self.window.adder_in_loop(state.window, weight)
+        part, added = self.traced.added_to(wanted, add, i, state.carried)
         gradients = jax.tree.unflatten(structure, (by_number | added).values())
         return part, state.window._replace(gradient_sum=sums._replace(gradients=gradients))
 
@@ -404,16 +441,31 @@ class _Loop(NamedTuple):
 
     def averages(self, end: GradAccumulatorState, params: PyTree) -> _Averaged:
         # The one sum over devices of gradients whose parameters `traced` marked.
+        def summed(total: jax.Array, x: Leaf) -> jax.Array:
+            return retyped(total, unreduced=reduced_axes(x))
+
         types = end.gradient_sum._replace(gradients=params)
-        sums = jax.tree.map(
-            lambda total, x: retyped(total, unreduced=reduced_axes(x)), end.gradient_sum, types
-        )
-        average, has_average, _ = self.window.close(already_begun(end._replace(gradient_sum=sums)))
+        sums = jax.tree.map(summed, end.gradient_sum, types)
+        end, window = end._replace(gradient_sum=sums), self.window
+        if self.batch.devices and self.loss.reduction != "sum":
+            end = window.divided(end)
+            window = Window(self.batch.steps, reduction="sum", sum_over=window.axes)
+        average, has_average, _ = window.close(already_begun(end))
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
         value, grads = jax.tree.map(cast_like, average.gradients, self.traced.results.averaged)
         return _Averaged(
             value if self.loss.reduction == "sum" else nan_unless(has_average, value), grads
         )
+
+    def one_carry(self, old: list[PyTree], new: list[PyTree]) -> list[PyTree]:
+        """Returns one carry for all devices: the mean of floating leaves, the largest of others.
+
+        A leaf that no micro-batch changes stays as it is, because frozen weights would cross the network.
+        """
+        turn = partial(self.traced, jnp.int32(0))
+        is_same = iter(returned_as_given(lambda carried: turn(carried).carried, old))
+        axes = self.window.axes or ()
+        return jax.tree.map(lambda x, y: x if next(is_same) else one_over(y, axes), old, new)
 
 
 def _reduced_over_devices(x: Leaf) -> Leaf:

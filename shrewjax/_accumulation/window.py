@@ -17,12 +17,14 @@ The loss (`value`) is added by the same weights, and, with `noise_decay`, the sq
 """
 
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple, get_args
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from shrewjax._accumulation import _micro_batch, _noise
+from shrewjax._accumulation import _noise, _rows
 from shrewjax._accumulation._micro_batch import (
     checked_gradients,
     is_nonfinite_micro_batch,
@@ -151,10 +153,21 @@ class Window:
 
     def init(self, params: PyTree) -> GradAccumulatorState:
         """Returns an empty window for gradients like `params`, with the sharding of `params`."""
-        gradient_sum, zeros = self._zeros(params)
-        sums = [x for x in jax.tree.leaves(gradient_sum) if is_gradient(x)]
+        params = trees.parameter_arrays(params)
+        zeros_like = _rows.zeros_of(params, self.axes) if self.axes else _zeros_like
+        gradient_sum = jax.tree.map_with_path(partial(self._empty_sum, zeros_like), params)
+        sums = filter(is_gradient, jax.tree.leaves(gradient_sum))
         is_float64 = any(floats.accumulator_dtype(x) == jnp.float64 for x in sums)
         dtype = jnp.float64 if is_float64 else jnp.float32
+
+        def zeros(shape: tuple[int, ...], dtype: DType) -> jax.Array:
+            return zeros_like(jnp.zeros(shape), dtype, "")
+
+        def empty_noise() -> AnyState:
+            if self._noise_decay is None:
+                return ()
+            return _noise.empty(zeros((3,), jnp.float32), zeros((), jnp.float32))
+
         return GradAccumulatorState(
             micro_step=jnp.zeros((), jnp.int32),
             windows=jnp.zeros((), jnp.int32),
@@ -163,55 +176,34 @@ class Window:
             dropped=jnp.zeros((), jnp.int32),
             value_sum=zeros((), dtype),
             value=jnp.full((), jnp.inf, dtype),
-            noise=()
-            if self._noise_decay is None
-            else _noise.empty(zeros((3,), jnp.float32), zeros((), jnp.float32)),
+            noise=empty_noise(),
             gradient_sum=gradient_sum,
         )
 
-    def _zeros(
-        self, params: ArrayTree
-    ) -> tuple[ArrayTree, Callable[[tuple[int, ...], DType], jax.Array]]:
-        """Returns the empty sums, and a function that makes zeros, with per-device rows if `sum_over` is set."""
-        axes = self.axes
-        params = trees.parameter_arrays(params)
-        if axes:
-            mesh = _micro_batch.mesh_of(params, axes)
-
-        def zeros(x: Leaf, dtype: DType, name: str) -> jax.Array:
-            return (
-                _micro_batch.zero_rows(x, dtype, axes, mesh, name)
-                if axes
-                else jnp.zeros_like(x, dtype=dtype)
-            )
-
-        def sum_like(path: KeyPath, param: Leaf) -> jax.Array:
-            if not is_gradient(param):
-                return jnp.zeros((), jnp.int32)  # has no sum
-            dtype = self._dtype
-            if dtype is None:
-                dtype = floats.upcast_dtype(param, floats.accumulator_dtype(param))
-            return zeros(param, dtype, trees.leaf_name(path))
-
-        return jax.tree.map_with_path(sum_like, params), lambda shape, dtype: zeros(
-            jnp.zeros(shape), dtype, ""
-        )
+    def _empty_sum(
+        self, zeros_like: Callable[..., jax.Array], path: KeyPath, param: Leaf
+    ) -> jax.Array:
+        if not is_gradient(param):
+            return jnp.zeros((), jnp.int32)  # has no sum
+        dtype = self._dtype
+        if dtype is None:
+            dtype = floats.upcast_dtype(param, floats.accumulator_dtype(param))
+        return zeros_like(param, dtype, trees.leaf_name(path))
 
     def steps(self, windows: jax.Array) -> jax.Array:
         """Returns the window's length, at least 1. `windows` is the argument of a schedule."""
-        given = self.accum_steps
-        steps = jnp.asarray(
-            arguments.steps_of_schedule(given(windows)) if callable(given) else given, jnp.float32
-        )
-        # `>=` and not `maximum`, because a NaN then counts as 1.
-        return jnp.where(
-            steps >= 1, jnp.ceil(jnp.minimum(steps, 2.0**24)), jnp.ones_like(steps)
-        ).astype(jnp.int32)
+        given: Number = self.accum_steps
+        if callable(given):
+            given = arguments.steps_of_schedule(given(windows))
+        steps = jnp.asarray(given, jnp.float32)
+        is_valid = steps >= 1  # and not `maximum`, because a NaN then counts as 1
+        rounded = jnp.ceil(jnp.minimum(steps, 2.0**24))
+        return jnp.where(is_valid, rounded, jnp.ones_like(steps)).astype(jnp.int32)
 
     def advance(
         self,
         state: AnyState,
-        grads: ArrayTree | None,
+        grads: ArrayTree,
         weight: Number,
         value: Number,
         *,
@@ -219,10 +211,10 @@ class Window:
         when_full: bool = False,
         is_present: Flag = True,
     ) -> WindowStep:
-        """Adds a micro-batch, or none for `grads=None`, and closes the window if it is flushed or, `when_full`, full.
+        """Adds a micro-batch, and closes the window if it is flushed or, `when_full`, full.
 
-        Gradients come as arrays (`trees.gradient_arrays`). It leaves sums over devices to `average`. The module's
-        docstring has the order of its decisions.
+        Gradients come as arrays (`trees.gradient_arrays`). With `is_present=False` there is no micro-batch. Sums over
+        devices are left to `average`. The module's docstring has the order of its decisions.
         """
         grads, weight, value = self._checked(state, grads, weight, value)
 
@@ -232,14 +224,14 @@ class Window:
         kept_weight = jnp.where(is_kept, own_weight, jnp.zeros((), own_weight.dtype))
 
         # 2. Is it a step?
-        is_step: Flag = grads is not None
+        is_step: Flag = is_present is not False
         if is_step and self.nonfinite == "extend_window":
             is_step = ~jnp.asarray(is_nonfinite)
         micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
-        weight_sum = state.weight_sum + kept_weight
-        window_bad = (
-            state.window_bad | is_nonfinite if self.nonfinite == "drop_window" else state.window_bad
-        )
+        weight_sum = state.weight_sum + _checked_weight(weight, kept_weight)
+        window_bad = state.window_bad
+        if self.nonfinite == "drop_window":
+            window_bad = window_bad | is_nonfinite
 
         # 3. Is the window closing?
         is_closing = self._is_closing(flush, when_full, state.windows, micro_step, is_step)
@@ -250,36 +242,33 @@ class Window:
         has_average: Flag = True
         # XLA-32: a flag of its own, also if every closing window has an average. Otherwise XLA on CUDA holds all
         # gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
-        if (
-            has_weight is not True
-            or self.nonfinite == "drop_window"
-            or isinstance(is_closing, jax.Array)
-        ):
+        is_undecided = has_weight is not True or isinstance(is_closing, jax.Array)
+        if is_undecided or self.nonfinite == "drop_window":
             is_good = jnp.logical_not(window_bad)
             has_average = is_good if self.axes else has_weight & is_good
 
         # 5. Update each leaf in one pass, which also divides if the window is closing.
         scale = self._scale(is_closing, weight_sum, has_weight)
-        is_first = state.micro_step == 0
+        is_first: Flag = state.micro_step == 0
+        if isinstance(is_first, np.bool_):  # `already_begun`: no select for each leaf
+            is_first = bool(is_first)
         factor = self._factor(weight, own_weight)
-        added = jax.tree.map(lambda _: None, state.gradient_sum) if grads is None else grads
         gradient_sum = jax.tree.map(
             lambda total, g: _advance_leaf(total, g, is_first, is_kept, factor, scale),
             state.gradient_sum,
-            added,
+            grads,
         )
         value_sum, noise = state.value_sum, state.noise
-        if grads is not None:
+        if is_present is not False:
             value_sum = self._value_added(value_sum, value, weight, kept_weight, is_kept, is_first)
             noise = self._noise_added(noise, grads, own_weight, is_kept, is_first)
 
         # 6. A closing window resets its counters.
         counters = {"micro_step": micro_step, "weight_sum": weight_sum, "window_bad": window_bad}
+        for name, x in counters.items():
+            counters[name] = jnp.where(is_closing, jnp.zeros((), x.dtype), x)
         new_state = state._replace(
-            **{
-                name: jnp.where(is_closing, jnp.zeros((), x.dtype), x)
-                for name, x in counters.items()
-            },
+            **counters,
             dropped=increment_if(is_nonfinite, state.dropped),
             value_sum=value_sum,
             noise=noise,
@@ -292,23 +281,19 @@ class Window:
     ) -> tuple[PyTree, Scalar, Scalar | None]:
         """Returns the micro-batch as arrays. Raises unless it fits the window and is the same on all devices."""
         require_sum_over("accumulation", self.axes)
-        if grads is not None:
-            grads = checked_gradients(grads, state.gradient_sum, self.axes)
-        weight = arguments.weight(weight, {(), state.weight_sum.shape})
-        value = (
-            None if value is None else arguments.value_of_loss(value, {(), state.weight_sum.shape})
-        )
+        grads = checked_gradients(grads, state.gradient_sum, self.axes)
+        shapes = {(), state.weight_sum.shape}
+        weight = arguments.weight(weight, shapes)
+        value = None if value is None else arguments.value_of_loss(value, shapes)
         if not self.axes:
             if newly_varying(weight, state.weight_sum):
                 require_replicated("weight", weight)
             require_replicated("value", value)
         return grads, weight, value
 
-    def _is_kept(
-        self, grads: ArrayTree | None, weight: Number, is_present: Flag
-    ) -> tuple[Flag, Flag]:
+    def _is_kept(self, grads: ArrayTree, weight: Number, is_present: Flag) -> tuple[Flag, Flag]:
         """Returns whether the micro-batch is kept, and whether it counts as non-finite. One of weight 0 never does."""
-        is_kept: Flag = grads is not None and weight != 0
+        is_kept: Flag = is_present is not False and weight != 0
         if is_present is not True and is_kept is not False:
             is_kept = is_kept & is_present
         if is_kept is False or self.nonfinite == "propagate":
@@ -328,9 +313,8 @@ class Window:
             # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
             # accum_steps.
             is_closing = flush | (is_step & (micro_step >= self.steps(windows)))
-        require_replicated(
-            "the decision to close a window (flush, accum_steps, micro_step)", is_closing
-        )
+        what = "the decision to close a window (flush, accum_steps, micro_step)"
+        require_replicated(what, is_closing)
         return is_closing
 
     def _scale(self, is_closing: Flag, weight_sum: jax.Array, has_weight: Flag) -> jax.Array | None:
@@ -341,17 +325,13 @@ class Window:
         """
         if self._reduction == "sum" or is_closing is False or self.axes:
             return None
-        return jnp.where(
-            is_closing, _reciprocal(weight_sum, has_weight), jnp.ones((), weight_sum.dtype)
-        )
+        of_closing = _reciprocal(weight_sum, has_weight)
+        return jnp.where(is_closing, of_closing, jnp.ones((), weight_sum.dtype))
 
     def _factor(self, weight: Number, own_weight: jax.Array) -> jax.Array | None:
         """Returns the factor of a micro-batch's gradients, None if it is 1."""
-        return (
-            None
-            if self._reduction != "mean" or (isinstance(weight, float) and weight == 1)
-            else own_weight
-        )
+        is_one = isinstance(weight, float) and weight == 1
+        return None if is_one or self._reduction != "mean" else own_weight
 
     def _value_added(
         self,
@@ -360,7 +340,7 @@ class Window:
         weight: Number,
         kept_weight: jax.Array,
         is_kept: Flag,
-        is_first: jax.Array,
+        is_first: Flag,
     ) -> jax.Array:
         """Returns the window's sum of losses with this one. Without one it is inf, and so is the window's mean."""
         if value is None and isinstance(weight, float) and weight == 0:
@@ -373,7 +353,7 @@ class Window:
         return jnp.where(is_kept, value_sum + own, value_sum)
 
     def _noise_added(
-        self, noise: AnyState, grads: PyTree, weight: jax.Array, is_kept: Flag, is_first: jax.Array
+        self, noise: AnyState, grads: PyTree, weight: jax.Array, is_kept: Flag, is_first: Flag
     ) -> AnyState:
         """Returns the sums of squared norms with this micro-batch's, if the window measures its noise."""
         if self._noise_decay is None:
@@ -381,9 +361,8 @@ class Window:
         # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
         safe_weight = jnp.where(weight != 0, weight, jnp.ones((), weight.dtype))
         square_weight = safe_weight if self._reduction == "mean" else 1 / safe_weight
-        return _noise.added(
-            noise, norm_of_gradients(grads, self.axes), square_weight, is_kept, is_first
-        )
+        norm = norm_of_gradients(grads, self.axes)
+        return _noise.added(noise, norm, square_weight, is_kept, is_first)
 
     def add_in_loop(
         self, state: AnyState, grads: ArrayTree, weight: Number, is_present: Flag = True
@@ -392,9 +371,19 @@ class Window:
         if not any(unreduced_axes(total) for total in jax.tree.leaves(state.gradient_sum)):
             grads = summed(grads)
         arrays = trees.gradient_arrays(grads)
-        return self.advance(
-            already_begun(state), arrays, weight, None, is_present=is_present & unknown_true()
-        ).state
+        is_present = is_present & unknown_true()
+        return self.advance(already_begun(state), arrays, weight, None, is_present=is_present).state
+
+    def divided(self, state: AnyState) -> AnyState:
+        """Returns a window of rows whose sums are divided by the weight of all devices, to be closed as a "sum".
+
+        Then nothing stands between the sum of gradients over devices and the slice that a device keeps. XLA makes one
+        reduce-scatter of both (tests/devices/test_network.py, "FSDP").
+        """
+        (weight_sum,) = row_sums([state.weight_sum], self.axes or ())
+        scale = _reciprocal(weight_sum, weight_sum != 0)
+        sums = jax.tree.map(lambda x: _scaled(x, scale) if x.ndim else x, state.gradient_sum)
+        return state._replace(gradient_sum=sums)
 
     def adder_in_loop(
         self, state: AnyState, weight: Number
@@ -406,46 +395,52 @@ class Window:
         return lambda total, grad: _advance_leaf(total, grad, False, is_kept, factor, None)
 
     def average(self, step: WindowStep) -> Average:
-        """Returns what a closing window passes on. Sums per-device rows over devices, in one collective."""
-        noise, weight_sum, value = step.state.noise, step.weight_sum, step.value_sum
-        leaves, treedef = jax.tree.flatten(step.state.gradient_sum)
-        totals = [x for x in leaves if x.ndim] if self.axes else []
-        if self.axes:
-            scalars = [weight_sum[..., None], value[..., None]]
-            if noise:
-                scalars += [noise.kept[..., None], noise.square_sums]
-            together = jnp.concatenate([x.astype(weight_sum.dtype) for x in scalars], axis=-1)
-            (weight_sum, value, *of_noise), *totals = row_sums([together, *totals], self.axes)
-            if noise:
-                kept, *square_sums = (x.astype(jnp.float32) for x in of_noise)
-                noise = noise._replace(kept=kept, square_sums=jnp.stack(square_sums))
-            require_replicated("weight, summed over sum_over,", weight_sum)
-        has_weight: Flag = step.has_weight
-        if self.axes and has_weight is not True:
-            has_weight = weight_sum != 0
+        """Returns what a closing window passes on. Sums per-device rows over devices, in one collective.
+
+        It divides rows and the loss. `advance` has divided all other sums.
+        """
+        summed_step = self._over_devices(step) if self.axes else step
+        gradients, value = summed_step.state.gradient_sum, summed_step.value_sum
+        weight_sum, has_weight = summed_step.weight_sum, summed_step.has_weight
         scale = _reciprocal(weight_sum, has_weight)
         if self._reduction != "sum":
-            totals = [_scaled(x, scale) for x in totals]
+            if self.axes:
+                gradients = jax.tree.map(
+                    lambda x: _scaled(x, scale) if is_gradient(x) else x, gradients
+                )
             value = value * scale
-        gradients = step.state.gradient_sum
-        if self.axes:
-            remaining = iter(totals)
-            gradients = jax.tree.unflatten(
-                treedef, [next(remaining) if x.ndim else x for x in leaves]
-            )
+        noise = step.state.noise
         if self._noise_decay is not None:
-            per_weight = (
-                scale if self._reduction == "sum" else jnp.ones_like(scale)
-            )  # a sum is W times the mean
-            norm = measure_local(
-                [x for x in jax.tree.leaves(gradients) if is_gradient(x)], self.axes or ()
-            )
-            norm = floats.shifted(
-                norm.mantissa * per_weight.astype(norm.mantissa.dtype), norm.exponent
-            )
-            sums = _noise.WindowSums(noise.square_sums, noise.kept, weight_sum)
-            noise = _noise.closed(step.state.noise, sums, norm, self._noise_decay)
+            # A "sum" is the mean times the window's weight.
+            per_weight = scale if self._reduction == "sum" else jnp.ones_like(scale)
+            averaged = [x for x in jax.tree.leaves(gradients) if is_gradient(x)]
+            norm = measure_local(averaged, self.axes or ())
+            mantissa = norm.mantissa * per_weight.astype(norm.mantissa.dtype)
+            norm = floats.shifted(mantissa, norm.exponent)
+            of_window = summed_step.state.noise
+            sums = _noise.WindowSums(of_window.square_sums, of_window.kept, weight_sum)
+            noise = _noise.closed(noise, sums, norm, self._noise_decay)
         return Average(gradients, has_weight if self.axes else True, value, noise)
+
+    def _over_devices(self, step: WindowStep) -> WindowStep:
+        """Returns the step with the sum of all rows in the place of each array of rows."""
+        noise, weight_sum, value_sum = step.state.noise, step.weight_sum, step.value_sum
+        leaves, treedef = jax.tree.flatten(step.state.gradient_sum)
+        scalars = [weight_sum[..., None], value_sum[..., None]]
+        if noise:
+            scalars += [noise.kept[..., None], noise.square_sums]
+        together = jnp.concatenate([x.astype(weight_sum.dtype) for x in scalars], axis=-1)
+        rows = [together, *(x for x in leaves if x.ndim)]
+        (weight_sum, value_sum, *of_noise), *totals = row_sums(rows, self.axes or ())
+        if noise:
+            kept, *square_sums = (x.astype(jnp.float32) for x in of_noise)
+            noise = noise._replace(kept=kept, square_sums=jnp.stack(square_sums))
+        require_replicated("weight, summed over sum_over,", weight_sum)
+        has_weight = True if step.has_weight is True else weight_sum != 0
+        remaining = iter(totals)
+        gradients = jax.tree.unflatten(treedef, [next(remaining) if x.ndim else x for x in leaves])
+        state = step.state._replace(noise=noise, gradient_sum=gradients)
+        return WindowStep(state, weight_sum, value_sum, step.has_average, has_weight)
 
     def close(self, state: AnyState) -> tuple[Average, Flag, AnyState]:
         """Closes a window, full or not. Returns its average, whether it has one, and the state.
@@ -453,7 +448,8 @@ class Window:
         The average of a window without one is meaningless. Callers whose users may read it replace it by zeros, which
         XLA:GPU would hold beside the gradients. `windows`, `value` and `noise` then stay as they were.
         """
-        step = self.advance(state, None, 0, None, flush=True)
+        no_gradients = jax.tree.map(lambda _: None, state.gradient_sum)
+        step = self.advance(state, no_gradients, 0, None, flush=True, is_present=False)
         average = self.average(step)
         return average, step.has_average & average.has_weight, step.state
 
@@ -464,7 +460,8 @@ def already_begun(state: GradAccumulatorState) -> GradAccumulatorState:
     XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them (XLA-24). Marked,
     the window also closes without a select of the sums.
     """
-    return state._replace(micro_step=jnp.ones((), jnp.int32))
+    begun: Any = np.ones((), np.int32)  # NumPy's, so that it is known while tracing
+    return state._replace(micro_step=begun)
 
 
 def _advance_leaf(
@@ -481,15 +478,14 @@ def _advance_leaf(
     """
     if not is_gradient(total):
         return total
-    zeros = jnp.zeros_like(total)
     if isinstance(is_kept, jax.Array):
-        is_kept = _micro_batch.expand_like(is_kept, total)
+        is_kept = _rows.expand_like(is_kept, total)
     if grad is None or is_kept is False:
-        total = jnp.where(is_first, zeros, total)
+        total = total if is_first is False else jnp.where(is_first, jnp.zeros_like(total), total)
     else:
         if factor is not None:
             dtype = floats.accumulator_dtype(total)
-            factor = factor_of(_micro_batch.expand_like(factor, total).astype(dtype), grad)
+            factor = factor_of(_rows.expand_like(factor, total).astype(dtype), grad)
             grad = floats.mul_real(floats.upcast(grad, dtype), factor)
         grad = grad.astype(total.dtype)
         if is_kept is not True:
@@ -505,15 +501,29 @@ def _advance_leaf(
 
 def _scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
     dtype = floats.accumulator_dtype(total)
-    return floats.mul_real(
-        floats.upcast(total, dtype), factor_of(scale.astype(dtype), total)
-    ).astype(total.dtype)
+    factor = factor_of(scale.astype(dtype), total)
+    return floats.mul_real(floats.upcast(total, dtype), factor).astype(total.dtype)
+
+
+def _zeros_like(x: jax.Array, dtype: DType, _name: str) -> jax.Array:
+    return jnp.zeros_like(x, dtype=dtype)
+
+
+def _checked_weight(weight: Scalar, kept_weight: jax.Array) -> jax.Array:
+    """Returns what the window's weight grows by: NaN for an array's weight that Python numbers may not have.
+
+    The average is then NaN. Gradients are multiplied by the weight itself, because a select in their factor keeps XLA
+    on CUDA from moving an all-reduce out of a loop (tests/devices/test_accelerators.py, "once_after_the_loop").
+    """
+    if isinstance(weight, float):
+        return kept_weight
+    is_valid = (kept_weight == 0) | arguments.is_weight(kept_weight)
+    return jnp.where(is_valid, kept_weight, jnp.nan)
 
 
 def _reciprocal(weight_sum: jax.Array, has_weight: Flag) -> jax.Array:
     """Returns 1 / weight_sum, 1 if the weight is 0, or NaN if the weight sum is out of range."""
-    in_range = (weight_sum >= arguments.LEAST_WEIGHT) & (weight_sum <= arguments.LARGEST_WEIGHT)
-    checked = jnp.where(in_range, weight_sum, jnp.nan)
+    checked = jnp.where(arguments.is_weight(weight_sum), weight_sum, jnp.nan)
     return 1 / jnp.where(has_weight, checked, jnp.ones_like(weight_sum))
 
 

@@ -42,6 +42,11 @@ LEAST_WEIGHT, LARGEST_WEIGHT = 2.0**-30, 2.0**100
 flushed."""
 
 
+def is_weight(number: Scalar) -> Flag:
+    """Returns whether a weight other than 0, or a sum of weights, is in range. A NaN is not."""
+    return (number >= LEAST_WEIGHT) & (number <= LARGEST_WEIGHT)
+
+
 def threshold(name: str, value: Argument) -> Scalar:
     """Returns a threshold: a real scalar that is neither negative nor NaN if its value is known."""
     return real(name, value, at_least=0)
@@ -70,9 +75,8 @@ def percentile(value: Argument) -> Fraction | jax.Array:
     if isinstance(number, jax.Array):
         return number
     is_written_out = isinstance(value, int | float | np.generic | np.ndarray)
-    return Fraction(
-        str(value if is_written_out else number)
-    )  # str(np.float32(99.9)) is "99.9", its float is not
+    # str(np.float32(99.9)) is "99.9", that of its float is not.
+    return Fraction(str(value if is_written_out else number))
 
 
 def length(name: str, value: Argument, *, default: int) -> int:
@@ -115,9 +119,8 @@ def integer(name: str, value: Argument, *, at_least: int | None = None) -> int:
 
 
 def positions(name: str, value: Argument) -> tuple[int, ...]:
-    return tuple(
-        integer(name, at) for at in (value if isinstance(value, tuple | list | range) else (value,))
-    )
+    given = value if isinstance(value, tuple | list | range) else (value,)
+    return tuple(integer(name, at) for at in given)
 
 
 def choice(name: str, value: Argument, choices: Sequence[str]) -> Any:
@@ -130,11 +133,9 @@ def value_of_loss(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scala
     """Returns the `value` of a micro-batch, a real scalar or an array of one of the shapes; it may be non-finite."""
     if isinstance(value, np.ndarray) and value.shape != ():
         value = jnp.asarray(value)
-    return (
-        _real_array("value", value, shapes)
-        if isinstance(value, jax.Array)
-        else any_real("value", value)
-    )
+    if isinstance(value, jax.Array):
+        return _real_array("value", value, shapes)
+    return any_real("value", value)
 
 
 def flag(name: str, value: Argument) -> Flag:
@@ -175,11 +176,7 @@ def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Numb
 def steps_of_schedule(value: Argument) -> Scalar:
     """Returns the window length that a function returned: a real scalar that is >= 1 if its value is known."""
     name = "the number that the function accum_steps returns"
-    return (
-        _real_scalar_array(name, value)
-        if isinstance(value, jax.Array)
-        else real(name, value, at_least=1)
-    )
+    return real(name, value, at_least=1)
 
 
 def require_arguments_of_fun(
@@ -214,7 +211,7 @@ def weight(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:
     ):
         value = float(value)
     number = _static_real("weight", value, "a real scalar >= 0")
-    if number != 0 and not LEAST_WEIGHT <= number <= LARGEST_WEIGHT:
+    if number != 0 and not is_weight(number):
         raise ValueError(f"weight must be 0, or between 2**-30 and 2**100, got {value!r}")
     return number
 
@@ -324,9 +321,7 @@ def _static_real(name: str, value: Argument, expected: str) -> float:
         raise ValueError(f"{name} must be {expected}, got {value!r}")
     try:
         return float(value)
-    except (
-        OverflowError
-    ):  # of an int such as 10**400; the callers' range checks then see an infinity
+    except OverflowError:  # an int such as 10**400; callers' range checks then see an infinity
         return math.inf if value > 0 else -math.inf
 
 

@@ -27,14 +27,16 @@ PartitionSpec     `within`: axes in the entries of       `within` and `across`: 
 the version that brought today's spelling. Delete the older one when that version is the oldest supported.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
-from shrewjax._base.types import Axes, AxisNames, Leaf, MeshAxes, PyTree
+from shrewjax._base.types import Axes, AxisNames, Function, Leaf, MeshAxes, PyTree
 
 UnitDims = tuple[int, ...]
 """The dimensions of a leaf that index its units, in increasing order. A reduction by unit keeps them."""
@@ -95,6 +97,21 @@ def _axes_of_spec(name: str, leaf: Leaf, dims: UnitDims, spec: jax.P) -> UnitSha
             f"sharded_over {spec} is not how leaf {name} is sharded: by its type it varies over {varying}"
         )
     return UnitSharding(within, across if mapped and not is_tracked else None)
+
+
+def whole_shape(leaf: Leaf, given: Axes | jax.P) -> tuple[int, ...] | None:
+    """Returns the shape of a leaf over all devices; None if nothing tells it. `given` is as in `unit_axes`."""
+    mapped, is_tracked = mapped_axes()
+    if not (varying_axes(leaf) if is_tracked else mapped):
+        return leaf.shape
+    if not isinstance(given, jax.P):
+        return None
+    by_dimension = [entry if isinstance(entry, tuple) else (entry,) for entry in given]
+    devices = [
+        math.prod(lax.axis_size(m) for m in names if m in mapped)
+        for names in [*by_dimension, *[()] * (leaf.ndim - len(by_dimension))]
+    ]
+    return tuple(n * parts for n, parts in zip(leaf.shape, devices, strict=False))
 
 
 def slice_axes(name: str, leaf: Leaf, given: Axes) -> AxisNames:
@@ -168,7 +185,7 @@ def is_mapped(axes: AxisNames) -> bool:
         here = dict.fromkeys((*mapped_axes()[0], *(a for a in axes if a not in missing)))
         raise ValueError(
             f"sum_over={axes!r} contains {', '.join(map(repr, missing))}, which is not a mapped axis here. "
-            f"Mapped axes: {', '.join(map(repr, here))}"
+            f"Mapped axes: {', '.join(map(repr, here))}. Name the others in axis_names= of the jax.shard_map, too"
         )
     return not missing
 
@@ -177,20 +194,77 @@ def is_bound(axis: Hashable) -> bool:
     """Returns whether collectives over this axis can be called here: an axis of `shard_map`, `pmap` or `vmap`."""
     try:
         lax.axis_size(axis)
-    except (
-        NameError,
-        ValueError,
-    ):  # ValueError: an int, which JAX takes for a dimension of an array
+    except (NameError, ValueError):  # the latter for an int, which may be a dimension
         return False
     return True
 
 
-def require_mapped(argument: str, axes: AxisNames) -> None:
-    if axes and not is_mapped(axes):
+def devices_to_map(argument: str, axes: AxisNames) -> int:
+    """Returns over how many devices the call itself has to map these axes of the mesh. 0 if they are mapped already.
+
+    Raises if it cannot: if they are no axes of the mesh, or inside `shard_map` over others.
+    """
+    if not axes or is_mapped(axes):
+        return 0
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes or not {*axes} <= {*mesh.axis_names}:
         raise ValueError(
-            f"{argument} {axes!r}: no axis of this name is mapped here. Call the function inside jax.shard_map over "
-            f"it. Under plain jax.jit leave {argument} out, because XLA reduces what is sharded"
+            f"{argument} must name mapped axes, or axes of the mesh of jax.set_mesh outside of any map, got {axes!r}. "
+            f"The mesh has {mesh.axis_names}, mapped are {mesh.manual_axes}. Call the step under jax.set_mesh(mesh), "
+            f"with a mesh that has {axes!r}. Or name them in axis_names= of the jax.shard_map around this call. Or "
+            f"leave out {argument}, because under plain jax.jit XLA reduces what is sharded"
         )
+    return math.prod(mesh.shape[a] for a in axes)
+
+
+def on_each_device(function: Function, axes: AxisNames, divided: PyTree, whole: PyTree) -> PyTree:
+    """Returns what `function(divided, whole)` returns on each device along these axes of the mesh: the same on all.
+
+    A device gets its part of the first axis of the arrays in `divided`. XLA still partitions over all other axes.
+    """
+    leaves, structure = jax.tree.flatten(whole)
+    # Arguments, because JAX has no derivative by an array that the function closes over. Numbers and names stay known.
+    kinds = jax.Array | np.ndarray
+    arrays = [_partitioned(x, axes) if isinstance(x, kinds) else None for x in leaves]
+
+    def run(divided: PyTree, arrays: list[Leaf]) -> PyTree:
+        own = [x if y is None else y for x, y in zip(leaves, arrays, strict=True)]
+        return function(divided, jax.tree.unflatten(structure, own))
+
+    # check_vma=False: otherwise a scan of the loss that starts from `jnp.zeros` is an error, because its carry begins
+    # to vary (tests/devices/test_sum_over.py, "start_from_zeros").
+    specs = (jax.P(axes), jax.P())
+    mapped = jax.shard_map(
+        run, in_specs=specs, out_specs=jax.P(), axis_names={*axes}, check_vma=False
+    )
+    divided = jax.tree.map(lambda x: _partitioned(x, axes, axes), divided)
+    try:
+        return jax.jit(mapped)(divided, arrays)
+    except ValueError as error:
+        if "mesh" in str(error) or "PartitionSpec" in str(error):
+            names = ", ".join(map(repr, axes))
+            error.add_note(
+                f"With sum_over, fun has a device's own examples, so it must not place arrays over {names}. Pass "
+                f"jax.lax.with_sharding_constraint a jax.P without {names}, and no NamedSharding. In Flax's logical "
+                "axis rules, map the axis of examples to None inside fun. Or leave out sum_over"
+            )
+        raise
+
+
+def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:
+    """Returns an array whose type is sharded over no Explicit axis of `over`, except `first` in its first dimension."""
+    if not {*over} & _explicit(jax.sharding.get_abstract_mesh()):
+        return x
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in _partitions(_spec(x))]
+    kept = [tuple(a for a in entry if a not in (*over, None)) for entry in entries]
+    kept[:1] = [(*first, *entry) for entry in kept[:1]]
+    return jax.sharding.reshard(x, jax.P(*(entry or None for entry in kept)))
+
+
+def partitioned_like(x: jax.Array, like: Leaf) -> jax.Array:
+    """Returns an array with the partitions of `like`, which types show on Explicit axes."""
+    spec = jax.P(*_partitions(_spec(like)))
+    return x if jax.P(*_partitions(_spec(x))) == spec else jax.sharding.reshard(x, spec)
 
 
 def device_index(axes: AxisNames) -> jax.Array:
@@ -231,9 +305,8 @@ def mapped_axes() -> tuple[AxisNames, bool]:
 def varying_axes(x: Leaf) -> frozenset[Hashable]:
     """Returns the mapped axes over which an array, or a type, varies. Empty if types are not tracked."""
     aval = _type_of(x)
-    if hasattr(
-        aval, "manual_axis_type"
-    ):  # since JAX 0.10.0; None for a `jax.ShapeDtypeStruct` without mapped axes
+    # `manual_axis_type`: JAX 0.10.0. It is None for a `jax.ShapeDtypeStruct` without mapped axes.
+    if hasattr(aval, "manual_axis_type"):
         return aval.manual_axis_type.varying if aval.manual_axis_type else frozenset()
     return getattr(aval, "vma", None) or frozenset()
 
@@ -246,7 +319,10 @@ def partition_axes(x: Leaf) -> MeshAxes:
 
 def explicit_axes(x: Leaf) -> MeshAxes:
     """Returns the Explicit axes of the mesh on which an array, or a type, is."""
-    mesh: Any = getattr(_type_of(x).sharding, "mesh", None)
+    return _explicit(getattr(_type_of(x).sharding, "mesh", None))
+
+
+def _explicit(mesh: Any) -> MeshAxes:
     kinds = getattr(mesh, "axis_types", None) or ()
     return frozenset(
         a for a, kind in zip(mesh.axis_names, kinds, strict=True) if kind == AxisType.Explicit

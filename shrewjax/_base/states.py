@@ -1,13 +1,15 @@
 """States: named tuples of arrays, the few helpers that several share, and `metrics`, which finds what they measured.
 
 `described` turns the description beside each field into the docstring that `help` shows. A state that measured
-something returns its scalars from a method `metrics`. A state does not hold the arguments of its transformation. An
-`init` can `note` them for a caller that asks by `init_with_notes`.
+something returns its scalars from a method `metrics`.
+
+A state does not hold the arguments of its transformation, and `from_optax` needs some of them. So an `init` can `note`
+them for a caller that asks by `init_with_notes`.
 """
 
 import re
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import TypeAlias, get_type_hints
 
@@ -65,11 +67,9 @@ def init_with_notes(
 ) -> tuple[AnyState, Callable[[Leaf], Notes | None]]:
     """Returns `init(params)`, and a function that returns what was noted with an array of this state, at any depth."""
     notes: list[tuple[Leaf, Notes]] = []
-    token = _notes.set(notes)
-    try:
-        state = init(params)
-    finally:
-        _notes.reset(token)
+    context = copy_context()
+    context.run(_notes.set, notes)
+    state = context.run(init, params)
     return state, lambda key: next((arguments for array, arguments in notes if array is key), None)
 
 
@@ -94,9 +94,7 @@ def increment_if(flag: Flag, count: jax.Array) -> jax.Array:
     return jnp.where(flag, optax.safe_increment(count), count)
 
 
-@partial(
-    jax.jit, inline=True
-)  # outside of jit, operations would send their constants to the device
+@partial(jax.jit, inline=True)  # outside of jit, constants would be sent to the device
 def largest(tree: PyTree) -> jax.Array:
     """Returns the largest number in a tree: NaN if any is NaN, at least 0, and 0 for no numbers. Shape (), float32."""
     leaves = [jnp.ravel(jnp.asarray(x, jnp.float32)) for x in jax.tree.leaves(tree)]
@@ -149,7 +147,7 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
       path, such as `"1/inner_state/clip_by_global_norm/grad_norm"`.
 
     Raises:
-      ValueError: `opt_state` is a transformation.
+      ValueError: `opt_state` is a transformation, or has a window of `accumulate` inside one of `optax.MultiSteps`.
 
     Example:
       >>> tx = optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1))
@@ -166,28 +164,43 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
         raise ValueError(
             "opt_state must be a state, as tx.init or tx.update returns it, got a transformation. Pass the state"
         )
+    opt_state = without_variables(opt_state)
+    require_one_window(opt_state)
     found: dict[str, jax.Array] = {}
     kinds = set()
-    for path, state in _measuring(without_variables(opt_state)):
+    for path, state in _measuring(opt_state):
         kind = _name(type(state))
-        where = (
-            ""
-            if kind not in kinds
-            else jax.tree_util.keystr(path, simple=True, separator="/") + "/"
-        )
+        where = ""
+        if kind in kinds:
+            where = jax.tree_util.keystr(path, simple=True, separator="/") + "/"
         kinds.add(kind)
         for name, value in state.metrics().items():
             found[f"{where}{kind}/{name}"] = value
     return found
 
 
+def require_one_window(opt_state: AnyState) -> None:
+    """Raises if `optax.MultiSteps` is around `accumulate`, which knows nothing of what is around it."""
+    for outer in nodes_in(opt_state, (optax.MultiStepsState,)):
+        if any(_name(type(state)) == "accumulate" for _, state in _measuring(outer)):
+            raise ValueError(
+                "opt_state has a window of accumulate inside one of optax.MultiSteps, so inner runs once in the "
+                "product of their lengths. Leave out optax.MultiSteps, and multiply the accum_steps"
+            )
+
+
+def nodes_in(state: AnyState, kinds: tuple[type, ...]) -> list[AnyState]:
+    """Returns the outermost nodes of these types."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+    return [x for x in nodes if isinstance(x, kinds)]
+
+
 def _measuring(tree: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, AnyState]]:
     """Yields each state that has a method `metrics`, with its path. An outer state precedes those inside it."""
     if _measures(tree):
         yield path, tree
-    for below, node in jax.tree.leaves_with_path(
-        tree, is_leaf=lambda x: x is not tree and _measures(x)
-    ):
+    inner = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree and _measures(x))
+    for below, node in inner:
         if node is not tree and _measures(node):
             yield from _measuring(node, (*path, *below))
 

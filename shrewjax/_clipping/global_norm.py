@@ -226,15 +226,14 @@ def clip_by_global_norm(
             leaf_norms = state.leaf_norms
             units = find_units(updates, stacked_layers(None))
             units.numbers_beside(leaf_norms)
-            norm, grad_norm, norms = measure_with_leaves(units.leaves, axes)
+            norm, norms = measure_with_leaves(units.leaves, axes)
             others = jax.tree.map(jnp.zeros_like, leaf_norms)
             leaf_norms = units.with_leaves(others, [norm.astype(jnp.float32) for norm in norms])
         else:
             norm = global_norm(updates, ord, axes)
-            grad_norm = floats.from_extended(norm)
         updates, scale = clip_to_limit(updates, norm, scaling.as_limit(max_norm, norm))
         return updates, ClipByGlobalNormState(
-            grad_norm=grad_norm.astype(jnp.float32),
+            grad_norm=floats.to_float32(norm),
             clip_scale=scaling.applied_scale(scale),
             leaf_norms=leaf_norms,
         )

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._base import arguments
+from shrewjax._base import arguments, trees
+from shrewjax._base.mesh import UnitDims, whole_shape
 from shrewjax._base.states import described, fields, largest, require_own
-from shrewjax._base.types import KeyPath
+from shrewjax._base.types import KeyPath, Leaf
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -146,9 +147,9 @@ def adaptive_grad_clip(
 
     .. math:: g_i \leftarrow g_i \cdot \min\Big(1, \frac{\lambda \max(\|w_i\|, \epsilon)}{\|g_i\|}\Big)
 
-    A unit is a part of a leaf with one norm. With `unit="auto"` it depends on the leaf's rank without `batch_axes`:
+    A unit is a part of a leaf with one norm. With `unit="auto"` it depends on the leaf's shape without `batch_axes`:
 
-    * Rank 0 and 1: the whole leaf is a unit.
+    * At most one axis longer than 1: the whole leaf is a unit.
     * Rank 2 and 3: each position of all axes except the first, which has a kernel's inputs, is a unit.
     * Rank 4 and more: each position of the last axis, which has a convolution's outputs, is a unit.
 
@@ -208,13 +209,28 @@ def adaptive_grad_clip(
     axis, batch_axes = arguments.axes("axis", axis), arguments.axes("batch_axes", batch_axes)
     mesh_axes = arguments.unit_axis_names(sharded_over)
 
-    def unit_dims(path: KeyPath, leaf: Any) -> tuple[int, ...]:
+    def is_vector(path: KeyPath, leaf: Leaf, free: list[int], by_rank: list[int]) -> bool:
+        """Returns whether at most one of the free axes is longer than 1 over all devices. Raises if nothing tells."""
+        sizes = whole_shape(leaf, arguments.axis_names_of_leaf(mesh_axes, path, leaf))
+        if sizes is not None:
+            return sum(sizes[a] != 1 for a in free) < 2
+        long = [a for a in free if leaf.shape[a] != 1]
+        if len(long) == 1 and long[0] not in by_rank:
+            raise ValueError(
+                f"cannot tell the units of leaf {trees.leaf_name(path)}, which has the shape {leaf.shape} on each "
+                "device: devices may hold parts of its axes of size 1. Pass sharded_over=fn, where fn(name, leaf) "
+                "returns the leaf's PartitionSpec. Or pass axis= with the axes that a unit spans"
+            )
+        return len(free) < 2
+
+    def unit_dims(path: KeyPath, leaf: Leaf) -> UnitDims:
         batch = arguments.axes_of_leaf("batch_axes", batch_axes, path, leaf) or ()
-        shared = arguments.axes_of_leaf("axis", axis, path, leaf)
-        if shared is None:
-            free = [a for a in range(leaf.ndim) if a not in batch]
-            by_rank = free if len(free) < 2 else free[:1] if len(free) < 4 else free[:-1]
-            shared = tuple(by_rank if unit == "auto" else free)
+        given = arguments.axes_of_leaf("axis", axis, path, leaf)
+        free = [a for a in range(leaf.ndim) if a not in batch]
+        by_rank = free[:1] if len(free) < 4 else free[:-1]
+        if given is None and (unit == "tensor" or is_vector(path, leaf, free, by_rank)):
+            given = tuple(free)
+        shared = by_rank if given is None else given
         return tuple(a for a in range(leaf.ndim) if a in batch or a not in shared)
 
     def init_fn(params: optax.Params) -> AdaptiveGradClipState:
@@ -236,41 +252,19 @@ def adaptive_grad_clip(
             )
         units = find_units(updates, unit_dims, mesh_axes)
         weights = units.of_parameters(params)
-        given = weights.limit(eps), units.limit(clipping)
-        decided = units.decided_beside(weights, _clip_in_floats, _clip_exactly, given)
-        scales, ratios, is_clipped = ([of_group[i] for of_group in decided] for i in range(3))
+        norms, least, share = units.norms(), weights.limit(eps), units.limit(clipping)
+        bases = [
+            floats.in_dtype_of(floats.maximum(base, least), norm)
+            for base, norm in zip(weights.norms(), norms, strict=True)
+        ]
+        scales = scaling.clip_scales(norms, [floats.product(base, share) for base in bases])
+        ratios = [floats.to_float32(ratio) for ratio in map(floats.quotient, norms, bases)]
+        is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
         return units.scaled(updates, scales), AdaptiveGradClipState(
             ratio_max=units.largest(ratios), clipped_fraction=units.clipped_fraction(is_clipped)
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _clip_exactly(
-    norm: ExtendedFloat, weight_norm: ExtendedFloat, eps: ExtendedFloat, clipping: ExtendedFloat
-) -> tuple[ClipScale, jax.Array, jax.Array]:
-    """Returns the scale and the ratio of a unit, and whether it counts as clipped."""
-    base = floats.in_dtype_of(floats.maximum(weight_norm, eps), norm)
-    scale = scaling.scale_to_limit(norm, floats.product(base, clipping))
-    return (
-        scale,
-        floats.to_float32(floats.quotient(norm, base)),
-        scaling.counts_as_clipped(scale, norm),
-    )
-
-
-def _clip_in_floats(
-    norm: jax.Array, weight_norm: jax.Array, eps: ExtendedFloat, clipping: ExtendedFloat
-) -> tuple[tuple[ClipScale, jax.Array, jax.Array], jax.Array]:
-    """Returns the bits of `_clip_exactly`, and whether the unit is usual (`test_usual_units_clip_as_in_any_range`)."""
-    base = jnp.maximum(weight_norm, floats.from_extended(eps))
-    (norm, base, factor), is_usual = scaling.usual_numbers(
-        norm, base, floats.from_extended(clipping)
-    )
-    base = base.astype(norm.dtype)
-    limit = base * factor
-    scale = ClipScale(norm > limit, limit / norm, jnp.ones_like(norm))
-    return (scale, (norm / base).astype(jnp.float32), scale.applies), is_usual
 
 
 @described

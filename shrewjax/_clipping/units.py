@@ -29,7 +29,7 @@ from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import Axes, AxisName, KeyPath, Scalar
 from shrewjax._numerics import scaling
 from shrewjax._numerics.floats import ExtendedFloat, accumulator_dtype
-from shrewjax._numerics.norms import combine, decide_by_norms, magnitude_key, measure_units
+from shrewjax._numerics.norms import combine, magnitude_key, measure_units
 from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, sizes, unit_numbers
 from shrewjax._numerics.scaling import ClipScale
 from shrewjax._numerics.vectors import Groups, join, split
@@ -62,31 +62,23 @@ class Units:
             tuple(x.shape[a] for a in dims) for x, dims in zip(self.leaves, self.dims, strict=True)
         ]
 
-    def grouped(self, *, gather: bool) -> Groups:
-        """Returns the groups of leaves whose numbers are joined.
+    @cached_property
+    def groups(self) -> Groups:
+        """The groups of leaves whose numbers are joined.
 
-        A leaf of several units is a group of its own in two cases. XLA may shard its numbers, and `gather` does not
-        allow XLA to gather them. Or types can say how its numbers are sharded, and JAX joins only arrays of one
-        sharding (tests/clipping/test_units.py, "explicit mesh").
+        A leaf of several units is a group of its own in two cases. XLA may shard its numbers, and would gather them. Or
+        types can say how its numbers are sharded, and JAX joins only arrays of one sharding
+        (tests/clipping/test_units.py, "explicit mesh").
         """
         alike: dict[Any, list[int]] = {}
         for i, (x, shape, over) in enumerate(
             zip(self.leaves, self.shapes, self.sharding, strict=True)
         ):
-            may_join = (
-                are_known(shape)
-                and (gather or not may_be_partitioned())
-                and not is_typed_by_device(x)
-            )
+            may_join = are_known(shape) and not may_be_partitioned() and not is_typed_by_device(x)
             is_apart = shape and not may_join
             others = varying_axes(x).difference(over.within)
             alike.setdefault((others, over.across, (i,) if is_apart else ()), []).append(i)
         return tuple(map(tuple, alike.values()))
-
-    @cached_property
-    def groups(self) -> Groups:
-        """The leaves whose numbers are joined, without a gather."""
-        return self.grouped(gather=False)
 
     @cached_property
     def _across(self) -> list[Axes]:
@@ -141,19 +133,6 @@ class Units:
 
     def limit(self, value: Scalar) -> ExtendedFloat:
         return scaling.limit_in(value, accumulator_dtype(*self.leaves))
-
-    def decided_beside(
-        self,
-        weights: "Units",
-        in_floats: Callable[..., tuple[Any, jax.Array]],
-        exactly: Callable[..., Any],
-        given: tuple[ExtendedFloat, ...],
-    ) -> list[Any]:
-        leaves, sharding = (self.leaves, weights.leaves), (self.sharding, weights.sharding)
-        alike = self.grouped(gather=True)
-        return decide_by_norms(
-            in_floats, exactly, leaves, given, self.dims, sharding, self.groups, alike
-        )
 
     def with_leaves(self, tree: chex.ArrayTree, leaves: Sequence[Any]) -> chex.ArrayTree:
         at = dict(zip(self.paths, leaves, strict=True))

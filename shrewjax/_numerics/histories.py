@@ -3,7 +3,6 @@ r"""Histories and moving averages of past measurements, in float32.
 A non-finite measurement is never recorded.
 """
 
-import math
 from typing import Annotated, NamedTuple
 
 import jax
@@ -48,29 +47,18 @@ def percentile(history: HistoryState, p: Scalar) -> jax.Array:
     Not `jnp.nanpercentile`, because it may be one ulp off between two equal values, and so clip a constant norm.
     The test is `test_percentile_of_the_history_is_numpys_at_every_step`.
     """
-    steps = jnp.maximum(history.filled - 1, 0)
-    # The rank p (n - 1) / 100 is computed in two parts, because float32 would lose its fraction. The part of the whole
-    # percents is computed in integers, the rest in float32.
-    if isinstance(p, jax.Array):
-        p = jnp.clip(p.astype(jnp.float32), 0, 100)
-        whole, rest = jnp.floor(p), p - jnp.floor(p)
-        percents = jnp.where(jnp.isnan(p), 0, whole).astype(jnp.int32)
-    else:
-        percents, rest = (
-            jnp.asarray(math.floor(p), jnp.int32),
-            jnp.asarray(p - math.floor(p), jnp.float32),
-        )
-    hundredths = percents * steps
-    beyond = ((hundredths % 100).astype(jnp.float32) + rest * steps.astype(jnp.float32)) / 100
-    below = hundredths // 100 + jnp.floor(beyond).astype(jnp.int32)
-    fraction = beyond - jnp.floor(beyond)
+    last = jnp.maximum(history.filled - 1, 0)
+    steps, p = last.astype(jnp.float32), jnp.asarray(p, jnp.float32)
+    # The last value itself for p >= 100, because float32 rounds the rank in a history of more than 2**24 / 100 values.
+    rank = jnp.where(p < 100, jnp.maximum(p, 0) * steps / 100, steps)
+    below = jnp.floor(rank).astype(jnp.int32)
+    fraction = rank - jnp.floor(rank)
 
     ordered = jnp.sort(jnp.where(_is_filled(history), history.values, jnp.inf))
-    low, high = ordered[below], ordered[jnp.minimum(below + 1, steps)]
+    low, high = ordered[below], ordered[jnp.minimum(below + 1, last)]
     # Equal neighbours are the percentile itself. Interpolated, two infinite ones would give inf - inf = NaN.
-    return jnp.where(low == high, low, low + fraction * (high - low)) + jnp.where(
-        jnp.isnan(rest), jnp.nan, 0
-    )
+    between = jnp.where(low == high, low, low + fraction * (high - low))
+    return jnp.where(jnp.isnan(p), jnp.nan, between)
 
 
 def mean_and_std(history: HistoryState) -> tuple[jax.Array, jax.Array]:

@@ -1,30 +1,34 @@
 """Norms of leaves that neither overflow nor underflow: of all leaves together, by leaf, by unit and by slice.
 
-Norms of order p = 1 or 2 take three steps:
+A norm of order p = 1 or 2 is the root of a sum of p-th powers, which can leave the range of floats. One function,
+`shift_into_range`, decides which sums did, and by which power of two to scale their elements. How the scaled elements
+are summed depends on the platform for which a program is lowered:
 
-* `_first_pass` sums the p-th powers of each leaf's units, as they are.
-* `shift_into_range` says which sums left the range of floats, and by which power of two to scale their elements.
-* `_again_if` reads leaves again in a branch that is rarely taken, and sums their scaled elements.
+* CPU: `_in_two_passes` reads leaves again, in a branch that is rarely taken. Sums on three scales would take three
+  passes.
+* TPU and others: `_in_one_pass` sums on all three scales in the first read, and selects.
+* CUDA and ROCm: `_in_float64` sums in float64, which holds the squares of all float32 numbers. Leaves of float64 are
+  summed as on a TPU.
 
-A norm is an `ExtendedFloat`, so neither it nor a quotient of two norms leaves the range before the clipped gradient
-does.
+A global norm is that of one unit of many leaves. A norm is an `ExtendedFloat`, so neither it nor a quotient of two
+norms leaves the range before the clipped gradient does.
 
-Why two passes suffice, for p = 2 in float32 and a sum over n elements:
+Why three scales suffice, for p = 2 in float32 and a sum over n elements:
 
-* First pass: trust a finite sum of x**2 of at least 2**-60. A square below 2**-126 may be flushed. All flushed squares
+* As they are: trust a finite sum of x**2 of at least 2**-60. A square below 2**-126 may be flushed. All flushed squares
   together are below n 2**-126, and half an ulp of 2**-60 is 2**-84. So they do not count for n < 2**42.
-* Second pass after an overflow: scale by 2**-96. Squares are now below 2**64, and 2**64 of them fit. The scaled sum is
+* After an overflow: scale by 2**-96. Squares are now below 2**64, and 2**64 of them fit. The scaled sum is
   about 2**128 * 2**-192 = 2**-64 or more, half an ulp of which is at least 2**-89. So flushed squares do not count for
   n < 2**37.
-* Second pass for a sum below 2**-60: scale by 2**88. The scaled sum is below 2**-60 * 2**176 = 2**116. The smallest
+* For a sum below 2**-60: scale by 2**88. The scaled sum is below 2**-60 * 2**176 = 2**116. The smallest
   subnormal number, 2**-149, becomes 2**-61, whose square is normal. So no square is flushed.
 
 For p = 1 every bound is at least as wide. A complex leaf counts as twice as many elements. The numbers for float64
 follow in the same way, with 2**-1022 for 2**-126 and 2**-1074 for 2**-149.
 
-A sum of exactly 0 is not trusted, because all squares may have been flushed. So zeros are read twice.
+A sum of exactly 0 is not trusted, because all squares may have been flushed. So a CPU reads zeros twice.
 
-Other orders take `_measure_by_maximum`, because the error of x**p grows with p log x. Orders 3 and 4 take it only if
+Other orders take `_by_maximum`, because the error of x**p grows with p log x. Orders 3 and 4 take it only if
 the sum of a first pass leaves the range.
 
 The idea is that of J. L. Blue, ACM TOMS 4 (1978). The tests are `test_norm_neither_overflows_nor_underflows` and, for
@@ -32,10 +36,9 @@ units, `test_unit_norms_neither_overflow_nor_underflow`.
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from itertools import chain
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +47,7 @@ from jax import lax
 
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import UnitDims, UnitSharding, axes_beside
-from shrewjax._base.types import Axes, Flag
+from shrewjax._base.types import Axes, AxisNames, DType
 from shrewjax._numerics.floats import (
     EXPONENT_OF_ZERO,
     ExtendedFloat,
@@ -60,7 +63,13 @@ from shrewjax._numerics.floats import (
     to_extended,
     upcast,
 )
-from shrewjax._numerics.reductions import any_device, are_known, leaf_maxima, leaf_sums
+from shrewjax._numerics.reductions import (
+    any_device,
+    are_known,
+    leaf_maxima,
+    leaf_sums,
+    sums_in_one_read,
+)
 from shrewjax._numerics.vectors import Groups, broadcast_to_leaf, join, scalars, split
 
 
@@ -78,7 +87,7 @@ RANGE = {
 }
 
 
-def shift_into_range(powers: jax.Array, small_counts: Flag = True) -> jax.Array:
+def shift_into_range(powers: jax.Array, small_counts: jax.Array | None = None) -> jax.Array:
     """Returns the exponent of the power of two that scales elements so that their sum can be trusted; 0 if it can.
 
     The sum is one of the p-th powers of magnitudes, p = 1, 2, 3 or 4. If `small_counts` is False, the exponent is also
@@ -86,47 +95,67 @@ def shift_into_range(powers: jax.Array, small_counts: Flag = True) -> jax.Array:
     """
     trusted_above, shrink, grow = RANGE[powers.dtype]
     is_small = powers < trusted_above
-    is_small = is_small if small_counts is True else is_small & small_counts
+    is_small = is_small if small_counts is None else is_small & small_counts
     return jnp.where(
         powers == jnp.inf, np.int32(shrink), jnp.where(is_small, np.int32(grow), np.int32(0))
     )
 
 
-Scope = Literal["global", "leaf", "both"]
-"""The norms to measure: of all leaves together, of each leaf as a vector, or the first and each leaf's as floats."""
+class _Norms(NamedTuple):
+    """Which norms to measure."""
+
+    ord: float
+    unit_dims: Sequence[UnitDims]  # of each leaf
+    axes: Axes | list[Axes]  # along which devices hold parts of the same units
+    groups: Groups  # the leaves whose units' numbers are joined in one vector
+    is_global: bool = False  # all leaves together have one norm
+    by_leaf: bool = False  # the norms of the leaves follow the global one
+
+    def sums(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the sums of p-th powers by leaf, for each of its units."""
+        dtype = accumulator_dtype(*leaves)
+        powers = [_power(upcast(x, dtype), self.ord) for x in leaves]
+        return leaf_sums(powers, axes=self.axes, unit_dims=self.unit_dims)
+
+    def at(self, places: Sequence[int]) -> "_Norms":
+        """Returns what `sums` needs for the leaves at these places."""
+        axes = [self.axes[i] for i in places] if isinstance(self.axes, list) else self.axes
+        return self._replace(unit_dims=[self.unit_dims[i] for i in places], axes=axes)
+
+    def totals(self, sums: list[jax.Array]) -> list[jax.Array]:
+        """Returns the sum of each norm from the sums of units, joined."""
+        return [_ordered_sum(sums[0])] if self.is_global else sums
 
 
-Floats = tuple[jax.Array, ...]
-"""With the scope "both" the norm of all leaves and that of each leaf, as floats. Otherwise nothing."""
+def _global(leaves: Sequence[jax.Array], ord: float, axes: Axes | list[Axes]) -> _Norms:
+    return _Norms(ord, [()] * len(leaves), axes, (tuple(range(len(leaves))),), is_global=True)
 
 
-@partial(
-    jax.jit, static_argnums=(1, 2), inline=True
-)  # XLA-21: outside of jit, each call would compile its branches
+@partial(jax.jit, static_argnums=(1, 2), inline=True)  # XLA-21
 def measure(leaves: Sequence[jax.Array], ord: float, axes: Axes) -> ExtendedFloat:
     """Returns the `ord`-norm of all leaves together. Shape ().
 
     It does not depend on the leaves' order. Its derivative is 0 if the norm is 0 or not finite.
     """
-    return _measure(leaves, ord, "global", axes)[0]
+    return _measure(leaves, None, _global(leaves, ord, axes))[0]
 
 
 @partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
-def measure_local(leaves: Sequence[jax.Array], local: tuple[Hashable, ...]) -> ExtendedFloat:
+def measure_local(leaves: Sequence[jax.Array], local: AxisNames) -> ExtendedFloat:
     """Returns the 2-norm of each device's own leaves along the mapped axes `local`; along others, of whole leaves."""
-    return _measure(leaves, 2, "global", axes_beside(leaves, local))[0]
+    return _measure(leaves, None, _global(leaves, 2, axes_beside(leaves, local)))[0]
 
 
 @partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
 def measure_with_leaves(
     leaves: Sequence[jax.Array], axes: Axes
-) -> tuple[ExtendedFloat, jax.Array, list[jax.Array]]:
-    """Returns the 2-norm of all leaves as `measure` does, the same as a float, and each leaf's norm as a float.
+) -> tuple[ExtendedFloat, list[jax.Array]]:
+    """Returns the 2-norm of all leaves as `measure` does, and each leaf's norm as a float.
 
     No leaf is read again for its own norm, so small elements may be flushed in it (`clip_by_global_norm`).
     """
-    norm, (as_float, *of_leaves) = _measure(leaves, 2, "both", axes)
-    return norm, as_float, of_leaves
+    norm, *by_leaf = _measure(leaves, None, _global(leaves, 2, axes)._replace(by_leaf=True))
+    return norm, [x for norms in by_leaf for x in scalars(from_extended(norms))]
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4), inline=True)  # XLA-21
@@ -146,19 +175,16 @@ def measure_units(
     if not leaves:
         return []
     within: list[Axes] = [of_leaf.within for of_leaf in axes]
-    if ord not in (1, 2):
-        return [_measure(leaves, ord, "leaf", within)[0]]
-    first = _first_pass([leaves], ord, unit_dims, within, floor)
-    joined = join(first.sums, groups)
-    shifts = [shift_into_range(sums, first.small_counts) for sums in joined]
-    is_rare = jnp.any(jnp.stack([jnp.any(shift != 0) for shift in shifts]))
-    powers = _again_if(is_rare, first, lambda sums: join(sums, groups), lambda: joined)
-    return [shifted(_root(sums, ord), -shift) for sums, shift in zip(powers, shifts, strict=True)]
+    of = _Norms(ord, unit_dims, within, groups)
+    if floor is None:
+        return _measure(leaves, None, of)
+    trusted_above = RANGE[accumulator_dtype(*leaves)].trusted_above
+    return _measure(leaves, floor.exponent <= math.floor(math.log2(trusted_above) / ord), of)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21
 def measure_slices(
-    x: jax.Array, ord: float, dims: UnitDims, within: tuple[Hashable, ...], limit: ExtendedFloat
+    x: jax.Array, ord: float, dims: UnitDims, within: AxisNames, limit: ExtendedFloat
 ) -> ExtendedFloat:
     """Returns the `ord`-norm of each slice of x. The dimensions `dims` index the slices.
 
@@ -175,52 +201,6 @@ def measure_slices(
     return of_one([x])
 
 
-@partial(jax.jit, static_argnums=(0, 1, 4, 5, 6, 7), inline=True)  # XLA-21
-def decide_by_norms(
-    in_floats: Callable[..., tuple[Any, jax.Array]],
-    exactly: Callable[..., Any],
-    trees: Sequence[Sequence[jax.Array]],
-    given: tuple[ExtendedFloat, ...],
-    unit_dims: Sequence[UnitDims],
-    axes: Sequence[Sequence[UnitSharding]],
-    groups: Groups,
-    alike: Groups,
-) -> list[Any]:
-    """Returns `exactly(*norms, *given)` for each group, from the 2-norms of its units in each tree.
-
-    `in_floats` returns the same bits from norms as floats, and which units are usual (`scaling.usual_numbers`). Unless
-    all are, leaves are read again in a branch. Its numbers are joined by the larger groups `alike`.
-    """
-    if not groups:
-        return []
-    within: list[Axes] = [of_leaf.within for of_tree in axes for of_leaf in of_tree]
-    first = _first_pass(trees, 2, unit_dims, within)
-    of_trees = [slice(i, i + len(unit_dims)) for i in range(0, len(first.sums), len(unit_dims))]
-
-    by_group = list(zip(*(join(first.sums[of_tree], groups) for of_tree in of_trees), strict=True))
-
-    def usual() -> list[tuple[Any, jax.Array]]:
-        return [in_floats(*(_root(sums, 2) for sums in of_group), *given) for of_group in by_group]
-
-    def rescued(again: list[jax.Array]) -> list[Any]:
-        norms = []
-        for of_tree in of_trees:
-            plain, sums = (join(x[of_tree], alike) for x in (first.sums, again))
-            norms.append(
-                [
-                    shifted(_root(x, 2), -shift_into_range(y))
-                    for x, y in zip(sums, plain, strict=True)
-                ]
-            )
-        results = [exactly(*of_group, *given) for of_group in zip(*norms, strict=True)]
-        shapes = [x.shape for x in first.sums[of_trees[0]]]
-        return results if alike == groups else join(split(results, alike, shapes), groups)
-
-    is_rare = ~jnp.all(jnp.stack([jnp.all(is_usual) for _, is_usual in usual()]))
-    # XLA-5: decided again in the branch, because XLA would repeat what is decided outside of it in every leaf's kernel.
-    return _again_if(is_rare, first, rescued, lambda: [result for result, _ in usual()])
-
-
 def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
     """Returns the 2-norm of all units together from their norms, which come stacked. Shape ()."""
     if not norms:
@@ -234,170 +214,168 @@ def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
     return shifted(jnp.sqrt(_ordered_sum(jnp.stack(squares))), largest)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _measure(
-    leaves: Sequence[jax.Array], ord: float, scope: Scope, axes: Axes | list[Axes]
-) -> tuple[ExtendedFloat, Floats]:
-    """Returns the norm of all leaves together or, with the scope "leaf", of each leaf as a vector; and `Floats`."""
+    leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
+) -> list[ExtendedFloat]:
+    """Returns norms, joined. If `small_counts` is False, one of a sum that is too small may come out wrong, but small.
+
+    1. Sum the powers, as they are and, for sums that left the range, scaled.
+    2. Take the root of each norm's sum, and undo the scale.
+    """
     if not leaves:
-        norm = to_extended(jnp.zeros((0,) if scope == "leaf" else (), jnp.float32))
-        return norm, (from_extended(norm),) if scope == "both" else ()
-    if ord not in _ROOTS:
-        return _measure_by_maximum(leaves, ord, scope, axes), ()
-    first = _first_pass([leaves], ord, [()] * len(leaves), axes)
-    by_leaf = jnp.stack(first.sums)
-    plain = by_leaf if scope == "leaf" else _ordered_sum(by_leaf)
-    shift = shift_into_range(plain)
-
-    def finished(
-        of_leaves: jax.Array, total: jax.Array, shift: jax.Array
-    ) -> tuple[ExtendedFloat, Floats]:
-        norm = shifted(_root(total, ord), -shift)
-        if scope != "both":
-            return norm, ()
-        # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
-        is_helped = shift_into_range(by_leaf) == shift
-        roots = _root(jnp.where(is_helped, of_leaves, by_leaf), ord)
-        leaf_norms = shifted(roots, -jnp.where(is_helped, shift, 0))
-        # As floats, because an H100 would launch a kernel more to make floats of what the branch returns
-        # (tests/devices/test_accelerators.py, "by leaf").
-        return norm, (from_extended(norm), *scalars(from_extended(leaf_norms)))
-
-    def rescued(sums: list[jax.Array]) -> tuple[ExtendedFloat, Floats]:
-        of_leaves = jnp.stack(sums)
-        return finished(of_leaves, _ordered_sum(of_leaves), shift)
-
-    is_rare = jnp.any(shift != 0)
-    usual = partial(finished, by_leaf, plain, jnp.zeros_like(shift))
-    if ord in (1, 2):
-        return _again_if(is_rare, first, rescued, usual, shift)
-    return run_if(
-        is_rare, lambda: (_measure_by_maximum(_unknown(leaves), ord, scope, axes), ()), usual
-    )
-
-
-class _FirstPass(NamedTuple):
-    leaves: list[jax.Array]  # of all trees, one tree after the other
-    p: float
-    unit_dims: list[UnitDims]  # of each leaf
-    axes: Axes | list[Axes]
-    sums: list[jax.Array]  # of each leaf's units
-    small_counts: Flag
-    trees: int  # number of trees
-
-    def again(self, places: list[int], shared: jax.Array | None = None) -> list[jax.Array]:
-        """Returns the sums of the leaves at these places after a second pass."""
-        sums, dims = [self.sums[i] for i in places], [self.unit_dims[i] for i in places]
-        if shared is None:
-            # XLA-23: from the leaf's own sums, not from an index into a vector of shifts, because an index would make
-            # the kernels of leaves of one shape differ.
-            shifts = [shift_into_range(x, self.small_counts) for x in sums]
-            factors = [power_of_two(shift, x.dtype) for shift, x in zip(shifts, sums, strict=True)]
-        else:
-            of_all = power_of_two(shared, sums[0].dtype)
-            # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large
-            # leaf gets its own copy of the scalar: a clamp between equal bounds.
-            are_small = [_is_small(self.leaves[i]) for i in places]
-            factors = [
-                of_all if small else lax.clamp(of_all, x, of_all)
-                for small, x in zip(are_small, sums, strict=True)
-            ]
-        terms = []
-        for i, factor in zip(places, factors, strict=True):
-            x = _unknown(self.leaves[i])
-            terms.append(
-                _power(x, self.p, factor.dtype, broadcast_to_leaf(factor, x, self.unit_dims[i]))
-            )
-        axes = [self.axes[i] for i in places] if isinstance(self.axes, list) else self.axes
-        scaled = leaf_sums(terms, axes=axes, unit_dims=dims)
-        if shared is not None:
-            return scaled
-        # Trusted sums stay as they are, because the second pass may round them otherwise.
+        return [to_extended(jnp.zeros((), jnp.float32))]
+    if of.ord not in _ROOTS:
+        return [_by_maximum(leaves, of)]
+    if of.ord > 2:
+        (total,) = of.totals(join(of.sums(leaves), of.groups))
         return [
-            jnp.where(shift != 0, x, own)
-            for shift, x, own in zip(shifts, scaled, sums, strict=True)
+            run_if(
+                jnp.any(shift_into_range(total) != 0),
+                lambda: _by_maximum(_unknown(leaves), of),
+                lambda: to_extended(_root(total, of.ord)),
+            )
         ]
-
-    def is_untrusted(self, places: list[int]) -> jax.Array:
-        """Returns whether a sum of these leaves left the range. Leaves of a single unit are judged together."""
-        sums = [self.sums[i] for i in places]
-        numbers = [x for x in sums if x.ndim]
-        for dtype in RANGE:  # each dtype in its own range
-            single = [x for x in sums if not x.ndim and x.dtype == dtype]
-            numbers += [jnp.stack(single)] if single else []
-        return jnp.any(
-            jnp.stack([jnp.any(shift_into_range(x, self.small_counts) != 0) for x in numbers])
-        )
-
-
-def _first_pass(
-    trees: Sequence[Sequence[jax.Array]],
-    p: float,
-    unit_dims: Sequence[UnitDims],
-    axes: Axes | list[Axes],
-    floor: ExtendedFloat | None = None,
-) -> _FirstPass:
-    """Returns the sums of p-th powers of the leaves of several trees that have the same units.
-
-    With a floor, sums that are too small count as out of range only if their norms may reach the floor.
-    """
-    leaves = [x for tree in trees for x in tree]
-    dtypes = [dtype for tree in trees for dtype in [accumulator_dtype(*tree)] * len(tree)]
-    dims = [*unit_dims] * len(trees)
-    sums = leaf_sums(
-        [_power(x, p, dtype) for x, dtype in zip(leaves, dtypes, strict=True)],
-        axes=axes,
-        unit_dims=dims,
+    one_pass = partial(_in_one_pass, of=of)
+    is_float64 = accumulator_dtype(*leaves) == jnp.float64
+    on_gpus = one_pass if is_float64 else partial(_in_float64, of=of)
+    return lax.platform_dependent(
+        leaves,
+        small_counts,
+        cpu=partial(_in_two_passes, of=of),
+        cuda=on_gpus,
+        rocm=on_gpus,
+        default=one_pass,
     )
-    small_norm = (
-        math.log2(RANGE[dtypes[0]].trusted_above) / p
-    )  # the exponent of norms whose sums are too small
-    small_counts = True if floor is None else floor.exponent <= math.floor(small_norm)
-    return _FirstPass(leaves, p, dims, axes, sums, small_counts, len(trees))
 
 
-def _again_if(
-    is_rare: jax.Array,
-    first: _FirstPass,
-    rescued: Callable[[list[jax.Array]], Any],
-    usual: Callable[[], Any],
-    shared: jax.Array | None = None,
-) -> Any:
-    """Returns `usual()` or, in a branch, `rescued` of the leaves' sums after a second pass.
+def _roots(
+    of: _Norms, shifts: list[jax.Array], sums: list[jax.Array], in_range: list[jax.Array]
+) -> list[ExtendedFloat]:
+    """Returns the norms of sums that are in range after their shifts."""
+    roots = [_root(total, of.ord) for total in of.totals(in_range)]
+    norms = [shifted(root, -shift) for root, shift in zip(roots, shifts, strict=True)]
+    if of.by_leaf:
+        (shift,), (own,), (scaled,) = shifts, sums, in_range
+        # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
+        is_helped = shift_into_range(own) == shift
+        root = _root(jnp.where(is_helped, scaled, own), of.ord)
+        norms.append(shifted(root, -jnp.where(is_helped, shift, 0)))
+    return norms
 
-    The second pass reads those leaves of which a sum left the range, and scales each unit by its own power of two. Or
-    it scales all leaves by 2**shared, on which all devices must agree.
+
+def _in_float64(
+    leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
+) -> list[ExtendedFloat]:
+    """Returns norms from sums in float64, which no square of a float32 leaves. On GPUs.
+
+    On a GPU the memory decides how long a sum takes, in float64 too. Sums on three scales would be three outputs of a
+    kernel, for which XLA:GPU writes scaled leaves out before it sums columns.
     """
-    if shared is not None:
-        return run_if(
-            is_rare, lambda: rescued(first.again([*range(len(first.leaves))], shared)), usual
-        )
+    del small_counts
+    with jax.enable_x64(True):
+        powers = _powers(of.ord, jnp.dtype(jnp.float64))
+        (by_leaf,) = sums_in_one_read(powers, leaves, axes=of.axes, unit_dims=of.unit_dims)
+        sums = join(by_leaf, of.groups)
+        totals = of.totals(sums) + (sums if of.by_leaf else [])
+        norms = [to_extended(_root(total, of.ord)) for total in totals]
+        return [shifted(lax.convert_element_type(m, jnp.float32), e) for m, e in norms]
+
+
+def _in_one_pass(
+    leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
+) -> list[ExtendedFloat]:
+    """Returns norms from sums on all three scales, in one read, of which each norm selects one. On accelerators.
+
+    A branch would hold all that it may read, even if it never runs (XLA-3), and make a GPU's host wait.
+    """
+    scale = RANGE[accumulator_dtype(*leaves)]
+    powers = _powers(of.ord, accumulator_dtype(*leaves), scale.shrink, scale.grow)
+    by_scale = sums_in_one_read(powers, leaves, axes=of.axes, unit_dims=of.unit_dims)
+    sums, shrunk, grown = (join(of_leaves, of.groups) for of_leaves in by_scale)
+    shifts = [shift_into_range(total, small_counts) for total in of.totals(sums)]
+    in_range = [
+        jnp.where(shift == scale.shrink, small, jnp.where(shift == scale.grow, large, own))
+        for shift, own, small, large in zip(shifts, sums, shrunk, grown, strict=True)
+    ]
+    return _roots(of, shifts, sums, in_range)
+
+
+def _in_two_passes(
+    leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
+) -> list[ExtendedFloat]:
+    """Returns norms from the sums of a first pass or, if a sum left its range, of a second one in a branch. On CPUs.
+
+    1. Sum elements as they are.
+    2. If a norm needs it, read leaves again, in a branch that is rarely taken: for a global norm all of them, scaled by
+       one power of two; for others those of which a unit left its range, each unit by its own.
+    """
+    first = of.sums(leaves)
+    sums = join(first, of.groups)
+    shifts = [shift_into_range(total, small_counts) for total in of.totals(sums)]
+    is_rare = jnp.any(jnp.stack([jnp.any(shift != 0) for shift in shifts]))
+
+    def read(places: Sequence[int], factors: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the sums of the leaves at these places, each multiplied by its factor."""
+        scaled = []
+        for i, factor in zip(places, factors, strict=True):
+            x = upcast(_unknown(leaves[i]), factor.dtype)
+            scaled.append(mul_real(x, broadcast_to_leaf(factor, x, of.unit_dims[i])))
+        return of.at(places).sums(scaled)
+
+    def read_all() -> list[jax.Array]:
+        factor = power_of_two(shifts[0], sums[0].dtype)
+        # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large leaf
+        # gets its own copy of the scalar: a clamp between equal bounds.
+        factors = [
+            factor if _is_small(x) else lax.clamp(factor, own, factor)
+            for x, own in zip(leaves, first, strict=True)
+        ]
+        return join(read(range(len(leaves)), factors), of.groups)
+
+    if of.is_global:
+        return _roots(of, shifts, sums, run_if(is_rare, read_all, lambda: sums))
+
+    def read_some(places: Sequence[int]) -> list[jax.Array]:
+        own = [first[i] for i in places]
+        # XLA-30: from the leaf's own sums, not from an index into a vector of shifts, because an index would make the
+        # kernels of leaves of one shape differ.
+        shifts = [shift_into_range(x, small_counts) for x in own]
+        factors = [power_of_two(shift, x.dtype) for shift, x in zip(shifts, own, strict=True)]
+        each = zip(shifts, read(places, factors), own, strict=True)
+        # Trusted sums stay as they are, because the second pass may round them otherwise.
+        return [jnp.where(shift != 0, scaled, x) for shift, scaled, x in each]
+
     # If branches have collectives, all devices have to take the same one.
-    has_no_collectives = isinstance(first.axes, list) and all(over == () for over in first.axes)
+    has_no_collectives = isinstance(of.axes, list) and all(over == () for over in of.axes)
     agreed: Callable[[list[jax.Array]], list[jax.Array]] = (
         list if has_no_collectives else any_device
     )
     # The places of the leaves that one branch reads, because each branch takes time to compile: of all small leaves, or
-    # of one large leaf, in every tree.
-    in_tree = range(len(first.leaves) // first.trees)
-    small = [i for i in in_tree if _is_small(first.leaves[i])]
-    of_tree = [small] * bool(small) + [[i] for i in in_tree if not _is_small(first.leaves[i])]
-    together = [
-        [i + t * len(in_tree) for t in range(first.trees) for i in places] for places in of_tree
-    ]
+    # of one large leaf.
+    small = [i for i, x in enumerate(leaves) if _is_small(x)]
+    large = [[i] for i, x in enumerate(leaves) if not _is_small(x)]
+    branches = [small, *large] if small else large
 
-    def read(is_untrusted: jax.Array, places: list[int]) -> list[jax.Array]:
-        return run_if(
-            is_untrusted, lambda: first.again(places), lambda: [first.sums[i] for i in places]
-        )
+    def is_untrusted(places: Sequence[int]) -> jax.Array:
+        """Returns whether a sum of these leaves left the range. Leaves of a single unit are judged together."""
+        chosen = [first[i] for i in places]
+        numbers, single = [x for x in chosen if x.ndim], [x for x in chosen if not x.ndim]
+        numbers += [jnp.stack(single)] if single else []
+        flags = [jnp.any(shift_into_range(x, small_counts) != 0) for x in numbers]
+        return jnp.any(jnp.stack(flags))
 
-    def second() -> Any:
-        flags = agreed([*map(first.is_untrusted, together)])
-        at = dict(zip(chain(*together), chain(*map(read, flags, together)), strict=True))
-        return rescued([at[i] for i in range(len(at))])
+    def read_again() -> list[jax.Array]:
+        flags = agreed([*map(is_untrusted, branches)])
+        in_range = dict(enumerate(first))
+        for flag, places in zip(flags, branches, strict=True):
+            kept = [first[i] for i in places]
+            read = run_if(flag, partial(read_some, places), partial(list, kept))
+            in_range.update(zip(places, read, strict=True))
+        return join([*in_range.values()], of.groups)
 
     (is_rare,) = agreed([is_rare])
-    return run_if(is_rare, second, usual)
+    return _roots(of, shifts, sums, run_if(is_rare, read_again, lambda: sums))
 
 
 def _root(powers: jax.Array, p: float) -> jax.Array:
@@ -421,11 +399,31 @@ _ROOTS: dict[float, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def _power(x: jax.Array, p: float, dtype: np.dtype[Any], *factor: jax.Array) -> jax.Array:
-    x = mul_real(upcast(x, dtype), *factor)
+def _power(x: jax.Array, p: float) -> jax.Array:
     if p != 2:
         return lax.integer_pow(lax.abs(x), int(p))
     return lax.mul(x.real, x.real) + lax.mul(x.imag, x.imag) if is_complex(x) else lax.mul(x, x)
+
+
+@cache  # so that leaves of one shape are traced once
+def _powers(p: float, dtype: DType, *shifts: int) -> Callable[[jax.Array], list[jax.Array]]:
+    """Returns a function that returns the p-th powers of a leaf's elements, and of these times 2**shift."""
+
+    def powers(x: jax.Array) -> list[jax.Array]:
+        x = upcast(x, dtype)
+        return [_power(y, p) for y in (x, *(_scaled(x, shift) for shift in shifts))]
+
+    return powers
+
+
+def _scaled(x: jax.Array, exponent: int) -> jax.Array:
+    """Returns x times a power of two."""
+    if is_complex(x):
+        return lax.complex(_scaled(x.real, exponent), _scaled(x.imag, exponent))
+    # XLA-7: selected, because XLA multiplies constants first. It would make a finite number of an infinite `y * c`, and
+    # `0 * (c * c)`, which is NaN, of the square of a known zero.
+    has_scale = jnp.isfinite(x) & (x != 0)
+    return jnp.where(has_scale, x * jnp.asarray(2.0**exponent, x.dtype), x)
 
 
 def _is_small(x: jax.Array) -> bool:
@@ -433,55 +431,69 @@ def _is_small(x: jax.Array) -> bool:
     return are_known([x.size]) and x.size <= 2**14
 
 
-def _measure_by_maximum(
-    leaves: Sequence[jax.Array], p: float, scope: Scope, axes: Axes | list[Axes]
-) -> ExtendedFloat:
-    """Returns the norm of any order p >= 1 from two passes: the largest magnitude; the sum of (|x| / largest)**p."""
-    dtype = accumulator_dtype(*leaves)
-
-    # XLA-29: the barriers hide numbers that XLA knows. It would not flush their subnormal halves, moduli and norms.
-    hidden = [_unknown(x) if is_complex(x) else x for x in leaves]
-    keys = _unknown(leaf_maxima(magnitude_key, [upcast(x, dtype) for x in hidden], axes=axes))
-    maxima = lax.bitcast_convert_type(jnp.concatenate(keys), dtype)
-    mantissas, exponents = to_extended(maxima)
-    exponents = exponents + np.asarray([is_complex(x) for x in leaves], np.int32)
+def _by_maximum(leaves: Sequence[jax.Array], of: _Norms) -> ExtendedFloat:
+    """Returns norms of any order p >= 1 from two passes: the largest magnitude; the sum of (|x| / largest)**p."""
+    p, dtype = of.ord, accumulator_dtype(*leaves)
+    mantissas, exponents = _largest(leaves, dtype, of.axes)
+    bad = jnp.where(jnp.isfinite(mantissas), 0, mantissas)  # inf or NaN if a leaf has one
     if p < math.inf:
         each = zip(leaves, *map(scalars, _scale_to_one(mantissas, exponents)), strict=True)
         relative = [
             lax.abs(mul_real(upcast(x, dtype), first, second, 1 / unit))
             for x, first, second, unit in each
         ]
-        sums = jnp.stack(leaf_sums([x**p for x in relative], axes=axes))
+        sums = jnp.stack(leaf_sums([x**p for x in relative], axes=of.axes))
     else:
         sums = jnp.ones_like(mantissas)
 
-    if scope == "global":
+    if of.is_global:
         largest = jnp.max(exponents)
         height = times_power_of_two(mantissas, exponents - largest)
         top = jnp.max(height)
         share = height / jnp.where(top > 0, top, 1)
         sums = _ordered_sum(sums * share**p) if p < math.inf else jnp.max(sums * share)
-        mantissas, exponents = top, largest
-        maxima = jnp.sum(
-            maxima, where=~jnp.isfinite(maxima)
-        )  # inf or NaN if a leaf has one, else 0
+        mantissas, exponents, bad = top, largest, jnp.sum(bad)
     norm = shifted(mantissas * (sums ** (1 / p) if p < math.inf else sums), exponents)
-    return ExtendedFloat(jnp.where(jnp.isfinite(maxima), norm.mantissa, maxima), norm.exponent)
+    return ExtendedFloat(jnp.where(bad == 0, norm.mantissa, bad), norm.exponent)
 
 
-def magnitude_key(x: jax.Array) -> tuple[jax.Array]:
+def _largest(leaves: Sequence[jax.Array], dtype: DType, axes: Axes | list[Axes]) -> ExtendedFloat:
+    """Returns the largest magnitude of each leaf, as a vector."""
+    # XLA-29: the barriers hide numbers that XLA knows. It would not flush their subnormal parts, moduli and norms.
+    hidden = [_unknown(x) if is_complex(x) else x for x in leaves]
+    keys = _unknown(leaf_maxima(magnitude_key, [upcast(x, dtype) for x in hidden], axes=axes))
+    largest = lax.bitcast_convert_type(jnp.concatenate([key[:1] for key in keys]), dtype)
+    mantissas, exponents = to_extended(largest)
+    are_complex = np.asarray([is_complex(x) for x in leaves])
+    if not are_complex.any():
+        return ExtendedFloat(mantissas, exponents)
+    grown = to_extended(
+        lax.bitcast_convert_type(jnp.concatenate([key[-1:] for key in keys]), dtype)
+    )
+    is_small = are_complex & (exponents < -_GROWN_BY)
+    return ExtendedFloat(
+        jnp.where(is_small, grown.mantissa, mantissas),
+        jnp.where(is_small, grown.exponent - _GROWN_BY, exponents + are_complex.astype(np.int32)),
+    )
+
+
+_GROWN_BY = 64  # the exponent of the scale of small moduli
+
+
+def magnitude_key(x: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the bits of magnitudes, by which `leaf_maxima` finds the largest; a NaN counts as larger than all others.
 
-    Those of a complex leaf are of half the moduli, because a modulus can leave the range. Bits are compared because
-    XLA:CPU's maximum of floats loses a NaN (XLA-10). Integers are their own keys.
+    Those of a complex leaf are of half the moduli, because a modulus can leave the range, and of moduli times 2**64,
+    because half of a small one can be flushed. Bits are compared because XLA:CPU's maximum of floats loses a NaN
+    (XLA-10). Integers are their own keys.
     """
     if jnp.issubdtype(x.dtype, jnp.integer):
         return (x,)
-    return (
-        magnitude_bits(
-            lax.abs(mul_real(x, jnp.asarray(0.5, x.real.dtype))) if is_complex(x) else x
-        ),
-    )
+    if not is_complex(x):
+        return (magnitude_bits(x),)
+    scales = (0.5, 2.0**_GROWN_BY)
+    moduli = [lax.abs(mul_real(x, jnp.asarray(scale, x.real.dtype))) for scale in scales]
+    return tuple(map(magnitude_bits, moduli))
 
 
 def _scale_to_one(
@@ -493,40 +505,49 @@ def _scale_to_one(
 
 
 @_measure.defjvp
-def _measure_jvp(
-    ord: float, scope: Scope, axes: Axes | list[Axes], primals: tuple[Any], tangents: tuple[Any]
-) -> tuple[Any, Any]:
-    """Returns the norm and its tangent, the sum of Re(conj(sign(x)) dx) (|x| / norm)**(ord - 1).
+def _measure_jvp(of: _Norms, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
+    """Returns norms and their tangents, the sums of Re(conj(sign(x)) dx) (|x| / norm)**(ord - 1).
 
-    For ord = inf the tangent is shared evenly by the largest elements. The norms of the leaves have none.
+    For ord = inf the tangent is shared evenly by the largest elements. The norms of a global one's leaves have none.
     """
-    (leaves,), (d_leaves,) = primals, tangents
-    norm, floats = _measure(leaves, ord, scope, axes)
-    dtype = norm.mantissa.dtype
-    mantissas, exponents = (jnp.broadcast_to(part, (len(leaves),)) for part in norm)
-    defined = jnp.isfinite(mantissas) & (mantissas > 0)
-    scale = zip(
-        *map(scalars, _scale_to_one(jnp.where(defined, mantissas, 0), exponents)), strict=True
+    (leaves, small_counts), (d_leaves, _) = primals, tangents
+    norms = _measure(leaves, small_counts, of)
+    measured = norms[:1] if of.is_global else norms
+    defined = [jnp.isfinite(norm.mantissa) & (norm.mantissa > 0) for norm in measured]
+    scales = [
+        _scale_to_one(jnp.where(is_defined, norm.mantissa, 0), norm.exponent)
+        for norm, is_defined in zip(measured, defined, strict=True)
+    ]
+    if of.is_global:
+        scales = jax.tree.map(lambda part: jnp.broadcast_to(part, (len(leaves),)), scales)
+    shapes = [tuple(x.shape[a] for a in dims) for x, dims in zip(leaves, of.unit_dims, strict=True)]
+    each = zip(
+        *_unknown((leaves, d_leaves)), of.unit_dims, split(scales, of.groups, shapes), strict=True
     )
     terms, largest = [], []
-    for x, dx, (first, second, unit) in zip(*_unknown((leaves, d_leaves)), scale, strict=True):
-        x, dx = (mul_real(upcast(part, dtype), first, second) for part in (x, dx))
-        is_largest = (jnp.abs(x) >= unit).astype(dtype)
+    for x, dx, dims, scale in each:
+        first, second, unit = (broadcast_to_leaf(part, x, dims) for part in scale)
+        x, dx = (mul_real(upcast(part, unit.dtype), first, second) for part in (x, dx))
+        is_largest = (jnp.abs(x) >= unit).astype(unit.dtype)
         x = mul_real(x, 1 / unit)
-        if ord != 2:
-            x = mul_real(jnp.sign(x), is_largest if ord == math.inf else jnp.abs(x) ** (ord - 1))
+        if of.ord != 2:
+            power = is_largest if of.ord == math.inf else jnp.abs(x) ** (of.ord - 1)
+            x = mul_real(jnp.sign(x), power)
         terms.append(x.real * dx.real + x.imag * dx.imag if is_complex(x) else x * dx)
         largest.append(is_largest)
-    slopes = jnp.stack(leaf_sums(terms, axes=axes))
-    if ord == math.inf:
-        ties = jnp.stack(leaf_sums(largest, axes=axes))
-        ties = ties if scope == "leaf" else jnp.broadcast_to(jnp.sum(ties), ties.shape)
-        slopes = slopes / jnp.maximum(ties, 1)
-    slopes = jnp.where(defined, slopes, 0)
-    slopes = slopes if scope == "leaf" else jnp.sum(slopes)
-    no_exponent: Any = np.zeros(norm.exponent.shape, jax.dtypes.float0)  # an integer's tangent
-    d_floats = [times_power_of_two(slopes, norm.exponent), *map(jnp.zeros_like, floats[1:])]
-    return (norm, floats), (ExtendedFloat(slopes, no_exponent), tuple(d_floats[: len(floats)]))
+
+    def of_norms(terms: Sequence[jax.Array]) -> list[jax.Array]:
+        sums = join(leaf_sums(terms, axes=of.axes, unit_dims=of.unit_dims), of.groups)
+        return [jnp.sum(sums[0])] if of.is_global else sums
+
+    no_tangent: Any = partial(np.zeros, dtype=jax.dtypes.float0)  # of an integer
+    slopes = of_norms(terms)
+    if of.ord == math.inf:
+        ties = of_norms(largest)
+        slopes = [s / jnp.maximum(t, 1) for s, t in zip(slopes, ties, strict=True)]
+    slopes = [jnp.where(d, s, 0) for d, s in zip(defined, slopes, strict=True)]
+    slopes += [jnp.zeros_like(norm.mantissa) for norm in norms[len(measured) :]]
+    return norms, [ExtendedFloat(slope, no_tangent(slope.shape)) for slope in slopes]
 
 
 def _unknown(x: Any) -> Any:

@@ -17,6 +17,7 @@ Along a mapped axis devices hold other units, or parts of the same ones (`mesh.u
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -57,6 +58,21 @@ def leaf_sums(
     return _over_devices(
         lax.psum, [_sum(x, dims) for x, dims in zip(terms, unit_dims, strict=True)], axes
     )
+
+
+def sums_in_one_read(
+    terms: Callable[[jax.Array], Sequence[jax.Array]],
+    leaves: Sequence[jax.Array],
+    *,
+    axes: Axes | list[Axes],
+    unit_dims: Sequence[UnitDims],
+) -> list[list[jax.Array]]:
+    """Returns `leaf_sums` of each array in `terms(leaf)`, in one read of the leaf if possible."""
+    by_leaf = [_leaf_sums(terms, tuple(dims), x) for x, dims in zip(leaves, unit_dims, strict=True)]
+    by_array = list(zip(*by_leaf, strict=True))
+    of_all = axes * len(by_array) if isinstance(axes, list) else axes
+    sums = iter(_over_devices(lax.psum, [*chain(*by_array)], of_all))
+    return [[next(sums) for _ in leaves] for _ in by_array]
 
 
 def leaf_maxima(
@@ -174,6 +190,19 @@ def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.
     return lax.psum(sums, axes) if is_mapped(axes) else sums
 
 
+def one_over(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
+    """Returns the mean of a floating array over devices, and the largest of any other, which they should have alike."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = lax.pmax(jax.random.key_data(x), axes)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, axes)
+
+
+def joined_over(x: jax.Array, axes: tuple[Hashable, ...], axis: int) -> jax.Array:
+    """Returns the arrays of all devices, concatenated."""
+    return lax.all_gather(x, axes, axis=axis, tiled=True)
+
+
 def combined_over(
     axes: tuple[Hashable, ...], names: Sequence[str], arrays: Sequence[jax.Array]
 ) -> list[jax.Array]:
@@ -220,11 +249,17 @@ def _finite(
         sums = leaf_sums(terms, axes=axes, unit_dims=[unit_dims] * len(leaves))
         return combine(jnp.stack([jnp.isfinite(s) for s in sums]))
 
-    # XLA-11: XLA:CPU reduces a plain sum at memory speed. If it is finite, so is every element. Otherwise the sum may
-    # have overflowed. The sum of x - x then decides, because x - x is 0 for a finite x and NaN otherwise.
-    plain = sums_are_finite(leaves)
-    is_unknown = ~jnp.all(plain)
-    return run_if(is_unknown, lambda: sums_are_finite([x - x for x in leaves]), lambda: plain)
+    def exactly() -> jax.Array:
+        # x - x is 0 for a finite x and NaN otherwise, so its sum does not overflow.
+        return sums_are_finite([x - x for x in leaves])
+
+    def by_plain_sums() -> jax.Array:
+        # XLA-11: XLA:CPU reduces a plain sum at memory speed. If it is finite, so is every element. Otherwise the sum
+        # may have overflowed.
+        plain = sums_are_finite(leaves)
+        return run_if(~jnp.all(plain), exactly, lambda: plain)
+
+    return lax.platform_dependent(cpu=by_plain_sums, default=exactly)
 
 
 def _extreme(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,6 +290,13 @@ def _sum(x: jax.Array, dims: UnitDims = ()) -> jax.Array:
 
 
 # Jitted, because each leaf of the same shape would otherwise be traced and lowered again.
+@partial(jax.jit, static_argnums=(0, 1))
+def _leaf_sums(
+    terms: Callable[[jax.Array], Sequence[jax.Array]], dims: UnitDims, x: jax.Array
+) -> list[jax.Array]:
+    return _reduce_together(terms(x), lax.add, [a for a in range(x.ndim) if a not in dims])
+
+
 @partial(jax.jit, static_argnums=0)
 def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Any) -> jax.Array:
     wanted = keys(*of_leaf)

@@ -4,7 +4,7 @@ A scale has two factors, because one number may leave the range although its pro
 """
 
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,6 @@ from shrewjax._numerics.floats import (
     to_extended,
     upcast,
 )
-from shrewjax._numerics.norms import RANGE
 from shrewjax._numerics.vectors import broadcast_to_leaf
 
 
@@ -62,41 +61,25 @@ def clip_scale(norm: ExtendedFloat, limit: ExtendedFloat) -> ClipScale:
 
 
 def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat]) -> list[ClipScale]:
-    """Returns `clip_scale` of the units of every leaf, decided together in one branch."""
+    """Returns `clip_scale` of the units of every leaf, decided together."""
     if not norms:
         return []
     applies = list(map(_exceeds, norms, limits))
 
-    def untouched(norm: ExtendedFloat, applies: jax.Array) -> ClipScale:
-        return ClipScale(
-            jnp.zeros_like(applies), jnp.ones_like(norm.mantissa), jnp.ones_like(norm.mantissa)
-        )
+    def decide() -> list[ClipScale]:
+        return list(map(_scale_to_limit, norms, limits, applies))
 
-    # XLA-5: without the branch, XLA fuses this arithmetic into the kernel of every leaf and repeats it there.
-    return run_if(
-        jnp.any(jnp.stack([jnp.any(a) for a in applies])),
-        lambda: list(map(_scale_to_limit, norms, limits, applies)),
-        lambda: list(map(untouched, norms, applies)),
-    )
+    def decide_if_needed() -> list[ClipScale]:
+        # XLA-5: without the branch, XLA:CPU fuses this arithmetic into the kernel of every leaf and repeats it there.
+        is_needed = jnp.any(jnp.stack([jnp.any(a) for a in applies]))
+        return run_if(is_needed, decide, lambda: list(map(_no_scale, norms, applies)))
+
+    return lax.platform_dependent(cpu=decide_if_needed, default=decide)
 
 
-def scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat) -> ClipScale:
-    applies = _exceeds(norm, limit)
-    # An infinite limit, which does not apply, would make derivatives NaN.
-    return _scale_to_limit(
-        norm, limit._replace(mantissa=jnp.where(applies, limit.mantissa, 1)), applies
-    )
-
-
-def usual_numbers(*numbers: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Returns these numbers where all of them are usual, and 1 for each elsewhere. Also returns where they are usual.
-
-    Three usual numbers are so far inside the range that their products and quotients are normal numbers.
-    """
-    ranges = [(RANGE[x.dtype].trusted_above, float(jnp.finfo(x.dtype).tiny)) for x in numbers]
-    lowest = max(max(2 * trusted_above**0.5, tiny ** (1 / 3)) for trusted_above, tiny in ranges)
-    is_usual = reduce(lax.bitwise_and, [(x >= lowest) & (x <= 1 / lowest) for x in numbers])
-    return [jnp.where(is_usual, x, 1) for x in numbers], is_usual
+def _no_scale(norm: ExtendedFloat, applies: jax.Array) -> ClipScale:
+    one = jnp.ones_like(norm.mantissa)
+    return ClipScale(jnp.zeros_like(applies), one, one)
 
 
 def counts_as_clipped(scale: ClipScale, norm: ExtendedFloat) -> jax.Array:
@@ -145,15 +128,18 @@ def _exceeds(norm: ExtendedFloat, limit: ExtendedFloat) -> jax.Array:
 
 
 def _scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Array) -> ClipScale:
-    """Returns the scale limit / norm; NaN if one of the two is NaN or the norm is infinite."""
+    """Returns the scale limit / norm where it applies; NaN if one of the two is NaN or the norm is infinite."""
     dtype = norm.mantissa.dtype
     defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
+    # An infinite limit, which does not apply, would make derivatives NaN.
+    bound = jnp.where(applies, limit.mantissa, 1)
     # The ratio is between 1/2 and 2, so ratio * 2**first is a normal number. The rest of the exponent goes into the
     # second factor. It is halved, because 2**second must be a normal number too, and multiplied by twice.
-    ratio = limit.mantissa / jnp.where(defined & (norm.mantissa > 0), norm.mantissa, 1)
+    ratio = bound / jnp.where(defined & (norm.mantissa > 0), norm.mantissa, 1)
     _, bias = float_format(dtype)
     exponent = limit.exponent - norm.exponent
     second = jnp.clip((exponent - (2 - bias)) // 2, 1 - bias, 0)
     first = jnp.clip(exponent - 2 * second, 2 - bias, 0)
     product = ratio * power_of_two(first, dtype)
-    return ClipScale(applies, jnp.where(defined, product, jnp.nan), power_of_two(second, dtype))
+    coarse = jnp.where(applies, jnp.where(defined, product, jnp.nan), 1)
+    return ClipScale(applies, coarse, power_of_two(second, dtype))

@@ -1,8 +1,13 @@
-"""Traced programs, taken apart and put together again, because XLA would make a slow, large or wrong one of them.
+"""Passes over traced programs, which are rebuilt because XLA would make a slow, large or wrong one of them.
 
+The core is right without a pass: each says what it saves, and when it can be deleted. `SHREWJAX_DISABLE_PASSES=1` turns
+all of them off.
+
+* `switch`: that variable.
 * `jaxprs`: the names that this package needs of JAX's inside.
 * `forwarding`: which results of a function are its own arguments.
 * `scatters`: the scatters in loops that XLA would lose on several GPUs or TPUs.
+* `lost_scatters`: a warning of those that a user's own loop loses.
 * `loops`: the gradients of scanned layers, added to the sum in their own loop.
 * `reduced`: the types by which an Explicit mesh sums gradients once.
 

@@ -9,7 +9,7 @@ apart, so that a function runs as JAX traced it. `tests/programs/test_jaxprs.py`
 ("names_are_those_of_this_jax"), and that others do no harm ("other_names").
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,15 +26,18 @@ _core: Any = core
 
 _JAXPR_OF_LOOP = {"scan": "jaxpr", "while": "body_jaxpr"}
 LOOPS = {*_JAXPR_OF_LOOP}
+_CHECKPOINT = "remat2"
 # Calls run one jaxpr with all of their operands, and return its results.
 _JAXPR_OF_CALL = {
     "jit": "jaxpr",
-    "remat2": "jaxpr",
+    _CHECKPOINT: "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
 _SHARDINGS_OF_JIT = "in_shardings", "out_shardings"
+_OF_JIT = "jaxpr", "name", *_SHARDINGS_OF_JIT
 _OPTIONS_OF_SCAN = "reverse", "unroll"
+_OF_SCAN = _JAXPR_OF_LOOP["scan"], "length", *_OPTIONS_OF_SCAN
 SCATTER_ADDS = {"scatter-add", "scatter-sub"}
 
 
@@ -85,16 +88,28 @@ def jaxprs_in(equation: Equation) -> Iterator[Jaxpr]:
     return (x for x in jax.tree.leaves(equation.params, is_leaf=is_jaxpr) if is_jaxpr(x))
 
 
+def axes_of_constraints(jaxpr: Jaxpr) -> set[Hashable]:
+    """Returns the mesh axes over which a jaxpr, or one inside it, asks to shard arrays."""
+    found: set[Hashable] = set()
+    for equation in opened(jaxpr).eqns:
+        spec = getattr(equation.params.get("sharding"), "spec", ())
+        inner = map(axes_of_constraints, jaxprs_in(equation))
+        found.update(jax.tree.leaves(tuple(spec)), *inner)
+    return found
+
+
 def jaxpr_of_call(equation: Equation) -> Jaxpr | None:
     """Returns the jaxpr that a call runs, or None if the equation is no call."""
     return equation.params.get(_JAXPR_OF_CALL.get(equation.primitive.name))
 
 
-def may_be_inlined(equation: Equation) -> bool:
-    """Returns whether the equations inside may take the equation's place: `jit` without shardings, `checkpoint`."""
-    if equation.primitive.name == "remat2":
-        return jaxpr_of_call(equation) is not None
-    if equation.primitive.name != "jit" or not {*_SHARDINGS_OF_JIT} <= {*equation.params}:
+def is_checkpoint(equation: Equation) -> bool:
+    return equation.primitive.name == _CHECKPOINT and jaxpr_of_call(equation) is not None
+
+
+def is_plain_jit(equation: Equation) -> bool:
+    """Returns whether an equation is a `jit` without shardings, of which others could be made."""
+    if equation.primitive.name != "jit" or not {*_OF_JIT} <= {*equation.params}:
         return False
     shardings = [x for name in _SHARDINGS_OF_JIT for x in equation.params[name]]
     return all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
@@ -151,11 +166,7 @@ def scan_of(equation: Equation) -> Scan | None:
     one dimension more than its slice in the body.
     """
     params = equation.params
-    if equation.primitive.name != "scan" or not {
-        _JAXPR_OF_LOOP["scan"],
-        "length",
-        *_OPTIONS_OF_SCAN,
-    } <= {*params}:
+    if equation.primitive.name != "scan" or not {*_OF_SCAN} <= {*params}:
         return None
     body, length = params[_JAXPR_OF_LOOP["scan"]], params["length"]
     options = {name: params[name] for name in _OPTIONS_OF_SCAN}
@@ -165,15 +176,11 @@ def scan_of(equation: Equation) -> Scan | None:
         count = sum(x == y for x, y in shapes)
         return count if all(x == (length, *y) for x, y in shapes[count:]) else None
 
-    carries, others = (
-        count_others(equation.outvars, body.out_avals),
-        count_others(equation.invars, body.in_avals),
-    )
-    return (
-        None
-        if carries is None or others is None
-        else Scan(body, others - carries, carries, length, options)
-    )
+    carries = count_others(equation.outvars, body.out_avals)
+    others = count_others(equation.invars, body.in_avals)
+    if carries is None or others is None:
+        return None
+    return Scan(body, others - carries, carries, length, options)
 
 
 def carry_of(equation: Equation) -> slice | None:
@@ -188,12 +195,10 @@ def carry_of(equation: Equation) -> slice | None:
     return None if scan is None else slice(scan.constants, scan.constants + scan.carries)
 
 
-def part_of(jaxpr: Jaxpr, equations: Sequence[Equation], later: set[Atom]) -> Jaxpr:
-    """Returns some equations of an open jaxpr as a closed one. Its results are those of their values read `later`."""
-    made = [x for equation in equations for x in equation.outvars]
+def part_of(jaxpr: Jaxpr, equations: Sequence[Equation], results: Sequence[Atom]) -> Jaxpr:
+    """Returns some equations of an open jaxpr as a closed one, with these results."""
+    made = {x for equation in equations for x in equation.outvars}
     operands = dict.fromkeys(x for equation in equations for x in equation.invars if is_variable(x))
-    given = [x for x in operands if x not in {*made}]
-    results = [x for x in made if x in later]
-    return closed_jaxpr(
-        jaxpr.replace(constvars=(), invars=given, outvars=results, eqns=[*equations])
-    )
+    given = [x for x in operands if x not in made]
+    part = jaxpr.replace(constvars=(), invars=given, outvars=[*results], eqns=[*equations])
+    return closed_jaxpr(part)

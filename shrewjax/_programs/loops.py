@@ -1,24 +1,28 @@
 r"""A traced function, whose results are added to sums where the function's own loops compute them.
 
+What it saves: a tree of stacked gradients, beside their sum. Numbers do not depend on it. It can be deleted when XLA
+adds into a sum what a loop stacks; no version of JAX does so far.
+
 The backward scan of scanned layers returns stacked gradients, which a loop over micro-batches would hold beside the
 sum. Instead the sum becomes a carry of the backward scan, which adds each layer's gradient in place.
 
-`_plan` goes back from a result until it finds scans that stack it. It passes equations that only add values, or reorder
-or convert the elements of one::
+`_Plans` goes back from a result until it finds scans that stack it. It passes equations that only add values, or
+reorder or convert the elements of one::
 
     result <- convert <- transpose <- scan        the scan adds each slice, transposed and converted
     result <- add_any <- scan, scan               both scans add
     result <- add_any <- scan, anything else      the scan adds, and the other value is added as a whole
-    result <- jit or checkpoint <- scan           as above, after the equations inside have taken its place
+    result <- jit or checkpoint <- scan           as above, inside
     result <- anything else                       the caller adds it
 
 A value that anything else reads is added as a whole. `_Evaluation` then runs the equations. Those that add nothing run
-as they are, so that their names in a profile stay. A scan that adds is a new `lax.scan` around the old body.
+as they are, so that their names in a profile stay. A scan that adds is a new `lax.scan` around the old body, and a
+`jit` around one is a new `jit`, the same for all calls that add in the same way.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,350 +37,385 @@ from shrewjax._programs.jaxprs import (
     Atom,
     Equation,
     Jaxpr,
+    Scan,
+    axes_of_constraints,
     constants_of,
     context_of,
+    is_checkpoint,
     is_jit_disabled,
+    is_plain_jit,
     is_variable,
     jaxpr_of_call,
-    may_be_inlined,
     opened,
     part_of,
     scan_of,
 )
+from shrewjax._programs.lost_scatters import warn_if_lost
 from shrewjax._programs.scatters import LOSES_SCATTERS, hide_scatters
+from shrewjax._programs.switch import are_passes_disabled, naming_the_switch
 
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """A function of a sum and a result, or of the same slice of both, that returns the new sum."""
+
+Sums: TypeAlias = dict[int, jax.Array]
+"""Sums by the numbers of the results that are added to them."""
 
 
 class Traced:
     """A function of trees of arrays, traced once, to be called with other arrays of the same types."""
 
     def __init__(self, function: Function, *arguments: PyTree) -> None:
-        self._function = function
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        # JAX keeps what it traced of a jitted function. `inline` puts these equations into the caller's program.
+        self._function = jax.jit(function, inline=True)
+        closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*arguments)
         self._structure: Any = jax.tree.structure(shapes)
-        self._closed: Jaxpr = hide_scatters(closed) if LOSES_SCATTERS else closed
+        self._traced: Jaxpr = closed
+        self._closed: Jaxpr = closed
+        if LOSES_SCATTERS and are_passes_disabled():
+            warn_if_lost(closed.jaxpr.eqns)
+        elif LOSES_SCATTERS:
+            self._closed = hide_scatters(closed)
         self.results: PyTree = jax.tree.unflatten(self._structure, closed.out_avals)  # their types
         self.numbers: PyTree = jax.tree.unflatten(self._structure, range(len(closed.out_avals)))
 
     def __call__(self, *arguments: PyTree) -> PyTree:
-        if (
-            is_jit_disabled()
-        ):  # then users look at numbers in the function, which a jaxpr does not run
+        # Without jit, users look at numbers in the function, which a jaxpr does not run.
+        if self._closed is self._traced or is_jit_disabled():
             return self._function(*arguments)
-        return jax.tree.unflatten(
-            self._structure, core.jaxpr_as_fun(self._closed)(*jax.tree.leaves(arguments))
-        )
+        results = core.jaxpr_as_fun(self._closed)(*jax.tree.leaves(arguments))
+        return jax.tree.unflatten(self._structure, results)
 
-    def added_to(
-        self, sums: dict[int, jax.Array], add: Add, *arguments: PyTree
-    ) -> tuple[PyTree, dict[int, jax.Array]]:
+    def constrained_axes(self) -> set[Hashable]:
+        """Returns the mesh axes over which the function asks to shard arrays."""
+        return axes_of_constraints(self._closed)
+
+    @naming_the_switch()
+    def added_to(self, sums: Sums, add: Add, *arguments: PyTree) -> tuple[PyTree, Sums]:
         """Returns the results and the new sums. A result that scans have added to its sum is None.
 
         The key of a sum is the number of its result among all leaves. A sum may begin with more dimensions, of size 1.
         """
-        if is_jit_disabled():
-            return self(*arguments), dict(sums)
-        jaxpr = self._closed.jaxpr
-        plan = _plan(jaxpr, {at: _Way(at, ()) for at in sums})
-        evaluation = _Evaluation(sums, add)
-        results = evaluation.run(jaxpr, self._closed.consts, jax.tree.leaves(arguments), plan)
-        return jax.tree.unflatten(self._structure, results), evaluation.sums
+        if is_jit_disabled() or are_passes_disabled():
+            return self(*arguments), sums
+        plan = _Plans().of(self._closed, {at: _Way(at, ()) for at in sums})
+        if not plan.added:
+            return self(*arguments), sums
+        operands = jax.tree.leaves(arguments)
+        results, sums = _Evaluation(add).run(self._closed, operands, plan, sums)
+        return jax.tree.unflatten(self._structure, results), sums
+
+
+class _Step(NamedTuple):
+    """An equation of one operand on the way of a value. Its text says all that it does."""
+
+    primitive: Any
+    params: Mapping[str, Any]
+    type: Any  # of its result
+
+    @property
+    def name(self) -> str:
+        return self.primitive.name
+
+    def run(self, x: jax.Array) -> jax.Array:
+        return self.primitive.bind(x, **self.params)
 
 
 class _Way(NamedTuple):
-    """The way of a value to the function's result number `result`: the equations that it still goes through."""
+    """The way of a value to result number `result` of a function: the steps that it still goes through."""
 
     result: int
-    equations: tuple[Equation, ...]
+    steps: tuple[_Step, ...]
 
 
-class _Place(NamedTuple):
-    """The place of a scan's trip i in an array: `width` elements along `axis`, from i * width on."""
+class _Block(NamedTuple):
+    """The elements of an array that a scan's trip i makes: `width` of them along `axis`, from i * width on."""
 
     axis: int
     width: int
 
 
-class _Stack(NamedTuple):
-    """A value that a scan stacks: its way, and the place of a trip before the way and after each of its equations."""
+class _Call(NamedTuple):
+    """A call whose inner scans add. Inside, the results that it leads to are numbered from 0 on."""
 
-    way: _Way
-    places: list[_Place]
+    plan: "_Plan"
+    results: list[int]  # their numbers outside
 
 
 class _Plan(NamedTuple):
     """How to evaluate a jaxpr. Equations are named by their places in it."""
 
     added: set[int]  # the function's results that scans add
-    scans: dict[
-        int, dict[int, _Stack]
-    ]  # scans that add: their stacks, by the places among their results
-    calls: dict[int, "_Plan"]  # equations whose inner equations take their place
+    scans: dict[int, dict[int, _Way]]  # of scans that add: which of their results
+    calls: dict[int, _Call]
     wholes: list[tuple[Atom, _Way]]  # values that are added as they are
     skipped: set[int]  # equations that only lead to results that scans add
 
 
 # The equations that a way may go through: `add_any`, and those of one operand.
-_ELEMENTWISE = {"convert_element_type", "copy", "reduce_precision", "sharding_constraint"}
-_PASSED = _ELEMENTWISE | {"add_any", "reshape", "transpose"}
+_IN_PLACE = {"convert_element_type", "copy", "reduce_precision", "sharding_constraint"}
+_PASSED = _IN_PLACE | {"add_any", "reshape", "transpose"}
 
 
-def _plan(jaxpr: Jaxpr, wanted: dict[int, _Way]) -> _Plan:
-    plan = _Plan(set(), {}, {}, [], set())
-    ways: dict[Atom, _Way] = {}
-    leads_to: dict[int, int] = {}  # the result, by the place of an equation on its way
-    reads = Counter(x for equation in jaxpr.eqns for x in equation.invars if is_variable(x))
-    reads.update(x for x in jaxpr.outvars if is_variable(x))
+class _Plans:
+    """The plans of a function and of those that it calls. Calls of one jaxpr on the same ways have one plan."""
 
-    def follow(x: Atom, way: _Way) -> None:
-        if is_variable(x) and reads[x] == 1:
-            ways[x] = way
-        else:  # something else reads the value, so it is needed as it is
-            plan.wholes.append((x, way))
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], _Plan] = {}
 
-    for at, way in wanted.items():
-        follow(jaxpr.outvars[at], way)
-    for place, equation in reversed([*enumerate(jaxpr.eqns)]):
-        here = {at: ways.pop(x) for at, x in enumerate(equation.outvars) if x in ways}
-        if not here:
-            continue
-        name = equation.primitive.name
-        if name in _PASSED:
-            (way,) = here.values()
-            leads_to[place] = way.result
-            for x in equation.invars:
-                follow(
-                    x, way if name == "add_any" else _Way(way.result, (equation, *way.equations))
-                )
-            continue
-        added: set[int] = set()
-        if may_be_inlined(equation):
-            inner = _plan(opened(jaxpr_of_call(equation)), here)
-            if inner.added:
-                plan.calls[place] = inner
-                added = {at for at, way in here.items() if way.result in inner.added}
-        stacks = {at: stack for at, way in here.items() if (stack := _stack(equation, at, way))}
-        if stacks:
-            plan.scans[place] = stacks
-            added = {*stacks}
-        plan.added.update(here[at].result for at in added)
-        plan.wholes.extend(
-            (equation.outvars[at], way) for at, way in here.items() if at not in added
-        )
-    plan.wholes.extend(ways.items())  # the jaxpr's arguments
-    plan.wholes[:] = [(x, way) for x, way in plan.wholes if way.result in plan.added]
-    plan.skipped.update(place for place, result in leads_to.items() if result in plan.added)
-    return plan
+    def of(self, jaxpr: Jaxpr, wanted: Mapping[int, _Way]) -> _Plan:
+        """Returns the plan of a jaxpr, whose results at the places in `wanted` go these ways."""
+        key = id(jaxpr), str(wanted)
+        if key not in self._known:
+            self._known[key] = self._made(opened(jaxpr), wanted)
+        return self._known[key]
 
+    def _made(self, jaxpr: Jaxpr, wanted: Mapping[int, _Way]) -> _Plan:
+        plan = _Plan(set(), {}, {}, [], set())
+        ways: dict[Atom, _Way] = {}
+        leads_to: dict[int, int] = {}  # an equation on a way, and its result
+        reads = Counter(x for y in jaxpr.eqns for x in y.invars if is_variable(x))
+        reads.update(x for x in jaxpr.outvars if is_variable(x))
 
-def _stack(equation: Equation, at: int, way: _Way) -> _Stack | None:
-    """Returns result `at` of an equation as a stack, or None if it is none, or if no slice of it can be added."""
-    scan = scan_of(equation)
-    if scan is None or scan.body.effects or at < scan.carries or not scan.length:
-        return None
-    shape, places = equation.outvars[at].aval.shape, [_Place(0, 1)]
-    for number, passed in enumerate(way.equations):
-        place = _place_after(passed, shape, places[-1], scan.length)
-        # The constraint is put on the whole sum, so no reshape or transpose may follow it.
-        is_for_sum = all(x.primitive.name in _ELEMENTWISE for x in way.equations[number:])
-        if place is None or (passed.primitive.name == "sharding_constraint" and not is_for_sum):
+        def follow(x: Atom, way: _Way) -> None:
+            if is_variable(x) and reads[x] == 1:
+                ways[x] = way
+            else:  # something else reads the value, so it is needed as it is
+                plan.wholes.append((x, way))
+
+        # 1. Go back from the results through the equations.
+        for at, way in wanted.items():
+            follow(jaxpr.outvars[at], way)
+        for place, equation in reversed([*enumerate(jaxpr.eqns)]):
+            made = equation.outvars
+            here = {at: ways.pop(x) for at, x in enumerate(made) if x in ways}
+            # 2. An equation on the way: go on from its operands.
+            if here and equation.primitive.name in _PASSED:
+                (way,) = here.values()
+                leads_to[place] = way.result
+                for x in equation.invars:
+                    follow(x, _way_before(equation, way))
+                continue
+            # 3. A scan or a call: add what it can, and the others as whole values.
+            if stacks := {at: way for at, way in here.items() if _is_stack(equation, at, way)}:
+                plan.scans[place] = stacks
+                plan.added.update(way.result for way in stacks.values())
+            elif here and (call := self._call(equation, here)) and call.plan.added:
+                plan.calls[place] = call
+                inside = {call.results[number] for number in call.plan.added}
+                plan.added.update(inside)
+                stacks = {at: way for at, way in here.items() if way.result in inside}
+            plan.wholes.extend((made[at], here[at]) for at in here if at not in stacks)
+        plan.wholes.extend(ways.items())  # the jaxpr's arguments
+        # 4. Leave results that nothing adds to the caller, with all that leads to them.
+        plan.wholes[:] = [x for x in plan.wholes if x[1].result in plan.added]
+        plan.skipped.update(place for place in leads_to if leads_to[place] in plan.added)
+        return plan
+
+    def _call(self, equation: Equation, here: Mapping[int, _Way]) -> _Call | None:
+        if not (is_checkpoint(equation) or is_plain_jit(equation)):
             return None
-        places.append(place)
-        shape = passed.outvars[0].aval.shape
-    return _Stack(way, places)
+        results = [*dict.fromkeys(way.result for way in here.values())]
+        inside = {at: x._replace(result=results.index(x.result)) for at, x in here.items()}
+        return _Call(self.of(jaxpr_of_call(equation), inside), results)
 
 
-def _place_after(
-    equation: Equation, shape: tuple[int, ...], place: _Place, length: int
-) -> _Place | None:
-    """Returns the place of a trip after an equation, or None if it is in several pieces there."""
-    if equation.primitive.name == "transpose":
-        permutation = equation.params.get("permutation")
-        return None if permutation is None else place._replace(axis=permutation.index(place.axis))
-    if equation.primitive.name == "reshape":
+def _way_before(equation: Equation, way: _Way) -> _Way:
+    if equation.primitive.name == "add_any":
+        return way
+    step = _Step(equation.primitive, equation.params, equation.outvars[0].aval)
+    return way._replace(steps=(step, *way.steps))
+
+
+def _is_stack(equation: Equation, at: int, way: _Way) -> bool:
+    """Returns whether result `at` of an equation is a stack whose slices can be added.
+
+    XLA unrolls a scan whole if it has at most one trip left. Each layer's addition would then be a slice of the whole
+    sum, which XLA takes out and puts back (tests/programs/test_loops.py, "unrolls_whole").
+    """
+    scan = scan_of(equation)
+    if scan is None or scan.body.effects or 2 * scan.options["unroll"] > scan.length:
+        return False
+    return at >= scan.carries and None not in _blocks(equation.outvars[at], way, scan)
+
+
+def _blocks(stack: Atom, way: _Way, scan: Scan) -> list[Any]:
+    """Returns the block of a trip after each step of a stack's way, with None if it is in several pieces there."""
+    shape, block, blocks = stack.aval.shape, _Block(0, 1), []
+    for number, step in enumerate(way.steps):
+        # The constraint is put on the whole sum, so no reshape or transpose may follow it.
+        is_for_sum = all(x.name in _IN_PLACE for x in way.steps[number:])
+        after = _block_after(step, shape, block, scan.length)
+        if after is None or (step.name == "sharding_constraint" and not is_for_sum):
+            return [None]
+        block, shape = after, step.type.shape
+        blocks.append(block)
+    return blocks
+
+
+def _block_after(step: _Step, shape: tuple[int, ...], block: _Block, length: int) -> _Block | None:
+    if step.name in _IN_PLACE:
+        return block
+    if step.name == "transpose" and "permutation" in step.params:
+        return block._replace(axis=step.params["permutation"].index(block.axis))
+    if step.name == "reshape" and step.params.get("dimensions", ()) is None:
         # A trip's elements stay one block if the product of the dimensions before its axis is unchanged.
-        before, new = math.prod(shape[: place.axis]), equation.outvars[0].aval.shape
-        axes = [
-            axis
-            for axis, n in enumerate(new)
-            if math.prod(new[:axis]) == before and n and n % length == 0
-        ]
-        return (
-            _Place(axes[0], new[axes[0]] // length)
-            if axes and equation.params.get("dimensions", ()) is None
-            else None
-        )
-    return place
+        before, new = math.prod(shape[: block.axis]), step.type.shape
+        for axis, n in enumerate(new):
+            if math.prod(new[:axis]) == before and n and n % length == 0:
+                return _Block(axis, n // length)
+    return None
 
 
-def _slice_after(equation: Equation, x: jax.Array, place: _Place) -> jax.Array:
-    """Returns a trip's slice after an equation, which puts it at `place`."""
-    result = equation.outvars[0].aval
-    if equation.primitive.name == "transpose":
-        return lax.transpose(x, equation.params["permutation"])
-    if equation.primitive.name == "reshape":
-        return x.reshape(*result.shape[: place.axis], place.width, *result.shape[place.axis + 1 :])
-    if equation.primitive.name == "reduce_precision":
-        return lax.reduce_precision(x, **equation.params)
-    return x.astype(result.dtype)
+def _slice_after(step: _Step, x: jax.Array, block: _Block) -> jax.Array:
+    """Returns a trip's slice after a step, which makes it this block."""
+    if step.name == "transpose":
+        return lax.transpose(x, step.params["permutation"])
+    if step.name == "reshape":
+        before, after = step.type.shape[: block.axis], step.type.shape[block.axis + 1 :]
+        return x.reshape(*before, block.width, *after)
+    return step.run(x) if step.name == "reduce_precision" else x.astype(step.type.dtype)
 
 
 class _Evaluation:
-    """An evaluation by plan, and its sums, by the numbers of the function's results."""
+    """An evaluation by plan, which adds to sums."""
 
-    def __init__(self, sums: dict[int, jax.Array], add: Add) -> None:
-        self.sums = dict(sums)
+    def __init__(self, add: Add) -> None:
         self._add = add
+        self._functions: dict[tuple[int, int], Function] = {}
 
     def run(
-        self, jaxpr: Jaxpr, constants: Sequence[Leaf], arguments: Sequence[Leaf], plan: _Plan
-    ) -> list[Leaf]:
-        """Returns the results of a jaxpr, with None for those that are added."""
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
+        self, closed: Jaxpr, operands: Sequence[Leaf], plan: _Plan, sums: Sums
+    ) -> tuple[list[Leaf], Sums]:
+        """Returns the results of a jaxpr, with None for those that are added, and the new sums."""
+        jaxpr, sums = opened(closed), dict(sums)
+        values = dict(zip(jaxpr.constvars, constants_of(closed), strict=True))
+        values |= zip(jaxpr.invars, operands, strict=True)
 
-        def read(atoms: Iterable[Atom]) -> list[Leaf]:
-            return [
-                values.get(x) if is_variable(x) else jnp.asarray(x.val, x.aval.dtype) for x in atoms
-            ]
+        def value(x: Atom) -> Leaf:
+            return values.get(x) if is_variable(x) else jnp.asarray(x.val, x.aval.dtype)
 
-        groups = [*_groups(jaxpr, plan)]
-        for number, (place, equations) in enumerate(groups):
+        # 1. Run the equations: those that add one by one, and the others between them together.
+        for place, part in _parts(jaxpr, plan):
             if place is None:
-                later = [
-                    x
-                    for _, group in groups[number + 1 :]
-                    for equation in group
-                    for x in equation.invars
-                ]
-                later += [*jaxpr.outvars, *(x for x, _ in plan.wholes)]
-                part = part_of(jaxpr, equations, {x for x in later if is_variable(x)})
-                values.update(
-                    zip(
-                        part.jaxpr.outvars,
-                        core.jaxpr_as_fun(part)(*read(part.jaxpr.invars)),
-                        strict=True,
-                    )
-                )
+                returned = core.jaxpr_as_fun(part)(*map(value, part.jaxpr.invars))
+                values |= zip(part.jaxpr.outvars, returned, strict=True)
                 continue
-            (equation,) = equations
+            equation = jaxpr.eqns[place]
+            given = [*map(value, equation.invars)]
+            run: Any = self._run_scan if place in plan.scans else self._run_call
             with _names_of(equation):
-                given = read(equation.invars)
-                if place in plan.scans:
-                    returned = self._run_scan(equation, given, plan.scans[place])
-                else:
-                    returned = self._run_call(equation, given, plan.calls[place])
-            values.update(zip(equation.outvars, returned, strict=True))
+                returned, added = run(equation, given, (plan.scans | plan.calls)[place], sums)
+            values |= zip(equation.outvars, returned, strict=True)
+            sums |= added
+        # 2. Add the values that no scan adds.
         for x, way in plan.wholes:
-            (value,) = read([x])
-            for equation in way.equations:
-                value = equation.primitive.bind(value, **equation.params)
-            self.sums[way.result] = self._add(self.sums[way.result], value)
-        return read(jaxpr.outvars)
+            whole = value(x)
+            for step in way.steps:
+                whole = step.run(whole)
+            sums[way.result] = self._add(sums[way.result], whole)
+        return [*map(value, jaxpr.outvars)], sums
 
-    def _run_call(self, equation: Equation, arguments: Sequence[Leaf], plan: _Plan) -> list[Leaf]:
-        if equation.params.get("prevent_cse"):  # as `checkpoint` does itself, or XLA would undo it
-            arguments = _behind_barriers(arguments)
-        inner = jaxpr_of_call(equation)
-        return self.run(opened(inner), constants_of(inner), arguments, plan)
+    def _run_call(
+        self, equation: Equation, operands: Sequence[Leaf], call: _Call, sums: Sums
+    ) -> tuple[list[Leaf], Sums]:
+        inner, plan = jaxpr_of_call(equation), call.plan
+        run: Any = lambda operands, sums: self.run(inner, operands, plan, sums)  # noqa: E731
+        if is_plain_jit(equation):  # one function for all calls of this jaxpr by this plan
+            run.__name__ = equation.params["name"]
+            run = self._functions.setdefault((id(inner), id(plan)), jax.jit(run))
+        elif equation.params.get("prevent_cse"):  # as JAX does itself, or XLA would undo it
+            operands = _behind_barriers(operands)
+        own = {number: sums[call.results[number]] for number in plan.added}
+        returned, own = run(operands, own)
+        return returned, {call.results[number]: total for number, total in own.items()}
 
     def _run_scan(
-        self, equation: Equation, arguments: Sequence[Leaf], stacks: dict[int, _Stack]
-    ) -> list[Leaf]:
+        self, equation: Equation, operands: Sequence[Leaf], stacks: dict[int, _Way], sums: Sums
+    ) -> tuple[list[Leaf], Sums]:
         scan = scan_of(equation)
         assert scan is not None
-        whole = scan.constants + scan.carries
-        constants, carry, sliced = (
-            arguments[: scan.constants],
-            arguments[scan.constants : whole],
-            arguments[whole:],
-        )
+        whole, count = scan.constants + scan.carries, len(equation.outvars)
+        constants, carry = operands[: scan.constants], operands[scan.constants : whole]
         body = core.jaxpr_as_fun(scan.body)
+        others = [at for at in range(scan.carries, count) if at not in stacks]
 
-        def trip(
-            state: tuple[list[Leaf], dict[int, jax.Array]], given: tuple[jax.Array, list[Leaf]]
-        ) -> tuple[Any, Any]:
+        def trip(state: Any, given: Any) -> tuple[Any, Any]:
             (carry, sums), (i, slices) = state, given
-            returned = body(*constants, *carry, *slices)
-            new_sums = dict(sums)
-            for at, stack in stacks.items():
-                new_sums[stack.way.result] = self._added(
-                    new_sums[stack.way.result], returned[at][None], i, stack
-                )
-            others = [x for at, x in enumerate(returned) if at >= scan.carries and at not in stacks]
-            return (list(returned[: scan.carries]), new_sums), others
+            returned, sums = body(*constants, *carry, *slices), dict(sums)
+            for at, way in stacks.items():
+                # 1. Take the slice, with a first axis of 1, on its way to the sum.
+                part, block = returned[at][None], _Block(0, 1)
+                for step, block in zip(
+                    way.steps, _blocks(equation.outvars[at], way, scan), strict=True
+                ):
+                    part = _slice_after(step, part, block)
+                # 2. Take the same slice of the sum, which may begin with more dimensions.
+                total = sums[way.result]
+                more = total.ndim - part.ndim
+                start, axis = i * block.width, block.axis + more
+                old = lax.dynamic_slice_in_dim(total, start, block.width, axis)
+                # 3. Add, and put it back.
+                new = self._add(old, lax.expand_dims(part, range(more)))
+                sums[way.result] = lax.dynamic_update_slice_in_dim(total, new, start, axis)
+            return (returned[: scan.carries], sums), [returned[at] for at in others]
 
-        start = {stack.way.result: self._constrained(stack.way) for stack in stacks.values()}
+        own = {way.result: _constrained(sums[way.result], way) for way in stacks.values()}
         trips = jnp.arange(scan.length, dtype=jnp.int32)
-        (carry, sums), others = lax.scan(
-            trip, (list(carry), start), (trips, list(sliced)), **scan.options
-        )
-        self.sums |= sums
-        remaining = iter(others)
-        count = len(equation.outvars)
-        return [
-            *carry,
-            *(None if at in stacks else next(remaining) for at in range(scan.carries, count)),
-        ]
-
-    def _added(self, total: jax.Array, part: jax.Array, i: jax.Array, stack: _Stack) -> jax.Array:
-        for equation, place in zip(stack.way.equations, stack.places[1:], strict=True):
-            part = _slice_after(equation, part, place)
-        more = total.ndim - part.ndim
-        axis, width = stack.places[-1]
-        old = lax.dynamic_slice_in_dim(total, i * width, width, axis + more)
-        new = self._add(old, lax.expand_dims(part, range(more)))
-        return lax.dynamic_update_slice_in_dim(total, new, i * width, axis + more)
-
-    def _constrained(self, way: _Way) -> jax.Array:
-        """Returns a result's sum, with the sharding that the function wants for the result."""
-        total = self.sums[way.result]
-        for equation in way.equations:
-            if (
-                equation.primitive.name == "sharding_constraint"
-                and total.ndim == equation.outvars[0].aval.ndim
-            ):
-                total = equation.primitive.bind(total, **equation.params)
-        return total
+        start, slices = ([*carry], own), (trips, [*operands[whole:]])
+        (carry, own), stacked = lax.scan(trip, start, slices, **scan.options)
+        kept = dict(zip(others, stacked, strict=True))
+        return [*carry, *map(kept.get, range(scan.carries, count))], own
 
 
-def _behind_barriers(arguments: Sequence[Leaf]) -> list[Leaf]:
-    """Returns the arguments behind one barrier for all that vary over the same mapped axes.
+def _constrained(total: jax.Array, way: _Way) -> jax.Array:
+    """Returns a sum with the sharding that the function wants for its result."""
+    for step in way.steps:
+        if step.name == "sharding_constraint" and total.ndim == step.type.ndim:
+            total = step.run(total)
+    return total
+
+
+def _behind_barriers(operands: Sequence[Leaf]) -> list[Leaf]:
+    """Returns the operands behind one barrier for all that vary over the same mapped axes.
 
     In JAX 0.10.2, the results of a shared barrier vary over the axes of all its operands
     (tests/programs/test_loops.py, "checkpoint_in_shard_map").
     """
     places: dict[frozenset[Any], list[int]] = {}
-    for i, x in enumerate(arguments):
+    for i, x in enumerate(operands):
         places.setdefault(varying_axes(x), []).append(i)
-    behind = list(arguments)
+    behind: dict[int, Leaf] = {}
     for alike in places.values():
-        for i, x in zip(
-            alike, lax.optimization_barrier([arguments[i] for i in alike]), strict=True
-        ):
-            behind[i] = x
-    return behind
+        together = lax.optimization_barrier([operands[i] for i in alike])
+        behind |= zip(alike, together, strict=True)
+    return [behind[i] for i in range(len(operands))]
 
 
-def _groups(jaxpr: Jaxpr, plan: _Plan) -> Iterator[tuple[int | None, list[Equation]]]:
-    """Yields the equations in their order: one that takes part, with its place, or all up to the next such one."""
-    plain: list[Equation] = []
+def _parts(jaxpr: Jaxpr, plan: _Plan) -> Iterator[tuple[int | None, Jaxpr]]:
+    """Yields the place of each equation that adds, and between them the other equations, as a closed jaxpr."""
+    end = len(jaxpr.eqns)
+    last_read: dict[Atom, int] = {}
     for place, equation in enumerate(jaxpr.eqns):
-        if place in plan.scans or place in plan.calls:
-            yield None, plain
-            yield place, [equation]
+        last_read |= dict.fromkeys(filter(is_variable, equation.invars), place)
+    kept = [*jaxpr.outvars, *(x for x, _ in plan.wholes)]
+    last_read |= dict.fromkeys(filter(is_variable, kept), end)
+
+    plain: list[Equation] = []
+    for place in range(end + 1):
+        if place == end or place in plan.scans or place in plan.calls:
+            made = (x for equation in plain for x in equation.outvars)
+            yield None, part_of(jaxpr, plain, [x for x in made if last_read.get(x, -1) >= place])
+            if place < end:
+                yield place, None
             plain = []
         elif place not in plan.skipped:
-            plain.append(equation)
-    yield None, plain
+            plain.append(jaxpr.eqns[place])
 
 
 def _names_of(equation: Equation) -> ExitStack:
     """Returns the context in which an equation was traced: its names in a profile, and settings such as its mesh."""
     context = ExitStack()
-    names = str(equation.source_info.name_stack)
-    if names:
+    if names := str(equation.source_info.name_stack):
         context.enter_context(jax.named_scope(names))
     context.enter_context(context_of(equation))
     return context

@@ -1,5 +1,8 @@
 """Parameters on an Explicit mesh whose gradients, by their types, are summed over devices once after all micro-batches.
 
+What it saves: the sum over devices in each micro-batch, and in each trip of a scan. Numbers do not depend on it. It can
+be deleted when JAX gives gradients such types itself; no version does so far.
+
 If examples are sharded over a mesh axis and a parameter is not, each device has a part of the gradient. JAX sums these
 parts in each micro-batch, and in each trip of a scan over layers. If the parameter has the type `reduced` along that
 axis, JAX leaves the parts apart: the gradient has the type `unreduced`.
@@ -10,7 +13,7 @@ follows each parameter through the loss, and marks those that meet no other oper
 """
 
 from collections.abc import Hashable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +32,10 @@ from shrewjax._programs.jaxprs import (
     opened,
     scan_of,
 )
+from shrewjax._programs.switch import are_passes_disabled
 
-Marks: TypeAlias = frozenset[
-    tuple[int, Hashable]
-]  # a parameter's number, and an axis along which it is `reduced`
+Marks: TypeAlias = frozenset[tuple[int, Hashable]]
+"""Pairs of a parameter's number and an axis along which it is `reduced`."""
 
 
 def axes_of_examples(examples: PyTree, params: PyTree) -> MeshAxes:
@@ -41,16 +44,11 @@ def axes_of_examples(examples: PyTree, params: PyTree) -> MeshAxes:
     Empty if this JAX has no `jax.reshard`, inside `shard_map` and `jax.vmap`, and without jit, because JAX does not
     know these types there (tests/programs/test_reduced.py, "where_jax_does_not_know_these_types").
     """
-    if (
-        not hasattr(jax, "reshard")
-        or mapped_axes()[0]
-        or is_jit_disabled()
-        or is_in_vmap((examples, params))
-    ):
+    is_off = is_jit_disabled() or are_passes_disabled() or not hasattr(jax, "reshard")
+    if is_off or mapped_axes()[0] or is_in_vmap((examples, params)):
         return frozenset()
-    return frozenset().union(
-        *(partition_axes(x) & explicit_axes(x) for x in jax.tree.leaves(examples))
-    )
+    of_each = (partition_axes(x) & explicit_axes(x) for x in jax.tree.leaves(examples))
+    return frozenset().union(*of_each)
 
 
 def marked(loss: Function, params: PyTree, examples: PyTree, axes: MeshAxes) -> PyTree:
@@ -58,54 +56,57 @@ def marked(loss: Function, params: PyTree, examples: PyTree, axes: MeshAxes) -> 
 
     `axes` are those of the examples.
     """
+    # 1. Mark all parameters that could be reduced later.
     leaves, structure = jax.tree.flatten(params)
-    jaxpr = jax.make_jaxpr(loss)(params).jaxpr
-    # No scalar is marked. The gradient of one that the loss does not use is a literal 0.0 without such a type, and an
-    # error where it is added (tests/programs/test_reduced.py, "does_not_use"). Others meet no matrix product. No
-    # complex array is marked, because XLA's partitioner crashes on their sums (the same file, "complex").
-    wanted = [
-        frozenset((at, a) for a in axes - partition_axes(x) - reduced_axes(x))
-        if jnp.ndim(x) and not jnp.iscomplexobj(x)
-        else frozenset()
-        for at, x in enumerate(leaves)
-    ]
+    wanted: list[Marks] = [frozenset()] * len(leaves)
+    for at, x in enumerate(leaves):
+        # No scalar is marked. The gradient of one that the loss does not use is a literal 0.0 without such a type, and
+        # an error where it is added (tests/programs/test_reduced.py, "does_not_use"). Others meet no matrix product. No
+        # complex array is marked, because XLA's partitioner crashes on their sums (the same file, "complex").
+        if jnp.ndim(x) and not jnp.iscomplexobj(x):
+            wanted[at] = frozenset((at, a) for a in axes - partition_axes(x) - reduced_axes(x))
+
+    # 2. Follow the marks through the loss. Those that reach its result are refused, too.
+    walk = _Walk()
+    walk.refuse(*walk.through(jax.make_jaxpr(loss)(params).jaxpr, wanted))
+
+    # 3. Give the type to the parameters that keep a mark.
     example = next(x for x in jax.tree.leaves(examples) if axes & partition_axes(x))
-    search = _Search()
-    for marks in search.run(jaxpr, wanted):
-        search.refused |= marks
 
     def mark(x: Leaf, marks: Marks) -> Leaf:
-        along = frozenset(a for _, a in marks - search.refused)
+        along = frozenset(a for _, a in marks - walk.refused)
         return retyped(x, reduced=reduced_axes(x) | along, like=example) if along else x
 
     return jax.tree.unflatten(structure, map(mark, leaves, wanted))
 
 
 # Operations whose result is `reduced` as their first operand is.
-_KEEPS = {
-    "convert_element_type",
-    "transpose",
-    "copy",
-    "slice",
-    "squeeze",
-    "dynamic_slice",
-    "gather",
-    "reduce_precision",
-}
+_KEEPS = {"copy", "dynamic_slice", "gather", "slice", "squeeze", "transpose"}
+_KEEPS |= {"convert_element_type", "reduce_precision"}
 
 
-class _Search:
-    """A search for the operations that a `reduced` array meets, by a jaxpr that was traced without that type."""
+class _Walk:
+    """The way of marks through a jaxpr that was traced without that type, and the marks that an operation refuses."""
 
     def __init__(self) -> None:
         self.refused: Marks = frozenset()
+        self._known: dict[Any, list[Marks]] = {}
 
-    def run(self, jaxpr: Jaxpr, given: Sequence[Marks]) -> list[Marks]:
-        """Returns the marks of a jaxpr's results, if its arguments have the given ones."""
+    def refuse(self, *marks: Marks) -> None:
+        self.refused = self.refused.union(*marks)
+
+    def through(self, jaxpr: Jaxpr, given: Sequence[Marks]) -> list[Marks]:
+        """Returns the marks of an open jaxpr's results, if its arguments have the given ones."""
+        key = id(jaxpr), *given
+        if key not in self._known:  # calls of one function with the same marks
+            self._known[key] = self._found(jaxpr, given)
+        return self._known[key]
+
+    def _found(self, jaxpr: Jaxpr, given: Sequence[Marks]) -> list[Marks]:
         known = dict(zip(jaxpr.invars, given, strict=True))
 
         def read(atoms: Sequence[Atom]) -> list[Marks]:
-            return [known.get(x, frozenset()) if is_variable(x) else frozenset() for x in atoms]
+            return [known.get(x, Marks()) if is_variable(x) else Marks() for x in atoms]
 
         for equation in jaxpr.eqns:
             operands = read(equation.invars)
@@ -115,27 +116,29 @@ class _Search:
 
     def _results(self, equation: Equation, operands: list[Marks]) -> list[Marks]:
         name = equation.primitive.name
+        # 1. A scan: its carry has to keep one type.
         scan = scan_of(equation)
         if scan is not None:
             whole = scan.constants + scan.carries
-            results = self.run(opened(scan.body), operands)
-            self._refuse(*operands[scan.constants : whole], *results[: scan.carries])
+            results = self.through(opened(scan.body), operands)
+            self.refuse(*operands[scan.constants : whole], *results[: scan.carries])
             return [*[Marks()] * scan.carries, *results[scan.carries :]]
+        # 2. A call or a conditional.
         jaxprs = [] if name in LOOPS else [*map(opened, jaxprs_on_operands(equation))]
         if jaxprs:
-            of_each = [self.run(x, operands[len(operands) - len(x.invars) :]) for x in jaxprs]
+            of_each = [self.through(x, operands[len(operands) - len(x.invars) :]) for x in jaxprs]
             return [frozenset().union(*marks) for marks in zip(*of_each, strict=True)]
+        # 3. A product with an array that is sharded over the axis: it is sharded over it, too.
         along = partition_axes(equation.outvars[0].aval)
         if name == "dot_general" and not all(operands):
-            # The product with an array that is sharded over the axis is sharded over it, too.
-            self._refuse(
-                *(frozenset(mark for mark in marks if mark[1] not in along) for marks in operands)
-            )
-            return [frozenset()]
+            self.refuse(*(_beside(along, marks) for marks in operands))
+            return [Marks()]
+        # 4. An operation that keeps the type, or any other one.
         if name in _KEEPS and not any(operands[1:]):
-            return [frozenset(mark for mark in operands[0] if mark[1] not in along)]
-        self._refuse(*operands)
-        return [frozenset()] * len(equation.outvars)
+            return [_beside(along, operands[0])]
+        self.refuse(*operands)
+        return [Marks()] * len(equation.outvars)
 
-    def _refuse(self, *marks: Marks) -> None:
-        self.refused = self.refused.union(*marks)
+
+def _beside(axes: MeshAxes, marks: Marks) -> Marks:
+    return frozenset(mark for mark in marks if mark[1] not in axes)

@@ -1,16 +1,15 @@
-"""Scatters in loops, whose sums some versions of XLA lose on several GPUs or TPUs (XLA-27).
+"""Scatters in loops, hidden from the versions of XLA that lose their sums on several GPUs or TPUs (XLA-27).
+
+What it saves: right numbers with JAX 0.10.1 to 0.11.2. With other versions numbers do not depend on it. It can be
+deleted when pyproject.toml asks for JAX 0.12, except `unknown_true`, without which scatters are reduced in each trip.
 
 The gradient of a lookup is a scatter. The loop over micro-batches adds scatters up, and so does each loop of a loss
 that looks rows up. If XLA knows that a scatter is added, it makes the scatter a part of the loop's sum, and then loses
-parts of the sum.
-
-`unknown_true` hides this from XLA where the package itself adds, and `hide_scatters` does so in the loops of a traced
-function. Gradients that come from elsewhere cannot be mended, so `warn_of_lost_scatters` looks where they came from.
+parts of the sum. `unknown_true` hides this from XLA where the package itself adds, and `hide_scatters` does so in the
+loops of a traced function.
 """
 
-import os
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,29 +19,22 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import mlir
 
-from shrewjax._base.mesh import may_be_partitioned
-from shrewjax._base.types import Leaf, PyTree
 from shrewjax._programs.jaxprs import (
     LOOPS,
     SCATTER_ADDS,
     Atom,
     Equation,
     Jaxpr,
-    carry_of,
     closed_jaxpr,
     context_of,
     is_jaxpr,
     is_variable,
-    is_whole_shard_map,
-    jaxpr_of_call,
-    jaxprs_in,
-    jaxprs_on_operands,
     opened,
 )
+from shrewjax._programs.switch import naming_the_switch
 
 # Only in these versions scatters of the loss are hidden, and lost ones warned of.
 LOSES_SCATTERS = (0, 10, 1) <= jax.__version_info__[:3] <= (0, 11, 2)
-_PASS = "while-loop-all-reduce-code-motion"
 
 
 def unknown_true() -> jax.Array:
@@ -54,6 +46,7 @@ def unknown_true() -> jax.Array:
     return _unknown_true.bind()
 
 
+@naming_the_switch()
 def hide_scatters(jaxpr: Jaxpr) -> Jaxpr:
     """Returns a closed jaxpr whose loops select the result of each scatter by `unknown_true`.
 
@@ -72,9 +65,8 @@ class _Hiding:
     def of(self, jaxpr: Jaxpr, in_loop: bool) -> Jaxpr:
         """Returns an open or closed jaxpr with its scatters hidden, itself if it has none."""
         key = id(jaxpr), in_loop
-        if (
-            key not in self._known
-        ):  # kept with the jaxpr, because its id is free for others once it is gone
+        if key not in self._known:
+            # Kept with the jaxpr, because its id is free for others once it is gone.
             self._known[key] = jaxpr, self._rebuilt(jaxpr, in_loop)
         return self._known[key][1]
 
@@ -101,9 +93,8 @@ class _Hiding:
             new = tuple(self._param(x, in_loop) for x in value)
             if all(x is y for x, y in zip(new, value, strict=True)):
                 return value
-            return (
-                type(value)._make(new) if hasattr(value, "_make") else new
-            )  # `custom_linear_solve` has a named one
+            # `custom_linear_solve` has a named one.
+            return type(value)._make(new) if hasattr(value, "_make") else new
         return value
 
 
@@ -111,12 +102,9 @@ def _selected(scatter: Equation) -> list[Equation]:
     """Returns the equation of a scatter, and those that select its result."""
     (result,) = scatter.outvars
     hidden = core.Var(result.aval)
-    with context_of(
-        scatter
-    ):  # otherwise JAX refuses a scatter of another mesh (test_scatters.py, "other_mesh")
-        select: Jaxpr = jax.make_jaxpr(
-            lambda x: lax.select(unknown_true(), x, jnp.full_like(x, -0.0))
-        )(result.aval).jaxpr
+    # In its context, because JAX refuses a scatter of another mesh (tests/programs/test_scatters.py, "other_mesh").
+    with context_of(scatter):
+        select: Jaxpr = jax.make_jaxpr(_kept_if_true)(result.aval).jaxpr
     places = {select.invars[0]: hidden, select.outvars[0]: result}
 
     def placed(atoms: Sequence[Atom]) -> list[Atom]:
@@ -128,104 +116,8 @@ def _selected(scatter: Equation) -> list[Equation]:
     ]
 
 
-def warn_of_lost_scatters(grads: PyTree) -> None:
-    """Warns, once in a process, if XLA may lose parts of these gradients.
-
-    It warns if traced gradients come out of a loop that adds scatters up, in a process with several GPUs whose XLA
-    loses them. A program that runs on one of these GPUs makes it warn, too. In `shard_map` nothing is lost, unless XLA
-    partitions the program over other axes.
-    """
-    is_concerned = LOSES_SCATTERS and not _warned and _PASS not in os.environ.get("XLA_FLAGS", "")
-    if not is_concerned or jax.default_backend() != "gpu" or not may_be_partitioned():
-        return
-    if any(map(_Search().finds, _equations_before(jax.tree.leaves(grads)))):
-        _warned.append(True)
-        warnings.warn(
-            "The gradients come out of a loop that adds up scatters, such as a scan that looks rows up in a table. XLA "
-            "of JAX 0.10.1 to 0.11.2 may lose parts of them on several GPUs, and gives no error. Install JAX 0.12 or "
-            "newer. Or compute the gradients with shrewjax.value_and_grad, where 1 may be the number of micro-batches. "
-            f"Or start Python with XLA_FLAGS=--xla_disable_hlo_passes={_PASS}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-_warned: list[bool] = []
-
-
-def _equations_before(tracers: list[Leaf]) -> Iterator[Equation]:
-    """Yields the equations that lead to these tracers, as JAX records them while it traces."""
-    seen: set[int] = set()
-    while tracers:
-        equation = getattr(tracers.pop(), "parent", None)
-        if equation is not None and id(equation) not in seen:
-            seen.add(id(equation))
-            yield equation
-            tracers.extend(equation.in_tracers)
-
-
-_SUMS = {"add", "add_any", "convert_element_type", "copy", "reshape", "transpose"}
-
-
-class _Search:
-    """A search for loops that add scatters up. It looks at a jaxpr once, also if several equations run it."""
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self._known: dict[tuple[int, Atom], tuple[bool, set[Atom]]] = {}
-
-    def finds(self, equation: Equation) -> bool:
-        """Returns whether an equation is a loop that adds scatters to what it carries, or has such a loop inside."""
-        if is_whole_shard_map(equation):  # XLA does not partition the loops inside
-            return False
-        carry = carry_of(equation)
-        if carry is not None:
-            (body,) = map(opened, jaxprs_on_operands(equation))
-            for old, new in zip(
-                body.invars[carry], body.outvars, strict=False
-            ):  # stacks come after the carry
-                has_scatter, arguments = self._summands(body, new)
-                if has_scatter and old in arguments:
-                    return True
-        new_jaxprs = [x for x in map(opened, jaxprs_in(equation)) if id(x) not in self._seen]
-        self._seen.update(map(id, new_jaxprs))
-        return any(self.finds(x) for jaxpr in new_jaxprs for x in jaxpr.eqns)
-
-    def _summands(self, jaxpr: Jaxpr, result: Atom) -> tuple[bool, set[Atom]]:
-        """Returns whether a result of an open jaxpr is a sum with a scatter, and the arguments that it is a sum of."""
-        if not is_variable(result):
-            return False, set()
-        if (id(jaxpr), result) not in self._known:
-            self._known[id(jaxpr), result] = self._found(jaxpr, result)
-        return self._known[id(jaxpr), result]
-
-    def _found(self, jaxpr: Jaxpr, result: Atom) -> tuple[bool, set[Atom]]:
-        made = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
-        waiting, seen, has_scatter, arguments = [result], set(), False, set()
-        while waiting:
-            x = waiting.pop()
-            if not is_variable(x) or x in seen:
-                continue
-            seen.add(x)
-            equation = made.get(x)
-            if equation is None:
-                arguments.add(x)
-                continue
-            inner = opened(jaxpr_of_call(equation))
-            if equation.primitive.name in SCATTER_ADDS:
-                has_scatter = True
-                waiting.append(equation.invars[0])  # the array that the scatter adds to
-            elif equation.primitive.name in _SUMS:
-                waiting.extend(equation.invars)
-            elif inner is not None:
-                is_there, of_inner = self._summands(inner, inner.outvars[equation.outvars.index(x)])
-                has_scatter = has_scatter or is_there
-                waiting.extend(
-                    outer
-                    for outer, x in zip(equation.invars, inner.invars, strict=True)
-                    if x in of_inner
-                )
-        return has_scatter, arguments
+def _kept_if_true(x: jax.Array) -> jax.Array:
+    return lax.select(unknown_true(), x, jnp.full_like(x, -0.0))
 
 
 _unknown_true = core.Primitive("unknown_true")

@@ -41,15 +41,15 @@ class SkipNonfiniteState(NamedTuple):
     inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
     nonfinite_leaves: Annotated[
         PyTree,
-        "with leaves=True, a tree like the parameters of bool (): which leaves were non-finite in the last call with "
-        "such gradients; otherwise ()",
+        "with leaves=True, a tree like the parameters of int32 (): number of calls so far in which the leaf was "
+        "non-finite; otherwise ()",
     ] = ()
 
     def metrics(self) -> Metrics:
         """Returns what `shrewjax.metrics` shows."""
         names = trees.leaf_names(self.nonfinite_leaves)
         by_name = zip(names, jax.tree.leaves(self.nonfinite_leaves), strict=True)
-        of_leaves = {f"nonfinite_leaf/{name}": flag for name, flag in by_name}
+        of_leaves = {f"nonfinite_leaf/{name}": count for name, count in by_name}
         return fields(self, "applied", "skipped", "consecutive", "limit_reached") | of_leaves
 
 
@@ -88,8 +88,8 @@ def skip_nonfinite(
     The guard makes one extra pass over the gradients. Wrap the whole optimizer in it, inside `accumulate`. There it
     sees averages. To skip a single micro-batch, use `accumulate(nonfinite=)`.
 
-    With `leaves=True` the state also says, at no extra pass, which leaves had a NaN or an infinity in the last call
-    that had one. `metrics` shows each by its name, as `nonfinite_leaf/NAME`.
+    With `leaves=True` the state also counts, at no extra pass, the calls in which each leaf had a NaN or an infinity.
+    `metrics` shows each count by the leaf's name, as `nonfinite_leaf/NAME`.
 
     Around `accumulate`, `skip_nonfinite(accumulate(tx, k), leaves=True)` names the leaves of a micro-batch in its own
     call. It leaves out the whole call: the window takes one micro-batch more, and a `flush` of the call is lost.
@@ -99,7 +99,7 @@ def skip_nonfinite(
       max_consecutive: the limit, a number of steps in a row, as a real scalar >= 1 or a scalar array. `None` means no
         limit.
       at_limit: the guard's behaviour from the limit on, see the first table.
-      leaves: a bool, whether the state has a bool for each leaf. It changes no update.
+      leaves: a bool, whether the state has a count for each leaf. It changes no update.
       sharded_over: as in `grad_norm`.
 
     Returns:
@@ -123,7 +123,7 @@ def skip_nonfinite(
       >>> grads = {"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])}
       >>> _, state = tx.update(grads, tx.init(grads))
       >>> state.nonfinite_leaves
-      {'a': Array(False, dtype=bool), 'b': Array(True, dtype=bool)}
+      {'a': Array(0, dtype=int32), 'b': Array(1, dtype=int32)}
 
     Source: the contract is that of `optax.apply_if_finite`, except at the limit, because Optax applies the NaN there.
     """
@@ -148,7 +148,9 @@ def skip_nonfinite(
             consecutive=jnp.zeros((), jnp.int32),
             limit_reached=jnp.zeros((), bool),
             inner_state=wrapped.init(params),
-            nonfinite_leaves=jax.tree.map(lambda _: jnp.zeros((), bool), params) if by_leaf else (),
+            nonfinite_leaves=jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params)
+            if by_leaf
+            else (),
         )
 
     def decide(step: Step) -> tuple[jax.Array, SkipNonfiniteState]:
@@ -156,11 +158,12 @@ def skip_nonfinite(
         nonfinite_leaves = state.nonfinite_leaves
         if by_leaf:
             units = find_units(step.make_gradients(), stacked_layers(None))
-            units.numbers_beside(nonfinite_leaves)
+            counts = units.numbers_beside(nonfinite_leaves)
             each = finite_leaves(units.leaves, axes)
             finite = jnp.all(each)
-            found = units.with_leaves(jax.tree.map(jnp.zeros_like, nonfinite_leaves), list(~each))
-            nonfinite_leaves = optax.tree.where(finite, nonfinite_leaves, found)
+            if counts:
+                counts = list(increment_if(~each, jnp.stack(counts)))
+            nonfinite_leaves = units.with_leaves(nonfinite_leaves, counts)
         else:
             finite = all_finite(trees.floating(step.make_gradients()), axes)
         consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))

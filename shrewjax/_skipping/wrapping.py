@@ -51,14 +51,11 @@ Result: TypeAlias = tuple[PyTree, AnyState]
 class Step(NamedTuple):
     """One call of a transformation, as wrappers pass it on."""
 
-    make_gradients: Callable[
-        [], optax.Updates
-    ]  # computes them in the branch that needs them (XLA-3)
+    # Computes them in the branch that needs them (XLA-3).
+    make_gradients: Callable[[], optax.Updates]
     state: AnyState
     params: Params
-    extra_args: (
-        ExtraArgs  # a mapping, so that inner may have an argument of any name, such as `apply`
-    )
+    extra_args: ExtraArgs  # a mapping: inner may have an argument of any name, such as `apply`
     apply: bool  # the result has new parameters, and not updates
     runs: Flag = True  # otherwise parameters and state stay as they are
 
@@ -166,7 +163,15 @@ def _update_by(step_fn: StepFn) -> optax.TransformUpdateExtraArgsFn:
 def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` as a transformation that takes extra arguments. Raises if it is no transformation."""
     if not isinstance(inner, optax.GradientTransformation):
-        raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}")
+        is_made_of_one = hasattr(inner, "gradient_transformation")  # optax.MultiSteps
+        raise ValueError(
+            f"inner must be an optax.GradientTransformation, got {type(inner).__name__}. "
+            + (
+                "Pass its gradient_transformation()"
+                if is_made_of_one
+                else "Pass it first, before the other arguments"
+            )
+        )
     inner = optax.with_extra_args_support(inner)
     return inner._replace(init=lambda params: _without_numbers(inner.init(params)))
 
@@ -185,9 +190,8 @@ def declares(tx: optax.GradientTransformation, name: str) -> bool:
             continue
         seen[id(x)] = x  # kept, because another object could get its id
         if isinstance(x, types.CodeType):
-            if (
-                name in x.co_varnames[1 : x.co_argcount + x.co_kwonlyargcount]
-            ):  # the first is the gradients
+            arguments = x.co_varnames[: x.co_argcount + x.co_kwonlyargcount]
+            if name in arguments[1:]:  # the first is the gradients
                 return True
             waiting += x.co_consts  # functions that it makes, such as those of a factory
         elif isinstance(x, types.FunctionType):
@@ -242,8 +246,7 @@ def _without_numbers(state: AnyState) -> AnyState:
     """Returns the state with an array for each Python number, as under jit, so that no step changes its dtype."""
 
     def fixed(x: Leaf) -> Leaf:
-        return (
-            jnp.array(x, jnp.asarray(x).dtype) if isinstance(x, bool | int | float | complex) else x
-        )
+        is_number = isinstance(x, bool | int | float | complex)
+        return jnp.array(x, jnp.asarray(x).dtype) if is_number else x
 
     return jax.tree.map(fixed, state)

@@ -240,6 +240,33 @@ def test_missing_gradient_adds_zero():
     assert_close(run(tx, steps, params)[-1][0], {"a": [2.0], "b": [0.0]}, rtol=0)
 
 
+BARE_LEAVES = {
+    "an integer": (jnp.int32(3), jnp.int32(1)),
+    "float0": (jnp.int32(3), np.zeros((), jax.dtypes.float0)),
+    "integer without a gradient": (jnp.int32(3), None),
+    "array without a gradient": (jnp.ones(2), None),
+}
+
+
+@pytest.mark.parametrize("nonfinite", ["drop_window", "extend_window"])
+@pytest.mark.parametrize("case", BARE_LEAVES)
+def test_a_tree_that_is_one_leaf_counts_as_a_tree_that_holds_it_does(case, nonfinite):
+    params, grads = BARE_LEAVES[case]
+    in_a_tree, alone = [], []
+    tx = shrewjax.accumulate(recorder(), 2, nonfinite=nonfinite, noise_decay=0.5)
+    window = shrewjax.GradAccumulator(2, nonfinite=nonfinite, noise_decay=0.5)
+    for found, wrapped in ((alone, lambda x: x), (in_a_tree, lambda x: [x])):
+        state = tx.init(wrapped(params))
+        host = window.add(window.init(wrapped(params)), wrapped(grads), value=2.0)
+        found += [host, window.take(host)]
+        for _ in range(2):
+            updates, state = tx.update(wrapped(grads), state, wrapped(params), value=2.0)
+            found += [updates, state]
+        found += shrewjax.flush(tx, tx.update(wrapped(grads), state, wrapped(params))[1], wrapped(params))
+    assert [x.micro_step for x in (alone[0], alone[3], alone[5])] == [1, 1, 0]
+    assert bits(alone) == bits(in_a_tree)
+
+
 # --- flush --------------------------------------------------------------------------------------------------------
 
 

@@ -396,6 +396,18 @@ def test_a_python_number_that_the_dtype_does_not_hold_is_an_error():
     assert int(shrewjax.from_optax((optax.EmptyState(), {"count": 2}), tx, PARAMS["w"])[1]["count"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("mini_step", "came"),
+    [(jnp.int32(-1), "a number >= 0, got -1"), (-1, "a number >= 0, got -1")]
+    + [(x, f"int32 of shape (), got {type(x).__name__}") for x in (2**31, -(2**40), True)],
+)
+def test_a_count_that_no_window_can_have_is_an_error(mini_step, came):
+    state = multi(optax.sgd(1.0)).init(TREE)
+    message = f"opt_state.mini_step must correspond to tx.init(params).micro_step, {came}."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        shrewjax.from_optax(state._replace(mini_step=mini_step), ours(optax.sgd(1.0)), TREE)
+
+
 def test_a_transformation_of_the_user_may_make_python_numbers():
     own = optax.GradientTransformation(lambda _: {"count": 0}, lambda u, s, _: (u, {"count": s["count"] + 1}))
     tx = optax.chain(shrewjax.clip_by_global_norm(1.0), own)

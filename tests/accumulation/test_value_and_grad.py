@@ -228,6 +228,26 @@ def test_micro_batch_that_weighs_nothing_contributes_nothing(reason, bad):
     np.testing.assert_allclose(found_carry, carry, rtol=1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum_over_weights"])
+def test_a_traced_weight_that_python_would_refuse_makes_every_result_nan(reduction):
+    """Weights of 3 and -1, whose sum is in range. The largest of the aux has no weight."""
+
+    def loss(params, x):
+        return params @ x[0], {"mean": jnp.sum(x), "max": jnp.max(x)}
+
+    grad = shrewjax.value_and_grad(
+        loss,
+        2,
+        has_aux=True,
+        aux={"mean": "mean", "max": "max"},
+        weight=lambda params, x: x[0, 0],
+        reduction=reduction,
+    )
+    (value, aux), grads = quick_jit(grad)(jnp.ones(1), jnp.float32([[3], [-1]]))
+    assert np.isnan([value, aux["mean"], grads[0]]).all()
+    assert aux["max"] == 3
+
+
 def test_bad_micro_batch_is_what_arithmetic_says_if_it_propagates():
     x = X.copy()
     x[5] = np.nan
@@ -347,7 +367,7 @@ def carry_loss(params, x, carry):
         (r"reduction must be one of", {"reduction": "average"}),
         (r"nonfinite must be one of 'propagate', 'drop_microbatch', got", {"nonfinite": "drop_window"}),
         (r"accumulator_dtype must be", {"accumulator_dtype": "int32"}),
-        (r"sum_over \('data',\): no axis of this name is mapped here", {"sum_over": "data"}),
+        (r"sum_over must name mapped axes, or axes of the mesh", {"sum_over": "data"}),
         (r"carry_argnum needs has_aux=True", {"carry_argnum": 2, "has_aux": False}),
         (r"aux needs has_aux=True", {"aux": "sum", "has_aux": False}),
         (r"carry_argnum must be a Python int", {"carry_argnum": (2,), "has_aux": True}),

@@ -108,13 +108,31 @@ def test_traced_weights_whose_sum_is_out_of_range_make_the_average_nan(case, red
     assert np.isnan(updates).all()
 
 
-def test_a_nan_among_the_weights_of_devices_makes_the_average_nan():
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
-    params = jax.device_put(jnp.zeros(3), jax.sharding.NamedSharding(mesh, jax.P()))
-    tx = shrewjax.accumulate(recorder(), 1, sum_over="data")
-    updates, state = jax.jit(tx.update)(jnp.ones((2, 3)), tx.init(params), weight=jnp.float32([1, jnp.nan]))
-    assert bool(state.applied)
-    assert np.isnan(updates).all()
+WINDOW = shrewjax.accumulate(recorder(), 2)
+REFUSED_WEIGHTS = [-1.0, -(2.0**-40), 2.0**-31, 2.0**100 * 1.01, np.nan, np.inf, -np.inf]
+
+
+@pytest.mark.parametrize("nonfinite", POLICIES)
+@pytest.mark.parametrize("reduction", ["mean", "sum_over_weights"])
+def test_a_traced_weight_that_python_would_refuse_makes_its_average_nan_and_no_other(reduction, nonfinite):
+    """Also if the window's weight is in range, such as 3 - 1."""
+    tx = recording_window(2, reduction=reduction, nonfinite=nonfinite)
+    for weight in REFUSED_WEIGHTS:
+        with pytest.raises(ValueError, match="weight must be 0, or between"):
+            WINDOW.update(vector(1.0), tx.init(vector(0.0)), weight=weight)
+        steps = [(vector(1.0), {"weight": jnp.float32(w), "value": jnp.float32(2)}) for w in (3, weight, 1, 1)]
+        history = run_compiled(tx, steps, vector(0.0))
+        assert np.isnan(history[1][0]).all(), weight
+        assert np.isnan(history[1][1].value), weight
+        assert (bool(history[1][1].applied), int(history[1][1].dropped)) == (True, 0), weight
+        assert (float(history[3][0][0]), int(history[3][1].windows)) == (1, 2), weight
+
+
+def test_a_sum_has_no_use_for_a_traced_weight_but_whether_it_is_0():
+    tx = recording_window(2, reduction="sum")
+    for weight in REFUSED_WEIGHTS:
+        steps = [(vector(1.0), {"weight": jnp.float32(w)}) for w in (3, weight)]
+        assert float(run_compiled(tx, steps, vector(0.0))[-1][0][0]) == 2, weight
 
 
 def test_traced_weight_that_the_backend_may_flush_to_zero_is_zero_or_makes_the_average_nan():
@@ -199,6 +217,21 @@ def test_after_a_nan_the_next_window_is_clean_where_multisteps_never_is():
     theirs = [float(u[0]) for u, _ in run(lenient(optax.MultiSteps(optax.identity(), 2)), steps, vector(0.0))]
     np.testing.assert_array_equal(ours, [0, np.nan, 0, 3])
     assert np.isnan(theirs[-1])
+
+
+@pytest.mark.parametrize("dropped", [{"nonfinite": "drop_microbatch"}, {"weight": 0}], ids=["policy", "weight"])
+def test_a_reverse_mode_derivative_through_a_micro_batch_that_is_not_kept_is_nan_and_a_forward_one_is_right(dropped):
+    weight = dropped.get("weight", 1)
+    tx = shrewjax.accumulate(recorder(), 2, nonfinite=dropped.get("nonfinite", "propagate"))
+
+    def average(x):
+        _, state = tx.update(vector(2.0) * x, tx.init(vector(0.0)), vector(0.0))
+        bad = jnp.sqrt(x - x) * vector(jnp.nan)
+        return tx.update(bad, state, vector(0.0), weight=jnp.float32(weight))[0][0]
+
+    assert float(jax.jit(average)(1.0)) == 2
+    assert float(jax.jit(jax.jacfwd(average))(1.0)) == 2
+    assert np.isnan(jax.jit(jax.grad(average))(1.0))
 
 
 # --- window length ------------------------------------------------------------------------------------------------

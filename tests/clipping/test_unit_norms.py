@@ -469,7 +469,7 @@ def test_agc_measures_gradients_and_parameters_of_two_dtypes_each_in_its_range(o
     assert float(state.clipped_fraction) == 1
 
 
-def test_usual_units_clip_as_in_any_range():
+def test_units_clip_as_they_do_beside_a_leaf_that_is_read_again():
     rng = np.random.default_rng(0)
     shapes = [(6, 4), (4,), (6, 4), ()]
     grads, params = ([np.float32(rng.normal(size=shape)) for shape in shapes] for _ in range(2))
@@ -481,3 +481,28 @@ def test_usual_units_clip_as_in_any_range():
     assert bits(usual[:-1]) == bits(beside[:-1])
     assert bits(state.ratio_max) == bits(state_beside.ratio_max)
     assert 0 < state.clipped_fraction < 1
+
+
+SHAPES = [(), (4,), (4, 1), (1, 4), (1, 1, 4), (1, 4, 1), (4, 1, 1), (1, 1, 1, 4), (1, 1, 1), (3, 4), (1, 3, 4)]
+SHAPES += [(3, 1, 4), (2, 3, 4), (1, 1, 3, 4), (2, 3, 2, 4), (1, 3, 2, 4), (2, 2, 3, 2, 4)]
+
+
+def test_units_of_every_shape_are_those_of_optax():
+    rng = np.random.default_rng(0)
+    grads, params = ({str(shape): f32(rng.normal(size=shape)) for shape in SHAPES} for _ in range(2))
+    rules = shrewjax.adaptive_grad_clip(0.5), optax.adaptive_grad_clip(0.5)
+    ours, theirs = (quick_jit(lambda g, w, tx=tx: tx.update(g, tx.init(w), w)[0])(grads, params) for tx in rules)
+    for name in grads:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, err_msg=name)
+
+
+def test_units_beside_stacked_layers_are_those_of_each_layer():
+    rng = np.random.default_rng(0)
+    grads, params = ({str(shape): f32(rng.normal(size=(3, *shape))) for shape in SHAPES} for _ in range(2))
+    stacked, alone = shrewjax.adaptive_grad_clip(0.5, batch_axes=0), optax.adaptive_grad_clip(0.5)
+    ours = quick_jit(lambda g, w: stacked.update(g, None, w)[0])(grads, params)
+    layer = quick_jit(lambda g, w: alone.update(g, alone.init(w), w)[0])
+    for i in range(3):
+        expected = layer(*({name: x[i] for name, x in tree.items()} for tree in (grads, params)))
+        for name in grads:
+            np.testing.assert_allclose(ours[name][i], expected[name], rtol=1e-5, err_msg=name)

@@ -169,6 +169,24 @@ def test_names_of_mapped_axes_do_for_units_that_are_alike(spec, names, check_vma
     assert 0 < np.mean(ratios > 1) < 1
 
 
+def test_a_leaf_with_one_long_axis_is_one_unit_where_its_spec_tells_and_an_error_elsewhere():
+    g, w = (f32(np.random.default_rng(i).normal(size=(1, 16))) for i in range(2))
+
+    def clipped(sharded_over):
+        tx = shrewjax.adaptive_grad_clip(0.5, sharded_over=sharded_over)
+        return jax.shard_map(
+            lambda g, w: tx.update(g, None, w)[0],
+            mesh=jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)),
+            in_specs=(P(None, "x"), P(None, "x")),
+            out_specs=P(None, "x"),
+        )
+
+    updates = quick_jit(clipped(lambda name, leaf: P(None, "x")))(g, w)
+    np.testing.assert_allclose(updates, agc(g, w, (0, 1), clipping=0.5), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"cannot tell the units of leaf .* shape \(1, 2\) on each device"):
+        jax.eval_shape(clipped("x"), g, w)
+
+
 @pytest.mark.parametrize("rule", unit_rules())
 @pytest.mark.parametrize(
     ("sharded_over", "check_vma", "message"),

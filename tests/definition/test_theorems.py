@@ -9,6 +9,7 @@ import itertools
 import math
 import types
 
+import denominator
 import pytest
 from prover import Pair, Reals, Refuted, RoundedReals, Scalar, Vector, assume, exactly, floats, identical, prove, sqrt
 
@@ -17,18 +18,18 @@ from shrewjax import spec as definition
 pytestmark = pytest.mark.thorough
 
 
-def theorem(*sizes, mutant, over=Reals):
+def theorem(*sizes, mutant, over=Reals, of=definition):
     """Makes a test of a claim: it holds for vectors of these sizes, and not for all of them with the mutant."""
 
     def declare(claim):
         @pytest.mark.parametrize("case", [*sizes, "mutant"])
         def test(case):
             if case == "mutant":
-                wrong = altered(*mutant)
+                wrong = altered(of, *mutant)
                 with pytest.raises(Refuted):
                     any(prove(claim, wrong, size, over) for size in sizes)
             else:
-                prove(claim, definition, case, over)
+                prove(claim, of, case, over)
 
         test.__doc__ = claim.__doc__
         return test
@@ -36,7 +37,7 @@ def theorem(*sizes, mutant, over=Reals):
     return declare
 
 
-def altered(old, new):
+def altered(definition, old, new):
     """The definition with one piece of a line replaced, so that no mutant depends on where its lines break."""
     assert old == old.strip(), f"{old!r} depends on the spaces around it"
     source = inspect.getsource(definition)
@@ -616,7 +617,7 @@ def tokens_of(losses, mask, units):
     return [(x, [3 * x], m, u) for x, m, u in zip(losses, mask, units, strict=True)]
 
 
-@theorem(2, 4, mutant=(SUMMED, PART_BY_PART))
+@theorem(2, 4, of=denominator, mutant=(SUMMED, PART_BY_PART))
 def test_one_denominator_gives_the_large_batch_whatever_the_split(spec, losses: Vector, mask: Vector):
     """The mean over units of their token means or sums. The mutant claims it of parts that normalize themselves."""
     assume(all(m >= 0 for m in mask))
@@ -638,7 +639,7 @@ def test_one_denominator_gives_the_large_batch_whatever_the_split(spec, losses: 
     )
 
 
-@theorem(2, mutant=("m / count / filled", "m / len(mask) / filled"))
+@theorem(2, of=denominator, mutant=("m / count / filled", "m / len(mask) / filled"))
 def test_parts_that_normalize_themselves_are_off_unless_counts_or_gradients_are_equal(spec, losses: Pair, mask: Pair):
     """By half the difference of the parts, times that of their counts over the sum; here a part is one token."""
     assume(positive(mask))

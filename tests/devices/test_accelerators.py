@@ -11,6 +11,7 @@ from functools import partial
 
 import _compiled
 import compiled
+import executed
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -192,36 +193,69 @@ def test_norms_by_leaf_cost_no_pass_no_launch_and_no_all_reduce(devices, target)
     assert program.collectives == without.collectives
 
 
-def squared_powers_of_two(program):
-    """Products of a number, made by a shift of its exponent, with itself."""
-
-    def source(x):
-        while x.op in ("bitcast", "bitcast-convert", "broadcast", "copy", "reshape", "slice"):
-            (x,) = x.operands
-        return x
-
-    products = [x.operands for x in program.instructions() if x.op == "multiply"]
-    return [source(a) for a, b in products if a is b and source(a).op == "shift-left"]
+CONDITIONALS = {
+    "clip_by_global_norm": (lambda: shrewjax.clip_by_global_norm(1.0), 0),
+    "adaptive_grad_clip": (lambda: shrewjax.adaptive_grad_clip(), 0),
+    "clip_by_leaf_norm": (lambda: shrewjax.clip_by_leaf_norm(1.0), 0),
+    "skip_nonfinite": (lambda: shrewjax.skip_nonfinite(shrewjax.clip_by_global_norm(1.0)), 1),
+    "accumulate": (lambda: shrewjax.accumulate(shrewjax.clip_by_global_norm(1.0), 4), 1),
+}
+TWO, OTHER_WRAPPERS = [*CONDITIONALS][:2], [*CONDITIONALS][2:]
 
 
-@pytest.mark.parametrize("name", ["clip_by_leaf_norm", "adaptive_grad_clip"])
+@pytest.mark.parametrize("name", [*TWO, *thorough(*OTHER_WRAPPERS)])
 @pytest.mark.usefixtures("one_device_here")
-def test_square_of_a_scaled_zero_is_not_regrouped(name, target):
-    # (0 * c) * (0 * c) is 0, but 0 * (c * c), which XLA may make of it where it knows the zero, is NaN.
-    (rule, _), mesh = compiled.RULES[name], target.mesh()
-    params = place({"live": jnp.zeros(4), "frozen": jnp.zeros(4)}, mesh)
-    tx = optax.chain(rule(), optax.sgd(0.1))
+def test_a_clip_has_no_branch_and_a_wrapper_has_its_own(name, target):
+    make, number = CONDITIONALS[name]
+    program = compiled.step(
+        target, applied, make(), place({"w": jnp.zeros((64, 32)), "b": jnp.zeros(32)}, target.mesh())
+    )
+    assert program.text.count(" conditional(") == number
 
-    def step(carry, x):
-        def loss(params):
-            return jnp.sum(params["live"] * x) + jnp.sum(jax.lax.stop_gradient(params["frozen"]) * x)
 
-        return updated(tx, carry, jax.grad(loss)(carry[0]))
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.usefixtures("one_device_here")
+def test_norms_for_gpus_are_right_at_every_magnitude(dtype, h100):
+    """A float64 leaf is summed on three scales, of which one is selected."""
+    del h100
+    largest = float(np.finfo(dtype).max)
+    magnitudes = [1, largest / 2, largest**0.5, largest**-0.4, largest**-0.6, largest**-0.9, 0, np.inf, np.nan]
+    row = np.asarray([0.5, 0.25, 0.125, 0.75])
+    rows = (np.reshape(magnitudes, (-1, 1)) * row).astype(dtype)
+    by_row = shrewjax.clip_by_leaf_norm(1.0, batch_axes=0)
 
-    carry = params, place(jax.eval_shape(tx.init, params), mesh)
-    program = compile_tree(target, step, carry, place(jnp.zeros(4), mesh))
-    assert "shift-left" in {x.op for x in program.instructions()}
-    assert squared_powers_of_two(program) == []
+    def norms(rows, eights):
+        # Known to the compiler: a zero, and a factor that makes a finite number infinite.
+        known = (
+            shrewjax.grad_norm([rows[0], jnp.zeros(3, rows.dtype)]),
+            shrewjax.clip_grad_norm(eights * largest, 1.0)[0][0],
+        )
+        tracked = shrewjax.clip_by_global_norm(1.0, leaves=True)
+        of_leaves = [tracked.update([row], tracked.init([row]))[1].leaf_norms[0] for row in rows]
+        of_columns = shrewjax.adaptive_grad_clip(0.5).update(rows.T, None, jnp.ones_like(rows.T))[0]
+        return (
+            jnp.stack([shrewjax.grad_norm([row]) for row in rows]),
+            jnp.stack(of_leaves),
+            by_row.update(rows, by_row.init(rows))[1].grad_norm,
+            jnp.stack([shrewjax.grad_norm([row], 1) for row in rows]),
+            of_columns,
+            known,
+        )
+
+    with jax.enable_x64(True):
+        arguments = rows, np.asarray([8, 8], dtype)
+        compiled_norms = executed.compile_for_gpus(norms, arguments, (P(), P()), executed.gpus(data=1))
+        of_all, of_leaves, of_rows, sums, columns, known = jax.device_get(executed.on_cpus(compiled_norms)(*arguments))
+    expected = np.asarray(magnitudes) * np.linalg.norm(row)
+    np.testing.assert_allclose(of_all, expected, rtol=1e-6)
+    in_float32 = np.float32(np.where(expected > 3.4e38, np.inf, expected))
+    np.testing.assert_allclose(of_rows, in_float32, rtol=1e-6)
+    np.testing.assert_allclose(of_leaves, in_float32, rtol=1e-6)
+    np.testing.assert_allclose(sums, np.asarray(magnitudes) * np.sum(row), rtol=1e-6)
+    scales = np.minimum(1, 0.5 * 2 / np.where(np.isfinite(expected) & (expected > 0), expected, np.nan))
+    scales[expected == 0] = 1
+    np.testing.assert_allclose(columns, rows.T * scales, rtol=1e-6)
+    np.testing.assert_allclose(known, [expected[0], np.nan], rtol=1e-6)
 
 
 @pytest.mark.thorough  # a minute of a core for v5e

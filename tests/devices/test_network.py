@@ -3,12 +3,11 @@
 A step of eight devices with four micro-batches is compiled for H100s and for TPUs v5e, and its collectives are read.
 What programs for H100s compute is compared with JAX's gradient of the whole batch on one device, on CPUs. P is the
 bytes of all parameters. Three models have six layers, which are rematerialized: `LISTED` and `SCANNED` transformers,
-and the network of the page, whose matrices an Explicit mesh can shard.
+and a network whose matrices an Explicit mesh can shard. `losses.py` has models that look rows up in their scans.
 """
 
 import dataclasses
 import functools
-import pathlib
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -21,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _transformer import Transformer
-from helpers import run_page, thorough
+from helpers import thorough
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from losses import LOSSES
 from scanned_layers import sum_by_hand
 from weights import filled, integers, normal
 
@@ -32,7 +32,6 @@ import shrewjax
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 DEVICES, K = 8, 4
-PAGE = pathlib.Path(__file__).parents[2] / "docs/guide/devices.md"
 SCANNED = Transformer(layers=6, width=64, heads=4, vocabulary=128, tokens=32, dtype=np.float32)
 LISTED = dataclasses.replace(SCANNED, is_scanned=False)
 WIDTH = 64
@@ -71,13 +70,8 @@ def transformer(of, *, is_weighted=False, is_explicit=False):
     return Model(loss, weight, params, (tokens,), loss_of(of))
 
 
-@functools.cache
-def page():
-    return run_page(PAGE)
-
-
 def network():
-    """The page's, whose weight is the number of positive targets. Only these count."""
+    """Layers of one matrix. The weight is the number of positive targets; only these count."""
 
     def weight(params, x, y):
         return jnp.sum(y[:, 0] > 0)
@@ -112,15 +106,16 @@ def of_batch(model, **options):
     return lambda mesh: shrewjax.value_and_grad(model.loss, K, weight=model.weight, **options)
 
 
-def mapped(model, **options):
-    """In `shard_map` over "data" alone."""
+def in_shard_map(**options):
+    """In `shard_map` over "data" that the caller writes."""
+    model = transformer(SCANNED, **options)
 
     def step(mesh):
-        run = shrewjax.value_and_grad(model.loss, K, weight=model.weight, sum_over="data", **options)
+        run = of_batch(model, sum_over="data")(mesh)
         specs = (P(), *[P("data")] * len(model.batch))
         return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(), axis_names={"data"})
 
-    return step
+    return Form(model, {"data": DEVICES}, step)
 
 
 def on_explicit(of, **options):
@@ -146,7 +141,7 @@ def typed_reduced():
 def tensor_parallel(kind):
     """Half of each matrix on a device."""
     model, is_explicit = network(), kind == AxisType.Explicit
-    step = of_batch(model) if is_explicit else mapped(model)
+    step = of_batch(model, sum_over=None if is_explicit else "data")
     specs = {"layers": P(None, None, "model"), "out": P()}
     batch_specs = (P("data", "model"), P("data")) if is_explicit else P("data")  # of activations, by their types
     return Form(model, {"data": 4, "model": 2}, step, specs, batch_specs, kind, sent={"all-reduce": 0.5})
@@ -158,51 +153,63 @@ def columns(of):
 
 
 def hybrid():
-    model = transformer(SCANNED)
+    model, step = transformer(SCANNED), of_batch(transformer(SCANNED), sum_over="data")
     both = P(("data", "fsdp"))
-    return Form(
-        model, {"data": 4, "fsdp": 2}, mapped(model), columns(model), both, sent={"all-reduce": 0.5}, is_gathered=True
-    )
+    return Form(model, {"data": 4, "fsdp": 2}, step, columns(model), both, sent={"all-reduce": 0.5}, is_gathered=True)
 
 
-def fsdp_of_page():
-    """The page's own code, with this network in the place of its own."""
-    model, names = network(), page()
-    specs = jax.tree.map(lambda axis: P(*[None] * axis, "data"), names["sharded_axis"])
-
-    def loss_and_weight(params, x, y):
-        return model.loss(params, x, y), model.weight(params, x, y).astype(jnp.float32)
-
-    def step(mesh):
-        own = shrewjax.value_and_grad(loss_and_weight, K, has_aux=True, aux="sum", weight=model.weight, sum_over=())
-        names["own"] = own  # `gather_and_scatter` looks it up as it is traced
-        return jax.shard_map(
-            names["gather_and_scatter"], mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=(P(), specs)
-        )
-
-    sent = {"all-gather": 1.0, "reduce-scatter": 1.0}  # bytes before they are scattered
-    return Form(model, {"data": DEVICES}, step, specs, sent=sent)
-
-
-def fsdp_on_explicit():
-    """The page's line for an Explicit mesh."""
+def fsdp(kind):
+    """Parameters sharded over "data", as the page says. On an Explicit mesh types ask for shards of the gradients."""
     model, specs = network(), {"layers": P(None, "data"), "out": P("data")}
 
     def step(mesh):
-        def run(shards, x, y):
-            whole = jax.tree.map(lambda w: jax.reshard(w, P(reduced={"data"})), shards)
-            value, grads = of_batch(model)(mesh)(whole, x, y)
-            return value, jax.tree.map(lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), grads, shards)
+        def run(shards, *batch):
+            value, grads = of_batch(model, sum_over="data")(mesh)(shards, *batch)
+            is_auto = kind == AxisType.Auto
+            return value, jax.lax.with_sharding_constraint(grads, specs) if is_auto else grads
 
         return run
 
-    sent = {"all-gather": 1.0, "reduce-scatter": 1.0}
-    return Form(model, {"data": DEVICES}, step, specs, kind=AxisType.Explicit, sent=sent)
+    sent = {"all-gather": 1.0, "reduce-scatter": 1.0}  # bytes before they are scattered
+    return Form(model, {"data": DEVICES}, step, specs, kind=kind, sent=sent)
 
 
-def in_shard_map(**options):
-    model = transformer(SCANNED, **options)
-    return Form(model, {"data": DEVICES}, mapped(model))
+def summed_over(model):
+    return Form(model, {"data": DEVICES}, of_batch(model, sum_over="data"))
+
+
+def with_scans(name):
+    """A model that looks rows up in its scans."""
+    loss = LOSSES[name]()
+
+    def mean(params, *batch):
+        return jnp.mean(loss.of_examples(params, *batch))
+
+    return summed_over(Model(mean, None, loss.params, loss.batch, mean))
+
+
+def convolutions():
+    """A U-net of two levels with group norms."""
+
+    def convolve(x, w, stride=1):
+        names = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=names)
+
+    def normed(x, gain):
+        groups = x.reshape(len(x), -1, 4, x.shape[-1] // 4)
+        mean, variance = (f(groups, axis=(1, 3), keepdims=True) for f in (jnp.mean, jnp.var))
+        return jax.nn.silu(((groups - mean) * jax.lax.rsqrt(variance + 1e-5)).reshape(x.shape) * gain)
+
+    def loss(params, x, y):
+        high = normed(convolve(x, params["in"]), params["gain"])
+        low = jnp.tanh(convolve(high, params["down"], stride=2))
+        up = jax.image.resize(low, (*high.shape[:3], low.shape[-1]), "nearest")
+        return jnp.mean((convolve(jnp.concatenate([up, high], -1), params["out"]) - y) ** 2)
+
+    shapes = {"in": (3, 3, 3, 16), "down": (3, 3, 16, 32), "out": (3, 3, 48, 3)}
+    params = {name: normal(i, *shape) / 3 for i, (name, shape) in enumerate(shapes.items())}
+    x, y = (normal(seed, DEVICES * K, 8, 8, 3, scale=1.0) for seed in (3, 4))
+    return summed_over(Model(loss, None, params | {"gain": np.ones(16, np.float32)}, (x, y), loss))
 
 
 def listed():
@@ -210,6 +217,7 @@ def listed():
     return Form(model, {"data": DEVICES}, of_batch(model))
 
 
+OF_LOSSES = ["recurrent", "recurrent, tied", "chunks", "experts", "graphs", "linen"]
 ONCE = {
     "Explicit, scanned": functools.partial(on_explicit, SCANNED),
     "Explicit, scanned, weighted": functools.partial(on_explicit, SCANNED, is_weighted=True),
@@ -217,15 +225,17 @@ ONCE = {
     "Explicit, listed, weighted": functools.partial(on_explicit, LISTED, is_weighted=True),
     "Explicit, parameters that come as reduced": typed_reduced,
     "Explicit, model": functools.partial(tensor_parallel, AxisType.Explicit),
-    "Explicit, FSDP gathered once": fsdp_on_explicit,
     "Auto, listed": listed,
-    "shard_map, scanned": in_shard_map,
     "shard_map, scanned, weighted": functools.partial(in_shard_map, is_weighted=True),
-    "shard_map, FSDP on another axis": hybrid,
-    "shard_map, model on another axis": functools.partial(tensor_parallel, AxisType.Auto),
-    "shard_map, FSDP gathered once": fsdp_of_page,
+    "sum_over, scanned, weighted": lambda: summed_over(transformer(SCANNED, is_weighted=True)),
+    "sum_over, FSDP on another axis": hybrid,
+    "sum_over, model on another axis": functools.partial(tensor_parallel, AxisType.Auto),
+    "sum_over, FSDP": functools.partial(fsdp, AxisType.Auto),
+    "sum_over, FSDP on an Explicit mesh": functools.partial(fsdp, AxisType.Explicit),
+    "sum_over, convolutions": convolutions,
+    **{f"sum_over, {name}": functools.partial(with_scans, name) for name in OF_LOSSES},
 }
-THREE = "Explicit, scanned, weighted", "shard_map, scanned, weighted", "shard_map, FSDP gathered once"
+THREE = "Explicit, scanned, weighted", "sum_over, FSDP", "sum_over, experts"
 
 
 def compiled_form(form, target):

@@ -97,43 +97,31 @@ def looked_up(params, tokens, counts):
 
 
 def summed_over_devices(mesh, **options):
-    """`value_and_grad` in `shard_map`; each device's micro-batches have their own weights."""
-    step = shrewjax.value_and_grad(looked_up, 2, weight=lambda params, tokens, counts: jnp.sum(counts), **options)
+    """Each device's micro-batches have their own weights. Without `mesh` the call maps itself."""
+    options |= {"weight": lambda params, tokens, counts: jnp.sum(counts), "sum_over": "data"}
+    step = shrewjax.value_and_grad(looked_up, 2, **options)
+    if mesh is None:
+        return step
     split = P("data")
     return jax.shard_map(step, mesh=mesh, in_specs=(P(), split, split), out_specs=P())
 
 
-def reduced_once(mesh):
-    """FSDP that gathers parameters and reduces gradients once a step: the recipe for sharded parameters."""
-    step = shrewjax.value_and_grad(looked_up, 2, sum_over=(), weight=lambda params, tokens, counts: jnp.sum(counts))
-
-    def run(params, tokens, counts):
-        whole = jax.tree.map(lambda x: jax.lax.all_gather(x, "data", tiled=True), params)
-        value, grads = step(whole, tokens, counts)
-        share = jnp.sum(counts) / jax.lax.psum(jnp.sum(counts), "data")
-        grads = jax.tree.map(lambda x: jax.lax.psum_scatter(x * share, "data", tiled=True), grads)
-        return jax.lax.psum(value * share, "data"), grads
-
-    split = P("data")
-    return jax.shard_map(run, mesh=mesh, in_specs=(split, split, split), out_specs=(P(), split))
-
-
 MAPPED_STEPS = {
-    "sum_over": lambda mesh: summed_over_devices(mesh, sum_over="data"),
-    "drop_microbatch": lambda mesh: summed_over_devices(mesh, sum_over="data", nonfinite="drop_microbatch"),
-    "FSDP": reduced_once,
+    "plain jit": lambda mesh: summed_over_devices(None),
+    "shard_map": summed_over_devices,
+    "drop_microbatch": lambda mesh: summed_over_devices(mesh, nonfinite="drop_microbatch"),
 }
 
 
-@pytest.mark.parametrize("name", ["sum_over", *thorough(*(name for name in MAPPED_STEPS if name != "sum_over"))])
-def test_gradients_in_shard_map_are_those_of_the_whole_batch(name):
+@pytest.mark.parametrize("name", ["plain jit", *thorough(*(name for name in MAPPED_STEPS if name != "plain jit"))])
+def test_gradients_that_are_summed_over_devices_are_those_of_the_whole_batch(name):
     counts = np.float32(np.random.default_rng(0).random(64) < 0.7)
     counts[:8:2] = 0  # a micro-batch of the first device has weight 0
     arguments = {"table": table(1, 64, 16), "out": normal(2, 16, 64)}, integers(3, 64, 64, 8), counts
     expected = quick_jit(jax.value_and_grad(looked_up))(*arguments)
     mesh = executed.gpus(data=8)
-    specs = P("data") if name == "FSDP" else P(), P("data"), P("data")
-    executed.assert_right(MAPPED_STEPS[name](mesh), arguments, specs, mesh, expected)
+    with jax.set_mesh(mesh):
+        executed.assert_right(MAPPED_STEPS[name](mesh), arguments, (P(), P("data"), P("data")), mesh, expected)
 
 
 # Windows and rules, call by call.

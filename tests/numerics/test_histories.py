@@ -47,3 +47,10 @@ def test_moments_are_those_of_all_values_or_of_weights_that_decay(averages_all):
             mean, variance = np.mean(values[: i + 1], dtype=np.float64), np.var(values[: i + 1], dtype=np.float64)
         assert int(moments.recorded) == i + 1
         np.testing.assert_allclose([moments.mean, moments.std], [mean, variance**0.5], rtol=1e-6)
+
+
+def test_percentile_100_is_the_last_value_of_a_history_of_any_length():
+    """In float32, 100 * 700_001 / 100 is less than 700_001."""
+    length = 700_002
+    history = histories.HistoryState(values=np.arange(length, dtype=f32), filled=np.int32(length))
+    assert float(quick_jit(histories.percentile)(history, 100.0)) == length - 1

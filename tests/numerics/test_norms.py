@@ -15,7 +15,11 @@ from shrewjax._base.mesh import unit_axes
 from shrewjax._numerics import floats
 from shrewjax._numerics.norms import (
     _cube_root,
-    _measure,
+    _global,
+    _in_float64,
+    _in_one_pass,
+    _in_two_passes,
+    _Norms,
     combine,
     measure_units,
 )
@@ -41,6 +45,9 @@ IN_RANGE = [
     [np.complex64([3 + 4j, 1j]), f32([0])],
     [np.complex64([1e25 + 1e25j, 0]), f32([1e25])],
     [np.complex64([1e-25 + 1e-25j, 0]), f32([0])],
+    [np.complex64([2e-38, 0]), f32([0])],  # half of it is subnormal
+    [np.complex64([2e-38 + 2e-38j, 3e-38j]), f32([3e-38])],
+    [np.complex64([2e-38, 1e20j]), f32([1e-30])],
     [np.zeros((0,), f32), np.ones((), f32), np.full((1, 2, 3), f32(2))],
 ]
 
@@ -57,6 +64,46 @@ def test_norm_neither_overflows_nor_underflows(case):
         assert float(found) == pytest.approx(float(true_norm(IN_RANGE[case], ord)), rel=1e-6, abs=0), ord
 
 
+FORMS = {"in a branch": _in_two_passes, "selected": _in_one_pass, "in float64": _in_float64}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_platforms_form_neither_overflows_nor_underflows(form):
+    """Those of accelerators run on a CPU as well."""
+
+    @quick_jit
+    def norms(leaves):
+        return [floats.from_extended(FORMS[form](leaves, None, _global(leaves, ord, None))[0]) for ord in (1, 2)]
+
+    for case, leaves in enumerate(IN_RANGE):
+        for ord, norm in zip((1, 2), norms(leaves), strict=True):
+            assert float(norm) == pytest.approx(float(true_norm(leaves, ord)), rel=1e-6, abs=0), (case, ord)
+    for bad, expected in ((np.nan, np.nan), (np.inf, np.inf)):
+        np.testing.assert_array_equal(norms([f32([3, 4, 0]), f32([0, bad, 0])]), [expected] * 2)
+
+
+def test_sums_that_are_selected_have_the_bits_of_the_second_pass():
+    """In float64, too. Few bits an element, so that sums are exact in any order."""
+    rng = np.random.default_rng(0)
+    integers = [rng.integers(-8, 8, shape) for shape in ((3, 40), (5,), (2, 20))]
+    dims = ((0,), (), (0,))
+    for dtype in (np.float32, np.float64):
+        with jax.enable_x64(dtype == np.float64):
+
+            def norms(leaves, form):
+                units = _Norms(2, dims, [()] * 3, ((0,), (1,), (2,)))
+                each = (units, _global(leaves, 1, None), _global(leaves, 2, None)._replace(by_leaf=True))
+                return [form(leaves, None, of) for of in each]
+
+            run = {form: users_jit(functools.partial(norms, form=FORMS[form])) for form in FORMS}
+            for exponent in np.linspace(np.finfo(dtype).minexp, np.finfo(dtype).maxexp - 4, 9).astype(int):
+                leaves = [np.ldexp(x.astype(dtype), exponent) for x in integers]
+                leaves[2][0] = 1
+                branch, selected = (jax.tree.leaves(run[form](leaves)) for form in ("in a branch", "selected"))
+                for a, b in zip(branch, selected, strict=True):
+                    np.testing.assert_array_equal(a, b, err_msg=f"{dtype} {exponent}")
+
+
 def test_norm_of_float64_leaves_is_float64_and_neither_overflows_nor_underflows():
     with jax.enable_x64(True):
         for values in ([3e200, 4e200], [3e-200, 4e-200], [3e-310, 4e-310], [1.0, 1e-9]):
@@ -65,6 +112,19 @@ def test_norm_of_float64_leaves_is_float64_and_neither_overflows_nor_underflows(
             assert norm.dtype == jnp.float64
             tolerance = 1e-15 if values[0] > 1e-300 else 1.0  # subnormals are flushed on CPU
             assert float(norm) == pytest.approx(float(true_norm(leaves)), rel=tolerance, abs=0)
+
+
+@pytest.mark.parametrize(("dtype", "smallest"), [(np.complex64, 2e-38), (np.complex128, 4e-308)])
+def test_complex_numbers_whose_halves_are_subnormal_count_in_every_order(dtype, smallest):
+    leaf = np.asarray([smallest, smallest * 1j, 0], dtype)
+    orders = [1, 1.5, 2, 3, 4, np.inf]
+    with jax.enable_x64(True):
+        norms = quick_jit(lambda x: [shrewjax.grad_norm([x], ord) for ord in orders])(leaf)
+        clipped = quick_jit(lambda x: shrewjax.clip_grad_norm(x, smallest / 2, ord=np.inf)[0])(leaf)
+    for ord, norm in zip(orders, norms, strict=True):
+        # In units of the smallest, because the definition's powers would leave the range.
+        assert float(norm) / smallest == pytest.approx(float(true_norm([leaf / smallest], ord)), rel=1e-6), ord
+    assert np.abs(clipped).max() <= 0.5001 * smallest
 
 
 def test_norm_of_nothing_is_zero():
@@ -183,8 +243,8 @@ def test_norm_under_vmap_takes_each_row_through_its_own_range():
 
 
 def test_common_case_reads_the_gradients_once():
-    """The scaled pass sits in a branch: outside of it there is one reduction of the data."""
-    jaxpr = jax.make_jaxpr(lambda x: _measure.__wrapped__([x], 2, "global", None))(jnp.ones((8, 8)))
+    """On a CPU the scaled pass sits in a branch: outside of it there is one reduction of the data."""
+    jaxpr = jax.make_jaxpr(lambda x: _in_two_passes([x], None, _global([x], 2, None)))(jnp.ones((8, 8)))
     reductions = [e for e in jaxpr.eqns if e.primitive.name == "reduce_sum" and e.invars[0].aval.shape == (8, 8)]
     assert len(reductions) == 1
     assert [e.primitive.name for e in jaxpr.eqns].count("cond") == 1

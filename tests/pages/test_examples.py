@@ -4,6 +4,7 @@ Each is a fork of one process that has imported what they import. Most of the ti
 optimized, and they run as short as their claims allow. All but the main one are `thorough`: CI runs them.
 """
 
+import csv
 import re
 import socket
 import struct
@@ -242,21 +243,15 @@ def test_sharded_example_resumes_in_mid_window_on_fewer_devices_in_two_processes
     assert_is_drawn(figure)
 
 
-def test_which_rule_example_survives_an_overflow_under_guards_alone(run):
-    printed, figure = run("which_rule.py", "--quick", "--steps", 130, out="new/rule.png")
+def test_which_rule_example_writes_what_every_rule_did_to_a_gru_and_draws_it(run):
+    _, figure = run("which_rule.py", "--jobs", "GRU", "--steps", 300, "--seeds", 0, 1, out="new/rule.png")
 
-    tables = dict(re.findall(r"^(calm|by itself|too high|corrupted|overflow)\n\n((?:\|.*\n)+)", printed, re.MULTILINE))
-    losses = {
-        cause: {
-            cells[1].strip(" `"): float(cells[3].split()[0])
-            for line in rows.splitlines()[2:]
-            for cells in [line.split("|")]
-        }
-        for cause, rows in tables.items()
-    }
-    rules = {"none", "clip_by_global_norm", "skip_on_spike", "skip_nonfinite"}
-    assert {cause: set(found) for cause, found in losses.items()} == dict.fromkeys(tables, rules)
-    assert {rule for rule, loss in losses["overflow"].items() if loss < 4} == {"skip_on_spike", "skip_nonfinite"}
-    assert max(losses["calm"].values()) < 3.5
-    assert losses["calm"]["skip_nonfinite"] == losses["calm"]["none"]
+    with figure.with_suffix(".csv").open() as file:
+        rows = {(row["condition"], row["rule"]): row for row in csv.DictReader(file)}
+    assert len(rows) == 4 * 8
+    losses = {key: [float(loss) for loss in row["losses"].split()] for key, row in rows.items()}
+    assert max(losses["rate too high", "percentile 10"]) < 0.3 < min(losses["rate too high", "none"])
+    assert max(losses["rate suits", "none"]) < 0.3
+    measured = [float(rows["rate suits", f"global {name}"]["threshold"]) for name in ("median", "90th pct")]
+    assert 0 < measured[0] < measured[1] < 3
     assert_is_drawn(figure)

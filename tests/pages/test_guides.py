@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from denominator import coefficients_spec
 from flax import nnx
 from helpers import bits, own_params, run_page
 from PIL import Image
@@ -180,7 +181,7 @@ def test_coefficients_are_those_of_the_definition(rl):
     prompts = np.broadcast_to(PROMPT[:, None], mask.shape).ravel()
     kinds = {"token mean": ([0] * mask.size, "means"), "sequence mean": (rows, "means"), "sequence sum": (rows, "sums")}
     for kind, (units, of) in (kinds | {"prompt mean": (prompts, "means")}).items():
-        expected = shrewjax.spec.coefficients_spec(list(mask.ravel()), list(units), of)
+        expected = coefficients_spec(list(mask.ravel()), list(units), of)
         np.testing.assert_allclose(guide.c[kind].ravel(), expected, rtol=1e-15)
 
 
@@ -189,7 +190,7 @@ def test_packed_rows_count_each_sequence_once():
     """Against the definition in exact fractions. Units that are rows are the mistake."""
     names = page("guide/denominator.md").names
     mask = [Fraction(int(m)) for m in np.ravel(names["counted"])]
-    expected = np.float64(shrewjax.spec.coefficients_spec(mask, np.ravel(names["row"]).tolist()))
+    expected = np.float64(coefficients_spec(mask, np.ravel(names["row"]).tolist()))
     np.testing.assert_allclose(np.ravel(names["token_means"](names["counted"], names["row"], 6)), expected, rtol=1e-6)
     by_row = np.ravel(names["token_means"](names["counted"], np.arange(2)[:, None], 2))
     assert distance(by_row, expected) > 0.1
@@ -1099,10 +1100,3 @@ def test_a_state_with_fewer_fields_goes_on_in_a_new_one():
     assert bits(before) == bits(state[:5])
     assert type(state) is shrewjax.SkipNonfiniteState
     assert set(state.nonfinite_leaves) == {"w"}
-
-
-def test_fsdp_of_a_batch_in_which_nothing_counts_has_gradients_of_zero():
-    names = page("guide/devices.md").names
-    run = quick_jit(names["fsdp_batch"])
-    value, grads = run(names["shards"], np.ones((32, 8), np.float32), -np.ones((32, 1), np.float32))
-    assert [float(np.abs(x).max()) for x in (value, *jax.tree.leaves(grads))] == [0.0] * 3

@@ -1,68 +1,98 @@
-"""The page "Which rule?" compares every rule, and its script measures what the page says that it measures.
+"""The page "Which rule?" is short, its numbers are those of the rows beside the script, and so is its figure.
 
 A quick part of the runs is in `test_examples.py`.
 """
 
-import json
+import csv
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import which_rule
-
-import shrewjax
+from _figures import BLUE, FOR_DARK, INK, VERMILLION
+from test_figures import PAGES, contrast, texts
 
 pytestmark = pytest.mark.thorough
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "guide" / "which_rule.md").read_text()
-NOBODY = np.zeros(400, bool)
+ROOT = Path(__file__).parent.parent.parent
+PAGE = (ROOT / "docs" / "guide" / "which_rule.md").read_text()
+ROWS = ROOT / "examples" / "which_rule.csv"
+with ROWS.open() as file:
+    ALL = list(csv.DictReader(file))
+MEASURED = [row for row in ALL if row["losses"]]
 
 
-def quiet():
-    """Losses that stand 0.1 to either side of 2, so that their standard deviation is 0.1."""
-    return np.where(np.arange(400) % 2, 2.1, 1.9)
+def test_page_has_at_most_900_words_and_one_figure():
+    assert len(PAGE.split()) <= 900
+    assert PAGE.count("<img ") == 1
 
 
-def test_every_clip_and_every_guard_of_the_package_is_compared_and_on_the_page():
-    clips = ("clip_by_", "adaptive_grad_clip", "clip_cotangent", "skip_")
-    public = {name for name in shrewjax.__all__ if name.startswith(clips)}
-    measured = {part for name in which_rule.RULES for part in name.split(", ")}
-    assert public <= measured
-    plain = PAGE.replace("`", "")
-    assert [name for name in which_rule.RULES if f"| {name} |" not in plain] == []
+def test_rows_hold_three_jobs_under_every_rule_and_condition_from_five_seeds():
+    runs = [(row["job"], row["condition"], row["rule"]) for row in MEASURED]
+    jobs = ("transformer", "no norms", "GRU")
+    assert sorted(runs) == sorted(
+        (job, condition, rule) for job in jobs for condition in which_rule.CONDITIONS for rule in which_rule.RULES
+    )
+    for row in MEASURED:
+        losses = sorted(float(loss) for loss in row["losses"].split())
+        assert len(losses) == 5
+        stated = [float(row[name]) for name in ("lowest", "median", "highest")]
+        assert stated == pytest.approx([losses[0], losses[2], losses[4]], rel=1e-3)
 
 
-@pytest.mark.parametrize(("loss", "spikes"), [(2.99, 0), (3.01, 1), (0.99, 1), (np.nan, 1), (np.inf, 1)])
-def test_spike_score_counts_losses_ten_standard_deviations_from_the_mean_before(loss, spikes):
-    losses = quiet()
-    losses[250] = loss
-    assert which_rule.spike_score(losses, NOBODY) == spikes / 300
+def median(job, condition, rule):
+    (row,) = (row for row in MEASURED if (row["job"], row["condition"], row["rule"]) == (job, condition, rule))
+    return "fails" if float(row["median"]) > float(row["guess"]) else f"{float(row['median']):.2f}"
 
 
-def test_spike_score_leaves_out_faulty_steps_and_the_first_hundred():
-    losses = quiet()
-    losses[[20, 250]] = 1e28, np.nan
-    assert which_rule.spike_score(losses, np.arange(400) == 250) == 0
+def test_table_of_the_page_has_the_medians_of_the_rows():
+    (table,) = re.findall(r"\n\| job \| rate suits, no rule.*\n.*\n((?:\|.*\n)+)", PAGE)
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    runs = (("rate suits", "none"), ("rate too high", "none"), ("rate too high", "percentile 10"))
+    assert shown == [[job, *(median(job, *run) for run in runs)] for job in ("transformer", "no norms", "GRU")]
 
 
-def test_spike_score_forgets_what_is_more_than_a_thousand_steps_ago():
-    losses = np.where(np.arange(2500) % 2, 2.1, 1.9)
-    losses[60] = 50  # until it is forgotten, the standard deviation is 1.5 and more
-    losses[[900, 2000]] = 4
-    assert which_rule.spike_score(losses, np.zeros(2500, bool)) == pytest.approx(1 / 2400)
+def test_figure_is_that_of_the_rows(tmp_path):
+    which_rule.main(["--rows", str(ROWS), "--out", str(tmp_path / "which_rule.svg")])
+    for page in PAGES:
+        name = f"which_rule-{page}.svg"
+        drawn, committed = (ElementTree.parse(folder / name) for folder in (tmp_path, ROOT / "docs" / "figures"))
+        assert texts(drawn.getroot()) == texts(committed.getroot())
 
 
-def test_steps_lost_are_those_half_a_nat_above_the_calm_run_or_not_finite():
-    calm, losses = quiet(), quiet()
-    losses[[3, 4, 5, 6]] += 0.49, 0.51, np.nan, np.inf
-    assert which_rule.steps_lost(losses, calm, NOBODY) == 3
-    assert which_rule.steps_lost(losses, calm, np.arange(400) == 5) == 2
+def row(*losses, guess=2.3):
+    return {"losses": " ".join(map(str, losses)), "guess": str(guess)}
 
 
-def test_a_run_that_was_stopped_while_it_wrote_loses_its_last_row_alone(tmp_path):
-    row = {"rule": "none", "value": None, "cause": "calm", "seed": 0, "steps": 400}
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"seed": 1})[:30])
-    laboratory = which_rule.Laboratory(path, 400)
-    assert list(laboratory.rows) == [which_rule.Key(**row)]
-    assert path.read_text() == json.dumps(row) + "\n"
+@pytest.mark.parametrize(
+    ("losses", "text", "color"),
+    [
+        ((1.1, 1.2, 1.4), "+0.20", VERMILLION),
+        ((0.9, 0.5, 0.8), "\N{MINUS SIGN}0.20", BLUE),
+        ((0.9, 0.5, 1.1), "\N{MINUS SIGN}0.10", None),  # of three seeds, one ends higher
+        ((0.9, 0.5, 1.0), "\N{MINUS SIGN}0.10", None),
+        ((2.3, 1e9, "nan"), "fails", VERMILLION),
+    ],
+)
+def test_cell_is_colored_only_if_all_seeds_agree(losses, text, color):
+    found, of_cell, strength = which_rule.cell(row(*losses), row(1, 1, 1))
+    assert found == text
+    assert (of_cell if strength else None) == color
+
+
+def test_cell_without_a_rule_has_the_loss():
+    without = row(1.234, 1, 2)
+    assert which_rule.cell(without, without)[::2] == ("1.23", 0)
+
+
+@pytest.mark.parametrize("hue", [BLUE, VERMILLION])
+def test_text_on_the_strongest_color_is_legible_on_both_pages(hue):
+    _, _, strength = which_rule.cell(row(9), row(1))
+    for page, replaced in (("light", lambda color: color), ("dark", FOR_DARK.get)):
+        behind, before = (
+            np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) for color in (PAGES[page], replaced(hue))
+        )
+        mixed = np.round(strength * before + (1 - strength) * behind).astype(int)
+        assert contrast(replaced(INK), "#" + bytes(mixed.tolist()).hex()) >= 4.5

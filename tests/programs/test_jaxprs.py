@@ -96,14 +96,14 @@ def test_carry_of_a_while_loop_comes_after_the_constants_of_its_body():
     assert [x.aval.shape for x in body.invars[jaxprs.carry_of(equation)]] == [(4, 3), ()]
 
 
-def test_part_of_a_jaxpr_returns_what_is_read_later():
+def test_part_of_a_jaxpr_is_a_function_of_what_it_reads():
     def function(x, y):
         sine = jnp.sin(x)
         return sine * y, jnp.cos(sine)
 
     program = jax.make_jaxpr(function)(1.0, 2.0)
-    sine, product, cosine = program.jaxpr.eqns
-    part = jaxprs.part_of(program.jaxpr, [sine, product], {*cosine.invars, *product.outvars})
+    sine, product, _ = program.jaxpr.eqns
+    part = jaxprs.part_of(program.jaxpr, [sine, product], [*sine.outvars, *product.outvars])
     np.testing.assert_allclose(core.jaxpr_as_fun(part)(1.0, 2.0), [np.sin(1.0), np.sin(1.0) * 2], rtol=1e-6)
     assert [x for equation in program.jaxpr.eqns for x in jaxprs.jaxprs_in(equation)] == []
 
@@ -120,18 +120,19 @@ def test_equations_whose_parameters_have_other_names_are_not_taken_apart(name):
     function = CALLS[name](lambda x: jnp.sin(x)) if name in CALLS else (LOOPS | BRANCHES)[name]
     *_, equation = equations(lambda x: function(x), X)
     assert jaxprs.jaxprs_on_operands(equation)
-    assert jaxprs.may_be_inlined(equation) == (name in ("jit", "checkpoint"))
+    assert jaxprs.is_plain_jit(equation) == (name == "jit")
     renamed = with_other_names(equation)
     assert not jaxprs.jaxprs_on_operands(renamed)
     assert jaxprs.jaxpr_of_call(renamed) is jaxprs.carry_of(renamed) is jaxprs.scan_of(renamed) is None
-    assert not jaxprs.may_be_inlined(renamed)
+    assert not jaxprs.is_plain_jit(renamed)
+    assert not jaxprs.is_checkpoint(renamed)
 
 
 @pytest.mark.parametrize("name", ["in_shardings", "out_shardings"])
-def test_jit_with_shardings_is_not_inlined(name):
+def test_jit_with_shardings_is_not_plain(name):
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     (equation,) = equations(jax.jit(jnp.sin, **{name: sharding}), X)
-    assert not jaxprs.may_be_inlined(equation)
+    assert not jaxprs.is_plain_jit(equation)
 
 
 @pytest.mark.parametrize("mapped", [{"a"}, {"a", "b"}])

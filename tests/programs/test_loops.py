@@ -178,16 +178,21 @@ def held(function, *args):
 @pytest.mark.parametrize("name", ROWS)
 def test_scans_add_their_gradients_with_the_bits_of_a_loop_by_hand(name):
     loss, params = FORMS[name]()
-    step = shrewjax.value_and_grad(loss, K)
-    found = jax.jit(step)(params, X)[1]
+    found = jax.jit(shrewjax.value_and_grad(loss, K))(params, X)[1]
     expected = jax.jit(functools.partial(by_hand, loss))(params, X)
     if name in IN_PARTS:
         for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6 * np.abs(e).max())
     else:
         assert bits(found) == bits(expected)
-    if name == "bfloat16 copy":
-        return  # XLA may keep the copy, half a tree, from micro-batch to micro-batch
+
+
+# XLA may keep the bfloat16 copy, half a tree, from micro-batch to micro-batch.
+@pytest.mark.needs_passes
+@pytest.mark.parametrize("name", [row for row in ROWS if row.values != ("bfloat16 copy",)])
+def test_scans_that_add_their_gradients_hold_no_tree_beside_the_sum(name):
+    loss, params = FORMS[name]()
+    step = shrewjax.value_and_grad(loss, K)
     unit = sum(x.nbytes for x in jax.tree.leaves(params))
     alone = held(jax.value_and_grad(loss), params, X[::K])
     assert (held(step, params, X) - alone) / unit < 0.35
@@ -244,12 +249,106 @@ def test_a_gradient_that_is_read_twice_is_left_to_the_caller():
     np.testing.assert_array_equal(sums[number], 1)
 
 
+def penalized(stack, x):
+    return loss_of(scanned)(stack, x) + 0.1 * jnp.sum(stack**2)
+
+
+@pytest.mark.needs_passes
+def test_a_scan_adds_also_if_a_penalty_does():
+    assert added(penalized, STACK, X[:2]) == [True]
+
+
 def test_a_penalty_and_the_scan_both_reach_the_sum():
-    loss = lambda stack, x: loss_of(scanned)(stack, x) + 0.1 * jnp.sum(stack**2)  # noqa: E731
-    assert added(loss, STACK, X[:2]) == [True]
-    found = jax.jit(shrewjax.value_and_grad(loss, K))(STACK, X)[1]
-    expected = np.asarray(jax.jit(functools.partial(by_hand, loss))(STACK, X))
+    found = jax.jit(shrewjax.value_and_grad(penalized, K))(STACK, X)[1]
+    expected = np.asarray(jax.jit(functools.partial(by_hand, penalized))(STACK, X))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+
+
+# --- scans that XLA unrolls ------------------------------------------------------------------------------------
+
+
+@pytest.mark.needs_passes
+@pytest.mark.parametrize(("unroll", "adds"), [(1, True), (2, True), (4, True), (5, False), (8, False), (True, False)])
+def test_a_scan_that_xla_unrolls_whole_leaves_its_gradients_to_the_caller(unroll, adds):
+    assert added(loss_of(functools.partial(scanned, unroll=unroll)), STACK, X[:2]) == [adds]
+
+
+@pytest.mark.parametrize("unroll", [True, *thorough(5)])
+def test_a_scan_that_xla_unrolls_whole_holds_no_more_than_by_hand(unroll):
+    loss = loss_of(functools.partial(scanned, unroll=unroll))
+    ours, theirs = (held(step, STACK, X) for step in (shrewjax.value_and_grad(loss, K), lambda *a: by_hand(loss, *a)))
+    assert ours <= theirs + 0.05 * STACK.nbytes
+
+
+# --- functions that a loss calls often -------------------------------------------------------------------------
+
+
+def lines(step, *args):
+    return len(jax.jit(step).lower(*args).as_text().splitlines())
+
+
+def often(count):
+    one = jax.jit(scanned)
+    return loss_of(lambda stacks, x: functools.reduce(lambda h, stack: one(stack, h), stacks, x))
+
+
+def nested(depth):
+    run = scanned
+    for _ in range(depth):
+        run = jax.jit(lambda stack, h, run=run: run(stack, run(stack, h)))
+    return loss_of(run)
+
+
+OFTEN = {
+    "40 calls": (often(40), [STACK[:2, :4, :4]] * 40),
+    "ten functions that call each other twice": (nested(10), STACK[:2, :4, :4]),
+}
+
+
+@pytest.mark.parametrize("name", OFTEN)
+def test_calls_of_one_function_are_calls_in_the_program(name):
+    loss, params = OFTEN[name]
+    ours, theirs = (
+        lines(step, params, X[:, :4]) for step in (shrewjax.value_and_grad(loss, K), functools.partial(by_hand, loss))
+    )
+    assert ours < 2 * theirs
+
+
+def test_calls_add_each_to_its_own_sum_and_in_its_own_way():
+    """Three stacks: one as it is, one with its layers along the last axis, one through a function around the first."""
+    one = jax.jit(scanned)
+    around = jax.jit(lambda stack, h: one(stack, one(2 * stack, h)))
+
+    def loss(params, x):
+        first, last, third = params
+        h = one(first, one(jnp.moveaxis(last, -1, 0), x))
+        return jnp.mean(around(third, one(first, around(first, h))) ** 2)
+
+    stacks = STACK[:2, :4, :4], np.moveaxis(STACK[2:4, :4, :4], 0, -1), STACK[4:6, :4, :4]
+    found = jax.jit(shrewjax.value_and_grad(loss, K))(stacks, X[:, :4])[1]
+    expected = jax.jit(jax.grad(loss))(stacks, X[:, :4])
+    for a, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5 * np.abs(np.asarray(e)).max())
+
+
+# --- tracing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"nonfinite": "drop_microbatch"}, {"weight": lambda layers, x: jnp.sum(x > 0)}]
+)
+def test_the_loss_is_traced_once_and_adds_few_lines_to_a_loop_by_hand(options):
+    seen = []
+
+    def loss(layers, x):
+        seen.append(x)
+        return loss_of(LEFT["layers of a list"])(layers, x)
+
+    layers = [*STACK[:, :4, :4]] * 4
+    ours = lines(shrewjax.value_and_grad(loss, K, **options), layers, X[:, :4])
+    assert len(seen) == 1
+    theirs = lines(functools.partial(by_hand, loss), layers, X[:, :4])
+    assert options or ours < 1.25 * theirs
 
 
 # --- options of the window -------------------------------------------------------------------------------------

@@ -120,6 +120,7 @@ LISTED = [
 ]
 
 
+@pytest.mark.needs_passes
 @pytest.mark.parametrize(("place", "loss", "weight", "context"), [*SCANNED, *thorough(*LISTED)])
 def test_gradients_of_matrices_are_reduced_once_after_the_loop(place, loss, weight, context):
     (axes, spec, of_examples), loss, weight = PLACES[place], LOSSES[loss], WEIGHTS[weight]
@@ -251,6 +252,7 @@ def test_parameters_that_the_loss_does_not_use_have_gradients_of_zero():
     close(grads, {"in": expected, **jax.tree.map(np.zeros_like, unused)})
 
 
+@pytest.mark.needs_passes
 def test_marks_are_on_parameters_of_products_and_lookups_alone():
     mesh = mesh_of(data=8)
     with jax.set_mesh(mesh):
@@ -264,6 +266,26 @@ def test_marks_are_on_parameters_of_products_and_lookups_alone():
         of_leaves = []
         jax.eval_shape(types, params, x, y)
     assert [bool(marks) for marks in of_leaves] == [True, False, True, True, True]  # in, bias, down, up, out
+
+
+@pytest.mark.needs_passes
+def test_functions_that_call_each_other_twice_are_followed_once():
+    """2**30 ways lead through these."""
+    run = lambda w, h: jnp.tanh(h @ w)  # noqa: E731
+    for _ in range(30):
+        run = jax.jit(lambda w, h, run=run: run(w, run(w, h)))
+    mesh = mesh_of(data=8)
+    with jax.set_mesh(mesh):
+        w, x = placed(mesh, PARAMS["in"], P()), placed(mesh, X, P("data"))
+        found = []
+
+        def types(w, x):
+            marks = marked(lambda w: jnp.mean(run(w, x)), w, x, axes_of_examples(x, w))
+            found.append(jax.typeof(marks).sharding.spec.reduced)
+            return x
+
+        jax.eval_shape(types, w, x)
+    assert found == [{"data"}]
 
 
 def test_examples_that_no_mesh_shards_need_no_types():
@@ -334,6 +356,7 @@ def test_a_clip_in_shard_map_sums_gradients_that_come_as_unreduced():
     np.testing.assert_allclose(found, np.linalg.norm(jax.grad(loss)(PARAMS["in"], X)), rtol=1e-5)
 
 
+@pytest.mark.needs_passes
 def test_a_model_of_flax_is_reduced_once_too():
     class Model(nnx.Module):
         def __init__(self, rngs):

@@ -131,6 +131,36 @@ WRONG_CALLS = {
         r"^argument 3 has 3 examples along its first axis, argument 1 has 8\. If argument 3 is the same for all "
         r"micro-batches, pass batch_argnums=\(1, 2\)",
     ),
+    "a matrix of the transposed examples": (
+        lambda: traced(args=(PARAMS, X.T, Y)),
+        r"^argument 1 has 3 examples, which micro_batches=4 does not divide\. If its first axis does not number the "
+        r"examples, move the axis that does to the front\. Otherwise pad the batch to 4",
+    ),
+    "parts of a graph that no axis numbers": (
+        lambda: traced(args=(PARAMS, {"edges": jnp.ones(100), "nodes": jnp.ones(40)})),
+        r"^argument 1\['nodes'\] has 40 examples along its first axis, argument 1\['edges'\] has 100\. If it holds no "
+        r"examples, pass it as an argument of its own\. .* stack 4 padded batches along a new first axis",
+    ),
+    "the number of steps before the optimizer": (
+        lambda: shrewjax.accumulate(4, optax.sgd(1.0)),
+        r"^inner must be an optax\.GradientTransformation, got int\. Pass it first, before the other arguments$",
+    ),
+    "Optax's object for a window in a window": (
+        lambda: shrewjax.accumulate(optax.MultiSteps(optax.sgd(1.0), 4), 4),
+        r"^inner is itself an accumulation\. Multiply the accum_steps instead of nesting accumulations$",
+    ),
+    "Optax's object for a window in a guard": (
+        lambda: shrewjax.skip_nonfinite(optax.MultiSteps(optax.sgd(1.0), 4)),
+        r"^inner must be an optax\.GradientTransformation, got MultiSteps\. Pass its gradient_transformation\(\)$",
+    ),
+    "the order of Flax in apply_gradients": (
+        lambda: shrewjax.apply_gradients(GRADS, STATE, PARAMS, TX),
+        r"^tx must be a transformation, got dict\. Pass tx, grads, opt_state and params, in this order$",
+    ),
+    "the state before the transformation": (
+        lambda: shrewjax.apply_gradients(STATE, TX, GRADS, PARAMS),
+        r"^tx must be a transformation, got AccumulateState\. Pass tx, grads",
+    ),
     "a state without its specs": (
         state_without_specs,
         r"^gradient leaf \['w'\] must have the shape of its accumulator, \(8, 3\), got \(1, 3\)\. .*Pass the state "

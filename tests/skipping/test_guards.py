@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import bits, lenient
-from speed import quick_jit, users_jit
+from speed import compiled, quick_jit, users_jit
 
 import shrewjax
 
@@ -72,11 +72,18 @@ def test_apply_gradients_leaves_a_skipped_step_s_parameters_alone_and_writes_in_
     assert int(state.skipped) == 1
 
 
-def test_only_leaves_gives_the_state_a_bool_for_each_leaf():
-    params = {"w": jnp.zeros(2), "b": jnp.zeros(())}
-    assert shrewjax.skip_nonfinite(optax.sgd(1.0)).init(params).nonfinite_leaves == ()
-    by_leaf = shrewjax.skip_nonfinite(optax.sgd(1.0), leaves=True).init(params).nonfinite_leaves
-    assert by_leaf == {"w": False, "b": False}
+def test_only_leaves_gives_the_state_a_count_for_each_leaf_of_the_calls_in_which_it_was_bad():
+    params = {"w": jnp.zeros(2), "b": jnp.zeros(()), "i": jnp.arange(2)}
+    assert shrewjax.skip_nonfinite(optax.identity()).init(params).nonfinite_leaves == ()
+    tx = compiled(shrewjax.skip_nonfinite(optax.identity(), leaves=True))
+    state, counts = tx.init(params), []
+    for w, b in ((1, 1), (np.nan, 1), (np.inf, np.nan), (1, 1), (np.nan, 1)):
+        _, state = tx.update({"w": jnp.full(2, w, f32), "b": f32(b), "i": params["i"]}, state, params)
+        counts.append({name: int(n) for name, n in state.nonfinite_leaves.items()})
+    assert [c["w"] for c in counts] == [0, 1, 2, 2, 3]
+    assert [c["b"] for c in counts] == [0, 0, 1, 1, 1]
+    assert [c["i"] for c in counts] == [0] * 5
+    assert state.nonfinite_leaves["w"].dtype == jnp.int32
 
 
 def test_gradients_whose_norm_leaves_float32_are_not_skipped():
@@ -323,7 +330,7 @@ def test_metrics_look_through_guards():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: shrewjax.skip_nonfinite(3), r"inner must be an optax.GradientTransformation, got 3"),
+        (lambda: shrewjax.skip_nonfinite(3), r"inner must be .*, got int\. Pass it first, before the other arguments"),
         (lambda: shrewjax.skip_nonfinite(INNER, at_limit="zero_nonfinite"), r"'zero_nonfinite'.*Pass max_consecutive"),
         (lambda: shrewjax.skip_nonfinite(INNER, max_consecutive=0, at_limit="keep_skipping"), r"max_consecutive must"),
         (lambda: shrewjax.skip_nonfinite(INNER, max_consecutive=3, at_limit="apply"), r"at_limit must be one of"),

@@ -1,0 +1,420 @@
+"""`sum_over=` under plain `jax.jit`: the call maps axes of the mesh itself, and results are those of the whole batch.
+
+Eight CPU devices. `test_network.py` has what crosses the network, in programs for H100s and TPUs.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_close, thorough
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from speed import quick_jit
+
+import shrewjax
+import shrewjax.flax
+
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
+
+B, K, WIDTH = 64, 2, 8
+RNG = np.random.default_rng(0)
+PARAMS = {"w": RNG.normal(size=(WIDTH, WIDTH)).astype("f"), "b": RNG.normal(size=WIDTH).astype("f")}
+X, Y = RNG.normal(size=(2, B, WIDTH)).astype("f")
+COUNTS = (RNG.uniform(size=B) < 0.6).astype("f")
+COUNTS[:4] = 0  # a device of eight has no examples that count in its first micro-batch, or in any
+KEY = jax.random.key(0)
+
+
+def mesh_of(kind=AxisType.Auto, **axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def losses(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2, axis=1)
+
+
+def weight(params, scale, x, y, counts, carry, key, **_):
+    return jnp.sum(counts)
+
+
+def loss(params, scale, x, y, counts, carry, key, *, offset, is_on):
+    """The mean over the examples that count, with everything beside it that a call can have."""
+    assert is_on is True  # not an array
+    each = losses(params, x, y)
+    n = jnp.sum(counts)
+    value = scale * jnp.sum(jnp.where(counts > 0, each, 0)) / n + offset
+    aux = {
+        "mean": value,
+        "sum": n,
+        "max": jnp.max(each),
+        "each": each,
+        "rows": x[:, None],
+        "last": y,
+        "key": x[:, 0] * 0 + jax.random.uniform(key),
+    }
+    carry = carry | {"mean": 0.5 * carry["mean"] + jnp.mean(x, 0), "calls": carry["calls"] + 1}
+    return value, (aux, carry)
+
+
+CARRY = {"mean": np.ones(WIDTH, "f"), "calls": np.int32(3), "frozen": np.ones(2, "f"), "key": KEY}
+KINDS = {"mean": "mean", "sum": "sum", "max": "max", "each": "stack", "rows": "stack", "last": "last", "key": "stack"}
+OPTIONS = {"argnums": (0, 1), "has_aux": True, "weight": weight, "aux": KINDS, "carry_argnum": 5, "rng_argnums": -1}
+
+
+def expected(devices, micro_batches=K):
+    """The results of the whole batch by JAX alone, and of each device's micro-batches by their definitions."""
+
+    def whole(params, scale):
+        return scale * jnp.sum(losses(params, X, Y) * COUNTS) / COUNTS.sum() + 1
+
+    value, grads = jax.value_and_grad(whole, (0, 1))(PARAMS, np.float32(2))
+    each = np.asarray(losses(PARAMS, X, Y))
+    own = X.reshape(devices, -1, micro_batches, WIDTH)
+    statistics = np.broadcast_to(CARRY["mean"], (devices, WIDTH))
+    kept = COUNTS.reshape(devices, -1, micro_batches).sum(1) > 0
+    for i in range(micro_batches):
+        statistics = np.where(kept[:, i : i + 1], 0.5 * statistics + own[:, :, i].mean(1), statistics)
+    kept_rows = np.repeat(kept, B // devices // micro_batches, axis=0)  # by example and micro-batch
+    draws = [
+        [float(jax.random.uniform(jax.random.fold_in(KEY, d * micro_batches + i))) for i in range(micro_batches)]
+        for d in range(devices)
+    ]
+
+    def stacked(x):
+        x = x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
+        return np.where(kept_rows.T.reshape(*x.shape[:2], *[1] * (x.ndim - 2)), x, 0)
+
+    aux = {
+        "mean": value,
+        "sum": COUNTS.sum(),
+        "max": stacked(each).max(),
+        "each": stacked(each),
+        "rows": stacked(X[:, None]),
+        "key": np.where(kept_rows.T, np.repeat(draws, B // devices // micro_batches, axis=0).T, 0),
+    }
+    calls = CARRY["calls"] + kept.sum(1).max()
+    return value, grads, aux, {"mean": statistics.mean(0), "calls": calls, "frozen": CARRY["frozen"]}
+
+
+EIGHT = {"data": 8}
+MESHES = {
+    "Auto": (EIGHT, "data", AxisType.Auto, P("data"), P()),
+    "Explicit": (EIGHT, "data", AxisType.Explicit, P("data"), P()),
+    "two axes": ({"pod": 2, "data": 4}, ("pod", "data"), AxisType.Auto, P(("pod", "data")), P()),
+    "two axes in the other order": ({"pod": 2, "data": 4}, ("data", "pod"), AxisType.Explicit, P(), P()),
+    "a batch that is not sharded": (EIGHT, "data", AxisType.Auto, P(), P()),
+    "parameters over the axis": (EIGHT, "data", AxisType.Auto, P("data"), P("data")),
+    "parameters over the Explicit axis": (EIGHT, "data", AxisType.Explicit, P("data"), P("data")),
+    "parameters over another axis": ({"data": 4, "model": 2}, "data", AxisType.Auto, P(("data", "model")), P("model")),
+    "another Explicit axis": ({"data": 4, "model": 2}, "data", AxisType.Explicit, P("data"), P(None, "model")),
+}
+
+
+@pytest.mark.parametrize("name", ["Auto", *thorough(*(name for name in MESHES if name != "Auto"))])
+def test_results_are_those_of_the_whole_batch(name):
+    axes, sum_over, kind, batch_spec, spec = MESHES[name]
+    mesh = mesh_of(kind, **axes)
+    devices = np.prod([axes[a] for a in (sum_over if isinstance(sum_over, tuple) else (sum_over,))])
+    value, grads, aux, carry = expected(devices)
+    step = shrewjax.value_and_grad(loss, K, sum_over=sum_over, **OPTIONS)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put((X, Y, COUNTS), NamedSharding(mesh, batch_spec))
+        params = {"w": jax.device_put(PARAMS["w"], NamedSharding(mesh, spec)), "b": PARAMS["b"]}
+        run = quick_jit(lambda *args: step(*args, offset=jnp.float32(1), is_on=True))
+        (got, (its_aux, its_carry)), its_grads = run(params, np.float32(2), *batch, CARRY, KEY)
+    assert_close((got, its_grads), (value, grads), rtol=1e-5, atol=2e-6)
+    assert its_aux.pop("last").shape == (B // K, WIDTH)
+    assert_close(its_aux, aux, rtol=1e-5, atol=2e-6)
+    assert jnp.array_equal(its_carry.pop("key"), KEY)
+    assert_close(its_carry, carry, rtol=1e-5, atol=2e-6)
+    if kind == AxisType.Explicit:
+        assert jax.typeof(its_grads[0]["w"]) == jax.typeof(params["w"])
+
+
+def mean_loss(params, x, y):
+    return jnp.mean(losses(params, x, y))
+
+
+def on_eight(run, *arguments, jit=quick_jit):
+    with jax.set_mesh(mesh_of(data=8)):
+        return jit(run)(*arguments)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "options",
+    [{"reduction": "sum"}, {"micro_batches": 1}, {"accumulator_dtype": jnp.bfloat16}],
+    ids=repr,
+)
+def test_other_arguments_keep_their_meaning(options):
+    value, grads = jax.value_and_grad(mean_loss)(PARAMS, X, Y)
+    times = 16 if "reduction" in options else 1
+    step = shrewjax.value_and_grad(mean_loss, **{"micro_batches": K, "sum_over": "data"} | options)
+    tolerance = 3e-2 if "accumulator_dtype" in options else 1e-5
+    wanted = jax.tree.map(lambda x: times * x, (value, grads))
+    assert_close(on_eight(step, PARAMS, X, Y), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.thorough
+def test_a_micro_batch_that_is_bad_on_one_device_is_dropped_on_all():
+    x = X.copy()
+    x[5] = np.nan
+    kept = np.arange(B) % K != 5 % K
+    expected = jax.value_and_grad(mean_loss)(PARAMS, X[kept], Y[kept])
+    step = shrewjax.value_and_grad(mean_loss, K, sum_over="data", nonfinite="drop_microbatch")
+    assert_close(on_eight(step, PARAMS, x, Y), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.thorough
+def test_a_batch_that_weighs_nothing_or_too_much_is_as_without_sum_over():
+    def run(weight):
+        step = shrewjax.value_and_grad(
+            lambda p, x, y, w: mean_loss(p, x, y), K, sum_over="data", weight=lambda p, x, y, w: w[0]
+        )
+        return step(PARAMS, X, Y, jnp.full(B, weight))
+
+    (nothing, zeros), (value, grads) = on_eight(lambda: (run(jnp.float32(0)), run(jnp.float32(1e38))))
+    assert np.isnan([nothing, value]).all()
+    assert not any(x.any() for x in jax.tree.leaves(zeros))
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(grads))
+
+
+@pytest.mark.thorough
+def test_derivatives_and_vmap_of_the_results_are_those_of_the_whole_batch():
+    def derivatives(value_and_grad, params):
+        tangents = jax.tree.map(jnp.ones_like, params)
+        many = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
+
+        def norm(params):
+            return sum(jnp.sum(g**2) for g in jax.tree.leaves(value_and_grad(params, X, Y)[1]))
+
+        _, forward = jax.jvp(lambda p: value_and_grad(p, X, Y), (params,), (tangents,))
+        return jax.grad(norm)(params), forward, jax.vmap(lambda p: value_and_grad(p, X, Y))(many)
+
+    wanted = quick_jit(lambda params: derivatives(jax.value_and_grad(mean_loss), params))(PARAMS)
+    step = shrewjax.value_and_grad(mean_loss, K, sum_over="data")
+    assert_close(on_eight(lambda params: derivatives(step, params), PARAMS), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.thorough
+def test_a_loss_may_close_over_arrays_and_its_scans_start_from_zeros():
+    """With types that record what varies, a scan's carry of zeros would be an error."""
+
+    def of(scale, y):
+        def loss(params, x):
+            state, _ = jax.lax.scan(
+                lambda h, i: (jnp.tanh(h + x @ params["w"]), None), jnp.zeros(x.shape), jnp.arange(2)
+            )
+            return jnp.mean((state + params["b"] - jnp.mean(y, 0)) ** 2) * scale
+
+        return loss
+
+    scale, fixed = jnp.float32(3), jnp.asarray(Y)
+    expected = jax.value_and_grad(of(scale, fixed))(PARAMS, X)
+
+    def step(scale, params, x):
+        return shrewjax.value_and_grad(of(scale, fixed), K, sum_over="data")(params, x)
+
+    assert_close(on_eight(step, scale, PARAMS, X), expected, rtol=1e-5, atol=1e-6)
+    assert_close(on_eight(step, scale, PARAMS, X, jit=lambda run: run), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.thorough
+def test_a_loss_without_examples_has_the_keys_of_all_devices():
+    def loss(params, key):
+        return jnp.sum(params["b"]) * jax.random.uniform(key)
+
+    step = shrewjax.value_and_grad(loss, K, rng_argnums=1, batch_argnums=(), sum_over="data")
+    draws = [float(jax.random.uniform(jax.random.fold_in(KEY, i))) for i in range(8 * K)]
+    _, grads = on_eight(step, PARAMS, KEY)
+    np.testing.assert_allclose(grads["b"], np.full(WIDTH, np.mean(draws)), rtol=1e-6)
+
+
+def pairs(w, ids, dense):
+    """Products of pairs of fields, of which constant indices choose some, joined to the others by `concatenate`."""
+    bottom = jnp.tanh(dense @ w["bottom"])
+    fields = [jnp.sum(w["tables"][i][ids[:, i]], 1) / 2 for i in range(4)]
+    z = jnp.stack([*fields, bottom, sum(jnp.sum(w["shared"][ids[:, i]], 1) for i in range(4))], 1)
+    products = jnp.einsum("bfd,bgd->bfg", z, z)[:, jnp.array([0, 0, 1, 2, 3]), jnp.array([1, 2, 3, 4, 5])]
+    return jnp.mean(jax.nn.softplus(-(jnp.concatenate([products / 32, bottom], -1) @ w["top"])[:, 0]))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("micro_batches", [None, 1, 4])
+def test_constant_pairs_on_a_mesh_of_two_axes_are_right_with_sum_over_and_wrong_in_plain_jax(micro_batches):
+    """The page says so, and names versions. Once JAX alone is right, it needs another word there."""
+    shapes = {"tables": (4, 40, 32), "shared": (40, 32), "bottom": (13, 32), "top": (37, 1)}
+    w = {name: RNG.normal(size=shape).astype("f") for name, shape in shapes.items()}
+    batch = RNG.integers(0, 40, size=(B, 4, 2)), RNG.normal(size=(B, 13)).astype("f")
+    mesh = mesh_of(data=2, model=4)
+    specs = {"tables": P(None, None, "model"), "shared": P(None, "model"), "bottom": P(None, "model"), "top": P()}
+    placed = jax.device_put(w, {name: NamedSharding(mesh, spec) for name, spec in specs.items()})
+    differentiated = jax.value_and_grad(pairs)
+    if micro_batches:
+        differentiated = shrewjax.value_and_grad(pairs, micro_batches, sum_over="data")
+    with jax.set_mesh(mesh):
+        _, grads = jax.jit(differentiated)(placed, *jax.device_put(batch, NamedSharding(mesh, P("data"))))
+    _, expected = quick_jit(jax.value_and_grad(pairs))(w, *batch)
+    error = max(np.abs(grads[name] - expected[name]).max() / np.abs(expected[name]).max() for name in w)
+    is_wrong = micro_batches is None and jax.__version_info__ >= (0, 10)  # older ones are not known
+    assert error > 0.5 if is_wrong else micro_batches is None or error < 2e-6, error
+
+
+@pytest.mark.thorough
+def test_a_loss_that_compares_examples_has_those_of_all_devices():
+    def features(params, x, y):
+        return {"x": x @ params["w"], "y": y + params["b"]}
+
+    def loss(params, z):
+        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(z["x"] @ z["y"].T)))
+
+    expected = jax.value_and_grad(lambda params, *batch: loss(params, features(params, *batch)))(PARAMS, X, Y)
+    step = shrewjax.contrastive_value_and_grad(features, loss, K, sum_over="data")
+    assert_close(on_eight(step, PARAMS, X, Y), expected, rtol=1e-5, atol=1e-6)
+
+
+class _Model(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(jnp.ones(())), self.norm(x), self.linear(x)
+
+
+@pytest.mark.thorough
+def test_an_nnx_model_has_one_state_and_other_dropout_on_each_device():
+    def loss(model, x):
+        mask, _, y = model(x)
+        return jnp.mean(y**2), jnp.broadcast_to(mask, len(x))
+
+    model = _Model(nnx.Rngs(0))
+    params = nnx.state(model, nnx.Param)
+    run = shrewjax.flax.value_and_grad(loss, K, has_aux=True, aux="stack", sum_over="data")
+    with jax.set_mesh(mesh_of(data=8)):
+        (value, masks), grads = nnx.jit(run)(model, X)
+    kernel = np.asarray(params["linear"]["kernel"][...])
+    np.testing.assert_allclose(value, np.mean((X @ kernel) ** 2), rtol=1e-5)
+    np.testing.assert_allclose(grads["linear"]["kernel"][...], 2 * X.T @ (X @ kernel) / X.size, rtol=1e-4, atol=1e-6)
+    by_micro_batch = X.reshape(-1, K, WIDTH).mean(0)
+    np.testing.assert_allclose(
+        model.norm.mean[...], by_micro_batch[0] / 4 + by_micro_batch[1] / 2, rtol=1e-5, atol=1e-6
+    )
+    assert int(model.dropout.rngs.count[...]) == K
+    assert len(np.unique(np.asarray(masks).reshape(K, 8, -1)[:, :, 0], axis=1).T) > 1
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+def traced(fun=mean_loss, *, mesh=EIGHT, kind=AxisType.Auto, sum_over="data", rows=B, **options):
+    batch = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+    with jax.set_mesh(mesh_of(kind, **mesh)):
+        return jax.eval_shape(shrewjax.value_and_grad(fun, K, sum_over=sum_over, **options), PARAMS, batch, batch)
+
+
+def constrained(place):
+    return lambda params, x, y: mean_loss(params, place(x), y)
+
+
+def stacked(params, x, y):
+    return mean_loss(params, x, y), {"a": jnp.mean(x)}
+
+
+def inside(sum_over):
+    step = shrewjax.value_and_grad(mean_loss, K, sum_over=sum_over)
+    mapped = jax.shard_map(step, in_specs=(P(), P("pod"), P("pod")), out_specs=P(), axis_names={"pod"})
+    with jax.set_mesh(mesh_of(pod=2, data=4)):
+        jax.eval_shape(mapped, PARAMS, X, Y)
+
+
+def placed_by(spec, *, is_named=False, then=lambda x: x, **axes):
+    place = NamedSharding(mesh_of(**axes), spec) if is_named else spec
+    return traced(constrained(lambda x: then(jax.lax.with_sharding_constraint(x, place))), mesh=axes)
+
+
+class _Placed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.with_logical_constraint(nn.Dense(WIDTH)(x), ("batch", "features"))
+
+
+NO_AXIS = r"sum_over must name mapped axes, or axes of the mesh of jax.set_mesh.*"
+PLACED = (
+    r"(?s)mesh.*fun has a device's own examples.* must not place arrays over 'data'.* a jax.P without 'data', and no"
+)
+WITHOUT_EXAMPLES = (
+    r"leaf \['a'\] of the aux must have an axis of examples for '{}', .* Or call this inside jax.shard_map"
+)
+ERRORS = {
+    "no mesh": (
+        lambda: shrewjax.value_and_grad(mean_loss, K, sum_over="data")(PARAMS, X, Y),
+        NO_AXIS
+        + r"mesh has \(\), .* Call the step under jax.set_mesh\(mesh\), .* axis_names= .* Or leave out sum_over",
+    ),
+    "an unknown axis": (lambda: traced(sum_over="dta"), NO_AXIS + r"got \('dta',\)\. The mesh has \('data',\)"),
+    "one unknown axis": (lambda: traced(sum_over=("data", "pod")), NO_AXIS + r"with a mesh that has \('data', 'pod'\)"),
+    "partly mapped": (
+        lambda: inside(("pod", "data")),
+        r"contains 'data', which is not a mapped axis here.*axis_names=",
+    ),
+    "inside a map": (lambda: inside("data"), NO_AXIS + r"mapped are \('pod',\)\. .* Or name them in axis_names="),
+    "examples": (
+        lambda: traced(rows=24),
+        r"argument 1 has 24 examples, sharded over 8 devices, .* Pad the batch to 32, .* leave out sum_over",
+    ),
+    "a constraint": (lambda: placed_by(P("data"), data=8), PLACED),
+    "a constraint with a mesh": (lambda: placed_by(P("data"), is_named=True, data=8), PLACED),
+    "a mesh, and a lookup": (
+        lambda: placed_by(P(None, "model"), is_named=True, then=lambda x: x[jnp.arange(8)], data=4, model=2),
+        "must not place",
+    ),
+    "reshard": (
+        lambda: traced(constrained(lambda x: jax.sharding.reshard(x, P("data"))), kind=AxisType.Explicit),
+        "must not place",
+    ),
+    "a stack": (lambda: traced(stacked, has_aux=True, aux="stack"), WITHOUT_EXAMPLES.format("stack")),
+    "the last": (lambda: traced(stacked, has_aux=True, aux="last"), WITHOUT_EXAMPLES.format("last")),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_cannot_work_says_what_to_do(name):
+    call, message = ERRORS[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.thorough
+def test_a_loss_that_places_arrays_over_other_axes_is_right():
+    def loss(params, x, y):
+        return mean_loss(params, jax.lax.with_sharding_constraint(x, P(None, "model")), y)
+
+    step = shrewjax.value_and_grad(loss, K, sum_over="data")
+    with jax.set_mesh(mesh_of(data=4, model=2)):
+        results = quick_jit(step)(PARAMS, X, Y)
+    assert_close(results, jax.value_and_grad(mean_loss)(PARAMS, X, Y), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("batch", ["data", None])
+def test_flax_rules_that_map_the_batch_to_none_are_the_remedy(batch):
+    model = _Placed()
+    params = model.init(jax.random.key(0), X)
+
+    def loss(params, x):
+        with nn.logical_axis_rules([("batch", batch), ("features", "model")]):
+            return jnp.mean(model.apply(params, x) ** 2)
+
+    step = shrewjax.value_and_grad(loss, K, sum_over="data")
+    with jax.set_mesh(mesh_of(data=4, model=2)):
+        if batch:
+            with pytest.raises(ValueError, match="In Flax's logical axis rules, map the axis of examples to None"):
+                jax.eval_shape(step, params, X)
+        else:
+            jax.eval_shape(step, params, X)
