@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import xla_flags
 
 import shrewjax
 
@@ -72,11 +71,14 @@ TRANSFORMATIONS = {name: case.make for name, case in CASES.items()}
 MAPPED = {name: case.make_mapped or case.make for name, case in CASES.items()}
 
 
-def rows_of_names(names, by_default):
-    """Rows of a table, each a name or a tuple: those in `by_default` run always, the others, `thorough`, in CI."""
-    rows = [(row, row if isinstance(row, tuple) else (row,)) for row in names]
-    assert set(by_default) <= {row for row, _ in rows}
-    return [pytest.param(*row, marks=() if name in by_default else pytest.mark.thorough) for name, row in rows]
+def thorough(*rows):
+    """Rows of a table, each a value or a tuple, with the marker of this name: `[*ROWS, *thorough(*OTHERS)]`."""
+    return [pytest.param(*(row if type(row) is tuple else (row,)), marks=pytest.mark.thorough) for row in rows]
+
+
+# As in a process with one device; in CI, with eight, too (`either_world` in conftest.py).
+WORLDS = [1, *thorough(8)]
+each_world = pytest.mark.parametrize("either_world", WORLDS, indirect=True, ids=lambda n: f"devices{n}")
 
 
 def flat(tree):
@@ -112,35 +114,6 @@ def exact_root(x):
 def bits(tree):
     """The leaves as bytes: equal only if every bit is."""
     return [(np.asarray(x).dtype, np.asarray(x).shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
-
-
-def options_for_cpu(**wanted):
-    """Returns those of these compiler options that this jaxlib knows; None if programs are not for a CPU."""
-    return xla_flags.options(**wanted) if jax.default_backend() == "cpu" else None
-
-
-def quick_jit(function, **options):
-    """`jax.jit` for tests of what programs do together, not of their last bits: compiled much faster for CPU.
-
-    By XLA's older emitters, and without LLVM's optimizations; those of XLA are as ever. So `conftest.py` compiles
-    everything, unless the compiler for a GPU or a TPU is installed.
-    """
-    quick = options_for_cpu(xla_cpu_use_fusion_emitters=False, xla_backend_optimization_level=0)
-    return jax.jit(function, compiler_options=quick, **options)
-
-
-def compiled(tx):
-    """The transformation with `quick_jit` around its update, for use outside of compiled functions only."""
-    return optax.GradientTransformationExtraArgs(tx.init, quick_jit(optax.with_extra_args_support(tx).update))
-
-
-def users_options():
-    return options_for_cpu(xla_cpu_use_fusion_emitters=True, xla_backend_optimization_level=3)
-
-
-def users_jit(function, **options):
-    """`jax.jit` as users have it: for last bits, texts, memory and costs, and for programs that run long."""
-    return jax.jit(function, compiler_options=users_options(), **options)
 
 
 @contextlib.contextmanager

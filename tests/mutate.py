@@ -56,7 +56,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="how many of them were tried before")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of a core, after which a mutant has survived")
-    parser.add_argument("--marks", default="not slow", help="which tests may run, such as 'not slow and not thorough'")
+    parser.add_argument("--marks", default="", help="which tests may run, such as 'not thorough'; all by default")
     parser.add_argument("--line", type=int, help="try only places in this line", action="append")
     arguments = parser.parse_args()
     package, _, module = arguments.module.partition("/")

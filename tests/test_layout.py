@@ -13,7 +13,6 @@ import tomllib
 
 import jax
 import jax.numpy as jnp
-import pytest
 from helpers import CASES
 from jax.extend.core import Primitive, primitives
 
@@ -171,40 +170,40 @@ def test_help_shows_every_public_name_and_the_version():
     assert f"VERSION\n    {shrewjax.__version__}" in text
 
 
-@pytest.mark.parametrize("name", [n for n in shrewjax.__all__ if inspect.isfunction(getattr(shrewjax, n))])
-def test_functions_are_of_the_package_and_their_source_is_found(name):
-    function = getattr(shrewjax, name)
-    assert (function.__module__, function.__qualname__) == ("shrewjax", name)
-    assert pickle.loads(pickle.dumps(function)) is function
-    assert inspect.getsource(function).startswith(f"def {name}(")
+def test_functions_are_of_the_package_and_their_source_is_found():
+    for name, function in inspect.getmembers(shrewjax, inspect.isfunction):
+        if name in shrewjax.__all__:
+            assert (function.__module__, function.__qualname__) == ("shrewjax", name)
+            assert pickle.loads(pickle.dumps(function)) is function
+            assert inspect.getsource(function).startswith(f"def {name}(")
 
 
 STATES = [getattr(shrewjax, n) for n in shrewjax.__all__ if n.endswith("State")]
 
 
-@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
-def test_help_says_what_each_field_of_a_state_is(state):
-    text = pydoc.render_doc(state, renderer=pydoc.plaintext)
-    assert "Alias for field number" not in text
-    assert "Annotated" not in text
-    assert all(len(getattr(state, name).__doc__) > 10 for name in state._fields)
+def test_help_says_what_each_field_of_a_state_is():
+    for state in STATES:
+        text = pydoc.render_doc(state, renderer=pydoc.plaintext)
+        assert "Alias for field number" not in text, state
+        assert "Annotated" not in text, state
+        assert all(len(getattr(state, name).__doc__) > 10 for name in state._fields), state
 
 
-@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
-def test_states_are_named_tuples_that_pickle(state):
-    made = state(*range(len(state._fields)))
-    assert state.__bases__ == (tuple,)
-    assert pickle.loads(pickle.dumps(made)) == made
-    assert repr(state) == f"<class 'shrewjax.{state.__name__}'>"
-    assert type(jax.tree.map(lambda x: x, made)) is state
+def test_states_are_named_tuples_that_pickle():
+    for state in STATES:
+        made = state(*range(len(state._fields)))
+        assert state.__bases__ == (tuple,)
+        assert pickle.loads(pickle.dumps(made)) == made
+        assert repr(state) == f"<class 'shrewjax.{state.__name__}'>"
+        assert type(jax.tree.map(lambda x: x, made)) is state
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_pickle_of_a_state_names_public_modules_alone(name):
+def test_pickle_of_a_state_names_public_modules_alone():
     """A module that moves would break every pickle that names it. Of Optax's states, Optax decides."""
-    state = jax.device_get(CASES[name].make().init({"w": jnp.zeros(2)}))
-    assert not modules_of_pickle(state, "shrewjax._")
-    assert repr(state).count("shrewjax") == 0
+    for name, case in CASES.items():
+        state = jax.device_get(case.make().init({"w": jnp.zeros(2)}))
+        assert not modules_of_pickle(state, "shrewjax._"), name
+        assert repr(state).count("shrewjax") == 0, name
 
 
 def test_pickle_and_repr_of_all_else_that_is_saved_name_public_modules_alone():
@@ -222,13 +221,13 @@ def modules_of_pickle(value, prefix):
     return {text for _, text, _ in pickletools.genops(pickle.dumps(value)) if str(text).startswith(prefix)}
 
 
-@pytest.mark.parametrize("cls", [*STATES, shrewjax.GradAccumulator], ids=lambda cls: cls.__name__)
-def test_source_of_a_class_is_that_class_or_none(cls):
+def test_source_of_a_class_is_that_class_or_none():
     """Python looks for it in the file of the public module. It must not take other lines for it."""
-    with contextlib.suppress(OSError):
-        assert f"class {cls.__name__}" in inspect.getsource(cls)
-    members = [x for x in vars(cls).values() if inspect.isfunction(x) and not x.__name__.startswith("_")]
-    assert all(f"def {x.__name__}(" in inspect.getsource(x) for x in members)
+    for cls in (*STATES, shrewjax.GradAccumulator):
+        with contextlib.suppress(OSError):
+            assert f"class {cls.__name__}" in inspect.getsource(cls)
+        members = [x for x in vars(cls).values() if inspect.isfunction(x) and not x.__name__.startswith("_")]
+        assert all(f"def {x.__name__}(" in inspect.getsource(x) for x in members), cls
 
 
 def test_version_is_that_of_the_source_whatever_is_installed():
@@ -252,23 +251,22 @@ def entries_of_workarounds():
     return re.findall(r"^\| (XLA-\d+) \|.*\| ([^|]*) \| ([^|]*) \|$", page, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("tag", "_", "where"), entries_of_workarounds(), ids=lambda x: x if x[:3] == "XLA" else "")
-def test_an_entry_of_a_workaround_names_the_modules_that_have_its_tag(tag, _, where):
+def test_an_entry_of_a_workaround_names_the_modules_that_have_its_tag():
     source = {path.stem: path.read_text() for path in modules()}
-    names = [name.split(".") for name in re.findall(r"`([\w.]+)`", where)]
-    assert {first for first, *_ in names if first in source} == {
-        module for module, text in source.items() if re.search(rf"{tag}\b", text)
-    }
-    for first, *rest in names:
-        if rest and first in source:
-            assert re.search(rf"^ *(def|class) {rest[-1]}\b", source[first], re.MULTILINE), (first, rest)
+    for tag, _, where in entries_of_workarounds():
+        names = [name.split(".") for name in re.findall(r"`([\w.]+)`", where)]
+        tagged = {module for module, text in source.items() if re.search(rf"{tag}\b", text)}
+        assert {first for first, *_ in names if first in source} == tagged, tag
+        for first, *rest in names:
+            if rest and first in source:
+                assert re.search(rf"^ *(def|class) {rest[-1]}\b", source[first], re.MULTILINE), (tag, first, rest)
 
 
-@pytest.mark.parametrize(("tag", "test", "_"), entries_of_workarounds(), ids=lambda x: x if x[:3] == "XLA" else "")
-def test_an_entry_of_a_workaround_has_a_test_or_the_day_and_versions_on_which_it_was_seen(tag, test, _):
+def test_an_entry_of_a_workaround_has_a_test_or_the_day_and_versions_on_which_it_was_seen():
     """`test_every_test_named_in_the_code_or_on_a_page_exists` looks for the test."""
-    assert re.search(r"`test_\w+`: `test_\w+`|none; seen on \d{4}-\d\d-\d\d with JAX \d", test)
-    assert not re.search(r"\bnone\b(?!; seen on \d{4}-\d\d-\d\d with JAX \d)", test)
+    for tag, test, _ in entries_of_workarounds():
+        assert re.search(r"`test_\w+`: `test_\w+`|none; seen on \d{4}-\d\d-\d\d with JAX \d", test), tag
+        assert not re.search(r"\bnone\b(?!; seen on \d{4}-\d\d-\d\d with JAX \d)", test), tag
 
 
 def test_every_test_named_in_the_code_or_on_a_page_exists():

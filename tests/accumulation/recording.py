@@ -5,7 +5,7 @@ from functools import cache
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import compiled
+from speed import compiled
 
 import shrewjax
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, bits, lenient, quick_jit, rows_of_names, tree_of
+from helpers import assert_close, bits, lenient, thorough, tree_of
 from recording import POLICIES, recorder, recording_window, run, run_compiled, vector
+from speed import quick_jit
 
 import shrewjax
 
@@ -43,8 +44,8 @@ def is_near(a, b, rtol):
 
 
 # Others, and windows of three, are in `test_every_optimizer_of_optax_takes_the_steps_it_takes_in_multisteps`.
-@pytest.mark.parametrize("k", [1, 2, pytest.param(3, marks=pytest.mark.thorough), 8])
-@pytest.mark.parametrize("name", rows_of_names(OPTIMIZERS, {"sgd", "adam"}))
+@pytest.mark.parametrize("k", [1, 2, *thorough(3), 8])
+@pytest.mark.parametrize("name", ["sgd", "adam", *thorough("adamw", "lion", "adafactor")])
 def test_trajectory_is_that_of_multisteps(name, k):
     params = tree_of()
 
@@ -356,10 +357,10 @@ AROUND_SGD = {
     "accumulate in guard": lambda sgd: shrewjax.skip_nonfinite(shrewjax.accumulate(sgd, 2)),
 }
 # "chain" stands for what has no window or guard outside.
-OF_EACH_KIND = {"accumulate", "chain", "guard", "guard in accumulate", "accumulate in guard"}
+OF_EACH_KIND = "accumulate", "chain", "guard", "guard in accumulate", "accumulate in guard"
 
 
-@pytest.mark.parametrize("name", rows_of_names(AROUND_SGD, OF_EACH_KIND))
+@pytest.mark.parametrize("name", [*OF_EACH_KIND, *thorough("sgd", "MultiSteps")])
 def test_apply_gradients_is_update_and_apply_updates(name):
     tx, params = AROUND_SGD[name](optax.sgd(0.1, momentum=0.9)), tree_of()
     both, one_by_one = quick_jit(lambda g, s, p: shrewjax.apply_gradients(tx, g, s, p)), stepper(tx)
@@ -401,10 +402,11 @@ EXPORTED = {n for n in dir(optax) if getattr(getattr(optax, n), "__module__", ""
 
 # One of each kind of state: factored moments, one moment, past steps, a key, the loss. CI runs the others.
 # No state, and two moments, are in `test_trajectory_is_that_of_multisteps`.
-ONE_OF_A_KIND = {"adafactor", "lion", "lbfgs", "noisy_sgd", "polyak_sgd"}
+ONE_OF_A_KIND = "adafactor", "lion", "lbfgs", "noisy_sgd", "polyak_sgd"
+OTHERS = sorted((EXPORTED | {"nadam", "nadamw"}) - DEPRECATED - {*ONE_OF_A_KIND})
 
 
-@pytest.mark.parametrize("name", rows_of_names(sorted((EXPORTED | {"nadam", "nadamw"}) - DEPRECATED), ONE_OF_A_KIND))
+@pytest.mark.parametrize("name", [*ONE_OF_A_KIND, *thorough(*OTHERS)])
 def test_every_optimizer_of_optax_takes_the_steps_it_takes_in_multisteps(name):
     make = lambda: getattr(optax, name)(**ARGUMENTS.get(name, {"learning_rate": 0.01}))  # noqa: E731
     matrices = lambda seed: {k: v for k, v in tree_of(seed).items() if v.ndim}  # noqa: E731 (sm3 takes no scalars)

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, bits, quick_jit
+from helpers import assert_close, bits
+from speed import quick_jit
 
 import shrewjax
 

@@ -4,13 +4,14 @@ import pathlib
 import signal
 
 import pytest
+from helpers import thorough
 
 SCRIPT = pathlib.Path(__file__).with_name("resume_training.py")
 
 
 @pytest.mark.parametrize(
     ("kind", "devices_before", "devices_after"),
-    [("orbax", 2, 8), ("flax", 1, 4), pytest.param("orbax", 1, 1, marks=pytest.mark.thorough)],
+    [("orbax", 2, 8), *thorough(("flax", 1, 4), ("orbax", 1, 1))],
 )
 def test_killed_in_mid_window_and_resumed_ends_bit_identically(forks, tmp_path, kind, devices_before, devices_after):
     arguments = (SCRIPT, tmp_path, kind, devices_before, devices_after)

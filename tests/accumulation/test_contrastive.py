@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import own_params, quick_jit, users_jit
+from helpers import own_params
 from jax import P
+from speed import quick_jit, users_jit
 
 import shrewjax
 

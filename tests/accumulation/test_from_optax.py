@@ -14,9 +14,10 @@ import orbax.checkpoint
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from helpers import CASES, assert_close, bits, own_params, quick_jit, rows_of_names, users_jit
+from helpers import CASES, assert_close, bits, own_params, thorough
 from jax.sharding import NamedSharding
 from sklearn.datasets import load_digits
+from speed import quick_jit, users_jit
 
 import shrewjax
 import shrewjax.flax
@@ -226,7 +227,7 @@ def distance(one, other):
     return np.max([np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))) for a, b in leaves])
 
 
-OF_OTHER_ROWS = {
+OTHER_ROWS = [
     "windows that are extended",
     "windows of a scheduled length",
     "windows in a chain",
@@ -237,10 +238,10 @@ OF_OTHER_ROWS = {
     "hyperparameters injected around windows",
     "value clip",
     "block RMS",
-}
+]
 
 
-@pytest.mark.parametrize("name", rows_of_names(ROWS, ROWS.keys() - OF_OTHER_ROWS))
+@pytest.mark.parametrize("name", [*(name for name in ROWS if name not in OTHER_ROWS), *thorough(*OTHER_ROWS)])
 def test_a_moved_job_goes_on_as_the_one_that_was_not_moved(name):
     row = ROWS[name]
     x, y = digits()

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, quick_jit
+from helpers import assert_close
 from recording import BAD_WEIGHTS, POLICIES, recorder, vector
+from speed import quick_jit
 
 import shrewjax
 

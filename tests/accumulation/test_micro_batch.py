@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, quick_jit, tree_of
+from helpers import assert_close, tree_of
 from recording import recorder, recording_window, run_compiled
+from speed import quick_jit
 
 import shrewjax
 from shrewjax._accumulation import _micro_batch

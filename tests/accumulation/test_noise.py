@@ -9,9 +9,10 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
-from helpers import bits, compiled, lenient, own_params, quick_jit, rows_of_names, users_jit
+from helpers import bits, lenient, own_params, thorough
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from speed import compiled, quick_jit, users_jit
 
 import shrewjax
 from shrewjax import spec
@@ -133,7 +134,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", rows_of_names(OPTIMIZERS, {"lbfgs", "reduce_on_plateau"}))
+@pytest.mark.parametrize("name", ["lbfgs", "reduce_on_plateau", *thorough("momo")])
 def test_optimizer_that_reads_the_loss_trains_as_on_the_large_batch(name):
     inner = lenient(OPTIMIZERS[name])
     tx = shrewjax.accumulate(inner, 3)

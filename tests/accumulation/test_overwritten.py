@@ -7,7 +7,8 @@ import numpy as np
 import optax
 import pytest
 from flax.linen import fp8_ops
-from helpers import assert_close, quick_jit
+from helpers import assert_close
+from speed import quick_jit
 
 import shrewjax
 import shrewjax.flax

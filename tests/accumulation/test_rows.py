@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import compiled
 from recording import recorder
+from speed import compiled
 
 import shrewjax
 

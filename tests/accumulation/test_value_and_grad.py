@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, lenient, own_params, quick_jit
+from helpers import bits, lenient, own_params
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from speed import quick_jit
 
 import shrewjax
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, quick_jit
+from helpers import bits
+from speed import quick_jit
 
 import shrewjax
 from shrewjax._base import arguments

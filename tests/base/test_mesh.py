@@ -3,8 +3,9 @@
 import jax
 import numpy as np
 import pytest
-from helpers import quick_jit, true_norm
+from helpers import true_norm
 from sharded import GRADS, SPECS, P, clip, place
+from speed import quick_jit
 
 import shrewjax
 

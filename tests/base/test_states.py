@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import TRANSFORMATIONS, lenient, quick_jit
+from helpers import TRANSFORMATIONS, lenient
+from speed import quick_jit
 
 import shrewjax
 from shrewjax._base.states import init_with_notes, note

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import quick_jit, true_norm
+from helpers import true_norm
+from speed import quick_jit
 
 import shrewjax
 from shrewjax._base import trees

@@ -4,7 +4,7 @@ from functools import cache
 
 import jax
 import numpy as np
-from helpers import quick_jit
+from speed import quick_jit
 
 import shrewjax
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, exact, exact_root, quick_jit, rows_of_names, true_norm, users_jit
+from helpers import bits, exact, exact_root, thorough, true_norm
 from jax.sharding import PartitionSpec as P
+from speed import quick_jit, users_jit
 
 import shrewjax
 from shrewjax import clip_cotangent, spec
@@ -136,7 +137,7 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize("name", rows_of_names(NETS, ["scan of 50 steps", "attention"]))
+@pytest.mark.parametrize("name", ["scan of 50 steps", "attention", *thorough("dense")])
 def test_gradient_is_that_of_the_backward_pass_clipped_by_hand(name):
     net, net_by_hand, params, x = NETS[name]
     params, x = [w.astype(np.float32) for w in params], x.astype(np.float32)
@@ -188,7 +189,7 @@ def assert_slices(actual, cotangent, expected, rtol):
             np.testing.assert_allclose(of_slice.astype(np.float64), wanted, rtol=rtol)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["scheduled", "a constant", *thorough("jitted", "not jitted")])
 @pytest.mark.parametrize("row", ROWS)
 def test_row_of_the_table(row, kind):
     slices, max_norm, expected = ROWS[row]
@@ -197,7 +198,7 @@ def test_row_of_the_table(row, kind):
     assert_slices(KINDS[kind](cotangent, max_norm), cotangent, [*expected, *[None] * len(others)], rtol=3e-7)
 
 
-@pytest.mark.parametrize("kind", rows_of_names(KINDS, ["jitted"]))
+@pytest.mark.parametrize("kind", ["jitted", *thorough("scheduled", "not jitted", "a constant")])
 def test_float16_slice_of_300s_has_the_norm_of_the_limit(kind):
     cotangent = np.stack([np.full(64, 300, np.float16), np.full(64, 1e-3, np.float16)])
     assert_slices(KINDS[kind](cotangent, 1.0), cotangent, [np.full(64, 0.125), None], rtol=2**-10)
@@ -236,7 +237,7 @@ def test_each_dtype_is_held_to_the_limit_within_2_eps(dtypes):
 
 
 # Any number from 1 on is an order: one of each kind in the default run.
-@pytest.mark.parametrize("ord", [1, 1.5, INF, *(pytest.param(p, marks=pytest.mark.thorough) for p in (2, 3, 4))])
+@pytest.mark.parametrize("ord", [1, 1.5, INF, *thorough(2, 3, 4)])
 def test_each_order_holds_its_own_norm_of_every_slice(ord):
     cotangent = (normal(0, 3, 4, 5) * np.array([1e-3, 1, 1e25])[:, None, None]).astype(np.float32)
     actual = np.asarray(users_jit(functools.partial(clipped, max_norm=1.0, axis=(1,), ord=ord))(cotangent))
@@ -271,7 +272,7 @@ def test_slices_are_those_of_the_definition(seed):
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", rows_of_names(NETS, ["attention"]))
+@pytest.mark.parametrize("name", ["attention", *thorough("dense", "scan of 50 steps")])
 def test_forward_values_and_derivatives_are_those_without_the_clip_to_the_last_bit(name, monkeypatch):
     net, _, params, x = NETS[name]
     params, x = [w.astype(np.float32) for w in params], x.astype(np.float32)
@@ -365,7 +366,7 @@ def test_vmap_along_another_axis_than_the_first():
     np.testing.assert_allclose(quick_jit(jax.grad(loss))(jnp.zeros((2, 4, 3))), np.full((2, 4, 3), 0.5), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", rows_of_names(NETS, ["scan of 50 steps"]))
+@pytest.mark.parametrize("name", ["scan of 50 steps", *thorough("dense", "attention")])
 def test_rematerialized_backward_pass_is_the_same(name):
     net, net_by_hand, params, x = NETS[name]
     params, x = [w.astype(np.float32) for w in params], x.astype(np.float32)
@@ -455,7 +456,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", rows_of_names(CASES, CASES.keys() - {"other slices"}))
+@pytest.mark.parametrize("case", CASES)
 def test_slices_over_devices_are_those_of_the_whole(case):
     spec_of_x, sharded_over = CASES[case]
     cotangent = (normal(0, 8, 16) * np.logspace(-2, 1, 8)[:, None]).astype(np.float32)
@@ -465,9 +466,7 @@ def test_slices_over_devices_are_those_of_the_whole(case):
     assert 0 < int(count) == np.sum(np.linalg.norm(cotangent, axis=-1) > 1) < 8
 
 
-@pytest.mark.parametrize(
-    "case", rows_of_names(["other slices", "other slices and divided", "divided"], ["other slices and divided"])
-)
+@pytest.mark.parametrize("case", ["other slices and divided", *thorough("other slices", "divided")])
 def test_slices_over_devices_without_tracking_are_those_of_the_whole(case):
     spec_of_x, sharded_over = CASES[case]
     cotangent = (normal(0, 8, 16) * np.logspace(-2, 1, 8)[:, None]).astype(np.float32)
@@ -550,10 +549,7 @@ def test_it_is_public():
     assert shrewjax.clip_cotangent is clip_cotangent
 
 
-OTHER_SPECS = [pytest.param(spec, marks=pytest.mark.thorough) for spec in (P("data"), P(None, "model"))]
-
-
-@pytest.mark.parametrize("spec_of_x", [P("data", "model"), *OTHER_SPECS], ids=str)
+@pytest.mark.parametrize("spec_of_x", [P("data", "model"), *thorough(P("data"), P(None, "model"))], ids=str)
 def test_on_an_explicit_mesh_a_counter_counts_what_one_device_counts(spec_of_x):
     cotangent = np.linspace(0.1, 3, 16 * 8, dtype=np.float32).reshape(16, 8)
     is_clipped = np.linalg.norm(cotangent.astype(np.float64), axis=1) > 4

@@ -6,17 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, flat, quick_jit, rows_of_names, users_jit
+from helpers import bits, flat, thorough
 from hypothesis import given
 from hypothesis import strategies as st
 from norm_clips import each_threshold, trees
+from speed import quick_jit, users_jit
 
 import shrewjax
 
 f32 = np.float32
-
-# `numerics/test_percentiles.py` has all methods in the default run.
-OF_CI = [pytest.param(method, marks=pytest.mark.thorough) for method in ("higher", "nearest", "midpoint")]
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -40,7 +38,7 @@ def by_percentile(tree, percentile, *, jit=quick_jit, **options):
 TREE = {"a": f32([1, 2, 3]), "n": np.arange(2), "none": None, "b": f32([10, 20, 60])}
 
 
-@pytest.mark.parametrize("scope", ["leaf", pytest.param("global", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("scope", ["leaf", *thorough("global")])
 def test_the_function_clips_as_the_transformation(scope):
     clipped, bound = quick_jit(lambda tree: shrewjax.clip_grad_percentile(tree, 50, scope=scope))(TREE)
     expected, expected_bound, _ = by_percentile(TREE, 50, scope=scope)
@@ -48,7 +46,8 @@ def test_the_function_clips_as_the_transformation(scope):
     assert bits(bound) == bits(expected_bound)
 
 
-@pytest.mark.parametrize("method", ["linear", "lower", *OF_CI])
+# `numerics/test_percentiles.py` has all methods in the default run.
+@pytest.mark.parametrize("method", ["linear", "lower", *thorough("higher", "nearest", "midpoint")])
 def test_percentile_clip_limits_what_is_above_and_keeps_every_other_bit(method):
     rng = np.random.default_rng(0)
     tree = {"a": f32(rng.standard_normal((20, 5))), "b": f32([1e-40, -0.0, -1e-41, 1e3])}
@@ -75,11 +74,7 @@ def test_the_bound_is_rounded_toward_zero_to_each_leafs_dtype():
 
 @pytest.mark.parametrize(
     ("dtype", "integers", "given_as"),
-    [
-        ("float32", "i4", jnp.float32),
-        ("bfloat16", "i2", int),
-        pytest.param("float32", "i4", int, marks=pytest.mark.thorough),
-    ],
+    [("float32", "i4", jnp.float32), ("bfloat16", "i2", int), *thorough(("float32", "i4", int))],
 )
 def test_percentile_of_the_subnormal_is_subnormal(dtype, integers, given_as):
     units = np.asarray([0, 1, 2, 3, 100, 6, 7], integers)  # multiples of the smallest number
@@ -107,7 +102,7 @@ def test_infinity_counts_as_the_largest_and_is_clipped():
     assert float(state.clipped_fraction) == f32(0.4)
 
 
-@pytest.mark.parametrize("given_as", [jnp.float32, pytest.param(int, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("given_as", [jnp.float32, *thorough(int)])
 def test_a_nan_makes_every_floating_leaf_nan_or_its_own(given_as):
     tree = {"a": f32([1, np.nan]), "b": np.asarray([1, 2], jnp.bfloat16), "n": np.arange(3)}
     for percentile in (50, 100, 0):
@@ -165,7 +160,7 @@ def test_no_gradient_where_the_state_has_a_bound():
 
 
 # The other test of eight-bit dtypes and percentiles, in `test_elements_narrow.py`, has all of them.
-@pytest.mark.parametrize("dtype", rows_of_names(["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"], ["float8_e4m3fn"]))
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", *thorough("float8_e5m2", "float8_e4m3fnuz")])
 def test_eight_bit_leaves_are_clipped_to_what_they_can_hold(dtype):
     x = np.asarray([224, 144, 160, 112, 10, -208], dtype)
     clipped, bound, _ = by_percentile({"q": x, "f": f32(1)}, 60, method="lower")

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import TRANSFORMATIONS, quick_jit, users_jit
+from helpers import TRANSFORMATIONS, thorough
+from speed import quick_jit, users_jit
 
 import shrewjax
 
@@ -24,7 +25,7 @@ LEAVES = {dtype: all_numbers(dtype) for dtype in sorted(FLOATS - REFUSED)}
 VALUES = {dtype: leaf.astype(np.float64) for dtype, leaf in LEAVES.items()}
 MAGNITUDES = {dtype: np.unique(np.abs(values)) for dtype, values in VALUES.items()}
 
-each_jit = pytest.mark.parametrize("jit", [quick_jit, pytest.param(users_jit, marks=pytest.mark.thorough)])
+each_jit = pytest.mark.parametrize("jit", [quick_jit, *thorough(users_jit)])
 
 
 def limited(dtype, bound):

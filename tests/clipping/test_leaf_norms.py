@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, flat, quick_jit, true_norm
+from helpers import bits, flat, true_norm
+from speed import quick_jit
 
 import shrewjax
 
 f32 = np.float32
-pytestmark = pytest.mark.usefixtures("either_world")
+pytestmark = pytest.mark.usefixtures("one_device")
 KIND = "clip_by_global_norm/"
 
 
@@ -151,7 +152,6 @@ def test_float64_leaves_are_measured_in_float64(x64):
         np.testing.assert_allclose([found["a"], found["b"]], [2e25, 1e-3], rtol=1e-6)
 
 
-@pytest.mark.parametrize("either_world", [pytest.param(1, marks=pytest.mark.thorough), 8], indirect=True)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_norms_of_sharded_leaves_are_those_of_the_whole(check_vma):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, lenient, quick_jit, rows_of_names, tree_of, true_norm, users_jit
+from helpers import bits, each_world, lenient, thorough, tree_of, true_norm
+from speed import quick_jit, users_jit
 from steps import NORMS, adagc, agc, f32, run, step_of, vectors
 
 import shrewjax
 
-pytestmark = pytest.mark.usefixtures("either_world")
+pytestmark = [each_world, pytest.mark.usefixtures("either_world")]
 BAD = pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 
 
@@ -190,10 +191,10 @@ AXES = {
     "along axes by name": ({"axis": kernels_by_their_middle}, [((4, 3, 2), (0, 2))]),
 }
 # The same code finds these as others do. `test_arguments.py` has each way to give axes.
-ALIKE = {"of rank 5", "of stacked matrices", "of stacks along the middle", "of leaves", "along an axis", "along axes"}
+ALIKE = ["of rank 5", "of stacked matrices", "of stacks along the middle", "of leaves", "along an axis", "along axes"]
 
 
-@pytest.mark.parametrize("units", rows_of_names(AXES, AXES.keys() - ALIKE))
+@pytest.mark.parametrize("units", [*(name for name in AXES if name not in ALIKE), *thorough(*ALIKE)])
 def test_agc_is_equation_3_for_every_rank_and_choice_of_axes(units):
     arguments, leaves = AXES[units]
     rng = np.random.default_rng(0)
@@ -229,9 +230,7 @@ def test_unit_norms_neither_overflow_nor_underflow(scale):
     assert float(states.rms_max[0]) == pytest.approx(12.5**0.5 * scale, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "dtypes", [("float16", "complex64"), pytest.param(("float32", "bfloat16"), marks=pytest.mark.thorough)], ids=str
-)
+@pytest.mark.parametrize("dtypes", [("float16", "complex64"), *thorough((("float32", "bfloat16"),))], ids=str)
 def test_unit_rules_keep_dtypes_and_leave_small_units_bit_for_bit(dtypes):
     grads = {dtype: np.asarray([[300.0, 1e-3], [400.0, 6e-8]], dtype) for dtype in dtypes}
     params = dict.fromkeys(dtypes, np.ones((2, 2), f32))
@@ -367,7 +366,7 @@ def test_ema_with_a_nan_argument_records_nothing_that_is_not_finite():
     assert np.isfinite(updates).all()
 
 
-@pytest.mark.parametrize("sizes", [(3, 6, 11, 49, 196), pytest.param(range(1, 200, 5), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("sizes", [(3, 6, 11, 49, 196), *thorough(range(1, 200, 5))])
 def test_a_block_of_ones_has_a_root_mean_square_of_one(sizes):
     blocks = [np.ones(size, np.float32) for size in sizes]
     tx = shrewjax.clip_by_block_rms(1.0)

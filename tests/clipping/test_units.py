@@ -1,14 +1,14 @@
 """Units that are spread over devices are those of one device."""
 
-import itertools
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, quick_jit, rows_of_names, seeming_to_have
+from helpers import assert_close, seeming_to_have, thorough
 from sharded import SPECS, place
+from speed import quick_jit
 from steps import adagc, agc, f32
 
 import shrewjax
@@ -27,6 +27,8 @@ MAPPED = {
     "clip_by_norm_zscore": lambda **k: shrewjax.clip_by_norm_zscore(0.1, warmup_steps=1, **k),
     "clip_by_leaf_norm_ema": lambda **k: shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, **k),
 }
+
+ADAGC = "clip_by_leaf_norm_ema"
 
 
 def trees(scale=1.0):
@@ -48,7 +50,7 @@ def on_one_device_and_mapped(rule):
 
 # The next test has AdaGC by default.
 @pytest.mark.parametrize("scale", [1.0, 1e25])
-@pytest.mark.parametrize("rule", rows_of_names(MAPPED, MAPPED.keys() - {"clip_by_leaf_norm_ema"}))
+@pytest.mark.parametrize("rule", [*(name for name in MAPPED if name != ADAGC), *thorough(ADAGC)])
 def test_shard_map_gives_the_unsharded_answer(rule, scale):
     tx, update, mapped = on_one_device_and_mapped(rule)
     params, *gradients = trees(scale)
@@ -114,12 +116,14 @@ def unit_mesh():
     return jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-UNIT_RULES = ("agc", "block_rms", "leaf_ema")
-TRACKED_OR_NOT = {("agc", True), ("block_rms", False), ("leaf_ema", True)}
-
-
 @pytest.mark.parametrize(
-    ("rule", "check_vma"), rows_of_names(itertools.product(UNIT_RULES, (True, False)), TRACKED_OR_NOT)
+    ("rule", "check_vma"),
+    [
+        ("agc", True),
+        ("block_rms", False),
+        ("leaf_ema", True),
+        *thorough(("agc", False), ("block_rms", True), ("leaf_ema", False)),
+    ],
 )
 def test_units_spread_over_devices_each_leaf_in_its_own_way_are_those_of_one_device(rule, check_vma):
     rng = np.random.default_rng(0)
@@ -143,7 +147,6 @@ def test_units_spread_over_devices_each_leaf_in_its_own_way_are_those_of_one_dev
     ("spec", "names", "check_vma"),
     [
         pytest.param(P(None, "x"), (), True, id="whole, tracked"),
-        pytest.param(P("x"), "x", True, id="divided, tracked", marks=pytest.mark.thorough),
         pytest.param(P("x"), ("x", "y"), False, id="divided, untracked"),
         pytest.param(P(), P(), False, id="everywhere, untracked"),
     ],
@@ -212,7 +215,7 @@ def test_units_on_devices_that_nothing_tells_of_are_an_error(rule, sharded_over,
         jax.eval_shape(mapped, {"whole": jnp.ones((3, 8))})
 
 
-@pytest.mark.parametrize("axis_type", ["Auto", pytest.param("Explicit", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("axis_type", ["Auto", *thorough("Explicit")])
 def test_stacked_layers_sharded_along_the_stack(axis_type):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[axis_type],))
     place = lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, P("data")))  # noqa: E731
@@ -232,11 +235,6 @@ PLACES = {
     "one whole": {"a": P(None, "model"), "b": P("model", None), "c": P()},
     "all divided": {"a": P("data"), "b": P(None, "data"), "c": P("model")},
 }
-OF_CI = [
-    ("agc", "all divided"),
-    ("leaf_ema", "one whole"),
-    *((x, y) for x in ("block_rms", "leaf_norm") for y in PLACES),
-]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +242,8 @@ OF_CI = [
     [
         ("agc", "one whole"),
         ("leaf_ema", "all divided"),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in OF_CI),
+        *thorough(("agc", "all divided"), ("leaf_ema", "one whole"), ("block_rms", "one whole")),
+        *thorough(("leaf_norm", "all divided")),
     ],
 )
 def test_units_on_an_explicit_mesh_are_those_of_one_device(rule, places):

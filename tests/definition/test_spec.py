@@ -1,6 +1,6 @@
 """Every fast path against the definition, evaluated in exact fractions.
 
-Each test runs few examples by default and, with `-m slow`, thousands of random ones.
+Each test runs few examples, and with HYPOTHESIS_PROFILE=search thousands of random ones.
 """
 
 import collections
@@ -16,19 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, exact, exact_root, rows_of_names, users_jit
+from helpers import bits, exact, exact_root, thorough
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from speed import users_jit
 
 import shrewjax
 from shrewjax import spec
-
-MANY = hypothesis.settings(max_examples=5000, derandomize=False, database=None)
-few_or_many = pytest.mark.parametrize(
-    "examples",
-    [pytest.param(hypothesis.settings(), id="few"), pytest.param(MANY, id="many", marks=pytest.mark.slow)],
-)
 
 # Few structures, as each is compiled once.
 STRUCTURES = {
@@ -38,9 +33,8 @@ STRUCTURES = {
     "float64": [[((2, 2), "float64"), ((), "float32")]],
     "complex64": [[(2, "complex64"), (2, "float32")]],
     "mixed": [[(3, "bfloat16"), (2, "float16"), ((2, 1), "float32")]],
-    "one leaf": [[(5, "float32")]],  # as that of float16
 }
-each_kind = pytest.mark.parametrize("kind", rows_of_names(STRUCTURES, STRUCTURES.keys() - {"one leaf"}))
+each_kind = pytest.mark.parametrize("kind", STRUCTURES)
 
 
 def precision(kind):
@@ -194,16 +188,16 @@ def check_norm_clip(leaves, clipped, measured, limit):
     assert abs(got - min(norm, limit)) <= 2 * max(map(eps, leaves)) * limit + exact_root(allowed)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("largest_entry", "limit"), [(2.0**127, 2.0**-126), (3.4e38, 4e-38)])
 def test_norm_clip_reaches_from_the_largest_norm_to_the_smallest_threshold(largest_entry, limit):
     clipped, _ = users_jit(shrewjax.clip_grad_norm)([np.float32([largest_entry])], np.float32(limit))
     np.testing.assert_allclose(clipped[0], np.float32([limit]), rtol=2.4e-7)
 
 
+@pytest.mark.thorough
 @each_kind
-@few_or_many
-def test_norm_is_the_definitions(kind, examples):
-    @examples
+def test_norm_is_the_definitions(kind):
     @given(gradients(STRUCTURES[kind]))
     def check(leaves):
         measured = grad_norm(leaves)
@@ -214,10 +208,8 @@ def test_norm_is_the_definitions(kind, examples):
         check()
 
 
-@each_kind
-@few_or_many
-def test_norm_clip_is_the_definitions(kind, examples):
-    @examples
+@pytest.mark.parametrize("kind", ["float32", *thorough(*(kind for kind in STRUCTURES if kind != "float32"))])
+def test_norm_clip_is_the_definitions(kind):
     @given(gradients(STRUCTURES[kind]), THRESHOLDS)
     def check(leaves, how):
         norm = spec.global_norm_spec(entries(leaves), sqrt=exact_root)
@@ -235,10 +227,9 @@ def test_norm_clip_is_the_definitions(kind, examples):
         check()
 
 
+@pytest.mark.thorough
 @each_kind
-@few_or_many
-def test_leaf_norm_clip_is_the_definitions_for_each_leaf(kind, examples):
-    @examples
+def test_leaf_norm_clip_is_the_definitions_for_each_leaf(kind):
     @given(gradients(STRUCTURES[kind]), THRESHOLDS, st.integers(0, 2))
     def check(leaves, how, which):
         leaf = [leaves[which % len(leaves)]]
@@ -255,11 +246,10 @@ def test_leaf_norm_clip_is_the_definitions_for_each_leaf(kind, examples):
 clip_to_python_number = users_jit(shrewjax.clip_grad_norm, static_argnums=1)
 
 
-@few_or_many
-def test_norm_clip_to_a_python_number_is_the_definitions(examples):
+@pytest.mark.thorough
+def test_norm_clip_to_a_python_number_is_the_definitions():
     """Also one that the gradients' dtype cannot hold."""
 
-    @examples
     @given(gradients(STRUCTURES["mixed"]), st.sampled_from([1e-320, 1 / 3, 10**40]))
     def check(leaves, limit):
         clipped, measured = jax.device_get(clip_to_python_number(leaves, limit))
@@ -287,6 +277,7 @@ def toward_zero(limit, dtype):
     return (nearest.view(f"i{dtype.itemsize}") - (float(nearest) > limit)).view(dtype)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 1.6 * 2.0**-120), ("float32", 1.6 * 2.0**-105)])
 def test_value_clip_to_a_small_number_stays_in_the_box(dtype, limit):
     assert float(users_jit(lambda x: shrewjax.clip_grad_value(x, limit))(np.ones((), dtype))) <= limit
@@ -315,10 +306,9 @@ def check_value_clip(x, y, limit):
         assert bits(got[inside]) == bits(before[inside])
 
 
+@pytest.mark.thorough
 @each_kind
-@few_or_many
-def test_value_clip_is_the_definitions(kind, examples):
-    @examples
+def test_value_clip_is_the_definitions(kind):
     @given(
         gradients(STRUCTURES[kind]),
         st.integers(0, 8),
@@ -345,6 +335,7 @@ def test_value_clip_is_the_definitions(kind, examples):
 # --- the definition itself --------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "root"),
     [
@@ -373,6 +364,7 @@ def test_definition_runs_on_any_scalar(number, root):
     assert spec.value_and_grad_spec(parts, 2, lambda part: part[0]) == (2, [3], [3])
 
 
+@pytest.mark.thorough
 def test_definition_of_nothing_is_nothing():
     assert spec.global_norm_spec([], sqrt=math.sqrt) == 0
     assert spec.clip_gradients_spec([], 1.0, sqrt=math.sqrt) == []
@@ -381,6 +373,7 @@ def test_definition_of_nothing_is_nothing():
     assert spec.value_and_grad_spec([(1, [1], 0, [1])], 1, lambda part: part[0]) is None
 
 
+@pytest.mark.thorough
 def test_definition_gives_back_what_it_was_given_and_does_not_change_it():
     gradient = [3.0, -4.0]
     for clipped in (
@@ -395,6 +388,7 @@ def test_definition_gives_back_what_it_was_given_and_does_not_change_it():
 # --- percentiles ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["lower", "higher", "nearest", "midpoint", "linear"])
 def test_percentiles_of_the_definition_are_numpys(method):
     """On ranks that NumPy's floats hold exactly."""
@@ -405,6 +399,7 @@ def test_percentiles_of_the_definition_are_numpys(method):
             assert spec.percentile_spec([Fraction(x) for x in values], percentile, method) == expected
 
 
+@pytest.mark.thorough
 def test_rank_of_a_percentile_is_exact_where_floats_are_not():
     assert math.floor(29 / 100 * (101 - 1)) == 28
     assert spec.percentile_spec(range(101), 29) == 29
@@ -413,15 +408,14 @@ def test_rank_of_a_percentile_is_exact_where_floats_are_not():
     assert spec.percentile_spec(range(10**5 + 1), "99.9") == 99_900
 
 
-@few_or_many
-def test_percentile_clip_is_the_definitions(examples):
+@pytest.mark.thorough
+def test_percentile_clip_is_the_definitions():
     """To the last bit where the bound is one of the magnitudes, else within 2 eps."""
 
     @functools.cache
     def compiled(percentile, method):
         return users_jit(lambda leaves: shrewjax.clip_grad_percentile(leaves, percentile, method=method))
 
-    @examples
     @given(
         gradients(STRUCTURES["float32"]),
         st.sampled_from([(50, "lower"), (99.9, "linear")]),
@@ -449,9 +443,6 @@ KINDS_OF_WINDOWS = [
     ("drop_microbatch", "sum_over_weights", True),
     ("drop_window", "sum", True),
     ("extend_window", "mean", True),
-]
-# Once more in CI.
-OTHER_KINDS_OF_WINDOWS = [
     ("propagate", "sum", True),
     ("drop_microbatch", "mean", True),
     ("drop_microbatch", "mean", False),
@@ -577,18 +568,12 @@ class Windows(RuleBasedStateMachine):
         assert bits(updates) == bits({"w": average["w"], "b": average["b"].astype(jnp.bfloat16)})
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [*KINDS_OF_WINDOWS, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in OTHER_KINDS_OF_WINDOWS)],
-    ids=str,
-)
-@few_or_many
-def test_windows_are_the_definitions_micro_step_by_micro_step(kind, examples):
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS_OF_WINDOWS, ids=str)
+def test_windows_are_the_definitions_micro_step_by_micro_step(kind):
     machine = type("WindowsOfAKind", (Windows,), {"kind": kind})
-    a_twelfth = max(4, examples.max_examples // 12)
-    run_state_machine_as_test(
-        machine, settings=hypothesis.settings(examples, stateful_step_count=30, max_examples=a_twelfth)
-    )
+    a_twelfth = max(4, hypothesis.settings().max_examples // 12)
+    run_state_machine_as_test(machine, settings=hypothesis.settings(stateful_step_count=30, max_examples=a_twelfth))
 
 
 WINDOW = 6
@@ -604,12 +589,11 @@ def one_window(reduction, gradients, weights):
     return window.take(state)[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@few_or_many
-def test_window_of_any_numbers_is_the_definitions_within_the_rounding_of_its_sums(reduction, examples):
+def test_window_of_any_numbers_is_the_definitions_within_the_rounding_of_its_sums(reduction):
     """Half an eps for each product, addition (the weights' too) and the division, relative to the magnitudes."""
 
-    @examples
     @given(
         st.integers(-90, 90),
         st.binary(min_size=8 * 4 * WINDOW, max_size=8 * 4 * WINDOW),
@@ -653,13 +637,12 @@ def whole_batch(reduction, nonfinite):
     return users_jit(step)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@few_or_many
-def test_batch_is_the_definitions(reduction, nonfinite, examples):
+def test_batch_is_the_definitions(reduction, nonfinite):
     """Within 2 eps, because sums of these are exact; to the last bit where nothing is divided."""
 
-    @examples
     @given(
         st.lists(
             st.tuples(ENTRIES, WEIGHTS, st.sampled_from([0, 0, 0, math.nan, math.inf])),

@@ -15,16 +15,14 @@ from prover import Pair, Reals, Refuted, RoundedReals, Scalar, Vector, assume, e
 
 from shrewjax import spec as definition
 
+pytestmark = pytest.mark.thorough
+
 
 def theorem(*sizes, mutant, over=Reals, of=definition):
     """Makes a test of a claim: it holds for vectors of these sizes, and not for all of them with the mutant."""
 
     def declare(claim):
-        # The largest size of several takes most of the time: CI shows it.
-        *smaller, largest = sizes
-        largest = pytest.param(largest, marks=pytest.mark.thorough) if smaller else largest
-
-        @pytest.mark.parametrize("case", [*smaller, largest, "mutant"])
+        @pytest.mark.parametrize("case", [*sizes, "mutant"])
         def test(case):
             if case == "mutant":
                 wrong = altered(of, *mutant)

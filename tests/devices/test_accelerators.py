@@ -20,7 +20,7 @@ import pytest
 from _compiled import place, sharded
 from _harness import applied, unclipped, updated
 from accelerators import ACCELERATORS, all_reduced
-from helpers import rows_of_names, seeming_to_have
+from helpers import seeming_to_have, thorough
 from jax.sharding import PartitionSpec as P
 
 import shrewjax
@@ -155,14 +155,12 @@ def rule_step(target, rule, dtype, devices):
 
 RULES = [name for name, (_, other) in compiled.RULES.items() if other]
 DTYPES = (jnp.float32, jnp.bfloat16)
-OF_ONE_RULE = {("clip_by_global_norm", dtype, devices) for dtype in DTYPES for devices in (1, 8)}
-BY_DEFAULT = {(name, jnp.float32, 1) for name in RULES} | OF_ONE_RULE
+IN_FLOAT32 = [(name, jnp.float32, 1) for name in RULES]
+OTHERS = [row for row in itertools.product(RULES, DTYPES, (1, 8)) if row not in IN_FLOAT32]
 
 
 # The program of a process with this number of devices, because with one the numbers of all units are joined.
-@pytest.mark.parametrize(
-    ("name", "dtype", "devices_here"), rows_of_names(itertools.product(RULES, DTYPES, (1, 8)), BY_DEFAULT)
-)
+@pytest.mark.parametrize(("name", "dtype", "devices_here"), [*IN_FLOAT32, *thorough(*OTHERS)])
 def test_rule_moves_and_holds_no_more_than_optax(name, dtype, devices_here, target):
     rule, optax_rule = compiled.RULES[name]
     ours, theirs = rule_step(target, rule, dtype, devices_here), rule_step(target, optax_rule, dtype, 1)
@@ -197,14 +195,15 @@ def test_norms_by_leaf_cost_no_pass_no_launch_and_no_all_reduce(devices, target)
 
 CONDITIONALS = {
     "clip_by_global_norm": (lambda: shrewjax.clip_by_global_norm(1.0), 0),
-    "clip_by_leaf_norm": (lambda: shrewjax.clip_by_leaf_norm(1.0), 0),
     "adaptive_grad_clip": (lambda: shrewjax.adaptive_grad_clip(), 0),
+    "clip_by_leaf_norm": (lambda: shrewjax.clip_by_leaf_norm(1.0), 0),
     "skip_nonfinite": (lambda: shrewjax.skip_nonfinite(shrewjax.clip_by_global_norm(1.0)), 1),
     "accumulate": (lambda: shrewjax.accumulate(shrewjax.clip_by_global_norm(1.0), 4), 1),
 }
+TWO, OTHER_WRAPPERS = [*CONDITIONALS][:2], [*CONDITIONALS][2:]
 
 
-@pytest.mark.parametrize("name", rows_of_names(CONDITIONALS, {"clip_by_global_norm", "adaptive_grad_clip"}))
+@pytest.mark.parametrize("name", [*TWO, *thorough(*OTHER_WRAPPERS)])
 @pytest.mark.usefixtures("one_device_here")
 def test_a_clip_has_no_branch_and_a_wrapper_has_its_own(name, target):
     make, number = CONDITIONALS[name]

@@ -8,19 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    MAPPED,
-    TRANSFORMATIONS,
-    assert_close,
-    bits,
-    lenient,
-    own_params,
-    quick_jit,
-    rows_of_names,
-    users_jit,
-)
+from helpers import MAPPED, TRANSFORMATIONS, assert_close, bits, lenient, own_params, thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from speed import quick_jit, users_jit
 
 import shrewjax
 
@@ -126,10 +117,10 @@ def inner_of(name, mapped):
 
 # One that counts all elements, one by unit, a guard around a clip by norm, and SGD alone; `test_processes.py` has the
 # z-score.
-OF_EACH_KIND = {"clip_by_percentile", "adaptive_grad_clip", "skip_on_spike", "accumulate"}
+OF_EACH_KIND = "clip_by_percentile", "adaptive_grad_clip", "skip_on_spike"
 
 
-@pytest.mark.parametrize("name", rows_of_names(TRANSFORMATIONS, OF_EACH_KIND))
+@pytest.mark.parametrize("name", ["accumulate", *thorough(*OF_EACH_KIND)])
 def test_trajectory_is_that_of_one_device(name):
     batches = list(micro_batches(24))
     expected = large_batches(inner_of(name, False), 3, batches)
@@ -140,6 +131,7 @@ def test_trajectory_is_that_of_one_device(name):
         assert int(state.windows) == i // 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("nonfinite", ["drop_microbatch", "drop_window", "extend_window"])
 @pytest.mark.parametrize("check_vma", [True, False], ids=["tracked", "untracked"])
 def test_one_bad_shard_makes_the_micro_batch_bad_on_every_device(nonfinite, check_vma):
@@ -165,6 +157,7 @@ def all_reduces(text):
     ]
 
 
+@pytest.mark.thorough
 def test_gradients_cross_the_network_once_a_window():
     mesh, batch = mesh_of(8), next(micro_batches(1))
     whole = placed(PARAMS, mesh, {"w": P(), "b": P()})
@@ -197,6 +190,7 @@ def test_gradients_cross_the_network_once_a_window():
     assert "all-reduce" in text[text.index("ENTRY") :]  # on every micro-step
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 def test_plain_jit_takes_a_row_of_gradients_for_each_device(axis_type):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
@@ -226,6 +220,7 @@ def test_plain_jit_takes_a_row_of_gradients_for_each_device(axis_type):
     assert "all-reduce" not in text[text.index("ENTRY") :]
 
 
+@pytest.mark.thorough
 def test_pmap_with_a_window_on_each_device():
     tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(0.5, sharded_over=()), SGD), 2, sum_over="data")
     params = jax.tree.map(lambda a: jnp.stack([a] * 8), PARAMS)
@@ -247,6 +242,7 @@ def test_pmap_with_a_window_on_each_device():
         np.testing.assert_allclose(params[name], np.stack([moved] * 8), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_pmap_step_that_reduces_its_gradients_itself_passes_no_axis():
     def optimizer(axes=None):
         inner = optax.chain(shrewjax.clip_by_global_norm(0.1, sharded_over=axes), optax.sgd(1.0))
@@ -269,6 +265,7 @@ def test_pmap_step_that_reduces_its_gradients_itself_passes_no_axis():
         jax.pmap(partial(step, optimizer()), axis_name="i")(params, state, rows[0])
 
 
+@pytest.mark.thorough
 def test_host_driven_window_adds_alone_and_meets_when_it_is_taken():
     mesh = mesh_of(8)
     window = shrewjax.GradAccumulator(2, sum_over="data")
@@ -294,6 +291,7 @@ def test_host_driven_window_adds_alone_and_meets_when_it_is_taken():
     assert int(emptied.windows) == 1
 
 
+@pytest.mark.thorough
 def test_flush_closes_a_window_over_what_all_devices_have():
     mesh = mesh_of(8)
     tx = shrewjax.accumulate(optax.sgd(1.0), 4, sum_over="data")
@@ -312,6 +310,7 @@ def test_flush_closes_a_window_over_what_all_devices_have():
     assert int(state.windows) == 1
 
 
+@pytest.mark.thorough
 def test_a_window_goes_on_bit_for_bit_elsewhere_and_on_half_as_many_devices():
     batches = list(micro_batches(6))
     tx = shrewjax.accumulate(ADAM, 3, sum_over="data")
@@ -339,6 +338,7 @@ def test_a_window_goes_on_bit_for_bit_elsewhere_and_on_half_as_many_devices():
         shrewjax.redistribute(state, SGD.init(params))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["clip_by_leaf_norm", "clip_by_leaf_norm_ema"])
 def test_state_specs_have_a_mesh_axis_of_size_1(name):
     """As a program for several devices has it on one."""
@@ -349,6 +349,7 @@ def test_state_specs_have_a_mesh_axis_of_size_1(name):
     assert {spec for x, spec in pairs if x.ndim} == {P("expert")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 def test_initial_sums_are_spread_as_the_parameters_wherever_init_is_called(axis_type):
     mesh = mesh_of(2, 4, axis_type)
@@ -383,6 +384,7 @@ def traced(f, *args, check_vma=True, specs=None):
     return jax.eval_shape(mapped, *args)
 
 
+@pytest.mark.thorough
 def test_reduced_gradients_are_not_summed_again():
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     f = lambda g: tx.update({"w": jax.lax.psum(g, "data")}, tx.init({"w": jnp.zeros(1)}))[1].micro_step  # noqa: E731
@@ -390,6 +392,7 @@ def test_reduced_gradients_are_not_summed_again():
         traced(f, jnp.ones(8))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("nonfinite", ["propagate", "drop_window"])
 def test_untracked_accumulation_wants_to_be_told(nonfinite):
     tx = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite)
@@ -400,6 +403,7 @@ def test_untracked_accumulation_wants_to_be_told(nonfinite):
     assert traced(lambda g: told.update(g, told.init(g))[1].micro_step, jnp.ones(8), check_vma=False).shape == ()
 
 
+@pytest.mark.thorough
 def test_devices_must_agree_on_when_a_window_closes():
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     f = lambda g: tx.update(g, tx.init(jnp.zeros(1)), flush=g[0] > 0)[1].micro_step  # noqa: E731
@@ -407,6 +411,7 @@ def test_devices_must_agree_on_when_a_window_closes():
         traced(f, jnp.ones(8))
 
 
+@pytest.mark.thorough
 def test_devices_must_agree_on_the_weight_of_what_they_share():
     reduced = shrewjax.accumulate(SGD, 2)
     f = lambda g: reduced.update(jnp.zeros(1), reduced.init(jnp.zeros(1)), weight=g[0])[1].micro_step  # noqa: E731
@@ -419,6 +424,7 @@ def test_devices_must_agree_on_the_weight_of_what_they_share():
         traced(f, jnp.ones(8))
 
 
+@pytest.mark.thorough
 def test_init_says_what_it_misses():
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     with pytest.raises(ValueError, match=r"sum_over=\('data',\) needs a mesh .* placed on the mesh"):
@@ -435,6 +441,7 @@ def test_init_says_what_it_misses():
         traced(lambda g: both.init(jnp.zeros(1)).micro_step, jnp.ones(8))
 
 
+@pytest.mark.thorough
 def test_gradients_without_rows_do_not_pass_for_rows():
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     state = tx.init(placed(np.zeros((8, 3), "f"), mesh_of(8), P()))
@@ -445,6 +452,7 @@ def test_gradients_without_rows_do_not_pass_for_rows():
     assert tx.update(jnp.ones((8, 8, 3)), state, weight=np.arange(8))[1].weight_sum.tolist() == [*range(8)]
 
 
+@pytest.mark.thorough
 def test_integer_leaves_hold_no_rows_and_get_zero_updates():
     params = placed({"f": np.zeros(2, "f"), "i": np.arange(4)}, mesh_of(8), {"f": P(), "i": P()})
     tx = shrewjax.accumulate(optax.sgd(1.0), 1, sum_over="data")
@@ -457,6 +465,7 @@ def test_integer_leaves_hold_no_rows_and_get_zero_updates():
         assert after["i"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.thorough
 def test_metrics_of_rows_are_scalars():
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     found = shrewjax.metrics(tx.init(placed(PARAMS, mesh_of(8), {"w": P(), "b": P()})))
@@ -474,6 +483,7 @@ def shardings(*trees):
     return [x.sharding for x in jax.tree.leaves(trees) if x.ndim]
 
 
+@pytest.mark.thorough
 def test_parameters_stay_whole_and_the_state_in_parts_where_they_are_placed_so():
     mesh, batches = mesh_of(8), list(micro_batches(9))
     whole = NamedSharding(mesh, P())
@@ -497,6 +507,7 @@ def test_parameters_stay_whole_and_the_state_in_parts_where_they_are_placed_so()
     assert int(state.windows) == 3
 
 
+@pytest.mark.thorough
 def test_step_that_is_manual_over_data_alone_leaves_shards_where_they_are():
     mesh, batches = mesh_of(2, 4), list(micro_batches(9))
     tx = shrewjax.accumulate(CLIP_ADAMW, 3, sum_over="data")
@@ -527,6 +538,7 @@ def test_step_that_is_manual_over_data_alone_leaves_shards_where_they_are():
 # --- gradients that nobody reduced, and rows of vmap ------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sum_over", [None, ()], ids=repr)
 def test_gradients_that_are_not_reduced_are_an_error_that_says_so(sum_over):
     tx, window = (make(2, sum_over=sum_over) for make in (partial(shrewjax.accumulate, SGD), shrewjax.GradAccumulator))
@@ -541,6 +553,7 @@ def test_gradients_that_are_not_reduced_are_an_error_that_says_so(sum_over):
             jax.eval_shape(mapped, own)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.trace(0.9)], ids=["parameters", "state"])
 @pytest.mark.parametrize("guard", [shrewjax.skip_nonfinite, shrewjax.skip_on_spike])
 def test_guards_say_so_too_where_parameters_or_state_would_come_to_differ(guard, inner):
@@ -554,6 +567,7 @@ def test_guards_say_so_too_where_parameters_or_state_would_come_to_differ(guard,
         jax.eval_shape(mapped, jax.device_put(np.ones((8, 3), "f"), NamedSharding(mesh, P("data"))))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch"])
 def test_rows_of_vmap_are_devices(nonfinite):
     """Two micro-batches of four rows; one row is NaN, which drops the micro-batch in all of them, or propagates."""
@@ -575,6 +589,7 @@ def test_rows_of_vmap_are_devices(nonfinite):
     assert state.dropped.tolist() == [int(bad)] * 4
 
 
+@pytest.mark.thorough
 def test_weights_of_devices_whose_sum_is_out_of_range_make_the_average_nan():
     tx = shrewjax.accumulate(optax.identity(), 1, sum_over="batch")
     state = jax.vmap(tx.init, in_axes=None, axis_size=4, axis_name="batch")(jnp.zeros(2))

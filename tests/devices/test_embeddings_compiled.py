@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from _compiled import place, sharded
 from accelerators import all_reduced, loses_sums
+from helpers import thorough
 from jax.sharding import PartitionSpec as P
 from sums_on_devices import (
     BATCH,
@@ -150,7 +151,7 @@ def test_sums_of_a_loop_by_hand_are_seen_to_be_lost_where_they_are(target):
     assert bool(is_lost) == loses_sums(target)
 
 
-@pytest.mark.parametrize("names", [{"weighted", "accumulate"}, pytest.param(WAYS, marks=pytest.mark.thorough)], ids=len)
+@pytest.mark.parametrize("names", [{"weighted", "accumulate"}, *thorough(WAYS)], ids=len)
 def test_sums_on_cpu_devices_are_those_of_their_parts(names):
     for name, error in errors_on(jax.devices(), names).items():
         assert error < 1e-5, name

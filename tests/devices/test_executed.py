@@ -10,9 +10,9 @@ import numpy as np
 import plain_hlo
 import pytest
 from accelerators import loses_sums
-from helpers import quick_jit
 from jax import P, lax
 from jax.sharding import Mesh
+from speed import quick_jit
 from sums_on_devices import MICRO_BATCHES, PARAMS, VOCABULARY, by_hand, expected_of, loss, micro_batch, values
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import shrewjax
 
+pytestmark = pytest.mark.thorough
+
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 SHAPES = {"w": (16, 4), "b": (4,)}
 PARAMS = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}

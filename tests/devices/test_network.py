@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _transformer import Transformer
+from helpers import thorough
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from losses import LOSSES
@@ -234,7 +235,7 @@ ONCE = {
     "sum_over, convolutions": convolutions,
     **{f"sum_over, {name}": functools.partial(with_scans, name) for name in OF_LOSSES},
 }
-QUICK = {"Explicit, scanned, weighted", "sum_over, FSDP", "sum_over, experts"}
+THREE = "Explicit, scanned, weighted", "sum_over, FSDP", "sum_over, experts"
 
 
 def compiled_form(form, target):
@@ -264,9 +265,7 @@ def sent(program, when, least=0.04):
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough) for name in ONCE]
-)
+@pytest.mark.parametrize("name", [*THREE, *thorough(*(name for name in ONCE if name not in THREE))])
 def test_gradients_cross_the_network_once(name, target):
     form = ONCE[name]()
     program = compiled_form(form, target)

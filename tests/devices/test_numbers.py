@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import MAPPED, TRANSFORMATIONS, quick_jit, rows_of_names
+from helpers import MAPPED, TRANSFORMATIONS, thorough
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from models import MODELS
 from optax.losses import softmax_cross_entropy_with_integer_labels as cross_entropy
+from speed import quick_jit
 from test_distribution import PARAMS, SHARDED, large_batches, mapped_step, mesh_of, micro_batches, placed, summed_loss
 from weights import filled, integers, normal, table
 
@@ -26,8 +27,10 @@ pytestmark = pytest.mark.usefixtures("as_users_have_it", "h100")
 
 # A whole batch in one call.
 
+THREE = "experts by scatters", "transformer, FSDP", "ring"
 
-@pytest.mark.parametrize("name", rows_of_names(MODELS, ["experts by scatters", "transformer, FSDP", "ring"]))
+
+@pytest.mark.parametrize("name", [*THREE, *thorough(*(name for name in MODELS if name not in THREE))])
 def test_gradients_of_models_are_those_of_the_whole_batch(name):
     model = MODELS[name]()
     one = Mesh(np.reshape(jax.devices("cpu")[:1], [1] * len(model.axes)), tuple(model.axes))
@@ -110,7 +113,7 @@ MAPPED_STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", rows_of_names(MAPPED_STEPS, ["plain jit"]))
+@pytest.mark.parametrize("name", ["plain jit", *thorough(*(name for name in MAPPED_STEPS if name != "plain jit"))])
 def test_gradients_that_are_summed_over_devices_are_those_of_the_whole_batch(name):
     counts = np.float32(np.random.default_rng(0).random(64) < 0.7)
     counts[:8:2] = 0  # a micro-batch of the first device has weight 0
@@ -160,7 +163,7 @@ def around_sgd(rule):
 
 
 @pytest.mark.parametrize("how", ["jit", "shard_map"])
-@pytest.mark.parametrize("name", rows_of_names(RULES, ["clip_by_global_norm"]))
+@pytest.mark.parametrize("name", ["clip_by_global_norm", *thorough(*RULES[1:])])
 def test_windows_around_each_rule_are_those_of_large_batches(name, how):
     batches = list(micro_batches(CALLS))
     expected = large_batches(around_sgd(TRANSFORMATIONS[name]()), LENGTH, batches)
@@ -180,7 +183,7 @@ def test_a_micro_batch_with_a_nan_on_one_device_is_dropped_on_all(how):
     assert_trajectory(how, tx, batches, expected)
 
 
-@pytest.mark.parametrize("name", rows_of_names(["skip_nonfinite", "skip_on_spike"], ["skip_nonfinite"]))
+@pytest.mark.parametrize("name", ["skip_nonfinite", *thorough("skip_on_spike")])
 def test_a_guard_skips_a_bad_step_and_leaves_no_trace_of_it(name):
     bad, batches = 4, list(micro_batches(CALLS))
     expected = list(large_batches(around_sgd(optax.identity()), 1, [*batches[:bad], *batches[bad + 1 :]]))
@@ -194,7 +197,7 @@ def test_a_guard_skips_a_bad_step_and_leaves_no_trace_of_it(name):
     assert_trajectory("jit", guard, batches, expected, is_window=False)
 
 
-@pytest.mark.parametrize("name", rows_of_names(["clip_by_leaf_norm", "adaptive_grad_clip"], ["clip_by_leaf_norm"]))
+@pytest.mark.parametrize("name", ["clip_by_leaf_norm", *thorough("adaptive_grad_clip")])
 def test_a_frozen_parameter_is_no_nan_where_squares_are_scaled(name):
     # Squares of 1e-25 underflow, so all gradients are scaled, also the known zeros of the frozen parameter (XLA-7).
     tx = optax.chain(TRANSFORMATIONS[name](), optax.sgd(0.5))

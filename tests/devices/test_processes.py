@@ -8,8 +8,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers import TRANSFORMATIONS, quick_jit
+from speed import quick_jit
 from train_processes import ACCUM_STEPS, NAN_STEPS, PROCESSES, STEPS, batch, first_params, inner, nonfinite
+
+pytestmark = pytest.mark.thorough
 
 SCRIPT = pathlib.Path(__file__).with_name("train_processes.py")
 # The transformations that the processes train, one after another, and which process is killed in the end.
@@ -17,12 +19,10 @@ RUNS = {
     "few, the other is killed": (("clip_by_norm_zscore", "skip_nonfinite"), 1),
     "one, the coordinator is killed": (("clip_by_global_norm",), 0),
     "one, none is killed": (("clip_by_global_norm",), None),
-    "all, none is killed": (tuple(TRANSFORMATIONS), None),
 }
-MARKS = ((), pytest.mark.thorough, pytest.mark.thorough, pytest.mark.slow)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(run, marks=m) for run, m in zip(RUNS, MARKS, strict=True)])
+@pytest.fixture(scope="module", params=RUNS)
 def trained(request, forks, tmp_path_factory):
     """The transformations, the folder with what both processes found, who was killed, and how each of them ended."""
     names, killed = RUNS[request.param]

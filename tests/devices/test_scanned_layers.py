@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _transformer import Transformer
+from helpers import thorough
 from scanned_layers import OF_OPTAX, WINDOWS, Lookup, beyond_one, window
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
@@ -25,7 +26,7 @@ OURS = [name for name in WINDOWS if name != OF_OPTAX]
 
 # A TPU's VMEM has room for much of so small a model, and less for a window. With 160 million parameters both hold the
 # same there (docs/cost.md).
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n != "weighted")) for n in OURS])
+@pytest.mark.parametrize("name", ["weighted", *thorough(*(name for name in OURS if name != "weighted"))])
 def test_a_window_holds_no_more_than_that_of_optax(name, h100):
     found, of_optax = (window(h100, x, SMALL, SEQUENCES).temporary for x in (name, OF_OPTAX))
     assert found < of_optax + 0.05
@@ -37,7 +38,7 @@ def test_a_window_adds_the_gradients_of_layers_in_a_list_as_they_come(h100):
 
 
 # Beyond one micro-batch: the sum alone, or not even that. A loop by hand holds 1 P more, and 1.2 P on a v5e.
-@pytest.mark.parametrize("way", [pytest.param("value_and_grad", marks=pytest.mark.thorough), "weighted"])
+@pytest.mark.parametrize("way", ["weighted", *thorough("value_and_grad")])
 def test_scanned_layers_add_their_gradients_to_the_sum_themselves(way, target):
     assert beyond_one(target, way, SMALL, SEQUENCES) < {"h100": 0.1, "v5e": 0.3}[target.name]
     assert beyond_one(target, "by hand", SMALL, SEQUENCES) > 0.9

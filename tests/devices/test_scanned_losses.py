@@ -5,12 +5,15 @@ batch is then wrong for all of these losses but `chunks`: by 0.32 (packed positi
 In `jax.shard_map` it is right, because there is no partitioner to split the scatters.
 """
 
+import itertools
+
 import executed
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from accelerators import loses_sums
+from helpers import thorough
 from jax import P
 from losses import EXAMPLES, LOSSES
 
@@ -32,12 +35,13 @@ FORMS = {
     "4 weighted": {"micro_batches": 4, "weight": counted},
     "in shard_map": {"micro_batches": 4, "weight": counted, "sum_over": "data"},
 }
-QUICK = {
+FOUR = [
     ("recurrent", "1 micro-batch"),
     ("chunks", "4 micro-batches"),
     ("graphs", "4 weighted"),
     ("recurrent", "in shard_map"),
-}
+]
+OTHERS = [pair for pair in itertools.product(LOSSES, FORMS) if pair not in FOUR]
 
 
 def errors_of(name, form, differentiated=shrewjax.value_and_grad):
@@ -59,14 +63,7 @@ def errors_of(name, form, differentiated=shrewjax.value_and_grad):
     return executed.numbers(compiled, arguments, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        pytest.param(name, form, marks=[] if (name, form) in QUICK else pytest.mark.thorough)
-        for name in LOSSES
-        for form in FORMS
-    ],
-)
+@pytest.mark.parametrize(("name", "form"), [*FOUR, *thorough(*OTHERS)])
 def test_gradients_of_a_scan_that_looks_rows_up_are_those_of_the_whole_batch(name, form, h100):
     errors = errors_of(name, form)
     assert max(errors.values()) < executed.TOLERANCE, errors

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close, quick_jit
+from helpers import assert_close, thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from speed import quick_jit
 
 import shrewjax
 import shrewjax.flax
@@ -112,12 +113,7 @@ MESHES = {
 }
 
 
-QUICK = {"Auto", "two axes in the other order", "parameters over the Explicit axis"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough) for name in MESHES]
-)
+@pytest.mark.parametrize("name", ["Auto", *thorough(*(name for name in MESHES if name != "Auto"))])
 def test_results_are_those_of_the_whole_batch(name):
     axes, sum_over, kind, batch_spec, spec = MESHES[name]
     mesh = mesh_of(kind, **axes)
@@ -147,13 +143,10 @@ def on_eight(run, *arguments, jit=quick_jit):
         return jit(run)(*arguments)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
-    [
-        {"reduction": "sum"},
-        pytest.param({"micro_batches": 1}, marks=pytest.mark.thorough),
-        pytest.param({"accumulator_dtype": jnp.bfloat16}, marks=pytest.mark.thorough),
-    ],
+    [{"reduction": "sum"}, {"micro_batches": 1}, {"accumulator_dtype": jnp.bfloat16}],
     ids=repr,
 )
 def test_other_arguments_keep_their_meaning(options):
@@ -165,6 +158,7 @@ def test_other_arguments_keep_their_meaning(options):
     assert_close(on_eight(step, PARAMS, X, Y), wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.thorough
 def test_a_micro_batch_that_is_bad_on_one_device_is_dropped_on_all():
     x = X.copy()
     x[5] = np.nan
@@ -174,6 +168,7 @@ def test_a_micro_batch_that_is_bad_on_one_device_is_dropped_on_all():
     assert_close(on_eight(step, PARAMS, x, Y), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_batch_that_weighs_nothing_or_too_much_is_as_without_sum_over():
     def run(weight):
         step = shrewjax.value_and_grad(
@@ -187,6 +182,7 @@ def test_a_batch_that_weighs_nothing_or_too_much_is_as_without_sum_over():
     assert all(np.isnan(x).all() for x in jax.tree.leaves(grads))
 
 
+@pytest.mark.thorough
 def test_derivatives_and_vmap_of_the_results_are_those_of_the_whole_batch():
     def derivatives(value_and_grad, params):
         tangents = jax.tree.map(jnp.ones_like, params)
@@ -203,6 +199,7 @@ def test_derivatives_and_vmap_of_the_results_are_those_of_the_whole_batch():
     assert_close(on_eight(lambda params: derivatives(step, params), PARAMS), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_loss_may_close_over_arrays_and_its_scans_start_from_zeros():
     """With types that record what varies, a scan's carry of zeros would be an error."""
 
@@ -225,6 +222,7 @@ def test_a_loss_may_close_over_arrays_and_its_scans_start_from_zeros():
     assert_close(on_eight(step, scale, PARAMS, X, jit=lambda run: run), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_loss_without_examples_has_the_keys_of_all_devices():
     def loss(params, key):
         return jnp.sum(params["b"]) * jax.random.uniform(key)
@@ -244,7 +242,8 @@ def pairs(w, ids, dense):
     return jnp.mean(jax.nn.softplus(-(jnp.concatenate([products / 32, bottom], -1) @ w["top"])[:, 0]))
 
 
-@pytest.mark.parametrize("micro_batches", [None, pytest.param(1, marks=pytest.mark.thorough), 4])
+@pytest.mark.thorough
+@pytest.mark.parametrize("micro_batches", [None, 1, 4])
 def test_constant_pairs_on_a_mesh_of_two_axes_are_right_with_sum_over_and_wrong_in_plain_jax(micro_batches):
     """The page says so, and names versions. Once JAX alone is right, it needs another word there."""
     shapes = {"tables": (4, 40, 32), "shared": (40, 32), "bottom": (13, 32), "top": (37, 1)}
@@ -264,6 +263,7 @@ def test_constant_pairs_on_a_mesh_of_two_axes_are_right_with_sum_over_and_wrong_
     assert error > 0.5 if is_wrong else micro_batches is None or error < 2e-6, error
 
 
+@pytest.mark.thorough
 def test_a_loss_that_compares_examples_has_those_of_all_devices():
     def features(params, x, y):
         return {"x": x @ params["w"], "y": y + params["b"]}
@@ -286,6 +286,7 @@ class _Model(nnx.Module):
         return self.dropout(jnp.ones(())), self.norm(x), self.linear(x)
 
 
+@pytest.mark.thorough
 def test_an_nnx_model_has_one_state_and_other_dropout_on_each_device():
     def loss(model, x):
         mask, _, y = model(x)
@@ -381,6 +382,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_cannot_work_says_what_to_do(name):
     call, message = ERRORS[name]
@@ -388,6 +390,7 @@ def test_what_cannot_work_says_what_to_do(name):
         call()
 
 
+@pytest.mark.thorough
 def test_a_loss_that_places_arrays_over_other_axes_is_right():
     def loss(params, x, y):
         return mean_loss(params, jax.lax.with_sharding_constraint(x, P(None, "model")), y)
@@ -398,6 +401,7 @@ def test_a_loss_that_places_arrays_over_other_axes_is_right():
     assert_close(results, jax.value_and_grad(mean_loss)(PARAMS, X, Y), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("batch", ["data", None])
 def test_flax_rules_that_map_the_batch_to_none_are_the_remedy(batch):
     model = _Placed()

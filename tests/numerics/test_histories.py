@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers import quick_jit
+from speed import quick_jit
 
 from shrewjax._numerics import histories
 

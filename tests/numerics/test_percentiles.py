@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import quick_jit, users_jit
+from helpers import thorough
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from speed import quick_jit, users_jit
 
 from shrewjax._numerics import percentiles, reductions
 from shrewjax.spec import percentile_spec
@@ -118,9 +119,7 @@ CASES = [
     ("float16", "midpoint", "nonzero"),
     ("mixed", "linear", "nonzero"),
     # "higher" is in `test_large_leaves_of_many_distributions`.
-    pytest.param("float32", "higher", "all", marks=pytest.mark.thorough),
-    pytest.param("bfloat16", "linear", "all", marks=pytest.mark.thorough),
-    pytest.param("mixed", "nearest", "all", marks=pytest.mark.thorough),
+    *thorough(("float32", "higher", "all"), ("bfloat16", "linear", "all"), ("mixed", "nearest", "all")),
 ]
 
 
@@ -151,9 +150,7 @@ def test_float64_too(data):
         ("50", "midpoint", "nonzero"),
         ("99.9", "lower", "all"),
         # The ranks of these are in `test_a_known_percentile_is_exact_up_to_fifteen_decimals`.
-        pytest.param("99.999999", "linear", "nonzero", marks=pytest.mark.thorough),
-        pytest.param("1e-7", "higher", "nonzero", marks=pytest.mark.thorough),
-        pytest.param("100", "linear", "all", marks=pytest.mark.thorough),
+        *thorough(("99.999999", "linear", "nonzero"), ("1e-7", "higher", "nonzero"), ("100", "linear", "all")),
     ],
 )
 def test_a_known_percentile_is_the_decimal_it_is_written_as(written, method, over):
@@ -383,9 +380,7 @@ def test_more_decimals_move_the_rank_by_less_than_1e_17_of_the_count(written):
     assert abs(rank - Fraction(written) * (count - 1) / 100) <= Fraction(count, 10**17)
 
 
-@pytest.mark.parametrize(
-    "shapes", [((60, 7, 11), (3,)), pytest.param(((7, 60, 11),), marks=pytest.mark.thorough)], ids=str
-)
+@pytest.mark.parametrize("shapes", [((60, 7, 11), (3,)), *thorough((((7, 60, 11),),))], ids=str)
 def test_a_leaf_whose_count_exceeds_32_bits_is_counted_in_64(monkeypatch, shapes):
     # the arithmetic without the memory: as if 32 bits held no more than 100
     monkeypatch.setattr(reductions, "_LARGEST_COUNT", 100)

@@ -1,14 +1,13 @@
 """Inside mapped functions a norm is the whole gradient's, or an error: never silently a shard's own."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import bits, quick_jit, rows_of_names, true_norm, users_jit
+from helpers import bits, thorough, true_norm
 from sharded import GRADS, SPECS, P, clip, place
+from speed import quick_jit, users_jit
 
 import shrewjax
 from shrewjax._numerics import reductions
@@ -97,14 +96,11 @@ def on_one_device(name, grads):
 
 
 # Each on a mesh of one kind; CI has both.
-ON_MESHES = {("Auto", "known"), ("Explicit", "by leaf"), ("Auto", "traced")}
+ON_MESHES = ("Auto", "known"), ("Explicit", "by leaf"), ("Auto", "traced")
+ON_OTHERS = ("Explicit", "known"), ("Auto", "by leaf"), ("Explicit", "traced")
 
 
-@pytest.mark.parametrize(
-    ("mesh", "name"),
-    rows_of_names(itertools.product(("Auto", "Explicit"), PERCENTILE_CLIPS), ON_MESHES),
-    indirect=["mesh"],
-)
+@pytest.mark.parametrize(("mesh", "name"), [*ON_MESHES, *thorough(*ON_OTHERS)], indirect=["mesh"])
 def test_sharded_percentiles_have_the_same_bits_without_a_gather_or_a_sort(mesh, name):
     grads = place(GRADS, mesh)
     update, percentile = PERCENTILE_CLIPS[name]
@@ -117,9 +113,7 @@ def test_sharded_percentiles_have_the_same_bits_without_a_gather_or_a_sort(mesh,
 
 
 # All axes are manual inside, so their types change little.
-ONE_MESH = pytest.mark.parametrize(
-    "mesh", ["Auto", pytest.param("Explicit", marks=pytest.mark.thorough)], indirect=True
-)
+ONE_MESH = pytest.mark.parametrize("mesh", ["Auto", *thorough("Explicit")], indirect=True)
 
 
 @ONE_MESH

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import quick_jit
+from speed import quick_jit
 
 from shrewjax._numerics import floats, scaling
 

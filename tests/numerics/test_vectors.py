@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, quick_jit
+from helpers import bits
+from speed import quick_jit
 
 from shrewjax._numerics.vectors import join, pieces, scalars, split
 

@@ -18,6 +18,8 @@ from helpers import run_page
 import shrewjax
 import shrewjax.flax
 
+pytestmark = pytest.mark.thorough
+
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 PUBLIC = {

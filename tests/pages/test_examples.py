@@ -11,21 +11,16 @@ import struct
 from pathlib import Path
 
 import pytest
-import xla_flags
+import speed
 from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
+
+pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
 # Nothing optimized compiles fastest.
-QUICKLY = {
-    "XLA_FLAGS": xla_flags.flags(
-        "xla_cpu_use_fusion_emitters",
-        "xla_cpu_parallel_codegen_split_count",
-        "xla_backend_optimization_level",
-        "xla_llvm_disable_expensive_passes",
-    )
-}
+QUICKLY = {"XLA_FLAGS": speed.as_xla_flags(*speed.FLAGS)}
 
 
 @pytest.fixture
@@ -57,7 +52,6 @@ def assert_is_drawn(path):
         assert len(figure.getcolors(figure.width * figure.height)) > 20
 
 
-@pytest.mark.thorough  # the README's first command runs it, too
 def test_nnx_example_recognises_95_percent_of_digits(run):
     printed, figure = run("train_digits.py", "--epochs", 6, out="new/digits.png")
 
@@ -65,7 +59,6 @@ def test_nnx_example_recognises_95_percent_of_digits(run):
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_choose_max_norm_example_replays_every_rule(run):
     printed, figure = run("choose_max_norm.py", "--steps", 50, out="new/norms.png")
 
@@ -78,7 +71,6 @@ def test_choose_max_norm_example_replays_every_rule(run):
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_choose_batch_size_example_sees_the_noise_grow_and_what_long_windows_cost(run):
     arguments = ("--images", 24576, "--seeds", 2, "--target", 0.2)
     printed, figure = run("choose_batch_size.py", *arguments, out="new/batch_size.png")
@@ -93,7 +85,6 @@ def test_choose_batch_size_example_sees_the_noise_grow_and_what_long_windows_cos
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_linen_example_learns_in_float16_and_drops_exactly_what_overflowed(run):
     printed, figure = run("train_linen.py", "--epochs", 6, out="new/linen.png")
 
@@ -104,7 +95,6 @@ def test_linen_example_learns_in_float16_and_drops_exactly_what_overflowed(run):
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_equinox_example_trains_a_new_head_and_nothing_else(run):
     printed, figure = run("train_equinox.py", "--epochs", 8, out="new/equinox.png")
 
@@ -120,7 +110,6 @@ def test_equinox_example_trains_a_new_head_and_nothing_else(run):
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
     printed, figure = run("train_ppo.py", "--calls", 2, "--iterations", 5, out="new/ppo.png")
 
@@ -135,7 +124,6 @@ def test_ppo_example_keeps_the_pole_up_longer_with_either_optimizer(run):
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_recurrent_example_explodes_and_learns_soonest_where_what_flows_back_is_clipped(run):
     printed, figure = run("train_recurrent.py", "--steps", 18, out="new/recurrent.png")
 
@@ -151,7 +139,6 @@ def test_recurrent_example_explodes_and_learns_soonest_where_what_flows_back_is_
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(run):
     arguments = ("--steps", 16, "--length", 32, "--layers", 1, "--compare-every", 8)
     printed, figure = run("train_transformer.py", *arguments, out="new/transformer.png")
@@ -169,7 +156,6 @@ def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(ru
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_batch_norm_example_learns_from_eight_micro_batches_a_step_as_from_one_batch(run):
     printed, figure = run("train_batch_norm.py", "--epochs", 5, out="new/batch_norm.png")
 
@@ -190,7 +176,6 @@ def events(folder):
         data = data[16 + length :]
 
 
-@pytest.mark.thorough
 def test_tensorboard_example_logs_each_window_of_every_metric(run):
     printed, folder = run("log_tensorboard.py", "--epochs", 6, out="new/events")
 
@@ -228,7 +213,6 @@ def test_tensorboard_example_logs_each_window_of_every_metric(run):
     assert accuracy > 0.9
 
 
-@pytest.mark.thorough
 def test_sharded_example_resumes_in_mid_window_on_fewer_devices_in_two_processes(run):
     script = "train_sharded.py"
     arguments = ("--micro-steps", 32, "--save-every", 21, "--length", 32, "--layers", 1, "--checkpoints", "saved")
@@ -259,7 +243,6 @@ def test_sharded_example_resumes_in_mid_window_on_fewer_devices_in_two_processes
     assert_is_drawn(figure)
 
 
-@pytest.mark.thorough
 def test_which_rule_example_writes_what_every_rule_did_to_a_gru_and_draws_it(run):
     _, figure = run("which_rule.py", "--jobs", "GRU", "--steps", 300, "--seeds", 0, 1, out="new/rule.png")
 

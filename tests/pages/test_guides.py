@@ -17,12 +17,13 @@ import optax
 import pytest
 from denominator import coefficients_spec
 from flax import nnx
-from helpers import bits, own_params, quick_jit, run_page, users_jit
+from helpers import bits, own_params, run_page
 from PIL import Image
+from speed import quick_jit, users_jit
 
 import shrewjax
 
-pytestmark = pytest.mark.usefixtures("as_users_have_it")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
 
 DOCS = pathlib.Path(__file__).parent.parent.parent / "docs"
 
@@ -699,7 +700,7 @@ def test_each_expert_has_its_norm_and_its_clip_under_jit_and_in_shard_map(moe):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_norm_of_experts_on_two_devices_is_that_of_all_and_a_devices_own_is_not(moe, dtype):
     guide, *_ = moe
     cast = functools.partial(jax.tree.map, lambda x: np.asarray(x).astype(dtype))

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import run_page, users_options
+from helpers import run_page
+from speed import users_options
 
 import shrewjax
 import shrewjax.flax

@@ -10,12 +10,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import bits, quick_jit, run_page
+from helpers import bits, run_page
+from speed import quick_jit
 
 import shrewjax
 import shrewjax.flax
 
-pytestmark = pytest.mark.usefixtures("as_users_have_it")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
 
 DOCS = pathlib.Path(__file__).parent.parent.parent / "docs"
 PAGE = DOCS / "recipes.md"

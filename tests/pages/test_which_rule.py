@@ -14,6 +14,8 @@ import which_rule
 from _figures import BLUE, FOR_DARK, INK, VERMILLION
 from test_figures import PAGES, contrast, texts
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "guide" / "which_rule.md").read_text()
 ROWS = ROOT / "examples" / "which_rule.csv"

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import bits, users_jit
+from helpers import bits, thorough
+from speed import users_jit
 
 import shrewjax
 import shrewjax.flax
@@ -142,19 +143,8 @@ FORMS = {
 }
 # Each part of the gradient is added on its own, so that the last bits differ from those of the sum of the parts.
 IN_PARTS = {"two scans", "penalty"}
-THOROUGH = {
-    "reverse",
-    "checkpoint",
-    "checkpoint of all",
-    "transposed",
-    "reshaped",
-    "custom_vjp",
-    "blocks",
-    "two scans",
-    "Linen",
-    "Linen, axis 1",
-}
-ROWS = [pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH)) for name in FORMS]
+FIVE = "scan", "jit", "bfloat16 inside", "Linen, remat", "Equinox"
+OTHERS = [name for name in FORMS if name not in FIVE]
 
 
 def by_hand(loss, params, x):
@@ -174,7 +164,7 @@ def held(function, *args):
     return users_jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [*FIVE, *thorough(*OTHERS)])
 def test_scans_add_their_gradients_with_the_bits_of_a_loop_by_hand(name):
     loss, params = FORMS[name]()
     found = jax.jit(shrewjax.value_and_grad(loss, K))(params, X)[1]
@@ -188,7 +178,7 @@ def test_scans_add_their_gradients_with_the_bits_of_a_loop_by_hand(name):
 
 # XLA may keep the bfloat16 copy, half a tree, from micro-batch to micro-batch.
 @pytest.mark.needs_passes
-@pytest.mark.parametrize("name", [row for row in ROWS if row.values != ("bfloat16 copy",)])
+@pytest.mark.parametrize("name", [*FIVE, *thorough(*(name for name in OTHERS if name != "bfloat16 copy"))])
 def test_scans_that_add_their_gradients_hold_no_tree_beside_the_sum(name):
     loss, params = FORMS[name]()
     step = shrewjax.value_and_grad(loss, K)
@@ -272,7 +262,7 @@ def test_a_scan_that_xla_unrolls_whole_leaves_its_gradients_to_the_caller(unroll
     assert added(loss_of(functools.partial(scanned, unroll=unroll)), STACK, X[:2]) == [adds]
 
 
-@pytest.mark.parametrize("unroll", [pytest.param(5, marks=pytest.mark.thorough), True])
+@pytest.mark.parametrize("unroll", [True, *thorough(5)])
 def test_a_scan_that_xla_unrolls_whole_holds_no_more_than_by_hand(unroll):
     loss = loss_of(functools.partial(scanned, unroll=unroll))
     ours, theirs = (held(step, STACK, X) for step in (shrewjax.value_and_grad(loss, K), lambda *a: by_hand(loss, *a)))

@@ -1,7 +1,6 @@
 """Gradients on Explicit meshes: summed over devices once, by their types, with the numbers of one device."""
 
 import contextlib
-import itertools
 import re
 
 import jax
@@ -10,9 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import rows_of_names, users_jit
+from helpers import thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from speed import users_jit
 
 import shrewjax
 import shrewjax.flax
@@ -107,19 +107,21 @@ LOSSES = {"scanned": scanned, "listed": listed}
 WEIGHTS = {"unweighted": None, "weighted": count}
 # Without `jax.set_mesh`, a new array has no mesh.
 CONTEXTS = {"set_mesh": jax.set_mesh, "no context": lambda mesh: contextlib.nullcontext()}
-# Each place and each kind of weight once, with layers that are scanned.
-ROWS = {
+# Each place, each kind of weight and each context once, with layers that are scanned; the same with layers in a list.
+SCANNED = [
     ("data", "scanned", "unweighted", "set_mesh"),
     ("data and model", "scanned", "weighted", "no context"),
     ("two axes of data", "scanned", "weighted", "set_mesh"),
-}
+]
+LISTED = [
+    ("data", "listed", "weighted", "no context"),
+    ("data and model", "listed", "unweighted", "set_mesh"),
+    ("two axes of data", "listed", "unweighted", "no context"),
+]
 
 
 @pytest.mark.needs_passes
-@pytest.mark.parametrize(
-    ("place", "loss", "weight", "context"),
-    rows_of_names(itertools.product(PLACES, LOSSES, WEIGHTS, CONTEXTS), ROWS),
-)
+@pytest.mark.parametrize(("place", "loss", "weight", "context"), [*SCANNED, *thorough(*LISTED)])
 def test_gradients_of_matrices_are_reduced_once_after_the_loop(place, loss, weight, context):
     (axes, spec, of_examples), loss, weight = PLACES[place], LOSSES[loss], WEIGHTS[weight]
     weights = [1.0] * K if weight is None else [np.sum(Y[i::K, 0] > 0) for i in range(K)]
@@ -319,18 +321,18 @@ def test_parameters_that_come_as_reduced_give_gradients_that_are_unreduced_as_in
 
 RULES = {
     "clip_by_global_norm": shrewjax.clip_by_global_norm(0.01),
+    "skip_nonfinite": shrewjax.skip_nonfinite(optax.sgd(1.0)),
+    "accumulate": shrewjax.accumulate(optax.sgd(1.0), 1),
     "clip_by_leaf_norm": shrewjax.clip_by_leaf_norm(0.01),
     "clip_by_percentile": shrewjax.clip_by_percentile(50),
     "clip_by_value": shrewjax.clip_by_value(0.001),
     "adaptive_grad_clip": shrewjax.adaptive_grad_clip(0.01),
-    "skip_nonfinite": shrewjax.skip_nonfinite(optax.sgd(1.0)),
     "skip_on_spike": shrewjax.skip_on_spike(optax.sgd(1.0)),
-    "accumulate": shrewjax.accumulate(optax.sgd(1.0), 1),
 }
-QUICK = {"clip_by_global_norm", "skip_nonfinite", "accumulate"}
+KINDS, OTHERS = [*RULES][:3], [*RULES][3:]  # a clip, a guard, a window; more of these
 
 
-@pytest.mark.parametrize("name", rows_of_names(RULES, QUICK))
+@pytest.mark.parametrize("name", [*KINDS, *thorough(*OTHERS)])
 def test_rules_sum_gradients_that_come_as_unreduced(name):
     tx, params = RULES[name], {"w": PARAMS["in"]}
     loss = lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) ** 2)  # noqa: E731

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, quick_jit
+from helpers import bits
 from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lookups import LOSSES, TABLE, TOKENS, WIDTH, over_time, take
+from speed import quick_jit
 
 import shrewjax
 from shrewjax._programs import scatters

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import quick_jit
+from speed import quick_jit
 
 import shrewjax
 from shrewjax._programs import loops, reduced, scatters, switch

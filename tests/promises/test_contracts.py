@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import CASES, TRANSFORMATIONS, assert_close, quick_jit, small_tree, tree_of
+from helpers import CASES, TRANSFORMATIONS, assert_close, each_world, small_tree, thorough, tree_of
+from speed import quick_jit
 
 import shrewjax
 
 each = pytest.mark.parametrize("name", TRANSFORMATIONS)
-in_either_world = pytest.mark.usefixtures("either_world")
 # Also where `either_world` has just been one device for the tests above.
 with_eight_devices = pytest.mark.parametrize("either_world", [8], indirect=True, ids=["eight_devices"])
 
@@ -68,9 +68,9 @@ def test_arguments_after_the_first_are_keyword_only(name):
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[positional:])
 
 
-@in_either_world
+@each_world
 @each
-def test_state_and_updates_keep_structure_shapes_and_dtypes(name, x64):
+def test_state_and_updates_keep_structure_shapes_and_dtypes(name, x64, either_world):
     params = tree_of() | {
         "half": jnp.ones(3, jnp.bfloat16),
         "count": jnp.arange(2),
@@ -88,12 +88,10 @@ def test_state_and_updates_keep_structure_shapes_and_dtypes(name, x64):
     assert all(x.dtype != jnp.float64 for x in jax.tree.leaves(new)) or (x64 and name == "accumulate")
 
 
-@in_either_world
+@each_world
 @each
-@pytest.mark.parametrize(
-    "x64", [pytest.param(False, id="x32"), pytest.param(True, id="x64", marks=pytest.mark.thorough)], indirect=True
-)
-def test_jit_and_no_jit_agree(name, x64):
+@pytest.mark.parametrize("x64", [False, *thorough(True)], ids=["x32", "x64"], indirect=True)
+def test_jit_and_no_jit_agree(name, x64, either_world):
     tx, params = TRANSFORMATIONS[name](), small_tree()
     plain_state = jitted_state = tx.init(params)
     traced = TRACED.count(name)
@@ -131,6 +129,7 @@ def step_by_step(name, row):
     return state, jax.tree.map(lambda *x: np.stack(x), *all_updates)
 
 
+@each_world
 @each
 def test_is_a_scan_carry_and_compiles_once(name, either_world):
     traced = TRACED.count(name)
@@ -139,6 +138,7 @@ def test_is_a_scan_carry_and_compiles_once(name, either_world):
     assert_close(jax.tree.map(lambda x: x[0], scanned_rows(name, either_world)), expected, rtol=1e-6)
 
 
+@each_world
 @each
 def test_vmap_gives_what_each_row_gives(name, either_world):
     for i, row in enumerate(ROWS):
@@ -149,7 +149,7 @@ def test_vmap_gives_what_each_row_gives(name, either_world):
 # --- on many devices --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis_type", ["Auto", pytest.param("Explicit", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("axis_type", ["Auto", *thorough("Explicit")])
 @each
 @with_eight_devices
 def test_sharded_inputs_give_the_unsharded_answer(name, axis_type, either_world):

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, bits, users_options
+from helpers import assert_close, bits
+from speed import users_options
 
 import shrewjax
 
-pytestmark = pytest.mark.usefixtures("as_users_have_it")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
 
 K = 2
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)

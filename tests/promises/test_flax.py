@@ -16,12 +16,13 @@ import pytest
 from flax import linen, nnx
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
-from helpers import assert_close, bits, quick_jit, rows_of_names, users_jit
+from helpers import assert_close, bits
+from speed import quick_jit, users_jit
 
 import shrewjax
 import shrewjax.flax
 
-pytestmark = pytest.mark.usefixtures("as_users_have_it")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
 
 SCRIPT = pathlib.Path(__file__).with_name("resume_flax.py")
 # Flax 0.12.6 and later have two modes, of which the second has neither shared variables nor `DiffState`.
@@ -107,7 +108,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", rows_of_names(OPTIMIZERS, by_default={"adam", "clip and adamw"}))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_trajectory_is_that_of_an_nnx_optimizer_around_multi_steps(name):
     """With dropout and batch statistics. One of the optimizers trains the low-rank layer alone."""
     wrt = nnx.LoRAParam if name == "adam" else nnx.Param
@@ -236,7 +237,7 @@ def grads_of(params, rows):
     return jax.grad(lambda params: jnp.mean((NET.apply({"params": params}, x) - y) ** 2))(params)
 
 
-@pytest.mark.parametrize("name", rows_of_names(OPTIMIZERS, by_default={"sgd", "adafactor"}))
+@pytest.mark.parametrize("name", ["sgd", "adafactor", "lion"])
 def test_trajectory_is_that_of_linens_train_state_around_multi_steps_or_accumulate(name):
     inner = OPTIMIZERS[name]
     states = [

@@ -12,6 +12,8 @@ from helpers import bits
 import shrewjax
 import shrewjax.flax
 
+pytestmark = pytest.mark.thorough
+
 X = np.ones((4, 3), np.float32)
 
 

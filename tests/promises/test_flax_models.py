@@ -6,11 +6,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_close, quick_jit, rows_of_names, users_jit
+from helpers import assert_close
+from speed import quick_jit, users_jit
 
 import shrewjax.flax
 
-pytestmark = pytest.mark.usefixtures("as_users_have_it")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
 
 K = 4
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
@@ -102,7 +103,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", rows_of_names(MODELS, by_default={"remat", "jit", "scanned", "scanned along axis 1"}))
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_with_transformed_parts_has_the_whole_batchs_gradients(name):
     assert_that_of_the_whole_batch(MODELS[name]())
 

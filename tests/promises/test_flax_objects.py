@@ -8,12 +8,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_close, bits, quick_jit
+from helpers import assert_close, bits
+from speed import quick_jit
 
 import shrewjax
 import shrewjax.flax
 
-pytestmark = pytest.mark.usefixtures("as_users_have_it")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
 
 K = 2
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)

@@ -15,10 +15,13 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from helpers import CASES
 
 import shrewjax
 import shrewjax.flax
+
+pytestmark = pytest.mark.thorough
 
 GOLDEN = pathlib.Path(__file__).with_name("golden.txt")
 PARAMS = {"b": jnp.zeros(4, jnp.bfloat16), "none": None, "steps": jnp.int32(0), "w": jnp.zeros((3, 2))}

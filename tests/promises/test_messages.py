@@ -13,6 +13,8 @@ from helpers import own_params
 
 import shrewjax
 
+pytestmark = pytest.mark.thorough
+
 PARAMS = {"w": jnp.zeros(3)}
 X, Y = jnp.ones((8, 3)), jnp.ones(8)
 GRADS = {"w": jnp.ones(3)}

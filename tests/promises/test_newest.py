@@ -4,14 +4,17 @@ import ast
 import importlib
 import pathlib
 
-import xla_flags
+import pytest
+import speed
 
 import shrewjax
+
+pytestmark = pytest.mark.thorough
 
 
 def test_flag_that_no_jaxlib_has_is_not_passed_and_ends_no_process():
     asked = {"xla_no_such_flag": "1", "xla_backend_optimization_level": "0"}
-    assert xla_flags.known(asked) == ["xla_backend_optimization_level"]
+    assert speed.known_by_jaxlib(asked) == ["xla_backend_optimization_level"]
 
 
 def attributes(path):

@@ -6,9 +6,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import TRANSFORMATIONS, assert_close, quick_jit
+from helpers import TRANSFORMATIONS, assert_close
+from speed import quick_jit
 
 import shrewjax
+
+pytestmark = pytest.mark.thorough
 
 RULES = [
     make() for name, make in TRANSFORMATIONS.items() if name not in ("skip_nonfinite", "skip_on_spike", "accumulate")
@@ -52,7 +55,6 @@ def test_metrics_of_all_transformations_are_those_without_flax():
     assert_metrics_are_those_of(treedef.unflatten(leaves), shrewjax.metrics(optimizer.opt_state), inside_jit)
 
 
-@pytest.mark.thorough
 def test_metrics_of_all_transformations_are_those_without_flax_after_training():
     """After four micro-batches; `test_compatibility.py` trains with each transformation alone."""
     model, optimizer = optimizer_in_nnx()

@@ -6,7 +6,9 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import quick_jit
+from speed import quick_jit
+
+pytestmark = pytest.mark.thorough
 
 PATH = pathlib.Path(__file__).parent / "typing" / "user_code.py"
 spec = importlib.util.spec_from_file_location("user_code", PATH)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, compiled, lenient, quick_jit, users_jit
+from helpers import bits, lenient
+from speed import compiled, quick_jit, users_jit
 
 import shrewjax
 
