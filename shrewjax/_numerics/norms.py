@@ -1,32 +1,29 @@
 """Norms of leaves that neither overflow nor underflow: of all leaves together, by leaf, by unit and by slice.
 
-A norm of order p = 1 or 2 is the root of a sum of p-th powers, which can leave the range of floats. One function,
-`shift_into_range`, decides which sums did, and by which power of two to scale their elements. How the scaled elements
-are summed depends on the platform for which a program is lowered:
+A norm of order p = 1 or 2 is the root of a sum of p-th powers, which can leave the range of floats. The platform for
+which a program is lowered decides what happens then:
 
-* CPU: `_in_two_passes` reads leaves again, in a branch that is rarely taken. Sums on three scales would take three
-  passes.
-* TPU and others: `_in_one_pass` sums on all three scales in the first read, and selects.
-* CUDA and ROCm: `_in_float64` sums in float64, which holds the squares of all float32 numbers. Leaves of float64 are
-  summed as on a TPU.
+* On CUDA and ROCm `_in_float64` sums in float64, which holds the squares of all float32 numbers.
+* Elsewhere, and for leaves of float64, `_in_two_passes` sums twice. `shift_into_range` decides which sums left their
+  range, and by which power of two to scale their elements. The second sum stands in a branch that is rarely taken.
 
 A global norm is that of one unit of many leaves. A norm is an `ExtendedFloat`, so neither it nor a quotient of two
 norms leaves the range before the clipped gradient does.
 
-Why three scales suffice, for p = 2 in float32 and a sum over n elements:
+Why two passes suffice, for p = 2 in float32 and a sum over n elements:
 
-* As they are: trust a finite sum of x**2 of at least 2**-60. A square below 2**-126 may be flushed. All flushed squares
+* First pass: trust a finite sum of x**2 of at least 2**-60. A square below 2**-126 may be flushed. All flushed squares
   together are below n 2**-126, and half an ulp of 2**-60 is 2**-84. So they do not count for n < 2**42.
-* After an overflow: scale by 2**-96. Squares are now below 2**64, and 2**64 of them fit. The scaled sum is
+* Second pass after an overflow: scale by 2**-96. Squares are now below 2**64, and 2**64 of them fit. The scaled sum is
   about 2**128 * 2**-192 = 2**-64 or more, half an ulp of which is at least 2**-89. So flushed squares do not count for
   n < 2**37.
-* For a sum below 2**-60: scale by 2**88. The scaled sum is below 2**-60 * 2**176 = 2**116. The smallest
+* Second pass for a sum below 2**-60: scale by 2**88. The scaled sum is below 2**-60 * 2**176 = 2**116. The smallest
   subnormal number, 2**-149, becomes 2**-61, whose square is normal. So no square is flushed.
 
 For p = 1 every bound is at least as wide. A complex leaf counts as twice as many elements. The numbers for float64
 follow in the same way, with 2**-1022 for 2**-126 and 2**-1074 for 2**-149.
 
-A sum of exactly 0 is not trusted, because all squares may have been flushed. So a CPU reads zeros twice.
+A sum of exactly 0 is not trusted, because all squares may have been flushed. So zeros are read twice.
 
 Other orders take `_by_maximum`, because the error of x**p grows with p log x. Orders 3 and 4 take it only if
 the sum of a first pass leaves the range.
@@ -37,7 +34,7 @@ units, `test_unit_norms_neither_overflow_nor_underflow`.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +65,6 @@ from shrewjax._numerics.reductions import (
     are_known,
     leaf_maxima,
     leaf_sums,
-    sums_in_one_read,
 )
 from shrewjax._numerics.vectors import Groups, broadcast_to_leaf, join, scalars, split
 
@@ -236,79 +232,34 @@ def _measure(
                 lambda: to_extended(_root(total, of.ord)),
             )
         ]
-    one_pass = partial(_in_one_pass, of=of)
-    is_float64 = accumulator_dtype(*leaves) == jnp.float64
-    on_gpus = one_pass if is_float64 else partial(_in_float64, of=of)
-    return lax.platform_dependent(
-        leaves,
-        small_counts,
-        cpu=partial(_in_two_passes, of=of),
-        cuda=on_gpus,
-        rocm=on_gpus,
-        default=one_pass,
-    )
+    read_again = partial(_in_two_passes, small_counts=small_counts, of=of)
+    if accumulator_dtype(*leaves) == jnp.float64:
+        return read_again(leaves)
+    on_gpus = partial(_in_float64, of=of)
+    return lax.platform_dependent(leaves, cuda=on_gpus, rocm=on_gpus, default=read_again)
 
 
-def _roots(
-    of: _Norms, shifts: list[jax.Array], sums: list[jax.Array], in_range: list[jax.Array]
-) -> list[ExtendedFloat]:
-    """Returns the norms of sums that are in range after their shifts."""
-    roots = [_root(total, of.ord) for total in of.totals(in_range)]
-    norms = [shifted(root, -shift) for root, shift in zip(roots, shifts, strict=True)]
-    if of.by_leaf:
-        (shift,), (own,), (scaled,) = shifts, sums, in_range
-        # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
-        is_helped = shift_into_range(own) == shift
-        root = _root(jnp.where(is_helped, scaled, own), of.ord)
-        norms.append(shifted(root, -jnp.where(is_helped, shift, 0)))
-    return norms
+def _in_float64(leaves: Sequence[jax.Array], of: _Norms) -> list[ExtendedFloat]:
+    """Returns norms from sums in float64, whose range no square of a float32 leaves. For GPUs.
 
-
-def _in_float64(
-    leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
-) -> list[ExtendedFloat]:
-    """Returns norms from sums in float64, which no square of a float32 leaves. On GPUs.
-
-    On a GPU the memory decides how long a sum takes, in float64 too. Sums on three scales would be three outputs of a
-    kernel, for which XLA:GPU writes scaled leaves out before it sums columns.
+    There, a branch would make the host wait, and hold all that it may read, even if it never runs (XLA-3).
     """
-    del small_counts
     with jax.enable_x64(True):
-        powers = _powers(of.ord, jnp.dtype(jnp.float64))
-        (by_leaf,) = sums_in_one_read(powers, leaves, axes=of.axes, unit_dims=of.unit_dims)
-        sums = join(by_leaf, of.groups)
+        sums = join(of.sums([upcast(x, jnp.float64) for x in leaves]), of.groups)
         totals = of.totals(sums) + (sums if of.by_leaf else [])
         norms = [to_extended(_root(total, of.ord)) for total in totals]
         return [shifted(lax.convert_element_type(m, jnp.float32), e) for m, e in norms]
 
 
-def _in_one_pass(
-    leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
-) -> list[ExtendedFloat]:
-    """Returns norms from sums on all three scales, in one read, of which each norm selects one. On accelerators.
-
-    A branch would hold all that it may read, even if it never runs (XLA-3), and make a GPU's host wait.
-    """
-    scale = RANGE[accumulator_dtype(*leaves)]
-    powers = _powers(of.ord, accumulator_dtype(*leaves), scale.shrink, scale.grow)
-    by_scale = sums_in_one_read(powers, leaves, axes=of.axes, unit_dims=of.unit_dims)
-    sums, shrunk, grown = (join(of_leaves, of.groups) for of_leaves in by_scale)
-    shifts = [shift_into_range(total, small_counts) for total in of.totals(sums)]
-    in_range = [
-        jnp.where(shift == scale.shrink, small, jnp.where(shift == scale.grow, large, own))
-        for shift, own, small, large in zip(shifts, sums, shrunk, grown, strict=True)
-    ]
-    return _roots(of, shifts, sums, in_range)
-
-
 def _in_two_passes(
     leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
 ) -> list[ExtendedFloat]:
-    """Returns norms from the sums of a first pass or, if a sum left its range, of a second one in a branch. On CPUs.
+    """Returns norms from sums in the accumulator's dtype.
 
-    1. Sum elements as they are.
+    1. Sum powers of elements as they are.
     2. If a norm needs it, read leaves again, in a branch that is rarely taken: for a global norm all of them, scaled by
        one power of two; for others those of which a unit left its range, each unit by its own.
+    3. Take the roots, and undo the scales.
     """
     first = of.sums(leaves)
     sums = join(first, of.groups)
@@ -332,9 +283,6 @@ def _in_two_passes(
             for x, own in zip(leaves, first, strict=True)
         ]
         return join(read(range(len(leaves)), factors), of.groups)
-
-    if of.is_global:
-        return _roots(of, shifts, sums, run_if(is_rare, read_all, lambda: sums))
 
     def read_some(places: Sequence[int]) -> list[jax.Array]:
         own = [first[i] for i in places]
@@ -374,8 +322,20 @@ def _in_two_passes(
             in_range.update(zip(places, read, strict=True))
         return join([*in_range.values()], of.groups)
 
-    (is_rare,) = agreed([is_rare])
-    return _roots(of, shifts, sums, run_if(is_rare, read_again, lambda: sums))
+    if of.is_global:
+        in_range = run_if(is_rare, read_all, lambda: sums)
+    else:
+        (is_rare_anywhere,) = agreed([is_rare])
+        in_range = run_if(is_rare_anywhere, read_again, lambda: sums)
+    roots = [_root(total, of.ord) for total in of.totals(in_range)]
+    norms = [shifted(root, -shift) for root, shift in zip(roots, shifts, strict=True)]
+    if of.by_leaf:
+        (shift,), (own,), (scaled,) = shifts, sums, in_range
+        # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
+        is_helped = shift_into_range(own) == shift
+        root = _root(jnp.where(is_helped, scaled, own), of.ord)
+        norms.append(shifted(root, -jnp.where(is_helped, shift, 0)))
+    return norms
 
 
 def _root(powers: jax.Array, p: float) -> jax.Array:
@@ -403,27 +363,6 @@ def _power(x: jax.Array, p: float) -> jax.Array:
     if p != 2:
         return lax.integer_pow(lax.abs(x), int(p))
     return lax.mul(x.real, x.real) + lax.mul(x.imag, x.imag) if is_complex(x) else lax.mul(x, x)
-
-
-@cache  # so that leaves of one shape are traced once
-def _powers(p: float, dtype: DType, *shifts: int) -> Callable[[jax.Array], list[jax.Array]]:
-    """Returns a function that returns the p-th powers of a leaf's elements, and of these times 2**shift."""
-
-    def powers(x: jax.Array) -> list[jax.Array]:
-        x = upcast(x, dtype)
-        return [_power(y, p) for y in (x, *(_scaled(x, shift) for shift in shifts))]
-
-    return powers
-
-
-def _scaled(x: jax.Array, exponent: int) -> jax.Array:
-    """Returns x times a power of two."""
-    if is_complex(x):
-        return lax.complex(_scaled(x.real, exponent), _scaled(x.imag, exponent))
-    # XLA-7: selected, because XLA multiplies constants first. It would make a finite number of an infinite `y * c`, and
-    # `0 * (c * c)`, which is NaN, of the square of a known zero.
-    has_scale = jnp.isfinite(x) & (x != 0)
-    return jnp.where(has_scale, x * jnp.asarray(2.0**exponent, x.dtype), x)
 
 
 def _is_small(x: jax.Array) -> bool:

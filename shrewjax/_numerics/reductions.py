@@ -17,7 +17,6 @@ Along a mapped axis devices hold other units, or parts of the same ones (`mesh.u
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 import jax
@@ -58,21 +57,6 @@ def leaf_sums(
     return _over_devices(
         lax.psum, [_sum(x, dims) for x, dims in zip(terms, unit_dims, strict=True)], axes
     )
-
-
-def sums_in_one_read(
-    terms: Callable[[jax.Array], Sequence[jax.Array]],
-    leaves: Sequence[jax.Array],
-    *,
-    axes: Axes | list[Axes],
-    unit_dims: Sequence[UnitDims],
-) -> list[list[jax.Array]]:
-    """Returns `leaf_sums` of each array in `terms(leaf)`, in one read of the leaf if possible."""
-    by_leaf = [_leaf_sums(terms, tuple(dims), x) for x, dims in zip(leaves, unit_dims, strict=True)]
-    by_array = list(zip(*by_leaf, strict=True))
-    of_all = axes * len(by_array) if isinstance(axes, list) else axes
-    sums = iter(_over_devices(lax.psum, [*chain(*by_array)], of_all))
-    return [[next(sums) for _ in leaves] for _ in by_array]
 
 
 def leaf_maxima(
@@ -259,7 +243,7 @@ def _finite(
         plain = sums_are_finite(leaves)
         return run_if(~jnp.all(plain), exactly, lambda: plain)
 
-    return lax.platform_dependent(cpu=by_plain_sums, default=exactly)
+    return lax.platform_dependent(cuda=exactly, rocm=exactly, default=by_plain_sums)
 
 
 def _extreme(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -290,13 +274,6 @@ def _sum(x: jax.Array, dims: UnitDims = ()) -> jax.Array:
 
 
 # Jitted, because each leaf of the same shape would otherwise be traced and lowered again.
-@partial(jax.jit, static_argnums=(0, 1))
-def _leaf_sums(
-    terms: Callable[[jax.Array], Sequence[jax.Array]], dims: UnitDims, x: jax.Array
-) -> list[jax.Array]:
-    return _reduce_together(terms(x), lax.add, [a for a in range(x.ndim) if a not in dims])
-
-
 @partial(jax.jit, static_argnums=0)
 def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Any) -> jax.Array:
     wanted = keys(*of_leaf)

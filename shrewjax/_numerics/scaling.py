@@ -74,7 +74,7 @@ def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat])
         is_needed = jnp.any(jnp.stack([jnp.any(a) for a in applies]))
         return run_if(is_needed, decide, lambda: list(map(_no_scale, norms, applies)))
 
-    return lax.platform_dependent(cpu=decide_if_needed, default=decide)
+    return lax.platform_dependent(cuda=decide, rocm=decide, default=decide_if_needed)
 
 
 def _no_scale(norm: ExtendedFloat, applies: jax.Array) -> ClipScale:

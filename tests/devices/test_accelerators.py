@@ -166,18 +166,11 @@ def test_rule_moves_and_holds_no_more_than_optax(name, dtype, devices_here, targ
     ours, theirs = rule_step(target, rule, dtype, devices_here), rule_step(target, optax_rule, dtype, 1)
     # A TPU reads a leaf once that stays in its VMEM from the norm to the update: of some leaves in one program only.
     assert ours.closing <= theirs.closing + {"h100": 0.03, "v5e": 0.8}[target.name]
-    # If a unit's sums left the range, XLA:GPU writes out a scaled leaf that fits in its cache: here one of eight.
-    rescued = 0.125 if (name, target.name) == ("adaptive_grad_clip", "h100") else 0
-    assert ours.temporary <= theirs.temporary + rescued + 0.02
-
-
-def launched(program):
-    """The kernels and transfers of a call whose norm is in range and not clipped, those of the idle branches, too."""
-    return sum(step.instruction.op not in _compiled._FREE for step in program.steps(closing=False))
+    assert ours.temporary <= theirs.temporary + 0.02
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_norms_by_leaf_cost_no_pass_no_launch_and_no_all_reduce(devices, target):
+def test_norms_by_leaf_cost_no_pass_no_all_reduce_and_one_launch(devices, target):
     def run(leaves):
         tx = optax.chain(shrewjax.clip_by_global_norm(1.0, leaves=leaves), optax.adamw(1e-3))
         spec = sharded if devices > 1 else _compiled.replicated
@@ -187,9 +180,8 @@ def test_norms_by_leaf_cost_no_pass_no_launch_and_no_all_reduce(devices, target)
     program, without = run(True), run(False)
     assert program.closing == pytest.approx(without.closing, abs=1e-3)
     assert program.temporary == pytest.approx(without.temporary, abs=0.01)
-    assert program.launches <= without.launches
-    # On a TPU the branch that is idle has two scalar operations more, and on sharded gradients an H100 has one.
-    assert launched(program) <= launched(without) + {"h100": devices > 1, "v5e": 2}[target.name]
+    # One kernel of an H100 writes all norms, and not one for each (XLA-33).
+    assert program.launches <= without.launches + {"h100": 1, "v5e": 0}[target.name]
     assert program.collectives == without.collectives
 
 
@@ -205,18 +197,17 @@ TWO, OTHER_WRAPPERS = [*CONDITIONALS][:2], [*CONDITIONALS][2:]
 
 @pytest.mark.parametrize("name", [*TWO, *thorough(*OTHER_WRAPPERS)])
 @pytest.mark.usefixtures("one_device_here")
-def test_a_clip_has_no_branch_and_a_wrapper_has_its_own(name, target):
+def test_a_clip_on_a_gpu_has_no_branch_and_a_wrapper_has_its_own(name, h100):
     make, number = CONDITIONALS[name]
-    program = compiled.step(
-        target, applied, make(), place({"w": jnp.zeros((64, 32)), "b": jnp.zeros(32)}, target.mesh())
-    )
+    params = place({"w": jnp.zeros((64, 32)), "b": jnp.zeros(32)}, h100.mesh())
+    program = compiled.step(h100, applied, make(), params)
     assert program.text.count(" conditional(") == number
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.usefixtures("one_device_here")
 def test_norms_for_gpus_are_right_at_every_magnitude(dtype, h100):
-    """A float64 leaf is summed on three scales, of which one is selected."""
+    """Leaves of float32 are summed in float64, and those of float64 twice."""
     del h100
     largest = float(np.finfo(dtype).max)
     magnitudes = [1, largest / 2, largest**0.5, largest**-0.4, largest**-0.6, largest**-0.9, 0, np.inf, np.nan]
@@ -256,6 +247,39 @@ def test_norms_for_gpus_are_right_at_every_magnitude(dtype, h100):
     scales[expected == 0] = 1
     np.testing.assert_allclose(columns, rows.T * scales, rtol=1e-6)
     np.testing.assert_allclose(known, [expected[0], np.nan], rtol=1e-6)
+
+
+def squared_powers_of_two(program):
+    """Products of a number, made by a shift of its exponent, with itself."""
+
+    def source(x):
+        while x.op in ("bitcast", "bitcast-convert", "broadcast", "copy", "reshape", "slice"):
+            (x,) = x.operands
+        return x
+
+    products = [x.operands for x in program.instructions() if x.op == "multiply"]
+    return [source(a) for a, b in products if a is b and source(a).op == "shift-left"]
+
+
+@pytest.mark.parametrize("target", ["v5e"], indirect=True)  # an H100 scales nothing
+@pytest.mark.parametrize("name", ["clip_by_leaf_norm", "adaptive_grad_clip"])
+@pytest.mark.usefixtures("one_device_here")
+def test_square_of_a_scaled_zero_is_not_regrouped(name, target):
+    # (0 * c) * (0 * c) is 0, but 0 * (c * c), which XLA may make of it where it knows the zero, is NaN.
+    (rule, _), mesh = compiled.RULES[name], target.mesh()
+    params = place({"live": jnp.zeros(4), "frozen": jnp.zeros(4)}, mesh)
+    tx = optax.chain(rule(), optax.sgd(0.1))
+
+    def step(carry, x):
+        def loss(params):
+            return jnp.sum(params["live"] * x) + jnp.sum(jax.lax.stop_gradient(params["frozen"]) * x)
+
+        return updated(tx, carry, jax.grad(loss)(carry[0]))
+
+    carry = params, place(jax.eval_shape(tx.init, params), mesh)
+    program = compile_tree(target, step, carry, place(jnp.zeros(4), mesh))
+    assert "shift-left" in {x.op for x in program.instructions()}
+    assert squared_powers_of_two(program) == []
 
 
 @pytest.mark.thorough  # a minute of a core for v5e
@@ -300,9 +324,10 @@ def test_window_over_devices_sends_gradients_once_and_on_closing_calls_alone(is_
     program = compiled.window_over_devices(target, 8, is_weighted=is_weighted)
     assert all_reduced(program) == {"closing call": pytest.approx(1)}
     assert not [x for x in program.collectives if x[1] == "every call"]
-    # Besides the sums, XLA:GPU holds two copies of those leaves that it sends together: of seven.
-    assert program.temporary <= {"h100": 1.3, "v5e": 0.3}[target.name]
-    assert program.closing <= {"h100": 22.8, "v5e": 13.4}[target.name]  # XLA-2: 23.7 if a branch holds a branch
+    # Besides the sums, XLA:GPU holds two copies of those leaves that it sends together, of seven, and some averages. It
+    # holds the same with Optax's clip.
+    assert program.temporary <= {"h100": 1.9, "v5e": 0.3}[target.name]
+    assert program.closing <= {"h100": 23.0, "v5e": 13.4}[target.name]  # XLA-2: 23.7 if a branch holds a branch
 
 
 def test_shards_are_summed_once_a_window_and_gathered_for_the_model_alone(target):
