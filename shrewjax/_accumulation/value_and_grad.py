@@ -109,8 +109,9 @@ def value_and_grad(
     each call compiles the loop again.
 
     A step takes the memory of one micro-batch and of the sum of the gradients. Stacked gradients of scanned layers are
-    added in place, except with `nonfinite="drop_microbatch"` or if they also come from elsewhere, such as a penalty.
-    With `SHREWJAX_DISABLE_PASSES=1` in the environment, `fun` runs as JAX traced it, and nothing is added in place.
+    added in place, except with `nonfinite="drop_microbatch"`, if they also come from elsewhere, such as a penalty, or
+    if `unroll` is above half of the scan's length. With `SHREWJAX_DISABLE_PASSES=1` in the environment, `fun` runs as
+    JAX traced it, and nothing is added in place.
 
     The first axis of each array in `batch_argnums` numbers the B examples. Micro-batch i of K has the examples i, i +
     K, i + 2 K, and so on. So an axis that is sharded over devices is split without moving data.

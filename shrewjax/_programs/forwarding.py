@@ -43,10 +43,8 @@ def returned_as_given(function: Callable[[PyTree], PyTree], argument: PyTree) ->
     Traces the function once. It may close over traced arrays.
     """
     jaxpr: Jaxpr = jax.make_jaxpr(function)(argument)
-    return [
-        found == given
-        for found, given in zip(_forwarded(jaxpr), _all_of(jaxpr.jaxpr.invars), strict=True)
-    ]
+    given = _all_of(jaxpr.jaxpr.invars)
+    return [x == own for x, own in zip(_forwarded(jaxpr), given, strict=True)]
 
 
 def _is_as_given(x: _Given) -> bool:
@@ -65,23 +63,23 @@ def _forwarded(jaxpr: Jaxpr) -> list[_Given | None]:
         for result, operand in zip(equation.outvars, _operands(equation), strict=True):
             array = None if operand is None else equation.invars[operand.number]
             if operand and is_variable(array) and array in found:
-                found[result] = _Given(
-                    found[array].number, tuple(found[array].axes[a] for a in operand.axes)
-                )
+                number, axes = found[array]
+                found[result] = _Given(number, tuple(axes[a] for a in operand.axes))
     return [found.get(x) if is_variable(x) else None for x in jaxpr.outvars]
 
 
 def _operands(equation: Equation) -> list[_Given | None]:
     """Returns, for each result of an operation, the operand that it is, or None."""
+    # 1. A transpose.
     if equation.primitive.name == "transpose" and "permutation" in equation.params:
         return [_Given(0, tuple(equation.params["permutation"]))]
+    # 2. A `shard_map`: an array that leaves it as it came in.
     mapped = shard_map_of(equation)
     if mapped is not None:
         found = zip(_forwarded(mapped.body), mapped.out_specs, strict=True)
-        return [
-            x if x and _is_as_given(x) and mapped.in_specs[x.number] == spec else None
-            for x, spec in found
-        ]
+        is_same = lambda x, spec: _is_as_given(x) and mapped.in_specs[x.number] == spec  # noqa: E731
+        return [x if x and is_same(x, spec) else None for x, spec in found]
+    # 3. A call, a conditional or a loop: what all branches, and all turns, return.
     jaxprs = [*map(opened, jaxprs_on_operands(equation))]
     if not jaxprs:
         return [None] * len(equation.outvars)
@@ -103,11 +101,8 @@ def _after_all_turns(
     """
     carries = given[carry]
     kept = [x if x == own else None for x, own in zip(results, carries, strict=False)]
-    slices = given[len(given[: carry.start]) + len(carries) :]
-    stacked = [
-        _Given(x.number, (0, *(a + 1 for a in x.axes)))
-        if x and x.number in {y.number for y in slices}
-        else None
-        for x in results[len(carries) :]
-    ]
+    first_slice = len(given[: carry.start]) + len(carries)
+    numbers = {x.number for x in given[first_slice:]}
+    slices = (x if x and x.number in numbers else None for x in results[len(carries) :])
+    stacked = [x and _Given(x.number, (0, *(a + 1 for a in x.axes))) for x in slices]
     return [*kept, *stacked]

@@ -58,6 +58,25 @@ def recurrent(*, tied: bool = False) -> Loss:
     return Loss(of_examples, params if tied else params | {"out": OUT}, (TOKENS,))
 
 
+def called() -> Loss:
+    """A jitted function looks tokens up in a scan and runs scanned layers of its own. The loss calls it three times."""
+
+    def of_examples(w, tokens):
+        @jax.jit
+        def run(state, layers):
+            turn = lambda state, token: (jnp.tanh((state + w["table"][token]) @ w["cell"]), None)  # noqa: E731
+            state, _ = lax.scan(turn, state, tokens.T)
+            return lax.scan(lambda state, layer: (jnp.tanh(state @ layer), None), state, layers)[0]
+
+        state = jnp.zeros((len(tokens), WIDTH))
+        for layers in w["layers"]:
+            state = run(state, layers)
+        return cross_entropy(state @ w["out"], tokens[:, 0])
+
+    layers = [jnp.stack([normal(10 * i + j, WIDTH, WIDTH) for j in range(LAYERS)]) for i in range(1, 4)]
+    return Loss(of_examples, {"table": TABLE, "cell": normal(3, WIDTH, WIDTH), "layers": layers, "out": OUT}, (TOKENS,))
+
+
 def shared_bias(*, remat: bool = False) -> Loss:
     """The layers of a transformer share a table of biases, which pairs of tokens look up. It may be rematerialized."""
 
@@ -264,4 +283,5 @@ LOSSES: dict[str, Callable[[], Loss]] = {
     "nested": nested,
     "linen": linen,
     "nnx": of_nnx,
+    "called": called,
 }
