@@ -87,9 +87,14 @@ def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[ja
     def by_number(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
         # `lax.slice`, because tracing `x[start:stop]` takes eight times as long, for the same program.
         cuts = [(a, a + n) for a, n in zip(starts.tolist(), sizes, strict=True)]
-        return [[_in_a_kernel(lax.slice(x, (a,), (b,))) for x in vectors] for a, b in cuts]
+        return [[lax.slice(x, (a,), (b,)) for x in vectors] for a, b in cuts]
 
-    return lax.platform_dependent(vectors, cpu=by_operand, default=by_number)
+    def in_a_kernel(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        return jax.tree.map(_in_a_kernel, by_number(vectors))
+
+    return lax.platform_dependent(
+        vectors, cpu=by_operand, cuda=in_a_kernel, rocm=in_a_kernel, default=by_number
+    )
 
 
 @partial(jax.jit, inline=True)  # XLA-21
@@ -103,8 +108,11 @@ def scalars(vector: jax.Array) -> list[jax.Array]:
             for i in range(len(vector))
         ]
 
+    def in_a_kernel(vector: jax.Array) -> list[jax.Array]:
+        return [_in_a_kernel(vector[i]) for i in range(len(vector))]
+
     return lax.platform_dependent(
-        vector, cpu=by_operand, default=lambda v: [_in_a_kernel(v[i]) for i in range(len(v))]
+        vector, cpu=by_operand, cuda=in_a_kernel, rocm=in_a_kernel, default=list
     )
 
 
