@@ -19,9 +19,10 @@ from typing import Annotated, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from shrewjax._base.states import described, increment_if
-from shrewjax._base.types import Flag, Scalar
+from shrewjax._base.types import Flag, Metrics, Scalar
 from shrewjax._numerics import floats, histories
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import RANGE
@@ -91,17 +92,21 @@ def added(
 def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scalar) -> NoiseState:
     """Returns the state after a window whose average has this norm.
 
-    A window of fewer than two micro-batches, of weight 0 or with a non-finite norm is left out.
+    1. Has the window an estimate? It needs two micro-batches, a weight, and finite norms.
+    2. Take its norms in one unit with the averages.
+    3. Estimate S and G_2.
+    4. Average them with those of the windows before.
+    5. Choose the unit of the new averages. Without an estimate, the state stays.
     """
+    # 1. Has it an estimate?
     root = _root(sums.square_sums)
     weight = sums.weight_sum.astype(jnp.float32)
     has_estimate = (sums.kept >= 2) & (weight > 0) & jnp.isfinite(weight)
     has_estimate &= jnp.isfinite(root.mantissa) & jnp.isfinite(norm.mantissa)
     weight = jnp.where(has_estimate, weight, 1)
 
-    # All squares come in the unit 4**unit, which holds the largest of them, so that none leaves the range.
-    of_window = jnp.maximum(root.exponent, norm.exponent)
-    of_window = jnp.where(has_estimate, of_window, 0)
+    # 2. All squares come in the unit 4**unit, which holds the largest of them, so that none leaves the range.
+    of_window = jnp.where(has_estimate, jnp.maximum(root.exponent, norm.exponent), 0)
     of_averages = jnp.where(state.recorded > 0, state.exponent, of_window)
     unit = jnp.maximum(of_window, of_averages)
 
@@ -110,22 +115,23 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
         return floats.times_power_of_two(mantissa, jnp.where(has_estimate, x.exponent, 0) - unit)
 
     total, average = in_unit(root), in_unit(norm)
+
+    # 3. S is computed as a product, because the difference of the squares would lose the last digits twice.
     of_average = jnp.sqrt(weight) * average
-    # As a product, because the difference of the squares would lose the last digits twice.
     trace = (total - of_average) * (total + of_average) / jnp.maximum(sums.kept - 1, 1)
     signal = jnp.square(average) - trace / weight
 
-    # The share that makes the average over n windows that of exponential weights, corrected for its start.
+    # 4. The share makes the average over n windows that of exponential weights, corrected for its start.
     n = increment_if(True, state.recorded)
     beta = jnp.asarray(decay, jnp.float32)
     share = (1 - beta) / (1 - beta ** n.astype(jnp.float32))
     change = 2 * (of_averages - unit)
-    old_trace, old_signal = (
-        floats.times_power_of_two(x, change) for x in (state.trace, state.signal)
-    )
-    trace, signal = histories.ema(old_trace, trace, share), histories.ema(old_signal, signal, share)
+    old_trace = floats.times_power_of_two(state.trace, change)
+    old_signal = floats.times_power_of_two(state.signal, change)
+    trace = histories.ema(old_trace, trace, share)
+    signal = histories.ema(old_signal, signal, share)
 
-    # Averages that have become small get a smaller unit, so that they keep their digits.
+    # 5. Averages that have become small get a smaller unit, so that they keep their digits.
     largest = jnp.maximum(jnp.abs(trace), jnp.abs(signal))
     smaller = jnp.where(largest > 0, floats.exponent_of(largest) // 2, 0)
     new = state._replace(
@@ -134,16 +140,15 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
         signal=floats.times_power_of_two(signal, -2 * smaller),
         exponent=unit + smaller,
     )
-    return jax.tree.map(lambda new, old: jnp.where(has_estimate, new, old), new, state)
+    return optax.tree.where(has_estimate, new, state)
 
 
 @partial(jax.jit, inline=True)  # as `states.largest`
-def metrics_of_noise(state: NoiseState) -> dict[str, jax.Array]:
+def metrics_of_noise(state: NoiseState) -> Metrics:
     """Returns the two averages and their quotient, the noise scale: inf before the first estimate."""
     has_estimate = state.recorded > 0
-    trace, signal = (
-        floats.times_power_of_two(x, 2 * state.exponent) for x in (state.trace, state.signal)
-    )
+    trace = floats.times_power_of_two(state.trace, 2 * state.exponent)
+    signal = floats.times_power_of_two(state.signal, 2 * state.exponent)
     scale = state.trace / jnp.where(state.signal != 0, state.signal, 1)
     scale = jnp.where(has_estimate & (state.signal != 0), scale, jnp.inf)
     return {

@@ -16,7 +16,7 @@ from shrewjax._accumulation.window import (
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import is_traced, summed
 from shrewjax._base.states import increment_if, require_own
-from shrewjax._base.types import AnyState, AxisName, DType, Number, PyTree
+from shrewjax._base.types import AnyState, Argument, AxisName, DType, Number, PyTree
 
 
 class GradAccumulator:
@@ -59,7 +59,7 @@ class GradAccumulator:
         sum_over: AxisName | None = None,
         noise_decay: Number = None,
     ) -> None:
-        self._given: dict[str, Any] = {
+        self._given: dict[str, Argument] = {
             "accum_steps": accum_steps,
             "reduction": reduction,
             "accumulator_dtype": accumulator_dtype,
@@ -69,15 +69,16 @@ class GradAccumulator:
         }
         self._window = Window(**self._given)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Argument]:
         """Returns the arguments, so that a pickle names nothing private."""
         return self._given
 
-    def __setstate__(self, given: dict[str, Any]) -> None:
+    def __setstate__(self, given: dict[str, Argument]) -> None:
         self._given, self._window = given, Window(**given)
 
     def __repr__(self) -> str:
-        return f"GradAccumulator({', '.join(f'{name}={value!r}' for name, value in self._given.items())})"
+        given = ", ".join(f"{name}={value!r}" for name, value in self._given.items())
+        return f"GradAccumulator({given})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GradAccumulator) and self._arguments() == other._arguments()
@@ -148,19 +149,16 @@ class GradAccumulator:
         """
         _require_window(state)
         average, has_average, closed = self._window.close(state)
-        gradients = optax.tree.where(
-            has_average, average.gradients, optax.tree.zeros_like(average.gradients)
-        )
+        zeros = optax.tree.zeros_like(average.gradients)
+        gradients = optax.tree.where(has_average, average.gradients, zeros)
         closed = closed._replace(
             windows=increment_if(has_average, state.windows),
             value=jnp.where(has_average, average.value, state.value),
             noise=optax.tree.where(has_average, average.noise, state.noise),
         )
-        return (
-            gradients,
-            jnp.asarray(has_average),
-            closed if self._window.axes else closed._replace(gradient_sum=gradients),
-        )
+        if not self._window.axes:
+            closed = closed._replace(gradient_sum=gradients)
+        return gradients, jnp.asarray(has_average), closed
 
     def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
         """Discards the open window. `windows`, `dropped`, `value` and the averages of the noise stay unchanged."""

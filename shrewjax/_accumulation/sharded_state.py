@@ -126,55 +126,50 @@ def redistribute(opt_state: State, like: State) -> State:
     given, expected = jax.tree.structure(opt_state), jax.tree.structure(like)
     if str(given) != str(expected):
         raise ValueError(f"opt_state must have the structure of like, {expected}, got {given}")
-    return jax.tree.map_with_path(
-        _place_window, opt_state, like, is_leaf=lambda x: isinstance(x, WINDOW_STATES)
-    )
+    return jax.tree.map_with_path(_place_window, opt_state, like, is_leaf=_is_window)
+
+
+def _is_window(x: PyTree) -> bool:
+    return isinstance(x, WINDOW_STATES)
 
 
 def _place_window(path: KeyPath, window: AnyState, like: AnyState) -> AnyState:
     """Returns a window, or any other leaf, placed as `like` is. Per-device rows become as many as `like` has."""
-    if not isinstance(window, WINDOW_STATES):
+    if not _is_window(window):
         return _place(path, window, like)
-    # Without rows, `_with_rows_of` would add up the first dimension of gradient_sum.
-    if window.weight_sum.ndim:
-        window = window._replace(
-            weight_sum=_with_rows_of(window.weight_sum, like.weight_sum),
-            value_sum=_with_rows_of(window.value_sum, like.value_sum),
-            noise=window.noise
-            and window.noise._replace(
-                square_sums=_with_rows_of(window.noise.square_sums, like.noise.square_sums),
-                kept=_with_rows_of(window.noise.kept, like.noise.kept),
-            ),
-            gradient_sum=jax.tree.map(_with_rows_of, window.gradient_sum, like.gradient_sum),
-        )
 
-    def placed(field: str, x: Leaf, like: Leaf) -> Leaf:
-        at = (*path, jax.tree_util.GetAttrKey(field))
-        return jax.tree.map_with_path(lambda below, *xs: _place((*at, *below), *xs), x, like)
+    def placed(field: str, x: PyTree, like: PyTree) -> PyTree:
+        # Only sums have rows. The first dimension of any other array is its own.
+        may_have_rows = window.weight_sum.ndim > 0 and field != "inner_state"
+
+        def place(below: KeyPath, x: Leaf, like: Leaf) -> jax.Array:
+            at = (*path, jax.tree_util.GetAttrKey(field), *below)
+            return _place(at, _with_rows_of(x, like) if may_have_rows else x, like)
+
+        return jax.tree.map_with_path(place, x, like)
 
     return type(window)(*map(placed, window._fields, window, like))
 
 
 def _with_rows_of(x: Leaf, like: Leaf) -> Leaf:
-    """Returns rows summed into as many rows as `like` has. An array without rows is returned unchanged.
+    """Returns rows summed into as many rows as `like` has. A scalar is returned unchanged.
 
-    So is one that does not fit `like`. `_place` then raises an error that names the leaf.
+    So is an array that does not fit `like`. `_place` then raises an error that names the leaf.
     """
-    fits = isinstance(like, jax.Array) and x.ndim == like.ndim and x.shape[1:] == like.shape[1:]
-    return _rows.redistributed(x, like) if fits and x.ndim else x
+    may_fit = isinstance(like, jax.Array) and like.ndim == np.ndim(x) > 0
+    fits = may_fit and like.shape[1:] == np.shape(x)[1:]
+    return _rows.redistributed(x, like) if fits else x
 
 
 def _place(path: KeyPath, x: Leaf, like: Leaf) -> jax.Array:
     """Returns an array on the devices of `like`. Raises if shapes or dtypes differ."""
+    name = trees.leaf_name(path)
     if not isinstance(like, jax.Array):
-        raise ValueError(
-            f"leaf {trees.leaf_name(path)} of like must be an array on a device, got {like!r}"
-        )
+        raise ValueError(f"leaf {name} of like must be an array on a device, got {like!r}")
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)
     if (x.shape, x.dtype) != (like.shape, like.dtype):
         raise ValueError(
-            f"leaf {trees.leaf_name(path)} must be {like.dtype} of shape {like.shape}, as in like, got "
-            f"{x.dtype} of shape {x.shape}"
+            f"leaf {name} must be {like.dtype} of shape {like.shape}, as in like, got {x.dtype} of shape {x.shape}"
         )
     if like.committed:
         return jax.device_put(x, like.sharding)

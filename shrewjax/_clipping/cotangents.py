@@ -4,8 +4,8 @@ r"""Clipping inside the backward pass, where gradients blow up: each slice of th
 So the clip is a primitive. It is linear and its own derivative, and its transpose clips.
 """
 
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,28 @@ from jax.interpreters import ad, batching, mlir
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import UnitDims, as_varying, slice_axes, varying_axes
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import AxisName, KeyPath, Tree
+from shrewjax._base.types import (
+    Argument,
+    AxisName,
+    AxisNames,
+    KeyPath,
+    Leaf,
+    MeshAxes,
+    Number,
+    Scalar,
+    Tree,
+)
 from shrewjax._numerics import floats, scaling
 from shrewjax._numerics.norms import measure_slices
 
 
 def clip_cotangent(
     x: Tree,
-    max_norm: Any,
+    max_norm: Number,
     *,
-    axis: Any = -1,
+    axis: Argument = -1,
     ord: float | None = None,
-    counter: Any = None,
+    counter: Argument = None,
     sharded_over: AxisName | None = None,
 ) -> Tree:
     r"""Returns `x`, and scales each slice of its cotangent to a norm of at most `max_norm` in the backward pass.
@@ -90,32 +100,33 @@ def clip_cotangent(
     element by element.
     """
     max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
-    axis, sharded_over = arguments.axes("axis", axis), arguments.sharded_over(sharded_over)
-    traced_limit, static_limit = (
-        ([max_norm], None) if isinstance(max_norm, jax.Array) else ([], max_norm)
-    )
+    axis = arguments.axes("axis", axis)
+    sharded_over = arguments.sharded_over(sharded_over)
+    is_traced = isinstance(max_norm, jax.Array)
+    traced_limit, static_limit = ([max_norm], None) if is_traced else ([], max_norm)
 
-    def guarded(path: KeyPath, leaf: Any) -> Any:
+    def guarded(path: KeyPath, leaf: Leaf) -> Leaf:
         if not is_gradient(leaf):
             return leaf
         name = trees.leaf_name(path)
-        shared = arguments.axes_of_leaf("axis", axis, path, leaf)
-        dims = () if shared is None else tuple(a for a in range(leaf.ndim) if a not in shared)
+        of_slice = arguments.axes_of_leaf("axis", axis, path, leaf)
+        if of_slice is None:
+            of_slice = tuple(range(leaf.ndim))
+        dims = tuple(a for a in range(leaf.ndim) if a not in of_slice)
         divided = slice_axes(name, leaf, sharded_over)
         own_slices = varying_axes(leaf) - set(divided)
         for limit in traced_limit:
             _check_limit(limit, name, own_slices)
         zeros = _zeros(counter, name, tuple(leaf.shape[a] for a in dims))
         zeros = as_varying(zeros, tuple(own_slices))
-        return _guard.bind(
-            leaf, zeros, *traced_limit, slices=_Slices(dims, divided, ord, static_limit)
-        )
+        slices = _Slices(dims, divided, ord, static_limit)
+        return _guard.bind(leaf, zeros, *traced_limit, slices=slices)
 
     paths, leaves, treedef = trees.gradient_leaves(x)
     return treedef.unflatten(list(map(guarded, paths, leaves)))
 
 
-def _check_limit(limit: jax.Array, name: str, own_slices: frozenset[Hashable]) -> None:
+def _check_limit(limit: jax.Array, name: str, own_slices: MeshAxes) -> None:
     """Raises if devices that share a slice may have different thresholds. They have own slices along `own_slices`."""
     along = varying_axes(limit) - own_slices
     if along:
@@ -125,7 +136,7 @@ def _check_limit(limit: jax.Array, name: str, own_slices: frozenset[Hashable]) -
         )
 
 
-def _zeros(counter: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
+def _zeros(counter: Argument, name: str, shape: tuple[int, ...]) -> jax.Array:
     """Returns the counter's value for each slice of a leaf. JAX then sums the cotangents of slices that share one."""
     if counter is None:
         return jnp.zeros((), jnp.float32)
@@ -147,16 +158,16 @@ class _Slices(NamedTuple):
     """The slices of a leaf, and how each is measured: the static parameters of the primitive."""
 
     dims: UnitDims  # the axes that number the slices
-    divided: tuple[
-        Hashable, ...
-    ]  # the mapped axes along which devices hold parts of the same slices
+    divided: AxisNames  # mapped axes along which devices hold parts of the same slices
     ord: float
     limit: float | None  # None: the limit is an operand
 
     def clip(self, cotangent: jax.Array, *traced_limit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the clipped cotangent, and whether each slice was clipped."""
         # Under `jax.vmap`, each example may have its own threshold, whose axes are then the first axes of the slices.
-        value = self.limit if self.limit is not None else _spread(traced_limit[0], len(self.dims))
+        value: Scalar | None = self.limit
+        if value is None:
+            value = _spread(traced_limit[0], len(self.dims))
         limit = scaling.limit_in(value, floats.accumulator_dtype(cotangent))
         norm = measure_slices(cotangent, self.ord, self.dims, self.divided, limit)
         clipped, applies = scaling.clip_slices(cotangent, norm, limit, self.dims)
@@ -173,29 +184,24 @@ def _spread(limit: jax.Array, ndim: int) -> jax.Array:
 _guard = Primitive("clip_cotangent")
 
 
-def _value(x: Any, *_: Any, slices: _Slices) -> Any:
+def _value(x: Leaf, *_others: Leaf, **_slices: _Slices) -> Leaf:
     """Returns the first operand: the value, and the type, of the clip."""
-    del slices
     return x
 
 
 _guard.def_impl(_value)
-
-
 _guard.def_abstract_eval(_value)
-
-
 mlir.register_lowering(_guard, mlir.lower_fun(_value, multiple_results=False))
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, slices: _Slices) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[Leaf], tangents: Sequence[Leaf], slices: _Slices) -> tuple[Leaf, Leaf]:
     """Returns the clip of the value and of its tangent, so that transposing the tangent clips."""
-    _, _, *limit = primals  # its tangent is dropped, because the value does not depend on it
-    moved = [ad.instantiate_zeros(t) for t in tangents[:2]]
-    return _guard.bind(*primals, slices=slices), _guard.bind(*moved, *limit, slices=slices)
+    _, _, *limit = primals  # its tangent is dropped: the value does not depend on it
+    of_tangent = [*map(ad.instantiate_zeros, tangents[:2]), *limit]
+    return _guard.bind(*primals, slices=slices), _guard.bind(*of_tangent, slices=slices)
 
 
-def _transpose(cotangent: Any, x: Any, zeros: Any, *limit: Any, slices: _Slices) -> list[Any]:
+def _transpose(cotangent: Leaf, x: Leaf, zeros: Leaf, *limit: Leaf, slices: _Slices) -> list[Leaf]:
     """Returns the clipped cotangent for the value, and for each zero, 1 if its slice was clipped."""
     if type(cotangent) is ad.Zero:
         cotangent = ad.instantiate_zeros(cotangent)
@@ -214,18 +220,17 @@ def _transpose(cotangent: Any, x: Any, zeros: Any, *limit: Any, slices: _Slices)
     return [of_x, of_zeros, *[None] * len(limit)]
 
 
-def _batch(operands: Sequence[Any], dims: Sequence[Any], *, slices: _Slices) -> tuple[Any, int]:
+def _batch(
+    operands: Sequence[Leaf], dims: Sequence[int | None], *, slices: _Slices
+) -> tuple[Leaf, int]:
     """Returns the clip of a batch, whose examples have their own slices, and the batch's axis."""
-    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
-    operands = [batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True)]
-    dims = (0, *(a + 1 for a in slices.dims))
-    return _guard.bind(*operands, slices=slices._replace(dims=dims)), 0
+    with_dims = list(zip(operands, dims, strict=True))
+    (size,) = {x.shape[d] for x, d in with_dims if d is not None}
+    in_front = [batching.bdim_at_front(x, d, size) for x, d in with_dims]
+    of_examples = slices._replace(dims=(0, *(a + 1 for a in slices.dims)))
+    return _guard.bind(*in_front, slices=of_examples), 0
 
 
 ad.primitive_jvps[_guard] = _jvp
-
-
 ad.primitive_transposes[_guard] = _transpose
-
-
 batching.primitive_batchers[_guard] = _batch

@@ -2,7 +2,7 @@
 
 import math
 from fractions import Fraction
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,24 @@ from jax import lax
 from shrewjax._base import arguments, trees
 from shrewjax._base.states import described, largest, require_own
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import AxisName, Scalar, Tree
+from shrewjax._base.types import (
+    Argument,
+    AxisName,
+    Flag,
+    Leaf,
+    Metrics,
+    Number,
+    Params,
+    PyTree,
+    Scalar,
+    Tree,
+)
 from shrewjax._numerics import floats
 from shrewjax._numerics.percentiles import Method, Over, Rule, Scope, select
 from shrewjax._numerics.vectors import scalars
 
 
-def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
+def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
     r"""Clips each element to [-max_value, max_value].
 
     .. math:: g_i \leftarrow \max(-\mathrm{max\_value}, \min(g_i, \mathrm{max\_value}))
@@ -60,7 +71,7 @@ def clip_grad_value(grads: Tree, max_value: Any) -> Tree:
     return trees.map_floating(lambda x: _clip_leaf_value(x, max_value), grads)
 
 
-def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
+def clip_by_value(max_value: Number) -> optax.GradientTransformationExtraArgs:
     r"""Clips each element to [-max_value, max_value]: `clip_grad_value` as an Optax transformation.
 
     .. math:: g_i \leftarrow \max(-\mathrm{max\_value}, \min(g_i, \mathrm{max\_value}))
@@ -85,9 +96,8 @@ def clip_by_value(max_value: Any) -> optax.GradientTransformationExtraArgs:
     Source: as for `clip_grad_value`; `optax.clip` has the same rule.
     """
     max_value = arguments.threshold("max_value", max_value)
-    return optax.with_extra_args_support(
-        optax.stateless(lambda updates, _: clip_grad_value(updates, max_value))
-    )
+    clip = optax.stateless(lambda updates, _: clip_grad_value(updates, max_value))
+    return optax.with_extra_args_support(clip)
 
 
 class Limit(NamedTuple):
@@ -95,11 +105,11 @@ class Limit(NamedTuple):
 
     bound: jax.Array  # the largest magnitude
     bits: jax.Array  # its bits; 0 where the backend flushes it
-    is_infinite: jax.Array | bool  # elements stay, to the last bit
-    is_nan: jax.Array | bool  # they become NaN
+    is_infinite: Flag  # elements stay, to the last bit
+    is_nan: Flag  # they become NaN
 
 
-def clip_magnitude(x: Any, limit: Limit) -> jax.Array:
+def clip_magnitude(x: Leaf, limit: Limit) -> jax.Array:
     """Clips |x|. NaN stays NaN."""
     if not floats.is_complex(x):
         return _clip_real(x, limit)
@@ -107,16 +117,16 @@ def clip_magnitude(x: Any, limit: Limit) -> jax.Array:
     return jnp.where(limit.is_nan, jnp.nan, clipped)
 
 
-def _clip_leaf_value(x: Any, max_value: Scalar) -> jax.Array:
+def _clip_leaf_value(x: Leaf, max_value: Scalar) -> jax.Array:
     if isinstance(max_value, float) and math.isinf(max_value):
         return x
     bound = floats.round_toward_zero(max_value, floats.real_dtype(x))
     # A threshold that the backend flushes counts as 0. Without this line its bits would still count: see
     # `test_a_threshold_that_is_flushed_leaves_zeros_alone`.
     bits = jnp.where(bound == 0, 0, floats.magnitude_bits(bound))
-    if not isinstance(max_value, jax.Array):
-        return clip_magnitude(x, Limit(bound, bits, False, False))
-    return clip_magnitude(x, Limit(bound, bits, max_value == jnp.inf, jnp.isnan(max_value)))
+    is_infinite = max_value == jnp.inf
+    is_nan = isinstance(max_value, jax.Array) and jnp.isnan(max_value)
+    return clip_magnitude(x, Limit(bound, bits, is_infinite, is_nan))
 
 
 @jax.custom_jvp
@@ -135,7 +145,8 @@ def _clip_real(x: jax.Array, limit: Limit) -> jax.Array:
     )
     ends = jnp.where(floats.sign_bit(x), lower, upper)
     kept = lax.bitcast_convert_type(x, integers)
-    return lax.bitcast_convert_type(jnp.where(_is_outside(x, limit), ends, kept), x.dtype)
+    clipped = jnp.where(_is_outside(x, limit), ends, kept)
+    return lax.bitcast_convert_type(clipped, x.dtype)
 
 
 @_clip_real.defjvp
@@ -160,7 +171,7 @@ def _is_outside(x: jax.Array, limit: Limit) -> jax.Array:
     return (is_outside & jnp.logical_not(limit.is_infinite)) | limit.is_nan
 
 
-def _clip_modulus(x: Any, bound: jax.Array) -> jax.Array:
+def _clip_modulus(x: Leaf, bound: jax.Array) -> jax.Array:
     # Scaled by a power of two first, because the modulus may leave the range where the parts do not.
     up = floats.power_of_two_for(jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)))
     scaled = floats.mul_real(x, up)
@@ -172,13 +183,13 @@ def _clip_modulus(x: Any, bound: jax.Array) -> jax.Array:
 
 def clip_grad_percentile(
     grads: Tree,
-    percentile: Any,
+    percentile: Number,
     *,
     method: Method = "linear",
     scope: Scope = "global",
     over: Over = "all",
     sharded_over: AxisName | None = None,
-) -> tuple[Tree, Any]:
+) -> tuple[Tree, PyTree]:
     r"""Clips each element to [-b, b], where b is a percentile of the magnitudes, and returns b, too.
 
     .. math:: g_i \leftarrow \max(-b, \min(g_i, b)), \qquad b = \mathrm{percentile}_p(|g_1|, \dots, |g_n|)
@@ -257,17 +268,17 @@ class ClipByPercentileState(NamedTuple):
     """Measurements of the last update."""
 
     bound: Annotated[
-        Any, "float32 (): the percentile of the magnitudes; for scope 'leaf' a tree of them"
+        PyTree, "float32 (): the percentile of the magnitudes; for scope 'leaf' a tree of them"
     ]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped elements / elements"]
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         return {"bound": largest(self.bound), "clipped_fraction": self.clipped_fraction}
 
 
 def clip_by_percentile(
-    percentile: Any,
+    percentile: Number,
     *,
     method: Method = "linear",
     scope: Scope = "global",
@@ -310,35 +321,37 @@ def clip_by_percentile(
     rule = _checked(percentile, method, scope, over, sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByPercentileState:
-        zero = jnp.zeros((), jnp.float32)
-        bounds = (
-            jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params) if scope == "leaf" else zero
-        )
+        of_leaves = params if scope == "leaf" else 0
+        bounds = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), of_leaves)
         return ClipByPercentileState(bound=bounds, clipped_fraction=jnp.zeros((), jnp.float32))
 
     def update_fn(
         updates: optax.Updates,
         state: ClipByPercentileState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        params: Params = None,
+        **extra_args: Argument,
     ) -> tuple[optax.Updates, ClipByPercentileState]:
         del params, extra_args
         require_own(state, ClipByPercentileState)
         clipped, bounds, clipped_fraction = _clip_percentile(updates, rule, start=state.bound)
         zero = jnp.zeros((), jnp.float32)  # the bound of a gradient of None
-        bounds = jax.tree.map(
-            lambda _, b: zero if b is None else b.astype(jnp.float32), state.bound, bounds
-        )
+
+        def recorded(_: jax.Array, bound: jax.Array | None) -> jax.Array:
+            return zero if bound is None else bound.astype(jnp.float32)
+
+        bounds = jax.tree.map(recorded, state.bound, bounds)
         return clipped, ClipByPercentileState(bound=bounds, clipped_fraction=clipped_fraction)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _checked(percentile: Any, method: Any, scope: Any, over: Any, sharded_over: Any) -> Rule:
-    known = arguments.percentile(percentile)
+def _checked(
+    percentile: Number, method: Method, scope: Scope, over: Over, sharded_over: Argument
+) -> Rule:
+    checked = arguments.percentile(percentile)
     return Rule(
-        known if isinstance(known, Fraction) else None,
-        None if isinstance(known, Fraction) else known,
+        checked if isinstance(checked, Fraction) else None,
+        None if isinstance(checked, Fraction) else checked,
         arguments.choice("method", method, get_args(Method)),
         arguments.choice("scope", scope, get_args(Scope)),
         arguments.choice("over", over, get_args(Over)),
@@ -346,7 +359,7 @@ def _checked(percentile: Any, method: Any, scope: Any, over: Any, sharded_over: 
     )
 
 
-def _clip_percentile(grads: Tree, rule: Rule, start: Any) -> tuple[Tree, Any, jax.Array]:
+def _clip_percentile(grads: Tree, rule: Rule, start: PyTree) -> tuple[Tree, PyTree, jax.Array]:
     """Returns the clipped gradients, the bound or bounds, and clipped elements / elements."""
     _, leaves, treedef = trees.gradient_leaves(grads)
     counted = [i for i, x in enumerate(leaves) if is_gradient(x)]
@@ -356,32 +369,27 @@ def _clip_percentile(grads: Tree, rule: Rule, start: Any) -> tuple[Tree, Any, ja
         starts = jax.tree.leaves(jax.tree.map(lambda s, g: None if g is None else s, start, grads))
         start = jnp.stack([starts[i] for i in counted]) if counted else None
     selected = select([leaves[i] for i in counted], rule, start)
-    bounds: list[Any] = [jnp.zeros((), jnp.float32)] * len(leaves)
+    bounds: list[jax.Array] = [jnp.zeros((), jnp.float32)] * len(leaves)
     found = (scalars(x) if of_leaf else [x] * len(counted) for x in (selected.bound, selected.bits))
     for i, bound, bits in zip(counted, *found, strict=True):
         leaves[i] = _clip_to_selected(leaves[i], bound, bits, rule.percentile)
         bounds[i] = bound
     clipped_fraction = jnp.sum(selected.above) / jnp.maximum(jnp.sum(selected.elements), 1)
-    return (
-        treedef.unflatten(leaves),
-        treedef.unflatten(bounds) if of_leaf else selected.bound,
-        clipped_fraction,
-    )
+    of_grads = treedef.unflatten(bounds) if of_leaf else selected.bound
+    return treedef.unflatten(leaves), of_grads, clipped_fraction
 
 
 def _clip_to_selected(
-    x: Any, bound: jax.Array, bits: jax.Array, percentile: Fraction | jax.Array
+    x: Leaf, bound: jax.Array, bits: jax.Array, percentile: Fraction | jax.Array
 ) -> jax.Array:
     """Clips a leaf to a percentile, given as a number and as bits."""
     precision = floats.real_dtype(x)
-    if (
-        jnp.finfo(precision).bits < 16
-    ):  # some 8-bit dtypes have no infinity, which `narrower_bits` needs
+    # Some 8-bit dtypes have no infinity, which `narrower_bits` needs.
+    if jnp.finfo(precision).bits < 16:
         own = floats.round_toward_zero(bound, precision)
         own_bits = floats.magnitude_bits(own)
     else:
         own_bits = floats.narrower_bits(bits, bound.dtype, precision)
         own = lax.bitcast_convert_type(own_bits, precision)
-    return clip_magnitude(
-        x, Limit(own, own_bits, (percentile >= 100) | jnp.isinf(bound), jnp.isnan(bound))
-    )
+    limit = Limit(own, own_bits, (percentile >= 100) | jnp.isinf(bound), jnp.isnan(bound))
+    return clip_magnitude(x, limit)

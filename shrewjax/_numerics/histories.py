@@ -25,7 +25,7 @@ class HistoryState(NamedTuple):
 
 
 def empty_history(length: int) -> HistoryState:
-    return HistoryState(values=jnp.zeros((length,), jnp.float32), filled=jnp.zeros((), jnp.int32))
+    return HistoryState(jnp.zeros((length,), jnp.float32), jnp.zeros((), jnp.int32))
 
 
 def push(history: HistoryState, value: jax.Array) -> HistoryState:
@@ -33,12 +33,9 @@ def push(history: HistoryState, value: jax.Array) -> HistoryState:
     finite = jnp.isfinite(value)
     # Shifted instead of written into a ring buffer, so that values are in order. A copy of a few kilobytes is cheap.
     shifted = jnp.concatenate([history.values[1:], value.astype(jnp.float32)[None]])
-    return HistoryState(
-        values=jnp.where(finite, shifted, history.values),
-        filled=jnp.where(
-            finite, jnp.minimum(history.filled + 1, history.values.size), history.filled
-        ),
-    )
+    values = jnp.where(finite, shifted, history.values)
+    filled = jnp.minimum(history.filled + 1, history.values.size)
+    return HistoryState(values, jnp.where(finite, filled, history.filled))
 
 
 def percentile(history: HistoryState, p: Scalar) -> jax.Array:
@@ -98,16 +95,15 @@ def update_moments(
     share = jnp.where(averages_all, 1 / n.astype(jnp.float32), share)
     mean = ema(moments.mean, value, share)
     # With equal weights, the exact square to add is (value - old mean) (value - new mean), as in Welford's algorithm.
-    deviation = jnp.where(averages_all, jnp.sqrt(1 - share) * (value - moments.mean), value - mean)
+    by_both_means = jnp.sqrt(1 - share) * (value - moments.mean)
+    deviation = jnp.where(averages_all, by_both_means, value - mean)
     # The root of the average of squares, by `hypot`, because the squares themselves may leave the range. From JAX 0.12
     # on its derivative at (0, 0) is NaN: `test_derivative_through_steps_of_equal_norms_is_finite`.
     past, present = jnp.sqrt(1 - share) * moments.std, jnp.sqrt(share) * deviation
     is_zero = (past == 0) & (present == 0)
     std = jnp.where(is_zero, 0, jnp.hypot(jnp.where(is_zero, 1, past), present))
     finite = jnp.isfinite(value) & jnp.isfinite(mean) & jnp.isfinite(std)
-    return jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), Moments(n, mean, std), moments
-    )
+    return optax.tree.where(finite, Moments(n, mean, std), moments)
 
 
 def _is_filled(history: HistoryState) -> jax.Array:

@@ -39,14 +39,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._base.types import Axes
+from shrewjax._base.types import Axes, DType, Leaf, Number
 from shrewjax._numerics import floats
 from shrewjax._numerics.reductions import (
     Group,
@@ -98,7 +98,7 @@ def virtual_index(percentile: Fraction | jax.Array, count: jax.Array) -> Virtual
     return VirtualIndex(whole.astype(count.dtype), remainder, divisor)
 
 
-def apply_method(index: VirtualIndex, method: Method, dtype: Any) -> OrderStatistic:
+def apply_method(index: VirtualIndex, method: Method, dtype: DType) -> OrderStatistic:
     """Returns the order statistic that NumPy's method of that name takes. Its fraction has this dtype."""
     whole, remainder, divisor = index
     is_between, nothing = remainder > 0, jnp.zeros(whole.shape, dtype)
@@ -119,35 +119,28 @@ class Keys(NamedTuple):
     """The keys of all leaves, as a search reads them. Pivots and results are of one row for all leaves or one each."""
 
     groups: Sequence[Group]
-    dtype: Any
+    dtype: DType
     scope: Scope
     axes: Axes
 
-    def counts(self, pivots: jax.Array, integers: Any) -> jax.Array:
+    def counts(self, pivots: jax.Array, integers: DType) -> jax.Array:
         """Returns how many keys are at or below each pivot, over all devices, as `integers` that hold the largest."""
-        of_groups = leaf_counts(
-            partial(_at_or_below, self.dtype),
-            self.groups,
-            self._by_group(pivots),
-            dtype=integers,
-            axes=self.axes,
-        )
-        by_group = jnp.stack(of_groups)
-        return (
-            by_group
-            if self.scope == "leaf"
-            else jnp.sum(by_group, axis=0, keepdims=True, dtype=integers)
-        )
+        flags, own = partial(_at_or_below, self.dtype), self._by_group(pivots)
+        counts = leaf_counts(flags, self.groups, own, dtype=integers, axes=self.axes)
+        of_groups = jnp.stack(counts)
+        if self.scope == "leaf":
+            return of_groups
+        return jnp.sum(of_groups, axis=0, keepdims=True, dtype=integers)
 
     def neighbours(self, below: jax.Array, above: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the largest key at or below `below` and the smallest above `above`; 0 and infinity without one."""
         own = self._by_group(jnp.stack([below, above], axis=-1))
-        found = jnp.stack(
-            leaf_maxima(partial(_beside, self.dtype), self.groups, own, axes=self.axes)
-        )
+        beside = partial(_beside, self.dtype)
+        found = jnp.stack(leaf_maxima(beside, self.groups, own, axes=self.axes))
         ends = jnp.stack(own)
         distances = np.asarray(np.iinfo(found.dtype).max, found.dtype) - found
-        keys = jnp.where(np.asarray([[True, False]]), ends - distances, ends + 1 + distances)
+        is_below = np.asarray([[True, False]])
+        keys = jnp.where(is_below, ends - distances, ends + 1 + distances)
         nothing = np.asarray([[0, floats.infinity_bits(self.dtype)]], found.dtype)
         largest_below, smallest_above = jnp.where(found <= 0, nothing, keys).T
         if self.scope == "global":
@@ -158,43 +151,43 @@ class Keys(NamedTuple):
         return scalars(keys) if self.scope == "leaf" else [keys[0]] * len(self.groups)
 
 
-def at_least_16_bits(x: Any) -> jax.Array:
+def at_least_16_bits(x: Leaf) -> jax.Array:
     """Returns a leaf of 8 bits as bfloat16, which is exact, and any other as it is."""
     return x.astype(jnp.bfloat16) if jnp.finfo(x.dtype).bits < 16 else x
 
 
-def common_dtype(leaves: Sequence[Any]) -> Any:
+def common_dtype(leaves: Sequence[Leaf]) -> DType:
+    """Returns the narrowest dtype that holds the magnitudes of all leaves."""
     dtypes = {floats.real_dtype(x) for x in leaves}
-    if len(dtypes) == 1:
-        return dtypes.pop()
-    return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
+    return dtypes.pop() if len(dtypes) == 1 else floats.accumulator_dtype(*leaves)
 
 
-def key_dtype(dtype: Any) -> Any:
+def key_dtype(dtype: DType) -> DType:
     # XLA-26: not int16 for 16-bit leaves.
     return jnp.dtype(jnp.int64 if dtype == jnp.float64 else jnp.int32)
 
 
-def _keys_of(x: Any, dtype: Any) -> jax.Array:
+def _keys_of(x: Leaf, dtype: DType) -> jax.Array:
     """Returns the keys of a leaf, in the search's dtype. A complex element has that of its modulus."""
     bits = floats.magnitude_bits(lax.abs(x) if floats.is_complex(x) else x)
     return floats.wider_bits(bits, floats.real_dtype(x), dtype).astype(key_dtype(dtype))
 
 
-def _at_or_below(dtype: Any, group: Group, pivots: jax.Array) -> list[jax.Array]:
+def _at_or_below(dtype: DType, group: Group, pivots: jax.Array) -> list[jax.Array]:
     """Returns, for each pivot and each place of the group, the number of its keys at or below the pivot."""
     keys = [_keys_of(x, dtype) for x in group]
     return [reduce(lax.add, [(k <= p).astype(jnp.uint32) for k in keys]) for p in pivots]
 
 
-def _beside(dtype: Any, group: Group, below_and_above: jax.Array) -> list[jax.Array]:
+def _beside(dtype: DType, group: Group, below_and_above: jax.Array) -> list[jax.Array]:
     """Returns two arrays whose maxima give the neighbours: the closer a key, the larger; negative on the wrong side."""
     keys = [_keys_of(x, dtype) for x in group]
     below, above = below_and_above
     # A key on the wrong side makes the sum exceed the largest integer and wrap around to a negative one. So no key has
     # to be compared.
     largest = jnp.asarray(jnp.iinfo(below.dtype).max, below.dtype)
-    up_to, beyond = [k + (largest - below) for k in keys], [(above + 1 + largest) - k for k in keys]
+    up_to = [k + (largest - below) for k in keys]
+    beyond = [(above + 1 + largest) - k for k in keys]
     return [reduce(lax.max, up_to), reduce(lax.max, beyond)]
 
 
@@ -208,7 +201,7 @@ class Rule:
     """Which percentile of which elements. All but a traced percentile decides which program is compiled."""
 
     known: Fraction | None
-    traced: jax.Array | None
+    traced: Number  # an array, or None if the percentile is known
     method: Method
     scope: Scope
     over: Over
@@ -216,59 +209,65 @@ class Rule:
 
     @property
     def percentile(self) -> Fraction | jax.Array:
-        if self.known is not None:
-            return self.known
-        assert self.traced is not None
-        return self.traced
+        return self.traced if self.known is None else self.known
 
 
 class Selected(NamedTuple):
     """A percentile of |g| for all leaves together (shape ()) or for each leaf (shape (leaves,))."""
 
     bound: jax.Array  # the percentile, float32 or float64 (if a leaf is); 0 without elements, NaN if an element is NaN
-    bits: (
-        jax.Array
-    )  # the bits of the bound, which no backend flushes; undefined if an element is NaN
+    bits: jax.Array  # those of the bound, which no backend flushes; undefined if an element is NaN
     above: jax.Array  # float32: number of larger elements; NaN if an element is NaN
     elements: jax.Array  # float32: number of elements
     reads: jax.Array  # int32 (): number of reads of the data
 
 
 @partial(jax.jit, inline=True)  # XLA-21: else each call outside jit compiles its loop
-def select(leaves: Sequence[Any], rule: Rule, start: jax.Array | None = None) -> Selected:
+def select(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None = None) -> Selected:
     """Returns the percentile of |x| over the elements of all leaves together or of each leaf.
 
     The search begins at `start`, of the result's shape, if that is positive and finite. A start near the result saves
     reads. The derivative is 0.
     """
-    with jax.enable_x64(
-        True
-    ):  # for ranks, and for counts beyond 2**32. Everything else has a dtype of its own.
+    # 64 bits are for ranks, and for counts beyond 2**32. Everything else has a dtype of its own.
+    with jax.enable_x64(True):
         return _selected(leaves, rule, start)
 
 
-def _selected(leaves: Sequence[Any], rule: Rule, start: jax.Array | None) -> Selected:
-    method, scope, over, axes = rule.method, rule.scope, rule.over, rule.axes
+def _selected(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None) -> Selected:
+    """Returns the percentile, in four steps.
+
+    1. Count the elements, and group the leaves that are read together.
+    2. Search for the key at the rank. If zeros are left out, the first read counts them and moves the rank.
+    3. Find the keys at the rank and at the next one. The bound is between them.
+    4. Count the elements above the bound. A NaN among the elements, or as the percentile, makes both NaN.
+    """
+    # 1. Elements and groups.
+    of_leaf, axes = rule.scope == "leaf", rule.axes
     leaves = [lax.stop_gradient(at_least_16_bits(x)) for x in leaves]
-    dtype = common_dtype(leaves)
-    result_dtype = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    dtype, result_dtype = common_dtype(leaves), floats.accumulator_dtype(*leaves)
     counts = sizes(leaves, axes=axes)
-    counts = counts if scope == "leaf" else [sum(counts)]
-    groups = [(x,) for x in leaves] if scope == "leaf" else grouped(leaves, axes)
-    data = Keys(groups, dtype, scope, axes)
+    counts = counts if of_leaf else [sum(counts)]
+    groups = [(x,) for x in leaves] if of_leaf else grouped(leaves, axes)
     if not groups:
-        nothing = jnp.zeros((0,) if scope == "leaf" else (), result_dtype)
+        nothing = jnp.zeros((0,) if of_leaf else (), result_dtype)
         bits, none = floats.magnitude_bits(nothing), nothing.astype(jnp.float32)
         return Selected(nothing, bits, none, none, jnp.zeros((), jnp.int32))
+    data = Keys(groups, dtype, rule.scope, axes)
     count = jnp.asarray(counts, count_dtype(counts))
 
+    # 2. The search.
     def order_statistic(considered: jax.Array) -> OrderStatistic:
-        return apply_method(virtual_index(rule.percentile, considered), method, result_dtype)
+        index = virtual_index(rule.percentile, considered)
+        return apply_method(index, rule.method, result_dtype)
 
     def wanted_beyond(zeros: jax.Array) -> OrderStatistic:
         of_nonzero = order_statistic(count - zeros)
         # If all are zero, the percentile is the first of the zeros.
-        return of_nonzero._replace(rank=jnp.where(zeros >= count, 0, of_nonzero.rank + zeros))
+        rank = jnp.where(zeros >= count, 0, of_nonzero.rank + zeros)
+        return of_nonzero._replace(rank=rank)
+
+    beyond_zeros = wanted_beyond if rule.over == "nonzero" else None
 
     def read(s: _Search) -> _Search:
         # XLA-12: this branch is always taken. It stops XLA from hoisting the keys out of the loop, which would
@@ -278,27 +277,27 @@ def _selected(leaves: Sequence[Any], rule: Rule, start: jax.Array | None) -> Sel
             lambda: data.counts(s.pivots, count.dtype),
             lambda: jnp.zeros(s.pivots.shape, count.dtype),
         )
-        return _narrowed(s, counted, count, wanted_beyond if over == "nonzero" else None, dtype)
+        return _narrowed(s, counted, count, beyond_zeros, dtype)
 
-    search = lax.while_loop(
-        lambda s: jnp.any(~s.done), read, _started(count, order_statistic(count), start, dtype)
-    )
+    started = _started(count, order_statistic(count), start, dtype)
+    search = lax.while_loop(lambda s: jnp.any(~s.done), read, started)
+
+    # 3. The bound.
     lower, upper, up_to_lower, reads = _enclosed(search, data)
     bits = _interpolated(lower, upper, search.wanted.fraction, dtype, result_dtype)
     bits = jnp.where(count == 0, 0, bits)
     bound = lax.bitcast_convert_type(bits, result_dtype)
-    up_to_bound = jnp.where(bits >= floats.infinity_bits(result_dtype), count, up_to_lower)
+
+    # 4. The elements above it.
+    is_infinite = bits >= floats.infinity_bits(result_dtype)
+    up_to_bound = jnp.where(is_infinite, count, up_to_lower)
     above, elements = (x.astype(jnp.float32) for x in (count - up_to_bound, count))
     undefined = search.has_nan
     if rule.traced is not None:
         undefined = undefined | jnp.isnan(rule.traced)
-    results = (
-        jnp.where(undefined, jnp.nan, bound),
-        bits,
-        jnp.where(undefined, jnp.nan, above),
-        elements,
-    )
-    bound, bits, above, elements = results if scope == "leaf" else (x[0] for x in results)
+    bound, above = (jnp.where(undefined, jnp.nan, x) for x in (bound, above))
+    if not of_leaf:
+        bound, bits, above, elements = (x[0] for x in (bound, bits, above, elements))
     return Selected(bound, bits, above, elements, reads)
 
 
@@ -318,15 +317,14 @@ _DISTANCES = (-16.0, -8.0, -4.0, -2.0, -0.5, 0.0, 0.5, 2.0, 4.0, 8.0, 16.0)
 _PIVOTS = len(_DISTANCES)
 
 
-assert (
-    len(_FIRST_EXPONENTS) == len(_FIRST_DISTANCES) + 1 == _PIVOTS - 2
-)  # the first read adds zero and infinity
+# The first read adds zero and infinity.
+assert len(_FIRST_EXPONENTS) == len(_FIRST_DISTANCES) + 1 == _PIVOTS - 2
 
 
 class _Search(NamedTuple):
     keys: jax.Array  # (..., 2): the bracket
     counts: jax.Array  # (..., 2): number of elements at or below each, uint32 or uint64
-    pivots: jax.Array  # (..., pivots): the keys at which the next read counts, ascending
+    pivots: jax.Array  # (..., pivots): where the next read counts, ascending
     wanted: OrderStatistic
     has_nan: jax.Array  # bool: known after the first read
     done: jax.Array  # bool
@@ -334,14 +332,12 @@ class _Search(NamedTuple):
 
 
 def _started(
-    count: jax.Array, wanted: OrderStatistic, start: jax.Array | None, dtype: Any
+    count: jax.Array, wanted: OrderStatistic, start: jax.Array | None, dtype: DType
 ) -> _Search:
     groups = len(count)
     integers, infinity = key_dtype(dtype), floats.infinity_bits(dtype)
-    exponents = np.asarray([2.0**e for e in _FIRST_EXPONENTS]).astype(dtype)
-    inner = jnp.tile(
-        floats.magnitude_bits(jnp.asarray(exponents)[None]).astype(integers), (groups, 1)
-    )
+    usual = jnp.asarray(np.asarray([2.0**e for e in _FIRST_EXPONENTS]).astype(dtype))
+    inner = jnp.tile(floats.magnitude_bits(usual[None]).astype(integers), (groups, 1))
     if start is not None:
         start = jnp.broadcast_to(start.astype(dtype), (groups,))
         around = floats.magnitude_bits(start).astype(integers)[:, None]
@@ -366,7 +362,7 @@ def _narrowed(
     counted: jax.Array,
     count: jax.Array,
     wanted_beyond: Callable[[jax.Array], OrderStatistic] | None,
-    dtype: Any,
+    dtype: DType,
 ) -> _Search:
     """Returns the search after a read that `counted` the elements at or below its pivots.
 
@@ -403,7 +399,7 @@ def _narrowed(
 
 
 def _next_pivots(
-    keys: jax.Array, inside: jax.Array, left: jax.Array, width_before: jax.Array, dtype: Any
+    keys: jax.Array, inside: jax.Array, left: jax.Array, width_before: jax.Array, dtype: DType
 ) -> jax.Array:
     """Returns pivots inside the bracket, around the key that the model predicts, or evenly spaced.
 
@@ -414,19 +410,24 @@ def _next_pivots(
     width = high - low
     place = np.arange(1, _PIVOTS + 1, dtype=integers)[None]
     # In units of the bracket: the place of the rank, and the standard deviation of its key if elements fall anywhere.
-    inside, left = inside.astype(jnp.float32)[:, None], left.astype(jnp.float32)[:, None]
+    inside = inside.astype(jnp.float32)[:, None]
+    left = left.astype(jnp.float32)[:, None]
     estimate = 1 - (left - 0.5) / inside
     noise = jnp.sqrt(jnp.maximum(estimate * (1 - estimate), 1 / inside) / inside)
     uncertainty = jnp.maximum(0.3 * noise, 0.002)
-    aimed = jnp.clip(estimate + np.asarray([_DISTANCES], np.float32) * uncertainty, 0, 1)
+    distances = np.asarray([_DISTANCES], np.float32) * uncertainty
+    aimed = jnp.clip(estimate + distances, 0, 1)
     aimed = low + jnp.round(aimed * width.astype(jnp.float32)).astype(integers)
     aimed = jnp.clip(aimed, low + place, high - place[:, ::-1])
+    parts = _PIVOTS + 1
+    even = low + (width // parts) * place + (width % parts) * place // parts
     # The model cannot be trusted if the bracket is wide or the last read left more than half of it.
-    even = low + (width // (_PIVOTS + 1)) * place + (width % (_PIVOTS + 1)) * place // (_PIVOTS + 1)
-    is_unknown = (width > 2 << jnp.finfo(dtype).nmant) | (width > width_before[:, None] // 2)
-    return jnp.where(
-        width <= _PIVOTS + 1, jnp.minimum(low + place, high), jnp.where(is_unknown, even, aimed)
-    )
+    is_wide = width > 2 << jnp.finfo(dtype).nmant
+    is_unknown = is_wide | (width > width_before[:, None] // 2)
+    # A bracket of few keys gets a pivot at each.
+    is_narrow = width <= parts
+    each = jnp.minimum(low + place, high)
+    return jnp.where(is_narrow, each, jnp.where(is_unknown, even, aimed))
 
 
 def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -439,9 +440,8 @@ def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Ar
     (low, high), (_, up_to_high) = search.keys.T, search.counts.T
     is_last = up_to_high - search.wanted.rank == 1
     is_single_key = high - low == 1
-    is_empty = (
-        up_to_high == 0
-    )  # of one leaf among others, with the scope "leaf": it needs no further read of all
+    # One leaf among others may be empty, with the scope "leaf". It needs no further read of all.
+    is_empty = up_to_high == 0
     is_known = (is_single_key & ~is_last) | search.has_nan | is_empty
 
     def read() -> tuple[jax.Array, jax.Array]:
@@ -460,16 +460,18 @@ def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Ar
 
 
 def _interpolated(
-    lower: jax.Array, upper: jax.Array, fraction: jax.Array, dtype: Any, result_dtype: Any
+    lower: jax.Array, upper: jax.Array, fraction: jax.Array, dtype: DType, result_dtype: DType
 ) -> jax.Array:
     """Returns the bits of lower + fraction (upper - lower), within 4 ulp, and those of `lower` if the fraction is 0.
 
     The result is below `upper`, unless that is infinite.
     """
     lower, upper = (floats.wider_bits(k, dtype, result_dtype) for k in (lower, upper))
-    low, high = (
-        floats.to_extended(lax.bitcast_convert_type(k, result_dtype)) for k in (lower, upper)
-    )
+
+    def number_of(bits: jax.Array) -> floats.ExtendedFloat:
+        return floats.to_extended(lax.bitcast_convert_type(bits, result_dtype))
+
+    low, high = number_of(lower), number_of(upper)
     # Both ends are scaled by the power of two of the upper one, so that nothing is flushed or overflows.
     start = floats.times_power_of_two(low.mantissa, low.exponent - high.exponent)
     number = floats.to_extended(start + fraction * (high.mantissa - start))

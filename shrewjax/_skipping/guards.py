@@ -5,6 +5,7 @@ so that every device decides the same.
 """
 
 import math
+from functools import partial
 from typing import Annotated, Literal, NamedTuple, get_args
 
 import jax
@@ -15,7 +16,7 @@ import optax
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import require_replicated
 from shrewjax._base.states import described, fields, increment_if
-from shrewjax._base.types import AnyState, AxisName, Metrics, Number, PyTree, Scalar
+from shrewjax._base.types import AnyState, AxisName, Leaf, Metrics, Number, PyTree, Scalar
 from shrewjax._clipping.global_norm import global_norm
 from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories
@@ -46,11 +47,12 @@ class SkipNonfiniteState(NamedTuple):
     ] = ()
 
     def metrics(self) -> Metrics:
-        """Returns what `shrewjax.metrics` shows."""
+        """Returns the entries of `shrewjax.metrics`."""
         names = trees.leaf_names(self.nonfinite_leaves)
         by_name = zip(names, jax.tree.leaves(self.nonfinite_leaves), strict=True)
         of_leaves = {f"nonfinite_leaf/{name}": count for name, count in by_name}
-        return fields(self, "applied", "skipped", "consecutive", "limit_reached") | of_leaves
+        of_calls = fields(self, "applied", "skipped", "consecutive", "limit_reached")
+        return of_calls | of_leaves
 
 
 def skip_nonfinite(
@@ -128,13 +130,11 @@ def skip_nonfinite(
     Source: the contract is that of `optax.apply_if_finite`, except at the limit, because Optax applies the NaN there.
     """
     wrapped = inner_transformation(inner)
-    limit = (
-        None
-        if max_consecutive is None
-        else arguments.real("max_consecutive", max_consecutive, at_least=1)
-    )
-    at_limit = arguments.choice("at_limit", at_limit, get_args(AtLimit))
-    if limit is None and at_limit != "keep_skipping":
+    limit: Scalar | None = None
+    if max_consecutive is not None:
+        limit = arguments.real("max_consecutive", max_consecutive, at_least=1)
+    is_repairing = arguments.choice("at_limit", at_limit, get_args(AtLimit)) == "zero_nonfinite"
+    if limit is None and is_repairing:
         raise ValueError(
             f"at_limit={at_limit!r} needs a limit, got max_consecutive=None. Pass max_consecutive"
         )
@@ -142,15 +142,14 @@ def skip_nonfinite(
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> SkipNonfiniteState:
+        counted = params if by_leaf else ()
         return SkipNonfiniteState(
             applied=jnp.zeros((), bool),
             skipped=jnp.zeros((), jnp.int32),
             consecutive=jnp.zeros((), jnp.int32),
             limit_reached=jnp.zeros((), bool),
             inner_state=wrapped.init(params),
-            nonfinite_leaves=jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params)
-            if by_leaf
-            else (),
+            nonfinite_leaves=jax.tree.map(lambda _: jnp.zeros((), jnp.int32), counted),
         )
 
     def decide(step: Step) -> tuple[jax.Array, SkipNonfiniteState]:
@@ -167,12 +166,8 @@ def skip_nonfinite(
         else:
             finite = all_finite(trees.floating(step.make_gradients()), axes)
         consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
-        limit_reached = (
-            jnp.zeros((), bool)
-            if limit is None
-            else consecutive.astype(jnp.float32) >= jnp.asarray(limit, jnp.float32)
-        )
-        applied = finite | limit_reached if at_limit == "zero_nonfinite" else finite
+        limit_reached = _reaches(consecutive, limit)
+        applied = finite | limit_reached if is_repairing else finite
         return applied, SkipNonfiniteState(
             applied=applied,
             skipped=increment_if(~applied, state.skipped),
@@ -182,13 +177,13 @@ def skip_nonfinite(
             nonfinite_leaves=nonfinite_leaves,
         )
 
-    def repaired(grads: optax.Updates) -> optax.Updates:
-        return trees.map_floating(lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)), grads)
+    repaired = partial(trees.map_floating, _finite_or_zero) if is_repairing else None
+    update_fn = guard(wrapped, SkipNonfiniteState, decide, repaired)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
-    decision = guard(
-        wrapped, SkipNonfiniteState, decide, repaired if at_limit == "zero_nonfinite" else None
-    )
-    return optax.GradientTransformationExtraArgs(init_fn, decision)
+
+def _finite_or_zero(x: Leaf) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
 @described
@@ -213,10 +208,9 @@ class SkipOnSpikeState(NamedTuple):
     inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
 
     def metrics(self) -> Metrics:
-        """Returns what `shrewjax.metrics` shows."""
-        return fields(
-            self, "applied", "skipped", "consecutive", "spikes_applied", "measured", "threshold"
-        )
+        """Returns the entries of `shrewjax.metrics`."""
+        of_calls = fields(self, "applied", "skipped", "consecutive", "spikes_applied")
+        return of_calls | fields(self, "measured", "threshold")
 
 
 def skip_on_spike(
@@ -311,13 +305,10 @@ def skip_on_spike(
             f"above and at_most must come together, because a fixed limit alone may skip every step from one on, got "
             f"{given} alone. Pass {missing}. Or leave out {given}"
         )
-    # Without the two, a limit that nothing exceeds, and a run that never is long enough.
-    above = (
-        math.inf
-        if above is None
-        else arguments.real("above", above, at_least=0 if of_norm else -math.inf)
-    )
-    at_most = math.inf if at_most is None else arguments.real("at_most", at_most, at_least=1)
+    if above is None:  # a limit that nothing exceeds, and a run that never is long enough
+        above = at_most = math.inf
+    above = arguments.real("above", above, at_least=0 if of_norm else -math.inf)
+    at_most = arguments.real("at_most", at_most, at_least=1)
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> SkipOnSpikeState:
@@ -332,26 +323,29 @@ def skip_on_spike(
             inner_state=wrapped.init(params),
         )
 
+    def measurement(step: Step) -> jax.Array:
+        if of_norm:
+            return floats.to_float32(global_norm(step.make_gradients(), 2.0, axes))
+        value = step.extra_args.get("value")
+        if value is None:
+            raise ValueError(
+                'skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss'
+            )
+        # A copy. Outside of jit the state would share the caller's buffer, or the window's, and donating both fails
+        # (tests/accumulation/test_flush_value.py, "can_be_donated").
+        value = jnp.array(arguments.any_real("value", value), jnp.float32)
+        require_replicated("value", value)
+        return value
+
     def decide(step: Step) -> tuple[jax.Array, SkipOnSpikeState]:
         state: SkipOnSpikeState = step.state
-        if not of_norm:
-            if step.extra_args.get("value") is None:
-                raise ValueError(
-                    'skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss'
-                )
-            # A copy. Outside of jit the state would share the caller's buffer, or the window's, and donating both fails
-            # (tests/accumulation/test_flush_value.py, "can_be_donated").
-            value = jnp.array(arguments.any_real("value", step.extra_args["value"]), jnp.float32)
-            require_replicated("value", value)
-        measured = (
-            floats.to_float32(global_norm(step.make_gradients(), 2.0, axes)) if of_norm else value
-        )
+        measured = measurement(step)
         mean, std = histories.mean_and_std(state.history)
         least = _float32(min_relative_std) * jnp.abs(mean)
         k = _float32(max_zscore)
         onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
         observed = state.history.filled
-        is_on = (observed > 0) & (observed.astype(jnp.float32) >= _float32(warmup_steps))
+        is_on = (observed > 0) & _reaches(observed, warmup_steps)
         limit = _float32(above)
         threshold = jnp.minimum(jnp.where(is_on, onset, jnp.inf), limit)
         finite = jnp.isfinite(measured)
@@ -359,8 +353,9 @@ def skip_on_spike(
         run_is_full = ~(state.consecutive.astype(jnp.float32) < _float32(at_most))
         applied = finite & (~is_spike | run_is_full)
         consecutive = jnp.where(applied, 0, increment_if(is_spike, state.consecutive))
+        recorded = jnp.where(measured <= limit, measured, jnp.inf)
         return applied, SkipOnSpikeState(
-            history=histories.push(state.history, jnp.where(measured <= limit, measured, jnp.inf)),
+            history=histories.push(state.history, recorded),
             measured=measured,
             threshold=threshold,
             applied=applied,
@@ -370,9 +365,17 @@ def skip_on_spike(
             inner_state=(),
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, guard(wrapped, SkipOnSpikeState, decide))
+    update_fn = guard(wrapped, SkipOnSpikeState, decide)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _reaches(count: jax.Array, limit: Scalar | None) -> jax.Array:
+    if limit is None:
+        return jnp.zeros((), bool)
+    return count.astype(jnp.float32) >= _float32(limit)
 
 
 def _float32(value: Scalar) -> jax.Array:
-    with np.errstate(over="ignore"):  # a Python number beyond float32 is inf, and NumPy warns
+    # A Python number beyond float32 becomes inf, and NumPy would warn.
+    with np.errstate(over="ignore"):
         return jnp.asarray(value, jnp.float32)

@@ -42,13 +42,21 @@ def test_the_sum_of_the_rows_stays_and_all_of_it_is_in_the_first(devices):
     state, like = TX.init(params_on(4)), TX.init(params_on(devices))
     weights = jax.device_put(np.float32([1, 2, 3, 4]), state.weight_sum.sharding)
     state = state._replace(gradient_sum=jax.device_put(rows, state.gradient_sum.sharding), weight_sum=weights)
-    state = state._replace(micro_step=jnp.int32(2))
+    trace = jax.device_put(rows[0], state.inner_state.trace.sharding)
+    state = state._replace(micro_step=jnp.int32(2), inner_state=state.inner_state._replace(trace=trace))
     moved = shrewjax.redistribute(state, like)
     others = np.zeros((devices - 1, *SHAPE))
     np.testing.assert_array_equal(moved.gradient_sum, [rows.sum(0), *others])
     np.testing.assert_array_equal(moved.weight_sum, [10] + [0] * (devices - 1))
     assert int(moved.micro_step) == 2
+    np.testing.assert_array_equal(moved.inner_state.trace, rows[0])  # its first dimension has no rows
     assert [x.sharding for x in jax.tree.leaves(moved)] == [x.sharding for x in jax.tree.leaves(like)]
+
+
+def test_a_window_without_rows_moves_as_it_is():
+    whole = shrewjax.accumulate(optax.sgd(1.0), 3).init(jnp.arange(3.0))
+    state = whole._replace(gradient_sum=jnp.arange(3.0))
+    np.testing.assert_array_equal(shrewjax.redistribute(state, whole).gradient_sum, [0, 1, 2])
 
 
 def test_error_has_the_whole_path_of_a_leaf_that_does_not_fit():
