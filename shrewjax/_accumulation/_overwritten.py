@@ -13,7 +13,7 @@ from shrewjax._base.types import AxisNames, Flag, KeyPath, Leaf, PyTree
 from shrewjax._numerics.reductions import combined_over
 
 
-def split(tree: PyTree) -> tuple[PyTree, list[Leaf]]:
+def separated(tree: PyTree) -> tuple[PyTree, list[Leaf]]:
     """Returns a tree with None for each leaf that is overwritten, and a list of those leaves."""
     rest = jax.tree.map_with_path(lambda path, x: None if is_overwritten(path) else x, tree)
     with_paths = jax.tree.leaves_with_path(tree)
@@ -21,7 +21,7 @@ def split(tree: PyTree) -> tuple[PyTree, list[Leaf]]:
 
 
 def joined(rest: PyTree, values: list[Leaf], like: PyTree) -> PyTree:
-    """Returns the tree of which `split` made these two. It has the structure of `like`."""
+    """Returns the tree of which `separated` made these two. It has the structure of `like`."""
     others, overwritten = iter(jax.tree.leaves(rest)), iter(values)
 
     def taken(path: KeyPath, _: Leaf) -> Leaf:

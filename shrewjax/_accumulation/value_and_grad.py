@@ -279,7 +279,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
     # 1. Parameters and carry.
     given = batch.with_role("argnums")
     all_params = given if isinstance(loss.argnums, Sequence) else given[0]
-    params, old_values = _overwritten.split(all_params)
+    params, old_values = _overwritten.separated(all_params)
     carried = [jax.tree.map(jnp.asarray, x) for x in batch.with_role("carry_argnum")]
 
     # 2. One trace.
@@ -339,7 +339,7 @@ class _Loss(NamedTuple):
         value, aux = jax.tree.map(_reduced_over_devices, with_aux)
         if self.has_carry:
             aux, *carried = _aux_and_carry(aux)
-        grads, overwritten = _overwritten.split(grads)
+        grads, overwritten = _overwritten.separated(grads)
         return _MicroBatch(_Averaged(value, grads), overwritten, aux, carried)
 
     def traced(self, batch: Batch, carried: list[PyTree], *, by_types: bool) -> Traced:
