@@ -7,9 +7,9 @@ from pathlib import Path
 
 import shrewjax
 from docutils import nodes
-from sphinx.addnodes import pending_xref
+from sphinx import addnodes
 from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
+from sphinx.transforms import SphinxTransform
 
 HERE = Path(__file__).parent
 assert Path(shrewjax.__file__).is_relative_to(HERE.parent), (
@@ -36,7 +36,6 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx-mathjax-offline",  # the pages load nothing from elsewhere
     "sphinx_copybutton",
-    "sphinx_design",  # the gallery folds its code
 ]
 exclude_patterns = ["_*", "api/_*"]
 nitpicky = True
@@ -162,32 +161,70 @@ intersphinx_mapping = {
 }
 
 
-class Picture(SphinxDirective):
-    """Shows `figures/NAME-light.svg` or `figures/NAME-dark.svg`, as the page is. The content is the text for all.
+FIGURE = r'<img alt="(?P<text>[^"]*)" src="[^"]*figures/(?P<name>\w+)-light.svg">'
 
-    If there are figures `NAME_stacked` as well, a phone shows those. Otherwise the figure scrolls there.
+
+class WhatGitHubReads(SphinxTransform):
+    """Turns HTML that the pages have for GitHub into what the site has for the same.
+
+    A `<picture>` shows `figures/NAME-light.svg` or `figures/NAME-dark.svg`, as the page is. If there are figures
+    `NAME_stacked` as well, a phone shows those. Otherwise the figure scrolls there. A comment `<!-- index: a, b -->`
+    is an entry of the index.
     """
 
-    required_arguments = 1
-    has_content = True
+    default_priority = 200
 
-    def run(self) -> list[nodes.Node]:
-        """Returns all images in a box. The theme's style sheet hides those of the other mode, ours those too wide."""
-        name = self.arguments[0]
-        widths = {name: "wide", f"{name}_stacked": "narrow"}
-        if not (HERE / "figures" / f"{name}_stacked-light.svg").exists():
-            widths = {name: "scrolls"}
-        images = (
-            nodes.image(
-                "",
-                uri=f"/figures/{stem}-{mode}.svg",
-                alt=" ".join(self.content),
-                classes=[f"only-{mode}", width],
-            )
-            for stem, width in widths.items()
-            for mode in ("light", "dark")
+    def apply(self) -> None:
+        """Replaces each."""
+        for html in [*self.document.findall(nodes.raw)]:
+            if found := re.search(FIGURE, html.astext()):
+                html.replace_self(picture(found["name"], found["text"]))
+            elif found := re.fullmatch(r"<!-- index: (.*) -->", html.astext().strip()):
+                html.replace_self(self.entries(found[1].split(", ")))
+
+    def entries(self, names: list[str]) -> list[nodes.Node]:
+        """Returns entries of these names, and the place to which they lead."""
+        name = f"index-{self.document.settings.env.new_serialno('index')}"
+        target = nodes.target("", "", ids=[name])
+        self.document.note_explicit_target(target)
+        found = [("single", entry, name, "main", None) for entry in names]
+        return [addnodes.index(entries=found), target]
+
+
+def picture(name: str, text: str) -> nodes.container:
+    """Returns a figure's images in a box. The theme hides those of the other mode, our style sheet those too wide."""
+    widths = {name: "wide", f"{name}_stacked": "narrow"}
+    if not (HERE / "figures" / f"{name}_stacked-light.svg").exists():
+        widths = {name: "scrolls"}
+    images = (
+        nodes.image(
+            "",
+            uri=f"/figures/{stem}-{mode}.svg",
+            alt=text,
+            classes=[f"only-{mode}", width],
         )
-        return [nodes.container("", *images, classes=["picture"])]
+        for stem, width in widths.items()
+        for mode in ("light", "dark")
+    )
+    return nodes.container("", *images, classes=["picture"])
+
+
+# The site has pages of these files, with what they include.
+PAGE_OF = {
+    "CHANGELOG": "/changes",
+    "CONTRIBUTING": "/contributing",
+    "tests/README": "/internals/tests",
+}
+
+
+def link_pages(_: Sphinx, __: str, source: list[str]) -> None:
+    """Makes a link to one of these files a link to its page."""
+    files = "|".join(PAGE_OF)
+    source[0] = re.sub(
+        rf"\]\((?:\.\./)+({files})\.md",
+        lambda link: f"]({PAGE_OF[link[1]]}.md",
+        source[0],
+    )
 
 
 def link_names(_: Sphinx, doctree: nodes.document) -> None:
@@ -197,7 +234,7 @@ def link_names(_: Sphinx, doctree: nodes.document) -> None:
         if (name := found and found[1]) in shrewjax.__all__ and isinstance(
             code.parent, nodes.paragraph | nodes.list_item | nodes.entry
         ):
-            link = pending_xref(
+            link = addnodes.pending_xref(
                 "",
                 refdomain="py",
                 reftype="obj",
@@ -210,5 +247,6 @@ def link_names(_: Sphinx, doctree: nodes.document) -> None:
 
 def setup(app: Sphinx) -> None:
     """Connects the above to Sphinx."""
-    app.add_directive("picture", Picture)
+    app.add_transform(WhatGitHubReads)
+    app.connect("source-read", link_pages)
     app.connect("doctree-read", link_names)

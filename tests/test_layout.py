@@ -239,7 +239,9 @@ def test_version_is_that_of_the_source_whatever_is_installed():
 
 
 def test_every_tag_of_a_workaround_has_its_entry_and_every_entry_its_tag():
-    entries = re.findall(r"^\| (XLA-\d+) \|", (PACKAGE.parent / "docs" / "xla.md").read_text(), re.MULTILINE)
+    entries = re.findall(
+        r"^\| (XLA-\d+) \|", (PACKAGE.parent / "docs" / "internals" / "xla.md").read_text(), re.MULTILINE
+    )
     tags = {tag for path in modules() for tag in re.findall(r"XLA-\d+", path.read_text())}
     assert len(entries) == len(set(entries))
     assert tags == set(entries)
@@ -247,7 +249,7 @@ def test_every_tag_of_a_workaround_has_its_entry_and_every_entry_its_tag():
 
 def entries_of_workarounds():
     """Each tag on the page with its test and the places of its lines: the last two cells of a row."""
-    page = (PACKAGE.parent / "docs" / "xla.md").read_text()
+    page = (PACKAGE.parent / "docs" / "internals" / "xla.md").read_text()
     return re.findall(r"^\| (XLA-\d+) \|.*\| ([^|]*) \| ([^|]*) \|$", page, re.MULTILINE)
 
 

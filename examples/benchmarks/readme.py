@@ -1,14 +1,12 @@
-"""The README's own steps, as they stand there, with 20 million parameters: a window of 8 micro-batches.
+"""The README's step for micro-batches one by one, with 20 million parameters: a window of 8.
 
     python examples/benchmarks/readme.py [--json FILE] [--quick]
 
-`micro_step` is that of the README's code, and the step with `optax.MultiSteps` that of its first diff. Both are timed
-donated and not donated, in one process, alternating. The loss is a dot product, so that its gradient costs nothing and
-the rest of the step is all that is timed.
+Both sides of the README's diff are timed, donated and not donated, in one process, alternating. The loss is a dot
+product, so that its gradient costs nothing and the rest of the step is all that is timed.
 """
 
-import contextlib
-import io
+import functools
 import re
 from collections.abc import Callable
 from functools import partial
@@ -27,32 +25,23 @@ README = Path(__file__).parent.parent.parent / "README.md"
 MICRO_BATCHES = 8
 
 
-def sides() -> dict[str, tuple[Callable[..., Any], Any, int]]:
-    """The README's step and the one before its diff: function, optimizer, and how many arguments follow the batch."""
-    text = README.read_text()
-    names: dict[str, Any] = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec("".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), names)
-    names["masked_loss"] = names["loss_fn"] = lambda params, x, *_: jnp.vdot(params["w"], x)
-    names["accumulating"] = shrewjax.accumulate(names["tx"], MICRO_BATCHES)
-
-    before = dict(names)
-    exec(
-        re.sub(r"(?m)^\+.*\n|^[- ]", "", re.findall(r"```diff\n(.*?)```", text, re.DOTALL)[0]),
-        before,
-    )
-    clip_and_adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    before["tx"] = optax.MultiSteps(clip_and_adamw, MICRO_BATCHES)
-    return {
-        "README": (names["micro_step"].__wrapped__, names["accumulating"], 3),
-        "MultiSteps": (before["step"].__wrapped__, before["tx"], 1),
-    }
+def sides() -> dict[str, tuple[Callable[..., Any], Any]]:
+    """The steps after the README's diff and before it, each with its optimizer."""
+    diff = re.findall(r"```diff\n(.*?)```", README.read_text(), re.DOTALL)[1]
+    found = {}
+    for name, left_out in (("README", "-"), ("MultiSteps", "+")):
+        names: dict[str, Any] = {"functools": functools, "jax": jax, "optax": optax}
+        names |= {"shrewjax": shrewjax, "loss_fn": lambda params, x, _: jnp.vdot(params["w"], x)}
+        lines = (line[1:] for line in diff.splitlines() if not line.startswith(left_out))
+        exec("\n".join(lines).replace(", 4)", f", {MICRO_BATCHES})"), names)
+        found[name] = names["step"].__wrapped__, names["tx"]
+    return found
 
 
 def run(step: Callable[..., Any], carry: list[Any], batch: tuple[Any, ...]) -> None:
     """One window; the carry is parameters and state."""
     for _ in range(MICRO_BATCHES):
-        carry[:] = step(*carry, *batch)[:2]
+        carry[:] = step(*carry, *batch)
     jax.block_until_ready(carry)
 
 
@@ -61,12 +50,13 @@ def window(quick: bool) -> list[Row]:
     size = 2_000 if quick else 20_000_000
     x = jax.random.normal(jax.random.key(0), (size,))
     runs: dict[str, Callable[[], None]] = {}
-    for name, (step, tx, others) in sides().items():
-        batch = (x, jnp.ones(1), jnp.ones(1), False)[: 1 + others]  # x, y, mask, flush
+    for name, (step, tx) in sides().items():
         for donated in ("donated", "not donated"):
             jitted = jax.jit(step, donate_argnums=(0, 1) if donated == "donated" else ())
             params = {"w": jnp.zeros(size)}
-            runs[f"{name}, {donated}"] = partial(run, jitted, [params, tx.init(params)], batch)
+            runs[f"{name}, {donated}"] = partial(
+                run, jitted, [params, tx.init(params)], (x, jnp.ones(1))
+            )
     times = _harness.alternate(runs, 3 if quick else 9)
     ours, theirs = times["README, donated"], times["MultiSteps, not donated"]
     return [

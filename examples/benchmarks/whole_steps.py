@@ -4,8 +4,8 @@
 
 A step takes a window of eight micro-batches, clips by the global norm, and runs AdamW. On `cpu` and `here` it is timed,
 all ways in turn in one process. For `h100` (extra `gpu-compiler`) and `v5e` (`tpu-compiler`) programs are compiled and
-read, and no device is needed. P is the bytes of all parameters in float32, frozen ones too. Held is all memory beside
-arguments that are donated: temporaries, and results that are new. Sent is on eight devices, under plain `jax.jit`.
+read, and no device is needed. P is the bytes of all parameters in float32, frozen ones too. "held" is the memory of a
+call beside its donated arguments: temporaries and new results. "sent" is that of eight devices, under plain `jax.jit`.
 """
 
 import argparse

@@ -29,7 +29,7 @@ def all_reduced(program, least=1e6):
 
 
 def loses_sums(target):
-    """Whether this compiler loses sums of scatters in loops (XLA-27), by the table in docs/xla.md."""
+    """Whether this compiler loses sums of scatters in loops (XLA-27), by the table in docs/internals/xla.md."""
     name, first, last = {
         "h100": ("jax_cuda12_plugin", (0, 10, 1), (0, 11, 2)),
         "v5e": ("libtpu", (0, 0, 41), (0, 0, 48)),

@@ -88,13 +88,17 @@ def test_files_that_a_page_names_exist(page):
     assert [name for name in files if not (ROOT / name).exists()] == []
 
 
-def test_readme_is_short_and_shows_code_and_a_picture_early():
+def test_readme_is_short_and_shows_how_to_install_it_and_code_at_once():
     text = (ROOT / "README.md").read_text()
-    assert len(text.split()) <= 1100
-    assert text[: text.index("```diff")].count("\n") < 24  # the table of whole steps comes before
-    assert text.index("```diff") < text.index("```python") < text.index("<img ")
-    assert text.count("\n## ", 0, text.index("```python")) == 2  # which line, the whole batch
-    assert text.count("<img ") == 1
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(text.split()) <= 850
+    assert text[: text.index("pip install")].count("\n") < 10
+    assert text[: text.index("```diff")].count("\n") < 20
+    assert program.count("\n") <= 25
+    assert re.findall("^(?:python -m )?pip install.*", text, re.MULTILINE) == [  # .ci/run takes these two
+        "python -m pip install -e '.[examples]' && python examples/train_digits.py",
+        "python -m pip install -e '.[test]' && python -m pytest",
+    ]
 
 
 def test_every_public_name_stands_on_one_page_of_the_reference():

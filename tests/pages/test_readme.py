@@ -1,4 +1,4 @@
-"""The README's steps, as they stand there, are as small and as right as it says."""
+"""The README's steps, as they stand there, are as small and as right as it says; so is the padded one of "Windows"."""
 
 import re
 from pathlib import Path
@@ -6,17 +6,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from helpers import run_page
 from speed import users_options
 
-import shrewjax
-import shrewjax.flax
-
-README = Path(__file__).parent.parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent.parent
+README = ROOT / "README.md"
 BEFORE, AFTER = r"(?m)^\+.*\n|^[- ]", r"(?m)^-.*\n|^[+ ]"  # what to leave out of a diff, for each of its sides
+WHOLE_BATCH, ONE_BY_ONE = 0, 1  # the diffs
 
 
 @pytest.fixture(scope="module")
@@ -32,49 +29,66 @@ def side(diff, leave_out, names):
     return names
 
 
-def test_uneven_micro_batches_and_the_flush_are_one_program(names):
-    assert names["micro_step"]._cache_size() == 1
-    assert names["metrics"]["accumulate/windows"] == 2
+@pytest.fixture(scope="module")
+def steps(names):
+    """Each step with its optimizer, the size of its batch, and what follows the batch in its arguments."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        padded, one_by_one = run_page(ROOT / "docs" / "guide" / "windows.md"), side(ONE_BY_ONE, AFTER, names)
+    mask_and_flush = [jax.ShapeDtypeStruct((1,), bool), jax.ShapeDtypeStruct((), bool)]
+    return {
+        "whole batch": (names["step"], names["tx"], 4, []),
+        "one by one": (one_by_one["step"], one_by_one["tx"], 1, []),
+        "padded": (padded["padded_step"], padded["padded_tx"], 1, mask_and_flush),
+    }
 
 
-@pytest.mark.parametrize("name", ["step", "micro_step"])
-def test_step_holds_no_second_copy_of_twenty_million_parameters(names, name):
+@pytest.mark.parametrize("name", ["whole batch", "one by one", "padded"])
+def test_step_holds_no_second_copy_of_twenty_million_parameters(steps, name):
     """The same step, not donated, returns parameters and state in memory of its own, and copies them there."""
+    step, tx, rows, others = steps[name]
     params = {"w": jax.ShapeDtypeStruct((20_000_000,), jnp.float32)}
-    tx = names["tx" if name == "step" else "accumulating"]
-    rows = 4 if name == "step" else 1
     batch = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 20_000_000), (rows,))]
-    batch += [] if name == "step" else [jax.ShapeDtypeStruct((rows,), bool), jax.ShapeDtypeStruct((), bool)]
     state = jax.eval_shape(tx.init, params)
     options = users_options()
 
     def compiled(step):
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            program = step.lower(params, state, *batch).compile(compiler_options=options)
+            program = step.lower(params, state, *batch, *others).compile(compiler_options=options)
         return program.memory_analysis(), len(re.findall(r"= f32\[20000000\]\S* copy\(", program.as_text()))
 
     def trees(memory):
         """The memory beside that of the arguments, in trees of parameters."""
         return (memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes) / 80_000_000
 
-    memory, copies = compiled(names[name])
-    undonated, more_copies = compiled(jax.jit(names[name].__wrapped__))
+    memory, copies = compiled(step)
+    undonated, more_copies = compiled(jax.jit(step.__wrapped__))
     assert copies == 0
-    if name == "micro_step":
+    if name == "whole batch":
+        assert trees(memory) < 2.001  # the sum, and the gradients of a micro-batch
+        assert trees(undonated) > 2.99
+    else:
         assert trees(memory) < 0.001
         assert trees(undonated) > 3.99  # parameters, two moments, and the window's sum
         assert more_copies >= 3
-    else:
-        assert trees(memory) < 2.001  # the sum, and the gradients of a micro-batch
-        assert trees(undonated) > 2.99
 
 
-def test_both_sides_of_the_diff_train_alike_on_even_micro_batches(names):
+def test_both_sides_of_the_diff_for_a_whole_batch_have_the_same_loss_and_gradients(names):
+    x, y = np.random.default_rng(0).normal(size=(2, 8, 3)).astype(np.float32)
+    given = {"jax": jax, "params": {"w": jnp.ones(3)}, "loss_fn": names["loss_fn"], "x": x, "y": y[:, 0]}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        before = side(WHOLE_BATCH, BEFORE, given)
+        after = side(WHOLE_BATCH, AFTER, given | {"shrewjax": names["shrewjax"]})
+    assert np.abs(before["grads"]["w"]).min() > 1e-2
+    np.testing.assert_allclose(after["loss"], before["loss"], rtol=1e-5)
+    np.testing.assert_allclose(after["grads"]["w"], before["grads"]["w"], rtol=1e-5)
+
+
+def test_both_sides_of_the_diff_for_micro_batches_train_alike_if_they_are_even(names):
     x, y = np.random.default_rng(0).normal(size=(2, 8, 4, 3)).astype(np.float32)
     after = []
     for leave_out in (BEFORE, AFTER):
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            at = side(0, leave_out, names)
+            at = side(ONE_BY_ONE, leave_out, names)
             params = {"w": jnp.zeros(3)}
             state = at["tx"].init(params)
             for i in range(8):
@@ -84,16 +98,20 @@ def test_both_sides_of_the_diff_train_alike_on_even_micro_batches(names):
     np.testing.assert_allclose(*after, rtol=1e-5)
 
 
-def test_both_sides_of_the_diff_for_flax_have_the_same_loss_and_gradients():
-    def loss_fn(model, x, y):
-        return jnp.mean((model(x)[:, 0] - y) ** 2)
-
-    x, y = np.random.default_rng(0).normal(size=(2, 8, 3)).astype(np.float32)
-    names = {"nnx": nnx, "shrewjax": shrewjax, "tx": optax.sgd(0.1), "loss_fn": loss_fn, "x": x, "y": y[:, 0]}
-    names["model"] = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        before, after = (side(1, leave_out, names) for leave_out in (BEFORE, AFTER))
-    assert isinstance(after["optimizer"], shrewjax.flax.Optimizer)
-    np.testing.assert_allclose(after["loss"], before["loss"], rtol=1e-5)
-    for ours, theirs in zip(*(jax.tree.leaves(at["grads"]) for at in (after, before)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+def test_figures_are_those_of_the_page_of_costs_and_no_cell_is_blank():
+    """Each row has the time and the memory of ours, and of Optax's."""
+    table = README.read_text().partition("## Time and memory")[2]
+    figures = re.findall(r"(\d\.\d\d) s, (\d\.\d) \(`(\w+)`\)", table)
+    costs = (ROOT / "docs" / "cost.md").read_text()
+    expected = []
+    for ours, theirs, model in (
+        ("shrewjax.accumulate", "optax.MultiSteps", "transformer, scanned"),
+        ("shrewjax.accumulate", "optax.MultiSteps", "table"),
+        ("shrewjax.value_and_grad", "optax.microbatching", "LoRA"),
+    ):
+        (header, *rows) = (line[2:-2].split(" | ") for line in costs.splitlines() if line.startswith(("| way", "| `")))
+        for way in (ours, theirs):
+            cell = next(row for row in rows if row[0] == f"`{way}`")[header.index(model)]
+            memory, time = re.fullmatch(r"(\d\.\d) P, (\d+) ms", cell).groups()
+            expected.append((f"{int(time) / 1000:.2f}", memory, way.split(".")[1]))
+    assert figures == expected
