@@ -171,7 +171,7 @@ def _empty(name: str, like: Leaf) -> jax.Array:
     if name == "sum":
         is_float = is_gradient(like)
         dtype = (
-            floats.upcast_dtype(like, floats.accumulator_dtype(like))
+            floats.upcast_dtype(like, floats.sum_dtype(like))
             if is_float
             else jax.eval_shape(jnp.sum, like).dtype
         )

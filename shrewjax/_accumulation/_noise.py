@@ -99,7 +99,7 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
     5. Choose the unit of the new averages. Without an estimate, the state stays.
     """
     # 1. Has it an estimate?
-    root = _root(sums.square_sums)
+    root = _norm_of(sums.square_sums)
     weight = sums.weight_sum.astype(jnp.float32)
     has_estimate = (sums.kept >= 2) & (weight > 0) & jnp.isfinite(weight)
     has_estimate &= jnp.isfinite(root.mantissa) & jnp.isfinite(norm.mantissa)
@@ -158,7 +158,7 @@ def metrics_of_noise(state: NoiseState) -> Metrics:
     }
 
 
-def _root(square_sums: jax.Array) -> ExtendedFloat:
+def _norm_of(square_sums: jax.Array) -> ExtendedFloat:
     """Returns the square root of q from its sums at three scales: the one that neither overflows nor underflows."""
     plain, shrunk, grown = square_sums
     is_large, is_small = ~jnp.isfinite(plain), plain < _TRUSTED_ABOVE

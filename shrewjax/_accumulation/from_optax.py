@@ -286,7 +286,7 @@ def _sum_of(
             remedy,
         )
     acc = _placed(acc, total)
-    dtype = floats.accumulator_dtype(acc)
+    dtype = floats.sum_dtype(acc)
     return _filled(total, floats.mul_real(floats.upcast(acc, dtype), factor.astype(dtype)))
 
 

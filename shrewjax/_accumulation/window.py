@@ -96,7 +96,7 @@ class GradAccumulatorState(NamedTuple):
     gradient_sum: Annotated[PyTree, "as in `AccumulateState`"]
 
     def metrics(self) -> Metrics:
-        """Returns what `shrewjax.metrics` shows."""
+        """Returns the entries of `shrewjax.metrics`."""
         return metrics_of_window(self)
 
 
@@ -157,7 +157,7 @@ class Window:
         zeros_like = _rows.zeros_of(params, self.axes) if self.axes else _zeros_like
         gradient_sum = jax.tree.map_with_path(partial(self._empty_sum, zeros_like), params)
         sums = filter(is_gradient, jax.tree.leaves(gradient_sum))
-        is_float64 = any(floats.accumulator_dtype(x) == jnp.float64 for x in sums)
+        is_float64 = any(floats.sum_dtype(x) == jnp.float64 for x in sums)
         dtype = jnp.float64 if is_float64 else jnp.float32
 
         def zeros(shape: tuple[int, ...], dtype: DType) -> jax.Array:
@@ -187,7 +187,7 @@ class Window:
             return jnp.zeros((), jnp.int32)  # has no sum
         dtype = self._dtype
         if dtype is None:
-            dtype = floats.upcast_dtype(param, floats.accumulator_dtype(param))
+            dtype = floats.upcast_dtype(param, floats.sum_dtype(param))
         return zeros_like(param, dtype, trees.leaf_name(path))
 
     def steps(self, windows: jax.Array) -> jax.Array:
@@ -484,7 +484,7 @@ def _advance_leaf(
         total = total if is_first is False else jnp.where(is_first, jnp.zeros_like(total), total)
     else:
         if factor is not None:
-            dtype = floats.accumulator_dtype(total)
+            dtype = floats.sum_dtype(total)
             factor = factor_of(_rows.expand_like(factor, total).astype(dtype), grad)
             grad = floats.mul_real(floats.upcast(grad, dtype), factor)
         grad = grad.astype(total.dtype)
@@ -500,7 +500,7 @@ def _advance_leaf(
 
 
 def _scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
-    dtype = floats.accumulator_dtype(total)
+    dtype = floats.sum_dtype(total)
     factor = factor_of(scale.astype(dtype), total)
     return floats.mul_real(floats.upcast(total, dtype), factor).astype(total.dtype)
 
@@ -556,7 +556,7 @@ class AccumulateState(NamedTuple):
     inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
 
     def metrics(self) -> Metrics:
-        """Returns what `shrewjax.metrics` shows."""
+        """Returns the entries of `shrewjax.metrics`."""
         return metrics_of_window(self) | fields(self, "applied")
 
 

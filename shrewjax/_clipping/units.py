@@ -28,7 +28,7 @@ from shrewjax._base.mesh import (
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import Axes, AxisName, KeyPath, Scalar
 from shrewjax._numerics import scaling
-from shrewjax._numerics.floats import ExtendedFloat, accumulator_dtype
+from shrewjax._numerics.floats import ExtendedFloat, sum_dtype
 from shrewjax._numerics.norms import combine, magnitude_key, measure_units
 from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, sizes, unit_numbers
 from shrewjax._numerics.scaling import ClipScale
@@ -132,7 +132,7 @@ class Units:
         return dataclasses.replace(self, leaves=weights)
 
     def limit(self, value: Scalar) -> ExtendedFloat:
-        return scaling.limit_in(value, accumulator_dtype(*self.leaves))
+        return scaling.limit_in(value, sum_dtype(*self.leaves))
 
     def with_leaves(self, tree: chex.ArrayTree, leaves: Sequence[Any]) -> chex.ArrayTree:
         at = dict(zip(self.paths, leaves, strict=True))

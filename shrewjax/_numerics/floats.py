@@ -38,7 +38,7 @@ def real_dtype(x: Any) -> Any:
     return jnp.finfo(x.dtype).dtype
 
 
-def accumulator_dtype(*xs: Any) -> Any:
+def sum_dtype(*xs: Any) -> Any:
     """Returns the real dtype in which to sum arrays' elements or their parts: float64 if one is, else float32."""
     return jnp.dtype(jnp.float64 if any(real_dtype(x) == jnp.float64 for x in xs) else jnp.float32)
 

@@ -48,7 +48,6 @@ from shrewjax._base.types import Axes, AxisNames, DType
 from shrewjax._numerics.floats import (
     EXPONENT_OF_ZERO,
     ExtendedFloat,
-    accumulator_dtype,
     factors_of_two,
     from_extended,
     is_complex,
@@ -56,6 +55,7 @@ from shrewjax._numerics.floats import (
     mul_real,
     power_of_two,
     shifted,
+    sum_dtype,
     times_power_of_two,
     to_extended,
     upcast,
@@ -109,7 +109,7 @@ class _Norms(NamedTuple):
 
     def sums(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the sums of p-th powers by leaf, for each of its units."""
-        dtype = accumulator_dtype(*leaves)
+        dtype = sum_dtype(*leaves)
         powers = [_power(upcast(x, dtype), self.ord) for x in leaves]
         return leaf_sums(powers, axes=self.axes, unit_dims=self.unit_dims)
 
@@ -174,7 +174,7 @@ def measure_units(
     of = _Norms(ord, unit_dims, within, groups)
     if floor is None:
         return _measure(leaves, None, of)
-    trusted_above = RANGE[accumulator_dtype(*leaves)].trusted_above
+    trusted_above = RANGE[sum_dtype(*leaves)].trusted_above
     return _measure(leaves, floor.exponent <= math.floor(math.log2(trusted_above) / ord), of)
 
 
@@ -233,7 +233,7 @@ def _measure(
             )
         ]
     read_again = partial(_in_two_passes, small_counts=small_counts, of=of)
-    if accumulator_dtype(*leaves) == jnp.float64:
+    if sum_dtype(*leaves) == jnp.float64:
         return read_again(leaves)
     on_gpus = partial(_in_float64, of=of)
     return lax.platform_dependent(leaves, cuda=on_gpus, rocm=on_gpus, default=read_again)
@@ -372,7 +372,7 @@ def _is_small(x: jax.Array) -> bool:
 
 def _by_maximum(leaves: Sequence[jax.Array], of: _Norms) -> ExtendedFloat:
     """Returns norms of any order p >= 1 from two passes: the largest magnitude; the sum of (|x| / largest)**p."""
-    p, dtype = of.ord, accumulator_dtype(*leaves)
+    p, dtype = of.ord, sum_dtype(*leaves)
     mantissas, exponents = _largest(leaves, dtype, of.axes)
     bad = jnp.where(jnp.isfinite(mantissas), 0, mantissas)  # inf or NaN if a leaf has one
     if p < math.inf:

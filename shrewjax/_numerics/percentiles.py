@@ -159,7 +159,7 @@ def at_least_16_bits(x: Leaf) -> jax.Array:
 def common_dtype(leaves: Sequence[Leaf]) -> DType:
     """Returns the narrowest dtype that holds the magnitudes of all leaves."""
     dtypes = {floats.real_dtype(x) for x in leaves}
-    return dtypes.pop() if len(dtypes) == 1 else floats.accumulator_dtype(*leaves)
+    return dtypes.pop() if len(dtypes) == 1 else floats.sum_dtype(*leaves)
 
 
 def key_dtype(dtype: DType) -> DType:
@@ -245,7 +245,7 @@ def _selected(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None) -> Se
     # 1. Elements and groups.
     of_leaf, axes = rule.scope == "leaf", rule.axes
     leaves = [lax.stop_gradient(at_least_16_bits(x)) for x in leaves]
-    dtype, result_dtype = common_dtype(leaves), floats.accumulator_dtype(*leaves)
+    dtype, result_dtype = common_dtype(leaves), floats.sum_dtype(*leaves)
     counts = sizes(leaves, axes=axes)
     counts = counts if of_leaf else [sum(counts)]
     groups = [(x,) for x in leaves] if of_leaf else grouped(leaves, axes)
