@@ -487,8 +487,12 @@ def broken():
 
 def flags_of(metrics):
     """The leaves that the guard names."""
-    of_leaves = {k.rpartition("nonfinite_leaf/")[2]: bool(v) for k, v in metrics.items() if "nonfinite_leaf/" in k}
-    return {name for name, was_bad in of_leaves.items() if was_bad}
+    return {name for name, count in counts_of(metrics).items() if count}
+
+
+def counts_of(metrics):
+    """How often each leaf was non-finite."""
+    return {k.rpartition("nonfinite_leaf/")[2]: int(v) for k, v in metrics.items() if "nonfinite_leaf/" in k}
 
 
 def test_guard_names_the_leaves_that_are_not_finite_and_the_clip_inside_it_does_not(broken):
@@ -583,7 +587,7 @@ GOOD = jax.tree.map(np.ones_like, LEAVES)
 
 
 @pytest.mark.parametrize("where", ["alone", "accumulate", "partition", "twice"])
-def test_flags_by_leaf_are_those_of_the_last_bad_step(where):
+def test_counts_by_leaf_are_those_of_the_bad_steps(where):
     """One of two leaves of a shape; a finite leaf of infinite norm; a good step after it; wrapped, or in a window."""
     guard = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True)
     others = {
@@ -593,16 +597,17 @@ def test_flags_by_leaf_are_those_of_the_last_bad_step(where):
     tx = others.get(where, guard)
     step = quick_jit(lambda g, s: shrewjax.apply_gradients(tx, g, s, GOOD))
     state = tx.init(GOOD)
-    assert flags_of(shrewjax.metrics(state)) == set()
-    steps = [LEAVES, GOOD] if where != "twice" else [LEAVES, GOOD | {"b": LEAVES["a"]}]
-    for grads in steps:
+    assert counts_of(shrewjax.metrics(state)) == {"a": 0, "b": 0, "c": 0, "d": 0}
+    second = GOOD | {"a": LEAVES["a"], "b": LEAVES["a"]} if where == "twice" else GOOD
+    for grads in (LEAVES, second):
         _, state = step(grads, state)
-    assert flags_of(shrewjax.metrics(state)) == ({"b"} if where == "twice" else {"a", "d"})
+    bad_twice = {"a": 2, "b": 1, "c": 0, "d": 1}
+    assert counts_of(shrewjax.metrics(state)) == (bad_twice if where == "twice" else {"a": 1, "b": 0, "c": 0, "d": 1})
     (skipped,) = (v for k, v in shrewjax.metrics(state).items() if k.endswith("/skipped"))
     assert skipped == (2 if where == "twice" else 1)
 
 
-def test_flags_by_leaf_cost_no_read():
+def test_counts_by_leaf_cost_no_read():
     """Counted in the compiled program. A clip with leaves outside the guard is the other way."""
     shapes = {f"w{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(3)}
     size = 3 * 512 * 512 * 4
