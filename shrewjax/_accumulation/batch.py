@@ -130,7 +130,7 @@ def batch_of_arguments(
     first_number = device_index(axes) * steps if axes else 0
     _check_parameters({at: args[at] for at in roles["argnums"]})
     examples = _split_examples({at: args[at] for at in roles["batch_argnums"]}, steps, devices)
-    if steps > 1:
+    if steps * max(devices, 1) > 1:
         with_role = {at for positions in roles.values() for at in positions}
         _check_whole({at: x for at, x in enumerate(args) if at not in with_role}, kwargs, examples)
     # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
@@ -188,12 +188,13 @@ def _split_examples(
                     else f"If argument {at} is the same for all micro-batches, pass batch_argnums={others}"
                 )
             )
+        together = steps * max(devices_to_map, 1)
         if count % steps:
             raise ValueError(
                 f"{name} has {count} examples, which micro_batches={steps} does not divide. If its first axis does not "
                 "number the examples, move the axis that does to the front. Otherwise pad the batch to "
-                f"{-(-count // steps) * steps}, and let weight= count the real ones. If the loss is a mean, let fun "
-                "take it over the real ones, too"
+                f"{-(-count // together) * together}, and let weight= count the real ones. If the loss is a mean, let "
+                "fun take it over the real ones, too"
             )
         x = jnp.asarray(x)
         devices = devices_to_map or _devices_along_first_axis(x)

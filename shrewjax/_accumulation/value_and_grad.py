@@ -319,7 +319,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
     whole_aux = aux.close(end.aux, stacked)
     if not loss.has_carry:
         return (value, whole_aux), grads
-    new_carry = loop.one_carry(carried, end.carried) if batch.devices else end.carried
+    new_carry = loop.one_carry(carried, end) if batch.devices else end.carried
     return (value, (whole_aux, *new_carry)), grads
 
 
@@ -458,15 +458,21 @@ class _Loop(NamedTuple):
             value if self.loss.reduction == "sum" else nan_unless(has_average, value), grads
         )
 
-    def one_carry(self, old: list[PyTree], new: list[PyTree]) -> list[PyTree]:
+    def one_carry(self, old: list[PyTree], end: _LoopState) -> list[PyTree]:
         """Returns one carry for all devices: the mean of floating leaves, the largest of others.
 
-        A leaf that no micro-batch changes stays as it is, because frozen weights would cross the network.
+        A device that keeps no micro-batch, as one that has only padding, does not count. A leaf that no micro-batch
+        changes stays as it is, because frozen weights would cross the network.
         """
         turn = partial(self.traced, jnp.int32(0))
         is_same = iter(returned_as_given(lambda carried: turn(carried).carried, old))
         axes = self.window.axes or ()
-        return jax.tree.map(lambda x, y: x if next(is_same) else one_over(y, axes), old, new)
+        has_new = jnp.any(end.window.weight_sum != 0)
+
+        def one(x: jax.Array, y: jax.Array) -> jax.Array:
+            return x if next(is_same) else one_over(y, x, has_new, axes)
+
+        return jax.tree.map(one, old, end.carried)
 
 
 def _reduced_over_devices(x: Leaf) -> Leaf:

@@ -214,7 +214,7 @@ def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
 def _measure(
     leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
 ) -> list[ExtendedFloat]:
-    """Returns norms, joined. If `small_counts` is False, one of a sum that is too small may come out wrong, but small.
+    """Returns norms, joined. If `small_counts` is False, a norm below the floor may be inexact, but stays below it.
 
     1. Sum the powers, as they are and, for sums that left the range, scaled.
     2. Take the root of each norm's sum, and undo the scale.

@@ -174,12 +174,21 @@ def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.
     return lax.psum(sums, axes) if is_mapped(axes) else sums
 
 
-def one_over(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
-    """Returns the mean of a floating array over devices, and the largest of any other, which they should have alike."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = lax.pmax(jax.random.key_data(x), axes)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, axes)
+def one_over(
+    new: jax.Array, old: jax.Array, is_new: jax.Array, axes: tuple[Hashable, ...]
+) -> jax.Array:
+    """Returns one array for all devices: of a floating one the mean over devices where it is new, or the old one.
+
+    Arrays of other dtypes should be the same on all devices. The largest is taken.
+    """
+    if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+        data = lax.pmax(jax.random.key_data(new), axes)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
+    if not jnp.issubdtype(new.dtype, jnp.inexact):
+        return lax.pmax(new, axes)
+    count = lax.psum(is_new.astype(new.real.dtype), axes)
+    total = lax.psum(jnp.where(is_new, new, jnp.zeros_like(new)), axes)
+    return jnp.where(count > 0, total / jnp.maximum(count, 1), old)
 
 
 def joined_over(x: jax.Array, axes: tuple[Hashable, ...], axis: int) -> jax.Array:

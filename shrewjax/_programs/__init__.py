@@ -1,7 +1,7 @@
 """Passes over traced programs, which are rebuilt because XLA would make a slow, large or wrong one of them.
 
-The core is right without a pass: each says what it saves, and when it can be deleted. `SHREWJAX_DISABLE_PASSES=1` turns
-all of them off.
+The core is right without a pass: each says what it saves, and when it can be deleted. With
+`SHREWJAX_DISABLE_PASSES=1` no program is rebuilt.
 
 * `switch`: that variable.
 * `jaxprs`: the names that this package needs of JAX's inside.

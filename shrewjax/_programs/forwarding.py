@@ -1,8 +1,8 @@
 """Forwarding: which results of a function are the arguments that it was given, whatever they went through.
 
 What it saves: a copy of frozen layers in each micro-batch, and an error for a model that comes back out of `nnx.remat`.
-Numbers do not depend on it. It can be deleted when JAX returns an unchanged array as it is; no version does so far. It
-rebuilds nothing, so the switch leaves it on.
+Except for keys that a loop carries, numbers do not depend on it. It can be deleted when JAX returns an unchanged array
+as it is; no version does so far. It rebuilds nothing, so the switch leaves it on.
 
 A compiled function and a loop return new tracers, also for an array that they return unchanged. So `returned_as_given`
 traces the function, and follows each argument through its operations.

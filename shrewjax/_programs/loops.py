@@ -1,7 +1,7 @@
 r"""A traced function, whose results are added to sums where the function's own loops compute them.
 
-What it saves: a tree of stacked gradients, beside their sum. Numbers do not depend on it. It can be deleted when XLA
-adds into a sum what a loop stacks; no version of JAX does so far.
+What it saves: a tree of stacked gradients, beside their sum. Apart from rounding, numbers do not depend on it. It can
+be deleted when XLA adds into a sum what a loop stacks; no version of JAX does so far.
 
 The backward scan of scanned layers returns stacked gradients, which a loop over micro-batches would hold beside the
 sum. Instead the sum becomes a carry of the backward scan, which adds each layer's gradient in place.
@@ -89,7 +89,6 @@ class Traced:
         """Returns the mesh axes over which the function asks to shard arrays."""
         return axes_of_constraints(self._closed)
 
-    @naming_the_switch()
     def added_to(self, sums: Sums, add: Add, *arguments: PyTree) -> tuple[PyTree, Sums]:
         """Returns the results and the new sums. A result that scans have added to its sum is None.
 
@@ -97,11 +96,13 @@ class Traced:
         """
         if is_jit_disabled() or are_passes_disabled():
             return self(*arguments), sums
-        plan = _Plans().of(self._closed, {at: _Way(at, ()) for at in sums})
+        with naming_the_switch():
+            plan = _Plans().of(self._closed, {at: _Way(at, ()) for at in sums})
         if not plan.added:
             return self(*arguments), sums
         operands = jax.tree.leaves(arguments)
-        results, sums = _Evaluation(add).run(self._closed, operands, plan, sums)
+        with naming_the_switch():
+            results, sums = _Evaluation(add).run(self._closed, operands, plan, sums)
         return jax.tree.unflatten(self._structure, results), sums
 
 

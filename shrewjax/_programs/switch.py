@@ -29,6 +29,7 @@ def naming_the_switch() -> Iterator[None]:
     except Exception as error:
         error.add_note(
             "This error comes from a pass of shrewjax over the program that JAX traced. To go on without the passes, "
-            f"set the environment variable {SWITCH}=1. Numbers stay the same, and a step may hold more memory."
+            f"set the environment variable {SWITCH}=1. A step may then hold more memory. Numbers stay "
+            "the same, except that XLA of JAX 0.10.1 to 0.11.2 may lose sums of scatters on several GPUs."
         )
         raise

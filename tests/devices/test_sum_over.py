@@ -183,6 +183,31 @@ def test_a_batch_that_weighs_nothing_or_too_much_is_as_without_sum_over():
 
 
 @pytest.mark.thorough
+def test_devices_that_have_only_padding_leave_the_carry_to_the_others():
+    """The padding of a last batch, which stands on half of the devices."""
+
+    def with_average(params, x, counts, carry):
+        n = jnp.maximum(jnp.sum(counts), 1)
+        return jnp.sum(counts * (x @ params["w"])[:, 0]) / n, ((), counts @ x / n)
+
+    counts = np.float32(np.arange(B) < B // 2)
+    options = {"has_aux": True, "carry_argnum": 3, "weight": lambda params, x, counts, carry: jnp.sum(counts)}
+    step = shrewjax.value_and_grad(with_average, K, sum_over="data", **options)
+    (_, (_, carry)), _ = on_eight(step, PARAMS, X, counts, np.full(WIDTH, 100, np.float32))
+    last = X.reshape(8, B // 8 // K, K, WIDTH)[:4, :, -1]  # the last micro-batch of each of the others
+    np.testing.assert_allclose(carry, last.mean((0, 1)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.thorough
+def test_one_micro_batch_is_divided_over_devices_so_keywords_with_rows_and_keys_are_errors():
+    step = shrewjax.value_and_grad(lambda params, x, *rest, **_: jnp.mean(x @ params["w"]), 1, sum_over="data")
+    with pytest.raises(ValueError, match=r"keyword argument counts has 64 rows"):
+        on_eight(lambda: step(PARAMS, X, counts=COUNTS))
+    with pytest.raises(ValueError, match=r"argument 2 is a PRNG key.*rng_argnums=2"):
+        on_eight(lambda: shrewjax.value_and_grad(mean_loss, 1, batch_argnums=1, sum_over="data")(PARAMS, X, KEY))
+
+
+@pytest.mark.thorough
 def test_derivatives_and_vmap_of_the_results_are_those_of_the_whole_batch():
     def derivatives(value_and_grad, params):
         tangents = jax.tree.map(jnp.ones_like, params)

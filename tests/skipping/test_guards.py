@@ -243,6 +243,7 @@ def limited_step(state, above, at_most):
         (np.nan, 1, [False, True, False]),
         (0.5, np.nan, [True] * 3),
         (0.5, 0, [True] * 3),
+        (0.5, 0.5, [True] * 3),
         (0.5, np.inf, [False] * 3),
         (np.inf, 1, [True] * 3),
         (1.0, 1, [True] * 3),
