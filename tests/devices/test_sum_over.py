@@ -96,7 +96,7 @@ def expected(devices, micro_batches=K):
         "key": np.where(kept_rows.T, np.repeat(draws, B // devices // micro_batches, axis=0).T, 0),
     }
     calls = CARRY["calls"] + kept.sum(1).max()
-    return value, grads, aux, {"mean": statistics.mean(0), "calls": calls, "frozen": CARRY["frozen"]}
+    return value, grads, aux, {"mean": statistics[kept.any(1)].mean(0), "calls": calls, "frozen": CARRY["frozen"]}
 
 
 EIGHT = {"data": 8}
