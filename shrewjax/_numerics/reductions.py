@@ -186,9 +186,10 @@ def one_over(
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
     if not jnp.issubdtype(new.dtype, jnp.inexact):
         return lax.pmax(new, axes)
-    count = lax.psum(is_new.astype(new.real.dtype), axes)
+    # An integer, because a count in bfloat16 would stall at 256 devices.
+    count = lax.psum(is_new.astype(jnp.int32), axes)
     total = lax.psum(jnp.where(is_new, new, jnp.zeros_like(new)), axes)
-    return jnp.where(count > 0, total / jnp.maximum(count, 1), old)
+    return jnp.where(count > 0, total / jnp.maximum(count, 1).astype(new.real.dtype), old)
 
 
 def joined_over(x: jax.Array, axes: tuple[Hashable, ...], axis: int) -> jax.Array:
