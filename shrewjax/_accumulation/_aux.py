@@ -11,7 +11,7 @@ from jax import lax
 
 from shrewjax._accumulation.window import GradAccumulatorState, Window, already_begun
 from shrewjax._base import trees
-from shrewjax._base.mesh import as_varying, varying_axes
+from shrewjax._base.mesh import as_varying, partitioned_like, varying_axes
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import Axes, Flag, Leaf, Number, PyTree
 from shrewjax._numerics import floats
@@ -91,7 +91,8 @@ class AuxLeaves:
         return [x for x, name in zip(leaves, self._names, strict=True) if name in names]
 
     def open(self) -> AuxSums:
-        means = [jnp.zeros(x.shape, x.dtype) for x in self._of(self._like, "mean")]
+        averaged = self._of(self._like, "mean")
+        means = [partitioned_like(jnp.zeros(x.shape, x.dtype), x) for x in averaged]
         others = [
             _empty(name, x)
             for name, x in zip(self._names, self._like, strict=True)
@@ -188,7 +189,8 @@ def _empty(name: str, like: Leaf) -> jax.Array:
                 (False, True) if dtype == np.bool else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
             )
         start = least if name == "max" else largest
-    return as_varying(jnp.full(like.shape, start, dtype), tuple(varying_axes(like)))
+    full = partitioned_like(jnp.full(like.shape, start, dtype), like)
+    return as_varying(full, tuple(varying_axes(like)))
 
 
 def _combined(name: str, total: jax.Array, x: jax.Array, kept: Flag) -> jax.Array:

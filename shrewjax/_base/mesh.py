@@ -262,9 +262,10 @@ def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:
 
 
 def partitioned_like(x: jax.Array, like: Leaf) -> jax.Array:
-    """Returns an array with the partitions of `like`, which types show on Explicit axes."""
+    """Returns an array with the partitions of `like`, which types show on the Explicit axes of `jax.set_mesh`."""
     spec = jax.P(*_partitions(_spec(like)))
-    return x if jax.P(*_partitions(_spec(x))) == spec else jax.sharding.reshard(x, spec)
+    is_like = jax.P(*_partitions(_spec(x))) == spec or not explicit_axes(x)
+    return x if is_like else jax.sharding.reshard(x, spec)
 
 
 def device_index(axes: AxisNames) -> jax.Array:

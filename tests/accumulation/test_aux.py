@@ -186,3 +186,25 @@ def test_aux_whose_axes_are_no_multiples_of_a_micro_batch_costs_no_other_trace_o
 
     traced(loss, PARAMS, X, Y, has_aux=True)
     assert {*sizes} == {2}
+
+
+@pytest.mark.parametrize("sum_over", [None, "data"])
+def test_leaves_that_are_sharded_over_explicit_axes_stay_so_and_are_reduced(sum_over):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    reductions = {"mean": jnp.mean, "sum": jnp.sum, "max": jnp.max, "min": jnp.min}
+    names = {name: name for name in (*reductions, "last", "stack")}
+
+    def loss(w, x):
+        outputs = x @ w
+        by_feature = {name: reduce(outputs, axis=0) for name, reduce in reductions.items()}
+        return jnp.mean(outputs**2), by_feature | {"last": outputs, "stack": outputs}
+
+    w = RNG.normal(size=(INPUTS, 4)).astype(np.float32)
+    step = quick_jit(shrewjax.value_and_grad(loss, 2, has_aux=True, aux=names, sum_over=sum_over))
+    with jax.set_mesh(mesh):
+        (_, aux), _ = step(jax.device_put(w, jax.P(None, "model")), jax.device_put(X, jax.P("data")))
+    assert all(x.sharding.spec[-1] == "model" for x in aux.values())
+    outputs = X @ w
+    expected = {name: reduce(outputs, axis=0) for name, reduce in reductions.items()}
+    expected |= {"last": outputs[1::2], "stack": np.stack([outputs[::2], outputs[1::2]])}
+    assert_close(aux, expected, rtol=1e-5, atol=1e-6)
