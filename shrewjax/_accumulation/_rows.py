@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from shrewjax._base.mesh import (
     as_varying,
+    axes_by_dimension,
     context_mesh,
     is_mapped,
     is_replicated_over,
@@ -72,16 +73,15 @@ def _mesh_of(params: ArrayTree, axes: AxisNames) -> Mesh | AbstractMesh | None:
 
 def zeros_of(params: ArrayTree, axes: AxisNames) -> Callable[[Leaf, DType, str], jax.Array]:
     """Returns a function of a parameter, a dtype and a name for messages, which returns zeros with per-device rows."""
-    return partial(_zeros_like, axes, _mesh_of(params, axes))
+    return partial(_zero_rows, axes, _mesh_of(params, axes))
 
 
-def _zeros_like(
+def _zero_rows(
     axes: AxisNames, mesh: Mesh | AbstractMesh | None, like: jax.Array, dtype: DType, name: str
 ) -> jax.Array:
     sharding = sharding_of(like)
     spec = () if sharding is None else sharding.spec
-    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
-    over = {a for names in entries for a in names} if mesh else varying_axes(like)
+    over = {a for names in axes_by_dimension(spec) for a in names} if mesh else varying_axes(like)
     if over & set(axes):
         raise ValueError(
             f"parameter {name} is sharded over sum_over={axes!r} itself, so its gradients are already reduced over it. "

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._base.mesh import as_varying, device_index
+from shrewjax._base.mesh import as_varying, axes_by_dimension, device_index
 from shrewjax._base.types import AxisNames, DType, KeyPath, Leaf, Number, PyTree
 
 
@@ -219,9 +219,8 @@ def _name(path: KeyPath) -> str:
 def _devices_along_first_axis(x: jax.Array) -> int:
     """Returns over how many devices the type of an array shards its first axis: more than one on an Explicit mesh."""
     sharding: Any = jax.typeof(x).sharding
-    names = sharding.spec[0] if sharding.spec else None
-    over = names if isinstance(names, tuple) else () if names is None else (names,)
-    return math.prod(sharding.mesh.shape[a] for a in over)
+    over = axes_by_dimension(sharding.spec)[:1]
+    return math.prod(sharding.mesh.shape[a] for names in over for a in names)
 
 
 def _check_whole(

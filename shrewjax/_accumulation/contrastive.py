@@ -180,18 +180,18 @@ def _loss_of_device(
     """Returns the device's part of the mean over devices, and the aux."""
     returned = loss(params, z)
     value, aux = returned if has_aux else (returned, ())
-    devices = math.prod(lax.axis_size(a) for a in _own_axes(value, axes))
+    devices = math.prod(lax.axis_size(a) for a in _axes_of_parts(value, axes))
     return (value / devices if devices > 1 else value), aux
 
 
-def _own_axes(x: jax.Array, axes: AxisNames) -> AxisNames:
+def _axes_of_parts(x: jax.Array, axes: AxisNames) -> AxisNames:
     """Returns those of the axes over which an array is a device's part. If types are not tracked, these are all."""
     return tuple(a for a in axes_to_reduce([x], axes)[0] if a in axes)
 
 
 def _summed_over(axes: AxisNames, tree: PyTree) -> PyTree:
     # If types are tracked, JAX has summed the gradients of parameters over devices already.
-    return jax.tree.map(lambda x: combined_over(_own_axes(x, axes), ["sum"], [x])[0], tree)
+    return jax.tree.map(lambda x: combined_over(_axes_of_parts(x, axes), ["sum"], [x])[0], tree)
 
 
 def _coefficients(by_feature: PyTree) -> dict[int, jax.Array]:

@@ -86,7 +86,7 @@ def _axes_of_spec(name: str, leaf: Leaf, dims: UnitDims, spec: jax.P) -> UnitSha
         raise ValueError(
             f"sharded_over {spec} has more entries than leaf {name} of shape {leaf.shape} has dimensions"
         )
-    by_dimension = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    by_dimension = axes_by_dimension(spec)
     along_units = {m for a, names in enumerate(by_dimension) if a in dims for m in names}
     along_parts = {m for a, names in enumerate(by_dimension) if a not in dims for m in names}
     within, across = (
@@ -106,7 +106,7 @@ def whole_shape(leaf: Leaf, given: Axes | jax.P) -> tuple[int, ...] | None:
         return leaf.shape
     if not isinstance(given, jax.P):
         return None
-    by_dimension = [entry if isinstance(entry, tuple) else (entry,) for entry in given]
+    by_dimension = axes_by_dimension(given)
     devices = [
         math.prod(lax.axis_size(m) for m in names if m in mapped)
         for names in [*by_dimension, *[()] * (leaf.ndim - len(by_dimension))]
@@ -255,10 +255,9 @@ def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:
     """Returns an array whose type is sharded over no Explicit axis of `over`, except `first` in its first dimension."""
     if not {*over} & _explicit(jax.sharding.get_abstract_mesh()):
         return x
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in _partitions(_spec(x))]
-    kept = [tuple(a for a in entry if a not in (*over, None)) for entry in entries]
-    kept[:1] = [(*first, *entry) for entry in kept[:1]]
-    return jax.sharding.reshard(x, jax.P(*(entry or None for entry in kept)))
+    kept = [tuple(a for a in axes if a not in over) for axes in axes_by_dimension(_spec(x))]
+    kept[:1] = [(*first, *axes) for axes in kept[:1]]
+    return jax.sharding.reshard(x, jax.P(*(axes or None for axes in kept)))
 
 
 def partitioned_like(x: jax.Array, like: Leaf) -> jax.Array:
@@ -314,8 +313,7 @@ def varying_axes(x: Leaf) -> frozenset[Hashable]:
 
 def partition_axes(x: Leaf) -> MeshAxes:
     """Returns the mesh axes over which the type of an array shards its dimensions. Under plain `jit`, Explicit ones."""
-    entries = (x if isinstance(x, tuple) else (x,) for x in _partitions(_spec(x)))
-    return frozenset(a for entry in entries for a in entry if a is not None)
+    return frozenset(a for axes in axes_by_dimension(_spec(x)) for a in axes)
 
 
 def explicit_axes(x: Leaf) -> MeshAxes:
@@ -390,6 +388,12 @@ def _spec(x: Leaf) -> Any:
 
 def _type_of(x: Leaf) -> Any:
     return x if isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray) else jax.typeof(x)
+
+
+def axes_by_dimension(spec: Any) -> list[AxisNames]:
+    """Returns the mesh axes in each entry of a `PartitionSpec`, which has no entry for the last dimensions if none."""
+    entries = _partitions(spec)
+    return [x if isinstance(x, tuple) else () if x is None else (x,) for x in entries]
 
 
 def _partitions(spec: Any) -> tuple[Any, ...]:
