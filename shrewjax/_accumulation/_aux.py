@@ -80,10 +80,12 @@ class AuxLeaves:
                 )
             if is_joined and name in OWN:
                 if len(differ) != 1:
+                    found = large.shape if known else "no shape, because fun does not take it,"
                     raise ValueError(
                         f"leaf {leaf} of the aux must have an axis of examples for {name!r}, because with sum_over "
-                        f"each device has its own, got shape {x.shape}. Let fun return a number for each example. Or "
-                        "give it another name in aux=, such as 'mean'. Or call this inside jax.shard_map"
+                        f"each device has its own, got shape {x.shape} for a micro-batch and {found} for the whole "
+                        "batch. Let fun return a number for each example, of any number of examples. Or give it "
+                        "another name in aux=, such as 'mean'. Or call this inside jax.shard_map"
                     )
                 self._joined[at] = differ[0] + (name == "stack")
 

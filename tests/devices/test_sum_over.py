@@ -350,6 +350,11 @@ def stacked(params, x, y):
     return mean_loss(params, x, y), {"a": jnp.mean(x)}
 
 
+def stacked_by_two(params, x, y):
+    assert len(x) == B // (8 * K), "this function takes the examples of one micro-batch"
+    return mean_loss(params, x, y), {"a": x}
+
+
 def inside(sum_over):
     step = shrewjax.value_and_grad(mean_loss, K, sum_over=sum_over)
     mapped = jax.shard_map(step, in_specs=(P(), P("pod"), P("pod")), out_specs=P(), axis_names={"pod"})
@@ -404,6 +409,10 @@ ERRORS = {
     ),
     "a stack": (lambda: traced(stacked, has_aux=True, aux="stack"), WITHOUT_EXAMPLES.format("stack")),
     "the last": (lambda: traced(stacked, has_aux=True, aux="last"), WITHOUT_EXAMPLES.format("last")),
+    "a fixed number": (
+        lambda: traced(stacked_by_two, has_aux=True, aux="stack"),
+        r"shape \(4, 8\) for a micro-batch and no shape, because fun does not take it",
+    ),
 }
 
 
