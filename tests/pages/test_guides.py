@@ -6,7 +6,6 @@ With `-s`, tests print the figures of the pages.
 import functools
 import pathlib
 import re
-from fractions import Fraction
 from types import SimpleNamespace
 
 import fit_micro_batches
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from denominator import coefficients_spec
 from flax import nnx
 from helpers import bits, own_params, run_page
 from PIL import Image
@@ -174,23 +172,12 @@ def test_the_mistake_on_the_page_is_off_by_15_to_75_percent():
 
 
 @pytest.mark.usefixtures("x64_only")
-def test_coefficients_are_those_of_the_definition(rl):
-    guide, _ = rl
-    mask = guide.batch[1]
-    rows = np.broadcast_to(np.arange(SAMPLES)[:, None], mask.shape).ravel()
-    prompts = np.broadcast_to(PROMPT[:, None], mask.shape).ravel()
-    kinds = {"token mean": ([0] * mask.size, "means"), "sequence mean": (rows, "means"), "sequence sum": (rows, "sums")}
-    for kind, (units, of) in (kinds | {"prompt mean": (prompts, "means")}).items():
-        expected = coefficients_spec(list(mask.ravel()), list(units), of)
-        np.testing.assert_allclose(guide.c[kind].ravel(), expected, rtol=1e-15)
-
-
-@pytest.mark.usefixtures("x64_only")
 def test_packed_rows_count_each_sequence_once():
-    """Against the definition in exact fractions. Units that are rows are the mistake."""
+    """Against the count of each sequence. Units that are rows are the mistake."""
     names = page("guide/denominator.md").names
-    mask = [Fraction(int(m)) for m in np.ravel(names["counted"])]
-    expected = np.float64(coefficients_spec(mask, np.ravel(names["row"]).tolist()))
+    counted, sequence = (np.ravel(names[name]) for name in ("counted", "row"))
+    counts = np.bincount(sequence, counted)
+    expected = counted / np.maximum(counts, 1)[sequence] / np.count_nonzero(counts)
     np.testing.assert_allclose(np.ravel(names["token_means"](names["counted"], names["row"], 6)), expected, rtol=1e-6)
     by_row = np.ravel(names["token_means"](names["counted"], np.arange(2)[:, None], 2))
     assert distance(by_row, expected) > 0.1
@@ -582,31 +569,6 @@ def test_loop_stops_after_three_skipped_steps_in_a_row_one_step_late(broken):
     assert bits(params) == bits(two)
 
 
-LEAVES = {"a": np.float32([1, np.nan]), "b": np.float32([1, 2]), "c": np.float32([3e38] * 4), "d": np.float32([np.inf])}
-GOOD = jax.tree.map(np.ones_like, LEAVES)
-
-
-@pytest.mark.parametrize("where", ["alone", "accumulate", "partition", "twice"])
-def test_counts_by_leaf_are_those_of_the_bad_steps(where):
-    """One of two leaves of a shape; a finite leaf of infinite norm; a good step after it; wrapped, or in a window."""
-    guard = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True)
-    others = {
-        "accumulate": shrewjax.accumulate(guard, 1),
-        "partition": optax.partition({"all": guard}, lambda p: "all"),
-    }
-    tx = others.get(where, guard)
-    step = quick_jit(lambda g, s: shrewjax.apply_gradients(tx, g, s, GOOD))
-    state = tx.init(GOOD)
-    assert counts_of(shrewjax.metrics(state)) == {"a": 0, "b": 0, "c": 0, "d": 0}
-    second = GOOD | {"a": LEAVES["a"], "b": LEAVES["a"]} if where == "twice" else GOOD
-    for grads in (LEAVES, second):
-        _, state = step(grads, state)
-    bad_twice = {"a": 2, "b": 1, "c": 0, "d": 1}
-    assert counts_of(shrewjax.metrics(state)) == (bad_twice if where == "twice" else {"a": 1, "b": 0, "c": 0, "d": 1})
-    (skipped,) = (v for k, v in shrewjax.metrics(state).items() if k.endswith("/skipped"))
-    assert skipped == (2 if where == "twice" else 1)
-
-
 def test_counts_by_leaf_cost_no_read():
     """Counted in the compiled program. A clip with leaves outside the guard is the other way."""
     shapes = {f"w{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(3)}
@@ -628,41 +590,6 @@ def test_counts_by_leaf_cost_no_read():
     assert passes_of(guard(leaves=True)) == pytest.approx(plain, abs=0.01)
     outside = optax.chain(shrewjax.clip_by_global_norm(float("inf"), leaves=True), guard())
     assert passes_of(outside) > plain + 2
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_nan_on_one_device_skips_the_step_on_all_and_names_its_leaf(check_vma):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    tx = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True, sharded_over=None if check_vma else "data")
-    params = {"sharded": np.ones(8, np.float32), "whole": np.ones(3, np.float32)}
-    specs = {"sharded": jax.P("data"), "whole": jax.P()}
-    state_specs = jax.tree.map(lambda _: jax.P(), tx.init(params))
-
-    def step(params, state, grads):
-        params, state = shrewjax.apply_gradients(tx, grads, state, params)
-        return params, state, jax.lax.all_gather(state.skipped, "data")
-
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(specs, state_specs, specs),
-        out_specs=(specs, state_specs, jax.P("data")),
-        check_vma=check_vma,
-    )
-    grads = jax.tree.map(np.copy, params)
-    grads["sharded"][5] = np.nan
-    new, state, skipped = quick_jit(mapped)(params, tx.init(params), grads)
-    assert np.all(skipped == 1)
-    assert flags_of(shrewjax.metrics(state)) == {"sharded"}
-    np.testing.assert_array_equal(new["sharded"], params["sharded"])
-
-
-def test_gradients_of_another_tree_than_the_guards_raise():
-    tx = shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True)
-    with pytest.raises(ValueError, match=r"gradient leaves \['b'\] have no numbers in the state"):
-        tx.update({"b": jnp.ones(2)}, tx.init({"a": jnp.ones(2)}))
-    with pytest.raises(ValueError, match="leaves must be True or False"):
-        shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=1)
 
 
 # --- docs/guide/experts.md ---------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """A skipped step touches nothing, exactly the right steps are skipped, and no guard locks up."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -286,23 +288,26 @@ def test_a_scheduled_limit_is_that_of_its_step():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("make", [shrewjax.skip_nonfinite, shrewjax.skip_on_spike])
+@pytest.mark.parametrize("make", [partial(shrewjax.skip_nonfinite, leaves=True), shrewjax.skip_on_spike])
 def test_one_bad_shard_skips_the_step_on_every_device(make, check_vma):
+    """And is counted in its leaf alone."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.P("data")
-    tx = make(optax.identity(), sharded_over="data")
+    specs = {"sharded": jax.P("data"), "whole": jax.P()}
+    tx = make(optax.identity(), sharded_over=None if check_vma else "data")
 
     def update(g):
         updates, state = tx.update(g, tx.init(g))
-        return updates, state.skipped
+        return updates, (state.skipped, getattr(state, "nonfinite_leaves", ()))
 
-    mapped = quick_jit(jax.shard_map(update, mesh=mesh, in_specs=spec, out_specs=(spec, jax.P()), check_vma=check_vma))
-    grads = np.ones((8, 2), f32)
-    np.testing.assert_array_equal(mapped(grads)[0], grads)
-    grads[5, 1] = np.nan
-    updates, skipped = mapped(grads)
-    np.testing.assert_array_equal(updates, np.zeros((8, 2)))
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=(specs, jax.P()), check_vma=check_vma)
+    grads = {"sharded": np.ones((8, 2), f32), "whole": np.ones(3, f32)}
+    step = quick_jit(mapped)
+    assert bits(step(grads)[0]) == bits(grads)
+    bad = grads | {"sharded": np.where(np.arange(16).reshape(8, 2) == 11, f32(np.nan), grads["sharded"])}
+    updates, (skipped, counts) = step(bad)
+    assert bits(updates) == bits(jax.tree.map(np.zeros_like, grads))
     assert int(skipped) == 1
+    assert counts in ((), {"sharded": 1, "whole": 0})
 
 
 def test_a_device_s_own_loss_decides_nothing():
@@ -335,6 +340,13 @@ def test_metrics_look_through_guards():
         (lambda: shrewjax.skip_nonfinite(INNER, at_limit="zero_nonfinite"), r"'zero_nonfinite'.*Pass max_consecutive"),
         (lambda: shrewjax.skip_nonfinite(INNER, max_consecutive=0, at_limit="keep_skipping"), r"max_consecutive must"),
         (lambda: shrewjax.skip_nonfinite(INNER, max_consecutive=3, at_limit="apply"), r"at_limit must be one of"),
+        (lambda: shrewjax.skip_nonfinite(INNER, leaves=1), r"leaves must be True or False"),
+        (
+            lambda: shrewjax.skip_nonfinite(INNER, leaves=True).update(
+                {"b": jnp.ones(2)}, shrewjax.skip_nonfinite(INNER, leaves=True).init({"a": jnp.ones(2)})
+            ),
+            r"gradient leaves \['b'\] have no numbers in the state",
+        ),
         (lambda: shrewjax.skip_on_spike(INNER, monitor="loss"), r"monitor must be one of 'grad_norm', 'value'"),
         (
             lambda: shrewjax.skip_on_spike(INNER, history_length=8),
