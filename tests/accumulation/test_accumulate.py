@@ -61,19 +61,6 @@ def test_trajectory_is_that_of_multisteps(name, k):
         assert is_near(a, b, 1e-6), f"step {step}"
 
 
-def test_window_of_one_is_inner_itself():
-    params, inner = tree_of(), lenient(optax.adam(0.1))
-    tx = shrewjax.accumulate(inner, 1)
-    state, plain = tx.init(params), inner.init(params)
-    update, plain_update = quick_jit(tx.update), quick_jit(inner.update)
-    for i in range(5):
-        updates, state = update(tree_of(i), state, params)
-        expected, plain = plain_update(tree_of(i), plain, params)
-        assert_close(updates, expected, rtol=1e-6)
-        assert bool(state.applied)
-        assert int(state.windows) == i + 1
-
-
 # --- what inner sees, and when ------------------------------------------------------------------------------------
 
 
@@ -325,11 +312,6 @@ def test_flush_of_a_wrapped_accumulation_is_an_error_whose_advice_closes_the_win
     assert updates.tolist() == [-3.0]
     (windows,) = (value for name, value in shrewjax.metrics(state).items() if name == "accumulate/windows")
     assert int(windows) == 1
-
-
-def test_flush_of_another_transformation_is_an_error():
-    with pytest.raises(ValueError, match="tx must be the transformation that accumulate returned"):
-        shrewjax.flush(optax.sgd(1.0), optax.sgd(1.0).init(vector(0.0)), vector(0.0))
 
 
 @pytest.mark.parametrize("nonfinite", POLICIES)

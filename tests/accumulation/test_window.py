@@ -1,7 +1,6 @@
 """The window: what each micro-batch may do to it, its length, its errors and its state."""
 
 import inspect
-import itertools
 from functools import partial
 
 import jax
@@ -35,32 +34,6 @@ def test_window_is_the_weighted_reduction(reduction, cast):
         rtol = 1e-2 if cast is jnp.bfloat16 else 1e-6
         np.testing.assert_allclose(updates, expected, rtol=rtol, err_msg=str(weights))
         assert bool(state.applied)
-
-
-@pytest.mark.parametrize("weights", [(1, 3), (2, 1), (0.5, 1.0)])
-def test_weights_known_at_trace_time_count_as_others_do(weights):
-    tx = shrewjax.accumulate(recorder(), 2)
-    state = tx.init(vector(0.0))
-    for value, weight in zip((4.0, 1.0), weights, strict=True):
-        updates, state = tx.update(vector(value), state, weight=weight)
-    assert float(updates[0]) == pytest.approx((4 * weights[0] + weights[1]) / sum(weights), rel=1e-6)
-
-
-def test_weights_make_uneven_micro_batches_equal_to_the_large_batch():
-    rng = np.random.default_rng(0)
-    x, y, w = rng.normal(size=(100, 4)), rng.normal(size=100), rng.normal(size=4)
-
-    def gradient(w, x, y):  # of the mean of (x @ w - y) ** 2
-        return 2 * x.T @ (x @ w - y) / len(y)
-
-    with jax.enable_x64(True):
-        cuts = [0, 3, 40, 41, 100]
-        steps = [(gradient(w, x[a:b], y[a:b]), {"weight": b - a}) for a, b in itertools.pairwise(cuts)]
-        weighted, _ = run(shrewjax.accumulate(recorder(), 4), steps, jnp.asarray(w))[-1]
-        unweighted, _ = run(shrewjax.accumulate(recorder(), 4), [(g, {}) for g, _ in steps], jnp.asarray(w))[-1]
-        whole = gradient(w, x, y)
-        np.testing.assert_allclose(weighted, whole, rtol=1e-12)
-        assert np.abs(unweighted - whole).max() > 0.1 * np.abs(whole).max()  # the mean of means is another thing
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum_over_weights", "sum"])
@@ -173,15 +146,6 @@ def test_weights_of_one_count_to_two_to_the_24_and_beyond_in_float64(wide, count
         state = window.add(state, vector(1.0))
         assert int(state.weight_sum) == 2**24
         assert int(window.add(state, vector(1.0)).weight_sum) == 2**24 + counted
-
-
-def test_nan_weight_propagates_and_leaves_the_next_window_clean():
-    tx = shrewjax.accumulate(recorder(), 2)
-    steps = [(vector(1.0), {"weight": jnp.float32(w)}) for w in (1, np.nan, 1, 1)]
-    history = run(tx, steps, vector(0.0))
-    assert np.isnan(history[1][0]).all()
-    assert bool(history[1][1].applied)
-    assert float(history[3][0][0]) == 1
 
 
 # --- non-finite micro-batches -------------------------------------------------------------------------------------

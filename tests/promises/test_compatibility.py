@@ -10,8 +10,6 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import equinox
-import flax.training.train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +17,8 @@ import optax
 import optax.contrib
 import orbax.checkpoint
 import pytest
-from flax import nnx
 from helpers import CASES, TRANSFORMATIONS, assert_close, bits
-from speed import compiled, quick_jit
+from speed import compiled
 
 import shrewjax
 
@@ -357,81 +354,6 @@ def test_tree_map_params_finds_the_fields_that_are_like_the_parameters(name):
 
 
 # --- frameworks -------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def trained(name):
-    """The parameters after a training loop by hand, in which the transformation stands before plain SGD."""
-    tx, params = core(name), PARAMS
-    state = tx.init(params)
-    for g in GRADS:
-        updates, state = tx.update(g, state, params)
-        params = jax.tree.map(lambda p, u: p - 0.1 * u, params, updates)
-    return params, state
-
-
-@each
-def test_in_a_linen_train_state_it_trains_as_by_hand(name):
-    state = flax.training.train_state.TrainState.create(
-        apply_fn=None, params=PARAMS, tx=optax.chain(core(name), optax.sgd(0.1))
-    )
-    for g in GRADS:
-        state = state.apply_gradients(grads=g)
-    expected, alone_state = trained(name)
-    assert_close(state.params, expected, rtol=1e-5, atol=1e-6)
-    assert_metrics_are_found(state.opt_state, alone_state)
-
-
-@each
-@pytest.mark.parametrize("in_jit", [False, True], ids=["outside of jit", "in jit"])
-def test_in_an_nnx_optimizer_it_trains_as_by_hand(name, in_jit):
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    model.bias[...], model.kernel[...] = PARAMS["bias"], PARAMS["kernel"]
-    tx = TRANSFORMATIONS[name]() if in_jit else core(name)
-    optimizer = nnx.Optimizer(model, optax.chain(tx, optax.sgd(0.1)), wrt=nnx.Param)
-    graph, state = nnx.split((model, optimizer))
-    like = jax.tree.structure(nnx.state(model, nnx.Param))
-
-    def step(state, grads):
-        model, optimizer = nnx.merge(graph, state)
-        optimizer.update(model, jax.tree.unflatten(like, jax.tree.leaves(grads)))
-        return nnx.state((model, optimizer))
-
-    step = quick_jit(step) if in_jit else step
-    for g in GRADS:
-        state = step(state, g)
-    model, optimizer = nnx.merge(graph, state)
-    expected, alone_state = trained(name)
-    assert_close({"bias": model.bias[...], "kernel": model.kernel[...]}, expected, rtol=1e-5, atol=1e-6)
-    assert_metrics_are_found(optimizer.opt_state, alone_state)
-
-
-class Layer(equinox.Module):
-    """Leaves that are trained, and one that is no array."""
-
-    bias: jax.Array
-    kernel: jax.Array
-    activation: Callable[..., Any] = jnp.tanh
-
-
-# One that reads the parameters, and two whose states are like them, because a model is another kind of tree.
-@pytest.mark.parametrize("name", ["adaptive_grad_clip", "clip_by_leaf_norm_ema", "accumulate"])
-def test_under_equinox_filter_jit_it_trains_as_by_hand(name):
-    tx = optax.chain(TRANSFORMATIONS[name](), optax.sgd(0.1))
-    model = Layer(**PARAMS)
-    state = tx.init(equinox.filter(model, equinox.is_inexact_array))
-
-    @equinox.filter_jit
-    def step(model, state, grads):
-        updates, state = tx.update(grads, state, equinox.filter(model, equinox.is_inexact_array))
-        return equinox.apply_updates(model, updates), state
-
-    for g in GRADS:
-        model, state = step(model, state, Layer(**g, activation=None))
-    expected, alone_state = trained(name)
-    assert_close({"bias": model.bias, "kernel": model.kernel}, expected, rtol=1e-5, atol=1e-6)
-    assert model.activation is jnp.tanh
-    assert_metrics_are_found(state, alone_state)
 
 
 # States with a history, with an average for each leaf, with flags, and with a window.

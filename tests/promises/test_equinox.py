@@ -18,7 +18,9 @@ pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
 K = 2
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 Y = np.arange(8, dtype=np.float32) / 4
-INNER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+# Optax's clip, one that reads the parameters, and one whose state is like them.
+RULES = optax.clip_by_global_norm(0.5), shrewjax.adaptive_grad_clip(0.1), shrewjax.clip_by_leaf_norm_ema(warmup_steps=1)
+INNER = optax.chain(*RULES, optax.adamw(1e-2))
 
 
 class Model(eqx.Module):

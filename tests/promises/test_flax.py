@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import importlib
 import pathlib
-import sys
 
 import flax.jax_utils
 import flax.serialization
@@ -513,10 +511,3 @@ def test_added_variables_may_be_popped_and_returned():
 def test_wrong_argument_raises_before_the_call(options, message):
     with pytest.raises(ValueError, match=message):
         shrewjax.flax.value_and_grad(mean_loss, K, **options)
-
-
-def test_without_flax_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flax", None)
-    monkeypatch.delitem(sys.modules, "shrewjax.flax")
-    with pytest.raises(ImportError, match=r"shrewjax\.flax needs Flax.*pip install flax"):
-        importlib.import_module("shrewjax.flax")

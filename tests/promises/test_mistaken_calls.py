@@ -1,7 +1,6 @@
 """Calls that once gave a wrong result in silence: each is an error that names the remedy, or gives what it says."""
 
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -228,18 +227,6 @@ def test_apply_gradients_passes_the_weight_to_an_accumulation_at_any_depth(wrap)
     assert float(shrewjax.metrics(state)["accumulate/weight_sum"]) == 3
 
 
-def test_apply_gradients_passes_a_weight_that_an_optimizer_declares_itself():
-    seen = []
-
-    def update(updates, state, params=None, *, weight=1, **extra_args):
-        seen.append(weight)
-        return updates, state
-
-    tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-    shrewjax.apply_gradients(tx, GRADS, tx.init(PARAMS), PARAMS, weight=3)
-    assert seen == [3]
-
-
 # --- arguments of value_and_grad's function ---------------------------------------------------------------------
 
 
@@ -279,15 +266,6 @@ def test_key_that_every_micro_batch_would_get_whole_is_an_error_by_position_too(
         traced(dropout_loss, PARAMS, X, jax.random.key(0), batch_argnums=1)
 
 
-def test_key_in_rng_argnums_gives_each_micro_batch_its_own_mask():
-    def loss(params, x, key):
-        return jnp.mean(x @ params["w"]), jax.random.bits(key)
-
-    step = shrewjax.value_and_grad(loss, 4, has_aux=True, rng_argnums=2, aux="stack")
-    (_, bits), _ = quick_jit(step)(WEIGHTS, X, jax.random.key(0))
-    assert len({*np.asarray(bits).tolist()}) == 4
-
-
 @pytest.mark.parametrize("micro_batches", [2, 8], ids=["several examples each", "one example each, which broadcasts"])
 def test_examples_by_keyword_are_an_error(micro_batches):
     with pytest.raises(ValueError, match=r"^keyword argument y\['of'\] has 8 .*as the batch.* Pass it by position"):
@@ -298,16 +276,6 @@ def test_examples_by_keyword_are_an_error(micro_batches):
             kwargs={"y": {"of": Y}},
             micro_batches=micro_batches,
         )
-
-
-def test_keywords_that_hold_no_examples_reach_every_micro_batch_whole():
-    def loss(params, x, y, *, scale, rate, table):
-        return rate * loss_fn(params, x * scale[None], y) + table[0]
-
-    scale, table = jnp.asarray([1.0, 2.0, 3.0]), jnp.arange(2.0)
-    keywords = {"scale": scale, "rate": 0.5, "table": table}
-    found = quick_jit(shrewjax.value_and_grad(loss, 4))(WEIGHTS, X, Y, **keywords)
-    assert_close(found, quick_jit(jax.value_and_grad(loss))(WEIGHTS, X, Y, **keywords), rtol=1e-5)
 
 
 def test_one_micro_batch_takes_keywords_as_jax_does():
@@ -383,26 +351,6 @@ def test_counter_of_clip_cotangent_is_averaged_and_times_k_it_is_the_large_batch
     large, (_, averaged) = counts
     assert 0 < float(large) < B
     assert float(averaged) * K == pytest.approx(float(large))
-
-
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        lambda: shrewjax.clip_cotangent.__doc__,
-        lambda: shrewjax.value_and_grad.__doc__,
-        lambda: (ROOT / "docs/guide/sharp_edges.md").read_text(),
-        lambda: (ROOT / "docs/guide/clipping.md").read_text(),
-    ],
-    ids=["clip_cotangent", "value_and_grad", "sharp edges", "guide"],
-)
-def test_both_cures_stand_where_a_reader_looks(text):
-    words = " ".join(text().split())
-    assert "clip_cotangent" in words
-    assert 'reduction="sum_over_weights"' in words
-    assert "max_norm * B / len(x)" in words
 
 
 # --- percentiles and weights ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import TRANSFORMATIONS, assert_close
+from helpers import TRANSFORMATIONS, assert_close, bits
 from speed import quick_jit
 
 import shrewjax
@@ -55,8 +55,8 @@ def test_metrics_of_all_transformations_are_those_without_flax():
     assert_metrics_are_those_of(treedef.unflatten(leaves), shrewjax.metrics(optimizer.opt_state), inside_jit)
 
 
-def test_metrics_of_all_transformations_are_those_without_flax_after_training():
-    """After four micro-batches; `test_compatibility.py` trains with each transformation alone."""
+def test_metrics_and_parameters_are_those_without_flax_after_training():
+    """After four micro-batches, and so are the parameters."""
     model, optimizer = optimizer_in_nnx()
     graph, nnx_state = nnx.split((model, optimizer))
     like = jax.tree.structure(nnx.state(model, nnx.Param))
@@ -73,8 +73,10 @@ def test_metrics_of_all_transformations_are_those_without_flax_after_training():
     for grads in GRADS:
         nnx_state, measured = nnx_step(nnx_state, grads)
         params, state = step(grads, state, params)
-    _, optimizer = nnx.merge(graph, nnx_state)
+    model, optimizer = nnx.merge(graph, nnx_state)
     assert_metrics_are_those_of(state, shrewjax.metrics(optimizer.opt_state), measured)
+    assert_close({"bias": model.bias[...], "kernel": model.kernel[...]}, params, rtol=1e-5, atol=1e-6)
+    assert bits(params) != bits(PARAMS)
 
 
 def test_check_window_reads_the_window():
