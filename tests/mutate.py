@@ -146,7 +146,8 @@ class Tests:
         self.options = [
             "-x",
             "-q",
-            f"-m{marks}",
+            "-m",
+            marks,
             "-n0",
             "-pno:cacheprovider",
             "-Wignore::pytest.PytestAssertRewriteWarning",

@@ -5,7 +5,6 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import bits, flat, tree_of, true_norm
 from hypothesis import given
@@ -281,32 +280,3 @@ def test_clipping_is_the_projection_onto_the_ball(tree, ratio):
         assert (error <= 2.5 * float(info.eps) * np.abs(np.asarray(x).astype(wide)) * scale + float(info.tiny)).all()
     floor = size**0.5 * max(float(jnp.finfo(x.dtype).tiny) for x in tree)
     assert abs(true_norm(clipped) - limit) <= 2 * eps(tree) * limit + floor
-
-
-@given(trees(), RATIOS)
-def test_clipping_again_changes_next_to_nothing(tree, ratio):
-    limit = jnp.asarray(np.float32(min(ratio * true_norm(tree), np.longdouble(3e38))))
-    once, _ = clip_jitted(tree, limit)
-    twice, _ = clip_jitted(once, limit)
-    for x, y in zip(once, twice, strict=True):
-        info = jnp.finfo(x.dtype)
-        assert (
-            np.abs(np.asarray(x - y, np.complex128))
-            <= 4 * eps(tree) * np.abs(np.asarray(x, np.complex128)) + float(info.tiny)
-        ).all()
-
-
-def test_clipping_bias_has_its_fixed_point_where_theory_says():
-    """f = x**2 / 2, noise +9 with probability 0.1, -1 with 0.9: the clipped field vanishes at 1 - c / 9."""
-
-    def fixed_point(c):
-        tx = optax.chain(shrewjax.clip_by_global_norm(c), optax.sgd(0.05))
-
-        def mean_step(_, x):
-            of_nine, of_one = (tx.update(x + noise, tx.init(x))[0] for noise in (9.0, -1.0))
-            return x + 0.1 * of_nine + 0.9 * of_one
-
-        return jax.lax.fori_loop(0, 3000, mean_step, jnp.float32(0.3))
-
-    c = f32([0.5, 1, 2, 4])
-    np.testing.assert_allclose(quick_jit(jax.vmap(fixed_point))(c), 1 - c / 9, rtol=0.02)
