@@ -1,7 +1,7 @@
 """Gradients of losses that look rows up in their scans, out of programs for eight H100s that run on CPU devices.
 
 JAX 0.10.1 to 0.11.2 lose sums of scatters in loops (XLA-27). Under plain `jax.jit`, `jax.value_and_grad` of the whole
-batch is then wrong for all of these losses but `chunks`: by 0.32 (packed positions) to 1.1 (recurrent) of a gradient.
+batch is then wrong for all of these losses but `chunks`: of a gradient of `recurrent`, by 1.1.
 In `jax.shard_map` it is right, because there is no partitioner to split the scatters.
 """
 

@@ -195,15 +195,6 @@ def test_large_leaves_of_many_distributions(distribution):
         assert np.asarray(higher.bound) == magnitudes[math.ceil(rank)]
 
 
-def test_a_start_near_the_result_saves_reads():
-    values = np.float32(np.random.default_rng(0).standard_normal(30_000))
-    cold = select([values], np.float32(90), np.float32(0))
-    warm = select([values * np.float32(1.05)], np.float32(90), cold.bound)
-    assert int(warm.reads) < int(cold.reads) <= 7
-    ties = np.full(30_000, 0.1, np.float32)
-    assert int(select([ties], np.float32(90), np.float32(0.1)).reads) <= 2
-
-
 SIZES = (5, 1, 12, 0)
 
 

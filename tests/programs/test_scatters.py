@@ -3,7 +3,6 @@
 The numbers of programs for several GPUs are in `tests/devices`.
 """
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -168,10 +167,3 @@ def test_true_is_true_outside_of_jit_under_vmap_and_in_derivatives():
     np.testing.assert_array_equal(select(np.ones(2, "f")), [2, 2])
     np.testing.assert_array_equal(jax.vmap(jax.grad(select))(np.ones(2, "f")), [2, 2])
     np.testing.assert_array_equal(jax.jit(jax.hessian(lambda x: select(x) ** 2))(np.float32(1)), 8)
-
-
-def test_versions_that_lose_scatters_are_a_closed_set():
-    def loses(*version):
-        return functools.reduce(lambda x, y: x and y, [version >= (0, 10, 1), version <= (0, 11, 2)])
-
-    assert loses(*jax.__version_info__[:3]) == scatters.LOSES_SCATTERS
