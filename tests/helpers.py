@@ -1,6 +1,7 @@
 """Oracles that share nothing with the package, and what several test files need."""
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -74,6 +75,15 @@ MAPPED = {name: case.make_mapped or case.make for name, case in CASES.items()}
 def thorough(*rows):
     """Rows of a table, each a value or a tuple, with the marker of this name: `[*ROWS, *thorough(*OTHERS)]`."""
     return [pytest.param(*(row if type(row) is tuple else (row,)), marks=pytest.mark.thorough) for row in rows]
+
+
+def assert_refused(calls, values, message):
+    """Each call raises a `ValueError` of this message for each value."""
+    for call, value in itertools.product(calls, values):
+        with pytest.raises(ValueError) as raised:  # noqa: PT011, PT012
+            call(value)
+            pytest.fail(f"{value!r} is taken")
+        assert re.search(message, str(raised.value)), f"{value!r}: {raised.value}"
 
 
 # As in a process with one device; in CI, with eight, too (`either_world` in conftest.py).

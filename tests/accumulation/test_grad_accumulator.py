@@ -50,14 +50,14 @@ def test_step_gives_the_average_when_the_window_is_full():
         jax.jit(window.step)(state, vector(0.0))
 
 
-@pytest.mark.parametrize("bad", BAD_WEIGHTS, ids=repr)
-def test_step_raises_what_add_raises_of_a_weight(bad):
+def test_step_raises_what_add_raises_of_a_weight():
     window = shrewjax.GradAccumulator(2)
     state = window.init(vector(0.0))
-    with pytest.raises(ValueError, match="weight must be") as of_add:
-        window.add(state, vector(1.0), bad)
-    with pytest.raises(ValueError, match=re.escape(str(of_add.value))):
-        window.step(state, vector(1.0), bad)
+    for bad in BAD_WEIGHTS:
+        with pytest.raises(ValueError, match="weight must be") as of_add:
+            window.add(state, vector(1.0), bad)
+        with pytest.raises(ValueError, match=re.escape(str(of_add.value))):
+            window.step(state, vector(1.0), bad)
 
 
 def longer(windows):

@@ -187,7 +187,6 @@ def test_a_leaf_with_one_long_axis_is_one_unit_where_its_spec_tells_and_an_error
         jax.eval_shape(clipped("x"), g, w)
 
 
-@pytest.mark.parametrize("rule", unit_rules())
 @pytest.mark.parametrize(
     ("sharded_over", "check_vma", "message"),
     [
@@ -202,17 +201,17 @@ def test_a_leaf_with_one_long_axis_is_one_unit_where_its_spec_tells_and_an_error
     ],
     ids=["tracked", "untracked", "no names", "too few names", "wrong", "everywhere", "too long", "function"],
 )
-def test_units_on_devices_that_nothing_tells_of_are_an_error(rule, sharded_over, check_vma, message):
-    tx = unit_rules(sharded_over=sharded_over)[rule]
-    mapped = jax.shard_map(
-        lambda g: tx.update(g, tx.init(g), g)[0],
-        mesh=unit_mesh(),
-        in_specs=({"whole": P(None, "y")},),
-        out_specs={"whole": P(None, "y")},
-        check_vma=check_vma,
-    )
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(mapped, {"whole": jnp.ones((3, 8))})
+def test_units_on_devices_that_nothing_tells_of_are_an_error(sharded_over, check_vma, message):
+    for tx in unit_rules(sharded_over=sharded_over).values():
+        mapped = jax.shard_map(
+            lambda g, tx=tx: tx.update(g, tx.init(g), g)[0],
+            mesh=unit_mesh(),
+            in_specs=({"whole": P(None, "y")},),
+            out_specs={"whole": P(None, "y")},
+            check_vma=check_vma,
+        )
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(mapped, {"whole": jnp.ones((3, 8))})
 
 
 @pytest.mark.parametrize("axis_type", ["Auto", *thorough("Explicit")])

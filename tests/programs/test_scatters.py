@@ -3,7 +3,6 @@
 The numbers of programs for several GPUs are in `tests/devices`.
 """
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
