@@ -1,4 +1,4 @@
-"""Train steps lower for every platform that JAX has, on one device and on 256 that are not there."""
+"""Train steps of 256 devices that are not there lower for every platform that JAX has."""
 
 import re
 
@@ -21,21 +21,6 @@ PARAMS = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAP
 ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
 
 
-def optimizer(name, sum_over=None):
-    inner = lenient(optax.adamw(1e-3))
-    if name != "accumulate":
-        inner = optax.chain(TRANSFORMATIONS[name](), inner)
-    return shrewjax.accumulate(inner, 8, sum_over=sum_over)
-
-
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_train_step_lowers_for_every_platform(name):
-    tx = optimizer(name)
-    step = jax.jit(lambda params, state, grads: shrewjax.apply_gradients(tx, grads, state, params))
-    exported = jax.export.export(step, platforms=PLATFORMS)(PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS)
-    assert exported.platforms == PLATFORMS
-
-
 def all_reduced(module):
     """The number of elements of every all-reduce in the text of a module."""
     operands = re.findall(r'"stablehlo.all_reduce".*?\}\) : \((.*?)\) ->', module, re.DOTALL)
@@ -45,7 +30,9 @@ def all_reduced(module):
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_train_step_on_256_devices_lowers_and_sends_the_gradient_once_a_window_and_scalars(name):
-    tx = optimizer(name, sum_over="data")
+    adamw = lenient(optax.adamw(1e-3))
+    inner = adamw if name == "accumulate" else optax.chain(TRANSFORMATIONS[name](), adamw)
+    tx = shrewjax.accumulate(inner, 8, sum_over="data")
     mesh = AbstractMesh((256,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(mesh):
         state = jax.eval_shape(tx.init, PARAMS)

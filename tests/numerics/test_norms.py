@@ -56,10 +56,10 @@ def norms_of_every_order(leaves):
     return {ord: shrewjax.grad_norm(leaves, ord) for ord in ORDERS}
 
 
-@pytest.mark.parametrize("case", range(len(IN_RANGE)))
-def test_norm_neither_overflows_nor_underflows(case):
-    for ord, found in norms_of_every_order(IN_RANGE[case]).items():
-        assert float(found) == pytest.approx(float(true_norm(IN_RANGE[case], ord)), rel=1e-6, abs=0), ord
+def test_norm_neither_overflows_nor_underflows():
+    for case, leaves in enumerate(IN_RANGE):
+        for ord, found in norms_of_every_order(leaves).items():
+            assert float(found) == pytest.approx(float(true_norm(leaves, ord)), rel=1e-6, abs=0), (case, ord)
 
 
 FORMS = {"in a branch": functools.partial(_in_two_passes, small_counts=None), "in float64": _in_float64}
@@ -119,29 +119,22 @@ def test_norm_of_nan_is_nan_and_of_inf_is_inf(shape):
             np.testing.assert_equal(found, dict.fromkeys(ORDERS, f32(norm)))
 
 
-@pytest.mark.parametrize("ord", [1, 2, 3, np.inf])
-def test_norm_beyond_float32_reads_inf(ord):
+def test_norm_beyond_float32_reads_inf():
     leaves = [np.complex64([3e38 + 3e38j, 3e38]), f32([3e38])]
-    assert float(norms_of_every_order(leaves)[ord]) == np.inf
-
-
-@functools.lru_cache(maxsize=1)
-def a_million_elements(kind, dtype):
-    rng = np.random.default_rng(0)
-    draw = {"normal": rng.normal, "constant": lambda size: np.full(size, 0.1), "heavy tail": rng.standard_cauchy}[kind]
-    return [np.clip(draw(size=s), -6e4, 6e4).astype(dtype) for s in ((1000, 900), (99_999,), (1,))]
+    assert {*map(float, norms_of_every_order(leaves).values())} == {np.inf}
 
 
 norms_of_four_orders = users_jit(lambda leaves: {ord: shrewjax.grad_norm(leaves, ord) for ord in (1, 2, 3, np.inf)})
 
 
-@pytest.mark.parametrize("ord", [1, 2, 3, np.inf])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, *thorough(jnp.float16)])
 @pytest.mark.parametrize("kind", ["normal", "constant", *thorough("heavy tail")])
-def test_norm_of_a_million_elements_is_within_1e_6(dtype, kind, ord):
-    leaves = a_million_elements(kind, dtype)
-    found = norms_of_four_orders(leaves)[ord]  # for each order again: it runs far sooner than it compiles
-    assert float(found) == pytest.approx(float(true_norm(leaves, ord)), rel=1e-6, abs=0)
+def test_norm_of_a_million_elements_is_within_1e_6(dtype, kind):
+    rng = np.random.default_rng(0)
+    draw = {"normal": rng.normal, "constant": lambda size: np.full(size, 0.1), "heavy tail": rng.standard_cauchy}[kind]
+    leaves = [np.clip(draw(size=s), -6e4, 6e4).astype(dtype) for s in ((1000, 900), (99_999,), (1,))]
+    for ord, found in norms_of_four_orders(leaves).items():
+        assert float(found) == pytest.approx(float(true_norm(leaves, ord)), rel=1e-6, abs=0), ord
 
 
 def test_norm_does_not_depend_on_the_order_of_the_leaves():
@@ -175,15 +168,14 @@ def slope(ord):
 
 
 @pytest.mark.parametrize("ord", [1, 2, 3, np.inf])
-@pytest.mark.parametrize("scale", [1.0, 1e25, 1e-25])
-def test_derivative_of_the_norm(ord, scale):
-    x = f32([3.0, -4.0, 1.0, 2.0]) * f32(scale)
-    magnitudes = np.abs(np.float64(x)) / np.abs(np.float64(x)).max()
+def test_derivative_of_the_norm(ord):
+    x = np.float64([3, -4, 1, 2])
     if ord == np.inf:
         expected = np.float64([0, -1, 0, 0])
     else:  # d norm / d x_i = sign(x_i) (|x_i| / norm) ** (p - 1)
-        expected = np.sign(x) * (magnitudes / np.sum(magnitudes**ord) ** (1 / ord)) ** (ord - 1)
-    np.testing.assert_allclose(slope(ord)(x), expected, rtol=1e-5)
+        expected = np.sign(x) * (np.abs(x) / np.linalg.norm(x, ord)) ** (ord - 1)
+    for scale in (1.0, 1e25, 1e-25):
+        np.testing.assert_allclose(slope(ord)(f32(scale * x)), expected, rtol=1e-5, err_msg=str(scale))
 
 
 @pytest.mark.parametrize(

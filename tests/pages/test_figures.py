@@ -85,33 +85,3 @@ def test_redrawing_says_what_the_committed_figures_say(redrawn):
         assert texts(redrawn[name]) == texts(before), name
         for drawn, as_before in zip(coordinates(redrawn[name]), coordinates(before), strict=True):
             np.testing.assert_allclose(drawn, as_before, atol=1, err_msg=name)
-
-
-def line(root, name):
-    """The corners of the line with this name, and its marks: arrays of shape (points, 2), in points."""
-    (group,) = (group for group in root.iter(f"{SVG}g") if group.get("id") == name)
-    corners = re.findall(r"(-?[\d.]+) (-?[\d.]+)", group.find(f"{SVG}path").get("d"))
-    marks = [(mark.get("x"), mark.get("y")) for mark in group.iter(f"{SVG}use")]
-    return np.array(corners, float), np.array(marks, float)
-
-
-@pytest.mark.parametrize(("dtype", "smallest", "largest"), [("float16", -6, 5.5), ("float32", -34, 38)])
-def test_optax_norm_leaves_the_diagonal_where_squares_leave_the_range(redrawn, dtype, smallest, largest):
-    root = redrawn["explain_norm-light.svg"]
-    corners, _ = line(root, f"shrewjax-{dtype}")
-    _, marks = line(root, f"optax-{dtype}")
-
-    (left, low), (right, high) = corners[0], corners[-1]
-    share = (marks[:, 0] - left) / (right - left)
-    diagonal = low + share * (high - low)
-    np.testing.assert_allclose(np.interp(marks[:, 0], *corners.T), diagonal, atol=0.5)
-
-    above = diagonal - marks[:, 1]  # in points; an SVG's y axis points down
-    squared = 10.0 ** (2 * (smallest + share * (largest - smallest)))
-    info = np.finfo(dtype)
-    overflows, underflows = squared > float(info.max), squared < float(info.smallest_subnormal) / 2
-    # Below, single squares of the thousand lose digits before all are 0.
-    is_in_range = ~overflows & (squared > 1000 * float(info.tiny))
-    for which, distance in ((overflows, above), (underflows, -above), (is_in_range, 1 - np.abs(above))):
-        assert which.sum() > 5
-        assert (distance[which] > 0.5).all()

@@ -8,11 +8,10 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 import which_rule
-from _figures import BLUE, FOR_DARK, INK, VERMILLION
-from test_figures import PAGES, contrast, texts
+from _figures import BLUE, VERMILLION
+from test_figures import PAGES, texts
 
 pytestmark = pytest.mark.thorough
 
@@ -85,14 +84,3 @@ def test_cell_is_colored_only_if_all_seeds_agree(losses, text, color):
 def test_cell_without_a_rule_has_the_loss():
     without = row(1.234, 1, 2)
     assert which_rule.cell(without, without)[::2] == ("1.23", 0)
-
-
-@pytest.mark.parametrize("hue", [BLUE, VERMILLION])
-def test_text_on_the_strongest_color_is_legible_on_both_pages(hue):
-    _, _, strength = which_rule.cell(row(9), row(1))
-    for page, replaced in (("light", lambda color: color), ("dark", FOR_DARK.get)):
-        behind, before = (
-            np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) for color in (PAGES[page], replaced(hue))
-        )
-        mixed = np.round(strength * before + (1 - strength) * behind).astype(int)
-        assert contrast(replaced(INK), "#" + bytes(mixed.tolist()).hex()) >= 4.5

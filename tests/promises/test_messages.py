@@ -113,10 +113,6 @@ WRONG_CALLS = {
         lambda: traced(dropout_loss, args=(PARAMS, X, jax.random.key(0))),
         r"^argument 2 is a PRNG key, and each micro-batch needs its own\. Pass rng_argnums=2",
     ),
-    "a raw key that rng_argnums forgot": (
-        lambda: traced(dropout_loss, args=(PARAMS, X, jax.random.PRNGKey(0))),
-        r"^argument 2 is a PRNG key, and each micro-batch needs its own\. Pass rng_argnums=2",
-    ),
     "keys of a tree that rng_argnums forgot": (
         lambda: traced(lambda p, x, rngs: dropout_loss(p, x, rngs["a"]), args=(PARAMS, X, {"a": jax.random.key(0)})),
         r"^argument 2\['a'\] is a PRNG key, and each micro-batch needs its own\. Pass rng_argnums=2",
@@ -179,10 +175,6 @@ WRONG_CALLS = {
         lambda: shrewjax.apply_gradients(TX, GRADS, PARAMS, STATE),
         r"^state must be the AccumulateState .* got dict\. .* apply_gradients\(tx, grads, state, params\)",
     ),
-    "state and parameters swapped: flush": (
-        lambda: shrewjax.flush(TX, PARAMS, STATE),
-        r"^state must be the AccumulateState .* got dict\. ",
-    ),
     "a state of Optax": (
         lambda: TX.update(GRADS, optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS), PARAMS),
         r"^state must .* got MultiStepsState\. .* Or convert .*: shrewjax\.from_optax\(state, tx, params\)",
@@ -193,10 +185,6 @@ WRONG_CALLS = {
     ),
     "gradients and state swapped: GradAccumulator.add": (
         lambda: WINDOW.add(GRADS, WINDOW.init(PARAMS)),
-        r"^state must be the GradAccumulatorState .* got dict\. .* add\(state, grads\)",
-    ),
-    "gradients and state swapped: GradAccumulator.step": (
-        lambda: WINDOW.step(GRADS, WINDOW.init(PARAMS)),
         r"^state must be the GradAccumulatorState .* got dict\. .* add\(state, grads\)",
     ),
     "parameters as the state: GradAccumulator.take": (
@@ -210,24 +198,10 @@ WRONG_CALLS = {
         )
         for name, tx in GUARDS.items()
     },
-    "gradients of another shape": (
-        lambda: TX.update({"w": jnp.ones(4)}, STATE, PARAMS),
-        r"^gradient leaf \['w'\] must have the shape of its accumulator, \(3,\), got \(4,\)\. ",
-    ),
-    "gradients of another structure": (
-        lambda: TX.update({"v": jnp.ones(3)}, STATE, PARAMS),
-        r"^the gradients must have the structure of the accumulator, but \['v'\] is unexpected, \['w'\] is missing\. ",
-    ),
     "gradients in other nodes": (
         lambda: shrewjax.accumulate(optax.sgd(1.0), 2).update((jnp.ones(3),), TX.init([jnp.zeros(3)])),
         r"^the gradients must have the structure of the accumulator, but expected PyTreeDef\(\[\*\]\), got "
         r"PyTreeDef\(\(\*,\)\)\. ",
-    ),
-    "an inner state that grows": (
-        lambda: shrewjax.accumulate(
-            optax.GradientTransformation(lambda _: {"m": jnp.zeros(1)}, lambda g, *_: (g, {"m": jnp.zeros(2)})), 2
-        ).update(GRADS, TX.init(PARAMS)._replace(inner_state={"m": jnp.zeros(1)}), PARAMS),
-        r"^inner's update changed its state: leaf \['m'\] must stay float32 of shape \(1,\), got .* shape \(2,\)",
     ),
     "a batch by keyword, beside rng_argnums": (
         lambda: traced(
@@ -237,10 +211,6 @@ WRONG_CALLS = {
             rng_argnums=2,
         ),
         r"^rng_argnums has the position 2, but 1 argument came by position, and by keyword k, x\. Pass .* by position",
-    ),
-    "a batch by keyword": (
-        lambda: traced(args=(PARAMS,), kwargs={"x": X, "y": Y}),
-        r"^no argument holds examples, .* Pass the batch by position",
     ),
     "check_window with a schedule": (
         lambda: shrewjax.check_window(STATE, lambda windows: 2),
@@ -261,11 +231,6 @@ WRONG_CALLS = {
     },
     "a whole Equinox module: init": (
         lambda: TX.init(MODEL),
-        r"^parameter leaf \.activation must be an array or a number, got <.*\. Pass the arrays alone, in Equinox "
-        r"eqx\.filter\(model, eqx\.is_inexact_array\)",
-    ),
-    "a whole Equinox module: apply_gradients": (
-        lambda: shrewjax.apply_gradients(TX, MODEL, STATE, MODEL),
         r"^parameter leaf \.activation must be an array or a number, got <.*\. Pass the arrays alone, in Equinox "
         r"eqx\.filter\(model, eqx\.is_inexact_array\)",
     ),
