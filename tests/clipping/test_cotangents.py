@@ -41,27 +41,6 @@ def normal(seed, *shape):
 LIMIT = 0.3
 
 
-def dense_net(params, x):
-    for w in params[:-1]:
-        x = clip_cotangent(jnp.tanh(x @ w), LIMIT)
-    return jnp.sum((x @ params[-1]) ** 2)
-
-
-def dense_net_by_hand(params, x):
-    inputs = [x]
-    for w in params[:-1]:
-        inputs.append(np.tanh(inputs[-1] @ w))
-    above = 2 * (inputs[-1] @ params[-1])
-    grads, seen = [inputs[-1].T @ above], []
-    above = above @ params[-1].T
-    for w, read, wrote in zip(params[-2::-1], inputs[-2::-1], inputs[:0:-1], strict=True):
-        seen.append(above)
-        above = by_hand(above, LIMIT) * (1 - wrote**2)
-        grads.append(read.T @ above)
-        above = above @ w.T
-    return grads[::-1], seen
-
-
 def recurrent_net(params, xs):
     recurrent, entry, readout = params
 
@@ -121,7 +100,6 @@ def attention_block_by_hand(params, x):
 
 
 NETS = {
-    "dense": (dense_net, dense_net_by_hand, [normal(i, 6, 6) for i in range(4)], normal(9, 5, 6)),
     "scan of 50 steps": (
         recurrent_net,
         recurrent_net_by_hand,
@@ -137,7 +115,7 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize("name", ["scan of 50 steps", "attention", *thorough("dense")])
+@pytest.mark.parametrize("name", NETS)
 def test_gradient_is_that_of_the_backward_pass_clipped_by_hand(name):
     net, net_by_hand, params, x = NETS[name]
     params, x = [w.astype(np.float32) for w in params], x.astype(np.float32)
@@ -272,7 +250,7 @@ def test_slices_are_those_of_the_definition(seed):
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["attention", *thorough("dense", "scan of 50 steps")])
+@pytest.mark.parametrize("name", ["attention", *thorough("scan of 50 steps")])
 def test_forward_values_and_derivatives_are_those_without_the_clip_to_the_last_bit(name, monkeypatch):
     net, _, params, x = NETS[name]
     params, x = [w.astype(np.float32) for w in params], x.astype(np.float32)
@@ -366,7 +344,7 @@ def test_vmap_along_another_axis_than_the_first():
     np.testing.assert_allclose(quick_jit(jax.grad(loss))(jnp.zeros((2, 4, 3))), np.full((2, 4, 3), 0.5), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["scan of 50 steps", *thorough("dense", "attention")])
+@pytest.mark.parametrize("name", ["scan of 50 steps", *thorough("attention")])
 def test_rematerialized_backward_pass_is_the_same(name):
     net, net_by_hand, params, x = NETS[name]
     params, x = [w.astype(np.float32) for w in params], x.astype(np.float32)

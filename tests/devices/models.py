@@ -147,40 +147,6 @@ def transformer(axes: dict[str, int], *, sharded: bool = False) -> Model:
     return Model(axes, loss, params, jax.tree_util.tree_map_with_path(place, shapes), TOKENS)
 
 
-def pipeline() -> Model:
-    """Eight stages in `shard_map`, each on a device; parts of the batch go from one to the next."""
-    parts, stages = 2, 8
-
-    def loss(mesh: Mesh) -> Callable[[Any, Any], jax.Array]:
-        devices = mesh.size
-
-        @partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
-        def run(layers: jax.Array, inputs: jax.Array) -> jax.Array:
-            device = lax.axis_index("data")
-
-            def tick(carry: Any, time: jax.Array) -> Any:
-                arrived, outputs = carry
-                x = jnp.where(device == 0, inputs[jnp.minimum(time, parts - 1)], arrived)
-                y, _ = lax.scan(lambda x, layer: (jnp.tanh(x @ layer), None), x, layers)
-                done = time - (devices - 1)
-                outputs = jnp.where(done >= 0, outputs.at[jnp.maximum(done, 0)].set(y), outputs)
-                return (lax.ppermute(y, "data", [(i, (i + 1) % devices) for i in range(devices)]), outputs), None
-
-            start = lax.pcast((jnp.zeros_like(inputs[0]), jnp.zeros_like(inputs)), "data", to="varying")
-            (_, outputs), _ = lax.scan(tick, start, jnp.arange(parts + devices - 1))
-            return lax.psum(jnp.where(device == devices - 1, outputs, 0), "data")
-
-        def of_batch(w: Any, tokens: jax.Array) -> jax.Array:
-            x = jnp.sum(w["table"][tokens[:, :-1]], axis=1) / TIME**0.5
-            y = run(w["layers"], x.reshape(parts, -1, WIDTH)).reshape(x.shape)
-            return jnp.mean(cross_entropy(y @ w["out"], tokens[:, -1]))
-
-        return of_batch
-
-    params = _params(table=(VOCABULARY, WIDTH), layers=(stages, WIDTH, WIDTH), out=(WIDTH, VOCABULARY))
-    return Model({"data": 8}, loss, params, {"table": P(), "layers": P("data"), "out": P()}, TOKENS, P())
-
-
 def ring() -> Model:
     """Attention over a sequence that is divided over devices in `shard_map`; keys and values go round."""
     examples, time = 8, 32
@@ -221,27 +187,6 @@ def ring() -> Model:
     return Model({"data": 8}, loss, params, jax.tree.map(lambda _: P(), params), tokens, P(None, "data"))
 
 
-def adapters(*, sharded: bool = False) -> Model:
-    """Each example looks the low-rank adapter of its task up."""
-    tasks, rank = 16, 4
-
-    def loss(mesh: Mesh) -> Callable[[Any, Any], jax.Array]:
-        def of_batch(w: Any, batch: Any) -> jax.Array:
-            tokens, task = batch
-            x = w["table"][tokens]
-            x = x + jnp.einsum("btd,bdr,bre->bte", x, w["down"][task], w["up"][task])
-            return _of_next_tokens(jnp.tanh(x) @ w["out"], tokens)
-
-        return of_batch
-
-    params = _params(
-        table=(VOCABULARY, WIDTH), down=(tasks, WIDTH, rank), up=(tasks, rank, WIDTH), out=(WIDTH, VOCABULARY)
-    )
-    specs = {"table": P(None, "data"), "down": P("data"), "up": P("data"), "out": P("data")}
-    specs = specs if sharded else jax.tree.map(lambda _: P(), params)
-    return Model({"data": 8}, loss, params, specs, (TOKENS, integers(2, tasks, EXAMPLES)))
-
-
 def lookups(spec: P) -> Model:
     """A tied table, `take_along_axis`, messages of graphs, the largest of segments, the largest after a sort."""
     nodes, edges, segments = TIME, 20, 16
@@ -272,10 +217,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "transformer, FSDP": partial(transformer, ONE, sharded=True),
     "transformer, tensor parallel": partial(transformer, TWO),
     "transformer, FSDP and tensor parallel": partial(transformer, TWO, sharded=True),
-    "pipeline": pipeline,
     "ring": ring,
-    "adapters": adapters,
-    "adapters, sharded": partial(adapters, sharded=True),
     "lookups": partial(lookups, P()),
     "lookups, rows": partial(lookups, P("data")),
     "lookups, columns": partial(lookups, P(None, "data")),

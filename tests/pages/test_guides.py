@@ -959,33 +959,6 @@ def test_norm_after_clipping_is_the_product_of_two_metrics(scale):
 # --- docs/moving.md ---------------------------------------------------------------------------------------------
 
 
-def test_an_auxiliary_loss_beside_a_sum_over_tokens_needs_the_weight_of_its_micro_batch():
-    """MaxText's form. The auxiliary loss alone trains the router."""
-    tokens = np.array([3, 1, 4, 8, 2, 9, 4, 8])  # of eight examples; micro-batch i has the examples i and i + 4
-    x, K = np.float32(normal(8, 3)), 4
-
-    def loss(params, x, tokens, scaled):
-        auxiliary = jnp.mean((x @ params["router"]) ** 2)
-        of_tokens = jnp.sum(tokens * (x @ params["w"]) ** 2)
-        return of_tokens + auxiliary * (jnp.sum(tokens) if scaled else 1)
-
-    params = {"router": jnp.ones(3), "w": jnp.ones(3)}
-    grads = {}
-    for scaled in (False, True):
-        summed = shrewjax.value_and_grad(
-            functools.partial(loss, scaled=scaled), K, weight=lambda p, x, tokens: jnp.sum(tokens),
-            reduction="sum_over_weights",
-        )  # fmt: skip
-        grads[scaled] = quick_jit(summed)(params, x, np.float32(tokens))[1]
-    parts = [(x[i::K], tokens[i::K].sum()) for i in range(K)]
-    of_parts = [2 * part.T @ (part @ np.ones(3)) / len(part) for part, _ in parts]
-    shares = [n / tokens.sum() for _, n in parts]
-    by_weight = sum(share * g for share, g in zip(shares, of_parts, strict=True))
-    np.testing.assert_allclose(grads[True]["router"], by_weight, rtol=1e-5)
-    np.testing.assert_allclose(grads[False]["router"], np.mean(of_parts, axis=0) * K / tokens.sum(), rtol=1e-5)
-    np.testing.assert_allclose(grads[True]["w"], grads[False]["w"], rtol=1e-6)
-
-
 @pytest.mark.parametrize(("away", "back"), [(6, 11), (6, 12), (8, 10)])
 def test_a_job_that_returns_to_optax_goes_on_as_one_that_never_left(away, back):
     """It leaves and returns in mid-window, or at its end. A sum that is meaningless there does not stay."""
