@@ -47,6 +47,12 @@ def x64(request):
 
 
 @pytest.fixture
+def x64_only():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
 def as_users_have_it():
     """Implicit promotion, as without these strict settings: Optax mixes dtypes, Flax and Equinox ranks, too."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -55,8 +61,7 @@ def as_users_have_it():
 
 @pytest.fixture(params=["Auto", "Explicit"])
 def mesh(request):
-    axis_type = jax.sharding.AxisType[request.param]
-    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type, axis_type))
+    return helpers.mesh_of(request.param, data=4, model=2)
 
 
 @pytest.fixture(scope="module")

@@ -108,6 +108,16 @@ def true_norm(tree, p=2.0):
     return largest * ((magnitudes / largest) ** p).sum() ** (1 / np.longdouble(p))
 
 
+def norm(tree):
+    """In float64."""
+    return np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(tree)))
+
+
+def distance(tree, other):
+    """The norm of the difference over that of the other, in float64."""
+    return norm(jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), tree, other)) / norm(other)
+
+
 def exact(leaf):
     """The elements of a leaf as fractions; of a complex one, the parts."""
     x = np.asarray(leaf)
@@ -157,6 +167,18 @@ def lenient(tx):
             return optax.with_extra_args_support(tx).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def mesh_of(kind="Auto", **axes):
+    """A mesh of these axes over the first devices, such as `mesh_of("Explicit", data=4, model=2)`."""
+    devices = jax.devices()[: math.prod(axes.values())]
+    kinds = (jax.sharding.AxisType[kind],) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices, axis_types=kinds)
+
+
+def placed(tree, mesh, specs):
+    """The arrays of a tree on a mesh. `specs` is one for all, or a tree of them."""
+    return jax.device_put(tree, jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs))
 
 
 def own_params(params, axis):

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+from helpers import placed
 
 import shrewjax
 
@@ -15,7 +16,7 @@ SPECS = {"rows": P("data"), "columns": P(None, "model"), "replicated": P()}
 
 
 def place(grads, mesh, specs=SPECS):
-    return jax.tree.map(lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mesh, s)), grads, specs)
+    return placed(grads, mesh, specs)
 
 
 def clip(grads, ord=None, sharded_over=None):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, bits
+from helpers import assert_close, bits, mesh_of
 from speed import quick_jit
 
 import shrewjax
@@ -102,7 +102,7 @@ def test_an_extreme_of_a_float8_needs_no_infinity():
 
 
 def test_a_metric_that_fun_has_reduced_over_devices_is_its_own_mean():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=2)
 
     def loss_and_metrics(params, x, y):
         loss = loss_fn(params, x, y)
@@ -190,7 +190,7 @@ def test_aux_whose_axes_are_no_multiples_of_a_micro_batch_costs_no_other_trace_o
 
 @pytest.mark.parametrize("sum_over", [None, "data"])
 def test_leaves_that_are_sharded_over_explicit_axes_stay_so_and_are_reduced(sum_over):
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    mesh = mesh_of("Explicit", data=2, model=2)
     reductions = {"mean": jnp.mean, "sum": jnp.sum, "max": jnp.max, "min": jnp.min}
     names = {name: name for name in (*reductions, "last", "stack")}
 

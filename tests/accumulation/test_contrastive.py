@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import own_params
+from helpers import distance, mesh_of, own_params
 from jax import P
 from speed import quick_jit, users_jit
 
@@ -23,21 +23,6 @@ two_passes = shrewjax.contrastive_value_and_grad
 
 def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape)
-
-
-def norm(tree):
-    return np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(tree)))
-
-
-def distance(tree, other):
-    """The norm of the difference over that of the other, in float64."""
-    return norm(jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), tree, other)) / norm(other)
-
-
-@pytest.fixture
-def x64_only():
-    with jax.enable_x64(True):
-        yield
 
 
 # --- losses ------------------------------------------------------------------------------------------------------
@@ -239,13 +224,9 @@ def large():
         return jax.device_get(quick_jit(whole(clip_features, clip_loss))(IN_SINGLE, *BATCH))
 
 
-def mesh_of(kind):
-    return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[kind],))
-
-
 def mapped(step, **options):
     specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": (P(), P())}
-    return jax.shard_map(step, mesh=mesh_of("Auto"), **specs, **options)
+    return jax.shard_map(step, mesh=mesh_of(data=8), **specs, **options)
 
 
 def reduced(params, z):
@@ -264,7 +245,7 @@ ON_DEVICES = {
 @pytest.mark.parametrize("name", ON_DEVICES)
 def test_eight_devices_are_the_whole_batch(large, name):
     """Negatives come from all devices. A temperature has a gradient on each."""
-    mesh = mesh_of("Auto")
+    mesh = mesh_of(data=8)
     placed = jax.device_put((IN_SINGLE, *BATCH), tuple(jax.NamedSharding(mesh, s) for s in (P(), P("data"), P("data"))))
     value, grads = quick_jit(ON_DEVICES[name])(*placed)
     print(f"{name}: {distance(grads, large[1]):.0e}")
@@ -283,7 +264,7 @@ def test_negatives_of_one_device_alone_are_the_mistake(large):
 @pytest.mark.usefixtures("as_users_have_it")
 def test_an_explicit_mesh_is_the_whole_batch():
     """The loss gathers by `reshard`. The oracle is one device."""
-    mesh = mesh_of("Explicit")
+    mesh = mesh_of("Explicit", data=8)
     params = {k: IN_SINGLE[k] for k in ("pixels", "image", "temperature")}
     batch = BATCH[0], np.float32(normal(64, 12, seed=5))
 
@@ -314,7 +295,7 @@ def test_keys_differ_between_devices_and_an_aux_stays_a_devices_own():
 
     step = two_passes(features, loss, 2, has_aux=True, rng_argnums=2, sum_over="data")
     specs = {"in_specs": (P(), P("data"), P()), "out_specs": ((P(), P("data")), P())}
-    on_devices = quick_jit(jax.shard_map(step, mesh=mesh_of("Auto"), **specs))
+    on_devices = quick_jit(jax.shard_map(step, mesh=mesh_of(data=8), **specs))
     x, key = np.arange(32, dtype="f"), jax.random.key(0)
     (value, z), grads = on_devices({"w": np.float32(1)}, x, key)
     number = 2 * (np.arange(32) // 4) + np.arange(32) % 2
@@ -331,7 +312,7 @@ def test_without_a_sum_each_device_keeps_its_own_results():
         return jax.tree.map(lambda x: x[None], own(own_params(params, "data"), *batch))
 
     specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P("data")}
-    values, grads = quick_jit(jax.shard_map(rows, mesh=mesh_of("Auto"), **specs))(IN_SINGLE, *BATCH)
+    values, grads = quick_jit(jax.shard_map(rows, mesh=mesh_of(data=8), **specs))(IN_SINGLE, *BATCH)
     split = [x.reshape(8, 8, -1) for x in BATCH]
     expected = quick_jit(jax.vmap(whole(clip_features, clip_loss), (None, 0, 0)))(IN_SINGLE, *split)
     np.testing.assert_allclose(values, expected[0], rtol=1e-6)

@@ -14,7 +14,7 @@ import orbax.checkpoint
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from helpers import CASES, assert_close, bits, own_params, thorough
+from helpers import CASES, assert_close, bits, mesh_of, own_params, placed, thorough
 from jax.sharding import NamedSharding
 from sklearn.datasets import load_digits
 from speed import quick_jit, users_jit
@@ -435,15 +435,14 @@ def linear_step(tx, apply):
 
 def on_devices(axis_type="Auto"):
     """A mesh of all devices, the sharding of FSDP, and parameters that have it."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[axis_type],))
+    mesh = mesh_of(axis_type, data=8)
     divided = NamedSharding(mesh, jax.P("data"))
     return mesh, divided, {k: jax.device_put(np.full(s, 0.1, np.float32), divided) for k, s in MODEL.items()}
 
 
 def place_all(state, mesh):
     """A state whose counters are on the mesh, too."""
-    specs = shrewjax.state_specs(state)
-    return jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    return placed(state, mesh, shrewjax.state_specs(state))
 
 
 def through_orbax(folder, state, like):
@@ -522,7 +521,7 @@ def test_no_two_arrays_of_a_moved_state_share_a_buffer():
 def test_a_window_moves_to_sums_of_each_device(reduction):
     """Optax's job reduces gradients in every micro-step. The new one does so once a window."""
     mesh, _, params = on_devices()
-    params = jax.device_put(params, NamedSharding(mesh, jax.P()))
+    params = placed(params, mesh, jax.P())
     is_mean = reduction == "mean"
     old = optax.MultiSteps(clipped(optax), K, use_grad_mean=is_mean)
     new = shrewjax.accumulate(clipped(shrewjax), K, reduction=reduction, sum_over="data")
@@ -717,7 +716,7 @@ WRONG = {
 def test_what_does_not_correspond_is_an_error_that_names_both_places(name):
     old, new, message, *saved = WRONG[name]
     mesh, _, _ = on_devices()
-    params = jax.device_put(TREE, NamedSharding(mesh, jax.P()))
+    params = placed(TREE, mesh, jax.P())
     state = old.init(saved[0] if saved else TREE)
     before = bits(state)
     with pytest.raises(ValueError, match=rf"^{re.escape(message)}"):

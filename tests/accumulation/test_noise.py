@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
-from helpers import bits, lenient, own_params, thorough
+from helpers import bits, lenient, mesh_of, own_params, placed, thorough
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from speed import compiled, quick_jit, users_jit
@@ -285,12 +285,6 @@ def test_bad_decay_is_named(decay):
 # --- on many devices ------------------------------------------------------------------------------------------------
 
 
-def mesh_of(devices):
-    return jax.make_mesh(
-        (devices,), ("data",), devices=jax.devices()[:devices], axis_types=(jax.sharding.AxisType.Auto,)
-    )
-
-
 ROWS = np.float32(np.random.default_rng(5).normal(size=(2, 8, 3)))
 ROW_WEIGHTS = np.float32(np.random.default_rng(6).integers(1, 5, size=(2, 8)))
 ROW_VALUES = np.float32(np.random.default_rng(7).normal(size=(2, 8)))
@@ -301,8 +295,8 @@ OVER_DEVICES = shrewjax.accumulate(KEEP, 2, sum_over="data", noise_decay=0.9)
 
 def started(tx, devices=8):
     """A state whose leaves all have a sharding, as those of later states, and the update that keeps it: one program."""
-    mesh = mesh_of(devices)
-    state = tx.init(jax.device_put(np.zeros(3, np.float32), NamedSharding(mesh, P())))
+    mesh = mesh_of(data=devices)
+    state = tx.init(placed(np.zeros(3, np.float32), mesh, P()))
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), shrewjax.state_specs(state))
     return jax.device_put(state, shardings), quick_jit(tx.update, out_shardings=(None, shardings))
 
@@ -331,7 +325,7 @@ def test_eight_devices_measure_as_one_with_all_micro_batches_in_one_all_reduce()
     specs = shrewjax.state_specs(state)
 
     @users_jit
-    @partial(jax.shard_map, mesh=mesh_of(8), in_specs=(specs, P("data"), P("data"), P("data")), out_specs=specs)
+    @partial(jax.shard_map, mesh=mesh_of(data=8), in_specs=(specs, P("data"), P("data"), P("data")), out_specs=specs)
     def call(state, gradient, weight, value):
         grads = jax.grad(lambda p: p @ gradient[0])(own_params(jnp.zeros(3), "data"))
         return tx.update(grads, state, weight=weight[0], value=value[0])[1]

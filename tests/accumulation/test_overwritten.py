@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax.linen import fp8_ops
-from helpers import assert_close
+from helpers import assert_close, mesh_of
 from speed import quick_jit
 
 import shrewjax
@@ -71,7 +71,7 @@ def test_a_dropped_micro_batch_has_no_part_in_a_statistic_and_gradients_keep_the
 
 
 def test_a_statistic_is_the_largest_of_all_devices():
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=2)
     grad = shrewjax.value_and_grad(loss, 2, sum_over="data")
     mapped = jax.shard_map(grad, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
     _, grads = quick_jit(mapped)(PARAMS, X)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mesh_of, placed
 from recording import recorder
 from speed import compiled
 
@@ -19,8 +20,8 @@ def one_call_over_devices():
 
 @functools.cache
 def params_on_two_devices():
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.device_put(jnp.zeros(3), jax.sharding.NamedSharding(mesh, jax.P()))
+    mesh = mesh_of(data=2)
+    return placed(jnp.zeros(3), mesh, jax.P())
 
 
 def test_a_call_without_a_gradient_of_a_bare_parameter_counts():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from helpers import mesh_of, placed
 from jax.sharding import PartitionSpec as P
 
 import shrewjax
@@ -16,10 +16,8 @@ TX = shrewjax.accumulate(optax.trace(0.9), 3, sum_over="data")
 
 def params_on(data):
     """Parameters that are sharded over another axis than the data."""
-    mesh = jax.make_mesh(
-        (data, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[: 2 * data]
-    )
-    return jax.device_put(jnp.zeros(SHAPE), NamedSharding(mesh, P("model")))
+    mesh = mesh_of(data=data, model=2)
+    return placed(jnp.zeros(SHAPE), mesh, P("model"))
 
 
 def test_specs_have_the_axis_of_the_rows_before_those_of_the_parameter():
@@ -31,7 +29,7 @@ def test_specs_have_the_axis_of_the_rows_before_those_of_the_parameter():
     of_rows = shrewjax.state_specs(TX.init(params_on(4)), axis_names={"data"})
     assert of_rows.gradient_sum == P(("data",), None)
     assert of_rows.inner_state.trace == P(None)
-    over_both = jax.device_put(jnp.zeros(SHAPE), NamedSharding(params_on(4).sharding.mesh, P(("data", "model"))))
+    over_both = placed(jnp.zeros(SHAPE), params_on(4).sharding.mesh, P(("data", "model")))
     assert shrewjax.state_specs(over_both, axis_names={"model"}) == P(("model",))
     assert shrewjax.state_specs({"counter": jnp.zeros(()), "number": 1.0}) == {"counter": P(), "number": P()}
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, lenient, own_params
-from jax.sharding import AxisType, NamedSharding
+from helpers import bits, lenient, mesh_of, own_params, placed
 from jax.sharding import PartitionSpec as P
 from speed import quick_jit
 
@@ -395,17 +394,9 @@ MANY = (
 WEIGHTED = {"has_aux": True, "weight": number, "aux": {"error": "mean", "worst": "max"}}
 
 
-def mesh_of(axis_type=AxisType.Auto):
-    return jax.make_mesh((DEVICES,), ("data",), axis_types=(axis_type,))
-
-
-def placed(tree, mesh, spec):
-    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), tree)
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_sharded_batch_is_split_without_moving_examples(axis_type):
-    mesh = mesh_of(axis_type)
+    mesh = mesh_of(axis_type, data=DEVICES)
     params, batch = placed(PARAMS, mesh, P()), placed(MANY, mesh, P("data"))
     step = quick_jit(shrewjax.value_and_grad(masked_loss, K, **WEIGHTED)).lower(params, *batch).compile()
     close(step(params, *batch), large_batch(*MANY))
@@ -424,12 +415,12 @@ def on_each_device(step, mesh, check_vma=True, out_specs=None):
 @pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch"])
 def test_each_devices_sums_come_to_those_of_the_large_batch(nonfinite, check_vma):
     step = shrewjax.value_and_grad(masked_loss, K, nonfinite=nonfinite, sum_over="data", **WEIGHTED)
-    close(on_each_device(step, mesh_of(), check_vma)(PARAMS, *MANY), large_batch(*MANY))
+    close(on_each_device(step, mesh_of(data=DEVICES), check_vma)(PARAMS, *MANY), large_batch(*MANY))
 
 
 def test_sums_cross_the_network_once_after_the_loop():
     step = shrewjax.value_and_grad(lambda *args: masked_loss(*args)[0], K, weight=number, sum_over="data")
-    text = on_each_device(step, mesh_of()).lower(PARAMS, *MANY).compile().as_text()
+    text = on_each_device(step, mesh_of(data=DEVICES)).lower(PARAMS, *MANY).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
     assert " all-reduce" in text[text.index("ENTRY") :]
     assert " while(" in text
@@ -440,7 +431,9 @@ def test_micro_batch_that_is_bad_on_one_device_is_bad_on_all():
     x[1], counts[1] = np.nan, True  # in micro-batch 1 of device 0
     rows = np.arange(len(x)) % K != 1
     step = shrewjax.value_and_grad(masked_loss, K, nonfinite="drop_microbatch", sum_over="data", **WEIGHTED)
-    close(on_each_device(step, mesh_of())(PARAMS, x, y, counts), large_batch(x[rows], y[rows], counts[rows]))
+    close(
+        on_each_device(step, mesh_of(data=DEVICES))(PARAMS, x, y, counts), large_batch(x[rows], y[rows], counts[rows])
+    )
 
 
 def test_keys_differ_between_devices_and_counts_add_up_over_them():
@@ -451,7 +444,7 @@ def test_keys_differ_between_devices_and_counts_add_up_over_them():
         loss, K, has_aux=True, rng_argnums=4, aux={"key": "stack", "rows": "sum"}, sum_over="data"
     )
     key, out_specs = jax.random.key(1), ((P(), {"key": P("data"), "rows": P()}), P())
-    mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(P(), *[P("data")] * 3, P()), out_specs=out_specs)
+    mapped = jax.shard_map(step, mesh=mesh_of(data=DEVICES), in_specs=(P(), *[P("data")] * 3, P()), out_specs=out_specs)
     (_, found), _ = quick_jit(mapped)(PARAMS, *MANY, key)
     folded = quick_jit(jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(key, i))))
     np.testing.assert_array_equal(found["key"], folded(np.arange(DEVICES * K)))
@@ -461,9 +454,9 @@ def test_keys_differ_between_devices_and_counts_add_up_over_them():
 def test_gradients_that_are_not_reduced_are_an_error():
     step = shrewjax.value_and_grad(lambda *args: masked_loss(*args)[0], K)
     with pytest.raises(ValueError, match=r"the loss may differ between devices along 'data'.*Pass sum_over='data'"):
-        on_each_device(step, mesh_of()).lower(PARAMS, *MANY)
+        on_each_device(step, mesh_of(data=DEVICES)).lower(PARAMS, *MANY)
     with pytest.raises(ValueError, match="cannot tell whether gradients"):
-        on_each_device(step, mesh_of(), check_vma=False).lower(PARAMS, *MANY)
+        on_each_device(step, mesh_of(data=DEVICES), check_vma=False).lower(PARAMS, *MANY)
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["tracked", "untracked"])
@@ -473,7 +466,9 @@ def test_largest_and_smallest_are_nan_if_one_device_has_a_nan(check_vma):
 
     names = {"largest": "max", "smallest": "min"}
     step = shrewjax.value_and_grad(loss, 2, has_aux=True, aux=names, sum_over="data")
-    mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
+    mapped = jax.shard_map(
+        step, mesh=mesh_of(data=DEVICES), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+    )
     x = np.arange(2.0 * DEVICES, dtype="f")
     x[5] = np.nan
     (_, aux), _ = quick_jit(mapped)(jnp.ones(()), x)
@@ -487,7 +482,7 @@ def carried_over_devices(carry_of, in_spec, **options):
 
     step = shrewjax.value_and_grad(loss, 2, has_aux=True, carry_argnum=2, sum_over="data", **options)
     out_specs = ((P(), ((), in_spec)), P())
-    mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(P(), P("data"), in_spec), out_specs=out_specs)
+    mapped = jax.shard_map(step, mesh=mesh_of(data=DEVICES), in_specs=(P(), P("data"), in_spec), out_specs=out_specs)
     start = np.zeros(DEVICES if in_spec else (), "f")
     (_, (_, carry)), _ = quick_jit(mapped)(np.ones((), "f"), np.arange(2 * DEVICES, dtype="f"), {"seen": start})
     return carry["seen"]
@@ -569,10 +564,10 @@ def test_an_adapter_trains_in_a_scan_of_steps_with_recomputation_and_windows_as_
 
 
 def test_on_an_explicit_mesh_each_device_must_have_examples_of_every_micro_batch():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    mesh = mesh_of("Explicit", data=4)
 
     def step(size):
-        x = jax.device_put(np.ones((size, INPUTS), "f"), NamedSharding(mesh, P("data")))
+        x = placed(np.ones((size, INPUTS), "f"), mesh, P("data"))
         return shrewjax.value_and_grad(lambda w, x: jnp.mean(x * w), 2)(jnp.float32(3), x)
 
     with jax.set_mesh(mesh):
@@ -596,7 +591,7 @@ def test_windows_of_whole_batches_send_one_all_reduce_and_equal_the_large_batch(
     own_batch = shrewjax.value_and_grad(
         masked_loss, 2, sum_over=(), **WEIGHTED | {"aux": {"error": "mean", "worst": "max"}}
     )
-    mesh = mesh_of()
+    mesh = mesh_of(data=DEVICES)
     params = placed(jax.tree.map(jnp.asarray, PARAMS), mesh, P())
     state = tx.init(params)
     specs = shrewjax.state_specs(state)
@@ -623,7 +618,7 @@ def test_gradients_that_jax_would_sum_in_each_micro_batch_are_refused():
     with pytest.raises(
         ValueError, match=r"the loss may differ .* pass sum_over=\(\), and the parameters as jax.lax.pcast"
     ):
-        on_each_device(step, mesh_of())(PARAMS, *MANY)
+        on_each_device(step, mesh_of(data=DEVICES))(PARAMS, *MANY)
 
 
 def test_derivatives_of_results_with_a_nan_that_is_not_kept_are_right_forward_and_nan_in_reverse():

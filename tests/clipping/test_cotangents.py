@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, exact, exact_root, thorough, true_norm
+from helpers import bits, exact, exact_root, mesh_of, thorough, true_norm
 from jax.sharding import PartitionSpec as P
 from speed import quick_jit, users_jit
 
@@ -411,7 +411,7 @@ def test_steps_of_a_recurrence_are_told_apart_by_scanned_counters():
 
 
 def over_devices(in_spec, sharded_over, *, check_vma=True, axes=("data", "model")):
-    mesh = jax.make_mesh((2, 4), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of(**dict(zip(axes, (2, 4), strict=True)))
 
     def part(cotangent, zero):
         def out(x, zero):
@@ -466,7 +466,7 @@ def test_a_mapped_axis_that_does_not_exist_is_an_error():
 @pytest.mark.parametrize("case", ["divided", "the same on all"])
 def test_each_device_may_have_a_counter_of_its_own(case):
     spec_of_x, sharded_over = CASES[case]
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, model=4)
 
     def count(cotangent, zero):
         out = lambda x, zero: clip_cotangent(x, 1.0, counter=zero[0], sharded_over=sharded_over)  # noqa: E731
@@ -481,7 +481,7 @@ def test_each_device_may_have_a_counter_of_its_own(case):
 @pytest.mark.parametrize("case", ["divided", "the same on all", "the same along one"])
 def test_a_limit_that_differs_between_devices_of_one_slice_is_an_error(case):
     spec_of_x, sharded_over = CASES[case]
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, model=4)
 
     def part(x):
         limit = jax.lax.axis_index("model").astype(jnp.float32)
@@ -493,7 +493,7 @@ def test_a_limit_that_differs_between_devices_of_one_slice_is_an_error(case):
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_sharded_slices_under_jit_need_nothing(axis_type):
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType[axis_type],) * 2)
+    mesh = mesh_of(axis_type, data=2, model=4)
     cotangent = normal(0, 8, 16).astype(np.float32) * 0.3
     with jax.set_mesh(mesh):
         placed = jax.device_put(cotangent, jax.sharding.NamedSharding(mesh, P("data", "model")))
@@ -531,7 +531,7 @@ def test_it_is_public():
 def test_on_an_explicit_mesh_a_counter_counts_what_one_device_counts(spec_of_x):
     cotangent = np.linspace(0.1, 3, 16 * 8, dtype=np.float32).reshape(16, 8)
     is_clipped = np.linalg.norm(cotangent.astype(np.float64), axis=1) > 4
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    mesh = mesh_of("Explicit", data=4, model=2)
 
     def loss(x, counter, cotangent):
         return jnp.sum(clip_cotangent(x, 4.0, counter=counter) * cotangent)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, flat, true_norm
+from helpers import bits, flat, mesh_of, true_norm
 from speed import quick_jit
 
 import shrewjax
@@ -154,7 +154,7 @@ def test_float64_leaves_are_measured_in_float64(x64):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_norms_of_sharded_leaves_are_those_of_the_whole(check_vma):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=8)
     rng = np.random.default_rng(3)
     grads = {"sharded": f32(rng.normal(size=(16, 3))), "whole": f32(rng.normal(size=4))}
     specs = {"sharded": jax.P("data"), "whole": jax.P()}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, seeming_to_have, thorough
+from helpers import assert_close, mesh_of, seeming_to_have, thorough
 from sharded import SPECS, place
 from speed import quick_jit
 from steps import adagc, agc, f32
@@ -113,7 +113,7 @@ def assert_first_step(rule, step, g, w):
 
 
 def unit_mesh():
-    return jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    return mesh_of(x=4, y=2)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_names_of_mapped_axes_do_for_units_that_are_alike(spec, names, check_vma
     tx = shrewjax.adaptive_grad_clip(1.0, sharded_over=names)
     mapped = jax.shard_map(
         lambda g, w: tx.update(g, tx.init(w), w),
-        mesh=jax.make_mesh((8, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2),
+        mesh=mesh_of(x=8, y=1),
         in_specs=(spec, spec),
         out_specs=(spec, P()),
         check_vma=check_vma,
@@ -176,7 +176,7 @@ def test_a_leaf_with_one_long_axis_is_one_unit_where_its_spec_tells_and_an_error
         tx = shrewjax.adaptive_grad_clip(0.5, sharded_over=sharded_over)
         return jax.shard_map(
             lambda g, w: tx.update(g, None, w)[0],
-            mesh=jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)),
+            mesh=mesh_of(x=8),
             in_specs=(P(None, "x"), P(None, "x")),
             out_specs=P(None, "x"),
         )
@@ -216,7 +216,7 @@ def test_units_on_devices_that_nothing_tells_of_are_an_error(sharded_over, check
 
 @pytest.mark.parametrize("axis_type", ["Auto", *thorough("Explicit")])
 def test_stacked_layers_sharded_along_the_stack(axis_type):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[axis_type],))
+    mesh = mesh_of(axis_type, data=8)
     place = lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, P("data")))  # noqa: E731
     tx = shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, batch_axes=0)
     gradients = [f32(np.exp(np.random.default_rng(i).normal(size=(8, 1))) * np.ones((8, 3))) for i in range(3)]
@@ -247,7 +247,7 @@ PLACES = {
 )
 def test_units_on_an_explicit_mesh_are_those_of_one_device(rule, places):
     """A zero leaf is read again."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    mesh = mesh_of("Explicit", data=2, model=4)
     tx, specs, rng = unit_rules()[rule], PLACES[places], np.random.default_rng(0)
     grads = {k: f32(rng.normal(size=(8, 8)) * scale) for k, scale in {"a": 3, "b": 0, "c": 1e25}.items()}
     params = dict.fromkeys(grads, np.ones((8, 8), f32))
@@ -262,14 +262,14 @@ def test_a_replicated_leaf_of_several_units_stays_replicated_beside_one_that_is_
     tx = shrewjax.clip_by_leaf_norm_ema(1.5, batch_axes=1, sharded_over=axes_of)
     specs = {"rows": P("data"), "replicated": P()}
     grads = {"rows": f32(np.ones((8, 3))), "replicated": f32(np.ones((4, 3)))}
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=8)
     step = jax.shard_map(lambda g: tx.update(g, tx.init(g), g)[0], mesh=mesh, in_specs=(specs,), out_specs=specs)
     expected = jax.tree.map(lambda x: x / 6, grads)  # of norm 6 together, which the start of a history clips to 1
     assert_close(quick_jit(step)(grads), expected, rtol=1e-6, atol=0)
 
 
 def test_parameter_that_differs_between_devices_more_than_its_gradient_is_an_error():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=8)
     tx = shrewjax.adaptive_grad_clip(0.1, sharded_over=())
     step = jax.shard_map(
         lambda g, w: tx.update(g, tx.init(w), w)[0], mesh=mesh, in_specs=(P(), P("data")), out_specs=P()

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import MAPPED, TRANSFORMATIONS, thorough
+from helpers import MAPPED, TRANSFORMATIONS, mesh_of, placed, thorough
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from models import MODELS
 from optax.losses import softmax_cross_entropy_with_integer_labels as cross_entropy
 from speed import quick_jit
-from test_distribution import PARAMS, SHARDED, large_batches, mapped_step, mesh_of, micro_batches, placed, summed_loss
+from test_distribution import PARAMS, SHARDED, large_batches, mapped_step, micro_batches, summed_loss
 from weights import filled, integers, normal, table
 
 import shrewjax
@@ -143,7 +143,7 @@ def in_jit(tx, is_window):
 
 def assert_trajectory(how, tx, batches, expected, *, is_window=True):
     """Runs steps on eight GPUs, each from the results of the one before; `expected` are the parameters after each."""
-    mesh, gpus = mesh_of(2, 4), executed.gpus(data=2, fsdp=4)
+    mesh, gpus = mesh_of(data=2, fsdp=4), executed.gpus(data=2, fsdp=4)
     params = placed(PARAMS, mesh, SHARDED)
     state = tx.init(params)
     specs = shrewjax.state_specs(state)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import MAPPED, TRANSFORMATIONS, own_params
+from helpers import MAPPED, TRANSFORMATIONS, mesh_of, own_params
 from jax import P
 from jax.sharding import NamedSharding
 
@@ -59,8 +59,7 @@ class Training:
     """Parameters, state and the compiled step of one transformation inside an accumulation."""
 
     def __init__(self, name):
-        auto = jax.sharding.AxisType.Auto
-        self.mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(auto, auto))
+        self.mesh = mesh_of(data=4, fsdp=2)
         self.tx = shrewjax.accumulate(inner(name, MAPPED), ACCUM_STEPS, sum_over="data", nonfinite=nonfinite(name))
         self.reset()
         specs = shrewjax.state_specs((self.params, self.state))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import bits, thorough, true_norm
+from helpers import bits, mesh_of, thorough, true_norm
 from sharded import GRADS, SPECS, P, clip, place
 from speed import quick_jit, users_jit
 
@@ -39,7 +39,7 @@ def test_partly_manual_mesh_counts_every_element_once(mesh):
     ids=["FSDP", "FSDP, tensor-parallel, both and replicated"],
 )
 def test_one_norm_of_fifty_leaves_needs_an_all_reduce_for_each_set_of_axes(specs, most):
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of(fsdp=4, tensor=2)
     leaves = [
         jax.ShapeDtypeStruct(
             (8 * (1 + i % 3), 4), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, specs[i % len(specs)])

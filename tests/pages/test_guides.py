@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import bits, own_params, run_page
+from helpers import bits, distance, mesh_of, norm, own_params, run_page
 from PIL import Image
 from speed import quick_jit, users_jit
 
@@ -34,15 +34,6 @@ def page(name):
 
 def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape)
-
-
-def norm(tree):
-    return np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(tree)))
-
-
-def distance(tree, other):
-    """The norm of the difference over that of the other, in float64."""
-    return norm(jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), tree, other)) / norm(other)
 
 
 # --- docs/guide/denominator.md -----------------------------------------------------------------------------------
@@ -120,13 +111,6 @@ def rl():
             SimpleNamespace(**names | {"params": params, "batch": batch, "c": c, "in_parts": in_parts}),
             jax.device_get(expected(params)),
         )
-
-
-@pytest.fixture
-def x64_only():
-    """As `rl` runs the page. Each test has it for itself, because the fixture of a module would leave it on."""
-    with jax.enable_x64(True):
-        yield
 
 
 KINDS = ["token mean", "sequence mean", "sequence sum", "prompt mean", "constant"]
@@ -654,8 +638,7 @@ def test_norm_of_experts_on_two_devices_is_that_of_all_and_a_devices_own_is_not(
 def test_experts_beside_a_window_over_another_axis_are_counted_once(moe):
     """Each row of devices adds up its own tokens; each column has its own experts."""
     guide, params, grads = moe
-    auto = jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(auto, auto), devices=jax.devices()[:4])
+    mesh = mesh_of(data=2, expert=2)
     specs = {"router": jax.P(), "up": jax.P("expert"), "down": jax.P("expert")}
     tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), optax.sgd(0.1)), 2, sum_over="data")
     placed = jax.device_put(params, {k: jax.sharding.NamedSharding(mesh, s) for k, s in specs.items()})

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import bits, run_page
+from helpers import bits, norm, run_page
 from speed import quick_jit
 
 import shrewjax
@@ -43,10 +43,6 @@ def train(tx, params, loss, steps):
         params, state, seen = step(params, state)
         history.append(jax.device_get(seen))
     return history, params
-
-
-def norm(tree):
-    return np.sqrt(sum((np.float64(x) ** 2).sum() for x in jax.tree.leaves(tree)))
 
 
 class Adam:

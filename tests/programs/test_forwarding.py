@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import mesh_of
 from jax import lax
 
 from shrewjax._programs.forwarding import returned_as_given
@@ -31,7 +32,7 @@ def of_gradient(x):
 
 
 def mapped(function, in_spec, out_spec):
-    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(a=2)
     specs = {"in_specs": in_spec, "out_specs": out_spec, "check_vma": False}
     return lambda x: jax.shard_map(function, mesh=mesh, **specs)(x)
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mesh_of
 from jax.extend import core
 
 from shrewjax._programs import jaxprs
@@ -137,7 +138,7 @@ def test_jit_with_shardings_is_not_plain(name):
 
 @pytest.mark.parametrize("mapped", [{"a"}, {"a", "b"}])
 def test_names_are_those_of_this_jax_for_shard_map(mapped):
-    mesh = jax.make_mesh((2, 1), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of(a=2, b=1)
     specs = {"in_specs": jax.P(), "out_specs": jax.P(), "axis_names": mapped}
     found = equations(jax.jit(jax.shard_map(jnp.sin, mesh=mesh, **specs)), X)
     (equation,) = [y for x in found for y in jaxprs.opened(jaxprs.jaxpr_of_call(x)).eqns]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import bits, thorough
+from helpers import bits, mesh_of, thorough
 from speed import users_jit
 
 import shrewjax
@@ -380,7 +380,7 @@ def test_sums_of_bfloat16_parameters_are_float32():
 
 
 def test_per_device_sums_in_shard_map_are_added_in_the_scan():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=8)
     x = np.tile(X, (4, 1))
     step = shrewjax.value_and_grad(loss_of(scanned), K, sum_over="data")
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=(jax.P(), jax.P()))
@@ -410,7 +410,7 @@ def test_a_checkpoint_in_shard_map_may_read_what_is_the_same_on_every_device():
         return jax.lax.scan(turn, (x, factor), stack)[0][0]
 
     loss = loss_of(lambda stack, x: run(stack, x, 0.9 * jnp.ones(())))
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=8)
     specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": (jax.P(), jax.P())}
     x = np.tile(X, (4, 1))
     found = jax.jit(jax.shard_map(shrewjax.value_and_grad(loss, K, sum_over="data"), mesh=mesh, **specs))(STACK, x)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import mesh_of
 from lookups import LOSSES, ROWS, TABLE, TOKENS, WIDTH, branch, over_time, take
 
 import shrewjax
@@ -71,7 +72,7 @@ def of_messages(table, tokens):
 
 def on_every_device(run):
     """In `shard_map`, where XLA does not partition the loop."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=8)
     return jax.shard_map(run, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P(), check_vma=False)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import thorough
-from jax.sharding import AxisType, NamedSharding
+from helpers import mesh_of, thorough
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from speed import users_jit
 
@@ -58,10 +58,6 @@ def listed(params, x, y):
 
 def count(params, x, y):
     return jnp.sum(y[:, 0] > 0)
-
-
-def mesh_of(**axes):
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
 
 
 def placed(mesh, tree, spec):
@@ -126,7 +122,7 @@ def test_gradients_of_matrices_are_reduced_once_after_the_loop(place, loss, weig
     (axes, spec, of_examples), loss, weight = PLACES[place], LOSSES[loss], WEIGHTS[weight]
     weights = [1.0] * K if weight is None else [np.sum(Y[i::K, 0] > 0) for i in range(K)]
     expected = of_micro_batches(loss, weights)
-    mesh = mesh_of(**axes)
+    mesh = mesh_of("Explicit", **axes)
     with CONTEXTS[context](mesh):
         params, x, y = placed(mesh, PARAMS, spec), *placed(mesh, (X, Y), of_examples)
         compiled = users_jit(shrewjax.value_and_grad(loss, K, weight=weight)).lower(params, x, y).compile()
@@ -141,7 +137,7 @@ def test_gradients_of_matrices_are_reduced_once_after_the_loop(place, loss, weig
 
 
 def test_the_measure_finds_what_is_reduced_in_loops():
-    mesh = mesh_of(data=8)
+    mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
         params, x, y = placed(mesh, PARAMS, P()), *placed(mesh, (X, Y), P("data"))
         step = shrewjax.value_and_grad(scanned, K, nonfinite="drop_microbatch")
@@ -163,7 +159,7 @@ def carried(params, x, y, carry):
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_penalties_aux_and_carry_have_the_numbers_and_types_of_one_device(context):
     (value, aux), grads = jax.value_and_grad(penalized, has_aux=True)(PARAMS, X, Y)
-    mesh = mesh_of(data=8)
+    mesh = mesh_of("Explicit", data=8)
     with CONTEXTS[context](mesh):
         params, x, y = placed(mesh, PARAMS, P()), *placed(mesh, (X, Y), P("data"))
         step = shrewjax.value_and_grad(penalized, K, has_aux=True)
@@ -186,7 +182,7 @@ def convolved(params, x, y):
 def test_a_loss_whose_operations_do_not_know_these_types_is_still_right():
     used = {name: PARAMS[name] for name in ("in", "out")}
     expected = jax.value_and_grad(convolved)(used, X, Y)
-    mesh = mesh_of(data=8)
+    mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
         params, x, y = placed(mesh, used, P()), *placed(mesh, (X, Y), P("data"))
         found = jax.jit(shrewjax.value_and_grad(convolved, K))(params, x, y)
@@ -223,7 +219,7 @@ def test_gradients_are_right_where_jax_does_not_know_these_types(name):
     params = np.stack([PARAMS["in"], PARAMS["out"]]) if name == "vmap" else PARAMS["in"]
     each = jax.value_and_grad(products)
     expected = jax.vmap(each, (0, None))(params, X) if name == "vmap" else each(params, X)
-    mesh = mesh_of(**axes)
+    mesh = mesh_of("Explicit", **axes)
     with jax.set_mesh(mesh):
         here, x = placed(mesh, params, P()), placed(mesh, X, of_examples)
         found = run(lambda **options: shrewjax.value_and_grad(products, K, **options))(here, x)
@@ -234,7 +230,7 @@ def test_gradients_are_right_where_jax_does_not_know_these_types(name):
 def test_complex_parameters_and_those_of_numpy_have_the_gradients_of_one_device(weight):
     params = {"complex": PARAMS["in"] + 1j * PARAMS["out"], "numpy": PARAMS["in"]}
     loss = lambda p, x: jnp.mean(jnp.abs((x @ p["numpy"]).astype(np.complex64) @ p["complex"]) ** 2)  # noqa: E731
-    mesh = mesh_of(data=8)
+    mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
         here, x = params | {"complex": placed(mesh, params["complex"], P())}, placed(mesh, X, P("data"))
         found = users_jit(shrewjax.value_and_grad(loss, K, weight=weight))(here, x)
@@ -243,7 +239,7 @@ def test_complex_parameters_and_those_of_numpy_have_the_gradients_of_one_device(
 
 def test_parameters_that_the_loss_does_not_use_have_gradients_of_zero():
     unused = {"matrix": normal(WIDTH, WIDTH), "vector": normal(WIDTH), "scalar": np.float32(2)}
-    mesh = mesh_of(data=8)
+    mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
         params, x = placed(mesh, {"in": PARAMS["in"], **unused}, P()), placed(mesh, X, P("data"))
         step = shrewjax.value_and_grad(lambda p, x: jnp.mean((x @ p["in"]) ** 2), K)
@@ -254,7 +250,7 @@ def test_parameters_that_the_loss_does_not_use_have_gradients_of_zero():
 
 @pytest.mark.needs_passes
 def test_marks_are_on_parameters_of_products_and_lookups_alone():
-    mesh = mesh_of(data=8)
+    mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
         params, x, y = placed(mesh, PARAMS, P()), *placed(mesh, (X, Y), P("data"))
 
@@ -274,7 +270,7 @@ def test_functions_that_call_each_other_twice_are_followed_once():
     run = lambda w, h: jnp.tanh(h @ w)  # noqa: E731
     for _ in range(30):
         run = jax.jit(lambda w, h, run=run: run(w, run(w, h)))
-    mesh = mesh_of(data=8)
+    mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
         w, x = placed(mesh, PARAMS["in"], P()), placed(mesh, X, P("data"))
         found = []
@@ -290,7 +286,7 @@ def test_functions_that_call_each_other_twice_are_followed_once():
 
 def test_examples_that_no_mesh_shards_need_no_types():
     assert axes_of_examples((X, Y), PARAMS) == frozenset()
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=8)
     assert axes_of_examples(placed(mesh, X, P("data")), PARAMS) == frozenset()
 
 
@@ -299,7 +295,7 @@ def reduced(tree, axis="data"):
 
 
 def test_parameters_that_come_as_reduced_give_gradients_that_are_unreduced_as_in_jax():
-    mesh = mesh_of(data=8)
+    mesh = mesh_of("Explicit", data=8)
     used = {name: PARAMS[name] for name in ("in", "out")}
     loss = lambda p, x, y: jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"] - y) ** 2)  # noqa: E731
     expected = jax.value_and_grad(loss)(used, X, Y)[1]
@@ -337,7 +333,7 @@ def test_rules_sum_gradients_that_come_as_unreduced(name):
     tx, params = RULES[name], {"w": PARAMS["in"]}
     loss = lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) ** 2)  # noqa: E731
     expected, _ = tx.update(jax.grad(loss)(params, X), tx.init(params), params)
-    mesh = mesh_of(data=8)
+    mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
         here, x = placed(mesh, params, P()), placed(mesh, X, P("data"))
         step = jax.jit(lambda p, s, x: tx.update(jax.grad(loss)(reduced(p), x), s, p)[0])
@@ -346,7 +342,7 @@ def test_rules_sum_gradients_that_come_as_unreduced(name):
 
 
 def test_a_clip_in_shard_map_sums_gradients_that_come_as_unreduced():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=8)
     loss = lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)  # noqa: E731
 
     def norm(w, x):
@@ -369,7 +365,7 @@ def test_a_model_of_flax_is_reduced_once_too():
     loss = lambda model, x, y: jnp.mean((model(x) - y) ** 2)  # noqa: E731
     graph, state = nnx.split(Model(nnx.Rngs(0)))
     expected = nnx.value_and_grad(loss)(nnx.merge(graph, state), X, Y)
-    mesh = mesh_of(data=8)
+    mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
         here, x, y = placed(mesh, state, P()), *placed(mesh, (X, Y), P("data"))
 

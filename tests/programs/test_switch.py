@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mesh_of
 from speed import quick_jit
 
 import shrewjax
@@ -61,7 +62,7 @@ def test_with_the_switch_no_pass_runs_and_numbers_are_the_same(broken, monkeypat
 
 def test_on_an_explicit_mesh_too(broken, monkeypatch):
     monkeypatch.setenv(switch.SWITCH, "1")
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    mesh = mesh_of("Explicit", data=8)
     x = np.tile(X, (2, 1))
     with jax.set_mesh(mesh):
         found = quick_jit(shrewjax.value_and_grad(loss, K))(

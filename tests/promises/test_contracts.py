@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import CASES, TRANSFORMATIONS, assert_close, each_world, small_tree, thorough, tree_of
+from helpers import CASES, TRANSFORMATIONS, assert_close, each_world, mesh_of, placed, small_tree, thorough, tree_of
 from speed import quick_jit
 
 import shrewjax
@@ -153,16 +153,13 @@ def test_vmap_gives_what_each_row_gives(name, either_world):
 @each
 @with_eight_devices
 def test_sharded_inputs_give_the_unsharded_answer(name, axis_type, either_world):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[axis_type],))
+    mesh = mesh_of(axis_type, data=8)
     spec = {"w": jax.P("data"), "scalar": jax.P()}
     grads = {"w": np.arange(32, dtype=np.float32).reshape(16, 2), "scalar": np.float32(1)}
 
-    def place(tree, specs):
-        return jax.tree.map(lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mesh, s)), tree, specs)
-
-    tx, sharded = TRANSFORMATIONS[name](), place(grads, spec)
+    tx, sharded = TRANSFORMATIONS[name](), placed(grads, mesh, spec)
     state, sharded_state = tx.init(grads), tx.init(sharded)
-    sharded_state = place(sharded_state, shrewjax.state_specs(sharded_state))  # as updates leave it: one program
+    sharded_state = placed(sharded_state, mesh, shrewjax.state_specs(sharded_state))  # as updates leave it: one program
     update = quick_jit(tx.update).lower(sharded, sharded_state, sharded).compile()
     for _ in range(2):
         expected, state = jitted_update(name)(grads, state, grads)
@@ -175,7 +172,7 @@ def test_sharded_inputs_give_the_unsharded_answer(name, axis_type, either_world)
 @with_eight_devices
 def test_the_text_of_a_program_that_gathers_says_so(either_world):
     """Such sharded inputs are sorted here, which needs all of them on each device."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharded = jax.device_put(np.zeros((16, 2), np.float32), jax.sharding.NamedSharding(mesh, jax.P("data")))
+    mesh = mesh_of(data=8)
+    sharded = placed(np.zeros((16, 2), np.float32), mesh, jax.P("data"))
     program = quick_jit(lambda x: jnp.sort(x, axis=0)).lower(sharded).compile()
     assert "all-gather" in program.as_text()

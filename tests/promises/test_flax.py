@@ -14,7 +14,7 @@ import pytest
 from flax import linen, nnx
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
-from helpers import assert_close, bits
+from helpers import assert_close, bits, mesh_of
 from speed import quick_jit, users_jit
 
 import shrewjax
@@ -181,7 +181,7 @@ def test_open_call_in_a_donated_nnx_jit_holds_no_more_than_the_model_and_a_sum()
 
 
 def test_fsdp_keeps_every_leaf_where_it_was_placed():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=8)
     sharded = jax.sharding.NamedSharding(mesh, jax.P("data"))
     model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     nnx.update(model, jax.device_put(nnx.state(model), sharded))

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_close, bits
+from helpers import assert_close, bits, mesh_of
 from speed import quick_jit
 
 import shrewjax
@@ -225,7 +225,7 @@ def test_objects_may_come_by_keyword_in_trees_and_with_positions():
 
 
 def test_every_device_of_a_shard_map_has_the_state_of_a_second_object():
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=2)
     graph, state = nnx.split((still(), still(1)))
 
     def grad(state, x):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import CASES
+from helpers import CASES, mesh_of
 
 import shrewjax
 import shrewjax.flax
@@ -30,7 +30,7 @@ INNER = optax.identity()
 
 def states():
     """Each state, as the transformations make it: with each option that adds fields."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=8)
     placed = jax.device_put(PARAMS, jax.sharding.NamedSharding(mesh, jax.P()))
     made = {name: case.make().init(PARAMS) for name, case in CASES.items()}
     return made | {

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import own_params
+from helpers import mesh_of, own_params, placed
 
 import shrewjax
 
@@ -42,17 +42,15 @@ def traced(loss=loss_fn, micro_batches=4, args=(PARAMS, X, Y), kwargs=None, **op
 
 def on_data(function, *args, in_specs):
     """Traces a function in `shard_map` over the axis "data" of eight devices."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=8)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=jax.P("data"))
     return jax.eval_shape(mapped, *args)
 
 
 def with_rows():
     """Returns an accumulation with per-device rows, and parameters on the mesh."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    return shrewjax.accumulate(optax.sgd(1.0), 2, sum_over="data"), jax.device_put(
-        PARAMS, jax.sharding.NamedSharding(mesh, jax.P())
-    )
+    mesh = mesh_of(data=8)
+    return shrewjax.accumulate(optax.sgd(1.0), 2, sum_over="data"), placed(PARAMS, mesh, jax.P())
 
 
 def state_without_specs():

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_close
+from helpers import assert_close, mesh_of, placed
 from speed import quick_jit
 
 import shrewjax
@@ -392,8 +392,8 @@ def test_boolean_weights_of_micro_batches_leave_out_those_that_are_false():
 
 
 def test_boolean_weights_of_devices_count_as_zero_or_one():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    params = jax.device_put(PARAMS, jax.sharding.NamedSharding(mesh, jax.P()))
+    mesh = mesh_of(data=8)
+    params = placed(PARAMS, mesh, jax.P())
     tx = shrewjax.accumulate(optax.sgd(1.0), 2, sum_over="data")
     rows = {"w": jnp.ones((8, 3))}
     _, state = tx.update(rows, tx.init(params), params, weight=np.arange(8) % 2 == 0)

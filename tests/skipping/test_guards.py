@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, lenient
+from helpers import bits, lenient, mesh_of
 from speed import compiled, quick_jit, users_jit
 
 import shrewjax
@@ -291,7 +291,7 @@ def test_a_scheduled_limit_is_that_of_its_step():
 @pytest.mark.parametrize("make", [partial(shrewjax.skip_nonfinite, leaves=True), shrewjax.skip_on_spike])
 def test_one_bad_shard_skips_the_step_on_every_device(make, check_vma):
     """And is counted in its leaf alone."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=8)
     specs = {"sharded": jax.P("data"), "whole": jax.P()}
     tx = make(optax.identity(), sharded_over=None if check_vma else "data")
 
@@ -311,7 +311,7 @@ def test_one_bad_shard_skips_the_step_on_every_device(make, check_vma):
 
 
 def test_a_device_s_own_loss_decides_nothing():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(data=8)
     tx = shrewjax.skip_on_spike(optax.identity(), monitor="value")
 
     def update(g):
