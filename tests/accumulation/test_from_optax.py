@@ -138,9 +138,6 @@ def clips_of(library):
     return {
         "value": optax.chain(by_value, optax.adamw(0.01)),
         "agc": optax.chain(library.adaptive_grad_clip(0.02), optax.sgd(0.5, momentum=0.9)),
-        "block_rms": optax.chain(
-            library.clip_by_block_rms(0.01), optax.sgd(schedule(0.5), momentum=0.9, nesterov=True)
-        ),
     }
 
 
@@ -171,7 +168,6 @@ ROWS = {
     "apply_if_finite": Row(*pair(lambda lib: skipping(lib, clipped(lib))), moves=(3, 5), nan_at=(2, 4, 7)),
     "windows around apply_if_finite": windows(*pair(lambda lib: skipping(lib, clipped(lib))), moves=(5, 8)),
     "masked": Row(*pair(lambda lib: optax.masked(accumulated(lib, clipped(lib)), kernels)), moves=(6, 8)),
-    "windows around masked": windows(*pair(lambda lib: optax.masked(clipped(lib), kernels)), moves=(6,)),
     "partition": Row(
         *pair(
             lambda lib: optax.partition(
@@ -182,12 +178,6 @@ ROWS = {
     ),
     "muon": windows(
         *pair(lambda lib: optax.chain(lib.clip_by_global_norm(1.5), optax.contrib.muon(schedule()))), moves=(6,)
-    ),
-    "named chain": windows(
-        *pair(
-            lambda lib: optax.named_chain(("clip", lib.clip_by_global_norm(1.5)), ("adamw", optax.adamw(schedule())))
-        ),
-        moves=(6,),
     ),
     "injected hyperparameters": windows(*pair(injected), moves=(6,)),
     "hyperparameters injected around windows": Row(
@@ -200,7 +190,6 @@ ROWS = {
     ),
     "value clip": windows(*pair(lambda lib: clips_of(lib)["value"]), moves=(6,)),
     "AGC": windows(*pair(lambda lib: clips_of(lib)["agc"]), moves=(6,)),
-    "block RMS": windows(*pair(lambda lib: clips_of(lib)["block_rms"]), moves=(6,)),
 }
 
 
@@ -232,12 +221,9 @@ OTHER_ROWS = [
     "windows of a scheduled length",
     "windows in a chain",
     "windows around apply_if_finite",
-    "windows around masked",
     "muon",
-    "named chain",
     "hyperparameters injected around windows",
     "value clip",
-    "block RMS",
 ]
 
 

@@ -1,6 +1,5 @@
 """The window: what each micro-batch may do to it, its length, its errors and its state."""
 
-import inspect
 from functools import partial
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_refused, lenient, tree_of
+from helpers import assert_refused, lenient
 from recording import BAD_WEIGHTS, POLICIES, recorder, recording_window, run, run_compiled, vector
 from speed import quick_jit, users_jit
 
@@ -291,12 +290,6 @@ def test_weight_that_is_not_given_is_one():
     assert float(shrewjax.apply_gradients(tx, grads, tx.init(params), params)[1].weight_sum) == 1
 
 
-def test_rules_of_a_window_are_keyword_only():
-    parameters = list(inspect.signature(shrewjax.GradAccumulator).parameters.values())
-    assert parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[1:])
-
-
 def test_bad_arguments_are_named():
     for name, value in (
         ("reduction", "average"),
@@ -336,18 +329,6 @@ def test_accumulation_inside_what_is_accumulated_is_an_error_from_init(name):
 
 
 # --- the state ----------------------------------------------------------------------------------------------------
-
-
-def test_state_is_a_named_tuple_that_optax_can_search_and_change():
-    tx = optax.chain(shrewjax.clip_by_value(1.0), shrewjax.accumulate(lenient(optax.adam(0.1)), 3))
-    state = tx.init(tree_of())
-    assert int(optax.tree.get(state, "micro_step")) == 0
-    changed = optax.tree.set(state, micro_step=jnp.int32(2))
-    assert int(changed[1].micro_step) == 2
-    assert shrewjax.AccumulateState._fields == (
-        "micro_step", "windows", "applied", "weight_sum", "window_bad", "dropped", "value_sum", "value",
-        "noise", "gradient_sum", "inner_state",
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("guarded", [False, True])

@@ -81,6 +81,8 @@ def test_states_of_users_take_part_and_those_inside_them_too():
         (lambda tx: optax.partition({"x": tx}, {"a": "x", "b": "x"}), NORM),
         (lambda tx: optax.apply_if_finite(tx, 3), NORM),
         (lambda tx: shrewjax.accumulate(tx, 1), NORM),
+        (lambda tx: shrewjax.skip_nonfinite(shrewjax.skip_on_spike(tx)), NORM),
+        (lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(rate=1.0), NORM),
         (lambda tx: shrewjax.accumulate(optax.chain(tx, optax.sgd(0.1)), 1), NORM),
         (lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(), NORM),
     ],
@@ -91,6 +93,8 @@ def test_states_of_users_take_part_and_those_inside_them_too():
         "partition",
         "apply_if_finite",
         "accumulate",
+        "guards",
+        "inject_hyperparams",
         "accumulate-chain",
         "MultiSteps",
     ],
@@ -101,14 +105,6 @@ def test_found_inside_wrappers(wrap, norm):
 
     measured = optax.GradientTransformation(lambda params: MyRuleState(jnp.zeros(()), ()), update)
     assert values(shrewjax.metrics(after_one_update(wrap(measured))))["my_rule/shown"] == pytest.approx(norm)
-
-
-def test_found_inside_inject_hyperparams():
-    state = after_one_update(optax.inject_hyperparams(shrewjax.clip_by_global_norm)(max_norm=1.0))
-    assert values(shrewjax.metrics(state)) == {
-        "clip_by_global_norm/grad_norm": pytest.approx(NORM),
-        "clip_by_global_norm/clip_scale": pytest.approx(1 / NORM),
-    }
 
 
 def test_window_is_reported_and_inner_values_date_from_the_last_window_that_closed():
@@ -150,24 +146,6 @@ def test_host_driven_window():
     state = window.add(window.init(jnp.zeros(2)), jnp.ones(2), weight=5)
     expected = {"micro_step": 1, "windows": 0, "weight_sum": 5, "window_bad": 0, "dropped": 0, "value": np.inf}
     assert values(shrewjax.metrics(state)) == {f"grad_accumulator/{k}": v for k, v in expected.items()}
-
-
-def test_in_an_nnx_optimizer_inside_a_jitted_step():
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    tx = shrewjax.accumulate(lenient(optax.chain(shrewjax.clip_by_global_norm(0.1), optax.adam(0.1))), 2)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        grads = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
-        optimizer.update(model, grads, weight=2)
-        return shrewjax.metrics(optimizer.opt_state), optax.tree.norm(jax.tree.leaves(grads))
-
-    seen = [step(model, optimizer, jnp.ones((3, 2))) for _ in range(2)]
-    (first, _), (last, norm) = seen
-    assert float(first["accumulate/micro_step"]) == 1
-    assert float(last["clip_by_global_norm/grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
-    assert values(shrewjax.metrics(optimizer.opt_state)) == values(last)
 
 
 def test_percentile_clips_show_their_bound_and_what_they_clipped():

@@ -1,7 +1,5 @@
 """The norm clip, row by row of its table. `test_spec.py` has what holds for all gradients."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,14 +42,6 @@ def eps(tree):
 
 
 # --- the rows of the norm table -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("function", [shrewjax.grad_norm, shrewjax.clip_grad_norm, shrewjax.clip_grad_percentile])
-def test_arguments_after_the_second_are_keyword_only(function):
-    kinds = [p.kind for p in inspect.signature(function).parameters.values()]
-    keyword_only = [kind is inspect.Parameter.KEYWORD_ONLY for kind in kinds]
-    assert keyword_only == [False, False] + [True] * (len(kinds) - 2)
-    assert kinds[0] is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 @each_way

@@ -1,6 +1,5 @@
 """`shrewjax.flax` does what Flax's own classes do around `optax.MultiSteps`, and what K calls by hand do."""
 
-import contextlib
 import functools
 
 import flax.jax_utils
@@ -15,6 +14,7 @@ from flax import linen, nnx
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 from helpers import assert_close, bits, mesh_of
+from nnx_steps import MODES, in_mode, of_states
 from speed import quick_jit, users_jit
 
 import shrewjax
@@ -22,17 +22,8 @@ import shrewjax.flax
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
 
-# Flax 0.12.6 and later have two modes, of which the second has neither shared variables nor `DiffState`.
-MODES = ["graph", "tree"] if hasattr(nnx, "set_graph_mode") else ["graph"]
 X = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float32)
 Y = np.arange(12, dtype=np.float32) / 6
-
-
-@pytest.fixture(params=MODES)
-def mode(request):
-    has_modes = hasattr(nnx, "set_graph_mode")
-    with nnx.set_graph_mode(request.param == "graph") if has_modes else contextlib.nullcontext():
-        yield request.param
 
 
 class Net(nnx.Module):
@@ -63,20 +54,11 @@ def loss_and_largest(model, x, y):
 
 
 def step_of(change, *nodes):
-    """A compiled function of arrays that merges the nodes, changes them, and returns its result.
-
-    `nnx.jit` has no compiler options, with which these programs compile in half the time.
-    """
-    graph, _ = nnx.split(nodes)
-
-    @quick_jit
-    def changed(state, *args):
-        merged = nnx.merge(graph, state)
-        result = change(*merged, *args)
-        return nnx.state(merged), result
+    """A compiled function of arrays that changes the nodes, and returns its result."""
+    call = of_states(lambda nodes, *args: change(*nodes, *args), nodes)
 
     def step(*args):
-        state, result = changed(nnx.state(nodes), *args)
+        result, state = call(nnx.state(nodes), *args)
         nnx.update(nodes, state)
         return result
 
@@ -360,7 +342,7 @@ def test_value_gradients_aux_and_state_are_those_of_k_calls_by_hand(mode, wrt):
         loss_and_largest, K, wrt=wrt, has_aux=True, aux={"largest": "max", "rows": "sum"}
     )
     (value, aux), grads = step_of(lambda model, x, y: grad(model, x, y), ours)(X, Y)
-    with nnx.set_graph_mode(True) if len(MODES) == 2 else contextlib.nullcontext():  # DiffState is of graph mode
+    with in_mode("graph"):  # which has DiffState
         (expected, largest), expected_grads = by_hand(theirs, X, Y, wrt)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(aux["largest"], largest, rtol=1e-6)

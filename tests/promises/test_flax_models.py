@@ -7,7 +7,8 @@ import optax
 import pytest
 from flax import nnx
 from helpers import assert_close
-from speed import quick_jit, users_jit
+from nnx_steps import compiled
+from speed import users_jit
 
 import shrewjax.flax
 
@@ -22,15 +23,9 @@ def mean_loss(model, x, y):
     return jnp.mean((model(x) - y) ** 2)
 
 
-def results(grad, model, compile_=quick_jit):
+def results(grad, model):
     """What a compiled call returns, and the model's state after it."""
-    graph, state = nnx.split(model)
-
-    def call(state):
-        merged = nnx.merge(graph, state)
-        return grad(merged, X, Y), nnx.state(merged)
-
-    return compile_(call)(state)
+    return compiled(lambda model: grad(model, X, Y), model)
 
 
 def assert_that_of_the_whole_batch(model, loss=mean_loss):

@@ -1,7 +1,5 @@
 """`shrewjax.flax` with several nnx objects, in one argument or in several, does what Flax does with each."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import assert_close, bits, mesh_of
+from nnx_steps import compiled, in_mode
 from speed import quick_jit
 
 import shrewjax
@@ -18,18 +17,6 @@ pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
 
 K = 2
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
-HAS_MODES = hasattr(nnx, "set_graph_mode")
-
-
-@pytest.fixture(params=["graph", "tree"] if HAS_MODES else ["graph"])
-def mode(request):
-    with nnx.set_graph_mode(request.param == "graph") if HAS_MODES else contextlib.nullcontext():
-        yield request.param
-
-
-def graph_mode():
-    """The only mode that has `DiffState`."""
-    return nnx.set_graph_mode(True) if HAS_MODES else contextlib.nullcontext()
 
 
 class Net(nnx.Module):
@@ -52,18 +39,6 @@ def still(seed=0):
     net = Net(seed)
     net.eval()
     return net
-
-
-def compiled(function, nodes, *args):
-    """What a compiled `function(nodes, *args)` returns, and the state of all nodes after it."""
-    graph, state = nnx.split(nodes)
-
-    @quick_jit
-    def call(state, *args):
-        merged = nnx.merge(graph, state)
-        return function(merged, *args), nnx.state(merged)
-
-    return call(state, *args)
 
 
 def numbers(state):
@@ -199,7 +174,7 @@ def test_a_second_object_is_that_of_k_calls_by_hand(mode, name):
     x[1::3] = np.nan
 
     ((value, grads), state) = compiled(lambda nodes, x: grad(*nodes, x), (Net(), make()), x)
-    with graph_mode():
+    with in_mode():
 
         def by_hand(nodes, x):
             results = [nnx.value_and_grad(fun)(*nodes, x[i::3]) for i in (0, 2)]
@@ -275,7 +250,7 @@ def test_a_variable_that_is_in_wrt_in_one_of_two_objects_is_an_error_as_in_flax_
     with pytest.raises(ValueError, match=message):
         shrewjax.flax.value_and_grad(fun, K, wrt=wrt)(*args, X)
     argnum = nnx.DiffState(0, wrt)
-    with graph_mode(), pytest.raises(ValueError, match="aliasing"):
+    with in_mode(), pytest.raises(ValueError, match="aliasing"):
         nnx.value_and_grad(fun, argnums=argnum)(*args, X)
     *first, last = args if len(args) > 1 else args[0]
     copied = *first, nnx.clone(last)

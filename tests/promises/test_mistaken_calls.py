@@ -356,13 +356,6 @@ def test_counter_of_clip_cotangent_is_averaged_and_times_k_it_is_the_large_batch
 # --- percentiles and weights ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "rule", [shrewjax.clip_by_norm_percentile, shrewjax.clip_by_percentile], ids=lambda f: f.__name__
-)
-def test_percentile_rules_say_90_and_not_09_in_their_first_lines(rule):
-    assert "90, not 0.9" in " ".join(rule.__doc__.split("\n\n")[2].split())
-
-
 @pytest.mark.parametrize("weight", [True, np.True_, jnp.asarray(True), np.asarray(True)], ids=repr)
 @pytest.mark.parametrize("negated", [False, True])
 def test_boolean_weight_is_one_or_zero(weight, negated):

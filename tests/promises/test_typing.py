@@ -21,7 +21,6 @@ EXPECTED = {
     "train_step_of_a_chain": lambda norm: norm > 0,
     "whole_batch_in_one_call": lambda loss: loss == 0,
     "state_with_its_type": lambda applied: applied is True,
-    "own_optimizer_inside": lambda steps: steps == 1,
     "loop_of_the_host": lambda params: (params["w"] != 0).all(),
     "loss_and_noise_of_windows": lambda metrics: metrics["accumulate/value"] == pytest.approx(0.16),
     "scheduled_and_split": lambda metrics: len(metrics) > 5,

@@ -133,39 +133,6 @@ def updates_as_optax_has_them(params: optax.Params) -> optax.Params:
     return optax.apply_updates(params, updates)
 
 
-class SignState(NamedTuple):
-    steps: jax.Array
-
-
-def scale_by_sign(rate: float) -> optax.GradientTransformation:
-    def init(params: optax.Params) -> SignState:
-        del params
-        return SignState(jnp.zeros((), jnp.int32))
-
-    def against(grad: jax.Array) -> jax.Array:
-        return -rate * jnp.sign(grad)
-
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.OptState]:
-        del params
-        assert isinstance(state, SignState)
-        return jax.tree.map(against, updates), SignState(state.steps + 1)
-
-    return optax.GradientTransformation(init, update)
-
-
-def own_optimizer_inside() -> int:
-    tx = shrewjax.accumulate(scale_by_sign(0.1), 2, nonfinite="drop_microbatch", reduction="mean")
-    params: Params = {"w": jnp.ones(3)}
-    opt_state = tx.init(params)
-    for _ in range(2):
-        params, opt_state = shrewjax.apply_gradients(tx, params, opt_state, params)
-    assert isinstance(opt_state, shrewjax.AccumulateState)
-    inner_state: SignState = opt_state.inner_state
-    return int(inner_state.steps)
-
-
 def loss_and_noise_of_windows() -> dict[str, jax.Array]:
     tx = shrewjax.accumulate(shrewjax.skip_on_spike(optax.sgd(0.1), monitor="value"), 2, noise_decay=0.9)
     window = shrewjax.GradAccumulator(2, noise_decay=jnp.float32(0.9))
