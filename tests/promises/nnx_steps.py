@@ -14,7 +14,7 @@ def in_mode(mode="graph"):
 
 
 def of_states(function, nodes):
-    """A compiled function of the state of nodes and of arrays: what `function(nodes, *arrays)` returns, and the new state.
+    """A compiled function of a state and of arrays: what `function(nodes, *arrays)` returns, and the new state.
 
     `nnx.jit` has no compiler options, with which these programs compile in half the time.
     """
