@@ -19,9 +19,6 @@ import shrewjax
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1, momentum=0.9),
     "adam": lambda: optax.adam(0.01),
-    "adamw": lambda: optax.adamw(0.01),
-    "lion": lambda: optax.lion(0.01),
-    "adafactor": lambda: optax.adafactor(0.01, min_dim_size_to_factor=2),
 }
 
 
@@ -44,8 +41,8 @@ def is_near(a, b, rtol):
 
 
 # Others, and windows of three, are in `test_every_optimizer_of_optax_takes_the_steps_it_takes_in_multisteps`.
-@pytest.mark.parametrize("k", [1, 2, *thorough(3), 8])
-@pytest.mark.parametrize("name", ["sgd", "adam", *thorough("adamw", "lion", "adafactor")])
+@pytest.mark.parametrize("k", [1, 2, 8])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_trajectory_is_that_of_multisteps(name, k):
     params = tree_of()
 

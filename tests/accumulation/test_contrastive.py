@@ -363,14 +363,10 @@ def mean(params, z):
 
 
 ERRORS = {
-    "no number of micro-batches": ({"micro_batches": 0}, "micro_batches must be a Python int >= 1"),
-    "examples that K does not divide": ({"micro_batches": 3}, "argument 1 has 32 examples, which micro_batches=3"),
-    "no batch": ({"args": (np.float32(1),)}, "no argument holds examples, because the call has 1 positional argument"),
     "parameters that are integers": (
         {"features": lambda p, x: x * p.astype(jnp.float32), "args": (np.int32(1), np.float32(PIXELS))},
         "argument 0 must be a floating or complex array, because it is in argnums",
     ),
-    "parameters that are examples": ({"batch_argnums": (0, 1)}, "argument 0 is in argnums and in batch_argnums"),
     "a key that is no role's": (
         {"args": (np.float32(1), PIXELS, jax.random.key(0)), "features": lambda p, x, key: x * p, "batch_argnums": 1},
         "argument 2 is a PRNG key, and each micro-batch needs its own",

@@ -77,20 +77,6 @@ def test_copy_of_a_window_does_what_the_window_does(how):
     assert float(average[0]) == 3
 
 
-def test_window_goes_to_another_process(forks, tmp_path):
-    script = (
-        "import pathlib, pickle, jax\n"  # jax, so that the process that forks imports it, and not each fork
-        "window, grads = pickle.loads(pathlib.Path('sent').read_bytes())\n"
-        "_, state = window.step(window.init(grads), grads)\n"
-        "print(window.step(state, 2 * grads, 3)[0].tolist())\n"
-    )
-    (tmp_path / "script.py").write_text(script)
-    (tmp_path / "sent").write_bytes(pickle.dumps((shrewjax.GradAccumulator(2), np.float32([4.0, 8.0]))))
-    ((code, printed, errors),) = forks((tmp_path / "script.py",), folder=tmp_path)
-    assert code == 0, errors
-    assert printed == "[7.0, 14.0]\n"
-
-
 def test_take_and_reset_of_open_and_empty_windows():
     window = shrewjax.GradAccumulator(4)
     empty = window.init(vector(0.0))

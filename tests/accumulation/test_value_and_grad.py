@@ -312,10 +312,6 @@ def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
     return jax.eval_shape(shrewjax.value_and_grad(loss, micro_batches, **options), *args)
 
 
-def carry_loss(params, x, carry):
-    return jnp.sum(params["w"]), (jnp.sum(x), carry)
-
-
 @pytest.mark.parametrize(
     ("message", "options"),
     [
@@ -375,11 +371,6 @@ def test_bad_input_is_an_error_that_names_it(message, options):
 def test_carry_that_changes_is_an_error():
     with pytest.raises(AssertionError, match="the carry that fun returns differs"):
         call(lambda p, x, c: (p["b"], ((), c.astype("bfloat16"))), (PARAMS, X, Y[0]), has_aux=True, carry_argnum=2)
-
-
-def test_micro_batches_under_trace_is_an_error():
-    with pytest.raises(ValueError, match="micro_batches must be a Python int"):
-        jax.jit(lambda n: shrewjax.value_and_grad(mean_loss, n)(PARAMS, X, Y))(4)
 
 
 # --- many devices ----------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from helpers import bits, exact, exact_root, mesh_of, thorough, true_norm
 from jax.sharding import PartitionSpec as P
 from speed import quick_jit, users_jit
 
-import shrewjax
 from shrewjax import clip_cotangent, spec
 
 
@@ -521,10 +520,6 @@ def test_sharded_slices_under_jit_need_nothing(axis_type):
 def test_wrong_arguments_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         clip_cotangent({"h": jnp.ones((2, 3))}, **{"max_norm": 1.0} | options)
-
-
-def test_it_is_public():
-    assert shrewjax.clip_cotangent is clip_cotangent
 
 
 @pytest.mark.parametrize("spec_of_x", [P("data", "model"), *thorough(P("data"), P(None, "model"))], ids=str)

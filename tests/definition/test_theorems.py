@@ -5,7 +5,6 @@ definition, as old text and new, for which the solver must find numbers that mak
 """
 
 import inspect
-import itertools
 import math
 import types
 
@@ -56,10 +55,6 @@ def norm(spec, g):
 
 def square(v):
     return sum(x * x for x in v)
-
-
-def dot(a, b):
-    return sum(x * y for x, y in zip(a, b, strict=True))
 
 
 def plus(a, b):
@@ -172,12 +167,6 @@ def test_clipping_passes_a_loss_scale_through(spec, g: Vector, c: Scalar, k: Sca
     return clip(spec, times(k, g), k * c) == times(k, clip(spec, g, c))
 
 
-@theorem(1, 2, 3, mutant=("if radius * radius < sum_of_squares", "if sum_of_squares > 0"))
-def test_clipping_lengthens_nothing_and_still_descends(spec, g: Vector, c: Scalar):
-    p = clip(spec, g, c)
-    return square(p) <= dot(p, g) <= square(g)
-
-
 # --- the clip of a cotangent, slice by slice ---------------------------------------------------------------------
 
 
@@ -236,14 +225,6 @@ def test_percentile_has_its_rank(spec, g: Vector):
         return sum(x < bound for x in g) <= rank < sum(x <= bound for x in g)
 
     return all(has_its_rank(p) for p in PERCENTILES)
-
-
-@theorem(1, 2, mutant=("percentile_spec([abs(g) for g in gradient]", "percentile_spec([g * g for g in gradient]"))
-def test_percentile_clip_passes_a_loss_scale_through(spec, g: Vector, k: Scalar):
-    assume(k > 0)
-    return spec.clip_by_percentile_spec(times(k, g), 50, "midpoint") == times(
-        k, spec.clip_by_percentile_spec(g, 50, "midpoint")
-    )
 
 
 @theorem(2, 3, mutant=("ordered = sorted(values)", "ordered = [sum(values) / len(values)] * len(values)"))
@@ -316,19 +297,6 @@ def test_sum_is_the_mean_times_the_weights_sum(spec, g: Vector, w: Vector):
     assume(positive(w))
     summed = [([x * v], v) for x, v in zip(g, w, strict=True)]
     return spec.window_spec(summed, "sum") == times(sum(w), spec.window_spec(single(g, w)))
-
-
-@theorem(2, 3, mutant=(DIVIDED, "total / (weight_sum + batches[0][1])"))
-def test_order_of_micro_batches_does_not_matter(spec, g: Vector, w: Vector):
-    assume(positive(w))
-    batches = single(g, w)
-    return all(spec.window_spec(order) == spec.window_spec(batches) for order in itertools.permutations(batches))
-
-
-@theorem(2, 3, mutant=("factor * g for", "factor * g * g for"))
-def test_window_passes_a_loss_scale_through(spec, g: Vector, w: Vector, k: Scalar):
-    assume(positive(w))
-    return spec.window_spec(single(times(k, g), w)) == times(k, spec.window_spec(single(g, w)))
 
 
 @theorem(2, 3, mutant=("if has_weight and not is_refused", "if has_weight"))

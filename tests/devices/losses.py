@@ -36,12 +36,6 @@ def _of_next_tokens(w: Any, states: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.mean(cross_entropy(states[:, :-1] @ w.get("out", w["table"].T), tokens[:, 1:]), axis=1)
 
 
-def _attend(x: jax.Array, weights: jax.Array, bias: jax.Array | float = 0.0) -> jax.Array:
-    scores = jnp.einsum("btd,bsd->bts", x @ weights, x) / WIDTH**0.5 + bias
-    earlier = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(jnp.where(earlier, scores, -1e9)), x)
-
-
 def recurrent(*, tied: bool = False) -> Loss:
     """A recurrent language model looks its tokens up one by one. Its table may also be the output's."""
 

@@ -84,14 +84,6 @@ def by_hand(params, tokens, counts):
     return jax.lax.scan(add, zeros, jnp.arange(MICRO_BATCHES))[0]
 
 
-def by_optax(params, tokens, counts):
-    """Optax's."""
-    run = optax.microbatching.microbatch(
-        jax.value_and_grad(loss), 1, len(tokens) // MICRO_BATCHES, optax.microbatching.AccumulationType.SUM
-    )
-    return run(params, tokens)
-
-
 def by_accumulate(params, tokens, counts):
     """Our transformation in a scan; its updates are the mean gradient."""
     tx = shrewjax.accumulate(optax.sgd(-1.0), MICRO_BATCHES)
@@ -117,7 +109,7 @@ def by_accumulator(params, tokens, counts):
 
 
 LOOPS = {"accumulate": by_accumulate, "GradAccumulator": by_accumulator}
-OTHERS = {"a scan by hand": by_hand, "optax.microbatching": by_optax}
+OTHERS = {"a scan by hand": by_hand}
 
 
 def values(shapes, seed=0):

@@ -211,28 +211,6 @@ def test_plain_jit_takes_a_row_of_gradients_for_each_device(axis_type):
 
 
 @pytest.mark.thorough
-def test_pmap_with_a_window_on_each_device():
-    tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(0.5, sharded_over=()), SGD), 2, sum_over="data")
-    params = jax.tree.map(lambda a: jnp.stack([a] * 8), PARAMS)
-    state = jax.pmap(tx.init, axis_name="data")(params)
-
-    @partial(jax.pmap, axis_name="data")
-    def step(params, state, x, y, counts):
-        grads = jax.grad(lambda p: summed_loss(p["w"], p["b"], x, y, counts))(params)
-        return shrewjax.apply_gradients(tx, grads, state, params, weight=1.0)
-
-    shards = [[np.stack(np.split(a, 8)) for a in batch] for batch in micro_batches(2)]
-    gradient = quick_jit(jax.grad(lambda p, *batch: summed_loss(p["w"], p["b"], *batch) / 16))
-    expected = jax.tree.map(np.add, *(gradient(PARAMS, *batch) for batch in micro_batches(2)))
-    norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(expected)))
-    for batch in shards:
-        params, state = step(params, state, *batch)
-    for name in PARAMS:
-        moved = PARAMS[name] - 0.1 * np.asarray(expected[name]) * min(1, 0.5 / norm)
-        np.testing.assert_allclose(params[name], np.stack([moved] * 8), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.thorough
 def test_pmap_step_that_reduces_its_gradients_itself_passes_no_axis():
     def optimizer(axes=None):
         inner = optax.chain(shrewjax.clip_by_global_norm(0.1, sharded_over=axes), optax.sgd(1.0))

@@ -158,16 +158,6 @@ def test_a_known_percentile_is_the_decimal_it_is_written_as(written, method, ove
     check([values], Fraction(written), method, over, known([values], written, method, over))
 
 
-@pytest.mark.parametrize(("size", "percentile"), [(41, "2.5"), (11, "70"), (1001, "99.9"), (181, "5")])
-def test_the_rank_is_exact_where_a_float_rank_is_not(size, percentile):
-    # At these, percentile / 100 * (size - 1) is whole: "higher" and "lower" are the same element.
-    whole = Fraction(percentile) * (size - 1) / 100
-    assert whole.denominator == 1
-    with jax.enable_x64(True):
-        for method in ("lower", "higher"):
-            assert int(known_place_of(Fraction(percentile), np.uint32([size]), method).rank[0]) == whole
-
-
 @pytest.mark.parametrize("distribution", ["normal", "heavy", "sparse", "constant", "two values", "wide", "integers"])
 def test_large_leaves_of_many_distributions(distribution):
     rng = np.random.default_rng(0)

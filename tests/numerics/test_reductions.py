@@ -140,19 +140,6 @@ def test_leaves_of_several_dtypes_are_counted_in_64_bits_inside_shard_map(mesh, 
     np.testing.assert_array_equal(found, np.percentile(magnitudes, [10, 60, 99], method="lower"))
 
 
-def test_a_percentile_in_untracked_shard_map_without_axis_name_is_an_error(mesh):
-    specs = {"rows": P("data")}
-    mapped = jax.shard_map(
-        lambda g: shrewjax.clip_grad_percentile(g, 60)[0],
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=specs,
-        check_vma=False,
-    )
-    with pytest.raises(ValueError, match="pass sharded_over="):
-        jax.jit(mapped)(place({"rows": GRADS["rows"]}, mesh, specs))
-
-
 def test_a_maximum_norm_of_sharded_gradients_is_no_gather(mesh):
     text = users_jit(lambda g: shrewjax.grad_norm(g, np.inf)).lower(place(GRADS, mesh)).compile().as_text()
     assert "all-gather" not in text

@@ -934,19 +934,6 @@ def test_a_job_that_returns_to_optax_goes_on_as_one_that_never_left(away, back):
     assert np.max(np.abs(stayed["w"] - 1)) > 1e-3
 
 
-def test_a_sum_returns_to_optax_without_the_division():
-    """By the page's comment."""
-    names, open_sum = dict(page("moving.md").names), {"w": jnp.array([1.0, 2.0, 3.0])}
-    code = re.search(r"^def to_optax.*?^    \)\n$", (DOCS / "moving.md").read_text(), re.MULTILINE | re.DOTALL)[0]
-    names["old"] = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 4)
-    exec(code.replace("total / opt_state.weight_sum", "total"), names)
-    new = optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    new = shrewjax.accumulate(new, 4, reduction="sum")
-    old = names["old"].init(open_sum)._replace(mini_step=jnp.int32(2), acc_grads=open_sum)
-    returned = names["to_optax"](shrewjax.from_optax(old, new, open_sum), open_sum)
-    assert bits(returned.acc_grads) == bits(open_sum)
-
-
 def test_a_state_with_fewer_fields_goes_on_in_a_new_one():
     names = page("moving.md").names
     before, state = names["before"], names["guard_state"]

@@ -79,8 +79,3 @@ def test_cell_is_colored_only_if_all_seeds_agree(losses, text, color):
     found, of_cell, strength = which_rule.cell(row(*losses), row(1, 1, 1))
     assert found == text
     assert (of_cell if strength else None) == color
-
-
-def test_cell_without_a_rule_has_the_loss():
-    without = row(1.234, 1, 2)
-    assert which_rule.cell(without, without)[::2] == ("1.23", 0)

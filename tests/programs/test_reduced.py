@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import mesh_of, thorough
-from jax.sharding import NamedSharding
+from helpers import mesh_of, placed, thorough
 from jax.sharding import PartitionSpec as P
 from speed import users_jit
 
@@ -60,10 +59,6 @@ def count(params, x, y):
     return jnp.sum(y[:, 0] > 0)
 
 
-def placed(mesh, tree, spec):
-    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x) if callable(spec) else spec)), tree)
-
-
 def of_model(x):
     """Columns of matrices over "model"; vectors on every device."""
     return P(*(None,) * (x.ndim - 1), "model") if x.shape in MATRICES else P()
@@ -71,7 +66,7 @@ def of_model(x):
 
 PLACES = {
     "data": ({"data": 8}, P(), P("data")),
-    "data and model": ({"data": 4, "model": 2}, of_model, P("data")),
+    "data and model": ({"data": 4, "model": 2}, jax.tree.map(of_model, PARAMS), P("data")),
     "two axes of data": ({"replica": 2, "data": 4}, P(), P(("replica", "data"))),
 }
 
@@ -124,7 +119,7 @@ def test_gradients_of_matrices_are_reduced_once_after_the_loop(place, loss, weig
     expected = of_micro_batches(loss, weights)
     mesh = mesh_of("Explicit", **axes)
     with CONTEXTS[context](mesh):
-        params, x, y = placed(mesh, PARAMS, spec), *placed(mesh, (X, Y), of_examples)
+        params, x, y = placed(PARAMS, mesh, spec), *placed((X, Y), mesh, of_examples)
         compiled = users_jit(shrewjax.value_and_grad(loss, K, weight=weight)).lower(params, x, y).compile()
         value, grads = compiled(params, x, y)
     close((value, grads), expected)
@@ -139,7 +134,7 @@ def test_gradients_of_matrices_are_reduced_once_after_the_loop(place, loss, weig
 def test_the_measure_finds_what_is_reduced_in_loops():
     mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
-        params, x, y = placed(mesh, PARAMS, P()), *placed(mesh, (X, Y), P("data"))
+        params, x, y = placed(PARAMS, mesh, P()), *placed((X, Y), mesh, P("data"))
         step = shrewjax.value_and_grad(scanned, K, nonfinite="drop_microbatch")
         compiled = users_jit(step).lower(params, x, y).compile()
         found = compiled(params, x, y)
@@ -161,7 +156,7 @@ def test_penalties_aux_and_carry_have_the_numbers_and_types_of_one_device(contex
     (value, aux), grads = jax.value_and_grad(penalized, has_aux=True)(PARAMS, X, Y)
     mesh = mesh_of("Explicit", data=8)
     with CONTEXTS[context](mesh):
-        params, x, y = placed(mesh, PARAMS, P()), *placed(mesh, (X, Y), P("data"))
+        params, x, y = placed(PARAMS, mesh, P()), *placed((X, Y), mesh, P("data"))
         step = shrewjax.value_and_grad(penalized, K, has_aux=True)
         found, eager = jax.jit(step)(params, x, y), step(params, x, y)
         step = shrewjax.value_and_grad(carried, K, has_aux=True, carry_argnum=3)
@@ -184,7 +179,7 @@ def test_a_loss_whose_operations_do_not_know_these_types_is_still_right():
     expected = jax.value_and_grad(convolved)(used, X, Y)
     mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
-        params, x, y = placed(mesh, used, P()), *placed(mesh, (X, Y), P("data"))
+        params, x, y = placed(used, mesh, P()), *placed((X, Y), mesh, P("data"))
         found = jax.jit(shrewjax.value_and_grad(convolved, K))(params, x, y)
     close(found, expected, rtol=1e-4)
 
@@ -221,7 +216,7 @@ def test_gradients_are_right_where_jax_does_not_know_these_types(name):
     expected = jax.vmap(each, (0, None))(params, X) if name == "vmap" else each(params, X)
     mesh = mesh_of("Explicit", **axes)
     with jax.set_mesh(mesh):
-        here, x = placed(mesh, params, P()), placed(mesh, X, of_examples)
+        here, x = placed(params, mesh, P()), placed(X, mesh, of_examples)
         found = run(lambda **options: shrewjax.value_and_grad(products, K, **options))(here, x)
     close(found, expected)
 
@@ -232,7 +227,7 @@ def test_complex_parameters_and_those_of_numpy_have_the_gradients_of_one_device(
     loss = lambda p, x: jnp.mean(jnp.abs((x @ p["numpy"]).astype(np.complex64) @ p["complex"]) ** 2)  # noqa: E731
     mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
-        here, x = params | {"complex": placed(mesh, params["complex"], P())}, placed(mesh, X, P("data"))
+        here, x = params | {"complex": placed(params["complex"], mesh, P())}, placed(X, mesh, P("data"))
         found = users_jit(shrewjax.value_and_grad(loss, K, weight=weight))(here, x)
     close(found, jax.value_and_grad(loss)(params, X))
 
@@ -241,7 +236,7 @@ def test_parameters_that_the_loss_does_not_use_have_gradients_of_zero():
     unused = {"matrix": normal(WIDTH, WIDTH), "vector": normal(WIDTH), "scalar": np.float32(2)}
     mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
-        params, x = placed(mesh, {"in": PARAMS["in"], **unused}, P()), placed(mesh, X, P("data"))
+        params, x = placed({"in": PARAMS["in"], **unused}, mesh, P()), placed(X, mesh, P("data"))
         step = shrewjax.value_and_grad(lambda p, x: jnp.mean((x @ p["in"]) ** 2), K)
         _, grads = users_jit(step)(params, x)
     expected = 2 * X.T @ (X @ PARAMS["in"]) / X.size
@@ -252,7 +247,7 @@ def test_parameters_that_the_loss_does_not_use_have_gradients_of_zero():
 def test_marks_are_on_parameters_of_products_and_lookups_alone():
     mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
-        params, x, y = placed(mesh, PARAMS, P()), *placed(mesh, (X, Y), P("data"))
+        params, x, y = placed(PARAMS, mesh, P()), *placed((X, Y), mesh, P("data"))
 
         def types(params, x, y):
             found = marked(lambda p: scanned(p, x, y), params, (x, y), axes_of_examples((x, y), params))
@@ -272,7 +267,7 @@ def test_functions_that_call_each_other_twice_are_followed_once():
         run = jax.jit(lambda w, h, run=run: run(w, run(w, h)))
     mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
-        w, x = placed(mesh, PARAMS["in"], P()), placed(mesh, X, P("data"))
+        w, x = placed(PARAMS["in"], mesh, P()), placed(X, mesh, P("data"))
         found = []
 
         def types(w, x):
@@ -287,7 +282,7 @@ def test_functions_that_call_each_other_twice_are_followed_once():
 def test_examples_that_no_mesh_shards_need_no_types():
     assert axes_of_examples((X, Y), PARAMS) == frozenset()
     mesh = mesh_of(data=8)
-    assert axes_of_examples(placed(mesh, X, P("data")), PARAMS) == frozenset()
+    assert axes_of_examples(placed(X, mesh, P("data")), PARAMS) == frozenset()
 
 
 def reduced(tree, axis="data"):
@@ -300,7 +295,7 @@ def test_parameters_that_come_as_reduced_give_gradients_that_are_unreduced_as_in
     loss = lambda p, x, y: jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"] - y) ** 2)  # noqa: E731
     expected = jax.value_and_grad(loss)(used, X, Y)[1]
     with jax.set_mesh(mesh):
-        params, x, y = placed(mesh, used, P()), *placed(mesh, (X, Y), P("data"))
+        params, x, y = placed(used, mesh, P()), *placed((X, Y), mesh, P("data"))
 
         def step(params, x, y):
             _, grads = shrewjax.value_and_grad(loss, K)(reduced(params), x, y)
@@ -335,7 +330,7 @@ def test_rules_sum_gradients_that_come_as_unreduced(name):
     expected, _ = tx.update(jax.grad(loss)(params, X), tx.init(params), params)
     mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
-        here, x = placed(mesh, params, P()), placed(mesh, X, P("data"))
+        here, x = placed(params, mesh, P()), placed(X, mesh, P("data"))
         step = jax.jit(lambda p, s, x: tx.update(jax.grad(loss)(reduced(p), x), s, p)[0])
         found = step(here, tx.init(here), x)
     close(found, expected)
@@ -367,7 +362,7 @@ def test_a_model_of_flax_is_reduced_once_too():
     expected = nnx.value_and_grad(loss)(nnx.merge(graph, state), X, Y)
     mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
-        here, x, y = placed(mesh, state, P()), *placed(mesh, (X, Y), P("data"))
+        here, x, y = placed(state, mesh, P()), *placed((X, Y), mesh, P("data"))
 
         def step(state, x, y):
             return shrewjax.flax.value_and_grad(loss, K)(nnx.merge(graph, state), x, y)
