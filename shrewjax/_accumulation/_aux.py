@@ -13,7 +13,7 @@ from shrewjax._accumulation.window import GradAccumulatorState, Window, already_
 from shrewjax._base import trees
 from shrewjax._base.mesh import as_varying, partitioned_like, varying_axes
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import Axes, Flag, Leaf, Number, PyTree
+from shrewjax._base.types import Axes, DType, Flag, Leaf, Number, PyTree
 from shrewjax._numerics import floats
 from shrewjax._numerics.reductions import combined_over, joined_over
 
@@ -170,29 +170,32 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str) -> None:
 
 
 def _empty(name: str, like: Leaf) -> jax.Array:
-    dtype = like.dtype
-    if name == "sum":
-        is_float = is_gradient(like)
-        dtype = (
-            floats.upcast_dtype(like, floats.sum_dtype(like))
-            if is_float
-            else jax.eval_shape(jnp.sum, like).dtype
-        )
-    start: Number = 0
-    if name in ("max", "min"):
-        if is_gradient(like):
-            # Some float8 have no infinity: there the cast would make a NaN, which no number replaces.
-            has_infinity = bool(np.isinf(np.asarray(np.inf).astype(dtype)))
-            least, largest = (
-                (-np.inf, np.inf) if has_infinity else (jnp.finfo(dtype).min, jnp.finfo(dtype).max)
-            )
-        else:
-            least, largest = (
-                (False, True) if dtype == np.bool else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-            )
-        start = least if name == "max" else largest
+    """Returns what a leaf begins with: the number that any other replaces, or 0."""
+    least, largest = _ends(like.dtype)
+    start = {"max": least, "min": largest}.get(name, 0)
+    dtype = _dtype_of_sum(like) if name == "sum" else like.dtype
     full = partitioned_like(jnp.full(like.shape, start, dtype), like)
     return as_varying(full, tuple(varying_axes(like)))
+
+
+def _dtype_of_sum(like: Leaf) -> DType:
+    if is_gradient(like):
+        return floats.upcast_dtype(like, floats.sum_dtype(like))
+    return jax.eval_shape(jnp.sum, like).dtype
+
+
+def _ends(dtype: DType) -> tuple[Number, Number]:
+    """Returns the least number of a dtype and the largest."""
+    if dtype == np.bool:
+        return False, True
+    if not jnp.issubdtype(dtype, np.inexact):
+        integers = jnp.iinfo(dtype)
+        return integers.min, integers.max
+    # Some float8 have no infinity: there the cast would make a NaN, which no number replaces.
+    if np.isinf(np.asarray(np.inf).astype(dtype)):
+        return -np.inf, np.inf
+    floating = jnp.finfo(dtype)
+    return floating.min, floating.max
 
 
 def _combined(name: str, total: jax.Array, x: jax.Array, kept: Flag) -> jax.Array:
