@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent.parent
 GITHUB = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 SHOWN_AS_CODE = re.compile(r"^ *(:::|% |\(\S+\)=)|\{[a-z][\w:-]*\}`|^\[\[", re.MULTILINE)

@@ -1,4 +1,6 @@
-"""Every public transformation in the company that it keeps: Optax's wrappers, frameworks, checkpoints.
+"""Every public transformation in the company that it keeps: Optax's wrappers and optimizers, checkpoints.
+
+`test_nnx_optimizer.py`, `test_flax.py` and `test_equinox.py` have the frameworks.
 
 The oracle of a cell is what the transformation does alone (other tests hold that to definitions), put in its place: a
 `tape` that plays those updates back is wrapped in the same way, so that what differs is the fault of the meeting.
@@ -353,7 +355,7 @@ def test_tree_map_params_finds_the_fields_that_are_like_the_parameters(name):
     assert all(mark == "another" for mark in jax.tree.leaves(others))
 
 
-# --- frameworks -------------------------------------------------------------------------------------------------
+# --- checkpoints ------------------------------------------------------------------------------------------------
 
 
 # States with a history, with an average for each leaf, with flags, and with a window.
