@@ -229,7 +229,7 @@ def _measure(
             run_if(
                 jnp.any(shift_into_range(total) != 0),
                 lambda: _by_maximum(_unknown(leaves), of),
-                lambda: to_extended(_root(total, of.ord)),
+                lambda: to_extended(_ROOTS[of.ord](total)),
             )
         ]
     read_again = partial(_in_two_passes, small_counts=small_counts, of=of)
@@ -247,7 +247,7 @@ def _in_float64(leaves: Sequence[jax.Array], of: _Norms) -> list[ExtendedFloat]:
     with jax.enable_x64(True):
         sums = join(of.sums([upcast(x, jnp.float64) for x in leaves]), of.groups)
         totals = of.totals(sums) + (sums if of.by_leaf else [])
-        norms = [to_extended(_root(total, of.ord)) for total in totals]
+        norms = [to_extended(_ROOTS[of.ord](total)) for total in totals]
         return [shifted(lax.convert_element_type(m, jnp.float32), e) for m, e in norms]
 
 
@@ -327,27 +327,22 @@ def _in_two_passes(
     else:
         (is_rare_anywhere,) = agreed([is_rare])
         in_range = run_if(is_rare_anywhere, read_again, lambda: sums)
-    roots = [_root(total, of.ord) for total in of.totals(in_range)]
+    roots = [_ROOTS[of.ord](total) for total in of.totals(in_range)]
     norms = [shifted(root, -shift) for root, shift in zip(roots, shifts, strict=True)]
     if of.by_leaf:
         (shift,), (own,), (scaled,) = shifts, sums, in_range
         # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
         is_helped = shift_into_range(own) == shift
-        root = _root(jnp.where(is_helped, scaled, own), of.ord)
+        root = _ROOTS[of.ord](jnp.where(is_helped, scaled, own))
         norms.append(shifted(root, -jnp.where(is_helped, shift, 0)))
     return norms
 
 
-def _root(powers: jax.Array, p: float) -> jax.Array:
-    """Returns the p-th root. Its derivative at 0 is 0."""
-    positive = powers > 0  # the root of 0 has no derivative
-    return jnp.where(positive, _ROOTS[p](jnp.where(positive, powers, 1)), powers)
-
-
 def _cube_root(x: jax.Array) -> jax.Array:
     """Returns the cube root, with one Newton step, because `lax.cbrt` may be many eps off in float64 (XLA-20)."""
-    root = lax.cbrt(x)
-    return root - (root - x / (root * root)) / 3
+    positive = jnp.where(x > 0, x, 1)  # of 0, the step is 0 / 0
+    root = lax.cbrt(positive)
+    return jnp.where(x > 0, root - (root - positive / (root * root)) / 3, x)
 
 
 # The roots of the orders whose powers the first pass sums.
