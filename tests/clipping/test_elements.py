@@ -7,9 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import bits, flat, thorough
-from hypothesis import given
-from hypothesis import strategies as st
-from norm_clips import each_threshold, trees
 from speed import quick_jit, users_jit
 
 import shrewjax
@@ -159,17 +156,6 @@ def test_no_gradient_where_the_state_has_a_bound():
     assert state.bound == {"a": 2, "b": 0}
 
 
-# The other test of eight-bit dtypes and percentiles, in `test_elements_narrow.py`, has all of them.
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", *thorough("float8_e5m2", "float8_e4m3fnuz")])
-def test_eight_bit_leaves_are_clipped_to_what_they_can_hold(dtype):
-    x = np.asarray([224, 144, 160, 112, 10, -208], dtype)
-    clipped, bound, _ = by_percentile({"q": x, "f": f32(1)}, 60, method="lower")
-    values = x.astype(np.float32)
-    assert float(bound) == np.sort(np.abs(np.append(values, 1)))[3]
-    expected = np.where(np.abs(values) > float(bound), np.copysign(f32(bound), values), values)
-    np.testing.assert_array_equal(clipped["q"].astype(np.float32), expected)
-
-
 def test_many_small_leaves_take_no_memory():
     leaves = [np.ones(2**14, f32)] * 16
     program = users_jit(lambda g: shrewjax.clip_grad_percentile(g, 90)[1]).lower(leaves).compile()
@@ -237,11 +223,11 @@ def test_value_clip_never_leaves_the_interval_and_touches_nothing_inside(dtype):
         assert (distance <= abs(nearest) * float(jnp.finfo(dtype).eps)).all(), bound
 
 
-@each_threshold
-def test_value_clip_of_nan_and_infinities(given_as):
+def test_value_clip_of_nan_and_infinities():
     x = f32([np.nan, np.inf, -np.inf, 2])
-    np.testing.assert_array_equal(shrewjax.clip_grad_value(x, given_as(1.0)), f32([np.nan, 1, -1, 1]))
-    assert bits(shrewjax.clip_grad_value(x, given_as(np.inf))) == bits(x)
+    for given_as in (float, np.float32, jnp.float32):
+        np.testing.assert_array_equal(shrewjax.clip_grad_value(x, given_as(1.0)), f32([np.nan, 1, -1, 1]))
+        assert bits(shrewjax.clip_grad_value(x, given_as(np.inf))) == bits(x), given_as
 
 
 def test_value_clip_with_odd_traced_bounds():
@@ -273,26 +259,6 @@ def test_derivative_through_the_value_clip():
     np.testing.assert_array_equal(slope, [1, 0, 1, 0])
     slope = quick_jit(jax.grad(lambda c: jnp.sum(shrewjax.clip_grad_value(jnp.array([2.0, -3.0, 5.0, 0.1]), c))))(1.0)
     assert float(slope) == 1
-
-
-# --- properties ---------------------------------------------------------------------------------------------------
-
-
-clip_value_jitted = quick_jit(shrewjax.clip_grad_value)
-
-
-@given(trees(), st.floats(0, 2.0**127, width=32))
-def test_value_clip_is_the_nearest_point_of_the_box(tree, bound):
-    tree = [np.asarray(x) for x in tree if not np.iscomplexobj(x)]
-    for x, y in zip(tree, jax.device_get(clip_value_jitted(tree, f32(bound))), strict=True):
-        before, after = np.float64(x), np.float64(y)
-        assert (np.abs(after) <= bound).all()
-        inside = np.abs(before) <= bound
-        assert bits(y[inside]) == bits(x[inside])
-        assert (
-            np.abs(after - np.clip(before, -bound, bound))
-            <= 2 * float(jnp.finfo(x.dtype).eps) * bound + float(jnp.finfo(x.dtype).tiny)
-        ).all()
 
 
 @pytest.mark.parametrize("rule", [shrewjax.clip_by_percentile, functools.partial(shrewjax.clip_grad_percentile, {})])

@@ -81,7 +81,6 @@ def test_every_floating_dtype_is_either_clipped_or_refused():
     assert all(ml_dtypes.finfo(name).bits == 8 for name in FLOATS - REFUSED)
 
 
-@pytest.mark.parametrize("dtype", sorted(REFUSED))
 @pytest.mark.parametrize(
     "function",
     [
@@ -92,10 +91,11 @@ def test_every_floating_dtype_is_either_clipped_or_refused():
     ],
     ids=["grad_norm", "clip_grad_norm", "clip_grad_value", "clip_grad_percentile"],
 )
-def test_dtype_without_a_sign_or_a_nan_is_an_error_that_names_the_leaf(function, dtype):
-    leaf = np.ones(2).astype(getattr(ml_dtypes, dtype))
-    with pytest.raises(ValueError, match=rf"gradient leaf \['q'\] must have a dtype with a sign.*got {dtype}"):
-        function({"w": jnp.ones(2), "q": leaf})
+def test_dtype_without_a_sign_or_a_nan_is_an_error_that_names_the_leaf(function):
+    for dtype in REFUSED:
+        leaf = np.ones(2).astype(getattr(ml_dtypes, dtype))
+        with pytest.raises(ValueError, match=rf"gradient leaf \['q'\] must have a dtype with a sign.*got {dtype}"):
+            function({"w": jnp.ones(2), "q": leaf})
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)

@@ -2,11 +2,10 @@
 
 import itertools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import assert_close
 
 import shrewjax
 
@@ -37,27 +36,13 @@ STATEFUL = {
 }
 
 
-def test_optax_own_test_of_the_global_norm_clip_passes_with_ours():
-    # `test_clip_by_global_norm` of Optax's clipping_test.py, with the names replaced. It passes None as the state.
-    per_step_updates = (np.array([500.0, 5.0], np.float32), np.array([300.0, 3.0, 1.0], np.float32))
-    updates = per_step_updates
-    for i in range(1, 51):
-        clipper = shrewjax.clip_by_global_norm(1.0 / i)
-        # Check that the clipper actually works and global norm is <= max_norm
-        updates, _ = clipper.update(updates, None)
-        assert round(float(optax.tree.norm(updates)) - 1.0 / i, 6) == 0
-        # Check that continuously clipping won't cause numerical issues.
-        updates_step, _ = clipper.update(per_step_updates, None)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=0), updates, updates_step)
-
-
-@pytest.mark.parametrize("foreign", FOREIGN)
 @pytest.mark.parametrize("rule", STATELESS)
-def test_a_rule_that_reads_no_state_takes_any_as_optax_does(rule, foreign):
+def test_a_rule_that_reads_no_state_takes_any_as_optax_does(rule):
     ours, theirs = STATELESS[rule]
-    clipped, _ = ours(2.0).update(GRADS, FOREIGN[foreign])
-    expected, _ = theirs(2.0).update(GRADS, FOREIGN[foreign])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-7, atol=0), clipped, expected)
+    for foreign in FOREIGN.values():
+        clipped, _ = ours(2.0).update(GRADS, foreign)
+        expected, _ = theirs(2.0).update(GRADS, foreign)
+        assert_close(clipped, expected, rtol=3e-7)
 
 
 @pytest.mark.parametrize(("rule", "foreign"), [*zip(STATEFUL, itertools.cycle(FOREIGN), strict=False)])
@@ -66,10 +51,3 @@ def test_a_rule_that_reads_its_state_says_which_one_it_needs(rule, foreign):
     given = type(FOREIGN[foreign]).__name__
     with pytest.raises(ValueError, match=rf"^state must be the {needed} .* got {given}\. Pass the state"):
         STATEFUL[rule].update(GRADS, FOREIGN[foreign])
-
-
-@pytest.mark.parametrize("rule", STATEFUL)
-def test_a_rule_that_reads_its_state_takes_its_own_traced_or_not(rule):
-    tx = STATEFUL[rule]
-    _, state = jax.eval_shape(tx.update, GRADS, tx.init(GRADS))
-    assert jax.tree.structure(state) == jax.tree.structure(tx.init(jax.tree.map(jnp.asarray, GRADS)))
