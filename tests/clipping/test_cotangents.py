@@ -340,18 +340,18 @@ def test_rematerialized_backward_pass_is_the_same(name):
 
 
 def test_leaves_of_a_tree_are_clipped_each_on_its_own_and_the_others_pass():
-    tree = {"h": np.zeros((2, 2), np.float32), "c": np.zeros(3, jnp.bfloat16), "step": np.arange(3), "none": None}
+    tree = {"h": np.zeros((2, 2), np.float32), "c": np.zeros(3, jnp.bfloat16), "step": np.int32(3), "none": None}
     above = {"h": np.full((2, 2), 4, np.float32), "c": np.full(3, 0.5, jnp.bfloat16)}
 
     @quick_jit
     def run(above):
         out, backward = jax.vjp(lambda tree: clip_cotangent(tree, 1.0), tree)
-        (cotangent,) = backward(above | {"step": np.zeros(3, jax.dtypes.float0), "none": None})
+        (cotangent,) = backward(above | {"step": np.zeros((), jax.dtypes.float0), "none": None})
         assert cotangent.pop("step").dtype == jax.dtypes.float0
         return out["step"], cotangent
 
     steps, cotangent = run(above)
-    np.testing.assert_array_equal(steps, tree["step"])
+    assert steps == 3
     np.testing.assert_allclose(cotangent["h"], np.full((2, 2), 0.5**0.5), rtol=1e-6)
     assert bits(cotangent["c"]) == bits(above["c"])
 
