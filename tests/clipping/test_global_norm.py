@@ -121,9 +121,10 @@ def test_gradients_outside_land_on_the_threshold_in_their_direction(clip, given_
             (clipped,), norm = clip([x], limit)
             assert clipped.dtype == dtype
             exact = np.asarray(x, np.longdouble) * (np.longdouble(float(limit)) / true_norm([x]))
-            np.testing.assert_allclose(np.float64(clipped), np.float64(exact), rtol=2 * eps([x]), atol=underflow)
-            assert true_norm([clipped]) == pytest.approx(float(limit), rel=2 * eps([x]), abs=200**0.5 * underflow)
-            assert float(norm) == pytest.approx(float(true_norm([x])), rel=1e-6)
+            rtol, case = 2 * eps([x]), f"{clipped.dtype}, {limit}"
+            np.testing.assert_allclose(np.float64(clipped), np.float64(exact), rtol=rtol, atol=underflow, err_msg=case)
+            assert true_norm([clipped]) == pytest.approx(float(limit), rel=rtol, abs=200**0.5 * underflow), case
+            assert float(norm) == pytest.approx(float(true_norm([x])), rel=1e-6), case
 
 
 RANGES = [
