@@ -133,6 +133,8 @@ RANGES = [
     ([3e38, 3e38, 3e38], 1.0),  # the norm overflows
     ([3e38, 3e38, 3e38], 3e38),
     ([2.0**33, 2.0**33], 2.0**-112),  # limit / norm underflows
+    ([2.0**127], 2.0**-126),  # from the largest norm to the smallest threshold
+    ([3.4e38], 4e-38),
     ([3e38, 1e38], 1e-37),
     ([2e-38, 2e-38], 2.4e-38),
     ([1e-10, 1e-10], 1e-11),
