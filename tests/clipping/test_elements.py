@@ -156,17 +156,6 @@ def test_no_gradient_where_the_state_has_a_bound():
     assert state.bound == {"a": 2, "b": 0}
 
 
-# The other test of eight-bit dtypes and percentiles, in `test_elements_narrow.py`, has all of them.
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", *thorough("float8_e5m2", "float8_e4m3fnuz")])
-def test_eight_bit_leaves_are_clipped_to_what_they_can_hold(dtype):
-    x = np.asarray([224, 144, 160, 112, 10, -208], dtype)
-    clipped, bound, _ = by_percentile({"q": x, "f": f32(1)}, 60, method="lower")
-    values = x.astype(np.float32)
-    assert float(bound) == np.sort(np.abs(np.append(values, 1)))[3]
-    expected = np.where(np.abs(values) > float(bound), np.copysign(f32(bound), values), values)
-    np.testing.assert_array_equal(clipped["q"].astype(np.float32), expected)
-
-
 def test_many_small_leaves_take_no_memory():
     leaves = [np.ones(2**14, f32)] * 16
     program = users_jit(lambda g: shrewjax.clip_grad_percentile(g, 90)[1]).lower(leaves).compile()
@@ -234,11 +223,11 @@ def test_value_clip_never_leaves_the_interval_and_touches_nothing_inside(dtype):
         assert (distance <= abs(nearest) * float(jnp.finfo(dtype).eps)).all(), bound
 
 
-@pytest.mark.parametrize("given_as", [float, np.float32, jnp.float32], ids=["python", "numpy", "jax"])
-def test_value_clip_of_nan_and_infinities(given_as):
+def test_value_clip_of_nan_and_infinities():
     x = f32([np.nan, np.inf, -np.inf, 2])
-    np.testing.assert_array_equal(shrewjax.clip_grad_value(x, given_as(1.0)), f32([np.nan, 1, -1, 1]))
-    assert bits(shrewjax.clip_grad_value(x, given_as(np.inf))) == bits(x)
+    for given_as in (float, np.float32, jnp.float32):
+        np.testing.assert_array_equal(shrewjax.clip_grad_value(x, given_as(1.0)), f32([np.nan, 1, -1, 1]))
+        assert bits(shrewjax.clip_grad_value(x, given_as(np.inf))) == bits(x), given_as
 
 
 def test_value_clip_with_odd_traced_bounds():

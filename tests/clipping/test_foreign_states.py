@@ -2,10 +2,10 @@
 
 import itertools
 
-import jax
 import numpy as np
 import optax
 import pytest
+from helpers import assert_close
 
 import shrewjax
 
@@ -36,13 +36,12 @@ STATEFUL = {
 }
 
 
-@pytest.mark.parametrize("foreign", FOREIGN)
 @pytest.mark.parametrize("rule", STATELESS)
-def test_a_rule_that_reads_no_state_takes_any_as_optax_does(rule, foreign):
+def test_a_rule_that_reads_no_state_takes_any_as_optax_does(rule):
     ours, theirs = STATELESS[rule]
-    clipped, _ = ours(2.0).update(GRADS, FOREIGN[foreign])
-    expected, _ = theirs(2.0).update(GRADS, FOREIGN[foreign])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-7, atol=0), clipped, expected)
+    clipped = {name: ours(2.0).update(GRADS, state)[0] for name, state in FOREIGN.items()}
+    expected = {name: theirs(2.0).update(GRADS, state)[0] for name, state in FOREIGN.items()}
+    assert_close(clipped, expected, rtol=3e-7)
 
 
 @pytest.mark.parametrize(("rule", "foreign"), [*zip(STATEFUL, itertools.cycle(FOREIGN), strict=False)])

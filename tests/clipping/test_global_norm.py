@@ -1,4 +1,6 @@
-"""The norm clip, row by row of its table. `test_spec.py` has what holds for all gradients."""
+"""The norm clip, row by row of its table. `definition/test_spec.py` has any gradients, in exact fractions."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,8 @@ def by_leaf(tree, max_norm, ord=None):
 
 
 # Given a tree of one leaf, all three must do the same. Each takes one kind of threshold where the kind matters.
-each_clip = pytest.mark.parametrize("clip", [by_function, by_transformation, by_leaf])
+CLIPS = [by_function, by_transformation, by_leaf]
+each_clip = pytest.mark.parametrize("clip", CLIPS)
 each_way = pytest.mark.parametrize(
     ("clip", "given_as"), [(by_function, float), (by_transformation, jnp.float32), (by_leaf, np.float32)]
 )
@@ -55,11 +58,10 @@ def test_infinite_threshold_leaves_every_bit_and_measures(clip, given_as):
 
 
 @each_way
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_nonfinite_gradient_makes_every_floating_leaf_nan(clip, given_as, bad):
-    for limit in (0.0, 1.0, 1e30):
+def test_nonfinite_gradient_makes_every_floating_leaf_nan(clip, given_as):
+    for bad, limit in itertools.product([np.nan, np.inf, -np.inf], [0.0, 1.0, 1e30]):
         clipped, norm = clip([f32([1, bad, 0])], given_as(limit))
-        assert np.isnan(clipped[0]).all(), limit
+        assert np.isnan(clipped[0]).all(), (bad, limit)
         np.testing.assert_equal(float(norm), abs(bad))
 
 
@@ -78,21 +80,20 @@ def test_traced_nan_threshold_makes_every_floating_leaf_nan(clip):
 
 
 @each_clip
-@pytest.mark.parametrize("limit", [-1.0, -np.inf])
-def test_traced_negative_threshold_is_as_zero(clip, limit):
-    clipped, norm = clip([f32([3, -4])], jnp.float32(limit))
-    np.testing.assert_array_equal(clipped[0], [0, 0])
-    assert float(norm) == 5
+def test_traced_negative_threshold_is_as_zero(clip):
+    for limit in (-1.0, -np.inf):
+        clipped, norm = clip([f32([3, -4])], jnp.float32(limit))
+        np.testing.assert_array_equal(clipped[0], [0, 0], err_msg=str(limit))
+        assert float(norm) == 5
 
 
 @each_way
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_gradients_inside_keep_every_bit(clip, given_as, dtype):
-    smallest = float(jnp.finfo(dtype).smallest_subnormal)
-    tree = [jnp.asarray([3, 4, -0.0, 0.0, smallest, -smallest, 3 * smallest], dtype)]
-    for limit in (5.0, 5.5, 3e38):
+def test_gradients_inside_keep_every_bit(clip, given_as):
+    for dtype, limit in itertools.product([jnp.float32, jnp.bfloat16, jnp.float16], [5.0, 5.5, 3e38]):
+        smallest = float(jnp.finfo(dtype).smallest_subnormal)
+        tree = [jnp.asarray([3, 4, -0.0, 0.0, smallest, -smallest, 3 * smallest], dtype)]
         clipped, norm = clip(tree, given_as(limit))
-        assert bits(clipped) == bits(tree)
+        assert bits(clipped) == bits(tree), (dtype, limit)
         assert float(norm) == 5
 
 
@@ -111,30 +112,29 @@ def test_zero_threshold_gives_zeros(clip, given_as):
         np.testing.assert_array_equal(clipped[0], [0, 0], err_msg=str(scale))
 
 
-def norm_of(x, ord):
-    return float(true_norm([x], ord))
-
-
 @each_way
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_gradients_outside_land_on_the_threshold_in_their_direction(clip, given_as, dtype):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 5)), dtype)
-    underflow = float(jnp.finfo(dtype).tiny)
-    for limit in map(given_as, (1.0, 0.3, 1e-3)):
-        (clipped,), norm = clip([x], limit)
-        assert clipped.dtype == dtype
-        exact = np.asarray(x, np.longdouble) * (np.longdouble(float(limit)) / true_norm([x]))
-        np.testing.assert_allclose(np.float64(clipped), np.float64(exact), rtol=2 * eps([x]), atol=underflow)
-        assert true_norm([clipped]) == pytest.approx(float(limit), rel=2 * eps([x]), abs=200**0.5 * underflow)
-        assert float(norm) == pytest.approx(float(true_norm([x])), rel=1e-6)
+def test_gradients_outside_land_on_the_threshold_in_their_direction(clip, given_as):
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 5)), dtype)
+        underflow = float(jnp.finfo(dtype).tiny)
+        for limit in map(given_as, (1.0, 0.3, 1e-3, (1 - 1e-6) * float(true_norm([x])))):
+            (clipped,), norm = clip([x], limit)
+            assert clipped.dtype == dtype
+            exact = np.asarray(x, np.longdouble) * (np.longdouble(float(limit)) / true_norm([x]))
+            rtol, case = 2 * eps([x]), f"{clipped.dtype}, {limit}"
+            np.testing.assert_allclose(np.float64(clipped), np.float64(exact), rtol=rtol, atol=underflow, err_msg=case)
+            assert true_norm([clipped]) == pytest.approx(float(limit), rel=rtol, abs=200**0.5 * underflow), case
+            assert float(norm) == pytest.approx(float(true_norm([x])), rel=1e-6), case
 
 
-AT_THE_ENDS = [
+RANGES = [
     ([1e20, 1e20], 1.0),  # the squares overflow
     ([1e-25, 2e-25], 1e-26),  # the squares underflow
     ([3e38, 3e38, 3e38], 1.0),  # the norm overflows
     ([3e38, 3e38, 3e38], 3e38),
     ([2.0**33, 2.0**33], 2.0**-112),  # limit / norm underflows
+    ([2.0**127], 2.0**-126),  # from the largest norm to the smallest threshold
+    ([3.4e38], 4e-38),
     ([3e38, 1e38], 1e-37),
     ([2e-38, 2e-38], 2.4e-38),
     ([1e-10, 1e-10], 1e-11),
@@ -143,11 +143,12 @@ AT_THE_ENDS = [
 
 @each_clip
 def test_neither_the_norm_nor_the_quotient_nor_the_product_leaves_the_range(clip):
-    for values, limit in AT_THE_ENDS:
+    for values, limit in RANGES:
         (clipped,), _ = clip([f32(values)], limit)
         exact = np.longdouble(f32(values)) * (np.longdouble(limit) / true_norm([f32(values)]))
         subnormal = len(values) ** 0.5 * TINY if np.min(exact) < TINY else 0
-        np.testing.assert_allclose(np.float64(clipped), np.float64(exact), 2.4e-7, subnormal, err_msg=str(values))
+        case = f"{values}, {limit}"
+        np.testing.assert_allclose(np.float64(clipped), np.float64(exact), rtol=2.4e-7, atol=subnormal, err_msg=case)
 
 
 @each_clip
@@ -160,14 +161,13 @@ def test_static_threshold_beyond_float32_is_finite_still(clip):
 
 
 @pytest.mark.parametrize("ord", [1, 1.5, 3, 10, np.inf])
-@each_clip
-def test_other_norms_land_on_the_threshold(clip, ord):
-    for scale in (1.0, 1e25, 1e-25):
+def test_other_norms_land_on_the_threshold(ord):
+    for clip, scale in itertools.product(CLIPS, [1.0, 1e25, 1e-25]):
         x = f32(np.random.default_rng(1).normal(size=(7, 3)) * scale)
         (clipped,), norm = clip([x], 0.25 * scale, ord=ord)
-        assert float(norm) == pytest.approx(norm_of(x, ord), rel=1e-6, abs=0), scale
+        assert float(norm) == pytest.approx(float(true_norm([x], ord)), rel=1e-6, abs=0), (clip, scale)
         tolerance = (2 if ord == np.inf else 4) * 2.0**-23
-        assert norm_of(clipped, ord) == pytest.approx(float(0.25 * scale), rel=tolerance, abs=0), scale
+        assert float(true_norm([clipped], ord)) == pytest.approx(0.25 * scale, rel=tolerance, abs=0), (clip, scale)
 
 
 def test_mixed_dtypes_are_scaled_alike_and_kept():

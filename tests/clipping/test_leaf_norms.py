@@ -55,7 +55,8 @@ def mixed():
         "count": np.arange(3),
         "none": None,
         "masked": optax.MaskedNode(),
-        "stack": [normal(2) for _ in range(11)],
+        # Eleven layers, because jit returns metrics in the order of names, where "10" comes before "2".
+        "stack": [normal(2) * f32(1e4 if i == 2 else 1) for i in range(11)],
     }
 
 
@@ -75,16 +76,6 @@ def test_each_leaf_has_its_norm_under_its_name():
     assert largest_leaf(measured) == max(expected, key=expected.get)
     squares = np.float64([*expected.values()]) ** 2
     assert float(measured["largest_share"]) == pytest.approx(squares.max() / squares.sum(), rel=1e-6)
-
-
-def test_a_leaf_of_95_percent_of_the_squared_norm_is_found():
-    # Eleven layers, because jit returns metrics in the order of names, where "10" comes before "2".
-    for largest in (0, 2, 10):
-        layers = [{"kernel": np.full((5, 4), 0.1 if i == largest else (0.05 / 95 / 10) ** 0.5, f32)} for i in range(11)]
-        _, state = clipped({"layers": layers})
-        measured = metrics_of(state)
-        assert float(measured["largest_share"]) == pytest.approx(0.95, rel=1e-6)
-        assert largest_leaf(measured) == f"layers/{largest}/kernel"
 
 
 def test_updates_norm_and_scale_are_to_the_last_bit_those_without():

@@ -68,20 +68,11 @@ def test_percentile_of_the_history_is_numpys_at_every_step(length, traced):
             assert bits(updates) == bits(stacked(gradients))
 
 
-always_100 = partial(shrewjax.clip_by_norm_percentile, 100.0)
-
-
 def test_percentile_100_leaves_gradients_of_any_size_alone():
     with jax.enable_x64(True):
         gradients = [np.float64([1 + 1e-12 * i, 1e-40]) for i in range(4)]
-        updates, _ = run(always_100, gradients)
+        updates, _ = run(partial(shrewjax.clip_by_norm_percentile, 100.0), gradients)
         assert bits(updates) == bits(np.stack(gradients))
-
-
-def test_percentile_survives_a_norm_beyond_float32():
-    updates, states = run(always_100, [f32([3, 4]), f32([3e38, 3e38]), f32([3, 4])])
-    np.testing.assert_array_equal(states.threshold, [5, 5, 5])
-    np.testing.assert_allclose(updates[1], f32([1, 1]) * 5 / 2**0.5, rtol=1e-6)
 
 
 def test_percentile_before_there_is_a_history_lets_pass_what_is_not_recorded():

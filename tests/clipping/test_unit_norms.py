@@ -1,5 +1,6 @@
 """Rules by unit against their papers' equations in float64, and measured thresholds at every edge."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -14,7 +15,6 @@ from steps import NORMS, adagc, agc, f32, run, step_of, vectors
 import shrewjax
 
 pytestmark = [each_world, pytest.mark.usefixtures("either_world")]
-BAD = pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 
 
 def test_a_unit_of_zeros_is_not_clipped_even_at_a_limit_of_zero():
@@ -86,11 +86,6 @@ def test_layers_of_a_stacked_leaf_are_clipped_one_by_one(ord):
     assert float(found["clip_by_leaf_norm/clipped_fraction"]) == np.float32(np.mean([*(norms > 1), False]))
 
 
-def test_layers_and_an_order_without_units_are_an_error():
-    with pytest.raises(ValueError, match=r"ord must be 1 or 2 with batch_axes, got 3"):
-        shrewjax.clip_by_leaf_norm(1.0, ord=3, batch_axes=0)
-
-
 def test_leaf_norm_state_keeps_its_structure_when_a_gradient_is_missing():
     tx = shrewjax.clip_by_leaf_norm(1.0)
     state = tx.init({"a": f32([3, 4]), "b": f32([1])})
@@ -143,12 +138,6 @@ def test_leaf_ema_a_leaf_that_wakes_up_after_the_warmup_starts_then():
     assert np.linalg.norm(updates["a"][6]) == pytest.approx(1.04 * together, rel=1e-6)
 
 
-def test_leaf_ema_grows_by_no_more_than_it_says():
-    _, states = ema_steps([a_and_b(1e-3)] * 3 + [a_and_b(1e3)] * 200, warmup_steps=3)
-    growth = np.float64(states.norm_ema["a"][3:]) / np.float64(states.norm_ema["a"][2:-1])
-    np.testing.assert_allclose(growth, 1 + (1 - 0.99) * (1.04 - 1), rtol=1e-6)
-
-
 def test_leaf_ema_floor_shortens_the_way_up():
     _, states = ema_steps([a_and_b(1e-12)] + [a_and_b(1)] * 3, warmup_steps=1, min_norm=0.1)
     np.testing.assert_allclose(states.norm_ema["a"][:2], [0.1, 0.1 * 1.0004], rtol=1e-6)
@@ -170,38 +159,31 @@ def test_leaf_ema_of_stacked_layers_is_that_of_each_layer():
 # --- AGC and block RMS --------------------------------------------------------------------------------------------
 
 
-def kernels_by_their_middle(name, leaf):
-    return (0, 2) if "kernel" in name and leaf.ndim == 3 else None
+# Arguments, the shape of a leaf, and which of its axes share a norm. Below, Optax has those by default.
+AXES = [
+    ({"batch_axes": -2}, (4, 5, 3), 0),
+    ({"unit": "tensor"}, (4, 3), (0, 1)),
+    ({"unit": "tensor", "batch_axes": 0}, (5, 4, 3), (1, 2)),
+    ({"axis": 1}, (4, 3), 1),
+    ({"axis": (-1, 0)}, (4, 3), (0, 1)),
+    ({"axis": lambda name, leaf: (0, 2) if "kernel" in name else None}, (4, 3, 2), (0, 2)),
+]
 
 
-# Leaves that one program clips, as their shapes and the axes that share a norm.
-AXES = {
-    "by default": ({}, [((), ()), ((4,), 0), ((4, 3), 0), ((4, 3, 2), 0), ((3, 3, 4, 2), (0, 1, 2))]),
-    "of rank 5": ({}, [((2, 3, 3, 4, 2), (0, 1, 2, 3))]),
-    "of stacks": ({"batch_axes": 0}, [((5, 4), 1), ((5, 3, 3, 4, 2), (1, 2, 3))]),
-    "of stacked matrices": ({"batch_axes": (0,)}, [((5, 4, 3), 1)]),
-    "of stacks along the middle": ({"batch_axes": -2}, [((4, 5, 3), 0)]),
-    "of leaves": ({"unit": "tensor"}, [((4, 3), (0, 1))]),
-    "of stacked leaves": ({"unit": "tensor", "batch_axes": 0}, [((5, 4, 3), (1, 2))]),
-    "along an axis": ({"axis": 1}, [((4, 3), 1)]),
-    "along axes": ({"axis": (-1, 0)}, [((4, 3), (0, 1))]),
-    "along axes by name": ({"axis": kernels_by_their_middle}, [((4, 3, 2), (0, 2))]),
-}
-# The same code finds these as others do. `test_arguments.py` has each way to give axes.
-ALIKE = ["of rank 5", "of stacked matrices", "of stacks along the middle", "of leaves", "along an axis", "along axes"]
-
-
-@pytest.mark.parametrize("units", [*(name for name in AXES if name not in ALIKE), *thorough(*ALIKE)])
-def test_agc_is_equation_3_for_every_rank_and_choice_of_axes(units):
-    arguments, leaves = AXES[units]
+def test_agc_is_equation_3_for_every_choice_of_axes():
     rng = np.random.default_rng(0)
-    gs = [f32(rng.normal(size=shape) * np.exp(rng.normal(size=shape)) * 0.1) for shape, _ in leaves]
-    ws = [f32(rng.normal(size=shape)) for shape, _ in leaves]
-    updates, _ = run(lambda: shrewjax.adaptive_grad_clip(0.1, **arguments), [{"kernels": gs}], {"kernels": ws})
-    for update, g, w, (shape, axis) in zip(updates["kernels"], gs, ws, leaves, strict=True):
+    gs = [f32(rng.normal(size=shape) * np.exp(rng.normal(size=shape)) * 0.1) for _, shape, _ in AXES]
+    ws = [f32(rng.normal(size=shape)) for _, shape, _ in AXES]
+    rules = [shrewjax.adaptive_grad_clip(0.1, **arguments) for arguments, _, _ in AXES]
+
+    @quick_jit
+    def clipped(gs, ws):
+        return [tx.update({"kernel": g}, None, {"kernel": w})[0] for tx, g, w in zip(rules, gs, ws, strict=True)]
+
+    for update, g, w, (arguments, _, axis) in zip(clipped(gs, ws), gs, ws, AXES, strict=True):
         expected = agc(g, w, axis)
-        assert not np.array_equal(expected, np.float64(g)) or shape == ()
-        np.testing.assert_allclose(update[0], expected, rtol=1e-5, err_msg=str(shape))
+        assert not np.array_equal(expected, np.float64(g))
+        np.testing.assert_allclose(update["kernel"], expected, rtol=1e-5, err_msg=str(arguments))
 
 
 def test_agc_where_parameters_are_zero_still_learns_and_says_what_it_saw():
@@ -277,28 +259,36 @@ REMEMBERED = {
 }
 
 
-@BAD
-@pytest.mark.parametrize("when", [1, 6], ids=["in the warm-up", "later"])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_bad_gradient_is_as_if_it_had_not_been(rule, when, bad):
+def test_a_bad_gradient_is_as_if_it_had_not_been(rule):
     gradients = list(vectors(NORMS[:10]))
-    spoilt = {"a": f32([1, bad]), "b": gradients[0]["b"]}
     _, clean = run(RULES[rule], gradients)
-    updates, states = run(RULES[rule], [*gradients[:when], spoilt, *gradients[when:]])
-    for seen, expected in zip(
-        jax.tree.leaves(REMEMBERED[rule](states)), jax.tree.leaves(REMEMBERED[rule](clean)), strict=True
-    ):
-        np.testing.assert_array_equal(np.delete(seen, when, axis=0), expected)
-        np.testing.assert_array_equal(seen[when], seen[when - 1])
-    assert np.isnan(updates["a"][when]).all()  # seen, not hidden
+    for bad, when in itertools.product([np.nan, np.inf, -np.inf], [1, 6]):  # in the warm-up, and later
+        spoilt = {"a": f32([1, bad]), "b": gradients[0]["b"]}
+        updates, states = run(RULES[rule], [*gradients[:when], spoilt, *gradients[when:]])
+        remembered = zip(*(jax.tree.leaves(REMEMBERED[rule](s)) for s in (states, clean)), strict=True)
+        for seen, expected in remembered:
+            np.testing.assert_array_equal(np.delete(seen, when, axis=0), expected, err_msg=f"{bad}, {when}")
+            np.testing.assert_array_equal(seen[when], seen[when - 1], err_msg=f"{bad}, {when}")
+        assert np.isnan(updates["a"][when]).all(), (bad, when)  # seen, not hidden
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------
 
 
+def update_of_other_layers(tx):
+    return tx.update({"w": jnp.ones((2, 1))}, tx.init({"w": jnp.ones((3, 1))}))
+
+
+OTHER_LAYERS = r"\['w'\] of shape \(2, 1\) has units of shape \(2,\).*shape \(3,\)"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: shrewjax.clip_by_leaf_norm(1.0, ord=3, batch_axes=0), r"ord must be 1 or 2 with batch_axes, got 3"),
+        (lambda: update_of_other_layers(shrewjax.clip_by_leaf_norm(1.0, batch_axes=0)), OTHER_LAYERS),
+        (lambda: update_of_other_layers(shrewjax.clip_by_leaf_norm_ema(batch_axes=0)), OTHER_LAYERS),
         (lambda: shrewjax.clip_by_leaf_norm_ema(0.9), r"max_ratio must be >= 1"),
         (lambda: shrewjax.adaptive_grad_clip(unit="row"), r"unit must be one of 'auto', 'tensor', got 'row'"),
         (lambda: shrewjax.adaptive_grad_clip(axis=1.5), r"axis must be an int, a tuple of ints, None or a function"),
@@ -418,13 +408,6 @@ def test_leaf_ema_shows_no_threshold_and_no_clip_of_a_leaf_that_never_had_a_grad
     np.testing.assert_allclose(states.threshold_max, [1, 1, 0.5, 0.5], rtol=1e-6)
     np.testing.assert_allclose(states.clipped_fraction, [1 / 3, 0, 0, 1 / 3], rtol=1e-6)
     np.testing.assert_array_equal(states.norm_ema["idle"], np.zeros(4))
-
-
-def test_leaf_ema_names_a_leaf_that_changed_its_shape():
-    tx = shrewjax.clip_by_leaf_norm_ema(batch_axes=0)
-    state = tx.init({"layers": jnp.zeros((1, 2))})
-    with pytest.raises(ValueError, match=r"\['layers'\] of shape \(3, 2\) has units of shape \(3,\).*shape \(1,\)"):
-        tx.update({"layers": jnp.ones((3, 2))}, state)
 
 
 def test_leaf_ema_without_a_finite_threshold_lets_a_bad_gradient_pass_as_it_is():

@@ -52,6 +52,17 @@ def test_one_norm_of_fifty_leaves_needs_an_all_reduce_for_each_set_of_axes(specs
     assert "all-gather" not in text
 
 
+def test_one_bad_shard_is_bad_everywhere():
+    grads = np.ones((8, 2), np.float32)
+    mapped = jax.shard_map(
+        lambda g: reductions.all_finite([g], None), mesh=mesh_of(data=8), in_specs=P("data"), out_specs=P()
+    )
+    is_finite = quick_jit(mapped)
+    assert is_finite(grads)
+    grads[5, 1] = np.inf
+    assert not is_finite(grads)
+
+
 # --- percentiles ------------------------------------------------------------------------------------------------
 
 

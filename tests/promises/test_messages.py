@@ -201,6 +201,12 @@ WRONG_CALLS = {
         r"^the gradients must have the structure of the accumulator, but expected PyTreeDef\(\[\*\]\), got "
         r"PyTreeDef\(\(\*,\)\)\. ",
     ),
+    "an inner state that grows": (
+        lambda: shrewjax.accumulate(
+            optax.GradientTransformation(lambda _: {"m": jnp.zeros(1)}, lambda g, *_: (g, {"m": jnp.zeros(2)})), 2
+        ).update(GRADS, TX.init(PARAMS)._replace(inner_state={"m": jnp.zeros(1)}), PARAMS),
+        r"^inner's update changed its state: leaf \['m'\] must stay float32 of shape \(1,\), got .* shape \(2,\)",
+    ),
     "a batch by keyword, beside rng_argnums": (
         lambda: traced(
             lambda p, x, k: dropout_loss(p, x, k),

@@ -148,9 +148,8 @@ def test_a_new_level_becomes_the_usual_one():
 @pytest.mark.parametrize("when", [2, 20], ids=["before it is on", "later"])
 def test_a_bad_gradient_costs_one_step_and_leaves_no_trace(bad, when):
     norms = [f32([1 + 0.1 * (i % 4), 0]) for i in range(30)]
-    make = lambda: shrewjax.skip_on_spike(INNER, history_length=16, warmup_steps=8)  # noqa: E731
-    steps = run(make(), [*norms[:when], f32([1, bad]), *norms[when:]])
-    clean = run(make(), norms)
+    tx = shrewjax.skip_on_spike(INNER, history_length=16, warmup_steps=8)
+    steps, clean = run(tx, [*norms[:when], f32([1, bad]), *norms[when:]]), run(tx, norms)
     assert applied(steps) == [i != when for i in range(31)]
     remembered = [(u, s.history, s.inner_state) for u, s in steps]
     assert bits(remembered[:when] + remembered[when + 1 :]) == bits([(u, s.history, s.inner_state) for u, s in clean])
@@ -181,23 +180,6 @@ def applied_at_most(is_spike, at_most):
             in_a_row = in_a_row + 1 if spike and in_a_row < at_most else 0
 
 
-def test_of_400_steps_above_the_limit_three_of_four_are_skipped():
-    tx = shrewjax.skip_on_spike(optax.sgd(1.0), above=10.0, at_most=3)
-    params = np.zeros(1, f32)
-    grads = np.linspace(11, 1000, 400, dtype=f32)[:, None]
-
-    @quick_jit
-    def run_all(state):
-        return jax.lax.scan(lambda s, g: (lambda u, s: (s, (u, s)))(*tx.update(g, s, params)), state, grads)
-
-    last, (updates, states) = run_all(tx.init(params))
-    np.testing.assert_array_equal(states.applied, np.tile([False, False, False, True], 100))
-    np.testing.assert_array_equal(states.consecutive, np.tile([1, 2, 3, 0], 100))
-    np.testing.assert_array_equal(states.spikes_applied, np.arange(1, 401) // 4)
-    np.testing.assert_array_equal(updates, np.where(states.applied[:, None], -grads, 0))
-    assert (int(last.skipped), int(last.spikes_applied), int(last.history.filled)) == (300, 100, 0)
-
-
 @pytest.mark.parametrize("as_arrays", [False, True], ids=["numbers", "arrays"])
 def test_both_rules_share_the_run_and_only_the_history_of_one_grows(as_arrays):
     rng = np.random.default_rng(1)
@@ -216,6 +198,7 @@ def test_both_rules_share_the_run_and_only_the_history_of_one_grows(as_arrays):
     expected = list(applied_at_most(is_spike, 2))
     assert any(spike and value < 20 for spike, value in zip(is_spike, values, strict=True))
     assert applied(steps) == expected
+    np.testing.assert_array_equal([u for u, _ in steps], np.where(expected, 1, 0)[:, None])
     last = steps[-1][1]
     assert int(last.skipped) == expected.count(False)
     assert int(last.spikes_applied) == sum(bool(s) and a for s, a in zip(is_spike, expected, strict=True)) > 1
@@ -223,41 +206,38 @@ def test_both_rules_share_the_run_and_only_the_history_of_one_grows(as_arrays):
     np.testing.assert_array_equal(last.history.values, f32(recorded))
 
 
-@BAD
-def test_a_bad_gradient_is_not_applied_even_after_at_most_and_leaves_the_run_alone(bad):
+def test_a_bad_gradient_is_not_applied_even_after_at_most_and_leaves_the_run_alone():
     high = f32([5, 0])
     tx = shrewjax.skip_on_spike(INNER, above=1.0, at_most=2)
-    steps = run(tx, [high, high, f32([bad, 0]), f32([bad, 0]), high, high])
+    steps = run(tx, [high, high, f32([np.nan, 0]), f32([-np.inf, 0]), high, high])
     assert applied(steps) == [False] * 4 + [True, False]
     assert [int(s.consecutive) for _, s in steps] == [1, 2, 2, 2, 0, 1]
     assert int(steps[-1][1].spikes_applied) == 1
     assert np.isfinite(steps[4][0]).all()
 
 
-@quick_jit
-def limited_step(state, above, at_most):
-    return shrewjax.skip_on_spike(optax.identity(), above=above, at_most=at_most).update(jnp.ones(1), state)
+LIMITS = [
+    (np.nan, 1, [False, True, False]),
+    (0.5, np.nan, [True] * 3),
+    (0.5, 0, [True] * 3),
+    (0.5, 0.5, [True] * 3),
+    (0.5, np.inf, [False] * 3),
+    (np.inf, 1, [True] * 3),
+    (1.0, 1, [True] * 3),
+    (0, 1.5, [False, False, True]),
+]
 
 
-@pytest.mark.parametrize(
-    ("above", "at_most", "expected"),
-    [
-        (np.nan, 1, [False, True, False]),
-        (0.5, np.nan, [True] * 3),
-        (0.5, 0, [True] * 3),
-        (0.5, 0.5, [True] * 3),
-        (0.5, np.inf, [False] * 3),
-        (np.inf, 1, [True] * 3),
-        (1.0, 1, [True] * 3),
-        (0, 1.5, [False, False, True]),
-    ],
-    ids=str,
-)
-def test_the_limits_follow_the_table(above, at_most, expected):
-    state = shrewjax.skip_on_spike(optax.identity()).init(np.zeros(1, f32))
-    for is_applied in expected:
-        _, state = limited_step(state, f32(above), f32(at_most))
-        assert bool(state.applied) == is_applied
+def test_the_limits_follow_the_table():
+    @quick_jit
+    def step(state, above, at_most):
+        return shrewjax.skip_on_spike(optax.identity(), above=above, at_most=at_most).update(jnp.ones(1), state)
+
+    for above, at_most, expected in LIMITS:
+        state = shrewjax.skip_on_spike(optax.identity()).init(np.zeros(1, f32))
+        for is_applied in expected:
+            _, state = step(state, f32(above), f32(at_most))
+            assert bool(state.applied) == is_applied, (above, at_most)
 
 
 @pytest.mark.parametrize(("above", "at_most", "expected"), [(1e40, 1, [True] * 3), (0.5, jnp.int32(0), [True] * 3)])
@@ -277,11 +257,7 @@ def test_a_scheduled_limit_is_that_of_its_step():
     tx = optax.inject_hyperparams(shrewjax.skip_on_spike)(
         optax.identity(), above=optax.linear_schedule(3.0, 1.0, 2), at_most=5
     )
-    state, seen, update = tx.init(np.zeros(1, f32)), [], quick_jit(tx.update)
-    for _ in range(3):
-        _, state = update(f32([2]), state)
-        seen.append(bool(shrewjax.metrics(state)["skip_on_spike/applied"]))
-    assert seen == [True, True, False]
+    assert [bool(state.inner_state.applied) for _, state in run(tx, [f32([2])] * 3)] == [True, True, False]
 
 
 # --- both ---------------------------------------------------------------------------------------------------------
@@ -349,9 +325,6 @@ def test_a_device_s_own_loss_decides_nothing():
         ),
         (lambda: shrewjax.skip_on_spike(INNER, at_most=3), r"got at_most alone. Pass above. Or leave out at_most"),
         (lambda: shrewjax.skip_on_spike(INNER, above=-1, at_most=3), r"above must be >= 0 and not NaN, got -1"),
-        (lambda: shrewjax.skip_on_spike(INNER, above=np.nan, at_most=3), r"above must be >= 0 and not NaN, got nan"),
-        (lambda: shrewjax.skip_on_spike(INNER, above=True, at_most=3), r"above must be a real scalar"),
-        (lambda: shrewjax.skip_on_spike(INNER, above=jnp.ones(2), at_most=3), r"above must be a real scalar, got an"),
         (lambda: shrewjax.skip_on_spike(INNER, above=1.0, at_most=0), r"at_most must be >= 1 and not NaN, got 0"),
         (
             lambda: shrewjax.skip_on_spike(INNER, monitor="value", above=np.nan, at_most=3),
@@ -367,11 +340,7 @@ def test_what_is_wrong_is_named(make, message):
 @pytest.mark.parametrize("arguments", [{"max_zscore": np.inf, "warmup_steps": 4}, {"warmup_steps": 0}], ids=str)
 def test_a_guard_that_is_off_lets_a_constant_of_zero_pass(arguments):
     tx = shrewjax.skip_on_spike(optax.identity(), monitor="value", **arguments)
-    state, update = tx.init(np.zeros(1, f32)), quick_jit(tx.update)
-    for _ in range(8):
-        updates, state = update(np.ones(1, f32), state, value=0.0)
-        assert updates[0] == 1
-    assert state.skipped == 0
+    assert applied(run(tx, [f32([1])] * 8, value=[0.0] * 8)) == [True] * 8
 
 
 def test_python_numbers_are_gradients_also_where_nonfinite_ones_are_zeroed():

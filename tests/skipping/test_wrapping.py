@@ -6,7 +6,6 @@ from typing import Any
 
 import equinox
 import equinox.internal
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,13 +24,6 @@ def vector(*values):
 
 
 # --- the wrapped transformation's state, and its updates ----------------------------------------------------------
-
-
-def test_inner_that_changes_its_state_is_an_error_that_names_the_leaf():
-    grows = optax.GradientTransformation(lambda p: {"m": jnp.zeros(1)}, lambda g, s, p=None: (g, {"m": jnp.zeros(2)}))
-    tx = shrewjax.accumulate(grows, 2)
-    with pytest.raises(AssertionError, match=r"inner's update changed its state: leaf \['m'\]"):
-        jax.eval_shape(tx.update, vector(1.0), tx.init(vector(0.0)))
 
 
 @pytest.mark.parametrize("new", [lambda n: n + 1, lambda n: 7], ids=["a counter", "a new number"])
@@ -89,29 +81,11 @@ class Module(equinox.Module):
     tx: Any
 
 
-@flax.struct.dataclass
-class Static:
-    tx: Any = flax.struct.field(pytree_node=False)
-
-
-@flax.struct.dataclass
-class Node:
-    tx: Any
-
-
-def rebuilt_from(container):
-    """Taken apart and put together, as by every function of a library that maps over the leaves."""
-    return lambda tx: jax.tree.map(lambda x: x, container(tx)).tx
-
-
 # Optax's transformations are local functions, which pickle refuses.
 REBUILT = {
     "jax.tree": lambda tx: jax.tree.map(lambda x: x, tx),
-    "_replace": lambda tx: tx._replace(),
     "deepcopy": copy.deepcopy,
-    "equinox.Module": rebuilt_from(Module),
-    "flax.struct": rebuilt_from(Static),
-    "flax.struct, as a node": rebuilt_from(Node),
+    "equinox.Module": lambda tx: jax.tree.map(lambda x: x, Module(tx)).tx,
     "equinox.partition": lambda tx: equinox.combine(*equinox.partition(tx, equinox.is_array)),
     "rebuilt closures": lambda tx: jax.tree.map(lambda x: x, equinox.internal.closure_to_pytree(tx)),
     "other functions": lambda tx: tx._replace(
@@ -156,23 +130,17 @@ WRAPPED = {
 }
 
 
-def applied(tx):
-    """The parameters and the state after a step, and what flushing then makes of them."""
+def steps(tx):
+    """The parameters and the state after a step, what the next one makes of them, and what flushing a window does."""
     params, grads = jnp.ones(2), jnp.asarray([3.0, -4.0])
     params, state = shrewjax.apply_gradients(tx, grads, tx.init(params), params)
-    updates = tx.update(grads, state, params)
-    return params, state, updates
-
-
-def flushed(tx):
-    params, grads = jnp.ones(2), jnp.asarray([3.0, -4.0])
-    _, state = tx.update(grads, tx.init(params), params)
-    return shrewjax.flush(tx, state, params)
+    flushed = shrewjax.flush(tx, state, params) if hasattr(state, "micro_step") else ()
+    return params, state, tx.update(grads, state, params), flushed
 
 
 @functools.cache
-def as_made(use, name):
-    return bits(use(WRAPPED[name]()))
+def as_made(name):
+    return bits(steps(WRAPPED[name]()))
 
 
 # Each wrapper in one way, and one that is around another in each way.
@@ -184,16 +152,10 @@ REBUILT_WRAPPERS = [
 
 @pytest.mark.parametrize(("name", "way"), REBUILT_WRAPPERS)
 def test_a_rebuilt_wrapper_does_what_the_original_does(name, way):
-    assert bits(applied(REBUILT[way](WRAPPED[name]()))) == as_made(applied, name)
-
-
-@pytest.mark.parametrize("way", REBUILT)
-def test_a_rebuilt_accumulation_can_be_flushed(way):
-    name = "accumulate of skip_nonfinite"
-    assert bits(flushed(REBUILT[way](WRAPPED[name]()))) == as_made(flushed, name)
+    assert bits(steps(REBUILT[way](WRAPPED[name]()))) == as_made(name)
 
 
 def test_rebuilt_wrappers_go_through_filter_jit_as_arguments():
     made = {name: make() for name, make in WRAPPED.items()}
-    found = equinox.filter_jit(lambda txs: {name: applied(tx) for name, tx in txs.items()})(made)
-    assert_close(found, {name: applied(tx) for name, tx in made.items()}, rtol=1e-6)
+    found = equinox.filter_jit(lambda txs: {name: steps(tx) for name, tx in txs.items()})(made)
+    assert_close(found, {name: steps(tx) for name, tx in made.items()}, rtol=1e-6)
