@@ -333,6 +333,10 @@ def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
             r"argument 2 is in rng_argnums and must be one PRNG key, got shape \(16,\) and dtype float32",
             {"rng_argnums": 2},
         ),
+        (
+            r"argument 2 is a PRNG key, and each micro-batch needs its own",
+            {"args": (PARAMS, X, jax.random.PRNGKey(0, impl="rbg")), "batch_argnums": 1},
+        ),
         (r"weight must be a function", {"weight": 2.0}),
         (
             r"weight is called with the 3 arguments of fun, but it takes \(mask\): too many .* same arguments as fun",
