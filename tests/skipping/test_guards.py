@@ -298,6 +298,17 @@ def test_a_device_s_own_loss_decides_nothing():
         jax.eval_shape(mapped, jnp.ones((8, 2)))
 
 
+def test_metrics_look_through_guards():
+    tx = shrewjax.skip_nonfinite(shrewjax.skip_on_spike(shrewjax.clip_by_global_norm(1.0)))
+    _, state = quick_jit(lambda g: tx.update(g, tx.init(g)))(f32([3, 4]))
+    found = {k: float(v) for k, v in shrewjax.metrics(state).items()}
+    assert found["skip_nonfinite/skipped"] == 0
+    assert found["skip_nonfinite/limit_reached"] == 0
+    assert found["skip_on_spike/measured"] == 5
+    assert found["skip_on_spike/threshold"] == np.inf
+    assert found["clip_by_global_norm/grad_norm"] == 5
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
