@@ -49,6 +49,11 @@ def test_percentile_outside_of_its_range_is_an_error_that_names_it():
     assert_refused(clips, bad, "percentile must be")
 
 
+def test_length_of_a_history_that_makes_no_sense_is_an_error():
+    make = lambda length: shrewjax.clip_by_norm_percentile(10.0, history_length=length)  # noqa: E731
+    assert_refused([make], [0, -1, 2.5, "3", True], "history_length must be an int >= 1")
+
+
 @pytest.mark.parametrize("option", ["method", "scope", "over"])
 def test_an_unknown_choice_is_an_error_that_lists_the_known_ones(option):
     with pytest.raises(ValueError, match=f"{option} must be one of .*got 'median'"):

@@ -173,6 +173,19 @@ def test_metrics_of_a_state_without_measurements_is_empty(state):
     assert shrewjax.metrics(state) == {}
 
 
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.chain(optax.identity(), tx)], ids=["alone", "chain"])
+def test_a_window_inside_one_of_optax_is_an_error_where_both_states_are_seen(wrap):
+    window = wrap(shrewjax.accumulate(optax.sgd(1.0), 4))
+    state = optax.MultiSteps(window, 4).init(GRADS)
+    for look in (shrewjax.metrics, lambda state: shrewjax.check_window(state, 4)):
+        with pytest.raises(
+            ValueError, match=r"^opt_state has a window of accumulate inside .*multiply the accum_steps$"
+        ):
+            look(state)
+        look(window.init(GRADS))
+    assert shrewjax.metrics(optax.MultiSteps(shrewjax.clip_by_global_norm(1.0), 4).init(GRADS))
+
+
 def test_metrics_of_masked_parameters_in_an_nnx_optimizer():
     """The variable of a masked parameter holds a node without leaves."""
     mask = nnx.State({"kernel": True, "bias": False})

@@ -99,19 +99,6 @@ def test_extra_arguments_of_an_inner_optimizer_pass_also_if_they_are_near_ones_t
     assert record == given
 
 
-@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.chain(optax.identity(), tx)], ids=["alone", "chain"])
-def test_a_window_inside_one_of_optax_is_an_error_where_both_states_are_seen(wrap):
-    window = wrap(shrewjax.accumulate(optax.sgd(1.0), 4))
-    state = optax.MultiSteps(window, 4).init(PARAMS)
-    for look in (shrewjax.metrics, lambda state: shrewjax.check_window(state, 4)):
-        with pytest.raises(
-            ValueError, match=r"^opt_state has a window of accumulate inside .*multiply the accum_steps$"
-        ):
-            look(state)
-        look(window.init(PARAMS))
-    assert shrewjax.metrics(optax.MultiSteps(shrewjax.clip_by_global_norm(1.0), 4).init(PARAMS))
-
-
 class Scaling:
     """A transformation whose functions are methods."""
 
