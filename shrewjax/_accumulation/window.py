@@ -67,31 +67,71 @@ NonfiniteOfBatch = Literal["propagate", "drop_microbatch"]
 AccumSteps = int | jax.Array | Callable[[jax.Array], Number]
 
 
+# The fields that both states of a window have. CONTRIBUTING has all that changes with one of them.
+MicroStep = Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
+Windows = Annotated[jax.Array, "int32 (): number of windows closed with an average"]
+WeightSum = Annotated[
+    jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"
+]
+WindowBad = Annotated[jax.Array, "bool (): drop_window will discard the open window"]
+Dropped = Annotated[
+    jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"
+]
+ValueSum = Annotated[
+    jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"
+]
+Value = Annotated[
+    jax.Array, "like a weight (): the loss of the last window with an average; inf before it"
+]
+Noise = Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
+GradientSum = Annotated[
+    PyTree,
+    "like the parameters, in the accumulator's dtype, with a leading axis of devices with sum_over; meaningless while "
+    "micro_step is 0",
+]
+
+
 @described
 class GradAccumulatorState(NamedTuple):
     """A window, open or empty. Its fields are a file format."""
 
-    micro_step: Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
-    windows: Annotated[jax.Array, "int32 (): number of windows closed with an average"]
-    weight_sum: Annotated[
-        jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"
-    ]
-    window_bad: Annotated[jax.Array, "bool (): drop_window will discard the open window"]
-    dropped: Annotated[
-        jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"
-    ]
-    value_sum: Annotated[
-        jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"
-    ]
-    value: Annotated[
-        jax.Array, "like a weight (): the loss of the last window with an average; inf before it"
-    ]
-    noise: Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
-    gradient_sum: Annotated[PyTree, "as in `AccumulateState`"]
+    micro_step: MicroStep
+    windows: Windows
+    weight_sum: WeightSum
+    window_bad: WindowBad
+    dropped: Dropped
+    value_sum: ValueSum
+    value: Value
+    noise: Noise
+    gradient_sum: GradientSum
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         return metrics_of_window(self)
+
+
+@described
+class AccumulateState(NamedTuple):
+    """A window and the wrapped optimizer, which runs for each average. Its fields are a file format."""
+
+    micro_step: MicroStep
+    windows: Windows
+    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
+    weight_sum: WeightSum
+    window_bad: WindowBad
+    dropped: Dropped
+    value_sum: ValueSum
+    value: Value
+    noise: Noise
+    gradient_sum: GradientSum
+    inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
+
+    def metrics(self) -> Metrics:
+        """Returns the entries of `shrewjax.metrics`."""
+        return metrics_of_window(self) | fields(self, "applied")
+
+
+WINDOW_STATES = (GradAccumulatorState, AccumulateState)
 
 
 def metrics_of_window(state: AnyState) -> Metrics:
@@ -149,9 +189,7 @@ class Window:
         params = trees.parameter_arrays(params)
         zeros_like = self._devices.zeros_like(params)
         gradient_sum = jax.tree.map_with_path(partial(self._empty_sum, zeros_like), params)
-        sums = filter(is_gradient, jax.tree.leaves(gradient_sum))
-        is_float64 = any(floats.sum_dtype(x) == jnp.float64 for x in sums)
-        dtype = jnp.float64 if is_float64 else jnp.float32
+        dtype = floats.sum_dtype(*filter(is_gradient, jax.tree.leaves(gradient_sum)))
 
         def zeros(shape: tuple[int, ...], dtype: DType) -> jax.Array:
             return zeros_like(jnp.zeros(shape), dtype, "")
@@ -178,9 +216,7 @@ class Window:
     ) -> jax.Array:
         if not is_gradient(param):
             return jnp.zeros((), jnp.int32)  # has no sum
-        dtype = self._dtype
-        if dtype is None:
-            dtype = floats.upcast_dtype(param, floats.sum_dtype(param))
+        dtype = _default_dtype(param) if self._dtype is None else self._dtype
         return zeros_like(param, dtype, trees.leaf_name(path))
 
     def steps(self, windows: jax.Array) -> jax.Array:
@@ -437,6 +473,12 @@ class Window:
         return average, step.has_average & average.has_weight, step.state
 
 
+def _default_dtype(param: Leaf) -> DType:
+    """Returns the wider of float32 and a parameter's dtype, complex for complex."""
+    is_double = floats.real_dtype(param) == jnp.float64
+    return floats.upcast_dtype(param, jnp.float64 if is_double else jnp.float32)
+
+
 def already_begun(state: GradAccumulatorState) -> GradAccumulatorState:
     """Returns the window, marked as begun, so that a gradient is always added and never replaces the sum.
 
@@ -508,39 +550,3 @@ def _reciprocal(weight_sum: jax.Array, has_weight: Flag) -> jax.Array:
     """Returns 1 / weight_sum, 1 if the weight is 0, or NaN if the weight sum is out of range."""
     checked = jnp.where(arguments.is_weight(weight_sum), weight_sum, jnp.nan)
     return 1 / jnp.where(has_weight, checked, jnp.ones_like(weight_sum))
-
-
-@described
-class AccumulateState(NamedTuple):
-    """A window and the wrapped optimizer. Its fields are a file format."""
-
-    micro_step: Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
-    windows: Annotated[jax.Array, "int32 (): number of windows so far that ran inner"]
-    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
-    weight_sum: Annotated[
-        jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"
-    ]
-    window_bad: Annotated[jax.Array, "bool (): drop_window will discard the open window"]
-    dropped: Annotated[
-        jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"
-    ]
-    value_sum: Annotated[
-        jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"
-    ]
-    value: Annotated[
-        jax.Array, "like a weight (): the loss of the last window that ran inner; inf before it"
-    ]
-    noise: Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
-    gradient_sum: Annotated[
-        PyTree,
-        "like the parameters, in the accumulator's dtype, with a leading axis of devices with sum_over; meaningless "
-        "while micro_step is 0",
-    ]
-    inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
-
-    def metrics(self) -> Metrics:
-        """Returns the entries of `shrewjax.metrics`."""
-        return metrics_of_window(self) | fields(self, "applied")
-
-
-WINDOW_STATES = (GradAccumulatorState, AccumulateState)
