@@ -27,8 +27,8 @@ PACKAGES = {
     "_skipping": ["wrapping", "guards"],
     "_accumulation": [
         "_noise",
-        "_rows",
         "_micro_batch",
+        "_devices",
         "window",
         "accumulate",
         "grad_accumulator",
