@@ -126,6 +126,8 @@ def test_only_passes_take_traced_programs_apart_or_name_a_primitive_of_jax():
         found = {n.value for n in nodes if isinstance(n, ast.Constant)} & names
         found |= {n.attr for n in nodes if isinstance(n, ast.Attribute)} & inside
         assert not found or module[1] == "_programs", (module, found)
+        # Of the passes, one module has all names, so that another JAX changes one file.
+        assert not found & names or module[1:] in (("_programs", "jaxprs"), ("_programs", "reduced")), (module, found)
 
 
 def test_each_pass_says_what_it_saves_and_when_it_can_be_deleted():

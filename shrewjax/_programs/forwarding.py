@@ -25,6 +25,7 @@ from shrewjax._programs.jaxprs import (
     is_variable,
     jaxprs_on_operands,
     opened,
+    permutation_of,
     shape_of,
     shard_map_of,
 )
@@ -71,8 +72,9 @@ def _forwarded(jaxpr: Jaxpr) -> list[_Given | None]:
 def _operands(equation: Equation) -> list[_Given | None]:
     """Returns, for each result of an operation, the operand that it is, or None."""
     # 1. A transpose.
-    if equation.primitive.name == "transpose" and "permutation" in equation.params:
-        return [_Given(0, tuple(equation.params["permutation"]))]
+    permutation = permutation_of(equation)
+    if permutation is not None:
+        return [_Given(0, tuple(permutation))]
     # 2. A `shard_map`: an array that leaves it as it came in.
     mapped = shard_map_of(equation)
     if mapped is not None:

@@ -34,6 +34,11 @@ from jax.extend import core
 from shrewjax._base.mesh import varying_axes
 from shrewjax._base.types import Function, Leaf, PyTree
 from shrewjax._programs.jaxprs import (
+    ADD_ANY,
+    CONSTRAINT,
+    COPIES,
+    REORDERS,
+    ROUNDING,
     Atom,
     Equation,
     Jaxpr,
@@ -44,10 +49,14 @@ from shrewjax._programs.jaxprs import (
     is_checkpoint,
     is_jit_disabled,
     is_plain_jit,
+    is_plain_reshape,
     is_variable,
     jaxpr_of_call,
+    name_of_jit,
     opened,
     part_of,
+    permutation_of,
+    prevents_cse,
     scan_of,
 )
 from shrewjax._programs.lost_scatters import warn_if_lost
@@ -153,8 +162,8 @@ class _Plan(NamedTuple):
 
 
 # The equations that a way may go through: `add_any`, and those of one operand.
-_IN_PLACE = {"convert_element_type", "copy", "reduce_precision", "sharding_constraint"}
-_PASSED = _IN_PLACE | {"add_any", "reshape", "transpose"}
+_IN_PLACE = COPIES | {ROUNDING, CONSTRAINT}
+_PASSED = _IN_PLACE | REORDERS | {ADD_ANY}
 
 
 class _Plans:
@@ -221,7 +230,7 @@ class _Plans:
 
 
 def _way_before(equation: Equation, way: _Way) -> _Way:
-    if equation.primitive.name == "add_any":
+    if equation.primitive.name == ADD_ANY:
         return way
     step = _Step(equation.primitive, equation.params, equation.outvars[0].aval)
     return way._replace(steps=(step, *way.steps))
@@ -246,7 +255,7 @@ def _blocks(stack: Atom, way: _Way, scan: Scan) -> list[Any]:
         # The constraint is put on the whole sum, so no reshape or transpose may follow it.
         is_for_sum = all(x.name in _IN_PLACE for x in way.steps[number:])
         after = _block_after(step, shape, block, scan.length)
-        if after is None or (step.name == "sharding_constraint" and not is_for_sum):
+        if after is None or (step.name == CONSTRAINT and not is_for_sum):
             return [None]
         block, shape = after, step.type.shape
         blocks.append(block)
@@ -256,9 +265,10 @@ def _blocks(stack: Atom, way: _Way, scan: Scan) -> list[Any]:
 def _block_after(step: _Step, shape: tuple[int, ...], block: _Block, length: int) -> _Block | None:
     if step.name in _IN_PLACE:
         return block
-    if step.name == "transpose" and "permutation" in step.params:
-        return block._replace(axis=step.params["permutation"].index(block.axis))
-    if step.name == "reshape" and step.params.get("dimensions", ()) is None:
+    permutation = permutation_of(step)
+    if permutation is not None:
+        return block._replace(axis=permutation.index(block.axis))
+    if is_plain_reshape(step):
         # A trip's elements stay one block if the product of the dimensions before its axis is unchanged.
         before, new = math.prod(shape[: block.axis]), step.type.shape
         for axis, n in enumerate(new):
@@ -269,12 +279,13 @@ def _block_after(step: _Step, shape: tuple[int, ...], block: _Block, length: int
 
 def _slice_after(step: _Step, x: jax.Array, block: _Block) -> jax.Array:
     """Returns a trip's slice after a step, which makes it this block."""
-    if step.name == "transpose":
-        return lax.transpose(x, step.params["permutation"])
-    if step.name == "reshape":
+    permutation = permutation_of(step)
+    if permutation is not None:
+        return lax.transpose(x, permutation)
+    if is_plain_reshape(step):
         before, after = step.type.shape[: block.axis], step.type.shape[block.axis + 1 :]
         return x.reshape(*before, block.width, *after)
-    return step.run(x) if step.name == "reduce_precision" else x.astype(step.type.dtype)
+    return step.run(x) if step.name == ROUNDING else x.astype(step.type.dtype)
 
 
 class _Evaluation:
@@ -322,9 +333,9 @@ class _Evaluation:
         inner, plan = jaxpr_of_call(equation), call.plan
         run: Any = lambda operands, sums: self.run(inner, operands, plan, sums)  # noqa: E731
         if is_plain_jit(equation):  # one function for all calls of this jaxpr by this plan
-            run.__name__ = equation.params["name"]
+            run.__name__ = name_of_jit(equation)
             run = self._functions.setdefault((id(inner), id(plan)), jax.jit(run))
-        elif equation.params.get("prevent_cse"):  # as JAX does itself, or XLA would undo it
+        elif prevents_cse(equation):  # as JAX does itself, or XLA would undo it
             operands = _behind_barriers(operands)
         own = {number: sums[call.results[number]] for number in plan.added}
         returned, own = run(operands, own)
@@ -371,7 +382,7 @@ class _Evaluation:
 def _constrained(total: jax.Array, way: _Way) -> jax.Array:
     """Returns a sum with the sharding that the function wants for its result."""
     for step in way.steps:
-        if step.name == "sharding_constraint" and total.ndim == step.type.ndim:
+        if step.name == CONSTRAINT and total.ndim == step.type.ndim:
             total = step.run(total)
     return total
 
