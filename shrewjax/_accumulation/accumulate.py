@@ -252,7 +252,7 @@ def _run_on_average(
     applied = jnp.asarray(added.has_average)
     if noise:  # in a branch, because the norm of the average takes a pass
         value, noise = run_if(
-            added.has_average, lambda: window.average(added)[2:], lambda: (value, noise)
+            added.has_average, lambda: window.average(added)[2:4], lambda: (value, noise)
         )
     elif added.has_average is not False:
         value = jnp.where(applied, window.average(added).value, value)
