@@ -27,8 +27,8 @@ PACKAGES = {
     "_skipping": ["wrapping", "guards"],
     "_accumulation": [
         "_noise",
-        "_rows",
         "_micro_batch",
+        "_devices",
         "window",
         "accumulate",
         "grad_accumulator",
@@ -225,6 +225,7 @@ def modules_of_pickle(value, prefix):
 def test_version_is_that_of_the_source_whatever_is_installed():
     source = (PACKAGE / "__init__.py").read_text()
     assert f'\n__version__ = "{shrewjax.__version__}"\n' in source
+    assert f"\nversion: {shrewjax.__version__}\n" in (PACKAGE.parent / "CITATION.cff").read_text()
     settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     assert settings["project"]["dynamic"] == ["version"]
     assert (PACKAGE.parent / settings["tool"]["hatch"]["version"]["path"]) == PACKAGE / "__init__.py"

@@ -11,8 +11,8 @@
 
 Private modules hold the parts:
 
-* `_rows`: per-device rows, in which each device has its own sum.
-* `_micro_batch`: a micro-batch's gradients: checks, NaN and infinity, their norm.
+* `_micro_batch`: checks of a micro-batch's gradients.
+* `_devices`: the devices over which a window sums, and the rows in which each has its own sum.
 * `_noise`: the noise scale.
 * `_aux`: the aux, reduced leaf by leaf.
 * `_overwritten`: the statistics of Flax's fp8 layers, which come as gradients.

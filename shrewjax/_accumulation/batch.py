@@ -85,9 +85,9 @@ class Batch(NamedTuple):
         """
         replaced = dict(self.own_params)
         if self.devices:
-            rows = self.steps * self.devices
+            parts = self.steps * self.devices
             replaced |= jax.tree.map(
-                lambda x: jnp.zeros((len(x) * rows, *x.shape[2:]), x.dtype), self.examples
+                lambda x: jnp.zeros((len(x) * parts, *x.shape[2:]), x.dtype), self.examples
             )
         return jax.tree.map(lambda x: x, [replaced.get(at, x) for at, x in enumerate(self.args)])
 
@@ -162,53 +162,70 @@ def _split_examples(
 
     If the first axis is sharded over devices, each device's examples are so divided among all micro-batches.
     """
-    first: dict[KeyPath, int] = {}  # the first array's number of examples
+    with_paths = jax.tree.leaves_with_path(arguments)
+    for path, x in with_paths:
+        _check_count(path, x, with_paths[0], tuple(arguments), steps)
+        _check_divisible(path, len(x), steps, devices_to_map)
 
-    def of_micro_batches(path: KeyPath, x: Leaf) -> jax.Array:
-        at, name = path[0].key, _name(path)
-        others = tuple(other for other in arguments if other != at)
-        if np.ndim(x) == 0:
-            _check_key(name, x, at)
-            raise ValueError(
-                f"{name} has no axis of examples, but shape (). If it is the same for all micro-batches, pass "
-                f"batch_argnums={others}. If each example has its own, pass an array of them"
-            )
+    def divided(path: KeyPath, x: Leaf) -> jax.Array:
         count, *rest = np.shape(x)
-        if not first:
-            first[path] = count
-        ((of_first, expected),) = first.items()
-        if count != expected:
-            _check_key(name, x, at)
-            raise ValueError(
-                f"{name} has {count} examples along its first axis, {_name(of_first)} has {expected}. "
-                + (
-                    "If it holds no examples, pass it as an argument of its own. If it holds parts of an example, such "
-                    f"as a graph's edges, stack {steps} padded batches along a new first axis"
-                    if at == of_first[0].key
-                    else f"If argument {at} is the same for all micro-batches, pass batch_argnums={others}"
-                )
-            )
-        together = steps * max(devices_to_map, 1)
-        if count % steps:
-            raise ValueError(
-                f"{name} has {count} examples, which micro_batches={steps} does not divide. If its first axis does not "
-                "number the examples, move the axis that does to the front. Otherwise pad the batch to "
-                f"{-(-count // together) * together}, and let weight= count the real ones. If the loss is a mean, let "
-                "fun take it over the real ones, too"
-            )
         x = jnp.asarray(x)
         devices = devices_to_map or _devices_along_first_axis(x)
-        if count // steps % devices:
-            padded = -(-count // (steps * devices)) * steps * devices
-            remedy = "leave out sum_over" if devices_to_map else "use a mesh with Auto axes"
-            raise ValueError(
-                f"{name} has {count} examples, sharded over {devices} devices, in micro-batches of {count // steps}, "
-                f"which {devices} does not divide. Pad the batch to {padded}, and let weight= count the real ones. Or "
-                f"{remedy}, so that examples may move between devices"
-            )
+        _check_divisible_over(path, count, steps, devices, is_mapped_here=devices_to_map > 0)
         return x.reshape(count // steps, steps, *rest)
 
-    return jax.tree.map_with_path(of_micro_batches, arguments)
+    return jax.tree.map_with_path(divided, arguments)
+
+
+def _check_count(
+    path: KeyPath, x: Leaf, first: tuple[KeyPath, Leaf], positions: tuple[int, ...], steps: int
+) -> None:
+    """Raises unless a leaf has as many examples as the first one."""
+    at, name = path[0].key, _name(path)
+    wanted = tuple(other for other in positions if other != at)
+    if np.ndim(x) == 0:
+        _check_key(name, x, at)
+        raise ValueError(
+            f"{name} has no axis of examples, but shape (). If it is the same for all micro-batches, pass "
+            f"batch_argnums={wanted}. If each example has its own, pass an array of them"
+        )
+    of_first, expected = first[0], np.shape(first[1])[0]
+    if len(x) == expected:
+        return
+    _check_key(name, x, at)
+    raise ValueError(
+        f"{name} has {len(x)} examples along its first axis, {_name(of_first)} has {expected}. "
+        + (
+            "If it holds no examples, pass it as an argument of its own. If it holds parts of an example, such "
+            f"as a graph's edges, stack {steps} padded batches along a new first axis"
+            if at == of_first[0].key
+            else f"If argument {at} is the same for all micro-batches, pass batch_argnums={wanted}"
+        )
+    )
+
+
+def _check_divisible(path: KeyPath, count: int, steps: int, devices_to_map: int) -> None:
+    together = steps * max(devices_to_map, 1)
+    if count % steps:
+        raise ValueError(
+            f"{_name(path)} has {count} examples, which micro_batches={steps} does not divide. If its first axis does "
+            "not number the examples, move the axis that does to the front. Otherwise pad the batch to "
+            f"{-(-count // together) * together}, and let weight= count the real ones. If the loss is a mean, let "
+            "fun take it over the real ones, too"
+        )
+
+
+def _check_divisible_over(
+    path: KeyPath, count: int, steps: int, devices: int, *, is_mapped_here: bool
+) -> None:
+    if count // steps % devices:
+        padded = -(-count // (steps * devices)) * steps * devices
+        remedy = "leave out sum_over" if is_mapped_here else "use a mesh with Auto axes"
+        raise ValueError(
+            f"{_name(path)} has {count} examples, sharded over {devices} devices, in micro-batches of "
+            f"{count // steps}, which {devices} does not divide. Pad the batch to {padded}, and let weight= count the "
+            f"real ones. Or {remedy}, so that examples may move between devices"
+        )
 
 
 def _name(path: KeyPath) -> str:
@@ -226,7 +243,7 @@ def _devices_along_first_axis(x: jax.Array) -> int:
 def _check_whole(
     arguments: dict[int, PyTree], keywords: dict[str, PyTree], examples: dict[int, PyTree]
 ) -> None:
-    """Raises if arguments that reach every micro-batch whole hold PRNG keys, or one by keyword has B rows."""
+    """Raises if arguments that reach every micro-batch whole hold PRNG keys, or one by keyword has B examples."""
     sizes = {x.shape[0] * x.shape[1] for x in jax.tree.leaves(examples)}
 
     def check(path: KeyPath, x: Leaf) -> None:
@@ -235,9 +252,9 @@ def _check_whole(
         _check_key(name, x, at)
         if at is None and np.ndim(x) and np.shape(x)[0] in sizes:
             raise ValueError(
-                f"{name} has {np.shape(x)[0]} rows, as many as the batch has examples, but every micro-batch gets "
-                "arguments by keyword whole. Pass it by position. If it holds no examples, leave its position out of "
-                "batch_argnums="
+                f"{name} has a first axis of {np.shape(x)[0]}, as many as the batch has examples, but every "
+                "micro-batch gets arguments by keyword whole. Pass it by position. If it holds no examples, leave its "
+                "position out of batch_argnums="
             )
 
     jax.tree.map_with_path(check, arguments)

@@ -158,7 +158,7 @@ def value_and_grad(
       has_aux: whether `fun` returns a pair.
       batch_argnums: the positions of the arguments that hold examples, trees of arrays. None: all except those of
         `argnums`, `rng_argnums` and `carry_argnum`. All other arguments, and those passed by keyword, reach every
-        micro-batch whole. They may hold no PRNG key, and those by keyword no array of B rows.
+        micro-batch whole. They may hold no PRNG key, and those by keyword no array of B examples.
       weight: a function of `fun`'s arguments for one micro-batch, which returns the number of examples or tokens that
         its mean counts. With a mask, count those in the mask. A weight is as in `accumulate`. None: all micro-batches
         have the same.
@@ -193,8 +193,8 @@ def value_and_grad(
     Raises:
       ValueError: an argument is not as described; an argument has two roles; an array of examples has no axis, or
         another number of examples than the first array, or a number that K does not divide; `aux` does not fit the aux;
-        a parameter is not floating; a key or an array of B rows comes as described under `batch_argnums`; `sum_over` is
-        no axis here; a leaf to be joined has no axis of examples; or, inside `shard_map`, the loss is not reduced and
+        a parameter is not floating; a key or an array of B examples comes as described under `batch_argnums`;
+        `sum_over` is no axis here; a leaf to be joined has no axis of examples; or, inside `shard_map`, the loss is not reduced and
         `sum_over` is missing, or it is reduced already.
       AssertionError: `fun` returns a carry of another structure, shape or dtype.
 
@@ -263,8 +263,8 @@ def value_and_grad(
         if not devices:
             return _run(loss, window, aux, batch)
 
-        def run(examples: dict[int, PyTree], others: Batch) -> tuple[PyTree, PyTree]:
-            return _run(loss, window, aux, others.of_device(examples, axes))
+        def run(examples: dict[int, PyTree], without_examples: Batch) -> tuple[PyTree, PyTree]:
+            return _run(loss, window, aux, without_examples.of_device(examples, axes))
 
         returned, grads = on_each_device(run, axes, batch.examples, batch.to_map())
         params = batch.with_role("argnums")

@@ -16,12 +16,12 @@ def test_a_batch_of_no_examples_with_a_matrix_in_the_aux_is_an_empty_mean():
     np.testing.assert_array_equal(aux["matrix"], np.ones((2, 2)))
 
 
-def test_remedy_for_as_many_rows_as_examples_keeps_the_argument_whole():
+def test_remedy_for_a_first_axis_as_long_as_the_batch_keeps_the_argument_whole():
     def loss(w, x, scale):
         return jnp.mean(x @ (scale * w))
 
     w, x, scale = np.ones(4, np.float32), np.arange(16, dtype=np.float32).reshape(4, 4), np.arange(4, dtype=np.float32)
-    with pytest.raises(ValueError, match=r"scale has 4 rows.*leave its position out of batch_argnums=$"):
+    with pytest.raises(ValueError, match=r"scale has a first axis of 4.*leave its position out of batch_argnums=$"):
         value_and_grad(loss, 2)(w, x, scale=scale)
     _, grad = value_and_grad(loss, 2, batch_argnums=1)(w, x, scale)
     np.testing.assert_allclose(grad, (x * scale).mean(0))
