@@ -58,7 +58,7 @@ from shrewjax._skipping.wrapping import (
     first_step,
     inner_transformation,
     run_step,
-    wrapper,
+    update_of_wrapper,
 )
 
 
@@ -187,7 +187,8 @@ def accumulate(
 
     add_and_run = partial(_add_and_run, window, wrapped)
     return Accumulation(
-        init_fn, wrapper(AccumulateState, add_and_run, "the accumulation's state changed")
+        init_fn,
+        update_of_wrapper(AccumulateState, add_and_run, "the accumulation's state changed"),
     )
 
 
