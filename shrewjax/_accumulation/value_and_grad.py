@@ -167,8 +167,9 @@ def value_and_grad(
       rng_argnums: the positions of the arguments that are trees of PRNG keys, typed or raw. Micro-batch i gets
         `jax.random.fold_in(key, i)`. On device d along `sum_over`, it gets `fold_in(key, d * K + i)`.
       carry_argnum: the position of an argument that each micro-batch passes on to the next, such as batch statistics.
-        `fun` then returns `(loss, (aux, carry))`, and the result is `((value, (aux, carry)), grads)`. With `sum_over`,
-        each device has its own carry, unless `fun` reduces it.
+        No gradient flows through it, as in truncated backpropagation. `fun` then returns `(loss, (aux, carry))`, and
+        the result is `((value, (aux, carry)), grads)`. With `sum_over`, each device has its own carry, unless `fun`
+        reduces it.
       reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss, with `weight`:
         sum(l) / sum(w) and sum(g) / sum(w). `"sum"`: sum(l) and sum(g).
       nonfinite: `"propagate"` or `"drop_microbatch"`, see above. The latter reads the gradients once more.
