@@ -171,7 +171,8 @@ def value_and_grad(
         the result is `((value, (aux, carry)), grads)`. With `sum_over`, each device has its own carry, unless `fun`
         reduces it.
       reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss, with `weight`:
-        sum(l) / sum(w) and sum(g) / sum(w). `"sum"`: sum(l) and sum(g).
+        sum(l) / sum(w) and sum(g) / sum(w), without micro-batches of weight 0. If these have a gradient, as the
+        negatives in detection, return `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(l) and sum(g).
       nonfinite: `"propagate"` or `"drop_microbatch"`, see above. The latter reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum, as in `accumulate`. Gradients have the dtypes of
         `jax.value_and_grad`.
