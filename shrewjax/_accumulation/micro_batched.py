@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from shrewjax._accumulation.batch import Place, roles_of_arguments
 from shrewjax._accumulation.value_and_grad import value_and_grad
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments
-from shrewjax._base.trees import is_gradient
+from shrewjax._base.trees import is_gradient, is_zero_tangent
 from shrewjax._base.types import AxisName, DType, Function, KeyPath, Leaf, PyTree
 
 
@@ -183,7 +182,7 @@ def value_of_batch(
     # 3.
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
         by_free, by_fixed = (
-            {at: t for at, t in zip(numbers, own, strict=True) if not _is_zero(t)}
+            {at: t for at, t in zip(numbers, own, strict=True) if not is_zero_tangent(t)}
             for numbers, own in zip((free, fixed), tangents, strict=True)
         )
         for at in by_fixed:
@@ -258,10 +257,6 @@ def _tangent(
         return (jnp.full_like(x, jnp.nan) * of_value).astype(x.dtype)
 
     return (of_value, jax.tree.map(of_aux, returned[1])) if has_aux else of_value
-
-
-def _is_zero(tangent: Leaf) -> bool:
-    return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
 
 
 def _place(path: KeyPath) -> Place:
