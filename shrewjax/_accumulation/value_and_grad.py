@@ -169,10 +169,12 @@ def value_and_grad(
       rng_argnums: the arguments that are trees of PRNG keys, typed or raw: positions or names, as above. Micro-batch i
         gets `jax.random.fold_in(key, i)`. On device d along `sum_over`, it gets `fold_in(key, d * K + i)`.
       carry_argnum: the position of an argument that each micro-batch passes on to the next, such as batch statistics.
-        `fun` then returns `(loss, (aux, carry))`, and the result is `((value, (aux, carry)), grads)`. With `sum_over`,
-        each device has its own carry, unless `fun` reduces it.
+        No gradient flows through it, as in truncated backpropagation. `fun` then returns `(loss, (aux, carry))`, and
+        the result is `((value, (aux, carry)), grads)`. With `sum_over`, each device has its own carry, unless `fun`
+        reduces it.
       reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss, with `weight`:
-        sum(l) / sum(w) and sum(g) / sum(w). `"sum"`: sum(l) and sum(g).
+        sum(l) / sum(w) and sum(g) / sum(w), without micro-batches of weight 0. If these have a gradient, as the
+        negatives in detection, return `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(l) and sum(g).
       nonfinite: `"propagate"` or `"drop_microbatch"`, see above. The latter reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum, as in `accumulate`. Gradients have the dtypes of
         `jax.value_and_grad`.
