@@ -36,6 +36,7 @@ PACKAGES = {
         "_overwritten",
         "batch",
         "value_and_grad",
+        "micro_batched",
         "contrastive",
         "sharded_state",
         "from_optax",

@@ -5,6 +5,7 @@
 * `grad_accumulator`: a window that the host drives.
 * `batch`: the arguments of a call of `value_and_grad`.
 * `value_and_grad`: a whole batch in one call, in one loop of the compiled program.
+* `micro_batched`: a loss whose derivatives are computed by it.
 * `contrastive`: the same for losses that compare examples, in two passes.
 * `sharded_state`: states on a mesh.
 * `from_optax`: the way from Optax's states to these.

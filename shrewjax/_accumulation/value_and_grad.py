@@ -44,7 +44,7 @@ from shrewjax._base.mesh import (
     unreduced_axes,
     varying_axes,
 )
-from shrewjax._base.trees import check_unchanged, is_gradient
+from shrewjax._base.trees import check_unchanged, has_derivative, is_gradient
 from shrewjax._base.types import (
     Axes,
     AxisName,
@@ -302,6 +302,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
         raise ValueError(f"fun constrains an array to mesh axes in sum_over={axes!r}")
     own = _own_axes(like.averaged.value, params, window.axes)
+    loss.check_weight(batch, carried)
     if carried:
         weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
         _check_carried(like.carried, carried, weight)
@@ -380,6 +381,19 @@ class _Loss(NamedTuple):
             return 1
         weight = arguments.weight(self.weight(*batch.arguments(i, carried)), {()})
         return 1.0 if self.reduction == "mean" and isinstance(weight, float) and weight else weight
+
+    def check_weight(self, batch: Batch, carried: list[PyTree]) -> None:
+        """Raises if the weight has a derivative by the parameters, because averages take it for a constant."""
+
+        def weight(own_params: dict[int, PyTree]) -> Scalar:
+            return self.weight_of(batch._replace(own_params=own_params), 0, carried)
+
+        if self.reduction != "sum" and has_derivative(weight, batch.own_params):
+            raise ValueError(
+                "weight must be a constant to JAX, as a count or a mask is, but it has a derivative by an array that "
+                "is differentiated. Return jax.lax.stop_gradient(weight) if it is meant as a constant. Otherwise let "
+                "fun multiply by it, and sum with reduction='sum'"
+            )
 
     def aux_of_whole_batch(self, batch: Batch) -> PyTree:
         aux = self.fun(*batch.whole_arguments())[1]
