@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
-from shrewjax._base.types import Axes, AxisNames, Function, Leaf, MeshAxes, PyTree
+from shrewjax._base.types import AnyState, Axes, AxisNames, Function, Leaf, MeshAxes, PyTree
 
 UnitDims = tuple[int, ...]
 """The dimensions of a leaf that index its units, in increasing order. A reduction by unit keeps them."""
@@ -265,6 +265,25 @@ def partitioned_like(x: jax.Array, like: Leaf) -> jax.Array:
     spec = jax.P(*_partitions(_spec(like)))
     is_like = jax.P(*_partitions(_spec(x))) == spec or not explicit_axes(x)
     return x if is_like else jax.sharding.reshard(x, spec)
+
+
+def on_mesh_of(params: PyTree, state: AnyState) -> AnyState:
+    """Returns a new state on the parameters' mesh. What `init` placed nowhere, such as a counter, is replicated.
+
+    A step returns them there. Its second call would compile again if they began elsewhere
+    (tests/accumulation/test_sharded_state.py, "compiles_once").
+    """
+    leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not is_traced(x)]
+    shardings = [x.sharding for x in leaves if isinstance(x.sharding, NamedSharding)]
+    if len({sharding.mesh for sharding in shardings}) != 1:
+        return state
+    everywhere = NamedSharding(shardings[0].mesh, jax.P())
+
+    def placed(x: Leaf) -> Leaf:
+        is_nowhere = isinstance(x, jax.Array) and not is_traced(x) and not x.committed
+        return jax.device_put(x, everywhere) if is_nowhere else x
+
+    return jax.tree.map(placed, state)
 
 
 def device_index(axes: AxisNames) -> jax.Array:
