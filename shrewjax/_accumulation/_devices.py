@@ -148,16 +148,32 @@ class Devices:
         """Returns sums for the state of a closed window, whose values nobody reads. Reuses the total if it can."""
         if not self.axes:
             return total
-        if not is_mapped(self.axes):
-            return gradient_sum
-        # XLA-22.
-        # On CUDA and TPU, XLA would otherwise keep both the rows and the total, which costs memory of the parameters'
-        # size (tests/devices/test_accelerators.py, "sends gradients once").
+        # XLA-22: On CUDA and TPU, XLA would otherwise keep both the rows and the total, which costs memory of the
+        # parameters' size (tests/devices/test_accelerators.py, "sends_gradients_once").
+        place = self._placed_as_rows()
         return jax.tree.map(
-            lambda row, x: as_varying(x[None], self.axes) if is_gradient(row) else row,
-            gradient_sum,
-            total,
+            lambda rows, x: place(x, rows) if is_gradient(rows) else rows, gradient_sum, total
         )
+
+    def _placed_as_rows(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """Returns a function that writes an array into each row, on the row's device. Or keeps rows, if none knows it."""
+        axes = self.axes
+        if is_mapped(axes):
+            return lambda x, rows: as_varying(x[None], axes)
+        mesh = jax.sharding.get_abstract_mesh()
+        kinds = {
+            mesh.axis_types[mesh.axis_names.index(a)] if a in mesh.axis_names else None
+            for a in axes
+        }
+        if kinds == {AxisType.Explicit}:
+            return lambda x, rows: jax.sharding.reshard(
+                jnp.broadcast_to(x[None], rows.shape), jax.typeof(rows).sharding.spec
+            )
+        if {*mesh.axis_types} == {AxisType.Auto} and None not in kinds:
+            return lambda x, rows: jax.lax.with_sharding_constraint(
+                jnp.broadcast_to(x[None], rows.shape), P(axes, *[P.UNCONSTRAINED] * x.ndim)
+            )
+        return lambda x, rows: rows
 
     def like_total(self, grads: ArrayTree) -> ArrayTree:
         """Returns the gradients, or the shapes and dtypes of one row if they have per-device rows."""

@@ -122,7 +122,8 @@ def accumulate(
       accum_steps: number of micro-batches per window. An int >= 1, a scalar array, or a function of `windows` (int32)
         that returns such a number, or a float, which is rounded up. In an array, a number below 1 or NaN counts as 1.
       reduction: `"mean"` for gradients of a mean loss: sum(w g) / sum(w), equal to the gradient of the one large
-        batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w). `"sum"`: sum(g).
+        batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w), without micro-batches of weight 0.
+        If these have a gradient, as the negatives in detection, pass `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(g).
       accumulator_dtype: dtype of the sum. By default the wider of float32 and the parameter's dtype, complex for
         complex. Inner gets the average cast to the gradient's dtype, within 2 ulp of the exact quotient. In float16,
         weights that count tokens soon make sums of w g overflow.
@@ -253,7 +254,7 @@ def _run_on_average(
     applied = jnp.asarray(added.has_average)
     if noise:  # in a branch, because the norm of the average takes a pass
         value, noise = run_if(
-            added.has_average, lambda: window.average(added)[2:], lambda: (value, noise)
+            added.has_average, lambda: window.average(added)[2:4], lambda: (value, noise)
         )
     elif added.has_average is not False:
         value = jnp.where(applied, window.average(added).value, value)

@@ -157,6 +157,7 @@ class Average(NamedTuple):
     has_weight: Flag  # the total weight is not 0; True if `has_average` has decided it
     value: jax.Array  # of `value`, divided as the gradients are
     noise: AnyState  # the state of the noise with this window
+    total: ArrayTree  # the gradients before the division, if sums are partial
 
 
 class Window:
@@ -420,7 +421,8 @@ class Window:
         It divides this total and the loss. `advance` has divided all other sums.
         """
         whole = self._total(step) if self.is_partial else step
-        gradients, value, weight_sum = whole.state.gradient_sum, whole.value_sum, whole.weight_sum
+        total, value, weight_sum = whole.state.gradient_sum, whole.value_sum, whole.weight_sum
+        gradients = total
         scale = _reciprocal(weight_sum, whole.has_weight)
         if self._reduction != "sum":
             if self.is_partial:
@@ -437,11 +439,11 @@ class Window:
             sums = _noise.WindowSums(of_window.square_sums, of_window.kept, weight_sum)
             noise = _noise.closed(noise, sums, norm, self._noise_decay)
         has_weight = whole.has_weight if self.is_partial else True
-        return Average(gradients, has_weight, value, noise)
+        return Average(gradients, has_weight, value, noise, total)
 
     def emptied(self, state: AnyState, average: Average) -> ArrayTree:
         """Returns sums for the state of a closed window, whose values nobody reads."""
-        return self._devices.emptied(state.gradient_sum, average.gradients)
+        return self._devices.emptied(state.gradient_sum, average.total)
 
     def _total(self, step: WindowStep) -> WindowStep:
         """Returns the step with totals in the places of partial sums."""
