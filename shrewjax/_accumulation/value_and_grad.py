@@ -44,7 +44,7 @@ from shrewjax._base.mesh import (
     unreduced_axes,
     varying_axes,
 )
-from shrewjax._base.trees import check_unchanged, is_gradient
+from shrewjax._base.trees import check_unchanged, has_derivative, is_gradient
 from shrewjax._base.types import (
     Axes,
     AxisName,
@@ -169,10 +169,12 @@ def value_and_grad(
       rng_argnums: the arguments that are trees of PRNG keys, typed or raw: positions or names, as above. Micro-batch i
         gets `jax.random.fold_in(key, i)`. On device d along `sum_over`, it gets `fold_in(key, d * K + i)`.
       carry_argnum: the position of an argument that each micro-batch passes on to the next, such as batch statistics.
-        `fun` then returns `(loss, (aux, carry))`, and the result is `((value, (aux, carry)), grads)`. With `sum_over`,
-        each device has its own carry, unless `fun` reduces it.
+        No gradient flows through it, as in truncated backpropagation. `fun` then returns `(loss, (aux, carry))`, and
+        the result is `((value, (aux, carry)), grads)`. With `sum_over`, each device has its own carry, unless `fun`
+        reduces it.
       reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss, with `weight`:
-        sum(l) / sum(w) and sum(g) / sum(w). `"sum"`: sum(l) and sum(g).
+        sum(l) / sum(w) and sum(g) / sum(w), without micro-batches of weight 0. If these have a gradient, as the
+        negatives in detection, return `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(l) and sum(g).
       nonfinite: `"propagate"` or `"drop_microbatch"`, see above. The latter reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum, as in `accumulate`. Gradients have the dtypes of
         `jax.value_and_grad`.
@@ -300,6 +302,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
         raise ValueError(f"fun constrains an array to mesh axes in sum_over={axes!r}")
     own = _own_axes(like.averaged.value, params, window.axes)
+    loss.check_weight(batch, carried)
     if carried:
         weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
         _check_carried(like.carried, carried, weight)
@@ -378,6 +381,19 @@ class _Loss(NamedTuple):
             return 1
         weight = arguments.weight(self.weight(*batch.arguments(i, carried)), {()})
         return 1.0 if self.reduction == "mean" and isinstance(weight, float) and weight else weight
+
+    def check_weight(self, batch: Batch, carried: list[PyTree]) -> None:
+        """Raises if the weight has a derivative by the parameters, because averages take it for a constant."""
+
+        def weight(own_params: dict[int, PyTree]) -> Scalar:
+            return self.weight_of(batch._replace(own_params=own_params), 0, carried)
+
+        if self.reduction != "sum" and has_derivative(weight, batch.own_params):
+            raise ValueError(
+                "weight must be a constant to JAX, as a count or a mask is, but it has a derivative by an array that "
+                "is differentiated. Return jax.lax.stop_gradient(weight) if it is meant as a constant. Otherwise let "
+                "fun multiply by it, and sum with reduction='sum'"
+            )
 
     def aux_of_whole_batch(self, batch: Batch) -> PyTree:
         aux = self.fun(*batch.whole_arguments())[1]
