@@ -33,6 +33,7 @@ PACKAGES = {
         "accumulate",
         "grad_accumulator",
         "_aux",
+        "_mistaken_roles",
         "_overwritten",
         "batch",
         "value_and_grad",
