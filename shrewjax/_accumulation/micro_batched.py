@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._accumulation.batch import Place, roles_of_arguments
+from shrewjax._accumulation.batch import roles_of_arguments
 from shrewjax._accumulation.value_and_grad import value_and_grad
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments
 from shrewjax._base.trees import is_gradient, is_zero_tangent
-from shrewjax._base.types import AxisName, DType, Function, KeyPath, Leaf, PyTree
+from shrewjax._base.types import AxisName, DType, Function, KeyPath, Leaf, Place, PyTree
 from shrewjax._numerics.floats import sum_dtype, upcast
 
 
