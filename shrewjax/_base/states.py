@@ -8,7 +8,8 @@ them for a caller that asks by `init_with_notes`.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any, TypeAlias, get_type_hints
@@ -171,8 +172,9 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
 
     Returns:
       A dictionary from `"transformation/name"` to scalars, empty if no state has any. A name does not depend on the
-      position in a chain. If there are several states of one kind, the names of all except the first start with their
-      path, such as `"1/inner_state/clip_by_global_norm/grad_norm"`.
+      position in a chain. If there are several states of one kind, those in a group of `optax.partition` have its name
+      in front, such as `"decoder/clip_by_global_norm/grad_norm"`. Of the others, and of several in one group, the names
+      of all except the first start with their path, such as `"1/inner_state/clip_by_global_norm/grad_norm"`.
 
     Raises:
       ValueError: `opt_state` is a transformation, or has a window of `accumulate` inside one of `optax.MultiSteps`.
@@ -195,16 +197,29 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
     opt_state = without_variables(opt_state)
     require_one_window(opt_state)
     found: dict[str, jax.Array] = {}
-    kinds = set()
-    for path, state in _measuring(opt_state):
-        kind = _name(type(state))
-        where = ""
-        if kind in kinds:
-            where = jax.tree_util.keystr(path, simple=True, separator="/") + "/"
-        kinds.add(kind)
+    states = [(path, state, _name(type(state))) for path, state in _measuring(opt_state)]
+    number = Counter(kind for _, _, kind in states)
+    seen = set()
+    for path, state, kind in states:
+        where = _group(path) if number[kind] > 1 else ""
+        if (where, kind) in seen:
+            where = _written(path)
+        seen.add((where, kind))
         for name, value in state.metrics().items():
             found[f"{where}{kind}/{name}"] = value
     return found
+
+
+def _group(path: KeyPath) -> str:
+    """Returns the group of `optax.partition` at this place of a state, or the groups if one is inside another."""
+    before_label = [getattr(key, "name", None) == "inner_states" for key in path]
+    return _written(
+        [key for key, is_label in zip(path[1:], before_label, strict=False) if is_label]
+    )
+
+
+def _written(path: Sequence[Any]) -> str:
+    return "".join(jax.tree_util.keystr((key,), simple=True) + "/" for key in path)
 
 
 def require_one_window(opt_state: AnyState) -> None:

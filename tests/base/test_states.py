@@ -58,6 +58,30 @@ def test_a_second_one_of_a_kind_has_its_path_and_names_stay_when_a_link_is_added
     assert longer["clip_by_global_norm/grad_norm"] == found["clip_by_global_norm/grad_norm"]
 
 
+def test_several_in_groups_have_the_groups_names_and_one_alone_has_none():
+    def grouped(**rules):
+        return optax.partition(rules, {"a": "body", "b": "head"})
+
+    def norms(tx):
+        found = values(shrewjax.metrics(after_one_update(tx)))
+        return {name.removesuffix("/grad_norm"): x for name, x in found.items() if name.endswith("grad_norm")}
+
+    clip = shrewjax.clip_by_global_norm(100.0)
+    both = {"body/clip_by_global_norm": 5, "head/clip_by_global_norm": pytest.approx(0.6)}
+    assert norms(grouped(body=clip, head=optax.chain(clip, optax.sgd(0.1)))) == both
+    assert norms(grouped(body=clip, head=optax.sgd(0.1))) == {"clip_by_global_norm": 5}
+    whole = {"clip_by_global_norm": pytest.approx(NORM)}
+    assert norms(optax.chain(grouped(body=clip, head=clip), clip)) == both | whole
+    assert norms(shrewjax.accumulate(grouped(body=clip, head=clip), 1)) == both
+    twice = {"body/clip_by_global_norm": 5, "inner_states/body/inner_state/1/clip_by_global_norm": 5}
+    assert norms(grouped(body=optax.chain(clip, clip), head=optax.sgd(0.1))) == twice
+    inside = optax.partition({"x": clip, "y": optax.sgd(0.1)}, {"a": "x", "b": "y"})
+    assert norms(grouped(body=inside, head=clip)) == {
+        "body/x/clip_by_global_norm": 5,
+        "head/clip_by_global_norm": pytest.approx(0.6),
+    }
+
+
 class MyRuleState(NamedTuple):
     shown: jax.Array
     inner_state: object
