@@ -7,6 +7,7 @@ A state does not hold the arguments of its transformation, and `from_optax` need
 them for a caller that asks by `init_with_notes`.
 """
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -212,10 +213,8 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
 
 def _group(path: KeyPath) -> str:
     """Returns the group of `optax.partition` at this place of a state, or the groups if one is inside another."""
-    before_label = [getattr(key, "name", None) == "inner_states" for key in path]
-    return _written(
-        [key for key, is_label in zip(path[1:], before_label, strict=False) if is_label]
-    )
+    groups = jax.tree_util.GetAttrKey("inner_states")
+    return _written([key for before, key in itertools.pairwise(path) if before == groups])
 
 
 def _written(path: Sequence[Any]) -> str:
