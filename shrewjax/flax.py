@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import shrewjax
-from shrewjax._accumulation.batch import roles_of_arguments
+from shrewjax._accumulation.batch import checked_call, roles_of_arguments
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments, trees
 from shrewjax._base.states import with_own_buffers
@@ -365,6 +365,11 @@ def value_and_grad(
             return objects.call(weight, args, kwargs)[0]
 
         places = {name: roles[name] for name in positions}
+        its_roles = {"argnums": (0,), **places}
+        its_args = objects.params, *objects.args
+        checked_call(
+            its_args, objects.kwargs, its_roles, micro_batches, is_divided=micro_batches > 1
+        )
         value_and_grads = of_arrays(
             loss, has_aux=True, weight=weight and weigh, carry_argnum=-1, **places
         )

@@ -5,6 +5,7 @@
 * `grad_accumulator`: a window that the host drives.
 * `batch`: the arguments of a call of `value_and_grad`.
 * `value_and_grad`: a whole batch in one call, in one loop of the compiled program.
+* `micro_batched`: a loss whose derivatives are computed by it.
 * `contrastive`: the same for losses that compare examples, in two passes.
 * `sharded_state`: states on a mesh.
 * `from_optax`: the way from Optax's states to these.
@@ -15,6 +16,7 @@ Private modules hold the parts:
 * `_devices`: the devices over which a window sums, and the rows in which each has its own sum.
 * `_noise`: the noise scale.
 * `_aux`: the aux, reduced leaf by leaf.
+* `_mistaken_roles`: what is odd about the arguments of a call whose examples have no common number.
 * `_overwritten`: the statistics of Flax's fp8 layers, which come as gradients.
 
 These modules import `_base`, `_programs`, `_numerics` and `_skipping.wrapping`. Only `from_optax` also imports the
