@@ -45,9 +45,30 @@ def require_own(
         way_from_optax = (
             ". Or convert Optax's state: shrewjax.from_optax(state, tx, params)" if is_optax else ""
         )
+        fields_of_kind = getattr(kind, "_fields", ())
+        way_from_inner = (
+            ". Or, if the state is that of a running job without this wrapper, put it into a new one: "
+            "state = tx.init(params)._replace(inner_state=state), where tx is this wrapper"
+            if "inner_state" in fields_of_kind
+            else ""
+        )
         raise ValueError(
             f"state must be the {kind.__name__} that init made or the last update returned, got {type(state).__name__}."
-            f" Pass the state of this transformation, in the order {order}{way_from_optax}"
+            f" Pass the state of this transformation, in the order {order}{way_from_optax}{way_from_inner}"
+        )
+
+
+def require_made_with(argument: str, state: AnyState, field: str, new: str = "") -> None:
+    """Raises if a field that an argument adds is empty, because the state was made without this argument.
+
+    `new` is the value that the field gets, if it is not that of a new state.
+    """
+    value = getattr(state, field)
+    if isinstance(value, tuple) and not value:
+        raise ValueError(
+            f"the {type(state).__name__} was made without {argument}, so its {field} is empty. To go on with {argument}, add "
+            f"it to this state: state = state._replace({field}={new or f'tx.init(params).{field}'}), where tx has "
+            f"{argument}. Or leave out {argument}"
         )
 
 
