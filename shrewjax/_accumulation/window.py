@@ -33,7 +33,7 @@ from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
     require_replicated,
 )
-from shrewjax._base.states import described, fields, increment_if
+from shrewjax._base.states import described, fields, increment_if, require_made_with
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
     AnyState,
@@ -290,6 +290,8 @@ class Window:
         value_sum, noise = state.value_sum, state.noise
         if is_present is not False:
             value_sum = self._value_added(value_sum, value, weight, kept_weight, is_kept, is_first)
+            if self._noise_decay is not None:
+                require_made_with("noise_decay", state, "noise", _noise.FOR_AN_OPEN_WINDOW)
             noise = self._noise_added(noise, grads, own_weight, is_kept, is_first)
 
         # 6. A closing window resets its counters.
