@@ -37,6 +37,7 @@ PACKAGES = {
         "batch",
         "value_and_grad",
         "contrastive",
+        "per_device",
         "sharded_state",
         "from_optax",
     ],

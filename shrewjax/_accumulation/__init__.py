@@ -6,6 +6,7 @@
 * `batch`: the arguments of a call of `value_and_grad`.
 * `value_and_grad`: a whole batch in one call, in one loop of the compiled program.
 * `contrastive`: the same for losses that compare examples, in two passes.
+* `per_device`: a function's results on each device's own examples, as rows.
 * `sharded_state`: states on a mesh.
 * `from_optax`: the way from Optax's states to these.
 

@@ -74,7 +74,7 @@ class Batch(NamedTuple):
     def arguments(self, i: Number, carried: list[PyTree]) -> list[PyTree]:
         replaced = self.own_params | _micro_batch_of(self.examples, i)
         for at in self.roles["rng_argnums"]:
-            replaced[at] = _folded_keys(f"argument {at}", self.args[at], self.first_number + i)
+            replaced[at] = folded_keys(f"argument {at}", self.args[at], self.first_number + i)
         replaced |= dict(zip(self.roles["carry_argnum"], carried, strict=True))
         return [replaced.get(at, x) for at, x in enumerate(self.args)]
 
@@ -132,7 +132,8 @@ def batch_of_arguments(
     examples = _split_examples({at: args[at] for at in roles["batch_argnums"]}, steps, devices)
     if steps * max(devices, 1) > 1:
         with_role = {at for positions in roles.values() for at in positions}
-        _check_whole({at: x for at, x in enumerate(args) if at not in with_role}, kwargs, examples)
+        sizes = {x.shape[0] * x.shape[1] for x in jax.tree.leaves(examples)}
+        check_whole({at: x for at, x in enumerate(args) if at not in with_role}, kwargs, sizes)
     # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
     # micro-batch (tests/accumulation/test_value_and_grad.py, "cross_the_network_once").
     own_params = {
@@ -168,7 +169,7 @@ def _split_examples(
         at, name = path[0].key, _name(path)
         others = tuple(other for other in arguments if other != at)
         if np.ndim(x) == 0:
-            _check_key(name, x, at)
+            check_key(name, x, at)
             raise ValueError(
                 f"{name} has no axis of examples, but shape (). If it is the same for all micro-batches, pass "
                 f"batch_argnums={others}. If each example has its own, pass an array of them"
@@ -178,7 +179,7 @@ def _split_examples(
             first[path] = count
         ((of_first, expected),) = first.items()
         if count != expected:
-            _check_key(name, x, at)
+            check_key(name, x, at)
             raise ValueError(
                 f"{name} has {count} examples along its first axis, {_name(of_first)} has {expected}. "
                 + (
@@ -223,19 +224,24 @@ def _devices_along_first_axis(x: jax.Array) -> int:
     return math.prod(sharding.mesh.shape[a] for names in over for a in names)
 
 
-def _check_whole(
-    arguments: dict[int, PyTree], keywords: dict[str, PyTree], examples: dict[int, PyTree]
+def check_whole(
+    arguments: dict[int, PyTree],
+    keywords: dict[str, PyTree],
+    sizes: Collection[int],
+    part: str = "micro-batch",
 ) -> None:
-    """Raises if arguments that reach every micro-batch whole hold PRNG keys, or one by keyword has B rows."""
-    sizes = {x.shape[0] * x.shape[1] for x in jax.tree.leaves(examples)}
+    """Raises if arguments that reach every part whole hold PRNG keys, or one by keyword has as many rows as a batch.
+
+    A part is a micro-batch, or a device's own.
+    """
 
     def check(path: KeyPath, x: Leaf) -> None:
         of, at = path[0].key, path[0].key if path[0].key in arguments else None
         name = f"{'keyword argument' if at is None else 'argument'} {of}{jax.tree_util.keystr(path[1:])}"
-        _check_key(name, x, at)
+        check_key(name, x, at, part)
         if at is None and np.ndim(x) and np.shape(x)[0] in sizes:
             raise ValueError(
-                f"{name} has {np.shape(x)[0]} rows, as many as the batch has examples, but every micro-batch gets "
+                f"{name} has {np.shape(x)[0]} rows, as many as the batch has examples, but every {part} gets "
                 "arguments by keyword whole. Pass it by position. If it holds no examples, leave its position out of "
                 "batch_argnums="
             )
@@ -244,7 +250,7 @@ def _check_whole(
     jax.tree.map_with_path(check, keywords)
 
 
-def _check_key(name: str, x: Leaf, at: int | None) -> None:
+def check_key(name: str, x: Leaf, at: int | None, part: str = "micro-batch") -> None:
     """Raises if a leaf is a PRNG key, or looks like a raw one. `at` is the argument's position, if it has one."""
     dtype: DType = getattr(x, "dtype", np.object_)
     is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
@@ -255,7 +261,7 @@ def _check_key(name: str, x: Leaf, at: int | None) -> None:
             else f"rng_argnums={at}"
         )
         raise ValueError(
-            f"{name} is a PRNG key, and each micro-batch needs its own. Pass {remedy}. If all shall have the same one, "
+            f"{name} is a PRNG key, and each {part} needs its own. Pass {remedy}. If all shall have the same one, "
             "let fun close over it"
             + ("" if is_typed else ". If these numbers are no key, convert them to int32")
         )
@@ -265,7 +271,7 @@ def _micro_batch_of(examples: dict[int, PyTree], i: Number) -> dict[int, PyTree]
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), examples)
 
 
-def _folded_keys(name: str, keys: PyTree, number: Number) -> PyTree:
+def folded_keys(name: str, keys: PyTree, number: Number) -> PyTree:
     """Folds `number`, which counts micro-batches over all devices, into each key. Raises if a leaf is no single key."""
 
     def fold(path: KeyPath, key: Leaf) -> jax.Array:

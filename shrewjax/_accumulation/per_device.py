@@ -1,0 +1,192 @@
+"""Per-device rows from any function: what it returns on each device's own examples, under plain `jax.jit`.
+
+A partial `shard_map` runs the function on each device, so XLA partitions its program over the other axes of the mesh
+alone. Whatever the function does, nothing crosses the axes of the batch.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shrewjax._accumulation.batch import (
+    check_key,
+    check_whole,
+    folded_keys,
+    roles_of_arguments,
+)
+from shrewjax._base import arguments
+from shrewjax._base.mesh import as_on_one_device, device_index, is_bound, on_each_device
+from shrewjax._base.types import AxisName, AxisNames, Function, KeyPath, Leaf, PyTree
+
+
+def per_device(
+    fun: Function,
+    axes: AxisName,
+    *,
+    batch_argnums: int | Sequence[int] | None = None,
+    rng_argnums: int | Sequence[int] = (),
+) -> Callable[..., PyTree]:
+    r"""Returns a function that runs `fun` on each device's own examples, and returns a row for each device.
+
+    .. math:: \mathrm{rows}_d = \mathrm{fun}(\theta, x_d), \qquad d = 1, \dots, D
+
+    With `per_device(jax.value_and_grad(loss), "data")`, row d has the loss and the gradients of device d. No gradient
+    crosses the network. `accumulate(..., sum_over="data")` takes such rows, adds up each device's own, and sums them
+    over devices when a window closes. `weight=` and `value=` are then numbers, or vectors with a number for each row.
+
+    Call the returned function under `jax.jit` and `jax.set_mesh(mesh)`, where `fun` runs as on one device. It may be
+    any function, such as one of `value_and_grad`, which then needs no `sum_over=`. XLA partitions it over the other
+    axes of the mesh, as in tensor parallel training. On one device, `jax.vmap(fun, (None, 0))` of examples of shape
+    (D, B / D, ...) returns the same rows. Use it in tests, and not on a mesh, because XLA then gathers the examples of
+    all devices for some operations.
+
+    ========================================  ==================================================================
+    arguments                                 a device gets
+    ========================================  ==================================================================
+    the first one, such as parameters         all of it; over the other axes it stays sharded
+    other positional ones, arrays in trees    its part of their first axis, in the order of devices along `axes`
+    those in `rng_argnums`                    `jax.random.fold_in(key, d)`
+    by keyword                                all of it
+    arrays that `fun` closes over             all of them; so a key is the same on every device
+    ========================================  ==================================================================
+
+    Args:
+      fun: any function that returns a tree of arrays and numbers. It must not place arrays over `axes`.
+      axes: the axis of the mesh, or a tuple of axes, over which the batch is divided.
+      batch_argnums: the positions of the arguments that hold examples. None: all but the first and those of
+        `rng_argnums`. The others reach every device whole, and may hold no PRNG key.
+      rng_argnums: the positions of the arguments that are trees of PRNG keys, typed or raw.
+
+    Returns:
+      A function of `fun`'s arguments. It returns what `fun` returns, with a new first axis that has a row for each
+      device and is sharded over `axes`.
+
+    Raises:
+      ValueError: an argument is not as described; `axes` are no axes of the mesh of `jax.set_mesh`, or they are mapped
+        already; the devices do not divide an array of examples; a key, or by keyword an array with as many rows as the
+        batch, is to reach every device whole; `fun` places arrays over `axes`, or changes its arguments in place.
+
+    Example:
+      >>> def loss(params, x, y):
+      ...     return jnp.mean((x @ params - y) ** 2)
+      >>> devices = jax.device_count()
+      >>> auto = jax.sharding.AxisType.Auto
+      >>> mesh = jax.make_mesh((devices,), ("data",), axis_types=(auto,))
+      >>> own = jax.jit(per_device(jax.value_and_grad(loss), "data"))
+      >>> with jax.set_mesh(mesh):
+      ...     value, grads = own(jnp.zeros(2), jnp.ones((16, 2)), jnp.ones(16))
+      >>> value.shape == (devices,), grads.shape == (devices, 2)
+      (True, True)
+
+    Source: as for `accumulate`, by linearity of the gradient.
+    """
+    names = arguments.axis_names("axes", axes)
+    if not names:
+        raise ValueError(f"axes must name at least one axis of the mesh, got {axes!r}")
+    keys = arguments.positions("rng_argnums", rng_argnums)
+    batch = None if batch_argnums is None else arguments.positions("batch_argnums", batch_argnums)
+
+    def rows_of_devices(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        devices = _devices_along(names)
+        roles = _roles(keys, batch, len(args), kwargs)
+        examples = {at: args[at] for at in roles["batch_argnums"]}
+        own_keys = {at: args[at] for at in roles["rng_argnums"]}
+        whole = {at: x for at, x in enumerate(args) if at not in examples and at not in own_keys}
+        _check_divided(examples, devices)
+        sizes = {np.shape(x)[0] for x in jax.tree.leaves(examples)}
+        check_whole(whole, kwargs, sizes, "device")
+
+        def run(examples: dict[int, PyTree], others: tuple[PyTree, ...]) -> PyTree:
+            whole, own_keys, kwargs = others
+            device = device_index(names)
+            folded = {at: folded_keys(f"argument {at}", x, device) for at, x in own_keys.items()}
+            given = examples | whole | folded
+            before = jax.tree.leaves_with_path(given)
+            with as_on_one_device(names):
+                returned = fun(*(given[at] for at in sorted(given)), **kwargs)
+            _check_unchanged(before, given)
+            return jax.tree.map(lambda x: jnp.asarray(x)[None], returned)
+
+        others = whole, own_keys, kwargs
+        return on_each_device(run, names, examples, others, returns_parts=True)
+
+    return rows_of_devices
+
+
+def _devices_along(axes: AxisNames) -> int:
+    """Returns the number of devices along these axes of the mesh. Raises if the call cannot map them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes or any(map(is_bound, axes)):
+        raise ValueError(
+            f"per_device maps axes={axes!r} itself, so it must be called outside of shard_map, pmap and a vmap with "
+            "axis_name, where a device has its own examples already. Call fun itself there"
+        )
+    if not {*axes} <= {*mesh.axis_names}:
+        raise ValueError(
+            f"axes must be axes of the mesh of jax.set_mesh, got {axes!r}, and the mesh has {mesh.axis_names}. Call "
+            "the step under jax.set_mesh(mesh), with a mesh that has them. Or name the axes over which your mesh "
+            "divides the batch"
+        )
+    return math.prod(mesh.shape[a] for a in axes)
+
+
+def _roles(
+    keys: tuple[int, ...], batch: tuple[int, ...] | None, count: int, kwargs: dict[str, PyTree]
+) -> dict[str, tuple[int, ...]]:
+    """Returns the positions of `rng_argnums` and of `batch_argnums`: by default all others but the first."""
+    given = {"rng_argnums": keys, "batch_argnums": batch}
+    if batch is None:
+        taken = {0, *(at % count for at in keys if -count <= at < count)}
+        given["batch_argnums"] = rest = tuple(at for at in range(count) if at not in taken)
+        if not rest:
+            raise ValueError(
+                f"no argument holds examples, because the call has {count} by position, and by default the first one "
+                "reaches every device whole. Pass the batch after it, by position. If the first one holds the "
+                "examples, pass batch_argnums=0"
+            )
+    return roles_of_arguments(given, count, kwargs)
+
+
+def _check_divided(examples: dict[int, PyTree], devices: int) -> None:
+    """Raises if an array of examples has no first axis that the devices divide."""
+
+    def check(path: KeyPath, x: Leaf) -> None:
+        at, name = path[0].key, _name(path)
+        if (
+            np.ndim(x) == 0 or getattr(x, "dtype", None) == np.uint32
+        ):  # typed keys may come with rows
+            check_key(name, x, at, "device")
+        if np.ndim(x) == 0:
+            raise ValueError(
+                f"{name} must have a first axis of examples, got {x!r}. If it is the same on all devices, leave its "
+                "position out of batch_argnums=. Or pass it by keyword"
+            )
+        count = np.shape(x)[0]
+        if count % devices:
+            raise ValueError(
+                f"{name} must have a first axis that {devices} devices divide, got shape {np.shape(x)}. Pad the batch "
+                f"to {-(-count // devices) * devices} examples, let fun take its mean over the real ones, and pass "
+                "their numbers as weight=. If it holds no examples, leave its position out of batch_argnums="
+            )
+
+    jax.tree.map_with_path(check, examples)
+
+
+def _check_unchanged(before: list[tuple[KeyPath, Leaf]], after: PyTree) -> None:
+    """Raises if `fun` changed an argument in place, as a model of NNX does, because nobody would see the new value."""
+    kept = {id(x) for _, x in before}
+    for path, x in jax.tree.leaves_with_path(after):
+        if id(x) not in kept:
+            raise ValueError(
+                f"fun must not change its arguments, but it gave {_name(path)} a new value, of which each device has "
+                "its own. In Flax NNX, split the model, let fun merge it, and return the new value as aux. Then reduce "
+                "its rows, as by jax.tree.map(lambda x: x.mean(0), rows)"
+            )
+
+
+def _name(path: KeyPath) -> str:
+    """Returns the name of a leaf of the arguments, a tree by position, for messages."""
+    return f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
