@@ -222,10 +222,10 @@ def value_and_grad(
     *,
     wrt: Any = nnx.Param,
     has_aux: bool = False,
-    batch_argnums: int | Sequence[int] | None = None,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
     weight: Function | None = None,
     aux: PyTree = "mean",
-    rng_argnums: int | Sequence[int] = (),
+    rng_argnums: int | str | Sequence[int | str] = (),
     reduction: Reduction = "mean",
     nonfinite: NonfiniteOfBatch = "propagate",
     accumulator_dtype: DType = None,
@@ -269,11 +269,12 @@ def value_and_grad(
       micro_batches: K, an int >= 1, into which the examples can be divided.
       wrt: a filter of the variables in the first argument to differentiate with respect to.
       has_aux: whether `fun` returns a pair.
-      batch_argnums: the positions of the arguments that hold examples, where the model has position 0. None: all
-        positional arguments except nnx objects and those of `rng_argnums`.
+      batch_argnums: the arguments that hold examples, by positions or names as in `shrewjax.value_and_grad`. The model
+        has position 0. None: all by position except nnx objects and those of `rng_argnums`. If there are none, all by
+        keyword, except these.
       weight: as in `shrewjax.value_and_grad`.
       aux: as in `shrewjax.value_and_grad`.
-      rng_argnums: the positions of the arguments that are trees of PRNG keys. Keys in nnx objects need no position.
+      rng_argnums: the arguments that are trees of PRNG keys, by positions or names. Keys in nnx objects need none.
       reduction: as in `shrewjax.value_and_grad`.
       nonfinite: as in `shrewjax.value_and_grad`.
       accumulator_dtype: as in `shrewjax.value_and_grad`.
@@ -331,8 +332,8 @@ def value_and_grad(
         objects = _Objects(wrt, model, args, kwargs)
         given: Any = {"wrt": (0,), "nnx objects (they need no position)": objects.alone}
         for name, at in positions.items():
-            given[name] = None if at is None else arguments.positions(name, at)
-        roles = roles_of_arguments(given, 1 + len(args), kwargs)
+            given[name] = None if at is None else arguments.places(name, at)
+        roles = roles_of_arguments(given, fun, 1 + len(args), kwargs)
 
         def loss(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
             returned, state = objects.call(fun, args, kwargs)
@@ -387,7 +388,7 @@ class _Objects:
       params: the arrays of the variables in `wrt`.
       state: the arrays of all other variables.
       args, kwargs: the arguments after the first, with None for each object.
-      alone: the positions of arguments that are an object.
+      alone: the positions and names of arguments that are an object.
     """
 
     def __init__(self, wrt: Any, model: PyTree, args: PyTree, kwargs: PyTree) -> None:
@@ -402,7 +403,8 @@ class _Objects:
         self._objects = {i: x if is_object(x) else jnp.asarray(x) for i, x in numbered.items()}
         without = [None if i in numbered else x for i, x in enumerate(leaves)]
         (self._no_model, *self.args), self.kwargs = self._treedef.unflatten(without)
-        self.alone = tuple(at for at, x in enumerate(args, 1) if is_object(x))
+        after_model = dict(enumerate(args, 1)) | kwargs
+        self.alone = tuple(at for at, x in after_model.items() if is_object(x))
 
         # 2. Take them apart. As in Flax, a path begins at its object, and a variable or an array beside the objects is
         # always in wrt (test_flax_objects.py, "paths_begin_at_each_object").

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shrewjax._accumulation import _rows
 from shrewjax._accumulation.window import (
     WINDOW_STATES,
     AccumSteps,
@@ -59,7 +58,7 @@ from shrewjax._skipping.wrapping import (
     first_step,
     inner_transformation,
     run_step,
-    wrapper,
+    update_of_wrapper,
 )
 
 
@@ -123,7 +122,8 @@ def accumulate(
       accum_steps: number of micro-batches per window. An int >= 1, a scalar array, or a function of `windows` (int32)
         that returns such a number, or a float, which is rounded up. In an array, a number below 1 or NaN counts as 1.
       reduction: `"mean"` for gradients of a mean loss: sum(w g) / sum(w), equal to the gradient of the one large
-        batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w). `"sum"`: sum(g).
+        batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w), without micro-batches of weight 0.
+        If these have a gradient, as the negatives in detection, pass `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(g).
       accumulator_dtype: dtype of the sum. By default the wider of float32 and the parameter's dtype, complex for
         complex. Inner gets the average cast to the gradient's dtype, within 2 ulp of the exact quotient. In float16,
         weights that count tokens soon make sums of w g overflow.
@@ -188,7 +188,8 @@ def accumulate(
 
     add_and_run = partial(_add_and_run, window, wrapped)
     return Accumulation(
-        init_fn, wrapper(AccumulateState, add_and_run, "the accumulation's state changed")
+        init_fn,
+        update_of_wrapper(AccumulateState, add_and_run, "the accumulation's state changed"),
     )
 
 
@@ -211,9 +212,9 @@ def _add_and_run(
     adds_nothing = not isinstance(weight, jax.Array) and np.ndim(weight) == 0 and weight == 0
     takes_value = value is not None or (adds_nothing and _takes_value(inner))
     added = window.advance(state, grads, weight, value, flush=closes, when_full=True)
-    like = _rows.without_rows(grads, window.axes)
+    like = window.like_average(grads)
     inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
-    run = _run_on_rows if window.axes else _run_on_average
+    run = _run_on_total if window.is_partial else _run_on_average
     returned, after = run(window, added, state.value, _Inner(inner, inner_step, like, takes_value))
     windows = increment_if(after.applied, state.windows)
     new_state = added.state._replace(windows=windows, **after._asdict())
@@ -253,7 +254,7 @@ def _run_on_average(
     applied = jnp.asarray(added.has_average)
     if noise:  # in a branch, because the norm of the average takes a pass
         value, noise = run_if(
-            added.has_average, lambda: window.average(added)[2:], lambda: (value, added.state.noise)
+            added.has_average, lambda: window.average(added)[2:4], lambda: (value, noise)
         )
     elif added.has_average is not False:
         value = jnp.where(applied, window.average(added).value, value)
@@ -261,13 +262,16 @@ def _run_on_average(
     return returned, _After(inner_state, applied, average, value, noise)
 
 
-def _run_on_rows(
+def _run_on_total(
     window: Window, added: WindowStep, value: jax.Array, inner: _Inner
 ) -> tuple[PyTree, _After]:
-    """Runs inner if the window closes, in one branch with the sum of the per-device rows over devices."""
-    rows, noise = added.state.gradient_sum, added.state.noise
+    """Runs inner if the window closes, in one branch with the total of its partial sums.
 
-    def reduce_and_run() -> tuple[PyTree, _After]:
+    Two guards inside would otherwise branch three times, and each branch would take the total again.
+    """
+    open_sum, noise = added.state.gradient_sum, added.state.noise
+
+    def total_and_run() -> tuple[PyTree, _After]:
         average = window.average(added)
         ran = inner.run(average.gradients, average.value, True)
         measured = average.value, average.noise
@@ -276,11 +280,11 @@ def _run_on_rows(
             # (tests/devices/test_accelerators.py, "closing_calls_alone").
             ran = optax.tree.where(average.has_weight, ran, inner.step.skipped(ran[0]))
             measured = optax.tree.where(average.has_weight, measured, (value, noise))
-        emptied = _rows.emptied(rows, average.gradients, window.axes or ())
+        emptied = window.emptied(added.state, average)
         return ran[0], _After(ran[1], jnp.asarray(average.has_weight), emptied, *measured)
 
-    idle = _After(inner.step.state, jnp.zeros((), bool), rows, value, noise)
-    return inner.step._replace(state=idle, runs=added.has_average).run_or_skip(reduce_and_run)
+    idle = _After(inner.step.state, jnp.zeros((), bool), open_sum, value, noise)
+    return inner.step._replace(state=idle, runs=added.has_average).run_or_skip(total_and_run)
 
 
 def _as_gradients(

@@ -156,7 +156,7 @@ class GradAccumulator:
             value=jnp.where(has_average, average.value, state.value),
             noise=optax.tree.where(has_average, average.noise, state.noise),
         )
-        if not self._window.axes:
+        if not self._window.is_partial:
             closed = closed._replace(gradient_sum=gradients)
         return gradients, jnp.asarray(has_average), closed
 

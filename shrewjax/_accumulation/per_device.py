@@ -12,22 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from shrewjax._accumulation.batch import (
+    Place,
     check_key,
     check_whole,
     folded_keys,
+    in_order,
+    label_of,
+    name_in,
     roles_of_arguments,
 )
 from shrewjax._base import arguments
 from shrewjax._base.mesh import as_on_one_device, device_index, is_bound, on_each_device
-from shrewjax._base.types import AxisName, AxisNames, Function, KeyPath, Leaf, PyTree
+from shrewjax._base.types import AxisName, AxisNames, Function, Leaf, PyTree
 
 
 def per_device(
     fun: Function,
     axes: AxisName,
     *,
-    batch_argnums: int | Sequence[int] | None = None,
-    rng_argnums: int | Sequence[int] = (),
+    batch_argnums: int | str | Sequence[int | str] | None = None,
+    rng_argnums: int | str | Sequence[int | str] = (),
 ) -> Callable[..., PyTree]:
     r"""Returns a function that runs `fun` on each device's own examples, and returns a row for each device.
 
@@ -47,18 +51,19 @@ def per_device(
     arguments                                 a device gets
     ========================================  ==================================================================
     the first one, such as parameters         all of it; over the other axes it stays sharded
-    other positional ones, arrays in trees    its part of their first axis, in the order of devices along `axes`
+    others by position, trees of arrays       its part of their first axis, in the order of devices along `axes`
     those in `rng_argnums`                    `jax.random.fold_in(key, d)`
-    by keyword                                all of it
+    by keyword, if others come by position    all of it
     arrays that `fun` closes over             all of them; so a key is the same on every device
     ========================================  ==================================================================
 
     Args:
       fun: any function that returns a tree of arrays and numbers. It must not place arrays over `axes`.
       axes: the axis of the mesh, or a tuple of axes, over which the batch is divided.
-      batch_argnums: the positions of the arguments that hold examples. None: all but the first and those of
-        `rng_argnums`. The others reach every device whole, and may hold no PRNG key.
-      rng_argnums: the positions of the arguments that are trees of PRNG keys, typed or raw.
+      batch_argnums: the arguments that hold examples: positions, or names as in `value_and_grad`. None: all that come
+        by position, except the first and those of `rng_argnums`. If there are none, all that come by keyword, except
+        these. The others reach every device whole, and may hold no PRNG key.
+      rng_argnums: the arguments that are trees of PRNG keys, typed or raw: positions or names, as above.
 
     Returns:
       A function of `fun`'s arguments. It returns what `fun` returns, with a new first axis that has a row for each
@@ -86,32 +91,37 @@ def per_device(
     names = arguments.axis_names("axes", axes)
     if not names:
         raise ValueError(f"axes must name at least one axis of the mesh, got {axes!r}")
-    keys = arguments.positions("rng_argnums", rng_argnums)
-    batch = None if batch_argnums is None else arguments.positions("batch_argnums", batch_argnums)
+    keys = arguments.places("rng_argnums", rng_argnums)
+    batch = None if batch_argnums is None else arguments.places("batch_argnums", batch_argnums)
 
     def rows_of_devices(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        # 1. The arguments in one order, and their roles.
         devices = _devices_along(names)
-        roles = _roles(keys, batch, len(args), kwargs)
-        examples = {at: args[at] for at in roles["batch_argnums"]}
-        own_keys = {at: args[at] for at in roles["rng_argnums"]}
-        whole = {at: x for at, x in enumerate(args) if at not in examples and at not in own_keys}
-        _check_divided(examples, devices)
+        values, places = (*args, *kwargs.values()), (*range(len(args)), *kwargs)
+        roles = _roles(keys, batch, fun, len(args), kwargs)
+        examples = {at: x for at, x in enumerate(values) if places[at] in roles["batch_argnums"]}
+        own_keys = {at: x for at, x in enumerate(values) if places[at] in roles["rng_argnums"]}
+        with_role = {*examples, *own_keys}
+        whole = {at: x for at, x in enumerate(values) if at not in with_role}
+        _check_divided(places, examples, devices)
         sizes = {np.shape(x)[0] for x in jax.tree.leaves(examples)}
-        check_whole(whole, kwargs, sizes, "device")
+        check_whole(places, whole, tuple(examples), sizes, "device")
 
-        def run(examples: dict[int, PyTree], others: tuple[PyTree, ...]) -> PyTree:
-            whole, own_keys, kwargs = others
+        # 2. What a device does.
+        def run(examples: dict[int, PyTree], others: tuple[PyTree, PyTree]) -> PyTree:
+            whole, own_keys = others
             device = device_index(names)
-            folded = {at: folded_keys(f"argument {at}", x, device) for at, x in own_keys.items()}
+            folded = {
+                at: folded_keys(label_of(places[at]), x, device) for at, x in own_keys.items()
+            }
             given = examples | whole | folded
-            before = jax.tree.leaves_with_path(given)
+            before = jax.tree.leaves(given)
             with as_on_one_device(names):
-                returned = fun(*(given[at] for at in sorted(given)), **kwargs)
-            _check_unchanged(before, given)
+                returned = in_order(fun, args, kwargs)(*(given[at] for at in range(len(values))))
+            _check_unchanged(places, before, given)
             return jax.tree.map(lambda x: jnp.asarray(x)[None], returned)
 
-        others = whole, own_keys, kwargs
-        return on_each_device(run, names, examples, others, returns_parts=True)
+        return on_each_device(run, names, examples, (whole, own_keys), returns_parts=True)
 
     return rows_of_devices
 
@@ -134,59 +144,53 @@ def _devices_along(axes: AxisNames) -> int:
 
 
 def _roles(
-    keys: tuple[int, ...], batch: tuple[int, ...] | None, count: int, kwargs: dict[str, PyTree]
-) -> dict[str, tuple[int, ...]]:
-    """Returns the positions of `rng_argnums` and of `batch_argnums`: by default all others but the first."""
+    keys: tuple[Place, ...],
+    batch: tuple[Place, ...] | None,
+    fun: Function,
+    count: int,
+    kwargs: dict[str, PyTree],
+) -> dict[str, tuple[Place, ...]]:
+    """Returns the places of `rng_argnums` and of `batch_argnums`: by default all others but the first."""
+    if batch is None and count + len(kwargs) <= 1 + len(keys):
+        raise ValueError(
+            f"no argument holds examples, because the call has {count + len(kwargs)}, and by default the first one "
+            "reaches every device whole. Pass the batch after it. If the first one holds the examples, pass "
+            "batch_argnums=0"
+        )
+    # The first one comes by position, or it is the first parameter of `fun`, which comes by keyword.
+    first: dict[str, tuple[Place, ...] | None] = {"the whole first argument": (0,)}
     given = {"rng_argnums": keys, "batch_argnums": batch}
-    if batch is None:
-        taken = {0, *(at % count for at in keys if -count <= at < count)}
-        given["batch_argnums"] = rest = tuple(at for at in range(count) if at not in taken)
-        if not rest:
-            raise ValueError(
-                f"no argument holds examples, because the call has {count} by position, and by default the first one "
-                "reaches every device whole. Pass the batch after it, by position. If the first one holds the "
-                "examples, pass batch_argnums=0"
-            )
-    return roles_of_arguments(given, count, kwargs)
+    return roles_of_arguments(given if batch is not None else first | given, fun, count, kwargs)
 
 
-def _check_divided(examples: dict[int, PyTree], devices: int) -> None:
+def _check_divided(places: tuple[Place, ...], examples: dict[int, PyTree], devices: int) -> None:
     """Raises if an array of examples has no first axis that the devices divide."""
-
-    def check(path: KeyPath, x: Leaf) -> None:
-        at, name = path[0].key, _name(path)
-        if (
-            np.ndim(x) == 0 or getattr(x, "dtype", None) == np.uint32
-        ):  # typed keys may come with rows
-            check_key(name, x, at, "device")
+    for path, x in jax.tree.leaves_with_path(examples):
+        place, name = places[path[0].key], name_in(places, path)
+        is_typed_key = jnp.issubdtype(getattr(x, "dtype", np.object_), jax.dtypes.prng_key)
+        if np.ndim(x) == 0 or not is_typed_key:  # typed keys may come with a row for each device
+            check_key(name, x, place, "device")
         if np.ndim(x) == 0:
             raise ValueError(
-                f"{name} must have a first axis of examples, got {x!r}. If it is the same on all devices, leave its "
-                "position out of batch_argnums=. Or pass it by keyword"
+                f"{name} must have a first axis of examples, got {x!r}. If it is the same on all devices, leave it out "
+                "of batch_argnums=, which by default has all arguments by position but the first. Or pass it by keyword"
             )
         count = np.shape(x)[0]
         if count % devices:
             raise ValueError(
                 f"{name} must have a first axis that {devices} devices divide, got shape {np.shape(x)}. Pad the batch "
                 f"to {-(-count // devices) * devices} examples, let fun take its mean over the real ones, and pass "
-                "their numbers as weight=. If it holds no examples, leave its position out of batch_argnums="
+                "their numbers as weight=. If it holds no examples, leave it out of batch_argnums="
             )
 
-    jax.tree.map_with_path(check, examples)
 
-
-def _check_unchanged(before: list[tuple[KeyPath, Leaf]], after: PyTree) -> None:
+def _check_unchanged(places: tuple[Place, ...], before: list[Leaf], after: PyTree) -> None:
     """Raises if `fun` changed an argument in place, as a model of NNX does, because nobody would see the new value."""
-    kept = {id(x) for _, x in before}
+    kept = {*map(id, before)}
     for path, x in jax.tree.leaves_with_path(after):
         if id(x) not in kept:
             raise ValueError(
-                f"fun must not change its arguments, but it gave {_name(path)} a new value, of which each device has "
-                "its own. In Flax NNX, split the model, let fun merge it, and return the new value as aux. Then reduce "
-                "its rows, as by jax.tree.map(lambda x: x.mean(0), rows)"
+                f"fun must not change its arguments, but it gave {name_in(places, path)} a new value, of which each "
+                "device has its own. In Flax NNX, split the model, let fun merge it, and return the new value as aux. "
+                "Then reduce its rows, as by jax.tree.map(lambda x: x.mean(0), rows)"
             )
-
-
-def _name(path: KeyPath) -> str:
-    """Returns the name of a leaf of the arguments, a tree by position, for messages."""
-    return f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"

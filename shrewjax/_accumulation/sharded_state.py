@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shrewjax._accumulation import _rows
+from shrewjax._accumulation import _devices
 from shrewjax._accumulation.window import WINDOW_STATES
 from shrewjax._base import trees
 from shrewjax._base.types import AnyState, KeyPath, Leaf, PyTree, State
@@ -75,7 +75,7 @@ def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None 
         return names if names in axis_names else None
 
     def spec(path: KeyPath, x: Leaf) -> P:
-        sharding = _rows.sharding_of(x)
+        sharding = _devices.sharding_of(x)
         if sharding is not None:
             return P(*map(of_axis_names, sharding.spec))
         if not isinstance(x, jax.Array) and np.shape(x) != ():
@@ -158,7 +158,7 @@ def _with_rows_of(x: Leaf, like: Leaf) -> Leaf:
     """
     may_fit = isinstance(like, jax.Array) and like.ndim == np.ndim(x) > 0
     fits = may_fit and like.shape[1:] == np.shape(x)[1:]
-    return _rows.redistributed(x, like) if fits else x
+    return _devices.redistributed(x, like) if fits else x
 
 
 def _place(path: KeyPath, x: Leaf, like: Leaf) -> jax.Array:

@@ -23,7 +23,7 @@ from jax import lax
 
 from shrewjax._accumulation import _overwritten
 from shrewjax._accumulation._aux import COMBINE, AuxLeaves, AuxSums, cast_like, nan_unless, selected
-from shrewjax._accumulation.batch import Batch, batch_of_arguments, roles_of_arguments
+from shrewjax._accumulation.batch import Batch, batch_of_arguments, in_order, roles_of_arguments
 from shrewjax._accumulation.window import (
     GradAccumulatorState,
     NonfiniteOfBatch,
@@ -44,7 +44,7 @@ from shrewjax._base.mesh import (
     unreduced_axes,
     varying_axes,
 )
-from shrewjax._base.trees import check_unchanged, is_gradient
+from shrewjax._base.trees import check_unchanged, has_derivative, is_gradient
 from shrewjax._base.types import (
     Axes,
     AxisName,
@@ -89,10 +89,10 @@ def value_and_grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    batch_argnums: int | Sequence[int] | None = None,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
     weight: Function | None = None,
     aux: PyTree = "mean",
-    rng_argnums: int | Sequence[int] = (),
+    rng_argnums: int | str | Sequence[int | str] = (),
     carry_argnum: int | None = None,
     reduction: Reduction = "mean",
     nonfinite: NonfiniteOfBatch = "propagate",
@@ -156,21 +156,25 @@ def value_and_grad(
       micro_batches: K, an int >= 1, into which the examples can be divided.
       argnums: as in `jax.value_and_grad`.
       has_aux: whether `fun` returns a pair.
-      batch_argnums: the positions of the arguments that hold examples, trees of arrays. None: all except those of
-        `argnums`, `rng_argnums` and `carry_argnum`. All other arguments, and those passed by keyword, reach every
-        micro-batch whole. They may hold no PRNG key, and those by keyword no array of B rows.
+      batch_argnums: the arguments that hold examples, trees of arrays: positions, or names of parameters and of keys
+        of `**batch`. A position names its parameter however it is passed. None: all that come by position, except those
+        of `argnums`, `rng_argnums` and `carry_argnum`. If there are none, all that come by keyword, except these. All
+        other arguments reach every micro-batch whole. They may hold no PRNG key, and those by keyword no array of B
+        examples.
       weight: a function of `fun`'s arguments for one micro-batch, which returns the number of examples or tokens that
         its mean counts. With a mask, count those in the mask. A weight is as in `accumulate`. None: all micro-batches
         have the same.
       aux: one name of the table above for all leaves, or a tree prefix of names. A leaf whose shape depends on the
         number of examples has no `"mean"`.
-      rng_argnums: the positions of the arguments that are trees of PRNG keys, typed or raw. Micro-batch i gets
-        `jax.random.fold_in(key, i)`. On device d along `sum_over`, it gets `fold_in(key, d * K + i)`.
+      rng_argnums: the arguments that are trees of PRNG keys, typed or raw: positions or names, as above. Micro-batch i
+        gets `jax.random.fold_in(key, i)`. On device d along `sum_over`, it gets `fold_in(key, d * K + i)`.
       carry_argnum: the position of an argument that each micro-batch passes on to the next, such as batch statistics.
-        `fun` then returns `(loss, (aux, carry))`, and the result is `((value, (aux, carry)), grads)`. With `sum_over`,
-        each device has its own carry, unless `fun` reduces it.
+        No gradient flows through it, as in truncated backpropagation. `fun` then returns `(loss, (aux, carry))`, and
+        the result is `((value, (aux, carry)), grads)`. With `sum_over`, each device has its own carry, unless `fun`
+        reduces it.
       reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss, with `weight`:
-        sum(l) / sum(w) and sum(g) / sum(w). `"sum"`: sum(l) and sum(g).
+        sum(l) / sum(w) and sum(g) / sum(w), without micro-batches of weight 0. If these have a gradient, as the
+        negatives in detection, return `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(l) and sum(g).
       nonfinite: `"propagate"` or `"drop_microbatch"`, see above. The latter reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum, as in `accumulate`. Gradients have the dtypes of
         `jax.value_and_grad`.
@@ -193,9 +197,9 @@ def value_and_grad(
     Raises:
       ValueError: an argument is not as described; an argument has two roles; an array of examples has no axis, or
         another number of examples than the first array, or a number that K does not divide; `aux` does not fit the aux;
-        a parameter is not floating; a key or an array of B rows comes as described under `batch_argnums`; `sum_over` is
-        no axis here; a leaf to be joined has no axis of examples; or, inside `shard_map`, the loss is not reduced and
-        `sum_over` is missing, or it is reduced already.
+        a parameter is not floating; a key or an array of B examples comes as described under `batch_argnums`;
+        `sum_over` is no axis here; a leaf to be joined has no axis of examples; or, inside `shard_map`, the loss is not
+        reduced and `sum_over` is missing, or it is reduced already.
       AssertionError: `fun` returns a carry of another structure, shape or dtype.
 
     Example:
@@ -210,6 +214,8 @@ def value_and_grad(
     """
     # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
     steps = arguments.integer("micro_batches", micro_batches, at_least=1)
+    if not callable(fun):
+        raise ValueError(f"fun must be a function, got {fun!r}")
     has_carry = carry_argnum is not None
     if has_carry and not has_aux:
         raise ValueError(
@@ -239,32 +245,36 @@ def value_and_grad(
     axes = window.axes or ()
     given = {
         "argnums": arguments.positions("argnums", argnums),
-        "rng_argnums": arguments.positions("rng_argnums", rng_argnums),
+        "rng_argnums": arguments.places("rng_argnums", rng_argnums),
         "carry_argnum": (arguments.integer("carry_argnum", carry_argnum),) if has_carry else (),
         "batch_argnums": None
         if batch_argnums is None
-        else arguments.positions("batch_argnums", batch_argnums),
+        else arguments.places("batch_argnums", batch_argnums),
     }
-    loss = _Loss(
-        fun,
-        jax.value_and_grad(fun, argnums, has_aux),
-        argnums,
-        has_aux,
-        has_carry,
-        weight,
-        reduction,
-    )
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
-        roles = roles_of_arguments(given, len(args), kwargs)
+        roles = roles_of_arguments(given, fun, len(args), kwargs)
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
         devices = devices_to_map("sum_over", axes)
         batch = batch_of_arguments(args, kwargs, roles, steps, () if devices else axes, devices)
+        its_fun = in_order(fun, args, kwargs)
+        its_argnums = (
+            batch.roles["argnums"] if isinstance(argnums, Sequence) else batch.roles["argnums"][0]
+        )
+        loss = _Loss(
+            its_fun,
+            jax.value_and_grad(its_fun, its_argnums, has_aux),
+            argnums,
+            has_aux,
+            has_carry,
+            weight and in_order(weight, args, kwargs),
+            reduction,
+        )
         if not devices:
             return _run(loss, window, aux, batch)
 
-        def run(examples: dict[int, PyTree], others: Batch) -> tuple[PyTree, PyTree]:
-            return _run(loss, window, aux, others.of_device(examples, axes))
+        def run(examples: dict[int, PyTree], without_examples: Batch) -> tuple[PyTree, PyTree]:
+            return _run(loss, window, aux, without_examples.of_device(examples, axes))
 
         returned, grads = on_each_device(run, axes, batch.examples, batch.to_map())
         params = batch.with_role("argnums")
@@ -292,6 +302,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
         raise ValueError(f"fun constrains an array to mesh axes in sum_over={axes!r}")
     own = _own_axes(like.averaged.value, params, window.axes)
+    loss.check_weight(batch, carried)
     if carried:
         weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
         _check_carried(like.carried, carried, weight)
@@ -333,7 +344,7 @@ class _Loss(NamedTuple):
     reduction: Reduction
 
     def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _MicroBatch:
-        returned, grads = self.value_and_grad(*batch.arguments(i, carried), **batch.kwargs)
+        returned, grads = self.value_and_grad(*batch.arguments(i, carried))
         # Only gradients may stay `unreduced`. A loss or an aux of the parameters alone may have the type `reduced`.
         with_aux = returned if self.has_aux else (returned, ())
         value, aux = jax.tree.map(_reduced_over_devices, with_aux)
@@ -350,7 +361,7 @@ class _Loss(NamedTuple):
 
             def value(own_params: dict[int, PyTree]) -> jax.Array:
                 args = batch._replace(own_params=own_params).arguments(first, carried)
-                returned = self.fun(*args, **batch.kwargs)
+                returned = self.fun(*args)
                 return returned[0] if self.has_aux else returned
 
             # An operation of the loss may have no rule for these types. If the loss itself is wrong, the last line here
@@ -368,11 +379,24 @@ class _Loss(NamedTuple):
         """
         if self.weight is None:
             return 1
-        weight = arguments.weight(self.weight(*batch.arguments(i, carried), **batch.kwargs), {()})
+        weight = arguments.weight(self.weight(*batch.arguments(i, carried)), {()})
         return 1.0 if self.reduction == "mean" and isinstance(weight, float) and weight else weight
 
+    def check_weight(self, batch: Batch, carried: list[PyTree]) -> None:
+        """Raises if the weight has a derivative by the parameters, because averages take it for a constant."""
+
+        def weight(own_params: dict[int, PyTree]) -> Scalar:
+            return self.weight_of(batch._replace(own_params=own_params), 0, carried)
+
+        if self.reduction != "sum" and has_derivative(weight, batch.own_params):
+            raise ValueError(
+                "weight must be a constant to JAX, as a count or a mask is, but it has a derivative by an array that "
+                "is differentiated. Return jax.lax.stop_gradient(weight) if it is meant as a constant. Otherwise let "
+                "fun multiply by it, and sum with reduction='sum'"
+            )
+
     def aux_of_whole_batch(self, batch: Batch) -> PyTree:
-        aux = self.fun(*batch.whole_arguments(), **batch.kwargs)[1]
+        aux = self.fun(*batch.whole_arguments())[1]
         return _aux_and_carry(aux)[0] if self.has_carry else aux
 
 

@@ -123,6 +123,17 @@ def positions(name: str, value: Argument) -> tuple[int, ...]:
     return tuple(integer(name, at) for at in given)
 
 
+def places(name: str, value: Argument) -> tuple[int | str, ...]:
+    """Returns arguments of a function by their positions or names."""
+    given = value if isinstance(value, tuple | list | range) else (value,)
+    for at in given:
+        if not isinstance(at, str) and not _is_int(at):
+            raise ValueError(
+                f"{name} must be positions or names of fun's arguments, such as 2, 'x' or ('x', 'y'), got {at!r}"
+            )
+    return tuple(at if isinstance(at, str) else int(at) for at in given)
+
+
 def choice(name: str, value: Argument, choices: Sequence[str]) -> Any:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

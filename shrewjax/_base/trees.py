@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from shrewjax._base import mesh
-from shrewjax._base.types import DType, KeyPath, Leaf, PyTree, Tree
+from shrewjax._base.types import DType, Function, KeyPath, Leaf, PyTree, Tree
 
 
 def gradient_leaves(grads: PyTree) -> tuple[list[KeyPath], list[Leaf], Any]:
@@ -45,6 +46,31 @@ def gradient_arrays(grads: PyTree) -> PyTree:
 def parameter_arrays(params: PyTree) -> PyTree:
     """Returns the tree of parameters with its leaves as arrays. Any dtype is accepted."""
     return jax.tree.map_with_path(partial(_as_array, what="parameter"), params)
+
+
+def has_derivative(function: Function, tree: PyTree) -> bool:
+    """Returns whether JAX has a derivative of the floating scalar `function(tree)` by the tree's floating leaves.
+
+    It has none by what only counts or compares. The function is traced, and not run.
+    """
+    seen: list[PyTree] = []
+
+    @jax.custom_jvp
+    def identity(x: jax.Array) -> jax.Array:
+        return x
+
+    def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
+        seen.extend(t for t in tangents if not is_zero_tangent(t))
+        return primals[0], primals[0]
+
+    identity.defjvp(rule, symbolic_zeros=True)
+    jax.eval_shape(lambda: jax.jvp(lambda x: identity(function(x)), (tree,), (tree,)))
+    return bool(seen)
+
+
+def is_zero_tangent(tangent: Leaf) -> bool:
+    """Returns whether a rule with symbolic zeros has no tangent to compute here."""
+    return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
 
 
 def leaf_name(path: KeyPath) -> str:

@@ -53,7 +53,6 @@ from shrewjax._numerics.floats import (
     is_complex,
     magnitude_bits,
     mul_real,
-    power_of_two,
     shifted,
     sum_dtype,
     times_power_of_two,
@@ -112,11 +111,6 @@ class _Norms(NamedTuple):
         dtype = sum_dtype(*leaves)
         powers = [_power(upcast(x, dtype), self.ord) for x in leaves]
         return leaf_sums(powers, axes=self.axes, unit_dims=self.unit_dims)
-
-    def at(self, places: Sequence[int]) -> "_Norms":
-        """Returns what `sums` needs for the leaves at these places."""
-        axes = [self.axes[i] for i in places] if isinstance(self.axes, list) else self.axes
-        return self._replace(unit_dims=[self.unit_dims[i] for i in places], axes=axes)
 
     def totals(self, sums: list[jax.Array]) -> list[jax.Array]:
         """Returns the sum of each norm from the sums of units, joined."""
@@ -257,85 +251,63 @@ def _in_two_passes(
     """Returns norms from sums in the accumulator's dtype.
 
     1. Sum powers of elements as they are.
-    2. If a norm needs it, read leaves again, in a branch that is rarely taken: for a global norm all of them, scaled by
-       one power of two; for others those of which a unit left its range, each unit by its own.
-    3. Take the roots, and undo the scales.
+    2. If a norm's sum left the range, read all leaves again, in a branch that is rarely taken. Each unit is scaled by
+       one of two constants, which its own sum chooses; for a global norm, the sum of all leaves chooses.
+    3. Take the sum that is in range, its root, and undo the scale.
     """
-    first = of.sums(leaves)
-    sums = join(first, of.groups)
-    shifts = [shift_into_range(total, small_counts) for total in of.totals(sums)]
+    # 1
+    own = of.sums(leaves)
+    sums = join(own, of.groups)
+    first = of.totals(sums)
+    shifts = [shift_into_range(total, small_counts) for total in first]
+
+    # 2
     is_rare = jnp.any(jnp.stack([jnp.any(shift != 0) for shift in shifts]))
+    # If the branch has collectives, all devices have to take the same one. All of them know a global norm's sum.
+    if not of.is_global and of.axes != [()] * len(leaves):
+        (is_rare,) = any_device([is_rare])
+    second = run_if(is_rare, partial(_scaled_sums, leaves, own, first[0], of), lambda: sums)
 
-    def read(places: Sequence[int], factors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the sums of the leaves at these places, each multiplied by its factor."""
-        scaled = []
-        for i, factor in zip(places, factors, strict=True):
-            x = upcast(_unknown(leaves[i]), factor.dtype)
-            scaled.append(mul_real(x, broadcast_to_leaf(factor, x, of.unit_dims[i])))
-        return of.at(places).sums(scaled)
-
-    def read_all() -> list[jax.Array]:
-        factor = power_of_two(shifts[0], sums[0].dtype)
-        # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large leaf
-        # gets its own copy of the scalar: a clamp between equal bounds.
-        factors = [
-            factor if _is_small(x) else lax.clamp(factor, own, factor)
-            for x, own in zip(leaves, first, strict=True)
-        ]
-        return join(read(range(len(leaves)), factors), of.groups)
-
-    def read_some(places: Sequence[int]) -> list[jax.Array]:
-        own = [first[i] for i in places]
-        # XLA-30: from the leaf's own sums, not from an index into a vector of shifts, because an index would make the
-        # kernels of leaves of one shape differ.
-        shifts = [shift_into_range(x, small_counts) for x in own]
-        factors = [power_of_two(shift, x.dtype) for shift, x in zip(shifts, own, strict=True)]
-        each = zip(shifts, read(places, factors), own, strict=True)
-        # Trusted sums stay as they are, because the second pass may round them otherwise.
-        return [jnp.where(shift != 0, scaled, x) for shift, scaled, x in each]
-
-    # If branches have collectives, all devices have to take the same one.
-    has_no_collectives = isinstance(of.axes, list) and all(over == () for over in of.axes)
-    agreed: Callable[[list[jax.Array]], list[jax.Array]] = (
-        list if has_no_collectives else any_device
-    )
-    # The places of the leaves that one branch reads, because each branch takes time to compile: of all small leaves, or
-    # of one large leaf.
-    small = [i for i, x in enumerate(leaves) if _is_small(x)]
-    large = [[i] for i, x in enumerate(leaves) if not _is_small(x)]
-    branches = [small, *large] if small else large
-
-    def is_untrusted(places: Sequence[int]) -> jax.Array:
-        """Returns whether a sum of these leaves left the range. Leaves of a single unit are judged together."""
-        chosen = [first[i] for i in places]
-        numbers, single = [x for x in chosen if x.ndim], [x for x in chosen if not x.ndim]
-        numbers += [jnp.stack(single)] if single else []
-        flags = [jnp.any(shift_into_range(x, small_counts) != 0) for x in numbers]
-        return jnp.any(jnp.stack(flags))
-
-    def read_again() -> list[jax.Array]:
-        flags = agreed([*map(is_untrusted, branches)])
-        in_range = dict(enumerate(first))
-        for flag, places in zip(flags, branches, strict=True):
-            kept = [first[i] for i in places]
-            read = run_if(flag, partial(read_some, places), partial(list, kept))
-            in_range.update(zip(places, read, strict=True))
-        return join([*in_range.values()], of.groups)
-
-    if of.is_global:
-        in_range = run_if(is_rare, read_all, lambda: sums)
-    else:
-        (is_rare_anywhere,) = agreed([is_rare])
-        in_range = run_if(is_rare_anywhere, read_again, lambda: sums)
-    roots = [_ROOTS[of.ord](total) for total in of.totals(in_range)]
+    # 3
+    # Trusted sums stay as they are, because the second pass may round them otherwise.
+    in_range = [
+        jnp.where(shift != 0, scaled, total)
+        for shift, scaled, total in zip(shifts, of.totals(second), first, strict=True)
+    ]
+    roots = [_ROOTS[of.ord](total) for total in in_range]
     norms = [shifted(root, -shift) for root, shift in zip(roots, shifts, strict=True)]
     if of.by_leaf:
-        (shift,), (own,), (scaled,) = shifts, sums, in_range
+        (shift,), (of_leaf,), (scaled,) = shifts, sums, second
         # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
-        is_helped = shift_into_range(own) == shift
-        root = _ROOTS[of.ord](jnp.where(is_helped, scaled, own))
+        is_helped = shift_into_range(of_leaf) == shift
+        root = _ROOTS[of.ord](jnp.where(is_helped, scaled, of_leaf))
         norms.append(shifted(root, -jnp.where(is_helped, shift, 0)))
     return norms
+
+
+def _scaled_sums(
+    leaves: Sequence[jax.Array], own: Sequence[jax.Array], total: jax.Array, of: _Norms
+) -> list[jax.Array]:
+    """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range."""
+    scaled = []
+    for x, sums, dims in zip(leaves, own, of.unit_dims, strict=True):
+        factor = _scale_into_range(total if of.is_global else sums)
+        if of.is_global and not _is_small(x):
+            # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large
+            # leaf gets its own copy of the scalar: a clamp between equal bounds.
+            factor = lax.clamp(factor, sums, factor)
+        x = upcast(_unknown(x), factor.dtype)
+        scaled.append(mul_real(x, broadcast_to_leaf(factor, x, dims)))
+    return join(of.sums(scaled), of.groups)
+
+
+def _scale_into_range(powers: jax.Array) -> jax.Array:
+    """Returns 2**`shift_into_range(powers)` for a sum that is not trusted, and any scale for another."""
+    _, shrink, grow = RANGE[powers.dtype]
+    # XLA-7: a scale that is known, not chosen by a sum, would be squared by the compiler, which gives 0 * inf for the
+    # zero of a leaf of one element (test_norms, "one element").
+    small, large = np.asarray([2.0**shrink, 2.0**grow], powers.dtype)
+    return jnp.where(powers == jnp.inf, small, large)
 
 
 def _cube_root(x: jax.Array) -> jax.Array:
@@ -361,7 +333,7 @@ def _power(x: jax.Array, p: float) -> jax.Array:
 
 
 def _is_small(x: jax.Array) -> bool:
-    """Returns whether a leaf is so small that a second read costs nothing. A symbolic size may be large."""
+    """Returns whether a scalar in the size of a leaf is nothing that counts. A symbolic size may be large."""
     return are_known([x.size]) and x.size <= 2**14
 
 

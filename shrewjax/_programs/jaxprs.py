@@ -20,6 +20,7 @@ from shrewjax._base.types import Leaf, PyTree
 
 Jaxpr: TypeAlias = Any  # jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
+Operation: TypeAlias = Any  # an equation, or whatever has its primitive and its parameters
 Atom: TypeAlias = Any  # jax.extend.core.Var or Literal, an operand or a result
 
 _core: Any = core
@@ -38,7 +39,15 @@ _SHARDINGS_OF_JIT = "in_shardings", "out_shardings"
 _OF_JIT = "jaxpr", "name", *_SHARDINGS_OF_JIT
 _OPTIONS_OF_SCAN = "reverse", "unroll"
 _OF_SCAN = _JAXPR_OF_LOOP["scan"], "length", *_OPTIONS_OF_SCAN
+_TRANSPOSE, _RESHAPE = "transpose", "reshape"
 SCATTER_ADDS = {"scatter-add", "scatter-sub"}
+ADD_ANY = "add_any"  # the sum of two cotangents
+ADDS = {"add", ADD_ANY}
+# Operations of one operand, by what they do to its elements: reorder them, keep or cast them, round them, place them.
+REORDERS = {_RESHAPE, _TRANSPOSE}
+COPIES = {"convert_element_type", "copy"}
+ROUNDING = "reduce_precision"
+CONSTRAINT = "sharding_constraint"
 
 
 def is_jit_disabled() -> bool:
@@ -107,12 +116,34 @@ def is_checkpoint(equation: Equation) -> bool:
     return equation.primitive.name == _CHECKPOINT and jaxpr_of_call(equation) is not None
 
 
+def prevents_cse(checkpoint: Equation) -> bool:
+    """Returns whether JAX keeps XLA from merging what a checkpoint computes again with what was computed before."""
+    return bool(checkpoint.params.get("prevent_cse"))
+
+
 def is_plain_jit(equation: Equation) -> bool:
     """Returns whether an equation is a `jit` without shardings, of which others could be made."""
     if equation.primitive.name != "jit" or not {*_OF_JIT} <= {*equation.params}:
         return False
     shardings = [x for name in _SHARDINGS_OF_JIT for x in equation.params[name]]
     return all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
+
+
+def name_of_jit(equation: Equation) -> str:
+    """Returns the name of a plain `jit` in a profile."""
+    return equation.params["name"]
+
+
+def permutation_of(operation: Operation) -> tuple[int, ...] | None:
+    """Returns the order of the axes after a transpose, or None if it is another operation."""
+    is_transpose = operation.primitive.name == _TRANSPOSE
+    return operation.params.get("permutation") if is_transpose else None
+
+
+def is_plain_reshape(operation: Operation) -> bool:
+    """Returns whether an operation is a reshape that keeps the order of the elements."""
+    is_reshape = operation.primitive.name == _RESHAPE
+    return is_reshape and operation.params.get("dimensions", ()) is None
 
 
 def jaxprs_on_operands(equation: Equation) -> Sequence[Jaxpr]:

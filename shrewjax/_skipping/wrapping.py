@@ -20,7 +20,7 @@ same results.
 
 import contextlib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -106,7 +106,9 @@ def _run_innermost(tx: optax.GradientTransformation, step: Step) -> Result:
     return _applied(step.params, updates) if step.apply else updates, _without_numbers(new_state)
 
 
-def wrapper(kind: type, run: StepFn, what_changed: str) -> optax.TransformUpdateExtraArgsFn:
+def update_of_wrapper(
+    kind: type, run: StepFn, what_changed: str
+) -> optax.TransformUpdateExtraArgsFn:
     """Returns the `update` function of a wrapper. It calls `run(step)`, or skips the call if a guard outside says so.
 
     `kind` is the class of its state. `what_changed` begins the error if `run` changes the state's structure.
@@ -119,7 +121,7 @@ def wrapper(kind: type, run: StepFn, what_changed: str) -> optax.TransformUpdate
     return _update_by(step_fn)
 
 
-def guard(
+def update_of_guard(
     wrapped: optax.GradientTransformationExtraArgs,
     kind: type,
     decide: Callable[[Step], tuple[jax.Array, AnyState]],
@@ -133,9 +135,11 @@ def guard(
 
     def step_fn(step: Step) -> Result:
         require_own(step.state, kind)
-        # Without `inner_state`, as `decide` returns the state, because both branches need one structure.
+        # 1. Decide, unless a wrapper outside has decided to skip. Without `inner_state`, as `decide` returns the state,
+        # because both branches need one structure.
         idle = jnp.zeros((), bool), step.state._replace(inner_state=())
         wrapped_runs, new_state = run_if(step.runs, partial(decide, step), lambda: idle)
+        # 2. Pass the decision on, with gradients that are repaired where they are used.
         for_inner = (
             step.make_gradients if repaired is None else lambda: repaired(step.make_gradients())
         )
@@ -193,26 +197,32 @@ def declares(tx: optax.GradientTransformation, name: str) -> bool:
             arguments = x.co_varnames[: x.co_argcount + x.co_kwonlyargcount]
             if name in arguments[1:]:  # the first is the gradients
                 return True
-            waiting += x.co_consts  # functions that it makes, such as those of a factory
-        elif isinstance(x, types.FunctionType):
-            waiting += [x.__code__, *(x.__closure__ or ())]
-        elif isinstance(x, types.CellType):
-            with contextlib.suppress(ValueError):  # an empty cell
-                waiting.append(x.cell_contents)
-        elif isinstance(x, types.MethodType):
-            waiting += [x.__func__, *getattr(x.__self__, "__dict__", {}).values()]
-        elif isinstance(x, partial):
-            waiting += [x.func, *x.args, *x.keywords.values()]
-        elif isinstance(x, Mapping):
-            waiting += x.values()
-        elif isinstance(x, list | tuple):
-            waiting += x
-        elif callable(x) and not isinstance(x, type):
-            waiting += [
-                getattr(x, "__wrapped__", type(x).__call__),
-                *getattr(x, "__dict__", {}).values(),
-            ]
+        waiting += _held_by(x)
     return False
+
+
+def _held_by(x: Any) -> Iterable[Any]:
+    """Returns the objects that a function, or an object beside it, may call or look into."""
+    match x:
+        case types.CodeType():  # functions that it makes, such as those of a factory
+            return x.co_consts
+        case types.FunctionType():
+            return x.__code__, *(x.__closure__ or ())
+        case types.CellType():
+            with contextlib.suppress(ValueError):  # an empty cell
+                return (x.cell_contents,)
+        case types.MethodType():
+            return x.__func__, *getattr(x.__self__, "__dict__", {}).values()
+        case partial():
+            return x.func, *x.args, *x.keywords.values()
+        case Mapping():
+            return x.values()
+        case list() | tuple():
+            return x
+        case _ if callable(x) and not isinstance(x, type):
+            called = getattr(x, "__wrapped__", type(x).__call__)
+            return called, *getattr(x, "__dict__", {}).values()
+    return ()
 
 
 def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import bits
+from helpers import assert_close, bits
 
 import shrewjax
 import shrewjax.flax
@@ -26,8 +26,14 @@ def model():
 
 
 def test_no_examples_counts_the_arguments_of_the_call():
-    with pytest.raises(ValueError, match=r"the call has 1 positional argument, in wrt\. Pass the batch by position"):
-        shrewjax.flax.value_and_grad(loss, 2)(model(), x=X)
+    with pytest.raises(ValueError, match=r"the call has 1 argument, in wrt\. Pass the batch\."):
+        shrewjax.flax.value_and_grad(loss, 2)(model())
+
+
+@pytest.mark.parametrize("named", [None, 1, "x"])
+def test_the_batch_may_come_by_keyword(named):
+    found = shrewjax.flax.value_and_grad(loss, 2, batch_argnums=named)(model(), x=X)
+    assert_close(found, nnx.value_and_grad(loss)(model(), X), rtol=1e-5)
 
 
 @pytest.mark.parametrize("at", [2, -3])

@@ -239,7 +239,7 @@ def test_key_by_keyword_is_an_error_that_names_rng_argnums(kind):
         return jnp.mean(x @ params["w"])
 
     with pytest.raises(
-        ValueError, match=r"^keyword argument rngs\['dropout'\]\S* is a .* key, .* it by position, .*rng_argnums="
+        ValueError, match=r"^keyword argument rngs\['dropout'\]\S* is a .* key, .*Pass rng_argnums='rngs'"
     ):
         traced(loss, PARAMS, X, kwargs={"rngs": {"dropout": KEYS[kind]()}})
 
@@ -251,7 +251,10 @@ def test_key_that_every_micro_batch_would_get_whole_is_an_error_by_position_too(
 
 @pytest.mark.parametrize("micro_batches", [2, 8], ids=["several examples each", "one example each, which broadcasts"])
 def test_examples_by_keyword_are_an_error(micro_batches):
-    with pytest.raises(ValueError, match=r"^keyword argument y\['of'\] has 8 .*as the batch.* Pass it by position"):
+    with pytest.raises(
+        ValueError,
+        match=r"^keyword argument y\['of'\] has a first axis of 8, .*as the batch.* pass batch_argnums=\(1, 'y'\)",
+    ):
         traced(
             lambda params, x, *, y: loss_fn(params, x, y["of"]),
             PARAMS,
