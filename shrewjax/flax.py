@@ -16,9 +16,10 @@ import numpy as np
 import optax
 
 import shrewjax
-from shrewjax._accumulation.batch import roles_of_arguments
+from shrewjax._accumulation.batch import checked_call, roles_of_arguments
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments, trees
+from shrewjax._base.states import with_own_buffers
 from shrewjax._base.types import (
     Argument,
     AxisName,
@@ -98,7 +99,9 @@ class Optimizer(nnx.Optimizer[Any]):
         self, model: PyTree, tx: optax.GradientTransformation, *, wrt: Any, **options: Any
     ) -> None:
         _predicate(wrt)
-        super().__init__(model, tx, wrt=wrt, **options)
+        init = lambda params: with_own_buffers(tx.init(params), params)  # noqa: E731
+        super().__init__(model, optax.GradientTransformation(init, tx.update), wrt=wrt, **options)
+        self.tx = tx
         _require_variables(nnx.state(model, wrt, **options), wrt, model)
 
     def update(self, model: PyTree, grads: PyTree, /, **extra_args: Argument) -> Metrics:
@@ -173,6 +176,24 @@ class TrainState(train_state.TrainState):
                     f"{cls.__name__} must not have a field named {field.name}, because {field.name}= is an argument of "
                     "apply_gradients and would not change the field. Give the field another name"
                 )
+
+    @classmethod
+    def create(
+        cls, *, apply_fn: Any, params: PyTree, tx: optax.GradientTransformation, **fields: Any
+    ) -> Self:
+        """Returns a new state, whose `opt_state` is `tx.init(params)`.
+
+        Args:
+          apply_fn: usually the model's `apply`.
+          params: the parameters.
+          tx: any Optax transformation.
+          **fields: those of a subclass.
+
+        Returns:
+          The state, in which `opt_state` shares no buffer with the parameters. So it can be donated.
+        """
+        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **fields)
+        return state.replace(opt_state=with_own_buffers(state.opt_state, params))
 
     def apply_gradients(
         self,
@@ -344,6 +365,11 @@ def value_and_grad(
             return objects.call(weight, args, kwargs)[0]
 
         places = {name: roles[name] for name in positions}
+        its_roles = {"argnums": (0,), **places}
+        its_args = objects.params, *objects.args
+        checked_call(
+            its_args, objects.kwargs, its_roles, micro_batches, is_divided=micro_batches > 1
+        )
         value_and_grads = of_arrays(
             loss, has_aux=True, weight=weight and weigh, carry_argnum=-1, **places
         )

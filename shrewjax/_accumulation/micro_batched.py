@@ -19,12 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._accumulation.batch import Place, roles_of_arguments
+from shrewjax._accumulation.batch import roles_of_arguments
 from shrewjax._accumulation.value_and_grad import value_and_grad
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments
 from shrewjax._base.trees import is_gradient, is_zero_tangent
-from shrewjax._base.types import AxisName, DType, Function, KeyPath, Leaf, PyTree
+from shrewjax._base.types import AxisName, DType, Function, KeyPath, Leaf, Place, PyTree
+from shrewjax._numerics.floats import sum_dtype, upcast
 
 
 def micro_batched(
@@ -247,14 +248,21 @@ def _tangent(
 ) -> PyTree:
     """Returns the tangent of the results: of the loss, the sum of gradients times tangents, and of the aux, NaN."""
     value = returned[0] if has_aux else returned
-    # Not `vdot`, because JAX's gradients by complex numbers are conjugates already.
-    terms = [jnp.sum((grads[at] * t).real, dtype=value.dtype) for at, t in tangents.items()]
+
+    def product(grad: jax.Array, tangent: jax.Array) -> jax.Array:
+        # The product is wide, so that a large cotangent times a gradient of 0 is 0 in float16, too. It is no `vdot`,
+        # because JAX's gradients by complex numbers are conjugates already.
+        wide = sum_dtype(grad, value)
+        products = upcast(grad, wide) * upcast(tangent, wide)
+        return jnp.sum(products.real).astype(value.dtype)
+
+    terms = [product(grads[at], t) for at, t in tangents.items()]
     of_value = functools.reduce(operator.add, terms, jnp.zeros_like(value))
 
     def of_aux(x: jax.Array) -> Leaf:
         if not is_gradient(x):
             return np.zeros(x.shape, jax.dtypes.float0)
-        return (jnp.full_like(x, jnp.nan) * of_value).astype(x.dtype)
+        return jnp.full_like(x, jnp.nan) * of_value.astype(x.dtype)
 
     return (of_value, jax.tree.map(of_aux, returned[1])) if has_aux else of_value
 

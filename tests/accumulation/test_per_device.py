@@ -334,13 +334,13 @@ ERRORS = {
     "a key": (call(PARAMS, X, KEY), r"argument 2 is a PRNG key, and each device needs its own\. Pass rng_argnums=2"),
     "a key in a model": (
         call({"key": KEY}, X, Y),
-        r"argument 0\['key'\] is a PRNG key, and each device .*rng_argnums=0",
+        r"argument 0\['key'\] is a PRNG key, and each device .*rng_argnums=0\. .*its own\. If",
     ),
     "a key by keyword": (call(PARAMS, X, Y, key=KEY), r"keyword argument key is a PRNG key.*rng_argnums='key'"),
     "keys": (call(PARAMS, X, jax.random.split(KEY, 8), rng_argnums=2), r"argument 2 is in rng_argnums.*one PRNG key"),
     "rows": (
         call(PARAMS, X, Y, mask=X[:, 0]),
-        r"mask has a first axis of 32.*but every device gets .* whole.*batch_argnums=\(1, 2, 'mask'\)",
+        r"mask has a first axis of 32.*but every device .* whole.*batch_argnums=\(1, 2, 'mask'\)",
     ),
     "roles": (
         call(PARAMS, X, Y, batch_argnums=(1, 2), rng_argnums=2),
