@@ -113,8 +113,8 @@ def plot_memory(gradients: dict[str, Gradient], path: Path) -> None:
         axes.barh(place, gradient.held / MIB, color=color, height=0.62, gid=f"held-{place}")
         text = f"{gradient.held / MIB:.0f} MiB"
         if not is_first:
-            power = f"10^{{{math.ceil(np.log10(gradient.distance(first)))}}}"
-            text += rf"  the same gradient within $\mathdefault{{{power}}}$"
+            power = math.ceil(np.log10(gradient.distance(first)))
+            text += f"  the same gradient within 1e{power}"
         end = (gradient.held / MIB, place)
         axes.annotate(text, end, xytext=(5, 0), textcoords="offset points", va="center")
         axes.text(-8, place, name, ha="right", va="center")

@@ -16,10 +16,11 @@ import numpy as np
 import optax
 
 import shrewjax
-from shrewjax._accumulation.batch import roles_of_arguments
+from shrewjax._accumulation.batch import checked_call, roles_of_arguments
 from shrewjax._accumulation.micro_batched import check_options, value_of_batch
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments, trees
+from shrewjax._base.states import with_own_buffers
 from shrewjax._base.types import (
     Argument,
     AxisName,
@@ -99,7 +100,9 @@ class Optimizer(nnx.Optimizer[Any]):
         self, model: PyTree, tx: optax.GradientTransformation, *, wrt: Any, **options: Any
     ) -> None:
         _predicate(wrt)
-        super().__init__(model, tx, wrt=wrt, **options)
+        init = lambda params: with_own_buffers(tx.init(params), params)  # noqa: E731
+        super().__init__(model, optax.GradientTransformation(init, tx.update), wrt=wrt, **options)
+        self.tx = tx
         _require_variables(nnx.state(model, wrt, **options), wrt, model)
 
     def update(self, model: PyTree, grads: PyTree, /, **extra_args: Argument) -> Metrics:
@@ -174,6 +177,24 @@ class TrainState(train_state.TrainState):
                     f"{cls.__name__} must not have a field named {field.name}, because {field.name}= is an argument of "
                     "apply_gradients and would not change the field. Give the field another name"
                 )
+
+    @classmethod
+    def create(
+        cls, *, apply_fn: Any, params: PyTree, tx: optax.GradientTransformation, **fields: Any
+    ) -> Self:
+        """Returns a new state, whose `opt_state` is `tx.init(params)`.
+
+        Args:
+          apply_fn: usually the model's `apply`.
+          params: the parameters.
+          tx: any Optax transformation.
+          **fields: those of a subclass.
+
+        Returns:
+          The state, in which `opt_state` shares no buffer with the parameters. So it can be donated.
+        """
+        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **fields)
+        return state.replace(opt_state=with_own_buffers(state.opt_state, params))
 
     def apply_gradients(
         self,
@@ -328,7 +349,7 @@ def value_and_grad(
     of_arrays(fun, has_aux=has_aux, weight=weight, **places)
 
     def value_and_grad_of_batch(model: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
-        call = _Call(fun, weight, wrt, has_aux, places, model, args, kwargs)
+        call = _Call(fun, weight, wrt, has_aux, places, micro_batches, model, args, kwargs)
         value_and_grads = of_arrays(
             call.loss, has_aux=True, weight=call.weight, carry_argnum=-1, **call.roles
         )
@@ -356,8 +377,8 @@ def micro_batched(
     """Returns `fun` with a value and derivatives that are computed micro-batch by micro-batch.
 
     It is `shrewjax.micro_batched` for a loss that takes an NNX model first, as `nnx.value_and_grad` and `nnx.grad` do.
-    Batch statistics, counts of keys and all other state go from micro-batch to micro-batch, as in `value_and_grad`. Every
-    call of the returned function updates them, also for the value alone. Their derivative is NaN.
+    Batch statistics, counts of keys and all other state go from micro-batch to micro-batch, as in `value_and_grad`. A
+    call of the returned function updates them, also if it computes the value alone. Their derivative is NaN.
 
     Args:
       fun: the loss function. It takes the model first, and returns a scalar.
@@ -407,7 +428,7 @@ def micro_batched(
 
     @wraps(fun)
     def of_batch(model: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        call = _Call(fun, weight, wrt, has_aux, places, model, args, kwargs)
+        call = _Call(fun, weight, wrt, has_aux, places, micro_batches, model, args, kwargs)
         own = {"has_aux": True, "carry_argnum": len(call.arrays) - 1, **options}
         returned = value_of_batch(
             call.loss, call.weight, call.roles, own, call.arrays, call.objects.kwargs
@@ -434,6 +455,7 @@ class _Call:
         wrt: Any,
         has_aux: bool,
         places: Mapping[str, Any],
+        micro_batches: int,
         model: PyTree,
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
@@ -448,6 +470,14 @@ class _Call:
             given[name] = None if at is None else arguments.places(name, at)
         roles = roles_of_arguments(given, fun, 1 + len(args), kwargs)
         self.roles: dict[str, Any] = {name: roles[name] for name in places}
+        its_roles = {"argnums": (0,), **self.roles}
+        checked_call(
+            self.arrays[:-1],
+            self.objects.kwargs,
+            its_roles,
+            micro_batches,
+            is_divided=micro_batches > 1,
+        )
 
         def weigh(*args: PyTree, **kwargs: PyTree) -> Number:
             return self.objects.call(weight, args, kwargs)[0]

@@ -8,20 +8,27 @@ import inspect
 import math
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shrewjax._accumulation._mistaken_roles import (
+    Call,
+    is_key,
+    key_message,
+    keys_alone,
+    label,
+    number_of_examples,
+    other_batch,
+    require_no_flax_state,
+)
 from shrewjax._base.mesh import as_varying, axes_by_dimension, device_index
-from shrewjax._base.types import AxisNames, DType, Function, KeyPath, Leaf, Number, PyTree
+from shrewjax._base.types import AxisNames, DType, Function, KeyPath, Leaf, Number, Place, PyTree
 
 ROLES = "argnums", "rng_argnums", "carry_argnum", "batch_argnums"
-
-Place: TypeAlias = int | str
-"""How an argument came: its position, or its name if it came by keyword."""
 
 
 def roles_of_arguments(
@@ -61,7 +68,7 @@ def roles_of_arguments(
         for place in places:
             if place in taken:
                 raise ValueError(
-                    f"{_label(place)} is in {taken[place]} and in {name}. Give it one of the two"
+                    f"{label(place)} is in {taken[place]} and in {name}. Give it one of the two"
                 )
             taken[place] = name
         roles[name] = places
@@ -117,7 +124,6 @@ class Batch(NamedTuple):
     """The arguments of one call in one order, those by position first. A number means an argument in this order."""
 
     args: tuple[PyTree, ...]
-    places: tuple[Place, ...]  # how each came
     roles: dict[str, tuple[int, ...]]
     own_params: dict[int, PyTree]  # those of `argnums`
     examples: dict[int, PyTree]  # as `_split_examples` returns them
@@ -131,8 +137,7 @@ class Batch(NamedTuple):
     def arguments(self, i: Number, carried: list[PyTree]) -> list[PyTree]:
         replaced = self.own_params | _micro_batch_of(self.examples, i)
         for at in self.roles["rng_argnums"]:
-            name = _label(self.places[at])
-            replaced[at] = _folded_keys(name, self.args[at], self.first_number + i)
+            replaced[at] = _folded_keys(self.args[at], self.first_number + i)
         replaced |= dict(zip(self.roles["carry_argnum"], carried, strict=True))
         return [replaced.get(at, x) for at, x in enumerate(self.args)]
 
@@ -188,100 +193,103 @@ def batch_of_arguments(
     which they will be, or 0.
     """
     first_number = device_index(axes) * steps if axes else 0
-    places = (*range(len(args)), *kwargs)
-    values = (*args, *kwargs.values())
-    numbers = {name: tuple(map(places.index, roles.get(name, ()))) for name in ROLES}
-    _check_parameters(places, {at: values[at] for at in numbers["argnums"]})
-    batch = {at: values[at] for at in numbers["batch_argnums"]}
-    examples = _split_examples(places, batch, steps, devices)
-    if steps * max(devices, 1) > 1:
-        with_role = {at for role in numbers.values() for at in role}
-        _check_whole(
-            places, {at: x for at, x in enumerate(values) if at not in with_role}, examples
-        )
+    call = checked_call(args, kwargs, roles, steps, is_divided=steps * max(devices, 1) > 1)
+    numbers, values = call.roles, call.values
+    examples = _split_examples(call, devices)
     # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
     # micro-batch (tests/accumulation/test_value_and_grad.py, "cross_the_network_once").
     own_params = {
         at: jax.tree.map(lambda x: as_varying(x, axes), values[at]) for at in numbers["argnums"]
     }
-    return Batch(values, places, numbers, own_params, examples, steps, first_number, devices)
+    return Batch(values, numbers, own_params, examples, steps, first_number, devices)
 
 
-def _check_parameters(places: tuple[Place, ...], params: dict[int, PyTree]) -> None:
-    def check(path: KeyPath, x: Leaf) -> None:
-        dtype: DType = getattr(x, "dtype", np.object_)
-        if not isinstance(x, float | complex) and not jnp.issubdtype(dtype, jnp.inexact):
-            given = f"{dtype} of shape {x.shape}" if hasattr(x, "dtype") else repr(x)
-            raise ValueError(
-                f"{_name(places, path)} must be a floating or complex array, because it is in argnums, got {given}. "
-                "Split the model, and merge it in fun: in Equinox with eqx.partition(model, eqx.is_inexact_array), in "
-                "Flax NNX with nnx.split(model, nnx.Param, ...)"
-            )
+def checked_call(
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    roles: dict[str, tuple[Place, ...]],
+    steps: int,
+    *,
+    is_divided: bool,
+) -> Call:
+    """Returns the arguments of one call in one order. Raises if one does not fit its role.
 
-    jax.tree.map_with_path(check, params)
+    `is_divided` is whether there are several micro-batches, on all devices together.
+    """
+    places = (*range(len(args)), *kwargs)
+    numbers = {name: tuple(map(places.index, roles.get(name, ()))) for name in ROLES}
+    call = Call(places, (*args, *kwargs.values()), numbers, steps)
+    require_no_flax_state(call)
+    for at in numbers["argnums"]:
+        for path, x in call.leaves(at):
+            _check_parameter(call.name(at, path), x)
+    for at in numbers["rng_argnums"]:
+        for path, x in call.leaves(at):
+            _check_folded(call, at, path, x)
+    count = number_of_examples(call)
+    if is_divided:
+        _check_whole(call, count)
+    return call
 
 
-def _split_examples(
-    places: tuple[Place, ...], arguments: dict[int, PyTree], steps: int, devices_to_map: int
-) -> dict[int, PyTree]:
+def _check_parameter(name: str, x: Leaf) -> None:
+    dtype: DType = getattr(x, "dtype", np.object_)
+    if not isinstance(x, float | complex) and not jnp.issubdtype(dtype, jnp.inexact):
+        given = f"{dtype} of shape {x.shape}" if hasattr(x, "dtype") else repr(x)
+        raise ValueError(
+            f"{name} must be a floating or complex array, because it is in argnums, got {given}. Split the model, and "
+            "merge it in fun: in Equinox with eqx.partition(model, eqx.is_inexact_array), in Flax NNX with "
+            "nnx.split(model, nnx.Param, ...)"
+        )
+
+
+def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
+    """Raises unless a leaf of an argument in `rng_argnums` is one key, typed or raw."""
+    dtype: DType = getattr(x, "dtype", np.object_)
+    is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if np.ndim(x) == (0 if is_typed else 1) and (is_typed or dtype == np.uint32):
+        return
+    given = f"shape {x.shape} and dtype {dtype}" if hasattr(x, "dtype") else repr(x)
+    remedy = None if is_key(x) else keys_alone(call, at)
+    remedy = remedy or (
+        "Make it with jax.random.key. If each example has a key, put it into batch_argnums"
+    )
+    raise ValueError(
+        f"{call.name(at, path)} is in rng_argnums and must be one PRNG key, got {given}. {remedy}"
+    )
+
+
+def _split_examples(call: Call, devices_to_map: int) -> dict[int, PyTree]:
     """Returns arrays of shape (B, ...) as (B / K, K, ...), in which the second axis numbers the micro-batches.
 
     If the first axis is sharded over devices, each device's examples are so divided among all micro-batches.
     """
-    with_paths = jax.tree.leaves_with_path(arguments)
-    for path, x in with_paths:
-        _check_count(places, path, x, with_paths[0], tuple(arguments), steps)
-        _check_divisible(_name(places, path), len(x), steps, devices_to_map)
+    steps = call.steps
 
     def divided(path: KeyPath, x: Leaf) -> jax.Array:
+        name = call.name(path[0].key, path[1:])
         count, *rest = np.shape(x)
+        _check_divisible(call, name, count, devices_to_map)
         x = jnp.asarray(x)
         devices = devices_to_map or _devices_along_first_axis(x)
-        name = _name(places, path)
         _check_divisible_over(name, count, steps, devices, is_mapped_here=devices_to_map > 0)
         return x.reshape(count // steps, steps, *rest)
 
-    return jax.tree.map_with_path(divided, arguments)
+    batch = {at: call.values[at] for at in call.roles["batch_argnums"]}
+    return jax.tree.map_with_path(divided, batch)
 
 
-def _check_count(
-    places: tuple[Place, ...],
-    path: KeyPath,
-    x: Leaf,
-    first: tuple[KeyPath, Leaf],
-    batch: tuple[int, ...],
-    steps: int,
-) -> None:
-    """Raises unless a leaf has as many examples as the first one."""
-    at, name = path[0].key, _name(places, path)
-    wanted = tuple(places[other] for other in batch if other != at)
-    if np.ndim(x) == 0:
-        _check_key(name, x, places[at])
+def _check_divisible(call: Call, name: str, count: int, devices_to_map: int) -> None:
+    together = call.steps * max(devices_to_map, 1)
+    if count == 0:
         raise ValueError(
-            f"{name} has no axis of examples, but shape (). If it is the same for all micro-batches, pass "
-            f"batch_argnums={wanted}. If each example has its own, pass an array of them"
+            f"{name} must hold at least one example, because the mean of none is NaN, got 0 examples. Leave out the "
+            "call for an empty batch"
         )
-    of_first, expected = first[0], np.shape(first[1])[0]
-    if len(x) == expected:
-        return
-    _check_key(name, x, places[at])
-    raise ValueError(
-        f"{name} has {len(x)} examples along its first axis, {_name(places, of_first)} has {expected}. "
-        + (
-            "If it holds no examples, pass it as an argument of its own. If it holds parts of an example, such "
-            f"as a graph's edges, stack {steps} padded batches along a new first axis"
-            if at == of_first[0].key
-            else f"If {_label(places[at])} is the same for all micro-batches, pass batch_argnums={wanted}"
-        )
-    )
-
-
-def _check_divisible(name: str, count: int, steps: int, devices_to_map: int) -> None:
-    together = steps * max(devices_to_map, 1)
-    if count % steps:
+    if count % call.steps:
         raise ValueError(
-            f"{name} has {count} examples, which micro_batches={steps} does not divide. If its first axis does "
-            "not number the examples, move the axis that does to the front. Otherwise pad the batch to "
+            f"{name} has {count} examples, which micro_batches={call.steps} does not divide. {other_batch(call)}If its "
+            "first axis does not number the examples, move the axis that does to the front. Otherwise pad the batch to "
             f"{-(-count // together) * together}, and let weight= count the real ones. If the loss is a mean, let "
             "fun take it over the real ones, too"
         )
@@ -300,15 +308,6 @@ def _check_divisible_over(
         )
 
 
-def _label(place: Place) -> str:
-    return f"argument {place}" if isinstance(place, int) else f"keyword argument {place}"
-
-
-def _name(places: tuple[Place, ...], path: KeyPath) -> str:
-    """Returns the name of a leaf of the arguments, trees by their numbers, for messages."""
-    return f"{_label(places[path[0].key])}{jax.tree_util.keystr(path[1:])}"
-
-
 def _devices_along_first_axis(x: jax.Array) -> int:
     """Returns over how many devices the type of an array shards its first axis: more than one on an Explicit mesh."""
     sharding: Any = jax.typeof(x).sharding
@@ -316,55 +315,25 @@ def _devices_along_first_axis(x: jax.Array) -> int:
     return math.prod(sharding.mesh.shape[a] for names in over for a in names)
 
 
-def _check_whole(
-    places: tuple[Place, ...], arguments: dict[int, PyTree], examples: dict[int, PyTree]
-) -> None:
+def _check_whole(call: Call, count: int | None) -> None:
     """Raises if arguments that reach every micro-batch whole hold PRNG keys, or one by keyword has B examples."""
-    sizes = {x.shape[0] * x.shape[1] for x in jax.tree.leaves(examples)}
-
-    def check(path: KeyPath, x: Leaf) -> None:
-        place, name = places[path[0].key], _name(places, path)
-        _check_key(name, x, place)
-        if isinstance(place, str) and np.ndim(x) and np.shape(x)[0] in sizes:
-            wanted = (*(places[at] for at in examples), place)
-            raise ValueError(
-                f"{name} has a first axis of {np.shape(x)[0]}, as many as the batch has examples, but every "
-                "micro-batch gets arguments by keyword whole. If it holds examples, pass "
-                f"batch_argnums={wanted}. Otherwise let fun close over it"
-            )
-
-    jax.tree.map_with_path(check, arguments)
-
-
-def _check_key(name: str, x: Leaf, place: Place) -> None:
-    """Raises if a leaf is a PRNG key, or looks like a raw one."""
-    dtype: DType = getattr(x, "dtype", np.object_)
-    is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if is_typed or (dtype == np.uint32 and np.shape(x) in ((2,), (4,))):
-        raise ValueError(
-            f"{name} is a PRNG key, and each micro-batch needs its own. Pass rng_argnums={place!r}. If all shall have "
-            "the same one, let fun close over it"
-            + ("" if is_typed else ". If these numbers are no key, convert them to int32")
-        )
+    for at in call.whole():
+        for path, x in call.leaves(at):
+            if is_key(x):
+                raise ValueError(key_message(call, at, path))
+            if isinstance(call.places[at], str) and np.ndim(x) and np.shape(x)[0] == count:
+                batch = call.as_role("batch_argnums", *call.roles["batch_argnums"], at)
+                raise ValueError(
+                    f"{call.name(at, path)} has a first axis of {count}, as many as the batch has examples, but every "
+                    f"micro-batch gets arguments by keyword whole. If it holds examples, pass {batch}. Otherwise let "
+                    "fun close over it"
+                )
 
 
 def _micro_batch_of(examples: dict[int, PyTree], i: Number) -> dict[int, PyTree]:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), examples)
 
 
-def _folded_keys(name: str, keys: PyTree, number: Number) -> PyTree:
-    """Folds `number`, which counts micro-batches over all devices, into each key. Raises if a leaf is no single key."""
-
-    def fold(path: KeyPath, key: Leaf) -> jax.Array:
-        dtype: DType = getattr(key, "dtype", np.object_)
-        is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        is_raw = not is_typed and dtype == np.uint32
-        if np.ndim(key) != (0 if is_typed else 1) or not (is_typed or is_raw):
-            given = f"shape {key.shape} and dtype {dtype}" if hasattr(key, "dtype") else repr(key)
-            raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} is in rng_argnums and must be one PRNG key, got {given}. Make it "
-                "with jax.random.key. If each example has a key, put the argument into batch_argnums"
-            )
-        return jax.random.fold_in(key, number)
-
-    return jax.tree.map_with_path(fold, keys)
+def _folded_keys(keys: PyTree, number: Number) -> PyTree:
+    """Folds `number`, which counts micro-batches over all devices, into each key."""
+    return jax.tree.map(lambda key: jax.random.fold_in(key, number), keys)

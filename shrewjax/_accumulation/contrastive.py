@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._accumulation.batch import roles_of_arguments
+from shrewjax._accumulation.batch import checked_call, roles_of_arguments
 from shrewjax._accumulation.value_and_grad import value_and_grad
 from shrewjax._accumulation.window import Window
 from shrewjax._base import arguments, trees
@@ -123,6 +123,8 @@ def contrastive_value_and_grad(
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         roles = roles_of_arguments(given, features, len(args), kwargs)
+        # Checked here, because both passes have one more argument, which no caller passed.
+        checked_call(args, kwargs, roles, steps, is_divided=steps > 1)
         examples = roles["batch_argnums"]
         of_both = partial(
             value_and_grad,

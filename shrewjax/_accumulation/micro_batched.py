@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._accumulation.batch import Place, roles_of_arguments
+from shrewjax._accumulation.batch import checked_call, roles_of_arguments
 from shrewjax._accumulation.value_and_grad import value_and_grad
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments
 from shrewjax._base.trees import is_gradient, is_zero_tangent
-from shrewjax._base.types import AxisName, DType, Function, KeyPath, Leaf, PyTree
+from shrewjax._base.types import AxisName, DType, Function, KeyPath, Leaf, Place, PyTree
 from shrewjax._numerics.floats import sum_dtype, upcast
 
 
@@ -134,6 +134,8 @@ def micro_batched(
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
         roles = roles_of_arguments(first | places, fun, len(args), kwargs)
         own_roles = {name: roles[name] for name in given}
+        # Checked here, because below there is one more argument, which no caller passed.
+        checked_call(args, kwargs, own_roles, micro_batches, is_divided=micro_batches > 1)
         return value_of_batch(fun, weight, own_roles, options, args, kwargs)
 
     return of_batch

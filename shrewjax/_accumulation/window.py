@@ -31,10 +31,7 @@ from shrewjax._accumulation._devices import Devices, expand_like
 from shrewjax._accumulation._noise import NoiseState as NoiseState  # a public name of the package
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
-    factor_of,
     require_replicated,
-    summed,
-    unreduced_axes,
 )
 from shrewjax._base.states import described, fields, increment_if
 from shrewjax._base.trees import is_gradient
@@ -385,8 +382,6 @@ class Window:
         self, state: AnyState, grads: ArrayTree, weight: Number, is_present: Flag = True
     ) -> AnyState:
         """Adds a micro-batch that is present, in a loop of the compiled program. Returns the new state."""
-        if not any(unreduced_axes(total) for total in jax.tree.leaves(state.gradient_sum)):
-            grads = summed(grads)
         arrays = trees.gradient_arrays(grads)
         is_present = is_present & unknown_true()
         return self.advance(already_begun(state), arrays, weight, None, is_present=is_present).state
@@ -512,7 +507,7 @@ def _advance_leaf(
     else:
         if factor is not None:
             dtype = floats.sum_dtype(total)
-            factor = factor_of(expand_like(factor, total).astype(dtype), grad)
+            factor = expand_like(factor, total).astype(dtype)
             grad = floats.mul_real(floats.upcast(grad, dtype), factor)
         grad = grad.astype(total.dtype)
         if is_kept is not True:
@@ -528,8 +523,7 @@ def _advance_leaf(
 
 def _scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
     dtype = floats.sum_dtype(total)
-    factor = factor_of(scale.astype(dtype), total)
-    return floats.mul_real(floats.upcast(total, dtype), factor).astype(total.dtype)
+    return floats.mul_real(floats.upcast(total, dtype), scale.astype(dtype)).astype(total.dtype)
 
 
 def _all_scaled(sums: ArrayTree, scale: jax.Array) -> ArrayTree:

@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
-from shrewjax._base.types import Axes, AxisNames, Function, Leaf, MeshAxes, PyTree
+from shrewjax._base.types import AnyState, Axes, AxisNames, Function, Leaf, MeshAxes, PyTree
 
 UnitDims = tuple[int, ...]
 """The dimensions of a leaf that index its units, in increasing order. A reduction by unit keeps them."""
@@ -267,6 +267,25 @@ def partitioned_like(x: jax.Array, like: Leaf) -> jax.Array:
     return x if is_like else jax.sharding.reshard(x, spec)
 
 
+def on_mesh_of(params: PyTree, state: AnyState) -> AnyState:
+    """Returns a new state on the parameters' mesh. What `init` placed nowhere, such as a counter, is replicated.
+
+    A step returns them there. Its second call would compile again if they began elsewhere
+    (tests/accumulation/test_sharded_state.py, "compiles_once").
+    """
+    leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not is_traced(x)]
+    shardings = [x.sharding for x in leaves if isinstance(x.sharding, NamedSharding)]
+    if len({sharding.mesh for sharding in shardings}) != 1:
+        return state
+    everywhere = NamedSharding(shardings[0].mesh, jax.P())
+
+    def placed(x: Leaf) -> Leaf:
+        is_nowhere = isinstance(x, jax.Array) and not is_traced(x) and not x.committed
+        return jax.device_put(x, everywhere) if is_nowhere else x
+
+    return jax.tree.map(placed, state)
+
+
 def device_index(axes: AxisNames) -> jax.Array:
     return lax.axis_index(axes)
 
@@ -311,11 +330,6 @@ def varying_axes(x: Leaf) -> frozenset[Hashable]:
     return getattr(aval, "vma", None) or frozenset()
 
 
-def partition_axes(x: Leaf) -> MeshAxes:
-    """Returns the mesh axes over which the type of an array shards its dimensions. Under plain `jit`, Explicit ones."""
-    return frozenset(a for axes in axes_by_dimension(_spec(x)) for a in axes)
-
-
 def explicit_axes(x: Leaf) -> MeshAxes:
     """Returns the Explicit axes of the mesh on which an array, or a type, is."""
     return _explicit(getattr(_type_of(x).sharding, "mesh", None))
@@ -328,54 +342,41 @@ def _explicit(mesh: Any) -> MeshAxes:
     )
 
 
-def reduced_axes(x: Leaf) -> MeshAxes:
-    """Returns the Explicit mesh axes along which an array is `reduced`: its gradient is not summed over them."""
-    return frozenset(getattr(_spec(x), "reduced", None) or ())
+def placed_like(tree: PyTree, like: PyTree) -> PyTree:
+    """Returns a tree whose traced arrays without a mesh are on the Explicit mesh of arrays in `like`, if they have one.
 
-
-def unreduced_axes(x: Leaf) -> MeshAxes:
-    """Returns the Explicit mesh axes along which devices hold parts of an array, which is their sum."""
-    return frozenset(getattr(_spec(x), "unreduced", None) or ())
-
-
-def retyped(
-    x: Leaf,
-    *,
-    reduced: MeshAxes = frozenset(),
-    unreduced: MeshAxes = frozenset(),
-    like: Leaf | None = None,
-) -> jax.Array:
-    """Returns an array with these types in place of its own. An array that is no longer `unreduced` is summed.
-
-    Under `jit`, an array that is new, or NumPy's, has no Explicit mesh if `jax.set_mesh` was not called. It gets the
-    mesh of `like`, and its partitions if their shapes are the same.
+    A new array has no mesh inside `jax.vmap`, nor without `jax.set_mesh`. A loop that begins with one is an error in
+    JAX if `vmap` maps a sharded axis (tests/devices/test_explicit.py, "vmap").
     """
-    like = x if like is None else like
-    is_without_mesh = is_traced(x) and explicit_axes(like) and not explicit_axes(x)
-    if (reduced_axes(x), unreduced_axes(x)) == (reduced, unreduced) and not is_without_mesh:
-        return x
-    placed = like if is_without_mesh and like.shape == x.shape else x
-    spec = jax.P(*_partitions(_spec(placed)), reduced=reduced, unreduced=unreduced)
-    return jax.reshard(x, jax.NamedSharding(_type_of(like).sharding.mesh, spec))
+    meshes = [_type_of(x).sharding.mesh for x in jax.tree.leaves(like) if explicit_axes(x)]
+    if not meshes:
+        return tree
+
+    def placed(x: Leaf) -> Leaf:
+        if not is_traced(x) or explicit_axes(x):
+            return x
+        return jax.sharding.reshard(x, jax.NamedSharding(meshes[0], jax.P()))
+
+    return jax.tree.map(placed, tree)
 
 
 def summed(tree: PyTree) -> PyTree:
-    """Returns a tree with its arrays that are `unreduced` by their types summed over devices. Others stay."""
+    """Returns a tree whose arrays have neither the type `reduced` nor `unreduced`. The latter are summed over devices.
+
+    JAX leaves the sum of a gradient to the caller, as `unreduced`, if its parameter is `reduced`.
+    """
     return jax.tree.map(_summed, tree)
 
 
 def _summed(x: Leaf) -> Leaf:
     if not isinstance(x, jax.Array):
         return x
-    if unreduced_axes(x):
-        x = retyped(x, reduced=reduced_axes(x))
+    spec = _spec(x)
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        mesh = _type_of(x).sharding.mesh
+        x = jax.sharding.reshard(x, jax.NamedSharding(mesh, jax.P(*_partitions(spec))))
     mapped = getattr(getattr(jax.typeof(x), "manual_axis_type", None), "unreduced", None)
     return lax.psum(x, tuple(mapped)) if mapped else x
-
-
-def factor_of(factor: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns a factor with the type that a product with an `unreduced` array demands."""
-    return retyped(factor, reduced=unreduced_axes(x), like=x) if unreduced_axes(x) else factor
 
 
 def is_traced(tree: PyTree) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import TypeAlias, get_type_hints
+from typing import Any, TypeAlias, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +87,34 @@ def without_variables(state: AnyState) -> AnyState:
         return jax.tree.leaves(x, is_leaf=lambda y: y is not x)[0] if is_variable(x) else x
 
     return jax.tree.map(value, state, is_leaf=is_variable)
+
+
+def with_own_buffers(state: State, params: PyTree) -> State:
+    """Returns a new state in which no array shares a buffer with a parameter, or with another array of the state.
+
+    An optimizer's state may begin as the parameters. A step that donates both would then fail
+    (tests/promises/test_donated_optimizers.py). Only arrays that share are copied. While tracing, none has a buffer.
+    """
+    taken = {buffer for x in jax.tree.leaves(params) for buffer in _buffers(x)}
+
+    def own(x: Leaf) -> Leaf:
+        new = x if taken.isdisjoint(_buffers(x)) else jnp.copy(x)  # keeps the sharding
+        taken.update(_buffers(new))
+        return new
+
+    return jax.tree.map(own, state)
+
+
+def _buffers(x: Leaf) -> set[tuple[Any, int]]:
+    """Returns the buffers of an array on the devices of this process, by device and address."""
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return set()
+    try:
+        return {(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards}
+    except (
+        RuntimeError
+    ):  # a backend without addresses. One array object in two places is then found alone
+        return {(None, id(x))}
 
 
 def increment_if(flag: Flag, count: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ import optax
 
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import newly_varying, summed
-from shrewjax._base.states import require_own
+from shrewjax._base.states import require_own, with_own_buffers
 from shrewjax._base.trees import check_unchanged, leaf_name
 from shrewjax._base.types import (
     AnyState,
@@ -165,7 +165,10 @@ def _update_by(step_fn: StepFn) -> optax.TransformUpdateExtraArgsFn:
 
 
 def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` as a transformation that takes extra arguments. Raises if it is no transformation."""
+    """Returns `inner` as a transformation that takes extra arguments. Raises if it is no transformation.
+
+    The arrays of its first state have buffers of their own, so that a step can donate state and parameters.
+    """
     if not isinstance(inner, optax.GradientTransformation):
         is_made_of_one = hasattr(inner, "gradient_transformation")  # optax.MultiSteps
         raise ValueError(
@@ -177,7 +180,11 @@ def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraAr
             )
         )
     inner = optax.with_extra_args_support(inner)
-    return inner._replace(init=lambda params: _without_numbers(inner.init(params)))
+
+    def init_fn(params: optax.Params) -> AnyState:
+        return with_own_buffers(_without_numbers(inner.init(params)), params)
+
+    return inner._replace(init=init_fn)
 
 
 def declares(tx: optax.GradientTransformation, name: str) -> bool:

@@ -43,7 +43,7 @@ ROLES = {
     "a position of what comes by keyword": (scaled, (W,), {"scale": 2.0, "x": X, "y": Y}, {"batch_argnums": (1, 2)}),
     "a name of what comes by position": (scaled, (W, X, Y, 2.0), {}, {"batch_argnums": ("y", "x")}),
     "a position and a name": (scaled, (W, X), {"y": Y, "scale": 2.0}, {"batch_argnums": (1, "y")}),
-    "counted from the back": (lambda w, scale, x, y: scaled(w, x, y, scale), (W, 2.0, X, Y), {}, {"batch_argnums": (-1, -2)}),
+    "counted from the back": (lambda w, s, x, y: scaled(w, x, y, s), (W, 2.0, X, Y), {}, {"batch_argnums": (-1, -2)}),
     "parameters by keyword": (scaled, (), {"x": X, "w": W, "y": Y}, {}),
     "partial, by keyword": (partial(scaled, scale=2.0), (W, X, Y), {}, {}),
     "partial, by position": (partial(lambda c, *args: c * scaled(*args), 3.0), (W, X, Y), {}, {}),
@@ -123,13 +123,10 @@ def test_a_name_or_a_position_of_no_argument_is_an_error(options, message):
         value_and_grad(scaled, 4, **options)(W, X, y=Y)
 
 
-def test_a_batch_of_no_examples_with_a_matrix_in_the_aux_is_an_empty_mean():
-    def loss(w, x):
-        return jnp.sum(x) * w, {"matrix": jnp.ones((2, 2))}
-
-    (value, aux), grad = value_and_grad(loss, 2, has_aux=True)(1.0, np.zeros((0, 3), np.float32))
-    assert (value, grad) == (0, 0)
-    np.testing.assert_array_equal(aux["matrix"], np.ones((2, 2)))
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_empty_batch_is_an_error_and_not_a_nan(micro_batches):
+    with pytest.raises(ValueError, match=r"^argument 1 must hold at least one example, .* got 0 examples\. Leave out"):
+        value_and_grad(scaled, micro_batches)(W, X[:0], Y[:0])
 
 
 def test_remedy_for_a_first_axis_as_long_as_the_batch_keeps_the_argument_whole():

@@ -229,8 +229,36 @@ KEYS = {
     "typed": lambda: jax.random.key(0),
     "raw": lambda: jax.random.PRNGKey(0),
     "several": lambda: jax.random.split(jax.random.key(0), 3),
-    "of NNX": lambda: nnx.Rngs(0),
 }
+
+
+class WithState(nnx.Module):
+    def __init__(self, *layers):
+        self.linear, self.layers = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.List(layers)
+
+    def __call__(self, x):
+        for layer in (self.linear, *self.layers):
+            x = layer(x)
+        return x
+
+
+STATES = {
+    "RngCount": lambda: (WithState(nnx.Dropout(0.5, rngs=nnx.Rngs(1))), X),
+    "BatchStat": lambda: (WithState(nnx.BatchNorm(1, rngs=nnx.Rngs(1))), X),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_nnx_state_that_fun_changes_is_an_error_that_names_the_module_for_flax(kind):
+    with pytest.raises(
+        ValueError, match=rf"^argument 0 is an NNX object .* {kind[:3]}.* Call shrewjax\.flax\.value_and_grad"
+    ):
+        shrewjax.value_and_grad(lambda model, x: jnp.mean(model(x)), 4)(*STATES[kind]())
+    with pytest.raises(ValueError, match=r"^keyword argument rngs\['a'\] is an NNX object .* Call shrewjax\.flax"):
+        shrewjax.value_and_grad(lambda p, x, rngs: 0.0, 4)(PARAMS, X, rngs={"a": nnx.Rngs(0)})
+    stateless = WithState()
+    _, grads = shrewjax.value_and_grad(lambda model, x: jnp.mean(model(x)), 4)(stateless, X)
+    np.testing.assert_allclose(grads.linear.kernel[...][:, 0], X.mean(0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KEYS)
@@ -238,9 +266,7 @@ def test_key_by_keyword_is_an_error_that_names_rng_argnums(kind):
     def loss(params, x, *, rngs):
         return jnp.mean(x @ params["w"])
 
-    with pytest.raises(
-        ValueError, match=r"^keyword argument rngs\['dropout'\]\S* is a .* key, .*Pass rng_argnums='rngs'"
-    ):
+    with pytest.raises(ValueError, match=r"^keyword argument rngs\['dropout'\]\S* is a .* key, .*rng_argnums="):
         traced(loss, PARAMS, X, kwargs={"rngs": {"dropout": KEYS[kind]()}})
 
 
