@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._accumulation.batch import Place, roles_of_arguments
+from shrewjax._accumulation._mistaken_roles import Place
+from shrewjax._accumulation.batch import checked_call, roles_of_arguments
 from shrewjax._accumulation.value_and_grad import value_and_grad
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments
@@ -133,6 +134,8 @@ def micro_batched(
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
         roles = roles_of_arguments(first | places, fun, len(args), kwargs)
         own_roles = {name: roles[name] for name in given}
+        # Checked here, because below there is one more argument, which no caller passed.
+        checked_call(args, kwargs, own_roles, micro_batches, is_divided=micro_batches > 1)
         return value_of_batch(fun, weight, own_roles, options, args, kwargs)
 
     return of_batch
