@@ -420,6 +420,12 @@ def apply_gradients(
         raise ValueError(
             f"tx must be a transformation, got {type(tx).__name__}. Pass tx, grads, opt_state and params, in this order"
         )
+    if type(grads).__module__.startswith("flax.nnx") and type(params) is not type(grads):
+        raise ValueError(
+            f"grads and params must be trees of one kind, got {type(grads).__name__} of NNX and "
+            f"{type(params).__name__}. Call update(model, grads) of shrewjax.flax.Optimizer(model, tx, wrt=nnx.Param). "
+            "Or pass nnx.state(model, nnx.Param) as params"
+        )
     wanted = [name for name in ("weight", "flush") if name in extra_args and not declares(tx, name)]
     if wanted and not isinstance(tx, Accumulation) and not _windows_in(opt_state):
         raise ValueError(
@@ -469,9 +475,10 @@ def flush(
     """
     if not isinstance(tx, Accumulation):
         raise ValueError(
-            f"tx must be the transformation that accumulate returned, got {tx!r}. If accumulate is inside another "
-            "transformation, pass flush=True to update with the last micro-batch. Or call "
-            "tx.update(grads, opt_state, params, weight=0, flush=True) with any finite grads, which add nothing"
+            f"tx must be the transformation that accumulate returned, got {trees.shown(tx)}. Call flush(tx, opt_state, "
+            "params). If accumulate is inside another transformation, pass flush=True to update with the last "
+            "micro-batch. Or call tx.update(grads, opt_state, params, weight=0, flush=True) with any finite grads, "
+            "which add nothing"
         )
     no_gradients = jax.tree.map(lambda _: None, params)
     return tx.update(no_gradients, opt_state, params, weight=0, flush=True, **extra_args)
@@ -514,8 +521,8 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
     """
     if callable(accum_steps):
         raise ValueError(
-            f"accum_steps must be a number of micro-batches, got {accum_steps!r}. Pass the schedule's value for this "
-            "window, accum_steps(state.windows)"
+            f"accum_steps must be a number of micro-batches, got {trees.shown(accum_steps)}. Pass the schedule's value "
+            "for this window, accum_steps(state.windows)"
         )
     require_one_window(without_variables(opt_state))
     windows = _windows_in(opt_state)

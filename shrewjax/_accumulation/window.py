@@ -180,7 +180,7 @@ class Window:
             None if noise_decay is None else arguments.real("noise_decay", noise_decay, at_least=0)
         )
         if isinstance(self._noise_decay, float) and self._noise_decay >= 1:
-            raise ValueError(f"noise_decay must be below 1, got {noise_decay!r}")
+            raise ValueError(f"noise_decay must be below 1, got {trees.shown(noise_decay)}")
 
     def init(self, params: PyTree) -> GradAccumulatorState:
         """Returns an empty window for gradients like `params`, with the sharding of `params`."""

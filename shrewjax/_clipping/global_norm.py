@@ -353,7 +353,7 @@ def clip_by_norm_percentile(
     Source: P. Seetharaman, G. Wichern, B. Pardo, J. Le Roux, "AutoClip: Adaptive gradient clipping for source
     separation networks", MLSP 2020, arXiv:2007.14469, Algorithm 1, there with an unbounded history.
     """
-    percentile = arguments.real("percentile", percentile, at_least=0, at_most=100)
+    percentile = arguments.percent(percentile)
     length = arguments.length("history_length", history_length, default=1024)
     axes = arguments.sharded_over(sharded_over)
 

@@ -68,6 +68,7 @@ class Step(NamedTuple):
         `what_changed` begins the error if it does not.
         """
         ran = run() if self.runs is True else jax.eval_shape(run)
+        _check_restored(ran[1], self.state)
         check_unchanged(ran[1], self.state, what_changed)
         if self.runs is True:
             return ran
@@ -241,6 +242,27 @@ def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
         return param if is_nothing else optax.apply_updates(param, update)
 
     return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)
+
+
+def _check_restored(new: PyTree, old: PyTree) -> None:
+    """Raises, while tracing, if lists stand in the old state where the transformation makes tuples."""
+
+    def is_list(x: PyTree) -> bool:
+        return type(x) is list
+
+    def as_tuple(x: PyTree) -> PyTree:
+        return tuple(map(with_tuples, x)) if is_list(x) else x
+
+    def with_tuples(tree: PyTree) -> PyTree:
+        return jax.tree.map(as_tuple, tree, is_leaf=is_list)
+
+    structures: list[Any] = [jax.tree.structure(x) for x in (new, old, with_tuples(old))]
+    if structures[0] != structures[1] and structures[0] == structures[2]:
+        raise ValueError(
+            "opt_state must have tuples where its transformation makes them, got lists, as after a restore without a "
+            "target. Restore it with tx.init(params) as the target. Or convert it: "
+            "jax.tree.unflatten(jax.tree.structure(tx.init(params)), jax.tree.leaves(opt_state))"
+        )
 
 
 def _check_devices(new: PyTree, old: PyTree, what: str) -> None:
