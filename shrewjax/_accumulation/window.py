@@ -32,6 +32,7 @@ from shrewjax._accumulation._noise import NoiseState as NoiseState  # a public n
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
     factor_of,
+    partitioned_like,
     require_replicated,
     summed,
     unreduced_axes,
@@ -510,6 +511,7 @@ def _advance_leaf(
     if grad is None or is_kept is False:
         total = total if is_first is False else jnp.where(is_first, jnp.zeros_like(total), total)
     else:
+        grad = partitioned_like(grad, total)
         if factor is not None:
             dtype = floats.sum_dtype(total)
             factor = factor_of(expand_like(factor, total).astype(dtype), grad)
