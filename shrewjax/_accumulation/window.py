@@ -31,6 +31,7 @@ from shrewjax._accumulation._devices import Devices, expand_like
 from shrewjax._accumulation._noise import NoiseState as NoiseState  # a public name of the package
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
+    partitioned_like,
     require_replicated,
 )
 from shrewjax._base.states import described, fields, increment_if, require_made_with
@@ -507,6 +508,7 @@ def _advance_leaf(
     if grad is None or is_kept is False:
         total = total if is_first is False else jnp.where(is_first, jnp.zeros_like(total), total)
     else:
+        grad = partitioned_like(grad, total)
         if factor is not None:
             dtype = floats.sum_dtype(total)
             factor = expand_like(factor, total).astype(dtype)

@@ -276,11 +276,22 @@ def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:
     return jax.sharding.reshard(x, jax.P(*(axes or None for axes in kept)))
 
 
-def partitioned_like(x: jax.Array, like: Leaf) -> jax.Array:
-    """Returns an array with the partitions of `like`, which types show on the Explicit axes of `jax.set_mesh`."""
-    spec = jax.P(*_partitions(_spec(like)))
-    is_like = jax.P(*_partitions(_spec(x))) == spec or not explicit_axes(x)
-    return x if is_like else jax.sharding.reshard(x, spec)
+def partitioned_like(x: Leaf, like: Leaf) -> Leaf:
+    """Returns an array with the partitions of `like`, which types show on the Explicit axes of a mesh.
+
+    A select and a branch refuse operands of other partitions, such as the gradient and its finer sharded sum. Without
+    types, XLA places them itself.
+    """
+    if not hasattr(x, "dtype") or x.dtype == jax.dtypes.float0 or not explicit_axes(x):
+        return x
+    spec = _spec(like)
+    own, wanted = ([*axes_by_dimension(s), *[()] * x.ndim][: x.ndim] for s in (_spec(x), spec))
+    if own == wanted:
+        return x
+    spec = jax.P(*_partitions(spec))
+    if is_traced(x):
+        return jax.sharding.reshard(x, NamedSharding(_type_of(x).sharding.mesh, spec))
+    return jax.device_put(x, NamedSharding(x.sharding.mesh, spec))
 
 
 def on_mesh_of(params: PyTree, state: AnyState) -> AnyState:
