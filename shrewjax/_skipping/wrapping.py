@@ -110,7 +110,8 @@ def _run_innermost(tx: optax.GradientTransformation, step: Step) -> Result:
     update = optax.with_extra_args_support(tx).update
     updates, new_state = update(step.make_gradients(), step.state, step.params, **step.extra_args)
     returned = _applied(step.params, updates) if step.apply else updates
-    if jax.tree.structure(returned) == jax.tree.structure(step.params):
+    structure: Any = jax.tree.structure(step.params)
+    if jax.tree.structure(returned) == structure:
         # An optimizer's state may be sharded finer than parameters (ZeRO), and then its updates are.
         returned = jax.tree.map(partitioned_like, returned, step.params)
     return returned, _without_numbers(new_state)
