@@ -66,9 +66,9 @@ def require_made_with(argument: str, state: AnyState, field: str, new: str = "")
     value = getattr(state, field)
     if isinstance(value, tuple) and not value:
         raise ValueError(
-            f"the {type(state).__name__} was made without {argument}, so its {field} is empty. To go on with {argument}, add "
-            f"it to this state: state = state._replace({field}={new or f'tx.init(params).{field}'}), where tx has "
-            f"{argument}. Or leave out {argument}"
+            f"the {type(state).__name__} was made without {argument}, so its {field} is empty. To go on with "
+            f"{argument}, add it to this state: state = state._replace({field}={new or f'tx.init(params).{field}'}), "
+            f"where tx has {argument}. Or leave out {argument}"
         )
 
 
