@@ -21,7 +21,7 @@ PACKAGE = pathlib.Path(shrewjax.__file__).parent
 # The modules of each private package. A module may import from those before it.
 PACKAGES = {
     "_base": ["types", "branches", "mesh", "trees", "states", "arguments"],
-    "_programs": ["switch", "jaxprs", "forwarding", "scatters", "lost_scatters", "loops", "reduced"],
+    "_programs": ["switch", "jaxprs", "forwarding", "scatters", "lost_scatters", "loops"],
     "_numerics": ["floats", "reductions", "vectors", "norms", "scaling", "percentiles", "histories"],
     "_clipping": ["units", "global_norm", "unit_norms", "elements", "cotangents"],
     "_skipping": ["wrapping", "guards"],
@@ -39,6 +39,7 @@ PACKAGES = {
         "value_and_grad",
         "micro_batched",
         "contrastive",
+        "per_device",
         "sharded_state",
         "from_optax",
     ],

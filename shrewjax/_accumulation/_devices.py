@@ -150,30 +150,28 @@ class Devices:
             return total
         # XLA-22: On CUDA and TPU, XLA would otherwise keep both the rows and the total, which costs memory of the
         # parameters' size (tests/devices/test_accelerators.py, "sends_gradients_once").
-        place = self._placed_as_rows()
         return jax.tree.map(
-            lambda rows, x: place(x, rows) if is_gradient(rows) else rows, gradient_sum, total
+            lambda rows, x: self._as_rows(x, rows) if is_gradient(rows) else rows,
+            gradient_sum,
+            total,
         )
 
-    def _placed_as_rows(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """Returns a function that writes an array into each row, on the row's device. Or keeps rows, if none knows it."""
+    def _as_rows(self, x: jax.Array, rows: jax.Array) -> jax.Array:
+        """Returns an array in each row, on the row's device, or the rows if no context tells their devices."""
         axes = self.axes
         if is_mapped(axes):
-            return lambda x, rows: as_varying(x[None], axes)
+            return as_varying(x[None], axes)
         mesh = jax.sharding.get_abstract_mesh()
         kinds = {
-            mesh.axis_types[mesh.axis_names.index(a)] if a in mesh.axis_names else None
-            for a in axes
+            kind for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if a in axes
         }
+        copies = jnp.broadcast_to(x[None], rows.shape)
         if kinds == {AxisType.Explicit}:
-            return lambda x, rows: jax.sharding.reshard(
-                jnp.broadcast_to(x[None], rows.shape), jax.typeof(rows).sharding.spec
-            )
-        if {*mesh.axis_types} == {AxisType.Auto} and None not in kinds:
-            return lambda x, rows: jax.lax.with_sharding_constraint(
-                jnp.broadcast_to(x[None], rows.shape), P(axes, *[P.UNCONSTRAINED] * x.ndim)
-            )
-        return lambda x, rows: rows
+            return jax.sharding.reshard(copies, jax.typeof(rows).sharding.spec)
+        if kinds and {*mesh.axis_types} == {AxisType.Auto}:
+            spec = P(axes, *[P.UNCONSTRAINED] * x.ndim)
+            return jax.lax.with_sharding_constraint(copies, spec)
+        return rows
 
     def like_total(self, grads: ArrayTree) -> ArrayTree:
         """Returns the gradients, or the shapes and dtypes of one row if they have per-device rows."""
@@ -255,8 +253,9 @@ def _zero_rows(
     over = {a for names in axes_by_dimension(spec) for a in names} if mesh else varying_axes(like)
     if over & set(axes):
         raise ValueError(
-            f"parameter {name} is sharded over sum_over={axes!r} itself, so its gradients are already reduced over it. "
-            "Use another mesh axis for the data. Inside jax.shard_map, pass parameters to init before any "
+            f"parameter {name} is sharded over sum_over={axes!r} itself. A device would hold all of the parameter, a "
+            "row of gradients and a whole sum, which is more than the sharding saves. Leave out sum_over, and let "
+            "jax.jit reduce the gradients of each call. Inside jax.shard_map, pass parameters to init before any "
             "jax.lax.pcast"
         )
     if mesh is None:
@@ -264,13 +263,16 @@ def _zero_rows(
     shape = (math.prod(mesh.shape[a] for a in axes), *like.shape)
     if isinstance(mesh, Mesh):
         return jnp.zeros(shape, dtype, device=NamedSharding(mesh, P(axes, *spec)))
-    if any(kind != AxisType.Explicit for kind in mesh.axis_types):
+    rows = jnp.broadcast_to(jnp.zeros_like(like, dtype=dtype)[None], shape)
+    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
+        return jax.sharding.reshard(rows, P(axes, *spec))
+    others = [a for a in mesh.axis_names if a not in axes and mesh.shape[a] > 1]
+    if others or AxisType.Explicit in mesh.axis_types:
         raise ValueError(
             f"init cannot tell under jit how parameter {name} is sharded over a mesh whose axes are not Explicit. Call "
             "init outside of jit"
         )
-    rows = jnp.broadcast_to(jnp.zeros_like(like, dtype=dtype)[None], shape)
-    return jax.sharding.reshard(rows, P(axes, *spec))
+    return jax.lax.with_sharding_constraint(rows, P(axes))
 
 
 def redistributed(rows: jax.Array, like: jax.Array) -> jax.Array:

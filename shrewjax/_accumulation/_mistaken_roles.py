@@ -11,16 +11,13 @@ A batch often holds a leaf with another role: a scalar, a key, class weights, an
 import dataclasses
 import keyword
 import sys
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._base.types import DType, KeyPath, Leaf, PyTree
-
-Place: TypeAlias = int | str
-"""How an argument came: its position, or its name if it came by keyword."""
+from shrewjax._base.types import DType, KeyPath, Leaf, Place, PyTree
 
 
 def label(place: Place) -> str:

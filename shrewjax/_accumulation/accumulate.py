@@ -27,6 +27,7 @@ from shrewjax._accumulation.window import (
 )
 from shrewjax._base import arguments, trees
 from shrewjax._base.branches import run_if
+from shrewjax._base.mesh import on_mesh_of
 from shrewjax._base.states import (
     increment_if,
     nodes_in,
@@ -183,6 +184,7 @@ def accumulate(
         state = AccumulateState(
             **window.init(params)._asdict(), applied=jnp.zeros((), bool), inner_state=inner_state
         )
+        state = on_mesh_of(params, state)
         note(state.micro_step, reduction=reduction, nonfinite=nonfinite)  # for `from_optax`
         return state
 

@@ -17,7 +17,6 @@ from jax import lax
 
 from shrewjax._accumulation._mistaken_roles import (
     Call,
-    Place,
     is_key,
     key_message,
     keys_alone,
@@ -28,7 +27,7 @@ from shrewjax._accumulation._mistaken_roles import (
 )
 from shrewjax._base import trees
 from shrewjax._base.mesh import as_varying, axes_by_dimension, device_index
-from shrewjax._base.types import AxisNames, DType, Function, KeyPath, Leaf, Number, PyTree
+from shrewjax._base.types import AxisNames, DType, Function, KeyPath, Leaf, Number, Place, PyTree
 
 ROLES = "argnums", "rng_argnums", "carry_argnum", "batch_argnums"
 

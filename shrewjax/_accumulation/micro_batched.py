@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._accumulation._mistaken_roles import Place
 from shrewjax._accumulation.batch import checked_call, roles_of_arguments
 from shrewjax._accumulation.value_and_grad import value_and_grad
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments
 from shrewjax._base.trees import is_gradient, is_zero_tangent
-from shrewjax._base.types import AxisName, DType, Function, KeyPath, Leaf, PyTree
+from shrewjax._base.types import AxisName, DType, Function, KeyPath, Leaf, Place, PyTree
+from shrewjax._numerics.floats import sum_dtype, upcast
 
 
 def micro_batched(
@@ -163,15 +163,15 @@ def value_of_batch(
 ) -> PyTree:
     """Returns the value, or the pair `(value, aux)`, with a rule for its derivatives.
 
-    `roles` and `options` are arguments of `value_and_grad`, where `roles` may have a `carry_argnum`.
+    `roles` and `options` are arguments of `value_and_grad`. A `carry_argnum` among the options is a position.
     """
     # 1.
     leaves, structure = jax.tree.flatten((args, kwargs))
     paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
     call = _Call(fun, weight, roles, options, leaves, structure)
-    divided = {at for places in roles.values() for at in places}
+    with_role = {at for places in roles.values() for at in places} | {options.get("carry_argnum")}
     arrays = [at for at, x in enumerate(leaves) if isinstance(x, jax.Array)]
-    free = [at for at in arrays if is_gradient(leaves[at]) and _place(paths[at]) not in divided]
+    free = [at for at in arrays if is_gradient(leaves[at]) and _place(paths[at]) not in with_role]
     fixed = [at for at in arrays if at not in {*free}]
     # Whether a micro-batch is dropped must be the same in the value and in each derivative.
     always = free if options["nonfinite"] == "drop_microbatch" else []
@@ -231,8 +231,16 @@ class _Call(NamedTuple):
         """Returns the result of `function`, with the parameters, which come last by position, in their places."""
         *others, params = args
         leaves = self.structure.flatten_up_to((tuple(others), kwargs))
-        own, own_kwargs = self.structure.unflatten((dict(enumerate(leaves)) | params).values())
-        return function(*own, **own_kwargs)
+        given = [*(dict(enumerate(leaves)) | params).values()]
+        own, own_kwargs = self.structure.unflatten(given)
+        returned = function(*own, **own_kwargs)
+        now = jax.tree.leaves((own, own_kwargs))
+        if len(now) != len(given) or any(x is not y for x, y in zip(now, given, strict=True)):
+            raise ValueError(
+                "fun changes its arguments in place, and the change would be lost. Return the new values as aux. In "
+                "Flax NNX, take shrewjax.flax.micro_batched, which keeps batch statistics and counts of keys"
+            )
+        return returned
 
     def _scalar(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         returned = self.fun(*args, **kwargs)
@@ -250,14 +258,21 @@ def _tangent(
 ) -> PyTree:
     """Returns the tangent of the results: of the loss, the sum of gradients times tangents, and of the aux, NaN."""
     value = returned[0] if has_aux else returned
-    # Not `vdot`, because JAX's gradients by complex numbers are conjugates already.
-    terms = [jnp.sum((grads[at] * t).real, dtype=value.dtype) for at, t in tangents.items()]
+
+    def product(grad: jax.Array, tangent: jax.Array) -> jax.Array:
+        # The product is wide, so that a large cotangent times a gradient of 0 is 0 in float16, too. It is no `vdot`,
+        # because JAX's gradients by complex numbers are conjugates already.
+        wide = sum_dtype(grad, value)
+        products = upcast(grad, wide) * upcast(tangent, wide)
+        return jnp.sum(products.real).astype(value.dtype)
+
+    terms = [product(grads[at], t) for at, t in tangents.items()]
     of_value = functools.reduce(operator.add, terms, jnp.zeros_like(value))
 
     def of_aux(x: jax.Array) -> Leaf:
         if not is_gradient(x):
             return np.zeros(x.shape, jax.dtypes.float0)
-        return (jnp.full_like(x, jnp.nan) * of_value).astype(x.dtype)
+        return jnp.full_like(x, jnp.nan) * of_value.astype(x.dtype)
 
     return (of_value, jax.tree.map(of_aux, returned[1])) if has_aux else of_value
 
@@ -272,7 +287,6 @@ def _no_derivative_by(path: KeyPath) -> str:
     at = _place(path)
     name = f"argument {at}" if isinstance(at, int) else f"keyword argument {at}"
     return (
-        f"{name}{jax.tree_util.keystr(path[2:])} is differentiated, but micro_batched has no derivative by an argument "
-        "that holds examples or keys. Pass jax.lax.stop_gradient of it. Or, if it holds none, name the others alone in "
-        "batch_argnums="
+        f"{name}{jax.tree_util.keystr(path[2:])} is differentiated, but micro_batched has no derivative by examples, "
+        "keys or a carry. Pass jax.lax.stop_gradient of it. Or, if it holds none, name the others in batch_argnums="
     )

@@ -21,8 +21,11 @@ def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None 
 
     The first is a parameter's spec, the second that of its sum, if that has a row a device.
 
-    `tx.init` does not commit counters to a device. If all arrays have to be on the mesh, such as for a checkpoint of
-    several processes, place them with these specs:
+    Use `state_specs(tx.init(params))` for a state with rows. `optax.tree.map_params` and Flax's
+    `nn.get_partition_spec` give each sum the specs of its parameter, which put the rows of all devices on each device.
+
+    `tx.init` of parameters on a mesh replicates counters over it, those of the wrapped optimizer too. Place other
+    states, such as a bare optimizer's, with these specs:
     `jax.device_put(state, jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), state_specs(state)))`.
 
     The second example replicates parameters and shards the state (ZeRO), because `tx.init` of sharded parameters shards

@@ -13,7 +13,6 @@ the sums that are divided by a weight: of loss and gradients, and of the average
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, get_args
 
@@ -39,9 +38,8 @@ from shrewjax._base.mesh import (
     newly_varying,
     on_each_device,
     partitioned_like,
-    reduced_axes,
-    retyped,
-    unreduced_axes,
+    placed_like,
+    summed,
     varying_axes,
 )
 from shrewjax._base.trees import check_unchanged, has_derivative, is_gradient
@@ -60,7 +58,6 @@ from shrewjax._base.types import (
 from shrewjax._numerics.reductions import one_over
 from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._programs.loops import Traced
-from shrewjax._programs.reduced import axes_of_examples, marked
 from shrewjax._programs.scatters import unknown_true
 
 
@@ -186,10 +183,11 @@ def value_and_grad(
         a device's own. `()` sums over no axis: each device's results stay its own, for `accumulate(sum_over=)`. With
         `check_vma=False` and in `jax.pmap`, pass `()` also if the gradients are the same on every device.
 
-    Without `sum_over`, a batch that is sharded over its examples has the same results under plain `jax.jit`, but XLA
-    decides how often gradients cross the network (the guide "Many devices"). The guide "Windows, weights and state" has
-    a step with a mask, keys, aux and carry. A `clip_cotangent` inside a mean loss is K times as tight in a micro-batch.
-    Sum the loss, with `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the micro-batch.
+    Without `sum_over`, a batch that is sharded over its examples has the same results under plain `jax.jit`. But XLA
+    then decides how often gradients cross the network, on Auto and on Explicit meshes: up to K times and more (the
+    guide "Many devices"). The guide "Windows, weights and state" has a step with a mask, keys, aux and carry. A
+    `clip_cotangent` inside a mean loss is K times as tight in a micro-batch. Sum the loss, with
+    `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the micro-batch.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are
@@ -296,7 +294,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
     carried = [jax.tree.map(jnp.asarray, x) for x in batch.with_role("carry_argnum")]
 
     # 2. One trace.
-    traced = loss.traced(batch, carried, by_types=window.nonfinite == "propagate")
+    traced = Traced(partial(loss.results, batch), jnp.int32(0), carried)
     like = traced.results
 
     # 3. Does what fun returns fit?
@@ -322,7 +320,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
     end, stacked = lax.scan(loop.turn, start, jnp.arange(batch.steps, dtype=jnp.int32))
 
     # 5. The averages. Statistics that Flax overwrites are put back among the gradients.
-    value, grads = loop.averages(end.window, params)
+    value, grads = loop.averages(end.window)
     if old_values:
         values = _overwritten.of_batch(end.overwritten, old_values, axes)
         grads = _overwritten.joined(grads, values, all_params)
@@ -347,33 +345,13 @@ class _Loss(NamedTuple):
     reduction: Reduction
 
     def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _MicroBatch:
-        returned, grads = self.value_and_grad(*batch.arguments(i, carried))
-        # Only gradients may stay `unreduced`. A loss or an aux of the parameters alone may have the type `reduced`.
-        with_aux = returned if self.has_aux else (returned, ())
-        value, aux = jax.tree.map(_reduced_over_devices, with_aux)
+        results = self.value_and_grad(*batch.arguments(i, carried))
+        returned, grads = summed(results)
+        value, aux = returned if self.has_aux else (returned, ())
         if self.has_carry:
             aux, *carried = _aux_and_carry(aux)
         grads, overwritten = _overwritten.separated(grads)
         return _MicroBatch(_Averaged(value, grads), overwritten, aux, carried)
-
-    def traced(self, batch: Batch, carried: list[PyTree], *, by_types: bool) -> Traced:
-        """Returns `results`, traced. With `by_types`, gradients on an Explicit mesh are `unreduced` if they can be."""
-        first = jnp.int32(0)
-        axes = axes_of_examples(batch.examples, batch.own_params) if by_types else frozenset()
-        if axes:
-
-            def value(own_params: dict[int, PyTree]) -> jax.Array:
-                args = batch._replace(own_params=own_params).arguments(first, carried)
-                returned = self.fun(*args)
-                return returned[0] if self.has_aux else returned
-
-            # An operation of the loss may have no rule for these types. If the loss itself is wrong, the last line here
-            # raises its error.
-            with suppress(Exception):
-                own_params = marked(value, batch.own_params, batch.examples, axes)
-                marked_batch = batch._replace(own_params=own_params)
-                return Traced(partial(self.results, marked_batch), first, carried)
-        return Traced(partial(self.results, batch), first, carried)
 
     def weight_of(self, batch: Batch, i: Number, carried: list[PyTree]) -> Scalar:
         """Returns the weight of micro-batch i, or 1 for a number in a mean, where it cancels.
@@ -414,18 +392,14 @@ class _Loop(NamedTuple):
     def start(self, params: PyTree, carried: list[PyTree]) -> _LoopState:
         like = self.traced.results
         zero = jnp.zeros((), like.averaged.value.dtype)
-        opened = self.window.init(_Averaged(zero, params))
+        opened = self.window.init(_Averaged(zero, summed(params)))
         # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
         of_value = Window(self.batch.steps, sum_over=self.window.axes).init(zero).gradient_sum
         sums = opened.gradient_sum._replace(value=of_value)
-
-        def typed_like(total: jax.Array, x: Leaf) -> jax.Array:
-            return retyped(total, unreduced=unreduced_axes(x), like=x)
-
-        sums = jax.tree.map(typed_like, sums, like.averaged)
         values = _overwritten.least(like.overwritten)
         window = opened._replace(gradient_sum=sums)
-        return self._of_device(_LoopState(window, values, self.aux.open(), carried))
+        state = _LoopState(window, values, self.aux.open(), carried)
+        return self._of_device(placed_like(state, (self.batch.examples, params)))
 
     def turn(self, state: _LoopState, i: jax.Array) -> tuple[_LoopState, list[jax.Array]]:
         weight = self.loss.weight_of(self.batch, i, state.carried)
@@ -453,11 +427,9 @@ class _Loop(NamedTuple):
         leaves, structure = jax.tree.flatten(sums.gradients)
         numbers = jax.tree.leaves(self.traced.numbers.averaged.gradients)
         by_number = dict(zip(numbers, leaves, strict=True))
-        # JAX has no slices of a sum whose type says that it is still to be taken over devices.
-        wanted = {number: x for number, x in by_number.items() if not unreduced_axes(x)}
         add = self.window.adder_in_loop(state.window, weight)
-        part, added = self.traced.added_to(wanted, add, i, state.carried)
-        gradients = jax.tree.unflatten(structure, (by_number | added).values())
+        part, added = self.traced.added_to(by_number, add, i, state.carried)
+        gradients = jax.tree.unflatten(structure, added.values())
         return part, state.window._replace(gradient_sum=sums._replace(gradients=gradients))
 
     def _of_device(self, state: _LoopState) -> _LoopState:
@@ -467,14 +439,8 @@ class _Loop(NamedTuple):
         sums = state._replace(carried=[])
         return jax.tree.map(lambda x: as_varying(x, self.own), sums)._replace(carried=state.carried)
 
-    def averages(self, end: GradAccumulatorState, params: PyTree) -> _Averaged:
-        # The one sum over devices of gradients whose parameters `traced` marked.
-        def summed(total: jax.Array, x: Leaf) -> jax.Array:
-            return retyped(total, unreduced=reduced_axes(x))
-
-        types = end.gradient_sum._replace(gradients=params)
-        sums = jax.tree.map(summed, end.gradient_sum, types)
-        end, window = end._replace(gradient_sum=sums), self.window
+    def averages(self, end: GradAccumulatorState) -> _Averaged:
+        window = self.window
         if self.batch.devices and self.loss.reduction != "sum":
             end = window.divided(end)
             window = Window(self.batch.steps, reduction="sum", sum_over=window.axes)
@@ -500,10 +466,6 @@ class _Loop(NamedTuple):
             return x if next(is_same) else one_over(y, x, has_new, axes)
 
         return jax.tree.map(one, old, end.carried)
-
-
-def _reduced_over_devices(x: Leaf) -> Leaf:
-    return retyped(x) if isinstance(x, jax.Array) else x  # what is no array is an error of the aux
 
 
 def _aux_and_carry(returned: PyTree) -> tuple[PyTree, PyTree]:

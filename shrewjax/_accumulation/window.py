@@ -31,12 +31,10 @@ from shrewjax._accumulation._devices import Devices, expand_like
 from shrewjax._accumulation._noise import NoiseState as NoiseState  # a public name of the package
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
-    factor_of,
+    partitioned_like,
     require_replicated,
-    summed,
-    unreduced_axes,
 )
-from shrewjax._base.states import described, fields, increment_if
+from shrewjax._base.states import described, fields, increment_if, require_made_with
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
     AnyState,
@@ -293,6 +291,8 @@ class Window:
         value_sum, noise = state.value_sum, state.noise
         if is_present is not False:
             value_sum = self._value_added(value_sum, value, weight, kept_weight, is_kept, is_first)
+            if self._noise_decay is not None:
+                require_made_with("noise_decay", state, "noise", _noise.FOR_AN_OPEN_WINDOW)
             noise = self._noise_added(noise, grads, own_weight, is_kept, is_first)
 
         # 6. A closing window resets its counters.
@@ -385,8 +385,6 @@ class Window:
         self, state: AnyState, grads: ArrayTree, weight: Number, is_present: Flag = True
     ) -> AnyState:
         """Adds a micro-batch that is present, in a loop of the compiled program. Returns the new state."""
-        if not any(unreduced_axes(total) for total in jax.tree.leaves(state.gradient_sum)):
-            grads = summed(grads)
         arrays = trees.gradient_arrays(grads)
         is_present = is_present & unknown_true()
         return self.advance(already_begun(state), arrays, weight, None, is_present=is_present).state
@@ -510,9 +508,10 @@ def _advance_leaf(
     if grad is None or is_kept is False:
         total = total if is_first is False else jnp.where(is_first, jnp.zeros_like(total), total)
     else:
+        grad = partitioned_like(grad, total)
         if factor is not None:
             dtype = floats.sum_dtype(total)
-            factor = factor_of(expand_like(factor, total).astype(dtype), grad)
+            factor = expand_like(factor, total).astype(dtype)
             grad = floats.mul_real(floats.upcast(grad, dtype), factor)
         grad = grad.astype(total.dtype)
         if is_kept is not True:
@@ -528,8 +527,7 @@ def _advance_leaf(
 
 def _scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
     dtype = floats.sum_dtype(total)
-    factor = factor_of(scale.astype(dtype), total)
-    return floats.mul_real(floats.upcast(total, dtype), factor).astype(total.dtype)
+    return floats.mul_real(floats.upcast(total, dtype), scale.astype(dtype)).astype(total.dtype)
 
 
 def _all_scaled(sums: ArrayTree, scale: jax.Array) -> ArrayTree:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._base.trees import leaf_name, shown
+from shrewjax._base.trees import leaf_name, short_leaf_name, shown
 from shrewjax._base.types import (
     Argument,
     Axes,
@@ -276,7 +276,7 @@ def axes(name: str, value: Argument) -> AxesOf:
 
 def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Leaf) -> tuple[int, ...] | None:
     """Returns the axes of one leaf, counted from the front; None if `given` has none for it."""
-    chosen = axes(name, given(leaf_name(path), leaf)) if callable(given) else given
+    chosen = axes(name, given(short_leaf_name(path), leaf)) if callable(given) else given
     if callable(chosen):
         raise ValueError(
             f"{name} must return dimensions or None, got {shown(chosen)} for leaf {leaf_name(path)}"
@@ -318,7 +318,7 @@ def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Leaf) -> AxisN
 
     Raises if the user's function returns a function.
     """
-    chosen = unit_axis_names(given(leaf_name(path), leaf)) if callable(given) else given
+    chosen = unit_axis_names(given(short_leaf_name(path), leaf)) if callable(given) else given
     if callable(chosen):
         raise ValueError(
             f"sharded_over must return names of mapped axes or a PartitionSpec, got the function {shown(chosen)} for "

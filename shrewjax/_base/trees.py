@@ -92,13 +92,16 @@ def leaf_name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path) or "(the tree itself)"
 
 
+def short_leaf_name(path: KeyPath) -> str:
+    """Returns the name of the leaf at `path` for logs and for users' functions, such as "dense/kernel"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or leaf_name(path)
+
+
 def leaf_names(tree: PyTree) -> list[str]:
-    """Returns the leaves' names for logs, such as "dense/kernel"; as in messages if these are empty or not unique."""
+    """Returns the leaves' names for logs; as in messages if the short ones are not unique."""
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
-    return (
-        names if all(names) and len({*names}) == len(names) else [leaf_name(path) for path in paths]
-    )
+    names = [*map(short_leaf_name, paths)]
+    return names if len({*names}) == len(names) else [*map(leaf_name, paths)]
 
 
 def array_leaf(path: KeyPath, leaf: Leaf) -> Leaf:

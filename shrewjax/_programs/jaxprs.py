@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.extend import core
 
-from shrewjax._base.types import Leaf, PyTree
+from shrewjax._base.types import Leaf
 
 Jaxpr: TypeAlias = Any  # jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
@@ -54,11 +54,6 @@ def is_jit_disabled() -> bool:
     """Returns whether functions run operation by operation, which a jaxpr does not (`jax.disable_jit`)."""
     config: Any = jax.config
     return config.jax_disable_jit
-
-
-def is_in_vmap(tree: PyTree) -> bool:
-    """Returns whether `jax.vmap` maps an array of a tree. Inside a jitted function that is mapped, nothing shows it."""
-    return any(hasattr(x, "batch_dim") for x in jax.tree.leaves(tree))
 
 
 def shape_of(aval: Leaf) -> tuple[int, ...]:

@@ -14,8 +14,8 @@ import numpy as np
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import require_replicated
-from shrewjax._base.states import described, fields, increment_if
+from shrewjax._base.mesh import on_mesh_of, require_replicated
+from shrewjax._base.states import described, fields, increment_if, require_made_with
 from shrewjax._base.types import AnyState, Axes, AxisName, Leaf, Metrics, Number, PyTree, Scalar
 from shrewjax._clipping.global_norm import global_norm
 from shrewjax._clipping.units import find_units, stacked_layers
@@ -143,7 +143,7 @@ def skip_nonfinite(
 
     def init_fn(params: optax.Params) -> SkipNonfiniteState:
         counted = params if by_leaf else ()
-        return SkipNonfiniteState(
+        state = SkipNonfiniteState(
             applied=jnp.zeros((), bool),
             skipped=jnp.zeros((), jnp.int32),
             consecutive=jnp.zeros((), jnp.int32),
@@ -151,12 +151,15 @@ def skip_nonfinite(
             inner_state=wrapped.init(params),
             nonfinite_leaves=jax.tree.map(lambda _: jnp.zeros((), jnp.int32), counted),
         )
+        return on_mesh_of(params, state)
 
     def decide(step: Step) -> tuple[jax.Array, SkipNonfiniteState]:
         state: SkipNonfiniteState = step.state
         nonfinite_leaves = state.nonfinite_leaves
         if by_leaf:
             units = find_units(step.make_gradients(), stacked_layers(None))
+            if units.leaves:
+                require_made_with("leaves=True", state, "nonfinite_leaves")
             counts = units.numbers_beside(nonfinite_leaves)
             each = finite_leaves(units.leaves, axes)
             finite = jnp.all(each)
@@ -301,7 +304,7 @@ def skip_on_spike(
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> SkipOnSpikeState:
-        return SkipOnSpikeState(
+        state = SkipOnSpikeState(
             history=histories.empty_history(length),
             measured=jnp.zeros((), jnp.float32),
             threshold=jnp.full((), jnp.inf, jnp.float32),
@@ -311,6 +314,7 @@ def skip_on_spike(
             spikes_applied=jnp.zeros((), jnp.int32),
             inner_state=wrapped.init(params),
         )
+        return on_mesh_of(params, state)
 
     def decide(step: Step) -> tuple[jax.Array, SkipOnSpikeState]:
         # 1. Measure the norm or the loss.

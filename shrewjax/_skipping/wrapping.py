@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import newly_varying, summed
-from shrewjax._base.states import require_own
+from shrewjax._base.mesh import newly_varying, partitioned_like, summed
+from shrewjax._base.states import require_own, with_own_buffers
 from shrewjax._base.trees import check_unchanged, leaf_name
 from shrewjax._base.types import (
     AnyState,
@@ -67,17 +67,22 @@ class Step(NamedTuple):
         `run` returns updates, or new parameters if `apply`, and the new state, whose structure has to stay.
         `what_changed` begins the error if it does not.
         """
-        ran = run() if self.runs is True else jax.eval_shape(run)
-        _check_restored(ran[1], self.state)
-        check_unchanged(ran[1], self.state, what_changed)
+
+        def run_in_place() -> Result:
+            returned, new_state = run()
+            _check_restored(new_state, self.state)
+            check_unchanged(new_state, self.state, what_changed)
+            return returned, jax.tree.map(partitioned_like, new_state, self.state)
+
         if self.runs is True:
-            return ran
+            return run_in_place()
+        ran = jax.eval_shape(run_in_place)
         # Both branches have to return the same types. Zero updates are made with the updates' types. The old parameters
         # and the old state keep their own types, so these are compared.
         _check_devices(ran[1], self.state, "inner's state after a step")
         if self.apply:
             _check_devices(ran[0], self.params, "the new parameters")
-        return run_if(self.runs, run, partial(self.skipped, ran[0]))
+        return run_if(self.runs, run_in_place, partial(self.skipped, ran[0]))
 
     def skipped(self, returned: PyTree) -> Result:
         """Returns zero updates like `returned`, or the parameters if `apply`, and the state."""
@@ -104,7 +109,12 @@ def run_step(tx: optax.GradientTransformation, step: Step) -> Result:
 def _run_innermost(tx: optax.GradientTransformation, step: Step) -> Result:
     update = optax.with_extra_args_support(tx).update
     updates, new_state = update(step.make_gradients(), step.state, step.params, **step.extra_args)
-    return _applied(step.params, updates) if step.apply else updates, _without_numbers(new_state)
+    returned = _applied(step.params, updates) if step.apply else updates
+    structure: Any = jax.tree.structure(step.params)
+    if jax.tree.structure(returned) == structure:
+        # An optimizer's state may be sharded finer than parameters (ZeRO), and then its updates are.
+        returned = jax.tree.map(partitioned_like, returned, step.params)
+    return returned, _without_numbers(new_state)
 
 
 def update_of_wrapper(
@@ -166,7 +176,10 @@ def _update_by(step_fn: StepFn) -> optax.TransformUpdateExtraArgsFn:
 
 
 def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` as a transformation that takes extra arguments. Raises if it is no transformation."""
+    """Returns `inner` as a transformation that takes extra arguments. Raises if it is no transformation.
+
+    The arrays of its first state have buffers of their own, so that a step can donate state and parameters.
+    """
     if not isinstance(inner, optax.GradientTransformation):
         is_made_of_one = hasattr(inner, "gradient_transformation")  # optax.MultiSteps
         raise ValueError(
@@ -178,7 +191,11 @@ def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraAr
             )
         )
     inner = optax.with_extra_args_support(inner)
-    return inner._replace(init=lambda params: _without_numbers(inner.init(params)))
+
+    def init_fn(params: optax.Params) -> AnyState:
+        return with_own_buffers(_without_numbers(inner.init(params)), params)
+
+    return inner._replace(init=init_fn)
 
 
 def declares(tx: optax.GradientTransformation, name: str) -> bool:

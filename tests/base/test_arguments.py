@@ -99,5 +99,11 @@ def test_axes_of_a_leaf_are_counted_from_the_front_once_each_and_in_order(given,
     leaf, path = jnp.zeros((2, 3, 4)), (jax.tree_util.DictKey("w"),)
     assert arguments.axes_of_leaf("axis", arguments.axes("axis", given), path, leaf) == expected
     assert arguments.axes_of_leaf("axis", lambda name, leaf: given, path, leaf) == expected
+    names = []
+    nested = (*path, jax.tree_util.GetAttrKey("b"), jax.tree_util.SequenceKey(2))
+    for place in (nested, ()):
+        arguments.axes_of_leaf("axis", lambda name, leaf: names.append(name), place, leaf)
+        arguments.axis_names_of_leaf(lambda name, leaf: names.append(name), place, leaf)
+    assert names == ["w/b/2", "w/b/2", "(the tree itself)", "(the tree itself)"]  # as `metrics` names them
     with pytest.raises(ValueError, match=r"axis \(3,\) is out of range for gradient leaf \['w'\] of shape \(2, 3, 4\)"):
         arguments.axes_of_leaf("axis", (3,), path, leaf)

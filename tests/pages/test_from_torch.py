@@ -336,13 +336,13 @@ def test_what_follows_the_optimizers_step_runs_once_a_window():
     """A clamp and an average of parameters, which moves in open calls too if `applied` does not guard it."""
     clamp = code("optax.stateless(lambda u, p: jax.tree.map(lambda u, p: jnp.clip(p + u, -c, c) - p, u, p))", c=0.01)
     tx = shrewjax.accumulate(optax.chain(optax.sgd(0.1), clamp), 4)
-    guarded = "optax.tree.where(state.applied, optax.incremental_update(params, ema, 0.01), ema)"
+    guarded = "optax.tree.where(state.applied, new, old)"
 
     @quick_jit
     def step(params, state, ema, unguarded, x, y, flush):
         grads = jax.grad(mean_loss)(params, x, y)
         params, state = shrewjax.apply_gradients(tx, grads, state, params, weight=len(x), flush=flush)
-        ema = code(guarded, state=state, params=params, ema=ema)
+        ema = code(guarded, state=state, new=optax.incremental_update(params, ema, 0.01), old=ema)
         return params, state, ema, optax.incremental_update(params, unguarded, 0.01)
 
     w, ema, sizes = np.zeros(3), np.zeros(3), set()
@@ -387,3 +387,27 @@ def test_weights_copied_before_the_first_donated_step_stay():
     np.testing.assert_array_equal(new["w"], np.zeros(3))
     np.testing.assert_array_equal(kept["w"], np.ones(3))
     assert params["w"].is_deleted()
+
+
+def test_a_state_in_host_memory_stays_there_and_trains_alike():
+    space = jax.memory.Space
+
+    def in_host_memory(inner):
+        def update(grads, state, params=None):
+            updates, state = inner.update(grads, jax.device_put(state, space.Device), params)
+            return updates, code("jax.device_put(state, jax.memory.Space.Host)", state=state)
+
+        return optax.GradientTransformation(lambda p: jax.device_put(inner.init(p), space.Host), update)
+
+    def train(tx):
+        step = quick_jit(lambda p, s, g: shrewjax.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+        params, state = jnp.ones(3), tx.init(jnp.ones(3))
+        for g in normal(4, 3):
+            params, state = step(params, state, g)
+            kinds.update(x.sharding.memory_kind for x in jax.tree.leaves(state.inner_state))
+        return params
+
+    kinds = set()
+    moved = train(shrewjax.accumulate(in_host_memory(optax.adamw(0.1)), 2))
+    assert kinds == {"pinned_host"}
+    np.testing.assert_allclose(moved, train(shrewjax.accumulate(optax.adamw(0.1), 2)), rtol=1e-6)

@@ -854,6 +854,65 @@ def test_an_overflow_drops_its_micro_batch_and_halves_the_scale_within_the_windo
     assert scale.scale == 2**3
 
 
+def half_batches(half, model):
+    """The page's step in plain JAX or in NNX, as a function of a batch that returns parameters and scale."""
+    params, scale = {"w": jnp.full(3, 2.0)}, scale_of(half, 2.0**8).replace(growth_interval=2)
+    if model == "plain":
+        step, state = quick_jit(half.half_batch), half.guarded.init(params)
+
+        def call(x, y):
+            nonlocal params, state, scale
+            params, state, scale = step(params, state, scale, x, y)
+            return params["w"], scale, shrewjax.metrics(state)
+
+        return call
+
+    class Linear(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(params["w"])
+
+    net = Linear()
+    optimizer = shrewjax.flax.Optimizer(net, half.guarded, wrt=nnx.Param)
+
+    @nnx.jit
+    def nnx_step(net, optimizer, scale, x, y):
+        def scaled(net, x, y):
+            w, x, y = (jnp.float16(a) for a in (net.w[...], x, y))
+            return scale.scale * half.half_loss({"w": w}, x, y)
+
+        _, grads = shrewjax.flax.value_and_grad(scaled, 4)(net, x, y)
+        metrics = optimizer.update(net, jax.tree.map(lambda g: g / scale.scale, grads))
+        return metrics, half.next_scale(scale, metrics["skip_nonfinite/applied"])
+
+    def nnx_call(x, y):
+        nonlocal scale
+        metrics, scale = nnx_step(net, optimizer, scale, x, y)
+        return net.w[...], scale, metrics
+
+    return nnx_call
+
+
+@pytest.mark.parametrize("model", ["plain", "nnx"])
+def test_a_whole_batch_that_overflows_is_skipped_by_name_and_halves_the_scale_and_others_double_it(half, model):
+    """AdamW by hand from float64 gradients; the scale as `DynamicScale`'s own rule has it, which doubles at n + 1."""
+    x = np.random.default_rng(0).normal(size=(7, 16, 3)).astype(np.float32)
+    x[3, 0, 0] = 60000
+    y = np.ones(16, np.float32)
+    flaxs, call = scale_of(half, 2.0**8).replace(growth_interval=2), half_batches(half, model)
+    w, m, v, t = np.full(3, 2.0), 0, 0, 0
+    for i in range(7):
+        ours, scale, metrics = call(x[i], y)
+        if i != 3:
+            g, t = 2 * np.float64(x[i]).T @ (np.float64(x[i]) @ w - 1) / 16, t + 1
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+            w = w - 1e-3 * (m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8) + 1e-4 * w)
+        flaxs = flaxs.value_and_grad(lambda w, bad=i == 3: jnp.where(bad, jnp.inf, 1.0) * w)(1.0)[0]
+        assert (scale.scale, scale.fin_steps) == (flaxs.scale, flaxs.fin_steps), i
+        np.testing.assert_allclose(ours, w, rtol=1e-4)
+    assert counts_of(metrics) == {"w": 1}
+    assert scale.scale == 2.0**9  # 2, 1 and 2 times the first
+
+
 # --- examples/fit_micro_batches.py -------------------------------------------------------------------------------
 
 

@@ -166,15 +166,3 @@ def test_names_are_those_of_this_jax_for_shard_map(mapped):
     renamed = with_other_names(equation)
     assert not jaxprs.is_whole_shard_map(renamed)
     assert jaxprs.shard_map_of(renamed) is None
-
-
-def test_names_are_those_of_this_jax_for_vmap():
-    found = []
-
-    def note(x, y):
-        found.extend(map(jaxprs.is_in_vmap, [{"mapped": x}, {"whole": y}]))
-        return x
-
-    jax.vmap(note, (0, None))(X, X)
-    note(X, X)
-    assert found == [True, False, False, False]
