@@ -338,7 +338,8 @@ def _zero_like(x: Leaf) -> Leaf:
 def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> None:
     """Raises if an extra argument seems to be meant for `accumulate`, and nothing inside inner declares it."""
     for name in extra_args.keys() - {*_TAKEN}:
-        meant = _meant_by(name)
+        # A line search hands the caller's own names to `value_fn`.
+        meant = _near(name) or (None if "value_fn" in extra_args else _named(name))
         if meant is not None and not declares(inner, name):
             raise ValueError(
                 f"{name}= is no argument of accumulate, and near {meant}=. Pass {meant}=. If a transformation inside "
@@ -348,18 +349,27 @@ def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> 
 
 _NESTED = "Multiply the accum_steps instead of nesting accumulations"
 _TAKEN = ("weight", "flush", "value", "grad")
-_WORDS = dict.fromkeys(["weight", "token", "ntoken", "tok", "example", "sample"], "weight") | {
-    "flush": "flush"
-}
+_COUNTS = "weight token ntoken tok example sample item sequence denominator denom normalizer"
+_WORDS = dict.fromkeys(_COUNTS.split(), "weight") | dict.fromkeys(["flush", "sync"], "flush")
 
 
-def _meant_by(name: str) -> str | None:
-    """Returns the argument of `accumulate` that this name seems to mean, such as `sample_weight` or `wieght`."""
+def _near(name: str) -> str | None:
+    """Returns the argument of `accumulate` that this name misspells, such as `wieght`."""
     # 0.8 finds swapped, doubled and missing letters, and a plural. Optax's own `value_fn` and `grad_fn` are less near.
     near = difflib.get_close_matches(name.lower(), _TAKEN, n=1, cutoff=0.8)
+    return near[0] if near else None
+
+
+def _named(name: str) -> str | None:
+    """Returns the argument of `accumulate` for which this is another word, such as `num_tokens` and `is_last`."""
     words = [word.removesuffix("s") for word in name.lower().split("_")]
-    named = [] if "decay" in words else [_WORDS[word] for word in words if word in _WORDS]
-    return next(iter([*near, *named]), None)
+    if "decay" in words:
+        return None
+    if {"batch", "size"} <= {*words}:
+        return "weight"
+    if words[:2] == ["i", "last"]:  # "is", without its last letter
+        return "flush"
+    return next((_WORDS[word] for word in words if word in _WORDS), None)
 
 
 def _takes_value(tx: optax.GradientTransformationExtraArgs) -> bool:

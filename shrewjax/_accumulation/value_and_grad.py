@@ -165,6 +165,7 @@ def value_and_grad(
         number of examples has no `"mean"`.
       rng_argnums: the arguments that are trees of PRNG keys, typed or raw: positions or names, as above. Micro-batch i
         gets `jax.random.fold_in(key, i)`. On device d along `sum_over`, it gets `fold_in(key, d * K + i)`.
+        If `fun` closes over a key, all micro-batches have the same noise.
       carry_argnum: the position of an argument that each micro-batch passes on to the next, such as batch statistics.
         No gradient flows through it, as in truncated backpropagation. `fun` then returns `(loss, (aux, carry))`, and
         the result is `((value, (aux, carry)), grads)`. With `sum_over`, each device has its own carry, unless `fun`
