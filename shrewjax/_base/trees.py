@@ -159,6 +159,23 @@ def _holds_gradients(dtype: DType) -> bool:
     return bool(negative == -1 and np.isnan(nan))
 
 
+def require_no_rows(updates: PyTree, params: PyTree) -> None:
+    """Raises if a leaf is shaped as its parameter with one more axis in front: gradients with a row for each device.
+
+    Only `accumulate` takes these. What measures them takes the rows for gradients that are `len(rows)` times as many.
+    """
+    of_params = dict(jax.tree.leaves_with_path(params))
+    for path, x in jax.tree.leaves_with_path(updates):
+        shape, wanted = (getattr(leaf, "shape", None) for leaf in (x, of_params.get(path)))
+        if shape and wanted is not None and shape[1:] == wanted and len(shape) > len(wanted):
+            raise ValueError(
+                f"update leaf {leaf_name(path)} must have the shape of its parameter, {wanted}, got {shape}, as "
+                "gradients with a row for each device have. Only accumulate(inner, ..., sum_over=...) takes these. Put "
+                "this transformation inside accumulate, as a part of inner. In optax.partition, put accumulate around "
+                "it, or inside each of its parts that train, and differentiate by the parameters of these parts alone"
+            )
+
+
 def check_unchanged(new: PyTree, old: PyTree, what: str) -> None:
     """Raises, while tracing, if structure, shapes or dtypes differ. Adds no operation to the program."""
     require_structure(new, old, f"{what}: the structure must stay")

@@ -218,7 +218,8 @@ def clip_by_global_norm(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
-        del params, extra_args
+        del extra_args
+        trees.require_no_rows(updates, params)
         # Without `leaves`, the state is not read, as in Optax's clip, to which some callers pass None.
         leaf_norms: Any = ()
         if leaves:
@@ -372,7 +373,8 @@ def clip_by_norm_percentile(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByNormPercentileState]:
-        del params, extra_args
+        del extra_args
+        trees.require_no_rows(updates, params)
         require_own(state, ClipByNormPercentileState)
         norm = global_norm(updates, 2.0, axes)
         grad_norm = floats.to_float32(norm)
@@ -490,7 +492,8 @@ def clip_by_norm_zscore(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByNormZscoreState]:
-        del params, extra_args
+        del extra_args
+        trees.require_no_rows(updates, params)
         require_own(state, ClipByNormZscoreState)
         limit_z, eps_, cap = (jnp.asarray(x, jnp.float32) for x in (max_zscore, eps, max_norm))
         norm = global_norm(updates, 2.0, axes)

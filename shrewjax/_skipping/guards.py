@@ -396,7 +396,9 @@ def _fixed_limit(above: Number, at_most: Number, *, at_least: float) -> dict[str
 
 
 def _norm(step: Step, axes: Axes) -> jax.Array:
-    return floats.to_float32(global_norm(step.make_gradients(), 2.0, axes))
+    grads = step.make_gradients()
+    trees.require_no_rows(grads, step.params)
+    return floats.to_float32(global_norm(grads, 2.0, axes))
 
 
 def _value(step: Step) -> jax.Array:

@@ -31,7 +31,7 @@ import optax
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import newly_varying, partitioned_like, summed
 from shrewjax._base.states import require_own, with_own_buffers
-from shrewjax._base.trees import check_unchanged, leaf_name
+from shrewjax._base.trees import check_unchanged, leaf_name, require_no_rows
 from shrewjax._base.types import (
     AnyState,
     Argument,
@@ -251,6 +251,7 @@ def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
         is_nothing = dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
         return param if is_nothing else optax.apply_updates(param, update)
 
+    require_no_rows(updates, params)
     return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_close, mesh_of, placed, thorough
+from helpers import CASES, assert_close, mesh_of, placed, thorough
 from jax.sharding import PartitionSpec as P
 from speed import quick_jit
 
@@ -294,6 +294,68 @@ def test_a_model_of_equinox_goes_in_whole_with_its_functions():
     expected = [own(model, x) for (x,) in by_device(DEVICES, X)]
     wanted = jax.tree.map(lambda *rows: np.stack(rows), *expected)
     assert_close(*(jax.tree.leaves(x) for x in ((value, grads), wanted)), rtol=1e-5, atol=1e-6)
+
+
+# --- what stands around a window of rows -------------------------------------------------------------------------
+
+ROWS = {"w": np.float32([[1, 2], [3, 4]]), "frozen": np.ones((2, 3), np.float32)}
+BY_NAME = {"w": "trained", "frozen": "frozen"}
+
+
+def summed_in(tx):
+    """Applies a row for each of two devices in two calls, the second of which closes the window."""
+
+    def step(params, state):
+        return shrewjax.apply_gradients(tx, ROWS, state, params, weight=np.float32([1, 3]))
+
+    params = {"w": jnp.zeros(2), "frozen": jnp.zeros(3)}
+    with jax.set_mesh(mesh_of(data=2)):
+        state = tx.init(params)
+        for _ in range(2):
+            params, state = step(params, state)
+    return params
+
+
+def of_rows(inner):
+    return shrewjax.accumulate(inner, 2, sum_over="data")
+
+
+AROUND = {
+    name: lambda make=case.make: optax.chain(make(), of_rows(optax.sgd(1.0)))
+    for name, case in CASES.items()
+    if name not in ("skip_nonfinite", "skip_on_spike", "accumulate")
+} | {
+    "skip_on_spike": lambda: shrewjax.skip_on_spike(of_rows(optax.sgd(1.0))),
+    "partition": lambda: optax.partition({"trained": of_rows(optax.sgd(1.0)), "frozen": optax.set_to_zero()}, BY_NAME),
+    "masked": lambda: optax.masked(of_rows(optax.sgd(1.0)), {"w": True, "frozen": False}),
+}
+
+
+FEW = "clip_by_global_norm", "partition"
+
+
+@pytest.mark.parametrize("name", [*FEW, *thorough(*(name for name in AROUND if name not in FEW))])
+def test_what_measures_or_passes_rows_on_around_a_window_is_an_error(name):
+    with pytest.raises(ValueError, match=r"row for each device.* inside accumulate") as error:
+        summed_in(AROUND[name]())
+    assert len(str(error.value)) <= 700
+
+
+RIGHT = {
+    "everything inside": lambda: of_rows(optax.chain(shrewjax.clip_by_global_norm(1e3), optax.sgd(1.0))),
+    "skip_nonfinite": lambda: shrewjax.skip_nonfinite(of_rows(optax.sgd(1.0))),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(lambda rate: of_rows(optax.sgd(rate)))(rate=1.0),
+    "partition inside": lambda: of_rows(
+        optax.partition({"trained": optax.sgd(1.0), "frozen": optax.set_to_zero()}, BY_NAME)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_looks_for_nan_alone_is_right_around_a_window_of_rows(name):
+    params = summed_in(RIGHT[name]())
+    np.testing.assert_allclose(params["w"], [-2.5, -3.5])
+    np.testing.assert_allclose(params["frozen"], 0 if name == "partition inside" else -1)
 
 
 # --- errors ------------------------------------------------------------------------------------------------------

@@ -108,15 +108,15 @@ def window(of=clipped, **options):
     return lambda sum_over: shrewjax.accumulate(of(), LENGTH, sum_over=sum_over, **options)
 
 
-def frozen(sum_over):
-    """The window inside of `optax.partition`, whose frozen leaves have no rows in the state."""
-    parts = {"trained": window()(sum_over), "frozen": optax.set_to_zero()}
+def with_frozen():
+    parts = {"trained": clipped(), "frozen": optax.set_to_zero()}
     return optax.partition(parts, lambda params: {name: "frozen" if name == "head" else "trained" for name in params})
 
 
 WINDOWS = {
     "clip": window(),
     "guards": window(guarded),
+    "partition": window(with_frozen),
     "noise_decay": window(noise_decay=0.9),
     "drop_microbatch": window(nonfinite="drop_microbatch"),
     "extend_window": window(guarded, nonfinite="extend_window"),
@@ -212,7 +212,9 @@ def assert_crosses_once_a_window(program, model):
     assert not found
 
 
-CASES = [(name, "guards", kind) for name in MODELS for kind in AxisType if kind != AxisType.Manual]
+KINDS = AxisType.Auto, AxisType.Explicit
+# On an Explicit mesh JAX has no constraint of activations.
+CASES = [(name, "guards", kind) for name in MODELS for kind in KINDS[: 1 if name == "placed activations" else 2]]
 CASES += [("convolutions", of, AxisType.Auto) for of in WINDOWS if of != "guards"]
 FEW = [("convolutions", "guards", AxisType.Auto)]
 
@@ -227,4 +229,5 @@ def test_gradients_cross_in_closing_calls_alone_and_train_as_on_one_device(name,
         for batch in micro_batches(model):
             params, state = run(params, state, *batch)
         errors = executed.differences(params, one_device(make, model))
-        assert max(errors.values()) < executed.TOLERANCE, errors
+        tolerance = 1e-3 if "bfloat16" in name else executed.TOLERANCE
+        assert max(errors.values()) < tolerance, errors
