@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import newly_varying, partitioned_like, summed
+from shrewjax._base.mesh import newly_varying, partitioned_like, summed, varying_axes
 from shrewjax._base.states import require_own
 from shrewjax._base.trees import check_unchanged, leaf_name
 from shrewjax._base.types import (
@@ -43,6 +43,7 @@ from shrewjax._base.types import (
     Params,
     PyTree,
 )
+from shrewjax._programs.jaxprs import axes_of_collectives
 
 Result: TypeAlias = tuple[PyTree, AnyState]
 """Updates, or new parameters, and the new state."""
@@ -76,6 +77,7 @@ class Step(NamedTuple):
         if self.runs is True:
             return run_in_place()
         ran = jax.eval_shape(run_in_place)
+        _require_agreement(self.runs, run)
         # Both branches have to return the same types. Zero updates are made with the updates' types. The old parameters
         # and the old state keep their own types, so these are compared.
         _check_devices(ran[1], self.state, "inner's state after a step")
@@ -109,7 +111,8 @@ def _run_innermost(tx: optax.GradientTransformation, step: Step) -> Result:
     update = optax.with_extra_args_support(tx).update
     updates, new_state = update(step.make_gradients(), step.state, step.params, **step.extra_args)
     returned = _applied(step.params, updates) if step.apply else updates
-    if jax.tree.structure(returned) == jax.tree.structure(step.params):
+    structures = {jax.tree.structure(returned), jax.tree.structure(step.params)}
+    if len(structures) == 1:
         # An optimizer's state may be sharded finer than parameters (ZeRO), and then its updates are.
         returned = jax.tree.map(partitioned_like, returned, step.params)
     return returned, _without_numbers(new_state)
@@ -233,6 +236,20 @@ def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
         return param if is_nothing else optax.apply_updates(param, update)
 
     return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)
+
+
+def _require_agreement(runs: Flag, run: Callable[[], Result]) -> None:
+    """Raises if some devices would wait for others in a collective of `run` that these skip."""
+    differs = varying_axes(runs) if isinstance(runs, jax.Array) else frozenset()
+    waiting = sorted(map(repr, differs and differs & axes_of_collectives(run)))
+    if waiting:
+        names = ", ".join(waiting)
+        raise ValueError(
+            "the decision to run inner (flush, accum_steps, micro_step, or that of a guard) must be the same on every "
+            f"device, got one that may differ over {names}, over which inner has a collective. Make the decision from "
+            f"what is the same on all devices. Or, for independent models, leave the collective over {names} out of "
+            "inner"
+        )
 
 
 def _check_devices(new: PyTree, old: PyTree, what: str) -> None:
