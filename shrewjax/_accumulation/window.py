@@ -370,9 +370,14 @@ class Window:
     def _noise_added(
         self, noise: AnyState, grads: PyTree, weight: jax.Array, is_kept: Flag, is_first: Flag
     ) -> AnyState:
-        """Returns the sums of squared norms with this micro-batch's, if the window measures its noise."""
+        """Returns the sums of squared norms with this micro-batch's, if the window measures its noise.
+
+        The least weight stands for a gradient without examples, such as that of negatives alone. It is left out: its
+        norm, divided by the weight, would be all of the noise.
+        """
         if self._noise_decay is None:
             return noise
+        is_kept = is_kept & (weight > arguments.LEAST_WEIGHT)
         # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
         safe_weight = jnp.where(weight != 0, weight, jnp.ones((), weight.dtype))
         square_weight = safe_weight if self._reduction == "mean" else 1 / safe_weight
