@@ -126,13 +126,14 @@ def accumulate(
         batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w), without micro-batches of weight 0.
         If these have a gradient, as the negatives in detection, pass `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(g).
       accumulator_dtype: dtype of the sum. By default the wider of float32 and the parameter's dtype, complex for
-        complex. Inner gets the average cast to the gradient's dtype, within 2 ulp of the exact quotient. In float16,
-        weights that count tokens soon make sums of w g overflow.
+        complex. Inner gets the average cast to the parameter's dtype, or to the gradient's if `update` gets no
+        `params`, within 2 ulp of the exact quotient. In float16, weights that count tokens soon make sums of w g
+        overflow.
       nonfinite: the policy of the second table. All but `"propagate"` read the gradients once more, and count such
         micro-batches in `dropped`. To check the average as well, wrap inner in `skip_nonfinite`.
       sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, and its own weight.
         See the guide "Many devices". With `check_vma=False` and in `jax.pmap`, pass `()` if gradients are the same on
-        every device.
+        every device, or if each device has a model and a state of its own.
       noise_decay: measures the gradient noise scale, with averages of this decay in [0, 1), such as 0.99. A weight then
         counts independent examples, not tokens. See the guide "The noise of a window".
 
@@ -142,9 +143,10 @@ def accumulate(
     Raises:
       ValueError: an argument is not as described; `inner` was returned by `accumulate`, or `init` finds an accumulation
         inside it; a gradient does not fit its accumulator's kind; by its type, a gradient is already reduced over
-        `sum_over`, or not reduced without it; devices may disagree on when a window closes; `sum_over` is missing or
-        `init` finds no mesh; the state is another transformation's; an extra argument that no transformation inside
-        inner declares has a name near one of these, such as `weights`, or a word for a count, such as `num_tokens`.
+        `sum_over`, or not reduced without it; devices may disagree on when a window closes, and inner has a collective
+        over them; `sum_over` is missing or `init` finds no mesh; the state is another transformation's; an extra
+        argument that no transformation inside inner declares has a name near one of these, such as `weights`, or a word
+        for a count, such as `num_tokens`.
       AssertionError: while tracing: the gradients' structure or a leaf's shape differs from the parameters
         passed to `init`, or inner changes the structure, shapes or dtypes of its state.
 
@@ -292,15 +294,22 @@ def _run_on_total(
 def _as_gradients(
     average: ArrayTree, like: ArrayTree, params: optax.Params | None
 ) -> optax.Updates:
-    """Returns the average in the gradients' dtypes, or in the parameters' if a gradient is None."""
+    """Returns the average in the parameters' dtypes, or in the gradients' if there are no parameters.
+
+    A gradient's dtype may be narrower than its parameter's, in which the optimizer works. In float16, Adam's squares
+    would leave the range.
+    """
 
     def cast(x: jax.Array, grad: Leaf, param: Leaf = None) -> Leaf:
-        grad = param if grad is None else grad
-        if grad is None:
+        given = param if grad is None else grad
+        if given is None:
             return x
-        if not is_gradient(grad):
-            return _zero_like(grad)
-        return x if floats.is_complex(x) and not floats.is_complex(grad) else x.astype(grad.dtype)
+        if not is_gradient(given):
+            return _zero_like(given)
+        target = given if param is None or not is_gradient(param) else param
+        return (
+            x if floats.is_complex(x) and not floats.is_complex(target) else x.astype(target.dtype)
+        )
 
     with_params = () if params is None else (params,)
     return jax.tree.map(cast, average, like, *with_params)

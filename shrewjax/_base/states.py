@@ -164,9 +164,9 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
     =======================  ===============================================================================
     transformation           names
     =======================  ===============================================================================
-    clip_by_global_norm      grad_norm, clip_scale: other than 1 (NaN included) if it clipped. With `leaves=True` also
-                             largest_share of the squared norm; largest_leaf: its place in the sorted names below;
-                             leaf_norm/NAME: the norm of the leaf NAME
+    clip_by_global_norm      grad_norm, clip_scale: other than 1 (NaN included) if it clipped by more than float32's
+                             rounding. With `leaves=True` also largest_share of the squared norm; largest_leaf: its
+                             place in the sorted names below; leaf_norm/NAME: the norm of the leaf NAME
     clip_by_leaf_norm        grad_norm_max: the largest leaf norm; clipped_fraction: clipped leaves / leaves
     clip_by_percentile       bound (the largest, if one per leaf); clipped_fraction of the elements
     clip_by_norm_percentile  threshold, grad_norm, clip_scale

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import newly_varying, partitioned_like, summed
+from shrewjax._base.mesh import newly_varying, partitioned_like, summed, varying_axes
 from shrewjax._base.states import require_own, with_own_buffers
 from shrewjax._base.trees import check_unchanged, leaf_name, require_no_rows
 from shrewjax._base.types import (
@@ -43,6 +43,7 @@ from shrewjax._base.types import (
     Params,
     PyTree,
 )
+from shrewjax._programs.jaxprs import axes_of_collectives
 
 Result: TypeAlias = tuple[PyTree, AnyState]
 """Updates, or new parameters, and the new state."""
@@ -77,6 +78,7 @@ class Step(NamedTuple):
         if self.runs is True:
             return run_in_place()
         ran = jax.eval_shape(run_in_place)
+        _require_agreement(self.runs, run)
         # Both branches have to return the same types. Zero updates are made with the updates' types. The old parameters
         # and the old state keep their own types, so these are compared.
         _check_devices(ran[1], self.state, "inner's state after a step")
@@ -110,8 +112,8 @@ def _run_innermost(tx: optax.GradientTransformation, step: Step) -> Result:
     update = optax.with_extra_args_support(tx).update
     updates, new_state = update(step.make_gradients(), step.state, step.params, **step.extra_args)
     returned = _applied(step.params, updates) if step.apply else updates
-    structure: Any = jax.tree.structure(step.params)
-    if jax.tree.structure(returned) == structure:
+    structures = {jax.tree.structure(returned), jax.tree.structure(step.params)}
+    if len(structures) == 1:
         # An optimizer's state may be sharded finer than parameters (ZeRO), and then its updates are.
         returned = jax.tree.map(partitioned_like, returned, step.params)
     return returned, _without_numbers(new_state)
@@ -273,6 +275,20 @@ def _check_restored(new: PyTree, old: PyTree) -> None:
             "opt_state must have tuples where its transformation makes them, got lists, as after a restore without a "
             "target. Restore it with tx.init(params) as the target. Or convert it: "
             "jax.tree.unflatten(jax.tree.structure(tx.init(params)), jax.tree.leaves(opt_state))"
+        )
+
+
+def _require_agreement(runs: Flag, run: Callable[[], Result]) -> None:
+    """Raises if some devices would wait for others in a collective of `run` that these skip."""
+    differs = varying_axes(runs) if isinstance(runs, jax.Array) else frozenset()
+    waiting = sorted(map(repr, differs and differs & axes_of_collectives(run)))
+    if waiting:
+        names = ", ".join(waiting)
+        raise ValueError(
+            "the decision to run inner (flush, accum_steps, micro_step, or that of a guard) must be the same on every "
+            f"device, got one that may differ over {names}, over which inner has a collective. Make the decision from "
+            f"what is the same on all devices. Or, for independent models, leave the collective over {names} out of "
+            "inner"
         )
 
 
