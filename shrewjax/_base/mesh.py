@@ -254,7 +254,13 @@ def on_each_device(
     divided = jax.tree.map(lambda x: _partitioned(x, axes, axes), divided)
     try:
         return jax.jit(mapped)(divided, arrays)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
+        if any(text in str(error) for text in _CLOSED_OVER):
+            raise ValueError(
+                f"with sum_over={axes!r} on an Explicit mesh, fun must not close over arrays on that mesh, because JAX "
+                "has no such closures in shard_map. Pass each of them to fun as an argument, and leave its position "
+                "out of batch_argnums=. Or make the mesh with Auto axes"
+            ) from error
         if "mesh" in str(error) or "PartitionSpec" in str(error):
             names = ", ".join(map(repr, axes))
             remedy = "" if returns_parts else ". Or leave out sum_over"
@@ -265,6 +271,10 @@ def on_each_device(
                 + remedy
             )
         raise
+
+
+# JAX's words for an array from outside that a function in `shard_map` uses, on a mesh of several axes and of one.
+_CLOSED_OVER = "should match the aval mesh", "Closing over inputs to shard_map"
 
 
 def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:
