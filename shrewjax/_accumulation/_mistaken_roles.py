@@ -57,6 +57,9 @@ def number_of_examples(call: Call) -> int | None:
     leaves = [(at, *leaf) for at in call.roles["batch_argnums"] for leaf in call.leaves(at)]
     if not leaves:
         return None
+    counts = {_count(x) for _, _, x in leaves}
+    if len(counts) == 1 and None not in counts:
+        return counts.pop()
     likely = _likely_count(call)
     for at, path, x in leaves:
         if likely is None or _count(x) != likely:
