@@ -41,6 +41,7 @@ def micro_batched(
     nonfinite: NonfiniteOfBatch = "propagate",
     accumulator_dtype: DType = None,
     sum_over: AxisName | None = None,
+    skip_empty: bool = False,
 ) -> Function:
     r"""Returns `fun` with a value and derivatives that are computed micro-batch by micro-batch.
 
@@ -94,6 +95,7 @@ def micro_batched(
       nonfinite: as in `value_and_grad`.
       accumulator_dtype: as in `value_and_grad`.
       sum_over: as in `value_and_grad`, but not `()`, because there are no gradients to return.
+      skip_empty: as in `value_and_grad`. Under `jax.jit`, reverse over reverse is then an error of JAX.
 
     Returns:
       A function with the arguments of `fun`, its name and its docstring. It returns the batch's value, or the pair
@@ -124,6 +126,7 @@ def micro_batched(
         "nonfinite": nonfinite,
         "accumulator_dtype": accumulator_dtype,
         "sum_over": sum_over,
+        "skip_empty": skip_empty,
     }
     check_options(fun, weight, given, options)
     places = {name: at if at is None else arguments.places(name, at) for name, at in given.items()}

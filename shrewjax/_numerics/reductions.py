@@ -168,6 +168,14 @@ def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> l
     return [count > 0 for count in (lax.pmax(counts, of_vmap) if of_vmap else counts)]
 
 
+def any_device_along(flags: jax.Array, axes: Collection[Hashable]) -> jax.Array:
+    """Returns whether each flag is set on any device along these axes, mapped or of `jax.vmap`. Others stay apart."""
+    bound = tuple(sorted((a for a in axes if is_bound(a)), key=str))
+    mapped = tuple(a for a in bound if a in mapped_axes()[0])
+    counts = as_varying(flags.astype(jnp.int32), mapped)
+    return (lax.pmax(counts, bound) if bound else counts) > 0
+
+
 def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
     """Returns the sum of each array's rows, on this device and along mapped axes. One collective sums all arrays."""
     sums = [_sum(x, tuple(range(1, x.ndim))) for x in rows]
