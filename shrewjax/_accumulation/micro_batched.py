@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._accumulation.batch import roles_of_arguments
+from shrewjax._accumulation.batch import checked_call, roles_of_arguments
 from shrewjax._accumulation.value_and_grad import value_and_grad
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments
@@ -134,6 +134,8 @@ def micro_batched(
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
         roles = roles_of_arguments(first | places, fun, len(args), kwargs)
         own_roles = {name: roles[name] for name in given}
+        # Checked here, because below there is one more argument, which no caller passed.
+        checked_call(args, kwargs, own_roles, micro_batches, is_divided=micro_batches > 1)
         return value_of_batch(fun, weight, own_roles, options, args, kwargs)
 
     return of_batch
@@ -161,15 +163,15 @@ def value_of_batch(
 ) -> PyTree:
     """Returns the value, or the pair `(value, aux)`, with a rule for its derivatives.
 
-    `roles` and `options` are arguments of `value_and_grad`, where `roles` may have a `carry_argnum`.
+    `roles` and `options` are arguments of `value_and_grad`. A `carry_argnum` among the options is a position.
     """
     # 1.
     leaves, structure = jax.tree.flatten((args, kwargs))
     paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
     call = _Call(fun, weight, roles, options, leaves, structure)
-    divided = {at for places in roles.values() for at in places}
+    with_role = {at for places in roles.values() for at in places} | {options.get("carry_argnum")}
     arrays = [at for at, x in enumerate(leaves) if isinstance(x, jax.Array)]
-    free = [at for at in arrays if is_gradient(leaves[at]) and _place(paths[at]) not in divided]
+    free = [at for at in arrays if is_gradient(leaves[at]) and _place(paths[at]) not in with_role]
     fixed = [at for at in arrays if at not in {*free}]
     # Whether a micro-batch is dropped must be the same in the value and in each derivative.
     always = free if options["nonfinite"] == "drop_microbatch" else []
@@ -229,8 +231,16 @@ class _Call(NamedTuple):
         """Returns the result of `function`, with the parameters, which come last by position, in their places."""
         *others, params = args
         leaves = self.structure.flatten_up_to((tuple(others), kwargs))
-        own, own_kwargs = self.structure.unflatten((dict(enumerate(leaves)) | params).values())
-        return function(*own, **own_kwargs)
+        given = [*(dict(enumerate(leaves)) | params).values()]
+        own, own_kwargs = self.structure.unflatten(given)
+        returned = function(*own, **own_kwargs)
+        now = jax.tree.leaves((own, own_kwargs))
+        if len(now) != len(given) or any(x is not y for x, y in zip(now, given, strict=True)):
+            raise ValueError(
+                "fun changes its arguments in place, and the change would be lost. Return the new values as aux. In "
+                "Flax NNX, take shrewjax.flax.micro_batched, which keeps batch statistics and counts of keys"
+            )
+        return returned
 
     def _scalar(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         returned = self.fun(*args, **kwargs)
@@ -277,7 +287,6 @@ def _no_derivative_by(path: KeyPath) -> str:
     at = _place(path)
     name = f"argument {at}" if isinstance(at, int) else f"keyword argument {at}"
     return (
-        f"{name}{jax.tree_util.keystr(path[2:])} is differentiated, but micro_batched has no derivative by an argument "
-        "that holds examples or keys. Pass jax.lax.stop_gradient of it. Or, if it holds none, name the others alone in "
-        "batch_argnums="
+        f"{name}{jax.tree_util.keystr(path[2:])} is differentiated, but micro_batched has no derivative by examples, "
+        "keys or a carry. Pass jax.lax.stop_gradient of it. Or, if it holds none, name the others in batch_argnums="
     )

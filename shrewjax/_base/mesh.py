@@ -254,7 +254,13 @@ def on_each_device(
     divided = jax.tree.map(lambda x: _partitioned(x, axes, axes), divided)
     try:
         return jax.jit(mapped)(divided, arrays)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
+        if any(text in str(error) for text in _CLOSED_OVER):
+            raise ValueError(
+                f"with sum_over={axes!r} on an Explicit mesh, fun must not close over arrays on that mesh, because JAX "
+                "has no such closures in shard_map. Pass each of them to fun as an argument, and leave its position "
+                "out of batch_argnums=. Or make the mesh with Auto axes"
+            ) from error
         if "mesh" in str(error) or "PartitionSpec" in str(error):
             names = ", ".join(map(repr, axes))
             remedy = "" if returns_parts else ". Or leave out sum_over"
@@ -267,6 +273,10 @@ def on_each_device(
         raise
 
 
+# JAX's words for an array from outside that a function in `shard_map` uses, on a mesh of several axes and of one.
+_CLOSED_OVER = "should match the aval mesh", "Closing over inputs to shard_map"
+
+
 def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:
     """Returns an array whose type is sharded over no Explicit axis of `over`, except `first` in its first dimension."""
     if not {*over} & _explicit(jax.sharding.get_abstract_mesh()):
@@ -276,11 +286,22 @@ def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:
     return jax.sharding.reshard(x, jax.P(*(axes or None for axes in kept)))
 
 
-def partitioned_like(x: jax.Array, like: Leaf) -> jax.Array:
-    """Returns an array with the partitions of `like`, which types show on the Explicit axes of `jax.set_mesh`."""
-    spec = jax.P(*_partitions(_spec(like)))
-    is_like = jax.P(*_partitions(_spec(x))) == spec or not explicit_axes(x)
-    return x if is_like else jax.sharding.reshard(x, spec)
+def partitioned_like(x: Leaf, like: Leaf) -> Leaf:
+    """Returns an array with the partitions of `like`, which types show on the Explicit axes of a mesh.
+
+    A select and a branch refuse operands of other partitions, such as the gradient and its finer sharded sum. Without
+    types, XLA places them itself.
+    """
+    if not hasattr(x, "dtype") or x.dtype == jax.dtypes.float0 or not explicit_axes(x):
+        return x
+    spec = _spec(like)
+    own, wanted = ([*axes_by_dimension(s), *[()] * x.ndim][: x.ndim] for s in (_spec(x), spec))
+    if own == wanted:
+        return x
+    spec = jax.P(*_partitions(spec))
+    if is_traced(x):
+        return jax.sharding.reshard(x, NamedSharding(_type_of(x).sharding.mesh, spec))
+    return jax.device_put(x, NamedSharding(x.sharding.mesh, spec))
 
 
 def on_mesh_of(params: PyTree, state: AnyState) -> AnyState:

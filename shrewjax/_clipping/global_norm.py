@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.states import described, fields, require_own
+from shrewjax._base.states import described, fields, require_made_with, require_own
 from shrewjax._base.types import Axes, AxisName, Tree
 from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
@@ -226,6 +226,8 @@ def clip_by_global_norm(
             require_own(state, ClipByGlobalNormState)
             leaf_norms = state.leaf_norms
             units = find_units(updates, stacked_layers(None))
+            if units.leaves:
+                require_made_with("leaves=True", state, "leaf_norms")
             units.numbers_beside(leaf_norms)
             norm, norms = measure_with_leaves(units.leaves, axes)
             others = jax.tree.map(jnp.zeros_like, leaf_norms)
@@ -352,7 +354,7 @@ def clip_by_norm_percentile(
     Source: P. Seetharaman, G. Wichern, B. Pardo, J. Le Roux, "AutoClip: Adaptive gradient clipping for source
     separation networks", MLSP 2020, arXiv:2007.14469, Algorithm 1, there with an unbounded history.
     """
-    percentile = arguments.real("percentile", percentile, at_least=0, at_most=100)
+    percentile = arguments.percent(percentile)
     length = arguments.length("history_length", history_length, default=1024)
     axes = arguments.sharded_over(sharded_over)
 

@@ -306,7 +306,7 @@ def clip_by_block_rms(
     Args:
       threshold: d >= 0, a real scalar or a scalar array.
       batch_axes: the axes along which a leaf stacks layers: an int, a tuple of ints, or a function of a leaf's name
-        (from `jax.tree_util.keystr`) and the leaf that returns one of these. `None` or () means none.
+        (such as "dense/kernel") and the leaf that returns one of these. `None` or () means none.
       sharded_over: as in `adaptive_grad_clip`.
 
     Returns:

@@ -343,7 +343,7 @@ def smooth(params, lam, x, y):
 REFUSED = {
     "examples": (
         lambda: jax.grad(of_batch, 2)(*F32),
-        "argument 2 is differentiated, but micro_batched has no derivative by an argument that holds examples or keys",
+        "argument 2 is differentiated, but micro_batched has no derivative by examples, keys or a carry",
     ),
     "examples by keyword": (
         lambda: jax.grad(lambda x: shrewjax.micro_batched(scaled, K)(W, x=x, y=YF))(XF),
