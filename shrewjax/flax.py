@@ -403,7 +403,7 @@ def micro_batched(
       nonfinite: as in `value_and_grad`.
       accumulator_dtype: as in `value_and_grad`.
       sum_over: as in `shrewjax.micro_batched`.
-      skip_empty: as in `value_and_grad` and in `shrewjax.micro_batched`.
+      skip_empty: as in `value_and_grad`, and in `shrewjax.micro_batched`.
 
     Returns:
       A function of `fun`'s arguments, which returns the batch's value, or the pair `(value, aux)` with `has_aux`.

@@ -103,9 +103,9 @@ class AuxLeaves:
         ]
         return AuxSums(self._window.init(means), others)
 
-    def empty_stacks(self) -> list[jax.Array]:
-        """Returns the stacks in which nothing has run yet."""
-        empty = [_empty("stack", x) for x in self._of(self._like, "stack")]
+    def empty_stacks(self, stacked: list[Leaf]) -> list[jax.Array]:
+        """Returns the stacks in which nothing has run yet, for what a micro-batch adds to them, or its types."""
+        empty = [_empty("stack", x) for x in stacked]
         return [jnp.broadcast_to(x, (self._steps, *x.shape)) for x in empty]
 
     def add(

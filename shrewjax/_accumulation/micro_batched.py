@@ -95,7 +95,7 @@ def micro_batched(
       nonfinite: as in `value_and_grad`.
       accumulator_dtype: as in `value_and_grad`.
       sum_over: as in `value_and_grad`, but not `()`, because there are no gradients to return.
-      skip_empty: as in `value_and_grad`. Under `jax.jit`, reverse over reverse is then an error of JAX.
+      skip_empty: as in `value_and_grad`. Under `jax.jit` reverse over reverse is then an error of JAX.
 
     Returns:
       A function with the arguments of `fun`, its name and its docstring. It returns the batch's value, or the pair

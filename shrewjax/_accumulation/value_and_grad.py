@@ -7,7 +7,8 @@ the sums that are divided by a weight: of loss and gradients, and of the average
 1. Take the parameters, without the statistics that Flax overwrites, and the carry.
 2. Trace `fun` with its gradients for a micro-batch, once. The loop runs what was traced.
 3. Check what `fun` returns: the axes over which the loss differs, the carry, the leaves of the aux.
-4. Run the loop, with `skip_empty` for micro-batches with a weight alone. `_Loop.turn` has the order of a micro-batch: its weight, its results, whether it is kept, the sums.
+4. Run the loop. `_Loop.turn` has the order of a micro-batch: its weight, its results, whether it is kept, the sums.
+   With `skip_empty`, `_Loop.run_where` leaves out micro-batches without a weight.
 5. Divide the sums by the weights, and sum them over devices, once.
 6. Put together what `fun` returned beside the loss.
 """
@@ -33,6 +34,7 @@ from shrewjax._accumulation.window import (
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
     as_varying,
+    axes_beside_partitions,
     devices_to_map,
     is_replicated_over,
     newly_varying,
@@ -184,6 +186,18 @@ def value_and_grad(
         averaged at the end (others should be the same on all devices, and the largest is taken). Otherwise these stay
         a device's own. `()` sums over no axis: each device's results stay its own, for `accumulate(sum_over=)`. With
         `check_vma=False` and in `jax.pmap`, pass `()` also if the gradients are the same on every device.
+      skip_empty: whether micro-batches of weight 0 do not run, in any place, so that a step takes the time of those
+        that have a weight. Results are the same, see below.
+
+    With `skip_empty=True`, all weights are computed before the loop, so `weight` must not read the carry. The program
+    learns the number of turns when it runs. So pass it if many are empty: a GPU's host may wait once a micro-batch.
+    Forward mode works, and outside of `jax.jit` reverse mode, too. Under `jax.jit` reverse mode is an error of JAX:
+    "Reverse-mode differentiation does not work for lax.while_loop or lax.fori_loop with dynamic start/stop values."
+    `jax.vmap` over different numbers takes the time of the largest, and holds a second sum of the gradients.
+
+    With `sum_over`, each device runs its own number. But if devices wait for each other in a micro-batch, it runs on
+    all of them if any has a weight in it. So it is with `nonfinite="drop_microbatch"`, with a loss that reduces over
+    `sum_over` or calls `jax.lax.ppermute`, and if XLA also shards over other axes of the mesh.
 
     Without `sum_over`, a batch that is sharded over its examples has the same results under plain `jax.jit`. But XLA
     then decides how often gradients cross the network, on Auto and on Explicit meshes: up to K times and more (the
@@ -382,7 +396,8 @@ class _Loss(NamedTuple):
         if trees.is_read(partial(self.weight_of, batch, 0), carried):
             raise ValueError(
                 "weight must not read the carry with skip_empty=True, because all weights are computed before the "
-                "loop, and each micro-batch changes the carry. Let weight count in the batch. Or leave out skip_empty"
+                "loop, and each micro-batch changes the carry: in Flax NNX, all state outside of wrt. Let weight "
+                "count in the batch. Or leave out skip_empty"
             )
         numbers = jnp.arange(batch.steps, dtype=jnp.int32)
         return lax.map(lambda i: jnp.asarray(self.weight_of(batch, i, carried) != 0), numbers)
@@ -444,17 +459,19 @@ class _Loop(NamedTuple):
         """Runs the micro-batches that have a weight, in their order. Each device runs its own.
 
         1. Devices that wait for each other in a turn run the same ones: those that have a weight on any of them. With
-           other numbers of turns they would wait for ever, and with others of the same number results would be wrong.
+           other numbers of turns they would wait for ever. With as many of their own, a collective would join results
+           of other micro-batches.
         2. Order the micro-batches, those that run first.
         3. Run as many turns. Stacks of the aux stay 0 where none ran.
         """
         # A `lax.cond` in the scan takes the same time, is simpler, and has a reverse mode. With JAX 0.10.2 an H100 then
-        # holds 1.96 P for 0.96 (tests/devices/test_scanned_layers.py, "where_they_have_a_weight"). So take it when
-        # pyproject.toml asks for JAX 0.12.
+        # holds 1.96 P for 0.96 (tests/devices/test_scanned_layers.py, "skip_empty"). So take it when pyproject.toml
+        # asks for JAX 0.12.
         # 1.
         axes = _axes_of(has_weight)
         turn = partial(self.turn, start, as_varying(jnp.int32(0), axes))
-        runs = any_device_along(has_weight, axes_of_collectives(turn))
+        waiting = axes_of_collectives(turn).union(axes_beside_partitions())
+        runs = any_device_along(has_weight, waiting)
 
         # 2.
         order = as_varying(jnp.argsort(~runs, stable=True).astype(jnp.int32), axes)
@@ -464,12 +481,13 @@ class _Loop(NamedTuple):
             at: jax.Array, before: tuple[_LoopState, list[jax.Array]]
         ) -> tuple[_LoopState, list[jax.Array]]:
             state, stacks = before
-            number = order[at]
+            number = lax.dynamic_index_in_dim(order, at, keepdims=False)
             state, new = self.turn(state, number)
             put = partial(lax.dynamic_update_index_in_dim, index=number, axis=0)
             return state, [put(stack, x) for stack, x in zip(stacks, new, strict=True)]
 
-        return lax.fori_loop(0, jnp.sum(runs), run, (start, self.aux.empty_stacks()))
+        stacks = self.aux.empty_stacks(jax.eval_shape(turn)[1])
+        return lax.fori_loop(0, jnp.sum(runs), run, (start, stacks))
 
     def _run_and_add(
         self, state: _LoopState, i: jax.Array, weight: Number

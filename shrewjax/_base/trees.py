@@ -77,13 +77,13 @@ def is_read(function: Function, tree: PyTree) -> bool:
         return x
 
     @identity.def_vmap
-    def rule(size: int, is_mapped: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+    def rule(_: int, is_mapped: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
         seen.extend(is_mapped)
         return x, is_mapped[0]
 
     def mapped(tree: PyTree) -> jax.Array:
         rows = jax.tree.map(lambda x: x[None], tree)
-        return jax.vmap(lambda x: identity(jnp.asarray(function(x))))(rows)
+        return jax.vmap(lambda x: identity(jnp.asarray(function(x))), axis_size=1)(rows)
 
     jax.eval_shape(mapped, tree)
     return any(seen)

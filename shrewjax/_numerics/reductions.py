@@ -15,7 +15,7 @@ Along a mapped axis devices hold other units, or parts of the same ones (`mesh.u
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cache, partial
 from typing import Any
 
