@@ -98,7 +98,7 @@ def axes_of_collectives(function: Callable[[], PyTree]) -> set[Hashable]:
 
 
 _WAITS_FOR_NOBODY = {"axis_index", "pvary", "pbroadcast", "pcast"}
-# XLA:CPU waits for all devices of the program, whatever the axis (tests/devices/test_sum_over.py, "hangs").
+# XLA:CPU waits for all devices of the program, whatever the axis (tests/devices/test_sum_over.py, "never_hangs").
 _WAITS_FOR_ALL = {"ppermute"}
 
 

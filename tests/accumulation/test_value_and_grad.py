@@ -501,8 +501,10 @@ def on_each_device(step, mesh, check_vma=True, out_specs=None):
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["tracked", "untracked"])
 @pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch"])
-def test_each_devices_sums_come_to_those_of_the_large_batch(nonfinite, check_vma):
-    step = shrewjax.value_and_grad(masked_loss, K, nonfinite=nonfinite, sum_over="data", **WEIGHTED)
+@pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
+def test_each_devices_sums_come_to_those_of_the_large_batch(skip_empty, nonfinite, check_vma):
+    options = {"nonfinite": nonfinite, "sum_over": "data", "skip_empty": skip_empty, **WEIGHTED}
+    step = shrewjax.value_and_grad(masked_loss, K, **options)
     close(on_each_device(step, mesh_of(data=DEVICES), check_vma)(PARAMS, *MANY), large_batch(*MANY))
 
 
