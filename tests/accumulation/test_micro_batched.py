@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from helpers import assert_close, mesh_of, placed
+from helpers import assert_close, mesh_of, placed, thorough
 from jax import P
 from speed import quick_jit
 
@@ -307,8 +307,10 @@ def test_a_whole_equinox_module_with_integers_and_functions_is_an_argument():
     assert_close(found, eqx.filter_value_and_grad(of_module)(module, args), rtol=1e-5)
 
 
-def test_keys_weights_and_aux_are_those_of_value_and_grad():
+@pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
+def test_keys_weights_and_aux_are_those_of_value_and_grad(skip_empty):
     counts = np.arange(B) % 3 > 0
+    counts[K - 1 :: K] = False
 
     def masked(w, key, x, y, counts):
         keep = jax.random.bernoulli(key, 0.5, x.shape)
@@ -324,13 +326,32 @@ def test_keys_weights_and_aux_are_those_of_value_and_grad():
         "nonfinite": "drop_microbatch",
     }
     args = (W, KEY, XF, np.where(np.arange(B) == 1, np.nan, YF).astype("f"), counts)
-    part = shrewjax.micro_batched(masked, K, **options)
+    part = shrewjax.micro_batched(masked, K, skip_empty=skip_empty, **options)
     expected = quick_jit(shrewjax.value_and_grad(masked, K, **options))(*args)
     found = quick_jit(jax.value_and_grad(part, has_aux=True))(*args)
     assert_close(found, expected, rtol=1e-6)
     assert_close(quick_jit(part)(*args), expected[0], rtol=1e-6)
     assert np.isfinite(found[0][0])
     assert found[0][1]["count"] < counts.sum()
+
+
+def test_skip_empty_has_all_derivatives_except_reverse_over_reverse_under_jit(x64_only):
+    """Without the rows of micro-batch 1."""
+    kept = np.arange(B) % K != 1
+    options = {"batch_argnums": (2, 3), "weight": lambda params, lam, x, y: jnp.sum(y != 0)}
+    part = shrewjax.micro_batched(loss, K, skip_empty=True, **options)
+    of_kept = lambda params: loss(params, LAM, X[kept], Y[kept])  # noqa: E731
+    ours = lambda params: part(params, LAM, X, np.where(kept, Y, 0))  # noqa: E731
+
+    def along(f):
+        return lambda params: optax.tree.vdot(jax.grad(f)(params), DIRECTION)
+
+    def derivatives(f):
+        return jax.value_and_grad(f)(PARAMS), jax.jvp(jax.grad(f), (PARAMS,), (DIRECTION,))[1]
+
+    assert_close(quick_jit(lambda: derivatives(ours))(), quick_jit(lambda: derivatives(of_kept))(), rtol=1e-12)
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work for"):
+        jax.jit(jax.grad(along(ours))).lower(PARAMS)
 
 
 # --- errors, and what is not an error but said -----------------------------------------------------------------------

@@ -508,8 +508,10 @@ def test_each_devices_sums_come_to_those_of_the_large_batch(skip_empty, nonfinit
     close(on_each_device(step, mesh_of(data=DEVICES), check_vma)(PARAMS, *MANY), large_batch(*MANY))
 
 
-def test_sums_cross_the_network_once_after_the_loop():
-    step = shrewjax.value_and_grad(lambda *args: masked_loss(*args)[0], K, weight=number, sum_over="data")
+@pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
+def test_sums_cross_the_network_once_after_the_loop(skip_empty):
+    loss = lambda *args: masked_loss(*args)[0]  # noqa: E731
+    step = shrewjax.value_and_grad(loss, K, weight=number, sum_over="data", skip_empty=skip_empty)
     text = on_each_device(step, mesh_of(data=DEVICES)).lower(PARAMS, *MANY).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
     assert " all-reduce" in text[text.index("ENTRY") :]
