@@ -782,6 +782,16 @@ def adapters():
         return SimpleNamespace(**page("guide/windows.md").names)
 
 
+def test_padding_fills_whole_micro_batches(adapters):
+    """The names of the page: those of adapters are some of them."""
+    rows = np.arange(1, 31)
+    batch = adapters.laid_out(rows, 16, 8)
+    found = np.concatenate([batch[i::16] for i in range(16)])
+    np.testing.assert_array_equal(found, np.r_[rows, np.zeros(16 * 8 - 30, int)])
+    counts = [adapters.examples[2][i::16].sum() for i in range(16)]
+    assert counts == [8, 8, 8, 6, *[0] * 12]
+
+
 def test_each_adapter_trains_as_if_it_were_alone(adapters):
     """In float64, with gradients by hand. Micro-batches that count alike, whatever their rows, are the mistake."""
     guide = adapters
