@@ -193,7 +193,8 @@ def value_and_grad(
     learns the number of turns when it runs. So pass it if many are empty: a GPU's host may wait once a micro-batch.
     Forward mode works, and outside of `jax.jit` reverse mode, too. Under `jax.jit` reverse mode is an error of JAX:
     "Reverse-mode differentiation does not work for lax.while_loop or lax.fori_loop with dynamic start/stop values."
-    `jax.vmap` over different numbers takes the time of the largest, and holds a second sum of the gradients.
+    `jax.vmap` over different numbers takes the time of the largest, and holds a second sum of the gradients. Over a
+    sharded axis of an Explicit mesh it is an error of JAX.
 
     With `sum_over`, each device runs its own number. But if devices wait for each other in a micro-batch, it runs on
     all of them if any has a weight in it. So it is with `nonfinite="drop_microbatch"`, with a loss that reduces over
