@@ -191,7 +191,8 @@ def value_of_batch(
         for at in by_fixed:
             raise ValueError(_no_derivative_by(paths[at]))
         arrays = dict(zip(free + fixed, primals[0] + primals[1], strict=True))
-        returned, grads = call.value_and_grad(arrays, always or [*by_free])
+        chosen = always or [*by_free]
+        returned, grads = _in_one_piece(lambda x: call.value_and_grad(x, chosen), arrays)
         return returned, _tangent(returned, grads, by_free, has_aux=options["has_aux"])
 
     value.defjvp(rule, symbolic_zeros=True)
@@ -251,6 +252,23 @@ class _Call(NamedTuple):
                 "losses of examples, too, return them as aux, with has_aux=True and aux='stack'"
             )
         return returned
+
+
+def _in_one_piece(function: Function, arrays: dict[int, jax.Array]) -> PyTree:
+    """Returns `function(arrays)`, whose loops stay as they are where JAX linearizes a rule that calls it.
+
+    Otherwise JAX computes before a loop all that is the same in each turn, and holds it
+    (tests/accumulation/test_micro_batched.py, "loop_of_value_and_grad").
+    """
+    in_one_piece = jax.custom_jvp(function)
+
+    def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
+        by_number = {at: t for at, t in tangents[0].items() if not is_zero_tangent(t)}
+        moved = {at: primals[0][at] for at in by_number}
+        return jax.jvp(lambda x: function(primals[0] | x), (moved,), (by_number,))
+
+    in_one_piece.defjvp(rule, symbolic_zeros=True)
+    return in_one_piece(arrays)
 
 
 def _tangent(

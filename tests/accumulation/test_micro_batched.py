@@ -218,6 +218,23 @@ def test_it_holds_one_micro_batch_and_the_gradients_that_are_wanted():
     assert of_adapter < of_all - 0.9 * tree or of_adapter < 8 * micro_batch
 
 
+def test_a_gradient_is_the_loop_of_value_and_grad_with_nothing_before_it():
+    """Where JAX linearizes a loop, it computes before the loop what each turn has in common, and holds it."""
+
+    def deep(params, x):
+        half = params.astype(jnp.bfloat16)  # in each turn, and not held beside the parameters
+        h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x.astype(half.dtype), half)[0]
+        return jnp.mean(h.astype(params.dtype) ** 2)
+
+    def loop(f):
+        scans = [e for e in jax.make_jaxpr(f)(np.ones((3, 4, 4), "f"), np.ones((B, 4), "f")).eqns]
+        at = next(i for i, e in enumerate(scans) if e.primitive.name == "scan")
+        return [e.primitive.name for e in scans[:at]], str(scans[at].params["jaxpr"].in_avals)
+
+    part = jax.value_and_grad(shrewjax.micro_batched(deep, K))
+    assert loop(part) == loop(shrewjax.value_and_grad(deep, K))
+
+
 def test_the_value_runs_no_backward_pass_except_to_drop_micro_batches():
     @jax.custom_vjp
     def noisy(x):
