@@ -100,6 +100,11 @@ class Optimizer(nnx.Optimizer[Any]):
         self, model: PyTree, tx: optax.GradientTransformation, *, wrt: Any, **options: Any
     ) -> None:
         _predicate(wrt)
+        if not hasattr(tx, "init") or not hasattr(tx, "update"):
+            raise ValueError(
+                f"tx must be a transformation, got {type(model).__name__} and then {type(tx).__name__}. Call "
+                "Optimizer(model, tx, wrt=nnx.Param)"
+            )
         init = lambda params: with_own_buffers(tx.init(params), params)  # noqa: E731
         super().__init__(model, optax.GradientTransformation(init, tx.update), wrt=wrt, **options)
         self.tx = tx
@@ -123,7 +128,7 @@ class Optimizer(nnx.Optimizer[Any]):
         missing = sorted(map(trees.leaf_name, wanted.keys() - came))
         if missing:
             raise ValueError(
-                f"grads must hold the variables of wrt={self.wrt!r}, got {type(grads).__name__} without "
+                f"grads must hold the variables of wrt={trees.shown(self.wrt)}, got {type(grads).__name__} without "
                 f"{missing[0]}. Pass the gradients as nnx.grad or shrewjax.flax.value_and_grad "
                 "returned them, with the same wrt. If wrt is about paths in a model, make an optimizer for each model"
             )
@@ -308,8 +313,8 @@ def value_and_grad(
       graph mode.
 
     Raises:
-      ValueError: an argument is not as described; `wrt` matches no variable of the model, or an integer; `fun` changes
-        a variable in `wrt`, or adds or removes variables.
+      ValueError: an argument is not as described; `wrt` matches no variable of the model, or an integer; the model is
+        not in the first argument; `fun` changes a variable in `wrt`, or adds or removes variables.
       Exception: an error of `shrewjax.value_and_grad`.
 
     Example:
@@ -501,23 +506,24 @@ def _predicate(wrt: Argument) -> Callable[[KeyPath, Leaf], bool]:
         return nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"wrt must be a filter of variables, such as nnx.Param, got {wrt!r}. For nnx.DiffState(0, f), pass f"
+            f"wrt must be a filter of variables, such as nnx.Param, got {trees.shown(wrt)}. For nnx.DiffState(0, f), "
+            "pass f"
         ) from error
 
 
 def _require_variables(params: PyTree, wrt: Any, model: PyTree) -> None:
     if not jax.tree.leaves(params):
         raise ValueError(
-            f"wrt={wrt!r} must match a variable of the model, got {type(model).__name__}, which has none, so that "
-            "nothing would be trained. Pass a filter of the variables to train, such as nnx.Param"
+            f"wrt={trees.shown(wrt)} must match a variable of the model, got {type(model).__name__}, which has none, "
+            "so that nothing would be trained. Pass a filter of the variables to train, such as nnx.Param"
         )
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
     # Those of linen, by `nnx.bridge`.
     if OVERWRITE_WITH_GRADIENT in {type(x).__name__ for x in variables}:
         raise ValueError(
-            f"wrt={wrt!r} matches variables of the type {OVERWRITE_WITH_GRADIENT}. These statistics of fp8 layers are "
-            "no gradients, and have no mean. Leave them out of wrt. To keep them, call nnx.value_and_grad for each "
-            "micro-batch, and overwrite them with what it returns"
+            f"wrt={trees.shown(wrt)} matches variables of the type {OVERWRITE_WITH_GRADIENT}. These statistics of fp8 "
+            "layers are no gradients, and have no mean. Leave them out of wrt. To keep them, call nnx.value_and_grad "
+            "for each micro-batch, and overwrite them with what it returns"
         )
 
 
@@ -548,9 +554,20 @@ class _Objects:
         after_model = dict(enumerate(args, 1)) | kwargs
         self.alone = tuple(at for at, x in after_model.items() if is_object(x))
 
+        # Otherwise the arrays in the first place would be differentiated, in silence.
+        is_wanted = _predicate(wrt)
+        if not any(is_object(numbered[i]) for i in in_model):
+            for i, x in numbered.items():
+                if is_object(x) and any(is_wanted(path, y) for path, y in nnx.iter_graph(x)):
+                    raise ValueError(
+                        f"the first argument must be the model, or hold it, got {trees.shown(model)}, but "
+                        f"{type(x).__name__} in argument {jax.tree_util.keystr(self._paths[i][1:2], simple=True)} has "
+                        f"variables of wrt={trees.shown(wrt)}. Pass the model first. Or, to differentiate by the first "
+                        "argument alone, let fun close over the model"
+                    )
+
         # 2. Take them apart. As in Flax, a path begins at its object, and a variable or an array beside the objects is
         # always in wrt (test_flax_objects.py, "paths_begin_at_each_object").
-        is_wanted = _predicate(wrt)
 
         def is_in_wrt(path: KeyPath, x: Leaf) -> bool:
             return path[0] in in_model and (not path[1:] or is_wanted(path[1:], x))
@@ -566,8 +583,9 @@ class _Objects:
         for path, x in jax.tree.leaves_with_path(self.params):
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 raise ValueError(
-                    f"the variable {self._name(path)} must be floating or complex, because it is in wrt={wrt!r}, got "
-                    f"{x.dtype}. Make it an nnx.Variable that wrt does not match. Or pass it as an argument of its own"
+                    f"the variable {self._name(path)} must be floating or complex, because it is in "
+                    f"wrt={trees.shown(wrt)}, got {x.dtype}. Make it an nnx.Variable that wrt does not match. Or "
+                    "pass it as an argument of its own"
                 )
         nodes = [pair for i, x in numbered.items() for pair in nnx.iter_graph({i: x})]
         variables = [(path, x) for path, x in nodes if isinstance(x, nnx.Variable)]

@@ -39,6 +39,7 @@ PACKAGES = {
         "value_and_grad",
         "micro_batched",
         "contrastive",
+        "per_device",
         "sharded_state",
         "from_optax",
     ],

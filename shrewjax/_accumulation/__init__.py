@@ -7,6 +7,7 @@
 * `value_and_grad`: a whole batch in one call, in one loop of the compiled program.
 * `micro_batched`: a loss whose derivatives are computed by it.
 * `contrastive`: the same for losses that compare examples, in two passes.
+* `per_device`: a function's results on each device's own examples, as rows.
 * `sharded_state`: states on a mesh.
 * `from_optax`: the way from Optax's states to these.
 

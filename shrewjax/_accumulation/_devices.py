@@ -21,6 +21,7 @@ from shrewjax._accumulation._micro_batch import checked_gradients
 from shrewjax._base import arguments
 from shrewjax._base.mesh import (
     as_varying,
+    axes_beside,
     axes_by_dimension,
     context_mesh,
     is_mapped,
@@ -91,30 +92,38 @@ class Devices:
         if not self.axes:
             if newly_varying(weight, weight_sum):
                 require_replicated("weight", weight)
-            require_replicated("value", value)
+            if value is not None and newly_varying(value, weight_sum):
+                require_replicated("value", value)
         return grads, weight, value
 
-    def is_nonfinite(self, grads: ArrayTree, has_weight: Flag) -> jax.Array:
+    def is_nonfinite(self, grads: ArrayTree, has_weight: Flag, weight_sum: jax.Array) -> jax.Array:
         """Returns whether gradients that have a weight contain a NaN or an infinity, on any device."""
         leaves = jax.tree.leaves(grads)
+        own = self._own_axes(weight_sum)
         if not self.axes:
-            return has_weight & ~all_finite(leaves, ())
+            axes = list(axes_beside(leaves, own)) if own else ()
+            return has_weight & ~all_finite(leaves, axes)
         is_nonfinite = jnp.any(has_weight & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
         return any_device([is_nonfinite], self.axes)[0]
 
-    def own_norm(self, grads: ArrayTree) -> ExtendedFloat:
+    def _own_axes(self, weight_sum: jax.Array) -> AxisNames:
+        """Returns the mapped axes along which devices have windows of independent models, whose weights may differ."""
+        return () if self.axes else tuple(sorted(varying_axes(weight_sum), key=str))
+
+    def own_norm(self, grads: ArrayTree, weight_sum: jax.Array) -> ExtendedFloat:
         """Returns the norm of the gradients of each device, as rows."""
         leaves = jax.tree.leaves(grads)
         if not self.axes:
-            return measure_local(leaves, ())
+            return measure_local(leaves, self._own_axes(weight_sum))
         if is_mapped(self.axes):
             norm = measure_local([g[0] for g in leaves], self.axes)
             return ExtendedFloat(norm.mantissa[None], norm.exponent[None])
         return jax.vmap(lambda rows: measure(rows, 2, ()))(leaves)
 
-    def norm(self, total: ArrayTree) -> ExtendedFloat:
-        """Returns the norm of gradients that are the same on all devices."""
-        return measure_local([x for x in jax.tree.leaves(total) if is_gradient(x)], self.axes)
+    def norm(self, total: ArrayTree, weight_sum: jax.Array) -> ExtendedFloat:
+        """Returns the norm of gradients that are the same on all devices of a model."""
+        leaves = [x for x in jax.tree.leaves(total) if is_gradient(x)]
+        return measure_local(leaves, self.axes or self._own_axes(weight_sum))
 
     def total_weight(self, weight_sum: jax.Array) -> jax.Array:
         return row_sums([weight_sum], self.axes)[0]

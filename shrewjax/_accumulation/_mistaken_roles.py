@@ -57,6 +57,9 @@ def number_of_examples(call: Call) -> int | None:
     leaves = [(at, *leaf) for at in call.roles["batch_argnums"] for leaf in call.leaves(at)]
     if not leaves:
         return None
+    counts = {_count(x) for _, _, x in leaves}
+    if len(counts) == 1 and None not in counts:
+        return counts.pop()
     likely = _likely_count(call)
     for at, path, x in leaves:
         if likely is None or _count(x) != likely:
@@ -251,15 +254,16 @@ def require_no_flax_state(call: Call) -> None:
         return is_node and not isinstance(x, nnx.State | nnx.Variable)
 
     for at, value in enumerate(call.values):
-        kinds = (nnx.RngState, nnx.BatchStat) if at in call.roles["argnums"] else nnx.RngState
+        is_model = at in (call.roles["argnums"] or (0,))
+        kinds = (nnx.RngState, nnx.BatchStat) if is_model else nnx.RngState
         for path, x in jax.tree.leaves_with_path(value, is_leaf=is_object):
             nodes = nnx.iter_graph(x) if is_object(x) else ()
             found = next((type(y).__name__ for _, y in nodes if isinstance(y, kinds)), None)
             if found:
                 raise ValueError(
                     f"{call.name(at, path)} is an NNX object with variables of the type {found}, whose new values "
-                    "would be lost, got shrewjax.value_and_grad. Call shrewjax.flax.value_and_grad, with the model "
-                    "first, which needs no position for keys and batch statistics"
+                    "would be lost. Call shrewjax.flax.value_and_grad, or the function of that module which you need, "
+                    "with the model first. It keeps keys and batch statistics"
                 )
 
 

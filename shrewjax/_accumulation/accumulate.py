@@ -126,13 +126,14 @@ def accumulate(
         batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w), without micro-batches of weight 0.
         If these have a gradient, as the negatives in detection, pass `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(g).
       accumulator_dtype: dtype of the sum. By default the wider of float32 and the parameter's dtype, complex for
-        complex. Inner gets the average cast to the gradient's dtype, within 2 ulp of the exact quotient. In float16,
-        weights that count tokens soon make sums of w g overflow.
+        complex. Inner gets the average cast to the parameter's dtype, or to the gradient's if `update` gets no
+        `params`, within 2 ulp of the exact quotient. In float16, weights that count tokens soon make sums of w g
+        overflow.
       nonfinite: the policy of the second table. All but `"propagate"` read the gradients once more, and count such
         micro-batches in `dropped`. To check the average as well, wrap inner in `skip_nonfinite`.
       sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, and its own weight.
         See the guide "Many devices". With `check_vma=False` and in `jax.pmap`, pass `()` if gradients are the same on
-        every device.
+        every device, or if each device has a model and a state of its own.
       noise_decay: measures the gradient noise scale, with averages of this decay in [0, 1), such as 0.99. A weight then
         counts independent examples, not tokens. See the guide "The noise of a window".
 
@@ -142,9 +143,10 @@ def accumulate(
     Raises:
       ValueError: an argument is not as described; `inner` was returned by `accumulate`, or `init` finds an accumulation
         inside it; a gradient does not fit its accumulator's kind; by its type, a gradient is already reduced over
-        `sum_over`, or not reduced without it; devices may disagree on when a window closes; `sum_over` is missing or
-        `init` finds no mesh; the state is another transformation's; an extra argument that no transformation inside
-        inner declares has a name near one of these, such as `weights`, or a word for a count, such as `num_tokens`.
+        `sum_over`, or not reduced without it; devices may disagree on when a window closes, and inner has a collective
+        over them; `sum_over` is missing or `init` finds no mesh; the state is another transformation's; an extra
+        argument that no transformation inside inner declares has a name near one of these, such as `weights`, or a word
+        for a count, such as `num_tokens`.
       AssertionError: while tracing: the gradients' structure or a leaf's shape differs from the parameters
         passed to `init`, or inner changes the structure, shapes or dtypes of its state.
 
@@ -292,15 +294,22 @@ def _run_on_total(
 def _as_gradients(
     average: ArrayTree, like: ArrayTree, params: optax.Params | None
 ) -> optax.Updates:
-    """Returns the average in the gradients' dtypes, or in the parameters' if a gradient is None."""
+    """Returns the average in the parameters' dtypes, or in the gradients' if there are no parameters.
+
+    A gradient's dtype may be narrower than its parameter's, in which the optimizer works. In float16, Adam's squares
+    would leave the range.
+    """
 
     def cast(x: jax.Array, grad: Leaf, param: Leaf = None) -> Leaf:
-        grad = param if grad is None else grad
-        if grad is None:
+        given = param if grad is None else grad
+        if given is None:
             return x
-        if not is_gradient(grad):
-            return _zero_like(grad)
-        return x if floats.is_complex(x) and not floats.is_complex(grad) else x.astype(grad.dtype)
+        if not is_gradient(given):
+            return _zero_like(given)
+        target = given if param is None or not is_gradient(param) else param
+        return (
+            x if floats.is_complex(x) and not floats.is_complex(target) else x.astype(target.dtype)
+        )
 
     with_params = () if params is None else (params,)
     return jax.tree.map(cast, average, like, *with_params)
@@ -338,7 +347,8 @@ def _zero_like(x: Leaf) -> Leaf:
 def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> None:
     """Raises if an extra argument seems to be meant for `accumulate`, and nothing inside inner declares it."""
     for name in extra_args.keys() - {*_TAKEN}:
-        meant = _meant_by(name)
+        # A line search hands the caller's own names to `value_fn`.
+        meant = _near(name) or (None if "value_fn" in extra_args else _named(name))
         if meant is not None and not declares(inner, name):
             raise ValueError(
                 f"{name}= is no argument of accumulate, and near {meant}=. Pass {meant}=. If a transformation inside "
@@ -348,18 +358,27 @@ def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> 
 
 _NESTED = "Multiply the accum_steps instead of nesting accumulations"
 _TAKEN = ("weight", "flush", "value", "grad")
-_WORDS = dict.fromkeys(["weight", "token", "ntoken", "tok", "example", "sample"], "weight") | {
-    "flush": "flush"
-}
+_COUNTS = "weight token ntoken tok example sample item sequence denominator denom normalizer"
+_WORDS = dict.fromkeys(_COUNTS.split(), "weight") | dict.fromkeys(["flush", "sync"], "flush")
 
 
-def _meant_by(name: str) -> str | None:
-    """Returns the argument of `accumulate` that this name seems to mean, such as `sample_weight` or `wieght`."""
+def _near(name: str) -> str | None:
+    """Returns the argument of `accumulate` that this name misspells, such as `wieght`."""
     # 0.8 finds swapped, doubled and missing letters, and a plural. Optax's own `value_fn` and `grad_fn` are less near.
     near = difflib.get_close_matches(name.lower(), _TAKEN, n=1, cutoff=0.8)
+    return near[0] if near else None
+
+
+def _named(name: str) -> str | None:
+    """Returns the argument of `accumulate` for which this is another word, such as `num_tokens` and `is_last`."""
     words = [word.removesuffix("s") for word in name.lower().split("_")]
-    named = [] if "decay" in words else [_WORDS[word] for word in words if word in _WORDS]
-    return next(iter([*near, *named]), None)
+    if "decay" in words:
+        return None
+    if {"batch", "size"} <= {*words}:
+        return "weight"
+    if words[:2] == ["i", "last"]:  # "is", without its last letter
+        return "flush"
+    return next((_WORDS[word] for word in words if word in _WORDS), None)
 
 
 def _takes_value(tx: optax.GradientTransformationExtraArgs) -> bool:
@@ -420,6 +439,12 @@ def apply_gradients(
         raise ValueError(
             f"tx must be a transformation, got {type(tx).__name__}. Pass tx, grads, opt_state and params, in this order"
         )
+    if type(grads).__module__.startswith("flax.nnx") and type(params) is not type(grads):
+        raise ValueError(
+            f"grads and params must be trees of one kind, got {type(grads).__name__} of NNX and "
+            f"{type(params).__name__}. Call update(model, grads) of shrewjax.flax.Optimizer(model, tx, wrt=nnx.Param). "
+            "Or pass nnx.state(model, nnx.Param) as params"
+        )
     wanted = [name for name in ("weight", "flush") if name in extra_args and not declares(tx, name)]
     if wanted and not isinstance(tx, Accumulation) and not _windows_in(opt_state):
         raise ValueError(
@@ -469,9 +494,10 @@ def flush(
     """
     if not isinstance(tx, Accumulation):
         raise ValueError(
-            f"tx must be the transformation that accumulate returned, got {tx!r}. If accumulate is inside another "
-            "transformation, pass flush=True to update with the last micro-batch. Or call "
-            "tx.update(grads, opt_state, params, weight=0, flush=True) with any finite grads, which add nothing"
+            f"tx must be the transformation that accumulate returned, got {trees.shown(tx)}. Call flush(tx, opt_state, "
+            "params). If accumulate is inside another transformation, pass flush=True to update with the last "
+            "micro-batch. Or call tx.update(grads, opt_state, params, weight=0, flush=True) with any finite grads, "
+            "which add nothing"
         )
     no_gradients = jax.tree.map(lambda _: None, params)
     return tx.update(no_gradients, opt_state, params, weight=0, flush=True, **extra_args)
@@ -514,8 +540,8 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
     """
     if callable(accum_steps):
         raise ValueError(
-            f"accum_steps must be a number of micro-batches, got {accum_steps!r}. Pass the schedule's value for this "
-            "window, accum_steps(state.windows)"
+            f"accum_steps must be a number of micro-batches, got {trees.shown(accum_steps)}. Pass the schedule's value "
+            "for this window, accum_steps(state.windows)"
         )
     require_one_window(without_variables(opt_state))
     windows = _windows_in(opt_state)

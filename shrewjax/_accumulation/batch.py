@@ -25,6 +25,7 @@ from shrewjax._accumulation._mistaken_roles import (
     other_batch,
     require_no_flax_state,
 )
+from shrewjax._base import trees
 from shrewjax._base.mesh import as_varying, axes_by_dimension, device_index
 from shrewjax._base.types import AxisNames, DType, Function, KeyPath, Leaf, Number, Place, PyTree
 
@@ -235,7 +236,7 @@ def checked_call(
 def _check_parameter(name: str, x: Leaf) -> None:
     dtype: DType = getattr(x, "dtype", np.object_)
     if not isinstance(x, float | complex) and not jnp.issubdtype(dtype, jnp.inexact):
-        given = f"{dtype} of shape {x.shape}" if hasattr(x, "dtype") else repr(x)
+        given = f"{dtype} of shape {x.shape}" if hasattr(x, "dtype") else trees.shown(x)
         raise ValueError(
             f"{name} must be a floating or complex array, because it is in argnums, got {given}. Split the model, and "
             "merge it in fun: in Equinox with eqx.partition(model, eqx.is_inexact_array), in Flax NNX with "
@@ -249,7 +250,7 @@ def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
     is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if np.ndim(x) == (0 if is_typed else 1) and (is_typed or dtype == np.uint32):
         return
-    given = f"shape {x.shape} and dtype {dtype}" if hasattr(x, "dtype") else repr(x)
+    given = f"shape {x.shape} and dtype {dtype}" if hasattr(x, "dtype") else trees.shown(x)
     remedy = None if is_key(x) else keys_alone(call, at)
     remedy = remedy or (
         "Make it with jax.random.key. If each example has a key, put it into batch_argnums"

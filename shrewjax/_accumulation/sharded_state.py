@@ -168,7 +168,9 @@ def _place(path: KeyPath, x: Leaf, like: Leaf) -> jax.Array:
     """Returns an array on the devices of `like`. Raises if shapes or dtypes differ."""
     name = trees.leaf_name(path)
     if not isinstance(like, jax.Array):
-        raise ValueError(f"leaf {name} of like must be an array on a device, got {like!r}")
+        raise ValueError(
+            f"leaf {name} of like must be an array on a device, got {trees.shown(like)}"
+        )
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)
     if (x.shape, x.dtype) != (like.shape, like.dtype):
         raise ValueError(

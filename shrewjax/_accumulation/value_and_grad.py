@@ -165,6 +165,7 @@ def value_and_grad(
         number of examples has no `"mean"`.
       rng_argnums: the arguments that are trees of PRNG keys, typed or raw: positions or names, as above. Micro-batch i
         gets `jax.random.fold_in(key, i)`. On device d along `sum_over`, it gets `fold_in(key, d * K + i)`.
+        If `fun` closes over a key, all micro-batches have the same noise.
       carry_argnum: the position of an argument that each micro-batch passes on to the next, such as batch statistics.
         No gradient flows through it, as in truncated backpropagation. `fun` then returns `(loss, (aux, carry))`, and
         the result is `((value, (aux, carry)), grads)`. With `sum_over`, each device has its own carry, unless `fun`
@@ -213,17 +214,19 @@ def value_and_grad(
     # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
     steps = arguments.integer("micro_batches", micro_batches, at_least=1)
     if not callable(fun):
-        raise ValueError(f"fun must be a function, got {fun!r}")
+        raise ValueError(f"fun must be a function, got {trees.shown(fun)}")
     has_carry = carry_argnum is not None
     if has_carry and not has_aux:
         raise ValueError(
             "carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))"
         )
     if weight is not None and not callable(weight):
-        raise ValueError(f"weight must be a function of fun's arguments or None, got {weight!r}")
+        raise ValueError(
+            f"weight must be a function of fun's arguments or None, got {trees.shown(weight)}"
+        )
     if not has_aux and aux != "mean":
         raise ValueError(
-            f"aux needs has_aux=True, because fun returns (loss, aux), got aux={aux!r}"
+            f"aux needs has_aux=True, because fun returns (loss, aux), got aux={trees.shown(aux)}"
         )
     for name in jax.tree.leaves(aux, is_leaf=lambda x: x is None):
         arguments.choice("aux", name, ("mean", "stack", *COMBINE))
@@ -469,7 +472,7 @@ def _aux_and_carry(returned: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the pair (aux, carry). Raises if `fun` returned something else beside the loss."""
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise ValueError(
-            f"with carry_argnum, fun must return (loss, (aux, carry)), got {returned!r} beside the loss"
+            f"with carry_argnum, fun must return (loss, (aux, carry)), got {trees.shown(returned)} beside the loss"
         )
     aux, carry = returned
     return aux, carry

@@ -31,9 +31,9 @@ from shrewjax._accumulation._devices import Devices, expand_like
 from shrewjax._accumulation._noise import NoiseState as NoiseState  # a public name of the package
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
-    require_replicated,
+    partitioned_like,
 )
-from shrewjax._base.states import described, fields, increment_if
+from shrewjax._base.states import described, fields, increment_if, require_made_with
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
     AnyState,
@@ -180,7 +180,7 @@ class Window:
             None if noise_decay is None else arguments.real("noise_decay", noise_decay, at_least=0)
         )
         if isinstance(self._noise_decay, float) and self._noise_decay >= 1:
-            raise ValueError(f"noise_decay must be below 1, got {noise_decay!r}")
+            raise ValueError(f"noise_decay must be below 1, got {trees.shown(noise_decay)}")
 
     def init(self, params: PyTree) -> GradAccumulatorState:
         """Returns an empty window for gradients like `params`, with the sharding of `params`."""
@@ -248,7 +248,7 @@ class Window:
         )
 
         # 1. Is it kept?
-        is_kept, is_nonfinite = self._is_kept(grads, weight, is_present)
+        is_kept, is_nonfinite = self._is_kept(grads, weight, is_present, state.weight_sum)
         own_weight = jnp.asarray(weight).astype(state.weight_sum.dtype)
         kept_weight = jnp.where(is_kept, own_weight, jnp.zeros((), own_weight.dtype))
 
@@ -290,6 +290,8 @@ class Window:
         value_sum, noise = state.value_sum, state.noise
         if is_present is not False:
             value_sum = self._value_added(value_sum, value, weight, kept_weight, is_kept, is_first)
+            if self._noise_decay is not None:
+                require_made_with("noise_decay", state, "noise", _noise.FOR_AN_OPEN_WINDOW)
             noise = self._noise_added(noise, grads, own_weight, is_kept, is_first)
 
         # 6. A closing window resets its counters.
@@ -305,14 +307,16 @@ class Window:
         )
         return WindowStep(new_state, weight_sum, value_sum, is_closing & has_average, has_weight)
 
-    def _is_kept(self, grads: ArrayTree, weight: Number, is_present: Flag) -> tuple[Flag, Flag]:
+    def _is_kept(
+        self, grads: ArrayTree, weight: Number, is_present: Flag, weight_sum: jax.Array
+    ) -> tuple[Flag, Flag]:
         """Returns whether the micro-batch is kept, and whether it counts as non-finite. One of weight 0 never does."""
         is_kept: Flag = is_present is not False and weight != 0
         if is_present is not True and is_kept is not False:
             is_kept = is_kept & is_present
         if is_kept is False or self.nonfinite == "propagate":
             return is_kept, False
-        is_nonfinite = self._devices.is_nonfinite(grads, is_kept)
+        is_nonfinite = self._devices.is_nonfinite(grads, is_kept, weight_sum)
         return is_kept & ~is_nonfinite, is_nonfinite
 
     def _is_closing(
@@ -320,16 +324,12 @@ class Window:
     ) -> Flag:
         """Returns whether the window is flushed or full. A window of one is known to be full, and needs no branch."""
         if not when_full or flush is True:
-            is_closing = flush
-        elif isinstance(self.accum_steps, int) and self.accum_steps == 1 and is_step is True:
-            is_closing = True
-        else:
-            # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
-            # accum_steps.
-            is_closing = flush | (is_step & (micro_step >= self.steps(windows)))
-        what = "the decision to close a window (flush, accum_steps, micro_step)"
-        require_replicated(what, is_closing)
-        return is_closing
+            return flush
+        if isinstance(self.accum_steps, int) and self.accum_steps == 1 and is_step is True:
+            return True
+        # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
+        # accum_steps.
+        return flush | (is_step & (micro_step >= self.steps(windows)))
 
     def _scale(self, is_closing: Flag, weight_sum: jax.Array, has_weight: Flag) -> jax.Array | None:
         """Returns the factor of the new sums: 1 / W if the window is closing, 1 if not, None if nothing is divided.
@@ -369,13 +369,18 @@ class Window:
     def _noise_added(
         self, noise: AnyState, grads: PyTree, weight: jax.Array, is_kept: Flag, is_first: Flag
     ) -> AnyState:
-        """Returns the sums of squared norms with this micro-batch's, if the window measures its noise."""
+        """Returns the sums of squared norms with this micro-batch's, if the window measures its noise.
+
+        The least weight stands for a gradient without examples, such as that of negatives alone. It is left out: its
+        norm, divided by the weight, would be all of the noise.
+        """
         if self._noise_decay is None:
             return noise
+        is_kept = is_kept & (weight > arguments.LEAST_WEIGHT)
         # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
         safe_weight = jnp.where(weight != 0, weight, jnp.ones((), weight.dtype))
         square_weight = safe_weight if self._reduction == "mean" else 1 / safe_weight
-        norm = self._devices.own_norm(grads)
+        norm = self._devices.own_norm(grads, noise.kept)
         return _noise.added(noise, norm, square_weight, is_kept, is_first)
 
     def add_in_loop(
@@ -427,7 +432,7 @@ class Window:
         if self._noise_decay is not None:
             # A "sum" is the mean times the window's weight.
             per_weight = scale if self._reduction == "sum" else jnp.ones_like(scale)
-            norm = self._devices.norm(gradients)
+            norm = self._devices.norm(gradients, weight_sum)
             mantissa = norm.mantissa * per_weight.astype(norm.mantissa.dtype)
             norm = floats.shifted(mantissa, norm.exponent)
             of_window = whole.state.noise
@@ -505,6 +510,7 @@ def _advance_leaf(
     if grad is None or is_kept is False:
         total = total if is_first is False else jnp.where(is_first, jnp.zeros_like(total), total)
     else:
+        grad = partitioned_like(grad, total)
         if factor is not None:
             dtype = floats.sum_dtype(total)
             factor = expand_like(factor, total).astype(dtype)

@@ -27,8 +27,10 @@ PartitionSpec     `within`: axes in the entries of       `within` and `across`: 
 the version that brought today's spelling. Delete the older one when that version is the oldest supported.
 """
 
+import contextlib
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -217,10 +219,18 @@ def devices_to_map(argument: str, axes: AxisNames) -> int:
     return math.prod(mesh.shape[a] for a in axes)
 
 
-def on_each_device(function: Function, axes: AxisNames, divided: PyTree, whole: PyTree) -> PyTree:
+def on_each_device(
+    function: Function,
+    axes: AxisNames,
+    divided: PyTree,
+    whole: PyTree,
+    *,
+    returns_parts: bool = False,
+) -> PyTree:
     """Returns what `function(divided, whole)` returns on each device along these axes of the mesh: the same on all.
 
-    A device gets its part of the first axis of the arrays in `divided`. XLA still partitions over all other axes.
+    A device gets its part of the first axis of the arrays in `divided`. With `returns_parts`, it also returns its part
+    of the first axis. XLA still partitions over all other axes.
     """
     leaves, structure = jax.tree.flatten(whole)
     # Arguments, because JAX has no derivative by an array that the function closes over. Numbers and names stay known.
@@ -233,22 +243,38 @@ def on_each_device(function: Function, axes: AxisNames, divided: PyTree, whole: 
 
     # check_vma=False: otherwise a scan of the loss that starts from `jnp.zeros` is an error, because its carry begins
     # to vary (tests/devices/test_sum_over.py, "start_from_zeros").
-    specs = (jax.P(axes), jax.P())
+    part = jax.P(axes)
     mapped = jax.shard_map(
-        run, in_specs=specs, out_specs=jax.P(), axis_names={*axes}, check_vma=False
+        run,
+        in_specs=(part, jax.P()),
+        out_specs=part if returns_parts else jax.P(),
+        axis_names={*axes},
+        check_vma=False,
     )
     divided = jax.tree.map(lambda x: _partitioned(x, axes, axes), divided)
     try:
         return jax.jit(mapped)(divided, arrays)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
+        if any(text in str(error) for text in _CLOSED_OVER):
+            raise ValueError(
+                f"with sum_over={axes!r} on an Explicit mesh, fun must not close over arrays on that mesh, because JAX "
+                "has no such closures in shard_map. Pass each of them to fun as an argument, and leave its position "
+                "out of batch_argnums=. Or make the mesh with Auto axes"
+            ) from error
         if "mesh" in str(error) or "PartitionSpec" in str(error):
             names = ", ".join(map(repr, axes))
+            remedy = "" if returns_parts else ". Or leave out sum_over"
             error.add_note(
-                f"With sum_over, fun has a device's own examples, so it must not place arrays over {names}. Pass "
-                f"jax.lax.with_sharding_constraint a jax.P without {names}, and no NamedSharding. In Flax's logical "
-                "axis rules, map the axis of examples to None inside fun. Or leave out sum_over"
+                f"{'In per_device' if returns_parts else 'With sum_over'}, fun has a device's own examples, so it must "
+                f"not place arrays over {names}. Pass jax.lax.with_sharding_constraint a jax.P without {names}, and no "
+                "NamedSharding. In Flax's logical axis rules, map the axis of examples to None inside fun"
+                + remedy
             )
         raise
+
+
+# JAX's words for an array from outside that a function in `shard_map` uses, on a mesh of several axes and of one.
+_CLOSED_OVER = "should match the aval mesh", "Closing over inputs to shard_map"
 
 
 def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:
@@ -260,11 +286,22 @@ def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:
     return jax.sharding.reshard(x, jax.P(*(axes or None for axes in kept)))
 
 
-def partitioned_like(x: jax.Array, like: Leaf) -> jax.Array:
-    """Returns an array with the partitions of `like`, which types show on the Explicit axes of `jax.set_mesh`."""
-    spec = jax.P(*_partitions(_spec(like)))
-    is_like = jax.P(*_partitions(_spec(x))) == spec or not explicit_axes(x)
-    return x if is_like else jax.sharding.reshard(x, spec)
+def partitioned_like(x: Leaf, like: Leaf) -> Leaf:
+    """Returns an array with the partitions of `like`, which types show on the Explicit axes of a mesh.
+
+    A select and a branch refuse operands of other partitions, such as the gradient and its finer sharded sum. Without
+    types, XLA places them itself.
+    """
+    if not hasattr(x, "dtype") or x.dtype == jax.dtypes.float0 or not explicit_axes(x):
+        return x
+    spec = _spec(like)
+    own, wanted = ([*axes_by_dimension(s), *[()] * x.ndim][: x.ndim] for s in (_spec(x), spec))
+    if own == wanted:
+        return x
+    spec = jax.P(*_partitions(spec))
+    if is_traced(x):
+        return jax.sharding.reshard(x, NamedSharding(_type_of(x).sharding.mesh, spec))
+    return jax.device_put(x, NamedSharding(x.sharding.mesh, spec))
 
 
 def on_mesh_of(params: PyTree, state: AnyState) -> AnyState:
@@ -315,8 +352,27 @@ def axes_beside(leaves: Sequence[Leaf], local: AxisNames) -> list[Axes]:
     return [tuple(a for a in mapped if a in varying_axes(x) and a not in local) for x in leaves]
 
 
+@contextlib.contextmanager
+def as_on_one_device(axes: AxisNames) -> Iterator[None]:
+    """Inside of it, a device's part along these mapped axes counts as all there is, so nothing is reduced over them.
+
+    It lasts while JAX traces a function. A function jitted by itself, which JAX has traced already, may be traced again
+    or not; its program is the same, because without it there would have been an error.
+    """
+    token = _not_reduced.set(axes)
+    try:
+        yield
+    finally:
+        _not_reduced.reset(token)
+
+
+_not_reduced: ContextVar[AxisNames] = ContextVar("_not_reduced", default=())
+
+
 def mapped_axes() -> tuple[AxisNames, bool]:
-    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    """Returns the mapped axes over which devices may have other parts, and whether types are tracked."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    mapped = tuple(a for a in manual if a not in _not_reduced.get())
     # A device's index along an axis varies over that axis. Its type shows this only if types are tracked.
     return mapped, bool(mapped) and bool(varying_axes(lax.axis_index(mapped[0])))
 

@@ -9,14 +9,14 @@ apart, so that a function runs as JAX traced it. `tests/programs/test_jaxprs.py`
 ("names_are_those_of_this_jax"), and that others do no harm ("other_names").
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.extend import core
 
-from shrewjax._base.types import Leaf
+from shrewjax._base.types import Leaf, PyTree
 
 Jaxpr: TypeAlias = Any  # jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
@@ -90,6 +90,24 @@ def context_of(equation: Equation) -> AbstractContextManager[Any]:
 
 def jaxprs_in(equation: Equation) -> Iterator[Jaxpr]:
     return (x for x in jax.tree.leaves(equation.params, is_leaf=is_jaxpr) if is_jaxpr(x))
+
+
+def axes_of_collectives(function: Callable[[], PyTree]) -> set[Hashable]:
+    """Returns the mapped axes along which devices wait for each other in a function."""
+    return _axes_of_collectives(jax.make_jaxpr(function)())
+
+
+_WAITS_FOR_NOBODY = {"axis_index", "pvary", "pbroadcast", "pcast"}
+
+
+def _axes_of_collectives(jaxpr: Jaxpr) -> set[Hashable]:
+    found: set[Hashable] = set()
+    for equation in opened(jaxpr).eqns:
+        if equation.primitive.name not in _WAITS_FOR_NOBODY:
+            given = [equation.params.get(name) for name in ("axes", "axis_name")]
+            found.update(a for a in jax.tree.leaves(given) if not isinstance(a, int))
+        found.update(*map(_axes_of_collectives, jaxprs_in(equation)))
+    return found
 
 
 def axes_of_constraints(jaxpr: Jaxpr) -> set[Hashable]:

@@ -15,7 +15,7 @@ import optax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import on_mesh_of, require_replicated
-from shrewjax._base.states import described, fields, increment_if
+from shrewjax._base.states import described, fields, increment_if, require_made_with
 from shrewjax._base.types import AnyState, Axes, AxisName, Leaf, Metrics, Number, PyTree, Scalar
 from shrewjax._clipping.global_norm import global_norm
 from shrewjax._clipping.units import find_units, stacked_layers
@@ -158,6 +158,8 @@ def skip_nonfinite(
         nonfinite_leaves = state.nonfinite_leaves
         if by_leaf:
             units = find_units(step.make_gradients(), stacked_layers(None))
+            if units.leaves:
+                require_made_with("leaves=True", state, "nonfinite_leaves")
             counts = units.numbers_beside(nonfinite_leaves)
             each = finite_leaves(units.leaves, axes)
             finite = jnp.all(each)
@@ -394,7 +396,9 @@ def _fixed_limit(above: Number, at_most: Number, *, at_least: float) -> dict[str
 
 
 def _norm(step: Step, axes: Axes) -> jax.Array:
-    return floats.to_float32(global_norm(step.make_gradients(), 2.0, axes))
+    grads = step.make_gradients()
+    trees.require_no_rows(grads, step.params)
+    return floats.to_float32(global_norm(grads, 2.0, axes))
 
 
 def _value(step: Step) -> jax.Array:

@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import newly_varying, summed
+from shrewjax._base.mesh import newly_varying, partitioned_like, summed, varying_axes
 from shrewjax._base.states import require_own, with_own_buffers
-from shrewjax._base.trees import check_unchanged, leaf_name
+from shrewjax._base.trees import check_unchanged, leaf_name, require_no_rows
 from shrewjax._base.types import (
     AnyState,
     Argument,
@@ -43,6 +43,7 @@ from shrewjax._base.types import (
     Params,
     PyTree,
 )
+from shrewjax._programs.jaxprs import axes_of_collectives
 
 Result: TypeAlias = tuple[PyTree, AnyState]
 """Updates, or new parameters, and the new state."""
@@ -67,16 +68,23 @@ class Step(NamedTuple):
         `run` returns updates, or new parameters if `apply`, and the new state, whose structure has to stay.
         `what_changed` begins the error if it does not.
         """
-        ran = run() if self.runs is True else jax.eval_shape(run)
-        check_unchanged(ran[1], self.state, what_changed)
+
+        def run_in_place() -> Result:
+            returned, new_state = run()
+            _check_restored(new_state, self.state)
+            check_unchanged(new_state, self.state, what_changed)
+            return returned, jax.tree.map(partitioned_like, new_state, self.state)
+
         if self.runs is True:
-            return ran
+            return run_in_place()
+        ran = jax.eval_shape(run_in_place)
+        _require_agreement(self.runs, run)
         # Both branches have to return the same types. Zero updates are made with the updates' types. The old parameters
         # and the old state keep their own types, so these are compared.
         _check_devices(ran[1], self.state, "inner's state after a step")
         if self.apply:
             _check_devices(ran[0], self.params, "the new parameters")
-        return run_if(self.runs, run, partial(self.skipped, ran[0]))
+        return run_if(self.runs, run_in_place, partial(self.skipped, ran[0]))
 
     def skipped(self, returned: PyTree) -> Result:
         """Returns zero updates like `returned`, or the parameters if `apply`, and the state."""
@@ -103,7 +111,12 @@ def run_step(tx: optax.GradientTransformation, step: Step) -> Result:
 def _run_innermost(tx: optax.GradientTransformation, step: Step) -> Result:
     update = optax.with_extra_args_support(tx).update
     updates, new_state = update(step.make_gradients(), step.state, step.params, **step.extra_args)
-    return _applied(step.params, updates) if step.apply else updates, _without_numbers(new_state)
+    returned = _applied(step.params, updates) if step.apply else updates
+    structures = {jax.tree.structure(returned), jax.tree.structure(step.params)}
+    if len(structures) == 1:
+        # An optimizer's state may be sharded finer than parameters (ZeRO), and then its updates are.
+        returned = jax.tree.map(partitioned_like, returned, step.params)
+    return returned, _without_numbers(new_state)
 
 
 def update_of_wrapper(
@@ -240,7 +253,43 @@ def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
         is_nothing = dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
         return param if is_nothing else optax.apply_updates(param, update)
 
+    require_no_rows(updates, params)
     return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)
+
+
+def _check_restored(new: PyTree, old: PyTree) -> None:
+    """Raises, while tracing, if lists stand in the old state where the transformation makes tuples."""
+
+    def is_list(x: PyTree) -> bool:
+        return type(x) is list
+
+    def as_tuple(x: PyTree) -> PyTree:
+        return tuple(map(with_tuples, x)) if is_list(x) else x
+
+    def with_tuples(tree: PyTree) -> PyTree:
+        return jax.tree.map(as_tuple, tree, is_leaf=is_list)
+
+    structures: list[Any] = [jax.tree.structure(x) for x in (new, old, with_tuples(old))]
+    if structures[0] != structures[1] and structures[0] == structures[2]:
+        raise ValueError(
+            "opt_state must have tuples where its transformation makes them, got lists, as after a restore without a "
+            "target. Restore it with tx.init(params) as the target. Or convert it: "
+            "jax.tree.unflatten(jax.tree.structure(tx.init(params)), jax.tree.leaves(opt_state))"
+        )
+
+
+def _require_agreement(runs: Flag, run: Callable[[], Result]) -> None:
+    """Raises if some devices would wait for others in a collective of `run` that these skip."""
+    differs = varying_axes(runs) if isinstance(runs, jax.Array) else frozenset()
+    waiting = sorted(map(repr, differs and differs & axes_of_collectives(run)))
+    if waiting:
+        names = ", ".join(waiting)
+        raise ValueError(
+            "the decision to run inner (flush, accum_steps, micro_step, or that of a guard) must be the same on every "
+            f"device, got one that may differ over {names}, over which inner has a collective. Make the decision from "
+            f"what is the same on all devices. Or, for independent models, leave the collective over {names} out of "
+            "inner"
+        )
 
 
 def _check_devices(new: PyTree, old: PyTree, what: str) -> None:

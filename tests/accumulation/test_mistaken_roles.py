@@ -176,6 +176,21 @@ def test_the_remedy_for_a_mistaken_role_gives_the_right_gradient(case):
     assert_close(returned[1], expected, rtol=1e-5)
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["size"])
+@dataclasses.dataclass
+class Sized:
+    x: jax.Array
+    size: int
+
+
+def test_a_static_size_is_the_whole_batch_s_and_summing_the_parts_mends_it():
+    def loss(params, batch):
+        return jnp.sum(batch.x @ params["w"]) / batch.size
+
+    _, grads = shrewjax.value_and_grad(loss, 4, reduction="sum")(WEIGHTS, Sized(X, 8))
+    assert_close(grads, jax.grad(loss)(WEIGHTS, Sized(X, 8)), rtol=1e-5)
+
+
 def test_two_sets_of_examples_may_be_divided_by_the_remedy_in_the_message():
     unlabelled = RNG.normal(size=(24, 3)).astype(np.float32)
     args = (X, Y), unlabelled

@@ -11,6 +11,7 @@ import orbax.checkpoint
 import pytest
 from helpers import assert_close, lenient, mesh_of, placed, thorough
 from jax.sharding import PartitionSpec as P
+from speed import quick_jit
 
 import shrewjax
 
@@ -109,6 +110,48 @@ def test_a_step_compiles_once(axis_type, with_context, sum_over):
     jax.monitoring.clear_event_listeners()
     assert len(compiled) == 1
     assert int(shrewjax.metrics(state)["accumulate/windows"]) == 2
+
+
+INNERS = {
+    "accumulate": lambda tx: shrewjax.accumulate(tx, 2),
+    "guards in a window": lambda tx: shrewjax.accumulate(shrewjax.skip_on_spike(shrewjax.skip_nonfinite(tx)), 2),
+    "a guard": shrewjax.skip_nonfinite,
+    "a history": lambda tx: shrewjax.skip_on_spike(optax.chain(shrewjax.clip_by_leaf_norm_ema(), tx)),
+}
+
+
+@pytest.mark.parametrize("name", ["accumulate", *thorough("guards in a window", "a guard", "a history")])
+@pytest.mark.parametrize("with_context", [True, *thorough(False)], ids=["set_mesh", "no context"])
+def test_a_state_may_be_sharded_finer_than_gradients_and_parameters_on_an_explicit_mesh(name, with_context):
+    """ZeRO, and the reverse. The numbers are those of one device, and no sharding changes."""
+    mesh = mesh_of("Explicit", data=4)
+    tx = INNERS[name](lenient(optax.adam(0.1)))
+    tree = {"w": jnp.linspace(-1, 1, 24).reshape(SHAPE), "b": jnp.ones(4)}
+    whole, divided = (placed(tree, mesh, spec) for spec in (P(), P("data")))
+    apply, update = (quick_jit(f) for f in (partial(shrewjax.apply_gradients, tx), tx.update))
+
+    def steps(params, grads, state):
+        for _ in range(2):
+            updates, _ = update(grads, state, params)
+            assert shardings(updates) == shardings(params)
+            before, (params, state) = (params, state), apply(grads, state, params)
+            assert shardings((params, state)) == shardings(before)
+        return params
+
+    expected = steps(tree, tree, tx.init(tree))
+    with jax.set_mesh(mesh) if with_context else contextlib.nullcontext():
+        for params, grads, like in (
+            (whole, whole, divided),
+            (whole, divided, divided),
+            (divided, whole, divided),
+            (whole, divided, whole),
+        ):
+            assert_close(steps(params, grads, tx.init(like)), expected, rtol=1e-6)
+
+
+def shardings(tree):
+    """The parts of each leaf's first dimension, because a `PartitionSpec` has several spellings."""
+    return [x.addressable_shards[0].data.shape for x in jax.tree.leaves(tree)]
 
 
 def test_init_under_jit_gives_each_device_its_row():

@@ -218,3 +218,23 @@ def test_a_clip_in_shard_map_sums_gradients_that_come_as_unreduced():
 
     found = jax.jit(jax.shard_map(norm, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))(PARAMS["in"], X)
     np.testing.assert_allclose(found, np.linalg.norm(jax.grad(loss)(PARAMS["in"], X)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}])
+def test_an_array_that_the_loss_closes_over_has_to_be_an_argument_of_it(axes):
+    """JAX's own errors name neither the loss nor the remedy. The test does what the message says."""
+    scale, w = PARAMS["layers"]["bias"][0], PARAMS["in"]
+    mesh = mesh_of("Explicit", **axes)
+    loss = lambda w, x, scale: jnp.mean(jnp.tanh(x @ w * scale) ** 2)  # noqa: E731
+    with jax.set_mesh(mesh):
+        given = placed(w, mesh, P()), placed(X, mesh, P("data")), placed(scale, mesh, P())
+
+        def closing(w, x, scale):
+            return shrewjax.value_and_grad(lambda w, x: loss(w, x, scale), K, sum_over="data")(w, x)
+
+        with pytest.raises(
+            ValueError, match=r"must not close over arrays .* as an argument, and leave its position out"
+        ):
+            jax.jit(closing)(*given)
+        found = jax.jit(shrewjax.value_and_grad(loss, K, batch_argnums=1, sum_over="data"))(*given)
+    close(found, jax.value_and_grad(loss)(w, X, scale))

@@ -103,6 +103,69 @@ def test_complex_numbers_whose_halves_are_subnormal_count_in_every_order(dtype, 
     assert np.abs(clipped).max() <= 0.5001 * smallest
 
 
+def of_one_element(value, dtype):
+    """Leaves whose units have one element, and in which the compiler finds no sum to take."""
+    return [jnp.full(shape, value, dtype) for shape in ((), (1,), (2, 1))]
+
+
+def norms_of_one(leaves):
+    """Their norms of orders 1 and 2: of all, by leaf, and by unit."""
+    found = {}
+    for ord in (1, 2):
+        rules = [
+            shrewjax.clip_by_leaf_norm(1, ord=ord, batch_axes=axes)
+            for axes in (None, lambda _, x: 0 if x.ndim else None)
+        ]
+        states = [tx.update(leaves, tx.init(leaves))[1].grad_norm for tx in rules]
+        found[str(ord)] = shrewjax.grad_norm(leaves, ord), *states
+    tx = shrewjax.clip_by_global_norm(1, leaves=True)
+    return found | {"leaves": tx.update(leaves, tx.init(leaves))[1].leaf_norms}
+
+
+def known_gradients(value, dtype):
+    """Gradients that the compiler knows; those of parameters that are not used if the value is 0."""
+    return jax.grad(lambda params: sum((jnp.sum((x * value).real) for x in params if value), 0.0))(
+        of_one_element(1, dtype)
+    )
+
+
+WAYS = {
+    "argument": lambda trees: jax.jit(lambda trees: [*map(norms_of_one, trees)])(trees),
+    "eager": lambda trees: [*map(norms_of_one, trees)],
+    "vmap": lambda trees: [
+        jax.tree.map(lambda x, i=i: x[i], rows)
+        for rows in [jax.jit(jax.vmap(norms_of_one))(jax.tree.map(lambda *xs: jnp.stack(xs), *trees))]
+        for i in range(len(trees))
+    ],
+}
+
+
+@pytest.mark.parametrize("way", [*WAYS, "constant", "gradient"])
+@pytest.mark.parametrize("dtype", [jnp.float32, *thorough(jnp.bfloat16, jnp.float16, jnp.complex64, jnp.float64)])
+def test_a_leaf_of_one_element_has_a_norm_in_every_range(dtype, way):
+    """XLA-7: two known scales of an element would be multiplied by each other first."""
+    values = {jnp.float16: [0, 3, 6e4, 6e-8], jnp.float64: [0, 3, 1e200, 1e-200]}.get(dtype, [0, 3, 1e20, 1e-25])
+    with jax.enable_x64(dtype == jnp.float64):
+        if way == "constant":
+            found = jax.jit(lambda: [norms_of_one(of_one_element(v, dtype)) for v in values])()
+        elif way == "gradient":
+            found = jax.jit(lambda: [norms_of_one(known_gradients(v, dtype)) for v in values])()
+        else:
+            found = WAYS[way]([of_one_element(v, dtype) for v in values])
+    for value, norms in zip(values, found, strict=True):
+        value = float(jnp.asarray(value, dtype if dtype != jnp.complex64 else f32)) if dtype != jnp.float64 else value
+        beyond = value > 1e38  # by leaf they are float32
+        for ord in (1, 2):
+            total, by_leaf, by_unit = norms[str(ord)]
+            one = value if not beyond else np.inf
+            np.testing.assert_allclose(total, value * 4 ** (1 / ord), rtol=1e-6, err_msg=f"{value} {ord}")
+            np.testing.assert_allclose(
+                by_leaf, f32([one, one, one * 2 ** (1 / ord)]), rtol=1e-6, err_msg=f"{value} {ord}"
+            )
+            jax.tree.map(lambda x, one=one: np.testing.assert_allclose(x, f32(one), rtol=1e-6), by_unit)
+        np.testing.assert_allclose(norms["leaves"], f32([one, one, one * 2**0.5]), rtol=1e-6)
+
+
 def test_norm_of_nothing_is_zero():
     nothing = [np.zeros((0, 3), f32)], [np.zeros(3, f32)] * 2, {"i": np.arange(3), "flag": np.ones(2, bool)}
     for tree in ({}, None, *nothing):

@@ -47,6 +47,16 @@ def test_model_as_examples_has_two_roles():
         shrewjax.flax.value_and_grad(loss, 2, batch_argnums=(0, 1))(model(), X)
 
 
+@pytest.mark.parametrize("keyword", [False, True])
+def test_the_model_behind_arrays_is_an_error_and_not_a_gradient_by_the_arrays(keyword):
+    step = shrewjax.flax.value_and_grad(lambda x, y, model: loss(model, x), 2)
+    with pytest.raises(ValueError, match=r"^the first argument must be the model.* Linear in argument (2|model) has"):
+        step(X, X, model=model()) if keyword else step(X, X, model())
+    scale = jnp.ones(3)
+    _, grads = shrewjax.flax.value_and_grad(lambda scale, x, rngs: jnp.mean(x @ scale), 2)(scale, X, nnx.Rngs(0))
+    np.testing.assert_allclose(grads, X.mean(0))
+
+
 def test_gradients_without_variables_of_wrt_are_an_error_that_names_one():
     trained = model()
     optimizer = shrewjax.flax.Optimizer(trained, shrewjax.accumulate(optax.sgd(1.0), 2), wrt=nnx.Param)

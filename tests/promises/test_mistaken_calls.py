@@ -55,6 +55,15 @@ def calls_of(tx, params=PARAMS):
         ("apply_gradients", "weights", "weight"),
         ("flush", "weights", "weight"),
         ("update", "wieght", "weight"),
+        ("update", "num_items_in_batch", "weight"),
+        ("update", "num_items", "weight"),
+        ("apply_gradients", "batch_size", "weight"),
+        ("update", "local_batch_size", "weight"),
+        ("update", "num_sequences", "weight"),
+        ("flush", "denominator", "weight"),
+        ("apply_gradients", "is_last", "flush"),
+        ("update", "is_last_micro_batch", "flush"),
+        ("update", "sync_gradients", "flush"),
         ("apply_gradients", "flsuh", "flush"),
         ("flush", "values", "value"),
         ("update", "valeu", "value"),
@@ -72,6 +81,17 @@ def test_near_miss_of_an_argument_is_an_error_that_names_the_one_meant(call, nam
     calls = calls_of(shrewjax.accumulate(optax.sgd(1.0), 2))
     with pytest.raises(ValueError, match=rf"^{name}= is no argument of accumulate, and near {meant}=\. Pass {meant}="):
         calls[call](**{name: 1.0})
+
+
+def test_names_for_value_fn_and_of_neighbours_pass():
+    record = {}
+    call = calls_of(shrewjax.accumulate(with_extra(record), 1))["update"]
+    own = {"value_fn": 1, "batch_size": 2, "num_items": 3, "is_last": 4, "num_tokens": 5}
+    call(**own)
+    assert record == own | {"values": None}
+    for name in ("temperature", "batch", "size", "last_loss", "step", "labels", "is_training", "asynchronous"):
+        call(**{name: 1})
+        assert record[name] == 1
 
 
 @pytest.mark.parametrize("make", [lambda: optax.adafactor(1.0), lambda: optax.chain(optax.novograd(1.0))])
@@ -254,6 +274,8 @@ def test_nnx_state_that_fun_changes_is_an_error_that_names_the_module_for_flax(k
         ValueError, match=rf"^argument 0 is an NNX object .* {kind[:3]}.* Call shrewjax\.flax\.value_and_grad"
     ):
         shrewjax.value_and_grad(lambda model, x: jnp.mean(model(x)), 4)(*STATES[kind]())
+    with pytest.raises(ValueError, match=r"^argument 0 is an NNX object .* Call shrewjax\.flax"):
+        shrewjax.micro_batched(lambda model, x: jnp.mean(model(x)), 4)(*STATES[kind]())
     with pytest.raises(ValueError, match=r"^keyword argument rngs\['a'\] is an NNX object .* Call shrewjax\.flax"):
         shrewjax.value_and_grad(lambda p, x, rngs: 0.0, 4)(PARAMS, X, rngs={"a": nnx.Rngs(0)})
     stateless = WithState()
