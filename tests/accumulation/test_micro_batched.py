@@ -227,9 +227,11 @@ def test_a_gradient_is_the_loop_of_value_and_grad_with_nothing_before_it():
         return jnp.mean(h.astype(params.dtype) ** 2)
 
     def loop(f):
-        scans = [e for e in jax.make_jaxpr(f)(np.ones((3, 4, 4), "f"), np.ones((B, 4), "f")).eqns]
-        at = next(i for i, e in enumerate(scans) if e.primitive.name == "scan")
-        return [e.primitive.name for e in scans[:at]], str(scans[at].params["jaxpr"].in_avals)
+        program = jax.make_jaxpr(f)(np.ones((3, 4, 4), "f"), np.ones((B, 4), "f"))
+        rule = next((e.params["call_jaxpr"] for e in program.eqns if "call_jaxpr" in e.params), program)
+        names = [e.primitive.name for e in rule.eqns]
+        at = names.index("scan")
+        return names[:at], str(rule.eqns[at].params["jaxpr"].in_avals)
 
     part = jax.value_and_grad(shrewjax.micro_batched(deep, K))
     assert loop(part) == loop(shrewjax.value_and_grad(deep, K))
