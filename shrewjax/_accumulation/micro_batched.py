@@ -180,7 +180,7 @@ def value_of_batch(
     @jax.custom_jvp
     def value(free_arrays: list[jax.Array], fixed_arrays: list[jax.Array]) -> PyTree:
         arrays = dict(zip(free + fixed, free_arrays + fixed_arrays, strict=True))
-        return call.value_and_grad(arrays, always)[0]
+        return call.value_and_grad(arrays, always, [])[0]
 
     # 3.
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
@@ -192,7 +192,9 @@ def value_of_batch(
             raise ValueError(_no_derivative_by(paths[at]))
         arrays = dict(zip(free + fixed, primals[0] + primals[1], strict=True))
         chosen = always or [*by_free]
-        returned, grads = _in_one_piece(lambda x: call.value_and_grad(x, chosen), arrays)
+        returned, grads = _in_one_piece(
+            lambda x: call.value_and_grad(x, chosen, [*by_free]), arrays
+        )
         return returned, _tangent(returned, grads, by_free, has_aux=options["has_aux"])
 
     value.defjvp(rule, symbolic_zeros=True)
@@ -214,32 +216,42 @@ class _Call(NamedTuple):
     structure: Any
 
     def value_and_grad(
-        self, arrays: dict[int, jax.Array], chosen: list[int]
+        self, arrays: dict[int, jax.Array], chosen: list[int], moved: list[int]
     ) -> tuple[PyTree, dict[int, jax.Array]]:
-        """Returns the results with these arrays as leaves, and the gradients by the chosen ones. Both have numbers."""
+        """Returns the results with these arrays as leaves, and the gradients by the chosen ones. Both have numbers.
+
+        `moved` are those of the chosen that a caller differentiates. The weight may depend smoothly on others.
+        """
         by_number = dict(enumerate(self.leaves)) | arrays
         params = {at: by_number[at] for at in chosen}
         # None stands for them. Otherwise `sum_over` would pass each of them to all devices twice.
-        args, kwargs = self.structure.unflatten((by_number | dict.fromkeys(chosen)).values())
+        absent = dict.fromkeys(moved if self.weight else chosen)
+        args, kwargs = self.structure.unflatten((by_number | absent).values())
         given: dict[str, Any] = {"argnums": len(args)} | self.roles | self.options
         if self.weight:
-            given["weight"] = functools.partial(self._with_params, self.weight)
-        fun = functools.partial(self._with_params, self._scalar)
+            given["weight"] = functools.partial(self._with_params, self.weight, moved)
+        fun = functools.partial(self._with_params, self._scalar, chosen)
         returned, grads = value_and_grad(fun, **given)(*args, params, **kwargs)
         return returned, grads
 
-    def _with_params(self, function: Function, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Returns the result of `function`, with the parameters, which come last by position, in their places."""
+    def _with_params(
+        self, function: Function, numbers: list[int], *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
+        """Returns the result of `function`, with those parameters, which come last by position, in their places."""
         *others, params = args
         leaves = self.structure.flatten_up_to((tuple(others), kwargs))
-        given = [*(dict(enumerate(leaves)) | params).values()]
+        given = [*(dict(enumerate(leaves)) | {at: params[at] for at in numbers}).values()]
         own, own_kwargs = self.structure.unflatten(given)
+        # A dict or a list may change, because it is a copy that no caller sees.
+        objects = jax.tree.leaves(
+            (own, own_kwargs), is_leaf=lambda x: not isinstance(x, dict | list | tuple)
+        )
         returned = function(*own, **own_kwargs)
-        now = jax.tree.leaves((own, own_kwargs))
+        now = jax.tree.leaves(objects)
         if len(now) != len(given) or any(x is not y for x, y in zip(now, given, strict=True)):
             raise ValueError(
-                "fun changes its arguments in place, and the change would be lost. Return the new values as aux. In "
-                "Flax NNX, take shrewjax.flax.micro_batched, which keeps batch statistics and counts of keys"
+                "fun changes an object among its arguments, and the change would be lost. Return the new values as "
+                "aux. In Flax NNX, take shrewjax.flax.micro_batched, which keeps batch statistics and counts of keys"
             )
         return returned
 

@@ -268,6 +268,15 @@ def noisy(w, key, **batch):
     return scaled(w, **batch) + 0 * jax.random.normal(key)
 
 
+def of_changed(w, batch):
+    return scaled(w, batch.pop("x"), batch.pop("y"))
+
+
+def of_classes(w, scales, x, y):
+    each = scales[(y > 0).astype(int)]
+    return jnp.sum(each * (x @ w - y) ** 2) / jnp.sum(each)
+
+
 class Module(eqx.Module):
     linear: eqx.nn.Linear
     steps: jax.Array
@@ -296,6 +305,17 @@ CALLS = {
     "a scale by position, and names": (scaled, {"batch_argnums": ("x", "y")}, (W, XF, YF, 2.0), {}),
     "positions, by keyword": (scaled, {"batch_argnums": (1, 2)}, (W,), {"y": YF, "x": XF, "scale": 2.0}),
     "params, key, **batch": (noisy, {"rng_argnums": "key"}, (W, KEY), {"x": XF, "y": YF}),
+    "a dict that fun changes": (of_changed, {}, (W, {"x": XF, "y": YF}), {}),
+    "a weight by what is not differentiated": (
+        of_classes,
+        {
+            "batch_argnums": ("x", "y"),
+            "weight": lambda w, scales, x, y: jnp.sum(scales[(y > 0).astype(int)]),
+            "nonfinite": "drop_microbatch",
+        },
+        (W, jnp.array([0.5, 2.0]), XF, YF),
+        {},
+    ),
     "a partial": (partial(scaled, scale=2.0), {}, (W, XF, YF), {}),
     "a key by keyword": (
         noisy,
