@@ -379,7 +379,10 @@ def micro_batched(
     accumulator_dtype: DType = None,
     sum_over: AxisName | None = None,
 ) -> Function:
-    """Returns `fun` with a value and derivatives that are computed micro-batch by micro-batch.
+    r"""Returns `fun` with a value and derivatives that are computed micro-batch by micro-batch.
+
+    .. math:: \mathrm{d}\ell = \sum_\theta \Big( \frac{\sum_i w_i \, \partial \ell_i / \partial \theta}{\sum_i w_i}
+        \cdot \mathrm{d}\theta \Big)
 
     It is `shrewjax.micro_batched` for a loss that takes an NNX model first, as `nnx.value_and_grad` and `nnx.grad` do.
     Batch statistics, counts of keys and all other state go from micro-batch to micro-batch, as in `value_and_grad`. A
