@@ -4,8 +4,8 @@
 the sum of gradients times tangents. JAX transposes the rule, differentiates it again and maps it. `value_of_batch` is a
 call:
 
-1. Flatten the arguments. Floating arrays are free leaves, except examples, keys and the carry. Other arrays are fixed
-   leaves. All else, such as a number or a function, stays as it is.
+1. Flatten the arguments. Floating arrays are free leaves, except examples, keys and the carry. Other arrays of JAX are
+   fixed leaves. All else, such as a number or a function, stays as it is.
 2. The value alone is that of the batch with no parameters, so that nothing runs backward.
 3. JAX tells the rule which tangents are zeros, by their types. The parameters are the free leaves of all others.
 """
@@ -170,9 +170,15 @@ def value_of_batch(
     paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
     call = _Call(fun, weight, roles, options, leaves, structure)
     with_role = {at for places in roles.values() for at in places} | {options.get("carry_argnum")}
-    arrays = [at for at, x in enumerate(leaves) if isinstance(x, jax.Array)]
-    free = [at for at in arrays if is_gradient(leaves[at]) and _place(paths[at]) not in with_role]
-    fixed = [at for at in arrays if at not in {*free}]
+    of_fun = [at for at, path in enumerate(paths) if _place(path) not in with_role]
+    # NumPy's, too, because the value drops those micro-batches that a derivative by them would drop.
+    free = [
+        at
+        for at in of_fun
+        if isinstance(leaves[at], jax.Array | np.ndarray) and is_gradient(leaves[at])
+    ]
+    others = sorted({*range(len(leaves))} - {*free})
+    fixed = [at for at in others if isinstance(leaves[at], jax.Array)]
     # Whether a micro-batch is dropped must be the same in the value and in each derivative.
     always = free if options["nonfinite"] == "drop_microbatch" else []
 

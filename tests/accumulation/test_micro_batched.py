@@ -372,6 +372,14 @@ def test_keys_weights_and_aux_are_those_of_value_and_grad():
     assert found[0][1]["count"] < counts.sum()
 
 
+def test_a_micro_batch_whose_gradient_alone_is_not_finite_is_dropped_from_the_value_too():
+    x = np.where(np.arange(B)[:, None] == 1, 0, XF)  # the root has no derivative at 0
+    part = shrewjax.micro_batched(lambda w, x: jnp.mean(jnp.sqrt(jnp.abs(x @ w))), K, nonfinite="drop_microbatch")
+    expected = np.mean(np.sqrt(np.abs(x @ W))[np.arange(B) % K != 1])
+    found = jax.value_and_grad(part)(W, x)[0], part(jnp.asarray(W), x), part(W, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 # --- errors, and what is not an error but said -----------------------------------------------------------------------
 
 
