@@ -503,6 +503,8 @@ def _advance_leaf(
 ) -> jax.Array:
     """Returns (total + factor * grad) * scale, in one read and one write. A first gradient replaces the old total.
 
+    There is no `grad` if the caller passed None, at a close, and if a loop has added the gradient already.
+
     It is replaced, and not set to zero when the window closes, because that costs a copy on XLA:CPU (XLA-16).
     """
     if not is_gradient(total):
