@@ -1061,6 +1061,30 @@ def test_an_optimizer_that_takes_the_loss_gets_the_whole_batchs_value_and_deriva
     np.testing.assert_allclose(product, 2 * x.T @ x @ vector / len(x), rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore")  # of jaxopt, which is old
+def test_the_lines_for_other_packages_do_with_micro_batches_what_they_do_with_the_loss():
+    names = {name: pytest.importorskip(name) for name in ("optimistix", "blackjax", "jaxopt")}
+    (lines,) = re.findall(r"```py\n(.*?)```", (DOCS / "guide/takes_the_loss.md").read_text(), re.DOTALL)
+    x, y = (jnp.asarray(normal(*shape, seed=i), "float32") for i, shape in enumerate([(16, 3), (16,)]))
+    names |= page("guide/takes_the_loss.md").names | {
+        "x": x,
+        "y": y,
+        "log_prior": lambda params: -jnp.sum(params["w"] ** 2),
+    }
+    whole = names | {"of_batch": names["loss_fn"]}
+    for namespace in (names, whole):
+        exec(compile(lines, "takes_the_loss.md", "exec"), namespace)
+    best = np.linalg.lstsq(np.float64(x), np.float64(y))[0]
+    for found in (names["solution"].value, names["result"].params, names["same"].params):
+        np.testing.assert_allclose(found["w"], best, atol=1e-3)
+
+    def drawn(sampler):
+        state = sampler.init({"w": jnp.ones(3)})
+        return users_jit(sampler.step)(jax.random.key(0), state)[0].position["w"]
+
+    np.testing.assert_allclose(drawn(names["sampler"]), drawn(whole["sampler"]), rtol=1e-4)
+
+
 def test_a_loss_scale_inside_the_loss_keeps_small_gradients_and_one_around_it_does_not():
     guide = page("guide/takes_the_loss.md").names
     small = jnp.full((8,), 2.0**-14, jnp.float16)
