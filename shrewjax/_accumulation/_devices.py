@@ -162,16 +162,18 @@ class Devices:
             treedef, [next(of_leaves) if is_gradient(x) else x for x in leaves]
         )
 
-    def emptied(self, gradient_sum: ArrayTree, total: ArrayTree) -> ArrayTree:
-        """Returns sums for the state of a closed window, whose values nobody reads. Reuses the total if it can."""
+    def emptied(self, gradient_sum: ArrayTree, total: ArrayTree, average: ArrayTree) -> ArrayTree:
+        """Returns sums for the state of a closed window, whose values nobody reads. Reuses other arrays if it can."""
         if not self.axes:
             return total
-        # XLA-22: On CUDA and TPU, XLA would otherwise keep both the rows and the total, which costs memory of the
-        # parameters' size (tests/devices/test_accelerators.py, "sends_gradients_once").
+        # XLA-22: On CUDA and TPU, XLA would otherwise keep the rows beside these arrays, which costs memory of the
+        # parameters' size. Inside `shard_map` a TPU would keep the total, too (tests/devices/test_accelerators.py,
+        # "sends_gradients_once"), and outside of it an H100 the average (tests/devices/test_rows_compiled.py).
+        reused = average if is_mapped(self.axes) else total
         return jax.tree.map(
             lambda rows, x: self._as_rows(x, rows) if is_gradient(rows) else rows,
             gradient_sum,
-            total,
+            reused,
         )
 
     def _as_rows(self, x: jax.Array, rows: jax.Array) -> jax.Array:

@@ -445,7 +445,7 @@ class Window:
 
     def emptied(self, state: AnyState, average: Average) -> ArrayTree:
         """Returns sums for the state of a closed window, whose values nobody reads."""
-        return self._devices.emptied(state.gradient_sum, average.total)
+        return self._devices.emptied(state.gradient_sum, average.total, average.gradients)
 
     def _total(self, step: WindowStep) -> WindowStep:
         """Returns the step with totals in the places of partial sums."""
