@@ -1048,17 +1048,15 @@ def test_a_state_with_fewer_fields_goes_on_in_a_new_one():
 # --- docs/guide/takes_the_loss.md ------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_that_takes_the_loss_gets_the_whole_batchs_value_and_derivatives():
+def test_an_optimizer_that_takes_the_loss_finds_the_whole_batchs_minimum():
     guide = page("guide/takes_the_loss.md").names
-    x, y, vector = (normal(*shape, seed=i).astype("f") for i, shape in enumerate([(16, 3), (16,), (3,)]))
+    x, y = (normal(*shape, seed=i).astype("f") for i, shape in enumerate([(16, 3), (16,)]))
     params, state = guide["params"], guide["tx"].init(guide["params"])
     for _ in range(5):
         params, state, loss = guide["step"](params, state, x, y)
     best, (rest,), *_ = np.linalg.lstsq(x.astype(float), y.astype(float))
     np.testing.assert_allclose(params["w"], best, rtol=1e-3)
     np.testing.assert_allclose(loss, rest / len(x), rtol=1e-3)
-    product = guide["hessian_times"]({"w": vector}, params, x, y)["w"]
-    np.testing.assert_allclose(product, 2 * x.T @ x @ vector / len(x), rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")  # of jaxopt, which is old
