@@ -8,6 +8,9 @@ call:
    fixed leaves. All else, such as a number or a function, stays as it is.
 2. The value alone is that of the batch with no parameters, so that nothing runs backward.
 3. JAX tells the rule which tangents are zeros, by their types. The parameters are the free leaves of all others.
+
+The rule never sees the cotangent, such as a loss scale. One of `jax.custom_vjp` would, but it would run forward twice
+(1.35 times the operations of `jax.value_and_grad`), and have no forward mode.
 """
 
 import functools
