@@ -218,6 +218,25 @@ def test_it_holds_one_micro_batch_and_the_gradients_that_are_wanted():
     assert of_adapter < of_all - 0.9 * tree or of_adapter < 8 * micro_batch
 
 
+def test_a_gradient_is_the_loop_of_value_and_grad_with_nothing_before_it():
+    """Where JAX linearizes a loop, it computes before the loop what each turn has in common, and holds it."""
+
+    def deep(params, x):
+        half = params.astype(jnp.bfloat16)  # in each turn, and not held beside the parameters
+        h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x.astype(half.dtype), half)[0]
+        return jnp.mean(h.astype(params.dtype) ** 2)
+
+    def loop(f):
+        program = jax.make_jaxpr(f)(np.ones((3, 4, 4), "f"), np.ones((B, 4), "f"))
+        rule = next((e.params["call_jaxpr"] for e in program.eqns if "call_jaxpr" in e.params), program)
+        names = [e.primitive.name for e in rule.eqns]
+        at = names.index("scan")
+        return names[:at], str(rule.eqns[at].params["jaxpr"].in_avals)
+
+    part = jax.value_and_grad(shrewjax.micro_batched(deep, K))
+    assert loop(part) == loop(shrewjax.value_and_grad(deep, K))
+
+
 def test_the_value_runs_no_backward_pass_except_to_drop_micro_batches():
     @jax.custom_vjp
     def noisy(x):
@@ -249,6 +268,15 @@ def noisy(w, key, **batch):
     return scaled(w, **batch) + 0 * jax.random.normal(key)
 
 
+def of_changed(w, batch):
+    return scaled(w, batch.pop("x"), batch.pop("y"))
+
+
+def of_classes(w, scales, x, y):
+    each = scales[(y > 0).astype(int)]
+    return jnp.sum(each * (x @ w - y) ** 2) / jnp.sum(each)
+
+
 class Module(eqx.Module):
     linear: eqx.nn.Linear
     steps: jax.Array
@@ -277,6 +305,17 @@ CALLS = {
     "a scale by position, and names": (scaled, {"batch_argnums": ("x", "y")}, (W, XF, YF, 2.0), {}),
     "positions, by keyword": (scaled, {"batch_argnums": (1, 2)}, (W,), {"y": YF, "x": XF, "scale": 2.0}),
     "params, key, **batch": (noisy, {"rng_argnums": "key"}, (W, KEY), {"x": XF, "y": YF}),
+    "a dict that fun changes": (of_changed, {}, (W, {"x": XF, "y": YF}), {}),
+    "a weight by what is not differentiated": (
+        of_classes,
+        {
+            "batch_argnums": ("x", "y"),
+            "weight": lambda w, scales, x, y: jnp.sum(scales[(y > 0).astype(int)]),
+            "nonfinite": "drop_microbatch",
+        },
+        (W, jnp.array([0.5, 2.0]), XF, YF),
+        {},
+    ),
     "a partial": (partial(scaled, scale=2.0), {}, (W, XF, YF), {}),
     "a key by keyword": (
         noisy,
@@ -352,6 +391,14 @@ def test_skip_empty_has_all_derivatives_except_reverse_over_reverse_under_jit(x6
     assert_close(quick_jit(lambda: derivatives(ours))(), quick_jit(lambda: derivatives(of_kept))(), rtol=1e-12)
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work for"):
         jax.jit(jax.grad(along(ours))).lower(PARAMS)
+
+
+def test_a_micro_batch_whose_gradient_alone_is_not_finite_is_dropped_from_the_value_too():
+    x = np.where(np.arange(B)[:, None] == 1, 0, XF)  # the root has no derivative at 0
+    part = shrewjax.micro_batched(lambda w, x: jnp.mean(jnp.sqrt(jnp.abs(x @ w))), K, nonfinite="drop_microbatch")
+    expected = np.mean(np.sqrt(np.abs(x @ W))[np.arange(B) % K != 1])
+    found = jax.value_and_grad(part)(W, x)[0], part(jnp.asarray(W), x), part(W, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 # --- errors, and what is not an error but said -----------------------------------------------------------------------
