@@ -147,8 +147,8 @@ def increment_if(flag: Flag, count: jax.Array) -> jax.Array:
 
 @partial(jax.jit, inline=True)  # outside of jit, constants would be sent to the device
 def largest(tree: PyTree) -> jax.Array:
-    """Returns the largest number in a tree: NaN if any is NaN, at least 0, and 0 for no numbers. Shape (), float32."""
-    leaves = [jnp.ravel(jnp.asarray(x, jnp.float32)) for x in jax.tree.leaves(tree)]
+    """Returns the largest number in a tree: NaN if any is NaN, at least 0, and 0 for no numbers. Shape ()."""
+    leaves = [jnp.ravel(jnp.asarray(x)) for x in jax.tree.leaves(tree)]
     return jnp.max(jnp.concatenate(leaves), initial=0.0) if leaves else jnp.zeros((), jnp.float32)
 
 

@@ -11,6 +11,7 @@ import optax
 from shrewjax._base import arguments, trees
 from shrewjax._base.states import described, fields, require_made_with, require_own
 from shrewjax._base.types import Axes, AxisName, Tree
+from shrewjax._clipping.counts import Clipped, Count, counted, metrics_of_counts, new_counts
 from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -121,12 +122,14 @@ def clip_grad_norm(
 
 @described
 class ClipByGlobalNormState(NamedTuple):
-    """Measurements of the last update."""
+    """Measurements of the last update, in float64 where a parameter is, and counts."""
 
     grad_norm: Annotated[jax.Array, "float32 (): the norm before clipping"]
     clip_scale: Annotated[
         jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
     ]
+    count: Count  # type: ignore[assignment]
+    clipped: Clipped
     leaf_norms: Annotated[
         Any,
         "with leaves=True, a tree like the parameters of norms before clipping, float32 (); otherwise ()",
@@ -134,7 +137,8 @@ class ClipByGlobalNormState(NamedTuple):
 
     def metrics(self) -> dict[str, Any]:
         """Returns the entries of `shrewjax.metrics`."""
-        return fields(self, "grad_norm", "clip_scale") | _of_leaves(self.leaf_norms)
+        measured = fields(self, "grad_norm", "clip_scale") | metrics_of_counts(self)
+        return measured | _of_leaves(self.leaf_norms)
 
 
 def clip_by_global_norm(
@@ -174,8 +178,9 @@ def clip_by_global_norm(
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `ClipByGlobalNormState(grad_norm, clip_scale, leaf_norms)`, measurements of the last
-      update (before the first: 0, 1 and 0). The norms of the leaves have no derivative.
+      A transformation with state `ClipByGlobalNormState(grad_norm, clip_scale, count, clipped, leaf_norms)`: counts of
+      updates, and measurements of the last one (before the first: 0, 1 and 0). The norms of the leaves have no
+      derivative.
 
     Raises:
       ValueError: `leaves` is no bool, or is set although `ord` is not 2; with `leaves=True`, the updates' tree differs
@@ -206,10 +211,12 @@ def clip_by_global_norm(
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByGlobalNormState:
+        dtype = norm_dtype(params)
         return ClipByGlobalNormState(
-            grad_norm=jnp.zeros((), jnp.float32),
-            clip_scale=jnp.ones((), jnp.float32),
-            leaf_norms=jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params) if leaves else (),
+            grad_norm=jnp.zeros((), dtype),
+            clip_scale=jnp.ones((), dtype),
+            **new_counts(),
+            leaf_norms=jax.tree.map(lambda _: jnp.zeros((), dtype), params) if leaves else (),
         )
 
     def update_fn(
@@ -220,7 +227,9 @@ def clip_by_global_norm(
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del extra_args
         trees.require_no_rows(updates, params)
-        # Without `leaves`, the state is not read, as in Optax's clip, to which some callers pass None.
+        if not leaves and not isinstance(state, ClipByGlobalNormState):
+            # Any state counts as a new one, because Optax's clip, to which some callers pass None, reads none.
+            state = init_fn(updates)
         leaf_norms: Any = ()
         if leaves:
             require_own(state, ClipByGlobalNormState)
@@ -231,17 +240,25 @@ def clip_by_global_norm(
             units.numbers_beside(leaf_norms)
             norm, norms = measure_with_leaves(units.leaves, axes)
             others = jax.tree.map(jnp.zeros_like, leaf_norms)
-            leaf_norms = units.with_leaves(others, [norm.astype(jnp.float32) for norm in norms])
+            dtype = state.grad_norm.dtype
+            leaf_norms = units.with_leaves(others, [norm.astype(dtype) for norm in norms])
         else:
             norm = global_norm(updates, ord, axes)
         updates, scale = clip_to_limit(updates, norm, scaling.as_limit(max_norm, norm))
         return updates, ClipByGlobalNormState(
-            grad_norm=floats.to_float32(norm),
-            clip_scale=scaling.applied_scale(scale),
+            grad_norm=floats.stored(norm, state.grad_norm.dtype),
+            clip_scale=scaling.applied_scale(scale, state.clip_scale.dtype),
+            **counted(state, scaling.is_clipped_finite(scale, norm)),
             leaf_norms=leaf_norms,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def norm_dtype(params: Any) -> Any:
+    """Returns the dtype of the norm of gradients like the parameters, in which a state keeps it."""
+    arrays = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype") and trees.is_gradient(x)]
+    return jnp.result_type(floats.sum_dtype(*arrays))  # float32 for NumPy's float64 without x64
 
 
 def global_norm(grads: Any, ord: float, axes: Axes) -> ExtendedFloat:
@@ -286,7 +303,10 @@ def _largest_of(leaf_norms: list[Any]) -> tuple[jax.Array, jax.Array]:
 
 @described
 class ClipByNormPercentileState(NamedTuple):
-    """The history of norms and measurements of the last update. Its fields are a file format."""
+    """The history of norms, measurements of the last update, and counts. Its fields are a file format.
+
+    The norm and the scale are float64 where a parameter is.
+    """
 
     history: Annotated[histories.HistoryState, "the last finite norms, before clipping"]
     threshold: Annotated[
@@ -296,10 +316,12 @@ class ClipByNormPercentileState(NamedTuple):
     clip_scale: Annotated[
         jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
     ]
+    count: Count  # type: ignore[assignment]
+    clipped: Clipped
 
     def metrics(self) -> dict[str, Any]:
         """Returns the entries of `shrewjax.metrics`."""
-        return fields(self, "threshold", "grad_norm", "clip_scale")
+        return fields(self, "threshold", "grad_norm", "clip_scale") | metrics_of_counts(self)
 
 
 def clip_by_norm_percentile(
@@ -336,8 +358,8 @@ def clip_by_norm_percentile(
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `ClipByNormPercentileState(history, threshold, grad_norm, clip_scale)`; the last three
-      are float32 scalars of the last update (before the first: inf, 0 and 1).
+      A transformation with state `ClipByNormPercentileState(history, threshold, grad_norm, clip_scale, count,
+      clipped)`: three scalars of the last update (before the first: inf, 0 and 1), and counts of updates.
 
     Raises:
       ValueError: `percentile` or `history_length` is not as described; the state is another transformation's; or as in
@@ -359,12 +381,13 @@ def clip_by_norm_percentile(
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByNormPercentileState:
-        del params
+        dtype = norm_dtype(params)
         return ClipByNormPercentileState(
             history=histories.empty_history(length),
             threshold=jnp.full((), jnp.inf, jnp.float32),
-            grad_norm=jnp.zeros((), jnp.float32),
-            clip_scale=jnp.ones((), jnp.float32),
+            grad_norm=jnp.zeros((), dtype),
+            clip_scale=jnp.ones((), dtype),
+            **new_counts(),
         )
 
     def update_fn(
@@ -382,7 +405,11 @@ def clip_by_norm_percentile(
         threshold = histories.percentile(history, percentile)
         updates, scale = clip_to_limit(updates, norm, _float32_limit(threshold, grad_norm, norm))
         return updates, ClipByNormPercentileState(
-            history, threshold, grad_norm, scaling.applied_scale(scale)
+            history,
+            threshold,
+            grad_norm=floats.stored(norm, state.grad_norm.dtype),
+            clip_scale=scaling.applied_scale(scale, state.clip_scale.dtype),
+            **counted(state, scaling.is_clipped_finite(scale, norm)),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -390,7 +417,10 @@ def clip_by_norm_percentile(
 
 @described
 class ClipByNormZscoreState(NamedTuple):
-    """The moments of the norms and measurements of the last update. Its fields are a file format."""
+    """The moments of the norms, measurements of the last update, and counts. Its fields are a file format.
+
+    The norm and the scale are float64 where a parameter is.
+    """
 
     recorded: Annotated[jax.Array, "int32 (): number of norms recorded so far"]
     mean: Annotated[jax.Array, "float32 (): the mean of the norms, each clipped by its own z-score"]
@@ -402,10 +432,13 @@ class ClipByNormZscoreState(NamedTuple):
     clip_scale: Annotated[
         jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
     ]
+    count: Count  # type: ignore[assignment]
+    clipped: Clipped
 
     def metrics(self) -> dict[str, Any]:
         """Returns the entries of `shrewjax.metrics`."""
-        return fields(self, "threshold", "grad_norm", "clip_scale", "mean", "std")
+        measured = fields(self, "threshold", "grad_norm", "clip_scale", "mean", "std")
+        return measured | metrics_of_counts(self)
 
 
 def clip_by_norm_zscore(
@@ -454,7 +487,8 @@ def clip_by_norm_zscore(
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `ClipByNormZscoreState(recorded, mean, std, threshold, grad_norm, clip_scale)`.
+      A transformation with state `ClipByNormZscoreState(recorded, mean, std, threshold, grad_norm, clip_scale, count,
+      clipped)`.
 
     Raises:
       ValueError: an argument is not as described; the state is another transformation's; or as in `grad_norm`.
@@ -476,14 +510,15 @@ def clip_by_norm_zscore(
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByNormZscoreState:
-        del params
+        dtype = norm_dtype(params)
         return ClipByNormZscoreState(
             recorded=jnp.zeros((), jnp.int32),
             mean=jnp.zeros((), jnp.float32),
             std=jnp.zeros((), jnp.float32),
             threshold=jnp.full((), jnp.inf, jnp.float32),
-            grad_norm=jnp.zeros((), jnp.float32),
-            clip_scale=jnp.ones((), jnp.float32),
+            grad_norm=jnp.zeros((), dtype),
+            clip_scale=jnp.ones((), dtype),
+            **new_counts(),
         )
 
     def update_fn(
@@ -524,8 +559,9 @@ def clip_by_norm_zscore(
         return updates, ClipByNormZscoreState(
             *moments,
             threshold=threshold,
-            grad_norm=grad_norm,
-            clip_scale=scaling.applied_scale(scale),
+            grad_norm=floats.stored(norm, state.grad_norm.dtype),
+            clip_scale=scaling.applied_scale(scale, state.clip_scale.dtype),
+            **counted(state, scaling.is_clipped_finite(scale, norm)),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

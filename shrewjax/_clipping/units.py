@@ -27,7 +27,7 @@ from shrewjax._base.mesh import (
 )
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import Axes, AxisName, KeyPath, Scalar
-from shrewjax._numerics import scaling
+from shrewjax._numerics import floats, scaling
 from shrewjax._numerics.floats import ExtendedFloat, sum_dtype
 from shrewjax._numerics.norms import combine, magnitude_key, measure_units
 from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, sizes, unit_numbers
@@ -138,10 +138,17 @@ class Units:
         at = dict(zip(self.paths, leaves, strict=True))
         return jax.tree.map_with_path(lambda path, leaf: at.get(path, leaf), tree)
 
-    def numbers(self, tree: chex.ArrayTree, value: float) -> chex.ArrayTree:
-        """Returns a tree like `tree` of float32 numbers: one for each unit, and one for each leaf without units."""
-        others = jax.tree.map(lambda _: jnp.full((), value, jnp.float32), tree)
-        own = [unit_numbers(x, d, value) for x, d in zip(self.leaves, self.dims, strict=True)]
+    @property
+    def dtype(self) -> Any:
+        """The dtype of norms of these units, and of what states keep of them."""
+        return sum_dtype(*self.leaves)
+
+    def numbers(self, tree: chex.ArrayTree, value: float, dtype: Any) -> chex.ArrayTree:
+        """Returns a tree like `tree` of numbers: one for each unit, and one for each leaf without units."""
+        others = jax.tree.map(lambda _: jnp.full((), value, dtype), tree)
+        own = [
+            unit_numbers(x, d, value, dtype) for x, d in zip(self.leaves, self.dims, strict=True)
+        ]
         return self.with_leaves(others, own)
 
     def numbers_beside(self, tree: chex.ArrayTree) -> list[Any]:
@@ -158,18 +165,29 @@ class Units:
                 )
         return numbers
 
-    def largest(self, values: Sequence[jax.Array]) -> jax.Array:
-        """Returns the largest of all units' numbers >= 0 on all devices; NaN if one is NaN. Shape (), float32."""
-        if not values:
-            return jnp.zeros((), jnp.float32)
+    def largest(self, numbers: Sequence[ExtendedFloat], dtype: Any) -> jax.Array:
+        """Returns the largest of all units' numbers on all devices, in a dtype; NaN if one is NaN. Shape ()."""
+        if not numbers:
+            return jnp.zeros((), dtype)
+        values = [floats.stored(number, dtype) for number in numbers]
         keys = leaf_maxima(magnitude_key, values, axes=self._across)
-        return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), jnp.float32)
+        return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), dtype)
 
-    def clipped_fraction(self, is_clipped: Sequence[jax.Array]) -> jax.Array:
-        """Returns the fraction of all devices' units that are clipped. Shape (), float32."""
-        if not is_clipped:
-            return jnp.zeros((), jnp.float32)
-        clipped = leaf_sums([flag.astype(jnp.float32) for flag in is_clipped], axes=self._across)
+    def clipped(
+        self, scales: Sequence[ClipScale], norms: Sequence[ExtendedFloat]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the fraction of all devices' units that are clipped, and whether one with a finite norm is.
+
+        Shapes (), float32 and bool. One collective takes both.
+        """
+        if not norms:
+            return jnp.zeros((), jnp.float32), jnp.zeros((), bool)
+        is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
+        is_finite = list(map(scaling.is_clipped_finite, scales, norms))
+        sums = leaf_sums(
+            [flag.astype(jnp.float32) for flag in is_clipped + is_finite], axes=2 * self._across
+        )
+        clipped, finite = sums[: len(norms)], sums[len(norms) :]
         units = sum(
             sizes(is_clipped, axes=self._across)
         )  # may be symbolic (tests/promises/test_export.py)
@@ -178,7 +196,7 @@ class Units:
             if isinstance(units, int)
             else jnp.maximum(jnp.asarray(units, jnp.float32), 1)
         )
-        return jnp.sum(jnp.stack(clipped)) / divisor
+        return jnp.sum(jnp.stack(clipped)) / divisor, jnp.sum(jnp.stack(finite)) > 0
 
     def with_numbers(
         self, tree: chex.ArrayTree, numbers: Sequence[Any], absent: float

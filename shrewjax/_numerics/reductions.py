@@ -139,9 +139,9 @@ def sizes(
     ]
 
 
-def unit_numbers(leaf: Any, dims: UnitDims, value: float) -> jax.Array:
-    """Returns an array with this float32 number for each unit, sharded as the dimensions of `dims` are."""
-    numbers = _sum(jnp.zeros_like(leaf, dtype=jnp.float32), dims) + jnp.float32(value)
+def unit_numbers(leaf: Any, dims: UnitDims, value: float, dtype: Any) -> jax.Array:
+    """Returns an array with this number for each unit, sharded as the dimensions of `dims` are."""
+    numbers = _sum(jnp.zeros_like(leaf, dtype=dtype), dims) + jnp.asarray(value, dtype)
     sharding = None if is_traced(leaf) else getattr(leaf, "sharding", None)
     if not dims or not isinstance(sharding, NamedSharding):
         return numbers

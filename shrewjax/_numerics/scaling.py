@@ -87,6 +87,11 @@ def counts_as_clipped(scale: ClipScale, norm: ExtendedFloat) -> jax.Array:
     return scale.applies & (norm.mantissa != 0)
 
 
+def is_clipped_finite(scale: ClipScale, norm: ExtendedFloat) -> jax.Array:
+    """Returns whether a finite norm was above its threshold, which is then no NaN."""
+    return counts_as_clipped(scale, norm) & jnp.isfinite(scale.coarse)
+
+
 def apply_scale(x: Any, scale: ClipScale) -> jax.Array:
     """Returns x times the scale if it applies, else x to the last bit. Has x's dtype; multiplies in the scale's."""
     dtype = scale.coarse.dtype
@@ -114,9 +119,9 @@ def clip_slices(
     return clipped, applies
 
 
-def applied_scale(scale: ClipScale) -> jax.Array:
-    """Returns the number that gradients were multiplied by, float32: 1 if nothing was clipped."""
-    return jnp.where(scale.applies, scale.coarse * scale.fine * scale.fine, 1).astype(jnp.float32)
+def applied_scale(scale: ClipScale, dtype: Any) -> jax.Array:
+    """Returns the number that gradients were multiplied by, in a dtype: 1 if nothing was clipped."""
+    return jnp.where(scale.applies, scale.coarse * scale.fine * scale.fine, 1).astype(dtype)
 
 
 def _exceeds(norm: ExtendedFloat, limit: ExtendedFloat) -> jax.Array:
