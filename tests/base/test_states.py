@@ -192,6 +192,7 @@ def test_window_is_reported_and_inner_values_date_from_the_last_window_that_clos
         "accumulate/windows": [0, 1, 1],
         "accumulate/applied": [0, 1, 0],
         "accumulate/weight_sum": [3, 0, 0],
+        "accumulate/weight": [0, 6, 6],
         "accumulate/dropped": [0, 0, 1],
         "accumulate/window_bad": [0, 0, 0],
         "clip_by_global_norm/grad_norm": [0, 5, 5],
@@ -217,7 +218,15 @@ def test_under_jit_and_vmap():
 def test_host_driven_window():
     window = shrewjax.GradAccumulator(2)
     state = window.add(window.init(jnp.zeros(2)), jnp.ones(2), weight=5)
-    expected = {"micro_step": 1, "windows": 0, "weight_sum": 5, "window_bad": 0, "dropped": 0, "value": np.inf}
+    expected = {
+        "micro_step": 1,
+        "windows": 0,
+        "weight_sum": 5,
+        "window_bad": 0,
+        "dropped": 0,
+        "value": np.inf,
+        "weight": 0,
+    }
     assert values(shrewjax.metrics(state)) == {f"grad_accumulator/{k}": v for k, v in expected.items()}
 
 
