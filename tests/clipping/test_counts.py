@@ -16,7 +16,7 @@ STEPS, WINDOW, LIMIT = 500, 4, 1.0
 def random_steps():
     """Gradients of two leaves, whose norms lie around the limit. Some have a NaN."""
     rng = np.random.default_rng(7)
-    grads = rng.normal(size=(STEPS, 2, 3)).astype(f32) * f32(0.5)
+    grads = rng.normal(size=(STEPS, 2, 3)).astype(f32) * f32(0.9)
     grads[rng.random(STEPS) < 0.05, 0, 0] = np.nan
     return grads
 
