@@ -466,6 +466,16 @@ def may_be_partitioned() -> bool:
     )
 
 
+def axes_beside_partitions() -> AxisNames:
+    """Returns the mapped axes if XLA may partition arrays over other axes of the mesh, and otherwise none.
+
+    XLA then decides which devices wait for each other. It moves parts by permutations, for which all devices wait.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    others = {*mesh.axis_names} - {*mesh.manual_axes}
+    return mesh.manual_axes if any(mesh.shape[a] > 1 for a in others) else ()
+
+
 def is_typed_by_device(x: jax.Array) -> bool:
     """Returns whether JAX's type of an array can say how it is sharded: in shard_map, and on an Explicit mesh."""
     return bool(mapped_axes()[0]) or AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types

@@ -15,7 +15,7 @@ Along a mapped axis devices hold other units, or parts of the same ones (`mesh.u
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -166,6 +166,14 @@ def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> l
     )
     of_vmap = tuple(a for a in axes if a not in mapped and is_bound(a))
     return [count > 0 for count in (lax.pmax(counts, of_vmap) if of_vmap else counts)]
+
+
+def any_device_along(flags: jax.Array, axes: Collection[Hashable]) -> jax.Array:
+    """Returns whether each flag is set on any device along these axes, mapped or of `jax.vmap`. Others stay apart."""
+    bound = tuple(sorted((a for a in axes if is_bound(a)), key=str))
+    mapped = tuple(a for a in bound if a in mapped_axes()[0])
+    counts = as_varying(flags.astype(jnp.int32), mapped)
+    return (lax.pmax(counts, bound) if bound else counts) > 0
 
 
 def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
