@@ -23,10 +23,9 @@ def new_counts() -> Metrics:
 
 def counted(state: AnyState, is_clipped: jax.Array) -> Metrics:
     """Returns the fields after one more update. Counters stop at the largest int32."""
-    return {
-        "count": optax.safe_increment(state.count),
-        "clipped": increment_if(is_clipped, state.clipped),
-    }
+    clipped = increment_if(is_clipped, state.clipped)
+    # No count is below `clipped`. XLA does not know this, and on an H100 computes both in one kernel.
+    return {"count": jnp.maximum(optax.safe_increment(state.count), clipped), "clipped": clipped}
 
 
 def metrics_of_counts(state: AnyState) -> Metrics:

@@ -244,11 +244,12 @@ def clip_by_global_norm(
             leaf_norms = units.with_leaves(others, [norm.astype(dtype) for norm in norms])
         else:
             norm = global_norm(updates, ord, axes)
-        updates, scale = clip_to_limit(updates, norm, scaling.as_limit(max_norm, norm))
+        limit = scaling.as_limit(max_norm, norm)
+        updates, scale = clip_to_limit(updates, norm, limit)
         return updates, ClipByGlobalNormState(
             grad_norm=floats.stored(norm, state.grad_norm.dtype),
             clip_scale=scaling.applied_scale(scale, state.clip_scale.dtype),
-            **counted(state, scaling.is_clipped_finite(scale, norm)),
+            **counted(state, scaling.is_above(norm, limit)),
             leaf_norms=leaf_norms,
         )
 
@@ -403,13 +404,14 @@ def clip_by_norm_percentile(
         grad_norm = floats.to_float32(norm)
         history = histories.push(state.history, grad_norm)
         threshold = histories.percentile(history, percentile)
-        updates, scale = clip_to_limit(updates, norm, _float32_limit(threshold, grad_norm, norm))
+        limit = _float32_limit(threshold, grad_norm, norm)
+        updates, scale = clip_to_limit(updates, norm, limit)
         return updates, ClipByNormPercentileState(
             history,
             threshold,
             grad_norm=floats.stored(norm, state.grad_norm.dtype),
             clip_scale=scaling.applied_scale(scale, state.clip_scale.dtype),
-            **counted(state, scaling.is_clipped_finite(scale, norm)),
+            **counted(state, scaling.is_above(norm, limit)),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -547,7 +549,8 @@ def clip_by_norm_zscore(
             jnp.where(averages_all, jnp.inf, jnp.where(is_spike, clipped_norm, onset)), cap
         )
         threshold = jnp.where(jnp.isnan(limit_z) | jnp.isnan(eps_), jnp.nan, threshold)
-        updates, scale = clip_to_limit(updates, norm, _float32_limit(threshold, grad_norm, norm))
+        limit = _float32_limit(threshold, grad_norm, norm)
+        updates, scale = clip_to_limit(updates, norm, limit)
 
         # A finite gradient whose norm is beyond float32 is recorded as clipped. An infinite gradient is not recorded.
         value = jnp.where(
@@ -561,7 +564,7 @@ def clip_by_norm_zscore(
             threshold=threshold,
             grad_norm=floats.stored(norm, state.grad_norm.dtype),
             clip_scale=scaling.applied_scale(scale, state.clip_scale.dtype),
-            **counted(state, scaling.is_clipped_finite(scale, norm)),
+            **counted(state, scaling.is_above(norm, limit)),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -115,11 +115,13 @@ def clip_by_leaf_norm(
         units = find_units(updates, stacked_layers(batch_axes), mesh_axes)
         units.numbers_beside(state.grad_norm)
         norms = units.norms(ord)
-        scales = scaling.clip_scales(norms, [scaling.as_limit(max_norm, norm) for norm in norms])
+        limits = [scaling.as_limit(max_norm, norm) for norm in norms]
+        scales = scaling.clip_scales(norms, limits)
         dtype = floats.sum_dtype(*jax.tree.leaves(state.grad_norm))
         shown = [floats.stored(norm, dtype) for norm in norms]
         applied = [scaling.applied_scale(scale, dtype) for scale in scales]
-        _, is_clipped = units.clipped(scales, norms)
+        is_above = list(map(scaling.is_above, norms, limits))
+        _, is_clipped = units.clipped(is_above, is_above)
         return units.scaled(updates, scales), ClipByLeafNormState(
             grad_norm=units.with_numbers(state.grad_norm, shown, absent=0.0),
             clip_scale=units.with_numbers(state.clip_scale, applied, absent=1.0),
@@ -276,9 +278,13 @@ def adaptive_grad_clip(
             floats.in_dtype_of(floats.maximum(base, least), norm)
             for base, norm in zip(weights.norms(), norms, strict=True)
         ]
-        scales = scaling.clip_scales(norms, [floats.product(base, share) for base in bases])
+        limits = [floats.product(base, share) for base in bases]
+        scales = scaling.clip_scales(norms, limits)
         ratios = list(map(floats.quotient, norms, bases))
-        clipped_fraction, is_clipped = units.clipped(scales, norms)
+        clipped_fraction, is_clipped = units.clipped(
+            list(map(scaling.counts_as_clipped, scales, norms)),
+            list(map(scaling.is_above, norms, limits)),
+        )
         return units.scaled(updates, scales), AdaptiveGradClipState(
             ratio_max=units.largest(ratios, state.ratio_max.dtype),
             clipped_fraction=clipped_fraction,
@@ -382,7 +388,10 @@ def clip_by_block_rms(
         limits = [floats.product(scaling.as_limit(threshold, n), n) for n in of_ones]
         rms = list(map(floats.product, norms, inverses))
         scales = scaling.clip_scales(norms, limits)
-        clipped_fraction, is_clipped = units.clipped(scales, norms)
+        clipped_fraction, is_clipped = units.clipped(
+            list(map(scaling.counts_as_clipped, scales, norms)),
+            list(map(scaling.is_above, norms, limits)),
+        )
         return units.scaled(updates, scales), ClipByBlockRmsState(
             rms_max=units.largest(rms, state.rms_max.dtype),
             clipped_fraction=clipped_fraction,
@@ -550,7 +559,10 @@ def clip_by_leaf_norm_ema(
             _next_ema(ema, x, share, floor, is_warmup=is_warmup, is_recorded=is_recorded)
             for ema, x in zip(emas, clipped, strict=True)
         ]
-        clipped_fraction, is_clipped = units.clipped(scales, norms)
+        clipped_fraction, is_clipped = units.clipped(
+            list(map(scaling.counts_as_clipped, scales, norms)),
+            list(map(scaling.is_above, decisive, limits)),
+        )
         return units.scaled(updates, scales), ClipByLeafNormEmaState(
             recorded=jnp.where(is_recorded, optax.safe_increment(state.recorded), state.recorded),
             norm_ema=units.with_leaves(state.norm_ema, units.by_leaf(norm_emas)),

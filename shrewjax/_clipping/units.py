@@ -174,20 +174,17 @@ class Units:
         return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), dtype)
 
     def clipped(
-        self, scales: Sequence[ClipScale], norms: Sequence[ExtendedFloat]
+        self, is_clipped: list[jax.Array], is_above: list[jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the fraction of all devices' units that are clipped, and whether one with a finite norm is.
+        """Returns the fraction of all devices' units that are clipped, and whether any is above its limit.
 
         Shapes (), float32 and bool. One collective takes both.
         """
-        if not norms:
+        if not is_clipped:
             return jnp.zeros((), jnp.float32), jnp.zeros((), bool)
-        is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
-        is_finite = list(map(scaling.is_clipped_finite, scales, norms))
-        sums = leaf_sums(
-            [flag.astype(jnp.float32) for flag in is_clipped + is_finite], axes=2 * self._across
-        )
-        clipped, finite = sums[: len(norms)], sums[len(norms) :]
+        flags = [flag.astype(jnp.float32) for flag in is_clipped + is_above]
+        sums = leaf_sums(flags, axes=2 * self._across)
+        clipped, above = sums[: len(is_clipped)], sums[len(is_clipped) :]
         units = sum(
             sizes(is_clipped, axes=self._across)
         )  # may be symbolic (tests/promises/test_export.py)
@@ -196,7 +193,7 @@ class Units:
             if isinstance(units, int)
             else jnp.maximum(jnp.asarray(units, jnp.float32), 1)
         )
-        return jnp.sum(jnp.stack(clipped)) / divisor, jnp.sum(jnp.stack(finite)) > 0
+        return jnp.sum(jnp.stack(clipped)) / divisor, jnp.sum(jnp.stack(above)) > 0
 
     def with_numbers(
         self, tree: chex.ArrayTree, numbers: Sequence[Any], absent: float
