@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import UnitDims, whole_shape
+from shrewjax._base.mesh import UnitDims, partitioned_like, whole_shape
 from shrewjax._base.states import described, fields, largest, require_own
 from shrewjax._base.types import KeyPath, Leaf
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
@@ -259,6 +259,8 @@ def adaptive_grad_clip(
             floats.in_dtype_of(floats.maximum(base, least), norm)
             for base, norm in zip(weights.norms(), norms, strict=True)
         ]
+        # On an Explicit mesh, parameters and gradients may be sharded differently.
+        bases = [jax.tree.map(partitioned_like, *pair) for pair in zip(bases, norms, strict=True)]
         scales = scaling.clip_scales(norms, [floats.product(base, share) for base in bases])
         ratios = [floats.to_float32(ratio) for ratio in map(floats.quotient, norms, bases)]
         is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
@@ -495,7 +497,7 @@ def clip_by_leaf_norm_ema(
         emas = units.numbers_beside(state.norm_ema)
         norms = units.norms()
         total = units.total(norms)
-        emas = units.joined(emas)
+        emas = list(map(partitioned_like, units.joined(emas), [norm.mantissa for norm in norms]))
         is_warmup = state.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
         is_recorded = jnp.isfinite(total.mantissa)
 
@@ -521,7 +523,7 @@ def clip_by_leaf_norm_ema(
         ]
         return units.scaled(updates, scales), ClipByLeafNormEmaState(
             recorded=jnp.where(is_recorded, optax.safe_increment(state.recorded), state.recorded),
-            norm_ema=units.with_leaves(state.norm_ema, units.by_leaf(norm_emas)),
+            norm_ema=units.with_own(state.norm_ema, norm_emas),
             threshold_max=units.largest(list(map(floats.to_float32, shown))),
             grad_norm_max=units.largest(list(map(floats.to_float32, norms))),
             clipped_fraction=units.clipped_fraction(
