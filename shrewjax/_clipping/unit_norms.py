@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import UnitDims, whole_shape
+from shrewjax._base.mesh import UnitDims, partitioned_like, whole_shape
 from shrewjax._base.states import described, fields, largest, require_own
 from shrewjax._base.types import KeyPath, Leaf
 from shrewjax._clipping.counts import Clipped, Count, counted, metrics_of_counts, new_counts
@@ -278,6 +278,8 @@ def adaptive_grad_clip(
             floats.in_dtype_of(floats.maximum(base, least), norm)
             for base, norm in zip(weights.norms(), norms, strict=True)
         ]
+        # On an Explicit mesh, parameters and gradients may be sharded differently.
+        bases = [jax.tree.map(partitioned_like, *pair) for pair in zip(bases, norms, strict=True)]
         limits = [floats.product(base, share) for base in bases]
         scales = scaling.clip_scales(norms, limits)
         ratios = list(map(floats.quotient, norms, bases))
@@ -535,7 +537,7 @@ def clip_by_leaf_norm_ema(
         emas = units.numbers_beside(state.norm_ema)
         norms = units.norms()
         total = units.total(norms)
-        emas = units.joined(emas)
+        emas = list(map(partitioned_like, units.joined(emas), [norm.mantissa for norm in norms]))
         is_warmup = state.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
         is_recorded = jnp.isfinite(total.mantissa)
 
@@ -565,7 +567,7 @@ def clip_by_leaf_norm_ema(
         )
         return units.scaled(updates, scales), ClipByLeafNormEmaState(
             recorded=jnp.where(is_recorded, optax.safe_increment(state.recorded), state.recorded),
-            norm_ema=units.with_leaves(state.norm_ema, units.by_leaf(norm_emas)),
+            norm_ema=units.with_own(state.norm_ema, norm_emas),
             threshold_max=units.largest(shown, state.threshold_max.dtype),
             grad_norm_max=units.largest(norms, state.grad_norm_max.dtype),
             clipped_fraction=clipped_fraction,

@@ -22,6 +22,7 @@ from shrewjax._base.mesh import (
     is_typed_by_device,
     may_be_partitioned,
     newly_varying,
+    partitioned_like,
     unit_axes,
     varying_axes,
 )
@@ -200,7 +201,12 @@ class Units:
     ) -> chex.ArrayTree:
         """Returns a state's tree with new numbers, which come joined, and `absent` for leaves without a gradient."""
         others = jax.tree.map(lambda x: jnp.full_like(x, absent), tree)
-        return self.with_leaves(others, self.by_leaf(numbers))
+        return self.with_own(others, numbers)
+
+    def with_own(self, tree: chex.ArrayTree, numbers: Sequence[Any]) -> chex.ArrayTree:
+        """Returns a state's tree with new numbers, which come joined. On an Explicit mesh it keeps its sharding."""
+        placed = map(partitioned_like, self.by_leaf(numbers), self.numbers_beside(tree))
+        return self.with_leaves(tree, list(placed))
 
     def scaled(self, updates: chex.ArrayTree, scales: Sequence[ClipScale]) -> chex.ArrayTree:
         """Returns the gradients, each unit times its scale. The scales come joined."""
