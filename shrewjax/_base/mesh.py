@@ -12,6 +12,8 @@ devices hold parts of the same unit, along others they hold other units. `unit_a
 ================  =====================================  ======================================  =====================
 `sharded_over`    mapped, tracked                        mapped, untracked                       not mapped
 ================  =====================================  ======================================  =====================
+()                no axis: every device has a gradient   no axis                                 no axis
+                  of its own
 None              an error if the leaf varies;           an error                                no axis
                   otherwise no axis
 names             `within`: the named axes over which    `within`: the names, an error unless    `within`: the names,
@@ -32,6 +34,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh
@@ -66,7 +69,8 @@ def unit_axes(name: str, leaf: Leaf, dims: UnitDims, given: Axes | jax.P) -> Uni
             f"cannot tell how leaf {name}, which has several units, is sharded over "
             f"{', '.join(map(repr, varying))}: devices may hold other units, or parts of the same units. "
             "Pass sharded_over=fn, where fn(name, leaf) returns the leaf's PartitionSpec. Or pass sharded_over= with "
-            "the axes along which devices hold parts of the same units, or sharded_over=() if there are none"
+            "the axes along which devices hold parts of the same units. Or pass sharded_over=() if each device has a model "
+            "of its own"
         )
     if not is_tracked and unknown:
         raise ValueError(
@@ -138,9 +142,12 @@ def slice_axes(name: str, leaf: Leaf, given: Axes) -> AxisNames:
 def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list[AxisNames]:
     """Returns, for each array, the mapped axes along which devices hold parts of it.
 
-    Tracked types decide. Otherwise `axes` does, and None raises inside `shard_map` and `pmap`. If `axes` is a list, it
-    has one entry per array. An entry overrides the array's type, and None means "use the type".
+    () says that they hold no parts, but arrays of their own, as of independent models. Otherwise tracked types decide,
+    and without these `axes` does; None then raises inside `shard_map` and `pmap`. If `axes` is a list, it has one entry
+    per array. An entry overrides the array's type, and None means "use the type".
     """
+    if axes == ():
+        return [()] * len(arrays)
     if isinstance(axes, list):
         by_type = axes_to_reduce(arrays, None) if None in axes else [()] * len(arrays)
         return [told if given is None else given for given, told in zip(axes, by_type, strict=True)]
@@ -326,6 +333,18 @@ def _explicit(mesh: Any) -> MeshAxes:
     return frozenset(
         a for a, kind in zip(mesh.axis_names, kinds, strict=True) if kind == AxisType.Explicit
     )
+
+
+def mapped_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns x, broadcast with `like`, as a number that `jax.vmap` maps if it maps `like`.
+
+    On an Explicit mesh vmap cannot map a branch that reads a number without this mesh, such as a constant, nor a choice
+    between two of them (tests/devices/test_models_on_devices.py).
+    """
+    if not explicit_axes(like):
+        return x
+    always = (like == like) | np.True_
+    return jnp.where(always, x, like.astype(x.dtype))
 
 
 def reduced_axes(x: Leaf) -> MeshAxes:

@@ -42,7 +42,8 @@ def grad_norm(
         `optax.MaskedNode` do not count.
       ord: p, any Python number >= 1 or inf. `None` means 2.
       sharded_over: mapped axes over which the gradients are sharded. It is only needed in `jax.pmap` and in
-        `jax.shard_map` with `check_vma=False`, where types do not record it.
+        `jax.shard_map` with `check_vma=False`, where types do not record it. () says that each device has whole
+        gradients of its own, such as those of independent models. Its result is then its own.
 
     Returns:
       float32 scalar; float64 if a leaf is float64 or complex128.

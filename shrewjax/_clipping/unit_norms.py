@@ -183,7 +183,8 @@ def adaptive_grad_clip(
       sharded_over: for leaves of one unit, as in `grad_norm`. For a leaf of several units it is needed inside
         `jax.shard_map` and `jax.pmap`. Pass a function of a leaf's name and the leaf that returns its `jax.P`, as in
         `in_specs`. Or pass one `jax.P` for all leaves, such as `jax.P()` if every device holds all of them. Names of
-        mapped axes, passed or returned, are those along which devices hold parts of the same units.
+        mapped axes, passed or returned, are those along which devices hold parts of the same units. () says that each
+        device has whole leaves of its own, such as those of independent models. Its measurements are then its own.
 
     Returns:
       A transformation with state `AdaptiveGradClipState(ratio_max, clipped_fraction)`, float32 scalars of the
@@ -211,7 +212,8 @@ def adaptive_grad_clip(
 
     def is_vector(path: KeyPath, leaf: Leaf, free: list[int], by_rank: list[int]) -> bool:
         """Returns whether at most one of the free axes is longer than 1 over all devices. Raises if nothing tells."""
-        sizes = whole_shape(leaf, arguments.axis_names_of_leaf(mesh_axes, path, leaf))
+        given = arguments.axis_names_of_leaf(mesh_axes, path, leaf)
+        sizes = leaf.shape if mesh_axes == () else whole_shape(leaf, given)
         if sizes is not None:
             return sum(sizes[a] != 1 for a in free) < 2
         long = [a for a in free if leaf.shape[a] != 1]
@@ -252,12 +254,13 @@ def adaptive_grad_clip(
             )
         units = find_units(updates, unit_dims, mesh_axes)
         weights = units.of_parameters(params)
-        norms, least, share = units.norms(), weights.limit(eps), units.limit(clipping)
+        norms = units.norms()
         bases = [
-            floats.in_dtype_of(floats.maximum(base, least), norm)
+            floats.in_dtype_of(floats.maximum(base, scaling.as_limit(eps, base)), norm)
             for base, norm in zip(weights.norms(), norms, strict=True)
         ]
-        scales = scaling.clip_scales(norms, [floats.product(base, share) for base in bases])
+        limits = [floats.product(base, scaling.as_limit(clipping, base)) for base in bases]
+        scales = scaling.clip_scales(norms, limits)
         ratios = [floats.to_float32(ratio) for ratio in map(floats.quotient, norms, bases)]
         is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
         return units.scaled(updates, scales), AdaptiveGradClipState(

@@ -26,9 +26,9 @@ from shrewjax._base.mesh import (
     varying_axes,
 )
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import Axes, AxisName, KeyPath, Scalar
+from shrewjax._base.types import Axes, AxisName, KeyPath
 from shrewjax._numerics import scaling
-from shrewjax._numerics.floats import ExtendedFloat, sum_dtype
+from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import combine, magnitude_key, measure_units
 from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, sizes, unit_numbers
 from shrewjax._numerics.scaling import ClipScale
@@ -49,6 +49,8 @@ class Units:
 
     @cached_property
     def sharding(self) -> tuple[UnitSharding, ...]:
+        if self.given == ():  # every device has units of its own, as of independent models
+            return (UnitSharding((), ()),) * len(self.leaves)
         return tuple(
             unit_axes(
                 trees.leaf_name(path), x, dims, arguments.axis_names_of_leaf(self.given, path, x)
@@ -130,9 +132,6 @@ class Units:
                     f"the gradient as jax.lax.pcast(gradient, {along}, to='varying')"
                 )
         return dataclasses.replace(self, leaves=weights)
-
-    def limit(self, value: Scalar) -> ExtendedFloat:
-        return scaling.limit_in(value, sum_dtype(*self.leaves))
 
     def with_leaves(self, tree: chex.ArrayTree, leaves: Sequence[Any]) -> chex.ArrayTree:
         at = dict(zip(self.paths, leaves, strict=True))

@@ -91,8 +91,10 @@ def shift_into_range(powers: jax.Array, small_counts: jax.Array | None = None) -
     trusted_above, shrink, grow = RANGE[powers.dtype]
     is_small = powers < trusted_above
     is_small = is_small if small_counts is None else is_small & small_counts
+    # A product, because on an Explicit mesh that is not set, vmap cannot use a choice between two constants
+    # (tests/devices/test_models_on_devices.py).
     return jnp.where(
-        powers == jnp.inf, np.int32(shrink), jnp.where(is_small, np.int32(grow), np.int32(0))
+        powers == jnp.inf, np.int32(shrink), is_small.astype(jnp.int32) * np.int32(grow)
     )
 
 
@@ -307,7 +309,7 @@ def _scale_into_range(powers: jax.Array) -> jax.Array:
     # XLA-7: a scale that is known, not chosen by a sum, would be squared by the compiler, which gives 0 * inf for the
     # zero of a leaf of one element (test_norms, "one element").
     small, large = np.asarray([2.0**shrink, 2.0**grow], powers.dtype)
-    return jnp.where(powers == jnp.inf, small, large)
+    return jnp.where(powers == jnp.inf, small, jnp.full_like(powers, large))
 
 
 def _cube_root(x: jax.Array) -> jax.Array:

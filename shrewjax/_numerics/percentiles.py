@@ -46,6 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shrewjax._base.mesh import as_varying, varying_axes
 from shrewjax._base.types import Axes, DType, Leaf, Number
 from shrewjax._numerics import floats
 from shrewjax._numerics.reductions import (
@@ -275,11 +276,14 @@ def _selected(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None) -> Se
         counted = lax.cond(
             s.reads >= 0,
             lambda: data.counts(s.pivots, count.dtype),
-            lambda: jnp.zeros(s.pivots.shape, count.dtype),
+            lambda: jnp.zeros_like(s.pivots, count.dtype),
         )
         return _narrowed(s, counted, count, beyond_zeros, dtype)
 
     started = _started(count, order_statistic(count), start, dtype)
+    if axes == ():  # the search of each device takes its own turns
+        varying = tuple({a for x in leaves for a in varying_axes(x)})
+        started = jax.tree.map(lambda x: as_varying(x, varying), started)
     search = lax.while_loop(lambda s: jnp.any(~s.done), read, started)
 
     # 3. The bound.

@@ -162,7 +162,7 @@ def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> l
     """
     mapped, is_tracked = mapped_axes()
     counts = _over_devices(
-        lax.pmax, [flag.astype(jnp.int32) for flag in flags], () if is_tracked else mapped
+        lax.pmax, [flag.astype(jnp.int32) for flag in flags], None if is_tracked else mapped
     )
     of_vmap = tuple(a for a in axes if a not in mapped and is_bound(a))
     return [count > 0 for count in (lax.pmax(counts, of_vmap) if of_vmap else counts)]

@@ -19,6 +19,7 @@ from shrewjax._numerics.floats import (
     extended_number,
     float_format,
     is_greater,
+    mapped_like,
     mul_real,
     power_of_two,
     sign_bit,
@@ -40,7 +41,7 @@ class ClipScale(NamedTuple):
 
 def as_limit(value: Scalar, like: ExtendedFloat) -> ExtendedFloat:
     """Returns a threshold, or one for each of the norms `like`, as a limit for them. A negative one counts as 0."""
-    return limit_in(value, like.mantissa.dtype)
+    return mapped_like(limit_in(value, like.mantissa.dtype), like)
 
 
 def limit_in(value: Scalar, dtype: Any) -> ExtendedFloat:
@@ -64,6 +65,7 @@ def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat])
     """Returns `clip_scale` of the units of every leaf, decided together."""
     if not norms:
         return []
+    limits = list(map(mapped_like, limits, norms))
     applies = list(map(_exceeds, norms, limits))
 
     def decide() -> list[ClipScale]:

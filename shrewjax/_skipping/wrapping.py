@@ -134,7 +134,8 @@ def guard(
     def step_fn(step: Step) -> Result:
         require_own(step.state, kind)
         # Without `inner_state`, as `decide` returns the state, because both branches need one structure.
-        idle = jnp.zeros((), bool), step.state._replace(inner_state=())
+        # `zeros_like`, because models that are mapped over devices decide one by one.
+        idle = jnp.zeros_like(step.state.applied), step.state._replace(inner_state=())
         wrapped_runs, new_state = run_if(step.runs, partial(decide, step), lambda: idle)
         for_inner = (
             step.make_gradients if repaired is None else lambda: repaired(step.make_gradients())
