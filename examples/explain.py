@@ -1,5 +1,7 @@
-"""Draws three figures that explain the package: a window, a norm that stays in range, and a window on many devices.
+"""Draws figures that explain the package: its memory, a window, a norm in range, and a window on many devices.
 
+* `explain_memory`: what a gradient of one batch holds, by `jax.value_and_grad` and over micro-batches, and how far the
+  gradients are apart. It is measured: a transformer on 64 paragraphs of Python's documentation.
 * `explain_window`: micro-batches are added up, the average is clipped, and the optimizer runs once a window.
 * `explain_norm`: gradients from the smallest to the largest that float16 and float32 hold, and the norm of them that
   Optax and `shrewjax.grad_norm` compute. It is measured, not sketched.
@@ -10,7 +12,7 @@ Run it with
     python -m pip install -e '.[examples]'
     python examples/explain.py
 
-It takes some seconds on a CPU, and writes out/explain_window.png, out/explain_window_stacked.png, which goes from top
+It takes under a minute on a CPU, and writes out/explain_window.png, out/explain_window_stacked.png, which goes from top
 to bottom and fits on a phone, and so on. An `--out` that ends in .svg gives two files each, for light and for dark
 pages. This redraws all figures of the documentation, in ten minutes or so:
 
@@ -25,15 +27,19 @@ The figure of `which_rule.py --out docs/figures/which_rule.svg` takes longer.
 
 import argparse
 import functools
+import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import _figures
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import train_transformer
 from _figures import BLUE, FAINT, GREEN, INK, MUTED, VERMILLION
+from flax import nnx
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
@@ -53,6 +59,69 @@ ONCE_A_WINDOW = (
 )
 ALL_REDUCE = "one all-reduce\nwhen the\nwindow closes"
 SAME = "clip, optimizer:\nthe same on\nboth rows"
+
+
+PARAGRAPHS, CHARACTERS, LAYERS = 64, 128, 4
+MIB = 2**20
+
+
+class Gradient(NamedTuple):
+    """A gradient of a whole batch, and the bytes that its program holds beside parameters and batch."""
+
+    held: int
+    leaves: list[np.ndarray]
+
+    def distance(self, other: "Gradient") -> float:
+        """The largest difference, in multiples of the other gradient's largest element."""
+        pairs = list(zip(self.leaves, other.leaves, strict=True))
+        return max(np.abs(a - b).max() for a, b in pairs) / max(np.abs(b).max() for _, b in pairs)
+
+
+def gradients_of_a_transformer() -> dict[str, Gradient]:
+    """Measures one batch of paragraphs, at once and over 4 and 16 micro-batches, whose weights are characters."""
+    texts, alphabet = train_transformer.paragraphs(CHARACTERS)
+    chosen = np.random.default_rng(0).choice(len(texts), PARAGRAPHS, replace=False)
+    batch = train_transformer.padded([texts[i] for i in chosen], CHARACTERS)
+    model = train_transformer.CharacterTransformer(alphabet, CHARACTERS, LAYERS, nnx.Rngs(0))
+    graph, weights = nnx.split(model)
+    loss = functools.partial(train_transformer.loss_of(graph), deterministic=True)
+    functions = {"jax.value_and_grad": jax.value_and_grad(loss)}
+    for k in (4, 16):
+        functions[f"shrewjax, {k} micro-batches"] = shrewjax.value_and_grad(
+            loss, k, weight=train_transformer.predicted, rng_argnums=2
+        )
+    arguments = weights, jax.tree.map(jnp.asarray, batch), jax.random.key(0)
+
+    def measured(value_and_grad: Callable[..., Any]) -> Gradient:
+        compiled = jax.jit(value_and_grad).lower(*arguments).compile()
+        memory = compiled.memory_analysis()
+        _, grads = compiled(*arguments)
+        held = memory.temp_size_in_bytes + memory.output_size_in_bytes
+        return Gradient(held, [np.asarray(x) for x in jax.tree.leaves(grads)])
+
+    return {name: measured(function) for name, function in functions.items()}
+
+
+def plot_memory(gradients: dict[str, Gradient], path: Path) -> None:
+    """Draws a bar of memory for each gradient, and how far it is from the first."""
+    figure = Figure(figsize=(8, 1.9))
+    axes = figure.subplots()
+    first = next(iter(gradients.values()))
+    for place, (name, gradient) in enumerate(gradients.items()):
+        is_first = gradient is first
+        color = MUTED if is_first else GREEN
+        axes.barh(place, gradient.held / MIB, color=color, height=0.62, gid=f"held-{place}")
+        text = f"{gradient.held / MIB:.0f} MiB"
+        if not is_first:
+            power = math.ceil(np.log10(gradient.distance(first)))
+            text += f"  the same gradient within 1e{power}"
+        end = (gradient.held / MIB, place)
+        axes.annotate(text, end, xytext=(5, 0), textcoords="offset points", va="center")
+        axes.text(-8, place, name, ha="right", va="center")
+    axes.set(xlim=(0, 1.14 * first.held / MIB), ylim=(len(gradients) - 0.5, -0.5))
+    axes.set_title("Memory of the gradient of 64 paragraphs: a transformer, compiled for a CPU")
+    axes.set_axis_off()
+    _figures.save(figure, path)
 
 
 class Norms(NamedTuple):
@@ -306,7 +375,7 @@ def stack_devices(path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures, and draws all three."""
+    """Measures, and draws all of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--out", type=Path, default=Path("out/explain.png"), help="the names start like this"
@@ -317,7 +386,11 @@ def main(argv: list[str] | None = None) -> None:
     for dtype, norms in measured.items():
         wrong = ~(np.abs(norms.optax / norms.true - 1) < 0.01)
         print(f"{dtype}: of {POINTS} norms, Optax's is more than 1 % off in {wrong.sum()}")
+    gradients = gradients_of_a_transformer()
+    for name, gradient in gradients.items():
+        print(f"{name}: {gradient.held / MIB:.1f} MiB")
     for name, plot in (
+        ("memory", functools.partial(plot_memory, gradients)),
         ("window", plot_window),
         ("window_stacked", stack_window),
         ("devices", plot_devices),

@@ -9,6 +9,8 @@ from shrewjax._accumulation.accumulate import accumulate, apply_gradients, check
 from shrewjax._accumulation.contrastive import contrastive_value_and_grad
 from shrewjax._accumulation.from_optax import from_optax
 from shrewjax._accumulation.grad_accumulator import GradAccumulator
+from shrewjax._accumulation.micro_batched import micro_batched
+from shrewjax._accumulation.per_device import per_device
 from shrewjax._accumulation.sharded_state import redistribute, state_specs
 from shrewjax._accumulation.value_and_grad import value_and_grad
 from shrewjax._accumulation.window import AccumulateState, GradAccumulatorState, NoiseState
@@ -87,11 +89,13 @@ __all__ = [
     # Accumulate: a whole batch in one call, or batches that come one by one.
     "value_and_grad",
     "contrastive_value_and_grad",
+    "micro_batched",
     "accumulate",
     "apply_gradients",
     "check_window",
     "flush",
     "from_optax",
+    "per_device",
     "redistribute",
     "state_specs",
     "GradAccumulator",

@@ -7,7 +7,7 @@ type checker wants `import shrewjax.flax`. The arithmetic is that of `shrewjax.a
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Self
 
 import jax
@@ -16,9 +16,11 @@ import numpy as np
 import optax
 
 import shrewjax
-from shrewjax._accumulation.batch import roles_of_arguments
+from shrewjax._accumulation.batch import checked_call, roles_of_arguments
+from shrewjax._accumulation.micro_batched import check_options, value_of_batch
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments, trees
+from shrewjax._base.states import with_own_buffers
 from shrewjax._base.types import (
     Argument,
     AxisName,
@@ -43,7 +45,7 @@ except ModuleNotFoundError as error:
         "shrewjax.flax needs Flax, which is not installed. Run: python -m pip install flax"
     ) from error
 
-__all__ = ["Optimizer", "TrainState", "value_and_grad"]
+__all__ = ["Optimizer", "TrainState", "micro_batched", "value_and_grad"]
 
 
 class Optimizer(nnx.Optimizer[Any]):
@@ -98,7 +100,14 @@ class Optimizer(nnx.Optimizer[Any]):
         self, model: PyTree, tx: optax.GradientTransformation, *, wrt: Any, **options: Any
     ) -> None:
         _predicate(wrt)
-        super().__init__(model, tx, wrt=wrt, **options)
+        if not hasattr(tx, "init") or not hasattr(tx, "update"):
+            raise ValueError(
+                f"tx must be a transformation, got {type(model).__name__} and then {type(tx).__name__}. Call "
+                "Optimizer(model, tx, wrt=nnx.Param)"
+            )
+        init = lambda params: with_own_buffers(tx.init(params), params)  # noqa: E731
+        super().__init__(model, optax.GradientTransformation(init, tx.update), wrt=wrt, **options)
+        self.tx = tx
         _require_variables(nnx.state(model, wrt, **options), wrt, model)
 
     def update(self, model: PyTree, grads: PyTree, /, **extra_args: Argument) -> Metrics:
@@ -119,7 +128,7 @@ class Optimizer(nnx.Optimizer[Any]):
         missing = sorted(map(trees.leaf_name, wanted.keys() - came))
         if missing:
             raise ValueError(
-                f"grads must hold the variables of wrt={self.wrt!r}, got {type(grads).__name__} without "
+                f"grads must hold the variables of wrt={trees.shown(self.wrt)}, got {type(grads).__name__} without "
                 f"{missing[0]}. Pass the gradients as nnx.grad or shrewjax.flax.value_and_grad "
                 "returned them, with the same wrt. If wrt is about paths in a model, make an optimizer for each model"
             )
@@ -174,6 +183,24 @@ class TrainState(train_state.TrainState):
                     "apply_gradients and would not change the field. Give the field another name"
                 )
 
+    @classmethod
+    def create(
+        cls, *, apply_fn: Any, params: PyTree, tx: optax.GradientTransformation, **fields: Any
+    ) -> Self:
+        """Returns a new state, whose `opt_state` is `tx.init(params)`.
+
+        Args:
+          apply_fn: usually the model's `apply`.
+          params: the parameters.
+          tx: any Optax transformation.
+          **fields: those of a subclass.
+
+        Returns:
+          The state, in which `opt_state` shares no buffer with the parameters. So it can be donated.
+        """
+        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **fields)
+        return state.replace(opt_state=with_own_buffers(state.opt_state, params))
+
     def apply_gradients(
         self,
         *,
@@ -222,10 +249,10 @@ def value_and_grad(
     *,
     wrt: Any = nnx.Param,
     has_aux: bool = False,
-    batch_argnums: int | Sequence[int] | None = None,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
     weight: Function | None = None,
     aux: PyTree = "mean",
-    rng_argnums: int | Sequence[int] = (),
+    rng_argnums: int | str | Sequence[int | str] = (),
     reduction: Reduction = "mean",
     nonfinite: NonfiniteOfBatch = "propagate",
     accumulator_dtype: DType = None,
@@ -269,11 +296,12 @@ def value_and_grad(
       micro_batches: K, an int >= 1, into which the examples can be divided.
       wrt: a filter of the variables in the first argument to differentiate with respect to.
       has_aux: whether `fun` returns a pair.
-      batch_argnums: the positions of the arguments that hold examples, where the model has position 0. None: all
-        positional arguments except nnx objects and those of `rng_argnums`.
+      batch_argnums: the arguments that hold examples, by positions or names as in `shrewjax.value_and_grad`. The model
+        has position 0. None: all by position except nnx objects and those of `rng_argnums`. If there are none, all by
+        keyword, except these.
       weight: as in `shrewjax.value_and_grad`.
       aux: as in `shrewjax.value_and_grad`.
-      rng_argnums: the positions of the arguments that are trees of PRNG keys. Keys in nnx objects need no position.
+      rng_argnums: the arguments that are trees of PRNG keys, by positions or names. Keys in nnx objects need none.
       reduction: as in `shrewjax.value_and_grad`.
       nonfinite: as in `shrewjax.value_and_grad`.
       accumulator_dtype: as in `shrewjax.value_and_grad`.
@@ -285,8 +313,8 @@ def value_and_grad(
       graph mode.
 
     Raises:
-      ValueError: an argument is not as described; `wrt` matches no variable of the model, or an integer; `fun` changes
-        a variable in `wrt`, or adds or removes variables.
+      ValueError: an argument is not as described; `wrt` matches no variable of the model, or an integer; the model is
+        not in the first argument; `fun` changes a variable in `wrt`, or adds or removes variables.
       Exception: an error of `shrewjax.value_and_grad`.
 
     Example:
@@ -321,36 +349,156 @@ def value_and_grad(
         accumulator_dtype=accumulator_dtype,
         sum_over=sum_over,
     )
-    positions = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums}
+    places = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums}
     # Made here for its checks alone, so that a wrong argument raises before the call.
-    of_arrays(fun, has_aux=has_aux, weight=weight, **positions)
+    of_arrays(fun, has_aux=has_aux, weight=weight, **places)
 
     def value_and_grad_of_batch(model: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
-        # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
-        arguments.require_arguments_of_fun("weight", weight, (model, *args), kwargs)
-        objects = _Objects(wrt, model, args, kwargs)
-        given: Any = {"wrt": (0,), "nnx objects (they need no position)": objects.alone}
-        for name, at in positions.items():
-            given[name] = None if at is None else arguments.positions(name, at)
-        roles = roles_of_arguments(given, 1 + len(args), kwargs)
-
-        def loss(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
-            returned, state = objects.call(fun, args, kwargs)
-            value, its_aux = returned if has_aux else (returned, ())
-            return value, (its_aux, state)
-
-        def weigh(*args: PyTree, **kwargs: PyTree) -> Number:
-            return objects.call(weight, args, kwargs)[0]
-
-        places = {name: roles[name] for name in positions}
+        call = _Call(fun, weight, wrt, has_aux, places, micro_batches, model, args, kwargs)
         value_and_grads = of_arrays(
-            loss, has_aux=True, weight=weight and weigh, carry_argnum=-1, **places
+            call.loss, has_aux=True, weight=call.weight, carry_argnum=-1, **call.roles
         )
-        arrays = objects.params, *objects.args, objects.state
-        (value, (whole_aux, state)), grads = value_and_grads(*arrays, **objects.kwargs)
-        return ((value, whole_aux) if has_aux else value), objects.updated(grads, state)
+        returned, grads = value_and_grads(*call.arrays, **call.objects.kwargs)
+        return call.returned(returned), call.objects.like_model(grads)
 
     return value_and_grad_of_batch
+
+
+def micro_batched(
+    fun: Function,
+    micro_batches: int,
+    *,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
+    weight: Function | None = None,
+    aux: PyTree = "mean",
+    rng_argnums: int | str | Sequence[int | str] = (),
+    reduction: Reduction = "mean",
+    nonfinite: NonfiniteOfBatch = "propagate",
+    accumulator_dtype: DType = None,
+    sum_over: AxisName | None = None,
+) -> Function:
+    """Returns `fun` with a value and derivatives that are computed micro-batch by micro-batch.
+
+    It is `shrewjax.micro_batched` for a loss that takes an NNX model first, as `nnx.value_and_grad` and `nnx.grad` do.
+    Batch statistics, counts of keys and all other state go from micro-batch to micro-batch, as in `value_and_grad`. A
+    call of the returned function updates them, also if it computes the value alone. Their derivative is NaN.
+
+    Args:
+      fun: the loss function. It takes the model first, and returns a scalar.
+      micro_batches: K, an int >= 1, into which the examples can be divided.
+      wrt: a filter of all variables that a caller may differentiate with respect to. Gradients are computed of those
+        that it does differentiate. All others go from micro-batch to micro-batch, and are not differentiated.
+      has_aux: whether `fun` returns a pair.
+      batch_argnums: as in `value_and_grad`.
+      weight: as in `value_and_grad`.
+      aux: as in `value_and_grad`.
+      rng_argnums: as in `value_and_grad`.
+      reduction: as in `value_and_grad`.
+      nonfinite: as in `value_and_grad`.
+      accumulator_dtype: as in `value_and_grad`.
+      sum_over: as in `shrewjax.micro_batched`.
+
+    Returns:
+      A function of `fun`'s arguments, which returns the batch's value, or the pair `(value, aux)` with `has_aux`.
+
+    Raises:
+      ValueError: as in `value_and_grad` and in `shrewjax.micro_batched`.
+
+    Example:
+      >>> from flax import nnx
+      >>> import shrewjax.flax
+      >>> def loss(model, x, y):
+      ...     return jnp.mean((model(x)[:, 0] - y) ** 2)
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> of_batch = shrewjax.flax.micro_batched(loss, micro_batches=4)
+      >>> value, grads = nnx.jit(nnx.value_and_grad(of_batch))(model, jnp.ones((8, 2)), jnp.ones(8))
+      >>> grads["kernel"].shape
+      (2, 1)
+
+    Source: `shrewjax.micro_batched`.
+    """
+    _predicate(wrt)
+    options: dict[str, Any] = {
+        "micro_batches": micro_batches,
+        "aux": aux,
+        "reduction": reduction,
+        "nonfinite": nonfinite,
+        "accumulator_dtype": accumulator_dtype,
+        "sum_over": sum_over,
+    }
+    places = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums}
+    check_options(fun, weight, places, {"has_aux": has_aux, **options})
+
+    @wraps(fun)
+    def of_batch(model: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        call = _Call(fun, weight, wrt, has_aux, places, micro_batches, model, args, kwargs)
+        own = {"has_aux": True, "carry_argnum": len(call.arrays) - 1, **options}
+        returned = value_of_batch(
+            call.loss, call.weight, call.roles, own, call.arrays, call.objects.kwargs
+        )
+        return call.returned(returned)
+
+    return of_batch
+
+
+class _Call:
+    """A call of a function of nnx objects, as one of arrays, whose last one is the state that it carries.
+
+    Attributes:
+      objects: the nnx objects.
+      arrays: the arguments by position.
+      roles: which of them hold examples and keys.
+      weight: the user's, as a function of arrays.
+    """
+
+    def __init__(
+        self,
+        fun: Function,
+        weight: Function | None,
+        wrt: Any,
+        has_aux: bool,
+        places: Mapping[str, Any],
+        micro_batches: int,
+        model: PyTree,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> None:
+        # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
+        arguments.require_arguments_of_fun("weight", weight, (model, *args), kwargs)
+        self.objects = _Objects(wrt, model, args, kwargs)
+        self.arrays = self.objects.params, *self.objects.args, self.objects.state
+        self._fun, self._has_aux = fun, has_aux
+        given: Any = {"wrt": (0,), "nnx objects (they need no position)": self.objects.alone}
+        for name, at in places.items():
+            given[name] = None if at is None else arguments.places(name, at)
+        roles = roles_of_arguments(given, fun, 1 + len(args), kwargs)
+        self.roles: dict[str, Any] = {name: roles[name] for name in places}
+        its_roles = {"argnums": (0,), **self.roles}
+        checked_call(
+            self.arrays[:-1],
+            self.objects.kwargs,
+            its_roles,
+            micro_batches,
+            is_divided=micro_batches > 1,
+        )
+
+        def weigh(*args: PyTree, **kwargs: PyTree) -> Number:
+            return self.objects.call(weight, args, kwargs)[0]
+
+        self.weight = weight and weigh
+
+    def loss(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+        returned, state = self.objects.call(self._fun, args, kwargs)
+        value, its_aux = returned if self._has_aux else (returned, ())
+        return value, (its_aux, state)
+
+    def returned(self, results: tuple[PyTree, PyTree]) -> PyTree:
+        """Returns what `fun` would return, and gives the objects their new state."""
+        value, (whole_aux, state) = results
+        self.objects.update(state)
+        return (value, whole_aux) if self._has_aux else value
 
 
 def _predicate(wrt: Argument) -> Callable[[KeyPath, Leaf], bool]:
@@ -358,23 +506,24 @@ def _predicate(wrt: Argument) -> Callable[[KeyPath, Leaf], bool]:
         return nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"wrt must be a filter of variables, such as nnx.Param, got {wrt!r}. For nnx.DiffState(0, f), pass f"
+            f"wrt must be a filter of variables, such as nnx.Param, got {trees.shown(wrt)}. For nnx.DiffState(0, f), "
+            "pass f"
         ) from error
 
 
 def _require_variables(params: PyTree, wrt: Any, model: PyTree) -> None:
     if not jax.tree.leaves(params):
         raise ValueError(
-            f"wrt={wrt!r} must match a variable of the model, got {type(model).__name__}, which has none, so that "
-            "nothing would be trained. Pass a filter of the variables to train, such as nnx.Param"
+            f"wrt={trees.shown(wrt)} must match a variable of the model, got {type(model).__name__}, which has none, "
+            "so that nothing would be trained. Pass a filter of the variables to train, such as nnx.Param"
         )
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
     # Those of linen, by `nnx.bridge`.
     if OVERWRITE_WITH_GRADIENT in {type(x).__name__ for x in variables}:
         raise ValueError(
-            f"wrt={wrt!r} matches variables of the type {OVERWRITE_WITH_GRADIENT}. These statistics of fp8 layers are "
-            "no gradients, and have no mean. Leave them out of wrt. To keep them, call nnx.value_and_grad for each "
-            "micro-batch, and overwrite them with what it returns"
+            f"wrt={trees.shown(wrt)} matches variables of the type {OVERWRITE_WITH_GRADIENT}. These statistics of fp8 "
+            "layers are no gradients, and have no mean. Leave them out of wrt. To keep them, call nnx.value_and_grad "
+            "for each micro-batch, and overwrite them with what it returns"
         )
 
 
@@ -387,7 +536,7 @@ class _Objects:
       params: the arrays of the variables in `wrt`.
       state: the arrays of all other variables.
       args, kwargs: the arguments after the first, with None for each object.
-      alone: the positions of arguments that are an object.
+      alone: the positions and names of arguments that are an object.
     """
 
     def __init__(self, wrt: Any, model: PyTree, args: PyTree, kwargs: PyTree) -> None:
@@ -402,11 +551,23 @@ class _Objects:
         self._objects = {i: x if is_object(x) else jnp.asarray(x) for i, x in numbered.items()}
         without = [None if i in numbered else x for i, x in enumerate(leaves)]
         (self._no_model, *self.args), self.kwargs = self._treedef.unflatten(without)
-        self.alone = tuple(at for at, x in enumerate(args, 1) if is_object(x))
+        after_model = dict(enumerate(args, 1)) | kwargs
+        self.alone = tuple(at for at, x in after_model.items() if is_object(x))
+
+        # Otherwise the arrays in the first place would be differentiated, in silence.
+        is_wanted = _predicate(wrt)
+        if not any(is_object(numbered[i]) for i in in_model):
+            for i, x in numbered.items():
+                if is_object(x) and any(is_wanted(path, y) for path, y in nnx.iter_graph(x)):
+                    raise ValueError(
+                        f"the first argument must be the model, or hold it, got {trees.shown(model)}, but "
+                        f"{type(x).__name__} in argument {jax.tree_util.keystr(self._paths[i][1:2], simple=True)} has "
+                        f"variables of wrt={trees.shown(wrt)}. Pass the model first. Or, to differentiate by the first "
+                        "argument alone, let fun close over the model"
+                    )
 
         # 2. Take them apart. As in Flax, a path begins at its object, and a variable or an array beside the objects is
         # always in wrt (test_flax_objects.py, "paths_begin_at_each_object").
-        is_wanted = _predicate(wrt)
 
         def is_in_wrt(path: KeyPath, x: Leaf) -> bool:
             return path[0] in in_model and (not path[1:] or is_wanted(path[1:], x))
@@ -422,8 +583,9 @@ class _Objects:
         for path, x in jax.tree.leaves_with_path(self.params):
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 raise ValueError(
-                    f"the variable {self._name(path)} must be floating or complex, because it is in wrt={wrt!r}, got "
-                    f"{x.dtype}. Make it an nnx.Variable that wrt does not match. Or pass it as an argument of its own"
+                    f"the variable {self._name(path)} must be floating or complex, because it is in "
+                    f"wrt={trees.shown(wrt)}, got {x.dtype}. Make it an nnx.Variable that wrt does not match. Or "
+                    "pass it as an argument of its own"
                 )
         nodes = [pair for i, x in numbered.items() for pair in nnx.iter_graph({i: x})]
         variables = [(path, x) for path, x in nodes if isinstance(x, nnx.Variable)]
@@ -496,10 +658,13 @@ class _Objects:
                 "lost. Change it before the call, for example with model.train()"
             )
 
-    def updated(self, grads: PyTree, state: PyTree) -> PyTree:
-        """Gives the objects their new state. Returns their gradients, in the place of each in the first argument."""
-        its_grads, its_state = _like(self._variables, [grads, state])
-        nnx.update(self._objects, its_state)
+    def update(self, state: PyTree) -> None:
+        """Gives the objects their new state."""
+        nnx.update(self._objects, _like(self._variables[1], state))
+
+    def like_model(self, grads: PyTree) -> PyTree:
+        """Returns the gradients of the objects, in the place of each in the first argument."""
+        its_grads = _like(self._variables[0], grads)
         numbers = range(self._model.num_leaves)
         return self._model.unflatten([its_grads.get(i, nnx.State({})) for i in numbers])
 

@@ -4,6 +4,7 @@
 # ruff: noqa: E402
 
 import os
+from collections import Counter
 
 import speed
 
@@ -34,10 +35,18 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 def pytest_collection_modifyitems(items):
     """With the passes off (`SHREWJAX_DISABLE_PASSES=1`), what they save is not there."""
     if are_passes_disabled():
-        skip = pytest.mark.skip(reason="what passes save")
+        skip = pytest.mark.skip(reason="claims about passes, which are switched off")
         for item in items:
             if item.get_closest_marker("needs_passes"):
                 item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """A line for each reason why tests were skipped, with their number."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[-1].removeprefix("Skipped: ") for report in skipped)
+    for reason, number in sorted(reasons.items()):
+        terminalreporter.write_line(f"{number} skipped: {reason}")
 
 
 @pytest.fixture(params=[False, True], ids=["x32", "x64"])

@@ -21,22 +21,25 @@ PACKAGE = pathlib.Path(shrewjax.__file__).parent
 # The modules of each private package. A module may import from those before it.
 PACKAGES = {
     "_base": ["types", "branches", "mesh", "trees", "states", "arguments"],
-    "_programs": ["switch", "jaxprs", "forwarding", "scatters", "lost_scatters", "loops", "reduced"],
+    "_programs": ["switch", "jaxprs", "forwarding", "scatters", "lost_scatters", "loops"],
     "_numerics": ["floats", "reductions", "vectors", "norms", "scaling", "percentiles", "histories"],
     "_clipping": ["units", "global_norm", "unit_norms", "elements", "cotangents"],
     "_skipping": ["wrapping", "guards"],
     "_accumulation": [
         "_noise",
-        "_rows",
         "_micro_batch",
+        "_devices",
         "window",
         "accumulate",
         "grad_accumulator",
         "_aux",
+        "_mistaken_roles",
         "_overwritten",
         "batch",
         "value_and_grad",
+        "micro_batched",
         "contrastive",
+        "per_device",
         "sharded_state",
         "from_optax",
     ],
@@ -126,6 +129,8 @@ def test_only_passes_take_traced_programs_apart_or_name_a_primitive_of_jax():
         found = {n.value for n in nodes if isinstance(n, ast.Constant)} & names
         found |= {n.attr for n in nodes if isinstance(n, ast.Attribute)} & inside
         assert not found or module[1] == "_programs", (module, found)
+        # Of the passes, one module has all names, so that another JAX changes one file.
+        assert not found & names or module[1:] in (("_programs", "jaxprs"), ("_programs", "reduced")), (module, found)
 
 
 def test_each_pass_says_what_it_saves_and_when_it_can_be_deleted():
@@ -223,6 +228,7 @@ def modules_of_pickle(value, prefix):
 def test_version_is_that_of_the_source_whatever_is_installed():
     source = (PACKAGE / "__init__.py").read_text()
     assert f'\n__version__ = "{shrewjax.__version__}"\n' in source
+    assert f"\nversion: {shrewjax.__version__}\n" in (PACKAGE.parent / "CITATION.cff").read_text()
     settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     assert settings["project"]["dynamic"] == ["version"]
     assert (PACKAGE.parent / settings["tool"]["hatch"]["version"]["path"]) == PACKAGE / "__init__.py"

@@ -144,9 +144,10 @@ def _names_of_leaves(names: PyTree, like: PyTree) -> list[str]:
     try:
         return jax.tree.leaves(jax.tree.broadcast(names, like))
     except ValueError as error:
+        structure = trees.shortened(str(jax.tree.structure(like)))
         raise ValueError(
-            f"aux must be one name, or a tree prefix of what fun returns beside the loss, got {names!r} for a tree of "
-            f"the structure {jax.tree.structure(like)}: {error}"
+            f"aux must be one name, or a tree prefix of what fun returns beside the loss, got {trees.shown(names)} "
+            f"for a tree of the structure {structure}: {trees.shortened(str(error))}"
         ) from error
 
 

@@ -48,6 +48,11 @@ class NoiseState(NamedTuple):
     exponent: Annotated[jax.Array, "int32 (): exponent of two of the gradients' scale"]
 
 
+# For a state without noise, whose window may be open: NaN sums, so that this window has no estimate. The next window's
+# first micro-batch replaces them.
+FOR_AN_OPEN_WINDOW = "(n := tx.init(params).noise)._replace(square_sums=n.square_sums + jnp.nan)"
+
+
 class WindowSums(NamedTuple):
     square_sums: jax.Array  # (3,)
     kept: jax.Array

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shrewjax._accumulation import _rows
 from shrewjax._accumulation.window import (
     WINDOW_STATES,
     AccumSteps,
@@ -28,6 +27,7 @@ from shrewjax._accumulation.window import (
 )
 from shrewjax._base import arguments, trees
 from shrewjax._base.branches import run_if
+from shrewjax._base.mesh import on_mesh_of
 from shrewjax._base.states import (
     increment_if,
     nodes_in,
@@ -59,7 +59,7 @@ from shrewjax._skipping.wrapping import (
     first_step,
     inner_transformation,
     run_step,
-    wrapper,
+    update_of_wrapper,
 )
 
 
@@ -123,15 +123,17 @@ def accumulate(
       accum_steps: number of micro-batches per window. An int >= 1, a scalar array, or a function of `windows` (int32)
         that returns such a number, or a float, which is rounded up. In an array, a number below 1 or NaN counts as 1.
       reduction: `"mean"` for gradients of a mean loss: sum(w g) / sum(w), equal to the gradient of the one large
-        batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w). `"sum"`: sum(g).
+        batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w), without micro-batches of weight 0.
+        If these have a gradient, as the negatives in detection, pass `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(g).
       accumulator_dtype: dtype of the sum. By default the wider of float32 and the parameter's dtype, complex for
-        complex. Inner gets the average cast to the gradient's dtype, within 2 ulp of the exact quotient. In float16,
-        weights that count tokens soon make sums of w g overflow.
+        complex. Inner gets the average cast to the parameter's dtype, or to the gradient's if `update` gets no
+        `params`, within 2 ulp of the exact quotient. In float16, weights that count tokens soon make sums of w g
+        overflow.
       nonfinite: the policy of the second table. All but `"propagate"` read the gradients once more, and count such
         micro-batches in `dropped`. To check the average as well, wrap inner in `skip_nonfinite`.
       sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, and its own weight.
         See the guide "Many devices". With `check_vma=False` and in `jax.pmap`, pass `()` if gradients are the same on
-        every device.
+        every device, or if each device has a model and a state of its own.
       noise_decay: measures the gradient noise scale, with averages of this decay in [0, 1), such as 0.99. A weight then
         counts independent examples, not tokens. See the guide "The noise of a window".
 
@@ -141,9 +143,10 @@ def accumulate(
     Raises:
       ValueError: an argument is not as described; `inner` was returned by `accumulate`, or `init` finds an accumulation
         inside it; a gradient does not fit its accumulator's kind; by its type, a gradient is already reduced over
-        `sum_over`, or not reduced without it; devices may disagree on when a window closes; `sum_over` is missing or
-        `init` finds no mesh; the state is another transformation's; an extra argument that no transformation inside
-        inner declares has a name near one of these, such as `weights`, or a word for a count, such as `num_tokens`.
+        `sum_over`, or not reduced without it; devices may disagree on when a window closes, and inner has a collective
+        over them; `sum_over` is missing or `init` finds no mesh; the state is another transformation's; an extra
+        argument that no transformation inside inner declares has a name near one of these, such as `weights`, or a word
+        for a count, such as `num_tokens`.
       AssertionError: while tracing: the gradients' structure or a leaf's shape differs from the parameters
         passed to `init`, or inner changes the structure, shapes or dtypes of its state.
 
@@ -183,12 +186,14 @@ def accumulate(
         state = AccumulateState(
             **window.init(params)._asdict(), applied=jnp.zeros((), bool), inner_state=inner_state
         )
+        state = on_mesh_of(params, state)
         note(state.micro_step, reduction=reduction, nonfinite=nonfinite)  # for `from_optax`
         return state
 
     add_and_run = partial(_add_and_run, window, wrapped)
     return Accumulation(
-        init_fn, wrapper(AccumulateState, add_and_run, "the accumulation's state changed")
+        init_fn,
+        update_of_wrapper(AccumulateState, add_and_run, "the accumulation's state changed"),
     )
 
 
@@ -211,9 +216,9 @@ def _add_and_run(
     adds_nothing = not isinstance(weight, jax.Array) and np.ndim(weight) == 0 and weight == 0
     takes_value = value is not None or (adds_nothing and _takes_value(inner))
     added = window.advance(state, grads, weight, value, flush=closes, when_full=True)
-    like = _rows.without_rows(grads, window.axes)
+    like = window.like_average(grads)
     inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
-    run = _run_on_rows if window.axes else _run_on_average
+    run = _run_on_total if window.is_partial else _run_on_average
     returned, after = run(window, added, state.value, _Inner(inner, inner_step, like, takes_value))
     windows = increment_if(after.applied, state.windows)
     new_state = added.state._replace(windows=windows, **after._asdict())
@@ -253,7 +258,7 @@ def _run_on_average(
     applied = jnp.asarray(added.has_average)
     if noise:  # in a branch, because the norm of the average takes a pass
         value, noise = run_if(
-            added.has_average, lambda: window.average(added)[2:], lambda: (value, added.state.noise)
+            added.has_average, lambda: window.average(added)[2:4], lambda: (value, noise)
         )
     elif added.has_average is not False:
         value = jnp.where(applied, window.average(added).value, value)
@@ -261,13 +266,16 @@ def _run_on_average(
     return returned, _After(inner_state, applied, average, value, noise)
 
 
-def _run_on_rows(
+def _run_on_total(
     window: Window, added: WindowStep, value: jax.Array, inner: _Inner
 ) -> tuple[PyTree, _After]:
-    """Runs inner if the window closes, in one branch with the sum of the per-device rows over devices."""
-    rows, noise = added.state.gradient_sum, added.state.noise
+    """Runs inner if the window closes, in one branch with the total of its partial sums.
 
-    def reduce_and_run() -> tuple[PyTree, _After]:
+    Two guards inside would otherwise branch three times, and each branch would take the total again.
+    """
+    open_sum, noise = added.state.gradient_sum, added.state.noise
+
+    def total_and_run() -> tuple[PyTree, _After]:
         average = window.average(added)
         ran = inner.run(average.gradients, average.value, True)
         measured = average.value, average.noise
@@ -276,25 +284,32 @@ def _run_on_rows(
             # (tests/devices/test_accelerators.py, "closing_calls_alone").
             ran = optax.tree.where(average.has_weight, ran, inner.step.skipped(ran[0]))
             measured = optax.tree.where(average.has_weight, measured, (value, noise))
-        emptied = _rows.emptied(rows, average.gradients, window.axes or ())
+        emptied = window.emptied(added.state, average)
         return ran[0], _After(ran[1], jnp.asarray(average.has_weight), emptied, *measured)
 
-    idle = _After(inner.step.state, jnp.zeros((), bool), rows, value, noise)
-    return inner.step._replace(state=idle, runs=added.has_average).run_or_skip(reduce_and_run)
+    idle = _After(inner.step.state, jnp.zeros((), bool), open_sum, value, noise)
+    return inner.step._replace(state=idle, runs=added.has_average).run_or_skip(total_and_run)
 
 
 def _as_gradients(
     average: ArrayTree, like: ArrayTree, params: optax.Params | None
 ) -> optax.Updates:
-    """Returns the average in the gradients' dtypes, or in the parameters' if a gradient is None."""
+    """Returns the average in the parameters' dtypes, or in the gradients' if there are no parameters.
+
+    A gradient's dtype may be narrower than its parameter's, in which the optimizer works. In float16, Adam's squares
+    would leave the range.
+    """
 
     def cast(x: jax.Array, grad: Leaf, param: Leaf = None) -> Leaf:
-        grad = param if grad is None else grad
-        if grad is None:
+        given = param if grad is None else grad
+        if given is None:
             return x
-        if not is_gradient(grad):
-            return _zero_like(grad)
-        return x if floats.is_complex(x) and not floats.is_complex(grad) else x.astype(grad.dtype)
+        if not is_gradient(given):
+            return _zero_like(given)
+        target = given if param is None or not is_gradient(param) else param
+        return (
+            x if floats.is_complex(x) and not floats.is_complex(target) else x.astype(target.dtype)
+        )
 
     with_params = () if params is None else (params,)
     return jax.tree.map(cast, average, like, *with_params)
@@ -332,7 +347,8 @@ def _zero_like(x: Leaf) -> Leaf:
 def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> None:
     """Raises if an extra argument seems to be meant for `accumulate`, and nothing inside inner declares it."""
     for name in extra_args.keys() - {*_TAKEN}:
-        meant = _meant_by(name)
+        # A line search hands the caller's own names to `value_fn`.
+        meant = _near(name) or (None if "value_fn" in extra_args else _named(name))
         if meant is not None and not declares(inner, name):
             raise ValueError(
                 f"{name}= is no argument of accumulate, and near {meant}=. Pass {meant}=. If a transformation inside "
@@ -342,18 +358,27 @@ def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> 
 
 _NESTED = "Multiply the accum_steps instead of nesting accumulations"
 _TAKEN = ("weight", "flush", "value", "grad")
-_WORDS = dict.fromkeys(["weight", "token", "ntoken", "tok", "example", "sample"], "weight") | {
-    "flush": "flush"
-}
+_COUNTS = "weight token ntoken tok example sample item sequence denominator denom normalizer"
+_WORDS = dict.fromkeys(_COUNTS.split(), "weight") | dict.fromkeys(["flush", "sync"], "flush")
 
 
-def _meant_by(name: str) -> str | None:
-    """Returns the argument of `accumulate` that this name seems to mean, such as `sample_weight` or `wieght`."""
+def _near(name: str) -> str | None:
+    """Returns the argument of `accumulate` that this name misspells, such as `wieght`."""
     # 0.8 finds swapped, doubled and missing letters, and a plural. Optax's own `value_fn` and `grad_fn` are less near.
     near = difflib.get_close_matches(name.lower(), _TAKEN, n=1, cutoff=0.8)
+    return near[0] if near else None
+
+
+def _named(name: str) -> str | None:
+    """Returns the argument of `accumulate` for which this is another word, such as `num_tokens` and `is_last`."""
     words = [word.removesuffix("s") for word in name.lower().split("_")]
-    named = [] if "decay" in words else [_WORDS[word] for word in words if word in _WORDS]
-    return next(iter([*near, *named]), None)
+    if "decay" in words:
+        return None
+    if {"batch", "size"} <= {*words}:
+        return "weight"
+    if words[:2] == ["i", "last"]:  # "is", without its last letter
+        return "flush"
+    return next((_WORDS[word] for word in words if word in _WORDS), None)
 
 
 def _takes_value(tx: optax.GradientTransformationExtraArgs) -> bool:
@@ -414,6 +439,12 @@ def apply_gradients(
         raise ValueError(
             f"tx must be a transformation, got {type(tx).__name__}. Pass tx, grads, opt_state and params, in this order"
         )
+    if type(grads).__module__.startswith("flax.nnx") and type(params) is not type(grads):
+        raise ValueError(
+            f"grads and params must be trees of one kind, got {type(grads).__name__} of NNX and "
+            f"{type(params).__name__}. Call update(model, grads) of shrewjax.flax.Optimizer(model, tx, wrt=nnx.Param). "
+            "Or pass nnx.state(model, nnx.Param) as params"
+        )
     wanted = [name for name in ("weight", "flush") if name in extra_args and not declares(tx, name)]
     if wanted and not isinstance(tx, Accumulation) and not _windows_in(opt_state):
         raise ValueError(
@@ -463,9 +494,10 @@ def flush(
     """
     if not isinstance(tx, Accumulation):
         raise ValueError(
-            f"tx must be the transformation that accumulate returned, got {tx!r}. If accumulate is inside another "
-            "transformation, pass flush=True to update with the last micro-batch. Or call "
-            "tx.update(grads, opt_state, params, weight=0, flush=True) with any finite grads, which add nothing"
+            f"tx must be the transformation that accumulate returned, got {trees.shown(tx)}. Call flush(tx, opt_state, "
+            "params). If accumulate is inside another transformation, pass flush=True to update with the last "
+            "micro-batch. Or call tx.update(grads, opt_state, params, weight=0, flush=True) with any finite grads, "
+            "which add nothing"
         )
     no_gradients = jax.tree.map(lambda _: None, params)
     return tx.update(no_gradients, opt_state, params, weight=0, flush=True, **extra_args)
@@ -508,8 +540,8 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
     """
     if callable(accum_steps):
         raise ValueError(
-            f"accum_steps must be a number of micro-batches, got {accum_steps!r}. Pass the schedule's value for this "
-            "window, accum_steps(state.windows)"
+            f"accum_steps must be a number of micro-batches, got {trees.shown(accum_steps)}. Pass the schedule's value "
+            "for this window, accum_steps(state.windows)"
         )
     require_one_window(without_variables(opt_state))
     windows = _windows_in(opt_state)

@@ -4,6 +4,7 @@ Examples are divided among the micro-batches, keys are folded with a micro-batch
 whole.
 """
 
+import inspect
 import math
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -14,55 +15,118 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shrewjax._accumulation._mistaken_roles import (
+    Call,
+    is_key,
+    key_message,
+    keys_alone,
+    label,
+    number_of_examples,
+    other_batch,
+    require_no_flax_state,
+)
+from shrewjax._base import trees
 from shrewjax._base.mesh import as_varying, axes_by_dimension, device_index
-from shrewjax._base.types import AxisNames, DType, KeyPath, Leaf, Number, PyTree
+from shrewjax._base.types import AxisNames, DType, Function, KeyPath, Leaf, Number, Place, PyTree
+
+ROLES = "argnums", "rng_argnums", "carry_argnum", "batch_argnums"
 
 
 def roles_of_arguments(
-    given: Mapping[str, tuple[int, ...] | None], count: int, keywords: Collection[str]
-) -> dict[str, tuple[int, ...]]:
-    """Returns the positions of each role's arguments, counted from the front.
+    given: Mapping[str, tuple[Place, ...] | None],
+    fun: Function,
+    count: int,
+    keywords: Collection[str],
+) -> dict[str, tuple[Place, ...]]:
+    """Returns the places of each role's arguments, which are positions or names again that mean the same arguments.
 
-    A role given as None has all arguments that none before it has, so it comes last. Raises if none is left for it, if
-    a position is out of range, or if an argument has two roles.
+    `count` arguments came by position, and others by these keywords. A position names the parameter of `fun` there,
+    however it is passed. A negative one counts back from the last argument that came by position.
+
+    A role given as None has all arguments by position that none before it has. If there are none, it has all by
+    keyword that none before it has. So it comes last. Raises if none is left for it, if there is no such argument, or
+    if an argument has two roles.
     """
-    plural = "" if count == 1 else "s"
-    roles: dict[str, tuple[int, ...]] = {}
-    taken: dict[int, str] = {}
-    for name, positions in given.items():
-        if positions is None:
-            positions = tuple(at for at in range(count) if at not in taken)
-            if not positions:
-                raise ValueError(
-                    f"no argument holds examples, because the call has {count} positional argument"
-                    f"{plural}, in {', '.join(dict.fromkeys(taken.values()))}. Pass the batch by "
-                    "position. Or pass batch_argnums=() if there is none"
-                )
-        for at in positions:
-            if not -count <= at < count:
+    names = _positional_names(fun)
+    roles: dict[str, tuple[Place, ...]] = {}
+    taken: dict[Place, str] = {}
+    for name, wanted in given.items():
+        if wanted is None:
+            by_position = tuple(at for at in range(count) if at not in taken)
+            by_keyword = tuple(key for key in keywords if key not in taken)
+            places: tuple[Place, ...] = by_position or by_keyword
+            if not places:
                 came = (
-                    f"{name} has the position {at}, but {count} argument{plural} came by position"
+                    f"{count + len(keywords)} argument{'' if count + len(keywords) == 1 else 's'}"
                 )
-                remedy = (
-                    f", and by keyword {', '.join(keywords)}. Pass what {name} names by position"
-                    if keywords
-                    else ""
-                )
-                raise ValueError(came + remedy)
-            if at % count in taken:
                 raise ValueError(
-                    f"argument {at % count} is in {taken[at % count]} and in {name}. Give it one of the two"
+                    f"no argument holds examples, because the call has {came}, in "
+                    f"{', '.join(dict.fromkeys(taken.values()))}. Pass the batch. Or pass batch_argnums=() if there is "
+                    "none"
                 )
-            taken[at % count] = name
-        roles[name] = tuple(at % count for at in positions)
+        else:
+            places = tuple(_place(name, at, names, count, keywords) for at in wanted)
+        for place in places:
+            if place in taken:
+                raise ValueError(
+                    f"{label(place)} is in {taken[place]} and in {name}. Give it one of the two"
+                )
+            taken[place] = name
+        roles[name] = places
     return roles
 
 
+def _positional_names(fun: Function) -> list[str]:
+    """Returns the names of those parameters that may come by position; none if Python does not know them."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (ValueError, TypeError):  # of a function in C
+        return []
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [x.name for x in parameters if x.kind in kinds]
+
+
+def _place(role: str, at: Place, names: list[str], count: int, keywords: Collection[str]) -> Place:
+    """Returns how the argument came that a position or a name means."""
+    if at in keywords:
+        return at
+    if isinstance(at, str):
+        if at in names[:count]:
+            return names.index(at)
+        came = ", ".join([*names[:count], *keywords]) or "none"
+        raise ValueError(
+            f"{role} names {at!r}, which no argument of the call has. Name one of those that came: {came}. Or pass a "
+            "position"
+        )
+    if -count <= at < count:
+        return at % count
+    if 0 <= at < len(names) and names[at] in keywords:
+        return names[at]
+    came = f"{count} argument{'' if count == 1 else 's'} came by position"
+    remedy = (
+        f", and by keyword {', '.join(keywords)}. Name what came by keyword, such as {role}={next(iter(keywords))!r}"
+        if keywords
+        else ""
+    )
+    raise ValueError(f"{role} has the position {at}, but {came}{remedy}")
+
+
+def in_order(function: Function, args: Collection[PyTree], kwargs: Collection[str]) -> Function:
+    """Returns `function` of arguments in one order: as many by position, then those that it gets by these names."""
+    count, names = len(args), tuple(kwargs)
+
+    def of_values(*values: PyTree) -> PyTree:
+        return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    return of_values
+
+
 class Batch(NamedTuple):
+    """The arguments of one call in one order, those by position first. A number means an argument in this order."""
+
     args: tuple[PyTree, ...]
-    kwargs: dict[str, PyTree]
     roles: dict[str, tuple[int, ...]]
-    own_params: dict[int, PyTree]  # those of `argnums`, by position
+    own_params: dict[int, PyTree]  # those of `argnums`
     examples: dict[int, PyTree]  # as `_split_examples` returns them
     steps: int  # number of micro-batches
     first_number: Number  # of the device's first micro-batch, over all devices
@@ -74,7 +138,7 @@ class Batch(NamedTuple):
     def arguments(self, i: Number, carried: list[PyTree]) -> list[PyTree]:
         replaced = self.own_params | _micro_batch_of(self.examples, i)
         for at in self.roles["rng_argnums"]:
-            replaced[at] = _folded_keys(f"argument {at}", self.args[at], self.first_number + i)
+            replaced[at] = _folded_keys(self.args[at], self.first_number + i)
         replaced |= dict(zip(self.roles["carry_argnum"], carried, strict=True))
         return [replaced.get(at, x) for at, x in enumerate(self.args)]
 
@@ -85,9 +149,9 @@ class Batch(NamedTuple):
         """
         replaced = dict(self.own_params)
         if self.devices:
-            rows = self.steps * self.devices
+            parts = self.steps * self.devices
             replaced |= jax.tree.map(
-                lambda x: jnp.zeros((len(x) * rows, *x.shape[2:]), x.dtype), self.examples
+                lambda x: jnp.zeros((len(x) * parts, *x.shape[2:]), x.dtype), self.examples
             )
         return jax.tree.map(lambda x: x, [replaced.get(at, x) for at, x in enumerate(self.args)])
 
@@ -117,103 +181,132 @@ class Batch(NamedTuple):
 def batch_of_arguments(
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
-    roles: dict[str, tuple[int, ...]],
+    roles: dict[str, tuple[Place, ...]],
     steps: int,
     axes: AxisNames,
     devices: int,
 ) -> Batch:
-    """Returns the arguments of one call by their roles.
+    """Returns the arguments of one call by their roles, which are those of `roles_of_arguments`.
+
+    A role that the caller does not have may be missing. `Batch.arguments` returns them for the function `in_order`.
 
     `axes` are those mapped axes over which the examples are divided already. `devices` is the number of devices over
     which they will be, or 0.
     """
     first_number = device_index(axes) * steps if axes else 0
-    _check_parameters({at: args[at] for at in roles["argnums"]})
-    examples = _split_examples({at: args[at] for at in roles["batch_argnums"]}, steps, devices)
-    if steps * max(devices, 1) > 1:
-        with_role = {at for positions in roles.values() for at in positions}
-        _check_whole({at: x for at, x in enumerate(args) if at not in with_role}, kwargs, examples)
+    call = checked_call(args, kwargs, roles, steps, is_divided=steps * max(devices, 1) > 1)
+    numbers, values = call.roles, call.values
+    examples = _split_examples(call, devices)
     # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
     # micro-batch (tests/accumulation/test_value_and_grad.py, "cross_the_network_once").
     own_params = {
-        at: jax.tree.map(lambda x: as_varying(x, axes), args[at]) for at in roles["argnums"]
+        at: jax.tree.map(lambda x: as_varying(x, axes), values[at]) for at in numbers["argnums"]
     }
-    return Batch(args, kwargs, roles, own_params, examples, steps, first_number, devices)
+    return Batch(values, numbers, own_params, examples, steps, first_number, devices)
 
 
-def _check_parameters(params: dict[int, PyTree]) -> None:
-    def check(path: KeyPath, x: Leaf) -> None:
-        dtype: DType = getattr(x, "dtype", np.object_)
-        if not isinstance(x, float | complex) and not jnp.issubdtype(dtype, jnp.inexact):
-            given = f"{dtype} of shape {x.shape}" if hasattr(x, "dtype") else repr(x)
-            raise ValueError(
-                f"{_name(path)} must be a floating or complex array, because it is in argnums, got {given}. Split the "
-                "model, and merge it in fun: in Equinox with eqx.partition(model, eqx.is_inexact_array), in Flax NNX "
-                "with nnx.split(model, nnx.Param, ...)"
-            )
+def checked_call(
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    roles: dict[str, tuple[Place, ...]],
+    steps: int,
+    *,
+    is_divided: bool,
+) -> Call:
+    """Returns the arguments of one call in one order. Raises if one does not fit its role.
 
-    jax.tree.map_with_path(check, params)
+    `is_divided` is whether there are several micro-batches, on all devices together.
+    """
+    places = (*range(len(args)), *kwargs)
+    numbers = {name: tuple(map(places.index, roles.get(name, ()))) for name in ROLES}
+    call = Call(places, (*args, *kwargs.values()), numbers, steps)
+    require_no_flax_state(call)
+    for at in numbers["argnums"]:
+        for path, x in call.leaves(at):
+            _check_parameter(call.name(at, path), x)
+    for at in numbers["rng_argnums"]:
+        for path, x in call.leaves(at):
+            _check_folded(call, at, path, x)
+    count = number_of_examples(call)
+    if is_divided:
+        _check_whole(call, count)
+    return call
 
 
-def _split_examples(
-    arguments: dict[int, PyTree], steps: int, devices_to_map: int
-) -> dict[int, PyTree]:
+def _check_parameter(name: str, x: Leaf) -> None:
+    dtype: DType = getattr(x, "dtype", np.object_)
+    if not isinstance(x, float | complex) and not jnp.issubdtype(dtype, jnp.inexact):
+        given = f"{dtype} of shape {x.shape}" if hasattr(x, "dtype") else trees.shown(x)
+        raise ValueError(
+            f"{name} must be a floating or complex array, because it is in argnums, got {given}. Split the model, and "
+            "merge it in fun: in Equinox with eqx.partition(model, eqx.is_inexact_array), in Flax NNX with "
+            "nnx.split(model, nnx.Param, ...)"
+        )
+
+
+def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
+    """Raises unless a leaf of an argument in `rng_argnums` is one key, typed or raw."""
+    dtype: DType = getattr(x, "dtype", np.object_)
+    is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if np.ndim(x) == (0 if is_typed else 1) and (is_typed or dtype == np.uint32):
+        return
+    given = f"shape {x.shape} and dtype {dtype}" if hasattr(x, "dtype") else trees.shown(x)
+    remedy = None if is_key(x) else keys_alone(call, at)
+    remedy = remedy or (
+        "Make it with jax.random.key. If each example has a key, put it into batch_argnums"
+    )
+    raise ValueError(
+        f"{call.name(at, path)} is in rng_argnums and must be one PRNG key, got {given}. {remedy}"
+    )
+
+
+def _split_examples(call: Call, devices_to_map: int) -> dict[int, PyTree]:
     """Returns arrays of shape (B, ...) as (B / K, K, ...), in which the second axis numbers the micro-batches.
 
     If the first axis is sharded over devices, each device's examples are so divided among all micro-batches.
     """
-    first: dict[KeyPath, int] = {}  # the first array's number of examples
+    steps = call.steps
 
-    def of_micro_batches(path: KeyPath, x: Leaf) -> jax.Array:
-        at, name = path[0].key, _name(path)
-        others = tuple(other for other in arguments if other != at)
-        if np.ndim(x) == 0:
-            _check_key(name, x, at)
-            raise ValueError(
-                f"{name} has no axis of examples, but shape (). If it is the same for all micro-batches, pass "
-                f"batch_argnums={others}. If each example has its own, pass an array of them"
-            )
+    def divided(path: KeyPath, x: Leaf) -> jax.Array:
+        name = call.name(path[0].key, path[1:])
         count, *rest = np.shape(x)
-        if not first:
-            first[path] = count
-        ((of_first, expected),) = first.items()
-        if count != expected:
-            _check_key(name, x, at)
-            raise ValueError(
-                f"{name} has {count} examples along its first axis, {_name(of_first)} has {expected}. "
-                + (
-                    "If it holds no examples, pass it as an argument of its own. If it holds parts of an example, such "
-                    f"as a graph's edges, stack {steps} padded batches along a new first axis"
-                    if at == of_first[0].key
-                    else f"If argument {at} is the same for all micro-batches, pass batch_argnums={others}"
-                )
-            )
-        together = steps * max(devices_to_map, 1)
-        if count % steps:
-            raise ValueError(
-                f"{name} has {count} examples, which micro_batches={steps} does not divide. If its first axis does not "
-                "number the examples, move the axis that does to the front. Otherwise pad the batch to "
-                f"{-(-count // together) * together}, and let weight= count the real ones. If the loss is a mean, let "
-                "fun take it over the real ones, too"
-            )
+        _check_divisible(call, name, count, devices_to_map)
         x = jnp.asarray(x)
         devices = devices_to_map or _devices_along_first_axis(x)
-        if count // steps % devices:
-            padded = -(-count // (steps * devices)) * steps * devices
-            remedy = "leave out sum_over" if devices_to_map else "use a mesh with Auto axes"
-            raise ValueError(
-                f"{name} has {count} examples, sharded over {devices} devices, in micro-batches of {count // steps}, "
-                f"which {devices} does not divide. Pad the batch to {padded}, and let weight= count the real ones. Or "
-                f"{remedy}, so that examples may move between devices"
-            )
+        _check_divisible_over(name, count, steps, devices, is_mapped_here=devices_to_map > 0)
         return x.reshape(count // steps, steps, *rest)
 
-    return jax.tree.map_with_path(of_micro_batches, arguments)
+    batch = {at: call.values[at] for at in call.roles["batch_argnums"]}
+    return jax.tree.map_with_path(divided, batch)
 
 
-def _name(path: KeyPath) -> str:
-    """Returns the name of a leaf of the arguments, a tree by position, for messages."""
-    return f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
+def _check_divisible(call: Call, name: str, count: int, devices_to_map: int) -> None:
+    together = call.steps * max(devices_to_map, 1)
+    if count == 0:
+        raise ValueError(
+            f"{name} must hold at least one example, because the mean of none is NaN, got 0 examples. Leave out the "
+            "call for an empty batch"
+        )
+    if count % call.steps:
+        raise ValueError(
+            f"{name} has {count} examples, which micro_batches={call.steps} does not divide. {other_batch(call)}If its "
+            "first axis does not number the examples, move the axis that does to the front. Otherwise pad the batch to "
+            f"{-(-count // together) * together}, and let weight= count the real ones. If the loss is a mean, let "
+            "fun take it over the real ones, too"
+        )
+
+
+def _check_divisible_over(
+    name: str, count: int, steps: int, devices: int, *, is_mapped_here: bool
+) -> None:
+    if count // steps % devices:
+        padded = -(-count // (steps * devices)) * steps * devices
+        remedy = "leave out sum_over" if is_mapped_here else "use a mesh with Auto axes"
+        raise ValueError(
+            f"{name} has {count} examples, sharded over {devices} devices, in micro-batches of "
+            f"{count // steps}, which {devices} does not divide. Pad the batch to {padded}, and let weight= count the "
+            f"real ones. Or {remedy}, so that examples may move between devices"
+        )
 
 
 def _devices_along_first_axis(x: jax.Array) -> int:
@@ -223,61 +316,25 @@ def _devices_along_first_axis(x: jax.Array) -> int:
     return math.prod(sharding.mesh.shape[a] for names in over for a in names)
 
 
-def _check_whole(
-    arguments: dict[int, PyTree], keywords: dict[str, PyTree], examples: dict[int, PyTree]
-) -> None:
-    """Raises if arguments that reach every micro-batch whole hold PRNG keys, or one by keyword has B rows."""
-    sizes = {x.shape[0] * x.shape[1] for x in jax.tree.leaves(examples)}
-
-    def check(path: KeyPath, x: Leaf) -> None:
-        of, at = path[0].key, path[0].key if path[0].key in arguments else None
-        name = f"{'keyword argument' if at is None else 'argument'} {of}{jax.tree_util.keystr(path[1:])}"
-        _check_key(name, x, at)
-        if at is None and np.ndim(x) and np.shape(x)[0] in sizes:
-            raise ValueError(
-                f"{name} has {np.shape(x)[0]} rows, as many as the batch has examples, but every micro-batch gets "
-                "arguments by keyword whole. Pass it by position. If it holds no examples, leave its position out of "
-                "batch_argnums="
-            )
-
-    jax.tree.map_with_path(check, arguments)
-    jax.tree.map_with_path(check, keywords)
-
-
-def _check_key(name: str, x: Leaf, at: int | None) -> None:
-    """Raises if a leaf is a PRNG key, or looks like a raw one. `at` is the argument's position, if it has one."""
-    dtype: DType = getattr(x, "dtype", np.object_)
-    is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if is_typed or (dtype == np.uint32 and np.shape(x) in ((2,), (4,))):
-        remedy = (
-            "it by position, and its position in rng_argnums="
-            if at is None
-            else f"rng_argnums={at}"
-        )
-        raise ValueError(
-            f"{name} is a PRNG key, and each micro-batch needs its own. Pass {remedy}. If all shall have the same one, "
-            "let fun close over it"
-            + ("" if is_typed else ". If these numbers are no key, convert them to int32")
-        )
+def _check_whole(call: Call, count: int | None) -> None:
+    """Raises if arguments that reach every micro-batch whole hold PRNG keys, or one by keyword has B examples."""
+    for at in call.whole():
+        for path, x in call.leaves(at):
+            if is_key(x):
+                raise ValueError(key_message(call, at, path))
+            if isinstance(call.places[at], str) and np.ndim(x) and np.shape(x)[0] == count:
+                batch = call.as_role("batch_argnums", *call.roles["batch_argnums"], at)
+                raise ValueError(
+                    f"{call.name(at, path)} has a first axis of {count}, as many as the batch has examples, but every "
+                    f"micro-batch gets arguments by keyword whole. If it holds examples, pass {batch}. Otherwise let "
+                    "fun close over it"
+                )
 
 
 def _micro_batch_of(examples: dict[int, PyTree], i: Number) -> dict[int, PyTree]:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), examples)
 
 
-def _folded_keys(name: str, keys: PyTree, number: Number) -> PyTree:
-    """Folds `number`, which counts micro-batches over all devices, into each key. Raises if a leaf is no single key."""
-
-    def fold(path: KeyPath, key: Leaf) -> jax.Array:
-        dtype: DType = getattr(key, "dtype", np.object_)
-        is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        is_raw = not is_typed and dtype == np.uint32
-        if np.ndim(key) != (0 if is_typed else 1) or not (is_typed or is_raw):
-            given = f"shape {key.shape} and dtype {dtype}" if hasattr(key, "dtype") else repr(key)
-            raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} is in rng_argnums and must be one PRNG key, got {given}. Make it "
-                "with jax.random.key. If each example has a key, put the argument into batch_argnums"
-            )
-        return jax.random.fold_in(key, number)
-
-    return jax.tree.map_with_path(fold, keys)
+def _folded_keys(keys: PyTree, number: Number) -> PyTree:
+    """Folds `number`, which counts micro-batches over all devices, into each key."""
+    return jax.tree.map(lambda key: jax.random.fold_in(key, number), keys)

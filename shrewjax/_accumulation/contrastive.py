@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._accumulation.batch import roles_of_arguments
+from shrewjax._accumulation.batch import checked_call, roles_of_arguments
 from shrewjax._accumulation.value_and_grad import value_and_grad
 from shrewjax._accumulation.window import Window
 from shrewjax._base import arguments, trees
@@ -32,8 +32,8 @@ def contrastive_value_and_grad(
     micro_batches: int,
     *,
     has_aux: bool = False,
-    batch_argnums: int | Sequence[int] | None = None,
-    rng_argnums: int | Sequence[int] = (),
+    batch_argnums: int | str | Sequence[int | str] | None = None,
+    rng_argnums: int | str | Sequence[int | str] = (),
     accumulator_dtype: DType = None,
     sum_over: AxisName | None = None,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
@@ -105,10 +105,10 @@ def contrastive_value_and_grad(
     axes = Window(steps, sum_over=sum_over).axes or ()
     given = {
         "argnums": (0,),
-        "rng_argnums": arguments.positions("rng_argnums", rng_argnums),
+        "rng_argnums": arguments.places("rng_argnums", rng_argnums),
         "batch_argnums": None
         if batch_argnums is None
-        else arguments.positions("batch_argnums", batch_argnums),
+        else arguments.places("batch_argnums", batch_argnums),
     }
 
     def beside_features(*args: PyTree, **kwargs: PyTree) -> tuple[jax.Array, PyTree]:
@@ -122,7 +122,9 @@ def contrastive_value_and_grad(
         return sum((x.real.astype(jnp.float32) for x in sums), jnp.float32(0))
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
-        roles = roles_of_arguments(given, len(args), kwargs)
+        roles = roles_of_arguments(given, features, len(args), kwargs)
+        # Checked here, because both passes have one more argument, which no caller passed.
+        checked_call(args, kwargs, roles, steps, is_divided=steps > 1)
         examples = roles["batch_argnums"]
         of_both = partial(
             value_and_grad,
@@ -135,7 +137,7 @@ def contrastive_value_and_grad(
             beside_features, argnums=len(args), batch_argnums=examples, has_aux=True, aux="stack"
         )
         (_, stacked), _ = first(*args, 0.0, **kwargs)
-        z = _in_order(stacked, [args[at] for at in examples])
+        z = _in_order(stacked, [args[at] if isinstance(at, int) else kwargs[at] for at in examples])
         # 2.
         own_axes = axes if is_mapped(axes) else ()
         part = partial(_loss_of_device, loss, has_aux, own_axes)

@@ -14,7 +14,7 @@ from shrewjax._accumulation.window import (
     Window,
 )
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import is_traced, summed
+from shrewjax._base.mesh import is_traced, on_mesh_of, summed
 from shrewjax._base.states import increment_if, require_own
 from shrewjax._base.types import AnyState, Argument, AxisName, DType, Number, PyTree
 
@@ -100,7 +100,7 @@ class GradAccumulator:
 
     def init(self, params: PyTree) -> GradAccumulatorState:
         """Returns an empty window for gradients like `params`, with the sharding of `params`."""
-        return self._window.init(params)
+        return on_mesh_of(params, self._window.init(params))
 
     def add(
         self, state: GradAccumulatorState, grads: PyTree, weight: Number = 1, value: Number = None
@@ -156,7 +156,7 @@ class GradAccumulator:
             value=jnp.where(has_average, average.value, state.value),
             noise=optax.tree.where(has_average, average.noise, state.noise),
         )
-        if not self._window.axes:
+        if not self._window.is_partial:
             closed = closed._replace(gradient_sum=gradients)
         return gradients, jnp.asarray(has_average), closed
 

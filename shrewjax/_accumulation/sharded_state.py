@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shrewjax._accumulation import _rows
+from shrewjax._accumulation import _devices
 from shrewjax._accumulation.window import WINDOW_STATES
 from shrewjax._base import trees
 from shrewjax._base.types import AnyState, KeyPath, Leaf, PyTree, State
@@ -21,8 +21,11 @@ def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None 
 
     The first is a parameter's spec, the second that of its sum, if that has a row a device.
 
-    `tx.init` does not commit counters to a device. If all arrays have to be on the mesh, such as for a checkpoint of
-    several processes, place them with these specs:
+    Use `state_specs(tx.init(params))` for a state with rows. `optax.tree.map_params` and Flax's
+    `nn.get_partition_spec` give each sum the specs of its parameter, which put the rows of all devices on each device.
+
+    `tx.init` of parameters on a mesh replicates counters over it, those of the wrapped optimizer too. Place other
+    states, such as a bare optimizer's, with these specs:
     `jax.device_put(state, jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), state_specs(state)))`.
 
     The second example replicates parameters and shards the state (ZeRO), because `tx.init` of sharded parameters shards
@@ -75,7 +78,7 @@ def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None 
         return names if names in axis_names else None
 
     def spec(path: KeyPath, x: Leaf) -> P:
-        sharding = _rows.sharding_of(x)
+        sharding = _devices.sharding_of(x)
         if sharding is not None:
             return P(*map(of_axis_names, sharding.spec))
         if not isinstance(x, jax.Array) and np.shape(x) != ():
@@ -158,14 +161,16 @@ def _with_rows_of(x: Leaf, like: Leaf) -> Leaf:
     """
     may_fit = isinstance(like, jax.Array) and like.ndim == np.ndim(x) > 0
     fits = may_fit and like.shape[1:] == np.shape(x)[1:]
-    return _rows.redistributed(x, like) if fits else x
+    return _devices.redistributed(x, like) if fits else x
 
 
 def _place(path: KeyPath, x: Leaf, like: Leaf) -> jax.Array:
     """Returns an array on the devices of `like`. Raises if shapes or dtypes differ."""
     name = trees.leaf_name(path)
     if not isinstance(like, jax.Array):
-        raise ValueError(f"leaf {name} of like must be an array on a device, got {like!r}")
+        raise ValueError(
+            f"leaf {name} of like must be an array on a device, got {trees.shown(like)}"
+        )
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)
     if (x.shape, x.dtype) != (like.shape, like.dtype):
         raise ValueError(

@@ -13,7 +13,6 @@ the sums that are divided by a weight: of loss and gradients, and of the average
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, get_args
 
@@ -23,7 +22,7 @@ from jax import lax
 
 from shrewjax._accumulation import _overwritten
 from shrewjax._accumulation._aux import COMBINE, AuxLeaves, AuxSums, cast_like, nan_unless, selected
-from shrewjax._accumulation.batch import Batch, batch_of_arguments, roles_of_arguments
+from shrewjax._accumulation.batch import Batch, batch_of_arguments, in_order, roles_of_arguments
 from shrewjax._accumulation.window import (
     GradAccumulatorState,
     NonfiniteOfBatch,
@@ -39,12 +38,11 @@ from shrewjax._base.mesh import (
     newly_varying,
     on_each_device,
     partitioned_like,
-    reduced_axes,
-    retyped,
-    unreduced_axes,
+    placed_like,
+    summed,
     varying_axes,
 )
-from shrewjax._base.trees import check_unchanged, is_gradient
+from shrewjax._base.trees import check_unchanged, has_derivative, is_gradient
 from shrewjax._base.types import (
     Axes,
     AxisName,
@@ -60,7 +58,6 @@ from shrewjax._base.types import (
 from shrewjax._numerics.reductions import one_over
 from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._programs.loops import Traced
-from shrewjax._programs.reduced import axes_of_examples, marked
 from shrewjax._programs.scatters import unknown_true
 
 
@@ -89,10 +86,10 @@ def value_and_grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    batch_argnums: int | Sequence[int] | None = None,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
     weight: Function | None = None,
     aux: PyTree = "mean",
-    rng_argnums: int | Sequence[int] = (),
+    rng_argnums: int | str | Sequence[int | str] = (),
     carry_argnum: int | None = None,
     reduction: Reduction = "mean",
     nonfinite: NonfiniteOfBatch = "propagate",
@@ -156,21 +153,26 @@ def value_and_grad(
       micro_batches: K, an int >= 1, into which the examples can be divided.
       argnums: as in `jax.value_and_grad`.
       has_aux: whether `fun` returns a pair.
-      batch_argnums: the positions of the arguments that hold examples, trees of arrays. None: all except those of
-        `argnums`, `rng_argnums` and `carry_argnum`. All other arguments, and those passed by keyword, reach every
-        micro-batch whole. They may hold no PRNG key, and those by keyword no array of B rows.
+      batch_argnums: the arguments that hold examples, trees of arrays: positions, or names of parameters and of keys
+        of `**batch`. A position names its parameter however it is passed. None: all that come by position, except those
+        of `argnums`, `rng_argnums` and `carry_argnum`. If there are none, all that come by keyword, except these. All
+        other arguments reach every micro-batch whole. They may hold no PRNG key, and those by keyword no array of B
+        examples.
       weight: a function of `fun`'s arguments for one micro-batch, which returns the number of examples or tokens that
         its mean counts. With a mask, count those in the mask. A weight is as in `accumulate`. None: all micro-batches
         have the same.
       aux: one name of the table above for all leaves, or a tree prefix of names. A leaf whose shape depends on the
         number of examples has no `"mean"`.
-      rng_argnums: the positions of the arguments that are trees of PRNG keys, typed or raw. Micro-batch i gets
-        `jax.random.fold_in(key, i)`. On device d along `sum_over`, it gets `fold_in(key, d * K + i)`.
+      rng_argnums: the arguments that are trees of PRNG keys, typed or raw: positions or names, as above. Micro-batch i
+        gets `jax.random.fold_in(key, i)`. On device d along `sum_over`, it gets `fold_in(key, d * K + i)`.
+        If `fun` closes over a key, all micro-batches have the same noise.
       carry_argnum: the position of an argument that each micro-batch passes on to the next, such as batch statistics.
-        `fun` then returns `(loss, (aux, carry))`, and the result is `((value, (aux, carry)), grads)`. With `sum_over`,
-        each device has its own carry, unless `fun` reduces it.
+        No gradient flows through it, as in truncated backpropagation. `fun` then returns `(loss, (aux, carry))`, and
+        the result is `((value, (aux, carry)), grads)`. With `sum_over`, each device has its own carry, unless `fun`
+        reduces it.
       reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss, with `weight`:
-        sum(l) / sum(w) and sum(g) / sum(w). `"sum"`: sum(l) and sum(g).
+        sum(l) / sum(w) and sum(g) / sum(w), without micro-batches of weight 0. If these have a gradient, as the
+        negatives in detection, return `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(l) and sum(g).
       nonfinite: `"propagate"` or `"drop_microbatch"`, see above. The latter reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum, as in `accumulate`. Gradients have the dtypes of
         `jax.value_and_grad`.
@@ -181,10 +183,11 @@ def value_and_grad(
         a device's own. `()` sums over no axis: each device's results stay its own, for `accumulate(sum_over=)`. With
         `check_vma=False` and in `jax.pmap`, pass `()` also if the gradients are the same on every device.
 
-    Without `sum_over`, a batch that is sharded over its examples has the same results under plain `jax.jit`, but XLA
-    decides how often gradients cross the network (the guide "Many devices"). The guide "Windows, weights and state" has
-    a step with a mask, keys, aux and carry. A `clip_cotangent` inside a mean loss is K times as tight in a micro-batch.
-    Sum the loss, with `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the micro-batch.
+    Without `sum_over`, a batch that is sharded over its examples has the same results under plain `jax.jit`. But XLA
+    then decides how often gradients cross the network, on Auto and on Explicit meshes: up to K times and more (the
+    guide "Many devices"). The guide "Windows, weights and state" has a step with a mask, keys, aux and carry. A
+    `clip_cotangent` inside a mean loss is K times as tight in a micro-batch. Sum the loss, with
+    `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the micro-batch.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are
@@ -193,9 +196,9 @@ def value_and_grad(
     Raises:
       ValueError: an argument is not as described; an argument has two roles; an array of examples has no axis, or
         another number of examples than the first array, or a number that K does not divide; `aux` does not fit the aux;
-        a parameter is not floating; a key or an array of B rows comes as described under `batch_argnums`; `sum_over` is
-        no axis here; a leaf to be joined has no axis of examples; or, inside `shard_map`, the loss is not reduced and
-        `sum_over` is missing, or it is reduced already.
+        a parameter is not floating; a key or an array of B examples comes as described under `batch_argnums`;
+        `sum_over` is no axis here; a leaf to be joined has no axis of examples; or, inside `shard_map`, the loss is not
+        reduced and `sum_over` is missing, or it is reduced already.
       AssertionError: `fun` returns a carry of another structure, shape or dtype.
 
     Example:
@@ -210,16 +213,20 @@ def value_and_grad(
     """
     # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
     steps = arguments.integer("micro_batches", micro_batches, at_least=1)
+    if not callable(fun):
+        raise ValueError(f"fun must be a function, got {trees.shown(fun)}")
     has_carry = carry_argnum is not None
     if has_carry and not has_aux:
         raise ValueError(
             "carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))"
         )
     if weight is not None and not callable(weight):
-        raise ValueError(f"weight must be a function of fun's arguments or None, got {weight!r}")
+        raise ValueError(
+            f"weight must be a function of fun's arguments or None, got {trees.shown(weight)}"
+        )
     if not has_aux and aux != "mean":
         raise ValueError(
-            f"aux needs has_aux=True, because fun returns (loss, aux), got aux={aux!r}"
+            f"aux needs has_aux=True, because fun returns (loss, aux), got aux={trees.shown(aux)}"
         )
     for name in jax.tree.leaves(aux, is_leaf=lambda x: x is None):
         arguments.choice("aux", name, ("mean", "stack", *COMBINE))
@@ -239,32 +246,36 @@ def value_and_grad(
     axes = window.axes or ()
     given = {
         "argnums": arguments.positions("argnums", argnums),
-        "rng_argnums": arguments.positions("rng_argnums", rng_argnums),
+        "rng_argnums": arguments.places("rng_argnums", rng_argnums),
         "carry_argnum": (arguments.integer("carry_argnum", carry_argnum),) if has_carry else (),
         "batch_argnums": None
         if batch_argnums is None
-        else arguments.positions("batch_argnums", batch_argnums),
+        else arguments.places("batch_argnums", batch_argnums),
     }
-    loss = _Loss(
-        fun,
-        jax.value_and_grad(fun, argnums, has_aux),
-        argnums,
-        has_aux,
-        has_carry,
-        weight,
-        reduction,
-    )
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
-        roles = roles_of_arguments(given, len(args), kwargs)
+        roles = roles_of_arguments(given, fun, len(args), kwargs)
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
         devices = devices_to_map("sum_over", axes)
         batch = batch_of_arguments(args, kwargs, roles, steps, () if devices else axes, devices)
+        its_fun = in_order(fun, args, kwargs)
+        its_argnums = (
+            batch.roles["argnums"] if isinstance(argnums, Sequence) else batch.roles["argnums"][0]
+        )
+        loss = _Loss(
+            its_fun,
+            jax.value_and_grad(its_fun, its_argnums, has_aux),
+            argnums,
+            has_aux,
+            has_carry,
+            weight and in_order(weight, args, kwargs),
+            reduction,
+        )
         if not devices:
             return _run(loss, window, aux, batch)
 
-        def run(examples: dict[int, PyTree], others: Batch) -> tuple[PyTree, PyTree]:
-            return _run(loss, window, aux, others.of_device(examples, axes))
+        def run(examples: dict[int, PyTree], without_examples: Batch) -> tuple[PyTree, PyTree]:
+            return _run(loss, window, aux, without_examples.of_device(examples, axes))
 
         returned, grads = on_each_device(run, axes, batch.examples, batch.to_map())
         params = batch.with_role("argnums")
@@ -283,7 +294,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
     carried = [jax.tree.map(jnp.asarray, x) for x in batch.with_role("carry_argnum")]
 
     # 2. One trace.
-    traced = loss.traced(batch, carried, by_types=window.nonfinite == "propagate")
+    traced = Traced(partial(loss.results, batch), jnp.int32(0), carried)
     like = traced.results
 
     # 3. Does what fun returns fit?
@@ -292,6 +303,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
         raise ValueError(f"fun constrains an array to mesh axes in sum_over={axes!r}")
     own = _own_axes(like.averaged.value, params, window.axes)
+    loss.check_weight(batch, carried)
     if carried:
         weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
         _check_carried(like.carried, carried, weight)
@@ -308,7 +320,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
     end, stacked = lax.scan(loop.turn, start, jnp.arange(batch.steps, dtype=jnp.int32))
 
     # 5. The averages. Statistics that Flax overwrites are put back among the gradients.
-    value, grads = loop.averages(end.window, params)
+    value, grads = loop.averages(end.window)
     if old_values:
         values = _overwritten.of_batch(end.overwritten, old_values, axes)
         grads = _overwritten.joined(grads, values, all_params)
@@ -333,33 +345,13 @@ class _Loss(NamedTuple):
     reduction: Reduction
 
     def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _MicroBatch:
-        returned, grads = self.value_and_grad(*batch.arguments(i, carried), **batch.kwargs)
-        # Only gradients may stay `unreduced`. A loss or an aux of the parameters alone may have the type `reduced`.
-        with_aux = returned if self.has_aux else (returned, ())
-        value, aux = jax.tree.map(_reduced_over_devices, with_aux)
+        results = self.value_and_grad(*batch.arguments(i, carried))
+        returned, grads = summed(results)
+        value, aux = returned if self.has_aux else (returned, ())
         if self.has_carry:
             aux, *carried = _aux_and_carry(aux)
         grads, overwritten = _overwritten.separated(grads)
         return _MicroBatch(_Averaged(value, grads), overwritten, aux, carried)
-
-    def traced(self, batch: Batch, carried: list[PyTree], *, by_types: bool) -> Traced:
-        """Returns `results`, traced. With `by_types`, gradients on an Explicit mesh are `unreduced` if they can be."""
-        first = jnp.int32(0)
-        axes = axes_of_examples(batch.examples, batch.own_params) if by_types else frozenset()
-        if axes:
-
-            def value(own_params: dict[int, PyTree]) -> jax.Array:
-                args = batch._replace(own_params=own_params).arguments(first, carried)
-                returned = self.fun(*args, **batch.kwargs)
-                return returned[0] if self.has_aux else returned
-
-            # An operation of the loss may have no rule for these types. If the loss itself is wrong, the last line here
-            # raises its error.
-            with suppress(Exception):
-                own_params = marked(value, batch.own_params, batch.examples, axes)
-                marked_batch = batch._replace(own_params=own_params)
-                return Traced(partial(self.results, marked_batch), first, carried)
-        return Traced(partial(self.results, batch), first, carried)
 
     def weight_of(self, batch: Batch, i: Number, carried: list[PyTree]) -> Scalar:
         """Returns the weight of micro-batch i, or 1 for a number in a mean, where it cancels.
@@ -368,11 +360,24 @@ class _Loss(NamedTuple):
         """
         if self.weight is None:
             return 1
-        weight = arguments.weight(self.weight(*batch.arguments(i, carried), **batch.kwargs), {()})
+        weight = arguments.weight(self.weight(*batch.arguments(i, carried)), {()})
         return 1.0 if self.reduction == "mean" and isinstance(weight, float) and weight else weight
 
+    def check_weight(self, batch: Batch, carried: list[PyTree]) -> None:
+        """Raises if the weight has a derivative by the parameters, because averages take it for a constant."""
+
+        def weight(own_params: dict[int, PyTree]) -> Scalar:
+            return self.weight_of(batch._replace(own_params=own_params), 0, carried)
+
+        if self.reduction != "sum" and has_derivative(weight, batch.own_params):
+            raise ValueError(
+                "weight must be a constant to JAX, as a count or a mask is, but it has a derivative by an array that "
+                "is differentiated. Return jax.lax.stop_gradient(weight) if it is meant as a constant. Otherwise let "
+                "fun multiply by it, and sum with reduction='sum'"
+            )
+
     def aux_of_whole_batch(self, batch: Batch) -> PyTree:
-        aux = self.fun(*batch.whole_arguments(), **batch.kwargs)[1]
+        aux = self.fun(*batch.whole_arguments())[1]
         return _aux_and_carry(aux)[0] if self.has_carry else aux
 
 
@@ -387,18 +392,14 @@ class _Loop(NamedTuple):
     def start(self, params: PyTree, carried: list[PyTree]) -> _LoopState:
         like = self.traced.results
         zero = jnp.zeros((), like.averaged.value.dtype)
-        opened = self.window.init(_Averaged(zero, params))
+        opened = self.window.init(_Averaged(zero, summed(params)))
         # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
         of_value = Window(self.batch.steps, sum_over=self.window.axes).init(zero).gradient_sum
         sums = opened.gradient_sum._replace(value=of_value)
-
-        def typed_like(total: jax.Array, x: Leaf) -> jax.Array:
-            return retyped(total, unreduced=unreduced_axes(x), like=x)
-
-        sums = jax.tree.map(typed_like, sums, like.averaged)
         values = _overwritten.least(like.overwritten)
         window = opened._replace(gradient_sum=sums)
-        return self._of_device(_LoopState(window, values, self.aux.open(), carried))
+        state = _LoopState(window, values, self.aux.open(), carried)
+        return self._of_device(placed_like(state, (self.batch.examples, params)))
 
     def turn(self, state: _LoopState, i: jax.Array) -> tuple[_LoopState, list[jax.Array]]:
         weight = self.loss.weight_of(self.batch, i, state.carried)
@@ -426,11 +427,9 @@ class _Loop(NamedTuple):
         leaves, structure = jax.tree.flatten(sums.gradients)
         numbers = jax.tree.leaves(self.traced.numbers.averaged.gradients)
         by_number = dict(zip(numbers, leaves, strict=True))
-        # JAX has no slices of a sum whose type says that it is still to be taken over devices.
-        wanted = {number: x for number, x in by_number.items() if not unreduced_axes(x)}
         add = self.window.adder_in_loop(state.window, weight)
-        part, added = self.traced.added_to(wanted, add, i, state.carried)
-        gradients = jax.tree.unflatten(structure, (by_number | added).values())
+        part, added = self.traced.added_to(by_number, add, i, state.carried)
+        gradients = jax.tree.unflatten(structure, added.values())
         return part, state.window._replace(gradient_sum=sums._replace(gradients=gradients))
 
     def _of_device(self, state: _LoopState) -> _LoopState:
@@ -440,14 +439,8 @@ class _Loop(NamedTuple):
         sums = state._replace(carried=[])
         return jax.tree.map(lambda x: as_varying(x, self.own), sums)._replace(carried=state.carried)
 
-    def averages(self, end: GradAccumulatorState, params: PyTree) -> _Averaged:
-        # The one sum over devices of gradients whose parameters `traced` marked.
-        def summed(total: jax.Array, x: Leaf) -> jax.Array:
-            return retyped(total, unreduced=reduced_axes(x))
-
-        types = end.gradient_sum._replace(gradients=params)
-        sums = jax.tree.map(summed, end.gradient_sum, types)
-        end, window = end._replace(gradient_sum=sums), self.window
+    def averages(self, end: GradAccumulatorState) -> _Averaged:
+        window = self.window
         if self.batch.devices and self.loss.reduction != "sum":
             end = window.divided(end)
             window = Window(self.batch.steps, reduction="sum", sum_over=window.axes)
@@ -475,15 +468,11 @@ class _Loop(NamedTuple):
         return jax.tree.map(one, old, end.carried)
 
 
-def _reduced_over_devices(x: Leaf) -> Leaf:
-    return retyped(x) if isinstance(x, jax.Array) else x  # what is no array is an error of the aux
-
-
 def _aux_and_carry(returned: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the pair (aux, carry). Raises if `fun` returned something else beside the loss."""
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise ValueError(
-            f"with carry_argnum, fun must return (loss, (aux, carry)), got {returned!r} beside the loss"
+            f"with carry_argnum, fun must return (loss, (aux, carry)), got {trees.shown(returned)} beside the loss"
         )
     aux, carry = returned
     return aux, carry

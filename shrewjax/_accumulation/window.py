@@ -8,12 +8,14 @@ gradients that a scan of the loss adds itself go through `Window.adder_in_loop`.
 2. Is it a step, which counts towards `accum_steps`? All are, except a non-finite one under `"extend_window"`.
 3. Is the window closing? It closes on a flush, or if this step makes it full.
 4. Does the closing window have an average? Its weight must not be 0, and `"drop_window"` must not discard it. With
-   per-device rows, its weight is known only after `average` has summed it over devices.
+   partial sums, its weight is known only after `average` has totalled it.
 5. Update each leaf in one pass (`_advance_leaf`): replace or add, select, and divide if the window is closing. The sum
    is not cleared on closing. The first gradient of the next window overwrites it, which saves a write.
 6. Reset the counters of a closing window.
 
 The loss (`value`) is added by the same weights, and, with `noise_decay`, the squared norms of the gradients (`_noise`).
+
+With `sum_over`, sums and weights are partial until `average` takes their total. `_devices` has all that differs then.
 """
 
 from collections.abc import Callable
@@ -24,23 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._accumulation import _noise, _rows
-from shrewjax._accumulation._micro_batch import (
-    checked_gradients,
-    is_nonfinite_micro_batch,
-    norm_of_gradients,
-)
+from shrewjax._accumulation import _noise
+from shrewjax._accumulation._devices import Devices, expand_like
 from shrewjax._accumulation._noise import NoiseState as NoiseState  # a public name of the package
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
-    factor_of,
-    newly_varying,
-    require_replicated,
-    require_sum_over,
-    summed,
-    unreduced_axes,
+    partitioned_like,
 )
-from shrewjax._base.states import described, fields, increment_if
+from shrewjax._base.states import described, fields, increment_if, require_made_with
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
     AnyState,
@@ -56,8 +49,6 @@ from shrewjax._base.types import (
     Scalar,
 )
 from shrewjax._numerics import floats
-from shrewjax._numerics.norms import measure_local
-from shrewjax._numerics.reductions import row_sums
 from shrewjax._programs.scatters import unknown_true
 
 Reduction = Literal["mean", "sum_over_weights", "sum"]
@@ -73,37 +64,77 @@ NonfiniteOfBatch = Literal["propagate", "drop_microbatch"]
 AccumSteps = int | jax.Array | Callable[[jax.Array], Number]
 
 
+# The fields that both states of a window have. CONTRIBUTING has all that changes with one of them.
+MicroStep = Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
+Windows = Annotated[jax.Array, "int32 (): number of windows closed with an average"]
+WeightSum = Annotated[
+    jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"
+]
+WindowBad = Annotated[jax.Array, "bool (): drop_window will discard the open window"]
+Dropped = Annotated[
+    jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"
+]
+ValueSum = Annotated[
+    jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"
+]
+Value = Annotated[
+    jax.Array, "like a weight (): the loss of the last window with an average; inf before it"
+]
+Noise = Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
+GradientSum = Annotated[
+    PyTree,
+    "like the parameters, in the accumulator's dtype, with a leading axis of devices with sum_over; meaningless while "
+    "micro_step is 0",
+]
+
+
 @described
 class GradAccumulatorState(NamedTuple):
     """A window, open or empty. Its fields are a file format."""
 
-    micro_step: Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
-    windows: Annotated[jax.Array, "int32 (): number of windows closed with an average"]
-    weight_sum: Annotated[
-        jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"
-    ]
-    window_bad: Annotated[jax.Array, "bool (): drop_window will discard the open window"]
-    dropped: Annotated[
-        jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"
-    ]
-    value_sum: Annotated[
-        jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"
-    ]
-    value: Annotated[
-        jax.Array, "like a weight (): the loss of the last window with an average; inf before it"
-    ]
-    noise: Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
-    gradient_sum: Annotated[PyTree, "as in `AccumulateState`"]
+    micro_step: MicroStep
+    windows: Windows
+    weight_sum: WeightSum
+    window_bad: WindowBad
+    dropped: Dropped
+    value_sum: ValueSum
+    value: Value
+    noise: Noise
+    gradient_sum: GradientSum
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         return metrics_of_window(self)
 
 
+@described
+class AccumulateState(NamedTuple):
+    """A window and the wrapped optimizer, which runs for each average. Its fields are a file format."""
+
+    micro_step: MicroStep
+    windows: Windows
+    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
+    weight_sum: WeightSum
+    window_bad: WindowBad
+    dropped: Dropped
+    value_sum: ValueSum
+    value: Value
+    noise: Noise
+    gradient_sum: GradientSum
+    inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
+
+    def metrics(self) -> Metrics:
+        """Returns the entries of `shrewjax.metrics`."""
+        return metrics_of_window(self) | fields(self, "applied")
+
+
+WINDOW_STATES = (GradAccumulatorState, AccumulateState)
+
+
 def metrics_of_window(state: AnyState) -> Metrics:
     """Returns the scalars of a window. `weight_sum` is left out if each device has its own."""
     found = fields(state, "micro_step", "windows", "weight_sum", "window_bad", "dropped", "value")
-    if state.weight_sum.ndim > state.micro_step.ndim:  # per-device rows
+    if state.weight_sum.ndim > state.micro_step.ndim:
         del found["weight_sum"]
     return found | (_noise.metrics_of_noise(state.noise) if state.noise else {})
 
@@ -111,20 +142,19 @@ def metrics_of_window(state: AnyState) -> Metrics:
 class WindowStep(NamedTuple):
     """The result of `Window.advance`. Flags are Python bools if they are known at trace time."""
 
-    state: AnyState  # if the window closes, `gradient_sum` is its average, or has rows not yet summed over devices
+    state: AnyState  # if the window closes, `gradient_sum` is its average, or partial
     weight_sum: jax.Array  # the window's weight, not reset if the window closes
     value_sum: jax.Array  # the weighted sum of `value`
-    has_average: Flag  # the window closes with an average, which rows have only if their total weight is not 0
-    has_weight: Flag  # the window's weight is not 0; with rows, an array says this of each row's own weight alone
+    has_average: Flag  # the window closes with an average, which partial sums have only if their total weight is not 0
+    has_weight: Flag  # the window's weight is not 0; an array says this of a partial weight alone
 
 
 class Average(NamedTuple):
     gradients: ArrayTree  # the average in the accumulator's dtypes
-    has_weight: (
-        Flag  # the window's weight is not 0; True without rows, because `has_average` has decided
-    )
+    has_weight: Flag  # the total weight is not 0; True if `has_average` has decided it
     value: jax.Array  # of `value`, divided as the gradients are
     noise: AnyState  # the state of the noise with this window
+    total: ArrayTree  # the gradients before the division, if sums are partial
 
 
 class Window:
@@ -145,20 +175,19 @@ class Window:
         self._dtype = arguments.inexact_dtype("accumulator_dtype", accumulator_dtype)
         self.nonfinite = arguments.choice("nonfinite", nonfinite, get_args(Nonfinite))
         self.axes = arguments.axis_names("sum_over", sum_over)
+        self._devices = Devices(self.axes)
         self._noise_decay = (
             None if noise_decay is None else arguments.real("noise_decay", noise_decay, at_least=0)
         )
         if isinstance(self._noise_decay, float) and self._noise_decay >= 1:
-            raise ValueError(f"noise_decay must be below 1, got {noise_decay!r}")
+            raise ValueError(f"noise_decay must be below 1, got {trees.shown(noise_decay)}")
 
     def init(self, params: PyTree) -> GradAccumulatorState:
         """Returns an empty window for gradients like `params`, with the sharding of `params`."""
         params = trees.parameter_arrays(params)
-        zeros_like = _rows.zeros_of(params, self.axes) if self.axes else _zeros_like
+        zeros_like = self._devices.zeros_like(params)
         gradient_sum = jax.tree.map_with_path(partial(self._empty_sum, zeros_like), params)
-        sums = filter(is_gradient, jax.tree.leaves(gradient_sum))
-        is_float64 = any(floats.sum_dtype(x) == jnp.float64 for x in sums)
-        dtype = jnp.float64 if is_float64 else jnp.float32
+        dtype = floats.sum_dtype(*filter(is_gradient, jax.tree.leaves(gradient_sum)))
 
         def zeros(shape: tuple[int, ...], dtype: DType) -> jax.Array:
             return zeros_like(jnp.zeros(shape), dtype, "")
@@ -185,9 +214,7 @@ class Window:
     ) -> jax.Array:
         if not is_gradient(param):
             return jnp.zeros((), jnp.int32)  # has no sum
-        dtype = self._dtype
-        if dtype is None:
-            dtype = floats.upcast_dtype(param, floats.sum_dtype(param))
+        dtype = _default_dtype(param) if self._dtype is None else self._dtype
         return zeros_like(param, dtype, trees.leaf_name(path))
 
     def steps(self, windows: jax.Array) -> jax.Array:
@@ -213,13 +240,15 @@ class Window:
     ) -> WindowStep:
         """Adds a micro-batch, and closes the window if it is flushed or, `when_full`, full.
 
-        Gradients come as arrays (`trees.gradient_arrays`). With `is_present=False` there is no micro-batch. Sums over
-        devices are left to `average`. The module's docstring has the order of its decisions.
+        Gradients come as arrays (`trees.gradient_arrays`). With `is_present=False` there is no micro-batch. The total
+        of partial sums is left to `average`. The module's docstring has the order of its decisions.
         """
-        grads, weight, value = self._checked(state, grads, weight, value)
+        grads, weight, value = self._devices.checked(
+            grads, weight, value, state.gradient_sum, state.weight_sum
+        )
 
         # 1. Is it kept?
-        is_kept, is_nonfinite = self._is_kept(grads, weight, is_present)
+        is_kept, is_nonfinite = self._is_kept(grads, weight, is_present, state.weight_sum)
         own_weight = jnp.asarray(weight).astype(state.weight_sum.dtype)
         kept_weight = jnp.where(is_kept, own_weight, jnp.zeros((), own_weight.dtype))
 
@@ -245,7 +274,7 @@ class Window:
         is_undecided = has_weight is not True or isinstance(is_closing, jax.Array)
         if is_undecided or self.nonfinite == "drop_window":
             is_good = jnp.logical_not(window_bad)
-            has_average = is_good if self.axes else has_weight & is_good
+            has_average = is_good if self.is_partial else has_weight & is_good
 
         # 5. Update each leaf in one pass, which also divides if the window is closing.
         scale = self._scale(is_closing, weight_sum, has_weight)
@@ -261,6 +290,8 @@ class Window:
         value_sum, noise = state.value_sum, state.noise
         if is_present is not False:
             value_sum = self._value_added(value_sum, value, weight, kept_weight, is_kept, is_first)
+            if self._noise_decay is not None:
+                require_made_with("noise_decay", state, "noise", _noise.FOR_AN_OPEN_WINDOW)
             noise = self._noise_added(noise, grads, own_weight, is_kept, is_first)
 
         # 6. A closing window resets its counters.
@@ -276,29 +307,16 @@ class Window:
         )
         return WindowStep(new_state, weight_sum, value_sum, is_closing & has_average, has_weight)
 
-    def _checked(
-        self, state: AnyState, grads: PyTree, weight: Number, value: Number
-    ) -> tuple[PyTree, Scalar, Scalar | None]:
-        """Returns the micro-batch as arrays. Raises unless it fits the window and is the same on all devices."""
-        require_sum_over("accumulation", self.axes)
-        grads = checked_gradients(grads, state.gradient_sum, self.axes)
-        shapes = {(), state.weight_sum.shape}
-        weight = arguments.weight(weight, shapes)
-        value = None if value is None else arguments.value_of_loss(value, shapes)
-        if not self.axes:
-            if newly_varying(weight, state.weight_sum):
-                require_replicated("weight", weight)
-            require_replicated("value", value)
-        return grads, weight, value
-
-    def _is_kept(self, grads: ArrayTree, weight: Number, is_present: Flag) -> tuple[Flag, Flag]:
+    def _is_kept(
+        self, grads: ArrayTree, weight: Number, is_present: Flag, weight_sum: jax.Array
+    ) -> tuple[Flag, Flag]:
         """Returns whether the micro-batch is kept, and whether it counts as non-finite. One of weight 0 never does."""
         is_kept: Flag = is_present is not False and weight != 0
         if is_present is not True and is_kept is not False:
             is_kept = is_kept & is_present
         if is_kept is False or self.nonfinite == "propagate":
             return is_kept, False
-        is_nonfinite = is_nonfinite_micro_batch(grads, is_kept, self.axes)
+        is_nonfinite = self._devices.is_nonfinite(grads, is_kept, weight_sum)
         return is_kept & ~is_nonfinite, is_nonfinite
 
     def _is_closing(
@@ -306,24 +324,20 @@ class Window:
     ) -> Flag:
         """Returns whether the window is flushed or full. A window of one is known to be full, and needs no branch."""
         if not when_full or flush is True:
-            is_closing = flush
-        elif isinstance(self.accum_steps, int) and self.accum_steps == 1 and is_step is True:
-            is_closing = True
-        else:
-            # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
-            # accum_steps.
-            is_closing = flush | (is_step & (micro_step >= self.steps(windows)))
-        what = "the decision to close a window (flush, accum_steps, micro_step)"
-        require_replicated(what, is_closing)
-        return is_closing
+            return flush
+        if isinstance(self.accum_steps, int) and self.accum_steps == 1 and is_step is True:
+            return True
+        # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
+        # accum_steps.
+        return flush | (is_step & (micro_step >= self.steps(windows)))
 
     def _scale(self, is_closing: Flag, weight_sum: jax.Array, has_weight: Flag) -> jax.Array | None:
         """Returns the factor of the new sums: 1 / W if the window is closing, 1 if not, None if nothing is divided.
 
         A separate division would cost another pass and, on XLA:CPU, a second buffer (tests/accumulation/test_window.py,
-        "written_in_place"). Per-device rows are divided in `average`, after their sum over devices.
+        "written_in_place"). `average` divides the total of partial sums.
         """
-        if self._reduction == "sum" or is_closing is False or self.axes:
+        if self._reduction == "sum" or is_closing is False or self.is_partial:
             return None
         of_closing = _reciprocal(weight_sum, has_weight)
         return jnp.where(is_closing, of_closing, jnp.ones((), weight_sum.dtype))
@@ -355,35 +369,37 @@ class Window:
     def _noise_added(
         self, noise: AnyState, grads: PyTree, weight: jax.Array, is_kept: Flag, is_first: Flag
     ) -> AnyState:
-        """Returns the sums of squared norms with this micro-batch's, if the window measures its noise."""
+        """Returns the sums of squared norms with this micro-batch's, if the window measures its noise.
+
+        The least weight stands for a gradient without examples, such as that of negatives alone. It is left out: its
+        norm, divided by the weight, would be all of the noise.
+        """
         if self._noise_decay is None:
             return noise
+        is_kept = is_kept & (weight > arguments.LEAST_WEIGHT)
         # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
         safe_weight = jnp.where(weight != 0, weight, jnp.ones((), weight.dtype))
         square_weight = safe_weight if self._reduction == "mean" else 1 / safe_weight
-        norm = norm_of_gradients(grads, self.axes)
+        norm = self._devices.own_norm(grads, noise.kept)
         return _noise.added(noise, norm, square_weight, is_kept, is_first)
 
     def add_in_loop(
         self, state: AnyState, grads: ArrayTree, weight: Number, is_present: Flag = True
     ) -> AnyState:
         """Adds a micro-batch that is present, in a loop of the compiled program. Returns the new state."""
-        if not any(unreduced_axes(total) for total in jax.tree.leaves(state.gradient_sum)):
-            grads = summed(grads)
         arrays = trees.gradient_arrays(grads)
         is_present = is_present & unknown_true()
         return self.advance(already_begun(state), arrays, weight, None, is_present=is_present).state
 
     def divided(self, state: AnyState) -> AnyState:
-        """Returns a window of rows whose sums are divided by the weight of all devices, to be closed as a "sum".
+        """Returns a window whose partial sums are divided by the total weight, to be closed as a "sum".
 
-        Then nothing stands between the sum of gradients over devices and the slice that a device keeps. XLA makes one
+        Then nothing stands between the total of gradients and the slice of it that is kept. XLA makes one
         reduce-scatter of both (tests/devices/test_network.py, "FSDP").
         """
-        (weight_sum,) = row_sums([state.weight_sum], self.axes or ())
+        weight_sum = self._devices.total_weight(state.weight_sum)
         scale = _reciprocal(weight_sum, weight_sum != 0)
-        sums = jax.tree.map(lambda x: _scaled(x, scale) if x.ndim else x, state.gradient_sum)
-        return state._replace(gradient_sum=sums)
+        return state._replace(gradient_sum=_all_scaled(state.gradient_sum, scale))
 
     def adder_in_loop(
         self, state: AnyState, weight: Number
@@ -394,53 +410,58 @@ class Window:
         factor = self._factor(weight, own_weight)
         return lambda total, grad: _advance_leaf(total, grad, False, is_kept, factor, None)
 
-    def average(self, step: WindowStep) -> Average:
-        """Returns what a closing window passes on. Sums per-device rows over devices, in one collective.
+    @property
+    def is_partial(self) -> bool:
+        """Whether sums and weights are parts, whose total `average` takes."""
+        return self._devices.hold_parts
 
-        It divides rows and the loss. `advance` has divided all other sums.
+    def average(self, step: WindowStep) -> Average:
+        """Returns what a closing window passes on. Takes the total of partial sums, in one collective.
+
+        It divides this total and the loss. `advance` has divided all other sums.
         """
-        summed_step = self._over_devices(step) if self.axes else step
-        gradients, value = summed_step.state.gradient_sum, summed_step.value_sum
-        weight_sum, has_weight = summed_step.weight_sum, summed_step.has_weight
-        scale = _reciprocal(weight_sum, has_weight)
+        whole = self._total(step) if self.is_partial else step
+        total, value, weight_sum = whole.state.gradient_sum, whole.value_sum, whole.weight_sum
+        gradients = total
+        scale = _reciprocal(weight_sum, whole.has_weight)
         if self._reduction != "sum":
-            if self.axes:
-                gradients = jax.tree.map(
-                    lambda x: _scaled(x, scale) if is_gradient(x) else x, gradients
-                )
+            if self.is_partial:
+                gradients = _all_scaled(gradients, scale)
             value = value * scale
         noise = step.state.noise
         if self._noise_decay is not None:
             # A "sum" is the mean times the window's weight.
             per_weight = scale if self._reduction == "sum" else jnp.ones_like(scale)
-            averaged = [x for x in jax.tree.leaves(gradients) if is_gradient(x)]
-            norm = measure_local(averaged, self.axes or ())
+            norm = self._devices.norm(gradients, weight_sum)
             mantissa = norm.mantissa * per_weight.astype(norm.mantissa.dtype)
             norm = floats.shifted(mantissa, norm.exponent)
-            of_window = summed_step.state.noise
+            of_window = whole.state.noise
             sums = _noise.WindowSums(of_window.square_sums, of_window.kept, weight_sum)
             noise = _noise.closed(noise, sums, norm, self._noise_decay)
-        return Average(gradients, has_weight if self.axes else True, value, noise)
+        has_weight = whole.has_weight if self.is_partial else True
+        return Average(gradients, has_weight, value, noise, total)
 
-    def _over_devices(self, step: WindowStep) -> WindowStep:
-        """Returns the step with the sum of all rows in the place of each array of rows."""
-        noise, weight_sum, value_sum = step.state.noise, step.weight_sum, step.value_sum
-        leaves, treedef = jax.tree.flatten(step.state.gradient_sum)
-        scalars = [weight_sum[..., None], value_sum[..., None]]
+    def emptied(self, state: AnyState, average: Average) -> ArrayTree:
+        """Returns sums for the state of a closed window, whose values nobody reads."""
+        return self._devices.emptied(state.gradient_sum, average.total)
+
+    def _total(self, step: WindowStep) -> WindowStep:
+        """Returns the step with totals in the places of partial sums."""
+        noise = step.state.noise
+        numbers = [step.weight_sum, step.value_sum]
+        of_noise = [noise.kept, noise.square_sums] if noise else []
+        (weight_sum, value_sum, *of_noise), gradient_sum = self._devices.total(
+            [*numbers, *of_noise], step.state.gradient_sum
+        )
         if noise:
-            scalars += [noise.kept[..., None], noise.square_sums]
-        together = jnp.concatenate([x.astype(weight_sum.dtype) for x in scalars], axis=-1)
-        rows = [together, *(x for x in leaves if x.ndim)]
-        (weight_sum, value_sum, *of_noise), *totals = row_sums(rows, self.axes or ())
-        if noise:
-            kept, *square_sums = (x.astype(jnp.float32) for x in of_noise)
-            noise = noise._replace(kept=kept, square_sums=jnp.stack(square_sums))
-        require_replicated("weight, summed over sum_over,", weight_sum)
+            noise = noise._replace(kept=of_noise[0], square_sums=of_noise[1])
         has_weight = True if step.has_weight is True else weight_sum != 0
-        remaining = iter(totals)
-        gradients = jax.tree.unflatten(treedef, [next(remaining) if x.ndim else x for x in leaves])
-        state = step.state._replace(noise=noise, gradient_sum=gradients)
+        state = step.state._replace(noise=noise, gradient_sum=gradient_sum)
         return WindowStep(state, weight_sum, value_sum, step.has_average, has_weight)
+
+    def like_average(self, grads: ArrayTree) -> ArrayTree:
+        """Returns the gradients, or the shapes and dtypes of their total."""
+        return self._devices.like_total(grads)
 
     def close(self, state: AnyState) -> tuple[Average, Flag, AnyState]:
         """Closes a window, full or not. Returns its average, whether it has one, and the state.
@@ -452,6 +473,12 @@ class Window:
         step = self.advance(state, no_gradients, 0, None, flush=True, is_present=False)
         average = self.average(step)
         return average, step.has_average & average.has_weight, step.state
+
+
+def _default_dtype(param: Leaf) -> DType:
+    """Returns the wider of float32 and a parameter's dtype, complex for complex."""
+    is_double = floats.real_dtype(param) == jnp.float64
+    return floats.upcast_dtype(param, jnp.float64 if is_double else jnp.float32)
 
 
 def already_begun(state: GradAccumulatorState) -> GradAccumulatorState:
@@ -479,13 +506,14 @@ def _advance_leaf(
     if not is_gradient(total):
         return total
     if isinstance(is_kept, jax.Array):
-        is_kept = _rows.expand_like(is_kept, total)
+        is_kept = expand_like(is_kept, total)
     if grad is None or is_kept is False:
         total = total if is_first is False else jnp.where(is_first, jnp.zeros_like(total), total)
     else:
+        grad = partitioned_like(grad, total)
         if factor is not None:
             dtype = floats.sum_dtype(total)
-            factor = factor_of(_rows.expand_like(factor, total).astype(dtype), grad)
+            factor = expand_like(factor, total).astype(dtype)
             grad = floats.mul_real(floats.upcast(grad, dtype), factor)
         grad = grad.astype(total.dtype)
         if is_kept is not True:
@@ -501,12 +529,11 @@ def _advance_leaf(
 
 def _scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
     dtype = floats.sum_dtype(total)
-    factor = factor_of(scale.astype(dtype), total)
-    return floats.mul_real(floats.upcast(total, dtype), factor).astype(total.dtype)
+    return floats.mul_real(floats.upcast(total, dtype), scale.astype(dtype)).astype(total.dtype)
 
 
-def _zeros_like(x: jax.Array, dtype: DType, _name: str) -> jax.Array:
-    return jnp.zeros_like(x, dtype=dtype)
+def _all_scaled(sums: ArrayTree, scale: jax.Array) -> ArrayTree:
+    return jax.tree.map(lambda x: _scaled(x, scale) if is_gradient(x) else x, sums)
 
 
 def _checked_weight(weight: Scalar, kept_weight: jax.Array) -> jax.Array:
@@ -525,39 +552,3 @@ def _reciprocal(weight_sum: jax.Array, has_weight: Flag) -> jax.Array:
     """Returns 1 / weight_sum, 1 if the weight is 0, or NaN if the weight sum is out of range."""
     checked = jnp.where(arguments.is_weight(weight_sum), weight_sum, jnp.nan)
     return 1 / jnp.where(has_weight, checked, jnp.ones_like(weight_sum))
-
-
-@described
-class AccumulateState(NamedTuple):
-    """A window and the wrapped optimizer. Its fields are a file format."""
-
-    micro_step: Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
-    windows: Annotated[jax.Array, "int32 (): number of windows so far that ran inner"]
-    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
-    weight_sum: Annotated[
-        jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"
-    ]
-    window_bad: Annotated[jax.Array, "bool (): drop_window will discard the open window"]
-    dropped: Annotated[
-        jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"
-    ]
-    value_sum: Annotated[
-        jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"
-    ]
-    value: Annotated[
-        jax.Array, "like a weight (): the loss of the last window that ran inner; inf before it"
-    ]
-    noise: Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
-    gradient_sum: Annotated[
-        PyTree,
-        "like the parameters, in the accumulator's dtype, with a leading axis of devices with sum_over; meaningless "
-        "while micro_step is 0",
-    ]
-    inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
-
-    def metrics(self) -> Metrics:
-        """Returns the entries of `shrewjax.metrics`."""
-        return metrics_of_window(self) | fields(self, "applied")
-
-
-WINDOW_STATES = (GradAccumulatorState, AccumulateState)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._base.trees import leaf_name
+from shrewjax._base.trees import leaf_name, short_leaf_name, shown
 from shrewjax._base.types import (
     Argument,
     Axes,
@@ -59,7 +59,7 @@ def real(name: str, value: Argument, *, at_least: float, at_most: float = math.i
     bounds = f">= {at_least}" if at_most == math.inf else f"between {at_least} and {at_most}"
     number = _static_real(name, value, f"a real scalar {bounds}")
     if not at_least <= number <= at_most:
-        raise ValueError(f"{name} must be {bounds} and not NaN, got {value!r}")
+        raise ValueError(f"{name} must be {bounds} and not NaN, got {shown(value)}")
     return number + 0.0  # -0.0 is 0
 
 
@@ -69,9 +69,20 @@ def any_real(name: str, value: Argument) -> Scalar:
     return _static_real(name, value, "a real scalar")
 
 
+def percent(value: Argument) -> Scalar:
+    """Returns a percentile in [0, 100]. A known number between 0 and 1 is an error, because it is a fraction."""
+    number = real("percentile", value, at_least=0, at_most=100)
+    if not isinstance(number, jax.Array) and 0 < number < 1:
+        raise ValueError(
+            f"percentile must be from 0 to 100, where 1 is one percent, got {shown(value)}. Pass {number * 100:g}. If "
+            "you mean less than one percent, pass an array, such as jnp.float32(0.5)"
+        )
+    return number
+
+
 def percentile(value: Argument) -> Fraction | jax.Array:
     """Returns a percentile in [0, 100]: a number as the fraction that its decimal digits denote, an array as it is."""
-    number = real("percentile", value, at_least=0, at_most=100)
+    number = percent(value)
     if isinstance(number, jax.Array):
         return number
     is_written_out = isinstance(value, int | float | np.generic | np.ndarray)
@@ -85,11 +96,12 @@ def length(name: str, value: Argument, *, default: int) -> int:
         return default
     if isinstance(value, jax.Array):
         raise ValueError(
-            f"{name} must be a Python int, because it is the shape of an array in the state, got the array {value}. "
-            f"Under optax.inject_hyperparams, name it in static_args or leave it out (None means {default})"
+            f"{name} must be a Python int, because it is the shape of an array in the state, got the array "
+            f"{shown(value)}. Under optax.inject_hyperparams, name it in static_args or leave it out (None means "
+            f"{default})"
         )
     if not _is_int(value) or value < 1:
-        raise ValueError(f"{name} must be an int >= 1 or None ({default}), got {value!r}")
+        raise ValueError(f"{name} must be an int >= 1 or None ({default}), got {shown(value)}")
     return int(value)
 
 
@@ -99,12 +111,12 @@ def order(ord: Argument) -> float:
         return 2.0
     if isinstance(ord, jax.Array):
         raise ValueError(
-            f"ord must be a Python number, because each order compiles another program, got the array {ord}. "
+            f"ord must be a Python number, because each order compiles another program, got the array {shown(ord)}. "
             "Under optax.inject_hyperparams, name it in static_args or leave it out (None means 2)"
         )
     number = _static_real("ord", ord, "a number >= 1, inf or None (2)")
     if not number >= 1:
-        raise ValueError(f"ord must be >= 1 or inf, got {ord!r}")
+        raise ValueError(f"ord must be >= 1 or inf, got {shown(ord)}")
     return number
 
 
@@ -113,7 +125,7 @@ def integer(name: str, value: Argument, *, at_least: int | None = None) -> int:
     expected = "a Python int" if at_least is None else f"a Python int >= {at_least}"
     if not _is_int(value) or (at_least is not None and value < at_least):
         raise ValueError(
-            f"{name} must be {expected}, because it decides what is compiled; got {value!r}"
+            f"{name} must be {expected}, because it decides what is compiled; got {shown(value)}"
         )
     return int(value)
 
@@ -123,9 +135,22 @@ def positions(name: str, value: Argument) -> tuple[int, ...]:
     return tuple(integer(name, at) for at in given)
 
 
+def places(name: str, value: Argument) -> tuple[int | str, ...]:
+    """Returns arguments of a function by their positions or names."""
+    given = value if isinstance(value, tuple | list | range) else (value,)
+    for at in given:
+        if not isinstance(at, str) and not _is_int(at):
+            raise ValueError(
+                f"{name} must be positions or names of fun's arguments, such as 2, 'x' or ('x', 'y'), got {shown(at)}"
+            )
+    return tuple(at if isinstance(at, str) else int(at) for at in given)
+
+
 def choice(name: str, value: Argument, choices: Sequence[str]) -> Any:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, got {shown(value)}"
+        )
     return value
 
 
@@ -144,7 +169,7 @@ def flag(name: str, value: Argument) -> Flag:
         return bool(value)
     if isinstance(value, jax.Array | np.ndarray) and value.shape == () and value.dtype == np.bool:
         return jnp.asarray(value)
-    raise ValueError(f"{name} must be a bool or a boolean scalar array, got {value!r}")
+    raise ValueError(f"{name} must be a bool or a boolean scalar array, got {shown(value)}")
 
 
 def static_flag(name: str, value: Argument) -> bool:
@@ -152,7 +177,7 @@ def static_flag(name: str, value: Argument) -> bool:
     if isinstance(value, bool | np.bool):
         return bool(value)
     raise ValueError(
-        f"{name} must be True or False, because it decides what is compiled, got {value!r}"
+        f"{name} must be True or False, because it decides what is compiled, got {shown(value)}"
     )
 
 
@@ -166,10 +191,11 @@ def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Numb
         value = value[()]
     if not _is_int(value):
         raise ValueError(
-            f"accum_steps must be an int >= 1, a scalar array or a function of the number of windows, got {value!r}"
+            f"accum_steps must be an int >= 1, a scalar array or a function of the number of windows, got "
+            f"{shown(value)}"
         )
     if not 1 <= value < 2**24:
-        raise ValueError(f"accum_steps must be >= 1 (and below 2**24), got {value!r}")
+        raise ValueError(f"accum_steps must be >= 1 (and below 2**24), got {shown(value)}")
     return int(value)
 
 
@@ -212,7 +238,7 @@ def weight(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:
         value = float(value)
     number = _static_real("weight", value, "a real scalar >= 0")
     if number != 0 and not is_weight(number):
-        raise ValueError(f"weight must be 0, or between 2**-30 and 2**100, got {value!r}")
+        raise ValueError(f"weight must be 0, or between 2**-30 and 2**100, got {shown(value)}")
     return number
 
 
@@ -224,7 +250,7 @@ def inexact_dtype(name: str, value: Argument) -> DType:
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(f"{name} must be a floating or complex dtype or None, got {value!r}")
+        raise ValueError(f"{name} must be a floating or complex dtype or None, got {shown(value)}")
     if dtype != jax.dtypes.canonicalize_dtype(dtype):
         raise ValueError(f"{name} {dtype} needs 64-bit types. Set jax_enable_x64")
     return dtype
@@ -236,23 +262,24 @@ def axes(name: str, value: Argument) -> AxesOf:
         return value
     if isinstance(value, jax.Array):
         raise ValueError(
-            f"{name} must be static, because it decides what is compiled, got the array {value}. Under "
+            f"{name} must be static, because it decides what is compiled, got the array {shown(value)}. Under "
             "optax.inject_hyperparams, name it in static_args"
         )
     numbers_ = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not all(map(_is_int, numbers_)):
         raise ValueError(
-            f"{name} must be an int, a tuple of ints, None or a function of a leaf's name and the leaf, got {value!r}"
+            f"{name} must be an int, a tuple of ints, None or a function of a leaf's name and the leaf, got "
+            f"{shown(value)}"
         )
     return tuple(int(a) for a in numbers_)
 
 
 def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Leaf) -> tuple[int, ...] | None:
     """Returns the axes of one leaf, counted from the front; None if `given` has none for it."""
-    chosen = axes(name, given(leaf_name(path), leaf)) if callable(given) else given
+    chosen = axes(name, given(short_leaf_name(path), leaf)) if callable(given) else given
     if callable(chosen):
         raise ValueError(
-            f"{name} must return dimensions or None, got {chosen!r} for leaf {leaf_name(path)}"
+            f"{name} must return dimensions or None, got {shown(chosen)} for leaf {leaf_name(path)}"
         )
     if chosen is None:
         return None
@@ -272,7 +299,7 @@ def axis_names(name: str, value: Argument) -> Axes:
     are_names = all(isinstance(a, Hashable) and not isinstance(a, jax.P | None) for a in names)
     if not are_names or len({*names}) < len(names):
         raise ValueError(
-            f"{name} must be a mapped axis, or a tuple of different ones, got {value!r}"
+            f"{name} must be a mapped axis, or a tuple of different ones, got {shown(value)}"
         )
     return names
 
@@ -291,11 +318,11 @@ def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Leaf) -> AxisN
 
     Raises if the user's function returns a function.
     """
-    chosen = unit_axis_names(given(leaf_name(path), leaf)) if callable(given) else given
+    chosen = unit_axis_names(given(short_leaf_name(path), leaf)) if callable(given) else given
     if callable(chosen):
         raise ValueError(
-            f"sharded_over must return names of mapped axes or a PartitionSpec, got the function {chosen!r} for leaf "
-            f"{leaf_name(path)}"
+            f"sharded_over must return names of mapped axes or a PartitionSpec, got the function {shown(chosen)} for "
+            f"leaf {leaf_name(path)}"
         )
     return chosen
 
@@ -310,7 +337,7 @@ def _static_real(name: str, value: Argument, expected: str) -> float:
         value = value[()]
     if callable(value):
         raise ValueError(
-            f"{name} must be {expected}, got the function {value!r}. To schedule it, wrap the transformation in "
+            f"{name} must be {expected}, got the function {shown(value)}. To schedule it, wrap the transformation in "
             "optax.inject_hyperparams"
         )
     # `numbers.Real` leaves out bfloat16 and float8, whose scalars are NumPy scalars.
@@ -318,7 +345,11 @@ def _static_real(name: str, value: Argument, expected: str) -> float:
         isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating)
     )
     if not is_real or isinstance(value, bool | np.bool):
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
+        is_tree = not jax.tree_util.all_leaves([value])
+        order = (
+            f". If these are gradients, pass them before {name}, or to update" if is_tree else ""
+        )
+        raise ValueError(f"{name} must be {expected}, got {shown(value)}{order}")
     try:
         return float(value)
     except OverflowError:  # an int such as 10**400; callers' range checks then see an infinity

@@ -3,7 +3,8 @@ r"""Branches: one conditional that copies nothing on any backend, and compiles n
 XLA's conditional passes an operand through in place only in its branch 0. Any other branch copies the operands that it
 returns unchanged. `lax.cond` numbers its two branches differently on different backends. On CUDA, an open window then
 copied parameters and state on every call. `run_if` therefore uses `lax.switch` and puts the idle branch first (XLA-1,
-`tests/devices/test_accelerators.py`). Tags such as XLA-1 lead to `docs/internals/xla.md`.
+`tests/devices/test_accelerators.py`). It can be `lax.cond` again when pyproject.toml asks for JAX 0.11.1, whose XLA
+returns operands in place from both branches. Tags such as XLA-1 lead to `docs/internals/xla.md`.
 """
 
 from collections.abc import Callable

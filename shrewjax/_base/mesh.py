@@ -29,17 +29,19 @@ PartitionSpec     `within`: axes in the entries of       `within` and `across`: 
 the version that brought today's spelling. Delete the older one when that version is the oldest supported.
 """
 
+import contextlib
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
-from shrewjax._base.types import Axes, AxisNames, Function, Leaf, MeshAxes, PyTree
+from shrewjax._base.types import AnyState, Axes, AxisNames, Function, Leaf, MeshAxes, PyTree
 
 UnitDims = tuple[int, ...]
 """The dimensions of a leaf that index its units, in increasing order. A reduction by unit keeps them."""
@@ -69,8 +71,8 @@ def unit_axes(name: str, leaf: Leaf, dims: UnitDims, given: Axes | jax.P) -> Uni
             f"cannot tell how leaf {name}, which has several units, is sharded over "
             f"{', '.join(map(repr, varying))}: devices may hold other units, or parts of the same units. "
             "Pass sharded_over=fn, where fn(name, leaf) returns the leaf's PartitionSpec. Or pass sharded_over= with "
-            "the axes along which devices hold parts of the same units. Or pass sharded_over=() if each device has a model "
-            "of its own"
+            "the axes along which devices hold parts of the same units. Or pass sharded_over=() if each device has a "
+            "model of its own"
         )
     if not is_tracked and unknown:
         raise ValueError(
@@ -224,10 +226,18 @@ def devices_to_map(argument: str, axes: AxisNames) -> int:
     return math.prod(mesh.shape[a] for a in axes)
 
 
-def on_each_device(function: Function, axes: AxisNames, divided: PyTree, whole: PyTree) -> PyTree:
+def on_each_device(
+    function: Function,
+    axes: AxisNames,
+    divided: PyTree,
+    whole: PyTree,
+    *,
+    returns_parts: bool = False,
+) -> PyTree:
     """Returns what `function(divided, whole)` returns on each device along these axes of the mesh: the same on all.
 
-    A device gets its part of the first axis of the arrays in `divided`. XLA still partitions over all other axes.
+    A device gets its part of the first axis of the arrays in `divided`. With `returns_parts`, it also returns its part
+    of the first axis. XLA still partitions over all other axes.
     """
     leaves, structure = jax.tree.flatten(whole)
     # Arguments, because JAX has no derivative by an array that the function closes over. Numbers and names stay known.
@@ -240,22 +250,38 @@ def on_each_device(function: Function, axes: AxisNames, divided: PyTree, whole: 
 
     # check_vma=False: otherwise a scan of the loss that starts from `jnp.zeros` is an error, because its carry begins
     # to vary (tests/devices/test_sum_over.py, "start_from_zeros").
-    specs = (jax.P(axes), jax.P())
+    part = jax.P(axes)
     mapped = jax.shard_map(
-        run, in_specs=specs, out_specs=jax.P(), axis_names={*axes}, check_vma=False
+        run,
+        in_specs=(part, jax.P()),
+        out_specs=part if returns_parts else jax.P(),
+        axis_names={*axes},
+        check_vma=False,
     )
     divided = jax.tree.map(lambda x: _partitioned(x, axes, axes), divided)
     try:
         return jax.jit(mapped)(divided, arrays)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
+        if any(text in str(error) for text in _CLOSED_OVER):
+            raise ValueError(
+                f"with sum_over={axes!r} on an Explicit mesh, fun must not close over arrays on that mesh, because JAX "
+                "has no such closures in shard_map. Pass each of them to fun as an argument, and leave its position "
+                "out of batch_argnums=. Or make the mesh with Auto axes"
+            ) from error
         if "mesh" in str(error) or "PartitionSpec" in str(error):
             names = ", ".join(map(repr, axes))
+            remedy = "" if returns_parts else ". Or leave out sum_over"
             error.add_note(
-                f"With sum_over, fun has a device's own examples, so it must not place arrays over {names}. Pass "
-                f"jax.lax.with_sharding_constraint a jax.P without {names}, and no NamedSharding. In Flax's logical "
-                "axis rules, map the axis of examples to None inside fun. Or leave out sum_over"
+                f"{'In per_device' if returns_parts else 'With sum_over'}, fun has a device's own examples, so it must "
+                f"not place arrays over {names}. Pass jax.lax.with_sharding_constraint a jax.P without {names}, and no "
+                "NamedSharding. In Flax's logical axis rules, map the axis of examples to None inside fun"
+                + remedy
             )
         raise
+
+
+# JAX's words for an array from outside that a function in `shard_map` uses, on a mesh of several axes and of one.
+_CLOSED_OVER = "should match the aval mesh", "Closing over inputs to shard_map"
 
 
 def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:
@@ -267,11 +293,41 @@ def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:
     return jax.sharding.reshard(x, jax.P(*(axes or None for axes in kept)))
 
 
-def partitioned_like(x: jax.Array, like: Leaf) -> jax.Array:
-    """Returns an array with the partitions of `like`, which types show on the Explicit axes of `jax.set_mesh`."""
-    spec = jax.P(*_partitions(_spec(like)))
-    is_like = jax.P(*_partitions(_spec(x))) == spec or not explicit_axes(x)
-    return x if is_like else jax.sharding.reshard(x, spec)
+def partitioned_like(x: Leaf, like: Leaf) -> Leaf:
+    """Returns an array with the partitions of `like`, which types show on the Explicit axes of a mesh.
+
+    A select and a branch refuse operands of other partitions, such as the gradient and its finer sharded sum. Without
+    types, XLA places them itself.
+    """
+    if not hasattr(x, "dtype") or x.dtype == jax.dtypes.float0 or not explicit_axes(x):
+        return x
+    spec = _spec(like)
+    own, wanted = ([*axes_by_dimension(s), *[()] * x.ndim][: x.ndim] for s in (_spec(x), spec))
+    if own == wanted:
+        return x
+    spec = jax.P(*_partitions(spec))
+    if is_traced(x):
+        return jax.sharding.reshard(x, NamedSharding(_type_of(x).sharding.mesh, spec))
+    return jax.device_put(x, NamedSharding(x.sharding.mesh, spec))
+
+
+def on_mesh_of(params: PyTree, state: AnyState) -> AnyState:
+    """Returns a new state on the parameters' mesh. What `init` placed nowhere, such as a counter, is replicated.
+
+    A step returns them there. Its second call would compile again if they began elsewhere
+    (tests/accumulation/test_sharded_state.py, "compiles_once").
+    """
+    leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not is_traced(x)]
+    shardings = [x.sharding for x in leaves if isinstance(x.sharding, NamedSharding)]
+    if len({sharding.mesh for sharding in shardings}) != 1:
+        return state
+    everywhere = NamedSharding(shardings[0].mesh, jax.P())
+
+    def placed(x: Leaf) -> Leaf:
+        is_nowhere = isinstance(x, jax.Array) and not is_traced(x) and not x.committed
+        return jax.device_put(x, everywhere) if is_nowhere else x
+
+    return jax.tree.map(placed, state)
 
 
 def device_index(axes: AxisNames) -> jax.Array:
@@ -303,8 +359,27 @@ def axes_beside(leaves: Sequence[Leaf], local: AxisNames) -> list[Axes]:
     return [tuple(a for a in mapped if a in varying_axes(x) and a not in local) for x in leaves]
 
 
+@contextlib.contextmanager
+def as_on_one_device(axes: AxisNames) -> Iterator[None]:
+    """Inside of it, a device's part along these mapped axes counts as all there is, so nothing is reduced over them.
+
+    It lasts while JAX traces a function. A function jitted by itself, which JAX has traced already, may be traced again
+    or not; its program is the same, because without it there would have been an error.
+    """
+    token = _not_reduced.set(axes)
+    try:
+        yield
+    finally:
+        _not_reduced.reset(token)
+
+
+_not_reduced: ContextVar[AxisNames] = ContextVar("_not_reduced", default=())
+
+
 def mapped_axes() -> tuple[AxisNames, bool]:
-    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    """Returns the mapped axes over which devices may have other parts, and whether types are tracked."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    mapped = tuple(a for a in manual if a not in _not_reduced.get())
     # A device's index along an axis varies over that axis. Its type shows this only if types are tracked.
     return mapped, bool(mapped) and bool(varying_axes(lax.axis_index(mapped[0])))
 
@@ -316,11 +391,6 @@ def varying_axes(x: Leaf) -> frozenset[Hashable]:
     if hasattr(aval, "manual_axis_type"):
         return aval.manual_axis_type.varying if aval.manual_axis_type else frozenset()
     return getattr(aval, "vma", None) or frozenset()
-
-
-def partition_axes(x: Leaf) -> MeshAxes:
-    """Returns the mesh axes over which the type of an array shards its dimensions. Under plain `jit`, Explicit ones."""
-    return frozenset(a for axes in axes_by_dimension(_spec(x)) for a in axes)
 
 
 def explicit_axes(x: Leaf) -> MeshAxes:
@@ -347,54 +417,41 @@ def mapped_like(x: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.where(always, x, like.astype(x.dtype))
 
 
-def reduced_axes(x: Leaf) -> MeshAxes:
-    """Returns the Explicit mesh axes along which an array is `reduced`: its gradient is not summed over them."""
-    return frozenset(getattr(_spec(x), "reduced", None) or ())
+def placed_like(tree: PyTree, like: PyTree) -> PyTree:
+    """Returns a tree whose traced arrays without a mesh are on the Explicit mesh of arrays in `like`, if they have one.
 
-
-def unreduced_axes(x: Leaf) -> MeshAxes:
-    """Returns the Explicit mesh axes along which devices hold parts of an array, which is their sum."""
-    return frozenset(getattr(_spec(x), "unreduced", None) or ())
-
-
-def retyped(
-    x: Leaf,
-    *,
-    reduced: MeshAxes = frozenset(),
-    unreduced: MeshAxes = frozenset(),
-    like: Leaf | None = None,
-) -> jax.Array:
-    """Returns an array with these types in place of its own. An array that is no longer `unreduced` is summed.
-
-    Under `jit`, an array that is new, or NumPy's, has no Explicit mesh if `jax.set_mesh` was not called. It gets the
-    mesh of `like`, and its partitions if their shapes are the same.
+    A new array has no mesh inside `jax.vmap`, nor without `jax.set_mesh`. A loop that begins with one is an error in
+    JAX if `vmap` maps a sharded axis (tests/devices/test_explicit.py, "vmap").
     """
-    like = x if like is None else like
-    is_without_mesh = is_traced(x) and explicit_axes(like) and not explicit_axes(x)
-    if (reduced_axes(x), unreduced_axes(x)) == (reduced, unreduced) and not is_without_mesh:
-        return x
-    placed = like if is_without_mesh and like.shape == x.shape else x
-    spec = jax.P(*_partitions(_spec(placed)), reduced=reduced, unreduced=unreduced)
-    return jax.reshard(x, jax.NamedSharding(_type_of(like).sharding.mesh, spec))
+    meshes = [_type_of(x).sharding.mesh for x in jax.tree.leaves(like) if explicit_axes(x)]
+    if not meshes:
+        return tree
+
+    def placed(x: Leaf) -> Leaf:
+        if not is_traced(x) or explicit_axes(x):
+            return x
+        return jax.sharding.reshard(x, jax.NamedSharding(meshes[0], jax.P()))
+
+    return jax.tree.map(placed, tree)
 
 
 def summed(tree: PyTree) -> PyTree:
-    """Returns a tree with its arrays that are `unreduced` by their types summed over devices. Others stay."""
+    """Returns a tree whose arrays have neither the type `reduced` nor `unreduced`. The latter are summed over devices.
+
+    JAX leaves the sum of a gradient to the caller, as `unreduced`, if its parameter is `reduced`.
+    """
     return jax.tree.map(_summed, tree)
 
 
 def _summed(x: Leaf) -> Leaf:
     if not isinstance(x, jax.Array):
         return x
-    if unreduced_axes(x):
-        x = retyped(x, reduced=reduced_axes(x))
+    spec = _spec(x)
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        mesh = _type_of(x).sharding.mesh
+        x = jax.sharding.reshard(x, jax.NamedSharding(mesh, jax.P(*_partitions(spec))))
     mapped = getattr(getattr(jax.typeof(x), "manual_axis_type", None), "unreduced", None)
     return lax.psum(x, tuple(mapped)) if mapped else x
-
-
-def factor_of(factor: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns a factor with the type that a product with an `unreduced` array demands."""
-    return retyped(factor, reduced=unreduced_axes(x), like=x) if unreduced_axes(x) else factor
 
 
 def is_traced(tree: PyTree) -> bool:

@@ -7,11 +7,13 @@ A state does not hold the arguments of its transformation, and `from_optax` need
 them for a caller that asks by `init_with_notes`.
 """
 
+import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import TypeAlias, get_type_hints
+from typing import Any, TypeAlias, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +45,30 @@ def require_own(
         way_from_optax = (
             ". Or convert Optax's state: shrewjax.from_optax(state, tx, params)" if is_optax else ""
         )
+        fields_of_kind = getattr(kind, "_fields", ())
+        way_from_inner = (
+            ". Or, if the state is that of a running job without this wrapper, put it into a new one: "
+            "state = tx.init(params)._replace(inner_state=state), where tx is this wrapper"
+            if "inner_state" in fields_of_kind
+            else ""
+        )
         raise ValueError(
             f"state must be the {kind.__name__} that init made or the last update returned, got {type(state).__name__}."
-            f" Pass the state of this transformation, in the order {order}{way_from_optax}"
+            f" Pass the state of this transformation, in the order {order}{way_from_optax}{way_from_inner}"
+        )
+
+
+def require_made_with(argument: str, state: AnyState, field: str, new: str = "") -> None:
+    """Raises if a field that an argument adds is empty, because the state was made without this argument.
+
+    `new` is the value that the field gets, if it is not that of a new state.
+    """
+    value = getattr(state, field)
+    if isinstance(value, tuple) and not value:
+        raise ValueError(
+            f"the {type(state).__name__} was made without {argument}, so its {field} is empty. To go on with "
+            f"{argument}, add it to this state: state = state._replace({field}={new or f'tx.init(params).{field}'}), "
+            f"where tx has {argument}. Or leave out {argument}"
         )
 
 
@@ -89,6 +112,34 @@ def without_variables(state: AnyState) -> AnyState:
     return jax.tree.map(value, state, is_leaf=is_variable)
 
 
+def with_own_buffers(state: State, params: PyTree) -> State:
+    """Returns a new state in which no array shares a buffer with a parameter, or with another array of the state.
+
+    An optimizer's state may begin as the parameters. A step that donates both would then fail
+    (tests/promises/test_donated_optimizers.py). Only arrays that share are copied. While tracing, none has a buffer.
+    """
+    taken = {buffer for x in jax.tree.leaves(params) for buffer in _buffers(x)}
+
+    def own(x: Leaf) -> Leaf:
+        new = x if taken.isdisjoint(_buffers(x)) else jnp.copy(x)  # keeps the sharding
+        taken.update(_buffers(new))
+        return new
+
+    return jax.tree.map(own, state)
+
+
+def _buffers(x: Leaf) -> set[tuple[Any, int]]:
+    """Returns the buffers of an array on the devices of this process, by device and address."""
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return set()
+    try:
+        return {(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards}
+    except (
+        RuntimeError
+    ):  # a backend without addresses. One array object in two places is then found alone
+        return {(None, id(x))}
+
+
 def increment_if(flag: Flag, count: jax.Array) -> jax.Array:
     """Returns a counter plus 1 if the flag is set. A counter stops at its dtype's largest value."""
     return jnp.where(flag, optax.safe_increment(count), count)
@@ -113,9 +164,9 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
     =======================  ===============================================================================
     transformation           names
     =======================  ===============================================================================
-    clip_by_global_norm      grad_norm, clip_scale: other than 1 (NaN included) if it clipped. With `leaves=True` also
-                             largest_share of the squared norm; largest_leaf: its place in the sorted names below;
-                             leaf_norm/NAME: the norm of the leaf NAME
+    clip_by_global_norm      grad_norm, clip_scale: other than 1 (NaN included) if it clipped by more than float32's
+                             rounding. With `leaves=True` also largest_share of the squared norm; largest_leaf: its
+                             place in the sorted names below; leaf_norm/NAME: the norm of the leaf NAME
     clip_by_leaf_norm        grad_norm_max: the largest leaf norm; clipped_fraction: clipped leaves / leaves
     clip_by_percentile       bound (the largest, if one per leaf); clipped_fraction of the elements
     clip_by_norm_percentile  threshold, grad_norm, clip_scale
@@ -143,8 +194,9 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
 
     Returns:
       A dictionary from `"transformation/name"` to scalars, empty if no state has any. A name does not depend on the
-      position in a chain. If there are several states of one kind, the names of all except the first start with their
-      path, such as `"1/inner_state/clip_by_global_norm/grad_norm"`.
+      position in a chain. If there are several states of one kind, those in a group of `optax.partition` have its name
+      in front, such as `"decoder/clip_by_global_norm/grad_norm"`. Of the others, and of several in one group, the names
+      of all except the first start with their path, such as `"1/inner_state/clip_by_global_norm/grad_norm"`.
 
     Raises:
       ValueError: `opt_state` is a transformation, or has a window of `accumulate` inside one of `optax.MultiSteps`.
@@ -167,16 +219,27 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
     opt_state = without_variables(opt_state)
     require_one_window(opt_state)
     found: dict[str, jax.Array] = {}
-    kinds = set()
-    for path, state in _measuring(opt_state):
-        kind = _name(type(state))
-        where = ""
-        if kind in kinds:
-            where = jax.tree_util.keystr(path, simple=True, separator="/") + "/"
-        kinds.add(kind)
+    states = [(path, state, _name(type(state))) for path, state in _measuring(opt_state)]
+    number = Counter(kind for _, _, kind in states)
+    seen = set()
+    for path, state, kind in states:
+        where = _group(path) if number[kind] > 1 else ""
+        if (where, kind) in seen:
+            where = _written(path)
+        seen.add((where, kind))
         for name, value in state.metrics().items():
             found[f"{where}{kind}/{name}"] = value
     return found
+
+
+def _group(path: KeyPath) -> str:
+    """Returns the group of `optax.partition` at this place of a state, or the groups if one is inside another."""
+    groups = jax.tree_util.GetAttrKey("inner_states")
+    return _written([key for before, key in itertools.pairwise(path) if before == groups])
+
+
+def _written(path: Sequence[Any]) -> str:
+    return "".join(jax.tree_util.keystr((key,), simple=True) + "/" for key in path)
 
 
 def require_one_window(opt_state: AnyState) -> None:

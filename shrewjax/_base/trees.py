@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from shrewjax._base import mesh
-from shrewjax._base.types import DType, KeyPath, Leaf, PyTree, Tree
+from shrewjax._base.types import Argument, DType, Function, KeyPath, Leaf, PyTree, Tree
 
 
 def gradient_leaves(grads: PyTree) -> tuple[list[KeyPath], list[Leaf], Any]:
@@ -47,18 +48,60 @@ def parameter_arrays(params: PyTree) -> PyTree:
     return jax.tree.map_with_path(partial(_as_array, what="parameter"), params)
 
 
+def has_derivative(function: Function, tree: PyTree) -> bool:
+    """Returns whether JAX has a derivative of the floating scalar `function(tree)` by the tree's floating leaves.
+
+    It has none by what only counts or compares. The function is traced, and not run.
+    """
+    seen: list[PyTree] = []
+
+    @jax.custom_jvp
+    def identity(x: jax.Array) -> jax.Array:
+        return x
+
+    def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
+        seen.extend(t for t in tangents if not is_zero_tangent(t))
+        return primals[0], primals[0]
+
+    identity.defjvp(rule, symbolic_zeros=True)
+    jax.eval_shape(lambda: jax.jvp(lambda x: identity(function(x)), (tree,), (tree,)))
+    return bool(seen)
+
+
+def is_zero_tangent(tangent: Leaf) -> bool:
+    """Returns whether a rule with symbolic zeros has no tangent to compute here."""
+    return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
+
+
+def shown(value: Argument) -> str:
+    """Returns a value for a message, without the numbers of arrays and with at most 100 characters."""
+    arrays = [x for x in jax.tree.leaves(value) if hasattr(x, "dtype") and np.ndim(x)]
+    if len(arrays) == 1 and arrays[0] is value:
+        return f"an array of shape {np.shape(value)} and dtype {value.dtype}"
+    if arrays:
+        return f"{type(value).__name__} with {len(arrays)} array{'' if len(arrays) == 1 else 's'}"
+    return shortened(repr(value))
+
+
+def shortened(text: str, at_most: int = 100) -> str:
+    return text if len(text) <= at_most else f"{text[: at_most - 4]} ..."
+
+
 def leaf_name(path: KeyPath) -> str:
     """Returns the name of the leaf at `path` for messages. The whole tree may be one leaf."""
     return jax.tree_util.keystr(path) or "(the tree itself)"
 
 
+def short_leaf_name(path: KeyPath) -> str:
+    """Returns the name of the leaf at `path` for logs and for users' functions, such as "dense/kernel"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or leaf_name(path)
+
+
 def leaf_names(tree: PyTree) -> list[str]:
-    """Returns the leaves' names for logs, such as "dense/kernel"; as in messages if these are empty or not unique."""
+    """Returns the leaves' names for logs; as in messages if the short ones are not unique."""
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
-    return (
-        names if all(names) and len({*names}) == len(names) else [leaf_name(path) for path in paths]
-    )
+    names = [*map(short_leaf_name, paths)]
+    return names if len({*names}) == len(names) else [*map(leaf_name, paths)]
 
 
 def array_leaf(path: KeyPath, leaf: Leaf) -> Leaf:
@@ -103,8 +146,8 @@ def _as_array(path: KeyPath, leaf: Leaf, what: str) -> Leaf:
     if isinstance(leaf, bool | int | float | complex):
         return jnp.asarray(leaf)
     raise ValueError(
-        f"{what} leaf {leaf_name(path)} must be an array or a number, got {leaf!r}. Pass the arrays alone, in Equinox "
-        "eqx.filter(model, eqx.is_inexact_array)"
+        f"{what} leaf {leaf_name(path)} must be an array or a number, got {shown(leaf)}. Pass the arrays alone, in "
+        "Equinox eqx.filter(model, eqx.is_inexact_array)"
     )
 
 
@@ -114,6 +157,23 @@ def _holds_gradients(dtype: DType) -> bool:
         return True
     negative, nan = np.asarray([-1.0, np.nan]).astype(dtype)
     return bool(negative == -1 and np.isnan(nan))
+
+
+def require_no_rows(updates: PyTree, params: PyTree) -> None:
+    """Raises if a leaf is shaped as its parameter with one more axis in front: gradients with a row for each device.
+
+    Only `accumulate` takes these. What measures them takes the rows for gradients that are `len(rows)` times as many.
+    """
+    of_params = dict(jax.tree.leaves_with_path(params))
+    for path, x in jax.tree.leaves_with_path(updates):
+        shape, wanted = (getattr(leaf, "shape", None) for leaf in (x, of_params.get(path)))
+        if shape and wanted is not None and shape[1:] == wanted and len(shape) > len(wanted):
+            raise ValueError(
+                f"update leaf {leaf_name(path)} must have the shape of its parameter, {wanted}, got {shape}, as "
+                "gradients with a row for each device have. Only accumulate(inner, ..., sum_over=...) takes these. Put "
+                "this transformation inside accumulate, as a part of inner. In optax.partition, put accumulate around "
+                "it, or inside each of its parts that train, and differentiate by the parameters of these parts alone"
+            )
 
 
 def check_unchanged(new: PyTree, old: PyTree, what: str) -> None:
@@ -138,5 +198,11 @@ def require_structure(given: PyTree, expected: PyTree, requirement: str, remedy:
     came, wanted = ({path for path, _ in jax.tree.leaves_with_path(x)} for x in (given, expected))
     wrong = [f"{leaf_name(path)} is missing" for path in wanted - came]
     wrong += [f"{leaf_name(path)} is unexpected" for path in came - wanted]
-    found = ", ".join(sorted(wrong)) or f"expected {structures[1]}, got {structures[0]}"
+    if wrong:
+        found = ", ".join(sorted(wrong)[:4]) + (
+            f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        )
+    else:
+        expected, given = (shortened(str(x), 150) for x in reversed(structures))
+        found = f"expected {expected}, got {given}"
     raise AssertionError(f"{requirement}, but {found}{remedy}")

@@ -56,6 +56,9 @@ Argument: TypeAlias = Any
 Number: TypeAlias = Any
 """A number as a user passed it: Python's, NumPy's or an array."""
 
+Place: TypeAlias = int | str
+"""How an argument of a user's function came: its position, or its name if it came by keyword."""
+
 DType: TypeAlias = Any
 """A dtype, or what NumPy takes for one. None is the default."""
 

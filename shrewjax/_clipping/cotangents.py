@@ -64,7 +64,7 @@ def clip_cotangent(
         are returned as they are.
       max_norm: the threshold, as in `clip_grad_norm`.
       axis: the axes of a slice, an int or a tuple of ints. There is one slice for each position along the other axes.
-        `None` means that a leaf is a single slice. Or a function of a leaf's name (from `jax.tree_util.keystr`) and the
+        `None` means that a leaf is a single slice. Or a function of a leaf's name (such as "dense/kernel") and the
         leaf.
       ord: p of the norm, as in `grad_norm`. For p other than 1, 2 and inf, the cotangent is read once more.
       counter: a float32 zero, which does not change the result. Its cotangent is the number of slices that were clipped

@@ -96,8 +96,12 @@ def clip_by_value(max_value: Number) -> optax.GradientTransformationExtraArgs:
     Source: as for `clip_grad_value`; `optax.clip` has the same rule.
     """
     max_value = arguments.threshold("max_value", max_value)
-    clip = optax.stateless(lambda updates, _: clip_grad_value(updates, max_value))
-    return optax.with_extra_args_support(clip)
+
+    def clip(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+        trees.require_no_rows(updates, params)
+        return clip_grad_value(updates, max_value)
+
+    return optax.with_extra_args_support(optax.stateless(clip))
 
 
 class Limit(NamedTuple):
@@ -331,7 +335,8 @@ def clip_by_percentile(
         params: Params = None,
         **extra_args: Argument,
     ) -> tuple[optax.Updates, ClipByPercentileState]:
-        del params, extra_args
+        del extra_args
+        trees.require_no_rows(updates, params)
         require_own(state, ClipByPercentileState)
         clipped, bounds, clipped_fraction = _clip_percentile(updates, rule, start=state.bound)
         zero = jnp.zeros((), jnp.float32)  # the bound of a gradient of None

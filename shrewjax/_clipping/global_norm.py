@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.states import described, fields, require_own
+from shrewjax._base.states import described, fields, require_made_with, require_own
 from shrewjax._base.types import Axes, AxisName, Tree
 from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
@@ -219,13 +219,16 @@ def clip_by_global_norm(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
-        del params, extra_args
+        del extra_args
+        trees.require_no_rows(updates, params)
         # Without `leaves`, the state is not read, as in Optax's clip, to which some callers pass None.
         leaf_norms: Any = ()
         if leaves:
             require_own(state, ClipByGlobalNormState)
             leaf_norms = state.leaf_norms
             units = find_units(updates, stacked_layers(None))
+            if units.leaves:
+                require_made_with("leaves=True", state, "leaf_norms")
             units.numbers_beside(leaf_norms)
             norm, norms = measure_with_leaves(units.leaves, axes)
             others = jax.tree.map(jnp.zeros_like, leaf_norms)
@@ -352,7 +355,7 @@ def clip_by_norm_percentile(
     Source: P. Seetharaman, G. Wichern, B. Pardo, J. Le Roux, "AutoClip: Adaptive gradient clipping for source
     separation networks", MLSP 2020, arXiv:2007.14469, Algorithm 1, there with an unbounded history.
     """
-    percentile = arguments.real("percentile", percentile, at_least=0, at_most=100)
+    percentile = arguments.percent(percentile)
     length = arguments.length("history_length", history_length, default=1024)
     axes = arguments.sharded_over(sharded_over)
 
@@ -371,7 +374,8 @@ def clip_by_norm_percentile(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByNormPercentileState]:
-        del params, extra_args
+        del extra_args
+        trees.require_no_rows(updates, params)
         require_own(state, ClipByNormPercentileState)
         norm = global_norm(updates, 2.0, axes)
         grad_norm = floats.to_float32(norm)
@@ -489,7 +493,8 @@ def clip_by_norm_zscore(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByNormZscoreState]:
-        del params, extra_args
+        del extra_args
+        trees.require_no_rows(updates, params)
         require_own(state, ClipByNormZscoreState)
         limit_z, eps_, cap = (jnp.asarray(x, jnp.float32) for x in (max_zscore, eps, max_norm))
         norm = global_norm(updates, 2.0, axes)

@@ -99,7 +99,8 @@ def clip_by_leaf_norm(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByLeafNormState]:
-        del params, extra_args
+        del extra_args
+        trees.require_no_rows(updates, params)
         require_own(state, ClipByLeafNormState)
         units = find_units(updates, stacked_layers(batch_axes), mesh_axes)
         units.numbers_beside(state.grad_norm)
@@ -252,6 +253,7 @@ def adaptive_grad_clip(
             raise ValueError(
                 "adaptive_grad_clip needs the parameters, got params=None. Pass params to update"
             )
+        trees.require_no_rows(updates, params)
         units = find_units(updates, unit_dims, mesh_axes)
         weights = units.of_parameters(params)
         norms = units.norms()
@@ -307,7 +309,7 @@ def clip_by_block_rms(
     Args:
       threshold: d >= 0, a real scalar or a scalar array.
       batch_axes: the axes along which a leaf stacks layers: an int, a tuple of ints, or a function of a leaf's name
-        (from `jax.tree_util.keystr`) and the leaf that returns one of these. `None` or () means none.
+        (such as "dense/kernel") and the leaf that returns one of these. `None` or () means none.
       sharded_over: as in `adaptive_grad_clip`.
 
     Returns:
@@ -345,7 +347,8 @@ def clip_by_block_rms(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByBlockRmsState]:
-        del state, params, extra_args
+        del state, extra_args
+        trees.require_no_rows(updates, params)
         units = find_units(updates, stacked_layers(batch_axes), mesh_axes)
         norms = units.norms()
         counts = sizes(
@@ -487,7 +490,8 @@ def clip_by_leaf_norm_ema(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByLeafNormEmaState]:
-        del params, extra_args
+        del extra_args
+        trees.require_no_rows(updates, params)
         require_own(state, ClipByLeafNormEmaState)
         share, floor = jnp.asarray(1 - decay, jnp.float32), jnp.asarray(min_norm, jnp.float32)
         units = find_units(updates, stacked_layers(batch_axes), mesh_axes)

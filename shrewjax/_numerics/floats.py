@@ -40,7 +40,10 @@ def real_dtype(x: Any) -> Any:
 
 
 def sum_dtype(*xs: Any) -> Any:
-    """Returns the real dtype in which to sum arrays' elements or their parts: float64 if one is, else float32."""
+    """Returns the real dtype in which to compute with arrays' elements or their parts: float64 if one is, else float32.
+
+    It says nothing of a state. The dtype of a window's sums is the user's, `accumulator_dtype`.
+    """
     return jnp.dtype(jnp.float64 if any(real_dtype(x) == jnp.float64 for x in xs) else jnp.float32)
 
 

@@ -21,10 +21,12 @@ from shrewjax._programs.jaxprs import (
     Atom,
     Equation,
     Jaxpr,
+    ShardMap,
     carry_of,
     is_variable,
     jaxprs_on_operands,
     opened,
+    permutation_of,
     shape_of,
     shard_map_of,
 )
@@ -68,27 +70,40 @@ def _forwarded(jaxpr: Jaxpr) -> list[_Given | None]:
     return [found.get(x) if is_variable(x) else None for x in jaxpr.outvars]
 
 
-def _operands(equation: Equation) -> list[_Given | None]:
+def _operands(equation: Equation) -> Sequence[_Given | None]:
     """Returns, for each result of an operation, the operand that it is, or None."""
-    # 1. A transpose.
-    if equation.primitive.name == "transpose" and "permutation" in equation.params:
-        return [_Given(0, tuple(equation.params["permutation"]))]
-    # 2. A `shard_map`: an array that leaves it as it came in.
+    permutation = permutation_of(equation)
+    if permutation is not None:
+        return [_Given(0, tuple(permutation))]
     mapped = shard_map_of(equation)
     if mapped is not None:
-        found = zip(_forwarded(mapped.body), mapped.out_specs, strict=True)
-        is_same = lambda x, spec: _is_as_given(x) and mapped.in_specs[x.number] == spec  # noqa: E731
-        return [x if x and is_same(x, spec) else None for x, spec in found]
-    # 3. A call, a conditional or a loop: what all branches, and all turns, return.
+        return _operands_of_shard_map(mapped)
     jaxprs = [*map(opened, jaxprs_on_operands(equation))]
-    if not jaxprs:
-        return [None] * len(equation.outvars)
+    if jaxprs:
+        return _operands_of_jaxprs(equation, jaxprs)
+    return [None] * len(equation.outvars)
+
+
+def _operands_of_shard_map(mapped: ShardMap) -> list[_Given | None]:
+    """Returns the operands that leave a `shard_map` as they came in."""
+
+    def is_same(x: _Given, spec: jax.P) -> bool:
+        return _is_as_given(x) and mapped.in_specs[x.number] == spec
+
+    found = zip(_forwarded(mapped.body), mapped.out_specs, strict=True)
+    return [x if x and is_same(x, spec) else None for x, spec in found]
+
+
+def _operands_of_jaxprs(equation: Equation, jaxprs: Sequence[Jaxpr]) -> list[_Given | None]:
+    """Returns what all branches of a conditional, all turns of a loop, or the one jaxpr of a call return."""
+    # 1. What all jaxprs return, by the numbers of their own arguments.
     first, *others = map(_forwarded, jaxprs)
     results = [x if all(x == other[i] for other in others) else None for i, x in enumerate(first)]
-    before = len(equation.invars) - len(jaxprs[0].invars)
     carry = carry_of(equation)
     if carry is not None:
         results = _after_all_turns(results, _all_of(jaxprs[0].invars), carry)
+    # 2. The same by the numbers of the operands. The jaxprs take the last of them.
+    before = len(equation.invars) - len(jaxprs[0].invars)
     return [x and x._replace(number=before + x.number) for x in results]
 
 

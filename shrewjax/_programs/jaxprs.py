@@ -9,7 +9,7 @@ apart, so that a function runs as JAX traced it. `tests/programs/test_jaxprs.py`
 ("names_are_those_of_this_jax"), and that others do no harm ("other_names").
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,6 +20,7 @@ from shrewjax._base.types import Leaf, PyTree
 
 Jaxpr: TypeAlias = Any  # jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
+Operation: TypeAlias = Any  # an equation, or whatever has its primitive and its parameters
 Atom: TypeAlias = Any  # jax.extend.core.Var or Literal, an operand or a result
 
 _core: Any = core
@@ -38,18 +39,21 @@ _SHARDINGS_OF_JIT = "in_shardings", "out_shardings"
 _OF_JIT = "jaxpr", "name", *_SHARDINGS_OF_JIT
 _OPTIONS_OF_SCAN = "reverse", "unroll"
 _OF_SCAN = _JAXPR_OF_LOOP["scan"], "length", *_OPTIONS_OF_SCAN
+_TRANSPOSE, _RESHAPE = "transpose", "reshape"
 SCATTER_ADDS = {"scatter-add", "scatter-sub"}
+ADD_ANY = "add_any"  # the sum of two cotangents
+ADDS = {"add", ADD_ANY}
+# Operations of one operand, by what they do to its elements: reorder them, keep or cast them, round them, place them.
+REORDERS = {_RESHAPE, _TRANSPOSE}
+COPIES = {"convert_element_type", "copy"}
+ROUNDING = "reduce_precision"
+CONSTRAINT = "sharding_constraint"
 
 
 def is_jit_disabled() -> bool:
     """Returns whether functions run operation by operation, which a jaxpr does not (`jax.disable_jit`)."""
     config: Any = jax.config
     return config.jax_disable_jit
-
-
-def is_in_vmap(tree: PyTree) -> bool:
-    """Returns whether `jax.vmap` maps an array of a tree. Inside a jitted function that is mapped, nothing shows it."""
-    return any(hasattr(x, "batch_dim") for x in jax.tree.leaves(tree))
 
 
 def shape_of(aval: Leaf) -> tuple[int, ...]:
@@ -88,6 +92,24 @@ def jaxprs_in(equation: Equation) -> Iterator[Jaxpr]:
     return (x for x in jax.tree.leaves(equation.params, is_leaf=is_jaxpr) if is_jaxpr(x))
 
 
+def axes_of_collectives(function: Callable[[], PyTree]) -> set[Hashable]:
+    """Returns the mapped axes along which devices wait for each other in a function."""
+    return _axes_of_collectives(jax.make_jaxpr(function)())
+
+
+_WAITS_FOR_NOBODY = {"axis_index", "pvary", "pbroadcast", "pcast"}
+
+
+def _axes_of_collectives(jaxpr: Jaxpr) -> set[Hashable]:
+    found: set[Hashable] = set()
+    for equation in opened(jaxpr).eqns:
+        if equation.primitive.name not in _WAITS_FOR_NOBODY:
+            given = [equation.params.get(name) for name in ("axes", "axis_name")]
+            found.update(a for a in jax.tree.leaves(given) if not isinstance(a, int))
+        found.update(*map(_axes_of_collectives, jaxprs_in(equation)))
+    return found
+
+
 def axes_of_constraints(jaxpr: Jaxpr) -> set[Hashable]:
     """Returns the mesh axes over which a jaxpr, or one inside it, asks to shard arrays."""
     found: set[Hashable] = set()
@@ -107,12 +129,34 @@ def is_checkpoint(equation: Equation) -> bool:
     return equation.primitive.name == _CHECKPOINT and jaxpr_of_call(equation) is not None
 
 
+def prevents_cse(checkpoint: Equation) -> bool:
+    """Returns whether JAX keeps XLA from merging what a checkpoint computes again with what was computed before."""
+    return bool(checkpoint.params.get("prevent_cse"))
+
+
 def is_plain_jit(equation: Equation) -> bool:
     """Returns whether an equation is a `jit` without shardings, of which others could be made."""
     if equation.primitive.name != "jit" or not {*_OF_JIT} <= {*equation.params}:
         return False
     shardings = [x for name in _SHARDINGS_OF_JIT for x in equation.params[name]]
     return all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
+
+
+def name_of_jit(equation: Equation) -> str:
+    """Returns the name of a plain `jit` in a profile."""
+    return equation.params["name"]
+
+
+def permutation_of(operation: Operation) -> tuple[int, ...] | None:
+    """Returns the order of the axes after a transpose, or None if it is another operation."""
+    is_transpose = operation.primitive.name == _TRANSPOSE
+    return operation.params.get("permutation") if is_transpose else None
+
+
+def is_plain_reshape(operation: Operation) -> bool:
+    """Returns whether an operation is a reshape that keeps the order of the elements."""
+    is_reshape = operation.primitive.name == _RESHAPE
+    return is_reshape and operation.params.get("dimensions", ()) is None
 
 
 def jaxprs_on_operands(equation: Equation) -> Sequence[Jaxpr]:

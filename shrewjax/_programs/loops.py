@@ -34,6 +34,11 @@ from jax.extend import core
 from shrewjax._base.mesh import varying_axes
 from shrewjax._base.types import Function, Leaf, PyTree
 from shrewjax._programs.jaxprs import (
+    ADD_ANY,
+    CONSTRAINT,
+    COPIES,
+    REORDERS,
+    ROUNDING,
     Atom,
     Equation,
     Jaxpr,
@@ -44,10 +49,14 @@ from shrewjax._programs.jaxprs import (
     is_checkpoint,
     is_jit_disabled,
     is_plain_jit,
+    is_plain_reshape,
     is_variable,
     jaxpr_of_call,
+    name_of_jit,
     opened,
     part_of,
+    permutation_of,
+    prevents_cse,
     scan_of,
 )
 from shrewjax._programs.lost_scatters import warn_if_lost
@@ -153,8 +162,8 @@ class _Plan(NamedTuple):
 
 
 # The equations that a way may go through: `add_any`, and those of one operand.
-_IN_PLACE = {"convert_element_type", "copy", "reduce_precision", "sharding_constraint"}
-_PASSED = _IN_PLACE | {"add_any", "reshape", "transpose"}
+_IN_PLACE = COPIES | {ROUNDING, CONSTRAINT}
+_PASSED = _IN_PLACE | REORDERS | {ADD_ANY}
 
 
 class _Plans:
@@ -171,46 +180,38 @@ class _Plans:
         return self._known[key]
 
     def _made(self, jaxpr: Jaxpr, wanted: Mapping[int, _Way]) -> _Plan:
-        plan = _Plan(set(), {}, {}, [], set())
-        ways: dict[Atom, _Way] = {}
-        leads_to: dict[int, int] = {}  # an equation on a way, and its result
-        reads = Counter(x for y in jaxpr.eqns for x in y.invars if is_variable(x))
-        reads.update(x for x in jaxpr.outvars if is_variable(x))
-
-        def follow(x: Atom, way: _Way) -> None:
-            if is_variable(x) and reads[x] == 1:
-                ways[x] = way
-            else:  # something else reads the value, so it is needed as it is
-                plan.wholes.append((x, way))
-
-        # 1. Go back from the results through the equations.
+        # 1. Start at the results, and visit each equation after all that read what it makes.
+        back = _WayBack(jaxpr)
         for at, way in wanted.items():
-            follow(jaxpr.outvars[at], way)
+            back.follow(jaxpr.outvars[at], way)
         for place, equation in reversed([*enumerate(jaxpr.eqns)]):
-            made = equation.outvars
-            here = {at: ways.pop(x) for at, x in enumerate(made) if x in ways}
+            here = back.ways_of_results(equation)
             # 2. An equation on the way: go on from its operands.
             if here and equation.primitive.name in _PASSED:
-                (way,) = here.values()
-                leads_to[place] = way.result
-                for x in equation.invars:
-                    follow(x, _way_before(equation, way))
-                continue
-            # 3. A scan or a call: add what it can, and the others as whole values.
-            if stacks := {at: way for at, way in here.items() if _is_stack(equation, at, way)}:
-                plan.scans[place] = stacks
-                plan.added.update(way.result for way in stacks.values())
-            elif here and (call := self._call(equation, here)) and call.plan.added:
-                plan.calls[place] = call
-                inside = {call.results[number] for number in call.plan.added}
-                plan.added.update(inside)
-                stacks = {at: way for at, way in here.items() if way.result in inside}
-            plan.wholes.extend((made[at], here[at]) for at in here if at not in stacks)
-        plan.wholes.extend(ways.items())  # the jaxpr's arguments
-        # 4. Leave results that nothing adds to the caller, with all that leads to them.
-        plan.wholes[:] = [x for x in plan.wholes if x[1].result in plan.added]
-        plan.skipped.update(place for place in leads_to if leads_to[place] in plan.added)
-        return plan
+                back.go_through(place, equation, here)
+            # 3. The end of the way: a scan or a call adds what it can, and other values are added as a whole.
+            elif here:
+                added = self._add_inside(back.plan, place, equation, here)
+                back.add_wholes(equation, {at: way for at, way in here.items() if at not in added})
+        # 4. Leave to the caller what no scan adds.
+        return back.finished()
+
+    def _add_inside(
+        self, plan: _Plan, place: int, equation: Equation, here: Mapping[int, _Way]
+    ) -> Mapping[int, _Way]:
+        """Plans what an equation adds inside: slices of stacks, or what a call's own scans add. Returns these ways."""
+        stacks = {at: way for at, way in here.items() if _is_stack(equation, at, way)}
+        if stacks:
+            plan.scans[place] = stacks
+            plan.added.update(way.result for way in stacks.values())
+            return stacks
+        call = self._call(equation, here)
+        if call is None or not call.plan.added:
+            return {}
+        plan.calls[place] = call
+        inside = {call.results[number] for number in call.plan.added}
+        plan.added.update(inside)
+        return {at: way for at, way in here.items() if way.result in inside}
 
     def _call(self, equation: Equation, here: Mapping[int, _Way]) -> _Call | None:
         if not (is_checkpoint(equation) or is_plain_jit(equation)):
@@ -220,8 +221,47 @@ class _Plans:
         return _Call(self.of(jaxpr_of_call(equation), inside), results)
 
 
+class _WayBack:
+    """The way back from a jaxpr's results through its equations, and the plan that comes of it."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.plan = _Plan(set(), {}, {}, [], set())
+        self._ways: dict[Atom, _Way] = {}  # of the values that were reached so far
+        self._leads_to: dict[int, int] = {}  # an equation on a way, and its result
+        reads = [*(x for y in jaxpr.eqns for x in y.invars), *jaxpr.outvars]
+        self._reads = Counter(filter(is_variable, reads))
+
+    def follow(self, x: Atom, way: _Way) -> None:
+        if is_variable(x) and self._reads[x] == 1:
+            self._ways[x] = way
+        else:  # something else reads the value, so it is needed as it is
+            self.plan.wholes.append((x, way))
+
+    def ways_of_results(self, equation: Equation) -> dict[int, _Way]:
+        """Returns the ways of an equation's results, by their places."""
+        made = enumerate(equation.outvars)
+        return {at: self._ways.pop(x) for at, x in made if x in self._ways}
+
+    def go_through(self, place: int, equation: Equation, here: Mapping[int, _Way]) -> None:
+        """Follows the operands of an equation that makes one value."""
+        (way,) = here.values()
+        self._leads_to[place] = way.result
+        for x in equation.invars:
+            self.follow(x, _way_before(equation, way))
+
+    def add_wholes(self, equation: Equation, ways: Mapping[int, _Way]) -> None:
+        self.plan.wholes.extend((equation.outvars[at], way) for at, way in ways.items())
+
+    def finished(self) -> _Plan:
+        plan = self.plan
+        plan.wholes.extend(self._ways.items())  # the jaxpr's arguments
+        plan.wholes[:] = [(x, way) for x, way in plan.wholes if way.result in plan.added]
+        plan.skipped.update(place for place, at in self._leads_to.items() if at in plan.added)
+        return plan
+
+
 def _way_before(equation: Equation, way: _Way) -> _Way:
-    if equation.primitive.name == "add_any":
+    if equation.primitive.name == ADD_ANY:
         return way
     step = _Step(equation.primitive, equation.params, equation.outvars[0].aval)
     return way._replace(steps=(step, *way.steps))
@@ -240,25 +280,26 @@ def _is_stack(equation: Equation, at: int, way: _Way) -> bool:
 
 
 def _blocks(stack: Atom, way: _Way, scan: Scan) -> list[Any]:
-    """Returns the block of a trip after each step of a stack's way, with None if it is in several pieces there."""
-    shape, block, blocks = stack.aval.shape, _Block(0, 1), []
+    """Returns the block of a trip in a stack, and after each step of its way; None where it is in several pieces."""
+    shape, blocks = stack.aval.shape, [_Block(0, 1)]
     for number, step in enumerate(way.steps):
         # The constraint is put on the whole sum, so no reshape or transpose may follow it.
         is_for_sum = all(x.name in _IN_PLACE for x in way.steps[number:])
-        after = _block_after(step, shape, block, scan.length)
-        if after is None or (step.name == "sharding_constraint" and not is_for_sum):
+        after = _block_after(step, shape, blocks[-1], scan.length)
+        if after is None or (step.name == CONSTRAINT and not is_for_sum):
             return [None]
-        block, shape = after, step.type.shape
-        blocks.append(block)
+        blocks.append(after)
+        shape = step.type.shape
     return blocks
 
 
 def _block_after(step: _Step, shape: tuple[int, ...], block: _Block, length: int) -> _Block | None:
     if step.name in _IN_PLACE:
         return block
-    if step.name == "transpose" and "permutation" in step.params:
-        return block._replace(axis=step.params["permutation"].index(block.axis))
-    if step.name == "reshape" and step.params.get("dimensions", ()) is None:
+    permutation = permutation_of(step)
+    if permutation is not None:
+        return block._replace(axis=permutation.index(block.axis))
+    if is_plain_reshape(step):
         # A trip's elements stay one block if the product of the dimensions before its axis is unchanged.
         before, new = math.prod(shape[: block.axis]), step.type.shape
         for axis, n in enumerate(new):
@@ -269,12 +310,13 @@ def _block_after(step: _Step, shape: tuple[int, ...], block: _Block, length: int
 
 def _slice_after(step: _Step, x: jax.Array, block: _Block) -> jax.Array:
     """Returns a trip's slice after a step, which makes it this block."""
-    if step.name == "transpose":
-        return lax.transpose(x, step.params["permutation"])
-    if step.name == "reshape":
+    permutation = permutation_of(step)
+    if permutation is not None:
+        return lax.transpose(x, permutation)
+    if is_plain_reshape(step):
         before, after = step.type.shape[: block.axis], step.type.shape[block.axis + 1 :]
         return x.reshape(*before, block.width, *after)
-    return step.run(x) if step.name == "reduce_precision" else x.astype(step.type.dtype)
+    return step.run(x) if step.name == ROUNDING else x.astype(step.type.dtype)
 
 
 class _Evaluation:
@@ -322,9 +364,9 @@ class _Evaluation:
         inner, plan = jaxpr_of_call(equation), call.plan
         run: Any = lambda operands, sums: self.run(inner, operands, plan, sums)  # noqa: E731
         if is_plain_jit(equation):  # one function for all calls of this jaxpr by this plan
-            run.__name__ = equation.params["name"]
+            run.__name__ = name_of_jit(equation)
             run = self._functions.setdefault((id(inner), id(plan)), jax.jit(run))
-        elif equation.params.get("prevent_cse"):  # as JAX does itself, or XLA would undo it
+        elif prevents_cse(equation):  # as JAX does itself, or XLA would undo it
             operands = _behind_barriers(operands)
         own = {number: sums[call.results[number]] for number in plan.added}
         returned, own = run(operands, own)
@@ -333,45 +375,59 @@ class _Evaluation:
     def _run_scan(
         self, equation: Equation, operands: Sequence[Leaf], stacks: dict[int, _Way], sums: Sums
     ) -> tuple[list[Leaf], Sums]:
+        """Runs the scan with the sums beside its own carry. The stacks that it adds are not made."""
         scan = scan_of(equation)
         assert scan is not None
         whole, count = scan.constants + scan.carries, len(equation.outvars)
         constants, carry = operands[: scan.constants], operands[scan.constants : whole]
         body = core.jaxpr_as_fun(scan.body)
         others = [at for at in range(scan.carries, count) if at not in stacks]
+        blocks = {at: _blocks(equation.outvars[at], way, scan) for at, way in stacks.items()}
 
+        # 1. A trip runs the old body, adds its slice of each of these stacks, and returns its slices of the others.
         def trip(state: Any, given: Any) -> tuple[Any, Any]:
             (carry, sums), (i, slices) = state, given
             returned, sums = body(*constants, *carry, *slices), dict(sums)
             for at, way in stacks.items():
-                # 1. Take the slice, with a first axis of 1, on its way to the sum.
-                part, block = returned[at][None], _Block(0, 1)
-                for step, block in zip(
-                    way.steps, _blocks(equation.outvars[at], way, scan), strict=True
-                ):
-                    part = _slice_after(step, part, block)
-                # 2. Take the same slice of the sum, which may begin with more dimensions.
                 total = sums[way.result]
-                more = total.ndim - part.ndim
-                start, axis = i * block.width, block.axis + more
-                old = lax.dynamic_slice_in_dim(total, start, block.width, axis)
-                # 3. Add, and put it back.
-                new = self._add(old, lax.expand_dims(part, range(more)))
-                sums[way.result] = lax.dynamic_update_slice_in_dim(total, new, start, axis)
+                sums[way.result] = self._with_slice(total, returned[at], way, blocks[at], i)
             return (returned[: scan.carries], sums), [returned[at] for at in others]
 
+        # 2. Scan, from the sums as they are sharded in the end.
         own = {way.result: _constrained(sums[way.result], way) for way in stacks.values()}
         trips = jnp.arange(scan.length, dtype=jnp.int32)
         start, slices = ([*carry], own), (trips, [*operands[whole:]])
         (carry, own), stacked = lax.scan(trip, start, slices, **scan.options)
+        # 3. Return the results in their places, with None for those that are added.
         kept = dict(zip(others, stacked, strict=True))
         return [*carry, *map(kept.get, range(scan.carries, count))], own
+
+    def _with_slice(
+        self,
+        total: jax.Array,
+        part: jax.Array,
+        way: _Way,
+        blocks: Sequence[_Block],
+        trip: jax.Array,
+    ) -> jax.Array:
+        """Returns a sum to which a trip's slice of a stack is added."""
+        # 1. Take the slice, with a first axis of 1, on its way to the sum.
+        part = part[None]
+        for step, after in zip(way.steps, blocks[1:], strict=True):
+            part = _slice_after(step, part, after)
+        # 2. Take the same slice of the sum, which may begin with more dimensions.
+        block, more = blocks[-1], total.ndim - part.ndim
+        start, axis = trip * block.width, block.axis + more
+        old = lax.dynamic_slice_in_dim(total, start, block.width, axis)
+        # 3. Add, and put it back.
+        new = self._add(old, lax.expand_dims(part, range(more)))
+        return lax.dynamic_update_slice_in_dim(total, new, start, axis)
 
 
 def _constrained(total: jax.Array, way: _Way) -> jax.Array:
     """Returns a sum with the sharding that the function wants for its result."""
     for step in way.steps:
-        if step.name == "sharding_constraint" and total.ndim == step.type.ndim:
+        if step.name == CONSTRAINT and total.ndim == step.type.ndim:
             total = step.run(total)
     return total
 

@@ -17,6 +17,9 @@ import jax
 from shrewjax._base.mesh import may_be_partitioned
 from shrewjax._base.types import Leaf, PyTree
 from shrewjax._programs.jaxprs import (
+    ADDS,
+    COPIES,
+    REORDERS,
     SCATTER_ADDS,
     Atom,
     Equation,
@@ -80,7 +83,7 @@ def _equations_before(tracers: list[Leaf]) -> Iterator[Equation]:
             tracers.extend(equation.in_tracers)
 
 
-_SUMS = {"add", "add_any", "convert_element_type", "copy", "reshape", "transpose"}
+_SUMS = ADDS | COPIES | REORDERS
 
 
 class _Summands(NamedTuple):

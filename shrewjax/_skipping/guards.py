@@ -14,14 +14,14 @@ import numpy as np
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import require_replicated
-from shrewjax._base.states import described, fields, increment_if
-from shrewjax._base.types import AnyState, AxisName, Leaf, Metrics, Number, PyTree, Scalar
+from shrewjax._base.mesh import on_mesh_of, require_replicated
+from shrewjax._base.states import described, fields, increment_if, require_made_with
+from shrewjax._base.types import AnyState, Axes, AxisName, Leaf, Metrics, Number, PyTree, Scalar
 from shrewjax._clipping.global_norm import global_norm
 from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories
 from shrewjax._numerics.reductions import all_finite, finite_leaves
-from shrewjax._skipping.wrapping import Step, guard, inner_transformation
+from shrewjax._skipping.wrapping import Step, inner_transformation, update_of_guard
 
 AtLimit = Literal["keep_skipping", "zero_nonfinite"]
 
@@ -143,7 +143,7 @@ def skip_nonfinite(
 
     def init_fn(params: optax.Params) -> SkipNonfiniteState:
         counted = params if by_leaf else ()
-        return SkipNonfiniteState(
+        state = SkipNonfiniteState(
             applied=jnp.zeros((), bool),
             skipped=jnp.zeros((), jnp.int32),
             consecutive=jnp.zeros((), jnp.int32),
@@ -151,12 +151,15 @@ def skip_nonfinite(
             inner_state=wrapped.init(params),
             nonfinite_leaves=jax.tree.map(lambda _: jnp.zeros((), jnp.int32), counted),
         )
+        return on_mesh_of(params, state)
 
     def decide(step: Step) -> tuple[jax.Array, SkipNonfiniteState]:
         state: SkipNonfiniteState = step.state
         nonfinite_leaves = state.nonfinite_leaves
         if by_leaf:
             units = find_units(step.make_gradients(), stacked_layers(None))
+            if units.leaves:
+                require_made_with("leaves=True", state, "nonfinite_leaves")
             counts = units.numbers_beside(nonfinite_leaves)
             each = finite_leaves(units.leaves, axes)
             finite = jnp.all(each)
@@ -178,7 +181,7 @@ def skip_nonfinite(
         )
 
     repaired = partial(trees.map_floating, _finite_or_zero) if is_repairing else None
-    update_fn = guard(wrapped, SkipNonfiniteState, decide, repaired)
+    update_fn = update_of_guard(wrapped, SkipNonfiniteState, decide, repaired)
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
@@ -292,27 +295,16 @@ def skip_on_spike(
     wrapped = inner_transformation(inner)
     of_norm = arguments.choice("monitor", monitor, get_args(Monitor)) == "grad_norm"
     length = arguments.length("history_length", history_length, default=128)
-    max_zscore = arguments.threshold("max_zscore", max_zscore)
-    warmup_steps = arguments.threshold("warmup_steps", warmup_steps)
-    min_relative_std = arguments.threshold("min_relative_std", min_relative_std)
-    if isinstance(warmup_steps, float) and warmup_steps > length:
-        raise ValueError(
-            f"warmup_steps must be at most history_length, {length}, got {warmup_steps!r}"
-        )
-    if (above is None) != (at_most is None):
-        given, missing = ("above", "at_most") if at_most is None else ("at_most", "above")
-        raise ValueError(
-            f"above and at_most must come together, because a fixed limit alone may skip every step from one on, got "
-            f"{given} alone. Pass {missing}. Or leave out {given}"
-        )
-    if above is None:  # a limit that nothing exceeds, and a run that never is long enough
-        above = at_most = math.inf
-    above = arguments.real("above", above, at_least=0 if of_norm else -math.inf)
-    at_most = arguments.real("at_most", at_most, at_least=1)
+    limits = _SpikeLimits(
+        max_zscore=arguments.threshold("max_zscore", max_zscore),
+        warmup_steps=_warmup_steps(warmup_steps, length),
+        min_relative_std=arguments.threshold("min_relative_std", min_relative_std),
+        **_fixed_limit(above, at_most, at_least=0 if of_norm else -math.inf),
+    )
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> SkipOnSpikeState:
-        return SkipOnSpikeState(
+        state = SkipOnSpikeState(
             history=histories.empty_history(length),
             measured=jnp.zeros((), jnp.float32),
             threshold=jnp.full((), jnp.inf, jnp.float32),
@@ -322,39 +314,21 @@ def skip_on_spike(
             spikes_applied=jnp.zeros((), jnp.int32),
             inner_state=wrapped.init(params),
         )
-
-    def measurement(step: Step) -> jax.Array:
-        if of_norm:
-            return floats.to_float32(global_norm(step.make_gradients(), 2.0, axes))
-        value = step.extra_args.get("value")
-        if value is None:
-            raise ValueError(
-                'skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss'
-            )
-        # A copy. Outside of jit the state would share the caller's buffer, or the window's, and donating both fails
-        # (tests/accumulation/test_flush_value.py, "can_be_donated").
-        value = jnp.array(arguments.any_real("value", value), jnp.float32)
-        require_replicated("value", value)
-        return value
+        return on_mesh_of(params, state)
 
     def decide(step: Step) -> tuple[jax.Array, SkipOnSpikeState]:
+        # 1. Measure the norm or the loss.
         state: SkipOnSpikeState = step.state
-        measured = measurement(step)
-        mean, std = histories.mean_and_std(state.history)
-        least = _float32(min_relative_std) * jnp.abs(mean)
-        k = _float32(max_zscore)
-        onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
-        observed = state.history.filled
-        is_on = (observed > 0) & _reaches(observed, warmup_steps)
-        limit = _float32(above)
-        threshold = jnp.minimum(jnp.where(is_on, onset, jnp.inf), limit)
+        measured = _norm(step, axes) if of_norm else _value(step)
+        # 2. A spike is above the threshold. It is skipped, unless as many as allowed were skipped in a row.
+        threshold, above = limits.threshold(state.history)
         finite = jnp.isfinite(measured)
         is_spike = finite & ~(measured <= threshold)
-        longest = _float32(at_most)
-        run_is_full = ~((state.consecutive.astype(jnp.float32) < longest) & (longest >= 1))
+        run_is_full = limits.is_run_full(state.consecutive)
         applied = finite & (~is_spike | run_is_full)
+        # 3. Count and record. A measurement that is infinite is not recorded.
         consecutive = jnp.where(applied, 0, increment_if(is_spike, state.consecutive))
-        recorded = jnp.where(measured <= limit, measured, jnp.inf)
+        recorded = jnp.where(measured <= above, measured, jnp.inf)
         return applied, SkipOnSpikeState(
             history=histories.push(state.history, recorded),
             measured=measured,
@@ -366,8 +340,79 @@ def skip_on_spike(
             inner_state=(),
         )
 
-    update_fn = guard(wrapped, SkipOnSpikeState, decide)
+    update_fn = update_of_guard(wrapped, SkipOnSpikeState, decide)
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class _SpikeLimits(NamedTuple):
+    """The arguments of `skip_on_spike` that say what a spike is, checked."""
+
+    max_zscore: Scalar
+    warmup_steps: Scalar
+    min_relative_std: Scalar
+    above: Scalar
+    at_most: Scalar
+
+    def threshold(self, history: histories.HistoryState) -> tuple[jax.Array, jax.Array]:
+        """Returns the threshold of both rules, and that of the fixed limit alone."""
+        mean, std = histories.mean_and_std(history)
+        least = _float32(self.min_relative_std) * jnp.abs(mean)
+        k = _float32(self.max_zscore)
+        # If k is inf, the product is NaN for a deviation of 0.
+        onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
+        is_on = (history.filled > 0) & _reaches(history.filled, self.warmup_steps)
+        above = _float32(self.above)
+        return jnp.minimum(jnp.where(is_on, onset, jnp.inf), above), above
+
+    def is_run_full(self, consecutive: jax.Array) -> jax.Array:
+        """Returns whether as many spikes as allowed were skipped in a row. A NaN allows none."""
+        longest = _float32(self.at_most)
+        return ~((consecutive.astype(jnp.float32) < longest) & (longest >= 1))
+
+
+def _warmup_steps(value: Number, history_length: int) -> Scalar:
+    steps = arguments.threshold("warmup_steps", value)
+    if isinstance(steps, float) and steps > history_length:
+        raise ValueError(
+            f"warmup_steps must be at most history_length, {history_length}, got {steps!r}"
+        )
+    return steps
+
+
+def _fixed_limit(above: Number, at_most: Number, *, at_least: float) -> dict[str, Scalar]:
+    """Returns the fixed limit, which is at least `at_least`, and the longest run of skipped spikes."""
+    if (above is None) != (at_most is None):
+        given, missing = ("above", "at_most") if at_most is None else ("at_most", "above")
+        raise ValueError(
+            f"above and at_most must come together, because a fixed limit alone may skip every step from one on, got "
+            f"{given} alone. Pass {missing}. Or leave out {given}"
+        )
+    if above is None:  # a limit that nothing exceeds, and a run that never is long enough
+        above = at_most = math.inf
+    return {
+        "above": arguments.real("above", above, at_least=at_least),
+        "at_most": arguments.real("at_most", at_most, at_least=1),
+    }
+
+
+def _norm(step: Step, axes: Axes) -> jax.Array:
+    grads = step.make_gradients()
+    trees.require_no_rows(grads, step.params)
+    return floats.to_float32(global_norm(grads, 2.0, axes))
+
+
+def _value(step: Step) -> jax.Array:
+    """Returns the loss that the caller passed."""
+    value = step.extra_args.get("value")
+    if value is None:
+        raise ValueError(
+            'skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss'
+        )
+    # A copy. Outside of jit the state would share the caller's buffer, or the window's, and donating both fails
+    # (tests/accumulation/test_flush_value.py, "can_be_donated").
+    value = jnp.array(arguments.any_real("value", value), jnp.float32)
+    require_replicated("value", value)
+    return value
 
 
 def _reaches(count: jax.Array, limit: Scalar | None) -> jax.Array:

@@ -20,7 +20,7 @@ same results.
 
 import contextlib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import newly_varying, summed
-from shrewjax._base.states import require_own
-from shrewjax._base.trees import check_unchanged, leaf_name
+from shrewjax._base.mesh import newly_varying, partitioned_like, summed, varying_axes
+from shrewjax._base.states import require_own, with_own_buffers
+from shrewjax._base.trees import check_unchanged, leaf_name, require_no_rows
 from shrewjax._base.types import (
     AnyState,
     Argument,
@@ -43,6 +43,7 @@ from shrewjax._base.types import (
     Params,
     PyTree,
 )
+from shrewjax._programs.jaxprs import axes_of_collectives
 
 Result: TypeAlias = tuple[PyTree, AnyState]
 """Updates, or new parameters, and the new state."""
@@ -67,16 +68,23 @@ class Step(NamedTuple):
         `run` returns updates, or new parameters if `apply`, and the new state, whose structure has to stay.
         `what_changed` begins the error if it does not.
         """
-        ran = run() if self.runs is True else jax.eval_shape(run)
-        check_unchanged(ran[1], self.state, what_changed)
+
+        def run_in_place() -> Result:
+            returned, new_state = run()
+            _check_restored(new_state, self.state)
+            check_unchanged(new_state, self.state, what_changed)
+            return returned, jax.tree.map(partitioned_like, new_state, self.state)
+
         if self.runs is True:
-            return ran
+            return run_in_place()
+        ran = jax.eval_shape(run_in_place)
+        _require_agreement(self.runs, run)
         # Both branches have to return the same types. Zero updates are made with the updates' types. The old parameters
         # and the old state keep their own types, so these are compared.
         _check_devices(ran[1], self.state, "inner's state after a step")
         if self.apply:
             _check_devices(ran[0], self.params, "the new parameters")
-        return run_if(self.runs, run, partial(self.skipped, ran[0]))
+        return run_if(self.runs, run_in_place, partial(self.skipped, ran[0]))
 
     def skipped(self, returned: PyTree) -> Result:
         """Returns zero updates like `returned`, or the parameters if `apply`, and the state."""
@@ -103,10 +111,17 @@ def run_step(tx: optax.GradientTransformation, step: Step) -> Result:
 def _run_innermost(tx: optax.GradientTransformation, step: Step) -> Result:
     update = optax.with_extra_args_support(tx).update
     updates, new_state = update(step.make_gradients(), step.state, step.params, **step.extra_args)
-    return _applied(step.params, updates) if step.apply else updates, _without_numbers(new_state)
+    returned = _applied(step.params, updates) if step.apply else updates
+    structures = {jax.tree.structure(returned), jax.tree.structure(step.params)}
+    if len(structures) == 1:
+        # An optimizer's state may be sharded finer than parameters (ZeRO), and then its updates are.
+        returned = jax.tree.map(partitioned_like, returned, step.params)
+    return returned, _without_numbers(new_state)
 
 
-def wrapper(kind: type, run: StepFn, what_changed: str) -> optax.TransformUpdateExtraArgsFn:
+def update_of_wrapper(
+    kind: type, run: StepFn, what_changed: str
+) -> optax.TransformUpdateExtraArgsFn:
     """Returns the `update` function of a wrapper. It calls `run(step)`, or skips the call if a guard outside says so.
 
     `kind` is the class of its state. `what_changed` begins the error if `run` changes the state's structure.
@@ -119,7 +134,7 @@ def wrapper(kind: type, run: StepFn, what_changed: str) -> optax.TransformUpdate
     return _update_by(step_fn)
 
 
-def guard(
+def update_of_guard(
     wrapped: optax.GradientTransformationExtraArgs,
     kind: type,
     decide: Callable[[Step], tuple[jax.Array, AnyState]],
@@ -133,10 +148,12 @@ def guard(
 
     def step_fn(step: Step) -> Result:
         require_own(step.state, kind)
-        # Without `inner_state`, as `decide` returns the state, because both branches need one structure.
-        # `zeros_like`, because models that are mapped over devices decide one by one.
+        # 1. Decide, unless a wrapper outside has decided to skip. Without `inner_state`, as `decide` returns the state,
+        # because both branches need one structure. `zeros_like`, because models that are mapped over devices decide
+        # one by one.
         idle = jnp.zeros_like(step.state.applied), step.state._replace(inner_state=())
         wrapped_runs, new_state = run_if(step.runs, partial(decide, step), lambda: idle)
+        # 2. Pass the decision on, with gradients that are repaired where they are used.
         for_inner = (
             step.make_gradients if repaired is None else lambda: repaired(step.make_gradients())
         )
@@ -162,7 +179,10 @@ def _update_by(step_fn: StepFn) -> optax.TransformUpdateExtraArgsFn:
 
 
 def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` as a transformation that takes extra arguments. Raises if it is no transformation."""
+    """Returns `inner` as a transformation that takes extra arguments. Raises if it is no transformation.
+
+    The arrays of its first state have buffers of their own, so that a step can donate state and parameters.
+    """
     if not isinstance(inner, optax.GradientTransformation):
         is_made_of_one = hasattr(inner, "gradient_transformation")  # optax.MultiSteps
         raise ValueError(
@@ -174,7 +194,11 @@ def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraAr
             )
         )
     inner = optax.with_extra_args_support(inner)
-    return inner._replace(init=lambda params: _without_numbers(inner.init(params)))
+
+    def init_fn(params: optax.Params) -> AnyState:
+        return with_own_buffers(_without_numbers(inner.init(params)), params)
+
+    return inner._replace(init=init_fn)
 
 
 def declares(tx: optax.GradientTransformation, name: str) -> bool:
@@ -194,26 +218,32 @@ def declares(tx: optax.GradientTransformation, name: str) -> bool:
             arguments = x.co_varnames[: x.co_argcount + x.co_kwonlyargcount]
             if name in arguments[1:]:  # the first is the gradients
                 return True
-            waiting += x.co_consts  # functions that it makes, such as those of a factory
-        elif isinstance(x, types.FunctionType):
-            waiting += [x.__code__, *(x.__closure__ or ())]
-        elif isinstance(x, types.CellType):
-            with contextlib.suppress(ValueError):  # an empty cell
-                waiting.append(x.cell_contents)
-        elif isinstance(x, types.MethodType):
-            waiting += [x.__func__, *getattr(x.__self__, "__dict__", {}).values()]
-        elif isinstance(x, partial):
-            waiting += [x.func, *x.args, *x.keywords.values()]
-        elif isinstance(x, Mapping):
-            waiting += x.values()
-        elif isinstance(x, list | tuple):
-            waiting += x
-        elif callable(x) and not isinstance(x, type):
-            waiting += [
-                getattr(x, "__wrapped__", type(x).__call__),
-                *getattr(x, "__dict__", {}).values(),
-            ]
+        waiting += _held_by(x)
     return False
+
+
+def _held_by(x: Any) -> Iterable[Any]:
+    """Returns the objects that a function, or an object beside it, may call or look into."""
+    match x:
+        case types.CodeType():  # functions that it makes, such as those of a factory
+            return x.co_consts
+        case types.FunctionType():
+            return x.__code__, *(x.__closure__ or ())
+        case types.CellType():
+            with contextlib.suppress(ValueError):  # an empty cell
+                return (x.cell_contents,)
+        case types.MethodType():
+            return x.__func__, *getattr(x.__self__, "__dict__", {}).values()
+        case partial():
+            return x.func, *x.args, *x.keywords.values()
+        case Mapping():
+            return x.values()
+        case list() | tuple():
+            return x
+        case _ if callable(x) and not isinstance(x, type):
+            called = getattr(x, "__wrapped__", type(x).__call__)
+            return called, *getattr(x, "__dict__", {}).values()
+    return ()
 
 
 def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
@@ -224,7 +254,43 @@ def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
         is_nothing = dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
         return param if is_nothing else optax.apply_updates(param, update)
 
+    require_no_rows(updates, params)
     return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)
+
+
+def _check_restored(new: PyTree, old: PyTree) -> None:
+    """Raises, while tracing, if lists stand in the old state where the transformation makes tuples."""
+
+    def is_list(x: PyTree) -> bool:
+        return type(x) is list
+
+    def as_tuple(x: PyTree) -> PyTree:
+        return tuple(map(with_tuples, x)) if is_list(x) else x
+
+    def with_tuples(tree: PyTree) -> PyTree:
+        return jax.tree.map(as_tuple, tree, is_leaf=is_list)
+
+    structures: list[Any] = [jax.tree.structure(x) for x in (new, old, with_tuples(old))]
+    if structures[0] != structures[1] and structures[0] == structures[2]:
+        raise ValueError(
+            "opt_state must have tuples where its transformation makes them, got lists, as after a restore without a "
+            "target. Restore it with tx.init(params) as the target. Or convert it: "
+            "jax.tree.unflatten(jax.tree.structure(tx.init(params)), jax.tree.leaves(opt_state))"
+        )
+
+
+def _require_agreement(runs: Flag, run: Callable[[], Result]) -> None:
+    """Raises if some devices would wait for others in a collective of `run` that these skip."""
+    differs = varying_axes(runs) if isinstance(runs, jax.Array) else frozenset()
+    waiting = sorted(map(repr, differs and differs & axes_of_collectives(run)))
+    if waiting:
+        names = ", ".join(waiting)
+        raise ValueError(
+            "the decision to run inner (flush, accum_steps, micro_step, or that of a guard) must be the same on every "
+            f"device, got one that may differ over {names}, over which inner has a collective. Make the decision from "
+            f"what is the same on all devices. Or, for independent models, leave the collective over {names} out of "
+            "inner"
+        )
 
 
 def _check_devices(new: PyTree, old: PyTree, what: str) -> None:

@@ -1,5 +1,6 @@
 """A window around an optimizer: what inner sees, and when."""
 
+import itertools
 import pydoc_data.topics
 
 import chex
@@ -362,6 +363,36 @@ EXPORTED = {n for n in dir(optax) if getattr(getattr(optax, n), "__module__", ""
 # No state, and two moments, are in `test_trajectory_is_that_of_multisteps`.
 ONE_OF_A_KIND = "adafactor", "lion", "lbfgs", "noisy_sgd", "polyak_sgd"
 OTHERS = sorted((EXPORTED | {"nadam", "nadamw"}) - DEPRECATED - {*ONE_OF_A_KIND})
+
+
+@pytest.mark.parametrize("name", [*ONE_OF_A_KIND, *thorough(*OTHERS)])
+def test_every_optimizer_of_optax_runs_with_parameters_and_gradients_of_two_dtypes(name):
+    """Optax's own mostly fail if the average comes in another dtype than the parameters."""
+    tx = shrewjax.accumulate(getattr(optax, name)(**ARGUMENTS.get(name, {"learning_rate": 0.01})), 2)
+    with jax.numpy_dtype_promotion("standard"):
+        for param, grad in itertools.product(["float32", "bfloat16"], repeat=2):
+            params = {"w": jnp.ones((3, 4), param), "b": jnp.ones(4, param)}
+            grads = jax.tree.map(lambda x, grad=grad: x.astype(grad), params)
+            step = lambda g, s, p: tx.update(g, s, p, value=jnp.float32(1))  # noqa: E731
+            state = jax.eval_shape(tx.init, params)
+            updates, new_state = jax.eval_shape(step, grads, state, params)
+            assert {x.dtype for x in updates.values()} == {jnp.dtype(param)}
+            assert jax.tree.map(lambda x: x.dtype, new_state) == jax.tree.map(lambda x: x.dtype, state)
+
+
+@pytest.mark.parametrize("dtype", ["float16", *thorough("bfloat16")])
+def test_narrow_gradients_of_float32_parameters_take_the_path_of_wide_ones(dtype):
+    """In float16, the squares of small gradients are 0, and Adam would divide by them."""
+    tx = shrewjax.accumulate(lenient(optax.adam(1e-3)), 2)
+    step = stepper(tx)
+
+    def path(cast):
+        params, state = jnp.zeros(8), tx.init(jnp.zeros(8))
+        for g in np.random.default_rng(0).normal(size=(8, 8), scale=1e-3):
+            params, state = step(cast(jnp.asarray(g, dtype)), state, params)
+        return params
+
+    assert_close(path(lambda g: g), path(lambda g: g.astype(jnp.float32)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", [*ONE_OF_A_KIND, *thorough(*OTHERS)])

@@ -265,6 +265,20 @@ def test_windows_that_say_nothing_do_not_enter():
             assert bits(getattr(state.noise, field)) == bits(getattr(first.noise, field)), (field, weights)
 
 
+@pytest.mark.parametrize("reduction", ["mean", *thorough("sum_over_weights", "sum")])
+def test_a_gradient_without_examples_does_not_enter(reduction):
+    """As of a micro-batch of negatives alone, whose weight is the least that there is."""
+    tx = shrewjax.accumulate(KEEP, 3, noise_decay=0.9, reduction=reduction)
+    gradients, weights = np.float32([[1, 2], [30, 40], [3, 4]]), [2.0, 2.0**-30, 3.0]
+    update, state = compiled(tx).update, tx.init(np.zeros(2, np.float32))
+    for gradient, weight in zip(gradients, weights, strict=True):
+        _, state = update(gradient, state, weight=weight)
+    factor = {"mean": lambda w: w}.get(reduction, lambda w: 1 / w)
+    expected = 5 * factor(2.0) + 25 * factor(3.0)
+    assert float(state.noise.square_sums[0]) == pytest.approx(expected, rel=1e-6)
+    assert int(state.noise.kept) == 2
+
+
 def test_without_noise_decay_nothing_is_kept_or_computed():
     tx = shrewjax.accumulate(KEEP, 2)
     assert tx.init(jnp.zeros(3)).noise == ()

@@ -1,12 +1,17 @@
 """A state on a mesh: how it is sharded, and what comes of it on another number of devices."""
 
+import contextlib
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
-from helpers import mesh_of, placed
+from helpers import assert_close, lenient, mesh_of, placed, thorough
 from jax.sharding import PartitionSpec as P
+from speed import quick_jit
 
 import shrewjax
 
@@ -49,6 +54,113 @@ def test_the_sum_of_the_rows_stays_and_all_of_it_is_in_the_first(devices):
     assert int(moved.micro_step) == 2
     np.testing.assert_array_equal(moved.inner_state.trace, rows[0])  # its first dimension has no rows
     assert [x.sharding for x in jax.tree.leaves(moved)] == [x.sharding for x in jax.tree.leaves(like)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 4), *thorough((4, 8), (8, 1))])
+def test_a_window_saved_by_orbax_goes_on_on_another_number_of_devices(before, after, tmp_path):
+    """In mid-window, with uneven weights, against the weighted mean over rows and calls."""
+    rng = np.random.default_rng(1)
+    tx = shrewjax.accumulate(shrewjax.skip_nonfinite(optax.trace(0.9)), 3, sum_over="data")
+    total, weights = np.zeros(3), 0.0
+
+    def called(state, params, calls):
+        nonlocal total, weights
+        devices = state.weight_sum.shape[0]
+        for _ in range(calls):
+            rows, weight = rng.normal(size=(devices, 3)).astype("f"), rng.integers(0, 5, devices).astype("f")
+            total, weights = total + weight @ rows.astype(float), weights + weight.sum()
+            updates, state = tx.update(rows, state, params, weight=jnp.asarray(weight))
+        return updates, state
+
+    old, new = (placed(jnp.zeros(3), mesh_of(data=n), P()) for n in (before, after))
+    _, state = called(tx.init(old), old, 2)
+    on_new = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=new.sharding), state)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", on_new)
+    moved = shrewjax.redistribute(restored, like=tx.init(new))
+    updates, state = called(moved, new, 1)
+    assert int(state.windows) == 1
+    assert state.gradient_sum.shape == (after, 3)
+    assert_close(updates, total / weights, rtol=1e-6)
+
+
+@pytest.mark.parametrize("with_context", [False, *thorough(True)], ids=["no context", "set_mesh"])
+@pytest.mark.parametrize("axis_type", ["Auto", *thorough("Explicit")])
+@pytest.mark.parametrize("sum_over", ["data", *thorough(None)])
+def test_a_step_compiles_once(axis_type, with_context, sum_over):
+    """XLA compiles it. On an Explicit mesh JAX traces it again."""
+    mesh = mesh_of(axis_type, data=4)
+    inner = shrewjax.skip_on_spike(shrewjax.skip_nonfinite(lenient(optax.adam(0.1))))
+    tx = shrewjax.skip_nonfinite(shrewjax.accumulate(inner, 2, sum_over=sum_over))
+    step = jax.jit(partial(shrewjax.apply_gradients, tx), donate_argnums=(1, 2))
+    compiled = []
+    with jax.set_mesh(mesh) if with_context else contextlib.nullcontext():
+        params = placed({"w": jnp.ones((8, 3))}, mesh, P())
+        state = tx.init(params)
+        assert {x.sharding.mesh for x in jax.tree.leaves(state)} == {mesh}
+        grads = jax.tree.map(lambda x: jnp.ones((4, *x.shape) if sum_over else x.shape), params)
+        grads = placed(grads, mesh, P("data") if sum_over else P())
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+        )
+        for _ in range(4):
+            params, state = step(grads, state, params)
+    jax.monitoring.clear_event_listeners()
+    assert len(compiled) == 1
+    assert int(shrewjax.metrics(state)["accumulate/windows"]) == 2
+
+
+INNERS = {
+    "accumulate": lambda tx: shrewjax.accumulate(tx, 2),
+    "guards in a window": lambda tx: shrewjax.accumulate(shrewjax.skip_on_spike(shrewjax.skip_nonfinite(tx)), 2),
+    "a guard": shrewjax.skip_nonfinite,
+    "a history": lambda tx: shrewjax.skip_on_spike(optax.chain(shrewjax.clip_by_leaf_norm_ema(), tx)),
+}
+
+
+@pytest.mark.parametrize("name", ["accumulate", *thorough("guards in a window", "a guard", "a history")])
+@pytest.mark.parametrize("with_context", [True, *thorough(False)], ids=["set_mesh", "no context"])
+def test_a_state_may_be_sharded_finer_than_gradients_and_parameters_on_an_explicit_mesh(name, with_context):
+    """ZeRO, and the reverse. The numbers are those of one device, and no sharding changes."""
+    mesh = mesh_of("Explicit", data=4)
+    tx = INNERS[name](lenient(optax.adam(0.1)))
+    tree = {"w": jnp.linspace(-1, 1, 24).reshape(SHAPE), "b": jnp.ones(4)}
+    whole, divided = (placed(tree, mesh, spec) for spec in (P(), P("data")))
+    apply, update = (quick_jit(f) for f in (partial(shrewjax.apply_gradients, tx), tx.update))
+
+    def steps(params, grads, state):
+        for _ in range(2):
+            updates, _ = update(grads, state, params)
+            assert shardings(updates) == shardings(params)
+            before, (params, state) = (params, state), apply(grads, state, params)
+            assert shardings((params, state)) == shardings(before)
+        return params
+
+    expected = steps(tree, tree, tx.init(tree))
+    with jax.set_mesh(mesh) if with_context else contextlib.nullcontext():
+        for params, grads, like in (
+            (whole, whole, divided),
+            (whole, divided, divided),
+            (divided, whole, divided),
+            (whole, divided, whole),
+        ):
+            assert_close(steps(params, grads, tx.init(like)), expected, rtol=1e-6)
+
+
+def shardings(tree):
+    """The parts of each leaf's first dimension, because a `PartitionSpec` has several spellings."""
+    return [x.addressable_shards[0].data.shape for x in jax.tree.leaves(tree)]
+
+
+def test_init_under_jit_gives_each_device_its_row():
+    mesh = mesh_of(data=4)
+    params = placed(jnp.ones(SHAPE), mesh, P())
+    with jax.set_mesh(mesh):
+        state = jax.jit(TX.init)(params)
+    assert state.gradient_sum.sharding.spec == TX.init(params).gradient_sum.sharding.spec
+    assert state.weight_sum.addressable_shards[0].data.shape == (1,)
 
 
 def test_a_window_without_rows_moves_as_it_is():

@@ -81,7 +81,7 @@ def test_weights_are_refused_from_the_first_float_beyond_their_range(end):
 
 @pytest.mark.parametrize(
     ("given", "digits"),
-    [(99.9, "99.9"), (f32(99.9), "99.9"), (np.asarray(0.1, f32), "0.1"), (1e-7, "1e-7"), (100, "100")],
+    [(99.9, "99.9"), (f32(99.9), "99.9"), (np.asarray(2.1, f32), "2.1"), (0, "0"), (100, "100")],
     ids=str,
 )
 def test_a_percentile_is_the_fraction_that_its_digits_denote(given, digits):
@@ -89,7 +89,7 @@ def test_a_percentile_is_the_fraction_that_its_digits_denote(given, digits):
 
 
 def test_a_percentile_of_another_type_is_that_of_its_float():
-    assert arguments.percentile(fractions.Fraction(1, 3)) == fractions.Fraction("0.3333333333333333")
+    assert arguments.percentile(fractions.Fraction(4, 3)) == fractions.Fraction("1.3333333333333333")
 
 
 @pytest.mark.parametrize(
@@ -99,5 +99,11 @@ def test_axes_of_a_leaf_are_counted_from_the_front_once_each_and_in_order(given,
     leaf, path = jnp.zeros((2, 3, 4)), (jax.tree_util.DictKey("w"),)
     assert arguments.axes_of_leaf("axis", arguments.axes("axis", given), path, leaf) == expected
     assert arguments.axes_of_leaf("axis", lambda name, leaf: given, path, leaf) == expected
+    names = []
+    nested = (*path, jax.tree_util.GetAttrKey("b"), jax.tree_util.SequenceKey(2))
+    for place in (nested, ()):
+        arguments.axes_of_leaf("axis", lambda name, leaf: names.append(name), place, leaf)
+        arguments.axis_names_of_leaf(lambda name, leaf: names.append(name), place, leaf)
+    assert names == ["w/b/2", "w/b/2", "(the tree itself)", "(the tree itself)"]  # as `metrics` names them
     with pytest.raises(ValueError, match=r"axis \(3,\) is out of range for gradient leaf \['w'\] of shape \(2, 3, 4\)"):
         arguments.axes_of_leaf("axis", (3,), path, leaf)

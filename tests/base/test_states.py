@@ -1,5 +1,6 @@
 """Metrics find what was measured wherever it sits."""
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -56,6 +57,78 @@ def test_a_second_one_of_a_kind_has_its_path_and_names_stay_when_a_link_is_added
     assert found["1/clip_by_global_norm/grad_norm"] == pytest.approx(1)
     longer = values(shrewjax.metrics(state))
     assert longer["clip_by_global_norm/grad_norm"] == found["clip_by_global_norm/grad_norm"]
+
+
+SGD = optax.sgd(0.1, momentum=0.9)
+SWITCHED_ON = {
+    "leaves of a clip": (shrewjax.clip_by_global_norm(1.0), shrewjax.clip_by_global_norm(1.0, leaves=True), "leaves"),
+    "leaves of a guard": (shrewjax.skip_nonfinite(SGD), shrewjax.skip_nonfinite(SGD, leaves=True), "leaves"),
+    "noise": (shrewjax.accumulate(SGD, 3), shrewjax.accumulate(SGD, 3, noise_decay=0.5), "noise_decay"),
+    "guard around a window": (
+        shrewjax.accumulate(SGD, 3),
+        shrewjax.skip_nonfinite(shrewjax.accumulate(SGD, 3)),
+        "wrapper",
+    ),
+    "guard around Optax": (SGD, shrewjax.skip_on_spike(SGD), "wrapper"),
+    "window around Optax": (SGD, shrewjax.accumulate(SGD, 1), "wrapper"),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHED_ON)
+def test_what_is_switched_on_in_a_running_job_names_the_line_by_which_the_job_goes_on(name):
+    old, tx, argument = SWITCHED_ON[name]
+    params, expected = jax.tree.map(jnp.asarray, GRADS), []
+    update = quick_jit(lenient(old).update)
+    state = old.init(params)
+    for _ in range(8):
+        updates, state = update(GRADS, state, params)
+        expected.append(updates)
+    state = old.init(params)
+    for _ in range(4):  # in mid-window
+        _, state = update(GRADS, state, params)
+    with pytest.raises(ValueError, match=argument) as raised:
+        tx.update(GRADS, state, params)
+    message = str(raised.value)
+    assert len(message) < 700
+    (line,) = re.findall(r"(state = state\._replace.*|state = tx\.init.*), where", message)
+    names = {"tx": tx, "params": params, "state": state, "jnp": jnp}
+    exec(line, names)
+    state = names["state"]
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+    update = quick_jit(lenient(tx).update)
+    for i in range(4):
+        updates, state = update(GRADS, state, params)
+        for x, y in zip(jax.tree.leaves(updates), jax.tree.leaves(expected[4 + i]), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6)
+        if argument == "noise_decay":  # the open window has no estimate. The next one closes later
+            assert int(state.noise.recorded) == 0
+    if argument == "noise_decay":
+        _, state = update(GRADS, state, params)
+        assert int(state.noise.recorded) == 1
+
+
+def test_several_in_groups_have_the_groups_names_and_one_alone_has_none():
+    def grouped(**rules):
+        return optax.partition(rules, {"a": "body", "b": "head"})
+
+    def norms(tx):
+        found = values(shrewjax.metrics(after_one_update(tx)))
+        return {name.removesuffix("/grad_norm"): x for name, x in found.items() if name.endswith("grad_norm")}
+
+    clip = shrewjax.clip_by_global_norm(100.0)
+    both = {"body/clip_by_global_norm": 5, "head/clip_by_global_norm": pytest.approx(0.6)}
+    assert norms(grouped(body=clip, head=optax.chain(clip, optax.sgd(0.1)))) == both
+    assert norms(grouped(body=clip, head=optax.sgd(0.1))) == {"clip_by_global_norm": 5}
+    whole = {"clip_by_global_norm": pytest.approx(NORM)}
+    assert norms(optax.chain(grouped(body=clip, head=clip), clip)) == both | whole
+    assert norms(shrewjax.accumulate(grouped(body=clip, head=clip), 1)) == both
+    twice = {"body/clip_by_global_norm": 5, "inner_states/body/inner_state/1/clip_by_global_norm": 5}
+    assert norms(grouped(body=optax.chain(clip, clip), head=optax.sgd(0.1))) == twice
+    inside = optax.partition({"x": clip, "y": optax.sgd(0.1)}, {"a": "x", "b": "y"})
+    assert norms(grouped(body=inside, head=clip)) == {
+        "body/x/clip_by_global_norm": 5,
+        "head/clip_by_global_norm": pytest.approx(0.6),
+    }
 
 
 class MyRuleState(NamedTuple):

@@ -56,7 +56,7 @@ UNIT_SPECS = {"divided": P("x"), "whole": P(None, "y"), "both": P("x", "y"), "ev
 
 
 def spec_of(name, leaf):
-    return UNIT_SPECS[name[2:-2]]
+    return UNIT_SPECS[name]
 
 
 def unit_rules(**sharded_over):

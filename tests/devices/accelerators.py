@@ -13,10 +13,10 @@ ACCELERATORS = ["h100", "v5e"]
 def target_named(name):
     try:
         return _compiled.Target(name)
-    except _compiled.MissingCompilerError as error:
+    except _compiled.MissingCompilerError:
         if os.environ.get("SHREWJAX_COMPILES_FOR") == name:
             raise
-        pytest.skip(str(error))
+        pytest.skip("need a compiler for GPUs or TPUs: see tests/README.md")
 
 
 def all_reduced(program, least=1e6):

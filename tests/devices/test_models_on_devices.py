@@ -1,7 +1,6 @@
 """Independent models, one a device, train as each does alone: by `vmap` and by `shard_map`."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest

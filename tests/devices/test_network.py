@@ -119,12 +119,11 @@ def in_shard_map(**options):
 
 
 def on_explicit(of, **options):
-    model = transformer(of, is_explicit=True, **options)
-    return Form(model, {"data": DEVICES}, of_batch(model), kind=AxisType.Explicit)
+    return summed_over(transformer(of, **options))._replace(kind=AxisType.Explicit)
 
 
 def typed_reduced():
-    """Parameters that come as `reduced`. The types of the gradients ask for the sum, which the caller takes."""
+    """Parameters that come as `reduced`: JAX sums gradients once a micro-batch, and XLA once after the loop."""
     model = network()
 
     def step(mesh):
@@ -141,10 +140,10 @@ def typed_reduced():
 def tensor_parallel(kind):
     """Half of each matrix on a device."""
     model, is_explicit = network(), kind == AxisType.Explicit
-    step = of_batch(model, sum_over=None if is_explicit else "data")
     specs = {"layers": P(None, None, "model"), "out": P()}
     batch_specs = (P("data", "model"), P("data")) if is_explicit else P("data")  # of activations, by their types
-    return Form(model, {"data": 4, "model": 2}, step, specs, batch_specs, kind, sent={"all-reduce": 0.5})
+    axes, step = {"data": 4, "model": 2}, of_batch(model, sum_over="data")
+    return Form(model, axes, step, specs, batch_specs, kind, sent={"all-reduce": 0.5})
 
 
 def columns(of):
@@ -219,12 +218,12 @@ def listed():
 
 OF_LOSSES = ["recurrent", "recurrent, tied", "chunks", "experts", "graphs", "linen"]
 ONCE = {
-    "Explicit, scanned": functools.partial(on_explicit, SCANNED),
-    "Explicit, scanned, weighted": functools.partial(on_explicit, SCANNED, is_weighted=True),
-    "Explicit, listed": functools.partial(on_explicit, LISTED),
-    "Explicit, listed, weighted": functools.partial(on_explicit, LISTED, is_weighted=True),
+    "sum_over, Explicit, scanned": functools.partial(on_explicit, SCANNED),
+    "sum_over, Explicit, scanned, weighted": functools.partial(on_explicit, SCANNED, is_weighted=True),
+    "sum_over, Explicit, listed": functools.partial(on_explicit, LISTED),
+    "sum_over, Explicit, listed, weighted": functools.partial(on_explicit, LISTED, is_weighted=True),
     "Explicit, parameters that come as reduced": typed_reduced,
-    "Explicit, model": functools.partial(tensor_parallel, AxisType.Explicit),
+    "sum_over, model on another axis of an Explicit mesh": functools.partial(tensor_parallel, AxisType.Explicit),
     "Auto, listed": listed,
     "shard_map, scanned, weighted": functools.partial(in_shard_map, is_weighted=True),
     "sum_over, scanned, weighted": lambda: summed_over(transformer(SCANNED, is_weighted=True)),
@@ -235,7 +234,7 @@ ONCE = {
     "sum_over, convolutions": convolutions,
     **{f"sum_over, {name}": functools.partial(with_scans, name) for name in OF_LOSSES},
 }
-THREE = "Explicit, scanned, weighted", "sum_over, FSDP", "sum_over, experts"
+THREE = "sum_over, Explicit, scanned, weighted", "sum_over, FSDP", "sum_over, experts"
 
 
 def compiled_form(form, target):

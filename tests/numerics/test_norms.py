@@ -112,7 +112,10 @@ def norms_of_one(leaves):
     """Their norms of orders 1 and 2: of all, by leaf, and by unit."""
     found = {}
     for ord in (1, 2):
-        rules = [shrewjax.clip_by_leaf_norm(1, ord=ord, batch_axes=axes) for axes in (None, lambda _, x: 0 if x.ndim else None)]
+        rules = [
+            shrewjax.clip_by_leaf_norm(1, ord=ord, batch_axes=axes)
+            for axes in (None, lambda _, x: 0 if x.ndim else None)
+        ]
         states = [tx.update(leaves, tx.init(leaves))[1].grad_norm for tx in rules]
         found[str(ord)] = shrewjax.grad_norm(leaves, ord), *states
     tx = shrewjax.clip_by_global_norm(1, leaves=True)
@@ -121,7 +124,9 @@ def norms_of_one(leaves):
 
 def known_gradients(value, dtype):
     """Gradients that the compiler knows; those of parameters that are not used if the value is 0."""
-    return jax.grad(lambda params: sum((jnp.sum((x * value).real) for x in params if value), 0.0))(of_one_element(1, dtype))
+    return jax.grad(lambda params: sum((jnp.sum((x * value).real) for x in params if value), 0.0))(
+        of_one_element(1, dtype)
+    )
 
 
 WAYS = {
@@ -154,7 +159,9 @@ def test_a_leaf_of_one_element_has_a_norm_in_every_range(dtype, way):
             total, by_leaf, by_unit = norms[str(ord)]
             one = value if not beyond else np.inf
             np.testing.assert_allclose(total, value * 4 ** (1 / ord), rtol=1e-6, err_msg=f"{value} {ord}")
-            np.testing.assert_allclose(by_leaf, f32([one, one, one * 2 ** (1 / ord)]), rtol=1e-6, err_msg=f"{value} {ord}")
+            np.testing.assert_allclose(
+                by_leaf, f32([one, one, one * 2 ** (1 / ord)]), rtol=1e-6, err_msg=f"{value} {ord}"
+            )
             jax.tree.map(lambda x, one=one: np.testing.assert_allclose(x, f32(one), rtol=1e-6), by_unit)
         np.testing.assert_allclose(norms["leaves"], f32([one, one, one * 2**0.5]), rtol=1e-6)
 

@@ -67,6 +67,7 @@ RUN_ELSEWHERE = {
     "README.md",
     "docs/recipes.md",
     "docs/guide/flax.md",
+    "docs/guide/large_models.md",
     *(f"docs/{page}" for page in re.findall(r'page\("([\w/]+\.md)"\)', (HERE / "test_guides.py").read_text())),
 }
 WITH_CODE = [page for page in PAGES if "```python\n" in (ROOT / page).read_text() and page not in RUN_ELSEWHERE]

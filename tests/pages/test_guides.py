@@ -208,11 +208,65 @@ def test_one_micro_batch_a_call_closes_with_the_large_batchs_gradient(rl):
     assert streamed == pytest.approx(expected, rel=1e-6)
 
 
+def test_micro_batches_without_positives_keep_the_gradient_of_their_negatives_by_the_least_weight():
+    """In one call, and one by one; the weight 0 is the mistake. Against the whole batch by hand, in float64."""
+    guide = SimpleNamespace(**page("guide/denominator.md").names)
+    p, x = np.float32([0.5, -0.2]), np.float32(normal(12, 2))
+    t = np.float32([1, 0] * 3 + [0] * 6)  # the second of two micro-batches has no positives, nor have the last rows
+    scores = np.float64(x) @ p
+    signed = np.where(t > 0, -scores, scores)
+    value = np.log1p(np.exp(signed)).sum() / t.sum()
+    grad = x.T @ (np.where(t > 0, -1, 1) / (1 + np.exp(-signed))) / t.sum()
+    tx = shrewjax.accumulate(optax.identity(), 3, reduction="sum_over_weights")
+
+    def streamed(weight):
+        state = tx.init(p)
+        for rows in np.split(np.arange(12), 3):
+            loss, grads = jax.value_and_grad(guide.detection_loss)(p, x[rows], t[rows])
+            updates, state = tx.update(grads, state, p, weight=weight(t[rows].sum()), value=loss)
+        return state.value, updates
+
+    def known_before(p, x, t, n):
+        return guide.detection_loss(p, x, t) / n
+
+    def found(p, x, t):
+        summed = shrewjax.value_and_grad(known_before, 2, reduction="sum", batch_argnums=(1, 2))
+        right = guide.by_positives(p, x, t), streamed(lambda n: np.maximum(n, 2.0**-30))
+        return [*right, summed(p, x, t, jnp.maximum(t.sum(), 1))], streamed(lambda n: n)
+
+    right, (_, wrong) = quick_jit(found)(p, x, t)
+    for our_value, ours in right:
+        assert our_value == pytest.approx(value, rel=2e-6)
+        assert distance(ours, grad) < 2e-6
+    assert distance(wrong, grad) > 0.2
+
+
 @pytest.mark.usefixtures("x64_only")
 def test_where_in_front_of_an_infinite_function_keeps_value_and_gradient_finite():
     masked_mean, x, c = (page("guide/denominator.md").names[k] for k in ("masked_mean", "x", "c_of_x"))
     found = [jax.value_and_grad(masked_mean)(1.0, x, c, where) for where in ("nowhere", "behind", "in front")]
     np.testing.assert_allclose(found, [[np.nan, np.nan], [np.log(8) / 2, np.nan], [np.log(8) / 2, 1]], rtol=1e-6)
+
+
+def test_a_second_window_measures_the_noise_without_the_micro_batches_that_weigh_next_to_nothing():
+    """Against the estimate of the other micro-batches by hand. In one window, 2**-30 is the mistake."""
+    text = (DOCS / "guide/noise.md").read_text()
+    code = re.search(r"`(accumulate\(optax.identity\(\), 4, .*?\))`", text.replace("\n", " ")).group(1)
+    tx = eval(code, vars(shrewjax) | {"optax": optax})
+    weights, grads = np.float32([3, 0, 2, 4]), np.float32(normal(4, 5))
+
+    def noise(least):
+        state = tx.init(grads[0])
+        for w, g in zip(weights, grads, strict=True):
+            _, state = tx.update(g, state, weight=jnp.maximum(w, least))
+        return shrewjax.metrics(state)["accumulate/noise_trace"]
+
+    kept, means = np.float64(weights[weights > 0]), np.float64(grads[weights > 0]) / weights[weights > 0][:, None]
+    average = kept @ means / kept.sum()
+    expected = (kept @ np.sum(means**2, axis=1) - kept.sum() * average @ average) / (len(kept) - 1)
+    right, wrong = quick_jit(lambda: (noise(0), noise(2.0**-30)))()
+    assert right == pytest.approx(expected, rel=1e-5)
+    assert wrong > 1e6 * expected
 
 
 # --- docs/guide/losses.md ----------------------------------------------------------------------------------------
@@ -798,6 +852,65 @@ def test_an_overflow_drops_its_micro_batch_and_halves_the_scale_within_the_windo
         params, state, scale = half.half_step(params, state, scale, x[1], y)
     assert bits(params) == before
     assert scale.scale == 2**3
+
+
+def half_batches(half, model):
+    """The page's step in plain JAX or in NNX, as a function of a batch that returns parameters and scale."""
+    params, scale = {"w": jnp.full(3, 2.0)}, scale_of(half, 2.0**8).replace(growth_interval=2)
+    if model == "plain":
+        step, state = quick_jit(half.half_batch), half.guarded.init(params)
+
+        def call(x, y):
+            nonlocal params, state, scale
+            params, state, scale = step(params, state, scale, x, y)
+            return params["w"], scale, shrewjax.metrics(state)
+
+        return call
+
+    class Linear(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(params["w"])
+
+    net = Linear()
+    optimizer = shrewjax.flax.Optimizer(net, half.guarded, wrt=nnx.Param)
+
+    @nnx.jit
+    def nnx_step(net, optimizer, scale, x, y):
+        def scaled(net, x, y):
+            w, x, y = (jnp.float16(a) for a in (net.w[...], x, y))
+            return scale.scale * half.half_loss({"w": w}, x, y)
+
+        _, grads = shrewjax.flax.value_and_grad(scaled, 4)(net, x, y)
+        metrics = optimizer.update(net, jax.tree.map(lambda g: g / scale.scale, grads))
+        return metrics, half.next_scale(scale, metrics["skip_nonfinite/applied"])
+
+    def nnx_call(x, y):
+        nonlocal scale
+        metrics, scale = nnx_step(net, optimizer, scale, x, y)
+        return net.w[...], scale, metrics
+
+    return nnx_call
+
+
+@pytest.mark.parametrize("model", ["plain", "nnx"])
+def test_a_whole_batch_that_overflows_is_skipped_by_name_and_halves_the_scale_and_others_double_it(half, model):
+    """AdamW by hand from float64 gradients; the scale as `DynamicScale`'s own rule has it, which doubles at n + 1."""
+    x = np.random.default_rng(0).normal(size=(7, 16, 3)).astype(np.float32)
+    x[3, 0, 0] = 60000
+    y = np.ones(16, np.float32)
+    flaxs, call = scale_of(half, 2.0**8).replace(growth_interval=2), half_batches(half, model)
+    w, m, v, t = np.full(3, 2.0), 0, 0, 0
+    for i in range(7):
+        ours, scale, metrics = call(x[i], y)
+        if i != 3:
+            g, t = 2 * np.float64(x[i]).T @ (np.float64(x[i]) @ w - 1) / 16, t + 1
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+            w = w - 1e-3 * (m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8) + 1e-4 * w)
+        flaxs = flaxs.value_and_grad(lambda w, bad=i == 3: jnp.where(bad, jnp.inf, 1.0) * w)(1.0)[0]
+        assert (scale.scale, scale.fin_steps) == (flaxs.scale, flaxs.fin_steps), i
+        np.testing.assert_allclose(ours, w, rtol=1e-4)
+    assert counts_of(metrics) == {"w": 1}
+    assert scale.scale == 2.0**9  # 2, 1 and 2 times the first
 
 
 # --- examples/fit_micro_batches.py -------------------------------------------------------------------------------

@@ -69,6 +69,25 @@ def test_names_are_those_of_this_jax_for_scatters(sign):
     assert {x.primitive.name for x in gradient} & jaxprs.SCATTER_ADDS
 
 
+def test_names_are_those_of_this_jax_for_operations_that_reorder_copy_round_place_and_add():
+    whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def function(x):
+        placed = jax.lax.with_sharding_constraint(jax.lax.reduce_precision(x, 8, 7), whole)
+        return jax.lax.add(x, x), jnp.copy(placed).astype("i"), x.T, jax.lax.reshape(x, (12,))
+
+    found = {x.primitive.name: x for x in equations(function, X)}
+    kinds = {*jaxprs.ADDS, *jaxprs.COPIES, *jaxprs.REORDERS, jaxprs.ROUNDING, jaxprs.CONSTRAINT}
+    assert {*found} == kinds - {jaxprs.ADD_ANY}
+    square = equations(jax.grad(lambda x: jnp.sum(jnp.sin(x) * x)), X)
+    assert jaxprs.ADD_ANY in {x.primitive.name for x in square}
+    order = {name: jaxprs.permutation_of(x) for name, x in found.items() if jaxprs.permutation_of(x)}
+    assert order == {"transpose": (1, 0)}
+    assert [name for name, x in found.items() if jaxprs.is_plain_reshape(x)] == ["reshape"]
+    renamed = [*map(with_other_names, found.values())]
+    assert not any(jaxprs.permutation_of(x) or jaxprs.is_plain_reshape(x) for x in renamed)
+
+
 def test_scan_is_taken_apart_by_shapes():
     def loop(w, x):
         def turn(c, rows):
@@ -147,15 +166,3 @@ def test_names_are_those_of_this_jax_for_shard_map(mapped):
     renamed = with_other_names(equation)
     assert not jaxprs.is_whole_shard_map(renamed)
     assert jaxprs.shard_map_of(renamed) is None
-
-
-def test_names_are_those_of_this_jax_for_vmap():
-    found = []
-
-    def note(x, y):
-        found.extend(map(jaxprs.is_in_vmap, [{"mapped": x}, {"whole": y}]))
-        return x
-
-    jax.vmap(note, (0, None))(X, X)
-    note(X, X)
-    assert found == [True, False, False, False]

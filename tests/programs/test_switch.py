@@ -8,7 +8,7 @@ from helpers import mesh_of
 from speed import quick_jit
 
 import shrewjax
-from shrewjax._programs import loops, reduced, scatters, switch
+from shrewjax._programs import loops, scatters, switch
 
 K, LAYERS, WIDTH = 2, 3, 4
 RNG = np.random.default_rng(0)
@@ -33,7 +33,6 @@ def broken(monkeypatch):
     monkeypatch.delenv(switch.SWITCH, raising=False)
     monkeypatch.setattr(loops, "scan_of", fail)
     monkeypatch.setattr(loops, "LOSES_SCATTERS", True)
-    monkeypatch.setattr(reduced, "marked", fail)
     monkeypatch.setattr(scatters, "opened", fail)
 
 

@@ -356,6 +356,41 @@ def test_value_gradients_aux_and_state_are_those_of_k_calls_by_hand(mode, wrt):
     )
 
 
+def of_micro_batched(*args, wrt=nnx.Param, **options):
+    """`nnx.value_and_grad` of `micro_batched`, in the place of `value_and_grad`."""
+    part = shrewjax.flax.micro_batched(*args, **options)
+    return nnx.value_and_grad(part, argnums=nnx.DiffState(0, wrt), has_aux=options.get("has_aux", False))
+
+
+@pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam], ids=["all", "low rank"])
+def test_a_loss_in_micro_batches_has_value_gradients_aux_and_state_of_value_and_grad(wrt):
+    options = {"has_aux": True, "aux": {"largest": "max", "rows": "sum"}}
+
+    def results(make):
+        model = Net()
+        grad = make(loss_and_largest, K, wrt=wrt, **options)
+        returned, grads = step_of(lambda model, x, y: grad(model, x, y), model)(X, Y)
+        return returned, jax.tree.leaves(grads), state_without_keys(model), model.dropout.rngs.count[...]
+
+    with in_mode("graph"):
+        assert_close(results(of_micro_batched), results(shrewjax.flax.value_and_grad), rtol=1e-6, atol=1e-7)
+
+
+def test_a_loss_in_micro_batches_updates_the_state_without_a_derivative_too():
+    ours, theirs = Net(), Net()
+    value = step_of(lambda model, x, y: shrewjax.flax.micro_batched(mean_loss, K)(model, x, y), ours)(X, Y)
+    expected, _ = step_of(lambda model, x, y: shrewjax.flax.value_and_grad(mean_loss, K)(model, x, y), theirs)(X, Y)
+    assert_close((value, state_without_keys(ours)), (expected, state_without_keys(theirs)), rtol=1e-6, atol=1e-7)
+
+
+def test_batch_statistics_that_would_be_lost_are_an_error():
+    def loss(model, x):
+        return jnp.mean(model(x))
+
+    with in_mode("graph"), pytest.raises(ValueError, match=r"take shrewjax\.flax\.micro_batched, which keeps batch"):
+        nnx.grad(shrewjax.micro_batched(loss, K))(nnx.BatchNorm(X.shape[1], rngs=nnx.Rngs(0)), X)
+
+
 def test_dropped_micro_batch_leaves_the_models_state_alone():
     ours, theirs = Net(), Net()
     x = np.where(np.arange(len(X))[:, None] % K == 2, np.inf, X).astype(np.float32)

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import bits
+from helpers import assert_close, bits
 
 import shrewjax
 import shrewjax.flax
@@ -26,8 +26,14 @@ def model():
 
 
 def test_no_examples_counts_the_arguments_of_the_call():
-    with pytest.raises(ValueError, match=r"the call has 1 positional argument, in wrt\. Pass the batch by position"):
-        shrewjax.flax.value_and_grad(loss, 2)(model(), x=X)
+    with pytest.raises(ValueError, match=r"the call has 1 argument, in wrt\. Pass the batch\."):
+        shrewjax.flax.value_and_grad(loss, 2)(model())
+
+
+@pytest.mark.parametrize("named", [None, 1, "x"])
+def test_the_batch_may_come_by_keyword(named):
+    found = shrewjax.flax.value_and_grad(loss, 2, batch_argnums=named)(model(), x=X)
+    assert_close(found, nnx.value_and_grad(loss)(model(), X), rtol=1e-5)
 
 
 @pytest.mark.parametrize("at", [2, -3])
@@ -39,6 +45,16 @@ def test_position_behind_the_last_argument_is_out_of_range(at):
 def test_model_as_examples_has_two_roles():
     with pytest.raises(ValueError, match=r"^argument 0 is in wrt and in batch_argnums\."):
         shrewjax.flax.value_and_grad(loss, 2, batch_argnums=(0, 1))(model(), X)
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_the_model_behind_arrays_is_an_error_and_not_a_gradient_by_the_arrays(keyword):
+    step = shrewjax.flax.value_and_grad(lambda x, y, model: loss(model, x), 2)
+    with pytest.raises(ValueError, match=r"^the first argument must be the model.* Linear in argument (2|model) has"):
+        step(X, X, model=model()) if keyword else step(X, X, model())
+    scale = jnp.ones(3)
+    _, grads = shrewjax.flax.value_and_grad(lambda scale, x, rngs: jnp.mean(x @ scale), 2)(scale, X, nnx.Rngs(0))
+    np.testing.assert_allclose(grads, X.mean(0))
 
 
 def test_gradients_without_variables_of_wrt_are_an_error_that_names_one():

@@ -225,8 +225,10 @@ def test_an_object_among_the_examples_or_keys_is_an_error_and_needs_no_position(
         ValueError, match=r"^argument 1 is in nnx objects \(they need no position\) and in batch_argnums"
     ):
         shrewjax.flax.value_and_grad(distilled, K, batch_argnums=(1, 2))(still(), still(1), X)
-    with pytest.raises(ValueError, match=r"^no argument holds examples, .* in wrt, nnx objects .* Pass the batch by"):
-        shrewjax.flax.value_and_grad(distilled, K)(still(), still(1), x=X)
+    with pytest.raises(ValueError, match=r"^no argument holds examples, .* in wrt, nnx objects .* Pass the batch"):
+        shrewjax.flax.value_and_grad(distilled, K)(still(), still(1))
+    with pytest.raises(ValueError, match=r"^keyword argument rngs is in nnx objects \(they need no position\) and in"):
+        shrewjax.flax.value_and_grad(noisy, K, rng_argnums="rngs")(still(), rngs=nnx.Rngs(noise=0), x=X)
 
 
 ALL_BUT_HEADS = FILTERS["all but the heads"]

@@ -12,6 +12,7 @@ from flax import nnx
 from helpers import mesh_of, own_params, placed
 
 import shrewjax
+import shrewjax.flax
 
 pytestmark = pytest.mark.thorough
 
@@ -127,13 +128,12 @@ WRONG_CALLS = {
     ),
     "a matrix of the transposed examples": (
         lambda: traced(args=(PARAMS, X.T, Y)),
-        r"^argument 1 has 3 examples, which micro_batches=4 does not divide\. If its first axis does not number the "
-        r"examples, move the axis that does to the front\. Otherwise pad the batch to 4",
+        r"^argument 1 has 3 examples along its first axis, argument 2 has 8\. .* pass jnp\.moveaxis\(x, 1, 0\)",
     ),
     "parts of a graph that no axis numbers": (
         lambda: traced(args=(PARAMS, {"edges": jnp.ones(100), "nodes": jnp.ones(40)})),
-        r"^argument 1\['nodes'\] has 40 examples along its first axis, argument 1\['edges'\] has 100\. If it holds no "
-        r"examples, pass it as an argument of its own\. .* stack 4 padded batches along a new first axis",
+        r"^argument 1\['nodes'\] has 40 examples along its first axis, argument 1\['edges'\] has 100\. .* "
+        r"stack 4 padded batches along a new first axis, and let fun take x\[0\]",
     ),
     "the number of steps before the optimizer": (
         lambda: shrewjax.accumulate(4, optax.sgd(1.0)),
@@ -211,10 +211,10 @@ WRONG_CALLS = {
         lambda: traced(
             lambda p, x, k: dropout_loss(p, x, k),
             args=(PARAMS,),
-            kwargs={"x": X, "k": jax.random.key(0)},
+            kwargs={"x": X},
             rng_argnums=2,
         ),
-        r"^rng_argnums has the position 2, but 1 argument came by position, and by keyword k, x\. Pass .* by position",
+        r"^rng_argnums has the position 2, but 1 argument came by position, and by keyword x\. Name what came",
     ),
     "check_window with a schedule": (
         lambda: shrewjax.check_window(STATE, lambda windows: 2),
@@ -253,8 +253,7 @@ WRONG_CALLS = {
     ),
     "an NNX module with dropout: value_and_grad": (
         lambda: of_module(Dropping()),
-        r"^argument 0\S* must be a floating or complex array, because it is in argnums, got .*nnx\.split\(model, "
-        r"nnx\.Param, \.\.\.\)",
+        r"^argument 0 is an NNX object .* Call shrewjax\.flax\.value_and_grad",
     ),
 }
 
@@ -264,6 +263,138 @@ def test_error_names_what_is_wrong_what_came_and_the_remedy(call):
     wrong, message = WRONG_CALLS[call]
     with pytest.raises((ValueError, AssertionError), match=message):
         wrong()
+
+
+# A tree whose arrays would fill a page.
+LARGE = {f"layer {i}": {"w": jnp.ones((8, 8)), "b": jnp.ones(8)} for i in range(30)}
+LARGE_STATE = TX.init(LARGE)
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+OF_MOMENTUM = shrewjax.accumulate(MOMENTUM, 2)
+LINEAR = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+LINEAR_GRADS = nnx.grad(lambda model, x: jnp.mean(model(x)))(LINEAR, X)
+
+
+def a_float_loss(params, x):
+    return jnp.mean(x)
+
+
+MISTAKEN_CALLS = {
+    "flush": lambda: shrewjax.flush(LARGE_STATE, TX, LARGE),
+    "flush without its state": lambda: shrewjax.flush(TX, LARGE, LARGE_STATE),
+    "clip_grad_norm": lambda: shrewjax.clip_grad_norm(1.0, LARGE),
+    "clip_grad_value": lambda: shrewjax.clip_grad_value(1.0, LARGE),
+    "clip_grad_percentile": lambda: shrewjax.clip_grad_percentile(99.0, LARGE),
+    "grad_norm": lambda: shrewjax.grad_norm(2.0, LARGE),
+    "clip_by_global_norm": lambda: shrewjax.clip_by_global_norm(LARGE),
+    "clip_by_global_norm of an array": lambda: shrewjax.clip_by_global_norm(np.ones((100, 100))),
+    "clip_by_leaf_norm": lambda: shrewjax.clip_by_leaf_norm(LARGE),
+    "clip_by_leaf_norm_ema": lambda: shrewjax.clip_by_leaf_norm_ema(LARGE),
+    "clip_by_norm_zscore": lambda: shrewjax.clip_by_norm_zscore(LARGE),
+    "clip_by_block_rms": lambda: shrewjax.clip_by_block_rms(LARGE),
+    "clip_by_value": lambda: shrewjax.clip_by_value(LARGE),
+    "adaptive_grad_clip": lambda: shrewjax.adaptive_grad_clip(LARGE),
+    "adaptive_grad_clip by axis": lambda: shrewjax.adaptive_grad_clip(0.1, axis=LARGE),
+    "clip_cotangent": lambda: shrewjax.clip_cotangent(X, LARGE),
+    "sharded_over": lambda: shrewjax.clip_by_global_norm(1.0, sharded_over=LARGE),
+    "accumulate": lambda: shrewjax.accumulate(optax.sgd(1.0), LARGE),
+    "accumulate of many numbers": lambda: shrewjax.accumulate(optax.sgd(1.0), np.arange(1e3)),
+    "accumulate of parameters": lambda: shrewjax.accumulate(LARGE, 2),
+    "noise_decay": lambda: shrewjax.accumulate(optax.sgd(1.0), 2, noise_decay=LARGE),
+    "weight": lambda: TX.update(LARGE, LARGE_STATE, LARGE, weight=LARGE),
+    "flush=": lambda: TX.update(LARGE, LARGE_STATE, LARGE, flush=LARGE),
+    "value": lambda: TX.update(LARGE, LARGE_STATE, LARGE, value=LARGE),
+    "gradients of another tree": lambda: TX.update({"of": LARGE}, LARGE_STATE, LARGE),
+    "gradients in a list": lambda: TX.update([*LARGE.values()], LARGE_STATE, LARGE),
+    "gradients in other nodes": lambda: TX.update({k: (*v.values(),) for k, v in LARGE.items()}, LARGE_STATE, LARGE),
+    "argnums": lambda: shrewjax.value_and_grad(a_float_loss, 2, argnums=LARGE),
+    "batch_argnums": lambda: shrewjax.value_and_grad(a_float_loss, 2, batch_argnums=LARGE),
+    "fun": lambda: shrewjax.value_and_grad(LARGE, 2),
+    "micro_batches": lambda: shrewjax.value_and_grad(a_float_loss, LARGE),
+    "weight of value_and_grad": lambda: shrewjax.value_and_grad(a_float_loss, 2, weight=LARGE),
+    "aux": lambda: shrewjax.value_and_grad(a_float_loss, 2, aux=LARGE),
+    "aux of a loss with one": lambda: shrewjax.value_and_grad(a_float_loss, 2, has_aux=True, aux=LARGE),
+    "an aux that is no tree prefix": lambda: traced(
+        lambda p, x, y: (loss_fn(p, x, y), LARGE), has_aux=True, aux={"other": "mean"}
+    ),
+    "a carry": lambda: traced(
+        lambda p, x, c: (jnp.mean(x), LARGE), args=(PARAMS, X, 0.0), has_aux=True, carry_argnum=2
+    ),
+    "a carry of other nodes": lambda: traced(
+        lambda p, x, c: (jnp.mean(x), (0.0, LARGE)), args=(PARAMS, X, 0.0), has_aux=True, carry_argnum=2
+    ),
+    "parameters that are text": lambda: shrewjax.clip_grad_norm({"w": "a" * 1000}, 1.0),
+    "parameters that are an object": lambda: shrewjax.value_and_grad(loss_fn, 4)({"w": "a" * 1000}, X, Y),
+    "GradAccumulator": lambda: shrewjax.GradAccumulator(LARGE),
+    "a weight of GradAccumulator": lambda: WINDOW.add(WINDOW.init(LARGE), LARGE, LARGE),
+    "from_optax": lambda: shrewjax.from_optax(LARGE, TX, LARGE),
+    "check_window": lambda: shrewjax.check_window(LARGE, 2),
+    "wrt": lambda: shrewjax.flax.value_and_grad(a_float_loss, 2, wrt=LARGE),
+}
+
+
+@pytest.mark.parametrize("call", MISTAKEN_CALLS)
+def test_no_error_is_long_or_shows_the_numbers_of_arrays(call):
+    with pytest.raises((ValueError, AssertionError)) as raised:
+        MISTAKEN_CALLS[call]()
+    message = str(raised.value).split("\n---")[0]  # before JAX's own line
+    assert len(message) <= 700
+    assert "[1., 1." not in message
+
+
+def restored(state):
+    """As a restore without a target leaves a state: lists for tuples, but named tuples kept."""
+    return state._replace(inner_state=[*state.inner_state])
+
+
+@pytest.mark.parametrize(
+    ("tx", "state"),
+    [
+        (MOMENTUM, [*MOMENTUM.init(PARAMS)]),
+        (OF_MOMENTUM, restored(OF_MOMENTUM.init(PARAMS))),
+        (shrewjax.skip_nonfinite(MOMENTUM), restored(shrewjax.skip_nonfinite(MOMENTUM).init(PARAMS))),
+        (optax.chain(MOMENTUM, OF_MOMENTUM), [*optax.chain(MOMENTUM, OF_MOMENTUM).init(PARAMS)]),
+    ],
+    ids=["Optax's own", "accumulate", "a guard", "a chain"],
+)
+def test_a_tuple_that_a_restore_made_a_list_is_named_and_converted_by_the_line_in_the_message(tx, state):
+    with pytest.raises(
+        ValueError, match=r"got lists, as after a restore .*Or convert it: jax\.tree\.unflatten"
+    ) as raised:
+        shrewjax.apply_gradients(tx, GRADS, state, PARAMS)
+    line = str(raised.value).split("convert it: ")[1].split("\n")[0]
+    converted = eval(line, {"jax": jax, "tx": tx, "params": PARAMS, "opt_state": state})
+    found, expected = (shrewjax.apply_gradients(tx, GRADS, s, PARAMS) for s in (converted, tx.init(PARAMS)))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_nnx_gradients_beside_a_module_are_an_error_that_names_the_optimizer_for_flax():
+    message = r"^grads and params must be trees of one kind, got State of NNX and Linear\. Call .*Or pass nnx\.state"
+    with pytest.raises(ValueError, match=message):
+        shrewjax.apply_gradients(TX, LINEAR_GRADS, TX.init(nnx.state(LINEAR, nnx.Param)), LINEAR)
+    params = nnx.state(LINEAR, nnx.Param)
+    shrewjax.apply_gradients(TX, LINEAR_GRADS, TX.init(params), params)
+    with pytest.raises(
+        ValueError, match=r"^tx must be a transformation, got Accumulation and then Linear\. Call Optimizer"
+    ):
+        shrewjax.flax.Optimizer(TX, LINEAR, wrt=nnx.Param)
+
+
+PERCENTILES = {
+    "clip_by_percentile": shrewjax.clip_by_percentile,
+    "clip_by_norm_percentile": shrewjax.clip_by_norm_percentile,
+    "clip_grad_percentile": lambda p: shrewjax.clip_grad_percentile(GRADS, p),
+}
+
+
+@pytest.mark.parametrize("name", PERCENTILES)
+def test_a_fraction_is_no_percentile_unless_an_array_says_so(name):
+    for fraction in (0.9, np.float32(0.99), 1e-3):
+        with pytest.raises(
+            ValueError, match=rf"^percentile must be from 0 to 100, .* Pass {float(fraction) * 100:.2g}"
+        ):
+            PERCENTILES[name](fraction)
+    for percent in (0, 1, 1.0, 100, jnp.float32(0.5)):
+        PERCENTILES[name](percent)
 
 
 def test_a_scalar_error_does_not_blame_an_argument_that_was_not_passed():

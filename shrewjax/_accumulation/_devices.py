@@ -1,0 +1,311 @@
+"""The devices over which a window sums (`sum_over`), and the per-device rows in which each has its own sum.
+
+`Devices` has all that a window asks of them. Its rules read as on one device.
+
+Inside `shard_map` a device sees its own sum as an array whose leading dimension has size 1. Outside, the same array has
+one row per device along the mapped axes, and is sharded over them. So the array can leave a step, enter the next one,
+and be saved. Its other dimensions have the parameter's sharding. Weights and losses have rows, too.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shrewjax._accumulation._micro_batch import checked_gradients
+from shrewjax._base import arguments
+from shrewjax._base.mesh import (
+    as_varying,
+    axes_beside,
+    axes_by_dimension,
+    context_mesh,
+    is_mapped,
+    is_replicated_over,
+    is_traced,
+    newly_varying,
+    require_replicated,
+    require_sum_over,
+    varying_axes,
+)
+from shrewjax._base.trees import is_gradient, leaf_name
+from shrewjax._base.types import (
+    ArrayTree,
+    Axes,
+    AxisNames,
+    DType,
+    Flag,
+    KeyPath,
+    Leaf,
+    Number,
+    PyTree,
+    Scalar,
+)
+from shrewjax._numerics.floats import ExtendedFloat
+from shrewjax._numerics.norms import measure, measure_local
+from shrewjax._numerics.reductions import all_finite, any_device, row_sums
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices along these axes. Without axes there is one, or all have the same gradients."""
+
+    given: Axes
+
+    @property
+    def axes(self) -> AxisNames:
+        return self.given or ()
+
+    @property
+    def hold_parts(self) -> bool:
+        """Whether each device adds to a sum of its own, whose weight and total only `total` knows."""
+        return bool(self.axes)
+
+    def zeros_like(self, params: ArrayTree) -> Callable[[Leaf, DType, str], jax.Array]:
+        """Returns a function of a parameter, a dtype and a name for messages, which returns zeros for its sum."""
+        if not self.axes:
+            return lambda x, dtype, _name: jnp.zeros_like(x, dtype=dtype)
+        return partial(_zero_rows, self.axes, _mesh_of(params, self.axes))
+
+    def checked(
+        self,
+        grads: PyTree,
+        weight: Number,
+        value: Number,
+        gradient_sum: ArrayTree,
+        weight_sum: jax.Array,
+    ) -> tuple[ArrayTree, Scalar, Scalar | None]:
+        """Returns a micro-batch as arrays, those of a device with its row.
+
+        Raises unless it fits the sums, and unless what the devices share is the same on all of them.
+        """
+        require_sum_over("accumulation", self.given)
+        grads = checked_gradients(self._own_rows(grads), gradient_sum, self._remedy_of_shape)
+        jax.tree.map_with_path(_require_type_of_sum, gradient_sum, grads)
+        shapes = {(), weight_sum.shape}
+        weight = arguments.weight(weight, shapes)
+        value = None if value is None else arguments.value_of_loss(value, shapes)
+        if not self.axes:
+            if newly_varying(weight, weight_sum):
+                require_replicated("weight", weight)
+            if value is not None and newly_varying(value, weight_sum):
+                require_replicated("value", value)
+        return grads, weight, value
+
+    def is_nonfinite(self, grads: ArrayTree, has_weight: Flag, weight_sum: jax.Array) -> jax.Array:
+        """Returns whether gradients that have a weight contain a NaN or an infinity, on any device."""
+        leaves = jax.tree.leaves(grads)
+        own = self._own_axes(weight_sum)
+        if not self.axes:
+            axes = list(axes_beside(leaves, own)) if own else ()
+            return has_weight & ~all_finite(leaves, axes)
+        is_nonfinite = jnp.any(has_weight & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
+        return any_device([is_nonfinite], self.axes)[0]
+
+    def _own_axes(self, weight_sum: jax.Array) -> AxisNames:
+        """Returns the mapped axes along which devices have windows of independent models, whose weights may differ."""
+        return () if self.axes else tuple(sorted(varying_axes(weight_sum), key=str))
+
+    def own_norm(self, grads: ArrayTree, weight_sum: jax.Array) -> ExtendedFloat:
+        """Returns the norm of the gradients of each device, as rows."""
+        leaves = jax.tree.leaves(grads)
+        if not self.axes:
+            return measure_local(leaves, self._own_axes(weight_sum))
+        if is_mapped(self.axes):
+            norm = measure_local([g[0] for g in leaves], self.axes)
+            return ExtendedFloat(norm.mantissa[None], norm.exponent[None])
+        return jax.vmap(lambda rows: measure(rows, 2, ()))(leaves)
+
+    def norm(self, total: ArrayTree, weight_sum: jax.Array) -> ExtendedFloat:
+        """Returns the norm of gradients that are the same on all devices of a model."""
+        leaves = [x for x in jax.tree.leaves(total) if is_gradient(x)]
+        return measure_local(leaves, self.axes or self._own_axes(weight_sum))
+
+    def total_weight(self, weight_sum: jax.Array) -> jax.Array:
+        return row_sums([weight_sum], self.axes)[0]
+
+    def total(
+        self, numbers: Sequence[jax.Array], gradient_sum: ArrayTree
+    ) -> tuple[list[jax.Array], ArrayTree]:
+        """Returns the sums of all devices, in one collective. The first number is the weight.
+
+        Numbers are scalars or vectors of a device. They are added in the weight's dtype.
+        """
+        weight_sum = numbers[0]
+        vectors = [x if x.ndim > weight_sum.ndim else x[..., None] for x in numbers]
+        together = jnp.concatenate([x.astype(weight_sum.dtype) for x in vectors], axis=-1)
+        leaves, treedef = jax.tree.flatten(gradient_sum)
+        totals = row_sums([together, *filter(is_gradient, leaves)], self.axes)
+        of_numbers, of_leaves = iter(totals[0]), iter(totals[1:])
+
+        def number(x: jax.Array) -> jax.Array:
+            if x.ndim == weight_sum.ndim:
+                return next(of_numbers).astype(x.dtype)
+            return jnp.stack([next(of_numbers).astype(x.dtype) for _ in range(x.shape[-1])])
+
+        summed = [number(x) for x in numbers]
+        require_replicated("weight, summed over sum_over,", summed[0])
+        return summed, jax.tree.unflatten(
+            treedef, [next(of_leaves) if is_gradient(x) else x for x in leaves]
+        )
+
+    def emptied(self, gradient_sum: ArrayTree, total: ArrayTree) -> ArrayTree:
+        """Returns sums for the state of a closed window, whose values nobody reads. Reuses the total if it can."""
+        if not self.axes:
+            return total
+        # XLA-22: On CUDA and TPU, XLA would otherwise keep both the rows and the total, which costs memory of the
+        # parameters' size (tests/devices/test_accelerators.py, "sends_gradients_once").
+        return jax.tree.map(
+            lambda rows, x: self._as_rows(x, rows) if is_gradient(rows) else rows,
+            gradient_sum,
+            total,
+        )
+
+    def _as_rows(self, x: jax.Array, rows: jax.Array) -> jax.Array:
+        """Returns an array in each row, on the row's device, or the rows if no context tells their devices."""
+        axes = self.axes
+        if is_mapped(axes):
+            return as_varying(x[None], axes)
+        mesh = jax.sharding.get_abstract_mesh()
+        kinds = {
+            kind for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if a in axes
+        }
+        copies = jnp.broadcast_to(x[None], rows.shape)
+        if kinds == {AxisType.Explicit}:
+            return jax.sharding.reshard(copies, jax.typeof(rows).sharding.spec)
+        if kinds and {*mesh.axis_types} == {AxisType.Auto}:
+            spec = P(axes, *[P.UNCONSTRAINED] * x.ndim)
+            return jax.lax.with_sharding_constraint(copies, spec)
+        return rows
+
+    def like_total(self, grads: ArrayTree) -> ArrayTree:
+        """Returns the gradients, or the shapes and dtypes of one row if they have per-device rows."""
+        if not self.axes or is_mapped(self.axes):
+            return grads
+        return jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), grads)
+
+    def _own_rows(self, grads: ArrayTree) -> ArrayTree:
+        """Returns gradients inside `shard_map` as this device's rows. Otherwise they have rows, or need none."""
+        if not self.axes or not is_mapped(self.axes):
+            return grads
+        return jax.tree.map_with_path(partial(_own_row, self.axes), grads)
+
+    def _remedy_of_shape(self, given: tuple[int, ...], expected: tuple[int, ...]) -> str:
+        axes = self.axes
+        if axes and not is_mapped(axes):
+            return (
+                f"With sum_over={axes!r}, gradients outside of jax.shard_map have a row for each device. Call the step "
+                f"inside jax.shard_map over {', '.join(map(repr, axes))}. Or, if jax.jit reduces them, leave out "
+                "sum_over"
+            )
+        if axes and given[1:] == expected[1:]:
+            return (
+                "The state came with the rows of all devices. Pass the state to jax.shard_map with "
+                "in_specs=shrewjax.state_specs(opt_state), and return it with the same out_specs"
+            )
+        return "Pass gradients of the parameters that init got. Or call init with the parameters of these gradients"
+
+
+def _own_row(axes: AxisNames, path: KeyPath, grad: Leaf) -> Leaf:
+    if is_gradient(grad) and is_replicated_over(grad, axes):
+        raise ValueError(
+            f"gradient leaf {leaf_name(path)} is already reduced over sum_over={axes!r}. To keep gradients local, "
+            f"compute own = jax.lax.pcast(params, {axes!r}, to='varying') outside the loss and differentiate with "
+            "respect to own. To accumulate reduced gradients, leave out sum_over"
+        )
+    return grad[None] if is_gradient(grad) else grad
+
+
+def _require_type_of_sum(path: KeyPath, total: jax.Array, grad: Leaf) -> None:
+    """Raises if a gradient may differ between devices, and its sum may not.
+
+    The sum's type would change, and JAX would raise at the end of a loop or a branch.
+    """
+    along = grad is not None and newly_varying(grad, total)
+    if along:
+        raise ValueError(
+            f"gradient leaf {leaf_name(path)} may differ between devices along {along}, but its parameter does not, "
+            "because the gradients are not reduced. Reduce them first, for example with "
+            f"jax.lax.pmean(grads, {along}). Or pass sum_over={along} to sum them when the window closes"
+        )
+
+
+def _mesh_of(params: ArrayTree, axes: AxisNames) -> Mesh | AbstractMesh | None:
+    """Returns a mesh that has the axes: the parameters' or the context's. None if the axes are mapped here."""
+    if is_mapped(axes):
+        return None
+    leaves = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
+    meshes = [sharding.mesh for sharding in map(sharding_of, leaves) if sharding is not None]
+    # Optax calls `init` with placeholders for parameters, which have no leaves and need no mesh.
+    context = jax.sharding.get_abstract_mesh() if is_traced(params) else context_mesh()
+    for mesh in (*meshes, context):
+        if set(axes) <= set(mesh.axis_names):
+            return mesh
+    if not leaves:
+        return None
+    raise ValueError(
+        f"sum_over={axes!r} needs a mesh with these axes, and init found none. Call init outside of jit with "
+        "parameters that are placed on the mesh. Or call it under jax.set_mesh(mesh). Or call it inside jax.shard_map. "
+        "Or, on a mesh with Explicit axes, call it under jit"
+    )
+
+
+def _zero_rows(
+    axes: AxisNames, mesh: Mesh | AbstractMesh | None, like: jax.Array, dtype: DType, name: str
+) -> jax.Array:
+    sharding = sharding_of(like)
+    spec = () if sharding is None else sharding.spec
+    over = {a for names in axes_by_dimension(spec) for a in names} if mesh else varying_axes(like)
+    if over & set(axes):
+        raise ValueError(
+            f"parameter {name} is sharded over sum_over={axes!r} itself. A device would hold all of the parameter, a "
+            "row of gradients and a whole sum, which is more than the sharding saves. Leave out sum_over, and let "
+            "jax.jit reduce the gradients of each call. Inside jax.shard_map, pass parameters to init before any "
+            "jax.lax.pcast"
+        )
+    if mesh is None:
+        return as_varying(jnp.zeros_like(like, dtype=dtype)[None], axes)
+    shape = (math.prod(mesh.shape[a] for a in axes), *like.shape)
+    if isinstance(mesh, Mesh):
+        return jnp.zeros(shape, dtype, device=NamedSharding(mesh, P(axes, *spec)))
+    rows = jnp.broadcast_to(jnp.zeros_like(like, dtype=dtype)[None], shape)
+    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
+        return jax.sharding.reshard(rows, P(axes, *spec))
+    others = [a for a in mesh.axis_names if a not in axes and mesh.shape[a] > 1]
+    if others or AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            f"init cannot tell under jit how parameter {name} is sharded over a mesh whose axes are not Explicit. Call "
+            "init outside of jit"
+        )
+    return jax.lax.with_sharding_constraint(rows, P(axes))
+
+
+def redistributed(rows: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns rows with the shape and sharding of `like`. The first one holds the sum of `rows`, the others are 0."""
+    total = jnp.sum(rows, axis=0)
+    if isinstance(like.sharding, NamedSharding):
+        total = jax.device_put(total, NamedSharding(like.sharding.mesh, P(*like.sharding.spec[1:])))
+    is_first = expand_like(jnp.arange(like.shape[0], dtype=jnp.int32) == 0, like)
+
+    @partial(jax.jit, out_shardings=like.sharding)
+    def place(is_first: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.where(is_first, x, jnp.zeros_like(x))
+
+    return place(is_first, total[None])
+
+
+def expand_like(per_row: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns a scalar, or one number per row, in a shape that broadcasts against the rows."""
+    if per_row.ndim == 0:
+        return per_row
+    return per_row.reshape(per_row.shape + (1,) * (rows.ndim - per_row.ndim))
+
+
+def sharding_of(x: Leaf) -> NamedSharding | None:
+    """Returns the `NamedSharding` of an array over a mesh with axes, otherwise None."""
+    sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names else None

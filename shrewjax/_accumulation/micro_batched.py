@@ -1,0 +1,292 @@
+"""A loss whose value and derivatives are computed micro-batch by micro-batch, for programs that differentiate it.
+
+`value_and_grad` computes gradients. This module makes them a rule of JAX (`jax.custom_jvp`): the tangent of the loss is
+the sum of gradients times tangents. JAX transposes the rule, differentiates it again and maps it. `value_of_batch` is a
+call:
+
+1. Flatten the arguments. Floating arrays are free leaves, except examples, keys and the carry. Other arrays are fixed
+   leaves. All else, such as a number or a function, stays as it is.
+2. The value alone is that of the batch with no parameters, so that nothing runs backward.
+3. JAX tells the rule which tangents are zeros, by their types. The parameters are the free leaves of all others.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shrewjax._accumulation.batch import checked_call, roles_of_arguments
+from shrewjax._accumulation.value_and_grad import value_and_grad
+from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
+from shrewjax._base import arguments
+from shrewjax._base.trees import is_gradient, is_zero_tangent
+from shrewjax._base.types import AxisName, DType, Function, KeyPath, Leaf, Place, PyTree
+from shrewjax._numerics.floats import sum_dtype, upcast
+
+
+def micro_batched(
+    fun: Function,
+    micro_batches: int,
+    *,
+    has_aux: bool = False,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
+    weight: Function | None = None,
+    aux: PyTree = "mean",
+    rng_argnums: int | str | Sequence[int | str] = (),
+    reduction: Reduction = "mean",
+    nonfinite: NonfiniteOfBatch = "propagate",
+    accumulator_dtype: DType = None,
+    sum_over: AxisName | None = None,
+) -> Function:
+    r"""Returns `fun` with a value and derivatives that are computed micro-batch by micro-batch.
+
+    .. math:: \mathrm{d}\ell = \sum_\theta \Big( \frac{\sum_i w_i \, \partial \ell_i / \partial \theta}{\sum_i w_i}
+        \cdot \mathrm{d}\theta \Big)
+
+    Take it for programs that take a loss and differentiate it themselves: line searches, second-order methods,
+    samplers, trainers. If you call `jax.value_and_grad` yourself, take `value_and_grad`, which can also carry state.
+
+    The returned function has the signature of `fun`, and takes the whole batch. It has a value and derivatives of any
+    order and mode: `jax.grad`, `jax.jvp`, `jax.linearize`, `jax.vmap` of them, products with the Hessian. Call it under
+    `jax.jit`, because outside of it each call compiles the loop again.
+
+    A first derivative takes the memory of `value_and_grad`, and computes gradients of those leaves alone that are
+    differentiated. The value alone takes that of one micro-batch. A Hessian times a vector takes little if the outer
+    derivative is forward, as `jax.jvp` of `jax.grad`. Reverse over reverse may take more memory than `fun` itself.
+
+    =============================================  =============================================================
+    you differentiate by                           result
+    =============================================  =============================================================
+    floating or complex arrays of other arguments  the derivative, with the conventions and dtypes of JAX
+    an argument that holds examples                an error
+    an array that `fun` closes over                an error, because the rule sees arguments alone; a concrete array,
+                                                   which nothing differentiates, may be closed over
+    =============================================  =============================================================
+
+    ===============================================  ===========================================================
+    condition                                        result
+    ===============================================  ===========================================================
+    the derivative of the aux is used                it is NaN; `has_aux=True` of JAX does not use it
+    `fun` returns no scalar                          an error
+    a product with the result, as a loss scale       the gradient is multiplied after it is computed, so float16
+                                                     gradients underflow as without it; put the scale into `fun`
+    a `clip_cotangent` in `fun`                      it sees the cotangents of `fun` alone, as without a product
+    `weight` depends on what is differentiated       an error, except with `reduction="sum"`; a mask does not
+    a value with `nonfinite="drop_microbatch"`       it runs the backward pass by all floating arrays of `fun`'s
+                                                     arguments, so that value and derivatives drop the same
+    =============================================== ===========================================================
+
+    Args:
+      fun: the loss function, which returns a scalar. Arguments are trees of anything. Arrays in them are operands, and
+        all else, as an activation function, stays as it is.
+      micro_batches: K, as in `value_and_grad`.
+      has_aux: whether `fun` returns a pair.
+      batch_argnums: the arguments that hold examples, as in `value_and_grad`. None: all by position, except the first
+        and those of `rng_argnums`. If there are none, all by keyword, except these.
+      weight: as in `value_and_grad`.
+      aux: as in `value_and_grad`.
+      rng_argnums: as in `value_and_grad`.
+      reduction: as in `value_and_grad`.
+      nonfinite: as in `value_and_grad`.
+      accumulator_dtype: as in `value_and_grad`.
+      sum_over: as in `value_and_grad`, but not `()`, because there are no gradients to return.
+
+    Returns:
+      A function with the arguments of `fun`, its name and its docstring. It returns the batch's value, or the pair
+      `(value, aux)` with `has_aux`.
+
+    Raises:
+      ValueError: as in `value_and_grad`, or as above. A derivative raises when JAX traces it.
+
+    Example:
+      >>> import optax
+      >>> def loss(params, x, y):
+      ...     return jnp.mean((x @ params - y) ** 2)
+      >>> params, x, y = jnp.zeros(2), jnp.eye(8, 2), jnp.arange(8.0)
+      >>> of_batch = micro_batched(loss, micro_batches=4)
+      >>> jax.jit(jax.value_and_grad(of_batch))(params, x, y)
+      (Array(17.5, dtype=float32), Array([ 0.  , -0.25], dtype=float32))
+      >>> jax.jit(lambda d: jax.jvp(lambda p: jax.grad(of_batch)(p, x, y), (params,), (d,))[1])(jnp.ones(2))
+      Array([0.25, 0.25], dtype=float32)
+
+    Source: as for `value_and_grad`, and `jax.custom_jvp`.
+    """
+    given: dict[str, Any] = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums}
+    options: dict[str, Any] = {
+        "has_aux": has_aux,
+        "micro_batches": micro_batches,
+        "aux": aux,
+        "reduction": reduction,
+        "nonfinite": nonfinite,
+        "accumulator_dtype": accumulator_dtype,
+        "sum_over": sum_over,
+    }
+    check_options(fun, weight, given, options)
+    places = {name: at if at is None else arguments.places(name, at) for name, at in given.items()}
+    first = {"what is not divided by default": (0,)} if batch_argnums is None else {}
+
+    @functools.wraps(fun)
+    def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        arguments.require_arguments_of_fun("weight", weight, args, kwargs)
+        roles = roles_of_arguments(first | places, fun, len(args), kwargs)
+        own_roles = {name: roles[name] for name in given}
+        # Checked here, because below there is one more argument, which no caller passed.
+        checked_call(args, kwargs, own_roles, micro_batches, is_divided=micro_batches > 1)
+        return value_of_batch(fun, weight, own_roles, options, args, kwargs)
+
+    return of_batch
+
+
+def check_options(
+    fun: Function, weight: Function | None, given: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Raises if an argument of `micro_batched` is wrong, before the call."""
+    value_and_grad(fun, weight=weight, **given, **options)  # made for its checks alone
+    if options["sum_over"] == ():
+        raise ValueError(
+            "sum_over must be a mapped axis or None, got (), with which each device would keep its own gradients, but "
+            "a loss returns none. Name the axes over which the batch is divided. Or call value_and_grad"
+        )
+
+
+def value_of_batch(
+    fun: Function,
+    weight: Function | None,
+    roles: dict[str, tuple[Place, ...]],
+    options: dict[str, Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> PyTree:
+    """Returns the value, or the pair `(value, aux)`, with a rule for its derivatives.
+
+    `roles` and `options` are arguments of `value_and_grad`. A `carry_argnum` among the options is a position.
+    """
+    # 1.
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
+    call = _Call(fun, weight, roles, options, leaves, structure)
+    with_role = {at for places in roles.values() for at in places} | {options.get("carry_argnum")}
+    arrays = [at for at, x in enumerate(leaves) if isinstance(x, jax.Array)]
+    free = [at for at in arrays if is_gradient(leaves[at]) and _place(paths[at]) not in with_role]
+    fixed = [at for at in arrays if at not in {*free}]
+    # Whether a micro-batch is dropped must be the same in the value and in each derivative.
+    always = free if options["nonfinite"] == "drop_microbatch" else []
+
+    # 2.
+    @jax.custom_jvp
+    def value(free_arrays: list[jax.Array], fixed_arrays: list[jax.Array]) -> PyTree:
+        arrays = dict(zip(free + fixed, free_arrays + fixed_arrays, strict=True))
+        return call.value_and_grad(arrays, always)[0]
+
+    # 3.
+    def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
+        by_free, by_fixed = (
+            {at: t for at, t in zip(numbers, own, strict=True) if not is_zero_tangent(t)}
+            for numbers, own in zip((free, fixed), tangents, strict=True)
+        )
+        for at in by_fixed:
+            raise ValueError(_no_derivative_by(paths[at]))
+        arrays = dict(zip(free + fixed, primals[0] + primals[1], strict=True))
+        returned, grads = call.value_and_grad(arrays, always or [*by_free])
+        return returned, _tangent(returned, grads, by_free, has_aux=options["has_aux"])
+
+    value.defjvp(rule, symbolic_zeros=True)
+    try:
+        return value([leaves[at] for at in free], [leaves[at] for at in fixed])
+    except jax.errors.UnexpectedTracerError as error:
+        raise ValueError(
+            "fun or weight closes over an array that is traced, and differentiated, outside of it. micro_batched has "
+            "derivatives by arguments alone. Pass the array as an argument, and leave it out of batch_argnums="
+        ) from error
+
+
+class _Call(NamedTuple):
+    fun: Function
+    weight: Function | None
+    roles: dict[str, tuple[Place, ...]]
+    options: dict[str, Any]
+    leaves: list[Leaf]  # of all arguments
+    structure: Any
+
+    def value_and_grad(
+        self, arrays: dict[int, jax.Array], chosen: list[int]
+    ) -> tuple[PyTree, dict[int, jax.Array]]:
+        """Returns the results with these arrays as leaves, and the gradients by the chosen ones. Both have numbers."""
+        by_number = dict(enumerate(self.leaves)) | arrays
+        params = {at: by_number[at] for at in chosen}
+        # None stands for them. Otherwise `sum_over` would pass each of them to all devices twice.
+        args, kwargs = self.structure.unflatten((by_number | dict.fromkeys(chosen)).values())
+        given: dict[str, Any] = {"argnums": len(args)} | self.roles | self.options
+        if self.weight:
+            given["weight"] = functools.partial(self._with_params, self.weight)
+        fun = functools.partial(self._with_params, self._scalar)
+        returned, grads = value_and_grad(fun, **given)(*args, params, **kwargs)
+        return returned, grads
+
+    def _with_params(self, function: Function, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Returns the result of `function`, with the parameters, which come last by position, in their places."""
+        *others, params = args
+        leaves = self.structure.flatten_up_to((tuple(others), kwargs))
+        given = [*(dict(enumerate(leaves)) | params).values()]
+        own, own_kwargs = self.structure.unflatten(given)
+        returned = function(*own, **own_kwargs)
+        now = jax.tree.leaves((own, own_kwargs))
+        if len(now) != len(given) or any(x is not y for x, y in zip(now, given, strict=True)):
+            raise ValueError(
+                "fun changes its arguments in place, and the change would be lost. Return the new values as aux. In "
+                "Flax NNX, take shrewjax.flax.micro_batched, which keeps batch statistics and counts of keys"
+            )
+        return returned
+
+    def _scalar(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        returned = self.fun(*args, **kwargs)
+        value = returned[0] if isinstance(returned, tuple) else returned
+        if np.ndim(value):
+            raise ValueError(
+                f"fun must return a scalar loss, got the shape {np.shape(value)}. Return its mean or its sum. To get "
+                "losses of examples, too, return them as aux, with has_aux=True and aux='stack'"
+            )
+        return returned
+
+
+def _tangent(
+    returned: PyTree, grads: dict[int, jax.Array], tangents: dict[int, jax.Array], *, has_aux: bool
+) -> PyTree:
+    """Returns the tangent of the results: of the loss, the sum of gradients times tangents, and of the aux, NaN."""
+    value = returned[0] if has_aux else returned
+
+    def product(grad: jax.Array, tangent: jax.Array) -> jax.Array:
+        # The product is wide, so that a large cotangent times a gradient of 0 is 0 in float16, too. It is no `vdot`,
+        # because JAX's gradients by complex numbers are conjugates already.
+        wide = sum_dtype(grad, value)
+        products = upcast(grad, wide) * upcast(tangent, wide)
+        return jnp.sum(products.real).astype(value.dtype)
+
+    terms = [product(grads[at], t) for at, t in tangents.items()]
+    of_value = functools.reduce(operator.add, terms, jnp.zeros_like(value))
+
+    def of_aux(x: jax.Array) -> Leaf:
+        if not is_gradient(x):
+            return np.zeros(x.shape, jax.dtypes.float0)
+        return jnp.full_like(x, jnp.nan) * of_value.astype(x.dtype)
+
+    return (of_value, jax.tree.map(of_aux, returned[1])) if has_aux else of_value
+
+
+def _place(path: KeyPath) -> Place:
+    """Returns how the argument came that has a leaf of `(args, kwargs)`."""
+    at: Place = path[1].idx if path[0].idx == 0 else path[1].key
+    return at
+
+
+def _no_derivative_by(path: KeyPath) -> str:
+    at = _place(path)
+    name = f"argument {at}" if isinstance(at, int) else f"keyword argument {at}"
+    return (
+        f"{name}{jax.tree_util.keystr(path[2:])} is differentiated, but micro_batched has no derivative by examples, "
+        "keys or a carry. Pass jax.lax.stop_gradient of it. Or, if it holds none, name the others in batch_argnums="
+    )

@@ -1,0 +1,490 @@
+"""A loss whose derivatives are computed in micro-batches. The oracle is JAX on the whole batch, in float64."""
+
+import inspect
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from helpers import assert_close, mesh_of, placed
+from jax import P
+from speed import quick_jit
+
+import shrewjax
+
+B, K = 8, 4
+RNG = np.random.default_rng(0)
+PARAMS = {"w": RNG.normal(size=(3, 4)), "a": RNG.normal(size=(4, 2)), "b": RNG.normal(size=(2, 4))}
+LAM, X, Y = np.float64(0.3), RNG.normal(size=(B, 3)), RNG.normal(size=B)
+F32 = jax.tree.map(lambda x: np.asarray(x, "f"), (PARAMS, LAM, X, Y))
+DIRECTION = jax.tree.map(np.cos, PARAMS)
+
+
+def loss(params, lam, x, y):
+    """A mean over examples, with an adapter and a penalty that couples both arguments."""
+    h = jnp.tanh(x @ params["w"] @ (jnp.eye(4, dtype=x.dtype) + params["a"] @ params["b"]))
+    return jnp.mean((jnp.mean(h, axis=1) - y) ** 2) + lam**2 * jnp.sum(jnp.sin(params["a"]))
+
+
+def with_aux(*args):
+    value = loss(*args)
+    return value, {"loss": value, "count": len(args[2])}
+
+
+of_batch = shrewjax.micro_batched(loss, K, batch_argnums=(2, 3))
+
+
+def held(function, *args):
+    """The bytes of a program's temporaries."""
+    return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+# --- every derivative is that of the whole batch ---------------------------------------------------------------------
+
+
+def of_params(f):
+    return lambda params: f(params, LAM, X, Y)
+
+
+def hessian_times_vector(f):
+    return jax.jvp(jax.grad(of_params(f)), (PARAMS,), (DIRECTION,))[1]
+
+
+def reverse_over_reverse(f):
+    def along(params):
+        return optax.tree.vdot(jax.grad(of_params(f))(params), DIRECTION)
+
+    return jax.grad(along)(PARAMS)
+
+
+def mixed(f):
+    return jax.jacfwd(lambda lam: jax.grad(f)(PARAMS, lam, X, Y))(LAM), jax.grad(
+        lambda lam: jnp.sum(jax.grad(f)(PARAMS, lam, X, Y)["a"])
+    )(LAM)
+
+
+def adapter_alone(f):
+    return jax.grad(lambda adapter: f(PARAMS | adapter, LAM, X, Y))({"a": PARAMS["a"], "b": PARAMS["b"]})
+
+
+def steps(f):
+    """Descent in a scan, recomputed and differentiated by its start, and one that stops by a condition."""
+
+    def step(params, _):
+        grads = jax.grad(of_params(f))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), f(params, LAM, X, Y)
+
+    def last(params):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(step), params, None, 2)[1])
+
+    stopped = jax.lax.while_loop(lambda p: f(p, LAM, X, Y) > 0.9, lambda p: step(p, None)[0], PARAMS)
+    chosen = jax.grad(lambda p: jax.lax.cond(p["w"][0, 0] > 9, lambda p: 0.0, of_params(f), p))(PARAMS)
+    return jax.grad(last)(PARAMS), stopped, chosen
+
+
+def mapped(f):
+    many = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
+    batches = jnp.stack([X, -X])
+    of_each = jax.vmap(f, (0, None, 0, None))
+    return (
+        jax.vmap(jax.grad(f), (0, None, None, None))(many, LAM, X, Y),
+        jax.grad(lambda many: jnp.sum(of_each(many, LAM, batches, Y)))(many),
+        jax.vmap(f, (None, 0, None, None))(PARAMS, jnp.ones(2), X, Y),
+    )
+
+
+def implicit(f):
+    """The derivative of a minimizer by another argument, as solvers have it."""
+
+    def gradient(lam):
+        return lambda lr: jax.grad(f)(PARAMS | {"b": lr * PARAMS["b"]}, lam, X, Y)["a"][0, 0] - lr
+
+    def minimizer(lam):
+        def solve(g, start):
+            return jax.lax.fori_loop(0, 20, lambda _, lr: lr + 0.5 * g(lr), start)
+
+        return jax.lax.custom_root(gradient(lam), 0.1, solve, lambda g, y: y / g(1.0))
+
+    return jax.grad(minimizer)(LAM)
+
+
+DERIVATIVES = {
+    "value": lambda f: f(PARAMS, LAM, X, Y),
+    "value_and_grad": lambda f: jax.value_and_grad(f, (0, 1))(PARAMS, LAM, X, Y),
+    "jvp": lambda f: jax.jvp(of_params(f), (PARAMS,), (DIRECTION,)),
+    "linearize": lambda f: jax.linearize(of_params(f), PARAMS)[1](DIRECTION),
+    "forward over reverse": hessian_times_vector,
+    "reverse over reverse": reverse_over_reverse,
+    "mixed": mixed,
+    "adapter alone": adapter_alone,
+    "steps in loops": steps,
+    "mapped": mapped,
+    "implicit": implicit,
+    "jit inside": lambda f: jax.grad(jax.jit(f))(PARAMS, LAM, X, Y),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivative_is_that_of_the_whole_batch(name, x64_only):
+    derivative = DERIVATIVES[name]
+    expected = quick_jit(partial(derivative, loss))()
+    assert_close(quick_jit(partial(derivative, of_batch))(), expected, rtol=1e-12)
+
+
+def test_outside_of_jit_it_is_the_same(x64_only):
+    assert_close(jax.value_and_grad(of_batch)(PARAMS, LAM, X, Y), jax.value_and_grad(loss)(PARAMS, LAM, X, Y), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_gradients_have_the_dtypes_of_the_parameters(dtype):
+    params, lam, x, y = jax.tree.map(lambda x: jnp.asarray(x, dtype), (PARAMS, LAM, X, Y))
+    d = jax.tree.map(jnp.ones_like, params)
+    grads = quick_jit(jax.grad(of_batch))(params, lam, x, y)
+    value, tangent = quick_jit(lambda p, d: jax.jvp(lambda p: of_batch(p, lam, x, y), (p,), (d,)))(params, d)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {value.dtype, tangent.dtype} == {np.dtype(dtype)}
+    _, expected = quick_jit(shrewjax.value_and_grad(loss, K, batch_argnums=(2, 3)))(params, lam, x, y)
+    assert_close(grads, expected, rtol=1e-6)
+
+
+def test_complex_parameters_have_the_convention_of_jax(x64_only):
+    params, direction = RNG.normal(size=(2, 3)) + 1j * RNG.normal(size=(2, 3))
+
+    def of_complex(params, x):
+        z = x.astype(params.dtype) @ params
+        return jnp.mean(jnp.abs(z + 1j) ** 2 + jnp.sin(z).real)
+
+    def both(f):
+        of = partial(f, x=X)
+        gradient = jax.grad(of)
+        return gradient(params), jax.jvp(of, (params,), (direction,))
+
+    part = shrewjax.micro_batched(of_complex, K, batch_argnums="x")
+    found, expected = (jax.tree.leaves(both(f)) for f in (part, of_complex))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-12)
+    assert_close(found[1:], expected[1:], rtol=1e-12)
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("sum_over", [None, "data"])
+def test_on_a_mesh_every_derivative_is_that_of_the_whole_batch(axis_type, sum_over, x64_only):
+    params, lam, x, y = PARAMS, LAM, X, Y
+    part = shrewjax.micro_batched(loss, 2, batch_argnums=(2, 3), sum_over=sum_over)
+
+    def both(f, params, lam, x, y):
+        gradient = jax.grad(lambda p: f(p, lam, x, y))
+        return f(params, lam, x, y), gradient(params), jax.jvp(gradient, (params,), (DIRECTION,))[1]
+
+    expected = quick_jit(partial(both, loss))(params, lam, x, y)
+    mesh = mesh_of(axis_type, data=2)
+    batch = placed((x, y), mesh, P("data"))
+    with jax.set_mesh(mesh):
+        found = quick_jit(partial(both, part))(placed(params, mesh, P()), lam, *batch)
+    assert_close(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["tracked", "untracked"])
+def test_inside_shard_map_the_derivative_is_that_of_all_devices(check_vma, x64_only):
+    params, lam, x, y = PARAMS, LAM, X, Y
+    part = shrewjax.micro_batched(loss, 2, batch_argnums=(2, 3), sum_over="data")
+    specs = {"in_specs": (P(), P(), P("data"), P("data")), "out_specs": P(), "check_vma": check_vma}
+    step = jax.shard_map(jax.value_and_grad(part), mesh=mesh_of(data=2), **specs)
+    assert_close(quick_jit(step)(params, lam, x, y), jax.value_and_grad(loss)(params, lam, x, y), rtol=1e-12)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_it_holds_one_micro_batch_and_the_gradients_that_are_wanted():
+    width, rows = 64, 2048
+    params = {"layers": jnp.zeros((5, width, width)), "adapter": jnp.ones(width)}
+
+    def deep(params, x):
+        h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])[0]
+        return jnp.mean((h @ params["adapter"]) ** 2)
+
+    def adapter(f):
+        return lambda adapter, params, x: f(params | {"adapter": adapter}, x)
+
+    part, x = shrewjax.micro_batched(deep, 16), jnp.ones((rows, width))
+    tree, micro_batch = params["layers"].nbytes, x.nbytes / 16
+    assert held(part, params, x) < 3 * micro_batch
+    assert held(jax.value_and_grad(part), params, x) < held(jax.value_and_grad(deep), params, x) / 8
+    of_all = held(jax.grad(part), params, x)
+    of_adapter = held(jax.grad(adapter(part)), params["adapter"], params, x)
+    assert of_adapter < of_all - 0.9 * tree or of_adapter < 8 * micro_batch
+
+
+def test_the_value_runs_no_backward_pass_except_to_drop_micro_batches():
+    @jax.custom_vjp
+    def noisy(x):
+        return x
+
+    ran = []
+    noisy.defvjp(lambda x: (x, None), lambda _, g: ran.append(1) or (g,))
+    for nonfinite, expected in (("propagate", []), ("drop_microbatch", [1])):
+        ran.clear()
+        part = shrewjax.micro_batched(lambda p, x: noisy(jnp.mean(x @ p)), K, nonfinite=nonfinite)
+        jax.eval_shape(part, np.ones(3, "f"), X.astype("f")) if nonfinite == "propagate" else jax.eval_shape(
+            jax.jit(part), np.ones(3, "f"), X.astype("f")
+        )
+        assert ran == expected
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+W = RNG.normal(size=3).astype("f")
+XF, YF = X.astype("f"), Y.astype("f")
+KEY = jax.random.key(0)
+
+
+def scaled(w, x, y, scale=1.0):
+    return scale * jnp.mean((x @ w - y) ** 2)
+
+
+def noisy(w, key, **batch):
+    return scaled(w, **batch) + 0 * jax.random.normal(key)
+
+
+class Module(eqx.Module):
+    linear: eqx.nn.Linear
+    steps: jax.Array
+    activation: object
+
+    def __call__(self, x):
+        return self.activation(jax.vmap(self.linear)(x)[:, 0]) * self.steps.astype(x.dtype)
+
+
+def of_module(module, args):
+    x, y, scale = args
+    return scale * jnp.mean((module(x) - y) ** 2)
+
+
+def of_module_in_parts(module, args):
+    """A number beside examples in one tree comes by an argument of its own."""
+    return shrewjax.micro_batched(
+        lambda module, x, y, scale: of_module(module, (x, y, scale)), K, batch_argnums=(1, 2)
+    )(module, *args)
+
+
+CALLS = {
+    "a number by keyword": (scaled, {}, (W, XF, YF), {"scale": 2.0}),
+    "an array by keyword": (scaled, {}, (W, XF, YF), {"scale": jnp.float32(2)}),
+    "the batch by keyword": (scaled, {}, (W,), {"x": XF, "y": YF}),
+    "a scale by position, and names": (scaled, {"batch_argnums": ("x", "y")}, (W, XF, YF, 2.0), {}),
+    "positions, by keyword": (scaled, {"batch_argnums": (1, 2)}, (W,), {"y": YF, "x": XF, "scale": 2.0}),
+    "params, key, **batch": (noisy, {"rng_argnums": "key"}, (W, KEY), {"x": XF, "y": YF}),
+    "a partial": (partial(scaled, scale=2.0), {}, (W, XF, YF), {}),
+    "a key by keyword": (
+        noisy,
+        {"rng_argnums": "key", "batch_argnums": ("x", "y")},
+        (W,),
+        {"key": KEY, "x": XF, "y": YF},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_come_as_fun_takes_them(name):
+    fun, options, args, kwargs = CALLS[name]
+    part = shrewjax.micro_batched(fun, K, **options)
+    found = quick_jit(lambda *args: jax.value_and_grad(part)(*args, **kwargs))(*args)
+    assert_close(found, jax.value_and_grad(fun)(*args, **kwargs), rtol=1e-5)
+
+
+def test_it_has_the_signature_the_name_and_the_docstring_of_fun():
+    assert inspect.signature(of_batch) == inspect.signature(loss)
+    assert (of_batch.__name__, of_batch.__doc__) == (loss.__name__, loss.__doc__)
+
+
+def test_a_whole_equinox_module_with_integers_and_functions_is_an_argument():
+    module = Module(eqx.nn.Linear(3, 1, key=KEY), jnp.int32(2), jax.nn.tanh)
+    args = (XF, YF, 2.0)
+    found = eqx.filter_jit(eqx.filter_value_and_grad(of_module_in_parts))(module, args)
+    assert_close(found, eqx.filter_value_and_grad(of_module)(module, args), rtol=1e-5)
+
+
+def test_keys_weights_and_aux_are_those_of_value_and_grad():
+    counts = np.arange(B) % 3 > 0
+
+    def masked(w, key, x, y, counts):
+        keep = jax.random.bernoulli(key, 0.5, x.shape)
+        errors = jnp.where(counts, (jnp.where(keep, x, 0) @ w - y) ** 2, 0)
+        error = jnp.sum(errors) / jnp.maximum(jnp.sum(counts), 1).astype(x.dtype)
+        return error, {"error": error, "worst": jnp.max(y), "count": jnp.sum(counts)}
+
+    options = {
+        "has_aux": True,
+        "rng_argnums": 1,
+        "weight": lambda w, key, x, y, counts: jnp.sum(counts),
+        "aux": {"error": "mean", "worst": "max", "count": "sum"},
+        "nonfinite": "drop_microbatch",
+    }
+    args = (W, KEY, XF, np.where(np.arange(B) == 1, np.nan, YF).astype("f"), counts)
+    part = shrewjax.micro_batched(masked, K, **options)
+    expected = quick_jit(shrewjax.value_and_grad(masked, K, **options))(*args)
+    found = quick_jit(jax.value_and_grad(part, has_aux=True))(*args)
+    assert_close(found, expected, rtol=1e-6)
+    assert_close(quick_jit(part)(*args), expected[0], rtol=1e-6)
+    assert np.isfinite(found[0][0])
+    assert found[0][1]["count"] < counts.sum()
+
+
+# --- errors, and what is not an error but said -----------------------------------------------------------------------
+
+
+def smooth(params, lam, x, y):
+    return jnp.sum(jnp.exp(x @ params["w"]))
+
+
+REFUSED = {
+    "examples": (
+        lambda: jax.grad(of_batch, 2)(*F32),
+        "argument 2 is differentiated, but micro_batched has no derivative by examples, keys or a carry",
+    ),
+    "examples by keyword": (
+        lambda: jax.grad(lambda x: shrewjax.micro_batched(scaled, K)(W, x=x, y=YF))(XF),
+        "keyword argument x is differentiated",
+    ),
+    "a closure": (
+        lambda: jax.grad(lambda lam: shrewjax.micro_batched(lambda p, x: lam * jnp.mean(x @ p), K)(W, XF))(2.0),
+        "fun or weight closes over an array that is traced",
+    ),
+    "a smooth weight": (
+        lambda: jax.grad(shrewjax.micro_batched(loss, K, batch_argnums=(2, 3), weight=smooth))(*F32),
+        "weight must be a constant to JAX",
+    ),
+    "a smooth weight of value_and_grad": (
+        lambda: shrewjax.value_and_grad(loss, K, batch_argnums=(2, 3), weight=smooth)(*F32),
+        "weight must be a constant to JAX",
+    ),
+    "no scalar": (
+        lambda: shrewjax.micro_batched(lambda p, x: x @ p, K)(W, XF),
+        r"fun must return a scalar loss, got the shape \(2,\)",
+    ),
+    "sum_over=()": (lambda: shrewjax.micro_batched(loss, K, sum_over=()), r"sum_over must be a mapped axis or None"),
+    "a number among the examples": (
+        lambda: shrewjax.micro_batched(of_module, K)(W, (XF, YF, 2.0)),
+        r"argument 1\[2\] has no axis of examples",
+    ),
+    "a key without a role": (lambda: shrewjax.micro_batched(noisy, K)(W, KEY, x=XF, y=YF), "rng_argnums=1"),
+    "a wrong option": (lambda: shrewjax.micro_batched(loss, 0), "micro_batches must be a Python int >= 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_use_is_an_error_that_names_it(name):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert len(str(caught.value)) <= 700
+
+
+def test_a_closure_that_is_differentiated_inside_jit_is_an_error_of_jax():
+    def of_closure(lam):
+        return shrewjax.micro_batched(lambda p, x: lam * jnp.mean(x @ p), K)(W, XF)
+
+    for derivative in (jax.jit(jax.grad(of_closure)), jax.grad(jax.jit(of_closure))):
+        with pytest.raises((jax.errors.UnexpectedTracerError, TypeError)):
+            derivative(2.0)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        lambda params, lam, x, y: jnp.sum(x @ params["w"] > 0),
+        lambda params, lam, x, y: jax.lax.stop_gradient(smooth(params, lam, x, y)),
+        lambda params, lam, x, y: jax.jit(lambda x, w: jnp.maximum(jnp.sum(jnp.where(x @ w > 0, 1.0, 0.0)), 1))(
+            x, params["w"]
+        ),
+    ],
+    ids=["mask", "stop_gradient", "mask in jit"],
+)
+def test_a_weight_that_only_counts_has_a_derivative_of_zero(weight):
+    options = {"batch_argnums": (2, 3), "weight": weight}
+    found = quick_jit(jax.value_and_grad(shrewjax.micro_batched(loss, K, **options)))(*F32)
+
+    def by_hand(params, lam, x, y):  # the average of micro-batches' losses, by weights that are numbers
+        parts = [(x[i::K], y[i::K]) for i in range(K)]
+        weights = [jax.lax.stop_gradient(weight(params, lam, *part)) for part in parts]
+        weights = [w.astype("float32") for w in weights]
+        return sum(w * loss(params, lam, *part) for w, part in zip(weights, parts, strict=True)) / sum(weights)
+
+    assert_close(found, quick_jit(jax.value_and_grad(by_hand))(*F32), rtol=1e-4, atol=1e-6)
+
+
+def test_with_a_sum_a_smooth_weight_is_no_error_because_nothing_is_divided_by_it():
+    options = {"batch_argnums": (2, 3), "reduction": "sum"}
+    found = jax.grad(shrewjax.micro_batched(loss, K, weight=smooth, **options))(*F32)
+    assert_close(found, jax.grad(shrewjax.micro_batched(loss, K, **options))(*F32), rtol=1e-6)
+
+
+def test_a_derivative_of_the_aux_is_nan_and_jax_drops_it_where_nothing_uses_it():
+    part = shrewjax.micro_batched(with_aux, K, has_aux=True, batch_argnums=(2, 3), aux={"loss": "mean", "count": "sum"})
+
+    def of_aux(*args):
+        value, aux = part(*args)
+        return value + aux["loss"]
+
+    def in_company(*args):  # each of these has the aux among its results
+        of_scan = jax.lax.scan(lambda c, _: (c + part(*args)[0], part(*args)[1]), 0.0, None, 1)[0]
+        of_cond = jax.lax.cond(args[1] > 0, part, lambda *args: (jnp.zeros(()), part(*args)[1]), *args)[0]
+        return of_scan + of_cond + jax.checkpoint(part)(*args)[0] + jax.jit(part)(*args)[0]
+
+    (value, aux), grads = quick_jit(jax.value_and_grad(part, has_aux=True))(*F32)
+    expected = quick_jit(jax.value_and_grad(loss))(*F32)
+    assert_close((value, grads), expected, rtol=1e-4, atol=1e-6)
+    assert_close(aux, {"loss": expected[0], "count": jnp.int32(B)}, rtol=1e-4, atol=1e-6)
+    assert_close(
+        quick_jit(jax.grad(in_company))(*F32), jax.tree.map(lambda g: 4 * g, expected[1]), rtol=1e-4, atol=1e-6
+    )
+    assert all(np.isnan(g).all() for g in jax.tree.leaves(quick_jit(jax.grad(of_aux))(*F32)))
+
+
+def half(params, x, scale=1.0):
+    """Its float16 gradients are about 1e-9, which is 0 in that dtype."""
+    return 1e-5 * jnp.mean((1e-4 * (x @ params)).astype(jnp.float32)) * scale
+
+
+def test_a_loss_scale_helps_inside_fun_and_not_around_it():
+    params, x, scale = jnp.ones(3, jnp.float16), jnp.ones((B, 3), jnp.float16), 2.0**16
+    part = shrewjax.micro_batched(half, K, batch_argnums=1)
+    around = jax.grad(lambda p: scale * part(p, x))(params)
+    inside = jax.grad(lambda p: part(p, x, jnp.float32(scale)))(params)
+    assert not np.any(around)
+    assert_close(inside, jax.grad(half)(params, x, scale), rtol=1e-2)
+    assert np.all(inside > 0)
+
+
+def test_flaxs_dynamic_scale_helps_if_fun_has_the_scale_and_the_result_is_divided_by_it():
+    params, x, dynamic = (
+        jnp.ones(3, jnp.float16),
+        jnp.ones((B, 3), jnp.float16),
+        DynamicScale(scale=jnp.float32(2.0**16)),
+    )
+    part = shrewjax.micro_batched(half, K, batch_argnums=1)
+    *_, lost = dynamic.value_and_grad(lambda p: part(p, x))(params)
+    *_, expected = dynamic.value_and_grad(lambda p: half(p, x))(params)
+    _, is_finite, value, kept = dynamic.value_and_grad(lambda p: part(p, x, dynamic.scale) / dynamic.scale)(params)
+    assert not np.any(lost)
+    assert np.all(kept > 0) & is_finite
+    assert_close((value, kept), (half(params, x), expected), rtol=1e-2)
+
+
+def test_an_optimizer_that_takes_the_loss_goes_where_it_goes_with_the_whole_batch(x64_only, as_users_have_it):
+    tx = optax.lbfgs()
+    params = jax.tree.map(jnp.asarray, PARAMS)
+
+    def step(f, params, state):
+        of = of_params(f)
+        value, grads = optax.value_and_grad_from_state(of)(params, state=state)
+        updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=of)
+        return optax.apply_updates(params, updates), state
+
+    def descend(f):
+        return jax.lax.scan(lambda c, _: (step(f, *c), None), (params, tx.init(params)), None, 3)[0][0]
+
+    assert_close(quick_jit(partial(descend, of_batch))(), quick_jit(partial(descend, loss))(), rtol=1e-9)

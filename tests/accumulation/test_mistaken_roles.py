@@ -1,0 +1,238 @@
+"""What is odd about the arguments of a call: the remedy in each message is applied, and gives the right gradient."""
+
+import dataclasses
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close
+
+import shrewjax
+
+pytestmark = pytest.mark.thorough
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(8, 3)).astype(np.float32), RNG.normal(size=8).astype(np.float32)
+WEIGHTS = {"w": jnp.asarray([0.5, -1.0, 2.0])}
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+def noisy(params, x, key, scale=1.0):
+    return jnp.mean((x + scale * jax.random.normal(key, x.shape)) @ params["w"])
+
+
+def traced(loss, *args):
+    return jax.eval_shape(shrewjax.value_and_grad(loss, 4), *args)
+
+
+class Examples(NamedTuple):
+    x: jax.Array
+    y: jax.Array
+    rate: float | None
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "y", "rate"], meta_fields=[])
+@dataclasses.dataclass
+class Data:
+    x: jax.Array
+    y: jax.Array
+    rate: float | None
+
+
+def rated(params, x, y, rate):
+    return loss_fn(params, x * jnp.broadcast_to(rate, x.shape), y)
+
+
+def dot(params, x):
+    return jnp.mean(x @ params["w"])
+
+
+def of_fields(params, batch):
+    return rated(params, batch.x, batch.y, batch.rate)
+
+
+def noisy_in_dict(params, batch, **others):
+    return noisy(params, batch["x"], batch["key"], **others)
+
+
+def gan(generator, critic, z):
+    return jnp.mean(jnp.tanh(z @ jnp.diag(generator["w"])) @ critic["w"]) * critic["b"].sum()
+
+
+def two_sets(params, labelled, unlabelled):
+    return loss_fn(params, *labelled) + 0.1 * jnp.mean(unlabelled @ params["w"])
+
+
+def nodes_and_edges(params, graph):
+    return jnp.mean(graph["nodes"] @ params["w"]) * jnp.mean(graph["edges"])
+
+
+CLASSES = np.float32([1, 2, 3])
+CRITIC = {"w": jnp.ones((3, 4)), "b": jnp.arange(4.0)}
+RATED = {"x": X, "y": Y, "rate": 0.5}
+RAW, KEY = jax.random.PRNGKey(0), jax.random.key(0)
+NOISE = {"key": KEY, "scale": 2.0}
+
+# fun, the arguments by position and by keyword, and the options of value_and_grad. The message's remedy is applied: the
+# options in it, and its `lambda`, which gets the named leaf by keyword.
+MISTAKEN_ROLES = {
+    "a scalar by position": (rated, (WEIGHTS, X, Y, 0.5), {}, {}),
+    "settings": (lambda p, h, x, y: rated(p, x, y, h["r"]), (WEIGHTS, {"r": 0.5, "s": 1.0}, X, Y), {}, {}),
+    "a scalar in a dict": (lambda p, batch: rated(p, **batch), (WEIGHTS, RATED), {}, {}),
+    "a scalar deep in a dict": (lambda p, b: rated(p, **b["of"][0]), (WEIGHTS, {"of": [RATED]}), {}, {}),
+    "a scalar in a tuple": (lambda p, batch: rated(p, *batch), (WEIGHTS, (X, Y, 0.5)), {}, {}),
+    "a scalar in a list": (lambda p, batch: rated(p, *batch), (WEIGHTS, [X, Y, 0.5]), {}, {}),
+    "a scalar in a named tuple": (of_fields, (WEIGHTS, Examples(X, Y, 0.5)), {}, {}),
+    "a scalar in a dataclass": (of_fields, (WEIGHTS, Data(X, Y, 0.5)), {}, {}),
+    "a scalar in a dict by keyword": (lambda p, *, batch: rated(p, **batch), (WEIGHTS,), {"batch": RATED}, {}),
+    "a scalar among keywords": (rated, (WEIGHTS,), RATED, {}),
+    "a scalar before keywords": (lambda p, r, x, y: rated(p, x, y, r), (WEIGHTS, 0.5), {"x": X, "y": Y}, {}),
+    "an array before keywords": (lambda p, r, x, y: rated(p, x, y, r), (WEIGHTS, CLASSES), {"x": X, "y": Y}, {}),
+    "half of the batch by keyword": (loss_fn, (WEIGHTS, X), {"y": Y}, {}),
+    "an array by position": (rated, (WEIGHTS, X, Y, CLASSES), {}, {}),
+    "an array in a dict": (lambda p, batch: rated(p, **batch), (WEIGHTS, RATED | {"rate": CLASSES}), {}, {}),
+    "an array of a length that K divides": (lambda p, c, x: dot(p, x) * c.sum(), (WEIGHTS, Y[:4], X), {}, {}),
+    "a function in a dict": (lambda p, b: b["f"](dot(p, b["x"])), (WEIGHTS, {"x": X, "f": jnp.negative}), {}, {}),
+    "text by position": (lambda p, x, y, kind: loss_fn(p, x, y) * len(kind), (WEIGHTS, X, Y, "mean"), {}, {}),
+    "a frozen tree first": (lambda p, c, x, y: loss_fn(p, x, y) * c["b"].sum(), (WEIGHTS, CRITIC, X, Y), {}, {}),
+    "a frozen tree last": (lambda p, x, y, c: loss_fn(p, x, y) * c["b"].sum(), (WEIGHTS, X, Y, CRITIC), {}, {}),
+    "an average of parameters": (lambda p, q, x: dot(p, x) * q["w"].sum(), (WEIGHTS, {"w": jnp.ones(3)}, X), {}, {}),
+    "two networks": (gan, ({"w": jnp.ones(3)}, CRITIC, X), {}, {}),
+    "two networks, by the second": (lambda c, g, z: gan(g, c, z), (CRITIC, {"w": CLASSES}, X), {}, {}),
+    "two networks and a wrong position": (gan, ({"w": jnp.ones(3)}, CRITIC, X), {}, {"batch_argnums": 1}),
+    "a forgotten key": (noisy, (WEIGHTS, X, KEY), {}, {}),
+    "a forgotten raw key by keyword": (noisy, (WEIGHTS, X), {"key": RAW}, {}),
+    "a key among keywords": (noisy, (WEIGHTS,), {"x": X, "key": KEY}, {}),
+    "two keys": (lambda p, j, x, k: noisy(p, x, j) * noisy(p, x, k), (WEIGHTS, KEY, X, RAW), {}, {"rng_argnums": 1}),
+    "a key in a dict": (noisy_in_dict, (WEIGHTS, {"x": X, "key": KEY}), {}, {}),
+    "a raw key in a dict": (noisy_in_dict, (WEIGHTS, {"x": X, "key": RAW}), {}, {}),
+    "a key in a dict in rng_argnums": (noisy_in_dict, (WEIGHTS, {"x": X, "key": KEY}), {}, {"rng_argnums": 1}),
+    "a key in settings": (lambda p, x, c: noisy(p, x, **c), (WEIGHTS, X, NOISE), {}, {"batch_argnums": 1}),
+    "a key in settings in rng_argnums": (lambda p, x, c: noisy(p, x, **c), (WEIGHTS, X, NOISE), {}, {"rng_argnums": 2}),
+}  # fmt: skip
+
+
+def remedied(message, fun, args, kwargs, options):
+    """Returns the call with the first remedy of a message applied."""
+    roles = re.findall(r"\b(batch_argnums|rng_argnums)=(\([^()]*\)|-?\d+|'\w+')", message)
+    options = options | {name: eval(places) for name, places in reversed(roles)}
+    lambdas = re.findall(r"use (lambda .*?\))(?:\. |$)", message)
+    if not lambdas:
+        return fun, args, kwargs, options
+    place, path = re.search(r"ut None in place of (?:keyword )?argument (\w+)(\S*),", message).groups()
+    given = dict(enumerate(args)) | kwargs
+    tree = given[int(place) if place.isdigit() else place]
+    ((leaf, taken),) = [
+        (x, jax.tree.map_with_path(lambda q, y, p=p: None if p == q else y, tree))
+        for p, x in jax.tree.leaves_with_path(tree)
+        if jax.tree_util.keystr(p) == path
+    ]
+    name = re.search(r"(\w+): fun", lambdas[0])[1]
+    given[int(place) if place.isdigit() else place] = taken
+    new = eval(lambdas[0], {"fun": fun, "dataclasses": dataclasses})
+    return new, tuple(given[i] for i in range(len(args))), {k: given[k] for k in kwargs} | {name: leaf}, options
+
+
+def with_own_keys(fun, args, kwargs):
+    """The mean gradient over micro-batches of their own examples and keys, by hand."""
+
+    def part(i):
+        def of(x):
+            if isinstance(x, jax.Array) and (x.dtype == np.uint32 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
+                return jax.random.fold_in(x, i)
+            return x[i::4] if np.ndim(x) and x.shape[0] == 8 else x
+
+        others, by_name = jax.tree.map(of, (args[1:], kwargs))
+        return jax.grad(fun)(args[0], *others, **by_name)
+
+    return jax.tree.map(lambda *of_all: sum(of_all) / 4, *map(part, range(4)))
+
+
+def called(fun, args, kwargs, options):
+    """Returns the message of the error, or what the call returns."""
+    try:
+        return "", shrewjax.value_and_grad(fun, 4, **options)(*args, **kwargs)
+    except ValueError as error:
+        return str(error), None
+
+
+@pytest.mark.parametrize("case", MISTAKEN_ROLES)
+def test_the_remedy_for_a_mistaken_role_gives_the_right_gradient(case):
+    fun, args, kwargs, options = MISTAKEN_ROLES[case]
+    expected = with_own_keys(fun, args, kwargs)
+    message, _ = called(fun, args, kwargs, options)
+    for _ in range(2):  # the second may have another message
+        fun, args, kwargs, options = remedied(message, fun, args, kwargs, options)
+        message, returned = called(fun, args, kwargs, options)
+        if not message:
+            break
+    assert_close(returned[1], expected, rtol=1e-5)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["size"])
+@dataclasses.dataclass
+class Sized:
+    x: jax.Array
+    size: int
+
+
+def test_a_static_size_is_the_whole_batch_s_and_summing_the_parts_mends_it():
+    def loss(params, batch):
+        return jnp.sum(batch.x @ params["w"]) / batch.size
+
+    _, grads = shrewjax.value_and_grad(loss, 4, reduction="sum")(WEIGHTS, Sized(X, 8))
+    assert_close(grads, jax.grad(loss)(WEIGHTS, Sized(X, 8)), rtol=1e-5)
+
+
+def test_two_sets_of_examples_may_be_divided_by_the_remedy_in_the_message():
+    unlabelled = RNG.normal(size=(24, 3)).astype(np.float32)
+    args = (X, Y), unlabelled
+    with pytest.raises(
+        ValueError, match=r"pass each array as x\.reshape\(4, -1, \*x\.shape\[1:\]\), and let fun take x\[0\]"
+    ):
+        traced(two_sets, WEIGHTS, *args)
+    step = shrewjax.value_and_grad(lambda p, *sets: two_sets(p, *jax.tree.map(lambda x: x[0], sets)), 4)
+    _, grads = step(WEIGHTS, *jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), args))
+    assert_close(grads, jax.grad(two_sets)(WEIGHTS, *args), rtol=1e-5)
+
+
+def test_other_axes_padding_and_parts_of_examples_are_mended_by_their_remedies():
+    with pytest.raises(ValueError, match=r"If axis 1 numbers the examples, pass jnp\.moveaxis\(x, 1, 0\)"):
+        traced(loss_fn, WEIGHTS, X.T, Y)
+    _, grads = shrewjax.value_and_grad(loss_fn, 4)(WEIGHTS, jnp.moveaxis(X.T, 1, 0), Y)
+    assert_close(grads, jax.grad(loss_fn)(WEIGHTS, X, Y), rtol=1e-5)
+
+    def masked(params, x, y, is_real):
+        return jnp.sum(is_real.astype("f") * (x @ params["w"] - y) ** 2) / jnp.maximum(jnp.sum(is_real), 1).astype("f")
+
+    with pytest.raises(ValueError, match=r"has 6 examples, .* pad the batch to 8, and let weight= count the real ones"):
+        traced(loss_fn, WEIGHTS, X[:6], Y[:6])
+    step = shrewjax.value_and_grad(masked, 4, weight=lambda p, x, y, is_real: is_real.sum())
+    _, grads = step(WEIGHTS, X, Y, np.arange(8) < 6)
+    assert_close(grads, jax.grad(loss_fn)(WEIGHTS, X[:6], Y[:6]), rtol=1e-5)
+
+    graphs = [{"nodes": X[: i + 2], "edges": Y[: i + 4]} for i in range(4)]
+    with pytest.raises(ValueError, match=r"stack 4 padded batches along a new first axis, and let fun take x\[0\]"):
+        traced(nodes_and_edges, WEIGHTS, {"nodes": jnp.ones((14, 3)), "edges": jnp.ones(22)})
+    step = shrewjax.value_and_grad(lambda p, g: nodes_and_edges(p, jax.tree.map(lambda x: x[0], g)), 4)
+    same = jax.tree.map(lambda *of_all: np.stack(of_all), *[graphs[0]] * 4)
+    assert_close(step(WEIGHTS, same)[1], jax.grad(nodes_and_edges)(WEIGHTS, graphs[0]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "text", [["a"] * 8, np.array(["a"] * 8), np.array([object()] * 8)], ids=["list", "array", "objects"]
+)
+def test_leaves_that_are_no_numbers_are_errors_that_name_them(text):
+    with pytest.raises(
+        ValueError, match=r"^argument 1\['t'\]\S* must be an array of numbers, got \S+\. Put None in place of"
+    ):
+        shrewjax.value_and_grad(lambda p, batch: loss_fn(p, batch["x"], batch["y"]), 4)(
+            WEIGHTS, {"t": text, "x": X, "y": Y}
+        )

@@ -1,0 +1,137 @@
+"""Rows of docs/guide/sharp_edges.md: the edge is as sharp as the page says, and what stands beside it is right."""
+
+import dataclasses
+import pathlib
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import mesh_of, own_params
+from speed import quick_jit
+
+import shrewjax
+
+PAGE = (pathlib.Path(__file__).parent.parent.parent / "docs" / "guide" / "sharp_edges.md").read_text()
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
+
+
+def rates(tx, state_of, grads):
+    """The schedule's count after these calls."""
+    state = tx.init(jnp.float32(0))
+    update = quick_jit(lambda g, s: tx.update(g, s, jnp.float32(0))[1])
+    for g in np.float32(grads):
+        state = update(g, state)
+    return int(state_of(state).count)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "grads", "steps"),
+    [(partial(shrewjax.accumulate, accum_steps=4), [1] * 8, 2), (shrewjax.skip_nonfinite, [1, np.nan, np.nan, 1], 2)],
+)
+def test_hyperparameters_inside_count_steps_and_around_count_calls(wrapper, grads, steps):
+    rate = optax.linear_schedule(1.0, 0.0, 10)
+    inside = wrapper(optax.inject_hyperparams(optax.sgd)(learning_rate=rate))
+    around = optax.inject_hyperparams(lambda learning_rate: wrapper(optax.sgd(learning_rate)))(learning_rate=rate)
+    assert rates(inside, lambda state: state.inner_state, grads) == steps
+    assert rates(around, lambda state: state, grads) == len(grads)
+
+
+def test_a_window_in_shard_map_without_sum_over_adds_up_over_devices():
+    """The gradient of p * x is the mean of x, 2. With `sum_over=`, parameters are each device's own."""
+    mesh, p = mesh_of(data=8), jnp.float32(0)
+
+    def updates(own, **options):
+        tx = shrewjax.accumulate(optax.sgd(1.0), 1, **options)
+
+        def step(p, x):
+            grads = jax.grad(lambda p: jnp.mean(p * x))(own_params(p, "data") if own else p)
+            return tx.update(grads, tx.init(p), p)[0]
+
+        return jax.shard_map(step, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())(p, jnp.full(8, 2.0))
+
+    added, right = quick_jit(lambda: (updates(False), updates(True, sum_over="data")))()
+    assert (added, right) == (-16, -2)
+
+
+def test_outside_of_jit_a_step_compiles_in_each_call_and_inside_once():
+    programs = []
+
+    def loss(p, x):
+        programs.append(1)
+        return jnp.mean(p * x)
+
+    step = shrewjax.value_and_grad(loss, 2)
+    for calls in (step, quick_jit(step)):
+        programs.clear()
+        for _ in range(3):
+            calls(jnp.float32(1), jnp.ones(4))
+        assert len(programs) == (3 if calls is step else 1)
+
+
+def test_what_needs_concrete_indices_fails_in_a_loop_alone():
+    def loss(p, x):
+        return jnp.mean(p * x), jnp.sum(x[x > 0])
+
+    def masked(p, x):
+        return jnp.mean(p * x), jnp.sum(jnp.where(x > 0, x, 0))
+
+    p, x = jnp.float32(1), jnp.arange(-2.0, 2.0)
+    assert jax.value_and_grad(loss, has_aux=True)(p, x)[0][1] == 1
+    with pytest.raises(jax.errors.NonConcreteBooleanIndexError):
+        shrewjax.value_and_grad(loss, 2, has_aux=True)(p, x)
+    assert shrewjax.value_and_grad(masked, 2, has_aux=True, aux="sum")(p, x)[0][1] == 1
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["size"])
+@dataclasses.dataclass
+class Batch:
+    x: jax.Array
+    size: int
+
+
+def test_a_static_size_stays_the_whole_batchs():
+    def found(x):
+        by_field = shrewjax.value_and_grad(lambda p, b: jnp.sum(p * b.x) / b.size, 4)
+        by_length = shrewjax.value_and_grad(lambda p, b: jnp.sum(p * b.x) / len(b.x), 4)
+        return [step(jnp.float32(1), Batch(x, len(x)))[1] for step in (by_field, by_length)]
+
+    field, length = quick_jit(found)(jnp.arange(8.0))
+    assert length == np.mean(np.arange(8))
+    assert field == length / 4
+
+
+def test_a_nan_in_optaxs_sum_moves_in_mid_window_and_stays_behind_at_its_end():
+    old, new = optax.MultiSteps(optax.sgd(1.0), 4), shrewjax.accumulate(optax.sgd(1.0), 4)
+    params = jnp.ones(2)
+    add, step = quick_jit(old.update), quick_jit(new.update)
+    state = old.init(params)
+    for i in range(4):
+        _, state = add(jnp.where(i == 1, jnp.nan, jnp.ones(2)), state, params)
+        if i in (1, 3):
+            moved = shrewjax.from_optax(state, new, params)
+            while not moved.applied:
+                updates, moved = step(jnp.ones(2), moved, params)
+            assert np.isnan(updates).any() == (i == 1)
+
+
+def test_agc_takes_kernels_with_outputs_first_by_axis():
+    """Each output's row of a kernel of (out, in), and of a convolution, by hand; a bias is one unit."""
+    axis = "lambda name, leaf: tuple(range(1, leaf.ndim)) or None"
+    assert f"axis={axis}" in PAGE
+    rng = np.random.default_rng(0)
+    shapes = {"linear": (5, 4), "convolution": (5, 4, 3, 3), "bias": (5,)}
+    grads, params = ({name: np.float32(rng.normal(size=s)) for name, s in shapes.items()} for _ in range(2))
+
+    def clipped(**options):
+        tx = shrewjax.adaptive_grad_clip(1.0, **options)
+        return tx.update(grads, tx.init(params), params)[0]
+
+    right, wrong = quick_jit(lambda: (clipped(axis=eval(axis)), clipped()))()
+    for name, g in grads.items():
+        over = tuple(range(1, g.ndim)) or None
+        limit, size = (np.sqrt(np.sum(np.float64(x) ** 2, axis=over, keepdims=True)) for x in (params[name], g))
+        np.testing.assert_allclose(right[name], g * np.minimum(1, limit / size), rtol=1e-5)
+        assert np.allclose(wrong[name], right[name], rtol=1e-3) == (name == "bias")
