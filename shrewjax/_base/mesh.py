@@ -36,7 +36,6 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -405,23 +404,12 @@ def _explicit(mesh: Any) -> MeshAxes:
     )
 
 
-def mapped_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns x, broadcast with `like`, as a number that `jax.vmap` maps if it maps `like`.
-
-    On an Explicit mesh vmap cannot map a branch that reads a number without this mesh, such as a constant, nor a choice
-    between two of them (tests/devices/test_models_on_devices.py).
-    """
-    if not explicit_axes(like):
-        return x
-    always = (like == like) | np.True_
-    return jnp.where(always, x, like.astype(x.dtype))
-
-
 def placed_like(tree: PyTree, like: PyTree) -> PyTree:
     """Returns a tree whose traced arrays without a mesh are on the Explicit mesh of arrays in `like`, if they have one.
 
-    A new array has no mesh inside `jax.vmap`, nor without `jax.set_mesh`. A loop that begins with one is an error in
-    JAX if `vmap` maps a sharded axis (tests/devices/test_explicit.py, "vmap").
+    A new array has no mesh inside `jax.vmap`, nor without `jax.set_mesh`. If `vmap` maps a sharded axis, JAX refuses a
+    loop that begins with one, a branch that reads one, and a choice between two (tests/devices/test_explicit.py,
+    "vmap", and tests/devices/test_models_on_devices.py).
     """
     meshes = [_type_of(x).sharding.mesh for x in jax.tree.leaves(like) if explicit_axes(x)]
     if not meshes:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import UnitDims, whole_shape
+from shrewjax._base.mesh import UnitDims, placed_like, whole_shape
 from shrewjax._base.states import described, fields, largest, require_own
 from shrewjax._base.types import KeyPath, Leaf
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
@@ -358,6 +358,7 @@ def clip_by_block_rms(
         # is `test_a_block_of_ones_has_a_root_mean_square_of_one`.
         roots = [floats.root_of_count(n, norms[0].mantissa.dtype) for n in counts]
         of_ones, inverses = (units.joined([pair[i] for pair in roots]) for i in (0, 1))
+        of_ones = list(map(placed_like, of_ones, norms))
         limits = [floats.product(scaling.as_limit(threshold, n), n) for n in of_ones]
         rms = list(map(floats.product, norms, inverses))
         scales = scaling.clip_scales(norms, limits)

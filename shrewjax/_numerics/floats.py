@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._base import mesh
 from shrewjax._base.types import Scalar
 
 
@@ -240,10 +239,7 @@ def extended_number(value: float, dtype: Any) -> ExtendedFloat:
     else:
         half, exponent = math.frexp(value)
         mantissa, exponent = 2 * half, exponent - 1
-    # NumPy's, because on an Explicit mesh vmap cannot map a branch that closes over a JAX array without this mesh
-    # (tests/devices/test_models_on_devices.py).
-    number: tuple[Any, Any] = np.asarray(mantissa, dtype), np.asarray(exponent, np.int32)
-    return ExtendedFloat(*number)
+    return ExtendedFloat(jnp.asarray(mantissa, dtype), jnp.asarray(exponent, jnp.int32))
 
 
 def root_of_count(count: Any, dtype: Any) -> tuple[ExtendedFloat, ExtendedFloat]:
@@ -269,10 +265,6 @@ def from_extended(number: ExtendedFloat) -> jax.Array:
 def to_float32(number: ExtendedFloat) -> jax.Array:
     """Returns the number as histories and states store it, float32: inf if it is too large."""
     return from_extended(number).astype(jnp.float32)
-
-
-def mapped_like(number: ExtendedFloat, like: ExtendedFloat) -> ExtendedFloat:
-    return ExtendedFloat(*(mesh.mapped_like(part, like.mantissa) for part in number))
 
 
 def in_dtype_of(number: ExtendedFloat, like: ExtendedFloat) -> ExtendedFloat:
@@ -305,10 +297,9 @@ def maximum(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
 
 def product(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
     """Returns a * b. It is infinite if a factor is, even for 0 * inf."""
-    b = mapped_like(b, a)
     infinite = jnp.isinf(a.mantissa) | jnp.isinf(b.mantissa)
     # 0 * inf is left out, because `jax_debug_nans` would stop at it: see `tests/promises/test_train_steps.py`.
-    finite = a.mantissa * jnp.where(infinite, 1, b.mantissa)
+    finite = jnp.where(infinite, 1, a.mantissa) * b.mantissa
     return shifted(jnp.where(infinite, jnp.inf, finite), a.exponent + b.exponent)
 
 

@@ -12,17 +12,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import UnitDims
+from shrewjax._base.mesh import UnitDims, placed_like
 from shrewjax._base.types import Scalar
 from shrewjax._numerics.floats import (
     ExtendedFloat,
     extended_number,
     float_format,
     is_greater,
-    mapped_like,
     mul_real,
     power_of_two,
     sign_bit,
+    sum_dtype,
     to_extended,
     upcast,
 )
@@ -39,19 +39,18 @@ class ClipScale(NamedTuple):
     )  # 1, unless one factor alone would underflow although its product with a gradient does not
 
 
-def as_limit(value: Scalar, like: ExtendedFloat) -> ExtendedFloat:
-    """Returns a threshold, or one for each of the norms `like`, as a limit for them. A negative one counts as 0."""
-    return mapped_like(limit_in(value, like.mantissa.dtype), like)
+def as_limit(value: Scalar, like: ExtendedFloat | jax.Array) -> ExtendedFloat:
+    """Returns a threshold, or one for each norm, as a limit for norms, or for the norms of an array's slices.
 
-
-def limit_in(value: Scalar, dtype: Any) -> ExtendedFloat:
-    """Returns a threshold as a limit for norms whose mantissas have this dtype. A negative one counts as 0."""
+    A negative one counts as 0.
+    """
+    dtype = sum_dtype(*jax.tree.leaves(like)[:1])
     if not isinstance(value, jax.Array):
-        return extended_number(value, dtype)
+        return placed_like(extended_number(value, dtype), like)
     # Selected by the sign bit, because a maximum would flush a subnormal threshold to 0 (XLA-18).
     is_negative = sign_bit(value) & ~jnp.isnan(value)
     number = to_extended(jnp.where(is_negative, jnp.zeros_like(value), value))
-    return number._replace(mantissa=number.mantissa.astype(dtype))
+    return placed_like(number._replace(mantissa=number.mantissa.astype(dtype)), like)
 
 
 @partial(jax.jit, inline=True)  # XLA-21
@@ -65,7 +64,6 @@ def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat])
     """Returns `clip_scale` of the units of every leaf, decided together."""
     if not norms:
         return []
-    limits = list(map(mapped_like, limits, norms))
     applies = list(map(_exceeds, norms, limits))
 
     def decide() -> list[ClipScale]:

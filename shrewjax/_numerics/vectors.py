@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import UnitDims
+from shrewjax._base.mesh import UnitDims, explicit_axes
 
 Groups = tuple[tuple[int, ...], ...]
 """The places of leaves whose units' numbers are joined in one vector, so that their arithmetic is compiled once."""
@@ -92,8 +92,9 @@ def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[ja
     def in_a_kernel(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
         return jax.tree.map(_in_a_kernel, by_number(vectors))
 
+    on_cpu = by_number if _is_explicit(vectors[0]) else by_operand
     return lax.platform_dependent(
-        vectors, cpu=by_operand, cuda=in_a_kernel, rocm=in_a_kernel, default=by_number
+        vectors, cpu=on_cpu, cuda=in_a_kernel, rocm=in_a_kernel, default=by_number
     )
 
 
@@ -111,9 +112,19 @@ def scalars(vector: jax.Array) -> list[jax.Array]:
     def in_a_kernel(vector: jax.Array) -> list[jax.Array]:
         return [_in_a_kernel(vector[i]) for i in range(len(vector))]
 
+    on_cpu = list if _is_explicit(vector) else by_operand
     return lax.platform_dependent(
-        vector, cpu=by_operand, cuda=in_a_kernel, rocm=in_a_kernel, default=list
+        vector, cpu=on_cpu, cuda=in_a_kernel, rocm=in_a_kernel, default=list
     )
+
+
+def _is_explicit(vector: jax.Array) -> bool:
+    """Returns whether an array is on an Explicit mesh.
+
+    If vmap maps models there, JAX 0.10.2 refuses operands that are constants of a branch, as `by_operand` makes them
+    (tests/devices/test_models_on_devices.py).
+    """
+    return bool(explicit_axes(vector))
 
 
 @partial(jax.jit, static_argnums=2)
