@@ -1,9 +1,9 @@
 """Trains a small transformer on many devices, its parameters sharded, with one all-reduce of gradients a window.
 
-The devices form a grid. Along "fsdp" each holds a part of every parameter and of the optimizer's state: parameters are
-gathered for use, and their gradients come back scattered, summed over "fsdp". Along "data" parameters are the same, and
-each row of the grid adds up its own gradients in the accumulator; rows meet when the window closes, in one all-reduce,
-and then the gradient's norm is clipped. Micro-batches are paragraphs of Python's documentation of very different
+The devices form a grid. Along "fsdp" each holds a part of every parameter and of the optimizer's state: XLA gathers
+parameters for use, and sums their gradients over "fsdp". Along "data" parameters are the same. `per_device` keeps each
+row's gradients its own, and the accumulator adds them up; rows meet when the window closes, in one all-reduce, and then
+the gradient's norm is clipped. Micro-batches are paragraphs of Python's documentation of very different
 lengths: `weight=` the number of characters makes a window equal to the one large batch. Now and then all of this goes
 to a checkpoint, also in mid-window, from which `--resume` goes on, on as many devices as there are then.
 
@@ -22,8 +22,8 @@ On a cluster, where the checkpoints' folder is one that all processes see: the s
 `--devices`; or, under Slurm, Open MPI, Kubernetes and on TPU pods, `--cluster` alone, from which JAX finds the rest.
 
 It takes a minute or two on two CPU cores, downloads nothing, prints each window's loss and the number of all-reduces
-in the compiled step, and writes out/train_sharded.png and the checkpoints. To run elsewhere it needs _common.py,
-_figures.py and train_transformer.py beside it.
+over "data" in the compiled step, and writes out/train_sharded.png and the checkpoints. To run elsewhere it needs
+_common.py, _figures.py and train_transformer.py beside it.
 """
 
 import argparse
@@ -77,15 +77,6 @@ def divided(shape: tuple[int, ...], devices: int) -> P:
     return P(*[None] * max(dims, key=lambda dim: shape[dim]), "fsdp") if dims else P()
 
 
-def placed(tree: Any, mesh: Mesh) -> Any:
-    """The same on the mesh, also what was on no mesh yet, such as a count of steps."""
-    return jax.tree.map(
-        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
-        tree,
-        shrewjax.state_specs(tree),
-    )
-
-
 def new_training(
     tx: optax.GradientTransformation, mesh: Mesh, args: argparse.Namespace
 ) -> tuple[Any, Training]:
@@ -99,7 +90,7 @@ def new_training(
         lambda x: NamedSharding(mesh, divided(x.shape, mesh.shape["fsdp"])), shapes
     )
     weights = jax.jit(lambda: nnx.state(model(), nnx.Param), out_shardings=shardings)()
-    return graph, placed(Training(weights, tx.init(weights)), mesh)
+    return graph, Training(weights, tx.init(weights))
 
 
 def compiled_step(
@@ -110,49 +101,32 @@ def compiled_step(
     mesh: Mesh,
 ) -> Callable[[Training, Texts], tuple[Training, dict[str, jax.Array]]]:
     """One micro-step of all devices: a new state and what was measured."""
-    specs = shrewjax.state_specs(training)
-
-    def gathered(x: jax.Array, spec: P) -> jax.Array:
-        return (
-            jax.lax.all_gather(x, "fsdp", axis=spec.index("fsdp"), tiled=True)
-            if "fsdp" in spec
-            else x
-        )
 
     def mean_loss(weights: nnx.State, texts: Texts) -> tuple[jax.Array, jax.Array]:
-        """Over the characters of the devices along "fsdp", and their number."""
-        model = nnx.merge(graph, jax.tree.map(gathered, weights, specs.weights))
+        """Over the characters of a row of devices, and their number."""
+        texts = jax.lax.with_sharding_constraint(texts, P("fsdp"))
+        model = nnx.merge(graph, jax.lax.with_sharding_constraint(weights, P()))  # gathered
         logits = model(
             texts.codes[:, :-1], jax.random.key(0), deterministic=True
         )  # no dropout, so no key is used
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, texts.codes[:, 1:])
         exists = jnp.arange(1, texts.codes.shape[1]) < texts.lengths[:, None]
-        total, number = jax.lax.psum((jnp.where(exists, losses, 0).sum(), exists.sum()), "fsdp")
-        return total / number, number
+        number = exists.sum()
+        return jnp.where(exists, losses, 0).sum() / number, number
 
-    def on_each_device(
-        weights: nnx.State, opt_state: Any, texts: Texts
-    ) -> tuple[nnx.State, Any, jax.Array, jax.Array]:
-        own = jax.lax.pcast(
-            weights, "data", to="varying"
-        )  # so that JAX leaves the sum over "data" to the window
-        (loss, number), grads = jax.value_and_grad(mean_loss, has_aux=True)(own, texts)
-        weights, opt_state = shrewjax.apply_gradients(tx, grads, opt_state, weights, weight=number)
-        return weights, opt_state, *jax.lax.psum((loss * number, number), "data")
+    loss_and_grad = shrewjax.per_device(jax.value_and_grad(mean_loss, has_aux=True), "data")
 
     def step(
         weights: nnx.State, opt_state: Any, texts: Texts
     ) -> tuple[nnx.State, Any, dict[str, jax.Array]]:
-        weights, opt_state, total, number = jax.shard_map(
-            on_each_device,
-            mesh=mesh,
-            in_specs=(*specs, P(("data", "fsdp"))),
-            out_specs=(*specs, P(), P()),
-        )(weights, opt_state, texts)
+        (losses, numbers), grads = loss_and_grad(weights, texts)
+        weights, opt_state = shrewjax.apply_gradients(tx, grads, opt_state, weights, weight=numbers)
         norm = shrewjax.metrics(opt_state)["clip_by_global_norm/grad_norm"]
-        return weights, opt_state, {"loss": total, "characters": number, "norm": norm}
+        measured = {"loss": losses @ numbers, "characters": numbers.sum(), "norm": norm}
+        return weights, opt_state, measured
 
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*training, texts).compile()
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*training, texts).compile()
     report_all_reduces(compiled.as_text(), training.weights)
 
     def call(training: Training, texts: Texts) -> tuple[Training, dict[str, jax.Array]]:
@@ -163,8 +137,11 @@ def compiled_step(
 
 
 def all_reduces(program: str) -> list[int]:
-    """How many numbers each of them sums over devices, as the text of a compiled program has it."""
-    results = re.findall(r" = (\S+|\(.*?\)) all-reduce(?:-start)?\(", program)
+    """How many numbers each of them sums over "data", as the text of a compiled program has it.
+
+    Those of `per_device`, a shard_map, stay within a row of devices: they sum over "fsdp".
+    """
+    results = re.findall(r" = (\S+|\(.*?\)) all-reduce(?:-start)?\((?!.*/shard_map/)", program)
     shapes = [re.findall(r"\w+\[([\d,]*)\]", result) for result in results]
     return [
         sum(math.prod(int(n) for n in dims.split(",") if n) for dims in of_one) for of_one in shapes
@@ -172,7 +149,7 @@ def all_reduces(program: str) -> list[int]:
 
 
 def report_all_reduces(program: str, weights: nnx.State) -> None:
-    """Prints how much each micro-step sends, and how much the branch that closes a window."""
+    """Prints how much each micro-step sends over "data", and how much the branch that closes a window."""
     leaves = jax.tree.leaves(weights)
     own = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
     log(

@@ -554,17 +554,9 @@ class _Objects:
         after_model = dict(enumerate(args, 1)) | kwargs
         self.alone = tuple(at for at, x in after_model.items() if is_object(x))
 
-        # Otherwise the arrays in the first place would be differentiated, in silence.
         is_wanted = _predicate(wrt)
         if not any(is_object(numbered[i]) for i in in_model):
-            for i, x in numbered.items():
-                if is_object(x) and any(is_wanted(path, y) for path, y in nnx.iter_graph(x)):
-                    raise ValueError(
-                        f"the first argument must be the model, or hold it, got {trees.shown(model)}, but "
-                        f"{type(x).__name__} in argument {jax.tree_util.keystr(self._paths[i][1:2], simple=True)} has "
-                        f"variables of wrt={trees.shown(wrt)}. Pass the model first. Or, to differentiate by the first "
-                        "argument alone, let fun close over the model"
-                    )
+            self._require_no_other_model(wrt, model)
 
         # 2. Take them apart. As in Flax, a path begins at its object, and a variable or an array beside the objects is
         # always in wrt (test_flax_objects.py, "paths_begin_at_each_object").
@@ -580,13 +572,7 @@ class _Objects:
 
         # 3. Check them.
         _require_variables(self._variables[0], wrt, model)
-        for path, x in jax.tree.leaves_with_path(self.params):
-            if not jnp.issubdtype(x.dtype, jnp.inexact):
-                raise ValueError(
-                    f"the variable {self._name(path)} must be floating or complex, because it is in "
-                    f"wrt={trees.shown(wrt)}, got {x.dtype}. Make it an nnx.Variable that wrt does not match. Or "
-                    "pass it as an argument of its own"
-                )
+        self._require_floating(wrt)
         nodes = [pair for i, x in numbered.items() for pair in nnx.iter_graph({i: x})]
         variables = [(path, x) for path, x in nodes if isinstance(x, nnx.Variable)]
         in_wrt = {id(x) for path, x in variables if is_in_wrt(path, x)}
@@ -594,6 +580,28 @@ class _Objects:
             raise ValueError(
                 "two nnx objects share a variable, which is in wrt in one of them alone. Pass nnx.clone(x) as the other"
             )
+
+    def _require_no_other_model(self, wrt: Any, first: PyTree) -> None:
+        """Raises if another argument than the first has variables of `wrt`, which nothing would differentiate."""
+        is_wanted = _predicate(wrt)
+        objects = {i: x for i, x in self._objects.items() if nnx.graph.is_graph_node(x)}
+        for i, x in objects.items():
+            if any(is_wanted(path, y) for path, y in nnx.iter_graph(x)):
+                place = jax.tree_util.keystr(self._paths[i][1:2], simple=True)
+                raise ValueError(
+                    f"the first argument must be the model, or hold it, got {trees.shown(first)}, but "
+                    f"{type(x).__name__} in argument {place} has variables of wrt={trees.shown(wrt)}. Pass the model "
+                    "first. Or, to differentiate by the first argument alone, let fun close over the model"
+                )
+
+    def _require_floating(self, wrt: Any) -> None:
+        for path, x in jax.tree.leaves_with_path(self.params):
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                raise ValueError(
+                    f"the variable {self._name(path)} must be floating or complex, because it is in "
+                    f"wrt={trees.shown(wrt)}, got {x.dtype}. Make it an nnx.Variable that wrt does not match. Or "
+                    "pass it as an argument of its own"
+                )
 
     def call(self, function: Any, args: PyTree, kwargs: PyTree) -> PyTree:
         """Calls `function` with the objects of the arrays in the first and the last argument.

@@ -271,22 +271,21 @@ def beside_examples(
     call: Call, at: int, path: KeyPath, *, is_key: bool = False, names_batch: bool = False
 ) -> str:
     """Returns the remedy for one leaf of a tree: it comes by keyword, and `fun` puts it back."""
-    names = [x if isinstance(x, str) else f"a{x}" for x in call.places]
-    for number, name in ((at, "batch"), *((at, "params") for at in call.roles["argnums"][:1])):
-        if isinstance(call.places[number], int):
-            names[number] = name
-    last = jax.tree_util.keystr(path[-1:], simple=True)
-    own = "leaf" if isinstance(path[-1], jax.tree_util.SequenceKey) else last
-    if not own.isidentifier() or keyword.iskeyword(own) or own in names:
-        own = "leaf"
+    # 1. Names for the arguments in the new function, and for the leaf.
+    names = _names(call, at)
+    own = _name_of_leaf(path, names)
     put = _put(names[at], call.values[at], path, own)
     if put is None:
         return "Pass it as an argument of its own, and let fun put it back"
+
+    # 2. The new function, which takes the leaf by keyword.
     by_name = [x for x in call.places if isinstance(x, str)]
     count = len(names) - len(by_name)
     given = [put if number == at else name for number, name in enumerate(names)]
     given[count:] = [f"{x}={y}" for x, y in zip(by_name, given[count:], strict=True)]
     new_fun = f"lambda {', '.join([*names[:count], '*', *by_name, own])}: fun({', '.join(given)})"
+
+    # 3. The roles that have to be named then.
     roles = ["by keyword"]
     if is_key:
         keys = (*(call.places[other] for other in call.roles["rng_argnums"]), own)
@@ -294,6 +293,23 @@ def beside_examples(
     if names_batch or isinstance(call.places[at], str):
         roles.append(call.as_role("batch_argnums", *call.roles["batch_argnums"]))
     return f"Put None in place of {call.name(at, path)}, pass it {', with '.join(roles)}, and use {new_fun}"
+
+
+def _names(call: Call, batch: int) -> list[str]:
+    """Returns a name for each argument in a new function, where this one holds the batch."""
+    names = [x if isinstance(x, str) else f"a{x}" for x in call.places]
+    named = {batch: "batch"} | dict.fromkeys(call.roles["argnums"][:1], "params")
+    for at, name in named.items():
+        if isinstance(call.places[at], int):
+            names[at] = name
+    return names
+
+
+def _name_of_leaf(path: KeyPath, taken: list[str]) -> str:
+    name = jax.tree_util.keystr(path[-1:], simple=True)
+    is_free = name.isidentifier() and not keyword.iskeyword(name) and name not in taken
+    is_number = isinstance(path[-1], jax.tree_util.SequenceKey)
+    return name if is_free and not is_number else "leaf"
 
 
 def _written(places: tuple[Place, ...]) -> str:

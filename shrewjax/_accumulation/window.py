@@ -360,7 +360,9 @@ class Window:
         if value is None and isinstance(weight, float) and weight == 0:
             value = 0.0  # adds nothing (tests/accumulation/test_flush_value.py)
         if value is None:
-            return jnp.full_like(value_sum, jnp.inf)
+            # On an Explicit mesh without a context, full_like drops the sharding of rows, and the next call compiles
+            # again (test_sharded_state.py, "compiles_once").
+            return jnp.where(True, jnp.inf, value_sum)
         own = jnp.asarray(value).astype(value_sum.dtype)
         own = own * (kept_weight if self._reduction == "mean" else jnp.ones((), value_sum.dtype))
         value_sum = jnp.where(is_first, jnp.zeros_like(value_sum), value_sum)

@@ -160,9 +160,10 @@ def one_device(make, model):
         value, grads = jax.value_and_grad(loss)(params, *batch_and_mask)
         return shrewjax.apply_gradients(tx, grads, state, params, weight=batch_and_mask[-1].sum(), value=value)
 
-    params, state = jax.tree.map(jnp.asarray, model.params), tx.init(model.params)
-    for batch in micro_batches(model):
-        params, state = step(params, state, *batch)
+    with jax.set_mesh(mesh_of(data=1, model=1)):  # a loss may name its axes
+        params, state = jax.tree.map(jnp.asarray, model.params), tx.init(model.params)
+        for batch in micro_batches(model):
+            params, state = step(params, state, *batch)
     return params
 
 

@@ -180,7 +180,18 @@ def test_nothing_that_counts_in_the_whole_batch_gives_zeros(rl):
 @pytest.mark.usefixtures("x64_only")
 def test_prompts_across_devices_are_counted_once(rl):
     guide, (values, grads) = rl
-    value, ours = quick_jit(guide.sharded)(guide.params, *guide.batch)
+    in_parts = shrewjax.value_and_grad(guide.loss_fn, 2, reduction="sum", sum_over="data")
+
+    def own_rows(params, rows, mask, prompt):
+        c = guide.own_coefficients(mask, prompt)
+        c_kl = 0.1 * guide.token_means(mask, 0, 1, over_devices=lambda x: jax.lax.psum(x, "data"))
+        return in_parts(params, rows, c, c_kl)
+
+    split = jax.P(), *[jax.P("data")] * 3
+    sharded = jax.shard_map(
+        own_rows, mesh=mesh_of(data=jax.device_count()), in_specs=split, out_specs=(jax.P(), jax.P())
+    )
+    value, ours = quick_jit(sharded)(guide.params, *guide.batch)
     assert value == pytest.approx(float(values["prompt mean"]), rel=1e-14)
     assert distance(ours, grads["prompt mean"]) < 1e-14
 
@@ -954,9 +965,8 @@ def test_fit_example_says_what_is_missing_if_nothing_fits():
 # --- schedules, and a threshold from a run -----------------------------------------------------------------------
 
 
-def test_schedules_count_windows_inside_and_steps_of_whole_batches(adapters):
+def test_schedules_count_windows_inside_and_steps_of_whole_batches():
     """By arithmetic: three windows at 1, 2/3 and 1/3. A schedule of micro-batches, not divided, is the mistake."""
-    assert float(adapters.weights["w"]) == pytest.approx(-(1 + 2 / 3 + 1 / 3), rel=1e-6)
 
     def trained(tx, calls, k=1):
         def step(carry, call):
