@@ -51,6 +51,14 @@ class UnitSharding(NamedTuple):
     across: Axes  # along these, other units; None: read from the per-unit result's type
 
 
+def are_own(given: Axes | jax.P | Function) -> bool:
+    """Returns whether `sharded_over` is (): each device has whole gradients of its own, such as a model of its own.
+
+    `jax.P()` says that all devices have the same. In JAX 0.8 it is equal to ().
+    """
+    return isinstance(given, tuple) and not given
+
+
 def unit_axes(name: str, leaf: Leaf, dims: UnitDims, given: Axes | jax.P) -> UnitSharding:
     """Returns the mapped axes over which a leaf is sharded. `given` is the user's `sharded_over` for this leaf.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import UnitDims, placed_like, whole_shape
+from shrewjax._base.mesh import UnitDims, are_own, placed_like, whole_shape
 from shrewjax._base.states import described, fields, largest, require_own
 from shrewjax._base.types import KeyPath, Leaf
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
@@ -214,7 +214,7 @@ def adaptive_grad_clip(
     def is_vector(path: KeyPath, leaf: Leaf, free: list[int], by_rank: list[int]) -> bool:
         """Returns whether at most one of the free axes is longer than 1 over all devices. Raises if nothing tells."""
         given = arguments.axis_names_of_leaf(mesh_axes, path, leaf)
-        sizes = leaf.shape if mesh_axes == () else whole_shape(leaf, given)
+        sizes = leaf.shape if are_own(mesh_axes) else whole_shape(leaf, given)
         if sizes is not None:
             return sum(sizes[a] != 1 for a in free) < 2
         long = [a for a in free if leaf.shape[a] != 1]

@@ -19,6 +19,7 @@ from shrewjax._base.arguments import AxesOf, UnitAxisNames
 from shrewjax._base.mesh import (
     UnitDims,
     UnitSharding,
+    are_own,
     is_typed_by_device,
     may_be_partitioned,
     newly_varying,
@@ -49,7 +50,7 @@ class Units:
 
     @cached_property
     def sharding(self) -> tuple[UnitSharding, ...]:
-        if self.given == ():  # every device has units of its own, as of independent models
+        if are_own(self.given):
             return (UnitSharding((), ()),) * len(self.leaves)
         return tuple(
             unit_axes(
