@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import shrewjax
-from shrewjax._accumulation.batch import checked_call, roles_of_arguments
+from shrewjax._accumulation.batch import checked_call, positional_names, roles_of_arguments
 from shrewjax._accumulation.micro_batched import check_options, value_of_batch
 from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments, trees
@@ -353,8 +353,9 @@ def value_and_grad(
     # Made here for its checks alone, so that a wrong argument raises before the call.
     of_arrays(fun, has_aux=has_aux, weight=weight, **places)
 
-    def value_and_grad_of_batch(model: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
-        call = _Call(fun, weight, wrt, has_aux, places, micro_batches, model, args, kwargs)
+    def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
+        args, kwargs = _with_model_by_position(fun, args, kwargs)
+        call = _Call(fun, weight, wrt, has_aux, places, micro_batches, args, kwargs)
         value_and_grads = of_arrays(
             call.loss, has_aux=True, weight=call.weight, carry_argnum=-1, **call.roles
         )
@@ -379,7 +380,10 @@ def micro_batched(
     accumulator_dtype: DType = None,
     sum_over: AxisName | None = None,
 ) -> Function:
-    """Returns `fun` with a value and derivatives that are computed micro-batch by micro-batch.
+    r"""Returns `fun` with a value and derivatives that are computed micro-batch by micro-batch.
+
+    .. math:: \mathrm{d}\ell = \sum_\theta \Big( \frac{\sum_i w_i \, \partial \ell_i / \partial \theta}{\sum_i w_i}
+        \cdot \mathrm{d}\theta \Big)
 
     It is `shrewjax.micro_batched` for a loss that takes an NNX model first, as `nnx.value_and_grad` and `nnx.grad` do.
     Batch statistics, counts of keys and all other state go from micro-batch to micro-batch, as in `value_and_grad`. A
@@ -432,8 +436,9 @@ def micro_batched(
     check_options(fun, weight, places, {"has_aux": has_aux, **options})
 
     @wraps(fun)
-    def of_batch(model: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        call = _Call(fun, weight, wrt, has_aux, places, micro_batches, model, args, kwargs)
+    def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        args, kwargs = _with_model_by_position(fun, args, kwargs)
+        call = _Call(fun, weight, wrt, has_aux, places, micro_batches, args, kwargs)
         own = {"has_aux": True, "carry_argnum": len(call.arrays) - 1, **options}
         returned = value_of_batch(
             call.loss, call.weight, call.roles, own, call.arrays, call.objects.kwargs
@@ -441,6 +446,20 @@ def micro_batched(
         return call.returned(returned)
 
     return of_batch
+
+
+def _with_model_by_position(
+    fun: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    """Returns the arguments, with the first one of `fun` by position, however it came."""
+    if args:
+        return args, kwargs
+    first = next(iter(positional_names(fun)), None)
+    if first not in kwargs:
+        raise ValueError(
+            "the first argument must be the model, got no argument by position. Pass the model first"
+        )
+    return (kwargs[first],), {name: x for name, x in kwargs.items() if name != first}
 
 
 class _Call:
@@ -461,19 +480,18 @@ class _Call:
         has_aux: bool,
         places: Mapping[str, Any],
         micro_batches: int,
-        model: PyTree,
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> None:
         # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
-        arguments.require_arguments_of_fun("weight", weight, (model, *args), kwargs)
-        self.objects = _Objects(wrt, model, args, kwargs)
+        arguments.require_arguments_of_fun("weight", weight, args, kwargs)
+        self.objects = _Objects(wrt, args[0], args[1:], kwargs)
         self.arrays = self.objects.params, *self.objects.args, self.objects.state
         self._fun, self._has_aux = fun, has_aux
         given: Any = {"wrt": (0,), "nnx objects (they need no position)": self.objects.alone}
         for name, at in places.items():
             given[name] = None if at is None else arguments.places(name, at)
-        roles = roles_of_arguments(given, fun, 1 + len(args), kwargs)
+        roles = roles_of_arguments(given, fun, len(args), kwargs)
         self.roles: dict[str, Any] = {name: roles[name] for name in places}
         its_roles = {"argnums": (0,), **self.roles}
         checked_call(

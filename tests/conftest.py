@@ -3,6 +3,7 @@
 # JAX reads the environment when it is imported.
 # ruff: noqa: E402
 
+import logging
 import os
 from collections import Counter
 
@@ -47,6 +48,11 @@ def pytest_terminal_summary(terminalreporter):
     reasons = Counter(report.longrepr[-1].removeprefix("Skipped: ") for report in skipped)
     for reason, number in sorted(reasons.items()):
         terminalreporter.write_line(f"{number} skipped: {reason}")
+
+
+def pytest_unconfigure():
+    """After any call of `chexify`, chex warns at exit that nobody waited for its checks, also if somebody did."""
+    logging.getLogger("absl").setLevel(logging.ERROR)
 
 
 @pytest.fixture(params=[False, True], ids=["x32", "x64"])

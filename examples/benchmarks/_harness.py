@@ -5,7 +5,9 @@ import json
 import math
 import operator
 import os
+import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
@@ -221,6 +223,16 @@ def temporary_share(compiled: Any, params: Any) -> Figure:
     """Returns how much a program allocates beyond its inputs and outputs, as a multiple of the parameters."""
     in_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
     return Figure(compiled.memory_analysis().temp_size_in_bytes / in_bytes, "x parameters")
+
+
+def chosen(names: Sequence[str], pattern: str) -> list[str]:
+    """Returns the names that a regular expression finds. It ends the program if there is none."""
+    found = [name for name in names if re.search(pattern, name)]
+    if not found:
+        sys.exit(
+            f"--only={pattern!r} must find a name, got none. The names are: {'; '.join(names)}"
+        )
+    return found
 
 
 def versions() -> str:

@@ -11,7 +11,6 @@ Kernels are the fusions that differ from each other.
 import argparse
 import functools
 import os
-import re
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -104,6 +103,7 @@ def main() -> None:
         help="the rows whose names this regular expression finds",
     )
     options = parser.parse_args()
+    names = _harness.chosen([*RULES], options.only)
 
     jax.config.update("jax_enable_compilation_cache", False)
     if options.device != "here":
@@ -128,9 +128,8 @@ def main() -> None:
         flush=True,
     )
     known: dict[Any, tuple[float, float, int]] = {}
-    for name, (ours, theirs) in RULES.items():
-        if not re.search(options.only, name):
-            continue
+    for name in names:
+        ours, theirs = RULES[name]
         sides = [measure(ours)]
         if theirs is not None:
             known[theirs] = known.get(theirs) or measure(theirs)

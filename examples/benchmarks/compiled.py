@@ -9,7 +9,6 @@ skips, are under open. A loop whose trips the data decides counts as one trip.
 
 import argparse
 import json
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -550,30 +549,28 @@ def main() -> None:
         devices,
         *([] if options.quick else [large]),
     )
-    for section in sections:
-        for row in section(target):
-            if not re.search(options.only, row.measure):
-                continue
-            programs = {"shrewjax": row.ours(), **({"Optax": row.theirs()} if row.theirs else {})}
-            cells = {
-                side: {name: read(x) for name, read in COLUMNS.items()}
-                for side, x in programs.items()
-            }
-            texts = [
-                "" if cells["shrewjax"][name] is None else str(cells["shrewjax"][name])
+    all_rows = {row.measure: row for section in sections for row in section(target)}
+    for name in _harness.chosen([*all_rows], options.only):
+        row = all_rows[name]
+        programs = {"shrewjax": row.ours(), **({"Optax": row.theirs()} if row.theirs else {})}
+        cells = {
+            side: {name: read(x) for name, read in COLUMNS.items()} for side, x in programs.items()
+        }
+        texts = [
+            "" if cells["shrewjax"][name] is None else str(cells["shrewjax"][name])
+            for name in COLUMNS
+        ]
+        if row.theirs:
+            others = [
+                "" if cells["Optax"][name] is None else str(cells["Optax"][name])
                 for name in COLUMNS
             ]
-            if row.theirs:
-                others = [
-                    "" if cells["Optax"][name] is None else str(cells["Optax"][name])
-                    for name in COLUMNS
-                ]
-                texts = [
-                    f"{a or '-'} ({b or '-'})" if a or b else ""
-                    for a, b in zip(texts, others, strict=True)
-                ]
-            print(f"| {row.measure} | {' | '.join(texts)} |", flush=True)
-            records.append({"measure": row.measure, **cells})
+            texts = [
+                f"{a or '-'} ({b or '-'})" if a or b else ""
+                for a, b in zip(texts, others, strict=True)
+            ]
+        print(f"| {row.measure} | {' | '.join(texts)} |", flush=True)
+        records.append({"measure": row.measure, **cells})
     if options.json:
         options.json.write_text(
             json.dumps({"device": target.name, "rows": records}, indent=2) + "\n"

@@ -10,7 +10,6 @@ call beside its donated arguments: temporaries and new results. "sent" is that o
 
 import argparse
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -220,6 +219,12 @@ def main() -> None:
         "--json", type=Path, metavar="FILE", help="write the rows to this file, too"
     )
     options = parser.parse_args()
+    models = {
+        f"{name}, {jnp.dtype(dtype).name}": (make, dtype)
+        for name, make in MODELS.items()
+        for dtype in (np.float32, jnp.bfloat16)
+    }
+    labels = _harness.chosen([*models], options.only)
 
     runs_here = options.device in ("cpu", "here")
     if options.device != "here":
@@ -229,23 +234,20 @@ def main() -> None:
         flush=True,
     )
     rows = []
-    for name, make in MODELS.items():
-        for dtype in (np.float32, jnp.bfloat16):
-            label = f"{name}, {jnp.dtype(dtype).name}"
-            if not re.search(options.only, label):
-                continue
-            model = make(SIZES[options.device == "cpu"], dtype)
-            if runs_here:
-                found = timed(model, options.times)
-            else:
-                target = Target(options.device)
-                found = {way: read(target, model, x) for way, x in ways(model).items() if x.donates}
-            columns = list(next(iter(found.values())))
-            print(f"| {label} | {' | '.join(columns)} |\n|{'---|' * (1 + len(columns))}")
-            for way, figures in found.items():
-                print(f"| {way} | {' | '.join(f'{figures[column]:.2f}' for column in columns)} |")
-            print(flush=True)
-            rows.append({"model": label, "ways": found})
+    for label in labels:
+        make, dtype = models[label]
+        model = make(SIZES[options.device == "cpu"], dtype)
+        if runs_here:
+            found = timed(model, options.times)
+        else:
+            target = Target(options.device)
+            found = {way: read(target, model, x) for way, x in ways(model).items() if x.donates}
+        columns = list(next(iter(found.values())))
+        print(f"| {label} | {' | '.join(columns)} |\n|{'---|' * (1 + len(columns))}")
+        for way, figures in found.items():
+            print(f"| {way} | {' | '.join(f'{figures[column]:.2f}' for column in columns)} |")
+        print(flush=True)
+        rows.append({"model": label, "ways": found})
     if options.json:
         options.json.write_text(
             json.dumps({"device": options.device, "rows": rows}, indent=2) + "\n"

@@ -5,6 +5,15 @@
 Inside `shard_map` a device sees its own sum as an array whose leading dimension has size 1. Outside, the same array has
 one row per device along the mapped axes, and is sharded over them. So the array can leave a step, enter the next one,
 and be saved. Its other dimensions have the parameter's sharding. Weights and losses have rows, too.
+
+What sums gradients over the network, and when:
+
+* `sum_over=`: `reductions.row_sums`, called by `Devices.total` when a window closes, and after the loop of
+  `value_and_grad`. Inside `shard_map` it is a `psum`. Outside, it is a sum over rows, and XLA writes
+  the collective.
+* without `sum_over=`: the caller, or XLA, with each gradient.
+* gradients of the type `unreduced`: `mesh.summed`, as soon as there are any.
+* `contrastive`: its own, in the loss.
 """
 
 import math
@@ -96,34 +105,34 @@ class Devices:
                 require_replicated("value", value)
         return grads, weight, value
 
-    def is_nonfinite(self, grads: ArrayTree, has_weight: Flag, weight_sum: jax.Array) -> jax.Array:
+    def is_nonfinite(self, grads: ArrayTree, has_weight: Flag, varies_like: jax.Array) -> jax.Array:
         """Returns whether gradients that have a weight contain a NaN or an infinity, on any device."""
         leaves = jax.tree.leaves(grads)
-        own = self._own_axes(weight_sum)
+        own = self._own_axes(varies_like)
         if not self.axes:
             axes = list(axes_beside(leaves, own)) if own else ()
             return has_weight & ~all_finite(leaves, axes)
         is_nonfinite = jnp.any(has_weight & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
         return any_device([is_nonfinite], self.axes)[0]
 
-    def _own_axes(self, weight_sum: jax.Array) -> AxisNames:
-        """Returns the mapped axes along which devices have windows of independent models, whose weights may differ."""
-        return () if self.axes else tuple(sorted(varying_axes(weight_sum), key=str))
+    def _own_axes(self, varies_like: jax.Array) -> AxisNames:
+        """Returns the mapped axes along which devices have windows of independent models, where this number varies."""
+        return () if self.axes else tuple(sorted(varying_axes(varies_like), key=str))
 
-    def own_norm(self, grads: ArrayTree, weight_sum: jax.Array) -> ExtendedFloat:
+    def own_norm(self, grads: ArrayTree, varies_like: jax.Array) -> ExtendedFloat:
         """Returns the norm of the gradients of each device, as rows."""
         leaves = jax.tree.leaves(grads)
         if not self.axes:
-            return measure_local(leaves, self._own_axes(weight_sum))
+            return measure_local(leaves, self._own_axes(varies_like))
         if is_mapped(self.axes):
             norm = measure_local([g[0] for g in leaves], self.axes)
             return ExtendedFloat(norm.mantissa[None], norm.exponent[None])
         return jax.vmap(lambda rows: measure(rows, 2, ()))(leaves)
 
-    def norm(self, total: ArrayTree, weight_sum: jax.Array) -> ExtendedFloat:
+    def norm(self, total: ArrayTree, varies_like: jax.Array) -> ExtendedFloat:
         """Returns the norm of gradients that are the same on all devices of a model."""
         leaves = [x for x in jax.tree.leaves(total) if is_gradient(x)]
-        return measure_local(leaves, self.axes or self._own_axes(weight_sum))
+        return measure_local(leaves, self.axes or self._own_axes(varies_like))
 
     def total_weight(self, weight_sum: jax.Array) -> jax.Array:
         return row_sums([weight_sum], self.axes)[0]
@@ -153,16 +162,18 @@ class Devices:
             treedef, [next(of_leaves) if is_gradient(x) else x for x in leaves]
         )
 
-    def emptied(self, gradient_sum: ArrayTree, total: ArrayTree) -> ArrayTree:
-        """Returns sums for the state of a closed window, whose values nobody reads. Reuses the total if it can."""
+    def emptied(self, gradient_sum: ArrayTree, total: ArrayTree, average: ArrayTree) -> ArrayTree:
+        """Returns sums for the state of a closed window, whose values nobody reads. Reuses other arrays if it can."""
         if not self.axes:
             return total
-        # XLA-22: On CUDA and TPU, XLA would otherwise keep both the rows and the total, which costs memory of the
-        # parameters' size (tests/devices/test_accelerators.py, "sends_gradients_once").
+        # XLA-22: On CUDA and TPU, XLA would otherwise keep the rows beside these arrays, which costs memory of the
+        # parameters' size. Inside `shard_map` a TPU would keep the total, too (tests/devices/test_accelerators.py,
+        # "sends_gradients_once"), and outside of it an H100 the average (tests/devices/test_rows_compiled.py).
+        reused = average if is_mapped(self.axes) else total
         return jax.tree.map(
             lambda rows, x: self._as_rows(x, rows) if is_gradient(rows) else rows,
             gradient_sum,
-            total,
+            reused,
         )
 
     def _as_rows(self, x: jax.Array, rows: jax.Array) -> jax.Array:

@@ -162,41 +162,51 @@ def _without_axis(
 def _of_other_count(
     call: Call, at: int, path: KeyPath, x: Leaf, count: int | None, others: list[int]
 ) -> str:
-    name, label, shape = call.name(at, path), call.label(at), np.shape(x)
+    """Returns the message for a leaf with another number of examples: what came, then the remedies that apply."""
+    name, label = call.name(at, path), call.label(at)
     everywhere = [*call.roles["batch_argnums"], *call.whole()]
     leaves = [(other, *leaf) for other in everywhere for leaf in call.leaves(other)]
     like_it = next(call.name(other, of) for other, of, y in leaves if _count(y) == count)
-    message = [f"{name} has {shape[0]} examples along its first axis, {like_it} has {count}"]
-    parameters = _parameters_like(call, at)
-    if parameters is not None:
-        message.append(f"Its tree has the shapes of {call.label(parameters)}, which is in argnums")
+    message = [f"{name} has {np.shape(x)[0]} examples along its first axis, {like_it} has {count}"]
     if others and not _agrees(call, at, count):
         batch = call.as_role("batch_argnums", *others)
         message.append(f"If {label} is the same for all micro-batches, pass {batch}")
-    is_one_set = {*_counts(call, at)} == {shape[0]}
-    if parameters is not None:
-        pass
-    elif count in _counts(call, at):
-        remedy = beside_examples(call, at, path)
-        message.append(f"If {name} is the same for all micro-batches, p{remedy[1:]}")
-        message.append(
-            f"If it holds parts of an example, such as a graph's edges, stack {call.steps} padded batches along a new "
-            "first axis, and let fun take x[0]"
-        )
-    elif count in shape[1:]:
-        axis = shape.index(count)
-        message.append(f"If axis {axis} numbers the examples, pass jnp.moveaxis(x, {axis}, 0)")
-    elif is_one_set and shape[0] % call.steps == 0:
-        if len(others) == 1:
-            own = call.as_role("batch_argnums", at)
-            message.append(f"If {call.label(others[0])} is, pass {own}")
-        message.append(
-            f"If both are sets of examples, pass each array as x.reshape({call.steps}, -1, *x.shape[1:]), and let fun "
-            "take x[0]"
-        )
-    elif is_one_set:
-        message.append(f"If it holds examples, pass {count} of them")
+    parameters = _parameters_like(call, at)
+    if parameters is None:
+        message += _remedies_of_count(call, at, path, x, count, others)
+    else:
+        like = f"Its tree has the shapes of {call.label(parameters)}, which is in argnums"
+        message.insert(1, like)
     return ". ".join(message)
+
+
+def _remedies_of_count(
+    call: Call, at: int, path: KeyPath, x: Leaf, count: int | None, others: list[int]
+) -> list[str]:
+    """Returns the remedies for a leaf with another number of examples, if it does not look like parameters."""
+    name, shape, its_counts = call.name(at, path), np.shape(x), {*_counts(call, at)}
+    if count in its_counts:
+        remedy = beside_examples(call, at, path)
+        return [
+            f"If {name} is the same for all micro-batches, {remedy[:1].lower()}{remedy[1:]}",
+            f"If {name} holds parts of an example, such as a graph's edges, stack {call.steps} padded batches along a "
+            "new first axis, and let fun take x[0]",
+        ]
+    if count in shape[1:]:
+        axis = shape.index(count)
+        return [f"If axis {axis} numbers the examples, pass jnp.moveaxis(x, {axis}, 0)"]
+    if its_counts != {shape[0]}:
+        return []
+    if shape[0] % call.steps:
+        return [f"If it holds examples, pass {count} of them"]
+    both = (
+        f"If both are sets of examples, pass each array as x.reshape({call.steps}, -1, *x.shape[1:]), and let fun take "
+        "x[0]"
+    )
+    if len(others) != 1:
+        return [both]
+    own = call.as_role("batch_argnums", at)
+    return [f"If {call.label(others[0])} is, pass {own}", both]
 
 
 def other_batch(call: Call) -> str:
@@ -323,22 +333,20 @@ def _put(expression: str, tree: PyTree, path: KeyPath, new: str) -> str | None:
     first = path[0]
     if isinstance(first, jax.tree_util.DictKey):
         child, of_child = tree[first.key], f"{expression}[{first.key!r}]"
-        form = f"{{{{**{expression}, {first.key!r}: {{}}}}}}"
+        before, after = f"{{**{expression}, {first.key!r}: ", "}"
     elif isinstance(first, jax.tree_util.SequenceKey):
         child, of_child = tree[first.idx], f"{expression}[{first.idx}]"
-        items = f"*{expression}[:{first.idx}], {{}}, *{expression}[{first.idx + 1}:]"
-        form = f"[{items}]" if isinstance(tree, list) else f"({items})"
+        opening, closing = "[]" if isinstance(tree, list) else "()"
+        before = f"{opening}*{expression}[:{first.idx}], "
+        after = f", *{expression}[{first.idx + 1}:]{closing}"
     elif isinstance(first, jax.tree_util.GetAttrKey) and (
         isinstance(tree, tuple) or dataclasses.is_dataclass(tree)
     ):
         child, of_child = getattr(tree, first.name), f"{expression}.{first.name}"
-        start = (
-            f"{expression}._replace("
-            if isinstance(tree, tuple)
-            else f"dataclasses.replace({expression}, "
-        )
-        form = f"{start}{first.name}={{}})"
+        is_tuple = isinstance(tree, tuple)
+        start = f"{expression}._replace(" if is_tuple else f"dataclasses.replace({expression}, "
+        before, after = f"{start}{first.name}=", ")"
     else:
         return None
     item = _put(of_child, child, path[1:], new)
-    return None if item is None else form.format(item)
+    return None if item is None else f"{before}{item}{after}"

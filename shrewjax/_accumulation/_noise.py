@@ -110,40 +110,44 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
     has_estimate &= jnp.isfinite(root.mantissa) & jnp.isfinite(norm.mantissa)
     weight = jnp.where(has_estimate, weight, 1)
 
-    # 2. All squares come in the unit 4**unit, which holds the largest of them, so that none leaves the range.
-    of_window = jnp.where(has_estimate, jnp.maximum(root.exponent, norm.exponent), 0)
-    of_averages = jnp.where(state.recorded > 0, state.exponent, of_window)
-    unit = jnp.maximum(of_window, of_averages)
+    # 2. All squares come in the unit 4**exponent, which holds the largest of them, so that none leaves the range.
+    window_exponent = jnp.where(has_estimate, jnp.maximum(root.exponent, norm.exponent), 0)
+    old_exponent = jnp.where(state.recorded > 0, state.exponent, window_exponent)
+    exponent = jnp.maximum(window_exponent, old_exponent)
 
     def in_unit(x: ExtendedFloat) -> jax.Array:
         mantissa = jnp.where(has_estimate, x.mantissa.astype(jnp.float32), 0)
-        return floats.times_power_of_two(mantissa, jnp.where(has_estimate, x.exponent, 0) - unit)
+        return floats.times_power_of_two(
+            mantissa, jnp.where(has_estimate, x.exponent, 0) - exponent
+        )
 
-    total, average = in_unit(root), in_unit(norm)
+    root_q, average = in_unit(root), in_unit(norm)
 
     # 3. S is computed as a product, because the difference of the squares would lose the last digits twice.
-    of_average = jnp.sqrt(weight) * average
-    trace = (total - of_average) * (total + of_average) / jnp.maximum(sums.kept - 1, 1)
+    weighted_average = jnp.sqrt(weight) * average
+    trace = (
+        (root_q - weighted_average) * (root_q + weighted_average) / jnp.maximum(sums.kept - 1, 1)
+    )
     signal = jnp.square(average) - trace / weight
 
     # 4. The share makes the average over n windows that of exponential weights, corrected for its start.
     n = increment_if(True, state.recorded)
     beta = jnp.asarray(decay, jnp.float32)
     share = (1 - beta) / (1 - beta ** n.astype(jnp.float32))
-    change = 2 * (of_averages - unit)
+    change = 2 * (old_exponent - exponent)
     old_trace = floats.times_power_of_two(state.trace, change)
     old_signal = floats.times_power_of_two(state.signal, change)
     trace = histories.ema(old_trace, trace, share)
     signal = histories.ema(old_signal, signal, share)
 
-    # 5. Averages that have become small get a smaller unit, so that they keep their digits.
+    # 5. Choose the unit again, so that the averages neither leave the range nor lose digits.
     largest = jnp.maximum(jnp.abs(trace), jnp.abs(signal))
-    smaller = jnp.where(largest > 0, floats.exponent_of(largest) // 2, 0)
+    shift = jnp.where(largest > 0, floats.exponent_of(largest) // 2, 0)
     new = state._replace(
         recorded=n,
-        trace=floats.times_power_of_two(trace, -2 * smaller),
-        signal=floats.times_power_of_two(signal, -2 * smaller),
-        exponent=unit + smaller,
+        trace=floats.times_power_of_two(trace, -2 * shift),
+        signal=floats.times_power_of_two(signal, -2 * shift),
+        exponent=exponent + shift,
     )
     return optax.tree.where(has_estimate, new, state)
 

@@ -47,7 +47,7 @@ def roles_of_arguments(
     keyword that none before it has. So it comes last. Raises if none is left for it, if there is no such argument, or
     if an argument has two roles.
     """
-    names = _positional_names(fun)
+    names = positional_names(fun)
     roles: dict[str, tuple[Place, ...]] = {}
     taken: dict[Place, str] = {}
     for name, wanted in given.items():
@@ -76,7 +76,7 @@ def roles_of_arguments(
     return roles
 
 
-def _positional_names(fun: Function) -> list[str]:
+def positional_names(fun: Function) -> list[str]:
     """Returns the names of those parameters that may come by position; none if Python does not know them."""
     try:
         parameters = inspect.signature(fun).parameters.values()

@@ -185,7 +185,7 @@ def value_and_grad(
 
     Without `sum_over`, a batch that is sharded over its examples has the same results under plain `jax.jit`. But XLA
     then decides how often gradients cross the network, on Auto and on Explicit meshes: up to K times and more (the
-    guide "Many devices"). The guide "Windows, weights and state" has a step with a mask, keys, aux and carry. A
+    guide "Many devices"). The guide "Windows" has a step with a mask, keys, aux and carry. A
     `clip_cotangent` inside a mean loss is K times as tight in a micro-batch. Sum the loss, with
     `reduction="sum_over_weights"`. Or pass `max_norm * B / len(x)`, where x is the micro-batch.
 

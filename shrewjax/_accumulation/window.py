@@ -445,7 +445,7 @@ class Window:
 
     def emptied(self, state: AnyState, average: Average) -> ArrayTree:
         """Returns sums for the state of a closed window, whose values nobody reads."""
-        return self._devices.emptied(state.gradient_sum, average.total)
+        return self._devices.emptied(state.gradient_sum, average.total, average.gradients)
 
     def _total(self, step: WindowStep) -> WindowStep:
         """Returns the step with totals in the places of partial sums."""
@@ -502,6 +502,8 @@ def _advance_leaf(
     scale: jax.Array | None,
 ) -> jax.Array:
     """Returns (total + factor * grad) * scale, in one read and one write. A first gradient replaces the old total.
+
+    There is no `grad` if the caller passed None, at a close, and if a loop has added the gradient already.
 
     It is replaced, and not set to zero when the window closes, because that costs a copy on XLA:CPU (XLA-16).
     """

@@ -306,10 +306,10 @@ def _scaled_sums(
 def _scale_into_range(powers: jax.Array) -> jax.Array:
     """Returns 2**`shift_into_range(powers)` for a sum that is not trusted, and any scale for another."""
     _, shrink, grow = RANGE[powers.dtype]
-    # XLA-7: a scale that is known, not chosen by a sum, would be squared by the compiler, which gives 0 * inf for the
-    # zero of a leaf of one element (test_norms, "one element").
+    # XLA-7: the compiler would square a scale that it knows, which gives 0 * inf for the zero of a leaf of one element
+    # (test_norms, "one element"). So the sum, which chooses it, is unknown.
     small, large = np.asarray([2.0**shrink, 2.0**grow], powers.dtype)
-    return jnp.where(powers == jnp.inf, small, jnp.full_like(powers, large))
+    return jnp.where(_unknown(powers) == jnp.inf, small, jnp.full_like(powers, large))
 
 
 def _cube_root(x: jax.Array) -> jax.Array:

@@ -86,7 +86,7 @@ MISTAKEN_ROLES = {
     "a scalar by position": (rated, (WEIGHTS, X, Y, 0.5), {}, {}),
     "settings": (lambda p, h, x, y: rated(p, x, y, h["r"]), (WEIGHTS, {"r": 0.5, "s": 1.0}, X, Y), {}, {}),
     "a scalar in a dict": (lambda p, batch: rated(p, **batch), (WEIGHTS, RATED), {}, {}),
-    "a scalar deep in a dict": (lambda p, b: rated(p, **b["of"][0]), (WEIGHTS, {"of": [RATED]}), {}, {}),
+    "a scalar deep in a dict": (lambda p, b: rated(p, **b["of{i}"][0]), (WEIGHTS, {"of{i}": [RATED]}), {}, {}),
     "a scalar in a tuple": (lambda p, batch: rated(p, *batch), (WEIGHTS, (X, Y, 0.5)), {}, {}),
     "a scalar in a list": (lambda p, batch: rated(p, *batch), (WEIGHTS, [X, Y, 0.5]), {}, {}),
     "a scalar in a named tuple": (of_fields, (WEIGHTS, Examples(X, Y, 0.5)), {}, {}),

@@ -232,3 +232,14 @@ def test_gradients_cross_in_closing_calls_alone_and_train_as_on_one_device(name,
         errors = executed.differences(params, one_device(make, model))
         tolerance = 1e-3 if "bfloat16" in name else executed.TOLERANCE
         assert max(errors.values()) < tolerance, errors
+
+
+def test_a_closed_window_of_rows_holds_one_sum_beside_them(target):
+    """XLA-22: an H100 would hold 2 P if the closed window's rows were its average."""
+
+    def losses(p, x):
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])[0][:, 0]
+
+    model = Model(losses, {"layers": normal(0, 16, 512, 512)}, (normal(1, EXAMPLES, 512),))
+    program, *_ = compiled_step(target, WINDOWS["clip"], model)
+    assert program.temporary <= 1.6

@@ -197,7 +197,7 @@ def test_devices_that_have_only_padding_leave_the_carry_to_the_others():
 @pytest.mark.thorough
 def test_one_micro_batch_is_divided_over_devices_so_keywords_with_rows_and_keys_are_errors():
     step = shrewjax.value_and_grad(lambda params, x, *rest, **_: jnp.mean(x @ params["w"]), 1, sum_over="data")
-    with pytest.raises(ValueError, match=r"keyword argument counts has 64 rows"):
+    with pytest.raises(ValueError, match=r"keyword argument counts has a first axis of 64"):
         on_eight(lambda: step(PARAMS, X, counts=COUNTS))
     with pytest.raises(ValueError, match=r"argument 2 is a PRNG key.*rng_argnums=2"):
         on_eight(lambda: shrewjax.value_and_grad(mean_loss, 1, batch_argnums=1, sum_over="data")(PARAMS, X, KEY))

@@ -259,27 +259,6 @@ def test_where_in_front_of_an_infinite_function_keeps_value_and_gradient_finite(
     np.testing.assert_allclose(found, [[np.nan, np.nan], [np.log(8) / 2, np.nan], [np.log(8) / 2, 1]], rtol=1e-6)
 
 
-def test_a_second_window_measures_the_noise_without_the_micro_batches_that_weigh_next_to_nothing():
-    """Against the estimate of the other micro-batches by hand. In one window, 2**-30 is the mistake."""
-    text = (DOCS / "guide/noise.md").read_text()
-    code = re.search(r"`(accumulate\(optax.identity\(\), 4, .*?\))`", text.replace("\n", " ")).group(1)
-    tx = eval(code, vars(shrewjax) | {"optax": optax})
-    weights, grads = np.float32([3, 0, 2, 4]), np.float32(normal(4, 5))
-
-    def noise(least):
-        state = tx.init(grads[0])
-        for w, g in zip(weights, grads, strict=True):
-            _, state = tx.update(g, state, weight=jnp.maximum(w, least))
-        return shrewjax.metrics(state)["accumulate/noise_trace"]
-
-    kept, means = np.float64(weights[weights > 0]), np.float64(grads[weights > 0]) / weights[weights > 0][:, None]
-    average = kept @ means / kept.sum()
-    expected = (kept @ np.sum(means**2, axis=1) - kept.sum() * average @ average) / (len(kept) - 1)
-    right, wrong = quick_jit(lambda: (noise(0), noise(2.0**-30)))()
-    assert right == pytest.approx(expected, rel=1e-5)
-    assert wrong > 1e6 * expected
-
-
 # --- docs/guide/losses.md ----------------------------------------------------------------------------------------
 
 

@@ -387,7 +387,12 @@ def test_batch_statistics_that_would_be_lost_are_an_error():
     def loss(model, x):
         return jnp.mean(model(x))
 
-    with in_mode("graph"), pytest.raises(ValueError, match=r"take shrewjax\.flax\.micro_batched, which keeps batch"):
+    with (
+        in_mode("graph"),
+        pytest.raises(
+            ValueError, match=r"Call shrewjax.flax.value_and_grad, or the function of that module which you need"
+        ),
+    ):
         nnx.grad(shrewjax.micro_batched(loss, K))(nnx.BatchNorm(X.shape[1], rngs=nnx.Rngs(0)), X)
 
 

@@ -32,8 +32,11 @@ def test_no_examples_counts_the_arguments_of_the_call():
 
 @pytest.mark.parametrize("named", [None, 1, "x"])
 def test_the_batch_may_come_by_keyword(named):
-    found = shrewjax.flax.value_and_grad(loss, 2, batch_argnums=named)(model(), x=X)
-    assert_close(found, nnx.value_and_grad(loss)(model(), X), rtol=1e-5)
+    step, expected = shrewjax.flax.value_and_grad(loss, 2, batch_argnums=named), nnx.value_and_grad(loss)(model(), X)
+    assert_close(step(model(), x=X), expected, rtol=1e-5)
+    assert_close(step(model=model(), x=X), expected, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"^the first argument must be the model, got no argument by position"):
+        step(x=X)
 
 
 @pytest.mark.parametrize("at", [2, -3])
