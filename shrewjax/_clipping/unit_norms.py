@@ -4,7 +4,7 @@ A unit is a leaf, a layer of a leaf that stacks layers, or a row or column of a 
 """
 
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import optax
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import UnitDims, are_own, placed_like, whole_shape
 from shrewjax._base.states import described, fields, largest, require_own
-from shrewjax._base.types import KeyPath, Leaf
+from shrewjax._base.types import Argument, KeyPath, Leaf, Metrics, Number, PyTree
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -26,14 +26,14 @@ class ClipByLeafNormState(NamedTuple):
     """Measurements of the last update for each leaf: trees like the parameters."""
 
     grad_norm: Annotated[
-        Any,
+        PyTree,
         "float32 (sizes of a leaf's batch axes): norms before clipping; 0 for leaves without one",
     ]
     clip_scale: Annotated[
-        Any, "float32, same shape: the numbers that multiplied the gradients; 1 if not clipped"
+        PyTree, "float32, same shape: the numbers that multiplied the gradients; 1 if not clipped"
     ]
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         return {
             "grad_norm_max": largest(self.grad_norm),
@@ -42,10 +42,10 @@ class ClipByLeafNormState(NamedTuple):
 
 
 def clip_by_leaf_norm(
-    max_norm: Any,
+    max_norm: Number,
     *,
     ord: float | None = None,
-    batch_axes: Any = None,
+    batch_axes: Argument = None,
     sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each leaf, or of each layer that it stacks, on its own.
@@ -97,7 +97,7 @@ def clip_by_leaf_norm(
         updates: optax.Updates,
         state: ClipByLeafNormState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: Argument,
     ) -> tuple[optax.Updates, ClipByLeafNormState]:
         del extra_args
         trees.require_no_rows(updates, params)
@@ -130,18 +130,18 @@ class AdaptiveGradClipState(NamedTuple):
     ]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         return self._asdict()
 
 
 def adaptive_grad_clip(
-    clipping: Any = 0.01,
+    clipping: Number = 0.01,
     *,
-    eps: Any = 1e-3,
+    eps: Number = 1e-3,
     unit: Unit = "auto",
-    axis: Any = None,
-    batch_axes: Any = None,
+    axis: Argument = None,
+    batch_axes: Argument = None,
     sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each unit to a share of the norm of its parameters (AGC).
@@ -246,7 +246,7 @@ def adaptive_grad_clip(
         updates: optax.Updates,
         state: AdaptiveGradClipState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: Argument,
     ) -> tuple[optax.Updates, AdaptiveGradClipState]:
         del state, extra_args
         if params is None:
@@ -281,13 +281,16 @@ class ClipByBlockRmsState(NamedTuple):
     ]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped blocks / blocks"]
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         return self._asdict()
 
 
 def clip_by_block_rms(
-    threshold: Any = 1.0, *, batch_axes: Any = None, sharded_over: UnitAxisName | None = None
+    threshold: Number = 1.0,
+    *,
+    batch_axes: Argument = None,
+    sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the root mean square of each leaf, or of each layer that it stacks.
 
@@ -345,7 +348,7 @@ def clip_by_block_rms(
         updates: optax.Updates,
         state: ClipByBlockRmsState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: Argument,
     ) -> tuple[optax.Updates, ClipByBlockRmsState]:
         del state, extra_args
         trees.require_no_rows(updates, params)
@@ -373,7 +376,7 @@ def clip_by_block_rms(
 
 
 @partial(jax.jit, inline=True)  # as `largest`
-def _fraction_clipped(grad_norm: Any, clip_scale: Any) -> jax.Array:
+def _fraction_clipped(grad_norm: PyTree, clip_scale: PyTree) -> jax.Array:
     """Returns the fraction of units that were clipped, from a state. A leaf without a gradient counts as unclipped."""
     pairs = zip(jax.tree.leaves(grad_norm), jax.tree.leaves(clip_scale), strict=True)
     # A unit of zeros never counts, as in `Units.clipped_fraction`, not even with a limit of 0, which scales it.
@@ -389,7 +392,8 @@ class ClipByLeafNormEmaState(NamedTuple):
 
     recorded: Annotated[jax.Array, "int32 (): number of steps recorded so far"]
     norm_ema: Annotated[
-        Any, "like the parameters, float32 (sizes of a leaf's batch axes): 0 if no norm is recorded"
+        PyTree,
+        "like the parameters, float32 (sizes of a leaf's batch axes): 0 if no norm is recorded",
     ]
     threshold_max: Annotated[
         jax.Array, "float32 (): the largest threshold of a unit; in the warm-up the global one"
@@ -397,19 +401,19 @@ class ClipByLeafNormEmaState(NamedTuple):
     grad_norm_max: Annotated[jax.Array, "float32 (): the largest norm of a unit before clipping"]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         return fields(self, "threshold_max", "grad_norm_max", "clipped_fraction")
 
 
 def clip_by_leaf_norm_ema(
-    max_ratio: Any = 1.04,
+    max_ratio: Number = 1.04,
     *,
-    decay: Any = 0.99,
-    warmup_steps: Any = 100,
-    warmup_max_norm: Any = 1.0,
-    min_norm: Any = 1e-6,
-    batch_axes: Any = None,
+    decay: Number = 0.99,
+    warmup_steps: Number = 100,
+    warmup_max_norm: Number = 1.0,
+    min_norm: Number = 1e-6,
+    batch_axes: Argument = None,
     sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each leaf, or of each layer that it stacks, to a multiple of its own average (AdaGC).
@@ -489,7 +493,7 @@ def clip_by_leaf_norm_ema(
         updates: optax.Updates,
         state: ClipByLeafNormEmaState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: Argument,
     ) -> tuple[optax.Updates, ClipByLeafNormEmaState]:
         del extra_args
         trees.require_no_rows(updates, params)
@@ -539,9 +543,9 @@ def clip_by_leaf_norm_ema(
 def _norm_and_limit(
     norm: ExtendedFloat,
     ema: jax.Array,
-    max_ratio: Any,
+    max_ratio: Number,
     total: ExtendedFloat,
-    warmup_max_norm: Any,
+    warmup_max_norm: Number,
     is_warmup: jax.Array,
 ) -> tuple[ExtendedFloat, ExtendedFloat]:
     """Returns the norm that decides on each unit, and its limit: its own after the warm-up if it has an average."""

@@ -5,9 +5,8 @@ once for all leaves whose units' numbers are joined (`vectors.join`).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any
 
 import chex
 import jax
@@ -27,7 +26,7 @@ from shrewjax._base.mesh import (
     varying_axes,
 )
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import Axes, AxisName, KeyPath
+from shrewjax._base.types import Argument, Axes, AxisName, KeyPath, Leaf, PyTree
 from shrewjax._numerics import scaling
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import combine, magnitude_key, measure_units
@@ -35,7 +34,7 @@ from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, siz
 from shrewjax._numerics.scaling import ClipScale
 from shrewjax._numerics.vectors import Groups, join, split
 
-UnitAxisName = AxisName | jax.P | Callable[[str, Any], Any]
+UnitAxisName = AxisName | jax.P | Callable[[str, Leaf], Argument]
 """The values of `sharded_over` that users may pass to a rule for units."""
 
 
@@ -44,7 +43,7 @@ class Units:
     """The units of a gradient. Most methods take and return numbers of units, such as norms, as they are `joined`."""
 
     paths: tuple[KeyPath, ...]
-    leaves: list[Any]  # the floating leaves
+    leaves: list[Leaf]  # the floating leaves
     dims: tuple[UnitDims, ...]  # the unit dims of each
     given: UnitAxisNames  # the user's `sharded_over`
 
@@ -73,7 +72,7 @@ class Units:
         types can say how its numbers are sharded, and JAX joins only arrays of one sharding
         (tests/clipping/test_units.py, "explicit mesh").
         """
-        alike: dict[Any, list[int]] = {}
+        alike: dict[Hashable, list[int]] = {}
         for i, (x, shape, over) in enumerate(
             zip(self.leaves, self.shapes, self.sharding, strict=True)
         ):
@@ -88,7 +87,7 @@ class Units:
         """The mapped axes along which devices hold other units of each group; None if the numbers' types tell."""
         return [self.sharding[group[0]].across for group in self.groups]
 
-    def by_leaf(self, numbers: Sequence[Any]) -> list[Any]:
+    def by_leaf(self, numbers: Sequence[PyTree]) -> list[PyTree]:
         return split(numbers, self.groups, self.shapes)
 
     def norms(self, ord: float = 2) -> list[ExtendedFloat]:
@@ -97,15 +96,15 @@ class Units:
     def total(self, norms: Sequence[ExtendedFloat]) -> ExtendedFloat:
         return combine(norms, self._across)
 
-    def joined(self, per_leaf: Sequence[Any]) -> list[Any]:
+    def joined(self, per_leaf: Sequence[PyTree]) -> list[PyTree]:
         """Returns the numbers of each leaf, joined by group. A single number of a leaf stands for each of its units."""
 
-        def of_units(number: Any, shape: tuple[int, ...]) -> Any:
+        def of_units(number: PyTree, shape: tuple[int, ...]) -> PyTree:
             return jax.tree.map(lambda part: jnp.broadcast_to(part, shape), number)
 
         return join(list(map(of_units, per_leaf, self.shapes)), self.groups)
 
-    def _beside(self, tree: chex.ArrayTree, problem: str) -> list[Any]:
+    def _beside(self, tree: chex.ArrayTree, problem: str) -> list[PyTree]:
         """Returns the leaves at the same places of a tree like the parameters. Raises if it has none there."""
         at = dict(jax.tree.leaves_with_path(tree))
         missing = [trees.leaf_name(path) for path in self.paths if path not in at]
@@ -134,7 +133,7 @@ class Units:
                 )
         return dataclasses.replace(self, leaves=weights)
 
-    def with_leaves(self, tree: chex.ArrayTree, leaves: Sequence[Any]) -> chex.ArrayTree:
+    def with_leaves(self, tree: chex.ArrayTree, leaves: Sequence[Leaf]) -> chex.ArrayTree:
         at = dict(zip(self.paths, leaves, strict=True))
         return jax.tree.map_with_path(lambda path, leaf: at.get(path, leaf), tree)
 
@@ -144,7 +143,7 @@ class Units:
         own = [unit_numbers(x, d, value) for x, d in zip(self.leaves, self.dims, strict=True)]
         return self.with_leaves(others, own)
 
-    def numbers_beside(self, tree: chex.ArrayTree) -> list[Any]:
+    def numbers_beside(self, tree: chex.ArrayTree) -> list[PyTree]:
         """Returns the numbers of these units in a state's tree, by leaf. Raises if it has numbers of other units."""
         numbers = self._beside(
             tree, "have no numbers in the state. Call init with parameters like the gradients"
@@ -181,7 +180,7 @@ class Units:
         return jnp.sum(jnp.stack(clipped)) / divisor
 
     def with_numbers(
-        self, tree: chex.ArrayTree, numbers: Sequence[Any], absent: float
+        self, tree: chex.ArrayTree, numbers: Sequence[PyTree], absent: float
     ) -> chex.ArrayTree:
         """Returns a state's tree with new numbers, which come joined, and `absent` for leaves without a gradient."""
         others = jax.tree.map(lambda x: jnp.full_like(x, absent), tree)
@@ -195,7 +194,7 @@ class Units:
 
 def find_units(
     updates: chex.ArrayTree,
-    unit_dims: Callable[[KeyPath, Any], UnitDims],
+    unit_dims: Callable[[KeyPath, Leaf], UnitDims],
     sharded_over: UnitAxisNames = None,
 ) -> Units:
     """Returns the units of a gradient. `unit_dims(path, leaf)` gives the unit dims of a leaf."""
@@ -209,6 +208,6 @@ def find_units(
     )
 
 
-def stacked_layers(batch_axes: AxesOf) -> Callable[[KeyPath, Any], UnitDims]:
+def stacked_layers(batch_axes: AxesOf) -> Callable[[KeyPath, Leaf], UnitDims]:
     """Returns the `unit_dims` of rules whose units are leaves, or the layers that a leaf stacks along `batch_axes`."""
     return lambda path, leaf: arguments.axes_of_leaf("batch_axes", batch_axes, path, leaf) or ()

@@ -44,7 +44,7 @@ from jax import lax
 
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import UnitDims, UnitSharding, axes_beside
-from shrewjax._base.types import Axes, AxisNames, DType
+from shrewjax._base.types import Axes, AxisNames, DType, Tree
 from shrewjax._numerics.floats import (
     EXPONENT_OF_ZERO,
     ExtendedFloat,
@@ -458,7 +458,7 @@ def _measure_jvp(of: _Norms, primals: tuple[Any, Any], tangents: tuple[Any, Any]
     return norms, [ExtendedFloat(slope, no_tangent(slope.shape)) for slope in slopes]
 
 
-def _unknown(x: Any) -> Any:
+def _unknown(x: Tree) -> Tree:
     """Returns x behind a barrier, so that XLA does not know it as a constant. Wraps leaves that are scaled and squared.
 
     XLA-7: The gradient of a frozen parameter is a known zero. XLA turns `(0 * c) * (0 * c)` into `0 * (c * c)`, which

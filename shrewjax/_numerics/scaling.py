@@ -5,7 +5,7 @@ A scale has two factors, because one number may leave the range although its pro
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import UnitDims, placed_like
-from shrewjax._base.types import Scalar
+from shrewjax._base.types import Leaf, Scalar
 from shrewjax._numerics.floats import (
     ExtendedFloat,
     extended_number,
@@ -87,7 +87,7 @@ def counts_as_clipped(scale: ClipScale, norm: ExtendedFloat) -> jax.Array:
     return scale.applies & (norm.mantissa != 0)
 
 
-def apply_scale(x: Any, scale: ClipScale) -> jax.Array:
+def apply_scale(x: Leaf, scale: ClipScale) -> jax.Array:
     """Returns x times the scale if it applies, else x to the last bit. Has x's dtype; multiplies in the scale's."""
     dtype = scale.coarse.dtype
     product = mul_real(upcast(x, dtype), scale.coarse, scale.fine, scale.fine)
@@ -97,12 +97,12 @@ def apply_scale(x: Any, scale: ClipScale) -> jax.Array:
     return select(scale.applies, lax.convert_element_type(product, x.dtype), x)
 
 
-def apply_unit_scales(x: Any, scale: ClipScale, dims: UnitDims) -> jax.Array:
+def apply_unit_scales(x: Leaf, scale: ClipScale, dims: UnitDims) -> jax.Array:
     return apply_scale(x, ClipScale(*(broadcast_to_leaf(part, x, dims) for part in scale)))
 
 
 def clip_slices(
-    x: Any, norm: ExtendedFloat, limit: ExtendedFloat, dims: UnitDims
+    x: Leaf, norm: ExtendedFloat, limit: ExtendedFloat, dims: UnitDims
 ) -> tuple[jax.Array, jax.Array]:
     """Returns x with each slice scaled to its limit, and which slices were. If none is, x is not written again."""
     applies = _exceeds(norm, limit)
