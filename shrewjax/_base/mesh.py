@@ -12,6 +12,8 @@ devices hold parts of the same unit, along others they hold other units. `unit_a
 ================  =====================================  ======================================  =====================
 `sharded_over`    mapped, tracked                        mapped, untracked                       not mapped
 ================  =====================================  ======================================  =====================
+()                no axis: every device has a gradient   no axis                                 no axis
+                  of its own
 None              an error if the leaf varies;           an error                                no axis
                   otherwise no axis
 names             `within`: the named axes over which    `within`: the names, an error unless    `within`: the names,
@@ -49,6 +51,14 @@ class UnitSharding(NamedTuple):
     across: Axes  # along these, other units; None: read from the per-unit result's type
 
 
+def are_own(given: Axes | jax.P | Function) -> bool:
+    """Returns whether `sharded_over` is (): each device has whole gradients of its own, such as a model of its own.
+
+    `jax.P()` says that all devices have the same. In JAX 0.8 it is equal to ().
+    """
+    return isinstance(given, tuple) and not given
+
+
 def unit_axes(name: str, leaf: Leaf, dims: UnitDims, given: Axes | jax.P) -> UnitSharding:
     """Returns the mapped axes over which a leaf is sharded. `given` is the user's `sharded_over` for this leaf.
 
@@ -68,7 +78,8 @@ def unit_axes(name: str, leaf: Leaf, dims: UnitDims, given: Axes | jax.P) -> Uni
             f"cannot tell how leaf {name}, which has several units, is sharded over "
             f"{', '.join(map(repr, varying))}: devices may hold other units, or parts of the same units. "
             "Pass sharded_over=fn, where fn(name, leaf) returns the leaf's PartitionSpec. Or pass sharded_over= with "
-            "the axes along which devices hold parts of the same units, or sharded_over=() if there are none"
+            "the axes along which devices hold parts of the same units. Or pass sharded_over=() if each device has a "
+            "model of its own"
         )
     if not is_tracked and unknown:
         raise ValueError(
@@ -140,9 +151,12 @@ def slice_axes(name: str, leaf: Leaf, given: Axes) -> AxisNames:
 def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list[AxisNames]:
     """Returns, for each array, the mapped axes along which devices hold parts of it.
 
-    Tracked types decide. Otherwise `axes` does, and None raises inside `shard_map` and `pmap`. If `axes` is a list, it
-    has one entry per array. An entry overrides the array's type, and None means "use the type".
+    () says that they hold no parts, but arrays of their own, as of independent models. Otherwise tracked types decide,
+    and without these `axes` does; None then raises inside `shard_map` and `pmap`. If `axes` is a list, it has one entry
+    per array. An entry overrides the array's type, and None means "use the type".
     """
+    if axes == ():
+        return [()] * len(arrays)
     if isinstance(axes, list):
         by_type = axes_to_reduce(arrays, None) if None in axes else [()] * len(arrays)
         return [told if given is None else given for given, told in zip(axes, by_type, strict=True)]
@@ -413,8 +427,9 @@ def _explicit(mesh: Any) -> MeshAxes:
 def placed_like(tree: PyTree, like: PyTree) -> PyTree:
     """Returns a tree whose traced arrays without a mesh are on the Explicit mesh of arrays in `like`, if they have one.
 
-    A new array has no mesh inside `jax.vmap`, nor without `jax.set_mesh`. A loop that begins with one is an error in
-    JAX if `vmap` maps a sharded axis (tests/devices/test_explicit.py, "vmap").
+    A new array has no mesh inside `jax.vmap`, nor without `jax.set_mesh`. If `vmap` maps a sharded axis, JAX refuses a
+    loop that begins with one, a branch that reads one, and a choice between two (tests/devices/test_explicit.py,
+    "vmap", and tests/devices/test_models_on_devices.py).
     """
     meshes = [_type_of(x).sharding.mesh for x in jax.tree.leaves(like) if explicit_axes(x)]
     if not meshes:

@@ -27,7 +27,7 @@ from shrewjax._base.types import (
     Scalar,
     Tree,
 )
-from shrewjax._numerics import floats, scaling
+from shrewjax._numerics import scaling
 from shrewjax._numerics.norms import measure_slices
 
 
@@ -168,7 +168,7 @@ class _Slices(NamedTuple):
         value: Scalar | None = self.limit
         if value is None:
             value = _spread(traced_limit[0], len(self.dims))
-        limit = scaling.limit_in(value, floats.sum_dtype(cotangent))
+        limit = scaling.as_limit(value, cotangent)
         norm = measure_slices(cotangent, self.ord, self.dims, self.divided, limit)
         clipped, applies = scaling.clip_slices(cotangent, norm, limit, self.dims)
         # With a limit of 0, `applies` is set for a slice of zeros, too, which does not count as clipped.

@@ -11,6 +11,7 @@ import optax
 from jax import lax
 
 from shrewjax._base import arguments, trees
+from shrewjax._base.mesh import placed_like
 from shrewjax._base.states import described, largest, require_own
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
@@ -115,6 +116,7 @@ class Limit(NamedTuple):
 
 def clip_magnitude(x: Leaf, limit: Limit) -> jax.Array:
     """Clips |x|. NaN stays NaN."""
+    limit = placed_like(limit, x)
     if not floats.is_complex(x):
         return _clip_real(x, limit)
     clipped = jnp.where(limit.is_infinite, x, _clip_modulus(x, limit.bound))

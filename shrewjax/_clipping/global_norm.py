@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import optax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.states import described, fields, require_made_with, require_own
-from shrewjax._base.types import Axes, AxisName, Tree
+from shrewjax._base.types import Argument, Axes, AxisName, DType, Metrics, Number, PyTree, Tree
 from shrewjax._clipping.counts import Clipped, Count, counted, metrics_of_counts, new_counts
 from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
@@ -20,7 +20,7 @@ from shrewjax._numerics.scaling import ClipScale
 
 
 def grad_norm(
-    grads: Any, ord: float | None = None, *, sharded_over: AxisName | None = None
+    grads: PyTree, ord: float | None = None, *, sharded_over: AxisName | None = None
 ) -> jax.Array:
     r"""Returns the norm of all gradients together, as if they were one long vector.
 
@@ -43,7 +43,8 @@ def grad_norm(
         `optax.MaskedNode` do not count.
       ord: p, any Python number >= 1 or inf. `None` means 2.
       sharded_over: mapped axes over which the gradients are sharded. It is only needed in `jax.pmap` and in
-        `jax.shard_map` with `check_vma=False`, where types do not record it.
+        `jax.shard_map` with `check_vma=False`, where types do not record it. () says that each device has whole
+        gradients of its own, such as those of independent models. Its result is then its own.
 
     Returns:
       float32 scalar; float64 if a leaf is float64 or complex128.
@@ -68,7 +69,7 @@ def grad_norm(
 
 
 def clip_grad_norm(
-    grads: Tree, max_norm: Any, *, ord: float | None = None, sharded_over: AxisName | None = None
+    grads: Tree, max_norm: Number, *, ord: float | None = None, sharded_over: AxisName | None = None
 ) -> tuple[Tree, jax.Array]:
     r"""Scales all gradients by one number so that their norm is at most `max_norm`, and returns the norm before, too.
 
@@ -131,18 +132,18 @@ class ClipByGlobalNormState(NamedTuple):
     count: Count  # type: ignore[assignment]
     clipped: Clipped
     leaf_norms: Annotated[
-        Any,
+        PyTree,
         "with leaves=True, a tree like the parameters of norms before clipping, float32 (); otherwise ()",
     ] = ()
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         measured = fields(self, "grad_norm", "clip_scale") | metrics_of_counts(self)
         return measured | _of_leaves(self.leaf_norms)
 
 
 def clip_by_global_norm(
-    max_norm: Any,
+    max_norm: Number,
     *,
     ord: float | None = None,
     leaves: bool = False,
@@ -223,14 +224,14 @@ def clip_by_global_norm(
         updates: optax.Updates,
         state: ClipByGlobalNormState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: Argument,
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del extra_args
         trees.require_no_rows(updates, params)
         if not leaves and not isinstance(state, ClipByGlobalNormState):
             # Any state counts as a new one, because Optax's clip, to which some callers pass None, reads none.
             state = init_fn(updates)
-        leaf_norms: Any = ()
+        leaf_norms: PyTree = ()
         if leaves:
             require_own(state, ClipByGlobalNormState)
             leaf_norms = state.leaf_norms
@@ -256,13 +257,13 @@ def clip_by_global_norm(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def norm_dtype(params: Any) -> Any:
+def norm_dtype(params: PyTree) -> DType:
     """Returns the dtype of the norm of gradients like the parameters, in which a state keeps it."""
     arrays = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype") and trees.is_gradient(x)]
     return jnp.result_type(floats.sum_dtype(*arrays))  # float32 for NumPy's float64 without x64
 
 
-def global_norm(grads: Any, ord: float, axes: Axes) -> ExtendedFloat:
+def global_norm(grads: PyTree, ord: float, axes: Axes) -> ExtendedFloat:
     return measure(trees.floating(grads), ord, axes)
 
 
@@ -272,7 +273,7 @@ def clip_to_limit(grads: Tree, norm: ExtendedFloat, limit: ExtendedFloat) -> tup
     return trees.map_floating(lambda x: scaling.apply_scale(x, scale), grads), scale
 
 
-def _of_leaves(leaf_norms: Any) -> dict[str, Any]:
+def _of_leaves(leaf_norms: PyTree) -> Metrics:
     """Returns the metrics of norms by leaf. There are none without leaves."""
     by_name = dict(
         sorted(zip(trees.leaf_names(leaf_norms), jax.tree.leaves(leaf_norms), strict=True))
@@ -290,7 +291,7 @@ def _of_leaves(leaf_norms: Any) -> dict[str, Any]:
 @partial(
     jax.jit, inline=True
 )  # outside of jit, operations would send their constants to the device
-def _largest_of(leaf_norms: list[Any]) -> tuple[jax.Array, jax.Array]:
+def _largest_of(leaf_norms: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns the share of the squared norm that the largest leaf has, and its place."""
     norms = jnp.stack(leaf_norms)
     index = jnp.argmax(norms, axis=0)  # of the first NaN, if there is one
@@ -320,13 +321,13 @@ class ClipByNormPercentileState(NamedTuple):
     count: Count  # type: ignore[assignment]
     clipped: Clipped
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         return fields(self, "threshold", "grad_norm", "clip_scale") | metrics_of_counts(self)
 
 
 def clip_by_norm_percentile(
-    percentile: Any, *, history_length: int | None = None, sharded_over: AxisName | None = None
+    percentile: Number, *, history_length: int | None = None, sharded_over: AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together to a percentile of its history (AutoClip).
 
@@ -395,7 +396,7 @@ def clip_by_norm_percentile(
         updates: optax.Updates,
         state: ClipByNormPercentileState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: Argument,
     ) -> tuple[optax.Updates, ClipByNormPercentileState]:
         del extra_args
         trees.require_no_rows(updates, params)
@@ -437,19 +438,19 @@ class ClipByNormZscoreState(NamedTuple):
     count: Count  # type: ignore[assignment]
     clipped: Clipped
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         measured = fields(self, "threshold", "grad_norm", "clip_scale", "mean", "std")
         return measured | metrics_of_counts(self)
 
 
 def clip_by_norm_zscore(
-    max_zscore: Any = 2.5,
+    max_zscore: Number = 2.5,
     *,
-    decay: Any = 0.97,
-    warmup_steps: Any = 25,
-    max_norm: Any = math.inf,
-    eps: Any = 1e-6,
+    decay: Number = 0.97,
+    warmup_steps: Number = 25,
+    max_norm: Number = math.inf,
+    eps: Number = 1e-6,
     sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together when it stands out from the recent ones (ZClip).
@@ -527,7 +528,7 @@ def clip_by_norm_zscore(
         updates: optax.Updates,
         state: ClipByNormZscoreState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: Argument,
     ) -> tuple[optax.Updates, ClipByNormZscoreState]:
         del extra_args
         trees.require_no_rows(updates, params)

@@ -4,16 +4,16 @@ A unit is a leaf, a layer of a leaf that stacks layers, or a row or column of a 
 """
 
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import UnitDims, partitioned_like, whole_shape
+from shrewjax._base.mesh import UnitDims, are_own, partitioned_like, placed_like, whole_shape
 from shrewjax._base.states import described, fields, largest, require_own
-from shrewjax._base.types import KeyPath, Leaf
+from shrewjax._base.types import Argument, KeyPath, Leaf, Metrics, Number, PyTree
 from shrewjax._clipping.counts import Clipped, Count, counted, metrics_of_counts, new_counts
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
@@ -30,16 +30,16 @@ class ClipByLeafNormState(NamedTuple):
     """
 
     grad_norm: Annotated[
-        Any,
+        PyTree,
         "float32 (sizes of a leaf's batch axes): norms before clipping; 0 for leaves without one",
     ]
     clip_scale: Annotated[
-        Any, "float32, same shape: the numbers that multiplied the gradients; 1 if not clipped"
+        PyTree, "float32, same shape: the numbers that multiplied the gradients; 1 if not clipped"
     ]
     count: Count  # type: ignore[assignment]
     clipped: Clipped
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         return {
             "grad_norm_max": largest(self.grad_norm),
@@ -49,10 +49,10 @@ class ClipByLeafNormState(NamedTuple):
 
 
 def clip_by_leaf_norm(
-    max_norm: Any,
+    max_norm: Number,
     *,
     ord: float | None = None,
-    batch_axes: Any = None,
+    batch_axes: Argument = None,
     sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each leaf, or of each layer that it stacks, on its own.
@@ -107,7 +107,7 @@ def clip_by_leaf_norm(
         updates: optax.Updates,
         state: ClipByLeafNormState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: Argument,
     ) -> tuple[optax.Updates, ClipByLeafNormState]:
         del extra_args
         trees.require_no_rows(updates, params)
@@ -145,18 +145,18 @@ class AdaptiveGradClipState(NamedTuple):
     count: Count  # type: ignore[assignment]
     clipped: Clipped
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         return fields(self, "ratio_max", "clipped_fraction") | metrics_of_counts(self)
 
 
 def adaptive_grad_clip(
-    clipping: Any = 0.01,
+    clipping: Number = 0.01,
     *,
-    eps: Any = 1e-3,
+    eps: Number = 1e-3,
     unit: Unit = "auto",
-    axis: Any = None,
-    batch_axes: Any = None,
+    axis: Argument = None,
+    batch_axes: Argument = None,
     sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each unit to a share of the norm of its parameters (AGC).
@@ -199,7 +199,8 @@ def adaptive_grad_clip(
       sharded_over: for leaves of one unit, as in `grad_norm`. For a leaf of several units it is needed inside
         `jax.shard_map` and `jax.pmap`. Pass a function of a leaf's name and the leaf that returns its `jax.P`, as in
         `in_specs`. Or pass one `jax.P` for all leaves, such as `jax.P()` if every device holds all of them. Names of
-        mapped axes, passed or returned, are those along which devices hold parts of the same units.
+        mapped axes, passed or returned, are those along which devices hold parts of the same units. () says that each
+        device has whole leaves of its own, such as those of independent models. Its measurements are then its own.
 
     Returns:
       A transformation with state `AdaptiveGradClipState(ratio_max, clipped_fraction, count, clipped)`: two scalars of
@@ -228,7 +229,8 @@ def adaptive_grad_clip(
 
     def is_vector(path: KeyPath, leaf: Leaf, free: list[int], by_rank: list[int]) -> bool:
         """Returns whether at most one of the free axes is longer than 1 over all devices. Raises if nothing tells."""
-        sizes = whole_shape(leaf, arguments.axis_names_of_leaf(mesh_axes, path, leaf))
+        given = arguments.axis_names_of_leaf(mesh_axes, path, leaf)
+        sizes = leaf.shape if are_own(mesh_axes) else whole_shape(leaf, given)
         if sizes is not None:
             return sum(sizes[a] != 1 for a in free) < 2
         long = [a for a in free if leaf.shape[a] != 1]
@@ -261,7 +263,7 @@ def adaptive_grad_clip(
         updates: optax.Updates,
         state: AdaptiveGradClipState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: Argument,
     ) -> tuple[optax.Updates, AdaptiveGradClipState]:
         del extra_args
         if params is None:
@@ -273,14 +275,14 @@ def adaptive_grad_clip(
             state = init_fn(updates)
         units = find_units(updates, unit_dims, mesh_axes)
         weights = units.of_parameters(params)
-        norms, least, share = units.norms(), weights.limit(eps), units.limit(clipping)
+        norms = units.norms()
         bases = [
-            floats.in_dtype_of(floats.maximum(base, least), norm)
+            floats.in_dtype_of(floats.maximum(base, scaling.as_limit(eps, base)), norm)
             for base, norm in zip(weights.norms(), norms, strict=True)
         ]
         # On an Explicit mesh, parameters and gradients may be sharded differently.
         bases = [jax.tree.map(partitioned_like, *pair) for pair in zip(bases, norms, strict=True)]
-        limits = [floats.product(base, share) for base in bases]
+        limits = [floats.product(base, scaling.as_limit(clipping, base)) for base in bases]
         scales = scaling.clip_scales(norms, limits)
         ratios = list(map(floats.quotient, norms, bases))
         clipped_fraction, is_clipped = units.clipped(
@@ -307,13 +309,16 @@ class ClipByBlockRmsState(NamedTuple):
     count: Count  # type: ignore[assignment]
     clipped: Clipped
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         return fields(self, "rms_max", "clipped_fraction") | metrics_of_counts(self)
 
 
 def clip_by_block_rms(
-    threshold: Any = 1.0, *, batch_axes: Any = None, sharded_over: UnitAxisName | None = None
+    threshold: Number = 1.0,
+    *,
+    batch_axes: Argument = None,
+    sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the root mean square of each leaf, or of each layer that it stacks.
 
@@ -372,7 +377,7 @@ def clip_by_block_rms(
         updates: optax.Updates,
         state: ClipByBlockRmsState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: Argument,
     ) -> tuple[optax.Updates, ClipByBlockRmsState]:
         del extra_args
         trees.require_no_rows(updates, params)
@@ -387,6 +392,7 @@ def clip_by_block_rms(
         # is `test_a_block_of_ones_has_a_root_mean_square_of_one`.
         roots = [floats.root_of_count(n, norms[0].mantissa.dtype) for n in counts]
         of_ones, inverses = (units.joined([pair[i] for pair in roots]) for i in (0, 1))
+        of_ones = list(map(placed_like, of_ones, norms))
         limits = [floats.product(scaling.as_limit(threshold, n), n) for n in of_ones]
         rms = list(map(floats.product, norms, inverses))
         scales = scaling.clip_scales(norms, limits)
@@ -404,7 +410,7 @@ def clip_by_block_rms(
 
 
 @partial(jax.jit, inline=True)  # as `largest`
-def _fraction_clipped(grad_norm: Any, clip_scale: Any) -> jax.Array:
+def _fraction_clipped(grad_norm: PyTree, clip_scale: PyTree) -> jax.Array:
     """Returns the fraction of units that were clipped, from a state. A leaf without a gradient counts as unclipped."""
     pairs = zip(jax.tree.leaves(grad_norm), jax.tree.leaves(clip_scale), strict=True)
     # A unit of zeros never counts, as in `Units.clipped_fraction`, not even with a limit of 0, which scales it.
@@ -423,7 +429,8 @@ class ClipByLeafNormEmaState(NamedTuple):
 
     recorded: Annotated[jax.Array, "int32 (): number of steps recorded so far"]
     norm_ema: Annotated[
-        Any, "like the parameters, float32 (sizes of a leaf's batch axes): 0 if no norm is recorded"
+        PyTree,
+        "like the parameters, float32 (sizes of a leaf's batch axes): 0 if no norm is recorded",
     ]
     threshold_max: Annotated[
         jax.Array, "float32 (): the largest threshold of a unit; in the warm-up the global one"
@@ -433,20 +440,20 @@ class ClipByLeafNormEmaState(NamedTuple):
     count: Count  # type: ignore[assignment]
     clipped: Clipped
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         measured = fields(self, "threshold_max", "grad_norm_max", "clipped_fraction")
         return measured | metrics_of_counts(self)
 
 
 def clip_by_leaf_norm_ema(
-    max_ratio: Any = 1.04,
+    max_ratio: Number = 1.04,
     *,
-    decay: Any = 0.99,
-    warmup_steps: Any = 100,
-    warmup_max_norm: Any = 1.0,
-    min_norm: Any = 1e-6,
-    batch_axes: Any = None,
+    decay: Number = 0.99,
+    warmup_steps: Number = 100,
+    warmup_max_norm: Number = 1.0,
+    min_norm: Number = 1e-6,
+    batch_axes: Argument = None,
     sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each leaf, or of each layer that it stacks, to a multiple of its own average (AdaGC).
@@ -527,7 +534,7 @@ def clip_by_leaf_norm_ema(
         updates: optax.Updates,
         state: ClipByLeafNormEmaState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: Argument,
     ) -> tuple[optax.Updates, ClipByLeafNormEmaState]:
         del extra_args
         trees.require_no_rows(updates, params)
@@ -580,9 +587,9 @@ def clip_by_leaf_norm_ema(
 def _norm_and_limit(
     norm: ExtendedFloat,
     ema: jax.Array,
-    max_ratio: Any,
+    max_ratio: Number,
     total: ExtendedFloat,
-    warmup_max_norm: Any,
+    warmup_max_norm: Number,
     is_warmup: jax.Array,
 ) -> tuple[ExtendedFloat, ExtendedFloat]:
     """Returns the norm that decides on each unit, and its limit: its own after the warm-up if it has an average."""

@@ -5,9 +5,8 @@ once for all leaves whose units' numbers are joined (`vectors.join`).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any
 
 import chex
 import jax
@@ -19,6 +18,7 @@ from shrewjax._base.arguments import AxesOf, UnitAxisNames
 from shrewjax._base.mesh import (
     UnitDims,
     UnitSharding,
+    are_own,
     is_typed_by_device,
     may_be_partitioned,
     newly_varying,
@@ -27,15 +27,15 @@ from shrewjax._base.mesh import (
     varying_axes,
 )
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import Axes, AxisName, KeyPath, Scalar
+from shrewjax._base.types import Argument, Axes, AxisName, DType, KeyPath, Leaf, PyTree
 from shrewjax._numerics import floats, scaling
-from shrewjax._numerics.floats import ExtendedFloat, sum_dtype
+from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import combine, magnitude_key, measure_units
 from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, sizes, unit_numbers
 from shrewjax._numerics.scaling import ClipScale
 from shrewjax._numerics.vectors import Groups, join, split
 
-UnitAxisName = AxisName | jax.P | Callable[[str, Any], Any]
+UnitAxisName = AxisName | jax.P | Callable[[str, Leaf], Argument]
 """The values of `sharded_over` that users may pass to a rule for units."""
 
 
@@ -44,12 +44,14 @@ class Units:
     """The units of a gradient. Most methods take and return numbers of units, such as norms, as they are `joined`."""
 
     paths: tuple[KeyPath, ...]
-    leaves: list[Any]  # the floating leaves
+    leaves: list[Leaf]  # the floating leaves
     dims: tuple[UnitDims, ...]  # the unit dims of each
     given: UnitAxisNames  # the user's `sharded_over`
 
     @cached_property
     def sharding(self) -> tuple[UnitSharding, ...]:
+        if are_own(self.given):
+            return (UnitSharding((), ()),) * len(self.leaves)
         return tuple(
             unit_axes(
                 trees.leaf_name(path), x, dims, arguments.axis_names_of_leaf(self.given, path, x)
@@ -71,7 +73,7 @@ class Units:
         types can say how its numbers are sharded, and JAX joins only arrays of one sharding
         (tests/clipping/test_units.py, "explicit mesh").
         """
-        alike: dict[Any, list[int]] = {}
+        alike: dict[Hashable, list[int]] = {}
         for i, (x, shape, over) in enumerate(
             zip(self.leaves, self.shapes, self.sharding, strict=True)
         ):
@@ -86,7 +88,7 @@ class Units:
         """The mapped axes along which devices hold other units of each group; None if the numbers' types tell."""
         return [self.sharding[group[0]].across for group in self.groups]
 
-    def by_leaf(self, numbers: Sequence[Any]) -> list[Any]:
+    def by_leaf(self, numbers: Sequence[PyTree]) -> list[PyTree]:
         return split(numbers, self.groups, self.shapes)
 
     def norms(self, ord: float = 2) -> list[ExtendedFloat]:
@@ -95,15 +97,15 @@ class Units:
     def total(self, norms: Sequence[ExtendedFloat]) -> ExtendedFloat:
         return combine(norms, self._across)
 
-    def joined(self, per_leaf: Sequence[Any]) -> list[Any]:
+    def joined(self, per_leaf: Sequence[PyTree]) -> list[PyTree]:
         """Returns the numbers of each leaf, joined by group. A single number of a leaf stands for each of its units."""
 
-        def of_units(number: Any, shape: tuple[int, ...]) -> Any:
+        def of_units(number: PyTree, shape: tuple[int, ...]) -> PyTree:
             return jax.tree.map(lambda part: jnp.broadcast_to(part, shape), number)
 
         return join(list(map(of_units, per_leaf, self.shapes)), self.groups)
 
-    def _beside(self, tree: chex.ArrayTree, problem: str) -> list[Any]:
+    def _beside(self, tree: chex.ArrayTree, problem: str) -> list[PyTree]:
         """Returns the leaves at the same places of a tree like the parameters. Raises if it has none there."""
         at = dict(jax.tree.leaves_with_path(tree))
         missing = [trees.leaf_name(path) for path in self.paths if path not in at]
@@ -132,19 +134,16 @@ class Units:
                 )
         return dataclasses.replace(self, leaves=weights)
 
-    def limit(self, value: Scalar) -> ExtendedFloat:
-        return scaling.limit_in(value, sum_dtype(*self.leaves))
-
-    def with_leaves(self, tree: chex.ArrayTree, leaves: Sequence[Any]) -> chex.ArrayTree:
+    def with_leaves(self, tree: chex.ArrayTree, leaves: Sequence[Leaf]) -> chex.ArrayTree:
         at = dict(zip(self.paths, leaves, strict=True))
         return jax.tree.map_with_path(lambda path, leaf: at.get(path, leaf), tree)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype of norms of these units, and of what states keep of them."""
-        return sum_dtype(*self.leaves)
+        return floats.sum_dtype(*self.leaves)
 
-    def numbers(self, tree: chex.ArrayTree, value: float, dtype: Any) -> chex.ArrayTree:
+    def numbers(self, tree: chex.ArrayTree, value: float, dtype: DType) -> chex.ArrayTree:
         """Returns a tree like `tree` of numbers: one for each unit, and one for each leaf without units."""
         others = jax.tree.map(lambda _: jnp.full((), value, dtype), tree)
         own = [
@@ -152,7 +151,7 @@ class Units:
         ]
         return self.with_leaves(others, own)
 
-    def numbers_beside(self, tree: chex.ArrayTree) -> list[Any]:
+    def numbers_beside(self, tree: chex.ArrayTree) -> list[PyTree]:
         """Returns the numbers of these units in a state's tree, by leaf. Raises if it has numbers of other units."""
         numbers = self._beside(
             tree, "have no numbers in the state. Call init with parameters like the gradients"
@@ -166,7 +165,7 @@ class Units:
                 )
         return numbers
 
-    def largest(self, numbers: Sequence[ExtendedFloat], dtype: Any) -> jax.Array:
+    def largest(self, numbers: Sequence[ExtendedFloat], dtype: DType) -> jax.Array:
         """Returns the largest of all units' numbers on all devices, in a dtype; NaN if one is NaN. Shape ()."""
         if not numbers:
             return jnp.zeros((), dtype)
@@ -197,13 +196,13 @@ class Units:
         return jnp.sum(jnp.stack(clipped)) / divisor, jnp.sum(jnp.stack(above)) > 0
 
     def with_numbers(
-        self, tree: chex.ArrayTree, numbers: Sequence[Any], absent: float
+        self, tree: chex.ArrayTree, numbers: Sequence[PyTree], absent: float
     ) -> chex.ArrayTree:
         """Returns a state's tree with new numbers, which come joined, and `absent` for leaves without a gradient."""
         others = jax.tree.map(lambda x: jnp.full_like(x, absent), tree)
         return self.with_own(others, numbers)
 
-    def with_own(self, tree: chex.ArrayTree, numbers: Sequence[Any]) -> chex.ArrayTree:
+    def with_own(self, tree: chex.ArrayTree, numbers: Sequence[PyTree]) -> chex.ArrayTree:
         """Returns a state's tree with new numbers, which come joined. On an Explicit mesh it keeps its sharding."""
         placed = map(partitioned_like, self.by_leaf(numbers), self.numbers_beside(tree))
         return self.with_leaves(tree, list(placed))
@@ -216,7 +215,7 @@ class Units:
 
 def find_units(
     updates: chex.ArrayTree,
-    unit_dims: Callable[[KeyPath, Any], UnitDims],
+    unit_dims: Callable[[KeyPath, Leaf], UnitDims],
     sharded_over: UnitAxisNames = None,
 ) -> Units:
     """Returns the units of a gradient. `unit_dims(path, leaf)` gives the unit dims of a leaf."""
@@ -230,6 +229,6 @@ def find_units(
     )
 
 
-def stacked_layers(batch_axes: AxesOf) -> Callable[[KeyPath, Any], UnitDims]:
+def stacked_layers(batch_axes: AxesOf) -> Callable[[KeyPath, Leaf], UnitDims]:
     """Returns the `unit_dims` of rules whose units are leaves, or the layers that a leaf stacks along `batch_axes`."""
     return lambda path, leaf: arguments.axes_of_leaf("batch_axes", batch_axes, path, leaf) or ()

@@ -19,26 +19,26 @@ such numbers, because a norm may exceed float32 where the clip's quotient does n
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._base.types import Scalar
+from shrewjax._base.types import DType, Leaf, Number, Scalar
 
 
-def is_complex(x: Any) -> bool:
+def is_complex(x: Leaf) -> bool:
     return x.dtype.kind == "c"
 
 
-def real_dtype(x: Any) -> Any:
+def real_dtype(x: Leaf) -> DType:
     """Returns an array's dtype, or that of its parts if it is complex."""
     return jnp.finfo(x.dtype).dtype
 
 
-def sum_dtype(*xs: Any) -> Any:
+def sum_dtype(*xs: Leaf) -> DType:
     """Returns the real dtype in which to compute with arrays' elements or their parts: float64 if one is, else float32.
 
     It says nothing of a state. The dtype of a window's sums is the user's, `accumulator_dtype`.
@@ -46,12 +46,12 @@ def sum_dtype(*xs: Any) -> Any:
     return jnp.dtype(jnp.float64 if any(real_dtype(x) == jnp.float64 for x in xs) else jnp.float32)
 
 
-def upcast(x: Any, dtype: Any) -> jax.Array:
+def upcast(x: Leaf, dtype: DType) -> jax.Array:
     """Returns x in a real dtype, or in the complex dtype of that precision if x is complex."""
     return lax.convert_element_type(x, upcast_dtype(x, dtype))
 
 
-def upcast_dtype(x: Any, dtype: Any) -> Any:
+def upcast_dtype(x: Leaf, dtype: DType) -> DType:
     return jnp.dtype(f"complex{2 * jnp.finfo(dtype).bits}" if is_complex(x) else dtype)
 
 
@@ -76,13 +76,13 @@ def sign_bit(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, integers_like(x.dtype)) < 0
 
 
-def infinity_bits(dtype: Any) -> int:
+def infinity_bits(dtype: DType) -> int:
     """Returns the bits of infinity. The bits of NaNs are larger."""
     fraction_bits, bias = float_format(dtype)
     return (2 * bias + 1) << fraction_bits
 
 
-def narrower_bits(bits: jax.Array, dtype: Any, narrower: Any) -> jax.Array:
+def narrower_bits(bits: jax.Array, dtype: DType, narrower: DType) -> jax.Array:
     """Returns the bits of a magnitude, rounded toward zero to a narrower dtype."""
     fraction_bits, bias = float_format(dtype)
     to_fraction_bits, to_bias = float_format(narrower)
@@ -103,7 +103,7 @@ def narrower_bits(bits: jax.Array, dtype: Any, narrower: Any) -> jax.Array:
     return result.astype(integers_like(narrower))
 
 
-def wider_bits(bits: jax.Array, dtype: Any, wider: Any) -> jax.Array:
+def wider_bits(bits: jax.Array, dtype: DType, wider: DType) -> jax.Array:
     """Returns the bits of the same magnitude in a wider dtype of at least 16 bits. Infinity and NaN stay.
 
     A cast instead would flush a subnormal float32 on CPU (XLA-18).
@@ -123,7 +123,7 @@ def wider_bits(bits: jax.Array, dtype: Any, wider: Any) -> jax.Array:
     return result
 
 
-def round_toward_zero(value: Scalar, dtype: Any) -> jax.Array:
+def round_toward_zero(value: Scalar, dtype: DType) -> jax.Array:
     """Returns the largest finite number of a dtype that is at most a threshold; 0 for a negative threshold.
 
     An infinite threshold becomes the largest finite number, so callers test for it first.
@@ -145,7 +145,7 @@ def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
     return x * first * second
 
 
-def factors_of_two(exponent: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def factors_of_two(exponent: jax.Array, dtype: DType) -> tuple[jax.Array, jax.Array]:
     """Returns two powers of two whose product is 2**exponent, for exponents from 2 - 2 * bias to 2 * bias.
 
     For a lower exponent the second is 0, and for a higher one the product is 2**(2 * bias).
@@ -162,7 +162,7 @@ def power_of_two_for(x: jax.Array) -> jax.Array:
     return power_of_two(-jnp.clip(exponent_of(x), 1 - bias, bias - 1), x.dtype)
 
 
-def power_of_two(exponent: jax.Array, dtype: Any) -> jax.Array:
+def power_of_two(exponent: jax.Array, dtype: DType) -> jax.Array:
     """Returns 2**exponent for -bias < exponent <= bias, and 0 for exponent -bias. Made of bits, so exact (XLA-19)."""
     fraction_bits, bias = float_format(dtype)
     return lax.bitcast_convert_type(
@@ -176,17 +176,17 @@ def exponent_of(x: jax.Array) -> jax.Array:
     return (magnitude_bits(x) >> fraction_bits).astype(jnp.int32) - bias
 
 
-def integers_like(dtype: Any) -> Any:
+def integers_like(dtype: DType) -> DType:
     return jnp.dtype(f"int{jnp.finfo(dtype).bits}")
 
 
-def float_format(dtype: Any) -> tuple[int, int]:
+def float_format(dtype: DType) -> tuple[int, int]:
     info = jnp.finfo(dtype)
     return int(info.nmant), 2 ** (int(info.nexp) - 1) - 1
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _rounded_toward_zero(value: jax.Array, dtype: Any) -> jax.Array:
+def _rounded_toward_zero(value: jax.Array, dtype: DType) -> jax.Array:
     wanted = jnp.clip(value, 0, float(jnp.finfo(dtype).max))
     nearest = wanted.astype(dtype)
     is_above = nearest.astype(wanted.dtype) > wanted
@@ -198,7 +198,7 @@ def _rounded_toward_zero(value: jax.Array, dtype: Any) -> jax.Array:
 
 @_rounded_toward_zero.defjvp
 def _rounded_toward_zero_jvp(
-    dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+    dtype: DType, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     _, tangent = jax.jvp(
         lambda v: jnp.clip(v, 0, float(jnp.finfo(dtype).max)).astype(dtype), primals, tangents
@@ -224,7 +224,7 @@ def to_extended(x: jax.Array) -> ExtendedFloat:
     as_integer = magnitude_bits(x)
     is_subnormal = as_integer < (1 << fraction_bits)
     normal = jnp.where(is_subnormal, as_integer.astype(x.dtype), x)
-    correction = jnp.where(is_subnormal, 1 - bias - fraction_bits, 0)
+    correction = is_subnormal.astype(jnp.int32) * np.int32(1 - bias - fraction_bits)
     exponent = jnp.where(jnp.isfinite(normal), exponent_of(normal), 0)
     mantissa = times_power_of_two(normal, -exponent)
     return ExtendedFloat(
@@ -232,7 +232,7 @@ def to_extended(x: jax.Array) -> ExtendedFloat:
     )
 
 
-def extended_number(value: float, dtype: Any) -> ExtendedFloat:
+def extended_number(value: float, dtype: DType) -> ExtendedFloat:
     """Returns a Python number >= 0, which may be beyond the range of the dtype."""
     if value == 0 or math.isinf(value):
         mantissa, exponent = value, 0 if value else EXPONENT_OF_ZERO
@@ -242,7 +242,7 @@ def extended_number(value: float, dtype: Any) -> ExtendedFloat:
     return ExtendedFloat(jnp.asarray(mantissa, dtype), jnp.asarray(exponent, jnp.int32))
 
 
-def root_of_count(count: Any, dtype: Any) -> tuple[ExtendedFloat, ExtendedFloat]:
+def root_of_count(count: Number, dtype: DType) -> tuple[ExtendedFloat, ExtendedFloat]:
     """Returns the square root of a number of elements, and its inverse. No elements count as one.
 
     The number may be symbolic (`jax.export`). It then takes the same float64 operations on the device.
@@ -267,7 +267,7 @@ def to_float32(number: ExtendedFloat) -> jax.Array:
     return from_extended(number).astype(jnp.float32)
 
 
-def stored(number: ExtendedFloat, dtype: Any) -> jax.Array:
+def stored(number: ExtendedFloat, dtype: DType) -> jax.Array:
     """Returns the number as a state stores it, in the dtype of its own: inf if it is too large."""
     return from_extended(number).astype(dtype)
 
@@ -304,7 +304,7 @@ def product(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
     """Returns a * b. It is infinite if a factor is, even for 0 * inf."""
     infinite = jnp.isinf(a.mantissa) | jnp.isinf(b.mantissa)
     # 0 * inf is left out, because `jax_debug_nans` would stop at it: see `tests/promises/test_train_steps.py`.
-    finite = a.mantissa * jnp.where(infinite, 1, b.mantissa)
+    finite = jnp.where(infinite, 1, a.mantissa) * b.mantissa
     return shifted(jnp.where(infinite, jnp.inf, finite), a.exponent + b.exponent)
 
 

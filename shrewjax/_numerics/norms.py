@@ -44,7 +44,7 @@ from jax import lax
 
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import UnitDims, UnitSharding, axes_beside
-from shrewjax._base.types import Axes, AxisNames, DType
+from shrewjax._base.types import Axes, AxisNames, DType, Tree
 from shrewjax._numerics.floats import (
     EXPONENT_OF_ZERO,
     ExtendedFloat,
@@ -91,8 +91,10 @@ def shift_into_range(powers: jax.Array, small_counts: jax.Array | None = None) -
     trusted_above, shrink, grow = RANGE[powers.dtype]
     is_small = powers < trusted_above
     is_small = is_small if small_counts is None else is_small & small_counts
+    # A product, because on an Explicit mesh that is not set, vmap cannot use a choice between two constants
+    # (tests/devices/test_models_on_devices.py).
     return jnp.where(
-        powers == jnp.inf, np.int32(shrink), jnp.where(is_small, np.int32(grow), np.int32(0))
+        powers == jnp.inf, np.int32(shrink), is_small.astype(jnp.int32) * np.int32(grow)
     )
 
 
@@ -307,7 +309,7 @@ def _scale_into_range(powers: jax.Array) -> jax.Array:
     # XLA-7: the compiler would square a scale that it knows, which gives 0 * inf for the zero of a leaf of one element
     # (test_norms, "one element"). So the sum, which chooses it, is unknown.
     small, large = np.asarray([2.0**shrink, 2.0**grow], powers.dtype)
-    return jnp.where(_unknown(powers) == jnp.inf, small, large)
+    return jnp.where(_unknown(powers) == jnp.inf, small, jnp.full_like(powers, large))
 
 
 def _cube_root(x: jax.Array) -> jax.Array:
@@ -456,7 +458,7 @@ def _measure_jvp(of: _Norms, primals: tuple[Any, Any], tangents: tuple[Any, Any]
     return norms, [ExtendedFloat(slope, no_tangent(slope.shape)) for slope in slopes]
 
 
-def _unknown(x: Any) -> Any:
+def _unknown(x: Tree) -> Tree:
     """Returns x behind a barrier, so that XLA does not know it as a constant. Wraps leaves that are scaled and squared.
 
     XLA-7: The gradient of a frozen parameter is a known zero. XLA turns `(0 * c) * (0 * c)` into `0 * (c * c)`, which

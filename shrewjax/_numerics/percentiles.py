@@ -46,6 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shrewjax._base.mesh import as_varying, placed_like, varying_axes
 from shrewjax._base.types import Axes, DType, Leaf, Number
 from shrewjax._numerics import floats
 from shrewjax._numerics.reductions import (
@@ -101,7 +102,7 @@ def virtual_index(percentile: Fraction | jax.Array, count: jax.Array) -> Virtual
 def apply_method(index: VirtualIndex, method: Method, dtype: DType) -> OrderStatistic:
     """Returns the order statistic that NumPy's method of that name takes. Its fraction has this dtype."""
     whole, remainder, divisor = index
-    is_between, nothing = remainder > 0, jnp.zeros(whole.shape, dtype)
+    is_between, nothing = remainder > 0, jnp.zeros_like(whole, dtype)
     if method == "linear":
         return OrderStatistic(whole, remainder.astype(dtype) / divisor)
     if method == "midpoint":
@@ -137,12 +138,11 @@ class Keys(NamedTuple):
         own = self._by_group(jnp.stack([below, above], axis=-1))
         beside = partial(_beside, self.dtype)
         found = jnp.stack(leaf_maxima(beside, self.groups, own, axes=self.axes))
-        ends = jnp.stack(own)
-        distances = np.asarray(np.iinfo(found.dtype).max, found.dtype) - found
-        is_below = np.asarray([[True, False]])
-        keys = jnp.where(is_below, ends - distances, ends + 1 + distances)
-        nothing = np.asarray([[0, floats.infinity_bits(self.dtype)]], found.dtype)
-        largest_below, smallest_above = jnp.where(found <= 0, nothing, keys).T
+        (end_below, end_above), (near_below, near_above) = jnp.stack(own).T, found.T
+        most = np.asarray(np.iinfo(found.dtype).max, found.dtype)
+        largest_below = jnp.where(near_below <= 0, 0, end_below - (most - near_below))
+        infinity = floats.infinity_bits(self.dtype)
+        smallest_above = jnp.where(near_above <= 0, infinity, end_above + 1 + (most - near_above))
         if self.scope == "global":
             return jnp.max(largest_below)[None], jnp.min(smallest_above)[None]
         return largest_below, smallest_above
@@ -254,7 +254,7 @@ def _selected(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None) -> Se
         bits, none = floats.magnitude_bits(nothing), nothing.astype(jnp.float32)
         return Selected(nothing, bits, none, none, jnp.zeros((), jnp.int32))
     data = Keys(groups, dtype, rule.scope, axes)
-    count = jnp.asarray(counts, count_dtype(counts))
+    count = placed_like(jnp.asarray(counts, count_dtype(counts)), leaves)
 
     # 2. The search.
     def order_statistic(considered: jax.Array) -> OrderStatistic:
@@ -275,11 +275,15 @@ def _selected(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None) -> Se
         counted = lax.cond(
             s.reads >= 0,
             lambda: data.counts(s.pivots, count.dtype),
-            lambda: jnp.zeros(s.pivots.shape, count.dtype),
+            lambda: s.pivots.astype(count.dtype),
         )
         return _narrowed(s, counted, count, beyond_zeros, dtype)
 
     started = _started(count, order_statistic(count), start, dtype)
+    started = placed_like(started, leaves)
+    if axes == ():  # the search of each device takes its own turns
+        varying = tuple({a for x in leaves for a in varying_axes(x)})
+        started = jax.tree.map(lambda x: as_varying(x, varying), started)
     search = lax.while_loop(lambda s: jnp.any(~s.done), read, started)
 
     # 3. The bound.
@@ -338,6 +342,8 @@ def _started(
     integers, infinity = key_dtype(dtype), floats.infinity_bits(dtype)
     usual = jnp.asarray(np.asarray([2.0**e for e in _FIRST_EXPONENTS]).astype(dtype))
     inner = jnp.tile(floats.magnitude_bits(usual[None]).astype(integers), (groups, 1))
+    ends = [jnp.full((groups, 1), end, integers) for end in (0, infinity)]
+    inner, ends = placed_like((inner, ends), count)
     if start is not None:
         start = jnp.broadcast_to(start.astype(dtype), (groups,))
         around = floats.magnitude_bits(start).astype(integers)[:, None]
@@ -345,7 +351,6 @@ def _started(
         offsets = np.sort([*steps.astype(integers), -1])[None].astype(integers)
         usable = (start > 0) & (start < jnp.inf)
         inner = jnp.where(usable[:, None], jnp.clip(around + offsets, 1, infinity - 1), inner)
-    ends = [jnp.full((groups, 1), end, integers) for end in (0, infinity)]
     return _Search(
         keys=jnp.tile(jnp.asarray([[-1, infinity]], integers), (groups, 1)),
         counts=count[:, None] * np.asarray([[0, 1]], count.dtype),
@@ -380,8 +385,7 @@ def _narrowed(
     counts = jnp.concatenate([s.counts[:, :1], counted, s.counts[:, 1:]], axis=-1)
     below = jnp.sum(counts[:, :-1] <= rank[:, None], axis=-1, dtype=jnp.int32)
     places = below[:, None] + np.asarray([[-1, 0]], np.int32)
-    keys = jnp.take_along_axis(keys, places, axis=-1)
-    counts = jnp.take_along_axis(counts, places, axis=-1)
+    keys, counts = _at(places, keys), _at(places, counts)
 
     width_before, width = s.keys[:, 1] - s.keys[:, 0], keys[:, 1] - keys[:, 0]
     inside, left = counts[:, 1] - counts[:, 0], counts[:, 1] - rank
@@ -396,6 +400,16 @@ def _narrowed(
         done=done | has_nan | s.done,
         reads=s.reads + 1,
     )
+
+
+def _at(places: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns the elements at these places of each row.
+
+    It is no gather, which JAX refuses if `jax.vmap` maps a sharded axis of an Explicit mesh
+    (tests/devices/test_models_on_devices.py).
+    """
+    is_there = places[:, :, None] == np.arange(rows.shape[-1], dtype=np.int32)[None, None]
+    return jnp.sum(jnp.where(is_there, rows[:, None], 0), axis=-1, dtype=rows.dtype)
 
 
 def _next_pivots(

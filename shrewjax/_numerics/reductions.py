@@ -17,7 +17,6 @@ Along a mapped axis devices hold other units, or parts of the same ones (`mesh.u
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cache, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +36,9 @@ from shrewjax._base.mesh import (
     mapped_axes,
     may_be_partitioned,
 )
-from shrewjax._base.types import Axes
+from shrewjax._base.types import Axes, DType, Function, Leaf, Number, PyTree
 
-Group = tuple[Any, ...]
+Group = tuple[Leaf, ...]
 """Leaves of one shape and dtype, which a reduction combines element by element as if they were one leaf."""
 
 
@@ -61,8 +60,8 @@ def leaf_sums(
 
 def leaf_maxima(
     keys: Callable[..., Sequence[jax.Array]],
-    leaves: Sequence[Any],
-    *per_leaf: Sequence[Any],
+    leaves: Sequence[Leaf],
+    *per_leaf: Sequence[PyTree],
     axes: Axes | list[Axes],
 ) -> list[jax.Array]:
     """Returns, for each leaf, a vector with the maximum of each array in `keys(leaf, *scalars)`, over all devices.
@@ -76,9 +75,9 @@ def leaf_maxima(
 
 def leaf_counts(
     flags: Callable[..., Sequence[jax.Array]],
-    leaves: Sequence[Any],
-    *per_leaf: Sequence[Any],
-    dtype: Any,
+    leaves: Sequence[Leaf],
+    *per_leaf: Sequence[PyTree],
+    dtype: DType,
     axes: Axes,
 ) -> list[jax.Array]:
     """Returns, for each leaf, a vector with the number of elements for which each of `flags(leaf, *scalars)` is set.
@@ -92,19 +91,19 @@ def leaf_counts(
     return _over_devices(lax.psum, partials, axes)
 
 
-def are_known(counts: Sequence[Any]) -> bool:
+def are_known(counts: Sequence[Number]) -> bool:
     """Returns whether all counts are numbers. In `jax.export`, a dimension of a leaf may be symbolic."""
     return all(isinstance(n, int) for n in counts)
 
 
-def count_dtype(counts: Sequence[int]) -> Any:
+def count_dtype(counts: Sequence[int]) -> DType:
     """Returns the narrowest dtype that holds each count, because 64-bit integers are slower."""
     return jnp.dtype(
         jnp.uint32 if are_known(counts) and max(counts) <= _LARGEST_COUNT else jnp.uint64
     )
 
 
-def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
+def grouped(leaves: Sequence[Leaf], axes: Axes) -> list[Group]:
     """Returns the same elements in few groups, because each group costs one kernel to compile and to launch.
 
     The smallest leaves of each dtype become one vector, which copies at most 1/256 of all elements.
@@ -112,8 +111,8 @@ def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
     if may_be_partitioned() or not are_known([x.size for x in leaves]):
         return [(x,) for x in leaves]
     left = sum(x.size for x in leaves) // 256
-    large: dict[Any, list[Any]] = {}
-    small: dict[Any, list[Any]] = {}
+    large: dict[Hashable, list[Leaf]] = {}
+    small: dict[Hashable, list[Leaf]] = {}
     with_axes = zip(leaves, axes_to_reduce(leaves, axes), strict=True)
     for x, over in sorted(with_axes, key=lambda pair: pair[0].size):
         left -= x.size
@@ -127,7 +126,7 @@ def grouped(leaves: Sequence[Any], axes: Axes) -> list[Group]:
 
 
 def sizes(
-    leaves: Sequence[Any], *, axes: Axes | list[Axes], unit_dims: Sequence[UnitDims] | None = None
+    leaves: Sequence[Leaf], *, axes: Axes | list[Axes], unit_dims: Sequence[UnitDims] | None = None
 ) -> list[int]:
     """Returns the number of elements that each sum of `leaf_sums` adds up. Shapes and axis sizes alone decide."""
     unit_dims = [()] * len(leaves) if unit_dims is None else unit_dims
@@ -139,7 +138,7 @@ def sizes(
     ]
 
 
-def unit_numbers(leaf: Any, dims: UnitDims, value: float, dtype: Any) -> jax.Array:
+def unit_numbers(leaf: Leaf, dims: UnitDims, value: float, dtype: DType) -> jax.Array:
     """Returns an array with this number for each unit, sharded as the dimensions of `dims` are."""
     numbers = _sum(jnp.zeros_like(leaf, dtype=dtype), dims) + jnp.asarray(value, dtype)
     sharding = None if is_traced(leaf) else getattr(leaf, "sharding", None)
@@ -162,7 +161,7 @@ def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> l
     """
     mapped, is_tracked = mapped_axes()
     counts = _over_devices(
-        lax.pmax, [flag.astype(jnp.int32) for flag in flags], () if is_tracked else mapped
+        lax.pmax, [flag.astype(jnp.int32) for flag in flags], None if is_tracked else mapped
     )
     of_vmap = tuple(a for a in axes if a not in mapped and is_bound(a))
     return [count > 0 for count in (lax.pmax(counts, of_vmap) if of_vmap else counts)]
@@ -226,7 +225,7 @@ def combined_over(
 
 
 def all_finite(
-    leaves: Sequence[Any], axes: Axes | list[Axes], unit_dims: UnitDims = ()
+    leaves: Sequence[Leaf], axes: Axes | list[Axes], unit_dims: UnitDims = ()
 ) -> jax.Array:
     """Returns whether all elements on all devices are finite. Shape (), or the sizes of the `unit_dims`."""
     if not leaves:
@@ -234,7 +233,7 @@ def all_finite(
     return _finite(leaves, axes, unit_dims, lambda of_leaves: jnp.all(of_leaves, axis=0))
 
 
-def finite_leaves(leaves: Sequence[Any], axes: Axes) -> jax.Array:
+def finite_leaves(leaves: Sequence[Leaf], axes: Axes) -> jax.Array:
     """Returns for each leaf whether all its elements on all devices are finite. Shape (leaves,)."""
     return (
         _finite(leaves, axes, (), lambda of_leaves: of_leaves) if leaves else jnp.ones((0,), bool)
@@ -242,7 +241,7 @@ def finite_leaves(leaves: Sequence[Any], axes: Axes) -> jax.Array:
 
 
 def _finite(
-    leaves: Sequence[Any],
+    leaves: Sequence[Leaf],
     axes: Axes | list[Axes],
     unit_dims: UnitDims,
     combine: Callable[[jax.Array], jax.Array],
@@ -264,7 +263,7 @@ def _finite(
     return lax.platform_dependent(cuda=exactly, rocm=exactly, default=by_plain_sums)
 
 
-def _extreme(collective: Callable[..., Any]) -> Callable[..., Any]:
+def _extreme(collective: Function) -> Function:
     """Returns the collective, changed to keep a NaN, which the all-reduce of XLA:CPU loses (XLA-25)."""
 
     def combined(arrays: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
@@ -278,7 +277,7 @@ def _extreme(collective: Callable[..., Any]) -> Callable[..., Any]:
     return combined
 
 
-def _evenly(alike: Sequence[Any], most: int) -> list[Group]:
+def _evenly(alike: Sequence[Leaf], most: int) -> list[Group]:
     """Splits leaves of one shape into groups of nearly the same length, small enough to be counted in 32 bits."""
     most = max(min(most, _LARGEST_COUNT // max(alike[0].size, 1)), 1)
     groups = math.ceil(len(alike) / most)
@@ -293,13 +292,15 @@ def _sum(x: jax.Array, dims: UnitDims = ()) -> jax.Array:
 
 # Jitted, because each leaf of the same shape would otherwise be traced and lowered again.
 @partial(jax.jit, static_argnums=0)
-def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Any) -> jax.Array:
+def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Leaf) -> jax.Array:
     wanted = keys(*of_leaf)
     return jnp.stack(_reduce_together(wanted, lax.max, range(wanted[0].ndim)))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _leaf_counts(flags: Callable[..., Sequence[jax.Array]], dtype: Any, *of_leaf: Any) -> jax.Array:
+def _leaf_counts(
+    flags: Callable[..., Sequence[jax.Array]], dtype: DType, *of_leaf: Leaf
+) -> jax.Array:
     """Returns a count per flag, of this dtype. The leaf itself is counted in 32 bits if they suffice for it."""
     wanted = flags(*of_leaf)
     ones = [flag.astype(count_dtype([wanted[0].size])) for flag in wanted]
@@ -319,8 +320,8 @@ _FEWEST_GROUPS = 9
 
 
 def _reduce_together(
-    operands: Sequence[jax.Array], combine: Callable[..., Any], axes: Sequence[int]
-) -> list[Any]:
+    operands: Sequence[jax.Array], combine: Function, axes: Sequence[int]
+) -> list[jax.Array]:
     """Reduces arrays of one shape over some dimensions, in one read of the data if possible. An empty array gives 0."""
     zeros = [np.zeros((), x.dtype) for x in operands]
     if len(operands) > 1 and not may_be_partitioned():
@@ -334,15 +335,15 @@ def _reduce_together(
 
 
 @cache
-def _of_each(combine: Callable[..., Any]) -> Callable[..., Any]:
+def _of_each(combine: Function) -> Function:
     return lambda a, b: tuple(combine(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _over_devices(
-    collective: Callable[..., Any], partials: Sequence[jax.Array], axes: Axes | list[Axes]
+    collective: Function, partials: Sequence[jax.Array], axes: Axes | list[Axes]
 ) -> list[jax.Array]:
     """Combines the devices' partial results, with one collective for each set of axes over which leaves vary."""
-    groups: dict[tuple[Hashable, ...], dict[Any, list[int]]] = {}
+    groups: dict[tuple[Hashable, ...], dict[Hashable, list[int]]] = {}
     for i, (x, over) in enumerate(zip(partials, axes_to_reduce(partials, axes), strict=True)):
         if over:
             groups.setdefault(over, {}).setdefault(jax.typeof(x), []).append(i)

@@ -5,15 +5,15 @@ A scale has two factors, because one number may leave the range although its pro
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import UnitDims
-from shrewjax._base.types import Scalar
+from shrewjax._base.mesh import UnitDims, placed_like
+from shrewjax._base.types import DType, Leaf, Scalar
 from shrewjax._numerics.floats import (
     ExtendedFloat,
     extended_number,
@@ -22,6 +22,7 @@ from shrewjax._numerics.floats import (
     mul_real,
     power_of_two,
     sign_bit,
+    sum_dtype,
     to_extended,
     upcast,
 )
@@ -38,19 +39,18 @@ class ClipScale(NamedTuple):
     )  # 1, unless one factor alone would underflow although its product with a gradient does not
 
 
-def as_limit(value: Scalar, like: ExtendedFloat) -> ExtendedFloat:
-    """Returns a threshold, or one for each of the norms `like`, as a limit for them. A negative one counts as 0."""
-    return limit_in(value, like.mantissa.dtype)
+def as_limit(value: Scalar, like: ExtendedFloat | jax.Array) -> ExtendedFloat:
+    """Returns a threshold, or one for each norm, as a limit for norms, or for the norms of an array's slices.
 
-
-def limit_in(value: Scalar, dtype: Any) -> ExtendedFloat:
-    """Returns a threshold as a limit for norms whose mantissas have this dtype. A negative one counts as 0."""
+    A negative one counts as 0.
+    """
+    dtype = sum_dtype(*jax.tree.leaves(like)[:1])
     if not isinstance(value, jax.Array):
-        return extended_number(value, dtype)
+        return placed_like(extended_number(value, dtype), like)
     # Selected by the sign bit, because a maximum would flush a subnormal threshold to 0 (XLA-18).
     is_negative = sign_bit(value) & ~jnp.isnan(value)
     number = to_extended(jnp.where(is_negative, jnp.zeros_like(value), value))
-    return number._replace(mantissa=number.mantissa.astype(dtype))
+    return placed_like(number._replace(mantissa=number.mantissa.astype(dtype)), like)
 
 
 @partial(jax.jit, inline=True)  # XLA-21
@@ -93,7 +93,7 @@ def is_above(norm: ExtendedFloat, limit: ExtendedFloat) -> jax.Array:
     return is_greater(norm, limit) & jnp.isfinite(norm.mantissa) & jnp.isfinite(limit.mantissa)
 
 
-def apply_scale(x: Any, scale: ClipScale) -> jax.Array:
+def apply_scale(x: Leaf, scale: ClipScale) -> jax.Array:
     """Returns x times the scale if it applies, else x to the last bit. Has x's dtype; multiplies in the scale's."""
     dtype = scale.coarse.dtype
     product = mul_real(upcast(x, dtype), scale.coarse, scale.fine, scale.fine)
@@ -103,12 +103,12 @@ def apply_scale(x: Any, scale: ClipScale) -> jax.Array:
     return select(scale.applies, lax.convert_element_type(product, x.dtype), x)
 
 
-def apply_unit_scales(x: Any, scale: ClipScale, dims: UnitDims) -> jax.Array:
+def apply_unit_scales(x: Leaf, scale: ClipScale, dims: UnitDims) -> jax.Array:
     return apply_scale(x, ClipScale(*(broadcast_to_leaf(part, x, dims) for part in scale)))
 
 
 def clip_slices(
-    x: Any, norm: ExtendedFloat, limit: ExtendedFloat, dims: UnitDims
+    x: Leaf, norm: ExtendedFloat, limit: ExtendedFloat, dims: UnitDims
 ) -> tuple[jax.Array, jax.Array]:
     """Returns x with each slice scaled to its limit, and which slices were. If none is, x is not written again."""
     applies = _exceeds(norm, limit)
@@ -120,7 +120,7 @@ def clip_slices(
     return clipped, applies
 
 
-def applied_scale(scale: ClipScale, dtype: Any) -> jax.Array:
+def applied_scale(scale: ClipScale, dtype: DType) -> jax.Array:
     """Returns the number that gradients were multiplied by, in a dtype: 1 if nothing was clipped."""
     return jnp.where(scale.applies, scale.coarse * scale.fine * scale.fine, 1).astype(dtype)
 

@@ -5,9 +5,8 @@ must not repeat the arithmetic that made it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,14 @@ import numpy as np
 from jax import lax
 
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import UnitDims
+from shrewjax._base.mesh import UnitDims, explicit_axes
+from shrewjax._base.types import Leaf, PyTree
 
 Groups = tuple[tuple[int, ...], ...]
 """The places of leaves whose units' numbers are joined in one vector, so that their arithmetic is compiled once."""
 
 
-def join(per_leaf: Sequence[Any], groups: Groups) -> list[Any]:
+def join(per_leaf: Sequence[PyTree], groups: Groups) -> list[PyTree]:
     """Returns a vector of the numbers of each group's units. A leaf alone keeps its shape, unless it is ()."""
 
     def joined(*xs: jax.Array) -> jax.Array:
@@ -34,9 +34,11 @@ def join(per_leaf: Sequence[Any], groups: Groups) -> list[Any]:
     return [jax.tree.map(joined, *(per_leaf[i] for i in group)) for group in groups]
 
 
-def split(numbers: Sequence[Any], groups: Groups, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+def split(
+    numbers: Sequence[PyTree], groups: Groups, shapes: Sequence[tuple[int, ...]]
+) -> list[PyTree]:
     """Returns the numbers leaf by leaf: the inverse of `join`."""
-    per_leaf: list[Any] = [None] * len(shapes)
+    per_leaf: list[PyTree] = [None] * len(shapes)
     for group, of_group in zip(groups, numbers, strict=True):
         parts, structure = jax.tree.flatten(of_group)
         sizes = tuple(math.prod(shapes[i]) for i in group)
@@ -47,7 +49,7 @@ def split(numbers: Sequence[Any], groups: Groups, shapes: Sequence[tuple[int, ..
     return per_leaf
 
 
-def broadcast_to_leaf(of_units: jax.Array, leaf: Any, dims: UnitDims) -> jax.Array:
+def broadcast_to_leaf(of_units: jax.Array, leaf: Leaf, dims: UnitDims) -> jax.Array:
     return (
         of_units
         if not dims
@@ -67,7 +69,7 @@ def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[ja
         # Vectors of one dtype are cut together, because each cut is a kernel. Flags count as numbers.
         numbers = [x.dtype for x in vectors if x.dtype != bool] or [jnp.dtype(bool)]
         kinds = [numbers[0] if x.dtype == bool else x.dtype for x in vectors]
-        alike: dict[Any, list[jax.Array]] = {}
+        alike: dict[Hashable, list[jax.Array]] = {}
         for x, kind in zip(vectors, kinds, strict=True):
             alike.setdefault(kind, []).append(x.astype(kind))
         stacks = {kind: _computed_once(jnp.stack(of_kind)) for kind, of_kind in alike.items()}
@@ -92,8 +94,9 @@ def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[ja
     def in_a_kernel(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
         return jax.tree.map(_in_a_kernel, by_number(vectors))
 
+    on_cpu = by_number if _is_explicit(vectors[0]) else by_operand
     return lax.platform_dependent(
-        vectors, cpu=by_operand, cuda=in_a_kernel, rocm=in_a_kernel, default=by_number
+        vectors, cpu=on_cpu, cuda=in_a_kernel, rocm=in_a_kernel, default=by_number
     )
 
 
@@ -111,9 +114,19 @@ def scalars(vector: jax.Array) -> list[jax.Array]:
     def in_a_kernel(vector: jax.Array) -> list[jax.Array]:
         return [_in_a_kernel(vector[i]) for i in range(len(vector))]
 
+    on_cpu = list if _is_explicit(vector) else by_operand
     return lax.platform_dependent(
-        vector, cpu=by_operand, cuda=in_a_kernel, rocm=in_a_kernel, default=list
+        vector, cpu=on_cpu, cuda=in_a_kernel, rocm=in_a_kernel, default=list
     )
+
+
+def _is_explicit(vector: jax.Array) -> bool:
+    """Returns whether an array is on an Explicit mesh.
+
+    If vmap maps models there, JAX 0.10.2 refuses operands that are constants of a branch, as `by_operand` makes them
+    (tests/devices/test_models_on_devices.py).
+    """
+    return bool(explicit_axes(vector))
 
 
 @partial(jax.jit, static_argnums=2)

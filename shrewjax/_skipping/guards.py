@@ -417,7 +417,9 @@ def _value(step: Step) -> jax.Array:
 
 def _reaches(count: jax.Array, limit: Scalar | None) -> jax.Array:
     if limit is None:
-        return jnp.zeros((), bool)
+        # Never. A constant would lose the mesh axis of models that vmap maps, and the next step would fail
+        # (tests/devices/test_models_on_devices.py).
+        return count != count
     return count.astype(jnp.float32) >= _float32(limit)
 
 

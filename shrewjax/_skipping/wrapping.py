@@ -149,8 +149,9 @@ def update_of_guard(
     def step_fn(step: Step) -> Result:
         require_own(step.state, kind)
         # 1. Decide, unless a wrapper outside has decided to skip. Without `inner_state`, as `decide` returns the state,
-        # because both branches need one structure.
-        idle = jnp.zeros((), bool), step.state._replace(inner_state=())
+        # because both branches need one structure. `zeros_like`, because models that are mapped over devices decide
+        # one by one.
+        idle = jnp.zeros_like(step.state.applied), step.state._replace(inner_state=())
         wrapped_runs, new_state = run_if(step.runs, partial(decide, step), lambda: idle)
         # 2. Pass the decision on, with gradients that are repaired where they are used.
         for_inner = (

@@ -61,12 +61,23 @@ def test_every_eight_bit_number_is_scaled_by_the_norm_clip():
 
 
 @each_jit
-def test_every_eight_bit_number_is_clipped_to_a_percentile(jit):
-    clip = jit(lambda leaves: shrewjax.clip_grad_percentile(leaves, 60, method="lower", scope="leaf"))
+@pytest.mark.parametrize("method", ["lower", "linear"])
+def test_every_eight_bit_number_is_clipped_to_a_percentile(jit, method):
+    clip = jit(lambda leaves: shrewjax.clip_grad_percentile(leaves, 61.3, method=method, scope="leaf"))
     clipped, bounds = jax.device_get(clip(LEAVES))
     for dtype, bound in bounds.items():
-        assert float(bound) == np.percentile(np.abs(VALUES[dtype]), 60, method="lower"), dtype
+        expected = np.percentile(np.abs(VALUES[dtype]), 61.3, method=method)
+        np.testing.assert_allclose(bound, expected, rtol=1e-6, err_msg=dtype)
         np.testing.assert_array_equal(np.float64(clipped[dtype]), limited(dtype, float(bound)), err_msg=dtype)
+
+
+@each_jit
+def test_a_percentile_of_all_leaves_may_be_beyond_the_largest_number_of_an_eight_bit_dtype(jit):
+    clipped, bound = jax.device_get(jit(lambda leaves: shrewjax.clip_grad_percentile(leaves, 95))(LEAVES))
+    np.testing.assert_allclose(bound, np.percentile(np.abs(np.concatenate([*VALUES.values()])), 95), rtol=1e-6)
+    assert bound > min(magnitudes.max() for magnitudes in MAGNITUDES.values())
+    for dtype, leaf in clipped.items():
+        np.testing.assert_array_equal(np.float64(leaf), limited(dtype, float(bound)), err_msg=dtype)
 
 
 def test_eight_bit_infinities_stay_if_the_percentile_is_infinite():

@@ -353,6 +353,14 @@ def test_ema_with_a_nan_argument_records_nothing_that_is_not_finite():
     assert np.isfinite(updates).all()
 
 
+def test_leaf_ema_records_no_norm_beyond_float32():
+    """Such a norm passes if no limit is finite. The global norm is then finite, too, because its range is wider."""
+    beyond, one = {"a": f32([3e38, 3e38]), "b": f32([0, 0, 1])}, a_and_b(1)
+    _, states = ema_steps([beyond, one, beyond], warmup_steps=1, warmup_max_norm=np.inf, max_ratio=np.inf)
+    np.testing.assert_allclose(states.norm_ema["a"], [0, 1, 1], rtol=1e-6)
+    np.testing.assert_array_equal(states.recorded, [1, 2, 3])
+
+
 @pytest.mark.parametrize("sizes", [(3, 6, 11, 49, 196), *thorough(range(1, 200, 5))])
 def test_a_block_of_ones_has_a_root_mean_square_of_one(sizes):
     blocks = [np.ones(size, np.float32) for size in sizes]

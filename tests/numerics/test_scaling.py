@@ -32,7 +32,7 @@ def test_factors_of_a_clip_multiply_to_limit_over_norm_and_each_is_normal(x64):
 @pytest.mark.parametrize("value", [1e-38, 1e-45, -1e-45, -0.0, np.inf, np.nan])
 def test_threshold_in_an_array_keeps_its_value_unless_it_is_negative(value):
     """Also if it is subnormal: a maximum with 0 would flush it (XLA-18)."""
-    limit = scaling.limit_in(jnp.asarray(np.float32(value)), jnp.float32)
+    limit = scaling.as_limit(jnp.asarray(np.float32(value)), jnp.zeros((), jnp.float32))
     expected = np.float64(np.float32(value)) if value > 0 or value != value else 0.0
     found = np.ldexp(np.float64(limit.mantissa), limit.exponent)
     np.testing.assert_array_equal(found, expected)

@@ -1,0 +1,115 @@
+"""Independent models, one a device, train as each does alone: by `vmap` and by `shard_map`."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import lenient, mesh_of, thorough
+from jax.sharding import PartitionSpec as P
+
+import shrewjax
+
+MODELS, STEPS = 4, 3
+ALONE = {"sharded_over": ()}
+ADAM = lenient(optax.adam(1e-2))
+
+
+def layers(_, leaf):
+    return 0 if leaf.ndim == 3 else None
+
+
+RULES = {
+    "global norm": lambda kw: shrewjax.clip_by_global_norm(1.0, leaves=True, **kw),
+    "spikes": lambda kw: shrewjax.skip_on_spike(ADAM, warmup_steps=1, history_length=4, **kw),
+    "adaptive": lambda kw: shrewjax.adaptive_grad_clip(0.1, batch_axes=layers, **kw),
+    "percentile": lambda kw: shrewjax.clip_by_percentile(75, **kw),
+    "leaf norm": lambda kw: shrewjax.clip_by_leaf_norm(1.0, batch_axes=layers, **kw),
+    "leaf norm, order 3": lambda kw: shrewjax.clip_by_leaf_norm(1.0, ord=3, **kw),
+    "global norm, largest": lambda kw: shrewjax.clip_by_global_norm(1.0, ord=np.inf, **kw),
+    "block rms": lambda kw: shrewjax.clip_by_block_rms(1.0, **kw),
+    "value": lambda _: shrewjax.clip_by_value(0.5),
+    "percentile by leaf": lambda kw: shrewjax.clip_by_percentile(75, scope="leaf", **kw),
+    "percentile of nonzeros": lambda kw: shrewjax.clip_by_percentile(75, method="nearest", over="nonzero", **kw),
+    "average of norms": lambda kw: shrewjax.clip_by_leaf_norm_ema(1.5, warmup_steps=1, **kw),
+    "percentile of norms": lambda kw: shrewjax.clip_by_norm_percentile(50.0, history_length=4, **kw),
+    "z-score": lambda kw: shrewjax.clip_by_norm_zscore(warmup_steps=1, **kw),
+    "non-finite": lambda kw: shrewjax.skip_nonfinite(ADAM, leaves=True, **kw),
+    "both guards": lambda kw: shrewjax.skip_nonfinite(
+        shrewjax.skip_on_spike(optax.chain(shrewjax.clip_by_global_norm(1.0, **kw), ADAM), warmup_steps=1, **kw), **kw
+    ),
+}
+
+
+def stacked(trees):
+    return jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *trees)
+
+
+def of_model(i, tree):
+    return jax.tree.map(lambda x: x[i], tree)
+
+
+def gradients(step):
+    """One model has a spike, one a norm whose square leaves float32, one a NaN in the second step."""
+    rng = np.random.default_rng(step)
+    sizes = np.float32([1, 1e-2, 30, 1e22 if step == 2 else 0.5])
+    shapes = {"kernel": (3, 4), "scalar": (), "layers": (2, 3, 2)}
+    grads = {k: rng.normal(size=(MODELS, *s)).astype(np.float32) for k, s in shapes.items()}
+    grads = {k: x * sizes.reshape(-1, *[1] * (x.ndim - 1)) for k, x in grads.items()}
+    if step == 1:
+        grads["kernel"][1, 0, 0] = np.nan
+    return grads
+
+
+PARAMS = jax.tree.map(np.ones_like, gradients(0))
+
+
+def first_state(tx):
+    return stacked([tx.init(of_model(i, PARAMS)) for i in range(MODELS)])
+
+
+def each_alone(tx):
+    update, states, results = jax.jit(tx.update), [tx.init(of_model(i, PARAMS)) for i in range(MODELS)], []
+    for step in range(STEPS):
+        pairs = [update(of_model(i, gradients(step)), states[i], of_model(i, PARAMS)) for i in range(MODELS)]
+        states = [state for _, state in pairs]
+        results.append(stacked(pairs))
+    return results
+
+
+def on_devices(tx, mesh, update):
+    sharding = jax.NamedSharding(mesh, P("model"))
+    params, state, results = *jax.device_put((PARAMS, first_state(tx)), sharding), []
+    for step in range(STEPS):
+        updates, state = update(jax.device_put(gradients(step), sharding), state, params)
+        results.append(jax.device_get((updates, state)))
+    return results
+
+
+def assert_same(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9), found, expected)
+
+
+FIRST, OTHERS = [*RULES][:4], [*RULES][4:]
+each_rule = pytest.mark.parametrize("rule", [*FIRST, *thorough(*OTHERS)])
+
+
+@each_rule
+@pytest.mark.parametrize("checked", [True, False])
+def test_models_in_shard_map_that_are_not_sharded_train_as_each_alone(rule, checked):
+    tx, mesh = RULES[rule](ALONE), mesh_of(model=MODELS)
+
+    def update(*arguments):
+        return jax.tree.map(lambda x: x[None], tx.update(*of_model(0, arguments)))
+
+    mapped = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=P("model"), out_specs=P("model"), check_vma=checked))
+    assert_same(on_devices(tx, mesh, mapped), each_alone(RULES[rule]({})))
+
+
+@each_rule
+@pytest.mark.parametrize("is_set", [True, False])
+def test_models_that_vmap_maps_on_an_explicit_mesh_train_as_each_alone(rule, is_set):
+    tx, mesh = RULES[rule]({}), mesh_of("Explicit", model=MODELS)
+    update = jax.jit(jax.vmap(tx.update))
+    with jax.set_mesh(mesh if is_set else jax.sharding.get_mesh()):
+        found = on_devices(tx, mesh, update)
+    assert_same(found, each_alone(tx))
