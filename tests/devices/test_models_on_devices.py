@@ -105,6 +105,7 @@ def test_models_in_shard_map_that_are_not_sharded_train_as_each_alone(rule, chec
     assert_same(on_devices(tx, mesh, mapped), each_alone(RULES[rule]({})))
 
 
+@pytest.mark.skipif(not hasattr(jax.sharding, "get_mesh"), reason="JAX 0.8 refuses a choice between constants there")
 @each_rule
 @pytest.mark.parametrize("is_set", [True, False])
 def test_models_that_vmap_maps_on_an_explicit_mesh_train_as_each_alone(rule, is_set):
