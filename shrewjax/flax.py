@@ -257,6 +257,7 @@ def value_and_grad(
     nonfinite: NonfiniteOfBatch = "propagate",
     accumulator_dtype: DType = None,
     sum_over: AxisName | None = None,
+    skip_empty: bool = False,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     r"""Returns `nnx.value_and_grad` of `fun`, computed micro-batch by micro-batch, for batches that do not fit at once.
 
@@ -306,6 +307,7 @@ def value_and_grad(
       nonfinite: as in `shrewjax.value_and_grad`.
       accumulator_dtype: as in `shrewjax.value_and_grad`.
       sum_over: as in `shrewjax.value_and_grad`.
+      skip_empty: as in `shrewjax.value_and_grad`. `weight` must not read state outside of `wrt`.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are an
@@ -348,6 +350,7 @@ def value_and_grad(
         nonfinite=nonfinite,
         accumulator_dtype=accumulator_dtype,
         sum_over=sum_over,
+        skip_empty=skip_empty,
     )
     places = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums}
     # Made here for its checks alone, so that a wrong argument raises before the call.
@@ -379,6 +382,7 @@ def micro_batched(
     nonfinite: NonfiniteOfBatch = "propagate",
     accumulator_dtype: DType = None,
     sum_over: AxisName | None = None,
+    skip_empty: bool = False,
 ) -> Function:
     r"""Returns `fun` with a value and derivatives that are computed micro-batch by micro-batch.
 
@@ -403,6 +407,7 @@ def micro_batched(
       nonfinite: as in `value_and_grad`.
       accumulator_dtype: as in `value_and_grad`.
       sum_over: as in `shrewjax.micro_batched`.
+      skip_empty: as in `value_and_grad`, and in `shrewjax.micro_batched`.
 
     Returns:
       A function of `fun`'s arguments, which returns the batch's value, or the pair `(value, aux)` with `has_aux`.
@@ -431,6 +436,7 @@ def micro_batched(
         "nonfinite": nonfinite,
         "accumulator_dtype": accumulator_dtype,
         "sum_over": sum_over,
+        "skip_empty": skip_empty,
     }
     places = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums}
     check_options(fun, weight, places, {"has_aux": has_aux, **options})

@@ -23,7 +23,7 @@ PACKAGES = {
     "_base": ["types", "branches", "mesh", "trees", "states", "arguments"],
     "_programs": ["switch", "jaxprs", "forwarding", "scatters", "lost_scatters", "loops"],
     "_numerics": ["floats", "reductions", "vectors", "norms", "scaling", "percentiles", "histories"],
-    "_clipping": ["units", "global_norm", "unit_norms", "elements", "cotangents"],
+    "_clipping": ["counts", "units", "global_norm", "unit_norms", "elements", "cotangents"],
     "_skipping": ["wrapping", "guards"],
     "_accumulation": [
         "_noise",

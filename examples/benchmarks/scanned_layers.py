@@ -80,6 +80,9 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "weighted": lambda loss: shrewjax.value_and_grad(
         loss, MICRO_BATCHES, weight=lambda _, tokens: weight(tokens)
     ),
+    "skip_empty": lambda loss: shrewjax.value_and_grad(
+        loss, MICRO_BATCHES, weight=lambda _, tokens: weight(tokens), skip_empty=True
+    ),
 }
 
 

@@ -41,6 +41,7 @@ class AuxLeaves:
     def __init__(self, names: PyTree, like: PyTree, steps: int, sum_over: Axes) -> None:
         leaves, structure = jax.tree.flatten_with_path(like)
         self._structure: Any = structure
+        self._steps = steps
         self._paths = [path for path, _ in leaves]
         self._like = [x for _, x in leaves]
         self._names = _names_of_leaves(names, like)
@@ -101,6 +102,11 @@ class AuxLeaves:
             if name in COMBINE
         ]
         return AuxSums(self._window.init(means), others)
+
+    def empty_stacks(self, stacked: list[Leaf]) -> list[jax.Array]:
+        """Returns the stacks in which nothing has run yet, for what a micro-batch adds to them, or its types."""
+        empty = [_empty("stack", x) for x in stacked]
+        return [jnp.broadcast_to(x, (self._steps, *x.shape)) for x in empty]
 
     def add(
         self, sums: AuxSums, aux: PyTree, weight: Number, kept: Flag

@@ -219,7 +219,7 @@ def _add_and_run(
     like = window.like_average(grads)
     inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
     run = _run_on_total if window.is_partial else _run_on_average
-    returned, after = run(window, added, state.value, _Inner(inner, inner_step, like, takes_value))
+    returned, after = run(window, added, _Inner(inner, inner_step, like, takes_value))
     windows = increment_if(after.applied, state.windows)
     new_state = added.state._replace(windows=windows, **after._asdict())
     return _with_integers(returned, like, state.gradient_sum, step), new_state
@@ -247,47 +247,50 @@ class _After(NamedTuple):
     applied: jax.Array
     gradient_sum: ArrayTree
     value: jax.Array
+    weight: jax.Array
     noise: AnyState
 
 
-def _run_on_average(
-    window: Window, added: WindowStep, value: jax.Array, inner: _Inner
-) -> tuple[PyTree, _After]:
+def _run_on_average(window: Window, added: WindowStep, inner: _Inner) -> tuple[PyTree, _After]:
     """Runs inner if the window closes. `added` has the averaged gradients, so inner itself branches (XLA-2)."""
-    average, noise = added.state.gradient_sum, added.state.noise
-    applied = jnp.asarray(added.has_average)
+    state = added.state
+    average, applied = state.gradient_sum, jnp.asarray(added.has_average)
+    value, weight, noise = state.value, state.weight, state.noise
     if noise:  # in a branch, because the norm of the average takes a pass
-        value, noise = run_if(
-            added.has_average, lambda: window.average(added)[2:4], lambda: (value, noise)
+        value, weight, noise = run_if(
+            added.has_average,
+            lambda: window.average(added)[2:5],
+            lambda: (state.value, state.weight, state.noise),
         )
     elif added.has_average is not False:
-        value = jnp.where(applied, window.average(added).value, value)
+        new = window.average(added)
+        value = jnp.where(applied, new.value, value)
+        weight = jnp.where(applied, new.weight, weight)
     returned, inner_state = inner.run(average, value, added.has_average)
-    return returned, _After(inner_state, applied, average, value, noise)
+    return returned, _After(inner_state, applied, average, value, weight, noise)
 
 
-def _run_on_total(
-    window: Window, added: WindowStep, value: jax.Array, inner: _Inner
-) -> tuple[PyTree, _After]:
+def _run_on_total(window: Window, added: WindowStep, inner: _Inner) -> tuple[PyTree, _After]:
     """Runs inner if the window closes, in one branch with the total of its partial sums.
 
     Two guards inside would otherwise branch three times, and each branch would take the total again.
     """
-    open_sum, noise = added.state.gradient_sum, added.state.noise
+    state = added.state
+    before = state.value, state.weight, state.noise
 
     def total_and_run() -> tuple[PyTree, _After]:
         average = window.average(added)
         ran = inner.run(average.gradients, average.value, True)
-        measured = average.value, average.noise
+        measured = average.value, average.weight, average.noise
         if average.has_weight is not True:
             # XLA-2: select, because XLA copies parameters in a branch within a branch on CUDA
             # (tests/devices/test_accelerators.py, "closing_calls_alone").
             ran = optax.tree.where(average.has_weight, ran, inner.step.skipped(ran[0]))
-            measured = optax.tree.where(average.has_weight, measured, (value, noise))
+            measured = optax.tree.where(average.has_weight, measured, before)
         emptied = window.emptied(added.state, average)
         return ran[0], _After(ran[1], jnp.asarray(average.has_weight), emptied, *measured)
 
-    idle = _After(inner.step.state, jnp.zeros((), bool), open_sum, value, noise)
+    idle = _After(inner.step.state, jnp.zeros((), bool), state.gradient_sum, *before)
     return inner.step._replace(state=idle, runs=added.has_average).run_or_skip(total_and_run)
 
 

@@ -154,6 +154,7 @@ class GradAccumulator:
         closed = closed._replace(
             windows=increment_if(has_average, state.windows),
             value=jnp.where(has_average, average.value, state.value),
+            weight=jnp.where(has_average, average.weight, state.weight),
             noise=optax.tree.where(has_average, average.noise, state.noise),
         )
         if not self._window.is_partial:
@@ -161,7 +162,7 @@ class GradAccumulator:
         return gradients, jnp.asarray(has_average), closed
 
     def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
-        """Discards the open window. `windows`, `dropped`, `value` and the averages of the noise stay unchanged."""
+        """Discards the open window. `windows`, `dropped`, `value`, `weight` and the noise's averages stay unchanged."""
         _require_window(state)
         # The sums are not cleared, because the next micro-batch overwrites them.
         return state._replace(

@@ -8,6 +8,7 @@ the sums that are divided by a weight: of loss and gradients, and of the average
 2. Trace `fun` with its gradients for a micro-batch, once. The loop runs what was traced.
 3. Check what `fun` returns: the axes over which the loss differs, the carry, the leaves of the aux.
 4. Run the loop. `_Loop.turn` has the order of a micro-batch: its weight, its results, whether it is kept, the sums.
+   With `skip_empty`, `_Loop.run_where` leaves out micro-batches without a weight.
 5. Divide the sums by the weights, and sum them over devices, once.
 6. Put together what `fun` returned beside the loss.
 """
@@ -33,6 +34,7 @@ from shrewjax._accumulation.window import (
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
     as_varying,
+    axes_beside_partitions,
     devices_to_map,
     is_replicated_over,
     newly_varying,
@@ -55,8 +57,9 @@ from shrewjax._base.types import (
     PyTree,
     Scalar,
 )
-from shrewjax._numerics.reductions import one_over
+from shrewjax._numerics.reductions import any_device_along, one_over
 from shrewjax._programs.forwarding import returned_as_given
+from shrewjax._programs.jaxprs import axes_of_collectives
 from shrewjax._programs.loops import Traced
 from shrewjax._programs.scatters import unknown_true
 
@@ -95,6 +98,7 @@ def value_and_grad(
     nonfinite: NonfiniteOfBatch = "propagate",
     accumulator_dtype: DType = None,
     sum_over: AxisName | None = None,
+    skip_empty: bool = False,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     r"""Returns `jax.value_and_grad` of `fun`, computed micro-batch by micro-batch, for batches that do not fit at once.
 
@@ -182,6 +186,19 @@ def value_and_grad(
         averaged at the end (others should be the same on all devices, and the largest is taken). Otherwise these stay
         a device's own. `()` sums over no axis: each device's results stay its own, for `accumulate(sum_over=)`. With
         `check_vma=False` and in `jax.pmap`, pass `()` also if the gradients are the same on every device.
+      skip_empty: whether micro-batches of weight 0 do not run, in any place, so that a step takes the time of those
+        that have a weight. Results are the same, see below.
+
+    With `skip_empty=True`, all weights are computed before the loop, so `weight` must not read the carry. The program
+    learns the number of turns when it runs. So pass it if many are empty: a GPU's host may wait once a micro-batch.
+    Forward mode works, and outside of `jax.jit` reverse mode, too. Under `jax.jit` reverse mode is an error of JAX:
+    "Reverse-mode differentiation does not work for lax.while_loop or lax.fori_loop with dynamic start/stop values."
+    `jax.vmap` over different numbers takes the time of the largest, and holds a second sum of the gradients. Over a
+    sharded axis of an Explicit mesh it is an error of JAX.
+
+    With `sum_over`, each device runs its own number. But if devices wait for each other in a micro-batch, it runs on
+    all of them if any has a weight in it. So it is with `nonfinite="drop_microbatch"`, with a loss that reduces over
+    `sum_over` or calls `jax.lax.ppermute`, and if XLA also shards over other axes of the mesh.
 
     Without `sum_over`, a batch that is sharded over its examples has the same results under plain `jax.jit`. But XLA
     then decides how often gradients cross the network, on Auto and on Explicit meshes: up to K times and more (the
@@ -243,6 +260,11 @@ def value_and_grad(
             "reduction='sum_over_weights' needs weight=, because it divides by the weights, got weight=None. Pass a "
             "function that returns the number of examples. Or pass reduction='mean' for a mean loss, 'sum' for a sum"
         )
+    if arguments.static_flag("skip_empty", skip_empty) and weight is None:
+        raise ValueError(
+            "skip_empty=True needs weight=, because a micro-batch is empty if its weight is 0, got weight=None. Pass a "
+            "function that returns the number of examples. Or leave out skip_empty"
+        )
     axes = window.axes or ()
     given = {
         "argnums": arguments.positions("argnums", argnums),
@@ -270,6 +292,7 @@ def value_and_grad(
             has_carry,
             weight and in_order(weight, args, kwargs),
             reduction,
+            skip_empty,
         )
         if not devices:
             return _run(loss, window, aux, batch)
@@ -293,8 +316,10 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
     params, old_values = _overwritten.separated(all_params)
     carried = [jax.tree.map(jnp.asarray, x) for x in batch.with_role("carry_argnum")]
 
-    # 2. One trace.
-    traced = Traced(partial(loss.results, batch), jnp.int32(0), carried)
+    # 2. One trace, for a number of a micro-batch. If devices run others, its type varies.
+    has_weight = loss.has_weight(batch, carried) if loss.skip_empty else None
+    number = jnp.int32(0) if has_weight is None else as_varying(jnp.int32(0), _axes_of(has_weight))
+    traced = Traced(partial(loss.results, batch), number, carried)
     like = traced.results
 
     # 3. Does what fun returns fit?
@@ -317,7 +342,10 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
     # 4. The loop.
     loop = _Loop(window, batch, loss, traced, aux, own)
     start = loop.start(params, batch.own_keys(carried))
-    end, stacked = lax.scan(loop.turn, start, jnp.arange(batch.steps, dtype=jnp.int32))
+    if has_weight is None:
+        end, stacked = lax.scan(loop.turn, start, jnp.arange(batch.steps, dtype=jnp.int32))
+    else:
+        end, stacked = loop.run_where(has_weight, start)
 
     # 5. The averages. Statistics that Flax overwrites are put back among the gradients.
     value, grads = loop.averages(end.window)
@@ -343,6 +371,7 @@ class _Loss(NamedTuple):
     has_carry: bool
     weight: Function | None
     reduction: Reduction
+    skip_empty: bool
 
     def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _MicroBatch:
         results = self.value_and_grad(*batch.arguments(i, carried))
@@ -362,6 +391,17 @@ class _Loss(NamedTuple):
             return 1
         weight = arguments.weight(self.weight(*batch.arguments(i, carried)), {()})
         return 1.0 if self.reduction == "mean" and isinstance(weight, float) and weight else weight
+
+    def has_weight(self, batch: Batch, carried: list[PyTree]) -> jax.Array:
+        """Returns for each micro-batch whether its weight is not 0. Raises if weights depend on the carry."""
+        if trees.is_read(partial(self.weight_of, batch, 0), carried):
+            raise ValueError(
+                "weight must not read the carry with skip_empty=True, because all weights are computed before the "
+                "loop, and each micro-batch changes the carry: in Flax NNX, all state outside of wrt. Let weight "
+                "count in the batch. Or leave out skip_empty"
+            )
+        numbers = jnp.arange(batch.steps, dtype=jnp.int32)
+        return lax.map(lambda i: jnp.asarray(self.weight_of(batch, i, carried) != 0), numbers)
 
     def check_weight(self, batch: Batch, carried: list[PyTree]) -> None:
         """Raises if the weight has a derivative by the parameters, because averages take it for a constant."""
@@ -413,6 +453,42 @@ class _Loop(NamedTuple):
         values = _overwritten.larger(state.overwritten, part.overwritten, kept)
         new_state = _LoopState(added, values, aux, selected(kept, part.carried, state.carried))
         return self._of_device(new_state), stacked
+
+    def run_where(
+        self, has_weight: jax.Array, start: _LoopState
+    ) -> tuple[_LoopState, list[jax.Array]]:
+        """Runs the micro-batches that have a weight, in their order. Each device runs its own.
+
+        1. Devices that wait for each other in a turn run the same ones: those that have a weight on any of them. With
+           other numbers of turns they would wait for ever. With as many of their own, a collective would join results
+           of other micro-batches.
+        2. Order the micro-batches, those that run first.
+        3. Run as many turns. Stacks of the aux stay 0 where none ran.
+        """
+        # A `lax.cond` in the scan takes the same time, is simpler, and has a reverse mode. With JAX 0.10.2 an H100 then
+        # holds 1.96 P for 0.96 (tests/devices/test_scanned_layers.py, "skip_empty"). So take it when pyproject.toml
+        # asks for JAX 0.12.
+        # 1.
+        axes = _axes_of(has_weight)
+        turn = partial(self.turn, start, as_varying(jnp.int32(0), axes))
+        waiting = axes_of_collectives(turn).union(axes_beside_partitions())
+        runs = any_device_along(has_weight, waiting)
+
+        # 2.
+        order = as_varying(jnp.argsort(~runs, stable=True).astype(jnp.int32), axes)
+
+        # 3.
+        def run(
+            at: jax.Array, before: tuple[_LoopState, list[jax.Array]]
+        ) -> tuple[_LoopState, list[jax.Array]]:
+            state, stacks = before
+            number = lax.dynamic_index_in_dim(order, at, keepdims=False)
+            state, new = self.turn(state, number)
+            put = partial(lax.dynamic_update_index_in_dim, index=number, axis=0)
+            return state, [put(stack, x) for stack, x in zip(stacks, new, strict=True)]
+
+        stacks = self.aux.empty_stacks(jax.eval_shape(turn)[1])
+        return lax.fori_loop(0, jnp.sum(runs), run, (start, stacks))
 
     def _run_and_add(
         self, state: _LoopState, i: jax.Array, weight: Number
@@ -466,6 +542,11 @@ class _Loop(NamedTuple):
             return x if next(is_same) else one_over(y, x, has_new, axes)
 
         return jax.tree.map(one, old, end.carried)
+
+
+def _axes_of(has_weight: jax.Array) -> AxisNames:
+    """Returns the mapped axes along which devices may have other weights, if types show them."""
+    return tuple(sorted(varying_axes(has_weight), key=str))
 
 
 def _aux_and_carry(returned: PyTree) -> tuple[PyTree, PyTree]:

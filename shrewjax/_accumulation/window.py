@@ -80,6 +80,9 @@ ValueSum = Annotated[
 Value = Annotated[
     jax.Array, "like a weight (): the loss of the last window with an average; inf before it"
 ]
+Weight = Annotated[
+    jax.Array, "like a weight (): the weight of the last window with an average; 0 before it"
+]
 Noise = Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
 GradientSum = Annotated[
     PyTree,
@@ -99,6 +102,7 @@ class GradAccumulatorState(NamedTuple):
     dropped: Dropped
     value_sum: ValueSum
     value: Value
+    weight: Weight
     noise: Noise
     gradient_sum: GradientSum
 
@@ -119,6 +123,7 @@ class AccumulateState(NamedTuple):
     dropped: Dropped
     value_sum: ValueSum
     value: Value
+    weight: Weight
     noise: Noise
     gradient_sum: GradientSum
     inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
@@ -133,7 +138,9 @@ WINDOW_STATES = (GradAccumulatorState, AccumulateState)
 
 def metrics_of_window(state: AnyState) -> Metrics:
     """Returns the scalars of a window. `weight_sum` is left out if each device has its own."""
-    found = fields(state, "micro_step", "windows", "weight_sum", "window_bad", "dropped", "value")
+    found = fields(
+        state, "micro_step", "windows", "weight_sum", "window_bad", "dropped", "value", "weight"
+    )
     if state.weight_sum.ndim > state.micro_step.ndim:
         del found["weight_sum"]
     return found | (_noise.metrics_of_noise(state.noise) if state.noise else {})
@@ -153,6 +160,7 @@ class Average(NamedTuple):
     gradients: ArrayTree  # the average in the accumulator's dtypes
     has_weight: Flag  # the total weight is not 0; True if `has_average` has decided it
     value: jax.Array  # of `value`, divided as the gradients are
+    weight: jax.Array  # the window's, over all devices
     noise: AnyState  # the state of the noise with this window
     total: ArrayTree  # the gradients before the division, if sums are partial
 
@@ -205,6 +213,7 @@ class Window:
             dropped=jnp.zeros((), jnp.int32),
             value_sum=zeros((), dtype),
             value=jnp.full((), jnp.inf, dtype),
+            weight=jnp.zeros((), dtype),
             noise=empty_noise(),
             gradient_sum=gradient_sum,
         )
@@ -441,7 +450,7 @@ class Window:
             sums = _noise.WindowSums(of_window.square_sums, of_window.kept, weight_sum)
             noise = _noise.closed(noise, sums, norm, self._noise_decay)
         has_weight = whole.has_weight if self.is_partial else True
-        return Average(gradients, has_weight, value, noise, total)
+        return Average(gradients, has_weight, value, weight_sum, noise, total)
 
     def emptied(self, state: AnyState, average: Average) -> ArrayTree:
         """Returns sums for the state of a closed window, whose values nobody reads."""
@@ -469,7 +478,7 @@ class Window:
         """Closes a window, full or not. Returns its average, whether it has one, and the state.
 
         The average of a window without one is meaningless. Callers whose users may read it replace it by zeros, which
-        XLA:GPU would hold beside the gradients. `windows`, `value` and `noise` then stay as they were.
+        XLA:GPU would hold beside the gradients. `windows`, `value`, `weight` and `noise` then stay as they were.
         """
         no_gradients = jax.tree.map(lambda _: None, state.gradient_sum)
         step = self.advance(state, no_gradients, 0, None, flush=True, is_present=False)

@@ -31,7 +31,7 @@ the version that brought today's spelling. Delete the older one when that versio
 
 import contextlib
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -318,6 +318,18 @@ def partitioned_like(x: Leaf, like: Leaf) -> Leaf:
     return jax.device_put(x, NamedSharding(x.sharding.mesh, spec))
 
 
+def types_of(function: Callable[[], PyTree]) -> PyTree:
+    """Returns `jax.eval_shape`, with the shardings that JAX drops there if the mesh has Explicit axes and Auto ones."""
+    types, shapes = jax.make_jaxpr(function, return_shape=True)()
+    leaves, structure = jax.tree.flatten(shapes)
+
+    def typed(shape: Leaf, aval: Leaf) -> Leaf:
+        is_complete = shape.sharding is not None or not explicit_axes(aval)
+        return shape if is_complete else shape.update(sharding=aval.sharding)
+
+    return jax.tree.unflatten(structure, map(typed, leaves, types.out_avals))
+
+
 def on_mesh_of(params: PyTree, state: AnyState) -> AnyState:
     """Returns a new state on the parameters' mesh. What `init` placed nowhere, such as a counter, is replicated.
 
@@ -479,6 +491,16 @@ def may_be_partitioned() -> bool:
     return jax.device_count() > 1 and (
         not mesh.manual_axes or set(mesh.manual_axes) != set(mesh.axis_names)
     )
+
+
+def axes_beside_partitions() -> AxisNames:
+    """Returns the mapped axes if XLA may partition arrays over other axes of the mesh, and otherwise none.
+
+    XLA then decides which devices wait for each other. It moves parts by permutations, for which all devices wait.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    others = {*mesh.axis_names} - {*mesh.manual_axes}
+    return mesh.manual_axes if any(mesh.shape[a] > 1 for a in others) else ()
 
 
 def is_typed_by_device(x: jax.Array) -> bool:

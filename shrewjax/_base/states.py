@@ -147,8 +147,8 @@ def increment_if(flag: Flag, count: jax.Array) -> jax.Array:
 
 @partial(jax.jit, inline=True)  # outside of jit, constants would be sent to the device
 def largest(tree: PyTree) -> jax.Array:
-    """Returns the largest number in a tree: NaN if any is NaN, at least 0, and 0 for no numbers. Shape (), float32."""
-    leaves = [jnp.ravel(jnp.asarray(x, jnp.float32)) for x in jax.tree.leaves(tree)]
+    """Returns the largest number in a tree: NaN if any is NaN, at least 0, and 0 for no numbers. Shape ()."""
+    leaves = [jnp.ravel(jnp.asarray(x)) for x in jax.tree.leaves(tree)]
     return jnp.max(jnp.concatenate(leaves), initial=0.0) if leaves else jnp.zeros((), jnp.float32)
 
 
@@ -174,12 +174,15 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
     adaptive_grad_clip       ratio_max, clipped_fraction: clipped units / units
     clip_by_block_rms        rms_max, clipped_fraction
     clip_by_leaf_norm_ema    threshold_max, grad_norm_max, clipped_fraction
+    each rule for norms      also count: its updates; clipped: those in which a finite norm, of any unit, was above its
+                             threshold; clip_rate: clipped / count, NaN before the first
     skip_nonfinite           applied, skipped, consecutive, limit_reached. With `leaves=True` also nonfinite_leaf/NAME
     skip_on_spike            applied, skipped, consecutive, spikes_applied, measured, threshold
-    accumulate               micro_step, windows, applied, weight_sum, window_bad, dropped, value: the window's loss.
-                             With `noise_decay`: noise_scale, in units of weight, noise_trace, signal_squared. Values
-                             measured inside are those of the last closed window, or of init before the first
-                             one closes. With `sum_over` there is no weight_sum, because each device has its own
+    accumulate               micro_step, windows, applied, weight_sum, window_bad, dropped. Of the last window with an
+                             average: weight, such as its tokens, and value, its loss. With `noise_decay`:
+                             noise_scale, in units of weight, noise_trace, signal_squared. Values measured inside are
+                             those of the last closed window, or of init before the first one closes. With
+                             `sum_over` there is no weight_sum, because each device has its own
     grad_accumulator         as accumulate, without applied
     =======================  ===============================================================================
 
@@ -209,6 +212,9 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
       ...     print(name, value)
       clip_by_global_norm/grad_norm 5.0
       clip_by_global_norm/clip_scale 0.2
+      clip_by_global_norm/count 1
+      clip_by_global_norm/clipped 1
+      clip_by_global_norm/clip_rate 1.0
 
     Source: it finds values at any depth of a state, as `optax.tree.get` does.
     """

@@ -68,6 +68,27 @@ def has_derivative(function: Function, tree: PyTree) -> bool:
     return bool(seen)
 
 
+def is_read(function: Function, tree: PyTree) -> bool:
+    """Returns whether the scalar `function(tree)` depends on an array of the tree. The function is traced, not run."""
+    seen: list[bool] = []
+
+    @jax.custom_batching.custom_vmap
+    def identity(x: jax.Array) -> jax.Array:
+        return x
+
+    @identity.def_vmap
+    def rule(_: int, is_mapped: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+        seen.extend(is_mapped)
+        return x, is_mapped[0]
+
+    def mapped(tree: PyTree) -> jax.Array:
+        rows = jax.tree.map(lambda x: x[None], tree)
+        return jax.vmap(lambda x: identity(jnp.asarray(function(x))), axis_size=1)(rows)
+
+    jax.eval_shape(mapped, tree)
+    return any(seen)
+
+
 def is_zero_tangent(tangent: Leaf) -> bool:
     """Returns whether a rule with symbolic zeros has no tangent to compute here."""
     return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0

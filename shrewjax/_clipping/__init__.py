@@ -5,5 +5,6 @@
 * `elements`: element by element, to a bound or to a percentile of the magnitudes.
 * `cotangents`: the cotangent of a value, in the backward pass.
 
-`units` finds, measures and scales the units of `unit_norms`. These modules import `_base` and `_numerics`.
+`counts` counts updates and those that were clipped. `units` finds, measures and scales the units of `unit_norms`.
+These modules import `_base` and `_numerics`.
 """

@@ -10,7 +10,8 @@ import optax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.states import described, fields, require_made_with, require_own
-from shrewjax._base.types import Argument, Axes, AxisName, Metrics, Number, PyTree, Tree
+from shrewjax._base.types import Argument, Axes, AxisName, DType, Metrics, Number, PyTree, Tree
+from shrewjax._clipping.counts import Clipped, Count, counted, metrics_of_counts, new_counts
 from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -122,12 +123,14 @@ def clip_grad_norm(
 
 @described
 class ClipByGlobalNormState(NamedTuple):
-    """Measurements of the last update."""
+    """Measurements of the last update, in float64 where a parameter is, and counts."""
 
     grad_norm: Annotated[jax.Array, "float32 (): the norm before clipping"]
     clip_scale: Annotated[
         jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
     ]
+    count: Count  # type: ignore[assignment]
+    clipped: Clipped
     leaf_norms: Annotated[
         PyTree,
         "with leaves=True, a tree like the parameters of norms before clipping, float32 (); otherwise ()",
@@ -135,7 +138,8 @@ class ClipByGlobalNormState(NamedTuple):
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
-        return fields(self, "grad_norm", "clip_scale") | _of_leaves(self.leaf_norms)
+        measured = fields(self, "grad_norm", "clip_scale") | metrics_of_counts(self)
+        return measured | _of_leaves(self.leaf_norms)
 
 
 def clip_by_global_norm(
@@ -175,8 +179,9 @@ def clip_by_global_norm(
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `ClipByGlobalNormState(grad_norm, clip_scale, leaf_norms)`, measurements of the last
-      update (before the first: 0, 1 and 0). The norms of the leaves have no derivative.
+      A transformation with state `ClipByGlobalNormState(grad_norm, clip_scale, count, clipped, leaf_norms)`: counts of
+      updates, and measurements of the last one (before the first: 0, 1 and 0). The norms of the leaves have no
+      derivative.
 
     Raises:
       ValueError: `leaves` is no bool, or is set although `ord` is not 2; with `leaves=True`, the updates' tree differs
@@ -207,10 +212,12 @@ def clip_by_global_norm(
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByGlobalNormState:
+        dtype = norm_dtype(params)
         return ClipByGlobalNormState(
-            grad_norm=jnp.zeros((), jnp.float32),
-            clip_scale=jnp.ones((), jnp.float32),
-            leaf_norms=jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params) if leaves else (),
+            grad_norm=jnp.zeros((), dtype),
+            clip_scale=jnp.ones((), dtype),
+            **new_counts(),
+            leaf_norms=jax.tree.map(lambda _: jnp.zeros((), dtype), params) if leaves else (),
         )
 
     def update_fn(
@@ -221,7 +228,9 @@ def clip_by_global_norm(
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del extra_args
         trees.require_no_rows(updates, params)
-        # Without `leaves`, the state is not read, as in Optax's clip, to which some callers pass None.
+        if not leaves and not isinstance(state, ClipByGlobalNormState):
+            # Any state counts as a new one, because Optax's clip, to which some callers pass None, reads none.
+            state = init_fn(updates)
         leaf_norms: PyTree = ()
         if leaves:
             require_own(state, ClipByGlobalNormState)
@@ -232,17 +241,26 @@ def clip_by_global_norm(
             units.numbers_beside(leaf_norms)
             norm, norms = measure_with_leaves(units.leaves, axes)
             others = jax.tree.map(jnp.zeros_like, leaf_norms)
-            leaf_norms = units.with_leaves(others, [norm.astype(jnp.float32) for norm in norms])
+            dtype = state.grad_norm.dtype
+            leaf_norms = units.with_leaves(others, [norm.astype(dtype) for norm in norms])
         else:
             norm = global_norm(updates, ord, axes)
-        updates, scale = clip_to_limit(updates, norm, scaling.as_limit(max_norm, norm))
+        limit = scaling.as_limit(max_norm, norm)
+        updates, scale = clip_to_limit(updates, norm, limit)
         return updates, ClipByGlobalNormState(
-            grad_norm=floats.to_float32(norm),
-            clip_scale=scaling.applied_scale(scale),
+            grad_norm=floats.stored(norm, state.grad_norm.dtype),
+            clip_scale=scaling.applied_scale(scale, state.clip_scale.dtype),
+            **counted(state, scaling.is_above(norm, limit)),
             leaf_norms=leaf_norms,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def norm_dtype(params: PyTree) -> DType:
+    """Returns the dtype of the norm of gradients like the parameters, in which a state keeps it."""
+    arrays = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype") and trees.is_gradient(x)]
+    return jnp.result_type(floats.sum_dtype(*arrays))  # float32 for NumPy's float64 without x64
 
 
 def global_norm(grads: PyTree, ord: float, axes: Axes) -> ExtendedFloat:
@@ -287,7 +305,10 @@ def _largest_of(leaf_norms: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
 
 @described
 class ClipByNormPercentileState(NamedTuple):
-    """The history of norms and measurements of the last update. Its fields are a file format."""
+    """The history of norms, measurements of the last update, and counts. Its fields are a file format.
+
+    The norm and the scale are float64 where a parameter is.
+    """
 
     history: Annotated[histories.HistoryState, "the last finite norms, before clipping"]
     threshold: Annotated[
@@ -297,10 +318,12 @@ class ClipByNormPercentileState(NamedTuple):
     clip_scale: Annotated[
         jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
     ]
+    count: Count  # type: ignore[assignment]
+    clipped: Clipped
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
-        return fields(self, "threshold", "grad_norm", "clip_scale")
+        return fields(self, "threshold", "grad_norm", "clip_scale") | metrics_of_counts(self)
 
 
 def clip_by_norm_percentile(
@@ -337,8 +360,8 @@ def clip_by_norm_percentile(
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `ClipByNormPercentileState(history, threshold, grad_norm, clip_scale)`; the last three
-      are float32 scalars of the last update (before the first: inf, 0 and 1).
+      A transformation with state `ClipByNormPercentileState(history, threshold, grad_norm, clip_scale, count,
+      clipped)`: three scalars of the last update (before the first: inf, 0 and 1), and counts of updates.
 
     Raises:
       ValueError: `percentile` or `history_length` is not as described; the state is another transformation's; or as in
@@ -360,12 +383,13 @@ def clip_by_norm_percentile(
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByNormPercentileState:
-        del params
+        dtype = norm_dtype(params)
         return ClipByNormPercentileState(
             history=histories.empty_history(length),
             threshold=jnp.full((), jnp.inf, jnp.float32),
-            grad_norm=jnp.zeros((), jnp.float32),
-            clip_scale=jnp.ones((), jnp.float32),
+            grad_norm=jnp.zeros((), dtype),
+            clip_scale=jnp.ones((), dtype),
+            **new_counts(),
         )
 
     def update_fn(
@@ -381,9 +405,14 @@ def clip_by_norm_percentile(
         grad_norm = floats.to_float32(norm)
         history = histories.push(state.history, grad_norm)
         threshold = histories.percentile(history, percentile)
-        updates, scale = clip_to_limit(updates, norm, _float32_limit(threshold, grad_norm, norm))
+        limit = _float32_limit(threshold, grad_norm, norm)
+        updates, scale = clip_to_limit(updates, norm, limit)
         return updates, ClipByNormPercentileState(
-            history, threshold, grad_norm, scaling.applied_scale(scale)
+            history,
+            threshold,
+            grad_norm=floats.stored(norm, state.grad_norm.dtype),
+            clip_scale=scaling.applied_scale(scale, state.clip_scale.dtype),
+            **counted(state, scaling.is_above(norm, limit)),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -391,7 +420,10 @@ def clip_by_norm_percentile(
 
 @described
 class ClipByNormZscoreState(NamedTuple):
-    """The moments of the norms and measurements of the last update. Its fields are a file format."""
+    """The moments of the norms, measurements of the last update, and counts. Its fields are a file format.
+
+    The norm and the scale are float64 where a parameter is.
+    """
 
     recorded: Annotated[jax.Array, "int32 (): number of norms recorded so far"]
     mean: Annotated[jax.Array, "float32 (): the mean of the norms, each clipped by its own z-score"]
@@ -403,10 +435,13 @@ class ClipByNormZscoreState(NamedTuple):
     clip_scale: Annotated[
         jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
     ]
+    count: Count  # type: ignore[assignment]
+    clipped: Clipped
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
-        return fields(self, "threshold", "grad_norm", "clip_scale", "mean", "std")
+        measured = fields(self, "threshold", "grad_norm", "clip_scale", "mean", "std")
+        return measured | metrics_of_counts(self)
 
 
 def clip_by_norm_zscore(
@@ -455,7 +490,8 @@ def clip_by_norm_zscore(
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `ClipByNormZscoreState(recorded, mean, std, threshold, grad_norm, clip_scale)`.
+      A transformation with state `ClipByNormZscoreState(recorded, mean, std, threshold, grad_norm, clip_scale, count,
+      clipped)`.
 
     Raises:
       ValueError: an argument is not as described; the state is another transformation's; or as in `grad_norm`.
@@ -477,14 +513,15 @@ def clip_by_norm_zscore(
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByNormZscoreState:
-        del params
+        dtype = norm_dtype(params)
         return ClipByNormZscoreState(
             recorded=jnp.zeros((), jnp.int32),
             mean=jnp.zeros((), jnp.float32),
             std=jnp.zeros((), jnp.float32),
             threshold=jnp.full((), jnp.inf, jnp.float32),
-            grad_norm=jnp.zeros((), jnp.float32),
-            clip_scale=jnp.ones((), jnp.float32),
+            grad_norm=jnp.zeros((), dtype),
+            clip_scale=jnp.ones((), dtype),
+            **new_counts(),
         )
 
     def update_fn(
@@ -513,7 +550,8 @@ def clip_by_norm_zscore(
             jnp.where(averages_all, jnp.inf, jnp.where(is_spike, clipped_norm, onset)), cap
         )
         threshold = jnp.where(jnp.isnan(limit_z) | jnp.isnan(eps_), jnp.nan, threshold)
-        updates, scale = clip_to_limit(updates, norm, _float32_limit(threshold, grad_norm, norm))
+        limit = _float32_limit(threshold, grad_norm, norm)
+        updates, scale = clip_to_limit(updates, norm, limit)
 
         # A finite gradient whose norm is beyond float32 is recorded as clipped. An infinite gradient is not recorded.
         value = jnp.where(
@@ -525,8 +563,9 @@ def clip_by_norm_zscore(
         return updates, ClipByNormZscoreState(
             *moments,
             threshold=threshold,
-            grad_norm=grad_norm,
-            clip_scale=scaling.applied_scale(scale),
+            grad_norm=floats.stored(norm, state.grad_norm.dtype),
+            clip_scale=scaling.applied_scale(scale, state.clip_scale.dtype),
+            **counted(state, scaling.is_above(norm, limit)),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

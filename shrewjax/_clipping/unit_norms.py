@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import UnitDims, are_own, placed_like, whole_shape
+from shrewjax._base.mesh import UnitDims, are_own, partitioned_like, placed_like, whole_shape
 from shrewjax._base.states import described, fields, largest, require_own
 from shrewjax._base.types import Argument, KeyPath, Leaf, Metrics, Number, PyTree
+from shrewjax._clipping.counts import Clipped, Count, counted, metrics_of_counts, new_counts
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -23,7 +24,10 @@ from shrewjax._numerics.scaling import ClipScale
 
 @described
 class ClipByLeafNormState(NamedTuple):
-    """Measurements of the last update for each leaf: trees like the parameters."""
+    """Measurements of the last update for each leaf, trees like the parameters, and counts.
+
+    Norms and scales are float64 where a parameter is.
+    """
 
     grad_norm: Annotated[
         PyTree,
@@ -32,12 +36,15 @@ class ClipByLeafNormState(NamedTuple):
     clip_scale: Annotated[
         PyTree, "float32, same shape: the numbers that multiplied the gradients; 1 if not clipped"
     ]
+    count: Count  # type: ignore[assignment]
+    clipped: Clipped
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
         return {
             "grad_norm_max": largest(self.grad_norm),
             "clipped_fraction": _fraction_clipped(self.grad_norm, self.clip_scale),
+            **metrics_of_counts(self),
         }
 
 
@@ -61,8 +68,9 @@ def clip_by_leaf_norm(
       sharded_over: as in `grad_norm`; with `batch_axes` as in `adaptive_grad_clip`.
 
     Returns:
-      A transformation with state `ClipByLeafNormState(grad_norm, clip_scale)`, measurements of the last update (before
-      the first: 0 and 1). A leaf's are float32, scalars or arrays of the sizes of its `batch_axes`.
+      A transformation with state `ClipByLeafNormState(grad_norm, clip_scale, count, clipped)`: measurements of the last
+      update (before the first: 0 and 1), and counts of updates. A leaf's measurements are scalars, or arrays of the
+      sizes of its `batch_axes`.
 
     Raises:
       ValueError: an argument is not as described; the updates' tree, or a leaf's number of layers, differs from that of
@@ -90,7 +98,9 @@ def clip_by_leaf_norm(
     def init_fn(params: optax.Params) -> ClipByLeafNormState:
         units = find_units(params, stacked_layers(batch_axes))
         return ClipByLeafNormState(
-            grad_norm=units.numbers(params, 0.0), clip_scale=units.numbers(params, 1.0)
+            grad_norm=units.numbers(params, 0.0, units.dtype),
+            clip_scale=units.numbers(params, 1.0, units.dtype),
+            **new_counts(),
         )
 
     def update_fn(
@@ -105,14 +115,17 @@ def clip_by_leaf_norm(
         units = find_units(updates, stacked_layers(batch_axes), mesh_axes)
         units.numbers_beside(state.grad_norm)
         norms = units.norms(ord)
-        scales = scaling.clip_scales(norms, [scaling.as_limit(max_norm, norm) for norm in norms])
+        limits = [scaling.as_limit(max_norm, norm) for norm in norms]
+        scales = scaling.clip_scales(norms, limits)
+        dtype = floats.sum_dtype(*jax.tree.leaves(state.grad_norm))
+        shown = [floats.stored(norm, dtype) for norm in norms]
+        applied = [scaling.applied_scale(scale, dtype) for scale in scales]
+        is_above = list(map(scaling.is_above, norms, limits))
+        _, is_clipped = units.clipped(is_above, is_above)
         return units.scaled(updates, scales), ClipByLeafNormState(
-            grad_norm=units.with_numbers(
-                state.grad_norm, list(map(floats.to_float32, norms)), absent=0.0
-            ),
-            clip_scale=units.with_numbers(
-                state.clip_scale, list(map(scaling.applied_scale, scales)), absent=1.0
-            ),
+            grad_norm=units.with_numbers(state.grad_norm, shown, absent=0.0),
+            clip_scale=units.with_numbers(state.clip_scale, applied, absent=1.0),
+            **counted(state, is_clipped),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -123,16 +136,18 @@ Unit = Literal["auto", "tensor"]
 
 @described
 class AdaptiveGradClipState(NamedTuple):
-    """Measurements of the last update."""
+    """Measurements of the last update, the ratio in float64 where a parameter is, and counts."""
 
     ratio_max: Annotated[
         jax.Array, "float32 (): the largest ratio of a unit's gradient norm to its parameter norm"
     ]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
+    count: Count  # type: ignore[assignment]
+    clipped: Clipped
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
-        return self._asdict()
+        return fields(self, "ratio_max", "clipped_fraction") | metrics_of_counts(self)
 
 
 def adaptive_grad_clip(
@@ -188,8 +203,9 @@ def adaptive_grad_clip(
         device has whole leaves of its own, such as those of independent models. Its measurements are then its own.
 
     Returns:
-      A transformation with state `AdaptiveGradClipState(ratio_max, clipped_fraction)`, float32 scalars of the
-      last update (before the first: 0). Its `update` needs `params`, of the gradients' shapes.
+      A transformation with state `AdaptiveGradClipState(ratio_max, clipped_fraction, count, clipped)`: two scalars of
+      the last update (before the first: 0), and counts of updates. Its `update` needs `params`, of the gradients'
+      shapes.
 
     Raises:
       ValueError: an argument is not as described; an axis is out of range for a leaf; `params` are missing or differ in
@@ -237,9 +253,10 @@ def adaptive_grad_clip(
         return tuple(a for a in range(leaf.ndim) if a in batch or a not in shared)
 
     def init_fn(params: optax.Params) -> AdaptiveGradClipState:
-        find_units(params, unit_dims)
         return AdaptiveGradClipState(
-            *(jnp.zeros((), jnp.float32) for _ in AdaptiveGradClipState._fields)
+            ratio_max=jnp.zeros((), find_units(params, unit_dims).dtype),
+            clipped_fraction=jnp.zeros((), jnp.float32),
+            **new_counts(),
         )
 
     def update_fn(
@@ -248,12 +265,14 @@ def adaptive_grad_clip(
         params: optax.Params | None = None,
         **extra_args: Argument,
     ) -> tuple[optax.Updates, AdaptiveGradClipState]:
-        del state, extra_args
+        del extra_args
         if params is None:
             raise ValueError(
                 "adaptive_grad_clip needs the parameters, got params=None. Pass params to update"
             )
         trees.require_no_rows(updates, params)
+        if not isinstance(state, AdaptiveGradClipState):  # as in `clip_by_global_norm`
+            state = init_fn(updates)
         units = find_units(updates, unit_dims, mesh_axes)
         weights = units.of_parameters(params)
         norms = units.norms()
@@ -261,12 +280,19 @@ def adaptive_grad_clip(
             floats.in_dtype_of(floats.maximum(base, scaling.as_limit(eps, base)), norm)
             for base, norm in zip(weights.norms(), norms, strict=True)
         ]
+        # On an Explicit mesh, parameters and gradients may be sharded differently.
+        bases = [jax.tree.map(partitioned_like, *pair) for pair in zip(bases, norms, strict=True)]
         limits = [floats.product(base, scaling.as_limit(clipping, base)) for base in bases]
         scales = scaling.clip_scales(norms, limits)
-        ratios = [floats.to_float32(ratio) for ratio in map(floats.quotient, norms, bases)]
-        is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
+        ratios = list(map(floats.quotient, norms, bases))
+        clipped_fraction, is_clipped = units.clipped(
+            list(map(scaling.counts_as_clipped, scales, norms)),
+            list(map(scaling.is_above, norms, limits)),
+        )
         return units.scaled(updates, scales), AdaptiveGradClipState(
-            ratio_max=units.largest(ratios), clipped_fraction=units.clipped_fraction(is_clipped)
+            ratio_max=units.largest(ratios, state.ratio_max.dtype),
+            clipped_fraction=clipped_fraction,
+            **counted(state, is_clipped),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -274,16 +300,18 @@ def adaptive_grad_clip(
 
 @described
 class ClipByBlockRmsState(NamedTuple):
-    """Measurements of the last update."""
+    """Measurements of the last update, the root mean square in float64 where a parameter is, and counts."""
 
     rms_max: Annotated[
         jax.Array, "float32 (): the largest root mean square of a block before clipping"
     ]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped blocks / blocks"]
+    count: Count  # type: ignore[assignment]
+    clipped: Clipped
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
-        return self._asdict()
+        return fields(self, "rms_max", "clipped_fraction") | metrics_of_counts(self)
 
 
 def clip_by_block_rms(
@@ -316,8 +344,8 @@ def clip_by_block_rms(
       sharded_over: as in `adaptive_grad_clip`.
 
     Returns:
-      A transformation with state `ClipByBlockRmsState(rms_max, clipped_fraction)`, float32 scalars of the last
-      update (before the first: 0).
+      A transformation with state `ClipByBlockRmsState(rms_max, clipped_fraction, count, clipped)`: two scalars of the
+      last update (before the first: 0), and counts of updates.
 
     Raises:
       ValueError: an argument is not as described; an axis is out of range for a leaf; or as in `adaptive_grad_clip`.
@@ -339,9 +367,10 @@ def clip_by_block_rms(
     )
 
     def init_fn(params: optax.Params) -> ClipByBlockRmsState:
-        find_units(params, stacked_layers(batch_axes))
         return ClipByBlockRmsState(
-            *(jnp.zeros((), jnp.float32) for _ in ClipByBlockRmsState._fields)
+            rms_max=jnp.zeros((), find_units(params, stacked_layers(batch_axes)).dtype),
+            clipped_fraction=jnp.zeros((), jnp.float32),
+            **new_counts(),
         )
 
     def update_fn(
@@ -350,8 +379,10 @@ def clip_by_block_rms(
         params: optax.Params | None = None,
         **extra_args: Argument,
     ) -> tuple[optax.Updates, ClipByBlockRmsState]:
-        del state, extra_args
+        del extra_args
         trees.require_no_rows(updates, params)
+        if not isinstance(state, ClipByBlockRmsState):  # as in `clip_by_global_norm`
+            state = init_fn(updates)
         units = find_units(updates, stacked_layers(batch_axes), mesh_axes)
         norms = units.norms()
         counts = sizes(
@@ -365,11 +396,14 @@ def clip_by_block_rms(
         limits = [floats.product(scaling.as_limit(threshold, n), n) for n in of_ones]
         rms = list(map(floats.product, norms, inverses))
         scales = scaling.clip_scales(norms, limits)
+        clipped_fraction, is_clipped = units.clipped(
+            list(map(scaling.counts_as_clipped, scales, norms)),
+            list(map(scaling.is_above, norms, limits)),
+        )
         return units.scaled(updates, scales), ClipByBlockRmsState(
-            rms_max=units.largest(list(map(floats.to_float32, rms))),
-            clipped_fraction=units.clipped_fraction(
-                list(map(scaling.counts_as_clipped, scales, norms))
-            ),
+            rms_max=units.largest(rms, state.rms_max.dtype),
+            clipped_fraction=clipped_fraction,
+            **counted(state, is_clipped),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -388,7 +422,10 @@ def _fraction_clipped(grad_norm: PyTree, clip_scale: PyTree) -> jax.Array:
 
 @described
 class ClipByLeafNormEmaState(NamedTuple):
-    """The averages of the units and measurements of the last update. Its fields are a file format."""
+    """The averages of the units, measurements of the last update, and counts. Its fields are a file format.
+
+    The largest norm is float64 where a parameter is.
+    """
 
     recorded: Annotated[jax.Array, "int32 (): number of steps recorded so far"]
     norm_ema: Annotated[
@@ -400,10 +437,13 @@ class ClipByLeafNormEmaState(NamedTuple):
     ]
     grad_norm_max: Annotated[jax.Array, "float32 (): the largest norm of a unit before clipping"]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
+    count: Count  # type: ignore[assignment]
+    clipped: Clipped
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
-        return fields(self, "threshold_max", "grad_norm_max", "clipped_fraction")
+        measured = fields(self, "threshold_max", "grad_norm_max", "clipped_fraction")
+        return measured | metrics_of_counts(self)
 
 
 def clip_by_leaf_norm_ema(
@@ -449,8 +489,8 @@ def clip_by_leaf_norm_ema(
 
     Returns:
       A transformation with state `ClipByLeafNormEmaState(recorded, norm_ema, threshold_max, grad_norm_max,
-      clipped_fraction)`. In `norm_ema`, a tree like the parameters, each leaf is a float32 scalar, or an array of the
-      sizes of its `batch_axes`.
+      clipped_fraction, count, clipped)`. In `norm_ema`, a tree like the parameters, each leaf is a float32 scalar, or
+      an array of the sizes of its `batch_axes`.
 
     Raises:
       ValueError: an argument is not as described; an axis is out of range for a leaf; the updates' tree, or a leaf's
@@ -483,10 +523,11 @@ def clip_by_leaf_norm_ema(
         units = find_units(params, stacked_layers(batch_axes))
         return ClipByLeafNormEmaState(
             recorded=jnp.zeros((), jnp.int32),
-            norm_ema=units.numbers(params, 0.0),
+            norm_ema=units.numbers(params, 0.0, jnp.float32),
             threshold_max=jnp.full((), jnp.inf, jnp.float32),
-            grad_norm_max=jnp.zeros((), jnp.float32),
+            grad_norm_max=jnp.zeros((), units.dtype),
             clipped_fraction=jnp.zeros((), jnp.float32),
+            **new_counts(),
         )
 
     def update_fn(
@@ -503,7 +544,7 @@ def clip_by_leaf_norm_ema(
         emas = units.numbers_beside(state.norm_ema)
         norms = units.norms()
         total = units.total(norms)
-        emas = units.joined(emas)
+        emas = list(map(partitioned_like, units.joined(emas), [norm.mantissa for norm in norms]))
         is_warmup = state.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
         is_recorded = jnp.isfinite(total.mantissa)
 
@@ -527,14 +568,17 @@ def clip_by_leaf_norm_ema(
             _next_ema(ema, x, share, floor, is_warmup=is_warmup, is_recorded=is_recorded)
             for ema, x in zip(emas, clipped, strict=True)
         ]
+        clipped_fraction, is_clipped = units.clipped(
+            list(map(scaling.counts_as_clipped, scales, norms)),
+            list(map(scaling.is_above, decisive, limits)),
+        )
         return units.scaled(updates, scales), ClipByLeafNormEmaState(
             recorded=jnp.where(is_recorded, optax.safe_increment(state.recorded), state.recorded),
-            norm_ema=units.with_leaves(state.norm_ema, units.by_leaf(norm_emas)),
-            threshold_max=units.largest(list(map(floats.to_float32, shown))),
-            grad_norm_max=units.largest(list(map(floats.to_float32, norms))),
-            clipped_fraction=units.clipped_fraction(
-                list(map(scaling.counts_as_clipped, scales, norms))
-            ),
+            norm_ema=units.with_own(state.norm_ema, norm_emas),
+            threshold_max=units.largest(shown, state.threshold_max.dtype),
+            grad_norm_max=units.largest(norms, state.grad_norm_max.dtype),
+            clipped_fraction=clipped_fraction,
+            **counted(state, is_clipped),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -22,12 +22,13 @@ from shrewjax._base.mesh import (
     is_typed_by_device,
     may_be_partitioned,
     newly_varying,
+    partitioned_like,
     unit_axes,
     varying_axes,
 )
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import Argument, Axes, AxisName, KeyPath, Leaf, PyTree
-from shrewjax._numerics import scaling
+from shrewjax._base.types import Argument, Axes, AxisName, DType, KeyPath, Leaf, PyTree
+from shrewjax._numerics import floats, scaling
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import combine, magnitude_key, measure_units
 from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, sizes, unit_numbers
@@ -137,10 +138,17 @@ class Units:
         at = dict(zip(self.paths, leaves, strict=True))
         return jax.tree.map_with_path(lambda path, leaf: at.get(path, leaf), tree)
 
-    def numbers(self, tree: chex.ArrayTree, value: float) -> chex.ArrayTree:
-        """Returns a tree like `tree` of float32 numbers: one for each unit, and one for each leaf without units."""
-        others = jax.tree.map(lambda _: jnp.full((), value, jnp.float32), tree)
-        own = [unit_numbers(x, d, value) for x, d in zip(self.leaves, self.dims, strict=True)]
+    @property
+    def dtype(self) -> DType:
+        """The dtype of norms of these units, and of what states keep of them."""
+        return floats.sum_dtype(*self.leaves)
+
+    def numbers(self, tree: chex.ArrayTree, value: float, dtype: DType) -> chex.ArrayTree:
+        """Returns a tree like `tree` of numbers: one for each unit, and one for each leaf without units."""
+        others = jax.tree.map(lambda _: jnp.full((), value, dtype), tree)
+        own = [
+            unit_numbers(x, d, value, dtype) for x, d in zip(self.leaves, self.dims, strict=True)
+        ]
         return self.with_leaves(others, own)
 
     def numbers_beside(self, tree: chex.ArrayTree) -> list[PyTree]:
@@ -157,18 +165,26 @@ class Units:
                 )
         return numbers
 
-    def largest(self, values: Sequence[jax.Array]) -> jax.Array:
-        """Returns the largest of all units' numbers >= 0 on all devices; NaN if one is NaN. Shape (), float32."""
-        if not values:
-            return jnp.zeros((), jnp.float32)
+    def largest(self, numbers: Sequence[ExtendedFloat], dtype: DType) -> jax.Array:
+        """Returns the largest of all units' numbers on all devices, in a dtype; NaN if one is NaN. Shape ()."""
+        if not numbers:
+            return jnp.zeros((), dtype)
+        values = [floats.stored(number, dtype) for number in numbers]
         keys = leaf_maxima(magnitude_key, values, axes=self._across)
-        return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), jnp.float32)
+        return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), dtype)
 
-    def clipped_fraction(self, is_clipped: Sequence[jax.Array]) -> jax.Array:
-        """Returns the fraction of all devices' units that are clipped. Shape (), float32."""
+    def clipped(
+        self, is_clipped: list[jax.Array], is_above: list[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the fraction of all devices' units that are clipped, and whether any is above its limit.
+
+        Shapes (), float32 and bool. One collective takes both.
+        """
         if not is_clipped:
-            return jnp.zeros((), jnp.float32)
-        clipped = leaf_sums([flag.astype(jnp.float32) for flag in is_clipped], axes=self._across)
+            return jnp.zeros((), jnp.float32), jnp.zeros((), bool)
+        flags = [flag.astype(jnp.float32) for flag in is_clipped + is_above]
+        sums = leaf_sums(flags, axes=2 * self._across)
+        clipped, above = sums[: len(is_clipped)], sums[len(is_clipped) :]
         units = sum(
             sizes(is_clipped, axes=self._across)
         )  # may be symbolic (tests/promises/test_export.py)
@@ -177,14 +193,19 @@ class Units:
             if isinstance(units, int)
             else jnp.maximum(jnp.asarray(units, jnp.float32), 1)
         )
-        return jnp.sum(jnp.stack(clipped)) / divisor
+        return jnp.sum(jnp.stack(clipped)) / divisor, jnp.sum(jnp.stack(above)) > 0
 
     def with_numbers(
         self, tree: chex.ArrayTree, numbers: Sequence[PyTree], absent: float
     ) -> chex.ArrayTree:
         """Returns a state's tree with new numbers, which come joined, and `absent` for leaves without a gradient."""
         others = jax.tree.map(lambda x: jnp.full_like(x, absent), tree)
-        return self.with_leaves(others, self.by_leaf(numbers))
+        return self.with_own(others, numbers)
+
+    def with_own(self, tree: chex.ArrayTree, numbers: Sequence[PyTree]) -> chex.ArrayTree:
+        """Returns a state's tree with new numbers, which come joined. On an Explicit mesh it keeps its sharding."""
+        placed = map(partitioned_like, self.by_leaf(numbers), self.numbers_beside(tree))
+        return self.with_leaves(tree, list(placed))
 
     def scaled(self, updates: chex.ArrayTree, scales: Sequence[ClipScale]) -> chex.ArrayTree:
         """Returns the gradients, each unit times its scale. The scales come joined."""

@@ -263,8 +263,13 @@ def from_extended(number: ExtendedFloat) -> jax.Array:
 
 
 def to_float32(number: ExtendedFloat) -> jax.Array:
-    """Returns the number as histories and states store it, float32: inf if it is too large."""
+    """Returns the number as histories store it, float32: inf if it is too large."""
     return from_extended(number).astype(jnp.float32)
+
+
+def stored(number: ExtendedFloat, dtype: DType) -> jax.Array:
+    """Returns the number as a state stores it, in the dtype of its own: inf if it is too large."""
+    return from_extended(number).astype(dtype)
 
 
 def in_dtype_of(number: ExtendedFloat, like: ExtendedFloat) -> ExtendedFloat:

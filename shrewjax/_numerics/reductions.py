@@ -15,7 +15,7 @@ Along a mapped axis devices hold other units, or parts of the same ones (`mesh.u
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cache, partial
 
 import jax
@@ -138,9 +138,9 @@ def sizes(
     ]
 
 
-def unit_numbers(leaf: Leaf, dims: UnitDims, value: float) -> jax.Array:
-    """Returns an array with this float32 number for each unit, sharded as the dimensions of `dims` are."""
-    numbers = _sum(jnp.zeros_like(leaf, dtype=jnp.float32), dims) + jnp.float32(value)
+def unit_numbers(leaf: Leaf, dims: UnitDims, value: float, dtype: DType) -> jax.Array:
+    """Returns an array with this number for each unit, sharded as the dimensions of `dims` are."""
+    numbers = _sum(jnp.zeros_like(leaf, dtype=dtype), dims) + jnp.asarray(value, dtype)
     sharding = None if is_traced(leaf) else getattr(leaf, "sharding", None)
     if not dims or not isinstance(sharding, NamedSharding):
         return numbers
@@ -165,6 +165,14 @@ def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> l
     )
     of_vmap = tuple(a for a in axes if a not in mapped and is_bound(a))
     return [count > 0 for count in (lax.pmax(counts, of_vmap) if of_vmap else counts)]
+
+
+def any_device_along(flags: jax.Array, axes: Collection[Hashable]) -> jax.Array:
+    """Returns whether each flag is set on any device along these axes, mapped or of `jax.vmap`. Others stay apart."""
+    bound = tuple(sorted((a for a in axes if is_bound(a)), key=str))
+    mapped = tuple(a for a in bound if a in mapped_axes()[0])
+    counts = as_varying(flags.astype(jnp.int32), mapped)
+    return (lax.pmax(counts, bound) if bound else counts) > 0
 
 
 def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:

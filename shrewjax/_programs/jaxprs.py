@@ -98,6 +98,8 @@ def axes_of_collectives(function: Callable[[], PyTree]) -> set[Hashable]:
 
 
 _WAITS_FOR_NOBODY = {"axis_index", "pvary", "pbroadcast", "pcast"}
+# XLA:CPU waits for all devices of the program, whatever the axis (tests/devices/test_sum_over.py, "never_hangs").
+_WAITS_FOR_ALL = {"ppermute"}
 
 
 def _axes_of_collectives(jaxpr: Jaxpr) -> set[Hashable]:
@@ -106,6 +108,8 @@ def _axes_of_collectives(jaxpr: Jaxpr) -> set[Hashable]:
         if equation.primitive.name not in _WAITS_FOR_NOBODY:
             given = [equation.params.get(name) for name in ("axes", "axis_name")]
             found.update(a for a in jax.tree.leaves(given) if not isinstance(a, int))
+        if equation.primitive.name in _WAITS_FOR_ALL:
+            found.update(jax.sharding.get_abstract_mesh().manual_axes)
         found.update(*map(_axes_of_collectives, jaxprs_in(equation)))
     return found
 

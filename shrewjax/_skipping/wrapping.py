@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import newly_varying, partitioned_like, summed, varying_axes
+from shrewjax._base.mesh import newly_varying, partitioned_like, summed, types_of, varying_axes
 from shrewjax._base.states import require_own, with_own_buffers
 from shrewjax._base.trees import check_unchanged, leaf_name, require_no_rows
 from shrewjax._base.types import (
@@ -77,7 +77,7 @@ class Step(NamedTuple):
 
         if self.runs is True:
             return run_in_place()
-        ran = jax.eval_shape(run_in_place)
+        ran = types_of(run_in_place)
         _require_agreement(self.runs, run)
         # Both branches have to return the same types. Zero updates are made with the updates' types. The old parameters
         # and the old state keep their own types, so these are compared.

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from helpers import assert_close, mesh_of, placed
+from helpers import assert_close, mesh_of, placed, thorough
 from jax import P
 from speed import quick_jit
 
@@ -218,6 +218,25 @@ def test_it_holds_one_micro_batch_and_the_gradients_that_are_wanted():
     assert of_adapter < of_all - 0.9 * tree or of_adapter < 8 * micro_batch
 
 
+def test_a_gradient_is_the_loop_of_value_and_grad_with_nothing_before_it():
+    """Where JAX linearizes a loop, it computes before the loop what each turn has in common, and holds it."""
+
+    def deep(params, x):
+        half = params.astype(jnp.bfloat16)  # in each turn, and not held beside the parameters
+        h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x.astype(half.dtype), half)[0]
+        return jnp.mean(h.astype(params.dtype) ** 2)
+
+    def loop(f):
+        program = jax.make_jaxpr(f)(np.ones((3, 4, 4), "f"), np.ones((B, 4), "f"))
+        rule = next((e.params["call_jaxpr"] for e in program.eqns if "call_jaxpr" in e.params), program)
+        names = [e.primitive.name for e in rule.eqns]
+        at = names.index("scan")
+        return names[:at], str(rule.eqns[at].params["jaxpr"].in_avals)
+
+    part = jax.value_and_grad(shrewjax.micro_batched(deep, K))
+    assert loop(part) == loop(shrewjax.value_and_grad(deep, K))
+
+
 def test_the_value_runs_no_backward_pass_except_to_drop_micro_batches():
     @jax.custom_vjp
     def noisy(x):
@@ -249,6 +268,15 @@ def noisy(w, key, **batch):
     return scaled(w, **batch) + 0 * jax.random.normal(key)
 
 
+def of_changed(w, batch):
+    return scaled(w, batch.pop("x"), batch.pop("y"))
+
+
+def of_classes(w, scales, x, y):
+    each = scales[(y > 0).astype(int)]
+    return jnp.sum(each * (x @ w - y) ** 2) / jnp.sum(each)
+
+
 class Module(eqx.Module):
     linear: eqx.nn.Linear
     steps: jax.Array
@@ -277,6 +305,17 @@ CALLS = {
     "a scale by position, and names": (scaled, {"batch_argnums": ("x", "y")}, (W, XF, YF, 2.0), {}),
     "positions, by keyword": (scaled, {"batch_argnums": (1, 2)}, (W,), {"y": YF, "x": XF, "scale": 2.0}),
     "params, key, **batch": (noisy, {"rng_argnums": "key"}, (W, KEY), {"x": XF, "y": YF}),
+    "a dict that fun changes": (of_changed, {}, (W, {"x": XF, "y": YF}), {}),
+    "a weight by what is not differentiated": (
+        of_classes,
+        {
+            "batch_argnums": ("x", "y"),
+            "weight": lambda w, scales, x, y: jnp.sum(scales[(y > 0).astype(int)]),
+            "nonfinite": "drop_microbatch",
+        },
+        (W, jnp.array([0.5, 2.0]), XF, YF),
+        {},
+    ),
     "a partial": (partial(scaled, scale=2.0), {}, (W, XF, YF), {}),
     "a key by keyword": (
         noisy,
@@ -307,8 +346,10 @@ def test_a_whole_equinox_module_with_integers_and_functions_is_an_argument():
     assert_close(found, eqx.filter_value_and_grad(of_module)(module, args), rtol=1e-5)
 
 
-def test_keys_weights_and_aux_are_those_of_value_and_grad():
+@pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
+def test_keys_weights_and_aux_are_those_of_value_and_grad(skip_empty):
     counts = np.arange(B) % 3 > 0
+    counts[K - 1 :: K] = False
 
     def masked(w, key, x, y, counts):
         keep = jax.random.bernoulli(key, 0.5, x.shape)
@@ -324,13 +365,40 @@ def test_keys_weights_and_aux_are_those_of_value_and_grad():
         "nonfinite": "drop_microbatch",
     }
     args = (W, KEY, XF, np.where(np.arange(B) == 1, np.nan, YF).astype("f"), counts)
-    part = shrewjax.micro_batched(masked, K, **options)
+    part = shrewjax.micro_batched(masked, K, skip_empty=skip_empty, **options)
     expected = quick_jit(shrewjax.value_and_grad(masked, K, **options))(*args)
     found = quick_jit(jax.value_and_grad(part, has_aux=True))(*args)
     assert_close(found, expected, rtol=1e-6)
     assert_close(quick_jit(part)(*args), expected[0], rtol=1e-6)
     assert np.isfinite(found[0][0])
     assert found[0][1]["count"] < counts.sum()
+
+
+def test_skip_empty_has_all_derivatives_except_reverse_over_reverse_under_jit(x64_only):
+    """Without the rows of micro-batch 1."""
+    kept = np.arange(B) % K != 1
+    options = {"batch_argnums": (2, 3), "weight": lambda params, lam, x, y: jnp.sum(y != 0)}
+    part = shrewjax.micro_batched(loss, K, skip_empty=True, **options)
+    of_kept = lambda params: loss(params, LAM, X[kept], Y[kept])  # noqa: E731
+    ours = lambda params: part(params, LAM, X, np.where(kept, Y, 0))  # noqa: E731
+
+    def along(f):
+        return lambda params: optax.tree.vdot(jax.grad(f)(params), DIRECTION)
+
+    def derivatives(f):
+        return jax.value_and_grad(f)(PARAMS), jax.jvp(jax.grad(f), (PARAMS,), (DIRECTION,))[1]
+
+    assert_close(quick_jit(lambda: derivatives(ours))(), quick_jit(lambda: derivatives(of_kept))(), rtol=1e-12)
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work for"):
+        jax.jit(jax.grad(along(ours))).lower(PARAMS)
+
+
+def test_a_micro_batch_whose_gradient_alone_is_not_finite_is_dropped_from_the_value_too():
+    x = np.where(np.arange(B)[:, None] == 1, 0, XF)  # the root has no derivative at 0
+    part = shrewjax.micro_batched(lambda w, x: jnp.mean(jnp.sqrt(jnp.abs(x @ w))), K, nonfinite="drop_microbatch")
+    expected = np.mean(np.sqrt(np.abs(x @ W))[np.arange(B) % K != 1])
+    found = jax.value_and_grad(part)(W, x)[0], part(jnp.asarray(W), x), part(W, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 # --- errors, and what is not an error but said -----------------------------------------------------------------------

@@ -118,14 +118,22 @@ INNERS = {
     "guards in a window": lambda tx: shrewjax.accumulate(shrewjax.skip_on_spike(shrewjax.skip_nonfinite(tx)), 2),
     "a guard": shrewjax.skip_nonfinite,
     "a history": lambda tx: shrewjax.skip_on_spike(optax.chain(shrewjax.clip_by_leaf_norm_ema(), tx)),
+    "layers": lambda tx: shrewjax.skip_nonfinite(optax.chain(*OF_LAYERS, tx)),
 }
+OF_LAYERS = (
+    shrewjax.clip_by_leaf_norm_ema(batch_axes=0),
+    shrewjax.adaptive_grad_clip(0.1, batch_axes=0),
+)
 
 
-@pytest.mark.parametrize("name", ["accumulate", *thorough("guards in a window", "a guard", "a history")])
-@pytest.mark.parametrize("with_context", [True, *thorough(False)], ids=["set_mesh", "no context"])
-def test_a_state_may_be_sharded_finer_than_gradients_and_parameters_on_an_explicit_mesh(name, with_context):
+@pytest.mark.parametrize("name", ["accumulate", *thorough("layers", "guards in a window", "a guard", "a history")])
+@pytest.mark.parametrize("kind", ["set_mesh", "beside an Auto axis", *thorough("no context")])
+def test_a_state_may_be_sharded_finer_than_gradients_and_parameters_on_an_explicit_mesh(name, kind):
     """ZeRO, and the reverse. The numbers are those of one device, and no sharding changes."""
-    mesh = mesh_of("Explicit", data=4)
+    mesh, with_context = mesh_of("Explicit", data=4), kind != "no context"
+    if kind == "beside an Auto axis":  # where `jax.eval_shape` drops shardings
+        kinds = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
     tx = INNERS[name](lenient(optax.adam(0.1)))
     tree = {"w": jnp.linspace(-1, 1, 24).reshape(SHAPE), "b": jnp.ones(4)}
     whole, divided = (placed(tree, mesh, spec) for spec in (P(), P("data")))
@@ -142,6 +150,7 @@ def test_a_state_may_be_sharded_finer_than_gradients_and_parameters_on_an_explic
     expected = steps(tree, tree, tx.init(tree))
     with jax.set_mesh(mesh) if with_context else contextlib.nullcontext():
         for params, grads, like in (
+            (divided, divided, divided),
             (whole, whole, divided),
             (whole, divided, divided),
             (divided, whole, divided),

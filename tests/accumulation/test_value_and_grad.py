@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, lenient, mesh_of, own_params, placed
+from helpers import bits, lenient, mesh_of, own_params, placed, thorough
 from jax.sharding import PartitionSpec as P
 from speed import quick_jit
 
@@ -304,6 +304,83 @@ def test_carry_goes_through_the_micro_batches_in_their_order():
     assert found["count"].dtype == np.uint8
 
 
+# --- only the micro-batches that are there ---------------------------------------------------------------------
+
+NAMES = "mean", "sum", "max", "min", "last", "stack"
+
+
+def recording_loss(seen, params, x, y, counts, key, carry):
+    """Everything that a call can have. It calls `seen` with the numbers of the micro-batches that run."""
+    loss, aux = masked_loss(params, x, y, counts)
+    jax.debug.callback(seen, x[0, 0])
+    noise = jax.random.uniform(key)
+    return loss * (1 + 0.1 * noise), (dict.fromkeys(NAMES, aux["worst"] + noise), 2 * carry + jnp.sum(x))
+
+
+RECORDING = {
+    "has_aux": True,
+    "aux": {name: name for name in NAMES},
+    "weight": lambda params, x, y, counts, *_: jnp.sum(counts),
+    "batch_argnums": (1, 2, 3),
+    "rng_argnums": 4,
+    "carry_argnum": 5,
+}
+
+
+@pytest.mark.parametrize(
+    ("nonfinite", "reduction"), [("propagate", "mean"), *thorough(("drop_microbatch", "sum_over_weights"))]
+)
+def test_skip_empty_runs_those_that_have_a_weight_alone_with_the_same_bits(nonfinite, reduction):
+    ran = []
+    options = {"nonfinite": nonfinite, "reduction": reduction, **RECORDING}
+    steps = [
+        jax.jit(shrewjax.value_and_grad(partial(recording_loss, seen), K, skip_empty=skip_empty, **options))
+        for seen, skip_empty in ((ran.append, True), (lambda x: None, False))
+    ]
+    for real in ([0, 1, 2, 3], [3], [0, 2], [1, 2], []):
+        ran.clear()
+        counts = COUNTS | (np.arange(B) < K)
+        counts &= np.isin(np.arange(B) % K, real)
+        x = np.where(counts[:, None], X, np.nan)  # padding may be anything
+        x[:K, 0] = np.arange(K)
+        found, expected = (step(PARAMS, x, Y, counts, jax.random.key(0), np.float32(3)) for step in steps)
+        jax.effects_barrier()
+        assert sorted(map(int, ran)) == real
+        assert bits(found) == bits(expected), real
+
+
+def skipping(params, counts, *, skip_empty=True):
+    """The squared norm of a masked batch's gradient, and the loss."""
+
+    def loss(params, x, y, counts):
+        return summed_loss(params, x, y, counts)[0] / jnp.maximum(jnp.sum(counts), 1).astype("float32")
+
+    step = shrewjax.value_and_grad(loss, K, weight=number, skip_empty=skip_empty)
+    value, grads = step(params, X, Y, counts)
+    return value + sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+
+
+SPARSE = np.arange(B) % K == 2  # micro-batch 2 alone
+IN_REVERSE = "Reverse-mode differentiation does not work for lax.while_loop or lax.fori_loop with dynamic"
+
+
+def test_skip_empty_has_a_forward_mode_and_outside_of_jit_a_reverse_mode():
+    expected = quick_jit(jax.grad(partial(skipping, skip_empty=False)))(PARAMS, SPARSE)
+    close(quick_jit(jax.jacfwd(skipping))(PARAMS, SPARSE), expected)
+    close(jax.grad(skipping)(PARAMS, SPARSE), expected)
+    with pytest.raises(ValueError, match=IN_REVERSE):
+        jax.jit(jax.grad(skipping)).lower(PARAMS, SPARSE)
+    assert IN_REVERSE in " ".join(shrewjax.value_and_grad.__doc__.split())
+
+
+def test_skip_empty_is_right_under_vmap_over_different_numbers():
+    real = np.stack([np.isin(np.arange(B) % K, i) for i in ([1, 3], [], [0], [0, 1, 2, 3])])
+    found = quick_jit(jax.vmap(skipping, (None, 0)))(PARAMS, real)
+    np.testing.assert_array_equal(np.isnan(found), [False, True, False, False])  # no weight: no mean
+    of_one = quick_jit(partial(skipping, skip_empty=False))
+    np.testing.assert_allclose(found, [of_one(PARAMS, counts) for counts in real], rtol=1e-6)
+
+
 # --- bad input -------------------------------------------------------------------------------------------------
 
 
@@ -357,6 +434,18 @@ def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
         (r"reduction must be one of", {"reduction": "average"}),
         (r"nonfinite must be one of 'propagate', 'drop_microbatch', got", {"nonfinite": "drop_window"}),
         (r"accumulator_dtype must be", {"accumulator_dtype": "int32"}),
+        (r"skip_empty=True needs weight=, .* got weight=None\. Pass a function", {"skip_empty": True}),
+        (r"skip_empty must be True or False", {"skip_empty": jnp.array(True), "weight": lambda *_: 1}),
+        (
+            r"weight must not read the carry with skip_empty=True, .* Let weight count in the batch\. Or leave out",
+            {
+                "loss": lambda p, x, carry: (p["b"], ((), carry)),
+                "args": (PARAMS, X, (np.int32(0), jax.random.key(0))),
+                "weight": lambda p, x, carry: jax.random.randint(carry[1], (), 0, 3),
+                "carry_argnum": 2,
+                "skip_empty": True,
+            },
+        ),
         (r"sum_over must name mapped axes, or axes of the mesh", {"sum_over": "data"}),
         (r"carry_argnum needs has_aux=True", {"carry_argnum": 2, "has_aux": False}),
         (r"aux needs has_aux=True", {"aux": "sum", "has_aux": False}),
@@ -391,11 +480,13 @@ MANY = (
 WEIGHTED = {"has_aux": True, "weight": number, "aux": {"error": "mean", "worst": "max"}}
 
 
+@pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_sharded_batch_is_split_without_moving_examples(axis_type):
+def test_sharded_batch_is_split_without_moving_examples(axis_type, skip_empty):
     mesh = mesh_of(axis_type, data=DEVICES)
     params, batch = placed(PARAMS, mesh, P()), placed(MANY, mesh, P("data"))
-    step = quick_jit(shrewjax.value_and_grad(masked_loss, K, **WEIGHTED)).lower(params, *batch).compile()
+    step = shrewjax.value_and_grad(masked_loss, K, skip_empty=skip_empty, **WEIGHTED)
+    step = quick_jit(step).lower(params, *batch).compile()
     close(step(params, *batch), large_batch(*MANY))
     first = quick_jit(lambda x: jnp.sum(x[: ROWS // K], axis=0)).lower(batch[0]).compile()  # it moves examples
     moves = r"all-gather|all-to-all|collective-permute"
@@ -410,13 +501,17 @@ def on_each_device(step, mesh, check_vma=True, out_specs=None):
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["tracked", "untracked"])
 @pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch"])
-def test_each_devices_sums_come_to_those_of_the_large_batch(nonfinite, check_vma):
-    step = shrewjax.value_and_grad(masked_loss, K, nonfinite=nonfinite, sum_over="data", **WEIGHTED)
+@pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
+def test_each_devices_sums_come_to_those_of_the_large_batch(skip_empty, nonfinite, check_vma):
+    options = {"nonfinite": nonfinite, "sum_over": "data", "skip_empty": skip_empty, **WEIGHTED}
+    step = shrewjax.value_and_grad(masked_loss, K, **options)
     close(on_each_device(step, mesh_of(data=DEVICES), check_vma)(PARAMS, *MANY), large_batch(*MANY))
 
 
-def test_sums_cross_the_network_once_after_the_loop():
-    step = shrewjax.value_and_grad(lambda *args: masked_loss(*args)[0], K, weight=number, sum_over="data")
+@pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
+def test_sums_cross_the_network_once_after_the_loop(skip_empty):
+    loss = lambda *args: masked_loss(*args)[0]  # noqa: E731
+    step = shrewjax.value_and_grad(loss, K, weight=number, sum_over="data", skip_empty=skip_empty)
     text = on_each_device(step, mesh_of(data=DEVICES)).lower(PARAMS, *MANY).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
     assert " all-reduce" in text[text.index("ENTRY") :]

@@ -28,19 +28,26 @@ def values(metrics):
     return {k: float(v) for k, v in metrics.items()}
 
 
+COUNTS = ("count", "clipped", "clip_rate")
+BEFORE_THE_FIRST = {"count": 0, "clipped": 0, "clip_rate": pytest.approx(np.nan, nan_ok=True)}
+
+
 def test_names_are_those_of_the_transformations():
     tx = optax.chain(optax.identity(), shrewjax.clip_by_global_norm(1.0), shrewjax.clip_by_leaf_norm(0.6))
     state = after_one_update(tx)
     assert values(quick_jit(shrewjax.metrics)(state)) == {
         "clip_by_global_norm/grad_norm": pytest.approx(NORM),
         "clip_by_global_norm/clip_scale": pytest.approx(1 / NORM),
+        **{f"clip_by_global_norm/{name}": 1 for name in COUNTS},
         "clip_by_leaf_norm/grad_norm_max": pytest.approx(5 / NORM),
         "clip_by_leaf_norm/clipped_fraction": 0.5,
+        **{f"clip_by_leaf_norm/{name}": 1 for name in COUNTS},
     }
     assert shrewjax.metrics(optax.adam(0.1).init(GRADS)) == {}
     assert values(shrewjax.metrics(shrewjax.clip_by_leaf_norm(1.0).init({}))) == {
         "clip_by_leaf_norm/grad_norm_max": 0,
         "clip_by_leaf_norm/clipped_fraction": 0,
+        **{f"clip_by_leaf_norm/{name}": value for name, value in BEFORE_THE_FIRST.items()},
     }
 
 
@@ -51,8 +58,10 @@ def test_a_second_one_of_a_kind_has_its_path_and_names_stay_when_a_link_is_added
     assert list(found) == [
         "clip_by_global_norm/grad_norm",
         "clip_by_global_norm/clip_scale",
+        *[f"clip_by_global_norm/{name}" for name in COUNTS],
         "1/clip_by_global_norm/grad_norm",
         "1/clip_by_global_norm/clip_scale",
+        *[f"1/clip_by_global_norm/{name}" for name in COUNTS],
     ]
     assert found["1/clip_by_global_norm/grad_norm"] == pytest.approx(1)
     longer = values(shrewjax.metrics(state))
@@ -142,7 +151,8 @@ class MyRuleState(NamedTuple):
 def test_states_of_users_take_part_and_those_inside_them_too():
     inner_state = shrewjax.clip_by_global_norm(1.0).init(GRADS)
     found = values(shrewjax.metrics((MyRuleState(jnp.ones(()), inner_state), optax.EmptyState())))
-    assert found == {"my_rule/shown": 1, "clip_by_global_norm/grad_norm": 0, "clip_by_global_norm/clip_scale": 1}
+    of_clip = {"grad_norm": 0, "clip_scale": 1, **BEFORE_THE_FIRST}
+    assert found == {"my_rule/shown": 1, **{f"clip_by_global_norm/{name}": value for name, value in of_clip.items()}}
 
 
 @pytest.mark.parametrize(
@@ -192,6 +202,7 @@ def test_window_is_reported_and_inner_values_date_from_the_last_window_that_clos
         "accumulate/windows": [0, 1, 1],
         "accumulate/applied": [0, 1, 0],
         "accumulate/weight_sum": [3, 0, 0],
+        "accumulate/weight": [0, 6, 6],
         "accumulate/dropped": [0, 0, 1],
         "accumulate/window_bad": [0, 0, 0],
         "clip_by_global_norm/grad_norm": [0, 5, 5],
@@ -217,7 +228,15 @@ def test_under_jit_and_vmap():
 def test_host_driven_window():
     window = shrewjax.GradAccumulator(2)
     state = window.add(window.init(jnp.zeros(2)), jnp.ones(2), weight=5)
-    expected = {"micro_step": 1, "windows": 0, "weight_sum": 5, "window_bad": 0, "dropped": 0, "value": np.inf}
+    expected = {
+        "micro_step": 1,
+        "windows": 0,
+        "weight_sum": 5,
+        "window_bad": 0,
+        "dropped": 0,
+        "value": np.inf,
+        "weight": 0,
+    }
     assert values(shrewjax.metrics(state)) == {f"grad_accumulator/{k}": v for k, v in expected.items()}
 
 
@@ -267,6 +286,7 @@ def test_metrics_of_masked_parameters_in_an_nnx_optimizer():
     assert list(shrewjax.metrics(optimizer.opt_state)) == [
         "clip_by_leaf_norm/grad_norm_max",
         "clip_by_leaf_norm/clipped_fraction",
+        *[f"clip_by_leaf_norm/{name}" for name in COUNTS],
     ]
 
 

@@ -173,8 +173,8 @@ def fsdp(kind):
     return Form(model, {"data": DEVICES}, step, specs, kind=kind, sent=sent)
 
 
-def summed_over(model):
-    return Form(model, {"data": DEVICES}, of_batch(model, sum_over="data"))
+def summed_over(model, **options):
+    return Form(model, {"data": DEVICES}, of_batch(model, sum_over="data", **options))
 
 
 def with_scans(name):
@@ -227,6 +227,9 @@ ONCE = {
     "Auto, listed": listed,
     "shard_map, scanned, weighted": functools.partial(in_shard_map, is_weighted=True),
     "sum_over, scanned, weighted": lambda: summed_over(transformer(SCANNED, is_weighted=True)),
+    "sum_over, scanned, weighted, skip_empty": lambda: summed_over(
+        transformer(SCANNED, is_weighted=True), skip_empty=True
+    ),
     "sum_over, FSDP on another axis": hybrid,
     "sum_over, model on another axis": functools.partial(tensor_parallel, AxisType.Auto),
     "sum_over, FSDP": functools.partial(fsdp, AxisType.Auto),

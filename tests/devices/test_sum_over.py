@@ -3,6 +3,8 @@
 Eight CPU devices. `test_network.py` has what crosses the network, in programs for H100s and TPUs.
 """
 
+import pathlib
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ import shrewjax.flax
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
+UNEVEN = pathlib.Path(__file__).with_name("uneven_devices.py")
 B, K, WIDTH = 64, 2, 8
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=(WIDTH, WIDTH)).astype("f"), "b": RNG.normal(size=WIDTH).astype("f")}
@@ -109,13 +112,14 @@ MESHES = {
 }
 
 
+@pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
 @pytest.mark.parametrize("name", ["Auto", *thorough(*(name for name in MESHES if name != "Auto"))])
-def test_results_are_those_of_the_whole_batch(name):
+def test_results_are_those_of_the_whole_batch(name, skip_empty):
     axes, sum_over, kind, batch_spec, spec = MESHES[name]
     mesh = mesh_of(kind, **axes)
     devices = np.prod([axes[a] for a in (sum_over if isinstance(sum_over, tuple) else (sum_over,))])
     value, grads, aux, carry = expected(devices)
-    step = shrewjax.value_and_grad(loss, K, sum_over=sum_over, **OPTIONS)
+    step = shrewjax.value_and_grad(loss, K, sum_over=sum_over, skip_empty=skip_empty, **OPTIONS)
     with jax.set_mesh(mesh):
         batch = jax.device_put((X, Y, COUNTS), NamedSharding(mesh, batch_spec))
         params = {"w": jax.device_put(PARAMS["w"], NamedSharding(mesh, spec)), "b": PARAMS["b"]}
@@ -192,6 +196,12 @@ def test_devices_that_have_only_padding_leave_the_carry_to_the_others():
     (_, (_, carry)), _ = on_eight(step, PARAMS, X, counts, np.full(WIDTH, 100, np.float32))
     last = X.reshape(8, B // 8 // K, K, WIDTH)[:4, :, -1]  # the last micro-batch of each of the others
     np.testing.assert_allclose(carry, last.mean((0, 1)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.thorough
+def test_skip_empty_gives_the_same_and_never_hangs_where_devices_have_other_micro_batches(forks, tmp_path):
+    ((code, printed, errors),) = forks((UNEVEN,), folder=tmp_path)
+    assert code == 0, (printed, errors[-2000:])
 
 
 @pytest.mark.thorough

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
 from helpers import bits, distance, mesh_of, norm, own_params, run_page
 from PIL import Image
 from speed import quick_jit, users_jit
@@ -761,6 +762,16 @@ def adapters():
         return SimpleNamespace(**page("guide/windows.md").names)
 
 
+def test_padding_fills_whole_micro_batches(adapters):
+    """The names of the page: those of adapters are some of them."""
+    rows = np.arange(1, 31)
+    batch = adapters.laid_out(rows, 16, 8)
+    found = np.concatenate([batch[i::16] for i in range(16)])
+    np.testing.assert_array_equal(found, np.r_[rows, np.zeros(16 * 8 - 30, int)])
+    counts = [adapters.examples[2][i::16].sum() for i in range(16)]
+    assert counts == [8, 8, 8, 6, *[0] * 12]
+
+
 def test_each_adapter_trains_as_if_it_were_alone(adapters):
     """In float64, with gradients by hand. Micro-batches that count alike, whatever their rows, are the mistake."""
     guide = adapters
@@ -1042,3 +1053,52 @@ def test_a_state_with_fewer_fields_goes_on_in_a_new_one():
     assert bits(before) == bits(state[:5])
     assert type(state) is shrewjax.SkipNonfiniteState
     assert set(state.nonfinite_leaves) == {"w"}
+
+
+# --- docs/guide/takes_the_loss.md ------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_takes_the_loss_finds_the_whole_batchs_minimum():
+    guide = page("guide/takes_the_loss.md").names
+    x, y = (normal(*shape, seed=i).astype("f") for i, shape in enumerate([(16, 3), (16,)]))
+    params, state = guide["params"], guide["tx"].init(guide["params"])
+    for _ in range(5):
+        params, state, loss = guide["step"](params, state, x, y)
+    best, (rest,), *_ = np.linalg.lstsq(x.astype(float), y.astype(float))
+    np.testing.assert_allclose(params["w"], best, rtol=1e-3)
+    np.testing.assert_allclose(loss, rest / len(x), rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")  # of jaxopt, which is old
+def test_the_lines_for_other_packages_do_with_micro_batches_what_they_do_with_the_loss():
+    names = {name: pytest.importorskip(name) for name in ("optimistix", "blackjax", "jaxopt")}
+    (lines,) = re.findall(r"```py\n(.*?)```", (DOCS / "guide/takes_the_loss.md").read_text(), re.DOTALL)
+    x, y = (jnp.asarray(normal(*shape, seed=i), "float32") for i, shape in enumerate([(16, 3), (16,)]))
+    names |= page("guide/takes_the_loss.md").names | {
+        "x": x,
+        "y": y,
+        "log_prior": lambda params: -jnp.sum(params["w"] ** 2),
+    }
+    whole = names | {"of_batch": names["loss_fn"]}
+    for namespace in (names, whole):
+        exec(compile(lines, "takes_the_loss.md", "exec"), namespace)
+    best = np.linalg.lstsq(np.float64(x), np.float64(y))[0]
+    for found in (names["solution"].value, names["result"].params, names["same"].params):
+        np.testing.assert_allclose(found["w"], best, atol=1e-3)
+
+    def drawn(sampler):
+        state = sampler.init({"w": jnp.ones(3)})
+        return users_jit(sampler.step)(jax.random.key(0), state)[0].position["w"]
+
+    np.testing.assert_allclose(drawn(names["sampler"]), drawn(whole["sampler"]), rtol=1e-4)
+
+
+def test_a_loss_scale_inside_the_loss_keeps_small_gradients_and_one_around_it_does_not():
+    guide = page("guide/takes_the_loss.md").names
+    small = jnp.full((8,), 2.0**-14, jnp.float16)
+    params, x, y = {"w": jnp.zeros(3, jnp.float16)}, jnp.stack([small] * 3, axis=1), 2 * small
+    dynamic = DynamicScale(scale=jnp.float32(2.0**15))
+    *_, kept = guide["scaled_value_and_grad"](dynamic, params, x, y)
+    *_, lost = dynamic.value_and_grad(lambda params: guide["of_batch"](params, x, y).astype("float32"))(params)
+    np.testing.assert_array_equal(kept["w"], -(2.0**-26))  # 2 * 2**-13 * 2**-14
+    assert not np.any(lost["w"])

@@ -362,18 +362,25 @@ def of_micro_batched(*args, wrt=nnx.Param, **options):
     return nnx.value_and_grad(part, argnums=nnx.DiffState(0, wrt), has_aux=options.get("has_aux", False))
 
 
-@pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam], ids=["all", "low rank"])
-def test_a_loss_in_micro_batches_has_value_gradients_aux_and_state_of_value_and_grad(wrt):
+@pytest.mark.parametrize(
+    ("wrt", "skip_empty"),
+    [(nnx.Param, False), (nnx.LoRAParam, False), (nnx.Param, True)],
+    ids=["all", "low rank", "skip_empty"],
+)
+def test_a_loss_in_micro_batches_has_value_gradients_aux_and_state_of_value_and_grad(wrt, skip_empty):
     options = {"has_aux": True, "aux": {"largest": "max", "rows": "sum"}}
+    if skip_empty:
+        options["weight"] = lambda model, x, y: jnp.sum(x[0, 0] != X[1, 0])  # micro-batch 1 is empty
 
-    def results(make):
+    def results(make, **extra):
         model = Net()
-        grad = make(loss_and_largest, K, wrt=wrt, **options)
+        grad = make(loss_and_largest, K, wrt=wrt, **options, **extra)
         returned, grads = step_of(lambda model, x, y: grad(model, x, y), model)(X, Y)
         return returned, jax.tree.leaves(grads), state_without_keys(model), model.dropout.rngs.count[...]
 
     with in_mode("graph"):
-        assert_close(results(of_micro_batched), results(shrewjax.flax.value_and_grad), rtol=1e-6, atol=1e-7)
+        found = results(of_micro_batched, skip_empty=skip_empty)
+        assert_close(found, results(shrewjax.flax.value_and_grad), rtol=1e-6, atol=1e-7)
 
 
 def test_a_loss_in_micro_batches_updates_the_state_without_a_derivative_too():
@@ -494,6 +501,11 @@ def test_change_that_would_be_lost_is_an_error(fun, message):
         traced(fun)
 
 
+def test_a_weight_that_reads_state_is_an_error_with_skip_empty():
+    with pytest.raises(ValueError, match=r"weight must not read the carry .* all state outside of wrt"):
+        traced(mean_loss, weight=lambda model, x, y: model.calls[...], skip_empty=True)
+
+
 @pytest.mark.skipif(
     len(MODES) == 1, reason="older versions of Flax do not forget the names of variables that are popped"
 )
@@ -504,7 +516,12 @@ def test_added_variables_may_be_popped_and_returned():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"aux": "max"}, "aux needs has_aux"), ({"reduction": "average"}, "reduction"), ({"weight": 3}, "weight")],
+    [
+        ({"aux": "max"}, "aux needs has_aux"),
+        ({"reduction": "average"}, "reduction"),
+        ({"weight": 3}, "weight"),
+        ({"skip_empty": True}, "skip_empty=True needs weight="),
+    ],
 )
 def test_wrong_argument_raises_before_the_call(options, message):
     with pytest.raises(ValueError, match=message):

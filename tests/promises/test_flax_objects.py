@@ -161,15 +161,16 @@ SECOND_ARGUMENTS = {
 }
 
 
+@pytest.mark.parametrize("skip_empty", [False, True])
 @pytest.mark.parametrize("name", SECOND_ARGUMENTS)
-def test_a_second_object_is_that_of_k_calls_by_hand(mode, name):
+def test_a_second_object_is_that_of_k_calls_by_hand(mode, name, skip_empty):
     """Value, gradients, and the state of both objects, with a micro-batch in the middle that counts nothing."""
     fun, make = SECOND_ARGUMENTS[name]
 
     def weight(model, other, x):
         return jnp.isfinite(x[0, 0]) * model.dropout.rate
 
-    grad = shrewjax.flax.value_and_grad(fun, 3, weight=weight)
+    grad = shrewjax.flax.value_and_grad(fun, 3, weight=weight, skip_empty=skip_empty)
     x = np.concatenate([X, X[:4]])
     x[1::3] = np.nan
 
