@@ -89,6 +89,8 @@ def assert_same(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9), found, expected)
 
 
+IN_JAX_0_8 = not hasattr(jax.sharding, "get_mesh")
+GUARDS = {"spikes", "non-finite", "both guards"}
 FIRST, OTHERS = [*RULES][:4], [*RULES][4:]
 each_rule = pytest.mark.parametrize("rule", [*FIRST, *thorough(*OTHERS)])
 
@@ -96,6 +98,8 @@ each_rule = pytest.mark.parametrize("rule", [*FIRST, *thorough(*OTHERS)])
 @each_rule
 @pytest.mark.parametrize("checked", [True, False])
 def test_models_in_shard_map_that_are_not_sharded_train_as_each_alone(rule, checked):
+    if IN_JAX_0_8 and checked and rule in GUARDS:
+        pytest.skip("JAX 0.8 refuses the zeros of a skipped step")
     tx, mesh = RULES[rule](ALONE), mesh_of(model=MODELS)
 
     def update(*arguments):
@@ -105,6 +109,7 @@ def test_models_in_shard_map_that_are_not_sharded_train_as_each_alone(rule, chec
     assert_same(on_devices(tx, mesh, mapped), each_alone(RULES[rule]({})))
 
 
+@pytest.mark.skipif(IN_JAX_0_8, reason="JAX 0.8 refuses a choice between constants there")
 @each_rule
 @pytest.mark.parametrize("is_set", [True, False])
 def test_models_that_vmap_maps_on_an_explicit_mesh_train_as_each_alone(rule, is_set):
