@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import mesh_of
 from speed import quick_jit
 
 import shrewjax
@@ -143,3 +144,18 @@ def test_a_scale_next_to_one_is_shown_in_float64():
         # The state keeps the dtypes of `init`, whatever the gradients are.
         _, state = tx.update({"w": jnp.ones(1, jnp.float32)}, state)
         assert state.grad_norm.dtype == state.clip_scale.dtype == jnp.float64
+
+
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_leaf_norm"])
+def test_each_independent_model_has_its_own_counts(name):
+    mesh, models = mesh_of(replica=4), jax.P("replica")
+    tx = getattr(shrewjax, name)(1.0, sharded_over=())
+    grads = f32([[3, 4], [0.3, 0.4], [np.nan, 4], [0, 1]])
+
+    def counts(grad):
+        _, state = tx.update(grad, tx.init(grad))
+        _, state = tx.update(grad / 2, state)
+        return jnp.stack([state.count, state.clipped])[None]
+
+    step = quick_jit(jax.shard_map(counts, mesh=mesh, in_specs=models, out_specs=models))
+    assert step(grads).tolist() == [[2, 2], [2, 0], [2, 0], [2, 0]]

@@ -130,13 +130,14 @@ def test_norms_by_leaf_follow_the_table(grads, norms, share, name):
 
 
 def test_no_leaves_have_no_norms():
-    assert set(metrics_of(clipped({})[1])) == {"grad_norm", "clip_scale"}
+    assert set(metrics_of(clipped({})[1])) == {"grad_norm", "clip_scale", "count", "clipped", "clip_rate"}
 
 
 def test_float64_leaves_are_measured_in_float64(x64):
     grads = {"a": np.full(4, 1e-200, np.float64 if x64 else f32), "b": np.zeros(1, f32)}
     _, state = clipped(grads)
-    assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
+    norms = (state.grad_norm, state.clip_scale, state.leaf_norms)
+    assert {x.dtype for x in jax.tree.leaves(norms)} == {jnp.dtype(jnp.float64 if x64 else jnp.float32)}
     if x64:
         wide = {"a": np.full(4, 1e25), "b": np.full(1, 1e-3, f32)}
         found = clipped(wide)[1].leaf_norms
