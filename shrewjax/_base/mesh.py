@@ -31,7 +31,7 @@ the version that brought today's spelling. Delete the older one when that versio
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -316,18 +316,6 @@ def partitioned_like(x: Leaf, like: Leaf) -> Leaf:
     if is_traced(x):
         return jax.sharding.reshard(x, NamedSharding(_type_of(x).sharding.mesh, spec))
     return jax.device_put(x, NamedSharding(x.sharding.mesh, spec))
-
-
-def types_of(function: Callable[[], PyTree]) -> PyTree:
-    """Returns `jax.eval_shape`, with the shardings that JAX drops there if the mesh has Explicit axes and Auto ones."""
-    types, shapes = jax.make_jaxpr(function, return_shape=True)()
-    leaves, structure = jax.tree.flatten(shapes)
-
-    def typed(shape: Leaf, aval: Leaf) -> Leaf:
-        is_complete = shape.sharding is not None or not explicit_axes(aval)
-        return shape if is_complete else shape.update(sharding=aval.sharding)
-
-    return jax.tree.unflatten(structure, map(typed, leaves, types.out_avals))
 
 
 def on_mesh_of(params: PyTree, state: AnyState) -> AnyState:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.extend import core
 
+from shrewjax._base.mesh import explicit_axes
 from shrewjax._base.types import Leaf, PyTree
 
 Jaxpr: TypeAlias = Any  # jax.extend.core.Jaxpr
@@ -250,3 +251,15 @@ def part_of(jaxpr: Jaxpr, equations: Sequence[Equation], results: Sequence[Atom]
     given = [x for x in operands if x not in made]
     part = jaxpr.replace(constvars=(), invars=given, outvars=[*results], eqns=[*equations])
     return closed_jaxpr(part)
+
+
+def types_of(function: Callable[[], PyTree]) -> PyTree:
+    """Returns `jax.eval_shape`, with the shardings that JAX drops there if the mesh has Explicit axes and Auto ones."""
+    types, shapes = jax.make_jaxpr(function, return_shape=True)()
+    leaves, structure = jax.tree.flatten(shapes)
+
+    def typed(shape: Leaf, aval: Leaf) -> Leaf:
+        is_complete = shape.sharding is not None or not explicit_axes(aval)
+        return shape if is_complete else shape.update(sharding=aval.sharding)
+
+    return jax.tree.unflatten(structure, map(typed, leaves, types.out_avals))

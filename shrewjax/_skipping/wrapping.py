@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import newly_varying, partitioned_like, summed, types_of, varying_axes
+from shrewjax._base.mesh import newly_varying, partitioned_like, summed, varying_axes
 from shrewjax._base.states import require_own, with_own_buffers
 from shrewjax._base.trees import check_unchanged, leaf_name, require_no_rows
 from shrewjax._base.types import (
@@ -43,7 +43,7 @@ from shrewjax._base.types import (
     Params,
     PyTree,
 )
-from shrewjax._programs.jaxprs import axes_of_collectives
+from shrewjax._programs.jaxprs import axes_of_collectives, types_of
 
 Result: TypeAlias = tuple[PyTree, AnyState]
 """Updates, or new parameters, and the new state."""
