@@ -332,6 +332,32 @@ def test_adamw_decays_as_torchs_by_the_pages_argument():
     assert np.max(np.abs(wrong - theirs.w)) > 1e-4
 
 
+def test_rmsprop_is_torchs_by_the_pages_arguments():
+    tx = code("optax.rmsprop(1e-2, decay=0.99, eps=1e-8, eps_in_sqrt=False)")
+    w = w_torch = np.full(3, 9.0)
+    state, square = tx.init(jnp.asarray(w, jnp.float32)), 0.0
+    for g in 1e-4 * normal(5, 3):
+        w, state = shrewjax.apply_gradients(tx, g, state, jnp.asarray(w, jnp.float32))
+        square = 0.99 * square + 0.01 * np.float64(g) ** 2
+        w_torch = w_torch - 1e-2 * g / (np.sqrt(square) + 1e-8)
+    np.testing.assert_allclose(w, w_torch, rtol=1e-6)
+
+
+def test_a_rate_behind_the_guard_moves_on_in_skipped_windows():
+    schedule = optax.piecewise_constant_schedule(1.0, {1: 0.5, 2: 0.5})
+    rate = code("optax.scale_by_learning_rate(schedule)", schedule=schedule)
+    tx = shrewjax.accumulate(optax.chain(shrewjax.skip_nonfinite(optax.identity()), rate), 2)
+    inside = shrewjax.accumulate(shrewjax.skip_nonfinite(rate), 2)
+
+    def train(tx):
+        w, state = jnp.float32(0), tx.init(jnp.float32(0))
+        for g in np.float32([1, 1, np.nan, 1, 1, 1]):
+            w, state = shrewjax.apply_gradients(tx, g, state, w)
+        return w
+
+    np.testing.assert_array_equal([train(tx), train(inside)], [-1.25, -1.5])  # rates 1, (0.5) and 0.25
+
+
 def test_what_follows_the_optimizers_step_runs_once_a_window():
     """A clamp and an average of parameters, which moves in open calls too if `applied` does not guard it."""
     clamp = code("optax.stateless(lambda u, p: jax.tree.map(lambda u, p: jnp.clip(p + u, -c, c) - p, u, p))", c=0.01)
