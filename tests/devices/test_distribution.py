@@ -438,7 +438,7 @@ def test_metrics_of_rows_are_scalars():
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     found = shrewjax.metrics(tx.init(placed(PARAMS, mesh_of(data=8, fsdp=1), {"w": P(), "b": P()})))
     assert set(found) == {
-        f"accumulate/{x}" for x in ("micro_step", "windows", "window_bad", "dropped", "applied", "value")
+        f"accumulate/{x}" for x in ("micro_step", "windows", "window_bad", "dropped", "applied", "weight", "value")
     }
     assert all(x.shape == () for x in found.values())
 
