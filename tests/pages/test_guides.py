@@ -1071,7 +1071,8 @@ def test_an_optimizer_that_takes_the_loss_finds_the_whole_batchs_minimum():
 
 @pytest.mark.filterwarnings("ignore")  # of jaxopt, which is old
 def test_the_lines_for_other_packages_do_with_micro_batches_what_they_do_with_the_loss():
-    names = {name: pytest.importorskip(name) for name in ("optimistix", "blackjax", "jaxopt")}
+    needs = "need the extra solvers: see tests/README.md"
+    names = {name: pytest.importorskip(name, reason=needs) for name in ("optimistix", "blackjax", "jaxopt")}
     (lines,) = re.findall(r"```py\n(.*?)```", (DOCS / "guide/takes_the_loss.md").read_text(), re.DOTALL)
     x, y = (jnp.asarray(normal(*shape, seed=i), "float32") for i, shape in enumerate([(16, 3), (16,)]))
     names |= page("guide/takes_the_loss.md").names | {
