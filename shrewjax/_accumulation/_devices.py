@@ -6,7 +6,7 @@ Inside `shard_map` a device sees its own sum as an array whose leading dimension
 one row per device along the mapped axes, and is sharded over them. So the array can leave a step, enter the next one,
 and be saved. Its other dimensions have the parameter's sharding. Weights and losses have rows, too.
 
-What sums gradients over the network, and when:
+Gradients are summed over the network in these places:
 
 * `sum_over=`: `reductions.row_sums`, called by `Devices.total` when a window closes, and after the loop of
   `value_and_grad`. Inside `shard_map` it is a `psum`. Outside, it is a sum over rows, and XLA writes

@@ -460,8 +460,8 @@ class _Loop(NamedTuple):
         """Runs the micro-batches that have a weight, in their order. Each device runs its own.
 
         1. Devices that wait for each other in a turn run the same ones: those that have a weight on any of them. With
-           other numbers of turns they would wait for ever. With as many of their own, a collective would join results
-           of other micro-batches.
+           other numbers of turns they would wait for ever. With the same number of others, a collective would join
+           results of different micro-batches.
         2. Order the micro-batches, those that run first.
         3. Run as many turns. Stacks of the aux stay 0 where none ran.
         """

@@ -264,7 +264,7 @@ def from_extended(number: ExtendedFloat) -> jax.Array:
 
 def to_float32(number: ExtendedFloat) -> jax.Array:
     """Returns the number as histories store it, float32: inf if it is too large."""
-    return from_extended(number).astype(jnp.float32)
+    return stored(number, jnp.float32)
 
 
 def stored(number: ExtendedFloat, dtype: DType) -> jax.Array:

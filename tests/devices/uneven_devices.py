@@ -26,7 +26,7 @@ def partitioned(x):
     return jnp.roll(lax.with_sharding_constraint(x, P(None, "model")), 1, axis=1)
 
 
-# What the loss makes of a device's examples.
+# Losses differ in how they mix the examples of devices.
 MIXES = {
     "its own": lambda x: x,
     "synchronized batch norm": lambda x: x - lax.pmean(jnp.mean(x, 0), "data"),
