@@ -255,11 +255,11 @@ def part_of(jaxpr: Jaxpr, equations: Sequence[Equation], results: Sequence[Atom]
 
 def types_of(function: Callable[[], PyTree]) -> PyTree:
     """Returns `jax.eval_shape`, with the shardings that JAX drops there if the mesh has Explicit axes and Auto ones."""
-    types, shapes = jax.make_jaxpr(function, return_shape=True)()
-    leaves, structure = jax.tree.flatten(shapes)
+    traced = jax.jit(function).trace()
+    leaves, structure = jax.tree.flatten(traced.out_info)
 
     def typed(shape: Leaf, aval: Leaf) -> Leaf:
         is_complete = shape.sharding is not None or not explicit_axes(aval)
         return shape if is_complete else shape.update(sharding=aval.sharding)
 
-    return jax.tree.unflatten(structure, map(typed, leaves, types.out_avals))
+    return jax.tree.unflatten(structure, map(typed, leaves, traced.jaxpr.out_avals))
