@@ -26,12 +26,14 @@ OURS = [name for name in WINDOWS if name != OF_OPTAX]
 
 # A TPU's VMEM has room for much of so small a model, and less for a window. With 160 million parameters both hold the
 # same there (docs/cost.md).
-@pytest.mark.parametrize("name", ["weighted", *thorough(*(name for name in OURS if name != "weighted"))])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OURS)
 def test_a_window_holds_no_more_than_that_of_optax(name, h100):
     found, of_optax = (window(h100, x, SMALL, SEQUENCES).temporary for x in (name, OF_OPTAX))
     assert found < of_optax + 0.05
 
 
+@pytest.mark.thorough  # a minute of a core
 def test_a_window_adds_the_gradients_of_layers_in_a_list_as_they_come(h100):
     found, of_optax = (window(h100, x, LISTED, 4).temporary for x in ("plain", OF_OPTAX))
     assert found < of_optax
