@@ -68,27 +68,15 @@ class AuxLeaves:
         # `fun` may take no other number of examples, so that no other shape is known.
         with suppress(Exception):
             whole = jax.eval_shape(of_whole_batch)
-        known = jax.tree.structure(whole) == self._structure
-        larger = jax.tree.leaves(whole) if known else self._like
-        for at, (name, x, large) in enumerate(zip(self._names, self._like, larger, strict=True)):
+        is_known = jax.tree.structure(whole) == self._structure
+        of_whole = jax.tree.leaves(whole) if is_known else self._like
+        for at, (name, x, large) in enumerate(zip(self._names, self._like, of_whole, strict=True)):
             leaf = trees.leaf_name(self._paths[at])
-            differ = [a for a, n in enumerate(x.shape) if large.shape[a : a + 1] != (n,)]
-            if name == "mean" and x.shape != large.shape:
-                raise ValueError(
-                    f"leaf {leaf} of the aux has shape {x.shape} for a micro-batch and {large.shape} for the whole "
-                    "batch, so its 'mean' would mix examples. Give it 'stack' in aux=. Or average it over the examples "
-                    "in fun"
-                )
-            if is_joined and name in OWN:
-                if len(differ) != 1:
-                    found = large.shape if known else "no shape, because fun does not take it,"
-                    raise ValueError(
-                        f"leaf {leaf} of the aux must have an axis of examples for {name!r}, because with sum_over "
-                        f"each device has its own, got shape {x.shape} for a micro-batch and {found} for the whole "
-                        "batch. Let fun return a number for each example, of any number of examples. Or give it "
-                        "another name in aux=, such as 'mean'. Or call this inside jax.shard_map"
-                    )
-                self._joined[at] = differ[0] + (name == "stack")
+            if name == "mean":
+                _check_mean(leaf, x, large)
+            elif is_joined and name in OWN:
+                axis = _axis_of_examples(leaf, name, x, large, is_known)
+                self._joined[at] = axis + (name == "stack")
 
     def _of(self, leaves: Sequence[Leaf], *names: str) -> list[Leaf]:
         return [x for x, name in zip(leaves, self._names, strict=True) if name in names]
@@ -174,6 +162,29 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str) -> None:
         raise ValueError(
             f"leaf {leaf} of the aux is {x.dtype}, which has no order for {name!r}. Let fun return its real part"
         )
+
+
+def _check_mean(leaf: str, x: Leaf, large: Leaf) -> None:
+    """Raises if the leaf has another shape for the whole batch (`large`) than for a micro-batch."""
+    if x.shape != large.shape:
+        raise ValueError(
+            f"leaf {leaf} of the aux has shape {x.shape} for a micro-batch and {large.shape} for the whole batch, so "
+            "its 'mean' would mix examples. Give it 'stack' in aux=. Or average it over the examples in fun"
+        )
+
+
+def _axis_of_examples(leaf: str, name: str, x: Leaf, large: Leaf, is_known: bool) -> int:
+    """Returns the one axis that is longer for the whole batch (`large`). Raises if there is none, or several."""
+    differ = [axis for axis, n in enumerate(x.shape) if large.shape[axis : axis + 1] != (n,)]
+    if len(differ) != 1:
+        found = large.shape if is_known else "no shape, because fun does not take it,"
+        raise ValueError(
+            f"leaf {leaf} of the aux must have an axis of examples for {name!r}, because with sum_over each device has "
+            f"its own, got shape {x.shape} for a micro-batch and {found} for the whole batch. Let fun return a number "
+            "for each example, of any number of examples. Or give it another name in aux=, such as 'mean'. Or call "
+            "this inside jax.shard_map"
+        )
+    return differ[0]
 
 
 def _empty(name: str, like: Leaf) -> jax.Array:

@@ -107,9 +107,9 @@ def _parameters_like(call: Call, at: int) -> int | None:
 
 
 def _likely_count(call: Call) -> int | None:
-    """Returns the number of examples on which most arguments agree, or None if none has an axis.
+    """Returns the number of examples that all leaves of most arguments have, or None if none has an axis.
 
-    Among equals, it is one that K divides, then that of more leaves in arguments which do not agree, then the last.
+    Among equals, it is one that K divides, then the number of most leaves if no argument is uniform, then the last.
     """
     batch = call.roles["batch_argnums"]
     unlike = [at for at in batch if _parameters_like(call, at) is None]
@@ -119,10 +119,10 @@ def _likely_count(call: Call) -> int | None:
         trees += [_counts(call, at) for at in call.whole()]
 
     def rank(count: int) -> tuple[int, bool, int, int]:
-        agree = sum({*tree} == {count} for tree in trees)
-        leaves = 0 if agree else sum(tree.count(count) for tree in trees)
+        uniform = sum({*tree} == {count} for tree in trees)
+        leaves = 0 if uniform else sum(tree.count(count) for tree in trees)
         last = max(at for at, tree in enumerate(trees) if count in tree)
-        return agree, count % call.steps == 0, leaves, last
+        return uniform, count % call.steps == 0, leaves, last
 
     counts = dict.fromkeys(count for tree in trees for count in tree if count is not None)
     return max(counts, key=rank, default=None)

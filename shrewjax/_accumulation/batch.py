@@ -38,14 +38,14 @@ def roles_of_arguments(
     count: int,
     keywords: Collection[str],
 ) -> dict[str, tuple[Place, ...]]:
-    """Returns the places of each role's arguments, which are positions or names again that mean the same arguments.
+    """Returns, for each role, how its arguments came: a position among those by position, or a keyword.
 
     `count` arguments came by position, and others by these keywords. A position names the parameter of `fun` there,
     however it is passed. A negative one counts back from the last argument that came by position.
 
-    A role given as None has all arguments by position that none before it has. If there are none, it has all by
-    keyword that none before it has. So it comes last. Raises if none is left for it, if there is no such argument, or
-    if an argument has two roles.
+    A role given as None has all arguments by position that none before it has. If there are none, it has all by keyword
+    that none before it has. So it has to be the last of `given`. Raises if none is left for it, if there is no such
+    argument, or if an argument has two roles.
     """
     names = positional_names(fun)
     roles: dict[str, tuple[Place, ...]] = {}

@@ -148,18 +148,18 @@ class GradAccumulator:
         without a copy. `jax.lax.cond` puts the other one first on a GPU.
         """
         _require_window(state)
-        average, has_average, closed = self._window.close(state)
+        average, has_average, new_state = self._window.close(state)
         zeros = optax.tree.zeros_like(average.gradients)
         gradients = optax.tree.where(has_average, average.gradients, zeros)
-        closed = closed._replace(
+        new_state = new_state._replace(
             windows=increment_if(has_average, state.windows),
             value=jnp.where(has_average, average.value, state.value),
             weight=jnp.where(has_average, average.weight, state.weight),
             noise=optax.tree.where(has_average, average.noise, state.noise),
         )
         if not self._window.is_partial:
-            closed = closed._replace(gradient_sum=gradients)
-        return gradients, jnp.asarray(has_average), closed
+            new_state = new_state._replace(gradient_sum=gradients)
+        return gradients, jnp.asarray(has_average), new_state
 
     def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
         """Discards the open window. `windows`, `dropped`, `value`, `weight` and the noise's averages stay unchanged."""

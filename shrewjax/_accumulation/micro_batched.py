@@ -171,7 +171,7 @@ def value_of_batch(
 
     `roles` and `options` are arguments of `value_and_grad`. A `carry_argnum` among the options is a position.
     """
-    # 1.
+    # 1. The leaves by which there are derivatives, and the other arrays.
     leaves, structure = jax.tree.flatten((args, kwargs))
     paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
     call = _Call(fun, weight, roles, options, leaves, structure)
@@ -188,13 +188,13 @@ def value_of_batch(
     # Whether a micro-batch is dropped must be the same in the value and in each derivative.
     always = free if options["nonfinite"] == "drop_microbatch" else []
 
-    # 2.
+    # 2. The value, for callers that do not differentiate.
     @jax.custom_jvp
     def value(free_arrays: list[jax.Array], fixed_arrays: list[jax.Array]) -> PyTree:
         arrays = dict(zip(free + fixed, free_arrays + fixed_arrays, strict=True))
         return call.value_and_grad(arrays, always, [])[0]
 
-    # 3.
+    # 3. Its derivative, for those that do.
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
         by_free, by_fixed = (
             {at: t for at, t in zip(numbers, own, strict=True) if not is_zero_tangent(t)}
@@ -236,8 +236,10 @@ class _Call(NamedTuple):
         """
         by_number = dict(enumerate(self.leaves)) | arrays
         params = {at: by_number[at] for at in chosen}
-        # None stands for them. Otherwise `sum_over` would pass each of them to all devices twice.
+        # None stands in a parameter's old place. Otherwise `sum_over` would pass it to all devices twice. But a weight
+        # reads the chosen ones that do not move there.
         absent = dict.fromkeys(moved if self.weight else chosen)
+        # `|` keeps the order of the leaves.
         args, kwargs = self.structure.unflatten((by_number | absent).values())
         given: dict[str, Any] = {"argnums": len(args)} | self.roles | self.options
         if self.weight:

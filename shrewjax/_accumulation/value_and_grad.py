@@ -233,20 +233,7 @@ def value_and_grad(
     if not callable(fun):
         raise ValueError(f"fun must be a function, got {trees.shown(fun)}")
     has_carry = carry_argnum is not None
-    if has_carry and not has_aux:
-        raise ValueError(
-            "carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))"
-        )
-    if weight is not None and not callable(weight):
-        raise ValueError(
-            f"weight must be a function of fun's arguments or None, got {trees.shown(weight)}"
-        )
-    if not has_aux and aux != "mean":
-        raise ValueError(
-            f"aux needs has_aux=True, because fun returns (loss, aux), got aux={trees.shown(aux)}"
-        )
-    for name in jax.tree.leaves(aux, is_leaf=lambda x: x is None):
-        arguments.choice("aux", name, ("mean", "stack", *COMBINE))
+    _check_aux(aux, has_aux, has_carry)
     arguments.choice("nonfinite", nonfinite, get_args(NonfiniteOfBatch))
     window = Window(
         steps,
@@ -255,16 +242,7 @@ def value_and_grad(
         accumulator_dtype=accumulator_dtype,
         sum_over=sum_over,
     )
-    if reduction == "sum_over_weights" and weight is None:
-        raise ValueError(
-            "reduction='sum_over_weights' needs weight=, because it divides by the weights, got weight=None. Pass a "
-            "function that returns the number of examples. Or pass reduction='mean' for a mean loss, 'sum' for a sum"
-        )
-    if arguments.static_flag("skip_empty", skip_empty) and weight is None:
-        raise ValueError(
-            "skip_empty=True needs weight=, because a micro-batch is empty if its weight is 0, got weight=None. Pass a "
-            "function that returns the number of examples. Or leave out skip_empty"
-        )
+    _check_weight_is_given(weight, reduction, arguments.static_flag("skip_empty", skip_empty))
     axes = window.axes or ()
     given = {
         "argnums": arguments.positions("argnums", argnums),
@@ -306,6 +284,37 @@ def value_and_grad(
         return returned, jax.tree.map(partitioned_like, grads, like)
 
     return value_and_grad_of_batch
+
+
+def _check_aux(aux: PyTree, has_aux: bool, has_carry: bool) -> None:
+    if has_carry and not has_aux:
+        raise ValueError(
+            "carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))"
+        )
+    if not has_aux and aux != "mean":
+        raise ValueError(
+            f"aux needs has_aux=True, because fun returns (loss, aux), got aux={trees.shown(aux)}"
+        )
+    for name in jax.tree.leaves(aux, is_leaf=lambda x: x is None):
+        arguments.choice("aux", name, ("mean", "stack", *COMBINE))
+
+
+def _check_weight_is_given(weight: Function | None, reduction: str, skip_empty: bool) -> None:
+    """Raises if the weight is no function, or if there is none and another argument needs it."""
+    if weight is not None and not callable(weight):
+        raise ValueError(
+            f"weight must be a function of fun's arguments or None, got {trees.shown(weight)}"
+        )
+    if reduction == "sum_over_weights" and weight is None:
+        raise ValueError(
+            "reduction='sum_over_weights' needs weight=, because it divides by the weights, got weight=None. Pass a "
+            "function that returns the number of examples. Or pass reduction='mean' for a mean loss, 'sum' for a sum"
+        )
+    if skip_empty and weight is None:
+        raise ValueError(
+            "skip_empty=True needs weight=, because a micro-batch is empty if its weight is 0, got weight=None. Pass a "
+            "function that returns the number of examples. Or leave out skip_empty"
+        )
 
 
 def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:

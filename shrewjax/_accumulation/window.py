@@ -282,6 +282,7 @@ class Window:
         # gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
         is_undecided = has_weight is not True or isinstance(is_closing, jax.Array)
         if is_undecided or self.nonfinite == "drop_window":
+            # Without "drop_window", `window_bad` is always False, which XLA does not know. So this is that flag.
             is_good = jnp.logical_not(window_bad)
             has_average = is_good if self.is_partial else has_weight & is_good
 
@@ -382,8 +383,8 @@ class Window:
     ) -> AnyState:
         """Returns the sums of squared norms with this micro-batch's, if the window measures its noise.
 
-        The least weight stands for a gradient without examples, such as that of negatives alone. It is left out: its
-        norm, divided by the weight, would be all of the noise.
+        A gradient of the least weight is left out, because its norm, divided by the weight, would be all of the noise.
+        A user gives that weight to a gradient without examples (docs/guide/denominator.md).
         """
         if self._noise_decay is None:
             return noise
@@ -391,7 +392,7 @@ class Window:
         # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
         safe_weight = jnp.where(weight != 0, weight, jnp.ones((), weight.dtype))
         square_weight = safe_weight if self._reduction == "mean" else 1 / safe_weight
-        norm = self._devices.own_norm(grads, noise.kept)
+        norm = self._devices.own_norm(grads, varies_like=noise.kept)
         return _noise.added(noise, norm, square_weight, is_kept, is_first)
 
     def add_in_loop(

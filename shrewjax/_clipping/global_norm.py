@@ -533,23 +533,24 @@ def clip_by_norm_zscore(
         del extra_args
         trees.require_no_rows(updates, params)
         require_own(state, ClipByNormZscoreState)
-        limit_z, eps_, cap = (jnp.asarray(x, jnp.float32) for x in (max_zscore, eps, max_norm))
+        z_limit, eps_, cap = (jnp.asarray(x, jnp.float32) for x in (max_zscore, eps, max_norm))
         norm = global_norm(updates, 2.0, axes)
         grad_norm = floats.to_float32(norm)
 
         past = histories.Moments(state.recorded, state.mean, state.std)
         is_warmup = past.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
-        # A mean of 0 (no warm-up, or only zero gradients so far) cannot serve for a z-score either.
-        averages_all = is_warmup | (past.recorded == 0) | (past.mean == 0)
+        # A mean of 0 (no warm-up, or only zero gradients so far) gives no z-score either.
+        has_no_score = is_warmup | (past.recorded == 0) | (past.mean == 0)
         z = (grad_norm - past.mean) / (past.std + eps_)
-        is_spike = ~averages_all & (z > limit_z)
-        clipped_norm = past.mean + limit_z * (limit_z / jnp.where(is_spike, z, 1)) * past.std
+        is_spike = ~has_no_score & (z > z_limit)
+        clipped_norm = past.mean + z_limit * (z_limit / jnp.where(is_spike, z, 1)) * past.std
         # No norm below a spike exceeds this, in spite of rounding.
-        onset = jnp.fmax(past.mean + limit_z * (past.std + eps_), grad_norm)
+        spikes_begin_at = jnp.fmax(past.mean + z_limit * (past.std + eps_), grad_norm)
         threshold = jnp.minimum(
-            jnp.where(averages_all, jnp.inf, jnp.where(is_spike, clipped_norm, onset)), cap
+            jnp.where(has_no_score, jnp.inf, jnp.where(is_spike, clipped_norm, spikes_begin_at)),
+            cap,
         )
-        threshold = jnp.where(jnp.isnan(limit_z) | jnp.isnan(eps_), jnp.nan, threshold)
+        threshold = jnp.where(jnp.isnan(z_limit) | jnp.isnan(eps_), jnp.nan, threshold)
         limit = _float32_limit(threshold, grad_norm, norm)
         updates, scale = clip_to_limit(updates, norm, limit)
 
@@ -558,7 +559,7 @@ def clip_by_norm_zscore(
             jnp.isfinite(norm.mantissa), jnp.where(is_spike, clipped_norm, grad_norm), jnp.nan
         )
         moments = histories.update_moments(
-            past, value, jnp.asarray(1 - decay, jnp.float32), averages_all
+            past, value, jnp.asarray(1 - decay, jnp.float32), has_no_score
         )
         return updates, ClipByNormZscoreState(
             *moments,

@@ -113,7 +113,7 @@ def clip_by_leaf_norm(
         trees.require_no_rows(updates, params)
         require_own(state, ClipByLeafNormState)
         units = find_units(updates, stacked_layers(batch_axes), mesh_axes)
-        units.numbers_beside(state.grad_norm)
+        units.numbers_beside(state.grad_norm)  # raises if the state has other units
         norms = units.norms(ord)
         limits = [scaling.as_limit(max_norm, norm) for norm in norms]
         scales = scaling.clip_scales(norms, limits)
@@ -544,6 +544,7 @@ def clip_by_leaf_norm_ema(
         emas = units.numbers_beside(state.norm_ema)
         norms = units.norms()
         total = units.total(norms)
+        # On an Explicit mesh, the state and gradients may be sharded differently.
         emas = list(map(partitioned_like, units.joined(emas), [norm.mantissa for norm in norms]))
         is_warmup = state.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
         is_recorded = jnp.isfinite(total.mantissa)
@@ -568,6 +569,7 @@ def clip_by_leaf_norm_ema(
             _next_ema(ema, x, share, floor, is_warmup=is_warmup, is_recorded=is_recorded)
             for ema, x in zip(emas, clipped, strict=True)
         ]
+        # A unit that becomes NaN is in `clipped_fraction`. An update counts as clipped by its finite norms alone.
         clipped_fraction, is_clipped = units.clipped(
             list(map(scaling.counts_as_clipped, scales, norms)),
             list(map(scaling.is_above, decisive, limits)),
@@ -601,6 +603,7 @@ def _norm_and_limit(
 def _clipped_norm(
     norm: ExtendedFloat, decisive: ExtendedFloat, limit: ExtendedFloat, scale: ClipScale
 ) -> jax.Array:
+    """Returns each unit's norm after the clip, float32; beyond the range in which `scale` itself is kept, too."""
     if_clipped = floats.product(norm, floats.quotient(limit, decisive))
     return floats.to_float32(optax.tree.where(scale.applies, if_clipped, norm))
 

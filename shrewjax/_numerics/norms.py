@@ -268,6 +268,7 @@ def _in_two_passes(
     # If the branch has collectives, all devices have to take the same one. All of them know a global norm's sum.
     if not of.is_global and of.axes != [()] * len(leaves):
         (is_rare,) = any_device([is_rare])
+    # `first[0]` is read for a global norm alone.
     second = run_if(is_rare, partial(_scaled_sums, leaves, own, first[0], of), lambda: sums)
 
     # 3
@@ -347,8 +348,8 @@ def _by_maximum(leaves: Sequence[jax.Array], of: _Norms) -> ExtendedFloat:
     if p < math.inf:
         each = zip(leaves, *map(scalars, _scale_to_one(mantissas, exponents)), strict=True)
         relative = [
-            lax.abs(mul_real(upcast(x, dtype), first, second, 1 / unit))
-            for x, first, second, unit in each
+            lax.abs(mul_real(upcast(x, dtype), first, second, 1 / divisor))
+            for x, first, second, divisor in each
         ]
         sums = jnp.stack(leaf_sums([x**p for x in relative], axes=of.axes))
     else:
@@ -434,14 +435,16 @@ def _measure_jvp(of: _Norms, primals: tuple[Any, Any], tangents: tuple[Any, Any]
     )
     terms, largest = [], []
     for x, dx, dims, scale in each:
-        first, second, unit = (broadcast_to_leaf(part, x, dims) for part in scale)
-        x, dx = (mul_real(upcast(part, unit.dtype), first, second) for part in (x, dx))
-        is_largest = (jnp.abs(x) >= unit).astype(unit.dtype)
-        x = mul_real(x, 1 / unit)
+        first, second, divisor = (broadcast_to_leaf(part, x, dims) for part in scale)
+        # Both are scaled, so that the slope is the tangent of the mantissa. The exponent stays.
+        x, dx = (mul_real(upcast(part, divisor.dtype), first, second) for part in (x, dx))
+        is_largest = (jnp.abs(x) >= divisor).astype(divisor.dtype)
+        slope = mul_real(x, 1 / divisor)
         if of.ord != 2:
-            power = is_largest if of.ord == math.inf else jnp.abs(x) ** (of.ord - 1)
-            x = mul_real(jnp.sign(x), power)
-        terms.append(x.real * dx.real + x.imag * dx.imag if is_complex(x) else x * dx)
+            power = is_largest if of.ord == math.inf else jnp.abs(slope) ** (of.ord - 1)
+            slope = mul_real(jnp.sign(slope), power)
+        is_pair = is_complex(slope)
+        terms.append(slope.real * dx.real + slope.imag * dx.imag if is_pair else slope * dx)
         largest.append(is_largest)
 
     def of_norms(terms: Sequence[jax.Array]) -> list[jax.Array]:

@@ -107,6 +107,7 @@ def _axes_of_collectives(jaxpr: Jaxpr) -> set[Hashable]:
     found: set[Hashable] = set()
     for equation in opened(jaxpr).eqns:
         if equation.primitive.name not in _WAITS_FOR_NOBODY:
+            # By these parameters, so that no collective has to be named.
             given = [equation.params.get(name) for name in ("axes", "axis_name")]
             found.update(a for a in jax.tree.leaves(given) if not isinstance(a, int))
         if equation.primitive.name in _WAITS_FOR_ALL:

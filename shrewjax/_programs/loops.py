@@ -276,18 +276,18 @@ def _is_stack(equation: Equation, at: int, way: _Way) -> bool:
     scan = scan_of(equation)
     if scan is None or scan.body.effects or 2 * scan.options["unroll"] > scan.length:
         return False
-    return at >= scan.carries and None not in _blocks(equation.outvars[at], way, scan)
+    return at >= scan.carries and _blocks(equation.outvars[at], way, scan) is not None
 
 
-def _blocks(stack: Atom, way: _Way, scan: Scan) -> list[Any]:
-    """Returns the block of a trip in a stack, and after each step of its way; None where it is in several pieces."""
+def _blocks(stack: Atom, way: _Way, scan: Scan) -> list[_Block] | None:
+    """Returns the block of a trip in a stack, and after each step of its way; None if it comes to several pieces."""
     shape, blocks = stack.aval.shape, [_Block(0, 1)]
     for number, step in enumerate(way.steps):
         # The constraint is put on the whole sum, so no reshape or transpose may follow it.
         is_for_sum = all(x.name in _IN_PLACE for x in way.steps[number:])
         after = _block_after(step, shape, blocks[-1], scan.length)
         if after is None or (step.name == CONSTRAINT and not is_for_sum):
-            return [None]
+            return None
         blocks.append(after)
         shape = step.type.shape
     return blocks
@@ -382,7 +382,9 @@ class _Evaluation:
         constants, carry = operands[: scan.constants], operands[scan.constants : whole]
         body = core.jaxpr_as_fun(scan.body)
         others = [at for at in range(scan.carries, count) if at not in stacks]
-        blocks = {at: _blocks(equation.outvars[at], way, scan) for at, way in stacks.items()}
+        blocks: dict[int, Any] = {
+            at: _blocks(equation.outvars[at], way, scan) for at, way in stacks.items()
+        }
 
         # 1. A trip runs the old body, adds its slice of each of these stacks, and returns its slices of the others.
         def trip(state: Any, given: Any) -> tuple[Any, Any]:

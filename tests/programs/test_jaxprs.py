@@ -166,3 +166,28 @@ def test_names_are_those_of_this_jax_for_shard_map(mapped):
     renamed = with_other_names(equation)
     assert not jaxprs.is_whole_shard_map(renamed)
     assert jaxprs.shard_map_of(renamed) is None
+
+
+WAITS = {
+    "psum": (lambda x: jax.lax.psum(x, "a"), {"a"}),
+    "pmax": (lambda x: jax.lax.pmax(x, "b"), {"b"}),
+    "all_gather": (lambda x: jax.lax.all_gather(x, "a"), {"a"}),
+    "ppermute, for which all devices of a CPU wait": (lambda x: jax.lax.ppermute(x, "a", [(0, 1)]), {"a", "b"}),
+    "axis_index": (lambda x: (x, jax.lax.axis_index("a")), set()),
+    "a collective in a loop": (lambda x: jax.lax.fori_loop(0, 2, lambda _, c: jax.lax.psum(c, "a"), x), {"a"}),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_names_are_those_of_this_jax_for_collectives(name):
+    function, waits = WAITS[name]
+    found = []
+
+    def mapped(x):
+        found.append(jaxprs.axes_of_collectives(lambda: function(x)))
+        return x
+
+    jax.eval_shape(
+        jax.shard_map(mapped, mesh=mesh_of(a=2, b=2), in_specs=jax.P(), out_specs=jax.P(), check_vma=False), X
+    )
+    assert found == [waits]
