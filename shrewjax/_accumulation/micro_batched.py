@@ -236,8 +236,8 @@ class _Call(NamedTuple):
         """
         by_number = dict(enumerate(self.leaves)) | arrays
         params = {at: by_number[at] for at in chosen}
-        # None stands in a parameter's old place. Otherwise `sum_over` would pass it to all devices twice. But a weight
-        # reads the chosen ones that do not move there.
+        # None stands in a parameter's old place, because `sum_over` would pass it to all devices twice. With a weight,
+        # the chosen ones that are not moved stay, because the weight reads them in their old places.
         absent = dict.fromkeys(moved if self.weight else chosen)
         # `|` keeps the order of the leaves.
         args, kwargs = self.structure.unflatten((by_number | absent).values())

@@ -468,9 +468,9 @@ class _Loop(NamedTuple):
     ) -> tuple[_LoopState, list[jax.Array]]:
         """Runs the micro-batches that have a weight, in their order. Each device runs its own.
 
-        1. Devices that wait for each other in a turn run the same ones: those that have a weight on any of them. With
-           other numbers of turns they would wait for ever. With the same number of others, a collective would join
-           results of different micro-batches.
+        1. Devices that wait for each other in a turn run the same ones: those that have a weight on any of them.
+           If one had more turns than another, it would wait forever. If their turns differed, a collective would join
+           different micro-batches.
         2. Order the micro-batches, those that run first.
         3. Run as many turns. Stacks of the aux stay 0 where none ran.
         """

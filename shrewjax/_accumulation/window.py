@@ -282,7 +282,7 @@ class Window:
         # gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
         is_undecided = has_weight is not True or isinstance(is_closing, jax.Array)
         if is_undecided or self.nonfinite == "drop_window":
-            # Without "drop_window", `window_bad` is always False, which XLA does not know. So this is that flag.
+            # `is_good` is always True without "drop_window", but XLA does not know that.
             is_good = jnp.logical_not(window_bad)
             has_average = is_good if self.is_partial else has_weight & is_good
 

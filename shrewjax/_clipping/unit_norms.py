@@ -603,7 +603,7 @@ def _norm_and_limit(
 def _clipped_norm(
     norm: ExtendedFloat, decisive: ExtendedFloat, limit: ExtendedFloat, scale: ClipScale
 ) -> jax.Array:
-    """Returns each unit's norm after the clip, float32; beyond the range in which `scale` itself is kept, too."""
+    """Returns each unit's norm after the clip, float32."""
     if_clipped = floats.product(norm, floats.quotient(limit, decisive))
     return floats.to_float32(optax.tree.where(scale.applies, if_clipped, norm))
 

@@ -443,8 +443,10 @@ def _measure_jvp(of: _Norms, primals: tuple[Any, Any], tangents: tuple[Any, Any]
         if of.ord != 2:
             power = is_largest if of.ord == math.inf else jnp.abs(slope) ** (of.ord - 1)
             slope = mul_real(jnp.sign(slope), power)
-        is_pair = is_complex(slope)
-        terms.append(slope.real * dx.real + slope.imag * dx.imag if is_pair else slope * dx)
+        if is_complex(slope):
+            terms.append(slope.real * dx.real + slope.imag * dx.imag)
+        else:
+            terms.append(slope * dx)
         largest.append(is_largest)
 
     def of_norms(terms: Sequence[jax.Array]) -> list[jax.Array]:

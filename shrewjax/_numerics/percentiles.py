@@ -432,11 +432,10 @@ def _next_pivots(
     distances = np.asarray([_DISTANCES], np.float32) * uncertainty
     aimed = jnp.clip(estimate + distances, 0, 1)
     aimed = low + jnp.round(aimed * width.astype(jnp.float32)).astype(integers)
-    aimed = jnp.clip(
-        aimed, low + place, high - place[:, ::-1]
-    )  # each another key, inside the bracket
+    # Strictly inside the bracket.
+    aimed = jnp.clip(aimed, low + place, high - place[:, ::-1])
     parts = _PIVOTS + 1
-    # low + width * place // parts, whose product may overflow
+    # This is low + width * place // parts, in two terms because that product may overflow.
     even = low + (width // parts) * place + (width % parts) * place // parts
     # The model cannot be trusted if the bracket is wide or the last read left more than half of it.
     is_wide = width > 2 << jnp.finfo(dtype).nmant

@@ -66,8 +66,8 @@ def leaf_maxima(
 ) -> list[jax.Array]:
     """Returns, for each leaf, a vector with the maximum of each array in `keys(leaf, *scalars)`, over all devices.
 
-    The arrays hold integers, because XLA:CPU's maximum of floats can lose a NaN (XLA-10). An empty one gives 0, and so
-    may one of negative numbers alone. `axes` is as in `leaf_sums`.
+    The arrays hold integers, because XLA:CPU's maximum of floats can lose a NaN (XLA-10). An empty one gives 0,
+    and so does one of negative numbers alone. `axes` is as in `leaf_sums`.
     """
     partials = [_leaf_maxima(keys, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
     return _over_devices(lax.pmax, partials, axes)

@@ -384,8 +384,8 @@ def _fixed_limit(above: Number, at_most: Number, *, at_least: float) -> dict[str
     if (above is None) != (at_most is None):
         given, missing = ("above", "at_most") if at_most is None else ("at_most", "above")
         raise ValueError(
-            f"above and at_most must come together, because at_most ends a run of skips by above, got {given} alone. "
-            f"Pass {missing}. Or leave out {given}"
+            f"above and at_most must come together, because at_most ends the skips that above causes, got {given} "
+            f"alone. Pass {missing}. Or leave out {given}"
         )
     if above is None:  # a limit that nothing exceeds, and a run that never is long enough
         above = at_most = math.inf
