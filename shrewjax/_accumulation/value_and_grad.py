@@ -57,7 +57,7 @@ from shrewjax._base.types import (
     PyTree,
     Scalar,
 )
-from shrewjax._numerics.reductions import any_device_along, one_over
+from shrewjax._numerics.reductions import agreed_over, any_device_along
 from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._programs.jaxprs import axes_of_collectives
 from shrewjax._programs.loops import Traced
@@ -548,7 +548,7 @@ class _Loop(NamedTuple):
         has_new = jnp.any(end.window.weight_sum != 0)
 
         def one(x: jax.Array, y: jax.Array) -> jax.Array:
-            return x if next(is_same) else one_over(y, x, has_new, axes)
+            return x if next(is_same) else agreed_over(y, x, has_new, axes)
 
         return jax.tree.map(one, old, end.carried)
 

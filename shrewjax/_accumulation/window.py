@@ -274,17 +274,8 @@ class Window:
         # 3. Is the window closing?
         is_closing = self._is_closing(flush, when_full, state.windows, micro_step, is_step)
 
-        # 4. Does it have an average? If `is_kept` is True, this micro-batch's weight is known and a normal number. The
-        # window's weight cannot be 0 then, and no run-time check is needed.
-        has_weight: Flag = True if is_kept is True else weight_sum != 0
-        has_average: Flag = True
-        # XLA-32: a flag of its own, also if every closing window has an average. Otherwise XLA on CUDA holds all
-        # gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
-        is_undecided = has_weight is not True or isinstance(is_closing, jax.Array)
-        if is_undecided or self.nonfinite == "drop_window":
-            # `is_good` is always True without "drop_window", but XLA does not know that.
-            is_good = jnp.logical_not(window_bad)
-            has_average = is_good if self.is_partial else has_weight & is_good
+        # 4. Does it have an average?
+        has_weight, has_average = self._has_average(is_kept, is_closing, weight_sum, window_bad)
 
         # 5. Update each leaf in one pass, which also divides if the window is closing.
         scale = self._scale(is_closing, weight_sum, has_weight)
@@ -340,6 +331,24 @@ class Window:
         # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
         # accum_steps.
         return flush | (is_step & (micro_step >= self.steps(windows)))
+
+    def _has_average(
+        self, is_kept: Flag, is_closing: Flag, weight_sum: jax.Array, window_bad: jax.Array
+    ) -> tuple[Flag, Flag]:
+        """Returns whether the window has a weight, and whether it has an average.
+
+        If `is_kept` is True, this micro-batch's weight is known and a normal number. The window's weight cannot be 0
+        then, and no run-time check is needed.
+        """
+        has_weight: Flag = True if is_kept is True else weight_sum != 0
+        # XLA-32: a flag of its own, also if every closing window has an average. Otherwise XLA on CUDA holds all
+        # gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
+        is_undecided = has_weight is not True or isinstance(is_closing, jax.Array)
+        if not is_undecided and self.nonfinite != "drop_window":
+            return has_weight, True
+        # `is_good` is always True without "drop_window", but XLA does not know that.
+        is_good = jnp.logical_not(window_bad)
+        return has_weight, is_good if self.is_partial else has_weight & is_good
 
     def _scale(self, is_closing: Flag, weight_sum: jax.Array, has_weight: Flag) -> jax.Array | None:
         """Returns the factor of the new sums: 1 / W if the window is closing, 1 if not, None if nothing is divided.

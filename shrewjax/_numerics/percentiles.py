@@ -314,8 +314,12 @@ _FIRST_EXPONENTS = (-27, -21, -15, -11, -8, -4, 0, 3, 6)
 _FIRST_DISTANCES = (-0.135, -0.08, -0.04, 0.0, 0.04, 0.06, 0.09, 0.135)
 
 
-# Later pivots, around the model's prediction, in units of its uncertainty.
+# Later pivots, around the model's prediction, in units of its uncertainty. That is this many standard deviations: the
+# inner pivots are 0.15 of them away, the outer ones 4.8. It is at least this part of the bracket, because the elements
+# of a large bracket are not spread evenly.
 _DISTANCES = (-16.0, -8.0, -4.0, -2.0, -0.5, 0.0, 0.5, 2.0, 4.0, 8.0, 16.0)
+_DEVIATIONS = 0.3
+_LEAST_UNCERTAINTY = 0.002
 
 
 _PIVOTS = len(_DISTANCES)
@@ -415,35 +419,40 @@ def _at(places: jax.Array, rows: jax.Array) -> jax.Array:
 def _next_pivots(
     keys: jax.Array, inside: jax.Array, left: jax.Array, width_before: jax.Array, dtype: DType
 ) -> jax.Array:
-    """Returns pivots inside the bracket, around the key that the model predicts, or evenly spaced.
+    """Returns pivots inside the bracket: around the key that the model predicts, evenly spaced, or at each key.
 
     `inside` is the number of elements in the bracket, and `left` that of those at the rank or beyond it.
     """
-    integers = keys.dtype
     low, high = keys[:, :1], keys[:, 1:]
     width = high - low
-    place = np.arange(1, _PIVOTS + 1, dtype=integers)[None]
-    # In units of the bracket: the place of the rank, and the standard deviation of its key if elements fall anywhere.
-    inside = inside.astype(jnp.float32)[:, None]
-    left = left.astype(jnp.float32)[:, None]
-    estimate = 1 - (left - 0.5) / inside
-    noise = jnp.sqrt(jnp.maximum(estimate * (1 - estimate), 1 / inside) / inside)
-    uncertainty = jnp.maximum(0.3 * noise, 0.002)
-    distances = np.asarray([_DISTANCES], np.float32) * uncertainty
-    aimed = jnp.clip(estimate + distances, 0, 1)
-    aimed = low + jnp.round(aimed * width.astype(jnp.float32)).astype(integers)
+    parts = _PIVOTS + 1
+    place = np.arange(1, parts, dtype=keys.dtype)[None]
+
+    aimed = _predicted_places(inside, left) * width.astype(jnp.float32)
+    aimed = low + jnp.round(aimed).astype(keys.dtype)
     # Strictly inside the bracket.
     aimed = jnp.clip(aimed, low + place, high - place[:, ::-1])
-    parts = _PIVOTS + 1
     # This is low + width * place // parts, in two terms because that product may overflow.
     even = low + (width // parts) * place + (width % parts) * place // parts
+    each = jnp.minimum(low + place, high)
+
     # The model cannot be trusted if the bracket is wide or the last read left more than half of it.
     is_wide = width > 2 << jnp.finfo(dtype).nmant
     is_unknown = is_wide | (width > width_before[:, None] // 2)
-    # A bracket of few keys gets a pivot at each.
     is_narrow = width <= parts
-    each = jnp.minimum(low + place, high)
     return jnp.where(is_narrow, each, jnp.where(is_unknown, even, aimed))
+
+
+def _predicted_places(inside: jax.Array, left: jax.Array) -> jax.Array:
+    """Returns where the model puts the pivots, as fractions of the bracket. Shape (..., pivots)."""
+    inside = inside.astype(jnp.float32)[:, None]
+    left = left.astype(jnp.float32)[:, None]
+    estimate = 1 - (left - 0.5) / inside
+    # The standard deviation of the key at the rank, if the elements fall anywhere in the bracket.
+    deviation = jnp.sqrt(jnp.maximum(estimate * (1 - estimate), 1 / inside) / inside)
+    uncertainty = jnp.maximum(_DEVIATIONS * deviation, _LEAST_UNCERTAINTY)
+    distances = np.asarray([_DISTANCES], np.float32) * uncertainty
+    return jnp.clip(estimate + distances, 0, 1)
 
 
 def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

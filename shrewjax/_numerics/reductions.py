@@ -181,7 +181,7 @@ def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.
     return lax.psum(sums, axes) if is_mapped(axes) else sums
 
 
-def one_over(
+def agreed_over(
     new: jax.Array, old: jax.Array, is_new: jax.Array, axes: tuple[Hashable, ...]
 ) -> jax.Array:
     """Returns one array for all devices: of a floating one the mean over devices where it is new, or the old one.
