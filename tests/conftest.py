@@ -33,7 +33,36 @@ hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("c
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of rows marked `combinations`, the first and each N-th after it",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k`: the N-th of those that they leave
+def pytest_collection_modifyitems(config, items):
+    leave_out_rows(config, items)
+    skip_claims_about_passes(items)
+
+
+def leave_out_rows(config, items):
+    """With `--every N`, a test of combinations keeps one row in N, the same ones in every run."""
+    seen, kept, left_out = Counter(), [], []
+    for item in items:
+        test = item.parent.nodeid, item.originalname
+        is_left_out = item.get_closest_marker("combinations") and seen[test] % config.getoption("every")
+        (left_out if is_left_out else kept).append(item)
+        seen[test] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
+def skip_claims_about_passes(items):
     """With the passes off (`SHREWJAX_DISABLE_PASSES=1`), what they save is not there."""
     if are_passes_disabled():
         skip = pytest.mark.skip(reason="claims about passes, which are switched off")

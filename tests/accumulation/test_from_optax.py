@@ -217,6 +217,10 @@ def distance(one, other):
 
 
 OTHER_ROWS = [
+    "AGC",
+    "injected hyperparameters",
+    "partition",
+    "windows of sums",
     "windows that are extended",
     "windows of a scheduled length",
     "windows in a chain",
@@ -227,6 +231,7 @@ OTHER_ROWS = [
 ]
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", [*(name for name in ROWS if name not in OTHER_ROWS), *thorough(*OTHER_ROWS)])
 def test_a_moved_job_goes_on_as_the_one_that_was_not_moved(name):
     row = ROWS[name]

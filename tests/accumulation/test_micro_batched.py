@@ -128,7 +128,7 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.parametrize("name", [*[*DERIVATIVES][:7], *thorough(*[*DERIVATIVES][7:])])
 def test_derivative_is_that_of_the_whole_batch(name, x64_only):
     derivative = DERIVATIVES[name]
     expected = quick_jit(partial(derivative, loss))()

@@ -126,12 +126,17 @@ OF_LAYERS = (
 )
 
 
-FIRST = [("accumulate", "set_mesh"), ("accumulate", "beside an Auto axis")]
-OTHERS = [("accumulate", "no context"), ("layers", "set_mesh"), ("a history", "beside an Auto axis")]
-OTHERS += [("guards in a window", "beside an Auto axis"), ("a guard", "no context")]
+FIRST = ("accumulate", "set_mesh")
+OTHERS = [("accumulate", "beside an Auto axis"), ("accumulate", "no context"), ("layers", "set_mesh")]
+OTHERS += [
+    ("a history", "beside an Auto axis"),
+    ("guards in a window", "beside an Auto axis"),
+    ("a guard", "no context"),
+]
 
 
-@pytest.mark.parametrize(("name", "kind"), [*FIRST, *thorough(*OTHERS)])
+@pytest.mark.combinations
+@pytest.mark.parametrize(("name", "kind"), [FIRST, *thorough(*OTHERS)])
 def test_a_state_may_be_sharded_finer_than_gradients_and_parameters_on_an_explicit_mesh(name, kind):
     """ZeRO, and the reverse. The numbers are those of one device, and no sharding changes."""
     mesh, with_context = mesh_of("Explicit", data=4), kind != "no context"

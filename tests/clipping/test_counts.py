@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import mesh_of
+from helpers import mesh_of, thorough
 from speed import quick_jit
 
 import shrewjax
@@ -81,7 +81,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, *thorough(jnp.bfloat16)])
 @pytest.mark.parametrize("name", RULES)
 def test_an_update_counts_as_clipped_if_a_finite_norm_was_above_its_threshold(name, dtype):
     tx, params = RULES[name], {"a": jnp.zeros(1, dtype), "b": jnp.zeros(1, dtype)}

@@ -559,6 +559,7 @@ class Windows(RuleBasedStateMachine):
         assert bits(updates) == bits({"w": average["w"], "b": average["b"].astype(jnp.bfloat16)})
 
 
+@pytest.mark.combinations
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS_OF_WINDOWS, ids=str)
 def test_windows_are_the_definitions_micro_step_by_micro_step(kind):

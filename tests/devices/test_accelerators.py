@@ -133,6 +133,7 @@ STEPS = {
 FETCHED_AHEAD = {"h100": 0.0, "v5e": 0.4}
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.usefixtures("one_device_here")
 def test_step_moves_and_holds_what_it_has_to(name, target):
@@ -159,6 +160,7 @@ OTHERS = [row for row in itertools.product(RULES, DTYPES, (1, 8)) if row not in 
 
 
 # The program of a process with this number of devices, because with one the numbers of all units are joined.
+@pytest.mark.combinations
 @pytest.mark.parametrize(("name", "dtype", "devices_here"), [*IN_FLOAT32, *thorough(*OTHERS)])
 def test_rule_moves_and_holds_no_more_than_optax(name, dtype, devices_here, target):
     rule, optax_rule = compiled.RULES[name]

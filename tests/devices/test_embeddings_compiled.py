@@ -114,6 +114,7 @@ def compiled_step(target, step, spec=PLACES["replicated"], params=PARAMS):
     )
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize(
     ("name", "where"),
     [*[(name, "replicated") for name in STEPS], ("mean", "rows"), ("mean", "columns"), ("weighted", "rows")],

@@ -58,7 +58,7 @@ def carried(params, x, y, carry):
     return value, (value, carry + jnp.mean(x))
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", ["set_mesh", *thorough("no context")])
 def test_penalties_aux_and_carry_have_the_numbers_and_types_of_one_device(context):
     (value, aux), grads = jax.value_and_grad(penalized, has_aux=True)(PARAMS, X, Y)
     mesh = mesh_of("Explicit", data=8)

@@ -96,10 +96,11 @@ FIRST, OTHERS = [*RULES][:2], [*RULES][2:]
 
 def rows(harder, easier):
     """Each rule in the harder way, and every third one in the other way, too."""
-    others = [(rule, harder) for rule in OTHERS] + [(rule, easier) for rule in OTHERS[::3]]
-    return [*((rule, way) for rule in FIRST for way in (harder, easier)), *thorough(*others)]
+    others = [(rule, harder) for rule in OTHERS] + [(rule, easier) for rule in (*FIRST, *OTHERS[::3])]
+    return [*((rule, harder) for rule in FIRST), *thorough(*others)]
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize(("rule", "checked"), rows(True, False))
 def test_models_in_shard_map_that_are_not_sharded_train_as_each_alone(rule, checked):
     if IN_JAX_0_8 and checked and rule in GUARDS:
@@ -113,6 +114,7 @@ def test_models_in_shard_map_that_are_not_sharded_train_as_each_alone(rule, chec
     assert_same(on_devices(tx, mesh, mapped), each_alone(RULES[rule]({})))
 
 
+@pytest.mark.combinations
 @pytest.mark.skipif(IN_JAX_0_8, reason="JAX 0.8 refuses a choice between constants there")
 @pytest.mark.parametrize(("rule", "is_set"), rows(False, True))
 def test_models_that_vmap_maps_on_an_explicit_mesh_train_as_each_alone(rule, is_set):

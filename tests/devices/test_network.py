@@ -267,6 +267,7 @@ def sent(program, when, least=0.04):
     return found
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", [*THREE, *thorough(*(name for name in ONCE if name not in THREE))])
 def test_gradients_cross_the_network_once(name, target):
     form = ONCE[name]()

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("as_users_have_it", "h100")
 THREE = "experts by scatters", "transformer, FSDP", "ring"
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", [*THREE, *thorough(*(name for name in MODELS if name not in THREE))])
 def test_gradients_of_models_are_those_of_the_whole_batch(name):
     model = MODELS[name]()

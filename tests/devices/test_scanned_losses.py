@@ -63,6 +63,7 @@ def errors_of(name, form, differentiated=shrewjax.value_and_grad):
     return executed.numbers(compiled, arguments, expected)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize(("name", "form"), [*FOUR, *thorough(*OTHERS)])
 def test_gradients_of_a_scan_that_looks_rows_up_are_those_of_the_whole_batch(name, form, h100):
     errors = errors_of(name, form)

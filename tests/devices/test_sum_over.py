@@ -112,6 +112,7 @@ MESHES = {
 }
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
 @pytest.mark.parametrize("name", ["Auto", *thorough(*(name for name in MESHES if name != "Auto"))])
 def test_results_are_those_of_the_whole_batch(name, skip_empty):

@@ -52,6 +52,7 @@ def step(rule):
 TWO, OTHERS = [*RULES][:2], [*RULES][2:]
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("rule", [*TWO, *thorough(*OTHERS)])
 def test_more_leaves_of_the_same_shapes_need_no_more_kernels(rule, one_device):
     update, init = step(rule)

@@ -164,6 +164,7 @@ def held(function, *args):
     return users_jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", [*FIVE, *thorough(*OTHERS)])
 def test_scans_add_their_gradients_with_the_bits_of_a_loop_by_hand(name):
     loss, params = FORMS[name]()
@@ -177,6 +178,7 @@ def test_scans_add_their_gradients_with_the_bits_of_a_loop_by_hand(name):
 
 
 # XLA may keep the bfloat16 copy, half a tree, from micro-batch to micro-batch.
+@pytest.mark.combinations
 @pytest.mark.needs_passes
 @pytest.mark.parametrize("name", [*FIVE, *thorough(*(name for name in OTHERS if name != "bfloat16 copy"))])
 def test_scans_that_add_their_gradients_hold_no_tree_beside_the_sum(name):

@@ -271,6 +271,7 @@ def injected(name):
     return getattr(shrewjax, name), CASES[name].injected
 
 
+@pytest.mark.combinations
 @each
 def test_inject_hyperparams_traces_every_number_and_nothing_else_changes(name):
     factory, arguments = injected(name)

@@ -88,6 +88,7 @@ def test_state_and_updates_keep_structure_shapes_and_dtypes(name, x64, either_wo
     assert x64 or all(x.dtype != jnp.float64 for x in jax.tree.leaves(new))
 
 
+@pytest.mark.combinations
 @each_world
 @each
 @pytest.mark.parametrize("x64", [False, *thorough(True)], ids=["x32", "x64"], indirect=True)
@@ -129,6 +130,7 @@ def step_by_step(name, row):
     return state, jax.tree.map(lambda *x: np.stack(x), *all_updates)
 
 
+@pytest.mark.combinations
 @each_world
 @each
 def test_is_a_scan_carry_and_compiles_once(name, either_world):
@@ -149,6 +151,7 @@ def test_vmap_gives_what_each_row_gives(name, either_world):
 # --- on many devices --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("axis_type", ["Auto", *thorough("Explicit")])
 @each
 @with_eight_devices

@@ -31,7 +31,7 @@ OPTIMIZERS = {
 }
 if not hasattr(optax.contrib, "madgrad"):  # before Optax 0.2.8
     del OPTIMIZERS["madgrad"]
-ALWAYS = ("prodigy", "lbfgs")
+ALWAYS = ("prodigy",)
 
 
 def params():
@@ -73,6 +73,7 @@ def lenient_promotion():
         yield
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", [*ALWAYS, *thorough(*sorted(OPTIMIZERS.keys() - ALWAYS))])
 def test_donated_steps_are_those_without_donation(name):
     tx = OPTIMIZERS[name]()

@@ -55,6 +55,7 @@ def step_of(tx):
     return step
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_of_symbolic_leaves_has_the_bits_of_fixed_ones(rule):
     step = jax.jit(step_of(optax.with_extra_args_support(RULES[rule]())))

@@ -87,6 +87,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_trajectory_is_that_of_an_nnx_optimizer_around_multi_steps(name):
     """With dropout and batch statistics. One of the optimizers trains the low-rank layer alone."""

@@ -98,6 +98,7 @@ MODELS = {
 }
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_with_transformed_parts_has_the_whole_batchs_gradients(name):
     assert_that_of_the_whole_batch(MODELS[name]())

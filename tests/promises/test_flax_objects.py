@@ -161,6 +161,7 @@ SECOND_ARGUMENTS = {
 }
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("skip_empty", [False, True])
 @pytest.mark.parametrize("name", SECOND_ARGUMENTS)
 def test_a_second_object_is_that_of_k_calls_by_hand(mode, name, skip_empty):

@@ -170,6 +170,7 @@ OF_EACH = [
 ]
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize(("situation", "dtype", "name"), OF_EACH, ids=lambda x: getattr(x, "__name__", x))
 def test_parameters_that_are_not_trained_stay_and_the_others_do_not_notice(situation, dtype, name):
     with precision(dtype):
