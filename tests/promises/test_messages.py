@@ -222,7 +222,8 @@ WRONG_CALLS = {
     ),
     "a loss that fun has reduced": (
         loss_reduced_by_fun,
-        r"^the loss is already reduced over sum_over=\('data',\).*Let fun return the loss of the device's own examples",
+        r"^the loss is already reduced over 'data' of sum_over=\('data',\).*Let fun return the loss of the device's "
+        "own examples.*Or leave out sum_over",
     ),
     **{
         f"a key in the aux: {name}": (
