@@ -256,6 +256,8 @@ def _in_two_passes(
     2. If a norm's sum left the range, read all leaves again, in a branch that is rarely taken. Each unit is scaled by
        one of two constants, which its own sum chooses; for a global norm, the sum of all leaves chooses.
     3. Take the sum that is in range, its root, and undo the scale.
+
+    `own` and `chosen_by` are by leaf, `sums` and `second` by group, `first` and `shifts` by norm: one if it is global.
     """
     # 1
     own = of.sums(leaves)
@@ -268,8 +270,8 @@ def _in_two_passes(
     # If the branch has collectives, all devices have to take the same one. All of them know a global norm's sum.
     if not of.is_global and of.axes != [()] * len(leaves):
         (is_rare,) = any_device([is_rare])
-    # `first[0]` is read for a global norm alone.
-    second = run_if(is_rare, partial(_scaled_sums, leaves, own, first[0], of), lambda: sums)
+    chosen_by = [first[0]] * len(leaves) if of.is_global else own
+    second = run_if(is_rare, partial(_scaled_sums, leaves, chosen_by, own, of), lambda: sums)
 
     # 3
     # Trusted sums stay as they are, because the second pass may round them otherwise.
@@ -280,21 +282,33 @@ def _in_two_passes(
     roots = [_ROOTS[of.ord](total) for total in in_range]
     norms = [shifted(root, -shift) for root, shift in zip(roots, shifts, strict=True)]
     if of.by_leaf:
-        (shift,), (of_leaf,), (scaled,) = shifts, sums, second
-        # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
-        is_helped = shift_into_range(of_leaf) == shift
-        root = _ROOTS[of.ord](jnp.where(is_helped, scaled, of_leaf))
-        norms.append(shifted(root, -jnp.where(is_helped, shift, 0)))
+        norms.append(_norms_by_leaf(sums[0], second[0], shifts[0], of.ord))
     return norms
 
 
+def _norms_by_leaf(
+    sums: jax.Array, scaled: jax.Array, shift: jax.Array, ord: float
+) -> ExtendedFloat:
+    """Returns the norms of the leaves of a global norm from their sums, plain and scaled by its shift."""
+    # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
+    is_helped = shift_into_range(sums) == shift
+    root = _ROOTS[ord](jnp.where(is_helped, scaled, sums))
+    return shifted(root, -jnp.where(is_helped, shift, 0))
+
+
 def _scaled_sums(
-    leaves: Sequence[jax.Array], own: Sequence[jax.Array], total: jax.Array, of: _Norms
+    leaves: Sequence[jax.Array],
+    chosen_by: Sequence[jax.Array],
+    own: Sequence[jax.Array],
+    of: _Norms,
 ) -> list[jax.Array]:
-    """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range."""
+    """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range.
+
+    `chosen_by` are the sums that choose the scale of each leaf's units.
+    """
     scaled = []
-    for x, sums, dims in zip(leaves, own, of.unit_dims, strict=True):
-        factor = _scale_into_range(total if of.is_global else sums)
+    for x, chooser, sums, dims in zip(leaves, chosen_by, own, of.unit_dims, strict=True):
+        factor = _scale_into_range(chooser)
         if of.is_global and not _is_small(x):
             # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large
             # leaf gets its own copy of the scalar: a clamp between equal bounds.
