@@ -85,7 +85,8 @@ def accumulate(
     `update` takes three more arguments, of which inner receives only the last:
 
     * `weight=1`: the micro-batch's number of examples or tokens. A real scalar, traced or not: 0, or between 2**-30 and
-      2**100. A boolean is 0 or 1. Sums in float32 add whole numbers exactly up to 2**24; use larger units above.
+      2**100. A boolean is 0 or 1. Sums in float32 add whole numbers exactly up to 2**24; use larger units above. With
+      `sum_over`, a scalar is the weight of each device's row, and is not divided over them.
     * `flush=False`: closes the window with this call, however many micro-batches it has. A bool, traced or not.
     * `value=None`: the micro-batch's loss, a real scalar. Inner gets the window's, averaged as the gradients are; inf
       if one micro-batch comes without it. Pass `grad=` too if inner needs it, as `optax.lbfgs` does; inner gets the
