@@ -34,11 +34,12 @@ from shrewjax._base.mesh import (
     axes_by_dimension,
     context_mesh,
     is_mapped,
-    is_replicated_over,
     is_traced,
     newly_varying,
+    replicated_axes,
     require_replicated,
     require_sum_over,
+    sum_over_others,
     varying_axes,
 )
 from shrewjax._base.trees import is_gradient, leaf_name
@@ -222,13 +223,21 @@ class Devices:
 
 
 def _own_row(axes: AxisNames, path: KeyPath, grad: Leaf) -> Leaf:
-    if is_gradient(grad) and is_replicated_over(grad, axes):
+    """Returns this device's gradient as a row, with a first axis of size 1.
+
+    Raises if it is already reduced over one of the axes, over which the closing window would sum it again.
+    """
+    if not is_gradient(grad):
+        return grad
+    reduced = replicated_axes(grad, axes)
+    if reduced:
         raise ValueError(
-            f"gradient leaf {leaf_name(path)} is already reduced over sum_over={axes!r}. To keep gradients local, "
-            f"compute own = jax.lax.pcast(params, {axes!r}, to='varying') outside the loss and differentiate with "
-            "respect to own. To accumulate reduced gradients, leave out sum_over"
+            f"gradient leaf {leaf_name(path)} is already reduced over {', '.join(map(repr, reduced))}, but "
+            f"sum_over={axes!r} sums over it later. To keep gradients local, compute own = jax.lax.pcast(params, "
+            f"{axes!r}, to='varying') outside the loss and differentiate with respect to own. To accumulate reduced "
+            f"gradients, {sum_over_others(axes, reduced)}"
         )
-    return grad[None] if is_gradient(grad) else grad
+    return grad[None]
 
 
 def _require_type_of_sum(path: KeyPath, total: jax.Array, grad: Leaf) -> None:

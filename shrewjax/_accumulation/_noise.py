@@ -54,13 +54,16 @@ FOR_AN_OPEN_WINDOW = "(n := tx.init(params).noise)._replace(square_sums=n.square
 
 
 class WindowSums(NamedTuple):
-    square_sums: jax.Array  # (3,)
+    square_sums: jax.Array  # (3,): at three scales
     kept: jax.Array
     weight_sum: jax.Array
 
 
 def empty(square_sums: jax.Array, kept: jax.Array) -> NoiseState:
-    """Returns the state before the first window, with these zeros as its sums."""
+    """Returns the state before the first window, with these zeros as its sums.
+
+    They are passed in, because with `sum_over` they have a row for each device. The others are the same on all.
+    """
     return NoiseState(
         square_sums=square_sums,
         kept=kept,

@@ -20,6 +20,7 @@ from shrewjax._accumulation.window import (
     WINDOW_STATES,
     AccumSteps,
     AccumulateState,
+    Measured,
     Nonfinite,
     Reduction,
     Window,
@@ -84,7 +85,8 @@ def accumulate(
     `update` takes three more arguments, of which inner receives only the last:
 
     * `weight=1`: the micro-batch's number of examples or tokens. A real scalar, traced or not: 0, or between 2**-30 and
-      2**100. A boolean is 0 or 1. Sums in float32 add whole numbers exactly up to 2**24; use larger units above.
+      2**100. A boolean is 0 or 1. Sums in float32 add whole numbers exactly up to 2**24; use larger units above. With
+      `sum_over`, a scalar is the weight of each device's row, and is not divided over them.
     * `flush=False`: closes the window with this call, however many micro-batches it has. A bool, traced or not.
     * `value=None`: the micro-batch's loss, a real scalar. Inner gets the window's, averaged as the gradients are; inf
       if one micro-batch comes without it. Pass `grad=` too if inner needs it, as `optax.lbfgs` does; inner gets the
@@ -221,7 +223,13 @@ def _add_and_run(
     run = _run_on_total if window.is_partial else _run_on_average
     returned, after = run(window, added, _Inner(inner, inner_step, like, takes_value))
     windows = increment_if(after.applied, state.windows)
-    new_state = added.state._replace(windows=windows, **after._asdict())
+    new_state = added.state._replace(
+        windows=windows,
+        inner_state=after.inner_state,
+        applied=after.applied,
+        gradient_sum=after.gradient_sum,
+        **after.measured._asdict(),
+    )
     return _with_integers(returned, like, state.gradient_sum, step), new_state
 
 
@@ -246,28 +254,22 @@ class _After(NamedTuple):
     inner_state: AnyState
     applied: jax.Array
     gradient_sum: ArrayTree
-    value: jax.Array
-    weight: jax.Array
-    noise: AnyState
+    measured: Measured
 
 
 def _run_on_average(window: Window, added: WindowStep, inner: _Inner) -> tuple[PyTree, _After]:
     """Runs inner if the window closes. `added` has the averaged gradients, so inner itself branches (XLA-2)."""
     state = added.state
     average, applied = state.gradient_sum, jnp.asarray(added.has_average)
-    value, weight, noise = state.value, state.weight, state.noise
-    if noise:  # in a branch, because the norm of the average takes a pass
-        value, weight, noise = run_if(
-            added.has_average,
-            lambda: window.average(added)[2:5],
-            lambda: (state.value, state.weight, state.noise),
+    measured = before = Measured.of(state)
+    if before.noise:  # in a branch, because the norm of the average takes a pass
+        measured = run_if(
+            added.has_average, lambda: Measured.of(window.average(added)), lambda: before
         )
     elif added.has_average is not False:
-        new = window.average(added)
-        value = jnp.where(applied, new.value, value)
-        weight = jnp.where(applied, new.weight, weight)
-    returned, inner_state = inner.run(average, value, added.has_average)
-    return returned, _After(inner_state, applied, average, value, weight, noise)
+        measured = optax.tree.where(applied, Measured.of(window.average(added)), before)
+    returned, inner_state = inner.run(average, measured.value, added.has_average)
+    return returned, _After(inner_state, applied, average, measured)
 
 
 def _run_on_total(window: Window, added: WindowStep, inner: _Inner) -> tuple[PyTree, _After]:
@@ -276,21 +278,21 @@ def _run_on_total(window: Window, added: WindowStep, inner: _Inner) -> tuple[PyT
     Two guards inside would otherwise branch three times, and each branch would take the total again.
     """
     state = added.state
-    before = state.value, state.weight, state.noise
+    before = Measured.of(state)
 
     def total_and_run() -> tuple[PyTree, _After]:
         average = window.average(added)
         ran = inner.run(average.gradients, average.value, True)
-        measured = average.value, average.weight, average.noise
+        measured = Measured.of(average)
         if average.has_weight is not True:
             # XLA-2: select, because XLA copies parameters in a branch within a branch on CUDA
             # (tests/devices/test_accelerators.py, "closing_calls_alone").
             ran = optax.tree.where(average.has_weight, ran, inner.step.skipped(ran[0]))
             measured = optax.tree.where(average.has_weight, measured, before)
         emptied = window.emptied(added.state, average)
-        return ran[0], _After(ran[1], jnp.asarray(average.has_weight), emptied, *measured)
+        return ran[0], _After(ran[1], jnp.asarray(average.has_weight), emptied, measured)
 
-    idle = _After(inner.step.state, jnp.zeros((), bool), state.gradient_sum, *before)
+    idle = _After(inner.step.state, jnp.zeros((), bool), state.gradient_sum, before)
     return inner.step._replace(state=idle, runs=added.has_average).run_or_skip(total_and_run)
 
 

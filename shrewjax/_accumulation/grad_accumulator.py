@@ -9,6 +9,7 @@ import optax
 from shrewjax._accumulation.window import (
     AccumSteps,
     GradAccumulatorState,
+    Measured,
     Nonfinite,
     Reduction,
     Window,
@@ -151,12 +152,9 @@ class GradAccumulator:
         average, has_average, new_state = self._window.close(state)
         zeros = optax.tree.zeros_like(average.gradients)
         gradients = optax.tree.where(has_average, average.gradients, zeros)
-        new_state = new_state._replace(
-            windows=increment_if(has_average, state.windows),
-            value=jnp.where(has_average, average.value, state.value),
-            weight=jnp.where(has_average, average.weight, state.weight),
-            noise=optax.tree.where(has_average, average.noise, state.noise),
-        )
+        measured = optax.tree.where(has_average, Measured.of(average), Measured.of(state))
+        windows = increment_if(has_average, state.windows)
+        new_state = new_state._replace(windows=windows, **measured._asdict())
         if not self._window.is_partial:
             new_state = new_state._replace(gradient_sum=gradients)
         return gradients, jnp.asarray(has_average), new_state

@@ -176,47 +176,63 @@ def value_of_batch(
     paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
     call = _Call(fun, weight, roles, options, leaves, structure)
     with_role = {at for places in roles.values() for at in places} | {options.get("carry_argnum")}
-    of_fun = [at for at, path in enumerate(paths) if _place(path) not in with_role]
-    # NumPy's, too, because the value drops those micro-batches that a derivative by them would drop.
-    free = [
-        at
-        for at in of_fun
-        if isinstance(leaves[at], jax.Array | np.ndarray) and is_gradient(leaves[at])
-    ]
-    others = sorted({*range(len(leaves))} - {*free})
-    fixed = [at for at in others if isinstance(leaves[at], jax.Array)]
-    # Whether a micro-batch is dropped must be the same in the value and in each derivative.
-    always = free if options["nonfinite"] == "drop_microbatch" else []
+    numbers = _leaf_numbers(leaves, [_place(path) in with_role for path in paths])
+    # With this policy, a NaN in the gradient by any free leaf drops its micro-batch. So each call computes them all.
+    # Otherwise the value and a derivative would drop others.
+    read_for_dropping = numbers.free if options["nonfinite"] == "drop_microbatch" else []
+
+    def by_number(free: list[jax.Array], fixed: list[jax.Array]) -> dict[int, jax.Array]:
+        return dict(zip(numbers.free + numbers.fixed, free + fixed, strict=True))
 
     # 2. The value, for callers that do not differentiate.
     @jax.custom_jvp
-    def value(free_arrays: list[jax.Array], fixed_arrays: list[jax.Array]) -> PyTree:
-        arrays = dict(zip(free + fixed, free_arrays + fixed_arrays, strict=True))
-        return call.value_and_grad(arrays, always, [])[0]
+    def value(free: list[jax.Array], fixed: list[jax.Array]) -> PyTree:
+        return call.value_and_grad(by_number(free, fixed), read_for_dropping, moved=[])[0]
 
     # 3. Its derivative, for those that do.
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        by_free, by_fixed = (
-            {at: t for at, t in zip(numbers, own, strict=True) if not is_zero_tangent(t)}
-            for numbers, own in zip((free, fixed), tangents, strict=True)
-        )
-        for at in by_fixed:
-            raise ValueError(_no_derivative_by(paths[at]))
-        arrays = dict(zip(free + fixed, primals[0] + primals[1], strict=True))
-        chosen = always or [*by_free]
+        moved = _moved(by_number(*tangents))
+        for at in moved:
+            if at in numbers.fixed:
+                raise ValueError(_no_derivative_by(paths[at]))
+        param_numbers = read_for_dropping or [*moved]
         returned, grads = _in_one_piece(
-            lambda x: call.value_and_grad(x, chosen, [*by_free]), arrays
+            lambda x: call.value_and_grad(x, param_numbers, [*moved]), by_number(*primals)
         )
-        return returned, _tangent(returned, grads, by_free, has_aux=options["has_aux"])
+        return returned, _tangent(returned, grads, moved, has_aux=options["has_aux"])
 
     value.defjvp(rule, symbolic_zeros=True)
     try:
-        return value([leaves[at] for at in free], [leaves[at] for at in fixed])
+        return value([leaves[at] for at in numbers.free], [leaves[at] for at in numbers.fixed])
     except jax.errors.UnexpectedTracerError as error:
         raise ValueError(
             "fun or weight closes over an array that is traced, and differentiated, outside of it. micro_batched has "
             "derivatives by arguments alone. Pass the array as an argument, and leave it out of batch_argnums="
         ) from error
+
+
+class _LeafNumbers(NamedTuple):
+    """The arrays among the leaves of all arguments, by their numbers."""
+
+    free: list[int]  # those by which there are derivatives
+    fixed: list[int]  # other arrays of JAX: examples, keys, the carry, integers
+
+
+def _leaf_numbers(leaves: list[Leaf], have_role: list[bool]) -> _LeafNumbers:
+    """Returns which leaves are free and fixed. An argument with a role, such as examples, is not free."""
+    free, fixed = [], []
+    for at, (x, has_role) in enumerate(zip(leaves, have_role, strict=True)):
+        # NumPy's, too, because the value drops those micro-batches that a derivative by them would drop.
+        if isinstance(x, jax.Array | np.ndarray) and is_gradient(x) and not has_role:
+            free.append(at)
+        elif isinstance(x, jax.Array):
+            fixed.append(at)
+    return _LeafNumbers(free, fixed)
+
+
+def _moved(tangents: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """Returns the tangents that are not known to be zeros: those of leaves that a caller differentiates."""
+    return {at: t for at, t in tangents.items() if not is_zero_tangent(t)}
 
 
 class _Call(NamedTuple):
@@ -228,23 +244,23 @@ class _Call(NamedTuple):
     structure: Any
 
     def value_and_grad(
-        self, arrays: dict[int, jax.Array], chosen: list[int], moved: list[int]
+        self, arrays: dict[int, jax.Array], param_numbers: list[int], moved: list[int]
     ) -> tuple[PyTree, dict[int, jax.Array]]:
-        """Returns the results with these arrays as leaves, and the gradients by the chosen ones. Both have numbers.
+        """Returns the results with these arrays as leaves, and the gradients by the parameters. All have numbers.
 
-        `moved` are those of the chosen that a caller differentiates. The weight may depend smoothly on others.
+        `moved` are those parameters that a caller differentiates. The weight may depend smoothly on others.
         """
         by_number = dict(enumerate(self.leaves)) | arrays
-        params = {at: by_number[at] for at in chosen}
         # None stands in a parameter's old place, because `sum_over` would pass it to all devices twice. With a weight,
-        # the chosen ones that are not moved stay, because the weight reads them in their old places.
-        absent = dict.fromkeys(moved if self.weight else chosen)
+        # the parameters that are not moved stay, because the weight reads them in their old places.
+        absent = dict.fromkeys(moved if self.weight else param_numbers)
         # `|` keeps the order of the leaves.
         args, kwargs = self.structure.unflatten((by_number | absent).values())
         given: dict[str, Any] = {"argnums": len(args)} | self.roles | self.options
         if self.weight:
             given["weight"] = functools.partial(self._with_params, self.weight, moved)
-        fun = functools.partial(self._with_params, self._scalar, chosen)
+        fun = functools.partial(self._with_params, self._scalar, param_numbers)
+        params = {at: by_number[at] for at in param_numbers}
         returned, grads = value_and_grad(fun, **given)(*args, params, **kwargs)
         return returned, grads
 
@@ -289,9 +305,9 @@ def _in_one_piece(function: Function, arrays: dict[int, jax.Array]) -> PyTree:
     in_one_piece = jax.custom_jvp(function)
 
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        by_number = {at: t for at, t in tangents[0].items() if not is_zero_tangent(t)}
-        moved = {at: primals[0][at] for at in by_number}
-        return jax.jvp(lambda x: function(primals[0] | x), (moved,), (by_number,))
+        moved = _moved(tangents[0])
+        own = {at: primals[0][at] for at in moved}
+        return jax.jvp(lambda x: function(primals[0] | x), (own,), (moved,))
 
     in_one_piece.defjvp(rule, symbolic_zeros=True)
     return in_one_piece(arrays)

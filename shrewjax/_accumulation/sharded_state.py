@@ -42,7 +42,7 @@ def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None 
 
     Raises:
       ValueError: a leaf is no array on a device and has no sharding, such as a NumPy array or a
-        `jax.ShapeDtypeStruct` without one.
+        `jax.ShapeDtypeStruct` without one. A scalar is none of these, because it is replicated.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -81,7 +81,10 @@ def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None 
         sharding = _devices.sharding_of(x)
         if sharding is not None:
             return P(*map(of_axis_names, sharding.spec))
-        if not isinstance(x, jax.Array) and np.shape(x) != ():
+        is_scalar = (
+            np.shape(x) == ()
+        )  # replicated, also if it is on no device, such as a Python number
+        if not isinstance(x, jax.Array) and not is_scalar:
             raise ValueError(
                 f"leaf {trees.leaf_name(path)} must be an array on a device, got {type(x).__name__}, which has no "
                 "sharding. Place it first, for example with redistribute"

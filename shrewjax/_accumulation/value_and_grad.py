@@ -36,11 +36,12 @@ from shrewjax._base.mesh import (
     as_varying,
     axes_beside_partitions,
     devices_to_map,
-    is_replicated_over,
     newly_varying,
     on_each_device,
     partitioned_like,
     placed_like,
+    replicated_axes,
+    sum_over_others,
     summed,
     varying_axes,
 )
@@ -574,10 +575,12 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
     They are those along which the loss and all parameters differ, and only with `sum_over=()`.
     """
     axes = sum_over or ()
-    if axes and is_replicated_over(loss, axes):
+    reduced = replicated_axes(loss, axes)
+    if reduced:
         raise ValueError(
-            f"the loss is already reduced over sum_over={axes!r}, or does not depend on the examples. Let fun return "
-            "the loss of the device's own examples, without jax.lax.pmean or psum. Or leave out sum_over"
+            f"the loss is already reduced over {', '.join(map(repr, reduced))} of sum_over={axes!r}, or does not "
+            "depend on the examples. Let fun return the loss of the device's own examples, without jax.lax.pmean or "
+            f"psum. Or {sum_over_others(axes, reduced)}"
         )
     along = sorted(varying_axes(loss) - set(axes), key=str)
     leaves = [x for x in jax.tree.leaves(trees.parameter_arrays(params)) if is_gradient(x)]

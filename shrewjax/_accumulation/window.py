@@ -165,6 +165,18 @@ class Average(NamedTuple):
     total: ArrayTree  # the gradients before the division, if sums are partial
 
 
+class Measured(NamedTuple):
+    """The fields of a window's state that each average replaces."""
+
+    value: jax.Array
+    weight: jax.Array
+    noise: AnyState
+
+    @classmethod
+    def of(cls, source: "Average | AnyState") -> "Measured":
+        return cls(*(getattr(source, name) for name in cls._fields))
+
+
 class Window:
     """The rules of a window, without its data. The arguments are those of `accumulate`."""
 
@@ -255,13 +267,16 @@ class Window:
         grads, weight, value = self._devices.checked(
             grads, weight, value, state.gradient_sum, state.weight_sum
         )
+        if self._noise_decay is not None:
+            require_made_with("noise_decay", state, "noise", _noise.FOR_AN_OPEN_WINDOW)
 
         # 1. Is it kept?
         is_kept, is_nonfinite = self._is_kept(grads, weight, is_present, state.weight_sum)
         own_weight = jnp.asarray(weight).astype(state.weight_sum.dtype)
         kept_weight = jnp.where(is_kept, own_weight, jnp.zeros((), own_weight.dtype))
 
-        # 2. Is it a step?
+        # 2. Is it a step? A traced `is_present` comes from `add_in_loop`. One that is absent counts, too, which nobody
+        # reads, because these windows are closed as `already_begun`.
         is_step: Flag = is_present is not False
         if is_step and self.nonfinite == "extend_window":
             is_step = ~jnp.asarray(is_nonfinite)
@@ -291,8 +306,6 @@ class Window:
         value_sum, noise = state.value_sum, state.noise
         if is_present is not False:
             value_sum = self._value_added(value_sum, value, weight, kept_weight, is_kept, is_first)
-            if self._noise_decay is not None:
-                require_made_with("noise_decay", state, "noise", _noise.FOR_AN_OPEN_WINDOW)
             noise = self._noise_added(noise, grads, own_weight, is_kept, is_first)
 
         # 6. A closing window resets its counters.

@@ -341,9 +341,15 @@ def device_index(axes: AxisNames) -> jax.Array:
     return lax.axis_index(axes)
 
 
-def is_replicated_over(x: jax.Array, axes: AxisNames) -> bool:
-    """Returns whether, by its tracked type, `x` is the same on all devices along at least one of the axes."""
-    return mapped_axes()[1] and not set(axes) <= varying_axes(x)
+def replicated_axes(x: jax.Array, axes: AxisNames) -> AxisNames:
+    """Returns those of the axes along which, by its tracked type, `x` is the same on all devices."""
+    return tuple(a for a in axes if a not in varying_axes(x)) if mapped_axes()[1] else ()
+
+
+def sum_over_others(axes: AxisNames, reduced: AxisNames) -> str:
+    """Returns the remedy, as text, if some of the axes in `sum_over=axes` are already reduced."""
+    others = tuple(a for a in axes if a not in reduced)
+    return f"pass sum_over={others!r}" if others else "leave out sum_over"
 
 
 def as_varying(x: jax.Array, axes: AxisNames) -> jax.Array:

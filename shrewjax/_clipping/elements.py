@@ -367,7 +367,11 @@ def _checked(
 
 
 def _clip_percentile(grads: Tree, rule: Rule, start: PyTree) -> tuple[Tree, PyTree, jax.Array]:
-    """Returns the clipped gradients, the bound or bounds, and clipped elements / elements."""
+    """Returns the clipped gradients, the bound or bounds, and clipped elements / elements.
+
+    `start` has the bound or bounds of the last update, where the search begins. With None, it begins at usual
+    magnitudes.
+    """
     _, leaves, treedef = trees.gradient_leaves(grads)
     counted = [i for i, x in enumerate(leaves) if is_gradient(x)]
     of_leaf = rule.scope == "leaf"
@@ -377,8 +381,13 @@ def _clip_percentile(grads: Tree, rule: Rule, start: PyTree) -> tuple[Tree, PyTr
         start = jnp.stack([starts[i] for i in counted]) if counted else None
     selected = select([leaves[i] for i in counted], rule, start)
     bounds: list[jax.Array] = [jnp.zeros((), jnp.float32)] * len(leaves)
-    found = (scalars(x) if of_leaf else [x] * len(counted) for x in (selected.bound, selected.bits))
-    for i, bound, bits in zip(counted, *found, strict=True):
+
+    def by_leaf(of_scope: jax.Array) -> list[jax.Array]:
+        return scalars(of_scope) if of_leaf else [of_scope] * len(counted)
+
+    # The bits come beside the bound, because a backend flushes a bound that is subnormal (XLA-18).
+    selected_bounds, selected_bits = by_leaf(selected.bound), by_leaf(selected.bits)
+    for i, bound, bits in zip(counted, selected_bounds, selected_bits, strict=True):
         leaves[i] = _clip_to_selected(leaves[i], bound, bits, rule.percentile)
         bounds[i] = bound
     clipped_fraction = jnp.sum(selected.above) / jnp.maximum(jnp.sum(selected.elements), 1)

@@ -118,14 +118,12 @@ def clip_by_leaf_norm(
         limits = [scaling.as_limit(max_norm, norm) for norm in norms]
         scales = scaling.clip_scales(norms, limits)
         dtype = floats.sum_dtype(*jax.tree.leaves(state.grad_norm))
-        shown = [floats.stored(norm, dtype) for norm in norms]
-        applied = [scaling.applied_scale(scale, dtype) for scale in scales]
-        is_above = list(map(scaling.is_above, norms, limits))
-        _, is_clipped = units.clipped(is_above, is_above)
+        stored_norms = [floats.stored(norm, dtype) for norm in norms]
+        stored_scales = [scaling.applied_scale(scale, dtype) for scale in scales]
         return units.scaled(updates, scales), ClipByLeafNormState(
-            grad_norm=units.with_numbers(state.grad_norm, shown, absent=0.0),
-            clip_scale=units.with_numbers(state.clip_scale, applied, absent=1.0),
-            **counted(state, is_clipped),
+            grad_norm=units.with_numbers(state.grad_norm, stored_norms, absent=0.0),
+            clip_scale=units.with_numbers(state.clip_scale, stored_scales, absent=1.0),
+            **counted(state, units.any_above(norms, limits)),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -285,14 +283,11 @@ def adaptive_grad_clip(
         limits = [floats.product(base, scaling.as_limit(clipping, base)) for base in bases]
         scales = scaling.clip_scales(norms, limits)
         ratios = list(map(floats.quotient, norms, bases))
-        clipped_fraction, is_clipped = units.clipped(
-            list(map(scaling.counts_as_clipped, scales, norms)),
-            list(map(scaling.is_above, norms, limits)),
-        )
+        clipped_fraction, is_any_above = units.clipped(norms, limits, scales)
         return units.scaled(updates, scales), AdaptiveGradClipState(
             ratio_max=units.largest(ratios, state.ratio_max.dtype),
             clipped_fraction=clipped_fraction,
-            **counted(state, is_clipped),
+            **counted(state, is_any_above),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -396,14 +391,11 @@ def clip_by_block_rms(
         limits = [floats.product(scaling.as_limit(threshold, n), n) for n in of_ones]
         rms = list(map(floats.product, norms, inverses))
         scales = scaling.clip_scales(norms, limits)
-        clipped_fraction, is_clipped = units.clipped(
-            list(map(scaling.counts_as_clipped, scales, norms)),
-            list(map(scaling.is_above, norms, limits)),
-        )
+        clipped_fraction, is_any_above = units.clipped(norms, limits, scales)
         return units.scaled(updates, scales), ClipByBlockRmsState(
             rms_max=units.largest(rms, state.rms_max.dtype),
             clipped_fraction=clipped_fraction,
-            **counted(state, is_clipped),
+            **counted(state, is_any_above),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -413,7 +405,7 @@ def clip_by_block_rms(
 def _fraction_clipped(grad_norm: PyTree, clip_scale: PyTree) -> jax.Array:
     """Returns the fraction of units that were clipped, from a state. A leaf without a gradient counts as unclipped."""
     pairs = zip(jax.tree.leaves(grad_norm), jax.tree.leaves(clip_scale), strict=True)
-    # A unit of zeros never counts, as in `Units.clipped_fraction`, not even with a limit of 0, which scales it.
+    # A unit of zeros never counts, as in `Units.clipped`, not even with a limit of 0, which scales it.
     flags = [jnp.ravel((scale != 1) & (norm != 0)) for norm, scale in pairs]
     return (
         jnp.mean(jnp.concatenate(flags), dtype=jnp.float32) if flags else jnp.zeros((), jnp.float32)
@@ -570,17 +562,14 @@ def clip_by_leaf_norm_ema(
             for ema, x in zip(emas, clipped, strict=True)
         ]
         # A unit that becomes NaN is in `clipped_fraction`. An update counts as clipped by its finite norms alone.
-        clipped_fraction, is_clipped = units.clipped(
-            list(map(scaling.counts_as_clipped, scales, norms)),
-            list(map(scaling.is_above, decisive, limits)),
-        )
+        clipped_fraction, is_any_above = units.clipped(norms, limits, scales, decisive=decisive)
         return units.scaled(updates, scales), ClipByLeafNormEmaState(
             recorded=jnp.where(is_recorded, optax.safe_increment(state.recorded), state.recorded),
             norm_ema=units.with_own(state.norm_ema, norm_emas),
             threshold_max=units.largest(shown, state.threshold_max.dtype),
             grad_norm_max=units.largest(norms, state.grad_norm_max.dtype),
             clipped_fraction=clipped_fraction,
-            **counted(state, is_clipped),
+            **counted(state, is_any_above),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -173,27 +173,47 @@ class Units:
         keys = leaf_maxima(magnitude_key, values, axes=self._across)
         return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), dtype)
 
-    def clipped(
-        self, is_clipped: list[jax.Array], is_above: list[jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the fraction of all devices' units that are clipped, and whether any is above its limit.
+    def any_above(
+        self, norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat]
+    ) -> jax.Array:
+        """Returns whether a finite norm of any unit, on any device, is above its limit. Shape ()."""
+        if not norms:
+            return jnp.zeros((), bool)
+        (is_any_above,) = self._sums_of_flags([list(map(scaling.is_above, norms, limits))])
+        return is_any_above > 0
 
-        Shapes (), float32 and bool. One collective takes both.
+    def clipped(
+        self,
+        norms: Sequence[ExtendedFloat],
+        limits: Sequence[ExtendedFloat],
+        scales: Sequence[ClipScale],
+        *,
+        decisive: Sequence[ExtendedFloat] | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the fraction of all devices' units that are clipped, float32, and `any_above`. Shapes ().
+
+        The limits are for the norms `decisive`, which are the units' own unless they are given.
         """
-        if not is_clipped:
+        if not norms:
             return jnp.zeros((), jnp.float32), jnp.zeros((), bool)
-        flags = [flag.astype(jnp.float32) for flag in is_clipped + is_above]
-        sums = leaf_sums(flags, axes=2 * self._across)
-        clipped, above = sums[: len(is_clipped)], sums[len(is_clipped) :]
-        units = sum(
-            sizes(is_clipped, axes=self._across)
-        )  # may be symbolic (tests/promises/test_export.py)
+        is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
+        is_above = list(map(scaling.is_above, norms if decisive is None else decisive, limits))
+        clipped, above = self._sums_of_flags([is_clipped, is_above])
+        # May be symbolic (tests/promises/test_export.py).
+        units = sum(sizes(is_clipped, axes=self._across))
         divisor = (
             max(units, 1)
             if isinstance(units, int)
             else jnp.maximum(jnp.asarray(units, jnp.float32), 1)
         )
-        return jnp.sum(jnp.stack(clipped)) / divisor, jnp.sum(jnp.stack(above)) > 0
+        return clipped / divisor, above > 0
+
+    def _sums_of_flags(self, kinds: Sequence[list[jax.Array]]) -> list[jax.Array]:
+        """Returns how many units of all devices have a flag, for each kind of flags. One collective takes all."""
+        flags = [flag.astype(jnp.float32) for of_kind in kinds for flag in of_kind]
+        sums = leaf_sums(flags, axes=len(kinds) * self._across)
+        n = len(self.groups)
+        return [jnp.sum(jnp.stack(sums[at : at + n])) for at in range(0, len(sums), n)]
 
     def with_numbers(
         self, tree: chex.ArrayTree, numbers: Sequence[PyTree], absent: float

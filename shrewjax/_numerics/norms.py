@@ -256,6 +256,8 @@ def _in_two_passes(
     2. If a norm's sum left the range, read all leaves again, in a branch that is rarely taken. Each unit is scaled by
        one of two constants, which its own sum chooses; for a global norm, the sum of all leaves chooses.
     3. Take the sum that is in range, its root, and undo the scale.
+
+    `own` and `chosen_by` are by leaf, `sums` and `second` by group, `first` and `shifts` by norm: one if it is global.
     """
     # 1
     own = of.sums(leaves)
@@ -268,8 +270,8 @@ def _in_two_passes(
     # If the branch has collectives, all devices have to take the same one. All of them know a global norm's sum.
     if not of.is_global and of.axes != [()] * len(leaves):
         (is_rare,) = any_device([is_rare])
-    # `first[0]` is read for a global norm alone.
-    second = run_if(is_rare, partial(_scaled_sums, leaves, own, first[0], of), lambda: sums)
+    chosen_by = [first[0]] * len(leaves) if of.is_global else own
+    second = run_if(is_rare, partial(_scaled_sums, leaves, chosen_by, own, of), lambda: sums)
 
     # 3
     # Trusted sums stay as they are, because the second pass may round them otherwise.
@@ -280,21 +282,33 @@ def _in_two_passes(
     roots = [_ROOTS[of.ord](total) for total in in_range]
     norms = [shifted(root, -shift) for root, shift in zip(roots, shifts, strict=True)]
     if of.by_leaf:
-        (shift,), (of_leaf,), (scaled,) = shifts, sums, second
-        # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
-        is_helped = shift_into_range(of_leaf) == shift
-        root = _ROOTS[of.ord](jnp.where(is_helped, scaled, of_leaf))
-        norms.append(shifted(root, -jnp.where(is_helped, shift, 0)))
+        norms.append(_norms_by_leaf(sums[0], second[0], shifts[0], of.ord))
     return norms
 
 
+def _norms_by_leaf(
+    sums: jax.Array, scaled: jax.Array, shift: jax.Array, ord: float
+) -> ExtendedFloat:
+    """Returns the norms of the leaves of a global norm from their sums, plain and scaled by its shift."""
+    # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
+    is_helped = shift_into_range(sums) == shift
+    root = _ROOTS[ord](jnp.where(is_helped, scaled, sums))
+    return shifted(root, -jnp.where(is_helped, shift, 0))
+
+
 def _scaled_sums(
-    leaves: Sequence[jax.Array], own: Sequence[jax.Array], total: jax.Array, of: _Norms
+    leaves: Sequence[jax.Array],
+    chosen_by: Sequence[jax.Array],
+    own: Sequence[jax.Array],
+    of: _Norms,
 ) -> list[jax.Array]:
-    """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range."""
+    """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range.
+
+    `chosen_by` are the sums that choose the scale of each leaf's units.
+    """
     scaled = []
-    for x, sums, dims in zip(leaves, own, of.unit_dims, strict=True):
-        factor = _scale_into_range(total if of.is_global else sums)
+    for x, chooser, sums, dims in zip(leaves, chosen_by, own, of.unit_dims, strict=True):
+        factor = _scale_into_range(chooser)
         if of.is_global and not _is_small(x):
             # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large
             # leaf gets its own copy of the scalar: a clamp between equal bounds.
@@ -405,12 +419,18 @@ def magnitude_key(x: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(map(magnitude_bits, moduli))
 
 
-def _scale_to_one(
-    mantissas: jax.Array, exponents: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns two factors and a divisor that scale these numbers to 1. For a mantissa of 0 all three are 1."""
+class _ScaleToOne(NamedTuple):
+    """The scale `first * second / divisor`, which brings a number to 1. `first * second` is a power of two."""
+
+    first: jax.Array
+    second: jax.Array
+    divisor: jax.Array  # the number's mantissa
+
+
+def _scale_to_one(mantissas: jax.Array, exponents: jax.Array) -> _ScaleToOne:
+    """Returns the scales of these numbers. For a mantissa of 0 all three parts are 1."""
     first, second = factors_of_two(jnp.where(mantissas > 0, -exponents, 0), mantissas.dtype)
-    return first, second, jnp.where(mantissas > 0, mantissas, 1)
+    return _ScaleToOne(first, second, jnp.where(mantissas > 0, mantissas, 1))
 
 
 @_measure.defjvp
@@ -418,49 +438,75 @@ def _measure_jvp(of: _Norms, primals: tuple[Any, Any], tangents: tuple[Any, Any]
     """Returns norms and their tangents, the sums of Re(conj(sign(x)) dx) (|x| / norm)**(ord - 1).
 
     For ord = inf the tangent is shared evenly by the largest elements. The norms of a global one's leaves have none.
+
+    1. Take the scale of each leaf's units that brings their norm to 1.
+    2. Compute the terms of the leaves' elements.
+    3. Add them up. The sums are the tangents of the mantissas, because the exponents stay.
+    4. A norm that is 0 or not finite has the tangent 0.
     """
     (leaves, small_counts), (d_leaves, _) = primals, tangents
     norms = _measure(leaves, small_counts, of)
     measured = norms[:1] if of.is_global else norms
-    defined = [jnp.isfinite(norm.mantissa) & (norm.mantissa > 0) for norm in measured]
+    are_defined = [jnp.isfinite(norm.mantissa) & (norm.mantissa > 0) for norm in measured]
+
+    # 1
+    scales = _unit_scales(leaves, measured, are_defined, of)
+
+    # 2
+    each = zip(*_unknown((leaves, d_leaves)), of.unit_dims, scales, strict=True)
+    pairs = [_term(x, dx, dims, scale, of.ord) for x, dx, dims, scale in each]
+
+    # 3
+    def of_norms(per_element: Sequence[jax.Array]) -> list[jax.Array]:
+        sums = join(leaf_sums(per_element, axes=of.axes, unit_dims=of.unit_dims), of.groups)
+        return [jnp.sum(sums[0])] if of.is_global else sums
+
+    slopes = of_norms([term for term, _ in pairs])
+    if of.ord == math.inf:
+        ties = of_norms([is_largest for _, is_largest in pairs])
+        slopes = [s / jnp.maximum(t, 1) for s, t in zip(slopes, ties, strict=True)]
+
+    # 4
+    slopes = [jnp.where(d, s, 0) for d, s in zip(are_defined, slopes, strict=True)]
+    slopes += [jnp.zeros_like(norm.mantissa) for norm in norms[len(measured) :]]
+    no_tangent: Any = partial(np.zeros, dtype=jax.dtypes.float0)  # of an integer
+    return norms, [ExtendedFloat(slope, no_tangent(slope.shape)) for slope in slopes]
+
+
+def _unit_scales(
+    leaves: Sequence[jax.Array],
+    norms: Sequence[ExtendedFloat],
+    are_defined: Sequence[jax.Array],
+    of: _Norms,
+) -> list[_ScaleToOne]:
+    """Returns the scales of each leaf's units that bring their norms to 1, and no scale where a norm is undefined."""
     scales = [
         _scale_to_one(jnp.where(is_defined, norm.mantissa, 0), norm.exponent)
-        for norm, is_defined in zip(measured, defined, strict=True)
+        for norm, is_defined in zip(norms, are_defined, strict=True)
     ]
     if of.is_global:
         scales = jax.tree.map(lambda part: jnp.broadcast_to(part, (len(leaves),)), scales)
     shapes = [tuple(x.shape[a] for a in dims) for x, dims in zip(leaves, of.unit_dims, strict=True)]
-    each = zip(
-        *_unknown((leaves, d_leaves)), of.unit_dims, split(scales, of.groups, shapes), strict=True
-    )
-    terms, largest = [], []
-    for x, dx, dims, scale in each:
-        first, second, divisor = (broadcast_to_leaf(part, x, dims) for part in scale)
-        # Both are scaled, so that the slope is the tangent of the mantissa. The exponent stays.
-        x, dx = (mul_real(upcast(part, divisor.dtype), first, second) for part in (x, dx))
-        is_largest = (jnp.abs(x) >= divisor).astype(divisor.dtype)
-        slope = mul_real(x, 1 / divisor)
-        if of.ord != 2:
-            power = is_largest if of.ord == math.inf else jnp.abs(slope) ** (of.ord - 1)
-            slope = mul_real(jnp.sign(slope), power)
-        if is_complex(slope):
-            terms.append(slope.real * dx.real + slope.imag * dx.imag)
-        else:
-            terms.append(slope * dx)
-        largest.append(is_largest)
+    return split(scales, of.groups, shapes)
 
-    def of_norms(terms: Sequence[jax.Array]) -> list[jax.Array]:
-        sums = join(leaf_sums(terms, axes=of.axes, unit_dims=of.unit_dims), of.groups)
-        return [jnp.sum(sums[0])] if of.is_global else sums
 
-    no_tangent: Any = partial(np.zeros, dtype=jax.dtypes.float0)  # of an integer
-    slopes = of_norms(terms)
-    if of.ord == math.inf:
-        ties = of_norms(largest)
-        slopes = [s / jnp.maximum(t, 1) for s, t in zip(slopes, ties, strict=True)]
-    slopes = [jnp.where(d, s, 0) for d, s in zip(defined, slopes, strict=True)]
-    slopes += [jnp.zeros_like(norm.mantissa) for norm in norms[len(measured) :]]
-    return norms, [ExtendedFloat(slope, no_tangent(slope.shape)) for slope in slopes]
+def _term(
+    x: jax.Array, dx: jax.Array, dims: UnitDims, scale: _ScaleToOne, ord: float
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the elements' terms in the tangent of their unit's mantissa, and 1 for each that is the largest."""
+    first, second, divisor = (broadcast_to_leaf(part, x, dims) for part in scale)
+    # norm = mantissa * 2**exponent with an integer exponent, so d(mantissa) = d(norm) / 2**exponent. So dx gets the two
+    # factors, too, and not the divisor.
+    x, dx = (mul_real(upcast(part, divisor.dtype), first, second) for part in (x, dx))
+    # x is scaled as the mantissa is, so for ord = inf, abs(x) >= divisor means that abs(x) is the norm.
+    is_largest = (jnp.abs(x) >= divisor).astype(divisor.dtype)
+    slope = mul_real(x, 1 / divisor)
+    if ord != 2:
+        power = is_largest if ord == math.inf else jnp.abs(slope) ** (ord - 1)
+        slope = mul_real(jnp.sign(slope), power)
+    if is_complex(slope):
+        return slope.real * dx.real + slope.imag * dx.imag, is_largest
+    return slope * dx, is_largest
 
 
 def _unknown(x: Tree) -> Tree:

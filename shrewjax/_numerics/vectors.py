@@ -63,9 +63,6 @@ def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[ja
     starts = np.cumsum((0, *sizes[:-1]))
 
     def by_operand(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
-        # XLA-30: pieces share a kernel only if the start is an operand, because a constant would make a kernel for each
-        # start. XLA turns an operand of one number into a constant, but not a vector of two different ones. So the
-        # kernel gets two starts and reads the first (tests/numerics/test_compile_size.py).
         # Vectors of one dtype are cut together, because each cut is a kernel. Flags count as numbers.
         numbers = [x.dtype for x in vectors if x.dtype != bool] or [jnp.dtype(bool)]
         kinds = [numbers[0] if x.dtype == bool else x.dtype for x in vectors]
@@ -75,16 +72,15 @@ def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[ja
         stacks = {kind: _computed_once(jnp.stack(of_kind)) for kind, of_kind in alike.items()}
 
         def piece(pair: np.ndarray, size: int) -> list[jax.Array]:
-            rows = {kind: iter(_first_piece(stack, pair, size)) for kind, stack in stacks.items()}
+            rows = {
+                kind: iter(_first_piece_of_two(stack, pair, size)) for kind, stack in stacks.items()
+            }
             return [
                 lax.convert_element_type(next(rows[kind]), x.dtype)
                 for x, kind in zip(vectors, kinds, strict=True)
             ]
 
-        return [
-            piece(np.asarray([a, b]), n)
-            for a, b, n in zip(starts, np.roll(starts, 1), sizes, strict=True)
-        ]
+        return list(map(piece, _in_pairs(starts), sizes))
 
     def by_number(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
         # `lax.slice`, because tracing `x[start:stop]` takes eight times as long, for the same program.
@@ -104,12 +100,10 @@ def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[ja
 def scalars(vector: jax.Array) -> list[jax.Array]:
     """Returns the elements of a vector as scalars, or the rows of a matrix as vectors."""
 
-    def by_operand(vector: jax.Array) -> list[jax.Array]:  # XLA-30, as in `pieces`
+    def by_operand(vector: jax.Array) -> list[jax.Array]:
         vector = _computed_once(vector)
-        return [
-            _first_of(vector, np.asarray([i, (i + 1) % len(vector)], np.uint32))
-            for i in range(len(vector))
-        ]
+        pairs = _in_pairs(np.arange(len(vector), dtype=np.uint32))
+        return [_first_of_two(vector, pair) for pair in pairs]
 
     def in_a_kernel(vector: jax.Array) -> list[jax.Array]:
         return [_in_a_kernel(vector[i]) for i in range(len(vector))]
@@ -118,6 +112,16 @@ def scalars(vector: jax.Array) -> list[jax.Array]:
     return lax.platform_dependent(
         vector, cpu=on_cpu, cuda=in_a_kernel, rocm=in_a_kernel, default=list
     )
+
+
+def _in_pairs(places: np.ndarray) -> np.ndarray:
+    """Returns each place beside another one, for a kernel that gets both and reads only at the first.
+
+    XLA-30: leaves share a kernel only if the place is an operand, because a constant would make a kernel for each
+    place. XLA turns an operand of one number into a constant, but not a vector of two different ones
+    (tests/numerics/test_compile_size.py).
+    """
+    return np.stack([places, np.roll(places, -1)], axis=1)
 
 
 def _is_explicit(vector: jax.Array) -> bool:
@@ -130,12 +134,12 @@ def _is_explicit(vector: jax.Array) -> bool:
 
 
 @partial(jax.jit, static_argnums=2)
-def _first_piece(stack: jax.Array, starts: jax.Array, size: int) -> jax.Array:
+def _first_piece_of_two(stack: jax.Array, starts: jax.Array, size: int) -> jax.Array:
     return jax.vmap(lambda start: lax.dynamic_slice_in_dim(stack, start, size, axis=1))(starts)[0]
 
 
 @jax.jit
-def _first_of(vector: jax.Array, indices: jax.Array) -> jax.Array:
+def _first_of_two(vector: jax.Array, indices: jax.Array) -> jax.Array:
     return vector.at[indices].get(mode="promise_in_bounds")[0]
 
 

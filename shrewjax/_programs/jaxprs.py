@@ -7,6 +7,9 @@ constants.
 JAX promises neither the names of primitives nor those of their parameters. An equation with other names is not taken
 apart, so that a function runs as JAX traced it. `tests/programs/test_jaxprs.py` tells which name is new
 ("names_are_those_of_this_jax"), and that others do no harm ("other_names").
+
+Two functions are no part of a pass, and the core relies on them. With other names, `axes_of_collectives` finds too many
+axes, and a right step is refused, or too few, and devices wait forever. `types_of` raises.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -137,7 +140,7 @@ def is_checkpoint(equation: Equation) -> bool:
 
 def prevents_cse(checkpoint: Equation) -> bool:
     """Returns whether JAX keeps XLA from merging what a checkpoint computes again with what was computed before."""
-    return bool(checkpoint.params.get("prevent_cse"))
+    return bool(checkpoint.params.get("prevent_cse", True))
 
 
 def is_plain_jit(equation: Equation) -> bool:

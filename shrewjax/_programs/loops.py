@@ -66,8 +66,16 @@ from shrewjax._programs.switch import are_passes_disabled, naming_the_switch
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """A function of a sum and a result, or of the same slice of both, that returns the new sum."""
 
-Sums: TypeAlias = dict[int, jax.Array]
-"""Sums by the numbers of the results that are added to them."""
+Place: TypeAlias = int
+"""An equation, by its index in its jaxpr."""
+
+ResultAt: TypeAlias = int
+"""A result of an equation, or of a whole jaxpr, by its index among the results."""
+
+SumNumber: TypeAlias = int
+"""A sum. Outside of all calls, it is the number of the function's result that is added to it."""
+
+Sums: TypeAlias = dict[SumNumber, jax.Array]
 
 
 class Traced:
@@ -131,9 +139,9 @@ class _Step(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """The way of a value to result number `result` of a function: the steps that it still goes through."""
+    """The way of a value to a sum: the steps that it still goes through."""
 
-    result: int
+    sum: SumNumber
     steps: tuple[_Step, ...]
 
 
@@ -145,20 +153,20 @@ class _Block(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call whose inner scans add. Inside, the results that it leads to are numbered from 0 on."""
+    """A call whose inner scans add. Inside, the sums that its results lead to are numbered from 0 on."""
 
     plan: "_Plan"
-    results: list[int]  # their numbers outside
+    numbers_outside: list[SumNumber]  # of these sums, by their numbers inside
 
 
 class _Plan(NamedTuple):
-    """How to evaluate a jaxpr. Equations are named by their places in it."""
+    """How to evaluate a jaxpr."""
 
-    added: set[int]  # the function's results that scans add
-    scans: dict[int, dict[int, _Way]]  # of scans that add: which of their results
-    calls: dict[int, _Call]
+    added: set[SumNumber]  # the sums to which scans add
+    scans: dict[Place, dict[ResultAt, _Way]]  # of scans that add: which of their results
+    calls: dict[Place, _Call]
     wholes: list[tuple[Atom, _Way]]  # values that are added as they are
-    skipped: set[int]  # equations that only lead to results that scans add
+    skipped: set[Place]  # equations that only lead to results that scans add
 
 
 # The equations that a way may go through: `add_any`, and those of one operand.
@@ -172,14 +180,14 @@ class _Plans:
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], _Plan] = {}
 
-    def of(self, jaxpr: Jaxpr, wanted: Mapping[int, _Way]) -> _Plan:
-        """Returns the plan of a jaxpr, whose results at the places in `wanted` go these ways."""
+    def of(self, jaxpr: Jaxpr, wanted: Mapping[ResultAt, _Way]) -> _Plan:
+        """Returns the plan of a jaxpr whose results in `wanted` go these ways."""
         key = id(jaxpr), str(wanted)
         if key not in self._known:
             self._known[key] = self._made(opened(jaxpr), wanted)
         return self._known[key]
 
-    def _made(self, jaxpr: Jaxpr, wanted: Mapping[int, _Way]) -> _Plan:
+    def _made(self, jaxpr: Jaxpr, wanted: Mapping[ResultAt, _Way]) -> _Plan:
         # 1. Start at the results, and visit each equation after all that read what it makes.
         back = _WayBack(jaxpr)
         for at, way in wanted.items():
@@ -197,28 +205,29 @@ class _Plans:
         return back.finished()
 
     def _add_inside(
-        self, plan: _Plan, place: int, equation: Equation, here: Mapping[int, _Way]
-    ) -> Mapping[int, _Way]:
+        self, plan: _Plan, place: Place, equation: Equation, here: Mapping[ResultAt, _Way]
+    ) -> Mapping[ResultAt, _Way]:
         """Plans what an equation adds inside: slices of stacks, or what a call's own scans add. Returns these ways."""
         stacks = {at: way for at, way in here.items() if _is_stack(equation, at, way)}
         if stacks:
             plan.scans[place] = stacks
-            plan.added.update(way.result for way in stacks.values())
-            return stacks
+            plan.added.update(way.sum for way in stacks.values())
+            return stacks  # a scan is no call
         call = self._call(equation, here)
         if call is None or not call.plan.added:
             return {}
         plan.calls[place] = call
-        inside = {call.results[number] for number in call.plan.added}
-        plan.added.update(inside)
-        return {at: way for at, way in here.items() if way.result in inside}
+        added = {call.numbers_outside[inside] for inside in call.plan.added}
+        plan.added.update(added)
+        return {at: way for at, way in here.items() if way.sum in added}
 
-    def _call(self, equation: Equation, here: Mapping[int, _Way]) -> _Call | None:
+    def _call(self, equation: Equation, here: Mapping[ResultAt, _Way]) -> _Call | None:
         if not (is_checkpoint(equation) or is_plain_jit(equation)):
             return None
-        results = [*dict.fromkeys(way.result for way in here.values())]
-        inside = {at: x._replace(result=results.index(x.result)) for at, x in here.items()}
-        return _Call(self.of(jaxpr_of_call(equation), inside), results)
+        # Numbered from 0 on inside, so that calls of one jaxpr that lead to different sums have one plan.
+        outside = [*dict.fromkeys(way.sum for way in here.values())]
+        wanted = {at: way._replace(sum=outside.index(way.sum)) for at, way in here.items()}
+        return _Call(self.of(jaxpr_of_call(equation), wanted), outside)
 
 
 class _WayBack:
@@ -227,7 +236,7 @@ class _WayBack:
     def __init__(self, jaxpr: Jaxpr) -> None:
         self.plan = _Plan(set(), {}, {}, [], set())
         self._ways: dict[Atom, _Way] = {}  # of the values that were reached so far
-        self._leads_to: dict[int, int] = {}  # an equation on a way, and its result
+        self._leads_to: dict[Place, SumNumber] = {}  # of the equations on a way
         reads = [*(x for y in jaxpr.eqns for x in y.invars), *jaxpr.outvars]
         self._reads = Counter(filter(is_variable, reads))
 
@@ -237,26 +246,26 @@ class _WayBack:
         else:  # something else reads the value, so it is needed as it is
             self.plan.wholes.append((x, way))
 
-    def ways_of_results(self, equation: Equation) -> dict[int, _Way]:
-        """Returns the ways of an equation's results, by their places."""
+    def ways_of_results(self, equation: Equation) -> dict[ResultAt, _Way]:
+        """Returns the ways of an equation's results."""
         made = enumerate(equation.outvars)
         return {at: self._ways.pop(x) for at, x in made if x in self._ways}
 
-    def go_through(self, place: int, equation: Equation, here: Mapping[int, _Way]) -> None:
+    def go_through(self, place: Place, equation: Equation, here: Mapping[ResultAt, _Way]) -> None:
         """Follows the operands of an equation that makes one value."""
         (way,) = here.values()
-        self._leads_to[place] = way.result
+        self._leads_to[place] = way.sum
         for x in equation.invars:
             self.follow(x, _way_before(equation, way))
 
-    def add_wholes(self, equation: Equation, ways: Mapping[int, _Way]) -> None:
+    def add_wholes(self, equation: Equation, ways: Mapping[ResultAt, _Way]) -> None:
         self.plan.wholes.extend((equation.outvars[at], way) for at, way in ways.items())
 
     def finished(self) -> _Plan:
         plan = self.plan
         plan.wholes.extend(self._ways.items())  # the jaxpr's arguments
-        plan.wholes[:] = [(x, way) for x, way in plan.wholes if way.result in plan.added]
-        plan.skipped.update(place for place, at in self._leads_to.items() if at in plan.added)
+        plan.wholes[:] = [(x, way) for x, way in plan.wholes if way.sum in plan.added]
+        plan.skipped.update(place for place, to in self._leads_to.items() if to in plan.added)
         return plan
 
 
@@ -267,7 +276,7 @@ def _way_before(equation: Equation, way: _Way) -> _Way:
     return way._replace(steps=(step, *way.steps))
 
 
-def _is_stack(equation: Equation, at: int, way: _Way) -> bool:
+def _is_stack(equation: Equation, at: ResultAt, way: _Way) -> bool:
     """Returns whether result `at` of an equation is a stack whose slices can be added.
 
     XLA unrolls a scan whole if it has at most one trip left. Each layer's addition would then be a slice of the whole
@@ -355,7 +364,7 @@ class _Evaluation:
             whole = value(x)
             for step in way.steps:
                 whole = step.run(whole)
-            sums[way.result] = self._add(sums[way.result], whole)
+            sums[way.sum] = self._add(sums[way.sum], whole)
         return [*map(value, jaxpr.outvars)], sums
 
     def _run_call(
@@ -368,12 +377,13 @@ class _Evaluation:
             run = self._functions.setdefault((id(inner), id(plan)), jax.jit(run))
         elif prevents_cse(equation):  # as JAX does itself, or XLA would undo it
             operands = _behind_barriers(operands)
-        own = {number: sums[call.results[number]] for number in plan.added}
+        outside = call.numbers_outside
+        own = {inside: sums[outside[inside]] for inside in plan.added}
         returned, own = run(operands, own)
-        return returned, {call.results[number]: total for number, total in own.items()}
+        return returned, {outside[inside]: total for inside, total in own.items()}
 
     def _run_scan(
-        self, equation: Equation, operands: Sequence[Leaf], stacks: dict[int, _Way], sums: Sums
+        self, equation: Equation, operands: Sequence[Leaf], stacks: dict[ResultAt, _Way], sums: Sums
     ) -> tuple[list[Leaf], Sums]:
         """Runs the scan with the sums beside its own carry. The stacks that it adds are not made."""
         scan = scan_of(equation)
@@ -382,7 +392,7 @@ class _Evaluation:
         constants, carry = operands[: scan.constants], operands[scan.constants : whole]
         body = core.jaxpr_as_fun(scan.body)
         others = [at for at in range(scan.carries, count) if at not in stacks]
-        blocks: dict[int, Any] = {
+        blocks: dict[ResultAt, Any] = {
             at: _blocks(equation.outvars[at], way, scan) for at, way in stacks.items()
         }
 
@@ -391,12 +401,12 @@ class _Evaluation:
             (carry, sums), (i, slices) = state, given
             returned, sums = body(*constants, *carry, *slices), dict(sums)
             for at, way in stacks.items():
-                total = sums[way.result]
-                sums[way.result] = self._with_slice(total, returned[at], way, blocks[at], i)
+                total = sums[way.sum]
+                sums[way.sum] = self._with_slice(total, returned[at], way, blocks[at], i)
             return (returned[: scan.carries], sums), [returned[at] for at in others]
 
         # 2. Scan, from the sums as they are sharded in the end.
-        own = {way.result: _constrained(sums[way.result], way) for way in stacks.values()}
+        own = {way.sum: _constrained(sums[way.sum], way) for way in stacks.values()}
         trips = jnp.arange(scan.length, dtype=jnp.int32)
         start, slices = ([*carry], own), (trips, [*operands[whole:]])
         (carry, own), stacked = lax.scan(trip, start, slices, **scan.options)
@@ -450,7 +460,7 @@ def _behind_barriers(operands: Sequence[Leaf]) -> list[Leaf]:
     return [behind[i] for i in range(len(operands))]
 
 
-def _parts(jaxpr: Jaxpr, plan: _Plan) -> Iterator[tuple[int | None, Jaxpr]]:
+def _parts(jaxpr: Jaxpr, plan: _Plan) -> Iterator[tuple[Place | None, Jaxpr]]:
     """Yields the place of each equation that adds, and between them the other equations, as a closed jaxpr."""
     end = len(jaxpr.eqns)
     last_read: dict[Atom, int] = {}

@@ -356,8 +356,24 @@ def traced(f, *args, check_vma=True, specs=None):
 def test_reduced_gradients_are_not_summed_again():
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     f = lambda g: tx.update({"w": jax.lax.psum(g, "data")}, tx.init({"w": jnp.zeros(1)}))[1].micro_step  # noqa: E731
-    with pytest.raises(ValueError, match=r"gradient leaf \['w'\] is already reduced over sum_over"):
+    with pytest.raises(
+        ValueError, match=r"gradient leaf \['w'\] is already reduced over 'data', .* leave out sum_over"
+    ):
         traced(f, jnp.ones(8))
+
+
+@pytest.mark.thorough
+def test_gradients_reduced_over_one_of_two_axes_name_it_and_sum_over_the_other():
+    def f(sum_over, x):
+        tx = shrewjax.accumulate(SGD, 2, sum_over=sum_over)
+        grad = jax.grad(lambda own: jnp.sum(own * x))(own_params(jnp.zeros(1), "data"))
+        return jax.lax.psum(tx.update(grad, tx.init(jnp.zeros(1)))[1].gradient_sum, ("data",))
+
+    specs, x = (P(("data", "fsdp")),), jnp.ones(8)
+    message = r"is already reduced over 'fsdp', but sum_over=\('data', 'fsdp'\) .* pass sum_over=\('data',\)"
+    with pytest.raises(ValueError, match=message):
+        traced(partial(f, ("data", "fsdp")), x, specs=specs)
+    assert traced(partial(f, ("data",)), x, specs=specs).shape == (1, 1)
 
 
 @pytest.mark.thorough

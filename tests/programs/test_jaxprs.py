@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import mesh_of
+from helpers import mesh_of, own_params
 from jax.extend import core
 
 from shrewjax._programs import jaxprs
@@ -148,6 +148,13 @@ def test_equations_whose_parameters_have_other_names_are_not_taken_apart(name):
     assert not jaxprs.is_checkpoint(renamed)
 
 
+@pytest.mark.parametrize("prevents", [False, True])
+def test_names_are_those_of_this_jax_for_a_checkpoint_that_xla_may_not_merge(prevents):
+    (equation,) = equations(jax.checkpoint(jnp.sin, prevent_cse=prevents), X)
+    assert jaxprs.prevents_cse(equation) == prevents
+    assert jaxprs.prevents_cse(with_other_names(equation))
+
+
 @pytest.mark.parametrize("name", ["in_shardings", "out_shardings"])
 def test_jit_with_shardings_is_not_plain(name):
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -173,13 +180,15 @@ WAITS = {
     "pmax": (lambda x: jax.lax.pmax(x, "b"), {"b"}),
     "all_gather": (lambda x: jax.lax.all_gather(x, "a"), {"a"}),
     "ppermute, for which all devices of a CPU wait": (lambda x: jax.lax.ppermute(x, "a", [(0, 1)]), {"a", "b"}),
+    "pcast, or pvary before JAX 0.9": (lambda x: own_params(x, "a"), set()),
     "axis_index": (lambda x: (x, jax.lax.axis_index("a")), set()),
     "a collective in a loop": (lambda x: jax.lax.fori_loop(0, 2, lambda _, c: jax.lax.psum(c, "a"), x), {"a"}),
 }
 
 
+@pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("name", WAITS)
-def test_names_are_those_of_this_jax_for_collectives(name):
+def test_names_are_those_of_this_jax_for_collectives(name, check_vma):
     function, waits = WAITS[name]
     found = []
 
@@ -188,6 +197,6 @@ def test_names_are_those_of_this_jax_for_collectives(name):
         return x
 
     jax.eval_shape(
-        jax.shard_map(mapped, mesh=mesh_of(a=2, b=2), in_specs=jax.P(), out_specs=jax.P(), check_vma=False), X
+        jax.shard_map(mapped, mesh=mesh_of(a=2, b=2), in_specs=jax.P(), out_specs=jax.P(), check_vma=check_vma), X
     )
     assert found == [waits]

@@ -220,9 +220,14 @@ WRONG_CALLS = {
         lambda: shrewjax.check_window(STATE, lambda windows: 2),
         r"^accum_steps must be a number of micro-batches, got <function .*Pass the schedule's value for this window",
     ),
+    "take of a window that was made without noise_decay": (
+        lambda: shrewjax.GradAccumulator(2, noise_decay=0.9).take(WINDOW.init(PARAMS)),
+        r"^the GradAccumulatorState was made without noise_decay, so its noise is empty\. .*Or leave out noise_decay",
+    ),
     "a loss that fun has reduced": (
         loss_reduced_by_fun,
-        r"^the loss is already reduced over sum_over=\('data',\).*Let fun return the loss of the device's own examples",
+        r"^the loss is already reduced over 'data' of sum_over=\('data',\).*Let fun return the loss of the device's "
+        "own examples.*Or leave out sum_over",
     ),
     **{
         f"a key in the aux: {name}": (
