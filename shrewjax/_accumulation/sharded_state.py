@@ -81,10 +81,8 @@ def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None 
         sharding = _devices.sharding_of(x)
         if sharding is not None:
             return P(*map(of_axis_names, sharding.spec))
-        is_scalar = (
-            np.shape(x) == ()
-        )  # replicated, also if it is on no device, such as a Python number
-        if not isinstance(x, jax.Array) and not is_scalar:
+        # A scalar is replicated, also if it is on no device, such as a Python number.
+        if not isinstance(x, jax.Array) and np.shape(x) != ():
             raise ValueError(
                 f"leaf {trees.leaf_name(path)} must be an array on a device, got {type(x).__name__}, which has no "
                 "sharding. Place it first, for example with redistribute"
