@@ -5,16 +5,11 @@ import typing as _typing
 from types import FunctionType as _FunctionType
 
 from shrewjax import spec
-from shrewjax._accumulation.accumulate import accumulate, apply_gradients, check_window, flush
-from shrewjax._accumulation.contrastive import contrastive_value_and_grad
-from shrewjax._accumulation.from_optax import from_optax
-from shrewjax._accumulation.grad_accumulator import GradAccumulator
-from shrewjax._accumulation.micro_batched import micro_batched
-from shrewjax._accumulation.per_device import per_device
-from shrewjax._accumulation.sharded_state import redistribute, state_specs
-from shrewjax._accumulation.value_and_grad import value_and_grad
-from shrewjax._accumulation.window import AccumulateState, GradAccumulatorState, NoiseState
 from shrewjax._base.states import metrics
+from shrewjax._batches.contrastive import contrastive_value_and_grad
+from shrewjax._batches.micro_batched import micro_batched
+from shrewjax._batches.per_device import per_device
+from shrewjax._batches.value_and_grad import value_and_grad
 from shrewjax._clipping.cotangents import clip_cotangent
 from shrewjax._clipping.elements import (
     ClipByPercentileState,
@@ -50,6 +45,11 @@ from shrewjax._skipping.guards import (
     skip_nonfinite,
     skip_on_spike,
 )
+from shrewjax._windows.accumulate import accumulate, apply_gradients, check_window, flush
+from shrewjax._windows.from_optax import from_optax
+from shrewjax._windows.grad_accumulator import GradAccumulator
+from shrewjax._windows.sharded_state import redistribute, state_specs
+from shrewjax._windows.window import AccumulateState, GradAccumulatorState, NoiseState
 
 __version__ = "0.1.0"
 

@@ -16,9 +16,6 @@ import numpy as np
 import optax
 
 import shrewjax
-from shrewjax._accumulation.batch import checked_call, positional_names, roles_of_arguments
-from shrewjax._accumulation.micro_batched import check_options, value_of_batch
-from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments, trees
 from shrewjax._base.states import with_own_buffers
 from shrewjax._base.types import (
@@ -32,7 +29,10 @@ from shrewjax._base.types import (
     Number,
     PyTree,
 )
+from shrewjax._batches.batch import checked_call, positional_names, roles_of_arguments
+from shrewjax._batches.micro_batched import check_options, value_of_batch
 from shrewjax._programs.forwarding import returned_as_given
+from shrewjax._windows.window import NonfiniteOfBatch, Reduction
 
 try:
     from flax import nnx

@@ -25,13 +25,17 @@ PACKAGES = {
     "_numerics": ["floats", "reductions", "vectors", "norms", "scaling", "percentiles", "histories"],
     "_clipping": ["counts", "units", "global_norm", "unit_norms", "elements", "cotangents"],
     "_skipping": ["wrapping", "guards"],
-    "_accumulation": [
+    "_windows": [
         "_noise",
-        "_micro_batch",
+        "_gradients",
         "_devices",
         "window",
         "accumulate",
         "grad_accumulator",
+        "sharded_state",
+        "from_optax",
+    ],
+    "_batches": [
         "_aux",
         "_mistaken_roles",
         "_overwritten",
@@ -40,8 +44,6 @@ PACKAGES = {
         "micro_batched",
         "contrastive",
         "per_device",
-        "sharded_state",
-        "from_optax",
     ],
 }
 ORDER = [("shrewjax", package, module) for package, names in PACKAGES.items() for module in names]

@@ -322,7 +322,7 @@ def on_mesh_of(params: PyTree, state: AnyState) -> AnyState:
     """Returns a new state on the parameters' mesh. What `init` placed nowhere, such as a counter, is replicated.
 
     A step returns them there. Its second call would compile again if they began elsewhere
-    (tests/accumulation/test_sharded_state.py, "compiles_once").
+    (tests/windows/test_sharded_state.py, "compiles_once").
     """
     leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not is_traced(x)]
     shardings = [x.sharding for x in leaves if isinstance(x.sharding, NamedSharding)]

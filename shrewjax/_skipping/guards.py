@@ -409,7 +409,7 @@ def _value(step: Step) -> jax.Array:
             'skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss'
         )
     # A copy. Outside of jit the state would share the caller's buffer, or the window's, and donating both fails
-    # (tests/accumulation/test_flush_value.py, "can_be_donated").
+    # (tests/windows/test_flush_value.py, "can_be_donated").
     value = jnp.array(arguments.any_real("value", value), jnp.float32)
     require_replicated("value", value)
     return value

@@ -21,16 +21,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shrewjax._accumulation import _overwritten
-from shrewjax._accumulation._aux import COMBINE, AuxLeaves, AuxSums, cast_like, nan_unless, selected
-from shrewjax._accumulation.batch import Batch, batch_of_arguments, in_order, roles_of_arguments
-from shrewjax._accumulation.window import (
-    GradAccumulatorState,
-    NonfiniteOfBatch,
-    Reduction,
-    Window,
-    already_begun,
-)
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
     as_varying,
@@ -58,11 +48,21 @@ from shrewjax._base.types import (
     PyTree,
     Scalar,
 )
+from shrewjax._batches import _overwritten
+from shrewjax._batches._aux import COMBINE, AuxLeaves, AuxSums, cast_like, nan_unless, selected
+from shrewjax._batches.batch import Batch, batch_of_arguments, in_order, roles_of_arguments
 from shrewjax._numerics.reductions import agreed_over, any_device_along
 from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._programs.jaxprs import axes_of_collectives
 from shrewjax._programs.loops import Traced
 from shrewjax._programs.scatters import unknown_true
+from shrewjax._windows.window import (
+    GradAccumulatorState,
+    NonfiniteOfBatch,
+    Reduction,
+    Window,
+    already_begun,
+)
 
 
 class _Averaged(NamedTuple):

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shrewjax._accumulation import _devices
-from shrewjax._accumulation.window import WINDOW_STATES
 from shrewjax._base import trees
 from shrewjax._base.types import AnyState, KeyPath, Leaf, PyTree, State
+from shrewjax._windows import _devices
+from shrewjax._windows.window import WINDOW_STATES
 
 
 def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None = None) -> PyTree:

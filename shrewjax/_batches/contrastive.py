@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._accumulation.batch import checked_call, roles_of_arguments
-from shrewjax._accumulation.value_and_grad import value_and_grad
-from shrewjax._accumulation.window import Window
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import axes_to_reduce, is_mapped
 from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, PyTree
+from shrewjax._batches.batch import checked_call, roles_of_arguments
+from shrewjax._batches.value_and_grad import value_and_grad
 from shrewjax._numerics.reductions import combined_over
+from shrewjax._windows.window import Window
 
 
 def contrastive_value_and_grad(

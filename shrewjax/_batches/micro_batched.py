@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._accumulation.batch import checked_call, roles_of_arguments
-from shrewjax._accumulation.value_and_grad import value_and_grad
-from shrewjax._accumulation.window import NonfiniteOfBatch, Reduction
 from shrewjax._base import arguments
 from shrewjax._base.trees import is_gradient, is_zero_tangent
 from shrewjax._base.types import AxisName, DType, Function, KeyPath, Leaf, Place, PyTree
+from shrewjax._batches.batch import checked_call, roles_of_arguments
+from shrewjax._batches.value_and_grad import value_and_grad
 from shrewjax._numerics.floats import sum_dtype, upcast
+from shrewjax._windows.window import NonfiniteOfBatch, Reduction
 
 
 def micro_batched(
@@ -300,7 +300,7 @@ def _in_one_piece(function: Function, arrays: dict[int, jax.Array]) -> PyTree:
     """Returns `function(arrays)`, whose loops stay as they are where JAX linearizes a rule that calls it.
 
     Otherwise JAX computes before a loop all that is the same in each turn, and holds it
-    (tests/accumulation/test_micro_batched.py, "loop_of_value_and_grad").
+    (tests/batches/test_micro_batched.py, "loop_of_value_and_grad").
     """
     in_one_piece = jax.custom_jvp(function)
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._accumulation.window import GradAccumulatorState, Window, already_begun
 from shrewjax._base import trees
 from shrewjax._base.mesh import as_varying, partitioned_like, varying_axes
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import Axes, DType, Flag, Leaf, Number, PyTree
 from shrewjax._numerics import floats
 from shrewjax._numerics.reductions import combined_over, joined_over
+from shrewjax._windows.window import GradAccumulatorState, Window, already_begun
 
 
 class AuxSums(NamedTuple):

@@ -16,16 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shrewjax._accumulation.window import (
-    WINDOW_STATES,
-    AccumSteps,
-    AccumulateState,
-    Measured,
-    Nonfinite,
-    Reduction,
-    Window,
-    WindowStep,
-)
 from shrewjax._base import arguments, trees
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import on_mesh_of
@@ -61,6 +51,16 @@ from shrewjax._skipping.wrapping import (
     inner_transformation,
     run_step,
     update_of_wrapper,
+)
+from shrewjax._windows.window import (
+    WINDOW_STATES,
+    AccumSteps,
+    AccumulateState,
+    Measured,
+    Nonfinite,
+    Reduction,
+    Window,
+    WindowStep,
 )
 
 

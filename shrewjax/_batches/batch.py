@@ -15,7 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._accumulation._mistaken_roles import (
+from shrewjax._base import trees
+from shrewjax._base.mesh import as_varying, axes_by_dimension, device_index
+from shrewjax._base.types import AxisNames, DType, Function, KeyPath, Leaf, Number, Place, PyTree
+from shrewjax._batches._mistaken_roles import (
     Call,
     is_key,
     key_message,
@@ -25,9 +28,6 @@ from shrewjax._accumulation._mistaken_roles import (
     other_batch,
     require_no_flax_state,
 )
-from shrewjax._base import trees
-from shrewjax._base.mesh import as_varying, axes_by_dimension, device_index
-from shrewjax._base.types import AxisNames, DType, Function, KeyPath, Leaf, Number, Place, PyTree
 
 ROLES = "argnums", "rng_argnums", "carry_argnum", "batch_argnums"
 
@@ -198,7 +198,7 @@ def batch_of_arguments(
     numbers, values = call.roles, call.values
     examples = _split_examples(call, devices)
     # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
-    # micro-batch (tests/accumulation/test_value_and_grad.py, "cross_the_network_once").
+    # micro-batch (tests/batches/test_value_and_grad.py, "cross_the_network_once").
     own_params = {
         at: jax.tree.map(lambda x: as_varying(x, axes), values[at]) for at in numbers["argnums"]
     }

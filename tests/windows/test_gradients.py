@@ -12,8 +12,8 @@ from recording import recorder, recording_window, run_compiled
 from speed import quick_jit
 
 import shrewjax
-from shrewjax._accumulation import _micro_batch
 from shrewjax._skipping import wrapping
+from shrewjax._windows import _gradients
 
 BAD_GRADIENTS = {
     "shape": ({"w": jnp.ones((3, 1)), "b": jnp.ones(4)}, AssertionError, r"\['w'\] must have .*\(3, 4\), got \(3, 1\)"),
@@ -54,7 +54,7 @@ def test_checks_add_nothing_to_the_program(monkeypatch):
         return str(jax.make_jaxpr(lambda grads, state: tx.update(grads, state, params))(params, tx.init(params)))
 
     with_checks = program()
-    monkeypatch.setattr(_micro_batch, "same_leaves", lambda *_: None)
+    monkeypatch.setattr(_gradients, "same_leaves", lambda *_: None)
     monkeypatch.setattr(wrapping, "check_unchanged", lambda *_: None)
     assert program() == with_checks
 

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shrewjax._accumulation._micro_batch import checked_gradients
 from shrewjax._base import arguments
 from shrewjax._base.mesh import (
     as_varying,
@@ -58,6 +57,7 @@ from shrewjax._base.types import (
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import measure, measure_local
 from shrewjax._numerics.reductions import all_finite, any_device, row_sums
+from shrewjax._windows._gradients import checked_gradients
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._accumulation import _noise
-from shrewjax._accumulation._devices import Devices, expand_like
-from shrewjax._accumulation._noise import NoiseState as NoiseState  # a public name of the package
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import (
     partitioned_like,
@@ -50,6 +47,9 @@ from shrewjax._base.types import (
 )
 from shrewjax._numerics import floats
 from shrewjax._programs.scatters import unknown_true
+from shrewjax._windows import _noise
+from shrewjax._windows._devices import Devices, expand_like
+from shrewjax._windows._noise import NoiseState as NoiseState  # a public name of the package
 
 Reduction = Literal["mean", "sum_over_weights", "sum"]
 
@@ -366,7 +366,7 @@ class Window:
     def _scale(self, is_closing: Flag, weight_sum: jax.Array, has_weight: Flag) -> jax.Array | None:
         """Returns the factor of the new sums: 1 / W if the window is closing, 1 if not, None if nothing is divided.
 
-        A separate division would cost another pass and, on XLA:CPU, a second buffer (tests/accumulation/test_window.py,
+        A separate division would cost another pass and, on XLA:CPU, a second buffer (tests/windows/test_window.py,
         "written_in_place"). `average` divides the total of partial sums.
         """
         if self._reduction == "sum" or is_closing is False or self.is_partial:
@@ -390,7 +390,7 @@ class Window:
     ) -> jax.Array:
         """Returns the window's sum of losses with this one. Without one it is inf, and so is the window's mean."""
         if value is None and isinstance(weight, float) and weight == 0:
-            value = 0.0  # adds nothing (tests/accumulation/test_flush_value.py)
+            value = 0.0  # adds nothing (tests/windows/test_flush_value.py)
         if value is None:
             # On an Explicit mesh without a context, full_like drops the sharding of rows, and the next call compiles
             # again (test_sharded_state.py, "compiles_once").
@@ -554,7 +554,7 @@ def _advance_leaf(
         grad = grad.astype(total.dtype)
         if is_kept is not True:
             # Select, because multiplying by a weight of 0 would not discard an infinity: 0 * inf is NaN
-            # (tests/accumulation/test_window.py, "micro_batch_of_weight_zero"). XLA-24: select before adding,
+            # (tests/windows/test_window.py, "micro_batch_of_weight_zero"). XLA-24: select before adding,
             # because on CUDA and TPU XLA otherwise leaves the all-reduce of a gradient inside a loop.
             # XLA-31: -0.0, because XLA merges +0.0 with the zeros from which a backward pass starts its sums, and then
             # copies a tree in each micro-batch. A sum with -0.0 has the same bits.

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._accumulation.window import AccumulateState
 from shrewjax._base.mesh import is_traced, mapped_axes
 from shrewjax._base.states import init_with_notes, without_variables
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import AnyState, DType, Function, KeyPath, Leaf, PyTree
 from shrewjax._numerics import floats
 from shrewjax._skipping.guards import SkipNonfiniteState
+from shrewjax._windows.window import AccumulateState
 
 
 def from_optax(opt_state: AnyState, tx: optax.GradientTransformation, params: PyTree) -> AnyState:

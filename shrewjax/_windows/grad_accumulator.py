@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._accumulation.window import (
+from shrewjax._base import arguments, trees
+from shrewjax._base.mesh import is_traced, on_mesh_of, summed
+from shrewjax._base.states import increment_if, require_own
+from shrewjax._base.types import AnyState, Argument, AxisName, DType, Number, PyTree
+from shrewjax._windows.window import (
     AccumSteps,
     GradAccumulatorState,
     Measured,
@@ -14,10 +18,6 @@ from shrewjax._accumulation.window import (
     Reduction,
     Window,
 )
-from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import is_traced, on_mesh_of, summed
-from shrewjax._base.states import increment_if, require_own
-from shrewjax._base.types import AnyState, Argument, AxisName, DType, Number, PyTree
 
 
 class GradAccumulator:

@@ -1,0 +1,16 @@
+"""A whole batch in one call: its arguments, divided, and a loop over its micro-batches.
+
+* `batch`: the arguments of a call of `value_and_grad`.
+* `value_and_grad`: a whole batch in one call, in one loop of the compiled program.
+* `micro_batched`: a loss whose derivatives are computed by it.
+* `contrastive`: the same for losses that compare examples, in two passes.
+* `per_device`: a function's results on each device's own examples, as rows.
+
+Private modules hold the parts:
+
+* `_aux`: the aux, reduced leaf by leaf.
+* `_mistaken_roles`: what is odd about the arguments of a call whose examples have no common number.
+* `_overwritten`: the statistics of Flax's fp8 layers, which come as gradients.
+
+These modules import `_base`, `_programs`, `_numerics` and, of `_windows`, the module `window` alone.
+"""
