@@ -129,8 +129,8 @@ class Optimizer(nnx.Optimizer[Any]):
         if missing:
             raise ValueError(
                 f"grads must hold the variables of wrt={trees.shown(self.wrt)}, got {type(grads).__name__} without "
-                f"{missing[0]}. Pass the gradients as nnx.grad or shrewjax.flax.value_and_grad "
-                "returned them, with the same wrt. If wrt is about paths in a model, make an optimizer for each model"
+                f"{missing[0]}. Pass gradients that were made with the same wrt. If wrt means paths in one "
+                "model, make an optimizer for each model"
             )
         new_params, opt_state = shrewjax.apply_gradients(
             self.tx, its_grads, _arrays(self.opt_state), params, **_arrays(extra_args)
@@ -538,16 +538,15 @@ def _predicate(wrt: Argument) -> Callable[[KeyPath, Leaf], bool]:
 def _require_variables(params: PyTree, wrt: Any, model: PyTree) -> None:
     if not jax.tree.leaves(params):
         raise ValueError(
-            f"wrt={trees.shown(wrt)} must match a variable of the model, got {type(model).__name__}, which has none, "
-            "so that nothing would be trained. Pass a filter of the variables to train, such as nnx.Param"
+            f"wrt={trees.shown(wrt)} must match a variable of the model, got {type(model).__name__}, which has none. "
+            "Pass a filter of the variables to train, such as nnx.Param"
         )
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
     # Those of linen, by `nnx.bridge`.
     if OVERWRITE_WITH_GRADIENT in {type(x).__name__ for x in variables}:
         raise ValueError(
-            f"wrt={trees.shown(wrt)} matches variables of the type {OVERWRITE_WITH_GRADIENT}. These statistics of fp8 "
-            "layers are no gradients, and have no mean. Leave them out of wrt. To keep them, call nnx.value_and_grad "
-            "for each micro-batch, and overwrite them with what it returns"
+            f"wrt={trees.shown(wrt)} matches variables of the type {OVERWRITE_WITH_GRADIENT}, statistics of fp8 "
+            "layers whose gradients have no mean. Leave them out of wrt"
         )
 
 
@@ -615,7 +614,7 @@ class _Objects:
                 raise ValueError(
                     f"the first argument must be the model, or hold it, got {trees.shown(first)}, but "
                     f"{type(x).__name__} in argument {place} has variables of wrt={trees.shown(wrt)}. Pass the model "
-                    "first. Or, to differentiate by the first argument alone, let fun close over the model"
+                    "first. Or let fun close over it"
                 )
 
     def _require_floating(self, wrt: Any) -> None:
@@ -623,8 +622,7 @@ class _Objects:
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 raise ValueError(
                     f"the variable {self._name(path)} must be floating or complex, because it is in "
-                    f"wrt={trees.shown(wrt)}, got {x.dtype}. Make it an nnx.Variable that wrt does not match. Or "
-                    "pass it as an argument of its own"
+                    f"wrt={trees.shown(wrt)}, got {x.dtype}. Make it an nnx.Variable that wrt does not match"
                 )
 
     def call(self, function: Any, args: PyTree, kwargs: PyTree) -> PyTree:
@@ -651,9 +649,8 @@ class _Objects:
             if not same:
                 raise ValueError(
                     f"fun changes the variable {self._name(path)}, which is in wrt and must be the same for all micro-"
-                    "batches. Leave it out of wrt. If a layer writes it in each call, as nnx.WeightNorm does, call a "
-                    "copy, nnx.clone(layer)(x), where its writes are lost. Or call nnx.value_and_grad and "
-                    "shrewjax.flax.Optimizer.update for each micro-batch"
+                    "batches. Leave it out of wrt. If a layer writes it, as nnx.WeightNorm does, call "
+                    "nnx.clone(layer)(x), whose writes are lost"
                 )
         # A scan copies what it returns, so frozen layers would be copied for each micro-batch
         # (tests/promises/test_flax_models.py, "frozen_layers").
@@ -681,8 +678,7 @@ class _Objects:
             if given != was:
                 raise ValueError(
                     f"fun must leave every variable with its shape and dtype, but {self._name(path)} was {was} and is "
-                    f"{given}. Change the model before the call. Cast a new value in fun. If fun adds a variable, "
-                    "remove it in fun with nnx.pop, and return it as aux"
+                    f"{given}. Cast it in fun. If fun adds it, remove it with nnx.pop, and return it as aux"
                 )
         if graph != self._graph:
             raise ValueError(

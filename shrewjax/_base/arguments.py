@@ -96,9 +96,8 @@ def length(name: str, value: Argument, *, default: int) -> int:
         return default
     if isinstance(value, jax.Array):
         raise ValueError(
-            f"{name} must be a Python int, because it is the shape of an array in the state, got the array "
-            f"{shown(value)}. Under optax.inject_hyperparams, name it in static_args or leave it out (None means "
-            f"{default})"
+            f"{name} must be a Python int, because it is a shape in the state, got the array {shown(value)}. Under "
+            "optax.inject_hyperparams, name it in static_args"
         )
     if not _is_int(value) or value < 1:
         raise ValueError(f"{name} must be an int >= 1 or None ({default}), got {shown(value)}")
@@ -112,7 +111,7 @@ def order(ord: Argument) -> float:
     if isinstance(ord, jax.Array):
         raise ValueError(
             f"ord must be a Python number, because each order compiles another program, got the array {shown(ord)}. "
-            "Under optax.inject_hyperparams, name it in static_args or leave it out (None means 2)"
+            "Under optax.inject_hyperparams, name it in static_args"
         )
     number = _static_real("ord", ord, "a number >= 1, inf or None (2)")
     if not number >= 1:

@@ -190,10 +190,8 @@ def require_no_rows(updates: PyTree, params: PyTree) -> None:
         shape, wanted = (getattr(leaf, "shape", None) for leaf in (x, of_params.get(path)))
         if shape and wanted is not None and shape[1:] == wanted and len(shape) > len(wanted):
             raise ValueError(
-                f"update leaf {leaf_name(path)} must have the shape of its parameter, {wanted}, got {shape}, as "
-                "gradients with a row for each device have. Only accumulate(inner, ..., sum_over=...) takes these. Put "
-                "this transformation inside accumulate, as a part of inner. In optax.partition, put accumulate around "
-                "it, or inside each of its parts that train, and differentiate by the parameters of these parts alone"
+                f"update leaf {leaf_name(path)} must have the shape of its parameter, {wanted}, got {shape}: a row "
+                "for each device. Only accumulate with sum_over= adds these up, so put this transformation inside it"
             )
 
 

@@ -149,14 +149,14 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str) -> None:
     """Raises if a leaf cannot be reduced, or stacked, as its name says."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         raise ValueError(
-            f"leaf {leaf} of the aux is a PRNG key, which cannot be reduced or stacked. Leave it out of the aux. Or "
-            'return jax.random.key_data of it, with "stack" or "last" in aux='
+            f"leaf {leaf} of the aux is a PRNG key, which cannot be reduced or stacked. Return "
+            'jax.random.key_data of it, with "stack" or "last" in aux='
         )
     is_number = jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(
-            f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Convert it to float32 in fun. Or give "
-            "it another name in aux=, such as 'sum' for a count"
+            f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Give it another name in aux=, such "
+            "as 'sum' for a count. Or convert it to float32"
         )
     if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
         raise ValueError(
@@ -169,7 +169,7 @@ def _check_mean(leaf: str, x: Leaf, large: Leaf) -> None:
     if x.shape != large.shape:
         raise ValueError(
             f"leaf {leaf} of the aux has shape {x.shape} for a micro-batch and {large.shape} for the whole batch, so "
-            "its 'mean' would mix examples. Give it 'stack' in aux=. Or average it over the examples in fun"
+            "it has no 'mean'. Give it 'stack' in aux="
         )
 
 
@@ -179,10 +179,9 @@ def _axis_of_examples(leaf: str, name: str, x: Leaf, large: Leaf, is_known: bool
     if len(differ) != 1:
         found = large.shape if is_known else "no shape, because fun does not take it,"
         raise ValueError(
-            f"leaf {leaf} of the aux must have an axis of examples for {name!r}, because with sum_over each device has "
-            f"its own, got shape {x.shape} for a micro-batch and {found} for the whole batch. Let fun return a number "
-            "for each example, of any number of examples. Or give it another name in aux=, such as 'mean'. Or call "
-            "this inside jax.shard_map"
+            f"leaf {leaf} of the aux must have an axis of examples for {name!r} with sum_over, got shape {x.shape} "
+            f"for a micro-batch and {found} for the whole batch. Return a number for each example. Or give it another "
+            "name in aux=, such as 'mean'"
         )
     return differ[0]
 

@@ -406,9 +406,8 @@ class _Loss(NamedTuple):
         """Returns for each micro-batch whether its weight is not 0. Raises if weights depend on the carry."""
         if trees.is_read(partial(self.weight_of, batch, 0), carried):
             raise ValueError(
-                "weight must not read the carry with skip_empty=True, because all weights are computed before the "
-                "loop, and each micro-batch changes the carry: in Flax NNX, all state outside of wrt. Let weight "
-                "count in the batch. Or leave out skip_empty"
+                "weight must not read the carry (in Flax NNX, state outside of wrt) with skip_empty=True, because "
+                "weights are computed before the loop. Let weight count in the batch. Or leave out skip_empty"
             )
         numbers = jnp.arange(batch.steps, dtype=jnp.int32)
         return lax.map(lambda i: jnp.asarray(self.weight_of(batch, i, carried) != 0), numbers)
@@ -421,9 +420,8 @@ class _Loss(NamedTuple):
 
         if self.reduction != "sum" and has_derivative(weight, batch.own_params):
             raise ValueError(
-                "weight must be a constant to JAX, as a count or a mask is, but it has a derivative by an array that "
-                "is differentiated. Return jax.lax.stop_gradient(weight) if it is meant as a constant. Otherwise let "
-                "fun multiply by it, and sum with reduction='sum'"
+                "weight must be a constant, but it has a derivative by a parameter. Return "
+                "jax.lax.stop_gradient(weight). Or let fun multiply by it, and pass reduction='sum'"
             )
 
     def aux_of_whole_batch(self, batch: Batch) -> PyTree:
@@ -578,9 +576,8 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
     reduced = replicated_axes(loss, axes)
     if reduced:
         raise ValueError(
-            f"the loss is already reduced over {', '.join(map(repr, reduced))} of sum_over={axes!r}, or does not "
-            "depend on the examples. Let fun return the loss of the device's own examples, without jax.lax.pmean or "
-            f"psum. Or {sum_over_others(axes, reduced)}"
+            f"the loss is already reduced over {', '.join(map(repr, reduced))} of sum_over={axes!r}. Let fun return "
+            f"the loss of the device's own examples, without pmean or psum. Or {sum_over_others(axes, reduced)}"
         )
     along = sorted(varying_axes(loss) - set(axes), key=str)
     leaves = [x for x in jax.tree.leaves(trees.parameter_arrays(params)) if is_gradient(x)]
@@ -608,8 +605,7 @@ def _check_carried(new: list[PyTree], carried: list[PyTree], weight: Number) -> 
         if along:
             raise ValueError(
                 f"leaf {trees.leaf_name(path[1:])} of the carry may differ between devices along {along}, but the "
-                f"one that is passed does not. Reduce it in fun, for example with jax.lax.pmean(carry, {along}). If "
-                "weights differ between devices, pass each device a carry of its own"
+                f"one that is passed does not. Reduce it in fun, for example with jax.lax.pmean(carry, {along})"
             )
 
     jax.tree.map_with_path(check, new, carried)

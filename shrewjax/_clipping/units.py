@@ -128,9 +128,8 @@ class Units:
             along = newly_varying(w, g) if dims else ""
             if along:
                 raise ValueError(
-                    f"parameter leaf {trees.leaf_name(path)}, which has several units, may differ between devices "
-                    f"along {along}, but its gradient does not. Pass the parameter from before it was cast. Or pass "
-                    f"the gradient as jax.lax.pcast(gradient, {along}, to='varying')"
+                    f"parameter leaf {trees.leaf_name(path)} may differ between devices along {along}, but its "
+                    f"gradient does not. Pass the parameter from before jax.lax.pcast"
                 )
         return dataclasses.replace(self, leaves=weights)
 

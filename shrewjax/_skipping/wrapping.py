@@ -274,8 +274,7 @@ def _check_restored(new: PyTree, old: PyTree) -> None:
     if structures[0] != structures[1] and structures[0] == structures[2]:
         raise ValueError(
             "opt_state must have tuples where its transformation makes them, got lists, as after a restore without a "
-            "target. Restore it with tx.init(params) as the target. Or convert it: "
-            "jax.tree.unflatten(jax.tree.structure(tx.init(params)), jax.tree.leaves(opt_state))"
+            "target. Restore it with tx.init(params) as the target"
         )
 
 
@@ -286,10 +285,9 @@ def _require_agreement(runs: Flag, run: Callable[[], Result]) -> None:
     if waiting:
         names = ", ".join(waiting)
         raise ValueError(
-            "the decision to run inner (flush, accum_steps, micro_step, or that of a guard) must be the same on every "
-            f"device, got one that may differ over {names}, over which inner has a collective. Make the decision from "
-            f"what is the same on all devices. Or, for independent models, leave the collective over {names} out of "
-            "inner"
+            "the decision to run inner (flush, accum_steps, micro_step, or a guard's) must be the same on every "
+            f"device, got one that may differ over {names}, over which inner has a collective. Reduce it over {names} "
+            "first. Or leave this collective out of inner"
         )
 
 
@@ -300,10 +298,9 @@ def _check_devices(new: PyTree, old: PyTree, what: str) -> None:
         along = newly_varying(new, old)
         if along:
             raise ValueError(
-                f"leaf {leaf_name(path)} of {what} may differ between devices along {along}, but it did not before the "
-                f"step, because the gradients are not reduced. Reduce them first, for example with "
-                f"jax.lax.pmean(grads, {along}). Or, if they are shards, pass parameters and state with the same "
-                "sharding"
+                f"leaf {leaf_name(path)} of {what} may differ between devices along {along}, but did not before the "
+                f"step. Reduce the gradients, as by jax.lax.pmean(grads, {along}). Or shard parameters and state as "
+                "the gradients"
             )
 
     jax.tree.map_with_path(check, new, old)

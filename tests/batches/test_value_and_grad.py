@@ -437,7 +437,7 @@ def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
         (r"skip_empty=True needs weight=, .* got weight=None\. Pass a function", {"skip_empty": True}),
         (r"skip_empty must be True or False", {"skip_empty": jnp.array(True), "weight": lambda *_: 1}),
         (
-            r"weight must not read the carry with skip_empty=True, .* Let weight count in the batch\. Or leave out",
+            r"weight must not read the carry .*with skip_empty=True, .* Let weight count in the batch\. Or leave out",
             {
                 "loss": lambda p, x, carry: (p["b"], ((), carry)),
                 "args": (PARAMS, X, (np.int32(0), jax.random.key(0))),

@@ -274,7 +274,7 @@ def test_a_variable_of_another_dtype_is_an_error_that_names_it_and_casts_are_not
 
     if not hasattr(nnx.Variable, "set_value"):
         pytest.skip("Flax 0.12.0 has no set_value")
-    message = r"^fun must leave .* but \['calls'\] was int32 of shape \(\) and is float32 of shape \(\)\. .* Cast"
+    message = r"^fun must leave .* but \['calls'\] was int32 of shape \(\) and is float32 of shape \(\)\. Cast"
     with pytest.raises(ValueError, match=message):
         run(np.float32, jnp.array(0))
     assert run(np.int32, jnp.array(0)) == 0
@@ -315,7 +315,7 @@ def test_a_key_beside_the_model_is_an_error_and_an_argument_of_its_own_is_not():
         return jnp.mean((model(x) + jax.random.normal(key, (len(x),))) ** 2)
 
     key = jax.random.key(0)
-    with pytest.raises(ValueError, match=r"^the variable \[1\] must be floating.* got key.* an argument of its own$"):
+    with pytest.raises(ValueError, match=r"^the variable \[1\] must be floating.* got key.* that wrt does not match$"):
         shrewjax.flax.value_and_grad(lambda both, x: with_key(*both, x), K)((still(), key), X)
     value, _ = shrewjax.flax.value_and_grad(with_key, K, rng_argnums=1)(still(), key, X)
     expected = [with_key(still(), jax.random.fold_in(key, i), X[i::K]) for i in range(K)]

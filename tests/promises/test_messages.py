@@ -234,7 +234,7 @@ WRONG_CALLS = {
             functools.partial(
                 traced, lambda p, x, y: (loss_fn(p, x, y), {"key": jax.random.key(0)}), has_aux=True, aux=name
             ),
-            r"^leaf \['key'\] of the aux is a PRNG key, .*Leave it out of the aux.*jax\.random\.key_data.*\"stack\"",
+            r"^leaf \['key'\] of the aux is a PRNG key, .*jax\.random\.key_data.*\"stack\"",
         )
         for name in ("mean", "sum", "last", "stack")
     },
@@ -361,15 +361,9 @@ def restored(state):
     ],
     ids=["Optax's own", "accumulate", "a guard", "a chain"],
 )
-def test_a_tuple_that_a_restore_made_a_list_is_named_and_converted_by_the_line_in_the_message(tx, state):
-    with pytest.raises(
-        ValueError, match=r"got lists, as after a restore .*Or convert it: jax\.tree\.unflatten"
-    ) as raised:
+def test_a_tuple_that_a_restore_made_a_list_is_named_with_the_target_to_restore_into(tx, state):
+    with pytest.raises(ValueError, match=r"got lists, .* Restore it with tx\.init\(params\) as the target"):
         shrewjax.apply_gradients(tx, GRADS, state, PARAMS)
-    line = str(raised.value).split("convert it: ")[1].split("\n")[0]
-    converted = eval(line, {"jax": jax, "tx": tx, "params": PARAMS, "opt_state": state})
-    found, expected = (shrewjax.apply_gradients(tx, GRADS, s, PARAMS) for s in (converted, tx.init(PARAMS)))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_nnx_gradients_beside_a_module_are_an_error_that_names_the_optimizer_for_flax():
