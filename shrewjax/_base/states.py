@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shrewjax._base.flax_names import is_variable
 from shrewjax._base.types import AnyState, Argument, Flag, KeyPath, Leaf, Metrics, PyTree, State
 
 
@@ -101,9 +102,6 @@ def without_variables(state: AnyState) -> AnyState:
 
     A variable adds and multiplies as its array does, but does not compare (tests/promises/test_nnx_optimizer.py).
     """
-
-    def is_variable(x: Leaf) -> bool:
-        return hasattr(type(x), "raw_value")  # no import of Flax, which need not be installed
 
     def value(x: Leaf) -> Leaf:
         # Its one child, because in the variable of a masked parameter that is a node without leaves.
