@@ -12,6 +12,8 @@ import tomllib
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from flax.linen import fp8_ops
 from helpers import CASES
 from jax.extend.core import Primitive, primitives
 
@@ -20,7 +22,7 @@ import shrewjax
 PACKAGE = pathlib.Path(shrewjax.__file__).parent
 # The modules of each private package. A module may import from those before it.
 PACKAGES = {
-    "_base": ["types", "branches", "mesh", "trees", "states", "arguments"],
+    "_base": ["types", "branches", "axes", "mesh", "flax_names", "trees", "states", "arguments"],
     "_programs": ["switch", "jaxprs", "forwarding", "scatters", "lost_scatters", "loops"],
     "_numerics": ["floats", "reductions", "vectors", "norms", "scaling", "percentiles", "histories"],
     "_clipping": ["counts", "units", "global_norm", "unit_norms", "elements", "cotangents"],
@@ -93,6 +95,19 @@ def test_only_the_module_for_flax_imports_flax_and_nothing_imports_that():
         assert module[-1] == FOR_FLAX or not {m for m in imported if m.split(".")[0] == "flax"}, module
 
 
+def test_only_one_module_beside_that_for_flax_has_names_of_flax_in_its_code():
+    """Strings with a space are messages, which may name Flax."""
+    of_variables = {name for name in dir(nnx.Variable) if "value" in name or "metadata" in name} - {"value"}
+    assert {"raw_value", "get_metadata"} <= of_variables
+    for path, module in modules().items():
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        words = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        found = {w for w in words if w.startswith(("flax.", fp8_ops.OVERWRITE_WITH_GRADIENT)) and " " not in w}
+        found |= words & of_variables | {n.attr for n in nodes if isinstance(n, ast.Attribute)} & of_variables
+        found |= {n.id for n in nodes if isinstance(n, ast.Name)} & {"nnx", "linen"}
+        assert bool(found) == (module[-1] in (FOR_FLAX, "flax_names")), (module, found)
+
+
 def test_an_underscore_means_that_only_its_folder_may_import_it():
     for path, module in modules().items():
         folder = module[:-1]
@@ -114,10 +129,10 @@ def test_definition_needs_nothing_but_python():
     assert imported <= sys.stdlib_module_names
 
 
-def test_only_reductions_and_the_module_of_meshes_talk_to_mapped_axes():
+def test_only_reductions_and_the_modules_of_axes_and_meshes_talk_to_mapped_axes():
     for path, module in modules().items():
         calls = {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
-        if module[-1] not in ("mesh", "reductions"):
+        if module[-1] not in ("axes", "mesh", "reductions"):
             assert not calls & {"psum", "pmax", "pmean", "axis_index", "all_gather"}, module
 
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shrewjax._base.flax_names import is_variable
 from shrewjax._base.types import AnyState, Argument, Flag, KeyPath, Leaf, Metrics, PyTree, State
 
 
@@ -101,9 +102,6 @@ def without_variables(state: AnyState) -> AnyState:
 
     A variable adds and multiplies as its array does, but does not compare (tests/promises/test_nnx_optimizer.py).
     """
-
-    def is_variable(x: Leaf) -> bool:
-        return hasattr(type(x), "raw_value")  # no import of Flax, which need not be installed
 
     def value(x: Leaf) -> Leaf:
         # Its one child, because in the variable of a masked parameter that is a node without leaves.
@@ -248,10 +246,19 @@ def _written(path: Sequence[Any]) -> str:
     return "".join(jax.tree_util.keystr((key,), simple=True) + "/" for key in path)
 
 
+def window_around_inner(state: type[State]) -> type[State]:
+    """Decorates the state of a window whose inner runs once in a window: `require_one_window` looks for it."""
+    _windows_around_inner.add(state)
+    return state
+
+
+_windows_around_inner: set[type] = set()
+
+
 def require_one_window(opt_state: AnyState) -> None:
     """Raises if `optax.MultiSteps` is around `accumulate`, which knows nothing of what is around it."""
     for outer in nodes_in(opt_state, (optax.MultiStepsState,)):
-        if any(_name(type(state)) == "accumulate" for _, state in _measuring(outer)):
+        if nodes_in(outer, tuple(_windows_around_inner)):
             raise ValueError(
                 "opt_state has a window of accumulate inside one of optax.MultiSteps, so inner runs once in the "
                 "product of their lengths. Leave out optax.MultiSteps, and multiply the accum_steps"

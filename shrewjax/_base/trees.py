@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from shrewjax._base import mesh
+from shrewjax._base import flax_names, mesh
 from shrewjax._base.types import Argument, DType, Function, KeyPath, Leaf, PyTree, Tree
 
 
@@ -135,7 +135,7 @@ def array_leaf(path: KeyPath, leaf: Leaf) -> Leaf:
 
 
 def _as_gradient(path: KeyPath, leaf: Leaf) -> Leaf:
-    if is_overwritten(path):
+    if flax_names.is_overwritten(path):
         raise ValueError(
             f"gradient leaf {leaf_name(path)} is no gradient, but the new value of a parameter, with which Flax "
             'overwrites it. Pass grads["params"] alone, as shrewjax.flax.TrainState does'
@@ -146,11 +146,6 @@ def _as_gradient(path: KeyPath, leaf: Leaf) -> Leaf:
             "Cast the leaf to float32. Or leave it out with optax.masked"
         )
     return _as_array(path, leaf, what="gradient")
-
-
-def is_overwritten(path: KeyPath) -> bool:
-    """Returns whether a leaf is one of Flax's statistics, whose "gradient" is its new value (fp8 layers)."""
-    return any(getattr(key, "key", None) == "_overwrite_with_gradient" for key in path)
 
 
 def is_gradient(leaf: Leaf) -> bool:

@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 
 from shrewjax._base import trees
-from shrewjax._base.mesh import as_varying, partitioned_like, varying_axes
+from shrewjax._base.axes import as_varying, varying_axes
+from shrewjax._base.mesh import partitioned_like
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import Axes, DType, Flag, Leaf, Number, PyTree
 from shrewjax._numerics import floats

@@ -10,13 +10,13 @@ A batch often holds a leaf with another role: a scalar, a key, class weights, an
 
 import dataclasses
 import keyword
-import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shrewjax._base.flax_names import changing_state
 from shrewjax._base.types import DType, KeyPath, Leaf, Place, PyTree
 
 
@@ -255,26 +255,14 @@ def keys_alone(call: Call, at: int) -> str | None:
 
 def require_no_flax_state(call: Call) -> None:
     """Raises if an NNX object has state that `fun` changes, because only `shrewjax.flax` keeps it."""
-    nnx: Any = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return
-
-    def is_object(x: Leaf) -> bool:
-        is_node: bool = nnx.graph.is_graph_node(x)
-        return is_node and not isinstance(x, nnx.State | nnx.Variable)
-
     for at, value in enumerate(call.values):
         is_model = at in (call.roles["argnums"] or (0,))
-        kinds = (nnx.RngState, nnx.BatchStat) if is_model else nnx.RngState
-        for path, x in jax.tree.leaves_with_path(value, is_leaf=is_object):
-            nodes = nnx.iter_graph(x) if is_object(x) else ()
-            found = next((type(y).__name__ for _, y in nodes if isinstance(y, kinds)), None)
-            if found:
-                raise ValueError(
-                    f"{call.name(at, path)} is an NNX object with variables of the type {found}, whose new values "
-                    "would be lost. Call shrewjax.flax.value_and_grad, or the function of that module which you need, "
-                    "with the model first. It keeps keys and batch statistics"
-                )
+        for path, found in changing_state(value, is_model=is_model):
+            raise ValueError(
+                f"{call.name(at, path)} is an NNX object with variables of the type {found}, whose new values "
+                "would be lost. Call shrewjax.flax.value_and_grad, or the function of that module which you need, "
+                "with the model first. It keeps keys and batch statistics"
+            )
 
 
 def beside_examples(

@@ -7,8 +7,8 @@ The batch's value is the largest of its micro-batches' values, where a gradient 
 import jax
 import jax.numpy as jnp
 
-from shrewjax._base.mesh import as_varying, varying_axes
-from shrewjax._base.trees import is_overwritten
+from shrewjax._base.axes import as_varying, varying_axes
+from shrewjax._base.flax_names import is_overwritten
 from shrewjax._base.types import AxisNames, Flag, KeyPath, Leaf, PyTree
 from shrewjax._numerics.reductions import combined_over
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax._base import trees
-from shrewjax._base.mesh import as_varying, axes_by_dimension, device_index
+from shrewjax._base.axes import as_varying, axes_by_dimension, device_index
 from shrewjax._base.types import AxisNames, DType, Function, KeyPath, Leaf, Number, Place, PyTree
 from shrewjax._batches._mistaken_roles import (
     Call,

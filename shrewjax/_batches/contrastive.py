@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import axes_to_reduce, is_mapped
+from shrewjax._base.axes import axes_to_reduce, is_mapped
 from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, PyTree
 from shrewjax._batches.batch import checked_call, roles_of_arguments
 from shrewjax._batches.value_and_grad import value_and_grad

@@ -22,18 +22,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import (
+from shrewjax._base.axes import (
     as_varying,
+    newly_varying,
+    replicated_axes,
+    sum_over_others,
+    varying_axes,
+)
+from shrewjax._base.mesh import (
     axes_beside_partitions,
     devices_to_map,
-    newly_varying,
     on_each_device,
     partitioned_like,
     placed_like,
-    replicated_axes,
-    sum_over_others,
     summed,
-    varying_axes,
 )
 from shrewjax._base.trees import check_unchanged, has_derivative, is_gradient
 from shrewjax._base.types import (

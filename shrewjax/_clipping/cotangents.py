@@ -14,7 +14,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import UnitDims, as_varying, slice_axes, varying_axes
+from shrewjax._base.axes import (
+    UnitDims,
+    as_varying,
+    slice_axes,
+    varying_axes,
+)
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
     Argument,

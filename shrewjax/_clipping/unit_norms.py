@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import UnitDims, are_own, partitioned_like, placed_like, whole_shape
+from shrewjax._base.axes import UnitDims, are_own, whole_shape
+from shrewjax._base.mesh import partitioned_like, placed_like
 from shrewjax._base.states import described, fields, largest, require_own
 from shrewjax._base.types import Argument, KeyPath, Leaf, Metrics, Number, PyTree
 from shrewjax._clipping.counts import Clipped, Count, counted, metrics_of_counts, new_counts

@@ -15,17 +15,15 @@ from jax import lax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.arguments import AxesOf, UnitAxisNames
-from shrewjax._base.mesh import (
+from shrewjax._base.axes import (
     UnitDims,
     UnitSharding,
     are_own,
-    is_typed_by_device,
-    may_be_partitioned,
     newly_varying,
-    partitioned_like,
     unit_axes,
     varying_axes,
 )
+from shrewjax._base.mesh import is_typed_by_device, may_be_partitioned, partitioned_like
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import Argument, Axes, AxisName, DType, KeyPath, Leaf, PyTree
 from shrewjax._numerics import floats, scaling

@@ -42,8 +42,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shrewjax._base.axes import UnitDims, UnitSharding, axes_beside
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import UnitDims, UnitSharding, axes_beside
 from shrewjax._base.types import Axes, AxisNames, DType, Tree
 from shrewjax._numerics.floats import (
     EXPONENT_OF_ZERO,

@@ -46,7 +46,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._base.mesh import as_varying, placed_like, varying_axes
+from shrewjax._base.axes import as_varying, varying_axes
+from shrewjax._base.mesh import placed_like
 from shrewjax._base.types import Axes, DType, Leaf, Number
 from shrewjax._numerics import floats
 from shrewjax._numerics.reductions import (

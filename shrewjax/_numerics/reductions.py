@@ -25,17 +25,16 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import (
+from shrewjax._base.axes import (
     UnitDims,
     as_varying,
     axes_to_reduce,
     is_bound,
     is_mapped,
-    is_traced,
     mapped_axes,
-    may_be_partitioned,
 )
+from shrewjax._base.branches import run_if
+from shrewjax._base.mesh import is_traced, may_be_partitioned
 from shrewjax._base.types import Axes, DType, Function, Leaf, Number, PyTree
 
 Group = tuple[Leaf, ...]

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shrewjax._base.axes import UnitDims
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import UnitDims, placed_like
+from shrewjax._base.mesh import placed_like
 from shrewjax._base.types import DType, Leaf, Scalar
 from shrewjax._numerics.floats import (
     ExtendedFloat,

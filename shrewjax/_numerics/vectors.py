@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shrewjax._base.axes import UnitDims
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import UnitDims, explicit_axes
+from shrewjax._base.mesh import explicit_axes
 from shrewjax._base.types import Leaf, PyTree
 
 Groups = tuple[tuple[int, ...], ...]

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from shrewjax._base.mesh import varying_axes
+from shrewjax._base.axes import varying_axes
 from shrewjax._base.types import Function, Leaf, PyTree
 from shrewjax._programs.jaxprs import (
     ADD_ANY,

@@ -14,7 +14,8 @@ import numpy as np
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import on_mesh_of, require_replicated
+from shrewjax._base.axes import require_replicated
+from shrewjax._base.mesh import on_mesh_of
 from shrewjax._base.states import described, fields, increment_if, require_made_with
 from shrewjax._base.types import AnyState, Axes, AxisName, Leaf, Metrics, Number, PyTree, Scalar
 from shrewjax._clipping.global_norm import global_norm

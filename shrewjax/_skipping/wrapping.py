@@ -28,8 +28,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shrewjax._base.axes import newly_varying, varying_axes
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import newly_varying, partitioned_like, summed, varying_axes
+from shrewjax._base.mesh import partitioned_like, summed
 from shrewjax._base.states import require_own, with_own_buffers
 from shrewjax._base.trees import check_unchanged, leaf_name, require_no_rows
 from shrewjax._base.types import (

@@ -27,13 +27,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shrewjax._base import arguments
-from shrewjax._base.mesh import (
+from shrewjax._base.axes import (
     as_varying,
     axes_beside,
     axes_by_dimension,
-    context_mesh,
     is_mapped,
-    is_traced,
     newly_varying,
     replicated_axes,
     require_replicated,
@@ -41,6 +39,7 @@ from shrewjax._base.mesh import (
     sum_over_others,
     varying_axes,
 )
+from shrewjax._base.mesh import context_mesh, is_traced
 from shrewjax._base.trees import is_gradient, leaf_name
 from shrewjax._base.types import (
     ArrayTree,

@@ -18,6 +18,7 @@ import optax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.branches import run_if
+from shrewjax._base.flax_names import is_of_nnx
 from shrewjax._base.mesh import on_mesh_of
 from shrewjax._base.states import (
     increment_if,
@@ -444,7 +445,7 @@ def apply_gradients(
         raise ValueError(
             f"tx must be a transformation, got {type(tx).__name__}. Pass tx, grads, opt_state and params, in this order"
         )
-    if type(grads).__module__.startswith("flax.nnx") and type(params) is not type(grads):
+    if is_of_nnx(grads) and type(params) is not type(grads):
         raise ValueError(
             f"grads and params must be trees of one kind, got {type(grads).__name__} of NNX and "
             f"{type(params).__name__}. Call update(model, grads) of shrewjax.flax.Optimizer(model, tx, wrt=nnx.Param). "

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._base.mesh import is_traced, mapped_axes
+from shrewjax._base.axes import mapped_axes
+from shrewjax._base.mesh import is_traced
 from shrewjax._base.states import init_with_notes, without_variables
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import AnyState, DType, Function, KeyPath, Leaf, PyTree

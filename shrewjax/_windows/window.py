@@ -27,10 +27,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import (
-    partitioned_like,
+from shrewjax._base.mesh import partitioned_like
+from shrewjax._base.states import (
+    described,
+    fields,
+    increment_if,
+    require_made_with,
+    window_around_inner,
 )
-from shrewjax._base.states import described, fields, increment_if, require_made_with
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
     AnyState,
@@ -112,6 +116,7 @@ class GradAccumulatorState(NamedTuple):
 
 
 @described
+@window_around_inner
 class AccumulateState(NamedTuple):
     """A window and the wrapped optimizer, which runs for each average. Its fields are a file format."""
 

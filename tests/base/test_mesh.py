@@ -1,58 +1,62 @@
-"""The mapped axes are found, and it is an error if nothing says over which of them gradients are sharded."""
+"""Arrays on a mesh are seen and placed as JAX itself has them."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import true_norm
-from sharded import GRADS, SPECS, P, clip, place
-from speed import quick_jit
+from helpers import mesh_of, placed
+from jax.sharding import PartitionSpec as P
 
-import shrewjax
+from shrewjax._base import mesh as meshes
 
-
-def test_untracked_shard_map_without_axis_name_is_an_error_that_says_what_to_pass(mesh):
-    mapped = jax.shard_map(clip, mesh=mesh, in_specs=(SPECS,), out_specs=(SPECS, P()), check_vma=False)
-    with pytest.raises(ValueError, match=r"'data', 'model'.*pass sharded_over="):
-        jax.jit(mapped)(place(GRADS, mesh))
+X = np.float32(np.arange(32).reshape(8, 4))
 
 
-def test_untracked_shard_map_reduces_over_the_axes_that_are_named(mesh):
-    def norms(grads):
-        return (
-            shrewjax.grad_norm(grads["rows"], sharded_over="data"),
-            shrewjax.grad_norm(grads["columns"], sharded_over=("data", "model")),
-            shrewjax.grad_norm(grads["replicated"], sharded_over=()),
-        )
-
-    mapped = jax.shard_map(norms, mesh=mesh, in_specs=(SPECS,), out_specs=P(), check_vma=False)
-    rows, columns, replicated = jax.jit(mapped)(place(GRADS, mesh))
-    assert float(rows) == pytest.approx(float(true_norm(GRADS["rows"])), rel=1e-6)
-    # over an axis on which the leaf is replicated it is counted once a device: what sharded_over asks for
-    assert float(columns) == pytest.approx((24 * mesh.shape["data"]) ** 0.5, rel=1e-6)
-    assert float(replicated) == 5
+def test_an_array_gets_the_partitions_of_another_where_types_have_them(mesh):
+    is_explicit = mesh.axis_types[0] == jax.sharding.AxisType.Explicit
+    x, like = placed((X, X), mesh, (P("data"), P(None, "model")))
+    outside, inside = meshes.partitioned_like(x, like), jax.jit(meshes.partitioned_like)(x, like)
+    np.testing.assert_array_equal((outside, inside), (X, X))
+    expected = (like if is_explicit else x).sharding
+    assert outside.sharding.is_equivalent_to(expected, 2)
+    assert not is_explicit or inside.sharding.is_equivalent_to(expected, 2)
+    assert meshes.partitioned_like(outside, outside) is outside
 
 
-@pytest.mark.parametrize("make", [shrewjax.clip_by_global_norm, shrewjax.clip_by_leaf_norm])
-def test_pmap_needs_and_takes_an_axis_name(make):
-    shards = np.float32(np.arange(16).reshape(8, 2))
-
-    def update(g, **kwargs):
-        tx = make(1.0, **kwargs)
-        return tx.update(g, tx.init(g))
-
-    clipped, state = jax.pmap(lambda g: update(g, sharded_over="i"), axis_name="i")(shards)
-    np.testing.assert_allclose(state.grad_norm, np.full(8, float(true_norm(shards))), rtol=1e-6)
-    assert float(true_norm(clipped)) == pytest.approx(1.0, rel=1e-6)
-    with pytest.raises(ValueError, match="pass sharded_over="):
-        jax.pmap(update, axis_name="i")(shards)
+def test_a_new_state_stands_on_the_mesh_of_the_parameters_and_what_is_placed_stays(mesh):
+    params, kept = placed((X, X), mesh, (P("data"), P("model")))
+    state = meshes.on_mesh_of({"w": params}, {"count": jnp.zeros(()), "kept": kept, "number": 3})
+    assert state["count"].sharding == jax.NamedSharding(mesh, P())
+    assert state["kept"] is kept
+    assert state["number"] == 3
+    alone = jnp.zeros(())
+    assert meshes.on_mesh_of({"w": X}, alone) is alone
+    assert meshes.on_mesh_of((params, placed(X, mesh_of(other=2), P())), alone) is alone
 
 
-def test_vmap_over_a_named_axis_is_a_mapped_axis_only_if_named():
-    rows = np.float32([[3, 4], [6, 8]])
+@pytest.mark.parametrize("mapped", [(), ("data",), ("data", "model")])
+def test_xla_partitions_over_the_axes_of_the_mesh_that_are_not_mapped(mapped):
+    mesh, seen = mesh_of(data=4, model=2), []
 
-    def norms(g):
-        return shrewjax.grad_norm(g), shrewjax.grad_norm(g, sharded_over="i")
+    def look(x):
+        seen.append((meshes.may_be_partitioned(), {*meshes.axes_beside_partitions()}))
+        return x
 
-    apart, over = quick_jit(jax.vmap(norms, axis_name="i"))(rows)
-    np.testing.assert_allclose(apart, [5, 10])
-    np.testing.assert_allclose(over, [125**0.5] * 2, rtol=1e-6)
+    look_there = jax.shard_map(look, in_specs=P(), out_specs=P(), axis_names={*mapped}) if mapped else look
+    with jax.set_mesh(mesh):
+        assert meshes.context_mesh() == mesh
+        jax.eval_shape(look_there, X)
+    assert seen == [(len(mapped) < 2, {*mapped} if len(mapped) == 1 else set())]
+    assert not meshes.context_mesh().axis_names
+
+
+@pytest.mark.skipif(not hasattr(jax, "reshard"), reason="this JAX has no types for sums over devices")
+def test_a_gradient_of_the_type_unreduced_is_summed_over_devices():
+    loss = lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)  # noqa: E731
+    w, x = X[:4], X / 32
+
+    def gradient(w, x):
+        return meshes.summed(jax.grad(loss)(jax.lax.pcast(w, "data", to="reduced"), x))
+
+    found = jax.jit(jax.shard_map(gradient, mesh=mesh_of(data=8), in_specs=(P(), P("data")), out_specs=P()))(w, x)
+    np.testing.assert_allclose(found, jax.grad(loss)(w, x), rtol=1e-5)

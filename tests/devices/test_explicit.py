@@ -208,18 +208,6 @@ def test_rules_sum_gradients_that_come_as_unreduced(name):
     close(found, expected)
 
 
-@has_reshard
-def test_a_clip_in_shard_map_sums_gradients_that_come_as_unreduced():
-    mesh = mesh_of(data=8)
-    loss = lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)  # noqa: E731
-
-    def norm(w, x):
-        return shrewjax.grad_norm(jax.grad(loss)(jax.lax.pcast(w, "data", to="reduced"), x))
-
-    found = jax.jit(jax.shard_map(norm, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))(PARAMS["in"], X)
-    np.testing.assert_allclose(found, np.linalg.norm(jax.grad(loss)(PARAMS["in"], X)), rtol=1e-5)
-
-
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}])
 def test_an_array_that_the_loss_closes_over_has_to_be_an_argument_of_it(axes):
     """JAX's own errors name neither the loss nor the remedy. The test does what the message says."""

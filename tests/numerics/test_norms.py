@@ -11,7 +11,7 @@ from helpers import each_world, thorough, true_norm
 from speed import quick_jit, users_jit
 
 import shrewjax
-from shrewjax._base.mesh import unit_axes
+from shrewjax._base.axes import unit_axes
 from shrewjax._numerics import floats
 from shrewjax._numerics.norms import (
     _cube_root,
