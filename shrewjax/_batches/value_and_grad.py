@@ -61,7 +61,6 @@ from shrewjax._windows.window import (
     NonfiniteOfBatch,
     Reduction,
     Window,
-    already_begun,
 )
 
 
@@ -398,7 +397,7 @@ class _Loss(NamedTuple):
         XLA leaves an all-reduce inside the loop if a constant multiplies it (XLA-24).
         """
         if self.weight is None:
-            return 1
+            return 1.0
         weight = arguments.weight(self.weight(*batch.arguments(i, carried)), {()})
         return 1.0 if self.reduction == "mean" and isinstance(weight, float) and weight else weight
 
@@ -501,7 +500,7 @@ class _Loop(NamedTuple):
         return lax.fori_loop(0, jnp.sum(runs), run, (start, stacks))
 
     def _run_and_add(
-        self, state: _LoopState, i: jax.Array, weight: Number
+        self, state: _LoopState, i: jax.Array, weight: Scalar
     ) -> tuple[_MicroBatch, GradAccumulatorState]:
         """Returns the results of micro-batch i, and the window with those gradients that loops of `fun` can add.
 
@@ -530,7 +529,7 @@ class _Loop(NamedTuple):
         if self.batch.devices and self.loss.reduction != "sum":
             end = window.divided(end)
             window = Window(self.batch.steps, reduction="sum", sum_over=window.axes)
-        average, has_average, _ = window.close(already_begun(end))
+        average, has_average, _ = window.close(end, has_begun=True)
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
         value, grads = jax.tree.map(cast_like, average.gradients, self.traced.results.averaged)
         return _Averaged(

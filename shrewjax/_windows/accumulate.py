@@ -61,6 +61,7 @@ from shrewjax._windows.window import (
     Reduction,
     Window,
     WindowStep,
+    checked_weight,
 )
 
 
@@ -211,11 +212,12 @@ def _add_and_run(
     state: AccumulateState = step.state
     inner_args = {"weight": 1, "flush": False, "value": None, **step.extra_args}
     weight, flush, value = (inner_args.pop(name) for name in ("weight", "flush", "value"))
+    weight = checked_weight(weight, state)
     grads = trees.gradient_arrays(step.make_gradients())
     closes = arguments.flag("flush", flush)
     warn_of_lost_scatters(grads)
     # A call of weight 0, such as `flush`, needs no value. Inner then gets the mean value of the window so far.
-    adds_nothing = not isinstance(weight, jax.Array) and np.ndim(weight) == 0 and weight == 0
+    adds_nothing = isinstance(weight, float) and weight == 0
     takes_value = value is not None or (adds_nothing and _takes_value(inner))
     added = window.advance(state, grads, weight, value, flush=closes, when_full=True)
     like = window.like_average(grads)
@@ -513,7 +515,7 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
 
     .. math:: 0 \le \mathrm{micro\_step} < \mathrm{accum\_steps}
 
-    .. math:: 0 \le \mathrm{weight\_sum} < \infty, \qquad 0 \le \mathrm{weight} < \infty
+    .. math:: \mathrm{weight}, \mathrm{weight\_sum} \in \{0\} \cup [2^{-30}, 2^{100}]
 
     This must hold in every window. In a full window of `GradAccumulator`, `micro_step` may also be `accum_steps`.
     `accumulate` itself checks all values that are known while tracing, but no others.
@@ -554,21 +556,22 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
         raise ValueError(
             "opt_state must contain a window of accumulate or GradAccumulator, got a state with no window"
         )
-    is_valid = jnp.isfinite(weight) & (jnp.asarray(weight, dtype=float) >= 0)
-    _assert_values(is_valid, f"weight must be finite and >= 0, got {weight}")
+    in_range = arguments.is_weight(jnp.asarray(weight, dtype=float))
+    _assert_values(in_range, f"weight must be {_RANGE}, got {weight}")
     for window in windows:
         longest = accum_steps - isinstance(window, AccumulateState)
         in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
         _assert_values(in_range, f"micro_step must be between 0 and {longest}")
-        _assert_values(
-            jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0),
-            "weight_sum must be finite and >= 0",
-        )
+        in_range = arguments.is_weight(window.weight_sum)
+        _assert_values(in_range, f"weight_sum must be {_RANGE}")
+
+
+_RANGE = "0, or between 2**-30 and 2**100"
 
 
 def _windows_in(opt_state: AnyState) -> list[AnyState]:
     return nodes_in(without_variables(opt_state), WINDOW_STATES)
 
 
-def _assert_values(is_valid: jax.Array, message: str) -> None:
+def _assert_values(is_valid: Flag, message: str) -> None:
     chex.assert_trees_all_equal(is_valid, jnp.ones_like(is_valid), custom_message=message)

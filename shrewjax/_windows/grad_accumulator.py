@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._base import arguments, trees
+from shrewjax._base import trees
 from shrewjax._base.mesh import is_traced, on_mesh_of, summed
 from shrewjax._base.states import increment_if, require_own
-from shrewjax._base.types import AnyState, Argument, AxisName, DType, Number, PyTree
+from shrewjax._base.types import AnyState, Argument, AxisName, DType, Number, PyTree, Scalar
 from shrewjax._windows.window import (
     AccumSteps,
     GradAccumulatorState,
@@ -17,6 +17,7 @@ from shrewjax._windows.window import (
     Nonfinite,
     Reduction,
     Window,
+    checked_weight,
 )
 
 
@@ -115,6 +116,11 @@ class GradAccumulator:
           value: its loss, as in `accumulate`. After `take`, the state has the window's in `value`.
         """
         _require_window(state)
+        return self._added(state, grads, checked_weight(weight, state), value)
+
+    def _added(
+        self, state: GradAccumulatorState, grads: PyTree, weight: Scalar, value: Number
+    ) -> GradAccumulatorState:
         arrays = trees.gradient_arrays(summed(grads))
         return self._window.advance(state, arrays, weight, value).state
 
@@ -182,9 +188,8 @@ class GradAccumulator:
                 "step decides on the host and cannot be traced. Use add, ready and take under jit"
             )
         _require_window(state)
-        # One weight, or one per row. It is checked here, because jit hides its value.
-        weight = arguments.weight(weight, {(), state.weight_sum.shape})
-        state = _jitted_add(self, state, grads, weight, value)
+        # The weight is checked here, because jit hides its value.
+        state = _jitted_add(self, state, grads, checked_weight(weight, state), value)
         if not self.ready(state):
             return None, state
         average, closed, state = self.take(state)
@@ -201,4 +206,4 @@ def _require_window(state: AnyState) -> None:
 
 
 # Jitted once for the class, because an object that holds a jitted function cannot be pickled.
-_jitted_add = jax.jit(GradAccumulator.add, static_argnums=0)
+_jitted_add = jax.jit(GradAccumulator._added, static_argnums=0)
