@@ -29,6 +29,7 @@ PACKAGES = {
         "_noise",
         "_gradients",
         "_devices",
+        "window_state",
         "window",
         "accumulate",
         "grad_accumulator",

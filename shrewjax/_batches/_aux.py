@@ -15,7 +15,8 @@ from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import Axes, DType, Flag, Leaf, Number, PyTree, Scalar
 from shrewjax._numerics import floats
 from shrewjax._numerics.reductions import combined_over, joined_over
-from shrewjax._windows.window import GradAccumulatorState, Window
+from shrewjax._windows.window import Window
+from shrewjax._windows.window_state import GradAccumulatorState
 
 
 class AuxSums(NamedTuple):

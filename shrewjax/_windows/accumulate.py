@@ -53,16 +53,14 @@ from shrewjax._skipping.wrapping import (
     update_of_wrapper,
 )
 from shrewjax._windows.window import (
-    WINDOW_STATES,
     AccumSteps,
-    AccumulateState,
-    Measured,
     Nonfinite,
     Reduction,
     Window,
     WindowStep,
     checked_weight,
 )
+from shrewjax._windows.window_state import WINDOW_STATES, AccumulateState, Measured
 
 
 def accumulate(
@@ -208,6 +206,7 @@ def _add_and_run(
     window: Window, inner: optax.GradientTransformationExtraArgs, step: Step
 ) -> tuple[PyTree, AccumulateState]:
     """Adds a micro-batch to the window, and runs inner on the average if that closes it."""
+    # 1. Take the window's arguments from those of inner, and check them.
     _check_names(inner, step.extra_args)
     state: AccumulateState = step.state
     inner_args = {"weight": 1, "flush": False, "value": None, **step.extra_args}
@@ -219,11 +218,17 @@ def _add_and_run(
     # A call of weight 0, such as `flush`, needs no value. Inner then gets the mean value of the window so far.
     adds_nothing = isinstance(weight, float) and weight == 0
     takes_value = value is not None or (adds_nothing and _takes_value(inner))
+
+    # 2. Add the micro-batch.
     added = window.advance(state, grads, weight, value, flush=closes, when_full=True)
+
+    # 3. Run inner if the window closes.
     like = window.like_average(grads)
     inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
     run = _run_on_total if window.is_partial else _run_on_average
     returned, after = run(window, added, _Inner(inner, inner_step, like, takes_value))
+
+    # 4. Put the new state together.
     windows = increment_if(after.applied, state.windows)
     new_state = added.state._replace(
         windows=windows,
@@ -236,20 +241,27 @@ def _add_and_run(
 
 
 class _Inner(NamedTuple):
+    """The wrapped optimizer, and its step except for the gradients."""
+
     tx: optax.GradientTransformationExtraArgs
     step: Step
     like: ArrayTree  # the call's gradients, whose dtypes the average gets
     takes_value: bool
 
     def run(self, average: ArrayTree, mean_value: jax.Array, runs: Flag) -> Result:
+        """Runs the optimizer on the window's average and mean loss, or skips it. `average` is in the sums' dtypes."""
+        # 1. The gradients are cast in the branch that needs them.
         params = trees.parameter_arrays(self.step.params)
-        of_average = partial(_as_gradients, average, self.like, params)
-        extra_args = {**self.step.extra_args, **({"value": mean_value} if self.takes_value else {})}
+        make_gradients = partial(_as_gradients, average, self.like, params)
+        # 2. The loss and the gradient of a micro-batch give way to those of the window.
+        extra_args = {**self.step.extra_args}
+        if self.takes_value:
+            extra_args["value"] = mean_value
         if extra_args.get("grad") is not None:
-            extra_args["grad"] = of_average()
-        return run_step(
-            self.tx, self.step._replace(make_gradients=of_average, extra_args=extra_args, runs=runs)
-        )
+            extra_args["grad"] = make_gradients()
+        # 3. Run, or skip.
+        step = self.step._replace(make_gradients=make_gradients, extra_args=extra_args, runs=runs)
+        return run_step(self.tx, step)
 
 
 class _After(NamedTuple):

@@ -12,13 +12,12 @@ from shrewjax._base.states import increment_if, require_own
 from shrewjax._base.types import AnyState, Argument, AxisName, DType, Number, PyTree, Scalar
 from shrewjax._windows.window import (
     AccumSteps,
-    GradAccumulatorState,
-    Measured,
     Nonfinite,
     Reduction,
     Window,
     checked_weight,
 )
+from shrewjax._windows.window_state import GradAccumulatorState, Measured
 
 
 class GradAccumulator:

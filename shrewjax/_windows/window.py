@@ -20,16 +20,14 @@ With `sum_over`, sums and weights are partial until `average` takes their total.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import (
-    partitioned_like,
-)
-from shrewjax._base.states import described, fields, increment_if, require_made_with
+from shrewjax._base.mesh import partitioned_like
+from shrewjax._base.states import increment_if, require_made_with
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
     AnyState,
@@ -39,7 +37,6 @@ from shrewjax._base.types import (
     Flag,
     KeyPath,
     Leaf,
-    Metrics,
     Number,
     PyTree,
     Scalar,
@@ -48,7 +45,7 @@ from shrewjax._numerics import floats
 from shrewjax._programs.scatters import unknown_true
 from shrewjax._windows import _noise
 from shrewjax._windows._devices import Devices, expand_like
-from shrewjax._windows._noise import NoiseState as NoiseState  # a public name of the package
+from shrewjax._windows.window_state import GradAccumulatorState
 
 Reduction = Literal["mean", "sum_over_weights", "sum"]
 
@@ -61,88 +58,6 @@ NonfiniteOfBatch = Literal["propagate", "drop_microbatch"]
 
 
 AccumSteps = int | jax.Array | Callable[[jax.Array], Number]
-
-
-# The fields that both states of a window have. CONTRIBUTING has all that changes with one of them.
-MicroStep = Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
-Windows = Annotated[jax.Array, "int32 (): number of windows closed with an average"]
-WeightSum = Annotated[
-    jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"
-]
-WindowBad = Annotated[jax.Array, "bool (): drop_window will discard the open window"]
-Dropped = Annotated[
-    jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"
-]
-ValueSum = Annotated[
-    jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"
-]
-Value = Annotated[
-    jax.Array, "like a weight (): the loss of the last window with an average; inf before it"
-]
-Weight = Annotated[
-    jax.Array, "like a weight (): the weight of the last window with an average; 0 before it"
-]
-Noise = Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
-GradientSum = Annotated[
-    PyTree,
-    "like the parameters, in the accumulator's dtype, with a leading axis of devices with sum_over; meaningless while "
-    "micro_step is 0",
-]
-
-
-@described
-class GradAccumulatorState(NamedTuple):
-    """A window, open or empty. Its fields are a file format."""
-
-    micro_step: MicroStep
-    windows: Windows
-    weight_sum: WeightSum
-    window_bad: WindowBad
-    dropped: Dropped
-    value_sum: ValueSum
-    value: Value
-    weight: Weight
-    noise: Noise
-    gradient_sum: GradientSum
-
-    def metrics(self) -> Metrics:
-        """Returns the entries of `shrewjax.metrics`."""
-        return metrics_of_window(self)
-
-
-@described
-class AccumulateState(NamedTuple):
-    """A window and the wrapped optimizer, which runs for each average. Its fields are a file format."""
-
-    micro_step: MicroStep
-    windows: Windows
-    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
-    weight_sum: WeightSum
-    window_bad: WindowBad
-    dropped: Dropped
-    value_sum: ValueSum
-    value: Value
-    weight: Weight
-    noise: Noise
-    gradient_sum: GradientSum
-    inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
-
-    def metrics(self) -> Metrics:
-        """Returns the entries of `shrewjax.metrics`."""
-        return metrics_of_window(self) | fields(self, "applied")
-
-
-WINDOW_STATES = (GradAccumulatorState, AccumulateState)
-
-
-def metrics_of_window(state: AnyState) -> Metrics:
-    """Returns the scalars of a window. `weight_sum` is left out if each device has its own."""
-    found = fields(
-        state, "micro_step", "windows", "weight_sum", "window_bad", "dropped", "value", "weight"
-    )
-    if state.weight_sum.ndim > state.micro_step.ndim:
-        del found["weight_sum"]
-    return found | (_noise.metrics_of_noise(state.noise) if state.noise else {})
 
 
 class WindowStep(NamedTuple):
@@ -162,18 +77,6 @@ class Average(NamedTuple):
     weight: jax.Array  # the window's, over all devices
     noise: AnyState  # the state of the noise with this window
     total: ArrayTree  # the gradients before the division, if sums are partial
-
-
-class Measured(NamedTuple):
-    """The fields of a window's state that each average replaces."""
-
-    value: jax.Array
-    weight: jax.Array
-    noise: AnyState
-
-    @classmethod
-    def of(cls, source: "Average | AnyState") -> "Measured":
-        return cls(*(getattr(source, name) for name in cls._fields))
 
 
 class Window:
@@ -266,19 +169,20 @@ class Window:
         `micro_step` is 0, and no select stands around the sum of a loop (XLA-24). The total of partial sums is left to
         `average`. The module's docstring has the order of its decisions.
         """
+        # Check that the micro-batch and the state fit.
         grads, value = self._devices.checked(
             grads, weight, value, state.gradient_sum, state.weight_sum
         )
         if self._noise_decay is not None:
             require_made_with("noise_decay", state, "noise", _noise.FOR_AN_OPEN_WINDOW)
 
-        # 1. Is it kept?
+        # 1. Is it kept? The weight as an array is the device's own. It is 0 if the micro-batch is not kept.
         is_kept, is_nonfinite = self._is_kept(grads, weight, is_present, state.weight_sum)
         own_weight = jnp.asarray(weight).astype(state.weight_sum.dtype)
         kept_weight = jnp.where(is_kept, own_weight, jnp.zeros((), own_weight.dtype))
 
-        # 2. Is it a step? A traced `is_present` comes from `add_in_loop`. One that is absent counts, too, which nobody
-        # reads, because these windows are closed with `has_begun`.
+        # 2. Is it a step? Count it, and add its weight. A traced `is_present` comes from `add_in_loop`. One that is
+        # absent counts, too, which nobody reads, because these windows are closed with `has_begun`.
         is_step: Flag = is_present is not False
         if is_step and self.nonfinite == "extend_window":
             is_step = ~jnp.asarray(is_nonfinite)
@@ -294,7 +198,7 @@ class Window:
         # 4. Does it have an average?
         has_weight, has_average = self._has_average(is_kept, is_closing, weight_sum, window_bad)
 
-        # 5. Update each leaf in one pass, which also divides if the window is closing.
+        # 5. Update each leaf in one pass, which also divides if the window is closing. Then add the loss and the noise.
         scale = self._scale(is_closing, weight_sum, has_weight)
         is_first: Flag = False if has_begun else state.micro_step == 0
         factor = self._factor(weight, own_weight)
