@@ -49,7 +49,7 @@ from shrewjax._windows.accumulate import accumulate, apply_gradients, check_wind
 from shrewjax._windows.from_optax import from_optax
 from shrewjax._windows.grad_accumulator import GradAccumulator
 from shrewjax._windows.sharded_state import redistribute, state_specs
-from shrewjax._windows.window import AccumulateState, GradAccumulatorState, NoiseState
+from shrewjax._windows.window_state import AccumulateState, GradAccumulatorState, NoiseState
 
 __version__ = "0.1.0"
 

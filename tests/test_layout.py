@@ -31,6 +31,7 @@ PACKAGES = {
         "_noise",
         "_gradients",
         "_devices",
+        "window_state",
         "window",
         "accumulate",
         "grad_accumulator",

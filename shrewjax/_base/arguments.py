@@ -43,7 +43,11 @@ flushed."""
 
 
 def is_weight(number: Scalar) -> Flag:
-    """Returns whether a weight other than 0, or a sum of weights, is in range. A NaN is not."""
+    """Returns whether a weight, or a sum of weights, is 0 or in range. A NaN is not."""
+    return (number == 0) | is_in_range_of_weights(number)
+
+
+def is_in_range_of_weights(number: Scalar) -> Flag:
     return (number >= LEAST_WEIGHT) & (number <= LARGEST_WEIGHT)
 
 
@@ -236,7 +240,7 @@ def weight(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:
     ):
         value = float(value)
     number = _static_real("weight", value, "a real scalar >= 0")
-    if number != 0 and not is_weight(number):
+    if not is_weight(number):
         raise ValueError(f"weight must be 0, or between 2**-30 and 2**100, got {shown(value)}")
     return number
 

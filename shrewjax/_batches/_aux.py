@@ -13,10 +13,11 @@ from shrewjax._base import trees
 from shrewjax._base.axes import as_varying, varying_axes
 from shrewjax._base.mesh import partitioned_like
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import Axes, DType, Flag, Leaf, Number, PyTree
+from shrewjax._base.types import Axes, DType, Flag, Leaf, Number, PyTree, Scalar
 from shrewjax._numerics import floats
 from shrewjax._numerics.reductions import combined_over, joined_over
-from shrewjax._windows.window import GradAccumulatorState, Window, already_begun
+from shrewjax._windows.window import Window
+from shrewjax._windows.window_state import GradAccumulatorState
 
 
 class AuxSums(NamedTuple):
@@ -98,7 +99,7 @@ class AuxLeaves:
         return [jnp.broadcast_to(x, (self._steps, *x.shape)) for x in empty]
 
     def add(
-        self, sums: AuxSums, aux: PyTree, weight: Number, kept: Flag
+        self, sums: AuxSums, aux: PyTree, weight: Scalar, kept: Flag
     ) -> tuple[AuxSums, list[jax.Array]]:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
         # A leaf that is the same on every device, such as a metric that fun has reduced, is its own mean over devices.
@@ -120,7 +121,7 @@ class AuxLeaves:
 
         A mean is NaN if no micro-batch is kept, or if a weight or their sum is out of range.
         """
-        means, known, _ = self._window.close(already_begun(sums.means))
+        means, known, _ = self._window.close(sums.means, has_begun=True)
         names = self._of(self._names, *COMBINE)
         results = {
             "mean": iter([nan_unless(known, x) for x in means.gradients]),

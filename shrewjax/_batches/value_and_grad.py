@@ -58,13 +58,8 @@ from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._programs.jaxprs import axes_of_collectives
 from shrewjax._programs.loops import Traced
 from shrewjax._programs.scatters import unknown_true
-from shrewjax._windows.window import (
-    GradAccumulatorState,
-    NonfiniteOfBatch,
-    Reduction,
-    Window,
-    already_begun,
-)
+from shrewjax._windows.window import NonfiniteOfBatch, Reduction, Window
+from shrewjax._windows.window_state import GradAccumulatorState
 
 
 class _Averaged(NamedTuple):
@@ -322,19 +317,19 @@ def _check_weight_is_given(weight: Function | None, reduction: str, skip_empty: 
 
 def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
     """Returns the results of the batch, or of a device's part of it. The module's docstring has its steps."""
-    # 1. Parameters and carry.
+    # 1. Take the parameters and the carry. Statistics that Flax overwrites get no gradients, so they stand apart.
     given = batch.with_role("argnums")
     all_params = given if isinstance(loss.argnums, Sequence) else given[0]
     params, old_values = _overwritten.separated(all_params)
     carried = [jax.tree.map(jnp.asarray, x) for x in batch.with_role("carry_argnum")]
 
-    # 2. One trace, for a number of a micro-batch. If devices run others, its type varies.
+    # 2. Trace fun once, for a number of a micro-batch. If devices run others, its type varies.
     has_weight = loss.has_weight(batch, carried) if loss.skip_empty else None
     number = jnp.int32(0) if has_weight is None else as_varying(jnp.int32(0), _axes_of(has_weight))
     traced = Traced(partial(loss.results, batch), number, carried)
     like = traced.results
 
-    # 3. Does what fun returns fit?
+    # 3. Check what fun returns: where it is sharded, the axes of the loss, the weight, the carry, the aux.
     axes = window.axes or ()
     if batch.devices and {*axes} & traced.constrained_axes():
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
@@ -351,7 +346,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
         of_whole_batch = partial(loss.aux_of_whole_batch, batch)
         aux.check_shapes(of_whole_batch, size, is_joined=batch.devices > 0)
 
-    # 4. The loop.
+    # 4. Run the loop over all micro-batches, or over those with a weight.
     loop = _Loop(window, batch, loss, traced, aux, own)
     start = loop.start(params, batch.own_keys(carried))
     if has_weight is None:
@@ -359,13 +354,13 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
     else:
         end, stacked = loop.run_where(has_weight, start)
 
-    # 5. The averages. Statistics that Flax overwrites are put back among the gradients.
+    # 5. Divide and sum over devices. Statistics that Flax overwrites are put back among the gradients.
     value, grads = loop.averages(end.window)
     if old_values:
         values = _overwritten.of_batch(end.overwritten, old_values, axes)
         grads = _overwritten.joined(grads, values, all_params)
 
-    # 6. Aux and carry. If the call maps the axes, its carry has to be one for all devices.
+    # 6. Add aux and carry to the results. If the call maps the axes, its carry has to be one for all devices.
     if not loss.has_aux:
         return value, grads
     whole_aux = aux.close(end.aux, stacked)
@@ -400,7 +395,7 @@ class _Loss(NamedTuple):
         XLA leaves an all-reduce inside the loop if a constant multiplies it (XLA-24).
         """
         if self.weight is None:
-            return 1
+            return 1.0
         weight = arguments.weight(self.weight(*batch.arguments(i, carried)), {()})
         return 1.0 if self.reduction == "mean" and isinstance(weight, float) and weight else weight
 
@@ -452,13 +447,17 @@ class _Loop(NamedTuple):
         return self._of_device(placed_like(state, (self.batch.examples, params)))
 
     def turn(self, state: _LoopState, i: jax.Array) -> tuple[_LoopState, list[jax.Array]]:
+        """Runs micro-batch i. Returns the new state, and its leaves of the aux that are stacked."""
+        # 1. Its weight and its results. Loops of fun may add gradients already.
         weight = self.loss.weight_of(self.batch, i, state.carried)
         part, begun = self._run_and_add(state, i, weight)
+        # 2. Add the loss, and the gradients that are left.
         added = self.window.add_in_loop(begun, part.averaged, weight)
-        # Sums of scatters in the aux and in the carry are lost, too, if XLA knows that they are kept (XLA-27).
+        # 3. Is it kept? Sums of scatters in the aux and in the carry are lost, too, if XLA knows that it is (XLA-27).
         kept = unknown_true() & (weight != 0)
         if self.window.nonfinite != "propagate":
             kept = kept & (added.dropped == state.window.dropped)
+        # 4. Add the rest of what it returned, if it is kept.
         aux, stacked = self.aux.add(state.aux, part.aux, weight, kept)
         values = _overwritten.larger(state.overwritten, part.overwritten, kept)
         new_state = _LoopState(added, values, aux, selected(kept, part.carried, state.carried))
@@ -501,7 +500,7 @@ class _Loop(NamedTuple):
         return lax.fori_loop(0, jnp.sum(runs), run, (start, stacks))
 
     def _run_and_add(
-        self, state: _LoopState, i: jax.Array, weight: Number
+        self, state: _LoopState, i: jax.Array, weight: Scalar
     ) -> tuple[_MicroBatch, GradAccumulatorState]:
         """Returns the results of micro-batch i, and the window with those gradients that loops of `fun` can add.
 
@@ -530,7 +529,7 @@ class _Loop(NamedTuple):
         if self.batch.devices and self.loss.reduction != "sum":
             end = window.divided(end)
             window = Window(self.batch.steps, reduction="sum", sum_over=window.axes)
-        average, has_average, _ = window.close(already_begun(end))
+        average, has_average, _ = window.close(end, has_begun=True)
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
         value, grads = jax.tree.map(cast_like, average.gradients, self.traced.results.averaged)
         return _Averaged(

@@ -82,17 +82,19 @@ class Traced:
     """A function of trees of arrays, traced once, to be called with other arrays of the same types."""
 
     def __init__(self, function: Function, *arguments: PyTree) -> None:
-        # JAX keeps what it traced of a jitted function. `inline` puts these equations into the caller's program.
+        # 1. Trace. JAX keeps what it traced of a jitted function. `inline` puts this into the caller's program.
         self._function = jax.jit(function, inline=True)
         closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*arguments)
         self._structure: Any = jax.tree.structure(shapes)
         self._traced: Jaxpr = closed
+        # 2. Hide scatters from versions of XLA that lose their sums.
         self._closed: Jaxpr = closed
         if LOSES_SCATTERS and are_passes_disabled():
             warn_if_lost(closed.jaxpr.eqns)
         elif LOSES_SCATTERS:
             self._closed = hide_scatters(closed)
-        self.results: PyTree = jax.tree.unflatten(self._structure, closed.out_avals)  # their types
+        # 3. Put the types of the results, and their numbers, into the results' structure.
+        self.results: PyTree = jax.tree.unflatten(self._structure, closed.out_avals)
         self.numbers: PyTree = jax.tree.unflatten(self._structure, range(len(closed.out_avals)))
 
     def __call__(self, *arguments: PyTree) -> PyTree:
@@ -113,10 +115,12 @@ class Traced:
         """
         if is_jit_disabled() or are_passes_disabled():
             return self(*arguments), sums
+        # 1. Plan which scans add to which sums.
         with naming_the_switch():
             plan = _Plans().of(self._closed, {at: _Way(at, ()) for at in sums})
         if not plan.added:
             return self(*arguments), sums
+        # 2. Run the equations, those scans with their sums.
         operands = jax.tree.leaves(arguments)
         with naming_the_switch():
             results, sums = _Evaluation(add).run(self._closed, operands, plan, sums)
@@ -200,7 +204,8 @@ class _Plans:
             # 3. The end of the way: a scan or a call adds what it can, and other values are added as a whole.
             elif here:
                 added = self._add_inside(back.plan, place, equation, here)
-                back.add_wholes(equation, {at: way for at, way in here.items() if at not in added})
+                left = ((equation.outvars[at], here[at]) for at in here if at not in added)
+                back.plan.wholes.extend(left)
         # 4. Leave to the caller what no scan adds.
         return back.finished()
 
@@ -208,11 +213,13 @@ class _Plans:
         self, plan: _Plan, place: Place, equation: Equation, here: Mapping[ResultAt, _Way]
     ) -> Mapping[ResultAt, _Way]:
         """Plans what an equation adds inside: slices of stacks, or what a call's own scans add. Returns these ways."""
+        # 1. A scan adds the stacks that it makes, slice by slice.
         stacks = {at: way for at, way in here.items() if _is_stack(equation, at, way)}
         if stacks:
             plan.scans[place] = stacks
             plan.added.update(way.sum for way in stacks.values())
-            return stacks  # a scan is no call
+            return stacks
+        # 2. A call adds what its own scans add.
         call = self._call(equation, here)
         if call is None or not call.plan.added:
             return {}
@@ -257,9 +264,6 @@ class _WayBack:
         self._leads_to[place] = way.sum
         for x in equation.invars:
             self.follow(x, _way_before(equation, way))
-
-    def add_wholes(self, equation: Equation, ways: Mapping[ResultAt, _Way]) -> None:
-        self.plan.wholes.extend((equation.outvars[at], way) for at, way in ways.items())
 
     def finished(self) -> _Plan:
         plan = self.plan
@@ -370,6 +374,8 @@ class _Evaluation:
     def _run_call(
         self, equation: Equation, operands: Sequence[Leaf], call: _Call, sums: Sums
     ) -> tuple[list[Leaf], Sums]:
+        """Runs a jit or a checkpoint whose inner scans add."""
+        # 1. Make the call again around the evaluation of its jaxpr, so that it stays a call in the program.
         inner, plan = jaxpr_of_call(equation), call.plan
         run: Any = lambda operands, sums: self.run(inner, operands, plan, sums)  # noqa: E731
         if is_plain_jit(equation):  # one function for all calls of this jaxpr by this plan
@@ -377,6 +383,7 @@ class _Evaluation:
             run = self._functions.setdefault((id(inner), id(plan)), jax.jit(run))
         elif prevents_cse(equation):  # as JAX does itself, or XLA would undo it
             operands = _behind_barriers(operands)
+        # 2. Run it on its sums, which have other numbers inside.
         outside = call.numbers_outside
         own = {inside: sums[outside[inside]] for inside in plan.added}
         returned, own = run(operands, own)
@@ -462,6 +469,7 @@ def _behind_barriers(operands: Sequence[Leaf]) -> list[Leaf]:
 
 def _parts(jaxpr: Jaxpr, plan: _Plan) -> Iterator[tuple[Place | None, Jaxpr]]:
     """Yields the place of each equation that adds, and between them the other equations, as a closed jaxpr."""
+    # 1. Find where each value is read last, which tells the results of a part.
     end = len(jaxpr.eqns)
     last_read: dict[Atom, int] = {}
     for place, equation in enumerate(jaxpr.eqns):
@@ -469,6 +477,7 @@ def _parts(jaxpr: Jaxpr, plan: _Plan) -> Iterator[tuple[Place | None, Jaxpr]]:
     kept = [*jaxpr.outvars, *(x for x, _ in plan.wholes)]
     last_read |= dict.fromkeys(filter(is_variable, kept), end)
 
+    # 2. Collect equations up to one that adds. Leave out those that only lead to results that scans add.
     plain: list[Equation] = []
     for place in range(end + 1):
         if place == end or place in plan.scans or place in plan.calls:

@@ -1,6 +1,7 @@
 """Windows of micro-batches: around an optimizer, or from the host.
 
-* `window`: its states, and the arithmetic that adds micro-batches and averages them.
+* `window_state`: the states that people save.
+* `window`: the arithmetic that adds micro-batches and averages them.
 * `accumulate`: a window around an optimizer.
 * `grad_accumulator`: a window that the host drives.
 * `sharded_state`: states on a mesh.

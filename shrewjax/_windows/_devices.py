@@ -83,27 +83,26 @@ class Devices:
     def checked(
         self,
         grads: PyTree,
-        weight: Number,
+        weight: Scalar,
         value: Number,
         gradient_sum: ArrayTree,
         weight_sum: jax.Array,
-    ) -> tuple[ArrayTree, Scalar, Scalar | None]:
-        """Returns a micro-batch as arrays, those of a device with its row.
+    ) -> tuple[ArrayTree, Scalar | None]:
+        """Returns a micro-batch as arrays, those of a device with its row. Its weight is checked already.
 
         Raises unless it fits the sums, and unless what the devices share is the same on all of them.
         """
         require_sum_over("accumulation", self.given)
         grads = checked_gradients(self._own_rows(grads), gradient_sum, self._remedy_of_shape)
         jax.tree.map_with_path(_require_type_of_sum, gradient_sum, grads)
-        shapes = {(), weight_sum.shape}
-        weight = arguments.weight(weight, shapes)
-        value = None if value is None else arguments.value_of_loss(value, shapes)
+        if value is not None:
+            value = arguments.value_of_loss(value, {(), weight_sum.shape})
         if not self.axes:
-            if newly_varying(weight, weight_sum):
+            if isinstance(weight, jax.Array) and newly_varying(weight, weight_sum):
                 require_replicated("weight", weight)
             if value is not None and newly_varying(value, weight_sum):
                 require_replicated("value", value)
-        return grads, weight, value
+        return grads, value
 
     def is_nonfinite(self, grads: ArrayTree, has_weight: Flag, varies_like: jax.Array) -> jax.Array:
         """Returns whether gradients that have a weight contain a NaN or an infinity, on any device."""

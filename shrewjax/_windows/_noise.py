@@ -77,17 +77,17 @@ def empty(square_sums: jax.Array, kept: jax.Array) -> NoiseState:
 def added(
     state: NoiseState,
     norm: ExtendedFloat,
-    factor: jax.Array,
+    of_square: jax.Array,
     is_kept: Flag,
     is_first: Flag,
 ) -> NoiseState:
-    """Returns the state with factor * norm**2 added if the micro-batch is kept.
+    """Returns the state with of_square * norm**2 added if the micro-batch is kept.
 
     The first micro-batch of a window replaces the sums.
     """
-    root_weight = jnp.sqrt(factor.astype(jnp.float32))
+    of_norm = jnp.sqrt(of_square.astype(jnp.float32))
     shifts = np.asarray(_SCALES, np.int32).reshape(*[1] * norm.exponent.ndim, len(_SCALES))
-    mantissa = (norm.mantissa.astype(jnp.float32) * root_weight)[..., None]
+    mantissa = (norm.mantissa.astype(jnp.float32) * of_norm)[..., None]
     terms = jnp.square(floats.times_power_of_two(mantissa, norm.exponent[..., None] + shifts))
     kept = jnp.asarray(is_kept, jnp.float32) + jnp.zeros_like(state.kept)
     terms = jnp.where(kept[..., None] > 0, terms, 0)

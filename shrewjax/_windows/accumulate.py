@@ -54,15 +54,14 @@ from shrewjax._skipping.wrapping import (
     update_of_wrapper,
 )
 from shrewjax._windows.window import (
-    WINDOW_STATES,
     AccumSteps,
-    AccumulateState,
-    Measured,
     Nonfinite,
     Reduction,
     Window,
     WindowStep,
+    checked_weight,
 )
+from shrewjax._windows.window_state import WINDOW_STATES, AccumulateState, Measured
 
 
 def accumulate(
@@ -208,21 +207,29 @@ def _add_and_run(
     window: Window, inner: optax.GradientTransformationExtraArgs, step: Step
 ) -> tuple[PyTree, AccumulateState]:
     """Adds a micro-batch to the window, and runs inner on the average if that closes it."""
+    # 1. Take the window's arguments from those of inner, and check them.
     _check_names(inner, step.extra_args)
     state: AccumulateState = step.state
     inner_args = {"weight": 1, "flush": False, "value": None, **step.extra_args}
     weight, flush, value = (inner_args.pop(name) for name in ("weight", "flush", "value"))
+    weight = checked_weight(weight, state)
     grads = trees.gradient_arrays(step.make_gradients())
     closes = arguments.flag("flush", flush)
     warn_of_lost_scatters(grads)
     # A call of weight 0, such as `flush`, needs no value. Inner then gets the mean value of the window so far.
-    adds_nothing = not isinstance(weight, jax.Array) and np.ndim(weight) == 0 and weight == 0
+    adds_nothing = isinstance(weight, float) and weight == 0
     takes_value = value is not None or (adds_nothing and _takes_value(inner))
+
+    # 2. Add the micro-batch.
     added = window.advance(state, grads, weight, value, flush=closes, when_full=True)
+
+    # 3. Run inner if the window closes.
     like = window.like_average(grads)
     inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
     run = _run_on_total if window.is_partial else _run_on_average
     returned, after = run(window, added, _Inner(inner, inner_step, like, takes_value))
+
+    # 4. Put the new state together.
     windows = increment_if(after.applied, state.windows)
     new_state = added.state._replace(
         windows=windows,
@@ -235,20 +242,27 @@ def _add_and_run(
 
 
 class _Inner(NamedTuple):
+    """The wrapped optimizer, and its step except for the gradients."""
+
     tx: optax.GradientTransformationExtraArgs
     step: Step
     like: ArrayTree  # the call's gradients, whose dtypes the average gets
     takes_value: bool
 
     def run(self, average: ArrayTree, mean_value: jax.Array, runs: Flag) -> Result:
+        """Runs the optimizer on the window's average and mean loss, or skips it. `average` is in the sums' dtypes."""
+        # 1. The gradients are cast in the branch that needs them.
         params = trees.parameter_arrays(self.step.params)
-        of_average = partial(_as_gradients, average, self.like, params)
-        extra_args = {**self.step.extra_args, **({"value": mean_value} if self.takes_value else {})}
+        make_gradients = partial(_as_gradients, average, self.like, params)
+        # 2. The loss and the gradient of a micro-batch give way to those of the window.
+        extra_args = {**self.step.extra_args}
+        if self.takes_value:
+            extra_args["value"] = mean_value
         if extra_args.get("grad") is not None:
-            extra_args["grad"] = of_average()
-        return run_step(
-            self.tx, self.step._replace(make_gradients=of_average, extra_args=extra_args, runs=runs)
-        )
+            extra_args["grad"] = make_gradients()
+        # 3. Run, or skip.
+        step = self.step._replace(make_gradients=make_gradients, extra_args=extra_args, runs=runs)
+        return run_step(self.tx, step)
 
 
 class _After(NamedTuple):
@@ -514,7 +528,7 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
 
     .. math:: 0 \le \mathrm{micro\_step} < \mathrm{accum\_steps}
 
-    .. math:: 0 \le \mathrm{weight\_sum} < \infty, \qquad 0 \le \mathrm{weight} < \infty
+    .. math:: \mathrm{weight}, \mathrm{weight\_sum} \in \{0\} \cup [2^{-30}, 2^{100}]
 
     This must hold in every window. In a full window of `GradAccumulator`, `micro_step` may also be `accum_steps`.
     `accumulate` itself checks all values that are known while tracing, but no others.
@@ -555,21 +569,22 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
         raise ValueError(
             "opt_state must contain a window of accumulate or GradAccumulator, got a state with no window"
         )
-    is_valid = jnp.isfinite(weight) & (jnp.asarray(weight, dtype=float) >= 0)
-    _assert_values(is_valid, f"weight must be finite and >= 0, got {weight}")
+    in_range = arguments.is_weight(jnp.asarray(weight, dtype=float))
+    _assert_values(in_range, f"weight must be {_RANGE}, got {weight}")
     for window in windows:
         longest = accum_steps - isinstance(window, AccumulateState)
         in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
         _assert_values(in_range, f"micro_step must be between 0 and {longest}")
-        _assert_values(
-            jnp.isfinite(window.weight_sum) & (window.weight_sum >= 0),
-            "weight_sum must be finite and >= 0",
-        )
+        in_range = arguments.is_weight(window.weight_sum)
+        _assert_values(in_range, f"weight_sum must be {_RANGE}")
+
+
+_RANGE = "0, or between 2**-30 and 2**100"
 
 
 def _windows_in(opt_state: AnyState) -> list[AnyState]:
     return nodes_in(without_variables(opt_state), WINDOW_STATES)
 
 
-def _assert_values(is_valid: jax.Array, message: str) -> None:
+def _assert_values(is_valid: Flag, message: str) -> None:
     chex.assert_trees_all_equal(is_valid, jnp.ones_like(is_valid), custom_message=message)

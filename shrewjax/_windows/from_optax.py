@@ -18,7 +18,7 @@ from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import AnyState, DType, Function, KeyPath, Leaf, PyTree
 from shrewjax._numerics import floats
 from shrewjax._skipping.guards import SkipNonfiniteState
-from shrewjax._windows.window import AccumulateState
+from shrewjax._windows.window_state import AccumulateState
 
 
 def from_optax(opt_state: AnyState, tx: optax.GradientTransformation, params: PyTree) -> AnyState:

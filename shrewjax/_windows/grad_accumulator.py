@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._base import arguments, trees
+from shrewjax._base import trees
 from shrewjax._base.mesh import is_traced, on_mesh_of, summed
 from shrewjax._base.states import increment_if, require_own
-from shrewjax._base.types import AnyState, Argument, AxisName, DType, Number, PyTree
+from shrewjax._base.types import AnyState, Argument, AxisName, DType, Number, PyTree, Scalar
 from shrewjax._windows.window import (
     AccumSteps,
-    GradAccumulatorState,
-    Measured,
     Nonfinite,
     Reduction,
     Window,
+    checked_weight,
 )
+from shrewjax._windows.window_state import GradAccumulatorState, Measured
 
 
 class GradAccumulator:
@@ -115,6 +115,11 @@ class GradAccumulator:
           value: its loss, as in `accumulate`. After `take`, the state has the window's in `value`.
         """
         _require_window(state)
+        return self._added(state, grads, checked_weight(weight, state), value)
+
+    def _added(
+        self, state: GradAccumulatorState, grads: PyTree, weight: Scalar, value: Number
+    ) -> GradAccumulatorState:
         arrays = trees.gradient_arrays(summed(grads))
         return self._window.advance(state, arrays, weight, value).state
 
@@ -182,9 +187,8 @@ class GradAccumulator:
                 "step decides on the host and cannot be traced. Use add, ready and take under jit"
             )
         _require_window(state)
-        # One weight, or one per row. It is checked here, because jit hides its value.
-        weight = arguments.weight(weight, {(), state.weight_sum.shape})
-        state = _jitted_add(self, state, grads, weight, value)
+        # The weight is checked here, because jit hides its value.
+        state = _jitted_add(self, state, grads, checked_weight(weight, state), value)
         if not self.ready(state):
             return None, state
         average, closed, state = self.take(state)
@@ -201,4 +205,4 @@ def _require_window(state: AnyState) -> None:
 
 
 # Jitted once for the class, because an object that holds a jitted function cannot be pickled.
-_jitted_add = jax.jit(GradAccumulator.add, static_argnums=0)
+_jitted_add = jax.jit(GradAccumulator._added, static_argnums=0)

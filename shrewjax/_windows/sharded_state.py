@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from shrewjax._base import trees
 from shrewjax._base.types import AnyState, KeyPath, Leaf, PyTree, State
 from shrewjax._windows import _devices
-from shrewjax._windows.window import WINDOW_STATES
+from shrewjax._windows.window_state import WINDOW_STATES
 
 
 def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None = None) -> PyTree:

@@ -20,21 +20,14 @@ With `sum_over`, sums and weights are partial until `average` takes their total.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import partitioned_like
-from shrewjax._base.states import (
-    described,
-    fields,
-    increment_if,
-    require_made_with,
-    window_around_inner,
-)
+from shrewjax._base.states import increment_if, require_made_with
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
     AnyState,
@@ -44,7 +37,6 @@ from shrewjax._base.types import (
     Flag,
     KeyPath,
     Leaf,
-    Metrics,
     Number,
     PyTree,
     Scalar,
@@ -53,7 +45,7 @@ from shrewjax._numerics import floats
 from shrewjax._programs.scatters import unknown_true
 from shrewjax._windows import _noise
 from shrewjax._windows._devices import Devices, expand_like
-from shrewjax._windows._noise import NoiseState as NoiseState  # a public name of the package
+from shrewjax._windows.window_state import GradAccumulatorState
 
 Reduction = Literal["mean", "sum_over_weights", "sum"]
 
@@ -66,89 +58,6 @@ NonfiniteOfBatch = Literal["propagate", "drop_microbatch"]
 
 
 AccumSteps = int | jax.Array | Callable[[jax.Array], Number]
-
-
-# The fields that both states of a window have. CONTRIBUTING has all that changes with one of them.
-MicroStep = Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
-Windows = Annotated[jax.Array, "int32 (): number of windows closed with an average"]
-WeightSum = Annotated[
-    jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"
-]
-WindowBad = Annotated[jax.Array, "bool (): drop_window will discard the open window"]
-Dropped = Annotated[
-    jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"
-]
-ValueSum = Annotated[
-    jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"
-]
-Value = Annotated[
-    jax.Array, "like a weight (): the loss of the last window with an average; inf before it"
-]
-Weight = Annotated[
-    jax.Array, "like a weight (): the weight of the last window with an average; 0 before it"
-]
-Noise = Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
-GradientSum = Annotated[
-    PyTree,
-    "like the parameters, in the accumulator's dtype, with a leading axis of devices with sum_over; meaningless while "
-    "micro_step is 0",
-]
-
-
-@described
-class GradAccumulatorState(NamedTuple):
-    """A window, open or empty. Its fields are a file format."""
-
-    micro_step: MicroStep
-    windows: Windows
-    weight_sum: WeightSum
-    window_bad: WindowBad
-    dropped: Dropped
-    value_sum: ValueSum
-    value: Value
-    weight: Weight
-    noise: Noise
-    gradient_sum: GradientSum
-
-    def metrics(self) -> Metrics:
-        """Returns the entries of `shrewjax.metrics`."""
-        return metrics_of_window(self)
-
-
-@described
-@window_around_inner
-class AccumulateState(NamedTuple):
-    """A window and the wrapped optimizer, which runs for each average. Its fields are a file format."""
-
-    micro_step: MicroStep
-    windows: Windows
-    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
-    weight_sum: WeightSum
-    window_bad: WindowBad
-    dropped: Dropped
-    value_sum: ValueSum
-    value: Value
-    weight: Weight
-    noise: Noise
-    gradient_sum: GradientSum
-    inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
-
-    def metrics(self) -> Metrics:
-        """Returns the entries of `shrewjax.metrics`."""
-        return metrics_of_window(self) | fields(self, "applied")
-
-
-WINDOW_STATES = (GradAccumulatorState, AccumulateState)
-
-
-def metrics_of_window(state: AnyState) -> Metrics:
-    """Returns the scalars of a window. `weight_sum` is left out if each device has its own."""
-    found = fields(
-        state, "micro_step", "windows", "weight_sum", "window_bad", "dropped", "value", "weight"
-    )
-    if state.weight_sum.ndim > state.micro_step.ndim:
-        del found["weight_sum"]
-    return found | (_noise.metrics_of_noise(state.noise) if state.noise else {})
 
 
 class WindowStep(NamedTuple):
@@ -168,18 +77,6 @@ class Average(NamedTuple):
     weight: jax.Array  # the window's, over all devices
     noise: AnyState  # the state of the noise with this window
     total: ArrayTree  # the gradients before the division, if sums are partial
-
-
-class Measured(NamedTuple):
-    """The fields of a window's state that each average replaces."""
-
-    value: jax.Array
-    weight: jax.Array
-    noise: AnyState
-
-    @classmethod
-    def of(cls, source: "Average | AnyState") -> "Measured":
-        return cls(*(getattr(source, name) for name in cls._fields))
 
 
 class Window:
@@ -257,36 +154,40 @@ class Window:
         self,
         state: AnyState,
         grads: ArrayTree,
-        weight: Number,
+        weight: Scalar,
         value: Number,
         *,
         flush: Flag = False,
         when_full: bool = False,
         is_present: Flag = True,
+        has_begun: bool = False,
     ) -> WindowStep:
         """Adds a micro-batch, and closes the window if it is flushed or, `when_full`, full.
 
-        Gradients come as arrays (`trees.gradient_arrays`). With `is_present=False` there is no micro-batch. The total
-        of partial sums is left to `average`. The module's docstring has the order of its decisions.
+        Gradients come as arrays (`trees.gradient_arrays`), and the weight as `checked_weight` returns it. With
+        `is_present=False` there is no micro-batch. With `has_begun=True` the sums are replaced by no gradient, even if
+        `micro_step` is 0, and no select stands around the sum of a loop (XLA-24). The total of partial sums is left to
+        `average`. The module's docstring has the order of its decisions.
         """
-        grads, weight, value = self._devices.checked(
+        # Check that the micro-batch and the state fit.
+        grads, value = self._devices.checked(
             grads, weight, value, state.gradient_sum, state.weight_sum
         )
         if self._noise_decay is not None:
             require_made_with("noise_decay", state, "noise", _noise.FOR_AN_OPEN_WINDOW)
 
-        # 1. Is it kept?
+        # 1. Is it kept? The weight as an array is the device's own. It is 0 if the micro-batch is not kept.
         is_kept, is_nonfinite = self._is_kept(grads, weight, is_present, state.weight_sum)
         own_weight = jnp.asarray(weight).astype(state.weight_sum.dtype)
         kept_weight = jnp.where(is_kept, own_weight, jnp.zeros((), own_weight.dtype))
 
-        # 2. Is it a step? A traced `is_present` comes from `add_in_loop`. One that is absent counts, too, which nobody
-        # reads, because these windows are closed as `already_begun`.
+        # 2. Is it a step? Count it, and add its weight. A traced `is_present` comes from `add_in_loop`. One that is
+        # absent counts, too, which nobody reads, because these windows are closed with `has_begun`.
         is_step: Flag = is_present is not False
         if is_step and self.nonfinite == "extend_window":
             is_step = ~jnp.asarray(is_nonfinite)
         micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
-        weight_sum = state.weight_sum + _checked_weight(weight, kept_weight)
+        weight_sum = state.weight_sum + _nan_out_of_range(weight, kept_weight)
         window_bad = state.window_bad
         if self.nonfinite == "drop_window":
             window_bad = window_bad | is_nonfinite
@@ -297,11 +198,9 @@ class Window:
         # 4. Does it have an average?
         has_weight, has_average = self._has_average(is_kept, is_closing, weight_sum, window_bad)
 
-        # 5. Update each leaf in one pass, which also divides if the window is closing.
+        # 5. Update each leaf in one pass, which also divides if the window is closing. Then add the loss and the noise.
         scale = self._scale(is_closing, weight_sum, has_weight)
-        is_first: Flag = state.micro_step == 0
-        if isinstance(is_first, np.bool_):  # `already_begun`: no select for each leaf
-            is_first = bool(is_first)
+        is_first: Flag = False if has_begun else state.micro_step == 0
         factor = self._factor(weight, own_weight)
         gradient_sum = jax.tree.map(
             lambda total, g: _advance_leaf(total, g, is_first, is_kept, factor, scale),
@@ -327,7 +226,7 @@ class Window:
         return WindowStep(new_state, weight_sum, value_sum, is_closing & has_average, has_weight)
 
     def _is_kept(
-        self, grads: ArrayTree, weight: Number, is_present: Flag, weight_sum: jax.Array
+        self, grads: ArrayTree, weight: Scalar, is_present: Flag, weight_sum: jax.Array
     ) -> tuple[Flag, Flag]:
         """Returns whether the micro-batch is kept, and whether it counts as non-finite. One of weight 0 never does."""
         is_kept: Flag = is_present is not False and weight != 0
@@ -379,7 +278,7 @@ class Window:
         of_closing = _reciprocal(weight_sum, has_weight)
         return jnp.where(is_closing, of_closing, jnp.ones((), weight_sum.dtype))
 
-    def _factor(self, weight: Number, own_weight: jax.Array) -> jax.Array | None:
+    def _factor(self, weight: Scalar, own_weight: jax.Array) -> jax.Array | None:
         """Returns the factor of a micro-batch's gradients, None if it is 1."""
         is_one = isinstance(weight, float) and weight == 1
         return None if is_one or self._reduction != "mean" else own_weight
@@ -388,7 +287,7 @@ class Window:
         self,
         value_sum: jax.Array,
         value: Number,
-        weight: Number,
+        weight: Scalar,
         kept_weight: jax.Array,
         is_kept: Flag,
         is_first: Flag,
@@ -406,7 +305,7 @@ class Window:
         return jnp.where(is_kept, value_sum + own, value_sum)
 
     def _noise_added(
-        self, noise: AnyState, grads: PyTree, weight: jax.Array, is_kept: Flag, is_first: Flag
+        self, noise: AnyState, grads: PyTree, own_weight: jax.Array, is_kept: Flag, is_first: Flag
     ) -> AnyState:
         """Returns the sums of squared norms with this micro-batch's, if the window measures its noise.
 
@@ -415,20 +314,24 @@ class Window:
         """
         if self._noise_decay is None:
             return noise
-        is_kept = is_kept & (weight > arguments.LEAST_WEIGHT)
+        is_kept = is_kept & (own_weight > arguments.LEAST_WEIGHT)
         # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
-        safe_weight = jnp.where(weight != 0, weight, jnp.ones((), weight.dtype))
-        square_weight = safe_weight if self._reduction == "mean" else 1 / safe_weight
+        divisor = jnp.where(own_weight != 0, own_weight, jnp.ones((), own_weight.dtype))
+        of_square = divisor if self._reduction == "mean" else 1 / divisor
         norm = self._devices.own_norm(grads, varies_like=noise.kept)
-        return _noise.added(noise, norm, square_weight, is_kept, is_first)
+        return _noise.added(noise, norm, of_square, is_kept, is_first)
 
     def add_in_loop(
-        self, state: AnyState, grads: ArrayTree, weight: Number, is_present: Flag = True
+        self, state: AnyState, grads: ArrayTree, weight: Scalar, is_present: Flag = True
     ) -> AnyState:
-        """Adds a micro-batch that is present, in a loop of the compiled program. Returns the new state."""
+        """Adds a micro-batch that is present, in a loop of the compiled program. Returns the new state.
+
+        The sums begin as zeros, and the window closes with `has_begun`.
+        """
         arrays = trees.gradient_arrays(grads)
         is_present = is_present & unknown_true()
-        return self.advance(already_begun(state), arrays, weight, None, is_present=is_present).state
+        step = self.advance(state, arrays, weight, None, is_present=is_present, has_begun=True)
+        return step.state
 
     def divided(self, state: AnyState) -> AnyState:
         """Returns a window whose partial sums are divided by the total weight, to be closed as a "sum".
@@ -441,7 +344,7 @@ class Window:
         return state._replace(gradient_sum=_all_scaled(state.gradient_sum, scale))
 
     def adder_in_loop(
-        self, state: AnyState, weight: Number
+        self, state: AnyState, weight: Scalar
     ) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """Returns a function of a leaf's sum, or a slice of it, and a gradient, which returns the new sum."""
         own_weight = jnp.asarray(weight).astype(state.weight_sum.dtype)
@@ -502,14 +405,16 @@ class Window:
         """Returns the gradients, or the shapes and dtypes of their total."""
         return self._devices.like_total(grads)
 
-    def close(self, state: AnyState) -> tuple[Average, Flag, AnyState]:
+    def close(self, state: AnyState, *, has_begun: bool = False) -> tuple[Average, Flag, AnyState]:
         """Closes a window, full or not. Returns its average, whether it has one, and the state.
 
         The average of a window without one is meaningless. Callers whose users may read it replace it by zeros, which
         XLA:GPU would hold beside the gradients. `windows`, `value`, `weight` and `noise` then stay as they were.
         """
         no_gradients = jax.tree.map(lambda _: None, state.gradient_sum)
-        step = self.advance(state, no_gradients, 0, None, flush=True, is_present=False)
+        step = self.advance(
+            state, no_gradients, 0.0, None, flush=True, is_present=False, has_begun=has_begun
+        )
         average = self.average(step)
         return average, step.has_average & average.has_weight, step.state
 
@@ -518,16 +423,6 @@ def _default_dtype(param: Leaf) -> DType:
     """Returns the wider of float32 and a parameter's dtype, complex for complex."""
     is_double = floats.real_dtype(param) == jnp.float64
     return floats.upcast_dtype(param, jnp.float64 if is_double else jnp.float32)
-
-
-def already_begun(state: GradAccumulatorState) -> GradAccumulatorState:
-    """Returns the window, marked as begun, so that a gradient is always added and never replaces the sum.
-
-    XLA moves the all-reduce of the gradients out of a loop only if the loop does nothing but add them (XLA-24). Marked,
-    the window also closes without a select of the sums.
-    """
-    begun: Any = np.ones((), np.int32)  # NumPy's, so that it is known while tracing
-    return state._replace(micro_step=begun)
 
 
 def _advance_leaf(
@@ -577,7 +472,12 @@ def _all_scaled(sums: ArrayTree, scale: jax.Array) -> ArrayTree:
     return jax.tree.map(lambda x: _scaled(x, scale) if is_gradient(x) else x, sums)
 
 
-def _checked_weight(weight: Scalar, kept_weight: jax.Array) -> jax.Array:
+def checked_weight(weight: Number, state: AnyState) -> Scalar:
+    """Returns a user's weight for a window in this state: one number, or one for each row."""
+    return arguments.weight(weight, {(), state.weight_sum.shape})
+
+
+def _nan_out_of_range(weight: Scalar, kept_weight: jax.Array) -> jax.Array:
     """Returns what the window's weight grows by: NaN for an array's weight that Python numbers may not have.
 
     The average is then NaN. Gradients are multiplied by the weight itself, because a select in their factor keeps XLA
@@ -585,11 +485,10 @@ def _checked_weight(weight: Scalar, kept_weight: jax.Array) -> jax.Array:
     """
     if isinstance(weight, float):
         return kept_weight
-    is_valid = (kept_weight == 0) | arguments.is_weight(kept_weight)
-    return jnp.where(is_valid, kept_weight, jnp.nan)
+    return jnp.where(arguments.is_weight(kept_weight), kept_weight, jnp.nan)
 
 
 def _reciprocal(weight_sum: jax.Array, has_weight: Flag) -> jax.Array:
     """Returns 1 / weight_sum, 1 if the weight is 0, or NaN if the weight sum is out of range."""
-    checked = jnp.where(arguments.is_weight(weight_sum), weight_sum, jnp.nan)
-    return 1 / jnp.where(has_weight, checked, jnp.ones_like(weight_sum))
+    in_range = jnp.where(arguments.is_in_range_of_weights(weight_sum), weight_sum, jnp.nan)
+    return 1 / jnp.where(has_weight, in_range, jnp.ones_like(weight_sum))

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -42,4 +43,18 @@ def vector(*values):
     return jnp.asarray(values, jnp.float32)
 
 
-BAD_WEIGHTS = [-1.0, np.nan, np.inf, 3e38, 1e-30, np.float32(-1), np.float64(np.nan), np.array(-1), "1", None, 1j]
+FLOAT0 = np.zeros((), jax.dtypes.float0)
+BAD_WEIGHTS = [
+    -1.0,
+    np.nan,
+    np.inf,
+    3e38,
+    1e-30,
+    np.float32(-1),
+    np.float64(np.nan),
+    np.array(-1),
+    "1",
+    None,
+    1j,
+    FLOAT0,
+]

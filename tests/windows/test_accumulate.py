@@ -454,9 +454,13 @@ def test_uneven_micro_batches_of_text_equal_the_large_batch():
         ({}, 2.0, None),
         ({}, -1.0, "weight"),
         ({}, np.nan, "weight"),
+        ({}, 0.0, None),
+        ({}, 1e-20, "weight must be 0, or between"),
+        ({}, 2.0**110, "weight must be 0, or between"),
         ({"micro_step": jnp.int32(3)}, 1.0, "micro_step must be between 0 and 2"),
         ({"micro_step": jnp.int32(-1)}, 1.0, "micro_step"),
         ({"weight_sum": jnp.float32(np.inf)}, 1.0, "weight_sum"),
+        ({"weight_sum": jnp.float32(2.0**101)}, 1.0, "weight_sum must be 0, or between"),
     ],
 )
 def test_value_checks_of_the_window_are_there_for_who_wants_them(change, weight, message):

@@ -64,6 +64,7 @@ OUT_OF_RANGE = {
     "sum and products too large": ([1e38, 1e38], 10.0),
     "products too small": ([1e-30], 1e-10),
     "sum too small": ([2.0**-32] * 3, 1.0),
+    "sum of two weights in range": ([2.0**100] * 2, 1.0),
     "negative sum": ([1.0, -2.0], 1.0),
     "infinite": ([np.inf], 1.0),
 }
@@ -76,6 +77,16 @@ def test_traced_weights_whose_sum_is_out_of_range_make_the_average_nan(case, red
     tx = recording_window(len(weights), reduction=reduction)
     steps = [(vector(gradient), {"weight": jnp.float32(w)}) for w in weights]
     updates, state = run_compiled(tx, steps, vector(0.0))[-1]
+    assert bool(state.applied)
+    assert np.isnan(updates).all()
+
+
+@pytest.mark.parametrize(("restored", "weight"), [(-3.0, 2), (-3.0, jnp.float32(2)), (2.0**100, 2.0**100)], ids=str)
+def test_a_sum_of_weights_out_of_range_makes_the_average_nan_also_if_each_weight_is_in_range(restored, weight):
+    """A restored state, or Python's numbers, whose sum no check of a weight sees."""
+    tx = recording_window(2)
+    state = tx.init(vector(0.0))._replace(weight_sum=jnp.float32(restored), micro_step=jnp.int32(1))
+    updates, state = tx.update(vector(1.0), state, vector(0.0), weight=weight)
     assert bool(state.applied)
     assert np.isnan(updates).all()
 

@@ -1,0 +1,108 @@
+"""The states of windows, which people save: their fields, and the scalars of them that `metrics` returns.
+
+`accumulate` and `GradAccumulator` have one each. `window` has the arithmetic that changes them.
+"""
+
+from typing import Annotated, NamedTuple
+
+import jax
+
+from shrewjax._base.states import described, fields, window_around_inner
+from shrewjax._base.types import AnyState, Metrics, PyTree
+from shrewjax._windows import _noise
+from shrewjax._windows._noise import NoiseState as NoiseState  # a public name of the package
+
+# The fields that both states of a window have. CONTRIBUTING has all that changes with one of them.
+MicroStep = Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
+Windows = Annotated[jax.Array, "int32 (): number of windows closed with an average"]
+WeightSum = Annotated[
+    jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"
+]
+WindowBad = Annotated[jax.Array, "bool (): drop_window will discard the open window"]
+Dropped = Annotated[
+    jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"
+]
+ValueSum = Annotated[
+    jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"
+]
+Value = Annotated[
+    jax.Array, "like a weight (): the loss of the last window with an average; inf before it"
+]
+Weight = Annotated[
+    jax.Array, "like a weight (): the weight of the last window with an average; 0 before it"
+]
+Noise = Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
+GradientSum = Annotated[
+    PyTree,
+    "like the parameters, in the accumulator's dtype, with a leading axis of devices with sum_over; meaningless while "
+    "micro_step is 0",
+]
+
+
+@described
+class GradAccumulatorState(NamedTuple):
+    """A window, open or empty. Its fields are a file format."""
+
+    micro_step: MicroStep
+    windows: Windows
+    weight_sum: WeightSum
+    window_bad: WindowBad
+    dropped: Dropped
+    value_sum: ValueSum
+    value: Value
+    weight: Weight
+    noise: Noise
+    gradient_sum: GradientSum
+
+    def metrics(self) -> Metrics:
+        """Returns the entries of `shrewjax.metrics`."""
+        return metrics_of_window(self)
+
+
+@described
+@window_around_inner
+class AccumulateState(NamedTuple):
+    """A window and the wrapped optimizer, which runs for each average. Its fields are a file format."""
+
+    micro_step: MicroStep
+    windows: Windows
+    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
+    weight_sum: WeightSum
+    window_bad: WindowBad
+    dropped: Dropped
+    value_sum: ValueSum
+    value: Value
+    weight: Weight
+    noise: Noise
+    gradient_sum: GradientSum
+    inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
+
+    def metrics(self) -> Metrics:
+        """Returns the entries of `shrewjax.metrics`."""
+        return metrics_of_window(self) | fields(self, "applied")
+
+
+WINDOW_STATES = (GradAccumulatorState, AccumulateState)
+
+
+def metrics_of_window(state: AnyState) -> Metrics:
+    """Returns the scalars of a window. `weight_sum` is left out if each device has its own."""
+    found = fields(
+        state, "micro_step", "windows", "weight_sum", "window_bad", "dropped", "value", "weight"
+    )
+    if state.weight_sum.ndim > state.micro_step.ndim:
+        del found["weight_sum"]
+    return found | (_noise.metrics_of_noise(state.noise) if state.noise else {})
+
+
+class Measured(NamedTuple):
+    """The fields of a window's state that each average replaces."""
+
+    value: jax.Array
+    weight: jax.Array
+    noise: AnyState
+
+    @classmethod
+    def of(cls, source: AnyState) -> "Measured":
+        """Returns these fields of a state, or those of an average."""
+        return cls(*(getattr(source, name) for name in cls._fields))
