@@ -61,7 +61,12 @@ def mistakes(path):
         elif token.type == "text" and SHOWN_AS_CODE.search(token.content):
             found.append(f"the site's markup {token.content!r}")
     roles = re.findall(r"\{[a-z][\w:-]*\}`[^`]+`", re.sub(r"(?ms)^(`{3,}).*?^\1", "", text))
-    found += [f"the role {role}" for role in roles]
+    return found + [f"the role {role}" for role in roles] + dead_links(path)
+
+
+def dead_links(path):
+    """Links of a page without a text, a file or a heading."""
+    text, found = path.read_text(), []
     for link, shown in links(text):
         file, _, anchor = link.partition("#")
         if shown is not None and not shown.strip():
@@ -90,6 +95,11 @@ def reached():
 @pytest.mark.parametrize("page", reached(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_page_loses_nothing_on_github(page):
     assert mistakes(page) == []
+
+
+def test_links_of_pages_that_only_the_site_shows_are_right_on_github_too():
+    others = set((ROOT / "docs").rglob("*.md")) - set(reached())
+    assert {path.name: dead for path in others if (dead := dead_links(path))} == {}
 
 
 def test_the_readme_leads_to_every_page_but_those_of_the_site_alone():
