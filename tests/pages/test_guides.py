@@ -1017,6 +1017,31 @@ def test_norm_after_clipping_is_the_product_of_two_metrics(scale):
     assert norm(updates) == pytest.approx(min(norm(grads), 1), rel=1e-6)
 
 
+@pytest.mark.parametrize("nested", ["guard inside", "guard around", "clip alone"])
+def test_changed_says_whether_the_call_changed_the_parameters(nested):
+    """A NaN in the third of six micro-batches. `accumulate/applied` alone is the mistake, with a guard."""
+    changed = page("guide/logging.md").names["changed"]
+    sgd = optax.chain(shrewjax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    tx = {
+        "guard inside": shrewjax.accumulate(shrewjax.skip_nonfinite(sgd), 2),
+        "guard around": shrewjax.skip_nonfinite(shrewjax.accumulate(sgd, 2)),
+        "clip alone": sgd,
+    }[nested]
+
+    def step(params, state, g):
+        params, state = shrewjax.apply_gradients(tx, g, state, params)
+        metrics = shrewjax.metrics(state)
+        return params, state, changed(metrics), metrics.get("accumulate/applied", True)
+
+    step, params, state, alone = quick_jit(step), jnp.zeros(2), tx.init(jnp.zeros(2)), []
+    for i in range(6):
+        before = params
+        params, state, says, window = step(before, state, jnp.ones(2) * (np.nan if i == 2 and "guard" in nested else 1))
+        assert says == np.any(params != before), i
+        alone.append(says == window)
+    assert all(alone) == (nested == "clip alone")
+
+
 # --- docs/moving.md ---------------------------------------------------------------------------------------------
 
 
