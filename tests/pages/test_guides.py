@@ -295,6 +295,52 @@ def test_contrastive_losses_of_the_page_are_the_whole_batch(losses):
         assert distance(our_grads, grads) < 1e-6
 
 
+def test_a_pad_of_zeros_and_a_mask_that_is_uneven_over_devices_give_the_gradient_of_the_pairs_alone(losses):
+    """A mean over a device's own rows is the mistake, and the plain quotient by the norm in `unit`."""
+    pixels, tokens = losses.batch
+    mask = np.arange(32) < 18  # the last three of eight devices have no pairs
+    padded = jnp.where(mask, pixels.T, 0).T, tokens
+    shapes = {"pixels": (12, 16), "image": (16, 8), "embedding": (20, 16), "text": (16, 8)}
+    params = losses.normal(jax.random.key(0), **shapes) | {"temperature": jnp.log(1 / 0.07)}
+
+    def masked_features(params, mask, *batch):
+        return losses.features(params, *batch) | {"mask": mask}
+
+    def on_device(params, z, is_right):
+        everyones = functools.partial(jax.lax.all_gather, axis_name="data", tiled=True)
+        u, v = jnp.exp(params["temperature"]) * z["image"], z["text"]
+        of_mask = everyones(z["mask"])
+        both = sum(
+            jax.nn.logsumexp(jnp.where(of_mask, a @ everyones(b).T, -jnp.inf), axis=1) for a, b in ((u, v), (v, u))
+        )
+        own, devices = jnp.where(z["mask"], both / 2 - jnp.sum(u * v, axis=1), 0), jax.device_count()
+        if is_right:
+            return devices * jnp.sum(own) / jax.lax.psum(jnp.sum(z["mask"]), "data")
+        return jnp.sum(own) / jnp.maximum(jnp.sum(z["mask"]), 1)
+
+    def found(params):
+        split = jax.P("data")
+        mapped = [
+            jax.shard_map(
+                shrewjax.contrastive_value_and_grad(
+                    masked_features, functools.partial(on_device, is_right=is_right), 2, sum_over="data"
+                ),
+                mesh=mesh_of(data=jax.device_count()),
+                in_specs=(jax.P(), split, split, split),
+                out_specs=(jax.P(), jax.P()),
+            )(params, mask, *padded)[1]
+            for is_right in (True, False)
+        ]
+        pairs = jax.tree.map(lambda x: x[:18], (pixels, tokens))
+        with_norm = jax.grad(lambda z: jnp.sum(z / jnp.linalg.norm(z, axis=-1, keepdims=True)))(jnp.zeros((2, 3)))
+        return jax.grad(lambda p: table_loss(p, losses.features(p, *pairs)))(params), mapped, with_norm
+
+    expected, (right, wrong), of_plain_quotient = quick_jit(found)(params)
+    assert distance(right, expected) < 1e-5
+    assert distance(wrong, expected) > 0.2
+    assert np.isnan(of_plain_quotient).all()
+
+
 def test_the_nnx_step_of_the_page_is_the_whole_batch(losses):
     """With dropout: each micro-batch has its own key."""
     model, key = losses.Towers(nnx.Rngs(0)), jax.random.key(3)
