@@ -5,7 +5,7 @@
 * `explain_window`: micro-batches are added up, the average is clipped, and the optimizer runs once a window.
 * `explain_norm`: gradients from the smallest to the largest that float16 and float32 hold, and the norm of them that
   Optax and `shrewjax.grad_norm` compute. It is measured, not sketched.
-* `explain_devices`: each row of a mesh adds up its own gradients, and the rows meet once a window.
+* `explain_devices`: each device adds up its own gradients, and the sums meet once a window.
 
 Run it with
 
@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import train_transformer
-from _figures import BLUE, FAINT, GREEN, INK, MUTED, VERMILLION
+from _figures import BLUE, GREEN, INK, MUTED, VERMILLION
 from flax import nnx
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -51,14 +51,15 @@ ELEMENTS = 1000
 POINTS = 61
 # Powers of ten of the norms. In between, no gradient is rounded to zeros only, and every element is finite.
 RANGES = {"float16": (-6, 5.5), "float32": (-34, 38)}
-MICRO_BATCHES = ("32 examples", "32 examples", "NaN", "20 examples")
+MICRO_BATCHES = ("32 examples", "32 examples", "8 examples", "20 examples")
 ONCE_A_WINDOW = (
     ("window\naverage by\nexample", VERMILLION),
     ("clip\nnorm \N{LESS-THAN OR EQUAL TO} 1", VERMILLION),
     ("optimizer\none step", GREEN),
 )
 ALL_REDUCE = "one all-reduce\nwhen the\nwindow closes"
-SAME = "clip, optimizer:\nthe same on\nboth rows"
+SAME = "clip, optimizer:\nthe same on\nevery device"
+DEVICES = 4
 
 
 PARAGRAPHS, CHARACTERS, LAYERS = 64, 128, 4
@@ -114,7 +115,7 @@ def plot_memory(gradients: dict[str, Gradient], path: Path) -> None:
         text = f"{gradient.held / MIB:.0f} MiB"
         if not is_first:
             power = math.ceil(np.log10(gradient.distance(first)))
-            text += f"  the same gradient within 1e{power}"
+            text += f": the same gradient within 1e{power}"
         end = (gradient.held / MIB, place)
         axes.annotate(text, end, xytext=(5, 0), textcoords="offset points", va="center")
         axes.text(-8, place, name, ha="right", va="center")
@@ -199,18 +200,8 @@ def plot_norms(measured: dict[str, Norms], path: Path, *, stacked: bool) -> None
     _figures.save(figure, path)
 
 
-def box(
-    axes: Axes,
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    text: str,
-    color: str,
-    *,
-    skipped: bool,
-) -> None:
-    """Draws a box with its center at (x, y). One that is skipped has a dashed line."""
+def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, color: str) -> None:
+    """Draws a box with its center at (x, y)."""
     corner = x - width / 2, y - height / 2
     axes.add_patch(
         FancyBboxPatch(
@@ -219,12 +210,11 @@ def box(
             height,
             boxstyle="round,pad=0,rounding_size=0.12",
             facecolor="none",
-            edgecolor=MUTED if skipped else color,
-            linestyle="--" if skipped else "-",
-            linewidth=1 if skipped else 1.6,
+            edgecolor=color,
+            linewidth=1.6,
         )
     )
-    axes.text(x, y, text, ha="center", va="center", color=MUTED if skipped else INK)
+    axes.text(x, y, text, ha="center", va="center")
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
@@ -242,19 +232,16 @@ def sketch(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def plot_window(path: Path) -> None:
-    """Draws the micro-batches of a window, one of which is dropped, and what runs when it closes."""
+    """Draws the micro-batches of a window, and what runs when it closes."""
     figure, axes = sketch(9.6, 1.9)
     y, height = 0.95, 0.8
     for call, held in enumerate(MICRO_BATCHES, start=1):
-        skipped = held == "NaN"
         x = 1.3 * call - 0.6
-        box(axes, x, y, 1.15, height, f"micro-batch\n{held}", BLUE, skipped=skipped)
-        axes.text(
-            x, y + 0.6, f"call {call}" + (": dropped" if skipped else ""), ha="center", color=MUTED
-        )
+        box(axes, x, y, 1.15, height, f"micro-batch\n{held}", BLUE)
+        axes.text(x, y + 0.6, f"call {call}", ha="center", color=MUTED)
     for number, (text, color) in enumerate(ONCE_A_WINDOW):
         x = 6.2 + 1.4 * number
-        box(axes, x, y, 1.05, height, text, color, skipped=False)
+        box(axes, x, y, 1.05, height, text, color)
         arrow(axes, (x - 0.86, y), (x - 0.55, y))
     for first, last, text in (
         (0.12, 5.18, "each call adds its gradient to the window"),
@@ -270,20 +257,12 @@ def stack_window(path: Path) -> None:
     figure, axes = sketch(3.6, 5.9)
     x = 1.45
     for call, held in enumerate(MICRO_BATCHES, start=1):
-        skipped = held == "NaN"
         y = 6.2 - 0.7 * call
-        box(axes, x, y, 1.2, 0.55, f"micro-batch\n{held}", BLUE, skipped=skipped)
-        axes.text(
-            0.75,
-            y,
-            f"call {call}" + (":\ndropped" if skipped else ""),
-            ha="right",
-            va="center",
-            color=MUTED,
-        )
+        box(axes, x, y, 1.2, 0.55, f"micro-batch\n{held}", BLUE)
+        axes.text(0.75, y, f"call {call}", ha="right", va="center", color=MUTED)
     for number, (text, color) in enumerate(ONCE_A_WINDOW):
         y = 2.3 - 0.95 * number
-        box(axes, x, y, 1.2, 0.65, text, color, skipped=False)
+        box(axes, x, y, 1.2, 0.65, text, color)
         arrow(axes, (x, y + 0.6), (x, y + 0.35))
     for top, bottom, text in (
         (5.78, 3.12, "each call\nadds its\ngradient to\nthe window"),
@@ -295,82 +274,37 @@ def stack_window(path: Path) -> None:
 
 
 def plot_devices(path: Path) -> None:
-    """Draws a mesh of eight devices whose two rows meet once a window."""
-    figure, axes = sketch(9.6, 2.7)
-    meeting = 6.55, 1.25
-    for row, y in enumerate((1.85, 0.65)):
-        axes.add_patch(
-            FancyBboxPatch(
-                (0.75, y - 0.45), 3.3, 0.9, "round,pad=0,rounding_size=0.1", fc="none", ec=FAINT
-            )
-        )
-        axes.text(0.65, y, f"data = {row}", ha="right", va="center")
-        for column in range(4):
-            box(
-                axes,
-                1.2 + 0.8 * column,
-                y,
-                0.7,
-                0.7,
-                f"device\n{4 * row + column}",
-                BLUE,
-                skipped=False,
-            )
-        axes.text(
-            4.15,
-            y,
-            "adds up its own\ngradients,\nmicro-batch by\nmicro-batch",
-            va="center",
-            linespacing=1.1,
-        )
-        arrow(axes, (5.4, y), (meeting[0] - 0.72, meeting[1] + np.sign(y - meeting[1]) * 0.15))
-    axes.text(
-        2.4,
-        2.47,
-        "fsdp: each device holds a quarter of its row's sum",
-        ha="center",
-        va="center",
-        color=MUTED,
-    )
-    box(axes, *meeting, 1.4, 1.0, ALL_REDUCE, VERMILLION, skipped=False)
-    box(axes, 8.6, meeting[1], 1.5, 1.0, SAME, GREEN, skipped=False)
-    arrow(axes, (7.3, meeting[1]), (7.82, meeting[1]))
+    """Draws a mesh of four devices whose sums meet once a window."""
+    figure, axes = sketch(9.0, 2.7)
+    meeting = 5.9, 1.35
+    for device in range(DEVICES):
+        y = 2.33 - 0.65 * device
+        box(axes, 0.95, y, 1.4, 0.5, f"device {device}", BLUE)
+        axes.text(1.8, y, "adds up its own gradients,\nmicro-batch by micro-batch", va="center")
+        arrow(axes, (3.95, y), (meeting[0] - 0.72, meeting[1] + (y - meeting[1]) / 4))
+    box(axes, *meeting, 1.4, 1.0, ALL_REDUCE, VERMILLION)
+    box(axes, 8.05, meeting[1], 1.6, 1.0, SAME, GREEN)
+    arrow(axes, (6.65, meeting[1]), (7.22, meeting[1]))
     _figures.save(figure, path)
 
 
 def stack_devices(path: Path) -> None:
     """Draws the same from top to bottom."""
-    figure, axes = sketch(3.6, 5.5)
+    figure, axes = sketch(3.6, 4.2)
     axes.text(
         1.8,
-        5.3,
-        "fsdp: each device holds a quarter\nof its row's sum",
+        3.9,
+        "each device adds up its own gradients,\nmicro-batch by micro-batch",
         ha="center",
         va="center",
-        color=MUTED,
     )
-    for row, y in enumerate((4.3, 2.95)):
-        axes.add_patch(
-            FancyBboxPatch(
-                (0.15, y - 0.45), 3.3, 0.9, "round,pad=0,rounding_size=0.1", fc="none", ec=FAINT
-            )
-        )
-        axes.text(0.15, y + 0.6, f"data = {row}: adds up its own gradients", va="center")
-        for column in range(4):
-            box(
-                axes,
-                0.6 + 0.8 * column,
-                y,
-                0.7,
-                0.7,
-                f"device\n{4 * row + column}",
-                BLUE,
-                skipped=False,
-            )
-    for number, (text, color) in enumerate(((ALL_REDUCE, VERMILLION), (SAME, GREEN))):
-        y = 1.65 - 1.2 * number
-        box(axes, 1.8, y, 1.6, 0.8, text, color, skipped=False)
-        arrow(axes, (1.8, y + 0.8), (1.8, y + 0.43))
+    for device in range(DEVICES):
+        x = 0.6 + 0.8 * device
+        box(axes, x, 3.25, 0.7, 0.6, f"device\n{device}", BLUE)
+        arrow(axes, (x, 2.92), (1.8 + (x - 1.8) / 3, 2.38))
+    box(axes, 1.8, 1.95, 1.6, 0.8, ALL_REDUCE, VERMILLION)
+    box(axes, 1.8, 0.55, 1.6, 0.8, SAME, GREEN)
+    arrow(axes, (1.8, 1.52), (1.8, 0.98))
     _figures.save(figure, path)
 
 

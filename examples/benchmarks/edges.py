@@ -18,8 +18,6 @@ from _harness import Figure, Row
 
 import shrewjax
 
-jax.config.update("jax_num_cpu_devices", 8)
-
 
 def clipped_norm(quick: bool) -> list[Row]:
     """The norm of a clipped gradient whose squares leave the range; max_norm is 1."""
@@ -184,4 +182,5 @@ def dtypes(quick: bool) -> list[Row]:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
     _harness.main(__doc__, [clipped_norm, clipping.norm_error, leaf_order, shards, windows, dtypes])

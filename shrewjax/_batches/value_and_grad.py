@@ -102,10 +102,10 @@ def value_and_grad(
 
     .. math:: \ell = \frac{\sum_i w_i \ell_i}{\sum_i w_i}, \qquad \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
 
-    The returned function takes the arguments of `fun`, with the whole batch. If `fun` is a sum or a mean over examples,
-    it returns what `jax.value_and_grad(fun, argnums, has_aux)` returns. A loss that compares examples takes two passes:
-    see the guide "Contrastive and auxiliary losses". Call the returned function under `jax.jit`, because outside of it
-    each call compiles the loop again.
+    The returned function takes the arguments of `fun`, with the whole batch. If `fun` is a mean over examples, it
+    returns what `jax.value_and_grad(fun, argnums, has_aux)` returns. So it does for a sum, with `reduction="sum"`. A
+    loss that compares examples needs two passes: see the guide "Contrastive and auxiliary losses". Call the returned
+    function under `jax.jit`, because outside of it each call compiles the loop again.
 
     A step takes the memory of one micro-batch and of the sum of the gradients. Stacked gradients of scanned layers are
     added in place, except with `nonfinite="drop_microbatch"`, if they also come from elsewhere, such as a penalty, or
@@ -124,12 +124,13 @@ def value_and_grad(
     a non-finite one, `"drop_microbatch"`           it gets weight 0
     every micro-batch has weight 0 or is dropped    the gradients are zeros, the value and every `"mean"` are NaN;
                                                     with `reduction="sum"`, the value is 0
-    an array's weight, or a sum of weights, that    value, gradients and every `"mean"` are NaN; a sum is not
-    is out of range or NaN                          multiplied or divided by it, and not affected
+    an array's weight, or a sum, out of range       value, gradients and every `"mean"` are NaN; a `"sum"` is
+                                                    neither multiplied nor divided by it, and stays
     a leaf below `_overwrite_with_gradient`         the largest new value of a kept micro-batch, over devices too; the
                                                     old one if none is kept: a statistic of Flax's fp8 layers
-    reverse-mode derivatives of the results, with   NaN, because JAX multiplies the NaN by 0; let `fun` avoid it, as by
-    a NaN in a micro-batch that is not kept         `sum / jnp.maximum(n, 1)`; forward mode is right
+    a derivative of the results in reverse mode     NaN if a micro-batch that is not kept has a NaN, because JAX
+                                                    multiplies it by 0; let `fun` avoid it, as by
+                                                    `sum / jnp.maximum(n, 1)`; forward mode is right
     ==============================================  ============================================================
 
     A micro-batch is non-finite if its loss or its gradients contain a NaN or an infinity, and its weight is not 0.

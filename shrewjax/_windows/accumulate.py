@@ -99,12 +99,12 @@ def accumulate(
                                                       `accum_steps`
     a window of weight 0                              inner does not run, updates are zeros
     a Python or NumPy weight out of range or NaN      an error
-    an array's weight, or a sum of weights, that is   the average is NaN, under every `nonfinite`; a `"sum"` is not
-    out of range or NaN                               multiplied or divided, and not affected
+    an array's weight, or a sum, out of range         the average is NaN, under every `nonfinite`; a `"sum"` is
+                                                      neither multiplied nor divided by it, and stays
     a product w g, or a sum, too large for its dtype  the average is infinite or NaN, under every `nonfinite`
     a product w g below the smallest normal number    may be flushed to 0; larger weights avoid it
-    reverse-mode derivatives of the average, with a   NaN, because JAX multiplies the NaN by 0; let the loss avoid it;
-    NaN in a micro-batch that is not kept             forward mode is right
+    a derivative of the average in reverse mode       NaN if a micro-batch that is not kept has a NaN, because JAX
+                                                      multiplies it by 0; let the loss avoid it; forward mode is right
     accum_steps shrinks, by schedule or on resuming   the open window closes at its next step, if it has as many
     a gradient of None where there is a parameter     adds zero
     integer, boolean and key parameters               have no sum and get zero updates; their gradients are of the

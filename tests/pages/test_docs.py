@@ -1,5 +1,6 @@
 """Every example in the documentation runs; docstrings print what they say; pages name what exists."""
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -114,14 +115,42 @@ def test_modules_say_what_they_are_for():
         assert importlib.import_module(".".join(parts).removesuffix(".__init__")).__doc__, path
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_cell_in_the_first_column_of_a_table_has_one_line(name):
-    """Sphinx would read its second line as another row, with an empty second cell."""
-    in_table, ends_at = False, 0
-    for line in inspect.getdoc(FUNCTIONS[name]).splitlines():
+def docstrings():
+    """All docstrings of the package by their place, those of private functions, too."""
+    for path in sorted(pathlib.Path(shrewjax.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (doc := ast.get_docstring(node)):
+                yield f"{path.name}, {getattr(node, 'name', 'module')}", doc
+
+
+# Words that only stand inside of a phrase, and mostly before or after a break.
+BREAKS = re.compile(r"(,|\b(a|an|the|of|with|that|is|are|or|and|to|in|for|from|if|not|than|as))$")
+GOES_ON = re.compile(r"(of|with|that|is|are|or|and|to|for|from|than|as)\b")
+
+
+def half_rows(doc):
+    """Lines of tables that Sphinx reads as rows of their own, and that are parts of rows.
+
+    A line with text in the first column begins a row. So it needs a second cell, and a first one that is whole.
+    """
+    second = None
+    for line in doc.splitlines():
         if re.fullmatch(r"=+( +=+)+", line.strip()):
-            in_table, ends_at = True, len(line) - len(line.lstrip()) + line.strip().index(" ")
+            second = line.index("= ") + 1
         elif not line.strip():
-            in_table = False
-        elif in_table:
-            assert not line[:ends_at].strip() or line[ends_at:].strip(), line
+            second = None
+        elif second:
+            first, rest = line[:second].strip(), line[second:].strip()
+            if first and (not rest or BREAKS.search(first) or GOES_ON.match(first)):
+                yield line.strip()
+
+
+def test_a_row_of_a_docstrings_table_is_not_split_in_two():
+    assert {place: rows for place, doc in docstrings() if (rows := [*half_rows(doc)])} == {}
+
+
+@pytest.mark.parametrize("row", ["a weight that   is an\nis NaN          error", "a weight\nthat is NaN     an error"])
+def test_a_split_row_is_found(row):
+    border = "==============  ========"
+    assert [*half_rows(f"{border}\n{row}\n{border}")]
+    assert not [*half_rows(f"{border}\na NaN weight    is an\n                error\n{border}")]

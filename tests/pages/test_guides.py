@@ -295,6 +295,52 @@ def test_contrastive_losses_of_the_page_are_the_whole_batch(losses):
         assert distance(our_grads, grads) < 1e-6
 
 
+def test_a_pad_of_zeros_and_a_mask_that_is_uneven_over_devices_give_the_gradient_of_the_pairs_alone(losses):
+    """A mean over a device's own rows is the mistake, and the plain quotient by the norm in `unit`."""
+    pixels, tokens = losses.batch
+    mask = np.arange(32) < 18  # the last three of eight devices have no pairs
+    padded = jnp.where(mask, pixels.T, 0).T, tokens
+    shapes = {"pixels": (12, 16), "image": (16, 8), "embedding": (20, 16), "text": (16, 8)}
+    params = losses.normal(jax.random.key(0), **shapes) | {"temperature": jnp.log(1 / 0.07)}
+
+    def masked_features(params, mask, *batch):
+        return losses.features(params, *batch) | {"mask": mask}
+
+    def on_device(params, z, is_right):
+        everyones = functools.partial(jax.lax.all_gather, axis_name="data", tiled=True)
+        u, v = jnp.exp(params["temperature"]) * z["image"], z["text"]
+        of_mask = everyones(z["mask"])
+        both = sum(
+            jax.nn.logsumexp(jnp.where(of_mask, a @ everyones(b).T, -jnp.inf), axis=1) for a, b in ((u, v), (v, u))
+        )
+        own, devices = jnp.where(z["mask"], both / 2 - jnp.sum(u * v, axis=1), 0), jax.device_count()
+        if is_right:
+            return devices * jnp.sum(own) / jax.lax.psum(jnp.sum(z["mask"]), "data")
+        return jnp.sum(own) / jnp.maximum(jnp.sum(z["mask"]), 1)
+
+    def found(params):
+        split = jax.P("data")
+        mapped = [
+            jax.shard_map(
+                shrewjax.contrastive_value_and_grad(
+                    masked_features, functools.partial(on_device, is_right=is_right), 2, sum_over="data"
+                ),
+                mesh=mesh_of(data=jax.device_count()),
+                in_specs=(jax.P(), split, split, split),
+                out_specs=(jax.P(), jax.P()),
+            )(params, mask, *padded)[1]
+            for is_right in (True, False)
+        ]
+        pairs = jax.tree.map(lambda x: x[:18], (pixels, tokens))
+        with_norm = jax.grad(lambda z: jnp.sum(z / jnp.linalg.norm(z, axis=-1, keepdims=True)))(jnp.zeros((2, 3)))
+        return jax.grad(lambda p: table_loss(p, losses.features(p, *pairs)))(params), mapped, with_norm
+
+    expected, (right, wrong), of_plain_quotient = quick_jit(found)(params)
+    assert distance(right, expected) < 1e-5
+    assert distance(wrong, expected) > 0.2
+    assert np.isnan(of_plain_quotient).all()
+
+
 def test_the_nnx_step_of_the_page_is_the_whole_batch(losses):
     """With dropout: each micro-batch has its own key."""
     model, key = losses.Towers(nnx.Rngs(0)), jax.random.key(3)
@@ -1017,6 +1063,31 @@ def test_norm_after_clipping_is_the_product_of_two_metrics(scale):
     assert norm(updates) == pytest.approx(min(norm(grads), 1), rel=1e-6)
 
 
+@pytest.mark.parametrize("nested", ["guard inside", "guard around", "clip alone"])
+def test_changed_says_whether_the_call_changed_the_parameters(nested):
+    """A NaN in the third of six micro-batches. `accumulate/applied` alone is the mistake, with a guard."""
+    changed = page("guide/logging.md").names["changed"]
+    sgd = optax.chain(shrewjax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    tx = {
+        "guard inside": shrewjax.accumulate(shrewjax.skip_nonfinite(sgd), 2),
+        "guard around": shrewjax.skip_nonfinite(shrewjax.accumulate(sgd, 2)),
+        "clip alone": sgd,
+    }[nested]
+
+    def step(params, state, g):
+        params, state = shrewjax.apply_gradients(tx, g, state, params)
+        metrics = shrewjax.metrics(state)
+        return params, state, changed(metrics), metrics.get("accumulate/applied", True)
+
+    step, params, state, alone = quick_jit(step), jnp.zeros(2), tx.init(jnp.zeros(2)), []
+    for i in range(6):
+        before = params
+        params, state, says, window = step(before, state, jnp.ones(2) * (np.nan if i == 2 and "guard" in nested else 1))
+        assert says == np.any(params != before), i
+        alone.append(says == window)
+    assert all(alone) == (nested == "clip alone")
+
+
 # --- docs/moving.md ---------------------------------------------------------------------------------------------
 
 
@@ -1045,14 +1116,6 @@ def test_a_job_that_returns_to_optax_goes_on_as_one_that_never_left(away, back):
     params, _ = train(params, opt_state, range(back, 14), names["old_step"])
     np.testing.assert_allclose(params["w"], stayed["w"], rtol=0, atol=2e-6)
     assert np.max(np.abs(stayed["w"] - 1)) > 1e-3
-
-
-def test_a_state_with_fewer_fields_goes_on_in_a_new_one():
-    names = page("moving.md").names
-    before, state = names["before"], names["guard_state"]
-    assert bits(before) == bits(state[:5])
-    assert type(state) is shrewjax.SkipNonfiniteState
-    assert set(state.nonfinite_leaves) == {"w"}
 
 
 # --- docs/guide/takes_the_loss.md ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import mesh_of, own_params
+from helpers import distance, mesh_of, own_params
 from speed import quick_jit
 
 import shrewjax
@@ -135,3 +135,111 @@ def test_agc_takes_kernels_with_outputs_first_by_axis():
         limit, size = (np.sqrt(np.sum(np.float64(x) ** 2, axis=over, keepdims=True)) for x in (params[name], g))
         np.testing.assert_allclose(right[name], g * np.minimum(1, limit / size), rtol=1e-5)
         assert np.allclose(wrong[name], right[name], rtol=1e-3) == (name in ("bias", "of images"))
+
+
+def test_every_positional_argument_is_divided_unless_batch_argnums_names_the_examples():
+    """Weights of as many classes as there are examples, a sum in place of a mean; the oracle is plain JAX."""
+    rng = np.random.default_rng(0)
+    w, x = np.float32(rng.normal(size=(3, 16))), np.float32(rng.normal(size=(16, 3)))
+    labels, of_class = rng.integers(0, 16, 16), np.float32(rng.uniform(0.2, 2, 16))
+
+    def loss(w, x, labels, of_class, reduce=jnp.mean):
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(x @ w, labels)
+        return reduce(losses * jnp.take(of_class, labels, mode="clip"))
+
+    def found(*args):
+        summed = partial(loss, reduce=jnp.sum)
+        examples = {"batch_argnums": (1, 2)}
+        return (
+            jax.grad(loss)(*args),
+            shrewjax.value_and_grad(loss, 4)(*args)[1],
+            shrewjax.value_and_grad(loss, 4, **examples)(*args)[1],
+            jax.grad(summed)(*args),
+            shrewjax.value_and_grad(summed, 4, **examples)(*args)[1],
+            shrewjax.value_and_grad(summed, 4, reduction="sum", **examples)(*args)[1],
+        )
+
+    mean, cut, named, of_sum, quarter, whole = quick_jit(found)(w, x, labels, of_class)
+    assert distance(cut, mean) > 0.3
+    for ours, expected in ((named, mean), (whole, of_sum), (4 * quarter, of_sum)):
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_quotient_of_counts_averaged_by_weight_is_no_accuracy():
+    """16 of 16 in the first micro-batch, 0 of 4 in the second."""
+    right, mask = jnp.arange(32) % 2 == 0, (jnp.arange(32) % 2 == 0) | (jnp.arange(32) < 8)
+
+    def loss(p, right, mask):
+        return jnp.sum(p * mask) / jnp.sum(mask), {"right": jnp.sum(right & mask), "all": jnp.sum(mask * 1.0)}
+
+    def accuracy(aux):
+        options = {"weight": lambda p, right, mask: jnp.sum(mask), "has_aux": True, "aux": aux}
+        (_, counts), _ = shrewjax.value_and_grad(
+            lambda *args: jax.tree.map(lambda x: x * 1.0, loss(*args)), 2, **options
+        )(1.0, right, mask)
+        return counts["right"] / counts["all"]
+
+    by_weight, summed = quick_jit(lambda: (accuracy("mean"), accuracy("sum")))()
+    assert summed == np.float32(16 / 20)
+    assert by_weight == pytest.approx(16 * 16 / (16 * 16 + 4 * 4))
+
+
+def test_a_models_state_counts_micro_batches_as_a_carry_and_is_exact_by_its_moments():
+    """The oracle is one call of the whole batch, with a moving average of its mean."""
+    x, state = np.float32(np.random.default_rng(0).normal(3, 1, 32)), {"calls": np.int32(0), "mean": np.float32(0)}
+
+    def advanced(state, mean):
+        return {"calls": state["calls"] + 1, "mean": 0.9 * state["mean"] + 0.1 * mean}
+
+    def loss(p, state, x):
+        return jnp.mean(p * x), advanced(state, jnp.mean(x))
+
+    def of_moments(p, state, x):
+        return jnp.mean(p * x), {"moments": jnp.mean(x)}
+
+    def found(p, state, x):
+        examples = {"has_aux": True, "batch_argnums": 2}
+        carried = shrewjax.value_and_grad(
+            lambda *args: (loss(*args)[0], ({}, loss(*args)[1])), 8, carry_argnum=1, **examples
+        )(p, state, x)[0][1][1]
+        returned = shrewjax.value_and_grad(loss, 8, aux="last", **examples)(p, state, x)[0][1]
+        moments = shrewjax.value_and_grad(of_moments, 8, **examples)(p, state, x)[0][1]["moments"]
+        return carried, returned, advanced(state, moments), loss(p, state, x)[1]
+
+    carried, returned, exact, whole = quick_jit(found)(np.float32(1), state, x)
+    assert (carried["calls"], returned["calls"], exact["calls"]) == (8, 1, 1)
+    assert exact["mean"] == pytest.approx(float(whole["mean"]), rel=1e-6)
+    assert carried["mean"] == pytest.approx(3 * (1 - 0.9**8), rel=0.1)  # moved eight times
+    assert abs(returned["mean"] / whole["mean"] - 1) > 0.01  # the last micro-batch's alone
+
+
+def test_a_sum_in_bfloat16_stops_growing():
+    ones, noisy = np.ones((1024, 1), np.float32), np.float32(np.random.default_rng(0).normal(3, 1, (512, 1000)))
+
+    def average(grads, dtype=None):
+        tx = shrewjax.accumulate(optax.identity(), len(grads), accumulator_dtype=dtype)
+        params = grads[0]
+        state = tx.init(params)
+        return jax.lax.scan(lambda s, g: tx.update(g, s, params)[::-1], state, grads)[1][-1]
+
+    def found(ones, noisy):
+        return (
+            [average(grads, jnp.bfloat16) for grads in (ones[:256], ones[:512], ones, noisy)],
+            [average(noisy), jnp.mean(noisy, axis=0)],
+        )
+
+    (at_256, at_512, at_1024, of_noise), (ours, right) = quick_jit(found)(ones, noisy)
+    assert (at_256, at_512, at_1024) == (1, 0.5, 0.25)
+    assert distance(of_noise, right) == pytest.approx(0.18, abs=0.005)
+    assert distance(ours, right) < 1e-6
+
+
+def test_parameters_share_a_buffer_with_device_put_of_them():
+    whole = jax.sharding.NamedSharding(mesh_of(data=8), jax.P())
+    step = jax.jit(lambda p: p + 1, donate_argnums=0)
+    params, kept = jnp.ones(1000), jnp.ones(1000)
+    step(jax.device_put(params, whole))
+    step(jax.device_put(jnp.copy(kept), whole))
+    assert np.sum(kept) == 1000
+    with pytest.raises(RuntimeError, match="Array has been deleted"):
+        np.sum(params)

@@ -1,7 +1,7 @@
 """States and signatures stay as `golden.txt` has them, so that a change to one is a decision.
 
-If a change is meant, say in `CHANGELOG.md`, under "Changed", what readers do with an old checkpoint or call. Then write
-the file anew: `python tests/promises/test_golden.py`.
+If a change is meant, write the file again: `python tests/promises/test_golden.py`. After the first release, first say
+in `CHANGELOG.md`, under "Changed", what to do with an old checkpoint or call.
 """
 
 import inspect
