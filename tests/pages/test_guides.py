@@ -1047,14 +1047,6 @@ def test_a_job_that_returns_to_optax_goes_on_as_one_that_never_left(away, back):
     assert np.max(np.abs(stayed["w"] - 1)) > 1e-3
 
 
-def test_a_state_with_fewer_fields_goes_on_in_a_new_one():
-    names = page("moving.md").names
-    before, state = names["before"], names["guard_state"]
-    assert bits(before) == bits(state[:5])
-    assert type(state) is shrewjax.SkipNonfiniteState
-    assert set(state.nonfinite_leaves) == {"w"}
-
-
 # --- docs/guide/takes_the_loss.md ------------------------------------------------------------------------------------
 
 
