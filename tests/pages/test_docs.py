@@ -69,6 +69,7 @@ RUN_ELSEWHERE = {
     "docs/recipes.md",
     "docs/guide/flax.md",
     "docs/guide/large_models.md",
+    "docs/guide/trainers.md",
     *(f"docs/{page}" for page in re.findall(r'page\("([\w/]+\.md)"\)', (HERE / "test_guides.py").read_text())),
 }
 WITH_CODE = [page for page in PAGES if "```python\n" in (ROOT / page).read_text() and page not in RUN_ELSEWHERE]

@@ -1,4 +1,4 @@
-"""Each row of "From torch" in docs/moving.md gives torch's numbers, by a NumPy transcription of torch's loop.
+"""Each row of docs/from_torch.md gives torch's numbers, by a NumPy transcription of torch's loop.
 
 `code` takes the row's own code from the page. Beside it stands the mistake that the row is there for. Other files have
 the rows of frozen parameters (`test_recipes.py`), of schedules and of devices (`test_guides.py`).
@@ -18,7 +18,7 @@ import shrewjax
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
 
-PAGE = (pathlib.Path(__file__).parent.parent.parent / "docs" / "moving.md").read_text()
+PAGE = (pathlib.Path(__file__).parent.parent.parent / "docs" / "from_torch.md").read_text()
 
 
 def code(text, **names):

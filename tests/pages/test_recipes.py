@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
 
 DOCS = pathlib.Path(__file__).parent.parent.parent / "docs"
 PAGE = DOCS / "recipes.md"
-PAGE_NAMES = SimpleNamespace(**run_page(PAGE))
+with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    PAGE_NAMES = SimpleNamespace(**run_page(PAGE))
 
 
 @functools.cache
@@ -167,6 +168,32 @@ def test_accumulate_inside_the_trained_part_holds_no_sums_of_frozen_leaves_and_t
     for name in ("lora_a", "lora_b"):
         assert norm(results[1][name] - start[name]) > 0.1
         np.testing.assert_allclose(results[0][name], results[1][name], rtol=1e-6)
+
+
+def test_the_linen_step_of_the_page_drops_out_by_a_key_for_each_micro_batch():
+    guide = flax_page()
+    x, y = normal(32, 3), normal(32, seed=1)
+    state = guide.TrainState.create(
+        apply_fn=guide.net.apply,
+        params=jax.tree.map(jnp.copy, guide.state.params),
+        tx=guide.clip_and_adam,
+        key=jax.random.key(7),
+    )
+    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(state.key, 0), i))(np.arange(4))
+
+    def whole(params, keys):
+        def out(x, key):
+            return guide.net.apply({"params": params}, x, train=True, rngs={"dropout": key})
+
+        parts = [out(x[i::4], keys[i]) - y[i::4] for i in range(4)]
+        return jnp.mean(jnp.stack(parts) ** 2)
+
+    value, grads = quick_jit(jax.value_and_grad(whole))(state.params, keys)
+    same, _ = quick_jit(jax.value_and_grad(whole))(state.params, keys[jnp.zeros(4, int)])
+    _, metrics = guide.linen_step(state, x, y)
+    assert metrics["loss"] == pytest.approx(float(value), rel=1e-6)
+    assert metrics["clip_by_global_norm/grad_norm"] == pytest.approx(norm(grads), rel=1e-6)
+    assert abs(same / value - 1) > 1e-4
 
 
 def test_an_update_after_adam_is_at_most_one_in_root_mean_square_where_adams_own_is_five():

@@ -1,0 +1,162 @@
+"""The ways of docs/guide/trainers.md and docs/from_keras.md, in trainers that know no `weight=` and no `flush=`.
+
+The oracle is `jax.grad` of all tokens of a window at once, with Optax alone. Beside it stands the usual mistake.
+"""
+
+import pathlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import distance, norm, run_page
+from speed import quick_jit
+
+import shrewjax
+
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
+
+DOCS = pathlib.Path(__file__).parent.parent.parent / "docs"
+SIZES = 2 * (8, 8, 3, 1, 8, 5, 1)  # two epochs; tokens of windows of four and of three
+WINDOWS = [range(4), range(4, 7), range(7, 11), range(11, 14)]
+
+
+@pytest.fixture(scope="module")
+def guide():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return run_page(DOCS / "guide" / "trainers.md")
+
+
+def joined(batches, window):
+    return [np.concatenate([batches[i][part] for i in window]) for part in range(3)]
+
+
+def mean_grad(w, batch):
+    """By hand, in float64."""
+    x, y, mask = (np.float64(part) for part in batch)
+    return 2 * x.T @ (mask * (x @ w - y)) / mask.sum()
+
+
+def clipped(g, threshold=1.0):
+    return g * min(1, threshold / norm(g))
+
+
+def test_micro_batched_as_the_trainers_loss_takes_the_steps_of_the_whole_batch(guide):
+    """The mean of the losses of micro-batches is the mistake."""
+    batches = [tuple(joined([*guide["micro_batches"]()], range(4)))] * 3
+    start, tx = {"w": jnp.zeros(3)}, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    w = np.zeros(3)
+    for batch in batches:
+        w = w - 0.1 * clipped(mean_grad(w, batch))
+    unweighted = shrewjax.micro_batched(guide["loss_fn"], 4)
+    right, wrong = (guide["trainer"](loss, start, tx, batches)["w"] for loss in (guide["of_batch"], unweighted))
+    np.testing.assert_allclose(right, w, rtol=2e-6)
+    assert distance(wrong, w) > 1e-3
+
+
+def test_the_count_as_a_gradient_takes_the_steps_of_windows_of_tokens(guide):
+    """Windows end with their epochs. `optax.MultiSteps`, which is given the same windows, is the mistake."""
+    batches, start = [*guide["micro_batches"](SIZES)], {"w": jnp.zeros(3), "count": jnp.zeros(())}
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    tx = guide["weight_from_gradient"](shrewjax.accumulate(inner, guide["epochs_of_seven"]))
+    found = guide["trainer"](guide["counted_loss"], start, tx, batches)
+    w = np.zeros(3)
+    for window in WINDOWS:
+        w = w - 0.1 * clipped(mean_grad(w, joined(batches, window)))
+    multi = optax.MultiSteps(inner, guide["epochs_of_seven"])
+    wrong = guide["trainer"](guide["loss_fn"], {"w": jnp.zeros(3)}, multi, batches)
+    np.testing.assert_allclose(found["w"], w, rtol=2e-6)
+    assert found["count"] == 0
+    assert distance(wrong["w"], w) > 0.05
+
+
+def test_a_trainer_that_clips_first_finds_the_counts_in_a_quotient(guide):
+    """Without e the number of tokens stands in the norm that the trainer clips."""
+    batches = [*guide["micro_batches"](SIZES)]
+    start = dict.fromkeys(("count", "one"), jnp.zeros(())) | {"w": jnp.zeros(3)}
+    tx = guide["weight_from_two"](shrewjax.accumulate(optax.sgd(0.1), guide["epochs_of_seven"]))
+
+    def trained(e):
+        return guide["clipping_trainer"](lambda p, b: guide["scaled_loss"](p, b, e), start, tx, batches)["w"]
+
+    w = np.zeros(3)
+    for window in WINDOWS:
+        weighted = [SIZES[i] * clipped(mean_grad(w, batches[i])) for i in window]
+        w = w - 0.1 * sum(weighted) / sum(SIZES[i] for i in window)
+    np.testing.assert_allclose(trained(2.0**-20), w, rtol=2e-6)
+    assert distance(trained(1.0), w) > 0.05
+
+
+class Fields(eqx.Module):
+    w: jax.Array
+    count: jax.Array
+
+
+class Variables(nnx.Module):
+    def __init__(self):
+        self.w, self.count = nnx.Param(jnp.zeros(3)), nnx.Param(jnp.zeros(()))
+
+
+@pytest.mark.parametrize("kind", ["equinox", "nnx"])
+def test_the_wrapper_finds_the_count_in_other_trees(guide, kind):
+    params = Fields(jnp.zeros(3), jnp.zeros(())) if kind == "equinox" else nnx.state(Variables(), nnx.Param)
+    leaves, treedef = jax.tree.flatten(params)
+    tx = guide["weight_from_gradient"](shrewjax.accumulate(optax.sgd(1.0), 2))
+
+    def updates(params):
+        state = tx.init(params)
+        for number, count in ((1.0, 3.0), (5.0, 1.0)):
+            grads = treedef.unflatten([jnp.full(x.shape, number if x.ndim else count) for x in leaves])
+            found, state = tx.update(grads, state, params)
+        return found
+
+    for x in jax.tree.leaves(quick_jit(updates)(params)):
+        np.testing.assert_array_equal(x, np.full(x.shape, -2.0 if x.ndim else 0))
+
+
+# --- docs/from_keras.md ------------------------------------------------------------------------------------------
+
+
+def keras_sgd(gradients, rate, clip):
+    """Keras's loop with `gradient_accumulation_steps=4`, in float64: the rate is that of the micro-batch's number."""
+    w = dict.fromkeys(gradients[0], 0)
+    for i in range(3, len(gradients), 4):
+        mean = {k: np.mean([np.float64(g[k]) for g in gradients[i - 3 : i + 1]], axis=0) for k in w}
+        w = {k: w[k] - rate(i) * g for k, g in clip(mean).items()}
+    return w
+
+
+def test_keras_clips_by_variable_and_its_schedules_count_micro_batches():
+    rng = np.random.default_rng(0)
+    gradients = [{k: np.float32(1 + rng.normal(size=n)) for k, n in (("a", 4), ("b", 1))} for _ in range(12)]
+    text = (DOCS / "from_keras.md").read_text()
+    assert "`clip_by_leaf_norm(1.0)`" in text
+    assert "optax.sgd(lambda w: schedule(4 * w + 3))" in text
+    schedule = optax.linear_schedule(0.1, 0.0, 12)
+    keras = keras_sgd(gradients, lambda i: 0.1 * (1 - i / 12), lambda g: {k: clipped(x) for k, x in g.items()})
+
+    def trained(clip, rate):
+        tx, start = shrewjax.accumulate(optax.chain(clip, optax.sgd(rate)), 4), {"a": jnp.zeros(4), "b": jnp.zeros(1)}
+
+        def step(carry, g):
+            w, state = carry
+            return shrewjax.apply_gradients(tx, g, state, w), None
+
+        (w, _), _ = jax.lax.scan(step, (start, tx.init(start)), jax.tree.map(lambda *x: np.stack(x), *gradients))
+        return w
+
+    def counting_micro_batches(w):
+        return schedule(4 * w + 3)
+
+    clip, of_all = shrewjax.clip_by_leaf_norm(1.0), shrewjax.clip_by_global_norm(1.0)
+    rows = quick_jit(
+        lambda: [
+            trained(clip, counting_micro_batches), trained(of_all, counting_micro_batches), trained(clip, schedule)
+        ]
+    )()  # fmt: skip
+    right, *wrong = [distance(w, keras) for w in rows]
+    assert right < 2e-6
+    assert min(wrong) > 0.1
