@@ -37,6 +37,7 @@ PACKAGES = {
     ],
     "_batches": [
         "_aux",
+        "_call",
         "_mistaken_roles",
         "_overwritten",
         "batch",

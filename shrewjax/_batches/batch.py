@@ -6,6 +6,7 @@ whole.
 
 import inspect
 import math
+import sys
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,16 +19,8 @@ from jax import lax
 from shrewjax._base import trees
 from shrewjax._base.mesh import as_varying, axes_by_dimension, device_index
 from shrewjax._base.types import AxisNames, DType, Function, KeyPath, Leaf, Number, Place, PyTree
-from shrewjax._batches._mistaken_roles import (
-    Call,
-    is_key,
-    key_message,
-    keys_alone,
-    label,
-    number_of_examples,
-    other_batch,
-    require_no_flax_state,
-)
+from shrewjax._batches._call import Call, is_key, label
+from shrewjax._batches._mistaken_roles import key_message, number_of_examples, other_batch
 
 ROLES = "argnums", "rng_argnums", "carry_argnum", "batch_argnums"
 
@@ -220,7 +213,7 @@ def checked_call(
     places = (*range(len(args)), *kwargs)
     numbers = {name: tuple(map(places.index, roles.get(name, ()))) for name in ROLES}
     call = Call(places, (*args, *kwargs.values()), numbers, steps)
-    require_no_flax_state(call)
+    _require_no_flax_state(call)
     for at in numbers["argnums"]:
         for path, x in call.leaves(at):
             _check_parameter(call.name(at, path), x)
@@ -231,6 +224,30 @@ def checked_call(
     if is_divided:
         _check_whole(call, count)
     return call
+
+
+def _require_no_flax_state(call: Call) -> None:
+    """Raises if an NNX object has state that `fun` changes, because only `shrewjax.flax` keeps it."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+
+    def is_object(x: Leaf) -> bool:
+        is_node: bool = nnx.graph.is_graph_node(x)
+        return is_node and not isinstance(x, nnx.State | nnx.Variable)
+
+    for at, value in enumerate(call.values):
+        is_model = at in (call.roles["argnums"] or (0,))
+        kinds = (nnx.RngState, nnx.BatchStat) if is_model else nnx.RngState
+        for path, x in jax.tree.leaves_with_path(value, is_leaf=is_object):
+            nodes = nnx.iter_graph(x) if is_object(x) else ()
+            found = next((type(y).__name__ for _, y in nodes if isinstance(y, kinds)), None)
+            if found:
+                raise ValueError(
+                    f"{call.name(at, path)} is an NNX object with variables of the type {found}, whose new values "
+                    "would be lost. Call shrewjax.flax.value_and_grad, or the function of that module which you need, "
+                    "with the model first. It keeps keys and batch statistics"
+                )
 
 
 def _check_parameter(name: str, x: Leaf) -> None:
@@ -251,12 +268,9 @@ def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
     if np.ndim(x) == (0 if is_typed else 1) and (is_typed or dtype == np.uint32):
         return
     given = f"shape {x.shape} and dtype {dtype}" if hasattr(x, "dtype") else trees.shown(x)
-    remedy = None if is_key(x) else keys_alone(call, at)
-    remedy = remedy or (
-        "Make it with jax.random.key. If each example has a key, put it into batch_argnums"
-    )
     raise ValueError(
-        f"{call.name(at, path)} is in rng_argnums and must be one PRNG key, got {given}. {remedy}"
+        f"{call.name(at, path)} is in rng_argnums and must be one PRNG key, got {given}. Make it with jax.random.key, "
+        "and pass what is no key as another argument. If each example has a key, name the argument in batch_argnums"
     )
 
 
