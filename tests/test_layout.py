@@ -40,6 +40,7 @@ PACKAGES = {
     ],
     "_batches": [
         "_aux",
+        "_call",
         "_mistaken_roles",
         "_overwritten",
         "batch",

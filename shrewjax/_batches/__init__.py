@@ -9,7 +9,8 @@
 Private modules hold the parts:
 
 * `_aux`: the aux, reduced leaf by leaf.
-* `_mistaken_roles`: what is odd about the arguments of a call whose examples have no common number.
+* `_call`: the arguments of one call.
+* `_mistaken_roles`: the messages for a leaf that has another role than its argument.
 * `_overwritten`: the statistics of Flax's fp8 layers, which come as gradients.
 
 These modules import `_base`, `_programs`, `_numerics` and, of `_windows`, the module `window` alone.

@@ -17,17 +17,10 @@ from jax import lax
 
 from shrewjax._base import trees
 from shrewjax._base.axes import as_varying, axes_by_dimension, device_index
+from shrewjax._base.flax_names import changing_state
 from shrewjax._base.types import AxisNames, DType, Function, KeyPath, Leaf, Number, Place, PyTree
-from shrewjax._batches._mistaken_roles import (
-    Call,
-    is_key,
-    key_message,
-    keys_alone,
-    label,
-    number_of_examples,
-    other_batch,
-    require_no_flax_state,
-)
+from shrewjax._batches._call import Call, is_key, label
+from shrewjax._batches._mistaken_roles import key_message, number_of_examples, other_batch
 
 ROLES = "argnums", "rng_argnums", "carry_argnum", "batch_argnums"
 
@@ -220,7 +213,7 @@ def checked_call(
     places = (*range(len(args)), *kwargs)
     numbers = {name: tuple(map(places.index, roles.get(name, ()))) for name in ROLES}
     call = Call(places, (*args, *kwargs.values()), numbers, steps)
-    require_no_flax_state(call)
+    _require_no_flax_state(call)
     for at in numbers["argnums"]:
         for path, x in call.leaves(at):
             _check_parameter(call.name(at, path), x)
@@ -231,6 +224,17 @@ def checked_call(
     if is_divided:
         _check_whole(call, count)
     return call
+
+
+def _require_no_flax_state(call: Call) -> None:
+    """Raises if an NNX object has state that `fun` changes, because only `shrewjax.flax` keeps it."""
+    for at, value in enumerate(call.values):
+        is_model = at in (call.roles["argnums"] or (0,))
+        for path, kind in changing_state(value, is_model=is_model):
+            raise ValueError(
+                f"{call.name(at, path)} is an NNX object with variables of the type {kind}, whose new values would be "
+                "lost. Call shrewjax.flax.value_and_grad, or micro_batched of that module, with the model first"
+            )
 
 
 def _check_parameter(name: str, x: Leaf) -> None:
@@ -251,12 +255,9 @@ def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
     if np.ndim(x) == (0 if is_typed else 1) and (is_typed or dtype == np.uint32):
         return
     given = f"shape {x.shape} and dtype {dtype}" if hasattr(x, "dtype") else trees.shown(x)
-    remedy = None if is_key(x) else keys_alone(call, at)
-    remedy = remedy or (
-        "Make it with jax.random.key. If each example has a key, put it into batch_argnums"
-    )
     raise ValueError(
-        f"{call.name(at, path)} is in rng_argnums and must be one PRNG key, got {given}. {remedy}"
+        f"{call.name(at, path)} is in rng_argnums and must be one PRNG key, got {given}. Make it with jax.random.key, "
+        "and pass what is no key as another argument. If each example has a key, name the argument in batch_argnums"
     )
 
 

@@ -15,7 +15,7 @@ from shrewjax._base import arguments
 from shrewjax._base.axes import as_on_one_device, device_index, is_bound
 from shrewjax._base.mesh import on_each_device
 from shrewjax._base.types import AxisName, AxisNames, DType, Function, Leaf, Place, PyTree
-from shrewjax._batches._mistaken_roles import Call, is_key
+from shrewjax._batches._call import Call, is_key
 from shrewjax._batches.batch import in_order, roles_of_arguments
 
 

@@ -1,4 +1,4 @@
-"""What is odd about the arguments of a call: the remedy in each message is applied, and gives the right gradient."""
+"""Leaves with another role than their argument's: the remedy in each message, applied, gives the right gradient."""
 
 import dataclasses
 import functools
@@ -66,22 +66,13 @@ def gan(generator, critic, z):
     return jnp.mean(jnp.tanh(z @ jnp.diag(generator["w"])) @ critic["w"]) * critic["b"].sum()
 
 
-def two_sets(params, labelled, unlabelled):
-    return loss_fn(params, *labelled) + 0.1 * jnp.mean(unlabelled @ params["w"])
-
-
-def nodes_and_edges(params, graph):
-    return jnp.mean(graph["nodes"] @ params["w"]) * jnp.mean(graph["edges"])
-
-
 CLASSES = np.float32([1, 2, 3])
 CRITIC = {"w": jnp.ones((3, 4)), "b": jnp.arange(4.0)}
 RATED = {"x": X, "y": Y, "rate": 0.5}
 RAW, KEY = jax.random.PRNGKey(0), jax.random.key(0)
 NOISE = {"key": KEY, "scale": 2.0}
 
-# fun, the arguments by position and by keyword, and the options of value_and_grad. The message's remedy is applied: the
-# options in it, and its `lambda`, which gets the named leaf by keyword.
+# fun, the arguments by position and by keyword, and the options of value_and_grad.
 MISTAKEN_ROLES = {
     "a scalar by position": (rated, (WEIGHTS, X, Y, 0.5), {}, {}),
     "settings": (lambda p, h, x, y: rated(p, x, y, h["r"]), (WEIGHTS, {"r": 0.5, "s": 1.0}, X, Y), {}, {}),
@@ -113,31 +104,34 @@ MISTAKEN_ROLES = {
     "two keys": (lambda p, j, x, k: noisy(p, x, j) * noisy(p, x, k), (WEIGHTS, KEY, X, RAW), {}, {"rng_argnums": 1}),
     "a key in a dict": (noisy_in_dict, (WEIGHTS, {"x": X, "key": KEY}), {}, {}),
     "a raw key in a dict": (noisy_in_dict, (WEIGHTS, {"x": X, "key": RAW}), {}, {}),
-    "a key in a dict in rng_argnums": (noisy_in_dict, (WEIGHTS, {"x": X, "key": KEY}), {}, {"rng_argnums": 1}),
     "a key in settings": (lambda p, x, c: noisy(p, x, **c), (WEIGHTS, X, NOISE), {}, {"batch_argnums": 1}),
-    "a key in settings in rng_argnums": (lambda p, x, c: noisy(p, x, **c), (WEIGHTS, X, NOISE), {}, {"rng_argnums": 2}),
 }  # fmt: skip
 
 
 def remedied(message, fun, args, kwargs, options):
-    """Returns the call with the first remedy of a message applied."""
+    """Returns the call with the remedy of a message applied: its roles, or a leaf as an argument of its own, `leaf`."""
     roles = re.findall(r"\b(batch_argnums|rng_argnums)=(\([^()]*\)|-?\d+|'\w+')", message)
-    options = options | {name: eval(places) for name, places in reversed(roles)}
-    lambdas = re.findall(r"use (lambda .*?\))(?:\. |$)", message)
-    if not lambdas:
+    options = options | {name: eval(places) for name, places in roles}
+    if "an argument of its own" not in message:
         return fun, args, kwargs, options
-    place, path = re.search(r"ut None in place of (?:keyword )?argument (\w+)(\S*),", message).groups()
+    place, path = re.match(r"(?:keyword )?argument (\w+)(\S*) ", message).groups()
+    place = int(place) if place.isdigit() else place
     given = dict(enumerate(args)) | kwargs
-    tree = given[int(place) if place.isdigit() else place]
-    ((leaf, taken),) = [
-        (x, jax.tree.map_with_path(lambda q, y, p=p: None if p == q else y, tree))
-        for p, x in jax.tree.leaves_with_path(tree)
-        if jax.tree_util.keystr(p) == path
-    ]
-    name = re.search(r"(\w+): fun", lambdas[0])[1]
-    given[int(place) if place.isdigit() else place] = taken
-    new = eval(lambdas[0], {"fun": fun, "dataclasses": dataclasses})
-    return new, tuple(given[i] for i in range(len(args))), {k: given[k] for k in kwargs} | {name: leaf}, options
+    leaves, structure = jax.tree.flatten_with_path(given[place])
+    (at,) = [i for i, (of, _) in enumerate(leaves) if jax.tree_util.keystr(of) == path]
+    rest = [x for _, x in leaves[:at] + leaves[at + 1 :]]
+
+    def with_leaf(*args, leaf, **kwargs):
+        own = dict(enumerate(args)) | kwargs
+        own[place] = structure.unflatten([*own[place][:at], leaf, *own[place][at:]])
+        return fun(*(own[i] for i in range(len(args))), **{name: own[name] for name in kwargs})
+
+    if "name that in rng_argnums=" in message:
+        before = options.get("rng_argnums", ())
+        options["rng_argnums"] = (*(before if isinstance(before, tuple) else (before,)), "leaf")
+    given[place] = rest
+    named = {name: given[name] for name in kwargs} | {"leaf": leaves[at][1]}
+    return with_leaf, tuple(given[i] for i in range(len(args))), named, options
 
 
 def with_own_keys(fun, args, kwargs):
@@ -191,24 +185,20 @@ def test_a_static_size_is_the_whole_batch_s_and_summing_the_parts_mends_it():
     assert_close(grads, jax.grad(loss)(WEIGHTS, Sized(X, 8)), rtol=1e-5)
 
 
-def test_two_sets_of_examples_may_be_divided_by_the_remedy_in_the_message():
-    unlabelled = RNG.normal(size=(24, 3)).astype(np.float32)
-    args = (X, Y), unlabelled
-    with pytest.raises(
-        ValueError, match=r"pass each array as x\.reshape\(4, -1, \*x\.shape\[1:\]\), and let fun take x\[0\]"
+def test_another_number_of_examples_is_an_error_that_names_both_leaves_and_what_each_has():
+    for args, wrong, like, shape in (
+        ((X.T, Y), "argument 1", "argument 2", r"\(3, 8\)"),
+        (((X, Y), np.ones((24, 3), "f")), r"argument 1\[0\]", "argument 2", r"\(8, 3\)"),
+        (({"nodes": X, "edges": jnp.ones(22)},), r"argument 1\['edges'\]", r"argument 1\['nodes'\]", r"\(22,\)"),
     ):
-        traced(two_sets, WEIGHTS, *args)
-    step = shrewjax.value_and_grad(lambda p, *sets: two_sets(p, *jax.tree.map(lambda x: x[0], sets)), 4)
-    _, grads = step(WEIGHTS, *jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), args))
-    assert_close(grads, jax.grad(two_sets)(WEIGHTS, *args), rtol=1e-5)
+        with pytest.raises(
+            ValueError,
+            match=rf"^{wrong} must have \d+ examples along its first axis, as {like} has, got shape {shape}\.",
+        ):
+            traced(loss_fn, WEIGHTS, *args)
 
 
-def test_other_axes_padding_and_parts_of_examples_are_mended_by_their_remedies():
-    with pytest.raises(ValueError, match=r"If axis 1 numbers the examples, pass jnp\.moveaxis\(x, 1, 0\)"):
-        traced(loss_fn, WEIGHTS, X.T, Y)
-    _, grads = shrewjax.value_and_grad(loss_fn, 4)(WEIGHTS, jnp.moveaxis(X.T, 1, 0), Y)
-    assert_close(grads, jax.grad(loss_fn)(WEIGHTS, X, Y), rtol=1e-5)
-
+def test_padding_is_the_right_remedy_for_a_number_that_k_does_not_divide():
     def masked(params, x, y, is_real):
         return jnp.sum(is_real.astype("f") * (x @ params["w"] - y) ** 2) / jnp.maximum(jnp.sum(is_real), 1).astype("f")
 
@@ -218,20 +208,14 @@ def test_other_axes_padding_and_parts_of_examples_are_mended_by_their_remedies()
     _, grads = step(WEIGHTS, X, Y, np.arange(8) < 6)
     assert_close(grads, jax.grad(loss_fn)(WEIGHTS, X[:6], Y[:6]), rtol=1e-5)
 
-    graphs = [{"nodes": X[: i + 2], "edges": Y[: i + 4]} for i in range(4)]
-    with pytest.raises(ValueError, match=r"stack 4 padded batches along a new first axis, and let fun take x\[0\]"):
-        traced(nodes_and_edges, WEIGHTS, {"nodes": jnp.ones((14, 3)), "edges": jnp.ones(22)})
-    step = shrewjax.value_and_grad(lambda p, g: nodes_and_edges(p, jax.tree.map(lambda x: x[0], g)), 4)
-    same = jax.tree.map(lambda *of_all: np.stack(of_all), *[graphs[0]] * 4)
-    assert_close(step(WEIGHTS, same)[1], jax.grad(nodes_and_edges)(WEIGHTS, graphs[0]), rtol=1e-5)
-
 
 @pytest.mark.parametrize(
     "text", [["a"] * 8, np.array(["a"] * 8), np.array([object()] * 8)], ids=["list", "array", "objects"]
 )
 def test_leaves_that_are_no_numbers_are_errors_that_name_them(text):
     with pytest.raises(
-        ValueError, match=r"^argument 1\['t'\]\S* must be an array of numbers, got \S+\. Put None in place of"
+        ValueError,
+        match=r"^argument 1\['t'\]\S* must have 8 examples .* got \S+\. .* as an argument of its own, with batch_",
     ):
         shrewjax.value_and_grad(lambda p, batch: loss_fn(p, batch["x"], batch["y"]), 4)(
             WEIGHTS, {"t": text, "x": X, "y": Y}

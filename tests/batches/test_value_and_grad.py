@@ -397,10 +397,13 @@ def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
         (r"micro_batches must be a Python int", {"micro_batches": jnp.ones((), jnp.int32)}),
         (r"argument 1 has 16 examples, which micro_batches=5 does not divide.*weight", {"micro_batches": 5}),
         (
-            r"argument 3\['z'\] has no axis of examples.* pass batch_argnums=\(1, 2\)\.",
+            r"argument 3\['z'\] must have 16 examples .* got shape \(\)\. .* pass batch_argnums=\(1, 2\)",
             {"args": (PARAMS, X, Y, {"z": 1.0})},
         ),
-        (r"argument 2 has 15 examples along its first axis, argument 1 has 16", {"args": (PARAMS, X, Y[1:])}),
+        (
+            r"argument 2 must have 16 examples along its first axis, as argument 1 has, got shape \(15,",
+            {"args": (PARAMS, X, Y[1:])},
+        ),
         (
             r"no argument holds examples, because .* 1 argument, in argnums.* Pass the batch",
             {"args": (PARAMS,)},
