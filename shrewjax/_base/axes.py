@@ -73,18 +73,15 @@ def unit_axes(name: str, leaf: Leaf, dims: UnitDims, given: Axes | jax.P) -> Uni
     unknown = [a for a in mapped if a not in names]
     if is_tracked and given is None and varying:
         raise ValueError(
-            f"cannot tell how leaf {name}, which has several units, is sharded over "
-            f"{', '.join(map(repr, varying))}: devices may hold other units, or parts of the same units. "
-            "Pass sharded_over=fn, where fn(name, leaf) returns the leaf's PartitionSpec. Or pass sharded_over= with "
-            "the axes along which devices hold parts of the same units. Or pass sharded_over=() if each device has a "
-            "model of its own"
+            f"cannot tell how the units of leaf {name} are sharded over {', '.join(map(repr, varying))}. Pass "
+            "sharded_over=fn, where fn(name, leaf) returns the leaf's PartitionSpec. Or pass sharded_over=() if each "
+            "device has a model of its own"
         )
     if not is_tracked and unknown:
         raise ValueError(
-            f"cannot tell how leaf {name}, which has several units, is sharded over "
-            f"{', '.join(map(repr, unknown))} inside shard_map(check_vma=False) or pmap. Use check_vma=True. Or pass "
-            "sharded_over=fn, where fn(name, leaf) returns the leaf's PartitionSpec. Or pass sharded_over=jax.P() if "
-            "every device holds all leaves"
+            f"cannot tell how the units of leaf {name} are sharded over {', '.join(map(repr, unknown))} inside "
+            "shard_map(check_vma=False) or pmap. Pass sharded_over=fn, where fn(name, leaf) returns the leaf's "
+            "PartitionSpec, jax.P() if it is not sharded"
         )
     return UnitSharding(tuple(a for a in varying if a in names) if is_tracked else names, across)
 
@@ -132,9 +129,9 @@ def slice_axes(name: str, leaf: Leaf, given: Axes) -> AxisNames:
     unknown = varying if is_tracked else mapped
     if given is None and unknown:
         raise ValueError(
-            f"cannot tell whether leaf {name} has other slices along the mapped axes {', '.join(map(repr, unknown))}, "
-            "or other parts of the same slices. Pass sharded_over= with the mapped axes along which slices are divided."
-            " Or pass sharded_over=() if each device holds its slices whole"
+            f"cannot tell whether slices of leaf {name} are divided along the mapped axes "
+            f"{', '.join(map(repr, unknown))}. Pass sharded_over= with those along which they are. Or "
+            "pass sharded_over=() if each device holds its slices whole"
         )
     given = given or ()
     missing = [a for a in given if not is_bound(a)]
@@ -166,8 +163,8 @@ def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list
     if mapped:
         raise ValueError(
             f"cannot tell whether gradients are sharded over {', '.join(map(repr, mapped))} inside "
-            "shard_map(check_vma=False) or pmap. Pass sharded_over= with the axes over which they are sharded. "
-            "Or pass sharded_over=() if every device holds all of them"
+            "shard_map(check_vma=False) or pmap. Pass sharded_over= with the axes over which they are. Or pass "
+            "sharded_over=() if every device holds all of them"
         )
     return [()] * len(arrays)
 
@@ -187,8 +184,8 @@ def require_sum_over(what: str, axes: Axes) -> None:
     if mapped and not is_tracked and axes is None:
         raise ValueError(
             f"{what} cannot tell whether gradients are already summed over {', '.join(map(repr, mapped))} inside "
-            "shard_map(check_vma=False) or pmap. Pass sum_over= with the axes over which they still have to be summed. "
-            "Or pass sum_over=() if they are already the same on every device"
+            "shard_map(check_vma=False) or pmap. Pass sum_over= with the axes over which they are not. Or pass "
+            "sum_over=() if every device has the same"
         )
 
 

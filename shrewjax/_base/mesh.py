@@ -28,11 +28,14 @@ def devices_to_map(argument: str, axes: AxisNames) -> int:
         return 0
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes or not {*axes} <= {*mesh.axis_names}:
+        remedy = (
+            "Name them in axis_names= of the jax.shard_map around this call"
+            if mesh.manual_axes
+            else f"Call the step under jax.set_mesh(mesh), with a mesh that has {axes!r}"
+        )
         raise ValueError(
             f"{argument} must name mapped axes, or axes of the mesh of jax.set_mesh outside of any map, got {axes!r}. "
-            f"The mesh has {mesh.axis_names}, mapped are {mesh.manual_axes}. Call the step under jax.set_mesh(mesh), "
-            f"with a mesh that has {axes!r}. Or name them in axis_names= of the jax.shard_map around this call. Or "
-            f"leave out {argument}, because under plain jax.jit XLA reduces what is sharded"
+            f"The mesh has {mesh.axis_names}, mapped are {mesh.manual_axes}. {remedy}. Or leave out {argument}"
         )
     return math.prod(mesh.shape[a] for a in axes)
 

@@ -186,7 +186,7 @@ def require_no_rows(updates: PyTree, params: PyTree) -> None:
         if shape and wanted is not None and shape[1:] == wanted and len(shape) > len(wanted):
             raise ValueError(
                 f"update leaf {leaf_name(path)} must have the shape of its parameter, {wanted}, got {shape}: a row "
-                "for each device. Only accumulate with sum_over= adds these up, so put this transformation inside it"
+                "for each device. Put this transformation inside accumulate, which adds these up"
             )
 
 

@@ -176,9 +176,14 @@ def test_a_leaf_with_one_long_axis_is_one_unit_where_its_spec_tells_and_an_error
 @pytest.mark.parametrize(
     ("rule", "sharded_over", "check_vma", "message"),
     [
-        ("agc", None, True, r"leaf \['whole'\].*several units.* sharded over 'y': devices may.*Pass sharded_over="),
-        ("leaf_norm", None, False, r"leaf \['whole'\].*several units.*over 'x', 'y' inside shard_map.check_vma=False"),
-        ("leaf_ema", ("y",), False, r"sharded over 'x' inside.*sharded_over=jax\.P\(\)"),
+        ("agc", None, True, r"units of leaf \['whole'\] are sharded over 'y'\. Pass sharded_over="),
+        (
+            "leaf_norm",
+            None,
+            False,
+            r"units of leaf \['whole'\] are sharded over 'x', 'y' inside shard_map.check_vma=False",
+        ),
+        ("leaf_ema", ("y",), False, r"sharded over 'x' inside.*sharded_over=fn.* jax\.P\(\)"),
         ("leaf_norm", P(None, "x"), True, r"P\(None, 'x'\) is not how leaf \['whole'\] is sharded.*\('y',\)"),
         ("agc", P(), True, r"P\(\) is not how leaf \['whole'\] is sharded"),
         ("block_rms", P(None, None, "y"), True, r"more entries than leaf \['whole'\] of shape \(3, 4\) has dimensions"),

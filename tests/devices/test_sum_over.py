@@ -385,13 +385,12 @@ PLACED = (
     r"(?s)mesh.*fun has a device's own examples.* must not place arrays over 'data'.* a jax.P without 'data', and no"
 )
 WITHOUT_EXAMPLES = (
-    r"leaf \['a'\] of the aux must have an axis of examples for '{}', .* Or call this inside jax.shard_map"
+    r"leaf \['a'\] of the aux must have an axis of examples for '{}' with sum_over, .* Or give it another name"
 )
 ERRORS = {
     "no mesh": (
         lambda: shrewjax.value_and_grad(mean_loss, K, sum_over="data")(PARAMS, X, Y),
-        NO_AXIS
-        + r"mesh has \(\), .* Call the step under jax.set_mesh\(mesh\), .* axis_names= .* Or leave out sum_over",
+        NO_AXIS + r"mesh has \(\), .* Call the step under jax.set_mesh\(mesh\), .* Or leave out sum_over",
     ),
     "an unknown axis": (lambda: traced(sum_over="dta"), NO_AXIS + r"got \('dta',\)\. The mesh has \('data',\)"),
     "one unknown axis": (lambda: traced(sum_over=("data", "pod")), NO_AXIS + r"with a mesh that has \('data', 'pod'\)"),
@@ -399,7 +398,7 @@ ERRORS = {
         lambda: inside(("pod", "data")),
         r"contains 'data', which is not a mapped axis here.*axis_names=",
     ),
-    "inside a map": (lambda: inside("data"), NO_AXIS + r"mapped are \('pod',\)\. .* Or name them in axis_names="),
+    "inside a map": (lambda: inside("data"), NO_AXIS + r"mapped are \('pod',\)\. Name them in axis_names="),
     "examples": (
         lambda: traced(rows=24),
         r"argument 1 has 24 examples, sharded over 8 devices, .* Pad the batch to 32, .* leave out sum_over",
