@@ -182,14 +182,14 @@ def micro_batch(texts: list[np.ndarray], step: int, mesh: Mesh, args: argparse.N
 
 def restored(checkpoints: ocp.CheckpointManager, step: int, like: Training) -> Training:
     """From however many devices along "data" to as many as there are now."""
-    (rows,) = checkpoints.item_metadata(step)["opt_state"]["weight_sum"].shape
+    (rows,) = checkpoints.item_metadata(step)["opt_state"]["sum_of_weights"].shape
 
     def as_saved(x: jax.Array) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(x.sharding.mesh, P(None, *x.sharding.spec[1:]))
         return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=sharding)
 
     window = like.opt_state
-    rows_of = ("weight_sum", "value_sum", "gradient_sum")
+    rows_of = ("sum_of_weights", "value_sum", "gradient_sum")
     saved = window._replace(
         **{name: jax.tree.map(as_saved, getattr(window, name)) for name in rows_of}
     )

@@ -546,7 +546,7 @@ class _Loop(NamedTuple):
         turn = partial(self.traced, jnp.int32(0))
         is_same = iter(returned_as_given(lambda carried: turn(carried).carried, old))
         axes = self.window.axes or ()
-        has_new = jnp.any(end.window.weight_sum != 0)
+        has_new = jnp.any(end.window.sum_of_weights != 0)
 
         def one(x: jax.Array, y: jax.Array) -> jax.Array:
             return x if next(is_same) else agreed_over(y, x, has_new, axes)

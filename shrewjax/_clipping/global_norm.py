@@ -11,7 +11,7 @@ import optax
 from shrewjax._base import arguments, trees
 from shrewjax._base.states import described, fields, require_made_with, require_own
 from shrewjax._base.types import Argument, Axes, AxisName, DType, Metrics, Number, PyTree, Tree
-from shrewjax._clipping.counts import Clipped, Count, counted, metrics_of_counts, new_counts
+from shrewjax._clipping.counts import Calls, Clipped, counted, metrics_of_counts, new_counts
 from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -129,7 +129,7 @@ class ClipByGlobalNormState(NamedTuple):
     clip_scale: Annotated[
         jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
     ]
-    count: Count  # type: ignore[assignment]
+    calls: Calls
     clipped: Clipped
     leaf_norms: Annotated[
         PyTree,
@@ -179,7 +179,7 @@ def clip_by_global_norm(
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `ClipByGlobalNormState(grad_norm, clip_scale, count, clipped, leaf_norms)`: counts of
+      A transformation with state `ClipByGlobalNormState(grad_norm, clip_scale, calls, clipped, leaf_norms)`: counts of
       updates, and measurements of the last one (before the first: 0, 1 and 0). The norms of the leaves have no
       derivative.
 
@@ -318,7 +318,7 @@ class ClipByNormPercentileState(NamedTuple):
     clip_scale: Annotated[
         jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
     ]
-    count: Count  # type: ignore[assignment]
+    calls: Calls
     clipped: Clipped
 
     def metrics(self) -> Metrics:
@@ -360,7 +360,7 @@ def clip_by_norm_percentile(
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `ClipByNormPercentileState(history, threshold, grad_norm, clip_scale, count,
+      A transformation with state `ClipByNormPercentileState(history, threshold, grad_norm, clip_scale, calls,
       clipped)`: three scalars of the last update (before the first: inf, 0 and 1), and counts of updates.
 
     Raises:
@@ -435,7 +435,7 @@ class ClipByNormZscoreState(NamedTuple):
     clip_scale: Annotated[
         jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
     ]
-    count: Count  # type: ignore[assignment]
+    calls: Calls
     clipped: Clipped
 
     def metrics(self) -> Metrics:
@@ -490,7 +490,7 @@ def clip_by_norm_zscore(
       sharded_over: as in `grad_norm`.
 
     Returns:
-      A transformation with state `ClipByNormZscoreState(recorded, mean, std, threshold, grad_norm, clip_scale, count,
+      A transformation with state `ClipByNormZscoreState(recorded, mean, std, threshold, grad_norm, clip_scale, calls,
       clipped)`.
 
     Raises:

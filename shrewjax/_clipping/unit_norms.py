@@ -15,7 +15,7 @@ from shrewjax._base.axes import UnitDims, are_own, whole_shape
 from shrewjax._base.mesh import partitioned_like, placed_like
 from shrewjax._base.states import described, fields, largest, require_own
 from shrewjax._base.types import Argument, KeyPath, Leaf, Metrics, Number, PyTree
-from shrewjax._clipping.counts import Clipped, Count, counted, metrics_of_counts, new_counts
+from shrewjax._clipping.counts import Calls, Clipped, counted, metrics_of_counts, new_counts
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -37,7 +37,7 @@ class ClipByLeafNormState(NamedTuple):
     clip_scale: Annotated[
         PyTree, "float32, same shape: the numbers that multiplied the gradients; 1 if not clipped"
     ]
-    count: Count  # type: ignore[assignment]
+    calls: Calls
     clipped: Clipped
 
     def metrics(self) -> Metrics:
@@ -69,7 +69,7 @@ def clip_by_leaf_norm(
       sharded_over: as in `grad_norm`; with `batch_axes` as in `adaptive_grad_clip`.
 
     Returns:
-      A transformation with state `ClipByLeafNormState(grad_norm, clip_scale, count, clipped)`: measurements of the last
+      A transformation with state `ClipByLeafNormState(grad_norm, clip_scale, calls, clipped)`: measurements of the last
       update (before the first: 0 and 1), and counts of updates. A leaf's measurements are scalars, or arrays of the
       sizes of its `batch_axes`.
 
@@ -141,7 +141,7 @@ class AdaptiveGradClipState(NamedTuple):
         jax.Array, "float32 (): the largest ratio of a unit's gradient norm to its parameter norm"
     ]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
-    count: Count  # type: ignore[assignment]
+    calls: Calls
     clipped: Clipped
 
     def metrics(self) -> Metrics:
@@ -202,7 +202,7 @@ def adaptive_grad_clip(
         device has whole leaves of its own, such as those of independent models. Its measurements are then its own.
 
     Returns:
-      A transformation with state `AdaptiveGradClipState(ratio_max, clipped_fraction, count, clipped)`: two scalars of
+      A transformation with state `AdaptiveGradClipState(ratio_max, clipped_fraction, calls, clipped)`: two scalars of
       the last update (before the first: 0), and counts of updates. Its `update` needs `params`, of the gradients'
       shapes.
 
@@ -301,7 +301,7 @@ class ClipByBlockRmsState(NamedTuple):
         jax.Array, "float32 (): the largest root mean square of a block before clipping"
     ]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped blocks / blocks"]
-    count: Count  # type: ignore[assignment]
+    calls: Calls
     clipped: Clipped
 
     def metrics(self) -> Metrics:
@@ -339,7 +339,7 @@ def clip_by_block_rms(
       sharded_over: as in `adaptive_grad_clip`.
 
     Returns:
-      A transformation with state `ClipByBlockRmsState(rms_max, clipped_fraction, count, clipped)`: two scalars of the
+      A transformation with state `ClipByBlockRmsState(rms_max, clipped_fraction, calls, clipped)`: two scalars of the
       last update (before the first: 0), and counts of updates.
 
     Raises:
@@ -429,7 +429,7 @@ class ClipByLeafNormEmaState(NamedTuple):
     ]
     grad_norm_max: Annotated[jax.Array, "float32 (): the largest norm of a unit before clipping"]
     clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
-    count: Count  # type: ignore[assignment]
+    calls: Calls
     clipped: Clipped
 
     def metrics(self) -> Metrics:
@@ -481,7 +481,7 @@ def clip_by_leaf_norm_ema(
 
     Returns:
       A transformation with state `ClipByLeafNormEmaState(recorded, norm_ema, threshold_max, grad_norm_max,
-      clipped_fraction, count, clipped)`. In `norm_ema`, a tree like the parameters, each leaf is a float32 scalar, or
+      clipped_fraction, calls, clipped)`. In `norm_ema`, a tree like the parameters, each leaf is a float32 scalar, or
       an array of the sizes of its `batch_axes`.
 
     Raises:

@@ -43,7 +43,7 @@ class NoiseState(NamedTuple):
     ]
     kept: Annotated[jax.Array, "float32 (), or (devices,): number of micro-batches in that sum"]
     recorded: Annotated[jax.Array, "int32 (): number of windows in the averages"]
-    trace: Annotated[jax.Array, "float32 (): average of S, in units of 4**exponent"]
+    noise_trace: Annotated[jax.Array, "float32 (): average of S, in units of 4**exponent"]
     signal: Annotated[jax.Array, "float32 (): average of G2, in units of 4**exponent"]
     exponent: Annotated[jax.Array, "int32 (): exponent of two of the gradients' scale"]
 
@@ -56,7 +56,7 @@ FOR_AN_OPEN_WINDOW = "(n := tx.init(params).noise)._replace(square_sums=n.square
 class WindowSums(NamedTuple):
     square_sums: jax.Array  # (3,): at three scales
     kept: jax.Array
-    weight_sum: jax.Array
+    sum_of_weights: jax.Array
 
 
 def empty(square_sums: jax.Array, kept: jax.Array) -> NoiseState:
@@ -68,7 +68,7 @@ def empty(square_sums: jax.Array, kept: jax.Array) -> NoiseState:
         square_sums=square_sums,
         kept=kept,
         recorded=jnp.zeros((), jnp.int32),
-        trace=jnp.zeros((), jnp.float32),
+        noise_trace=jnp.zeros((), jnp.float32),
         signal=jnp.zeros((), jnp.float32),
         exponent=jnp.zeros((), jnp.int32),
     )
@@ -108,7 +108,7 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
     """
     # 1. Has it an estimate?
     root = _norm_of(sums.square_sums)
-    weight = sums.weight_sum.astype(jnp.float32)
+    weight = sums.sum_of_weights.astype(jnp.float32)
     has_estimate = (sums.kept >= 2) & (weight > 0) & jnp.isfinite(weight)
     has_estimate &= jnp.isfinite(root.mantissa) & jnp.isfinite(norm.mantissa)
     weight = jnp.where(has_estimate, weight, 1)
@@ -138,7 +138,7 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
     beta = jnp.asarray(decay, jnp.float32)
     share = (1 - beta) / (1 - beta ** n.astype(jnp.float32))
     change = 2 * (old_exponent - exponent)
-    old_trace = floats.times_power_of_two(state.trace, change)
+    old_trace = floats.times_power_of_two(state.noise_trace, change)
     old_signal = floats.times_power_of_two(state.signal, change)
     trace = histories.ema(old_trace, trace, share)
     signal = histories.ema(old_signal, signal, share)
@@ -148,7 +148,7 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
     shift = jnp.where(largest > 0, floats.exponent_of(largest) // 2, 0)
     new = state._replace(
         recorded=n,
-        trace=floats.times_power_of_two(trace, -2 * shift),
+        noise_trace=floats.times_power_of_two(trace, -2 * shift),
         signal=floats.times_power_of_two(signal, -2 * shift),
         exponent=exponent + shift,
     )
@@ -159,9 +159,9 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
 def metrics_of_noise(state: NoiseState) -> Metrics:
     """Returns the two averages and their quotient, the noise scale: inf before the first estimate."""
     has_estimate = state.recorded > 0
-    trace = floats.times_power_of_two(state.trace, 2 * state.exponent)
+    trace = floats.times_power_of_two(state.noise_trace, 2 * state.exponent)
     signal = floats.times_power_of_two(state.signal, 2 * state.exponent)
-    scale = state.trace / jnp.where(state.signal != 0, state.signal, 1)
+    scale = state.noise_trace / jnp.where(state.signal != 0, state.signal, 1)
     scale = jnp.where(has_estimate & (state.signal != 0), scale, jnp.inf)
     return {
         "noise_scale": scale,

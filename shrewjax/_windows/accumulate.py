@@ -283,7 +283,7 @@ def _run_on_average(window: Window, added: WindowStep, inner: _Inner) -> tuple[P
         )
     elif added.has_average is not False:
         measured = optax.tree.where(applied, Measured.of(window.average(added)), before)
-    returned, inner_state = inner.run(average, measured.value, added.has_average)
+    returned, inner_state = inner.run(average, measured.loss, added.has_average)
     return returned, _After(inner_state, applied, average, measured)
 
 
@@ -297,7 +297,7 @@ def _run_on_total(window: Window, added: WindowStep, inner: _Inner) -> tuple[PyT
 
     def total_and_run() -> tuple[PyTree, _After]:
         average = window.average(added)
-        ran = inner.run(average.gradients, average.value, True)
+        ran = inner.run(average.gradients, average.loss, True)
         measured = Measured.of(average)
         if average.has_weight is not True:
             # XLA-2: select, because XLA copies parameters in a branch within a branch on CUDA
@@ -528,7 +528,7 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
 
     .. math:: 0 \le \mathrm{micro\_step} < \mathrm{accum\_steps}
 
-    .. math:: \mathrm{weight}, \mathrm{weight\_sum} \in \{0\} \cup [2^{-30}, 2^{100}]
+    .. math:: \mathrm{weight}, \mathrm{sum\_of\_weights} \in \{0\} \cup [2^{-30}, 2^{100}]
 
     This must hold in every window. In a full window of `GradAccumulator`, `micro_step` may also be `accum_steps`.
     `accumulate` itself checks all values that are known while tracing, but no others.
@@ -575,8 +575,8 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
         longest = accum_steps - isinstance(window, AccumulateState)
         in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
         _assert_values(in_range, f"micro_step must be between 0 and {longest}")
-        in_range = arguments.is_weight(window.weight_sum)
-        _assert_values(in_range, f"weight_sum must be {_RANGE}")
+        in_range = arguments.is_weight(window.sum_of_weights)
+        _assert_values(in_range, f"sum_of_weights must be {_RANGE}")
 
 
 _RANGE = "0, or between 2**-30 and 2**100"

@@ -24,7 +24,8 @@ from shrewjax._windows.window_state import AccumulateState
 def from_optax(opt_state: AnyState, tx: optax.GradientTransformation, params: PyTree) -> AnyState:
     r"""Returns the state of `tx` that goes on from the state of the corresponding Optax transformation.
 
-    .. math:: \mathrm{gradient\_sum} = n \, \mathrm{acc\_grads}, \qquad \mathrm{weight\_sum} = n = \mathrm{mini\_step}
+    .. math:: \mathrm{gradient\_sum} = n \, \mathrm{acc\_grads}, \qquad
+              \mathrm{sum\_of\_weights} = n = \mathrm{mini\_step}
 
     `tx` has the transformations that made `opt_state`, in their order, with this package's in the places of Optax's.
     The run goes on as with Optax, also in mid-window. Moments, positions in schedules and injected hyperparameters
@@ -51,7 +52,7 @@ def from_optax(opt_state: AnyState, tx: optax.GradientTransformation, params: Py
     `optax.skip_not_finite` corresponds to `nonfinite="extend_window"`. To go on without another
     `should_skip_update_fn`, pass the state with `skip_state=()`. `optax.microbatching` keeps no state.
 
-    Measurements start again from nothing. Optax keeps no losses, so `value` of the open window is inf. If inner takes
+    Measurements start again from nothing. Optax keeps no losses, so that of the open window is inf. If inner takes
     `value`, move at the end of a window. The averages of `noise_decay` skip the open window.
 
     Arrays keep their sharding, and the new state shares them with `opt_state`. A donated one needs less memory:
@@ -161,7 +162,7 @@ class _Walk:
             raise at.error(
                 _what(old), "a window of unknown reduction", "Leave out the jit around tx.init"
             )
-        if fresh.weight_sum.ndim and mapped_axes()[0]:
+        if fresh.sum_of_weights.ndim and mapped_axes()[0]:
             raise at.error(
                 _what(old),
                 "a window with sum_over inside jax.shard_map",
@@ -170,13 +171,13 @@ class _Walk:
         _check_skip_state(at.field("skip_state", "dropped"), old.skip_state, noted["nonfinite"])
         micro_step = _count(at.field("mini_step", "micro_step"), old.mini_step, fresh.micro_step)
         # The weight and the sums of each row: of the whole window, or of one device.
-        weight = micro_step.astype(fresh.weight_sum.dtype)
+        weight = micro_step.astype(fresh.sum_of_weights.dtype)
         factor = weight
         if noted["reduction"] == "sum":
-            factor = jnp.ones_like(weight) / fresh.weight_sum.size
+            factor = jnp.ones_like(weight) / fresh.sum_of_weights.size
 
         def sum_of(at: _Place, acc: PyTree, total: Leaf) -> jax.Array:
-            return _sum_of(at, acc, total, factor, fresh.weight_sum.shape)
+            return _sum_of(at, acc, total, factor, fresh.sum_of_weights.shape)
 
         def sums(at: _Place, acc: PyTree, total: Leaf) -> Leaf:
             return _mapped(at, acc, total, sums, sum_of)
@@ -191,7 +192,7 @@ class _Walk:
         return fresh._replace(
             micro_step=micro_step,
             windows=_count(at.field("gradient_step", "windows"), old.gradient_step, fresh.windows),
-            weight_sum=_filled(fresh.weight_sum, weight),
+            sum_of_weights=_filled(fresh.sum_of_weights, weight),
             value_sum=_filled(fresh.value_sum, unknown),
             noise=noise,
             gradient_sum=sums(of_sums, old.acc_grads, fresh.gradient_sum),

@@ -112,7 +112,7 @@ class GradAccumulator:
           state: the window so far; may be donated.
           grads: the micro-batch's gradients, like the parameters passed to `init`.
           weight: its number of examples or tokens, as in `accumulate`.
-          value: its loss, as in `accumulate`. After `take`, the state has the window's in `value`.
+          value: its loss, as in `accumulate`. After `take`, the state has the window's in `loss`.
         """
         _require_window(state)
         return self._added(state, grads, checked_weight(weight, state), value)
@@ -165,12 +165,12 @@ class GradAccumulator:
         return gradients, jnp.asarray(has_average), new_state
 
     def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
-        """Discards the open window. `windows`, `dropped`, `value`, `weight` and the noise's averages stay unchanged."""
+        """Discards the open window. `windows`, `dropped`, `loss`, `weight` and the noise's averages stay unchanged."""
         _require_window(state)
         # The sums are not cleared, because the next micro-batch overwrites them.
         return state._replace(
             micro_step=jnp.zeros_like(state.micro_step),
-            weight_sum=jnp.zeros_like(state.weight_sum),
+            sum_of_weights=jnp.zeros_like(state.sum_of_weights),
             window_bad=jnp.zeros_like(state.window_bad),
         )
 

@@ -144,7 +144,7 @@ def _place_window(path: KeyPath, window: AnyState, like: AnyState) -> AnyState:
 
     def placed(field: str, x: PyTree, like: PyTree) -> PyTree:
         # Only sums have rows. The first dimension of any other array is its own.
-        may_have_rows = window.weight_sum.ndim > 0 and field != "inner_state"
+        may_have_rows = window.sum_of_weights.ndim > 0 and field != "inner_state"
 
         def place(below: KeyPath, x: Leaf, like: Leaf) -> jax.Array:
             at = (*path, jax.tree_util.GetAttrKey(field), *below)

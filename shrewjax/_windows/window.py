@@ -64,7 +64,7 @@ class WindowStep(NamedTuple):
     """The result of `Window.advance`. Flags are Python bools if they are known at trace time."""
 
     state: AnyState  # if the window closes, `gradient_sum` is its average, or partial
-    weight_sum: jax.Array  # the window's weight, not reset if the window closes
+    sum_of_weights: jax.Array  # the window's weight, not reset if the window closes
     value_sum: jax.Array  # the weighted sum of `value`
     has_average: Flag  # the window closes with an average, which partial sums have only if their total weight is not 0
     has_weight: Flag  # the window's weight is not 0; an array says this of a partial weight alone
@@ -73,7 +73,7 @@ class WindowStep(NamedTuple):
 class Average(NamedTuple):
     gradients: ArrayTree  # the average in the accumulator's dtypes
     has_weight: Flag  # the total weight is not 0; True if `has_average` has decided it
-    value: jax.Array  # of `value`, divided as the gradients are
+    loss: jax.Array  # of `value`, divided as the gradients are
     weight: jax.Array  # the window's, over all devices
     noise: AnyState  # the state of the noise with this window
     total: ArrayTree  # the gradients before the division, if sums are partial
@@ -122,11 +122,11 @@ class Window:
         return GradAccumulatorState(
             micro_step=jnp.zeros((), jnp.int32),
             windows=jnp.zeros((), jnp.int32),
-            weight_sum=zeros((), dtype),
+            sum_of_weights=zeros((), dtype),
             window_bad=jnp.zeros((), bool),
             dropped=jnp.zeros((), jnp.int32),
             value_sum=zeros((), dtype),
-            value=jnp.full((), jnp.inf, dtype),
+            loss=jnp.full((), jnp.inf, dtype),
             weight=jnp.zeros((), dtype),
             noise=empty_noise(),
             gradient_sum=gradient_sum,
@@ -171,14 +171,14 @@ class Window:
         """
         # Check that the micro-batch and the state fit.
         grads, value = self._devices.checked(
-            grads, weight, value, state.gradient_sum, state.weight_sum
+            grads, weight, value, state.gradient_sum, state.sum_of_weights
         )
         if self._noise_decay is not None:
             require_made_with("noise_decay", state, "noise", _noise.FOR_AN_OPEN_WINDOW)
 
         # 1. Is it kept? The weight as an array is the device's own. It is 0 if the micro-batch is not kept.
-        is_kept, is_nonfinite = self._is_kept(grads, weight, is_present, state.weight_sum)
-        own_weight = jnp.asarray(weight).astype(state.weight_sum.dtype)
+        is_kept, is_nonfinite = self._is_kept(grads, weight, is_present, state.sum_of_weights)
+        own_weight = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
         kept_weight = jnp.where(is_kept, own_weight, jnp.zeros((), own_weight.dtype))
 
         # 2. Is it a step? Count it, and add its weight. A traced `is_present` comes from `add_in_loop`. One that is
@@ -187,7 +187,7 @@ class Window:
         if is_step and self.nonfinite == "extend_window":
             is_step = ~jnp.asarray(is_nonfinite)
         micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
-        weight_sum = state.weight_sum + _nan_out_of_range(weight, kept_weight)
+        sum_of_weights = state.sum_of_weights + _nan_out_of_range(weight, kept_weight)
         window_bad = state.window_bad
         if self.nonfinite == "drop_window":
             window_bad = window_bad | is_nonfinite
@@ -196,10 +196,10 @@ class Window:
         is_closing = self._is_closing(flush, when_full, state.windows, micro_step, is_step)
 
         # 4. Does it have an average?
-        has_weight, has_average = self._has_average(is_kept, is_closing, weight_sum, window_bad)
+        has_weight, has_average = self._has_average(is_kept, is_closing, sum_of_weights, window_bad)
 
         # 5. Update each leaf in one pass, which also divides if the window is closing. Then add the loss and the noise.
-        scale = self._scale(is_closing, weight_sum, has_weight)
+        scale = self._scale(is_closing, sum_of_weights, has_weight)
         is_first: Flag = False if has_begun else state.micro_step == 0
         factor = self._factor(weight, own_weight)
         gradient_sum = jax.tree.map(
@@ -213,7 +213,11 @@ class Window:
             noise = self._noise_added(noise, grads, own_weight, is_kept, is_first)
 
         # 6. A closing window resets its counters.
-        counters = {"micro_step": micro_step, "weight_sum": weight_sum, "window_bad": window_bad}
+        counters = {
+            "micro_step": micro_step,
+            "sum_of_weights": sum_of_weights,
+            "window_bad": window_bad,
+        }
         for name, x in counters.items():
             counters[name] = jnp.where(is_closing, jnp.zeros((), x.dtype), x)
         new_state = state._replace(
@@ -223,10 +227,12 @@ class Window:
             noise=noise,
             gradient_sum=gradient_sum,
         )
-        return WindowStep(new_state, weight_sum, value_sum, is_closing & has_average, has_weight)
+        return WindowStep(
+            new_state, sum_of_weights, value_sum, is_closing & has_average, has_weight
+        )
 
     def _is_kept(
-        self, grads: ArrayTree, weight: Scalar, is_present: Flag, weight_sum: jax.Array
+        self, grads: ArrayTree, weight: Scalar, is_present: Flag, sum_of_weights: jax.Array
     ) -> tuple[Flag, Flag]:
         """Returns whether the micro-batch is kept, and whether it counts as non-finite. One of weight 0 never does."""
         is_kept: Flag = is_present is not False and weight != 0
@@ -234,7 +240,7 @@ class Window:
             is_kept = is_kept & is_present
         if is_kept is False or self.nonfinite == "propagate":
             return is_kept, False
-        is_nonfinite = self._devices.is_nonfinite(grads, is_kept, weight_sum)
+        is_nonfinite = self._devices.is_nonfinite(grads, is_kept, sum_of_weights)
         return is_kept & ~is_nonfinite, is_nonfinite
 
     def _is_closing(
@@ -250,14 +256,14 @@ class Window:
         return flush | (is_step & (micro_step >= self.steps(windows)))
 
     def _has_average(
-        self, is_kept: Flag, is_closing: Flag, weight_sum: jax.Array, window_bad: jax.Array
+        self, is_kept: Flag, is_closing: Flag, sum_of_weights: jax.Array, window_bad: jax.Array
     ) -> tuple[Flag, Flag]:
         """Returns whether the window has a weight, and whether it has an average.
 
         If `is_kept` is True, this micro-batch's weight is known and a normal number. The window's weight cannot be 0
         then, and no run-time check is needed.
         """
-        has_weight: Flag = True if is_kept is True else weight_sum != 0
+        has_weight: Flag = True if is_kept is True else sum_of_weights != 0
         # XLA-32: a flag of its own, also if every closing window has an average. Otherwise XLA on CUDA holds all
         # gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
         is_undecided = has_weight is not True or isinstance(is_closing, jax.Array)
@@ -267,7 +273,9 @@ class Window:
         is_good = jnp.logical_not(window_bad)
         return has_weight, is_good if self.is_partial else has_weight & is_good
 
-    def _scale(self, is_closing: Flag, weight_sum: jax.Array, has_weight: Flag) -> jax.Array | None:
+    def _scale(
+        self, is_closing: Flag, sum_of_weights: jax.Array, has_weight: Flag
+    ) -> jax.Array | None:
         """Returns the factor of the new sums: 1 / W if the window is closing, 1 if not, None if nothing is divided.
 
         A separate division would cost another pass and, on XLA:CPU, a second buffer (tests/windows/test_window.py,
@@ -275,8 +283,8 @@ class Window:
         """
         if self._reduction == "sum" or is_closing is False or self.is_partial:
             return None
-        of_closing = _reciprocal(weight_sum, has_weight)
-        return jnp.where(is_closing, of_closing, jnp.ones((), weight_sum.dtype))
+        of_closing = _reciprocal(sum_of_weights, has_weight)
+        return jnp.where(is_closing, of_closing, jnp.ones((), sum_of_weights.dtype))
 
     def _factor(self, weight: Scalar, own_weight: jax.Array) -> jax.Array | None:
         """Returns the factor of a micro-batch's gradients, None if it is 1."""
@@ -339,15 +347,15 @@ class Window:
         Then nothing stands between the total of gradients and the slice of it that is kept. XLA makes one
         reduce-scatter of both (tests/devices/test_network.py, "FSDP").
         """
-        weight_sum = self._devices.total_weight(state.weight_sum)
-        scale = _reciprocal(weight_sum, weight_sum != 0)
+        sum_of_weights = self._devices.total_weight(state.sum_of_weights)
+        scale = _reciprocal(sum_of_weights, sum_of_weights != 0)
         return state._replace(gradient_sum=_all_scaled(state.gradient_sum, scale))
 
     def adder_in_loop(
         self, state: AnyState, weight: Scalar
     ) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """Returns a function of a leaf's sum, or a slice of it, and a gradient, which returns the new sum."""
-        own_weight = jnp.asarray(weight).astype(state.weight_sum.dtype)
+        own_weight = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
         is_kept = (own_weight != 0) & unknown_true()  # XLA-27
         factor = self._factor(weight, own_weight)
         return lambda total, grad: _advance_leaf(total, grad, False, is_kept, factor, None)
@@ -363,25 +371,29 @@ class Window:
         It divides this total and the loss. `advance` has divided all other sums.
         """
         whole = self._total(step) if self.is_partial else step
-        total, value, weight_sum = whole.state.gradient_sum, whole.value_sum, whole.weight_sum
+        total, loss, sum_of_weights = (
+            whole.state.gradient_sum,
+            whole.value_sum,
+            whole.sum_of_weights,
+        )
         gradients = total
-        scale = _reciprocal(weight_sum, whole.has_weight)
+        scale = _reciprocal(sum_of_weights, whole.has_weight)
         if self._reduction != "sum":
             if self.is_partial:
                 gradients = _all_scaled(gradients, scale)
-            value = value * scale
+            loss = loss * scale
         noise = step.state.noise
         if self._noise_decay is not None:
             # A "sum" is the mean times the window's weight.
             per_weight = scale if self._reduction == "sum" else jnp.ones_like(scale)
-            norm = self._devices.norm(gradients, weight_sum)
+            norm = self._devices.norm(gradients, sum_of_weights)
             mantissa = norm.mantissa * per_weight.astype(norm.mantissa.dtype)
             norm = floats.shifted(mantissa, norm.exponent)
             of_window = whole.state.noise
-            sums = _noise.WindowSums(of_window.square_sums, of_window.kept, weight_sum)
+            sums = _noise.WindowSums(of_window.square_sums, of_window.kept, sum_of_weights)
             noise = _noise.closed(noise, sums, norm, self._noise_decay)
         has_weight = whole.has_weight if self.is_partial else True
-        return Average(gradients, has_weight, value, weight_sum, noise, total)
+        return Average(gradients, has_weight, loss, sum_of_weights, noise, total)
 
     def emptied(self, state: AnyState, average: Average) -> ArrayTree:
         """Returns sums for the state of a closed window, whose values nobody reads."""
@@ -390,16 +402,16 @@ class Window:
     def _total(self, step: WindowStep) -> WindowStep:
         """Returns the step with totals in the places of partial sums."""
         noise = step.state.noise
-        numbers = [step.weight_sum, step.value_sum]
+        numbers = [step.sum_of_weights, step.value_sum]
         of_noise = [noise.kept, noise.square_sums] if noise else []
-        (weight_sum, value_sum, *of_noise), gradient_sum = self._devices.total(
+        (sum_of_weights, value_sum, *of_noise), gradient_sum = self._devices.total(
             [*numbers, *of_noise], step.state.gradient_sum
         )
         if noise:
             noise = noise._replace(kept=of_noise[0], square_sums=of_noise[1])
-        has_weight = True if step.has_weight is True else weight_sum != 0
+        has_weight = True if step.has_weight is True else sum_of_weights != 0
         state = step.state._replace(noise=noise, gradient_sum=gradient_sum)
-        return WindowStep(state, weight_sum, value_sum, step.has_average, has_weight)
+        return WindowStep(state, sum_of_weights, value_sum, step.has_average, has_weight)
 
     def like_average(self, grads: ArrayTree) -> ArrayTree:
         """Returns the gradients, or the shapes and dtypes of their total."""
@@ -409,7 +421,7 @@ class Window:
         """Closes a window, full or not. Returns its average, whether it has one, and the state.
 
         The average of a window without one is meaningless. Callers whose users may read it replace it by zeros, which
-        XLA:GPU would hold beside the gradients. `windows`, `value`, `weight` and `noise` then stay as they were.
+        XLA:GPU would hold beside the gradients. `windows`, `loss`, `weight` and `noise` then stay as they were.
         """
         no_gradients = jax.tree.map(lambda _: None, state.gradient_sum)
         step = self.advance(
@@ -474,7 +486,7 @@ def _all_scaled(sums: ArrayTree, scale: jax.Array) -> ArrayTree:
 
 def checked_weight(weight: Number, state: AnyState) -> Scalar:
     """Returns a user's weight for a window in this state: one number, or one for each row."""
-    return arguments.weight(weight, {(), state.weight_sum.shape})
+    return arguments.weight(weight, {(), state.sum_of_weights.shape})
 
 
 def _nan_out_of_range(weight: Scalar, kept_weight: jax.Array) -> jax.Array:
@@ -488,7 +500,7 @@ def _nan_out_of_range(weight: Scalar, kept_weight: jax.Array) -> jax.Array:
     return jnp.where(arguments.is_weight(kept_weight), kept_weight, jnp.nan)
 
 
-def _reciprocal(weight_sum: jax.Array, has_weight: Flag) -> jax.Array:
-    """Returns 1 / weight_sum, 1 if the weight is 0, or NaN if the weight sum is out of range."""
-    in_range = jnp.where(arguments.is_in_range_of_weights(weight_sum), weight_sum, jnp.nan)
-    return 1 / jnp.where(has_weight, in_range, jnp.ones_like(weight_sum))
+def _reciprocal(sum_of_weights: jax.Array, has_weight: Flag) -> jax.Array:
+    """Returns 1 / sum_of_weights, 1 if the weight is 0, or NaN if the weight sum is out of range."""
+    in_range = jnp.where(arguments.is_in_range_of_weights(sum_of_weights), sum_of_weights, jnp.nan)
+    return 1 / jnp.where(has_weight, in_range, jnp.ones_like(sum_of_weights))

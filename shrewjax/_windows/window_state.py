@@ -15,7 +15,7 @@ from shrewjax._windows._noise import NoiseState as NoiseState  # a public name o
 # The fields that both states of a window have. CONTRIBUTING has all that changes with one of them.
 MicroStep = Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
 Windows = Annotated[jax.Array, "int32 (): number of windows closed with an average"]
-WeightSum = Annotated[
+SumOfWeights = Annotated[
     jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"
 ]
 WindowBad = Annotated[jax.Array, "bool (): drop_window will discard the open window"]
@@ -23,9 +23,9 @@ Dropped = Annotated[
     jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"
 ]
 ValueSum = Annotated[
-    jax.Array, "like weight_sum: weighted sum of `value` in the open window; inf without one"
+    jax.Array, "like sum_of_weights: weighted sum of `value` in the open window; inf without one"
 ]
-Value = Annotated[
+Loss = Annotated[
     jax.Array, "like a weight (): the loss of the last window with an average; inf before it"
 ]
 Weight = Annotated[
@@ -45,11 +45,11 @@ class GradAccumulatorState(NamedTuple):
 
     micro_step: MicroStep
     windows: Windows
-    weight_sum: WeightSum
+    sum_of_weights: SumOfWeights
     window_bad: WindowBad
     dropped: Dropped
     value_sum: ValueSum
-    value: Value
+    loss: Loss
     weight: Weight
     noise: Noise
     gradient_sum: GradientSum
@@ -67,11 +67,11 @@ class AccumulateState(NamedTuple):
     micro_step: MicroStep
     windows: Windows
     applied: Annotated[jax.Array, "bool (): the last call ran inner"]
-    weight_sum: WeightSum
+    sum_of_weights: SumOfWeights
     window_bad: WindowBad
     dropped: Dropped
     value_sum: ValueSum
-    value: Value
+    loss: Loss
     weight: Weight
     noise: Noise
     gradient_sum: GradientSum
@@ -86,19 +86,18 @@ WINDOW_STATES = (GradAccumulatorState, AccumulateState)
 
 
 def metrics_of_window(state: AnyState) -> Metrics:
-    """Returns the scalars of a window. `weight_sum` is left out if each device has its own."""
-    found = fields(
-        state, "micro_step", "windows", "weight_sum", "window_bad", "dropped", "value", "weight"
-    )
-    if state.weight_sum.ndim > state.micro_step.ndim:
-        del found["weight_sum"]
+    """Returns the scalars of a window, without the sum of weights if each device has its own."""
+    found = fields(state, "micro_step", "windows", "window_bad", "dropped", "weight")
+    found["value"] = state.loss
+    if state.sum_of_weights.ndim == state.micro_step.ndim:
+        found["weight_sum"] = state.sum_of_weights
     return found | (_noise.metrics_of_noise(state.noise) if state.noise else {})
 
 
 class Measured(NamedTuple):
     """The fields of a window's state that each average replaces."""
 
-    value: jax.Array
+    loss: jax.Array
     weight: jax.Array
     noise: AnyState
 

@@ -704,7 +704,7 @@ def test_windows_of_whole_batches_send_one_all_reduce_and_equal_the_large_batch(
 
     (value, _), grads = jax.device_get(large_batch(*MANY))
     close(new, jax.tree.map(lambda p, g: p - np.float32(0.5) * g, PARAMS, grads))
-    np.testing.assert_allclose(state.value, value, rtol=1e-6)
+    np.testing.assert_allclose(state.loss, value, rtol=1e-6)
 
 
 def test_gradients_that_jax_would_sum_in_each_micro_batch_are_refused():

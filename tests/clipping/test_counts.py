@@ -90,16 +90,16 @@ def test_an_update_counts_as_clipped_if_a_finite_norm_was_above_its_threshold(na
     update = quick_jit(lambda g, s: tx.update(g, s, params)[1])
     for value in (0.5, 4.0, np.nan, np.inf, 0.0):
         state = update({"a": jnp.full(1, value, dtype), "b": jnp.full(1, 0.25, dtype)}, state)
-    assert (int(state.count), int(state.clipped)) == (5, 1)
+    assert (int(state.calls), int(state.clipped)) == (5, 1)
     assert shrewjax.metrics(state)[f"{name}/clip_rate"] == f32(0.2)
 
 
 def test_counts_stop_at_the_largest_number():
     tx, most = shrewjax.clip_by_global_norm(1.0), np.iinfo(np.int32).max
-    state = tx.init(jnp.zeros(1))._replace(count=jnp.int32(most - 1), clipped=jnp.int32(most))
+    state = tx.init(jnp.zeros(1))._replace(calls=jnp.int32(most - 1), clipped=jnp.int32(most))
     for _ in range(3):
         _, state = tx.update(jnp.full(1, 2.0), state)
-        assert (int(state.count), int(state.clipped)) == (most, most)
+        assert (int(state.calls), int(state.clipped)) == (most, most)
 
 
 def test_rules_without_norms_count_nothing():
@@ -155,7 +155,7 @@ def test_each_independent_model_has_its_own_counts(name):
     def counts(grad):
         _, state = tx.update(grad, tx.init(grad))
         _, state = tx.update(grad / 2, state)
-        return jnp.stack([state.count, state.clipped])[None]
+        return jnp.stack([state.calls, state.clipped])[None]
 
     step = quick_jit(jax.shard_map(counts, mesh=mesh, in_specs=models, out_specs=models))
     assert step(grads).tolist() == [[2, 2], [2, 0], [2, 0], [2, 0]]

@@ -325,7 +325,7 @@ def test_initial_sums_are_spread_as_the_parameters_wherever_init_is_called(axis_
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     sums = tx.init(params).gradient_sum
     assert jax.tree.map(lambda x: x.sharding.spec, sums) == {"w": P(("data",), "fsdp"), "b": P(("data",))}
-    assert tx.init(params).weight_sum.sharding.spec == P(("data",))
+    assert tx.init(params).sum_of_weights.sharding.spec == P(("data",))
     with jax.set_mesh(mesh):
         assert jax.tree.map(np.shape, tx.init(PARAMS)) == jax.tree.map(np.shape, tx.init(params))
         if axis_type == "Explicit":
@@ -433,7 +433,7 @@ def test_gradients_without_rows_do_not_pass_for_rows():
         tx.update(jnp.ones((8, 3)), state)
     with pytest.raises(ValueError, match=r"weight must be a real scalar or a real array of shape \(8,\)"):
         tx.update(jnp.ones((8, 8, 3)), state, weight=np.ones(3))
-    assert tx.update(jnp.ones((8, 8, 3)), state, weight=np.arange(8))[1].weight_sum.tolist() == [*range(8)]
+    assert tx.update(jnp.ones((8, 8, 3)), state, weight=np.arange(8))[1].sum_of_weights.tolist() == [*range(8)]
 
 
 @pytest.mark.thorough

@@ -236,7 +236,7 @@ def test_micro_batches_without_positives_keep_the_gradient_of_their_negatives_by
         for rows in np.split(np.arange(12), 3):
             loss, grads = jax.value_and_grad(guide.detection_loss)(p, x[rows], t[rows])
             updates, state = tx.update(grads, state, p, weight=weight(t[rows].sum()), value=loss)
-        return state.value, updates
+        return state.loss, updates
 
     def known_before(p, x, t, n):
         return guide.detection_loss(p, x, t) / n

@@ -278,7 +278,7 @@ def test_apply_gradients_of_a_train_state_takes_weight_flush_value_and_fields():
     other = DynamicScale(scale=jnp.float32(4.0))
     state = state.apply_gradients(grads={"w": jnp.full(2, 6.0)}, flush=True, value=60.0, loss_scale=other)
     np.testing.assert_allclose(state.params["w"], [-3, -3])
-    assert (state.step, state.opt_state.windows, state.opt_state.value) == (2, 1, 30)
+    assert (state.step, state.opt_state.windows, state.opt_state.loss) == (2, 1, 30)
     assert state.loss_scale.scale == 4
     with pytest.raises(TypeError, match="weights"):
         state.apply_gradients(grads={"w": jnp.zeros(2)}, weights=3)

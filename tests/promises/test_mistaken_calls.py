@@ -396,8 +396,8 @@ def test_boolean_weight_is_one_or_zero(weight, negated):
     weight = (not weight) if isinstance(weight, bool) else (weight ^ True if negated else weight)
     tx, window = shrewjax.accumulate(optax.sgd(1.0), 2), shrewjax.GradAccumulator(2)
     _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS, weight=weight)
-    assert float(state.weight_sum) == float(weight)
-    assert float(window.step(window.init(PARAMS), GRADS, weight)[1].weight_sum) == float(weight)
+    assert float(state.sum_of_weights) == float(weight)
+    assert float(window.step(window.init(PARAMS), GRADS, weight)[1].sum_of_weights) == float(weight)
     shrewjax.check_window(state, 2, weight=weight)
 
 
@@ -424,4 +424,4 @@ def test_boolean_weights_of_devices_count_as_zero_or_one():
     tx = shrewjax.accumulate(optax.sgd(1.0), 2, sum_over="data")
     rows = {"w": jnp.ones((8, 3))}
     _, state = tx.update(rows, tx.init(params), params, weight=np.arange(8) % 2 == 0)
-    assert state.weight_sum.tolist() == [1, 0] * 4
+    assert state.sum_of_weights.tolist() == [1, 0] * 4

@@ -240,7 +240,7 @@ def test_flush_with_the_last_micro_batch_divides_by_what_came(traced):
     steps = [(vector(2.0), {"weight": 3}), (vector(6.0), {"weight": 1, "flush": True})]
     updates, state = run_compiled(tx, steps, vector(0.0))[-1]
     assert float(updates[0]) == pytest.approx(3.0)
-    assert (int(state.micro_step), float(state.weight_sum), int(state.windows)) == (0, 0, 1)
+    assert (int(state.micro_step), float(state.sum_of_weights), int(state.windows)) == (0, 0, 1)
 
 
 @pytest.mark.parametrize("jitted", [False, True])
@@ -459,8 +459,8 @@ def test_uneven_micro_batches_of_text_equal_the_large_batch():
         ({}, 2.0**110, "weight must be 0, or between"),
         ({"micro_step": jnp.int32(3)}, 1.0, "micro_step must be between 0 and 2"),
         ({"micro_step": jnp.int32(-1)}, 1.0, "micro_step"),
-        ({"weight_sum": jnp.float32(np.inf)}, 1.0, "weight_sum"),
-        ({"weight_sum": jnp.float32(2.0**101)}, 1.0, "weight_sum must be 0, or between"),
+        ({"sum_of_weights": jnp.float32(np.inf)}, 1.0, "sum_of_weights"),
+        ({"sum_of_weights": jnp.float32(2.0**101)}, 1.0, "sum_of_weights must be 0, or between"),
     ],
 )
 def test_value_checks_of_the_window_are_there_for_who_wants_them(change, weight, message):

@@ -30,7 +30,7 @@ def test_a_call_without_a_gradient_of_a_bare_parameter_counts():
     tx = shrewjax.accumulate(recorder(), 2, sum_over="data")
     _, state = tx.update(None, tx.init(params), params)
     assert int(state.micro_step) == 1
-    np.testing.assert_array_equal(state.weight_sum, [1, 1])
+    np.testing.assert_array_equal(state.sum_of_weights, [1, 1])
     updates, state = tx.update(jnp.full((2, 3), 4.0), state, params)
     assert int(state.windows) == 1
     np.testing.assert_array_equal(updates, [2, 2, 2])

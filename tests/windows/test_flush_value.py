@@ -70,7 +70,7 @@ def test_an_optimizer_that_takes_the_loss_gets_the_windows(close, reduction):
 def test_a_window_with_a_micro_batch_without_a_loss_has_none(close):
     tx = shrewjax.accumulate(optax.sgd(0.1), 8)
     _, state = close(tx, opened(tx, (3.0, None, 4.0)), PARAMS)
-    assert np.isinf(state.value)
+    assert np.isinf(state.loss)
 
 
 def test_a_known_weight_of_zero_leaves_the_open_windows_loss_alone():
@@ -80,11 +80,11 @@ def test_a_known_weight_of_zero_leaves_the_open_windows_loss_alone():
         state = accumulator.add(state, GRADS, weight, value)
         state = accumulator.add(state, GRADS, 0)
     _, _, state = accumulator.take(state)
-    np.testing.assert_allclose(state.value, MEAN)
+    np.testing.assert_allclose(state.loss, MEAN)
     # A window that begins with such a micro-batch does not begin with the loss of the one before.
     state = accumulator.add(state, GRADS, 0)
     state = accumulator.add(state, GRADS, 1, 7.0)
-    np.testing.assert_allclose(accumulator.take(state)[2].value, 7.0)
+    np.testing.assert_allclose(accumulator.take(state)[2].loss, 7.0)
 
 
 def test_an_optimizer_that_takes_no_loss_is_not_given_one():

@@ -284,8 +284,8 @@ def test_an_open_window_has_the_sum_of_its_micro_batches_in_its_own_dtype(dtype,
     assert types(state) == types(tx.init(params))
     np.testing.assert_array_equal(np.asarray(state.gradient_sum["w"], np.float64), -3 * np.float64(PARAMS["w"]))
     assert (state.gradient_sum["none"], int(state.gradient_sum["steps"])) == (None, 0)
-    assert (int(state.micro_step), int(state.windows), float(state.weight_sum)) == (3, 5, 3.0)
-    assert (float(state.value_sum), float(state.value)) == (np.inf, np.inf)
+    assert (int(state.micro_step), int(state.windows), float(state.sum_of_weights)) == (3, 5, 3.0)
+    assert (float(state.value_sum), float(state.loss)) == (np.inf, np.inf)
     assert not any((state.applied, state.window_bad, state.dropped))
 
 
@@ -298,11 +298,11 @@ def test_a_window_that_optax_opened_has_no_mean_loss_and_no_noise_and_the_next_o
     for i in range(n, K):
         _, state = step({"w": PARAMS["w"] * i, "none": None, "steps": None}, state, params, value=2.0)
     assert int(state.windows) == 6
-    assert float(state.value) == (np.inf if n else 2.0)
+    assert float(state.loss) == (np.inf if n else 2.0)
     assert int(state.noise.recorded) == (0 if n else 1)
     for i in range(K):
         _, state = step({"w": PARAMS["w"] * i, "none": None, "steps": None}, state, params, value=3.0)
-    assert float(state.value) == 3.0
+    assert float(state.loss) == 3.0
     assert int(state.noise.recorded) == (1 if n else 2)
     assert np.isfinite(shrewjax.metrics(state)["accumulate/noise_trace"])
 
@@ -729,7 +729,7 @@ def test_a_part_of_the_new_state_starts_anew():
     """The remedy of the errors: another optimizer, and the window goes on."""
     old, new = multi(optax.adam(1e-3)).init(TREE), ours(optax.sgd(1.0, momentum=0.9))
     old = old._replace(mini_step=jnp.int32(2), inner_opt_state=new.init(TREE).inner_state)
-    assert float(shrewjax.from_optax(old, new, TREE).weight_sum) == 2
+    assert float(shrewjax.from_optax(old, new, TREE).sum_of_weights) == 2
 
 
 def test_without_a_skip_function_the_job_goes_on_if_the_state_has_none():

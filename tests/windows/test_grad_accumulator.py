@@ -33,7 +33,7 @@ def test_host_driven_window_gives_what_accumulate_gives(nonfinite, reduction):
             average, _, host = take(host)
             assert_close(average, updates, rtol=3e-7)
     host, state = jax.device_get((host, state))
-    for name in ("micro_step", "windows", "weight_sum", "window_bad", "dropped"):
+    for name in ("micro_step", "windows", "sum_of_weights", "window_bad", "dropped"):
         assert getattr(host, name) == getattr(state, name), name
 
 

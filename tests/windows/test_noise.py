@@ -65,8 +65,8 @@ def test_value_of_a_window_is_that_of_the_large_batch(reduction, nonfinite):
 
     whole = np.concatenate([examples[i] for i in kept])
     assert int(state.windows) == 1
-    assert float(state.value) == pytest.approx(np.sum(whole) if reduction == "sum" else np.mean(whole), rel=1e-6)
-    assert shrewjax.metrics(state)["accumulate/value"] == state.value
+    assert float(state.loss) == pytest.approx(np.sum(whole) if reduction == "sum" else np.mean(whole), rel=1e-6)
+    assert shrewjax.metrics(state)["accumulate/value"] == state.loss
 
 
 def test_rule_inside_sees_the_windows_loss_once_a_window():
@@ -79,13 +79,13 @@ def test_rule_inside_sees_the_windows_loss_once_a_window():
 def test_window_without_a_loss_in_every_micro_batch_has_none():
     tx = shrewjax.accumulate(KEEP, 2)
     state = tx.init(jnp.zeros(1))
-    assert state.value == jnp.inf
+    assert state.loss == jnp.inf
     _, state = tx.update(jnp.ones(1), state, value=1.0)
     _, state = tx.update(jnp.ones(1), state)
-    assert (int(state.windows), float(state.value)) == (1, np.inf)
+    assert (int(state.windows), float(state.loss)) == (1, np.inf)
     for value in (2.0, 4.0):
         _, state = tx.update(jnp.ones(1), state, value=value)
-    assert float(state.value) == 3
+    assert float(state.loss) == 3
 
 
 X = np.float32(np.random.default_rng(1).normal(size=(12, 3)))
@@ -261,7 +261,7 @@ def test_windows_that_say_nothing_do_not_enter():
         state = first
         for gradient, weight in zip(spoilt, weights, strict=True):
             _, state = update(gradient, state, weight=weight)
-        for field in ("recorded", "trace", "signal", "exponent"):
+        for field in ("recorded", "noise_trace", "signal", "exponent"):
             assert bits(getattr(state.noise, field)) == bits(getattr(first.noise, field)), (field, weights)
 
 
@@ -350,13 +350,13 @@ def test_eight_devices_measure_as_one_with_all_micro_batches_in_one_all_reduce()
     text = program.as_text()
     assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
     np.testing.assert_allclose(estimates(state), estimates(alone()), rtol=1e-5)
-    assert float(state.value) == pytest.approx(np.average(ROW_VALUES, weights=ROW_WEIGHTS), rel=1e-6)
+    assert float(state.loss) == pytest.approx(np.average(ROW_VALUES, weights=ROW_WEIGHTS), rel=1e-6)
 
 
 def test_rows_under_plain_jit_measure_as_devices_do():
     _, state = after_rows()
     np.testing.assert_allclose(estimates(state), estimates(alone()), rtol=1e-5)
-    assert float(state.value) == pytest.approx(np.average(ROW_VALUES, weights=ROW_WEIGHTS), rel=1e-6)
+    assert float(state.loss) == pytest.approx(np.average(ROW_VALUES, weights=ROW_WEIGHTS), rel=1e-6)
 
 
 def test_saved_open_window_with_noise_goes_on_on_another_number_of_devices(tmp_path):
@@ -373,7 +373,7 @@ def test_saved_open_window_with_noise_goes_on_on_another_number_of_devices(tmp_p
         _, moved = update(gradients, moved, weight=weights, value=values)
     assert int(moved.windows) == 1
     np.testing.assert_allclose(estimates(moved), estimates(expected), rtol=1e-5)
-    assert float(moved.value) == pytest.approx(float(expected.value), rel=1e-6)
+    assert float(moved.loss) == pytest.approx(float(expected.loss), rel=1e-6)
 
 
 # --- recipes --------------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def test_window_closed_by_a_token_budget_runs_when_the_tokens_are_there():
     params = jnp.zeros(1)
     state, closed = tx.init(params), []
     for tokens in (4, 3, 5, 9, 2, 1):
-        _, state = tx.update(jnp.ones(1), state, params, weight=tokens, flush=state.weight_sum + tokens >= budget)
+        _, state = tx.update(jnp.ones(1), state, params, weight=tokens, flush=state.sum_of_weights + tokens >= budget)
         closed.append(bool(state.applied))
     assert closed == [False, False, True, False, True, False]
 

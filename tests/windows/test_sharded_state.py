@@ -28,7 +28,7 @@ def params_on(data):
 def test_specs_have_the_axis_of_the_rows_before_those_of_the_parameter():
     specs = shrewjax.state_specs(TX.init(params_on(4)))
     assert specs.gradient_sum == P(("data",), "model")
-    assert specs.weight_sum == P(("data",))
+    assert specs.sum_of_weights == P(("data",))
     assert specs.inner_state.trace == P("model")
     assert specs.windows == P()
     of_rows = shrewjax.state_specs(TX.init(params_on(4)), axis_names={"data"})
@@ -43,14 +43,14 @@ def test_specs_have_the_axis_of_the_rows_before_those_of_the_parameter():
 def test_the_sum_of_the_rows_stays_and_all_of_it_is_in_the_first(devices):
     rows = np.random.default_rng(0).integers(-9, 9, size=(4, *SHAPE)).astype(np.float32)
     state, like = TX.init(params_on(4)), TX.init(params_on(devices))
-    weights = jax.device_put(np.float32([1, 2, 3, 4]), state.weight_sum.sharding)
-    state = state._replace(gradient_sum=jax.device_put(rows, state.gradient_sum.sharding), weight_sum=weights)
+    weights = jax.device_put(np.float32([1, 2, 3, 4]), state.sum_of_weights.sharding)
+    state = state._replace(gradient_sum=jax.device_put(rows, state.gradient_sum.sharding), sum_of_weights=weights)
     trace = jax.device_put(rows[0], state.inner_state.trace.sharding)
     state = state._replace(micro_step=jnp.int32(2), inner_state=state.inner_state._replace(trace=trace))
     moved = shrewjax.redistribute(state, like)
     others = np.zeros((devices - 1, *SHAPE))
     np.testing.assert_array_equal(moved.gradient_sum, [rows.sum(0), *others])
-    np.testing.assert_array_equal(moved.weight_sum, [10] + [0] * (devices - 1))
+    np.testing.assert_array_equal(moved.sum_of_weights, [10] + [0] * (devices - 1))
     assert int(moved.micro_step) == 2
     np.testing.assert_array_equal(moved.inner_state.trace, rows[0])  # its first dimension has no rows
     assert [x.sharding for x in jax.tree.leaves(moved)] == [x.sharding for x in jax.tree.leaves(like)]
@@ -65,7 +65,7 @@ def test_a_window_saved_by_orbax_goes_on_on_another_number_of_devices(before, af
 
     def called(state, params, calls):
         nonlocal total, weights
-        devices = state.weight_sum.shape[0]
+        devices = state.sum_of_weights.shape[0]
         for _ in range(calls):
             rows, weight = rng.normal(size=(devices, 3)).astype("f"), rng.integers(0, 5, devices).astype("f")
             total, weights = total + weight @ rows.astype(float), weights + weight.sum()
@@ -179,7 +179,7 @@ def test_init_under_jit_gives_each_device_its_row():
     with jax.set_mesh(mesh):
         state = jax.jit(TX.init)(params)
     assert state.gradient_sum.sharding.spec == TX.init(params).gradient_sum.sharding.spec
-    assert state.weight_sum.addressable_shards[0].data.shape == (1,)
+    assert state.sum_of_weights.addressable_shards[0].data.shape == (1,)
 
 
 def test_a_window_without_rows_moves_as_it_is():

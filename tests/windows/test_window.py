@@ -85,7 +85,7 @@ def test_traced_weights_whose_sum_is_out_of_range_make_the_average_nan(case, red
 def test_a_sum_of_weights_out_of_range_makes_the_average_nan_also_if_each_weight_is_in_range(restored, weight):
     """A restored state, or Python's numbers, whose sum no check of a weight sees."""
     tx = recording_window(2)
-    state = tx.init(vector(0.0))._replace(weight_sum=jnp.float32(restored), micro_step=jnp.int32(1))
+    state = tx.init(vector(0.0))._replace(sum_of_weights=jnp.float32(restored), micro_step=jnp.int32(1))
     updates, state = tx.update(vector(1.0), state, vector(0.0), weight=weight)
     assert bool(state.applied)
     assert np.isnan(updates).all()
@@ -106,7 +106,7 @@ def test_a_traced_weight_that_python_would_refuse_makes_its_average_nan_and_no_o
         steps = [(vector(1.0), {"weight": jnp.float32(w), "value": jnp.float32(2)}) for w in (3, weight, 1, 1)]
         history = run_compiled(tx, steps, vector(0.0))
         assert np.isnan(history[1][0]).all(), weight
-        assert np.isnan(history[1][1].value), weight
+        assert np.isnan(history[1][1].loss), weight
         assert (bool(history[1][1].applied), int(history[1][1].dropped)) == (True, 0), weight
         assert (float(history[3][0][0]), int(history[3][1].windows)) == (1, 2), weight
 
@@ -154,8 +154,8 @@ def test_weights_of_one_count_to_two_to_the_24_and_beyond_in_float64(wide, count
         state = window.init(vector(0.0))
         state = window.add(state, vector(1.0), weight=2**24 - 1)
         state = window.add(state, vector(1.0))
-        assert int(state.weight_sum) == 2**24
-        assert int(window.add(state, vector(1.0)).weight_sum) == 2**24 + counted
+        assert int(state.sum_of_weights) == 2**24
+        assert int(window.add(state, vector(1.0)).sum_of_weights) == 2**24 + counted
 
 
 # --- non-finite micro-batches -------------------------------------------------------------------------------------
@@ -295,10 +295,10 @@ def test_bad_weight_is_named():
 def test_weight_that_is_not_given_is_one():
     params, grads = vector(0.0), vector(3.0)
     window, tx = shrewjax.GradAccumulator(2), shrewjax.accumulate(recorder(), 2)
-    assert float(window.add(window.init(params), grads).weight_sum) == 1
-    assert float(window.step(window.init(params), grads)[1].weight_sum) == 1
-    assert float(tx.update(grads, tx.init(params), params)[1].weight_sum) == 1
-    assert float(shrewjax.apply_gradients(tx, grads, tx.init(params), params)[1].weight_sum) == 1
+    assert float(window.add(window.init(params), grads).sum_of_weights) == 1
+    assert float(window.step(window.init(params), grads)[1].sum_of_weights) == 1
+    assert float(tx.update(grads, tx.init(params), params)[1].sum_of_weights) == 1
+    assert float(shrewjax.apply_gradients(tx, grads, tx.init(params), params)[1].sum_of_weights) == 1
 
 
 def test_bad_arguments_are_named():

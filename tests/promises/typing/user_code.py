@@ -142,7 +142,7 @@ def loss_and_noise_of_windows() -> dict[str, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
         _, state = window.step(state, grads, weight=len(x), value=loss)
         params, opt_state = shrewjax.apply_gradients(tx, grads, opt_state, params, weight=len(x), value=loss)
-    assert_type(state.value, jax.Array)
+    assert_type(state.loss, jax.Array)
     return shrewjax.metrics(opt_state) | shrewjax.metrics(state)
 
 
