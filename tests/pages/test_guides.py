@@ -156,6 +156,28 @@ def test_the_mistake_on_the_page_is_off_by_15_to_75_percent():
     assert max(errors.values()) < 0.755
 
 
+def test_advantages_normalized_in_the_loss_are_20_percent_off_and_before_the_call_exact():
+    guide = SimpleNamespace(**run_page(DOCS / "guide/denominator.md"))
+    *others, advantage = guide.rows
+    c = guide.coefficients(guide.mask, guide.prompt, PROMPTS)
+
+    def normalized(a):
+        return (a - a.mean()) / (a.std() + 1e-8)
+
+    def inside(params, rows, *c):
+        return guide.loss_fn(params, (*rows[:-1], normalized(rows[-1])), *c)
+
+    def found(params, *c):
+        before = *others, normalized(advantage)
+        in_parts = shrewjax.value_and_grad(inside, 4, reduction="sum")
+        whole = jax.grad(inside)(params, guide.rows, *c)
+        return whole, guide.loss_and_grad(params, before, *c)[1], in_parts(params, guide.rows, *c)[1]
+
+    whole, before, wrong = quick_jit(found)(guide.params, c["sequence mean"], 0.1 * c["token mean"])
+    assert distance(before, whole) < 1e-6
+    assert f"{distance(wrong, whole):.0%}" == "20%"
+
+
 @pytest.mark.usefixtures("x64_only")
 def test_packed_rows_count_each_sequence_once():
     """Against the count of each sequence. Units that are rows are the mistake."""
