@@ -29,8 +29,8 @@ from shrewjax._base.types import (
     Number,
     PyTree,
 )
-from shrewjax._batches.batch import checked_call, positional_names, roles_of_arguments
 from shrewjax._batches.micro_batched import check_options, value_of_batch
+from shrewjax._batches.roles import Roles, positional_names, roles_of
 from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction
 
@@ -352,13 +352,13 @@ def value_and_grad(
         sum_over=sum_over,
         skip_empty=skip_empty,
     )
-    places = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums}
     # Made here for its checks alone, so that a wrong argument raises before the call.
-    of_arrays(fun, has_aux=has_aux, weight=weight, **places)
+    of_arrays(fun, has_aux=has_aux, weight=weight)
+    roles = roles_of(fun, {"wrt": (0,)}, rng_argnums, batch_argnums)
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
         args, kwargs = _with_model_by_position(fun, args, kwargs)
-        call = _Call(fun, weight, wrt, has_aux, places, micro_batches, args, kwargs)
+        call = _Call(roles, weight, wrt, has_aux, micro_batches, args, kwargs)
         value_and_grads = of_arrays(
             call.loss, has_aux=True, weight=call.weight, carry_argnum=-1, **call.roles
         )
@@ -438,13 +438,13 @@ def micro_batched(
         "sum_over": sum_over,
         "skip_empty": skip_empty,
     }
-    places = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums}
-    check_options(fun, weight, places, {"has_aux": has_aux, **options})
+    check_options(fun, weight, {"has_aux": has_aux, **options})
+    roles = roles_of(fun, {"wrt": (0,)}, rng_argnums, batch_argnums)
 
     @wraps(fun)
     def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
         args, kwargs = _with_model_by_position(fun, args, kwargs)
-        call = _Call(fun, weight, wrt, has_aux, places, micro_batches, args, kwargs)
+        call = _Call(roles, weight, wrt, has_aux, micro_batches, args, kwargs)
         own = {"has_aux": True, "carry_argnum": len(call.arrays) - 1, **options}
         returned = value_of_batch(
             call.loss, call.weight, call.roles, own, call.arrays, call.objects.kwargs
@@ -480,33 +480,24 @@ class _Call:
 
     def __init__(
         self,
-        fun: Function,
+        roles: Roles,
         weight: Function | None,
         wrt: Any,
         has_aux: bool,
-        places: Mapping[str, Any],
         micro_batches: int,
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> None:
-        # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
         self.objects = _Objects(wrt, args[0], args[1:], kwargs)
-        self.arrays = self.objects.params, *self.objects.args, self.objects.state
-        self._fun, self._has_aux = fun, has_aux
-        given: Any = {"wrt": (0,), "nnx objects (they need no position)": self.objects.alone}
-        for name, at in places.items():
-            given[name] = None if at is None else arguments.places(name, at)
-        roles = roles_of_arguments(given, fun, len(args), kwargs)
-        self.roles: dict[str, Any] = {name: roles[name] for name in places}
-        its_roles = {"argnums": (0,), **self.roles}
-        checked_call(
-            self.arrays[:-1],
-            self.objects.kwargs,
-            its_roles,
-            micro_batches,
-            is_divided=micro_batches > 1,
-        )
+        self._fun, self._has_aux = roles.fun, has_aux
+        # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
+        objects = {"nnx objects (they need no position)": self.objects.alone}
+        its_roles = roles._replace(given={**objects, **roles.given})
+        arrays = self.objects.params, *self.objects.args
+        call = its_roles.call(arrays, self.objects.kwargs, micro_batches)
+        self.roles: dict[str, Any] = call.keys_and_examples()
+        self.arrays = *arrays, self.objects.state
 
         def weigh(*args: PyTree, **kwargs: PyTree) -> Number:
             return self.objects.call(weight, args, kwargs)[0]

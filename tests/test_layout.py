@@ -43,6 +43,7 @@ PACKAGES = {
         "_call",
         "_mistaken_roles",
         "_overwritten",
+        "roles",
         "batch",
         "value_and_grad",
         "micro_batched",

@@ -1,6 +1,7 @@
 """A whole batch in one call: its arguments, divided, and a loop over its micro-batches.
 
-* `batch`: the arguments of a call of `value_and_grad`.
+* `roles`: which arguments of a function hold examples, keys, parameters; the checks of a call.
+* `batch`: the arguments of a call of `value_and_grad`, divided among micro-batches.
 * `value_and_grad`: a whole batch in one call, in one loop of the compiled program.
 * `micro_batched`: a loss whose derivatives are computed by it.
 * `contrastive`: the same for losses that compare examples, in two passes.

@@ -1,12 +1,14 @@
 """The arguments of one call in one order, with their roles, and their names in messages."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._base.types import DType, KeyPath, Leaf, Place, PyTree
+from shrewjax._base.types import DType, Function, KeyPath, Leaf, Place, PyTree
+
+Part = Literal["micro-batch", "device"]
 
 
 def label(place: Place) -> str:
@@ -20,7 +22,8 @@ class Call(NamedTuple):
     places: tuple[Place, ...]
     values: tuple[PyTree, ...]
     roles: dict[str, tuple[int, ...]]
-    steps: int
+    parts: int  # the number of micro-batches or devices, among which the examples are divided
+    part: Part
 
     def label(self, at: int) -> str:
         return label(self.places[at])
@@ -32,9 +35,25 @@ class Call(NamedTuple):
         return jax.tree.leaves_with_path(self.values[at])
 
     def whole(self) -> list[int]:
-        """Returns the arguments without a role."""
-        with_role = {at for role in self.roles.values() for at in role}
+        """Returns the arguments that every part gets as they are."""
+        names = "argnums", "rng_argnums", "carry_argnum", "batch_argnums"
+        with_role = {at for name in names for at in self.roles.get(name, ())}
         return [at for at in range(len(self.values)) if at not in with_role]
+
+    def keys_and_examples(self) -> dict[str, tuple[Place, ...]]:
+        """Returns two roles as a caller writes them."""
+        names = "rng_argnums", "batch_argnums"
+        return {name: tuple(self.places[at] for at in self.roles[name]) for name in names}
+
+    def in_order(self, function: Function) -> Function:
+        """Returns `function` of arguments in this order. It gets them as they came, by position or by keyword."""
+        names = [at for at in self.places if isinstance(at, str)]
+        count = len(self.places) - len(names)
+
+        def of_values(*values: PyTree) -> PyTree:
+            return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        return of_values
 
     def as_role(self, name: str, *numbers: int) -> str:
         """Returns what a caller writes for a role of these arguments, such as `batch_argnums=(1, 'y')`."""

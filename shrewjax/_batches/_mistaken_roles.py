@@ -40,14 +40,15 @@ def _message(
     ]
     need = "an axis of examples"
     if count is not None:
-        need = f"{count} examples along its first axis, as {like[0]} has"
+        need = f"a first axis of {count} examples, as {like[0]} has"
     came = f"shape {np.shape(x)}" if _is_array(x) else getattr(x, "dtype", type(x).__name__)
     message = f"{call.name(at, path)} must have {need}, got {came}"
     if path and count is not None and count in _counts(call, at):
         batch = call.as_role("batch_argnums", *call.roles["batch_argnums"])
         return f"{message}. If it is the same for all micro-batches, pass it as an argument of its own, with {batch}"
     batch = call.as_role("batch_argnums", *_holders(call, among, count))
-    return f"{message}. If {call.label(at)} is the same for all micro-batches, pass {batch}"
+    same = f"If {call.label(at)} is the same for all micro-batches, pass {batch}"
+    return f"{message}. {same}{_if_state(call, at, 'it')}"
 
 
 def key_message(call: Call, at: int, path: KeyPath) -> str:
@@ -61,10 +62,23 @@ def key_message(call: Call, at: int, path: KeyPath) -> str:
         remedy = f"Pass {keys}"
     else:
         remedy = "Pass it as an argument of its own, and name that in rng_argnums="
+    no_key = "" if is_typed else ". If these numbers are no key, convert them to int32"
+    others = [other for other in call.whole() if other != at and call.leaves(other)]
+    state = "".join(_if_state(call, other, call.label(other)) for other in others[:1])
     return (
-        f"{call.name(at, path)} is a PRNG key, and each micro-batch needs its own. {remedy}. "
-        "If all shall have the same one, let fun close over it"
-        + ("" if is_typed else ". If these numbers are no key, convert them to int32")
+        f"{call.name(at, path)} is a PRNG key, and each {call.part} needs its own. {remedy}. "
+        f"If all share one, let fun close over it{no_key}{state}"
+    )
+
+
+def _if_state(call: Call, at: int, name: str) -> str:
+    """Returns the remedy for an argument that may be a state, if the called function has one that takes it."""
+    place = call.places[at]
+    if call.roles.get("carry_argnum") != () or isinstance(place, str):
+        return ""
+    return (
+        f". If {name} is a state that fun returns changed, carry_argnum={place} hands it from micro-batch to "
+        "micro-batch"
     )
 
 
@@ -73,7 +87,7 @@ def other_batch(call: Call) -> str:
     among = [at for at in call.whole() if isinstance(call.places[at], str)]
     count = _likely_count(call, among)
     holders = _holders(call, among, count)
-    if count is None or count % call.steps or not holders:
+    if count is None or count % call.parts or not holders:
         return ""
     batch = call.as_role("batch_argnums", *holders)
     return f"If {' and '.join(map(call.label, holders))} hold the examples, pass {batch}. "
@@ -86,7 +100,7 @@ def _likely_count(call: Call, among: Sequence[int]) -> int | None:
     def rank(number: tuple[int, int]) -> tuple[int, bool, int, int]:
         at, count = number
         leaves = sum(n == count for _, n in counts)
-        return len(_holders(call, among, count)), count % call.steps == 0, at, leaves
+        return len(_holders(call, among, count)), count % call.parts == 0, at, leaves
 
     return max(counts, key=rank, default=(0, None))[1]
 
@@ -98,7 +112,7 @@ def _holders(call: Call, among: Sequence[int], count: int | None) -> list[int]:
 def _held(call: Call, at: int) -> int | None:
     """Returns the first axis that most leaves of an argument have, or None."""
     counts = _counts(call, at)
-    return next((n for n in counts if n and 2 * counts.count(n) > len(counts)), None)
+    return next((n for n in counts if n is not None and 2 * counts.count(n) > len(counts)), None)
 
 
 def _counts(call: Call, at: int) -> list[int | None]:

@@ -20,7 +20,7 @@ from jax import lax
 from shrewjax._base import arguments, trees
 from shrewjax._base.axes import axes_to_reduce, is_mapped
 from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, PyTree
-from shrewjax._batches.batch import checked_call, roles_of_arguments
+from shrewjax._batches.roles import roles_of
 from shrewjax._batches.value_and_grad import value_and_grad
 from shrewjax._numerics.reductions import combined_over
 from shrewjax._windows.window import Window
@@ -103,13 +103,7 @@ def contrastive_value_and_grad(
     """
     steps = arguments.integer("micro_batches", micro_batches, at_least=1)
     axes = Window(steps, sum_over=sum_over).axes or ()
-    given = {
-        "argnums": (0,),
-        "rng_argnums": arguments.places("rng_argnums", rng_argnums),
-        "batch_argnums": None
-        if batch_argnums is None
-        else arguments.places("batch_argnums", batch_argnums),
-    }
+    roles = roles_of(features, {"argnums": (0,)}, rng_argnums, batch_argnums)
 
     def beside_features(*args: PyTree, **kwargs: PyTree) -> tuple[jax.Array, PyTree]:
         *args_of_features, unused = args
@@ -122,14 +116,13 @@ def contrastive_value_and_grad(
         return sum((x.real.astype(jnp.float32) for x in sums), jnp.float32(0))
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
-        roles = roles_of_arguments(given, features, len(args), kwargs)
         # Checked here, because both passes have one more argument, which no caller passed.
-        checked_call(args, kwargs, roles, steps, is_divided=steps > 1)
-        examples = roles["batch_argnums"]
+        call = roles.call(args, kwargs, steps)
+        keys, examples = call.keys_and_examples().values()
         of_both = partial(
             value_and_grad,
             micro_batches=steps,
-            rng_argnums=roles["rng_argnums"],
+            rng_argnums=keys,
             sum_over=sum_over,
         )
         # 1. The gradient is by an argument that nothing reads, so that there is no backward pass.
@@ -137,7 +130,7 @@ def contrastive_value_and_grad(
             beside_features, argnums=len(args), batch_argnums=examples, has_aux=True, aux="stack"
         )
         (_, stacked), _ = first(*args, 0.0, **kwargs)
-        z = _in_order(stacked, [args[at] if isinstance(at, int) else kwargs[at] for at in examples])
+        z = _in_order(stacked, [call.values[at] for at in call.roles["batch_argnums"]])
         # 2.
         own_axes = axes if is_mapped(axes) else ()
         part = partial(_loss_of_device, loss, has_aux, own_axes)

@@ -25,7 +25,7 @@ import numpy as np
 from shrewjax._base import arguments
 from shrewjax._base.trees import is_gradient, is_zero_tangent
 from shrewjax._base.types import AxisName, DType, Function, KeyPath, Leaf, Place, PyTree
-from shrewjax._batches.batch import checked_call, roles_of_arguments
+from shrewjax._batches.roles import roles_of
 from shrewjax._batches.value_and_grad import value_and_grad
 from shrewjax._numerics.floats import sum_dtype, upcast
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction
@@ -120,7 +120,6 @@ def micro_batched(
 
     Source: as for `value_and_grad`, and `jax.custom_jvp`.
     """
-    given: dict[str, Any] = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums}
     options: dict[str, Any] = {
         "has_aux": has_aux,
         "micro_batches": micro_batches,
@@ -131,27 +130,22 @@ def micro_batched(
         "sum_over": sum_over,
         "skip_empty": skip_empty,
     }
-    check_options(fun, weight, given, options)
-    places = {name: at if at is None else arguments.places(name, at) for name, at in given.items()}
-    first = {"what is not divided by default": (0,)} if batch_argnums is None else {}
+    check_options(fun, weight, options)
+    roles = roles_of(fun, None, rng_argnums, batch_argnums)
 
     @functools.wraps(fun)
     def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
-        roles = roles_of_arguments(first | places, fun, len(args), kwargs)
-        own_roles = {name: roles[name] for name in given}
         # Checked here, because below there is one more argument, which no caller passed.
-        checked_call(args, kwargs, own_roles, micro_batches, is_divided=micro_batches > 1)
-        return value_of_batch(fun, weight, own_roles, options, args, kwargs)
+        its_roles = roles.call(args, kwargs, micro_batches).keys_and_examples()
+        return value_of_batch(fun, weight, its_roles, options, args, kwargs)
 
     return of_batch
 
 
-def check_options(
-    fun: Function, weight: Function | None, given: dict[str, Any], options: dict[str, Any]
-) -> None:
+def check_options(fun: Function, weight: Function | None, options: dict[str, Any]) -> None:
     """Raises if an argument of `micro_batched` is wrong, before the call."""
-    value_and_grad(fun, weight=weight, **given, **options)  # made for its checks alone
+    value_and_grad(fun, weight=weight, **options)  # made for its checks alone
     if options["sum_over"] == ():
         raise ValueError(
             "sum_over must be a mapped axis or None, got (), with which each device would keep its own gradients, but "

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shrewjax._base import arguments
 from shrewjax._base.axes import as_on_one_device, device_index, is_bound
 from shrewjax._base.mesh import on_each_device
-from shrewjax._base.types import AxisName, AxisNames, DType, Function, Leaf, Place, PyTree
-from shrewjax._batches._call import Call, is_key
-from shrewjax._batches.batch import in_order, roles_of_arguments
+from shrewjax._base.types import AxisName, AxisNames, Function, Leaf, PyTree
+from shrewjax._batches._call import Call
+from shrewjax._batches.roles import roles_of
 
 
 def per_device(
@@ -84,31 +83,24 @@ def per_device(
     names = arguments.axis_names("axes", axes)
     if not names:
         raise ValueError(f"axes must name at least one axis of the mesh, got {axes!r}")
-    keys = arguments.places("rng_argnums", rng_argnums)
-    batch = None if batch_argnums is None else arguments.places("batch_argnums", batch_argnums)
+    roles = roles_of(fun, None, rng_argnums, batch_argnums, "device")
 
     def rows_of_devices(*args: PyTree, **kwargs: PyTree) -> PyTree:
         devices = _devices_along(names)
-        places = (*range(len(args)), *kwargs)
-        roles = _roles(keys, batch, fun, len(args), kwargs)
-        numbers = {name: tuple(map(places.index, of_role)) for name, of_role in roles.items()}
-        call = Call(places, (*args, *kwargs.values()), numbers, devices)
-        _check_divided(call)
-        _check_keys(call)
-        _check_whole(call)
+        call = roles.call(args, kwargs, devices)
 
         def run(examples: dict[int, PyTree], others: dict[int, PyTree]) -> PyTree:
             device = device_index(names)
-            for at in numbers["rng_argnums"]:
+            for at in call.roles["rng_argnums"]:
                 others[at] = jax.tree.map(lambda key: jax.random.fold_in(key, device), others[at])
             given = examples | others
             before = jax.tree.leaves(given)
             with as_on_one_device(names):
-                returned = in_order(fun, args, kwargs)(*(given[at] for at in range(len(places))))
+                returned = call.in_order(fun)(*(given[at] for at in range(len(given))))
             _check_unchanged(call, before, given)
             return jax.tree.map(lambda x: jnp.asarray(x)[None], returned)
 
-        examples = {at: call.values[at] for at in numbers["batch_argnums"]}
+        examples = {at: call.values[at] for at in call.roles["batch_argnums"]}
         others = {at: x for at, x in enumerate(call.values) if at not in examples}
         return on_each_device(run, names, examples, others, returns_parts=True)
 
@@ -130,93 +122,6 @@ def _devices_along(axes: AxisNames) -> int:
             "divides the batch"
         )
     return math.prod(mesh.shape[a] for a in axes)
-
-
-def _roles(
-    keys: tuple[Place, ...],
-    batch: tuple[Place, ...] | None,
-    fun: Function,
-    count: int,
-    kwargs: dict[str, PyTree],
-) -> dict[str, tuple[Place, ...]]:
-    """Returns the places of `rng_argnums` and of `batch_argnums`: by default all others but the first."""
-    if batch is None and count + len(kwargs) <= 1 + len(keys):
-        raise ValueError(
-            f"no argument holds examples, because the call has {count + len(kwargs)}, and by default the first one "
-            "reaches every device whole. Pass the batch after it. If the first one holds the examples, pass "
-            "batch_argnums=0"
-        )
-    # The first one comes by position, or as the first parameter of `fun` by keyword.
-    first: dict[str, tuple[Place, ...] | None] = {} if batch is not None else {_FIRST: (0,)}
-    given = {"rng_argnums": keys, "batch_argnums": batch}
-    roles = roles_of_arguments(first | given, fun, count, kwargs)
-    return {name: roles[name] for name in given}
-
-
-_FIRST = "the whole first argument"
-
-
-def _check_divided(call: Call) -> None:
-    """Raises if an array of examples has no first axis that the devices divide."""
-    devices = call.steps
-    for at in call.roles["batch_argnums"]:
-        for path, x in call.leaves(at):
-            name, shape = call.name(at, path), np.shape(x)
-            is_rows_of_keys = shape and jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
-            if is_key(x) and not is_rows_of_keys:
-                raise ValueError(_key_message(call, at, name, x))
-            if not shape:
-                raise ValueError(
-                    f"{name} must have a first axis of examples, got {x!r}. If it is the same on all devices, leave it "
-                    "out of batch_argnums=, which by default has all by position but the first. Or pass it by keyword"
-                )
-            if shape[0] % devices:
-                raise ValueError(
-                    f"{name} must have a first axis that {devices} devices divide, got shape {shape}. Pad the batch to "
-                    f"{-(-shape[0] // devices) * devices} examples, let fun take its mean over the real ones, and pass "
-                    "their numbers as weight=. If it holds no examples, leave it out of batch_argnums="
-                )
-
-
-def _check_keys(call: Call) -> None:
-    """Raises unless each leaf of the arguments in `rng_argnums` is one key, typed or raw."""
-    for at in call.roles["rng_argnums"]:
-        for path, x in call.leaves(at):
-            dtype: DType = getattr(x, "dtype", np.object_)
-            is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-            if np.ndim(x) != (0 if is_typed else 1) or not (is_typed or dtype == np.uint32):
-                given = f"{dtype} of shape {np.shape(x)}" if hasattr(x, "dtype") else repr(x)
-                raise ValueError(
-                    f"{call.name(at, path)} is in rng_argnums and must be one PRNG key, got {given}. Make it with "
-                    "jax.random.key. If each device or example has a key, put the argument into batch_argnums"
-                )
-
-
-def _check_whole(call: Call) -> None:
-    """Raises if arguments that reach every device whole hold keys, or one by keyword has as many rows as the batch."""
-    batch = call.roles["batch_argnums"]
-    sizes = {np.shape(x)[0] for at in batch for _, x in call.leaves(at)}
-    for at in call.whole():
-        for path, x in call.leaves(at):
-            name = call.name(at, path)
-            if is_key(x):
-                raise ValueError(_key_message(call, at, name, x))
-            if isinstance(call.places[at], str) and np.ndim(x) and np.shape(x)[0] in sizes:
-                raise ValueError(
-                    f"{name} has a first axis of {np.shape(x)[0]}, as the batch has, but every device gets arguments "
-                    f"by keyword whole. If it holds examples, pass {call.as_role('batch_argnums', *batch, at)}. "
-                    "Otherwise let fun close over it"
-                )
-
-
-def _key_message(call: Call, at: int, name: str, x: Leaf) -> str:
-    keys = call.as_role("rng_argnums", *call.roles["rng_argnums"], at)
-    is_typed = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return (
-        f"{name} is a PRNG key, and each device needs its own. Pass {keys}. If the argument holds other arrays, pass "
-        "the key as an argument of its own. If all devices shall have the same one, let fun close over it"
-        + ("" if is_typed else ". If these numbers are no key, convert them to int32")
-    )
 
 
 def _check_unchanged(call: Call, before: list[Leaf], after: dict[int, PyTree]) -> None:

@@ -52,7 +52,8 @@ from shrewjax._base.types import (
 )
 from shrewjax._batches import _overwritten
 from shrewjax._batches._aux import COMBINE, AuxLeaves, AuxSums, cast_like, nan_unless, selected
-from shrewjax._batches.batch import Batch, batch_of_arguments, in_order, roles_of_arguments
+from shrewjax._batches.batch import Batch, batch_of_call
+from shrewjax._batches.roles import roles_of
 from shrewjax._numerics.reductions import agreed_over, any_device_along
 from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._programs.jaxprs import axes_of_collectives
@@ -243,21 +244,18 @@ def value_and_grad(
     )
     _check_weight_is_given(weight, reduction, arguments.static_flag("skip_empty", skip_empty))
     axes = window.axes or ()
-    given = {
+    own = {
         "argnums": arguments.positions("argnums", argnums),
-        "rng_argnums": arguments.places("rng_argnums", rng_argnums),
         "carry_argnum": (arguments.integer("carry_argnum", carry_argnum),) if has_carry else (),
-        "batch_argnums": None
-        if batch_argnums is None
-        else arguments.places("batch_argnums", batch_argnums),
     }
+    roles = roles_of(fun, own, rng_argnums, batch_argnums)
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
-        roles = roles_of_arguments(given, fun, len(args), kwargs)
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
         devices = devices_to_map("sum_over", axes)
-        batch = batch_of_arguments(args, kwargs, roles, steps, () if devices else axes, devices)
-        its_fun = in_order(fun, args, kwargs)
+        call = roles.call(args, kwargs, steps, max(devices, 1))
+        batch = batch_of_call(call, () if devices else axes, devices)
+        its_fun = call.in_order(fun)
         its_argnums = (
             batch.roles["argnums"] if isinstance(argnums, Sequence) else batch.roles["argnums"][0]
         )
@@ -267,7 +265,7 @@ def value_and_grad(
             argnums,
             has_aux,
             has_carry,
-            weight and in_order(weight, args, kwargs),
+            weight and call.in_order(weight),
             reduction,
             skip_empty,
         )

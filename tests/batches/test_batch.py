@@ -1,153 +1,40 @@
-"""What `value_and_grad` does with arguments at the edge of what its docstring describes."""
-
-from functools import partial
+"""A batch that cannot be divided among micro-batches is an error."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import mesh_of, placed
+from jax.sharding import PartitionSpec as P
+from speed import quick_jit
 
-from shrewjax import contrastive_value_and_grad, value_and_grad
+import shrewjax
+from shrewjax import value_and_grad
 
 W = jnp.array([0.5, -1.0, 2.0])
-X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
-Y = np.arange(8, dtype=np.float32)
-KEY = jax.random.key(3)
+X, Y = np.ones((8, 3), np.float32), np.arange(8, dtype=np.float32)
 
 
-def scaled(w, x, y, scale=1.0):
-    return jnp.mean((scale * x @ w - y) ** 2)
-
-
-def by_keys(w, **batch):
-    return scaled(w, batch["x"], batch["y"])
-
-
-def only_keywords(w, *, x, y, scale):
-    return scaled(w, x, y, scale)
-
-
-def flagged(w, x, y, *, negate):
-    return -scaled(w, x, y) if negate == "yes" else scaled(w, x, y)
-
-
-# fun, the arguments by position and by keyword, and the options of value_and_grad
-ROLES = {
-    "a scale by keyword stays whole": (scaled, (W, X, Y), {"scale": 2.0}, {}),
-    "what is no array stays as it is": (flagged, (W, X, Y), {"negate": "yes"}, {}),
-    "the batch by keyword": (scaled, (W,), {"y": Y, "x": X}, {}),
-    "the batch by keys": (by_keys, (W,), {"x": X, "y": Y}, {}),
-    "named, beside one that stays whole": (scaled, (W,), {"x": X, "y": Y, "scale": 2.0}, {"batch_argnums": ("x", "y")}),
-    "keyword-only, named": (only_keywords, (W,), {"x": X, "y": Y, "scale": 2.0}, {"batch_argnums": ("x", "y")}),
-    "a position of what comes by keyword": (scaled, (W,), {"scale": 2.0, "x": X, "y": Y}, {"batch_argnums": (1, 2)}),
-    "a name of what comes by position": (scaled, (W, X, Y, 2.0), {}, {"batch_argnums": ("y", "x")}),
-    "a position and a name": (scaled, (W, X), {"y": Y, "scale": 2.0}, {"batch_argnums": (1, "y")}),
-    "counted from the back": (lambda w, s, x, y: scaled(w, x, y, s), (W, 2.0, X, Y), {}, {"batch_argnums": (-1, -2)}),
-    "parameters by keyword": (scaled, (), {"x": X, "w": W, "y": Y}, {}),
-    "partial, by keyword": (partial(scaled, scale=2.0), (W, X, Y), {}, {}),
-    "partial, by position": (partial(lambda c, *args: c * scaled(*args), 3.0), (W, X, Y), {}, {}),
-    "partial, then positions": (
-        partial(lambda c, w, x, y: c * scaled(w, x, y), 3.0), (W,), {"y": Y, "x": X}, {"batch_argnums": (1, 2)}
-    ),
-    "partial of an array of the batch's length": (partial(scaled, scale=np.float32(2)), (W,), {"x": X, "y": Y}, {}),
-    "no signature": (jax.jit(lambda *args, **kw: scaled(*args, **kw)), (W, X), {"y": Y}, {"batch_argnums": (1, "y")}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", ROLES)
-def test_arguments_have_their_roles_however_they_are_passed(case):
-    fun, args, kwargs, options = ROLES[case]
-
-    def of_params(w):
-        return fun(w, *args[1:], **kwargs) if args else fun(**(kwargs | {"w": w}))
-
-    assert_close(value_and_grad(fun, 4, **options)(*args, **kwargs), jax.value_and_grad(of_params)(W), rtol=1e-5)
-
-
-def noisy(w, key, **batch):
-    noise = jax.random.normal(key, batch["x"].shape)
-    return jnp.mean((batch["x"] + noise) @ w * batch["y"])
-
-
-@pytest.mark.parametrize("named", [1, "key", ("key",)], ids=repr)
-@pytest.mark.parametrize("by_keyword", [False, True])
-def test_keys_beside_a_batch_by_keyword_are_folded(named, by_keyword):
-    batch = {"x": X, "y": Y}
-    by_hand = [jax.value_and_grad(noisy)(W, jax.random.fold_in(KEY, i), x=X[i::4], y=Y[i::4]) for i in range(4)]
-    expected = jax.tree.map(lambda *of_all: sum(of_all) / 4, *by_hand)
-    call = value_and_grad(noisy, 4, rng_argnums=named)
-    assert_close(call(W, key=KEY, **batch) if by_keyword else call(W, KEY, **batch), expected, rtol=1e-5)
-
-
-def test_carry_and_weight_may_come_by_keyword():
-    def loss(w, x, count, y):
-        return scaled(w, x, y), ((), count + len(x))
-
-    call = value_and_grad(loss, 4, has_aux=True, carry_argnum=2, weight=lambda w, x, count, y: 1 + count)
-    (value, (_, count)), _ = call(W, count=jnp.float32(0), y=Y, x=X)
-    expected = [scaled(W, X[i::4], Y[i::4]) * (1 + 2 * i) for i in range(4)]
-    np.testing.assert_allclose(value, sum(expected) / 16, rtol=1e-5)
-    assert count == 8
-
-
-def test_features_of_two_passes_take_examples_by_keyword():
-    def features(w, *, x, y):
-        return {"z": x @ w - y}
-
-    def loss(w, z):
-        return jnp.mean(z["z"]) ** 2
-
-    found = contrastive_value_and_grad(features, loss, 4)(W, x=X, y=Y)
-    assert_close(found, jax.value_and_grad(lambda w: loss(w, features(w, x=X, y=Y)))(W), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"batch_argnums": "z"},
-            r"batch_argnums names 'z', which no argument .* came: w, x, y\. Or pass",
-        ),
-        ({"batch_argnums": ("x", 1)}, r"argument 1 is in batch_argnums and in batch_argnums"),
-        ({"rng_argnums": "y"}, r"keyword argument y is in rng_argnums and must be one PRNG key"),
-        (
-            {"rng_argnums": 5},
-            r"rng_argnums has the position 5, but 2 arguments came by position, and by keyword y\.",
-        ),
-        ({"batch_argnums": 1.0}, r"batch_argnums must be positions or names of fun's arguments, .* got 1\.0"),
-    ],
-)
-def test_a_name_or_a_position_of_no_argument_is_an_error(options, message):
-    with pytest.raises(ValueError, match=message):
-        value_and_grad(scaled, 4, **options)(W, X, y=Y)
+def loss(w, x, y):
+    return jnp.mean((x @ w - y) ** 2)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_an_empty_batch_is_an_error_and_not_a_nan(micro_batches):
     with pytest.raises(ValueError, match=r"^argument 1 must hold at least one example, .* got 0 examples\. Leave out"):
-        value_and_grad(scaled, micro_batches)(W, X[:0], Y[:0])
+        value_and_grad(loss, micro_batches)(W, X[:0], Y[:0])
 
 
-def test_remedy_for_a_first_axis_as_long_as_the_batch_keeps_the_argument_whole():
-    def loss(w, x, scale):
-        return jnp.mean(x @ (scale * w))
+def test_on_an_explicit_mesh_each_device_must_have_examples_of_every_micro_batch():
+    mesh = mesh_of("Explicit", data=4)
 
-    w, x, scale = np.ones(4, np.float32), np.arange(16, dtype=np.float32).reshape(4, 4), np.arange(4, dtype=np.float32)
-    with pytest.raises(ValueError, match=r"scale has a first axis of 4.*Otherwise let fun close over it$"):
-        value_and_grad(loss, 2)(w, x, scale=scale)
-    for _, grad in (
-        value_and_grad(partial(loss, scale=scale), 2)(w, x),
-        value_and_grad(loss, 2, batch_argnums=1)(w, x, scale),
-    ):
-        np.testing.assert_allclose(grad, (x * scale).mean(0))
+    def step(size):
+        x = placed(np.ones((size, 3), "f"), mesh, P("data"))
+        return shrewjax.value_and_grad(lambda w, x: jnp.mean(x * w), 2)(jnp.float32(3), x)
 
-
-def test_numbers_that_look_like_a_raw_key_pass_as_int32():
-    def loss(w, x, sizes):
-        return jnp.mean(x) * w * jnp.float32(sizes[0])
-
-    w, x = np.float32(1), np.ones(4, np.float32)
-    with pytest.raises(ValueError, match=r"^argument 2 is a PRNG key.*no key, convert them to int32$"):
-        value_and_grad(loss, 2, batch_argnums=1)(w, x, np.array([3, 1], np.uint32))
-    assert value_and_grad(loss, 2, batch_argnums=1)(w, x, np.array([3, 1], np.int32))[0] == 3
+    with jax.set_mesh(mesh):
+        message = r"argument 1 has 12 examples, sharded over 4 devices, in micro-batches of 6, which 4 .* Pad .* to 16"
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(lambda: step(12))
+        value, grads = quick_jit(lambda: step(16))()
+    assert (float(value), float(grads)) == (3, 1)

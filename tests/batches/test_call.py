@@ -6,7 +6,7 @@ import pytest
 
 from shrewjax._batches._call import Call, is_key
 
-CALL = Call((0, 1, "y"), (1.0, {"x": [2.0]}, 3.0), {"batch_argnums": (1, 2)}, 4)
+CALL = Call((0, 1, "y"), (1.0, {"x": [2.0]}, 3.0), {"batch_argnums": (1, 2), "rng_argnums": ()}, 4, "device")
 
 
 def test_names_are_those_that_a_caller_writes():
@@ -17,6 +17,11 @@ def test_names_are_those_that_a_caller_writes():
     assert CALL.as_role("rng_argnums", 2) == "rng_argnums='y'"
     assert CALL.as_role("batch_argnums") == "batch_argnums=()"
     assert CALL.whole() == [0]
+    assert CALL.keys_and_examples() == {"rng_argnums": (), "batch_argnums": (1, "y")}
+
+
+def test_a_function_gets_its_arguments_as_they_came():
+    assert CALL.in_order(lambda *args, **kwargs: (args, kwargs))(1, 2, 3) == ((1, 2), {"y": 3})
 
 
 @pytest.mark.parametrize(

@@ -436,7 +436,7 @@ REFUSED = {
     "sum_over=()": (lambda: shrewjax.micro_batched(loss, K, sum_over=()), r"sum_over must be a mapped axis or None"),
     "a number among the examples": (
         lambda: shrewjax.micro_batched(of_module, K)(W, (XF, YF, 2.0)),
-        r"argument 1\[2\] must have 8 examples .* got shape \(\)",
+        r"argument 1\[2\] must have a first axis of 8 examples, .* got shape \(\)",
     ),
     "a key without a role": (lambda: shrewjax.micro_batched(noisy, K)(W, KEY, x=XF, y=YF), "rng_argnums=1"),
     "a wrong option": (lambda: shrewjax.micro_batched(loss, 0), "micro_batches must be a Python int >= 1"),

@@ -193,7 +193,7 @@ def test_another_number_of_examples_is_an_error_that_names_both_leaves_and_what_
     ):
         with pytest.raises(
             ValueError,
-            match=rf"^{wrong} must have \d+ examples along its first axis, as {like} has, got shape {shape}\.",
+            match=rf"^{wrong} must have a first axis of \d+ examples, as {like} has, got shape {shape}\.",
         ):
             traced(loss_fn, WEIGHTS, *args)
 
@@ -215,8 +215,50 @@ def test_padding_is_the_right_remedy_for_a_number_that_k_does_not_divide():
 def test_leaves_that_are_no_numbers_are_errors_that_name_them(text):
     with pytest.raises(
         ValueError,
-        match=r"^argument 1\['t'\]\S* must have 8 examples .* got \S+\. .* as an argument of its own, with batch_",
+        match=r"^argument 1\['t'\]\S* must have a first axis of 8 examples, .* got \S+\. .* of its own, with batch_",
     ):
         shrewjax.value_and_grad(lambda p, batch: loss_fn(p, batch["x"], batch["y"]), 4)(
             WEIGHTS, {"t": text, "x": X, "y": Y}
         )
+
+
+def with_state(params, state, key, x, y):
+    noise = jax.random.normal(key, y.shape)
+    return loss_fn(params, x, y + noise), {"n": state["n"] + 1, "mean": state["mean"] + x.mean()}
+
+
+def test_each_message_about_a_state_names_the_argument_that_hands_it_on():
+    state = {"n": jnp.int32(0), "mean": jnp.float32(0)}
+    args = WEIGHTS, state, KEY, X, Y
+    remedy = r"\. If {} is a state that fun returns changed, carry_argnum=1 hands it from micro-batch to micro-batch$"
+    for options, message in (
+        ({}, r"^argument 1\['mean'\] must .* pass batch_argnums=\(3, 4\)" + remedy.format("it")),
+        ({"batch_argnums": (3, 4)}, r"^argument 2 is a PRNG key, .*rng_argnums=2\. .*" + remedy.format("argument 1")),
+        (
+            {"batch_argnums": (3, 4), "rng_argnums": 2},
+            r"int32, which 'mean' does not take\. .* state .*carry_argnum= ",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            shrewjax.value_and_grad(with_state, 4, has_aux=True, **options)(*args)
+
+    def carrying(*args):
+        value, state = with_state(*args)
+        return value, ((), state)
+
+    step = shrewjax.value_and_grad(carrying, 4, has_aux=True, rng_argnums=2, carry_argnum=1)
+    for _ in range(2):
+        (_, (_, state)), _ = step(WEIGHTS, state, *args[2:])
+    assert state["n"] == 8
+    np.testing.assert_allclose(state["mean"], 8 * X.mean(), rtol=1e-5)
+
+
+def test_no_message_names_a_carry_for_a_function_that_has_none():
+    for call in (
+        lambda: shrewjax.micro_batched(with_state, 4)(WEIGHTS, 0.5, KEY, X, Y),
+        lambda: shrewjax.micro_batched(with_state, 4, batch_argnums=(3, 4))(WEIGHTS, 0.5, KEY, X, Y),
+        lambda: shrewjax.value_and_grad(with_state, 4, has_aux=True, carry_argnum=1)(WEIGHTS, 0.5, CLASSES, X, Y),
+    ):
+        with pytest.raises(ValueError, match=r"^argument [12] ") as error:
+            call()
+        assert "carry_argnum" not in str(error.value)

@@ -392,11 +392,22 @@ ERRORS = {
         r"argument 1 must .* 8 devices divide, got shape \(30, 8\)\. Pad .* to 32",
     ),
     "a scalar": (call(PARAMS, X, np.float32(1)), r"argument 2 must have a first axis.*batch_argnums=.* Or .* keyword"),
-    "no examples": (call(X), r"no argument holds examples.* first one reaches every device whole.*batch_argnums=0"),
+    "no examples": (
+        call(X),
+        r"no argument holds examples.* in what stays whole by default\. .* batch_argnums=",
+    ),
     "a key": (call(PARAMS, X, KEY), r"argument 2 is a PRNG key, and each device needs its own\. Pass rng_argnums=2"),
     "a key in a model": (
         call({"key": KEY}, X, Y),
-        r"argument 0\['key'\] is a PRNG key, and each device .*rng_argnums=0\. .*its own\. If",
+        r"argument 0\['key'\] is a PRNG key, and each device needs its own\. Pass rng_argnums=0\.",
+    ),
+    "numbers like a raw key": (
+        call(PARAMS, X, np.ones(2, np.uint32)),
+        r"argument 2 is a PRNG key, and each device needs its own\. .* convert them to int32",
+    ),
+    "a key beside examples": (
+        call(PARAMS, {"x": X, "key": KEY}),
+        r"argument 1\['key'\] is a PRNG key, .*\. Pass it as an argument of its own, and name that in rng_argnums=",
     ),
     "a key by keyword": (call(PARAMS, X, Y, key=KEY), r"keyword argument key is a PRNG key.*rng_argnums='key'"),
     "keys": (call(PARAMS, X, jax.random.split(KEY, 8), rng_argnums=2), r"argument 2 is in rng_argnums.*one PRNG key"),
@@ -418,6 +429,13 @@ def test_what_cannot_work_says_what_to_do(name):
     with pytest.raises(ValueError, match=message) as error:
         run()
     assert len(str(error.value)) <= 700
+
+
+def test_arrays_of_examples_may_have_other_numbers_of_rows():
+    sizes = on_eight(
+        per_device(lambda _, x, y: jnp.stack([x.shape[0] + 0 * x.sum(), y.shape[0]]), "data"), 0.0, X, X[:8]
+    )
+    np.testing.assert_array_equal(sizes, [[B // DEVICES, 1]] * DEVICES)
 
 
 def test_a_loss_that_places_examples_is_told_to_leave_the_axis_out():

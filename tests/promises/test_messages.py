@@ -118,21 +118,21 @@ WRONG_CALLS = {
     ),
     "a scalar that holds no examples": (
         lambda: traced(lambda p, x, y, rate: rate * loss_fn(p, x, y), args=(PARAMS, X, Y, 0.5)),
-        r"^argument 3 must have 8 examples along its first axis, as argument 1 has, got shape \(\)\. If argument 3 is "
+        r"^argument 3 must have a first axis of 8 examples, as argument 1 has, got shape \(\)\. If argument 3 is "
         r"the same for all micro-batches, pass batch_argnums=\(1, 2\)",
     ),
     "an array that holds no examples": (
         lambda: traced(lambda p, x, y, scale: loss_fn(p, x * scale, y), args=(PARAMS, X, Y, jnp.ones(3))),
-        r"^argument 3 must have 8 examples along its first axis, as argument 1 has, got shape \(3,\)\. If argument 3 "
+        r"^argument 3 must have a first axis of 8 examples, as argument 1 has, got shape \(3,\)\. If argument 3 "
         r"is the same for all micro-batches, pass batch_argnums=\(1, 2\)",
     ),
     "a matrix of the transposed examples": (
         lambda: traced(args=(PARAMS, X.T, Y)),
-        r"^argument 1 must have 8 examples along its first axis, as argument 2 has, got shape \(3, 8\)",
+        r"^argument 1 must have a first axis of 8 examples, as argument 2 has, got shape \(3, 8\)",
     ),
     "parts of a graph that no axis numbers": (
         lambda: traced(args=(PARAMS, {"edges": jnp.ones(100), "nodes": jnp.ones(40)})),
-        r"^argument 1\['nodes'\] must have 100 examples along its first axis, as argument 1\['edges'\] has, got shape "
+        r"^argument 1\['nodes'\] must have a first axis of 100 examples, as argument 1\['edges'\] has, got shape "
         r"\(40,\)\. If it is the same for all micro-batches, pass it as an argument of its own, with batch_argnums=1",
     ),
     "the number of steps before the optimizer": (
