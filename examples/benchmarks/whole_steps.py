@@ -6,6 +6,9 @@ A step takes a window of eight micro-batches, clips by the global norm, and runs
 all ways in turn in one process. For `h100` (extra `gpu-compiler`) and `v5e` (`tpu-compiler`) programs are compiled and
 read, and no device is needed. P is the bytes of all parameters in float32, frozen ones too. "held" is the memory of a
 call beside its donated arguments: temporaries and new results. "sent" is that of eight devices, under plain `jax.jit`.
+
+The way `jax.vjp, with_refs` adds gradients into refs in the backward pass. It is left out with JAX before 0.12, which
+loses gradients of an array that a scan both scans and closes over. A ref sums bfloat16 gradients in bfloat16.
 """
 
 import argparse
@@ -35,6 +38,8 @@ SIZES = {
     False: Sizes(layers=12, width=1024, vocabulary=8192, tokens=512),
 }
 LEAST = 1e-3  # P: smaller collectives are not counted
+WITH_REFS = "jax.vjp, with_refs"
+HAS_REFS = jax.__version_info__ >= (0, 12)
 
 
 class Way(NamedTuple):
@@ -87,6 +92,22 @@ def ways(model: Model) -> dict[str, Way]:
         grads = jax.tree.map(lambda x, p: (x / K).astype(p.dtype), total, params)
         return *_harness.updated(theirs, (params, state), grads), stats
 
+    def by_refs(carry: Any, frozen: Any, batch: Any) -> Any:
+        params, state, stats = carry
+        refs = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), params)
+
+        def add(stats: Any, micro_batch: Any) -> Any:
+            def loss(params: Any) -> Any:
+                return model.loss(params, stats, frozen, micro_batch)
+
+            value, backward, stats = jax.vjp(loss, params, has_aux=True)
+            backward.with_refs(refs)(jnp.ones_like(value))
+            return stats, None
+
+        stats, _ = jax.lax.scan(add, stats, split(batch))
+        grads = jax.tree.map(lambda ref: jax.freeze(ref) / K, refs)
+        return *_harness.updated(theirs, (params, state), grads), stats
+
     def microbatching(carry: Any, frozen: Any, batch: Any) -> Any:
         params, state, stats = carry
         run = optax.microbatching.microbatch(
@@ -108,6 +129,7 @@ def ways(model: Model) -> dict[str, Way]:
         "shrewjax.value_and_grad": Way(whole, ours),
         "optax.microbatching": Way(microbatching, theirs),
         "a loop by hand": Way(by_hand, theirs),
+        **({WITH_REFS: Way(by_refs, theirs)} if HAS_REFS else {}),
         "shrewjax.accumulate": Way(
             partial(one_by_one, _harness.applied, accumulating), accumulating, K
         ),
@@ -233,6 +255,8 @@ def main() -> None:
         f"{_harness.versions()}, {'' if runs_here else 'compiled for '}{options.device}\n",
         flush=True,
     )
+    if not HAS_REFS:
+        print(f"without {WITH_REFS}, which needs JAX 0.12\n")
     rows = []
     for label in labels:
         make, dtype = models[label]
