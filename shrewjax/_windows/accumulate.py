@@ -36,6 +36,7 @@ from shrewjax._base.types import (
     DType,
     ExtraArgs,
     Flag,
+    Function,
     Leaf,
     Number,
     PyTree,
@@ -92,6 +93,11 @@ def accumulate(
       if one micro-batch comes without it. Pass `grad=` too if inner needs it, as `optax.lbfgs` does; inner gets the
       average there.
 
+    Inner gets other arguments as they are in the window's last call. So a function of the parameters, such as a line
+    search's `value_fn`, Sophia's `obj_fn` or the `grad_fn` of SAM, must be that of the whole window:
+    `micro_batched(loss, K)` if the window's batch is at hand. A line search gets its `value_fn` at the parameters as
+    `value`, which costs one evaluation, so that a step compares values of one function.
+
     ================================================  ==========================================================
     condition                                         result
     ================================================  ==========================================================
@@ -147,8 +153,8 @@ def accumulate(
         inside it; a gradient does not fit its accumulator's kind; by its type, a gradient is already reduced over
         `sum_over`, or not reduced without it; devices may disagree on when a window closes, and inner has a collective
         over them; `sum_over` is missing or `init` finds no mesh; the state is another transformation's; an extra
-        argument that no transformation inside inner declares has a name near one of these, such as `weights`, or a word
-        for a count, such as `num_tokens`.
+        argument that no transformation inside inner declares has a name near one of these, such as `weights` or `loss`,
+        or a word for a count, such as `num_tokens`.
       AssertionError: while tracing: the gradients' structure or a leaf's shape differs from the parameters
         passed to `init`, or inner changes the structure, shapes or dtypes of its state.
 
@@ -258,11 +264,31 @@ class _Inner(NamedTuple):
         extra_args = {**self.step.extra_args}
         if self.takes_value:
             extra_args["value"] = mean_value
+        value_fn = extra_args.get("value_fn")
+        if value_fn is not None and nodes_in(self.step.state, _LINE_SEARCHES):
+            own_value = partial(_own_value, value_fn, params, extra_args, mean_value)
+            extra_args["value"] = run_if(runs, own_value, lambda: mean_value)
         if extra_args.get("grad") is not None:
             extra_args["grad"] = make_gradients()
         # 3. Run, or skip.
         step = self.step._replace(make_gradients=make_gradients, extra_args=extra_args, runs=runs)
         return run_step(self.tx, step)
+
+
+_LINE_SEARCHES = optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState
+
+
+def _own_value(
+    value_fn: Function, params: PyTree, extra_args: ExtraArgs, mean_value: jax.Array
+) -> jax.Array:
+    """Returns a line search's function at the parameters, called as Optax calls it.
+
+    A search compares what this function returns elsewhere with it. If the function is that of the last micro-batch, the
+    search stops at the window's mean, or steps away from it without end.
+    """
+    names = inspect.signature(value_fn).parameters
+    given = {name: x for name, x in extra_args.items() if name in names}
+    return jnp.asarray(value_fn(params, **given)).astype(mean_value.dtype)
 
 
 class _After(NamedTuple):
@@ -366,9 +392,10 @@ def _zero_like(x: Leaf) -> Leaf:
 
 def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> None:
     """Raises if an extra argument seems to be meant for `accumulate`, and nothing inside inner declares it."""
+    if "value_fn" in extra_args:
+        return  # a line search hands over the caller's own names, and raises at those that `value_fn` does not take
     for name in extra_args.keys() - {*_TAKEN}:
-        # A line search hands the caller's own names to `value_fn`.
-        meant = _near(name) or (None if "value_fn" in extra_args else _named(name))
+        meant = _EXACTLY.get(name) or _near(name) or _named(name)
         if meant is not None and not declares(inner, name):
             raise ValueError(
                 f"{name}= is no argument of accumulate, and near {meant}=. Pass {meant}=. If a transformation inside "
@@ -378,6 +405,7 @@ def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> 
 
 _NESTED = "Multiply the accum_steps instead of nesting accumulations"
 _TAKEN = ("weight", "flush", "value", "grad")
+_EXACTLY = {"loss": "value", "last": "flush"}
 _COUNTS = "weight token ntoken tok example sample item sequence denominator denom normalizer"
 _WORDS = dict.fromkeys(_COUNTS.split(), "weight") | dict.fromkeys(["flush", "sync"], "flush")
 

@@ -75,6 +75,8 @@ def calls_of(tx, params=PARAMS):
         ("flush", "ntokens", "weight"),
         ("update", "loss_weight", "weight"),
         ("apply_gradients", "force_flush", "flush"),
+        ("update", "loss", "value"),
+        ("apply_gradients", "last", "flush"),
     ],
 )
 def test_near_miss_of_an_argument_is_an_error_that_names_the_one_meant(call, name, meant):
@@ -89,9 +91,44 @@ def test_names_for_value_fn_and_of_neighbours_pass():
     own = {"value_fn": 1, "batch_size": 2, "num_items": 3, "is_last": 4, "num_tokens": 5}
     call(**own)
     assert record == own | {"values": None}
-    for name in ("temperature", "batch", "size", "last_loss", "step", "labels", "is_training", "asynchronous"):
+    for name in (
+        "temperature",
+        "batch",
+        "size",
+        "last_loss",
+        "last_grad",
+        "step",
+        "labels",
+        "is_training",
+        "asynchronous",
+    ):
         call(**{name: 1})
         assert record[name] == 1
+
+
+def test_a_line_search_hands_any_name_to_its_function():
+    """Names near those of `accumulate`, and words for a count."""
+    names = ("weights", "values", "grads", "height", "num_tokens", "loss", "last")
+
+    def loss(params, weights, values, grads, height, num_tokens, loss, last):
+        return jnp.sum((params["w"] - weights - values - grads - height - num_tokens - loss - last) ** 2)
+
+    search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(20))
+    given, value_and_grad = dict.fromkeys(names, jnp.float32(0.5)), jax.value_and_grad(loss)
+    value, grad = value_and_grad(PARAMS, **given)
+    given |= {"value": value, "grad": grad, "value_fn": loss}
+    with jax.numpy_dtype_promotion("standard"):
+        expected, _ = search.update(grad, search.init(PARAMS), PARAMS, **given)
+        tx = shrewjax.accumulate(search, 1)
+        found, _ = tx.update(grad, tx.init(PARAMS), PARAMS, **given)
+    assert_close(found, expected, rtol=1e-6)
+
+
+def test_a_misspelled_name_beside_a_line_search_is_an_error_of_optax():
+    tx = shrewjax.accumulate(optax.lbfgs(), 1)
+    given = {"value": jnp.float32(0), "grad": GRADS, "value_fn": lambda params: jnp.sum(params["w"])}
+    with pytest.raises(TypeError, match=r"not consumed by `value_fn`: .*wieght"):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS, wieght=2, **given)
 
 
 @pytest.mark.parametrize("make", [lambda: optax.adafactor(1.0), lambda: optax.chain(optax.novograd(1.0))])

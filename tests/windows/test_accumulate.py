@@ -344,6 +344,75 @@ def test_apply_gradients_passes_weight_flush_and_the_rest():
     assert float(params[0]) == pytest.approx(30.0)
 
 
+# --- functions that inner calls -----------------------------------------------------------------------------------
+
+
+X, Y = np.float32([[1, 2], [3, 4]]), np.float32([[1, 1], [2, 8]])
+
+
+def squares(w, x, y):
+    return jnp.mean((w * x - y) ** 2)
+
+
+def searched(tx, value_fn, calls, *, at=(0, 1)):
+    """Where a line search ends with the micro-batches in this order. `value_fn` has those of a call as arguments."""
+    with jax.numpy_dtype_promotion("standard"):
+
+        @quick_jit
+        def step(w, state, x, y):
+            value, grad = jax.value_and_grad(squares)(w, x, y)
+            given = {"value": value, "grad": grad, "value_fn": value_fn, "x": x, "y": y}
+            updates, state = tx.update(grad, state, w, **given)
+            return optax.apply_updates(w, updates), state
+
+        w, state = jnp.float32(0), tx.init(jnp.float32(0))
+        for i in range(calls):
+            w, state = step(w, state, X[at[i % 2]], Y[at[i % 2]])
+    return float(w)
+
+
+SEARCHES = {
+    "lbfgs": optax.lbfgs,
+    "backtracking": lambda: optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(15)),
+}
+
+
+@pytest.mark.parametrize("search", ["lbfgs", *thorough("backtracking")])
+def test_a_line_search_whose_function_is_that_of_the_window_finds_the_minimum(search):
+    tx, whole = shrewjax.accumulate(SEARCHES[search](), 2), shrewjax.micro_batched(squares, 2)
+    functions = {
+        "plain": lambda w, x, y: squares(w, X, Y) + 0 * jnp.sum(x + y),
+        "micro-batches": lambda w, x, y: whole(w, X, Y) + 0 * jnp.sum(x + y),
+    }
+    for name, function in functions.items():
+        assert searched(tx, function, 40) == pytest.approx(np.sum(X * Y) / np.sum(X * X), rel=1e-3), name
+
+
+@pytest.mark.parametrize("at", [(0, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("search", ["lbfgs", *thorough("backtracking")])
+def test_a_line_search_whose_function_is_that_of_the_last_micro_batch_ends_as_in_multisteps(search, at):
+    """Its steps then compare values of one function. With the window's mean as the first one, it would stop."""
+    ours = searched(shrewjax.accumulate(SEARCHES[search](), 2), squares, 16, at=at)
+    theirs = searched(optax.MultiSteps(SEARCHES[search](), 2), squares, 16, at=at)
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_the_function_of_a_line_search_runs_in_closing_calls_alone():
+    runs = []
+
+    def seen(w, x, y):
+        jax.debug.callback(lambda: runs.append(1))
+        return squares(w, x, y)
+
+    tx = shrewjax.accumulate(optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(1)), 4)
+    searched(tx, seen, 3)
+    jax.effects_barrier()
+    assert not runs
+    searched(tx, seen, 4)
+    jax.effects_barrier()
+    assert runs
+
+
 # --- every optimizer, real data, value checks ---------------------------------------------------------------------
 
 
