@@ -493,7 +493,7 @@ class _Call:
         self._fun, self._has_aux = roles.fun, has_aux
         # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
         objects = {"nnx objects (they need no position)": self.objects.alone}
-        its_roles = roles._replace(given={**objects, **roles.given})
+        its_roles = roles._replace(given={"wrt": (0,), **objects, **roles.given})
         arrays = self.objects.params, *self.objects.args
         call = its_roles.call(arrays, self.objects.kwargs, micro_batches)
         self.roles: dict[str, Any] = call.keys_and_examples()

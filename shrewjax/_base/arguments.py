@@ -209,9 +209,13 @@ def steps_of_schedule(value: Argument) -> Scalar:
 
 
 def require_arguments_of_fun(
-    name: str, function: Function | None, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    name: str,
+    function: Function | None,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    of: str = "fun",
 ) -> None:
-    """Raises unless a function takes these arguments, which are those of `fun`."""
+    """Raises unless a function takes these arguments, which are those of `of`."""
     if function is None:
         return
     try:
@@ -223,8 +227,8 @@ def require_arguments_of_fun(
     except TypeError as error:
         others = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
         raise ValueError(
-            f"{name} is called with the {len(args)} arguments of fun{others}, but it takes {signature}: {error}. "
-            f"Give {name} the same arguments as fun"
+            f"{name} is called with the {len(args)} arguments of {of}{others}, but it takes {signature}: {error}. "
+            f"Give {name} the same arguments as {of}"
         ) from error
 
 

@@ -262,6 +262,11 @@ def as_on_one_device(axes: AxisNames) -> Iterator[None]:
 _not_reduced: ContextVar[AxisNames] = ContextVar("_not_reduced", default=())
 
 
+def row_axes() -> AxisNames:
+    """Returns the mapped axes along which each device's result is a row, as `as_on_one_device` has them."""
+    return _not_reduced.get()
+
+
 def mapped_axes() -> tuple[AxisNames, bool]:
     """Returns the mapped axes over which devices may have other parts, and whether types are tracked."""
     manual = jax.sharding.get_abstract_mesh().manual_axes

@@ -140,6 +140,13 @@ def _names_of_leaves(names: PyTree, like: PyTree) -> list[str]:
     try:
         return jax.tree.leaves(jax.tree.broadcast(names, like))
     except ValueError as error:
+        named = [path for path, _ in jax.tree.leaves_with_path(names)]
+        for path, _ in jax.tree.leaves_with_path(like):
+            if not any(path[: len(of)] == of for of in named):
+                raise ValueError(
+                    f"aux must have a name for each leaf that fun returns beside the loss, got {trees.shown(names)}, "
+                    f"which has none for {trees.leaf_name(path)}. Add it. Or pass one name for all leaves"
+                ) from None
         structure = trees.shortened(str(jax.tree.structure(like)))
         raise ValueError(
             f"aux must be one name, or a tree prefix of what fun returns beside the loss, got {trees.shown(names)} "

@@ -90,7 +90,7 @@ def other_batch(call: Call) -> str:
     if count is None or count % call.parts or not holders:
         return ""
     batch = call.as_role("batch_argnums", *holders)
-    return f"If {' and '.join(map(call.label, holders))} hold the examples, pass {batch}. "
+    return f"If {' and '.join(map(call.label, holders))} hold the examples, pass {batch}"
 
 
 def _likely_count(call: Call, among: Sequence[int]) -> int | None:

@@ -121,11 +121,12 @@ def _check_divisible(call: Call, name: str, count: int, devices_to_map: int) -> 
             "call for an empty batch"
         )
     if count % call.parts:
+        remedy = other_batch(call) or (
+            f"Pad the batch to {-(-count // together) * together}, let weight= count the real ones, and let fun take "
+            "its mean over them. Or move the axis of examples to the front"
+        )
         raise ValueError(
-            f"{name} has {count} examples, which micro_batches={call.parts} does not divide. {other_batch(call)}If its "
-            "first axis does not number the examples, move the axis that does to the front. Otherwise pad the batch to "
-            f"{-(-count // together) * together}, and let weight= count the real ones. If the loss is a mean, let "
-            "fun take it over the real ones, too"
+            f"{name} has {count} examples, which micro_batches={call.parts} does not divide. {remedy}"
         )
 
 

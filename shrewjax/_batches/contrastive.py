@@ -8,6 +8,7 @@
 Both passes are `value_and_grad`, so that a micro-batch has the same examples and keys in both.
 """
 
+import contextvars
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,9 +20,11 @@ from jax import lax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.axes import axes_to_reduce, is_mapped
+from shrewjax._base.mesh import devices_to_map
 from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, PyTree
+from shrewjax._batches._call import Call
 from shrewjax._batches.roles import roles_of
-from shrewjax._batches.value_and_grad import value_and_grad
+from shrewjax._batches.value_and_grad import is_part_of_mean, value_and_grad
 from shrewjax._numerics.reductions import combined_over
 from shrewjax._windows.window import Window
 
@@ -74,8 +77,10 @@ def contrastive_value_and_grad(
       rng_argnums: the arguments of `features` that are PRNG keys, as in `value_and_grad`.
       accumulator_dtype: as in `value_and_grad`.
       sum_over: as in `value_and_grad`. Inside `shard_map`, `loss` then gets the features of the device's own examples.
-        Let it gather those of other devices by `jax.lax.all_gather`, and return the mean over its own. The value is the
-        mean over devices, or the loss itself if types show that it is reduced already. The aux is a device's own.
+        Let it gather those of other devices by `jax.lax.all_gather`, and return the mean over its own. With a mask,
+        devices may have other numbers of examples: return `devices * jnp.sum(own) / jax.lax.psum(jnp.sum(mask), axis)`.
+        The value is the mean over devices, or the loss itself if types show that it is reduced already. The aux is a
+        device's own.
 
     Returns:
       A function of the arguments of `features`: `(value, grads)`, or `((value, aux), grads)` with `has_aux`.
@@ -116,8 +121,10 @@ def contrastive_value_and_grad(
         return sum((x.real.astype(jnp.float32) for x in sums), jnp.float32(0))
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+        arguments.require_arguments_of_fun("features", features, args, kwargs, "the call")
         # Checked here, because both passes have one more argument, which no caller passed.
         call = roles.call(args, kwargs, steps)
+        _check_divisible(call, steps * max(devices_to_map("sum_over", axes), 1))
         keys, examples = call.keys_and_examples().values()
         of_both = partial(
             value_and_grad,
@@ -144,11 +151,26 @@ def contrastive_value_and_grad(
             reduction="sum",
             accumulator_dtype=accumulator_dtype,
         )
-        _, through_features = second(*args, _coefficients(by_feature), **kwargs)
+        context = contextvars.copy_context()
+        context.run(is_part_of_mean.set, True)
+        _, through_features = context.run(second, *args, _coefficients(by_feature), **kwargs)
         grads = jax.tree.map(jnp.add, direct, through_features)
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_of_batch
+
+
+def _check_divisible(call: Call, parts: int) -> None:
+    """Raises if the parts, of all micro-batches and devices, do not divide the examples."""
+    for at in call.roles["batch_argnums"]:
+        for path, x in call.leaves(at):
+            count = np.shape(x)[0]
+            if count % parts:
+                raise ValueError(
+                    f"{call.name(at, path)} has {count} examples, which {parts} micro-batches on all devices do not "
+                    f"divide. Pad the batch to {-(-count // parts) * parts}, return a mask among the features, and let "
+                    "loss leave out the padding"
+                )
 
 
 def _in_order(stacked: PyTree, examples: PyTree) -> PyTree:

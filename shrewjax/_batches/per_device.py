@@ -46,7 +46,8 @@ def per_device(
     others by position, trees of arrays       its part of their first axis, in the order of devices along `axes`
     those in `rng_argnums`                    `jax.random.fold_in(key, d)`
     by keyword, if others come by position    all of it
-    arrays that `fun` closes over             all of them; so a key is the same on every device
+    arrays that `fun` closes over             all of them, so a key is the same on every device; those on an
+                                              Explicit mesh are an error, so pass them as arguments
     ========================================  ==================================================================
 
     Args:

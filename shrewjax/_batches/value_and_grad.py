@@ -13,12 +13,15 @@ the sums that are divided by a weight: of loss and gradients, and of the average
 6. Put together what `fun` returned beside the loss.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shrewjax._base import arguments, trees
@@ -26,6 +29,7 @@ from shrewjax._base.axes import (
     as_varying,
     newly_varying,
     replicated_axes,
+    row_axes,
     sum_over_others,
     varying_axes,
 )
@@ -52,6 +56,8 @@ from shrewjax._base.types import (
 )
 from shrewjax._batches import _overwritten
 from shrewjax._batches._aux import COMBINE, AuxLeaves, AuxSums, cast_like, nan_unless, selected
+from shrewjax._batches._call import Call
+from shrewjax._batches._mistaken_roles import number_of_examples
 from shrewjax._batches.batch import Batch, batch_of_call
 from shrewjax._batches.roles import roles_of
 from shrewjax._numerics.reductions import agreed_over, any_device_along
@@ -252,6 +258,8 @@ def value_and_grad(
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
+        if reduction == "sum":
+            _require_no_sum_of_rows(axes)
         devices = devices_to_map("sum_over", axes)
         call = roles.call(args, kwargs, steps, max(devices, 1))
         batch = batch_of_call(call, () if devices else axes, devices)
@@ -270,17 +278,47 @@ def value_and_grad(
             skip_empty,
         )
         if not devices:
-            return _run(loss, window, aux, batch)
+            with _naming_examples_in_argnums(call):
+                return _run(loss, window, aux, batch)
 
         def run(examples: dict[int, PyTree], without_examples: Batch) -> tuple[PyTree, PyTree]:
             return _run(loss, window, aux, without_examples.of_device(examples, axes))
 
-        returned, grads = on_each_device(run, axes, batch.examples, batch.to_map())
+        with _naming_examples_in_argnums(call):
+            returned, grads = on_each_device(run, axes, batch.examples, batch.to_map())
         params = batch.with_role("argnums")
         like = params if isinstance(argnums, Sequence) else params[0]
         return returned, jax.tree.map(partitioned_like, grads, like)
 
     return value_and_grad_of_batch
+
+
+# Whether the caller has divided its sum by the number of devices, so that rows of it are those of a mean.
+is_part_of_mean: ContextVar[bool] = ContextVar("is_part_of_mean", default=False)
+
+
+def _require_no_sum_of_rows(axes: AxisNames) -> None:
+    along = tuple(a for a in axes if a in row_axes())
+    if along and not is_part_of_mean.get():
+        raise ValueError(
+            f"reduction='sum' must not have sum_over={along!r} inside per_device, where each row would be the sum of "
+            "all devices, and their sum too large. Leave out sum_over=, so that a row is the device's own sum"
+        )
+
+
+@contextlib.contextmanager
+def _naming_examples_in_argnums(call: Call) -> Iterator[None]:
+    """Adds to an error of `fun` which parameters look like examples, because a micro-batch gets all of them."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        for at in call.roles["argnums"]:
+            if {np.shape(x)[:1] for _, x in call.leaves(at)} == {(number_of_examples(call),)}:
+                error.add_note(
+                    f"{call.label(at)} has as many rows as the batch has examples, and each micro-batch gets all of "
+                    "it, because it is in argnums. If it holds examples, leave it out of argnums"
+                )
+        raise
 
 
 def _check_aux(aux: PyTree, has_aux: bool, has_carry: bool) -> None:

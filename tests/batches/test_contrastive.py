@@ -351,6 +351,53 @@ def test_temporaries_fall_with_the_micro_batch_and_only_features_grow_with_the_b
     assert activations > 100 * size * 4
 
 
+# --- masks -------------------------------------------------------------------------------------------------------
+
+
+def masked_features(params, x, mask):
+    return {"z": jnp.tanh(x @ params), "mask": mask}
+
+
+def loss_of_rows(z, keys):
+    """The cross-entropy of each row, in which padding is no negative."""
+    table = jnp.where(keys["mask"], z["z"] @ keys["z"].T, -jnp.inf)
+    alike = jnp.sum(z["z"] * z["z"], axis=1)
+    return z["mask"].astype("f") * (jax.nn.logsumexp(table, axis=1) - alike)
+
+
+def masked_loss(params, z):
+    return jnp.sum(loss_of_rows(z, z)) / jnp.sum(z["mask"].astype("f"))
+
+
+def test_padding_with_a_mask_among_the_features_mends_a_batch_that_k_does_not_divide():
+    w, x = np.float32(normal(12, 3, seed=7)), np.float32(PIXELS[:27])
+    padded, mask = np.concatenate([x, np.ones((1, 12), "f")]), np.arange(28) < 27
+    found = two_passes(masked_features, masked_loss, K)(w, padded, mask)
+    expected = whole(masked_features, masked_loss)(w, x, np.ones(27, bool))
+    assert distance(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_mask_that_is_uneven_over_devices_is_right_with_the_scaled_sum_of_the_docstring(tracked):
+    w, x = np.float32(normal(12, 3, seed=7)), np.float32(PIXELS)
+    mask = np.random.default_rng(3).random(B) < np.linspace(0.2, 1, B)
+
+    def of_device(scaled, params, z):
+        keys = jax.tree.map(lambda x: jax.lax.all_gather(x, "data", tiled=True), z)
+        own, count = loss_of_rows(z, keys), jnp.sum(z["mask"].astype("f"))
+        if scaled:
+            return 8 * jnp.sum(own) / jax.lax.psum(count, "data")
+        return jnp.sum(own) / jnp.maximum(count, 1)
+
+    def found(scaled):
+        step = two_passes(masked_features, partial(of_device, scaled), 2, sum_over="data")
+        return quick_jit(mapped(step, check_vma=tracked))(w, x, mask)
+
+    expected = whole(masked_features, masked_loss)(w, x, mask)
+    assert distance(found(True), expected) < 1e-5
+    assert distance(found(False), expected) > 0.05  # a mean of means
+
+
 # --- errors ------------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +426,15 @@ ERRORS = {
     "features of other rows": (
         {"features": lambda p, x: x.T * p},
         "of the features must have 8 rows, one for each example of the micro-batch, got the shape (12, 8)",
+    ),
+    "features without the parameters": (
+        {"features": lambda x: x},
+        "features is called with the 2 arguments of the call, but it takes (x): too many positional arguments",
+    ),
+    "pairs that the micro-batches do not divide": (
+        {"args": (np.float32(1), np.float32(PIXELS[:27]))},
+        "argument 1 has 27 examples, which 4 micro-batches on all devices do not divide. Pad the batch to 28, return a "
+        "mask among the features",
     ),
     "features that are integers": (
         {"features": lambda p, x: x.astype(jnp.int32), "loss": lambda p, z: jnp.mean(z.astype(jnp.float32)) * p},

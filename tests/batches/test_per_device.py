@@ -358,6 +358,77 @@ def test_what_looks_for_nan_alone_is_right_around_a_window_of_rows(name):
     np.testing.assert_allclose(params["frozen"], 0 if name == "partition inside" else -1)
 
 
+# --- what already sums over devices ------------------------------------------------------------------------------
+
+
+def summed_loss(params, x, y):
+    return len(x) * loss(params, x, y)
+
+
+@pytest.mark.parametrize("kind", ["Auto", *thorough("Explicit")])
+def test_rows_of_a_sum_are_own_sums_and_a_sum_over_devices_as_rows_is_an_error(kind):
+    """A window of summed gradients adds rows up, so rows that are the sum of all devices come to eight times it."""
+
+    def found(reduction, sum_over):
+        fun = summed_loss if reduction == "sum" else loss
+        own = per_device(shrewjax.value_and_grad(fun, 2, reduction=reduction, sum_over=sum_over), "data")
+        tx = shrewjax.accumulate(optax.sgd(1.0), 1, reduction=reduction, sum_over="data")
+
+        def step(params):
+            value, grads = own(params, X, Y)
+            return shrewjax.apply_gradients(tx, grads, tx.init(params), params, value=value)[0]
+
+        with jax.set_mesh(mesh_of(kind, data=DEVICES)):
+            new = quick_jit(step)(jax.tree.map(jnp.asarray, PARAMS))
+        return jax.tree.map(lambda x, y: x - y, PARAMS, new)
+
+    for fun, reduction, ways in ((summed_loss, "sum", ((), None)), (loss, "mean", ("data", ()))):
+        expected = quick_jit(jax.grad(fun))(PARAMS, X, Y)
+        for sum_over in ways:
+            assert_close(found(reduction, sum_over), expected, rtol=1e-4, atol=1e-5)
+    for sum_over in ("data", ("data",)):
+        with pytest.raises(
+            ValueError, match=r"^reduction='sum' must not have sum_over=\('data',\).* Leave out sum_over="
+        ):
+            found("sum", sum_over)
+
+
+def test_a_sum_over_devices_in_a_micro_batched_loss_is_an_error_and_in_two_passes_is_a_mean():
+    of_batch = shrewjax.micro_batched(summed_loss, 2, reduction="sum", sum_over="data")
+    with pytest.raises(ValueError, match=r"^reduction='sum' must not have sum_over="):
+        on_eight(per_device(jax.grad(of_batch), "data"), PARAMS, X, Y)
+
+    def features(params, x):
+        return x @ params["w"]
+
+    def of_features(params, z):
+        return jnp.mean(z**2)
+
+    two_passes = shrewjax.contrastive_value_and_grad(features, of_features, 2, sum_over="data")
+    _, rows = on_eight(per_device(two_passes, "data"), PARAMS, X)
+    expected = jax.grad(lambda params: of_features(params, features(params, X)))(PARAMS)
+    np.testing.assert_allclose(rows["w"], [expected["w"]] * DEVICES, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [lambda: jnp.ones(WIDTH), lambda: jax.random.key(0)], ids=["an array", "a key"])
+def test_closures_on_an_explicit_mesh_are_an_error_of_per_device_and_others_are_whole(make):
+    def using(x, closed_over):
+        def of_closure(params, x):
+            is_key = jnp.issubdtype(closed_over.dtype, jax.dtypes.prng_key)
+            return jnp.sum(x * (jax.random.uniform(closed_over) if is_key else closed_over))
+
+        return per_device(of_closure, "data")(0.0, x)
+
+    factor = jax.random.uniform(make()) if make().ndim == 0 else 1
+    rows = factor * X.reshape(DEVICES, -1).sum(1)
+    np.testing.assert_allclose(on_eight(using, X, make()), rows, rtol=1e-4)
+    with jax.set_mesh(mesh_of("Explicit", data=DEVICES)):
+        with pytest.raises(ValueError, match=r"^in per_device on an Explicit mesh, fun must not close over"):
+            jax.jit(using)(X, make())
+        found = quick_jit(lambda x: using(x, np.ones(WIDTH, "f")))(X)
+    np.testing.assert_allclose(found, rows / factor, rtol=1e-4)
+
+
 # --- errors ------------------------------------------------------------------------------------------------------
 
 

@@ -428,7 +428,15 @@ def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
         (r"weight must be 0, or between", {"weight": lambda params, x, y: -1}),
         (r"aux must be one of 'mean', .*got 'median'", {"aux": {"error": "median"}}),
         (r"aux must be one of .*got None", {"aux": None}),
-        (r"aux must be one name, or a tree prefix", {"aux": {"errors": "mean", "worst": "max"}}),
+        (
+            r"aux must have a name for each leaf .* has none for \['error'\]\.",
+            {"aux": {"errors": "mean", "worst": "max"}},
+        ),
+        (r"aux must have a name for each leaf .* has none for \['error'\]\. Add it", {"aux": {"worst": "max"}}),
+        (
+            r"aux must be one name, or a tree prefix",
+            {"aux": {"error": "mean", "worst": "max", "other": "max"}},
+        ),
         (r"leaf \['n'\] of the aux is int32, which 'mean' does not take", {"loss": lambda p, x, y: (p["b"], {"n": 1})}),
         (
             r"leaf .* of the aux is complex64, which has no order for 'max'",
@@ -464,6 +472,20 @@ def test_bad_input_is_an_error_that_names_it(message, options):
         options = {"has_aux": True, **options}
     with pytest.raises(ValueError, match=message):
         call(**options)
+
+
+def test_examples_in_argnums_are_named_beside_the_error_of_the_loss():
+    def loss(w, x, y):
+        return jnp.mean((x @ w - y) ** 2)
+
+    def gradients(argnums):
+        return shrewjax.value_and_grad(loss, 4, argnums=argnums)(PARAMS["w"], X, Y)
+
+    with pytest.raises(TypeError, match="incompatible shapes") as error:
+        gradients((0, 1))
+    assert error.value.__notes__[-1].startswith("argument 1 has as many rows as the batch has examples")
+    assert error.value.__notes__[-1].endswith("leave it out of argnums")
+    close(gradients((0,))[1][0], jax.grad(loss)(PARAMS["w"], X, Y), rtol=1e-5)
 
 
 def test_carry_that_changes_is_an_error():
