@@ -44,33 +44,32 @@ flushed."""
 
 def is_weight(number: Scalar) -> Flag:
     """Returns whether a weight, or a sum of weights, is 0 or in range. A NaN is not."""
-    return (number == 0) | is_in_range_of_weights(number)
-
-
-def is_in_range_of_weights(number: Scalar) -> Flag:
-    return (number >= LEAST_WEIGHT) & (number <= LARGEST_WEIGHT)
+    return (number == 0) | (number >= LEAST_WEIGHT) & (number <= LARGEST_WEIGHT)
 
 
 def threshold(name: str, value: Argument) -> Scalar:
     """Returns a threshold: a real scalar that is neither negative nor NaN if its value is known."""
+    if value is None and name.startswith("max_"):
+        raise ValueError(f"{name} must be a real scalar >= 0, got None. For no limit, pass jnp.inf")
     return real(name, value, at_least=0)
 
 
-def real(name: str, value: Argument, *, at_least: float, at_most: float = math.inf) -> Scalar:
+def real(
+    name: str,
+    value: Argument,
+    *,
+    at_least: float,
+    at_most: float = math.inf,
+    remedy: str | None = None,
+) -> Scalar:
     """Returns a real scalar that is between two bounds, and so not NaN, if its value is known."""
     if isinstance(value, jax.Array):
         return _real_scalar_array(name, value)
     bounds = f">= {at_least}" if at_most == math.inf else f"between {at_least} and {at_most}"
-    number = _static_real(name, value, f"a real scalar {bounds}")
+    number = _static_real(name, value, f"a real scalar {bounds}", remedy)
     if not at_least <= number <= at_most:
         raise ValueError(f"{name} must be {bounds} and not NaN, got {shown(value)}")
     return number + 0.0  # -0.0 is 0
-
-
-def any_real(name: str, value: Argument) -> Scalar:
-    if isinstance(value, jax.Array):
-        return _real_scalar_array(name, value)
-    return _static_real(name, value, "a real scalar")
 
 
 def percent(value: Argument) -> Scalar:
@@ -164,7 +163,7 @@ def value_of_loss(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scala
         value = jnp.asarray(value)
     if isinstance(value, jax.Array):
         return _real_array("value", value, shapes)
-    return any_real("value", value)
+    return _static_real("value", value, "a real scalar", "Pass the loss alone, without its aux")
 
 
 def flag(name: str, value: Argument) -> Flag:
@@ -203,18 +202,35 @@ def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Numb
     return int(value)
 
 
-def steps_of_schedule(value: Argument) -> Scalar:
-    """Returns the window length that a function returned: a real scalar that is >= 1 if its value is known."""
+def steps_of_schedule(accum_steps: Function, windows: jax.Array) -> Scalar:
+    """Returns the window length that a function returns: a real scalar that is >= 1 if its value is known."""
+    require_call(
+        "accum_steps", accum_steps, "the number of closed windows", [windows], "Let it take one"
+    )
     name = "the number that the function accum_steps returns"
-    return real(name, value, at_least=1)
+    remedy = "Let it return a number of micro-batches"
+    return real(name, accum_steps(windows), at_least=1, remedy=remedy)
 
 
 def require_arguments_of_fun(
     name: str, function: Function | None, args: Sequence[PyTree], kwargs: dict[str, PyTree]
 ) -> None:
     """Raises unless a function takes these arguments, which are those of `fun`."""
-    if function is None:
-        return
+    if function is not None:
+        others = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
+        what = f"the {len(args)} arguments of fun{others}"
+        require_call(name, function, what, args, f"Give {name} the same arguments as fun", **kwargs)
+
+
+def require_call(
+    name: str,
+    function: Function,
+    what: str,
+    args: Sequence[PyTree],
+    remedy: str,
+    **kwargs: PyTree,
+) -> None:
+    """Raises unless a function takes these arguments, which are `what` in the message."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # of a function in C
@@ -222,10 +238,8 @@ def require_arguments_of_fun(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        others = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
         raise ValueError(
-            f"{name} is called with the {len(args)} arguments of fun{others}, but it takes {signature}: {error}. "
-            f"Give {name} the same arguments as fun"
+            f"{name} is called with {what}, but it takes {signature}: {error}. {remedy}"
         ) from error
 
 
@@ -240,7 +254,8 @@ def weight(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:
         isinstance(value, np.ndarray) and value.dtype == np.bool
     ):
         value = float(value)
-    number = _static_real("weight", value, "a real scalar >= 0")
+    remedy = "Give the number of examples or tokens, such as len(x)"
+    number = _static_real("weight", value, "a real scalar >= 0", remedy)
     if not is_weight(number):
         raise ValueError(f"weight must be 0, or between 2**-30 and 2**100, got {shown(value)}")
     return number
@@ -280,7 +295,7 @@ def axes(name: str, value: Argument) -> AxesOf:
 
 def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Leaf) -> tuple[int, ...] | None:
     """Returns the axes of one leaf, counted from the front; None if `given` has none for it."""
-    chosen = axes(name, given(short_leaf_name(path), leaf)) if callable(given) else given
+    chosen = axes(name, _of_leaf(name, given, path, leaf)) if callable(given) else given
     if callable(chosen):
         raise ValueError(
             f"{name} must return dimensions or None, got {shown(chosen)} for leaf {leaf_name(path)}"
@@ -322,7 +337,9 @@ def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Leaf) -> AxisN
 
     Raises if the user's function returns a function.
     """
-    chosen = unit_axis_names(given(short_leaf_name(path), leaf)) if callable(given) else given
+    chosen = (
+        unit_axis_names(_of_leaf("sharded_over", given, path, leaf)) if callable(given) else given
+    )
     if callable(chosen):
         raise ValueError(
             f"sharded_over must return names of mapped axes or a PartitionSpec, got the function {shown(chosen)} for "
@@ -331,29 +348,35 @@ def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Leaf) -> AxisN
     return chosen
 
 
+def _of_leaf(name: str, function: Function, path: KeyPath, leaf: Leaf) -> Argument:
+    """Returns what a user's function returns for a leaf."""
+    given = short_leaf_name(path), leaf
+    require_call(name, function, "a leaf's name and the leaf", given, "Let it take both")
+    return function(*given)
+
+
 def _is_int(value: Argument) -> bool:
     """Returns whether this is a Python or NumPy integer. A bool is none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _static_real(name: str, value: Argument, expected: str) -> float:
+def _static_real(name: str, value: Argument, expected: str, remedy: str | None = None) -> float:
     if isinstance(value, np.ndarray) and value.shape == ():
         value = value[()]
-    if callable(value):
-        raise ValueError(
-            f"{name} must be {expected}, got the function {shown(value)}. To schedule it, wrap the transformation in "
-            "optax.inject_hyperparams"
-        )
     # `numbers.Real` leaves out bfloat16 and float8, whose scalars are NumPy scalars.
     is_real = isinstance(value, numbers.Real) or (
         isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating)
     )
     if not is_real or isinstance(value, bool | np.bool):
-        is_tree = not jax.tree_util.all_leaves([value])
-        order = (
-            f". If these are gradients, pass them before {name}, or to update" if is_tree else ""
-        )
-        raise ValueError(f"{name} must be {expected}, got {shown(value)}{order}")
+        kind = "the function " if callable(value) else ""
+        if remedy is None and callable(value):
+            remedy = "To schedule it, wrap the transformation in optax.inject_hyperparams"
+        elif remedy is None and any(
+            isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(value)
+        ):
+            remedy = f"If these are gradients, pass them before {name}, or to update"
+        remedy = f". {remedy}" if remedy else ""
+        raise ValueError(f"{name} must be {expected}, got {kind}{shown(value)}{remedy}")
     try:
         return float(value)
     except OverflowError:  # an int such as 10**400; callers' range checks then see an infinity
