@@ -49,24 +49,15 @@ def is_weight(number: Scalar) -> Flag:
 
 def threshold(name: str, value: Argument) -> Scalar:
     """Returns a threshold: a real scalar that is neither negative nor NaN if its value is known."""
-    if value is None and name.startswith("max_"):
-        raise ValueError(f"{name} must be a real scalar >= 0, got None. For no limit, pass jnp.inf")
     return real(name, value, at_least=0)
 
 
-def real(
-    name: str,
-    value: Argument,
-    *,
-    at_least: float,
-    at_most: float = math.inf,
-    remedy: str | None = None,
-) -> Scalar:
+def real(name: str, value: Argument, *, at_least: float, at_most: float = math.inf) -> Scalar:
     """Returns a real scalar that is between two bounds, and so not NaN, if its value is known."""
     if isinstance(value, jax.Array):
         return _real_scalar_array(name, value)
     bounds = f">= {at_least}" if at_most == math.inf else f"between {at_least} and {at_most}"
-    number = _static_real(name, value, f"a real scalar {bounds}", remedy)
+    number = _static_real(name, value, f"a real scalar {bounds}")
     if not at_least <= number <= at_most:
         raise ValueError(f"{name} must be {bounds} and not NaN, got {shown(value)}")
     return number + 0.0  # -0.0 is 0
@@ -163,7 +154,7 @@ def value_of_loss(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scala
         value = jnp.asarray(value)
     if isinstance(value, jax.Array):
         return _real_array("value", value, shapes)
-    return _static_real("value", value, "a real scalar", "Pass the loss alone, without its aux")
+    return _static_real("value", value, "a real scalar")
 
 
 def flag(name: str, value: Argument) -> Flag:
@@ -204,12 +195,9 @@ def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Numb
 
 def steps_of_schedule(accum_steps: Function, windows: jax.Array) -> Scalar:
     """Returns the window length that a function returns: a real scalar that is >= 1 if its value is known."""
-    require_call(
-        "accum_steps", accum_steps, "the number of closed windows", [windows], "Let it take one"
-    )
-    name = "the number that the function accum_steps returns"
-    remedy = "Let it return a number of micro-batches"
-    return real(name, accum_steps(windows), at_least=1, remedy=remedy)
+    what = "the number of closed windows"
+    require_call("accum_steps", accum_steps, what, "Let it take one argument", windows)
+    return real(_LENGTH, accum_steps(windows), at_least=1)
 
 
 def require_arguments_of_fun(
@@ -219,16 +207,12 @@ def require_arguments_of_fun(
     if function is not None:
         others = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
         what = f"the {len(args)} arguments of fun{others}"
-        require_call(name, function, what, args, f"Give {name} the same arguments as fun", **kwargs)
+        remedy = f"Give {name} the same arguments as fun"
+        require_call(name, function, what, remedy, *args, **kwargs)
 
 
 def require_call(
-    name: str,
-    function: Function,
-    what: str,
-    args: Sequence[PyTree],
-    remedy: str,
-    **kwargs: PyTree,
+    name: str, function: Function, what: str, remedy: str, /, *args: PyTree, **kwargs: PyTree
 ) -> None:
     """Raises unless a function takes these arguments, which are `what` in the message."""
     try:
@@ -254,8 +238,7 @@ def weight(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:
         isinstance(value, np.ndarray) and value.dtype == np.bool
     ):
         value = float(value)
-    remedy = "Give the number of examples or tokens, such as len(x)"
-    number = _static_real("weight", value, "a real scalar >= 0", remedy)
+    number = _static_real("weight", value, "a real scalar >= 0")
     if not is_weight(number):
         raise ValueError(f"weight must be 0, or between 2**-30 and 2**100, got {shown(value)}")
     return number
@@ -351,7 +334,7 @@ def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Leaf) -> AxisN
 def _of_leaf(name: str, function: Function, path: KeyPath, leaf: Leaf) -> Argument:
     """Returns what a user's function returns for a leaf."""
     given = short_leaf_name(path), leaf
-    require_call(name, function, "a leaf's name and the leaf", given, "Let it take both")
+    require_call(name, function, "a leaf's name and the leaf", "Let it take both", *given)
     return function(*given)
 
 
@@ -360,7 +343,16 @@ def _is_int(value: Argument) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _static_real(name: str, value: Argument, expected: str, remedy: str | None = None) -> float:
+_LENGTH = "the number that the function accum_steps returns"
+_REMEDIES = {
+    _LENGTH: "Let it return a number of micro-batches",
+    "weight": "Give the number of examples or tokens, such as len(x)",
+    "value": "Pass the loss alone, without its aux",
+}
+"""The remedies for arguments that are no numbers. Those for thresholds depend on what came."""
+
+
+def _static_real(name: str, value: Argument, expected: str) -> float:
     if isinstance(value, np.ndarray) and value.shape == ():
         value = value[()]
     # `numbers.Real` leaves out bfloat16 and float8, whose scalars are NumPy scalars.
@@ -368,15 +360,16 @@ def _static_real(name: str, value: Argument, expected: str, remedy: str | None =
         isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating)
     )
     if not is_real or isinstance(value, bool | np.bool):
-        kind = "the function " if callable(value) else ""
-        if remedy is None and callable(value):
+        remedy = _REMEDIES.get(name, "")
+        if not remedy and callable(value):
             remedy = "To schedule it, wrap the transformation in optax.inject_hyperparams"
-        elif remedy is None and any(
-            isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(value)
-        ):
+        elif not remedy and value is None and name.startswith("max_"):
+            remedy = "For no limit, pass jnp.inf"
+        elif not remedy and any(hasattr(x, "shape") for x in jax.tree.leaves(value)):
             remedy = f"If these are gradients, pass them before {name}, or to update"
-        remedy = f". {remedy}" if remedy else ""
-        raise ValueError(f"{name} must be {expected}, got {kind}{shown(value)}{remedy}")
+        raise ValueError(
+            f"{name} must be {expected}, got {shown(value)}" + (remedy and f". {remedy}")
+        )
     try:
         return float(value)
     except OverflowError:  # an int such as 10**400; callers' range checks then see an infinity

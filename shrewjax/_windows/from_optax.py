@@ -132,13 +132,6 @@ _SAME_ORDER = (
 )
 
 
-# What stands here in the place of Optax's wrappers.
-_WRAPPERS = (
-    (optax.MultiStepsState, "shrewjax.accumulate"),
-    (optax.ApplyIfFiniteState, "shrewjax.skip_nonfinite"),
-)
-
-
 def _is_rule(state: AnyState) -> bool:
     """Returns whether a state is that of a clipping rule: one that measures and wraps nothing."""
     return hasattr(type(state), "metrics") and not hasattr(state, "inner_state")
@@ -228,8 +221,8 @@ def _mapped(
     if () in children and () in fresh_children:
         return of_leaf(at, old, fresh)
     if type(old) is not type(fresh):
-        wrapper = next((name for kind, name in _WRAPPERS if isinstance(old, kind)), None)
-        remedy = f"Wrap this part of tx in {wrapper}" if wrapper else ""
+        is_window = isinstance(old, optax.MultiStepsState)
+        remedy = "Wrap this part of tx in accumulate" if is_window else ""
         raise at.error(_what(old), _what(fresh), remedy)
     for path in children | fresh_children:
         if path not in children or path not in fresh_children:
