@@ -44,11 +44,7 @@ flushed."""
 
 def is_weight(number: Scalar) -> Flag:
     """Returns whether a weight, or a sum of weights, is 0 or in range. A NaN is not."""
-    return (number == 0) | is_in_range_of_weights(number)
-
-
-def is_in_range_of_weights(number: Scalar) -> Flag:
-    return (number >= LEAST_WEIGHT) & (number <= LARGEST_WEIGHT)
+    return (number == 0) | (number >= LEAST_WEIGHT) & (number <= LARGEST_WEIGHT)
 
 
 def threshold(name: str, value: Argument) -> Scalar:
@@ -65,12 +61,6 @@ def real(name: str, value: Argument, *, at_least: float, at_most: float = math.i
     if not at_least <= number <= at_most:
         raise ValueError(f"{name} must be {bounds} and not NaN, got {shown(value)}")
     return number + 0.0  # -0.0 is 0
-
-
-def any_real(name: str, value: Argument) -> Scalar:
-    if isinstance(value, jax.Array):
-        return _real_scalar_array(name, value)
-    return _static_real(name, value, "a real scalar")
 
 
 def percent(value: Argument) -> Scalar:
@@ -163,7 +153,7 @@ def value_of_loss(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scala
         value = jnp.asarray(value)
     if isinstance(value, jax.Array):
         return _real_array("value", value, shapes)
-    return any_real("value", value)
+    return _static_real("value", value, "a real scalar")
 
 
 def flag(name: str, value: Argument) -> Flag:
@@ -202,10 +192,11 @@ def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Numb
     return int(value)
 
 
-def steps_of_schedule(value: Argument) -> Scalar:
-    """Returns the window length that a function returned: a real scalar that is >= 1 if its value is known."""
-    name = "the number that the function accum_steps returns"
-    return real(name, value, at_least=1)
+def steps_of_schedule(accum_steps: Function, windows: jax.Array) -> Scalar:
+    """Returns the window length that a function returns: a real scalar that is >= 1 if its value is known."""
+    what = "the number of closed windows"
+    require_call("accum_steps", accum_steps, what, "Let it take one argument", windows)
+    return real(_LENGTH, accum_steps(windows), at_least=1)
 
 
 def require_arguments_of_fun(
@@ -216,8 +207,17 @@ def require_arguments_of_fun(
     of: str = "fun",
 ) -> None:
     """Raises unless a function takes these arguments, which are those of `of`."""
-    if function is None:
-        return
+    if function is not None:
+        others = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
+        what = f"the {len(args)} arguments of {of}{others}"
+        remedy = f"Give {name} the same arguments as {of}"
+        require_call(name, function, what, remedy, *args, **kwargs)
+
+
+def require_call(
+    name: str, function: Function, what: str, remedy: str, /, *args: PyTree, **kwargs: PyTree
+) -> None:
+    """Raises unless a function takes these arguments, which are `what` in the message."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # of a function in C
@@ -225,10 +225,8 @@ def require_arguments_of_fun(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        others = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
         raise ValueError(
-            f"{name} is called with the {len(args)} arguments of {of}{others}, but it takes {signature}: {error}. "
-            f"Give {name} the same arguments as {of}"
+            f"{name} is called with {what}, but it takes {signature}: {error}. {remedy}"
         ) from error
 
 
@@ -283,7 +281,7 @@ def axes(name: str, value: Argument) -> AxesOf:
 
 def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Leaf) -> tuple[int, ...] | None:
     """Returns the axes of one leaf, counted from the front; None if `given` has none for it."""
-    chosen = axes(name, given(short_leaf_name(path), leaf)) if callable(given) else given
+    chosen = axes(name, _of_leaf(name, given, path, leaf)) if callable(given) else given
     if callable(chosen):
         raise ValueError(
             f"{name} must return dimensions or None, got {shown(chosen)} for leaf {leaf_name(path)}"
@@ -325,7 +323,9 @@ def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Leaf) -> AxisN
 
     Raises if the user's function returns a function.
     """
-    chosen = unit_axis_names(given(short_leaf_name(path), leaf)) if callable(given) else given
+    chosen = (
+        unit_axis_names(_of_leaf("sharded_over", given, path, leaf)) if callable(given) else given
+    )
     if callable(chosen):
         raise ValueError(
             f"sharded_over must return names of mapped axes or a PartitionSpec, got the function {shown(chosen)} for "
@@ -334,29 +334,45 @@ def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Leaf) -> AxisN
     return chosen
 
 
+def _of_leaf(name: str, function: Function, path: KeyPath, leaf: Leaf) -> Argument:
+    """Returns what a user's function returns for a leaf."""
+    given = short_leaf_name(path), leaf
+    require_call(name, function, "a leaf's name and the leaf", "Let it take both", *given)
+    return function(*given)
+
+
 def _is_int(value: Argument) -> bool:
     """Returns whether this is a Python or NumPy integer. A bool is none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+_LENGTH = "the number that the function accum_steps returns"
+_REMEDIES = {
+    _LENGTH: "Let it return a number of micro-batches",
+    "weight": "Give the number of examples or tokens, such as len(x)",
+    "value": "Pass the loss alone, without its aux",
+}
+"""The remedies for arguments that are no numbers. Those for thresholds depend on what came."""
+
+
 def _static_real(name: str, value: Argument, expected: str) -> float:
     if isinstance(value, np.ndarray) and value.shape == ():
         value = value[()]
-    if callable(value):
-        raise ValueError(
-            f"{name} must be {expected}, got the function {shown(value)}. To schedule it, wrap the transformation in "
-            "optax.inject_hyperparams"
-        )
     # `numbers.Real` leaves out bfloat16 and float8, whose scalars are NumPy scalars.
     is_real = isinstance(value, numbers.Real) or (
         isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating)
     )
     if not is_real or isinstance(value, bool | np.bool):
-        is_tree = not jax.tree_util.all_leaves([value])
-        order = (
-            f". If these are gradients, pass them before {name}, or to update" if is_tree else ""
+        remedy = _REMEDIES.get(name, "")
+        if not remedy and callable(value):
+            remedy = "To schedule it, wrap the transformation in optax.inject_hyperparams"
+        elif not remedy and value is None and name.startswith("max_"):
+            remedy = "For no limit, pass jnp.inf"
+        elif not remedy and any(hasattr(x, "shape") for x in jax.tree.leaves(value)):
+            remedy = f"If these are gradients, pass them before {name}, or to update"
+        raise ValueError(
+            f"{name} must be {expected}, got {shown(value)}" + (remedy and f". {remedy}")
         )
-        raise ValueError(f"{name} must be {expected}, got {shown(value)}{order}")
     try:
         return float(value)
     except OverflowError:  # an int such as 10**400; callers' range checks then see an infinity

@@ -41,12 +41,17 @@ def require_own(
     order: str = "update(grads, state, params) or apply_gradients(tx, grads, state, params)",
 ) -> None:
     """Raises unless this is the state that a rule's own `init` makes. Rules that read no state do not call it."""
+    fields_of_kind = getattr(kind, "_fields", ())
+    if isinstance(state, dict) and fields_of_kind and fields_of_kind[0] in state:
+        raise ValueError(
+            f"state must be the {kind.__name__} that init made or the last update returned, got a dict of its fields, "
+            "as after a restore without a target. Restore it with tx.init(params) as the target"
+        )
     if not isinstance(state, kind):
         is_optax = type(state).__module__.startswith("optax.")
         way_from_optax = (
             ". Or convert Optax's state: shrewjax.from_optax(state, tx, params)" if is_optax else ""
         )
-        fields_of_kind = getattr(kind, "_fields", ())
         way_from_inner = (
             ". Or, if the state is that of a running job without this wrapper, put it into a new one: "
             "state = tx.init(params)._replace(inner_state=state), where tx is this wrapper"

@@ -411,7 +411,7 @@ def _value(step: Step) -> jax.Array:
         )
     # A copy. Outside of jit the state would share the caller's buffer, or the window's, and donating both fails
     # (tests/windows/test_flush_value.py, "can_be_donated").
-    value = jnp.array(arguments.any_real("value", value), jnp.float32)
+    value = jnp.array(arguments.value_of_loss(value, {()}), jnp.float32)
     require_replicated("value", value)
     return value
 

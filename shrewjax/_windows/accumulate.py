@@ -25,6 +25,7 @@ from shrewjax._base.states import (
     nodes_in,
     note,
     require_one_window,
+    require_own,
     without_variables,
 )
 from shrewjax._base.trees import is_gradient
@@ -547,6 +548,7 @@ def flush(
             "micro-batch. Or call tx.update(grads, opt_state, params, weight=0, flush=True) with any finite grads, "
             "which add nothing"
         )
+    require_own(opt_state, AccumulateState, "flush(tx, opt_state, params)")
     no_gradients = jax.tree.map(lambda _: None, params)
     return tx.update(no_gradients, opt_state, params, weight=0, flush=True, **extra_args)
 

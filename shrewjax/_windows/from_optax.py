@@ -222,7 +222,9 @@ def _mapped(
     if () in children and () in fresh_children:
         return of_leaf(at, old, fresh)
     if type(old) is not type(fresh):
-        raise at.error(_what(old), _what(fresh))
+        is_window = isinstance(old, optax.MultiStepsState)
+        remedy = "Wrap this part of tx in accumulate" if is_window else ""
+        raise at.error(_what(old), _what(fresh), remedy)
     for path in children | fresh_children:
         if path not in children or path not in fresh_children:
             here = (

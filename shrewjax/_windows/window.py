@@ -144,7 +144,7 @@ class Window:
         """Returns the window's length, at least 1. `windows` is the argument of a schedule."""
         given: Number = self.accum_steps
         if callable(given):
-            given = arguments.steps_of_schedule(given(windows))
+            given = arguments.steps_of_schedule(given, windows)
         steps = jnp.asarray(given, jnp.float32)
         is_valid = steps >= 1  # and not `maximum`, because a NaN then counts as 1
         rounded = jnp.ceil(jnp.minimum(steps, 2.0**24))
@@ -502,5 +502,7 @@ def _nan_out_of_range(weight: Scalar, kept_weight: jax.Array) -> jax.Array:
 
 def _reciprocal(sum_of_weights: jax.Array, has_weight: Flag) -> jax.Array:
     """Returns 1 / sum_of_weights, 1 if the weight is 0, or NaN if the weight sum is out of range."""
-    in_range = jnp.where(arguments.is_in_range_of_weights(sum_of_weights), sum_of_weights, jnp.nan)
+    at_least, at_most = arguments.LEAST_WEIGHT, arguments.LARGEST_WEIGHT
+    is_in_range = (sum_of_weights >= at_least) & (sum_of_weights <= at_most)
+    in_range = jnp.where(is_in_range, sum_of_weights, jnp.nan)
     return 1 / jnp.where(has_weight, in_range, jnp.ones_like(sum_of_weights))

@@ -43,6 +43,32 @@ def test_a_schedule_as_threshold_is_an_error_that_tells_the_way():
         shrewjax.clip_by_global_norm(optax.constant_schedule(1.0))
 
 
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        (None, "For no limit, pass jnp.inf"),
+        ({"w": np.ones(2, f32)}, "If these are gradients, pass them before max_norm, or to update"),
+        ([1.0, 2.0], None),
+    ],
+    ids=str,
+)
+def test_a_threshold_that_is_no_number_speaks_of_gradients_only_if_it_holds_arrays(given, remedy):
+    with pytest.raises(ValueError, match=r"^max_norm must be a real scalar >= 0, got ") as raised:
+        shrewjax.clip_grad_norm(1.0, given)
+    assert str(raised.value).partition(". ")[2] == (remedy or "")
+    assert bits(shrewjax.clip_grad_norm(f32([3, 4]), np.inf)[0]) == bits(f32([3, 4]))
+
+
+def test_a_function_of_leaves_gets_a_name_and_the_leaf():
+    params = {"w": jnp.ones((2, 3))}
+    for argument in ("batch_axes", "sharded_over"):
+        tx = shrewjax.clip_by_leaf_norm(1.0, **{argument: lambda name: None})
+        with pytest.raises(
+            ValueError, match=rf"^{argument} is called with a leaf's name and the leaf, but it takes \(name"
+        ):
+            tx.update(params, tx.init(params))
+
+
 def test_percentile_outside_of_its_range_is_an_error_that_names_it():
     bad = [-1, 100.5, np.nan, np.inf, f32(-1e-30), "50", True, 1j, [50], None]
     clips = shrewjax.clip_by_percentile, partial(shrewjax.clip_grad_percentile, jnp.ones(2))

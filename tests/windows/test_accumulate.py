@@ -291,6 +291,12 @@ def test_flush_of_a_wrapped_accumulation_is_an_error_whose_advice_closes_the_win
     assert int(windows) == 1
 
 
+def test_flush_with_its_arguments_in_another_order_names_its_own():
+    params, tx = vector(0.0), shrewjax.accumulate(recorder(), 4)
+    with pytest.raises(ValueError, match=r"in the order flush\(tx, opt_state, params\)"):
+        shrewjax.flush(tx, params, tx.init(params))
+
+
 @pytest.mark.parametrize("nonfinite", POLICIES)
 def test_flush_of_a_window_with_a_bad_micro_batch(nonfinite):
     params, tx = vector(0.0), shrewjax.accumulate(recorder(), 4, nonfinite=nonfinite)

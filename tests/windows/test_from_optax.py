@@ -643,6 +643,11 @@ WRONG = {
         ours(optax.adam(1e-3)),
         "opt_state must correspond to tx.init(params), AccumulateState, got tuple. Make tx of",
     ),
+    "a window whose place has none": (
+        multi(optax.chain(optax.clip(1.0), optax.sgd(1.0))),
+        optax.chain(shrewjax.clip_by_value(1.0), optax.sgd(1.0)),
+        "opt_state must correspond to tx.init(params), tuple, got MultiStepsState. Wrap this part of tx in accumulate",
+    ),
     "another shape": (
         multi(optax.sgd(1.0)),
         ours(optax.sgd(1.0)),
@@ -713,6 +718,8 @@ def test_what_does_not_correspond_is_an_error_that_names_both_places(name):
     with pytest.raises(ValueError, match=rf"^{re.escape(message)}"):
         shrewjax.from_optax(state, new, params)
     assert bits(state) == before
+    if name == "a window whose place has none":  # the remedy
+        assert int(shrewjax.from_optax(state, shrewjax.accumulate(new, K), params).windows) == 0
 
 
 def test_states_in_the_place_of_parameters_and_shapes_in_that_of_a_state_are_errors():

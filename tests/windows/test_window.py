@@ -292,6 +292,33 @@ def test_bad_weight_is_named():
     assert_refused([update], [-1, -0.5, *BAD_WEIGHTS, np.ones(2), jnp.ones(2)], "weight must be")
 
 
+@pytest.mark.parametrize(
+    ("bad", "remedy"),
+    [
+        ({"weight": None}, "examples or tokens, such as len(x)"),
+        ({"weight": [8, 8]}, "examples or tokens, such as len(x)"),
+        ({"weight": len}, "examples or tokens, such as len(x)"),
+        ({"value": (jnp.float32(2), {})}, "Pass the loss alone, without its aux"),
+    ],
+    ids=str,
+)
+def test_an_argument_of_another_kind_is_an_error_whose_remedy_is_right(bad, remedy):
+    tx = shrewjax.accumulate(recorder(), 2)
+    with pytest.raises(ValueError, match="must be a real scalar") as raised:
+        tx.update(vector(1.0), tx.init(vector(0.0)), **bad)
+    assert str(raised.value).split(". ", 1)[1].endswith(remedy)
+
+
+def test_a_function_for_the_window_length_gets_the_number_of_windows_alone():
+    for bad in (lambda: 4, lambda windows, step: 4):
+        tx = shrewjax.accumulate(recorder(), bad)
+        with pytest.raises(ValueError, match=r"^accum_steps is called with the number of closed windows, but it takes"):
+            tx.update(vector(1.0), tx.init(vector(0.0)))
+    for good in (lambda windows, step=1: step + windows, jax.jit(lambda windows: 1 + windows)):
+        history = run(shrewjax.accumulate(recorder(), good), [(vector(1.0), {})] * 3, vector(0.0))
+        assert [int(state.windows) for _, state in history] == [1, 1, 2]
+
+
 def test_weight_that_is_not_given_is_one():
     params, grads = vector(0.0), vector(3.0)
     window, tx = shrewjax.GradAccumulator(2), shrewjax.accumulate(recorder(), 2)

@@ -67,7 +67,7 @@ def test_optax_finds_the_count_of_adam_beside_each_of_our_states(name):
         np.testing.assert_array_equal(value, shrewjax.metrics(state)[key], err_msg=key)
 
 
-def test_optax_finds_value_and_weight_sum_and_trace_inside_a_window():
+def test_optax_finds_weight_sum_and_trace_inside_a_window():
     params = jnp.ones(2)
     tx = shrewjax.accumulate(optax.contrib.schedule_free(optax.sgd(0.1, momentum=0.9), 0.1), 2, noise_decay=0.5)
     state = tx.update(jnp.ones(2), tx.init(params), params, value=3.0)[1]
