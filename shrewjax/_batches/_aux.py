@@ -162,7 +162,7 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str) -> None:
     is_number = jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(
-            f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Convert it to float32. Or give it "
+            f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Convert it to float32, or give it "
             "another name in aux=, such as 'sum'. If it is a state that fun returns changed, carry_argnum= of "
             "shrewjax.value_and_grad hands it from micro-batch to micro-batch"
         )

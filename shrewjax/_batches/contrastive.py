@@ -182,8 +182,7 @@ def _in_order(stacked: PyTree, examples: PyTree) -> PyTree:
         if shape[:1] != [size]:
             raise ValueError(
                 f"leaf {trees.leaf_name(path)} of the features must have {size} rows, one for each example of the "
-                f"micro-batch, got the shape {tuple(shape)}. Return an array of such rows. Or compute it in loss, if "
-                "it is no feature of an example"
+                f"micro-batch, got the shape {tuple(shape)}. Return such rows, or compute it in loss"
             )
         return x.swapaxes(0, 1).reshape(count, *shape[1:])
 
