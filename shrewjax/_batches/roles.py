@@ -71,8 +71,9 @@ class Roles(NamedTuple):
                 places: tuple[Place, ...] = by_position or by_keyword
                 if not places:
                     total = count + len(keywords)
+                    came = f"{total} argument{'' if total == 1 else 's'}"
                     raise ValueError(
-                        f"no argument holds examples, because the call has {total} argument{'s'[total == 1 :]}, in "
+                        f"no argument holds examples, because the call has {came}, in "
                         f"{', '.join(dict.fromkeys(taken.values()))}. Pass the batch. Or name it in batch_argnums=, "
                         "with () if there is none"
                     )
