@@ -139,7 +139,7 @@ def _check_divisible_over(
         raise ValueError(
             f"{name} has {count} examples, sharded over {devices} devices, in micro-batches of "
             f"{count // steps}, which {devices} does not divide. Pad the batch to {padded}, and let weight= count the "
-            f"real ones. Or {remedy}, so that examples may move between devices"
+            f"real ones. Or {remedy}"
         )
 
 

@@ -15,14 +15,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.axes import axes_to_reduce, is_mapped
 from shrewjax._base.mesh import devices_to_map
 from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, PyTree
-from shrewjax._batches._call import Call
+from shrewjax._batches._mistaken_roles import number_of_examples
 from shrewjax._batches.roles import roles_of
 from shrewjax._batches.value_and_grad import is_part_of_mean, value_and_grad
 from shrewjax._numerics.reductions import combined_over
@@ -124,7 +123,8 @@ def contrastive_value_and_grad(
         arguments.require_arguments_of_fun("features", features, args, kwargs, "the call")
         # Checked here, because both passes have one more argument, which no caller passed.
         call = roles.call(args, kwargs, steps)
-        _check_divisible(call, steps * max(devices_to_map("sum_over", axes), 1))
+        count = number_of_examples(call) or 0
+        _require_divisible(count, steps * max(devices_to_map("sum_over", axes), 1))
         keys, examples = call.keys_and_examples().values()
         of_both = partial(
             value_and_grad,
@@ -137,7 +137,7 @@ def contrastive_value_and_grad(
             beside_features, argnums=len(args), batch_argnums=examples, has_aux=True, aux="stack"
         )
         (_, stacked), _ = first(*args, 0.0, **kwargs)
-        z = _in_order(stacked, [call.values[at] for at in call.roles["batch_argnums"]])
+        z = _in_order(stacked, count)
         # 2.
         own_axes = axes if is_mapped(axes) else ()
         part = partial(_loss_of_device, loss, has_aux, own_axes)
@@ -151,6 +151,8 @@ def contrastive_value_and_grad(
             reduction="sum",
             accumulator_dtype=accumulator_dtype,
         )
+        # Inside `per_device`, rows of this sum are those of a mean, which `value_and_grad` does not know
+        # (tests/batches/test_per_device.py, "in_two_passes_is_a_mean").
         context = contextvars.copy_context()
         context.run(is_part_of_mean.set, True)
         _, through_features = context.run(second, *args, _coefficients(by_feature), **kwargs)
@@ -160,22 +162,17 @@ def contrastive_value_and_grad(
     return value_and_grad_of_batch
 
 
-def _check_divisible(call: Call, parts: int) -> None:
+def _require_divisible(count: int, parts: int) -> None:
     """Raises if the parts, of all micro-batches and devices, do not divide the examples."""
-    for at in call.roles["batch_argnums"]:
-        for path, x in call.leaves(at):
-            count = np.shape(x)[0]
-            if count % parts:
-                raise ValueError(
-                    f"{call.name(at, path)} has {count} examples, which {parts} micro-batches on all devices do not "
-                    f"divide. Pad the batch to {-(-count // parts) * parts}, return a mask among the features, and let "
-                    "loss leave out the padding"
-                )
+    if count % parts:
+        raise ValueError(
+            f"the batch has {count} examples, which {parts} micro-batches on all devices do not divide. Pad it to "
+            f"{-(-count // parts) * parts}, return a mask among the features, and let loss leave out the padding"
+        )
 
 
-def _in_order(stacked: PyTree, examples: PyTree) -> PyTree:
+def _in_order(stacked: PyTree, count: int) -> PyTree:
     """Returns the features of all examples in the order of the batch. Raises if they have no row for each example."""
-    count = next((np.shape(x)[0] for x in jax.tree.leaves(examples)), 0)
 
     def joined(path: KeyPath, x: jax.Array) -> jax.Array:
         steps, *shape = x.shape
@@ -183,8 +180,7 @@ def _in_order(stacked: PyTree, examples: PyTree) -> PyTree:
         if shape[:1] != [size]:
             raise ValueError(
                 f"leaf {trees.leaf_name(path)} of the features must have {size} rows, one for each example of the "
-                f"micro-batch, got the shape {tuple(shape)}. Return an array of such rows. Or compute it in loss, if "
-                "it is no feature of an example"
+                f"micro-batch, got the shape {tuple(shape)}. Return such rows, or compute it in loss"
             )
         return x.swapaxes(0, 1).reshape(count, *shape[1:])
 

@@ -132,7 +132,6 @@ def _check_unchanged(call: Call, before: list[Leaf], after: dict[int, PyTree]) -
         for path, x in jax.tree.leaves_with_path(value):
             if id(x) not in kept:
                 raise ValueError(
-                    f"fun must not change its arguments, but it gave {call.name(at, path)} a new value, of which each "
-                    "device has its own. In Flax NNX, split the model, let fun merge it, and return the new value as "
-                    "aux. Then reduce its rows, as by jax.tree.map(lambda x: x.mean(0), rows)"
+                    f"fun must not change its arguments, but it gave {call.name(at, path)} a new value on each device. "
+                    "In Flax NNX, split the model, let fun merge it, and return the new value as aux"
                 )

@@ -71,8 +71,9 @@ class Roles(NamedTuple):
                 places: tuple[Place, ...] = by_position or by_keyword
                 if not places:
                     total = count + len(keywords)
+                    came = f"{total} argument{'' if total == 1 else 's'}"
                     raise ValueError(
-                        f"no argument holds examples, because the call has {total} argument{'s'[total == 1 :]}, in "
+                        f"no argument holds examples, because the call has {came}, in "
                         f"{', '.join(dict.fromkeys(taken.values()))}. Pass the batch. Or name it in batch_argnums=, "
                         "with () if there is none"
                     )
@@ -171,8 +172,8 @@ def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
         return
     given = f"shape {x.shape} and dtype {dtype}" if hasattr(x, "dtype") else trees.shown(x)
     raise ValueError(
-        f"{call.name(at, path)} is in rng_argnums and must be one PRNG key, got {given}. Make it with jax.random.key, "
-        "and pass what is no key as another argument. If each example has a key, name the argument in batch_argnums"
+        f"{call.name(at, path)} is in rng_argnums and must be one PRNG key, got {given}. Pass jax.random.key(seed), "
+        "and all else as other arguments. Put keys of examples into batch_argnums"
     )
 
 
@@ -187,14 +188,14 @@ def _rows_of_examples(call: Call) -> set[int]:
                 raise ValueError(key_message(call, at, path))
             if not shape:
                 raise ValueError(
-                    f"{name} must have a first axis of examples, got {x!r}. If it is the same on all devices, leave it "
-                    "out of batch_argnums=, which by default has all by position but the first. Or pass it by keyword"
+                    f"{name} must have a first axis of examples, got {x!r}. Leave it out of batch_argnums= if it is "
+                    "the same on all devices. Or pass it by keyword"
                 )
             if shape[0] % devices:
                 raise ValueError(
                     f"{name} must have a first axis that {devices} devices divide, got shape {shape}. Pad the batch to "
-                    f"{-(-shape[0] // devices) * devices} examples, let fun take its mean over the real ones, and pass "
-                    "their numbers as weight=. If it holds no examples, leave it out of batch_argnums="
+                    f"{-(-shape[0] // devices) * devices}, and pass numbers of real examples as weight=. If it holds "
+                    "none, leave it out of batch_argnums="
                 )
             sizes.add(shape[0])
     return sizes

@@ -433,8 +433,8 @@ ERRORS = {
     ),
     "pairs that the micro-batches do not divide": (
         {"args": (np.float32(1), np.float32(PIXELS[:27]))},
-        "argument 1 has 27 examples, which 4 micro-batches on all devices do not divide. Pad the batch to 28, return a "
-        "mask among the features",
+        "the batch has 27 examples, which 4 micro-batches on all devices do not divide. Pad it to 28, return a mask "
+        "among the features",
     ),
     "features that are integers": (
         {"features": lambda p, x: x.astype(jnp.int32), "loss": lambda p, z: jnp.mean(z.astype(jnp.float32)) * p},
