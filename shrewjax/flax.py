@@ -639,9 +639,8 @@ class _Objects:
         for path, same in zip(in_wrt, is_same, strict=False):
             if not same:
                 raise ValueError(
-                    f"fun changes the variable {self._name(path)}, which is in wrt and must be the same for all micro-"
-                    "batches. Leave it out of wrt. If a layer writes it, as nnx.WeightNorm does, call "
-                    "nnx.clone(layer)(x), whose writes are lost"
+                    f"fun must not change the variable {self._name(path)}, which is in wrt. Leave it out of wrt. If a "
+                    "layer writes it, as nnx.WeightNorm does, call nnx.clone(layer)(x)"
                 )
         # A scan copies what it returns, so frozen layers would be copied for each micro-batch
         # (tests/promises/test_flax_models.py, "frozen_layers").
@@ -669,7 +668,7 @@ class _Objects:
             if given != was:
                 raise ValueError(
                     f"fun must leave every variable with its shape and dtype, but {self._name(path)} was {was} and is "
-                    f"{given}. Cast it in fun. If fun adds it, remove it with nnx.pop, and return it as aux"
+                    f"{given}. Cast it in fun. Return an added one as aux, by nnx.pop"
                 )
         if graph != self._graph:
             raise ValueError(

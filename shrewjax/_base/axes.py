@@ -129,9 +129,9 @@ def slice_axes(name: str, leaf: Leaf, given: Axes) -> AxisNames:
     unknown = varying if is_tracked else mapped
     if given is None and unknown:
         raise ValueError(
-            f"cannot tell whether slices of leaf {name} are divided along the mapped axes "
-            f"{', '.join(map(repr, unknown))}. Pass sharded_over= with those along which they are. Or "
-            "pass sharded_over=() if each device holds its slices whole"
+            f"cannot tell whether slices of leaf {name} are divided along {', '.join(map(repr, unknown))}. Pass "
+            "sharded_over= with the axes along which they are. Or pass sharded_over=() if each device holds its "
+            "slices whole"
         )
     given = given or ()
     missing = [a for a in given if not is_bound(a)]
@@ -184,8 +184,8 @@ def require_sum_over(what: str, axes: Axes) -> None:
     if mapped and not is_tracked and axes is None:
         raise ValueError(
             f"{what} cannot tell whether gradients are already summed over {', '.join(map(repr, mapped))} inside "
-            "shard_map(check_vma=False) or pmap. Pass sum_over= with the axes over which they are not. Or pass "
-            "sum_over=() if every device has the same"
+            "shard_map(check_vma=False) or pmap. Pass sum_over= with the axes that remain. Or pass "
+            "sum_over=() if none does"
         )
 
 

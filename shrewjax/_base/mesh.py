@@ -79,9 +79,8 @@ def on_each_device(
         if any(text in str(error) for text in _CLOSED_OVER):
             where = "in per_device" if returns_parts else f"with sum_over={axes!r}"
             raise ValueError(
-                f"{where} on an Explicit mesh, fun must not close over arrays on that mesh, because JAX has no such "
-                "closures in shard_map. Pass each of them to fun as an argument, and leave its position out of "
-                "batch_argnums=. Or make the mesh with Auto axes"
+                f"{where} on an Explicit mesh, fun must not close over arrays on that mesh. Pass each of them to fun "
+                "as an argument, outside of batch_argnums=. Or make the mesh with Auto axes"
             ) from error
         if "mesh" in str(error) or "PartitionSpec" in str(error):
             names = ", ".join(map(repr, axes))

@@ -44,8 +44,8 @@ def require_own(
     fields_of_kind = getattr(kind, "_fields", ())
     if isinstance(state, dict) and fields_of_kind and fields_of_kind[0] in state:
         raise ValueError(
-            f"state must be the {kind.__name__} that init made or the last update returned, got a dict of its fields, "
-            "as after a restore without a target. Restore it with tx.init(params) as the target"
+            f"state must be the {kind.__name__} that init made or the last update returned, got a dict of its fields. "
+            "Restore it with tx.init(params) as the target"
         )
     if not isinstance(state, kind):
         is_optax = type(state).__module__.startswith("optax.")
@@ -72,9 +72,9 @@ def require_made_with(argument: str, state: AnyState, field: str, new: str = "")
     value = getattr(state, field)
     if isinstance(value, tuple) and not value:
         raise ValueError(
-            f"the {type(state).__name__} was made without {argument}, so its {field} is empty. To go on with "
-            f"{argument}, add it to this state: state = state._replace({field}={new or f'tx.init(params).{field}'}), "
-            f"where tx has {argument}. Or leave out {argument}"
+            f"the {type(state).__name__} was made without {argument}, so its {field} is empty. Add it: "
+            f"state = state._replace({field}={new or f'tx.init(params).{field}'}), where tx has {argument}. Or leave "
+            f"out {argument}"
         )
 
 

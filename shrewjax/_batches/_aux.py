@@ -189,9 +189,8 @@ def _axis_of_examples(leaf: str, name: str, x: Leaf, large: Leaf, is_known: bool
     if len(differ) != 1:
         found = large.shape if is_known else "no shape, because fun does not take it,"
         raise ValueError(
-            f"leaf {leaf} of the aux must have an axis of examples for {name!r} with sum_over, got shape {x.shape} "
-            f"for a micro-batch and {found} for the whole batch. Return a number for each example. Or give it another "
-            "name in aux=, such as 'mean'"
+            f"leaf {leaf} of the aux must have an axis of examples for {name!r} with sum_over, got shape {x.shape}, "
+            f"and {found} for the whole batch. Return a number for each example. Or give it another name in aux="
         )
     return differ[0]
 

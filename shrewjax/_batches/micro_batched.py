@@ -148,8 +148,8 @@ def check_options(fun: Function, weight: Function | None, options: dict[str, Any
     value_and_grad(fun, weight=weight, **options)  # made for its checks alone
     if options["sum_over"] == ():
         raise ValueError(
-            "sum_over must be a mapped axis or None, got (), with which each device would keep its own gradients, but "
-            "a loss returns none. Name the axes over which the batch is divided. Or call value_and_grad"
+            "sum_over must be a mapped axis or None, got (), because a loss has no gradients that a device could keep. "
+            "Name the axes over which the batch is divided. Or call value_and_grad"
         )
 
 
@@ -275,7 +275,7 @@ class _Call(NamedTuple):
         if len(now) != len(given) or any(x is not y for x, y in zip(now, given, strict=True)):
             raise ValueError(
                 "fun changes an object among its arguments, and the change would be lost. Return the new values as "
-                "aux. In Flax NNX, take shrewjax.flax.micro_batched, which keeps batch statistics and counts of keys"
+                "aux. In Flax NNX, call shrewjax.flax.micro_batched"
             )
         return returned
 

@@ -119,8 +119,7 @@ def _devices_along(axes: AxisNames) -> int:
     if not {*axes} <= {*mesh.axis_names}:
         raise ValueError(
             f"axes must be axes of the mesh of jax.set_mesh, got {axes!r}, and the mesh has {mesh.axis_names}. Call "
-            "the step under jax.set_mesh(mesh), with a mesh that has them. Or name the axes over which your mesh "
-            "divides the batch"
+            "the step under jax.set_mesh(mesh), with a mesh that has them"
         )
     return math.prod(mesh.shape[a] for a in axes)
 

@@ -210,7 +210,6 @@ def _check_whole(call: Call, sizes: Collection[int | None]) -> None:
             if isinstance(call.places[at], str) and np.ndim(x) and np.shape(x)[0] in sizes:
                 batch = call.as_role("batch_argnums", *call.roles["batch_argnums"], at)
                 raise ValueError(
-                    f"{call.name(at, path)} has a first axis of {len(x)}, as many as the batch has examples, but every "
-                    f"{call.part} gets arguments by keyword whole. If it holds examples, pass {batch}. Otherwise let "
-                    "fun close over it"
+                    f"{call.name(at, path)} has a first axis of {len(x)}, as the batch has, but every {call.part} gets "
+                    f"arguments by keyword whole. If it holds examples, pass {batch}. Otherwise let fun close over it"
                 )

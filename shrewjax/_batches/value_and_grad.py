@@ -302,7 +302,7 @@ def _require_no_sum_of_rows(axes: AxisNames) -> None:
     if along and not is_part_of_mean.get():
         raise ValueError(
             f"reduction='sum' must not have sum_over={along!r} inside per_device, where each row would be the sum of "
-            "all devices, and their sum too large. Leave out sum_over=, so that a row is the device's own sum"
+            "all devices. Leave out sum_over=, so that a row is the device's own sum"
         )
 
 

@@ -137,7 +137,7 @@ def swapped(layer, x):
 def test_a_change_of_a_parameter_in_a_transformed_part_is_an_error(change, transform):
     model = Net(transform(change))
     model.layer.other = nnx.Param(jnp.ones((4, 4)))
-    with pytest.raises(ValueError, match=r"fun changes the variable \['layer'\]\['kernel'\], which is in wrt"):
+    with pytest.raises(ValueError, match=r"fun must not change the variable \['layer'\]\['kernel'\], which is in wrt"):
         shrewjax.flax.value_and_grad(mean_loss, K)(model, X, Y)
 
 
