@@ -417,7 +417,7 @@ ERRORS = {
     "the last": (lambda: traced(stacked, has_aux=True, aux="last"), WITHOUT_EXAMPLES.format("last")),
     "a fixed number": (
         lambda: traced(stacked_by_two, has_aux=True, aux="stack"),
-        r"shape \(4, 8\) , and no shape, because fun does not take it",
+        r"shape \(4, 8\), and no shape, because fun does not take it",
     ),
 }
 
