@@ -284,8 +284,9 @@ def _own_value(
 ) -> jax.Array:
     """Returns a line search's function at the parameters, called as Optax calls it.
 
-    A search compares what this function returns elsewhere with it. If the function is that of the last micro-batch, the
-    search stops at the window's mean, or steps away from it without end.
+    A search compares it with what the function returns elsewhere. If the function is that of the last micro-batch, a
+    search that began with the window's mean would stop, or step away (tests/windows/test_accumulate.py,
+    "last_micro_batch").
     """
     names = inspect.signature(value_fn).parameters
     given = {name: x for name, x in extra_args.items() if name in names}
@@ -394,7 +395,7 @@ def _zero_like(x: Leaf) -> Leaf:
 def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> None:
     """Raises if an extra argument seems to be meant for `accumulate`, and nothing inside inner declares it."""
     if "value_fn" in extra_args:
-        return  # a line search hands over the caller's own names, and raises at those that `value_fn` does not take
+        return  # a line search hands it the caller's own names, and raises at those that it does not take
     for name in extra_args.keys() - {*_TAKEN}:
         meant = _EXACTLY.get(name) or _near(name) or _named(name)
         if meant is not None and not declares(inner, name):
@@ -529,7 +530,7 @@ def flush(
       The updates and the new state.
 
     Raises:
-      ValueError: `tx` was not returned by `accumulate`.
+      ValueError: `tx` was not returned by `accumulate`, or `opt_state` is not its state.
 
     Example:
       >>> tx = accumulate(optax.sgd(1.0), 4)

@@ -165,9 +165,9 @@ class Window:
         """Adds a micro-batch, and closes the window if it is flushed or, `when_full`, full.
 
         Gradients come as arrays (`trees.gradient_arrays`), and the weight as `checked_weight` returns it. With
-        `is_present=False` there is no micro-batch. With `has_begun=True` the sums are replaced by no gradient, even if
-        `micro_step` is 0, and no select stands around the sum of a loop (XLA-24). The total of partial sums is left to
-        `average`. The module's docstring has the order of its decisions.
+        `is_present=False` there is no micro-batch. With `has_begun=True` a gradient is added to the sums in any case,
+        so that no select stands around them in a loop (XLA-24). The total of partial sums is left to `average`. The
+        module's docstring has the order of its decisions.
         """
         # Check that the micro-batch and the state fit.
         grads, value = self._devices.checked(
@@ -176,7 +176,7 @@ class Window:
         if self._noise_decay is not None:
             require_made_with("noise_decay", state, "noise", _noise.FOR_AN_OPEN_WINDOW)
 
-        # 1. Is it kept? The weight as an array is the device's own. It is 0 if the micro-batch is not kept.
+        # 1. Is it kept? Its own weight is an array, and the kept one is 0 if it is not.
         is_kept, is_nonfinite = self._is_kept(grads, weight, is_present, state.sum_of_weights)
         own_weight = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
         kept_weight = jnp.where(is_kept, own_weight, jnp.zeros((), own_weight.dtype))
