@@ -6,8 +6,10 @@ call:
 
 1. Flatten the arguments. Floating arrays are free leaves, except examples, keys and the carry. Other arrays of JAX are
    fixed leaves. All else, such as a number or a function, stays as it is.
-2. The value alone is that of the batch with no parameters, so that nothing runs backward.
-3. JAX tells the rule which tangents are zeros, by their types. The parameters are the free leaves of all others.
+2. Trace the value. If `fun` or `weight` closes over traced arrays, these are leaves, too. Both are then traced as
+   programs with these arrays as arguments, because JAX may call the rule when the trace of these arrays has ended.
+3. The value alone is that of the batch with no parameters, so that nothing runs backward.
+4. JAX tells the rule which tangents are zeros, by their types. The parameters are the free leaves of all others.
 
 The rule never sees the cotangent, such as a loss scale. One of `jax.custom_vjp` would, but it would run forward twice
 (1.35 times the operations of `jax.value_and_grad`), and have no forward mode.
@@ -23,11 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from shrewjax._base import arguments
+from shrewjax._base.axes import as_varying, replicated_axes
+from shrewjax._base.mesh import is_traced
 from shrewjax._base.trees import is_gradient, is_zero_tangent
-from shrewjax._base.types import AxisName, DType, Function, KeyPath, Leaf, Place, PyTree
+from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, Leaf, Place, PyTree
 from shrewjax._batches.roles import roles_of
 from shrewjax._batches.value_and_grad import value_and_grad
 from shrewjax._numerics.floats import sum_dtype, upcast
+from shrewjax._programs.jaxprs import function_of_constants
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction
 
 
@@ -67,8 +72,8 @@ def micro_batched(
     =============================================  =============================================================
     floating or complex arrays of other arguments  the derivative, with the conventions and dtypes of JAX
     an argument that holds examples                an error
-    an array that `fun` closes over                an error, because the rule sees arguments alone; a concrete array,
-                                                   which nothing differentiates, may be closed over
+    an array that `fun` or `weight` closes over    the derivative, as by an argument; an error on an Explicit mesh and
+                                                   inside `shard_map` with tracked types, each with `sum_over`
     =============================================  =============================================================
 
     =============================================== ===========================================================
@@ -76,12 +81,15 @@ def micro_batched(
     =============================================== ===========================================================
     the derivative of the aux is used                it is NaN; `has_aux=True` of JAX does not use it
     `fun` returns no scalar                          an error
+    `jax.jvp`, with a `lax.while_loop` in `fun`      an error of JAX about reverse mode, in which gradients are computed
+    `holomorphic=True` of `jax.grad`                 an error of JAX about the dtype, because the loss has to be real
     a product with the result, as a loss scale       the gradient is multiplied after it is computed, so float16
                                                      gradients underflow as without it; put the scale into `fun`
     a `clip_cotangent` in `fun`                      it sees the cotangents of `fun` alone, as without a product
     `weight` depends on what is differentiated       an error, except with `reduction="sum"`; a mask does not
     a value with `nonfinite="drop_microbatch"`       it runs the backward pass by all floating arrays of `fun`'s
-                                                     arguments, so that value and derivatives drop the same
+                                                     arguments, so that value and derivatives drop the same; arrays
+                                                     that `fun` closes over count in derivatives by them alone
     =============================================== ===========================================================
 
     Args:
@@ -168,41 +176,45 @@ def value_of_batch(
     # 1. The leaves by which there are derivatives, and the other arrays.
     leaves, structure = jax.tree.flatten((args, kwargs))
     paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
-    call = _Call(fun, weight, roles, options, leaves, structure)
     with_role = {at for places in roles.values() for at in places} | {options.get("carry_argnum")}
-    numbers = _leaf_numbers(leaves, [_place(path) in with_role for path in paths])
-    # With this policy, a NaN in the gradient by any free leaf drops its micro-batch. So each call computes them all.
+    have_role = [_place(path) in with_role for path in paths]
+    own = _leaf_numbers(leaves, have_role)
+    call = _Call(fun, weight, roles, options, leaves, structure, own.free, None)
+
+    # 2. Traced arrays that fun and weight close over are leaves, too.
+    outer = call.closed_over(own)
+    if outer:
+        call = call._replace(leaves=leaves + outer, programs={})
+        call.closed_over(own)  # makes the programs
+    numbers = _leaf_numbers(call.leaves, [*have_role, *[False] * len(outer)])
+    # With this policy, a NaN in the gradient by any argument drops its micro-batch. So each call computes them all.
     # Otherwise the value and a derivative would drop others.
-    read_for_dropping = numbers.free if options["nonfinite"] == "drop_microbatch" else []
+    read_for_dropping = own.free if options["nonfinite"] == "drop_microbatch" else []
 
     def by_number(free: list[jax.Array], fixed: list[jax.Array]) -> dict[int, jax.Array]:
         return dict(zip(numbers.free + numbers.fixed, free + fixed, strict=True))
 
-    # 2. The value, for callers that do not differentiate.
+    # 3. The value, for callers that do not differentiate.
     @jax.custom_jvp
     def value(free: list[jax.Array], fixed: list[jax.Array]) -> PyTree:
         return call.value_and_grad(by_number(free, fixed), read_for_dropping, moved=[])[0]
 
-    # 3. Its derivative, for those that do.
+    # 4. Its derivative, for those that do.
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
         moved = _moved(by_number(*tangents))
         for at in moved:
             if at in numbers.fixed:
                 raise ValueError(_no_derivative_by(paths[at]))
-        param_numbers = read_for_dropping or [*moved]
+            if at >= len(leaves) and replicated_axes(call.leaves[at], call.sum_over):
+                raise ValueError(_CLOSED_OVER_IN_SHARD_MAP)
+        param_numbers = [*dict.fromkeys([*read_for_dropping, *moved])]
         returned, grads = _in_one_piece(
             lambda x: call.value_and_grad(x, param_numbers, [*moved]), by_number(*primals)
         )
         return returned, _tangent(returned, grads, moved, has_aux=options["has_aux"])
 
     value.defjvp(rule, symbolic_zeros=True)
-    try:
-        return value([leaves[at] for at in numbers.free], [leaves[at] for at in numbers.fixed])
-    except jax.errors.UnexpectedTracerError as error:
-        raise ValueError(
-            "fun or weight closes over an array that is traced, and differentiated, outside of it. micro_batched has "
-            "derivatives by arguments alone. Pass the array as an argument, and leave it out of batch_argnums="
-        ) from error
+    return value(*([call.leaves[at] for at in x] for x in numbers))
 
 
 class _LeafNumbers(NamedTuple):
@@ -234,8 +246,20 @@ class _Call(NamedTuple):
     weight: Function | None
     roles: dict[str, tuple[Place, ...]]
     options: dict[str, Any]
-    leaves: list[Leaf]  # of all arguments
-    structure: Any
+    leaves: list[Leaf]  # of all arguments, then the traced arrays that fun and weight close over
+    structure: Any  # of the arguments
+    free: list[int]  # the arguments' leaves by which there are derivatives
+    programs: dict[Any, Any] | None  # of `fun` and `weight`, by the types of their arguments
+
+    @property
+    def sum_over(self) -> AxisNames:
+        return tuple(jax.tree.leaves(self.options["sum_over"]))
+
+    def closed_over(self, numbers: _LeafNumbers) -> list[jax.Array]:
+        """Returns the traced arrays that `fun` and `weight` close over, from a trace of the value."""
+        arrays = {at: self.leaves[at] for at in numbers.free + numbers.fixed}
+        _, constants = function_of_constants(lambda x: self.value_and_grad(x, [], [])[0], arrays)
+        return [x for x in constants if is_traced(x)]
 
     def value_and_grad(
         self, arrays: dict[int, jax.Array], param_numbers: list[int], moved: list[int]
@@ -249,22 +273,55 @@ class _Call(NamedTuple):
         # the parameters that are not moved stay, because the weight reads them in their old places.
         absent = dict.fromkeys(moved if self.weight else param_numbers)
         # `|` keeps the order of the leaves.
-        args, kwargs = self.structure.unflatten((by_number | absent).values())
+        count = self.structure.num_leaves
+        args, kwargs = self.structure.unflatten([*(by_number | absent).values()][:count])
+        outer = [by_number[at] for at in range(count, len(self.leaves))]
         given: dict[str, Any] = {"argnums": len(args)} | self.roles | self.options
         if self.weight:
-            given["weight"] = functools.partial(self._with_params, self.weight, moved)
-        fun = functools.partial(self._with_params, self._scalar, param_numbers)
+            given["weight"] = functools.partial(self._with_params, self.weight, moved, outer)
+        fun = functools.partial(self._with_params, self._scalar, param_numbers, outer)
         params = {at: by_number[at] for at in param_numbers}
         returned, grads = value_and_grad(fun, **given)(*args, params, **kwargs)
         return returned, grads
 
     def _with_params(
-        self, function: Function, numbers: list[int], *args: PyTree, **kwargs: PyTree
+        self,
+        function: Function,
+        numbers: list[int],
+        outer: list[jax.Array],
+        *args: PyTree,
+        **kwargs: PyTree,
     ) -> PyTree:
-        """Returns the result of `function`, with those parameters, which come last by position, in their places."""
+        """Returns the result of `function`, with those parameters, which come last by position, in their places.
+
+        `outer` are the arrays that it closes over. If there are any, its program runs, with these as arguments.
+        """
         *others, params = args
-        leaves = self.structure.flatten_up_to((tuple(others), kwargs))
+        leaves = [*self.structure.flatten_up_to((tuple(others), kwargs)), *outer]
         given = [*(dict(enumerate(leaves)) | {at: params[at] for at in numbers}).values()]
+        count = self.structure.num_leaves
+        own, outer = given[:count], given[count:]
+        if self.programs is None:
+            return self._of_leaves(function, own, {})
+        # Their types are the same, whichever of them a caller differentiates.
+        free = {at: as_varying(own[at], self.sum_over) for at in self.free}
+        arrays = {at: x for at, x in enumerate(own) if isinstance(x, jax.Array)} | free
+        key = function is self.weight, *((x.shape, x.dtype) for x in arrays.values())
+        if key not in self.programs:
+            self.programs[key] = function_of_constants(
+                functools.partial(self._of_leaves, function, own), arrays
+            )
+        program, constants = self.programs[key]
+        if not is_traced(constants):
+            return self._of_leaves(function, own, {})
+        by_id = {id(x): y for x, y in zip(self.leaves[count:], outer, strict=True)}
+        return program([by_id.get(id(x), x) for x in constants], arrays)
+
+    def _of_leaves(
+        self, function: Function, leaves: list[Leaf], arrays: dict[int, jax.Array]
+    ) -> PyTree:
+        """Returns the result of `function`, with the arguments' leaves, of which `arrays` replace some."""
+        given = [*(dict(enumerate(leaves)) | arrays).values()]
         own, own_kwargs = self.structure.unflatten(given)
         # A dict or a list may change, because it is a copy that no caller sees.
         objects = jax.tree.leaves(
@@ -335,6 +392,12 @@ def _place(path: KeyPath) -> Place:
     """Returns how the argument came that has a leaf of `(args, kwargs)`."""
     at: Place = path[1].idx if path[0].idx == 0 else path[1].key
     return at
+
+
+_CLOSED_OVER_IN_SHARD_MAP = (
+    "fun must not close over an array that is differentiated, inside shard_map with sum_over= and tracked types. Pass "
+    "the array as an argument of fun, and leave it out of batch_argnums="
+)
 
 
 def _no_derivative_by(path: KeyPath) -> str:

@@ -8,8 +8,9 @@ JAX promises neither the names of primitives nor those of their parameters. An e
 apart, so that a function runs as JAX traced it. `tests/programs/test_jaxprs.py` tells which name is new
 ("names_are_those_of_this_jax"), and that others do no harm ("other_names").
 
-Two functions are no part of a pass, and the core relies on them. With other names, `axes_of_collectives` finds too many
-axes, and a right step is refused, or too few, and devices wait forever. `types_of` raises.
+Three functions are no part of a pass, and the core relies on them. With other names, `axes_of_collectives` finds too
+many axes, and a right step is refused, or too few, and devices wait forever. `types_of` and `function_of_constants`
+raise.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -20,7 +21,7 @@ import jax
 from jax.extend import core
 
 from shrewjax._base.mesh import explicit_axes
-from shrewjax._base.types import Leaf, PyTree
+from shrewjax._base.types import Function, Leaf, PyTree
 
 Jaxpr: TypeAlias = Any  # jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
@@ -85,6 +86,18 @@ def constants_of(jaxpr: Jaxpr) -> Sequence[Leaf]:
 
 def closed_jaxpr(jaxpr: Jaxpr, constants: Sequence[Leaf] = ()) -> Jaxpr:
     return _core.ClosedJaxpr(jaxpr, constants)
+
+
+def function_of_constants(function: Function, argument: PyTree) -> tuple[Function, Sequence[Leaf]]:
+    """Traces a function of a tree. Returns it as one of its constants and the tree, and the constants."""
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)(argument)
+    structure = jax.tree.structure(shapes)
+
+    def of_constants(constants: Sequence[Leaf], argument: PyTree) -> PyTree:
+        run = core.jaxpr_as_fun(closed_jaxpr(opened(traced), constants))
+        return jax.tree.unflatten(structure, run(*jax.tree.leaves(argument)))
+
+    return of_constants, constants_of(traced)
 
 
 def context_of(equation: Equation) -> AbstractContextManager[Any]:

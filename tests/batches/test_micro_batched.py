@@ -195,6 +195,146 @@ def test_inside_shard_map_the_derivative_is_that_of_all_devices(check_vma, x64_o
     assert_close(quick_jit(step)(params, lam, x, y), jax.value_and_grad(loss)(params, lam, x, y), rtol=1e-12)
 
 
+# --- arrays that the loss closes over --------------------------------------------------------------------------------
+
+C = RNG.normal(size=(3, 4))
+
+
+def of(c, f, **options):
+    """The loss of the parameters that closes over an array which multiplies one: plain, or in micro-batches."""
+
+    def closing(params, x, y):
+        return loss(params | {"w": params["w"] * c}, LAM, x, y)
+
+    fun = shrewjax.micro_batched(closing, K, **options) if f is of_batch else closing
+    return lambda params: fun(params, X, Y)
+
+
+def both_ways(f):
+    """Value, gradients by the array and by the parameters, and tangents of both."""
+    value = lambda c, params: of(c, f)(params)  # noqa: E731
+    mixed = jax.jvp(lambda c: jax.grad(value, (0, 1))(c, PARAMS), (C,), (np.cos(C),))
+    return jax.value_and_grad(value, (0, 1))(C, PARAMS), mixed, jax.grad(jax.jit(value))(C, PARAMS)
+
+
+def maml(f):
+    """Steps of the parameters in a scan and in a checkpoint, and the derivative of the last loss by the array."""
+
+    def last(c):
+        def step(params, _):
+            grads = jax.grad(of(c, f))(params)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), None
+
+        return jax.checkpoint(of(c, f))(jax.lax.scan(step, PARAMS, None, 2)[0])
+
+    return jax.grad(last)(C)
+
+
+def of_turns(f):
+    """The arrays belong to a turn of a scan: one of its slices, what it computes, a key, a number."""
+
+    def total(c, params):
+        def turn(sum_, own):
+            key, i = own
+            scale = jnp.sin(c) * jax.random.normal(key, c.shape, c.dtype)[i]
+            return sum_ + of(scale, f)(params), None
+
+        return jax.lax.scan(turn, 0.0, (jax.random.split(jax.random.key(0), 2), jnp.arange(2)))[0]
+
+    return jax.grad(total, (0, 1))(C, PARAMS)
+
+
+def mapped_and_chosen(f):
+    value = lambda c: of(c, f)(PARAMS)  # noqa: E731
+    rows = jnp.stack([C, 2 * C])
+    chosen = jax.grad(lambda c: jax.lax.cond(c[0, 0] > 9, lambda c: 0.0, value, c))(C)
+    return jax.vmap(jax.grad(value))(rows), jax.grad(lambda rows: jnp.sum(jax.vmap(value)(rows)))(rows), chosen
+
+
+def with_weight(f):
+    """The weight closes over a mask of a turn, and `fun` over nothing traced."""
+
+    def total(params):
+        def turn(sum_, count):
+            return sum_ + of(C, f, weight=lambda params, x, y: count)(params), None
+
+        return jax.lax.scan(turn, 0.0, jnp.arange(1, 3))[0]
+
+    return jax.grad(total)(PARAMS)
+
+
+def dropping(f):
+    """The loss closes over a teacher that nothing differentiates, whose own gradient is not finite."""
+
+    def value(teacher, params):
+        def closing(params, x, y):
+            return loss(params, LAM, x, y) + jnp.sum(jnp.sqrt(teacher)) * jnp.sum(params["a"])
+
+        part = shrewjax.micro_batched(closing, K, nonfinite="drop_microbatch") if f is of_batch else closing
+        return part(params, X, Y)
+
+    return jax.grad(value, 1)(jnp.zeros(2), PARAMS)
+
+
+CLOSING = {x.__name__: x for x in (both_ways, maml, of_turns, mapped_and_chosen, with_weight, dropping)}
+
+
+@pytest.mark.parametrize("name", [*[*CLOSING][:3], *thorough(*[*CLOSING][3:])])
+def test_a_loss_may_close_over_what_is_traced_and_differentiated(name, x64_only):
+    derivative = CLOSING[name]
+    expected = quick_jit(partial(derivative, loss))()
+    assert_close(quick_jit(partial(derivative, of_batch))(), expected, rtol=1e-12)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_a_loss_may_close_over_what_is_on_a_mesh(axis_type, x64_only):
+    sum_over = "data" if axis_type == "Auto" else None
+
+    def gradients(f, c, params, x, y):
+        def closing(params, x, y):
+            return loss(params | {"w": params["w"] * c}, LAM, x, y)
+
+        fun = shrewjax.micro_batched(closing, 2, sum_over=sum_over) if f is of_batch else closing
+        return fun(params, x, y)
+
+    expected = quick_jit(jax.grad(partial(gradients, loss), (0, 1)))(C, PARAMS, X, Y)
+    mesh = mesh_of(axis_type, data=2)
+    with jax.set_mesh(mesh):
+        given = *placed((C, PARAMS), mesh, P()), *placed((X, Y), mesh, P("data"))
+        found = quick_jit(jax.grad(partial(gradients, of_batch), (0, 1)))(*given)
+    assert_close(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("check_vma", [True, *thorough(False)])
+def test_inside_shard_map_a_loss_may_close_over_what_nothing_differentiates(check_vma, x64_only):
+    """An array of the device's function, and a key of a scan."""
+
+    def total(f, params, c, x, y):
+        def turn(sum_, key):
+            def closing(params, x, y):
+                scale = c * jax.random.normal(key, c.shape, c.dtype)
+                return loss(params | {"w": params["w"] * scale}, LAM, x, y)
+
+            fun = shrewjax.micro_batched(closing, 2, sum_over="data") if f is of_batch else closing
+            return sum_ + fun(params, x, y), None
+
+        return jax.lax.scan(turn, 0.0, jax.random.split(jax.random.key(0), 2))[0]
+
+    expected = quick_jit(jax.grad(partial(total, loss)))(PARAMS, C, X, Y)
+    specs = {"in_specs": (P(), P(), P("data"), P("data")), "out_specs": P(), "check_vma": check_vma}
+
+    def step(argnums):
+        return jax.shard_map(jax.grad(partial(total, of_batch), argnums), mesh=mesh_of(data=2), **specs)
+
+    assert_close(quick_jit(step(0))(PARAMS, C, X, Y), expected, rtol=1e-12)
+    if check_vma:
+        with pytest.raises(
+            ValueError, match="fun must not close over an array that is differentiated, inside shard_map"
+        ):
+            jax.eval_shape(step(1), PARAMS, C, X, Y)
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -417,9 +557,9 @@ REFUSED = {
         lambda: jax.grad(lambda x: shrewjax.micro_batched(scaled, K)(W, x=x, y=YF))(XF),
         "keyword argument x is differentiated",
     ),
-    "a closure": (
-        lambda: jax.grad(lambda lam: shrewjax.micro_batched(lambda p, x: lam * jnp.mean(x @ p), K)(W, XF))(2.0),
-        "fun or weight closes over an array that is traced",
+    "a smooth weight that closes over an array": (
+        lambda: jax.grad(lambda lam: shrewjax.micro_batched(scaled, K, weight=lambda w, x, y: lam)(W, XF, YF))(2.0),
+        "weight must be a constant to JAX",
     ),
     "a smooth weight": (
         lambda: jax.grad(shrewjax.micro_batched(loss, K, batch_argnums=(2, 3), weight=smooth))(*F32),
@@ -449,15 +589,6 @@ def test_wrong_use_is_an_error_that_names_it(name):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert len(str(caught.value)) <= 700
-
-
-def test_a_closure_that_is_differentiated_inside_jit_is_an_error_of_jax():
-    def of_closure(lam):
-        return shrewjax.micro_batched(lambda p, x: lam * jnp.mean(x @ p), K)(W, XF)
-
-    for derivative in (jax.jit(jax.grad(of_closure)), jax.grad(jax.jit(of_closure))):
-        with pytest.raises((jax.errors.UnexpectedTracerError, TypeError)):
-            derivative(2.0)
 
 
 @pytest.mark.parametrize(
