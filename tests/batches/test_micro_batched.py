@@ -201,7 +201,7 @@ C = RNG.normal(size=(3, 4))
 
 
 def of(c, f, **options):
-    """The loss that closes over an array which multiplies a parameter, of the parameters: plain, or in micro-batches."""
+    """The loss of the parameters, plain or in micro-batches. It closes over an array that multiplies one of them."""
 
     def closing(params, x, y):
         return loss(params | {"w": params["w"] * c}, LAM, x, y)
@@ -236,7 +236,7 @@ def of_turns(f):
     def total(c, params):
         def turn(sum_, own):
             key, i = own
-            scale = jnp.sin(c) * jax.random.normal(key, c.shape, c.dtype)[i]
+            scale = jnp.sin(c) * jax.random.normal(key, c.shape, c.dtype) * (i + 1).astype(c.dtype)
             return sum_ + of(scale, f)(params), None
 
         return jax.lax.scan(turn, 0.0, (jax.random.split(jax.random.key(0), 2), jnp.arange(2)))[0]
