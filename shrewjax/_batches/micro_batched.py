@@ -6,8 +6,8 @@ call:
 
 1. Flatten the arguments. Floating arrays are free leaves, except examples, keys and the carry. Other arrays of JAX are
    fixed leaves. All else, such as a number or a function, stays as it is.
-2. Trace the value. If `fun` or `weight` closes over traced arrays, these are leaves, too, and both are traced as programs
-   in which they are arguments: JAX may call the rule when the trace that they belong to has ended.
+2. Trace the value. If `fun` or `weight` closes over traced arrays, these are leaves, too. Trace both functions as
+   programs in which they are arguments, because JAX may call the rule after the trace of these arrays has ended.
 3. The value alone is that of the batch with no parameters, so that nothing runs backward.
 4. JAX tells the rule which tangents are zeros, by their types. The parameters are the free leaves of all others.
 
@@ -31,7 +31,7 @@ from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, 
 from shrewjax._batches.batch import checked_call, roles_of_arguments
 from shrewjax._batches.value_and_grad import value_and_grad
 from shrewjax._numerics.floats import sum_dtype, upcast
-from shrewjax._programs.jaxprs import constants_of, function_of_constants
+from shrewjax._programs.jaxprs import function_of_constants
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction
 
 
@@ -265,8 +265,8 @@ class _Call(NamedTuple):
     def closed_over(self, numbers: _LeafNumbers) -> list[jax.Array]:
         """Returns the traced arrays that `fun` and `weight` close over, from a trace of the value."""
         arrays = {at: self.leaves[at] for at in numbers.free + numbers.fixed}
-        program = jax.make_jaxpr(lambda x: self.value_and_grad(x, [], [])[0])(arrays)
-        return [x for x in constants_of(program) if is_traced(x)]
+        value = lambda x: self.value_and_grad(x, [], [])[0]  # noqa: E731
+        return [x for x in function_of_constants(value, arrays)[1] if is_traced(x)]
 
     def value_and_grad(
         self, arrays: dict[int, jax.Array], param_numbers: list[int], moved: list[int]
