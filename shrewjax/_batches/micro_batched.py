@@ -6,8 +6,8 @@ call:
 
 1. Flatten the arguments. Floating arrays are free leaves, except examples, keys and the carry. Other arrays of JAX are
    fixed leaves. All else, such as a number or a function, stays as it is.
-2. Trace the value. If `fun` or `weight` closes over traced arrays, these are leaves, too. Both are then traced as
-   programs with these arrays as arguments, because JAX may call the rule when the trace of these arrays has ended.
+2. Trace the value. If `fun` or `weight` closes over traced arrays, these are leaves, too. Trace both functions as
+   programs in which they are arguments, because JAX may call the rule after the trace of these arrays has ended.
 3. The value alone is that of the batch with no parameters, so that nothing runs backward.
 4. JAX tells the rule which tangents are zeros, by their types. The parameters are the free leaves of all others.
 
@@ -258,8 +258,8 @@ class _Call(NamedTuple):
     def closed_over(self, numbers: _LeafNumbers) -> list[jax.Array]:
         """Returns the traced arrays that `fun` and `weight` close over, from a trace of the value."""
         arrays = {at: self.leaves[at] for at in numbers.free + numbers.fixed}
-        _, constants = function_of_constants(lambda x: self.value_and_grad(x, [], [])[0], arrays)
-        return [x for x in constants if is_traced(x)]
+        value = lambda x: self.value_and_grad(x, [], [])[0]  # noqa: E731
+        return [x for x in function_of_constants(value, arrays)[1] if is_traced(x)]
 
     def value_and_grad(
         self, arrays: dict[int, jax.Array], param_numbers: list[int], moved: list[int]

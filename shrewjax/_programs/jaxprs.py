@@ -9,8 +9,8 @@ apart, so that a function runs as JAX traced it. `tests/programs/test_jaxprs.py`
 ("names_are_those_of_this_jax"), and that others do no harm ("other_names").
 
 Three functions are no part of a pass, and the core relies on them. With other names, `axes_of_collectives` finds too
-many axes, and a right step is refused, or too few, and devices wait forever. `types_of` and `function_of_constants`
-raise.
+many axes, and a right step is refused, or too few, and devices wait forever. The others, `types_of` and
+`function_of_constants`, raise.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
