@@ -39,7 +39,7 @@ from shrewjax._base.axes import (
     sum_over_others,
     varying_axes,
 )
-from shrewjax._base.mesh import context_mesh, is_traced
+from shrewjax._base.mesh import context_mesh, is_traced, spec_of_result
 from shrewjax._base.trees import is_gradient, leaf_name
 from shrewjax._base.types import (
     ArrayTree,
@@ -290,7 +290,8 @@ def _zero_rows(
         return as_varying(jnp.zeros_like(like, dtype=dtype)[None], axes)
     shape = (math.prod(mesh.shape[a] for a in axes), *like.shape)
     if isinstance(mesh, Mesh):
-        return jnp.zeros(shape, dtype, device=NamedSharding(mesh, P(axes, *spec)))
+        spec = spec_of_result(mesh, P(axes, *spec))
+        return jnp.zeros(shape, dtype, device=NamedSharding(mesh, spec))
     rows = jnp.broadcast_to(jnp.zeros_like(like, dtype=dtype)[None], shape)
     if all(kind == AxisType.Explicit for kind in mesh.axis_types):
         return jax.sharding.reshard(rows, P(axes, *spec))

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shrewjax._base import trees
+from shrewjax._base.mesh import without_context_mesh
 from shrewjax._base.types import AnyState, KeyPath, Leaf, PyTree, State
 from shrewjax._windows import _devices
 from shrewjax._windows.window import WINDOW_STATES
@@ -130,7 +131,8 @@ def redistribute(opt_state: State, like: State) -> State:
     given, expected = jax.tree.structure(opt_state), jax.tree.structure(like)
     if str(given) != str(expected):
         raise ValueError(f"opt_state must have the structure of like, {expected}, got {given}")
-    return jax.tree.map_with_path(_place_window, opt_state, like, is_leaf=_is_window)
+    with without_context_mesh():  # whose devices need not be those of the rows
+        return jax.tree.map_with_path(_place_window, opt_state, like, is_leaf=_is_window)
 
 
 def _is_window(x: PyTree) -> bool:
