@@ -209,15 +209,16 @@ class Devices:
         axes = self.axes
         if axes and not is_mapped(axes):
             return (
-                f"With sum_over={axes!r}, gradients outside of jax.shard_map have a row for each device. Call the step "
-                f"inside jax.shard_map over {', '.join(map(repr, axes))}. Or, if jax.jit reduces them, leave out "
-                "sum_over"
+                f"With sum_over={axes!r}, gradients outside of jax.shard_map have a row for each device. Compute them "
+                f"with shrewjax.per_device(fun, {axes!r}). Or, if jax.jit reduces them, leave out sum_over"
             )
         if axes and given[1:] == expected[1:]:
             return (
                 "The state came with the rows of all devices. Pass the state to jax.shard_map with "
                 "in_specs=shrewjax.state_specs(opt_state), and return it with the same out_specs"
             )
+        if not axes and given[1:] == expected:
+            return "If these are rows of per_device, pass its axes to accumulate as sum_over="
         return "Pass gradients of the parameters that init got. Or call init with the parameters of these gradients"
 
 
