@@ -7,10 +7,12 @@ function does nothing where no type says anything. `on_each_device` maps axes of
 `context_mesh` hides a spelling that differs between JAX's versions, and `_CLOSED_OVER` has texts of JAX's errors.
 """
 
+import contextlib
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -129,19 +131,31 @@ def on_mesh_of(params: PyTree, state: AnyState) -> AnyState:
     """Returns a new state on the parameters' mesh. What `init` placed nowhere, such as a counter, is replicated.
 
     A step returns them there. Its second call would compile again if they began elsewhere
-    (tests/windows/test_sharded_state.py, "compiles_once").
+    (tests/windows/test_sharded_state.py, "compiles_once"), and be looked up again with another spelling of their spec.
     """
     leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not is_traced(x)]
     shardings = [x.sharding for x in leaves if isinstance(x.sharding, NamedSharding)]
     if len({sharding.mesh for sharding in shardings}) != 1:
         return state
-    everywhere = NamedSharding(shardings[0].mesh, jax.P())
+    mesh = shardings[0].mesh
+    everywhere = NamedSharding(mesh, jax.P())
 
     def placed(x: Leaf) -> Leaf:
-        is_nowhere = isinstance(x, jax.Array) and not is_traced(x) and not x.committed
-        return jax.device_put(x, everywhere) if is_nowhere else x
+        if not isinstance(x, jax.Array) or is_traced(x):
+            return x
+        spellings = [NamedSharding(mesh, jax.P(*[None] * n)) for n in range(1, x.ndim + 1)]
+        is_misspelled = AxisType.Explicit not in mesh.axis_types and x.sharding in spellings
+        return jax.device_put(x, everywhere) if not x.committed or is_misspelled else x
 
     return jax.tree.map(placed, state)
+
+
+def spec_of_result(mesh: Any, spec: Any) -> jax.P:
+    """Returns a spec without a None at the end, as a step returns it on an Auto mesh. `jax.jit` tells the two apart."""
+    entries = [*partitions(spec)]
+    while entries and entries[-1] is None and AxisType.Explicit not in mesh.axis_types:
+        entries.pop()
+    return jax.P(*entries)
 
 
 def explicit_axes(x: Leaf) -> MeshAxes:
@@ -231,4 +245,11 @@ def context_mesh() -> Any:
         return jax.sharding.get_mesh()
     from jax._src.mesh import get_concrete_mesh
 
-    return get_concrete_mesh() or Mesh((), ())
+    return get_concrete_mesh()
+
+
+def without_context_mesh() -> contextlib.AbstractContextManager[None]:
+    """Returns a context without the mesh of `jax.set_mesh`, for arrays on another. While JAX traces, it stays set."""
+    if is_traced(jnp.zeros(())):
+        return contextlib.nullcontext()
+    return jax.set_mesh(Mesh(np.empty((), object), ()))

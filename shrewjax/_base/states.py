@@ -35,6 +35,13 @@ def fields(state: AnyState, *names: str) -> Metrics:
     return {name: getattr(state, name) for name in names}
 
 
+def require_state(opt_state: AnyState) -> None:
+    if hasattr(opt_state, "init") and hasattr(opt_state, "update"):
+        raise ValueError(
+            "opt_state must be a state, as tx.init or tx.update returns it, got a transformation. Pass the state"
+        )
+
+
 def require_own(
     state: AnyState,
     kind: type,
@@ -221,10 +228,7 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
 
     Source: it finds values at any depth of a state, as `optax.tree.get` does.
     """
-    if hasattr(opt_state, "init") and hasattr(opt_state, "update"):
-        raise ValueError(
-            "opt_state must be a state, as tx.init or tx.update returns it, got a transformation. Pass the state"
-        )
+    require_state(opt_state)
     opt_state = without_variables(opt_state)
     require_one_window(opt_state)
     found: dict[str, jax.Array] = {}

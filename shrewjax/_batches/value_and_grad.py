@@ -626,8 +626,8 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
         raise ValueError(
             f"the loss may differ between devices along {', '.join(map(repr, along))}, which is not in sum_over. "
             f"Pass sum_over={wanted if len(wanted) > 1 else along[0]!r} if devices have different examples. Otherwise "
-            "reduce the loss in fun, for example with jax.lax.pmean. To keep each device's own gradients, pass "
-            f"sum_over=(), and the parameters as jax.lax.pcast(params, {tuple(along)}, to='varying')"
+            "reduce the loss in fun, as with jax.lax.pmean. Or, for each device's own gradients, call value_and_grad "
+            f"with sum_over=() and jax.lax.pcast(params, {tuple(along)}, to='varying')"
         )
     return ()
 

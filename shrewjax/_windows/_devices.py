@@ -39,7 +39,7 @@ from shrewjax._base.axes import (
     sum_over_others,
     varying_axes,
 )
-from shrewjax._base.mesh import context_mesh, is_traced
+from shrewjax._base.mesh import context_mesh, is_traced, spec_of_result
 from shrewjax._base.trees import is_gradient, leaf_name
 from shrewjax._base.types import (
     ArrayTree,
@@ -208,15 +208,16 @@ class Devices:
         axes = self.axes
         if axes and not is_mapped(axes):
             return (
-                f"With sum_over={axes!r}, gradients outside of jax.shard_map have a row for each device. Call the step "
-                f"inside jax.shard_map over {', '.join(map(repr, axes))}. Or, if jax.jit reduces them, leave out "
-                "sum_over"
+                f"With sum_over={axes!r}, gradients outside of jax.shard_map have a row for each device. Compute them "
+                f"with shrewjax.per_device(fun, {axes!r}). Or, if jax.jit reduces them, leave out sum_over"
             )
         if axes and given[1:] == expected[1:]:
             return (
                 "The state came with the rows of all devices. Pass the state to jax.shard_map with "
                 "in_specs=shrewjax.state_specs(opt_state), and return it with the same out_specs"
             )
+        if not axes and given[1:] == expected:
+            return "If these are rows of per_device, pass its axes to accumulate as sum_over="
         return "Pass gradients of the parameters that init got. Or call init with the parameters of these gradients"
 
 
@@ -289,7 +290,8 @@ def _zero_rows(
         return as_varying(jnp.zeros_like(like, dtype=dtype)[None], axes)
     shape = (math.prod(mesh.shape[a] for a in axes), *like.shape)
     if isinstance(mesh, Mesh):
-        return jnp.zeros(shape, dtype, device=NamedSharding(mesh, P(axes, *spec)))
+        spec = spec_of_result(mesh, P(axes, *spec))
+        return jnp.zeros(shape, dtype, device=NamedSharding(mesh, spec))
     rows = jnp.broadcast_to(jnp.zeros_like(like, dtype=dtype)[None], shape)
     if all(kind == AxisType.Explicit for kind in mesh.axis_types):
         return jax.sharding.reshard(rows, P(axes, *spec))

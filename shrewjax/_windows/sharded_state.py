@@ -9,6 +9,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shrewjax._base import trees
+from shrewjax._base.mesh import without_context_mesh
+from shrewjax._base.states import require_state
 from shrewjax._base.types import AnyState, KeyPath, Leaf, PyTree, State
 from shrewjax._windows import _devices
 from shrewjax._windows.window_state import WINDOW_STATES
@@ -41,8 +43,8 @@ def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None 
       (replicated).
 
     Raises:
-      ValueError: a leaf is no array on a device and has no sharding, such as a NumPy array or a
-        `jax.ShapeDtypeStruct` without one. A scalar is none of these, because it is replicated.
+      ValueError: `opt_state` is a transformation; a leaf is no array on a device and has no sharding, such as a NumPy
+        array or a `jax.ShapeDtypeStruct` without one. A scalar is none of these, because it is replicated.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -69,6 +71,8 @@ def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None 
 
     Source: the specs have the form that `jax.shard_map` takes as `in_specs`.
     """
+
+    require_state(opt_state)
 
     def of_axis_names(names: Any) -> Any:
         if axis_names is None or names is None:
@@ -130,7 +134,8 @@ def redistribute(opt_state: State, like: State) -> State:
     given, expected = jax.tree.structure(opt_state), jax.tree.structure(like)
     if str(given) != str(expected):
         raise ValueError(f"opt_state must have the structure of like, {expected}, got {given}")
-    return jax.tree.map_with_path(_place_window, opt_state, like, is_leaf=_is_window)
+    with without_context_mesh():  # whose devices need not be those of the rows
+        return jax.tree.map_with_path(_place_window, opt_state, like, is_leaf=_is_window)
 
 
 def _is_window(x: PyTree) -> bool:

@@ -24,8 +24,13 @@ def test_an_array_gets_the_partitions_of_another_where_types_have_them(mesh):
 
 
 def test_a_new_state_stands_on_the_mesh_of_the_parameters_and_what_is_placed_stays(mesh):
-    params, kept = placed((X, X), mesh, (P("data"), P("model")))
-    state = meshes.on_mesh_of({"w": params}, {"count": jnp.zeros(()), "kept": kept, "number": 3})
+    params, kept, whole = placed((X, X, X), mesh, (P("data"), P("model"), P(None)))
+    elsewhere = jax.device_put(X, jax.devices()[1])
+    given = {"count": jnp.zeros(()), "kept": kept, "number": 3, "elsewhere": elsewhere, "whole": whole}
+    state = meshes.on_mesh_of({"w": params}, given)
+    assert state["elsewhere"] is elsewhere
+    is_auto = mesh.axis_types[0] == jax.sharding.AxisType.Auto
+    assert state["whole"].sharding.spec == (P() if is_auto else P(None))
     assert state["count"].sharding == jax.NamedSharding(mesh, P())
     assert state["kept"] is kept
     assert state["number"] == 3

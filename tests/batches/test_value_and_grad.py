@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, lenient, mesh_of, own_params, placed, thorough
+from helpers import assert_close, bits, lenient, mesh_of, own_params, placed, thorough
 from jax.sharding import PartitionSpec as P
 from speed import quick_jit
 
@@ -574,6 +574,24 @@ def test_gradients_that_are_not_reduced_are_an_error():
         on_each_device(step, mesh_of(data=DEVICES)).lower(PARAMS, *MANY)
     with pytest.raises(ValueError, match="cannot tell whether gradients"):
         on_each_device(step, mesh_of(data=DEVICES), check_vma=False).lower(PARAMS, *MANY)
+
+
+def test_a_loss_of_each_device_has_the_gradients_of_its_own_examples_by_the_remedy_of_either_function():
+    loss = lambda params, x: jnp.mean(jnp.tanh(x @ params))  # noqa: E731
+    params, x = np.ones(3, "f"), np.random.default_rng(2).normal(size=(DEVICES * K, 3)).astype("f")
+
+    def on_devices(function):
+        own = lambda params, x: jax.tree.map(lambda y: y[None], function(params, x))  # noqa: E731
+        return jax.jit(jax.shard_map(own, mesh=mesh_of(data=DEVICES), in_specs=(P(), P("data")), out_specs=P("data")))
+
+    remedy = r"Or, for each device's own gradients, call value_and_grad with sum_over=\(\) and jax\.lax\.pcast\("
+    for function in (shrewjax.value_and_grad, shrewjax.micro_batched):
+        with pytest.raises(ValueError, match=remedy + r"params, \('data',\), to='varying'\)"):
+            on_devices(function(loss, K)).lower(params, x)
+    step = shrewjax.value_and_grad(loss, K, sum_over=())
+    found = on_devices(lambda params, x: step(own_params(params, ("data",)), x))(params, x)
+    expected = jax.vmap(jax.value_and_grad(loss), (None, 0))(params, x.reshape(DEVICES, K, 3))
+    assert_close(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["tracked", "untracked"])

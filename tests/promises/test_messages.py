@@ -162,8 +162,17 @@ WRONG_CALLS = {
     ),
     "sum_over under plain jit": (
         rows_under_plain_jit,
-        r"^gradient leaf \['w'\] must have the shape of its accumulator, \(8, 3\), got \(3,\)\. .*Call the step inside "
-        r"jax\.shard_map over 'data'.*leave out sum_over",
+        r"^gradient leaf \['w'\] must have the shape of its accumulator, \(8, 3\), got \(3,\)\. .*Compute them with "
+        r"shrewjax\.per_device\(fun, \('data',\)\)\..*leave out sum_over",
+    ),
+    "rows without sum_over": (
+        lambda: TX.update({"w": jnp.ones((8, 3))}, STATE, PARAMS),
+        r"^gradient leaf \['w'\] must .* \(3,\), got \(8, 3\)\. If these are rows of per_device, pass its axes to "
+        r"accumulate as sum_over=$",
+    ),
+    "a transformation for its state: state_specs": (
+        lambda: shrewjax.state_specs(TX),
+        r"^opt_state must be a state.* got a transformation\. Pass the state$",
     ),
     "state and parameters swapped: update": (
         lambda: TX.update(GRADS, PARAMS, STATE),

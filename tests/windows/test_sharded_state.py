@@ -19,9 +19,9 @@ SHAPE = (8, 3)
 TX = shrewjax.accumulate(optax.trace(0.9), 3, sum_over="data")
 
 
-def params_on(data):
+def params_on(data, axis_type="Auto"):
     """Parameters that are sharded over another axis than the data."""
-    mesh = mesh_of(data=data, model=2)
+    mesh = mesh_of(axis_type, data=data, model=2)
     return placed(jnp.zeros(SHAPE), mesh, P("model"))
 
 
@@ -39,15 +39,24 @@ def test_specs_have_the_axis_of_the_rows_before_those_of_the_parameter():
     assert shrewjax.state_specs({"counter": jnp.zeros(()), "number": 1.0}) == {"counter": P(), "number": P()}
 
 
-@pytest.mark.parametrize("devices", [2, 1])
-def test_the_sum_of_the_rows_stays_and_all_of_it_is_in_the_first(devices):
+@pytest.mark.parametrize("context", ["no context", "set_mesh", *thorough("set_mesh of the old one")])
+@pytest.mark.parametrize(
+    ("devices", "axis_type", "from_one"), [(2, "Auto", False), (1, "Explicit", False), *thorough((2, "Auto", True))]
+)
+def test_the_sum_of_the_rows_stays_and_all_of_it_is_in_the_first(devices, axis_type, from_one, context):
+    """Also if a checkpoint was restored to one device, which need not be among those of `jax.set_mesh`."""
     rows = np.random.default_rng(0).integers(-9, 9, size=(4, *SHAPE)).astype(np.float32)
-    state, like = TX.init(params_on(4)), TX.init(params_on(devices))
+    old, new = (params_on(n, axis_type) for n in (4, devices))
+    state, like = TX.init(old), TX.init(new)
     weights = jax.device_put(np.float32([1, 2, 3, 4]), state.sum_of_weights.sharding)
     state = state._replace(gradient_sum=jax.device_put(rows, state.gradient_sum.sharding), sum_of_weights=weights)
     trace = jax.device_put(rows[0], state.inner_state.trace.sharding)
     state = state._replace(micro_step=jnp.int32(2), inner_state=state.inner_state._replace(trace=trace))
-    moved = shrewjax.redistribute(state, like)
+    state = jax.device_put(state, jax.devices()[7]) if from_one else state
+    contexts = {"no context": contextlib.nullcontext, "set_mesh": lambda: jax.set_mesh(new.sharding.mesh)}
+    with contexts.get(context, lambda: jax.set_mesh(old.sharding.mesh))():
+        moved = shrewjax.redistribute(state, like)
+        assert (jax.sharding.get_abstract_mesh().axis_names == ()) == (context == "no context")
     others = np.zeros((devices - 1, *SHAPE))
     np.testing.assert_array_equal(moved.gradient_sum, [rows.sum(0), *others])
     np.testing.assert_array_equal(moved.sum_of_weights, [10] + [0] * (devices - 1))
@@ -111,6 +120,24 @@ def test_a_step_compiles_once(axis_type, with_context, sum_over):
     jax.monitoring.clear_event_listeners()
     assert len(compiled) == 1
     assert int(shrewjax.metrics(state)["accumulate/windows"]) == 2
+
+
+def test_a_step_returns_each_array_with_the_spec_that_init_gave_it():
+    """A `PartitionSpec` may end in None or not, and `jax.jit` tells the two apart."""
+    mesh = mesh_of(data=4, model=2)
+    inner = optax.chain(shrewjax.clip_by_leaf_norm_ema(batch_axes=0), shrewjax.clip_by_norm_zscore(), optax.sgd(0.1))
+    tx = shrewjax.accumulate(inner, 2, sum_over="data")
+    step = jax.jit(partial(shrewjax.apply_gradients, tx), donate_argnums=(1, 2))
+    with jax.set_mesh(mesh):
+        params = placed(
+            {"sharded": jnp.ones(SHAPE), "whole": jnp.ones(SHAPE)}, mesh, {"sharded": P("model", None), "whole": P()}
+        )
+        grads = placed(jax.tree.map(lambda x: jnp.ones((4, *x.shape)), params), mesh, P("data"))
+        state = tx.init(params)
+        before = {path: x.sharding for path, x in jax.tree.leaves_with_path(state)}
+        for _ in range(2):
+            params, state = step(grads, state, params)
+            assert {path: x.sharding for path, x in jax.tree.leaves_with_path(state)} == before
 
 
 INNERS = {
