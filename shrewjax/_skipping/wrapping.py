@@ -286,9 +286,8 @@ def _require_agreement(runs: Flag, run: Callable[[], Result]) -> None:
     if waiting:
         names = ", ".join(waiting)
         raise ValueError(
-            "the decision to run inner (flush, accum_steps, micro_step, or a guard's) must be the same on every "
-            f"device, got one that may differ over {names}, over which inner has a collective. Reduce it over {names} "
-            "first. Or leave this collective out of inner"
+            "the decision to run inner (flush, accum_steps or a guard's) must be the same on every device, got one "
+            f"that may differ over {names}, because inner has a collective over it. Reduce what decides over {names}"
         )
 
 

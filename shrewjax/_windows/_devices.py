@@ -86,7 +86,7 @@ class Devices:
         weight: Scalar,
         value: Number,
         gradient_sum: ArrayTree,
-        weight_sum: jax.Array,
+        sum_of_weights: jax.Array,
     ) -> tuple[ArrayTree, Scalar | None]:
         """Returns a micro-batch as arrays, those of a device with its row. Its weight is checked already.
 
@@ -96,11 +96,11 @@ class Devices:
         grads = checked_gradients(self._own_rows(grads), gradient_sum, self._remedy_of_shape)
         jax.tree.map_with_path(_require_type_of_sum, gradient_sum, grads)
         if value is not None:
-            value = arguments.value_of_loss(value, {(), weight_sum.shape})
+            value = arguments.value_of_loss(value, {(), sum_of_weights.shape})
         if not self.axes:
-            if isinstance(weight, jax.Array) and newly_varying(weight, weight_sum):
+            if isinstance(weight, jax.Array) and newly_varying(weight, sum_of_weights):
                 require_replicated("weight", weight)
-            if value is not None and newly_varying(value, weight_sum):
+            if value is not None and newly_varying(value, sum_of_weights):
                 require_replicated("value", value)
         return grads, value
 
@@ -133,8 +133,8 @@ class Devices:
         leaves = [x for x in jax.tree.leaves(total) if is_gradient(x)]
         return measure_local(leaves, self.axes or self._own_axes(varies_like))
 
-    def total_weight(self, weight_sum: jax.Array) -> jax.Array:
-        return row_sums([weight_sum], self.axes)[0]
+    def total_weight(self, sum_of_weights: jax.Array) -> jax.Array:
+        return row_sums([sum_of_weights], self.axes)[0]
 
     def total(
         self, numbers: Sequence[jax.Array], gradient_sum: ArrayTree
@@ -143,15 +143,15 @@ class Devices:
 
         Numbers are scalars or vectors of a device. They are added in the weight's dtype.
         """
-        weight_sum = numbers[0]
-        vectors = [x if x.ndim > weight_sum.ndim else x[..., None] for x in numbers]
-        together = jnp.concatenate([x.astype(weight_sum.dtype) for x in vectors], axis=-1)
+        sum_of_weights = numbers[0]
+        vectors = [x if x.ndim > sum_of_weights.ndim else x[..., None] for x in numbers]
+        together = jnp.concatenate([x.astype(sum_of_weights.dtype) for x in vectors], axis=-1)
         leaves, treedef = jax.tree.flatten(gradient_sum)
         totals = row_sums([together, *filter(is_gradient, leaves)], self.axes)
         of_numbers, of_leaves = iter(totals[0]), iter(totals[1:])
 
         def number(x: jax.Array) -> jax.Array:
-            if x.ndim == weight_sum.ndim:
+            if x.ndim == sum_of_weights.ndim:
                 return next(of_numbers).astype(x.dtype)
             return jnp.stack([next(of_numbers).astype(x.dtype) for _ in range(x.shape[-1])])
 
@@ -232,9 +232,8 @@ def _own_row(axes: AxisNames, path: KeyPath, grad: Leaf) -> Leaf:
     if reduced:
         raise ValueError(
             f"gradient leaf {leaf_name(path)} is already reduced over {', '.join(map(repr, reduced))}, but "
-            f"sum_over={axes!r} sums over it later. To keep gradients local, compute own = jax.lax.pcast(params, "
-            f"{axes!r}, to='varying') outside the loss and differentiate with respect to own. To accumulate reduced "
-            f"gradients, {sum_over_others(axes, reduced)}"
+            f"sum_over={axes!r} sums over it later. Differentiate by jax.lax.pcast(params, {axes!r}, to='varying'), "
+            f"made outside of the loss. Or {sum_over_others(axes, reduced)}"
         )
     return grad[None]
 
@@ -247,9 +246,8 @@ def _require_type_of_sum(path: KeyPath, total: jax.Array, grad: Leaf) -> None:
     along = grad is not None and newly_varying(grad, total)
     if along:
         raise ValueError(
-            f"gradient leaf {leaf_name(path)} may differ between devices along {along}, but its parameter does not, "
-            "because the gradients are not reduced. Reduce them first, for example with "
-            f"jax.lax.pmean(grads, {along}). Or pass sum_over={along} to sum them when the window closes"
+            f"gradient leaf {leaf_name(path)} may differ between devices along {along}, but its parameter does not. "
+            f"Reduce the gradients, for example with jax.lax.pmean(grads, {along}). Or pass sum_over={along}"
         )
 
 
@@ -268,8 +266,7 @@ def _mesh_of(params: ArrayTree, axes: AxisNames) -> Mesh | AbstractMesh | None:
         return None
     raise ValueError(
         f"sum_over={axes!r} needs a mesh with these axes, and init found none. Call init outside of jit with "
-        "parameters that are placed on the mesh. Or call it under jax.set_mesh(mesh). Or call it inside jax.shard_map. "
-        "Or, on a mesh with Explicit axes, call it under jit"
+        "parameters that are placed on the mesh. Or call it under jax.set_mesh(mesh)"
     )
 
 
@@ -281,10 +278,8 @@ def _zero_rows(
     over = {a for names in axes_by_dimension(spec) for a in names} if mesh else varying_axes(like)
     if over & set(axes):
         raise ValueError(
-            f"parameter {name} is sharded over sum_over={axes!r} itself. A device would hold all of the parameter, a "
-            "row of gradients and a whole sum, which is more than the sharding saves. Leave out sum_over, and let "
-            "jax.jit reduce the gradients of each call. Inside jax.shard_map, pass parameters to init before any "
-            "jax.lax.pcast"
+            f"parameter {name} is sharded over sum_over={axes!r} itself, but each device needs a whole sum. Leave out "
+            "sum_over under jax.jit. Inside jax.shard_map, pass parameters to init before jax.lax.pcast"
         )
     if mesh is None:
         return as_varying(jnp.zeros_like(like, dtype=dtype)[None], axes)
