@@ -13,15 +13,13 @@ the sums that are divided by a weight: of loss and gradients, and of the average
 6. Put together what `fun` returned beside the loss.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from shrewjax._base import arguments, trees
@@ -56,8 +54,6 @@ from shrewjax._base.types import (
 )
 from shrewjax._batches import _overwritten
 from shrewjax._batches._aux import COMBINE, AuxLeaves, AuxSums, cast_like, nan_unless, selected
-from shrewjax._batches._call import Call
-from shrewjax._batches._mistaken_roles import number_of_examples
 from shrewjax._batches.batch import Batch, batch_of_call
 from shrewjax._batches.roles import roles_of
 from shrewjax._numerics.reductions import agreed_over, any_device_along
@@ -278,14 +274,12 @@ def value_and_grad(
             skip_empty,
         )
         if not devices:
-            with _naming_examples_in_argnums(call):
-                return _run(loss, window, aux, batch)
+            return _run(loss, window, aux, batch)
 
         def run(examples: dict[int, PyTree], without_examples: Batch) -> tuple[PyTree, PyTree]:
             return _run(loss, window, aux, without_examples.of_device(examples, axes))
 
-        with _naming_examples_in_argnums(call):
-            returned, grads = on_each_device(run, axes, batch.examples, batch.to_map())
+        returned, grads = on_each_device(run, axes, batch.examples, batch.to_map())
         params = batch.with_role("argnums")
         like = params if isinstance(argnums, Sequence) else params[0]
         return returned, jax.tree.map(partitioned_like, grads, like)
@@ -304,21 +298,6 @@ def _require_no_sum_of_rows(axes: AxisNames) -> None:
             f"reduction='sum' must not have sum_over={along!r} inside per_device, where each row would be the sum of "
             "all devices. Leave out sum_over=, so that a row is the device's own sum"
         )
-
-
-@contextlib.contextmanager
-def _naming_examples_in_argnums(call: Call) -> Iterator[None]:
-    """Adds to an error of `fun` which parameters look like examples, because a micro-batch gets all of them."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        for at in call.roles["argnums"]:
-            if {np.shape(x)[:1] for _, x in call.leaves(at)} == {(number_of_examples(call),)}:
-                error.add_note(
-                    f"{call.label(at)} has as many rows as the batch has examples, and each micro-batch gets all of "
-                    "it, because it is in argnums. If it holds examples, leave it out of argnums"
-                )
-        raise
 
 
 def _check_aux(aux: PyTree, has_aux: bool, has_carry: bool) -> None:
@@ -407,6 +386,9 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
     return (value, (whole_aux, *new_carry)), grads
 
 
+_WHOLE_IN_ARGNUMS = "Each micro-batch gets arguments in argnums whole. If one holds examples, leave it out of argnums"
+
+
 class _Loss(NamedTuple):
     fun: Function
     value_and_grad: Function  # `jax.value_and_grad` of `fun`
@@ -418,7 +400,12 @@ class _Loss(NamedTuple):
     skip_empty: bool
 
     def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _MicroBatch:
-        results = self.value_and_grad(*batch.arguments(i, carried))
+        try:
+            results = self.value_and_grad(*batch.arguments(i, carried))
+        except (TypeError, ValueError) as error:
+            if len(batch.roles["argnums"]) > 1:
+                error.add_note(_WHOLE_IN_ARGNUMS)
+            raise
         returned, grads = summed(results)
         value, aux = returned if self.has_aux else (returned, ())
         if self.has_carry:
