@@ -217,7 +217,10 @@ class Devices:
                 "in_specs=shrewjax.state_specs(opt_state), and return it with the same out_specs"
             )
         if not axes and given[1:] == expected:
-            return "If these are rows of per_device, pass its axes to accumulate as sum_over="
+            return (
+                "If these are rows of per_device, pass its axes to accumulate as sum_over=. Otherwise pass gradients "
+                "of the parameters that init got"
+            )
         return "Pass gradients of the parameters that init got. Or call init with the parameters of these gradients"
 
 

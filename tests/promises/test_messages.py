@@ -168,7 +168,7 @@ WRONG_CALLS = {
     "rows without sum_over": (
         lambda: TX.update({"w": jnp.ones((8, 3))}, STATE, PARAMS),
         r"^gradient leaf \['w'\] must .* \(3,\), got \(8, 3\)\. If these are rows of per_device, pass its axes to "
-        r"accumulate as sum_over=$",
+        r"accumulate as sum_over=\. Otherwise pass gradients of the parameters that init got$",
     ),
     "a transformation for its state: state_specs": (
         lambda: shrewjax.state_specs(TX),
