@@ -545,8 +545,8 @@ def flush(
     if not isinstance(tx, Accumulation):
         raise ValueError(
             f"tx must be the transformation that accumulate returned, got {trees.shown(tx)}. Call flush(tx, opt_state, "
-            "params). If accumulate is inside another transformation, call tx.update(grads, opt_state, params, "
-            "weight=0, flush=True) with any finite grads"
+            "params). If accumulate is inside tx, pass flush=True to update with the last micro-batch. Or call "
+            "tx.update(grads, opt_state, params, weight=0, flush=True) with finite grads"
         )
     require_own(opt_state, AccumulateState, "flush(tx, opt_state, params)")
     no_gradients = jax.tree.map(lambda _: None, params)
