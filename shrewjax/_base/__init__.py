@@ -1,4 +1,4 @@
-"""What every module may use: arguments, trees, states, meshes, branches.
+"""What every module may use: arguments, trees, states, axes, meshes, branches.
 
 * `types`: the types that signatures name.
 * `branches`: one conditional that copies nothing, and flags that are known while tracing.
@@ -9,5 +9,5 @@
 * `states`: what state classes share, and `metrics`.
 * `arguments`: a checked argument, or an error that names it.
 
-These modules import JAX and those above them.
+These modules import JAX, Optax, NumPy and those above them.
 """

@@ -38,6 +38,7 @@ UnitAxisNames = AxisNames | jax.P | Callable[[str, Leaf], Argument] | None
 
 
 LEAST_WEIGHT, LARGEST_WEIGHT = 2.0**-30, 2.0**100
+RANGE_OF_WEIGHTS = "0, or between 2**-30 and 2**100"
 """The range of weights other than 0. A sum of weights in it has a float32 reciprocal, and no product that matters is
 flushed."""
 
@@ -55,7 +56,7 @@ def threshold(name: str, value: Argument) -> Scalar:
 def real(name: str, value: Argument, *, at_least: float, at_most: float = math.inf) -> Scalar:
     """Returns a real scalar that is between two bounds, and so not NaN, if its value is known."""
     if isinstance(value, jax.Array):
-        return _real_scalar_array(name, value)
+        return _real_array(name, value, {()})
     bounds = f">= {at_least}" if at_most == math.inf else f"between {at_least} and {at_most}"
     number = _static_real(name, value, f"a real scalar {bounds}")
     if not at_least <= number <= at_most:
@@ -179,7 +180,7 @@ def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Numb
     if callable(value):
         return value
     if isinstance(value, jax.Array):
-        return _real_scalar_array("accum_steps", value)
+        return _real_array("accum_steps", value, {()})
     if isinstance(value, np.ndarray) and value.shape == ():
         value = value[()]
     if not _is_int(value):
@@ -243,7 +244,7 @@ def weight(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:
         value = float(value)
     number = _static_real("weight", value, "a real scalar >= 0")
     if not is_weight(number):
-        raise ValueError(f"weight must be 0, or between 2**-30 and 2**100, got {shown(value)}")
+        raise ValueError(f"weight must be {RANGE_OF_WEIGHTS}, got {shown(value)}")
     return number
 
 
@@ -377,10 +378,6 @@ def _static_real(name: str, value: Argument, expected: str) -> float:
         return float(value)
     except OverflowError:  # an int such as 10**400; callers' range checks then see an infinity
         return math.inf if value > 0 else -math.inf
-
-
-def _real_scalar_array(name: str, value: jax.Array) -> jax.Array:
-    return _real_array(name, value, {()})
 
 
 def _real_array(name: str, value: jax.Array, shapes: Collection[tuple[int, ...]]) -> jax.Array:

@@ -169,12 +169,12 @@ def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list
     return [()] * len(arrays)
 
 
-def require_replicated(what: str, flag: jax.Array | bool) -> None:
-    """Raises if `flag` may differ between devices, because a collective deadlocks if some devices skip it."""
-    if isinstance(flag, jax.Array) and varying_axes(flag):
+def require_replicated(what: str, x: jax.Array) -> None:
+    """Raises if `x` may differ between devices, because a collective deadlocks if some devices skip it."""
+    if varying_axes(x):
         raise ValueError(
             f"{what} must be the same on every device, got one that may differ over "
-            f"{', '.join(map(repr, varying_axes(flag)))}"
+            f"{', '.join(map(repr, varying_axes(x)))}"
         )
 
 

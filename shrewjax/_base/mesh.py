@@ -1,8 +1,8 @@
 """Arrays on a mesh: whether XLA partitions them here, how their types say so, and how to place one as another.
 
 Axes of a mesh that are not mapped (`axes`) are left to XLA, and arrays are whole. Along *Auto* axes XLA chooses how it
-partitions an array. Along *Explicit* axes the array's type says it, and JAX refuses operands of other partitions. Each
-function does nothing where no type says anything. `on_each_device` maps axes of the mesh itself.
+partitions an array. Along *Explicit* axes the array's type says it, and JAX refuses operands of other partitions.
+`partitioned_like` and `placed_like` do nothing where no type says anything. `on_each_device` maps axes itself.
 
 `context_mesh` hides a spelling that differs between JAX's versions, and `_CLOSED_OVER` has texts of JAX's errors.
 """

@@ -11,8 +11,8 @@ Private modules hold the parts:
 
 * `_aux`: the aux, reduced leaf by leaf.
 * `_call`: the arguments of one call.
-* `_mistaken_roles`: the messages for a leaf that has another role than its argument.
+* `_mistaken_roles`: the number of examples in a call, and messages for a leaf of another role than its argument.
 * `_overwritten`: the statistics of Flax's fp8 layers, which come as gradients.
 
-These modules import `_base`, `_programs`, `_numerics` and, of `_windows`, the module `window` alone.
+These modules import `_base`, `_programs`, `_numerics` and, of `_windows`, `window` and `window_state` alone.
 """

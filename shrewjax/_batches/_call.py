@@ -35,7 +35,7 @@ class Call(NamedTuple):
         return jax.tree.leaves_with_path(self.values[at])
 
     def whole(self) -> list[int]:
-        """Returns the arguments that every part gets as they are."""
+        """Returns the arguments without one of these four roles."""
         names = "argnums", "rng_argnums", "carry_argnum", "batch_argnums"
         with_role = {at for name in names for at in self.roles.get(name, ())}
         return [at for at in range(len(self.values)) if at not in with_role]

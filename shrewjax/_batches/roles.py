@@ -1,6 +1,6 @@
 """The roles of a function's arguments: which are parameters, keys, examples, and which stay whole.
 
-Five functions divide a batch, among micro-batches or among devices. Each makes one object of its roles, which turns the
+Six functions divide a batch, among micro-batches or among devices. Each makes one object of its roles, which turns the
 arguments of a call into a checked `Call`.
 """
 

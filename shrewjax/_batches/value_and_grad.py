@@ -7,12 +7,13 @@ the sums that are divided by a weight: of loss and gradients, and of the average
 1. Take the parameters, without the statistics that Flax overwrites, and the carry.
 2. Trace `fun` with its gradients for a micro-batch, once. The loop runs what was traced.
 3. Check what `fun` returns: the axes over which the loss differs, the carry, the leaves of the aux.
-4. Run the loop. `_Loop.turn` has the order of a micro-batch: its weight, its results, whether it is kept, the sums.
+4. Run the loop. `_Loop.turn` has the order of a micro-batch: weight, results, sums, whether it is kept, and the rest.
    With `skip_empty`, `_Loop.run_where` leaves out micro-batches without a weight.
 5. Divide the sums by the weights, and sum them over devices, once.
 6. Put together what `fun` returned beside the loss.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -251,6 +252,7 @@ def value_and_grad(
         "carry_argnum": (arguments.integer("carry_argnum", carry_argnum),) if has_carry else (),
     }
     roles = roles_of(fun, own, rng_argnums, batch_argnums)
+    as_given = tuple if isinstance(argnums, Sequence) else operator.itemgetter(0)
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
@@ -260,13 +262,10 @@ def value_and_grad(
         call = roles.call(args, kwargs, steps, max(devices, 1))
         batch = batch_of_call(call, () if devices else axes, devices)
         its_fun = call.in_order(fun)
-        its_argnums = (
-            batch.roles["argnums"] if isinstance(argnums, Sequence) else batch.roles["argnums"][0]
-        )
         loss = _Loss(
             its_fun,
-            jax.value_and_grad(its_fun, its_argnums, has_aux),
-            argnums,
+            jax.value_and_grad(its_fun, as_given(batch.roles["argnums"]), has_aux),
+            as_given,
             has_aux,
             has_carry,
             weight and call.in_order(weight),
@@ -280,8 +279,7 @@ def value_and_grad(
             return _run(loss, window, aux, without_examples.of_device(examples, axes))
 
         returned, grads = on_each_device(run, axes, batch.examples, batch.to_map())
-        params = batch.with_role("argnums")
-        like = params if isinstance(argnums, Sequence) else params[0]
+        like = as_given(batch.with_role("argnums"))
         return returned, jax.tree.map(partitioned_like, grads, like)
 
     return value_and_grad_of_batch
@@ -333,9 +331,8 @@ def _check_weight_is_given(weight: Function | None, reduction: str, skip_empty: 
 
 def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
     """Returns the results of the batch, or of a device's part of it. The module's docstring has its steps."""
-    # 1. Take the parameters and the carry. Statistics that Flax overwrites get no gradients, so they stand apart.
-    given = batch.with_role("argnums")
-    all_params = given if isinstance(loss.argnums, Sequence) else given[0]
+    # 1. Take the parameters and the carry. Statistics that Flax overwrites have no mean, so they stand apart.
+    all_params = loss.as_given(batch.with_role("argnums"))
     params, old_values = _overwritten.separated(all_params)
     carried = [jax.tree.map(jnp.asarray, x) for x in batch.with_role("carry_argnum")]
 
@@ -392,7 +389,7 @@ _WHOLE_IN_ARGNUMS = "Each micro-batch gets arguments in argnums whole. If one ho
 class _Loss(NamedTuple):
     fun: Function
     value_and_grad: Function  # `jax.value_and_grad` of `fun`
-    argnums: int | Sequence[int]
+    as_given: Function  # of the arguments in `argnums`: the one, or a tuple
     has_aux: bool
     has_carry: bool
     weight: Function | None

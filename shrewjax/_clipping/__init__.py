@@ -5,6 +5,7 @@
 * `elements`: element by element, to a bound or to a percentile of the magnitudes.
 * `cotangents`: the cotangent of a value, in the backward pass.
 
-`counts` counts updates and those that were clipped. `units` finds, measures and scales the units of `unit_norms`.
+`counts` counts updates and those that were clipped. `units` finds, measures and scales units, also the leaves of
+`leaves=True`.
 These modules import `_base` and `_numerics`.
 """

@@ -11,7 +11,7 @@ Types cannot tell a sharded gradient from one that still has to be summed over d
 before they call these functions.
 
 A leaf may have several units, such as stacked layers. Its `unit_dims` index the units, and its result has their sizes.
-Along a mapped axis devices hold other units, or parts of the same ones (`mesh.unit_axes`).
+Along a mapped axis devices hold other units, or parts of the same ones (`axes.unit_axes`).
 """
 
 import math

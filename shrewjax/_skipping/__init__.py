@@ -3,5 +3,5 @@
 * `wrapping`: runs a wrapped transformation or skips it, as updates or as new parameters.
 * `guards`: `skip_nonfinite` and `skip_on_spike`: from a few scalars to "run" or "skip".
 
-These modules import `_base` and `_numerics`, and from `_clipping` `global_norm` and `units`.
+These modules import `_base` and `_numerics`, from `_programs` `jaxprs`, and from `_clipping` `global_norm` and `units`.
 """

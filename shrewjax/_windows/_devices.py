@@ -69,11 +69,6 @@ class Devices:
     def axes(self) -> AxisNames:
         return self.given or ()
 
-    @property
-    def hold_parts(self) -> bool:
-        """Whether each device adds to a sum of its own, whose weight and total only `total` knows."""
-        return bool(self.axes)
-
     def zeros_like(self, params: ArrayTree) -> Callable[[Leaf, DType, str], jax.Array]:
         """Returns a function of a parameter, a dtype and a name for messages, which returns zeros for its sum."""
         if not self.axes:
@@ -98,10 +93,9 @@ class Devices:
         if value is not None:
             value = arguments.value_of_loss(value, {(), sum_of_weights.shape})
         if not self.axes:
-            if isinstance(weight, jax.Array) and newly_varying(weight, sum_of_weights):
-                require_replicated("weight", weight)
-            if value is not None and newly_varying(value, sum_of_weights):
-                require_replicated("value", value)
+            for name, x in {"weight": weight, "value": value}.items():
+                if isinstance(x, jax.Array) and newly_varying(x, sum_of_weights):
+                    require_replicated(name, x)
         return grads, value
 
     def is_nonfinite(self, grads: ArrayTree, has_weight: Flag, varies_like: jax.Array) -> jax.Array:

@@ -600,16 +600,13 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
             "opt_state must contain a window of accumulate or GradAccumulator, got a state with no window"
         )
     in_range = arguments.is_weight(jnp.asarray(weight, dtype=float))
-    _assert_values(in_range, f"weight must be {_RANGE}, got {weight}")
+    _assert_values(in_range, f"weight must be {arguments.RANGE_OF_WEIGHTS}, got {weight}")
     for window in windows:
         longest = accum_steps - isinstance(window, AccumulateState)
         in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
         _assert_values(in_range, f"micro_step must be between 0 and {longest}")
         in_range = arguments.is_weight(window.sum_of_weights)
-        _assert_values(in_range, f"sum_of_weights must be {_RANGE}")
-
-
-_RANGE = "0, or between 2**-30 and 2**100"
+        _assert_values(in_range, f"sum_of_weights must be {arguments.RANGE_OF_WEIGHTS}")
 
 
 def _windows_in(opt_state: AnyState) -> list[AnyState]:

@@ -65,7 +65,6 @@ class WindowStep(NamedTuple):
 
     state: AnyState  # if the window closes, `gradient_sum` is its average, or partial
     sum_of_weights: jax.Array  # the window's weight, not reset if the window closes
-    value_sum: jax.Array  # the weighted sum of `value`
     has_average: Flag  # the window closes with an average, which partial sums have only if their total weight is not 0
     has_weight: Flag  # the window's weight is not 0; an array says this of a partial weight alone
 
@@ -164,9 +163,9 @@ class Window:
     ) -> WindowStep:
         """Adds a micro-batch, and closes the window if it is flushed or, `when_full`, full.
 
-        Gradients come as arrays (`trees.gradient_arrays`), and the weight as `checked_weight` returns it. With
-        `is_present=False` there is no micro-batch. With `has_begun=True` a gradient is added to the sums in any case,
-        so that no select stands around them in a loop (XLA-24). The total of partial sums is left to `average`. The
+        Gradients come as arrays (`trees.gradient_arrays`), and the weight as `arguments.weight` returns it. With
+        `is_present=False` there is no micro-batch. With `has_begun=True` no gradient replaces the sums, so that no
+        select stands around them in a loop (XLA-24). The total of partial sums is left to `average`. The
         module's docstring has the order of its decisions.
         """
         # Check that the micro-batch and the state fit.
@@ -227,9 +226,7 @@ class Window:
             noise=noise,
             gradient_sum=gradient_sum,
         )
-        return WindowStep(
-            new_state, sum_of_weights, value_sum, is_closing & has_average, has_weight
-        )
+        return WindowStep(new_state, sum_of_weights, is_closing & has_average, has_weight)
 
     def _is_kept(
         self, grads: ArrayTree, weight: Scalar, is_present: Flag, sum_of_weights: jax.Array
@@ -363,7 +360,7 @@ class Window:
     @property
     def is_partial(self) -> bool:
         """Whether sums and weights are parts, whose total `average` takes."""
-        return self._devices.hold_parts
+        return bool(self.axes)
 
     def average(self, step: WindowStep) -> Average:
         """Returns what a closing window passes on. Takes the total of partial sums, in one collective.
@@ -371,12 +368,8 @@ class Window:
         It divides this total and the loss. `advance` has divided all other sums.
         """
         whole = self._total(step) if self.is_partial else step
-        total, loss, sum_of_weights = (
-            whole.state.gradient_sum,
-            whole.value_sum,
-            whole.sum_of_weights,
-        )
-        gradients = total
+        gradients = total = whole.state.gradient_sum
+        loss, sum_of_weights = whole.state.value_sum, whole.sum_of_weights
         scale = _reciprocal(sum_of_weights, whole.has_weight)
         if self._reduction != "sum":
             if self.is_partial:
@@ -402,7 +395,7 @@ class Window:
     def _total(self, step: WindowStep) -> WindowStep:
         """Returns the step with totals in the places of partial sums."""
         noise = step.state.noise
-        numbers = [step.sum_of_weights, step.value_sum]
+        numbers = [step.sum_of_weights, step.state.value_sum]
         of_noise = [noise.kept, noise.square_sums] if noise else []
         (sum_of_weights, value_sum, *of_noise), gradient_sum = self._devices.total(
             [*numbers, *of_noise], step.state.gradient_sum
@@ -410,8 +403,8 @@ class Window:
         if noise:
             noise = noise._replace(kept=of_noise[0], square_sums=of_noise[1])
         has_weight = True if step.has_weight is True else sum_of_weights != 0
-        state = step.state._replace(noise=noise, gradient_sum=gradient_sum)
-        return WindowStep(state, sum_of_weights, value_sum, step.has_average, has_weight)
+        state = step.state._replace(value_sum=value_sum, noise=noise, gradient_sum=gradient_sum)
+        return WindowStep(state, sum_of_weights, step.has_average, has_weight)
 
     def like_average(self, grads: ArrayTree) -> ArrayTree:
         """Returns the gradients, or the shapes and dtypes of their total."""

@@ -86,7 +86,11 @@ WINDOW_STATES = (GradAccumulatorState, AccumulateState)
 
 
 def metrics_of_window(state: AnyState) -> Metrics:
-    """Returns the scalars of a window, without the sum of weights if each device has its own."""
+    """Returns the scalars of a window, without the sum of weights if each device has its own.
+
+    Keys are the names of the arguments. Fields have others, because Optax looks for some of these names in a state
+    (tests/windows/test_window_state.py).
+    """
     found = fields(state, "micro_step", "windows", "window_bad", "dropped", "weight")
     found["value"] = state.loss
     if state.sum_of_weights.ndim == state.micro_step.ndim:
