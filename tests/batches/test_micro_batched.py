@@ -578,7 +578,7 @@ REFUSED = {
     ),
     "a smooth weight that closes over an array": (
         lambda: jax.grad(lambda lam: shrewjax.micro_batched(scaled, K, weight=lambda w, x, y: lam)(W, XF, YF))(2.0),
-        "weight must be a constant to JAX",
+        "weight must be a constant",
     ),
     "a smooth weight": (
         lambda: jax.grad(shrewjax.micro_batched(loss, K, batch_argnums=(2, 3), weight=smooth))(*F32),
