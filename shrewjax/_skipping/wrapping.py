@@ -286,8 +286,9 @@ def _require_agreement(runs: Flag, run: Callable[[], Result]) -> None:
     if waiting:
         names = ", ".join(waiting)
         raise ValueError(
-            "the decision to run inner (flush, accum_steps, micro_step or a guard's) must be the same on every device, got "
-            f"one that may differ over {names}, because inner has a collective over it. Reduce what decides over {names}"
+            "the decision to run inner (flush, accum_steps, micro_step or a guard's) must be the same on every device, "
+            f"got one that may differ over {names}, because inner has a collective over it. Reduce what decides over "
+            f"{names}"
         )
 
 
