@@ -340,3 +340,28 @@ def test_windows_clip_after_the_average_and_divide_sums_by_their_weights():
     before, inside, of_sums, of_mean = quick_jit(found)()
     assert (before, inside) == (0, 1)
     assert (of_sums, of_mean) == (4.5, 9 / 8)
+
+
+def test_a_weight_beside_per_device_counts_for_each_device_alone():
+    """Each device has two examples, and a mask that keeps one of them or both."""
+    mesh, p = mesh_of(data=8), jnp.float32(1)
+    x, mask = np.float32(np.random.default_rng(0).normal(1, 1, 16)), np.arange(16) % 4 < 3
+    tx = shrewjax.accumulate(optax.sgd(1.0), 1, sum_over="data")
+
+    def loss(p, x, mask):
+        return jnp.sum(mask * (p * x - 1) ** 2) / jnp.sum(mask)
+
+    def count(p, x, mask):
+        return jnp.sum(mask)
+
+    def update(p, x, mask, weight):
+        grads = shrewjax.per_device(jax.grad(loss), "data")(p, x, mask)
+        return tx.update(grads, tx.init(p), p, weight=weight(p, x, mask))[0]
+
+    with jax.set_mesh(mesh):
+        p = jax.device_put(p, jax.NamedSharding(mesh, jax.P()))
+        of_each = shrewjax.per_device(count, "data")
+        right, wrong = quick_jit(lambda *args: (update(*args, of_each), update(*args, count)))(p, x, mask)
+    expected = np.sum(2 * x[mask] * (x[mask] - 1)) / np.sum(mask)
+    assert -right == pytest.approx(expected, rel=1e-5)
+    assert abs(-wrong / expected - 1) > 0.05
