@@ -243,3 +243,125 @@ def test_parameters_share_a_buffer_with_device_put_of_them():
     assert np.sum(kept) == 1000
     with pytest.raises((RuntimeError, ValueError), match="has been deleted"):
         np.sum(params)
+
+
+def not_a_mean_over_examples(row):
+    """A loss of (w, *batch), its batch, the remedy, and how far off the mistake is."""
+    rng = np.random.default_rng(0)
+    x, classes = np.float32(rng.normal(size=(32, 3))), rng.integers(0, 5, 32)
+    of_class = jnp.asarray(rng.uniform(0.2, 2, 5), jnp.float32)
+    boxes = np.float32(rng.integers(0, 3, 32) * (np.arange(32) % 4 > 0))  # none in the first micro-batch
+    in_parts = partial(shrewjax.value_and_grad, micro_batches=4)
+
+    def by_class(w, x, classes):
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(x @ w, classes)
+        return jnp.sum(of_class[classes] * losses) / jnp.sum(of_class[classes])
+
+    def by_boxes(w, x, boxes):
+        return jnp.sum(boxes[:, None] * (x @ w - 1) ** 2) / jnp.maximum(jnp.sum(boxes), 1)
+
+    def mean_square(w, x):
+        return jnp.mean((x @ w - 1) ** 2)
+
+    def root(w, x):
+        return jnp.sqrt(mean_square(w, x))
+
+    def of_root(w, x):
+        loss, grads = in_parts(mean_square)(w, x)
+        return jnp.sqrt(loss), grads / (2 * jnp.sqrt(loss))
+
+    def recurrent(w, x):  # (time, batch, features)
+        def advance(h, x):
+            h = jnp.tanh(h @ w[:, :3] + x)
+            return h, jnp.mean(h**2)
+
+        return jnp.mean(jax.lax.scan(advance, jnp.zeros(x.shape[1:]), x)[1])
+
+    def batch_first(w, x):
+        return in_parts(lambda w, x: recurrent(w, x.swapaxes(0, 1)))(w, x.swapaxes(0, 1))
+
+    def penalized(w, x, divisor=1):
+        return jnp.sum((x @ w - 1) ** 2) + 50 * jnp.sum(w**2) / divisor
+
+    def summed(loss):
+        return in_parts(loss, reduction="sum")
+
+    return {
+        "class weights": (
+            by_class, (x, classes), in_parts(by_class, weight=lambda w, x, c: jnp.sum(of_class[c])), 0.07,
+        ),
+        "boxes": (by_boxes, (x, boxes), in_parts(by_boxes, weight=lambda w, x, boxes: jnp.sum(boxes)), 0.26),
+        "root": (root, (x,), of_root, 0.06),
+        "time first": (recurrent, (x.reshape(8, 4, 3),), batch_first, 0.76),
+        "penalty": (penalized, (x,), summed(partial(penalized, divisor=4)), 1.72),
+        "loss / k": (mean_square, (x,), in_parts(mean_square), 0.75),
+    }[row]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ["class weights", "boxes", "root", "time first", "penalty", "loss / k"])
+def test_a_loss_that_is_no_mean_over_examples_is_right_by_the_remedy_alone(row):
+    """Plain JAX is the oracle."""
+    loss, batch, remedy, off = not_a_mean_over_examples(row)
+    w = np.float32(np.random.default_rng(1).normal(size=(3, 5)))
+
+    def found(w, *batch):
+        mistake = {
+            "penalty": shrewjax.value_and_grad(loss, 4, reduction="sum"),
+            "loss / k": shrewjax.value_and_grad(lambda w, x: loss(w, x) / 4, 4),
+        }.get(row, shrewjax.value_and_grad(loss, 4))
+        return jax.value_and_grad(loss)(w, *batch), remedy(w, *batch), mistake(w, *batch)[1]
+
+    (value, grads), (our_value, ours), wrong = quick_jit(found)(w, *batch)
+    assert distance(wrong, grads) == pytest.approx(off, abs=0.005)
+    assert our_value == pytest.approx(float(value), rel=1e-5)
+    assert distance(ours, grads) < 1e-5
+
+
+def test_windows_clip_after_the_average_and_divide_sums_by_their_weights():
+    """Two micro-batches of norms 10 and 1 in opposite directions, and sums of four examples each."""
+
+    def updates(tx, **given):
+        params = jnp.float32(0)
+        state = tx.init(params)
+        for g in (10.0, -1.0):
+            update, state = tx.update(jnp.float32(g), state, params, **given)
+        return update
+
+    def found():
+        clip, identity = shrewjax.clip_by_global_norm(1.0), optax.identity()
+        summed = shrewjax.accumulate(identity, 2, reduction="sum_over_weights")
+        return (
+            updates(optax.chain(clip, shrewjax.accumulate(identity, 2))),
+            updates(shrewjax.accumulate(clip, 2)),
+            updates(summed),
+            updates(summed, weight=4),
+        )
+
+    before, inside, of_sums, of_mean = quick_jit(found)()
+    assert (before, inside) == (0, 1)
+    assert (of_sums, of_mean) == (4.5, 9 / 8)
+
+
+def test_a_weight_beside_per_device_counts_for_each_device_alone():
+    """Each device has two examples, and a mask that keeps one of them or both."""
+    mesh, p = mesh_of(data=8), jnp.float32(1)
+    x, mask = np.float32(np.random.default_rng(0).normal(1, 1, 16)), np.arange(16) % 4 < 3
+    tx = shrewjax.accumulate(optax.sgd(1.0), 1, sum_over="data")
+
+    def loss(p, x, mask):
+        return jnp.sum(mask * (p * x - 1) ** 2) / jnp.sum(mask)
+
+    def count(p, x, mask):
+        return jnp.sum(mask)
+
+    def update(p, x, mask, weight):
+        grads = shrewjax.per_device(jax.grad(loss), "data")(p, x, mask)
+        return tx.update(grads, tx.init(p), p, weight=weight(p, x, mask))[0]
+
+    with jax.set_mesh(mesh):
+        p = jax.device_put(p, jax.NamedSharding(mesh, jax.P()))
+        of_each = shrewjax.per_device(count, "data")
+        right, wrong = quick_jit(lambda *args: (update(*args, of_each), update(*args, count)))(p, x, mask)
+    expected = np.sum(2 * x[mask] * (x[mask] - 1)) / np.sum(mask)
+    assert -right == pytest.approx(expected, rel=1e-5)
+    assert abs(-wrong / expected - 1) > 0.05
