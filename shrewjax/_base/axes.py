@@ -250,7 +250,7 @@ def as_on_one_device(axes: AxisNames) -> Iterator[None]:
     """Inside of it, a device's part along these mapped axes counts as all there is, so nothing is reduced over them.
 
     It lasts while JAX traces a function. A function jitted by itself, which JAX has traced already, may be traced again
-    or not; its program is the same, because without it there would have been an error.
+    or not. Its program is the same, but then no check that asks for `row_axes` runs.
     """
     token = _not_reduced.set(axes)
     try:

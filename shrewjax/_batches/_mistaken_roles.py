@@ -43,10 +43,12 @@ def _message(
         need = f"a first axis of {count} examples, as {like[0]} has"
     came = f"shape {np.shape(x)}" if _is_array(x) else getattr(x, "dtype", type(x).__name__)
     message = f"{call.name(at, path)} must have {need}, got {came}"
+    holders = _holders(call, among, count)
     if path and count is not None and count in _counts(call, at):
-        batch = call.as_role("batch_argnums", *call.roles["batch_argnums"])
-        return f"{message}. If it is the same for all micro-batches, pass it as an argument of its own, with {batch}"
-    batch = call.as_role("batch_argnums", *_holders(call, among, count))
+        batch = call.as_role("batch_argnums", *holders, at)
+        same = f"If it is the same for all micro-batches, pass it as an argument of its own, with {batch}"
+        return f"{message}. {same}{_if_state(call, at, call.label(at))}"
+    batch = call.as_role("batch_argnums", *holders)
     same = f"If {call.label(at)} is the same for all micro-batches, pass {batch}"
     return f"{message}. {same}{_if_state(call, at, 'it')}"
 

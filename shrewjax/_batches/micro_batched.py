@@ -250,7 +250,9 @@ class _Call(NamedTuple):
     leaves: list[Leaf]  # of all arguments, then the traced arrays that fun and weight close over
     structure: Any  # of the arguments
     free: list[int]  # the arguments' leaves by which there are derivatives
-    programs: dict[Any, Any] | None  # of `fun` and `weight`, by the types of their arguments
+    programs: (
+        dict[Any, Any] | None
+    )  # of both, by the types of arguments; None if they close over nothing traced
 
     @property
     def sum_over(self) -> AxisNames:
@@ -316,7 +318,7 @@ class _Call(NamedTuple):
         if not is_traced(constants):
             return self._of_leaves(function, own, {})
         by_id = {id(x): y for x, y in zip(self.leaves[count:], outer, strict=True)}
-        return program([by_id.get(id(x), x) for x in constants], arrays)
+        return program([by_id[id(x)] if is_traced(x) else x for x in constants], arrays)
 
     def _of_leaves(
         self, function: Function, leaves: list[Leaf], arrays: dict[int, jax.Array]

@@ -288,7 +288,7 @@ def _own_value(
     search that began with the window's mean would stop, or step away (tests/windows/test_accumulate.py,
     "last_micro_batch").
     """
-    names = inspect.signature(value_fn).parameters
+    names = inspect.signature(value_fn).parameters.keys() - {"value", "grad", "value_fn"}
     given = {name: x for name, x in extra_args.items() if name in names}
     return jnp.asarray(value_fn(params, **given)).astype(mean_value.dtype)
 

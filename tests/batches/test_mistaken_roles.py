@@ -241,6 +241,13 @@ def test_each_message_about_a_state_names_the_argument_that_hands_it_on():
     ):
         with pytest.raises(ValueError, match=message):
             shrewjax.value_and_grad(with_state, 4, has_aux=True, **options)(*args)
+    # A mean of as many features as there are examples.
+    args = WEIGHTS, state | {"mean": jnp.zeros(len(Y))}, KEY, X, Y
+    with pytest.raises(
+        ValueError, match=r"^argument 1\['n'\] must .* with batch_argnums=\(1, 3, 4\)\. If argument 1 is"
+    ):
+        shrewjax.value_and_grad(with_state, 4, has_aux=True)(*args)
+    args = WEIGHTS, state, KEY, X, Y
 
     def carrying(*args):
         value, state = with_state(*args)

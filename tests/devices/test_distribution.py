@@ -533,7 +533,9 @@ def test_gradients_that_are_not_reduced_are_an_error_that_says_so(sum_over):
         lambda grads: window.add(window.init({"w": jnp.zeros((1, 3))}), {"w": grads}),
     ):
         mapped = jax.shard_map(add, mesh=mesh, in_specs=P("data"), out_specs=P())
-        with pytest.raises(ValueError, match=r"\['w'\] may differ .*along 'data'.*not reduced.*pmean.*sum_over="):
+        with pytest.raises(
+            ValueError, match=r"\['w'\] may differ .*along 'data'.*Reduce the gradients.*pmean.*sum_over="
+        ):
             jax.eval_shape(mapped, own)
 
 

@@ -403,6 +403,16 @@ def test_a_line_search_whose_function_is_that_of_the_last_micro_batch_ends_as_in
     assert ours == pytest.approx(theirs, rel=1e-3)
 
 
+def test_a_line_search_does_not_hand_its_own_arguments_to_its_function():
+    """Optax takes `value`, `grad` and `value_fn` for itself. This function would be 0 with a value."""
+
+    def function(w, x, y, value=None):
+        return squares(w, x, y) if value is None else 0 * value
+
+    ours = searched(shrewjax.accumulate(optax.lbfgs(), 1), function, 8)
+    assert ours == pytest.approx(searched(optax.lbfgs(), function, 8), rel=1e-5)
+
+
 def test_the_function_of_a_line_search_runs_in_closing_calls_alone():
     runs = []
 
