@@ -243,6 +243,11 @@ def _moved(tangents: dict[int, jax.Array]) -> dict[int, jax.Array]:
 
 
 class _Call(NamedTuple):
+    """A call of the loss. If `fun` or `weight` closes over traced arrays, their programs run in their places.
+
+    `programs` has these by the types of their arguments, and `closed_over` makes them. It is None without such arrays.
+    """
+
     fun: Function
     weight: Function | None
     roles: dict[str, tuple[Place, ...]]
@@ -250,9 +255,7 @@ class _Call(NamedTuple):
     leaves: list[Leaf]  # of all arguments, then the traced arrays that fun and weight close over
     structure: Any  # of the arguments
     free: list[int]  # the arguments' leaves by which there are derivatives
-    programs: (
-        dict[Any, Any] | None
-    )  # of both, by the types of arguments; None if they close over nothing traced
+    programs: dict[Any, Any] | None
 
     @property
     def sum_over(self) -> AxisNames:

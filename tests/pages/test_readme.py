@@ -125,7 +125,7 @@ def test_results_that_differ_are_those_that_the_benchmark_prints():
 
 
 def test_time_and_memory_are_those_of_the_page_of_costs():
-    """Of the scanned transformer."""
+    """The README shows the scanned transformer."""
     costs = (ROOT / "docs" / "cost.md").read_text()
 
     def cell(heading, way):

@@ -1,4 +1,4 @@
-"""The states of windows, which people save. Of all states: their names leave those of Optax alone."""
+"""The states of windows, which people save. No state has a field that Optax looks for."""
 
 import functools
 import inspect
