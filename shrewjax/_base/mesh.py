@@ -131,7 +131,7 @@ def on_mesh_of(params: PyTree, state: AnyState) -> AnyState:
     """Returns a new state on the parameters' mesh. What `init` placed nowhere, such as a counter, is replicated.
 
     A step returns them there. Its second call would compile again if they began elsewhere
-    (tests/windows/test_sharded_state.py, "compiles_once"), and be looked up again with another spelling of their spec.
+    (tests/windows/test_sharded_state.py, "compiles_once").
     """
     leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not is_traced(x)]
     shardings = [x.sharding for x in leaves if isinstance(x.sharding, NamedSharding)]
@@ -143,9 +143,7 @@ def on_mesh_of(params: PyTree, state: AnyState) -> AnyState:
     def placed(x: Leaf) -> Leaf:
         if not isinstance(x, jax.Array) or is_traced(x):
             return x
-        spellings = [NamedSharding(mesh, jax.P(*[None] * n)) for n in range(1, x.ndim + 1)]
-        is_misspelled = AxisType.Explicit not in mesh.axis_types and x.sharding in spellings
-        return jax.device_put(x, everywhere) if not x.committed or is_misspelled else x
+        return x if x.committed else jax.device_put(x, everywhere)
 
     return jax.tree.map(placed, state)
 

@@ -34,7 +34,7 @@ from shrewjax._base.axes import (
     mapped_axes,
 )
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import is_traced, may_be_partitioned
+from shrewjax._base.mesh import is_traced, may_be_partitioned, spec_of_result
 from shrewjax._base.types import Axes, DType, Function, Leaf, Number, PyTree
 
 Group = tuple[Leaf, ...]
@@ -146,7 +146,7 @@ def unit_numbers(leaf: Leaf, dims: UnitDims, value: float, dtype: DType) -> jax.
     # XLA leaves out mesh axes of size 1, and `state_specs` would lack them (tests/devices/test_distribution.py,
     # "axis_of_size_1").
     spec = (*sharding.spec, *[None] * leaf.ndim)
-    spec_of_units = P(*(spec[a] for a in dims))
+    spec_of_units = spec_of_result(sharding.mesh, P(*(spec[a] for a in dims)))
     return jax.device_put(
         numbers,
         NamedSharding(sharding.mesh, spec_of_units, memory_kind=numbers.sharding.memory_kind),
