@@ -191,8 +191,9 @@ def test_real_gradient_that_closes_a_complex_window_leaves_the_average_complex()
     params = jnp.zeros(1, jnp.complex64)
     tx = shrewjax.accumulate(recorder(), 2)
     _, state = tx.update(jnp.asarray([2 + 2j], jnp.complex64), tx.init(params), params)
-    updates, _ = tx.update(vector(4.0), state, params)
-    np.testing.assert_array_equal(updates, [3 + 1j])
+    for given in (params, None):  # without parameters, only the gradients tell dtypes
+        updates, _ = tx.update(vector(4.0), state, given)
+        np.testing.assert_array_equal(updates, [3 + 1j])
 
 
 def test_missing_gradient_adds_zero():
