@@ -207,7 +207,7 @@ class TrainState(train_state.TrainState):
         grads: PyTree,
         weight: Number = 1,
         flush: Any = False,
-        value: Number = None,
+        value: Number | None = None,
         **fields: Any,
     ) -> Self:
         """Returns the state after a micro-batch.

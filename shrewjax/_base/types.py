@@ -53,7 +53,7 @@ ExtraArgs: TypeAlias = Mapping[str, Any]
 Argument: TypeAlias = Any
 """An argument as a user passed it, which nobody has checked."""
 
-Number: TypeAlias = Any
+Number: TypeAlias = jax.typing.ArrayLike
 """A number as a user passed it: Python's, NumPy's or an array."""
 
 Place: TypeAlias = int | str

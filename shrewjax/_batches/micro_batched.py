@@ -17,8 +17,8 @@ The rule never sees the cotangent, such as a loss scale. One of `jax.custom_vjp`
 
 import functools
 import operator
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,12 @@ from shrewjax._numerics.floats import sum_dtype, upcast
 from shrewjax._programs.jaxprs import function_of_constants
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
 
 def micro_batched(
-    fun: Function,
+    fun: Callable[P, Result],
     micro_batches: int,
     *,
     has_aux: bool = False,
@@ -51,7 +54,7 @@ def micro_batched(
     accumulator_dtype: DType = None,
     sum_over: AxisName | None = None,
     skip_empty: bool = False,
-) -> Function:
+) -> Callable[P, Result]:
     r"""Returns `fun` with a value and derivatives that are computed micro-batch by micro-batch.
 
     .. math:: \mathrm{d}\ell = \sum_\theta \Big( \frac{\sum_i w_i \, \partial \ell_i / \partial \theta}{\sum_i w_i}
@@ -143,7 +146,7 @@ def micro_batched(
     roles = roles_of(fun, None, rng_argnums, batch_argnums)
 
     @functools.wraps(fun)
-    def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    def of_batch(*args: P.args, **kwargs: P.kwargs) -> Result:
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
         # Checked here, because below there is one more argument, which no caller passed.
         its_roles = roles.call(args, kwargs, micro_batches).keys_and_examples()

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, ParamSpec, get_args
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,8 @@ from shrewjax._programs.scatters import unknown_true
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction, Window
 from shrewjax._windows.window_state import GradAccumulatorState
 
+P = ParamSpec("P")
+
 
 class _Averaged(NamedTuple):
     value: jax.Array
@@ -86,7 +88,7 @@ class _LoopState(NamedTuple):
 
 
 def value_and_grad(
-    fun: Function,
+    fun: Callable[P, Any],
     micro_batches: int,
     *,
     argnums: int | Sequence[int] = 0,
@@ -101,7 +103,7 @@ def value_and_grad(
     accumulator_dtype: DType = None,
     sum_over: AxisName | None = None,
     skip_empty: bool = False,
-) -> Callable[..., tuple[PyTree, PyTree]]:
+) -> Callable[P, tuple[PyTree, PyTree]]:
     r"""Returns `jax.value_and_grad` of `fun`, computed micro-batch by micro-batch, for batches that do not fit at once.
 
     .. math:: \ell = \frac{\sum_i w_i \ell_i}{\sum_i w_i}, \qquad \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
@@ -254,7 +256,7 @@ def value_and_grad(
     roles = roles_of(fun, own, rng_argnums, batch_argnums)
     as_given = tuple if isinstance(argnums, Sequence) else operator.itemgetter(0)
 
-    def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+    def value_and_grad_of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
         if reduction == "sum":
             _require_no_sum_of_rows(axes)

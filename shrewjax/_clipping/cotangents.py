@@ -107,8 +107,9 @@ def clip_cotangent(
     max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
     axis = arguments.axes("axis", axis)
     sharded_over = arguments.sharded_over(sharded_over)
-    is_traced = isinstance(max_norm, jax.Array)
-    traced_limit, static_limit = ([max_norm], None) if is_traced else ([], max_norm)
+    traced_limit, static_limit = (
+        ([max_norm], None) if isinstance(max_norm, jax.Array) else ([], max_norm)
+    )
 
     def guarded(path: KeyPath, leaf: Leaf) -> Leaf:
         if not is_gradient(leaf):

@@ -14,7 +14,7 @@ from shrewjax._base import arguments, trees
 from shrewjax._base.axes import UnitDims, are_own, whole_shape
 from shrewjax._base.mesh import partitioned_like, placed_like
 from shrewjax._base.states import described, fields, largest, require_own
-from shrewjax._base.types import Argument, KeyPath, Leaf, Metrics, Number, PyTree
+from shrewjax._base.types import Argument, KeyPath, Leaf, Metrics, Number, PyTree, Scalar
 from shrewjax._clipping.counts import Calls, Clipped, counted, metrics_of_counts, new_counts
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
@@ -578,9 +578,9 @@ def clip_by_leaf_norm_ema(
 def _norm_and_limit(
     norm: ExtendedFloat,
     ema: jax.Array,
-    max_ratio: Number,
+    max_ratio: Scalar,
     total: ExtendedFloat,
-    warmup_max_norm: Number,
+    warmup_max_norm: Scalar,
     is_warmup: jax.Array,
 ) -> tuple[ExtendedFloat, ExtendedFloat]:
     """Returns the norm that decides on each unit, and its limit: its own after the warm-up if it has an average."""

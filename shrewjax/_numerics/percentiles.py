@@ -48,7 +48,7 @@ from jax import lax
 
 from shrewjax._base.axes import as_varying, varying_axes
 from shrewjax._base.mesh import placed_like
-from shrewjax._base.types import Axes, DType, Leaf, Number
+from shrewjax._base.types import Axes, DType, Leaf
 from shrewjax._numerics import floats
 from shrewjax._numerics.reductions import (
     Group,
@@ -202,7 +202,7 @@ class Rule:
     """Which percentile of which elements. All but a traced percentile decides which program is compiled."""
 
     known: Fraction | None
-    traced: Number  # an array, or None if the percentile is known
+    traced: jax.Array | None  # if the percentile is not known
     method: Method
     scope: Scope
     over: Over
@@ -210,7 +210,9 @@ class Rule:
 
     @property
     def percentile(self) -> Fraction | jax.Array:
-        return self.traced if self.known is None else self.known
+        given = self.traced if self.known is None else self.known
+        assert given is not None
+        return given
 
 
 class Selected(NamedTuple):

@@ -59,7 +59,7 @@ class SkipNonfiniteState(NamedTuple):
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
-    max_consecutive: Number = None,
+    max_consecutive: Number | None = None,
     at_limit: AtLimit = "keep_skipping",
     leaves: bool = False,
     sharded_over: AxisName | None = None,
@@ -225,8 +225,8 @@ def skip_on_spike(
     history_length: int | None = None,
     warmup_steps: Number = 64,
     min_relative_std: Number = 1e-3,
-    above: Number = None,
-    at_most: Number = None,
+    above: Number | None = None,
+    at_most: Number | None = None,
     sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Skips the steps whose gradient norm, or loss, is far above the recent ones, or above a fixed limit.
@@ -380,7 +380,9 @@ def _warmup_steps(value: Number, history_length: int) -> Scalar:
     return steps
 
 
-def _fixed_limit(above: Number, at_most: Number, *, at_least: float) -> dict[str, Scalar]:
+def _fixed_limit(
+    above: Number | None, at_most: Number | None, *, at_least: float
+) -> dict[str, Scalar]:
     """Returns the fixed limit, which is at least `at_least`, and the longest run of skipped spikes."""
     if (above is None) != (at_most is None):
         given, missing = ("above", "at_most") if at_most is None else ("at_most", "above")

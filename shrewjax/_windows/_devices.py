@@ -79,7 +79,7 @@ class Devices:
         self,
         grads: PyTree,
         weight: Scalar,
-        value: Number,
+        value: Number | None,
         gradient_sum: ArrayTree,
         sum_of_weights: jax.Array,
     ) -> tuple[ArrayTree, Scalar | None]:

@@ -74,7 +74,7 @@ def accumulate(
     accumulator_dtype: DType = None,
     nonfinite: Nonfinite = "propagate",
     sum_over: AxisName | None = None,
-    noise_decay: Number = None,
+    noise_decay: Number | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs an optimizer once per window of `accum_steps` micro-batches, on the average of their gradients.
 

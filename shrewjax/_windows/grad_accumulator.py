@@ -58,7 +58,7 @@ class GradAccumulator:
         accumulator_dtype: DType = None,
         nonfinite: Nonfinite = "propagate",
         sum_over: AxisName | None = None,
-        noise_decay: Number = None,
+        noise_decay: Number | None = None,
     ) -> None:
         self._given: dict[str, Argument] = {
             "accum_steps": accum_steps,
@@ -104,7 +104,11 @@ class GradAccumulator:
         return on_mesh_of(params, self._window.init(params))
 
     def add(
-        self, state: GradAccumulatorState, grads: PyTree, weight: Number = 1, value: Number = None
+        self,
+        state: GradAccumulatorState,
+        grads: PyTree,
+        weight: Number = 1,
+        value: Number | None = None,
     ) -> GradAccumulatorState:
         """Adds a micro-batch to the window, even to a full one. Call `take` when `ready` is true.
 
@@ -118,7 +122,7 @@ class GradAccumulator:
         return self._added(state, grads, checked_weight(weight, state), value)
 
     def _added(
-        self, state: GradAccumulatorState, grads: PyTree, weight: Scalar, value: Number
+        self, state: GradAccumulatorState, grads: PyTree, weight: Scalar, value: Number | None
     ) -> GradAccumulatorState:
         arrays = trees.gradient_arrays(summed(grads))
         return self._window.advance(state, arrays, weight, value).state
@@ -175,7 +179,11 @@ class GradAccumulator:
         )
 
     def step(
-        self, state: GradAccumulatorState, grads: PyTree, weight: Number = 1, value: Number = None
+        self,
+        state: GradAccumulatorState,
+        grads: PyTree,
+        weight: Number = 1,
+        value: Number | None = None,
     ) -> tuple[PyTree | None, GradAccumulatorState]:
         """Adds a micro-batch and, if the window is then full, takes its average. Cannot be used under jit.
 

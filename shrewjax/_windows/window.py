@@ -89,7 +89,7 @@ class Window:
         accumulator_dtype: DType = None,
         nonfinite: Nonfinite = "propagate",
         sum_over: AxisName | None = None,
-        noise_decay: Number = None,
+        noise_decay: Number | None = None,
     ) -> None:
         self.accum_steps = arguments.accum_steps(accum_steps)
         self._reduction = arguments.choice("reduction", reduction, get_args(Reduction))
@@ -141,10 +141,9 @@ class Window:
 
     def steps(self, windows: jax.Array) -> jax.Array:
         """Returns the window's length, at least 1. `windows` is the argument of a schedule."""
-        given: Number = self.accum_steps
-        if callable(given):
-            given = arguments.steps_of_schedule(given, windows)
-        steps = jnp.asarray(given, jnp.float32)
+        given = self.accum_steps
+        length = arguments.steps_of_schedule(given, windows) if callable(given) else given
+        steps = jnp.asarray(length, jnp.float32)
         is_valid = steps >= 1  # and not `maximum`, because a NaN then counts as 1
         rounded = jnp.ceil(jnp.minimum(steps, 2.0**24))
         return jnp.where(is_valid, rounded, jnp.ones_like(steps)).astype(jnp.int32)
@@ -154,7 +153,7 @@ class Window:
         state: AnyState,
         grads: ArrayTree,
         weight: Scalar,
-        value: Number,
+        value: Number | None,
         *,
         flush: Flag = False,
         when_full: bool = False,
@@ -291,7 +290,7 @@ class Window:
     def _value_added(
         self,
         value_sum: jax.Array,
-        value: Number,
+        value: Number | None,
         weight: Scalar,
         kept_weight: jax.Array,
         is_kept: Flag,
