@@ -121,7 +121,7 @@ class AuxLeaves:
 
         A mean is NaN if no micro-batch is kept, or if a weight or their sum is out of range.
         """
-        means, known, _ = self._window.close(sums.means, has_begun=True)
+        means, known = self._window.result(sums.means)
         names = self._of(self._names, *COMBINE)
         results = {
             "mean": iter([nan_unless(known, x) for x in means.gradients]),

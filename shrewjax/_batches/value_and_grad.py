@@ -552,7 +552,7 @@ class _Loop(NamedTuple):
         if self.batch.devices and self.loss.reduction != "sum":
             end = window.divided(end)
             window = Window(self.batch.steps, reduction="sum", sum_over=window.axes)
-        average, has_average, _ = window.close(end, has_begun=True)
+        average, has_average = window.result(end)
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
         value, grads = jax.tree.map(cast_like, average.gradients, self.traced.results.averaged)
         return _Averaged(
