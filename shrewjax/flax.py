@@ -7,7 +7,7 @@ type checker wants `import shrewjax.flax`. The arithmetic is that of `shrewjax.a
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Self
 
 import jax
@@ -29,8 +29,9 @@ from shrewjax._base.types import (
     Number,
     PyTree,
 )
-from shrewjax._batches.micro_batched import check_options, value_of_batch
+from shrewjax._batches.micro_batched import require_axes, value_of_batch
 from shrewjax._batches.roles import Roles, positional_names, roles_of
+from shrewjax._batches.value_and_grad import Options, of_options
 from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction
 
@@ -342,26 +343,23 @@ def value_and_grad(
     """
 
     _predicate(wrt)
-    of_arrays: Any = partial(
-        shrewjax.value_and_grad,
-        micro_batches=micro_batches,
-        aux=aux,
-        reduction=reduction,
-        nonfinite=nonfinite,
-        accumulator_dtype=accumulator_dtype,
-        sum_over=sum_over,
-        skip_empty=skip_empty,
-    )
-    # Made here for its checks alone, so that a wrong argument raises before the call.
-    of_arrays(fun, has_aux=has_aux, weight=weight)
-    roles = roles_of(fun, {"wrt": (0,)}, rng_argnums, batch_argnums)
+    options = Options(
+        micro_batches,
+        has_aux,
+        weight,
+        aux,
+        reduction,
+        nonfinite,
+        accumulator_dtype,
+        sum_over,
+        skip_empty,
+    ).checked()
+    roles = roles_of(fun, {}, rng_argnums, batch_argnums)
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
         args, kwargs = _with_model_by_position(fun, args, kwargs)
-        call = _Call(roles, weight, wrt, has_aux, micro_batches, args, kwargs)
-        value_and_grads = of_arrays(
-            call.loss, has_aux=True, weight=call.weight, carry_argnum=-1, **call.roles
-        )
+        call = _Call(roles, options, wrt, args, kwargs)
+        value_and_grads = of_options(call.loss, call.options, carry_argnum=-1, **call.roles)
         returned, grads = value_and_grads(*call.arrays, **call.objects.kwargs)
         return call.returned(returned), call.objects.like_model(grads)
 
@@ -429,25 +427,31 @@ def micro_batched(
     Source: `shrewjax.micro_batched`.
     """
     _predicate(wrt)
-    options: dict[str, Any] = {
-        "micro_batches": micro_batches,
-        "aux": aux,
-        "reduction": reduction,
-        "nonfinite": nonfinite,
-        "accumulator_dtype": accumulator_dtype,
-        "sum_over": sum_over,
-        "skip_empty": skip_empty,
-    }
-    check_options(fun, weight, {"has_aux": has_aux, **options})
-    roles = roles_of(fun, {"wrt": (0,)}, rng_argnums, batch_argnums)
+    options = Options(
+        micro_batches,
+        has_aux,
+        weight,
+        aux,
+        reduction,
+        nonfinite,
+        accumulator_dtype,
+        sum_over,
+        skip_empty,
+    ).checked()
+    require_axes(options)
+    roles = roles_of(fun, {}, rng_argnums, batch_argnums)
 
     @wraps(fun)
     def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
         args, kwargs = _with_model_by_position(fun, args, kwargs)
-        call = _Call(roles, weight, wrt, has_aux, micro_batches, args, kwargs)
-        own = {"has_aux": True, "carry_argnum": len(call.arrays) - 1, **options}
+        call = _Call(roles, options, wrt, args, kwargs)
         returned = value_of_batch(
-            call.loss, call.weight, call.roles, own, call.arrays, call.objects.kwargs
+            call.loss,
+            call.options,
+            call.roles,
+            call.arrays,
+            call.objects.kwargs,
+            carry_argnum=len(call.arrays) - 1,
         )
         return call.returned(returned)
 
@@ -475,34 +479,32 @@ class _Call:
       objects: the nnx objects.
       arrays: the arguments by position.
       roles: which of them hold examples and keys.
-      weight: the user's, as a function of arrays.
+      options: the user's, with a weight of arrays, for a loss that returns the state, too.
     """
 
     def __init__(
         self,
         roles: Roles,
-        weight: Function | None,
+        options: Options,
         wrt: Any,
-        has_aux: bool,
-        micro_batches: int,
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> None:
+        weight = options.weight
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
         self.objects = _Objects(wrt, args[0], args[1:], kwargs)
-        self._fun, self._has_aux = roles.fun, has_aux
+        self._fun, self._has_aux = roles.fun, options.has_aux
         # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
-        objects = {"nnx objects (they need no position)": self.objects.alone}
-        its_roles = roles._replace(given={"wrt": (0,), **objects, **roles.given})
+        own = {"wrt": (0,), "nnx objects (they need no position)": self.objects.alone}
         arrays = self.objects.params, *self.objects.args
-        call = its_roles.call(arrays, self.objects.kwargs, micro_batches)
+        call = roles.with_own(own).call(arrays, self.objects.kwargs, options.micro_batches)
         self.roles: dict[str, Any] = call.keys_and_examples()
         self.arrays = *arrays, self.objects.state
 
         def weigh(*args: PyTree, **kwargs: PyTree) -> Number:
             return self.objects.call(weight, args, kwargs)[0]
 
-        self.weight = weight and weigh
+        self.options = options._replace(has_aux=True, weight=weight and weigh)
 
     def loss(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         returned, state = self.objects.call(self._fun, args, kwargs)

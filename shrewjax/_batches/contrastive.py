@@ -8,7 +8,6 @@
 Both passes are `value_and_grad`, so that a micro-batch has the same examples and keys in both.
 """
 
-import contextvars
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,9 +22,8 @@ from shrewjax._base.mesh import devices_to_map
 from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, PyTree
 from shrewjax._batches._mistaken_roles import number_of_examples
 from shrewjax._batches.roles import roles_of
-from shrewjax._batches.value_and_grad import is_part_of_mean, value_and_grad
+from shrewjax._batches.value_and_grad import Options, of_options
 from shrewjax._numerics.reductions import combined_over
-from shrewjax._windows.window import Window
 
 
 def contrastive_value_and_grad(
@@ -105,8 +103,17 @@ def contrastive_value_and_grad(
     Source: Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
     (GradCache), 2021, https://arxiv.org/abs/2101.06983.
     """
-    steps = arguments.integer("micro_batches", micro_batches, at_least=1)
-    axes = Window(steps, sum_over=sum_over).axes or ()
+    first_pass = Options(micro_batches, has_aux=True, aux="stack", sum_over=sum_over).checked()
+    # Inside `per_device`, rows of the sum of the second pass are those of a mean
+    # (tests/batches/test_per_device.py, "in_two_passes_is_a_mean").
+    second_pass = Options(
+        micro_batches,
+        reduction="sum",
+        accumulator_dtype=accumulator_dtype,
+        sum_over=sum_over,
+        is_part_of_mean=True,
+    ).checked()
+    steps, axes = micro_batches, first_pass.axes
     roles = roles_of(features, {"argnums": (0,)}, rng_argnums, batch_argnums)
 
     def beside_features(*args: PyTree, **kwargs: PyTree) -> tuple[jax.Array, PyTree]:
@@ -126,15 +133,13 @@ def contrastive_value_and_grad(
         count = number_of_examples(call) or 0
         _require_divisible(count, steps * max(devices_to_map("sum_over", axes), 1))
         keys, examples = call.keys_and_examples().values()
-        of_both = partial(
-            value_and_grad,
-            micro_batches=steps,
-            rng_argnums=keys,
-            sum_over=sum_over,
-        )
         # 1. The gradient is by an argument that nothing reads, so that there is no backward pass.
-        first = of_both(
-            beside_features, argnums=len(args), batch_argnums=examples, has_aux=True, aux="stack"
+        first = of_options(
+            beside_features,
+            first_pass,
+            argnums=len(args),
+            rng_argnums=keys,
+            batch_argnums=examples,
         )
         (_, stacked), _ = first(*args, 0.0, **kwargs)
         z = _in_order(stacked, count)
@@ -145,17 +150,10 @@ def contrastive_value_and_grad(
         (value, aux), (direct, by_feature) = both(args[0], z)
         value, direct = _summed_over(own_axes, (value, direct))
         # 3.
-        second = of_both(
-            weighted_sum,
-            batch_argnums=(*examples, len(args)),
-            reduction="sum",
-            accumulator_dtype=accumulator_dtype,
+        second = of_options(
+            weighted_sum, second_pass, rng_argnums=keys, batch_argnums=(*examples, len(args))
         )
-        # Inside `per_device`, rows of this sum are those of a mean, which `value_and_grad` does not know
-        # (tests/batches/test_per_device.py, "in_two_passes_is_a_mean").
-        context = contextvars.copy_context()
-        context.run(is_part_of_mean.set, True)
-        _, through_features = context.run(second, *args, _coefficients(by_feature), **kwargs)
+        _, through_features = second(*args, _coefficients(by_feature), **kwargs)
         grads = jax.tree.map(jnp.add, direct, through_features)
         return ((value, aux) if has_aux else value), grads
 

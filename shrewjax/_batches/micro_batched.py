@@ -31,7 +31,7 @@ from shrewjax._base.trees import is_gradient, is_zero_tangent
 from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, Leaf, Place, PyTree
 from shrewjax._batches._call import label
 from shrewjax._batches.roles import roles_of
-from shrewjax._batches.value_and_grad import value_and_grad
+from shrewjax._batches.value_and_grad import Options, of_options
 from shrewjax._numerics.floats import sum_dtype, upcast
 from shrewjax._programs.jaxprs import function_of_constants
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction
@@ -132,33 +132,33 @@ def micro_batched(
 
     Source: as for `value_and_grad`, and `jax.custom_jvp`.
     """
-    options: dict[str, Any] = {
-        "has_aux": has_aux,
-        "micro_batches": micro_batches,
-        "aux": aux,
-        "reduction": reduction,
-        "nonfinite": nonfinite,
-        "accumulator_dtype": accumulator_dtype,
-        "sum_over": sum_over,
-        "skip_empty": skip_empty,
-    }
-    check_options(fun, weight, options)
+    options = Options(
+        micro_batches,
+        has_aux,
+        weight,
+        aux,
+        reduction,
+        nonfinite,
+        accumulator_dtype,
+        sum_over,
+        skip_empty,
+    ).checked()
+    require_axes(options)
     roles = roles_of(fun, None, rng_argnums, batch_argnums)
 
     @functools.wraps(fun)
     def of_batch(*args: P.args, **kwargs: P.kwargs) -> Result:
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
         # Checked here, because below there is one more argument, which no caller passed.
-        its_roles = roles.call(args, kwargs, micro_batches).keys_and_examples()
-        return value_of_batch(fun, weight, its_roles, options, args, kwargs)
+        its_roles = roles.call(args, kwargs, options.micro_batches).keys_and_examples()
+        return value_of_batch(fun, options, its_roles, args, kwargs)
 
     return of_batch
 
 
-def check_options(fun: Function, weight: Function | None, options: dict[str, Any]) -> None:
-    """Raises if an argument of `micro_batched` is wrong, before the call."""
-    value_and_grad(fun, weight=weight, **options)  # made for its checks alone
-    if options["sum_over"] == ():
+def require_axes(options: Options) -> None:
+    """Raises if `sum_over` is (), which keeps gradients on each device."""
+    if options.sum_over == ():
         raise ValueError(
             "sum_over must be a mapped axis or None, got (), because a loss has no gradients that a device could keep. "
             "Name the axes over which the batch is divided. Or call value_and_grad"
@@ -167,23 +167,24 @@ def check_options(fun: Function, weight: Function | None, options: dict[str, Any
 
 def value_of_batch(
     fun: Function,
-    weight: Function | None,
+    options: Options,
     roles: dict[str, tuple[Place, ...]],
-    options: dict[str, Any],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
+    carry_argnum: int | None = None,
 ) -> PyTree:
     """Returns the value, or the pair `(value, aux)`, with a rule for its derivatives.
 
-    `roles` and `options` are arguments of `value_and_grad`. A `carry_argnum` among the options is a position.
+    `roles` are arguments of `value_and_grad`.
     """
     # 1. The leaves by which there are derivatives, and the other arrays.
     leaves, structure = jax.tree.flatten((args, kwargs))
     paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
-    with_role = {at for places in roles.values() for at in places} | {options.get("carry_argnum")}
+    with_role = {at for places in roles.values() for at in places} | {carry_argnum}
     have_role = [_place(path) in with_role for path in paths]
     own = _leaf_numbers(leaves, have_role)
-    call = _Call(fun, weight, roles, options, leaves, structure, own.free, None)
+    its_roles = roles | {"carry_argnum": carry_argnum}
+    call = _Call(fun, its_roles, options, leaves, structure, own.free, None)
 
     # 2. Traced arrays that fun and weight close over are leaves, too.
     outer = call.closed_over(own)
@@ -193,7 +194,7 @@ def value_of_batch(
     numbers = _leaf_numbers(call.leaves, [*have_role, *[False] * len(outer)])
     # With this policy, a NaN in the gradient by any argument drops its micro-batch. So each call computes them all.
     # Otherwise the value and a derivative would drop others.
-    read_for_dropping = own.free if options["nonfinite"] == "drop_microbatch" else []
+    read_for_dropping = own.free if options.nonfinite == "drop_microbatch" else []
 
     def by_number(free: list[jax.Array], fixed: list[jax.Array]) -> dict[int, jax.Array]:
         return dict(zip(numbers.free + numbers.fixed, free + fixed, strict=True))
@@ -215,7 +216,7 @@ def value_of_batch(
         returned, grads = _in_one_piece(
             lambda x: call.value_and_grad(x, param_numbers, [*moved]), by_number(*primals)
         )
-        return returned, _tangent(returned, grads, moved, has_aux=options["has_aux"])
+        return returned, _tangent(returned, grads, moved, has_aux=options.has_aux)
 
     value.defjvp(rule, symbolic_zeros=True)
     return value(*([call.leaves[at] for at in x] for x in numbers))
@@ -252,9 +253,8 @@ class _Call(NamedTuple):
     """
 
     fun: Function
-    weight: Function | None
-    roles: dict[str, tuple[Place, ...]]
-    options: dict[str, Any]
+    roles: dict[str, Any]
+    options: Options
     leaves: list[Leaf]  # of all arguments, then the traced arrays that fun and weight close over
     structure: Any  # of the arguments
     free: list[int]  # the arguments' leaves by which there are derivatives
@@ -262,7 +262,7 @@ class _Call(NamedTuple):
 
     @property
     def sum_over(self) -> AxisNames:
-        return tuple(jax.tree.leaves(self.options["sum_over"]))
+        return self.options.axes
 
     def closed_over(self, numbers: _LeafNumbers) -> list[jax.Array]:
         """Returns the traced arrays that `fun` and `weight` close over, from a trace of the value."""
@@ -280,17 +280,19 @@ class _Call(NamedTuple):
         by_number = dict(enumerate(self.leaves)) | arrays
         # None stands in a parameter's old place, because `sum_over` would pass it to all devices twice. With a weight,
         # the parameters that are not moved stay, because the weight reads them in their old places.
-        absent = dict.fromkeys(moved if self.weight else param_numbers)
+        weight = self.options.weight
+        absent = dict.fromkeys(moved if weight else param_numbers)
         # `|` keeps the order of the leaves.
         count = self.structure.num_leaves
         args, kwargs = self.structure.unflatten([*(by_number | absent).values()][:count])
         outer = [by_number[at] for at in range(count, len(self.leaves))]
-        given: dict[str, Any] = {"argnums": len(args)} | self.roles | self.options
-        if self.weight:
-            given["weight"] = functools.partial(self._with_params, self.weight, moved, outer)
+        weigh = weight and functools.partial(self._with_params, weight, moved, outer)
         fun = functools.partial(self._with_params, self._scalar, param_numbers, outer)
         params = {at: by_number[at] for at in param_numbers}
-        returned, grads = value_and_grad(fun, **given)(*args, params, **kwargs)
+        of_batch = of_options(
+            fun, self.options._replace(weight=weigh), argnums=len(args), **self.roles
+        )
+        returned, grads = of_batch(*args, params, **kwargs)
         return returned, grads
 
     def _with_params(
@@ -315,7 +317,8 @@ class _Call(NamedTuple):
         # Their types are the same, whichever of them a caller differentiates.
         free = {at: as_varying(own[at], self.sum_over) for at in self.free}
         arrays = {at: x for at, x in enumerate(own) if isinstance(x, jax.Array)} | free
-        key = function is self.weight, *((x.shape, x.dtype) for x in arrays.values())
+        is_weight = function is self.options.weight
+        key = is_weight, *((x.shape, x.dtype) for x in arrays.values())
         if key not in self.programs:
             self.programs[key] = function_of_constants(
                 functools.partial(self._of_leaves, function, own), arrays

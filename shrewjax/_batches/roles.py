@@ -51,6 +51,10 @@ class Roles(NamedTuple):
             _check_whole(call, sizes)
         return call
 
+    def with_own(self, own: Mapping[str, tuple[Place, ...]]) -> "Roles":
+        """Returns these roles after those of the function's own."""
+        return self._replace(given={**own, **self.given})
+
     def _places(self, count: int, keywords: Collection[str]) -> dict[str, tuple[Place, ...]]:
         """Returns, for each role, how its arguments came: a position among those by position, or a keyword.
 
@@ -100,6 +104,8 @@ def roles_of(
 
     `own` is None if the first argument has no role, and by default holds no examples.
     """
+    if not callable(fun):
+        raise ValueError(f"fun must be a function, got {trees.shown(fun)}")
     batch = None if batch_argnums is None else arguments.places("batch_argnums", batch_argnums)
     if own is None:
         own = {"what stays whole by default": (0,)} if batch is None else {}

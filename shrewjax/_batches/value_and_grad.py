@@ -15,7 +15,6 @@ the sums that are divided by a weight: of loss and gradients, and of the average
 
 import operator
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, get_args
 
@@ -42,6 +41,7 @@ from shrewjax._base.mesh import (
 )
 from shrewjax._base.trees import check_unchanged, has_derivative, is_gradient
 from shrewjax._base.types import (
+    Argument,
     Axes,
     AxisName,
     AxisNames,
@@ -234,21 +234,73 @@ def value_and_grad(
     Source: as for `accumulate`, by linearity of the gradient.
     """
     # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
-    steps = arguments.integer("micro_batches", micro_batches, at_least=1)
-    if not callable(fun):
-        raise ValueError(f"fun must be a function, got {trees.shown(fun)}")
+    options = Options(
+        micro_batches,
+        has_aux,
+        weight,
+        aux,
+        reduction,
+        nonfinite,
+        accumulator_dtype,
+        sum_over,
+        skip_empty,
+    ).checked()
+    return of_options(fun, options, argnums, carry_argnum, rng_argnums, batch_argnums)
+
+
+class Options(NamedTuple):
+    """How a batch is divided and reduced: the arguments of `value_and_grad`, without those about roles."""
+
+    micro_batches: int
+    has_aux: bool = False
+    weight: Function | None = None
+    aux: PyTree = "mean"
+    reduction: Reduction = "mean"
+    nonfinite: NonfiniteOfBatch = "propagate"
+    accumulator_dtype: DType = None
+    sum_over: AxisName | None = None
+    skip_empty: bool = False
+    is_part_of_mean: bool = False  # rows of a sum are those of a mean, which the caller has divided
+
+    def checked(self) -> "Options":
+        """Returns the options. Raises if one is not as described."""
+        arguments.integer("micro_batches", self.micro_batches, at_least=1)
+        _check_aux(self.aux, self.has_aux)
+        arguments.choice("nonfinite", self.nonfinite, get_args(NonfiniteOfBatch))
+        arguments.static_flag("skip_empty", self.skip_empty)
+        self.window()
+        _check_weight_is_given(self.weight, self.reduction, self.skip_empty)
+        return self
+
+    def window(self) -> Window:
+        return Window(
+            self.micro_batches,
+            reduction=self.reduction,
+            nonfinite=self.nonfinite,
+            accumulator_dtype=self.accumulator_dtype,
+            sum_over=self.sum_over,
+        )
+
+    @property
+    def axes(self) -> AxisNames:
+        return arguments.axis_names("sum_over", self.sum_over) or ()
+
+
+def of_options(
+    fun: Function,
+    options: Options,
+    argnums: int | Sequence[int] = 0,
+    carry_argnum: int | None = None,
+    rng_argnums: Argument = (),
+    batch_argnums: Argument = None,
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Returns what `value_and_grad` returns, with its checked options."""
+    has_aux, weight, axes = options.has_aux, options.weight, options.axes
     has_carry = carry_argnum is not None
-    _check_aux(aux, has_aux, has_carry)
-    arguments.choice("nonfinite", nonfinite, get_args(NonfiniteOfBatch))
-    window = Window(
-        steps,
-        reduction=reduction,
-        nonfinite=nonfinite,
-        accumulator_dtype=accumulator_dtype,
-        sum_over=sum_over,
-    )
-    _check_weight_is_given(weight, reduction, arguments.static_flag("skip_empty", skip_empty))
-    axes = window.axes or ()
+    if has_carry and not has_aux:
+        raise ValueError(
+            "carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))"
+        )
     own = {
         "argnums": arguments.positions("argnums", argnums),
         "carry_argnum": (arguments.integer("carry_argnum", carry_argnum),) if has_carry else (),
@@ -258,27 +310,24 @@ def value_and_grad(
 
     def value_and_grad_of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
         arguments.require_arguments_of_fun("weight", weight, args, kwargs)
-        if reduction == "sum":
+        if options.reduction == "sum" and not options.is_part_of_mean:
             _require_no_sum_of_rows(axes)
         devices = devices_to_map("sum_over", axes)
-        call = roles.call(args, kwargs, steps, max(devices, 1))
+        call = roles.call(args, kwargs, options.micro_batches, max(devices, 1))
         batch = batch_of_call(call, () if devices else axes, devices)
         its_fun = call.in_order(fun)
         loss = _Loss(
             its_fun,
             jax.value_and_grad(its_fun, as_given(batch.roles["argnums"]), has_aux),
             as_given,
-            has_aux,
             has_carry,
-            weight and call.in_order(weight),
-            reduction,
-            skip_empty,
+            options._replace(weight=weight and call.in_order(weight)),
         )
         if not devices:
-            return _run(loss, window, aux, batch)
+            return _run(loss, batch)
 
         def run(examples: dict[int, PyTree], without_examples: Batch) -> tuple[PyTree, PyTree]:
-            return _run(loss, window, aux, without_examples.of_device(examples, axes))
+            return _run(loss, without_examples.of_device(examples, axes))
 
         returned, grads = on_each_device(run, axes, batch.examples, batch.to_map())
         like = as_given(batch.with_role("argnums"))
@@ -287,24 +336,16 @@ def value_and_grad(
     return value_and_grad_of_batch
 
 
-# Whether the caller has divided its sum by the number of devices, so that rows of it are those of a mean.
-is_part_of_mean: ContextVar[bool] = ContextVar("is_part_of_mean", default=False)
-
-
 def _require_no_sum_of_rows(axes: AxisNames) -> None:
     along = tuple(a for a in axes if a in row_axes())
-    if along and not is_part_of_mean.get():
+    if along:
         raise ValueError(
             f"reduction='sum' must not have sum_over={along!r} inside per_device, where each row would be the sum of "
             "all devices. Leave out sum_over=, so that a row is the device's own sum"
         )
 
 
-def _check_aux(aux: PyTree, has_aux: bool, has_carry: bool) -> None:
-    if has_carry and not has_aux:
-        raise ValueError(
-            "carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))"
-        )
+def _check_aux(aux: PyTree, has_aux: bool) -> None:
     if not has_aux and aux != "mean":
         raise ValueError(
             f"aux needs has_aux=True, because fun returns (loss, aux), got aux={trees.shown(aux)}"
@@ -331,15 +372,16 @@ def _check_weight_is_given(weight: Function | None, reduction: str, skip_empty: 
         )
 
 
-def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
+def _run(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
     """Returns the results of the batch, or of a device's part of it. The module's docstring has its steps."""
+    options, window = loss.options, loss.options.window()
     # 1. Take the parameters and the carry. Statistics that Flax overwrites have no mean, so they stand apart.
     all_params = loss.as_given(batch.with_role("argnums"))
     params, old_values = _overwritten.separated(all_params)
     carried = [jax.tree.map(jnp.asarray, x) for x in batch.with_role("carry_argnum")]
 
     # 2. Trace fun once, for a number of a micro-batch. If devices run others, its type varies.
-    has_weight = loss.has_weight(batch, carried) if loss.skip_empty else None
+    has_weight = loss.has_weight(batch, carried) if options.skip_empty else None
     number = jnp.int32(0) if has_weight is None else as_varying(jnp.int32(0), _axes_of(has_weight))
     traced = Traced(partial(loss.results, batch), number, carried)
     like = traced.results
@@ -354,7 +396,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
     if carried:
         weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
         _check_carried(like.carried, carried, weight)
-    aux = AuxLeaves(aux_names, like.aux, batch.steps, window.axes)
+    aux = AuxLeaves(options.aux, like.aux, batch.steps, window.axes)
     examples = jax.tree.leaves(batch.examples)
     size = examples[0].shape[0] if examples else 0
     if batch.steps * max(batch.devices, 1) > 1:
@@ -376,7 +418,7 @@ def _run(loss: "_Loss", window: Window, aux_names: PyTree, batch: Batch) -> tupl
         grads = _overwritten.joined(grads, values, all_params)
 
     # 6. Add aux and carry to the results. If the call maps the axes, its carry has to be one for all devices.
-    if not loss.has_aux:
+    if not options.has_aux:
         return value, grads
     whole_aux = aux.close(end.aux, stacked)
     if not loss.has_carry:
@@ -392,11 +434,8 @@ class _Loss(NamedTuple):
     fun: Function
     value_and_grad: Function  # `jax.value_and_grad` of `fun`
     as_given: Function  # of the arguments in `argnums`: the one, or a tuple
-    has_aux: bool
     has_carry: bool
-    weight: Function | None
-    reduction: Reduction
-    skip_empty: bool
+    options: Options  # with a weight of the arguments in order
 
     def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _MicroBatch:
         try:
@@ -406,7 +445,7 @@ class _Loss(NamedTuple):
                 error.add_note(_WHOLE_IN_ARGNUMS)
             raise
         returned, grads = summed(results)
-        value, aux = returned if self.has_aux else (returned, ())
+        value, aux = returned if self.options.has_aux else (returned, ())
         if self.has_carry:
             aux, *carried = _aux_and_carry(aux)
         grads, overwritten = _overwritten.separated(grads)
@@ -417,10 +456,11 @@ class _Loss(NamedTuple):
 
         XLA leaves an all-reduce inside the loop if a constant multiplies it (XLA-24).
         """
-        if self.weight is None:
+        weigh, is_mean = self.options.weight, self.options.reduction == "mean"
+        if weigh is None:
             return 1.0
-        weight = arguments.weight(self.weight(*batch.arguments(i, carried)), {()})
-        return 1.0 if self.reduction == "mean" and isinstance(weight, float) and weight else weight
+        weight = arguments.weight(weigh(*batch.arguments(i, carried)), {()})
+        return 1.0 if is_mean and isinstance(weight, float) and weight else weight
 
     def has_weight(self, batch: Batch, carried: list[PyTree]) -> jax.Array:
         """Returns for each micro-batch whether its weight is not 0. Raises if weights depend on the carry."""
@@ -438,7 +478,7 @@ class _Loss(NamedTuple):
         def weight(own_params: dict[int, PyTree]) -> Scalar:
             return self.weight_of(batch._replace(own_params=own_params), 0, carried)
 
-        if self.reduction != "sum" and has_derivative(weight, batch.own_params):
+        if self.options.reduction != "sum" and has_derivative(weight, batch.own_params):
             raise ValueError(
                 "weight must be a constant, but it has a derivative by a parameter. Return "
                 "jax.lax.stop_gradient(weight). Or let fun multiply by it, and pass reduction='sum'"
@@ -549,14 +589,14 @@ class _Loop(NamedTuple):
 
     def averages(self, end: GradAccumulatorState) -> _Averaged:
         window = self.window
-        if self.batch.devices and self.loss.reduction != "sum":
+        if self.batch.devices and self.loss.options.reduction != "sum":
             end = window.divided(end)
             window = Window(self.batch.steps, reduction="sum", sum_over=window.axes)
         average, has_average = window.result(end)
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
         value, grads = jax.tree.map(cast_like, average.gradients, self.traced.results.averaged)
         return _Averaged(
-            value if self.loss.reduction == "sum" else nan_unless(has_average, value), grads
+            value if self.loss.options.reduction == "sum" else nan_unless(has_average, value), grads
         )
 
     def one_carry(self, old: list[PyTree], end: _LoopState) -> list[PyTree]:
