@@ -287,13 +287,13 @@ class Options(NamedTuple):
 
 
 def of_options(
-    fun: Function,
+    fun: Callable[P, Any],
     options: Options,
     argnums: int | Sequence[int] = 0,
     carry_argnum: int | None = None,
     rng_argnums: Argument = (),
     batch_argnums: Argument = None,
-) -> Callable[..., tuple[PyTree, PyTree]]:
+) -> Callable[P, tuple[PyTree, PyTree]]:
     """Returns what `value_and_grad` returns, with its checked options."""
     has_aux, weight, axes = options.has_aux, options.weight, options.axes
     has_carry = carry_argnum is not None
