@@ -89,7 +89,7 @@ def gradients_of_a_transformer() -> dict[str, Gradient]:
     functions = {"jax.value_and_grad": jax.value_and_grad(loss)}
     for k in (4, 16):
         functions[f"shrewjax, {k} micro-batches"] = shrewjax.value_and_grad(
-            loss, k, weight=train_transformer.predicted, rng_argnums=2
+            loss, k, weight_fn=train_transformer.predicted, rng_argnums=2
         )
     arguments = weights, jax.tree.map(jnp.asarray, batch), jax.random.key(0)
 

@@ -3,7 +3,7 @@
 A batch is 32 paragraphs, of two characters or of a hundred. `shrewjax.value_and_grad` takes them 8 at a time, inside
 one jitted step, and needs the memory of 8. The loss is a mean over the characters of a micro-batch. The mean of such
 means is not the mean over the batch, and neither is its gradient: a character counts for more where there are fewer.
-With `weight=` the number of characters, the step equals the one large batch. The example measures both against that
+With `weight_fn=` the number of characters, the step equals the one large batch. The example measures both against that
 batch, as it trains. Each micro-batch has a dropout key of its own.
 
 Run it with
@@ -141,8 +141,8 @@ class Difference(NamedTuple):
 def comparison(mean_loss: Callable[..., jax.Array]) -> Callable[..., dict[str, Difference]]:
     """Compares, without dropout, micro-batches weighted by characters, and not, with the large batch."""
     sides = {
-        "weight=": shrewjax.value_and_grad(
-            mean_loss, MICRO_BATCHES, weight=predicted, rng_argnums=2
+        "weight_fn=": shrewjax.value_and_grad(
+            mean_loss, MICRO_BATCHES, weight_fn=predicted, rng_argnums=2
         ),
         "mean of means": shrewjax.value_and_grad(mean_loss, MICRO_BATCHES, rng_argnums=2),
     }
@@ -176,7 +176,7 @@ def plot(
         xlabel="characters in a micro-batch",
         ylabel="micro-batches",
     )
-    for name in ("mean of means", "weight="):
+    for name in ("mean of means", "weight_fn="):
         errors = [difference[name].gradient for difference in compared.values()]
         error_axes.plot(list(compared), errors, "o-", markersize=3, label=name)
     error_axes.set(yscale="log", xlabel="step", ylabel="relative to its norm")
@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     opt_state = tx.init(weights)
     mean_loss = loss_of(graph)
     loss_and_grad = shrewjax.value_and_grad(
-        mean_loss, MICRO_BATCHES, weight=predicted, rng_argnums=2
+        mean_loss, MICRO_BATCHES, weight_fn=predicted, rng_argnums=2
     )
 
     def train_step(
@@ -239,7 +239,7 @@ def main(argv: list[str] | None = None) -> None:
     counts, losses = np.array(counts), np.array(jax.device_get(losses))
     print(f"characters in a micro-batch: {counts.min()} to {counts.max()}")
     print(f"loss a character: {losses[0]:.3f} at first, {losses[-10:].mean():.3f} at last")
-    for name in ("weight=", "mean of means"):
+    for name in ("weight_fn=", "mean of means"):
         loss, gradient = (
             max(values)
             for values in zip(*(found[name] for found in compared.values()), strict=True)

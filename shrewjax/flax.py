@@ -251,7 +251,7 @@ def value_and_grad(
     wrt: Any = nnx.Param,
     has_aux: bool = False,
     batch_argnums: int | str | Sequence[int | str] | None = None,
-    weight: Function | None = None,
+    weight_fn: Function | None = None,
     aux: PyTree = "mean",
     rng_argnums: int | str | Sequence[int | str] = (),
     reduction: Reduction = "mean",
@@ -301,14 +301,14 @@ def value_and_grad(
       batch_argnums: the arguments that hold examples, by positions or names as in `shrewjax.value_and_grad`. The model
         has position 0. None: all by position except nnx objects and those of `rng_argnums`. If there are none, all by
         keyword, except these.
-      weight: as in `shrewjax.value_and_grad`.
+      weight_fn: as in `shrewjax.value_and_grad`.
       aux: as in `shrewjax.value_and_grad`.
       rng_argnums: the arguments that are trees of PRNG keys, by positions or names. Keys in nnx objects need none.
       reduction: as in `shrewjax.value_and_grad`.
       nonfinite: as in `shrewjax.value_and_grad`.
       accumulator_dtype: as in `shrewjax.value_and_grad`.
       sum_over: as in `shrewjax.value_and_grad`.
-      skip_empty: as in `shrewjax.value_and_grad`. `weight` must not read state outside of `wrt`.
+      skip_empty: as in `shrewjax.value_and_grad`. `weight_fn` must not read state outside of `wrt`.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are an
@@ -346,7 +346,7 @@ def value_and_grad(
     options = Options(
         micro_batches,
         has_aux,
-        weight,
+        weight_fn,
         aux,
         reduction,
         nonfinite,
@@ -373,7 +373,7 @@ def micro_batched(
     wrt: Any = nnx.Param,
     has_aux: bool = False,
     batch_argnums: int | str | Sequence[int | str] | None = None,
-    weight: Function | None = None,
+    weight_fn: Function | None = None,
     aux: PyTree = "mean",
     rng_argnums: int | str | Sequence[int | str] = (),
     reduction: Reduction = "mean",
@@ -398,7 +398,7 @@ def micro_batched(
         that it does differentiate. All others go from micro-batch to micro-batch, and are not differentiated.
       has_aux: whether `fun` returns a pair.
       batch_argnums: as in `value_and_grad`.
-      weight: as in `value_and_grad`.
+      weight_fn: as in `value_and_grad`.
       aux: as in `value_and_grad`.
       rng_argnums: as in `value_and_grad`.
       reduction: as in `value_and_grad`.
@@ -430,7 +430,7 @@ def micro_batched(
     options = Options(
         micro_batches,
         has_aux,
-        weight,
+        weight_fn,
         aux,
         reduction,
         nonfinite,
@@ -490,8 +490,8 @@ class _Call:
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> None:
-        weight = options.weight
-        arguments.require_arguments_of_fun("weight", weight, args, kwargs)
+        weight_fn = options.weight_fn
+        arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
         self.objects = _Objects(wrt, args[0], args[1:], kwargs)
         self._fun, self._has_aux = roles.fun, options.has_aux
         # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
@@ -502,9 +502,9 @@ class _Call:
         self.arrays = *arrays, self.objects.state
 
         def weigh(*args: PyTree, **kwargs: PyTree) -> Number:
-            return self.objects.call(weight, args, kwargs)[0]
+            return self.objects.call(weight_fn, args, kwargs)[0]
 
-        self.options = options._replace(has_aux=True, weight=weight and weigh)
+        self.options = options._replace(has_aux=True, weight_fn=weight_fn and weigh)
 
     def loss(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         returned, state = self.objects.call(self._fun, args, kwargs)

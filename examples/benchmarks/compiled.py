@@ -230,7 +230,7 @@ def optax_batch(params: Any, x: jax.Array, counts: jax.Array) -> Any:
 
 BATCHES: dict[str, dict[str, Any]] = {
     "unweighted": {},
-    "weighted": {"weight": counted},
+    "weighted": {"weight_fn": counted},
     "drop_microbatch": {"nonfinite": "drop_microbatch"},
 }
 

@@ -78,10 +78,10 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "by hand": lambda loss: functools.partial(sum_by_hand, loss, MICRO_BATCHES),
     "value_and_grad": lambda loss: shrewjax.value_and_grad(loss, MICRO_BATCHES),
     "weighted": lambda loss: shrewjax.value_and_grad(
-        loss, MICRO_BATCHES, weight=lambda _, tokens: weight(tokens)
+        loss, MICRO_BATCHES, weight_fn=lambda _, tokens: weight(tokens)
     ),
     "skip_empty": lambda loss: shrewjax.value_and_grad(
-        loss, MICRO_BATCHES, weight=lambda _, tokens: weight(tokens), skip_empty=True
+        loss, MICRO_BATCHES, weight_fn=lambda _, tokens: weight(tokens), skip_empty=True
     ),
 }
 

@@ -147,7 +147,7 @@ def time_and_memory(quick: bool) -> list[Row]:
     trees = sum(x.nbytes for x in jax.tree.leaves(params))
     steps = {
         "mean loss": ours(mean_loss),
-        "token weights": ours(masked_loss, weight=real_tokens),
+        "token weights": ours(masked_loss, weight_fn=real_tokens),
         "scan by hand": by_hand(mean_loss),
         "optax.microbatching": optax_microbatch(mean_loss),
         "one batch": whole(mean_loss),
@@ -183,7 +183,7 @@ def difference(quick: bool) -> list[Row]:
         ("mean loss", mean_loss, None),
         ("token weights", masked_loss, real_tokens),
     ):
-        value, grads = jax.jit(ours(loss, weight=weight))(params, *examples)
+        value, grads = jax.jit(ours(loss, weight_fn=weight))(params, *examples)
         large_value, large = jax.jit(whole(loss))(params, *examples)
         with jax.enable_x64(True):
             exact_value, exact = jax.jit(whole(loss))(jax.tree.map(np.float64, params), *examples)

@@ -122,8 +122,8 @@ def _check_divisible(call: Call, name: str, count: int, devices_to_map: int) -> 
         )
     if count % call.parts:
         remedy = other_batch(call) or (
-            f"Pad the batch to {-(-count // together) * together}, let weight= count the real ones, and let fun take "
-            "its mean over them. Or move the axis of examples to the front"
+            f"Pad the batch to {-(-count // together) * together}, let weight_fn= count the real ones, and let "
+            "fun take its mean over them. Or move the axis of examples to the front"
         )
         raise ValueError(
             f"{name} has {count} examples, which micro_batches={call.parts} does not divide. {remedy}"
@@ -138,8 +138,8 @@ def _check_divisible_over(
         remedy = "leave out sum_over" if is_mapped_here else "use a mesh with Auto axes"
         raise ValueError(
             f"{name} has {count} examples, sharded over {devices} devices, in micro-batches of "
-            f"{count // steps}, which {devices} does not divide. Pad the batch to {padded}, and let weight= count the "
-            f"real ones. Or {remedy}"
+            f"{count // steps}, which {devices} does not divide. Pad the batch to {padded}, and let weight_fn= count "
+            f"the real ones. Or {remedy}"
         )
 
 

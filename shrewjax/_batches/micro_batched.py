@@ -6,7 +6,7 @@ call:
 
 1. Flatten the arguments. Floating arrays are free leaves, except examples, keys and the carry. Other arrays of JAX are
    fixed leaves. All else, such as a number or a function, stays as it is.
-2. Trace the value. If `fun` or `weight` closes over traced arrays, these are leaves, too. Trace both functions as
+2. Trace the value. If `fun` or `weight_fn` closes over traced arrays, these are leaves, too. Trace both functions as
    programs in which they are arguments, because JAX may call the rule after the trace of these arrays has ended.
 3. The value alone is that of the batch with no parameters, so that nothing runs backward.
 4. JAX tells the rule which tangents are zeros, by their types. The parameters are the free leaves of all others.
@@ -46,7 +46,7 @@ def micro_batched(
     *,
     has_aux: bool = False,
     batch_argnums: int | str | Sequence[int | str] | None = None,
-    weight: Function | None = None,
+    weight_fn: Function | None = None,
     aux: PyTree = "mean",
     rng_argnums: int | str | Sequence[int | str] = (),
     reduction: Reduction = "mean",
@@ -76,7 +76,7 @@ def micro_batched(
     =============================================  =============================================================
     floating or complex arrays of other arguments  the derivative, with the conventions and dtypes of JAX
     an argument that holds examples                an error
-    an array that `fun` or `weight` closes over    the derivative, as by an argument; an error on an Explicit mesh and
+    an array that `fun` or `weight_fn` closes over  the derivative, as by an argument; an error on an Explicit mesh and
                                                    inside `shard_map` with tracked types, each with `sum_over`
     =============================================  =============================================================
 
@@ -90,7 +90,7 @@ def micro_batched(
     a product with the result, as a loss scale       the gradient is multiplied after it is computed, so float16
                                                      gradients underflow as without it; put the scale into `fun`
     a `clip_cotangent` in `fun`                      it sees the cotangents of `fun` alone, as without a product
-    `weight` depends on what is differentiated       an error, except with `reduction="sum"`; a mask does not
+    `weight_fn` depends on what is differentiated    an error, except with `reduction="sum"`; a mask does not
     a value with `nonfinite="drop_microbatch"`       it runs the backward pass by all floating arrays of `fun`'s
                                                      arguments, so that value and derivatives drop the same; arrays
                                                      that `fun` closes over count in derivatives by them alone
@@ -103,7 +103,7 @@ def micro_batched(
       has_aux: whether `fun` returns a pair.
       batch_argnums: the arguments that hold examples, as in `value_and_grad`. None: all by position, except the first
         and those of `rng_argnums`. If there are none, all by keyword, except these.
-      weight: as in `value_and_grad`.
+      weight_fn: as in `value_and_grad`.
       aux: as in `value_and_grad`.
       rng_argnums: as in `value_and_grad`.
       reduction: as in `value_and_grad`.
@@ -135,7 +135,7 @@ def micro_batched(
     options = Options(
         micro_batches,
         has_aux,
-        weight,
+        weight_fn,
         aux,
         reduction,
         nonfinite,
@@ -148,7 +148,7 @@ def micro_batched(
 
     @functools.wraps(fun)
     def of_batch(*args: P.args, **kwargs: P.kwargs) -> Result:
-        arguments.require_arguments_of_fun("weight", weight, args, kwargs)
+        arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
         # Checked here, because below there is one more argument, which no caller passed.
         its_roles = roles.call(args, kwargs, options.micro_batches).keys_and_examples()
         return value_of_batch(fun, options, its_roles, args, kwargs)
@@ -186,7 +186,7 @@ def value_of_batch(
     its_roles = roles | {"carry_argnum": carry_argnum}
     call = _Call(fun, its_roles, options, leaves, structure, own.free, None)
 
-    # 2. Traced arrays that fun and weight close over are leaves, too.
+    # 2. Traced arrays that fun and weight_fn close over are leaves, too.
     outer = call.closed_over(own)
     if outer:
         call = call._replace(leaves=leaves + outer, programs={})
@@ -247,7 +247,7 @@ def _moved(tangents: dict[int, jax.Array]) -> dict[int, jax.Array]:
 
 
 class _Call(NamedTuple):
-    """A call of the loss. If `fun` or `weight` closes over traced arrays, their programs run in their places.
+    """A call of the loss. If `fun` or `weight_fn` closes over traced arrays, their programs run in their places.
 
     `programs` has these by the types of their arguments, and `closed_over` makes them. It is None without such arrays.
     """
@@ -255,7 +255,7 @@ class _Call(NamedTuple):
     fun: Function
     roles: dict[str, Any]
     options: Options
-    leaves: list[Leaf]  # of all arguments, then the traced arrays that fun and weight close over
+    leaves: list[Leaf]  # of all arguments, then the traced arrays that fun and weight_fn close over
     structure: Any  # of the arguments
     free: list[int]  # the arguments' leaves by which there are derivatives
     programs: dict[Any, Any] | None
@@ -280,17 +280,17 @@ class _Call(NamedTuple):
         by_number = dict(enumerate(self.leaves)) | arrays
         # None stands in a parameter's old place, because `sum_over` would pass it to all devices twice. With a weight,
         # the parameters that are not moved stay, because the weight reads them in their old places.
-        weight = self.options.weight
-        absent = dict.fromkeys(moved if weight else param_numbers)
+        weight_fn = self.options.weight_fn
+        absent = dict.fromkeys(moved if weight_fn else param_numbers)
         # `|` keeps the order of the leaves.
         count = self.structure.num_leaves
         args, kwargs = self.structure.unflatten([*(by_number | absent).values()][:count])
         outer = [by_number[at] for at in range(count, len(self.leaves))]
-        weigh = weight and functools.partial(self._with_params, weight, moved, outer)
+        weigh = weight_fn and functools.partial(self._with_params, weight_fn, moved, outer)
         fun = functools.partial(self._with_params, self._scalar, param_numbers, outer)
         params = {at: by_number[at] for at in param_numbers}
         of_batch = of_options(
-            fun, self.options._replace(weight=weigh), argnums=len(args), **self.roles
+            fun, self.options._replace(weight_fn=weigh), argnums=len(args), **self.roles
         )
         returned, grads = of_batch(*args, params, **kwargs)
         return returned, grads
@@ -317,7 +317,7 @@ class _Call(NamedTuple):
         # Their types are the same, whichever of them a caller differentiates.
         free = {at: as_varying(own[at], self.sum_over) for at in self.free}
         arrays = {at: x for at, x in enumerate(own) if isinstance(x, jax.Array)} | free
-        is_weight = function is self.options.weight
+        is_weight = function is self.options.weight_fn
         key = is_weight, *((x.shape, x.dtype) for x in arrays.values())
         if key not in self.programs:
             self.programs[key] = function_of_constants(

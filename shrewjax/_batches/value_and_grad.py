@@ -94,7 +94,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     batch_argnums: int | str | Sequence[int | str] | None = None,
-    weight: Function | None = None,
+    weight_fn: Function | None = None,
     aux: PyTree = "mean",
     rng_argnums: int | str | Sequence[int | str] = (),
     carry_argnum: int | None = None,
@@ -167,9 +167,9 @@ def value_and_grad(
         of `argnums`, `rng_argnums` and `carry_argnum`. If there are none, all that come by keyword, except these. All
         other arguments reach every micro-batch whole. They may hold no PRNG key, and those by keyword no array of B
         examples.
-      weight: a function of `fun`'s arguments for one micro-batch, which returns the number of examples or tokens that
-        its mean counts. With a mask, count those in the mask. A weight is as in `accumulate`. None: all micro-batches
-        have the same.
+      weight_fn: a function of `fun`'s arguments for one micro-batch, which returns the number of examples or tokens
+        that its mean counts. With a mask, count those in the mask. A weight is as in `accumulate`. None: all
+        micro-batches have the same.
       aux: one name of the table above for all leaves, or a tree prefix of names. A leaf whose shape depends on the
         number of examples has no `"mean"`.
       rng_argnums: the arguments that are trees of PRNG keys, typed or raw: positions or names, as above. Micro-batch i
@@ -179,7 +179,7 @@ def value_and_grad(
         No gradient flows through it, as in truncated backpropagation. `fun` then returns `(loss, (aux, carry))`, and
         the result is `((value, (aux, carry)), grads)`. With `sum_over`, each device has its own carry, unless `fun`
         reduces it.
-      reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss, with `weight`:
+      reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss, with `weight_fn`:
         sum(l) / sum(w) and sum(g) / sum(w), without micro-batches of weight 0. If these have a gradient, as the
         negatives in detection, return `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(l) and sum(g).
       nonfinite: `"propagate"` or `"drop_microbatch"`, see above. The latter reads the gradients once more.
@@ -194,8 +194,8 @@ def value_and_grad(
       skip_empty: whether micro-batches of weight 0 do not run, in any place, so that a step takes the time of those
         that have a weight. Results are the same, see below.
 
-    With `skip_empty=True`, all weights are computed before the loop, so `weight` must not read the carry. The program
-    learns the number of turns when it runs. So pass it if many are empty: a GPU's host may wait once a micro-batch.
+    With `skip_empty=True`, all weights are computed before the loop, so `weight_fn` must not read the carry. The
+    program learns the number of turns when it runs. So pass it if many are empty: a GPU's host may wait for each.
     Forward mode works, and outside of `jax.jit` reverse mode, too. Under `jax.jit` reverse mode is an error of JAX:
     "Reverse-mode differentiation does not work for lax.while_loop or lax.fori_loop with dynamic start/stop values."
     `jax.vmap` over different numbers takes the time of the largest, and holds a second sum of the gradients. Over a
@@ -237,7 +237,7 @@ def value_and_grad(
     options = Options(
         micro_batches,
         has_aux,
-        weight,
+        weight_fn,
         aux,
         reduction,
         nonfinite,
@@ -253,7 +253,7 @@ class Options(NamedTuple):
 
     micro_batches: int
     has_aux: bool = False
-    weight: Function | None = None
+    weight_fn: Function | None = None
     aux: PyTree = "mean"
     reduction: Reduction = "mean"
     nonfinite: NonfiniteOfBatch = "propagate"
@@ -269,7 +269,7 @@ class Options(NamedTuple):
         arguments.choice("nonfinite", self.nonfinite, get_args(NonfiniteOfBatch))
         arguments.static_flag("skip_empty", self.skip_empty)
         self.window()
-        _check_weight_is_given(self.weight, self.reduction, self.skip_empty)
+        _check_weight_is_given(self.weight_fn, self.reduction, self.skip_empty)
         return self
 
     def window(self) -> Window:
@@ -295,7 +295,7 @@ def of_options(
     batch_argnums: Argument = None,
 ) -> Callable[P, tuple[PyTree, PyTree]]:
     """Returns what `value_and_grad` returns, with its checked options."""
-    has_aux, weight, axes = options.has_aux, options.weight, options.axes
+    has_aux, weight_fn, axes = options.has_aux, options.weight_fn, options.axes
     has_carry = carry_argnum is not None
     if has_carry and not has_aux:
         raise ValueError(
@@ -309,7 +309,7 @@ def of_options(
     as_given = tuple if isinstance(argnums, Sequence) else operator.itemgetter(0)
 
     def value_and_grad_of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
-        arguments.require_arguments_of_fun("weight", weight, args, kwargs)
+        arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
         if options.reduction == "sum" and not options.is_part_of_mean:
             _require_no_sum_of_rows(axes)
         devices = devices_to_map("sum_over", axes)
@@ -321,7 +321,7 @@ def of_options(
             jax.value_and_grad(its_fun, as_given(batch.roles["argnums"]), has_aux),
             as_given,
             has_carry,
-            options._replace(weight=weight and call.in_order(weight)),
+            options._replace(weight_fn=weight_fn and call.in_order(weight_fn)),
         )
         if not devices:
             return _run(loss, batch)
@@ -354,21 +354,22 @@ def _check_aux(aux: PyTree, has_aux: bool) -> None:
         arguments.choice("aux", name, ("mean", "stack", *COMBINE))
 
 
-def _check_weight_is_given(weight: Function | None, reduction: str, skip_empty: bool) -> None:
+def _check_weight_is_given(weight_fn: Function | None, reduction: str, skip_empty: bool) -> None:
     """Raises if the weight is no function, or if there is none and another argument needs it."""
-    if weight is not None and not callable(weight):
+    if weight_fn is not None and not callable(weight_fn):
         raise ValueError(
-            f"weight must be a function of fun's arguments or None, got {trees.shown(weight)}"
+            f"weight_fn must be a function of fun's arguments or None, got {trees.shown(weight_fn)}"
         )
-    if reduction == "sum_over_weights" and weight is None:
+    if reduction == "sum_over_weights" and weight_fn is None:
         raise ValueError(
-            "reduction='sum_over_weights' needs weight=, because it divides by the weights, got weight=None. Pass a "
-            "function that returns the number of examples. Or pass reduction='mean' for a mean loss, 'sum' for a sum"
+            "reduction='sum_over_weights' needs weight_fn=, because it divides by the weights, got weight_fn=None. "
+            "Pass a function that returns the number of examples. Or pass reduction='mean' for a mean loss, 'sum' for a "
+            "sum"
         )
-    if skip_empty and weight is None:
+    if skip_empty and weight_fn is None:
         raise ValueError(
-            "skip_empty=True needs weight=, because a micro-batch is empty if its weight is 0, got weight=None. Pass a "
-            "function that returns the number of examples. Or leave out skip_empty"
+            "skip_empty=True needs weight_fn=, because a micro-batch is empty if its weight is 0, got weight_fn=None. "
+            "Pass a function that returns the number of examples. Or leave out skip_empty"
         )
 
 
@@ -456,7 +457,7 @@ class _Loss(NamedTuple):
 
         XLA leaves an all-reduce inside the loop if a constant multiplies it (XLA-24).
         """
-        weigh, is_mean = self.options.weight, self.options.reduction == "mean"
+        weigh, is_mean = self.options.weight_fn, self.options.reduction == "mean"
         if weigh is None:
             return 1.0
         weight = arguments.weight(weigh(*batch.arguments(i, carried)), {()})
@@ -466,8 +467,8 @@ class _Loss(NamedTuple):
         """Returns for each micro-batch whether its weight is not 0. Raises if weights depend on the carry."""
         if trees.is_read(partial(self.weight_of, batch, 0), carried):
             raise ValueError(
-                "weight must not read the carry (in Flax NNX, state outside of wrt) with skip_empty=True, because "
-                "weights are computed before the loop. Let weight count in the batch. Or leave out skip_empty"
+                "weight_fn must not read the carry (in Flax NNX, state outside of wrt) with skip_empty=True, because "
+                "weights are computed before the loop. Let weight_fn count in the batch. Or leave out skip_empty"
             )
         numbers = jnp.arange(batch.steps, dtype=jnp.int32)
         return lax.map(lambda i: jnp.asarray(self.weight_of(batch, i, carried) != 0), numbers)
@@ -480,7 +481,7 @@ class _Loss(NamedTuple):
 
         if self.options.reduction != "sum" and has_derivative(weight, batch.own_params):
             raise ValueError(
-                "weight must be a constant, but it has a derivative by a parameter. Return "
+                "weight_fn must return a constant, but it has a derivative by a parameter. Return "
                 "jax.lax.stop_gradient(weight). Or let fun multiply by it, and pass reduction='sum'"
             )
 

@@ -25,7 +25,7 @@ step with twelve scanned layers on an H100 with JAX 0.12, in trees of float32 gr
 
                             one micro-batch   by hand   this pass   refs
     float32                            0.53      1.53        0.53   0.68
-    float32, `weight=`                                       0.53   1.53
+    float32, `weight_fn=`                                    0.53   1.53
     bfloat16 parameters                0.53                  1.18   1.53
 
 A ref must have the gradient's dtype. So a scan of bfloat16 layers stacks their gradients before a float32 ref gets

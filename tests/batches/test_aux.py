@@ -41,7 +41,7 @@ def test_each_leaf_of_the_aux_is_reduced_by_its_name(reduction):
         lambda w, x, own: (w * jnp.sum(x), aux_of(x)),
         K,
         has_aux=True,
-        weight=lambda w, x, own: own[0],
+        weight_fn=lambda w, x, own: own[0],
         aux=AUX,
         reduction=reduction,
     )

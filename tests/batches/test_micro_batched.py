@@ -258,7 +258,7 @@ def with_weight(f):
 
     def total(params):
         def turn(sum_, count):
-            return sum_ + of(C, f, weight=lambda params, x, y: count)(params), None
+            return sum_ + of(C, f, weight_fn=lambda params, x, y: count)(params), None
 
         return jax.lax.scan(turn, 0.0, jnp.arange(1, 3))[0]
 
@@ -469,7 +469,7 @@ CALLS = {
         of_classes,
         {
             "batch_argnums": ("x", "y"),
-            "weight": lambda w, scales, x, y: jnp.sum(scales[(y > 0).astype(int)]),
+            "weight_fn": lambda w, scales, x, y: jnp.sum(scales[(y > 0).astype(int)]),
             "nonfinite": "drop_microbatch",
         },
         (W, jnp.array([0.5, 2.0]), XF, YF),
@@ -519,7 +519,7 @@ def test_keys_weights_and_aux_are_those_of_value_and_grad(skip_empty):
     options = {
         "has_aux": True,
         "rng_argnums": 1,
-        "weight": lambda w, key, x, y, counts: jnp.sum(counts),
+        "weight_fn": lambda w, key, x, y, counts: jnp.sum(counts),
         "aux": {"error": "mean", "worst": "max", "count": "sum"},
         "nonfinite": "drop_microbatch",
     }
@@ -536,7 +536,7 @@ def test_keys_weights_and_aux_are_those_of_value_and_grad(skip_empty):
 def test_skip_empty_has_all_derivatives_except_reverse_over_reverse_under_jit(x64_only):
     """Without the rows of micro-batch 1."""
     kept = np.arange(B) % K != 1
-    options = {"batch_argnums": (2, 3), "weight": lambda params, lam, x, y: jnp.sum(y != 0)}
+    options = {"batch_argnums": (2, 3), "weight_fn": lambda params, lam, x, y: jnp.sum(y != 0)}
     part = shrewjax.micro_batched(loss, K, skip_empty=True, **options)
     of_kept = lambda params: loss(params, LAM, X[kept], Y[kept])  # noqa: E731
     ours = lambda params: part(params, LAM, X, np.where(kept, Y, 0))  # noqa: E731
@@ -577,16 +577,16 @@ REFUSED = {
         "keyword argument x is differentiated",
     ),
     "a smooth weight that closes over an array": (
-        lambda: jax.grad(lambda lam: shrewjax.micro_batched(scaled, K, weight=lambda w, x, y: lam)(W, XF, YF))(2.0),
-        "weight must be a constant",
+        lambda: jax.grad(lambda lam: shrewjax.micro_batched(scaled, K, weight_fn=lambda w, x, y: lam)(W, XF, YF))(2.0),
+        "weight_fn must return a constant",
     ),
     "a smooth weight": (
-        lambda: jax.grad(shrewjax.micro_batched(loss, K, batch_argnums=(2, 3), weight=smooth))(*F32),
-        "weight must be a constant",
+        lambda: jax.grad(shrewjax.micro_batched(loss, K, batch_argnums=(2, 3), weight_fn=smooth))(*F32),
+        "weight_fn must return a constant",
     ),
     "a smooth weight of value_and_grad": (
-        lambda: shrewjax.value_and_grad(loss, K, batch_argnums=(2, 3), weight=smooth)(*F32),
-        "weight must be a constant",
+        lambda: shrewjax.value_and_grad(loss, K, batch_argnums=(2, 3), weight_fn=smooth)(*F32),
+        "weight_fn must return a constant",
     ),
     "no scalar": (
         lambda: shrewjax.micro_batched(lambda p, x: x @ p, K)(W, XF),
@@ -622,7 +622,7 @@ def test_wrong_use_is_an_error_that_names_it(name):
     ids=["mask", "stop_gradient", "mask in jit"],
 )
 def test_a_weight_that_only_counts_has_a_derivative_of_zero(weight):
-    options = {"batch_argnums": (2, 3), "weight": weight}
+    options = {"batch_argnums": (2, 3), "weight_fn": weight}
     found = quick_jit(jax.value_and_grad(shrewjax.micro_batched(loss, K, **options)))(*F32)
 
     def by_hand(params, lam, x, y):  # the average of micro-batches' losses, by weights that are numbers
@@ -636,7 +636,7 @@ def test_a_weight_that_only_counts_has_a_derivative_of_zero(weight):
 
 def test_with_a_sum_a_smooth_weight_is_no_error_because_nothing_is_divided_by_it():
     options = {"batch_argnums": (2, 3), "reduction": "sum"}
-    found = jax.grad(shrewjax.micro_batched(loss, K, weight=smooth, **options))(*F32)
+    found = jax.grad(shrewjax.micro_batched(loss, K, weight_fn=smooth, **options))(*F32)
     assert_close(found, jax.grad(shrewjax.micro_batched(loss, K, **options))(*F32), rtol=1e-6)
 
 

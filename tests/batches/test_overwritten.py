@@ -52,7 +52,7 @@ def test_a_statistic_is_the_largest_of_the_kept_micro_batches_or_stays(weights):
         return loss(params, x)
 
     w = np.tile(np.float32(weights), 2)
-    grad = shrewjax.value_and_grad(weighted, K, weight=lambda params, x, w: jnp.max(w), argnums=0)
+    grad = shrewjax.value_and_grad(weighted, K, weight_fn=lambda params, x, w: jnp.max(w), argnums=0)
     _, grads = quick_jit(grad)(PARAMS, X, w)
     np.testing.assert_allclose(grads[NAME]["statistic"], by_hand(weights), rtol=1e-6)
     assert jax.tree.structure(grads) == jax.tree.structure(PARAMS)

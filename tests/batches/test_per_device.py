@@ -159,7 +159,7 @@ def test_policy_within_a_call_weighs_what_it_kept():
         has_aux=True,
         aux="sum",
         nonfinite="drop_microbatch",
-        weight=lambda params, x, y, mask: jnp.sum(mask),
+        weight_fn=lambda params, x, y, mask: jnp.sum(mask),
     )
     tx = shrewjax.accumulate(guarded(), LENGTH, sum_over="data")
 

@@ -84,7 +84,7 @@ def test_carry_and_weight_may_come_by_keyword():
     def loss(w, x, count, y):
         return scaled(w, x, y), ((), count + len(x))
 
-    call = value_and_grad(loss, 4, has_aux=True, carry_argnum=2, weight=lambda w, x, count, y: 1 + count)
+    call = value_and_grad(loss, 4, has_aux=True, carry_argnum=2, weight_fn=lambda w, x, count, y: 1 + count)
     (value, (_, count)), _ = call(W, count=jnp.float32(0), y=Y, x=X)
     expected = [scaled(W, X[i::4], Y[i::4]) * (1 + 2 * i) for i in range(4)]
     np.testing.assert_allclose(value, sum(expected) / 16, rtol=1e-5)

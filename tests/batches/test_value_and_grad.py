@@ -65,7 +65,7 @@ def large_batch(*batch):
 LOSSES = {
     "mean": (mean_loss, (X, Y), {"aux": {"error": "mean", "worst": "max"}}),
     "summed": (summed_loss, (X, Y, COUNTS), {"reduction": "sum", "aux": {"error": "sum", "worst": "max"}}),
-    "by tokens": (masked_loss, (X, Y, COUNTS), {"weight": number, "aux": {"error": "mean", "worst": "max"}}),
+    "by tokens": (masked_loss, (X, Y, COUNTS), {"weight_fn": number, "aux": {"error": "mean", "worst": "max"}}),
 }
 
 
@@ -78,7 +78,7 @@ def test_value_gradients_and_aux_are_those_of_the_large_batch(name):
 
 def test_summed_loss_over_weights_is_the_mean():
     loss = lambda *args: summed_loss(*args)[0]  # noqa: E731
-    step = shrewjax.value_and_grad(loss, K, weight=number, reduction="sum_over_weights")
+    step = shrewjax.value_and_grad(loss, K, weight_fn=number, reduction="sum_over_weights")
     (value, _), grads = large_batch(X, Y, COUNTS)
     close(jax.jit(step)(PARAMS, X, Y, COUNTS), (value, grads))
 
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_a_window_fed_the_same_micro_batches(reduction):
         part = X[i::K], Y[i::K], COUNTS[i::K]
         state = add(state, large_batch(*part)[1], np.sum(part[-1], dtype=np.int32))
     expected = take(state)[0]
-    step = shrewjax.value_and_grad(masked_loss, K, has_aux=True, weight=number, reduction=reduction)
+    step = shrewjax.value_and_grad(masked_loss, K, has_aux=True, weight_fn=number, reduction=reduction)
     _, found = jax.jit(step)(PARAMS, X, Y, COUNTS)
     for name in PARAMS:
         np.testing.assert_array_max_ulp(np.asarray(found[name]), np.asarray(expected[name]), maxulp=2)
@@ -193,7 +193,7 @@ def test_micro_batch_that_weighs_nothing_contributes_nothing(reason, bad):
     x, counts = X.copy(), COUNTS.copy()
     counts[bad] = True
     value, grads, carry = without(bad, x, counts=counts)
-    options = {"weight": number}
+    options = {"weight_fn": number}
     loss = stateful_loss
     if reason == "weight 0":
         counts[bad::K] = False  # 0 / 0
@@ -228,7 +228,7 @@ def test_a_traced_weight_that_python_would_refuse_makes_every_result_nan(reducti
         2,
         has_aux=True,
         aux={"mean": "mean", "max": "max"},
-        weight=lambda params, x: x[0, 0],
+        weight_fn=lambda params, x: x[0, 0],
         reduction=reduction,
     )
     (value, aux), grads = quick_jit(grad)(jnp.ones(1), jnp.float32([[3], [-1]]))
@@ -253,7 +253,7 @@ def test_batch_that_weighs_nothing_has_no_gradient_and_no_mean(reduction):
         ),
         K,
         has_aux=True,
-        weight=number,
+        weight_fn=number,
         reduction=reduction,
         aux={name: name for name in ("mean", "sum", "max", "min", "last", "stack")},
     )
@@ -281,7 +281,7 @@ def test_each_micro_batch_has_a_key_of_its_own_whatever_it_weighs(make):
 
     def seen(weights):
         step = shrewjax.value_and_grad(
-            loss, K, has_aux=True, rng_argnums=2, aux="stack", weight=lambda w, x, keys, own: own[0]
+            loss, K, has_aux=True, rng_argnums=2, aux="stack", weight_fn=lambda w, x, keys, own: own[0]
         )
         return np.asarray(jax.jit(step)(1.0, Y, {"dropout": make(3)}, np.tile(np.float32(weights), B // K))[0][1])
 
@@ -320,7 +320,7 @@ def recording_loss(seen, params, x, y, counts, key, carry):
 RECORDING = {
     "has_aux": True,
     "aux": {name: name for name in NAMES},
-    "weight": lambda params, x, y, counts, *_: jnp.sum(counts),
+    "weight_fn": lambda params, x, y, counts, *_: jnp.sum(counts),
     "batch_argnums": (1, 2, 3),
     "rng_argnums": 4,
     "carry_argnum": 5,
@@ -355,7 +355,7 @@ def skipping(params, counts, *, skip_empty=True):
     def loss(params, x, y, counts):
         return summed_loss(params, x, y, counts)[0] / jnp.maximum(jnp.sum(counts), 1).astype("float32")
 
-    step = shrewjax.value_and_grad(loss, K, weight=number, skip_empty=skip_empty)
+    step = shrewjax.value_and_grad(loss, K, weight_fn=number, skip_empty=skip_empty)
     value, grads = step(params, X, Y, counts)
     return value + sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
 
@@ -419,13 +419,13 @@ def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
             r"argument 2 is a PRNG key, and each micro-batch needs its own",
             {"args": (PARAMS, X, jax.random.PRNGKey(0, impl="rbg")), "batch_argnums": 1},
         ),
-        (r"weight must be a function", {"weight": 2.0}),
+        (r"weight_fn must be a function", {"weight_fn": 2.0}),
         (
-            r"weight is called with the 3 arguments of fun, but it takes \(mask\): too many .* same arguments as fun",
-            {"weight": lambda mask: 1},
+            r"weight_fn is called with the 3 arguments of fun, but it takes \(mask\): too many .* same arguments as",
+            {"weight_fn": lambda mask: 1},
         ),
-        (r"weight must be a real scalar.*shape \(4,\)", {"weight": lambda params, x, y: y}),
-        (r"weight must be 0, or between", {"weight": lambda params, x, y: -1}),
+        (r"weight must be a real scalar.*shape \(4,\)", {"weight_fn": lambda params, x, y: y}),
+        (r"weight must be 0, or between", {"weight_fn": lambda params, x, y: -1}),
         (r"aux must be one of 'mean', .*got 'median'", {"aux": {"error": "median"}}),
         (r"aux must be one of .*got None", {"aux": None}),
         (
@@ -445,14 +445,14 @@ def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
         (r"reduction must be one of", {"reduction": "average"}),
         (r"nonfinite must be one of 'propagate', 'drop_microbatch', got", {"nonfinite": "drop_window"}),
         (r"accumulator_dtype must be", {"accumulator_dtype": "int32"}),
-        (r"skip_empty=True needs weight=, .* got weight=None\. Pass a function", {"skip_empty": True}),
-        (r"skip_empty must be True or False", {"skip_empty": jnp.array(True), "weight": lambda *_: 1}),
+        (r"skip_empty=True needs weight_fn=, .* got weight_fn=None\. Pass a function", {"skip_empty": True}),
+        (r"skip_empty must be True or False", {"skip_empty": jnp.array(True), "weight_fn": lambda *_: 1}),
         (
-            r"weight must not read the carry .*with skip_empty=True, .* Let weight count in the batch\. Or leave out",
+            r"weight_fn must not read the carry .*with skip_empty=True, .* Let weight_fn count in the batch\. Or leave",
             {
                 "loss": lambda p, x, carry: (p["b"], ((), carry)),
                 "args": (PARAMS, X, (np.int32(0), jax.random.key(0))),
-                "weight": lambda p, x, carry: jax.random.randint(carry[1], (), 0, 3),
+                "weight_fn": lambda p, x, carry: jax.random.randint(carry[1], (), 0, 3),
                 "carry_argnum": 2,
                 "skip_empty": True,
             },
@@ -501,7 +501,7 @@ MANY = (
     RNG.normal(size=ROWS).astype("f"),
     RNG.uniform(size=ROWS) < 0.3,  # some devices' micro-batches have none
 )
-WEIGHTED = {"has_aux": True, "weight": number, "aux": {"error": "mean", "worst": "max"}}
+WEIGHTED = {"has_aux": True, "weight_fn": number, "aux": {"error": "mean", "worst": "max"}}
 
 
 @pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
@@ -535,7 +535,7 @@ def test_each_devices_sums_come_to_those_of_the_large_batch(skip_empty, nonfinit
 @pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
 def test_sums_cross_the_network_once_after_the_loop(skip_empty):
     loss = lambda *args: masked_loss(*args)[0]  # noqa: E731
-    step = shrewjax.value_and_grad(loss, K, weight=number, sum_over="data", skip_empty=skip_empty)
+    step = shrewjax.value_and_grad(loss, K, weight_fn=number, sum_over="data", skip_empty=skip_empty)
     text = on_each_device(step, mesh_of(data=DEVICES)).lower(PARAMS, *MANY).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
     assert " all-reduce" in text[text.index("ENTRY") :]
@@ -635,7 +635,7 @@ def test_carry_that_comes_to_differ_between_devices_is_an_error(weight):
     with pytest.raises(
         ValueError, match=r"\['seen'\] of the carry may differ between devices along 'data'.*Reduce it in"
     ):
-        carried_over_devices(carry_of, P(), weight=weight)
+        carried_over_devices(carry_of, P(), weight_fn=weight)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------
@@ -658,7 +658,7 @@ def peak(step, examples):
 @pytest.mark.parametrize("weight", [None, lambda params, x: jnp.sum(x[:, 0] > 0)], ids=["unweighted", "weighted"])
 def test_step_holds_one_micro_batch_and_one_tree_of_gradients(weight):
     tree, batch = sum(w.nbytes for w in LAYERS), 4 * 2048 * 256
-    ours = peak(shrewjax.value_and_grad(loss_of_layers, 8, weight=weight), 2048)
+    ours = peak(shrewjax.value_and_grad(loss_of_layers, 8, weight_fn=weight), 2048)
     whole = jax.value_and_grad(loss_of_layers)
     assert ours <= peak(whole, 256) + batch + 1.1 * tree
     assert ours < peak(whole, 2048) / 2
@@ -746,7 +746,7 @@ def test_derivatives_of_results_with_a_nan_that_is_not_kept_are_right_forward_an
         def loss(w, x, mask):
             return jnp.sum(mask * (w * x - scale) ** 2) / jnp.maximum(jnp.sum(mask), guard)
 
-        run = shrewjax.value_and_grad(loss, 2, weight=lambda w, x, mask: jnp.sum(mask))
+        run = shrewjax.value_and_grad(loss, 2, weight_fn=lambda w, x, mask: jnp.sum(mask))
         return run(jnp.float32(1), x, mask)[1] ** 2
 
     def exact(scale):  # the gradient is 2 mean(x**2 - scale x), over the four that count

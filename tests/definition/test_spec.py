@@ -621,7 +621,7 @@ def whole_batch(reduction, nonfinite):
         run,
         WINDOW,
         has_aux=True,
-        weight=lambda params, losses, gradients, weights, aux: weights[0],
+        weight_fn=lambda params, losses, gradients, weights, aux: weights[0],
         reduction=reduction,
         nonfinite=nonfinite,
         aux={name: name for name in AUX},

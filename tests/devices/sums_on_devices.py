@@ -62,8 +62,8 @@ def whole(**options):
 STEPS = {
     "mean": whole(),
     "sum": whole(reduction="sum"),
-    "weighted": whole(weight=count),
-    "weight 2": whole(weight=lambda *_: 2),
+    "weighted": whole(weight_fn=count),
+    "weight 2": whole(weight_fn=lambda *_: 2),
     "drop_microbatch": whole(nonfinite="drop_microbatch"),
 }
 

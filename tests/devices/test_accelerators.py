@@ -389,7 +389,7 @@ def test_devices_sums_of_a_batch_are_reduced_once_after_the_loop(name, target):
 
 
 def test_batch_holds_one_tree_of_gradients_more_than_its_micro_batch(target):
-    step = shrewjax.value_and_grad(compiled.masked_loss, 8, weight=compiled.counted)
+    step = shrewjax.value_and_grad(compiled.masked_loss, 8, weight_fn=compiled.counted)
     held = compiled.whole_batch(target, step, 1).temporary
     assert held <= compiled.whole_batch(target, compiled.optax_batch, 1).temporary + 0.01
     if target.name == "h100":  # here a TPU holds half of the micro-batch's gradients, too, and so it does for Optax

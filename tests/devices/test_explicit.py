@@ -83,7 +83,7 @@ def test_complex_parameters_and_those_of_numpy_have_the_gradients_of_one_device(
     mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
         here, x = params | {"complex": placed(params["complex"], mesh, P())}, placed(X, mesh, P("data"))
-        found = jax.jit(shrewjax.value_and_grad(loss, K, weight=weight))(here, x)
+        found = jax.jit(shrewjax.value_and_grad(loss, K, weight_fn=weight))(here, x)
     close(found, jax.value_and_grad(loss)(params, X))
 
 
@@ -106,12 +106,12 @@ def count(params, x):
     return jnp.sum(x[:, 0] > 0)
 
 
-OPTIONS = {"plain": {}, "weighted": {"weight": count}, "drop_microbatch": {"nonfinite": "drop_microbatch"}}
+OPTIONS = {"plain": {}, "weighted": {"weight_fn": count}, "drop_microbatch": {"nonfinite": "drop_microbatch"}}
 
 
 def weighted_mean(loss, params, x, options):
     """By hand: the mean of the micro-batches, each with its weight."""
-    of_each = options.get("weight", lambda params, x: 1.0)
+    of_each = options.get("weight_fn", lambda params, x: 1.0)
     parts = [(of_each(params, x[i::K]), jax.value_and_grad(loss)(params, x[i::K])) for i in range(K)]
     total = sum(w for w, _ in parts)
     return jax.tree.map(
@@ -141,7 +141,7 @@ def test_parameters_may_come_as_reduced(name):
 
 def test_derivatives_by_parameters_and_by_a_weight_are_those_of_one_device():
     def outer(a, w, x):
-        step = shrewjax.value_and_grad(products, K, weight=lambda w, x: jnp.sum((a * x) ** 2))
+        step = shrewjax.value_and_grad(products, K, weight_fn=lambda w, x: jnp.sum((a * x) ** 2))
         value, grad = step(w, x)
         return value + jnp.sum(grad**2)
 

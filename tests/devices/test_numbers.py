@@ -99,7 +99,7 @@ def looked_up(params, tokens, counts):
 
 def summed_over_devices(mesh, **options):
     """Each device's micro-batches have their own weights. Without `mesh` the call maps itself."""
-    options |= {"weight": lambda params, tokens, counts: jnp.sum(counts), "sum_over": "data"}
+    options |= {"weight_fn": lambda params, tokens, counts: jnp.sum(counts), "sum_over": "data"}
     step = shrewjax.value_and_grad(looked_up, 2, **options)
     if mesh is None:
         return step

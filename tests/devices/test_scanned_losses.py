@@ -32,8 +32,8 @@ def counted(params, kept, *batch):
 FORMS = {
     "1 micro-batch": {"micro_batches": 1},
     "4 micro-batches": {"micro_batches": 4},
-    "4 weighted": {"micro_batches": 4, "weight": counted},
-    "in shard_map": {"micro_batches": 4, "weight": counted, "sum_over": "data"},
+    "4 weighted": {"micro_batches": 4, "weight_fn": counted},
+    "in shard_map": {"micro_batches": 4, "weight_fn": counted, "sum_over": "data"},
 }
 FOUR = [
     ("recurrent", "1 micro-batch"),
@@ -52,7 +52,7 @@ def errors_of(name, form, differentiated=shrewjax.value_and_grad):
         losses = loss.of_examples(params, *batch)
         return jnp.sum(jnp.where(kept > 0, losses, 0)) / jnp.sum(kept)
 
-    kept = KEPT if "weight" in FORMS[form] else np.ones_like(KEPT)
+    kept = KEPT if "weight_fn" in FORMS[form] else np.ones_like(KEPT)
     arguments = loss.params, kept, *loss.batch
     expected = jax.jit(jax.value_and_grad(mean))(*arguments)
     mesh, specs = executed.gpus(data=8), (P(), *[P("data")] * (1 + len(loss.batch)))

@@ -60,7 +60,7 @@ def loss(params, scale, x, y, counts, carry, key, *, offset, is_on):
 
 CARRY = {"mean": np.ones(WIDTH, "f"), "calls": np.int32(3), "frozen": np.ones(2, "f"), "key": KEY}
 KINDS = {"mean": "mean", "sum": "sum", "max": "max", "each": "stack", "rows": "stack", "last": "last", "key": "stack"}
-OPTIONS = {"argnums": (0, 1), "has_aux": True, "weight": weight, "aux": KINDS, "carry_argnum": 5, "rng_argnums": -1}
+OPTIONS = {"argnums": (0, 1), "has_aux": True, "weight_fn": weight, "aux": KINDS, "carry_argnum": 5, "rng_argnums": -1}
 
 
 def expected(devices, micro_batches=K):
@@ -173,7 +173,7 @@ def test_a_micro_batch_that_is_bad_on_one_device_is_dropped_on_all():
 def test_a_batch_that_weighs_nothing_or_too_much_is_as_without_sum_over():
     def run(weight):
         step = shrewjax.value_and_grad(
-            lambda p, x, y, w: mean_loss(p, x, y), K, sum_over="data", weight=lambda p, x, y, w: w[0]
+            lambda p, x, y, w: mean_loss(p, x, y), K, sum_over="data", weight_fn=lambda p, x, y, w: w[0]
         )
         return step(PARAMS, X, Y, jnp.full(B, weight))
 
@@ -192,7 +192,7 @@ def test_devices_that_have_only_padding_leave_the_carry_to_the_others():
         return jnp.sum(counts * (x @ params["w"])[:, 0]) / n, ((), counts @ x / n)
 
     counts = np.float32(np.arange(B) < B // 2)
-    options = {"has_aux": True, "carry_argnum": 3, "weight": lambda params, x, counts, carry: jnp.sum(counts)}
+    options = {"has_aux": True, "carry_argnum": 3, "weight_fn": lambda params, x, counts, carry: jnp.sum(counts)}
     step = shrewjax.value_and_grad(with_average, K, sum_over="data", **options)
     (_, (_, carry)), _ = on_eight(step, PARAMS, X, counts, np.full(WIDTH, 100, np.float32))
     last = X.reshape(8, B // 8 // K, K, WIDTH)[:4, :, -1]  # the last micro-batch of each of the others

@@ -68,7 +68,7 @@ def run(name, nonfinite, is_tracked, x, skip_empty):
         K,
         has_aux=True,
         aux={"sum": "sum", "mean": "mean", "max": "max"},
-        weight=lambda w, x, counts: jnp.sum(counts),
+        weight_fn=lambda w, x, counts: jnp.sum(counts),
         nonfinite=nonfinite,
         sum_over="data",
         skip_empty=skip_empty,

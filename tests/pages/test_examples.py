@@ -148,7 +148,7 @@ def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(ru
     first, last = numbers("loss a character: (.+) at first, (.+) at last", printed)
     assert last < first - 1
     error = r"against the large batch, at worst: loss off by (\S+), gradient by (\S+) of its norm"
-    weighted_loss, weighted = numbers(f"weight= {error}", printed)
+    weighted_loss, weighted = numbers(f"weight_fn= {error}", printed)
     unweighted_loss, unweighted = numbers(f"mean of means {error}", printed)
     assert weighted < 1e-5  # rounding
     assert unweighted > 5e-3

@@ -184,7 +184,7 @@ def test_factors_of_tasks_belong_into_the_loss_and_cancel_in_weight():
         def weight(w, x, y, factor):
             return jnp.where(weight_factor, factor[0], 1)
 
-        return shrewjax.value_and_grad(loss, 2, weight=weight)(jnp.zeros(3), x, y, factor)[1]
+        return shrewjax.value_and_grad(loss, 2, weight_fn=weight)(jnp.zeros(3), x, y, factor)[1]
 
     x, y, factor = normal(8, 3), normal(8, seed=1), np.float32([1, 0.1] * 4)
     expected = (mean_grad(np.zeros(3), x[::2], y[::2]) + 0.1 * mean_grad(np.zeros(3), x[1::2], y[1::2])) / 2
@@ -204,7 +204,7 @@ def test_a_sum_over_the_number_of_items_is_the_whole_batchs_in_both_forms():
     def found(w, items):
         by_items = shrewjax.value_and_grad(summed, 3, reduction="sum", batch_argnums=(1, 2, 3))
         divided = shrewjax.value_and_grad(
-            summed, 3, weight=lambda w, x, y, mask, items: jnp.sum(mask), reduction="sum_over_weights",
+            summed, 3, weight_fn=lambda w, x, y, mask, items: jnp.sum(mask), reduction="sum_over_weights",
             batch_argnums=(1, 2, 3),
         )  # fmt: skip
         return by_items(w, x, y, mask, items)[1], divided(w, x, y, mask, 1)[1]

@@ -451,7 +451,7 @@ def test_each_auxiliary_loss_with_its_factor_is_the_whole_batchs_and_its_mean_is
             terms = rows(params, batch)
             return jnp.sum(chosen * jnp.stack([jnp.stack([terms[name][i] for i in (at, 3)]) for name in AUXILIARY]))
 
-        by = {} if reduction == "sum" else {"weight": weight}
+        by = {} if reduction == "sum" else {"weight_fn": weight}
         step = shrewjax.value_and_grad(loss, K, reduction=reduction, batch_argnums=1, **by)
         each = np.eye(2 * len(AUXILIARY)).reshape(-1, len(AUXILIARY), 2)
         grads = quick_jit(lambda each, step=step: jax.lax.map(lambda c: step(params, batch, c)[1], each))(each)

@@ -173,7 +173,7 @@ def test_the_quotient_of_counts_averaged_by_weight_is_no_accuracy():
         return jnp.sum(p * mask) / jnp.sum(mask), {"right": jnp.sum(right & mask), "all": jnp.sum(mask * 1.0)}
 
     def accuracy(aux):
-        options = {"weight": lambda p, right, mask: jnp.sum(mask), "has_aux": True, "aux": aux}
+        options = {"weight_fn": lambda p, right, mask: jnp.sum(mask), "has_aux": True, "aux": aux}
         (_, counts), _ = shrewjax.value_and_grad(
             lambda *args: jax.tree.map(lambda x: x * 1.0, loss(*args)), 2, **options
         )(1.0, right, mask)
@@ -288,9 +288,9 @@ def not_a_mean_over_examples(row):
 
     return {
         "class weights": (
-            by_class, (x, classes), in_parts(by_class, weight=lambda w, x, c: jnp.sum(of_class[c])), 0.07,
+            by_class, (x, classes), in_parts(by_class, weight_fn=lambda w, x, c: jnp.sum(of_class[c])), 0.07,
         ),
-        "boxes": (by_boxes, (x, boxes), in_parts(by_boxes, weight=lambda w, x, boxes: jnp.sum(boxes)), 0.26),
+        "boxes": (by_boxes, (x, boxes), in_parts(by_boxes, weight_fn=lambda w, x, boxes: jnp.sum(boxes)), 0.26),
         "root": (root, (x,), of_root, 0.06),
         "time first": (recurrent, (x.reshape(8, 4, 3),), batch_first, 0.76),
         "penalty": (penalized, (x,), summed(partial(penalized, divisor=4)), 1.72),

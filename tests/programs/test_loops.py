@@ -326,7 +326,7 @@ def test_calls_add_each_to_its_own_sum_and_in_its_own_way():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"nonfinite": "drop_microbatch"}, {"weight": lambda layers, x: jnp.sum(x > 0)}]
+    "options", [{}, {"nonfinite": "drop_microbatch"}, {"weight_fn": lambda layers, x: jnp.sum(x > 0)}]
 )
 def test_the_loss_is_traced_once_and_adds_few_lines_to_a_loop_by_hand(options):
     seen = []
@@ -354,7 +354,7 @@ def test_weights_select_and_scale_each_slice():
         if w:
             x[i + K :: K, 1] = w
     loss, params = FORMS["scan"]()
-    found = jax.jit(shrewjax.value_and_grad(loss, K, weight=weigh))(params, x)[1]
+    found = jax.jit(shrewjax.value_and_grad(loss, K, weight_fn=weigh))(params, x)[1]
     kept = [i for i, w in enumerate(weights) if w]
     grads = [jax.jit(jax.grad(loss))(params, x[i::K]) for i in kept]
     expected = sum(np.float64(weights[i]) * np.asarray(g, np.float64) for i, g in zip(kept, grads, strict=True))
@@ -363,7 +363,7 @@ def test_weights_select_and_scale_each_slice():
 
 @pytest.mark.parametrize("reduction", ["sum", "sum_over_weights"])
 def test_other_reductions_are_those_of_layers_in_a_list(reduction):
-    options = {"reduction": reduction, "weight": (lambda stack, x: 2.0) if reduction != "sum" else None}
+    options = {"reduction": reduction, "weight_fn": (lambda stack, x: 2.0) if reduction != "sum" else None}
     found = jax.jit(shrewjax.value_and_grad(loss_of(scanned), K, **options))(STACK, X)
     listed = loss_of(LEFT["layers of a list"])
     expected = jax.jit(shrewjax.value_and_grad(listed, K, **options))([*STACK], X)

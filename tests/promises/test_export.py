@@ -81,7 +81,7 @@ def loss(params, x, counts):
 
 STEPS = {
     "plain": {},
-    "weighted": {"weight": lambda params, x, counts: jnp.sum(counts)},
+    "weighted": {"weight_fn": lambda params, x, counts: jnp.sum(counts)},
     "dropped": {"nonfinite": "drop_microbatch"},
 }
 

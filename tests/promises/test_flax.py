@@ -372,7 +372,7 @@ def of_micro_batched(*args, wrt=nnx.Param, **options):
 def test_a_loss_in_micro_batches_has_value_gradients_aux_and_state_of_value_and_grad(wrt, skip_empty):
     options = {"has_aux": True, "aux": {"largest": "max", "rows": "sum"}}
     if skip_empty:
-        options["weight"] = lambda model, x, y: jnp.sum(x[0, 0] != X[1, 0])  # micro-batch 1 is empty
+        options["weight_fn"] = lambda model, x, y: jnp.sum(x[0, 0] != X[1, 0])  # micro-batch 1 is empty
 
     def results(make, **extra):
         model = Net()
@@ -503,8 +503,8 @@ def test_change_that_would_be_lost_is_an_error(fun, message):
 
 
 def test_a_weight_that_reads_state_is_an_error_with_skip_empty():
-    with pytest.raises(ValueError, match=r"weight must not read the carry .*state outside of wrt"):
-        traced(mean_loss, weight=lambda model, x, y: model.calls[...], skip_empty=True)
+    with pytest.raises(ValueError, match=r"weight_fn must not read the carry .*state outside of wrt"):
+        traced(mean_loss, weight_fn=lambda model, x, y: model.calls[...], skip_empty=True)
 
 
 @pytest.mark.skipif(
@@ -520,7 +520,7 @@ def test_added_variables_may_be_popped_and_returned():
     [
         ({"aux": "max"}, "aux needs has_aux"),
         ({"reduction": "average"}, "reduction"),
-        ({"weight": 3}, "weight"),
+        ({"weight_fn": 3}, "weight_fn"),
         ({"skip_empty": True}, "skip_empty=True needs weight="),
     ],
 )

@@ -171,7 +171,7 @@ def test_a_second_object_is_that_of_k_calls_by_hand(mode, name, skip_empty):
     def weight(model, other, x):
         return jnp.isfinite(x[0, 0]) * model.dropout.rate
 
-    grad = shrewjax.flax.value_and_grad(fun, 3, weight=weight, skip_empty=skip_empty)
+    grad = shrewjax.flax.value_and_grad(fun, 3, weight_fn=weight, skip_empty=skip_empty)
     x = np.concatenate([X, X[:4]])
     x[1::3] = np.nan
 

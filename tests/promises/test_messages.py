@@ -324,7 +324,7 @@ MISTAKEN_CALLS = {
     "batch_argnums": lambda: shrewjax.value_and_grad(a_float_loss, 2, batch_argnums=LARGE),
     "fun": lambda: shrewjax.value_and_grad(LARGE, 2),
     "micro_batches": lambda: shrewjax.value_and_grad(a_float_loss, LARGE),
-    "weight of value_and_grad": lambda: shrewjax.value_and_grad(a_float_loss, 2, weight=LARGE),
+    "weight of value_and_grad": lambda: shrewjax.value_and_grad(a_float_loss, 2, weight_fn=LARGE),
     "aux": lambda: shrewjax.value_and_grad(a_float_loss, 2, aux=LARGE),
     "aux of a loss with one": lambda: shrewjax.value_and_grad(a_float_loss, 2, has_aux=True, aux=LARGE),
     "an aux that is no tree prefix": lambda: traced(

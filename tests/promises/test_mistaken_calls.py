@@ -357,7 +357,7 @@ def test_one_micro_batch_takes_keywords_as_jax_does():
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_sum_over_weights_without_a_weight_is_an_error(micro_batches):
-    with pytest.raises(ValueError, match=r"^reduction='sum_over_weights' needs weight=.* got weight=None\. Pass"):
+    with pytest.raises(ValueError, match=r"^reduction='sum_over_weights' needs weight_fn=.* got weight_fn=None\. Pass"):
         shrewjax.value_and_grad(loss_fn, micro_batches, reduction="sum_over_weights")
 
 
@@ -396,7 +396,7 @@ def test_clip_cotangent_of_a_sum_over_weights_is_that_of_the_large_batch():
     step = shrewjax.value_and_grad(
         functools.partial(clipped_sum, max_norm=LIMIT * B),
         K,
-        weight=lambda params, x: len(x),
+        weight_fn=lambda params, x: len(x),
         reduction="sum_over_weights",
     )
     assert relative(quick_jit(step)(LAYERS, ROWS)[1], expected) < 1e-6
@@ -447,7 +447,7 @@ def test_boolean_weights_of_micro_batches_leave_out_those_that_are_false():
     def loss(params, x, y, real):
         return loss_fn(params, x, y), {"mean": x[0, 0], "kept": jnp.ones((), jnp.int32)}
 
-    step = shrewjax.value_and_grad(loss, 8, has_aux=True, weight=weight, aux={"mean": "mean", "kept": "sum"})
+    step = shrewjax.value_and_grad(loss, 8, has_aux=True, weight_fn=weight, aux={"mean": "mean", "kept": "sum"})
     (value, aux), grads = quick_jit(step)(WEIGHTS, X, Y, real)
     expected = quick_jit(jax.value_and_grad(loss_fn))(WEIGHTS, X[real], Y[real])
     assert_close((value, grads), expected, rtol=1e-5)
