@@ -252,7 +252,7 @@ def value_and_grad(
     has_aux: bool = False,
     batch_argnums: int | str | Sequence[int | str] | None = None,
     weight_fn: Function | None = None,
-    aux: PyTree = "mean",
+    aux_reduction: PyTree = "mean",
     rng_argnums: int | str | Sequence[int | str] = (),
     reduction: Reduction = "mean",
     nonfinite: NonfiniteOfBatch = "propagate",
@@ -302,7 +302,7 @@ def value_and_grad(
         has position 0. None: all by position except nnx objects and those of `rng_argnums`. If there are none, all by
         keyword, except these.
       weight_fn: as in `shrewjax.value_and_grad`.
-      aux: as in `shrewjax.value_and_grad`.
+      aux_reduction: as in `shrewjax.value_and_grad`.
       rng_argnums: the arguments that are trees of PRNG keys, by positions or names. Keys in nnx objects need none.
       reduction: as in `shrewjax.value_and_grad`.
       nonfinite: as in `shrewjax.value_and_grad`.
@@ -347,7 +347,7 @@ def value_and_grad(
         micro_batches,
         has_aux,
         weight_fn,
-        aux,
+        aux_reduction,
         reduction,
         nonfinite,
         accumulator_dtype,
@@ -374,7 +374,7 @@ def micro_batched(
     has_aux: bool = False,
     batch_argnums: int | str | Sequence[int | str] | None = None,
     weight_fn: Function | None = None,
-    aux: PyTree = "mean",
+    aux_reduction: PyTree = "mean",
     rng_argnums: int | str | Sequence[int | str] = (),
     reduction: Reduction = "mean",
     nonfinite: NonfiniteOfBatch = "propagate",
@@ -399,7 +399,7 @@ def micro_batched(
       has_aux: whether `fun` returns a pair.
       batch_argnums: as in `value_and_grad`.
       weight_fn: as in `value_and_grad`.
-      aux: as in `value_and_grad`.
+      aux_reduction: as in `value_and_grad`.
       rng_argnums: as in `value_and_grad`.
       reduction: as in `value_and_grad`.
       nonfinite: as in `value_and_grad`.
@@ -431,7 +431,7 @@ def micro_batched(
         micro_batches,
         has_aux,
         weight_fn,
-        aux,
+        aux_reduction,
         reduction,
         nonfinite,
         accumulator_dtype,

@@ -360,7 +360,7 @@ def value_and_grad_spec(
     *,
     reduction: Reduction = "mean",
     nonfinite: Literal["propagate", "drop_microbatch"] = "propagate",
-    aux: Aux = "mean",
+    aux_reduction: Aux = "mean",
 ) -> tuple[Number, list[Number], list[Any]] | None:
     r"""Returns the value, the gradient and the aux of a batch that is split into micro-batches.
 
@@ -376,7 +376,7 @@ def value_and_grad_spec(
       run: the loss function: a micro-batch's `Part`, or its fields as a tuple.
       reduction: as in `window_spec`.
       nonfinite: as above.
-      aux: how each number of the aux is reduced: `"mean"`, `"sum"`, `"max"`, `"min"`, `"last"` or `"stack"`.
+      aux_reduction: how each number of the aux is reduced: `"mean"`, `"sum"`, `"max"`, `"min"`, `"last"` or `"stack"`.
 
     Returns:
       The three, or None if nothing is kept.
@@ -384,7 +384,7 @@ def value_and_grad_spec(
     Example:
       >>> def run(part):
       ...     return sum(part), [len(part)], 1, [max(part)]
-      >>> value_and_grad_spec([1.0, 2.0, 3.0, 4.0], 2, run, reduction="sum", aux="stack")
+      >>> value_and_grad_spec([1.0, 2.0, 3.0, 4.0], 2, run, reduction="sum", aux_reduction="stack")
       (10.0, [4], [[3.0, 4.0]])
 
     Defines `shrewjax.value_and_grad`. Source: by linearity, as in `window_spec`.
@@ -403,10 +403,12 @@ def value_and_grad_spec(
     value, *gradient = window_spec(
         [([part.value, *part.gradient], part.weight) for part in kept], reduction
     )
-    if aux == "mean":
+    if aux_reduction == "mean":
         return value, gradient, window_spec([(part.aux, part.weight) for part in kept])
-    columns = zip(*(part.aux for part in (parts if aux == "stack" else kept)), strict=True)
-    if aux == "stack":
+    columns = zip(
+        *(part.aux for part in (parts if aux_reduction == "stack" else kept)), strict=True
+    )
+    if aux_reduction == "stack":
         return (
             value,
             gradient,
@@ -418,7 +420,7 @@ def value_and_grad_spec(
         "min": lambda a, b: b if b < a else a,
         "last": lambda _, b: b,
     }
-    return value, gradient, [reduce(combine[aux], xs) for xs in columns]
+    return value, gradient, [reduce(combine[aux_reduction], xs) for xs in columns]
 
 
 def _sum_of_squares(gradient: Sequence[Number]) -> Number:

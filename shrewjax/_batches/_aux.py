@@ -144,13 +144,13 @@ def _names_of_leaves(names: PyTree, like: PyTree) -> list[str]:
         for path, _ in jax.tree.leaves_with_path(like):
             if not any(path[: len(of)] == of for of in named):
                 raise ValueError(
-                    f"aux must have a name for each leaf that fun returns beside the loss, got {trees.shown(names)}, "
-                    f"which has none for {trees.leaf_name(path)}. Add it. Or pass one name for all leaves"
+                    f"aux_reduction must have a name for each leaf that fun returns beside the loss, got "
+                    f"{trees.shown(names)}, which has none for {trees.leaf_name(path)}. Add it. Or pass one name for all leaves"
                 ) from None
         structure = trees.shortened(str(jax.tree.structure(like)))
         raise ValueError(
-            f"aux must be one name, or a tree prefix of what fun returns beside the loss, got {trees.shown(names)} "
-            f"for a tree of the structure {structure}: {trees.shortened(str(error))}"
+            f"aux_reduction must be one name, or a tree prefix of what fun returns beside the loss, got "
+            f"{trees.shown(names)} for a tree of the structure {structure}: {trees.shortened(str(error))}"
         ) from error
 
 
@@ -159,13 +159,13 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str) -> None:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         raise ValueError(
             f"leaf {leaf} of the aux is a PRNG key, which cannot be reduced or stacked. Return "
-            'jax.random.key_data of it, with "stack" or "last" in aux='
+            'jax.random.key_data of it, with "stack" or "last" in aux_reduction='
         )
     is_number = jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(
-            f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Give it another name in aux=, such "
-            "as 'sum'. If it is a state that fun returns changed, carry_argnum= of shrewjax.value_and_grad hands it "
+            f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Give it another name in aux_reduction=, "
+            "such as 'sum'. If it is a state that fun returns changed, carry_argnum= of shrewjax.value_and_grad hands it "
             "from micro-batch to micro-batch"
         )
     if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
@@ -179,7 +179,7 @@ def _check_mean(leaf: str, x: Leaf, large: Leaf) -> None:
     if x.shape != large.shape:
         raise ValueError(
             f"leaf {leaf} of the aux has shape {x.shape} for a micro-batch and {large.shape} for the whole batch, so "
-            "it has no 'mean'. Give it 'stack' in aux="
+            "it has no 'mean'. Give it 'stack' in aux_reduction="
         )
 
 
@@ -190,7 +190,8 @@ def _axis_of_examples(leaf: str, name: str, x: Leaf, large: Leaf, is_known: bool
         found = large.shape if is_known else "no shape, because fun does not take it,"
         raise ValueError(
             f"leaf {leaf} of the aux must have an axis of examples for {name!r} with sum_over, got shape {x.shape}, "
-            f"and {found} for the whole batch. Return a number for each example. Or give it another name in aux="
+            f"and {found} for the whole batch. Return a number for each example. Or give it another name in "
+            "aux_reduction="
         )
     return differ[0]
 

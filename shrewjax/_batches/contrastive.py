@@ -103,7 +103,9 @@ def contrastive_value_and_grad(
     Source: Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
     (GradCache), 2021, https://arxiv.org/abs/2101.06983.
     """
-    first_pass = Options(micro_batches, has_aux=True, aux="stack", sum_over=sum_over).checked()
+    first_pass = Options(
+        micro_batches, has_aux=True, aux_reduction="stack", sum_over=sum_over
+    ).checked()
     # Inside `per_device`, rows of the sum of the second pass are those of a mean
     # (tests/batches/test_per_device.py, "in_two_passes_is_a_mean").
     second_pass = Options(

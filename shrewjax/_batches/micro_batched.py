@@ -47,7 +47,7 @@ def micro_batched(
     has_aux: bool = False,
     batch_argnums: int | str | Sequence[int | str] | None = None,
     weight_fn: Function | None = None,
-    aux: PyTree = "mean",
+    aux_reduction: PyTree = "mean",
     rng_argnums: int | str | Sequence[int | str] = (),
     reduction: Reduction = "mean",
     nonfinite: NonfiniteOfBatch = "propagate",
@@ -104,7 +104,7 @@ def micro_batched(
       batch_argnums: the arguments that hold examples, as in `value_and_grad`. None: all by position, except the first
         and those of `rng_argnums`. If there are none, all by keyword, except these.
       weight_fn: as in `value_and_grad`.
-      aux: as in `value_and_grad`.
+      aux_reduction: as in `value_and_grad`.
       rng_argnums: as in `value_and_grad`.
       reduction: as in `value_and_grad`.
       nonfinite: as in `value_and_grad`.
@@ -136,7 +136,7 @@ def micro_batched(
         micro_batches,
         has_aux,
         weight_fn,
-        aux,
+        aux_reduction,
         reduction,
         nonfinite,
         accumulator_dtype,
@@ -354,7 +354,7 @@ class _Call(NamedTuple):
         if np.ndim(value):
             raise ValueError(
                 f"fun must return a scalar loss, got the shape {np.shape(value)}. Return its mean or its sum. To get "
-                "losses of examples, too, return them as aux, with has_aux=True and aux='stack'"
+                "losses of examples, too, return them as aux, with has_aux=True and aux_reduction='stack'"
             )
         return returned
 

@@ -95,7 +95,7 @@ def value_and_grad(
     has_aux: bool = False,
     batch_argnums: int | str | Sequence[int | str] | None = None,
     weight_fn: Function | None = None,
-    aux: PyTree = "mean",
+    aux_reduction: PyTree = "mean",
     rng_argnums: int | str | Sequence[int | str] = (),
     carry_argnum: int | None = None,
     reduction: Reduction = "mean",
@@ -143,16 +143,16 @@ def value_and_grad(
 
     Each leaf of the aux keeps its dtype; a `"sum"` of booleans or short integers has `jnp.sum`'s.
 
-    =========  ==================================================  ==================================  =============
-    `aux`      over the micro-batches that are kept                over devices, with `sum_over`       none is kept
-    =========  ==================================================  ==================================  =============
-    `"mean"`   sum(w a) / sum(w), for every `reduction`            the same, over all of them          NaN
-    `"sum"`    sum(a), which is not weighted                       the same                            0
-    `"max"`    the largest, NaN if one is NaN                      the same                            least number
-    `"min"`    the smallest, NaN if one is NaN                     the same                            largest number
-    `"last"`   the last one's                                      joined, see `sum_over`              0
-    `"stack"`  all, along a new first axis of K; the others are 0  joined, see `sum_over`              0
-    =========  ==================================================  ==================================  =============
+    ===============  ==================================================  =============================  =============
+    `aux_reduction`  over the micro-batches that are kept                over devices, with `sum_over`  none is kept
+    ===============  ==================================================  =============================  =============
+    `"mean"`         sum(w a) / sum(w), for every `reduction`            the same, over all of them     NaN
+    `"sum"`          sum(a), which is not weighted                       the same                       0
+    `"max"`          the largest, NaN if one is NaN                      the same                       least number
+    `"min"`          the smallest, NaN if one is NaN                     the same                       largest number
+    `"last"`         the last one's                                      joined, see `sum_over`         0
+    `"stack"`        all, along a new first axis of K; the others are 0  joined, see `sum_over`         0
+    ===============  ==================================================  ==================================  =============
 
     A stack of one number per example has the shape (K, B / K). `jnp.swapaxes(stack, 0, 1).reshape(B)` restores the
     order of the examples.
@@ -170,8 +170,8 @@ def value_and_grad(
       weight_fn: a function of `fun`'s arguments for one micro-batch, which returns the number of examples or tokens
         that its mean counts. With a mask, count those in the mask. A weight is as in `accumulate`. None: all
         micro-batches have the same.
-      aux: one name of the table above for all leaves, or a tree prefix of names. A leaf whose shape depends on the
-        number of examples has no `"mean"`.
+      aux_reduction: one name of the table above for all leaves, or a tree prefix of names. A leaf whose shape depends
+        on the number of examples has no `"mean"`.
       rng_argnums: the arguments that are trees of PRNG keys, typed or raw: positions or names, as above. Micro-batch i
         gets `jax.random.fold_in(key, i)`. On device d along `sum_over`, it gets `fold_in(key, d * K + i)`.
         If `fun` closes over a key, all micro-batches have the same noise.
@@ -217,8 +217,8 @@ def value_and_grad(
 
     Raises:
       ValueError: an argument is not as described; an argument has two roles; an array of examples has no axis, or
-        another number of examples than the first array, or a number that K does not divide; `aux` does not fit the aux;
-        a parameter is not floating; a key or an array of B examples comes as described under `batch_argnums`;
+        another number of examples than the first array, or a number that K does not divide; `aux_reduction` does not
+        fit the aux; a parameter is not floating; a key or an array of B examples comes as described under `batch_argnums`;
         `sum_over` is no axis here; a leaf to be joined has no axis of examples; or, inside `shard_map`, the loss is not
         reduced and `sum_over` is missing, or it is reduced already.
       AssertionError: `fun` returns a carry of another structure, shape or dtype.
@@ -238,7 +238,7 @@ def value_and_grad(
         micro_batches,
         has_aux,
         weight_fn,
-        aux,
+        aux_reduction,
         reduction,
         nonfinite,
         accumulator_dtype,
@@ -254,7 +254,7 @@ class Options(NamedTuple):
     micro_batches: int
     has_aux: bool = False
     weight_fn: Function | None = None
-    aux: PyTree = "mean"
+    aux_reduction: PyTree = "mean"
     reduction: Reduction = "mean"
     nonfinite: NonfiniteOfBatch = "propagate"
     accumulator_dtype: DType = None
@@ -265,7 +265,7 @@ class Options(NamedTuple):
     def checked(self) -> "Options":
         """Returns the options. Raises if one is not as described."""
         arguments.integer("micro_batches", self.micro_batches, at_least=1)
-        _check_aux(self.aux, self.has_aux)
+        _check_aux_reduction(self.aux_reduction, self.has_aux)
         arguments.choice("nonfinite", self.nonfinite, get_args(NonfiniteOfBatch))
         arguments.static_flag("skip_empty", self.skip_empty)
         self.window()
@@ -345,13 +345,14 @@ def _require_no_sum_of_rows(axes: AxisNames) -> None:
         )
 
 
-def _check_aux(aux: PyTree, has_aux: bool) -> None:
-    if not has_aux and aux != "mean":
+def _check_aux_reduction(given: PyTree, has_aux: bool) -> None:
+    if not has_aux and given != "mean":
         raise ValueError(
-            f"aux needs has_aux=True, because fun returns (loss, aux), got aux={trees.shown(aux)}"
+            "aux_reduction needs has_aux=True, because fun returns (loss, aux), got "
+            f"aux_reduction={trees.shown(given)}"
         )
-    for name in jax.tree.leaves(aux, is_leaf=lambda x: x is None):
-        arguments.choice("aux", name, ("mean", "stack", *COMBINE))
+    for name in jax.tree.leaves(given, is_leaf=lambda x: x is None):
+        arguments.choice("aux_reduction", name, ("mean", "stack", *COMBINE))
 
 
 def _check_weight_is_given(weight_fn: Function | None, reduction: str, skip_empty: bool) -> None:
@@ -363,8 +364,8 @@ def _check_weight_is_given(weight_fn: Function | None, reduction: str, skip_empt
     if reduction == "sum_over_weights" and weight_fn is None:
         raise ValueError(
             "reduction='sum_over_weights' needs weight_fn=, because it divides by the weights, got weight_fn=None. "
-            "Pass a function that returns the number of examples. Or pass reduction='mean' for a mean loss, 'sum' for a "
-            "sum"
+            "Pass a function that returns the number of examples. Or pass reduction='mean' for a mean loss, or 'sum' for "
+            "a sum"
         )
     if skip_empty and weight_fn is None:
         raise ValueError(
@@ -397,7 +398,7 @@ def _run(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
     if carried:
         weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
         _check_carried(like.carried, carried, weight)
-    aux = AuxLeaves(options.aux, like.aux, batch.steps, window.axes)
+    aux = AuxLeaves(options.aux_reduction, like.aux, batch.steps, window.axes)
     examples = jax.tree.leaves(batch.examples)
     size = examples[0].shape[0] if examples else 0
     if batch.steps * max(batch.devices, 1) > 1:

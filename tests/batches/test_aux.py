@@ -42,7 +42,7 @@ def test_each_leaf_of_the_aux_is_reduced_by_its_name(reduction):
         K,
         has_aux=True,
         weight_fn=lambda w, x, own: own[0],
-        aux=AUX,
+        aux_reduction=AUX,
         reduction=reduction,
     )
     x = X[:, 0]
@@ -62,7 +62,7 @@ def test_each_leaf_of_the_aux_is_reduced_by_its_name(reduction):
     [("sum", [10, 6]), ("max", [4, 3]), ("min", [1, 0]), ("last", [4, 3]), ("stack", [[1, 2, 3, 4], [0, 1, 2, 3]])],
 )
 def test_one_name_goes_for_all_of_the_aux(name, expected):
-    step = shrewjax.value_and_grad(lambda w, x, n: (w, (x[0], n[0])), K, has_aux=True, aux=name)
+    step = shrewjax.value_and_grad(lambda w, x, n: (w, (x[0], n[0])), K, has_aux=True, aux_reduction=name)
     (_, found), _ = jax.jit(step)(1.0, np.arange(1, 5, dtype="f"), np.arange(4, dtype=np.int32))
     assert [x.tolist() for x in found] == expected
     assert [x.dtype for x in found] == [jnp.float32, jnp.int32]
@@ -70,7 +70,9 @@ def test_one_name_goes_for_all_of_the_aux(name, expected):
 
 def test_sum_of_the_aux_has_the_dtype_of_jax_numpys():
     ones = {dtype: np.ones((), dtype) for dtype in ("int8", "uint8", "int32", "bool", "bfloat16", "complex64")}
-    step = shrewjax.value_and_grad(lambda w, x: (w, jax.tree.map(jnp.asarray, ones)), 300, has_aux=True, aux="sum")
+    step = shrewjax.value_and_grad(
+        lambda w, x: (w, jax.tree.map(jnp.asarray, ones)), 300, has_aux=True, aux_reduction="sum"
+    )
     (_, found), _ = quick_jit(step)(1.0, np.ones(300, "f"))
     for dtype, expected in jax.eval_shape(lambda: jax.tree.map(jnp.sum, ones)).items():
         assert found[dtype].dtype == expected.dtype, dtype
@@ -86,7 +88,7 @@ def test_an_extreme_of_a_float8_needs_no_infinity():
         first = {dtype: leaf[0] for dtype, leaf in x.items()}
         return w, {"max": first, "min": first}
 
-    step = shrewjax.value_and_grad(loss, 4, has_aux=True, aux={"max": "max", "min": "min"})
+    step = shrewjax.value_and_grad(loss, 4, has_aux=True, aux_reduction={"max": "max", "min": "min"})
     (_, aux), _ = quick_jit(step)(np.float32(1), x)
     for name, expected in (("max", [-0.5, np.nan]), ("min", [-8, np.nan])):
         for dtype, found in jax.device_get(aux[name]).items():
@@ -122,7 +124,7 @@ def test_aux_of_each_example_is_an_error_that_asks_for_stack(micro_batches, aux)
     size = 8 // micro_batches
     message = rf"^leaf \['logits'\] of the aux has shape \({size},\) .* \(8,\) for the whole batch.*'stack'"
     with pytest.raises(ValueError, match=message):
-        traced(with_logits, PARAMS, X, Y, has_aux=True, aux=aux, micro_batches=micro_batches)
+        traced(with_logits, PARAMS, X, Y, has_aux=True, aux_reduction=aux, micro_batches=micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,7 @@ def test_an_aux_that_is_no_array_is_an_error_that_names_it():
 
 
 def test_stacked_aux_of_each_example_comes_back_in_the_order_of_the_examples():
-    step = shrewjax.value_and_grad(with_logits, 4, has_aux=True, aux={"loss": "mean", "logits": "stack"})
+    step = shrewjax.value_and_grad(with_logits, 4, has_aux=True, aux_reduction={"loss": "mean", "logits": "stack"})
     (_, aux), _ = quick_jit(step)(WEIGHTS, X, Y)
     restored = jnp.swapaxes(aux["logits"], 0, 1).reshape(8)
     np.testing.assert_allclose(restored, X @ np.asarray(WEIGHTS["w"]), rtol=1e-5)
@@ -193,7 +195,7 @@ def test_leaves_that_are_sharded_over_explicit_axes_stay_so_and_are_reduced(sum_
         return jnp.mean(outputs**2), by_feature | {"last": outputs, "stack": outputs}
 
     w = RNG.normal(size=(INPUTS, 4)).astype(np.float32)
-    step = quick_jit(shrewjax.value_and_grad(loss, 2, has_aux=True, aux=names, sum_over=sum_over))
+    step = quick_jit(shrewjax.value_and_grad(loss, 2, has_aux=True, aux_reduction=names, sum_over=sum_over))
     with jax.set_mesh(mesh):
         (_, aux), _ = step(jax.device_put(w, jax.P(None, "model")), jax.device_put(X, jax.P("data")))
     assert all(x.sharding.spec[-1] == "model" for x in aux.values())

@@ -520,7 +520,7 @@ def test_keys_weights_and_aux_are_those_of_value_and_grad(skip_empty):
         "has_aux": True,
         "rng_argnums": 1,
         "weight_fn": lambda w, key, x, y, counts: jnp.sum(counts),
-        "aux": {"error": "mean", "worst": "max", "count": "sum"},
+        "aux_reduction": {"error": "mean", "worst": "max", "count": "sum"},
         "nonfinite": "drop_microbatch",
     }
     args = (W, KEY, XF, np.where(np.arange(B) == 1, np.nan, YF).astype("f"), counts)
@@ -641,7 +641,9 @@ def test_with_a_sum_a_smooth_weight_is_no_error_because_nothing_is_divided_by_it
 
 
 def test_a_derivative_of_the_aux_is_nan_and_jax_drops_it_where_nothing_uses_it():
-    part = shrewjax.micro_batched(with_aux, K, has_aux=True, batch_argnums=(2, 3), aux={"loss": "mean", "count": "sum"})
+    part = shrewjax.micro_batched(
+        with_aux, K, has_aux=True, batch_argnums=(2, 3), aux_reduction={"loss": "mean", "count": "sum"}
+    )
 
     def of_aux(*args):
         value, aux = part(*args)

@@ -157,7 +157,7 @@ def test_policy_within_a_call_weighs_what_it_kept():
         with_count,
         2,
         has_aux=True,
-        aux="sum",
+        aux_reduction="sum",
         nonfinite="drop_microbatch",
         weight_fn=lambda params, x, y, mask: jnp.sum(mask),
     )

@@ -63,9 +63,13 @@ def large_batch(*batch):
 # --- the batch -------------------------------------------------------------------------------------------------
 
 LOSSES = {
-    "mean": (mean_loss, (X, Y), {"aux": {"error": "mean", "worst": "max"}}),
-    "summed": (summed_loss, (X, Y, COUNTS), {"reduction": "sum", "aux": {"error": "sum", "worst": "max"}}),
-    "by tokens": (masked_loss, (X, Y, COUNTS), {"weight_fn": number, "aux": {"error": "mean", "worst": "max"}}),
+    "mean": (mean_loss, (X, Y), {"aux_reduction": {"error": "mean", "worst": "max"}}),
+    "summed": (summed_loss, (X, Y, COUNTS), {"reduction": "sum", "aux_reduction": {"error": "sum", "worst": "max"}}),
+    "by tokens": (
+        masked_loss,
+        (X, Y, COUNTS),
+        {"weight_fn": number, "aux_reduction": {"error": "mean", "worst": "max"}},
+    ),
 }
 
 
@@ -110,7 +114,7 @@ def test_micro_batch_i_has_the_examples_from_i_on_in_steps_of_k():
         return w * jnp.sum(examples["at"]), (examples["at"], jax.random.key_data(examples["key"]))
 
     examples = {"at": np.arange(B, dtype="f"), "key": jax.random.split(jax.random.key(0), B)}
-    step = shrewjax.value_and_grad(loss, K, has_aux=True, batch_argnums=1, aux="stack")
+    step = shrewjax.value_and_grad(loss, K, has_aux=True, batch_argnums=1, aux_reduction="stack")
     (_, (found, keys)), _ = jax.jit(step)(1.0, examples, np.ones(5), offset=np.zeros(2))
     np.testing.assert_array_equal(found, [np.arange(B)[i::K] for i in range(K)])
     np.testing.assert_array_equal(np.swapaxes(found, 0, 1).reshape(B), np.arange(B))
@@ -177,7 +181,7 @@ def stateful_loss(params, x, y, counts, carry):
     return loss, ({"loss": aux["error"], "kept": 1, "each": loss}, carry + jnp.sum(x))
 
 
-STATEFUL = {"has_aux": True, "carry_argnum": 4, "aux": {"loss": "mean", "kept": "sum", "each": "stack"}}
+STATEFUL = {"has_aux": True, "carry_argnum": 4, "aux_reduction": {"loss": "mean", "kept": "sum", "each": "stack"}}
 
 
 def without(bad, x=X, y=Y, counts=COUNTS):
@@ -227,7 +231,7 @@ def test_a_traced_weight_that_python_would_refuse_makes_every_result_nan(reducti
         loss,
         2,
         has_aux=True,
-        aux={"mean": "mean", "max": "max"},
+        aux_reduction={"mean": "mean", "max": "max"},
         weight_fn=lambda params, x: x[0, 0],
         reduction=reduction,
     )
@@ -239,7 +243,9 @@ def test_a_traced_weight_that_python_would_refuse_makes_every_result_nan(reducti
 def test_bad_micro_batch_is_what_arithmetic_says_if_it_propagates():
     x = X.copy()
     x[5] = np.nan
-    (value, aux), grads = jax.jit(shrewjax.value_and_grad(mean_loss, K, has_aux=True, aux="max"))(PARAMS, x, Y)
+    (value, aux), grads = jax.jit(shrewjax.value_and_grad(mean_loss, K, has_aux=True, aux_reduction="max"))(
+        PARAMS, x, Y
+    )
     assert np.isnan([value, aux["worst"], *grads["w"], grads["b"]]).all()
 
 
@@ -255,7 +261,7 @@ def test_batch_that_weighs_nothing_has_no_gradient_and_no_mean(reduction):
         has_aux=True,
         weight_fn=number,
         reduction=reduction,
-        aux={name: name for name in ("mean", "sum", "max", "min", "last", "stack")},
+        aux_reduction={name: name for name in ("mean", "sum", "max", "min", "last", "stack")},
     )
     (value, aux), grads = jax.jit(step)(PARAMS, X, Y, nothing)
     assert bits(grads) == bits(jax.tree.map(np.zeros_like, PARAMS))
@@ -281,7 +287,7 @@ def test_each_micro_batch_has_a_key_of_its_own_whatever_it_weighs(make):
 
     def seen(weights):
         step = shrewjax.value_and_grad(
-            loss, K, has_aux=True, rng_argnums=2, aux="stack", weight_fn=lambda w, x, keys, own: own[0]
+            loss, K, has_aux=True, rng_argnums=2, aux_reduction="stack", weight_fn=lambda w, x, keys, own: own[0]
         )
         return np.asarray(jax.jit(step)(1.0, Y, {"dropout": make(3)}, np.tile(np.float32(weights), B // K))[0][1])
 
@@ -319,7 +325,7 @@ def recording_loss(seen, params, x, y, counts, key, carry):
 
 RECORDING = {
     "has_aux": True,
-    "aux": {name: name for name in NAMES},
+    "aux_reduction": {name: name for name in NAMES},
     "weight_fn": lambda params, x, y, counts, *_: jnp.sum(counts),
     "batch_argnums": (1, 2, 3),
     "rng_argnums": 4,
@@ -426,21 +432,24 @@ def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
         ),
         (r"weight must be a real scalar.*shape \(4,\)", {"weight_fn": lambda params, x, y: y}),
         (r"weight must be 0, or between", {"weight_fn": lambda params, x, y: -1}),
-        (r"aux must be one of 'mean', .*got 'median'", {"aux": {"error": "median"}}),
-        (r"aux must be one of .*got None", {"aux": None}),
+        (r"aux_reduction must be one of 'mean', .*got 'median'", {"aux_reduction": {"error": "median"}}),
+        (r"aux_reduction must be one of .*got None", {"aux_reduction": None}),
         (
-            r"aux must have a name for each leaf .* has none for \['error'\]\.",
-            {"aux": {"errors": "mean", "worst": "max"}},
+            r"aux_reduction must have a name for each leaf .* has none for \['error'\]\.",
+            {"aux_reduction": {"errors": "mean", "worst": "max"}},
         ),
-        (r"aux must have a name for each leaf .* has none for \['error'\]\. Add it", {"aux": {"worst": "max"}}),
         (
-            r"aux must be one name, or a tree prefix",
-            {"aux": {"error": "mean", "worst": "max", "other": "max"}},
+            r"aux_reduction must have a name for each leaf .* has none for \['error'\]\. Add it",
+            {"aux_reduction": {"worst": "max"}},
+        ),
+        (
+            r"aux_reduction must be one name, or a tree prefix",
+            {"aux_reduction": {"error": "mean", "worst": "max", "other": "max"}},
         ),
         (r"leaf \['n'\] of the aux is int32, which 'mean' does not take", {"loss": lambda p, x, y: (p["b"], {"n": 1})}),
         (
             r"leaf .* of the aux is complex64, which has no order for 'max'",
-            {"loss": lambda p, x, y: (p["b"], 1j), "aux": "max"},
+            {"loss": lambda p, x, y: (p["b"], 1j), "aux_reduction": "max"},
         ),
         (r"reduction must be one of", {"reduction": "average"}),
         (r"nonfinite must be one of 'propagate', 'drop_microbatch', got", {"nonfinite": "drop_window"}),
@@ -459,7 +468,7 @@ def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
         ),
         (r"sum_over must name mapped axes, or axes of the mesh", {"sum_over": "data"}),
         (r"carry_argnum needs has_aux=True", {"carry_argnum": 2, "has_aux": False}),
-        (r"aux needs has_aux=True", {"aux": "sum", "has_aux": False}),
+        (r"aux_reduction needs has_aux=True", {"aux_reduction": "sum", "has_aux": False}),
         (r"carry_argnum must be a Python int", {"carry_argnum": (2,), "has_aux": True}),
         (
             r"fun must return \(loss, \(aux, carry\)\), got",
@@ -501,7 +510,7 @@ MANY = (
     RNG.normal(size=ROWS).astype("f"),
     RNG.uniform(size=ROWS) < 0.3,  # some devices' micro-batches have none
 )
-WEIGHTED = {"has_aux": True, "weight_fn": number, "aux": {"error": "mean", "worst": "max"}}
+WEIGHTED = {"has_aux": True, "weight_fn": number, "aux_reduction": {"error": "mean", "worst": "max"}}
 
 
 @pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
@@ -557,7 +566,7 @@ def test_keys_differ_between_devices_and_counts_add_up_over_them():
         return mean_loss(params, x, y)[0], {"key": jax.random.key_data(key), "rows": len(x)}
 
     step = shrewjax.value_and_grad(
-        loss, K, has_aux=True, rng_argnums=4, aux={"key": "stack", "rows": "sum"}, sum_over="data"
+        loss, K, has_aux=True, rng_argnums=4, aux_reduction={"key": "stack", "rows": "sum"}, sum_over="data"
     )
     key, out_specs = jax.random.key(1), ((P(), {"key": P("data"), "rows": P()}), P())
     mapped = jax.shard_map(step, mesh=mesh_of(data=DEVICES), in_specs=(P(), *[P("data")] * 3, P()), out_specs=out_specs)
@@ -599,7 +608,7 @@ def test_largest_and_smallest_are_nan_if_one_device_has_a_nan(check_vma):
         return params, {"largest": jnp.max(x), "smallest": jnp.min(x)}
 
     names = {"largest": "max", "smallest": "min"}
-    step = shrewjax.value_and_grad(loss, 2, has_aux=True, aux=names, sum_over="data")
+    step = shrewjax.value_and_grad(loss, 2, has_aux=True, aux_reduction=names, sum_over="data")
     mapped = jax.shard_map(
         step, mesh=mesh_of(data=DEVICES), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
     )
@@ -708,7 +717,7 @@ def test_windows_of_whole_batches_send_one_all_reduce_and_equal_the_large_batch(
     # With parameters of its own, a device keeps its gradients, and the window sums them over devices as it closes.
     tx = shrewjax.accumulate(optax.sgd(0.5), 2, sum_over="data")
     own_batch = shrewjax.value_and_grad(
-        masked_loss, 2, sum_over=(), **WEIGHTED | {"aux": {"error": "mean", "worst": "max"}}
+        masked_loss, 2, sum_over=(), **WEIGHTED | {"aux_reduction": {"error": "mean", "worst": "max"}}
     )
     mesh = mesh_of(data=DEVICES)
     params = placed(jax.tree.map(jnp.asarray, PARAMS), mesh, P())

@@ -624,7 +624,7 @@ def whole_batch(reduction, nonfinite):
         weight_fn=lambda params, losses, gradients, weights, aux: weights[0],
         reduction=reduction,
         nonfinite=nonfinite,
-        aux={name: name for name in AUX},
+        aux_reduction={name: name for name in AUX},
     )
     return users_jit(step)
 
@@ -655,7 +655,7 @@ def test_batch_is_the_definitions(reduction, nonfinite):
             for x, g, w, a in zip(losses, gradients, weights, aux, strict=True)
         ]
         for name in AUX:
-            options = {"reduction": reduction, "nonfinite": nonfinite, "aux": name}
+            options = {"reduction": reduction, "nonfinite": nonfinite, "aux_reduction": name}
             expected = spec.value_and_grad_spec(rational, WINDOW, lambda part: part[0], **options)
             if expected is None:
                 assert bits(grads) == bits(np.zeros(2, np.float32))

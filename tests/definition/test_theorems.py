@@ -409,7 +409,8 @@ def test_batch_of_uneven_tokens_comes_to_their_mean(spec, g: Vector, w: Vector):
 
     average = sum(x * v for x, v in zip(g, w, strict=True)) / sum(w)
     return all(
-        spec.value_and_grad_spec(list(zip(g, w, strict=True)), k, run, aux="sum") == (average, [average], [sum(w)])
+        spec.value_and_grad_spec(list(zip(g, w, strict=True)), k, run, aux_reduction="sum")
+        == (average, [average], [sum(w)])
         for k in divisors(len(g))
     )
 
@@ -421,7 +422,9 @@ def with_and_without_dropped_parts(spec, g, w, weight, aux):
     bad, empty = (g[0], [math.nan], weight, [weight]), (math.nan, [g[0]], 0, [math.nan])
 
     def batch(parts):
-        return spec.value_and_grad_spec(parts, len(parts), lambda part: part[0], nonfinite="drop_microbatch", aux=aux)
+        return spec.value_and_grad_spec(
+            parts, len(parts), lambda part: part[0], nonfinite="drop_microbatch", aux_reduction=aux
+        )
 
     places = [[*clean[:i], part, *clean[i:]] for i in range(len(g) + 1) for part in (bad, empty)]
     return [batch(parts) for parts in places], batch(clean)
@@ -449,7 +452,7 @@ def test_dropped_part_of_a_batch_is_neither_the_largest_nor_the_smallest(spec, g
 
 @theorem(2, 3, mutant=("b if a < b else a", "b if b < a else a"))
 def test_largest_of_the_aux_is_one_of_them_and_no_less_than_any(spec, g: Vector):
-    _, _, (largest,) = spec.value_and_grad_spec(g, len(g), lambda part: (0, [], 1, part), aux="max")
+    _, _, (largest,) = spec.value_and_grad_spec(g, len(g), lambda part: (0, [], 1, part), aux_reduction="max")
     return all(x <= largest for x in g) and any(x == largest for x in g)
 
 

@@ -60,7 +60,14 @@ def loss(params, scale, x, y, counts, carry, key, *, offset, is_on):
 
 CARRY = {"mean": np.ones(WIDTH, "f"), "calls": np.int32(3), "frozen": np.ones(2, "f"), "key": KEY}
 KINDS = {"mean": "mean", "sum": "sum", "max": "max", "each": "stack", "rows": "stack", "last": "last", "key": "stack"}
-OPTIONS = {"argnums": (0, 1), "has_aux": True, "weight_fn": weight, "aux": KINDS, "carry_argnum": 5, "rng_argnums": -1}
+OPTIONS = {
+    "argnums": (0, 1),
+    "has_aux": True,
+    "weight_fn": weight,
+    "aux_reduction": KINDS,
+    "carry_argnum": 5,
+    "rng_argnums": -1,
+}
 
 
 def expected(devices, micro_batches=K):
@@ -326,7 +333,7 @@ def test_an_nnx_model_has_one_state_and_other_dropout_on_each_device():
 
     model = _Model(nnx.Rngs(0))
     params = nnx.state(model, nnx.Param)
-    run = shrewjax.flax.value_and_grad(loss, K, has_aux=True, aux="stack", sum_over="data")
+    run = shrewjax.flax.value_and_grad(loss, K, has_aux=True, aux_reduction="stack", sum_over="data")
     with jax.set_mesh(mesh_of(data=8)):
         (value, masks), grads = nnx.jit(run)(model, X)
     kernel = np.asarray(params["linear"]["kernel"][...])
@@ -413,10 +420,10 @@ ERRORS = {
         lambda: traced(constrained(lambda x: jax.sharding.reshard(x, P("data"))), kind="Explicit"),
         "must not place",
     ),
-    "a stack": (lambda: traced(stacked, has_aux=True, aux="stack"), WITHOUT_EXAMPLES.format("stack")),
-    "the last": (lambda: traced(stacked, has_aux=True, aux="last"), WITHOUT_EXAMPLES.format("last")),
+    "a stack": (lambda: traced(stacked, has_aux=True, aux_reduction="stack"), WITHOUT_EXAMPLES.format("stack")),
+    "the last": (lambda: traced(stacked, has_aux=True, aux_reduction="last"), WITHOUT_EXAMPLES.format("last")),
     "a fixed number": (
-        lambda: traced(stacked_by_two, has_aux=True, aux="stack"),
+        lambda: traced(stacked_by_two, has_aux=True, aux_reduction="stack"),
         r"shape \(4, 8\), and no shape, because fun does not take it",
     ),
 }

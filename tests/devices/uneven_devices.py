@@ -67,7 +67,7 @@ def run(name, nonfinite, is_tracked, x, skip_empty):
         lambda *args: loss(MIXES[name], *args),
         K,
         has_aux=True,
-        aux={"sum": "sum", "mean": "mean", "max": "max"},
+        aux_reduction={"sum": "sum", "mean": "mean", "max": "max"},
         weight_fn=lambda w, x, counts: jnp.sum(counts),
         nonfinite=nonfinite,
         sum_over="data",

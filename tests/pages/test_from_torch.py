@@ -263,7 +263,7 @@ def test_centres_move_once_by_sums_and_counts_of_all_micro_batches():
         )
 
     def found(w):
-        step = shrewjax.value_and_grad(loss, 4, has_aux=True, aux="sum", batch_argnums=(1, 2))
+        step = shrewjax.value_and_grad(loss, 4, has_aux=True, aux_reduction="sum", batch_argnums=(1, 2))
         (_, aux), _ = step(w, x, own, centres)
         chained = shrewjax.value_and_grad(carried, 4, has_aux=True, carry_argnum=3)
         return moved(centres, aux), chained(w, x, own, centres)[0][1][1]

@@ -82,7 +82,7 @@ def test_what_needs_concrete_indices_fails_in_a_loop_alone():
     assert jax.value_and_grad(loss, has_aux=True)(p, x)[0][1] == 1
     with pytest.raises(jax.errors.NonConcreteBooleanIndexError):
         shrewjax.value_and_grad(loss, 2, has_aux=True)(p, x)
-    assert shrewjax.value_and_grad(masked, 2, has_aux=True, aux="sum")(p, x)[0][1] == 1
+    assert shrewjax.value_and_grad(masked, 2, has_aux=True, aux_reduction="sum")(p, x)[0][1] == 1
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["size"])
@@ -173,7 +173,7 @@ def test_the_quotient_of_counts_averaged_by_weight_is_no_accuracy():
         return jnp.sum(p * mask) / jnp.sum(mask), {"right": jnp.sum(right & mask), "all": jnp.sum(mask * 1.0)}
 
     def accuracy(aux):
-        options = {"weight_fn": lambda p, right, mask: jnp.sum(mask), "has_aux": True, "aux": aux}
+        options = {"weight_fn": lambda p, right, mask: jnp.sum(mask), "has_aux": True, "aux_reduction": aux}
         (_, counts), _ = shrewjax.value_and_grad(
             lambda *args: jax.tree.map(lambda x: x * 1.0, loss(*args)), 2, **options
         )(1.0, right, mask)
@@ -202,7 +202,7 @@ def test_a_models_state_counts_micro_batches_as_a_carry_and_is_exact_by_its_mome
         carried = shrewjax.value_and_grad(
             lambda *args: (loss(*args)[0], ({}, loss(*args)[1])), 8, carry_argnum=1, **examples
         )(p, state, x)[0][1][1]
-        returned = shrewjax.value_and_grad(loss, 8, aux="last", **examples)(p, state, x)[0][1]
+        returned = shrewjax.value_and_grad(loss, 8, aux_reduction="last", **examples)(p, state, x)[0][1]
         moments = shrewjax.value_and_grad(of_moments, 8, **examples)(p, state, x)[0][1]["moments"]
         return carried, returned, advanced(state, moments), loss(p, state, x)[1]
 

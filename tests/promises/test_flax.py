@@ -341,7 +341,7 @@ def by_hand(model, x, y, wrt, kept=range(K)):
 def test_value_gradients_aux_and_state_are_those_of_k_calls_by_hand(mode, wrt):
     ours, theirs = Net(), Net()
     grad = shrewjax.flax.value_and_grad(
-        loss_and_largest, K, wrt=wrt, has_aux=True, aux={"largest": "max", "rows": "sum"}
+        loss_and_largest, K, wrt=wrt, has_aux=True, aux_reduction={"largest": "max", "rows": "sum"}
     )
     (value, aux), grads = step_of(lambda model, x, y: grad(model, x, y), ours)(X, Y)
     with in_mode("graph"):  # which has DiffState
@@ -370,7 +370,7 @@ def of_micro_batched(*args, wrt=nnx.Param, **options):
     ids=["all", "low rank", "skip_empty"],
 )
 def test_a_loss_in_micro_batches_has_value_gradients_aux_and_state_of_value_and_grad(wrt, skip_empty):
-    options = {"has_aux": True, "aux": {"largest": "max", "rows": "sum"}}
+    options = {"has_aux": True, "aux_reduction": {"largest": "max", "rows": "sum"}}
     if skip_empty:
         options["weight_fn"] = lambda model, x, y: jnp.sum(x[0, 0] != X[1, 0])  # micro-batch 1 is empty
 
@@ -518,7 +518,7 @@ def test_added_variables_may_be_popped_and_returned():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"aux": "max"}, "aux needs has_aux"),
+        ({"aux_reduction": "max"}, "aux_reduction needs has_aux"),
         ({"reduction": "average"}, "reduction"),
         ({"weight_fn": 3}, "weight_fn"),
         ({"skip_empty": True}, "skip_empty=True needs weight="),

@@ -241,7 +241,7 @@ WRONG_CALLS = {
     **{
         f"a key in the aux: {name}": (
             functools.partial(
-                traced, lambda p, x, y: (loss_fn(p, x, y), {"key": jax.random.key(0)}), has_aux=True, aux=name
+                traced, lambda p, x, y: (loss_fn(p, x, y), {"key": jax.random.key(0)}), has_aux=True, aux_reduction=name
             ),
             r"^leaf \['key'\] of the aux is a PRNG key, .*jax\.random\.key_data.*\"stack\"",
         )
@@ -325,10 +325,10 @@ MISTAKEN_CALLS = {
     "fun": lambda: shrewjax.value_and_grad(LARGE, 2),
     "micro_batches": lambda: shrewjax.value_and_grad(a_float_loss, LARGE),
     "weight of value_and_grad": lambda: shrewjax.value_and_grad(a_float_loss, 2, weight_fn=LARGE),
-    "aux": lambda: shrewjax.value_and_grad(a_float_loss, 2, aux=LARGE),
-    "aux of a loss with one": lambda: shrewjax.value_and_grad(a_float_loss, 2, has_aux=True, aux=LARGE),
+    "aux": lambda: shrewjax.value_and_grad(a_float_loss, 2, aux_reduction=LARGE),
+    "aux of a loss with one": lambda: shrewjax.value_and_grad(a_float_loss, 2, has_aux=True, aux_reduction=LARGE),
     "an aux that is no tree prefix": lambda: traced(
-        lambda p, x, y: (loss_fn(p, x, y), LARGE), has_aux=True, aux={"other": "mean"}
+        lambda p, x, y: (loss_fn(p, x, y), LARGE), has_aux=True, aux_reduction={"other": "mean"}
     ),
     "a carry": lambda: traced(
         lambda p, x, c: (jnp.mean(x), LARGE), args=(PARAMS, X, 0.0), has_aux=True, carry_argnum=2

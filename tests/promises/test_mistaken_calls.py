@@ -447,7 +447,9 @@ def test_boolean_weights_of_micro_batches_leave_out_those_that_are_false():
     def loss(params, x, y, real):
         return loss_fn(params, x, y), {"mean": x[0, 0], "kept": jnp.ones((), jnp.int32)}
 
-    step = shrewjax.value_and_grad(loss, 8, has_aux=True, weight_fn=weight, aux={"mean": "mean", "kept": "sum"})
+    step = shrewjax.value_and_grad(
+        loss, 8, has_aux=True, weight_fn=weight, aux_reduction={"mean": "mean", "kept": "sum"}
+    )
     (value, aux), grads = quick_jit(step)(WEIGHTS, X, Y, real)
     expected = quick_jit(jax.value_and_grad(loss_fn))(WEIGHTS, X[real], Y[real])
     assert_close((value, grads), expected, rtol=1e-5)
