@@ -5,7 +5,7 @@ Flax's `DynamicScale` doubles it now and then and halves it when something overf
 
 1. unscale: `DynamicScale.value_and_grad` hands out float32 gradients, divided by the scale that they were made with.
    The scale changes within a window, so a sum of gradients that are not unscaled means nothing.
-2. check: an overflow is a NaN or an infinity by now. With `nonfinite="drop_microbatch"` that micro-batch weighs 0.
+2. check: an overflow is a NaN or an infinity by now. With `nonfinite="drop_micro_batch"` that micro-batch weighs 0.
 3. accumulate: in float32, by the number of examples that came.
 4. clip: the average, once a window, in units that do not depend on the scale.
 5. step: the optimizer, whose moments have seen no infinity.
@@ -74,7 +74,7 @@ def create_state(seed: int, sample: np.ndarray) -> ScaledState:
     return ScaledState.create(
         apply_fn=model.apply,
         params=jax.jit(model.init)(jax.random.key(seed), sample)["params"],
-        tx=shrewjax.accumulate(clip_and_adam, ACCUM_STEPS, nonfinite="drop_microbatch"),
+        tx=shrewjax.accumulate(clip_and_adam, ACCUM_STEPS, nonfinite="drop_micro_batch"),
         # Typed from the start: Python's numbers would come back as arrays of fixed types, and compile the step again.
         loss_scale=DynamicScale(
             growth_interval=GROWTH_INTERVAL, fin_steps=jnp.int32(0), scale=jnp.float32(FIRST_SCALE)

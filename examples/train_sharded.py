@@ -278,7 +278,7 @@ def main(argv: list[str] | None = None) -> None:
         optax.chain(shrewjax.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE)),
         ACCUM_STEPS,
         sum_over="data",
-        nonfinite="drop_microbatch",
+        nonfinite="drop_micro_batch",
     )
     graph, training = new_training(tx, mesh, args)
     done, window, history = 0, [], {}

@@ -211,7 +211,7 @@ def clip_by_percentile_spec(
 # --- accumulation ----------------------------------------------------------------------------------------------
 
 Reduction = Literal["mean", "sum_over_weights", "sum"]
-Nonfinite = Literal["propagate", "drop_microbatch", "drop_window", "extend_window"]
+Nonfinite = Literal["propagate", "drop_micro_batch", "drop_window", "extend_window"]
 
 
 class MicroBatch(NamedTuple):
@@ -296,7 +296,7 @@ def accumulate_spec(
     as a step. A non-finite micro-batch has a gradient with a NaN or an infinity. Its treatment depends on `nonfinite`:
 
     * `"propagate"`: it is kept, and counts as a step;
-    * `"drop_microbatch"`: it is not kept, but counts as a step;
+    * `"drop_micro_batch"`: it is not kept, but counts as a step;
     * `"extend_window"`: it is not kept, and does not count as a step;
     * `"drop_window"`: it counts as a step, and the gradient of the window is None.
 
@@ -359,7 +359,7 @@ def value_and_grad_spec(
     run: Callable[[Sequence[Any]], Part],
     *,
     reduction: Reduction = "mean",
-    nonfinite: Literal["propagate", "drop_microbatch"] = "propagate",
+    nonfinite: Literal["propagate", "drop_micro_batch"] = "propagate",
     aux_reduction: Aux = "mean",
 ) -> tuple[Number, list[Number], list[Any]] | None:
     r"""Returns the value, the gradient and the aux of a batch that is split into micro-batches.
@@ -367,7 +367,7 @@ def value_and_grad_spec(
     .. math:: (\ell, g) = \text{window}\{((\ell_i, g_i), w_i) : i \text{ is kept}\}
 
     Micro-batch i has the examples i, i + K, and so on, for K = `micro_batches`. It is kept if its weight is positive
-    and, under `"drop_microbatch"`, its value and gradient are finite. The mean of the aux is weighted under every
+    and, under `"drop_micro_batch"`, its value and gradient are finite. The mean of the aux is weighted under every
     `reduction`. All of its reductions take the kept micro-batches alone; a stack has zeros for the others.
 
     Args:

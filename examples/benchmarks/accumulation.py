@@ -21,7 +21,7 @@ from _harness import Figure, Loop, Row
 import shrewjax
 
 MICRO_BATCHES = 8
-MODES = ("propagate", "drop_microbatch", "drop_window", "extend_window")
+MODES = ("propagate", "drop_micro_batch", "drop_window", "extend_window")
 VARIANTS: Any = {mode: {"nonfinite": mode} for mode in MODES} | {
     "noise_decay": {"noise_decay": 0.99}
 }

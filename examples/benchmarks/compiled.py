@@ -231,7 +231,7 @@ def optax_batch(params: Any, x: jax.Array, counts: jax.Array) -> Any:
 BATCHES: dict[str, dict[str, Any]] = {
     "unweighted": {},
     "weighted": {"weight_fn": counted},
-    "drop_microbatch": {"nonfinite": "drop_microbatch"},
+    "drop_micro_batch": {"nonfinite": "drop_micro_batch"},
 }
 
 
@@ -291,7 +291,7 @@ def windows(target: Target) -> Iterator[Row]:
     theirs = partial(run, updated, multi_steps(), grads)
     yield Row("accumulate, apply_gradients", partial(run, applied, window(), grads), theirs)
     yield Row("accumulate, update", partial(run, updated, window(), grads), theirs)
-    for policy in ("drop_microbatch", "drop_window", "extend_window"):
+    for policy in ("drop_micro_batch", "drop_window", "extend_window"):
         yield Row(f"accumulate, {policy}", partial(run, applied, window(nonfinite=policy), grads))
     yield Row("accumulate, noise_decay", partial(run, applied, window(noise_decay=0.99), grads))
     theirs = partial(run, updated, multi_steps(optax.adamw(1e-3)), grads)

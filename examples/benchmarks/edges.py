@@ -128,7 +128,7 @@ def windows(quick: bool) -> list[Row]:
 
     # With a state inside, the average of the broken window must not get there either.
     adam = optax.adam(0.1)
-    dropping = shrewjax.accumulate(adam, 4, nonfinite="drop_microbatch")
+    dropping = shrewjax.accumulate(adam, 4, nonfinite="drop_micro_batch")
     adams = (dropping, _harness.multi_steps(adam, 4))
 
     return [
@@ -138,7 +138,7 @@ def windows(quick: bool) -> list[Row]:
             *map(finite_after_a_nan, (ours, theirs)),
         ),
         Row(
-            "share of finite updates of adam after a window with a NaN, drop_microbatch (MultiSteps, defaults)",
+            "share of finite updates of adam after a window with a NaN, drop_micro_batch (MultiSteps, defaults)",
             *map(finite_after_a_nan, adams),
         ),
         Row(

@@ -141,7 +141,7 @@ WINDOWS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
     OF_OPTAX: (_of_optax, lambda: _harness.multi_steps(optimizer(optax), MICRO_BATCHES)),
     "plain": (_plain, lambda: _window()),
     "weighted": (_weighted, lambda: _window()),
-    "drop_microbatch": (_plain, lambda: _window(nonfinite="drop_microbatch")),
+    "drop_micro_batch": (_plain, lambda: _window(nonfinite="drop_micro_batch")),
 }
 
 

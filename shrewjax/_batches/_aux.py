@@ -144,8 +144,9 @@ def _names_of_leaves(names: PyTree, like: PyTree) -> list[str]:
         for path, _ in jax.tree.leaves_with_path(like):
             if not any(path[: len(of)] == of for of in named):
                 raise ValueError(
-                    f"aux_reduction must have a name for each leaf that fun returns beside the loss, got "
-                    f"{trees.shown(names)}, which has none for {trees.leaf_name(path)}. Add it. Or pass one name for all leaves"
+                    "aux_reduction must have a name for each leaf that fun returns beside the loss, got "
+                    f"{trees.shown(names)}, which has none for {trees.leaf_name(path)}. Add it. Or pass one name for "
+                    "all leaves"
                 ) from None
         structure = trees.shortened(str(jax.tree.structure(like)))
         raise ValueError(
@@ -164,9 +165,9 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str) -> None:
     is_number = jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(
-            f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Give it another name in aux_reduction=, "
-            "such as 'sum'. If it is a state that fun returns changed, carry_argnum= of shrewjax.value_and_grad hands it "
-            "from micro-batch to micro-batch"
+            f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Give it another name in "
+            "aux_reduction=, such as 'sum'. If it is a state that fun returns changed, carry_argnum= of shrewjax.value_and_grad "
+            "hands it from micro-batch to micro-batch"
         )
     if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
         raise ValueError(

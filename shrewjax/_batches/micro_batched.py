@@ -91,7 +91,7 @@ def micro_batched(
                                                      gradients underflow as without it; put the scale into `fun`
     a `clip_cotangent` in `fun`                      it sees the cotangents of `fun` alone, as without a product
     `weight_fn` depends on what is differentiated    an error, except with `reduction="sum"`; a mask does not
-    a value with `nonfinite="drop_microbatch"`       it runs the backward pass by all floating arrays of `fun`'s
+    a value with `nonfinite="drop_micro_batch"`       it runs the backward pass by all floating arrays of `fun`'s
                                                      arguments, so that value and derivatives drop the same; arrays
                                                      that `fun` closes over count in derivatives by them alone
     =============================================== ===========================================================
@@ -194,7 +194,7 @@ def value_of_batch(
     numbers = _leaf_numbers(call.leaves, [*have_role, *[False] * len(outer)])
     # With this policy, a NaN in the gradient by any argument drops its micro-batch. So each call computes them all.
     # Otherwise the value and a derivative would drop others.
-    read_for_dropping = own.free if options.nonfinite == "drop_microbatch" else []
+    read_for_dropping = own.free if options.nonfinite == "drop_micro_batch" else []
 
     def by_number(free: list[jax.Array], fixed: list[jax.Array]) -> dict[int, jax.Array]:
         return dict(zip(numbers.free + numbers.fixed, free + fixed, strict=True))

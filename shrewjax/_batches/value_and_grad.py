@@ -114,7 +114,7 @@ def value_and_grad(
     function under `jax.jit`, because outside of it each call compiles the loop again.
 
     A step takes the memory of one micro-batch and of the sum of the gradients. Stacked gradients of scanned layers are
-    added in place, except with `nonfinite="drop_microbatch"`, if they also come from elsewhere, such as a penalty, or
+    added in place, except with `nonfinite="drop_micro_batch"`, if they also come from elsewhere, such as a penalty, or
     if `unroll` is above half of the scan's length. With `SHREWJAX_DISABLE_PASSES=1` in the environment, `fun` runs as
     JAX traced it, and nothing is added in place.
 
@@ -127,7 +127,7 @@ def value_and_grad(
     a micro-batch of weight 0                       adds nothing to value, gradients and aux, even if its loss or its
                                                     gradients are NaN; the carry stays unchanged
     a non-finite one, `nonfinite="propagate"`       it is added, so the results are non-finite
-    a non-finite one, `"drop_microbatch"`           it gets weight 0
+    a non-finite one, `"drop_micro_batch"`           it gets weight 0
     every micro-batch has weight 0 or is dropped    the gradients are zeros, the value and every `"mean"` are NaN;
                                                     with `reduction="sum"`, the value is 0
     an array's weight, or a sum, out of range       value, gradients and every `"mean"` are NaN; a `"sum"` is
@@ -152,7 +152,7 @@ def value_and_grad(
     `"min"`          the smallest, NaN if one is NaN                     the same                       largest number
     `"last"`         the last one's                                      joined, see `sum_over`         0
     `"stack"`        all, along a new first axis of K; the others are 0  joined, see `sum_over`         0
-    ===============  ==================================================  ==================================  =============
+    ===============  ==================================================  =============================  =============
 
     A stack of one number per example has the shape (K, B / K). `jnp.swapaxes(stack, 0, 1).reshape(B)` restores the
     order of the examples.
@@ -182,7 +182,7 @@ def value_and_grad(
       reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss, with `weight_fn`:
         sum(l) / sum(w) and sum(g) / sum(w), without micro-batches of weight 0. If these have a gradient, as the
         negatives in detection, return `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(l) and sum(g).
-      nonfinite: `"propagate"` or `"drop_microbatch"`, see above. The latter reads the gradients once more.
+      nonfinite: `"propagate"` or `"drop_micro_batch"`, see above. The latter reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum, as in `accumulate`. Gradients have the dtypes of
         `jax.value_and_grad`.
       sum_over: the axis, or axes, over which the batch is divided: mapped ones, or those of the mesh of `jax.set_mesh`,
@@ -202,7 +202,7 @@ def value_and_grad(
     sharded axis of an Explicit mesh it is an error of JAX.
 
     With `sum_over`, each device runs its own number. But if devices wait for each other in a micro-batch, it runs on
-    all of them if any has a weight in it. So it is with `nonfinite="drop_microbatch"`, with a loss that reduces over
+    all of them if any has a weight in it. So it is with `nonfinite="drop_micro_batch"`, with a loss that reduces over
     `sum_over` or calls `jax.lax.ppermute`, and if XLA also shards over other axes of the mesh.
 
     Without `sum_over`, a batch that is sharded over its examples has the same results under plain `jax.jit`. But XLA
@@ -218,9 +218,9 @@ def value_and_grad(
     Raises:
       ValueError: an argument is not as described; an argument has two roles; an array of examples has no axis, or
         another number of examples than the first array, or a number that K does not divide; `aux_reduction` does not
-        fit the aux; a parameter is not floating; a key or an array of B examples comes as described under `batch_argnums`;
-        `sum_over` is no axis here; a leaf to be joined has no axis of examples; or, inside `shard_map`, the loss is not
-        reduced and `sum_over` is missing, or it is reduced already.
+        fit the aux; a parameter is not floating; a key or an array of B examples comes as described under
+        `batch_argnums`; `sum_over` is no axis here; a leaf to be joined has no axis of examples; or, inside `shard_map`, the loss
+        is not reduced and `sum_over` is missing, or it is reduced already.
       AssertionError: `fun` returns a carry of another structure, shape or dtype.
 
     Example:
@@ -364,8 +364,7 @@ def _check_weight_is_given(weight_fn: Function | None, reduction: str, skip_empt
     if reduction == "sum_over_weights" and weight_fn is None:
         raise ValueError(
             "reduction='sum_over_weights' needs weight_fn=, because it divides by the weights, got weight_fn=None. "
-            "Pass a function that returns the number of examples. Or pass reduction='mean' for a mean loss, or 'sum' for "
-            "a sum"
+            "Pass a function that returns the number of examples. Or pass reduction='mean' for a mean, 'sum' for a sum"
         )
     if skip_empty and weight_fn is None:
         raise ValueError(

@@ -50,10 +50,10 @@ from shrewjax._windows.window_state import GradAccumulatorState
 Reduction = Literal["mean", "sum_over_weights", "sum"]
 
 
-Nonfinite = Literal["propagate", "drop_microbatch", "drop_window", "extend_window"]
+Nonfinite = Literal["propagate", "drop_micro_batch", "drop_window", "extend_window"]
 
 
-NonfiniteOfBatch = Literal["propagate", "drop_microbatch"]
+NonfiniteOfBatch = Literal["propagate", "drop_micro_batch"]
 """The policies of `value_and_grad`, whose window is one batch."""
 
 

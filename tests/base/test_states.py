@@ -192,7 +192,7 @@ def test_found_inside_wrappers(wrap, norm):
 
 def test_window_is_reported_and_inner_values_date_from_the_last_window_that_closed():
     params = jnp.zeros(2)
-    tx = shrewjax.accumulate(shrewjax.clip_by_global_norm(1.0), 2, nonfinite="drop_microbatch")
+    tx = shrewjax.accumulate(shrewjax.clip_by_global_norm(1.0), 2, nonfinite="drop_micro_batch")
     state, seen = tx.init(params), []
     for g in ([3.0, 4.0], [3.0, 4.0], [jnp.nan, 1.0]):
         _, state = tx.update(jnp.array(g), state, params, weight=3)

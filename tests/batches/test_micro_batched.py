@@ -272,7 +272,7 @@ def dropping(f):
         def closing(params, x, y):
             return loss(params, LAM, x, y) + jnp.sum(jnp.sqrt(teacher)) * jnp.sum(params["a"])
 
-        part = shrewjax.micro_batched(closing, K, nonfinite="drop_microbatch") if f is of_batch else closing
+        part = shrewjax.micro_batched(closing, K, nonfinite="drop_micro_batch") if f is of_batch else closing
         return part(params, X, Y)
 
     return jax.grad(value, 1)(jnp.zeros(2), PARAMS)
@@ -403,7 +403,7 @@ def test_the_value_runs_no_backward_pass_except_to_drop_micro_batches():
 
     ran = []
     noisy.defvjp(lambda x: (x, None), lambda _, g: ran.append(1) or (g,))
-    for nonfinite, expected in (("propagate", []), ("drop_microbatch", [1])):
+    for nonfinite, expected in (("propagate", []), ("drop_micro_batch", [1])):
         ran.clear()
         part = shrewjax.micro_batched(lambda p, x: noisy(jnp.mean(x @ p)), K, nonfinite=nonfinite)
         jax.eval_shape(part, np.ones(3, "f"), X.astype("f")) if nonfinite == "propagate" else jax.eval_shape(
@@ -470,7 +470,7 @@ CALLS = {
         {
             "batch_argnums": ("x", "y"),
             "weight_fn": lambda w, scales, x, y: jnp.sum(scales[(y > 0).astype(int)]),
-            "nonfinite": "drop_microbatch",
+            "nonfinite": "drop_micro_batch",
         },
         (W, jnp.array([0.5, 2.0]), XF, YF),
         {},
@@ -521,7 +521,7 @@ def test_keys_weights_and_aux_are_those_of_value_and_grad(skip_empty):
         "rng_argnums": 1,
         "weight_fn": lambda w, key, x, y, counts: jnp.sum(counts),
         "aux_reduction": {"error": "mean", "worst": "max", "count": "sum"},
-        "nonfinite": "drop_microbatch",
+        "nonfinite": "drop_micro_batch",
     }
     args = (W, KEY, XF, np.where(np.arange(B) == 1, np.nan, YF).astype("f"), counts)
     part = shrewjax.micro_batched(masked, K, skip_empty=skip_empty, **options)
@@ -554,7 +554,7 @@ def test_skip_empty_has_all_derivatives_except_reverse_over_reverse_under_jit(x6
 
 def test_a_micro_batch_whose_gradient_alone_is_not_finite_is_dropped_from_the_value_too():
     x = np.where(np.arange(B)[:, None] == 1, 0, XF)  # the root has no derivative at 0
-    part = shrewjax.micro_batched(lambda w, x: jnp.mean(jnp.sqrt(jnp.abs(x @ w))), K, nonfinite="drop_microbatch")
+    part = shrewjax.micro_batched(lambda w, x: jnp.mean(jnp.sqrt(jnp.abs(x @ w))), K, nonfinite="drop_micro_batch")
     expected = np.mean(np.sqrt(np.abs(x @ W))[np.arange(B) % K != 1])
     found = jax.value_and_grad(part)(W, x)[0], part(jnp.asarray(W), x), part(W, x)
     np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -63,7 +63,7 @@ def test_a_dropped_micro_batch_has_no_part_in_a_statistic_and_gradients_keep_the
     x[1] = np.inf
     grad = shrewjax.value_and_grad(
         lambda first, x, second: loss(first, x) + loss(second, x), K, argnums=(2, 0), batch_argnums=1,
-        nonfinite="drop_microbatch",
+        nonfinite="drop_micro_batch",
     )  # fmt: skip
     _, (second, first) = quick_jit(grad)(PARAMS, x, PARAMS["params"] | PARAMS)
     np.testing.assert_allclose(first[NAME]["statistic"], by_hand((1, 0, 1, 1)), rtol=1e-6)

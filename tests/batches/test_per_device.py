@@ -158,7 +158,7 @@ def test_policy_within_a_call_weighs_what_it_kept():
         2,
         has_aux=True,
         aux_reduction="sum",
-        nonfinite="drop_microbatch",
+        nonfinite="drop_micro_batch",
         weight_fn=lambda params, x, y, mask: jnp.sum(mask),
     )
     tx = shrewjax.accumulate(guarded(), LENGTH, sum_over="data")

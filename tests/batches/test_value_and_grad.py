@@ -202,7 +202,7 @@ def test_micro_batch_that_weighs_nothing_contributes_nothing(reason, bad):
     if reason == "weight 0":
         counts[bad::K] = False  # 0 / 0
     else:
-        options["nonfinite"] = "drop_microbatch"
+        options["nonfinite"] = "drop_micro_batch"
         x[bad] = np.nan
     if reason == "dropped for its loss":
         x[bad] = 7
@@ -334,7 +334,7 @@ RECORDING = {
 
 
 @pytest.mark.parametrize(
-    ("nonfinite", "reduction"), [("propagate", "mean"), *thorough(("drop_microbatch", "sum_over_weights"))]
+    ("nonfinite", "reduction"), [("propagate", "mean"), *thorough(("drop_micro_batch", "sum_over_weights"))]
 )
 def test_skip_empty_runs_those_that_have_a_weight_alone_with_the_same_bits(nonfinite, reduction):
     ran = []
@@ -452,7 +452,7 @@ def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
             {"loss": lambda p, x, y: (p["b"], 1j), "aux_reduction": "max"},
         ),
         (r"reduction must be one of", {"reduction": "average"}),
-        (r"nonfinite must be one of 'propagate', 'drop_microbatch', got", {"nonfinite": "drop_window"}),
+        (r"nonfinite must be one of 'propagate', 'drop_micro_batch', got", {"nonfinite": "drop_window"}),
         (r"accumulator_dtype must be", {"accumulator_dtype": "int32"}),
         (r"skip_empty=True needs weight_fn=, .* got weight_fn=None\. Pass a function", {"skip_empty": True}),
         (r"skip_empty must be True or False", {"skip_empty": jnp.array(True), "weight_fn": lambda *_: 1}),
@@ -533,7 +533,7 @@ def on_each_device(step, mesh, check_vma=True, out_specs=None):
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["tracked", "untracked"])
-@pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "drop_micro_batch"])
 @pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
 def test_each_devices_sums_come_to_those_of_the_large_batch(skip_empty, nonfinite, check_vma):
     options = {"nonfinite": nonfinite, "sum_over": "data", "skip_empty": skip_empty, **WEIGHTED}
@@ -555,7 +555,7 @@ def test_micro_batch_that_is_bad_on_one_device_is_bad_on_all():
     x, y, counts = map(np.copy, MANY)
     x[1], counts[1] = np.nan, True  # in micro-batch 1 of device 0
     rows = np.arange(len(x)) % K != 1
-    step = shrewjax.value_and_grad(masked_loss, K, nonfinite="drop_microbatch", sum_over="data", **WEIGHTED)
+    step = shrewjax.value_and_grad(masked_loss, K, nonfinite="drop_micro_batch", sum_over="data", **WEIGHTED)
     close(
         on_each_device(step, mesh_of(data=DEVICES))(PARAMS, x, y, counts), large_batch(x[rows], y[rows], counts[rows])
     )

@@ -431,12 +431,12 @@ REDUCTIONS = ["mean", "sum_over_weights", "sum"]
 KINDS_OF_WINDOWS = [
     ("propagate", "mean", True),
     ("propagate", "mean", False),
-    ("drop_microbatch", "sum_over_weights", True),
+    ("drop_micro_batch", "sum_over_weights", True),
     ("drop_window", "sum", True),
     ("extend_window", "mean", True),
     ("propagate", "sum", True),
-    ("drop_microbatch", "mean", True),
-    ("drop_microbatch", "mean", False),
+    ("drop_micro_batch", "mean", True),
+    ("drop_micro_batch", "mean", False),
     ("drop_window", "mean", True),
     ("drop_window", "mean", False),
     ("extend_window", "mean", False),
@@ -630,7 +630,7 @@ def whole_batch(reduction, nonfinite):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "drop_micro_batch"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_batch_is_the_definitions(reduction, nonfinite):
     """Within 2 eps, because sums of these are exact; to the last bit where nothing is divided."""

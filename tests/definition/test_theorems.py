@@ -310,7 +310,7 @@ def test_dropped_micro_batch_leaves_no_trace(spec, g: Vector, w: Vector, weight:
         return list(spec.accumulate_spec([*clean[:place], bad, *clean[place:]], steps, nonfinite=policy))
 
     return all(
-        with_bad(place, len(g) + 1, "drop_microbatch") == [None, *expected]
+        with_bad(place, len(g) + 1, "drop_micro_batch") == [None, *expected]
         and [x for x in with_bad(place, len(g), "extend_window") if x] == expected[-1:]
         for place in range(len(g) + 1)
     )
@@ -327,7 +327,7 @@ def test_micro_batch_of_weight_zero_contributes_nothing(spec, g: Vector, w: Vect
         alone = list(spec.accumulate_spec(clean, len(g), **options))
         return list(spec.accumulate_spec([([empty], 0), *clean], len(g) + 1, **options)) == [None, *alone]
 
-    policies = ("propagate", "drop_microbatch", "drop_window", "extend_window")
+    policies = ("propagate", "drop_micro_batch", "drop_window", "extend_window")
     reductions = ("mean", "sum_over_weights", "sum")
     return all(unchanged(x, r, p) for x in (anything, math.nan) for r in reductions for p in policies)
 
@@ -339,7 +339,7 @@ def test_after_a_bad_window_the_next_one_is_clean(spec, g: Vector, w: Vector):
     expected = list(spec.accumulate_spec(clean, len(g)))
     return all(
         list(spec.accumulate_spec([([math.nan], 1, True), *clean], len(g), nonfinite=policy))[1:] == expected
-        for policy in ("propagate", "drop_microbatch", "drop_window", "extend_window")
+        for policy in ("propagate", "drop_micro_batch", "drop_window", "extend_window")
     )
 
 
@@ -423,7 +423,7 @@ def with_and_without_dropped_parts(spec, g, w, weight, aux):
 
     def batch(parts):
         return spec.value_and_grad_spec(
-            parts, len(parts), lambda part: part[0], nonfinite="drop_microbatch", aux_reduction=aux
+            parts, len(parts), lambda part: part[0], nonfinite="drop_micro_batch", aux_reduction=aux
         )
 
     places = [[*clean[:i], part, *clean[i:]] for i in range(len(g) + 1) for part in (bad, empty)]
@@ -564,7 +564,7 @@ def test_no_policy_but_propagate_lets_a_nan_of_floats_through(spec, g: Vector):
     """Infinities of both signs, whose sum is NaN, included."""
     return not any(
         is_nan(x)
-        for policy in ("drop_microbatch", "drop_window", "extend_window")
+        for policy in ("drop_micro_batch", "drop_window", "extend_window")
         for average in spec.accumulate_spec(single(g, [1] * len(g)), len(g), nonfinite=policy)
         for x in average or []
     )

@@ -66,7 +66,7 @@ STEPS = {
     "sum": whole(reduction="sum"),
     "weighted": whole(weight_fn=count),
     "weight 2": whole(weight_fn=lambda *_: 2),
-    "drop_microbatch": whole(nonfinite="drop_microbatch"),
+    "drop_micro_batch": whole(nonfinite="drop_micro_batch"),
 }
 
 

@@ -121,7 +121,7 @@ STEPS = {
     "accumulate, update": (lambda t: accumulate(t, updated), 8.0, 14.1, 1.01),
     **{
         f"accumulate, {policy}": (lambda t, policy=policy: accumulate(t, nonfinite=policy), 4.1, 12.1, 0.01)
-        for policy in ("drop_microbatch", "drop_window", "extend_window")
+        for policy in ("drop_micro_batch", "drop_window", "extend_window")
     },
     # On an H100 the norms come from the pass that adds: 3.0 passes. On a TPU three of the eight leaves are read again.
     "accumulate, noise_decay": (lambda t: accumulate(t, noise_decay=0.99), 3.4, 11.4, 0.02),
@@ -380,7 +380,7 @@ def test_sharded_parameters_are_gathered_and_their_gradients_reduced_with_each_m
     assert sent & {"reduce-scatter", "all-reduce"}
 
 
-@pytest.mark.parametrize("name", ["weighted", "drop_microbatch"])
+@pytest.mark.parametrize("name", ["weighted", "drop_micro_batch"])
 def test_devices_sums_of_a_batch_are_reduced_once_after_the_loop(name, target):
     step = shrewjax.value_and_grad(compiled.masked_loss, 8, sum_over="data", **compiled.BATCHES[name])
     program = compiled.whole_batch(target, step, 8, mapped=True)

@@ -122,7 +122,7 @@ def test_trajectory_is_that_of_one_device(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("nonfinite", ["drop_microbatch", "drop_window", "extend_window"])
+@pytest.mark.parametrize("nonfinite", ["drop_micro_batch", "drop_window", "extend_window"])
 @pytest.mark.parametrize("check_vma", [True, False], ids=["tracked", "untracked"])
 def test_one_bad_shard_makes_the_micro_batch_bad_on_every_device(nonfinite, check_vma):
     batches = list(micro_batches(8))
@@ -556,7 +556,7 @@ def test_guards_say_so_too_where_parameters_or_state_would_come_to_differ(guard,
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "drop_micro_batch"])
 def test_rows_of_vmap_are_devices(nonfinite):
     """Two micro-batches of four rows; one row is NaN, which drops the micro-batch in all of them, or propagates."""
     tx = shrewjax.accumulate(optax.identity(), 3, sum_over="batch", nonfinite=nonfinite)

@@ -124,7 +124,7 @@ def test_no_sum_of_scatters_is_lost_and_gradients_are_reduced_once(name, where, 
     assert " while(" in program.text
     assert_nothing_is_lost(target, program, name)
     sent = all_reduced(program, 4 * SMALLEST)
-    if name == "drop_microbatch":  # all devices have to know whether the sum over devices is finite
+    if name == "drop_micro_batch":  # all devices have to know whether the sum over devices is finite
         assert sent["every trip"] > 0.5
     else:
         assert sent["every trip"] == 0

@@ -106,7 +106,7 @@ def count(params, x):
     return jnp.sum(x[:, 0] > 0)
 
 
-OPTIONS = {"plain": {}, "weighted": {"weight_fn": count}, "drop_microbatch": {"nonfinite": "drop_microbatch"}}
+OPTIONS = {"plain": {}, "weighted": {"weight_fn": count}, "drop_micro_batch": {"nonfinite": "drop_micro_batch"}}
 
 
 def weighted_mean(loss, params, x, options):
@@ -157,7 +157,7 @@ MAPPED = {"both": (0, 0), "parameters": (0, None), "examples": (None, 0)}
 IN_VMAP = [
     ("both", "weighted", "set_mesh"),
     ("parameters", "plain", "no context"),
-    ("examples", "drop_microbatch", "set_mesh"),
+    ("examples", "drop_micro_batch", "set_mesh"),
 ]
 
 

@@ -110,7 +110,7 @@ def summed_over_devices(mesh, **options):
 MAPPED_STEPS = {
     "plain jit": lambda mesh: summed_over_devices(None),
     "shard_map": summed_over_devices,
-    "drop_microbatch": lambda mesh: summed_over_devices(mesh, nonfinite="drop_microbatch"),
+    "drop_micro_batch": lambda mesh: summed_over_devices(mesh, nonfinite="drop_micro_batch"),
 }
 
 
@@ -180,7 +180,7 @@ def test_a_micro_batch_with_a_nan_on_one_device_is_dropped_on_all(how):
     expected = large_batches(around_sgd(optax.identity()), LENGTH, empty)
     batches[1][0][5, 0], batches[1][2][5] = np.nan, 1
     sum_over = None if how == "jit" else "data"
-    tx = shrewjax.accumulate(around_sgd(optax.identity()), LENGTH, sum_over=sum_over, nonfinite="drop_microbatch")
+    tx = shrewjax.accumulate(around_sgd(optax.identity()), LENGTH, sum_over=sum_over, nonfinite="drop_micro_batch")
     assert_trajectory(how, tx, batches, expected)
 
 

@@ -49,5 +49,5 @@ def test_two_processes_follow_one_device_also_where_one_of_them_meets_a_nan(fork
                 error = np.abs(own[leaf] - expected[leaf]).max(axis=tuple(range(1, own[leaf].ndim)))
                 size = np.abs(expected[leaf]).max(axis=tuple(range(1, own[leaf].ndim)))
                 assert np.all(error <= 1e-5 * size), f"{case}: {error / size}"
-            drops = len(nan_steps) if nonfinite(name) == "drop_microbatch" else 0
+            drops = len(nan_steps) if nonfinite(name) == "drop_micro_batch" else 0
             assert own["dropped"] == others["dropped"] == drops

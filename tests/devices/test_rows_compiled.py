@@ -118,7 +118,7 @@ WINDOWS = {
     "guards": window(guarded),
     "partition": window(with_frozen),
     "noise_decay": window(noise_decay=0.9),
-    "drop_microbatch": window(nonfinite="drop_microbatch"),
+    "drop_micro_batch": window(nonfinite="drop_micro_batch"),
     "extend_window": window(guarded, nonfinite="extend_window"),
 }
 

@@ -172,7 +172,7 @@ def test_a_micro_batch_that_is_bad_on_one_device_is_dropped_on_all():
     x[5] = np.nan
     kept = np.arange(B) % K != 5 % K
     expected = jax.value_and_grad(mean_loss)(PARAMS, X[kept], Y[kept])
-    step = shrewjax.value_and_grad(mean_loss, K, sum_over="data", nonfinite="drop_microbatch")
+    step = shrewjax.value_and_grad(mean_loss, K, sum_over="data", nonfinite="drop_micro_batch")
     assert_close(on_eight(step, PARAMS, x, Y), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -27,7 +27,7 @@ def inner(name, transformations=TRANSFORMATIONS):
 
 def nonfinite(name):
     """A bad micro-batch goes as far as to the guard, where there is one."""
-    return "propagate" if name == "skip_nonfinite" else "drop_microbatch"
+    return "propagate" if name == "skip_nonfinite" else "drop_micro_batch"
 
 
 def batch(step, nan_steps=()):

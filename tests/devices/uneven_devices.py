@@ -36,8 +36,8 @@ MIXES = {
 }
 # The policy, and whether types are tracked.
 CASES = {
-    "its own": [("propagate", True), ("drop_microbatch", False)],
-    "synchronized batch norm": [("propagate", True), ("drop_microbatch", False)],
+    "its own": [("propagate", True), ("drop_micro_batch", False)],
+    "synchronized batch norm": [("propagate", True), ("drop_micro_batch", False)],
     "sum over another axis": [("propagate", True), ("propagate", False)],
     "permutation over another axis": [("propagate", False)],
     "parts over another axis": [("propagate", None)],  # the call maps "data" itself
@@ -86,7 +86,7 @@ def main():
     for name, cases in CASES.items():
         for nonfinite, is_tracked in cases:
             x = X.copy()
-            if nonfinite == "drop_microbatch":
+            if nonfinite == "drop_micro_batch":
                 x[BAD] = np.nan
             found, expected = (run(name, nonfinite, is_tracked, x, skip_empty) for skip_empty in (True, False))
             assert bits(found) == bits(expected), (name, nonfinite)

@@ -610,7 +610,7 @@ def test_stack_shows_which_micro_batch_was_dropped(broken):
 def test_a_guard_around_a_window_names_the_leaves_in_that_call_extends_the_window_and_loses_its_flush(broken, at):
     """The one inside a window whose policy drops the micro-batch names nothing."""
     inner = shrewjax.skip_nonfinite(optax.sgd(1.0), leaves=True)
-    inside = shrewjax.accumulate(inner, 4, nonfinite="drop_microbatch")
+    inside = shrewjax.accumulate(inner, 4, nonfinite="drop_micro_batch")
     params = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
 
     def measured(tx):

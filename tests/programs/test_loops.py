@@ -326,7 +326,7 @@ def test_calls_add_each_to_its_own_sum_and_in_its_own_way():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"nonfinite": "drop_microbatch"}, {"weight_fn": lambda layers, x: jnp.sum(x > 0)}]
+    "options", [{}, {"nonfinite": "drop_micro_batch"}, {"weight_fn": lambda layers, x: jnp.sum(x > 0)}]
 )
 def test_the_loss_is_traced_once_and_adds_few_lines_to_a_loop_by_hand(options):
     seen = []

@@ -82,7 +82,7 @@ def loss(params, x, counts):
 STEPS = {
     "plain": {},
     "weighted": {"weight_fn": lambda params, x, counts: jnp.sum(counts)},
-    "dropped": {"nonfinite": "drop_microbatch"},
+    "dropped": {"nonfinite": "drop_micro_batch"},
 }
 
 

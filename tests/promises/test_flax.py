@@ -407,7 +407,7 @@ def test_batch_statistics_that_would_be_lost_are_an_error():
 def test_dropped_micro_batch_leaves_the_models_state_alone():
     ours, theirs = Net(), Net()
     x = np.where(np.arange(len(X))[:, None] % K == 2, np.inf, X).astype(np.float32)
-    grad = shrewjax.flax.value_and_grad(mean_loss, K, nonfinite="drop_microbatch")
+    grad = shrewjax.flax.value_and_grad(mean_loss, K, nonfinite="drop_micro_batch")
     value, grads = step_of(lambda model, *args: grad(model, *args), ours)(x, Y)
     (expected, _), expected_grads = by_hand(theirs, X, Y, nnx.Param, kept=(0, 1, 3))
     np.testing.assert_allclose(value, expected, rtol=1e-6)

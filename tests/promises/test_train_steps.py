@@ -417,7 +417,7 @@ EAGER = (
     TRANSFORMATIONS
     | {
         f"accumulate, {policy}": functools.partial(shrewjax.accumulate, optax.identity(), 2, nonfinite=policy)
-        for policy in ("drop_microbatch", "drop_window", "extend_window")
+        for policy in ("drop_micro_batch", "drop_window", "extend_window")
     }
     | {
         "accumulate around a guard": lambda: shrewjax.accumulate(shrewjax.skip_nonfinite(optax.trace(0.9)), 2),
@@ -471,7 +471,7 @@ def test_outside_of_jit_functions_compile_once(name):
     assert compiled == []
 
 
-@pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch", "drop_window", "extend_window"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "drop_micro_batch", "drop_window", "extend_window"])
 def test_outside_of_jit_a_window_compiles_nothing_after_the_first(nonfinite):
     window = shrewjax.GradAccumulator(2, nonfinite=nonfinite)
     state = window.init(small())

@@ -10,7 +10,7 @@ from speed import compiled
 
 import shrewjax
 
-POLICIES = ["propagate", "drop_microbatch", "drop_window", "extend_window"]
+POLICIES = ["propagate", "drop_micro_batch", "drop_window", "extend_window"]
 
 
 def recorder():

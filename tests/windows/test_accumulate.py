@@ -303,7 +303,7 @@ def test_flush_of_a_window_with_a_bad_micro_batch(nonfinite):
     params, tx = vector(0.0), shrewjax.accumulate(recorder(), 4, nonfinite=nonfinite)
     state = run(tx, [(vector(2.0), {}), (vector(np.nan), {})], params)[-1][1]
     updates, state = shrewjax.flush(tx, state, params)
-    expected = {"propagate": np.nan, "drop_microbatch": 2, "drop_window": 0, "extend_window": 2}[nonfinite]
+    expected = {"propagate": np.nan, "drop_micro_batch": 2, "drop_window": 0, "extend_window": 2}[nonfinite]
     np.testing.assert_array_equal(updates, [expected])
     assert int(state.micro_step) == 0
     assert not bool(state.window_bad)

@@ -682,8 +682,8 @@ WRONG = {
     ),
     "skipped micro-batches": (
         multi(optax.sgd(1.0), should_skip_update_fn=optax.skip_not_finite),
-        ours(optax.sgd(1.0), nonfinite="drop_microbatch"),
-        "opt_state.skip_state must correspond to tx.init(params).dropped, that of nonfinite='drop_microbatch', got "
+        ours(optax.sgd(1.0), nonfinite="drop_micro_batch"),
+        "opt_state.skip_state must correspond to tx.init(params).dropped, that of nonfinite='drop_micro_batch', got "
         'that of optax.skip_not_finite. Pass nonfinite="extend_window" to accumulate. To go on without it, pass '
         "opt_state with skip_state=()",
     ),

@@ -69,7 +69,7 @@ COPIES = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "copy": copy.copy, 
 
 @pytest.mark.parametrize("how", COPIES)
 def test_copy_of_a_window_does_what_the_window_does(how):
-    window = shrewjax.GradAccumulator(longer, accumulator_dtype="bfloat16", nonfinite="drop_microbatch")
+    window = shrewjax.GradAccumulator(longer, accumulator_dtype="bfloat16", nonfinite="drop_micro_batch")
     _, state = window.step(window.init(vector(0.0)), vector(2.0))
     copied = COPIES[how](window)
     average, _ = copied.step(COPIES[how](state), vector(4.0))

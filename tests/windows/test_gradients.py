@@ -88,7 +88,7 @@ def test_floating_gradient_for_an_integer_parameter_is_an_error_that_names_it(sh
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
 def test_policies_see_bad_values_in_every_dtype_and_no_overflow_of_finite_ones(dtype):
     largest, dtype = float(jnp.finfo(dtype).max), jnp.dtype(dtype)
-    tx = recording_window(1, nonfinite="drop_microbatch")
+    tx = recording_window(1, nonfinite="drop_micro_batch")
     params = np.zeros((300, 4), dtype)
     infinity, nan = (complex(0, x) if dtype == "complex64" else x for x in (np.inf, np.nan))
 

@@ -45,7 +45,7 @@ def estimates(state):
 # --- the loss -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nonfinite", ["propagate", "drop_microbatch", "extend_window"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "drop_micro_batch", "extend_window"])
 @pytest.mark.parametrize("reduction", ["mean", "sum_over_weights", "sum"])
 def test_value_of_a_window_is_that_of_the_large_batch(reduction, nonfinite):
     """The last micro-batch weighs nothing, and one is bad unless bad ones propagate."""
@@ -249,7 +249,7 @@ def test_norms_of_any_range_have_the_noise_scale_of_those_around_one(scale):
 
 def test_windows_that_say_nothing_do_not_enter():
     gradients = np.float32([[1, 2], [3, 4]])
-    tx = shrewjax.accumulate(KEEP, 2, noise_decay=0.9, nonfinite="drop_microbatch")
+    tx = shrewjax.accumulate(KEEP, 2, noise_decay=0.9, nonfinite="drop_micro_batch")
     update, first = compiled(tx).update, tx.init(np.zeros(2, np.float32))
     for gradient in gradients:
         _, first = update(gradient, first, weight=1)

@@ -172,7 +172,7 @@ def test_one_bad_micro_batch_under_each_policy(bad, place, weight):
     zero, good = np.zeros(2), 1 - place
     expected = {
         "propagate": [zero, np.array([bad, (6 + float(calls[good][1])) / 2]), zero, mean(2, 3), zero, mean(4, 5)],
-        "drop_microbatch": [zero, mean(good), zero, mean(2, 3), zero, mean(4, 5)],
+        "drop_micro_batch": [zero, mean(good), zero, mean(2, 3), zero, mean(4, 5)],
         "drop_window": [zero, zero, zero, mean(2, 3), zero, mean(4, 5)],
         "extend_window": [zero, zero, mean(good, 2), zero, mean(3, 4), zero],
     }
@@ -193,7 +193,7 @@ def test_after_a_nan_the_next_window_is_clean_where_multisteps_never_is():
     assert np.isnan(theirs[-1])
 
 
-@pytest.mark.parametrize("dropped", [{"nonfinite": "drop_microbatch"}, {"weight": 0}], ids=["policy", "weight"])
+@pytest.mark.parametrize("dropped", [{"nonfinite": "drop_micro_batch"}, {"weight": 0}], ids=["policy", "weight"])
 def test_a_reverse_mode_derivative_through_a_micro_batch_that_is_not_kept_is_nan_and_a_forward_one_is_right(dropped):
     weight = dropped.get("weight", 1)
     tx = shrewjax.accumulate(recorder(), 2, nonfinite=dropped.get("nonfinite", "propagate"))

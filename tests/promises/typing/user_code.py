@@ -93,7 +93,7 @@ def whole_batch_in_one_call() -> float:
         has_aux=True,
         weight_fn=real_examples,
         aux_reduction={"kept": "sum"},
-        nonfinite="drop_microbatch",
+        nonfinite="drop_micro_batch",
     )
 
     def step(
