@@ -6,7 +6,7 @@ from types import FunctionType as _FunctionType
 
 from shrewjax import spec
 from shrewjax._base.states import metrics
-from shrewjax._batches.contrastive import contrastive_value_and_grad
+from shrewjax._batches.two_pass import two_pass_value_and_grad
 from shrewjax._batches.micro_batched import micro_batched
 from shrewjax._batches.per_device import per_device
 from shrewjax._batches.value_and_grad import value_and_grad
@@ -88,7 +88,7 @@ __all__ = [
     "HistoryState",
     # Accumulate: a whole batch in one call, or batches that come one by one.
     "value_and_grad",
-    "contrastive_value_and_grad",
+    "two_pass_value_and_grad",
     "micro_batched",
     "accumulate",
     "apply_gradients",

@@ -47,7 +47,7 @@ PACKAGES = {
         "batch",
         "value_and_grad",
         "micro_batched",
-        "contrastive",
+        "two_pass",
         "per_device",
     ],
 }

@@ -4,7 +4,7 @@
 * `batch`: the arguments of a call of `value_and_grad`, divided among micro-batches.
 * `value_and_grad`: a whole batch in one call, in one loop of the compiled program.
 * `micro_batched`: a loss whose derivatives are computed by it.
-* `contrastive`: the same for losses that compare examples, in two passes.
+* `two_pass`: the same for losses of all examples' features, in two passes.
 * `per_device`: a function's results on each device's own examples, as rows.
 
 Private modules hold the parts:

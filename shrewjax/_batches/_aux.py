@@ -166,8 +166,8 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str) -> None:
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(
             f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Give it another name in "
-            "aux_reduction=, such as 'sum'. If it is a state that fun returns changed, carry_argnum= of shrewjax.value_and_grad "
-            "hands it from micro-batch to micro-batch"
+            "aux_reduction=, such as 'sum'. If it is a state that fun returns changed, carry_argnum= of "
+            "shrewjax.value_and_grad hands it from micro-batch to micro-batch"
         )
     if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
         raise ValueError(

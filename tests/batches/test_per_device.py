@@ -404,7 +404,7 @@ def test_a_sum_over_devices_in_a_micro_batched_loss_is_an_error_and_in_two_passe
     def of_features(params, z):
         return jnp.mean(z**2)
 
-    two_passes = shrewjax.contrastive_value_and_grad(features, of_features, 2, sum_over="data")
+    two_passes = shrewjax.two_pass_value_and_grad(features, of_features, 2, sum_over="data")
     _, rows = on_eight(per_device(two_passes, "data"), PARAMS, X)
     expected = jax.grad(lambda params: of_features(params, features(params, X)))(PARAMS)
     np.testing.assert_allclose(rows["w"], [expected["w"]] * DEVICES, rtol=1e-4, atol=1e-6)

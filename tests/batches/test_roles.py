@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import assert_close
 
-from shrewjax import contrastive_value_and_grad, value_and_grad
+from shrewjax import two_pass_value_and_grad, value_and_grad
 
 W = jnp.array([0.5, -1.0, 2.0])
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
@@ -98,7 +98,7 @@ def test_features_of_two_passes_take_examples_by_keyword():
     def loss(w, z):
         return jnp.mean(z["z"]) ** 2
 
-    found = contrastive_value_and_grad(features, loss, 4)(W, x=X, y=Y)
+    found = two_pass_value_and_grad(features, loss, 4)(W, x=X, y=Y)
     assert_close(found, jax.value_and_grad(lambda w: loss(w, features(w, x=X, y=Y)))(W), rtol=1e-5)
 
 

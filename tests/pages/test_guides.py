@@ -298,7 +298,7 @@ def table_loss(params, z):
     return -sum(jnp.mean(jnp.diagonal(jax.nn.log_softmax(table, axis))) for axis in (0, 1)) / 2
 
 
-def test_contrastive_losses_of_the_page_are_the_whole_batch(losses):
+def test_two_pass_losses_of_the_page_are_the_whole_batch(losses):
     """Eight devices, and similarities in blocks."""
     shapes = {"pixels": (12, 16), "image": (16, 8), "embedding": (20, 16), "text": (16, 8)}
     params = losses.normal(jax.random.key(0), **shapes) | {"temperature": jnp.log(1 / 0.07)}
@@ -306,7 +306,7 @@ def test_contrastive_losses_of_the_page_are_the_whole_batch(losses):
     blocks = functools.partial(losses.clip_loss, log_sums=functools.partial(losses.log_sums_in_blocks, rows=8))
 
     def found(params, *batch):
-        in_blocks = shrewjax.contrastive_value_and_grad(losses.features, blocks, 8)
+        in_blocks = shrewjax.two_pass_value_and_grad(losses.features, blocks, 8)
         steps = losses.loss_and_grad, in_blocks, losses.mapped
         whole = jax.value_and_grad(lambda p: table_loss(p, losses.features(p, *batch)))(params)
         return whole, [step(params, *batch) for step in steps]
@@ -344,7 +344,7 @@ def test_a_pad_of_zeros_and_a_mask_that_is_uneven_over_devices_give_the_gradient
         split = jax.P("data")
         mapped = [
             jax.shard_map(
-                shrewjax.contrastive_value_and_grad(
+                shrewjax.two_pass_value_and_grad(
                     masked_features, functools.partial(on_device, is_right=is_right), 2, sum_over="data"
                 ),
                 mesh=mesh_of(data=jax.device_count()),

@@ -1,4 +1,4 @@
-"""Losses that compare examples: their gradient micro-batch by micro-batch, in two passes over the batch.
+"""Losses of all examples' features: their gradient micro-batch by micro-batch, in two passes over the batch.
 
 1. The first pass computes the features of each micro-batch, and keeps nothing for a backward pass.
 2. The loss of all features gives the value, the gradient of parameters that it reads itself, and a coefficient for each
@@ -26,7 +26,7 @@ from shrewjax._batches.value_and_grad import Options, of_options
 from shrewjax._numerics.reductions import combined_over
 
 
-def contrastive_value_and_grad(
+def two_pass_value_and_grad(
     features: Function,
     loss: Function,
     micro_batches: int,
@@ -37,14 +37,14 @@ def contrastive_value_and_grad(
     accumulator_dtype: DType = None,
     sum_over: AxisName | None = None,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    r"""Returns `jax.value_and_grad` of `loss(params, features(params, batch))`, for losses that compare examples.
+    r"""Returns `jax.value_and_grad` of `loss(params, features(params, batch))`, for any loss of all examples' features.
 
     .. math:: z_j = f(\theta, x_j), \qquad g = \frac{\partial \ell(\theta, z)}{\partial \theta}
         + \sum_j \frac{\partial \ell}{\partial z_j} \, \frac{\partial f(\theta, x_j)}{\partial \theta}
 
-    Take it for contrastive losses with in-batch negatives, as of CLIP and SimCLR. Take it also for statistics of the
-    whole batch, as in Barlow Twins, or to balance experts. `value_and_grad` would compare the examples of one
-    micro-batch alone.
+    It is exact for every such loss: contrastive ones with in-batch negatives (CLIP, SimCLR), statistics of the whole
+    batch (the root of a mean, class means, an F-score, Barlow Twins), pairs and groups of examples, ranks, and the
+    balance of experts. `value_and_grad` would compare the examples of one micro-batch alone.
 
     A step computes the features twice. It takes the memory of one micro-batch, of the sum of the gradients, of all
     features, and of the loss. Call the returned function under `jax.jit`, because outside of it each call compiles the
@@ -96,7 +96,7 @@ def contrastive_value_and_grad(
       ...     return sum(map(jnp.mean, ways)) / 2
       >>> params = {"image": jnp.eye(2), "text": jnp.eye(2), "temperature": jnp.zeros(())}
       >>> images = texts = jnp.eye(2)[jnp.arange(8) % 2]
-      >>> value, grads = jax.jit(contrastive_value_and_grad(features, clip_loss, 4))(params, images, texts)
+      >>> value, grads = jax.jit(two_pass_value_and_grad(features, clip_loss, 4))(params, images, texts)
       >>> print(f"{value:.3f}, by the temperature {grads['temperature']:.3f}")
       1.700, by the temperature -0.269
 

@@ -18,7 +18,7 @@ from speed import quick_jit, users_jit
 import shrewjax
 
 B, K = 32, 4
-two_passes = shrewjax.contrastive_value_and_grad
+two_passes = shrewjax.two_pass_value_and_grad
 
 
 def normal(*shape, seed=0):
