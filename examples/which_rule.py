@@ -176,8 +176,8 @@ def is_stacked(name: str, _: Any) -> tuple[int, ...]:
     return (0,) if "blocks" in name else ()
 
 
-by_leaf = functools.partial(shrewjax.clip_by_leaf_norm, batch_axes=is_stacked)
-by_leaf_ema = functools.partial(shrewjax.clip_by_leaf_norm_ema, batch_axes=is_stacked)
+by_leaf = functools.partial(shrewjax.clip_by_leaf_norm, stacked_axes=is_stacked)
+by_leaf_ema = functools.partial(shrewjax.clip_by_leaf_norm_ema, stacked_axes=is_stacked)
 # A clip and its threshold: a number, or a function of the norms of runs without a rule at the rate that suits.
 RULES: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "none": (shrewjax.clip_by_global_norm, math.inf),

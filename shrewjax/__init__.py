@@ -6,9 +6,9 @@ from types import FunctionType as _FunctionType
 
 from shrewjax import spec
 from shrewjax._base.states import metrics
-from shrewjax._batches.two_pass import two_pass_value_and_grad
 from shrewjax._batches.micro_batched import micro_batched
 from shrewjax._batches.per_device import per_device
+from shrewjax._batches.two_pass import two_pass_value_and_grad
 from shrewjax._batches.value_and_grad import value_and_grad
 from shrewjax._clipping.cotangents import clip_cotangent
 from shrewjax._clipping.elements import (

@@ -219,7 +219,7 @@ def value_and_grad(
       ValueError: an argument is not as described; an argument has two roles; an array of examples has no axis, or
         another number of examples than the first array, or a number that K does not divide; `aux_reduction` does not
         fit the aux; a parameter is not floating; a key or an array of B examples comes as described under
-        `batch_argnums`; `sum_over` is no axis here; a leaf to be joined has no axis of examples; or, inside `shard_map`,
+        `batch_argnums`; `sum_over` is no axis here; a leaf to be joined has no axis of examples. Inside `shard_map`,
         the loss is not reduced and `sum_over` is missing, or it is reduced already.
       AssertionError: `fun` returns a carry of another structure, shape or dtype.
 

@@ -53,7 +53,7 @@ def clip_by_leaf_norm(
     max_norm: Number,
     *,
     ord: float | None = None,
-    batch_axes: Argument = None,
+    stacked_axes: Argument = None,
     sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each leaf, or of each layer that it stacks, on its own.
@@ -64,14 +64,14 @@ def clip_by_leaf_norm(
 
     Args:
       max_norm: the threshold of every leaf, as in `clip_grad_norm`.
-      ord: as in `grad_norm`. With `batch_axes` it must be 1 or 2.
-      batch_axes: as in `clip_by_block_rms`.
-      sharded_over: as in `grad_norm`; with `batch_axes` as in `adaptive_grad_clip`.
+      ord: as in `grad_norm`. With `stacked_axes` it must be 1 or 2.
+      stacked_axes: as in `clip_by_block_rms`.
+      sharded_over: as in `grad_norm`; with `stacked_axes` as in `adaptive_grad_clip`.
 
     Returns:
       A transformation with state `ClipByLeafNormState(grad_norm, clip_scale, calls, clipped)`: measurements of the last
       update (before the first: 0 and 1), and counts of updates. A leaf's measurements are scalars, or arrays of the
-      sizes of its `batch_axes`.
+      sizes of its `stacked_axes`.
 
     Raises:
       ValueError: an argument is not as described; the updates' tree, or a leaf's number of layers, differs from that of
@@ -87,17 +87,17 @@ def clip_by_leaf_norm(
     Source: the rule is that of `tf.clip_by_norm` and of Keras' `clipnorm`, for each tensor.
     """
     max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
-    batch_axes, mesh_axes = (
-        arguments.axes("batch_axes", batch_axes),
+    stacked_axes, mesh_axes = (
+        arguments.axes("stacked_axes", stacked_axes),
         arguments.unit_axis_names(sharded_over),
     )
-    if batch_axes is not None and ord not in (1, 2):
+    if stacked_axes is not None and ord not in (1, 2):
         raise ValueError(
-            f"ord must be 1 or 2 with batch_axes, got {ord}. Leave out ord or batch_axes"
+            f"ord must be 1 or 2 with stacked_axes, got {ord}. Leave out ord or stacked_axes"
         )
 
     def init_fn(params: optax.Params) -> ClipByLeafNormState:
-        units = find_units(params, stacked_layers(batch_axes))
+        units = find_units(params, stacked_layers(stacked_axes))
         return ClipByLeafNormState(
             grad_norm=units.numbers(params, 0.0, units.dtype),
             clip_scale=units.numbers(params, 1.0, units.dtype),
@@ -113,7 +113,7 @@ def clip_by_leaf_norm(
         del extra_args
         trees.require_no_rows(updates, params)
         require_own(state, ClipByLeafNormState)
-        units = find_units(updates, stacked_layers(batch_axes), mesh_axes)
+        units = find_units(updates, stacked_layers(stacked_axes), mesh_axes)
         units.numbers_beside(state.grad_norm)  # raises if the state has other units
         norms = units.norms(ord)
         limits = [scaling.as_limit(max_norm, norm) for norm in norms]
@@ -155,14 +155,14 @@ def adaptive_grad_clip(
     eps: Number = 1e-3,
     unit: Unit = "auto",
     axis: Argument = None,
-    batch_axes: Argument = None,
+    stacked_axes: Argument = None,
     sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each unit to a share of the norm of its parameters (AGC).
 
     .. math:: g_i \leftarrow g_i \cdot \min\Big(1, \frac{\lambda \max(\|w_i\|, \epsilon)}{\|g_i\|}\Big)
 
-    A unit is a part of a leaf with one norm. With `unit="auto"` it depends on the leaf's shape without `batch_axes`:
+    A unit is a part of a leaf with one norm. With `unit="auto"` it depends on the leaf's shape without `stacked_axes`:
 
     * At most one axis longer than 1: the whole leaf is a unit.
     * Rank 2 and 3: each position of all axes except the first, which has a kernel's inputs, is a unit.
@@ -192,9 +192,9 @@ def adaptive_grad_clip(
         smaller batches.
       eps: a lower bound of parameter norms, >= 0, a real scalar or a scalar array.
       unit: `"auto"` or `"tensor"`, see above.
-      axis: the axes that a unit spans, in the forms of `batch_axes` in `clip_by_block_rms`. `None`, also if returned,
+      axis: the axes that a unit spans, in the forms of `stacked_axes` in `clip_by_block_rms`. `None`, also if returned,
         leaves it to `unit`.
-      batch_axes: as in `clip_by_block_rms`. No unit spans two layers.
+      stacked_axes: as in `clip_by_block_rms`. No unit spans two layers.
       sharded_over: for leaves of one unit, as in `grad_norm`. For a leaf of several units it is needed inside
         `jax.shard_map` and `jax.pmap`. Pass a function of a leaf's name and the leaf that returns its `jax.P`, as in
         `in_specs`. Or pass one `jax.P` for all leaves, such as `jax.P()` if every device holds all of them. Names of
@@ -223,7 +223,7 @@ def adaptive_grad_clip(
     """
     clipping, eps = arguments.threshold("clipping", clipping), arguments.threshold("eps", eps)
     unit = arguments.choice("unit", unit, ("auto", "tensor"))
-    axis, batch_axes = arguments.axes("axis", axis), arguments.axes("batch_axes", batch_axes)
+    axis, stacked_axes = arguments.axes("axis", axis), arguments.axes("stacked_axes", stacked_axes)
     mesh_axes = arguments.unit_axis_names(sharded_over)
 
     def is_vector(path: KeyPath, leaf: Leaf, free: list[int], by_rank: list[int]) -> bool:
@@ -241,7 +241,7 @@ def adaptive_grad_clip(
         return len(free) < 2
 
     def unit_dims(path: KeyPath, leaf: Leaf) -> UnitDims:
-        batch = arguments.axes_of_leaf("batch_axes", batch_axes, path, leaf) or ()
+        batch = arguments.axes_of_leaf("stacked_axes", stacked_axes, path, leaf) or ()
         given = arguments.axes_of_leaf("axis", axis, path, leaf)
         free = [a for a in range(leaf.ndim) if a not in batch]
         by_rank = free[:1] if len(free) < 4 else free[:-1]
@@ -312,7 +312,7 @@ class ClipByBlockRmsState(NamedTuple):
 def clip_by_block_rms(
     threshold: Number = 1.0,
     *,
-    batch_axes: Argument = None,
+    stacked_axes: Argument = None,
     sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the root mean square of each leaf, or of each layer that it stacks.
@@ -334,7 +334,7 @@ def clip_by_block_rms(
 
     Args:
       threshold: d >= 0, a real scalar or a scalar array.
-      batch_axes: the axes along which a leaf stacks layers: an int, a tuple of ints, or a function of a leaf's name
+      stacked_axes: the axes along which a leaf stacks layers: an int, a tuple of ints, or a function of a leaf's name
         (such as "dense/kernel") and the leaf that returns one of these. `None` or () means none.
       sharded_over: as in `adaptive_grad_clip`.
 
@@ -346,7 +346,7 @@ def clip_by_block_rms(
       ValueError: an argument is not as described; an axis is out of range for a leaf; or as in `adaptive_grad_clip`.
 
     Example:
-      >>> tx = clip_by_block_rms(1.0, batch_axes=0)
+      >>> tx = clip_by_block_rms(1.0, stacked_axes=0)
       >>> updates = jnp.array([[0.5, 0.5], [3.0, 3.0]])  # two layers
       >>> tx.update(updates, tx.init(updates))[0].round(6)
       Array([[0.5, 0.5],
@@ -356,14 +356,14 @@ def clip_by_block_rms(
     arXiv:1804.04235, section 6 and Algorithm 4.
     """
     threshold = arguments.threshold("threshold", threshold)
-    batch_axes, mesh_axes = (
-        arguments.axes("batch_axes", batch_axes),
+    stacked_axes, mesh_axes = (
+        arguments.axes("stacked_axes", stacked_axes),
         arguments.unit_axis_names(sharded_over),
     )
 
     def init_fn(params: optax.Params) -> ClipByBlockRmsState:
         return ClipByBlockRmsState(
-            rms_max=jnp.zeros((), find_units(params, stacked_layers(batch_axes)).dtype),
+            rms_max=jnp.zeros((), find_units(params, stacked_layers(stacked_axes)).dtype),
             clipped_fraction=jnp.zeros((), jnp.float32),
             **new_counts(),
         )
@@ -378,7 +378,7 @@ def clip_by_block_rms(
         trees.require_no_rows(updates, params)
         if not isinstance(state, ClipByBlockRmsState):  # as in `clip_by_global_norm`
             state = init_fn(updates)
-        units = find_units(updates, stacked_layers(batch_axes), mesh_axes)
+        units = find_units(updates, stacked_layers(stacked_axes), mesh_axes)
         norms = units.norms()
         counts = sizes(
             units.leaves, axes=[of_leaf.within for of_leaf in units.sharding], unit_dims=units.dims
@@ -445,7 +445,7 @@ def clip_by_leaf_norm_ema(
     warmup_steps: Number = 100,
     warmup_max_norm: Number = 1.0,
     min_norm: Number = 1e-6,
-    batch_axes: Argument = None,
+    stacked_axes: Argument = None,
     sharded_over: UnitAxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each leaf, or of each layer that it stacks, to a multiple of its own average (AdaGC).
@@ -476,13 +476,13 @@ def clip_by_leaf_norm_ema(
       warmup_steps: a number of recorded steps, >= 0.
       warmup_max_norm: the global threshold of the warm-up, >= 0.
       min_norm: the floor of every average, >= 0.
-      batch_axes: as in `clip_by_block_rms`.
+      stacked_axes: as in `clip_by_block_rms`.
       sharded_over: as in `adaptive_grad_clip`.
 
     Returns:
       A transformation with state `ClipByLeafNormEmaState(recorded, norm_ema, threshold_max, grad_norm_max,
       clipped_fraction, calls, clipped)`. In `norm_ema`, a tree like the parameters, each leaf is a float32 scalar, or
-      an array of the sizes of its `batch_axes`.
+      an array of the sizes of its `stacked_axes`.
 
     Raises:
       ValueError: an argument is not as described; an axis is out of range for a leaf; the updates' tree, or a leaf's
@@ -506,13 +506,13 @@ def clip_by_leaf_norm_ema(
     warmup_steps = arguments.threshold("warmup_steps", warmup_steps)
     warmup_max_norm = arguments.threshold("warmup_max_norm", warmup_max_norm)
     min_norm = arguments.threshold("min_norm", min_norm)
-    batch_axes, mesh_axes = (
-        arguments.axes("batch_axes", batch_axes),
+    stacked_axes, mesh_axes = (
+        arguments.axes("stacked_axes", stacked_axes),
         arguments.unit_axis_names(sharded_over),
     )
 
     def init_fn(params: optax.Params) -> ClipByLeafNormEmaState:
-        units = find_units(params, stacked_layers(batch_axes))
+        units = find_units(params, stacked_layers(stacked_axes))
         return ClipByLeafNormEmaState(
             recorded=jnp.zeros((), jnp.int32),
             norm_ema=units.numbers(params, 0.0, jnp.float32),
@@ -532,7 +532,7 @@ def clip_by_leaf_norm_ema(
         trees.require_no_rows(updates, params)
         require_own(state, ClipByLeafNormEmaState)
         share, floor = jnp.asarray(1 - decay, jnp.float32), jnp.asarray(min_norm, jnp.float32)
-        units = find_units(updates, stacked_layers(batch_axes), mesh_axes)
+        units = find_units(updates, stacked_layers(stacked_axes), mesh_axes)
         emas = units.numbers_beside(state.norm_ema)
         norms = units.norms()
         total = units.total(norms)

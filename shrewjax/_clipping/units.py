@@ -246,6 +246,6 @@ def find_units(
     )
 
 
-def stacked_layers(batch_axes: AxesOf) -> Callable[[KeyPath, Leaf], UnitDims]:
-    """Returns the `unit_dims` of rules whose units are leaves, or the layers that a leaf stacks along `batch_axes`."""
-    return lambda path, leaf: arguments.axes_of_leaf("batch_axes", batch_axes, path, leaf) or ()
+def stacked_layers(stacked_axes: AxesOf) -> Callable[[KeyPath, Leaf], UnitDims]:
+    """Returns the `unit_dims` of rules whose units are leaves, or the layers that a leaf stacks along these axes."""
+    return lambda path, leaf: arguments.axes_of_leaf("stacked_axes", stacked_axes, path, leaf) or ()

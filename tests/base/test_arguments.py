@@ -61,7 +61,7 @@ def test_a_threshold_that_is_no_number_speaks_of_gradients_only_if_it_holds_arra
 
 def test_a_function_of_leaves_gets_a_name_and_the_leaf():
     params = {"w": jnp.ones((2, 3))}
-    for argument in ("batch_axes", "sharded_over"):
+    for argument in ("stacked_axes", "sharded_over"):
         tx = shrewjax.clip_by_leaf_norm(1.0, **{argument: lambda name: None})
         with pytest.raises(
             ValueError, match=rf"^{argument} is called with a leaf's name and the leaf, but it takes \(name"

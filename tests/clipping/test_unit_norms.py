@@ -69,7 +69,7 @@ def test_leaf_norms_are_clipped_one_by_one():
 def test_layers_of_a_stacked_leaf_are_clipped_one_by_one(ord):
     layers = np.random.default_rng(0).standard_normal((3, 2, 4)) * np.reshape([1e20, 0.1, 3], (3, 1, 1))
     grads = {"layers": f32(layers), "head": f32([0.3, 0.4])}
-    tx = shrewjax.clip_by_leaf_norm(1.0, ord=ord, batch_axes=lambda name, leaf: 0 if "layers" in name else None)
+    tx = shrewjax.clip_by_leaf_norm(1.0, ord=ord, stacked_axes=lambda name, leaf: 0 if "layers" in name else None)
 
     @quick_jit
     def step(grads):
@@ -148,7 +148,7 @@ def test_leaf_ema_of_stacked_layers_is_that_of_each_layer():
     direction = np.random.default_rng(3).normal(size=(3, 4))
     direction /= np.linalg.norm(direction, axis=1, keepdims=True)
     stacked = [{"layers": f32(n[:, None] * direction)} for n in norms]
-    updates, states = run(lambda: shrewjax.clip_by_leaf_norm_ema(warmup_steps=5, batch_axes=0), stacked)
+    updates, states = run(lambda: shrewjax.clip_by_leaf_norm_ema(warmup_steps=5, stacked_axes=0), stacked)
     left, averages = map(np.stack, zip(*adagc(norms, warmup=5), strict=True))
     assert states.norm_ema["layers"].shape == (40, 3)
     np.testing.assert_allclose(updates["layers"], left[..., None] * direction, rtol=1e-5)
@@ -161,9 +161,9 @@ def test_leaf_ema_of_stacked_layers_is_that_of_each_layer():
 
 # Arguments, the shape of a leaf, and which of its axes share a norm. Below, Optax has those by default.
 AXES = [
-    ({"batch_axes": -2}, (4, 5, 3), 0),
+    ({"stacked_axes": -2}, (4, 5, 3), 0),
     ({"unit": "tensor"}, (4, 3), (0, 1)),
-    ({"unit": "tensor", "batch_axes": 0}, (5, 4, 3), (1, 2)),
+    ({"unit": "tensor", "stacked_axes": 0}, (5, 4, 3), (1, 2)),
     ({"axis": 1}, (4, 3), 1),
     ({"axis": (-1, 0)}, (4, 3), (0, 1)),
     ({"axis": lambda name, leaf: (0, 2) if "kernel" in name else None}, (4, 3, 2), (0, 2)),
@@ -194,7 +194,7 @@ def test_agc_where_parameters_are_zero_still_learns_and_says_what_it_saw():
     assert float(state.clipped_fraction[0]) == 0.5
 
 
-block_rms_of_columns = partial(shrewjax.clip_by_block_rms, batch_axes=1)
+block_rms_of_columns = partial(shrewjax.clip_by_block_rms, stacked_axes=1)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
@@ -286,17 +286,20 @@ OTHER_LAYERS = r"\['w'\] of shape \(2, 1\) has units of shape \(2,\).*shape \(3,
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: shrewjax.clip_by_leaf_norm(1.0, ord=3, batch_axes=0), r"ord must be 1 or 2 with batch_axes, got 3"),
-        (lambda: update_of_other_layers(shrewjax.clip_by_leaf_norm(1.0, batch_axes=0)), OTHER_LAYERS),
-        (lambda: update_of_other_layers(shrewjax.clip_by_leaf_norm_ema(batch_axes=0)), OTHER_LAYERS),
+        (
+            lambda: shrewjax.clip_by_leaf_norm(1.0, ord=3, stacked_axes=0),
+            r"ord must be 1 or 2 with stacked_axes, got 3",
+        ),
+        (lambda: update_of_other_layers(shrewjax.clip_by_leaf_norm(1.0, stacked_axes=0)), OTHER_LAYERS),
+        (lambda: update_of_other_layers(shrewjax.clip_by_leaf_norm_ema(stacked_axes=0)), OTHER_LAYERS),
         (lambda: shrewjax.clip_by_leaf_norm_ema(0.9), r"max_ratio must be >= 1"),
         (lambda: shrewjax.adaptive_grad_clip(unit="row"), r"unit must be one of 'auto', 'tensor', got 'row'"),
         (lambda: shrewjax.adaptive_grad_clip(axis=1.5), r"axis must be an int, a tuple of ints, None or a function"),
         (lambda: shrewjax.adaptive_grad_clip(axis=jnp.int32(1)), r"axis must be static.*static_args"),
         (lambda: shrewjax.clip_by_block_rms(-1), r"threshold must be >= 0"),
         (
-            lambda: shrewjax.clip_by_block_rms(batch_axes=1).init({"b": jnp.ones(3)}),
-            r"batch_axes \(1,\) is out of range for gradient leaf \['b'\] of shape \(3,\)",
+            lambda: shrewjax.clip_by_block_rms(stacked_axes=1).init({"b": jnp.ones(3)}),
+            r"stacked_axes \(1,\) is out of range for gradient leaf \['b'\] of shape \(3,\)",
         ),
         (lambda: shrewjax.adaptive_grad_clip().update(jnp.ones(3), None), r"Pass params to update"),
         (
@@ -430,7 +433,7 @@ def test_leaf_ema_without_a_finite_threshold_lets_a_bad_gradient_pass_as_it_is()
 
 
 def test_the_derivative_where_a_unit_is_zero_is_that_of_the_identity():
-    tx = shrewjax.clip_by_block_rms(1.0, batch_axes=0)
+    tx = shrewjax.clip_by_block_rms(1.0, stacked_axes=0)
     slope = quick_jit(jax.grad(lambda u: jnp.sum(tx.update(u, tx.init(u))[0])))
     gradient = slope(jnp.float32([[0, 0], [0.5, -0.5]]))
     assert gradient.tolist() == [[1, 1], [1, 1]]
@@ -487,7 +490,7 @@ def test_units_of_every_shape_are_those_of_optax():
 def test_units_beside_stacked_layers_are_those_of_each_layer():
     rng = np.random.default_rng(0)
     grads, params = ({str(shape): f32(rng.normal(size=(3, *shape))) for shape in SHAPES} for _ in range(2))
-    stacked, alone = shrewjax.adaptive_grad_clip(0.5, batch_axes=0), optax.adaptive_grad_clip(0.5)
+    stacked, alone = shrewjax.adaptive_grad_clip(0.5, stacked_axes=0), optax.adaptive_grad_clip(0.5)
     ours = quick_jit(lambda g, w: stacked.update(g, None, w)[0])(grads, params)
     layer = quick_jit(lambda g, w: alone.update(g, alone.init(w), w)[0])
     for i in range(3):

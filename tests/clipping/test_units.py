@@ -62,9 +62,9 @@ def spec_of(name, leaf):
 def unit_rules(**sharded_over):
     return {
         "agc": shrewjax.adaptive_grad_clip(1.0, **sharded_over),
-        "block_rms": shrewjax.clip_by_block_rms(1.0, batch_axes=1, **sharded_over),
-        "leaf_ema": shrewjax.clip_by_leaf_norm_ema(batch_axes=1, warmup_max_norm=2.0, **sharded_over),
-        "leaf_norm": shrewjax.clip_by_leaf_norm(1.0, batch_axes=1, **sharded_over),
+        "block_rms": shrewjax.clip_by_block_rms(1.0, stacked_axes=1, **sharded_over),
+        "leaf_ema": shrewjax.clip_by_leaf_norm_ema(stacked_axes=1, warmup_max_norm=2.0, **sharded_over),
+        "leaf_norm": shrewjax.clip_by_leaf_norm(1.0, stacked_axes=1, **sharded_over),
     }
 
 
@@ -203,7 +203,7 @@ def test_units_on_devices_that_nothing_tells_of_are_an_error(rule, sharded_over,
 def test_stacked_layers_sharded_along_the_stack(axis_type):
     mesh = mesh_of(axis_type, data=8)
     place = lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, P("data")))  # noqa: E731
-    tx = shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, batch_axes=0)
+    tx = shrewjax.clip_by_leaf_norm_ema(warmup_steps=1, stacked_axes=0)
     gradients = [f32(np.exp(np.random.default_rng(i).normal(size=(8, 1))) * np.ones((8, 3))) for i in range(3)]
     norms = np.stack([np.linalg.norm(np.float64(g), axis=1) for g in gradients])
     state, update = tx.init(place(gradients[0])), quick_jit(tx.update)
@@ -244,7 +244,7 @@ def test_a_replicated_leaf_of_several_units_stays_replicated_beside_one_that_is_
     def axes_of(name, leaf):
         return P("data") if "rows" in name else P()
 
-    tx = shrewjax.clip_by_leaf_norm_ema(1.5, batch_axes=1, sharded_over=axes_of)
+    tx = shrewjax.clip_by_leaf_norm_ema(1.5, stacked_axes=1, sharded_over=axes_of)
     specs = {"rows": P("data"), "replicated": P()}
     grads = {"rows": f32(np.ones((8, 3))), "replicated": f32(np.ones((4, 3)))}
     mesh = mesh_of(data=8)

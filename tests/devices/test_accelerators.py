@@ -214,7 +214,7 @@ def test_norms_for_gpus_are_right_at_every_magnitude(dtype, h100):
     magnitudes = [1, largest / 2, largest**0.5, largest**-0.4, largest**-0.6, largest**-0.9, 0, np.inf, np.nan]
     row = np.asarray([0.5, 0.25, 0.125, 0.75])
     rows = (np.reshape(magnitudes, (-1, 1)) * row).astype(dtype)
-    by_row = shrewjax.clip_by_leaf_norm(1.0, batch_axes=0)
+    by_row = shrewjax.clip_by_leaf_norm(1.0, stacked_axes=0)
 
     def norms(rows, eights):
         # Known to the compiler: a zero, and a factor that makes a finite number infinite.

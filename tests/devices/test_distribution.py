@@ -312,7 +312,7 @@ def test_state_specs_have_a_mesh_axis_of_size_1(name):
     """As a program for several devices has it on one."""
     mesh = mesh_of(expert=1, tensor=4)
     params = placed({"up": np.ones((4, 8, 8), "f")}, mesh, {"up": P("expert", None, "tensor")})
-    state = getattr(shrewjax, name)(1.5, batch_axes=0).init(params)
+    state = getattr(shrewjax, name)(1.5, stacked_axes=0).init(params)
     pairs = zip(*map(jax.tree.leaves, (state, shrewjax.state_specs(state))), strict=True)
     assert {spec for x, spec in pairs if x.ndim} == {P("expert")}
 

@@ -21,9 +21,9 @@ def layers(_, leaf):
 RULES = {
     "global norm": lambda kw: shrewjax.clip_by_global_norm(1.0, leaves=True, **kw),
     "spikes": lambda kw: shrewjax.skip_on_spike(ADAM, warmup_steps=1, history_length=4, **kw),
-    "adaptive": lambda kw: shrewjax.adaptive_grad_clip(0.1, batch_axes=layers, **kw),
+    "adaptive": lambda kw: shrewjax.adaptive_grad_clip(0.1, stacked_axes=layers, **kw),
     "percentile": lambda kw: shrewjax.clip_by_percentile(75, **kw),
-    "leaf norm": lambda kw: shrewjax.clip_by_leaf_norm(1.0, batch_axes=layers, **kw),
+    "leaf norm": lambda kw: shrewjax.clip_by_leaf_norm(1.0, stacked_axes=layers, **kw),
     "leaf norm, order 3": lambda kw: shrewjax.clip_by_leaf_norm(1.0, ord=3, **kw),
     "global norm, largest": lambda kw: shrewjax.clip_by_global_norm(1.0, ord=np.inf, **kw),
     "block rms": lambda kw: shrewjax.clip_by_block_rms(1.0, **kw),

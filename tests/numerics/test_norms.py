@@ -115,7 +115,7 @@ def norms_of_one(leaves):
     found = {}
     for ord in (1, 2):
         rules = [
-            shrewjax.clip_by_leaf_norm(1, ord=ord, batch_axes=axes)
+            shrewjax.clip_by_leaf_norm(1, ord=ord, stacked_axes=axes)
             for axes in (None, lambda _, x: 0 if x.ndim else None)
         ]
         states = [tx.update(leaves, tx.init(leaves))[1].grad_norm for tx in rules]

@@ -308,7 +308,7 @@ def test_inject_hyperparams_rounds_them_to_bfloat16_parameters(name):
         (shrewjax.clip_by_global_norm, {"max_norm": 1.0, "ord": 1}),
         (shrewjax.clip_by_norm_percentile, {"percentile": 10.0, "history_length": 4}),
         (shrewjax.adaptive_grad_clip, {"axis": 0}),
-        (shrewjax.clip_by_block_rms, {"batch_axes": 0}),
+        (shrewjax.clip_by_block_rms, {"stacked_axes": 0}),
         (shrewjax.skip_on_spike, {"inner": optax.identity(), "history_length": 128}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),

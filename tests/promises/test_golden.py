@@ -35,7 +35,7 @@ def states():
     made = {name: case.make().init(PARAMS) for name, case in CASES.items()}
     return made | {
         "clip_by_global_norm(leaves=True)": shrewjax.clip_by_global_norm(1.0, leaves=True).init(PARAMS),
-        "clip_by_leaf_norm(batch_axes=0)": shrewjax.clip_by_leaf_norm(1.0, batch_axes=0).init({"w": PARAMS["w"]}),
+        "clip_by_leaf_norm(stacked_axes=0)": shrewjax.clip_by_leaf_norm(1.0, stacked_axes=0).init({"w": PARAMS["w"]}),
         'clip_by_percentile(scope="leaf")': shrewjax.clip_by_percentile(90, scope="leaf").init(PARAMS),
         "skip_nonfinite(leaves=True)": shrewjax.skip_nonfinite(INNER, leaves=True).init(PARAMS),
         "accumulate(noise_decay=0.9)": shrewjax.accumulate(INNER, 2, noise_decay=0.9).init(PARAMS),

@@ -125,7 +125,7 @@ def test_a_step_compiles_once(axis_type, with_context, sum_over):
 def test_a_step_returns_each_array_with_the_spec_that_init_gave_it():
     """A `PartitionSpec` may end in None or not, and `jax.jit` tells the two apart."""
     mesh = mesh_of(data=4, model=2)
-    inner = optax.chain(shrewjax.clip_by_leaf_norm_ema(batch_axes=0), shrewjax.clip_by_norm_zscore(), optax.sgd(0.1))
+    inner = optax.chain(shrewjax.clip_by_leaf_norm_ema(stacked_axes=0), shrewjax.clip_by_norm_zscore(), optax.sgd(0.1))
     tx = shrewjax.accumulate(inner, 2, sum_over="data")
     step = jax.jit(partial(shrewjax.apply_gradients, tx), donate_argnums=(1, 2))
     with jax.set_mesh(mesh):
@@ -148,8 +148,8 @@ INNERS = {
     "layers": lambda tx: shrewjax.skip_nonfinite(optax.chain(*OF_LAYERS, tx)),
 }
 OF_LAYERS = (
-    shrewjax.clip_by_leaf_norm_ema(batch_axes=0),
-    shrewjax.adaptive_grad_clip(0.1, batch_axes=0),
+    shrewjax.clip_by_leaf_norm_ema(stacked_axes=0),
+    shrewjax.adaptive_grad_clip(0.1, stacked_axes=0),
 )
 
 
