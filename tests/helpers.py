@@ -60,7 +60,7 @@ CASES = {
         lambda: shrewjax.skip_on_spike(
             shrewjax.clip_by_global_norm(0.5), warmup_steps=2, history_length=3, max_zscore=1.0
         ),
-        {"inner": optax.identity(), "above": 2.0, "at_most": 2},
+        {"inner": optax.identity(), "max_value": 2.0, "max_consecutive": 2},
     ),
     "accumulate": Case(
         lambda: shrewjax.accumulate(optax.identity(), 2),

@@ -195,7 +195,7 @@ class SkipOnSpikeState(NamedTuple):
     """The measurements, counts of skipped steps, and the wrapped optimizer. Its fields are a file format."""
 
     history: Annotated[
-        histories.HistoryState, "the last finite measurements, spikes too; none above `above`"
+        histories.HistoryState, "the last finite measurements, spikes too; none above `max_value`"
     ]
     measured: Annotated[jax.Array, "float32 (): the last measurement, finite or not"]
     threshold: Annotated[
@@ -207,7 +207,7 @@ class SkipOnSpikeState(NamedTuple):
         jax.Array, "int32 (): number of spikes skipped in a row; non-finite steps leave it as it is"
     ]
     spikes_applied: Annotated[
-        jax.Array, "int32 (): number of spikes so far that ran inner, because of `at_most`"
+        jax.Array, "int32 (): number of spikes so far that ran inner, because of `max_consecutive`"
     ]
     inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
 
@@ -225,13 +225,13 @@ def skip_on_spike(
     history_length: int | None = None,
     warmup_steps: Number = 64,
     min_relative_std: Number = 1e-3,
-    above: Number | None = None,
-    at_most: Number | None = None,
+    max_value: Number | None = None,
+    max_consecutive: Number | None = None,
     sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Skips the steps whose gradient norm, or loss, is far above the recent ones, or above a fixed limit.
 
-    .. math:: \text{skip if } x_t > m + k \max(s, r |m|) \quad\text{or}\quad x_t > \text{above}
+    .. math:: \text{skip if } x_t > m + k \max(s, r |m|) \quad\text{or}\quad x_t > \text{max\_value}
 
     m and s are the mean and the sample standard deviation (n - 1 in the denominator) of the last `history_length`
     recorded measurements before this one. A measurement that either rule would skip is a spike.
@@ -241,12 +241,14 @@ def skip_on_spike(
     ========================================  =======================================================================
     fewer than `warmup_steps` recorded        no finite measurement is a spike
     a spike                                   skipped, but recorded, so that the guard adapts to a new level
-    above `above`                             a spike from the first step on. It is not recorded, applied or not
-    a spike after `at_most` skipped in a row  applied, counted in `spikes_applied`, and the run starts again from 0
-    NaN, infinite, or norm beyond float32     skipped, from the first step on, even after `at_most`. It is not recorded,
-                                              and neither counts in a run nor ends one
-    NaN `above` in an array                   every finite measurement is a spike
-    `at_most` below 1, or NaN, in an array    no finite measurement is skipped
+    above `max_value`                         a spike from the first step on. It is not recorded, applied or not
+    a spike after `max_consecutive` skipped   applied, counted in `spikes_applied`, and the run starts again from 0
+    ones in a row
+    NaN, infinite, or norm beyond float32     skipped, from the first step on, even after `max_consecutive`. It is not
+                                              recorded, and neither counts in a run nor ends one
+    NaN `max_value` in an array               every finite measurement is a spike
+    `max_consecutive` below 1, or NaN, in an  no finite measurement is skipped
+    array
     ========================================  =======================================================================
 
     `monitor="grad_norm"` costs one extra pass over the gradients. `monitor="value"` costs none and does not see NaN
@@ -261,17 +263,17 @@ def skip_on_spike(
       warmup_steps: number of recorded measurements before a finite one can be a spike, >= 0, a real scalar or a scalar
         array.
       min_relative_std: r >= 0, a real scalar or a scalar array.
-      above: the fixed limit, a real scalar (>= 0 for a norm), or a scalar array. `None` means no limit. It needs
-        `at_most`.
-      at_most: number of spikes that may be skipped in a row, >= 1, a real scalar or a scalar array. It needs `above`.
-        `None` means any number.
+      max_value: the fixed limit, a real scalar (>= 0 for a norm), or a scalar array. `None` means no limit. It needs
+        `max_consecutive`.
+      max_consecutive: number of spikes that may be skipped in a row, >= 1, a real scalar or a scalar array. It needs
+        `max_value`. `None` means any number.
       sharded_over: as in `grad_norm`.
 
     Returns:
       A transformation with state `SkipOnSpikeState`.
 
     Raises:
-      ValueError: an argument is not as described; one of `above` and `at_most` comes without the other;
+      ValueError: an argument is not as described; one of `max_value` and `max_consecutive` comes without the other;
         `warmup_steps` is greater than `history_length`; the state is another transformation's; with
         `monitor="value"`, `update` gets no `value`, or one that may differ between devices; or as in `grad_norm`.
       AssertionError: while tracing: inner changes the structure, shapes or dtypes of its state.
@@ -283,7 +285,7 @@ def skip_on_spike(
       ...     updates, state = tx.update(jnp.array([norm]), state)
       >>> updates, state.skipped
       (Array([0.], dtype=float32), Array(1, dtype=int32))
-      >>> tx = skip_on_spike(optax.sgd(1.0), above=100.0, at_most=2)
+      >>> tx = skip_on_spike(optax.sgd(1.0), max_value=100.0, max_consecutive=2)
       >>> state = tx.init(jnp.zeros(1))
       >>> for _ in range(9):  # two of three are skipped
       ...     _, state = tx.update(jnp.array([500.0]), state)
@@ -300,7 +302,7 @@ def skip_on_spike(
         max_zscore=arguments.threshold("max_zscore", max_zscore),
         warmup_steps=_warmup_steps(warmup_steps, length),
         min_relative_std=arguments.threshold("min_relative_std", min_relative_std),
-        **_fixed_limit(above, at_most, at_least=0 if of_norm else -math.inf),
+        **_fixed_limit(max_value, max_consecutive, at_least=0 if of_norm else -math.inf),
     )
     axes = arguments.sharded_over(sharded_over)
 
@@ -322,14 +324,14 @@ def skip_on_spike(
         state: SkipOnSpikeState = step.state
         measured = _norm(step, axes) if of_norm else _value(step)
         # 2. A spike is above the threshold. It is skipped, unless as many as allowed were skipped in a row.
-        threshold, above = limits.threshold(state.history)
+        threshold, max_value = limits.threshold(state.history)
         finite = jnp.isfinite(measured)
         is_spike = finite & ~(measured <= threshold)
         run_is_full = limits.is_run_full(state.consecutive)
         applied = finite & (~is_spike | run_is_full)
         # 3. Count and record. A measurement that is infinite is not recorded.
         consecutive = jnp.where(applied, 0, increment_if(is_spike, state.consecutive))
-        recorded = jnp.where(measured <= above, measured, jnp.inf)
+        recorded = jnp.where(measured <= max_value, measured, jnp.inf)
         return applied, SkipOnSpikeState(
             history=histories.push(state.history, recorded),
             measured=measured,
@@ -351,8 +353,8 @@ class _SpikeLimits(NamedTuple):
     max_zscore: Scalar
     warmup_steps: Scalar
     min_relative_std: Scalar
-    above: Scalar
-    at_most: Scalar
+    max_value: Scalar
+    max_consecutive: Scalar
 
     def threshold(self, history: histories.HistoryState) -> tuple[jax.Array, jax.Array]:
         """Returns the threshold of both rules, and that of the fixed limit alone."""
@@ -362,12 +364,12 @@ class _SpikeLimits(NamedTuple):
         # If k is inf, the product is NaN for a deviation of 0.
         onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
         is_on = (history.filled > 0) & _reaches(history.filled, self.warmup_steps)
-        above = _float32(self.above)
-        return jnp.minimum(jnp.where(is_on, onset, jnp.inf), above), above
+        max_value = _float32(self.max_value)
+        return jnp.minimum(jnp.where(is_on, onset, jnp.inf), max_value), max_value
 
     def is_run_full(self, consecutive: jax.Array) -> jax.Array:
         """Returns whether as many spikes as allowed were skipped in a row. A NaN allows none."""
-        longest = _float32(self.at_most)
+        longest = _float32(self.max_consecutive)
         return ~((consecutive.astype(jnp.float32) < longest) & (longest >= 1))
 
 
@@ -381,20 +383,24 @@ def _warmup_steps(value: Number, history_length: int) -> Scalar:
 
 
 def _fixed_limit(
-    above: Number | None, at_most: Number | None, *, at_least: float
+    max_value: Number | None, max_consecutive: Number | None, *, at_least: float
 ) -> dict[str, Scalar]:
     """Returns the fixed limit, which is at least `at_least`, and the longest run of skipped spikes."""
-    if (above is None) != (at_most is None):
-        given, missing = ("above", "at_most") if at_most is None else ("at_most", "above")
-        raise ValueError(
-            f"above and at_most must come together, because at_most ends the skips that above causes, got {given} "
-            f"alone. Pass {missing}. Or leave out {given}"
+    if (max_value is None) != (max_consecutive is None):
+        given, missing = (
+            ("max_value", "max_consecutive")
+            if max_consecutive is None
+            else ("max_consecutive", "max_value")
         )
-    if above is None:  # a limit that nothing exceeds, and a run that never is long enough
-        above = at_most = math.inf
+        raise ValueError(
+            "max_value and max_consecutive must come together, because the second ends the skips that the first causes, "
+            f"got {given} alone. Pass {missing}. Or leave out {given}"
+        )
+    if max_value is None:  # a limit that nothing exceeds, and a run that never is long enough
+        max_value = max_consecutive = math.inf
     return {
-        "above": arguments.real("above", above, at_least=at_least),
-        "at_most": arguments.real("at_most", at_most, at_least=1),
+        "max_value": arguments.real("max_value", max_value, at_least=at_least),
+        "max_consecutive": arguments.real("max_consecutive", max_consecutive, at_least=1),
     }
 
 

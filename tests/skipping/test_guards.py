@@ -32,7 +32,7 @@ def applied(steps):
     return [bool(state.applied) for _, state in steps]
 
 
-def spikes(values, history_length=128, max_zscore=6.0, warmup_steps=64, floor=1e-3, above=np.inf):
+def spikes(values, history_length=128, max_zscore=6.0, warmup_steps=64, floor=1e-3, max_value=np.inf):
     """The rule in float64: which values are spikes against the recorded ones before."""
     recorded = []
     for x in values:
@@ -41,8 +41,8 @@ def spikes(values, history_length=128, max_zscore=6.0, warmup_steps=64, floor=1e
         if len(before) >= warmup_steps:
             std = max(np.std(before, ddof=1), floor * abs(np.mean(before)))
             stands_out = x > np.mean(before) + max_zscore * std
-        yield stands_out or x > above
-        if x <= above:
+        yield stands_out or x > max_value
+        if x <= max_value:
             recorded.append(x)
 
 
@@ -171,13 +171,13 @@ def test_value_reaches_inner_and_must_be_there():
 # --- a fixed limit ------------------------------------------------------------------------------------------------
 
 
-def applied_at_most(is_spike, at_most):
-    """Whether each step runs, if at most `at_most` spikes in a row are skipped. None is a non-finite step."""
+def applied_at_most(is_spike, max_consecutive):
+    """Whether each step runs, if at most `max_consecutive` spikes in a row are skipped. None is a non-finite step."""
     in_a_row = 0
     for spike in is_spike:
-        yield spike is not None and (not spike or in_a_row >= at_most)
+        yield spike is not None and (not spike or in_a_row >= max_consecutive)
         if spike is not None:
-            in_a_row = in_a_row + 1 if spike and in_a_row < at_most else 0
+            in_a_row = in_a_row + 1 if spike and in_a_row < max_consecutive else 0
 
 
 @pytest.mark.parametrize("as_arrays", [False, True], ids=["numbers", "arrays"])
@@ -187,13 +187,13 @@ def test_both_rules_share_the_run_and_only_the_history_of_one_grows(as_arrays):
     values[[40, 41, 60, 61, 62, 63, 64]] = [50, 7, 7, 50, 50, 7, 50]
     values[100:110] = np.inf, 50, 50, np.nan, 50, 50, np.nan, 50, 3, 50
     rule = {"history_length": 20, "max_zscore": 3.0, "warmup_steps": 5}
-    limits = {"above": 20.0, "at_most": 2}
+    limits = {"max_value": 20.0, "max_consecutive": 2}
     given = {k: jnp.asarray(v) for k, v in limits.items()} if as_arrays else limits
     tx = shrewjax.skip_on_spike(optax.identity(), monitor="value", **rule, **given)
     steps = run(tx, [f32([1])] * len(values), value=values)
 
     finite = np.isfinite(values)
-    found = iter([*spikes(values[finite], above=20.0, **rule)])
+    found = iter([*spikes(values[finite], max_value=20.0, **rule)])
     is_spike = [bool(next(found)) if ok else None for ok in finite]
     expected = list(applied_at_most(is_spike, 2))
     assert any(spike and value < 20 for spike, value in zip(is_spike, values, strict=True))
@@ -208,7 +208,7 @@ def test_both_rules_share_the_run_and_only_the_history_of_one_grows(as_arrays):
 
 def test_a_bad_gradient_is_not_applied_even_after_at_most_and_leaves_the_run_alone():
     high = f32([5, 0])
-    tx = shrewjax.skip_on_spike(INNER, above=1.0, at_most=2)
+    tx = shrewjax.skip_on_spike(INNER, max_value=1.0, max_consecutive=2)
     steps = run(tx, [high, high, f32([np.nan, 0]), f32([-np.inf, 0]), high, high])
     assert applied(steps) == [False] * 4 + [True, False]
     assert [int(s.consecutive) for _, s in steps] == [1, 2, 2, 2, 0, 1]
@@ -230,24 +230,28 @@ LIMITS = [
 
 def test_the_limits_follow_the_table():
     @quick_jit
-    def step(state, above, at_most):
-        return shrewjax.skip_on_spike(optax.identity(), above=above, at_most=at_most).update(jnp.ones(1), state)
+    def step(state, max_value, max_consecutive):
+        return shrewjax.skip_on_spike(optax.identity(), max_value=max_value, max_consecutive=max_consecutive).update(
+            jnp.ones(1), state
+        )
 
-    for above, at_most, expected in LIMITS:
+    for max_value, max_consecutive, expected in LIMITS:
         state = shrewjax.skip_on_spike(optax.identity()).init(np.zeros(1, f32))
         for is_applied in expected:
-            _, state = step(state, f32(above), f32(at_most))
-            assert bool(state.applied) == is_applied, (above, at_most)
+            _, state = step(state, f32(max_value), f32(max_consecutive))
+            assert bool(state.applied) == is_applied, (max_value, max_consecutive)
 
 
-@pytest.mark.parametrize(("above", "at_most", "expected"), [(1e40, 1, [True] * 3), (0.5, jnp.int32(0), [True] * 3)])
-def test_the_limits_may_be_an_integer_or_beyond_float32(above, at_most, expected):
-    tx = shrewjax.skip_on_spike(optax.identity(), above=above, at_most=at_most)
+@pytest.mark.parametrize(
+    ("max_value", "max_consecutive", "expected"), [(1e40, 1, [True] * 3), (0.5, jnp.int32(0), [True] * 3)]
+)
+def test_the_limits_may_be_an_integer_or_beyond_float32(max_value, max_consecutive, expected):
+    tx = shrewjax.skip_on_spike(optax.identity(), max_value=max_value, max_consecutive=max_consecutive)
     assert applied(run(tx, [f32([1])] * 3)) == expected
 
 
 def test_a_value_may_have_a_negative_limit():
-    tx = shrewjax.skip_on_spike(optax.identity(), monitor="value", above=-2.0, at_most=5)
+    tx = shrewjax.skip_on_spike(optax.identity(), monitor="value", max_value=-2.0, max_consecutive=5)
     steps = run(tx, [f32([1])] * 3, value=[-3.0, -1.0, -2.0])
     assert applied(steps) == [True, False, True]
     assert float(steps[-1][1].threshold) == -2
@@ -255,7 +259,7 @@ def test_a_value_may_have_a_negative_limit():
 
 def test_a_scheduled_limit_is_that_of_its_step():
     tx = optax.inject_hyperparams(shrewjax.skip_on_spike)(
-        optax.identity(), above=optax.linear_schedule(3.0, 1.0, 2), at_most=5
+        optax.identity(), max_value=optax.linear_schedule(3.0, 1.0, 2), max_consecutive=5
     )
     assert [bool(state.inner_state.applied) for _, state in run(tx, [f32([2])] * 3)] == [True, True, False]
 
@@ -331,15 +335,24 @@ def test_metrics_look_through_guards():
         (lambda: shrewjax.skip_on_spike(INNER, history_length=jnp.int32(8)), r"history_length.*static_args"),
         (lambda: shrewjax.skip_on_spike(INNER, max_zscore=-1), r"max_zscore must be >= 0"),
         (
-            lambda: shrewjax.skip_on_spike(INNER, above=1.0),
-            r"above and at_most must come together, because .*, got above alone. Pass at_most. Or leave out above",
+            lambda: shrewjax.skip_on_spike(INNER, max_value=1.0),
+            r"max_value and max_consecutive must come together, because .*, got max_value alone. Pass max_consecutive",
         ),
-        (lambda: shrewjax.skip_on_spike(INNER, at_most=3), r"got at_most alone. Pass above. Or leave out at_most"),
-        (lambda: shrewjax.skip_on_spike(INNER, above=-1, at_most=3), r"above must be >= 0 and not NaN, got -1"),
-        (lambda: shrewjax.skip_on_spike(INNER, above=1.0, at_most=0), r"at_most must be >= 1 and not NaN, got 0"),
         (
-            lambda: shrewjax.skip_on_spike(INNER, monitor="value", above=np.nan, at_most=3),
-            r"above must be >= -inf and not NaN, got nan",
+            lambda: shrewjax.skip_on_spike(INNER, max_consecutive=3),
+            r"got max_consecutive alone. Pass max_value. Or leave out max_con",
+        ),
+        (
+            lambda: shrewjax.skip_on_spike(INNER, max_value=-1, max_consecutive=3),
+            r"max_value must be >= 0 and not NaN, got -1",
+        ),
+        (
+            lambda: shrewjax.skip_on_spike(INNER, max_value=1.0, max_consecutive=0),
+            r"max_consecutive must be >= 1 and not NaN, got 0",
+        ),
+        (
+            lambda: shrewjax.skip_on_spike(INNER, monitor="value", max_value=np.nan, max_consecutive=3),
+            r"max_value must be >= -inf and not NaN, got nan",
         ),
     ],
 )
