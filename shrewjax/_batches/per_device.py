@@ -20,7 +20,7 @@ from shrewjax._batches.roles import roles_of
 
 def per_device(
     fun: Function,
-    axes: AxisName,
+    axis_names: AxisName,
     *,
     batch_argnums: int | str | Sequence[int | str] | None = None,
     rng_argnums: int | str | Sequence[int | str] = (),
@@ -34,16 +34,16 @@ def per_device(
     over devices when a window closes. `weight=` and `value=` are then numbers, or vectors with a number for each row.
 
     Call the returned function under `jax.jit` and `jax.set_mesh(mesh)`, where `fun` runs as on one device. It may be
-    any function, such as one of `value_and_grad`, which then needs no `sum_over=`, and may have none over `axes` with
-    `reduction="sum"`. XLA partitions it over the other axes of the mesh, as in tensor parallel training. On one device,
-    `jax.vmap(fun, (None, 0))` of examples of shape (D, B / D, ...) returns the same rows. Use it in tests, and not on a
+    any function, such as one of `value_and_grad`, which then needs no `sum_over=`, and may have none over `axis_names`
+    with `reduction="sum"`. XLA partitions it over the other axes of the mesh, as in tensor parallel training. On one
+    device, `jax.vmap(fun, (None, 0))` of examples of shape (D, B / D, ...) returns the same rows. Use it in tests, and not on a
     mesh, because XLA then gathers the examples of all devices for some operations.
 
     ========================================  ==================================================================
     arguments                                 a device gets
     ========================================  ==================================================================
     the first one, such as parameters         all of it; over the other axes it stays sharded
-    others by position, trees of arrays       its part of their first axis, in the order of devices along `axes`
+    others by position, trees of arrays       its part of their first axis, in the order of devices along `axis_names`
     those in `rng_argnums`                    `jax.random.fold_in(key, d)`
     by keyword, if others come by position    all of it
     arrays that `fun` closes over             all of them, so a key is the same on every device; those on an
@@ -51,8 +51,8 @@ def per_device(
     ========================================  ==================================================================
 
     Args:
-      fun: any function that returns a tree of arrays and numbers. It must not place arrays over `axes`.
-      axes: the axis of the mesh, or a tuple of axes, over which the batch is divided.
+      fun: any function that returns a tree of arrays and numbers. It must not place arrays over `axis_names`.
+      axis_names: the axis of the mesh, or a tuple of axes, over which the batch is divided.
       batch_argnums: the arguments that hold examples: positions, or names as in `value_and_grad`. None: all that come
         by position, except the first and those of `rng_argnums`. If there are none, all that come by keyword, except
         these. The others reach every device whole, and may hold no PRNG key.
@@ -60,12 +60,12 @@ def per_device(
 
     Returns:
       A function of `fun`'s arguments. It returns what `fun` returns, with a new first axis that has a row for each
-      device and is sharded over `axes`.
+      device and is sharded over `axis_names`.
 
     Raises:
-      ValueError: an argument is not as described; `axes` are no axes of the mesh of `jax.set_mesh`, or they are mapped
-        already; the devices do not divide an array of examples; a key, or by keyword an array with as many rows as the
-        batch, is to reach every device whole; `fun` places arrays over `axes`, or changes its arguments in place.
+      ValueError: an argument is not as described; `axis_names` are no axes of the mesh of `jax.set_mesh`, or they are
+        mapped already; the devices do not divide an array of examples; a key, or by keyword an array with as many rows as the
+        batch, is to reach every device whole; `fun` places arrays over `axis_names`, or changes its arguments in place.
 
     Example:
       >>> def loss(params, x, y):
@@ -81,9 +81,9 @@ def per_device(
 
     Source: as for `accumulate`, by linearity of the gradient.
     """
-    names = arguments.axis_names("axes", axes)
+    names = arguments.axis_names("axis_names", axis_names)
     if not names:
-        raise ValueError(f"axes must name at least one axis of the mesh, got {axes!r}")
+        raise ValueError(f"axis_names must name at least one axis of the mesh, got {axis_names!r}")
     roles = roles_of(fun, None, rng_argnums, batch_argnums, "device")
 
     def rows_of_devices(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -113,13 +113,13 @@ def _devices_along(axes: AxisNames) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes or any(map(is_bound, axes)):
         raise ValueError(
-            f"per_device maps axes={axes!r} itself, so it must be called outside of shard_map, pmap and a vmap with "
-            "axis_name, where a device has its own examples already. Call fun itself there"
+            f"per_device maps axis_names={axes!r} itself, so it must be called outside of shard_map, pmap and a vmap "
+            "with axis_name, where a device has its own examples already. Call fun itself there"
         )
     if not {*axes} <= {*mesh.axis_names}:
         raise ValueError(
-            f"axes must be axes of the mesh of jax.set_mesh, got {axes!r}, and the mesh has {mesh.axis_names}. Call "
-            "the step under jax.set_mesh(mesh), with a mesh that has them"
+            f"axis_names must be axes of the mesh of jax.set_mesh, got {axes!r}, and the mesh has {mesh.axis_names}. "
+            "Call the step under jax.set_mesh(mesh), with a mesh that has them"
         )
     return math.prod(mesh.shape[a] for a in axes)
 

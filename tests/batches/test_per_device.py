@@ -453,11 +453,11 @@ def constrained(params, x, y):
 ERRORS = {
     "no mesh": (
         lambda: per_device(loss, "data")(PARAMS, X, Y),
-        r"axes must be axes of the mesh of jax\.set_mesh, got \('data',\), and the mesh has \(\)\. Call .*\(mesh\)",
+        r"axis_names must be axes of the mesh of jax\.set_mesh, got \('data',\), and the mesh has \(\)\. Call .*\(mesh\)",
     ),
     "an unknown axis": (call(PARAMS, X, Y, axes=("data", "pod")), r"got \('data', 'pod'\), and the mesh has \('data'"),
-    "no axis": (lambda: per_device(loss, ()), r"axes must name at least one axis"),
-    "in shard_map": (in_shard_map, r"maps axes=\('data',\) itself.*outside of shard_map.* Call fun itself"),
+    "no axis": (lambda: per_device(loss, ()), r"axis_names must name at least one axis"),
+    "in shard_map": (in_shard_map, r"maps axis_names=\('data',\) itself.*outside of shard_map.* Call fun itself"),
     "examples": (
         call(PARAMS, X[:30], Y[:30]),
         r"argument 1 must .* 8 devices divide, got shape \(30, 8\)\. Pad .* to 32",
