@@ -83,7 +83,7 @@ def record_norms(steps: int, seed: int) -> tuple[np.ndarray, dict[str, np.ndarra
     """Trains without clipping; the norm of every step's gradient, and those of its leaves by name."""
     model = CharacterModel(len(_common.documentation()[1]), nnx.Rngs(seed))
     tx = optax.chain(
-        shrewjax.clip_by_global_norm(float("inf"), leaves=True), optax.adam(LEARNING_RATE)
+        shrewjax.clip_by_global_norm(float("inf"), per_leaf=True), optax.adam(LEARNING_RATE)
     )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     history = []

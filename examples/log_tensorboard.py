@@ -39,7 +39,7 @@ Params = list[dict[str, jax.Array]]
 # A threshold that follows the norms, so that there is something to see, inside of a guard against steps that diverge.
 # The first clip clips nothing. It measures the norm of each leaf.
 CLIPS = (
-    shrewjax.clip_by_global_norm(float("inf"), leaves=True),
+    shrewjax.clip_by_global_norm(float("inf"), per_leaf=True),
     shrewjax.clip_by_norm_percentile(90.0),
 )
 TX = shrewjax.accumulate(

@@ -27,8 +27,8 @@ import shrewjax
 PER_LAYER, OTHERS = 12, 4  # leaves of `_harness.transformer_shapes`
 Rule = Callable[[], optax.GradientTransformation]
 RULES: dict[str, tuple[Rule, Rule | None]] = compiled.RULES | {
-    "clip_by_global_norm(leaves=True)": (
-        lambda: shrewjax.clip_by_global_norm(1.0, leaves=True),
+    "clip_by_global_norm(per_leaf=True)": (
+        lambda: shrewjax.clip_by_global_norm(1.0, per_leaf=True),
         compiled.RULES["clip_by_global_norm"][1],
     ),
     'clip_by_percentile(scope="leaf")': (

@@ -175,7 +175,7 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
     transformation           names
     =======================  ===============================================================================
     clip_by_global_norm      grad_norm, clip_scale: other than 1 (NaN included) if it clipped by more than float32's
-                             rounding. With `leaves=True` also largest_share of the squared norm; largest_leaf: its
+                             rounding. With `per_leaf=True` also largest_share of the squared norm; largest_leaf: its
                              place in the sorted names below; leaf_norm/NAME: the norm of the leaf NAME
     clip_by_leaf_norm        grad_norm_max: the largest leaf norm; clipped_fraction: clipped leaves / leaves
     clip_by_percentile       bound (the largest, if one per leaf); clipped_fraction of the elements
@@ -186,7 +186,7 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
     clip_by_leaf_norm_ema    threshold_max, grad_norm_max, clipped_fraction
     each rule for norms      also count: its updates; clipped: those in which a finite norm, of any unit, was above its
                              threshold; clip_rate: clipped / count, NaN before the first
-    skip_nonfinite           applied, skipped, consecutive, limit_reached. With `leaves=True` also nonfinite_leaf/NAME
+    skip_nonfinite           applied, skipped, consecutive, limit_reached. With `per_leaf=True` also nonfinite_leaf/NAME
     skip_on_spike            applied, skipped, consecutive, spikes_applied, measured, threshold
     accumulate               micro_step, windows, applied, weight_sum, window_bad, dropped. Of the last window with an
                              average: weight, such as its tokens, and value, its loss. With `noise_decay`:

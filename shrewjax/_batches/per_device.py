@@ -36,8 +36,8 @@ def per_device(
     Call the returned function under `jax.jit` and `jax.set_mesh(mesh)`, where `fun` runs as on one device. It may be
     any function, such as one of `value_and_grad`, which then needs no `sum_over=`, and may have none over `axis_names`
     with `reduction="sum"`. XLA partitions it over the other axes of the mesh, as in tensor parallel training. On one
-    device, `jax.vmap(fun, (None, 0))` of examples of shape (D, B / D, ...) returns the same rows. Use it in tests, and not on a
-    mesh, because XLA then gathers the examples of all devices for some operations.
+    device, `jax.vmap(fun, (None, 0))` of examples of shape (D, B / D, ...) returns the same rows. Use it in tests, and
+    not on a mesh, because XLA then gathers the examples of all devices for some operations.
 
     ========================================  ==================================================================
     arguments                                 a device gets
@@ -64,8 +64,9 @@ def per_device(
 
     Raises:
       ValueError: an argument is not as described; `axis_names` are no axes of the mesh of `jax.set_mesh`, or they are
-        mapped already; the devices do not divide an array of examples; a key, or by keyword an array with as many rows as the
-        batch, is to reach every device whole; `fun` places arrays over `axis_names`, or changes its arguments in place.
+        mapped already; the devices do not divide an array of examples; a key, or by keyword an array with as many rows
+        as the batch, is to reach every device whole; `fun` places arrays over `axis_names`, or changes its arguments in
+        place.
 
     Example:
       >>> def loss(params, x, y):

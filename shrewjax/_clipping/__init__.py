@@ -6,6 +6,6 @@
 * `cotangents`: the cotangent of a value, in the backward pass.
 
 `counts` counts updates and those that were clipped. `units` finds, measures and scales units, also the leaves of
-`leaves=True`.
+`per_leaf=True`.
 These modules import `_base` and `_numerics`.
 """

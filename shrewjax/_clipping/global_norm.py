@@ -133,7 +133,7 @@ class ClipByGlobalNormState(NamedTuple):
     clipped: Clipped
     leaf_norms: Annotated[
         PyTree,
-        "with leaves=True, a tree like the parameters of norms before clipping, float32 (); otherwise ()",
+        "with per_leaf=True, a tree like the parameters of norms before clipping, float32 (); otherwise ()",
     ] = ()
 
     def metrics(self) -> Metrics:
@@ -146,7 +146,7 @@ def clip_by_global_norm(
     max_norm: Number,
     *,
     ord: float | None = None,
-    leaves: bool = False,
+    per_leaf: bool = False,
     sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together: `clip_grad_norm` as an Optax transformation.
@@ -156,7 +156,7 @@ def clip_by_global_norm(
     The table of `clip_grad_norm` has the edge cases. Chain it before the optimizer. Inside `accumulate` it clips the
     window's average. To schedule the threshold, wrap it in `optax.inject_hyperparams`.
 
-    With `leaves=True` the state also has the norm of each leaf, at no extra pass over the gradients. `metrics` shows
+    With `per_leaf=True` the state also has the norm of each leaf, at no extra pass over the gradients. `metrics` shows
     each by name, and the largest share of the squared norm:
 
     ======================================  =====================================================================
@@ -175,7 +175,7 @@ def clip_by_global_norm(
     Args:
       max_norm: as in `clip_grad_norm`.
       ord: as in `grad_norm`.
-      leaves: a bool, whether the state has the leaves' norms. It requires order 2, and changes no update.
+      per_leaf: a bool, whether the state has the leaves' norms. It requires order 2, and changes no update.
       sharded_over: as in `grad_norm`.
 
     Returns:
@@ -184,8 +184,8 @@ def clip_by_global_norm(
       derivative.
 
     Raises:
-      ValueError: `leaves` is no bool, or is set although `ord` is not 2; with `leaves=True`, the updates' tree differs
-        from that of the parameters given to `init`, or the state is another transformation's; or as in
+      ValueError: `per_leaf` is no bool, or is set although `ord` is not 2; with `per_leaf=True`, the updates' tree
+        differs from that of the parameters given to `init`, or the state is another transformation's; or as in
         `clip_grad_norm`.
 
     Example:
@@ -194,7 +194,7 @@ def clip_by_global_norm(
       >>> updates, state = tx.update({"w": jnp.array([3.0, 4.0])}, tx.init(params), params)
       >>> updates["w"].round(6), state[0].grad_norm
       (Array([-0.06, -0.08], dtype=float32), Array(5., dtype=float32))
-      >>> tx = clip_by_global_norm(1.0, leaves=True)
+      >>> tx = clip_by_global_norm(1.0, per_leaf=True)
       >>> grads = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}
       >>> _, state = tx.update(grads, tx.init(grads))
       >>> state.leaf_norms["b"], state.metrics()["largest_share"].round(6)
@@ -203,11 +203,11 @@ def clip_by_global_norm(
     Source: R. Pascanu, T. Mikolov, Y. Bengio, 2013, arXiv:1211.5063, Algorithm 1.
     """
     max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
-    leaves = arguments.static_flag("leaves", leaves)
-    if leaves and ord != 2:
+    per_leaf = arguments.static_flag("per_leaf", per_leaf)
+    if per_leaf and ord != 2:
         raise ValueError(
-            f"ord must be 2 with leaves=True, because shares are of the squared norm, got {ord}. Leave out ord. Or "
-            "leave out leaves"
+            f"ord must be 2 with per_leaf=True, because shares are of the squared norm, got {ord}. Leave out ord. Or "
+            "leave out per_leaf"
         )
     axes = arguments.sharded_over(sharded_over)
 
@@ -217,7 +217,7 @@ def clip_by_global_norm(
             grad_norm=jnp.zeros((), dtype),
             clip_scale=jnp.ones((), dtype),
             **new_counts(),
-            leaf_norms=jax.tree.map(lambda _: jnp.zeros((), dtype), params) if leaves else (),
+            leaf_norms=jax.tree.map(lambda _: jnp.zeros((), dtype), params) if per_leaf else (),
         )
 
     def update_fn(
@@ -228,16 +228,16 @@ def clip_by_global_norm(
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del extra_args
         trees.require_no_rows(updates, params)
-        if not leaves and not isinstance(state, ClipByGlobalNormState):
+        if not per_leaf and not isinstance(state, ClipByGlobalNormState):
             # Any state counts as a new one, because Optax's clip, to which some callers pass None, reads none.
             state = init_fn(updates)
         leaf_norms: PyTree = ()
-        if leaves:
+        if per_leaf:
             require_own(state, ClipByGlobalNormState)
             leaf_norms = state.leaf_norms
             units = find_units(updates, stacked_layers(None))
             if units.leaves:
-                require_made_with("leaves=True", state, "leaf_norms")
+                require_made_with("per_leaf=True", state, "leaf_norms")
             units.numbers_beside(leaf_norms)
             norm, norms = measure_with_leaves(units.leaves, axes)
             others = jax.tree.map(jnp.zeros_like, leaf_norms)

@@ -43,7 +43,7 @@ class SkipNonfiniteState(NamedTuple):
     inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
     nonfinite_leaves: Annotated[
         PyTree,
-        "with leaves=True, a tree like the parameters of int32 (): number of calls so far in which the leaf was "
+        "with per_leaf=True, a tree like the parameters of int32 (): number of calls so far in which the leaf was "
         "non-finite; otherwise ()",
     ] = ()
 
@@ -61,7 +61,7 @@ def skip_nonfinite(
     *,
     max_consecutive: Number | None = None,
     at_limit: AtLimit = "keep_skipping",
-    leaves: bool = False,
+    per_leaf: bool = False,
     sharded_over: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Skips the steps whose gradients contain a NaN or an infinity.
@@ -91,10 +91,10 @@ def skip_nonfinite(
     The guard makes one extra pass over the gradients. Wrap the whole optimizer in it, inside `accumulate`. There it
     sees averages. To skip a single micro-batch, use `accumulate(nonfinite=)`.
 
-    With `leaves=True` the state also counts, at no extra pass, the calls in which each leaf had a NaN or an infinity.
+    With `per_leaf=True` the state also counts, at no extra pass, the calls in which each leaf had a NaN or an infinity.
     `metrics` shows each count by the leaf's name, as `nonfinite_leaf/NAME`.
 
-    Around `accumulate`, `skip_nonfinite(accumulate(tx, k), leaves=True)` names the leaves of a micro-batch in its own
+    Around `accumulate`, `skip_nonfinite(accumulate(tx, k), per_leaf=True)` names the leaves of a micro-batch in its own
     call. It leaves out the whole call: the window takes one micro-batch more, and a `flush` of the call is lost.
 
     Args:
@@ -102,7 +102,7 @@ def skip_nonfinite(
       max_consecutive: the limit, a number of steps in a row, as a real scalar >= 1 or a scalar array. `None` means no
         limit.
       at_limit: the guard's behaviour from the limit on, see the first table.
-      leaves: a bool, whether the state has a count for each leaf. It changes no update.
+      per_leaf: a bool, whether the state has a count for each leaf. It changes no update.
       sharded_over: as in `grad_norm`.
 
     Returns:
@@ -111,8 +111,8 @@ def skip_nonfinite(
 
     Raises:
       ValueError: an argument is not as described; the state is another transformation's; `at_limit="zero_nonfinite"`
-        without `max_consecutive`; with `leaves=True`, the gradients' tree differs from that of the parameters given to
-        `init`; or as in `grad_norm`.
+        without `max_consecutive`; with `per_leaf=True`, the gradients' tree differs from that of the parameters given
+        to `init`; or as in `grad_norm`.
       AssertionError: while tracing: inner changes the structure, shapes or dtypes of its state.
 
     Example:
@@ -122,7 +122,7 @@ def skip_nonfinite(
       ...     updates, state = tx.update(jnp.array([1.0, bad]), state)
       >>> updates, state.skipped, state.limit_reached
       (Array([0., 0.], dtype=float32), Array(2, dtype=int32), Array(True, dtype=bool))
-      >>> tx = skip_nonfinite(optax.sgd(1.0), leaves=True)
+      >>> tx = skip_nonfinite(optax.sgd(1.0), per_leaf=True)
       >>> grads = {"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])}
       >>> _, state = tx.update(grads, tx.init(grads))
       >>> state.nonfinite_leaves
@@ -139,11 +139,11 @@ def skip_nonfinite(
         raise ValueError(
             f"at_limit={at_limit!r} needs a limit, got max_consecutive=None. Pass max_consecutive"
         )
-    by_leaf = arguments.static_flag("leaves", leaves)
+    per_leaf = arguments.static_flag("per_leaf", per_leaf)
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> SkipNonfiniteState:
-        counted = params if by_leaf else ()
+        counted = params if per_leaf else ()
         state = SkipNonfiniteState(
             applied=jnp.zeros((), bool),
             skipped=jnp.zeros((), jnp.int32),
@@ -157,10 +157,10 @@ def skip_nonfinite(
     def decide(step: Step) -> tuple[jax.Array, SkipNonfiniteState]:
         state: SkipNonfiniteState = step.state
         nonfinite_leaves = state.nonfinite_leaves
-        if by_leaf:
+        if per_leaf:
             units = find_units(step.make_gradients(), stacked_layers(None))
             if units.leaves:
-                require_made_with("leaves=True", state, "nonfinite_leaves")
+                require_made_with("per_leaf=True", state, "nonfinite_leaves")
             counts = units.numbers_beside(nonfinite_leaves)
             each = finite_leaves(units.leaves, axes)
             finite = jnp.all(each)

@@ -70,8 +70,12 @@ def test_a_second_one_of_a_kind_has_its_path_and_names_stay_when_a_link_is_added
 
 SGD = optax.sgd(0.1, momentum=0.9)
 SWITCHED_ON = {
-    "leaves of a clip": (shrewjax.clip_by_global_norm(1.0), shrewjax.clip_by_global_norm(1.0, leaves=True), "leaves"),
-    "leaves of a guard": (shrewjax.skip_nonfinite(SGD), shrewjax.skip_nonfinite(SGD, leaves=True), "leaves"),
+    "leaves of a clip": (
+        shrewjax.clip_by_global_norm(1.0),
+        shrewjax.clip_by_global_norm(1.0, per_leaf=True),
+        "per_leaf",
+    ),
+    "leaves of a guard": (shrewjax.skip_nonfinite(SGD), shrewjax.skip_nonfinite(SGD, per_leaf=True), "per_leaf"),
     "noise": (shrewjax.accumulate(SGD, 3), shrewjax.accumulate(SGD, 3, noise_decay=0.5), "noise_decay"),
     "guard around a window": (
         shrewjax.accumulate(SGD, 3),
@@ -327,9 +331,9 @@ def test_metrics_outside_of_jit_send_nothing_to_the_device(name):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: shrewjax.clip_by_global_norm(1.0, leaves=True),
+        lambda: shrewjax.clip_by_global_norm(1.0, per_leaf=True),
         lambda: shrewjax.accumulate(optax.sgd(1.0), 2, noise_decay=0.5),
-        lambda: shrewjax.skip_nonfinite(optax.sgd(1.0), leaves=True),
+        lambda: shrewjax.skip_nonfinite(optax.sgd(1.0), per_leaf=True),
     ],
     ids=["leaves", "noise", "guard"],
 )

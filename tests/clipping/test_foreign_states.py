@@ -27,7 +27,7 @@ STATELESS = {
 }
 
 STATEFUL = {
-    "clip_by_global_norm(leaves=True)": shrewjax.clip_by_global_norm(1.0, leaves=True),
+    "clip_by_global_norm(per_leaf=True)": shrewjax.clip_by_global_norm(1.0, per_leaf=True),
     "clip_by_leaf_norm": shrewjax.clip_by_leaf_norm(1.0),
     "clip_by_leaf_norm_ema": shrewjax.clip_by_leaf_norm_ema(),
     "clip_by_norm_percentile": shrewjax.clip_by_norm_percentile(90.0),

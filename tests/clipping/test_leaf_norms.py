@@ -1,4 +1,4 @@
-"""`clip_by_global_norm(leaves=True)` names the leaf that blew up, and clips as it does without."""
+"""`clip_by_global_norm(per_leaf=True)` names the leaf that blew up, and clips as it does without."""
 
 import functools
 import itertools
@@ -21,7 +21,7 @@ KIND = "clip_by_global_norm/"
 @functools.cache
 def step_of(max_norm, leaves):
     """A step, compiled once for all gradients of the same shapes."""
-    tx = shrewjax.clip_by_global_norm(max_norm, leaves=leaves)
+    tx = shrewjax.clip_by_global_norm(max_norm, per_leaf=leaves)
     return quick_jit(lambda grads: tx.update(grads, tx.init(grads)))
 
 
@@ -80,7 +80,7 @@ def test_each_leaf_has_its_norm_under_its_name():
 
 def test_updates_norm_and_scale_are_to_the_last_bit_those_without():
     def step(grads, max_norm, leaves):
-        tx = shrewjax.clip_by_global_norm(max_norm, leaves=leaves)
+        tx = shrewjax.clip_by_global_norm(max_norm, per_leaf=leaves)
         return tx.update(grads, tx.init(grads))
 
     with_norms, without_norms = (quick_jit(functools.partial(step, leaves=leaves)) for leaves in (True, False))
@@ -152,7 +152,7 @@ def test_norms_of_sharded_leaves_are_those_of_the_whole(check_vma):
     specs = {"sharded": jax.P("data"), "whole": jax.P()}
     if not check_vma:  # then all are shards
         grads["whole"], specs["whole"] = f32(rng.normal(size=(8, 4))), jax.P("data")
-    tx = shrewjax.clip_by_global_norm(1.0, leaves=True, sharded_over=None if check_vma else "data")
+    tx = shrewjax.clip_by_global_norm(1.0, per_leaf=True, sharded_over=None if check_vma else "data")
 
     def update(grads):
         updates, state = tx.update(grads, tx.init(jax.tree.map(jnp.zeros_like, grads)))
@@ -166,7 +166,7 @@ def test_norms_of_sharded_leaves_are_those_of_the_whole(check_vma):
 
 
 def test_rows_of_vmap_have_norms_of_their_own_and_so_do_their_metrics():
-    tx = shrewjax.clip_by_global_norm(1.0, leaves=True)
+    tx = shrewjax.clip_by_global_norm(1.0, per_leaf=True)
 
     @quick_jit
     def run(grads):
@@ -183,12 +183,12 @@ def test_rows_of_vmap_have_norms_of_their_own_and_so_do_their_metrics():
 
 def test_derivative_through_the_clip_is_that_without():
     def loss(grads, leaves):
-        tx = shrewjax.clip_by_global_norm(2.0, leaves=leaves)
+        tx = shrewjax.clip_by_global_norm(2.0, per_leaf=leaves)
         updates, state = tx.update(grads, tx.init(grads))
         return jnp.sum(updates["a"] ** 3) + updates["b"][0] + state.grad_norm
 
     def norm_of_a_leaf(grads):
-        tx = shrewjax.clip_by_global_norm(2.0, leaves=True)
+        tx = shrewjax.clip_by_global_norm(2.0, per_leaf=True)
         return tx.update(grads, tx.init(grads))[1].leaf_norms["a"]
 
     @quick_jit
@@ -210,7 +210,7 @@ def test_metrics_of_zeros_and_of_norms_beyond_float32_make_no_nan():
 
 def test_the_state_is_a_tree_like_the_parameters_and_stays_one():
     grads = mixed()
-    tx = shrewjax.clip_by_global_norm(1.0, leaves=True)
+    tx = shrewjax.clip_by_global_norm(1.0, per_leaf=True)
     state = tx.init(grads)
     assert jax.tree.structure(state.leaf_norms) == jax.tree.structure(grads)
     _, new = jax.eval_shape(tx.update, grads | {"half": None}, state)
@@ -223,15 +223,15 @@ def test_the_state_is_a_tree_like_the_parameters_and_stays_one():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: shrewjax.clip_by_global_norm(1.0, leaves=1), r"leaves must be True or False, because .*, got 1"),
-        (lambda: shrewjax.clip_by_global_norm(1.0, leaves=jnp.array(True)), r"leaves must be True or False"),
+        (lambda: shrewjax.clip_by_global_norm(1.0, per_leaf=1), r"per_leaf must be True or False, because .*, got 1"),
+        (lambda: shrewjax.clip_by_global_norm(1.0, per_leaf=jnp.array(True)), r"per_leaf must be True or False"),
         (
-            lambda: shrewjax.clip_by_global_norm(1.0, ord=1, leaves=True),
-            r"ord must be 2 with leaves=True, .*, got 1.0. Leave out ord. Or leave out leaves",
+            lambda: shrewjax.clip_by_global_norm(1.0, ord=1, per_leaf=True),
+            r"ord must be 2 with per_leaf=True, .*, got 1.0. Leave out ord. Or leave out per_leaf",
         ),
         (
-            lambda: shrewjax.clip_by_global_norm(1.0, leaves=True).update(
-                {"new": jnp.ones(1)}, shrewjax.clip_by_global_norm(1.0, leaves=True).init({"old": jnp.ones(1)})
+            lambda: shrewjax.clip_by_global_norm(1.0, per_leaf=True).update(
+                {"new": jnp.ones(1)}, shrewjax.clip_by_global_norm(1.0, per_leaf=True).init({"old": jnp.ones(1)})
             ),
             r"gradient leaves \['new'\] have no numbers in the state. Call init with parameters like",
         ),
@@ -243,7 +243,7 @@ def test_what_is_wrong_is_named(make, message):
 
 
 def test_a_scheduled_threshold_keeps_the_norms():
-    tx = optax.inject_hyperparams(shrewjax.clip_by_global_norm)(max_norm=1.0, leaves=True)
+    tx = optax.inject_hyperparams(shrewjax.clip_by_global_norm)(max_norm=1.0, per_leaf=True)
     grads = {"a": f32([3]), "b": f32([4])}
     _, state = quick_jit(lambda grads: tx.update(grads, tx.init(grads)))(grads)
     assert float(metrics_of(state)["largest_share"]) == pytest.approx(0.64)

@@ -173,7 +173,7 @@ def test_rule_moves_and_holds_no_more_than_optax(name, dtype, devices_here, targ
 @pytest.mark.parametrize("devices", [1, 8])
 def test_norms_by_leaf_cost_no_pass_no_all_reduce_and_two_launches_at_most(devices, target):
     def run(leaves):
-        tx = optax.chain(shrewjax.clip_by_global_norm(1.0, leaves=leaves), optax.adamw(1e-3))
+        tx = optax.chain(shrewjax.clip_by_global_norm(1.0, per_leaf=leaves), optax.adamw(1e-3))
         spec = sharded if devices > 1 else _compiled.replicated
         with seeming_to_have(devices):
             return compiled.step(target, updated, tx, compiled.leaves(target), devices=devices, spec=spec)
@@ -222,7 +222,7 @@ def test_norms_for_gpus_are_right_at_every_magnitude(dtype, h100):
             shrewjax.grad_norm([rows[0], jnp.zeros(3, rows.dtype)]),
             shrewjax.clip_grad_norm(eights * largest, 1.0)[0][0],
         )
-        tracked = shrewjax.clip_by_global_norm(1.0, leaves=True)
+        tracked = shrewjax.clip_by_global_norm(1.0, per_leaf=True)
         of_leaves = [tracked.update([row], tracked.init([row]))[1].leaf_norms[0] for row in rows]
         of_columns = shrewjax.adaptive_grad_clip(0.5).update(rows.T, None, jnp.ones_like(rows.T))[0]
         return (

@@ -19,7 +19,7 @@ def layers(_, leaf):
 
 
 RULES = {
-    "global norm": lambda kw: shrewjax.clip_by_global_norm(1.0, leaves=True, **kw),
+    "global norm": lambda kw: shrewjax.clip_by_global_norm(1.0, per_leaf=True, **kw),
     "spikes": lambda kw: shrewjax.skip_on_spike(ADAM, warmup_steps=1, history_length=4, **kw),
     "adaptive": lambda kw: shrewjax.adaptive_grad_clip(0.1, stacked_axes=layers, **kw),
     "percentile": lambda kw: shrewjax.clip_by_percentile(75, **kw),
@@ -33,7 +33,7 @@ RULES = {
     "average of norms": lambda kw: shrewjax.clip_by_leaf_norm_ema(1.5, warmup_steps=1, **kw),
     "percentile of norms": lambda kw: shrewjax.clip_by_norm_percentile(50.0, history_length=4, **kw),
     "z-score": lambda kw: shrewjax.clip_by_norm_zscore(warmup_steps=1, **kw),
-    "non-finite": lambda kw: shrewjax.skip_nonfinite(ADAM, leaves=True, **kw),
+    "non-finite": lambda kw: shrewjax.skip_nonfinite(ADAM, per_leaf=True, **kw),
     "both guards": lambda kw: shrewjax.skip_nonfinite(
         shrewjax.skip_on_spike(optax.chain(shrewjax.clip_by_global_norm(1.0, **kw), ADAM), warmup_steps=1, **kw), **kw
     ),

@@ -19,7 +19,7 @@ RULES = {
     "leaf norm, ord=inf": lambda: shrewjax.clip_by_leaf_norm(1.0, ord=np.inf),
     "block rms": lambda: shrewjax.clip_by_block_rms(1.0),
     "average of norms": lambda: shrewjax.clip_by_leaf_norm_ema(),
-    "norms by leaf": lambda: shrewjax.clip_by_global_norm(1.0, leaves=True),
+    "norms by leaf": lambda: shrewjax.clip_by_global_norm(1.0, per_leaf=True),
     "percentile by leaf": lambda: shrewjax.clip_by_percentile(99, scope="leaf"),
 }
 

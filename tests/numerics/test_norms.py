@@ -120,7 +120,7 @@ def norms_of_one(leaves):
         ]
         states = [tx.update(leaves, tx.init(leaves))[1].grad_norm for tx in rules]
         found[str(ord)] = shrewjax.grad_norm(leaves, ord), *states
-    tx = shrewjax.clip_by_global_norm(1, leaves=True)
+    tx = shrewjax.clip_by_global_norm(1, per_leaf=True)
     return found | {"leaves": tx.update(leaves, tx.init(leaves))[1].leaf_norms}
 
 

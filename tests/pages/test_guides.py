@@ -587,7 +587,7 @@ def test_guard_names_the_leaves_that_are_not_finite_and_the_clip_inside_it_does_
     assert bad == {"layer_0", "layer_1"} == flags_of(broken.metrics)
 
     # The mistake: norms by leaf inside the guard are those of the last step that was not skipped.
-    inside = shrewjax.skip_nonfinite(optax.chain(shrewjax.clip_by_global_norm(1.0, leaves=True), optax.adamw(1e-3)))
+    inside = shrewjax.skip_nonfinite(optax.chain(shrewjax.clip_by_global_norm(1.0, per_leaf=True), optax.adamw(1e-3)))
     step = quick_jit(lambda g, s, p: shrewjax.apply_gradients(inside, g, s, p)[1])
     good = grads(broken.params, broken.x, broken.y)
     state = step(found, step(good, inside.init(broken.params), broken.params), broken.params)
@@ -609,7 +609,7 @@ def test_stack_shows_which_micro_batch_was_dropped(broken):
 @pytest.mark.parametrize("at", [1, 3], ids=["a call", "the call that flushes"])
 def test_a_guard_around_a_window_names_the_leaves_in_that_call_extends_the_window_and_loses_its_flush(broken, at):
     """The one inside a window whose policy drops the micro-batch names nothing."""
-    inner = shrewjax.skip_nonfinite(optax.sgd(1.0), leaves=True)
+    inner = shrewjax.skip_nonfinite(optax.sgd(1.0), per_leaf=True)
     inside = shrewjax.accumulate(inner, 4, nonfinite="drop_micro_batch")
     params = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
 
@@ -681,8 +681,8 @@ def test_counts_by_leaf_cost_no_read():
         return shrewjax.skip_nonfinite(optax.adamw(1e-3), **options)
 
     plain = passes_of(guard())
-    assert passes_of(guard(leaves=True)) == pytest.approx(plain, abs=0.01)
-    outside = optax.chain(shrewjax.clip_by_global_norm(float("inf"), leaves=True), guard())
+    assert passes_of(guard(per_leaf=True)) == pytest.approx(plain, abs=0.01)
+    outside = optax.chain(shrewjax.clip_by_global_norm(float("inf"), per_leaf=True), guard())
     assert passes_of(outside) > plain + 2
 
 

@@ -472,7 +472,7 @@ def test_an_empty_poisson_batch_adds_noise_and_runs_the_optimizer_by_weight_1():
 
 def test_norms_by_layer_ratios_by_leaf_and_spikes_are_those_by_hand():
     grads = {"body": {"a": normal(4, 3), "b": normal(3, seed=1)}, "head": {"a": normal(5, seed=2)}}
-    clip = shrewjax.clip_by_global_norm(1.0, leaves=True)
+    clip = shrewjax.clip_by_global_norm(1.0, per_leaf=True)
     new = jax.tree.map(lambda g: 1.01 * g, grads)
     metrics, ratios = quick_jit(
         lambda g, new: (shrewjax.metrics(clip.update(g, clip.init(g))[1]), PAGE_NAMES.update_ratios(new, g))

@@ -17,7 +17,7 @@ def layers(_, leaf):
 
 
 RULES = TRANSFORMATIONS | {
-    "clip_by_global_norm, leaves": lambda: shrewjax.clip_by_global_norm(0.5, leaves=True),
+    "clip_by_global_norm, leaves": lambda: shrewjax.clip_by_global_norm(0.5, per_leaf=True),
     "clip_by_global_norm, ord": lambda: shrewjax.clip_by_global_norm(0.5, ord=3),
     "clip_by_leaf_norm, layers": lambda: shrewjax.clip_by_leaf_norm(0.5, stacked_axes=layers),
     "clip_by_percentile, leaf": lambda: shrewjax.clip_by_percentile(75, scope="leaf", over="nonzero"),

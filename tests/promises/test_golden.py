@@ -34,10 +34,10 @@ def states():
     placed = jax.device_put(PARAMS, jax.sharding.NamedSharding(mesh, jax.P()))
     made = {name: case.make().init(PARAMS) for name, case in CASES.items()}
     return made | {
-        "clip_by_global_norm(leaves=True)": shrewjax.clip_by_global_norm(1.0, leaves=True).init(PARAMS),
+        "clip_by_global_norm(per_leaf=True)": shrewjax.clip_by_global_norm(1.0, per_leaf=True).init(PARAMS),
         "clip_by_leaf_norm(stacked_axes=0)": shrewjax.clip_by_leaf_norm(1.0, stacked_axes=0).init({"w": PARAMS["w"]}),
         'clip_by_percentile(scope="leaf")': shrewjax.clip_by_percentile(90, scope="leaf").init(PARAMS),
-        "skip_nonfinite(leaves=True)": shrewjax.skip_nonfinite(INNER, leaves=True).init(PARAMS),
+        "skip_nonfinite(per_leaf=True)": shrewjax.skip_nonfinite(INNER, per_leaf=True).init(PARAMS),
         "accumulate(noise_decay=0.9)": shrewjax.accumulate(INNER, 2, noise_decay=0.9).init(PARAMS),
         'accumulate(sum_over="data", noise_decay=0.9)': shrewjax.accumulate(
             INNER, 2, sum_over="data", noise_decay=0.9

@@ -94,7 +94,7 @@ def test_check_window_reads_the_window():
 
 def test_norms_by_leaf_have_the_names_of_the_models_leaves():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, shrewjax.clip_by_global_norm(1.0, leaves=True), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, shrewjax.clip_by_global_norm(1.0, per_leaf=True), wrt=nnx.Param)
     found = shrewjax.metrics(optimizer.opt_state)
     names = {name.removeprefix("clip_by_global_norm/leaf_norm/") for name in found if "leaf_norm/" in name}
     assert names == {"bias", "kernel"}

@@ -77,7 +77,7 @@ def test_apply_gradients_leaves_a_skipped_step_s_parameters_alone_and_writes_in_
 def test_only_leaves_gives_the_state_a_count_for_each_leaf_of_the_calls_in_which_it_was_bad():
     params = {"w": jnp.zeros(2), "b": jnp.zeros(()), "i": jnp.arange(2)}
     assert shrewjax.skip_nonfinite(optax.identity()).init(params).nonfinite_leaves == ()
-    tx = compiled(shrewjax.skip_nonfinite(optax.identity(), leaves=True))
+    tx = compiled(shrewjax.skip_nonfinite(optax.identity(), per_leaf=True))
     state, counts = tx.init(params), []
     for w, b in ((1, 1), (np.nan, 1), (np.inf, np.nan), (1, 1), (np.nan, 1)):
         _, state = tx.update({"w": jnp.full(2, w, f32), "b": f32(b), "i": params["i"]}, state, params)
@@ -268,7 +268,7 @@ def test_a_scheduled_limit_is_that_of_its_step():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("make", [partial(shrewjax.skip_nonfinite, leaves=True), shrewjax.skip_on_spike])
+@pytest.mark.parametrize("make", [partial(shrewjax.skip_nonfinite, per_leaf=True), shrewjax.skip_on_spike])
 def test_one_bad_shard_skips_the_step_on_every_device(make, check_vma):
     """And is counted in its leaf alone."""
     mesh = mesh_of(data=8)
@@ -320,10 +320,10 @@ def test_metrics_look_through_guards():
         (lambda: shrewjax.skip_nonfinite(INNER, at_limit="zero_nonfinite"), r"'zero_nonfinite'.*Pass max_consecutive"),
         (lambda: shrewjax.skip_nonfinite(INNER, max_consecutive=0, at_limit="keep_skipping"), r"max_consecutive must"),
         (lambda: shrewjax.skip_nonfinite(INNER, max_consecutive=3, at_limit="apply"), r"at_limit must be one of"),
-        (lambda: shrewjax.skip_nonfinite(INNER, leaves=1), r"leaves must be True or False"),
+        (lambda: shrewjax.skip_nonfinite(INNER, per_leaf=1), r"per_leaf must be True or False"),
         (
-            lambda: shrewjax.skip_nonfinite(INNER, leaves=True).update(
-                {"b": jnp.ones(2)}, shrewjax.skip_nonfinite(INNER, leaves=True).init({"a": jnp.ones(2)})
+            lambda: shrewjax.skip_nonfinite(INNER, per_leaf=True).update(
+                {"b": jnp.ones(2)}, shrewjax.skip_nonfinite(INNER, per_leaf=True).init({"a": jnp.ones(2)})
             ),
             r"gradient leaves \['b'\] have no numbers in the state",
         ),

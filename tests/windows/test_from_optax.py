@@ -348,7 +348,7 @@ def test_a_guard_has_optax_counts():
     state = old.init(jnp.zeros(1))
     for bad in (np.nan, 1.0, np.inf, np.nan):
         _, state = old.update(jnp.float32([bad]), state)
-    state = shrewjax.from_optax(state, shrewjax.skip_nonfinite(optax.sgd(0.1), leaves=True), jnp.zeros(1))
+    state = shrewjax.from_optax(state, shrewjax.skip_nonfinite(optax.sgd(0.1), per_leaf=True), jnp.zeros(1))
     assert (int(state.skipped), int(state.consecutive), bool(state.nonfinite_leaves)) == (3, 2, False)
     assert not any((state.applied, state.limit_reached))
 
