@@ -515,9 +515,9 @@ def flush(
     .. math:: \bar g = \frac{\sum_{i \le k} w_i g_i}{\sum_{i \le k} w_i}
               \;\text{ over the } k \text{ micro-batches so far}
 
-    For an empty window, the updates are zeros and inner does not run. If inner takes the loss, it gets that of these
-    micro-batches. To close a window together with its last micro-batch, pass `flush=True` to `update` instead. With
-    `nnx.Optimizer`, call `optimizer.update(model, grads, weight=0, flush=True)`, in which `grads` add nothing.
+    An empty window leaves the parameters as they are, and inner does not run. If inner takes the loss, it gets that of
+    these micro-batches. To close a window together with its last micro-batch, pass `flush=True` to `update` instead.
+    With `nnx.Optimizer`, call `optimizer.update(model, grads, weight=0, flush=True)`, in which `grads` add nothing.
 
     Args:
       tx: the transformation that `accumulate` returned. For an accumulation inside another transformation, such as
@@ -527,7 +527,7 @@ def flush(
       **extra_args: passed to the wrapped optimizer.
 
     Returns:
-      The updates and the new state.
+      The new parameters and the new state, as `apply_gradients`.
 
     Raises:
       ValueError: `tx` was not returned by `accumulate`, or `opt_state` is not its state.
@@ -536,8 +536,8 @@ def flush(
       >>> tx = accumulate(optax.sgd(1.0), 4)
       >>> params = jnp.zeros(2)
       >>> _, state = tx.update(jnp.array([1.0, 2.0]), tx.init(params), params)
-      >>> updates, state = flush(tx, state, params)
-      >>> updates
+      >>> params, state = flush(tx, state, params)
+      >>> params
       Array([-1., -2.], dtype=float32)
 
     Source: by linearity of the gradient, the average is the gradient of the mean loss over these micro-batches alone.
@@ -550,7 +550,7 @@ def flush(
         )
     require_own(opt_state, AccumulateState, "flush(tx, opt_state, params)")
     no_gradients = jax.tree.map(lambda _: None, params)
-    return tx.update(no_gradients, opt_state, params, weight=0, flush=True, **extra_args)
+    return apply_gradients(tx, no_gradients, opt_state, params, weight=0, flush=True, **extra_args)
 
 
 def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -> None:
