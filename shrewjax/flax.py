@@ -358,7 +358,7 @@ def value_and_grad(
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
         args, kwargs = _with_model_by_position(fun, args, kwargs)
-        call = _Call(roles, options, wrt, args, kwargs)
+        call = _OfObjects(roles, options, wrt, args, kwargs)
         value_and_grads = of_options(call.loss, call.options, carry_argnum=-1, **call.roles)
         returned, grads = value_and_grads(*call.arrays, **call.objects.kwargs)
         return call.returned(returned), call.objects.like_model(grads)
@@ -444,7 +444,7 @@ def micro_batched(
     @wraps(fun)
     def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
         args, kwargs = _with_model_by_position(fun, args, kwargs)
-        call = _Call(roles, options, wrt, args, kwargs)
+        call = _OfObjects(roles, options, wrt, args, kwargs)
         returned = value_of_batch(
             call.loss,
             call.options,
@@ -472,7 +472,7 @@ def _with_model_by_position(
     return (kwargs[first],), {name: x for name, x in kwargs.items() if name != first}
 
 
-class _Call:
+class _OfObjects:
     """A call of a function of nnx objects, as one of arrays, whose last one is the state that it carries.
 
     Attributes:

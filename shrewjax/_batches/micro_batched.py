@@ -181,10 +181,10 @@ def value_of_batch(
     leaves, structure = jax.tree.flatten((args, kwargs))
     paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
     with_role = {at for places in roles.values() for at in places} | {carry_argnum}
-    have_role = [_place(path) in with_role for path in paths]
+    have_role = [_place_of_leaf(path) in with_role for path in paths]
     own = _leaf_numbers(leaves, have_role)
     its_roles = roles | {"carry_argnum": carry_argnum}
-    call = _Call(fun, its_roles, options, leaves, structure, own.free, None)
+    call = _OfArrays(fun, its_roles, options, leaves, structure, own.free, None)
 
     # 2. Traced arrays that fun and weight_fn close over are leaves, too.
     outer = call.closed_over(own)
@@ -246,7 +246,7 @@ def _moved(tangents: dict[int, jax.Array]) -> dict[int, jax.Array]:
     return {at: t for at, t in tangents.items() if not is_zero_tangent(t)}
 
 
-class _Call(NamedTuple):
+class _OfArrays(NamedTuple):
     """A call of the loss. If `fun` or `weight_fn` closes over traced arrays, their programs run in their places.
 
     `programs` has these by the types of their arguments, and `closed_over` makes them. It is None without such arrays.
@@ -400,7 +400,7 @@ def _tangent(
     return (of_value, jax.tree.map(of_aux, returned[1])) if has_aux else of_value
 
 
-def _place(path: KeyPath) -> Place:
+def _place_of_leaf(path: KeyPath) -> Place:
     """Returns how the argument came that has a leaf of `(args, kwargs)`."""
     at: Place = path[1].idx if path[0].idx == 0 else path[1].key
     return at
@@ -414,7 +414,7 @@ _CLOSED_OVER_IN_SHARD_MAP = (
 
 def _no_derivative_by(path: KeyPath) -> str:
     return (
-        f"{label(_place(path))}{jax.tree_util.keystr(path[2:])} is differentiated, but micro_batched has no derivative "
+        f"{label(_place_of_leaf(path))}{jax.tree_util.keystr(path[2:])} is differentiated, but micro_batched has no derivative "
         "by examples, keys or a carry. Pass jax.lax.stop_gradient of it. Or, if it holds none, name the others in "
         "batch_argnums="
     )

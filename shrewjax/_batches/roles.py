@@ -82,7 +82,7 @@ class Roles(NamedTuple):
                         "with () if there is none"
                     )
             else:
-                places = tuple(_place(name, at, names, count, keywords) for at in wanted)
+                places = tuple(_place_of_role(name, at, names, count, keywords) for at in wanted)
             for place in places:
                 if place in taken:
                     raise ValueError(
@@ -123,7 +123,9 @@ def positional_names(fun: Function) -> list[str]:
     return [x.name for x in parameters if x.kind in kinds]
 
 
-def _place(role: str, at: Place, names: list[str], count: int, keywords: Collection[str]) -> Place:
+def _place_of_role(
+    role: str, at: Place, names: list[str], count: int, keywords: Collection[str]
+) -> Place:
     """Returns how the argument came that a position or a name means."""
     if at in keywords:
         return at

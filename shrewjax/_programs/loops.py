@@ -80,7 +80,7 @@ from shrewjax._programs.switch import are_passes_disabled, naming_the_switch
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """A function of a sum and a result, or of the same slice of both, that returns the new sum."""
 
-Place: TypeAlias = int
+Index: TypeAlias = int
 """An equation, by its index in its jaxpr."""
 
 ResultAt: TypeAlias = int
@@ -170,7 +170,7 @@ class _Block(NamedTuple):
     width: int
 
 
-class _Call(NamedTuple):
+class _Inside(NamedTuple):
     """A call whose inner scans add. Inside, the sums that its results lead to are numbered from 0 on."""
 
     plan: "_Plan"
@@ -181,10 +181,10 @@ class _Plan(NamedTuple):
     """How to evaluate a jaxpr."""
 
     added: set[SumNumber]  # the sums to which scans add
-    scans: dict[Place, dict[ResultAt, _Way]]  # of scans that add: which of their results
-    calls: dict[Place, _Call]
+    scans: dict[Index, dict[ResultAt, _Way]]  # of scans that add: which of their results
+    calls: dict[Index, _Inside]
     wholes: list[tuple[Atom, _Way]]  # values that are added as they are
-    skipped: set[Place]  # equations that only lead to results that scans add
+    skipped: set[Index]  # equations that only lead to results that scans add
 
 
 # The equations that a way may go through: `add_any`, and those of one operand.
@@ -210,45 +210,45 @@ class _Plans:
         back = _WayBack(jaxpr)
         for at, way in wanted.items():
             back.follow(jaxpr.outvars[at], way)
-        for place, equation in reversed([*enumerate(jaxpr.eqns)]):
+        for index, equation in reversed([*enumerate(jaxpr.eqns)]):
             here = back.ways_of_results(equation)
             # 2. An equation on the way: go on from its operands.
             if here and equation.primitive.name in _PASSED:
-                back.go_through(place, equation, here)
+                back.go_through(index, equation, here)
             # 3. The end of the way: a scan or a call adds what it can, and other values are added as a whole.
             elif here:
-                added = self._add_inside(back.plan, place, equation, here)
+                added = self._add_inside(back.plan, index, equation, here)
                 left = ((equation.outvars[at], here[at]) for at in here if at not in added)
                 back.plan.wholes.extend(left)
         # 4. Leave to the caller what no scan adds.
         return back.finished()
 
     def _add_inside(
-        self, plan: _Plan, place: Place, equation: Equation, here: Mapping[ResultAt, _Way]
+        self, plan: _Plan, index: Index, equation: Equation, here: Mapping[ResultAt, _Way]
     ) -> Mapping[ResultAt, _Way]:
         """Plans what an equation adds inside: slices of stacks, or what a call's own scans add. Returns these ways."""
         # 1. A scan adds the stacks that it makes, slice by slice.
         stacks = {at: way for at, way in here.items() if _is_stack(equation, at, way)}
         if stacks:
-            plan.scans[place] = stacks
+            plan.scans[index] = stacks
             plan.added.update(way.sum for way in stacks.values())
             return stacks
         # 2. A call adds what its own scans add.
         call = self._call(equation, here)
         if call is None or not call.plan.added:
             return {}
-        plan.calls[place] = call
+        plan.calls[index] = call
         added = {call.numbers_outside[inside] for inside in call.plan.added}
         plan.added.update(added)
         return {at: way for at, way in here.items() if way.sum in added}
 
-    def _call(self, equation: Equation, here: Mapping[ResultAt, _Way]) -> _Call | None:
+    def _call(self, equation: Equation, here: Mapping[ResultAt, _Way]) -> _Inside | None:
         if not (is_checkpoint(equation) or is_plain_jit(equation)):
             return None
         # Numbered from 0 on inside, so that calls of one jaxpr that lead to different sums have one plan.
         outside = [*dict.fromkeys(way.sum for way in here.values())]
         wanted = {at: way._replace(sum=outside.index(way.sum)) for at, way in here.items()}
-        return _Call(self.of(jaxpr_of_call(equation), wanted), outside)
+        return _Inside(self.of(jaxpr_of_call(equation), wanted), outside)
 
 
 class _WayBack:
@@ -257,7 +257,7 @@ class _WayBack:
     def __init__(self, jaxpr: Jaxpr) -> None:
         self.plan = _Plan(set(), {}, {}, [], set())
         self._ways: dict[Atom, _Way] = {}  # of the values that were reached so far
-        self._leads_to: dict[Place, SumNumber] = {}  # of the equations on a way
+        self._leads_to: dict[Index, SumNumber] = {}  # of the equations on a way
         reads = [*(x for y in jaxpr.eqns for x in y.invars), *jaxpr.outvars]
         self._reads = Counter(filter(is_variable, reads))
 
@@ -272,10 +272,10 @@ class _WayBack:
         made = enumerate(equation.outvars)
         return {at: self._ways.pop(x) for at, x in made if x in self._ways}
 
-    def go_through(self, place: Place, equation: Equation, here: Mapping[ResultAt, _Way]) -> None:
+    def go_through(self, index: Index, equation: Equation, here: Mapping[ResultAt, _Way]) -> None:
         """Follows the operands of an equation that makes one value."""
         (way,) = here.values()
-        self._leads_to[place] = way.sum
+        self._leads_to[index] = way.sum
         for x in equation.invars:
             self.follow(x, _way_before(equation, way))
 
@@ -283,7 +283,7 @@ class _WayBack:
         plan = self.plan
         plan.wholes.extend(self._ways.items())  # the jaxpr's arguments
         plan.wholes[:] = [(x, way) for x, way in plan.wholes if way.sum in plan.added]
-        plan.skipped.update(place for place, to in self._leads_to.items() if to in plan.added)
+        plan.skipped.update(index for index, to in self._leads_to.items() if to in plan.added)
         return plan
 
 
@@ -365,16 +365,16 @@ class _Evaluation:
             return values.get(x) if is_variable(x) else jnp.asarray(x.val, x.aval.dtype)
 
         # 1. Run the equations: those that add one by one, and the others between them together.
-        for place, part in _parts(jaxpr, plan):
-            if place is None:
+        for index, part in _parts(jaxpr, plan):
+            if index is None:
                 returned = core.jaxpr_as_fun(part)(*map(value, part.jaxpr.invars))
                 values |= zip(part.jaxpr.outvars, returned, strict=True)
                 continue
-            equation = jaxpr.eqns[place]
+            equation = jaxpr.eqns[index]
             given = [*map(value, equation.invars)]
-            run: Any = self._run_scan if place in plan.scans else self._run_call
+            run: Any = self._run_scan if index in plan.scans else self._run_call
             with _names_of(equation):
-                returned, added = run(equation, given, (plan.scans | plan.calls)[place], sums)
+                returned, added = run(equation, given, (plan.scans | plan.calls)[index], sums)
             values |= zip(equation.outvars, returned, strict=True)
             sums |= added
         # 2. Add the values that no scan adds.
@@ -386,7 +386,7 @@ class _Evaluation:
         return [*map(value, jaxpr.outvars)], sums
 
     def _run_call(
-        self, equation: Equation, operands: Sequence[Leaf], call: _Call, sums: Sums
+        self, equation: Equation, operands: Sequence[Leaf], call: _Inside, sums: Sums
     ) -> tuple[list[Leaf], Sums]:
         """Runs a jit or a checkpoint whose inner scans add."""
         # 1. Make the call again around the evaluation of its jaxpr, so that it stays a call in the program.
@@ -481,27 +481,27 @@ def _behind_barriers(operands: Sequence[Leaf]) -> list[Leaf]:
     return [behind[i] for i in range(len(operands))]
 
 
-def _parts(jaxpr: Jaxpr, plan: _Plan) -> Iterator[tuple[Place | None, Jaxpr]]:
-    """Yields the place of each equation that adds, and between them the other equations, as a closed jaxpr."""
+def _parts(jaxpr: Jaxpr, plan: _Plan) -> Iterator[tuple[Index | None, Jaxpr]]:
+    """Yields the index of each equation that adds, and between them the other equations, as a closed jaxpr."""
     # 1. Find where each value is read last, which tells the results of a part.
     end = len(jaxpr.eqns)
     last_read: dict[Atom, int] = {}
-    for place, equation in enumerate(jaxpr.eqns):
-        last_read |= dict.fromkeys(filter(is_variable, equation.invars), place)
+    for index, equation in enumerate(jaxpr.eqns):
+        last_read |= dict.fromkeys(filter(is_variable, equation.invars), index)
     kept = [*jaxpr.outvars, *(x for x, _ in plan.wholes)]
     last_read |= dict.fromkeys(filter(is_variable, kept), end)
 
     # 2. Collect equations up to one that adds. Leave out those that only lead to results that scans add.
     plain: list[Equation] = []
-    for place in range(end + 1):
-        if place == end or place in plan.scans or place in plan.calls:
+    for index in range(end + 1):
+        if index == end or index in plan.scans or index in plan.calls:
             made = (x for equation in plain for x in equation.outvars)
-            yield None, part_of(jaxpr, plain, [x for x in made if last_read.get(x, -1) >= place])
-            if place < end:
-                yield place, None
+            yield None, part_of(jaxpr, plain, [x for x in made if last_read.get(x, -1) >= index])
+            if index < end:
+                yield index, None
             plain = []
-        elif place not in plan.skipped:
-            plain.append(jaxpr.eqns[place])
+        elif index not in plan.skipped:
+            plain.append(jaxpr.eqns[index])
 
 
 def _names_of(equation: Equation) -> ExitStack:

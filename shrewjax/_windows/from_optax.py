@@ -101,20 +101,20 @@ def from_optax(opt_state: AnyState, tx: optax.GradientTransformation, params: Py
         )
     fresh, noted = init_with_notes(tx.init, params)
     walk = _Walk(noted)
-    return walk.converted(_Place((), ()), without_variables(opt_state), without_variables(fresh))
+    return walk.converted(_Paths((), ()), without_variables(opt_state), without_variables(fresh))
 
 
-class _Place(NamedTuple):
+class _Paths(NamedTuple):
     """A place in both states. The paths differ below a window, because its fields have other names."""
 
     old: KeyPath
     new: KeyPath
 
-    def child(self, path: KeyPath) -> "_Place":
-        return _Place((*self.old, *path), (*self.new, *path))
+    def child(self, path: KeyPath) -> "_Paths":
+        return _Paths((*self.old, *path), (*self.new, *path))
 
-    def field(self, old: str, new: str) -> "_Place":
-        return _Place(
+    def field(self, old: str, new: str) -> "_Paths":
+        return _Paths(
             (*self.old, jax.tree_util.GetAttrKey(old)), (*self.new, jax.tree_util.GetAttrKey(new))
         )
 
@@ -144,7 +144,7 @@ class _Walk:
     def __init__(self, noted: Callable[[Any], dict[str, Any] | None]) -> None:
         self.noted = noted
 
-    def converted(self, at: _Place, old: PyTree, fresh: PyTree) -> PyTree:
+    def converted(self, at: _Paths, old: PyTree, fresh: PyTree) -> PyTree:
         match old, fresh:
             case optax.MultiStepsState(), AccumulateState():
                 return self.window(at, old, fresh)
@@ -155,7 +155,7 @@ class _Walk:
         return _mapped(at, old, fresh, self.converted, _taken)
 
     def window(
-        self, at: _Place, old: optax.MultiStepsState, fresh: AccumulateState
+        self, at: _Paths, old: optax.MultiStepsState, fresh: AccumulateState
     ) -> AccumulateState:
         noted = self.noted(fresh.micro_step)
         if noted is None:
@@ -176,10 +176,10 @@ class _Walk:
         if noted["reduction"] == "sum":
             factor = jnp.ones_like(weight) / fresh.sum_of_weights.size
 
-        def sum_of(at: _Place, acc: PyTree, total: Leaf) -> jax.Array:
+        def sum_of(at: _Paths, acc: PyTree, total: Leaf) -> jax.Array:
             return _sum_of(at, acc, total, factor, fresh.sum_of_weights.shape)
 
-        def sums(at: _Place, acc: PyTree, total: Leaf) -> Leaf:
+        def sums(at: _Paths, acc: PyTree, total: Leaf) -> Leaf:
             return _mapped(at, acc, total, sums, sum_of)
 
         of_sums = at.field("acc_grads", "gradient_sum")
@@ -200,7 +200,7 @@ class _Walk:
         )
 
     def guard(
-        self, at: _Place, old: optax.ApplyIfFiniteState, fresh: SkipNonfiniteState
+        self, at: _Paths, old: optax.ApplyIfFiniteState, fresh: SkipNonfiniteState
     ) -> SkipNonfiniteState:
         total, in_a_row, inner = (
             at.field("total_notfinite", "skipped"),
@@ -215,7 +215,7 @@ class _Walk:
 
 
 def _mapped(
-    at: _Place, old: PyTree, fresh: PyTree, of_child: Function, of_leaf: Function
+    at: _Paths, old: PyTree, fresh: PyTree, of_child: Function, of_leaf: Function
 ) -> PyTree:
     """Returns two nodes of one type as one: `of_child` of each pair of children, or `of_leaf` of two leaves."""
     (children, node), (fresh_children, fresh_node) = map(_one_level, (old, fresh))
@@ -244,7 +244,7 @@ def _one_level(tree: PyTree) -> tuple[dict[KeyPath, PyTree], Any]:
     return dict(children), node
 
 
-def _taken(at: _Place, x: Leaf, like: Leaf) -> jax.Array:
+def _taken(at: _Paths, x: Leaf, like: Leaf) -> jax.Array:
     """Returns a leaf of the old state, as an array with the dtype and placement of the new leaf `like`.
 
     Raises unless their shapes and dtypes agree. A Python number is cast.
@@ -266,7 +266,7 @@ def _holds(dtype: DType, x: float) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _count(at: _Place, x: Leaf, like: jax.Array) -> jax.Array:
+def _count(at: _Paths, x: Leaf, like: jax.Array) -> jax.Array:
     """Returns a counter of the old state. Raises if it is known to be negative."""
     count = _taken(at, x, like)
     if not is_traced(count) and count < 0:
@@ -275,7 +275,7 @@ def _count(at: _Place, x: Leaf, like: jax.Array) -> jax.Array:
 
 
 def _sum_of(
-    at: _Place, acc: PyTree, total: Leaf, factor: jax.Array, rows: tuple[int, ...]
+    at: _Paths, acc: PyTree, total: Leaf, factor: jax.Array, rows: tuple[int, ...]
 ) -> jax.Array:
     """Returns a leaf of the sum of a window: `factor * acc` in each row, or in its only one."""
     if not is_gradient(total):
@@ -310,7 +310,7 @@ def _placed(x: Leaf, like: jax.Array) -> jax.Array:
     return jax.device_put(x, like.sharding) if has_place else jnp.asarray(x)
 
 
-def _check_skip_state(at: _Place, skip_state: AnyState, nonfinite: str) -> None:
+def _check_skip_state(at: _Paths, skip_state: AnyState, nonfinite: str) -> None:
     """Raises if `optax.MultiSteps` skipped micro-batches by a rule that the new window does not have."""
     if isinstance(skip_state, tuple) and not skip_state:
         return

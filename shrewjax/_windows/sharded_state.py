@@ -145,7 +145,7 @@ def _is_window(x: PyTree) -> bool:
 def _place_window(path: KeyPath, window: AnyState, like: AnyState) -> AnyState:
     """Returns a window, or any other leaf, placed as `like` is. Per-device rows become as many as `like` has."""
     if not _is_window(window):
-        return _place(path, window, like)
+        return _placed_as(path, window, like)
 
     def placed(field: str, x: PyTree, like: PyTree) -> PyTree:
         # Only sums have rows. The first dimension of any other array is its own.
@@ -153,7 +153,7 @@ def _place_window(path: KeyPath, window: AnyState, like: AnyState) -> AnyState:
 
         def place(below: KeyPath, x: Leaf, like: Leaf) -> jax.Array:
             at = (*path, jax.tree_util.GetAttrKey(field), *below)
-            return _place(at, _with_rows_of(x, like) if may_have_rows else x, like)
+            return _placed_as(at, _with_rows_of(x, like) if may_have_rows else x, like)
 
         return jax.tree.map_with_path(place, x, like)
 
@@ -163,14 +163,14 @@ def _place_window(path: KeyPath, window: AnyState, like: AnyState) -> AnyState:
 def _with_rows_of(x: Leaf, like: Leaf) -> Leaf:
     """Returns rows summed into as many rows as `like` has. A scalar is returned unchanged.
 
-    So is an array that does not fit `like`. `_place` then raises an error that names the leaf.
+    So is an array that does not fit `like`. `_placed_as` then raises an error that names the leaf.
     """
     may_fit = isinstance(like, jax.Array) and like.ndim == np.ndim(x) > 0
     fits = may_fit and like.shape[1:] == np.shape(x)[1:]
     return _devices.redistributed(x, like) if fits else x
 
 
-def _place(path: KeyPath, x: Leaf, like: Leaf) -> jax.Array:
+def _placed_as(path: KeyPath, x: Leaf, like: Leaf) -> jax.Array:
     """Returns an array on the devices of `like`. Raises if shapes or dtypes differ."""
     name = trees.leaf_name(path)
     if not isinstance(like, jax.Array):
