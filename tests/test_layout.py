@@ -40,8 +40,6 @@ PACKAGES = {
     ],
     "_batches": [
         "_aux",
-        "_call",
-        "_mistaken_roles",
         "_overwritten",
         "roles",
         "batch",

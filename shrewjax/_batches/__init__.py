@@ -1,6 +1,7 @@
 """A whole batch in one call: its arguments, divided, and a loop over its micro-batches.
 
-* `roles`: which arguments of a function hold examples, keys, parameters; the checks of a call.
+* `roles`: which arguments of a call hold examples, keys, parameters; its
+  checks, and messages for a leaf of another role.
 * `batch`: the arguments of a call of `value_and_grad`, divided among micro-batches.
 * `value_and_grad`: a whole batch in one call, in one loop of the compiled program.
 * `micro_batched`: a loss whose derivatives are computed by it.
@@ -10,8 +11,6 @@
 Private modules hold the parts:
 
 * `_aux`: the aux, reduced leaf by leaf.
-* `_call`: the arguments of one call.
-* `_mistaken_roles`: the number of examples in a call, and messages for a leaf of another role than its argument.
 * `_overwritten`: the statistics of Flax's fp8 layers, which come as gradients.
 
 These modules import `_base`, `_programs`, `_numerics` and, of `_windows`, `window` and `window_state` alone.

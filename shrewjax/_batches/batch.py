@@ -15,8 +15,7 @@ from jax import lax
 
 from shrewjax._base.axes import as_varying, axes_by_dimension, device_index
 from shrewjax._base.types import AxisNames, KeyPath, Leaf, Number, PyTree
-from shrewjax._batches._call import Call
-from shrewjax._batches._mistaken_roles import other_batch
+from shrewjax._batches.roles import Call, other_batch
 
 
 class Batch(NamedTuple):

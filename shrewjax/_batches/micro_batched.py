@@ -29,8 +29,7 @@ from shrewjax._base.axes import as_varying, replicated_axes
 from shrewjax._base.mesh import is_traced
 from shrewjax._base.trees import is_gradient, is_zero_tangent
 from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, Leaf, Place, PyTree
-from shrewjax._batches._call import label
-from shrewjax._batches.roles import roles_of
+from shrewjax._batches.roles import label, roles_of
 from shrewjax._batches.value_and_grad import Options, of_options
 from shrewjax._numerics.floats import sum_dtype, upcast
 from shrewjax._programs.jaxprs import function_of_constants
@@ -414,7 +413,7 @@ _CLOSED_OVER_IN_SHARD_MAP = (
 
 def _no_derivative_by(path: KeyPath) -> str:
     return (
-        f"{label(_place_of_leaf(path))}{jax.tree_util.keystr(path[2:])} is differentiated, but micro_batched has no derivative "
-        "by examples, keys or a carry. Pass jax.lax.stop_gradient of it. Or, if it holds none, name the others in "
-        "batch_argnums="
+        f"{label(_place_of_leaf(path))}{jax.tree_util.keystr(path[2:])} is differentiated, but micro_batched has no "
+        "derivative by examples, keys or a carry. Pass jax.lax.stop_gradient of it. Or, if it holds none, name the "
+        "others in batch_argnums="
     )

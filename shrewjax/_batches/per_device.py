@@ -14,8 +14,7 @@ from shrewjax._base import arguments
 from shrewjax._base.axes import as_on_one_device, device_index, is_bound
 from shrewjax._base.mesh import on_each_device
 from shrewjax._base.types import AxisName, AxisNames, Function, Leaf, PyTree
-from shrewjax._batches._call import Call
-from shrewjax._batches.roles import roles_of
+from shrewjax._batches.roles import Call, roles_of
 
 
 def per_device(

@@ -20,8 +20,7 @@ from shrewjax._base import arguments, trees
 from shrewjax._base.axes import axes_to_reduce, is_mapped
 from shrewjax._base.mesh import devices_to_map
 from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, PyTree
-from shrewjax._batches._mistaken_roles import number_of_examples
-from shrewjax._batches.roles import roles_of
+from shrewjax._batches.roles import number_of_examples, roles_of
 from shrewjax._batches.value_and_grad import Options, of_options
 from shrewjax._numerics.reductions import combined_over
 
