@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import shrewjax
 from shrewjax._base import arguments, trees
-from shrewjax._base.states import with_own_buffers
+from shrewjax._base.states import metrics, with_own_buffers
 from shrewjax._base.types import (
     Argument,
     AxisName,
@@ -33,6 +32,7 @@ from shrewjax._batches.micro_batched import require_axes, value_of_batch
 from shrewjax._batches.roles import Roles, positional_names, roles_of
 from shrewjax._batches.value_and_grad import Options, of_options
 from shrewjax._programs.forwarding import returned_as_given
+from shrewjax._windows.accumulate import apply_gradients
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction
 
 try:
@@ -133,13 +133,13 @@ class Optimizer(nnx.Optimizer[Any]):
                 f"{missing[0]}. Pass gradients that were made with the same wrt. If wrt means paths in one "
                 "model, make an optimizer for each model"
             )
-        new_params, opt_state = shrewjax.apply_gradients(
+        new_params, opt_state = apply_gradients(
             self.tx, its_grads, _arrays(self.opt_state), params, **_arrays(extra_args)
         )
         nnx.update(model, new_params)
         nnx.update(self.opt_state, nnx.state(opt_state, **mode))
         self.step[...] += 1
-        return shrewjax.metrics(opt_state)
+        return metrics(opt_state)
 
 
 class TrainState(train_state.TrainState):
@@ -236,7 +236,7 @@ class TrainState(train_state.TrainState):
         # As in Flax, parameters that their "gradient" overwrites, such as the scales of fp8, are none of `tx`.
         is_fp8 = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
         its_grads, params = (x["params"] if is_fp8 else x for x in (grads, self.params))
-        params, opt_state = shrewjax.apply_gradients(
+        params, opt_state = apply_gradients(
             self.tx, its_grads, self.opt_state, params, **extra_args
         )
         if is_fp8:

@@ -385,24 +385,9 @@ def _run(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
     has_weight = loss.has_weight(batch, carried) if options.skip_empty else None
     number = jnp.int32(0) if has_weight is None else as_varying(jnp.int32(0), _axes_of(has_weight))
     traced = Traced(partial(loss.results, batch), number, carried)
-    like = traced.results
 
     # 3. Check what fun returns: where it is sharded, the axes of the loss, the weight, the carry, the aux.
-    axes = window.axes or ()
-    if batch.devices and {*axes} & traced.constrained_axes():
-        # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
-        raise ValueError(f"fun constrains an array to mesh axes in sum_over={axes!r}")
-    own = _own_axes(like.averaged.value, params, window.axes)
-    loss.check_weight(batch, carried)
-    if carried:
-        weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
-        _check_carried(like.carried, carried, weight)
-    aux = AuxLeaves(options.aux_reduction, like.aux, batch.steps, window.axes)
-    examples = jax.tree.leaves(batch.examples)
-    size = examples[0].shape[0] if examples else 0
-    if batch.steps * max(batch.devices, 1) > 1:
-        of_whole_batch = partial(loss.aux_of_whole_batch, batch)
-        aux.check_shapes(of_whole_batch, size, is_joined=batch.devices > 0)
+    own, aux = _checked(loss, batch, traced, params, carried)
 
     # 4. Run the loop over all micro-batches, or over those with a weight.
     loop = _Loop(window, batch, loss, traced, aux, own)
@@ -415,7 +400,7 @@ def _run(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
     # 5. Divide and sum over devices. Statistics that Flax overwrites are put back among the gradients.
     value, grads = loop.averages(end.window)
     if old_values:
-        values = _overwritten.of_batch(end.overwritten, old_values, axes)
+        values = _overwritten.of_batch(end.overwritten, old_values, options.axes)
         grads = _overwritten.joined(grads, values, all_params)
 
     # 6. Add aux and carry to the results. If the call maps the axes, its carry has to be one for all devices.
@@ -426,6 +411,33 @@ def _run(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
         return (value, whole_aux), grads
     new_carry = loop.one_carry(carried, end) if batch.devices else end.carried
     return (value, (whole_aux, *new_carry)), grads
+
+
+def _checked(
+    loss: "_Loss", batch: Batch, traced: Traced, params: PyTree, carried: list[PyTree]
+) -> tuple[AxisNames, AuxLeaves]:
+    """Returns the axes along which a device's results stay its own, and how the aux is reduced.
+
+    Raises if `fun` returned something that cannot be averaged, reduced or carried.
+    """
+    options, like = loss.options, traced.results
+    axes = options.axes
+    if batch.devices and {*axes} & traced.constrained_axes():
+        # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
+        raise ValueError(f"fun constrains an array to mesh axes in sum_over={axes!r}")
+    sum_over = arguments.axis_names("sum_over", options.sum_over)
+    own = _own_axes(like.averaged.value, params, sum_over)
+    loss.check_weight(batch, carried)
+    if carried:
+        weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
+        _check_carried(like.carried, carried, weight)
+    aux = AuxLeaves(options.aux_reduction, like.aux, batch.steps, sum_over)
+    examples = jax.tree.leaves(batch.examples)
+    size = examples[0].shape[0] if examples else 0
+    if batch.steps * max(batch.devices, 1) > 1:
+        of_whole_batch = partial(loss.aux_of_whole_batch, batch)
+        aux.check_shapes(of_whole_batch, size, is_joined=batch.devices > 0)
+    return own, aux
 
 
 _WHOLE_IN_ARGNUMS = "Each micro-batch gets arguments in argnums whole. If one holds examples, leave it out of argnums"

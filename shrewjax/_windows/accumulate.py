@@ -6,9 +6,9 @@
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import chex
 import jax
@@ -47,7 +47,6 @@ from shrewjax._base.types import (
 from shrewjax._numerics import floats
 from shrewjax._programs.lost_scatters import warn_of_lost_scatters
 from shrewjax._skipping.wrapping import (
-    Result,
     Step,
     declares,
     first_step,
@@ -233,8 +232,9 @@ def _add_and_run(
     # 3. Run inner if the window closes.
     like = window.like_average(grads)
     inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
+    step_on = partial(_step_on, like, takes_value)
     run = _run_on_total if window.is_partial else _run_on_average
-    returned, after = run(window, added, _Inner(inner, inner_step, like, takes_value))
+    returned, after = run(window, added, inner, inner_step, step_on)
 
     # 4. Put the new state together.
     windows = increment_if(after.applied, state.windows)
@@ -248,32 +248,32 @@ def _add_and_run(
     return _with_integers(returned, like, state.gradient_sum, step), new_state
 
 
-class _Inner(NamedTuple):
-    """The wrapped optimizer, and its step except for the gradients."""
+def _step_on(
+    like: ArrayTree,
+    takes_value: bool,
+    step: Step,
+    average: ArrayTree,
+    mean_value: jax.Array,
+    runs: Flag,
+) -> Step:
+    """Returns the wrapped optimizer's step on the window's average and mean loss, from its step on a micro-batch.
 
-    tx: optax.GradientTransformationExtraArgs
-    step: Step
-    like: ArrayTree  # the call's gradients, whose dtypes the average gets
-    takes_value: bool
-
-    def run(self, average: ArrayTree, mean_value: jax.Array, runs: Flag) -> Result:
-        """Runs the optimizer on the window's average and mean loss, or skips it. `average` is in the sums' dtypes."""
-        # 1. The gradients are cast in the branch that needs them.
-        params = trees.parameter_arrays(self.step.params)
-        make_gradients = partial(_as_gradients, average, self.like, params)
-        # 2. The loss and the gradient of a micro-batch give way to those of the window.
-        extra_args = {**self.step.extra_args}
-        if self.takes_value:
-            extra_args["value"] = mean_value
-        value_fn = extra_args.get("value_fn")
-        if value_fn is not None and nodes_in(self.step.state, _LINE_SEARCHES):
-            own_value = partial(_own_value, value_fn, params, extra_args, mean_value)
-            extra_args["value"] = run_if(runs, own_value, lambda: mean_value)
-        if extra_args.get("grad") is not None:
-            extra_args["grad"] = make_gradients()
-        # 3. Run, or skip.
-        step = self.step._replace(make_gradients=make_gradients, extra_args=extra_args, runs=runs)
-        return run_step(self.tx, step)
+    `average` is in the sums' dtypes. `like` has the call's gradients, whose dtypes the average gets.
+    """
+    # 1. The gradients are cast in the branch that needs them.
+    params = trees.parameter_arrays(step.params)
+    make_gradients = partial(_as_gradients, average, like, params)
+    # 2. The loss and the gradient of a micro-batch give way to those of the window.
+    extra_args = {**step.extra_args}
+    if takes_value:
+        extra_args["value"] = mean_value
+    value_fn = extra_args.get("value_fn")
+    if value_fn is not None and nodes_in(step.state, _LINE_SEARCHES):
+        own_value = partial(_own_value, value_fn, params, extra_args, mean_value)
+        extra_args["value"] = run_if(runs, own_value, lambda: mean_value)
+    if extra_args.get("grad") is not None:
+        extra_args["grad"] = make_gradients()
+    return step._replace(make_gradients=make_gradients, extra_args=extra_args, runs=runs)
 
 
 _LINE_SEARCHES = optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState
@@ -293,6 +293,10 @@ def _own_value(
     return jnp.asarray(value_fn(params, **given)).astype(mean_value.dtype)
 
 
+StepOn: TypeAlias = Callable[[Step, ArrayTree, jax.Array, Flag], Step]
+"""`_step_on` of the optimizer's step, an average, a mean loss, and whether the step runs."""
+
+
 class _After(NamedTuple):
     inner_state: AnyState
     applied: jax.Array
@@ -300,7 +304,13 @@ class _After(NamedTuple):
     measured: Measured
 
 
-def _run_on_average(window: Window, added: WindowStep, inner: _Inner) -> tuple[PyTree, _After]:
+def _run_on_average(
+    window: Window,
+    added: WindowStep,
+    inner: optax.GradientTransformation,
+    step: Step,
+    step_on: StepOn,
+) -> tuple[PyTree, _After]:
     """Runs inner if the window closes. `added` has the averaged gradients, so inner itself branches (XLA-2)."""
     state = added.state
     average, applied = state.gradient_sum, jnp.asarray(added.has_average)
@@ -311,11 +321,19 @@ def _run_on_average(window: Window, added: WindowStep, inner: _Inner) -> tuple[P
         )
     elif added.has_average is not False:
         measured = optax.tree.where(applied, Measured.of(window.average(added)), before)
-    returned, inner_state = inner.run(average, measured.loss, added.has_average)
+    returned, inner_state = run_step(
+        inner, step_on(step, average, measured.loss, added.has_average)
+    )
     return returned, _After(inner_state, applied, average, measured)
 
 
-def _run_on_total(window: Window, added: WindowStep, inner: _Inner) -> tuple[PyTree, _After]:
+def _run_on_total(
+    window: Window,
+    added: WindowStep,
+    inner: optax.GradientTransformation,
+    step: Step,
+    step_on: StepOn,
+) -> tuple[PyTree, _After]:
     """Runs inner if the window closes, in one branch with the total of its partial sums.
 
     Two guards inside would otherwise branch three times, and each branch would take the total again.
@@ -325,18 +343,18 @@ def _run_on_total(window: Window, added: WindowStep, inner: _Inner) -> tuple[PyT
 
     def total_and_run() -> tuple[PyTree, _After]:
         average = window.average(added)
-        ran = inner.run(average.gradients, average.loss, True)
+        ran = run_step(inner, step_on(step, average.gradients, average.loss, True))
         measured = Measured.of(average)
         if average.has_weight is not True:
             # XLA-2: select, because XLA copies parameters in a branch within a branch on CUDA
             # (tests/devices/test_accelerators.py, "closing_calls_alone").
-            ran = optax.tree.where(average.has_weight, ran, inner.step.skipped(ran[0]))
+            ran = optax.tree.where(average.has_weight, ran, step.skipped(ran[0]))
             measured = optax.tree.where(average.has_weight, measured, before)
         emptied = window.emptied(added.state, average)
         return ran[0], _After(ran[1], jnp.asarray(average.has_weight), emptied, measured)
 
-    idle = _After(inner.step.state, jnp.zeros((), bool), state.gradient_sum, before)
-    return inner.step._replace(state=idle, runs=added.has_average).run_or_skip(total_and_run)
+    idle = _After(step.state, jnp.zeros((), bool), state.gradient_sum, before)
+    return step._replace(state=idle, runs=added.has_average).run_or_skip(total_and_run)
 
 
 def _as_gradients(

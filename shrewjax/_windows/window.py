@@ -1,7 +1,8 @@
 """The accumulation window: the arithmetic that adds micro-batches and averages them.
 
-`accumulate`, `GradAccumulator` and `value_and_grad` all go through `Window.advance`, which decides in this order. Only
-gradients that a scan of the loss adds itself go through `Window.adder_in_loop`.
+`accumulate` and `GradAccumulator` go through `Window.advance`, which decides in this order. `value_and_grad` knows how
+many micro-batches it has: it adds them by `Window.add_in_loop`, or `adder_in_loop` where a scan of the loss adds them
+itself, and divides once, by `Window.result`.
 
 1. Is the micro-batch kept? Its weight must not be 0. Unless `nonfinite` is `"propagate"`, its gradients must also be
    finite on all devices.
@@ -350,8 +351,8 @@ class Window:
         """Returns the average of what `add_in_loop` has added, and whether it has a weight."""
         sums, has_weight = state.sum_of_weights, state.sum_of_weights != 0
         if self._reduction != "sum" and not self.is_partial:
-            # A select by a known True, without which XLA:CPU holds 0.43 of the layers' gradients beside their sum
-            # (tests/programs/test_loops.py, "hold_no_tree").
+            # XLA-35: a select by a known True. Without it XLA:CPU holds 0.43 of the gradients of scanned layers beside
+            # their sum (tests/programs/test_loops.py, "hold_no_tree").
             scale = jnp.where(True, _reciprocal(sums, has_weight), jnp.ones((), sums.dtype))
             state = state._replace(gradient_sum=_all_scaled(state.gradient_sum, scale))
         average = self.average(WindowStep(state, sums, True, has_weight))
