@@ -1,7 +1,9 @@
-"""The code that the type checkers are shown (`typing/user_code.py`) is code that works."""
+"""The code that the type checkers are shown (`typing/user_code.py`) is code that works. They refuse mistakes."""
 
 import importlib.util
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from speed import quick_jit
 
 pytestmark = pytest.mark.thorough
 
+ROOT = pathlib.Path(__file__).parents[2]
 PATH = pathlib.Path(__file__).parent / "typing" / "user_code.py"
 spec = importlib.util.spec_from_file_location("user_code", PATH)
 user_code = importlib.util.module_from_spec(spec)
@@ -43,3 +46,11 @@ def test_typed_updates_as_optax_has_them_run():
 
 def test_typed_user_code_silences_no_checker():
     assert "ignore" not in PATH.read_text()
+
+
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_checkers_accept_what_is_right_and_refuse_each_mistake(checker):
+    """In `mistaken_code.py`, an ignored error that is none is reported."""
+    pytest.importorskip(checker)
+    found = subprocess.run([sys.executable, "-m", checker], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
