@@ -1,5 +1,6 @@
-"""Where only the wheel given as the argument is installed: what it holds, and a training step."""
+"""Where only the wheel given as the argument is installed: what it holds, its page, and a training step."""
 
+import re
 import sys
 import zipfile
 
@@ -12,6 +13,10 @@ import shrewjax
 (wheel,) = sys.argv[1:]
 tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
 assert tops == {"shrewjax", f"shrewjax-{shrewjax.__version__}.dist-info"}, tops
+with zipfile.ZipFile(wheel) as archive:
+    page = archive.read(f"shrewjax-{shrewjax.__version__}.dist-info/METADATA").decode()
+relative = re.findall(r'(?:\]\(|src="|srcset=")(?!https://)[^)"]*', page)
+assert not relative, f"a package index has no such page: {relative}"
 assert "site-packages" in shrewjax.__file__, shrewjax.__file__
 
 tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), optax.sgd(0.5)), 2)

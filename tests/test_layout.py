@@ -248,7 +248,7 @@ def test_version_is_that_of_the_source_whatever_is_installed():
     assert f'\n__version__ = "{shrewjax.__version__}"\n' in source
     assert f"\nversion: {shrewjax.__version__}\n" in (PACKAGE.parent / "CITATION.cff").read_text()
     settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
-    assert settings["project"]["dynamic"] == ["version"]
+    assert settings["project"]["dynamic"] == ["version", "readme"]
     assert (PACKAGE.parent / settings["tool"]["hatch"]["version"]["path"]) == PACKAGE / "__init__.py"
 
 
@@ -298,3 +298,17 @@ def test_every_test_named_in_the_code_or_on_a_page_exists():
             assert phrase in tests[path] or phrase.replace(" ", "_") in tests[path], (page, phrase)
         for file, cited in re.findall(r"`(test_\w+)`: ((?:`test_\w+`(?:, )?)+)", text):
             assert not {n for n in re.findall(r"test_\w+", cited) if f"def {n}(" not in of_file[file]}, (page, cited)
+
+
+# What was renamed before the first release. In `update`, `weight=` is a number; a function is `weight_fn=`.
+OLD_NAMES = (
+    r"drop_microbatch|contrastive_value_and_grad|\bbatch_axes\b|\bleaves=True|\babove=\d|\bper_device\(axes="
+    r"|\bweight=lambda|\baux=[\"'{]|updates, \w+ = (shrewjax\.)?flush\("
+)
+
+
+def test_no_code_and_no_page_has_an_old_name():
+    root = PACKAGE.parent
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "examples").rglob("*.py")]
+    for page in [*modules(), *pages, root / "tests" / "promises" / "golden.txt"]:
+        assert not re.search(OLD_NAMES, page.read_text()), page
