@@ -242,13 +242,11 @@ def skip_on_spike(
     fewer than `warmup_steps` recorded        no finite measurement is a spike
     a spike                                   skipped, but recorded, so that the guard adapts to a new level
     above `max_value`                         a spike from the first step on. It is not recorded, applied or not
-    a spike after `max_consecutive` skipped   applied, counted in `spikes_applied`, and the run starts again from 0
-    ones in a row
+    a spike after `max_consecutive` in a row  applied, counted in `spikes_applied`, and the run starts again from 0
     NaN, infinite, or norm beyond float32     skipped, from the first step on, even after `max_consecutive`. It is not
                                               recorded, and neither counts in a run nor ends one
     NaN `max_value` in an array               every finite measurement is a spike
-    `max_consecutive` below 1, or NaN, in an  no finite measurement is skipped
-    array
+    `max_consecutive` < 1 or NaN in an array  no finite measurement is skipped
     ========================================  =======================================================================
 
     `monitor="grad_norm"` costs one extra pass over the gradients. `monitor="value"` costs none and does not see NaN
