@@ -40,6 +40,10 @@ def mean_grad(w, batch):
     return 2 * x.T @ (mask * (x @ w - y)) / mask.sum()
 
 
+def windows_of(inner, accum_steps):
+    return shrewjax.accumulate(inner, accum_steps, reduction="sum_over_weights")
+
+
 def clipped(g, threshold=1.0):
     return g * min(1, threshold / norm(g))
 
@@ -61,7 +65,7 @@ def test_the_count_as_a_gradient_takes_the_steps_of_windows_of_tokens(guide):
     """Windows end with their epochs. `optax.MultiSteps`, which is given the same windows, is the mistake."""
     batches, start = [*guide["micro_batches"](SIZES)], {"w": jnp.zeros(3), "count": jnp.zeros(())}
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
-    tx = guide["weight_from_gradient"](shrewjax.accumulate(inner, guide["epochs_of_seven"]))
+    tx = guide["weight_from_gradient"](windows_of(inner, guide["epochs_of_seven"]))
     found = guide["trainer"](guide["counted_loss"], start, tx, batches)
     w = np.zeros(3)
     for window in WINDOWS:
@@ -73,21 +77,58 @@ def test_the_count_as_a_gradient_takes_the_steps_of_windows_of_tokens(guide):
     assert distance(wrong["w"], w) > 0.05
 
 
-def test_a_trainer_that_clips_first_finds_the_counts_in_a_quotient(guide):
-    """Without e the number of tokens stands in the norm that the trainer clips."""
+def on_two_devices(reduce, factor):
+    """A trainer whose devices have micro-batches of their own. It reduces and scales gradients, and clips them."""
+
+    def trainer(loss_fn, params, tx, batches):
+        def step(params, opt_state, batch):
+            grads = jax.vmap(
+                lambda own: jax.tree.map(lambda g: factor * reduce(g, "data"), jax.grad(loss_fn)(params, own)),
+                axis_name="data", out_axes=None,
+            )(batch)  # fmt: skip
+            grads, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        opt_state, step = tx.init(params), quick_jit(step)
+        for batch in batches:
+            params, opt_state = step(params, opt_state, batch)
+        return params
+
+    return trainer
+
+
+@pytest.mark.parametrize("reduce", [jax.lax.pmean, jax.lax.psum])
+def test_the_count_survives_a_trainer_that_reduces_scales_and_clips_gradients(guide, reduce):
+    """The mean with the count as `weight=`, without e and the sum, is the mistake."""
     batches = [*guide["micro_batches"](SIZES)]
-    start = dict.fromkeys(("count", "one"), jnp.zeros(())) | {"w": jnp.zeros(3)}
-    tx = guide["weight_from_two"](shrewjax.accumulate(optax.sgd(0.1), guide["epochs_of_seven"]))
-
-    def trained(e):
-        return guide["clipping_trainer"](lambda p, b: guide["scaled_loss"](p, b, e), start, tx, batches)["w"]
-
+    pairs = [
+        tuple(np.stack(x) for x in zip(*two, strict=True)) for two in zip(batches[::2], batches[1::2], strict=True)
+    ]
+    inner, start = optax.sgd(0.1), {"w": jnp.zeros(3), "count": jnp.zeros(())}
+    train = on_two_devices(reduce, 0.37)
     w = np.zeros(3)
-    for window in WINDOWS:
-        weighted = [SIZES[i] * clipped(mean_grad(w, batches[i])) for i in window]
-        w = w - 0.1 * sum(weighted) / sum(SIZES[i] for i in window)
-    np.testing.assert_allclose(trained(2.0**-20), w, rtol=2e-6)
-    assert distance(trained(1.0), w) > 0.05
+    for window in (range(6), range(6, 12)):
+        w = w - 0.1 * mean_grad(w, joined(batches, window))
+    tx = guide["weight_from_gradient"](windows_of(inner, 3))
+    np.testing.assert_allclose(train(guide["counted_loss"], start, tx, pairs[:6])["w"], w, rtol=2e-6)
+
+    def mean_and_count(params, batch):
+        n, c = guide["count"](params, batch), params["count"]
+        return guide["loss_fn"](params, batch) + n * (c - jax.lax.stop_gradient(c))
+
+    wrong = guide["weight_from_gradient"](shrewjax.accumulate(inner, 3))
+    assert distance(train(mean_and_count, start, wrong, pairs[:6])["w"], w) > 0.05
+
+
+def test_a_trainer_that_passes_its_own_words_and_keywords_runs(guide):
+    tx = guide["weight_from_gradient"](windows_of(optax.sgd(1.0), 1))
+    params = {"w": jnp.zeros(3), "count": jnp.zeros(())}
+    grads = {"w": jnp.full(3, 6.0), "count": jnp.float32(2)}
+    updates, _ = tx.update(updates=grads, state=tx.init(params), params=params, value=1.0)
+    np.testing.assert_array_equal(updates["w"], np.full(3, -3.0))
+    with pytest.raises(AssertionError, match="must differentiate the count"):
+        tx.update({"w": jnp.ones(3)}, tx.init(params), params)
 
 
 class Fields(eqx.Module):
@@ -104,7 +145,7 @@ class Variables(nnx.Module):
 def test_the_wrapper_finds_the_count_in_other_trees(guide, kind):
     params = Fields(jnp.zeros(3), jnp.zeros(())) if kind == "equinox" else nnx.state(Variables(), nnx.Param)
     leaves, treedef = jax.tree.flatten(params)
-    tx = guide["weight_from_gradient"](shrewjax.accumulate(optax.sgd(1.0), 2))
+    tx = guide["weight_from_gradient"](windows_of(optax.sgd(1.0), 2))
 
     def updates(params):
         state = tx.init(params)
@@ -114,7 +155,7 @@ def test_the_wrapper_finds_the_count_in_other_trees(guide, kind):
         return found
 
     for x in jax.tree.leaves(quick_jit(updates)(params)):
-        np.testing.assert_array_equal(x, np.full(x.shape, -2.0 if x.ndim else 0))
+        np.testing.assert_array_equal(x, np.full(x.shape, -1.5 if x.ndim else 0))
 
 
 # --- docs/from_keras.md ------------------------------------------------------------------------------------------
