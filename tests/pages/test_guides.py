@@ -499,67 +499,6 @@ def test_auxiliary_losses_and_balance_over_the_whole_batch_are_the_pages(losses)
     assert distance(of_parts, of_batch) > 0.05
 
 
-def symptom(name):
-    """A faulty loss, options of `value_and_grad`, and the leaves that show an error."""
-
-    def mean(p, x, y, mask, key):
-        return jnp.mean((x @ p["w"] + p["b"] - y) ** 2)
-
-    def total(p, x, y, mask, key):
-        return jnp.sum((x @ p["w"] + p["b"] - y) ** 2)
-
-    def compared(p, x, y, mask, key):
-        u = x @ p["w"] + p["b"]
-        return jnp.mean(jax.nn.logsumexp(u[:, None] * u, axis=1) - u * u)
-
-    def masked(p, x, y, mask, key):
-        return jnp.sum(mask * (x @ p["w"] + p["b"] - y) ** 2) / jnp.sum(mask)
-
-    def dropped(p, x, y, mask, key):
-        return mean(p, x * jax.random.bernoulli(key, 0.5, x.shape), y, mask, key)
-
-    def normalized(p, x, y, mask, key):
-        return jnp.mean(((x - x.mean(0)) / x.std(0) @ p["w"] + p["b"] - y) ** 2)
-
-    def penalized(p, x, y, mask, key):
-        return total(p, x, y, mask, key) + jnp.sum(p["w"] ** 2)
-
-    def shifted(p, x, y, mask, key):
-        return total(p, x, y, mask, key) + 7
-
-    by_sum = {"reduction": "sum"}
-    return {
-        "rounding": (mean, {}, set()),
-        "sum of a mean": (mean, by_sum, {"w", "b"}),
-        "mean of a sum": (total, {}, {"w", "b"}),
-        "compared": (compared, {}, {"w", "b"}),
-        "mean of means": (masked, {}, {"w", "b"}),
-        "dropout keys": (dropped, {}, {"w", "b"}),
-        "batch norm": (normalized, {}, {"w"}),
-        "auxiliary loss": (penalized, by_sum, {"w"}),
-        "constant": (shifted, by_sum, set()),
-    }[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "of_loss"),
-    [
-        ("rounding", (-1e-5, 1e-5)), ("sum of a mean", (3, 3)), ("mean of a sum", (-0.75, -0.75)),
-        ("compared", (-1, -0.05)), ("mean of means", (-1, 1)), ("dropout keys", (-1, 1)), ("batch norm", (-1, 1)),
-        ("auxiliary loss", (0.01, 1)), ("constant", (0.01, 1)),
-    ],
-)  # fmt: skip
-def test_compare_shows_the_symptom_of_each_cause(losses, name, of_loss):
-    loss, options, leaves = symptom(name)
-    params = {"w": np.float32([1, -2, 0.5]), "b": np.float32(0.3)}
-    x, y = np.float32(normal(16, 3)), np.float32(normal(16, seed=1))
-    of = functools.partial(shrewjax.value_and_grad, loss, rng_argnums=4, **options)
-    shown = losses.compare(of, params, x, y, np.float32(y > -0.3), jax.random.key(0))
-    low, high = of_loss
-    assert low - 1e-5 < shown.pop("loss") < high + 1e-5
-    assert {leaf for leaf, error in shown.items() if error > 1e-5} == {f"['{leaf}']" for leaf in leaves}
-
-
 # --- docs/guide/nonfinite.md ------------------------------------------------------------------------------------
 
 

@@ -109,7 +109,6 @@ def test_results_that_differ_are_those_that_the_benchmark_prints():
     shown = {
         "norm after clipping 10 float16 gradients of 300 ": lambda norm: f"{norm:.0f}",
         "share of finite updates of adam after a window": lambda share: {1: "finite", 0: "NaN for ever"}[share],
-        "micro-batches used of 10, in windows of 4": lambda number: f"{number:.0f}",
         "error of a window of 20, 3, 8 and 1 examples": lambda error: (
             f"{error:.0e}" if error < 0.01 else f"{error:.0%}"
         ),
