@@ -521,7 +521,7 @@ def test_added_variables_may_be_popped_and_returned():
         ({"aux_reduction": "max"}, "aux_reduction needs has_aux"),
         ({"reduction": "average"}, "reduction"),
         ({"weight_fn": 3}, "weight_fn"),
-        ({"skip_empty": True}, "skip_empty=True needs weight="),
+        ({"skip_empty": True}, "skip_empty=True needs weight_fn="),
     ],
 )
 def test_wrong_argument_raises_before_the_call(options, message):
