@@ -341,7 +341,7 @@ def accumulate_spec(
 
 # --- a whole batch ---------------------------------------------------------------------------------------------
 
-Aux = Literal["mean", "sum", "max", "min", "last", "stack"]
+Aux = Literal["mean", "sum", "max", "min", "last", "stack", "examples"]
 
 
 class Part(NamedTuple):
@@ -368,7 +368,8 @@ def value_and_grad_spec(
 
     Micro-batch i has the examples i, i + K, and so on, for K = `micro_batches`. It is kept if its weight is positive
     and, under `"drop_micro_batch"`, its value and gradient are finite. The mean of the aux is weighted under every
-    `reduction`. All of its reductions take the kept micro-batches alone; a stack has zeros for the others.
+    `reduction`. All of its reductions take the kept micro-batches alone; a stack has zeros for the others. So have
+    `"examples"`, where each further result is a list of numbers, one for each example.
 
     Args:
       examples: as many as `micro_batches` divides.
@@ -376,7 +377,8 @@ def value_and_grad_spec(
       run: the loss function: a micro-batch's `Part`, or its fields as a tuple.
       reduction: as in `window_spec`.
       nonfinite: as above.
-      aux_reduction: how each number of the aux is reduced: `"mean"`, `"sum"`, `"max"`, `"min"`, `"last"` or `"stack"`.
+      aux_reduction: how each number of the aux is reduced: `"mean"`, `"sum"`, `"max"`, `"min"`, `"last"`, `"stack"`
+        or `"examples"`.
 
     Returns:
       The three, or None if nothing is kept.
@@ -405,15 +407,14 @@ def value_and_grad_spec(
     )
     if aux_reduction == "mean":
         return value, gradient, window_spec([(part.aux, part.weight) for part in kept])
-    columns = zip(
-        *(part.aux for part in (parts if aux_reduction == "stack" else kept)), strict=True
-    )
+    if aux_reduction == "examples":
+        rows = [[xs if is_kept(p) else [0] * len(xs) for xs in p.aux] for p in parts]
+        columns = zip(*rows, strict=True)
+        return value, gradient, [[x for xs in zip(*of, strict=True) for x in xs] for of in columns]
     if aux_reduction == "stack":
-        return (
-            value,
-            gradient,
-            [[x if is_kept(p) else 0 for p, x in zip(parts, xs, strict=True)] for xs in columns],
-        )
+        rows = [[x if is_kept(p) else 0 for x in p.aux] for p in parts]
+        return value, gradient, [[*xs] for xs in zip(*rows, strict=True)]
+    columns = zip(*(part.aux for part in kept), strict=True)
     combine: dict[str, Callable[[Number, Number], Number]] = {
         "sum": lambda a, b: a + b,
         "max": lambda a, b: b if a < b else a,

@@ -389,5 +389,6 @@ def _real_array(name: str, value: jax.Array, shapes: Collection[tuple[int, ...]]
         )
         raise ValueError(
             f"{name} must be {expected}, got an array of shape {value.shape} and dtype {value.dtype}"
+            + (". Pass jnp.sum of it" if name == "weight" else "")
         )
     return value.astype(jnp.float64 if value.dtype == jnp.float64 else jnp.float32)

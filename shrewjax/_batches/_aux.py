@@ -35,15 +35,21 @@ COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
-OWN = ("last", "stack")
+STACKED = ("stack", "examples")
+"""The names of leaves that a loop returns along a new axis of micro-batches."""
+
+
+OWN = ("last", *STACKED)
 """The names of leaves that devices do not reduce."""
 
 
 class AuxLeaves:
-    def __init__(self, names: PyTree, like: PyTree, steps: int, sum_over: Axes) -> None:
+    """The leaves of an aux like `like`. `size` is the number of examples in a micro-batch, on one device."""
+
+    def __init__(self, names: PyTree, like: PyTree, steps: int, size: int, sum_over: Axes) -> None:
         leaves, structure = jax.tree.flatten_with_path(like)
         self._structure: Any = structure
-        self._steps = steps
+        self._steps, self._size = steps, size
         self._paths = [path for path, _ in leaves]
         self._like = [x for _, x in leaves]
         self._names = _names_of_leaves(names, like)
@@ -52,33 +58,29 @@ class AuxLeaves:
         # The axes along which devices join the results of leaves, by the places of these.
         self._joined: dict[int, int] = {}
         for (path, x), name in zip(leaves, self._names, strict=True):
-            _check_aux_leaf(trees.leaf_name(path), x, name)
+            _check_aux_leaf(trees.leaf_name(path), x, name, size)
 
-    def check_shapes(
-        self, of_whole_batch: Callable[[], PyTree], size: int, is_joined: bool
-    ) -> None:
+    def check_shapes(self, of_whole_batch: Callable[[], PyTree], is_joined: bool) -> None:
         """Raises if an averaged leaf has another shape for the whole batch, because its mean would mix examples.
 
         If devices join a leaf, finds its axis of examples, and raises if it has none. It traces `fun` for the whole
         batch if the shape of a leaf leaves that open.
         """
-        joined = self._of(self._like, *OWN) if is_joined else []
         averaged = self._of(self._like, "mean")
-        if not joined and not (size and any(n % size == 0 for x in averaged for n in x.shape)):
-            return
+        is_open = self._size and any(n % self._size == 0 for x in averaged for n in x.shape)
         whole = None
-        # `fun` may take no other number of examples, so that no other shape is known.
-        with suppress(Exception):
-            whole = jax.eval_shape(of_whole_batch)
+        if is_open or (is_joined and self._of(self._like, "last", "stack")):
+            # `fun` may take no other number of examples, so that no other shape is known.
+            with suppress(Exception):
+                whole = jax.eval_shape(of_whole_batch)
         is_known = jax.tree.structure(whole) == self._structure
         of_whole = jax.tree.leaves(whole) if is_known else self._like
         for at, (name, x, large) in enumerate(zip(self._names, self._like, of_whole, strict=True)):
             leaf = trees.leaf_name(self._paths[at])
             if name == "mean":
-                _check_mean(leaf, x, large)
+                _check_mean(leaf, x, large, self._size)
             elif is_joined and name in OWN:
-                axis = _axis_of_examples(leaf, name, x, large, is_known)
-                self._joined[at] = axis + (name == "stack")
+                self._joined[at] = _axis_to_join(leaf, name, x, large, is_known)
 
     def _of(self, leaves: Sequence[Leaf], *names: str) -> list[Leaf]:
         return [x for x, name in zip(leaves, self._names, strict=True) if name in names]
@@ -113,7 +115,7 @@ class AuxLeaves:
             for name, old, x in zip(names, sums.others, self._of(leaves, *COMBINE), strict=True)
         ]
         return AuxSums(means, others), [
-            selected(kept, x, jnp.zeros_like(x)) for x in self._of(leaves, "stack")
+            selected(kept, x, jnp.zeros_like(x)) for x in self._of(leaves, *STACKED)
         ]
 
     def close(self, sums: AuxSums, stacked: list[jax.Array]) -> PyTree:
@@ -123,13 +125,14 @@ class AuxLeaves:
         """
         means, known = self._window.result(sums.means)
         names = self._of(self._names, *COMBINE)
-        results = {
-            "mean": iter([nan_unless(known, x) for x in means.gradients]),
-            "stack": iter(stacked),
-        }
+        results = dict.fromkeys(STACKED, iter(stacked))
+        results["mean"] = iter([nan_unless(known, x) for x in means.gradients])
         others = iter(combined_over(self._sum_over, names, sums.others))
         # Each iterator has its leaves in the order of the names.
         leaves = [next(results.get(name, others)) for name in self._names]
+        for at, name in enumerate(self._names):
+            if name == "examples":
+                leaves[at] = _in_order(leaves[at])
         for at, axis in self._joined.items():
             leaves[at] = joined_over(leaves[at], self._sum_over, axis)
         return jax.tree.unflatten(self._structure, map(cast_like, leaves, self._like))
@@ -155,7 +158,7 @@ def _names_of_leaves(names: PyTree, like: PyTree) -> list[str]:
         ) from error
 
 
-def _check_aux_leaf(leaf: str, x: Leaf, name: str) -> None:
+def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
     """Raises if a leaf cannot be reduced, or stacked, as its name says."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         raise ValueError(
@@ -173,19 +176,36 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str) -> None:
         raise ValueError(
             f"leaf {leaf} of the aux is {x.dtype}, which has no order for {name!r}. Let fun return its real part"
         )
-
-
-def _check_mean(leaf: str, x: Leaf, large: Leaf) -> None:
-    """Raises if the leaf has another shape for the whole batch (`large`) than for a micro-batch."""
-    if x.shape != large.shape:
+    if name == "examples" and x.shape[:1] != (size,):
         raise ValueError(
-            f"leaf {leaf} of the aux has shape {x.shape} for a micro-batch and {large.shape} for the whole batch, so "
-            "it has no 'mean'. Give it 'stack' in aux_reduction="
+            f"leaf {leaf} must have {size} rows, one for each example of the micro-batch, got shape {x.shape}. Return "
+            "such rows"
         )
 
 
-def _axis_of_examples(leaf: str, name: str, x: Leaf, large: Leaf, is_known: bool) -> int:
-    """Returns the one axis that is longer for the whole batch (`large`). Raises if there is none, or several."""
+def _in_order(stacked: jax.Array) -> jax.Array:
+    """Returns the rows of all micro-batches in the order of the batch, of which micro-batch i has i, i + K, ..."""
+    steps, size, *shape = stacked.shape
+    return stacked.swapaxes(0, 1).reshape(steps * size, *shape)
+
+
+def _check_mean(leaf: str, x: Leaf, large: Leaf, size: int) -> None:
+    """Raises if the leaf has another shape for the whole batch (`large`) than for a micro-batch."""
+    if x.shape != large.shape:
+        name = "examples" if x.shape[:1] == (size,) else "stack"
+        raise ValueError(
+            f"leaf {leaf} of the aux has shape {x.shape} for a micro-batch and {large.shape} for the whole batch, so "
+            f"it has no 'mean'. Give it {name!r} in aux_reduction="
+        )
+
+
+def _axis_to_join(leaf: str, name: str, x: Leaf, large: Leaf, is_known: bool) -> int:
+    """Returns the axis of examples in the result: the one that is longer for the whole batch (`large`).
+
+    Raises if there is none, or several.
+    """
+    if name == "examples":
+        return 0
     differ = [axis for axis, n in enumerate(x.shape) if large.shape[axis : axis + 1] != (n,)]
     if len(differ) != 1:
         found = large.shape if is_known else "no shape, because fun does not take it,"
@@ -194,7 +214,7 @@ def _axis_of_examples(leaf: str, name: str, x: Leaf, large: Leaf, is_known: bool
             f"and {found} for the whole batch. Return a number for each example. Or give it another name in "
             "aux_reduction="
         )
-    return differ[0]
+    return differ[0] + (name == "stack")
 
 
 def _empty(name: str, like: Leaf) -> jax.Array:

@@ -124,8 +124,14 @@ def _check_divisible(call: Call, name: str, count: int, devices_to_map: int) -> 
             f"Pad the batch to {-(-count // together) * together}, let weight_fn= count the real ones, and let "
             "fun take its mean over them. Or move the axis of examples to the front"
         )
+        # A number of jax.export may be a symbol.
+        numbers = range(1, count + 1) if isinstance(count, int) else ()
+        fitting = [n for n in numbers if count * call.parts % (n * together) == 0]
+        nearest = [n for n in fitting if n > call.parts] or fitting[-1:]
+        but = f", but {nearest[0]} does" if nearest else ""
         raise ValueError(
-            f"{name} has {count} examples, which micro_batches={call.parts} does not divide. {remedy}"
+            f"{name} has {count} examples, which micro_batches={call.parts} does not divide{but}. "
+            f"{remedy}"
         )
 
 

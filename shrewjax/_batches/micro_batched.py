@@ -286,7 +286,7 @@ class _OfArrays(NamedTuple):
         args, kwargs = self.structure.unflatten([*(by_number | absent).values()][:count])
         outer = [by_number[at] for at in range(count, len(self.leaves))]
         weigh = weight_fn and functools.partial(self._with_params, weight_fn, moved, outer)
-        fun = functools.partial(self._with_params, self._scalar, param_numbers, outer)
+        fun = functools.partial(self._with_params, self.fun, param_numbers, outer)
         params = {at: by_number[at] for at in param_numbers}
         of_batch = of_options(
             fun, self.options._replace(weight_fn=weigh), argnums=len(args), **self.roles
@@ -344,16 +344,6 @@ class _OfArrays(NamedTuple):
             raise ValueError(
                 "fun changes an object among its arguments, and the change would be lost. Return the new values as "
                 "aux. In Flax NNX, call shrewjax.flax.micro_batched"
-            )
-        return returned
-
-    def _scalar(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        returned = self.fun(*args, **kwargs)
-        value = returned[0] if isinstance(returned, tuple) else returned
-        if np.ndim(value):
-            raise ValueError(
-                f"fun must return a scalar loss, got the shape {np.shape(value)}. Return its mean or its sum. To get "
-                "losses of examples, too, return them as aux, with has_aux=True and aux_reduction='stack'"
             )
         return returned
 

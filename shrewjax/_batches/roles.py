@@ -215,10 +215,20 @@ def _require_no_flax_state(call: Call) -> None:
     for at, value in enumerate(call.values):
         is_model = at in (call.roles.get("argnums") or (0,))
         for path, kind in changing_state(value, is_model=is_model):
+            # Of functions with parameters, the one in two passes alone has no carry.
+            in_two_passes = "argnums" in call.roles and "carry_argnum" not in call.roles
             raise ValueError(
                 f"{call.name(at, path)} is an NNX object with variables of the type {kind}, whose new values would be "
-                "lost. Call shrewjax.flax.value_and_grad, or micro_batched of that module, with the model first"
+                f"lost. {_SPLIT if in_two_passes else _CALL_FLAX}"
             )
+
+
+_CALL_FLAX = (
+    "Call shrewjax.flax.value_and_grad, or micro_batched of that module, with the model first"
+)
+_SPLIT = (
+    "Split the model by nnx.split(model, nnx.Param, ...), and nnx.merge it in features and in loss"
+)
 
 
 def _check_parameter(name: str, x: Leaf) -> None:
@@ -312,16 +322,34 @@ def _message(
     need = "an axis of examples"
     if count is not None:
         need = f"a first axis of {count} examples, as {like[0]} has"
-    came = f"shape {np.shape(x)}" if _is_array(x) else getattr(x, "dtype", type(x).__name__)
+    came = f"shape {np.shape(x)}" if is_array(x) else getattr(x, "dtype", type(x).__name__)
     message = f"{call.name(at, path)} must have {need}, got {came}"
+    scalars = [is_array(y) and not np.shape(y) for _, y in call.leaves(at)]
+    if isinstance(call.values[at], list) and all(scalars):
+        return f"{message}. Pass jnp.asarray of the list"
+    mend = _mend(call, x, count)
     holders = _holders(call, among, count)
     if path and count is not None and count in _counts(call, at):
         batch = call.as_role("batch_argnums", *holders, at)
         same = f"If it is the same for all micro-batches, pass it as an argument of its own, with {batch}"
-        return f"{message}. {same}{_if_state(call, at, call.label(at))}"
+        return f"{message}. {mend}{same}{'' if mend else _if_state(call, at, call.label(at))}"
     batch = call.as_role("batch_argnums", *holders)
     same = f"If {call.label(at)} is the same for all micro-batches, pass {batch}"
-    return f"{message}. {same}{_if_state(call, at, 'it')}"
+    return f"{message}. {mend}{same}{'' if mend else _if_state(call, at, 'it')}"
+
+
+def _mend(call: Call, x: Leaf, count: int | None) -> str:
+    """Returns the remedy for a leaf that may hold examples, or is no number."""
+    shape = np.shape(x)
+    if not is_array(x):
+        return "Leave it out. "
+    if isinstance(x, bool):
+        return "Let fun close over it. "
+    if count in shape[1:]:
+        return "Move its axis of examples to the front. "
+    if shape and shape[0] % call.parts == 0:
+        return "Give both as many rows: reshape the longer, or pad the shorter and mask it. "
+    return ""
 
 
 def key_message(call: Call, at: int, path: KeyPath) -> str:
@@ -394,10 +422,10 @@ def _counts(call: Call, at: int) -> list[int | None]:
 
 
 def _count(x: Leaf) -> int | None:
-    return np.shape(x)[0] if _is_array(x) and np.ndim(x) else None
+    return np.shape(x)[0] if is_array(x) and np.ndim(x) else None
 
 
-def _is_array(x: Leaf) -> bool:
+def is_array(x: Leaf) -> bool:
     """Returns whether JAX can compute with a leaf. It has no text, no dates and no objects."""
     dtype: DType = getattr(x, "dtype", None) or np.asarray(x).dtype
     return getattr(dtype, "kind", "key") not in "OUSMm"

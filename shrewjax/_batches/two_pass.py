@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shrewjax._base import arguments, trees
+from shrewjax._base import arguments
 from shrewjax._base.axes import axes_to_reduce, is_mapped
 from shrewjax._base.mesh import devices_to_map
-from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, PyTree
+from shrewjax._base.types import AxisName, AxisNames, DType, Function, PyTree
 from shrewjax._batches.roles import number_of_examples, roles_of
-from shrewjax._batches.value_and_grad import Options, of_options
+from shrewjax._batches.value_and_grad import Options, of_loss, of_options
 from shrewjax._numerics.reductions import combined_over
 
 
@@ -103,7 +103,7 @@ def two_pass_value_and_grad(
     (GradCache), 2021, https://arxiv.org/abs/2101.06983.
     """
     first_pass = Options(
-        micro_batches, has_aux=True, aux_reduction="stack", sum_over=sum_over
+        micro_batches, has_aux=True, aux_reduction="examples", sum_over=sum_over
     ).checked()
     # Inside `per_device`, rows of the sum of the second pass are those of a mean
     # (tests/batches/test_per_device.py, "in_two_passes_is_a_mean").
@@ -142,11 +142,11 @@ def two_pass_value_and_grad(
             rng_argnums=keys,
             batch_argnums=examples,
         )
-        (_, stacked), _ = first(*args, 0.0, **kwargs)
-        z = _in_order(stacked, count)
+        (_, z), _ = first(*args, 0.0, **kwargs)
         # 2.
         own_axes = axes if is_mapped(axes) else ()
-        part = partial(_loss_of_device, loss, has_aux, own_axes)
+        its_loss = of_loss(loss, "loss", has_aux, "Return jnp.mean or jnp.sum of it")
+        part = partial(_loss_of_device, its_loss, has_aux, own_axes)
         both = jax.value_and_grad(part, (0, 1), has_aux=True, allow_int=True)
         (value, aux), (direct, by_feature) = both(args[0], z)
         value, direct = _summed_over(own_axes, (value, direct))
@@ -168,22 +168,6 @@ def _require_divisible(count: int, parts: int) -> None:
             f"the batch has {count} examples, which {parts} micro-batches on all devices do not divide. Pad it to "
             f"{-(-count // parts) * parts}, return a mask among the features, and let loss leave out the padding"
         )
-
-
-def _in_order(stacked: PyTree, count: int) -> PyTree:
-    """Returns the features of all examples in the order of the batch. Raises if they have no row for each example."""
-
-    def joined(path: KeyPath, x: jax.Array) -> jax.Array:
-        steps, *shape = x.shape
-        size = count // steps
-        if shape[:1] != [size]:
-            raise ValueError(
-                f"leaf {trees.leaf_name(path)} of the features must have {size} rows, one for each example of the "
-                f"micro-batch, got the shape {tuple(shape)}. Return such rows, or compute it in loss"
-            )
-        return x.swapaxes(0, 1).reshape(count, *shape[1:])
-
-    return jax.tree.map_with_path(joined, stacked)
 
 
 def _loss_of_device(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, ParamSpec, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shrewjax._base import arguments, trees
@@ -54,9 +55,17 @@ from shrewjax._base.types import (
     Scalar,
 )
 from shrewjax._batches import _overwritten
-from shrewjax._batches._aux import COMBINE, AuxLeaves, AuxSums, cast_like, nan_unless, selected
+from shrewjax._batches._aux import (
+    COMBINE,
+    STACKED,
+    AuxLeaves,
+    AuxSums,
+    cast_like,
+    nan_unless,
+    selected,
+)
 from shrewjax._batches.batch import Batch, batch_of_call
-from shrewjax._batches.roles import roles_of
+from shrewjax._batches.roles import is_array, roles_of
 from shrewjax._numerics.reductions import agreed_over, any_device_along
 from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._programs.jaxprs import axes_of_collectives
@@ -152,10 +161,9 @@ def value_and_grad(
     `"min"`          the smallest, NaN if one is NaN                     the same                       largest number
     `"last"`         the last one's                                      joined, see `sum_over`         0
     `"stack"`        all, along a new first axis of K; the others are 0  joined, see `sum_over`         0
+    `"examples"`     rows of examples, in the batch's order, as of       joined, see `sum_over`         0
+                     predictions; rows of the others are 0
     ===============  ==================================================  =============================  =============
-
-    A stack of one number per example has the shape (K, B / K). `jnp.swapaxes(stack, 0, 1).reshape(B)` restores the
-    order of the examples.
 
     Args:
       fun: the loss function, as for `jax.value_and_grad`.
@@ -171,7 +179,7 @@ def value_and_grad(
         that its mean counts. With a mask, count those in the mask. A weight is as in `accumulate`. None: all
         micro-batches have the same.
       aux_reduction: one name of the table above for all leaves, or a tree prefix of names. A leaf whose shape depends
-        on the number of examples has no `"mean"`.
+        on the number of examples has no `"mean"`. Leaves of `"examples"` have a row for each example.
       rng_argnums: the arguments that are trees of PRNG keys, typed or raw: positions or names, as above. Micro-batch i
         gets `jax.random.fold_in(key, i)`. On device d along `sum_over`, it gets `fold_in(key, d * K + i)`.
         If `fun` closes over a key, all micro-batches have the same noise.
@@ -181,16 +189,17 @@ def value_and_grad(
         reduces it.
       reduction: `"mean"` for a mean loss, as above. `"sum_over_weights"` for a summed loss, with `weight_fn`:
         sum(l) / sum(w) and sum(g) / sum(w), without micro-batches of weight 0. If these have a gradient, as the
-        negatives in detection, return `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(l) and sum(g).
+        negatives in detection, return `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(l) and sum(g). There, `weight_fn`
+        marks empty micro-batches and averages the aux alone, so the gradient of a mean is K times too large.
       nonfinite: `"propagate"` or `"drop_micro_batch"`, see above. The latter reads the gradients once more.
       accumulator_dtype: dtype of the gradients' sum, as in `accumulate`. Gradients have the dtypes of
         `jax.value_and_grad`.
       sum_over: the axis, or axes, over which the batch is divided: mapped ones, or those of the mesh of `jax.set_mesh`,
         over which the call then maps itself. Gradients cross the network once, after the loop. If the call maps itself,
-        a `"last"` and a `"stack"` are joined along their axis of examples, and floating leaves of the carry are
-        averaged at the end (others should be the same on all devices, and the largest is taken). Otherwise these stay
-        a device's own. `()` sums over no axis: each device's results stay its own, for `accumulate(sum_over=)`. With
-        `check_vma=False` and in `jax.pmap`, pass `()` also if the gradients are the same on every device.
+        `"last"`, `"stack"` and `"examples"` are joined along their axis of examples, and floating leaves of the carry
+        are averaged at the end (others should be the same on all devices, and the largest is taken). Otherwise these
+        stay a device's own. `()` sums over no axis: each device's results stay its own, for `accumulate(sum_over=)`.
+        With `check_vma=False` and in `jax.pmap`, pass `()` also if the gradients are the same on every device.
       skip_empty: whether micro-batches of weight 0 do not run, in any place, so that a step takes the time of those
         that have a weight. Results are the same, see below.
 
@@ -315,7 +324,9 @@ def of_options(
         devices = devices_to_map("sum_over", axes)
         call = roles.call(args, kwargs, options.micro_batches, max(devices, 1))
         batch = batch_of_call(call, () if devices else axes, devices)
-        its_fun = call.in_order(fun)
+        is_mean = options.reduction == "mean"
+        remedy = "jnp.mean of it, or jnp.sum with reduction='sum'" if is_mean else "jnp.sum of it"
+        its_fun = of_loss(call.in_order(fun), "fun", has_aux, f"Return {remedy}")
         loss = _Loss(
             its_fun,
             jax.value_and_grad(its_fun, as_given(batch.roles["argnums"]), has_aux),
@@ -336,6 +347,34 @@ def of_options(
     return value_and_grad_of_batch
 
 
+def of_loss(fun: Function, name: str, has_aux: bool, remedy: str) -> Function:
+    """Returns a loss that raises unless it returns a scalar, with an aux of arrays beside it if `has_aux`.
+
+    JAX would say "output.sum()" for losses of examples, which is K times too small in a mean over micro-batches.
+    """
+
+    def of_arguments(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        returned = fun(*args, **kwargs)
+        came = len(returned) if isinstance(returned, tuple | list) else 1
+        if came != 1 + has_aux:
+            wanted = "(loss, aux)" if has_aux else "a scalar"
+            raise ValueError(
+                f"{name} must return {wanted} with has_aux={has_aux}, got {came} value{'' if came == 1 else 's'}. "
+                f"Return that, or pass has_aux={not has_aux}"
+            )
+        value, aux = returned if has_aux else (returned, ())
+        if shape := getattr(value, "shape", ()):
+            raise ValueError(f"{name} must return a scalar, got shape {shape}. {remedy}")
+        for path, x in jax.tree.leaves_with_path(aux):
+            if not is_array(x):
+                raise ValueError(
+                    f"leaf {trees.leaf_name(path)} of the aux must be an array, got {trees.shown(x)}. Leave it out"
+                )
+        return returned
+
+    return of_arguments
+
+
 def _require_no_sum_of_rows(axes: AxisNames) -> None:
     along = tuple(a for a in axes if a in row_axes())
     if along:
@@ -352,14 +391,15 @@ def _check_aux_reduction(given: PyTree, has_aux: bool) -> None:
             f"aux_reduction={trees.shown(given)}"
         )
     for name in jax.tree.leaves(given, is_leaf=lambda x: x is None):
-        arguments.choice("aux_reduction", name, ("mean", "stack", *COMBINE))
+        arguments.choice("aux_reduction", name, ("mean", *STACKED, *COMBINE))
 
 
 def _check_weight_is_given(weight_fn: Function | None, reduction: str, skip_empty: bool) -> None:
     """Raises if the weight is no function, or if there is none and another argument needs it."""
     if weight_fn is not None and not callable(weight_fn):
         raise ValueError(
-            f"weight_fn must be a function of fun's arguments or None, got {trees.shown(weight_fn)}"
+            f"weight_fn must be a function of fun's arguments or None, got {trees.shown(weight_fn)}. Pass one that "
+            "returns the number of examples, such as lambda params, x, y: len(x)"
         )
     if reduction == "sum_over_weights" and weight_fn is None:
         raise ValueError(
@@ -431,16 +471,23 @@ def _checked(
     if carried:
         weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
         _check_carried(like.carried, carried, weight)
-    aux = AuxLeaves(options.aux_reduction, like.aux, batch.steps, sum_over)
     examples = jax.tree.leaves(batch.examples)
     size = examples[0].shape[0] if examples else 0
+    aux = AuxLeaves(options.aux_reduction, like.aux, batch.steps, size, sum_over)
     if batch.steps * max(batch.devices, 1) > 1:
         of_whole_batch = partial(loss.aux_of_whole_batch, batch)
-        aux.check_shapes(of_whole_batch, size, is_joined=batch.devices > 0)
+        aux.check_shapes(of_whole_batch, is_joined=batch.devices > 0)
     return own, aux
 
 
-_WHOLE_IN_ARGNUMS = "Each micro-batch gets arguments in argnums whole. If one holds examples, leave it out of argnums"
+_NO_SELECTION = (
+    "In fun, shapes must not depend on values. Take the mean of jnp.where(mask, ...) over the mask, and let weight_fn= "
+    "count it"
+)
+_WHOLE_IN_ARGNUMS = (
+    "Each micro-batch gets the parameters whole, which come first or in argnums. If one holds examples, pass it after "
+    "them. For a gradient by examples, leave them in argnums, and pass their indices as the batch"
+)
 
 
 class _Loss(NamedTuple):
@@ -453,8 +500,12 @@ class _Loss(NamedTuple):
     def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _MicroBatch:
         try:
             results = self.value_and_grad(*batch.arguments(i, carried))
+        except jax.errors.NonConcreteBooleanIndexError as error:
+            error.add_note(_NO_SELECTION)
+            raise
         except (TypeError, ValueError) as error:
-            if len(batch.roles["argnums"]) > 1:
+            counts = {(x.shape[0] * batch.steps,) for x in jax.tree.leaves(batch.examples)}
+            if counts & {np.shape(x)[:1] for x in jax.tree.leaves(batch.own_params)}:
                 error.add_note(_WHOLE_IN_ARGNUMS)
             raise
         returned, grads = summed(results)
@@ -674,7 +725,7 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
 def _check_carried(new: list[PyTree], carried: list[PyTree], weight: Number) -> None:
     """Raises if a micro-batch would change the carry's structure, shapes, dtypes or the axes over which it varies."""
     check_unchanged(
-        new, carried, "the carry that fun returns differs from the one that it is given,"
+        new[0], carried[0], "the carry that fun returns must be like the one that it gets"
     )
 
     def check(path: KeyPath, new: Leaf, old: Leaf) -> None:

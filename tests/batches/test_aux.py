@@ -120,9 +120,11 @@ def with_logits(params, x, y):
 
 @pytest.mark.parametrize("aux", ["mean", {"loss": "last", "logits": "mean"}], ids=repr)
 @pytest.mark.parametrize("micro_batches", [4, 8])
-def test_aux_of_each_example_is_an_error_that_asks_for_stack(micro_batches, aux):
+def test_a_mean_of_predictions_is_an_error_that_asks_for_examples(micro_batches, aux):
     size = 8 // micro_batches
-    message = rf"^leaf \['logits'\] of the aux has shape \({size},\) .* \(8,\) for the whole batch.*'stack'"
+    message = (
+        rf"^leaf \['logits'\] of the aux has shape \({size},\) .* \(8,\) for the whole batch.* Give it 'examples' in"
+    )
     with pytest.raises(ValueError, match=message):
         traced(with_logits, PARAMS, X, Y, has_aux=True, aux_reduction=aux, micro_batches=micro_batches)
 
@@ -136,14 +138,15 @@ def test_aux_with_examples_along_another_axis_is_an_error_too(leaf):
     def loss(params, x, y):
         return loss_fn(params, x, y), leaf(x)
 
-    with pytest.raises(ValueError, match=r"^leaf \(the tree itself\) of the aux has shape"):
+    with pytest.raises(
+        ValueError, match=r"^leaf \(the tree itself\) of the aux has shape .* Give it '(stack|examples)'"
+    ):
         traced(loss, PARAMS, X, Y, has_aux=True)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="JAX 0.8 fails to write this error")
 def test_an_aux_that_is_no_array_is_an_error_that_names_it():
     loss = lambda w, x: (jnp.mean((x @ w) ** 2), {"size": "small"})  # noqa: E731
-    with pytest.raises(TypeError, match=r"aux\['size'\]"):
+    with pytest.raises(ValueError, match=r"^leaf \['size'\] of the aux must be an array, got 'small'\. Leave it out"):
         shrewjax.value_and_grad(loss, 2, has_aux=True)(jnp.ones(3), jnp.ones((4, 3)))
 
 
@@ -152,6 +155,55 @@ def test_stacked_aux_of_each_example_comes_back_in_the_order_of_the_examples():
     (_, aux), _ = quick_jit(step)(WEIGHTS, X, Y)
     restored = jnp.swapaxes(aux["logits"], 0, 1).reshape(8)
     np.testing.assert_allclose(restored, X @ np.asarray(WEIGHTS["w"]), rtol=1e-5)
+
+
+def predicting(params, x, y):
+    scores = x @ params["w"]
+    return jnp.mean((scores - y) ** 2), {"loss": jnp.mean(scores), "scores": scores, "x": x.astype(jnp.bfloat16)}
+
+
+NAMES = {"loss": "mean", "scores": "examples", "x": "examples"}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4, 8])
+def test_rows_of_examples_come_in_the_order_of_the_batch(micro_batches):
+    step = shrewjax.value_and_grad(predicting, micro_batches, has_aux=True, aux_reduction=NAMES)
+    (_, aux), _ = quick_jit(step)(WEIGHTS, X, Y)
+    np.testing.assert_allclose(aux["scores"], X @ np.asarray(WEIGHTS["w"]), rtol=1e-5)
+    assert bits(aux["x"]) == bits(jnp.asarray(X, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("skip_empty", [False, True])
+def test_rows_of_a_micro_batch_without_a_weight_are_zeros(skip_empty):
+    step = shrewjax.value_and_grad(
+        lambda params, x, y, mask: predicting(params, x, y),
+        K,
+        has_aux=True,
+        weight_fn=lambda params, x, y, mask: mask.sum(),
+        aux_reduction=NAMES,
+        skip_empty=skip_empty,
+    )
+    mask = np.arange(B) % K != 2
+    (_, aux), _ = quick_jit(step)(WEIGHTS, X, Y, mask)
+    np.testing.assert_allclose(aux["scores"], np.where(mask, X @ np.asarray(WEIGHTS["w"]), 0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("sum_over", [None, "data"])
+def test_rows_of_a_batch_on_a_mesh_come_in_its_order(sum_over, kind):
+    step = quick_jit(shrewjax.value_and_grad(predicting, 2, has_aux=True, aux_reduction=NAMES, sum_over=sum_over))
+    with jax.set_mesh(mesh_of(kind, data=2)):
+        (_, aux), _ = step(WEIGHTS, jax.device_put(X, jax.P("data")), jax.device_put(Y, jax.P("data")))
+    np.testing.assert_allclose(aux["scores"], X @ np.asarray(WEIGHTS["w"]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_rows_of_no_example_are_an_error(micro_batches):
+    message = (
+        rf"^leaf \['loss'\] must have {8 // micro_batches} rows, one for each example of the micro-batch, got shape "
+    )
+    with pytest.raises(ValueError, match=message):
+        traced(predicting, PARAMS, X, Y, has_aux=True, aux_reduction="examples", micro_batches=micro_batches)
 
 
 def test_aux_whose_size_is_that_of_a_micro_batch_by_chance_is_averaged():

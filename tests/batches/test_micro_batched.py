@@ -590,7 +590,7 @@ REFUSED = {
     ),
     "no scalar": (
         lambda: shrewjax.micro_batched(lambda p, x: x @ p, K)(W, XF),
-        r"fun must return a scalar loss, got the shape \(2,\)",
+        r"^fun must return a scalar, got shape \(2,\)\. Return jnp.mean of it, or jnp.sum with reduction='sum'",
     ),
     "sum_over=()": (lambda: shrewjax.micro_batched(loss, K, sum_over=()), r"sum_over must be a mapped axis or None"),
     "a number among the examples": (

@@ -170,6 +170,57 @@ def test_the_remedy_for_a_mistaken_role_gives_the_right_gradient(case):
     assert_close(returned[1], expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("fun", "args", "options"),
+    [
+        (lambda x, y, p: loss_fn(p, x, y), (X, Y, WEIGHTS), {"batch_argnums": 1}),
+        (loss_fn, (WEIGHTS, X, Y), {"argnums": (0, 1)}),
+    ],
+    ids=["parameters last", "a gradient by examples"],
+)
+def test_examples_among_the_parameters_get_a_note_that_says_where_each_goes(fun, args, options):
+    with pytest.raises(TypeError) as raised:
+        jax.eval_shape(shrewjax.value_and_grad(fun, 4, **options), *args)
+    assert any("pass their indices as the batch" in note for note in raised.value.__notes__)
+
+
+def test_a_gradient_by_examples_is_right_if_they_are_parameters_and_their_indices_the_batch():
+    step = shrewjax.value_and_grad(lambda p, x, at: loss_fn(p, x[at], jnp.asarray(Y)[at]), 4, argnums=(0, 1))
+    assert_close(step(WEIGHTS, X, np.arange(8))[1], jax.grad(loss_fn, (0, 1))(WEIGHTS, X, Y), rtol=1e-5)
+
+
+def test_a_selection_by_a_mask_gets_a_note_with_the_mean_that_is_right():
+    mask = Y > 0
+
+    def selecting(params, x, y, mask):
+        return loss_fn(params, x[mask], y[mask])
+
+    with pytest.raises(jax.errors.NonConcreteBooleanIndexError) as raised:
+        shrewjax.value_and_grad(selecting, 4)(WEIGHTS, X, Y, mask)
+    assert any("jnp.where(mask, ...) over the mask, and let weight_fn= count it" in x for x in raised.value.__notes__)
+
+    def masked(params, x, y, mask):
+        return jnp.sum(jnp.where(mask, (x @ params["w"] - y) ** 2, 0)) / jnp.maximum(jnp.sum(mask), 1).astype("f")
+
+    step = shrewjax.value_and_grad(masked, 4, weight_fn=lambda p, x, y, mask: mask.sum())
+    assert_close(step(WEIGHTS, X, Y, mask)[1], jax.grad(selecting)(WEIGHTS, X, Y, mask), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("reduce", "options"), [(jnp.mean, {}), (jnp.sum, {"reduction": "sum"})])
+def test_each_remedy_for_a_loss_of_each_example_gives_the_gradient_of_the_batch(reduce, options):
+    def loss(params, x, y):
+        return reduce((x @ params["w"] - y) ** 2)
+
+    step = shrewjax.value_and_grad(loss, 4, **options)
+    assert_close(step(WEIGHTS, X, Y)[1], jax.grad(loss)(WEIGHTS, X, Y), rtol=1e-5)
+
+
+def test_the_sum_of_a_mean_is_k_times_its_gradient_whatever_the_weights():
+    step = shrewjax.value_and_grad(loss_fn, 4, reduction="sum", weight_fn=lambda p, x, y: len(x))
+    expected = jax.tree.map(lambda x: 4 * x, jax.grad(loss_fn)(WEIGHTS, X, Y))
+    assert_close(step(WEIGHTS, X, Y)[1], expected, rtol=1e-5)
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["size"])
 @dataclasses.dataclass
 class Sized:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import distance, mesh_of, own_params
+from flax import nnx
+from helpers import assert_close, distance, mesh_of, own_params
 from jax import P
 from speed import quick_jit, users_jit
 
@@ -421,11 +422,19 @@ ERRORS = {
     "an axis that is not mapped": ({"sum_over": "data"}, "('data',)"),
     "features without rows": (
         {"features": lambda p, x: {"z": jnp.mean(x) * p}},
-        "leaf ['z'] of the features must have 8 rows, one for each example of the micro-batch, got the shape ()",
+        "leaf ['z'] must have 8 rows, one for each example of the micro-batch, got shape ()",
     ),
     "features of other rows": (
         {"features": lambda p, x: x.T * p},
-        "of the features must have 8 rows, one for each example of the micro-batch, got the shape (12, 8)",
+        "must have 8 rows, one for each example of the micro-batch, got shape (12, 8)",
+    ),
+    "a loss of each example": (
+        {"loss": lambda p, z: jnp.mean(z, axis=1)},
+        "loss must return a scalar, got shape (32,). Return jnp.mean or jnp.sum of it",
+    ),
+    "an aux that has_aux does not announce": (
+        {"loss": lambda p, z: (jnp.mean(z), z)},
+        "loss must return a scalar with has_aux=False, got 2 values. Return that, or pass has_aux=True",
     ),
     "features without the parameters": (
         {"features": lambda x: x},
@@ -457,3 +466,38 @@ def test_an_axis_that_is_missing_in_sum_over_is_an_error(tracked):
     step = mapped(lambda p, x, y: two_passes(first, mean, 2)(p, x), check_vma=tracked)
     with pytest.raises(ValueError, match="sum_over"):
         jax.eval_shape(step, np.float32(1), np.zeros(32, "f"), np.zeros(32, "f"))
+
+
+class Towers(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.image, self.text = nnx.Linear(3, 4, rngs=rngs), nnx.Linear(3, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs, deterministic=True)
+        self.temperature = nnx.Param(jnp.zeros(()))
+
+    def __call__(self, x, y):
+        return self.dropout(self.image(x)), self.text(y)
+
+
+def contrastive_of(model, z):
+    scores = jnp.exp(model.temperature[...]) * z[0] @ z[1].T
+    return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(scores)))
+
+
+def test_an_nnx_model_is_an_error_whose_remedy_gives_the_gradient_of_the_batch():
+    x, y = (np.random.default_rng(i).normal(size=(8, 3)).astype(np.float32) for i in range(2))
+    model = Towers()
+    with pytest.raises(
+        ValueError, match=r"^argument 0 is an NNX object .* Split the model by nnx\.split\(.*nnx\.merge"
+    ):
+        two_passes(lambda m, x, y: m(x, y), contrastive_of, 4)(model, x, y)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def features(params, x, y):
+        return nnx.merge(graph, params, rest)(x, y)
+
+    def loss(params, z):
+        return contrastive_of(nnx.merge(graph, params, rest), z)
+
+    _, found = jax.jit(two_passes(features, loss, 4))(params, x, y)
+    assert_close(found, jax.jit(jax.grad(lambda p: loss(p, features(p, x, y))))(params), rtol=1e-5, atol=1e-7)

@@ -605,7 +605,7 @@ def test_window_of_any_numbers_is_the_definitions_within_the_rounding_of_its_sum
     check()
 
 
-AUX = ["mean", "sum", "max", "min", "last", "stack"]
+AUX = ["mean", "sum", "max", "min", "last", "stack", "examples"]
 
 
 @functools.cache
@@ -615,7 +615,7 @@ def whole_batch(reduction, nonfinite):
     def run(params, losses, gradients, weights, aux):
         # Zero for its value, and exactly the gradient for its derivative.
         linear = jnp.sum(jnp.where(jnp.isfinite(gradients[0]), params * gradients[0], gradients[0] - gradients[0]))
-        return losses[0] + linear, dict.fromkeys(AUX, aux[0])
+        return losses[0] + linear, dict.fromkeys(AUX, aux[0]) | {"examples": aux}
 
     step = shrewjax.value_and_grad(
         run,
@@ -656,7 +656,8 @@ def test_batch_is_the_definitions(reduction, nonfinite):
         ]
         for name in AUX:
             options = {"reduction": reduction, "nonfinite": nonfinite, "aux_reduction": name}
-            expected = spec.value_and_grad_spec(rational, WINDOW, lambda part: part[0], **options)
+            of_rows = [(*part[:3], [[*part[3]]]) for part in rational] if name == "examples" else rational
+            expected = spec.value_and_grad_spec(of_rows, WINDOW, lambda part: part[0], **options)
             if expected is None:
                 assert bits(grads) == bits(np.zeros(2, np.float32))
                 assert np.isnan(found["mean"])
@@ -668,6 +669,6 @@ def test_batch_is_the_definitions(reduction, nonfinite):
             if name == "mean":
                 assert_within_ulps(found[name], of_aux, 2)
             else:
-                assert exact(found[name]) == (of_aux if name == "stack" else [of_aux])
+                assert exact(found[name]) == (of_aux if name in ("stack", "examples") else [of_aux])
 
     check()

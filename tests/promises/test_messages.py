@@ -133,7 +133,73 @@ WRONG_CALLS = {
     "parts of a graph that no axis numbers": (
         lambda: traced(args=(PARAMS, {"edges": jnp.ones(100), "nodes": jnp.ones(40)})),
         r"^argument 1\['nodes'\] must have a first axis of 100 examples, as argument 1\['edges'\] has, got shape "
-        r"\(40,\)\. If it is the same for all micro-batches, pass it as an argument of its own, with batch_argnums=1",
+        r"\(40,\)\. Give both .*\. If it is the same for all micro-batches, pass it as an argument of its own, with "
+        "batch_argnums=1",
+    ),
+    "two numbers of examples that K divides": (
+        lambda: traced(args=(PARAMS, jnp.ones((32, 3)), jnp.ones(28))),
+        r"^argument 1 must have a first axis of 28 examples, as argument 2 has, got shape \(32, 3\)\. Give both "
+        r"as many rows: reshape the longer, or pad the shorter and mask it\. If argument 1 .* pass batch_argnums=2",
+    ),
+    "examples along the second axis": (
+        lambda: traced(args=(PARAMS, X, jnp.ones((3, 8, 5)))),
+        r"^argument 2 must .*, got shape \(3, 8, 5\)\. Move its axis of examples to the front\. If ",
+    ),
+    "lists of numbers": (
+        lambda: traced(args=(PARAMS, X.tolist(), Y.tolist())),
+        r"^argument 1\[0\]\[0\] must have an axis of examples, got shape \(\)\. Pass jnp\.asarray of the list",
+    ),
+    "a list of numbers beside an array": (
+        lambda: traced(args=(PARAMS, X, Y.tolist())),
+        r"^argument 2\[0\] must .*, got shape \(\)\. Pass jnp\.asarray of the list",
+    ),
+    "a flag by position": (
+        lambda: shrewjax.value_and_grad(lambda p, x, y, train: loss_fn(p, x, y), 4)(PARAMS, X, Y, True),
+        r"^argument 3 must .*\. Let fun close over it\. If argument 3 is the same .* batch_argnums=\(1, 2\)$",
+    ),
+    "names among the examples": (
+        lambda: shrewjax.value_and_grad(lambda p, b: loss_fn(p, b["x"], Y), 4)(PARAMS, {"x": X, "names": ["a"] * 8}),
+        r"^argument 1\['names'\]\[0\] must .*, got str\. Leave it out\. If ",
+    ),
+    "more micro-batches than examples": (
+        lambda: traced(micro_batches=64),
+        r"^argument 1 has 8 examples, which micro_batches=64 does not divide, but 8 does\. Pad the batch to 64, ",
+    ),
+    "micro-batches that do not divide the examples": (
+        lambda: traced(micro_batches=4, args=(PARAMS, jnp.ones((30, 3)), jnp.ones(30))),
+        r"^argument 1 has 30 examples, which micro_batches=4 does not divide, but 5 does\. Pad the batch to 32, ",
+    ),
+    "a number as the function of weights": (
+        lambda: shrewjax.value_and_grad(loss_fn, 4, weight_fn=8),
+        r"^weight_fn must be a function .*, got 8\. Pass one .*, such as lambda params, x, y: len\(x\)$",
+    ),
+    "a weight of each example": (
+        lambda: traced(weight_fn=lambda p, x, y: jnp.ones(len(x))),
+        r"^weight must be a real scalar, got an array of shape \(2,\) and dtype float32\. Pass jnp\.sum of it",
+    ),
+    "a loss of each example": (
+        lambda: traced(lambda p, x, y: x @ p["w"] - y),
+        r"^fun must return a scalar, got shape \(2,\)\. Return jnp\.mean of it, or jnp\.sum with reduction='sum'",
+    ),
+    "a loss of each example, in a sum": (
+        lambda: traced(lambda p, x, y: x @ p["w"] - y, reduction="sum"),
+        r"^fun must return a scalar, got shape \(2,\)\. Return jnp\.sum of it",
+    ),
+    "a loss of each example, of an NNX model": (
+        lambda: shrewjax.flax.value_and_grad(lambda model, x: model(x), 4)(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), X),
+        r"^fun must return a scalar, got shape \(2, 1\)\. Return jnp\.mean of it, ",
+    ),
+    "an aux that has_aux does not announce": (
+        lambda: traced(lambda p, x, y: (loss_fn(p, x, y), x)),
+        r"^fun must return a scalar with has_aux=False, got 2 values\. Return that, or pass has_aux=True",
+    ),
+    "no aux where has_aux announces one": (
+        lambda: traced(has_aux=True),
+        r"^fun must return \(loss, aux\) with has_aux=True, got 1 value\. Return that, or pass has_aux=False",
+    ),
+    "an optimizer that is not called": (
+        lambda: shrewjax.accumulate(optax.sgd, 4),
+        r"^inner must be an optax\.GradientTransformation, got function\. Call it, as in optax\.sgd\(0\.1\)$",
     ),
     "the number of steps before the optimizer": (
         lambda: shrewjax.accumulate(4, optax.sgd(1.0)),
