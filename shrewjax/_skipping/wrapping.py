@@ -19,9 +19,12 @@ same results.
 """
 
 import contextlib
+import inspect
+import os
 import types
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -185,14 +188,13 @@ def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraAr
     The arrays of its first state have buffers of their own, so that a step can donate state and parameters.
     """
     if not isinstance(inner, optax.GradientTransformation):
-        is_made_of_one = hasattr(inner, "gradient_transformation")  # optax.MultiSteps
+        remedy = "Pass it first, before the other arguments"
+        if hasattr(inner, "gradient_transformation"):  # optax.MultiSteps
+            remedy = "Pass its gradient_transformation()"
+        elif callable(inner):
+            remedy = "Call it, as in optax.sgd(0.1)"
         raise ValueError(
-            f"inner must be an optax.GradientTransformation, got {type(inner).__name__}. "
-            + (
-                "Pass its gradient_transformation()"
-                if is_made_of_one
-                else "Pass it first, before the other arguments"
-            )
+            f"inner must be an optax.GradientTransformation, got {type(inner).__name__}. {remedy}"
         )
     inner = optax.with_extra_args_support(inner)
 
@@ -202,12 +204,14 @@ def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraAr
     return inner._replace(init=init_fn)
 
 
-def declares(tx: optax.GradientTransformation, name: str) -> bool:
-    """Returns whether `update` of the transformation, or of one inside it, has a parameter of this name.
+def declared_arguments(tx: optax.GradientTransformation) -> tuple[set[str], bool]:
+    """Returns which extra arguments `update` of the transformation, or of one inside it, declares.
 
-    Chains, wrappers and guards pass any extra argument on. The functions that they call are in their closures, or
-    belong to objects there.
+    The second says whether one may read any, because it takes `**extra_args` and is no function of Optax or of this
+    package. Those pass them on or ignore them, and declare what follows `params`. The functions that they call are in
+    their closures, or belong to objects there.
     """
+    names, takes_any = set[str](), False
     waiting: list[Any] = [tx.update]
     seen: dict[int, Any] = {}
     while waiting:
@@ -216,11 +220,17 @@ def declares(tx: optax.GradientTransformation, name: str) -> bool:
             continue
         seen[id(x)] = x  # kept, because another object could get its id
         if isinstance(x, types.CodeType):
-            arguments = x.co_varnames[: x.co_argcount + x.co_kwonlyargcount]
-            if name in arguments[1:]:  # the first is the gradients
-                return True
+            its_names = [*x.co_varnames[: x.co_argcount + x.co_kwonlyargcount]]
+            if x.co_filename.startswith(_KNOWN_FILES):
+                its_names = its_names[its_names.index("params") :] if "params" in its_names else []
+            elif x.co_flags & inspect.CO_VARKEYWORDS:
+                takes_any = True
+            names.update(its_names[1:])
         waiting += _held_by(x)
-    return False
+    return names, takes_any
+
+
+_KNOWN_FILES = tuple(f"{x}{os.sep}" for x in (*optax.__path__, Path(__file__).parents[1]))
 
 
 def _held_by(x: Any) -> Iterable[Any]:

@@ -6,6 +6,7 @@
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -48,7 +49,7 @@ from shrewjax._numerics import floats
 from shrewjax._programs.lost_scatters import warn_of_lost_scatters
 from shrewjax._skipping.wrapping import (
     Step,
-    declares,
+    declared_arguments,
     first_step,
     inner_transformation,
     run_step,
@@ -153,8 +154,8 @@ def accumulate(
         inside it; a gradient does not fit its accumulator's kind; by its type, a gradient is already reduced over
         `sum_over`, or not reduced without it; devices may disagree on when a window closes, and inner has a collective
         over them; `sum_over` is missing or `init` finds no mesh; the state is another transformation's; an extra
-        argument that no transformation inside inner declares has a name near one of these, such as `weights` or `loss`,
-        or a word for a count, such as `num_tokens`.
+        argument that no transformation inside inner declares misspells `weight` or `flush`. `loss` without `value`, and
+        `last` without `flush`, is a warning.
       AssertionError: while tracing: the gradients' structure or a leaf's shape differs from the parameters
         passed to `init`, or inner changes the structure, shapes or dtypes of its state.
 
@@ -411,42 +412,24 @@ def _zero_like(x: Leaf) -> Leaf:
 
 
 def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> None:
-    """Raises if an extra argument seems to be meant for `accumulate`, and nothing inside inner declares it."""
+    """Raises if an extra argument misspells `weight` or `flush`, and nothing inside inner declares it.
+
+    Only warns of `loss` and `last`, because trainers pass such arguments to any optimizer.
+    """
     if "value_fn" in extra_args:
         return  # a line search hands it the caller's own names, and raises at those that it does not take
-    for name in extra_args.keys() - {*_TAKEN}:
-        meant = _EXACTLY.get(name) or _near(name) or _named(name)
-        if meant is not None and not declares(inner, name):
-            raise ValueError(
-                f"{name}= is no argument of accumulate, and near {meant}=. Pass {meant}=. If a transformation inside "
-                f"inner takes {name}=, let its update declare it. Or leave it out"
-            )
+    for name in extra_args.keys() - {"weight", "flush", "value"}:
+        # 0.8 finds swapped, doubled and missing letters, and a plural.
+        meant = difflib.get_close_matches(name.lower(), ("weight", "flush"), cutoff=0.8)
+        other = {"loss": "value", "last": "flush"}.get(name, name)
+        if (other in extra_args and not meant) or name in declared_arguments(inner)[0]:
+            continue
+        if meant:
+            raise ValueError(f"{name}= is no argument of accumulate. Pass {meant[0]}=")
+        warnings.warn(f"{name}= is no argument of accumulate. Pass {other}=", stacklevel=2)
 
 
 _NESTED = "Multiply the accum_steps instead of nesting accumulations"
-_TAKEN = ("weight", "flush", "value", "grad")
-_EXACTLY = {"loss": "value", "last": "flush"}
-_COUNTS = "weight token ntoken tok example sample item sequence denominator denom normalizer"
-_WORDS = dict.fromkeys(_COUNTS.split(), "weight") | dict.fromkeys(["flush", "sync"], "flush")
-
-
-def _near(name: str) -> str | None:
-    """Returns the argument of `accumulate` that this name misspells, such as `wieght`."""
-    # 0.8 finds swapped, doubled and missing letters, and a plural. Optax's own `value_fn` and `grad_fn` are less near.
-    near = difflib.get_close_matches(name.lower(), _TAKEN, n=1, cutoff=0.8)
-    return near[0] if near else None
-
-
-def _named(name: str) -> str | None:
-    """Returns the argument of `accumulate` for which this is another word, such as `num_tokens` and `is_last`."""
-    words = [word.removesuffix("s") for word in name.lower().split("_")]
-    if "decay" in words:
-        return None
-    if {"batch", "size"} <= {*words}:
-        return "weight"
-    if words[:2] == ["i", "last"]:  # "is", without its last letter
-        return "flush"
-    return next((_WORDS[word] for word in words if word in _WORDS), None)
 
 
 def _takes_value(tx: optax.GradientTransformationExtraArgs) -> bool:
@@ -482,14 +465,15 @@ def apply_gradients(
       opt_state: its state.
       params: the parameters.
       **extra_args: passed to `tx.update`. `weight` and `flush` need an accumulation in `tx`, at any depth, or a
-        transformation in `tx` that declares them.
+        transformation in `tx` that declares them. So do all others, except `value`, `grad` and those that a line
+        search hands to `value_fn`. A transformation with `**extra_args` that is not one of Optax may take any.
 
     Returns:
       The new parameters and the new state.
 
     Raises:
-      ValueError: `tx` is no transformation; `weight` or `flush` without a window in `opt_state`; a parameter is no
-        array or number.
+      ValueError: `tx` is no transformation; `weight` or `flush` without a window in `opt_state`; an extra argument
+        that no transformation in `tx` takes; a parameter is no array or number.
       Exception: an error of `tx.update`.
 
     Example:
@@ -513,16 +497,35 @@ def apply_gradients(
             f"{type(params).__name__}. Call update(model, grads) of shrewjax.flax.Optimizer(model, tx, wrt=nnx.Param). "
             "Or pass nnx.state(model, nnx.Param) as params"
         )
-    wanted = [name for name in ("weight", "flush") if name in extra_args and not declares(tx, name)]
-    if wanted and not isinstance(tx, Accumulation) and not _windows_in(opt_state):
-        raise ValueError(
-            f"{wanted[0]}= needs a window, and opt_state has none. Wrap the optimizer in accumulate. Or leave out "
-            f"{wanted[0]}="
-        )
+    _require_taken(tx, opt_state, extra_args)
     # `parameter_arrays` leaves integer NumPy arrays alone. Outside of jit, a skipped step would otherwise return the
     # caller's own, which then share memory (tests/promises/test_train_steps.py, "returns_jax_arrays_too").
     params = jax.tree.map(jnp.asarray, trees.parameter_arrays(params))
     return run_step(tx, first_step(grads, opt_state, params, extra_args, apply=True))
+
+
+def _require_taken(
+    tx: optax.GradientTransformation, opt_state: AnyState, extra_args: ExtraArgs
+) -> None:
+    """Raises if no transformation in `tx` takes an extra argument. Any may get the loss and its gradient."""
+    has_window = isinstance(tx, Accumulation) or _windows_in(opt_state)
+    taken = {"value", "grad", *(("weight", "flush") if has_window else ())}
+    if extra_args.keys() <= taken:
+        return
+    names, takes_any = declared_arguments(tx)
+    for name in extra_args.keys() - taken - names:
+        if name in ("weight", "flush"):
+            raise ValueError(
+                f"{name}= needs a window, and opt_state has none. Wrap the optimizer in accumulate. Or leave out "
+                f"{name}="
+            )
+        if not takes_any and "value_fn" not in extra_args:  # to which a line search hands any
+            # 0.62 finds `weight` in `sample_weight`, and not `value` in `scale`.
+            near = difflib.get_close_matches(name.lower(), taken | names, n=1, cutoff=0.62)
+            remedy = " or ".join(f"{x}=" for x in near or sorted(taken))
+            raise ValueError(
+                f"no transformation in tx takes {name}=. Pass {remedy}. Or leave it out"
+            )
 
 
 def flush(

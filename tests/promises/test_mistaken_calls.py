@@ -48,41 +48,92 @@ def calls_of(tx, params=PARAMS):
     }
 
 
+@pytest.mark.parametrize("name", ["weights", "wieght", "WEIGHT", "height", "flsuh", "flushs"])
+def test_a_misspelled_weight_or_flush_is_an_error_of_update_too(name):
+    meant = "flush" if name.startswith("fl") else "weight"
+    with pytest.raises(ValueError, match=rf"^{name}= is no argument of accumulate\. Pass {meant}=$"):
+        calls_of(shrewjax.accumulate(optax.sgd(1.0), 2))["update"](**{name: 1.0})
+
+
+# Words of trainers and of users, none of which a transformation takes.
+OTHERS = dict.fromkeys(
+    ("mask", "count", "n", "num", "bs", "size", "length", "k", "scale", "num_tokens", "batch_size", "losses"), 3.0
+) | dict.fromkeys(
+    ("final", "end", "done", "finish", "close", "boundary", "apply", "update", "do_step", "step", "obj_fn"), True
+)
+
+
+def test_update_ignores_words_that_no_transformation_takes_as_optax_does():
+    tx = shrewjax.accumulate(optax.sgd(1.0), 1)
+    updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS, **OTHERS)
+    np.testing.assert_array_equal(updates["w"], -GRADS["w"])
+
+
+@pytest.mark.parametrize(("name", "meant"), [("loss", "value"), ("last", "flush")])
+def test_a_trainer_s_loss_or_last_is_one_warning_unless_value_or_flush_comes_too(name, meant):
+    call = calls_of(shrewjax.accumulate(optax.sgd(1.0), 1))["update"]
+    with pytest.warns(UserWarning, match=rf"^{name}= is no argument of accumulate\. Pass {meant}=$") as caught:
+        updates, _ = call(**{name: True}, obj_fn=loss_fn)
+    assert len(caught) == 1
+    np.testing.assert_array_equal(updates["w"], -GRADS["w"])
+    call(**{name: True, meant: 1.0 if meant == "value" else True})
+
+
+@pytest.mark.parametrize("call", ["apply_gradients", "flush"])
 @pytest.mark.parametrize(
-    ("call", "name", "meant"),
+    "make",
     [
-        ("update", "weights", "weight"),
-        ("apply_gradients", "weights", "weight"),
-        ("flush", "weights", "weight"),
-        ("update", "wieght", "weight"),
-        ("update", "num_items_in_batch", "weight"),
-        ("update", "num_items", "weight"),
-        ("apply_gradients", "batch_size", "weight"),
-        ("update", "local_batch_size", "weight"),
-        ("update", "num_sequences", "weight"),
-        ("flush", "denominator", "weight"),
-        ("apply_gradients", "is_last", "flush"),
-        ("update", "is_last_micro_batch", "flush"),
-        ("update", "sync_gradients", "flush"),
-        ("apply_gradients", "flsuh", "flush"),
-        ("flush", "values", "value"),
-        ("update", "valeu", "value"),
-        ("update", "grads", "grad"),
-        ("apply_gradients", "height", "weight"),  # none inside declares it
-        ("flush", "WEIGHT", "weight"),
-        ("update", "sample_weight", "weight"),
-        ("apply_gradients", "num_tokens", "weight"),
-        ("flush", "ntokens", "weight"),
-        ("update", "loss_weight", "weight"),
-        ("apply_gradients", "force_flush", "flush"),
-        ("update", "loss", "value"),
-        ("apply_gradients", "last", "flush"),
+        lambda: optax.sgd(1.0),
+        lambda: optax.chain(shrewjax.clip_by_global_norm(1.0), optax.masked(optax.adamw(1.0), {"w": True})),
+        lambda: shrewjax.skip_on_spike(optax.inject_hyperparams(optax.lion)(1.0)),
+    ],
+    ids=["sgd", "a chain", "a guard and injected hyperparameters"],
+)
+def test_a_step_refuses_each_word_that_no_transformation_takes(call, make):
+    calls = calls_of(shrewjax.accumulate(make(), 2))
+    for name in (*OTHERS, "loss", "last"):
+        with pytest.raises(ValueError, match=rf"^no transformation in tx takes {name}=\. Pass .*=\. Or leave it out$"):
+            calls[call](**{name: 3.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("weights", "weight="),
+        ("sample_weight", "weight="),
+        ("loss_weight", "weight="),
+        ("force_flush", "flush="),
+        ("valeu", "value="),
+        ("gradd", "grad="),
+        ("obj_fun", "obj_fn="),
+        ("scale", "flush= or grad= or value= or weight="),
     ],
 )
-def test_near_miss_of_an_argument_is_an_error_that_names_the_one_meant(call, name, meant):
-    calls = calls_of(shrewjax.accumulate(optax.sgd(1.0), 2))
-    with pytest.raises(ValueError, match=rf"^{name}= is no argument of accumulate, and near {meant}=\. Pass {meant}="):
-        calls[call](**{name: 1.0})
+def test_a_step_names_the_nearest_argument_that_a_transformation_takes(name, meant):
+    tx = optax.chain(optax.contrib.hutchinson_estimator_diag_hessian(), optax.sgd(1.0))
+    call = calls_of(shrewjax.accumulate(tx, 2))["apply_gradients"]
+    with pytest.raises(ValueError, match=rf"^no transformation in tx takes {name}=\. Pass {meant}\. Or leave it out$"):
+        call(**{name: 1.0})
+
+
+def test_a_step_without_a_window_takes_the_loss_and_no_unknown_word():
+    calls = calls_of(optax.chain(shrewjax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    calls["apply_gradients"](value=1.0, grad=GRADS)
+    with pytest.raises(
+        ValueError, match=r"^no transformation in tx takes mask=\. Pass grad= or value=\. Or leave it out$"
+    ):
+        calls["apply_gradients"](mask=1.0)
+
+
+def test_a_step_hands_any_word_to_an_optimizer_that_takes_any():
+    record = {}
+    calls_of(shrewjax.accumulate(optax.chain(with_extra(record)), 1))["apply_gradients"](**OTHERS)
+    assert record == OTHERS | {"values": None}
+    condition = optax.conditionally_transform(
+        optax.sgd(1.0), lambda step, **extra: record.update(extra) or step < 2, True
+    )
+    calls_of(shrewjax.accumulate(condition, 1))["apply_gradients"](anything=5.0)
+    assert record["anything"] == 5.0
 
 
 def test_names_for_value_fn_and_of_neighbours_pass():
@@ -133,8 +184,8 @@ def test_a_misspelled_name_beside_a_line_search_is_an_error_of_optax():
 
 @pytest.mark.parametrize("make", [lambda: optax.adafactor(1.0), lambda: optax.chain(optax.novograd(1.0))])
 def test_gradients_by_their_name_in_optax_are_not_declared(make):
-    with pytest.raises(ValueError, match=r"^grads= is no argument"):
-        calls_of(shrewjax.accumulate(make(), 2))["update"](grads=GRADS)
+    with pytest.raises(ValueError, match=r"^no transformation in tx takes grads="):
+        calls_of(shrewjax.accumulate(make(), 2))["apply_gradients"](grads=GRADS)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +261,8 @@ def test_a_transformation_that_declares_an_argument_gets_it_however_deep_it_stan
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_an_argument_that_none_inside_declares_is_an_error_however_deep_one_stands(wrap):
-    with pytest.raises(ValueError, match=r"^sample_weight= is no argument of accumulate, and near weight="):
-        calls_of(shrewjax.accumulate(WRAPPERS[wrap](declaring({})), 1))["update"](sample_weight=2.0)
+    with pytest.raises(ValueError, match=r"^weights= is no argument of accumulate\. Pass weight="):
+        calls_of(shrewjax.accumulate(WRAPPERS[wrap](declaring({})), 1))["update"](weights=2.0)
 
 
 def test_a_weight_that_a_transformation_in_a_chain_declares_needs_no_window():
