@@ -22,7 +22,7 @@ import shrewjax
 PACKAGE = pathlib.Path(shrewjax.__file__).parent
 # The modules of each private package. A module may import from those before it.
 PACKAGES = {
-    "_base": ["types", "branches", "axes", "mesh", "flax_names", "trees", "states", "arguments"],
+    "_base": ["types", "axes", "mesh", "branches", "flax_names", "trees", "states", "arguments"],
     "_programs": ["switch", "jaxprs", "forwarding", "scatters", "lost_scatters", "loops"],
     "_numerics": ["floats", "reductions", "vectors", "norms", "scaling", "percentiles", "histories"],
     "_clipping": ["counts", "units", "global_norm", "unit_norms", "elements", "cotangents"],

@@ -47,6 +47,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax._base.axes import as_varying, varying_axes
+from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import placed_like
 from shrewjax._base.types import Axes, DType, Leaf
 from shrewjax._numerics import floats
@@ -275,7 +276,7 @@ def _selected(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None) -> Se
     def read(s: _Search) -> _Search:
         # XLA-12: this branch is always taken. It stops XLA from hoisting the keys out of the loop, which would
         # materialize a copy of the data.
-        counted = lax.cond(
+        counted = run_if(
             s.reads >= 0,
             lambda: data.counts(s.pivots, count.dtype),
             lambda: s.pivots.astype(count.dtype),
@@ -384,7 +385,7 @@ def _narrowed(
     is_first = s.reads == 0
     wanted = s.wanted
     if wanted_beyond is not None:
-        wanted = lax.cond(is_first, lambda: wanted_beyond(counted[:, 0]), lambda: s.wanted)
+        wanted = run_if(is_first, lambda: wanted_beyond(counted[:, 0]), lambda: s.wanted)
     has_nan = jnp.where(is_first, counted[:, -1] < count, s.has_nan)
     rank = wanted.rank
 
@@ -478,7 +479,7 @@ def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Ar
     needed = ~jnp.all(is_known)
     # `at_high`: the largest key at or below high. `above`: the smallest key above high if the rank is the bracket's
     # last, otherwise the smallest above low.
-    at_high, above = lax.cond(needed, read, lambda: (high, high))
+    at_high, above = run_if(needed, read, lambda: (high, high))
     lower = jnp.where(is_single_key, high, jnp.where(is_last, at_high, above))
     upper = jnp.where(is_last, above, jnp.where(is_single_key, high, at_high))
     # If both keys are equal, both elements are at or below lower, and `clipped_fraction` would count one too many.

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mesh_of
+from jax.sharding import PartitionSpec as P
 
 from shrewjax._base.branches import run_if
 
@@ -25,3 +27,30 @@ def test_a_known_flag_calls_one_branch_and_does_not_trace_the_other(known):
     for flag in (True, False):
         run_if(known(flag), lambda: called.append("run"), lambda: called.append("idle"))
     assert called == ["run", "idle"]
+
+
+@pytest.mark.parametrize("mapped", [None, "model"])
+def test_vmap_chooses_row_by_row_where_operands_are_sharded_over_an_explicit_axis(mapped):
+    x, rises = np.arange(16, dtype="f").reshape(4, 4), np.asarray([True, False, False, True])
+    mesh = mesh_of("Explicit", model=2, width=2)
+    with jax.set_mesh(mesh):
+        given = [
+            jax.device_put(a, jax.NamedSharding(mesh, P(mapped, *axes))) for a, axes in ((rises, ()), (x, ("width",)))
+        ]
+        choose = jax.vmap(lambda flag, x: run_if(flag, lambda: x + 1, lambda: x))
+        found = jax.jit(choose)(*given), jax.jit(jax.vmap(choose))(*(a[None] for a in given))[0]
+        slope = jax.jit(jax.grad(lambda x: choose(given[0], x * x).sum()))(given[1])
+    expected = np.where(rises[:, None], x + 1, x)
+    np.testing.assert_array_equal(found, [expected, expected])
+    np.testing.assert_array_equal(slope, 2 * x)
+
+
+def test_vmap_chooses_row_by_row_in_shard_map_also_between_arrays_that_are_the_same_on_all_devices():
+    rises, limit = np.asarray([True, False] * 4), np.float32(3)
+    x = np.arange(8, dtype="f")
+
+    def choose(flag, x):
+        return run_if(flag, lambda: x * limit + jnp.sum(jnp.full(2, limit)), lambda: x)
+
+    mapped = jax.shard_map(jax.vmap(choose), mesh=mesh_of(data=4), in_specs=P("data"), out_specs=P("data"))
+    np.testing.assert_array_equal(jax.jit(mapped)(rises, x), np.where(rises, 3 * x + 6, x))

@@ -1,6 +1,7 @@
 """Independent models, one a device, train as each does alone: by `vmap` and by `shard_map`."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -77,10 +78,16 @@ def each_alone(tx):
 
 
 def on_devices(tx, mesh, update):
-    sharding = jax.NamedSharding(mesh, P("model"))
-    params, state, results = *jax.device_put((PARAMS, first_state(tx)), sharding), []
+    def put(tree):
+        def place(x):
+            inside = ("width",) if "width" in mesh.axis_names and x.shape[-1:] == (4,) and x.ndim == 3 else ()
+            return jax.device_put(x, jax.NamedSharding(mesh, P("model", *[None] * (x.ndim - 2), *inside)))
+
+        return jax.tree.map(place, tree)
+
+    params, state, results = put(PARAMS), put(first_state(tx)), []
     for step in range(STEPS):
-        updates, state = update(jax.device_put(gradients(step), sharding), state, params)
+        updates, state = update(put(gradients(step)), state, params)
         results.append(jax.device_get((updates, state)))
     return results
 
@@ -123,3 +130,48 @@ def test_models_that_vmap_maps_on_an_explicit_mesh_train_as_each_alone(rule, is_
     with jax.set_mesh(mesh if is_set else jax.sharding.get_mesh()):
         found = on_devices(tx, mesh, update)
     assert_same(found, each_alone(tx))
+
+
+@pytest.mark.parametrize("rule", ["percentile of nonzeros", "both guards", *thorough("global norm", "block rms")])
+def test_models_whose_layers_are_sharded_over_another_axis_train_as_each_alone(rule):
+    """As ensembles and adapters are trained: `vmap` over models on an Explicit mesh, with a tensor parallel layer."""
+    tx, mesh = RULES[rule]({}), mesh_of("Explicit", model=2, width=2)
+    with jax.set_mesh(mesh):
+        found = on_devices(tx, mesh, jax.jit(jax.vmap(tx.update)))
+    assert_same(found, each_alone(tx))
+
+
+CLIPS = {
+    "function": lambda g: shrewjax.clip_grad_norm(g, 3.0, sharded_over=())[0],
+    "cotangent": lambda g: jax.grad(lambda x: jnp.sum(shrewjax.clip_cotangent(x, 3.0, sharded_over=()) * g))(g),
+    "transformation": lambda g: shrewjax.clip_by_global_norm(3.0, sharded_over=()).update(g, ())[0],
+    "by leaf": lambda g: shrewjax.clip_by_leaf_norm(3.0, sharded_over=()).update(
+        g, shrewjax.clip_by_leaf_norm(3.0).init(g)
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_gradients_of_examples_are_clipped_each_alone_by_vmap_in_shard_map(name):
+    grads = np.random.default_rng(0).normal(size=(8, 5)).astype("f") * np.linspace(0.1, 9, 8, dtype="f")[:, None]
+    mapped = jax.shard_map(jax.vmap(CLIPS[name]), mesh=mesh_of(data=4), in_specs=P("data"), out_specs=P("data"))
+    norms = np.linalg.norm(np.float64(grads), axis=1, keepdims=True)
+    np.testing.assert_allclose(jax.jit(mapped)(grads), grads * np.minimum(1, 3 / norms), rtol=1e-5)
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_windows_of_models_with_a_sharded_layer_are_those_of_multi_steps():
+    mesh = mesh_of("Explicit", model=2, width=2)
+    tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), ADAM), 2, noise_decay=0.5)
+    multi = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), ADAM), 2)
+    grads = np.random.default_rng(0).normal(size=(2, MODELS, 3, 4)).astype("f")
+    params = np.zeros((MODELS, 3, 4), "f")
+    with jax.set_mesh(mesh):
+        here = jax.device_put(params, jax.NamedSharding(mesh, P("model", None, "width")))
+        state = jax.vmap(tx.init)(here)
+        for g in grads:
+            found, state = jax.jit(jax.vmap(tx.update))(jax.device_put(g, here.sharding), state, here)
+    state = jax.vmap(multi.init)(params)
+    for g in grads:
+        expected, state = jax.vmap(multi.update)(g, state, params)
+    assert_same(found, expected)
