@@ -18,7 +18,16 @@ from shrewjax._base.types import Argument, DType, Function, KeyPath, Leaf, PyTre
 
 
 def gradient_leaves(grads: PyTree) -> tuple[list[KeyPath], list[Leaf], Any]:
-    """Returns the key paths of a tree of gradients, its leaves as arrays, and its structure."""
+    """Returns the key paths of a tree of gradients, its leaves as arrays, and its structure.
+
+    Raises if a sparse array may have an element in several parts, because rules would take each part for an element.
+    """
+    for path, x in jax.tree.leaves_with_path(grads, is_leaf=_may_repeat):
+        if _may_repeat(x):
+            raise ValueError(
+                f"gradient leaf {leaf_name(path)} must have each index once, got {type(x).__name__} with "
+                "unique_indices=False. Call its sum_duplicates(nse=x.nse), or todense()"
+            )
     with_paths, treedef = jax.tree.flatten_with_path(grads)
     return (
         [path for path, _ in with_paths],
@@ -34,8 +43,13 @@ def floating(grads: PyTree) -> list[Leaf]:
 
 def map_floating(function: Callable[[Leaf], Leaf], grads: Tree) -> Tree:
     """Returns the tree with `function` of each of those leaves. All other leaves pass through."""
-    arrays = jax.tree.map_with_path(array_leaf, grads)
-    return jax.tree.map(lambda x: function(x) if is_gradient(x) else x, arrays)
+    _, leaves, structure = gradient_leaves(grads)
+    return structure.unflatten(function(x) if is_gradient(x) else x for x in leaves)
+
+
+def _may_repeat(x: PyTree) -> bool:
+    """Returns whether `x` is one of JAX's sparse arrays, such as BCOO, in which an index may stand twice."""
+    return getattr(x, "unique_indices", None) is False
 
 
 def gradient_arrays(grads: PyTree) -> PyTree:
@@ -199,7 +213,9 @@ def check_unchanged(new: PyTree, old: PyTree, what: str) -> None:
             f"{getattr(x, 'dtype', type(x).__name__)} of shape {np.shape(x)}" for x in (new, old)
         )
         if given != kept:
-            raise AssertionError(f"{what}: leaf {leaf_name(path)} must stay {kept}, got {given}")
+            raise AssertionError(
+                f"{what}: leaf {leaf_name(path)} must stay {kept}, got {given}. Cast it"
+            )
 
     jax.tree.map_with_path(check, new, old)
 

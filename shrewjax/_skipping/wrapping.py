@@ -35,7 +35,7 @@ from shrewjax._base.axes import newly_varying, varying_axes
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import partitioned_like, summed
 from shrewjax._base.states import require_own, with_own_buffers
-from shrewjax._base.trees import check_unchanged, leaf_name, require_no_rows
+from shrewjax._base.trees import check_unchanged, leaf_name, parameter_arrays, require_no_rows
 from shrewjax._base.types import (
     AnyState,
     Argument,
@@ -76,6 +76,9 @@ class Step(NamedTuple):
         def run_in_place() -> Result:
             returned, new_state = run()
             _check_restored(new_state, self.state)
+            structures: list[Any] = [jax.tree.structure(x) for x in (new_state, self.state)]
+            if structures[0] == structures[1]:
+                new_state = jax.tree.map(_in_dtype_of, new_state, self.state)
             check_unchanged(new_state, self.state, what_changed)
             return returned, jax.tree.map(partitioned_like, new_state, self.state)
 
@@ -199,6 +202,9 @@ def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraAr
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> AnyState:
+        parameter_arrays(
+            params
+        )  # raises for a leaf that is none, before inner's `init` does without its name
         return with_own_buffers(_without_numbers(inner.init(params)), params)
 
     return inner._replace(init=init_fn)
@@ -315,6 +321,16 @@ def _check_devices(new: PyTree, old: PyTree, what: str) -> None:
             )
 
     jax.tree.map_with_path(check, new, old)
+
+
+def _in_dtype_of(new: Leaf, old: Leaf) -> Leaf:
+    """Returns a state's float in the old dtype, if that has its range.
+
+    Hyperparameters in float32 widen a state in bfloat16. Without them, inner keeps its dtype.
+    """
+    floats = [x for x in (new, old) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+    fits = len(floats) == 2 and jnp.finfo(old.dtype).maxexp >= jnp.finfo(new.dtype).maxexp
+    return new.astype(old.dtype) if fits else new
 
 
 def _without_numbers(state: AnyState) -> AnyState:

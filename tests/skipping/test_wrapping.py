@@ -159,3 +159,37 @@ def test_rebuilt_wrappers_go_through_filter_jit_as_arguments():
     made = {name: make() for name, make in WRAPPED.items()}
     found = equinox.filter_jit(lambda txs: {name: steps(tx) for name, tx in txs.items()})(made)
     assert_close(found, {name: steps(tx) for name, tx in made.items()}, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize("wrap", [lambda tx: shrewjax.accumulate(tx, 1), shrewjax.skip_nonfinite])
+def test_a_state_in_bfloat16_that_float32_hyperparameters_widen_keeps_its_dtype(wrap):
+    """The first update is Optax's. Later ones round the mean of gradients, as `optax.adam` does by itself."""
+    params, grads = (jnp.asarray(x, jnp.bfloat16) for x in ([1.0, -2.0, 0.5], [0.3, 0.2, -0.1]))
+    inner = optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-2)
+    tx = wrap(inner)
+    first = tx.init(params)
+    new_params, state = jax.jit(functools.partial(shrewjax.apply_gradients, tx))(grads, first, params)
+    assert [x.dtype for x in jax.tree.leaves(state)] == [x.dtype for x in jax.tree.leaves(first)]
+    updates, _ = jax.jit(inner.update)(grads, inner.init(params), params)
+    assert new_params.tolist() == optax.apply_updates(params, updates).tolist()
+
+
+def test_a_state_that_becomes_floating_or_leaves_the_range_of_its_dtype_stays_an_error():
+    for old, new in ((jnp.int32, jnp.float32), (jnp.float16, jnp.float32)):
+        inner = optax.GradientTransformation(
+            lambda p, old=old: jnp.zeros((), old), lambda g, s, p=None, new=new: (g, s.astype(new))
+        )
+        tx = shrewjax.skip_nonfinite(inner)
+        with pytest.raises(AssertionError, match=r"must stay .*, got float32 of shape \(\)\. Cast it"):
+            tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda tx: shrewjax.accumulate(tx, 2), shrewjax.skip_nonfinite, shrewjax.skip_on_spike]
+)
+def test_init_of_a_whole_equinox_model_names_the_leaf_that_is_no_parameter(wrap):
+    model = equinox.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    for inner in (optax.sgd(0.1), optax.adamw(0.1)):
+        with pytest.raises(ValueError, match=r"parameter leaf .*activation must be an array .*eqx.is_inexact_array"):
+            wrap(inner).init(model)
