@@ -81,8 +81,8 @@ def on_each_device(
         if any(text in str(error) for text in _CLOSED_OVER):
             where = "in per_device" if returns_parts else f"with sum_over={axes!r}"
             raise ValueError(
-                f"{where} on an Explicit mesh, fun must not close over arrays on that mesh. Pass each of them to fun "
-                "as an argument, outside of batch_argnums=. Or make the mesh with Auto axes"
+                f"{where}, fun must not index an array on the mesh that it closes over, and on an Explicit mesh not "
+                "read one. Pass each of them to fun as an argument, outside of batch_argnums="
             ) from error
         if "mesh" in str(error) or "PartitionSpec" in str(error):
             names = ", ".join(map(repr, axes))
@@ -96,8 +96,9 @@ def on_each_device(
         raise
 
 
-# JAX's words for an array from outside that a function in `shard_map` uses, on a mesh of several axes and of one.
-_CLOSED_OVER = "should match the aval mesh", "Closing over inputs to shard_map"
+# JAX's words for an array from outside that a function in `shard_map` uses, on an Explicit mesh of several axes and of
+# one, and on any mesh in `table[y]`.
+_CLOSED_OVER = "should match the aval mesh", "Closing over inputs to shard_map", "index_to_gather"
 
 
 def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:

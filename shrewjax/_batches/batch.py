@@ -83,13 +83,21 @@ def batch_of_call(call: Call, axes: AxisNames, devices: int) -> Batch:
     """
     first_number = device_index(axes) * call.parts if axes else 0
     examples = _split_examples(call, devices)
-    # Parameters become a device's own. In `shard_map`, JAX would otherwise reduce their gradients on every
-    # micro-batch (tests/batches/test_value_and_grad.py, "cross_the_network_once").
-    own_params = {
-        at: jax.tree.map(lambda x: as_varying(x, axes), call.values[at])
-        for at in call.roles["argnums"]
-    }
-    return Batch(call.values, call.roles, own_params, examples, call.parts, first_number, devices)
+
+    def own(x: Leaf) -> Leaf:
+        return as_varying(x, axes) if isinstance(x, jax.Array) else x
+
+    # Whole arguments become a device's own. In `shard_map`, JAX would otherwise reduce gradients by them on every
+    # micro-batch (tests/batches/test_value_and_grad.py, "cross_the_network_once"), also those that `fun` takes itself
+    # (tests/devices/test_sum_over.py, "inner_step").
+    roles = call.roles
+    given = {at for name, places in roles.items() if name != "argnums" for at in places}
+    owned = {at: jax.tree.map(own, x) for at, x in enumerate(call.values) if at not in given}
+    own_params = {at: owned[at] for at in roles["argnums"]}
+    args = tuple(
+        x if at in roles["argnums"] else owned.get(at, x) for at, x in enumerate(call.values)
+    )
+    return Batch(args, roles, own_params, examples, call.parts, first_number, devices)
 
 
 def _split_examples(call: Call, devices_to_map: int) -> dict[int, PyTree]:

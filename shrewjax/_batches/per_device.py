@@ -45,8 +45,8 @@ def per_device(
     others by position, trees of arrays       its part of their first axis, in the order of devices along `axis_names`
     those in `rng_argnums`                    `jax.random.fold_in(key, d)`
     by keyword, if others come by position    all of it
-    arrays that `fun` closes over             all of them, so a key is the same on every device; those on an
-                                              Explicit mesh are an error, so pass them as arguments
+    arrays that `fun` closes over             all of them, so a key is the same on every device; on an Explicit
+                                              mesh, or if `fun` indexes one, an error, so pass it as an argument
     ========================================  ==================================================================
 
     Args:

@@ -465,3 +465,53 @@ def test_flax_rules_that_map_the_batch_to_none_are_the_remedy(batch):
                 jax.eval_shape(step, params, X)
         else:
             jax.eval_shape(step, params, X)
+
+
+def test_the_value_alone_and_beside_a_gradient_are_one_if_the_loss_takes_an_inner_step_in_shard_map():
+    """As in MAML. JAX would add up the inner gradient over devices, if the parameters were the same on all of them."""
+
+    def plain(w, x, y):
+        return jnp.mean((x @ w - y) ** 2)
+
+    def inner_step(w, x, y):
+        return plain(w - 0.1 * jax.grad(plain)(w, x, y), x, y)
+
+    def beside(unused, w, x, y):
+        return inner_step(w, x, y) + 0 * jnp.sum(unused)
+
+    devices, w, y = 4, PARAMS["b"], Y[:, 0]
+    parts = [a.reshape(devices, -1, K, *a.shape[1:])[d, :, k] for d in range(devices) for k in range(K) for a in (X, y)]
+    expected = np.mean([inner_step(w, *pair) for pair in zip(parts[::2], parts[1::2], strict=True)])
+    alone = shrewjax.micro_batched(inner_step, K, sum_over="data")
+    whole = shrewjax.value_and_grad(beside, K, batch_argnums=(2, 3), sum_over="data")
+
+    def values(w, x, y):
+        return alone(w, x, y), jax.value_and_grad(alone)(w, x, y)[0], whole(jnp.ones(2), w, x, y)[0]
+
+    specs = (P(), P("data"), P("data"))
+    mapped = jax.shard_map(values, mesh=mesh_of(data=devices), in_specs=specs, out_specs=P())
+    np.testing.assert_allclose(jax.jit(mapped)(w, X, y), [expected] * 3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "model": 2}])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_table_on_the_mesh_that_the_loss_indexes_has_to_be_an_argument_of_it(kind, axes):
+    """The test does what the message says."""
+    labels, table = np.arange(B) % 5, np.arange(5, dtype="f")
+    loss = lambda w, x, labels, table: jnp.mean((x @ w - table[labels]) ** 2)  # noqa: E731
+    mesh = mesh_of(kind, **axes)
+    with jax.set_mesh(mesh):
+        here = placed(table, mesh, P())
+        closing = lambda w, x, labels: loss(w, x, labels, here)  # noqa: E731
+        for call in (
+            shrewjax.value_and_grad(closing, K, sum_over="data"),
+            shrewjax.per_device(closing, "data"),
+            shrewjax.micro_batched(closing, K, sum_over="data"),
+        ):
+            with pytest.raises(
+                ValueError, match=r"closes over.* Pass each .* as an argument, outside of batch_argnums="
+            ):
+                jax.jit(call)(PARAMS["b"], X, labels)
+        step = shrewjax.value_and_grad(loss, K, batch_argnums=(1, 2), sum_over="data")
+        found = jax.jit(step)(placed(PARAMS["b"], mesh, P()), X, labels, here)
+    assert_close(found, jax.value_and_grad(loss)(PARAMS["b"], X, labels, table), rtol=1e-5)
