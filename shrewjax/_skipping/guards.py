@@ -113,7 +113,8 @@ def skip_nonfinite(
       ValueError: an argument is not as described; the state is another transformation's; `at_limit="zero_nonfinite"`
         without `max_consecutive`; with `per_leaf=True`, the gradients' tree differs from that of the parameters given
         to `init`; or as in `grad_norm`.
-      AssertionError: while tracing: inner changes the structure, shapes or dtypes of its state, except for a float that fits the old dtype.
+      AssertionError: while tracing: inner changes the structure, shapes or dtypes of its state, except for a float that
+        fits the old dtype.
 
     Example:
       >>> tx = skip_nonfinite(optax.sgd(1.0), max_consecutive=2, at_limit="keep_skipping")
@@ -274,7 +275,8 @@ def skip_on_spike(
       ValueError: an argument is not as described; one of `max_value` and `max_consecutive` comes without the other;
         `warmup_steps` is greater than `history_length`; the state is another transformation's; with
         `monitor="value"`, `update` gets no `value`, or one that may differ between devices; or as in `grad_norm`.
-      AssertionError: while tracing: inner changes the structure, shapes or dtypes of its state, except for a float that fits the old dtype.
+      AssertionError: while tracing: inner changes the structure, shapes or dtypes of its state, except for a float that
+        fits the old dtype.
 
     Example:
       >>> tx = skip_on_spike(optax.sgd(1.0), warmup_steps=4)

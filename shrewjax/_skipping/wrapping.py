@@ -202,9 +202,7 @@ def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraAr
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> AnyState:
-        parameter_arrays(
-            params
-        )  # raises for a leaf that is none, before inner's `init` does without its name
+        parameter_arrays(params)  # names a leaf that is none, before inner's `init` raises without
         return with_own_buffers(_without_numbers(inner.init(params)), params)
 
     return inner._replace(init=init_fn)

@@ -157,7 +157,8 @@ def accumulate(
         argument that no transformation inside inner declares misspells `weight` or `flush`. `loss` without `value`, and
         `last` without `flush`, is a warning.
       AssertionError: while tracing: the gradients' structure or a leaf's shape differs from the parameters
-        passed to `init`, or inner changes the structure, shapes or dtypes of its state, except for a float that fits the old dtype.
+        passed to `init`, or inner changes the structure, shapes or dtypes of its state, except for a float that fits
+        the old dtype.
 
     Example:
       >>> tx = accumulate(optax.sgd(1.0), 2)
