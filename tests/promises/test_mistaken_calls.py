@@ -182,12 +182,6 @@ def test_a_misspelled_name_beside_a_line_search_is_an_error_of_optax():
         tx.update(GRADS, tx.init(PARAMS), PARAMS, wieght=2, **given)
 
 
-@pytest.mark.parametrize("make", [lambda: optax.adafactor(1.0), lambda: optax.chain(optax.novograd(1.0))])
-def test_gradients_by_their_name_in_optax_are_not_declared(make):
-    with pytest.raises(ValueError, match=r"^no transformation in tx takes grads="):
-        calls_of(shrewjax.accumulate(make(), 2))["apply_gradients"](grads=GRADS)
-
-
 @pytest.mark.parametrize(
     "wrap",
     [lambda tx: optax.chain(optax.identity(), tx), shrewjax.skip_nonfinite],
