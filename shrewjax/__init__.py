@@ -10,6 +10,7 @@ from shrewjax._batches.micro_batched import micro_batched
 from shrewjax._batches.per_device import per_device
 from shrewjax._batches.two_pass import two_pass_value_and_grad
 from shrewjax._batches.value_and_grad import value_and_grad
+from shrewjax._checking.micro_batches import check_micro_batches
 from shrewjax._clipping.cotangents import clip_cotangent
 from shrewjax._clipping.elements import (
     ClipByPercentileState,
@@ -90,6 +91,7 @@ __all__ = [
     "value_and_grad",
     "two_pass_value_and_grad",
     "micro_batched",
+    "check_micro_batches",
     "accumulate",
     "apply_gradients",
     "check_window",

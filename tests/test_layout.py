@@ -23,8 +23,8 @@ PACKAGE = pathlib.Path(shrewjax.__file__).parent
 # The modules of each private package. A module may import from those before it.
 PACKAGES = {
     "_base": ["types", "axes", "mesh", "branches", "flax_names", "trees", "states", "arguments"],
-    "_programs": ["switch", "jaxprs", "forwarding", "scatters", "lost_scatters", "loops"],
-    "_numerics": ["floats", "reductions", "vectors", "norms", "scaling", "percentiles", "histories"],
+    "_programs": ["switch", "jaxprs", "forwarding", "scatters", "lost_scatters", "loops", "lockstep"],
+    "_numerics": ["floats", "reductions", "vectors", "norms", "scaling", "percentiles", "histories", "relations"],
     "_clipping": ["counts", "units", "global_norm", "unit_norms", "elements", "cotangents"],
     "_skipping": ["wrapping", "guards"],
     "_windows": [
@@ -48,6 +48,7 @@ PACKAGES = {
         "two_pass",
         "per_device",
     ],
+    "_checking": ["results", "causes", "micro_batches"],
 }
 ORDER = [("shrewjax", package, module) for package, names in PACKAGES.items() for module in names]
 # Two modules are in none of these packages, which do not import them. The definition imports nothing of `shrewjax`. The
@@ -153,7 +154,7 @@ def test_only_passes_take_traced_programs_apart_or_name_a_primitive_of_jax():
 
 def test_each_pass_says_what_it_saves_and_when_it_can_be_deleted():
     for name in PACKAGES["_programs"]:
-        if name not in ("switch", "jaxprs"):
+        if name not in ("switch", "jaxprs", "lockstep"):
             _, paragraph, *_ = ast.get_docstring(ast.parse((PACKAGE / "_programs" / f"{name}.py").read_text())).split(
                 "\n\n"
             )

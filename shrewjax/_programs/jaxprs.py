@@ -10,18 +10,23 @@ apart, so that a function runs as JAX traced it. `tests/programs/test_jaxprs.py`
 
 Three functions are no part of a pass, and the core relies on them. With other names, `axes_of_collectives` finds too
 many axes, and a right step is refused, or too few, and devices wait forever. The others, `types_of` and
-`function_of_constants`, raise.
+`function_of_constants`, raise. `frames_of` reads what JAX keeps for its own messages. Without it, the check of
+micro-batches names no line.
 """
 
+import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from shrewjax._base.mesh import explicit_axes
-from shrewjax._base.types import Function, Leaf, PyTree
+from shrewjax._base.types import DType, Function, Leaf, PyTree
 
 Jaxpr: TypeAlias = Any  # jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
@@ -280,3 +285,90 @@ def types_of(function: Callable[[], PyTree]) -> PyTree:
         return shape if is_complete else shape.update(sharding=aval.sharding)
 
     return jax.tree.unflatten(structure, map(typed, leaves, traced.jaxpr.out_avals))
+
+
+def traced(function: Function, *args: PyTree) -> tuple[Jaxpr, PyTree]:
+    """Returns the closed jaxpr of a function, and the tree of the types of its results."""
+    return jax.make_jaxpr(function, return_shape=True)(*args)
+
+
+def value_of_literal(literal: Atom) -> Leaf:
+    return literal.val
+
+
+def function_of(jaxpr: Jaxpr) -> Callable[..., Sequence[Leaf]]:
+    """Returns a closed jaxpr as a function of its arguments."""
+    return core.jaxpr_as_fun(jaxpr)
+
+
+def function_of_equation(jaxpr: Jaxpr, equation: Equation) -> Callable[..., Sequence[Leaf]]:
+    """Returns an equation of an open jaxpr as a function of its operands."""
+    run = function_of(part_of(jaxpr, [equation], equation.outvars))
+
+    def of_operands(*values: Leaf) -> Sequence[Leaf]:
+        pairs = zip(equation.invars, values, strict=True)
+        return run(*{x: value for x, value in pairs if is_variable(x)}.values())
+
+    return of_operands
+
+
+def with_used_results(jaxpr: Jaxpr, equations: Sequence[Equation]) -> Jaxpr:
+    """Returns some equations of an open jaxpr as a closed one. Its results are those that the rest uses."""
+    ids = {*map(id, equations)}
+    rest = [x for e in jaxpr.eqns if id(e) not in ids for x in e.invars]
+    used = {x for x in (*rest, *jaxpr.outvars) if is_variable(x)}
+    return part_of(jaxpr, equations, [x for e in equations for x in e.outvars if x in used])
+
+
+def is_key(x: Leaf) -> bool:
+    """Returns whether an array, or its type, is a PRNG key or several."""
+    return jnp.issubdtype(getattr(x, "dtype", np.float64), jax.dtypes.prng_key)
+
+
+def is_float(x: Leaf) -> bool:
+    return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
+
+
+def has_keys(equation: Equation) -> bool:
+    """Returns whether an equation takes, makes or holds PRNG keys."""
+    avals = [x.aval for x in (*equation.invars, *equation.outvars)]
+    inside = (d for x in jaxprs_in(equation) for d in dtypes_in(x))
+    return any(map(is_key, avals)) or any(jnp.issubdtype(d, jax.dtypes.prng_key) for d in inside)
+
+
+def first_difference(jaxprs: Sequence[Jaxpr]) -> Equation | None:
+    """Returns the first equation that has another primitive in another jaxpr, or other operands there."""
+    each = [opened(x) for x in jaxprs]
+    rows = zip_longest(*map(_wiring, each))
+    at = next((i for i, row in enumerate(rows) if len({*row}) > 1), None)
+    equations = each[0].eqns
+    return None if at is None else equations[min(at, len(equations) - 1)]
+
+
+def _wiring(jaxpr: Jaxpr) -> list[Hashable]:
+    """Returns each equation's primitive and the numbers of its operands, and the numbers of the results."""
+    number = {x: i for i, x in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+    rows: list[Hashable] = []
+    for primitive, operands, results in [
+        *((e.primitive, e.invars, e.outvars) for e in jaxpr.eqns),
+        (None, jaxpr.outvars, ()),
+    ]:
+        rows.append((primitive, *(number[x] if is_variable(x) else None for x in operands)))
+        number |= {x: len(number) + i for i, x in enumerate(results)}
+    return rows
+
+
+def dtypes_in(jaxpr: Jaxpr) -> Iterator[DType]:
+    """Yields the dtypes of the arguments and of all values of a jaxpr, and of those inside it."""
+    inside = opened(jaxpr)
+    made = (x for equation in inside.eqns for x in equation.outvars)
+    yield from (x.aval.dtype for x in (*inside.invars, *made) if hasattr(x.aval, "dtype"))
+    for equation in inside.eqns:
+        for inner in jaxprs_in(equation):
+            yield from dtypes_in(inner)
+
+
+def frames_of(equation: Equation) -> list[traceback.FrameSummary]:
+    """Returns the lines of Python that made an equation, the innermost last, or none if JAX does not tell."""
+    made_at = getattr(getattr(equation, "source_info", None), "traceback", None)
+    return traceback.extract_tb(made_at.as_python_traceback()) if made_at else []

@@ -1,0 +1,157 @@
+"""Programs in lockstep: the values are those of JAX, draws are rows of the whole batch's, and lines are found."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shrewjax._numerics.relations import Division, relations, shares_of
+from shrewjax._programs import jaxprs, lockstep
+from shrewjax._programs.lockstep import Value
+
+B = 6
+X = np.random.default_rng(0).normal(size=(B, 3)).astype("f")
+DIVISION = Division([np.arange(0, B, 2), np.arange(1, B, 2)], shares_of("mean", [1, 1]))
+
+
+def ran(function, *args, by_equation=True):
+    """Runs a function of the rows of X and of other arguments, which stay whole."""
+    each = [(X, *args), *((X[e], *args) for e in DIVISION.examples)]
+    programs = lockstep.trace(function, each)
+    values = [*map(Value, zip(*map(jax.tree.leaves, each), strict=True))]
+    return programs, lockstep.run(programs, values, DIVISION.rows, by_equation=by_equation)
+
+
+def lines(result):
+    def is_related(value):
+        return bool(relations(value[0].whole, value[0].parts, DIVISION, 1e-5))
+
+    found = lockstep.partings([result], is_related)
+    return [lockstep.line_of(x, __file__).split(": ", 1)[1] for (x,) in found]
+
+
+def scanned(x):
+    def step(c, row):
+        return jnp.tanh(c + row), c * row
+
+    c, rows = jax.lax.scan(jax.checkpoint(step), x[:, 0], x.T, reverse=True)
+    return jnp.sum(c) + jnp.mean(rows)
+
+
+def in_calls(x):
+    return jnp.where(x > 0, jax.jit(jnp.sin)(x), jax.nn.relu(x)).sum()
+
+
+def in_a_while(x):
+    return jax.lax.while_loop(lambda c: jnp.max(c) < 10, lambda c: c * 2, 1 + x**2)
+
+
+@pytest.mark.parametrize("by_equation", [True, False])
+@pytest.mark.parametrize("function", [scanned, jax.grad(scanned), in_calls, in_a_while])
+def test_values_are_those_of_the_function(function, by_equation):
+    _, value = ran(function, by_equation=by_equation)
+    for x, result in zip([X, *(X[e] for e in DIVISION.examples)], value.each, strict=True):
+        np.testing.assert_allclose(result, function(x), rtol=1e-4, atol=1e-6)
+
+
+def dropout(x, key):
+    return jnp.sum(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0), 1)
+
+
+def dropout_in_scanned_layers(x, key):
+    def layer(x, key):
+        return x + jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0), None
+
+    return jax.lax.scan(jax.checkpoint(layer), x, jax.random.split(key, 3))[0]
+
+
+def key_for_each_example(x, key):
+    return jax.vmap(lambda k, x: x + jax.random.gamma(k, 2.0))(jax.random.split(key, len(x)), x)
+
+
+@pytest.mark.parametrize("by_equation", [True, False])
+@pytest.mark.parametrize("function", [dropout, dropout_in_scanned_layers, key_for_each_example])
+def test_micro_batches_draw_their_rows_of_what_the_whole_batch_draws(function, by_equation):
+    for key in (jax.random.key(1), jax.random.PRNGKey(1)):
+        _, value = ran(function, key, by_equation=by_equation)
+        np.testing.assert_allclose(value.whole, function(X, key), rtol=1e-6)
+        for e, part in zip(DIVISION.examples, value.parts, strict=True):
+            np.testing.assert_allclose(part, value.whole[e], rtol=1e-6)
+
+
+def test_a_key_that_is_closed_over_draws_the_same_in_each_micro_batch():
+    key = jax.random.key(1)
+    _, value = ran(lambda x: dropout(x, key))
+    assert not any(np.array_equal(x, value.whole[e]) for e, x in zip(DIVISION.examples, value.parts, strict=True))
+
+
+def test_noise_without_an_axis_of_examples_is_the_same_in_all():
+    _, value = ran(lambda x, key: x @ jax.random.normal(key, (3,)), jax.random.key(0))
+    for e, part in zip(DIVISION.examples, value.parts, strict=True):
+        np.testing.assert_allclose(part, value.whole[e], rtol=1e-5)
+
+
+def test_the_line_that_mixes_examples_is_found_in_calls_scans_and_backward_passes():
+    @jax.jit
+    def layer(x, _):
+        x = x - jnp.mean(x, 0, keepdims=True)
+        return jnp.tanh(x), None
+
+    def loss(x):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, None, length=2)[0])
+
+    assert lines(ran(loss)[1]) == ["x = x - jnp.mean(x, 0, keepdims=True)"]
+    assert lines(ran(jax.grad(loss))[1])[:1] == ["x = x - jnp.mean(x, 0, keepdims=True)"]
+
+
+def test_a_constant_that_differs_leads_to_the_line_that_reads_it():
+    def loss(x):
+        return jnp.sum(x[:, 0] * np.arange(len(x), dtype="f"))
+
+    assert lines(ran(loss)[1]) == ['return jnp.sum(x[:, 0] * np.arange(len(x), dtype="f"))']
+
+
+def test_programs_that_differ_run_as_one_and_name_their_first_other_line():
+    def loss(x):
+        total = jnp.sum(x)
+        for row in x:
+            total = total + row[0]
+        return total
+
+    programs, value = ran(loss)
+    assert programs.differing is not None
+    assert lockstep.line_of(value, __file__).endswith(": total = total + row[0]")
+    np.testing.assert_allclose(value.whole, loss(X), rtol=1e-5)
+
+
+def test_programs_of_one_number_of_equations_that_are_wired_otherwise_differ():
+    def loss(x):
+        return jnp.sin(x) - jnp.cos(x) if len(x) == B else jnp.cos(jnp.sin(x)) - x
+
+    assert ran(loss)[0].differing is not None
+
+
+def test_a_print_does_not_run(capsys):
+    def loss(x):
+        jax.debug.print("printed {}", x[0, 0], ordered=True)
+        return jnp.sum(x)
+
+    for by_equation in (True, False):
+        ran(loss, by_equation=by_equation)
+    jax.effects_barrier()
+    assert capsys.readouterr().out == ""
+
+
+def test_micro_batches_of_one_shape_share_a_program():
+    programs, _ = ran(in_calls)
+    assert programs.jaxprs[1] is programs.jaxprs[2]
+
+
+def test_frames_are_those_of_this_jax():
+    """If JAX keeps no traceback, or another one, the check names no line."""
+    (equation,) = jax.make_jaxpr(lambda x: jnp.sin(x))(1.0).eqns
+    assert jaxprs.frames_of(equation)[-1].filename.endswith(".py")
+    ours = [frame for frame in jaxprs.frames_of(equation) if frame.filename == __file__]
+    assert "jax.make_jaxpr(lambda x: jnp.sin(x))" in ours[-1].line
+    backward = jax.make_jaxpr(jax.grad(lambda x: jnp.sin(x)))(1.0).eqns[-1]
+    assert any(frame.filename == __file__ for frame in jaxprs.frames_of(backward))
