@@ -48,8 +48,7 @@ def _any(flag: jax.Array) -> jax.Array:
 
 
 @_any.def_vmap
-def _any_of(_: int, is_mapped: list[bool], flags: jax.Array) -> tuple[jax.Array, bool]:
-    del is_mapped
+def _any_of(_: int, __: list[bool], flags: jax.Array) -> tuple[jax.Array, bool]:
     return _any(jnp.any(flags)), False
 
 
@@ -60,6 +59,5 @@ def _own(flag: jax.Array) -> jax.Array:
 
 
 @_own.def_vmap
-def _own_of(_: int, is_mapped: list[bool], flags: jax.Array) -> tuple[jax.Array, bool]:
-    del is_mapped
+def _own_of(_: int, __: list[bool], flags: jax.Array) -> tuple[jax.Array, bool]:
     return flags, True

@@ -35,7 +35,13 @@ from shrewjax._base.axes import newly_varying, varying_axes
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import partitioned_like, summed
 from shrewjax._base.states import require_own, with_own_buffers
-from shrewjax._base.trees import check_unchanged, leaf_name, parameter_arrays, require_no_rows
+from shrewjax._base.trees import (
+    check_unchanged,
+    leaf_name,
+    parameter_arrays,
+    require_no_rows,
+    require_structure,
+)
 from shrewjax._base.types import (
     AnyState,
     Argument,
@@ -76,9 +82,8 @@ class Step(NamedTuple):
         def run_in_place() -> Result:
             returned, new_state = run()
             _check_restored(new_state, self.state)
-            structures: list[Any] = [jax.tree.structure(x) for x in (new_state, self.state)]
-            if structures[0] == structures[1]:
-                new_state = jax.tree.map(_in_dtype_of, new_state, self.state)
+            require_structure(new_state, self.state, f"{what_changed}: the structure must stay")
+            new_state = jax.tree.map(_in_dtype_of, new_state, self.state)
             check_unchanged(new_state, self.state, what_changed)
             return returned, jax.tree.map(partitioned_like, new_state, self.state)
 

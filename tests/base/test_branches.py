@@ -49,8 +49,10 @@ def test_vmap_chooses_row_by_row_in_shard_map_also_between_arrays_that_are_the_s
     rises, limit = np.asarray([True, False] * 4), np.float32(3)
     x = np.arange(8, dtype="f")
 
-    def choose(flag, x):
-        return run_if(flag, lambda: x * limit + jnp.sum(jnp.full(2, limit)), lambda: x)
+    def choose(flag, x, limit):
+        return run_if(flag, lambda: x * limit + 2 * limit, lambda: x)
 
-    mapped = jax.shard_map(jax.vmap(choose), mesh=mesh_of(data=4), in_specs=P("data"), out_specs=P("data"))
-    np.testing.assert_array_equal(jax.jit(mapped)(rises, x), np.where(rises, 3 * x + 6, x))
+    rows = jax.vmap(choose, in_axes=(0, 0, None))
+    specs = P("data"), P("data"), P()
+    mapped = jax.shard_map(rows, mesh=mesh_of(data=4), in_specs=specs, out_specs=P("data"))
+    np.testing.assert_array_equal(jax.jit(mapped)(rises, x, limit), np.where(rises, 3 * x + 6, x))
