@@ -55,7 +55,8 @@ def _any_of(_: int, __: list[bool], flags: jax.Array) -> tuple[jax.Array, bool]:
 @custom_vmap
 def _own(flag: jax.Array) -> jax.Array:
     """Returns True. In `jax.vmap`, it is the flag."""
-    return jnp.ones_like(flag)
+    # In `shard_map`, `ones_like` would vary over devices as the flag does, and so would a replicated result.
+    return jnp.ones((), bool) if varying_axes(flag) else jnp.ones_like(flag)
 
 
 @_own.def_vmap

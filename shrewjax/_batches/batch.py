@@ -91,12 +91,11 @@ def batch_of_call(call: Call, axes: AxisNames, devices: int) -> Batch:
     # micro-batch (tests/batches/test_value_and_grad.py, "cross_the_network_once"), also those that `fun` takes itself
     # (tests/devices/test_sum_over.py, "inner_step").
     roles = call.roles
-    given = {at for name, places in roles.items() if name != "argnums" for at in places}
-    owned = {at: jax.tree.map(own, x) for at, x in enumerate(call.values) if at not in given}
-    own_params = {at: owned[at] for at in roles["argnums"]}
-    args = tuple(
-        x if at in roles["argnums"] else owned.get(at, x) for at, x in enumerate(call.values)
-    )
+    own_params = {
+        at: jax.tree.map(lambda x: as_varying(x, axes), call.values[at]) for at in roles["argnums"]
+    }
+    whole = {at: jax.tree.map(own, call.values[at]) for at in call.whole()}
+    args = tuple(whole.get(at, x) for at, x in enumerate(call.values))
     return Batch(args, roles, own_params, examples, call.parts, first_number, devices)
 
 

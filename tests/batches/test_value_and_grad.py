@@ -492,7 +492,7 @@ def test_examples_in_argnums_are_named_beside_the_error_of_the_loss():
 
     with pytest.raises(TypeError, match="incompatible shapes") as error:
         gradients((0, 1))
-    assert any(note.endswith("If one holds examples, leave it out of argnums") for note in error.value.__notes__)
+    assert any("leave them in argnums, and pass their indices" in note for note in error.value.__notes__)
     close(gradients((0,))[1][0], jax.grad(loss)(PARAMS["w"], X, Y), rtol=1e-5)
 
 

@@ -414,7 +414,7 @@ ERRORS = {
     "a constraint with a mesh": (lambda: placed_by(P("data"), is_named=True, data=8), PLACED),
     "a mesh, and a lookup": (
         lambda: placed_by(P(None, "model"), is_named=True, then=lambda x: x[jnp.arange(8)], data=4, model=2),
-        "must not place",
+        "must not index an array on the mesh that it closes over or places",
     ),
     "reshard": (
         lambda: traced(constrained(lambda x: jax.sharding.reshard(x, P("data"))), kind="Explicit"),
