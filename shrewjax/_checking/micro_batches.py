@@ -199,8 +199,8 @@ def _check_aux(aux_reduction: PyTree, case: Case) -> None:
     for at, (name, ((path, _), *value)) in enumerate(zip(names, leaves, strict=True), 1):
         related = case.related(tuple(value))
         # In the order in which they are proposed. A micro-batch's own, "last" or "stack", is right.
-        of_relations = {"result": "mean", "sum": "sum", "max": "max", "min": "min", "rows": "stack"}
-        fitting = [of for relation, of in of_relations.items() if relation in related]
+        names_of = {"result": "mean", "sum": "sum", "max": "max", "min": "min", "rows": "examples"}
+        fitting = [of for relation, of in names_of.items() if relation in related]
         if name not in (*fitting, "last", "stack"):
             quotient = "If it is a quotient, return both sums, each 'sum' in aux_reduction=. "
             why = f"Name it {fitting[0]!r} in aux_reduction=." if fitting else quotient

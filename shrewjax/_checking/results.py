@@ -10,10 +10,10 @@ import numpy as np
 from jax.tree_util import keystr
 
 from shrewjax._base.flax_names import is_overwritten
-from shrewjax._base.types import Function, Leaf, PyTree
+from shrewjax._base.types import Function, Leaf, Place, PyTree
 from shrewjax._batches.batch import batch_of_call
 from shrewjax._batches.roles import Roles, positional_names
-from shrewjax._batches.value_and_grad import Options
+from shrewjax._batches.value_and_grad import Options, of_loss
 from shrewjax._numerics.relations import Array, Division, numbers
 from shrewjax._programs import lockstep
 from shrewjax._programs.lockstep import Programs, Value
@@ -45,6 +45,8 @@ def batches_of(
     kwargs: dict[str, PyTree],
 ) -> Batches:
     """Returns the whole batch of one call, divided as `value_and_grad` does; or of one call for each micro-batch."""
+    remedy = "Return jnp.mean of it, or jnp.sum with reduction='sum'"
+    fun = of_loss(roles.fun, "fun", options.has_aux, remedy)
     count = options.micro_batches
     made = [roles.call(args, kwargs, count) for args in calls]
     call, parts = made[0], [[*x.values] for x in made]
@@ -52,7 +54,8 @@ def batches_of(
         batch = batch_of_call(call, (), 0)
         carried = list(batch.with_role("carry_argnum"))
         parts = [batch.arguments(i, carried) for i in range(count)]
-    in_batch, parameters = call.roles["batch_argnums"], positional_names(roles.fun)
+    in_batch = call.roles["batch_argnums"]
+    parameters: dict[Place, str] = dict(enumerate(positional_names(roles.fun)))
     if not in_batch:
         raise ValueError(
             "batch_argnums must name an argument that holds examples, got none. Pass the batch"
@@ -79,17 +82,15 @@ def batches_of(
         return of_places
 
     def loss(*args: PyTree) -> tuple[PyTree, PyTree]:
-        returned = of(roles.fun)(*args)
+        returned = of(fun)(*args)
         value, beside = returned if options.has_aux else (returned, ())
         return (value, *beside[:1]) if call.roles["carry_argnum"] else (value, beside)
 
     # Keys and carries are those of the whole batch.
     each = [[x[at] if at in in_batch else whole[at] for at in places] for x in (whole, *parts)]
-    name_of = [call.label(at) for at in range(len(whole))]
-    name_of[: len(parameters)] = parameters[: len(name_of)]
-    names = [
-        (role_of[at], name_of[at] + keystr(path)) for at in places for path, _ in call.leaves(at)
-    ]
+    labels = [parameters.get(x, call.label(at)) for at, x in enumerate(call.places)]
+    leaves = [(at, path) for at in places for path, _ in call.leaves(at)]
+    names = [(role_of[at], labels[at] + keystr(path)) for at, path in leaves]
     trained = tuple(map(places.index, call.roles["argnums"]))
     return Batches(loss, of, each, trained, names, examples)
 

@@ -16,6 +16,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, takewhile
 from typing import NamedTuple, TypeAlias
 
@@ -34,22 +35,21 @@ Rows: TypeAlias = Callable[[Leaf, Sequence[Leaf]], Iterator[Sequence[Leaf]]]
 """A function that yields the rows of micro-batches in a value of the whole batch. It also gets their own values."""
 
 
+Calls: TypeAlias = tuple[Equation, ...]
+"""The equations around another one, the outermost first."""
+
+
 @dataclass(frozen=True, eq=False)
 class Value:
     """A value of the whole batch and those of its micro-batches, and how they were made."""
 
     each: Sequence[Leaf]  # the first one is the whole batch's
     equation: Equation | None = None  # None: an argument or a constant
-    calls: tuple[Equation, ...] = ()  # the equations around it, the outermost first
+    calls: Calls = ()
     operands: Sequence["Value"] = ()
 
-    @property
-    def whole(self) -> Leaf:
-        return self.each[0]
-
-    @property
-    def parts(self) -> Sequence[Leaf]:
-        return self.each[1:]
+    whole = property(lambda self: self.each[0])
+    parts = property(lambda self: self.each[1:])
 
 
 class Programs(NamedTuple):
@@ -89,7 +89,7 @@ def run(programs: Programs, args: Sequence[Value], rows: Rows, *, by_equation: b
 def _called(
     functions: Sequence[Function],
     equation: Equation | None,
-    calls: tuple[Equation, ...],
+    calls: Calls,
     operands: Sequence[Value],
 ) -> list[Value]:
     """Returns the results of functions, one for the whole batch and one for each micro-batch."""
@@ -115,7 +115,7 @@ class _Run(NamedTuple):
     steps: dict[tuple[int, ...], list[_Step]]
 
     def program(
-        self, programs: Sequence[Jaxpr], args: Sequence[Value], calls: tuple[Equation, ...]
+        self, programs: Sequence[Jaxpr], args: Sequence[Value], calls: Calls
     ) -> list[Value]:
         insides = [*map(jaxprs.opened, programs)]
         consts = map(Value, zip(*map(jaxprs.constants_of, programs), strict=True))
@@ -123,8 +123,9 @@ class _Run(NamedTuple):
         known = dict(zip(names, [*consts, *args], strict=True))
 
         def read(atoms: Sequence[Atom]) -> Value:
-            is_variable = jaxprs.is_variable(atoms[0])
-            return known[atoms[0]] if is_variable else Value([*map(jaxprs.value_of_literal, atoms)])
+            if jaxprs.is_variable(atoms[0]):
+                return known[atoms[0]]
+            return Value([*map(jaxprs.value_of_literal, atoms)])
 
         key = (self.by_equation, *map(id, insides))
         if key not in self.steps:
@@ -134,9 +135,7 @@ class _Run(NamedTuple):
             known.update(zip(step.results, results, strict=True))
         return [*map(read, zip(*(x.outvars for x in insides), strict=True))]
 
-    def _results(
-        self, step: _Step, operands: Sequence[Value], calls: tuple[Equation, ...]
-    ) -> list[Value]:
+    def _results(self, step: _Step, operands: Sequence[Value], calls: Calls) -> list[Value]:
         if step.calls:
             return self.program(step.calls, operands, (*calls, step.equation))
         if step.scans:
@@ -148,40 +147,42 @@ class _Run(NamedTuple):
         keys = [x for x in value.operands if jaxprs.is_key(x.whole)]
         if not any(is_made_from(x, self.args) for x in keys):
             return value
-        return replace(
-            value, each=[value.whole, *next(self.rows(value.whole, value.parts), value.parts)]
-        )
+        rows = next(self.rows(value.whole, value.parts), value.parts)
+        return replace(value, each=[value.whole, *rows])
 
     def _turns(
         self,
         scans: Sequence[Scan],
         operands: Sequence[Value],
         equation: Equation,
-        calls: tuple[Equation, ...],
+        calls: Calls,
     ) -> list[Value]:
         scan, bodies = scans[0], [x.body for x in scans]
-        ends = scan.constants, scan.constants + scan.carries
-        constants, carry, stacks = operands[: ends[0]], operands[slice(*ends)], operands[ends[1] :]
-        rows: list[Sequence[Value]] = []
-        order = -1 if scan.options["reverse"] else 1
+        constants, others = operands[: scan.constants], operands[scan.constants :]
+        carry, stacks = others[: scan.carries], others[scan.carries :]
+        order, rows = -1 if scan.options["reverse"] else 1, []
         for t in range(scan.length)[::order]:
             slices = [Value([m[t] for m in x.each], equation, calls, [x]) for x in stacks]
-            results = self.program(bodies, [*constants, *carry, *slices], (*calls, equation))
-            carry, rows = results[: scan.carries], [*rows, results[scan.carries :]]
-        stack = lambda *xs: jnp.stack(xs)  # noqa: E731
-        columns = zip(*rows[::order], strict=True)
-        return [
-            *carry,
-            *(Value([*map(stack, *(x.each for x in c))], equation, calls, c) for c in columns),
-        ]
+            args = [*constants, *carry, *slices]
+            results = self.program(bodies, args, (*calls, equation))
+            carry = results[: scan.carries]
+            rows.append(results[scan.carries :])
+        columns = [*zip(*rows[::order], strict=True)]
+        stacked = [[jnp.stack(m) for m in zip(*(x.each for x in c), strict=True)] for c in columns]
+        values = zip(stacked, columns, strict=True)
+        return [*carry, *(Value(x, equation, calls, c) for x, c in values)]
 
 
 def _steps(insides: Sequence[Jaxpr], by_equation: bool) -> Iterator[_Step]:
     """Yields the steps of programs that differ in shapes alone. Equations without results, as prints, do not run."""
-    rows = [row for row in zip(*(x.eqns for x in insides), strict=True) if row[0].outvars]
-    for is_alone, group in groupby(rows, lambda row: by_equation or jaxprs.has_keys(row[0])):
-        together = [*group]
-        yield from (_one(insides, x) for x in together) if is_alone else [_many(insides, together)]
+    rows = zip(*(x.eqns for x in insides), strict=True)
+    of_results = (row for row in rows if row[0].outvars)
+    is_alone = lambda row: by_equation or jaxprs.has_keys(row[0])  # noqa: E731
+    for alone, group in groupby(of_results, is_alone):
+        if alone:
+            yield from map(partial(_one, insides), group)
+        else:
+            yield _many(insides, list(group))
 
 
 def _many(insides: Sequence[Jaxpr], rows: Sequence[Sequence[Equation]]) -> _Step:

@@ -149,7 +149,7 @@ def test_an_aux_of_another_name_is_an_error_that_names_one_that_fits():
         }
         return mean(w, x, y), aux
 
-    names = {"count": "sum", "least": "min", "rows": "stack", "accuracy": "last"}
+    names = {"count": "sum", "least": "min", "rows": "examples", "accuracy": "last"}
     check = lambda **other: check_micro_batches(loss, 2, has_aux=True, aux_reduction=names | other)  # noqa: E731
     check()(W, X, Y, MASK)
     for leaf, right in list(names.items())[:3]:
