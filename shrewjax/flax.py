@@ -484,7 +484,13 @@ def check_micro_batches(
     Args:
       fun: the loss function. It takes the model first.
       micro_batches: as in `shrewjax.check_micro_batches`.
-      wrt, has_aux, batch_argnums, weight_fn, aux_reduction, rng_argnums, reduction: as in `value_and_grad`.
+      wrt: as in `value_and_grad`.
+      has_aux: as in `value_and_grad`.
+      batch_argnums: as in `value_and_grad`.
+      weight_fn: as in `value_and_grad`.
+      aux_reduction: as in `value_and_grad`.
+      rng_argnums: as in `value_and_grad`.
+      reduction: as in `value_and_grad`.
       rtol: as in `shrewjax.check_micro_batches`.
 
     Returns:
