@@ -295,6 +295,8 @@ def main(argv: list[str] | None = None) -> None:
             )
         if args.resume:
             done, training = latest, restored(checkpoints, latest, training)
+            if jax.process_count() == 1:  # it reads the weights of all devices
+                shrewjax.check_window(training.opt_state, ACCUM_STEPS)
             log(
                 f"resumed after {done} micro-steps, {int(training.opt_state.micro_step)} of them in an open window"
             )
