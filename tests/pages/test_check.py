@@ -29,22 +29,22 @@ def mistaken(names, name):
     """A step with one of the mistakes of a loop, in the place of the page's."""
     loss_fn = names["loss_fn"]
 
-    def mean_weights(params, state, tx, x, y, mask, flush=False):
+    def mean_weights(params, state, tx, x, y, mask):
         grads = jax.grad(loss_fn)(params, x, y, mask)
-        return shrewjax.apply_gradients(tx, grads, state, params, flush=flush)
+        return shrewjax.apply_gradients(tx, grads, state, params)
 
-    def length(params, state, tx, x, y, mask, flush=False):
+    def length(params, state, tx, x, y, mask):
         grads = jax.grad(loss_fn)(params, x, y, mask)
-        return shrewjax.apply_gradients(tx, grads, state, params, weight=len(x), flush=flush)
+        return shrewjax.apply_gradients(tx, grads, state, params, weight=len(x))
 
-    def divided(params, state, tx, x, y, mask, flush=False):
-        grads = jax.grad(lambda *args: loss_fn(*args) / (1 if flush else 3))(params, x, y, mask)
-        return shrewjax.apply_gradients(tx, grads, state, params, weight=jnp.sum(mask), flush=flush)
+    def divided(params, state, tx, x, y, mask):
+        grads = jax.grad(lambda *args: loss_fn(*args) / 3)(params, x, y, mask)
+        return shrewjax.apply_gradients(tx, grads, state, params, weight=jnp.sum(mask))
 
-    def clipped_first(params, state, tx, x, y, mask, flush=False):
+    def clipped_first(params, state, tx, x, y, mask):
         grads = jax.grad(loss_fn)(params, x, y, mask)
         grads, _ = optax.clip_by_global_norm(0.5).update(grads, optax.EmptyState())
-        return shrewjax.apply_gradients(tx, grads, state, params, weight=jnp.sum(mask), flush=flush)
+        return shrewjax.apply_gradients(tx, grads, state, params, weight=jnp.sum(mask))
 
     return {f.__name__: f for f in (mean_weights, length, divided, clipped_first)}[name]
 
