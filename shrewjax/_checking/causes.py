@@ -201,6 +201,14 @@ def _denominators(parting: Parting) -> Cause:
     )
 
 
+def _statistic(parting: Parting) -> Cause:
+    keep = f"{_TWO_PASSES}. Or keep it, if each micro-batch may have its own, as in batch norm"
+    return bool(parting.rows and parting.statistics) and (
+        f"This line gives each example a statistic of its micro-batch{parting.has(':')}. "
+        f"{keep if parting.is_trained else _BEFORE}."
+    )
+
+
 def _scaled(parting: Parting) -> Cause:
     case = parting.case
     loss, _ = case.wrong[0].errors(case.division, case.rtol)
@@ -212,14 +220,6 @@ def _scaled(parting: Parting) -> Cause:
     )
     return {"scaled"} in parting.found and (
         f"This line reads derivatives of a mean, which are larger in a micro-batch. {where}"
-    )
-
-
-def _statistic(parting: Parting) -> Cause:
-    keep = f"{_TWO_PASSES}. Or keep it, if each micro-batch may have its own, as in batch norm"
-    return bool(parting.rows and parting.statistics) and (
-        f"This line gives each example a statistic of its micro-batch{parting.has(':')}. "
-        f"{keep if parting.is_trained else _BEFORE}."
     )
 
 
@@ -269,6 +269,6 @@ def _numbering(_: Parting) -> Cause:
 
 # The surest first.
 _CAUSES = (
-    *(_count, _key, _term, _divisor, _denominators, _scaled),
-    *(_statistic, _lookup, _loop, _comparison, _function, _numbering),
+    *(_count, _key, _term, _divisor, _denominators, _statistic),
+    *(_scaled, _lookup, _loop, _comparison, _function, _numbering),
 )

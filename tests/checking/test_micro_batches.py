@@ -203,6 +203,16 @@ def test_a_difference_in_the_backward_pass_alone_is_found():
     assert "the backward pass differs" in message
 
 
+def test_a_statistic_that_the_loss_hides_and_the_gradient_shows_is_named_where_it_is_made():
+    def surrogate(w, x, y):
+        advantage = y - jnp.mean(y)
+        z = x @ w
+        return jnp.mean(advantage * (z - jax.lax.stop_gradient(z)))
+
+    message = message_of(check_micro_batches(surrogate, K), W, X, Y)
+    assert "advantage = y - jnp.mean(y)\n    This line gives each example a statistic of its micro-batch" in message
+
+
 def test_programs_that_differ_are_named():
     def loss(w, x, y):
         if len(x) > 2:
