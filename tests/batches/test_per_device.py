@@ -424,7 +424,7 @@ def test_closures_on_an_explicit_mesh_are_an_error_of_per_device_and_others_are_
     np.testing.assert_allclose(on_eight(using, X, make()), rows, rtol=1e-4)
     with jax.set_mesh(mesh_of("Explicit", data=DEVICES)):
         with pytest.raises(
-            ValueError, match=r"^in per_device, fun must not .* that it closes over, and on an Explicit mesh"
+            ValueError, match=r"^in per_device, fun must not .* that it closes over or places, and on an Explicit mesh"
         ):
             jax.jit(using)(X, make())
         found = quick_jit(lambda x: using(x, np.ones(WIDTH, "f")))(X)
