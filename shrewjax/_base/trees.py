@@ -52,8 +52,20 @@ def _may_repeat(x: PyTree) -> bool:
     return getattr(x, "unique_indices", None) is False
 
 
+def _is_sparse(x: PyTree) -> bool:
+    return hasattr(x, "todense")
+
+
 def gradient_arrays(grads: PyTree) -> PyTree:
-    """Returns the tree of gradients with its leaves as arrays, which may still have to be summed over devices."""
+    """Returns the tree of gradients with its leaves as arrays, which may still have to be summed over devices.
+
+    Raises for a sparse array, because a sum of two has the indices of neither.
+    """
+    for path, x in jax.tree.leaves_with_path(grads, is_leaf=_is_sparse):
+        if _is_sparse(x):
+            raise ValueError(
+                f"gradient leaf {leaf_name(path)} must be dense, got {type(x).__name__}. Call its todense()"
+            )
     return jax.tree.map_with_path(_as_gradient, grads)
 
 

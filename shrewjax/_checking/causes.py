@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
     def share(self) -> str:
         if self.weights:
-            return "w / W, where w is the micro-batch's weight, and W that of the whole batch"
+            return "w / W, where w is the micro-batch's weight, and W the sum of all weights"
         return "len(x) / B, where x is the micro-batch, and B the number of examples in the whole batch"
 
 
@@ -106,8 +106,13 @@ def option(case: Case) -> str | None:
     return None
 
 
-def lines(case: Case, programs: Programs, pick: Callable[[PyTree], Value]) -> str:
-    """Returns the lines where a result parts from that of the whole batch, and the remedies.
+def lines(
+    case: Case,
+    programs: Programs,
+    pick: Callable[[PyTree], Value],
+    remedy: str | None = None,
+) -> str:
+    """Returns the lines where a result parts from that of the whole batch, and the remedies, or the given one.
 
     `pick` returns the result from those of the programs.
     """
@@ -128,7 +133,8 @@ def lines(case: Case, programs: Programs, pick: Callable[[PyTree], Value]) -> st
         told = [(rank, text) for rank, cause in enumerate(_CAUSES) if (text := cause(parting))]
         causes[line] = min(*told[:1], causes.get(line, told[0]))
     best = min(rank for rank, _ in causes.values())
-    shown = [f"\n  {line}\n    {text}" for line, (rank, text) in causes.items() if rank == best]
+    found = [(line, remedy or text) for line, (rank, text) in causes.items() if rank == best]
+    shown = [f"\n  {line}\n    {text}" for line, text in found]
     return "They part here:" + "".join(shown[:3])
 
 
@@ -186,18 +192,30 @@ def _divisor(parting: Parting) -> Cause:
     number = [_both(x) for x in divisors if np.ndim(x.whole) == 0] or [
         " a number of the micro-batch"
     ]
+    # A mean needs no share, nor does a sum that the call adds up. What is divided decides, and for rows the divisor.
+    found = parting.found[-1 if parting.rows else 0]
+    is_shared = "sum" in found and "result" not in found
+    share = f" times {parting.case.share()}" if is_shared else ""
     return bool(is_quotient and not parting.depend_on_params(divisors)) and (
         f"This line divides by{number[0]}. Compute this number for the whole batch before the call, and "
-        f"divide by it times {parting.case.share()}."
+        f"divide by it{share}."
     )
 
 
 def _denominators(parting: Parting) -> Cause:
     is_sum = len(parting.statistics) == 2 and parting.is_result_of(np.add, np.subtract)
-    first, second = (" or ".join(sorted(x)) for x in parting.found[:2]) if is_sum else ("", "")
+    named = [" or ".join(sorted({*x} - {"result"})) or "weighted mean" for x in parting.found]
+    first, second = named if is_sum else ("", "")
     return is_sum and (
         f"This line adds up terms of different denominators: the whole batch has the {first} of one, and the {second} "
         "of the other. Divide both by the same number."
+    )
+
+
+def _constant(parting: Parting) -> Cause:
+    return not all(parting.found) and (
+        "This line takes other numbers in each micro-batch, which come from no argument. Pass them as an argument that "
+        "holds examples."
     )
 
 
@@ -269,6 +287,6 @@ def _numbering(_: Parting) -> Cause:
 
 # The surest first.
 _CAUSES = (
-    *(_count, _key, _term, _divisor, _denominators, _statistic),
+    *(_count, _key, _term, _divisor, _denominators, _constant, _statistic),
     *(_scaled, _lookup, _loop, _comparison, _function, _numbering),
 )

@@ -130,7 +130,14 @@ def calls_of(
     micro_batches: int | Sequence[tuple[PyTree, ...]], args: tuple[PyTree, ...]
 ) -> list[tuple[PyTree, ...]]:
     """Returns the arguments by position of a call with the whole batch, or of one with each micro-batch."""
-    return [args] if isinstance(micro_batches, int) else [(*args, *x) for x in micro_batches]
+    if not isinstance(micro_batches, list | tuple):
+        return [args]
+    if not all(isinstance(x, tuple) for x in micro_batches) or len({*map(len, micro_batches)}) != 1:
+        raise ValueError(
+            "micro_batches must be a number, or a list of tuples of one length, got "
+            f"{trees.shown(micro_batches)}. Let each tuple hold the arguments of a micro-batch that have examples"
+        )
+    return [(*args, *x) for x in micro_batches]
 
 
 def check_call(fun: Function, options: Options, batches: Batches, rtol: float | None) -> None:
@@ -144,7 +151,9 @@ def check_call(fun: Function, options: Options, batches: Batches, rtol: float | 
     # 2.
     of_batch = jax.value_and_grad(batches.loss, batches.trained, has_aux=True)
     programs = lockstep.trace(of_batch, batches.each)
-    rtol = rtol or tolerance(jaxprs.dtypes_in(programs.jaxprs[0]))
+    if rtol is None:
+        rtol = tolerance(jaxprs.dtypes_in(programs.jaxprs[0]))
+    rtol = float(arguments.real("rtol", rtol, at_least=0))
     given, near = (results_at(batches, programs, division, x) for x in (lambda x: x, moved))
     if not given.is_finite():
         raise ValueError(
@@ -169,7 +178,7 @@ def _weights(options: Options, batches: Batches) -> list[float] | None:
     if options.weight_fn is None:
         return None
     weigh = batches.of(options.weight_fn)
-    weights = [float(weigh(*args)) for args in batches.each[1:]]
+    weights = [float(arguments.weight(weigh(*args), {()})) for args in batches.each[1:]]
     if not all(map(arguments.is_weight, weights)) or not any(weights):
         raise ValueError(
             f"weight_fn must return {arguments.RANGE_OF_WEIGHTS}, and not 0 for all micro-batches, got "
@@ -194,10 +203,10 @@ def _message(case: Case, programs: Programs) -> str:
     )
 
 
-def _lines_of_loss(case: Case, at: int) -> str:
+def _lines_of_loss(case: Case, at: int, remedy: str | None = None) -> str:
     """Returns the lines where a leaf of the pair of loss and aux parts."""
     programs = lockstep.trace(case.batches.loss, case.batches.each)
-    return lines(case, programs, lambda tree: jax.tree.leaves(tree)[at])
+    return lines(case, programs, lambda tree: jax.tree.leaves(tree)[at], remedy)
 
 
 def _check_aux(aux_reduction: PyTree, case: Case) -> None:
@@ -210,10 +219,13 @@ def _check_aux(aux_reduction: PyTree, case: Case) -> None:
         names_of = {"result": "mean", "sum": "sum", "max": "max", "min": "min", "rows": "examples"}
         fitting = [of for relation, of in names_of.items() if relation in related]
         if name not in (*fitting, "last", "stack"):
-            quotient = "If it is a quotient, return both sums, each 'sum' in aux_reduction=. "
-            why = f"Name it {fitting[0]!r} in aux_reduction=." if fitting else quotient
+            remedy = "Return what this line takes, each with its name in aux_reduction=, and compute it after the call."
+            why = (
+                f"Name it {fitting[0]!r} in aux_reduction=."
+                if fitting
+                else _lines_of_loss(case, at, remedy)
+            )
             raise AssertionError(
                 f"leaf {trees.leaf_name(path)} of the aux has another {name!r} in {len(case.batches.examples)} "
                 f"micro-batches than in the whole batch. {why}"
-                f"{'' if fitting else _lines_of_loss(case, at)}"
             )

@@ -17,6 +17,7 @@ from shrewjax._base import arguments, trees
 from shrewjax._base.axes import require_replicated
 from shrewjax._base.mesh import on_mesh_of
 from shrewjax._base.states import described, fields, increment_if, require_made_with
+from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import AnyState, Axes, AxisName, Leaf, Metrics, Number, PyTree, Scalar
 from shrewjax._clipping.global_norm import global_norm
 from shrewjax._clipping.units import find_units, stacked_layers
@@ -169,7 +170,9 @@ def skip_nonfinite(
                 counts = list(increment_if(~each, jnp.stack(counts)))
             nonfinite_leaves = units.with_leaves(nonfinite_leaves, counts)
         else:
-            finite = all_finite(trees.floating(step.make_gradients()), axes)
+            # Also of sparse arrays with repeated indices, which `trees.floating` refuses.
+            arrays = jax.tree.map_with_path(trees.array_leaf, step.make_gradients())
+            finite = all_finite([x for x in jax.tree.leaves(arrays) if is_gradient(x)], axes)
         consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
         limit_reached = _reaches(consecutive, limit)
         applied = finite | limit_reached if is_repairing else finite
