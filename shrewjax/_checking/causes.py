@@ -188,7 +188,8 @@ def _term(parting: Parting) -> Cause:
 
 def _divisor(parting: Parting) -> Cause:
     divisors = [x for x in parting.operands[-1:] if x in parting.statistics]
-    is_quotient = parting.is_result_of(np.divide) and divisors
+    if not (divisors and parting.is_result_of(np.divide)) or parting.depend_on_params(divisors):
+        return False
     number = [_both(x) for x in divisors if np.ndim(x.whole) == 0] or [
         " a number of the micro-batch"
     ]
@@ -196,9 +197,9 @@ def _divisor(parting: Parting) -> Cause:
     found = parting.found[-1 if parting.rows else 0]
     is_shared = "sum" in found and "result" not in found
     share = f" times {parting.case.share()}" if is_shared else ""
-    return bool(is_quotient and not parting.depend_on_params(divisors)) and (
-        f"This line divides by{number[0]}. Compute this number for the whole batch before the call, and "
-        f"divide by it{share}."
+    return (
+        f"This line divides by{number[0]}. Compute this number for the whole batch before the call, and divide by "
+        f"it{share}."
     )
 
 

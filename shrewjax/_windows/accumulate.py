@@ -523,8 +523,10 @@ def _require_taken(
         if not takes_any and "value_fn" not in extra_args:  # to which a line search hands any
             # 0.62 finds `weight` in `sample_weight`, and not `value` in `scale`.
             near = difflib.get_close_matches(name.lower(), taken | names, n=1, cutoff=0.62)
-            remedy = f"Pass {near[0]}=. Or leave it out" if near else "Leave it out"
-            raise ValueError(f"no transformation in tx takes {name}=. {remedy}")
+            remedy = " or ".join(f"{x}=" for x in near or sorted(taken))
+            raise ValueError(
+                f"no transformation in tx takes {name}=. Pass {remedy}. Or leave it out"
+            )
 
 
 def flush(

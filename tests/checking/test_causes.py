@@ -314,3 +314,66 @@ def test_micro_batches_of_several_sizes_need_the_number_of_examples():
     ):
         shrewjax.check_micro_batches(of_mean, batches)(W)
     shrewjax.check_micro_batches(of_mean, batches, weight_fn=lambda w, x, y: len(x))(W)
+
+
+SIZE = 16
+INPUTS, GOALS = np.random.default_rng(5).normal(size=(SIZE, 3)).astype("f"), np.arange(SIZE, dtype="f") / SIZE
+PRIORITIES = np.random.default_rng(6).uniform(size=SIZE).astype("f")
+
+
+def square_error(p, x, y):
+    return (x @ p - y) ** 2
+
+
+def second_term(p, x):
+    return 0.1 * (x @ p)
+
+
+# The loss of a divisor, the divisor of the batch, and the reduction.
+DIVIDED = {
+    "each by the largest": (lambda p, x, y, w, d: jnp.mean(square_error(p, x, y) * w / d), np.max, "mean"),
+    "a mean by the largest": (lambda p, x, y, w, d: jnp.mean(square_error(p, x, y)) / d, np.max, "mean"),
+    "each by the mean": (
+        lambda p, x, y, w, d: jnp.mean(square_error(p, x, y) * (w / d)) + jnp.mean(second_term(p, x)), np.mean, "mean",
+    ),
+    "a sum by the sum": (
+        lambda p, x, y, w, d: jnp.sum(square_error(p, x, y) * w) / d + jnp.mean(second_term(p, x)), np.sum, "mean",
+    ),
+    "a mean by the sum": (
+        lambda p, x, y, w, d: jnp.mean(square_error(p, x, y) * w) / d + jnp.mean(second_term(p, x)), np.sum, "mean",
+    ),
+    "a sum by the sum, of a sum": (
+        lambda p, x, y, w, d: jnp.sum(square_error(p, x, y) * w) / d + jnp.sum(second_term(p, x)), np.sum, "sum",
+    ),
+    "each by the largest, in a sum": (lambda p, x, y, w, d: jnp.sum(square_error(p, x, y) * w / d), np.max, "sum"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_the_remedy_of_a_divisor_gives_the_gradient_of_the_whole_batch(name):
+    """The message says whether a share stands beside the divisor. The test writes what it says."""
+    loss, divisor, reduction = DIVIDED[name]
+    of_jax = {np.max: jnp.max, np.mean: jnp.mean, np.sum: jnp.sum}[divisor]
+    params, d = jnp.ones(3), divisor(PRIORITIES)
+
+    def mistaken(p, x, y, w):
+        return loss(p, x, y, w, of_jax(w))
+
+    with pytest.raises(AssertionError, match="This line divides by") as error:
+        shrewjax.check_micro_batches(mistaken, 4, reduction=reduction)(params, INPUTS, GOALS, PRIORITIES)
+    has_share = "times len(x) / B" in str(error.value)
+
+    def mended(p, x, y, w):
+        return loss(p, x, y, w, d * len(x) / SIZE if has_share else d)
+
+    step = jax.jit(shrewjax.value_and_grad(mended, 4, reduction=reduction))
+    expected = jax.grad(lambda p: loss(p, INPUTS, GOALS, PRIORITIES, d))(params)
+    np.testing.assert_allclose(step(params, INPUTS, GOALS, PRIORITIES)[1], expected, rtol=1e-5)
+
+
+def test_a_constant_of_the_micro_batch_is_named():
+    def loss(p, x):
+        return jnp.mean((x @ p - GOALS[: len(x)]) ** 2)
+
+    with pytest.raises(AssertionError, match=r"come from no argument. Pass them as an argument that holds examples"):
+        shrewjax.check_micro_batches(loss, 4)(jnp.ones(3), INPUTS)

@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.experimental.sparse
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -105,3 +106,15 @@ def test_policies_see_bad_values_in_every_dtype_and_no_overflow_of_finite_ones(d
     ):
         _, state = run_compiled(tx, [(grads, {})], params)[-1]
         assert int(state.dropped) == dropped, case
+
+
+def test_a_sparse_gradient_has_no_window_and_a_guard_takes_it():
+    """A sum of two would have the indices of neither. Whether all is finite does not depend on repeated indices."""
+    params = {"w": jnp.zeros(4)}
+    grads = {"w": jax.experimental.sparse.BCOO((jnp.array([1.0, jnp.nan]), jnp.array([[0], [0]])), shape=(4,))}
+    tx = shrewjax.accumulate(optax.sgd(1.0), 2)
+    with pytest.raises(ValueError, match=r"gradient leaf \['w'\] must be dense, got BCOO. Call its todense\(\)"):
+        tx.update(grads, tx.init(params), params)
+    guard = shrewjax.skip_nonfinite(optax.identity())
+    _, state = guard.update(grads, guard.init(params))
+    assert int(state.skipped) == 1
