@@ -75,13 +75,13 @@ def micro_batched(
     =============================================  =============================================================
     floating or complex arrays of other arguments  the derivative, with the conventions and dtypes of JAX
     an argument that holds examples                an error
-    an array that `fun` or `weight_fn` closes over  the derivative, as by an argument; an error on an Explicit mesh and
+    an array that the functions close over         the derivative, as by an argument; an error on an Explicit mesh and
                                                    inside `shard_map` with tracked types, each with `sum_over`
     =============================================  =============================================================
 
-    =============================================== ===========================================================
+    ===============================================  ===========================================================
     condition                                        result
-    =============================================== ===========================================================
+    ===============================================  ===========================================================
     the derivative of the aux is used                it is NaN; `has_aux=True` of JAX does not use it
     `fun` returns no scalar                          an error
     `jax.jvp`, with a `lax.while_loop` in `fun`      an error of JAX about reverse mode, in which gradients are computed
@@ -90,10 +90,10 @@ def micro_batched(
                                                      gradients underflow as without it; put the scale into `fun`
     a `clip_cotangent` in `fun`                      it sees the cotangents of `fun` alone, as without a product
     `weight_fn` depends on what is differentiated    an error, except with `reduction="sum"`; a mask does not
-    a value with `nonfinite="drop_micro_batch"`       it runs the backward pass by all floating arrays of `fun`'s
+    a value with `nonfinite="drop_micro_batch"`      it runs the backward pass by all floating arrays of `fun`'s
                                                      arguments, so that value and derivatives drop the same; arrays
                                                      that `fun` closes over count in derivatives by them alone
-    =============================================== ===========================================================
+    ===============================================  ===========================================================
 
     Args:
       fun: the loss function, which returns a scalar. Arguments are trees of anything. Arrays in them are operands, and

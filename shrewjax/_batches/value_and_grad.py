@@ -136,7 +136,7 @@ def value_and_grad(
     a micro-batch of weight 0                       adds nothing to value, gradients and aux, even if its loss or its
                                                     gradients are NaN; the carry stays unchanged
     a non-finite one, `nonfinite="propagate"`       it is added, so the results are non-finite
-    a non-finite one, `"drop_micro_batch"`           it gets weight 0
+    a non-finite one, `"drop_micro_batch"`          it gets weight 0
     every micro-batch has weight 0 or is dropped    the gradients are zeros, the value and every `"mean"` are NaN;
                                                     with `reduction="sum"`, the value is 0
     an array's weight, or a sum, out of range       value, gradients and every `"mean"` are NaN; a `"sum"` is

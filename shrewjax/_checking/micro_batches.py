@@ -219,7 +219,10 @@ def _check_aux(aux_reduction: PyTree, case: Case) -> None:
         names_of = {"result": "mean", "sum": "sum", "max": "max", "min": "min", "rows": "examples"}
         fitting = [of for relation, of in names_of.items() if relation in related]
         if name not in (*fitting, "last", "stack"):
-            remedy = "Return what this line takes, each with its name in aux_reduction=, and compute it after the call."
+            remedy = (
+                "Return what this line takes, such as sums (each 'sum' in aux_reduction=), and compute it after the "
+                "call."
+            )
             why = (
                 f"Name it {fitting[0]!r} in aux_reduction=."
                 if fitting

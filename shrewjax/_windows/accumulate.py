@@ -122,7 +122,7 @@ def accumulate(
 
     ====================  ======================================================================================
     `"propagate"`         it is added, so the average is non-finite; the next window is clean
-    `"drop_micro_batch"`   it gets weight 0; the window closes on schedule, with the average of the others
+    `"drop_micro_batch"`  it gets weight 0; the window closes on schedule, with the average of the others
     `"drop_window"`       the whole window is discarded: zero updates, inner does not run
     `"extend_window"`     it is ignored and does not count towards `accum_steps`
     ====================  ======================================================================================
