@@ -1,19 +1,20 @@
 """States: named tuples of arrays, the few helpers that several share, and `metrics`, which finds what they measured.
 
-`described` turns the description beside each field into the docstring that `help` shows. A state that measured
+`described` gives each field its description from the class's docstring, so that `help` shows it. A state that measured
 something returns its scalars from a method `metrics`.
 
 A state does not hold the arguments of its transformation, and `from_optax` needs some of them. So an `init` can `note`
 them for a caller that asks by `init_with_notes`.
 """
 
+import inspect
 import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,11 @@ from shrewjax._base.types import AnyState, Argument, Flag, KeyPath, Leaf, Metric
 
 
 def described(state: type[State]) -> type[State]:
-    """Decorates a state class: moves each field's `Annotated` description into the field's docstring."""
-    for name, hint in get_type_hints(state, include_extras=True).items():
-        (getattr(state, name).__doc__,) = hint.__metadata__
-    state.__annotations__ = state.__new__.__annotations__ = get_type_hints(state)
+    """Decorates a state class: copies what its docstring says of each attribute into the field's docstring."""
+    for name, text in re.findall(
+        r"^  (\w+): (.*(?:\n    .*)*)", inspect.getdoc(state) or "", re.MULTILINE
+    ):
+        getattr(state, name).__doc__ = " ".join(text.split())
     return state
 
 

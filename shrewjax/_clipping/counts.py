@@ -1,7 +1,6 @@
 """Counts of the updates that a rule for norms has seen and clipped, which its state keeps in two fields."""
 
 from functools import partial
-from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +8,6 @@ import optax
 
 from shrewjax._base.states import increment_if
 from shrewjax._base.types import AnyState, Metrics
-
-Calls = Annotated[jax.Array, "int32 (): number of updates"]
-Clipped = Annotated[
-    jax.Array, "int32 (): number of updates in which a finite norm was above its threshold"
-]
 
 
 def new_counts() -> Metrics:

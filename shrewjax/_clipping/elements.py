@@ -2,7 +2,7 @@
 
 import math
 from fractions import Fraction
-from typing import Annotated, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -271,12 +271,15 @@ def clip_grad_percentile(
 
 @described
 class ClipByPercentileState(NamedTuple):
-    """Measurements of the last update."""
+    """Measurements of the last update.
 
-    bound: Annotated[
-        PyTree, "float32 (): the percentile of the magnitudes; for scope 'leaf' a tree of them"
-    ]
-    clipped_fraction: Annotated[jax.Array, "float32 (): clipped elements / elements"]
+    Attributes:
+      bound: float32 (): the percentile of the magnitudes; for scope 'leaf' a tree of them
+      clipped_fraction: float32 (): clipped elements / elements
+    """
+
+    bound: PyTree
+    clipped_fraction: jax.Array
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""

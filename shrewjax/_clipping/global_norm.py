@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import optax
 from shrewjax._base import arguments, trees
 from shrewjax._base.states import described, fields, require_made_with, require_own
 from shrewjax._base.types import Argument, Axes, AxisName, DType, Metrics, Number, PyTree, Tree
-from shrewjax._clipping.counts import Calls, Clipped, counted, metrics_of_counts, new_counts
+from shrewjax._clipping.counts import counted, metrics_of_counts, new_counts
 from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -123,18 +123,22 @@ def clip_grad_norm(
 
 @described
 class ClipByGlobalNormState(NamedTuple):
-    """Measurements of the last update, in float64 where a parameter is, and counts."""
+    """Measurements of the last update, in float64 where a parameter is, and counts.
 
-    grad_norm: Annotated[jax.Array, "float32 (): the norm before clipping"]
-    clip_scale: Annotated[
-        jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
-    ]
-    calls: Calls
-    clipped: Clipped
-    leaf_norms: Annotated[
-        PyTree,
-        "with per_leaf=True, a tree like the parameters of norms before clipping, float32 (); otherwise ()",
-    ] = ()
+    Attributes:
+      grad_norm: float32 (): the norm before clipping
+      clip_scale: float32 (): the number that multiplied the gradients; 1 if not clipped
+      calls: int32 (): number of updates
+      clipped: int32 (): number of updates in which a finite norm was above its threshold
+      leaf_norms: with per_leaf=True, a tree like the parameters of norms before clipping, float32 ();
+        otherwise ()
+    """
+
+    grad_norm: jax.Array
+    clip_scale: jax.Array
+    calls: jax.Array
+    clipped: jax.Array
+    leaf_norms: PyTree = ()
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
@@ -308,18 +312,22 @@ class ClipByNormPercentileState(NamedTuple):
     """The history of norms, measurements of the last update, and counts. Its fields are a file format.
 
     The norm and the scale are float64 where a parameter is.
+
+    Attributes:
+      history: the last finite norms, before clipping
+      threshold: float32 (): the threshold of the last norm; inf while the history is empty
+      grad_norm: float32 (): the last norm before clipping
+      clip_scale: float32 (): the number that multiplied the gradients; 1 if not clipped
+      calls: int32 (): number of updates
+      clipped: int32 (): number of updates in which a finite norm was above its threshold
     """
 
-    history: Annotated[histories.HistoryState, "the last finite norms, before clipping"]
-    threshold: Annotated[
-        jax.Array, "float32 (): the threshold of the last norm; inf while the history is empty"
-    ]
-    grad_norm: Annotated[jax.Array, "float32 (): the last norm before clipping"]
-    clip_scale: Annotated[
-        jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
-    ]
-    calls: Calls
-    clipped: Clipped
+    history: histories.HistoryState
+    threshold: jax.Array
+    grad_norm: jax.Array
+    clip_scale: jax.Array
+    calls: jax.Array
+    clipped: jax.Array
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
@@ -423,20 +431,26 @@ class ClipByNormZscoreState(NamedTuple):
     """The moments of the norms, measurements of the last update, and counts. Its fields are a file format.
 
     The norm and the scale are float64 where a parameter is.
+
+    Attributes:
+      recorded: int32 (): number of norms recorded so far
+      mean: float32 (): the mean of the norms, each clipped by its own z-score
+      std: float32 (): the standard deviation of the same norms
+      threshold: float32 (): the last norm's threshold; if it was no spike, the least spike
+      grad_norm: float32 (): the last norm before clipping
+      clip_scale: float32 (): the number that multiplied the gradients; 1 if not clipped
+      calls: int32 (): number of updates
+      clipped: int32 (): number of updates in which a finite norm was above its threshold
     """
 
-    recorded: Annotated[jax.Array, "int32 (): number of norms recorded so far"]
-    mean: Annotated[jax.Array, "float32 (): the mean of the norms, each clipped by its own z-score"]
-    std: Annotated[jax.Array, "float32 (): the standard deviation of the same norms"]
-    threshold: Annotated[
-        jax.Array, "float32 (): the last norm's threshold; if it was no spike, the least spike"
-    ]
-    grad_norm: Annotated[jax.Array, "float32 (): the last norm before clipping"]
-    clip_scale: Annotated[
-        jax.Array, "float32 (): the number that multiplied the gradients; 1 if not clipped"
-    ]
-    calls: Calls
-    clipped: Clipped
+    recorded: jax.Array
+    mean: jax.Array
+    std: jax.Array
+    threshold: jax.Array
+    grad_norm: jax.Array
+    clip_scale: jax.Array
+    calls: jax.Array
+    clipped: jax.Array
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""

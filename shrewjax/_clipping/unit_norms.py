@@ -4,7 +4,7 @@ A unit is a leaf, a layer of a leaf that stacks layers, or a row or column of a 
 """
 
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from shrewjax._base.axes import UnitDims, are_own, whole_shape
 from shrewjax._base.mesh import partitioned_like, placed_like
 from shrewjax._base.states import described, fields, largest, require_own
 from shrewjax._base.types import Argument, KeyPath, Leaf, Metrics, Number, PyTree, Scalar
-from shrewjax._clipping.counts import Calls, Clipped, counted, metrics_of_counts, new_counts
+from shrewjax._clipping.counts import counted, metrics_of_counts, new_counts
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -28,17 +28,18 @@ class ClipByLeafNormState(NamedTuple):
     """Measurements of the last update for each leaf, trees like the parameters, and counts.
 
     Norms and scales are float64 where a parameter is.
+
+    Attributes:
+      grad_norm: float32 (sizes of a leaf's batch axes): norms before clipping; 0 for leaves without one
+      clip_scale: float32, same shape: the numbers that multiplied the gradients; 1 if not clipped
+      calls: int32 (): number of updates
+      clipped: int32 (): number of updates in which a finite norm was above its threshold
     """
 
-    grad_norm: Annotated[
-        PyTree,
-        "float32 (sizes of a leaf's batch axes): norms before clipping; 0 for leaves without one",
-    ]
-    clip_scale: Annotated[
-        PyTree, "float32, same shape: the numbers that multiplied the gradients; 1 if not clipped"
-    ]
-    calls: Calls
-    clipped: Clipped
+    grad_norm: PyTree
+    clip_scale: PyTree
+    calls: jax.Array
+    clipped: jax.Array
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
@@ -135,14 +136,19 @@ Unit = Literal["auto", "tensor"]
 
 @described
 class AdaptiveGradClipState(NamedTuple):
-    """Measurements of the last update, the ratio in float64 where a parameter is, and counts."""
+    """Measurements of the last update, the ratio in float64 where a parameter is, and counts.
 
-    ratio_max: Annotated[
-        jax.Array, "float32 (): the largest ratio of a unit's gradient norm to its parameter norm"
-    ]
-    clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
-    calls: Calls
-    clipped: Clipped
+    Attributes:
+      ratio_max: float32 (): the largest ratio of a unit's gradient norm to its parameter norm
+      clipped_fraction: float32 (): clipped units / units
+      calls: int32 (): number of updates
+      clipped: int32 (): number of updates in which a finite norm was above its threshold
+    """
+
+    ratio_max: jax.Array
+    clipped_fraction: jax.Array
+    calls: jax.Array
+    clipped: jax.Array
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
@@ -295,14 +301,19 @@ def adaptive_grad_clip(
 
 @described
 class ClipByBlockRmsState(NamedTuple):
-    """Measurements of the last update, the root mean square in float64 where a parameter is, and counts."""
+    """Measurements of the last update, the root mean square in float64 where a parameter is, and counts.
 
-    rms_max: Annotated[
-        jax.Array, "float32 (): the largest root mean square of a block before clipping"
-    ]
-    clipped_fraction: Annotated[jax.Array, "float32 (): clipped blocks / blocks"]
-    calls: Calls
-    clipped: Clipped
+    Attributes:
+      rms_max: float32 (): the largest root mean square of a block before clipping
+      clipped_fraction: float32 (): clipped blocks / blocks
+      calls: int32 (): number of updates
+      clipped: int32 (): number of updates in which a finite norm was above its threshold
+    """
+
+    rms_max: jax.Array
+    clipped_fraction: jax.Array
+    calls: jax.Array
+    clipped: jax.Array
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
@@ -417,20 +428,24 @@ class ClipByLeafNormEmaState(NamedTuple):
     """The averages of the units, measurements of the last update, and counts. Its fields are a file format.
 
     The largest norm is float64 where a parameter is.
+
+    Attributes:
+      recorded: int32 (): number of steps recorded so far
+      norm_ema: like the parameters, float32 (sizes of a leaf's batch axes): 0 if no norm is recorded
+      threshold_max: float32 (): the largest threshold of a unit; in the warm-up the global one
+      grad_norm_max: float32 (): the largest norm of a unit before clipping
+      clipped_fraction: float32 (): clipped units / units
+      calls: int32 (): number of updates
+      clipped: int32 (): number of updates in which a finite norm was above its threshold
     """
 
-    recorded: Annotated[jax.Array, "int32 (): number of steps recorded so far"]
-    norm_ema: Annotated[
-        PyTree,
-        "like the parameters, float32 (sizes of a leaf's batch axes): 0 if no norm is recorded",
-    ]
-    threshold_max: Annotated[
-        jax.Array, "float32 (): the largest threshold of a unit; in the warm-up the global one"
-    ]
-    grad_norm_max: Annotated[jax.Array, "float32 (): the largest norm of a unit before clipping"]
-    clipped_fraction: Annotated[jax.Array, "float32 (): clipped units / units"]
-    calls: Calls
-    clipped: Clipped
+    recorded: jax.Array
+    norm_ema: PyTree
+    threshold_max: jax.Array
+    grad_norm_max: jax.Array
+    clipped_fraction: jax.Array
+    calls: jax.Array
+    clipped: jax.Array
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""

@@ -3,7 +3,7 @@ r"""Histories and moving averages of past measurements, in float32.
 A non-finite measurement is never recorded.
 """
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,15 @@ from shrewjax._numerics import floats
 
 @described
 class HistoryState(NamedTuple):
-    """The last values, oldest first. Its fields are a file format."""
+    """The last values, oldest first. Its fields are a file format.
 
-    values: Annotated[
-        jax.Array, "float32 (length,): only the last `filled` of them are recorded values"
-    ]
-    filled: Annotated[jax.Array, "int32 (): number of recorded values, at most the length"]
+    Attributes:
+      values: float32 (length,): only the last `filled` of them are recorded values
+      filled: int32 (): number of recorded values, at most the length
+    """
+
+    values: jax.Array
+    filled: jax.Array
 
 
 def empty_history(length: int) -> HistoryState:

@@ -6,7 +6,7 @@ so that every device decides the same.
 
 import math
 from functools import partial
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,20 +33,24 @@ Monitor = Literal["grad_norm", "value"]
 
 @described
 class SkipNonfiniteState(NamedTuple):
-    """Counts of skipped steps, and the wrapped optimizer. Its fields are a file format."""
+    """Counts of skipped steps, and the wrapped optimizer. Its fields are a file format.
 
-    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
-    skipped: Annotated[jax.Array, "int32 (): number of calls so far that did not run inner"]
-    consecutive: Annotated[
-        jax.Array, "int32 (): number of calls with non-finite gradients in a row, to the last one"
-    ]
-    limit_reached: Annotated[jax.Array, "bool (): `consecutive` is at least max_consecutive"]
-    inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
-    nonfinite_leaves: Annotated[
-        PyTree,
-        "with per_leaf=True, a tree like the parameters of int32 (): number of calls so far in which the leaf was "
-        "non-finite; otherwise ()",
-    ] = ()
+    Attributes:
+      applied: bool (): the last call ran inner
+      skipped: int32 (): number of calls so far that did not run inner
+      consecutive: int32 (): number of calls with non-finite gradients in a row, to the last one
+      limit_reached: bool (): `consecutive` is at least max_consecutive
+      inner_state: the wrapped optimizer's state
+      nonfinite_leaves: with per_leaf=True, a tree like the parameters of int32 (): number of calls so far in
+        which the leaf was non-finite; otherwise ()
+    """
+
+    applied: jax.Array
+    skipped: jax.Array
+    consecutive: jax.Array
+    limit_reached: jax.Array
+    inner_state: AnyState
+    nonfinite_leaves: PyTree = ()
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
@@ -196,24 +200,27 @@ def _finite_or_zero(x: Leaf) -> jax.Array:
 
 @described
 class SkipOnSpikeState(NamedTuple):
-    """The measurements, counts of skipped steps, and the wrapped optimizer. Its fields are a file format."""
+    """The measurements, counts of skipped steps, and the wrapped optimizer. Its fields are a file format.
 
-    history: Annotated[
-        histories.HistoryState, "the last finite measurements, spikes too; none above `max_value`"
-    ]
-    measured: Annotated[jax.Array, "float32 (): the last measurement, finite or not"]
-    threshold: Annotated[
-        jax.Array, "float32 (): a larger last measurement was a spike; inf if no finite one can be"
-    ]
-    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
-    skipped: Annotated[jax.Array, "int32 (): number of calls so far that did not run inner"]
-    consecutive: Annotated[
-        jax.Array, "int32 (): number of spikes skipped in a row; non-finite steps leave it as it is"
-    ]
-    spikes_applied: Annotated[
-        jax.Array, "int32 (): number of spikes so far that ran inner, because of `max_consecutive`"
-    ]
-    inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
+    Attributes:
+      history: the last finite measurements, spikes too; none above `max_value`
+      measured: float32 (): the last measurement, finite or not
+      threshold: float32 (): a larger last measurement was a spike; inf if no finite one can be
+      applied: bool (): the last call ran inner
+      skipped: int32 (): number of calls so far that did not run inner
+      consecutive: int32 (): number of spikes skipped in a row; non-finite steps leave it as it is
+      spikes_applied: int32 (): number of spikes so far that ran inner, because of `max_consecutive`
+      inner_state: the wrapped optimizer's state
+    """
+
+    history: histories.HistoryState
+    measured: jax.Array
+    threshold: jax.Array
+    applied: jax.Array
+    skipped: jax.Array
+    consecutive: jax.Array
+    spikes_applied: jax.Array
+    inner_state: AnyState
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""

@@ -14,7 +14,7 @@ float32. A closing window takes the scale at which q is in range.
 """
 
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +36,23 @@ _SCALES = (0, _SHRINK, _GROW)
 
 @described
 class NoiseState(NamedTuple):
-    """The sums of the open window and the averages over closed ones. Its fields are a file format."""
+    """The sums of the open window and the averages over closed ones. Its fields are a file format.
 
-    square_sums: Annotated[
-        jax.Array, "float32 (3,), or (devices, 3): sum of w abs(g)^2 in the window, at three scales"
-    ]
-    kept: Annotated[jax.Array, "float32 (), or (devices,): number of micro-batches in that sum"]
-    recorded: Annotated[jax.Array, "int32 (): number of windows in the averages"]
-    noise_trace: Annotated[jax.Array, "float32 (): average of S, in units of 4**exponent"]
-    signal: Annotated[jax.Array, "float32 (): average of G2, in units of 4**exponent"]
-    exponent: Annotated[jax.Array, "int32 (): exponent of two of the gradients' scale"]
+    Attributes:
+      square_sums: float32 (3,), or (devices, 3): sum of w abs(g)^2 in the window, at three scales
+      kept: float32 (), or (devices,): number of micro-batches in that sum
+      recorded: int32 (): number of windows in the averages
+      noise_trace: float32 (): average of S, in units of 4**exponent
+      signal: float32 (): average of G2, in units of 4**exponent
+      exponent: int32 (): exponent of two of the gradients' scale
+    """
+
+    square_sums: jax.Array
+    kept: jax.Array
+    recorded: jax.Array
+    noise_trace: jax.Array
+    signal: jax.Array
+    exponent: jax.Array
 
 
 # For a state without noise, whose window may be open: NaN sums, so that this window has no estimate. The next window's

@@ -1,9 +1,10 @@
 """The states of windows, which people save: their fields, and the scalars of them that `metrics` returns.
 
 `accumulate` and `GradAccumulator` have one each. `window` has the arithmetic that changes them.
+CONTRIBUTING has all that changes with a field.
 """
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -12,47 +13,35 @@ from shrewjax._base.types import AnyState, Metrics, PyTree
 from shrewjax._windows import _noise
 from shrewjax._windows._noise import NoiseState as NoiseState  # a public name of the package
 
-# The fields that both states of a window have. CONTRIBUTING has all that changes with one of them.
-MicroStep = Annotated[jax.Array, "int32 (): number of micro-batches in the open window"]
-Windows = Annotated[jax.Array, "int32 (): number of windows closed with an average"]
-SumOfWeights = Annotated[
-    jax.Array, "float32 or float64 (), or (devices,) with sum_over: weight of the open window"
-]
-WindowBad = Annotated[jax.Array, "bool (): drop_window will discard the open window"]
-Dropped = Annotated[
-    jax.Array, "int32 (): number of non-finite micro-batches so far; 0 if they propagate"
-]
-ValueSum = Annotated[
-    jax.Array, "like sum_of_weights: weighted sum of `value` in the open window; inf without one"
-]
-Loss = Annotated[
-    jax.Array, "like a weight (): the loss of the last window with an average; inf before it"
-]
-Weight = Annotated[
-    jax.Array, "like a weight (): the weight of the last window with an average; 0 before it"
-]
-Noise = Annotated[AnyState, "sums and averages of the gradient noise, () without noise_decay"]
-GradientSum = Annotated[
-    PyTree,
-    "like the parameters, in the accumulator's dtype, with a leading axis of devices with sum_over; meaningless while "
-    "micro_step is 0",
-]
-
 
 @described
 class GradAccumulatorState(NamedTuple):
-    """A window, open or empty. Its fields are a file format."""
+    """A window, open or empty. Its fields are a file format.
 
-    micro_step: MicroStep
-    windows: Windows
-    sum_of_weights: SumOfWeights
-    window_bad: WindowBad
-    dropped: Dropped
-    value_sum: ValueSum
-    loss: Loss
-    weight: Weight
-    noise: Noise
-    gradient_sum: GradientSum
+    Attributes:
+      micro_step: int32 (): number of micro-batches in the open window
+      windows: int32 (): number of windows closed with an average
+      sum_of_weights: float32 or float64 (), or (devices,) with sum_over: weight of the open window
+      window_bad: bool (): drop_window will discard the open window
+      dropped: int32 (): number of non-finite micro-batches so far; 0 if they propagate
+      value_sum: like sum_of_weights: weighted sum of `value` in the open window; inf without one
+      loss: like a weight (): the loss of the last window with an average; inf before it
+      weight: like a weight (): the weight of the last window with an average; 0 before it
+      noise: sums and averages of the gradient noise, () without noise_decay
+      gradient_sum: like the parameters, in the accumulator's dtype, with a leading axis of devices with
+        sum_over; meaningless while micro_step is 0
+    """
+
+    micro_step: jax.Array
+    windows: jax.Array
+    sum_of_weights: jax.Array
+    window_bad: jax.Array
+    dropped: jax.Array
+    value_sum: jax.Array
+    loss: jax.Array
+    weight: jax.Array
+    noise: AnyState
+    gradient_sum: PyTree
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
@@ -62,20 +51,36 @@ class GradAccumulatorState(NamedTuple):
 @described
 @window_around_inner
 class AccumulateState(NamedTuple):
-    """A window and the wrapped optimizer, which runs for each average. Its fields are a file format."""
+    """A window and the wrapped optimizer, which runs for each average. Its fields are a file format.
 
-    micro_step: MicroStep
-    windows: Windows
-    applied: Annotated[jax.Array, "bool (): the last call ran inner"]
-    sum_of_weights: SumOfWeights
-    window_bad: WindowBad
-    dropped: Dropped
-    value_sum: ValueSum
-    loss: Loss
-    weight: Weight
-    noise: Noise
-    gradient_sum: GradientSum
-    inner_state: Annotated[AnyState, "the wrapped optimizer's state"]
+    Attributes:
+      micro_step: int32 (): number of micro-batches in the open window
+      windows: int32 (): number of windows closed with an average
+      applied: bool (): the last call ran inner
+      sum_of_weights: float32 or float64 (), or (devices,) with sum_over: weight of the open window
+      window_bad: bool (): drop_window will discard the open window
+      dropped: int32 (): number of non-finite micro-batches so far; 0 if they propagate
+      value_sum: like sum_of_weights: weighted sum of `value` in the open window; inf without one
+      loss: like a weight (): the loss of the last window with an average; inf before it
+      weight: like a weight (): the weight of the last window with an average; 0 before it
+      noise: sums and averages of the gradient noise, () without noise_decay
+      gradient_sum: like the parameters, in the accumulator's dtype, with a leading axis of devices with
+        sum_over; meaningless while micro_step is 0
+      inner_state: the wrapped optimizer's state
+    """
+
+    micro_step: jax.Array
+    windows: jax.Array
+    applied: jax.Array
+    sum_of_weights: jax.Array
+    window_bad: jax.Array
+    dropped: jax.Array
+    value_sum: jax.Array
+    loss: jax.Array
+    weight: jax.Array
+    noise: AnyState
+    gradient_sum: PyTree
+    inner_state: AnyState
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
