@@ -25,7 +25,7 @@ PACKAGES = {
     "_base": ["types", "axes", "mesh", "branches", "flax_names", "trees", "states", "arguments"],
     "_programs": ["switch", "jaxprs", "forwarding", "scatters", "lost_scatters", "loops", "lockstep"],
     "_numerics": ["floats", "reductions", "vectors", "norms", "scaling", "percentiles", "histories", "relations"],
-    "_clipping": ["counts", "units", "global_norm", "unit_norms", "elements", "cotangents"],
+    "_clipping": ["rule", "units", "global_norm", "unit_norms", "elements", "cotangents"],
     "_skipping": ["wrapping", "guards"],
     "_windows": [
         "_noise",

@@ -5,7 +5,7 @@
 * `elements`: element by element, to a bound or to a percentile of the magnitudes.
 * `cotangents`: the cotangent of a value, in the backward pass.
 
-`counts` counts updates and those that were clipped. `units` finds, measures and scales units, also the leaves of
+`rule` has what all rules share, and counts updates. `units` finds, measures and scales units, also the leaves of
 `per_leaf=True`.
 These modules import `_base` and `_numerics`.
 """

@@ -12,7 +12,7 @@ from jax import lax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import placed_like
-from shrewjax._base.states import described, largest, require_own
+from shrewjax._base.states import described, largest
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
     Argument,
@@ -26,6 +26,7 @@ from shrewjax._base.types import (
     Scalar,
     Tree,
 )
+from shrewjax._clipping.rule import clipping_rule
 from shrewjax._numerics import floats
 from shrewjax._numerics.percentiles import Method, Over, Rule, Scope, select
 from shrewjax._numerics.vectors import scalars
@@ -335,14 +336,8 @@ def clip_by_percentile(
         return ClipByPercentileState(bound=bounds, clipped_fraction=jnp.zeros((), jnp.float32))
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByPercentileState,
-        params: Params = None,
-        **extra_args: Argument,
+        updates: optax.Updates, state: ClipByPercentileState, _params: Params
     ) -> tuple[optax.Updates, ClipByPercentileState]:
-        del extra_args
-        trees.require_no_rows(updates, params)
-        require_own(state, ClipByPercentileState)
         clipped, bounds, clipped_fraction = _clip_percentile(updates, rule, start=state.bound)
         zero = jnp.zeros((), jnp.float32)  # the bound of a gradient of None
 
@@ -352,7 +347,7 @@ def clip_by_percentile(
         bounds = jax.tree.map(recorded, state.bound, bounds)
         return clipped, ClipByPercentileState(bound=bounds, clipped_fraction=clipped_fraction)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return clipping_rule(ClipByPercentileState, init_fn, update_fn)
 
 
 def _checked(

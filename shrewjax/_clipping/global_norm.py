@@ -9,9 +9,23 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.states import described, fields, require_made_with, require_own
-from shrewjax._base.types import Argument, Axes, AxisName, DType, Metrics, Number, PyTree, Tree
-from shrewjax._clipping.counts import counted, metrics_of_counts, new_counts
+from shrewjax._base.states import described, fields, require_made_with
+from shrewjax._base.types import (
+    Axes,
+    AxisName,
+    DType,
+    Metrics,
+    Number,
+    Params,
+    PyTree,
+    Tree,
+)
+from shrewjax._clipping.rule import (
+    clipping_rule,
+    counted,
+    metrics_of_counts,
+    new_counts,
+)
 from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -225,30 +239,12 @@ def clip_by_global_norm(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByGlobalNormState,
-        params: optax.Params | None = None,
-        **extra_args: Argument,
+        updates: optax.Updates, state: ClipByGlobalNormState, _params: Params
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
-        del extra_args
-        trees.require_no_rows(updates, params)
-        if not per_leaf and not isinstance(state, ClipByGlobalNormState):
-            # Any state counts as a new one, because Optax's clip, to which some callers pass None, reads none.
-            state = init_fn(updates)
-        leaf_norms: PyTree = ()
         if per_leaf:
-            require_own(state, ClipByGlobalNormState)
-            leaf_norms = state.leaf_norms
-            units = find_units(updates, stacked_layers(None))
-            if units.leaves:
-                require_made_with("per_leaf=True", state, "leaf_norms")
-            units.numbers_beside(leaf_norms)
-            norm, norms = measure_with_leaves(units.leaves, axes)
-            others = jax.tree.map(jnp.zeros_like, leaf_norms)
-            dtype = state.grad_norm.dtype
-            leaf_norms = units.with_leaves(others, [norm.astype(dtype) for norm in norms])
+            norm, leaf_norms = _global_and_leaf_norms(updates, state, axes)
         else:
-            norm = global_norm(updates, ord, axes)
+            norm, leaf_norms = global_norm(updates, ord, axes), ()
         limit = scaling.as_limit(max_norm, norm)
         updates, scale = clip_to_limit(updates, norm, limit)
         return updates, ClipByGlobalNormState(
@@ -258,7 +254,7 @@ def clip_by_global_norm(
             leaf_norms=leaf_norms,
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return clipping_rule(ClipByGlobalNormState, init_fn, update_fn, takes_any_state=not per_leaf)
 
 
 def norm_dtype(params: PyTree) -> DType:
@@ -275,6 +271,20 @@ def clip_to_limit(grads: Tree, norm: ExtendedFloat, limit: ExtendedFloat) -> tup
     """Clips gradients of this norm to a limit, and returns the scale, too."""
     scale = scaling.clip_scale(norm, limit)
     return trees.map_floating(lambda x: scaling.apply_scale(x, scale), grads), scale
+
+
+def _global_and_leaf_norms(
+    grads: PyTree, state: ClipByGlobalNormState, axes: Axes
+) -> tuple[ExtendedFloat, PyTree]:
+    """Returns the norm of all gradients, and the new `leaf_norms` of the state: 0 for a leaf without a gradient."""
+    units = find_units(grads, stacked_layers(None))
+    if units.leaves:
+        require_made_with("per_leaf=True", state, "leaf_norms")
+    units.numbers_beside(state.leaf_norms)  # raises if the state has other leaves
+    norm, norms = measure_with_leaves(units.leaves, axes)
+    absent = jax.tree.map(jnp.zeros_like, state.leaf_norms)
+    dtype = state.grad_norm.dtype
+    return norm, units.with_leaves(absent, [norm.astype(dtype) for norm in norms])
 
 
 def _of_leaves(leaf_norms: PyTree) -> Metrics:
@@ -401,14 +411,8 @@ def clip_by_norm_percentile(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByNormPercentileState,
-        params: optax.Params | None = None,
-        **extra_args: Argument,
+        updates: optax.Updates, state: ClipByNormPercentileState, _params: Params
     ) -> tuple[optax.Updates, ClipByNormPercentileState]:
-        del extra_args
-        trees.require_no_rows(updates, params)
-        require_own(state, ClipByNormPercentileState)
         norm = global_norm(updates, 2.0, axes)
         grad_norm = floats.to_float32(norm)
         history = histories.push(state.history, grad_norm)
@@ -423,7 +427,7 @@ def clip_by_norm_percentile(
             **counted(state, scaling.is_above(norm, limit)),
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return clipping_rule(ClipByNormPercentileState, init_fn, update_fn)
 
 
 @described
@@ -539,14 +543,8 @@ def clip_by_norm_zscore(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByNormZscoreState,
-        params: optax.Params | None = None,
-        **extra_args: Argument,
+        updates: optax.Updates, state: ClipByNormZscoreState, _params: Params
     ) -> tuple[optax.Updates, ClipByNormZscoreState]:
-        del extra_args
-        trees.require_no_rows(updates, params)
-        require_own(state, ClipByNormZscoreState)
         z_limit, eps_, cap = (jnp.asarray(x, jnp.float32) for x in (max_zscore, eps, max_norm))
         norm = global_norm(updates, 2.0, axes)
         grad_norm = floats.to_float32(norm)
@@ -583,7 +581,7 @@ def clip_by_norm_zscore(
             **counted(state, scaling.is_above(norm, limit)),
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return clipping_rule(ClipByNormZscoreState, init_fn, update_fn)
 
 
 def _float32_limit(

@@ -13,9 +13,14 @@ import optax
 from shrewjax._base import arguments, trees
 from shrewjax._base.axes import UnitDims, are_own, whole_shape
 from shrewjax._base.mesh import partitioned_like, placed_like
-from shrewjax._base.states import described, fields, largest, require_own
-from shrewjax._base.types import Argument, KeyPath, Leaf, Metrics, Number, PyTree, Scalar
-from shrewjax._clipping.counts import counted, metrics_of_counts, new_counts
+from shrewjax._base.states import described, fields, largest
+from shrewjax._base.types import Argument, KeyPath, Leaf, Metrics, Number, Params, PyTree, Scalar
+from shrewjax._clipping.rule import (
+    clipping_rule,
+    counted,
+    metrics_of_counts,
+    new_counts,
+)
 from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -106,14 +111,8 @@ def clip_by_leaf_norm(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByLeafNormState,
-        params: optax.Params | None = None,
-        **extra_args: Argument,
+        updates: optax.Updates, state: ClipByLeafNormState, _params: Params
     ) -> tuple[optax.Updates, ClipByLeafNormState]:
-        del extra_args
-        trees.require_no_rows(updates, params)
-        require_own(state, ClipByLeafNormState)
         units = find_units(updates, stacked_layers(stacked_axes), mesh_axes)
         units.numbers_beside(state.grad_norm)  # raises if the state has other units
         norms = units.norms(ord)
@@ -128,7 +127,7 @@ def clip_by_leaf_norm(
             **counted(state, units.any_above(norms, limits)),
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return clipping_rule(ClipByLeafNormState, init_fn, update_fn)
 
 
 Unit = Literal["auto", "tensor"]
@@ -264,19 +263,12 @@ def adaptive_grad_clip(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: AdaptiveGradClipState,
-        params: optax.Params | None = None,
-        **extra_args: Argument,
+        updates: optax.Updates, state: AdaptiveGradClipState, params: Params
     ) -> tuple[optax.Updates, AdaptiveGradClipState]:
-        del extra_args
         if params is None:
             raise ValueError(
                 "adaptive_grad_clip needs the parameters, got params=None. Pass params to update"
             )
-        trees.require_no_rows(updates, params)
-        if not isinstance(state, AdaptiveGradClipState):  # as in `clip_by_global_norm`
-            state = init_fn(updates)
         units = find_units(updates, unit_dims, mesh_axes)
         weights = units.of_parameters(params)
         norms = units.norms()
@@ -296,7 +288,7 @@ def adaptive_grad_clip(
             **counted(state, is_any_above),
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return clipping_rule(AdaptiveGradClipState, init_fn, update_fn, takes_any_state=True)
 
 
 @described
@@ -380,15 +372,8 @@ def clip_by_block_rms(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByBlockRmsState,
-        params: optax.Params | None = None,
-        **extra_args: Argument,
+        updates: optax.Updates, state: ClipByBlockRmsState, _params: Params
     ) -> tuple[optax.Updates, ClipByBlockRmsState]:
-        del extra_args
-        trees.require_no_rows(updates, params)
-        if not isinstance(state, ClipByBlockRmsState):  # as in `clip_by_global_norm`
-            state = init_fn(updates)
         units = find_units(updates, stacked_layers(stacked_axes), mesh_axes)
         norms = units.norms()
         counts = sizes(
@@ -409,7 +394,7 @@ def clip_by_block_rms(
             **counted(state, is_any_above),
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return clipping_rule(ClipByBlockRmsState, init_fn, update_fn, takes_any_state=True)
 
 
 @partial(jax.jit, inline=True)  # as `largest`
@@ -538,14 +523,8 @@ def clip_by_leaf_norm_ema(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByLeafNormEmaState,
-        params: optax.Params | None = None,
-        **extra_args: Argument,
+        updates: optax.Updates, state: ClipByLeafNormEmaState, _params: Params
     ) -> tuple[optax.Updates, ClipByLeafNormEmaState]:
-        del extra_args
-        trees.require_no_rows(updates, params)
-        require_own(state, ClipByLeafNormEmaState)
         share, floor = jnp.asarray(1 - decay, jnp.float32), jnp.asarray(min_norm, jnp.float32)
         units = find_units(updates, stacked_layers(stacked_axes), mesh_axes)
         emas = units.numbers_beside(state.norm_ema)
@@ -587,7 +566,7 @@ def clip_by_leaf_norm_ema(
             **counted(state, is_any_above),
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return clipping_rule(ClipByLeafNormEmaState, init_fn, update_fn)
 
 
 def _norm_and_limit(

@@ -1,4 +1,4 @@
-"""Counts of the updates that a rule for norms has seen and clipped, which its state keeps in two fields."""
+"""What the rules share: the head of every `update`, and the counts of updates that a rule for norms keeps."""
 
 from functools import partial
 
@@ -6,8 +6,34 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._base.states import increment_if
-from shrewjax._base.types import AnyState, Metrics
+from shrewjax._base.states import increment_if, require_own
+from shrewjax._base.trees import require_no_rows
+from shrewjax._base.types import AnyState, Argument, Function, Metrics, Params
+
+
+def clipping_rule(
+    kind: type,
+    init_fn: optax.TransformInitFn,
+    update_fn: Function,
+    *,
+    takes_any_state: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns a clipping rule, whose `update` ignores extra arguments. `kind` is the class of its state.
+
+    With `takes_any_state`, any other state counts as a new one. Optax's clips read none, so some callers pass None.
+    """
+
+    def update(
+        updates: optax.Updates, state: AnyState, params: Params = None, **extra_args: Argument
+    ) -> tuple[optax.Updates, AnyState]:
+        del extra_args
+        require_no_rows(updates, params)
+        if takes_any_state and not isinstance(state, kind):
+            state = init_fn(updates)
+        require_own(state, kind)
+        return update_fn(updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update)
 
 
 def new_counts() -> Metrics:
