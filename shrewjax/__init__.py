@@ -6,9 +6,9 @@ from types import FunctionType as _FunctionType
 
 from shrewjax import spec
 from shrewjax._base.states import metrics
+from shrewjax._batches.micro_batch_map import micro_batch_map
 from shrewjax._batches.micro_batched import micro_batched
 from shrewjax._batches.per_device import per_device
-from shrewjax._batches.two_pass import two_pass_value_and_grad
 from shrewjax._batches.value_and_grad import value_and_grad
 from shrewjax._checking.micro_batches import check_micro_batches
 from shrewjax._clipping.cotangents import clip_cotangent
@@ -89,7 +89,7 @@ __all__ = [
     "HistoryState",
     # Accumulate: a whole batch in one call, or batches that come one by one.
     "value_and_grad",
-    "two_pass_value_and_grad",
+    "micro_batch_map",
     "micro_batched",
     "check_micro_batches",
     "accumulate",

@@ -28,6 +28,7 @@ from shrewjax._base.types import (
     Number,
     PyTree,
 )
+from shrewjax._batches.micro_batch_map import options_of_rows, rows_of_batch
 from shrewjax._batches.micro_batched import require_axes, value_of_batch
 from shrewjax._batches.roles import Roles, positional_names, roles_of
 from shrewjax._batches.value_and_grad import Options, of_options
@@ -48,7 +49,14 @@ except ModuleNotFoundError as error:
         "shrewjax.flax needs Flax, which is not installed. Run: python -m pip install flax"
     ) from error
 
-__all__ = ["Optimizer", "TrainState", "check_micro_batches", "micro_batched", "value_and_grad"]
+__all__ = [
+    "Optimizer",
+    "TrainState",
+    "check_micro_batches",
+    "micro_batch_map",
+    "micro_batched",
+    "value_and_grad",
+]
 
 
 class Optimizer(nnx.Optimizer[Any]):
@@ -460,6 +468,77 @@ def micro_batched(
     return of_batch
 
 
+def micro_batch_map(
+    fun: Function,
+    micro_batches: int,
+    *,
+    wrt: Any = nnx.Param,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
+    rng_argnums: int | str | Sequence[int | str] = (),
+    accumulator_dtype: DType = None,
+    sum_over: AxisName | None = None,
+) -> Function:
+    r"""Maps `fun` over micro-batches, and joins the rows that it returns.
+
+    .. math:: z_j = f(\theta, x_j), \qquad
+        \bar\theta = \sum_j \bar z_j \, \frac{\partial f(\theta, x_j)}{\partial \theta}
+
+    It is `shrewjax.micro_batch_map` for a function that takes an NNX model first. Batch statistics, counts of keys and
+    all other state go from micro-batch to micro-batch, as in `value_and_grad`. Both passes start from the same state
+    and draw the same masks, and a call updates the state once. Its derivative is NaN.
+
+    Args:
+      fun: a function that takes the model first, and returns a row for each example.
+      micro_batches: as in `shrewjax.micro_batch_map`.
+      wrt: as in `micro_batched`.
+      batch_argnums: as in `value_and_grad`.
+      rng_argnums: as in `value_and_grad`.
+      accumulator_dtype: as in `value_and_grad`.
+      sum_over: as in `shrewjax.micro_batch_map`.
+
+    Returns:
+      A function of `fun`'s arguments, which returns the rows of the whole batch.
+
+    Raises:
+      ValueError: as in `value_and_grad` and in `shrewjax.micro_batch_map`.
+
+    Example:
+      >>> from flax import nnx
+      >>> import shrewjax.flax
+      >>> def squares(model, x, y):
+      ...     return (model(x)[:, 0] - y) ** 2
+      >>> def loss(model, x, y, mask):
+      ...     rows = shrewjax.flax.micro_batch_map(squares, micro_batches=4)(model, x, y)
+      ...     return jnp.sum(rows * mask) / jnp.sum(mask)
+      >>> model, y = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.arange(8.0)
+      >>> value, grads = nnx.jit(nnx.value_and_grad(loss))(model, jnp.ones((8, 2)), y, y < 5)
+      >>> grads["kernel"].shape
+      (2, 1)
+
+    Source: `shrewjax.micro_batch_map`.
+    """
+    _predicate(wrt)
+    options = options_of_rows(micro_batches, accumulator_dtype, sum_over)
+    roles = roles_of(fun, {}, rng_argnums, batch_argnums)
+
+    @wraps(fun)
+    def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        args, kwargs = _with_model_by_position(fun, args, kwargs)
+        call = _OfObjects(roles, options, wrt, args, kwargs)
+        rows, state = rows_of_batch(
+            lambda *args, **kwargs: call.objects.call(fun, args, kwargs),
+            options,
+            call.roles,
+            call.arrays,
+            call.objects.kwargs,
+            carry_argnum=len(call.arrays) - 1,
+        )
+        call.objects.update(state)
+        return rows
+
+    return of_batch
+
+
 def check_micro_batches(
     fun: Function,
     micro_batches: int | Sequence[tuple[PyTree, ...]],
@@ -568,7 +647,8 @@ class _OfObjects:
         arrays = self.objects.params, *self.objects.args
         call = roles.with_own(own).call(arrays, self.objects.kwargs, options.micro_batches)
         self.roles: dict[str, Any] = call.keys_and_examples()
-        self.arrays = *arrays, self.objects.state
+        # A second call with the same model gets the state that the first one returned, whose derivative is NaN.
+        self.arrays = *arrays, jax.lax.stop_gradient(self.objects.state)
 
         def weigh(*args: PyTree, **kwargs: PyTree) -> Number:
             return self.objects.call(weight_fn, args, kwargs)[0]
@@ -715,7 +795,8 @@ class _Objects:
                 )
         # A scan copies what it returns, so frozen layers would be copied for each micro-batch
         # (tests/promises/test_flax_models.py, "frozen_layers").
-        kept = iter(is_same[len(in_wrt) :])
+        self._is_kept = is_same[len(in_wrt) :]
+        kept = iter(self._is_kept)
         state = jax.tree.map(lambda x, y: y if next(kept) else x, new[1], state)
         return returned, state
 
@@ -748,8 +829,16 @@ class _Objects:
             )
 
     def update(self, state: PyTree) -> None:
-        """Gives the objects their new state."""
-        nnx.update(self._objects, _like(self._variables[1], state))
+        """Gives the objects their new state, those variables that `fun` has changed.
+
+        NNX refuses to write others, if they are of an outer trace (test_flax_objects.py, "teacher").
+        """
+        flat = nnx.to_flat_state(_like(self._variables[1], state))
+        kept = nnx.to_flat_state(_like(self._variables[1], self._is_kept))
+        changed = [
+            new for new, (_, x) in zip(flat, kept, strict=True) if not all(jax.tree.leaves(x))
+        ]
+        nnx.update(self._objects, nnx.from_flat_state(changed))
 
     def like_model(self, grads: PyTree) -> PyTree:
         """Returns the gradients of the objects, in the place of each in the first argument."""

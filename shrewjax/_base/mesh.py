@@ -48,12 +48,13 @@ def on_each_device(
     divided: PyTree,
     whole: PyTree,
     *,
-    returns_parts: bool = False,
+    returns_parts: PyTree,
 ) -> PyTree:
-    """Returns what `function(divided, whole)` returns on each device along these axes of the mesh: the same on all.
+    """Returns what `function(divided, whole)` returns on each device along these axes of the mesh.
 
-    A device gets its part of the first axis of the arrays in `divided`. With `returns_parts`, it also returns its part
-    of the first axis. XLA still partitions over all other axes.
+    A device gets its part of the first axis of the arrays in `divided`. `returns_parts` is a tree prefix of the
+    results: a device returns its part of the first axis if it is True, and otherwise the same as all others. XLA still
+    partitions over all other axes.
     """
     leaves, structure = jax.tree.flatten(whole)
     # Arguments, because JAX has no derivative by an array that the function closes over. Numbers and names stay known.
@@ -70,7 +71,7 @@ def on_each_device(
     mapped = jax.shard_map(
         run,
         in_specs=(part, jax.P()),
-        out_specs=part if returns_parts else jax.P(),
+        out_specs=jax.tree.map(lambda is_part: part if is_part else jax.P(), returns_parts),
         axis_names={*axes},
         check_vma=False,
     )
@@ -79,7 +80,7 @@ def on_each_device(
         return jax.jit(mapped)(divided, arrays)
     except (ValueError, NotImplementedError) as error:
         if any(text in str(error) for text in _CLOSED_OVER):
-            where = "in per_device" if returns_parts else f"with sum_over={axes!r}"
+            where = "in per_device" if returns_parts is True else f"with sum_over={axes!r}"
             raise ValueError(
                 f"{where}, fun must not index an array on the mesh that it closes over or places, and on an Explicit "
                 "mesh not read one. Pass each of them to fun as an argument, outside of batch_argnums=. Place arrays "
@@ -87,12 +88,13 @@ def on_each_device(
             ) from error
         if "mesh" in str(error) or "PartitionSpec" in str(error):
             names = ", ".join(map(repr, axes))
-            remedy = "" if returns_parts else ". Or leave out sum_over"
+            where, remedy = "With sum_over", ". Or leave out sum_over"
+            if returns_parts is True:
+                where, remedy = "In per_device", ""
             error.add_note(
-                f"{'In per_device' if returns_parts else 'With sum_over'}, fun has a device's own examples, so it must "
-                f"not place arrays over {names}. Pass jax.lax.with_sharding_constraint a jax.P without {names}, and no "
-                "NamedSharding. In Flax's logical axis rules, map the axis of examples to None inside fun"
-                + remedy
+                f"{where}, fun has a device's own examples, so it must not place arrays over {names}. Pass "
+                f"jax.lax.with_sharding_constraint a jax.P without {names}, and no NamedSharding. In Flax's logical "
+                f"axis rules, map the axis of examples to None inside fun{remedy}"
             )
         raise
 

@@ -123,10 +123,13 @@ class AuxLeaves:
 
         A mean is NaN if no micro-batch is kept, or if a weight or their sum is out of range.
         """
-        means, known = self._window.result(sums.means)
         names = self._of(self._names, *COMBINE)
         results = dict.fromkeys(STACKED, iter(stacked))
-        results["mean"] = iter([nan_unless(known, x) for x in means.gradients])
+        if (
+            "mean" in self._names
+        ):  # otherwise nothing has a weight, and `jax_debug_nans` stops at 0 / 0
+            means, known = self._window.result(sums.means)
+            results["mean"] = iter([nan_unless(known, x) for x in means.gradients])
         others = iter(combined_over(self._sum_over, names, sums.others))
         # Each iterator has its leaves in the order of the names.
         leaves = [next(results.get(name, others)) for name in self._names]

@@ -75,14 +75,14 @@ class Batch(NamedTuple):
         return jax.tree.map(fold, carried) if self.devices else carried
 
 
-def batch_of_call(call: Call, axes: AxisNames, devices: int) -> Batch:
+def batch_of_call(call: Call, axes: AxisNames, devices: int, *, is_sum: bool) -> Batch:
     """Returns the arguments of one call of `value_and_grad` by their roles.
 
     `axes` are those mapped axes over which the examples are divided already. `devices` is the number of devices over
     which they will be, or 0.
     """
     first_number = device_index(axes) * call.parts if axes else 0
-    examples = _split_examples(call, devices)
+    examples = _split_examples(call, devices, is_sum)
 
     def own(x: Leaf) -> Leaf:
         return as_varying(x, axes) if isinstance(x, jax.Array) else x
@@ -99,7 +99,7 @@ def batch_of_call(call: Call, axes: AxisNames, devices: int) -> Batch:
     return Batch(args, roles, own_params, examples, call.parts, first_number, devices)
 
 
-def _split_examples(call: Call, devices_to_map: int) -> dict[int, PyTree]:
+def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, PyTree]:
     """Returns arrays of shape (B, ...) as (B / K, K, ...), in which the second axis numbers the micro-batches.
 
     If the first axis is sharded over devices, each device's examples are so divided among all micro-batches.
@@ -109,7 +109,8 @@ def _split_examples(call: Call, devices_to_map: int) -> dict[int, PyTree]:
     def divided(path: KeyPath, x: Leaf) -> jax.Array:
         name = call.name(path[0].key, path[1:])
         count, *rest = np.shape(x)
-        _check_divisible(call, name, count, devices_to_map)
+        if not (is_sum and count == 0):  # the sum of no terms is 0
+            _check_divisible(call, name, count, devices_to_map)
         x = jnp.asarray(x)
         devices = devices_to_map or _devices_along_first_axis(x)
         _check_divisible_over(name, count, steps, devices, is_mapped_here=devices_to_map > 0)

@@ -4,12 +4,9 @@
 the sum of gradients times tangents. JAX transposes the rule, differentiates it again and maps it. `value_of_batch` is a
 call:
 
-1. Flatten the arguments. Floating arrays are free leaves, except examples, keys and the carry. Other arrays of JAX are
-   fixed leaves. All else, such as a number or a function, stays as it is.
-2. Trace the value. If `fun` or `weight_fn` closes over traced arrays, these are leaves, too. Trace both functions as
-   programs in which they are arguments, because JAX may call the rule after the trace of these arrays has ended.
-3. The value alone is that of the batch with no parameters, so that nothing runs backward.
-4. JAX tells the rule which tangents are zeros, by their types. The parameters are the free leaves of all others.
+1. Find its free arrays, by which there are derivatives, and its fixed ones (`_of_arrays`).
+2. The value alone is that of the batch with no parameters, so that nothing runs backward.
+3. JAX tells the rule which tangents are zeros, by their types. The parameters are the free leaves of all others.
 
 The rule never sees the cotangent, such as a loss scale. One of `jax.custom_vjp` would, but it would run forward twice
 (1.35 times the operations of `jax.value_and_grad`), and have no forward mode.
@@ -18,21 +15,21 @@ The rule never sees the cotangent, such as a loss scale. One of `jax.custom_vjp`
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shrewjax._base import arguments
-from shrewjax._base.axes import as_varying, replicated_axes
-from shrewjax._base.mesh import is_traced
-from shrewjax._base.trees import is_gradient, is_zero_tangent
-from shrewjax._base.types import AxisName, AxisNames, DType, Function, KeyPath, Leaf, Place, PyTree
+from shrewjax._base.axes import replicated_axes
+from shrewjax._base.trees import is_gradient
+from shrewjax._base.types import AxisName, DType, Function, Leaf, Place, PyTree
+from shrewjax._batches._of_arrays import Arrays, OfArrays, call_of_arrays, moved_among
 from shrewjax._batches.roles import label, roles_of
 from shrewjax._batches.value_and_grad import Options, of_options
 from shrewjax._numerics.floats import sum_dtype, upcast
-from shrewjax._programs.jaxprs import function_of_constants
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction
 
 P = ParamSpec("P")
@@ -176,176 +173,64 @@ def value_of_batch(
 
     `roles` are arguments of `value_and_grad`.
     """
-    # 1. The leaves by which there are derivatives, and the other arrays.
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
-    with_role = {at for places in roles.values() for at in places} | {carry_argnum}
-    have_role = [_place_of_leaf(path) in with_role for path in paths]
-    own = _leaf_numbers(leaves, have_role)
-    its_roles = roles | {"carry_argnum": carry_argnum}
-    call = _OfArrays(fun, its_roles, options, leaves, structure, own.free, None)
-
-    # 2. Traced arrays that fun and weight_fn close over are leaves, too.
-    outer = call.closed_over(own)
-    if outer:
-        call = call._replace(leaves=leaves + outer, programs={})
-        call.closed_over(own)  # makes the programs
-    numbers = _leaf_numbers(call.leaves, [*have_role, *[False] * len(outer)])
+    # 1. Its arrays.
+    call = call_of_arrays(
+        fun,
+        options,
+        roles,
+        args,
+        kwargs,
+        carry_argnum,
+        lambda call, arrays: _value_and_grad(call, arrays, [], [])[0],
+    )
     # With this policy, a NaN in the gradient by any argument drops its micro-batch. So each call computes them all.
     # Otherwise the value and a derivative would drop others.
-    read_for_dropping = own.free if options.nonfinite == "drop_micro_batch" else []
+    is_read = options.nonfinite == "drop_micro_batch"
+    read_for_dropping = [at for at in call.free if is_read and at < call.num_own]
 
-    def by_number(free: list[jax.Array], fixed: list[jax.Array]) -> dict[int, jax.Array]:
-        return dict(zip(numbers.free + numbers.fixed, free + fixed, strict=True))
-
-    # 3. The value, for callers that do not differentiate.
+    # 2. The value, for callers that do not differentiate.
     @jax.custom_jvp
     def value(free: list[jax.Array], fixed: list[jax.Array]) -> PyTree:
-        return call.value_and_grad(by_number(free, fixed), read_for_dropping, moved=[])[0]
+        arrays = call.by_number(free, fixed)
+        return _value_and_grad(call, arrays, read_for_dropping, moved=[])[0]
 
-    # 4. Its derivative, for those that do.
+    # 3. Its derivative, for those that do.
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        moved = _moved(by_number(*tangents))
+        moved = moved_among(call.by_number(*tangents))
         for at in moved:
-            if at in numbers.fixed:
-                raise ValueError(_no_derivative_by(paths[at]))
-            if at >= len(leaves) and replicated_axes(call.leaves[at], call.sum_over):
+            if at in call.fixed:
+                raise ValueError(_no_derivative_by(call, at))
+            if at >= call.num_own and replicated_axes(call.leaves[at], call.sum_over):
                 raise ValueError(_CLOSED_OVER_IN_SHARD_MAP)
         param_numbers = [*dict.fromkeys([*read_for_dropping, *moved])]
-        returned, grads = _in_one_piece(
-            lambda x: call.value_and_grad(x, param_numbers, [*moved]), by_number(*primals)
-        )
+        of_arrays = partial(_value_and_grad, call, param_numbers=param_numbers, moved=[*moved])
+        returned, grads = _in_one_piece(of_arrays, call.by_number(*primals))
         return returned, _tangent(returned, grads, moved, has_aux=options.has_aux)
 
     value.defjvp(rule, symbolic_zeros=True)
-    return value(*([call.leaves[at] for at in x] for x in numbers))
+    return value(*call.operands())
 
 
-class _LeafNumbers(NamedTuple):
-    """The arrays among the leaves of all arguments, by their numbers."""
+def _value_and_grad(
+    call: OfArrays, arrays: Arrays, param_numbers: list[int], moved: list[int]
+) -> tuple[PyTree, Arrays]:
+    """Returns the results with these arrays as leaves, and the gradients by the parameters. All have numbers.
 
-    free: list[int]  # those by which there are derivatives
-    fixed: list[int]  # other arrays of JAX: examples, keys, the carry, integers
-
-
-def _leaf_numbers(leaves: list[Leaf], have_role: list[bool]) -> _LeafNumbers:
-    """Returns which leaves are free and fixed. An argument with a role, such as examples, is not free."""
-    free, fixed = [], []
-    for at, (x, has_role) in enumerate(zip(leaves, have_role, strict=True)):
-        # NumPy's, too, because the value drops those micro-batches that a derivative by them would drop.
-        if isinstance(x, jax.Array | np.ndarray) and is_gradient(x) and not has_role:
-            free.append(at)
-        elif isinstance(x, jax.Array):
-            fixed.append(at)
-    return _LeafNumbers(free, fixed)
-
-
-def _moved(tangents: dict[int, jax.Array]) -> dict[int, jax.Array]:
-    """Returns the tangents that are not known to be zeros: those of leaves that a caller differentiates."""
-    return {at: t for at, t in tangents.items() if not is_zero_tangent(t)}
-
-
-class _OfArrays(NamedTuple):
-    """A call of the loss. If `fun` or `weight_fn` closes over traced arrays, their programs run in their places.
-
-    `programs` has these by the types of their arguments, and `closed_over` makes them. It is None without such arrays.
+    `moved` are those parameters that a caller differentiates. The weight may depend smoothly on others, so with a
+    weight these stay in their places, too, where it reads them.
     """
-
-    fun: Function
-    roles: dict[str, Any]
-    options: Options
-    leaves: list[Leaf]  # of all arguments, then the traced arrays that fun and weight_fn close over
-    structure: Any  # of the arguments
-    free: list[int]  # the arguments' leaves by which there are derivatives
-    programs: dict[Any, Any] | None
-
-    @property
-    def sum_over(self) -> AxisNames:
-        return self.options.axes
-
-    def closed_over(self, numbers: _LeafNumbers) -> list[jax.Array]:
-        """Returns the traced arrays that `fun` and `weight` close over, from a trace of the value."""
-        arrays = {at: self.leaves[at] for at in numbers.free + numbers.fixed}
-        value = lambda x: self.value_and_grad(x, [], [])[0]  # noqa: E731
-        return [x for x in function_of_constants(value, arrays)[1] if is_traced(x)]
-
-    def value_and_grad(
-        self, arrays: dict[int, jax.Array], param_numbers: list[int], moved: list[int]
-    ) -> tuple[PyTree, dict[int, jax.Array]]:
-        """Returns the results with these arrays as leaves, and the gradients by the parameters. All have numbers.
-
-        `moved` are those parameters that a caller differentiates. The weight may depend smoothly on others.
-        """
-        by_number = dict(enumerate(self.leaves)) | arrays
-        # None stands in a parameter's old place, because `sum_over` would pass it to all devices twice. With a weight,
-        # the parameters that are not moved stay, because the weight reads them in their old places.
-        weight_fn = self.options.weight_fn
-        absent = dict.fromkeys(moved if weight_fn else param_numbers)
-        # `|` keeps the order of the leaves.
-        count = self.structure.num_leaves
-        args, kwargs = self.structure.unflatten([*(by_number | absent).values()][:count])
-        outer = [by_number[at] for at in range(count, len(self.leaves))]
-        weigh = weight_fn and functools.partial(self._with_params, weight_fn, moved, outer)
-        fun = functools.partial(self._with_params, self.fun, param_numbers, outer)
-        params = {at: by_number[at] for at in param_numbers}
-        of_batch = of_options(
-            fun, self.options._replace(weight_fn=weigh), argnums=len(args), **self.roles
-        )
-        returned, grads = of_batch(*args, params, **kwargs)
-        return returned, grads
-
-    def _with_params(
-        self,
-        function: Function,
-        numbers: list[int],
-        outer: list[jax.Array],
-        *args: PyTree,
-        **kwargs: PyTree,
-    ) -> PyTree:
-        """Returns the result of `function`, with those parameters, which come last by position, in their places.
-
-        `outer` are the arrays that it closes over. If there are any, its program runs, with these as arguments.
-        """
-        *others, params = args
-        leaves = [*self.structure.flatten_up_to((tuple(others), kwargs)), *outer]
-        given = [*(dict(enumerate(leaves)) | {at: params[at] for at in numbers}).values()]
-        count = self.structure.num_leaves
-        own, outer = given[:count], given[count:]
-        if self.programs is None:
-            return self._of_leaves(function, own, {})
-        # Their types are the same, whichever of them a caller differentiates.
-        free = {at: as_varying(own[at], self.sum_over) for at in self.free}
-        arrays = {at: x for at, x in enumerate(own) if isinstance(x, jax.Array)} | free
-        is_weight = function is self.options.weight_fn
-        key = is_weight, *((x.shape, x.dtype) for x in arrays.values())
-        if key not in self.programs:
-            self.programs[key] = function_of_constants(
-                functools.partial(self._of_leaves, function, own), arrays
-            )
-        program, constants = self.programs[key]
-        if not is_traced(constants):
-            return self._of_leaves(function, own, {})
-        by_id = {id(x): y for x, y in zip(self.leaves[count:], outer, strict=True)}
-        return program([by_id[id(x)] if is_traced(x) else x for x in constants], arrays)
-
-    def _of_leaves(
-        self, function: Function, leaves: list[Leaf], arrays: dict[int, jax.Array]
-    ) -> PyTree:
-        """Returns the result of `function`, with the arguments' leaves, of which `arrays` replace some."""
-        given = [*(dict(enumerate(leaves)) | arrays).values()]
-        own, own_kwargs = self.structure.unflatten(given)
-        # A dict or a list may change, because it is a copy that no caller sees.
-        objects = jax.tree.leaves(
-            (own, own_kwargs), is_leaf=lambda x: not isinstance(x, dict | list | tuple)
-        )
-        returned = function(*own, **own_kwargs)
-        now = jax.tree.leaves(objects)
-        if len(now) != len(given) or any(x is not y for x, y in zip(now, given, strict=True)):
-            raise ValueError(
-                "fun changes an object among its arguments, and the change would be lost. Return the new values as "
-                "aux. In Flax NNX, call shrewjax.flax.micro_batched"
-            )
-        return returned
+    weight_fn = call.options.weight_fn
+    args, kwargs, outer = call.arguments(arrays, absent=moved if weight_fn else param_numbers)
+    weigh = weight_fn and partial(call.with_params, weight_fn, moved, outer)
+    of_batch = of_options(
+        partial(call.with_params, call.fun, param_numbers, outer),
+        call.options._replace(weight_fn=weigh),
+        argnums=len(args),
+        **call.roles,
+    )
+    given = dict(enumerate(call.leaves)) | arrays
+    returned, grads = of_batch(*args, {at: given[at] for at in param_numbers}, **kwargs)
+    return returned, grads
 
 
 def _in_one_piece(function: Function, arrays: dict[int, jax.Array]) -> PyTree:
@@ -357,7 +242,7 @@ def _in_one_piece(function: Function, arrays: dict[int, jax.Array]) -> PyTree:
     in_one_piece = jax.custom_jvp(function)
 
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        moved = _moved(tangents[0])
+        moved = moved_among(tangents[0])
         own = {at: primals[0][at] for at in moved}
         return jax.jvp(lambda x: function(primals[0] | x), (own,), (moved,))
 
@@ -389,21 +274,16 @@ def _tangent(
     return (of_value, jax.tree.map(of_aux, returned[1])) if has_aux else of_value
 
 
-def _place_of_leaf(path: KeyPath) -> Place:
-    """Returns how the argument came that has a leaf of `(args, kwargs)`."""
-    at: Place = path[1].idx if path[0].idx == 0 else path[1].key
-    return at
-
-
 _CLOSED_OVER_IN_SHARD_MAP = (
     "fun must not close over an array that is differentiated, inside shard_map with sum_over= and tracked types. Pass "
     "the array as an argument of fun, and leave it out of batch_argnums="
 )
 
 
-def _no_derivative_by(path: KeyPath) -> str:
+def _no_derivative_by(call: OfArrays, at: int) -> str:
+    path = call.paths[at]
     return (
-        f"{label(_place_of_leaf(path))}{jax.tree_util.keystr(path[2:])} is differentiated, but micro_batched has no "
+        f"{label(call.place(at))}{jax.tree_util.keystr(path[2:])} is differentiated, but micro_batched has no "
         "derivative by examples, keys or a carry. Pass jax.lax.stop_gradient of it. Or, if it holds none, name the "
         "others in batch_argnums="
     )

@@ -215,20 +215,10 @@ def _require_no_flax_state(call: Call) -> None:
     for at, value in enumerate(call.values):
         is_model = at in (call.roles.get("argnums") or (0,))
         for path, kind in changing_state(value, is_model=is_model):
-            # Of functions with parameters, the one in two passes alone has no carry.
-            in_two_passes = "argnums" in call.roles and "carry_argnum" not in call.roles
             raise ValueError(
                 f"{call.name(at, path)} is an NNX object with variables of the type {kind}, whose new values would be "
-                f"lost. {_SPLIT if in_two_passes else _CALL_FLAX}"
+                "lost. Call the function of this name in shrewjax.flax, with the model first"
             )
-
-
-_CALL_FLAX = (
-    "Call shrewjax.flax.value_and_grad, or micro_batched of that module, with the model first"
-)
-_SPLIT = (
-    "Split the model by nnx.split(model, nnx.Param, ...), and nnx.merge it in features and in loss"
-)
 
 
 def _check_parameter(name: str, x: Leaf) -> None:

@@ -35,6 +35,7 @@ from shrewjax._base.axes import (
 from shrewjax._base.mesh import (
     axes_beside_partitions,
     devices_to_map,
+    is_traced,
     on_each_device,
     partitioned_like,
     placed_like,
@@ -269,7 +270,6 @@ class Options(NamedTuple):
     accumulator_dtype: DType = None
     sum_over: AxisName | None = None
     skip_empty: bool = False
-    is_part_of_mean: bool = False  # rows of a sum are those of a mean, which the caller has divided
 
     def checked(self) -> "Options":
         """Returns the options. Raises if one is not as described."""
@@ -302,8 +302,13 @@ def of_options(
     carry_argnum: int | None = None,
     rng_argnums: Argument = (),
     batch_argnums: Argument = None,
+    *,
+    has_gradients: bool = False,
 ) -> Callable[P, tuple[PyTree, PyTree]]:
-    """Returns what `value_and_grad` returns, with its checked options."""
+    """Returns what `value_and_grad` returns, with its checked options.
+
+    With `has_gradients`, `fun` returns what `jax.value_and_grad` of a loss does: `((value, aux), gradients)`.
+    """
     has_aux, weight_fn, axes = options.has_aux, options.weight_fn, options.axes
     has_carry = carry_argnum is not None
     if has_carry and not has_aux:
@@ -319,35 +324,48 @@ def of_options(
 
     def value_and_grad_of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
         arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
-        if options.reduction == "sum" and not options.is_part_of_mean:
+        is_sum = options.reduction == "sum"
+        if is_sum:
             _require_no_sum_of_rows(axes)
         devices = devices_to_map("sum_over", axes)
         call = roles.call(args, kwargs, options.micro_batches, max(devices, 1))
-        batch = batch_of_call(call, () if devices else axes, devices)
+        batch = batch_of_call(call, () if devices else axes, devices, is_sum=is_sum)
         is_mean = options.reduction == "mean"
         remedy = "jnp.mean of it, or jnp.sum with reduction='sum'" if is_mean else "jnp.sum of it"
-        its_fun = of_loss(call.in_order(fun), "fun", has_aux, f"Return {remedy}")
+        its_fun = call.in_order(fun)
+        if not has_gradients:
+            its_fun = of_loss(its_fun, has_aux, f"Return {remedy}")
         loss = _Loss(
             its_fun,
-            jax.value_and_grad(its_fun, as_given(batch.roles["argnums"]), has_aux),
+            its_fun
+            if has_gradients
+            else jax.value_and_grad(its_fun, as_given(batch.roles["argnums"]), has_aux),
             as_given,
             has_carry,
             options._replace(weight_fn=weight_fn and call.in_order(weight_fn)),
         )
         if not devices:
-            return _run(loss, batch)
+            # Outside of `jax.jit`, one program. Otherwise the loop closes over examples, and JAX keeps them alive
+            # (tests/batches/test_micro_batch_map.py, "alive").
+            whole = lambda x: _run(loss, batch._replace(examples=x))  # noqa: E731
+            return (whole if is_traced(jnp.zeros(())) else jax.jit(whole))(batch.examples)
 
         def run(examples: dict[int, PyTree], without_examples: Batch) -> tuple[PyTree, PyTree]:
             return _run(loss, without_examples.of_device(examples, axes))
 
-        returned, grads = on_each_device(run, axes, batch.examples, batch.to_map())
+        # Rows of examples stay on the devices that have their examples.
+        aux_parts = options.aux_reduction == "examples"
+        parts = (False, (aux_parts, False) if has_carry else aux_parts) if has_aux else False
+        returned, grads = on_each_device(
+            run, axes, batch.examples, batch.to_map(), returns_parts=(parts, False)
+        )
         like = as_given(batch.with_role("argnums"))
         return returned, jax.tree.map(partitioned_like, grads, like)
 
     return value_and_grad_of_batch
 
 
-def of_loss(fun: Function, name: str, has_aux: bool, remedy: str) -> Function:
+def of_loss(fun: Function, has_aux: bool, remedy: str) -> Function:
     """Returns a loss that raises unless it returns a scalar, with an aux of arrays beside it if `has_aux`.
 
     JAX would say "output.sum()" for losses of examples, which is K times too small in a mean over micro-batches.
@@ -359,12 +377,12 @@ def of_loss(fun: Function, name: str, has_aux: bool, remedy: str) -> Function:
         if came != 1 + has_aux:
             wanted = "(loss, aux)" if has_aux else "a scalar"
             raise ValueError(
-                f"{name} must return {wanted} with has_aux={has_aux}, got {came} value{'' if came == 1 else 's'}. "
+                f"fun must return {wanted} with has_aux={has_aux}, got {came} value{'' if came == 1 else 's'}. "
                 f"Return that, or pass has_aux={not has_aux}"
             )
         value, aux = returned if has_aux else (returned, ())
         if shape := getattr(value, "shape", ()):
-            raise ValueError(f"{name} must return a scalar, got shape {shape}. {remedy}")
+            raise ValueError(f"fun must return a scalar, got shape {shape}. {remedy}")
         for path, x in jax.tree.leaves_with_path(aux):
             if not is_array(x):
                 raise ValueError(
@@ -476,7 +494,8 @@ def _checked(
     aux = AuxLeaves(options.aux_reduction, like.aux, batch.steps, size, sum_over)
     if batch.steps * max(batch.devices, 1) > 1:
         of_whole_batch = partial(loss.aux_of_whole_batch, batch)
-        aux.check_shapes(of_whole_batch, is_joined=batch.devices > 0)
+        is_joined = batch.devices > 0 and options.aux_reduction != "examples"
+        aux.check_shapes(of_whole_batch, is_joined)
     return own, aux
 
 

@@ -149,8 +149,7 @@ Cause: TypeAlias = str | Literal[False]
 """What a line does, and the remedy, or False if it does something else. Tests follow each remedy."""
 
 _TWO_PASSES = (
-    "Call two_pass_value_and_grad: let its features return what this line needs of each example, and its loss compute "
-    "the rest"
+    "Let micro_batch_map return what this line needs of each example, and compute the rest outside"
 )
 _BEFORE = (
     "Compute it for the whole batch before the call, and pass it as an argument without examples"

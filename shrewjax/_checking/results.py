@@ -46,12 +46,12 @@ def batches_of(
 ) -> Batches:
     """Returns the whole batch of one call, divided as `value_and_grad` does; or of one call for each micro-batch."""
     remedy = "Return jnp.mean of it, or jnp.sum with reduction='sum'"
-    fun = of_loss(roles.fun, "fun", options.has_aux, remedy)
+    fun = of_loss(roles.fun, options.has_aux, remedy)
     count = options.micro_batches
     made = [roles.call(args, kwargs, count) for args in calls]
     call, parts = made[0], [[*x.values] for x in made]
     if len(calls) == 1:
-        batch = batch_of_call(call, (), 0)
+        batch = batch_of_call(call, (), 0, is_sum=False)
         carried = list(batch.with_role("carry_argnum"))
         parts = [batch.arguments(i, carried) for i in range(count)]
     in_batch = call.roles["batch_argnums"]

@@ -13,7 +13,6 @@ Gradients are summed over the network in these places:
   the collective.
 * without `sum_over=`: the caller, or XLA, with each gradient.
 * gradients of the type `unreduced`: `mesh.summed`, as soon as there are any.
-* `two_pass`: its own, in the loss.
 """
 
 import math

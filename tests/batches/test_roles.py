@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import assert_close
 
-from shrewjax import two_pass_value_and_grad, value_and_grad
+from shrewjax import micro_batch_map, value_and_grad
 from shrewjax._batches.roles import Call, is_key
 
 W = jnp.array([0.5, -1.0, 2.0])
@@ -92,15 +92,15 @@ def test_carry_and_weight_may_come_by_keyword():
     assert count == 8
 
 
-def test_features_of_two_passes_take_examples_by_keyword():
-    def features(w, *, x, y):
-        return {"z": x @ w - y}
+def test_rows_take_examples_by_keyword():
+    def loss(w, apply):
+        return jnp.mean(apply(w, x=X, y=Y)) ** 2
 
-    def loss(w, z):
-        return jnp.mean(z["z"]) ** 2
+    def rows(w, *, x, y):
+        return x @ w - y
 
-    found = two_pass_value_and_grad(features, loss, 4)(W, x=X, y=Y)
-    assert_close(found, jax.value_and_grad(lambda w: loss(w, features(w, x=X, y=Y)))(W), rtol=1e-5)
+    found = jax.value_and_grad(loss)(W, micro_batch_map(rows, 4))
+    assert_close(found, jax.value_and_grad(loss)(W, rows), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ def centered(params, x):
         ),
     ],
 )
-def test_what_depends_on_parameters_is_sent_to_two_passes_which_give_the_gradients_of_the_whole_batch(
+def test_what_depends_on_parameters_is_sent_to_micro_batch_map_which_give_the_gradients_of_the_whole_batch(
     wrong, words, of_features
 ):
     with pytest.raises(AssertionError) as caught:
@@ -276,8 +276,9 @@ def test_what_depends_on_parameters_is_sent_to_two_passes_which_give_the_gradien
     message = str(caught.value)
     assert f"test_causes.py:{line_of(wrong)}:" in message
     assert words in message
-    assert "Call two_pass_value_and_grad" in message
-    value, grads = jax.jit(shrewjax.two_pass_value_and_grad(bias, of_features, K))(PARAMS, X)
+    assert "Let micro_batch_map return" in message
+    rows = shrewjax.micro_batch_map(bias, K)
+    value, grads = jax.jit(jax.value_and_grad(lambda p: of_features(p, rows(p, X))))(PARAMS)
     whole, whole_grads = jax.value_and_grad(wrong)(PARAMS, X)
     np.testing.assert_allclose(value, whole, rtol=1e-5)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), grads, whole_grads)

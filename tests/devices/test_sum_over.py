@@ -4,6 +4,7 @@ Eight CPU devices. `test_network.py` has what crosses the network, in programs f
 """
 
 import pathlib
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -310,9 +311,13 @@ def test_a_loss_that_compares_examples_has_those_of_all_devices():
     def loss(params, z):
         return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(z["x"] @ z["y"].T)))
 
-    expected = jax.value_and_grad(lambda params, *batch: loss(params, features(params, *batch)))(PARAMS, X, Y)
-    step = shrewjax.two_pass_value_and_grad(features, loss, K, sum_over="data")
-    assert_close(on_eight(step, PARAMS, X, Y), expected, rtol=1e-5, atol=1e-6)
+    def of_batch(features, params, *batch):
+        return loss(params, features(params, *batch))
+
+    expected = jax.value_and_grad(partial(of_batch, features))(PARAMS, X, Y)
+    mapped = shrewjax.micro_batch_map(features, K, sum_over="data")
+    found = on_eight(jax.value_and_grad(partial(of_batch, mapped)), PARAMS, X, Y)
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 class _Model(nnx.Module):

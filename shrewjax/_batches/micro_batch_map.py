@@ -1,0 +1,312 @@
+r"""The rows of a whole batch, computed micro-batch by micro-batch, with derivatives in reverse mode.
+
+The loss that takes the rows stands outside, so this module knows no loss. Its rule of JAX (`jax.custom_vjp`) has two
+passes, and both are `value_and_grad`'s loop:
+
+1. The first pass computes the rows of each micro-batch, and keeps nothing for a backward pass.
+2. The second pass computes them again, and pulls back their cotangents. Gradients by whole arguments are added up. A
+   gradient by examples is that of one micro-batch alone, so these come back as rows, too.
+
+Keys, and the state of Flax's objects, begin both passes as they were, so that a micro-batch has the same draws in both.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shrewjax._base.axes import as_varying, varying_axes
+from shrewjax._base.mesh import devices_to_map, partitioned_like
+from shrewjax._base.trees import is_gradient, is_zero_tangent, leaf_name, shown
+from shrewjax._base.types import AxisName, DType, Function, Place, PyTree
+from shrewjax._batches._aux import nan_unless
+from shrewjax._batches._of_arrays import Arrays, OfArrays, call_of_arrays, moved_among
+from shrewjax._batches.roles import is_array, is_key, number_of_examples, roles_of
+from shrewjax._batches.value_and_grad import Options, of_options
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def micro_batch_map(
+    fun: Callable[P, Result],
+    micro_batches: int,
+    *,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
+    rng_argnums: int | str | Sequence[int | str] = (),
+    accumulator_dtype: DType = None,
+    sum_over: AxisName | None = None,
+) -> Callable[P, Result]:
+    r"""Maps `fun` over micro-batches, as `jax.shard_map` does over shards, and joins the rows that it returns.
+
+    .. math:: z_j = f(\theta, x_j), \qquad
+        \bar\theta = \sum_j \bar z_j \, \frac{\partial f(\theta, x_j)}{\partial \theta}
+
+    With it, a loss is written in plain JAX as for the whole batch, and only the model's part runs in micro-batches:
+    masked means, statistics of the batch, contrastive losses, advantages, penalties, ranks. Differentiate the loss by
+    `jax.value_and_grad`, or by what Flax, Equinox or a trainer has. It is exact for every such loss.
+
+    A step takes the memory of one micro-batch, of the rows, and of the sum of the gradients. `fun` runs forward twice.
+    If the loss is a mean of terms of one example each, `value_and_grad` runs it once. So return what is small for each
+    example, such as losses and not logits. Call it under `jax.jit`, because outside of it each call compiles the loop.
+
+    The first axis of each array in `batch_argnums` numbers the B examples. Micro-batch i of K has the examples i, i +
+    K, i + 2 K, and so on, and the rows come back in the order of the batch.
+
+    ==============================================  ============================================================
+    in `fun`, or around it                          result
+    ==============================================  ============================================================
+    reverse mode of any order, `jax.vmap`           the derivative by every floating array: whole arguments,
+                                                    examples, and traced arrays that `fun` closes over
+    forward mode                                    of a gradient, right; of the rows, an error of JAX about
+                                                    custom_vjp: take `jax.lax.map(jax.checkpoint(fun), ...)` there
+    integers, booleans, None, empty containers      they come back, and have no derivative
+    batch norm                                      statistics of a micro-batch; to split the model around it saves
+                                                    no memory
+    a comparison of examples, a position in x       those of one micro-batch, which `check_micro_batches` finds
+    time-major arrays, of shape (T, B, ...)         an error; move their axis of examples to the front
+    inside `shard_map` or `jax.pmap`                a device's own rows, with the derivatives of JAX
+    ==============================================  ============================================================
+
+    Args:
+      fun: a function that returns a tree of arrays with a row for each example that it gets. `jax.vmap` of a function
+        of one example does, with `in_axes=(None, 0)`. Other arguments are trees of anything, such as modules.
+      micro_batches: K, as in `value_and_grad`.
+      batch_argnums: the arguments that hold examples, as in `value_and_grad`. None: all by position, except the first
+        and those of `rng_argnums`. If there are none, all by keyword, except these.
+      rng_argnums: arguments that are PRNG keys, as in `value_and_grad`: each micro-batch draws from its own. To draw
+        what the whole batch draws, pass a key for each example, `jax.random.split(key, B)`, or draw outside of `fun`.
+      accumulator_dtype: as in `value_and_grad`.
+      sum_over: axes of the mesh of `jax.set_mesh`, over which the batch is divided, as in `value_and_grad`. Gradients
+        then cross the network once, after the loop, and the rows stay sharded.
+
+    Returns:
+      A function with the arguments of `fun`, its name and its docstring. It takes the whole batch, and returns the tree
+      of `fun` with the rows of the whole batch: arrays of shape (B, ...).
+
+    Raises:
+      ValueError: as in `value_and_grad`; `fun` returns a leaf without a row for each example, or closes over a PRNG
+        key; `sum_over` is mapped already.
+
+    Example:
+      >>> def squares(params, x, y):
+      ...     return (x @ params - y) ** 2
+      >>> def loss_fn(params, x, y, mask):
+      ...     rows = micro_batch_map(squares, micro_batches=4)(params, x, y)
+      ...     return jnp.sum(rows * mask) / jnp.sum(mask)
+      >>> params, x, y = jnp.zeros(2), jnp.eye(8, 2), jnp.arange(8.0)
+      >>> jax.jit(jax.value_and_grad(loss_fn))(params, x, y, y < 2)
+      (Array(0.5, dtype=float32), Array([ 0., -1.], dtype=float32))
+
+    Source: Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
+    (GradCache), 2021, https://arxiv.org/abs/2101.06983.
+    """
+    options = options_of_rows(micro_batches, accumulator_dtype, sum_over)
+    roles = roles_of(fun, None, rng_argnums, batch_argnums)
+
+    @functools.wraps(fun)
+    def of_batch(*args: P.args, **kwargs: P.kwargs) -> Result:
+        call = roles.call(args, kwargs, micro_batches)
+        if number_of_examples(call) is None:
+            raise ValueError(
+                "an argument in batch_argnums must hold examples, got no array in any of them. Pass the batch"
+            )
+        return rows_of_batch(fun, options, call.keys_and_examples(), args, kwargs)
+
+    return of_batch
+
+
+def options_of_rows(
+    micro_batches: int, accumulator_dtype: DType, sum_over: AxisName | None
+) -> Options:
+    """Returns the options of both passes: rows are an aux, and gradients are sums."""
+    return Options(
+        micro_batches,
+        has_aux=True,
+        aux_reduction="examples",
+        reduction="sum",
+        accumulator_dtype=accumulator_dtype,
+        sum_over=sum_over,
+    ).checked()
+
+
+def rows_of_batch(
+    fun: Function,
+    options: Options,
+    roles: dict[str, tuple[Place, ...]],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    carry_argnum: int | None = None,
+) -> PyTree:
+    """Returns the rows, with a rule for their derivatives. With a carry, `fun` and it return `(rows, carry)`."""
+    if not devices_to_map("sum_over", options.axes):
+        _require_not_mapped(options)
+        options = options._replace(sum_over=())  # a device's rows and gradients are its own
+    checked = _with_checked_rows(fun, roles["batch_argnums"], options.micro_batches, carry_argnum)
+    call = call_of_arrays(checked, options, roles, args, kwargs, carry_argnum, _first_pass)
+    _require_no_key(call)
+    call = call._replace(fun=fun, constants=[])
+
+    def of_batch(free: list[Any], fixed: list[Any]) -> PyTree:
+        return _first_pass(call, call.by_number(free, fixed))
+
+    def forward(free: list[Any], fixed: list[Any]) -> tuple[PyTree, tuple[Arrays, Arrays]]:
+        given = call.by_number(free, fixed)
+        moved = {at: x.value for at, x in given.items() if x.perturbed and is_gradient(x.value)}
+        others = {at: x.value for at, x in given.items() if at not in moved}
+        # It does not call the rule itself, so that forward mode over reverse mode needs none of its derivatives.
+        return _first_pass(call, moved | others), (moved, others)
+
+    def backward(residuals: tuple[Arrays, Arrays], cotangents: PyTree) -> PyTree:
+        moved, others = residuals
+        rows, carry = cotangents if call.has_carry else (cotangents, ())
+        of_rows = moved_among(dict(enumerate(jax.tree.leaves(rows))))
+        grads = jax.tree.map(jnp.zeros_like, moved)
+        if of_rows:
+            # Parameters vary as the cotangents do, so that JAX sums gradients over devices once, after the loop. The
+            # program of a function that closes over arrays has the types that it was traced with.
+            found = [varying_axes(x) for x in of_rows.values() if not call.programs]
+            axes = tuple(frozenset().union(*found))
+            vary = functools.partial(jax.tree.map, lambda x: as_varying(x, axes))
+            own, sum_over_devices = jax.vjp(vary, moved)
+            grads = _second_pass(call, own, others, vary(of_rows))
+            (grads,) = sum_over_devices(jax.tree.map(partitioned_like, grads, own))
+        # A derivative of the new carry is NaN, as that of a loss has it, because a zero would be silently wrong.
+        for x in jax.tree.leaves(carry):
+            if not is_zero_tangent(x):
+                grads = jax.tree.map(functools.partial(nan_unless, jnp.all(x == 0)), grads)
+        return tuple([grads.get(at) for at in numbers] for numbers in (call.free, call.fixed))
+
+    rule = jax.custom_vjp(of_batch)
+    rule.defvjp(forward, backward, symbolic_zeros=True)
+    return rule(*call.operands())
+
+
+def _require_not_mapped(options: Options) -> None:
+    if options.axes:
+        raise ValueError(
+            f"sum_over must not name mapped axes, because a device's rows are its own, got {options.axes!r}. Leave it "
+            "out. If fun draws, fold jax.lax.axis_index of these axes into its key"
+        )
+
+
+def _require_no_key(call: OfArrays) -> None:
+    if any(map(is_key, call.constants)):
+        raise ValueError(
+            "fun must not close over a PRNG key, because all micro-batches would draw the same. Pass it as an argument "
+            "in rng_argnums=. Or pass the draws of the whole batch with its examples"
+        )
+
+
+def _with_checked_rows(
+    fun: Function, places: tuple[Place, ...], steps: int, carry_argnum: int | None
+) -> Function:
+    """Returns `fun`, which raises unless it returns rows.
+
+    A shape may fit by chance, as statistics of 4 classes from micro-batches of 4 examples. So `fun` is traced for the
+    whole batch, too, where rows have another number. If it takes no other number of examples, that stays unknown.
+    """
+
+    def rows_of(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+        returned = fun(*args, **kwargs)
+        return returned if carry_argnum is None else returned[0]
+
+    def of_micro_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        given = dict(enumerate(args)) | kwargs
+        examples = {at: given[at] for at in places}
+        size = len(jax.tree.leaves(examples)[0])
+
+        def of_whole_batch() -> PyTree:
+            whole = given | jax.tree.map(functools.partial(_repeated, steps), examples)
+            return rows_of(
+                tuple(whole[at] for at in range(len(args))), {at: whole[at] for at in kwargs}
+            )
+
+        large = None
+        with suppress(Exception):
+            large = jax.eval_shape(of_whole_batch)
+        returned = fun(*args, **kwargs)
+        _check_rows(returned if carry_argnum is None else returned[0], size, large, size * steps)
+        return returned
+
+    return of_micro_batch
+
+
+def _repeated(steps: int, x: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(x[:, None], (len(x), steps, *x.shape[1:])).reshape(-1, *x.shape[1:])
+
+
+def _check_rows(rows: PyTree, size: int, of_whole_batch: PyTree, whole_size: int) -> None:
+    leaves = jax.tree.leaves_with_path(rows)
+    structure: Any = jax.tree.structure(rows)
+    is_known = jax.tree.structure(of_whole_batch) == structure
+    large = jax.tree.leaves(of_whole_batch) if is_known else [None] * len(leaves)
+    if not leaves:
+        raise ValueError(f"fun must return arrays, got {shown(rows)}. {_OUTSIDE}")
+    for (path, x), y in zip(leaves, large, strict=True):
+        where = f" in {leaf_name(path)}" if path else ""
+        if not is_array(x) or is_key(x):
+            came = getattr(x, "dtype", type(x).__name__)
+            raise ValueError(f"fun must return arrays of numbers, got {came}{where}. Leave it out")
+        shape = np.shape(x)
+        if shape[:1] != (size,):
+            raise ValueError(
+                f"fun must return a row for each of the {size} examples of a micro-batch, got shape {shape}{where}. "
+                f"{_OUTSIDE}"
+            )
+        if y is not None and y.shape != (whole_size, *shape[1:]):
+            raise ValueError(
+                f"fun must return a row for each example, got shape {shape} for {size} examples and {y.shape} for "
+                f"{whole_size}{where}. {_OUTSIDE}"
+            )
+
+
+_OUTSIDE = "Return what each example gives, along the first axis, and compute the rest outside, on the whole batch"
+
+
+def _first_pass(call: OfArrays, arrays: Arrays) -> PyTree:
+    """Returns the rows of these arrays, or `(rows, carry)`."""
+    args, kwargs, outer = call.arguments(arrays, absent=[])
+
+    def of_micro_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Arrays]:
+        return (jnp.float32(0), call.with_params(call.fun, [], outer, *args, **kwargs)), {}
+
+    of_batch = of_options(
+        of_micro_batch, call.options, argnums=len(args), **call.roles, has_gradients=True
+    )
+    (_, rows), _ = of_batch(*args, {}, **kwargs)
+    return rows
+
+
+def _second_pass(call: OfArrays, moved: Arrays, others: Arrays, cotangents: Arrays) -> Arrays:
+    """Returns the gradients by what is moved, for these cotangents of leaves of the rows."""
+    params = {at: x for at, x in moved.items() if at in call.free}
+    of_examples = [at for at in moved if at not in params]
+    args, kwargs, outer = call.arguments(moved | others, absent=[*params])
+
+    def of_micro_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Arrays]:
+        *its_args, params, its_cotangents = args
+        leaves = call.structure.flatten_up_to((tuple(its_args), kwargs))
+
+        def rows(its_moved: Arrays) -> tuple[Arrays, PyTree]:
+            returned = call.with_params(call.fun, [*moved], outer, *its_args, its_moved, **kwargs)
+            its_rows, carry = returned if call.has_carry else (returned, ())
+            by_number = dict(enumerate(jax.tree.leaves(its_rows)))
+            return {at: by_number[at] for at in its_cotangents}, carry
+
+        its_moved = params | {at: leaves[at] for at in of_examples}
+        _, pull_back, carry = jax.vjp(rows, its_moved, has_aux=True)
+        (grads,) = pull_back(its_cotangents)
+        aux = {at: grads.pop(at) for at in of_examples}
+        return (jnp.float32(0), (aux, carry) if call.has_carry else aux), grads
+
+    roles = call.roles | {"batch_argnums": (*call.roles["batch_argnums"], len(args) + 1)}
+    of_batch = of_options(
+        of_micro_batch, call.options, argnums=len(args), **roles, has_gradients=True
+    )
+    (_, aux), grads = of_batch(*args, params, cotangents, **kwargs)
+    return grads | (aux[0] if call.has_carry else aux)
