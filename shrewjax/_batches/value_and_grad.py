@@ -345,10 +345,12 @@ def of_options(
             options._replace(weight_fn=weight_fn and call.in_order(weight_fn)),
         )
         if not devices:
-            # Outside of `jax.jit`, one program. Otherwise the loop closes over examples, and JAX keeps them alive
-            # (tests/batches/test_micro_batch_map.py, "alive").
             whole = lambda x: _run(loss, batch._replace(examples=x))  # noqa: E731
-            return (whole if is_traced(jnp.zeros(())) else jax.jit(whole))(batch.examples)
+            # Outside of `jax.jit`, one program. Otherwise the loop closes over examples, and JAX keeps them alive
+            # (tests/batches/test_micro_batch_map.py, "alive"). A loop of fewer turns needs their number for its
+            # reverse mode.
+            is_compiled = is_traced(jnp.zeros(())) or options.skip_empty
+            return (whole if is_compiled else jax.jit(whole))(batch.examples)
 
         def run(examples: dict[int, PyTree], without_examples: Batch) -> tuple[PyTree, PyTree]:
             return _run(loss, without_examples.of_device(examples, axes))
