@@ -18,11 +18,10 @@ them (`tests/skipping/test_wrapping.py`, "rebuilt"). If they replace the functio
 same results.
 """
 
-import contextlib
 import inspect
 import os
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -216,54 +215,51 @@ def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraAr
 def declared_arguments(tx: optax.GradientTransformation) -> tuple[set[str], bool]:
     """Returns which extra arguments `update` of the transformation, or of one inside it, declares.
 
-    The second says whether one may read any, because it takes `**extra_args` and is no function of Optax or of this
-    package. Those pass them on or ignore them, and declare what follows `params`. The functions that they call are in
-    their closures, or belong to objects there.
+    The second says whether one may take any. Functions of Optax and of this package pass extra arguments on or ignore
+    them, and declare what follows `params`. Another function may take any if it has `**extra_args`. So may what it
+    makes for `optax.inject_hyperparams`. For that, Optax's own call others, whose names are among their globals.
     """
-    names, takes_any = set[str](), False
-    waiting: list[Any] = [tx.update]
-    seen: dict[int, Any] = {}
-    while waiting:
-        x = waiting.pop()
+    names, takes_any, seen = set[str](), False, set[int]()
+    found: list[Any] = [tx.update]  # keeps each object, because another could get its id
+    for x in found:
         if id(x) in seen:
             continue
-        seen[id(x)] = x  # kept, because another object could get its id
-        if isinstance(x, types.CodeType):
-            its_names = [*x.co_varnames[: x.co_argcount + x.co_kwonlyargcount]]
-            if x.co_filename.startswith(_KNOWN_FILES):
-                its_names = its_names[its_names.index("params") :] if "params" in its_names else []
-            elif x.co_flags & inspect.CO_VARKEYWORDS:
-                takes_any = True
-            names.update(its_names[1:])
-        waiting += _held_by(x)
+        seen.add(id(x))
+        match x:
+            case types.CodeType():
+                found += x.co_consts  # functions that it makes
+                own = x.co_varnames[: x.co_argcount + x.co_kwonlyargcount]
+                if not x.co_filename.startswith(_KNOWN):
+                    names.update(own[1:])
+                    takes_any |= bool(x.co_flags & inspect.CO_VARKEYWORDS)
+                elif "params" in own:
+                    names.update(own[own.index("params") + 1 :])
+            case types.FunctionType():
+                cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+                found += x.__code__, {name: c.cell_contents for name, c in cells if c != _EMPTY}
+            case types.MethodType():
+                found += x.__func__, getattr(x.__self__, "__dict__", {})
+            case partial():
+                found += x.func, x.args, x.keywords
+            case Mapping():
+                found += x.values()
+                if factory := x.get("inner_factory"):  # of optax.inject_hyperparams
+                    code = getattr(factory, "__code__", None)
+                    if code and code.co_filename.startswith(_KNOWN):
+                        named = map(factory.__globals__.get, code.co_names)
+                        found += filter(inspect.isfunction, named)
+                    else:
+                        takes_any = True
+            case list() | tuple():
+                found += x
+            case _ if callable(x) and not isinstance(x, type):
+                called = getattr(x, "__wrapped__", type(x).__call__)
+                found += called, getattr(x, "__dict__", {})
     return names, takes_any
 
 
-_KNOWN_FILES = tuple(f"{x}{os.sep}" for x in (*optax.__path__, Path(__file__).parents[1]))
-
-
-def _held_by(x: Any) -> Iterable[Any]:
-    """Returns the objects that a function, or an object beside it, may call or look into."""
-    match x:
-        case types.CodeType():  # functions that it makes, such as those of a factory
-            return x.co_consts
-        case types.FunctionType():
-            return x.__code__, *(x.__closure__ or ())
-        case types.CellType():
-            with contextlib.suppress(ValueError):  # an empty cell
-                return (x.cell_contents,)
-        case types.MethodType():
-            return x.__func__, *getattr(x.__self__, "__dict__", {}).values()
-        case partial():
-            return x.func, *x.args, *x.keywords.values()
-        case Mapping():
-            return x.values()
-        case list() | tuple():
-            return x
-        case _ if callable(x) and not isinstance(x, type):
-            called = getattr(x, "__wrapped__", type(x).__call__)
-            return called, *getattr(x, "__dict__", {}).values()
-    return ()
+_KNOWN = tuple(f"{x}{os.sep}" for x in (*optax.__path__, Path(__file__).parents[1]))
+_EMPTY = types.CellType()
 
 
 def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:

@@ -1,6 +1,8 @@
 """Calls that once gave a wrong result in silence: each is an error that names the remedy, or gives what it says."""
 
+import contextlib
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -257,6 +259,132 @@ def test_a_transformation_that_declares_an_argument_gets_it_however_deep_it_stan
 def test_an_argument_that_none_inside_declares_is_an_error_however_deep_one_stands(wrap):
     with pytest.raises(ValueError, match=r"^weights= is no argument of accumulate\. Pass weight="):
         calls_of(shrewjax.accumulate(WRAPPERS[wrap](declaring({})), 1))["update"](weights=2.0)
+
+
+def scaled_by_radius(rate):
+    """A transformation of a user's module, which its other functions know by name."""
+
+    def update(updates, state, params=None, *, radius, **extra_args):
+        return jax.tree.map(lambda u: -rate * radius * u, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+class Factory:
+    def __call__(self, rate):
+        return scaled_by_radius(rate)
+
+
+FACTORIES = {
+    "itself": scaled_by_radius,
+    "calls another by its name": lambda rate: optax.chain(optax.identity(), scaled_by_radius(rate)),
+    "partial": functools.partial(scaled_by_radius),
+    "object": Factory(),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_factory_of_a_user_may_make_a_transformation_that_takes_any_argument(name):
+    def factory(rate):
+        return FACTORIES[name](rate)
+
+    for called in (factory, FACTORIES[name]):
+        tx = shrewjax.accumulate(optax.inject_hyperparams(called)(rate=0.5), 1)
+        params, _ = shrewjax.apply_gradients(tx, GRADS, tx.init(PARAMS), PARAMS, radius=3.0)
+        np.testing.assert_array_equal(params["w"], -1.5 * GRADS["w"])
+
+
+def test_a_function_whose_closure_has_an_empty_cell_is_searched_too():
+    record = {}
+
+    def make(tx):
+        def update(updates, state, params=None, **extra_args):
+            return tx.update(updates, state, params, **extra_args) if tx else later(updates)
+
+        if not tx:
+            later = make
+        return optax.GradientTransformationExtraArgs(tx.init, update)
+
+    calls_of(shrewjax.accumulate(make(declaring(record)), 1))["update"](height=2.0)
+    assert record["height"] == 2.0
+
+
+# Arguments without which Optax's functions make no transformation of `MATRIX`.
+SGD = optax.sgd(0.1)
+MATRIX = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}
+GROUPS = {"transforms": {"a": SGD}, "param_labels": {"w": "a", "b": "a"}}
+MASK = {"w": True, "b": False}
+NEEDED = {
+    "accumulator_dtype": jnp.float32, "base_optimizer": SGD, "clipping": 0.01, "decay": 0.9, "eta": 0.1, "gamma": 0.1,
+    "inner": SGD, "l2_norm_clip": 1.0, "learning_rate": 0.1, "max_backtracking_steps": 3, "max_consecutive_errors": 2,
+    "max_delta": 1.0, "max_linesearch_steps": 3, "max_norm": 1.0, "noise_multiplier": 1.0, "opt": SGD, "scale": 0.1,
+    "step_size": 0.1, "step_size_fn": lambda count: -0.1, "threshold": 1.0, "weight_decay": 0.1, "seed": 0, "tx": SGD,
+    "optimizer": SGD, "adv_optimizer": SGD, "freeze_mask": MASK, "mask": MASK, "f": lambda updates, params: updates,
+    "should_transform_fn": lambda step: step < 2, **GROUPS,
+}  # fmt: skip
+
+
+def makers_of_optax():
+    """Returns Optax's functions that make a transformation, with the arguments that they need."""
+    found = {}
+    for module in (optax, optax.contrib):
+        for name, make in inspect.getmembers(module, inspect.isfunction):
+            parameters = inspect.signature(make).parameters.values()
+            needed = [x.name for x in parameters if x.default is x.empty]
+            is_sam = name == "sam"  # its state of rounds and the gradients that it takes again
+            if {*needed} <= NEEDED.keys() and not name.startswith("_"):
+                given = {x: NEEDED[x] for x in needed} | ({"opaque_mode": True, "sync_period": 2} if is_sam else {})
+                with contextlib.suppress(Exception):
+                    if isinstance(make(**given), optax.GradientTransformation):
+                        found[name] = make, given
+    return found
+
+
+def quadratic(params, *_):
+    return sum(jnp.sum(x * x) for x in params.values())
+
+
+LINE_SEARCH = {"value": jnp.float32(15.0), "grad": MATRIX, "value_fn": quadratic}
+OWN_ARGUMENTS = {
+    "hutchinson_estimator_diag_hessian": {"obj_fn": quadratic},
+    "lbfgs": LINE_SEARCH,
+    "sam": {"grad_fn": lambda params, _: jax.grad(quadratic)(params)},
+    "scale_by_backtracking_linesearch": LINE_SEARCH,
+    "scale_by_zoom_linesearch": LINE_SEARCH,
+    "sophia": {"obj_fn": quadratic},
+}
+# Optax's updates of these fail with `MATRIX`: they need gradients of each example, or a mask.
+NOT_RUN = ("differentially_private_aggregate", "dpsgd", "scale_by_muon")
+
+
+def chain_of(make, given):
+    return lambda rate: optax.chain(make(**given), optax.scale(rate))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_transformation_of_optax_gets_its_own_arguments_and_refuses_others_wherever_it_stands():
+    makers = makers_of_optax()
+    assert len(makers) >= 115, len(makers)
+    for name, (make, given) in makers.items():
+        injected = optax.inject_hyperparams(make, static_args=[*inspect.signature(make).parameters])
+        places = {
+            "alone": make(**given),
+            "in accumulate": shrewjax.accumulate(make(**given), 2),
+            "in inject_hyperparams": injected(**given),
+            "made by a user's factory": optax.inject_hyperparams(chain_of(make, given))(rate=1.0),
+        }
+        own = OWN_ARGUMENTS.get(name, {"value": jnp.float32(15.0)})
+        for place, tx in places.items():
+
+            def step(tx=tx, own=own, **other):
+                return shrewjax.apply_gradients(tx, MATRIX, tx.init(MATRIX), MATRIX, **own, **other)
+
+            if name not in NOT_RUN:
+                with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                    jax.eval_shape(step)
+            if place != "made by a user's factory" and "value_fn" not in own:
+                with pytest.raises(ValueError, match=r"^no transformation in tx takes obj_func=\. Pass "):
+                    jax.eval_shape(lambda: step(obj_func=quadratic))
 
 
 def test_a_weight_that_a_transformation_in_a_chain_declares_needs_no_window():
