@@ -467,7 +467,8 @@ def apply_gradients(
       params: the parameters.
       **extra_args: passed to `tx.update`. `weight` and `flush` need an accumulation in `tx`, at any depth, or a
         transformation in `tx` that declares them. So do all others, except `value`, `grad` and those that a line
-        search hands to `value_fn`. A transformation with `**extra_args` that is not one of Optax may take any.
+        search hands to `value_fn`. A transformation with `**extra_args` that is not one of Optax may take any. So may
+        one that a function of yours makes for `optax.inject_hyperparams`.
 
     Returns:
       The new parameters and the new state.
