@@ -21,11 +21,12 @@ from typing import ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from shrewjax._base import arguments
-from shrewjax._base.axes import replicated_axes
+from shrewjax._base.axes import is_bound, mapped_axes, replicated_axes, varying_axes
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import AxisName, DType, Function, Leaf, Place, PyTree
+from shrewjax._base.types import AxisName, AxisNames, DType, Function, Leaf, Place, PyTree
 from shrewjax._batches._of_arrays import Arrays, OfArrays, call_of_arrays, moved_among
 from shrewjax._batches.roles import label, roles_of
 from shrewjax._batches.value_and_grad import Options, of_options
@@ -161,6 +162,18 @@ def require_axes(options: Options) -> None:
         )
 
 
+def _require_all_axes(options: Options) -> None:
+    """Raises if types are not tracked, and parameters may be sharded over a mapped axis, where a tangent is a part."""
+    mapped, is_tracked = mapped_axes()
+    others = tuple(a for a in mapped if a not in options.axes)
+    if others and not is_tracked:
+        raise ValueError(
+            f"sum_over must name all mapped axes inside shard_map(check_vma=False) or pmap, got {options.sum_over!r}, "
+            f"without {', '.join(map(repr, others))}. Name them if the batch is divided over them. Otherwise leave out "
+            "check_vma=False, or call value_and_grad"
+        )
+
+
 def value_of_batch(
     fun: Function,
     options: Options,
@@ -173,6 +186,7 @@ def value_of_batch(
 
     `roles` are arguments of `value_and_grad`.
     """
+    _require_all_axes(options)
     # 1. Its arrays.
     call = call_of_arrays(
         fun,
@@ -204,7 +218,7 @@ def value_of_batch(
                 raise ValueError(_CLOSED_OVER_IN_SHARD_MAP)
         param_numbers = [*dict.fromkeys([*read_for_dropping, *moved])]
         of_arrays = partial(_value_and_grad, call, param_numbers=param_numbers, moved=[*moved])
-        returned, grads = _in_one_piece(of_arrays, call.by_number(*primals))
+        returned, grads = _in_one_piece(of_arrays, call.by_number(*primals), call.sum_over)
         return returned, _tangent(returned, grads, moved, has_aux=options.has_aux)
 
     value.defjvp(rule, symbolic_zeros=True)
@@ -233,7 +247,7 @@ def _value_and_grad(
     return returned, grads
 
 
-def _in_one_piece(function: Function, arrays: dict[int, jax.Array]) -> PyTree:
+def _in_one_piece(function: Function, arrays: Arrays, sum_over: AxisNames) -> PyTree:
     """Returns `function(arrays)`, whose loops stay as they are where JAX linearizes a rule that calls it.
 
     Otherwise JAX computes before a loop all that is the same in each turn, and holds it
@@ -244,7 +258,16 @@ def _in_one_piece(function: Function, arrays: dict[int, jax.Array]) -> PyTree:
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
         moved = moved_among(tangents[0])
         own = {at: primals[0][at] for at in moved}
-        return jax.jvp(lambda x: function(primals[0] | x), (own,), (moved,))
+
+        def of_replicated(own: Arrays) -> PyTree:
+            # Types that are not tracked have a psum as the transpose of a psum, so JAX leaves each device its own part
+            # of a second derivative, D times too large. The transpose of this mean averages them
+            # (tests/devices/test_sum_over.py, "untracked").
+            if all(map(is_bound, sum_over)) and not mapped_axes()[1]:
+                own = jax.tree.map(lambda x: lax.pmean(x, sum_over), own)
+            return function(primals[0] | own)
+
+        return jax.jvp(of_replicated, (own,), (moved,))
 
     in_one_piece.defjvp(rule, symbolic_zeros=True)
     return in_one_piece(arrays)
@@ -261,7 +284,10 @@ def _tangent(
         # because JAX's gradients by complex numbers are conjugates already.
         wide = sum_dtype(grad, value)
         products = upcast(grad, wide) * upcast(tangent, wide)
-        return jnp.sum(products.real).astype(value.dtype)
+        # Devices hold parts of a parameter along an axis over which it varies, and the value does not.
+        along = tuple(varying_axes(products) - varying_axes(value))
+        total = jnp.sum(products.real)
+        return (lax.psum(total, along) if along else total).astype(value.dtype)
 
     terms = [product(grads[at], t) for at, t in tangents.items()]
     of_value = functools.reduce(operator.add, terms, jnp.zeros_like(value))

@@ -520,3 +520,56 @@ def test_a_table_on_the_mesh_that_the_loss_indexes_has_to_be_an_argument_of_it(k
         step = shrewjax.value_and_grad(loss, K, batch_argnums=(1, 2), sum_over="data")
         found = jax.jit(step)(placed(PARAMS["b"], mesh, P()), X, labels, here)
     assert_close(found, jax.value_and_grad(loss)(PARAMS["b"], X, labels, table), rtol=1e-5)
+
+
+# --- derivatives of a loss that is differentiated inside `shard_map` ------------------------------------------------
+
+
+def of_device(w, x, y):
+    return jnp.mean((jnp.tanh(x @ w) - y) ** 2)
+
+
+DERIVATIVES = {
+    "a gradient through a step": lambda f: jax.grad(lambda w: f(w - 0.1 * jax.grad(f)(w))),
+    "a third derivative": lambda f: jax.grad(
+        lambda w: jnp.sum(jax.grad(lambda w: jnp.sum(jax.grad(f)(w) ** 2))(w) ** 2)
+    ),
+    "a product with the Hessian": lambda f: lambda w: jax.jvp(jax.grad(f), (w,), (w,))[1],
+    "a Hessian in reverse mode": lambda f: jax.jacrev(jax.grad(f)),
+}
+
+
+@pytest.mark.parametrize("tracked", [True, False], ids=["tracked", "untracked"])
+@pytest.mark.parametrize("name", [next(iter(DERIVATIVES)), *thorough(*[*DERIVATIVES][1:])])
+def test_higher_derivatives_inside_a_map_are_those_of_the_whole_batch(name, tracked):
+    w, y = PARAMS["w"][:, 0] / 8, Y[:, 0]
+
+    def own(w, x, y):
+        return DERIVATIVES[name](lambda w: shrewjax.micro_batched(of_device, K, sum_over="data")(w, x, y))(w)
+
+    specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
+    found = quick_jit(jax.shard_map(own, mesh=mesh_of(data=8), check_vma=tracked, **specs))(w, X, y)
+    expected = DERIVATIVES[name](lambda w: of_device(w, X, y))(w)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_that_are_sharded_over_another_axis_have_all_derivatives_with_tracked_types_alone():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(jax.lax.psum(x @ w, "model")) ** 2)
+
+    def own(w, x):
+        of_batch = partial(shrewjax.micro_batched(loss, K, sum_over="data"), x=x)
+        return jax.grad(of_batch)(w), jax.jvp(of_batch, (w,), (w,))[1], jax.jvp(jax.grad(of_batch), (w,), (w,))[1]
+
+    def whole(w):
+        return jnp.mean(jnp.tanh(X @ w) ** 2)
+
+    def mapped(tracked):
+        specs = {"in_specs": (P("model"), P("data", "model")), "out_specs": (P("model"), P(), P("model"))}
+        return quick_jit(jax.shard_map(own, mesh=mesh_of(data=4, model=2), check_vma=tracked, **specs))
+
+    w = PARAMS["w"] / 8
+    expected = jax.grad(whole)(w), jax.jvp(whole, (w,), (w,))[1], jax.jvp(jax.grad(whole), (w,), (w,))[1]
+    assert_close(mapped(True)(w, X), expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match=r"^sum_over must name all mapped axes .* got 'data', without 'model'"):
+        mapped(False)(w, X)
