@@ -162,6 +162,11 @@ def call_of_arrays(
         return [*function_of_constants(functools.partial(value, call), arrays)[1]]
 
     closed_over = constants(call)
+    if any(type(jax.typeof(x)).__name__ == "AbstractRef" for x in closed_over):
+        raise ValueError(
+            "fun must not close over a mutable array (jax.new_ref), because JAX runs it again for a derivative. Return "
+            "its new values, as aux of micro_batched or as rows of micro_batch_map"
+        )
     outer = [x for x in closed_over if is_traced(x)]
     if outer:
         call = call._replace(leaves=leaves + outer, programs={})

@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+import shrewjax
 from shrewjax._batches._of_arrays import call_of_arrays
 from shrewjax._batches.value_and_grad import Options
 
@@ -44,3 +46,21 @@ def test_a_traced_array_that_the_function_closes_over_is_a_leaf_by_which_there_i
         return call.with_params(call.fun, [], arrays, *args, {}, **kwargs)
 
     np.testing.assert_allclose(jax.jit(of_outer)(3.0), 10 * X)  # 5 in the place of the 3 that is closed over
+
+
+@pytest.mark.parametrize("map_", [shrewjax.micro_batched, shrewjax.micro_batch_map])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_mutable_array_that_the_function_closes_over_is_an_error_as_it_would_be_written_twice(
+    map_, transform
+):
+    def step(x):
+        calls = jax.new_ref(jnp.zeros(()))
+
+        def fun(w, x):
+            calls[...] += 1.0
+            return jnp.mean(w * x) if map_ is shrewjax.micro_batched else w * x
+
+        return map_(fun, 2)(2.0, x)
+
+    with pytest.raises(ValueError, match=r"^fun must not close over a mutable array \(jax\.new_ref\)"):
+        transform(step)(X)
