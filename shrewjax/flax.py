@@ -353,17 +353,7 @@ def value_and_grad(
     """
 
     _predicate(wrt)
-    options = Options(
-        micro_batches,
-        has_aux,
-        weight_fn,
-        aux_reduction,
-        reduction,
-        nonfinite,
-        accumulator_dtype,
-        sum_over,
-        skip_empty,
-    ).checked()
+    options = Options(**arguments.among(Options, locals())).checked()
     roles = roles_of(fun, {}, rng_argnums, batch_argnums)
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
@@ -437,17 +427,7 @@ def micro_batched(
     Source: `shrewjax.micro_batched`.
     """
     _predicate(wrt)
-    options = Options(
-        micro_batches,
-        has_aux,
-        weight_fn,
-        aux_reduction,
-        reduction,
-        nonfinite,
-        accumulator_dtype,
-        sum_over,
-        skip_empty,
-    ).checked()
+    options = Options(**arguments.among(Options, locals())).checked()
     require_axes(options)
     roles = roles_of(fun, {}, rng_argnums, batch_argnums)
 

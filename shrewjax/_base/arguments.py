@@ -6,7 +6,7 @@ The value of a Python or NumPy number is checked. A JAX array is checked for its
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -41,6 +41,11 @@ LEAST_WEIGHT, LARGEST_WEIGHT = 2.0**-30, 2.0**100
 RANGE_OF_WEIGHTS = "0, or between 2**-30 and 2**100"
 """The range of weights other than 0. A sum of weights in it has a float32 reciprocal, and no product that matters is
 flushed."""
+
+
+def among(function: Function, given: Mapping[str, Argument]) -> dict[str, Argument]:
+    """Returns the parameters of a function among the arguments of another, by their names (`locals()`)."""
+    return {x: given[x] for x in inspect.signature(function).parameters if x in given}
 
 
 def is_weight(number: Scalar) -> Flag:

@@ -129,17 +129,7 @@ def micro_batched(
 
     Source: as for `value_and_grad`, and `jax.custom_jvp`.
     """
-    options = Options(
-        micro_batches,
-        has_aux,
-        weight_fn,
-        aux_reduction,
-        reduction,
-        nonfinite,
-        accumulator_dtype,
-        sum_over,
-        skip_empty,
-    ).checked()
+    options = Options(**arguments.among(Options, locals())).checked()
     require_axes(options)
     roles = roles_of(fun, None, rng_argnums, batch_argnums)
 

@@ -244,17 +244,7 @@ def value_and_grad(
     Source: as for `accumulate`, by linearity of the gradient.
     """
     # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
-    options = Options(
-        micro_batches,
-        has_aux,
-        weight_fn,
-        aux_reduction,
-        reduction,
-        nonfinite,
-        accumulator_dtype,
-        sum_over,
-        skip_empty,
-    ).checked()
+    options = Options(**arguments.among(Options, locals())).checked()
     return of_options(fun, options, argnums, carry_argnum, rng_argnums, batch_argnums)
 
 
@@ -282,13 +272,7 @@ class Options(NamedTuple):
         return self
 
     def window(self) -> Window:
-        return Window(
-            self.micro_batches,
-            reduction=self.reduction,
-            nonfinite=self.nonfinite,
-            accumulator_dtype=self.accumulator_dtype,
-            sum_over=self.sum_over,
-        )
+        return Window(self.micro_batches, **arguments.among(Window, self._asdict()))
 
     @property
     def axes(self) -> AxisNames:

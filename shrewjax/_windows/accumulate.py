@@ -178,14 +178,7 @@ def accumulate(
     if isinstance(inner, Accumulation | optax.MultiSteps):
         raise ValueError(f"inner is itself an accumulation. {_NESTED}")
     wrapped = inner_transformation(inner)
-    window = Window(
-        accum_steps,
-        reduction=reduction,
-        accumulator_dtype=accumulator_dtype,
-        nonfinite=nonfinite,
-        sum_over=sum_over,
-        noise_decay=noise_decay,
-    )
+    window = Window(**arguments.among(Window, locals()))
 
     def init_fn(params: optax.Params) -> AccumulateState:
         inner_state = wrapped.init(params)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._base import trees
+from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import is_traced, on_mesh_of, summed
 from shrewjax._base.states import increment_if, require_own
 from shrewjax._base.types import AnyState, Argument, AxisName, DType, Number, PyTree, Scalar
@@ -60,14 +60,7 @@ class GradAccumulator:
         sum_over: AxisName | None = None,
         noise_decay: Number | None = None,
     ) -> None:
-        self._given: dict[str, Argument] = {
-            "accum_steps": accum_steps,
-            "reduction": reduction,
-            "accumulator_dtype": accumulator_dtype,
-            "nonfinite": nonfinite,
-            "sum_over": sum_over,
-            "noise_decay": noise_decay,
-        }
+        self._given = arguments.among(Window, locals())
         self._window = Window(**self._given)
 
     def __getstate__(self) -> dict[str, Argument]:

@@ -50,9 +50,7 @@ def test_a_traced_array_that_the_function_closes_over_is_a_leaf_by_which_there_i
 
 @pytest.mark.parametrize("map_", [shrewjax.micro_batched, shrewjax.micro_batch_map])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_mutable_array_that_the_function_closes_over_is_an_error_as_it_would_be_written_twice(
-    map_, transform
-):
+def test_a_mutable_array_that_the_function_closes_over_is_an_error_as_it_would_be_written_twice(map_, transform):
     def step(x):
         calls = jax.new_ref(jnp.zeros(()))
 
