@@ -28,7 +28,7 @@ from shrewjax._base.types import (
     Number,
     PyTree,
 )
-from shrewjax._batches.micro_batch_map import options_of_rows, rows_of_batch
+from shrewjax._batches.micro_batch_map import rows_of_batch
 from shrewjax._batches.micro_batched import require_axes, value_of_batch
 from shrewjax._batches.roles import Roles, positional_names, roles_of
 from shrewjax._batches.value_and_grad import Options, of_options
@@ -359,7 +359,7 @@ def value_and_grad(
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
         args, kwargs = _with_model_by_position(fun, args, kwargs)
         call = _OfObjects(roles, options, wrt, args, kwargs)
-        value_and_grads = of_options(call.loss, call.options, carry_argnum=-1, **call.roles)
+        value_and_grads = of_options(call.loss, call.options, **call.roles)
         returned, grads = value_and_grads(*call.arrays, **call.objects.kwargs)
         return call.returned(returned), call.objects.like_model(grads)
 
@@ -430,22 +430,7 @@ def micro_batched(
     options = Options(**arguments.among(Options, locals())).checked()
     require_axes(options)
     roles = roles_of(fun, {}, rng_argnums, batch_argnums)
-
-    @wraps(fun)
-    def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        args, kwargs = _with_model_by_position(fun, args, kwargs)
-        call = _OfObjects(roles, options, wrt, args, kwargs)
-        returned = value_of_batch(
-            call.loss,
-            call.options,
-            call.roles,
-            call.arrays,
-            call.objects.kwargs,
-            carry_argnum=len(call.arrays) - 1,
-        )
-        return call.returned(returned)
-
-    return of_batch
+    return _of_batch(roles, options, wrt, value_of_batch)
 
 
 def micro_batch_map(
@@ -498,23 +483,21 @@ def micro_batch_map(
     Source: `shrewjax.micro_batch_map`.
     """
     _predicate(wrt)
-    options = options_of_rows(micro_batches, accumulator_dtype, sum_over)
+    options = Options(**arguments.among(Options, locals())).checked()
     roles = roles_of(fun, {}, rng_argnums, batch_argnums)
+    return _of_batch(roles, options, wrt, rows_of_batch)
 
-    @wraps(fun)
+
+def _of_batch(roles: Roles, options: Options, wrt: Any, rule: Function) -> Function:
+    """Returns the function of nnx objects whose values and derivatives `rule` computes."""
+
+    @wraps(roles.fun)
     def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        args, kwargs = _with_model_by_position(fun, args, kwargs)
+        args, kwargs = _with_model_by_position(roles.fun, args, kwargs)
         call = _OfObjects(roles, options, wrt, args, kwargs)
-        rows, state = rows_of_batch(
-            lambda *args, **kwargs: call.objects.call(fun, args, kwargs),
-            options,
-            call.roles,
-            call.arrays,
-            call.objects.kwargs,
-            carry_argnum=len(call.arrays) - 1,
+        return call.returned(
+            rule(call.loss, call.options, call.roles, call.arrays, call.objects.kwargs)
         )
-        call.objects.update(state)
-        return rows
 
     return of_batch
 
@@ -578,8 +561,12 @@ def check_micro_batches(
         its_calls = calls_of(micro_batches, args)
         calls = [_OfObjects(roles, options, wrt, x, kwargs) for x in its_calls]
         loss, arrays = calls[0].loss, [x.arrays for x in calls]
-        own: dict[str, tuple[int, ...]] = {"argnums": (0,), "carry_argnum": (-1,)}
-        of_arrays = roles_of(loss, own, **calls[0].roles)
+        its_roles = dict(calls[0].roles)
+        own: dict[str, tuple[int, ...]] = {
+            "argnums": (0,),
+            "carry_argnum": (its_roles.pop("carry_argnum"),),
+        }
+        of_arrays = roles_of(loss, own, **its_roles)
         batches = batches_of(of_arrays, calls[0].options, arrays, calls[0].objects.kwargs)
         check_call(fun, calls[0].options, batches, rtol)
 
@@ -626,7 +613,8 @@ class _OfObjects:
         own = {"wrt": (0,), "nnx objects (they need no position)": self.objects.alone}
         arrays = self.objects.params, *self.objects.args
         call = roles.with_own(own).call(arrays, self.objects.kwargs, options.micro_batches)
-        self.roles: dict[str, Any] = call.keys_and_examples()
+        carry: dict[str, Any] = {"carry_argnum": len(arrays)}
+        self.roles = carry | call.keys_and_examples()
         # A second call with the same model gets the state that the first one returned, whose derivative is NaN.
         self.arrays = *arrays, jax.lax.stop_gradient(self.objects.state)
 

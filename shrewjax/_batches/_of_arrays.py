@@ -61,7 +61,7 @@ class OfArrays(NamedTuple):
 
     @property
     def has_carry(self) -> bool:
-        return self.roles["carry_argnum"] is not None
+        return self.roles.get("carry_argnum") is not None
 
     def place(self, at: int) -> Place:
         """Returns how the argument came that has this leaf."""
@@ -139,21 +139,19 @@ class OfArrays(NamedTuple):
 def call_of_arrays(
     fun: Function,
     options: Options,
-    roles: dict[str, tuple[Place, ...]],
+    roles: dict[str, Any],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
-    carry_argnum: int | None,
     value: Callable[[OfArrays, Arrays], PyTree],
 ) -> OfArrays:
     """Returns a call as a function of its arrays. `value` is traced to find those that its functions close over."""
     # 1. The leaves by which there are derivatives, and the other arrays.
     leaves, structure = jax.tree.flatten((args, kwargs))
     paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
-    with_role = {at for places in roles.values() for at in places} | {carry_argnum}
+    with_role = {*roles["rng_argnums"], *roles["batch_argnums"], roles.get("carry_argnum")}
     have_role = [_place_of_leaf(path) in with_role for path in paths]
-    its_roles = roles | {"carry_argnum": carry_argnum}
     free, fixed = _leaf_numbers(leaves, have_role)
-    call = OfArrays(fun, its_roles, options, leaves, paths, structure, free, fixed, [], None)
+    call = OfArrays(fun, roles, options, leaves, paths, structure, free, fixed, [], None)
 
     # 2. Traced arrays that the functions close over.
     arrays = call.by_number(*call.operands())

@@ -13,15 +13,17 @@ Keys, and the state of Flax's objects, begin both passes as they were, so that a
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shrewjax._base import arguments
 from shrewjax._base.axes import as_varying, varying_axes
 from shrewjax._base.mesh import devices_to_map, partitioned_like
-from shrewjax._base.trees import is_gradient, is_zero_tangent, leaf_name, shown
+from shrewjax._base.trees import is_gradient, leaf_name, shown
 from shrewjax._base.types import AxisName, DType, Function, Place, PyTree
 from shrewjax._batches._aux import nan_unless
 from shrewjax._batches._of_arrays import Arrays, OfArrays, call_of_arrays, moved_among
@@ -105,7 +107,7 @@ def micro_batch_map(
     Source: Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
     (GradCache), 2021, https://arxiv.org/abs/2101.06983.
     """
-    options = options_of_rows(micro_batches, accumulator_dtype, sum_over)
+    options = Options(**arguments.among(Options, locals())).checked()
     roles = roles_of(fun, None, rng_argnums, batch_argnums)
 
     @functools.wraps(fun)
@@ -113,72 +115,56 @@ def micro_batch_map(
         call = roles.call(args, kwargs, micro_batches)
         if number_of_examples(call) is None:
             raise ValueError(
-                "an argument in batch_argnums must hold examples, got no array in any of them. Pass the batch"
+                "an argument in batch_argnums must hold examples, got none. Pass the batch"
             )
         return rows_of_batch(fun, options, call.keys_and_examples(), args, kwargs)
 
     return of_batch
 
 
-def options_of_rows(
-    micro_batches: int, accumulator_dtype: DType, sum_over: AxisName | None
-) -> Options:
-    """Returns the options of both passes: rows are an aux, and gradients are sums."""
-    return Options(
-        micro_batches,
-        has_aux=True,
-        aux_reduction="examples",
-        reduction="sum",
-        accumulator_dtype=accumulator_dtype,
-        sum_over=sum_over,
-    ).checked()
-
-
 def rows_of_batch(
     fun: Function,
     options: Options,
-    roles: dict[str, tuple[Place, ...]],
+    roles: dict[str, Any],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
-    carry_argnum: int | None = None,
 ) -> PyTree:
-    """Returns the rows, with a rule for their derivatives. With a carry, `fun` and it return `(rows, carry)`."""
+    """Returns the rows, with a rule for their derivatives. With a carry, `fun` and it return `(rows, ((), carry))`."""
     if not devices_to_map("sum_over", options.axes):
-        _require_not_mapped(options)
-        options = options._replace(sum_over=())  # a device's rows and gradients are its own
-    checked = _with_checked_rows(fun, roles["batch_argnums"], options.micro_batches, carry_argnum)
-    call = call_of_arrays(checked, options, roles, args, kwargs, carry_argnum, _first_pass)
-    _require_no_key(call)
+        if options.axes:
+            raise ValueError(
+                f"sum_over must not name mapped axes, because a device's rows are its own, got {options.axes!r}. Leave "
+                "it out. If fun draws, fold jax.lax.axis_index of these axes into its key"
+            )
+        options = options._replace(sum_over=())
+    options = options._replace(has_aux=True, aux_reduction="examples", reduction="sum")
+    checked = _with_checked_rows(fun, roles, options.micro_batches)
+    call = call_of_arrays(checked, options, roles, args, kwargs, _rows)
+    if any(map(is_key, call.constants)):
+        raise ValueError(
+            "fun must not close over a PRNG key, because all micro-batches would draw the same. Pass it as an argument "
+            "in rng_argnums=. Or pass the draws of the whole batch with its examples"
+        )
     call = call._replace(fun=fun, constants=[])
 
     def of_batch(free: list[Any], fixed: list[Any]) -> PyTree:
-        return _first_pass(call, call.by_number(free, fixed))
+        return _rows(call, call.by_number(free, fixed))
 
     def forward(free: list[Any], fixed: list[Any]) -> tuple[PyTree, tuple[Arrays, Arrays]]:
         given = call.by_number(free, fixed)
         moved = {at: x.value for at, x in given.items() if x.perturbed and is_gradient(x.value)}
         others = {at: x.value for at, x in given.items() if at not in moved}
         # It does not call the rule itself, so that forward mode over reverse mode needs none of its derivatives.
-        return _first_pass(call, moved | others), (moved, others)
+        return _rows(call, moved | others), (moved, others)
 
     def backward(residuals: tuple[Arrays, Arrays], cotangents: PyTree) -> PyTree:
         moved, others = residuals
-        rows, carry = cotangents if call.has_carry else (cotangents, ())
+        rows, (_, carry) = cotangents if call.has_carry else (cotangents, ((), ()))
         of_rows = moved_among(dict(enumerate(jax.tree.leaves(rows))))
-        grads = jax.tree.map(jnp.zeros_like, moved)
-        if of_rows:
-            # Parameters vary as the cotangents do, so that JAX sums gradients over devices once, after the loop. The
-            # program of a function that closes over arrays has the types that it was traced with.
-            found = [varying_axes(x) for x in of_rows.values() if not call.programs]
-            axes = tuple(frozenset().union(*found))
-            vary = functools.partial(jax.tree.map, lambda x: as_varying(x, axes))
-            own, sum_over_devices = jax.vjp(vary, moved)
-            grads = _second_pass(call, own, others, vary(of_rows))
-            (grads,) = sum_over_devices(jax.tree.map(partitioned_like, grads, own))
+        grads = _gradients(call, moved, others, of_rows)
         # A derivative of the new carry is NaN, as that of a loss has it, because a zero would be silently wrong.
-        for x in jax.tree.leaves(carry):
-            if not is_zero_tangent(x):
-                grads = jax.tree.map(functools.partial(nan_unless, jnp.all(x == 0)), grads)
+        for x in moved_among(dict(enumerate(jax.tree.leaves(carry)))).values():
+            grads = jax.tree.map(functools.partial(nan_unless, jnp.all(x == 0)), grads)
         return tuple([grads.get(at) for at in numbers] for numbers in (call.free, call.fixed))
 
     rule = jax.custom_vjp(of_batch)
@@ -186,51 +172,82 @@ def rows_of_batch(
     return rule(*call.operands())
 
 
-def _require_not_mapped(options: Options) -> None:
-    if options.axes:
-        raise ValueError(
-            f"sum_over must not name mapped axes, because a device's rows are its own, got {options.axes!r}. Leave it "
-            "out. If fun draws, fold jax.lax.axis_index of these axes into its key"
-        )
+def _rows(call: OfArrays, arrays: Arrays) -> PyTree:
+    (_, rows), _ = _pass(call, {}, arrays, {})
+    return (rows[0], ((), rows[1])) if call.has_carry else rows
 
 
-def _require_no_key(call: OfArrays) -> None:
-    if any(map(is_key, call.constants)):
-        raise ValueError(
-            "fun must not close over a PRNG key, because all micro-batches would draw the same. Pass it as an argument "
-            "in rng_argnums=. Or pass the draws of the whole batch with its examples"
-        )
+def _gradients(call: OfArrays, moved: Arrays, others: Arrays, cotangents: Arrays) -> Arrays:
+    """Returns the gradients by what is moved, for these cotangents of leaves of the rows."""
+    if not cotangents:
+        return jax.tree.map(jnp.zeros_like, moved)
+    # Parameters vary as the cotangents do, so that JAX sums gradients over devices once, after the loop. The program of
+    # a function that closes over arrays has the types that it was traced with.
+    found = [varying_axes(x) for x in cotangents.values() if not call.programs]
+    axes = tuple(frozenset().union(*found))
+    vary = functools.partial(jax.tree.map, lambda x: as_varying(x, axes))
+    own, sum_over_devices = jax.vjp(vary, moved)
+    (_, aux), grads = _pass(call, own, others, vary(cotangents))
+    of_examples = aux[0] if call.has_carry else aux
+    (grads,) = sum_over_devices(jax.tree.map(partitioned_like, grads | of_examples, own))
+    return grads
 
 
-def _with_checked_rows(
-    fun: Function, places: tuple[Place, ...], steps: int, carry_argnum: int | None
-) -> Function:
+def _pass(
+    call: OfArrays, moved: Arrays, others: Arrays, cotangents: Arrays
+) -> tuple[PyTree, Arrays]:
+    """Runs `fun` on all micro-batches. Returns their rows, or with cotangents their gradients by what is moved.
+
+    Both are in the form of `value_and_grad`: `((0, aux), gradients)`. The aux are the rows, or gradients by examples.
+    """
+    params = {at: x for at, x in moved.items() if at in call.free}
+    args, kwargs, outer = call.arguments(moved | others, absent=[*params])
+
+    def of_micro_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Arrays]:
+        *its_args, params, cotangents = args
+        leaves = call.structure.flatten_up_to((tuple(its_args), kwargs))
+        of_examples = {at: leaves[at] for at in moved if at not in params}
+
+        def its_rows(its_moved: Arrays) -> tuple[Arrays, PyTree]:
+            returned = call.with_params(call.fun, [*moved], outer, *its_args, its_moved, **kwargs)
+            rows, (_, carry) = returned if call.has_carry else (returned, ((), ()))
+            by_number = dict(enumerate(jax.tree.leaves(rows)))
+            return {at: by_number[at] for at in cotangents}, (rows, carry)
+
+        _, pull_back, (rows, carry) = jax.vjp(its_rows, params | of_examples, has_aux=True)
+        (grads,) = pull_back(cotangents)
+        aux = {at: grads.pop(at) for at in of_examples} if cotangents else rows
+        return (jnp.float32(0), (aux, carry) if call.has_carry else aux), grads
+
+    at = len(args)
+    roles = call.roles | {"batch_argnums": (*call.roles["batch_argnums"], at + 1)}
+    of_batch = of_options(of_micro_batch, call.options, at, **roles, has_gradients=True)
+    return of_batch(*args, params, cotangents, **kwargs)
+
+
+def _with_checked_rows(fun: Function, roles: dict[str, Any], steps: int) -> Function:
     """Returns `fun`, which raises unless it returns rows.
 
     A shape may fit by chance, as statistics of 4 classes from micro-batches of 4 examples. So `fun` is traced for the
     whole batch, too, where rows have another number. If it takes no other number of examples, that stays unknown.
     """
 
-    def rows_of(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-        returned = fun(*args, **kwargs)
-        return returned if carry_argnum is None else returned[0]
+    def rows_of(given: dict[Place, PyTree]) -> PyTree:
+        args = [x for at, x in given.items() if isinstance(at, int)]
+        returned = fun(*args, **{at: x for at, x in given.items() if isinstance(at, str)})
+        return returned if roles.get("carry_argnum") is None else returned[0]
 
     def of_micro_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
         given = dict(enumerate(args)) | kwargs
-        examples = {at: given[at] for at in places}
-        size = len(jax.tree.leaves(examples)[0])
-
-        def of_whole_batch() -> PyTree:
-            whole = given | jax.tree.map(functools.partial(_repeated, steps), examples)
-            return rows_of(
-                tuple(whole[at] for at in range(len(args))), {at: whole[at] for at in kwargs}
-            )
-
-        large = None
+        examples = {at: given[at] for at in roles["batch_argnums"]}
+        whole = jax.tree.map(functools.partial(_repeated, steps), examples)
+        of_whole_batch = None
         with suppress(Exception):
-            large = jax.eval_shape(of_whole_batch)
+            of_whole_batch = jax.eval_shape(lambda: rows_of(given | whole))
+        size = len(jax.tree.leaves(examples)[0])
         returned = fun(*args, **kwargs)
-        _check_rows(returned if carry_argnum is None else returned[0], size, large, size * steps)
+        rows = returned if roles.get("carry_argnum") is None else returned[0]
+        _check_rows(rows, size, of_whole_batch, size * steps)
         return returned
 
     return of_micro_batch
@@ -241,72 +258,23 @@ def _repeated(steps: int, x: jax.Array) -> jax.Array:
 
 
 def _check_rows(rows: PyTree, size: int, of_whole_batch: PyTree, whole_size: int) -> None:
-    leaves = jax.tree.leaves_with_path(rows)
+    leaves = jax.tree.leaves_with_path(rows) or [((), rows)]
     structure: Any = jax.tree.structure(rows)
     is_known = jax.tree.structure(of_whole_batch) == structure
-    large = jax.tree.leaves(of_whole_batch) if is_known else [None] * len(leaves)
-    if not leaves:
-        raise ValueError(f"fun must return arrays, got {shown(rows)}. {_OUTSIDE}")
-    for (path, x), y in zip(leaves, large, strict=True):
-        where = f" in {leaf_name(path)}" if path else ""
-        if not is_array(x) or is_key(x):
-            came = getattr(x, "dtype", type(x).__name__)
-            raise ValueError(f"fun must return arrays of numbers, got {came}{where}. Leave it out")
+    large = jax.tree.leaves(of_whole_batch) if is_known else []
+    for (path, x), y in zip_longest(leaves, large):
+        # No text, no object and no PRNG key.
+        is_number = is_array(x) and not jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
         shape = np.shape(x)
-        if shape[:1] != (size,):
+        if (
+            not is_number
+            or shape[:1] != (size,)
+            or (y is not None and y.shape != (whole_size, *shape[1:]))
+        ):
+            came = f"{jax.typeof(x) if is_array(x) else shown(x)} for {size} examples"
+            came += f", and {jax.typeof(y)} for {whole_size}" if y is not None else ""
             raise ValueError(
-                f"fun must return a row for each of the {size} examples of a micro-batch, got shape {shape}{where}. "
-                f"{_OUTSIDE}"
+                f"fun must return arrays of numbers with a row for each example, got {came}"
+                f"{f' in {leaf_name(path)}' if path else ''}. Return what each example gives, along the first axis, "
+                "and compute the rest outside, on the whole batch"
             )
-        if y is not None and y.shape != (whole_size, *shape[1:]):
-            raise ValueError(
-                f"fun must return a row for each example, got shape {shape} for {size} examples and {y.shape} for "
-                f"{whole_size}{where}. {_OUTSIDE}"
-            )
-
-
-_OUTSIDE = "Return what each example gives, along the first axis, and compute the rest outside, on the whole batch"
-
-
-def _first_pass(call: OfArrays, arrays: Arrays) -> PyTree:
-    """Returns the rows of these arrays, or `(rows, carry)`."""
-    args, kwargs, outer = call.arguments(arrays, absent=[])
-
-    def of_micro_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Arrays]:
-        return (jnp.float32(0), call.with_params(call.fun, [], outer, *args, **kwargs)), {}
-
-    of_batch = of_options(
-        of_micro_batch, call.options, argnums=len(args), **call.roles, has_gradients=True
-    )
-    (_, rows), _ = of_batch(*args, {}, **kwargs)
-    return rows
-
-
-def _second_pass(call: OfArrays, moved: Arrays, others: Arrays, cotangents: Arrays) -> Arrays:
-    """Returns the gradients by what is moved, for these cotangents of leaves of the rows."""
-    params = {at: x for at, x in moved.items() if at in call.free}
-    of_examples = [at for at in moved if at not in params]
-    args, kwargs, outer = call.arguments(moved | others, absent=[*params])
-
-    def of_micro_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Arrays]:
-        *its_args, params, its_cotangents = args
-        leaves = call.structure.flatten_up_to((tuple(its_args), kwargs))
-
-        def rows(its_moved: Arrays) -> tuple[Arrays, PyTree]:
-            returned = call.with_params(call.fun, [*moved], outer, *its_args, its_moved, **kwargs)
-            its_rows, carry = returned if call.has_carry else (returned, ())
-            by_number = dict(enumerate(jax.tree.leaves(its_rows)))
-            return {at: by_number[at] for at in its_cotangents}, carry
-
-        its_moved = params | {at: leaves[at] for at in of_examples}
-        _, pull_back, carry = jax.vjp(rows, its_moved, has_aux=True)
-        (grads,) = pull_back(its_cotangents)
-        aux = {at: grads.pop(at) for at in of_examples}
-        return (jnp.float32(0), (aux, carry) if call.has_carry else aux), grads
-
-    roles = call.roles | {"batch_argnums": (*call.roles["batch_argnums"], len(args) + 1)}
-    of_batch = of_options(
-        of_micro_batch, call.options, argnums=len(args), **roles, has_gradients=True
-    )
-    (_, aux), grads = of_batch(*args, params, cotangents, **kwargs)
-    return grads | (aux[0] if call.has_carry else aux)

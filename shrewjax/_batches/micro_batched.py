@@ -16,7 +16,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jax import lax
 from shrewjax._base import arguments
 from shrewjax._base.axes import is_bound, mapped_axes, replicated_axes, varying_axes
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import AxisName, AxisNames, DType, Function, Leaf, Place, PyTree
+from shrewjax._base.types import AxisName, AxisNames, DType, Function, Leaf, PyTree
 from shrewjax._batches._of_arrays import Arrays, OfArrays, call_of_arrays, moved_among
 from shrewjax._batches.roles import label, roles_of
 from shrewjax._batches.value_and_grad import Options, of_options
@@ -167,10 +167,9 @@ def _require_all_axes(options: Options) -> None:
 def value_of_batch(
     fun: Function,
     options: Options,
-    roles: dict[str, tuple[Place, ...]],
+    roles: dict[str, Any],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
-    carry_argnum: int | None = None,
 ) -> PyTree:
     """Returns the value, or the pair `(value, aux)`, with a rule for its derivatives.
 
@@ -178,15 +177,8 @@ def value_of_batch(
     """
     _require_all_axes(options)
     # 1. Its arrays.
-    call = call_of_arrays(
-        fun,
-        options,
-        roles,
-        args,
-        kwargs,
-        carry_argnum,
-        lambda call, arrays: _value_and_grad(call, arrays, [], [])[0],
-    )
+    of_value = lambda call, arrays: _value_and_grad(call, arrays, [], [])[0]  # noqa: E731
+    call = call_of_arrays(fun, options, roles, args, kwargs, of_value)
     # With this policy, a NaN in the gradient by any argument drops its micro-batch. So each call computes them all.
     # Otherwise the value and a derivative would drop others.
     is_read = options.nonfinite == "drop_micro_batch"

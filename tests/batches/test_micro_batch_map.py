@@ -286,16 +286,17 @@ def test_a_mapped_axis_in_sum_over_is_an_error_whose_remedy_is_right():
 
 # --- mistakes ----------------------------------------------------------------------------------------------------
 
-NEED = "fun must return a row for each"
+NEED = "fun must return arrays of numbers with a row for each example, got "
 MISTAKES = {
     "a mean": (lambda w, x: jnp.mean(x @ w), NEED),
     "a scalar beside rows": (lambda w, x: (x @ w, jnp.sum(w)), NEED),
     "a length of one": (lambda w, x: jnp.sum(x @ w, 0, keepdims=True), NEED),
-    "nothing": (lambda w, x: None, "fun must return arrays, got None"),
-    "a text": (lambda w, x: (x @ w, "name"), "fun must return arrays of numbers, got str"),
+    "nothing": (lambda w, x: None, NEED + "None for 4 examples"),
+    "a text": (lambda w, x: (x @ w, "name"), NEED + "'name' for 4 examples"),
     "a statistic that fits by chance": (lambda w, x: jnp.sum(x, 0)[:, None] * jnp.ones(4), NEED),
     "a covariance that fits by chance": (lambda w, x: x.T @ x, NEED),
     "pairs": (lambda w, x: (x @ w) @ (x @ w).T, NEED),
+    "a key": (lambda w, x: jax.random.split(jax.random.key(0), len(x)), NEED + "key<fry>[4] for 4 examples"),
     "time before examples, by chance": (lambda w, x: (x @ w)[:, :4].T, NEED),
     "examples of the whole batch": (lambda w, x: X @ w, NEED),
 }
@@ -306,8 +307,7 @@ def test_what_is_no_row_of_examples_is_an_error(name):
     fun, message = MISTAKES[name]  # four features, in micro-batches of four
     with pytest.raises(ValueError, match=r"^" + re.escape(message)) as caught:
         micro_batch_map(fun, K)(PARAMS["a"], X)
-    if message is NEED:
-        assert str(caught.value).endswith("compute the rest outside, on the whole batch")
+    assert str(caught.value).endswith("compute the rest outside, on the whole batch")
 
 
 def test_a_key_that_is_closed_over_is_an_error_whose_remedies_are_right():
@@ -329,7 +329,7 @@ def test_a_key_that_is_closed_over_is_an_error_whose_remedies_are_right():
 
 
 def test_a_call_without_examples_and_a_number_that_k_does_not_divide_are_errors():
-    with pytest.raises(ValueError, match=r"^an argument in batch_argnums must hold examples"):
+    with pytest.raises(ValueError, match=r"^an argument in batch_argnums must hold examples, got none"):
         micro_batch_map(lambda w, x: x, K)(1.0, None)
     with pytest.raises(ValueError, match="has 11 examples, which micro_batches=3 does not divide"):
         micro_batch_map(lambda w, x: x, K)(1.0, X[:11])

@@ -19,7 +19,7 @@ def call_of(fun, *args, **kwargs):
         its_args, its_kwargs, outer = call.arguments(arrays, absent=[])
         return call.with_params(fun, [], outer, *its_args, {}, **its_kwargs)
 
-    return call_of_arrays(fun, Options(2), roles, args, kwargs, None, value)
+    return call_of_arrays(fun, Options(2), roles, args, kwargs, value)
 
 
 def test_floating_arrays_are_free_examples_and_integers_fixed_and_all_else_stays():
