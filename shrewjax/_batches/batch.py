@@ -15,7 +15,7 @@ from jax import lax
 
 from shrewjax._base.axes import as_varying, axes_by_dimension, device_index
 from shrewjax._base.types import AxisNames, KeyPath, Leaf, Number, PyTree
-from shrewjax._batches.roles import Call, other_batch
+from shrewjax._batches.roles import Call
 
 
 class Batch(NamedTuple):
@@ -109,18 +109,23 @@ def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, 
     def divided(path: KeyPath, x: Leaf) -> jax.Array:
         name = call.name(path[0].key, path[1:])
         count, *rest = np.shape(x)
-        if not (is_sum and count == 0):  # the sum of no terms is 0
-            _check_divisible(call, name, count, devices_to_map)
+        padding = "leave the padding out of the loss"
+        if not is_sum:
+            padding = "let weight_fn= count the real ones"
+        if count or not is_sum:  # the sum of no terms is 0
+            _check_divisible(call, name, count, devices_to_map, padding)
         x = jnp.asarray(x)
         devices = devices_to_map or _devices_along_first_axis(x)
-        _check_divisible_over(name, count, steps, devices, is_mapped_here=devices_to_map > 0)
+        _check_divisible_over(
+            name, count, steps, devices, padding, is_mapped_here=devices_to_map > 0
+        )
         return x.reshape(count // steps, steps, *rest)
 
     batch = {at: call.values[at] for at in call.roles["batch_argnums"]}
     return jax.tree.map_with_path(divided, batch)
 
 
-def _check_divisible(call: Call, name: str, count: int, devices_to_map: int) -> None:
+def _check_divisible(call: Call, name: str, count: int, devices_to_map: int, padding: str) -> None:
     together = call.parts * max(devices_to_map, 1)
     if count == 0:
         raise ValueError(
@@ -128,9 +133,10 @@ def _check_divisible(call: Call, name: str, count: int, devices_to_map: int) -> 
             "call for an empty batch"
         )
     if count % call.parts:
-        remedy = other_batch(call) or (
-            f"Pad the batch to {-(-count // together) * together}, let weight_fn= count the real ones, and let "
-            "fun take its mean over them. Or move the axis of examples to the front"
+        remedy = (
+            f"Pad the batch to {-(-count // together) * together}, and {padding}. Or move the axis of examples to the "
+            "front. If it holds none, pass parameters first, and name the arguments that hold examples in "
+            "batch_argnums="
         )
         # A number of jax.export may be a symbol.
         numbers = range(1, count + 1) if isinstance(count, int) else ()
@@ -144,15 +150,15 @@ def _check_divisible(call: Call, name: str, count: int, devices_to_map: int) -> 
 
 
 def _check_divisible_over(
-    name: str, count: int, steps: int, devices: int, *, is_mapped_here: bool
+    name: str, count: int, steps: int, devices: int, padding: str, *, is_mapped_here: bool
 ) -> None:
     if count // steps % devices:
         padded = -(-count // (steps * devices)) * steps * devices
         remedy = "leave out sum_over" if is_mapped_here else "use a mesh with Auto axes"
         raise ValueError(
             f"{name} has {count} examples, sharded over {devices} devices, in micro-batches of "
-            f"{count // steps}, which {devices} does not divide. Pad the batch to {padded}, and let weight_fn= count "
-            f"the real ones. Or {remedy}"
+            f"{count // steps}, which {devices} does not divide. Pad the batch to {padded}, and {padding}. "
+            f"Or {remedy}"
         )
 
 

@@ -143,7 +143,7 @@ def rows_of_batch(
     if any(map(is_key, call.constants)):
         raise ValueError(
             "fun must not close over a PRNG key, because all micro-batches would draw the same. Pass it as an argument "
-            "in rng_argnums=. Or pass the draws of the whole batch with its examples"
+            "in rng_argnums=, or the draws of the whole batch with its examples. Convert what is no key to int32"
         )
     call = call._replace(fun=fun, constants=[])
 
@@ -245,12 +245,23 @@ def _with_checked_rows(fun: Function, roles: dict[str, Any], steps: int) -> Func
         with suppress(Exception):
             of_whole_batch = jax.eval_shape(lambda: rows_of(given | whole))
         size = len(jax.tree.leaves(examples)[0])
-        returned = fun(*args, **kwargs)
+        try:
+            returned = fun(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            if of_whole_batch is not None:
+                error.add_note(_CLOSED_OVER_EXAMPLES)
+            raise
         rows = returned if roles.get("carry_argnum") is None else returned[0]
         _check_rows(rows, size, of_whole_batch, size * steps)
         return returned
 
     return of_micro_batch
+
+
+_CLOSED_OVER_EXAMPLES = (
+    "fun takes the whole batch, but no micro-batch. Pass each array with a row for each example as an argument of fun, "
+    "in batch_argnums="
+)
 
 
 def _repeated(steps: int, x: jax.Array) -> jax.Array:

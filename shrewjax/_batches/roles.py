@@ -138,8 +138,7 @@ class Roles(NamedTuple):
                     came = f"{total} argument{'' if total == 1 else 's'}"
                     raise ValueError(
                         f"no argument holds examples, because the call has {came}, in "
-                        f"{', '.join(dict.fromkeys(taken.values()))}. Pass the batch. Or name it in batch_argnums=, "
-                        "with () if there is none"
+                        f"{', '.join(dict.fromkeys(taken.values()))}. Pass the batch. Or name it in batch_argnums="
                     )
             else:
                 places = tuple(_place_of_role(name, at, names, count, keywords) for at in wanted)
@@ -151,6 +150,9 @@ class Roles(NamedTuple):
                 taken[place] = name
             roles[name] = places
         return roles
+
+
+_WHOLE_BY_DEFAULT = "what stays whole by default"
 
 
 def roles_of(
@@ -168,7 +170,7 @@ def roles_of(
         raise ValueError(f"fun must be a function, got {trees.shown(fun)}")
     batch = None if batch_argnums is None else arguments.places("batch_argnums", batch_argnums)
     if own is None:
-        own = {"what stays whole by default": (0,)} if batch is None else {}
+        own = {_WHOLE_BY_DEFAULT: (0,)} if batch is None else {}
     keys = arguments.places("rng_argnums", rng_argnums)
     return Roles(fun, {**own, "rng_argnums": keys, "batch_argnums": batch}, part)
 
@@ -202,12 +204,18 @@ def _place_of_role(
     if 0 <= at < len(names) and names[at] in keywords:
         return names[at]
     came = f"{count} argument{'' if count == 1 else 's'} came by position"
+    if keywords:
+        came += f", and by keyword {', '.join(keywords)}"
+    if role == _WHOLE_BY_DEFAULT:
+        raise ValueError(
+            f"batch_argnums must name the arguments that hold examples, because {came}. Pass such as "
+            f"batch_argnums={[*keywords][-1]!r}"
+        )
+    is_position = role in ("argnums", "carry_argnum") or not keywords
     remedy = (
-        f", and by keyword {', '.join(keywords)}. Name what came by keyword, such as {role}={next(iter(keywords))!r}"
-        if keywords
-        else ""
+        "Pass it by position" if is_position else f"Name it, such as {role}={[*keywords][-1]!r}"
     )
-    raise ValueError(f"{role} has the position {at}, but {came}{remedy}")
+    raise ValueError(f"{role} has the position {at}, but {came}. {remedy}")
 
 
 def _require_no_flax_state(call: Call) -> None:
@@ -279,7 +287,8 @@ def _check_whole(call: Call, sizes: Collection[int | None]) -> None:
                 batch = call.as_role("batch_argnums", *call.roles["batch_argnums"], at)
                 raise ValueError(
                     f"{call.name(at, path)} has a first axis of {len(x)}, as the batch has, but every {call.part} gets "
-                    f"arguments by keyword whole. If it holds examples, pass {batch}. Otherwise let fun close over it"
+                    f"arguments by keyword whole. If it holds examples, pass {batch}. Otherwise pass it by position, "
+                    "and name the others in batch_argnums="
                 )
 
 
@@ -317,29 +326,13 @@ def _message(
     scalars = [is_array(y) and not np.shape(y) for _, y in call.leaves(at)]
     if isinstance(call.values[at], list) and all(scalars):
         return f"{message}. Pass jnp.asarray of the list"
-    mend = _mend(call, x, count)
     holders = _holders(call, among, count)
-    if path and count is not None and count in _counts(call, at):
-        batch = call.as_role("batch_argnums", *holders, at)
-        same = f"If it is the same for all micro-batches, pass it as an argument of its own, with {batch}"
-        return f"{message}. {mend}{same}{'' if mend else _if_state(call, at, call.label(at))}"
-    batch = call.as_role("batch_argnums", *holders)
-    same = f"If {call.label(at)} is the same for all micro-batches, pass {batch}"
-    return f"{message}. {mend}{same}{'' if mend else _if_state(call, at, 'it')}"
-
-
-def _mend(call: Call, x: Leaf, count: int | None) -> str:
-    """Returns the remedy for a leaf that may hold examples, or is no number."""
-    shape = np.shape(x)
-    if not is_array(x):
-        return "Leave it out. "
-    if isinstance(x, bool):
-        return "Let fun close over it. "
-    if count in shape[1:]:
-        return "Move its axis of examples to the front. "
-    if shape and shape[0] % call.parts == 0:
-        return "Give both as many rows: reshape the longer, or pad the shorter and mask it. "
-    return ""
+    own = path and count is not None and count in _counts(call, at)
+    batch = call.as_role("batch_argnums", *holders, *([at] if own else []))
+    remedy = f"pass it as an argument of its own, with {batch}" if own else f"pass {batch}"
+    name = "it" if own else call.label(at)
+    rows = "Give both as many rows. " if np.ndim(x) else ""
+    return f"{message}. {rows}If {name} is the same for all micro-batches, {remedy}"
 
 
 def key_message(call: Call, at: int, path: KeyPath) -> str:
@@ -354,34 +347,10 @@ def key_message(call: Call, at: int, path: KeyPath) -> str:
     else:
         remedy = "Pass it as an argument of its own, and name that in rng_argnums="
     no_key = "" if is_typed else ". If these numbers are no key, convert them to int32"
-    others = [other for other in call.whole() if other != at and call.leaves(other)]
-    state = "".join(_if_state(call, other, call.label(other)) for other in others[:1])
     return (
         f"{call.name(at, path)} is a PRNG key, and each {call.part} needs its own. {remedy}. "
-        f"If all share one, let fun close over it{no_key}{state}"
+        f"If all share one, pass jax.random.key_data of it as int32, and call wrap_key_data in fun{no_key}"
     )
-
-
-def _if_state(call: Call, at: int, name: str) -> str:
-    """Returns the remedy for an argument that may be a state, if the called function has one that takes it."""
-    place = call.places[at]
-    if call.roles.get("carry_argnum") != () or isinstance(place, str):
-        return ""
-    return (
-        f". If {name} is a state that fun returns changed, carry_argnum={place} hands it from micro-batch to "
-        "micro-batch"
-    )
-
-
-def other_batch(call: Call) -> str:
-    """Returns the remedy if arguments by keyword look more like the batch, or an empty text."""
-    among = [at for at in call.whole() if isinstance(call.places[at], str)]
-    count = _likely_count(call, among)
-    holders = _holders(call, among, count)
-    if count is None or count % call.parts or not holders:
-        return ""
-    batch = call.as_role("batch_argnums", *holders)
-    return f"If {' and '.join(map(call.label, holders))} hold the examples, pass {batch}"
 
 
 def _likely_count(call: Call, among: Sequence[int]) -> int | None:

@@ -331,7 +331,9 @@ def test_a_key_that_is_closed_over_is_an_error_whose_remedies_are_right():
 def test_a_call_without_examples_and_a_number_that_k_does_not_divide_are_errors():
     with pytest.raises(ValueError, match=r"^an argument in batch_argnums must hold examples, got none"):
         micro_batch_map(lambda w, x: x, K)(1.0, None)
-    with pytest.raises(ValueError, match="has 11 examples, which micro_batches=3 does not divide"):
+    with pytest.raises(
+        ValueError, match="has 11 examples, .* Pad the batch to 12, and leave the padding out of the loss"
+    ):
         micro_batch_map(lambda w, x: x, K)(1.0, X[:11])
 
 
@@ -344,3 +346,11 @@ def test_calls_outside_of_jit_keep_no_arrays_alive():
         if turn == 1:
             before = len(jax.live_arrays())
     assert len(jax.live_arrays()) <= before
+
+
+def test_labels_that_are_closed_over_get_a_note_whose_remedy_is_right():
+    with pytest.raises(TypeError) as raised:
+        micro_batch_map(lambda w, x: x @ w - Y, K)(PARAMS["a"], X)
+    assert any("as an argument of fun, in batch_argnums=" in note for note in raised.value.__notes__)
+    found = micro_batch_map(lambda w, x, y: x @ w - y, K)(PARAMS["a"], X, Y)
+    np.testing.assert_allclose(found, X @ PARAMS["a"] - Y, rtol=1e-12)

@@ -129,7 +129,8 @@ def test_remedy_for_a_first_axis_as_long_as_the_batch_keeps_the_argument_whole()
         return jnp.mean(x @ (scale * w))
 
     w, x, scale = np.ones(4, np.float32), np.arange(16, dtype=np.float32).reshape(4, 4), np.arange(4, dtype=np.float32)
-    with pytest.raises(ValueError, match=r"scale has a first axis of 4.*Otherwise let fun close over it$"):
+    remedy = r"scale has a first axis of 4.* Otherwise pass it by position, and name the others in batch_argnums=$"
+    with pytest.raises(ValueError, match=remedy):
         value_and_grad(loss, 2)(w, x, scale=scale)
     for _, grad in (
         value_and_grad(partial(loss, scale=scale), 2)(w, x),

@@ -123,8 +123,8 @@ WRONG_CALLS = {
     ),
     "an array that holds no examples": (
         lambda: traced(lambda p, x, y, scale: loss_fn(p, x * scale, y), args=(PARAMS, X, Y, jnp.ones(3))),
-        r"^argument 3 must have a first axis of 8 examples, as argument 1 has, got shape \(3,\)\. If argument 3 "
-        r"is the same for all micro-batches, pass batch_argnums=\(1, 2\)",
+        r"^argument 3 must have a first axis of 8 examples, as argument 1 has, got shape \(3,\)\. Give both as "
+        r"many rows\. If argument 3 is the same for all micro-batches, pass batch_argnums=\(1, 2\)",
     ),
     "a matrix of the transposed examples": (
         lambda: traced(args=(PARAMS, X.T, Y)),
@@ -139,11 +139,11 @@ WRONG_CALLS = {
     "two numbers of examples that K divides": (
         lambda: traced(args=(PARAMS, jnp.ones((32, 3)), jnp.ones(28))),
         r"^argument 1 must have a first axis of 28 examples, as argument 2 has, got shape \(32, 3\)\. Give both "
-        r"as many rows: reshape the longer, or pad the shorter and mask it\. If argument 1 .* pass batch_argnums=2",
+        r"as many rows\. If argument 1 is the same for all micro-batches, pass batch_argnums=2",
     ),
     "examples along the second axis": (
         lambda: traced(args=(PARAMS, X, jnp.ones((3, 8, 5)))),
-        r"^argument 2 must .*, got shape \(3, 8, 5\)\. Move its axis of examples to the front\. If ",
+        r"^argument 2 must .*, got shape \(3, 8, 5\)\. Give both as many rows\. If ",
     ),
     "lists of numbers": (
         lambda: traced(args=(PARAMS, X.tolist(), Y.tolist())),
@@ -155,11 +155,11 @@ WRONG_CALLS = {
     ),
     "a flag by position": (
         lambda: shrewjax.value_and_grad(lambda p, x, y, train: loss_fn(p, x, y), 4)(PARAMS, X, Y, True),
-        r"^argument 3 must .*\. Let fun close over it\. If argument 3 is the same .* batch_argnums=\(1, 2\)$",
+        r"^argument 3 must .*\. If argument 3 is the same .* batch_argnums=\(1, 2\)$",
     ),
     "names among the examples": (
         lambda: shrewjax.value_and_grad(lambda p, b: loss_fn(p, b["x"], Y), 4)(PARAMS, {"x": X, "names": ["a"] * 8}),
-        r"^argument 1\['names'\]\[0\] must .*, got str\. Leave it out\. If ",
+        r"^argument 1\['names'\]\[0\] must .*, got str\. If it is the same for all micro-batches, pass it as an arg",
     ),
     "more micro-batches than examples": (
         lambda: traced(micro_batches=64),
@@ -282,6 +282,24 @@ WRONG_CALLS = {
         ).update(GRADS, TX.init(PARAMS)._replace(inner_state={"m": jnp.zeros(1)}), PARAMS),
         r"^inner's update changed its state: leaf \['m'\] must stay float32 of shape \(1,\), got .* shape \(2,\)",
     ),
+    "an array before keywords": (
+        lambda: traced(args=(PARAMS, jnp.ones(3)), kwargs={"x": X, "y": Y}),
+        r"^argument 1 has 3 examples, .* If it holds none, pass parameters first, and name the arguments that hold "
+        "examples in batch_argnums=",
+    ),
+    "parameters after the batch": (
+        lambda: shrewjax.value_and_grad(lambda batch, p: loss_fn(p, batch, Y), 4)(X, jnp.ones(3)),
+        r"^argument 1 has 3 examples, .* If it holds none, pass parameters first, ",
+    ),
+    "keywords of a function that takes no position": (
+        lambda: shrewjax.micro_batched(lambda *, p, x: jnp.mean(x * p), 2)(p=jnp.ones(3), x=X),
+        r"^batch_argnums must name the arguments that hold examples, because 0 arguments came by position, and by "
+        r"keyword p, x\. Pass such as batch_argnums='x'",
+    ),
+    "parameters of a function that takes no position": (
+        lambda: shrewjax.value_and_grad(lambda *, p, x: jnp.mean(x * p), 2)(p=jnp.ones(3), x=X),
+        r"^argnums has the position 0, but 0 arguments came by position, and by keyword p, x\. Pass it by position$",
+    ),
     "a batch by keyword, beside rng_argnums": (
         lambda: traced(
             lambda p, x, k: dropout_loss(p, x, k),
@@ -289,7 +307,7 @@ WRONG_CALLS = {
             kwargs={"x": X},
             rng_argnums=2,
         ),
-        r"^rng_argnums has the position 2, but 1 argument came by position, and by keyword x\. Name what came",
+        r"^rng_argnums has the position 2, but 1 argument came by position, and by keyword x\. Name it, such as rng_",
     ),
     "check_window with a schedule": (
         lambda: shrewjax.check_window(STATE, lambda windows: 2),
@@ -333,7 +351,7 @@ WRONG_CALLS = {
     ),
     "an NNX module with dropout: value_and_grad": (
         lambda: of_module(Dropping()),
-        r"^argument 0 is an NNX object .* Call shrewjax\.flax\.value_and_grad",
+        r"^argument 0 is an NNX object .* Call the function of this name in shrewjax\.flax",
     ),
 }
 
