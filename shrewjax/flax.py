@@ -702,6 +702,7 @@ class _Objects:
         self.params, self.state = map(_arrays, self._variables)
         # Of each function: which arrays it returns as they were given.
         self._flow: dict[int, list[bool]] = {}
+        self._is_kept: list[bool] = []  # by leaf of the state, whether no function has changed it
 
         # 3. Check them.
         _require_variables(self._variables[0], wrt, model)
@@ -763,9 +764,11 @@ class _Objects:
                 )
         # A scan copies what it returns, so frozen layers would be copied for each micro-batch
         # (tests/promises/test_flax_models.py, "frozen_layers").
-        self._is_kept = is_same[len(in_wrt) :]
-        kept = iter(self._is_kept)
-        state = jax.tree.map(lambda x, y: y if next(kept) else x, new[1], state)
+        kept = is_same[len(in_wrt) :]
+        of_leaves = iter(kept)
+        state = jax.tree.map(lambda x, y: y if next(of_leaves) else x, new[1], state)
+        # A function for weights keeps what the loss changes.
+        self._is_kept = [x and y for x, y in zip(self._is_kept or kept, kept, strict=True)]
         return returned, state
 
     def _call(self, function: Any, old: PyTree, args: PyTree, kwargs: PyTree) -> Any:

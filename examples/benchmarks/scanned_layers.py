@@ -48,7 +48,11 @@ class Lookup:
 
     def loss(self, params: Any, tokens: jax.Array) -> jax.Array:
         """Returns a mean over examples."""
-        return jnp.mean((jnp.mean(params["table"][tokens], axis=1) @ params["out"] - 1) ** 2)
+        return jnp.mean(self.losses(params, tokens))
+
+    def losses(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Returns a square for each example."""
+        return (jnp.mean(params["table"][tokens], axis=1) @ params["out"] - 1) ** 2
 
 
 def weight(tokens: jax.Array) -> jax.Array:
@@ -72,17 +76,36 @@ def sum_by_hand(loss: Callable[..., Any], steps: int, params: Any, batch: Any) -
     return value / steps, jax.tree.map(lambda x, p: (x / steps).astype(p.dtype), total, params)
 
 
+def masked(model: Any, params: Any, tokens: jax.Array) -> jax.Array:
+    """Returns the mean over the valid tokens of the whole batch."""
+    losses = shrewjax.micro_batch_map(model.losses, MICRO_BATCHES)(params, tokens)
+    mask = tokens > 3
+    return jnp.sum(losses * mask) / jnp.sum(mask)
+
+
+def contrastive(model: Any, params: Any, tokens: jax.Array) -> jax.Array:
+    """Returns a loss that compares each sequence with all others."""
+    rows = shrewjax.micro_batch_map(model.losses, MICRO_BATCHES)(params, tokens)
+    labels = jnp.arange(len(rows))
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(rows @ rows.T, labels))
+
+
 ONE = "one micro-batch"
 WAYS: dict[str, Callable[[Any], Any]] = {
-    ONE: lambda loss: jax.value_and_grad(loss),
-    "by hand": lambda loss: functools.partial(sum_by_hand, loss, MICRO_BATCHES),
-    "value_and_grad": lambda loss: shrewjax.value_and_grad(loss, MICRO_BATCHES),
-    "weighted": lambda loss: shrewjax.value_and_grad(
-        loss, MICRO_BATCHES, weight_fn=lambda _, tokens: weight(tokens)
+    ONE: lambda model: jax.value_and_grad(model.loss),
+    "by hand": lambda model: functools.partial(sum_by_hand, model.loss, MICRO_BATCHES),
+    "value_and_grad": lambda model: shrewjax.value_and_grad(model.loss, MICRO_BATCHES),
+    "weighted": lambda model: shrewjax.value_and_grad(
+        model.loss, MICRO_BATCHES, weight_fn=lambda _, tokens: weight(tokens)
     ),
-    "skip_empty": lambda loss: shrewjax.value_and_grad(
-        loss, MICRO_BATCHES, weight_fn=lambda _, tokens: weight(tokens), skip_empty=True
+    "skip_empty": lambda model: shrewjax.value_and_grad(
+        model.loss,
+        MICRO_BATCHES,
+        weight_fn=lambda _, tokens: weight(tokens),
+        skip_empty=True,
     ),
+    "map, masked": lambda model: jax.value_and_grad(functools.partial(masked, model)),
+    "map, contrastive": lambda model: jax.value_and_grad(functools.partial(contrastive, model)),
 }
 
 
@@ -107,7 +130,7 @@ def gradients(
         place(model.shapes(dtype), mesh, spec),
         place(model.batch(number), mesh, sharded),
     )
-    return _compiled.compile_for(target, WAYS[way](model.loss), params, batch, unit=unit, donate=())
+    return _compiled.compile_for(target, WAYS[way](model), params, batch, unit=unit, donate=())
 
 
 def beyond_one(target: Target, way: str, *args: Any, **options: Any) -> float:

@@ -244,7 +244,7 @@ def _with_checked_rows(fun: Function, roles: dict[str, Any], steps: int) -> Func
         of_whole_batch = None
         with suppress(Exception):
             of_whole_batch = jax.eval_shape(lambda: rows_of(given | whole))
-        size = len(jax.tree.leaves(examples)[0])
+        size = jax.tree.leaves(examples)[0].shape[0]  # a symbol of jax.export has no len
         try:
             returned = fun(*args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -265,7 +265,8 @@ _CLOSED_OVER_EXAMPLES = (
 
 
 def _repeated(steps: int, x: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(x[:, None], (len(x), steps, *x.shape[1:])).reshape(-1, *x.shape[1:])
+    size, *rest = x.shape
+    return jnp.broadcast_to(x[:, None], (size, steps, *rest)).reshape(size * steps, *rest)
 
 
 def _check_rows(rows: PyTree, size: int, of_whole_batch: PyTree, whole_size: int) -> None:

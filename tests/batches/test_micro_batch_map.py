@@ -9,6 +9,7 @@ from functools import partial
 
 import equinox as eqx
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -332,7 +333,7 @@ def test_a_call_without_examples_and_a_number_that_k_does_not_divide_are_errors(
     with pytest.raises(ValueError, match=r"^an argument in batch_argnums must hold examples, got none"):
         micro_batch_map(lambda w, x: x, K)(1.0, None)
     with pytest.raises(
-        ValueError, match="has 11 examples, .* Pad the batch to 12, and leave the padding out of the loss"
+        ValueError, match=r"has 11 examples, .* Pad the batch to 12, and leave the padding out of the loss"
     ):
         micro_batch_map(lambda w, x: x, K)(1.0, X[:11])
 
@@ -354,3 +355,11 @@ def test_labels_that_are_closed_over_get_a_note_whose_remedy_is_right():
     assert any("as an argument of fun, in batch_argnums=" in note for note in raised.value.__notes__)
     found = micro_batch_map(lambda w, x, y: x @ w - y, K)(PARAMS["a"], X, Y)
     np.testing.assert_allclose(found, X @ PARAMS["a"] - Y, rtol=1e-12)
+
+
+def test_a_program_for_any_number_of_examples_can_be_exported():
+    rows = jax.jit(lambda w, x: micro_batch_map(lambda w, x: jnp.tanh(x @ w), K)(w, x))
+    (n,) = jax.export.symbolic_shape("n")
+    shapes = jax.ShapeDtypeStruct((4, 5), np.float64), jax.ShapeDtypeStruct((K * n, 4), np.float64)
+    exported = jax.export.export(rows)(*shapes)
+    np.testing.assert_allclose(exported.call(PARAMS["a"], X), np.tanh(X @ PARAMS["a"]), rtol=1e-12)

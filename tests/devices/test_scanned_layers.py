@@ -39,8 +39,11 @@ def test_a_window_adds_the_gradients_of_layers_in_a_list_as_they_come(h100):
     assert found < of_optax
 
 
+WAYS = ["weighted", "map, masked", *thorough("value_and_grad", "skip_empty", "map, contrastive")]
+
+
 # Beyond one micro-batch: the sum alone, or not even that. A loop by hand holds 1 P more, and 1.2 P on a v5e.
-@pytest.mark.parametrize("way", ["weighted", *thorough("value_and_grad", "skip_empty")])
+@pytest.mark.parametrize("way", WAYS)
 def test_scanned_layers_add_their_gradients_to_the_sum_themselves(way, target):
     assert beyond_one(target, way, SMALL, SEQUENCES) < {"h100": 0.1, "v5e": 0.3}[target.name]
     assert beyond_one(target, "by hand", SMALL, SEQUENCES) > 0.9

@@ -1,5 +1,7 @@
 """`shrewjax.flax` with several nnx objects, in one argument or in several, does what Flax does with each."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -320,3 +322,76 @@ def test_a_key_beside_the_model_is_an_error_and_an_argument_of_its_own_is_not():
     value, _ = shrewjax.flax.value_and_grad(with_key, K, rng_argnums=1)(still(), key, X)
     expected = [with_key(still(), jax.random.fold_in(key, i), X[i::K]) for i in range(K)]
     np.testing.assert_allclose(value, np.mean(expected), rtol=1e-6)
+
+
+# --- micro_batch_map, and several calls with one model ---------------------------------------------------------------
+
+
+KEPT = np.arange(8) < 5
+
+
+def in_two_micro_batches(fun):
+    def of_batch(model, x):
+        rows = [fun(model, x[i::2]) for i in range(2)]
+        return jnp.stack(rows, 1).reshape(-1)
+
+    return of_batch
+
+
+def own_squares(model, x):
+    return model(x) ** 2
+
+
+def masked(rows, model, x):
+    return jnp.sum(rows(model, x) * KEPT) / 5
+
+
+def two_views(rows, model, x):  # as in SimCLR and R-Drop
+    first, second = rows(model, x), rows(model, x + 1)
+    return jnp.mean(first * jnp.roll(second, 1)) + masked(rows, model, x)
+
+
+@pytest.mark.parametrize("loss", [masked, two_views])
+def test_rows_of_a_stateful_model_draw_the_same_in_both_passes_and_advance_its_state_once(loss):
+    found, expected = Net(), Net()
+    results = [
+        nnx.jit(nnx.value_and_grad(partial(loss, rows)))(model, X)
+        for rows, model in (
+            (shrewjax.flax.micro_batch_map(own_squares, 2), found),
+            (in_two_micro_batches(own_squares), expected),
+        )
+    ]
+    assert_close(*results, rtol=1e-4, atol=1e-5)
+    assert_close(numbers(nnx.state(found)), numbers(nnx.state(expected)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["micro_batched", "micro_batch_map"])
+def test_a_teacher_of_an_outer_trace_is_an_argument_and_keeps_its_variables(name):
+    student, teacher = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1))
+
+    def squares(student, x, teacher):
+        rows = (student(x) - teacher(x))[:, 0] ** 2
+        return jnp.mean(rows) if name == "micro_batched" else rows
+
+    of_batch = getattr(shrewjax.flax, name)(squares, 2)
+    before = jax.tree.map(np.asarray, nnx.state(teacher))
+    found = nnx.value_and_grad(lambda student: jnp.mean(of_batch(student, X, teacher)))(student)
+    assert_close(found, nnx.value_and_grad(lambda s: jnp.mean(squares(s, X, teacher)))(student), rtol=1e-5)
+    assert_close(nnx.state(teacher), before, rtol=0)
+
+
+def test_a_loss_may_call_micro_batched_twice_with_one_stateful_model():
+    def loss(rows, model, x):
+        return rows(model, x) * rows(model, x + 1)
+
+    def by_hand(model, x):
+        return sum(jnp.mean(model(x[i::2]) ** 2) for i in range(2)) / 2
+
+    found, expected = Net(), Net()
+    of_batch = shrewjax.flax.micro_batched(lambda model, x: jnp.mean(model(x) ** 2), 2)
+    results = [
+        nnx.jit(nnx.value_and_grad(partial(loss, rows)))(model, X)
+        for rows, model in ((of_batch, found), (by_hand, expected))
+    ]
+    assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert_close(numbers(nnx.state(found)), numbers(nnx.state(expected)), rtol=1e-4, atol=1e-5)
