@@ -109,56 +109,33 @@ def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, 
     def divided(path: KeyPath, x: Leaf) -> jax.Array:
         name = call.name(path[0].key, path[1:])
         count, *rest = np.shape(x)
-        padding = "leave the padding out of the loss"
-        if not is_sum:
-            padding = "let weight_fn= count the real ones"
-        if count or not is_sum:  # the sum of no terms is 0
-            _check_divisible(call, name, count, devices_to_map, padding)
         x = jnp.asarray(x)
-        devices = devices_to_map or _devices_along_first_axis(x)
-        _check_divisible_over(
-            name, count, steps, devices, padding, is_mapped_here=devices_to_map > 0
-        )
+        if count or not is_sum:  # the sum of no terms is 0
+            devices = devices_to_map or _devices_along_first_axis(x)
+            _check_divisible(call, name, count, devices, is_sum)
         return x.reshape(count // steps, steps, *rest)
 
     batch = {at: call.values[at] for at in call.roles["batch_argnums"]}
     return jax.tree.map_with_path(divided, batch)
 
 
-def _check_divisible(call: Call, name: str, count: int, devices_to_map: int, padding: str) -> None:
-    together = call.parts * max(devices_to_map, 1)
+def _check_divisible(call: Call, name: str, count: int, devices: int, is_sum: bool) -> None:
+    steps = call.parts
     if count == 0:
         raise ValueError(
             f"{name} must hold at least one example, because the mean of none is NaN, got 0 examples. Leave out the "
             "call for an empty batch"
         )
-    if count % call.parts:
-        remedy = (
-            f"Pad the batch to {-(-count // together) * together}, and {padding}. Or move the axis of examples to the "
-            "front. If it holds none, pass parameters first, and name the arguments that hold examples in "
-            "batch_argnums="
-        )
-        # A number of jax.export may be a symbol.
-        numbers = range(1, count + 1) if isinstance(count, int) else ()
-        fitting = [n for n in numbers if count * call.parts % (n * together) == 0]
-        nearest = [n for n in fitting if n > call.parts] or fitting[-1:]
-        but = f", but {nearest[0]} does" if nearest else ""
-        raise ValueError(
-            f"{name} has {count} examples, which micro_batches={call.parts} does not divide{but}. "
-            f"{remedy}"
-        )
-
-
-def _check_divisible_over(
-    name: str, count: int, steps: int, devices: int, padding: str, *, is_mapped_here: bool
-) -> None:
-    if count // steps % devices:
+    if count % (steps * devices):
         padded = -(-count // (steps * devices)) * steps * devices
-        remedy = "leave out sum_over" if is_mapped_here else "use a mesh with Auto axes"
+        over = f" on each of {devices} devices" if devices > 1 else ""
+        padding = (
+            "leave the padding out of the loss" if is_sum else "let weight_fn= count the real ones"
+        )
         raise ValueError(
-            f"{name} has {count} examples, sharded over {devices} devices, in micro-batches of "
-            f"{count // steps}, which {devices} does not divide. Pad the batch to {padded}, and {padding}. "
-            f"Or {remedy}"
+            f"{name} has {count} examples, which micro_batches={steps}{over} does not divide. Pad the batch to "
+            f"{padded}, and {padding}. Or move the axis of examples to the front. If it holds none, pass parameters "
+            "first, and name the arguments that hold examples in batch_argnums="
         )
 
 
