@@ -10,8 +10,7 @@ cases are in the tables of the fast paths, or mentioned here.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
-from functools import reduce
-from itertools import starmap
+from itertools import compress, starmap
 from math import ceil, floor
 from typing import Any, Literal, NamedTuple
 
@@ -137,7 +136,7 @@ def clip_by_value_spec(gradient: Sequence[Number], max_value: Number) -> list[Nu
 
 # --- percentiles -----------------------------------------------------------------------------------------------
 
-Method = Literal["lower", "higher", "nearest", "midpoint", "linear"]
+Method = Literal["lower", "linear"]
 
 
 def percentile_spec(values: Sequence[Number], percentile: Any, method: Method = "lower") -> Number:
@@ -147,9 +146,8 @@ def percentile_spec(values: Sequence[Number], percentile: Any, method: Method = 
 
     .. math:: v_{(r)}, \qquad r = \frac{p\,(n-1)}{100}
 
-    The rank r is a rational number, exact at any size. If it is no integer, `method` chooses between the two
-    neighbours, as in NumPy. If both are equally near, `"nearest"` returns that of even rank. `"midpoint"` returns their
-    mean, `"linear"` the point that is linear in r.
+    The rank r is a rational number, exact at any size. If it is no integer, `"lower"` returns the lower of the two
+    neighbours, and `"linear"` the point between them that is linear in r, as in NumPy.
 
     Args:
       values: at least one.
@@ -171,13 +169,9 @@ def percentile_spec(values: Sequence[Number], percentile: Any, method: Method = 
     ordered = sorted(values)
     rank = Fraction(str(percentile)) * (len(ordered) - 1) / 100
     low, high, beyond = ordered[floor(rank)], ordered[ceil(rank)], rank - floor(rank)
-    if method == "nearest":
-        return ordered[round(rank)]
-    if method == "midpoint":
-        return (low + high) / 2 if beyond else low
-    if method == "linear":
-        return low + (high - low) * beyond.numerator / beyond.denominator if beyond else low
-    return {"lower": low, "higher": high}[method]
+    if method == "lower" or not beyond:
+        return low
+    return low + (high - low) * beyond.numerator / beyond.denominator
 
 
 def clip_by_percentile_spec(
@@ -392,14 +386,8 @@ def value_and_grad_spec(
     Defines `shrewjax.value_and_grad`. Source: by linearity, as in `window_spec`.
     """
     parts = [Part(*run(examples[i::micro_batches])) for i in range(micro_batches)]
-
-    def is_kept(part: Part) -> bool:
-        is_good = nonfinite == "propagate" or all(
-            _is_finite(x) for x in (part.value, *part.gradient)
-        )
-        return part.weight > 0 and is_good
-
-    kept = [part for part in parts if is_kept(part)]
+    are_kept = [_is_kept(part, nonfinite) for part in parts]
+    kept = list(compress(parts, are_kept))
     if not kept:
         return None
     value, *gradient = window_spec(
@@ -407,21 +395,31 @@ def value_and_grad_spec(
     )
     if aux_reduction == "mean":
         return value, gradient, window_spec([(part.aux, part.weight) for part in kept])
-    if aux_reduction == "examples":
-        rows = [[xs if is_kept(p) else [0] * len(xs) for xs in p.aux] for p in parts]
-        columns = zip(*rows, strict=True)
-        return value, gradient, [[x for xs in zip(*of, strict=True) for x in xs] for of in columns]
-    if aux_reduction == "stack":
-        rows = [[x if is_kept(p) else 0 for x in p.aux] for p in parts]
-        return value, gradient, [[*xs] for xs in zip(*rows, strict=True)]
+    if aux_reduction in ("stack", "examples"):
+        return value, gradient, _stacked(parts, are_kept, aux_reduction)
     columns = zip(*(part.aux for part in kept), strict=True)
-    combine: dict[str, Callable[[Number, Number], Number]] = {
-        "sum": lambda a, b: a + b,
-        "max": lambda a, b: b if a < b else a,
-        "min": lambda a, b: b if b < a else a,
-        "last": lambda _, b: b,
+    combine: dict[str, Callable[[Sequence[Number]], Number]] = {
+        "sum": sum,
+        "max": max,
+        "min": min,
+        "last": lambda xs: xs[-1],
     }
-    return value, gradient, [reduce(combine[aux_reduction], xs) for xs in columns]
+    return value, gradient, [combine[aux_reduction](xs) for xs in columns]
+
+
+def _is_kept(part: Part, nonfinite: Nonfinite) -> bool:
+    is_good = nonfinite == "propagate" or all(map(_is_finite, (part.value, *part.gradient)))
+    return part.weight > 0 and is_good
+
+
+def _stacked(parts: Sequence[Part], are_kept: Sequence[bool], aux_reduction: Aux) -> list[Any]:
+    """Returns each further result of all micro-batches, or of all examples in their order; 0 for those not kept."""
+    pairs = list(zip(parts, are_kept, strict=True))
+    if aux_reduction == "stack":
+        rows = [p.aux if is_kept else [0 for _ in p.aux] for p, is_kept in pairs]
+        return [list(column) for column in zip(*rows, strict=True)]
+    rows = [p.aux if is_kept else [[0] * len(xs) for xs in p.aux] for p, is_kept in pairs]
+    return [[x for xs in zip(*of, strict=True) for x in xs] for of in zip(*rows, strict=True)]
 
 
 def _sum_of_squares(gradient: Sequence[Number]) -> Number:

@@ -27,7 +27,9 @@ ONE_NORM = {
 MANY_NORMS = {
     "clip_by_block_rms": shrewjax.clip_by_block_rms(0.1),
     "clip_by_leaf_norm_ema": shrewjax.clip_by_leaf_norm_ema(),
-    "adaptive_grad_clip, tensors": shrewjax.adaptive_grad_clip(0.01, unit="tensor"),
+    "adaptive_grad_clip, tensors": shrewjax.adaptive_grad_clip(
+        0.01, axis=lambda _, leaf: tuple(range(leaf.ndim))
+    ),
     "adaptive_grad_clip, units": shrewjax.adaptive_grad_clip(0.01),
 }
 GIVEN = {OPTAX: optax.clip_by_global_norm(1.0)}

@@ -170,20 +170,16 @@ class _Slices(NamedTuple):
 
     def clip(self, cotangent: jax.Array, *traced_limit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the clipped cotangent, and whether each slice was clipped."""
-        # Under `jax.vmap`, each example may have its own threshold, whose axes are then the first axes of the slices.
         value: Scalar | None = self.limit
         if value is None:
-            value = _spread(traced_limit[0], len(self.dims))
+            (value,) = traced_limit
+            if value.ndim > 0:  # Under `jax.vmap`, its axes are the first axes of the slices.
+                value = lax.expand_dims(value, range(value.ndim, len(self.dims)))
         limit = scaling.as_limit(value, cotangent)
         norm = measure_slices(cotangent, self.ord, self.dims, self.divided, limit)
         clipped, applies = scaling.clip_slices(cotangent, norm, limit, self.dims)
         # With a limit of 0, `applies` is set for a slice of zeros, too, which does not count as clipped.
         return clipped, applies & (norm.mantissa != 0)
-
-
-def _spread(limit: jax.Array, ndim: int) -> jax.Array:
-    """Returns a threshold that broadcasts over the slices' last axes; a scalar as it is."""
-    return limit if limit.ndim == 0 else lax.expand_dims(limit, range(limit.ndim, ndim))
 
 
 # Operands: the value; zeros, one for each slice, whose cotangents count; and the threshold, unless it is static.

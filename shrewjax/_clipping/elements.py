@@ -209,9 +209,6 @@ def clip_grad_percentile(
     ==========  ===============================================================
     linear      v_j + f (v_(j+1) - v_j), within 4 ulp, and below v_(j+1) unless that is v_j or inf
     lower       v_j
-    higher      v_(j+1) if f > 0, else v_j
-    nearest     the nearer of the two; if f = 1/2, the one of even rank
-    midpoint    (v_j + v_(j+1)) / 2 if f > 0, else v_j; within 4 ulp
     ==========  ===============================================================
 
     ====================================  =======================================================================
@@ -241,7 +238,7 @@ def clip_grad_percentile(
         count.
       percentile: p in [0, 100]. A number means exactly the decimal that it is written as (99.9 is 999/10), up to 15
         decimals. A scalar array is rounded to a multiple of 2**-24.
-      method: "linear", "lower", "higher", "nearest" or "midpoint", as in `numpy.percentile`, with the exact rank.
+      method: "linear" or "lower", as in `numpy.percentile`, with the exact rank.
       scope: "global" for one b from all leaves, "leaf" for one b for each leaf.
       over: "all" elements, or the "nonzero" ones only.
       sharded_over: as in `grad_norm`.

@@ -4,7 +4,7 @@ A unit is a leaf, a layer of a leaf that stacks layers, or a row or column of a 
 """
 
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from shrewjax._base import arguments, trees
 from shrewjax._base.axes import UnitDims, are_own, whole_shape
 from shrewjax._base.mesh import partitioned_like, placed_like
 from shrewjax._base.states import described, fields, largest
-from shrewjax._base.types import Argument, KeyPath, Leaf, Metrics, Number, Params, PyTree, Scalar
+from shrewjax._base.types import Argument, KeyPath, Leaf, Metrics, Number, Params, PyTree
 from shrewjax._clipping.rule import (
     clipping_rule,
     counted,
@@ -93,10 +93,8 @@ def clip_by_leaf_norm(
     Source: the rule is that of `tf.clip_by_norm` and of Keras' `clipnorm`, for each tensor.
     """
     max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
-    stacked_axes, mesh_axes = (
-        arguments.axes("stacked_axes", stacked_axes),
-        arguments.unit_axis_names(sharded_over),
-    )
+    stacked_axes = arguments.axes("stacked_axes", stacked_axes)
+    mesh_axes = arguments.unit_axis_names(sharded_over)
     if stacked_axes is not None and ord not in (1, 2):
         raise ValueError(
             f"ord must be 1 or 2 with stacked_axes, got {ord}. Leave out ord or stacked_axes"
@@ -130,9 +128,6 @@ def clip_by_leaf_norm(
     return clipping_rule(ClipByLeafNormState, init_fn, update_fn)
 
 
-Unit = Literal["auto", "tensor"]
-
-
 @described
 class AdaptiveGradClipState(NamedTuple):
     """Measurements of the last update, the ratio in float64 where a parameter is, and counts.
@@ -158,7 +153,6 @@ def adaptive_grad_clip(
     clipping: Number = 0.01,
     *,
     eps: Number = 1e-3,
-    unit: Unit = "auto",
     axis: Argument = None,
     stacked_axes: Argument = None,
     sharded_over: UnitAxisName | None = None,
@@ -167,13 +161,13 @@ def adaptive_grad_clip(
 
     .. math:: g_i \leftarrow g_i \cdot \min\Big(1, \frac{\lambda \max(\|w_i\|, \epsilon)}{\|g_i\|}\Big)
 
-    A unit is a part of a leaf with one norm. With `unit="auto"` it depends on the leaf's shape without `stacked_axes`:
+    A unit is a part of a leaf with one norm. It depends on the leaf's shape without `stacked_axes`:
 
     * At most one axis longer than 1: the whole leaf is a unit.
     * Rank 2 and 3: each position of all axes except the first, which has a kernel's inputs, is a unit.
     * Rank 4 and more: each position of the last axis, which has a convolution's outputs, is a unit.
 
-    With `unit="tensor"` the whole leaf is a unit. `axis` overrides both: a unit spans the axes that it names.
+    `axis` overrides this: a unit spans the axes that it names.
 
     The first row that applies:
 
@@ -196,9 +190,8 @@ def adaptive_grad_clip(
       clipping: lambda >= 0, a real scalar or a scalar array. The authors use 0.01 for a batch of 4096, and more for
         smaller batches.
       eps: a lower bound of parameter norms, >= 0, a real scalar or a scalar array.
-      unit: `"auto"` or `"tensor"`, see above.
       axis: the axes that a unit spans, in the forms of `stacked_axes` in `clip_by_block_rms`. `None`, also if returned,
-        leaves it to `unit`.
+        leaves it to the shape. `lambda name, leaf: tuple(range(leaf.ndim))` makes each leaf a unit.
       stacked_axes: as in `clip_by_block_rms`. No unit spans two layers.
       sharded_over: for leaves of one unit, as in `grad_norm`. For a leaf of several units it is needed inside
         `jax.shard_map` and `jax.pmap`. Pass a function of a leaf's name and the leaf that returns its `jax.P`, as in
@@ -227,7 +220,6 @@ def adaptive_grad_clip(
     normalization", ICML 2021, arXiv:2102.06171, equation 3.
     """
     clipping, eps = arguments.threshold("clipping", clipping), arguments.threshold("eps", eps)
-    unit = arguments.choice("unit", unit, ("auto", "tensor"))
     axis, stacked_axes = arguments.axes("axis", axis), arguments.axes("stacked_axes", stacked_axes)
     mesh_axes = arguments.unit_axis_names(sharded_over)
 
@@ -250,7 +242,7 @@ def adaptive_grad_clip(
         given = arguments.axes_of_leaf("axis", axis, path, leaf)
         free = [a for a in range(leaf.ndim) if a not in batch]
         by_rank = free[:1] if len(free) < 4 else free[:-1]
-        if given is None and (unit == "tensor" or is_vector(path, leaf, free, by_rank)):
+        if given is None and is_vector(path, leaf, free, by_rank):
             given = tuple(free)
         shared = by_rank if given is None else given
         return tuple(a for a in range(leaf.ndim) if a in batch or a not in shared)
@@ -359,10 +351,8 @@ def clip_by_block_rms(
     arXiv:1804.04235, section 6 and Algorithm 4.
     """
     threshold = arguments.threshold("threshold", threshold)
-    stacked_axes, mesh_axes = (
-        arguments.axes("stacked_axes", stacked_axes),
-        arguments.unit_axis_names(sharded_over),
-    )
+    stacked_axes = arguments.axes("stacked_axes", stacked_axes)
+    mesh_axes = arguments.unit_axis_names(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByBlockRmsState:
         return ClipByBlockRmsState(
@@ -506,10 +496,8 @@ def clip_by_leaf_norm_ema(
     warmup_steps = arguments.threshold("warmup_steps", warmup_steps)
     warmup_max_norm = arguments.threshold("warmup_max_norm", warmup_max_norm)
     min_norm = arguments.threshold("min_norm", min_norm)
-    stacked_axes, mesh_axes = (
-        arguments.axes("stacked_axes", stacked_axes),
-        arguments.unit_axis_names(sharded_over),
-    )
+    stacked_axes = arguments.axes("stacked_axes", stacked_axes)
+    mesh_axes = arguments.unit_axis_names(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByLeafNormEmaState:
         units = find_units(params, stacked_layers(stacked_axes))
@@ -535,11 +523,15 @@ def clip_by_leaf_norm_ema(
         is_warmup = state.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
         is_recorded = jnp.isfinite(total.mantissa)
 
-        pairs = [
-            _norm_and_limit(norm, ema, max_ratio, total, warmup_max_norm, is_warmup)
-            for norm, ema in zip(norms, emas, strict=True)
-        ]
-        decisive, limits = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        def norm_and_limit(norm: ExtendedFloat, ema: jax.Array) -> tuple[ExtendedFloat, ...]:
+            """Returns the norm that decides on each unit, and its limit: its own after the warm-up, if it has one."""
+            ratio = scaling.as_limit(max_ratio, norm)
+            own = norm, floats.product(scaling.as_limit(ema, norm), ratio)
+            of_all = total, scaling.as_limit(warmup_max_norm, norm)
+            return optax.tree.where(is_warmup | (ema == 0), of_all, own)
+
+        pairs = list(map(norm_and_limit, norms, emas))
+        decisive, limits = ([pair[i] for pair in pairs] for i in (0, 1))
         scales = scaling.clip_scales(decisive, limits)
         # A unit that never had a nonzero gradient has no threshold: show 0.
         is_idle = [
@@ -567,20 +559,6 @@ def clip_by_leaf_norm_ema(
         )
 
     return clipping_rule(ClipByLeafNormEmaState, init_fn, update_fn)
-
-
-def _norm_and_limit(
-    norm: ExtendedFloat,
-    ema: jax.Array,
-    max_ratio: Scalar,
-    total: ExtendedFloat,
-    warmup_max_norm: Scalar,
-    is_warmup: jax.Array,
-) -> tuple[ExtendedFloat, ExtendedFloat]:
-    """Returns the norm that decides on each unit, and its limit: its own after the warm-up if it has an average."""
-    own = norm, floats.product(scaling.as_limit(ema, norm), scaling.as_limit(max_ratio, norm))
-    of_all = total, scaling.as_limit(warmup_max_norm, norm)
-    return optax.tree.where(is_warmup | (ema == 0), of_all, own)
 
 
 def _clipped_norm(

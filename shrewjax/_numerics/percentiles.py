@@ -63,15 +63,7 @@ from shrewjax._numerics.vectors import scalars
 
 Over = Literal["all", "nonzero"]
 Scope = Literal["global", "leaf"]
-Method = Literal["linear", "lower", "higher", "nearest", "midpoint"]
-
-
-class VirtualIndex(NamedTuple):
-    """The number percentile * (count - 1) / 100 = whole + remainder / divisor."""
-
-    whole: jax.Array  # in the dtype of the count
-    remainder: jax.Array  # uint64, less than the divisor
-    divisor: int  # at most 2**57
+Method = Literal["linear", "lower"]
 
 
 class OrderStatistic(NamedTuple):
@@ -81,8 +73,10 @@ class OrderStatistic(NamedTuple):
     fraction: jax.Array  # a float, within 2 ulp; 0 only if the remainder is 0
 
 
-def virtual_index(percentile: Fraction | jax.Array, count: jax.Array) -> VirtualIndex:
-    """Returns the virtual index of a percentile of `count` elements, an array of uint32 or uint64."""
+def order_statistic(
+    percentile: Fraction | jax.Array, count: jax.Array, method: Method, dtype: DType
+) -> OrderStatistic:
+    """Returns a percentile of `count` elements, an array of uint32 or uint64. Its fraction has this dtype."""
     if isinstance(percentile, Fraction):
         ratio = (percentile / 100).limit_denominator(2**57)
         numerator, divisor = jnp.asarray(ratio.numerator, jnp.uint64), ratio.denominator
@@ -98,24 +92,9 @@ def virtual_index(percentile: Fraction | jax.Array, count: jax.Array) -> Virtual
         digit = last.astype(jnp.uint64) >> position & (2**bits - 1)
         dividend = (remainder << bits) + numerator * digit
         whole, remainder = (whole << bits) + dividend // divisor, dividend % divisor
-    return VirtualIndex(whole.astype(count.dtype), remainder, divisor)
-
-
-def apply_method(index: VirtualIndex, method: Method, dtype: DType) -> OrderStatistic:
-    """Returns the order statistic that NumPy's method of that name takes. Its fraction has this dtype."""
-    whole, remainder, divisor = index
-    is_between, nothing = remainder > 0, jnp.zeros_like(whole, dtype)
-    if method == "linear":
-        return OrderStatistic(whole, remainder.astype(dtype) / divisor)
-    if method == "midpoint":
-        return OrderStatistic(whole, jnp.where(is_between, 0.5, nothing))
-    if method == "lower":
-        return OrderStatistic(whole, nothing)
-    if method == "higher":
-        step = is_between
-    else:  # nearest; of two equally near ranks the even one, as in NumPy
-        step = (2 * remainder > divisor) | ((2 * remainder == divisor) & (whole % 2 == 1))
-    return OrderStatistic(whole + step.astype(whole.dtype), nothing)
+    is_linear = method == "linear"
+    fraction = remainder.astype(dtype) / divisor if is_linear else jnp.zeros(count.shape, dtype)
+    return OrderStatistic(whole.astype(count.dtype), fraction)
 
 
 class Keys(NamedTuple):
@@ -261,12 +240,11 @@ def _selected(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None) -> Se
     count = placed_like(jnp.asarray(counts, count_dtype(counts)), leaves)
 
     # 2. The search.
-    def order_statistic(considered: jax.Array) -> OrderStatistic:
-        index = virtual_index(rule.percentile, considered)
-        return apply_method(index, rule.method, result_dtype)
+    def wanted_of(considered: jax.Array) -> OrderStatistic:
+        return order_statistic(rule.percentile, considered, rule.method, result_dtype)
 
     def wanted_beyond(zeros: jax.Array) -> OrderStatistic:
-        of_nonzero = order_statistic(count - zeros)
+        of_nonzero = wanted_of(count - zeros)
         # If all are zero, the percentile is the first of the zeros.
         rank = jnp.where(zeros >= count, 0, of_nonzero.rank + zeros)
         return of_nonzero._replace(rank=rank)
@@ -283,7 +261,7 @@ def _selected(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None) -> Se
         )
         return _narrowed(s, counted, count, beyond_zeros, dtype)
 
-    started = _started(count, order_statistic(count), start, dtype)
+    started = _started(count, wanted_of(count), start, dtype)
     started = placed_like(started, leaves)
     if axes == ():  # the search of each device takes its own turns
         varying = tuple({a for x in leaves for a in varying_axes(x)})

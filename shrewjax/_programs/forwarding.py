@@ -49,10 +49,6 @@ def returned_as_given(function: Callable[[PyTree], PyTree], argument: PyTree) ->
     return [x == own for x, own in zip(_forwarded(jaxpr), given, strict=True)]
 
 
-def _is_as_given(x: _Given) -> bool:
-    return x.axes == tuple(range(len(x.axes)))
-
-
 def _all_of(arrays: Sequence[Atom]) -> list[_Given]:
     return [_Given(i, tuple(range(len(shape_of(x.aval))))) for i, x in enumerate(arrays)]
 
@@ -88,7 +84,7 @@ def _operands_of_shard_map(mapped: ShardMap) -> list[_Given | None]:
     """Returns the operands that leave a `shard_map` as they came in."""
 
     def is_same(x: _Given, spec: jax.P) -> bool:
-        return _is_as_given(x) and mapped.in_specs[x.number] == spec
+        return x.axes == tuple(range(len(x.axes))) and mapped.in_specs[x.number] == spec
 
     found = zip(_forwarded(mapped.body), mapped.out_specs, strict=True)
     return [x if x and is_same(x, spec) else None for x, spec in found]

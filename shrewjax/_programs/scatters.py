@@ -104,7 +104,8 @@ def _selected(scatter: Equation) -> list[Equation]:
     hidden = core.Var(result.aval)
     # In its context, because JAX refuses a scatter of another mesh (tests/programs/test_scatters.py, "other_mesh").
     with context_of(scatter):
-        select: Jaxpr = jax.make_jaxpr(_kept_if_true)(result.aval).jaxpr
+        kept = lambda x: lax.select(unknown_true(), x, jnp.full_like(x, -0.0))  # noqa: E731
+        select: Jaxpr = jax.make_jaxpr(kept)(result.aval).jaxpr
     places = {select.invars[0]: hidden, select.outvars[0]: result}
 
     def placed(atoms: Sequence[Atom]) -> list[Atom]:
@@ -114,10 +115,6 @@ def _selected(scatter: Equation) -> list[Equation]:
         scatter.replace(outvars=[hidden]),
         *(x.replace(invars=placed(x.invars), outvars=placed(x.outvars)) for x in select.eqns),
     ]
-
-
-def _kept_if_true(x: jax.Array) -> jax.Array:
-    return lax.select(unknown_true(), x, jnp.full_like(x, -0.0))
 
 
 _unknown_true = core.Primitive("unknown_true")

@@ -207,15 +207,13 @@ class Window:
         noise = self._noise_added(state.noise, grads, own_weight, is_kept, is_first)
 
         # 6. A closing window resets its counters.
-        counters = {
-            "micro_step": micro_step,
-            "sum_of_weights": sum_of_weights,
-            "window_bad": window_bad,
-        }
-        for name, x in counters.items():
-            counters[name] = jnp.where(is_closing, jnp.zeros((), x.dtype), x)
+        def reset(counter: jax.Array) -> jax.Array:
+            return jnp.where(is_closing, jnp.zeros((), counter.dtype), counter)
+
         new_state = state._replace(
-            **counters,
+            micro_step=reset(micro_step),
+            sum_of_weights=reset(sum_of_weights),
+            window_bad=reset(window_bad),
             dropped=increment_if(is_nonfinite, state.dropped),
             value_sum=value_sum,
             noise=noise,

@@ -44,11 +44,11 @@ def test_the_function_clips_as_the_transformation(scope):
 
 
 # `numerics/test_percentiles.py` has all methods in the default run.
-@pytest.mark.parametrize("method", ["linear", "lower", *thorough("higher", "nearest", "midpoint")])
+@pytest.mark.parametrize("method", ["linear", "lower"])
 def test_percentile_clip_limits_what_is_above_and_keeps_every_other_bit(method):
     rng = np.random.default_rng(0)
     tree = {"a": f32(rng.standard_normal((20, 5))), "b": f32([1e-40, -0.0, -1e-41, 1e3])}
-    jit = users_jit if method == "linear" else quick_jit  # the others pick elements, or their exact middle
+    jit = users_jit if method == "linear" else quick_jit  # the other picks an element
     clipped, bound, state = by_percentile(tree, 80, method=method, jit=jit)
     everything = np.concatenate([np.ravel(x) for x in tree.values()])
     expected_bound = np.percentile(np.abs(everything.astype(float)), 80, method=method)

@@ -159,11 +159,15 @@ def test_leaf_ema_of_stacked_layers_is_that_of_each_layer():
 # --- AGC and block RMS --------------------------------------------------------------------------------------------
 
 
+def whole_leaf(name, leaf):
+    return tuple(range(leaf.ndim))
+
+
 # Arguments, the shape of a leaf, and which of its axes share a norm. Below, Optax has those by default.
 AXES = [
     ({"stacked_axes": -2}, (4, 5, 3), 0),
-    ({"unit": "tensor"}, (4, 3), (0, 1)),
-    ({"unit": "tensor", "stacked_axes": 0}, (5, 4, 3), (1, 2)),
+    ({"axis": whole_leaf}, (4, 3), (0, 1)),
+    ({"axis": whole_leaf, "stacked_axes": 0}, (5, 4, 3), (1, 2)),
     ({"axis": 1}, (4, 3), 1),
     ({"axis": (-1, 0)}, (4, 3), (0, 1)),
     ({"axis": lambda name, leaf: (0, 2) if "kernel" in name else None}, (4, 3, 2), (0, 2)),
@@ -293,7 +297,6 @@ OTHER_LAYERS = r"\['w'\] of shape \(2, 1\) has units of shape \(2,\).*shape \(3,
         (lambda: update_of_other_layers(shrewjax.clip_by_leaf_norm(1.0, stacked_axes=0)), OTHER_LAYERS),
         (lambda: update_of_other_layers(shrewjax.clip_by_leaf_norm_ema(stacked_axes=0)), OTHER_LAYERS),
         (lambda: shrewjax.clip_by_leaf_norm_ema(0.9), r"max_ratio must be >= 1"),
-        (lambda: shrewjax.adaptive_grad_clip(unit="row"), r"unit must be one of 'auto', 'tensor', got 'row'"),
         (lambda: shrewjax.adaptive_grad_clip(axis=1.5), r"axis must be an int, a tuple of ints, None or a function"),
         (lambda: shrewjax.adaptive_grad_clip(axis=jnp.int32(1)), r"axis must be static.*static_args"),
         (lambda: shrewjax.clip_by_block_rms(-1), r"threshold must be >= 0"),

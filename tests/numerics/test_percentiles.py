@@ -20,7 +20,7 @@ from shrewjax.spec import percentile_spec
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-METHODS = ["linear", "lower", "higher", "nearest", "midpoint"]
+METHODS = ["linear", "lower"]
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
 
 
@@ -57,7 +57,7 @@ def check(leaves, percentile, method, over, selected):
     expected = HUGE if expected > 2 * Fraction(float(np.finfo(wide).max)) else expected
     # not `bound`: to look at a subnormal float may flush it
     found = rational(np.asarray(selected.bits).view(wide).item())
-    if method in ("linear", "midpoint") and HUGE not in (expected, found):
+    if method == "linear" and HUGE not in (expected, found):
         assert abs(found - expected) <= 4 * ulp(expected, wide)
     else:
         assert found == expected
@@ -115,11 +115,10 @@ def cases(draw, dtype):
 CASES = [
     ("float32", "linear", "all"),
     ("float32", "lower", "nonzero"),
-    ("bfloat16", "nearest", "nonzero"),
-    ("float16", "midpoint", "nonzero"),
+    ("bfloat16", "lower", "nonzero"),
+    ("float16", "linear", "nonzero"),
     ("mixed", "linear", "nonzero"),
-    # "higher" is in `test_large_leaves_of_many_distributions`.
-    *thorough(("float32", "higher", "all"), ("bfloat16", "linear", "all"), ("mixed", "nearest", "all")),
+    *thorough(("float32", "lower", "all"), ("bfloat16", "linear", "all"), ("mixed", "lower", "all")),
 ]
 
 
@@ -144,13 +143,13 @@ def test_float64_too(data):
 @pytest.mark.parametrize(
     ("written", "method", "over"),
     [
-        ("0", "higher", "all"),
-        ("12.5", "nearest", "nonzero"),
+        ("0", "lower", "all"),
+        ("12.5", "lower", "nonzero"),
         ("33.3", "linear", "all"),
-        ("50", "midpoint", "nonzero"),
+        ("50", "linear", "nonzero"),
         ("99.9", "lower", "all"),
         # The ranks of these are in `test_a_known_percentile_is_exact_up_to_fifteen_decimals`.
-        *thorough(("99.999999", "linear", "nonzero"), ("1e-7", "higher", "nonzero"), ("100", "linear", "all")),
+        *thorough(("99.999999", "linear", "nonzero"), ("1e-7", "lower", "nonzero"), ("100", "linear", "all")),
     ],
 )
 def test_a_known_percentile_is_the_decimal_it_is_written_as(written, method, over):
@@ -181,8 +180,10 @@ def test_large_leaves_of_many_distributions(distribution):
             found = np.asarray(lower.bound)  # NumPy flushes no subnormals
             assert found == magnitudes[int(rank)]
             assert int(lower.above) == np.sum(magnitudes > found)
-        higher = select(leaves, np.float32(percentile), np.float32(0), method="higher")
-        assert np.asarray(higher.bound) == magnitudes[math.ceil(rank)]
+        linear = select(leaves, np.float32(percentile), np.float32(0), method="linear")
+        low, high = (rational(magnitudes[i]) for i in (math.floor(rank), math.ceil(rank)))
+        between = low + (rank - math.floor(rank)) * (high - low)
+        assert abs(rational(np.asarray(linear.bound)) - between) <= 4 * ulp(between, np.float32)
 
 
 SIZES = (5, 1, 12, 0)
@@ -316,13 +317,12 @@ def test_ranks_are_exact_beyond_two_to_the_thirty_first(count, percentile, metho
     with jax.enable_x64(True):
         place = jax.device_get(place_of(np.float32(percentile), np.uint64([count]), method))
     rank = on_grid(percentile) * (count - 1) / 100
-    expected = {"higher": math.ceil(rank), "nearest": round(rank)}.get(method, math.floor(rank))
-    assert int(place.rank[0]) == expected
+    assert int(place.rank[0]) == math.floor(rank)
     between = rank - math.floor(rank)
     if method == "linear":
         assert_rounded(place.fraction[0], between)
     else:
-        assert place.fraction[0] == (0.5 if method == "midpoint" and between else 0)
+        assert place.fraction[0] == 0
 
 
 def assert_rounded(fraction, exact):
@@ -331,7 +331,7 @@ def assert_rounded(fraction, exact):
 
 
 def plain_place_of(percentile, count, method="linear"):
-    return percentiles.apply_method(percentiles.virtual_index(percentile, count), method, jnp.float32)
+    return percentiles.order_statistic(percentile, count, method, jnp.float32)
 
 
 place_of, known_place_of = (quick_jit(plain_place_of, static_argnums=static) for static in (2, (0, 2)))
@@ -378,7 +378,7 @@ def test_totals_beyond_32_bits_select_the_right_rank():
 
     @quick_jit
     def after_a_read(count, counted):
-        place = percentiles.apply_method(percentiles.virtual_index(Fraction("75"), count), "lower", jnp.float32)
+        place = percentiles.order_statistic(Fraction("75"), count, "lower", jnp.float32)
         search = percentiles._started(count, place, None, jnp.dtype(jnp.float32))
         return search, percentiles._narrowed(search, counted, count, None, jnp.dtype(jnp.float32))
 

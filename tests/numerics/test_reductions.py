@@ -66,15 +66,15 @@ def test_one_bad_shard_is_bad_everywhere():
 # --- percentiles ------------------------------------------------------------------------------------------------
 
 
-def nearest_of_a_traced_percentile(grads, percentile):
-    return shrewjax.clip_grad_percentile(grads, percentile, over="nonzero", method="nearest")
+def lower_of_a_traced_percentile(grads, percentile):
+    return shrewjax.clip_grad_percentile(grads, percentile, over="nonzero", method="lower")
 
 
-# As users compile it where a float is rounded; the nearest element is compared. A number is part of the program.
+# As users compile it where a float is rounded; the lower element is compared. A number is part of the program.
 PERCENTILE_CLIPS = {
     "known": (users_jit(lambda grads: shrewjax.clip_grad_percentile(grads, 60)), ()),
     "by leaf": (users_jit(lambda grads: shrewjax.clip_grad_percentile(grads, 60, scope="leaf")), ()),
-    "traced": (quick_jit(nearest_of_a_traced_percentile), (np.float32(60),)),
+    "traced": (quick_jit(lower_of_a_traced_percentile), (np.float32(60),)),
 }
 
 
@@ -82,7 +82,7 @@ def on_one_device(name, grads):
     """Bounds without a rounding are NumPy's bits. The others are those of the same program, not partitioned."""
     elements = np.concatenate([np.abs(x).ravel() for x in jax.tree.leaves(grads)])
     if name == "traced":
-        bound = np.percentile(elements[elements > 0], 60, method="nearest")
+        bound = np.percentile(elements[elements > 0], 60, method="lower")
     elif name == "known" and np.percentile(elements, 60).is_integer():
         bound = np.percentile(elements, 60)
     else:
