@@ -85,7 +85,7 @@ class AuxLeaves:
     def _of(self, leaves: Sequence[Leaf], *names: str) -> list[Leaf]:
         return [x for x, name in zip(leaves, self._names, strict=True) if name in names]
 
-    def open(self) -> AuxSums:
+    def init(self) -> AuxSums:
         averaged = self._of(self._like, "mean")
         means = [partitioned_like(jnp.zeros(x.shape, x.dtype), x) for x in averaged]
         others = [
@@ -100,7 +100,7 @@ class AuxLeaves:
         empty = [_empty("stack", x) for x in stacked]
         return [jnp.broadcast_to(x, (self._steps, *x.shape)) for x in empty]
 
-    def add(
+    def update(
         self, sums: AuxSums, aux: PyTree, weight: Scalar, kept: Flag
     ) -> tuple[AuxSums, list[jax.Array]]:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
@@ -108,7 +108,7 @@ class AuxLeaves:
         averaged = [as_varying(x, self._sum_over) for x in self._of(leaves, "mean")]
         means = sums.means
         if averaged:
-            means = self._window.add_in_loop(means, averaged, weight, kept)
+            means = self._window.update(means, averaged, weight, kept)
         names = self._of(self._names, *COMBINE)
         others = [
             _combined(name, old, x.astype(old.dtype), kept)
@@ -118,7 +118,7 @@ class AuxLeaves:
             selected(kept, x, jnp.zeros_like(x)) for x in self._of(leaves, *STACKED)
         ]
 
-    def close(self, sums: AuxSums, stacked: list[jax.Array]) -> PyTree:
+    def finalize(self, sums: AuxSums, stacked: list[jax.Array]) -> PyTree:
         """Returns the aux of the batch.
 
         A mean is NaN if no micro-batch is kept, or if a weight or their sum is out of range.
@@ -128,7 +128,7 @@ class AuxLeaves:
         if (
             "mean" in self._names
         ):  # otherwise nothing has a weight, and `jax_debug_nans` stops at 0 / 0
-            means, known = self._window.result(sums.means)
+            means, known = self._window.finalize(sums.means)
             results["mean"] = iter([nan_unless(known, x) for x in means.gradients])
         others = iter(combined_over(self._sum_over, names, sums.others))
         # Each iterator has its leaves in the order of the names.

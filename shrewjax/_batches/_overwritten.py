@@ -30,18 +30,18 @@ def joined(rest: PyTree, values: list[Leaf], like: PyTree) -> PyTree:
     return jax.tree.map_with_path(taken, like)
 
 
-def least(like: list[Leaf]) -> list[jax.Array]:
+def init(like: list[Leaf]) -> list[jax.Array]:
     def lowest(x: Leaf) -> jax.Array:
         return as_varying(jnp.full(x.shape, -jnp.inf, x.dtype), tuple(varying_axes(x)))
 
     return [lowest(x) for x in like]
 
 
-def larger(values: list[jax.Array], new: list[jax.Array], kept: Flag) -> list[jax.Array]:
+def update(values: list[jax.Array], new: list[jax.Array], kept: Flag) -> list[jax.Array]:
     return jax.tree.map(lambda x, y: jnp.where(kept, jnp.maximum(x, y), x), values, new)
 
 
-def of_batch(values: list[jax.Array], old: list[Leaf], axes: AxisNames) -> list[jax.Array]:
+def finalize(values: list[jax.Array], old: list[Leaf], axes: AxisNames) -> list[jax.Array]:
     """Returns the batch's values, which are over all devices along `axes`. They stay if no micro-batch is kept."""
     over_devices = combined_over(axes, ["max"] * len(values), values)
     return jax.tree.map(lambda x, y: jnp.where(x == -jnp.inf, y, x), over_devices, old)

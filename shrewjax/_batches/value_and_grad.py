@@ -444,13 +444,13 @@ def _run(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
     # 5. Divide and sum over devices. Statistics that Flax overwrites are put back among the gradients.
     value, grads = loop.averages(end.window)
     if old_values:
-        values = _overwritten.of_batch(end.overwritten, old_values, options.axes)
+        values = _overwritten.finalize(end.overwritten, old_values, options.axes)
         grads = _overwritten.joined(grads, values, all_params)
 
     # 6. Add aux and carry to the results. If the call maps the axes, its carry has to be one for all devices.
     if not options.has_aux:
         return value, grads
-    whole_aux = aux.close(end.aux, stacked)
+    whole_aux = aux.finalize(end.aux, stacked)
     if not loss.has_carry:
         return (value, whole_aux), grads
     new_carry = loop.one_carry(carried, end) if batch.devices else end.carried
@@ -573,9 +573,9 @@ class _Loop(NamedTuple):
         # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
         of_value = Window(self.batch.steps, sum_over=self.window.axes).init(zero).gradient_sum
         sums = opened.gradient_sum._replace(value=of_value)
-        values = _overwritten.least(like.overwritten)
+        values = _overwritten.init(like.overwritten)
         window = opened._replace(gradient_sum=sums)
-        state = _LoopState(window, values, self.aux.open(), carried)
+        state = _LoopState(window, values, self.aux.init(), carried)
         return self._of_device(placed_like(state, (self.batch.examples, params)))
 
     def turn(self, state: _LoopState, i: jax.Array) -> tuple[_LoopState, list[jax.Array]]:
@@ -584,14 +584,14 @@ class _Loop(NamedTuple):
         weight = self.loss.weight_of(self.batch, i, state.carried)
         part, begun = self._run_and_add(state, i, weight)
         # 2. Add the loss, and the gradients that are left.
-        added = self.window.add_in_loop(begun, part.averaged, weight)
+        added = self.window.update(begun, part.averaged, weight)
         # 3. Is it kept? Sums of scatters in the aux and in the carry are lost, too, if XLA knows that it is (XLA-27).
         kept = unknown_true() & (weight != 0)
         if self.window.nonfinite != "propagate":
             kept = kept & (added.dropped == state.window.dropped)
         # 4. Add the rest of what it returned, if it is kept.
-        aux, stacked = self.aux.add(state.aux, part.aux, weight, kept)
-        values = _overwritten.larger(state.overwritten, part.overwritten, kept)
+        aux, stacked = self.aux.update(state.aux, part.aux, weight, kept)
+        values = _overwritten.update(state.overwritten, part.overwritten, kept)
         new_state = _LoopState(added, values, aux, selected(kept, part.carried, state.carried))
         return self._of_device(new_state), stacked
 
@@ -661,7 +661,7 @@ class _Loop(NamedTuple):
         if self.batch.devices and self.loss.options.reduction != "sum":
             end = window.divided(end)
             window = Window(self.batch.steps, reduction="sum", sum_over=window.axes)
-        average, has_average = window.result(end)
+        average, has_average = window.finalize(end)
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
         value, grads = jax.tree.map(cast_like, average.gradients, self.traced.results.averaged)
         return _Averaged(

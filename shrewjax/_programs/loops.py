@@ -141,8 +141,8 @@ class Traced:
         return jax.tree.unflatten(self._structure, results), sums
 
 
-class _Step(NamedTuple):
-    """An equation of one operand on the way of a value. Its text says all that it does."""
+class _Move(NamedTuple):
+    """An equation of one operand that moves a value on its way. Its text says all that it does."""
 
     primitive: Any
     params: Mapping[str, Any]
@@ -157,10 +157,10 @@ class _Step(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """The way of a value to a sum: the steps that it still goes through."""
+    """The way of a value to a sum: the moves that it still makes."""
 
     sum: SumNumber
-    steps: tuple[_Step, ...]
+    moves: tuple[_Move, ...]
 
 
 class _Block(NamedTuple):
@@ -290,8 +290,8 @@ class _WayBack:
 def _way_before(equation: Equation, way: _Way) -> _Way:
     if equation.primitive.name == ADD_ANY:
         return way
-    step = _Step(equation.primitive, equation.params, equation.outvars[0].aval)
-    return way._replace(steps=(step, *way.steps))
+    move = _Move(equation.primitive, equation.params, equation.outvars[0].aval)
+    return way._replace(moves=(move, *way.moves))
 
 
 def _is_stack(equation: Equation, at: ResultAt, way: _Way) -> bool:
@@ -307,43 +307,43 @@ def _is_stack(equation: Equation, at: ResultAt, way: _Way) -> bool:
 
 
 def _blocks(stack: Atom, way: _Way, scan: Scan) -> list[_Block] | None:
-    """Returns the block of a trip in a stack, and after each step of its way; None if it comes to several pieces."""
+    """Returns the block of a trip in a stack, and after each move of its way; None if it comes to several pieces."""
     shape, blocks = stack.aval.shape, [_Block(0, 1)]
-    for number, step in enumerate(way.steps):
+    for number, move in enumerate(way.moves):
         # The constraint is put on the whole sum, so no reshape or transpose may follow it.
-        is_for_sum = all(x.name in _IN_PLACE for x in way.steps[number:])
-        after = _block_after(step, shape, blocks[-1], scan.length)
-        if after is None or (step.name == CONSTRAINT and not is_for_sum):
+        is_for_sum = all(x.name in _IN_PLACE for x in way.moves[number:])
+        after = _block_after(move, shape, blocks[-1], scan.length)
+        if after is None or (move.name == CONSTRAINT and not is_for_sum):
             return None
         blocks.append(after)
-        shape = step.type.shape
+        shape = move.type.shape
     return blocks
 
 
-def _block_after(step: _Step, shape: tuple[int, ...], block: _Block, length: int) -> _Block | None:
-    if step.name in _IN_PLACE:
+def _block_after(move: _Move, shape: tuple[int, ...], block: _Block, length: int) -> _Block | None:
+    if move.name in _IN_PLACE:
         return block
-    permutation = permutation_of(step)
+    permutation = permutation_of(move)
     if permutation is not None:
         return block._replace(axis=permutation.index(block.axis))
-    if is_plain_reshape(step):
+    if is_plain_reshape(move):
         # A trip's elements stay one block if the product of the dimensions before its axis is unchanged.
-        before, new = math.prod(shape[: block.axis]), step.type.shape
+        before, new = math.prod(shape[: block.axis]), move.type.shape
         for axis, n in enumerate(new):
             if math.prod(new[:axis]) == before and n and n % length == 0:
                 return _Block(axis, n // length)
     return None
 
 
-def _slice_after(step: _Step, x: jax.Array, block: _Block) -> jax.Array:
-    """Returns a trip's slice after a step, which makes it this block."""
-    permutation = permutation_of(step)
+def _slice_after(move: _Move, x: jax.Array, block: _Block) -> jax.Array:
+    """Returns a trip's slice after a move, which makes it this block."""
+    permutation = permutation_of(move)
     if permutation is not None:
         return lax.transpose(x, permutation)
-    if is_plain_reshape(step):
-        before, after = step.type.shape[: block.axis], step.type.shape[block.axis + 1 :]
+    if is_plain_reshape(move):
+        before, after = move.type.shape[: block.axis], move.type.shape[block.axis + 1 :]
         return x.reshape(*before, block.width, *after)
-    return step.run(x) if step.name == ROUNDING else x.astype(step.type.dtype)
+    return move.run(x) if move.name == ROUNDING else x.astype(move.type.dtype)
 
 
 class _Evaluation:
@@ -380,8 +380,8 @@ class _Evaluation:
         # 2. Add the values that no scan adds.
         for x, way in plan.wholes:
             whole = value(x)
-            for step in way.steps:
-                whole = step.run(whole)
+            for move in way.moves:
+                whole = move.run(whole)
             sums[way.sum] = self._add(sums[way.sum], whole)
         return [*map(value, jaxpr.outvars)], sums
 
@@ -446,8 +446,8 @@ class _Evaluation:
         """Returns a sum to which a trip's slice of a stack is added."""
         # 1. Take the slice, with a first axis of 1, on its way to the sum.
         part = part[None]
-        for step, after in zip(way.steps, blocks[1:], strict=True):
-            part = _slice_after(step, part, after)
+        for move, after in zip(way.moves, blocks[1:], strict=True):
+            part = _slice_after(move, part, after)
         # 2. Take the same slice of the sum, which may begin with more dimensions.
         block, more = blocks[-1], total.ndim - part.ndim
         start, axis = trip * block.width, block.axis + more
@@ -459,9 +459,9 @@ class _Evaluation:
 
 def _constrained(total: jax.Array, way: _Way) -> jax.Array:
     """Returns a sum with the sharding that the function wants for its result."""
-    for step in way.steps:
-        if step.name == CONSTRAINT and total.ndim == step.type.ndim:
-            total = step.run(total)
+    for move in way.moves:
+        if move.name == CONSTRAINT and total.ndim == move.type.ndim:
+            total = move.run(total)
     return total
 
 

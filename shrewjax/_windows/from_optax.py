@@ -169,7 +169,7 @@ class _Walk:
                 "Call from_optax outside of it",
             )
         _check_skip_state(at.field("skip_state", "dropped"), old.skip_state, noted["nonfinite"])
-        micro_step = _count(at.field("mini_step", "micro_step"), old.mini_step, fresh.micro_step)
+        micro_step = _counter(at.field("mini_step", "micro_step"), old.mini_step, fresh.micro_step)
         # The weight and the sums of each row: of the whole window, or of one device.
         weight = micro_step.astype(fresh.sum_of_weights.dtype)
         factor = weight
@@ -191,7 +191,9 @@ class _Walk:
         )
         return fresh._replace(
             micro_step=micro_step,
-            windows=_count(at.field("gradient_step", "windows"), old.gradient_step, fresh.windows),
+            windows=_counter(
+                at.field("gradient_step", "windows"), old.gradient_step, fresh.windows
+            ),
             sum_of_weights=_filled(fresh.sum_of_weights, weight),
             value_sum=_filled(fresh.value_sum, unknown),
             noise=noise,
@@ -208,8 +210,8 @@ class _Walk:
             at.field("inner_state", "inner_state"),
         )
         return fresh._replace(
-            skipped=_count(total, old.total_notfinite, fresh.skipped),
-            consecutive=_count(in_a_row, old.notfinite_count, fresh.consecutive),
+            skipped=_counter(total, old.total_notfinite, fresh.skipped),
+            consecutive=_counter(in_a_row, old.notfinite_count, fresh.consecutive),
             inner_state=self.converted(inner, old.inner_state, fresh.inner_state),
         )
 
@@ -266,7 +268,7 @@ def _holds(dtype: DType, x: float) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _count(at: _Paths, x: Leaf, like: jax.Array) -> jax.Array:
+def _counter(at: _Paths, x: Leaf, like: jax.Array) -> jax.Array:
     """Returns a counter of the old state. Raises if it is known to be negative."""
     count = _taken(at, x, like)
     if not is_traced(count) and count < 0:

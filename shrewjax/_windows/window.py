@@ -1,8 +1,8 @@
 """The accumulation window: the arithmetic that adds micro-batches and averages them.
 
 `accumulate` and `GradAccumulator` go through `Window.advance`, which decides in this order. `value_and_grad` knows how
-many micro-batches it has: it adds them by `Window.add_in_loop`, or `adder_in_loop` where a scan of the loss adds them
-itself, and divides once, by `Window.result`.
+many micro-batches it has: it adds them by `Window.update`, or `adder_in_loop` where a scan of the loss adds them
+itself, and divides once, by `Window.finalize`.
 
 1. Is the micro-batch kept? Its weight must not be 0. Unless `nonfinite` is `"propagate"`, its gradients must also be
    finite on all devices.
@@ -319,12 +319,12 @@ class Window:
         norm = self._devices.own_norm(grads, varies_like=noise.kept)
         return _noise.added(noise, norm, of_square, is_kept, is_first)
 
-    def add_in_loop(
+    def update(
         self, state: AnyState, grads: ArrayTree, weight: Scalar, is_present: Flag = True
     ) -> AnyState:
         """Adds a micro-batch that is present, in a loop of the compiled program. Returns the new state.
 
-        The sums begin as zeros. So no gradient replaces them, and no select stands around them (XLA-24). `result`
+        The sums begin as zeros. So no gradient replaces them, and no select stands around them (XLA-24). `finalize`
         divides them.
         """
         grads, _ = self._devices.checked(
@@ -345,8 +345,8 @@ class Window:
             ),
         )
 
-    def result(self, state: AnyState) -> tuple[Average, Flag]:
-        """Returns the average of what `add_in_loop` has added, and whether it has a weight."""
+    def finalize(self, state: AnyState) -> tuple[Average, Flag]:
+        """Returns the average of what `update` has added, and whether it has a weight."""
         sums, has_weight = state.sum_of_weights, state.sum_of_weights != 0
         if self._reduction != "sum" and not self.is_partial:
             # XLA-35: a select by a known True. Without it XLA:CPU holds 0.43 of the gradients of scanned layers beside
