@@ -74,8 +74,8 @@ def percent(value: Argument) -> Scalar:
     number = real("percentile", value, at_least=0, at_most=100)
     if not isinstance(number, jax.Array) and 0 < number < 1:
         raise ValueError(
-            f"percentile must be from 0 to 100, where 1 is one percent, got {shown(value)}. Pass {number * 100:g}. If "
-            "you mean less than one percent, pass an array, such as jnp.float32(0.5)"
+            f"percentile must be from 0 to 100, got {shown(value)}. Pass {number * 100:g}. For less than one "
+            "percent, pass an array, such as jnp.float32(0.5)"
         )
     return number
 
@@ -96,8 +96,8 @@ def length(name: str, value: Argument, *, default: int) -> int:
         return default
     if isinstance(value, jax.Array):
         raise ValueError(
-            f"{name} must be a Python int, because it is a shape in the state, got the array {shown(value)}. Under "
-            "optax.inject_hyperparams, name it in static_args"
+            f"{name} must be a Python int, got the array {shown(value)}. Under optax.inject_hyperparams, name it "
+            "in static_args"
         )
     if not _is_int(value) or value < 1:
         raise ValueError(f"{name} must be an int >= 1 or None ({default}), got {shown(value)}")
@@ -110,8 +110,8 @@ def order(ord: Argument) -> float:
         return 2.0
     if isinstance(ord, jax.Array):
         raise ValueError(
-            f"ord must be a Python number, because each order compiles another program, got the array {shown(ord)}. "
-            "Under optax.inject_hyperparams, name it in static_args"
+            f"ord must be a Python number, got the array {shown(ord)}. Under optax.inject_hyperparams, name it in "
+            "static_args"
         )
     number = _static_real("ord", ord, "a number >= 1, inf or None (2)")
     if not number >= 1:
@@ -140,7 +140,7 @@ def places(name: str, value: Argument) -> tuple[int | str, ...]:
     for at in given:
         if not isinstance(at, str) and not _is_int(at):
             raise ValueError(
-                f"{name} must be positions or names of fun's arguments, such as 2, 'x' or ('x', 'y'), got {shown(at)}"
+                f"{name} must be positions or names of fun's arguments, such as 2 or ('x', 'y'), got {shown(at)}"
             )
     return tuple(at if isinstance(at, str) else int(at) for at in given)
 
@@ -273,8 +273,8 @@ def axes(name: str, value: Argument) -> AxesOf:
         return value
     if isinstance(value, jax.Array):
         raise ValueError(
-            f"{name} must be static, because it decides what is compiled, got the array {shown(value)}. Under "
-            "optax.inject_hyperparams, name it in static_args"
+            f"{name} must be static, got the array {shown(value)}. Under optax.inject_hyperparams, name it in "
+            "static_args"
         )
     numbers_ = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not all(map(_is_int, numbers_)):
@@ -297,7 +297,7 @@ def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Leaf) -> tuple[i
     if any(not -leaf.ndim <= a < leaf.ndim for a in chosen):
         raise ValueError(
             f"{name} {chosen} is out of range for gradient leaf {leaf_name(path)} of shape {leaf.shape}. If leaves "
-            f"differ, pass {name} as a function of a leaf's name and the leaf"
+            "differ, pass a function of a leaf's name and the leaf"
         )
     return tuple(sorted({a % leaf.ndim for a in chosen}))
 
@@ -334,8 +334,8 @@ def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Leaf) -> AxisN
     )
     if callable(chosen):
         raise ValueError(
-            f"sharded_over must return names of mapped axes or a PartitionSpec, got the function {shown(chosen)} for "
-            f"leaf {leaf_name(path)}"
+            f"sharded_over must return mapped axes or a PartitionSpec, got {shown(chosen)} for leaf "
+            f"{leaf_name(path)}"
         )
     return chosen
 

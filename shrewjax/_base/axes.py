@@ -74,14 +74,14 @@ def unit_axes(name: str, leaf: Leaf, dims: UnitDims, given: Axes | jax.P) -> Uni
     if is_tracked and given is None and varying:
         raise ValueError(
             f"cannot tell how the units of leaf {name} are sharded over {', '.join(map(repr, varying))}. Pass "
-            "sharded_over=fn, where fn(name, leaf) returns the leaf's PartitionSpec. Or pass sharded_over=() if each "
-            "device has a model of its own"
+            "sharded_over=fn, where fn(name, leaf) returns the leaf's PartitionSpec. Pass sharded_over=() for a "
+            "model on each device"
         )
     if not is_tracked and unknown:
         raise ValueError(
             f"cannot tell how the units of leaf {name} are sharded over {', '.join(map(repr, unknown))} inside "
             "shard_map(check_vma=False) or pmap. Pass sharded_over=fn, where fn(name, leaf) returns the leaf's "
-            "PartitionSpec, jax.P() if it is not sharded"
+            "PartitionSpec"
         )
     return UnitSharding(tuple(a for a in varying if a in names) if is_tracked else names, across)
 
@@ -130,15 +130,14 @@ def slice_axes(name: str, leaf: Leaf, given: Axes) -> AxisNames:
     if given is None and unknown:
         raise ValueError(
             f"cannot tell whether slices of leaf {name} are divided along {', '.join(map(repr, unknown))}. Pass "
-            "sharded_over= with the axes along which they are. Or pass sharded_over=() if each device holds its "
-            "slices whole"
+            "sharded_over= with the axes along which they are, () for none"
         )
     given = given or ()
     missing = [a for a in given if not is_bound(a)]
     if missing:
         raise ValueError(
             f"sharded_over {given!r}: {', '.join(map(repr, missing))} is no mapped axis here. Name axes of the "
-            "jax.shard_map around this call. Under plain jax.jit leave sharded_over out"
+            "jax.shard_map around this call. Without one, leave it out"
         )
     return tuple(a for a in varying if a in given) if is_tracked else given
 
@@ -163,8 +162,7 @@ def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list
     if mapped:
         raise ValueError(
             f"cannot tell whether gradients are sharded over {', '.join(map(repr, mapped))} inside "
-            "shard_map(check_vma=False) or pmap. Pass sharded_over= with the axes over which they are. Or pass "
-            "sharded_over=() if every device holds all of them"
+            "shard_map(check_vma=False) or pmap. Pass sharded_over= with the axes over which they are, () for none"
         )
     return [()] * len(arrays)
 
@@ -184,8 +182,7 @@ def require_sum_over(what: str, axes: Axes) -> None:
     if mapped and not is_tracked and axes is None:
         raise ValueError(
             f"{what} cannot tell whether gradients are already summed over {', '.join(map(repr, mapped))} inside "
-            "shard_map(check_vma=False) or pmap. Pass sum_over= with the axes that remain. Or pass "
-            "sum_over=() if none does"
+            "shard_map(check_vma=False) or pmap. Pass sum_over= with the axes that remain, () for none"
         )
 
 

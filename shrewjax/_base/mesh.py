@@ -82,9 +82,9 @@ def on_each_device(
         if any(text in str(error) for text in _CLOSED_OVER):
             where = "in per_device" if returns_parts is True else f"with sum_over={axes!r}"
             raise ValueError(
-                f"{where}, fun must not index an array on the mesh that it closes over or places, and on an Explicit "
-                "mesh not read one. Pass each of them to fun as an argument, outside of batch_argnums=. Place arrays "
-                f"by a jax.P without {', '.join(map(repr, axes))}"
+                f"{where}, fun must not index an array on the mesh that it closes over or places, and on an "
+                "Explicit mesh not read one. Pass each to fun as an argument. Place arrays by a jax.P without "
+                f"{', '.join(map(repr, axes))}"
             ) from error
         if "mesh" in str(error) or "PartitionSpec" in str(error):
             names = ", ".join(map(repr, axes))

@@ -53,8 +53,8 @@ def require_own(
     fields_of_kind = getattr(kind, "_fields", ())
     if isinstance(state, dict) and fields_of_kind and fields_of_kind[0] in state:
         raise ValueError(
-            f"state must be the {kind.__name__} that init made or the last update returned, got a dict of its fields. "
-            "Restore it with tx.init(params) as the target"
+            f"state must be the {kind.__name__} of init or the last update, got a dict of its fields. Restore it "
+            "with tx.init(params) as the target"
         )
     if not isinstance(state, kind):
         is_optax = type(state).__module__.startswith("optax.")
@@ -68,8 +68,8 @@ def require_own(
             else ""
         )
         raise ValueError(
-            f"state must be the {kind.__name__} that init made or the last update returned, got {type(state).__name__}."
-            f" Pass the state of this transformation, in the order {order}{way_from_optax}{way_from_inner}"
+            f"state must be the {kind.__name__} of init or the last update, got {type(state).__name__}. Pass the "
+            f"state of this transformation, in the order {order}{way_from_optax}{way_from_inner}"
         )
 
 
@@ -271,8 +271,8 @@ def require_one_window(opt_state: AnyState) -> None:
     for outer in nodes_in(opt_state, (optax.MultiStepsState,)):
         if nodes_in(outer, tuple(_windows_around_inner)):
             raise ValueError(
-                "opt_state has a window of accumulate inside one of optax.MultiSteps, so inner runs once in the "
-                "product of their lengths. Leave out optax.MultiSteps, and multiply the accum_steps"
+                "opt_state has a window of accumulate inside one of optax.MultiSteps. Leave out optax.MultiSteps, "
+                "and multiply the accum_steps"
             )
 
 

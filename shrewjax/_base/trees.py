@@ -169,7 +169,7 @@ def _as_gradient(path: KeyPath, leaf: Leaf) -> Leaf:
     if hasattr(leaf, "dtype") and not _holds_gradients(leaf.dtype):
         raise ValueError(
             f"gradient leaf {leaf_name(path)} must have a dtype with a sign, a zero and a NaN, got {leaf.dtype}. "
-            "Cast the leaf to float32. Or leave it out with optax.masked"
+            "Cast it to float32"
         )
     return _as_array(path, leaf, what="gradient")
 
@@ -188,8 +188,8 @@ def _as_array(path: KeyPath, leaf: Leaf, what: str) -> Leaf:
     if isinstance(leaf, bool | int | float | complex):
         return jnp.asarray(leaf)
     raise ValueError(
-        f"{what} leaf {leaf_name(path)} must be an array or a number, got {shown(leaf)}. Pass the arrays alone, in "
-        "Equinox eqx.filter(model, eqx.is_inexact_array)"
+        f"{what} leaf {leaf_name(path)} must be an array or a number, got {shown(leaf)}. Pass the arrays alone, as "
+        "of eqx.filter(model, eqx.is_inexact_array)"
     )
 
 
@@ -212,7 +212,7 @@ def require_no_rows(updates: PyTree, params: PyTree) -> None:
         if shape and wanted is not None and shape[1:] == wanted and len(shape) > len(wanted):
             raise ValueError(
                 f"update leaf {leaf_name(path)} must have the shape of its parameter, {wanted}, got {shape}: a row "
-                "for each device. Put this transformation inside accumulate, which adds these up"
+                "for each device. Put this transformation inside accumulate"
             )
 
 

@@ -150,14 +150,13 @@ def _names_of_leaves(names: PyTree, like: PyTree) -> list[str]:
         for path, _ in jax.tree.leaves_with_path(like):
             if not any(path[: len(of)] == of for of in named):
                 raise ValueError(
-                    "aux_reduction must have a name for each leaf that fun returns beside the loss, got "
-                    f"{trees.shown(names)}, which has none for {trees.leaf_name(path)}. Add it. Or pass one name for "
-                    "all leaves"
+                    f"aux_reduction must have a name for each leaf of the aux, got {trees.shown(names)}, which has "
+                    f"none for {trees.leaf_name(path)}. Add it. Or pass one name for all"
                 ) from None
         structure = trees.shortened(str(jax.tree.structure(like)))
         raise ValueError(
-            f"aux_reduction must be one name, or a tree prefix of what fun returns beside the loss, got "
-            f"{trees.shown(names)} for a tree of the structure {structure}: {trees.shortened(str(error))}"
+            f"aux_reduction must be one name, or a tree prefix of the aux, got {trees.shown(names)} for a tree of "
+            f"the structure {structure}: {trees.shortened(str(error))}"
         ) from error
 
 
@@ -172,8 +171,8 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(
             f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Give it another name in "
-            "aux_reduction=, such as 'sum'. If it is a state that fun returns changed, carry_argnum= of "
-            "shrewjax.value_and_grad hands it from micro-batch to micro-batch"
+            "aux_reduction=, such as 'sum'. Pass a state that fun returns changed by carry_argnum= of "
+            "shrewjax.value_and_grad"
         )
     if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
         raise ValueError(
@@ -181,8 +180,7 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
         )
     if name == "examples" and x.shape[:1] != (size,):
         raise ValueError(
-            f"leaf {leaf} must have {size} rows, one for each example of the micro-batch, got shape {x.shape}. Return "
-            "such rows"
+            f"leaf {leaf} must have {size} rows, one for each example of the micro-batch, got shape {x.shape}"
         )
 
 
@@ -213,9 +211,8 @@ def _axis_to_join(leaf: str, name: str, x: Leaf, large: Leaf, is_known: bool) ->
     if len(differ) != 1:
         found = large.shape if is_known else "no shape, because fun does not take it,"
         raise ValueError(
-            f"leaf {leaf} of the aux must have an axis of examples for {name!r} with sum_over, got shape {x.shape}, "
-            f"and {found} for the whole batch. Return a number for each example. Or give it another name in "
-            "aux_reduction="
+            f"leaf {leaf} of the aux must have an axis of examples for {name!r} with sum_over, got shape "
+            f"{x.shape}, and {found} for the whole batch. Give it another name in aux_reduction="
         )
     return differ[0] + (name == "stack")
 

@@ -123,8 +123,8 @@ def _check_divisible(call: Call, name: str, count: int, devices: int, is_sum: bo
     steps = call.parts
     if count == 0:
         raise ValueError(
-            f"{name} must hold at least one example, because the mean of none is NaN, got 0 examples. Leave out the "
-            "call for an empty batch"
+            f"{name} must hold at least one example, because the mean of none is NaN. Leave out the call for an "
+            "empty batch"
         )
     if count % (steps * devices):
         padded = -(-count // (steps * devices)) * steps * devices

@@ -224,8 +224,8 @@ def _require_no_flax_state(call: Call) -> None:
         is_model = at in (call.roles.get("argnums") or (0,))
         for path, kind in changing_state(value, is_model=is_model):
             raise ValueError(
-                f"{call.name(at, path)} is an NNX object with variables of the type {kind}, whose new values would be "
-                "lost. Call the function of this name in shrewjax.flax, with the model first"
+                f"{call.name(at, path)} is an NNX object, and new values of its {kind} would be lost. Call the "
+                "function of this name in shrewjax.flax, with the model first"
             )
 
 
@@ -234,9 +234,8 @@ def _check_parameter(name: str, x: Leaf) -> None:
     if not isinstance(x, float | complex) and not jnp.issubdtype(dtype, jnp.inexact):
         given = f"{dtype} of shape {x.shape}" if hasattr(x, "dtype") else trees.shown(x)
         raise ValueError(
-            f"{name} must be a floating or complex array, because it is in argnums, got {given}. Split the model, and "
-            "merge it in fun: in Equinox with eqx.partition(model, eqx.is_inexact_array), in Flax NNX with "
-            "nnx.split(model, nnx.Param, ...)"
+            f"{name} is in argnums and must be a floating or complex array, got {given}. Split the model, and "
+            "merge it in fun, as by eqx.partition(model, eqx.is_inexact_array) or nnx.split(model, nnx.Param, ...)"
         )
 
 
@@ -264,14 +263,13 @@ def _rows_of_examples(call: Call) -> set[int]:
                 raise ValueError(key_message(call, at, path))
             if not shape:
                 raise ValueError(
-                    f"{name} must have a first axis of examples, got {x!r}. Leave it out of batch_argnums= if it is "
-                    "the same on all devices. Or pass it by keyword"
+                    f"{name} must have a first axis of examples, got {x!r}. If it is the same on all devices, "
+                    "leave it out of batch_argnums="
                 )
             if shape[0] % devices:
                 raise ValueError(
-                    f"{name} must have a first axis that {devices} devices divide, got shape {shape}. Pad the batch to "
-                    f"{-(-shape[0] // devices) * devices}, and pass numbers of real examples as weight=. If it holds "
-                    "none, leave it out of batch_argnums="
+                    f"{name} must have a first axis that {devices} devices divide, got shape {shape}. Pad the "
+                    f"batch to {-(-shape[0] // devices) * devices}, and pass numbers of real examples as weight="
                 )
             sizes.add(shape[0])
     return sizes

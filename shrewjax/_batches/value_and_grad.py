@@ -383,8 +383,8 @@ def _require_no_sum_of_rows(axes: AxisNames) -> None:
     along = tuple(a for a in axes if a in row_axes())
     if along:
         raise ValueError(
-            f"reduction='sum' must not have sum_over={along!r} inside per_device, where each row would be the sum of "
-            "all devices. Leave out sum_over=, so that a row is the device's own sum"
+            f"reduction='sum' must not have sum_over={along!r} inside per_device, where each row would be the sum "
+            "of all devices. Leave out sum_over="
         )
 
 
@@ -402,18 +402,18 @@ def _check_weight_is_given(weight_fn: Function | None, reduction: str, skip_empt
     """Raises if the weight is no function, or if there is none and another argument needs it."""
     if weight_fn is not None and not callable(weight_fn):
         raise ValueError(
-            f"weight_fn must be a function of fun's arguments or None, got {trees.shown(weight_fn)}. Pass one that "
-            "returns the number of examples, such as lambda params, x, y: len(x)"
+            f"weight_fn must be a function of fun's arguments or None, got {trees.shown(weight_fn)}. Pass one, "
+            "such as lambda params, x, y: len(x)"
         )
     if reduction == "sum_over_weights" and weight_fn is None:
         raise ValueError(
-            "reduction='sum_over_weights' needs weight_fn=, because it divides by the weights, got weight_fn=None. "
-            "Pass a function that returns the number of examples. Or pass reduction='mean' for a mean, 'sum' for a sum"
+            "reduction='sum_over_weights' needs weight_fn=, got None. Pass a function that returns the number of "
+            "examples. Or pass reduction='mean' for a mean, 'sum' for a sum"
         )
     if skip_empty and weight_fn is None:
         raise ValueError(
-            "skip_empty=True needs weight_fn=, because a micro-batch is empty if its weight is 0, got weight_fn=None. "
-            "Pass a function that returns the number of examples. Or leave out skip_empty"
+            "skip_empty=True needs weight_fn=, because a micro-batch of weight 0 is empty, got None. Pass a "
+            "function that returns the number of examples. Or leave out skip_empty"
         )
 
 
@@ -535,8 +535,8 @@ class _Loss(NamedTuple):
         """Returns for each micro-batch whether its weight is not 0. Raises if weights depend on the carry."""
         if trees.is_read(partial(self.weight_of, batch, 0), carried):
             raise ValueError(
-                "weight_fn must not read the carry (in Flax NNX, state outside of wrt) with skip_empty=True, because "
-                "weights are computed before the loop. Let weight_fn count in the batch. Or leave out skip_empty"
+                "weight_fn must not read the carry (in Flax NNX, state outside of wrt) with skip_empty=True. Let "
+                "weight_fn count in the batch. Or leave out skip_empty"
             )
         numbers = jnp.arange(batch.steps, dtype=jnp.int32)
         return lax.map(lambda i: jnp.asarray(self.weight_of(batch, i, carried) != 0), numbers)
@@ -720,9 +720,9 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
         wanted = (*axes, *along)
         raise ValueError(
             f"the loss may differ between devices along {', '.join(map(repr, along))}, which is not in sum_over. "
-            f"Pass sum_over={wanted if len(wanted) > 1 else along[0]!r} if devices have different examples. Otherwise "
-            "reduce the loss in fun, as with jax.lax.pmean. Or, for each device's own gradients, call value_and_grad "
-            f"with sum_over=() and jax.lax.pcast(params, {tuple(along)}, to='varying')"
+            f"Pass sum_over={wanted if len(wanted) > 1 else along[0]!r} if devices have different examples. "
+            "Otherwise reduce the loss in fun, as with jax.lax.pmean. For each device's own gradients, pass "
+            f"sum_over=() and jax.lax.pcast(params, {tuple(along)}, to='varying')"
         )
     return ()
 
@@ -738,7 +738,7 @@ def _check_carried(new: list[PyTree], carried: list[PyTree], weight: Number) -> 
         if along:
             raise ValueError(
                 f"leaf {trees.leaf_name(path[1:])} of the carry may differ between devices along {along}, but the "
-                f"one that is passed does not. Reduce it in fun, for example with jax.lax.pmean(carry, {along})"
+                f"one that is passed does not. Reduce it in fun, as with jax.lax.pmean(carry, {along})"
             )
 
     jax.tree.map_with_path(check, new, carried)

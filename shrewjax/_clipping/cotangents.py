@@ -137,8 +137,8 @@ def _check_limit(limit: jax.Array, name: str, own_slices: MeshAxes) -> None:
     along = varying_axes(limit) - own_slices
     if along:
         raise ValueError(
-            f"max_norm may differ between devices along {', '.join(sorted(map(repr, along)))}, but these devices share "
-            f"the slices of leaf {name}. Reduce max_norm over them first, for example with jax.lax.pmin"
+            f"max_norm may differ between devices along {', '.join(sorted(map(repr, along)))}, but these share the "
+            f"slices of leaf {name}. Reduce max_norm over them, as with jax.lax.pmin"
         )
 
 
@@ -148,10 +148,7 @@ def _zeros(counter: Argument, name: str, shape: tuple[int, ...]) -> jax.Array:
         return jnp.zeros((), jnp.float32)
     counter = jnp.asarray(counter)
     if counter.dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(
-            "counter must be a float32 zero, because integers have no cotangent and narrower floats do not count "
-            f"beyond 256 or 2048, got {counter.dtype}. Pass jnp.zeros(())"
-        )
+        raise ValueError(f"counter must be a float32 zero, got {counter.dtype}. Pass jnp.zeros(())")
     pairs = zip(counter.shape[::-1], shape[::-1], strict=False)
     if counter.ndim > len(shape) or any(n not in (1, m) for n, m in pairs):
         raise ValueError(

@@ -223,10 +223,7 @@ def clip_by_global_norm(
     max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
     per_leaf = arguments.static_flag("per_leaf", per_leaf)
     if per_leaf and ord != 2:
-        raise ValueError(
-            f"ord must be 2 with per_leaf=True, because shares are of the squared norm, got {ord}. Leave out ord. Or "
-            "leave out per_leaf"
-        )
+        raise ValueError(f"ord must be 2 with per_leaf=True, got {ord}. Leave out ord or per_leaf")
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByGlobalNormState:

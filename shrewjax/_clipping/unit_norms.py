@@ -232,8 +232,8 @@ def adaptive_grad_clip(
         long = [a for a in free if leaf.shape[a] != 1]
         if len(long) == 1 and long[0] not in by_rank:
             raise ValueError(
-                f"cannot tell the units of leaf {trees.leaf_name(path)}, of shape {leaf.shape} on each device, because "
-                "an axis of size 1 may be sharded. Pass sharded_over=fn, where fn(name, leaf) returns its PartitionSpec"
+                f"cannot tell the units of leaf {trees.leaf_name(path)}, of shape {leaf.shape} on each device. "
+                "Pass sharded_over=fn, where fn(name, leaf) returns its PartitionSpec"
             )
         return len(free) < 2
 

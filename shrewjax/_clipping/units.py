@@ -158,7 +158,7 @@ class Units:
             if number.shape != expected:
                 raise ValueError(
                     f"gradient leaf {trees.leaf_name(path)} of shape {x.shape} has units of shape {expected}, but "
-                    f"the state has units of shape {number.shape}. Call init with parameters like the gradients"
+                    f"the state has {number.shape}. Call init with parameters like the gradients"
                 )
         return numbers
 

@@ -403,8 +403,8 @@ def _fixed_limit(
             else ("max_consecutive", "max_value")
         )
         raise ValueError(
-            "max_value and max_consecutive must come together, because the second ends the skips that the first "
-            f"causes, got {given} alone. Pass {missing}. Or leave out {given}"
+            f"max_value and max_consecutive must come together, got {given} alone. Pass {missing}. Or leave out "
+            f"{given}"
         )
     if max_value is None:  # a limit that nothing exceeds, and a run that never is long enough
         max_value = max_consecutive = math.inf

@@ -289,8 +289,8 @@ def _check_restored(new: PyTree, old: PyTree) -> None:
     structures: list[Any] = [jax.tree.structure(x) for x in (new, old, with_tuples(old))]
     if structures[0] != structures[1] and structures[0] == structures[2]:
         raise ValueError(
-            "opt_state must have tuples where its transformation makes them, got lists, as after a restore without a "
-            "target. Restore it with tx.init(params) as the target"
+            "opt_state must have tuples where its transformation makes them, got lists. Restore it with "
+            "tx.init(params) as the target"
         )
 
 
@@ -301,9 +301,8 @@ def _require_agreement(runs: Flag, run: Callable[[], Result]) -> None:
     if waiting:
         names = ", ".join(waiting)
         raise ValueError(
-            "the decision to run inner (flush, accum_steps, micro_step or a guard's) must be the same on every device, "
-            f"got one that may differ over {names}, because inner has a collective over it. Reduce what decides over "
-            f"{names}"
+            f"the decision to run inner (flush, accum_steps, micro_step or a guard's) may differ over {names}, "
+            f"over which inner has a collective. Reduce what decides over {names}"
         )
 
 
@@ -314,9 +313,8 @@ def _check_devices(new: PyTree, old: PyTree, what: str) -> None:
         along = newly_varying(new, old)
         if along:
             raise ValueError(
-                f"leaf {leaf_name(path)} of {what} may differ between devices along {along}, but did not before the "
-                f"step. Reduce the gradients, as by jax.lax.pmean(grads, {along}). Or shard parameters and state as "
-                "the gradients"
+                f"leaf {leaf_name(path)} of {what} may differ between devices along {along}, but did not before. "
+                f"Reduce the gradients, as by jax.lax.pmean(grads, {along}). Or shard parameters and state alike"
             )
 
     jax.tree.map_with_path(check, new, old)

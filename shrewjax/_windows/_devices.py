@@ -227,9 +227,9 @@ def _own_row(axes: AxisNames, path: KeyPath, grad: Leaf) -> Leaf:
     reduced = replicated_axes(grad, axes)
     if reduced:
         raise ValueError(
-            f"gradient leaf {leaf_name(path)} is already reduced over {', '.join(map(repr, reduced))}, but "
-            f"sum_over={axes!r} sums over it later. Differentiate by jax.lax.pcast(params, {axes!r}, to='varying'), "
-            f"made outside of the loss. Or {sum_over_others(axes, reduced)}"
+            f"gradient leaf {leaf_name(path)} is already reduced over {', '.join(map(repr, reduced))} of "
+            f"sum_over={axes!r}. Differentiate by jax.lax.pcast(params, {axes!r}, to='varying'), made outside of "
+            f"the loss. Or {sum_over_others(axes, reduced)}"
         )
     return grad[None]
 
@@ -242,8 +242,8 @@ def _require_type_of_sum(path: KeyPath, total: jax.Array, grad: Leaf) -> None:
     along = grad is not None and newly_varying(grad, total)
     if along:
         raise ValueError(
-            f"gradient leaf {leaf_name(path)} may differ between devices along {along}, but its parameter does not. "
-            f"Reduce the gradients, for example with jax.lax.pmean(grads, {along}). Or pass sum_over={along}"
+            f"gradient leaf {leaf_name(path)} may differ between devices along {along}, but its parameter does "
+            f"not. Reduce the gradients, as with jax.lax.pmean(grads, {along}). Or pass sum_over={along}"
         )
 
 
@@ -262,7 +262,7 @@ def _mesh_of(params: ArrayTree, axes: AxisNames) -> Mesh | AbstractMesh | None:
         return None
     raise ValueError(
         f"sum_over={axes!r} needs a mesh with these axes, and init found none. Call init outside of jit with "
-        "parameters that are placed on the mesh. Or call it under jax.set_mesh(mesh)"
+        "parameters on the mesh, or under jax.set_mesh(mesh)"
     )
 
 

@@ -489,8 +489,8 @@ def apply_gradients(
     if is_of_nnx(grads) and type(params) is not type(grads):
         raise ValueError(
             f"grads and params must be trees of one kind, got {type(grads).__name__} of NNX and "
-            f"{type(params).__name__}. Call update(model, grads) of shrewjax.flax.Optimizer(model, tx, wrt=nnx.Param). "
-            "Or pass nnx.state(model, nnx.Param) as params"
+            f"{type(params).__name__}. Call update(model, grads) of shrewjax.flax.Optimizer. Or pass "
+            "nnx.state(model, nnx.Param) as params"
         )
     _require_taken(tx, opt_state, extra_args)
     # `parameter_arrays` leaves integer NumPy arrays alone. Outside of jit, a skipped step would otherwise return the
@@ -560,9 +560,9 @@ def flush(
     """
     if not isinstance(tx, Accumulation):
         raise ValueError(
-            f"tx must be the transformation that accumulate returned, got {trees.shown(tx)}. Call flush(tx, opt_state, "
-            "params). If accumulate is inside tx, pass flush=True to update with the last micro-batch. Or call "
-            "tx.update(grads, opt_state, params, weight=0, flush=True) with finite grads"
+            f"tx must be the transformation that accumulate returned, got {trees.shown(tx)}. Call flush(tx, "
+            "opt_state, params). If accumulate is inside tx, call tx.update(grads, opt_state, params, weight=0, "
+            "flush=True) with finite grads"
         )
     require_own(opt_state, AccumulateState, "flush(tx, opt_state, params)")
     no_gradients = jax.tree.map(lambda _: None, params)
@@ -612,9 +612,7 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
     require_one_window(without_variables(opt_state))
     windows = _windows_in(opt_state)
     if not windows:
-        raise ValueError(
-            "opt_state must contain a window of accumulate or GradAccumulator, got a state with no window"
-        )
+        raise ValueError("opt_state must contain a window of accumulate or GradAccumulator")
     in_range = arguments.is_weight(jnp.asarray(weight, dtype=float))
     _assert_values(in_range, f"weight must be {arguments.RANGE_OF_WEIGHTS}, got {weight}")
     for window in windows:

@@ -481,7 +481,7 @@ ERRORS = {
         call(PARAMS, X, Y, batch_argnums=(1, 2), rng_argnums=2),
         r"argument 2 is in rng_argnums and in batch_arg",
     ),
-    "a new value": (changes_its_model, r"must not change its arguments, .* argument 0\.mean.* NNX, split the model"),
+    "a new value": (changes_its_model, r"must not change its arguments, .* argument 0\.mean.*\. Split the model"),
 }
 
 

@@ -430,7 +430,7 @@ def test_slices_over_devices_are_those_of_the_whole(case, check_vma):
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["tracked", "untracked"])
 def test_parts_that_nobody_told_of_are_an_error(check_vma):
-    with pytest.raises(ValueError, match=r"leaf \(the tree itself\).*Pass sharded_over=.*Or pass sharded_over=\(\)"):
+    with pytest.raises(ValueError, match=r"leaf \(the tree itself\).*Pass sharded_over=.*, \(\) for none"):
         over_devices(P("data"), None, check_vma=check_vma)(jnp.ones((8, 16)), jnp.zeros(()))
 
 

@@ -391,7 +391,7 @@ def test_untracked_accumulation_wants_to_be_told(nonfinite):
 def test_devices_must_agree_on_when_a_window_closes():
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
     f = lambda g: tx.update(g, tx.init(jnp.zeros(1)), flush=g[0] > 0)[1].micro_step  # noqa: E731
-    with pytest.raises(ValueError, match=r"flush.* must be the same on every device, .* differ over 'data'"):
+    with pytest.raises(ValueError, match=r"flush.* may differ over 'data'"):
         traced(f, jnp.ones(8))
 
 
@@ -411,7 +411,7 @@ def test_devices_must_agree_on_the_weight_of_what_they_share():
 @pytest.mark.thorough
 def test_init_says_what_it_misses():
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
-    with pytest.raises(ValueError, match=r"sum_over=\('data',\) needs a mesh .* placed on the mesh"):
+    with pytest.raises(ValueError, match=r"sum_over=\('data',\) needs a mesh .* parameters on the mesh"):
         tx.init(PARAMS)
     with pytest.raises(ValueError, match=r"parameter \['w'\] is sharded over sum_over=\('data',\) itself"):
         tx.init(placed(PARAMS, mesh_of(data=8, fsdp=1), {"w": P("data"), "b": P()}))
