@@ -106,7 +106,8 @@ def micro_batched(
       reduction: as in `value_and_grad`.
       nonfinite: as in `value_and_grad`.
       accumulator_dtype: as in `value_and_grad`.
-      sum_over: as in `value_and_grad`, but not `()`, because there are no gradients to return.
+      sum_over: as in `value_and_grad`, but not `()`, because there are no gradients to return. With `check_vma=False`
+        and in `jax.pmap`, it names all mapped axes.
       skip_empty: as in `value_and_grad`. Under `jax.jit` reverse over reverse is then an error of JAX.
 
     Returns:

@@ -119,9 +119,9 @@ def value_and_grad(
     .. math:: \ell = \frac{\sum_i w_i \ell_i}{\sum_i w_i}, \qquad \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
 
     The returned function takes the arguments of `fun`, with the whole batch. If `fun` is a mean over examples, it
-    returns what `jax.value_and_grad(fun, argnums, has_aux)` returns. So it does for a sum, with `reduction="sum"`. A
-    loss that compares examples needs two passes: see the guide "Contrastive and auxiliary losses". Call the returned
-    function under `jax.jit`, because outside of it each call compiles the loop again.
+    returns what `jax.value_and_grad(fun, argnums, has_aux)` returns. So it does for a sum, with `reduction="sum"`. Take
+    `micro_batch_map` for any other loss. Call the returned function under `jax.jit`, because outside of it each call
+    compiles the loop again.
 
     A step takes the memory of one micro-batch and of the sum of the gradients. Stacked gradients of scanned layers are
     added in place, except with `nonfinite="drop_micro_batch"`, if they also come from elsewhere, such as a penalty, or
