@@ -513,9 +513,7 @@ def test_a_table_on_the_mesh_that_the_loss_indexes_has_to_be_an_argument_of_it(k
             shrewjax.per_device(closing, "data"),
             shrewjax.micro_batched(closing, K, sum_over="data"),
         ):
-            with pytest.raises(
-                ValueError, match=r"closes over.* Pass each .* as an argument\."
-            ):
+            with pytest.raises(ValueError, match=r"closes over.* Pass each .* as an argument\."):
                 jax.jit(call)(PARAMS["b"], X, labels)
         step = shrewjax.value_and_grad(loss, K, batch_argnums=(1, 2), sum_over="data")
         found = jax.jit(step)(placed(PARAMS["b"], mesh, P()), X, labels, here)
@@ -573,3 +571,20 @@ def test_parameters_that_are_sharded_over_another_axis_have_all_derivatives_with
     assert_close(mapped(True)(w, X), expected, rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match=r"^sum_over must name all mapped axes .* got 'data', without 'model'"):
         mapped(False)(w, X)
+
+
+def test_the_remedy_for_one_key_of_all_micro_batches_is_right_on_an_explicit_mesh():
+    def drawing(params, x, key):
+        return jnp.mean((x @ params["w"]) * jax.random.normal(key, ()))
+
+    def of_data(params, x, data):
+        return drawing(params, x, jax.random.wrap_key_data(data.astype("uint32")))
+
+    key = jax.random.key(3)
+    with jax.set_mesh(mesh_of("Explicit", data=8)):
+        x = jax.device_put(X, P("data"))
+        with pytest.raises(ValueError, match=r"If all share one, pass jax\.random\.key_data of it as int32"):
+            shrewjax.value_and_grad(drawing, K, sum_over="data")(PARAMS, x, key)
+        step = quick_jit(shrewjax.value_and_grad(of_data, K, sum_over="data", batch_argnums=1))
+        found = step(PARAMS, x, jax.random.key_data(key).astype("int32"))
+    assert_close(found, jax.value_and_grad(drawing)(PARAMS, X, key), rtol=1e-4, atol=1e-6)
