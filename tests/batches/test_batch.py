@@ -34,7 +34,7 @@ def test_on_an_explicit_mesh_each_device_must_have_examples_of_every_micro_batch
 
     with jax.set_mesh(mesh):
         message = (
-            r"argument 1 has 12 examples, which micro_batches=2 on each of 4 devices does not divide\. Pad .* to 16"
+            r"argument 1 has 12 examples, which micro_batches=2 on each of 4 devices does not divide\. Pad"
         )
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(lambda: step(12))
