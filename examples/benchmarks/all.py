@@ -4,6 +4,8 @@
 
 All benchmarks run in one process, one after the other; each prints its own rows, too, when run by itself.
 It takes many minutes on two CPU cores; rows are printed as they come. edges.py is not timed.
+`recorded/all.csv` has medians of two CPU cores with JAX 0.10.2 and Optax 0.2.8, of 58 million float32 parameters in 76
+leaves, donated. Memory is temporary, in multiples of the parameters.
 """
 
 import _harness

@@ -5,6 +5,8 @@
 `h100` needs the extra `gpu-compiler`; a TPU, by libtpu's name, needs `tpu-compiler`; `here` is JAX's device. P is the
 parameters' bytes on a device. A figure in parentheses is Optax's. Calls that leave a window open, or that a guard
 skips, are under open. A loop whose trips the data decides counts as one trip.
+`recorded/compiled.csv` has, from JAX 0.10.2, the traffic of a call in an open window, that of the call which closes it,
+and the temporary memory, in P. One cell differs with JAX 0.12.0.1: Optax's ZeRO on v5e is 9.8 / 9.8 / 1.01.
 """
 
 import argparse
