@@ -4,8 +4,8 @@
 
 `h100` needs the extra `gpu-compiler`; a TPU, by libtpu's name, needs `tpu-compiler`. P is the bytes of a device's
 parameters in float32. A batch has four micro-batches, and its gradients are compared with those of one micro-batch.
-`recorded/scanned_layers.csv` has the P of gradients beyond `jax.value_and_grad` of one micro-batch, from JAX 0.10.2, and
-in brackets from 0.12.0.1. Windows take the temporary memory of `optax.MultiSteps`: 1.41 P on an H100, 1.63 P on a v5e.
+`recorded/scanned_layers.csv` has the P of gradients beyond `jax.value_and_grad` of one micro-batch: JAX 0.10.2, and
+in brackets 0.12.0.1. Windows take the temporary memory of `optax.MultiSteps`: 1.41 P on an H100, 1.63 P on a v5e.
 """
 
 import argparse
