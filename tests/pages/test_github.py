@@ -103,7 +103,7 @@ def test_links_of_pages_that_only_the_site_shows_are_right_on_github_too():
 
 
 def test_the_readme_leads_to_every_page_but_those_of_the_site_alone():
-    of_the_site = {"index", "changes", "contributing", "internals/tests", "internals/how_it_works"}
+    of_the_site = {"index", "changes", "contributing", "internals/tests"}
     pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     led_to = {path.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/") for path in reached()}
     assert {page for page in pages - led_to if not page.startswith("api/")} == of_the_site
