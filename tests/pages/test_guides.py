@@ -1149,45 +1149,6 @@ def test_a_job_that_returns_to_optax_goes_on_as_one_that_never_left(away, back):
     assert np.max(np.abs(stayed["w"] - 1)) > 1e-3
 
 
-# --- docs/guide/takes_the_loss.md ------------------------------------------------------------------------------------
-
-
-def test_an_optimizer_that_takes_the_loss_finds_the_whole_batchs_minimum():
-    guide = page("guide/takes_the_loss.md").names
-    x, y = (normal(*shape, seed=i).astype("f") for i, shape in enumerate([(16, 3), (16,)]))
-    params, state = guide["params"], guide["tx"].init(guide["params"])
-    for _ in range(5):
-        params, state, loss = guide["step"](params, state, x, y)
-    best, (rest,), *_ = np.linalg.lstsq(x.astype(float), y.astype(float))
-    np.testing.assert_allclose(params["w"], best, rtol=1e-3)
-    np.testing.assert_allclose(loss, rest / len(x), rtol=1e-3)
-
-
-@pytest.mark.filterwarnings("ignore")  # of jaxopt, which is old
-def test_the_lines_for_other_packages_do_with_micro_batches_what_they_do_with_the_loss():
-    needs = "need the extra solvers: see tests/README.md"
-    names = {name: pytest.importorskip(name, reason=needs) for name in ("optimistix", "blackjax", "jaxopt")}
-    (lines,) = re.findall(r"```py\n(.*?)```", (DOCS / "guide/takes_the_loss.md").read_text(), re.DOTALL)
-    x, y = (jnp.asarray(normal(*shape, seed=i), "float32") for i, shape in enumerate([(16, 3), (16,)]))
-    names |= page("guide/takes_the_loss.md").names | {
-        "x": x,
-        "y": y,
-        "log_prior": lambda params: -jnp.sum(params["w"] ** 2),
-    }
-    whole = names | {"of_batch": names["loss_fn"]}
-    for namespace in (names, whole):
-        exec(compile(lines, "takes_the_loss.md", "exec"), namespace)
-    best = np.linalg.lstsq(np.float64(x), np.float64(y))[0]
-    for found in (names["solution"].value, names["result"].params, names["same"].params):
-        np.testing.assert_allclose(found["w"], best, atol=1e-3)
-
-    def drawn(sampler):
-        state = sampler.init({"w": jnp.ones(3)})
-        return users_jit(sampler.step)(jax.random.key(0), state)[0].position["w"]
-
-    np.testing.assert_allclose(drawn(names["sampler"]), drawn(whole["sampler"]), rtol=1e-4)
-
-
 def test_a_loss_scale_inside_the_loss_keeps_small_gradients_and_one_around_it_does_not():
     guide = page("guide/loss_scale.md").names
     of_batch = shrewjax.micro_batched(guide["half_loss"], 4)

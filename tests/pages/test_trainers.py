@@ -1,9 +1,10 @@
-"""The ways of docs/guide/trainers.md and docs/from_keras.md, in trainers that know no `weight=` and no `flush=`.
+"""The ways of docs/guide/trainers.md, and the section on Keras of docs/from_torch.md.
 
 The oracle is `jax.grad` of all tokens of a window at once, with Optax alone. Beside it stands the usual mistake.
 """
 
 import pathlib
+import re
 
 import equinox as eqx
 import jax
@@ -13,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import distance, norm, run_page
-from speed import quick_jit
+from speed import quick_jit, users_jit
 
 import shrewjax
 
@@ -48,30 +49,96 @@ def clipped(g, threshold=1.0):
     return g * min(1, threshold / norm(g))
 
 
+def trainer(loss_fn, params, tx, batches):
+    """Stands for a trainer that calls `tx.update` without other arguments."""
+
+    def step(params, opt_state, batch):
+        grads = jax.grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    opt_state, step = tx.init(params), quick_jit(step)
+    for batch in batches:
+        params, opt_state = step(params, opt_state, batch)
+    return params
+
+
+def micro_batches(sizes):
+    rng = np.random.default_rng(0)
+    for size in sizes:
+        x, y = rng.normal(size=(8, 3)), rng.normal(size=8)
+        yield np.float32(x), np.float32(y), np.arange(8) < size
+
+
+# --- Optimizers that call the loss -------------------------------------------------------------------------------
+
+
+def regression():
+    x, y = (np.random.default_rng(i).normal(size=shape).astype("f") for i, shape in enumerate([(16, 3), (16,)]))
+    return (x, y, np.ones(16, bool)), np.linalg.lstsq(x.astype(float), y.astype(float))
+
+
+def test_an_optimizer_that_takes_the_loss_finds_the_whole_batchs_minimum(guide):
+    batch, (best, (rest,), *_) = regression()
+    params = {"w": jnp.zeros(3)}
+    state = guide["lbfgs"].init(params)
+    for _ in range(5):
+        params, state, loss = guide["lbfgs_step"](params, state, batch)
+    np.testing.assert_allclose(params["w"], best, rtol=1e-3)
+    np.testing.assert_allclose(loss, rest / len(batch[0]), rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")  # of jaxopt, which is old
+def test_the_lines_for_other_packages_do_with_micro_batches_what_they_do_with_the_loss(guide):
+    needs = "need the extra solvers: see tests/README.md"
+    names = {name: pytest.importorskip(name, reason=needs) for name in ("optimistix", "blackjax", "jaxopt")}
+    (lines,) = re.findall(r"```py\n(.*?)```", (DOCS / "guide" / "trainers.md").read_text(), re.DOTALL)
+    batch, (best, *_) = regression()
+    names |= guide | {
+        "params": {"w": jnp.zeros(3)},
+        "batch": jax.tree.map(jnp.asarray, batch),
+        "log_prior": lambda params: -jnp.sum(params["w"] ** 2),
+    }
+    whole = names | {"of_batch": names["loss_fn"]}
+    for namespace in (names, whole):
+        exec(compile(lines, "trainers.md", "exec"), namespace)
+    for found in (names["solution"].value, names["result"].params):
+        np.testing.assert_allclose(found["w"], best, atol=1e-3)
+
+    def drawn(sampler):
+        state = sampler.init({"w": jnp.ones(3)})
+        return users_jit(sampler.step)(jax.random.key(0), state)[0].position["w"]
+
+    np.testing.assert_allclose(drawn(names["sampler"]), drawn(whole["sampler"]), rtol=1e-4)
+
+
+# --- Trainers that get micro-batches -----------------------------------------------------------------------------
+
+
 def test_micro_batched_as_the_trainers_loss_takes_the_steps_of_the_whole_batch(guide):
     """The mean of the losses of micro-batches is the mistake."""
-    batches = [tuple(joined([*guide["micro_batches"]()], range(4)))] * 3
+    batches = [tuple(joined([*micro_batches(SIZES)], range(4)))] * 3
     start, tx = {"w": jnp.zeros(3)}, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
     w = np.zeros(3)
     for batch in batches:
         w = w - 0.1 * clipped(mean_grad(w, batch))
     unweighted = shrewjax.micro_batched(guide["loss_fn"], 4)
-    right, wrong = (guide["trainer"](loss, start, tx, batches)["w"] for loss in (guide["of_batch"], unweighted))
+    right, wrong = (trainer(loss, start, tx, batches)["w"] for loss in (guide["of_batch"], unweighted))
     np.testing.assert_allclose(right, w, rtol=2e-6)
     assert distance(wrong, w) > 1e-3
 
 
 def test_the_count_as_a_gradient_takes_the_steps_of_windows_of_tokens(guide):
     """Windows end with their epochs. `optax.MultiSteps`, which is given the same windows, is the mistake."""
-    batches, start = [*guide["micro_batches"](SIZES)], {"w": jnp.zeros(3), "count": jnp.zeros(())}
+    batches, start = [*micro_batches(SIZES)], {"w": jnp.zeros(3), "count": jnp.zeros(())}
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
     tx = guide["weight_from_gradient"](windows_of(inner, guide["epochs_of_seven"]))
-    found = guide["trainer"](guide["counted_loss"], start, tx, batches)
+    found = trainer(guide["counted_loss"], start, tx, batches)
     w = np.zeros(3)
     for window in WINDOWS:
         w = w - 0.1 * clipped(mean_grad(w, joined(batches, window)))
     multi = optax.MultiSteps(inner, guide["epochs_of_seven"])
-    wrong = guide["trainer"](guide["loss_fn"], {"w": jnp.zeros(3)}, multi, batches)
+    wrong = trainer(guide["loss_fn"], {"w": jnp.zeros(3)}, multi, batches)
     np.testing.assert_allclose(found["w"], w, rtol=2e-6)
     assert found["count"] == 0
     assert distance(wrong["w"], w) > 0.05
@@ -101,7 +168,7 @@ def on_two_devices(reduce, factor):
 @pytest.mark.parametrize("reduce", [jax.lax.pmean, jax.lax.psum])
 def test_the_count_survives_a_trainer_that_reduces_scales_and_clips_gradients(guide, reduce):
     """The mean with the count as `weight=`, without e and the sum, is the mistake."""
-    batches = [*guide["micro_batches"](SIZES)]
+    batches = [*micro_batches(SIZES)]
     pairs = [
         tuple(np.stack(x) for x in zip(*two, strict=True)) for two in zip(batches[::2], batches[1::2], strict=True)
     ]
@@ -158,7 +225,7 @@ def test_the_wrapper_finds_the_count_in_other_trees(guide, kind):
         np.testing.assert_array_equal(x, np.full(x.shape, -1.5 if x.ndim else 0))
 
 
-# --- docs/from_keras.md ------------------------------------------------------------------------------------------
+# --- docs/from_torch.md: Keras ------------------------------------------------------------------------------------
 
 
 def keras_sgd(gradients, rate, clip):
@@ -173,7 +240,7 @@ def keras_sgd(gradients, rate, clip):
 def test_keras_clips_by_variable_and_its_schedules_count_micro_batches():
     rng = np.random.default_rng(0)
     gradients = [{k: np.float32(1 + rng.normal(size=n)) for k, n in (("a", 4), ("b", 1))} for _ in range(12)]
-    text = (DOCS / "from_keras.md").read_text()
+    text = (DOCS / "from_torch.md").read_text()
     assert "`clip_by_leaf_norm(1.0)`" in text
     assert "optax.sgd(lambda w: schedule(4 * w + 3))" in text
     schedule = optax.linear_schedule(0.1, 0.0, 12)
