@@ -381,7 +381,8 @@ def _static_real(name: str, value: Argument, expected: str) -> float:
         )
     try:
         return float(value)
-    except OverflowError:  # an int such as 10**400; callers' range checks then see an infinity
+    except OverflowError:
+        # It is an int such as 10**400. Callers' checks of its range then see an infinity.
         return math.inf if value > 0 else -math.inf
 
 

@@ -146,9 +146,8 @@ def _buffers(x: Leaf) -> set[tuple[Any, int]]:
         return set()
     try:
         return {(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards}
-    except (
-        RuntimeError
-    ):  # a backend without addresses. One array object in two places is then found alone
+    except RuntimeError:
+        # The backend has no addresses. One array object in two places is then found alone.
         return {(None, id(x))}
 
 

@@ -125,9 +125,8 @@ class AuxLeaves:
         """
         names = self._of(self._names, *COMBINE)
         results = dict.fromkeys(STACKED, iter(stacked))
-        if (
-            "mean" in self._names
-        ):  # otherwise nothing has a weight, and `jax_debug_nans` stops at 0 / 0
+        # Without a mean nothing has a weight, and `jax_debug_nans` would stop at 0 / 0.
+        if "mean" in self._names:
             means, known = self._window.finalize(sums.means)
             results["mean"] = iter([nan_unless(known, x) for x in means.gradients])
         others = iter(combined_over(self._sum_over, names, sums.others))

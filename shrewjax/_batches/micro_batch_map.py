@@ -244,7 +244,8 @@ def _with_checked_rows(fun: Function, roles: dict[str, Any], steps: int) -> Func
         of_whole_batch = None
         with suppress(Exception):
             of_whole_batch = jax.eval_shape(lambda: rows_of(given | whole))
-        size = jax.tree.leaves(examples)[0].shape[0]  # a symbol of jax.export has no len
+        # Not by `len`, which a symbol of jax.export does not have.
+        size = jax.tree.leaves(examples)[0].shape[0]
         try:
             returned = fun(*args, **kwargs)
         except (TypeError, ValueError) as error:

@@ -170,7 +170,8 @@ class _Slices(NamedTuple):
         value: Scalar | None = self.limit
         if value is None:
             (value,) = traced_limit
-            if value.ndim > 0:  # Under `jax.vmap`, its axes are the first axes of the slices.
+            # Under `jax.vmap`, each example may have its own, whose axes are then the first axes of the slices.
+            if value.ndim > 0:
                 value = lax.expand_dims(value, range(value.ndim, len(self.dims)))
         limit = scaling.as_limit(value, cotangent)
         norm = measure_slices(cotangent, self.ord, self.dims, self.divided, limit)

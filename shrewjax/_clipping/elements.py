@@ -26,7 +26,7 @@ from shrewjax._base.types import (
     Scalar,
     Tree,
 )
-from shrewjax._clipping.rule import clipping_rule
+from shrewjax._clipping.rule import Updated, clipping_rule
 from shrewjax._numerics import floats
 from shrewjax._numerics.percentiles import Method, Over, Rule, Scope, select
 from shrewjax._numerics.vectors import scalars
@@ -332,9 +332,7 @@ def clip_by_percentile(
         bounds = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), of_leaves)
         return ClipByPercentileState(bound=bounds, clipped_fraction=jnp.zeros((), jnp.float32))
 
-    def update_fn(
-        updates: optax.Updates, state: ClipByPercentileState, _params: Params
-    ) -> tuple[optax.Updates, ClipByPercentileState]:
+    def update_fn(updates: PyTree, state: ClipByPercentileState, _: Params) -> Updated:
         clipped, bounds, clipped_fraction = _clip_percentile(updates, rule, start=state.bound)
         zero = jnp.zeros((), jnp.float32)  # the bound of a gradient of None
 

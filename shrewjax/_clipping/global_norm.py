@@ -21,6 +21,7 @@ from shrewjax._base.types import (
     Tree,
 )
 from shrewjax._clipping.rule import (
+    Updated,
     clipping_rule,
     counted,
     metrics_of_counts,
@@ -235,9 +236,7 @@ def clip_by_global_norm(
             leaf_norms=jax.tree.map(lambda _: jnp.zeros((), dtype), params) if per_leaf else (),
         )
 
-    def update_fn(
-        updates: optax.Updates, state: ClipByGlobalNormState, _params: Params
-    ) -> tuple[optax.Updates, ClipByGlobalNormState]:
+    def update_fn(updates: PyTree, state: ClipByGlobalNormState, _: Params) -> Updated:
         if per_leaf:
             norm, leaf_norms = _global_and_leaf_norms(updates, state, axes)
         else:
@@ -257,7 +256,8 @@ def clip_by_global_norm(
 def norm_dtype(params: PyTree) -> DType:
     """Returns the dtype of the norm of gradients like the parameters, in which a state keeps it."""
     arrays = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype") and trees.is_gradient(x)]
-    return jnp.result_type(floats.sum_dtype(*arrays))  # float32 for NumPy's float64 without x64
+    # NumPy's float64 counts as float32 without x64.
+    return jnp.result_type(floats.sum_dtype(*arrays))
 
 
 def global_norm(grads: PyTree, ord: float, axes: Axes) -> ExtendedFloat:
@@ -299,9 +299,8 @@ def _of_leaves(leaf_norms: PyTree) -> Metrics:
     }
 
 
-@partial(
-    jax.jit, inline=True
-)  # outside of jit, operations would send their constants to the device
+# Outside of jit, operations would send their constants to the device.
+@partial(jax.jit, inline=True)
 def _largest_of(leaf_norms: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns the share of the squared norm that the largest leaf has, and its place."""
     norms = jnp.stack(leaf_norms)
@@ -407,9 +406,7 @@ def clip_by_norm_percentile(
             **new_counts(),
         )
 
-    def update_fn(
-        updates: optax.Updates, state: ClipByNormPercentileState, _params: Params
-    ) -> tuple[optax.Updates, ClipByNormPercentileState]:
+    def update_fn(updates: PyTree, state: ClipByNormPercentileState, _: Params) -> Updated:
         norm = global_norm(updates, 2.0, axes)
         grad_norm = floats.to_float32(norm)
         history = histories.push(state.history, grad_norm)
@@ -539,9 +536,7 @@ def clip_by_norm_zscore(
             **new_counts(),
         )
 
-    def update_fn(
-        updates: optax.Updates, state: ClipByNormZscoreState, _params: Params
-    ) -> tuple[optax.Updates, ClipByNormZscoreState]:
+    def update_fn(updates: PyTree, state: ClipByNormZscoreState, _: Params) -> Updated:
         z_limit, eps_, cap = (jnp.asarray(x, jnp.float32) for x in (max_zscore, eps, max_norm))
         norm = global_norm(updates, 2.0, axes)
         grad_norm = floats.to_float32(norm)

@@ -1,6 +1,7 @@
 """What the rules share: the head of every `update`, and the counts of updates that a rule for norms keeps."""
 
 from functools import partial
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,10 @@ import optax
 
 from shrewjax._base.states import increment_if, require_own
 from shrewjax._base.trees import require_no_rows
-from shrewjax._base.types import AnyState, Argument, Function, Metrics, Params
+from shrewjax._base.types import AnyState, Argument, Function, Metrics, Params, PyTree
+
+Updated: TypeAlias = tuple[PyTree, AnyState]
+"""Clipped updates, and the new state."""
 
 
 def clipping_rule(
@@ -24,8 +28,8 @@ def clipping_rule(
     """
 
     def update(
-        updates: optax.Updates, state: AnyState, params: Params = None, **extra_args: Argument
-    ) -> tuple[optax.Updates, AnyState]:
+        updates: PyTree, state: AnyState, params: Params = None, **extra_args: Argument
+    ) -> Updated:
         del extra_args
         require_no_rows(updates, params)
         if takes_any_state and not isinstance(state, kind):

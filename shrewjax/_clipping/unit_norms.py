@@ -16,6 +16,7 @@ from shrewjax._base.mesh import partitioned_like, placed_like
 from shrewjax._base.states import described, fields, largest
 from shrewjax._base.types import Argument, KeyPath, Leaf, Metrics, Number, Params, PyTree
 from shrewjax._clipping.rule import (
+    Updated,
     clipping_rule,
     counted,
     metrics_of_counts,
@@ -108,9 +109,7 @@ def clip_by_leaf_norm(
             **new_counts(),
         )
 
-    def update_fn(
-        updates: optax.Updates, state: ClipByLeafNormState, _params: Params
-    ) -> tuple[optax.Updates, ClipByLeafNormState]:
+    def update_fn(updates: PyTree, state: ClipByLeafNormState, _: Params) -> Updated:
         units = find_units(updates, stacked_layers(stacked_axes), mesh_axes)
         units.numbers_beside(state.grad_norm)  # raises if the state has other units
         norms = units.norms(ord)
@@ -254,9 +253,7 @@ def adaptive_grad_clip(
             **new_counts(),
         )
 
-    def update_fn(
-        updates: optax.Updates, state: AdaptiveGradClipState, params: Params
-    ) -> tuple[optax.Updates, AdaptiveGradClipState]:
+    def update_fn(updates: PyTree, state: AdaptiveGradClipState, params: Params) -> Updated:
         if params is None:
             raise ValueError(
                 "adaptive_grad_clip needs the parameters, got params=None. Pass params to update"
@@ -361,9 +358,7 @@ def clip_by_block_rms(
             **new_counts(),
         )
 
-    def update_fn(
-        updates: optax.Updates, state: ClipByBlockRmsState, _params: Params
-    ) -> tuple[optax.Updates, ClipByBlockRmsState]:
+    def update_fn(updates: PyTree, state: ClipByBlockRmsState, _: Params) -> Updated:
         units = find_units(updates, stacked_layers(stacked_axes), mesh_axes)
         norms = units.norms()
         counts = sizes(
@@ -510,9 +505,7 @@ def clip_by_leaf_norm_ema(
             **new_counts(),
         )
 
-    def update_fn(
-        updates: optax.Updates, state: ClipByLeafNormEmaState, _params: Params
-    ) -> tuple[optax.Updates, ClipByLeafNormEmaState]:
+    def update_fn(updates: PyTree, state: ClipByLeafNormEmaState, _: Params) -> Updated:
         share, floor = jnp.asarray(1 - decay, jnp.float32), jnp.asarray(min_norm, jnp.float32)
         units = find_units(updates, stacked_layers(stacked_axes), mesh_axes)
         emas = units.numbers_beside(state.norm_ema)

@@ -366,7 +366,8 @@ def _by_maximum(leaves: Sequence[jax.Array], of: _Norms) -> ExtendedFloat:
     """Returns norms of any order p >= 1 from two passes: the largest magnitude; the sum of (|x| / largest)**p."""
     p, dtype = of.ord, sum_dtype(*leaves)
     mantissas, exponents = _largest(leaves, dtype, of.axes)
-    bad = jnp.where(jnp.isfinite(mantissas), 0, mantissas)  # inf or NaN if a leaf has one
+    # This is inf or NaN if a leaf has one.
+    bad = jnp.where(jnp.isfinite(mantissas), 0, mantissas)
     if p < math.inf:
         each = zip(leaves, *map(scalars, _scale_to_one(mantissas, exponents)), strict=True)
         relative = [

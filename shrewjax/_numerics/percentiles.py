@@ -199,7 +199,7 @@ class Selected(NamedTuple):
     """A percentile of |g| for all leaves together (shape ()) or for each leaf (shape (leaves,))."""
 
     bound: jax.Array  # the percentile, float32 or float64 (if a leaf is); 0 without elements, NaN if an element is NaN
-    bits: jax.Array  # those of the bound, which no backend flushes; undefined if an element is NaN
+    bits: jax.Array  # its bits, which no backend flushes; undefined if an element is NaN
     above: jax.Array  # float32: number of larger elements; NaN if an element is NaN
     elements: jax.Array  # float32: number of elements
     reads: jax.Array  # int32 (): number of reads of the data

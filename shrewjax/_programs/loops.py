@@ -181,7 +181,8 @@ class _Plan(NamedTuple):
     """How to evaluate a jaxpr."""
 
     added: set[SumNumber]  # the sums to which scans add
-    scans: dict[Index, dict[ResultAt, _Way]]  # of scans that add: which of their results
+    # Which results of a scan are added.
+    scans: dict[Index, dict[ResultAt, _Way]]
     calls: dict[Index, _Inside]
     wholes: list[tuple[Atom, _Way]]  # values that are added as they are
     skipped: set[Index]  # equations that only lead to results that scans add
@@ -392,7 +393,8 @@ class _Evaluation:
         # 1. Make the call again around the evaluation of its jaxpr, so that it stays a call in the program.
         inner, plan = jaxpr_of_call(equation), call.plan
         run: Any = lambda operands, sums: self.run(inner, operands, plan, sums)  # noqa: E731
-        if is_plain_jit(equation):  # one function for all calls of this jaxpr by this plan
+        # All calls of this jaxpr by this plan share one function.
+        if is_plain_jit(equation):
             run.__name__ = name_of_jit(equation)
             run = self._functions.setdefault((id(inner), id(plan)), jax.jit(run))
         elif prevents_cse(equation):  # as JAX does itself, or XLA would undo it

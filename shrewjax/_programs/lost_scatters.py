@@ -115,7 +115,8 @@ class _LostSums:
         if carry is None:
             return False
         (body,) = map(opened, jaxprs_on_operands(equation))
-        for old, new in zip(body.invars[carry], body.outvars, strict=False):  # then come the stacks
+        # The results after the carries are stacks.
+        for old, new in zip(body.invars[carry], body.outvars, strict=False):
             found = self._summands(body, new)
             if found.has_scatter and old in found.arguments:
                 return True

@@ -406,7 +406,8 @@ def _fixed_limit(
             f"max_value and max_consecutive must come together, got {given} alone. Pass {missing}. Or leave out "
             f"{given}"
         )
-    if max_value is None:  # a limit that nothing exceeds, and a run that never is long enough
+    # Nothing exceeds this limit, and no run is long enough.
+    if max_value is None:
         max_value = max_consecutive = math.inf
     return {
         "max_value": arguments.real("max_value", max_value, at_least=at_least),

@@ -206,7 +206,8 @@ def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraAr
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> AnyState:
-        parameter_arrays(params)  # names a leaf that is none, before inner's `init` raises without
+        # This names a leaf that is no array, before inner's `init` raises without a name.
+        parameter_arrays(params)
         return with_own_buffers(_without_numbers(inner.init(params)), params)
 
     return inner._replace(init=init_fn)
@@ -220,7 +221,8 @@ def declared_arguments(tx: optax.GradientTransformation) -> tuple[set[str], bool
     makes for `optax.inject_hyperparams`. For that, Optax's own call others, whose names are among their globals.
     """
     names, takes_any, seen = set[str](), False, set[int]()
-    found: list[Any] = [tx.update]  # keeps each object, because another could get its id
+    # The list keeps each object, because another could get its id.
+    found: list[Any] = [tx.update]
     for x in found:
         if id(x) in seen:
             continue

@@ -190,7 +190,8 @@ def accumulate(
             **window.init(params)._asdict(), applied=jnp.zeros((), bool), inner_state=inner_state
         )
         state = on_mesh_of(params, state)
-        note(state.micro_step, reduction=reduction, nonfinite=nonfinite)  # for `from_optax`
+        # `from_optax` reads it.
+        note(state.micro_step, reduction=reduction, nonfinite=nonfinite)
         return state
 
     add_and_run = partial(_add_and_run, window, wrapped)
@@ -514,7 +515,8 @@ def _require_taken(
                 f"{name}= needs a window, and opt_state has none. Wrap the optimizer in accumulate. Or leave out "
                 f"{name}="
             )
-        if not takes_any and "value_fn" not in extra_args:  # to which a line search hands any
+        # A line search hands any argument to `value_fn`.
+        if not takes_any and "value_fn" not in extra_args:
             # 0.62 finds `weight` in `sample_weight`, and not `value` in `scale`.
             near = difflib.get_close_matches(name.lower(), taken | names, n=1, cutoff=0.62)
             remedy = " or ".join(f"{x}=" for x in near or sorted(taken))

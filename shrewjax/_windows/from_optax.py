@@ -233,7 +233,8 @@ def _mapped(
                 _what(of[path]) if path in of else "nothing" for of in (children, fresh_children)
             )
             raise at.child(path).error(*here)
-    if node != fresh_node:  # in the order of keys, or in what a class keeps beside its leaves
+    # They differ in the order of keys, or in what a class keeps beside its leaves.
+    if node != fresh_node:
         raise at.error(str(node), str(fresh_node))
     return node.unflatten(
         of_child(at.child(path), x, fresh_children[path]) for path, x in children.items()
@@ -252,7 +253,8 @@ def _taken(at: _Paths, x: Leaf, like: Leaf) -> jax.Array:
     Raises unless their shapes and dtypes agree. A Python number is cast.
     """
     like = like if hasattr(like, "dtype") else jnp.asarray(like)
-    if isinstance(x, bool | int | float) and _holds(like.dtype, x):  # a user set a hyperparameter
+    # It may be a hyperparameter that a user set.
+    if isinstance(x, bool | int | float) and _holds(like.dtype, x):
         x = jnp.asarray(x, like.dtype)
     if _what(x) != _what(like):
         raise at.error(_what(x), _what(like))
