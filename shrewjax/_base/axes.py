@@ -282,7 +282,8 @@ def varying_axes(x: Leaf) -> frozenset[Hashable]:
 
 
 def type_of(x: Leaf) -> Any:
-    return x if isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray) else jax.typeof(x)
+    is_type = isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
+    return x if is_type else jax.typeof(x)
 
 
 def axes_by_dimension(spec: Any) -> list[AxisNames]:
@@ -299,6 +300,6 @@ def partitions(spec: Any) -> tuple[Any, ...]:
 def _pcast(x: jax.Array, axes: AxisNames) -> jax.Array:
     """Returns `x` with a type that also varies over these mapped axes. `jax.lax.pcast`: JAX 0.9.0."""
     spelling: Any = lax
-    return (
-        spelling.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else spelling.pvary(x, axes)
-    )
+    if hasattr(lax, "pcast"):
+        return spelling.pcast(x, axes, to="varying")
+    return spelling.pvary(x, axes)

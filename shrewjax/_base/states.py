@@ -160,7 +160,9 @@ def increment_if(flag: Flag, count: jax.Array) -> jax.Array:
 def largest(tree: PyTree) -> jax.Array:
     """Returns the largest number in a tree: NaN if any is NaN, at least 0, and 0 for no numbers. Shape ()."""
     leaves = [jnp.ravel(jnp.asarray(x)) for x in jax.tree.leaves(tree)]
-    return jnp.max(jnp.concatenate(leaves), initial=0.0) if leaves else jnp.zeros((), jnp.float32)
+    if not leaves:
+        return jnp.zeros((), jnp.float32)
+    return jnp.max(jnp.concatenate(leaves), initial=0.0)
 
 
 def metrics(opt_state: AnyState) -> dict[str, jax.Array]:

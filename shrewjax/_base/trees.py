@@ -29,11 +29,8 @@ def gradient_leaves(grads: PyTree) -> tuple[list[KeyPath], list[Leaf], Any]:
                 "unique_indices=False. Call its sum_duplicates(nse=x.nse), or todense()"
             )
     with_paths, treedef = jax.tree.flatten_with_path(grads)
-    return (
-        [path for path, _ in with_paths],
-        [array_leaf(path, leaf) for path, leaf in with_paths],
-        treedef,
-    )
+    leaves = [array_leaf(path, leaf) for path, leaf in with_paths]
+    return [path for path, _ in with_paths], leaves, treedef
 
 
 def floating(grads: PyTree) -> list[Leaf]:

@@ -349,9 +349,10 @@ def _checked(
     percentile: Number, method: Method, scope: Scope, over: Over, sharded_over: Argument
 ) -> Rule:
     checked = arguments.percentile(percentile)
+    known, traced = (checked, None) if isinstance(checked, Fraction) else (None, checked)
     return Rule(
-        checked if isinstance(checked, Fraction) else None,
-        None if isinstance(checked, Fraction) else checked,
+        known,
+        traced,
         arguments.choice("method", method, get_args(Method)),
         arguments.choice("scope", scope, get_args(Scope)),
         arguments.choice("over", over, get_args(Over)),

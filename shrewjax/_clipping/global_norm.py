@@ -229,11 +229,12 @@ def clip_by_global_norm(
 
     def init_fn(params: optax.Params) -> ClipByGlobalNormState:
         dtype = norm_dtype(params)
+        leaf_norms = jax.tree.map(lambda _: jnp.zeros((), dtype), params) if per_leaf else ()
         return ClipByGlobalNormState(
             grad_norm=jnp.zeros((), dtype),
             clip_scale=jnp.ones((), dtype),
             **new_counts(),
-            leaf_norms=jax.tree.map(lambda _: jnp.zeros((), dtype), params) if per_leaf else (),
+            leaf_norms=leaf_norms,
         )
 
     def update_fn(updates: PyTree, state: ClipByGlobalNormState, _: Params) -> Updated:
@@ -255,9 +256,9 @@ def clip_by_global_norm(
 
 def norm_dtype(params: PyTree) -> DType:
     """Returns the dtype of the norm of gradients like the parameters, in which a state keeps it."""
-    arrays = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype") and trees.is_gradient(x)]
+    arrays = (x for x in jax.tree.leaves(params) if hasattr(x, "dtype"))
     # NumPy's float64 counts as float32 without x64.
-    return jnp.result_type(floats.sum_dtype(*arrays))
+    return jnp.result_type(floats.sum_dtype(*filter(trees.is_gradient, arrays)))
 
 
 def global_norm(grads: PyTree, ord: float, axes: Axes) -> ExtendedFloat:
@@ -286,9 +287,8 @@ def _global_and_leaf_norms(
 
 def _of_leaves(leaf_norms: PyTree) -> Metrics:
     """Returns the metrics of norms by leaf. There are none without leaves."""
-    by_name = dict(
-        sorted(zip(trees.leaf_names(leaf_norms), jax.tree.leaves(leaf_norms), strict=True))
-    )
+    names, norms = trees.leaf_names(leaf_norms), jax.tree.leaves(leaf_norms)
+    by_name = dict(sorted(zip(names, norms, strict=True)))
     if not by_name:
         return {}
     share, index = _largest_of([*by_name.values()])
@@ -550,21 +550,17 @@ def clip_by_norm_zscore(
         clipped_norm = past.mean + z_limit * (z_limit / jnp.where(is_spike, z, 1)) * past.std
         # No norm below a spike exceeds this, in spite of rounding.
         spikes_begin_at = jnp.fmax(past.mean + z_limit * (past.std + eps_), grad_norm)
-        threshold = jnp.minimum(
-            jnp.where(has_no_score, jnp.inf, jnp.where(is_spike, clipped_norm, spikes_begin_at)),
-            cap,
-        )
+        scored = jnp.where(is_spike, clipped_norm, spikes_begin_at)
+        threshold = jnp.minimum(jnp.where(has_no_score, jnp.inf, scored), cap)
         threshold = jnp.where(jnp.isnan(z_limit) | jnp.isnan(eps_), jnp.nan, threshold)
         limit = _float32_limit(threshold, grad_norm, norm)
         updates, scale = clip_to_limit(updates, norm, limit)
 
         # A finite gradient whose norm is beyond float32 is recorded as clipped. An infinite gradient is not recorded.
-        value = jnp.where(
-            jnp.isfinite(norm.mantissa), jnp.where(is_spike, clipped_norm, grad_norm), jnp.nan
-        )
-        moments = histories.update_moments(
-            past, value, jnp.asarray(1 - decay, jnp.float32), has_no_score
-        )
+        recorded = jnp.where(is_spike, clipped_norm, grad_norm)
+        recorded = jnp.where(jnp.isfinite(norm.mantissa), recorded, jnp.nan)
+        share = jnp.asarray(1 - decay, jnp.float32)
+        moments = histories.update_moments(past, recorded, share, has_no_score)
         return updates, ClipByNormZscoreState(
             *moments,
             threshold=threshold,

@@ -13,8 +13,8 @@ import optax
 from shrewjax._base import arguments, trees
 from shrewjax._base.axes import UnitDims, are_own, whole_shape
 from shrewjax._base.mesh import partitioned_like, placed_like
-from shrewjax._base.states import described, fields, largest
-from shrewjax._base.types import Argument, KeyPath, Leaf, Metrics, Number, Params, PyTree
+from shrewjax._base.states import described, fields, increment_if, largest
+from shrewjax._base.types import Argument, Axes, KeyPath, Leaf, Metrics, Number, Params, PyTree
 from shrewjax._clipping.rule import (
     Updated,
     clipping_rule,
@@ -352,8 +352,9 @@ def clip_by_block_rms(
     mesh_axes = arguments.unit_axis_names(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByBlockRmsState:
+        units = find_units(params, stacked_layers(stacked_axes))
         return ClipByBlockRmsState(
-            rms_max=jnp.zeros((), find_units(params, stacked_layers(stacked_axes)).dtype),
+            rms_max=jnp.zeros((), units.dtype),
             clipped_fraction=jnp.zeros((), jnp.float32),
             **new_counts(),
         )
@@ -361,9 +362,8 @@ def clip_by_block_rms(
     def update_fn(updates: PyTree, state: ClipByBlockRmsState, _: Params) -> Updated:
         units = find_units(updates, stacked_layers(stacked_axes), mesh_axes)
         norms = units.norms()
-        counts = sizes(
-            units.leaves, axes=[of_leaf.within for of_leaf in units.sharding], unit_dims=units.dims
-        )
+        within: list[Axes] = [of_leaf.within for of_leaf in units.sharding]
+        counts = sizes(units.leaves, axes=within, unit_dims=units.dims)
         # The norm is compared, not the RMS, because rounding could put the RMS of ones above a threshold of 1. The test
         # is `test_a_block_of_ones_has_a_root_mean_square_of_one`.
         roots = [floats.root_of_count(n, norms[0].mantissa.dtype) for n in counts]
@@ -388,9 +388,9 @@ def _fraction_clipped(grad_norm: PyTree, clip_scale: PyTree) -> jax.Array:
     pairs = zip(jax.tree.leaves(grad_norm), jax.tree.leaves(clip_scale), strict=True)
     # A unit of zeros never counts, as in `Units.clipped`, not even with a limit of 0, which scales it.
     flags = [jnp.ravel((scale != 1) & (norm != 0)) for norm, scale in pairs]
-    return (
-        jnp.mean(jnp.concatenate(flags), dtype=jnp.float32) if flags else jnp.zeros((), jnp.float32)
-    )
+    if not flags:
+        return jnp.zeros((), jnp.float32)
+    return jnp.mean(jnp.concatenate(flags), dtype=jnp.float32)
 
 
 @described
@@ -526,15 +526,12 @@ def clip_by_leaf_norm_ema(
         pairs = list(map(norm_and_limit, norms, emas))
         decisive, limits = ([pair[i] for pair in pairs] for i in (0, 1))
         scales = scaling.clip_scales(decisive, limits)
+
         # A unit that never had a nonzero gradient has no threshold: show 0.
-        is_idle = [
-            ~is_warmup & (ema == 0) & (norm.mantissa == 0)
-            for norm, ema in zip(norms, emas, strict=True)
-        ]
-        shown = [
-            limit._replace(mantissa=jnp.where(i, 0, limit.mantissa))
-            for i, limit in zip(is_idle, limits, strict=True)
-        ]
+        def shown(norm: ExtendedFloat, ema: jax.Array, limit: ExtendedFloat) -> ExtendedFloat:
+            is_idle = ~is_warmup & (ema == 0) & (norm.mantissa == 0)
+            return limit._replace(mantissa=jnp.where(is_idle, 0, limit.mantissa))
+
         clipped = map(_clipped_norm, norms, decisive, limits, scales)
         norm_emas = [
             _next_ema(ema, x, share, floor, is_warmup=is_warmup, is_recorded=is_recorded)
@@ -543,9 +540,11 @@ def clip_by_leaf_norm_ema(
         # A unit that becomes NaN is in `clipped_fraction`. An update counts as clipped by its finite norms alone.
         clipped_fraction, is_any_above = units.clipped(norms, limits, scales, decisive=decisive)
         return units.scaled(updates, scales), ClipByLeafNormEmaState(
-            recorded=jnp.where(is_recorded, optax.safe_increment(state.recorded), state.recorded),
+            recorded=increment_if(is_recorded, state.recorded),
             norm_ema=units.with_own(state.norm_ema, norm_emas),
-            threshold_max=units.largest(shown, state.threshold_max.dtype),
+            threshold_max=units.largest(
+                list(map(shown, norms, emas, limits)), state.threshold_max.dtype
+            ),
             grad_norm_max=units.largest(norms, state.grad_norm_max.dtype),
             clipped_fraction=clipped_fraction,
             **counted(state, is_any_above),
@@ -578,6 +577,5 @@ def _next_ema(
     smallest = jnp.where(ema == 0, clipped, jnp.minimum(ema, clipped))
     ema_or_min = jnp.where(is_warmup | (ema == 0), smallest, histories.ema(ema, clipped, share))
     new = jnp.maximum(ema_or_min, floor)
-    return jnp.where(
-        is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new) & (clipped > 0), new, ema
-    )
+    is_recorded = is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new) & (clipped > 0)
+    return jnp.where(is_recorded, new, ema)

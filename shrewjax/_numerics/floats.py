@@ -61,7 +61,8 @@ def mul_real(x: jax.Array, *factors: jax.Array) -> jax.Array:
     Parts are multiplied apart, because a complex product turns inf + 0i into NaN.
     """
     for factor in factors:
-        x = lax.complex(x.real * factor, x.imag * factor) if is_complex(x) else x * factor
+        is_pair = is_complex(x)
+        x = lax.complex(x.real * factor, x.imag * factor) if is_pair else x * factor
     return x
 
 

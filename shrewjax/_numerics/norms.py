@@ -354,7 +354,9 @@ _ROOTS: dict[float, Callable[[jax.Array], jax.Array]] = {
 def _power(x: jax.Array, p: float) -> jax.Array:
     if p != 2:
         return lax.integer_pow(lax.abs(x), int(p))
-    return lax.mul(x.real, x.real) + lax.mul(x.imag, x.imag) if is_complex(x) else lax.mul(x, x)
+    if is_complex(x):
+        return lax.mul(x.real, x.real) + lax.mul(x.imag, x.imag)
+    return lax.mul(x, x)
 
 
 def _is_small(x: jax.Array) -> bool:

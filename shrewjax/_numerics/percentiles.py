@@ -92,9 +92,10 @@ def order_statistic(
         digit = last.astype(jnp.uint64) >> position & (2**bits - 1)
         dividend = (remainder << bits) + numerator * digit
         whole, remainder = (whole << bits) + dividend // divisor, dividend % divisor
-    is_linear = method == "linear"
-    fraction = remainder.astype(dtype) / divisor if is_linear else jnp.zeros(count.shape, dtype)
-    return OrderStatistic(whole.astype(count.dtype), fraction)
+    whole = whole.astype(count.dtype)
+    if method == "lower":
+        return OrderStatistic(whole, jnp.zeros(count.shape, dtype))
+    return OrderStatistic(whole, remainder.astype(dtype) / divisor)
 
 
 class Keys(NamedTuple):

@@ -52,9 +52,8 @@ def leaf_sums(
     If `axes` is a list, it has one entry per leaf. An entry overrides the leaf's type, and None means "use the type".
     """
     unit_dims = [()] * len(terms) if unit_dims is None else unit_dims
-    return _over_devices(
-        lax.psum, [_sum(x, dims) for x, dims in zip(terms, unit_dims, strict=True)], axes
-    )
+    sums = [_sum(x, dims) for x, dims in zip(terms, unit_dims, strict=True)]
+    return _over_devices(lax.psum, sums, axes)
 
 
 def leaf_maxima(
@@ -97,9 +96,8 @@ def are_known(counts: Sequence[Number]) -> bool:
 
 def count_dtype(counts: Sequence[int]) -> DType:
     """Returns the narrowest dtype that holds each count, because 64-bit integers are slower."""
-    return jnp.dtype(
-        jnp.uint32 if are_known(counts) and max(counts) <= _LARGEST_COUNT else jnp.uint64
-    )
+    is_small = are_known(counts) and max(counts) <= _LARGEST_COUNT
+    return jnp.dtype(jnp.uint32 if is_small else jnp.uint64)
 
 
 def grouped(leaves: Sequence[Leaf], axes: Axes) -> list[Group]:
@@ -210,15 +208,14 @@ def combined_over(
 
     A maximum or minimum is NaN if any device has a NaN.
     """
-    collectives = (
-        {"sum": lax.psum, "max": _extreme(lax.pmax), "min": _extreme(lax.pmin)} if axes else {}
-    )
     results = list(arrays)
+    if not axes:
+        return results
+    collectives = {"sum": lax.psum, "max": _extreme(lax.pmax), "min": _extreme(lax.pmin)}
     for name, collective in collectives.items():
         chosen = [i for i, other in enumerate(names) if other == name]
-        for i, x in zip(
-            chosen, collective([as_varying(arrays[i], axes) for i in chosen], axes), strict=True
-        ):
+        combined = collective([as_varying(arrays[i], axes) for i in chosen], axes)
+        for i, x in zip(chosen, combined, strict=True):
             results[i] = x
     return results
 
@@ -234,9 +231,9 @@ def all_finite(
 
 def finite_leaves(leaves: Sequence[Leaf], axes: Axes) -> jax.Array:
     """Returns for each leaf whether all its elements on all devices are finite. Shape (leaves,)."""
-    return (
-        _finite(leaves, axes, (), lambda of_leaves: of_leaves) if leaves else jnp.ones((0,), bool)
-    )
+    if not leaves:
+        return jnp.ones((0,), bool)
+    return _finite(leaves, axes, (), lambda of_leaves: of_leaves)
 
 
 def _finite(

@@ -43,19 +43,16 @@ def split(
     for group, of_group in zip(groups, numbers, strict=True):
         parts, structure = jax.tree.flatten(of_group)
         sizes = tuple(math.prod(shapes[i]) for i in group)
-        for i, of_leaf in zip(
-            group, pieces(parts, sizes) if len(group) > 1 else [parts], strict=True
-        ):
+        of_leaves = pieces(parts, sizes) if len(group) > 1 else [parts]
+        for i, of_leaf in zip(group, of_leaves, strict=True):
             per_leaf[i] = jax.tree.unflatten(structure, [x.reshape(shapes[i]) for x in of_leaf])
     return per_leaf
 
 
 def broadcast_to_leaf(of_units: jax.Array, leaf: Leaf, dims: UnitDims) -> jax.Array:
-    return (
-        of_units
-        if not dims
-        else lax.expand_dims(of_units, [a for a in range(leaf.ndim) if a not in dims])
-    )
+    if not dims:
+        return of_units
+    return lax.expand_dims(of_units, [a for a in range(leaf.ndim) if a not in dims])
 
 
 @partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
@@ -73,13 +70,10 @@ def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[ja
         stacks = {kind: _computed_once(jnp.stack(of_kind)) for kind, of_kind in alike.items()}
 
         def piece(pair: np.ndarray, size: int) -> list[jax.Array]:
-            rows = {
-                kind: iter(_first_piece_of_two(stack, pair, size)) for kind, stack in stacks.items()
-            }
-            return [
-                lax.convert_element_type(next(rows[kind]), x.dtype)
-                for x, kind in zip(vectors, kinds, strict=True)
-            ]
+            cut = {kind: _first_piece_of_two(x, pair, size) for kind, x in stacks.items()}
+            rows = {kind: iter(of_kind) for kind, of_kind in cut.items()}
+            with_kinds = zip(vectors, kinds, strict=True)
+            return [lax.convert_element_type(next(rows[k]), x.dtype) for x, k in with_kinds]
 
         return list(map(piece, _in_pairs(starts), sizes))
 
