@@ -25,7 +25,6 @@ settings = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"
     for name in settings["classifiers"]
     if name.startswith("Development Status")
 )
-repository = settings.get("urls", {}).get("Repository")
 
 extensions = [
     "myst_parser",
@@ -72,11 +71,6 @@ html_domain_indices = False
 html_css_files = ["site.css"]
 html_theme_options = {
     "logo": {"text": f"shrewjax {release} ({status})"},
-    **(
-        {"repository_url": repository, "use_repository_button": True}
-        if repository
-        else {}
-    ),
     "show_toc_level": 2,
     "home_page_in_toc": True,
     "navbar_persistent": [],
