@@ -241,8 +241,9 @@ def weight(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:
     if isinstance(value, np.ndarray) and value.shape != ():
         value = jnp.asarray(value)
     if isinstance(value, jax.Array):
-        is_flag = value.dtype == np.bool
-        return _real_array("weight", value.astype(jnp.float32) if is_flag else value, shapes)
+        if value.dtype == np.bool:
+            value = value.astype(jnp.float32)
+        return _real_array("weight", value, shapes)
     if isinstance(value, bool | np.bool) or (
         isinstance(value, np.ndarray) and value.dtype == np.bool
     ):
@@ -307,8 +308,8 @@ def axis_names(name: str, value: Argument) -> Axes:
     if value is None:
         return None
     names = tuple(value) if isinstance(value, tuple | list) else (value,)
-    are_names = all(isinstance(a, Hashable) and not isinstance(a, jax.P | None) for a in names)
-    if not are_names or len({*names}) < len(names):
+    others = [a for a in names if isinstance(a, jax.P | None) or not isinstance(a, Hashable)]
+    if others or len({*names}) < len(names):
         raise ValueError(
             f"{name} must be a mapped axis, or a tuple of different ones, got {shown(value)}"
         )
@@ -329,9 +330,9 @@ def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Leaf) -> AxisN
 
     Raises if the user's function returns a function.
     """
-    chosen = (
-        unit_axis_names(_of_leaf("sharded_over", given, path, leaf)) if callable(given) else given
-    )
+    if not callable(given):
+        return given
+    chosen = unit_axis_names(_of_leaf("sharded_over", given, path, leaf))
     if callable(chosen):
         raise ValueError(
             f"sharded_over must return mapped axes or a PartitionSpec, got {shown(chosen)} for leaf "
@@ -343,7 +344,8 @@ def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Leaf) -> AxisN
 def _of_leaf(name: str, function: Function, path: KeyPath, leaf: Leaf) -> Argument:
     """Returns what a user's function returns for a leaf."""
     given = short_leaf_name(path), leaf
-    require_call(name, function, "a leaf's name and the leaf", "Let it take both", *given)
+    what, remedy = "a leaf's name and the leaf", "Let it take both"
+    require_call(name, function, what, remedy, *given)
     return function(*given)
 
 
@@ -371,7 +373,7 @@ def _static_real(name: str, value: Argument, expected: str) -> float:
     if not is_real or isinstance(value, bool | np.bool):
         remedy = _REMEDIES.get(name, "")
         if not remedy and callable(value):
-            remedy = "To schedule it, wrap the transformation in optax.inject_hyperparams"
+            remedy = "To schedule it, use optax.inject_hyperparams"
         elif not remedy and value is None and name.startswith("max_"):
             remedy = "For no limit, pass jnp.inf"
         elif not remedy and any(hasattr(x, "shape") for x in jax.tree.leaves(value)):
@@ -388,7 +390,7 @@ def _static_real(name: str, value: Argument, expected: str) -> float:
 
 def _real_array(name: str, value: jax.Array, shapes: Collection[tuple[int, ...]]) -> jax.Array:
     """Returns an array of real numbers in float32, or in float64 if it has that. Callers compute in no other dtype."""
-    is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
     if value.shape not in shapes or not is_real:
         expected = " or ".join(
             "a real scalar" if s == () else f"a real array of shape {s}" for s in sorted(shapes)

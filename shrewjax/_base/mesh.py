@@ -179,7 +179,8 @@ def placed_like(tree: PyTree, like: PyTree) -> PyTree:
     loop that begins with one, a branch that reads one, and a choice between two (tests/devices/test_explicit.py,
     "vmap", and tests/devices/test_models_on_devices.py).
     """
-    meshes = [type_of(x).sharding.mesh for x in jax.tree.leaves(like) if explicit_axes(x)]
+    explicit = filter(explicit_axes, jax.tree.leaves(like))
+    meshes = [type_of(x).sharding.mesh for x in explicit]
     if not meshes:
         return tree
 
@@ -206,7 +207,8 @@ def _summed(x: Leaf) -> Leaf:
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         mesh = type_of(x).sharding.mesh
         x = jax.sharding.reshard(x, jax.NamedSharding(mesh, jax.P(*partitions(spec))))
-    mapped = getattr(getattr(jax.typeof(x), "manual_axis_type", None), "unreduced", None)
+    axis_type = getattr(jax.typeof(x), "manual_axis_type", None)
+    mapped = getattr(axis_type, "unreduced", None)
     return lax.psum(x, tuple(mapped)) if mapped else x
 
 

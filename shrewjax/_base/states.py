@@ -58,9 +58,8 @@ def require_own(
         )
     if not isinstance(state, kind):
         is_optax = type(state).__module__.startswith("optax.")
-        way_from_optax = (
-            ". Or convert Optax's state: shrewjax.from_optax(state, tx, params)" if is_optax else ""
-        )
+        from_optax = ". Or convert Optax's state: shrewjax.from_optax(state, tx, params)"
+        way_from_optax = from_optax if is_optax else ""
         way_from_inner = (
             ". Or, if the state is that of a running job without this wrapper, put it into a new one: "
             "state = tx.init(params)._replace(inner_state=state), where tx is this wrapper"
@@ -235,7 +234,7 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
     opt_state = without_variables(opt_state)
     require_one_window(opt_state)
     found: dict[str, jax.Array] = {}
-    states = [(path, state, _name(type(state))) for path, state in _measuring(opt_state)]
+    states = [(path, x, _name(type(x))) for path, x in _measuring(opt_state)]
     number = Counter(kind for _, _, kind in states)
     seen = set()
     for path, state, kind in states:
@@ -287,9 +286,12 @@ def _measuring(tree: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, AnyS
     """Yields each state that has a method `metrics`, with its path. An outer state precedes those inside it."""
     if _measures(tree):
         yield path, tree
-    inner = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree and _measures(x))
-    for below, node in inner:
-        if node is not tree and _measures(node):
+
+    def is_inner(x: PyTree) -> bool:
+        return x is not tree and _measures(x)
+
+    for below, node in jax.tree.leaves_with_path(tree, is_leaf=is_inner):
+        if is_inner(node):
             yield from _measuring(node, (*path, *below))
 
 

@@ -205,7 +205,7 @@ def require_no_rows(updates: PyTree, params: PyTree) -> None:
     """
     of_params = dict(jax.tree.leaves_with_path(params))
     for path, x in jax.tree.leaves_with_path(updates):
-        shape, wanted = (getattr(leaf, "shape", None) for leaf in (x, of_params.get(path)))
+        shape, wanted = (getattr(y, "shape", None) for y in (x, of_params.get(path)))
         if shape and wanted is not None and shape[1:] == wanted and len(shape) > len(wanted):
             raise ValueError(
                 f"update leaf {leaf_name(path)} must have the shape of its parameter, {wanted}, got {shape}: a row "

@@ -69,7 +69,8 @@ def mul_real(x: jax.Array, *factors: jax.Array) -> jax.Array:
 def magnitude_bits(x: jax.Array) -> jax.Array:
     """Returns the bits of |x|: integers that order as the magnitudes do, with NaN above infinity."""
     integers = integers_like(x.dtype)
-    return lax.bitcast_convert_type(x, integers) & jnp.asarray(jnp.iinfo(integers).max, integers)
+    largest = jnp.iinfo(integers).max
+    return lax.bitcast_convert_type(x, integers) & jnp.asarray(largest, integers)
 
 
 def sign_bit(x: jax.Array) -> jax.Array:
@@ -312,9 +313,8 @@ def product(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
 def quotient(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
     """Returns a / b. x / 0 is infinite for x > 0 and for NaN, and 0 / 0 is 0."""
     ratio = shifted(a.mantissa / jnp.where(b.mantissa == 0, 1, b.mantissa), a.exponent - b.exponent)
-    return ExtendedFloat(
-        jnp.where((b.mantissa == 0) & (a.mantissa != 0), jnp.inf, ratio.mantissa), ratio.exponent
-    )
+    is_infinite = (b.mantissa == 0) & (a.mantissa != 0)
+    return ratio._replace(mantissa=jnp.where(is_infinite, jnp.inf, ratio.mantissa))
 
 
 def shifted(x: jax.Array, exponent: jax.Array) -> ExtendedFloat:

@@ -71,9 +71,9 @@ from shrewjax._numerics.vectors import Groups, broadcast_to_leaf, join, scalars,
 class _Range(NamedTuple):
     """The sums of p-th powers that the first pass may trust, and the exponents that scale all other elements."""
 
-    trusted_above: float  # a sum from here on has lost less than half an ulp to underflow
+    trusted_above: float  # a sum from here on lost less than half an ulp to underflow
     shrink: int  # after an overflow, elements times 2**shrink overflow no sum
-    grow: int  # elements of a smaller sum, times 2**grow, neither overflow nor underflow
+    grow: int  # elements of a smaller sum, times 2**grow, stay in range
 
 
 RANGE = {
@@ -147,7 +147,8 @@ def measure_with_leaves(
 
     No leaf is read again for its own norm, so small elements may be flushed in it (`clip_by_global_norm`).
     """
-    norm, *by_leaf = _measure(leaves, None, _global(leaves, 2, axes)._replace(by_leaf=True))
+    of = _global(leaves, 2, axes)._replace(by_leaf=True)
+    norm, *by_leaf = _measure(leaves, None, of)
     return norm, [x for norms in by_leaf for x in scalars(from_extended(norms))]
 
 
@@ -279,7 +280,8 @@ def _in_two_passes(
     if not of.is_global and of.axes != [()] * len(leaves):
         (is_rare,) = any_device([is_rare])
     chosen_by = [first[0]] * len(leaves) if of.is_global else own
-    second = run_if(is_rare, partial(_scaled_sums, leaves, chosen_by, own, of), lambda: sums)
+    scaled_sums = partial(_scaled_sums, leaves, chosen_by, own, of)
+    second = run_if(is_rare, scaled_sums, lambda: sums)
 
     # 3
     # Trusted sums stay as they are, because the second pass may round them otherwise.
@@ -396,7 +398,8 @@ def _largest(leaves: Sequence[jax.Array], dtype: DType, axes: Axes | list[Axes])
     # XLA-29: the barriers hide numbers that XLA knows. It would not flush their subnormal parts, moduli and norms.
     hidden = [_unknown(x) if is_complex(x) else x for x in leaves]
     keys = _unknown(leaf_maxima(magnitude_key, [upcast(x, dtype) for x in hidden], axes=axes))
-    largest = lax.bitcast_convert_type(jnp.concatenate([key[:1] for key in keys]), dtype)
+    firsts = jnp.concatenate([key[:1] for key in keys])
+    largest = lax.bitcast_convert_type(firsts, dtype)
     mantissas, exponents = to_extended(largest)
     are_complex = np.asarray([is_complex(x) for x in leaves])
     if not are_complex.any():

@@ -158,7 +158,8 @@ def _keys_of(x: Leaf, dtype: DType) -> jax.Array:
 def _at_or_below(dtype: DType, group: Group, pivots: jax.Array) -> list[jax.Array]:
     """Returns, for each pivot and each place of the group, the number of its keys at or below the pivot."""
     keys = [_keys_of(x, dtype) for x in group]
-    return [reduce(lax.add, [(k <= p).astype(jnp.uint32) for k in keys]) for p in pivots]
+    flags = ([(k <= p).astype(jnp.uint32) for k in keys] for p in pivots)
+    return [reduce(lax.add, of_pivot) for of_pivot in flags]
 
 
 def _beside(dtype: DType, group: Group, below_and_above: jax.Array) -> list[jax.Array]:
@@ -395,7 +396,8 @@ def _at(places: jax.Array, rows: jax.Array) -> jax.Array:
     It is no gather, which JAX refuses if `jax.vmap` maps a sharded axis of an Explicit mesh
     (tests/devices/test_models_on_devices.py).
     """
-    is_there = places[:, :, None] == np.arange(rows.shape[-1], dtype=np.int32)[None, None]
+    all_places = np.arange(rows.shape[-1], dtype=np.int32)
+    is_there = places[:, :, None] == all_places[None, None]
     return jnp.sum(jnp.where(is_there, rows[:, None], 0), axis=-1, dtype=rows.dtype)
 
 

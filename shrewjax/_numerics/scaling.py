@@ -106,7 +106,8 @@ def apply_scale(x: Leaf, scale: ClipScale) -> jax.Array:
 
 
 def apply_unit_scales(x: Leaf, scale: ClipScale, dims: UnitDims) -> jax.Array:
-    return apply_scale(x, ClipScale(*(broadcast_to_leaf(part, x, dims) for part in scale)))
+    parts = (broadcast_to_leaf(part, x, dims) for part in scale)
+    return apply_scale(x, ClipScale(*parts))
 
 
 def clip_slices(
@@ -124,7 +125,8 @@ def clip_slices(
 
 def applied_scale(scale: ClipScale, dtype: DType) -> jax.Array:
     """Returns the number that gradients were multiplied by, in a dtype: 1 if nothing was clipped."""
-    return jnp.where(scale.applies, scale.coarse * scale.fine * scale.fine, 1).astype(dtype)
+    applied = scale.coarse * scale.fine * scale.fine
+    return jnp.where(scale.applies, applied, 1).astype(dtype)
 
 
 def _exceeds(norm: ExtendedFloat, limit: ExtendedFloat) -> jax.Array:
