@@ -21,7 +21,6 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from shrewjax._base import arguments
 from shrewjax._base.axes import is_bound, mapped_axes, replicated_axes, varying_axes
@@ -31,6 +30,7 @@ from shrewjax._batches._of_arrays import Arrays, OfArrays, call_of_arrays, moved
 from shrewjax._batches.roles import label, roles_of
 from shrewjax._batches.value_and_grad import Options, of_options
 from shrewjax._numerics.floats import sum_dtype, upcast
+from shrewjax._numerics.reductions import combined_over, mean_over
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction
 
 P = ParamSpec("P")
@@ -247,7 +247,7 @@ def _in_one_piece(function: Function, arrays: Arrays, sum_over: AxisNames) -> Py
             # of a second derivative, D times too large. The transpose of this mean averages them
             # (tests/devices/test_sum_over.py, "untracked").
             if all(map(is_bound, sum_over)) and not mapped_axes()[1]:
-                own = jax.tree.map(lambda x: lax.pmean(x, sum_over), own)
+                own = mean_over(own, sum_over)
             return function(primals[0] | own)
 
         return jax.jvp(of_replicated, (own,), (moved,))
@@ -269,8 +269,8 @@ def _tangent(
         products = upcast(grad, wide) * upcast(tangent, wide)
         # Devices hold parts of a parameter along an axis over which it varies, and the value does not.
         along = tuple(varying_axes(products) - varying_axes(value))
-        total = jnp.sum(products.real)
-        return (lax.psum(total, along) if along else total).astype(value.dtype)
+        (total,) = combined_over(along, ["sum"], [jnp.sum(products.real)])
+        return total.astype(value.dtype)
 
     terms = [product(grads[at], t) for at, t in tangents.items()]
     of_value = functools.reduce(operator.add, terms, jnp.zeros_like(value))

@@ -35,7 +35,7 @@ from shrewjax._base.axes import (
 )
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import is_traced, may_be_partitioned, spec_of_result
-from shrewjax._base.types import Axes, DType, Function, Leaf, Number, PyTree
+from shrewjax._base.types import Axes, AxisNames, DType, Function, Leaf, Number, PyTree
 
 Group = tuple[Leaf, ...]
 """Leaves of one shape and dtype, which a reduction combines element by element as if they were one leaf."""
@@ -194,6 +194,11 @@ def agreed_over(
     count = lax.psum(is_new.astype(jnp.int32), axes)
     total = lax.psum(jnp.where(is_new, new, jnp.zeros_like(new)), axes)
     return jnp.where(count > 0, total / jnp.maximum(count, 1).astype(new.real.dtype), old)
+
+
+def mean_over(tree: PyTree, axes: AxisNames) -> PyTree:
+    """Returns the mean over devices of each array."""
+    return lax.pmean(tree, axes)
 
 
 def joined_over(x: jax.Array, axes: tuple[Hashable, ...], axis: int) -> jax.Array:
