@@ -898,13 +898,13 @@ def test_a_nan_of_one_adapter_leaves_the_bits_of_the_others(adapters):
     assert bits(of_adapter(params, 1)) != bits(of_adapter(clean[0], 1))
 
 
-# --- docs/guide/loss_scale.md ------------------------------------------------------------------------------------
+# --- docs/recipes.md: float16 ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def half():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return SimpleNamespace(**page("guide/loss_scale.md").names)
+        return SimpleNamespace(**page("recipes.md").names)
 
 
 def scale_of(half, first):
@@ -1150,7 +1150,7 @@ def test_a_job_that_returns_to_optax_goes_on_as_one_that_never_left(away, back):
 
 
 def test_a_loss_scale_inside_the_loss_keeps_small_gradients_and_one_around_it_does_not():
-    guide = page("guide/loss_scale.md").names
+    guide = page("recipes.md").names
     of_batch = shrewjax.micro_batched(guide["half_loss"], 4)
     small = jnp.full((8,), 2.0**-14, jnp.float16)
     params, x, y = {"w": jnp.zeros(3, jnp.float16)}, jnp.stack([small] * 3, axis=1), 2 * small
