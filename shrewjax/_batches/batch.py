@@ -81,7 +81,7 @@ def batch_of_call(call: Call, axes: AxisNames, devices: int, *, is_sum: bool) ->
     `axes` are those mapped axes over which the examples are divided already. `devices` is the number of devices over
     which they will be, or 0.
     """
-    first_number = device_index(axes) * call.parts if axes else 0
+    first_number = device_index(axes) * call.divisor if axes else 0
     examples = _split_examples(call, devices, is_sum)
 
     def own(x: Leaf) -> Leaf:
@@ -96,7 +96,7 @@ def batch_of_call(call: Call, axes: AxisNames, devices: int, *, is_sum: bool) ->
     }
     whole = {at: jax.tree.map(own, call.values[at]) for at in call.whole()}
     args = tuple(whole.get(at, x) for at, x in enumerate(call.values))
-    return Batch(args, roles, own_params, examples, call.parts, first_number, devices)
+    return Batch(args, roles, own_params, examples, call.divisor, first_number, devices)
 
 
 def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, PyTree]:
@@ -104,7 +104,7 @@ def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, 
 
     If the first axis is sharded over devices, each device's examples are so divided among all micro-batches.
     """
-    steps = call.parts
+    steps = call.divisor
 
     def divided(path: KeyPath, x: Leaf) -> jax.Array:
         name = call.name(path[0].key, path[1:])
@@ -120,7 +120,7 @@ def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, 
 
 
 def _check_divisible(call: Call, name: str, count: int, devices: int, is_sum: bool) -> None:
-    steps = call.parts
+    steps = call.divisor
     if count == 0:
         raise ValueError(
             f"{name} must hold at least one example, because the mean of none is NaN. Leave out the call for an "

@@ -19,7 +19,7 @@ from shrewjax._base import arguments, trees
 from shrewjax._base.flax_names import changing_state
 from shrewjax._base.types import Argument, DType, Function, KeyPath, Leaf, Place, PyTree
 
-Part = Literal["micro-batch", "device"]
+PartName = Literal["micro-batch", "device"]
 
 
 def label(place: Place) -> str:
@@ -33,8 +33,8 @@ class Call(NamedTuple):
     places: tuple[Place, ...]
     values: tuple[PyTree, ...]
     roles: dict[str, tuple[int, ...]]
-    parts: int  # the number of micro-batches or devices, among which the examples are divided
-    part: Part
+    divisor: int  # the number of micro-batches or devices, among which the examples are divided
+    part: PartName
 
     def label(self, at: int) -> str:
         return label(self.places[at])
@@ -84,19 +84,19 @@ class Roles(NamedTuple):
 
     fun: Function
     given: Mapping[str, tuple[Place, ...] | None]  # the last is `batch_argnums`
-    part: Part
+    part: PartName
 
     def call(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], parts: int, devices: int = 1
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], divisor: int, devices: int = 1
     ) -> Call:
         """Returns the arguments of one call by their roles. Raises if one does not fit its role.
 
-        `parts` is the number of micro-batches, each of which `devices` share, or the number of devices.
+        `divisor` is the number of micro-batches, each of which `devices` share, or the number of devices.
         """
         places = (*range(len(args)), *kwargs)
         of_roles = self._places(len(args), kwargs).items()
         roles = {name: tuple(map(places.index, of_role)) for name, of_role in of_roles}
-        call = Call(places, (*args, *kwargs.values()), roles, parts, self.part)
+        call = Call(places, (*args, *kwargs.values()), roles, divisor, self.part)
         is_device = self.part == "device"
         if not is_device:
             _require_no_flax_state(call)
@@ -107,7 +107,7 @@ class Roles(NamedTuple):
             for path, x in call.leaves(at):
                 _check_folded(call, at, path, x)
         sizes = _rows_of_examples(call) if is_device else {number_of_examples(call)}
-        if is_device or parts * devices > 1:
+        if is_device or divisor * devices > 1:
             _check_whole(call, sizes)
         return call
 
@@ -160,7 +160,7 @@ def roles_of(
     own: Mapping[str, tuple[Place, ...]] | None,
     rng_argnums: Argument,
     batch_argnums: Argument,
-    part: Part = "micro-batch",
+    part: PartName = "micro-batch",
 ) -> Roles:
     """Returns the roles of `fun`'s arguments: the function's own ones, keys, and examples.
 
@@ -254,7 +254,7 @@ def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
 
 def _rows_of_examples(call: Call) -> set[int]:
     """Returns the numbers of examples. Raises if an array has no first axis that the devices divide."""
-    devices, sizes = call.parts, set()
+    devices, sizes = call.divisor, set()
     for at in call.roles["batch_argnums"]:
         for path, x in call.leaves(at):
             name, shape = call.name(at, path), np.shape(x)
@@ -294,14 +294,14 @@ def number_of_examples(call: Call) -> int | None:
     """Returns the number of examples, which is None without arrays of them. Raises if a leaf has another."""
     batch = call.roles["batch_argnums"]
     leaves = [(at, *leaf) for at in batch for leaf in call.leaves(at)]
-    counts = {_count(x) for _, _, x in leaves}
+    counts = {_first_size(x) for _, _, x in leaves}
     if len(counts) < 2 and None not in counts:
         return next(iter(counts), None)
     # If no argument of the batch holds examples, the batch may be one without a role.
     is_elsewhere = not any(_held(call, at) for at in batch)
     among = (*batch, *call.whole()) if is_elsewhere else batch
     count = _likely_count(call, among)
-    odd = next((leaf for leaf in leaves if _count(leaf[2]) != count), leaves[0])
+    odd = next((leaf for leaf in leaves if _first_size(leaf[2]) != count), leaves[0])
     raise ValueError(_message(call, *odd, count, among))
 
 
@@ -314,7 +314,7 @@ def _message(
         call.name(other, of)
         for other in among
         for of, y in call.leaves(other)
-        if _count(y) == count
+        if _first_size(y) == count
     ]
     need = "an axis of examples"
     if count is not None:
@@ -358,7 +358,7 @@ def _likely_count(call: Call, among: Sequence[int]) -> int | None:
     def rank(number: tuple[int, int]) -> tuple[int, bool, int, int]:
         at, count = number
         leaves = sum(n == count for _, n in counts)
-        return len(_holders(call, among, count)), count % call.parts == 0, at, leaves
+        return len(_holders(call, among, count)), count % call.divisor == 0, at, leaves
 
     return max(counts, key=rank, default=(0, None))[1]
 
@@ -375,10 +375,10 @@ def _held(call: Call, at: int) -> int | None:
 
 def _counts(call: Call, at: int) -> list[int | None]:
     """Returns the first axes of an argument's leaves, with None for a leaf that cannot hold examples."""
-    return [None if is_key(x) else _count(x) for _, x in call.leaves(at)]
+    return [None if is_key(x) else _first_size(x) for _, x in call.leaves(at)]
 
 
-def _count(x: Leaf) -> int | None:
+def _first_size(x: Leaf) -> int | None:
     return np.shape(x)[0] if is_array(x) and np.ndim(x) else None
 
 
