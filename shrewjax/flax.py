@@ -32,8 +32,6 @@ from shrewjax._batches.micro_batch_map import rows_of_batch
 from shrewjax._batches.micro_batched import require_axes, value_of_batch
 from shrewjax._batches.roles import Roles, positional_names, roles_of
 from shrewjax._batches.value_and_grad import Options, of_options
-from shrewjax._checking.micro_batches import calls_of, check_call, options_of
-from shrewjax._checking.results import batches_of
 from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._windows.accumulate import apply_gradients
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction
@@ -52,7 +50,6 @@ except ModuleNotFoundError as error:
 __all__ = [
     "Optimizer",
     "TrainState",
-    "check_micro_batches",
     "micro_batch_map",
     "micro_batched",
     "value_and_grad",
@@ -500,77 +497,6 @@ def _of_batch(roles: Roles, options: Options, wrt: Any, rule: Function) -> Funct
         )
 
     return of_batch
-
-
-def check_micro_batches(
-    fun: Function,
-    micro_batches: int | Sequence[tuple[PyTree, ...]],
-    *,
-    wrt: Any = nnx.Param,
-    has_aux: bool = False,
-    batch_argnums: int | str | Sequence[int | str] | None = None,
-    weight_fn: Function | None = None,
-    aux_reduction: PyTree = "mean",
-    rng_argnums: int | str | Sequence[int | str] = (),
-    reduction: Reduction = "mean",
-    rtol: float | None = None,
-) -> Callable[..., None]:
-    r"""Returns a check that micro-batches of a loss give the loss and the gradients of the whole batch.
-
-    .. math:: \sum_i w_i \ell_i \Big/ \sum_i w_i = \ell, \qquad \sum_i w_i g_i \Big/ \sum_i w_i = g
-
-    It is `shrewjax.check_micro_batches` for a loss that takes an NNX model first, as `nnx.value_and_grad` does. All
-    micro-batches start with the same state, and draw from the keys in it what the whole batch draws for their examples.
-    The check leaves all objects as they were. Batch norm differs, as it should: call `model.eval()`.
-
-    Args:
-      fun: the loss function. It takes the model first.
-      micro_batches: as in `shrewjax.check_micro_batches`.
-      wrt: as in `value_and_grad`.
-      has_aux: as in `value_and_grad`.
-      batch_argnums: as in `value_and_grad`.
-      weight_fn: as in `value_and_grad`.
-      aux_reduction: as in `value_and_grad`.
-      rng_argnums: as in `value_and_grad`.
-      reduction: as in `value_and_grad`.
-      rtol: as in `shrewjax.check_micro_batches`.
-
-    Returns:
-      A function of `fun`'s arguments, which returns None.
-
-    Raises:
-      AssertionError: as in `shrewjax.check_micro_batches`.
-      ValueError: as in `value_and_grad` and in `shrewjax.check_micro_batches`.
-
-    Example:
-      >>> from flax import nnx
-      >>> import shrewjax.flax
-      >>> def loss(model, x, y):
-      ...     return jnp.sum((model(x)[:, 0] - y) ** 2)
-      >>> model, x = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.arange(16.0).reshape(8, 2)
-      >>> shrewjax.flax.check_micro_batches(loss, micro_batches=4, reduction="sum")(model, x, x[:, 0])
-
-    Source: `shrewjax.check_micro_batches`.
-    """
-    _predicate(wrt)
-    options = options_of(micro_batches, has_aux, weight_fn, aux_reduction, reduction)
-    roles = roles_of(fun, {}, rng_argnums, batch_argnums)
-
-    def check(*args: PyTree, **kwargs: PyTree) -> None:
-        args, kwargs = _with_model_by_position(fun, args, kwargs)
-        its_calls = calls_of(micro_batches, args)
-        calls = [_OfObjects(roles, options, wrt, x, kwargs) for x in its_calls]
-        loss, arrays = calls[0].loss, [x.arrays for x in calls]
-        its_roles = dict(calls[0].roles)
-        own: dict[str, tuple[int, ...]] = {
-            "argnums": (0,),
-            "carry_argnum": (its_roles.pop("carry_argnum"),),
-        }
-        of_arrays = roles_of(loss, own, **its_roles)
-        batches = batches_of(of_arrays, calls[0].options, arrays, calls[0].objects.kwargs)
-        check_call(fun, calls[0].options, batches, rtol)
-
-    return check
 
 
 def _with_model_by_position(

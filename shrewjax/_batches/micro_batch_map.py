@@ -28,7 +28,7 @@ from shrewjax._base.types import AxisName, DType, Function, Place, PyTree
 from shrewjax._batches._aux import nan_unless
 from shrewjax._batches._of_arrays import Arrays, OfArrays, call_of_arrays, moved_among
 from shrewjax._batches.roles import is_array, is_key, number_of_examples, roles_of
-from shrewjax._batches.value_and_grad import Options, of_options
+from shrewjax._batches.value_and_grad import Options, of_options, seen_by_check
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -122,6 +122,7 @@ def micro_batch_map(
     return of_batch
 
 
+@functools.partial(seen_by_check, returns_rows=True)
 def rows_of_batch(
     fun: Function,
     options: Options,

@@ -28,7 +28,7 @@ from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import AxisName, AxisNames, DType, Function, Leaf, PyTree
 from shrewjax._batches._of_arrays import Arrays, OfArrays, call_of_arrays, moved_among
 from shrewjax._batches.roles import label, roles_of
-from shrewjax._batches.value_and_grad import Options, of_options
+from shrewjax._batches.value_and_grad import Options, of_options, seen_by_check
 from shrewjax._numerics.floats import sum_dtype, upcast
 from shrewjax._numerics.reductions import combined_over, mean_over
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction
@@ -165,6 +165,7 @@ def _require_all_axes(options: Options) -> None:
         )
 
 
+@seen_by_check
 def value_of_batch(
     fun: Function,
     options: Options,

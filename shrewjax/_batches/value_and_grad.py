@@ -15,6 +15,7 @@ the sums that are divided by a weight: of loss and gradients, and of the average
 
 import operator
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, get_args
 
@@ -279,6 +280,26 @@ class Options(NamedTuple):
         return arguments.axis_names("sum_over", self.sum_over) or ()
 
 
+CHECK: ContextVar[Callable[..., Any] | None] = ContextVar("CHECK", default=None)
+"""The check that runs, or None. It must see each divided call with the arguments and options that the call has inside
+the user's function, and this package must not import the check."""
+
+
+def seen_by_check(
+    of_batch: Callable[..., Any], *, returns_rows: bool = False
+) -> Callable[..., Any]:
+    """Returns `of_batch`, of whose calls a check that runs meanwhile sees the arguments.
+
+    These are `(fun, options, roles, args, kwargs)`, in which `roles` are arguments of `of_options`.
+    """
+
+    def of_call(*call: Any) -> Any:
+        check = CHECK.get()
+        return check(partial(of_batch, *call), *call, returns_rows) if check else of_batch(*call)
+
+    return of_call
+
+
 def of_options(
     fun: Callable[P, Any],
     options: Options,
@@ -303,6 +324,7 @@ def of_options(
         "argnums": arguments.positions("argnums", argnums),
         "carry_argnum": (arguments.integer("carry_argnum", carry_argnum),) if has_carry else (),
     }
+    given = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums, **own}
     roles = roles_of(fun, own, rng_argnums, batch_argnums)
     as_given = tuple if isinstance(argnums, Sequence) else operator.itemgetter(0)
 
@@ -348,7 +370,11 @@ def of_options(
         like = as_given(batch.with_role("argnums"))
         return returned, jax.tree.map(partitioned_like, grads, like)
 
-    return value_and_grad_of_batch
+    def of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
+        run = lambda *_: value_and_grad_of_batch(*args, **kwargs)  # noqa: E731
+        return seen_by_check(run)(fun, options, given, args, kwargs)
+
+    return of_batch
 
 
 def of_loss(fun: Function, has_aux: bool, remedy: str) -> Function:

@@ -1,292 +1,223 @@
-"""Why micro-batches give another result than the whole batch: the option, or the lines of the loss, and a remedy.
+"""Whether micro-batches give what the whole batch gives, and if not, the lines of the loss where they part, and a remedy.
 
-`option` tries other options. If none fits, `lines` finds the lines where a result parts from that of the whole batch.
-Each has the first cause of `_CAUSES` that it shows. The surest of all lines are told.
+The remedy never changes the loss. `Case.cut` walks back from a result to the last values that depend on parameters and
+have the rows of examples. `micro_batch_map` can compute these, and the rest stands outside of it, on the whole batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from shrewjax._base.types import Function, PyTree
-from shrewjax._checking.results import Batches, Results
-from shrewjax._numerics.relations import Array, Division, Relation, numbers, relations, shares_of
-from shrewjax._programs import jaxprs, lockstep
-from shrewjax._programs.lockstep import Programs, Value, is_made_from
+from shrewjax._base import trees
+from shrewjax._base.flax_names import is_overwritten
+from shrewjax._base.types import PyTree
+from shrewjax._batches.value_and_grad import Options
+from shrewjax._checking.results import Batches
+from shrewjax._numerics.relations import Division, numbers, shares_of
+from shrewjax._programs import jaxprs
+from shrewjax._programs.lockstep import Value, places_of, walk
 
-Values: TypeAlias = tuple[Value, ...]
-"""A value in several runs, at other parameters."""
+# The name that fits a leaf of the aux with this relation, in the order in which they are proposed.
+_NAMES = dict(result="mean", sum="sum", max="max", min="min", rows="examples")  # noqa: C408
+
+
+class Why(NamedTuple):
+    """What differs, where and why."""
+
+    text: str
+    where: Sequence[Value] = ()
+
+    def is_told(self) -> bool:
+        """Returns whether these values are known, and come from no loop, which could be opened."""
+        return all(x.equation and not any(jaxprs.jaxprs_in(x.equation)) for x in self.where)
 
 
 class Case(NamedTuple):
-    """A check that failed."""
+    """Loss, aux and the leaves of the gradients, of the whole batch and of the micro-batches."""
 
-    fun: Function  # the user's loss
     batches: Batches
-    runs: Sequence[Results]  # at several parameters
-    wrong: Sequence[Results]  # those that differ
-    division: Division
-    reduction: str
-    weights: Sequence[float] | None  # those of `weight_fn`
+    options: Options
+    weights: Sequence[float]  # of the micro-batches
     rtol: float
+    loss: Value
+    aux: Any
+    grads: PyTree
 
-    def fits(self, reduction: str, weights: Sequence[float] | None) -> bool:
+    @property
+    def division(self) -> Division:
+        reduction = "sum" if self.batches.returns_rows else self.options.reduction
+        return Division(self.batches.examples, shares_of(reduction, self.weights))
+
+    @property
+    def leaves(self) -> list[Value]:
+        """Returns the gradients, without new statistics of Flax's fp8 layers, which have no mean."""
+        pairs = jax.tree.leaves_with_path(self.grads)
+        return [x for path, x in pairs if not is_overwritten(path)]
+
+    def is_finite(self) -> bool:
+        each = (numbers(x.whole) for x in (self.loss, *self.leaves))
+        return all(np.isfinite(x).all() for x in each)
+
+    @np.errstate(all="ignore")
+    def errors(self) -> list[float]:
+        """Returns how far the loss, and then each gradient, of the micro-batches is off, in units of its size.
+
+        The size of a leaf is its own and a part of the whole gradient's, so that a gradient of rounding alone, such as
+        that of the keys' bias in attention, may be off by eps of the whole. `rtol` is eps^(2/3).
+        """
+
+        made, leaves = self.division.made, self.leaves
+
+        def error(value: Value, least: Any = 0.0) -> float:
+            whole, *parts = map(numbers, value.each)
+            result, terms = (made(x)["result"] for x in (parts, [*map(np.abs, parts)]))
+            of, size, off = (np.linalg.norm(x.ravel()) for x in (whole, terms, result - whole))
+            return float(off / (max(of, size) + least or 1.0))
+
+        norm = np.sqrt(sum(np.sum(np.abs(numbers(x.whole)) ** 2) for x in leaves))
+        return [error(self.loss), *(error(x, self.rtol**0.5 * norm) for x in leaves)]
+
+    def fits(self, reduction: Any, weights: Sequence[float]) -> bool:
         """Returns whether loss and gradients agree with this option and these weights."""
-        shares = shares_of(reduction, weights or [1.0] * len(self.division.shares))
-        division = self.division._replace(shares=shares)
-        return all(x.fit(division, self.rtol) for x in self.runs)
+        options = self.options._replace(reduction=reduction)
+        case = self._replace(options=options, weights=weights)
+        return all(x <= self.rtol for x in case.errors())
 
-    def related(self, value: Values) -> set[Relation]:
-        """Returns the relations that a value has in each run."""
-        each = (relations(x.whole, x.parts, self.division, self.rtol) for x in value)
-        return set.intersection(*each)
+    def why(self) -> Why | None:
+        """Returns why micro-batches give another result than the whole batch, or None if they give the same."""
+        of_rows = self._why_aux() if self.batches.returns_rows else None
+        if of_rows:
+            return of_rows
+        of_loss, *of_grads = self.errors()
+        worst = int(np.argmax(of_grads)) if of_grads else 0  # a NaN is the largest
+        off = f"the gradients are {_percent([*of_grads, 0.0][worst])} off"
+        off += "" if self.batches.returns_rows else f", the loss {_percent(of_loss)}"
+        what = f"Micro-batches give another result than the whole batch: {off}."
+        if not of_loss <= self.rtol:
+            option = self._option()
+            return Why(f"{what} {option}") if option else self.lines(what, self.loss)
+        if not all(x <= self.rtol for x in of_grads):
+            return self.lines(what, self.leaves[worst], _BACKWARD)
+        return None if self.batches.returns_rows else self._why_aux()
 
-    def share(self) -> str:
-        if self.weights:
-            return "w / W, where w is the micro-batch's weight, and W the sum of all weights"
-        return "len(x) / B, where x is the micro-batch, and B the number of examples in the whole batch"
+    def _why_aux(self) -> Why | None:
+        is_rows, given = self.batches.returns_rows, self.options.aux_reduction
+        leaves = jax.tree.leaves_with_path(self.aux)
+        names = jax.tree.leaves(jax.tree.broadcast("examples" if is_rows else given, self.aux))
+        division = Division(self.batches.examples, shares_of("mean", self.weights))
+        for name, (path, value) in zip(names, leaves, strict=True):
+            related = division.relations(value.whole, value.parts, self.rtol)
+            fitting = [x for relation, x in _NAMES.items() if relation in related]
+            # A micro-batch's own, "last" or "stack", is right.
+            if name not in (*fitting, "last", "stack"):
+                if is_rows:
+                    return self.lines("Micro-batches give other rows than the whole batch.", value)
+                leaf = f"leaf {trees.leaf_name(path)} of the aux"
+                what = f"{leaf} has another {name!r} in micro-batches than in the whole batch."
+                if fitting:
+                    return Why(f"{what} Name it {fitting[0]!r} in aux_reduction=.")
+                return self.lines(what, value, _SUMS)
+        return None
+
+    def _option(self) -> str | None:
+        """Returns the option with which loss and gradients agree, or None."""
+        ones, weigh = [1.0] * len(self.weights), self.options.weight_fn
+        of_sum, ours = "sum_over_weights" if weigh else "sum", self.weights
+        for name, weights in ("mean", ours), (of_sum, ours), ("mean", ones), ("sum", ones):
+            if not self.batches.returns_rows and self.fits(name, weights):
+                rest = ", without weight_fn=" if weigh and weights is ones else ""
+                kind = name.partition("_")[0]
+                return f"The loss is a {kind} over examples. Pass reduction={name!r}{rest}."
+        return None
+
+    def related(self, value: Value) -> set[str]:
+        return self.division.relations(value.whole, value.parts, self.rtol)
+
+    def has_rows(self, value: Value) -> bool:
+        """Returns whether the first axis of a value numbers the examples."""
+        is_first = np.shape(value.whole)[:1] == (self.batches.examples,)
+        return is_first and "rows" in self.related(value)
+
+    def lines(self, what: str, result: Value, remedy: str = "") -> Why:
+        """Returns the lines where a result parts from the whole batch's, and the remedy, or the given one."""
+        related, is_own = cache(self.related), lambda x: jaxprs.is_key(x.whole) and not x.sources
+        apart = cache(lambda x: [y for y in x.operands if y.equation and not related(y)])
+        where = [x for x in walk(result, apart) if not apart(x)][::-1]
+        keys = [x for x in where if any(map(is_own, x.operands))]
+        rows, mixed = self.cut(result)
+        if keys:
+            where, remedy = keys, _KEY
+        elif mixed and not remedy and result.is_alike:
+            where, remedy = mixed, _BEFORE
+        remedy = remedy or (_ROWS + _listed(rows.values()) if rows else _OTHER)
+        lines = _listed(map(self._line, where))
+        return Why(f"{what} They part here:{lines}\n{remedy}", where)
+
+    def cut(self, result: Value) -> tuple[dict[Value, str], list[Value]]:
+        """Returns the last values before a result that have rows of examples and depend on parameters, with their text.
+
+        An expression of the user's gives each, and another one makes of it what has no rows. Also returns what meets
+        parameters beside them, and comes from examples without being rows of theirs.
+        """
+        has_rows, places = cache(self.has_rows), cache(lambda x: places_of(x, self.batches.fun))
+        roles = "argnums", "batch_argnums"
+        both = cache(lambda x: [y for y in x.operands if all(map(y.depends_on, roles))])
+
+        def apart(x: Value, y: Value) -> list[str]:
+            pairs = zip(places(x), places(y), strict=False) if has_rows(x) else ()
+            return [a.shown(expression=True) for a, b in pairs if a != b][:1]
+
+        rows, last, mixed = dict[Value, str](), dict[Value, str](), list[Value]()
+        for x in walk(result, lambda x: [] if has_rows(x) else both(x)):
+            inner = [] if has_rows(x) else both(x)
+            mixed += [] if has_rows(x) or inner else filter(self._is_mixed, x.operands)
+            for y in filter(has_rows, inner):
+                last[y] = self._line(y)
+                for z in walk(y, lambda z: [] if apart(z, x) else both(z)):
+                    rows |= {z: text for text in apart(z, x)}
+        rows = rows or last
+        made = [x for x in rows if _is_made_of(x, {*rows} - {x})]
+        return {x: rows[x] for x in rows if x not in made}, mixed
+
+    def _is_mixed(self, x: Value) -> bool:
+        has_axis = any(np.shape(m) != np.shape(x.whole) for m in x.parts)
+        is_of_batch = has_axis or x.depends_on("batch_argnums")
+        return is_of_batch and self.related(x).isdisjoint({"rows", "same"})
+
+    def _line(self, value: Value) -> str:
+        shown = (x.shown(expression=False) for x in places_of(value, self.batches.fun))
+        return ["a line of an installed package", *shown][-1]
 
 
-class Parting:
-    """A value without a relation, made from related ones.
-
-    Attributes:
-      found: the relations of each operand.
-      rows: the operands that have the rows of examples.
-      statistics: those of which each micro-batch has its own, such as a sum.
-      is_trained: whether one of the rows or the statistics depends on parameters.
-    """
-
-    def __init__(self, case: Case, value: Values) -> None:
-        self.case, self.value = case, value[0]
-        self.operands = [x for x, *_ in lockstep.operands_of(value)]
-        self.found = [case.related(x) for x in lockstep.operands_of(value)]
-        pairs = [*zip(self.operands, self.found, strict=True)]
-        self.rows = [x for x, found in pairs if "rows" in found]
-        to_all = {"same", "rows", "scaled"}
-        self.statistics = [x for x, found in pairs if found and not found & to_all]
-        self.is_trained = self.depend_on_params(self.statistics or self.rows)
-
-    def depend_on_params(self, values: Sequence[Value]) -> bool:
-        params = self.case.batches.with_role("argnums", self.case.wrong[0].args)
-        return any(is_made_from(x, params, by_floats=True) for x in values)
-
-    def is_result_of(self, *operations: Callable[[Array, Array], Array]) -> bool:
-        """Returns whether the value is that of an operation of NumPy on two operands."""
-        if len(self.operands) != 2:
-            return False
-        a, b, result = (numbers(x.whole) for x in (*self.operands, self.value))
-        with np.errstate(all="ignore"):
-            made = [f(a, b) for f in operations if a.shape == b.shape or not a.ndim or not b.ndim]
-        return any(np.allclose(x, result, 1e-2, equal_nan=True) for x in made)
-
-    def has(self, before: str = "") -> str:
-        """Returns the numbers of the first statistic that is a scalar, or nothing."""
-        scalars = [x for x in self.statistics if np.ndim(x.whole) == 0]
-        return before + _both(scalars[0]) if scalars else ""
+def _is_made_of(value: Value, others: set[Value]) -> bool:
+    """Returns whether a value depends on parameters through others alone."""
+    trained = lambda x: [y for y in x.operands if y.depends_on("argnums")]  # noqa: E731
+    ends = walk(value, lambda x: [] if x in others else trained(x))
+    return all(x in others or trained(x) for x in ends)
 
 
-def option(case: Case) -> str | None:
-    """Returns the option with which loss and gradients agree, or None."""
-    counts = [float(len(x)) for x in case.division.examples]
-    without = ", without weight_fn=" if case.weights else ""
-    options = [
-        ("mean", case.weights, ""),
-        ("sum_over_weights" if case.weights else "sum", case.weights, ""),
-        ("mean", None, without),
-        ("sum", None, without),
-        ("mean", counts, ", and weight_fn=, a function that returns the number of examples"),
-    ]
-    for reduction, weights, rest in options:
-        if case.fits(reduction, weights):
-            kind = "mean" if reduction == "mean" else "sum"
-            return f"The loss is a {kind} over examples. Pass reduction={reduction!r}{rest}."
-    return None
+def _listed(lines: Iterable[str]) -> str:
+    return "".join(f"\n  {x}" for x in [*dict.fromkeys(lines)][:3])
 
 
-def lines(
-    case: Case,
-    programs: Programs,
-    pick: Callable[[PyTree], Value],
-    remedy: str | None = None,
-) -> str:
-    """Returns the lines where a result parts from that of the whole batch, and the remedies, or the given one.
-
-    `pick` returns the result from those of the programs.
-    """
-    own_file = getattr(getattr(case.fun, "__code__", None), "co_filename", "")
-    trees = [
-        lockstep.run(programs, x.args, case.division.rows, by_equation=True) for x in case.wrong
-    ]
-    results = [*map(pick, trees)]
-    if programs.differing is not None:
-        return (
-            f"The programs differ from this line on:\n  {lockstep.line_of(results[0], own_file)}\n    `fun` runs other "
-            "operations for another number of examples. If it takes rows of an array by their places, pass that as an "
-            "argument that holds examples. Otherwise pass a batch with more examples in each micro-batch."
-        )
-    causes: dict[str, tuple[int, str]] = {}
-    for value in lockstep.partings(results, cache(lambda value: bool(case.related(value)))):
-        parting, line = Parting(case, value), lockstep.line_of(value[0], own_file)
-        told = [(rank, text) for rank, cause in enumerate(_CAUSES) if (text := cause(parting))]
-        causes[line] = min(*told[:1], causes.get(line, told[0]))
-    best = min(rank for rank, _ in causes.values())
-    found = [(line, remedy or text) for line, (rank, text) in causes.items() if rank == best]
-    shown = [f"\n  {line}\n    {text}" for line, text in found]
-    return "They part here:" + "".join(shown[:3])
+def _percent(error: float) -> str:
+    return f"{float(f'{100 * error:.2g}'):g} %"
 
 
-def _both(value: Value) -> str:
-    """Returns the numbers of a scalar on both sides."""
-    whole, *parts = (f"{float(np.real(numbers(x))):.4g}" for x in value.each)
-    listed = ", ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
-    return f" {listed} in the micro-batches, and {whole} in the whole batch"
-
-
-Cause: TypeAlias = str | Literal[False]
-"""What a line does, and the remedy, or False if it does something else. Tests follow each remedy."""
-
-_TWO_PASSES = (
-    "Let micro_batch_map return what this line needs of each example, and compute the rest outside"
+_OUTSIDE = "for each example by micro_batch_map, and the rest outside, on the whole batch"
+_ROWS = f"Compute what these lines give {_OUTSIDE}. Or keep what parts, if each micro-batch may have its own, as in batch norm:"
+_BACKWARD = f"The gradient parts, and the loss does not. Compute what these lines take {_OUTSIDE}."
+_OTHER = (
+    "`fun` runs other operations for another number of examples. If it is 1, pass more. Or move their axis to the front of "
+    f"each array. Or compute what the model gives {_OUTSIDE}."
 )
+_KEY = "This line draws the same random numbers in each micro-batch. Name its key in rng_argnums=."
 _BEFORE = (
-    "Compute it for the whole batch before the call, and pass it as an argument without examples"
+    "These lines mix examples before a parameter sees them. Compute what they give on the whole batch before, and pass that "
+    "with the examples. If they look up an argument that holds no examples, leave it out of batch_argnums=. Or keep them, "
+    "if each micro-batch may have its own."
 )
-
-
-def _count(parting: Parting) -> Cause:
-    for x in parting.statistics:
-        counts = [float(np.real(numbers(m))) if np.ndim(m) == 0 else -1.0 for m in x.parts]
-        # The remedy is tried: loss and gradients agree with it.
-        if min(counts) >= 0 < max(counts) and parting.case.fits("mean", counts):
-            option = "" if parting.case.reduction == "mean" else ", and reduction='mean'"
-            verb = "counts" if all(map(float.is_integer, counts)) else "has"
-            return f"This line {verb}{_both(x)}. Pass weight_fn=, a function that returns this number{option}."
-    return False
-
-
-def _key(parting: Parting) -> Cause:
-    return any(jaxprs.is_key(x.whole) for x in parting.operands) and (
-        "This line draws the same random numbers in each micro-batch. Pass the key as an argument, and name it in "
-        "rng_argnums=."
-    )
-
-
-def _term(parting: Parting) -> Cause:
-    case, own = parting.case, parting.statistics
-    terms = [x for x in parting.operands if x not in own]
-    is_sum = parting.is_result_of(np.add, np.subtract) and not parting.rows and len(own) == 1
-    option = "" if case.reduction != "mean" or case.weights else ", and pass reduction='sum'"
-    return (is_sum and parting.depend_on_params(terms)) and (
-        "This line adds a term without examples to a sum over examples, so each micro-batch adds it again. Multiply "
-        f"the term by {case.share()}{option}."
-    )
-
-
-def _divisor(parting: Parting) -> Cause:
-    divisors = [x for x in parting.operands[-1:] if x in parting.statistics]
-    if not (divisors and parting.is_result_of(np.divide)) or parting.depend_on_params(divisors):
-        return False
-    number = [_both(x) for x in divisors if np.ndim(x.whole) == 0] or [
-        " a number of the micro-batch"
-    ]
-    # A mean needs no share, nor does a sum that the call adds up. What is divided decides, and for rows the divisor.
-    found = parting.found[-1 if parting.rows else 0]
-    is_shared = "sum" in found and "result" not in found
-    share = f" times {parting.case.share()}" if is_shared else ""
-    return (
-        f"This line divides by{number[0]}. Compute this number for the whole batch before the call, and divide by "
-        f"it{share}."
-    )
-
-
-def _denominators(parting: Parting) -> Cause:
-    is_sum = len(parting.statistics) == 2 and parting.is_result_of(np.add, np.subtract)
-    named = [" or ".join(sorted({*x} - {"result"})) or "weighted mean" for x in parting.found]
-    first, second = named if is_sum else ("", "")
-    return is_sum and (
-        f"This line adds up terms of different denominators: the whole batch has the {first} of one, and the {second} "
-        "of the other. Divide both by the same number."
-    )
-
-
-def _constant(parting: Parting) -> Cause:
-    return not all(parting.found) and (
-        "This line takes other numbers in each micro-batch, which come from no argument. Pass them as an argument that "
-        "holds examples."
-    )
-
-
-def _statistic(parting: Parting) -> Cause:
-    keep = f"{_TWO_PASSES}. Or keep it, if each micro-batch may have its own, as in batch norm"
-    return bool(parting.rows and parting.statistics) and (
-        f"This line gives each example a statistic of its micro-batch{parting.has(':')}. "
-        f"{keep if parting.is_trained else _BEFORE}."
-    )
-
-
-def _scaled(parting: Parting) -> Cause:
-    case = parting.case
-    loss, _ = case.wrong[0].errors(case.division, case.rtol)
-    where = (
-        "The losses agree, so the backward pass differs. In clip_cotangent, or a custom_vjp, multiply what is compared "
-        "with cotangents by B / len(x), where x is the micro-batch, and B the number of examples in the whole batch."
-        if loss <= case.rtol
-        else "Take derivatives of a sum in `fun`, and divide them by no number of examples."
-    )
-    return {"scaled"} in parting.found and (
-        f"This line reads derivatives of a mean, which are larger in a micro-batch. {where}"
-    )
-
-
-def _lookup(parting: Parting) -> Cause:
-    case = parting.case
-    examples = case.batches.with_role("batch_argnums", case.wrong[0].args)
-    made = [{n for x, n in examples.items() if is_made_from(row, [x])} for row in parting.rows]
-    # An argument that alone is beside values of others.
-    alone = [x for x in made if len(x) == 1 and sum(x <= y for y in made) == 1 and len(made) > 1]
-    return bool(alone) and (
-        f"This line looks up examples of {min(alone[0])}. If that holds no examples, leave it out of batch_argnums=. "
-        f"Otherwise c{_TWO_PASSES[1:]}."
-    )
-
-
-def _loop(parting: Parting) -> Cause:
-    scan = parting.value.equation and jaxprs.scan_of(parting.value.equation)
-    return scan is not None and (
-        "This loop runs over examples, or is too long to look into. If the first axis of its arrays is time, move the "
-        f"axis of examples to the front. Otherwise pass sequences of at most {lockstep.TURNS} steps."
-    )
-
-
-def _comparison(parting: Parting) -> Cause:
-    apart = (
-        "If rows next to each other belong together, reshape the arrays before the call, so that they are one example. "
-        "Otherwise compute this for the whole batch before the call, and pass its rows as an argument that holds "
-        "examples"
-    )
-    remedy = _TWO_PASSES if parting.is_trained else apart
-    return bool(parting.rows) and f"This line compares or mixes examples. {remedy}."
-
-
-def _function(parting: Parting) -> Cause:
-    return bool(parting.statistics) and (
-        f"This line applies a function that is not linear to a statistic of the micro-batch{parting.has(':')}. "
-        f"{_TWO_PASSES if parting.is_trained else _BEFORE}."
-    )
-
-
-def _numbering(_: Parting) -> Cause:
-    return (
-        "This line numbers the rows of each micro-batch from 0. Pass these numbers as an argument that holds "
-        "examples."
-    )
-
-
-# The surest first.
-_CAUSES = (
-    *(_count, _key, _term, _divisor, _denominators, _constant, _statistic),
-    *(_scaled, _lookup, _loop, _comparison, _function, _numbering),
-)
+_SUMS = "Return sums, each 'sum' in aux_reduction=, and compute this after the call."

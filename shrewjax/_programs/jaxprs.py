@@ -14,10 +14,10 @@ many axes, and a right step is refused, or too few, and devices wait forever. Th
 micro-batches names no line.
 """
 
-import traceback
+import linecache
+import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -150,6 +150,11 @@ def axes_of_constraints(jaxpr: Jaxpr) -> set[Hashable]:
 def jaxpr_of_call(equation: Equation) -> Jaxpr | None:
     """Returns the jaxpr that a call runs, or None if the equation is no call."""
     return equation.params.get(_JAXPR_OF_CALL.get(equation.primitive.name))
+
+
+def branches_of(equation: Equation) -> Sequence[Jaxpr]:
+    """Returns the jaxprs of which a conditional runs that with the number of its first operand, or none."""
+    return equation.params.get("branches", ()) if equation.primitive.name == "cond" else ()
 
 
 def is_checkpoint(equation: Equation) -> bool:
@@ -287,11 +292,6 @@ def types_of(function: Callable[[], PyTree]) -> PyTree:
     return jax.tree.unflatten(structure, map(typed, leaves, traced.jaxpr.out_avals))
 
 
-def traced(function: Function, *args: PyTree) -> tuple[Jaxpr, PyTree]:
-    """Returns the closed jaxpr of a function, and the tree of the types of its results."""
-    return jax.make_jaxpr(function, return_shape=True)(*args)
-
-
 def value_of_literal(literal: Atom) -> Leaf:
     return literal.val
 
@@ -312,63 +312,67 @@ def function_of_equation(jaxpr: Jaxpr, equation: Equation) -> Callable[..., Sequ
     return of_operands
 
 
-def with_used_results(jaxpr: Jaxpr, equations: Sequence[Equation]) -> Jaxpr:
-    """Returns some equations of an open jaxpr as a closed one. Its results are those that the rest uses."""
-    ids = {*map(id, equations)}
-    rest = [x for e in jaxpr.eqns if id(e) not in ids for x in e.invars]
-    used = {x for x in (*rest, *jaxpr.outvars) if is_variable(x)}
-    return part_of(jaxpr, equations, [x for e in equations for x in e.outvars if x in used])
-
-
 def is_key(x: Leaf) -> bool:
     """Returns whether an array, or its type, is a PRNG key or several."""
     return jnp.issubdtype(getattr(x, "dtype", np.float64), jax.dtypes.prng_key)
 
 
-def is_float(x: Leaf) -> bool:
-    return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
+def rest_of(jaxpr: Jaxpr, first: int, names: Sequence[Atom]) -> Jaxpr:
+    """Returns the equations of a jaxpr from a number on, as a closed one of values with these names."""
+    inside = opened(jaxpr)
+    return closed_jaxpr(
+        inside.replace(invars=[*names], eqns=inside.eqns[first:]), constants_of(jaxpr)
+    )
 
 
-def has_keys(equation: Equation) -> bool:
-    """Returns whether an equation takes, makes or holds PRNG keys."""
-    avals = [x.aval for x in (*equation.invars, *equation.outvars)]
-    inside = (d for x in jaxprs_in(equation) for d in dtypes_in(x))
-    return any(map(is_key, avals)) or any(jnp.issubdtype(d, jax.dtypes.prng_key) for d in inside)
+def used_by_results(jaxpr: Jaxpr) -> Iterator[set[Atom]]:
+    """Yields, for each result of a jaxpr, the names of the values that it is made from."""
+    for result in opened(jaxpr).outvars:
+        used = {result} if is_variable(result) else set[Atom]()
+        for equation in opened(jaxpr).eqns[::-1]:
+            if not used.isdisjoint(equation.outvars):
+                used.update(filter(is_variable, equation.invars))
+        yield used
 
 
-def first_difference(jaxprs: Sequence[Jaxpr]) -> Equation | None:
-    """Returns the first equation that has another primitive in another jaxpr, or other operands there."""
-    each = [opened(x) for x in jaxprs]
-    rows = zip_longest(*map(_wiring, each))
-    at = next((i for i, row in enumerate(rows) if len({*row}) > 1), None)
-    equations = each[0].eqns
-    return None if at is None else equations[min(at, len(equations) - 1)]
-
-
-def _wiring(jaxpr: Jaxpr) -> list[Hashable]:
-    """Returns each equation's primitive and the numbers of its operands, and the numbers of the results."""
-    number = {x: i for i, x in enumerate([*jaxpr.constvars, *jaxpr.invars])}
-    rows: list[Hashable] = []
-    for primitive, operands, results in [
-        *((e.primitive, e.invars, e.outvars) for e in jaxpr.eqns),
-        (None, jaxpr.outvars, ()),
-    ]:
-        rows.append((primitive, *(number[x] if is_variable(x) else None for x in operands)))
-        number |= {x: len(number) + i for i, x in enumerate(results)}
-    return rows
+def equations_in(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """Yields the equations of a jaxpr, and of those inside it."""
+    for equation in opened(jaxpr).eqns:
+        yield equation
+        for inner in jaxprs_in(equation):
+            yield from equations_in(inner)
 
 
 def dtypes_in(jaxpr: Jaxpr) -> Iterator[DType]:
-    """Yields the dtypes of the arguments and of all values of a jaxpr, and of those inside it."""
-    inside = opened(jaxpr)
-    made = (x for equation in inside.eqns for x in equation.outvars)
-    yield from (x.aval.dtype for x in (*inside.invars, *made) if hasattr(x.aval, "dtype"))
-    for equation in inside.eqns:
-        for inner in jaxprs_in(equation):
-            yield from dtypes_in(inner)
+    """Yields the dtypes of all that a jaxpr computes."""
+    made = (x.aval for equation in equations_in(jaxpr) for x in equation.outvars)
+    return (x.dtype for x in made if hasattr(x, "dtype"))
 
 
-def frames_of(equation: Equation) -> list[traceback.FrameSummary]:
-    """Returns the lines of Python that made an equation, the innermost last, or none if JAX does not tell."""
+def may_run_forever(jaxpr: Jaxpr) -> bool:
+    """Returns whether a jaxpr has a loop that goes on until its values meet a condition."""
+    return any(equation.primitive.name == "while" for equation in equations_in(jaxpr))
+
+
+class Frame(NamedTuple):
+    """An expression in a program, from a column of one line to a column of another. Python may not know columns."""
+
+    filename: str
+    line: int
+    end_line: int
+    column: int
+    end_column: int
+
+    def shown(self, *, expression: bool) -> str:
+        """Returns file and line, and the text of the expression, if it is asked for and on one line, or of the line."""
+        text = linecache.getline(self.filename, self.line)
+        if expression and self.line == self.end_line:
+            text = text.encode()[self.column : self.end_column].decode()
+        return f"{os.path.basename(self.filename)}:{self.line}: {text.strip()}"
+
+
+def frames_of(equation: Equation) -> list[Frame]:
+    """Returns the expressions that made an equation, the innermost first, or none if JAX does not tell."""
     made_at = getattr(getattr(equation, "source_info", None), "traceback", None)
-    return traceback.extract_tb(made_at.as_python_traceback()) if made_at else []
+    frames = zip(*made_at.raw_frames(), strict=True) if hasattr(made_at, "raw_frames") else ()
+    return [Frame(x.co_filename, *[*x.co_positions()][at // 2]) for x, at in frames]
