@@ -1,4 +1,4 @@
-"""Whether micro-batches give what the whole batch gives, and if not, the lines of the loss where they part, and a remedy.
+"""Whether micro-batches give what the whole batch gives, and if not, the lines where they part, and a remedy.
 
 The remedy never changes the loss. `Case.cut` walks back from a result to the last values that depend on parameters and
 have the rows of examples. `micro_batch_map` can compute these, and the rest stands outside of it, on the whole batch.
@@ -170,14 +170,17 @@ class Case(NamedTuple):
             pairs = zip(places(x), places(y), strict=False) if has_rows(x) else ()
             return [a.shown(expression=True) for a, b in pairs if a != b][:1]
 
+        def first(y: Value, x: Value) -> dict[Value, str]:
+            before = walk(y, lambda z: [] if apart(z, x) else both(z))
+            return {z: texts[0] for z in before if (texts := apart(z, x))}
+
         rows, last, mixed = dict[Value, str](), dict[Value, str](), list[Value]()
         for x in walk(result, lambda x: [] if has_rows(x) else both(x)):
             inner = [] if has_rows(x) else both(x)
             mixed += [] if has_rows(x) or inner else filter(self._is_mixed, x.operands)
             for y in filter(has_rows, inner):
                 last[y] = self._line(y)
-                for z in walk(y, lambda z: [] if apart(z, x) else both(z)):
-                    rows |= {z: text for text in apart(z, x)}
+                rows |= first(y, x)
         rows = rows or last
         made = [x for x in rows if _is_made_of(x, {*rows} - {x})]
         return {x: rows[x] for x in rows if x not in made}, mixed
@@ -208,16 +211,19 @@ def _percent(error: float) -> str:
 
 
 _OUTSIDE = "for each example by micro_batch_map, and the rest outside, on the whole batch"
-_ROWS = f"Compute what these lines give {_OUTSIDE}. Or keep what parts, if each micro-batch may have its own, as in batch norm:"
+_ROWS = (
+    f"Compute what these lines give {_OUTSIDE}. Or keep what parts, if each micro-batch may have its own, as in batch "
+    "norm:"
+)
 _BACKWARD = f"The gradient parts, and the loss does not. Compute what these lines take {_OUTSIDE}."
 _OTHER = (
-    "`fun` runs other operations for another number of examples. If it is 1, pass more. Or move their axis to the front of "
-    f"each array. Or compute what the model gives {_OUTSIDE}."
+    "`fun` runs other operations for another number of examples. If it is 1, pass more. Or move their axis to the "
+    f"front of each array. Or compute what the model gives {_OUTSIDE}."
 )
 _KEY = "This line draws the same random numbers in each micro-batch. Name its key in rng_argnums=."
 _BEFORE = (
-    "These lines mix examples before a parameter sees them. Compute what they give on the whole batch before, and pass that "
-    "with the examples. If they look up an argument that holds no examples, leave it out of batch_argnums=. Or keep them, "
-    "if each micro-batch may have its own."
+    "These lines mix examples before a parameter sees them. Compute what they give on the whole batch before, and pass "
+    "that with the examples. If they look up an argument that holds no examples, leave it out of batch_argnums=. Or "
+    "keep them, if each micro-batch may have its own."
 )
 _SUMS = "Return sums, each 'sum' in aux_reduction=, and compute this after the call."

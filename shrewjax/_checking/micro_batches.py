@@ -33,8 +33,8 @@ def check_micro_batches(
     .. math:: \sum_i w_i \ell_i \Big/ \sum_i w_i = \ell, \qquad \sum_i w_i g_i \Big/ \sum_i w_i = g
 
     It calls `fun(*args, **kwargs)` once. Each call of `value_and_grad`, `micro_batched` and `micro_batch_map` in it, or
-    of these in `shrewjax.flax`, checks itself, with the arguments and options that it has there. Call it in a test, with
-    a small batch in which masks differ from example to example. If results differ, the error names the lines where
+    of these in `shrewjax.flax`, checks itself, with the arguments and options that it has there. Call it in a test,
+    with a small batch in which masks differ from example to example. If results differ, the error names the lines where
     micro-batches part from the whole batch, and the expressions to compute by `micro_batch_map`.
 
     Parameters are also moved by a tenth of their size, because the zeros of a new layer hide mistakes. Each micro-batch
@@ -134,6 +134,7 @@ def _check_call(batches: Batches, options: Options, rtol: float | None) -> float
     points = [batches.each] if jaxprs.may_run_forever(program) else [near, batches.each]
     # 2. JAX's own checks stop at what this one looks for, such as a NaN.
     with jax.debug_nans(False), jax.debug_infs(False):
+        why: Any = None
         for each in points:
             at_point = batches._replace(each=each)
             weights = _weights(at_point, options)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from shrewjax._base import arguments
+from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import Function, Leaf, PyTree
-from shrewjax._batches.roles import Call, is_array, roles_of
+from shrewjax._batches.roles import Call, roles_of
 from shrewjax._batches.value_and_grad import Options
 from shrewjax._numerics.relations import numbers
 from shrewjax._programs.jaxprs import is_key
@@ -33,9 +34,9 @@ class Batches(NamedTuple):
     each: list[Point]  # of the whole batch, and of each micro-batch
 
     def of(self, function: Function, params: PyTree, others: PyTree) -> PyTree:
-        leaves, structure = jax.tree.flatten(self.call.values)
-        own = dict(enumerate(leaves)) | params | others
-        values = structure.unflatten([own[i] for i in range(len(leaves))])
+        leaves = dict(enumerate(jax.tree.leaves(self.call.values)))
+        own = [(leaves | params | others)[i] for i in leaves]
+        values = jax.tree.unflatten(jax.tree.structure(self.call.values), own)
         return self.call.in_order(function)(*values)
 
     def loss(self, params: PyTree, others: PyTree) -> tuple[PyTree, PyTree]:
@@ -45,7 +46,8 @@ class Batches(NamedTuple):
         if self.returns_rows:
             rows = returned[0] if has_carry else returned
             return _sum_of(rows, others[-1]), rows
-        value, aux = returned if self.has_aux else (returned, ())
+        pair: PyTree = returned if self.has_aux else (returned, ())
+        value, aux = pair
         return value, aux[0] if has_carry else aux
 
     def names(self) -> list[tuple[str, str]]:
@@ -82,7 +84,7 @@ def batches_of(
         x = leaves[i]
         if role != "argnums":
             others[i] = jnp.asarray(x)
-        elif "argnums" in roles or (is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)):
+        elif "argnums" in roles or (isinstance(x, jax.Array) and is_gradient(x)):
             params[i] = jnp.asarray(x)
         if role == "batch_argnums":
             examples, rows = len(x), numbers(x)
@@ -109,9 +111,9 @@ def batches_of(
 def _roles_and_names(call: Call) -> dict[int, tuple[str, str]]:
     """Returns the role of each leaf with one, and its name in messages, by its number."""
     role_of = {at: role for role, places in call.roles.items() for at in places}
-    paths = [(path[0].idx, path[1:]) for path, _ in jax.tree.leaves_with_path(call.values)]
-    pairs = enumerate(paths)
-    return {i: (role_of[at], call.name(at, path)) for i, (at, path) in pairs if at in role_of}
+    places = [(at, path) for at in range(len(call.values)) for path, _ in call.leaves(at)]
+    named = enumerate(places)
+    return {i: (role_of[at], call.name(at, path)) for i, (at, path) in named if at in role_of}
 
 
 def _sum_of(tree: PyTree, of_examples: jax.Array) -> jax.Array:

@@ -373,6 +373,6 @@ class Frame(NamedTuple):
 
 def frames_of(equation: Equation) -> list[Frame]:
     """Returns the expressions that made an equation, the innermost first, or none if JAX does not tell."""
-    made_at = getattr(getattr(equation, "source_info", None), "traceback", None)
+    made_at: Any = getattr(getattr(equation, "source_info", None), "traceback", None)
     frames = zip(*made_at.raw_frames(), strict=True) if hasattr(made_at, "raw_frames") else ()
     return [Frame(x.co_filename, *[*x.co_positions()][at // 2]) for x, at in frames]

@@ -12,7 +12,7 @@ value.
 
 import os
 import sysconfig
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, TypeAlias
@@ -23,6 +23,9 @@ from shrewjax._base.types import Function, Leaf, PyTree
 from shrewjax._programs import jaxprs
 from shrewjax._programs.jaxprs import Atom, Equation, Frame, Jaxpr
 
+Name: TypeAlias = tuple[str, str]
+"""The role of a leaf of the arguments, and its name in messages."""
+
 Rows: TypeAlias = Callable[[Leaf, Sequence[Leaf]], Sequence[Leaf]]
 """A function that returns the rows of micro-batches in a value of the whole batch. It also gets their own values."""
 
@@ -32,7 +35,7 @@ class Value:
     """A value of the whole batch and those of its micro-batches, and how they were made."""
 
     each: Sequence[Leaf]  # the first one is the whole batch's
-    sources: frozenset[Hashable] = frozenset()  # the names of the arguments that it is made from
+    sources: frozenset[Name] = frozenset()  # the leaves of arguments that it is made from
     equation: Equation | None = None  # None: an argument or a constant
     operands: Sequence["Value"] = ()
     calls: tuple[Equation, ...] = ()  # around the equation
@@ -54,7 +57,7 @@ def compiled(function: Function, each: Sequence[PyTree]) -> PyTree:
 def run(
     function: Function,
     each: Sequence[PyTree],
-    names: Sequence[Hashable],
+    names: Sequence[Name],
     rows: Rows,
     *,
     is_opened: bool,
@@ -83,7 +86,7 @@ def _run(
     given = len(known)
     known |= _together([_together(x.invars for x in each), args])
 
-    def read(atoms: tuple[Atom, ...]) -> Value | None:
+    def read(atoms: tuple[Atom, ...]) -> Any:
         if any(map(jaxprs.is_variable, atoms)):
             return known.get(atoms) if all(map(jaxprs.is_variable, atoms)) else None
         return Value([*map(jaxprs.value_of_literal, atoms)])
@@ -135,7 +138,7 @@ def _made(
 ) -> list[Value]:
     """Returns the results of functions, one for the whole batch and one for each micro-batch."""
     each = [f(*(x.each[i] for x in operands)) for i, f in enumerate(functions)]
-    sources = frozenset[Hashable]().union(*(x.sources for x in operands))
+    sources = frozenset[Name]().union(*(x.sources for x in operands))
     return [Value(x, sources, equation, operands, calls) for x in zip(*each, strict=True)]
 
 

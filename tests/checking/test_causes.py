@@ -1,7 +1,6 @@
-"""Each cause: the line that is named, what is said of it, and that the remedy is right when it is followed.
+"""A mistake is named with its line, and the remedy, followed to the letter, gives the whole batch's results.
 
-A row has a loss with one mistake, whose line ends in `# HERE`, and the loss with the remedy. Its oracle
-is `jax.value_and_grad` of the first loss on the whole batch.
+The oracle is `jax.value_and_grad` of the loss as it is written, on the whole batch.
 """
 
 import inspect
@@ -18,270 +17,129 @@ B, K = 8, 2
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(B, 3)).astype("f")
 Y = RNG.normal(size=B).astype("f")
-MASK = (np.arange(B) % 3 > 0).astype("f")  # counts 2 and 3
+MASK = (np.arange(B) % 3 > 0).astype("f")
 OTHER = (np.arange(B) < 3).astype("f")
 W = np.asarray([0.5, -1.0, 2.0], "f")
-GROUP = np.repeat(np.arange(4), 2)
+PLACES = np.arange(B)[::-1].copy()
+
+BY_MAP = "for each example by micro_batch_map, and the rest outside, on the whole batch"
+BEFORE = "Compute what they give on the whole batch before, and pass that with the examples"
 
 
 def errors(w, x, y):
     return (jnp.tanh(x @ w) - y) ** 2
 
 
-def count_of_tokens(w, x, y, mask):
-    return jnp.sum(errors(w, x, y) * mask) / jnp.sum(mask)  # HERE
+def of_tokens(w, x, y, mask):
+    rows = errors(w, x, y)
+    return jnp.sum(rows * mask) / jnp.sum(mask)  # HERE
+
+
+def of_tokens_mended(w, x, y, mask):
+    rows = shrewjax.micro_batch_map(lambda w, x, y, mask: errors(w, x, y) * mask, K)(w, x, y, mask)
+    return jnp.sum(rows) / jnp.sum(mask)
 
 
 def two_divisors(w, x, y, mask, other):
-    first = jnp.sum(errors(w, x, y) * mask) / jnp.sum(mask)
-    return first + jnp.sum(errors(w, x, y) * other) / jnp.sum(other)  # HERE
+    rows = errors(w, x, y)
+    first, second = jnp.sum(rows * mask), jnp.sum(rows * other)
+    return first / jnp.sum(mask) + second / jnp.sum(other)  # HERE
 
 
-def two_divisors_of_the_batch(w, x, y, mask, other):
-    share = len(x) / B
-    first = jnp.sum(errors(w, x, y) * mask) / (MASK.sum() * share)
-    return first + jnp.sum(errors(w, x, y) * other) / (OTHER.sum() * share)
+def two_divisors_mended(w, x, y, mask, other):
+    def rows(w, x, y, mask, other):
+        rows = errors(w, x, y)
+        return rows * mask, rows * other
+
+    first, second = shrewjax.micro_batch_map(rows, K)(w, x, y, mask, other)
+    return jnp.sum(first) / jnp.sum(mask) + jnp.sum(second) / jnp.sum(other)
 
 
-def divisor_beside_a_weight(w, x, y, mask, other):
-    share = jnp.sum(mask) / MASK.sum()
-    first = jnp.sum(errors(w, x, y) * mask) / jnp.sum(mask)
-    return first + jnp.sum(errors(w, x, y) * other) / (OTHER.sum() * share)
+def penalty(w, x, y, mask):
+    rows = errors(w, x, y)
+    return jnp.sum(rows) + jnp.sum(w**2)  # HERE
 
 
-def penalty(w, x, y):
-    return jnp.sum(errors(w, x, y)) + jnp.sum(w**2)  # HERE
+def penalty_mended(w, x, y, mask):
+    return jnp.sum(shrewjax.micro_batch_map(errors, K)(w, x, y)) + jnp.sum(w**2)
 
 
-def penalty_of_a_share(w, x, y):
-    return jnp.sum(errors(w, x, y)) + jnp.sum(w**2) * len(x) / B
+def normalized(w, x, y, mask):
+    z = x @ w
+    z = (z - jnp.mean(z)) / jnp.std(z)  # HERE
+    return jnp.mean((z - y) ** 2)
 
 
-def penalty_beside_a_weight(w, x, y, mask):
-    return jnp.sum(errors(w, x, y) * mask) + jnp.sum(w**2) * jnp.sum(mask) / MASK.sum()
+def normalized_mended(w, x, y, mask):
+    z = shrewjax.micro_batch_map(lambda w, x: x @ w, K)(w, x)
+    z = (z - jnp.mean(z)) / jnp.std(z)
+    return jnp.mean((z - y) ** 2)
 
 
-def penalty_of_tokens(w, x, y, mask):
-    return jnp.sum(errors(w, x, y) * mask) + jnp.sum(w**2)  # HERE
+def contrastive(w, x, y, mask):
+    z = jnp.tanh(x * w[None])
+    return jnp.mean(jax.nn.logsumexp(z @ z.T, axis=1))  # HERE
 
 
-def sum_and_mean(w, x, y):
-    return jnp.sum(errors(w, x, y)) + jnp.mean(jnp.tanh(x @ w))  # HERE
+def contrastive_mended(w, x, y, mask):
+    z = shrewjax.micro_batch_map(lambda w, x: jnp.tanh(x * w[None]), K)(w, x)
+    return jnp.mean(jax.nn.logsumexp(z @ z.T, axis=1))
 
 
-def sum_of_both(w, x, y):
-    return jnp.sum(errors(w, x, y)) + jnp.sum(jnp.tanh(x @ w)) / B
+@pytest.mark.parametrize(
+    ("wrong", "named", "mended"),
+    [
+        (of_tokens, ["rows * mask"], of_tokens_mended),
+        (two_divisors, ["rows * other", "rows * mask"], two_divisors_mended),
+        (penalty, ["rows = errors(w, x, y)"], penalty_mended),
+        (normalized, ["x @ w"], normalized_mended),
+        (contrastive, ["jnp.tanh(x * w[None])"], contrastive_mended),
+    ],
+)
+def test_the_named_expressions_by_micro_batch_map_give_the_whole_batch(wrong, named, mended):
+    args = (W, X, Y, MASK, OTHER) if "two" in wrong.__name__ else (W, X, Y, MASK)
+    message = message_of(wrong, args)
+    number = line_of(wrong)
+    assert f"\n  test_causes.py:{number}: {linecache.getline(__file__, number).strip()}\n" in message
+    assert BY_MAP in message
+    found = [line.split(": ", 1)[1] for line in message.partition("batch norm:")[2].splitlines() if line]
+    assert {*found} <= {*named, "errors(w, x, y)"}
+    assert found
+    assert shrewjax.check_micro_batches(mended, *args) < 1e-5
+    whole, step = jax.value_and_grad(wrong), jax.value_and_grad(mended)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), step(*args), whole(*args))
 
 
-def statistic_of_the_data(w, x, y):
-    y = y - jnp.mean(y)  # HERE
+def centered_data(w, x, y):
+    x = x - jnp.mean(x, 0, keepdims=True)  # HERE
     return jnp.mean(errors(w, x, y))
-
-
-def statistic_before_the_call(w, x, y, mean):
-    return jnp.mean(errors(w, x, y - mean))
-
-
-def lookup(w, x, y, table):
-    return jnp.mean(errors(w, x, table[y]))  # HERE
-
-
-def neighbours(w, x, y):
-    return jnp.mean(errors(w, x[::2] - x[1::2], y[::2]))  # HERE
-
-
-def pairs(w, x, y):
-    return jnp.mean(errors(w, x[:, 0] - x[:, 1], y[:, 0]))
 
 
 def reversed_rows(w, x, y):
     return jnp.mean(errors(w, x[::-1], y))  # HERE
 
 
-def rows_before_the_call(w, x, y):
-    return jnp.mean(errors(w, x, y))
-
-
-def numbered(w, x, y):
-    return jnp.mean(errors(w, x, jnp.take(jnp.arange(2.0 * B), jnp.arange(len(x)))) + 0 * y)  # HERE
-
-
-def numbers_passed(w, x, y, n):
-    return jnp.mean(errors(w, x, jnp.take(jnp.arange(2.0 * B), n)) + 0 * y)
-
-
-def function_of_the_data(w, x, y):
-    return jnp.mean(errors(w, x, y)) * jnp.exp(jnp.mean(y))  # HERE
-
-
-def factor_before_the_call(w, x, y, factor):
-    return jnp.mean(errors(w, x, y)) * factor
-
-
-def time_first(w, x):
-    def step(h, row):
-        return jnp.tanh(h + row @ w), None
-
-    return jnp.mean(jax.lax.scan(step, jnp.zeros_like(x[0]), x)[0])  # HERE
-
-
-def time_second(w, x):
-    def step(h, row):
-        return jnp.tanh(h + row @ w), None
-
-    return jnp.mean(jax.lax.scan(step, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[0])
-
-
-def clipped_rows(w, x, y):
-    z = shrewjax.clip_cotangent((x @ w)[:, None], 0.01)  # HERE
-    return jnp.mean((jnp.tanh(z[:, 0]) - y) ** 2)
-
-
-def clipped_by_the_batch(w, x, y):
-    z = shrewjax.clip_cotangent((x @ w)[:, None], 0.01 * B / len(x))
-    return jnp.mean((jnp.tanh(z[:, 0]) - y) ** 2)
-
-
-XYM = W, X, Y, MASK
-TIMES = RNG.normal(size=(B, 4, 3)).astype("f")
-TABLE = np.arange(float(B), dtype="f") / B
-ROWS = {
-    "counts 2, 3 in": (count_of_tokens, {}, XYM, count_of_tokens, {"weight_fn": lambda w, x, y, m: jnp.sum(m)}, XYM),
-    "divides by": (two_divisors, {}, (*XYM, OTHER), two_divisors_of_the_batch, {}, (*XYM, OTHER)),
-    "times w / W": (
-        two_divisors,
-        {"weight_fn": lambda w, x, y, m, o: jnp.sum(m)},
-        (*XYM, OTHER),
-        divisor_beside_a_weight,
-        {"weight_fn": lambda w, x, y, m, o: jnp.sum(m)},
-        (*XYM, OTHER),
-    ),
-    "reduction='sum'": (penalty, {}, (W, X, Y), penalty_of_a_share, {"reduction": "sum"}, (W, X, Y)),
-    "len(x) / B": (penalty, {"reduction": "sum"}, (W, X, Y), penalty_of_a_share, {"reduction": "sum"}, (W, X, Y)),
-    "by w / W": (
-        penalty_of_tokens,
-        {"reduction": "sum_over_weights", "weight_fn": lambda w, x, y, m: jnp.sum(m)},
-        XYM,
-        penalty_beside_a_weight,
-        {"reduction": "sum_over_weights", "weight_fn": lambda w, x, y, m: jnp.sum(m)},
-        XYM,
-    ),
-    "different denominators": (sum_and_mean, {}, (W, X, Y), sum_of_both, {"reduction": "sum"}, (W, X, Y)),
-    "gives each example a statistic": (
-        statistic_of_the_data,
-        {},
-        (W, X, Y),
-        statistic_before_the_call,
-        {"batch_argnums": (1, 2)},
-        (W, X, Y, Y.mean()),
-    ),
-    "leave it out of batch_argnums=": (
-        lookup,
-        {},
-        (W, X, np.arange(B)[::-1].copy(), TABLE),
-        lookup,
-        {"batch_argnums": (1, 2)},
-        (W, X, np.arange(B)[::-1].copy(), TABLE),
-    ),
-    "reshape the arrays": (
-        neighbours,
-        {},
-        (W, X, Y),
-        pairs,
-        {},
-        (W, X.reshape(4, 2, 3), Y.reshape(4, 2)),
-    ),
-    "pass its rows": (reversed_rows, {}, (W, X, Y), rows_before_the_call, {}, (W, X[::-1].copy(), Y)),
-    "numbers the rows": (numbered, {}, (W, X, Y), numbers_passed, {}, (W, X, Y, np.arange(B))),
-    "is not linear": (
-        function_of_the_data,
-        {},
-        (W, X, Y),
-        factor_before_the_call,
-        {"batch_argnums": (1, 2)},
-        (W, X, Y, np.exp(Y.mean())),
-    ),
-    "axis of examples to the front": (time_first, {}, (X[:3], TIMES), time_second, {}, (X[:3], TIMES.swapaxes(0, 1))),
-    "multiply what is compared with cotangents": (clipped_rows, {}, (W, X, Y), clipped_by_the_batch, {}, (W, X, Y)),
-}
-
-
-def line_of(function):
-    lines, first = inspect.getsourcelines(function)
-    return first + next(i for i, line in enumerate(lines) if "# HERE" in line)
-
-
-@pytest.mark.parametrize("words", ROWS)
-def test_a_mistake_is_named_with_its_line_and_its_remedy_is_right_when_followed(words):
-    wrong, options, args, fixed, fixed_options, fixed_args = ROWS[words]
-    with pytest.raises(AssertionError, match="2 micro-batches give another result than the whole batch") as caught:
-        shrewjax.check_micro_batches(wrong, K, **options)(*args)
-    message = str(caught.value)
-    number = line_of(wrong)
-    assert f"\n  test_causes.py:{number}: {linecache.getline(__file__, number).strip()}\n    " in message
-    assert words in message
-
-    shrewjax.check_micro_batches(fixed, K, **fixed_options)(*fixed_args)
-    of_batch = shrewjax.value_and_grad(fixed, K, **fixed_options)
-    value, grads = jax.jit(of_batch)(*fixed_args)
-    whole, whole_grads = jax.value_and_grad(wrong)(*args)
-    if wrong is not sum_and_mean and "weights" not in str(options.get("reduction")):
-        np.testing.assert_allclose(value, whole, rtol=1e-4)
-        np.testing.assert_allclose(grads, whole_grads, rtol=1e-3, atol=1e-5)
-
-
-def bias(params, x):
-    return x @ params["w"] + params["b"][None]
-
-
-PARAMS = {"w": np.diag(W), "b": W}
-
-
-def compares(params, x):
-    z = bias(params, x)
-    return jnp.mean(jax.nn.logsumexp(z @ z.T, axis=1) - jnp.sum(z**2, 1))  # HERE
-
-
-def root_of_a_mean(params, x):
-    return jnp.sqrt(jnp.mean(bias(params, x) ** 2))  # HERE
-
-
-def centered(params, x):
-    z = bias(params, x)
-    z = z - jnp.mean(z, 0, keepdims=True)  # HERE
-    return jnp.mean(z**4)
-
-
 @pytest.mark.parametrize(
-    ("wrong", "words", "of_features"),
-    [
-        (
-            compares,
-            "compares or mixes examples",
-            lambda p, z: jnp.mean(jax.nn.logsumexp(z @ z.T, 1) - jnp.sum(z**2, 1)),
-        ),
-        (root_of_a_mean, "is not linear", lambda p, z: jnp.sqrt(jnp.mean(z**2))),
-        (
-            centered,
-            "Or keep it, if each micro-batch may have its own",
-            lambda p, z: jnp.mean((z - jnp.mean(z, 0, keepdims=True)) ** 4),
-        ),
-    ],
+    ("wrong", "before"), [(centered_data, (X - X.mean(0), Y)), (reversed_rows, (X[::-1].copy(), Y))]
 )
-def test_what_depends_on_parameters_is_sent_to_micro_batch_map_which_give_the_gradients_of_the_whole_batch(
-    wrong, words, of_features
-):
-    with pytest.raises(AssertionError) as caught:
-        shrewjax.check_micro_batches(wrong, K)(PARAMS, X)
-    message = str(caught.value)
+def test_what_mixes_examples_before_a_parameter_is_computed_before(wrong, before):
+    message = message_of(wrong, (W, X, Y))
     assert f"test_causes.py:{line_of(wrong)}:" in message
-    assert words in message
-    assert "Let micro_batch_map return" in message
-    rows = shrewjax.micro_batch_map(bias, K)
-    value, grads = jax.jit(jax.value_and_grad(lambda p: of_features(p, rows(p, X))))(PARAMS)
-    whole, whole_grads = jax.value_and_grad(wrong)(PARAMS, X)
-    np.testing.assert_allclose(value, whole, rtol=1e-5)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), grads, whole_grads)
+    assert BEFORE in message
+    step = shrewjax.value_and_grad(lambda w, x, y: jnp.mean(errors(w, x, y)), K)
+    assert shrewjax.check_micro_batches(step, W, *before) < 1e-5
+    np.testing.assert_allclose(step(W, *before)[1], jax.grad(wrong)(W, X, Y), rtol=1e-4)
+
+
+def test_a_table_that_is_looked_up_is_left_out_of_the_examples():
+    def lookup(w, x, places, table):
+        return jnp.mean(errors(w, table[places], x[:, 0]))
+
+    args = W, X, PLACES, X + 1
+    assert "leave it out of batch_argnums=" in message_of(lookup, args)
+    step = shrewjax.value_and_grad(lookup, K, batch_argnums=(1, 2))
+    assert shrewjax.check_micro_batches(step, *args) < 1e-5
+    np.testing.assert_allclose(step(*args)[1], jax.grad(lookup)(*map(jnp.asarray, args)), rtol=1e-4)
 
 
 def test_an_option_that_fits_is_proposed_before_any_line():
@@ -299,82 +157,78 @@ def test_an_option_that_fits_is_proposed_before_any_line():
         (of_sum, tokens, "Pass reduction='sum_over_weights'."),
     ]
     for loss, options, words in rows:
+        message = message_of(loss, (W, X, Y), **options)
+        assert message.endswith(words), message
+        assert "test_causes.py" not in message
+
+
+def test_a_key_that_the_loss_closes_over_or_makes_is_named():
+    closed = jax.random.key(3)
+    for key in (lambda: closed, lambda: jax.random.key(3), lambda: jax.random.PRNGKey(3)):
+
+        def loss(w, x, y, key=key):
+            return jnp.mean(errors(w, x + jax.random.normal(key(), x.shape), y))
+
+        message = message_of(loss, (W, X, Y))
+        assert "x + jax.random.normal(key(), x.shape)" in message
+        assert message.endswith("Name its key in rng_argnums=.")
+
+
+def test_an_aux_of_another_name_is_an_error_that_names_one_that_fits():
+    def loss(w, x, y, mask):
+        aux = {
+            "count": jnp.sum(mask),
+            "least": jnp.min(x),
+            "rows": jnp.tanh(x @ w),
+            "accuracy": jnp.sum(mask * y) / jnp.sum(mask),
+        }
+        return jnp.mean(errors(w, x, y)), aux
+
+    names = {"count": "sum", "least": "min", "rows": "examples", "accuracy": "last"}
+    args = W, X, Y, MASK
+    of = lambda **other: shrewjax.value_and_grad(loss, K, has_aux=True, aux_reduction=names | other)  # noqa: E731
+    shrewjax.check_micro_batches(of(), *args)
+    for leaf, wrong in {"count": "max", "least": "max"}.items():
         with pytest.raises(AssertionError) as caught:
-            shrewjax.check_micro_batches(loss, K, **options)(W, X, Y)
-        assert str(caught.value).endswith(words), caught.value
-        assert "test_causes.py" not in str(caught.value)
+            shrewjax.check_micro_batches(of(**{leaf: wrong}), *args)
+        assert f"leaf ['{leaf}'] of the aux has another 'max' in micro-batches" in str(caught.value)
+        assert str(caught.value).endswith(f"Name it {names[leaf]!r} in aux_reduction=.")
+    with pytest.raises(AssertionError, match=r"accuracy.*\n.*test_causes.py.*jnp.sum\(mask \* y\)") as caught:
+        shrewjax.check_micro_batches(of(accuracy="mean"), *args)
+    assert "Return sums" in str(caught.value)
 
 
-def test_micro_batches_of_several_sizes_need_the_number_of_examples():
-    def of_mean(w, x, y):
-        return jnp.mean(errors(w, x, y))
+def test_a_difference_in_the_backward_pass_alone_is_found():
+    @jax.custom_vjp
+    def normalized(x):
+        return x
 
-    batches = [(X[:5], Y[:5]), (X[5:], Y[5:])]
-    with pytest.raises(
-        AssertionError, match="Pass reduction='mean', and weight_fn=, a function that returns the number"
-    ):
-        shrewjax.check_micro_batches(of_mean, batches)(W)
-    shrewjax.check_micro_batches(of_mean, batches, weight_fn=lambda w, x, y: len(x))(W)
+    normalized.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.sqrt(jnp.sum(g**2)),))
 
+    def loss(w, x, y):
+        return jnp.mean((normalized(x @ w) - y) ** 2)
 
-SIZE = 16
-INPUTS, GOALS = np.random.default_rng(5).normal(size=(SIZE, 3)).astype("f"), np.arange(SIZE, dtype="f") / SIZE
-PRIORITIES = np.random.default_rng(6).uniform(size=SIZE).astype("f")
+    message = message_of(loss, (W, X, Y))
+    assert "return jnp.mean((normalized(x @ w) - y) ** 2)" in message
+    assert "The gradient parts, and the loss does not" in message
 
 
-def square_error(p, x, y):
-    return (x @ p - y) ** 2
+def test_programs_that_differ_are_named():
+    def loss(w, x, y):
+        h = jnp.zeros(())
+        for row in x:
+            h = jnp.tanh(h + row @ w)  # HERE
+        return h
+
+    assert "`fun` runs other operations for another number of examples" in message_of(loss, (W, X, Y))
 
 
-def second_term(p, x):
-    return 0.1 * (x @ p)
+def message_of(loss, args, **options):
+    with pytest.raises(AssertionError) as caught:
+        shrewjax.check_micro_batches(shrewjax.value_and_grad(loss, K, **options), *args)
+    return str(caught.value)
 
 
-# The loss of a divisor, the divisor of the batch, and the reduction.
-DIVIDED = {
-    "each by the largest": (lambda p, x, y, w, d: jnp.mean(square_error(p, x, y) * w / d), np.max, "mean"),
-    "a mean by the largest": (lambda p, x, y, w, d: jnp.mean(square_error(p, x, y)) / d, np.max, "mean"),
-    "each by the mean": (
-        lambda p, x, y, w, d: jnp.mean(square_error(p, x, y) * (w / d)) + jnp.mean(second_term(p, x)), np.mean, "mean",
-    ),
-    "a sum by the sum": (
-        lambda p, x, y, w, d: jnp.sum(square_error(p, x, y) * w) / d + jnp.mean(second_term(p, x)), np.sum, "mean",
-    ),
-    "a mean by the sum": (
-        lambda p, x, y, w, d: jnp.mean(square_error(p, x, y) * w) / d + jnp.mean(second_term(p, x)), np.sum, "mean",
-    ),
-    "a sum by the sum, of a sum": (
-        lambda p, x, y, w, d: jnp.sum(square_error(p, x, y) * w) / d + jnp.sum(second_term(p, x)), np.sum, "sum",
-    ),
-    "each by the largest, in a sum": (lambda p, x, y, w, d: jnp.sum(square_error(p, x, y) * w / d), np.max, "sum"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DIVIDED)
-def test_the_remedy_of_a_divisor_gives_the_gradient_of_the_whole_batch(name):
-    """The message says whether a share stands beside the divisor. The test writes what it says."""
-    loss, divisor, reduction = DIVIDED[name]
-    of_jax = {np.max: jnp.max, np.mean: jnp.mean, np.sum: jnp.sum}[divisor]
-    params, d = jnp.ones(3), divisor(PRIORITIES)
-
-    def mistaken(p, x, y, w):
-        return loss(p, x, y, w, of_jax(w))
-
-    with pytest.raises(AssertionError, match="This line divides by") as error:
-        shrewjax.check_micro_batches(mistaken, 4, reduction=reduction)(params, INPUTS, GOALS, PRIORITIES)
-    has_share = "times len(x) / B" in str(error.value)
-
-    def mended(p, x, y, w):
-        return loss(p, x, y, w, d * len(x) / SIZE if has_share else d)
-
-    step = jax.jit(shrewjax.value_and_grad(mended, 4, reduction=reduction))
-    expected = jax.grad(lambda p: loss(p, INPUTS, GOALS, PRIORITIES, d))(params)
-    np.testing.assert_allclose(step(params, INPUTS, GOALS, PRIORITIES)[1], expected, rtol=1e-5)
-
-
-def test_a_constant_of_the_micro_batch_is_named():
-    def loss(p, x):
-        return jnp.mean((x @ p - GOALS[: len(x)]) ** 2)
-
-    with pytest.raises(AssertionError, match=r"come from no argument. Pass them as an argument that holds examples"):
-        shrewjax.check_micro_batches(loss, 4)(jnp.ones(3), INPUTS)
+def line_of(function):
+    lines, first = inspect.getsourcelines(function)
+    return first + next(i for i, line in enumerate(lines) if "# HERE" in line)

@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shrewjax._batches.roles import roles_of
 from shrewjax._batches.value_and_grad import Options
 from shrewjax._checking.results import batches_of, moved
 
 X, Y = np.arange(12.0, dtype="f").reshape(6, 2), np.arange(6)
-OWN = {"argnums": (0,), "carry_argnum": ()}
+ROLES = {"argnums": (0,), "carry_argnum": (), "rng_argnums": (), "batch_argnums": None}
 
 
 def loss(w, x, y, *, scale):
@@ -18,18 +17,19 @@ def loss(w, x, y, *, scale):
 
 
 def test_a_batch_is_divided_as_value_and_grad_does_and_the_rest_stays_as_it_is():
-    batches = batches_of(roles_of(loss, OWN, (), None), Options(3), [(X[0], X, Y)], {"scale": 2})
-    assert [e.tolist() for e in batches.examples] == [[0, 3], [1, 4], [2, 5]]
-    assert [x.tolist() for x in batches.each[1][1:]] == [X[[0, 3]].tolist(), [0, 3]]
-    assert batches.names == [("argnums", "w"), ("batch_argnums", "x"), ("batch_argnums", "y")]
+    batches = batches_of(loss, Options(3), ROLES, (X[0], X, Y), {"scale": 2}, returns_rows=False)
+    params, first = batches.each[1]
+    assert [np.asarray(x).tolist() for x in params.values()] == [X[0].tolist()]
+    assert [np.asarray(first[i]).tolist() for i in (1, 2)] == [X[[0, 3]].tolist(), [0, 3]]
+    assert [role for role, _ in batches.names()] == ["argnums", "", "batch_argnums", "batch_argnums"]
     assert batches.loss(*batches.each[0]) == (loss(X[0], X, Y, scale=2), ())
 
 
-def test_a_list_of_micro_batches_makes_a_whole_one_in_its_order():
-    calls = [(X[0], X[:4], Y[:4]), (X[0], X[4:], Y[4:])]
-    batches = batches_of(roles_of(loss, OWN, (), None), Options(2), calls, {"scale": 2})
-    assert [e.tolist() for e in batches.examples] == [[0, 1, 2, 3], [4, 5]]
-    np.testing.assert_array_equal(batches.each[0][1], X)
+def test_floating_arrays_of_whole_arguments_are_the_parameters_of_a_map():
+    tree = {"w": jnp.ones(2), "n": jnp.arange(2), "f": jnp.tanh, "scale": 2.0}
+    roles = {"rng_argnums": (), "batch_argnums": (1,)}
+    batches = batches_of(lambda p, x: x @ p["w"], Options(2), roles, (tree, X), {}, returns_rows=True)
+    assert [x.shape for x in batches.each[0][0].values()] == [(2,)]
 
 
 @pytest.mark.parametrize("x", [np.zeros(1000, "f"), np.full(1000, 3, "f"), np.full(1000, 2, np.float16)])

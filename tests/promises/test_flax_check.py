@@ -34,16 +34,17 @@ def test_a_model_with_dropout_is_checked_and_stays_as_it_was():
     model = Model(nnx.Rngs(0))
     model.norm.use_running_average = True
     before = jax.device_get(jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.Not(nnx.RngKey)))))
-    shrewjax.flax.check_micro_batches(loss, 2, weight_fn=count)(model, X, MASK)
-    batches = [(X[:5], MASK[:5]), (X[5:], MASK[5:])]
-    shrewjax.flax.check_micro_batches(loss, batches, weight_fn=count)(model)
-    with pytest.raises(AssertionError, match=r"test_flax_check.py:.* return jnp.mean\(.*\n.*Pass weight_fn="):
-        shrewjax.flax.check_micro_batches(loss, 2)(model, X, MASK)
+    right = shrewjax.flax.value_and_grad(loss, 2, weight_fn=count)
+    assert shrewjax.check_micro_batches(right, model, X, MASK) < 1e-4
+    with pytest.raises(AssertionError, match=r"test_flax_check.py:.* return jnp.mean\(.*\n.*by micro_batch_map"):
+        shrewjax.check_micro_batches(shrewjax.flax.value_and_grad(loss, 2), model, X, MASK)
     after = jax.device_get(jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.Not(nnx.RngKey)))))
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
 def test_batch_norm_differs_at_its_line():
     model = Model(nnx.Rngs(0))
-    with pytest.raises(AssertionError, match=r"return self.dropout\(self.norm.*\n.*Or keep it, if each micro-batch"):
-        shrewjax.flax.check_micro_batches(loss, 2, weight_fn=count)(model, X, MASK)
+    with pytest.raises(
+        AssertionError, match=r"return self.dropout\(self.norm.*\n.*Or keep what parts, if each micro-batch"
+    ):
+        shrewjax.check_micro_batches(shrewjax.flax.value_and_grad(loss, 2, weight_fn=count), model, X, MASK)
