@@ -561,6 +561,19 @@ class _OfObjects:
         return (value, whole_aux) if self._has_aux else value
 
 
+def _require_on_one_side(
+    numbered: dict[int, Any], is_in_wrt: Callable[[KeyPath, Leaf], bool]
+) -> None:
+    """Raises if objects share a variable that is in `wrt` in one of them alone."""
+    nodes = [pair for i, x in numbered.items() for pair in nnx.iter_graph({i: x})]
+    variables = [(path, x) for path, x in nodes if isinstance(x, nnx.Variable)]
+    in_wrt = {id(x) for path, x in variables if is_in_wrt(path, x)}
+    if in_wrt & {id(x) for path, x in variables if not is_in_wrt(path, x)}:
+        raise ValueError(
+            "two nnx objects share a variable, which is in wrt in one of them alone. Pass nnx.clone(x) as the other"
+        )
+
+
 def _predicate(wrt: Argument) -> Callable[[KeyPath, Leaf], bool]:
     try:
         return nnx.filterlib.to_predicate(wrt)
@@ -633,13 +646,7 @@ class _Objects:
         # 3. Check them.
         _require_variables(self._variables[0], wrt, model)
         self._require_floating(wrt)
-        nodes = [pair for i, x in numbered.items() for pair in nnx.iter_graph({i: x})]
-        variables = [(path, x) for path, x in nodes if isinstance(x, nnx.Variable)]
-        in_wrt = {id(x) for path, x in variables if is_in_wrt(path, x)}
-        if in_wrt & {id(x) for path, x in variables if not is_in_wrt(path, x)}:
-            raise ValueError(
-                "two nnx objects share a variable, which is in wrt in one of them alone. Pass nnx.clone(x) as the other"
-            )
+        _require_on_one_side(numbered, is_in_wrt)
 
     def _require_no_other_model(self, wrt: Any, first: PyTree) -> None:
         """Raises if another argument than the first has variables of `wrt`, which nothing would differentiate."""
