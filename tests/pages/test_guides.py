@@ -113,7 +113,7 @@ def grpo_by_hand(params, tokens, mask, before, reference, reward):
     at = np.nonzero(mask)
     now = attention_model(params, tokens)[at]
     ratio = jnp.exp(now - before[at])
-    groups = [reward[PROMPT == p] for p in range(4)]
+    groups = [reward[p == PROMPT] for p in range(4)]
     a = np.concatenate([(r - r.mean()) / (r.std() + 1e-4) for r in groups])[at[0]]
     gain = jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
     log_ratio = reference[at] - now
