@@ -1,7 +1,7 @@
 """The check that micro-batches give what the whole batch gives, of each divided call in a function.
 
 `check_micro_batches` runs the function without jit, so that a divided call in a jitted step has arrays. Each divided
-call then runs as it is, and `check_call` compares its whole batch with its micro-batches:
+call compares itself, and then runs as it is. `_check_call` compares its whole batch with its micro-batches:
 
 1. Run both near the given parameters, because the zeros of a new layer hide mistakes, or else at them.
 2. Compare results. Compiled programs are the fastest. If they differ, run equation by equation, until a line is known.
@@ -84,8 +84,9 @@ def check_micro_batches(
         CHECK.set(None)  # a divided call inside is a part of this one
         with jax.disable_jit(False):
             _require_arrays(options, call)
-            returned = run()  # raises the call's own errors
+            jax.eval_shape(run)  # raises the call's own errors
             errors.append(_check_call(batches_of(fun, options, *call), options, rtol))
+            returned = run()
         CHECK.set(check)
         return returned
 
