@@ -152,7 +152,7 @@ class Case(NamedTuple):
             where, remedy = keys, _KEY
         elif mixed and not remedy and result.is_alike:
             where, remedy = mixed, _BEFORE
-        unknown = _MODEL if result.is_alike else _OTHER + _MODEL
+        unknown = _MODEL if result.is_alike else _OTHER
         remedy = remedy or (_ROWS + _listed(rows.values()) if rows else unknown)
         lines = _listed(map(self._line, where))
         return Why(f"{what} They part here:{lines}\n{remedy}", where)
@@ -220,7 +220,7 @@ _BACKWARD = f"The gradient parts, and the loss does not. Compute what these line
 _MODEL = f"Compute what the model gives {_OUTSIDE}."
 _OTHER = (
     "`fun` runs other operations for another number of examples. If it is 1, pass more. Or move their axis to the "
-    "front of each array. Otherwise: "
+    f"front of each array. Or c{_MODEL[1:]}"
 )
 _KEY = "This line draws the same random numbers in each micro-batch. Name its key in rng_argnums=."
 _BEFORE = (

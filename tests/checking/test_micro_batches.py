@@ -87,7 +87,7 @@ RIGHT = {
     ),
     "a loop that converges": (converged, {}, (W, X, 1 + Y**2)),
     "a weight of parameters": (
-        lambda w, x, y: jnp.sum(errors(w, x, y) * (x @ w > -1)) / jnp.maximum(jnp.sum(x @ w > -1), 1),
+        lambda w, x, y: jnp.sum(errors(w, x, y), where=x @ w > -1) / jnp.maximum(jnp.sum(x @ w > -1), 1).astype("f"),
         {"weight_fn": lambda w, x, y: jnp.sum(x @ w > -1)},
         (W, X, Y),
     ),
