@@ -116,7 +116,7 @@ def _require_arrays(options: Options, *arrays: PyTree) -> None:
     if is_traced(arrays):
         raise ValueError(
             "check_micro_batches must see arrays, but a divided call is inside grad, vmap, checkpoint or shard_map, or "
-            "the check is inside jit. Pass the loss itself, which calls micro_batch_map, and its arguments"
+            "the check is inside jit. Pass the loss itself, or another function that makes the call with arrays"
         )
     if options.micro_batches < 2:
         raise ValueError(
