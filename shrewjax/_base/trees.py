@@ -46,11 +46,11 @@ def map_floating(function: Callable[[Leaf], Leaf], grads: Tree) -> Tree:
 
 def _may_repeat(x: PyTree) -> bool:
     """Returns whether `x` is one of JAX's sparse arrays, such as BCOO, in which an index may stand twice."""
-    return getattr(x, "unique_indices", None) is False
+    return _is_sparse(x) and getattr(x, "unique_indices", None) is False
 
 
 def _is_sparse(x: PyTree) -> bool:
-    return hasattr(x, "todense")
+    return hasattr(type(x), "todense")  # a container may have any attribute
 
 
 def gradient_arrays(grads: PyTree) -> PyTree:

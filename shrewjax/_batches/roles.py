@@ -347,7 +347,7 @@ def key_message(call: Call, at: int, path: KeyPath) -> str:
     no_key = "" if is_typed else ". If these numbers are no key, convert them to int32"
     return (
         f"{call.name(at, path)} is a PRNG key, and each {call.part} needs its own. {remedy}. "
-        f"If all share one, pass jax.random.key_data of it as int32, and call wrap_key_data in fun{no_key}"
+        f"If all share one, pass jax.random.key_data of it as int32 by keyword, and let fun wrap it as uint32{no_key}"
     )
 
 

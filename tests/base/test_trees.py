@@ -88,3 +88,23 @@ def test_a_sparse_gradient_that_may_repeat_an_index_is_an_error_with_a_remedy_th
             call({"table": repeated})
     for x in (repeated.sum_duplicates(nse=repeated.nse), repeated.todense()):
         assert shrewjax.grad_norm({"table": x}) == 2
+
+
+class AttrDict(dict):
+    __getattr__ = dict.__getitem__
+
+
+jax.tree_util.register_pytree_node(
+    AttrDict, lambda x: (tuple(x.values()), tuple(x)), lambda names, values: AttrDict(zip(names, values, strict=True))
+)
+
+
+def test_a_container_that_raises_for_missing_attributes_holds_leaves_as_any_other():
+    grads = AttrDict(a=jnp.full(2, 3.0), b=jnp.full(2, 4.0))
+    np.testing.assert_allclose(shrewjax.grad_norm(grads), np.sqrt(50), rtol=1e-6)
+    value, found = shrewjax.value_and_grad(lambda p, x: jnp.mean(x * p.a[0] + p.b[0]), 2)(grads, jnp.ones(4))
+    assert value == 7
+    np.testing.assert_array_equal(found["a"], [1, 0])
+    tx = shrewjax.accumulate(optax.sgd(1.0), 1)
+    updates, _ = tx.update(grads, tx.init(grads), grads)
+    np.testing.assert_array_equal(updates.a, -grads.a)

@@ -585,6 +585,6 @@ def test_the_remedy_for_one_key_of_all_micro_batches_is_right_on_an_explicit_mes
         x = jax.device_put(X, P("data"))
         with pytest.raises(ValueError, match=r"If all share one, pass jax\.random\.key_data of it as int32"):
             shrewjax.value_and_grad(drawing, K, sum_over="data")(PARAMS, x, key)
-        step = quick_jit(shrewjax.value_and_grad(of_data, K, sum_over="data", batch_argnums=1))
-        found = step(PARAMS, x, jax.random.key_data(key).astype("int32"))
+        step = quick_jit(shrewjax.value_and_grad(of_data, K, sum_over="data"))
+        found = step(PARAMS, x, data=jax.random.key_data(key).astype("int32"))
     assert_close(found, jax.value_and_grad(drawing)(PARAMS, X, key), rtol=1e-4, atol=1e-6)

@@ -276,7 +276,8 @@ AROUND = {
 def test_flush_of_a_wrapped_accumulation_is_an_error_whose_advice_closes_the_window(around, way):
     tx, params = AROUND[around](shrewjax.accumulate(optax.sgd(1.0), 8)), vector(0.0)
     with pytest.raises(
-        ValueError, match=r"tx must be the transformation that accumulate returned.*flush=True.*weight=0, flush=True"
+        ValueError,
+        match=r"tx must be the transformation that accumulate returned.*inside tx, call .*weight=0, flush=True",
     ):
         shrewjax.flush(tx, tx.init(params), params)
     _, state = tx.update(vector(2.0), tx.init(params), params)
@@ -567,5 +568,40 @@ def test_value_checks_of_the_window_are_there_for_who_wants_them(change, weight,
     else:
         with pytest.raises(AssertionError, match=message):
             call()
-    with pytest.raises(ValueError, match="no window"):
+    with pytest.raises(ValueError, match="must contain a window"):
         shrewjax.check_window(optax.EmptyState(), 3)
+
+
+# --- what inner gets beside gradients, and states that are set by hand ---------------------------------------------
+
+
+def test_flush_hands_a_loss_to_a_transformation_that_declares_one_and_to_no_other():
+    def strict(updates, state, params=None, **extra_args):
+        assert not extra_args
+        return updates, state
+
+    def declaring(updates, state, params=None, *, value):
+        return updates, value
+
+    for update, first, value in ((strict, (), {}), (declaring, jnp.float32(0), {"value": jnp.float32(2)})):
+        inner = optax.GradientTransformationExtraArgs(lambda params, first=first: first, update)
+        tx = shrewjax.accumulate(optax.chain(optax.sgd(0.1), inner), 4)
+        params = jnp.ones(3)
+        _, state = tx.update(params, tx.init(params), params, **value)
+        params, state = shrewjax.flush(tx, state, params)
+        np.testing.assert_allclose(params, 0.9)
+    assert state.inner_state[1] == 2
+
+
+@pytest.mark.parametrize("number", [0.5, np.float64(0.5), np.float32(0.5)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "wrap", [lambda tx: shrewjax.accumulate(tx, 2), shrewjax.skip_nonfinite, shrewjax.skip_on_spike]
+)
+def test_a_hyperparameter_may_be_set_by_hand_to_a_number(wrap, number):
+    tx = wrap(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+    params = jnp.ones(3)
+    state = tx.init(params)
+    state.inner_state.hyperparams["learning_rate"] = number
+    for _ in range(2):
+        updates, state = tx.update(params, state, params)
+    np.testing.assert_allclose(updates, -0.5)
