@@ -218,10 +218,9 @@ def _add_and_run(
     grads = trees.gradient_arrays(step.make_gradients())
     closes = arguments.flag("flush", flush)
     warn_of_lost_scatters(grads)
-    # A call of weight 0, such as `flush`, needs no value. A transformation that has one as an argument then gets the
-    # mean value of the window so far.
+    # A call of weight 0, such as `flush`, needs no value. Inner then gets the mean value of the window so far.
     adds_nothing = isinstance(weight, float) and weight == 0
-    takes_value = value is not None or (adds_nothing and "value" in declared_arguments(inner)[0])
+    takes_value = value is not None or (adds_nothing and _takes_value(inner))
 
     # 2. Add the micro-batch.
     added = window.advance(state, grads, weight, value, flush=closes, when_full=True)
@@ -426,6 +425,14 @@ def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> 
 
 
 _NESTED = "Multiply the accum_steps instead of nesting accumulations"
+
+
+def _takes_value(tx: optax.GradientTransformationExtraArgs) -> bool:
+    """Returns whether `update` takes a `value`. `optax.contrib.sam` has other extra arguments, and raises at one."""
+    parameters = inspect.signature(tx.update).parameters
+    return "value" in parameters or any(
+        x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values()
+    )
 
 
 def apply_gradients(

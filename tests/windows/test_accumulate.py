@@ -572,25 +572,7 @@ def test_value_checks_of_the_window_are_there_for_who_wants_them(change, weight,
         shrewjax.check_window(optax.EmptyState(), 3)
 
 
-# --- what inner gets beside gradients, and states that are set by hand ---------------------------------------------
-
-
-def test_flush_hands_a_loss_to_a_transformation_that_declares_one_and_to_no_other():
-    def strict(updates, state, params=None, **extra_args):
-        assert not extra_args
-        return updates, state
-
-    def declaring(updates, state, params=None, *, value):
-        return updates, value
-
-    for update, first, value in ((strict, (), {}), (declaring, jnp.float32(0), {"value": jnp.float32(2)})):
-        inner = optax.GradientTransformationExtraArgs(lambda params, first=first: first, update)
-        tx = shrewjax.accumulate(optax.chain(optax.sgd(0.1), inner), 4)
-        params = jnp.ones(3)
-        _, state = tx.update(params, tx.init(params), params, **value)
-        params, state = shrewjax.flush(tx, state, params)
-        np.testing.assert_allclose(params, 0.9)
-    assert state.inner_state[1] == 2
+# --- a state that is set by hand ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [0.5, np.float64(0.5), np.float32(0.5)], ids=lambda x: type(x).__name__)
