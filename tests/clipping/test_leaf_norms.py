@@ -227,7 +227,7 @@ def test_the_state_is_a_tree_like_the_parameters_and_stays_one():
         (lambda: shrewjax.clip_by_global_norm(1.0, per_leaf=jnp.array(True)), r"per_leaf must be True or False"),
         (
             lambda: shrewjax.clip_by_global_norm(1.0, ord=1, per_leaf=True),
-            r"ord must be 2 with per_leaf=True, .*, got 1.0. Leave out ord. Or leave out per_leaf",
+            r"ord must be 2 with per_leaf=True, got 1.0. Leave out ord or per_leaf",
         ),
         (
             lambda: shrewjax.clip_by_global_norm(1.0, per_leaf=True).update(

@@ -84,7 +84,7 @@ def test_models_of_their_own_on_each_device_have_windows_of_their_own(axis_type,
         carry = mapped(*placed((*carry, *rest), mesh, REPLICA))
         alone = [step(*x, *of_model(rest, i)) for i, x in enumerate(alone)]
     assert len({*map(int, carry[1].windows)}) > 1
-    assert_close(carry, jax.tree.map(lambda *x: jnp.stack(x), *alone), rtol=1e-6)
+    assert_close(carry, jax.tree.map(lambda *x: jnp.stack(x), *alone), rtol=2e-6)
 
 
 def test_a_collective_inside_that_some_devices_would_skip_is_an_error():
@@ -95,5 +95,5 @@ def test_a_collective_inside_that_some_devices_would_skip_is_an_error():
 
     params = jnp.ones((4, 3))
     mapped = jax.shard_map(step, mesh=mesh_of(replica=4), in_specs=REPLICA, out_specs=REPLICA)
-    with pytest.raises(ValueError, match=r"micro_step.* same on every .* over 'replica', because inner has a coll"):
+    with pytest.raises(ValueError, match=r"^the decision .* may differ over 'replica', over which inner has a coll"):
         jax.eval_shape(mapped, jax.vmap(tx.init)(params), params)
