@@ -413,7 +413,7 @@ ERRORS = {
     "inside a map": (lambda: inside("data"), NO_AXIS + r"mapped are \('pod',\)\. Name them in axis_names="),
     "examples": (
         lambda: traced(rows=24),
-        r"argument 1 has 24 examples, sharded over 8 devices, .* Pad the batch to 32, .* leave out sum_over",
+        r"argument 1 has 24 examples, which micro_batches=2 on each of 8 devices does not divide\. Pad the batch to 32",
     ),
     "a constraint": (lambda: placed_by(P("data"), data=8), PLACED),
     "a constraint with a mesh": (lambda: placed_by(P("data"), is_named=True, data=8), PLACED),

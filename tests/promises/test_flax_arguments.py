@@ -41,7 +41,7 @@ def test_the_batch_may_come_by_keyword(named):
 
 @pytest.mark.parametrize("at", [2, -3])
 def test_position_behind_the_last_argument_is_out_of_range(at):
-    with pytest.raises(ValueError, match=rf"^batch_argnums has the position {at}, but 2 arguments came by position$"):
+    with pytest.raises(ValueError, match=rf"^batch_argnums has the position {at}, but 2 arguments came by position\. Pass it by position$"):
         shrewjax.flax.value_and_grad(loss, 2, batch_argnums=at)(model(), X)
 
 
