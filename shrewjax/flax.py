@@ -137,8 +137,7 @@ class Optimizer(nnx.Optimizer[Any]):
         if missing:
             raise ValueError(
                 f"grads must hold the variables of wrt={trees.shown(self.wrt)}, got {type(grads).__name__} without "
-                f"{missing[0]}. Pass gradients that were made with the same wrt. If wrt means paths in one "
-                "model, make an optimizer for each model"
+                f"{missing[0]}. Pass gradients of the same wrt. Or make an optimizer for each model"
             )
         new_params, opt_state = apply_gradients(
             self.tx, its_grads, _arrays(self.opt_state), params, **_arrays(extra_args)
@@ -187,8 +186,8 @@ class TrainState(train_state.TrainState):
         for field in dataclasses.fields(cls):
             if field.name in ("weight", "flush", "value"):
                 raise ValueError(
-                    f"{cls.__name__} must not have a field named {field.name}, because {field.name}= is an argument of "
-                    "apply_gradients and would not change the field. Give the field another name"
+                    f"{cls.__name__} must not have a field named {field.name}, which is an argument of "
+                    "apply_gradients. Give the field another name"
                 )
 
     @classmethod
@@ -508,7 +507,7 @@ def _with_model_by_position(
     first = next(iter(positional_names(fun)), None)
     if first not in kwargs:
         raise ValueError(
-            "the first argument must be the model, got no argument by position. Pass the model first"
+            "the first argument must be the model, got none by position. Pass the model first"
         )
     return (kwargs[first],), {name: x for name, x in kwargs.items() if name != first}
 
@@ -588,14 +587,14 @@ def _require_variables(params: PyTree, wrt: Any, model: PyTree) -> None:
     if not jax.tree.leaves(params):
         raise ValueError(
             f"wrt={trees.shown(wrt)} must match a variable of the model, got {type(model).__name__}, which has none. "
-            "Pass a filter of the variables to train, such as nnx.Param"
+            "Pass a filter such as nnx.Param"
         )
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
     # Those of linen, by `nnx.bridge`.
     if OVERWRITE_WITH_GRADIENT in {type(x).__name__ for x in variables}:
         raise ValueError(
-            f"wrt={trees.shown(wrt)} matches variables of the type {OVERWRITE_WITH_GRADIENT}, statistics of fp8 "
-            "layers whose gradients have no mean. Leave them out of wrt"
+            f"wrt={trees.shown(wrt)} must not match variables of the type {OVERWRITE_WITH_GRADIENT}, statistics of fp8 "
+            "layers. Leave them out of wrt"
         )
 
 
@@ -656,9 +655,8 @@ class _Objects:
             if any(is_wanted(path, y) for path, y in nnx.iter_graph(x)):
                 place = jax.tree_util.keystr(self._paths[i][1:2], simple=True)
                 raise ValueError(
-                    f"the first argument must be the model, or hold it, got {trees.shown(first)}, but "
-                    f"{type(x).__name__} in argument {place} has variables of wrt={trees.shown(wrt)}. Pass the model "
-                    "first. Or let fun close over it"
+                    f"the first argument must be the model, got {trees.shown(first)}, but {type(x).__name__} in "
+                    f"argument {place} has variables of wrt={trees.shown(wrt)}. Pass it first. Or close over it"
                 )
 
     def _require_floating(self, wrt: Any) -> None:
@@ -692,8 +690,8 @@ class _Objects:
         for path, same in zip(in_wrt, is_same, strict=False):
             if not same:
                 raise ValueError(
-                    f"fun must not change the variable {self._name(path)}, which is in wrt. Leave it out of wrt. If a "
-                    "layer writes it, as nnx.WeightNorm does, call nnx.clone(layer)(x)"
+                    f"fun must not change the variable {self._name(path)}, which is in wrt. Leave it out of wrt. Or "
+                    "call nnx.clone(layer)(x), as for nnx.WeightNorm"
                 )
         # A scan copies what it returns, so frozen layers would be copied for each micro-batch
         # (tests/promises/test_flax_models.py, "frozen_layers").
@@ -723,13 +721,13 @@ class _Objects:
             was, given = (kinds.get(path, "missing") for kinds in (before, now))
             if given != was:
                 raise ValueError(
-                    f"fun must leave every variable with its shape and dtype, but {self._name(path)} was {was} and is "
-                    f"{given}. Cast it in fun. Return an added one as aux, by nnx.pop"
+                    f"fun must keep each variable's type, but {self._name(path)} was {was} and is {given}. Cast it in "
+                    "fun. Return an added one as aux, by nnx.pop"
                 )
         if graph != self._graph:
             raise ValueError(
-                "fun changes the model beside its variables, such as a Python attribute, and the change would be "
-                "lost. Change it before the call, for example with model.train()"
+                "fun must not change the model beside its variables, such as a Python attribute. Change it before the "
+                "call, as by model.train()"
             )
 
     def update(self, state: PyTree) -> None:

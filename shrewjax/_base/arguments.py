@@ -74,8 +74,8 @@ def percent(value: Argument) -> Scalar:
     number = real("percentile", value, at_least=0, at_most=100)
     if not isinstance(number, jax.Array) and 0 < number < 1:
         raise ValueError(
-            f"percentile must be from 0 to 100, got {shown(value)}. Pass {number * 100:g}. For less than one "
-            "percent, pass an array, such as jnp.float32(0.5)"
+            f"percentile must be from 0 to 100, got {shown(value)}. Pass {number * 100:g}. Below one percent, pass "
+            f"jnp.float32({number:g})"
         )
     return number
 
@@ -298,7 +298,7 @@ def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Leaf) -> tuple[i
     if any(not -leaf.ndim <= a < leaf.ndim for a in chosen):
         raise ValueError(
             f"{name} {chosen} is out of range for gradient leaf {leaf_name(path)} of shape {leaf.shape}. If leaves "
-            "differ, pass a function of a leaf's name and the leaf"
+            "differ, pass a function of name and leaf"
         )
     return tuple(sorted({a % leaf.ndim for a in chosen}))
 

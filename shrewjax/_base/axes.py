@@ -73,15 +73,13 @@ def unit_axes(name: str, leaf: Leaf, dims: UnitDims, given: Axes | jax.P) -> Uni
     unknown = [a for a in mapped if a not in names]
     if is_tracked and given is None and varying:
         raise ValueError(
-            f"cannot tell how the units of leaf {name} are sharded over {', '.join(map(repr, varying))}. Pass "
-            "sharded_over=fn, where fn(name, leaf) returns the leaf's PartitionSpec. Pass sharded_over=() for a "
-            "model on each device"
+            f"cannot tell how leaf {name} is sharded over {', '.join(map(repr, varying))}. Pass sharded_over=fn, where "
+            "fn(name, leaf) returns its PartitionSpec. Pass () for a model on each device"
         )
     if not is_tracked and unknown:
         raise ValueError(
-            f"cannot tell how the units of leaf {name} are sharded over {', '.join(map(repr, unknown))} inside "
-            "shard_map(check_vma=False) or pmap. Pass sharded_over=fn, where fn(name, leaf) returns the leaf's "
-            "PartitionSpec"
+            f"cannot tell how leaf {name} is sharded over {', '.join(map(repr, unknown))} inside "
+            "shard_map(check_vma=False) or pmap. Pass sharded_over=fn, where fn(name, leaf) returns its PartitionSpec"
         )
     return UnitSharding(tuple(a for a in varying if a in names) if is_tracked else names, across)
 
@@ -130,7 +128,7 @@ def slice_axes(name: str, leaf: Leaf, given: Axes) -> AxisNames:
     if given is None and unknown:
         raise ValueError(
             f"cannot tell whether slices of leaf {name} are divided along {', '.join(map(repr, unknown))}. Pass "
-            "sharded_over= with the axes along which they are, () for none"
+            "sharded_over= with their axes, () for none"
         )
     given = given or ()
     missing = [a for a in given if not is_bound(a)]
@@ -162,7 +160,7 @@ def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list
     if mapped:
         raise ValueError(
             f"cannot tell whether gradients are sharded over {', '.join(map(repr, mapped))} inside "
-            "shard_map(check_vma=False) or pmap. Pass sharded_over= with the axes over which they are, () for none"
+            "shard_map(check_vma=False) or pmap. Pass sharded_over= with their axes, () for none"
         )
     return [()] * len(arrays)
 
@@ -192,8 +190,8 @@ def is_mapped(axes: AxisNames) -> bool:
     if missing and len(missing) < len(axes):
         here = dict.fromkeys((*mapped_axes()[0], *(a for a in axes if a not in missing)))
         raise ValueError(
-            f"sum_over={axes!r} contains {', '.join(map(repr, missing))}, which is not a mapped axis here. "
-            f"Mapped axes: {', '.join(map(repr, here))}. Name the others in axis_names= of the jax.shard_map, too"
+            f"sum_over={axes!r} contains {', '.join(map(repr, missing))}, which is not mapped. Mapped axes: "
+            f"{', '.join(map(repr, here))}. Name the others in axis_names= of the jax.shard_map, too"
         )
     return not missing
 

@@ -36,8 +36,8 @@ def devices_to_map(argument: str, axes: AxisNames) -> int:
             else f"Call the step under jax.set_mesh(mesh), with a mesh that has {axes!r}"
         )
         raise ValueError(
-            f"{argument} must name mapped axes, or axes of the mesh of jax.set_mesh outside of any map, got {axes!r}. "
-            f"The mesh has {mesh.axis_names}, mapped are {mesh.manual_axes}. {remedy}. Or leave out {argument}"
+            f"{argument} must name mapped axes or axes of the mesh, got {axes!r}. The mesh has {mesh.axis_names}, "
+            f"mapped are {mesh.manual_axes}. {remedy}. Or leave out {argument}"
         )
     return math.prod(mesh.shape[a] for a in axes)
 
@@ -82,9 +82,8 @@ def on_each_device(
         if any(text in str(error) for text in _CLOSED_OVER):
             where = "in per_device" if returns_parts is True else f"with sum_over={axes!r}"
             raise ValueError(
-                f"{where}, fun must not index an array on the mesh that it closes over or places, and on an "
-                "Explicit mesh not read one. Pass each to fun as an argument. Place arrays by a jax.P without "
-                f"{', '.join(map(repr, axes))}"
+                f"{where}, fun must not close over arrays on the mesh. Pass them as arguments. Place arrays by a jax.P "
+                f"without {', '.join(map(repr, axes))}"
             ) from error
         if "mesh" in str(error) or "PartitionSpec" in str(error):
             names = ", ".join(map(repr, axes))

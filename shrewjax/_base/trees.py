@@ -160,8 +160,8 @@ def array_leaf(path: KeyPath, leaf: Leaf) -> Leaf:
 def _as_gradient(path: KeyPath, leaf: Leaf) -> Leaf:
     if flax_names.is_overwritten(path):
         raise ValueError(
-            f"gradient leaf {leaf_name(path)} is no gradient, but the new value of a parameter, with which Flax "
-            'overwrites it. Pass grads["params"] alone, as shrewjax.flax.TrainState does'
+            f'gradient leaf {leaf_name(path)} is no gradient, but a new value that Flax writes. Pass grads["params"] '
+            "alone, as shrewjax.flax.TrainState does"
         )
     if hasattr(leaf, "dtype") and not _holds_gradients(leaf.dtype):
         raise ValueError(

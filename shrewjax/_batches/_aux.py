@@ -149,8 +149,8 @@ def _names_of_leaves(names: PyTree, like: PyTree) -> list[str]:
         for path, _ in jax.tree.leaves_with_path(like):
             if not any(path[: len(of)] == of for of in named):
                 raise ValueError(
-                    f"aux_reduction must have a name for each leaf of the aux, got {trees.shown(names)}, which has "
-                    f"none for {trees.leaf_name(path)}. Add it. Or pass one name for all"
+                    f"aux_reduction must name each leaf of the aux, got {trees.shown(names)} without "
+                    f"{trees.leaf_name(path)}. Add it. Or pass one name for all"
                 ) from None
         structure = trees.shortened(str(jax.tree.structure(like)))
         raise ValueError(
@@ -163,15 +163,14 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
     """Raises if a leaf cannot be reduced, or stacked, as its name says."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         raise ValueError(
-            f"leaf {leaf} of the aux is a PRNG key, which cannot be reduced or stacked. Return "
-            'jax.random.key_data of it, with "stack" or "last" in aux_reduction='
+            f"leaf {leaf} of the aux is a PRNG key, which cannot be reduced. Return jax.random.key_data of it, with "
+            '"stack" in aux_reduction='
         )
     is_number = jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(
             f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Give it another name in "
-            "aux_reduction=, such as 'sum'. Pass a state that fun returns changed by carry_argnum= of "
-            "shrewjax.value_and_grad"
+            "aux_reduction=, such as 'sum'. Pass a state by carry_argnum= of value_and_grad"
         )
     if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
         raise ValueError(
@@ -194,8 +193,8 @@ def _check_mean(leaf: str, x: Leaf, large: Leaf, size: int) -> None:
     if x.shape != large.shape:
         name = "examples" if x.shape[:1] == (size,) else "stack"
         raise ValueError(
-            f"leaf {leaf} of the aux has shape {x.shape} for a micro-batch and {large.shape} for the whole batch, so "
-            f"it has no 'mean'. Give it {name!r} in aux_reduction="
+            f"leaf {leaf} of the aux must have one shape for 'mean', got {x.shape}, and {large.shape} for the whole "
+            f"batch. Give it {name!r} in aux_reduction="
         )
 
 
@@ -210,8 +209,8 @@ def _axis_to_join(leaf: str, name: str, x: Leaf, large: Leaf, is_known: bool) ->
     if len(differ) != 1:
         found = large.shape if is_known else "no shape, because fun does not take it,"
         raise ValueError(
-            f"leaf {leaf} of the aux must have an axis of examples for {name!r} with sum_over, got shape "
-            f"{x.shape}, and {found} for the whole batch. Give it another name in aux_reduction="
+            f"leaf {leaf} of the aux must have an axis of examples for {name!r}, got {x.shape}, and {found} for the "
+            "whole batch. Give it another aux_reduction"
         )
     return differ[0] + (name == "stack")
 

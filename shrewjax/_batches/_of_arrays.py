@@ -130,8 +130,8 @@ class OfArrays(NamedTuple):
         now = jax.tree.leaves(objects)
         if len(now) != len(given) or any(x is not y for x, y in zip(now, given, strict=True)):
             raise ValueError(
-                "fun changes an object among its arguments, and the change would be lost. Return the new values as "
-                "aux. In Flax NNX, call the function of this name in shrewjax.flax"
+                "fun must not change its arguments. Return the new values as aux. In Flax NNX, call the function of "
+                "this name in shrewjax.flax"
             )
         return returned
 
@@ -162,8 +162,8 @@ def call_of_arrays(
     closed_over = constants(call)
     if any(type(jax.typeof(x)).__name__ == "AbstractRef" for x in closed_over):
         raise ValueError(
-            "fun must not close over a mutable array (jax.new_ref), because JAX runs it again for a derivative. Return "
-            "its new values, as aux of micro_batched or as rows of micro_batch_map"
+            "fun must not close over a mutable array (jax.new_ref). Return its new values, as aux of micro_batched or "
+            "as rows of micro_batch_map"
         )
     outer = [x for x in closed_over if is_traced(x)]
     if outer:

@@ -123,8 +123,7 @@ def _check_divisible(call: Call, name: str, count: int, devices: int, is_sum: bo
     steps = call.divisor
     if count == 0:
         raise ValueError(
-            f"{name} must hold at least one example, because the mean of none is NaN. Leave out the call for an "
-            "empty batch"
+            f"{name} must hold at least one example, got none. Leave out the call for an empty batch"
         )
     if count % (steps * devices):
         padded = -(-count // (steps * devices)) * steps * devices
@@ -134,8 +133,7 @@ def _check_divisible(call: Call, name: str, count: int, devices: int, is_sum: bo
         )
         raise ValueError(
             f"{name} has {count} examples, which micro_batches={steps}{over} does not divide. Pad the batch to "
-            f"{padded}, and {padding}. Or move the axis of examples to the front. If it holds none, pass parameters "
-            "first, and name the arguments that hold examples in batch_argnums="
+            f"{padded}, and {padding}. If it holds none, pass parameters first, and name examples in batch_argnums="
         )
 
 

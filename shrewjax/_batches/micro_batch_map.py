@@ -134,8 +134,8 @@ def rows_of_batch(
     if not devices_to_map("sum_over", options.axes):
         if options.axes:
             raise ValueError(
-                f"sum_over must not name mapped axes, because a device's rows are its own, got {options.axes!r}. Leave "
-                "it out. If fun draws, fold jax.lax.axis_index of these axes into its key"
+                f"sum_over must not name mapped axes, got {options.axes!r}. Leave it out. If fun draws, fold "
+                "jax.lax.axis_index of these axes into its key"
             )
         options = options._replace(sum_over=())
     options = options._replace(has_aux=True, aux_reduction="examples", reduction="sum")
@@ -143,8 +143,8 @@ def rows_of_batch(
     call = call_of_arrays(checked, options, roles, args, kwargs, _rows)
     if any(map(is_key, call.constants)):
         raise ValueError(
-            "fun must not close over a PRNG key, because all micro-batches would draw the same. Pass it as an argument "
-            "in rng_argnums=, or the draws of the whole batch with its examples. Convert what is no key to int32"
+            "fun must not close over a PRNG key. Pass it in rng_argnums=, or its draws with the examples. Convert "
+            "what is no key to int32"
         )
     call = call._replace(fun=fun, constants=[])
 
@@ -288,7 +288,6 @@ def _check_rows(rows: PyTree, size: int, of_whole_batch: PyTree, whole_size: int
             came = f"{jax.typeof(x) if is_array(x) else shown(x)} for {size} examples"
             came += f", and {jax.typeof(y)} for {whole_size}" if y is not None else ""
             raise ValueError(
-                f"fun must return arrays of numbers with a row for each example, got {came}"
-                f"{f' in {leaf_name(path)}' if path else ''}. Return what each example gives, along the first axis, "
-                "and compute the rest outside, on the whole batch"
+                "fun must return arrays of numbers with a row for each example, got "
+                f"{came}{f' in {leaf_name(path)}' if path else ''}. Compute the rest outside, on the whole batch"
             )

@@ -148,8 +148,8 @@ def require_axes(options: Options) -> None:
     """Raises if `sum_over` is (), which keeps gradients on each device."""
     if options.sum_over == ():
         raise ValueError(
-            "sum_over must be a mapped axis or None, got (), because a loss has no gradients that a device could keep. "
-            "Name the axes over which the batch is divided. Or call value_and_grad"
+            "sum_over must be a mapped axis or None, got (). Name the axes that divide the batch. Or call "
+            "value_and_grad"
         )
 
 
@@ -160,8 +160,7 @@ def _require_all_axes(options: Options) -> None:
     if others and not is_tracked:
         raise ValueError(
             f"sum_over must name all mapped axes inside shard_map(check_vma=False) or pmap, got {options.sum_over!r}, "
-            f"without {', '.join(map(repr, others))}. Name them if the batch is divided over them. Otherwise leave out "
-            "check_vma=False, or call value_and_grad"
+            f"without {', '.join(map(repr, others))}. Name them if they divide the batch. Otherwise call value_and_grad"
         )
 
 

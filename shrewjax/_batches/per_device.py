@@ -113,8 +113,8 @@ def _devices_along(axes: AxisNames) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes or any(map(is_bound, axes)):
         raise ValueError(
-            f"per_device maps axis_names={axes!r} itself, so it must be called outside of shard_map, pmap and a "
-            "vmap with axis_name. Call fun itself there"
+            f"per_device must be called outside of shard_map, pmap and a vmap with axis_name, got axis_names={axes!r}. "
+            "Call fun itself there"
         )
     if not {*axes} <= {*mesh.axis_names}:
         raise ValueError(
@@ -131,6 +131,6 @@ def _check_unchanged(call: Call, before: list[Leaf], after: dict[int, PyTree]) -
         for path, x in jax.tree.leaves_with_path(value):
             if id(x) not in kept:
                 raise ValueError(
-                    f"fun must not change its arguments, but it gave {call.name(at, path)} a new value on each "
-                    "device. Split the model, let fun merge it, and return the new value as aux"
+                    f"fun must not change its arguments, but it changed {call.name(at, path)}. Split the model, let "
+                    "fun merge it, and return the new value as aux"
                 )

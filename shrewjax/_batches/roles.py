@@ -225,7 +225,7 @@ def _require_no_flax_state(call: Call) -> None:
         for path, kind in changing_state(value, is_model=is_model):
             raise ValueError(
                 f"{call.name(at, path)} is an NNX object, and new values of its {kind} would be lost. Call the "
-                "function of this name in shrewjax.flax, with the model first"
+                "function of this name in shrewjax.flax"
             )
 
 
@@ -234,8 +234,8 @@ def _check_parameter(name: str, x: Leaf) -> None:
     if not isinstance(x, float | complex) and not jnp.issubdtype(dtype, jnp.inexact):
         given = f"{dtype} of shape {x.shape}" if hasattr(x, "dtype") else trees.shown(x)
         raise ValueError(
-            f"{name} is in argnums and must be a floating or complex array, got {given}. Split the model, and "
-            "merge it in fun, as by eqx.partition(model, eqx.is_inexact_array) or nnx.split(model, nnx.Param, ...)"
+            f"{name} is in argnums and must be a floating or complex array, got {given}. Split the model by "
+            "eqx.partition or nnx.split, and merge it in fun"
         )
 
 
@@ -247,8 +247,8 @@ def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
         return
     given = f"shape {x.shape} and dtype {dtype}" if hasattr(x, "dtype") else trees.shown(x)
     raise ValueError(
-        f"{call.name(at, path)} is in rng_argnums and must be one PRNG key, got {given}. Pass jax.random.key(seed), "
-        "and all else as other arguments. Put keys of examples into batch_argnums"
+        f"{call.name(at, path)} is in rng_argnums and must be one PRNG key, got {given}. Pass jax.random.key(seed). "
+        "Put keys of examples into batch_argnums"
     )
 
 
@@ -268,8 +268,8 @@ def _rows_of_examples(call: Call) -> set[int]:
                 )
             if shape[0] % devices:
                 raise ValueError(
-                    f"{name} must have a first axis that {devices} devices divide, got shape {shape}. Pad the "
-                    f"batch to {-(-shape[0] // devices) * devices}, and pass numbers of real examples as weight="
+                    f"{name} must have a first axis that {devices} devices divide, got shape {shape}. Pad the batch to "
+                    f"{-(-shape[0] // devices) * devices}, and count real examples in weight="
                 )
             sizes.add(shape[0])
     return sizes
@@ -282,11 +282,11 @@ def _check_whole(call: Call, sizes: Collection[int | None]) -> None:
             if is_key(x):
                 raise ValueError(key_message(call, at, path))
             if isinstance(call.places[at], str) and np.ndim(x) and np.shape(x)[0] in sizes:
-                batch = call.as_role("batch_argnums", *call.roles["batch_argnums"], at)
+                held = call.roles["batch_argnums"]
+                batch, others = (call.as_role("batch_argnums", *x) for x in ((*held, at), held))
                 raise ValueError(
-                    f"{call.name(at, path)} has a first axis of {len(x)}, as the batch has, but every {call.part} gets "
-                    f"arguments by keyword whole. If it holds examples, pass {batch}. Otherwise pass it by position, "
-                    "and name the others in batch_argnums="
+                    f"{call.name(at, path)} has as many rows as the batch, but arguments by keyword are not divided. "
+                    f"If it holds examples, pass {batch}. Otherwise pass it by position, with {others}"
                 )
 
 

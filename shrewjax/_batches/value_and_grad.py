@@ -409,8 +409,7 @@ def _require_no_sum_of_rows(axes: AxisNames) -> None:
     along = tuple(a for a in axes if a in row_axes())
     if along:
         raise ValueError(
-            f"reduction='sum' must not have sum_over={along!r} inside per_device, where each row would be the sum "
-            "of all devices. Leave out sum_over="
+            f"reduction='sum' must not have sum_over={along!r} inside per_device. Leave out sum_over="
         )
 
 
@@ -434,12 +433,12 @@ def _check_weight_is_given(weight_fn: Function | None, reduction: str, skip_empt
     if reduction == "sum_over_weights" and weight_fn is None:
         raise ValueError(
             "reduction='sum_over_weights' needs weight_fn=, got None. Pass a function that returns the number of "
-            "examples. Or pass reduction='mean' for a mean, 'sum' for a sum"
+            "examples. Or pass reduction='mean' or 'sum'"
         )
     if skip_empty and weight_fn is None:
         raise ValueError(
-            "skip_empty=True needs weight_fn=, because a micro-batch of weight 0 is empty, got None. Pass a "
-            "function that returns the number of examples. Or leave out skip_empty"
+            "skip_empty=True needs weight_fn=, got None. Pass a function that returns the number of examples. Or "
+            "leave out skip_empty"
         )
 
 
@@ -736,7 +735,7 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
     if reduced:
         raise ValueError(
             f"the loss is already reduced over {', '.join(map(repr, reduced))} of sum_over={axes!r}. Let fun return "
-            f"the loss of the device's own examples, without pmean or psum. Or {sum_over_others(axes, reduced)}"
+            f"the loss of the device's own examples. Or {sum_over_others(axes, reduced)}"
         )
     along = sorted(varying_axes(loss) - set(axes), key=str)
     leaves = [x for x in jax.tree.leaves(trees.parameter_arrays(params)) if is_gradient(x)]
@@ -745,10 +744,10 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
     if along:
         wanted = (*axes, *along)
         raise ValueError(
-            f"the loss may differ between devices along {', '.join(map(repr, along))}, which is not in sum_over. "
-            f"Pass sum_over={wanted if len(wanted) > 1 else along[0]!r} if devices have different examples. "
-            "Otherwise reduce the loss in fun, as with jax.lax.pmean. For each device's own gradients, pass "
-            f"sum_over=() and jax.lax.pcast(params, {tuple(along)}, to='varying')"
+            f"the loss may differ between devices along {', '.join(map(repr, along))}, which is not in sum_over. Pass "
+            f"sum_over={wanted if len(wanted) > 1 else along[0]!r} if their examples differ. Otherwise reduce it, as "
+            "with jax.lax.pmean. For each device's own gradients, pass sum_over=() and jax.lax.pcast(params, "
+            f"{tuple(along)}, to='varying')"
         )
     return ()
 
@@ -763,8 +762,8 @@ def _check_carried(new: list[PyTree], carried: list[PyTree], weight: Number) -> 
         along = newly_varying(new, old) or newly_varying(weight, old)
         if along:
             raise ValueError(
-                f"leaf {trees.leaf_name(path[1:])} of the carry may differ between devices along {along}, but the "
-                f"one that is passed does not. Reduce it in fun, as with jax.lax.pmean(carry, {along})"
+                f"leaf {trees.leaf_name(path[1:])} of the carry may differ between devices along {along}, but did not "
+                f"before. Reduce it in fun, as with jax.lax.pmean(carry, {along})"
             )
 
     jax.tree.map_with_path(check, new, carried)

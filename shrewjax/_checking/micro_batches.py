@@ -99,8 +99,8 @@ def check_micro_batches(
     copy_context().run(call)
     if not errors:
         raise ValueError(
-            "fun must call micro_batch_map, value_and_grad or micro_batched of this package. Pass what these return, "
-            "or a function that calls them"
+            "fun must call micro_batch_map, value_and_grad or micro_batched. Pass what these return, or a function "
+            "that calls them"
         )
     return max(errors)
 
@@ -115,13 +115,11 @@ def _as_traced(tree: PyTree) -> PyTree:
 def _require_arrays(options: Options, *arrays: PyTree) -> None:
     if is_traced(arrays):
         raise ValueError(
-            "check_micro_batches must see arrays, but a divided call is inside grad, vmap, checkpoint or shard_map, or "
-            "the check is inside jit. Pass the loss itself, or another function that makes the call with arrays"
+            "check_micro_batches needs arrays, got tracers of grad, vmap, checkpoint, shard_map or an outer jit. "
+            "Check the loss itself, outside of these"
         )
     if options.micro_batches < 2:
-        raise ValueError(
-            "a divided call must have micro_batches >= 2 to be checked, got 1. Pass 2 or more"
-        )
+        raise ValueError("a divided call must have micro_batches >= 2, got 1. Pass 2 or more")
 
 
 def _check_call(batches: Batches, options: Options, rtol: float | None) -> float:
@@ -152,7 +150,7 @@ def _check_call(batches: Batches, options: Options, rtol: float | None) -> float
                 is_unknown = batches.has_keys() and not (loss.is_alike and why.is_told())
                 raise (ValueError if is_unknown else AssertionError)(why.text)
     raise ValueError(
-        "the whole batch must give finite results and gradients to be checked. Pass other parameters, or other examples"
+        "the whole batch must give finite results and gradients to be checked. Pass other parameters or examples"
     )
 
 

@@ -33,7 +33,6 @@ from shrewjax._programs.jaxprs import (
     opened,
 )
 from shrewjax._programs.scatters import LOSES_SCATTERS
-from shrewjax._programs.switch import SWITCH
 
 _XLA_PASS = "while-loop-all-reduce-code-motion"
 
@@ -54,10 +53,8 @@ def warn_if_lost(equations: Iterable[Equation]) -> None:
     if _may_lose() and any(map(_LostSums().are_in, equations)):
         _warned.append(True)
         warnings.warn(
-            "The gradients come out of a loop that adds up scatters. XLA of JAX 0.10.1 to 0.11.2 may lose parts "
-            "of them on several GPUs. Install JAX 0.12 or newer. Or compute the gradients with "
-            f"shrewjax.value_and_grad and without {SWITCH}. Or start Python with "
-            f"XLA_FLAGS=--xla_disable_hlo_passes={_XLA_PASS}",
+            "XLA of JAX 0.10.1 to 0.11.2 may lose parts of these gradients on several GPUs. Install JAX 0.12 or "
+            f"newer. Or start Python with XLA_FLAGS=--xla_disable_hlo_passes={_XLA_PASS}",
             RuntimeWarning,
             stacklevel=3,
         )

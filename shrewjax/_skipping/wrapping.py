@@ -304,8 +304,8 @@ def _require_agreement(runs: Flag, run: Callable[[], Result]) -> None:
     if waiting:
         names = ", ".join(waiting)
         raise ValueError(
-            f"the decision to run inner (flush, accum_steps, micro_step or a guard's) may differ over {names}, "
-            f"over which inner has a collective. Reduce what decides over {names}"
+            f"the decision to run inner (flush, accum_steps, micro_step or a guard's) may differ over {names}, where "
+            f"inner has a collective. Reduce it over {names}"
         )
 
 
@@ -317,7 +317,7 @@ def _check_devices(new: PyTree, old: PyTree, what: str) -> None:
         if along:
             raise ValueError(
                 f"leaf {leaf_name(path)} of {what} may differ between devices along {along}, but did not before. "
-                f"Reduce the gradients, as by jax.lax.pmean(grads, {along}). Or shard parameters and state alike"
+                f"Reduce the gradients over {along}. Or shard parameters and state alike"
             )
 
     jax.tree.map_with_path(check, new, old)

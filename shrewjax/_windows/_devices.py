@@ -261,8 +261,7 @@ def _mesh_of(params: ArrayTree, axes: AxisNames) -> Mesh | AbstractMesh | None:
     if not leaves:
         return None
     raise ValueError(
-        f"sum_over={axes!r} needs a mesh with these axes, and init found none. Call init outside of jit with "
-        "parameters on the mesh, or under jax.set_mesh(mesh)"
+        f"sum_over={axes!r} needs a mesh with these axes, and init found none. Call init under jax.set_mesh(mesh)"
     )
 
 
@@ -274,8 +273,8 @@ def _zero_rows(
     over = {a for names in axes_by_dimension(spec) for a in names} if mesh else varying_axes(like)
     if over & set(axes):
         raise ValueError(
-            f"parameter {name} is sharded over sum_over={axes!r} itself, but each device needs a whole sum. Leave out "
-            "sum_over under jax.jit. Inside jax.shard_map, pass parameters to init before jax.lax.pcast"
+            f"parameter {name} must not be sharded over sum_over={axes!r}. Leave out sum_over under jax.jit. Inside "
+            "jax.shard_map, pass parameters to init before jax.lax.pcast"
         )
     if mesh is None:
         return as_varying(jnp.zeros_like(like, dtype=dtype)[None], axes)
@@ -289,8 +288,8 @@ def _zero_rows(
     others = [a for a in mesh.axis_names if a not in axes and mesh.shape[a] > 1]
     if others or AxisType.Explicit in mesh.axis_types:
         raise ValueError(
-            f"init cannot tell under jit how parameter {name} is sharded over a mesh whose axes are not Explicit. Call "
-            "init outside of jit"
+            f"init cannot tell under jit how parameter {name} is sharded on a mesh that is not Explicit. Call init "
+            "outside of jit"
         )
     return jax.lax.with_sharding_constraint(rows, P(axes))
 

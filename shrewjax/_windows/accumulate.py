@@ -490,8 +490,8 @@ def apply_gradients(
     if is_of_nnx(grads) and type(params) is not type(grads):
         raise ValueError(
             f"grads and params must be trees of one kind, got {type(grads).__name__} of NNX and "
-            f"{type(params).__name__}. Call update(model, grads) of shrewjax.flax.Optimizer. Or pass "
-            "nnx.state(model, nnx.Param) as params"
+            f"{type(params).__name__}. Call update(model, grads) of shrewjax.flax.Optimizer. Or pass nnx.state(model, "
+            "nnx.Param)"
         )
     _require_taken(tx, opt_state, extra_args)
     # `parameter_arrays` leaves integer NumPy arrays alone. Outside of jit, a skipped step would otherwise return the
@@ -562,9 +562,8 @@ def flush(
     """
     if not isinstance(tx, Accumulation):
         raise ValueError(
-            f"tx must be the transformation that accumulate returned, got {trees.shown(tx)}. Call flush(tx, "
-            "opt_state, params). If accumulate is inside tx, call tx.update(grads, opt_state, params, weight=0, "
-            "flush=True) with finite grads"
+            f"tx must be the transformation of accumulate, got {trees.shown(tx)}. Call flush(tx, opt_state, params). "
+            "If accumulate is inside tx, call tx.update(zeros, opt_state, params, weight=0, flush=True)"
         )
     require_own(opt_state, AccumulateState, "flush(tx, opt_state, params)")
     no_gradients = jax.tree.map(lambda _: None, params)

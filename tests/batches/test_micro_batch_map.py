@@ -280,7 +280,7 @@ def test_a_mapped_axis_in_sum_over_is_an_error_whose_remedy_is_right():
         return micro_batch_map(lambda w, x: w * x, K, **options)(2.0, x)
 
     on_four = partial(jax.shard_map, mesh=mesh_of("Auto", data=D), in_specs=P("data"), out_specs=P("data"))
-    with pytest.raises(ValueError, match=r"^sum_over must not name mapped axes, .* Leave it out\."):
+    with pytest.raises(ValueError, match=r"^sum_over must not name mapped axes, got .* Leave it out\."):
         on_four(partial(own, sum_over="data"))(X8)
     np.testing.assert_allclose(quick_jit(on_four(own))(X8), 2 * X8)
 
@@ -308,7 +308,7 @@ def test_what_is_no_row_of_examples_is_an_error(name):
     fun, message = MISTAKES[name]  # four features, in micro-batches of four
     with pytest.raises(ValueError, match=r"^" + re.escape(message)) as caught:
         micro_batch_map(fun, K)(PARAMS["a"], X)
-    assert str(caught.value).endswith("compute the rest outside, on the whole batch")
+    assert str(caught.value).endswith("Compute the rest outside, on the whole batch")
 
 
 def test_a_key_that_is_closed_over_is_an_error_whose_remedies_are_right():

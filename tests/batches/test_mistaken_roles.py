@@ -110,7 +110,7 @@ MISTAKEN_ROLES = {
 def remedied(message, fun, args, kwargs, options):
     """Returns the call with the remedy of a message applied: its roles, or a leaf as an argument of its own, `leaf`."""
     roles = re.findall(r"\b(batch_argnums|rng_argnums)=(\([^()]*\)|-?\d+|'\w+')", message)
-    options = options | {name: eval(places) for name, places in roles}
+    options = options | {name: eval(places) for name, places in reversed(roles)}  # of two remedies the first
     if "an argument of its own" not in message:
         return fun, args, kwargs, options
     place, path = re.match(r"(?:keyword )?argument (\w+)(\S*) ", message).groups()

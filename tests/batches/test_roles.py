@@ -129,7 +129,7 @@ def test_remedy_for_a_first_axis_as_long_as_the_batch_keeps_the_argument_whole()
         return jnp.mean(x @ (scale * w))
 
     w, x, scale = np.ones(4, np.float32), np.arange(16, dtype=np.float32).reshape(4, 4), np.arange(4, dtype=np.float32)
-    remedy = r"scale has a first axis of 4.* Otherwise pass it by position, and name the others in batch_argnums=$"
+    remedy = r"scale has as many rows as the batch.* Otherwise pass it by position, with batch_argnums=1$"
     with pytest.raises(ValueError, match=remedy):
         value_and_grad(loss, 2)(w, x, scale=scale)
     for _, grad in (

@@ -435,11 +435,11 @@ def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
         (r"aux_reduction must be one of 'mean', .*got 'median'", {"aux_reduction": {"error": "median"}}),
         (r"aux_reduction must be one of .*got None", {"aux_reduction": None}),
         (
-            r"aux_reduction must have a name for each leaf .* has none for \['error'\]\.",
+            r"aux_reduction must name each leaf .* without \['error'\]\.",
             {"aux_reduction": {"errors": "mean", "worst": "max"}},
         ),
         (
-            r"aux_reduction must have a name for each leaf .* has none for \['error'\]\. Add it",
+            r"aux_reduction must name each leaf .* without \['error'\]\. Add it",
             {"aux_reduction": {"worst": "max"}},
         ),
         (
@@ -454,7 +454,7 @@ def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
         (r"reduction must be one of", {"reduction": "average"}),
         (r"nonfinite must be one of 'propagate', 'drop_micro_batch', got", {"nonfinite": "drop_window"}),
         (r"accumulator_dtype must be", {"accumulator_dtype": "int32"}),
-        (r"skip_empty=True needs weight_fn=, .* got None\. Pass a function", {"skip_empty": True}),
+        (r"skip_empty=True needs weight_fn=, got None\. Pass a function", {"skip_empty": True}),
         (r"skip_empty must be True or False", {"skip_empty": jnp.array(True), "weight_fn": lambda *_: 1}),
         (
             r"weight_fn must not read the carry .*with skip_empty=True\. Let weight_fn count in the batch\. Or leave",
@@ -466,7 +466,7 @@ def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
                 "skip_empty": True,
             },
         ),
-        (r"sum_over must name mapped axes, or axes of the mesh", {"sum_over": "data"}),
+        (r"sum_over must name mapped axes or axes of the mesh", {"sum_over": "data"}),
         (r"carry_argnum needs has_aux=True", {"carry_argnum": 2, "has_aux": False}),
         (r"aux_reduction needs has_aux=True", {"aux_reduction": "sum", "has_aux": False}),
         (r"carry_argnum must be a Python int", {"carry_argnum": (2,), "has_aux": True}),

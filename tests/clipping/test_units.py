@@ -176,12 +176,12 @@ def test_a_leaf_with_one_long_axis_is_one_unit_where_its_spec_tells_and_an_error
 @pytest.mark.parametrize(
     ("rule", "sharded_over", "check_vma", "message"),
     [
-        ("agc", None, True, r"units of leaf \['whole'\] are sharded over 'y'\. Pass sharded_over="),
+        ("agc", None, True, r"cannot tell how leaf \['whole'\] is sharded over 'y'\. Pass sharded_over="),
         (
             "leaf_norm",
             None,
             False,
-            r"units of leaf \['whole'\] are sharded over 'x', 'y' inside shard_map.check_vma=False",
+            r"cannot tell how leaf \['whole'\] is sharded over 'x', 'y' inside shard_map.check_vma=False",
         ),
         ("leaf_ema", ("y",), False, r"sharded over 'x' inside.*sharded_over=fn.* PartitionSpec"),
         ("leaf_norm", P(None, "x"), True, r"P\(None, 'x'\) is not how leaf \['whole'\] is sharded.*\('y',\)"),

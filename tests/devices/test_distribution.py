@@ -411,17 +411,19 @@ def test_devices_must_agree_on_the_weight_of_what_they_share():
 @pytest.mark.thorough
 def test_init_says_what_it_misses():
     tx = shrewjax.accumulate(SGD, 2, sum_over="data")
-    with pytest.raises(ValueError, match=r"sum_over=\('data',\) needs a mesh .* parameters on the mesh"):
+    with pytest.raises(ValueError, match=r"sum_over=\('data',\) needs a mesh .* init under jax\.set_mesh\(mesh\)$"):
         tx.init(PARAMS)
-    with pytest.raises(ValueError, match=r"parameter \['w'\] is sharded over sum_over=\('data',\) itself"):
+    with pytest.raises(ValueError, match=r"parameter \['w'\] must not be sharded over sum_over=\('data',\)"):
         tx.init(placed(PARAMS, mesh_of(data=8, fsdp=1), {"w": P("data"), "b": P()}))
-    with pytest.raises(ValueError, match=r"parameter \(the tree itself\) is sharded over sum_over=\('data',\)"):
+    with pytest.raises(
+        ValueError, match=r"parameter \(the tree itself\) must not be sharded over sum_over=\('data',\)"
+    ):
         traced(lambda p: tx.init(p).micro_step, jnp.ones(8))
     for wrong in ({"data"}, P("data"), ("data", "data")):
         with pytest.raises(ValueError, match="sum_over must be a mapped axis, or a tuple of different ones, got"):
             shrewjax.accumulate(SGD, 2, sum_over=wrong)
     both = shrewjax.accumulate(SGD, 2, sum_over=("data", "model"))
-    with pytest.raises(ValueError, match=r"contains 'model', which is not a mapped axis.* axes: 'data', 'fsdp'"):
+    with pytest.raises(ValueError, match=r"contains 'model', which is not mapped.* axes: 'data', 'fsdp'"):
         traced(lambda g: both.init(jnp.zeros(1)).micro_step, jnp.ones(8))
 
 
@@ -550,7 +552,7 @@ def test_guards_say_so_too_where_parameters_or_state_would_come_to_differ(guard,
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P())
     with pytest.raises(
-        ValueError, match=r"\['w'\] of .*may differ .*along 'data'.*Reduce the gradients.*pmean.*Or shard"
+        ValueError, match=r"\['w'\] of .*may differ .*along 'data'.*Reduce the gradients over 'data'\. Or shard"
     ):
         jax.eval_shape(mapped, placed(np.ones((8, 3), "f"), mesh, P("data")))
 

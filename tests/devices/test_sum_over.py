@@ -216,7 +216,7 @@ def test_skip_empty_gives_the_same_and_never_hangs_where_devices_have_other_micr
 @pytest.mark.thorough
 def test_one_micro_batch_is_divided_over_devices_so_keywords_with_rows_and_keys_are_errors():
     step = shrewjax.value_and_grad(lambda params, x, *rest, **_: jnp.mean(x @ params["w"]), 1, sum_over="data")
-    with pytest.raises(ValueError, match=r"keyword argument counts has a first axis of 64"):
+    with pytest.raises(ValueError, match=r"keyword argument counts has as many rows as the batch"):
         on_eight(lambda: step(PARAMS, X, counts=COUNTS))
     with pytest.raises(ValueError, match=r"argument 2 is a PRNG key.*rng_argnums=2"):
         on_eight(lambda: shrewjax.value_and_grad(mean_loss, 1, batch_argnums=1, sum_over="data")(PARAMS, X, KEY))
@@ -392,13 +392,11 @@ class _Placed(nn.Module):
         return nn.with_logical_constraint(nn.Dense(WIDTH)(x), ("batch", "features"))
 
 
-NO_AXIS = r"sum_over must name mapped axes, or axes of the mesh of jax.set_mesh.*"
+NO_AXIS = r"sum_over must name mapped axes or axes of the mesh.*"
 PLACED = (
     r"(?s)mesh.*fun has a device's own examples.* must not place arrays over 'data'.* a jax.P without 'data', and no"
 )
-WITHOUT_EXAMPLES = (
-    r"leaf \['a'\] of the aux must have an axis of examples for '{}' with sum_over, .* Give it another name"
-)
+WITHOUT_EXAMPLES = r"leaf \['a'\] of the aux must have an axis of examples for '{}', .* Give it another aux_reduction"
 ERRORS = {
     "no mesh": (
         lambda: shrewjax.value_and_grad(mean_loss, K, sum_over="data")(PARAMS, X, Y),
@@ -408,7 +406,7 @@ ERRORS = {
     "one unknown axis": (lambda: traced(sum_over=("data", "pod")), NO_AXIS + r"with a mesh that has \('data', 'pod'\)"),
     "partly mapped": (
         lambda: inside(("pod", "data")),
-        r"contains 'data', which is not a mapped axis here.*axis_names=",
+        r"contains 'data', which is not mapped.*axis_names=",
     ),
     "inside a map": (lambda: inside("data"), NO_AXIS + r"mapped are \('pod',\)\. Name them in axis_names="),
     "examples": (
@@ -419,7 +417,7 @@ ERRORS = {
     "a constraint with a mesh": (lambda: placed_by(P("data"), is_named=True, data=8), PLACED),
     "a mesh, and a lookup": (
         lambda: placed_by(P(None, "model"), is_named=True, then=lambda x: x[jnp.arange(8)], data=4, model=2),
-        "must not index an array on the mesh that it closes over or places",
+        r"must not close over arrays .* Place arrays by a jax\.P without 'data'",
     ),
     "reshard": (
         lambda: traced(constrained(lambda x: jax.sharding.reshard(x, P("data"))), kind="Explicit"),
@@ -429,7 +427,7 @@ ERRORS = {
     "the last": (lambda: traced(stacked, has_aux=True, aux_reduction="last"), WITHOUT_EXAMPLES.format("last")),
     "a fixed number": (
         lambda: traced(stacked_by_two, has_aux=True, aux_reduction="stack"),
-        r"shape \(4, 8\), and no shape, because fun does not take it",
+        r"\(4, 8\), and no shape, because fun does not take it",
     ),
 }
 
@@ -513,7 +511,7 @@ def test_a_table_on_the_mesh_that_the_loss_indexes_has_to_be_an_argument_of_it(k
             shrewjax.per_device(closing, "data"),
             shrewjax.micro_batched(closing, K, sum_over="data"),
         ):
-            with pytest.raises(ValueError, match=r"closes over.* Pass each .* as an argument\."):
+            with pytest.raises(ValueError, match=r"must not close over arrays on the mesh\. Pass them as arguments\."):
                 jax.jit(call)(PARAMS["b"], X, labels)
         step = shrewjax.value_and_grad(loss, K, batch_argnums=(1, 2), sum_over="data")
         found = jax.jit(step)(placed(PARAMS["b"], mesh, P()), X, labels, here)

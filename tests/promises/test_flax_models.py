@@ -284,9 +284,7 @@ def test_weight_norm_which_writes_its_kernel_is_an_error_whose_remedy_gives_the_
     layer = nnx.WeightNorm(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
     written, copied = Net(), Net(lambda layer, x: nnx.clone(layer)(x))
     written.layer = copied.layer = layer
-    with pytest.raises(
-        ValueError, match=r"\['kernel'\], which is in wrt.*as nnx\.WeightNorm does.*nnx\.clone\(layer\)"
-    ):
+    with pytest.raises(ValueError, match=r"\['kernel'\], which is in wrt.*nnx\.clone\(layer\).*nnx\.WeightNorm"):
         shrewjax.flax.value_and_grad(mean_loss, K)(written, X, Y)
     (value, grads), _ = results(shrewjax.flax.value_and_grad(mean_loss, K), copied)
     (expected, expected_grads), _ = results(nnx.value_and_grad(mean_loss), written)

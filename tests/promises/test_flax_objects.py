@@ -276,7 +276,7 @@ def test_a_variable_of_another_dtype_is_an_error_that_names_it_and_casts_are_not
 
     if not hasattr(nnx.Variable, "set_value"):
         pytest.skip("Flax 0.12.0 has no set_value")
-    message = r"^fun must leave .* but \['calls'\] was int32 of shape \(\) and is float32 of shape \(\)\. Cast"
+    message = r"^fun must keep .* type, but \['calls'\] was int32 of shape \(\) and is float32 of shape \(\)\. Cast"
     with pytest.raises(ValueError, match=message):
         run(np.float32, jnp.array(0))
     assert run(np.int32, jnp.array(0)) == 0

@@ -284,8 +284,8 @@ WRONG_CALLS = {
     ),
     "an array before keywords": (
         lambda: traced(args=(PARAMS, jnp.ones(3)), kwargs={"x": X, "y": Y}),
-        r"^argument 1 has 3 examples, .* If it holds none, pass parameters first, and name the arguments that hold "
-        "examples in batch_argnums=",
+        r"^argument 1 has 3 examples, .* If it holds none, pass parameters first, and name examples in "
+        "batch_argnums=",
     ),
     "parameters after the batch": (
         lambda: shrewjax.value_and_grad(lambda batch, p: loss_fn(p, batch, Y), 4)(X, jnp.ones(3)),

@@ -512,7 +512,7 @@ def test_key_that_every_micro_batch_would_get_whole_is_an_error_by_position_too(
 def test_examples_by_keyword_are_an_error(micro_batches):
     with pytest.raises(
         ValueError,
-        match=r"^keyword argument y\['of'\] has a first axis of 8, .*as the batch.* pass batch_argnums=\(1, 'y'\)",
+        match=r"^keyword argument y\['of'\] has as many rows as the batch.* pass batch_argnums=\(1, 'y'\)",
     ):
         traced(
             lambda params, x, *, y: loss_fn(params, x, y["of"]),

@@ -277,7 +277,7 @@ def test_flush_of_a_wrapped_accumulation_is_an_error_whose_advice_closes_the_win
     tx, params = AROUND[around](shrewjax.accumulate(optax.sgd(1.0), 8)), vector(0.0)
     with pytest.raises(
         ValueError,
-        match=r"tx must be the transformation that accumulate returned.*inside tx, call .*weight=0, flush=True",
+        match=r"tx must be the transformation of accumulate.*inside tx, call .*weight=0, flush=True",
     ):
         shrewjax.flush(tx, tx.init(params), params)
     _, state = tx.update(vector(2.0), tx.init(params), params)

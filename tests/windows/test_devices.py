@@ -95,5 +95,5 @@ def test_a_collective_inside_that_some_devices_would_skip_is_an_error():
 
     params = jnp.ones((4, 3))
     mapped = jax.shard_map(step, mesh=mesh_of(replica=4), in_specs=REPLICA, out_specs=REPLICA)
-    with pytest.raises(ValueError, match=r"^the decision .* may differ over 'replica', over which inner has a coll"):
+    with pytest.raises(ValueError, match=r"^the decision .* may differ over 'replica', where inner has a coll"):
         jax.eval_shape(mapped, jax.vmap(tx.init)(params), params)
