@@ -25,6 +25,12 @@ def test_the_page_shows_what_the_check_prints(capsys):
     assert of_line.sub("LINE", printed).split() == of_line.sub("LINE", shown).split()
 
 
+def test_the_tests_of_the_page_pass():
+    names = run_page(PAGE)
+    names["test_micro_batches_add_up"]()
+    names["test_an_uneven_window_is_one_step_of_the_whole_batch"]()
+
+
 def mistaken(names, name):
     """A step with one of the mistakes of a loop, in the place of the page's."""
     loss_fn = names["loss_fn"]

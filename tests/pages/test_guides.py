@@ -186,7 +186,7 @@ def test_contrastive_losses_of_the_page_are_that_of_the_whole_table(losses):
 
 @pytest.mark.usefixtures("x64_only")
 def test_a_pad_of_zeros_and_a_mask_that_is_uneven_over_devices_give_the_gradient_of_the_pairs_alone(losses):
-    """A mean over a device's own rows is the mistake, and the plain quotient by the norm in `unit`."""
+    """A mean over a device's own rows is the mistake, and the plain quotient by the norm in `normalized`."""
     params, pixels, tokens = towers(losses)
     mask = np.arange(32) < 18  # the last three of eight devices have no pairs
     padded = np.where(mask[:, None], pixels, 0), tokens

@@ -114,7 +114,10 @@ def test_results_that_differ_are_those_that_the_benchmark_prints():
         rows = [*edges.clipped_norm(True), *edges.windows(True)]
     shown = {
         "norm after clipping 10 float16 gradients of 300 ": lambda norm: f"{norm:.0f}",
-        "share of finite updates of adam after a window": lambda share: {1: "finite", 0: "NaN for ever"}[share],
+        "share of finite averages from the accumulator after a window with a NaN": lambda share: {
+            1: "finite",
+            0: "NaN for ever",
+        }[share],
         "error of a window of 20, 3, 8 and 1 examples": lambda error: (
             f"{error:.0e}" if error < 0.01 else f"{error:.0%}"
         ),
