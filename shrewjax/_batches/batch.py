@@ -33,9 +33,11 @@ class Batch(NamedTuple):
         return tuple(self.args[at] for at in self.roles[name])
 
     def arguments(self, i: Number, carried: list[PyTree]) -> list[PyTree]:
-        replaced = self.own_params | _micro_batch_of(self.examples, i)
+        of_examples = partial(lax.dynamic_index_in_dim, index=i, axis=1, keepdims=False)
+        replaced = self.own_params | jax.tree.map(of_examples, self.examples)
         for at in self.roles["rng_argnums"]:
-            replaced[at] = _folded_keys(self.args[at], self.first_number + i)
+            fold = partial(jax.random.fold_in, data=self.first_number + i)
+            replaced[at] = jax.tree.map(fold, self.args[at])
         replaced |= dict(zip(self.roles["carry_argnum"], carried, strict=True))
         return [replaced.get(at, x) for at, x in enumerate(self.args)]
 
@@ -46,9 +48,9 @@ class Batch(NamedTuple):
         """
         replaced = dict(self.own_params)
         if self.devices:
-            parts = self.steps * self.devices
+            rows = self.steps * self.devices
             replaced |= jax.tree.map(
-                lambda x: jnp.zeros((len(x) * parts, *x.shape[2:]), x.dtype), self.examples
+                lambda x: jnp.zeros((len(x) * rows, *x.shape[2:]), x.dtype), self.examples
             )
         return jax.tree.map(lambda x: x, [replaced.get(at, x) for at, x in enumerate(self.args)])
 
@@ -142,12 +144,3 @@ def _devices_along_first_axis(x: jax.Array) -> int:
     sharding: Any = jax.typeof(x).sharding
     over = axes_by_dimension(sharding.spec)[:1]
     return math.prod(sharding.mesh.shape[a] for names in over for a in names)
-
-
-def _micro_batch_of(examples: dict[int, PyTree], i: Number) -> dict[int, PyTree]:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), examples)
-
-
-def _folded_keys(keys: PyTree, number: Number) -> PyTree:
-    """Folds `number`, which counts micro-batches over all devices, into each key."""
-    return jax.tree.map(lambda key: jax.random.fold_in(key, number), keys)

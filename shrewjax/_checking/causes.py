@@ -32,7 +32,7 @@ class Why(NamedTuple):
 
     def is_told(self) -> bool:
         """Returns whether these values are known, and come from no loop, which could be opened."""
-        return all(x.equation and not any(jaxprs.jaxprs_in(x.equation)) for x in self.where)
+        return all(x.equations and not any(jaxprs.jaxprs_in(x.equations[-1])) for x in self.where)
 
 
 class Case(NamedTuple):
@@ -144,7 +144,7 @@ class Case(NamedTuple):
     def lines(self, what: str, result: Value, remedy: str = "") -> Why:
         """Returns the lines where a result parts from the whole batch's, and the remedy, or the given one."""
         related, is_own = cache(self.related), lambda x: jaxprs.is_key(x.whole) and not x.sources
-        apart = cache(lambda x: [y for y in x.operands if y.equation and not related(y)])
+        apart = cache(lambda x: [y for y in x.operands if y.equations and not related(y)])
         where = [x for x in walk(result, apart) if not apart(x)][::-1]
         keys = [x for x in where if any(map(is_own, x.operands))]
         rows, mixed = self.cut(result)

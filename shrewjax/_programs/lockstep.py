@@ -26,6 +26,9 @@ from shrewjax._programs.jaxprs import Atom, Equation, Frame, Jaxpr
 Name: TypeAlias = tuple[str, str]
 """The role of a leaf of the arguments, and its name in messages."""
 
+Equations: TypeAlias = tuple[Equation, ...]
+"""The calls around an equation, the outermost first, and the equation itself."""
+
 Rows: TypeAlias = Callable[[Leaf, Sequence[Leaf]], Sequence[Leaf]]
 """A function that returns the rows of micro-batches in a value of the whole batch. It also gets their own values."""
 
@@ -36,9 +39,8 @@ class Value:
 
     each: Sequence[Leaf]  # the first one is the whole batch's
     sources: frozenset[Name] = frozenset()  # the leaves of arguments that it is made from
-    equation: Equation | None = None  # None: an argument or a constant
+    equations: Equations = ()  # that made it; none made an argument or a constant
     operands: Sequence["Value"] = ()
-    calls: tuple[Equation, ...] = ()  # around the equation
     is_alike: bool = True  # whether the same operations made all
 
     whole = property(lambda self: self.each[0])
@@ -76,7 +78,7 @@ def run(
 
 
 def _run(
-    programs: Sequence[Jaxpr], args: Sequence[Value], rows: Rows, calls: tuple[Equation, ...] = ()
+    programs: Sequence[Jaxpr], args: Sequence[Value], rows: Rows, calls: Equations = ()
 ) -> list[Value]:
     """Runs closed jaxprs, one for the whole batch and one for each micro-batch. What differs runs as one equation."""
     each = [*map(jaxprs.opened, programs)]
@@ -97,33 +99,47 @@ def _run(
         forms = {(e.primitive, len(e.invars), len(e.outvars)) for e in equations}
         if None in operands or len(forms) > 1:
             break
-        inner = [x for x in map(jaxprs.jaxpr_of_call, equations) if x is not None]
-        branches = [*map(jaxprs.branches_of, equations)]
-        at = {int(x) for x in operands[0].each} if branches[0] else set[int]()
-        if len(at) == 1:  # the branch that runs
-            inner, operands = [x[min(*at, len(x) - 1)] for x in branches], operands[1:]
-        made: list[Value] = []  # of a print, which does not run
-        if inner:
-            made = _run(inner, operands, rows, (*calls, equations[0]))
-        elif equations[0].outvars:
-            functions = map(jaxprs.function_of_equation, each, equations)
-            made = _made(functions, operands, equations[0], calls)
-            # Micro-batches get their rows of what the whole batch draws from a key that is an argument's.
-            if any(jaxprs.is_key(x.whole) and x.sources for x in operands):
-                drawn = ([x.whole, *rows(x.whole, x.parts)] for x in made)
-                made = [replace(x, each=y) for x, y in _together([made, drawn])]
+        functions = map(jaxprs.function_of_equation, each, equations)
+        around = *calls, equations[0]
+        made = _run_equation(equations, functions, operands, rows, around)
         known |= _together([_together(e.outvars for e in equations), made])
         done += 1
     results = [*map(read, _together(x.outvars for x in each))]
     if None not in results and all(len(x.eqns) == done for x in each):
         return results
+    # The rest, as one equation.
     names = [*known][given:]
-    parts = _together([programs, _together(names)])
-    rest = [jaxprs.rest_of(x, done, its) for x, its in parts]
+    of_each = _together([programs, _together(names)])
+    rest = [jaxprs.rest_of(x, done, its) for x, its in of_each]
     equation = [*each[0].eqns[:1], *each[0].eqns, *each[0].eqns[-1:]][done + 1]
-    made = _made(map(jaxprs.function_of, rest), [known[n] for n in names], equation, calls)
+    functions, operands = map(jaxprs.function_of, rest), [known[n] for n in names]
+    made = _made(functions, operands, (*calls, equation))
     used = ([known[n] for n in names if n[0] in its] for its in jaxprs.used_by_results(rest[0]))
     return [replace(x, operands=y, is_alike=False) for x, y in _together([made, used])]
+
+
+def _run_equation(
+    equations: Sequence[Equation],
+    functions: Iterable[Function],
+    operands: Sequence[Value],
+    rows: Rows,
+    around: Equations,
+) -> Sequence[Value]:
+    """Runs an equation of each program. Opens a call, and the branch that runs. `around` ends with the equation."""
+    inner = [x for x in map(jaxprs.jaxpr_of_call, equations) if x is not None]
+    branches = [*map(jaxprs.branches_of, equations)]
+    at = {int(x) for x in operands[0].each} if branches[0] else set[int]()
+    if len(at) == 1:
+        inner, operands = [x[min(*at, len(x) - 1)] for x in branches], operands[1:]
+    if inner:
+        return _run(inner, operands, rows, around)
+    if not equations[0].outvars:  # a print, which does not run
+        return ()
+    made = _made(functions, operands, around)
+    if not any(jaxprs.is_key(x.whole) and x.sources for x in operands):
+        return made
+    # Micro-batches get their rows of what the whole batch draws from a key that is an argument's.
+    return [replace(x, each=[x.whole, *rows(x.whole, x.parts)]) for x in made]
 
 
 def _together(lists: Iterable[Iterable[Any]]) -> Iterator[Any]:
@@ -131,15 +147,12 @@ def _together(lists: Iterable[Iterable[Any]]) -> Iterator[Any]:
 
 
 def _made(
-    functions: Iterable[Function],
-    operands: Sequence[Value],
-    equation: Equation,
-    calls: tuple[Equation, ...],
+    functions: Iterable[Function], operands: Sequence[Value], equations: Equations
 ) -> list[Value]:
     """Returns the results of functions, one for the whole batch and one for each micro-batch."""
     each = [f(*(x.each[i] for x in operands)) for i, f in enumerate(functions)]
     sources = frozenset[Name]().union(*(x.sources for x in operands))
-    return [Value(x, sources, equation, operands, calls) for x in zip(*each, strict=True)]
+    return [Value(x, sources, equations, operands) for x in zip(*each, strict=True)]
 
 
 def walk(start: Value, inner: Callable[[Value], Iterable[Value]]) -> Iterator[Value]:
@@ -162,14 +175,14 @@ def places_of(value: Value, function: Function) -> list[Frame]:
 
     Those in a file outside of installed packages, or in the file of the function, are the user's.
     """
-    own_file = getattr(getattr(function, "__code__", None), "co_filename", "")
+    file_of_function = getattr(getattr(function, "__code__", None), "co_filename", "")
 
     def is_own(frame: Frame) -> bool:
-        is_users = frame.filename == own_file or not frame.filename.startswith(_INSTALLED)
+        is_users = frame.filename == file_of_function or not frame.filename.startswith(_INSTALLED)
         return is_users and not frame.filename.startswith(_OURS)
 
     # JAX cuts a traceback at a jit, so the calls' count, too.
-    each = map(jaxprs.frames_of, (*value.calls, value.equation) if value.equation else ())
+    each = map(jaxprs.frames_of, value.equations)
     # From the innermost one to that of `run`, which is the caller of the loss.
     inner = (takewhile(lambda x: x.filename != __file__, frames) for frames in each)
     return [*dict.fromkeys(y for x in inner for y in [*filter(is_own, x)][::-1])]

@@ -23,6 +23,7 @@ import os
 import types
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -223,41 +224,41 @@ def declared_arguments(tx: optax.GradientTransformation) -> tuple[set[str], bool
     """
     names, takes_any, seen = set[str](), False, set[int]()
     # The list keeps each object, because another could get its id.
-    found: list[Any] = [tx.update]
-    for x in found:
+    todo: list[Any] = [tx.update]
+    for x in todo:
         if id(x) in seen:
             continue
         seen.add(id(x))
         match x:
             case types.CodeType():
-                found += x.co_consts  # functions that it makes
+                todo += x.co_consts  # functions that it makes
                 own = x.co_varnames[: x.co_argcount + x.co_kwonlyargcount]
-                if not x.co_filename.startswith(_KNOWN):
-                    names.update(own[1:])
+                if x.co_filename.startswith(_KNOWN):
+                    own = (*dropwhile(lambda name: name != "params", own),)
+                else:
                     takes_any |= bool(x.co_flags & inspect.CO_VARKEYWORDS)
-                elif "params" in own:
-                    names.update(own[own.index("params") + 1 :])
+                names.update(own[1:])
             case types.FunctionType():
-                cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-                found += x.__code__, {name: c.cell_contents for name, c in cells if c != _EMPTY}
+                free = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+                todo += x.__code__, {k: c.cell_contents for k, c in free if c != _EMPTY}
             case types.MethodType():
-                found += x.__func__, getattr(x.__self__, "__dict__", {})
+                todo += x.__func__, getattr(x.__self__, "__dict__", {})
             case partial():
-                found += x.func, x.args, x.keywords
+                todo += x.func, x.args, x.keywords
             case Mapping():
-                found += x.values()
+                todo += x.values()
                 if factory := x.get("inner_factory"):  # of optax.inject_hyperparams
                     code = getattr(factory, "__code__", None)
                     if code and code.co_filename.startswith(_KNOWN):
                         named = map(factory.__globals__.get, code.co_names)
-                        found += filter(inspect.isfunction, named)
+                        todo += filter(inspect.isfunction, named)
                     else:
                         takes_any = True
             case list() | tuple():
-                found += x
+                todo += x
             case _ if callable(x) and not isinstance(x, type):
                 called = getattr(x, "__wrapped__", type(x).__call__)
-                found += called, getattr(x, "__dict__", {})
+                todo += called, getattr(x, "__dict__", {})
     return names, takes_any
 
 

@@ -26,7 +26,7 @@ def lines(result):
     """Returns the lines that made values without a relation of values that have one."""
 
     def apart(x):
-        return [y for y in x.operands if y.equation and not DIVISION.relations(y.whole, y.parts, 1e-5)]
+        return [y for y in x.operands if y.equations and not DIVISION.relations(y.whole, y.parts, 1e-5)]
 
     found = [x for x in lockstep.walk(result, apart) if not apart(x)][::-1]
     return [last_place(x) for x in found]
@@ -152,7 +152,7 @@ def test_a_print_does_not_run(capsys):
 
 def test_the_expression_is_named_and_an_equation_knows_its_arguments():
     value = ran(lambda x: 1 + jnp.tanh(x))
-    (made,) = [x for x in lockstep.walk(value, lambda x: x.operands) if x.equation and x is not value]
+    (made,) = [x for x in lockstep.walk(value, lambda x: x.operands) if x.equations and x is not value]
     place = lockstep.places_of(made, ran)[-1]
     assert place.shown(expression=True).endswith(": jnp.tanh(x)")
     assert made.sources == {("", "0")}
