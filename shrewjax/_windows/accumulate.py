@@ -154,8 +154,8 @@ def accumulate(
         inside it; a gradient does not fit its accumulator's kind; by its type, a gradient is already reduced over
         `sum_over`, or not reduced without it; devices may disagree on when a window closes, and inner has a collective
         over them; `sum_over` is missing or `init` finds no mesh; the state is another transformation's; an extra
-        argument that no transformation inside inner declares misspells `weight` or `flush`. `loss` without `value`, and
-        `last` without `flush`, is a warning.
+        argument that no transformation inside inner declares misspells `weight` or `flush`. `update` only
+        warns of `loss` without `value`, and of `last` without `flush`, which `apply_gradients` refuses.
       AssertionError: while tracing: the gradients' structure or a leaf's shape differs from the parameters
         passed to `init`, or inner changes the structure, shapes or dtypes of its state, except for a float that fits
         the old dtype.
@@ -442,7 +442,7 @@ def apply_gradients(
     params: Tree,
     **extra_args: Argument,
 ) -> tuple[Tree, State]:
-    r"""Calls `tx.update` and `optax.apply_updates` in one, for any Optax transformation.
+    r"""Returns the new parameters and the new state, by `tx.update` and `optax.apply_updates`, for any transformation.
 
     .. math:: (u_t, s_{t+1}) = \text{update}(g_t, s_t, \theta_t), \qquad \theta_{t+1} = \theta_t + u_t
 
