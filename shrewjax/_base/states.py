@@ -38,7 +38,7 @@ def fields(state: AnyState, *names: str) -> Metrics:
 
 
 def require_state(opt_state: AnyState) -> None:
-    if hasattr(opt_state, "init") and hasattr(opt_state, "update"):
+    if hasattr(type(opt_state), "init") and hasattr(type(opt_state), "update"):
         raise ValueError(
             "opt_state must be a state, as tx.init or tx.update returns it, got a transformation. Pass the state"
         )
@@ -55,6 +55,11 @@ def require_own(
         raise ValueError(
             f"state must be the {kind.__name__} of init or the last update, got a dict of its fields. Restore it "
             "with tx.init(params) as the target"
+        )
+    if not isinstance(state, kind) and type(state).__name__ == kind.__name__:
+        raise ValueError(
+            f"state must be the {kind.__name__} of this import of shrewjax, got one of another, as after a reload. "
+            "Call tx.init(params) again. Or restart"
         )
     if not isinstance(state, kind):
         is_optax = type(state).__module__.startswith("optax.")

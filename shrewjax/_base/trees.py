@@ -209,7 +209,8 @@ def require_no_rows(updates: PyTree, params: PyTree) -> None:
         if shape and wanted is not None and shape[1:] == wanted and len(shape) > len(wanted):
             raise ValueError(
                 f"update leaf {leaf_name(path)} must have the shape of its parameter, {wanted}, got {shape}: a row "
-                "for each device. Put this transformation inside accumulate"
+                "for each device or example. Put this transformation inside accumulate, which adds rows of devices up. "
+                "Or put it behind the transformation that reduces rows of examples"
             )
 
 

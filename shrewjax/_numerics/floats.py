@@ -46,6 +46,13 @@ def sum_dtype(*xs: Leaf) -> DType:
     return jnp.dtype(jnp.float64 if any(real_dtype(x) == jnp.float64 for x in xs) else jnp.float32)
 
 
+def wider_dtype(*xs: Leaf) -> DType:
+    """Returns the dtype of arrays if they have the same, otherwise `sum_dtype`, complex if one is."""
+    if len({x.dtype for x in xs}) == 1:
+        return xs[0].dtype
+    return upcast_dtype(next(filter(is_complex, xs), xs[0]), sum_dtype(*xs))
+
+
 def upcast(x: Leaf, dtype: DType) -> jax.Array:
     """Returns x in a real dtype, or in the complex dtype of that precision if x is complex."""
     return lax.convert_element_type(x, upcast_dtype(x, dtype))

@@ -18,7 +18,17 @@ from shrewjax._base.axes import require_replicated
 from shrewjax._base.mesh import on_mesh_of
 from shrewjax._base.states import described, fields, increment_if, require_made_with
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import AnyState, Axes, AxisName, Leaf, Metrics, Number, PyTree, Scalar
+from shrewjax._base.types import (
+    AnyState,
+    Argument,
+    Axes,
+    AxisName,
+    Leaf,
+    Metrics,
+    Number,
+    PyTree,
+    Scalar,
+)
 from shrewjax._clipping.global_norm import global_norm
 from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories
@@ -315,6 +325,8 @@ def skip_on_spike(
         **_fixed_limit(max_value, max_consecutive, at_least=0 if of_norm else -math.inf),
     )
     axes = arguments.sharded_over(sharded_over)
+    # `declared_arguments` finds the parameter `value`, so that `flush` hands it on (tests/windows/test_flush_value.py).
+    measure = partial(_norm, axes) if of_norm else _value
 
     def init_fn(params: optax.Params) -> SkipOnSpikeState:
         state = SkipOnSpikeState(
@@ -332,7 +344,7 @@ def skip_on_spike(
     def decide(step: Step) -> tuple[jax.Array, SkipOnSpikeState]:
         # 1. Measure the norm or the loss.
         state: SkipOnSpikeState = step.state
-        measured = _norm(step, axes) if of_norm else _value(step)
+        measured = measure(step, step.params, **step.extra_args)
         # 2. A spike is above the threshold. It is skipped, unless as many as allowed were skipped in a row.
         threshold, max_value = limits.threshold(state.history)
         finite = jnp.isfinite(measured)
@@ -415,15 +427,17 @@ def _fixed_limit(
     }
 
 
-def _norm(step: Step, axes: Axes) -> jax.Array:
+def _norm(axes: Axes, step: Step, params: PyTree, /, **_others: Argument) -> jax.Array:
     grads = step.make_gradients()
-    trees.require_no_rows(grads, step.params)
+    trees.require_no_rows(grads, params)
     return floats.to_float32(global_norm(grads, 2.0, axes))
 
 
-def _value(step: Step) -> jax.Array:
+def _value(
+    _step: Step, params: PyTree, /, value: Number | None = None, **_others: Argument
+) -> jax.Array:
     """Returns the loss that the caller passed."""
-    value = step.extra_args.get("value")
+    del params
     if value is None:
         raise ValueError(
             'skip_on_spike(monitor="value") needs value= in update, got none. Pass the loss'

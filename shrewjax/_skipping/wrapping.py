@@ -29,11 +29,12 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from shrewjax._base.axes import newly_varying, varying_axes
 from shrewjax._base.branches import run_if
-from shrewjax._base.mesh import partitioned_like, summed
+from shrewjax._base.mesh import partitioned_like, placed_like, summed
 from shrewjax._base.states import require_own, with_own_buffers
 from shrewjax._base.trees import (
     check_unchanged,
@@ -83,7 +84,8 @@ class Step(NamedTuple):
             returned, new_state = run()
             _check_restored(new_state, self.state)
             require_structure(new_state, self.state, f"{what_changed}: the structure must stay")
-            new_state = jax.tree.map(_in_dtype_of, new_state, self.state)
+            own = {x.dtype for x in jax.tree.leaves(self.params) if hasattr(x, "dtype")}
+            new_state = jax.tree.map(partial(_in_dtype_of, own), new_state, self.state)
             check_unchanged(new_state, self.state, what_changed)
             return returned, jax.tree.map(partitioned_like, new_state, self.state)
 
@@ -112,8 +114,10 @@ def first_step(
     updates: optax.Updates, state: AnyState, params: Params, extra_args: ExtraArgs, *, apply: bool
 ) -> Step:
     grads = summed(updates)
-    # A hyperparameter may be set to a number by hand.
-    return Step(lambda: grads, _without_numbers(state), params, extra_args, apply)
+    # A hyperparameter may be set to a number by hand. Counters that `init` makes inside `jax.vmap` have no mesh
+    # (tests/devices/test_explicit.py, "init_inside_vmap").
+    state = placed_like(_without_numbers(state), grads)
+    return Step(lambda: grads, state, params, extra_args, apply)
 
 
 def run_step(tx: optax.GradientTransformation, step: Step) -> Result:
@@ -252,8 +256,9 @@ def declared_arguments(tx: optax.GradientTransformation) -> tuple[set[str], bool
                     if code and code.co_filename.startswith(_KNOWN):
                         named = map(factory.__globals__.get, code.co_names)
                         todo += filter(inspect.isfunction, named)
-                    else:
+                    else:  # also the loss
                         takes_any = True
+                        names.add("value")
             case list() | tuple():
                 todo += x
             case _ if callable(x) and not isinstance(x, type):
@@ -324,21 +329,22 @@ def _check_devices(new: PyTree, old: PyTree, what: str) -> None:
     jax.tree.map_with_path(check, new, old)
 
 
-def _in_dtype_of(new: Leaf, old: Leaf) -> Leaf:
-    """Returns a state's float in the old dtype, if that has its range.
+def _in_dtype_of(own: set[DType], new: Leaf, old: Leaf) -> Leaf:
+    """Returns a state's float in the old dtype, if that has its range, or is one of the parameters' dtypes, `own`.
 
-    Hyperparameters in float32 widen a state in bfloat16. Without them, inner keeps its dtype.
+    Hyperparameters or gradients in float32 widen a state in bfloat16. Without them, inner keeps its dtype.
     """
-    floats = [x for x in (new, old) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
-    fits = len(floats) == 2 and jnp.finfo(old.dtype).maxexp >= jnp.finfo(new.dtype).maxexp
+    if not all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in (new, old)):
+        return new
+    fits = old.dtype in own or jnp.finfo(old.dtype).maxexp >= jnp.finfo(new.dtype).maxexp
     return new.astype(old.dtype) if fits else new
 
 
 def _without_numbers(state: AnyState) -> AnyState:
-    """Returns the state with an array for each Python number, as under jit, so that no step changes its dtype."""
+    """Returns the state with an array for each Python or NumPy number, so that no step changes its dtype."""
 
     def fixed(x: Leaf) -> Leaf:
-        is_number = isinstance(x, bool | int | float | complex)
+        is_number = isinstance(x, bool | int | float | complex | np.generic)
         return jnp.array(x, jnp.asarray(x).dtype) if is_number else x
 
     return jax.tree.map(fixed, state)

@@ -20,7 +20,7 @@ import optax
 from shrewjax._base import arguments, trees
 from shrewjax._base.branches import run_if
 from shrewjax._base.flax_names import is_of_nnx
-from shrewjax._base.mesh import on_mesh_of
+from shrewjax._base.mesh import is_traced, on_mesh_of
 from shrewjax._base.states import (
     increment_if,
     nodes_in,
@@ -135,9 +135,9 @@ def accumulate(
         batch. `"sum_over_weights"` for gradients of a summed loss: sum(g) / sum(w), without micro-batches of weight 0.
         If these have a gradient, as the negatives in detection, pass `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(g).
       accumulator_dtype: dtype of the sum. By default the wider of float32 and the parameter's dtype, complex for
-        complex. Inner gets the average cast to the parameter's dtype, or to the gradient's if `update` gets no
-        `params`, within 2 ulp of the exact quotient. In float16, weights that count tokens soon make sums of w g
-        overflow.
+        complex. Inner gets the average in the wider dtype of gradient and parameter, within 2 ulp of the exact
+        quotient, or in the sum's if it is wider and there is no gradient, as in `flush`. Updates come back as inner
+        returns them. In float16, weights that count tokens soon make sums of w g overflow.
       nonfinite: the policy of the second table. All but `"propagate"` read the gradients once more, and count such
         micro-batches in `dropped`. To check the average as well, wrap inner in `skip_nonfinite`.
       sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, and its own weight.
@@ -218,9 +218,9 @@ def _add_and_run(
     grads = trees.gradient_arrays(step.make_gradients())
     closes = arguments.flag("flush", flush)
     warn_of_lost_scatters(grads)
-    # A call of weight 0, such as `flush`, needs no value. Inner then gets the mean value of the window so far.
+    # A call of weight 0, such as `flush`, needs no value. What declares one gets the mean value of the window so far.
     adds_nothing = isinstance(weight, float) and weight == 0
-    takes_value = value is not None or (adds_nothing and _takes_value(inner))
+    takes_value = value is not None or (adds_nothing and "value" in declared_arguments(inner)[0])
 
     # 2. Add the micro-batch.
     added = window.advance(state, grads, weight, value, flush=closes, when_full=True)
@@ -356,10 +356,9 @@ def _run_on_total(
 def _as_gradients(
     average: ArrayTree, like: ArrayTree, params: optax.Params | None
 ) -> optax.Updates:
-    """Returns the average in the parameters' dtypes, or in the gradients' if there are no parameters.
+    """Returns the average in the wider dtype of gradient and parameter. A gradient of None has the sum's dtype.
 
-    A gradient's dtype may be narrower than its parameter's, in which the optimizer works. In float16, Adam's squares
-    would leave the range.
+    In a narrower one, such as float16, Adam's squares would leave the range.
     """
 
     def cast(x: jax.Array, grad: Leaf, param: Leaf = None) -> Leaf:
@@ -368,10 +367,9 @@ def _as_gradients(
             return x
         if not is_gradient(given):
             return _zero_like(given)
-        target = given if param is None or not is_gradient(param) else param
-        return (
-            x if floats.is_complex(x) and not floats.is_complex(target) else x.astype(target.dtype)
-        )
+        both = [x if grad is None else grad, given if param is None else param]
+        target = floats.wider_dtype(*filter(is_gradient, both))
+        return x if floats.is_complex(x) and target.kind != "c" else x.astype(target)
 
     with_params = () if params is None else (params,)
     return jax.tree.map(cast, average, like, *with_params)
@@ -425,14 +423,6 @@ def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> 
 
 
 _NESTED = "Multiply the accum_steps instead of nesting accumulations"
-
-
-def _takes_value(tx: optax.GradientTransformationExtraArgs) -> bool:
-    """Returns whether `update` takes a `value`. `optax.contrib.sam` has other extra arguments, and raises at one."""
-    parameters = inspect.signature(tx.update).parameters
-    return "value" in parameters or any(
-        x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values()
-    )
 
 
 def apply_gradients(
@@ -493,6 +483,8 @@ def apply_gradients(
             f"{type(params).__name__}. Call update(model, grads) of shrewjax.flax.Optimizer. Or pass nnx.state(model, "
             "nnx.Param)"
         )
+    if params is None:
+        raise ValueError("params must be the parameters, got None. Pass them after the state")
     _require_taken(tx, opt_state, extra_args)
     # `parameter_arrays` leaves integer NumPy arrays alone. Outside of jit, a skipped step would otherwise return the
     # caller's own, which then share memory (tests/promises/test_train_steps.py, "returns_jax_arrays_too").
@@ -533,15 +525,15 @@ def flush(
     .. math:: \bar g = \frac{\sum_{i \le k} w_i g_i}{\sum_{i \le k} w_i}
               \;\text{ over the } k \text{ micro-batches so far}
 
-    An empty window leaves the parameters as they are, and inner does not run. If inner takes the loss, it gets that of
-    these micro-batches. To close a window together with its last micro-batch, pass `flush=True` to `update` instead.
+    An empty window leaves the parameters as they are, and inner does not run. If inner declares `value`, it gets that
+    of these micro-batches. To close a window together with its last micro-batch, pass `flush=True` to `update` instead.
     With `nnx.Optimizer`, call `optimizer.update(model, grads, weight=0, flush=True)`, in which `grads` add nothing.
 
     Args:
       tx: the transformation that `accumulate` returned. For an accumulation inside another transformation, such as
         `optax.chain`, pass `flush=True` to `update`.
       opt_state: its state.
-      params: the parameters. The average is cast to their dtypes.
+      params: the parameters.
       **extra_args: passed to the wrapped optimizer.
 
     Returns:
@@ -615,18 +607,23 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
     if not windows:
         raise ValueError("opt_state must contain a window of accumulate or GradAccumulator")
     in_range = arguments.is_weight(jnp.asarray(weight, dtype=float))
-    _assert_values(in_range, f"weight must be {arguments.RANGE_OF_WEIGHTS}, got {weight}")
+    _assert_values(in_range, f"weight must be {arguments.RANGE_OF_WEIGHTS}", weight)
     for window in windows:
         longest = accum_steps - isinstance(window, AccumulateState)
         in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
-        _assert_values(in_range, f"micro_step must be between 0 and {longest}")
+        what = f"micro_step must be between 0 and {longest}, for accum_steps={accum_steps}"
+        _assert_values(in_range, what, window.micro_step)
         in_range = arguments.is_weight(window.sum_of_weights)
-        _assert_values(in_range, f"sum_of_weights must be {arguments.RANGE_OF_WEIGHTS}")
+        what = f"sum_of_weights must be {arguments.RANGE_OF_WEIGHTS}"
+        _assert_values(in_range, what, window.sum_of_weights)
 
 
 def _windows_in(opt_state: AnyState) -> list[AnyState]:
     return nodes_in(without_variables(opt_state), WINDOW_STATES)
 
 
-def _assert_values(is_valid: Flag, message: str) -> None:
+def _assert_values(is_valid: Flag, what: str, value: Number) -> None:
+    message = f"{what}, got {value}"
+    if not is_traced(is_valid) and not jnp.all(is_valid):
+        raise AssertionError(message)  # chex would show arrays of flags
     chex.assert_trees_all_equal(is_valid, jnp.ones_like(is_valid), custom_message=message)

@@ -106,5 +106,6 @@ def test_a_container_that_raises_for_missing_attributes_holds_leaves_as_any_othe
     assert value == 7
     np.testing.assert_array_equal(found["a"], [1, 0])
     tx = shrewjax.accumulate(optax.sgd(1.0), 1)
-    updates, _ = tx.update(grads, tx.init(grads), grads)
+    updates, state = tx.update(grads, tx.init(grads), grads)
     np.testing.assert_array_equal(updates.a, -grads.a)
+    assert shrewjax.metrics(AttrDict(optimizer=state))["accumulate/windows"] == 1

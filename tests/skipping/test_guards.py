@@ -367,6 +367,17 @@ def test_a_guard_that_is_off_lets_a_constant_of_zero_pass(arguments):
     assert applied(run(tx, [f32([1])] * 8, value=[0.0] * 8)) == [True] * 8
 
 
+def test_rows_of_examples_belong_in_front_of_a_guard():
+    aggregate = optax.contrib.differentially_private_aggregate(1.0, 0.0, 0)
+    params, rows = jnp.zeros(2), jnp.asarray([[3.0, 4.0], [0.0, 0.0]])
+    outside = shrewjax.skip_on_spike(optax.chain(aggregate, optax.sgd(1.0)))
+    with pytest.raises(ValueError, match=r"a row for each device or example.*behind the transformation that reduces"):
+        outside.update(rows, outside.init(params), params)
+    tx = optax.chain(aggregate, shrewjax.skip_on_spike(optax.sgd(1.0)))
+    updates, _ = tx.update(rows, tx.init(params), params)
+    np.testing.assert_allclose(updates, [-0.3, -0.4], rtol=1e-6)
+
+
 def test_python_numbers_are_gradients_also_where_nonfinite_ones_are_zeroed():
     tx = shrewjax.skip_nonfinite(optax.identity(), max_consecutive=1, at_limit="zero_nonfinite")
     updates, _ = tx.update({"a": 2.0, "b": np.nan}, tx.init({"a": 1.0, "b": 1.0}))

@@ -244,6 +244,7 @@ def test_flush_with_the_last_micro_batch_divides_by_what_came(traced):
     assert (int(state.micro_step), float(state.sum_of_weights), int(state.windows)) == (0, 0, 1)
 
 
+@pytest.mark.usefixtures("as_users_have_it")  # Optax adds float32 to bfloat16
 @pytest.mark.parametrize("jitted", [False, True])
 def test_flush_closes_what_is_open_and_leaves_an_empty_window_alone(jitted):
     params = jnp.zeros(1, jnp.bfloat16)
@@ -450,18 +451,30 @@ ONE_OF_A_KIND = "adafactor", "lion", "lbfgs", "noisy_sgd", "polyak_sgd"
 OTHERS = sorted((EXPORTED | {"nadam", "nadamw"}) - DEPRECATED - {*ONE_OF_A_KIND})
 
 
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")  # lbfgs alone
 @pytest.mark.parametrize("name", [*ONE_OF_A_KIND, *thorough(*OTHERS)])
 def test_every_optimizer_of_optax_runs_with_parameters_and_gradients_of_two_dtypes(name):
-    """Optax's own mostly fail if the average comes in another dtype than the parameters."""
-    tx = shrewjax.accumulate(getattr(optax, name)(**ARGUMENTS.get(name, {"learning_rate": 0.01})), 2)
+    """Updates have the dtype that they have without a window, of gradients in the wider of the two dtypes."""
+    inner = optax.with_extra_args_support(getattr(optax, name)(**ARGUMENTS.get(name, {"learning_rate": 0.01})))
+    tx = shrewjax.accumulate(inner, 2)
     with jax.numpy_dtype_promotion("standard"):
         for param, grad in itertools.product(["float32", "bfloat16"], repeat=2):
             params = {"w": jnp.ones((3, 4), param), "b": jnp.ones(4, param)}
             grads = jax.tree.map(lambda x, grad=grad: x.astype(grad), params)
-            step = lambda g, s, p: tx.update(g, s, p, value=jnp.float32(1))  # noqa: E731
             state = jax.eval_shape(tx.init, params)
-            updates, new_state = jax.eval_shape(step, grads, state, params)
-            assert {x.dtype for x in updates.values()} == {jnp.dtype(param)}
+
+            def step(tx, grads, state, params=params):
+                return jax.eval_shape(lambda g, s, p: tx.update(g, s, p, value=jnp.float32(1)), grads, state, params)
+
+            wide = jax.tree.map(lambda g, x: g.astype(jnp.promote_types(g.dtype, x.dtype)), grads, params)
+            if (name, param, grad) == ("novograd", "bfloat16", "float32"):
+                for either in (inner, tx):  # Optax's two branches differ in dtype
+                    with pytest.raises(TypeError, match="branches must have equal output types"):
+                        step(either, grads, jax.eval_shape(either.init, params))
+                continue
+            expected, _ = step(inner, wide, jax.eval_shape(inner.init, params))
+            updates, new_state = step(tx, grads, state)
+            assert jax.tree.map(lambda x: x.dtype, updates) == jax.tree.map(lambda x: x.dtype, expected)
             assert jax.tree.map(lambda x: x.dtype, new_state) == jax.tree.map(lambda x: x.dtype, state)
 
 
@@ -572,7 +585,69 @@ def test_value_checks_of_the_window_are_there_for_who_wants_them(change, weight,
         shrewjax.check_window(optax.EmptyState(), 3)
 
 
-# --- a state that is set by hand ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["adam", "clip"])
+def test_float32_gradients_of_narrow_parameters_stay_wide_in_inner(name, dtype):
+    """In float16, Adam's square of 1e-3 is 0, and the norm of 1e5 is infinite. The oracle is Optax without a window."""
+    inner = {"adam": optax.adam(1e-2), "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))}[name]
+    params, grad = {"w": jnp.full(3, 0.5, dtype)}, {"w": jnp.full(3, {"adam": 1e-3, "clip": 1e5}[name], "f")}
+    with jax.numpy_dtype_promotion("standard"):
+        expected, _ = inner.update(grad, inner.init(params), params)
+        new_params = optax.apply_updates(params, expected)
+        tx = shrewjax.accumulate(inner, 2)
+        first = tx.init(params)
+        _, opened = tx.update(grad, first, params)
+        updates, state = tx.update(grad, opened, params)
+        assert_close(updates, expected, rtol=1e-6)
+        assert updates["w"].dtype == jnp.float32
+        applied, other = shrewjax.apply_gradients(tx, grad, opened, params)
+        flushed, last = shrewjax.flush(tx, opened, params)
+        for found in (applied, flushed):
+            np.testing.assert_array_equal(found["w"], new_params["w"])
+        for after in (state, other, last):
+            assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, first)
+
+
+@pytest.mark.parametrize("call", [shrewjax.flush, lambda tx, s, p: shrewjax.apply_gradients(tx, vector(1.0), s, p)])
+def test_a_step_without_parameters_is_an_error_that_names_them(call):
+    tx = shrewjax.accumulate(optax.sgd(1.0), 2)
+    with pytest.raises(ValueError, match=r"params must be the parameters, got None\. Pass them after the state"):
+        call(tx, tx.init(vector(0.0)), None)
+
+
+def test_a_window_that_is_too_long_is_named_with_both_numbers_outside_of_jit():
+    tx, params = shrewjax.accumulate(optax.sgd(1.0), 4), vector(0.0)
+    _, state = run(tx, [(vector(1.0), {})] * 3, params)[-1]
+    with pytest.raises(AssertionError, match=r"^micro_step must be between 0 and 1, for accum_steps=2, got 3$"):
+        shrewjax.check_window(state, accum_steps=2)
+
+
+def test_a_state_of_another_import_of_the_package_is_named_as_such():
+    of_another = type("AccumulateState", (tuple,), {})()
+    tx = shrewjax.accumulate(optax.sgd(1.0), 4)
+    with pytest.raises(ValueError, match=r"AccumulateState of this import of shrewjax, got one of another"):
+        tx.update(vector(1.0), of_another, vector(0.0))
+
+
+# --- what inner gets beside gradients, and states that are set by hand ---------------------------------------------
+
+
+def test_flush_hands_a_loss_to_a_transformation_that_declares_one_and_to_no_other():
+    def strict(updates, state, params=None, **extra_args):
+        assert not extra_args
+        return updates, state
+
+    def declaring(updates, state, params=None, *, value):
+        return updates, value
+
+    for update, first, value in ((strict, (), {}), (declaring, jnp.float32(0), {"value": jnp.float32(2)})):
+        inner = optax.GradientTransformationExtraArgs(lambda params, first=first: first, update)
+        tx = shrewjax.accumulate(optax.chain(optax.sgd(0.1), inner), 4)
+        params = jnp.ones(3)
+        _, state = tx.update(params, tx.init(params), params, **value)
+        params, state = shrewjax.flush(tx, state, params)
+        np.testing.assert_allclose(params, 0.9)
+    assert state.inner_state[1] == 2
 
 
 @pytest.mark.parametrize("number", [0.5, np.float64(0.5), np.float32(0.5)], ids=lambda x: type(x).__name__)
