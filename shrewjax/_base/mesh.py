@@ -165,10 +165,10 @@ def explicit_axes(x: Leaf) -> MeshAxes:
 
 
 def _explicit(mesh: Any) -> MeshAxes:
-    kinds = getattr(mesh, "axis_types", None) or ()
-    return frozenset(
-        a for a, kind in zip(mesh.axis_names, kinds, strict=True) if kind == AxisType.Explicit
-    )
+    if mesh is None or not mesh.axis_types:
+        return frozenset()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(a for a, kind in kinds if kind == AxisType.Explicit)
 
 
 def placed_like(tree: PyTree, like: PyTree) -> PyTree:

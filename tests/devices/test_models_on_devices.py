@@ -1,11 +1,13 @@
 """Independent models, one a device, train as each does alone: by `vmap` and by `shard_map`."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import lenient, mesh_of, thorough
+from helpers import lenient, mesh_of, placed, thorough
 from jax.sharding import PartitionSpec as P
 
 import shrewjax
@@ -105,6 +107,35 @@ def rows(harder, easier):
     """Each rule in the harder way, and every third one in the other way, too."""
     others = [(rule, harder) for rule in OTHERS] + [(rule, easier) for rule in (*FIRST, *OTHERS[::3])]
     return [*((rule, harder) for rule in FIRST), *thorough(*others)]
+
+
+# A flag of each model; two calls, the first of which leaves the window open; a measurement of the window.
+STARTED_INSIDE = {
+    "guard": shrewjax.accumulate(shrewjax.skip_nonfinite(optax.sgd(1.0)), 2),
+    "clip": shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), ADAM), 2),
+    "noise": shrewjax.accumulate(ADAM, 2, noise_decay=0.9),
+}
+
+
+@pytest.mark.skipif(IN_JAX_0_8, reason="JAX 0.8 refuses a choice between constants there")
+@pytest.mark.parametrize(("rule", "is_set"), [("guard", False), ("clip", True), *thorough(("clip", False), ("noise", True))])
+def test_a_state_that_begins_inside_vmap_on_an_explicit_mesh_trains_as_each_model_alone(rule, is_set):
+    tx = STARTED_INSIDE[rule]
+
+    def train(params, *grads):
+        state = tx.init(params)
+        for g in grads:
+            updates, state = tx.update(g, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    grads = [gradients(step)["layers"] for step in range(3)]
+    params = PARAMS["layers"]
+    expected = np.stack([jax.jit(train)(params[i], *(g[i] for g in grads)) for i in range(MODELS)])
+    mesh = mesh_of("Explicit", model=MODELS)
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        found = jax.jit(jax.vmap(train))(*placed((params, *grads), mesh, P("model")))
+    assert_same(found, expected)
 
 
 @pytest.mark.combinations
