@@ -8,16 +8,19 @@ import math
 import numbers
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shrewjax._base.axes import is_axes
 from shrewjax._base.trees import leaf_name, short_leaf_name, shown
 from shrewjax._base.types import (
     Argument,
     Axes,
+    AxesTree,
     AxisNames,
     DType,
     Flag,
@@ -316,13 +319,16 @@ def axis_names(name: str, value: Argument) -> Axes:
     return names
 
 
-def sharded_over(value: Argument) -> Axes:
-    return axis_names("sharded_over", value)
+def sharded_over(value: Argument) -> Axes | AxesTree:
+    """Returns mapped axes, or a tree prefix of them; None if types give them."""
+    return jax.tree.map(partial(axis_names, "sharded_over"), value, is_leaf=is_axes)
 
 
 def unit_axis_names(value: Argument) -> UnitAxisNames:
     """Returns `sharded_over` for leaves of several units: names, a PartitionSpec for all leaves, or a function."""
-    return value if isinstance(value, jax.P) or callable(value) else sharded_over(value)
+    return (
+        value if isinstance(value, jax.P) or callable(value) else axis_names("sharded_over", value)
+    )
 
 
 def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Leaf) -> AxisNames | jax.P | None:

@@ -49,6 +49,16 @@ class UnitSharding(NamedTuple):
     across: Axes  # along these, other units; None: read from the per-unit result's type
 
 
+class AxesByLeaf(tuple[Axes, ...]):
+    """The mapped axes of each leaf, hashable as a list is not."""
+
+
+def is_axes(x: Any) -> bool:
+    """Returns whether `sharded_over` is None, an axis or several of them, and not a tree of these."""
+    is_sequence = type(x) in (tuple, list)
+    return x is None or (is_sequence and not any(isinstance(a, tuple | list | dict) for a in x))
+
+
 def are_own(given: Axes | jax.P | Function) -> bool:
     """Returns whether `sharded_over` is (): each device has whole gradients of its own, such as a model of its own.
 
@@ -144,12 +154,12 @@ def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list
     """Returns, for each array, the mapped axes along which devices hold parts of it.
 
     () says that they hold no parts, but arrays of their own, as of independent models. Otherwise tracked types decide,
-    and without these `axes` does; None then raises inside `shard_map` and `pmap`. If `axes` is a list, it has one entry
-    per array. An entry overrides the array's type, and None means "use the type".
+    and without these `axes` does; None then raises inside `shard_map` and `pmap`. If `axes` is a list or `AxesByLeaf`,
+    it has one entry per array. An entry overrides the array's type, and None means "use the type".
     """
     if axes == ():
         return [()] * len(arrays)
-    if isinstance(axes, list):
+    if isinstance(axes, list | AxesByLeaf):
         by_type = axes_to_reduce(arrays, None) if None in axes else [()] * len(arrays)
         return [told if given is None else given for given, told in zip(axes, by_type, strict=True)]
     mapped, is_tracked = mapped_axes()

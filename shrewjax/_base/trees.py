@@ -14,7 +14,18 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from shrewjax._base import flax_names, mesh
-from shrewjax._base.types import Argument, DType, Function, KeyPath, Leaf, PyTree, Tree
+from shrewjax._base.axes import AxesByLeaf, is_axes
+from shrewjax._base.types import (
+    Argument,
+    Axes,
+    AxesTree,
+    DType,
+    Function,
+    KeyPath,
+    Leaf,
+    PyTree,
+    Tree,
+)
 
 
 def gradient_leaves(grads: PyTree) -> tuple[list[KeyPath], list[Leaf], Any]:
@@ -36,6 +47,20 @@ def gradient_leaves(grads: PyTree) -> tuple[list[KeyPath], list[Leaf], Any]:
 def floating(grads: PyTree) -> list[Leaf]:
     """Returns the leaves of a tree of gradients that rules measure and clip, as arrays."""
     return [x for x in gradient_leaves(grads)[1] if is_gradient(x)]
+
+
+def axes_by_leaf(axes: Axes | AxesTree, grads: PyTree) -> Axes | AxesByLeaf:
+    """Returns the axes for each leaf of `floating(grads)` if they are a tree prefix of `grads`, else as they are."""
+    if is_axes(axes):
+        return axes
+    each: list[Axes] = []
+    try:
+        jax.tree.map(
+            lambda own, part: each.extend([own] * len(floating(part))), axes, grads, is_leaf=is_axes
+        )
+    except ValueError as error:
+        raise ValueError(f"sharded_over must be a tree prefix of the gradients: {error}") from error
+    return AxesByLeaf(each)
 
 
 def map_floating(function: Callable[[Leaf], Leaf], grads: Tree) -> Tree:

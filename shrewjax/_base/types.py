@@ -76,6 +76,9 @@ AxisName: TypeAlias = Hashable | tuple[Hashable, ...]
 AxisNames: TypeAlias = tuple[Hashable, ...]
 """Checked names of mapped axes."""
 
+AxesTree: TypeAlias = Any
+"""A tree prefix of gradients, with `AxisName` or () for each leaf or subtree, as users pass it in `sharded_over`."""
+
 MeshAxes: TypeAlias = frozenset[Any]
 """Names of axes of a mesh."""
 

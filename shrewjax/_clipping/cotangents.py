@@ -106,7 +106,7 @@ def clip_cotangent(
     """
     max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
     axis = arguments.axes("axis", axis)
-    sharded_over = arguments.sharded_over(sharded_over)
+    sharded_over = arguments.axis_names("sharded_over", sharded_over)
     traced_limit, static_limit = (
         ([max_norm], None) if isinstance(max_norm, jax.Array) else ([], max_norm)
     )

@@ -12,6 +12,7 @@ from shrewjax._base import arguments, trees
 from shrewjax._base.states import described, fields, require_made_with
 from shrewjax._base.types import (
     Axes,
+    AxesTree,
     AxisName,
     DType,
     Metrics,
@@ -35,7 +36,7 @@ from shrewjax._numerics.scaling import ClipScale
 
 
 def grad_norm(
-    grads: PyTree, ord: float | None = None, *, sharded_over: AxisName | None = None
+    grads: PyTree, ord: float | None = None, *, sharded_over: AxisName | AxesTree = None
 ) -> jax.Array:
     r"""Returns the norm of all gradients together, as if they were one long vector.
 
@@ -57,9 +58,10 @@ def grad_norm(
       grads: pytree of arrays. Complex leaves count with their modulus. Integer, boolean and float0 leaves, `None` and
         `optax.MaskedNode` do not count.
       ord: p, any Python number >= 1 or inf. `None` means 2.
-      sharded_over: mapped axes over which the gradients are sharded. It is only needed in `jax.pmap` and in
-        `jax.shard_map` with `check_vma=False`, where types do not record it. () says that each device has whole
-        gradients of its own, such as those of independent models. Its result is then its own.
+      sharded_over: mapped axes over which the gradients are sharded, or a tree prefix of these, with () for leaves that
+        all devices have whole: `{"dense": "model", "norm": ()}`. It is only needed in `jax.pmap` and in
+        `jax.shard_map` with `check_vma=False`, where types do not record it. () for all says that each device has
+        whole gradients of its own, such as those of independent models. Its result is then its own.
 
     Returns:
       float32 scalar; float64 if a leaf is float64 or complex128.
@@ -84,7 +86,11 @@ def grad_norm(
 
 
 def clip_grad_norm(
-    grads: Tree, max_norm: Number, *, ord: float | None = None, sharded_over: AxisName | None = None
+    grads: Tree,
+    max_norm: Number,
+    *,
+    ord: float | None = None,
+    sharded_over: AxisName | AxesTree = None,
 ) -> tuple[Tree, jax.Array]:
     r"""Scales all gradients by one number so that their norm is at most `max_norm`, and returns the norm before, too.
 
@@ -166,7 +172,7 @@ def clip_by_global_norm(
     *,
     ord: float | None = None,
     per_leaf: bool = False,
-    sharded_over: AxisName | None = None,
+    sharded_over: AxisName | AxesTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together: `clip_grad_norm` as an Optax transformation.
 
@@ -261,8 +267,8 @@ def norm_dtype(params: PyTree) -> DType:
     return jnp.result_type(floats.sum_dtype(*filter(trees.is_gradient, arrays)))
 
 
-def global_norm(grads: PyTree, ord: float, axes: Axes) -> ExtendedFloat:
-    return measure(trees.floating(grads), ord, axes)
+def global_norm(grads: PyTree, ord: float, axes: Axes | AxesTree) -> ExtendedFloat:
+    return measure(trees.floating(grads), ord, trees.axes_by_leaf(axes, grads))
 
 
 def clip_to_limit(grads: Tree, norm: ExtendedFloat, limit: ExtendedFloat) -> tuple[Tree, ClipScale]:
@@ -272,14 +278,14 @@ def clip_to_limit(grads: Tree, norm: ExtendedFloat, limit: ExtendedFloat) -> tup
 
 
 def _global_and_leaf_norms(
-    grads: PyTree, state: ClipByGlobalNormState, axes: Axes
+    grads: PyTree, state: ClipByGlobalNormState, axes: Axes | AxesTree
 ) -> tuple[ExtendedFloat, PyTree]:
     """Returns the norm of all gradients, and the new `leaf_norms` of the state: 0 for a leaf without a gradient."""
     units = find_units(grads, stacked_layers(None))
     if units.leaves:
         require_made_with("per_leaf=True", state, "leaf_norms")
     units.numbers_beside(state.leaf_norms)  # raises if the state has other leaves
-    norm, norms = measure_with_leaves(units.leaves, axes)
+    norm, norms = measure_with_leaves(units.leaves, trees.axes_by_leaf(axes, grads))
     absent = jax.tree.map(jnp.zeros_like, state.leaf_norms)
     dtype = state.grad_norm.dtype
     return norm, units.with_leaves(absent, [norm.astype(dtype) for norm in norms])
@@ -341,7 +347,10 @@ class ClipByNormPercentileState(NamedTuple):
 
 
 def clip_by_norm_percentile(
-    percentile: Number, *, history_length: int | None = None, sharded_over: AxisName | None = None
+    percentile: Number,
+    *,
+    history_length: int | None = None,
+    sharded_over: AxisName | AxesTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together to a percentile of its history (AutoClip).
 
@@ -463,7 +472,7 @@ def clip_by_norm_zscore(
     warmup_steps: Number = 25,
     max_norm: Number = math.inf,
     eps: Number = 1e-6,
-    sharded_over: AxisName | None = None,
+    sharded_over: AxisName | AxesTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together when it stands out from the recent ones (ZClip).
 

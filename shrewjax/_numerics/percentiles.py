@@ -46,10 +46,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._base.axes import as_varying, varying_axes
+from shrewjax._base.axes import AxesByLeaf, as_varying, axes_to_reduce, varying_axes
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import placed_like
-from shrewjax._base.types import Axes, DType, Leaf
+from shrewjax._base.types import Axes, AxesTree, DType, Leaf
 from shrewjax._numerics import floats
 from shrewjax._numerics.reductions import (
     Group,
@@ -102,9 +102,9 @@ class Keys(NamedTuple):
     """The keys of all leaves, as a search reads them. Pivots and results are of one row for all leaves or one each."""
 
     groups: Sequence[Group]
+    axes: list[Axes]  # of each group
     dtype: DType
     scope: Scope
-    axes: Axes
 
     def counts(self, pivots: jax.Array, integers: DType) -> jax.Array:
         """Returns how many keys are at or below each pivot, over all devices, as `integers` that hold the largest."""
@@ -188,7 +188,7 @@ class Rule:
     method: Method
     scope: Scope
     over: Over
-    axes: Axes
+    axes: Axes | AxesByLeaf | AxesTree
 
     @property
     def percentile(self) -> Fraction | jax.Array:
@@ -228,17 +228,19 @@ def _selected(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None) -> Se
     4. Count the elements above the bound. A NaN among the elements, or as the percentile, makes both NaN.
     """
     # 1. Elements and groups.
-    of_leaf, axes = rule.scope == "leaf", rule.axes
+    of_leaf = rule.scope == "leaf"
     leaves = [lax.stop_gradient(at_least_16_bits(x)) for x in leaves]
     dtype, result_dtype = common_dtype(leaves), floats.sum_dtype(*leaves)
+    axes: list[Axes] = [*axes_to_reduce(leaves, rule.axes)]
     counts = sizes(leaves, axes=axes)
     counts = counts if of_leaf else [sum(counts)]
-    groups = [(x,) for x in leaves] if of_leaf else grouped(leaves, axes)
+    with_axes = [((x,), over) for x, over in zip(leaves, axes, strict=True)]
+    groups = with_axes if of_leaf else grouped(leaves, axes)
     if not groups:
         nothing = jnp.zeros((0,) if of_leaf else (), result_dtype)
         bits, none = floats.magnitude_bits(nothing), nothing.astype(jnp.float32)
         return Selected(nothing, bits, none, none, jnp.zeros((), jnp.int32))
-    data = Keys(groups, dtype, rule.scope, axes)
+    data = Keys([x for x, _ in groups], [over for _, over in groups], dtype, rule.scope)
     count = placed_like(jnp.asarray(counts, count_dtype(counts)), leaves)
 
     # 2. The search.
@@ -265,7 +267,7 @@ def _selected(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None) -> Se
 
     started = _started(count, wanted_of(count), start, dtype)
     started = placed_like(started, leaves)
-    if axes == ():  # the search of each device takes its own turns
+    if rule.axes == ():  # the search of each device takes its own turns
         varying = tuple({a for x in leaves for a in varying_axes(x)})
         started = jax.tree.map(lambda x: as_varying(x, varying), started)
     search = lax.while_loop(lambda s: jnp.any(~s.done), read, started)

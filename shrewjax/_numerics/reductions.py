@@ -76,7 +76,7 @@ def leaf_counts(
     leaves: Sequence[Leaf],
     *per_leaf: Sequence[PyTree],
     dtype: DType,
-    axes: Axes,
+    axes: Axes | list[Axes],
 ) -> list[jax.Array]:
     """Returns, for each leaf, a vector with the number of elements for which each of `flags(leaf, *scalars)` is set.
 
@@ -100,26 +100,30 @@ def count_dtype(counts: Sequence[int]) -> DType:
     return jnp.dtype(jnp.uint32 if is_small else jnp.uint64)
 
 
-def grouped(leaves: Sequence[Leaf], axes: Axes) -> list[Group]:
+def grouped(leaves: Sequence[Leaf], axes: Sequence[Axes]) -> list[tuple[Group, Axes]]:
     """Returns the same elements in few groups, because each group costs one kernel to compile and to launch.
+
+    `axes` has the mapped axes along which devices hold parts of each leaf. Each group comes with its own.
 
     The smallest leaves of each dtype become one vector, which copies at most 1/256 of all elements.
     """
+    with_axes = [*zip(leaves, axes, strict=True)]
     if may_be_partitioned() or not are_known([x.size for x in leaves]):
-        return [(x,) for x in leaves]
+        return [((x,), over) for x, over in with_axes]
     left = sum(x.size for x in leaves) // 256
-    large: dict[Hashable, list[Leaf]] = {}
-    small: dict[Hashable, list[Leaf]] = {}
-    with_axes = zip(leaves, axes_to_reduce(leaves, axes), strict=True)
+    large: dict[tuple[Hashable, DType, Axes], list[Leaf]] = {}
+    small: dict[tuple[DType, Axes], list[Leaf]] = {}
     for x, over in sorted(with_axes, key=lambda pair: pair[0].size):
         left -= x.size
         if left < 0:
             large.setdefault((x.shape, x.dtype, over), []).append(x)
         else:
             small.setdefault((x.dtype, over), []).append(jnp.ravel(x))
-    vectors: list[Group] = [(jnp.concatenate(of_kind),) for of_kind in small.values()]
+    vectors = [((jnp.concatenate(alike),), over) for (_, over), alike in small.items()]
     most = min(_MOST_IN_A_GROUP, sum(map(len, large.values())) // _FEWEST_GROUPS)
-    return [group for alike in large.values() for group in _evenly(alike, most)] + vectors
+    return [
+        (group, over) for (*_, over), alike in large.items() for group in _evenly(alike, most)
+    ] + vectors
 
 
 def sizes(

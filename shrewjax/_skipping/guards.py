@@ -22,6 +22,7 @@ from shrewjax._base.types import (
     AnyState,
     Argument,
     Axes,
+    AxesTree,
     AxisName,
     Leaf,
     Metrics,
@@ -77,7 +78,7 @@ def skip_nonfinite(
     max_consecutive: Number | None = None,
     at_limit: AtLimit = "keep_skipping",
     per_leaf: bool = False,
-    sharded_over: AxisName | None = None,
+    sharded_over: AxisName | AxesTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Skips the steps whose gradients contain a NaN or an infinity.
 
@@ -178,7 +179,8 @@ def skip_nonfinite(
             if units.leaves:
                 require_made_with("per_leaf=True", state, "nonfinite_leaves")
             counts = units.numbers_beside(nonfinite_leaves)
-            each = finite_leaves(units.leaves, axes)
+            grads = step.make_gradients()
+            each = finite_leaves(units.leaves, trees.axes_by_leaf(axes, grads))
             finite = jnp.all(each)
             if counts:
                 counts = list(increment_if(~each, jnp.stack(counts)))
@@ -186,7 +188,8 @@ def skip_nonfinite(
         else:
             # Also of sparse arrays with repeated indices, which `trees.floating` refuses.
             arrays = jax.tree.map_with_path(trees.array_leaf, step.make_gradients())
-            finite = all_finite([x for x in jax.tree.leaves(arrays) if is_gradient(x)], axes)
+            own = trees.axes_by_leaf(axes, arrays)
+            finite = all_finite([x for x in jax.tree.leaves(arrays) if is_gradient(x)], own)
         consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
         limit_reached = _reaches(consecutive, limit)
         applied = finite | limit_reached if is_repairing else finite
@@ -248,7 +251,7 @@ def skip_on_spike(
     min_relative_std: Number = 1e-3,
     max_value: Number | None = None,
     max_consecutive: Number | None = None,
-    sharded_over: AxisName | None = None,
+    sharded_over: AxisName | AxesTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Skips the steps whose gradient norm, or loss, is far above the recent ones, or above a fixed limit.
 

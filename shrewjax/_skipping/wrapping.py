@@ -102,11 +102,12 @@ class Step(NamedTuple):
 
     def skipped(self, returned: PyTree) -> Result:
         """Returns zero updates like `returned`, or the parameters if `apply`, and the state."""
+        if self.apply:
+            return self.params, self.state
         # `zeros_like` keeps the updates' sharding. The other branch's type differs from that of `jnp.zeros(shape)` on
         # an Explicit mesh and in a tracked shard_map, and JAX raises (tests/devices/test_distribution.py). In
         # `jax.vmap` without `jax.set_mesh` it has no mesh (tests/devices/test_models_on_devices.py, "begins_inside").
-        zeros = placed_like(optax.tree.zeros_like(returned), returned)
-        return self.params if self.apply else zeros, self.state
+        return placed_like(optax.tree.zeros_like(returned), returned), self.state
 
 
 StepFn: TypeAlias = Callable[[Step], Result]

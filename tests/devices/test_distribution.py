@@ -586,3 +586,54 @@ def test_weights_of_devices_whose_sum_is_out_of_range_make_the_average_nan():
     update = jax.vmap(lambda g, s, w: tx.update(g, s, weight=w), axis_name="batch")
     updates, _ = quick_jit(update)(jnp.ones((4, 2)), state, jnp.full(4, 3e37))
     assert np.isnan(updates).all()
+
+
+# As in tensor parallel layers: one leaf is sharded, others are whole. Where types do not tell, a tree prefix does.
+WHOLE_AND_SHARDED = {
+    "kernel": np.float32([[3, 0, -1, 4], [1, 2, 0.5, -6]]),
+    "rest": (np.float32([5, -2]), np.float32(7)),
+}
+PREFIXES = {"by subtree": {"kernel": "model", "rest": ()}, "by leaf": {"kernel": ("model",), "rest": ((), [])}}
+
+
+def measured_and_clipped(axes, grads):
+    guard = shrewjax.skip_on_spike(optax.sgd(1.0), warmup_steps=0, max_value=11.0, max_consecutive=2, sharded_over=axes)
+    finite = shrewjax.skip_nonfinite(optax.sgd(1.0), per_leaf=True, sharded_over=axes)
+    rules = (
+        shrewjax.clip_by_global_norm(1.0, per_leaf=True, sharded_over=axes),
+        shrewjax.clip_by_norm_percentile(50.0, history_length=4, sharded_over=axes),
+        shrewjax.clip_by_norm_zscore(warmup_steps=0, max_norm=2.0, sharded_over=axes),
+        shrewjax.clip_by_percentile(60, scope="leaf", sharded_over=axes),
+    )
+    after = [tx.update(grads, tx.init(grads), grads) for tx in (*rules, guard, finite)]
+    return {
+        "norms": [shrewjax.grad_norm(grads, ord, sharded_over=axes) for ord in (1, 2, 3, np.inf)],
+        "clipped": shrewjax.clip_grad_norm(grads, 2.0, sharded_over=axes)[1],
+        "percentile": shrewjax.clip_grad_percentile(grads, 60, sharded_over=axes)[1],
+        "states": [state.metrics() for _, state in after],
+        "whole": [updates["rest"] for updates, _ in after],
+    }
+
+
+@pytest.mark.parametrize("prefix", [*PREFIXES])
+def test_a_tree_prefix_says_which_leaves_are_whole_where_types_do_not_tell(prefix):
+    expected = measured_and_clipped((), WHOLE_AND_SHARDED)
+    specs = {"kernel": P(None, "model"), "rest": P()}
+    found = jax.jit(
+        jax.shard_map(
+            partial(measured_and_clipped, PREFIXES[prefix]),
+            mesh=mesh_of(model=4),
+            in_specs=(specs,),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )(WHOLE_AND_SHARDED)
+    assert found["norms"][1] == pytest.approx(
+        np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(WHOLE_AND_SHARDED)))
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+
+
+def test_a_tree_of_axes_that_does_not_fit_the_gradients_is_an_error():
+    with pytest.raises(ValueError, match="sharded_over must be a tree prefix of the gradients"):
+        shrewjax.grad_norm(WHOLE_AND_SHARDED, sharded_over={"kernel": "model"})

@@ -118,7 +118,9 @@ STARTED_INSIDE = {
 
 
 @pytest.mark.skipif(IN_JAX_0_8, reason="JAX 0.8 refuses a choice between constants there")
-@pytest.mark.parametrize(("rule", "is_set"), [("guard", False), ("clip", True), *thorough(("clip", False), ("noise", True))])
+@pytest.mark.parametrize(
+    ("rule", "is_set"), [("guard", False), ("clip", True), *thorough(("clip", False), ("noise", True))]
+)
 def test_a_state_that_begins_inside_vmap_on_an_explicit_mesh_trains_as_each_model_alone(rule, is_set):
     tx = STARTED_INSIDE[rule]
 
