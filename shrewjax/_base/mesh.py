@@ -178,8 +178,8 @@ def placed_like(tree: PyTree, like: PyTree) -> PyTree:
     loop that begins with one, a branch that reads one, and a choice between two (tests/devices/test_explicit.py,
     "vmap", and tests/devices/test_models_on_devices.py).
     """
-    explicit = filter(explicit_axes, jax.tree.leaves(like))
-    meshes = [type_of(x).sharding.mesh for x in explicit]
+    arrays = [x for x in jax.tree.leaves(like) if hasattr(x, "dtype")]
+    meshes = [type_of(x).sharding.mesh for x in arrays if explicit_axes(x)]
     if not meshes:
         return tree
 
