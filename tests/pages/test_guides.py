@@ -254,6 +254,23 @@ def test_one_forward_pass_by_weight_is_the_same_masked_mean(losses):
 
 
 @pytest.mark.usefixtures("x64_only")
+def test_weights_of_both_signs_are_right_by_their_sum_beside_the_examples_and_nan_by_weight_fn():
+    x, y, weights = normal(8, 3), normal(8, seed=1), np.float64([1, -0.5, 2, 1, -1, -2, 0.5, 3])
+
+    def loss(p, x, y, weights, total=None):
+        return jnp.sum(weights * (x @ p - y) ** 2) / (jnp.sum(weights) if total is None else total)
+
+    def found(p):
+        summed = shrewjax.value_and_grad(loss, 4, batch_argnums=(1, 2, 3), reduction="sum")
+        by_weight = shrewjax.value_and_grad(loss, 4, weight_fn=lambda p, x, y, weights: jnp.sum(weights))
+        return summed(p, x, y, weights, np.sum(weights))[1], by_weight(p, x, y, weights)[1]
+
+    right, by_weight = quick_jit(found)(np.ones(3))
+    np.testing.assert_allclose(right, jax.grad(loss)(np.ones(3), x, y, weights), rtol=1e-12)
+    assert np.all(np.isnan(by_weight))
+
+
+@pytest.mark.usefixtures("x64_only")
 def test_one_micro_batch_a_call_closes_with_the_large_batchs_gradient(losses):
     """Coefficients known before, and a divisor known only at the end."""
     params, tokens = jax.tree.map(np.float64, losses.params), losses.tokens
@@ -569,6 +586,28 @@ def test_a_line_search_in_a_window_is_exact_by_the_value_fn_of_the_whole_window(
     for i in range(8):
         p, state = step(p, state, x[i % 2], y[i % 2])
     assert p == pytest.approx(41 / 30, rel=1e-5)  # sum(x y) / sum(x**2)
+
+
+def updates_of(tx, state, params, grads, **extra_args):
+    """The parameters and the state after these gradients."""
+    for g in grads:
+        params, state = shrewjax.apply_gradients(tx, g, state, params, **extra_args)
+    return params, state
+
+
+def test_a_window_is_dropped_by_the_line_of_the_page_and_another_reduction_mixes_both():
+    line = "tx.init(params)._replace(inner_state=state.inner_state, windows=state.windows)"
+    assert f"`{line}`" in (DOCS / "guide" / "windows.md").read_text()
+    tx, grads = shrewjax.accumulate(optax.adam(1e-2), 3), np.float32(normal(8, 4))
+    params = jnp.zeros(4)
+    start = updates_of(tx, tx.init(params), params, grads[:3])
+    params, state = updates_of(tx, start[1], start[0], grads[3:5])
+    state = eval(line)
+    dropped, kept = (updates_of(tx, s, p, grads[5:]) for p, s in ((params, state), start))
+    assert bits(dropped) == bits(kept)
+    mean, total = (shrewjax.accumulate(optax.sgd(1.0), 2, reduction=r) for r in ("mean", "sum"))
+    state = updates_of(mean, mean.init(0.0), 0.0, [1.0], weight=4)[1]
+    assert updates_of(total, state, 0.0, [5.0], weight=4)[0] == -(4 * 1 + 5)  # the mean is 3, the sum 6
 
 
 def test_the_window_driven_from_the_host_takes_the_step_of_all_its_examples(windows):
@@ -927,6 +966,25 @@ def test_changed_says_whether_the_call_changed_the_parameters(nested):
 
 
 # --- docs/moving.md ---------------------------------------------------------------------------------------------
+
+
+def test_large_updates_that_optax_skips_are_nan_in_a_window_that_is_extended():
+    line = "jax.tree.map(lambda g: jnp.where(grad_norm(grads) ** 2 < m, g, jnp.nan), grads)"
+    assert f"`{line}`" in (DOCS / "moving.md").read_text()
+    m, sizes = 100.0, np.float32([1, 50, 1, 1, 50, 1, 1, 1])[:, None]
+    batches = sizes * np.float32(normal(8, 4))
+    skip = functools.partial(optax.skip_large_updates, max_squared_norm=m)
+    old = optax.MultiSteps(optax.adam(1e-2), 3, should_skip_update_fn=skip)
+    new = shrewjax.accumulate(optax.adam(1e-2), 3, nonfinite="extend_window")
+    names = {"jax": jax, "jnp": jnp, "grad_norm": shrewjax.grad_norm, "m": m}
+    theirs, ours = jnp.zeros(4), jnp.zeros(4)
+    their_state, our_state = old.init(theirs), new.init(ours)
+    for g in batches:
+        updates, their_state = old.update(g, their_state, theirs)
+        theirs = optax.apply_updates(theirs, updates)
+        ours, our_state = shrewjax.apply_gradients(new, eval(line, names | {"grads": g}), our_state, ours)
+    assert (our_state.windows, our_state.dropped) == (2, 2)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("away", "back"), [(6, 11), (6, 12), (8, 10)])
