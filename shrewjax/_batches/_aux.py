@@ -13,7 +13,7 @@ from shrewjax._base import trees
 from shrewjax._base.axes import as_varying, varying_axes
 from shrewjax._base.mesh import partitioned_like
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import Axes, DType, Flag, Leaf, Number, PyTree, Scalar
+from shrewjax._base.types import Axes, AxisNames, DType, Flag, Leaf, Number, PyTree, Scalar
 from shrewjax._numerics import floats
 from shrewjax._numerics.reductions import combined_over, joined_over
 from shrewjax._windows.window import Window
@@ -89,11 +89,15 @@ class AuxLeaves:
         averaged = self._of(self._like, "mean")
         means = [partitioned_like(jnp.zeros(x.shape, x.dtype), x) for x in averaged]
         others = [
-            _empty(name, x)
+            as_varying(_empty(name, x), self._reduced_over(name))
             for name, x in zip(self._names, self._like, strict=True)
             if name in COMBINE
         ]
         return AuxSums(self._window.init(means), others)
+
+    def _reduced_over(self, name: str) -> AxisNames:
+        """Returns the axes over which a sum or maximum varies, also of a leaf that does not, because weights may."""
+        return () if name in OWN else self._sum_over
 
     def empty_stacks(self, stacked: list[Leaf]) -> list[jax.Array]:
         """Returns the stacks in which nothing has run yet, for what a micro-batch adds to them, or its types."""
@@ -111,7 +115,7 @@ class AuxLeaves:
             means = self._window.update(means, averaged, weight, kept)
         names = self._of(self._names, *COMBINE)
         others = [
-            _combined(name, old, x.astype(old.dtype), kept)
+            _combined(name, old, as_varying(x, self._reduced_over(name)).astype(old.dtype), kept)
             for name, old, x in zip(names, sums.others, self._of(leaves, *COMBINE), strict=True)
         ]
         return AuxSums(means, others), [

@@ -208,8 +208,8 @@ def _place_of_role(
         came += f", and by keyword {', '.join(keywords)}"
     if role == _WHOLE_BY_DEFAULT:
         raise ValueError(
-            f"batch_argnums must name the arguments that hold examples, because {came}. Pass such as "
-            f"batch_argnums={[*keywords][-1]!r}"
+            f"batch_argnums must name the arguments that hold examples, because {came}. "
+            + (f"Pass such as batch_argnums={[*keywords][-1]!r}" if keywords else "Pass examples")
         )
     is_position = role in ("argnums", "carry_argnum") or not keywords
     remedy = (

@@ -79,7 +79,7 @@ def batches_of(
     if "argnums" not in roles:  # of rows and of a loss, all floating arrays that are whole
         call = call._replace(roles={**call.roles, "argnums": tuple(call.whole())})
     leaves, names = jax.tree.leaves(call.values), _roles_and_names(call)
-    params, others = dict[int, Leaf](), dict[int, Leaf]()
+    params, others, examples = dict[int, Leaf](), dict[int, Leaf](), count
     for i, (role, name) in names.items():
         x = leaves[i]
         if role != "argnums":

@@ -110,6 +110,21 @@ def test_a_metric_that_fun_has_reduced_over_devices_is_its_own_mean():
     assert_close([value, aux["own"], aux["of all"], aux["constant"]], [expected] * 3 + [3], 1e-6)
 
 
+def test_a_metric_that_fun_has_reduced_takes_weights_that_differ_between_devices():
+    def loss_and_metrics(params, x, y, mask):
+        loss = jnp.sum(mask * (x @ params["w"] - y) ** 2) / jnp.maximum(jnp.sum(mask), 1)
+        return loss, dict.fromkeys(names, jnp.float32(3))
+
+    names = {"sum": "sum", "max": "max", "min": "min", "mean": "mean"}
+    options = {"has_aux": True, "aux_reduction": names, "weight_fn": lambda *args: jnp.sum(args[-1])}
+    step = shrewjax.value_and_grad(loss_and_metrics, 2, sum_over="data", **options)
+    data = jax.P("data")
+    mapped = jax.shard_map(step, mesh=mesh_of(data=2), in_specs=(jax.P(), data, data, data), out_specs=jax.P())
+    # The first device has examples in one of its two micro-batches, the second in both.
+    (_, aux), _ = quick_jit(mapped)(WEIGHTS, X, Y, np.float32([1, 0, 1, 0, 1, 1, 1, 1]))
+    assert jax.device_get(aux) == {"sum": 9, "max": 3, "min": 3, "mean": 3}
+
+
 # --- of each example ----------------------------------------------------------------------------------------------
 
 

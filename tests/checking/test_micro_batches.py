@@ -85,6 +85,11 @@ RIGHT = {
         {"has_aux": True},
         (W, X, Y),
     ),
+    "noise without examples": (
+        lambda w, key: jnp.sum(w * jax.random.normal(key, w.shape)),
+        {"batch_argnums": (), "rng_argnums": 1},
+        (W, jax.random.key(0)),
+    ),
     "a loop that converges": (converged, {}, (W, X, 1 + Y**2)),
     "a weight of parameters": (
         lambda w, x, y: jnp.sum(errors(w, x, y), where=x @ w > -1) / jnp.maximum(jnp.sum(x @ w > -1), 1).astype("f"),

@@ -296,6 +296,11 @@ WRONG_CALLS = {
         r"^batch_argnums must name the arguments that hold examples, because 0 arguments came by position, and by "
         r"keyword p, x\. Pass such as batch_argnums='x'",
     ),
+    "no arguments": (
+        lambda: shrewjax.micro_batched(lambda: jnp.ones(()), 2)(),
+        r"^batch_argnums must name the arguments that hold examples, because 0 arguments came by position\. Pass "
+        "examples$",
+    ),
     "parameters of a function that takes no position": (
         lambda: shrewjax.value_and_grad(lambda *, p, x: jnp.mean(x * p), 2)(p=jnp.ones(3), x=X),
         r"^argnums has the position 0, but 0 arguments came by position, and by keyword p, x\. Pass it by position$",
