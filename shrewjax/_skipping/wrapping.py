@@ -118,7 +118,7 @@ def first_step(
 ) -> Step:
     grads = summed(updates)
     # A hyperparameter may be set to a number by hand. Counters that `init` makes inside `jax.vmap` have no mesh
-    # (tests/devices/test_explicit.py, "init_inside_vmap").
+    # (tests/devices/test_models_on_devices.py, "begins_inside_vmap").
     state = placed_like(_without_numbers(state), grads)
     return Step(lambda: grads, state, params, extra_args, apply)
 
