@@ -640,7 +640,8 @@ class _Objects:
         self.params, self.state = map(_arrays, self._variables)
         # Of each function: which arrays it returns as they were given.
         self._flow: dict[int, list[bool]] = {}
-        self._is_kept: list[bool] = []  # by leaf of the state, whether no function has changed it
+        # By leaf of the state, whether no function has changed it.
+        self._is_kept: list[bool] = []
 
         # 3. Check them.
         _require_variables(self._variables[0], wrt, model)

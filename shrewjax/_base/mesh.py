@@ -79,21 +79,18 @@ def on_each_device(
     try:
         return jax.jit(mapped)(divided, arrays)
     except (ValueError, NotImplementedError) as error:
+        names, is_rows = ", ".join(map(repr, axes)), returns_parts is True
+        where = "In per_device" if is_rows else "With sum_over"
         if any(text in str(error) for text in _CLOSED_OVER):
-            where = "in per_device" if returns_parts is True else f"with sum_over={axes!r}"
             raise ValueError(
                 f"{where}, fun must not close over arrays on the mesh. Pass them as arguments. Place arrays by a jax.P "
-                f"without {', '.join(map(repr, axes))}"
+                f"without {names}"
             ) from error
         if "mesh" in str(error) or "PartitionSpec" in str(error):
-            names = ", ".join(map(repr, axes))
-            where, remedy = "With sum_over", ". Or leave out sum_over"
-            if returns_parts is True:
-                where, remedy = "In per_device", ""
             error.add_note(
                 f"{where}, fun has a device's own examples, so it must not place arrays over {names}. Pass "
                 f"jax.lax.with_sharding_constraint a jax.P without {names}, and no NamedSharding. In Flax's logical "
-                f"axis rules, map the axis of examples to None inside fun{remedy}"
+                f"axis rules, map the axis of examples to None inside fun{'' if is_rows else '. Or leave out sum_over'}"
             )
         raise
 
@@ -222,9 +219,8 @@ def _spec(x: Leaf) -> Any:
 def may_be_partitioned() -> bool:
     """Returns whether XLA may shard an array here over devices, so that its shape is not that of one device's part."""
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.device_count() > 1 and (
-        not mesh.manual_axes or set(mesh.manual_axes) != set(mesh.axis_names)
-    )
+    is_mapped_whole = mesh.manual_axes and {*mesh.manual_axes} == {*mesh.axis_names}
+    return jax.device_count() > 1 and not is_mapped_whole
 
 
 def axes_beside_partitions() -> AxisNames:
@@ -239,7 +235,7 @@ def axes_beside_partitions() -> AxisNames:
 
 def is_typed_by_device(x: jax.Array) -> bool:
     """Returns whether JAX's type of an array can say how it is sharded: in shard_map, and on an Explicit mesh."""
-    return bool(mapped_axes()[0]) or AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+    return bool(mapped_axes()[0] or explicit_axes(x))
 
 
 def context_mesh() -> Any:

@@ -62,18 +62,17 @@ def require_own(
             "Call tx.init(params) again. Or restart"
         )
     if not isinstance(state, kind):
-        is_optax = type(state).__module__.startswith("optax.")
-        from_optax = ". Or convert Optax's state: shrewjax.from_optax(state, tx, params)"
-        way_from_optax = from_optax if is_optax else ""
-        way_from_inner = (
-            ". Or, if the state is that of a running job without this wrapper, put it into a new one: "
-            "state = tx.init(params)._replace(inner_state=state), where tx is this wrapper"
-            if "inner_state" in fields_of_kind
-            else ""
-        )
+        ways = ""
+        if type(state).__module__.startswith("optax."):
+            ways += ". Or convert Optax's state: shrewjax.from_optax(state, tx, params)"
+        if "inner_state" in fields_of_kind:
+            ways += (
+                ". Or, if the state is that of a running job without this wrapper, put it into a new one: "
+                "state = tx.init(params)._replace(inner_state=state), where tx is this wrapper"
+            )
         raise ValueError(
             f"state must be the {kind.__name__} of init or the last update, got {type(state).__name__}. Pass the "
-            f"state of this transformation, in the order {order}{way_from_optax}{way_from_inner}"
+            f"state of this transformation, in the order {order}{ways}"
         )
 
 

@@ -231,7 +231,7 @@ def require_no_rows(updates: PyTree, params: PyTree) -> None:
     of_params = dict(jax.tree.leaves_with_path(params))
     for path, x in jax.tree.leaves_with_path(updates):
         shape, wanted = (getattr(y, "shape", None) for y in (x, of_params.get(path)))
-        if shape and wanted is not None and shape[1:] == wanted and len(shape) > len(wanted):
+        if shape and shape[1:] == wanted:
             raise ValueError(
                 f"update leaf {leaf_name(path)} must have the shape of its parameter, {wanted}, got {shape}: a row "
                 "for each device or example. Put this transformation inside accumulate, which adds rows of devices up. "

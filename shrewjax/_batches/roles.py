@@ -281,9 +281,10 @@ def _check_whole(call: Call, sizes: Collection[int | None]) -> None:
         for path, x in call.leaves(at):
             if is_key(x):
                 raise ValueError(key_message(call, at, path))
-            if isinstance(call.places[at], str) and np.ndim(x) and np.shape(x)[0] in sizes:
+            if isinstance(call.places[at], str) and {*np.shape(x)[:1]} & {*sizes}:
                 held = call.roles["batch_argnums"]
-                batch, others = (call.as_role("batch_argnums", *x) for x in ((*held, at), held))
+                batch = call.as_role("batch_argnums", *held, at)
+                others = call.as_role("batch_argnums", *held)
                 raise ValueError(
                     f"{call.name(at, path)} has as many rows as the batch, but arguments by keyword are not divided. "
                     f"If it holds examples, pass {batch}. Otherwise pass it by position, with {others}"

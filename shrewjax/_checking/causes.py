@@ -104,9 +104,10 @@ class Case(NamedTuple):
         return None if self.batches.returns_rows else self._why_aux()
 
     def _why_aux(self) -> Why | None:
-        is_rows, given = self.batches.returns_rows, self.options.aux_reduction
+        is_rows = self.batches.returns_rows
+        given = "examples" if is_rows else self.options.aux_reduction
         leaves = jax.tree.leaves_with_path(self.aux)
-        names = jax.tree.leaves(jax.tree.broadcast("examples" if is_rows else given, self.aux))
+        names = jax.tree.leaves(jax.tree.broadcast(given, self.aux))
         division = Division(self.batches.examples, shares_of("mean", self.weights))
         for name, (path, value) in zip(names, leaves, strict=True):
             related = division.relations(value.whole, value.parts, self.rtol)
@@ -126,7 +127,8 @@ class Case(NamedTuple):
         """Returns the option with which loss and gradients agree, or None."""
         ones, weigh = [1.0] * len(self.weights), self.options.weight_fn
         of_sum, ours = "sum_over_weights" if weigh else "sum", self.weights
-        for name, weights in ("mean", ours), (of_sum, ours), ("mean", ones), ("sum", ones):
+        tried = ("mean", ours), (of_sum, ours), ("mean", ones), ("sum", ones)
+        for name, weights in tried:
             if not self.batches.returns_rows and self.fits(name, weights):
                 rest = ", without weight_fn=" if weigh and weights is ones else ""
                 kind = name.partition("_")[0]
@@ -143,7 +145,8 @@ class Case(NamedTuple):
 
     def lines(self, what: str, result: Value, remedy: str = "") -> Why:
         """Returns the lines where a result parts from the whole batch's, and the remedy, or the given one."""
-        related, is_own = cache(self.related), lambda x: jaxprs.is_key(x.whole) and not x.sources
+        related = cache(self.related)
+        is_own = lambda x: jaxprs.is_key(x.whole) and not x.sources  # noqa: E731
         apart = cache(lambda x: [y for y in x.operands if y.equations and not related(y)])
         where = [x for x in walk(result, apart) if not apart(x)][::-1]
         keys = [x for x in where if any(map(is_own, x.operands))]
@@ -163,7 +166,8 @@ class Case(NamedTuple):
         An expression of the user's gives each, and another one makes of it what has no rows. Also returns what meets
         parameters beside them, and comes from examples without being rows of theirs.
         """
-        has_rows, places = cache(self.has_rows), cache(lambda x: places_of(x, self.batches.fun))
+        has_rows = cache(self.has_rows)
+        places = cache(lambda x: places_of(x, self.batches.fun))
         roles = "argnums", "batch_argnums"
         both = cache(lambda x: [y for y in x.operands if all(map(y.depends_on, roles))])
 

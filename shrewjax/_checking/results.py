@@ -70,7 +70,8 @@ def batches_of(
 ) -> Batches:
     """Returns the whole batch of a call, divided as `value_and_grad` does. Warns of examples that are all the same."""
     carry = roles.get("carry_argnum")
-    own = {"carry_argnum": () if carry is None else arguments.positions("carry_argnum", carry)}
+    carry = () if carry is None else arguments.positions("carry_argnum", carry)
+    own = {"carry_argnum": carry}
     own |= {"argnums": roles["argnums"]} if "argnums" in roles else {}
     count = options.micro_batches
     call = roles_of(fun, own, roles["rng_argnums"], roles["batch_argnums"]).call(

@@ -14,7 +14,6 @@ from shrewjax._base.types import (
     Axes,
     AxesTree,
     AxisName,
-    DType,
     Metrics,
     Number,
     Params,
@@ -234,14 +233,10 @@ def clip_by_global_norm(
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByGlobalNormState:
-        dtype = norm_dtype(params)
-        leaf_norms = jax.tree.map(lambda _: jnp.zeros((), dtype), params) if per_leaf else ()
-        return ClipByGlobalNormState(
-            grad_norm=jnp.zeros((), dtype),
-            clip_scale=jnp.ones((), dtype),
-            **new_counts(),
-            leaf_norms=leaf_norms,
-        )
+        measured = _new_measurements(params)
+        dtype, of_leaves = measured["grad_norm"].dtype, params if per_leaf else ()
+        leaf_norms = jax.tree.map(lambda _: jnp.zeros((), dtype), of_leaves)
+        return ClipByGlobalNormState(**measured, leaf_norms=leaf_norms)
 
     def update_fn(updates: PyTree, state: ClipByGlobalNormState, _: Params) -> Updated:
         if per_leaf:
@@ -260,11 +255,13 @@ def clip_by_global_norm(
     return clipping_rule(ClipByGlobalNormState, init_fn, update_fn, takes_any_state=not per_leaf)
 
 
-def norm_dtype(params: PyTree) -> DType:
-    """Returns the dtype of the norm of gradients like the parameters, in which a state keeps it."""
+def _new_measurements(params: PyTree) -> Metrics:
+    """Returns the fields of a new state. The norm has the dtype of a norm of gradients like the parameters."""
     arrays = (x for x in jax.tree.leaves(params) if hasattr(x, "dtype"))
     # NumPy's float64 counts as float32 without x64.
-    return jnp.result_type(floats.sum_dtype(*filter(trees.is_gradient, arrays)))
+    dtype = jnp.result_type(floats.sum_dtype(*filter(trees.is_gradient, arrays)))
+    measured = {"grad_norm": jnp.zeros((), dtype), "clip_scale": jnp.ones((), dtype)}
+    return measured | new_counts()
 
 
 def global_norm(grads: PyTree, ord: float, axes: Axes | AxesTree) -> ExtendedFloat:
@@ -343,7 +340,8 @@ class ClipByNormPercentileState(NamedTuple):
 
     def metrics(self) -> Metrics:
         """Returns the entries of `shrewjax.metrics`."""
-        return fields(self, "threshold", "grad_norm", "clip_scale") | metrics_of_counts(self)
+        measured = fields(self, "threshold", "grad_norm", "clip_scale")
+        return measured | metrics_of_counts(self)
 
 
 def clip_by_norm_percentile(
@@ -406,13 +404,10 @@ def clip_by_norm_percentile(
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByNormPercentileState:
-        dtype = norm_dtype(params)
         return ClipByNormPercentileState(
             history=histories.empty_history(length),
             threshold=jnp.full((), jnp.inf, jnp.float32),
-            grad_norm=jnp.zeros((), dtype),
-            clip_scale=jnp.ones((), dtype),
-            **new_counts(),
+            **_new_measurements(params),
         )
 
     def update_fn(updates: PyTree, state: ClipByNormPercentileState, _: Params) -> Updated:
@@ -530,19 +525,17 @@ def clip_by_norm_zscore(
     max_zscore = arguments.threshold("max_zscore", max_zscore)
     decay = arguments.real("decay", decay, at_least=0, at_most=1)
     warmup_steps = arguments.threshold("warmup_steps", warmup_steps)
-    max_norm, eps = arguments.threshold("max_norm", max_norm), arguments.threshold("eps", eps)
+    max_norm = arguments.threshold("max_norm", max_norm)
+    eps = arguments.threshold("eps", eps)
     axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByNormZscoreState:
-        dtype = norm_dtype(params)
         return ClipByNormZscoreState(
             recorded=jnp.zeros((), jnp.int32),
             mean=jnp.zeros((), jnp.float32),
             std=jnp.zeros((), jnp.float32),
             threshold=jnp.full((), jnp.inf, jnp.float32),
-            grad_norm=jnp.zeros((), dtype),
-            clip_scale=jnp.ones((), dtype),
-            **new_counts(),
+            **_new_measurements(params),
         )
 
     def update_fn(updates: PyTree, state: ClipByNormZscoreState, _: Params) -> Updated:

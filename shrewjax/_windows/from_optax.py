@@ -13,7 +13,7 @@ import optax
 
 from shrewjax._base.axes import mapped_axes
 from shrewjax._base.mesh import is_traced
-from shrewjax._base.states import init_with_notes, without_variables
+from shrewjax._base.states import init_with_notes, nodes_in, without_variables
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import AnyState, DType, Function, KeyPath, Leaf, PyTree
 from shrewjax._numerics import floats
@@ -87,11 +87,7 @@ def from_optax(opt_state: AnyState, tx: optax.GradientTransformation, params: Py
             f"tx must be the optax.GradientTransformation to go on with, got {_what(tx)}. Pass opt_state, tx and "
             "params, in this order"
         )
-    states = optax.MultiStepsState, optax.ApplyIfFiniteState
-    if any(
-        isinstance(x, states)
-        for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, states))
-    ):
+    if nodes_in(params, (optax.MultiStepsState, optax.ApplyIfFiniteState)):
         raise ValueError(
             "params must be the parameters, got a state. Pass opt_state, tx and params, in this order"
         )

@@ -412,7 +412,7 @@ def test_closures_on_an_explicit_mesh_are_an_error_of_per_device_and_others_are_
     rows = factor * X.reshape(DEVICES, -1).sum(1)
     np.testing.assert_allclose(on_eight(using, X, make()), rows, rtol=1e-4)
     with jax.set_mesh(mesh_of("Explicit", data=DEVICES)):
-        with pytest.raises(ValueError, match=r"^in per_device, fun must not close over arrays on the mesh\. Pass them"):
+        with pytest.raises(ValueError, match=r"^In per_device, fun must not close over arrays on the mesh\. Pass them"):
             jax.jit(using)(X, make())
         found = quick_jit(lambda x: using(x, np.ones(WIDTH, "f")))(X)
     np.testing.assert_allclose(found, rows / factor, rtol=1e-4)
