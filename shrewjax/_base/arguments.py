@@ -95,27 +95,23 @@ def percentile(value: Argument) -> Fraction | jax.Array:
 
 def length(name: str, value: Argument, *, default: int) -> int:
     """Returns the static length of an array in a state: an int >= 1. `None` means the default."""
-    if value is None:
-        return default
+    _require_static(name, value)
+    return default if value is None else integer(name, value, at_least=1)
+
+
+def _require_static(name: str, value: Argument) -> None:
     if isinstance(value, jax.Array):
         raise ValueError(
-            f"{name} must be a Python int, got the array {shown(value)}. Under optax.inject_hyperparams, name it "
-            "in static_args"
+            f"{name} must be static, got the array {shown(value)}. Under optax.inject_hyperparams, name it in "
+            "static_args"
         )
-    if not _is_int(value) or value < 1:
-        raise ValueError(f"{name} must be an int >= 1 or None ({default}), got {shown(value)}")
-    return int(value)
 
 
 def order(ord: Argument) -> float:
     """Returns the static order of a norm: any number >= 1, or inf. `None` means 2."""
     if ord is None:
         return 2.0
-    if isinstance(ord, jax.Array):
-        raise ValueError(
-            f"ord must be a Python number, got the array {shown(ord)}. Under optax.inject_hyperparams, name it in "
-            "static_args"
-        )
+    _require_static("ord", ord)
     number = _static_real("ord", ord, "a number >= 1, inf or None (2)")
     if not number >= 1:
         raise ValueError(f"ord must be >= 1 or inf, got {shown(ord)}")
@@ -191,13 +187,11 @@ def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Numb
         return _real_array("accum_steps", value, {()})
     if isinstance(value, np.ndarray) and value.shape == ():
         value = value[()]
-    if not _is_int(value):
+    if not _is_int(value) or not 1 <= value < 2**24:
         raise ValueError(
-            f"accum_steps must be an int >= 1, a scalar array or a function of the number of windows, got "
-            f"{shown(value)}"
+            "accum_steps must be an int from 1 to 2**24 - 1, a scalar array or a function of the number of windows, "
+            f"got {shown(value)}"
         )
-    if not 1 <= value < 2**24:
-        raise ValueError(f"accum_steps must be >= 1 (and below 2**24), got {shown(value)}")
     return int(value)
 
 
@@ -209,17 +203,13 @@ def steps_of_schedule(accum_steps: Function, windows: jax.Array) -> Scalar:
 
 
 def require_arguments_of_fun(
-    name: str,
-    function: Function | None,
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
-    of: str = "fun",
+    name: str, function: Function | None, args: Sequence[PyTree], kwargs: dict[str, PyTree]
 ) -> None:
-    """Raises unless a function takes these arguments, which are those of `of`."""
+    """Raises unless a function takes these arguments, which are those of `fun`."""
     if function is not None:
         others = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
-        what = f"the {len(args)} arguments of {of}{others}"
-        remedy = f"Give {name} the same arguments as {of}"
+        what = f"the {len(args)} arguments of fun{others}"
+        remedy = f"Give {name} the same arguments as fun"
         require_call(name, function, what, remedy, *args, **kwargs)
 
 
@@ -275,11 +265,7 @@ def axes(name: str, value: Argument) -> AxesOf:
     """Returns dimensions of leaves as a tuple of ints. None, or a function of a leaf's name and the leaf, stays."""
     if value is None or callable(value):
         return value
-    if isinstance(value, jax.Array):
-        raise ValueError(
-            f"{name} must be static, got the array {shown(value)}. Under optax.inject_hyperparams, name it in "
-            "static_args"
-        )
+    _require_static(name, value)
     numbers_ = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not all(map(_is_int, numbers_)):
         raise ValueError(

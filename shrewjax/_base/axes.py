@@ -49,14 +49,10 @@ class UnitSharding(NamedTuple):
     across: Axes  # along these, other units; None: read from the per-unit result's type
 
 
-class AxesByLeaf(tuple[Axes, ...]):
-    """The mapped axes of each leaf, hashable as a list is not."""
-
-
 def is_axes(x: Any) -> bool:
     """Returns whether `sharded_over` is None, an axis or several of them, and not a tree of these."""
-    is_sequence = type(x) in (tuple, list)
-    return x is None or (is_sequence and not any(isinstance(a, tuple | list | dict) for a in x))
+    nodes = tuple, list, dict, type(None)
+    return x is None or (type(x) in (tuple, list) and not any(isinstance(a, nodes) for a in x))
 
 
 def are_own(given: Axes | jax.P | Function) -> bool:
@@ -154,14 +150,15 @@ def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list
     """Returns, for each array, the mapped axes along which devices hold parts of it.
 
     () says that they hold no parts, but arrays of their own, as of independent models. Otherwise tracked types decide,
-    and without these `axes` does; None then raises inside `shard_map` and `pmap`. If `axes` is a list or `AxesByLeaf`,
-    it has one entry per array. An entry overrides the array's type, and None means "use the type".
+    and without these `axes` does; None then raises inside `shard_map` and `pmap`. If `axes` is a list, or a tuple
+    that `is_axes` refuses, it has one entry per array. An entry overrides the array's type, and None means "by type".
     """
     if axes == ():
         return [()] * len(arrays)
-    if isinstance(axes, list | AxesByLeaf):
-        by_type = axes_to_reduce(arrays, None) if None in axes else [()] * len(arrays)
-        return [told if given is None else given for given, told in zip(axes, by_type, strict=True)]
+    if isinstance(axes, list) or not is_axes(axes):
+        each: list[Any] = [*(axes or ())]
+        by_type = axes_to_reduce(arrays, None) if None in each else [()] * len(arrays)
+        return [told if given is None else given for given, told in zip(each, by_type, strict=True)]
     mapped, is_tracked = mapped_axes()
     if is_tracked:
         return [tuple(a for a in mapped if a in varying_axes(x)) for x in arrays]

@@ -14,7 +14,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from shrewjax._base import flax_names, mesh
-from shrewjax._base.axes import AxesByLeaf, is_axes
+from shrewjax._base.axes import is_axes
 from shrewjax._base.types import (
     Argument,
     Axes,
@@ -49,7 +49,7 @@ def floating(grads: PyTree) -> list[Leaf]:
     return [x for x in gradient_leaves(grads)[1] if is_gradient(x)]
 
 
-def axes_by_leaf(axes: Axes | AxesTree, grads: PyTree) -> Axes | AxesByLeaf:
+def axes_by_leaf(axes: Axes | AxesTree, grads: PyTree) -> Axes | tuple[Axes, ...]:
     """Returns the axes for each leaf of `floating(grads)` if they are a tree prefix of `grads`, else as they are."""
     if is_axes(axes):
         return axes
@@ -60,7 +60,7 @@ def axes_by_leaf(axes: Axes | AxesTree, grads: PyTree) -> Axes | AxesByLeaf:
         )
     except ValueError as error:
         raise ValueError(f"sharded_over must be a tree prefix of the gradients: {error}") from error
-    return AxesByLeaf(each)
+    return tuple(each)
 
 
 def map_floating(function: Callable[[Leaf], Leaf], grads: Tree) -> Tree:

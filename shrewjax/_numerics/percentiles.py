@@ -46,7 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._base.axes import AxesByLeaf, as_varying, axes_to_reduce, varying_axes
+from shrewjax._base.axes import as_varying, axes_to_reduce, varying_axes
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import placed_like
 from shrewjax._base.types import Axes, AxesTree, DType, Leaf
@@ -188,7 +188,7 @@ class Rule:
     method: Method
     scope: Scope
     over: Over
-    axes: Axes | AxesByLeaf | AxesTree
+    axes: Axes | AxesTree
 
     @property
     def percentile(self) -> Fraction | jax.Array:

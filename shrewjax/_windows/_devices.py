@@ -155,9 +155,7 @@ class Devices:
         )
 
     def emptied(self, gradient_sum: ArrayTree, total: ArrayTree, average: ArrayTree) -> ArrayTree:
-        """Returns sums for the state of a closed window, whose values nobody reads. Reuses other arrays if it can."""
-        if not self.axes:
-            return total
+        """Returns rows for the state of a closed window, whose values nobody reads. Reuses other arrays if it can."""
         # XLA-22: On CUDA and TPU, XLA would otherwise keep the rows beside these arrays, which costs memory of the
         # parameters' size. Inside `shard_map` a TPU would keep the total, too (tests/devices/test_accelerators.py,
         # "sends_gradients_once"), and outside of it an H100 the average (tests/devices/test_rows_compiled.py).

@@ -315,7 +315,7 @@ def _run_on_average(
         measured = run_if(
             added.has_average, lambda: Measured.of(window.average(added)), lambda: before
         )
-    elif added.has_average is not False:
+    else:
         measured = optax.tree.where(applied, Measured.of(window.average(added)), before)
     returned, inner_state = run_step(
         inner, step_on(step, average, measured.loss, added.has_average)

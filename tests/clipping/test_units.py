@@ -271,4 +271,4 @@ def test_numbers_of_several_units_are_joined_in_a_process_with_one_device_alone(
     with seeming_to_have(devices):
         units = find_units({"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3))}, lambda path, leaf: (0,))
         assert (len(units.groups) == 1) == joined
-        assert (len(reductions.grouped([jnp.ones(3)] * 32, ())) < 32) == joined
+        assert (len(reductions.grouped([jnp.ones(3)] * 32, [()] * 32)) < 32) == joined
