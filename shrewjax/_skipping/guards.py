@@ -248,14 +248,13 @@ def skip_on_spike(
     max_zscore: Number = 6.0,
     history_length: int | None = None,
     warmup_steps: Number = 64,
-    min_relative_std: Number = 1e-3,
     max_value: Number | None = None,
     max_consecutive: Number | None = None,
     sharded_over: AxisName | AxesTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Skips the steps whose gradient norm, or loss, is far above the recent ones, or above a fixed limit.
 
-    .. math:: \text{skip if } x_t > m + k \max(s, r |m|) \quad\text{or}\quad x_t > \text{max\_value}
+    .. math:: \text{skip if } x_t > m + k \max(s, 0.001 |m|) \quad\text{or}\quad x_t > \text{max\_value}
 
     m and s are the mean and the sample standard deviation (n - 1 in the denominator) of the last `history_length`
     recorded measurements before this one. A measurement that either rule would skip is a spike.
@@ -284,7 +283,6 @@ def skip_on_spike(
       history_length: number of measurements to remember, an int >= 1. `None` means 128.
       warmup_steps: number of recorded measurements before a finite one can be a spike, >= 0, a real scalar or a scalar
         array.
-      min_relative_std: r >= 0, a real scalar or a scalar array.
       max_value: the fixed limit, a real scalar (>= 0 for a norm), or a scalar array. `None` means no limit. It needs
         `max_consecutive`.
       max_consecutive: number of spikes that may be skipped in a row, >= 1, a real scalar or a scalar array. It needs
@@ -324,7 +322,6 @@ def skip_on_spike(
     limits = _SpikeLimits(
         max_zscore=arguments.threshold("max_zscore", max_zscore),
         warmup_steps=_warmup_steps(warmup_steps, length),
-        min_relative_std=arguments.threshold("min_relative_std", min_relative_std),
         **_fixed_limit(max_value, max_consecutive, at_least=0 if of_norm else -math.inf),
     )
     axes = arguments.sharded_over(sharded_over)
@@ -377,14 +374,13 @@ class _SpikeLimits(NamedTuple):
 
     max_zscore: Scalar
     warmup_steps: Scalar
-    min_relative_std: Scalar
     max_value: Scalar
     max_consecutive: Scalar
 
     def threshold(self, history: histories.HistoryState) -> tuple[jax.Array, jax.Array]:
         """Returns the threshold of both rules, and that of the fixed limit alone."""
         mean, std = histories.mean_and_std(history)
-        least = _float32(self.min_relative_std) * jnp.abs(mean)
+        least = jnp.float32(1e-3) * jnp.abs(mean)  # measurements may be alike for long
         k = _float32(self.max_zscore)
         # If k is inf, the product is NaN for a deviation of 0.
         onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))

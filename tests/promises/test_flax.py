@@ -360,7 +360,7 @@ def test_value_gradients_aux_and_state_are_those_of_k_calls_by_hand(mode, wrt):
 
 def of_micro_batched(*args, wrt=nnx.Param, **options):
     """`nnx.value_and_grad` of `micro_batched`, in the place of `value_and_grad`."""
-    part = shrewjax.flax.micro_batched(*args, **options)
+    part = shrewjax.flax.micro_batched(*args, wrt=wrt, **options)
     return nnx.value_and_grad(part, argnums=nnx.DiffState(0, wrt), has_aux=options.get("has_aux", False))
 
 
