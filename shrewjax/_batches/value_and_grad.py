@@ -338,43 +338,49 @@ def of_options(
         batch = batch_of_call(call, () if devices else axes, devices, is_sum=is_sum)
         is_mean = options.reduction == "mean"
         remedy = "jnp.mean of it, or jnp.sum with reduction='sum'" if is_mean else "jnp.sum of it"
-        its_fun = call.in_order(fun)
+        its_fun = with_gradients = call.in_order(fun)
         if not has_gradients:
             its_fun = of_loss(its_fun, has_aux, f"Return {remedy}")
-        loss = _Loss(
-            its_fun,
-            its_fun
-            if has_gradients
-            else jax.value_and_grad(its_fun, as_given(batch.roles["argnums"]), has_aux),
-            as_given,
-            has_carry,
-            options._replace(weight_fn=weight_fn and call.in_order(weight_fn)),
-        )
-        if not devices:
-            whole = lambda x: _run(loss, batch._replace(examples=x))  # noqa: E731
-            # Outside of `jax.jit`, one program. Otherwise the loop closes over examples, and JAX keeps them alive
-            # (tests/batches/test_micro_batch_map.py, "alive"). A loop of fewer turns needs their number for its
-            # reverse mode.
-            is_compiled = is_traced(jnp.zeros(())) or options.skip_empty
-            return (whole if is_compiled else jax.jit(whole))(batch.examples)
-
-        def run(examples: dict[int, PyTree], without_examples: Batch) -> tuple[PyTree, PyTree]:
-            return _run(loss, without_examples.of_device(examples, axes))
-
-        # Rows of examples stay on the devices that have their examples.
-        aux_parts = options.aux_reduction == "examples"
-        parts = (False, (aux_parts, False) if has_carry else aux_parts) if has_aux else False
-        returned, grads = on_each_device(
-            run, axes, batch.examples, batch.to_map(), returns_parts=(parts, False)
-        )
-        like = as_given(batch.with_role("argnums"))
-        return returned, jax.tree.map(partitioned_like, grads, like)
+            with_gradients = jax.value_and_grad(its_fun, as_given(batch.roles["argnums"]), has_aux)
+        its_options = options._replace(weight_fn=weight_fn and call.in_order(weight_fn))
+        loss = _Loss(its_fun, with_gradients, as_given, has_carry, its_options)
+        return _run_on_each_device(loss, batch) if devices else _run_here(loss, batch)
 
     def of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
         run = lambda *_: value_and_grad_of_batch(*args, **kwargs)  # noqa: E731
         return seen_by_check(run)(fun, options, given, args, kwargs)
 
     return of_batch
+
+
+def _run_here(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
+    def run(examples: dict[int, PyTree]) -> tuple[PyTree, PyTree]:
+        return _run(loss, batch._replace(examples=examples))
+
+    # Outside of `jax.jit`, one program. Otherwise the loop closes over examples, and JAX keeps them alive
+    # (tests/batches/test_micro_batch_map.py, "alive"). A loop of fewer turns needs their number for its reverse mode.
+    is_compiled = is_traced(jnp.zeros(())) or loss.options.skip_empty
+    return (run if is_compiled else jax.jit(run))(batch.examples)
+
+
+def _run_on_each_device(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
+    options, axes = loss.options, loss.options.axes
+
+    def run(examples: dict[int, PyTree], without_examples: Batch) -> tuple[PyTree, PyTree]:
+        return _run(loss, without_examples.of_device(examples, axes))
+
+    # Rows of examples stay on the devices that have their examples.
+    aux_parts = options.aux_reduction == "examples"
+    parts = (aux_parts, False) if loss.has_carry else aux_parts
+    returned, grads = on_each_device(
+        run,
+        axes,
+        batch.examples,
+        batch.to_map(),
+        returns_parts=((False, parts) if options.has_aux else False, False),
+    )
+    like = loss.as_given(batch.with_role("argnums"))
+    return returned, jax.tree.map(partitioned_like, grads, like)
 
 
 def of_loss(fun: Function, has_aux: bool, remedy: str) -> Function:
