@@ -125,33 +125,39 @@ def _require_arrays(options: Options, *arrays: PyTree) -> None:
 def _check_call(batches: Batches, options: Options, rtol: float | None) -> float:
     """Returns the largest error of a call. Raises an AssertionError if micro-batches give another result."""
     function = jax.value_and_grad(batches.loss, has_aux=True)
-    # 1.
     program = jax.jit(function).trace(*batches.each[0]).jaxpr
-    least = tolerance(jaxprs.dtypes_in(program)) if rtol is None else rtol
+    largest = tolerance(jaxprs.dtypes_in(program)) if rtol is None else rtol
     near = [(jax.tree.map(moved, params), others) for params, others in batches.each]
     # A loop that ends at the given parameters may run forever near them.
     points = [batches.each] if jaxprs.may_run_forever(program) else [near, batches.each]
-    # 2. JAX's own checks stop at what this one looks for, such as a NaN.
+    # JAX's own checks stop at what this one looks for, such as a NaN.
     with jax.debug_nans(False), jax.debug_infs(False):
-        why: Any = None
         for each in points:
-            at_point = batches._replace(each=each)
-            weights = _weights(at_point, options)
-            for (loss, aux), grads in _runs(function, at_point):
-                case = Case(batches, options, weights, least, loss, aux, grads)
-                if not case.is_finite():
-                    break
-                if (why := case.why()) is None:
-                    return max(case.errors())
-                if why.is_told() and not batches.has_keys():
-                    raise AssertionError(why.text)
-            else:
-                # Random numbers of other programs, and of loops that stay closed, are others.
-                is_unknown = batches.has_keys() and not (loss.is_alike and why.is_told())
-                raise (ValueError if is_unknown else AssertionError)(why.text)
+            error = _error_at(batches._replace(each=each), function, options, largest)
+            if error is not None:
+                return error
     raise ValueError(
         "the whole batch must give finite results and gradients to be checked. Pass other parameters or examples"
     )
+
+
+def _error_at(
+    batches: Batches, function: Function, options: Options, largest: float
+) -> float | None:
+    """Returns the largest error at these parameters, None if a result is not finite. Raises above `largest`."""
+    weights, has_keys = _weights(batches, options), batches.has_keys()
+    for (loss, aux), grads in _runs(function, batches):
+        case = Case(batches, options, weights, largest, loss, aux, grads)
+        if not case.is_finite():
+            return None
+        why: Any = case.why()
+        if why is None:
+            return max(case.errors())
+        if why.is_told() and not has_keys:
+            break
+    # Random numbers of other programs, and of loops that stay closed, are others.
+    is_unknown = has_keys and not (loss.is_alike and why.is_told())
+    raise (ValueError if is_unknown else AssertionError)(why.text)
 
 
 def _weights(batches: Batches, options: Options) -> list[float]:
