@@ -185,7 +185,7 @@ def _leaf_numbers(leaves: list[Leaf], have_role: list[bool]) -> tuple[list[int],
     return free, fixed
 
 
-def moved_among(tangents: Arrays) -> Arrays:
+def perturbed_among(tangents: Arrays) -> Arrays:
     """Returns the tangents that are not known to be zeros: those of leaves that a caller differentiates."""
     return {at: t for at, t in tangents.items() if not is_zero_tangent(t)}
 

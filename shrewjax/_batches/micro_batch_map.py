@@ -26,7 +26,7 @@ from shrewjax._base.mesh import devices_to_map, partitioned_like
 from shrewjax._base.trees import is_gradient, leaf_name, shown
 from shrewjax._base.types import AxisName, DType, Function, Place, PyTree
 from shrewjax._batches._aux import nan_unless
-from shrewjax._batches._of_arrays import Arrays, OfArrays, call_of_arrays, moved_among
+from shrewjax._batches._of_arrays import Arrays, OfArrays, call_of_arrays, perturbed_among
 from shrewjax._batches.roles import is_array, is_key, number_of_examples, roles_of
 from shrewjax._batches.value_and_grad import Options, of_options, seen_by_check
 
@@ -153,18 +153,18 @@ def rows_of_batch(
 
     def forward(free: list[Any], fixed: list[Any]) -> tuple[PyTree, tuple[Arrays, Arrays]]:
         given = call.by_number(free, fixed)
-        moved = {at: x.value for at, x in given.items() if x.perturbed and is_gradient(x.value)}
-        others = {at: x.value for at, x in given.items() if at not in moved}
+        perturbed = {at: x.value for at, x in given.items() if x.perturbed and is_gradient(x.value)}
+        others = {at: x.value for at, x in given.items() if at not in perturbed}
         # It does not call the rule itself, so that forward mode over reverse mode needs none of its derivatives.
-        return _rows(call, moved | others), (moved, others)
+        return _rows(call, perturbed | others), (perturbed, others)
 
     def backward(residuals: tuple[Arrays, Arrays], cotangents: PyTree) -> PyTree:
-        moved, others = residuals
+        perturbed, others = residuals
         rows, (_, carry) = cotangents if call.has_carry else (cotangents, ((), ()))
-        of_rows = moved_among(dict(enumerate(jax.tree.leaves(rows))))
-        grads = _gradients(call, moved, others, of_rows)
+        of_rows = perturbed_among(dict(enumerate(jax.tree.leaves(rows))))
+        grads = _gradients(call, perturbed, others, of_rows)
         # A derivative of the new carry is NaN, as that of a loss has it, because a zero would be silently wrong.
-        for x in moved_among(dict(enumerate(jax.tree.leaves(carry)))).values():
+        for x in perturbed_among(dict(enumerate(jax.tree.leaves(carry)))).values():
             grads = jax.tree.map(functools.partial(nan_unless, jnp.all(x == 0)), grads)
         return tuple([grads.get(at) for at in numbers] for numbers in (call.free, call.fixed))
 
@@ -178,16 +178,16 @@ def _rows(call: OfArrays, arrays: Arrays) -> PyTree:
     return (rows[0], ((), rows[1])) if call.has_carry else rows
 
 
-def _gradients(call: OfArrays, moved: Arrays, others: Arrays, cotangents: Arrays) -> Arrays:
-    """Returns the gradients by what is moved, for these cotangents of leaves of the rows."""
+def _gradients(call: OfArrays, perturbed: Arrays, others: Arrays, cotangents: Arrays) -> Arrays:
+    """Returns the gradients by what is perturbed, for these cotangents of leaves of the rows."""
     if not cotangents:
-        return jax.tree.map(jnp.zeros_like, moved)
+        return jax.tree.map(jnp.zeros_like, perturbed)
     # Parameters vary as the cotangents do, so that JAX sums gradients over devices once, after the loop. The program of
     # a function that closes over arrays has the types that it was traced with.
     found = [varying_axes(x) for x in cotangents.values() if not call.programs]
     axes = tuple(frozenset().union(*found))
     vary = functools.partial(jax.tree.map, lambda x: as_varying(x, axes))
-    own, sum_over_devices = jax.vjp(vary, moved)
+    own, sum_over_devices = jax.vjp(vary, perturbed)
     (_, aux), grads = _pass(call, own, others, vary(cotangents))
     of_examples = aux[0] if call.has_carry else aux
     (grads,) = sum_over_devices(jax.tree.map(partitioned_like, grads | of_examples, own))
@@ -195,22 +195,24 @@ def _gradients(call: OfArrays, moved: Arrays, others: Arrays, cotangents: Arrays
 
 
 def _pass(
-    call: OfArrays, moved: Arrays, others: Arrays, cotangents: Arrays
+    call: OfArrays, perturbed: Arrays, others: Arrays, cotangents: Arrays
 ) -> tuple[PyTree, Arrays]:
-    """Runs `fun` on all micro-batches. Returns their rows, or with cotangents their gradients by what is moved.
+    """Runs `fun` on all micro-batches. Returns their rows, or with cotangents their gradients by what is perturbed.
 
     Both are in the form of `value_and_grad`: `((0, aux), gradients)`. The aux are the rows, or gradients by examples.
     """
-    params = {at: x for at, x in moved.items() if at in call.free}
-    args, kwargs, outer = call.arguments(moved | others, absent=[*params])
+    params = {at: x for at, x in perturbed.items() if at in call.free}
+    args, kwargs, outer = call.arguments(perturbed | others, absent=[*params])
 
     def of_micro_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Arrays]:
         *its_args, params, cotangents = args
         leaves = call.structure.flatten_up_to((tuple(its_args), kwargs))
-        of_examples = {at: leaves[at] for at in moved if at not in params}
+        of_examples = {at: leaves[at] for at in perturbed if at not in params}
 
-        def its_rows(its_moved: Arrays) -> tuple[Arrays, PyTree]:
-            returned = call.with_params(call.fun, [*moved], outer, *its_args, its_moved, **kwargs)
+        def its_rows(its_perturbed: Arrays) -> tuple[Arrays, PyTree]:
+            returned = call.with_params(
+                call.fun, [*perturbed], outer, *its_args, its_perturbed, **kwargs
+            )
             rows, (_, carry) = returned if call.has_carry else (returned, ((), ()))
             by_number = dict(enumerate(jax.tree.leaves(rows)))
             return {at: by_number[at] for at in cotangents}, (rows, carry)

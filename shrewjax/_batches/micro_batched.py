@@ -26,7 +26,7 @@ from shrewjax._base import arguments
 from shrewjax._base.axes import is_bound, mapped_axes, replicated_axes, varying_axes
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import AxisName, AxisNames, DType, Function, Leaf, PyTree
-from shrewjax._batches._of_arrays import Arrays, OfArrays, call_of_arrays, moved_among
+from shrewjax._batches._of_arrays import Arrays, OfArrays, call_of_arrays, perturbed_among
 from shrewjax._batches.roles import label, roles_of
 from shrewjax._batches.value_and_grad import Options, of_options, seen_by_check
 from shrewjax._numerics.floats import sum_dtype, upcast
@@ -189,36 +189,38 @@ def value_of_batch(
     @jax.custom_jvp
     def value(free: list[jax.Array], fixed: list[jax.Array]) -> PyTree:
         arrays = call.by_number(free, fixed)
-        return _value_and_grad(call, arrays, read_for_dropping, moved=[])[0]
+        return _value_and_grad(call, arrays, read_for_dropping, perturbed=[])[0]
 
     # 3. Its derivative, for those that do.
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        moved = moved_among(call.by_number(*tangents))
-        for at in moved:
+        perturbed = perturbed_among(call.by_number(*tangents))
+        for at in perturbed:
             if at in call.fixed:
                 raise ValueError(_no_derivative_by(call, at))
             if at >= call.num_own and replicated_axes(call.leaves[at], call.sum_over):
                 raise ValueError(_CLOSED_OVER_IN_SHARD_MAP)
-        param_numbers = [*dict.fromkeys([*read_for_dropping, *moved])]
-        of_arrays = partial(_value_and_grad, call, param_numbers=param_numbers, moved=[*moved])
+        param_numbers = [*dict.fromkeys([*read_for_dropping, *perturbed])]
+        of_arrays = partial(
+            _value_and_grad, call, param_numbers=param_numbers, perturbed=[*perturbed]
+        )
         returned, grads = _in_one_piece(of_arrays, call.by_number(*primals), call.sum_over)
-        return returned, _tangent(returned, grads, moved, has_aux=options.has_aux)
+        return returned, _tangent(returned, grads, perturbed, has_aux=options.has_aux)
 
     value.defjvp(rule, symbolic_zeros=True)
     return value(*call.operands())
 
 
 def _value_and_grad(
-    call: OfArrays, arrays: Arrays, param_numbers: list[int], moved: list[int]
+    call: OfArrays, arrays: Arrays, param_numbers: list[int], perturbed: list[int]
 ) -> tuple[PyTree, Arrays]:
     """Returns the results with these arrays as leaves, and the gradients by the parameters. All have numbers.
 
-    `moved` are those parameters that a caller differentiates. The weight may depend smoothly on others, so with a
+    `perturbed` are those parameters that a caller differentiates. The weight may depend smoothly on others, so with a
     weight these stay in their places, too, where it reads them.
     """
     weight_fn = call.options.weight_fn
-    args, kwargs, outer = call.arguments(arrays, absent=moved if weight_fn else param_numbers)
-    weigh = weight_fn and partial(call.with_params, weight_fn, moved, outer)
+    args, kwargs, outer = call.arguments(arrays, absent=perturbed if weight_fn else param_numbers)
+    weigh = weight_fn and partial(call.with_params, weight_fn, perturbed, outer)
     of_batch = of_options(
         partial(call.with_params, call.fun, param_numbers, outer),
         call.options._replace(weight_fn=weigh),
@@ -239,8 +241,8 @@ def _in_one_piece(function: Function, arrays: Arrays, sum_over: AxisNames) -> Py
     in_one_piece = jax.custom_jvp(function)
 
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        moved = moved_among(tangents[0])
-        own = {at: primals[0][at] for at in moved}
+        perturbed = perturbed_among(tangents[0])
+        own = {at: primals[0][at] for at in perturbed}
 
         def of_replicated(own: Arrays) -> PyTree:
             # Types that are not tracked have a psum as the transpose of a psum, so JAX leaves each device its own part
@@ -250,7 +252,7 @@ def _in_one_piece(function: Function, arrays: Arrays, sum_over: AxisNames) -> Py
                 own = mean_over(own, sum_over)
             return function(primals[0] | own)
 
-        return jax.jvp(of_replicated, (own,), (moved,))
+        return jax.jvp(of_replicated, (own,), (perturbed,))
 
     in_one_piece.defjvp(rule, symbolic_zeros=True)
     return in_one_piece(arrays)

@@ -84,7 +84,7 @@ class _Averaged(NamedTuple):
     gradients: PyTree
 
 
-class _MicroBatch(NamedTuple):
+class _Returned(NamedTuple):
     averaged: _Averaged
     overwritten: list[Leaf]  # new values that Flax's fp8 layers return as gradients
     aux: PyTree
@@ -533,7 +533,7 @@ class _Loss(NamedTuple):
     has_carry: bool
     options: Options  # with a weight of the arguments in order
 
-    def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _MicroBatch:
+    def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _Returned:
         try:
             results = self.value_and_grad(*batch.arguments(i, carried))
         except jax.errors.NonConcreteBooleanIndexError as error:
@@ -549,7 +549,7 @@ class _Loss(NamedTuple):
         if self.has_carry:
             aux, *carried = _aux_and_carry(aux)
         grads, overwritten = _overwritten.separated(grads)
-        return _MicroBatch(_Averaged(value, grads), overwritten, aux, carried)
+        return _Returned(_Averaged(value, grads), overwritten, aux, carried)
 
     def weight_of(self, batch: Batch, i: Number, carried: list[PyTree]) -> Scalar:
         """Returns the weight of micro-batch i, or 1 for a number in a mean, where it cancels.
@@ -600,12 +600,12 @@ class _Loop(NamedTuple):
     def start(self, params: PyTree, carried: list[PyTree]) -> _LoopState:
         like = self.traced.results
         zero = jnp.zeros((), like.averaged.value.dtype)
-        opened = self.window.init(_Averaged(zero, summed(params)))
+        empty = self.window.init(_Averaged(zero, summed(params)))
         # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
         of_value = Window(self.batch.steps, sum_over=self.window.axes).init(zero).gradient_sum
-        sums = opened.gradient_sum._replace(value=of_value)
+        sums = empty.gradient_sum._replace(value=of_value)
         values = _overwritten.init(like.overwritten)
-        window = opened._replace(gradient_sum=sums)
+        window = empty._replace(gradient_sum=sums)
         state = _LoopState(window, values, self.aux.init(), carried)
         return self._of_device(placed_like(state, (self.batch.examples, params)))
 
@@ -664,7 +664,7 @@ class _Loop(NamedTuple):
 
     def _run_and_add(
         self, state: _LoopState, i: jax.Array, weight: Scalar
-    ) -> tuple[_MicroBatch, GradAccumulatorState]:
+    ) -> tuple[_Returned, GradAccumulatorState]:
         """Returns the results of micro-batch i, and the window with those gradients that loops of `fun` can add.
 
         In the results, gradients that a loop has added are None.

@@ -31,7 +31,7 @@ class Why(NamedTuple):
     where: Sequence[Value] = ()
 
     def is_told(self) -> bool:
-        """Returns whether these values are known, and come from no loop, which could be opened."""
+        """Returns whether these values are known, and come from no loop, which could be unrolled."""
         return all(x.equations and not any(jaxprs.jaxprs_in(x.equations[-1])) for x in self.where)
 
 

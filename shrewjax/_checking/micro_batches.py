@@ -20,7 +20,7 @@ from shrewjax._base.mesh import is_traced
 from shrewjax._base.types import Function, Leaf, PyTree
 from shrewjax._batches.value_and_grad import CHECK, Options
 from shrewjax._checking.causes import Case
-from shrewjax._checking.results import Batches, batches_of, moved
+from shrewjax._checking.results import Batches, batches_of, nearby
 from shrewjax._numerics.relations import Division, tolerance
 from shrewjax._programs import jaxprs, lockstep
 
@@ -127,7 +127,7 @@ def _check_call(batches: Batches, options: Options, rtol: float | None) -> float
     function = jax.value_and_grad(batches.loss, has_aux=True)
     program = jax.jit(function).trace(*batches.each[0]).jaxpr
     largest = tolerance(jaxprs.dtypes_in(program)) if rtol is None else rtol
-    near = [(jax.tree.map(moved, params), others) for params, others in batches.each]
+    near = [(jax.tree.map(nearby, params), others) for params, others in batches.each]
     # A loop that ends at the given parameters may run forever near them.
     points = [batches.each] if jaxprs.may_run_forever(program) else [near, batches.each]
     # JAX's own checks stop at what this one looks for, such as a NaN.
@@ -175,26 +175,26 @@ def _weights(batches: Batches, options: Options) -> list[float]:
 def _runs(function: Function, batches: Batches) -> Iterator[PyTree]:
     """Yields the results of a whole batch and of its micro-batches, of which those of one must agree.
 
-    The first is fast, and the next may tell enough. Random numbers are shared where loops are opened. There are two
+    The first is fast, and the next may tell enough. Random numbers are shared where loops are unrolled. There are two
     ways to find rows in them, examples first in a merged axis, or last.
     """
     splits = [1]
 
-    def run(at: int, *, is_opened: bool = True) -> PyTree:
+    def run(at: int, *, is_unrolled: bool = True) -> PyTree:
         def rows(whole: Leaf, parts: Sequence[Leaf]) -> Sequence[Leaf]:
             found = [*Division(batches.examples, np.ones(0)).rows(whole, parts)]
             splits.append(len(found))
             return found[at] if found else parts
 
-        return lockstep.run(function, batches.each, batches.names(), rows, is_opened=is_opened)
+        return lockstep.run(function, batches.each, batches.names(), rows, is_unrolled=is_unrolled)
 
     if not batches.has_keys():
         yield lockstep.compiled(function, batches.each)
-        yield run(0, is_opened=False)
+        yield run(0, is_unrolled=False)
         yield run(0)
         return
     yield (results := run(-1))
     if max(splits) > 1:
         yield (results := run(0))
-    if not results[0][0].is_alike:  # loops over examples differ if they are opened
-        yield run(0, is_opened=False)
+    if not results[0][0].is_alike:  # loops over examples differ if they are unrolled
+        yield run(0, is_unrolled=False)

@@ -128,7 +128,7 @@ def _sum_of(tree: PyTree, of_examples: jax.Array) -> jax.Array:
     return total
 
 
-def moved(x: Leaf) -> jax.Array:
+def nearby(x: Leaf) -> jax.Array:
     """Returns a parameter near x, a tenth of its size away, because the zeros of a new layer hide mistakes."""
     noise = np.random.default_rng(0).normal(size=np.shape(x))
     size = float(np.sqrt(np.mean(np.abs(numbers(x)) ** 2))) if np.size(x) else 0.0

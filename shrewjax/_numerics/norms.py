@@ -82,15 +82,15 @@ RANGE = {
 }
 
 
-def shift_into_range(powers: jax.Array, small_counts: jax.Array | None = None) -> jax.Array:
+def shift_into_range(powers: jax.Array, rescales_small: jax.Array | None = None) -> jax.Array:
     """Returns the exponent of the power of two that scales elements so that their sum can be trusted; 0 if it can.
 
-    The sum is one of the p-th powers of magnitudes, p = 1, 2, 3 or 4. If `small_counts` is False, the exponent is also
-    0 for a sum that is too small.
+    The sum is one of the p-th powers of magnitudes, p = 1, 2, 3 or 4. If `rescales_small` is False, the
+    exponent is also 0 for a sum that is too small.
     """
     trusted_above, shrink, grow = RANGE[powers.dtype]
     is_small = powers < trusted_above
-    is_small = is_small if small_counts is None else is_small & small_counts
+    is_small = is_small if rescales_small is None else is_small & rescales_small
     # A product, because on an Explicit mesh that is not set, vmap cannot use a choice between two constants
     # (tests/devices/test_models_on_devices.py).
     return jnp.where(
@@ -210,9 +210,9 @@ def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _measure(
-    leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
+    leaves: Sequence[jax.Array], rescales_small: jax.Array | None, of: _Norms
 ) -> list[ExtendedFloat]:
-    """Returns norms, joined. If `small_counts` is False, a norm below the floor may be inexact, but stays below it.
+    """Returns norms, joined. If `rescales_small` is False, a norm below the floor may be inexact, but stays below it.
 
     1. Sum the powers, as they are and, for sums that left the range, scaled.
     2. Take the root of each norm's sum, and undo the scale.
@@ -230,11 +230,11 @@ def _measure(
                 lambda: to_extended(_ROOTS[of.ord](total)),
             )
         ]
-    read_again = partial(_in_two_passes, small_counts=small_counts, of=of)
+    in_passes = partial(_in_two_passes, rescales_small=rescales_small, of=of)
     if sum_dtype(*leaves) == jnp.float64:
-        return read_again(leaves)
+        return in_passes(leaves)
     on_gpus = partial(_in_float64, of=of)
-    return lax.platform_dependent(leaves, cuda=on_gpus, rocm=on_gpus, default=read_again)
+    return lax.platform_dependent(leaves, cuda=on_gpus, rocm=on_gpus, default=in_passes)
 
 
 def _in_float64(leaves: Sequence[jax.Array], of: _Norms) -> list[ExtendedFloat]:
@@ -257,7 +257,7 @@ def _as_float64(x: jax.Array) -> jax.Array:
 
 
 def _in_two_passes(
-    leaves: Sequence[jax.Array], small_counts: jax.Array | None, of: _Norms
+    leaves: Sequence[jax.Array], rescales_small: jax.Array | None, of: _Norms
 ) -> list[ExtendedFloat]:
     """Returns norms from sums in the accumulator's dtype.
 
@@ -272,7 +272,7 @@ def _in_two_passes(
     own = of.sums(leaves)
     sums = join(own, of.groups)
     first = of.totals(sums)
-    shifts = [shift_into_range(total, small_counts) for total in first]
+    shifts = [shift_into_range(total, rescales_small) for total in first]
 
     # 2
     is_rare = jnp.any(jnp.stack([jnp.any(shift != 0) for shift in shifts]))
@@ -458,8 +458,8 @@ def _measure_jvp(of: _Norms, primals: tuple[Any, Any], tangents: tuple[Any, Any]
     3. Add them up. The sums are the tangents of the mantissas, because the exponents stay.
     4. A norm that is 0 or not finite has the tangent 0.
     """
-    (leaves, small_counts), (d_leaves, _) = primals, tangents
-    norms = _measure(leaves, small_counts, of)
+    (leaves, rescales_small), (d_leaves, _) = primals, tangents
+    norms = _measure(leaves, rescales_small, of)
     measured = norms[:1] if of.is_global else norms
     are_defined = [jnp.isfinite(norm.mantissa) & (norm.mantissa > 0) for norm in measured]
 

@@ -62,15 +62,15 @@ def run(
     names: Sequence[Name],
     rows: Rows,
     *,
-    is_opened: bool,
+    is_unrolled: bool,
 ) -> PyTree:
-    """Returns the tree of results, with all values on the way to them, also those inside of loops if they are opened.
+    """Returns the tree of results, with all values on the way to them, also those inside of loops that are unrolled.
 
     `names` are those of the arguments' leaves.
     """
     columns = zip(names, *map(jax.tree.leaves, each), strict=True)
     args = [Value(x, frozenset([name])) for name, *x in columns]
-    with jax.disable_jit(is_opened):
+    with jax.disable_jit(is_unrolled):
         traceable = jax.jit(function)
         traced = [traceable.trace(*point) for point in each]
     results = _run([x.jaxpr for x in traced], args, rows)

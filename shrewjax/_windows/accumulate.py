@@ -213,17 +213,17 @@ def _add_and_run(
     _check_names(inner, step.extra_args)
     state: AccumulateState = step.state
     inner_args = {"weight": 1, "flush": False, "value": None, **step.extra_args}
-    weight, flush, value = (inner_args.pop(name) for name in ("weight", "flush", "value"))
+    weight, flushes, value = (inner_args.pop(name) for name in ("weight", "flush", "value"))
     weight = checked_weight(weight, state)
     grads = trees.gradient_arrays(step.make_gradients())
-    closes = arguments.flag("flush", flush)
+    is_flushed = arguments.flag("flush", flushes)
     warn_of_lost_scatters(grads)
     # A call of weight 0, such as `flush`, needs no value. What declares one gets the mean value of the window so far.
     adds_nothing = isinstance(weight, float) and weight == 0
     takes_value = value is not None or (adds_nothing and "value" in declared_arguments(inner)[0])
 
     # 2. Add the micro-batch.
-    added = window.advance(state, grads, weight, value, flush=closes, when_full=True)
+    added = window.advance(state, grads, weight, value, flush=is_flushed, when_full=True)
 
     # 3. Run inner if the window closes.
     like = window.like_average(grads)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shrewjax._batches.value_and_grad import Options
-from shrewjax._checking.results import batches_of, moved
+from shrewjax._checking.results import batches_of, nearby
 
 X, Y = np.arange(12.0, dtype="f").reshape(6, 2), np.arange(6)
 ROLES = {"argnums": (0,), "carry_argnum": (), "rng_argnums": (), "batch_argnums": None}
@@ -35,11 +35,11 @@ def test_floating_arrays_of_whole_arguments_are_the_parameters_of_a_map():
 @pytest.mark.parametrize("x", [np.zeros(1000, "f"), np.full(1000, 3, "f"), np.full(1000, 2, np.float16)])
 def test_parameters_move_by_a_tenth_of_their_size_and_zeros_by_a_hundredth(x):
     size = float(np.abs(x).max()) or 0.1
-    step = np.asarray(moved(x), np.float64) - np.asarray(x, np.float64)
+    step = np.asarray(nearby(x), np.float64) - np.asarray(x, np.float64)
     assert np.std(step) == pytest.approx(0.1 * size, rel=0.1)
-    assert moved(x).dtype == jnp.asarray(x).dtype
+    assert nearby(x).dtype == jnp.asarray(x).dtype
 
 
 def test_complex_parameters_and_python_numbers_move():
-    assert moved(1 + 1j).dtype == jax.numpy.result_type(1j)
-    assert moved(2.0) != 2.0
+    assert nearby(1 + 1j).dtype == jax.numpy.result_type(1j)
+    assert nearby(2.0) != 2.0

@@ -14,12 +14,12 @@ EXAMPLES = [np.arange(0, B, 2), np.arange(1, B, 2)]
 DIVISION = Division(B, shares_of("mean", [1, 1]))
 
 
-def ran(function, *args, is_opened=True):
+def ran(function, *args, is_unrolled=True):
     """Runs a function of the rows of X and of other arguments, which stay whole."""
     each = [(X, *args), *((X[e], *args) for e in EXAMPLES)]
     names = [("", str(i)) for i in range(len(jax.tree.leaves(each[0])))]
     rows = lambda whole, parts: next(DIVISION.rows(whole, parts), parts)  # noqa: E731
-    return lockstep.run(function, each, names, rows, is_opened=is_opened)
+    return lockstep.run(function, each, names, rows, is_unrolled=is_unrolled)
 
 
 def lines(result):
@@ -52,10 +52,10 @@ def in_a_while(x):
     return jax.lax.while_loop(lambda c: jnp.max(c) < 10, lambda c: c * 2, 1 + x**2)
 
 
-@pytest.mark.parametrize("is_opened", [True, False])
+@pytest.mark.parametrize("is_unrolled", [True, False])
 @pytest.mark.parametrize("function", [scanned, jax.grad(scanned), in_calls, in_a_while])
-def test_values_are_those_of_the_function(function, is_opened):
-    value = ran(function, is_opened=is_opened)
+def test_values_are_those_of_the_function(function, is_unrolled):
+    value = ran(function, is_unrolled=is_unrolled)
     for x, result in zip([X, *(X[e] for e in EXAMPLES)], value.each, strict=True):
         np.testing.assert_allclose(result, function(x), rtol=1e-4, atol=1e-6)
 
@@ -76,12 +76,12 @@ def key_for_each_example(x, key):
 
 
 @pytest.mark.parametrize(
-    ("function", "is_opened"),
+    ("function", "is_unrolled"),
     [(dropout, True), (dropout, False), (dropout_in_scanned_layers, True), (key_for_each_example, True)],
 )
-def test_micro_batches_draw_their_rows_of_what_the_whole_batch_draws(function, is_opened):
+def test_micro_batches_draw_their_rows_of_what_the_whole_batch_draws(function, is_unrolled):
     for key in (jax.random.key(1), jax.random.PRNGKey(1)):
-        value = ran(function, key, is_opened=is_opened)
+        value = ran(function, key, is_unrolled=is_unrolled)
         np.testing.assert_allclose(value.whole, function(X, key), rtol=1e-6)
         for e, part in zip(EXAMPLES, value.parts, strict=True):
             np.testing.assert_allclose(part, value.whole[e], rtol=1e-6)
@@ -144,8 +144,8 @@ def test_a_print_does_not_run(capsys):
         jax.debug.print("printed {}", x[0, 0], ordered=True)
         return jnp.sum(x)
 
-    for is_opened in (True, False):
-        ran(loss, is_opened=is_opened)
+    for is_unrolled in (True, False):
+        ran(loss, is_unrolled=is_unrolled)
     jax.effects_barrier()
     assert capsys.readouterr().out == ""
 
