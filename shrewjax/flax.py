@@ -664,8 +664,8 @@ class _Objects:
         for path, x in jax.tree.leaves_with_path(self.params):
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 raise ValueError(
-                    f"the variable {self._name(path)} must be floating or complex, because it is in "
-                    f"wrt={trees.shown(wrt)}, got {x.dtype}. Make it an nnx.Variable that wrt does not match"
+                    f"the variable {self._name(path)} is in wrt={trees.shown(wrt)} and must be floating or complex, "
+                    f"got {x.dtype}. Leave it out of wrt"
                 )
 
     def call(self, function: Any, args: PyTree, kwargs: PyTree) -> PyTree:

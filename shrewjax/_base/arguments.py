@@ -269,8 +269,7 @@ def axes(name: str, value: Argument) -> AxesOf:
     numbers_ = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not all(map(_is_int, numbers_)):
         raise ValueError(
-            f"{name} must be an int, a tuple of ints, None or a function of a leaf's name and the leaf, got "
-            f"{shown(value)}"
+            f"{name} must be an int, a tuple of ints, None or a function of name and leaf, got {shown(value)}"
         )
     return tuple(int(a) for a in numbers_)
 

@@ -141,7 +141,7 @@ def slice_axes(name: str, leaf: Leaf, given: Axes) -> AxisNames:
     if missing:
         raise ValueError(
             f"sharded_over {given!r}: {', '.join(map(repr, missing))} is no mapped axis here. Name axes of the "
-            "jax.shard_map around this call. Without one, leave it out"
+            "jax.shard_map around this call"
         )
     return tuple(a for a in varying if a in given) if is_tracked else given
 

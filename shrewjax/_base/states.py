@@ -58,8 +58,8 @@ def require_own(
         )
     if not isinstance(state, kind) and type(state).__name__ == kind.__name__:
         raise ValueError(
-            f"state must be the {kind.__name__} of this import of shrewjax, got one of another, as after a reload. "
-            "Call tx.init(params) again. Or restart"
+            f"state must be the {kind.__name__} of this import of shrewjax, got one of another. Call tx.init(params) "
+            "again"
         )
     if not isinstance(state, kind):
         ways = ""

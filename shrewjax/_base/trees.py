@@ -233,9 +233,8 @@ def require_no_rows(updates: PyTree, params: PyTree) -> None:
         shape, wanted = (getattr(y, "shape", None) for y in (x, of_params.get(path)))
         if shape and shape[1:] == wanted:
             raise ValueError(
-                f"update leaf {leaf_name(path)} must have the shape of its parameter, {wanted}, got {shape}: a row "
-                "for each device or example. Put this transformation inside accumulate, which adds rows of devices up. "
-                "Or put it behind the transformation that reduces rows of examples"
+                f"update leaf {leaf_name(path)} must have the shape of its parameter, {wanted}, got {shape}. Put this "
+                "inside accumulate, or behind what reduces rows of examples"
             )
 
 

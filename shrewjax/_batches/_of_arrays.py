@@ -7,6 +7,7 @@
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -99,13 +100,15 @@ class OfArrays(NamedTuple):
         """
         *others, params = args
         leaves = [*self.structure.flatten_up_to((tuple(others), kwargs)), *outer]
-        given = [*(dict(enumerate(leaves)) | {at: params[at] for at in numbers}).values()]
+        by_number = dict(enumerate(leaves)) | {at: params[at] for at in numbers}
+        given = [*by_number.values()]
         own, outer = given[: self.num_own], given[self.num_own :]
         if self.programs is None:
             return self._of_leaves(function, own, {})
         # Their types are the same, whichever of them a caller differentiates.
-        free = {at: as_varying(own[at], self.sum_over) for at in self.free if at < self.num_own}
-        arrays = {at: x for at, x in enumerate(own) if isinstance(x, jax.Array)} | free
+        arrays = {at: x for at, x in enumerate(own) if isinstance(x, jax.Array)}
+        inside = [at for at in self.free if at < self.num_own]
+        arrays |= {at: as_varying(own[at], self.sum_over) for at in inside}
         is_weight = function is self.options.weight_fn
         key = is_weight, *((x.shape, x.dtype) for x in arrays.values())
         if key not in self.programs:
@@ -115,7 +118,8 @@ class OfArrays(NamedTuple):
         program, constants = self.programs[key]
         if not is_traced(constants):
             return self._of_leaves(function, own, {})
-        by_id = {id(x): y for x, y in zip(self.leaves[self.num_own :], outer, strict=True)}
+        pairs = zip(self.leaves[self.num_own :], outer, strict=True)
+        by_id = {id(x): y for x, y in pairs}
         return program([by_id[id(x)] if is_traced(x) else x for x in constants], arrays)
 
     def _of_leaves(self, function: Function, leaves: list[Leaf], arrays: Arrays) -> PyTree:
@@ -128,7 +132,7 @@ class OfArrays(NamedTuple):
         )
         returned = function(*own, **own_kwargs)
         now = jax.tree.leaves(objects)
-        if len(now) != len(given) or any(x is not y for x, y in zip(now, given, strict=True)):
+        if len(now) != len(given) or not all(map(operator.is_, now, given)):
             raise ValueError(
                 "fun must not change its arguments. Return the new values as aux. In Flax NNX, call the function of "
                 "this name in shrewjax.flax"
@@ -148,7 +152,8 @@ def call_of_arrays(
     # 1. The leaves by which there are derivatives, and the other arrays.
     leaves, structure = jax.tree.flatten((args, kwargs))
     paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
-    with_role = {*roles["rng_argnums"], *roles["batch_argnums"], roles.get("carry_argnum")}
+    carry = roles.get("carry_argnum")
+    with_role = {*roles["rng_argnums"], *roles["batch_argnums"], carry}
     have_role = [_place_of_leaf(path) in with_role for path in paths]
     free, fixed = _leaf_numbers(leaves, have_role)
     call = OfArrays(fun, roles, options, leaves, paths, structure, free, fixed, [], None)
@@ -162,8 +167,7 @@ def call_of_arrays(
     closed_over = constants(call)
     if any(type(jax.typeof(x)).__name__ == "AbstractRef" for x in closed_over):
         raise ValueError(
-            "fun must not close over a mutable array (jax.new_ref). Return its new values, as aux of micro_batched or "
-            "as rows of micro_batch_map"
+            "fun must not close over a mutable array (jax.new_ref). Return its new values as aux or rows"
         )
     outer = [x for x in closed_over if is_traced(x)]
     if outer:

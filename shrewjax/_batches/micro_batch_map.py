@@ -282,11 +282,8 @@ def _check_rows(rows: PyTree, size: int, of_whole_batch: PyTree, whole_size: int
         # No text, no object and no PRNG key.
         is_number = is_array(x) and not jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
         shape = np.shape(x)
-        if (
-            not is_number
-            or shape[:1] != (size,)
-            or (y is not None and y.shape != (whole_size, *shape[1:]))
-        ):
+        fits_whole = y is None or y.shape == (whole_size, *shape[1:])
+        if not is_number or shape[:1] != (size,) or not fits_whole:
             came = f"{jax.typeof(x) if is_array(x) else shown(x)} for {size} examples"
             came += f", and {jax.typeof(y)} for {whole_size}" if y is not None else ""
             raise ValueError(

@@ -118,8 +118,8 @@ def _devices_along(axes: AxisNames) -> int:
         )
     if not {*axes} <= {*mesh.axis_names}:
         raise ValueError(
-            f"axis_names must be axes of the mesh of jax.set_mesh, got {axes!r}, and the mesh has "
-            f"{mesh.axis_names}. Call the step under jax.set_mesh(mesh)"
+            f"axis_names must be axes of the mesh, got {axes!r}, and the mesh has {mesh.axis_names}. Call the step "
+            "under jax.set_mesh(mesh)"
         )
     return math.prod(mesh.shape[a] for a in axes)
 

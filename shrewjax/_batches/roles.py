@@ -196,8 +196,7 @@ def _place_of_role(
             return names.index(at)
         came = ", ".join([*names[:count], *keywords]) or "none"
         raise ValueError(
-            f"{role} names {at!r}, which no argument of the call has. Name one of those that came: {came}. Or pass a "
-            "position"
+            f"{role} names {at!r}, which no argument of the call has. Name one of {came}. Or pass a position"
         )
     if -count <= at < count:
         return at % count

@@ -137,7 +137,7 @@ def _check_call(batches: Batches, options: Options, rtol: float | None) -> float
             if error is not None:
                 return error
     raise ValueError(
-        "the whole batch must give finite results and gradients to be checked. Pass other parameters or examples"
+        "the whole batch must give finite results and gradients. Pass other parameters or examples"
     )
 
 

@@ -30,7 +30,8 @@ from shrewjax._base.types import DType, Function, Leaf, PyTree
 
 Jaxpr: TypeAlias = Any  # jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
-Operation: TypeAlias = Any  # an equation, or whatever has its primitive and its parameters
+# An equation, or whatever has its primitive and its parameters.
+Operation: TypeAlias = Any
 Atom: TypeAlias = Any  # jax.extend.core.Var or Literal, an operand or a result
 
 _core: Any = core
@@ -111,7 +112,7 @@ def context_of(equation: Equation) -> AbstractContextManager[Any]:
 
 
 def jaxprs_in(equation: Equation) -> Iterator[Jaxpr]:
-    return (x for x in jax.tree.leaves(equation.params, is_leaf=is_jaxpr) if is_jaxpr(x))
+    return filter(is_jaxpr, jax.tree.leaves(equation.params, is_leaf=is_jaxpr))
 
 
 def axes_of_collectives(function: Callable[[], PyTree]) -> set[Hashable]:
@@ -154,11 +155,13 @@ def jaxpr_of_call(equation: Equation) -> Jaxpr | None:
 
 def branches_of(equation: Equation) -> Sequence[Jaxpr]:
     """Returns the jaxprs of which a conditional runs that with the number of its first operand, or none."""
-    return equation.params.get("branches", ()) if equation.primitive.name == "cond" else ()
+    is_cond = equation.primitive.name == "cond"
+    return equation.params.get("branches", ()) if is_cond else ()
 
 
 def is_checkpoint(equation: Equation) -> bool:
-    return equation.primitive.name == _CHECKPOINT and jaxpr_of_call(equation) is not None
+    is_named = equation.primitive.name == _CHECKPOINT
+    return is_named and jaxpr_of_call(equation) is not None
 
 
 def prevents_cse(checkpoint: Equation) -> bool:
@@ -193,10 +196,9 @@ def is_plain_reshape(operation: Operation) -> bool:
 
 def jaxprs_on_operands(equation: Equation) -> Sequence[Jaxpr]:
     """Returns the jaxprs that a call, a loop or a conditional runs, or none. They take the last of its operands."""
-    if equation.primitive.name == "cond":
-        return list(equation.params.get("branches", ()))
-    inner = equation.params.get((_JAXPR_OF_CALL | _JAXPR_OF_LOOP).get(equation.primitive.name))
-    return [] if inner is None else [inner]
+    names = _JAXPR_OF_CALL | _JAXPR_OF_LOOP
+    inner = equation.params.get(names.get(equation.primitive.name))
+    return branches_of(equation) if inner is None else [inner]
 
 
 def is_whole_shard_map(equation: Equation) -> bool:
@@ -204,9 +206,8 @@ def is_whole_shard_map(equation: Equation) -> bool:
     params = equation.params
     if equation.primitive.name != "shard_map" or "mesh" not in params:
         return False
-    return {*params.get("newly_manual_axes", params.get("manual_axes", ()))} == {
-        *params["mesh"].axis_names
-    }
+    manual = params.get("newly_manual_axes", params.get("manual_axes", ()))
+    return {*manual} == {*params["mesh"].axis_names}
 
 
 class ShardMap(NamedTuple):
@@ -248,7 +249,8 @@ def scan_of(equation: Equation) -> Scan | None:
     options = {name: params[name] for name in _OPTIONS_OF_SCAN}
 
     def count_others(outer: Sequence[Atom], inner: Sequence[Leaf]) -> int | None:
-        shapes = [(shape_of(x.aval), shape_of(y)) for x, y in zip(outer, inner, strict=True)]
+        pairs = zip(outer, inner, strict=True)
+        shapes = [(shape_of(x.aval), shape_of(y)) for x, y in pairs]
         count = sum(x == y for x, y in shapes)
         return count if all(x == (length, *y) for x, y in shapes[count:]) else None
 
@@ -274,8 +276,8 @@ def carry_of(equation: Equation) -> slice | None:
 def part_of(jaxpr: Jaxpr, equations: Sequence[Equation], results: Sequence[Atom]) -> Jaxpr:
     """Returns some equations of an open jaxpr as a closed one, with these results."""
     made = {x for equation in equations for x in equation.outvars}
-    operands = dict.fromkeys(x for equation in equations for x in equation.invars if is_variable(x))
-    given = [x for x in operands if x not in made]
+    read = (x for equation in equations for x in equation.invars)
+    given = [x for x in dict.fromkeys(filter(is_variable, read)) if x not in made]
     part = jaxpr.replace(constvars=(), invars=given, outvars=[*results], eqns=[*equations])
     return closed_jaxpr(part)
 
@@ -320,9 +322,8 @@ def is_key(x: Leaf) -> bool:
 def rest_of(jaxpr: Jaxpr, first: int, names: Sequence[Atom]) -> Jaxpr:
     """Returns the equations of a jaxpr from a number on, as a closed one of values with these names."""
     inside = opened(jaxpr)
-    return closed_jaxpr(
-        inside.replace(invars=[*names], eqns=inside.eqns[first:]), constants_of(jaxpr)
-    )
+    rest = inside.replace(invars=[*names], eqns=inside.eqns[first:])
+    return closed_jaxpr(rest, constants_of(jaxpr))
 
 
 def used_by_results(jaxpr: Jaxpr) -> Iterator[set[Atom]]:
@@ -374,5 +375,6 @@ class Frame(NamedTuple):
 def frames_of(equation: Equation) -> list[Frame]:
     """Returns the expressions that made an equation, the innermost first, or none if JAX does not tell."""
     made_at: Any = getattr(getattr(equation, "source_info", None), "traceback", None)
-    frames = zip(*made_at.raw_frames(), strict=True) if hasattr(made_at, "raw_frames") else ()
-    return [Frame(x.co_filename, *[*x.co_positions()][at // 2]) for x, at in frames]
+    raw_frames = getattr(made_at, "raw_frames", tuple)
+    pairs = zip(*raw_frames(), strict=True)
+    return [Frame(x.co_filename, *[*x.co_positions()][at // 2]) for x, at in pairs]

@@ -366,6 +366,7 @@ class _Evaluation:
             return values.get(x) if is_variable(x) else jnp.asarray(x.val, x.aval.dtype)
 
         # 1. Run the equations: those that add one by one, and the others between them together.
+        plans: dict[Index, Any] = plan.scans | plan.calls
         for index, part in _parts(jaxpr, plan):
             if index is None:
                 returned = core.jaxpr_as_fun(part)(*map(value, part.jaxpr.invars))
@@ -375,7 +376,7 @@ class _Evaluation:
             given = [*map(value, equation.invars)]
             run: Any = self._run_scan if index in plan.scans else self._run_call
             with _names_of(equation):
-                returned, added = run(equation, given, (plan.scans | plan.calls)[index], sums)
+                returned, added = run(equation, given, plans[index], sums)
             values |= zip(equation.outvars, returned, strict=True)
             sums |= added
         # 2. Add the values that no scan adds.
@@ -424,8 +425,8 @@ class _Evaluation:
             (carry, sums), (i, slices) = state, given
             returned, sums = body(*constants, *carry, *slices), dict(sums)
             for at, way in stacks.items():
-                total = sums[way.sum]
-                sums[way.sum] = self._with_slice(total, returned[at], way, blocks[at], i)
+                total, part = sums[way.sum], returned[at]
+                sums[way.sum] = self._with_slice(total, part, way, blocks[at], i)
             return (returned[: scan.carries], sums), [returned[at] for at in others]
 
         # 2. Scan, from the sums as they are sharded in the end.
@@ -498,7 +499,8 @@ def _parts(jaxpr: Jaxpr, plan: _Plan) -> Iterator[tuple[Index | None, Jaxpr]]:
     for index in range(end + 1):
         if index == end or index in plan.scans or index in plan.calls:
             made = (x for equation in plain for x in equation.outvars)
-            yield None, part_of(jaxpr, plain, [x for x in made if last_read.get(x, -1) >= index])
+            results = [x for x in made if last_read.get(x, -1) >= index]
+            yield None, part_of(jaxpr, plain, results)
             if index < end:
                 yield index, None
             plain = []

@@ -226,8 +226,8 @@ def _own_row(axes: AxisNames, path: KeyPath, grad: Leaf) -> Leaf:
     if reduced:
         raise ValueError(
             f"gradient leaf {leaf_name(path)} is already reduced over {', '.join(map(repr, reduced))} of "
-            f"sum_over={axes!r}. Differentiate by jax.lax.pcast(params, {axes!r}, to='varying'), made outside of "
-            f"the loss. Or {sum_over_others(axes, reduced)}"
+            f"sum_over={axes!r}. Pass jax.lax.pcast(params, {axes!r}, to='varying') to the loss. Or "
+            f"{sum_over_others(axes, reduced)}"
         )
     return grad[None]
 
@@ -286,8 +286,7 @@ def _zero_rows(
     others = [a for a in mesh.axis_names if a not in axes and mesh.shape[a] > 1]
     if others or AxisType.Explicit in mesh.axis_types:
         raise ValueError(
-            f"init cannot tell under jit how parameter {name} is sharded on a mesh that is not Explicit. Call init "
-            "outside of jit"
+            f"init cannot tell under jit how parameter {name} is sharded. Call init outside of jit"
         )
     return jax.lax.with_sharding_constraint(rows, P(axes))
 

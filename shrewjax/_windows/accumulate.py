@@ -599,8 +599,8 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
     """
     if callable(accum_steps):
         raise ValueError(
-            f"accum_steps must be a number of micro-batches, got {trees.shown(accum_steps)}. Pass the schedule's value "
-            "for this window, accum_steps(state.windows)"
+            f"accum_steps must be a number of micro-batches, got {trees.shown(accum_steps)}. Pass "
+            "accum_steps(state.windows)"
         )
     require_one_window(without_variables(opt_state))
     windows = _windows_in(opt_state)

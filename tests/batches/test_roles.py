@@ -108,7 +108,7 @@ def test_rows_take_examples_by_keyword():
     [
         (
             {"batch_argnums": "z"},
-            r"batch_argnums names 'z', which no argument .* came: w, x, y\. Or pass",
+            r"batch_argnums names 'z', which no argument .* Name one of w, x, y\. Or pass",
         ),
         ({"batch_argnums": ("x", 1)}, r"argument 1 is in batch_argnums and in batch_argnums"),
         ({"rng_argnums": "y"}, r"keyword argument y is in rng_argnums and must be one PRNG key"),

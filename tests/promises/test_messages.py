@@ -316,7 +316,7 @@ WRONG_CALLS = {
     ),
     "check_window with a schedule": (
         lambda: shrewjax.check_window(STATE, lambda windows: 2),
-        r"^accum_steps must be a number of micro-batches, got <function .*Pass the schedule's value for this window",
+        r"^accum_steps must be a number of micro-batches, got <function .*Pass accum_steps\(state\.windows\)",
     ),
     "take of a window that was made without noise_decay": (
         lambda: shrewjax.GradAccumulator(2, noise_decay=0.9).take(WINDOW.init(PARAMS)),
