@@ -234,7 +234,7 @@ def require_no_rows(updates: PyTree, params: PyTree) -> None:
         if shape and shape[1:] == wanted:
             raise ValueError(
                 f"update leaf {leaf_name(path)} must have the shape of its parameter, {wanted}, got {shape}. Put this "
-                "inside accumulate, or behind what reduces rows of examples"
+                "transformation inside accumulate, or behind what reduces rows of examples"
             )
 
 
