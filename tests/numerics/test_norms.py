@@ -62,7 +62,7 @@ def test_norm_neither_overflows_nor_underflows():
             assert float(found) == pytest.approx(float(true_norm(leaves, ord)), rel=1e-6, abs=0), (case, ord)
 
 
-FORMS = {"in a branch": functools.partial(_in_two_passes, small_counts=None), "in float64": _in_float64}
+FORMS = {"in a branch": functools.partial(_in_two_passes, rescales_small=None), "in float64": _in_float64}
 
 
 @pytest.mark.parametrize("form", FORMS)
