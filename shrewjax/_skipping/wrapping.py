@@ -107,7 +107,8 @@ class Step(NamedTuple):
         # `zeros_like` keeps the updates' sharding. The other branch's type differs from that of `jnp.zeros(shape)` on
         # an Explicit mesh and in a tracked shard_map, and JAX raises (tests/devices/test_distribution.py). In
         # `jax.vmap` without `jax.set_mesh` it has no mesh (tests/devices/test_models_on_devices.py, "begins_inside").
-        return placed_like(optax.tree.zeros_like(returned), returned), self.state
+        zeros = placed_like(optax.tree.zeros_like(returned), returned)
+        return jax.tree.map(partitioned_like, zeros, returned), self.state
 
 
 StepFn: TypeAlias = Callable[[Step], Result]

@@ -136,7 +136,7 @@ def accumulate(
         If these have a gradient, as the negatives in detection, pass `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(g).
       accumulator_dtype: dtype of the sum. By default the wider of float32 and the parameter's dtype, complex for
         complex. Inner gets the average in the wider dtype of gradient and parameter, within 2 ulp of the exact
-        quotient, or in the sum's if it is wider and there is no gradient, as in `flush`. Updates come back as inner
+        quotient, or in the sum's if there is no gradient, as in `flush` (strict promotion: the parameter's). Updates come back as inner
         returns them. In float16, weights that count tokens soon make sums of w g overflow.
       nonfinite: the policy of the second table. All but `"propagate"` read the gradients once more, and count such
         micro-batches in `dropped`. To check the average as well, wrap inner in `skip_nonfinite`.
@@ -358,8 +358,10 @@ def _as_gradients(
 ) -> optax.Updates:
     """Returns the average in the wider dtype of gradient and parameter. A gradient of None has the sum's dtype.
 
-    In a narrower one, such as float16, Adam's squares would leave the range.
+    In a narrower one, such as float16, Adam's squares would leave the range. Under strict promotion JAX refuses to add
+    two dtypes, and such a gradient has the parameter's.
     """
+    is_strict = jax.config.jax_numpy_dtype_promotion == "strict"
 
     def cast(x: jax.Array, grad: Leaf, param: Leaf = None) -> Leaf:
         given = param if grad is None else grad
@@ -367,7 +369,8 @@ def _as_gradients(
             return x
         if not is_gradient(given):
             return _zero_like(given)
-        both = [x if grad is None else grad, given if param is None else param]
+        own = x if grad is None and not is_strict else given
+        both = own, given if param is None else param
         target = floats.wider_dtype(*filter(is_gradient, both))
         return x if floats.is_complex(x) and target.kind != "c" else x.astype(target)
 
