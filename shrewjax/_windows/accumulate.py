@@ -136,8 +136,8 @@ def accumulate(
         If these have a gradient, as the negatives in detection, pass `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(g).
       accumulator_dtype: dtype of the sum. By default the wider of float32 and the parameter's dtype, complex for
         complex. Inner gets the average in the wider dtype of gradient and parameter, within 2 ulp of the exact
-        quotient, or in the sum's if there is no gradient, as in `flush` (strict promotion: the parameter's). Updates come back as inner
-        returns them. In float16, weights that count tokens soon make sums of w g overflow.
+        quotient. In `flush`, which has no gradient, it gets the sum's (under strict promotion the parameter's).
+        Updates come back as inner returns them. In float16, weights that count tokens soon make sums of w g overflow.
       nonfinite: the policy of the second table. All but `"propagate"` read the gradients once more, and count such
         micro-batches in `dropped`. To check the average as well, wrap inner in `skip_nonfinite`.
       sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, and its own weight.
