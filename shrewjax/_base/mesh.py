@@ -133,6 +133,7 @@ def on_mesh_of(params: PyTree, state: AnyState) -> AnyState:
     A step returns them there. Its second call would compile again if they began elsewhere
     (tests/windows/test_sharded_state.py, "compiles_once").
     """
+    state = placed_like(state, params)
     leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not is_traced(x)]
     shardings = [x.sharding for x in leaves if isinstance(x.sharding, NamedSharding)]
     if len({sharding.mesh for sharding in shardings}) != 1:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from shrewjax._base import flax_names, mesh
-from shrewjax._base.axes import is_axes
+from shrewjax._base.axes import is_axes, mapped_axes
 from shrewjax._base.types import (
     Argument,
     Axes,
@@ -51,15 +51,17 @@ def floating(grads: PyTree) -> list[Leaf]:
 
 def axes_by_leaf(axes: Axes | AxesTree, grads: PyTree) -> Axes | tuple[Axes, ...]:
     """Returns the axes for each leaf of `floating(grads)` if they are a tree prefix of `grads`, else as they are."""
-    if is_axes(axes):
-        return axes
+    if is_axes(axes) or mapped_axes()[1]:  # tracked types tell
+        return axes if is_axes(axes) else None
     each: list[Axes] = []
     try:
         jax.tree.map(
             lambda own, part: each.extend([own] * len(floating(part))), axes, grads, is_leaf=is_axes
         )
     except ValueError as error:
-        raise ValueError(f"sharded_over must be a tree prefix of the gradients: {error}") from error
+        raise ValueError(
+            f"sharded_over must be a tree prefix of the gradients: {error}. Give each leaf its axes, or ()"
+        ) from error
     return tuple(each)
 
 

@@ -58,9 +58,9 @@ def grad_norm(
         `optax.MaskedNode` do not count.
       ord: p, any Python number >= 1 or inf. `None` means 2.
       sharded_over: mapped axes over which the gradients are sharded, or a tree prefix of these, with () for leaves that
-        all devices have whole: `{"dense": "model", "norm": ()}`. It is only needed in `jax.pmap` and in
-        `jax.shard_map` with `check_vma=False`, where types do not record it. () for all says that each device has
-        whole gradients of its own, such as those of independent models. Its result is then its own.
+        all devices have whole: `{"dense": "model", "norm": ()}`. A tuple of names is no tree. It is only needed in
+        `jax.pmap` and in `jax.shard_map` with `check_vma=False`, where types do not record it. () for all says that
+        each device has whole gradients of its own, such as those of independent models. Its result is then its own.
 
     Returns:
       float32 scalar; float64 if a leaf is float64 or complex128.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shrewjax._base.mesh import placed_like
 from shrewjax._base.states import increment_if, require_own
 from shrewjax._base.trees import require_no_rows
 from shrewjax._base.types import AnyState, Argument, Function, Metrics, Params, PyTree
@@ -35,9 +36,12 @@ def clipping_rule(
         if takes_any_state and not isinstance(state, kind):
             state = init_fn(updates)
         require_own(state, kind)
-        return update_fn(updates, state, params)
+        return update_fn(updates, placed_like(state, updates), params)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update)
+    def init(params: optax.Params) -> AnyState:
+        return placed_like(init_fn(params), params)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def new_counts() -> Metrics:

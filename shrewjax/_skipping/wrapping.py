@@ -348,7 +348,8 @@ def _without_numbers(state: AnyState) -> AnyState:
     """Returns the state with an array for each Python or NumPy number, so that no step changes its dtype."""
 
     def fixed(x: Leaf) -> Leaf:
-        is_number = isinstance(x, bool | int | float | complex | np.generic)
+        is_array = isinstance(x, np.ndarray) and x.ndim == 0
+        is_number = is_array or isinstance(x, bool | int | float | complex | np.generic)
         return jnp.array(x, jnp.asarray(x).dtype) if is_number else x
 
     return jax.tree.map(fixed, state)

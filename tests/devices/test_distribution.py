@@ -634,6 +634,17 @@ def test_a_tree_prefix_says_which_leaves_are_whole_where_types_do_not_tell(prefi
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
 
 
+def test_types_decide_about_a_tree_of_axes_where_they_tell():
+    grads = {"w": np.arange(8, dtype="f"), "v": np.arange(4, dtype="f")}
+    norm = jax.shard_map(
+        lambda g: shrewjax.grad_norm(g, sharded_over={"w": "model", "v": "model"}),
+        mesh=mesh_of(model=4),
+        in_specs=({"w": P(), "v": P("model")},),
+        out_specs=P(),
+    )
+    assert float(norm(grads)) == pytest.approx(np.sqrt(140 + 14))
+
+
 def test_a_tree_of_axes_that_does_not_fit_the_gradients_is_an_error():
     with pytest.raises(ValueError, match="sharded_over must be a tree prefix of the gradients"):
         shrewjax.grad_norm(WHOLE_AND_SHARDED, sharded_over={"kernel": "model"})

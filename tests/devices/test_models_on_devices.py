@@ -111,6 +111,7 @@ def rows(harder, easier):
 
 # A flag of each model; two calls, the first of which leaves the window open; a measurement of the window.
 STARTED_INSIDE = {
+    "alone": shrewjax.clip_by_global_norm(1.0),
     "guard": shrewjax.accumulate(shrewjax.skip_nonfinite(optax.sgd(1.0)), 2),
     "clip": shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), ADAM), 2),
     "noise": shrewjax.accumulate(ADAM, 2, noise_decay=0.9),
@@ -119,17 +120,28 @@ STARTED_INSIDE = {
 
 @pytest.mark.skipif(IN_JAX_0_8, reason="JAX 0.8 refuses a choice between constants there")
 @pytest.mark.parametrize(
-    ("rule", "is_set"), [("guard", False), ("clip", True), *thorough(("clip", False), ("noise", True))]
+    ("rule", "is_set", "is_scan"),
+    [
+        ("guard", False, False),
+        ("clip", True, True),
+        *thorough(("clip", False, False), ("noise", True, False), ("alone", True, True), ("guard", True, True)),
+    ],
 )
-def test_a_state_that_begins_inside_vmap_on_an_explicit_mesh_trains_as_each_model_alone(rule, is_set):
+def test_a_state_that_begins_inside_vmap_on_an_explicit_mesh_trains_as_each_model_alone(rule, is_set, is_scan):
     tx = STARTED_INSIDE[rule]
 
+    def step(carry, g):
+        params, state = carry
+        updates, state = tx.update(g, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
     def train(params, *grads):
-        state = tx.init(params)
+        carry = params, tx.init(params)
+        if is_scan:
+            return jax.lax.scan(step, carry, jnp.stack(grads))[0][0]
         for g in grads:
-            updates, state = tx.update(g, state, params)
-            params = optax.apply_updates(params, updates)
-        return params
+            carry, _ = step(carry, g)
+        return carry[0]
 
     grads = [gradients(step)["layers"] for step in range(3)]
     params = PARAMS["layers"]

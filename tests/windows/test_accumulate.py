@@ -650,7 +650,9 @@ def test_flush_hands_a_loss_to_a_transformation_that_declares_one_and_to_no_othe
     assert state.inner_state[1] == 2
 
 
-@pytest.mark.parametrize("number", [0.5, np.float64(0.5), np.float32(0.5)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "number", [0.5, np.float64(0.5), np.float32(0.5), np.array(0.5)], ids=lambda x: type(x).__name__
+)
 @pytest.mark.parametrize(
     "wrap", [lambda tx: shrewjax.accumulate(tx, 2), shrewjax.skip_nonfinite, shrewjax.skip_on_spike]
 )
