@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.mesh import partitioned_like
+from shrewjax._base.mesh import partitioned_like, placed_like
 from shrewjax._base.states import increment_if, require_made_with
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
@@ -175,6 +175,8 @@ class Window:
         is_kept, is_nonfinite = self._is_kept(grads, weight, True, state.sum_of_weights)
         own_weight = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
         kept_weight = jnp.where(is_kept, own_weight, jnp.zeros((), own_weight.dtype))
+        # On an Explicit mesh inside vmap (tests/devices/test_models_on_devices.py, "begins_inside").
+        kept_weight = placed_like(kept_weight, state.sum_of_weights)
 
         # 2. Is it a step? Count it, and add its weight.
         is_step: Flag = True

@@ -115,6 +115,7 @@ STARTED_INSIDE = {
     "guard": shrewjax.accumulate(shrewjax.skip_nonfinite(optax.sgd(1.0)), 2),
     "clip": shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), ADAM), 2),
     "noise": shrewjax.accumulate(ADAM, 2, noise_decay=0.9),
+    "bad windows": shrewjax.accumulate(ADAM, 2, nonfinite="drop_window"),
 }
 
 
@@ -124,7 +125,7 @@ STARTED_INSIDE = {
     [
         ("guard", False, False),
         ("clip", True, True),
-        *thorough(("clip", False, False), ("noise", True, False), ("alone", True, True), ("guard", True, True)),
+        *thorough(("clip", False, False), ("noise", True, False), ("alone", True, True), ("bad windows", False, False)),
     ],
 )
 def test_a_state_that_begins_inside_vmap_on_an_explicit_mesh_trains_as_each_model_alone(rule, is_set, is_scan):
