@@ -150,8 +150,8 @@ def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list
     """Returns, for each array, the mapped axes along which devices hold parts of it.
 
     () says that they hold no parts, but arrays of their own, as of independent models. Otherwise tracked types decide,
-    and without these `axes` does; None then raises inside `shard_map` and `pmap`. If `axes` is a list, or a tuple
-    that `is_axes` refuses, it has one entry per array. An entry overrides the array's type, and None means "by type".
+    and without these `axes` does; None then raises inside `shard_map` and `pmap`. If `axes` is a list or tuple of
+    these, it has one entry per array. An entry overrides the array's type, and None means "by type".
     """
     if axes == ():
         return [()] * len(arrays)

@@ -51,8 +51,10 @@ def floating(grads: PyTree) -> list[Leaf]:
 
 def axes_by_leaf(axes: Axes | AxesTree, grads: PyTree) -> Axes | tuple[Axes, ...]:
     """Returns the axes for each leaf of `floating(grads)` if they are a tree prefix of `grads`, else as they are."""
-    if is_axes(axes) or mapped_axes()[1]:  # tracked types tell
-        return axes if is_axes(axes) else None
+    if is_axes(axes):
+        return axes
+    if mapped_axes()[1]:  # tracked types tell
+        return None
     each: list[Axes] = []
     try:
         jax.tree.map(

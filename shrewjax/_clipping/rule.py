@@ -36,9 +36,10 @@ def clipping_rule(
         if takes_any_state and not isinstance(state, kind):
             state = init_fn(updates)
         require_own(state, kind)
-        return update_fn(updates, placed_like(state, updates), params)
+        return update_fn(updates, state, params)
 
     def init(params: optax.Params) -> AnyState:
+        # Inside `jax.vmap` it has no mesh (tests/devices/test_models_on_devices.py, "begins_inside").
         return placed_like(init_fn(params), params)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -175,11 +175,11 @@ def skip_nonfinite(
         state: SkipNonfiniteState = step.state
         nonfinite_leaves = state.nonfinite_leaves
         if per_leaf:
-            units = find_units(step.make_gradients(), stacked_layers(None))
+            grads = step.make_gradients()
+            units = find_units(grads, stacked_layers(None))
             if units.leaves:
                 require_made_with("per_leaf=True", state, "nonfinite_leaves")
             counts = units.numbers_beside(nonfinite_leaves)
-            grads = step.make_gradients()
             each = finite_leaves(units.leaves, trees.axes_by_leaf(axes, grads))
             finite = jnp.all(each)
             if counts:

@@ -118,10 +118,8 @@ def first_step(
     updates: optax.Updates, state: AnyState, params: Params, extra_args: ExtraArgs, *, apply: bool
 ) -> Step:
     grads = summed(updates)
-    # A hyperparameter may be set to a number by hand. Counters that `init` makes inside `jax.vmap` have no mesh
-    # (tests/devices/test_models_on_devices.py, "begins_inside_vmap").
-    state = placed_like(_without_numbers(state), grads)
-    return Step(lambda: grads, state, params, extra_args, apply)
+    # A hyperparameter may be set to a number by hand.
+    return Step(lambda: grads, _without_numbers(state), params, extra_args, apply)
 
 
 def run_step(tx: optax.GradientTransformation, step: Step) -> Result:

@@ -218,7 +218,7 @@ def _add_and_run(
     grads = trees.gradient_arrays(step.make_gradients())
     is_flushed = arguments.flag("flush", flushes)
     warn_of_lost_scatters(grads)
-    # A call of weight 0, such as `flush`, needs no value. What declares one gets the mean value of the window so far.
+    # A call of weight 0, such as `flush`, needs no value. Inner then gets the window's mean, if it declares `value`.
     adds_nothing = isinstance(weight, float) and weight == 0
     takes_value = value is not None or (adds_nothing and "value" in declared_arguments(inner)[0])
 

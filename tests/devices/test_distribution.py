@@ -588,7 +588,8 @@ def test_weights_of_devices_whose_sum_is_out_of_range_make_the_average_nan():
     assert np.isnan(updates).all()
 
 
-# As in tensor parallel layers: one leaf is sharded, others are whole. Where types do not tell, a tree prefix does.
+# One leaf is sharded, and others are whole, as in tensor parallel layers. A tree prefix says which, because untracked
+# types do not.
 WHOLE_AND_SHARDED = {
     "kernel": np.float32([[3, 0, -1, 4], [1, 2, 0.5, -6]]),
     "rest": (np.float32([5, -2]), np.float32(7)),
