@@ -535,9 +535,11 @@ class _OfObjects:
         self.objects = _Objects(wrt, args[0], args[1:], kwargs)
         self._fun, self._has_aux = roles.fun, options.has_aux
         # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
-        own = {"wrt": (0,), "nnx objects (they need no position)": self.objects.alone}
+        reserved = {"wrt": (0,), "nnx objects (they need no position)": self.objects.alone}
         arrays = self.objects.params, *self.objects.args
-        call = roles.with_own(own).call(arrays, self.objects.kwargs, options.micro_batches)
+        call = roles.with_reserved(reserved).call(
+            arrays, self.objects.kwargs, options.micro_batches
+        )
         carry: dict[str, Any] = {"carry_argnum": len(arrays)}
         self.roles = carry | call.keys_and_examples()
         # A second call with the same model gets the state that the first one returned, whose derivative is NaN.

@@ -55,7 +55,7 @@ def is_axes(x: Any) -> bool:
     return x is None or (type(x) in (tuple, list) and not any(isinstance(a, nodes) for a in x))
 
 
-def are_own(given: Axes | jax.P | Function) -> bool:
+def are_whole(given: Axes | jax.P | Function) -> bool:
     """Returns whether `sharded_over` is (): each device has whole gradients of its own, such as a model of its own.
 
     `jax.P()` says that all devices have the same. In JAX 0.8 it is equal to ().

@@ -62,8 +62,8 @@ def on_each_device(
     arrays = [_partitioned(x, axes) if isinstance(x, kinds) else None for x in leaves]
 
     def run(divided: PyTree, arrays: list[Leaf]) -> PyTree:
-        own = [x if y is None else y for x, y in zip(leaves, arrays, strict=True)]
-        return function(divided, jax.tree.unflatten(structure, own))
+        given = [x if y is None else y for x, y in zip(leaves, arrays, strict=True)]
+        return function(divided, jax.tree.unflatten(structure, given))
 
     # check_vma=False: otherwise a scan of the loss that starts from `jnp.zeros` is an error, because its carry begins
     # to vary (tests/devices/test_sum_over.py, "start_from_zeros").
@@ -118,8 +118,8 @@ def partitioned_like(x: Leaf, like: Leaf) -> Leaf:
     if not hasattr(x, "dtype") or x.dtype == jax.dtypes.float0 or not explicit_axes(x):
         return x
     spec = _spec(like)
-    own, wanted = ([*axes_by_dimension(s), *[()] * x.ndim][: x.ndim] for s in (_spec(x), spec))
-    if own == wanted:
+    current, wanted = ([*axes_by_dimension(s), *[()] * x.ndim][: x.ndim] for s in (_spec(x), spec))
+    if current == wanted:
         return x
     spec = jax.P(*partitions(spec))
     if is_traced(x):

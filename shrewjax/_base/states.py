@@ -44,7 +44,7 @@ def require_state(opt_state: AnyState) -> None:
         )
 
 
-def require_own(
+def require_state_of(
     state: AnyState,
     kind: type,
     order: str = "update(grads, state, params) or apply_gradients(tx, grads, state, params)",
@@ -135,12 +135,12 @@ def with_own_buffers(state: State, params: PyTree) -> State:
     """
     taken = {buffer for x in jax.tree.leaves(params) for buffer in _buffers(x)}
 
-    def own(x: Leaf) -> Leaf:
+    def unshared(x: Leaf) -> Leaf:
         new = x if taken.isdisjoint(_buffers(x)) else jnp.copy(x)  # keeps the sharding
         taken.update(_buffers(new))
         return new
 
-    return jax.tree.map(own, state)
+    return jax.tree.map(unshared, state)
 
 
 def _buffers(x: Leaf) -> set[tuple[Any, int]]:

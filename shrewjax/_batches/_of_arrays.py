@@ -56,8 +56,8 @@ class OfArrays(NamedTuple):
         return self.options.axes
 
     @property
-    def num_own(self) -> int:
-        """Returns the number of the arguments' leaves."""
+    def num_given(self) -> int:
+        """Returns the number of the arguments' leaves. Those of a higher number are closed over."""
         return self.structure.num_leaves
 
     @property
@@ -82,55 +82,54 @@ class OfArrays(NamedTuple):
 
         None stands in the place of the absent ones, because `sum_over` would pass them to all devices twice.
         """
-        given = dict(enumerate(self.leaves)) | arrays | dict.fromkeys(absent)
-        args, kwargs = self.structure.unflatten([*given.values()][: self.num_own])
-        return args, kwargs, [given[at] for at in range(self.num_own, len(self.leaves))]
+        leaves = _replaced(self.leaves, arrays | dict.fromkeys(absent))
+        args, kwargs = self.structure.unflatten(leaves[: self.num_given])
+        return args, kwargs, leaves[self.num_given :]
 
     def with_params(
         self,
         function: Function,
         numbers: list[int],
-        outer: list[jax.Array],
+        closed_over: list[jax.Array],
         *args: PyTree,
         **kwargs: PyTree,
     ) -> PyTree:
         """Returns the result of `function`, with those parameters, which come last by position, in their places.
 
-        `outer` are the arrays that it closes over. If there are any, its program runs, with these as arguments.
+        If it closes over arrays, its program runs, with `closed_over` as arguments.
         """
         *others, params = args
-        leaves = [*self.structure.flatten_up_to((tuple(others), kwargs)), *outer]
-        by_number = dict(enumerate(leaves)) | {at: params[at] for at in numbers}
-        given = [*by_number.values()]
-        own, outer = given[: self.num_own], given[self.num_own :]
+        # 1. Put the parameters in their places.
+        leaves = [*self.structure.flatten_up_to((tuple(others), kwargs)), *closed_over]
+        leaves = _replaced(leaves, {at: params[at] for at in numbers})
+        given, closed_over = leaves[: self.num_given], leaves[self.num_given :]
+        run = functools.partial(self._of_leaves, function, given)
         if self.programs is None:
-            return self._of_leaves(function, own, {})
-        # Their types are the same, whichever of them a caller differentiates.
-        arrays = {at: x for at, x in enumerate(own) if isinstance(x, jax.Array)}
-        inside = [at for at in self.free if at < self.num_own]
-        arrays |= {at: as_varying(own[at], self.sum_over) for at in inside}
-        is_weight = function is self.options.weight_fn
-        key = is_weight, *((x.shape, x.dtype) for x in arrays.values())
-        if key not in self.programs:
-            self.programs[key] = function_of_constants(
-                functools.partial(self._of_leaves, function, own), arrays
-            )
-        program, constants = self.programs[key]
+            return run({})
+        # 2. Find the program. Types of arrays are the same, whichever of them a caller differentiates.
+        arrays = {at: x for at, x in enumerate(given) if isinstance(x, jax.Array)}
+        inside = [at for at in self.free if at < len(given)]
+        arrays |= {at: as_varying(given[at], self.sum_over) for at in inside}
+        types = function is self.options.weight_fn, *((x.shape, x.dtype) for x in arrays.values())
+        if types not in self.programs:
+            self.programs[types] = function_of_constants(run, arrays)
+        program, constants = self.programs[types]
         if not is_traced(constants):
-            return self._of_leaves(function, own, {})
-        pairs = zip(self.leaves[self.num_own :], outer, strict=True)
+            return run({})
+        # 3. Run it, with these arrays in the place of those that it was traced with.
+        pairs = zip(self.leaves[self.num_given :], closed_over, strict=True)
         by_id = {id(x): y for x, y in pairs}
         return program([by_id[id(x)] if is_traced(x) else x for x in constants], arrays)
 
     def _of_leaves(self, function: Function, leaves: list[Leaf], arrays: Arrays) -> PyTree:
         """Returns the result of `function`, with the arguments' leaves, of which `arrays` replace some."""
-        given = [*(dict(enumerate(leaves)) | arrays).values()]
-        own, own_kwargs = self.structure.unflatten(given)
+        given = _replaced(leaves, arrays)
+        args, kwargs = self.structure.unflatten(given)
         # A dict or a list may change, because it is a copy that no caller sees.
         objects = jax.tree.leaves(
-            (own, own_kwargs), is_leaf=lambda x: not isinstance(x, dict | list | tuple)
+            (args, kwargs), is_leaf=lambda x: not isinstance(x, dict | list | tuple)
         )
-        returned = function(*own, **own_kwargs)
+        returned = function(*args, **kwargs)
         now = jax.tree.leaves(objects)
         if len(now) != len(given) or not all(map(operator.is_, now, given)):
             raise ValueError(
@@ -138,6 +137,10 @@ class OfArrays(NamedTuple):
                 "this name in shrewjax.flax"
             )
         return returned
+
+
+def _replaced(leaves: list[Leaf], by_number: dict[int, Any]) -> list[Leaf]:
+    return [by_number.get(at, x) for at, x in enumerate(leaves)]
 
 
 def call_of_arrays(

@@ -23,9 +23,9 @@ class Batch(NamedTuple):
 
     args: tuple[PyTree, ...]
     roles: dict[str, tuple[int, ...]]
-    own_params: dict[int, PyTree]  # those of `argnums`
+    params: dict[int, PyTree]  # those of `argnums`
     examples: dict[int, PyTree]  # as `_split_examples` returns them
-    steps: int  # number of micro-batches
+    divisor: int  # number of micro-batches
     first_number: Number  # of the device's first micro-batch, over all devices
     devices: int  # over which the call itself maps the examples, or 0
 
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 
     def arguments(self, i: Number, carried: list[PyTree]) -> list[PyTree]:
         of_examples = partial(lax.dynamic_index_in_dim, index=i, axis=1, keepdims=False)
-        replaced = self.own_params | jax.tree.map(of_examples, self.examples)
+        replaced = self.params | jax.tree.map(of_examples, self.examples)
         for at in self.roles["rng_argnums"]:
             fold = partial(jax.random.fold_in, data=self.first_number + i)
             replaced[at] = jax.tree.map(fold, self.args[at])
@@ -46,9 +46,9 @@ class Batch(NamedTuple):
 
         Copies the trees, because `fun` may change them.
         """
-        replaced = dict(self.own_params)
+        replaced = dict(self.params)
         if self.devices:
-            rows = self.steps * self.devices
+            rows = self.divisor * self.devices
             replaced |= jax.tree.map(
                 lambda x: jnp.zeros((len(x) * rows, *x.shape[2:]), x.dtype), self.examples
             )
@@ -57,15 +57,15 @@ class Batch(NamedTuple):
     def to_map(self) -> "Batch":
         """Returns the batch without its examples, and with each other array once."""
         args = tuple(() if at in self.examples else x for at, x in enumerate(self.args))
-        return self._replace(args=args, examples={}, own_params={})
+        return self._replace(args=args, examples={}, params={})
 
     def of_device(self, examples: dict[int, PyTree], axes: AxisNames) -> "Batch":
         """Returns a batch without examples, with those of this device."""
-        own_params = {at: self.args[at] for at in self.roles["argnums"]}
-        first = device_index(axes) * self.steps
-        return self._replace(examples=examples, own_params=own_params, first_number=first)
+        params = {at: self.args[at] for at in self.roles["argnums"]}
+        first = device_index(axes) * self.divisor
+        return self._replace(examples=examples, params=params, first_number=first)
 
-    def own_keys(self, carried: list[PyTree]) -> list[PyTree]:
+    def keys_of_device(self, carried: list[PyTree]) -> list[PyTree]:
         """Returns the carry with which a device begins. If the call maps it, each device has its own typed keys."""
 
         def fold(x: jax.Array) -> jax.Array:
@@ -86,19 +86,19 @@ def batch_of_call(call: Call, axes: AxisNames, devices: int, *, is_sum: bool) ->
     first_number = device_index(axes) * call.divisor if axes else 0
     examples = _split_examples(call, devices, is_sum)
 
-    def own(x: Leaf) -> Leaf:
+    def varying(x: Leaf) -> Leaf:
         return as_varying(x, axes) if isinstance(x, jax.Array) else x
 
     # Whole arguments become a device's own. In `shard_map`, JAX would otherwise reduce gradients by them on every
     # micro-batch (tests/batches/test_value_and_grad.py, "cross_the_network_once"), also those that `fun` takes itself
     # (tests/devices/test_sum_over.py, "inner_step").
     roles = call.roles
-    own_params = {
+    params = {
         at: jax.tree.map(lambda x: as_varying(x, axes), call.values[at]) for at in roles["argnums"]
     }
-    whole = {at: jax.tree.map(own, call.values[at]) for at in call.whole()}
+    whole = {at: jax.tree.map(varying, call.values[at]) for at in call.whole()}
     args = tuple(whole.get(at, x) for at, x in enumerate(call.values))
-    return Batch(args, roles, own_params, examples, call.divisor, first_number, devices)
+    return Batch(args, roles, params, examples, call.divisor, first_number, devices)
 
 
 def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, PyTree]:
@@ -106,7 +106,7 @@ def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, 
 
     If the first axis is sharded over devices, each device's examples are so divided among all micro-batches.
     """
-    steps = call.divisor
+    divisor = call.divisor
 
     def divided(path: KeyPath, x: Leaf) -> jax.Array:
         name = call.name(path[0].key, path[1:])
@@ -115,26 +115,26 @@ def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, 
         if count or not is_sum:  # the sum of no terms is 0
             devices = devices_to_map or _devices_along_first_axis(x)
             _check_divisible(call, name, count, devices, is_sum)
-        return x.reshape(count // steps, steps, *rest)
+        return x.reshape(count // divisor, divisor, *rest)
 
     batch = {at: call.values[at] for at in call.roles["batch_argnums"]}
     return jax.tree.map_with_path(divided, batch)
 
 
 def _check_divisible(call: Call, name: str, count: int, devices: int, is_sum: bool) -> None:
-    steps = call.divisor
+    divisor = call.divisor
     if count == 0:
         raise ValueError(
             f"{name} must hold at least one example, got none. Leave out the call for an empty batch"
         )
-    if count % (steps * devices):
-        padded = -(-count // (steps * devices)) * steps * devices
+    if count % (divisor * devices):
+        padded = -(-count // (divisor * devices)) * divisor * devices
         over = f" on each of {devices} devices" if devices > 1 else ""
         padding = (
             "leave the padding out of the loss" if is_sum else "let weight_fn= count the real ones"
         )
         raise ValueError(
-            f"{name} has {count} examples, which micro_batches={steps}{over} does not divide. Pad the batch to "
+            f"{name} has {count} examples, which micro_batches={divisor}{over} does not divide. Pad the batch to "
             f"{padded}, and {padding}. If it holds none, pass parameters first, and name examples in batch_argnums="
         )
 

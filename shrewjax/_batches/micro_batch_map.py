@@ -148,7 +148,7 @@ def rows_of_batch(
         )
     call = call._replace(fun=fun, constants=[])
 
-    def of_batch(free: list[Any], fixed: list[Any]) -> PyTree:
+    def rows_of(free: list[Any], fixed: list[Any]) -> PyTree:
         return _rows(call, call.by_number(free, fixed))
 
     def forward(free: list[Any], fixed: list[Any]) -> tuple[PyTree, tuple[Arrays, Arrays]]:
@@ -168,7 +168,7 @@ def rows_of_batch(
             grads = jax.tree.map(functools.partial(nan_unless, jnp.all(x == 0)), grads)
         return tuple([grads.get(at) for at in numbers] for numbers in (call.free, call.fixed))
 
-    rule = jax.custom_vjp(of_batch)
+    rule = jax.custom_vjp(rows_of)
     rule.defvjp(forward, backward, symbolic_zeros=True)
     return rule(*call.operands())
 
@@ -187,10 +187,10 @@ def _gradients(call: OfArrays, perturbed: Arrays, others: Arrays, cotangents: Ar
     found = [varying_axes(x) for x in cotangents.values() if not call.programs]
     axes = tuple(frozenset().union(*found))
     vary = functools.partial(jax.tree.map, lambda x: as_varying(x, axes))
-    own, sum_over_devices = jax.vjp(vary, perturbed)
-    (_, aux), grads = _pass(call, own, others, vary(cotangents))
+    varying, sum_over_devices = jax.vjp(vary, perturbed)
+    (_, aux), grads = _pass(call, varying, others, vary(cotangents))
     of_examples = aux[0] if call.has_carry else aux
-    (grads,) = sum_over_devices(jax.tree.map(partitioned_like, grads | of_examples, own))
+    (grads,) = sum_over_devices(jax.tree.map(partitioned_like, grads | of_examples, varying))
     return grads
 
 
@@ -202,7 +202,7 @@ def _pass(
     Both are in the form of `value_and_grad`: `((0, aux), gradients)`. The aux are the rows, or gradients by examples.
     """
     params = {at: x for at, x in perturbed.items() if at in call.free}
-    args, kwargs, outer = call.arguments(perturbed | others, absent=[*params])
+    args, kwargs, closed_over = call.arguments(perturbed | others, absent=[*params])
 
     def of_micro_batch(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Arrays]:
         *its_args, params, cotangents = args
@@ -211,7 +211,7 @@ def _pass(
 
         def its_rows(its_perturbed: Arrays) -> tuple[Arrays, PyTree]:
             returned = call.with_params(
-                call.fun, [*perturbed], outer, *its_args, its_perturbed, **kwargs
+                call.fun, [*perturbed], closed_over, *its_args, its_perturbed, **kwargs
             )
             rows, (_, carry) = returned if call.has_carry else (returned, ((), ()))
             by_number = dict(enumerate(jax.tree.leaves(rows)))
@@ -224,11 +224,11 @@ def _pass(
 
     at = len(args)
     roles = call.roles | {"batch_argnums": (*call.roles["batch_argnums"], at + 1)}
-    of_batch = of_options(of_micro_batch, call.options, at, **roles, has_gradients=True)
-    return of_batch(*args, params, cotangents, **kwargs)
+    run = of_options(of_micro_batch, call.options, at, **roles, has_gradients=True)
+    return run(*args, params, cotangents, **kwargs)
 
 
-def _with_checked_rows(fun: Function, roles: dict[str, Any], steps: int) -> Function:
+def _with_checked_rows(fun: Function, roles: dict[str, Any], divisor: int) -> Function:
     """Returns `fun`, which raises unless it returns rows.
 
     A shape may fit by chance, as statistics of 4 classes from micro-batches of 4 examples. So `fun` is traced for the
@@ -243,7 +243,7 @@ def _with_checked_rows(fun: Function, roles: dict[str, Any], steps: int) -> Func
     def of_micro_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
         given = dict(enumerate(args)) | kwargs
         examples = {at: given[at] for at in roles["batch_argnums"]}
-        whole = jax.tree.map(functools.partial(_repeated, steps), examples)
+        whole = jax.tree.map(functools.partial(_repeated, divisor), examples)
         of_whole_batch = None
         with suppress(Exception):
             of_whole_batch = jax.eval_shape(lambda: rows_of(given | whole))
@@ -256,7 +256,7 @@ def _with_checked_rows(fun: Function, roles: dict[str, Any], steps: int) -> Func
                 error.add_note(_CLOSED_OVER_EXAMPLES)
             raise
         rows = returned if roles.get("carry_argnum") is None else returned[0]
-        _check_rows(rows, size, of_whole_batch, size * steps)
+        _check_rows(rows, size, of_whole_batch, size * divisor)
         return returned
 
     return of_micro_batch
@@ -268,9 +268,9 @@ _CLOSED_OVER_EXAMPLES = (
 )
 
 
-def _repeated(steps: int, x: jax.Array) -> jax.Array:
+def _repeated(count: int, x: jax.Array) -> jax.Array:
     size, *rest = x.shape
-    return jnp.broadcast_to(x[:, None], (size, steps, *rest)).reshape(size * steps, *rest)
+    return jnp.broadcast_to(x[:, None], (size, count, *rest)).reshape(size * count, *rest)
 
 
 def _check_rows(rows: PyTree, size: int, of_whole_batch: PyTree, whole_size: int) -> None:

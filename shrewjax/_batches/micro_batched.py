@@ -183,7 +183,7 @@ def value_of_batch(
     # With this policy, a NaN in the gradient by any argument drops its micro-batch. So each call computes them all.
     # Otherwise the value and a derivative would drop others.
     is_read = options.nonfinite == "drop_micro_batch"
-    read_for_dropping = [at for at in call.free if is_read and at < call.num_own]
+    read_for_dropping = [at for at in call.free if is_read and at < call.num_given]
 
     # 2. The value, for callers that do not differentiate.
     @jax.custom_jvp
@@ -197,7 +197,7 @@ def value_of_batch(
         for at in perturbed:
             if at in call.fixed:
                 raise ValueError(_no_derivative_by(call, at))
-            if at >= call.num_own and replicated_axes(call.leaves[at], call.sum_over):
+            if at >= call.num_given and replicated_axes(call.leaves[at], call.sum_over):
                 raise ValueError(_CLOSED_OVER_IN_SHARD_MAP)
         param_numbers = [*dict.fromkeys([*read_for_dropping, *perturbed])]
         of_arrays = partial(
@@ -219,16 +219,18 @@ def _value_and_grad(
     weight these stay in their places, too, where it reads them.
     """
     weight_fn = call.options.weight_fn
-    args, kwargs, outer = call.arguments(arrays, absent=perturbed if weight_fn else param_numbers)
-    weigh = weight_fn and partial(call.with_params, weight_fn, perturbed, outer)
-    of_batch = of_options(
-        partial(call.with_params, call.fun, param_numbers, outer),
+    args, kwargs, closed_over = call.arguments(
+        arrays, absent=perturbed if weight_fn else param_numbers
+    )
+    weigh = weight_fn and partial(call.with_params, weight_fn, perturbed, closed_over)
+    run = of_options(
+        partial(call.with_params, call.fun, param_numbers, closed_over),
         call.options._replace(weight_fn=weigh),
         argnums=len(args),
         **call.roles,
     )
     given = dict(enumerate(call.leaves)) | arrays
-    returned, grads = of_batch(*args, {at: given[at] for at in param_numbers}, **kwargs)
+    returned, grads = run(*args, {at: given[at] for at in param_numbers}, **kwargs)
     return returned, grads
 
 
@@ -242,17 +244,17 @@ def _in_one_piece(function: Function, arrays: Arrays, sum_over: AxisNames) -> Py
 
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
         perturbed = perturbed_among(tangents[0])
-        own = {at: primals[0][at] for at in perturbed}
+        params = {at: primals[0][at] for at in perturbed}
 
-        def of_replicated(own: Arrays) -> PyTree:
+        def of_replicated(params: Arrays) -> PyTree:
             # Types that are not tracked have a psum as the transpose of a psum, so JAX leaves each device its own part
             # of a second derivative, D times too large. The transpose of this mean averages them
             # (tests/devices/test_sum_over.py, "untracked").
             if all(map(is_bound, sum_over)) and not mapped_axes()[1]:
-                own = mean_over(own, sum_over)
-            return function(primals[0] | own)
+                params = mean_over(params, sum_over)
+            return function(primals[0] | params)
 
-        return jax.jvp(of_replicated, (own,), (perturbed,))
+        return jax.jvp(of_replicated, (params,), (perturbed,))
 
     in_one_piece.defjvp(rule, symbolic_zeros=True)
     return in_one_piece(arrays)

@@ -111,9 +111,9 @@ class Roles(NamedTuple):
             _check_whole(call, sizes)
         return call
 
-    def with_own(self, own: Mapping[str, tuple[Place, ...]]) -> "Roles":
+    def with_reserved(self, reserved: Mapping[str, tuple[Place, ...]]) -> "Roles":
         """Returns these roles after those of the function's own."""
-        return self._replace(given={**own, **self.given})
+        return self._replace(given={**reserved, **self.given})
 
     def _places(self, count: int, keywords: Collection[str]) -> dict[str, tuple[Place, ...]]:
         """Returns, for each role, how its arguments came: a position among those by position, or a keyword.
@@ -157,22 +157,22 @@ _WHOLE_BY_DEFAULT = "what stays whole by default"
 
 def roles_of(
     fun: Function,
-    own: Mapping[str, tuple[Place, ...]] | None,
+    reserved: Mapping[str, tuple[Place, ...]] | None,
     rng_argnums: Argument,
     batch_argnums: Argument,
     part: PartName = "micro-batch",
 ) -> Roles:
     """Returns the roles of `fun`'s arguments: the function's own ones, keys, and examples.
 
-    `own` is None if the first argument has no role, and by default holds no examples.
+    `reserved` is None if the first argument has no role, and by default holds no examples.
     """
     if not callable(fun):
         raise ValueError(f"fun must be a function, got {trees.shown(fun)}")
     batch = None if batch_argnums is None else arguments.places("batch_argnums", batch_argnums)
-    if own is None:
-        own = {_WHOLE_BY_DEFAULT: (0,)} if batch is None else {}
+    if reserved is None:
+        reserved = {_WHOLE_BY_DEFAULT: (0,)} if batch is None else {}
     keys = arguments.places("rng_argnums", rng_argnums)
-    return Roles(fun, {**own, "rng_argnums": keys, "batch_argnums": batch}, part)
+    return Roles(fun, {**reserved, "rng_argnums": keys, "batch_argnums": batch}, part)
 
 
 def positional_names(fun: Function) -> list[str]:
@@ -233,8 +233,8 @@ def _check_parameter(name: str, x: Leaf) -> None:
     if not isinstance(x, float | complex) and not jnp.issubdtype(dtype, jnp.inexact):
         given = f"{dtype} of shape {x.shape}" if hasattr(x, "dtype") else trees.shown(x)
         raise ValueError(
-            f"{name} is in argnums and must be a floating or complex array, got {given}. Split the model by "
-            "eqx.partition or nnx.split, and merge it in fun"
+            f"{name} is in argnums and must be a floating or complex array, got {given}. Split models "
+            "by eqx.partition or nnx.split, and merge them in fun"
         )
 
 
@@ -285,8 +285,8 @@ def _check_whole(call: Call, sizes: Collection[int | None]) -> None:
                 batch = call.as_role("batch_argnums", *held, at)
                 others = call.as_role("batch_argnums", *held)
                 raise ValueError(
-                    f"{call.name(at, path)} has as many rows as the batch, but arguments by keyword are not divided. "
-                    f"If it holds examples, pass {batch}. Otherwise pass it by position, with {others}"
+                    f"{call.name(at, path)} has as many rows as the batch, but keywords are not divided. Pass "
+                    f"{batch} if it holds examples. Otherwise pass it by position, with {others}"
                 )
 
 
@@ -325,10 +325,11 @@ def _message(
     if isinstance(call.values[at], list) and all(scalars):
         return f"{message}. Pass jnp.asarray of the list"
     holders = _holders(call, among, count)
-    own = path and count is not None and count in _counts(call, at)
-    batch = call.as_role("batch_argnums", *holders, *([at] if own else []))
-    remedy = f"pass it as an argument of its own, with {batch}" if own else f"pass {batch}"
-    name = "it" if own else call.label(at)
+    is_split = path and count is not None and count in _counts(call, at)
+    batch = call.as_role("batch_argnums", *holders, *([at] if is_split else []))
+    where = "it as an argument of its own, with " if is_split else ""
+    remedy = f"pass {where}{batch}"
+    name = "it" if is_split else call.label(at)
     rows = "Give both as many rows. " if np.ndim(x) else ""
     return f"{message}. {rows}If {name} is the same for all micro-batches, {remedy}"
 

@@ -285,17 +285,15 @@ CHECK: ContextVar[Callable[..., Any] | None] = ContextVar("CHECK", default=None)
 the user's function, and this package must not import the check."""
 
 
-def seen_by_check(
-    of_batch: Callable[..., Any], *, returns_rows: bool = False
-) -> Callable[..., Any]:
-    """Returns `of_batch`, of whose calls a check that runs meanwhile sees the arguments.
+def seen_by_check(divided: Callable[..., Any], *, returns_rows: bool = False) -> Callable[..., Any]:
+    """Returns `divided`, of whose calls a check that runs meanwhile sees the arguments.
 
     These are `(fun, options, roles, args, kwargs)`, in which `roles` are arguments of `of_options`.
     """
 
     def of_call(*call: Any) -> Any:
         check = CHECK.get()
-        return check(partial(of_batch, *call), *call, returns_rows) if check else of_batch(*call)
+        return check(partial(divided, *call), *call, returns_rows) if check else divided(*call)
 
     return of_call
 
@@ -320,12 +318,12 @@ def of_options(
         raise ValueError(
             "carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))"
         )
-    own = {
+    reserved = {
         "argnums": arguments.positions("argnums", argnums),
         "carry_argnum": (arguments.integer("carry_argnum", carry_argnum),) if has_carry else (),
     }
-    given = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums, **own}
-    roles = roles_of(fun, own, rng_argnums, batch_argnums)
+    given = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums, **reserved}
+    roles = roles_of(fun, reserved, rng_argnums, batch_argnums)
     as_given = tuple if isinstance(argnums, Sequence) else operator.itemgetter(0)
 
     def value_and_grad_of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
@@ -462,13 +460,13 @@ def _run(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
     traced = Traced(partial(loss.results, batch), number, carried)
 
     # 3. Check what fun returns: where it is sharded, the axes of the loss, the weight, the carry, the aux.
-    own, aux = _checked(loss, batch, traced, params, carried)
+    own_axes, aux = _checked(loss, batch, traced, params, carried)
 
     # 4. Run the loop over all micro-batches, or over those with a weight.
-    loop = _Loop(window, batch, loss, traced, aux, own)
-    start = loop.start(params, batch.own_keys(carried))
+    loop = _Loop(window, batch, loss, traced, aux, own_axes)
+    start = loop.start(params, batch.keys_of_device(carried))
     if has_weight is None:
-        end, stacked = lax.scan(loop.turn, start, jnp.arange(batch.steps, dtype=jnp.int32))
+        end, stacked = lax.scan(loop.turn, start, jnp.arange(batch.divisor, dtype=jnp.int32))
     else:
         end, stacked = loop.run_where(has_weight, start)
 
@@ -501,19 +499,19 @@ def _checked(
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
         raise ValueError(f"fun constrains an array to mesh axes in sum_over={axes!r}")
     sum_over = arguments.axis_names("sum_over", options.sum_over)
-    own = _own_axes(like.averaged.value, params, sum_over)
+    own_axes = _own_axes(like.averaged.value, params, sum_over)
     loss.check_weight(batch, carried)
     if carried:
         weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
         _check_carried(like.carried, carried, weight)
     examples = jax.tree.leaves(batch.examples)
     size = examples[0].shape[0] if examples else 0
-    aux = AuxLeaves(options.aux_reduction, like.aux, batch.steps, size, sum_over)
-    if batch.steps * max(batch.devices, 1) > 1:
+    aux = AuxLeaves(options.aux_reduction, like.aux, batch.divisor, size, sum_over)
+    if batch.divisor * max(batch.devices, 1) > 1:
         of_whole_batch = partial(loss.aux_of_whole_batch, batch)
         is_joined = batch.devices > 0 and options.aux_reduction != "examples"
         aux.check_shapes(of_whole_batch, is_joined)
-    return own, aux
+    return own_axes, aux
 
 
 _NO_SELECTION = (
@@ -540,8 +538,8 @@ class _Loss(NamedTuple):
             error.add_note(_NO_SELECTION)
             raise
         except (TypeError, ValueError) as error:
-            counts = {(x.shape[0] * batch.steps,) for x in jax.tree.leaves(batch.examples)}
-            if counts & {np.shape(x)[:1] for x in jax.tree.leaves(batch.own_params)}:
+            counts = {(x.shape[0] * batch.divisor,) for x in jax.tree.leaves(batch.examples)}
+            if counts & {np.shape(x)[:1] for x in jax.tree.leaves(batch.params)}:
                 error.add_note(_WHOLE_IN_ARGNUMS)
             raise
         returned, grads = summed(results)
@@ -569,16 +567,16 @@ class _Loss(NamedTuple):
                 "weight_fn must not read the carry (in Flax NNX, state outside of wrt) with skip_empty=True. Let "
                 "weight_fn count in the batch. Or leave out skip_empty"
             )
-        numbers = jnp.arange(batch.steps, dtype=jnp.int32)
+        numbers = jnp.arange(batch.divisor, dtype=jnp.int32)
         return lax.map(lambda i: jnp.asarray(self.weight_of(batch, i, carried) != 0), numbers)
 
     def check_weight(self, batch: Batch, carried: list[PyTree]) -> None:
         """Raises if the weight has a derivative by the parameters, because averages take it for a constant."""
 
-        def weight(own_params: dict[int, PyTree]) -> Scalar:
-            return self.weight_of(batch._replace(own_params=own_params), 0, carried)
+        def weight(params: dict[int, PyTree]) -> Scalar:
+            return self.weight_of(batch._replace(params=params), 0, carried)
 
-        if self.options.reduction != "sum" and has_derivative(weight, batch.own_params):
+        if self.options.reduction != "sum" and has_derivative(weight, batch.params):
             raise ValueError(
                 "weight_fn must return a constant, but it has a derivative by a parameter. Return "
                 "jax.lax.stop_gradient(weight). Or let fun multiply by it, and pass reduction='sum'"
@@ -595,14 +593,14 @@ class _Loop(NamedTuple):
     loss: _Loss
     traced: Traced  # its results
     aux: AuxLeaves
-    own: AxisNames  # the mapped axes along which a device's results stay its own
+    own_axes: AxisNames  # the mapped axes along which a device's results stay its own
 
     def start(self, params: PyTree, carried: list[PyTree]) -> _LoopState:
         like = self.traced.results
         zero = jnp.zeros((), like.averaged.value.dtype)
         empty = self.window.init(_Averaged(zero, summed(params)))
         # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
-        of_value = Window(self.batch.steps, sum_over=self.window.axes).init(zero).gradient_sum
+        of_value = Window(self.batch.divisor, sum_over=self.window.axes).init(zero).gradient_sum
         sums = empty.gradient_sum._replace(value=of_value)
         values = _overwritten.init(like.overwritten)
         window = empty._replace(gradient_sum=sums)
@@ -669,7 +667,7 @@ class _Loop(NamedTuple):
 
         In the results, gradients that a loop has added are None.
         """
-        if self.batch.steps == 1 or self.window.nonfinite != "propagate":
+        if self.batch.divisor == 1 or self.window.nonfinite != "propagate":
             return self.traced(i, state.carried), state.window
         sums = state.window.gradient_sum
         leaves, structure = jax.tree.flatten(sums.gradients)
@@ -682,16 +680,18 @@ class _Loop(NamedTuple):
 
     def _of_device(self, state: _LoopState) -> _LoopState:
         """Returns the state with sums whose types vary over `own`, because a loop keeps the types of its state."""
-        if not self.own:
+        if not self.own_axes:
             return state
         sums = state._replace(carried=[])
-        return jax.tree.map(lambda x: as_varying(x, self.own), sums)._replace(carried=state.carried)
+        return jax.tree.map(lambda x: as_varying(x, self.own_axes), sums)._replace(
+            carried=state.carried
+        )
 
     def averages(self, end: GradAccumulatorState) -> _Averaged:
         window = self.window
         if self.batch.devices and self.loss.options.reduction != "sum":
             end = window.divided(end)
-            window = Window(self.batch.steps, reduction="sum", sum_over=window.axes)
+            window = Window(self.batch.divisor, reduction="sum", sum_over=window.axes)
         average, has_average = window.finalize(end)
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
         value, grads = jax.tree.map(cast_like, average.gradients, self.traced.results.averaged)
@@ -750,9 +750,9 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
     if along:
         wanted = (*axes, *along)
         raise ValueError(
-            f"the loss may differ between devices along {', '.join(map(repr, along))}, which is not in sum_over. Pass "
-            f"sum_over={wanted if len(wanted) > 1 else along[0]!r} if their examples differ. Otherwise reduce it, as "
-            "with jax.lax.pmean. For each device's own gradients, pass sum_over=() and jax.lax.pcast(params, "
+            f"the loss may differ between devices along {', '.join(map(repr, along))}, which sum_over lacks. Pass "
+            f"sum_over={wanted if len(wanted) > 1 else along[0]!r} if examples differ. Or reduce the loss by "
+            "jax.lax.pmean. For each device's own gradients, pass sum_over=() and jax.lax.pcast(params, "
             f"{tuple(along)}, to='varying')"
         )
     return ()

@@ -146,10 +146,10 @@ class Case(NamedTuple):
     def lines(self, what: str, result: Value, remedy: str = "") -> Why:
         """Returns the lines where a result parts from the whole batch's, and the remedy, or the given one."""
         related = cache(self.related)
-        is_own = lambda x: jaxprs.is_key(x.whole) and not x.sources  # noqa: E731
+        is_constant_key = lambda x: jaxprs.is_key(x.whole) and not x.sources  # noqa: E731
         apart = cache(lambda x: [y for y in x.operands if y.equations and not related(y)])
         where = [x for x in walk(result, apart) if not apart(x)][::-1]
-        keys = [x for x in where if any(map(is_own, x.operands))]
+        keys = [x for x in where if any(map(is_constant_key, x.operands))]
         rows, mixed = self.cut(result)
         if keys:
             where, remedy = keys, _KEY
@@ -170,24 +170,26 @@ class Case(NamedTuple):
         places = cache(lambda x: places_of(x, self.batches.fun))
         roles = "argnums", "batch_argnums"
         both = cache(lambda x: [y for y in x.operands if all(map(y.depends_on, roles))])
+        until_rows = cache(lambda x: [] if has_rows(x) else both(x))
 
         def apart(x: Value, y: Value) -> list[str]:
             pairs = zip(places(x), places(y), strict=False) if has_rows(x) else ()
             return [a.shown(expression=True) for a, b in pairs if a != b][:1]
 
-        def first(y: Value, x: Value) -> dict[Value, str]:
+        def expressions(y: Value, x: Value) -> dict[Value, str]:
             before = walk(y, lambda z: [] if apart(z, x) else both(z))
             return {z: texts[0] for z in before if (texts := apart(z, x))}
 
-        rows, last, mixed = dict[Value, str](), dict[Value, str](), list[Value]()
-        for x in walk(result, lambda x: [] if has_rows(x) else both(x)):
-            inner = [] if has_rows(x) else both(x)
-            mixed += [] if has_rows(x) or inner else filter(self._is_mixed, x.operands)
-            for y in filter(has_rows, inner):
-                last[y] = self._line(y)
-                rows |= first(y, x)
-        rows = rows or last
+        # 1. Walk back to the last values with rows, and pair each with what is made of it.
+        walked = [*walk(result, until_rows)]
+        pairs = [(y, x) for x in walked for y in until_rows(x) if has_rows(y)]
+        # 2. Find the user's expressions that give them, or else their lines.
+        rows = {z: text for pair in pairs for z, text in expressions(*pair).items()}
+        rows = rows or {y: self._line(y) for y, _ in pairs}
+        # 3. Leave out those that are made of others.
         made = [x for x in rows if _is_made_of(x, {*rows} - {x})]
+        ends = [x for x in walked if not has_rows(x) and not both(x)]
+        mixed = [y for x in ends for y in x.operands if self._is_mixed(y)]
         return {x: rows[x] for x in rows if x not in made}, mixed
 
     def _is_mixed(self, x: Value) -> bool:

@@ -35,8 +35,8 @@ class Batches(NamedTuple):
 
     def of(self, function: Function, params: PyTree, others: PyTree) -> PyTree:
         leaves = dict(enumerate(jax.tree.leaves(self.call.values)))
-        own = [(leaves | params | others)[i] for i in leaves]
-        values = jax.tree.unflatten(jax.tree.structure(self.call.values), own)
+        replaced = [(leaves | params | others)[i] for i in leaves]
+        values = jax.tree.unflatten(jax.tree.structure(self.call.values), replaced)
         return self.call.in_order(function)(*values)
 
     def loss(self, params: PyTree, others: PyTree) -> tuple[PyTree, PyTree]:
@@ -53,7 +53,7 @@ class Batches(NamedTuple):
     def names(self) -> list[tuple[str, str]]:
         """Returns the role of each leaf with one, and its name in messages."""
         names = _roles_and_names(self.call)
-        return [names.get(i, ("", "")) for own in self.each[0] for i in sorted(own)]
+        return [names.get(i, ("", "")) for leaves in self.each[0] for i in sorted(leaves)]
 
     def has_keys(self) -> bool:
         is_named = bool(self.call.roles["rng_argnums"])
@@ -71,10 +71,10 @@ def batches_of(
     """Returns the whole batch of a call, divided as `value_and_grad` does. Warns of examples that are all the same."""
     carry = roles.get("carry_argnum")
     carry = () if carry is None else arguments.positions("carry_argnum", carry)
-    own = {"carry_argnum": carry}
-    own |= {"argnums": roles["argnums"]} if "argnums" in roles else {}
+    reserved = {"carry_argnum": carry}
+    reserved |= {"argnums": roles["argnums"]} if "argnums" in roles else {}
     count = options.micro_batches
-    call = roles_of(fun, own, roles["rng_argnums"], roles["batch_argnums"]).call(
+    call = roles_of(fun, reserved, roles["rng_argnums"], roles["batch_argnums"]).call(
         args, kwargs, count
     )
     if "argnums" not in roles:  # of rows and of a loss, all floating arrays that are whole

@@ -399,10 +399,10 @@ def _clip_to_selected(
     precision = floats.real_dtype(x)
     # Some 8-bit dtypes have no infinity, which `narrower_bits` needs.
     if jnp.finfo(precision).bits < 16:
-        own = floats.round_toward_zero(bound, precision)
-        own_bits = floats.magnitude_bits(own)
+        rounded = floats.round_toward_zero(bound, precision)
+        rounded_bits = floats.magnitude_bits(rounded)
     else:
-        own_bits = floats.narrower_bits(bits, bound.dtype, precision)
-        own = lax.bitcast_convert_type(own_bits, precision)
-    limit = Limit(own, own_bits, (percentile >= 100) | jnp.isinf(bound), jnp.isnan(bound))
+        rounded_bits = floats.narrower_bits(bits, bound.dtype, precision)
+        rounded = lax.bitcast_convert_type(rounded_bits, precision)
+    limit = Limit(rounded, rounded_bits, (percentile >= 100) | jnp.isinf(bound), jnp.isnan(bound))
     return clip_magnitude(x, limit)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base.mesh import placed_like
-from shrewjax._base.states import increment_if, require_own
+from shrewjax._base.states import increment_if, require_state_of
 from shrewjax._base.trees import require_no_rows
 from shrewjax._base.types import AnyState, Argument, Function, Metrics, Params, PyTree
 
@@ -35,7 +35,7 @@ def clipping_rule(
         require_no_rows(updates, params)
         if takes_any_state and not isinstance(state, kind):
             state = init_fn(updates)
-        require_own(state, kind)
+        require_state_of(state, kind)
         return update_fn(updates, state, params)
 
     def init(params: optax.Params) -> AnyState:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.axes import UnitDims, are_own, whole_shape
+from shrewjax._base.axes import UnitDims, are_whole, whole_shape
 from shrewjax._base.mesh import partitioned_like, placed_like
 from shrewjax._base.states import described, fields, increment_if, largest
 from shrewjax._base.types import Argument, Axes, KeyPath, Leaf, Metrics, Number, Params, PyTree
@@ -225,7 +225,7 @@ def adaptive_grad_clip(
     def is_vector(path: KeyPath, leaf: Leaf, free: list[int], by_rank: list[int]) -> bool:
         """Returns whether at most one of the free axes is longer than 1 over all devices. Raises if nothing tells."""
         given = arguments.axis_names_of_leaf(mesh_axes, path, leaf)
-        sizes = leaf.shape if are_own(mesh_axes) else whole_shape(leaf, given)
+        sizes = leaf.shape if are_whole(mesh_axes) else whole_shape(leaf, given)
         if sizes is not None:
             return sum(sizes[a] != 1 for a in free) < 2
         long = [a for a in free if leaf.shape[a] != 1]
@@ -519,9 +519,9 @@ def clip_by_leaf_norm_ema(
         def norm_and_limit(norm: ExtendedFloat, ema: jax.Array) -> tuple[ExtendedFloat, ...]:
             """Returns the norm that decides on each unit, and its limit: its own after the warm-up, if it has one."""
             ratio = scaling.as_limit(max_ratio, norm)
-            own = norm, floats.product(scaling.as_limit(ema, norm), ratio)
+            of_unit = norm, floats.product(scaling.as_limit(ema, norm), ratio)
             of_all = total, scaling.as_limit(warmup_max_norm, norm)
-            return optax.tree.where(is_warmup | (ema == 0), of_all, own)
+            return optax.tree.where(is_warmup | (ema == 0), of_all, of_unit)
 
         pairs = list(map(norm_and_limit, norms, emas))
         decisive, limits = ([pair[i] for pair in pairs] for i in (0, 1))
@@ -541,7 +541,7 @@ def clip_by_leaf_norm_ema(
         clipped_fraction, is_any_above = units.clipped(norms, limits, scales, decisive=decisive)
         return units.scaled(updates, scales), ClipByLeafNormEmaState(
             recorded=increment_if(is_recorded, state.recorded),
-            norm_ema=units.with_own(state.norm_ema, norm_emas),
+            norm_ema=units.updated(state.norm_ema, norm_emas),
             threshold_max=units.largest(
                 list(map(shown, norms, emas, limits)), state.threshold_max.dtype
             ),

@@ -18,7 +18,7 @@ from shrewjax._base.arguments import AxesOf, UnitAxisNames
 from shrewjax._base.axes import (
     UnitDims,
     UnitSharding,
-    are_own,
+    are_whole,
     newly_varying,
     unit_axes,
     varying_axes,
@@ -48,7 +48,7 @@ class Units:
 
     @cached_property
     def sharding(self) -> tuple[UnitSharding, ...]:
-        if are_own(self.given):
+        if are_whole(self.given):
             return (UnitSharding((), ()),) * len(self.leaves)
         return tuple(
             unit_axes(
@@ -143,10 +143,10 @@ class Units:
     def numbers(self, tree: chex.ArrayTree, value: float, dtype: DType) -> chex.ArrayTree:
         """Returns a tree like `tree` of numbers: one for each unit, and one for each leaf without units."""
         others = jax.tree.map(lambda _: jnp.full((), value, dtype), tree)
-        own = [
+        of_units = [
             unit_numbers(x, d, value, dtype) for x, d in zip(self.leaves, self.dims, strict=True)
         ]
-        return self.with_leaves(others, own)
+        return self.with_leaves(others, of_units)
 
     def numbers_beside(self, tree: chex.ArrayTree) -> list[PyTree]:
         """Returns the numbers of these units in a state's tree, by leaf. Raises if it has numbers of other units."""
@@ -217,9 +217,9 @@ class Units:
     ) -> chex.ArrayTree:
         """Returns a state's tree with new numbers, which come joined, and `absent` for leaves without a gradient."""
         others = jax.tree.map(lambda x: jnp.full_like(x, absent), tree)
-        return self.with_own(others, numbers)
+        return self.updated(others, numbers)
 
-    def with_own(self, tree: chex.ArrayTree, numbers: Sequence[PyTree]) -> chex.ArrayTree:
+    def updated(self, tree: chex.ArrayTree, numbers: Sequence[PyTree]) -> chex.ArrayTree:
         """Returns a state's tree with new numbers, which come joined. On an Explicit mesh it keeps its sharding."""
         placed = map(partitioned_like, self.by_leaf(numbers), self.numbers_beside(tree))
         return self.with_leaves(tree, list(placed))

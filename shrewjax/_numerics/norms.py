@@ -265,59 +265,55 @@ def _in_two_passes(
     2. If a norm's sum left the range, read all leaves again, in a branch that is rarely taken. Each unit is scaled by
        one of two constants, which its own sum chooses; for a global norm, the sum of all leaves chooses.
     3. Take the sum that is in range, its root, and undo the scale.
-
-    `own` and `chosen_by` are by leaf, `sums` and `second` by group, `first` and `shifts` by norm: one if it is global.
     """
     # 1
-    own = of.sums(leaves)
-    sums = join(own, of.groups)
-    first = of.totals(sums)
-    shifts = [shift_into_range(total, rescales_small) for total in first]
+    of_leaves = of.sums(leaves)
+    of_groups = join(of_leaves, of.groups)
+    of_norms = of.totals(of_groups)  # one if it is global
+    shifts = [shift_into_range(total, rescales_small) for total in of_norms]
 
     # 2
     is_rare = jnp.any(jnp.stack([jnp.any(shift != 0) for shift in shifts]))
     # If the branch has collectives, all devices have to take the same one. All of them know a global norm's sum.
     if not of.is_global and of.axes != [()] * len(leaves):
         (is_rare,) = any_device([is_rare])
-    chosen_by = [first[0]] * len(leaves) if of.is_global else own
-    scaled_sums = partial(_scaled_sums, leaves, chosen_by, own, of)
-    second = run_if(is_rare, scaled_sums, lambda: sums)
+    choosers = [of_norms[0]] * len(leaves) if of.is_global else of_leaves
+    sums_of_scaled = partial(_sums_of_scaled, leaves, choosers, of_leaves, of)
+    scaled = run_if(is_rare, sums_of_scaled, lambda: of_groups)
 
     # 3
     # Trusted sums stay as they are, because the second pass may round them otherwise.
     in_range = [
-        jnp.where(shift != 0, scaled, total)
-        for shift, scaled, total in zip(shifts, of.totals(second), first, strict=True)
+        jnp.where(shift != 0, of_scaled, total)
+        for shift, of_scaled, total in zip(shifts, of.totals(scaled), of_norms, strict=True)
     ]
     roots = [_ROOTS[of.ord](total) for total in in_range]
     norms = [shifted(root, -shift) for root, shift in zip(roots, shifts, strict=True)]
     if of.by_leaf:
-        norms.append(_norms_by_leaf(sums[0], second[0], shifts[0], of.ord))
+        norms.append(_norms_by_leaf(of_groups[0], scaled[0], shifts[0]))
     return norms
 
 
-def _norms_by_leaf(
-    sums: jax.Array, scaled: jax.Array, shift: jax.Array, ord: float
-) -> ExtendedFloat:
+def _norms_by_leaf(sums: jax.Array, scaled: jax.Array, shift: jax.Array) -> ExtendedFloat:
     """Returns the norms of the leaves of a global norm from their sums, plain and scaled by its shift."""
     # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
     is_helped = shift_into_range(sums) == shift
-    root = _ROOTS[ord](jnp.where(is_helped, scaled, sums))
+    root = jnp.sqrt(jnp.where(is_helped, scaled, sums))
     return shifted(root, -jnp.where(is_helped, shift, 0))
 
 
-def _scaled_sums(
+def _sums_of_scaled(
     leaves: Sequence[jax.Array],
-    chosen_by: Sequence[jax.Array],
-    own: Sequence[jax.Array],
+    choosers: Sequence[jax.Array],
+    of_leaves: Sequence[jax.Array],
     of: _Norms,
 ) -> list[jax.Array]:
     """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range.
 
-    `chosen_by` are the sums that choose the scale of each leaf's units.
+    `choosers` are the sums that choose the scale of each leaf's units.
     """
     scaled = []
-    for x, chooser, sums, dims in zip(leaves, chosen_by, own, of.unit_dims, strict=True):
+    for x, chooser, sums, dims in zip(leaves, choosers, of_leaves, of.unit_dims, strict=True):
         factor = _scale_into_range(chooser)
         if of.is_global and not _is_small(x):
             # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large

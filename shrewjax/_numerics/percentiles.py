@@ -108,8 +108,8 @@ class Keys(NamedTuple):
 
     def counts(self, pivots: jax.Array, integers: DType) -> jax.Array:
         """Returns how many keys are at or below each pivot, over all devices, as `integers` that hold the largest."""
-        flags, own = partial(_at_or_below, self.dtype), self._by_group(pivots)
-        counts = leaf_counts(flags, self.groups, own, dtype=integers, axes=self.axes)
+        flags, by_group = partial(_at_or_below, self.dtype), self._by_group(pivots)
+        counts = leaf_counts(flags, self.groups, by_group, dtype=integers, axes=self.axes)
         of_groups = jnp.stack(counts)
         if self.scope == "leaf":
             return of_groups
@@ -117,10 +117,10 @@ class Keys(NamedTuple):
 
     def neighbours(self, below: jax.Array, above: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the largest key at or below `below` and the smallest above `above`; 0 and infinity without one."""
-        own = self._by_group(jnp.stack([below, above], axis=-1))
+        by_group = self._by_group(jnp.stack([below, above], axis=-1))
         beside = partial(_beside, self.dtype)
-        found = jnp.stack(leaf_maxima(beside, self.groups, own, axes=self.axes))
-        (end_below, end_above), (near_below, near_above) = jnp.stack(own).T, found.T
+        found = jnp.stack(leaf_maxima(beside, self.groups, by_group, axes=self.axes))
+        (end_below, end_above), (near_below, near_above) = jnp.stack(by_group).T, found.T
         most = np.asarray(np.iinfo(found.dtype).max, found.dtype)
         largest_below = jnp.where(near_below <= 0, 0, end_below - (most - near_below))
         infinity = floats.infinity_bits(self.dtype)

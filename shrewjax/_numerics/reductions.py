@@ -325,17 +325,17 @@ _FEWEST_GROUPS = 9
 
 
 def _reduce_together(
-    operands: Sequence[jax.Array], combine: Function, axes: Sequence[int]
+    operands: Sequence[jax.Array], combine: Function, dims: Sequence[int]
 ) -> list[jax.Array]:
     """Reduces arrays of one shape over some dimensions, in one read of the data if possible. An empty array gives 0."""
     zeros = [np.zeros((), x.dtype) for x in operands]
     if len(operands) > 1 and not may_be_partitioned():
-        return list(lax.reduce(tuple(operands), tuple(zeros), _of_each(combine), tuple(axes)))
+        return list(lax.reduce(tuple(operands), tuple(zeros), _of_each(combine), tuple(dims)))
     # XLA-9: if XLA partitions a reduction of several operands, it all-gathers the devices' results of each operand. It
     # all-reduces those of a single operand (tests/numerics/test_reductions.py, "without a gather"). XLA:GPU fuses such
     # reductions and still reads the data once.
     return [
-        lax.reduce(x, zero, combine, tuple(axes)) for x, zero in zip(operands, zeros, strict=True)
+        lax.reduce(x, zero, combine, tuple(dims)) for x, zero in zip(operands, zeros, strict=True)
     ]
 
 

@@ -33,10 +33,10 @@ from shrewjax._programs.jaxprs import (
 
 
 class _Given(NamedTuple):
-    """One of several arrays, by its number, with its axes in this order."""
+    """One of several arrays, by its number, with its dimensions in this order."""
 
     number: int
-    axes: tuple[int, ...]
+    dims: tuple[int, ...]
 
 
 def returned_as_given(function: Callable[[PyTree], PyTree], argument: PyTree) -> list[bool]:
@@ -61,8 +61,8 @@ def _forwarded(jaxpr: Jaxpr) -> list[_Given | None]:
         for result, operand in zip(equation.outvars, _operands(equation), strict=True):
             array = None if operand is None else equation.invars[operand.number]
             if operand and is_variable(array) and array in found:
-                number, axes = found[array]
-                found[result] = _Given(number, tuple(axes[a] for a in operand.axes))
+                number, dims = found[array]
+                found[result] = _Given(number, tuple(dims[a] for a in operand.dims))
     return [found.get(x) if is_variable(x) else None for x in jaxpr.outvars]
 
 
@@ -84,7 +84,7 @@ def _operands_of_shard_map(mapped: ShardMap) -> list[_Given | None]:
     """Returns the operands that leave a `shard_map` as they came in."""
 
     def is_same(x: _Given, spec: jax.P) -> bool:
-        return x.axes == tuple(range(len(x.axes))) and mapped.in_specs[x.number] == spec
+        return x.dims == tuple(range(len(x.dims))) and mapped.in_specs[x.number] == spec
 
     found = zip(_forwarded(mapped.body), mapped.out_specs, strict=True)
     return [x if x and is_same(x, spec) else None for x, spec in found]
@@ -115,5 +115,5 @@ def _after_all_turns(
     first_slice = len(given[: carry.start]) + len(carries)
     numbers = {x.number for x in given[first_slice:]}
     slices = (x if x and x.number in numbers else None for x in results[len(carries) :])
-    stacked = [x and _Given(x.number, (0, *(a + 1 for a in x.axes))) for x in slices]
+    stacked = [x and _Given(x.number, (0, *(a + 1 for a in x.dims))) for x in slices]
     return [*kept, *stacked]

@@ -183,7 +183,7 @@ def name_of_jit(equation: Equation) -> str:
 
 
 def permutation_of(operation: Operation) -> tuple[int, ...] | None:
-    """Returns the order of the axes after a transpose, or None if it is another operation."""
+    """Returns the order of the dimensions after a transpose, or None if it is another operation."""
     is_transpose = operation.primitive.name == _TRANSPOSE
     return operation.params.get("permutation") if is_transpose else None
 

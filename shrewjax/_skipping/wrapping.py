@@ -35,7 +35,7 @@ import optax
 from shrewjax._base.axes import newly_varying, varying_axes
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import partitioned_like, placed_like, summed
-from shrewjax._base.states import require_own, with_own_buffers
+from shrewjax._base.states import require_state_of, with_own_buffers
 from shrewjax._base.trees import (
     check_unchanged,
     leaf_name,
@@ -84,8 +84,8 @@ class Step(NamedTuple):
             returned, new_state = run()
             _check_restored(new_state, self.state)
             require_structure(new_state, self.state, f"{what_changed}: the structure must stay")
-            own = {x.dtype for x in jax.tree.leaves(self.params) if hasattr(x, "dtype")}
-            new_state = jax.tree.map(partial(_in_dtype_of, own), new_state, self.state)
+            dtypes = {x.dtype for x in jax.tree.leaves(self.params) if hasattr(x, "dtype")}
+            new_state = jax.tree.map(partial(_in_dtype_of, dtypes), new_state, self.state)
             check_unchanged(new_state, self.state, what_changed)
             return returned, jax.tree.map(partitioned_like, new_state, self.state)
 
@@ -147,7 +147,7 @@ def update_of_wrapper(
     """
 
     def step_fn(step: Step) -> Result:
-        require_own(step.state, kind)
+        require_state_of(step.state, kind)
         return step.run_or_skip(partial(run, step), what_changed)
 
     return _update_by(step_fn)
@@ -166,7 +166,7 @@ def update_of_guard(
     """
 
     def step_fn(step: Step) -> Result:
-        require_own(step.state, kind)
+        require_state_of(step.state, kind)
         # 1. Decide, unless a wrapper outside has decided to skip. Without `inner_state`, as `decide` returns the state,
         # because both branches need one structure. `zeros_like`, because models that are mapped over devices decide
         # one by one.

@@ -100,9 +100,9 @@ class Devices:
     def is_nonfinite(self, grads: ArrayTree, has_weight: Flag, varies_like: jax.Array) -> jax.Array:
         """Returns whether gradients that have a weight contain a NaN or an infinity, on any device."""
         leaves = jax.tree.leaves(grads)
-        own = self._own_axes(varies_like)
+        own_axes = self._own_axes(varies_like)
         if not self.axes:
-            axes = list(axes_beside(leaves, own)) if own else ()
+            axes = list(axes_beside(leaves, own_axes)) if own_axes else ()
             return has_weight & ~all_finite(leaves, axes)
         is_nonfinite = jnp.any(has_weight & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
         return any_device([is_nonfinite], self.axes)[0]

@@ -26,7 +26,7 @@ from shrewjax._base.states import (
     nodes_in,
     note,
     require_one_window,
-    require_own,
+    require_state_of,
     without_variables,
 )
 from shrewjax._base.trees import is_gradient
@@ -57,10 +57,10 @@ from shrewjax._skipping.wrapping import (
 )
 from shrewjax._windows.window import (
     AccumSteps,
+    Advanced,
     Nonfinite,
     Reduction,
     Window,
-    WindowStep,
     checked_weight,
 )
 from shrewjax._windows.window_state import WINDOW_STATES, AccumulateState, Measured
@@ -265,8 +265,8 @@ def _step_on(
         extra_args["value"] = mean_value
     value_fn = extra_args.get("value_fn")
     if value_fn is not None and nodes_in(step.state, _LINE_SEARCHES):
-        own_value = partial(_own_value, value_fn, params, extra_args, mean_value)
-        extra_args["value"] = run_if(runs, own_value, lambda: mean_value)
+        value_there = partial(_value_at_params, value_fn, params, extra_args, mean_value)
+        extra_args["value"] = run_if(runs, value_there, lambda: mean_value)
     if extra_args.get("grad") is not None:
         extra_args["grad"] = make_gradients()
     return step._replace(make_gradients=make_gradients, extra_args=extra_args, runs=runs)
@@ -275,7 +275,7 @@ def _step_on(
 _LINE_SEARCHES = optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState
 
 
-def _own_value(
+def _value_at_params(
     value_fn: Function, params: PyTree, extra_args: ExtraArgs, mean_value: jax.Array
 ) -> jax.Array:
     """Returns a line search's function at the parameters, called as Optax calls it.
@@ -302,7 +302,7 @@ class _After(NamedTuple):
 
 def _run_on_average(
     window: Window,
-    added: WindowStep,
+    added: Advanced,
     inner: optax.GradientTransformation,
     step: Step,
     step_on: StepOn,
@@ -325,7 +325,7 @@ def _run_on_average(
 
 def _run_on_total(
     window: Window,
-    added: WindowStep,
+    added: Advanced,
     inner: optax.GradientTransformation,
     step: Step,
     step_on: StepOn,
@@ -349,8 +349,10 @@ def _run_on_total(
         emptied = window.emptied(added.state, average)
         return ran[0], _After(ran[1], jnp.asarray(average.has_weight), emptied, measured)
 
-    idle = _After(step.state, jnp.zeros((), bool), state.gradient_sum, before)
-    return step._replace(state=idle, runs=added.has_average).run_or_skip(total_and_run)
+    # What the branch returns beside the updates is this step's state. It stays as it is if the branch is skipped.
+    unchanged = _After(step.state, jnp.zeros((), bool), state.gradient_sum, before)
+    whole_step = step._replace(state=unchanged, runs=added.has_average)
+    return whole_step.run_or_skip(total_and_run)
 
 
 def _as_gradients(
@@ -369,9 +371,9 @@ def _as_gradients(
             return x
         if not is_gradient(given):
             return _zero_like(given)
-        own = x if grad is None and not is_strict else given
-        both = own, given if param is None else param
-        target = floats.wider_dtype(*filter(is_gradient, both))
+        of_grad = x if grad is None and not is_strict else given
+        of_param = given if param is None else param
+        target = floats.wider_dtype(*filter(is_gradient, (of_grad, of_param)))
         return x if floats.is_complex(x) and target.kind != "c" else x.astype(target)
 
     with_params = () if params is None else (params,)
@@ -390,13 +392,13 @@ def _with_integers(
     """
 
     def keep(total: Leaf, grad: Leaf, new: PyTree, old: Leaf = None) -> PyTree:
-        if is_gradient(total) if grad is None else is_gradient(grad):
+        if is_gradient(total if grad is None else grad):
             return new
         if step.apply:
             return old
-        if grad is None:
-            grad = new if old is None else jnp.asarray(old)
-        return jax.tree.map(_zero_like, grad)
+        if grad is not None:
+            return _zero_like(grad)
+        return jax.tree.map(_zero_like, new if old is None else jnp.asarray(old))
 
     news_and_olds = (returned,) if step.params is None else (returned, step.params)
     return jax.tree.map(keep, gradient_sum, like, *news_and_olds)
@@ -560,7 +562,7 @@ def flush(
             f"tx must be the transformation of accumulate, got {trees.shown(tx)}. Call flush(tx, opt_state, params). "
             "If accumulate is inside tx, call tx.update(zeros, opt_state, params, weight=0, flush=True)"
         )
-    require_own(opt_state, AccumulateState, "flush(tx, opt_state, params)")
+    require_state_of(opt_state, AccumulateState, "flush(tx, opt_state, params)")
     no_gradients = jax.tree.map(lambda _: None, params)
     return apply_gradients(tx, no_gradients, opt_state, params, weight=0, flush=True, **extra_args)
 

@@ -8,7 +8,7 @@ import optax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import is_traced, on_mesh_of, summed
-from shrewjax._base.states import increment_if, require_own
+from shrewjax._base.states import increment_if, require_state_of
 from shrewjax._base.types import AnyState, Argument, AxisName, DType, Number, PyTree, Scalar
 from shrewjax._windows.window import (
     AccumSteps,
@@ -123,7 +123,7 @@ class GradAccumulator:
     def ready(self, state: GradAccumulatorState) -> jax.Array:
         """Returns whether the window is full. Shape (), bool."""
         _require_window(state)
-        return state.micro_step >= self._window.steps(state.windows)
+        return state.micro_step >= self._window.length(state.windows)
 
     def take(self, state: GradAccumulatorState) -> tuple[PyTree, jax.Array, GradAccumulatorState]:
         """Closes the window, full or not. Returns its average, whether it has one, and an empty window.
@@ -202,7 +202,7 @@ class GradAccumulator:
 
 
 def _require_window(state: AnyState) -> None:
-    require_own(state, GradAccumulatorState, "add(state, grads)")
+    require_state_of(state, GradAccumulatorState, "add(state, grads)")
 
 
 # Jitted once for the class, because an object that holds a jitted function cannot be pickled.

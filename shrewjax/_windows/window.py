@@ -61,7 +61,7 @@ NonfiniteOfBatch = Literal["propagate", "drop_micro_batch"]
 AccumSteps = int | jax.Array | Callable[[jax.Array], Number]
 
 
-class WindowStep(NamedTuple):
+class Advanced(NamedTuple):
     """The result of `Window.advance`. Flags are Python bools if they are known at trace time."""
 
     state: AnyState  # if the window closes, `gradient_sum` is its average, or partial
@@ -140,11 +140,11 @@ class Window:
         dtype = _default_dtype(param) if self._dtype is None else self._dtype
         return zeros_like(param, dtype, trees.leaf_name(path))
 
-    def steps(self, windows: jax.Array) -> jax.Array:
+    def length(self, windows: jax.Array) -> jax.Array:
         """Returns the window's length, at least 1. `windows` is the argument of a schedule."""
         given = self.accum_steps
-        length = arguments.steps_of_schedule(given, windows) if callable(given) else given
-        steps = jnp.asarray(length, jnp.float32)
+        steps = arguments.steps_of_schedule(given, windows) if callable(given) else given
+        steps = jnp.asarray(steps, jnp.float32)
         is_valid = steps >= 1  # and not `maximum`, because a NaN then counts as 1
         rounded = jnp.ceil(jnp.minimum(steps, 2.0**24))
         return jnp.where(is_valid, rounded, jnp.ones_like(steps)).astype(jnp.int32)
@@ -158,7 +158,7 @@ class Window:
         *,
         flush: Flag = False,
         when_full: bool = False,
-    ) -> WindowStep:
+    ) -> Advanced:
         """Adds a micro-batch, and closes the window if it is flushed or, `when_full`, full.
 
         Gradients come as arrays (`trees.gradient_arrays`), and the weight as `arguments.weight` returns it. The total
@@ -171,12 +171,10 @@ class Window:
         if self._noise_decay is not None:
             require_made_with("noise_decay", state, "noise", _noise.FOR_AN_OPEN_WINDOW)
 
-        # 1. Is it kept? Its own weight is an array, and the kept one is 0 if it is not.
+        # 1. Is it kept? If it is not, its weight is 0.
         is_kept, is_nonfinite = self._is_kept(grads, weight, True, state.sum_of_weights)
-        own_weight = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
-        kept_weight = jnp.where(is_kept, own_weight, jnp.zeros((), own_weight.dtype))
-        # On an Explicit mesh inside vmap (tests/devices/test_models_on_devices.py, "begins_inside").
-        kept_weight = placed_like(kept_weight, state.sum_of_weights)
+        as_array = _as_weight(weight, state)
+        kept_weight = _kept(as_array, is_kept, state)
 
         # 2. Is it a step? Count it, and add its weight.
         is_step: Flag = True
@@ -197,7 +195,7 @@ class Window:
         # 5. Update each leaf in one pass, which also divides if the window is closing. Then add the loss and the noise.
         scale = self._scale(is_closing, sum_of_weights, has_weight)
         is_first = state.micro_step == 0
-        factor = self._factor(weight, own_weight)
+        factor = self._factor(weight, as_array)
         gradient_sum = jax.tree.map(
             lambda total, g: _advance_leaf(total, g, is_first, is_kept, factor, scale),
             state.gradient_sum,
@@ -206,7 +204,7 @@ class Window:
         value_sum = self._value_added(
             state.value_sum, value, weight, kept_weight, is_kept, is_first
         )
-        noise = self._noise_added(state.noise, grads, own_weight, is_kept, is_first)
+        noise = self._noise_added(state.noise, grads, as_array, is_kept, is_first)
 
         # 6. A closing window resets its counters.
         def reset(counter: jax.Array) -> jax.Array:
@@ -221,13 +219,13 @@ class Window:
             noise=noise,
             gradient_sum=gradient_sum,
         )
-        return WindowStep(new_state, sum_of_weights, is_closing & has_average, has_weight)
+        return Advanced(new_state, sum_of_weights, is_closing & has_average, has_weight)
 
     def _is_kept(
         self, grads: ArrayTree, weight: Scalar, is_present: Flag, sum_of_weights: jax.Array
     ) -> tuple[Flag, Flag]:
         """Returns whether the micro-batch is kept, and whether it counts as non-finite. One of weight 0 never does."""
-        is_kept: Flag = is_present is not False and weight != 0
+        is_kept: Flag = weight != 0
         if is_present is not True and is_kept is not False:
             is_kept = is_kept & is_present
         if is_kept is False or self.nonfinite == "propagate":
@@ -245,7 +243,7 @@ class Window:
             return True
         # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
         # accum_steps.
-        return flush | (is_step & (micro_step >= self.steps(windows)))
+        return flush | (is_step & (micro_step >= self.length(windows)))
 
     def _has_average(
         self, is_kept: Flag, is_closing: Flag, sum_of_weights: jax.Array, window_bad: jax.Array
@@ -334,9 +332,9 @@ class Window:
         )
         is_present = is_present & unknown_true()
         is_kept, is_nonfinite = self._is_kept(grads, weight, is_present, state.sum_of_weights)
-        own_weight = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
-        kept_weight = jnp.where(is_kept, own_weight, jnp.zeros((), own_weight.dtype))
-        factor = self._factor(weight, own_weight)
+        as_array = _as_weight(weight, state)
+        kept_weight = _kept(as_array, is_kept, state)
+        factor = self._factor(weight, as_array)
         return state._replace(
             sum_of_weights=state.sum_of_weights + _nan_out_of_range(weight, kept_weight),
             dropped=increment_if(is_nonfinite, state.dropped),
@@ -355,7 +353,7 @@ class Window:
             # their sum (tests/programs/test_loops.py, "hold_no_tree").
             scale = jnp.where(True, _reciprocal(sums, has_weight), jnp.ones((), sums.dtype))
             state = state._replace(gradient_sum=_all_scaled(state.gradient_sum, scale))
-        average = self.average(WindowStep(state, sums, True, has_weight))
+        average = self.average(Advanced(state, sums, True, has_weight))
         return average, average.has_weight if self.is_partial else has_weight
 
     def divided(self, state: AnyState) -> AnyState:
@@ -372,9 +370,9 @@ class Window:
         self, state: AnyState, weight: Scalar
     ) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """Returns a function of a leaf's sum, or a slice of it, and a gradient, which returns the new sum."""
-        own_weight = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
-        is_kept = (own_weight != 0) & unknown_true()  # XLA-27
-        factor = self._factor(weight, own_weight)
+        as_array = _as_weight(weight, state)
+        is_kept = (as_array != 0) & unknown_true()  # XLA-27
+        factor = self._factor(weight, as_array)
         return lambda total, grad: _advance_leaf(total, grad, False, is_kept, factor, None)
 
     @property
@@ -382,12 +380,12 @@ class Window:
         """Whether sums and weights are parts, whose total `average` takes."""
         return bool(self.axes)
 
-    def average(self, step: WindowStep) -> Average:
+    def average(self, added: Advanced) -> Average:
         """Returns what a closing window passes on. Takes the total of partial sums, in one collective.
 
         It divides this total and the loss. `advance` has divided all other sums.
         """
-        whole = self._total(step) if self.is_partial else step
+        whole = self._total(added) if self.is_partial else added
         gradients = total = whole.state.gradient_sum
         loss, sum_of_weights = whole.state.value_sum, whole.sum_of_weights
         scale = _reciprocal(sum_of_weights, whole.has_weight)
@@ -395,7 +393,7 @@ class Window:
             if self.is_partial:
                 gradients = _all_scaled(gradients, scale)
             loss = loss * scale
-        noise = step.state.noise
+        noise = added.state.noise
         if self._noise_decay is not None:
             # A "sum" is the mean times the window's weight.
             per_weight = scale if self._reduction == "sum" else jnp.ones_like(scale)
@@ -412,19 +410,19 @@ class Window:
         """Returns sums for the state of a closed window, whose values nobody reads."""
         return self._devices.emptied(state.gradient_sum, average.total, average.gradients)
 
-    def _total(self, step: WindowStep) -> WindowStep:
-        """Returns the step with totals in the places of partial sums."""
-        noise = step.state.noise
-        numbers = [step.sum_of_weights, step.state.value_sum]
+    def _total(self, added: Advanced) -> Advanced:
+        """Returns this with totals in the places of partial sums."""
+        noise = added.state.noise
+        numbers = [added.sum_of_weights, added.state.value_sum]
         of_noise = [noise.kept, noise.square_sums] if noise else []
         (sum_of_weights, value_sum, *of_noise), gradient_sum = self._devices.total(
-            [*numbers, *of_noise], step.state.gradient_sum
+            [*numbers, *of_noise], added.state.gradient_sum
         )
         if noise:
             noise = noise._replace(kept=of_noise[0], square_sums=of_noise[1])
-        has_weight = True if step.has_weight is True else sum_of_weights != 0
-        state = step.state._replace(value_sum=value_sum, noise=noise, gradient_sum=gradient_sum)
-        return WindowStep(state, sum_of_weights, step.has_average, has_weight)
+        has_weight = True if added.has_weight is True else sum_of_weights != 0
+        state = added.state._replace(value_sum=value_sum, noise=noise, gradient_sum=gradient_sum)
+        return Advanced(state, sum_of_weights, added.has_average, has_weight)
 
     def like_average(self, grads: ArrayTree) -> ArrayTree:
         """Returns the gradients, or the shapes and dtypes of their total."""
@@ -437,9 +435,20 @@ class Window:
         XLA:GPU would hold beside the gradients. `windows`, `loss`, `weight` and `noise` then stay as they were.
         """
         no_gradients = jax.tree.map(lambda _: None, state.gradient_sum)
-        step = self.advance(state, no_gradients, 0.0, None, flush=True)
-        average = self.average(step)
-        return average, step.has_average & average.has_weight, step.state
+        added = self.advance(state, no_gradients, 0.0, None, flush=True)
+        average = self.average(added)
+        return average, added.has_average & average.has_weight, added.state
+
+
+def _as_weight(weight: Scalar, state: AnyState) -> jax.Array:
+    return jnp.asarray(weight).astype(state.sum_of_weights.dtype)
+
+
+def _kept(weight: jax.Array, is_kept: Flag, state: AnyState) -> jax.Array:
+    """Returns the weight of a micro-batch, or 0 if it is not kept."""
+    kept = jnp.where(is_kept, weight, jnp.zeros((), weight.dtype))
+    # On an Explicit mesh inside vmap (tests/devices/test_models_on_devices.py, "begins_inside").
+    return placed_like(kept, state.sum_of_weights)
 
 
 def _default_dtype(param: Leaf) -> DType:
