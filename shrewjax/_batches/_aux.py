@@ -46,14 +46,16 @@ OWN = ("last", *STACKED)
 class AuxLeaves:
     """The leaves of an aux like `like`. `size` is the number of examples in a micro-batch, on one device."""
 
-    def __init__(self, names: PyTree, like: PyTree, steps: int, size: int, sum_over: Axes) -> None:
+    def __init__(
+        self, names: PyTree, like: PyTree, divisor: int, size: int, sum_over: Axes
+    ) -> None:
         leaves, structure = jax.tree.flatten_with_path(like)
         self._structure: Any = structure
-        self._steps, self._size = steps, size
+        self._divisor, self._size = divisor, size
         self._paths = [path for path, _ in leaves]
         self._like = [x for _, x in leaves]
         self._names = _names_of_leaves(names, like)
-        self._window = Window(steps, sum_over=sum_over)
+        self._window = Window(divisor, sum_over=sum_over)
         self._sum_over = self._window.axes or ()
         # The axes along which devices join the results of leaves, by the places of these.
         self._joined: dict[int, int] = {}
@@ -102,7 +104,7 @@ class AuxLeaves:
     def empty_stacks(self, stacked: list[Leaf]) -> list[jax.Array]:
         """Returns the stacks in which nothing has run yet, for what a micro-batch adds to them, or its types."""
         empty = [_empty("stack", x) for x in stacked]
-        return [jnp.broadcast_to(x, (self._steps, *x.shape)) for x in empty]
+        return [jnp.broadcast_to(x, (self._divisor, *x.shape)) for x in empty]
 
     def update(
         self, sums: AuxSums, aux: PyTree, weight: Scalar, kept: Flag
@@ -173,7 +175,7 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
     is_number = jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(
-            f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Give it another name in "
+            f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Pass another "
             "aux_reduction=, such as 'sum'. Pass a state by carry_argnum= of value_and_grad"
         )
     if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
@@ -188,8 +190,8 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
 
 def _in_order(stacked: jax.Array) -> jax.Array:
     """Returns the rows of all micro-batches in the order of the batch, of which micro-batch i has i, i + K, ..."""
-    steps, size, *shape = stacked.shape
-    return stacked.swapaxes(0, 1).reshape(steps * size, *shape)
+    count, size, *shape = stacked.shape
+    return stacked.swapaxes(0, 1).reshape(count * size, *shape)
 
 
 def _check_mean(leaf: str, x: Leaf, large: Leaf, size: int) -> None:
