@@ -138,6 +138,52 @@ def test_one_bad_shard_makes_the_micro_batch_bad_on_every_device(nonfinite, chec
     assert int(state.dropped) == 1
 
 
+@pytest.mark.parametrize("nonfinite", ["drop_micro_batch", *thorough("drop_window", "extend_window")])
+def test_a_bad_part_of_a_sharded_gradient_makes_the_micro_batch_bad_on_every_device(nonfinite):
+    """Without `sum_over`: the parameter is sharded, and gradients are reduced. Against whole arrays."""
+    params = {"whole": jnp.ones(3), "sharded": jnp.arange(16.0)}
+    tx = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite)
+    state = tx.init(params)
+    of_params, of_state = (
+        jax.tree.map(lambda x: P("fsdp") if x.shape == (16,) else P(), tree) for tree in (params, state)
+    )
+    in_specs = of_params, of_state, of_params
+    step = partial(shrewjax.apply_gradients, tx)
+    mapped = jax.shard_map(
+        lambda params, state, grads: step(grads, state, params),
+        mesh=mesh_of(fsdp=8),
+        in_specs=in_specs,
+        out_specs=(of_params, of_state),
+    )
+    found, expected = (params, state), (params, state)
+    on_devices, alone = quick_jit(mapped), quick_jit(step)
+    for k in range(4):
+        grads = {"whole": jnp.full(3, 1.0 + k), "sharded": jnp.full(16, 1.0 + k)}
+        if k == 1:
+            grads["sharded"] = grads["sharded"].at[5].set(jnp.nan)
+        found = on_devices(*found, grads)
+        expected = alone(grads, *expected[::-1])
+        assert bits(found) == bits(expected)
+
+
+def test_a_gradient_that_is_bad_on_one_device_drops_its_micro_batch_on_all():
+    """The gradient of the root of 0 is infinite, in one part of a sharded parameter. Against whole arrays."""
+
+    def loss(params, x, axis=()):
+        return jnp.mean(jax.lax.psum(jnp.sum(jnp.sqrt(x * params[None]), axis=-1), axis))
+
+    x = np.random.default_rng(0).uniform(1, 2, (4, 16)).astype("f")
+    x[1, 5] = 0
+    options = {"micro_batches": 4, "nonfinite": "drop_micro_batch"}
+    expected = quick_jit(shrewjax.value_and_grad(loss, **options))(jnp.ones(16), x)
+    of_part = shrewjax.value_and_grad(partial(loss, axis="fsdp"), **options)
+    mapped = jax.shard_map(
+        of_part, mesh=mesh_of(fsdp=8), in_specs=(P("fsdp"), P(None, "fsdp")), out_specs=(P(), P("fsdp"))
+    )
+    assert_close(quick_jit(mapped)(jnp.ones(16), x), expected, rtol=1e-5)
+    assert np.isfinite(expected[1]).all()
+
+
 def all_reduces(text):
     """The element counts of every all-reduce in a compiled program, one list an operation."""
     results = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
