@@ -103,7 +103,9 @@ class Devices:
         own_axes = self._own_axes(varies_like)
         if not self.axes:
             # Types tell over which axes a leaf is sharded, unless `()` says that each device has a model of its own.
-            axes = self.given if self.given == () and not own_axes else axes_beside(leaves, own_axes)
+            axes = (
+                self.given if self.given == () and not own_axes else axes_beside(leaves, own_axes)
+            )
             return has_weight & ~all_finite(leaves, axes)
         is_nonfinite = jnp.any(has_weight & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
         return any_device([is_nonfinite], self.axes)[0]
