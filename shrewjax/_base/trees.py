@@ -112,6 +112,7 @@ def has_derivative(function: Function, tree: PyTree) -> bool:
         return x
 
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
+        # Without a derivative, JAX passes a symbolic zero.
         seen.extend(t for t in tangents if not is_zero_tangent(t))
         return primals[0], primals[0]
 
@@ -130,6 +131,7 @@ def is_read(function: Function, tree: PyTree) -> bool:
 
     @identity.def_vmap
     def rule(_: int, is_mapped: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+        # It is mapped if it depends on the tree, which is.
         seen.extend(is_mapped)
         return x, is_mapped[0]
 
@@ -203,6 +205,11 @@ def _as_gradient(path: KeyPath, leaf: Leaf) -> Leaf:
 def is_gradient(leaf: Leaf) -> bool:
     """Returns whether a leaf is clipped and summed: true for floating and complex leaves alone."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def is_typed_key(leaf: Leaf) -> bool:
+    """Returns whether a leaf, or its type, is a PRNG key or an array of keys."""
+    return jnp.issubdtype(getattr(leaf, "dtype", np.float64), jax.dtypes.prng_key)
 
 
 def _as_array(path: KeyPath, leaf: Leaf, what: str) -> Leaf:

@@ -63,7 +63,8 @@ DType: TypeAlias = Any
 """A dtype, or what NumPy takes for one. None is the default."""
 
 Scalar: TypeAlias = float | jax.Array
-"""A checked scalar: a Python float, or a float32 or float64 array of shape (), whose value is not checked."""
+"""A checked scalar: a Python float, or a float32 or float64 array, whose value is not checked. Its shape is (), or one
+number for each device's row of a window."""
 
 Flag: TypeAlias = bool | jax.Array
 """A condition: a Python bool if it is known while tracing."""

@@ -55,23 +55,23 @@ class AuxLeaves:
         self._paths = [path for path, _ in leaves]
         self._like = [x for _, x in leaves]
         self._names = _names_of_leaves(names, like)
-        self._window = Window(divisor, sum_over=sum_over)
+        self._window = Window(sum_over=sum_over)
         self._sum_over = self._window.axes or ()
         # The axes along which devices join the results of leaves, by the places of these.
         self._joined: dict[int, int] = {}
         for (path, x), name in zip(leaves, self._names, strict=True):
             _check_aux_leaf(trees.leaf_name(path), x, name, size)
 
-    def check_shapes(self, of_whole_batch: Callable[[], PyTree], is_joined: bool) -> None:
-        """Raises if an averaged leaf has another shape for the whole batch, because its mean would mix examples.
+    def find_axes(self, of_whole_batch: Callable[[], PyTree], is_joined: bool) -> None:
+        """Finds the axis of examples of each leaf that devices join, and raises if it has none.
 
-        If devices join a leaf, finds its axis of examples, and raises if it has none. It traces `fun` for the whole
-        batch if the shape of a leaf leaves that open.
+        Raises, too, if a dimension of an averaged leaf is a multiple of the micro-batch's size, and another one for the
+        whole batch, because the mean would mix examples. It traces `fun` for the whole batch if it needs its shapes.
         """
         averaged = self._of(self._like, "mean")
-        is_open = self._size and any(n % self._size == 0 for x in averaged for n in x.shape)
+        may_count = self._size and any(n % self._size == 0 for x in averaged for n in x.shape)
         whole = None
-        if is_open or (is_joined and self._of(self._like, "last", "stack")):
+        if may_count or (is_joined and self._of(self._like, "last", "stack")):
             # `fun` may take no other number of examples, so that no other shape is known.
             with suppress(Exception):
                 whole = jax.eval_shape(of_whole_batch)
@@ -107,21 +107,21 @@ class AuxLeaves:
         return [jnp.broadcast_to(x, (self._divisor, *x.shape)) for x in empty]
 
     def update(
-        self, sums: AuxSums, aux: PyTree, weight: Scalar, kept: Flag
+        self, sums: AuxSums, aux: PyTree, weight: Scalar, is_kept: Flag
     ) -> tuple[AuxSums, list[jax.Array]]:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
         # A leaf that is the same on every device, such as a metric that fun has reduced, is its own mean over devices.
         averaged = [as_varying(x, self._sum_over) for x in self._of(leaves, "mean")]
         means = sums.means
         if averaged:
-            means = self._window.update(means, averaged, weight, kept)
+            means = self._window.update(means, averaged, weight, is_kept)
         names = self._of(self._names, *COMBINE)
         others = [
-            _combined(name, old, as_varying(x, self._reduced_over(name)).astype(old.dtype), kept)
+            _combined(name, old, as_varying(x, self._reduced_over(name)).astype(old.dtype), is_kept)
             for name, old, x in zip(names, sums.others, self._of(leaves, *COMBINE), strict=True)
         ]
         return AuxSums(means, others), [
-            selected(kept, x, jnp.zeros_like(x)) for x in self._of(leaves, *STACKED)
+            selected(is_kept, x, jnp.zeros_like(x)) for x in self._of(leaves, *STACKED)
         ]
 
     def finalize(self, sums: AuxSums, stacked: list[jax.Array]) -> PyTree:
@@ -130,11 +130,12 @@ class AuxLeaves:
         A mean is NaN if no micro-batch is kept, or if a weight or their sum is out of range.
         """
         names = self._of(self._names, *COMBINE)
+        # One iterator, because `update` lists leaves of both names together.
         results = dict.fromkeys(STACKED, iter(stacked))
         # Without a mean nothing has a weight, and `jax_debug_nans` would stop at 0 / 0.
         if "mean" in self._names:
-            means, known = self._window.finalize(sums.means)
-            results["mean"] = iter([nan_unless(known, x) for x in means.gradients])
+            means, has_weight = self._window.finalize(sums.means)
+            results["mean"] = iter([nan_unless(has_weight, x) for x in means.gradients])
         others = iter(combined_over(self._sum_over, names, sums.others))
         # Each iterator has its leaves in the order of the names.
         leaves = [next(results.get(name, others)) for name in self._names]
@@ -167,7 +168,7 @@ def _names_of_leaves(names: PyTree, like: PyTree) -> list[str]:
 
 def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
     """Raises if a leaf cannot be reduced, or stacked, as its name says."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if trees.is_typed_key(x):
         raise ValueError(
             f"leaf {leaf} of the aux is a PRNG key, which cannot be reduced. Return jax.random.key_data of it, with "
             '"stack" in aux_reduction='
@@ -250,15 +251,15 @@ def _ends(dtype: DType) -> tuple[Number, Number]:
     return floating.min, floating.max
 
 
-def _combined(name: str, total: jax.Array, x: jax.Array, kept: Flag) -> jax.Array:
+def _combined(name: str, total: jax.Array, x: jax.Array, is_kept: Flag) -> jax.Array:
     combine = COMBINE[name]
     if name == "sum":  # selected before adding: XLA-24
-        return combine(total, jnp.where(kept, x, jnp.zeros_like(x)))
-    return jnp.where(kept, combine(total, x), total)
+        return combine(total, jnp.where(is_kept, x, jnp.zeros_like(x)))
+    return jnp.where(is_kept, combine(total, x), total)
 
 
-def selected(kept: Flag, new: PyTree, old: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, y: jnp.where(kept, x, y), new, old)
+def selected(is_kept: Flag, new: PyTree, old: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: jnp.where(is_kept, x, y), new, old)
 
 
 def nan_unless(known: Flag, x: jax.Array) -> jax.Array:

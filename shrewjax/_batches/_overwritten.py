@@ -37,8 +37,8 @@ def init(like: list[Leaf]) -> list[jax.Array]:
     return [lowest(x) for x in like]
 
 
-def update(values: list[jax.Array], new: list[jax.Array], kept: Flag) -> list[jax.Array]:
-    return jax.tree.map(lambda x, y: jnp.where(kept, jnp.maximum(x, y), x), values, new)
+def update(old: list[jax.Array], new: list[jax.Array], is_kept: Flag) -> list[jax.Array]:
+    return jax.tree.map(lambda x, y: jnp.where(is_kept, jnp.maximum(x, y), x), old, new)
 
 
 def finalize(values: list[jax.Array], old: list[Leaf], axes: AxisNames) -> list[jax.Array]:

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax._base.axes import as_varying, axes_by_dimension, device_index
+from shrewjax._base.trees import is_typed_key
 from shrewjax._base.types import AxisNames, KeyPath, Leaf, Number, PyTree
 from shrewjax._batches.roles import Call
 
@@ -65,11 +66,11 @@ class Batch(NamedTuple):
         first = device_index(axes) * self.divisor
         return self._replace(examples=examples, params=params, first_number=first)
 
-    def keys_of_device(self, carried: list[PyTree]) -> list[PyTree]:
+    def carry_of_device(self, carried: list[PyTree]) -> list[PyTree]:
         """Returns the carry with which a device begins. If the call maps it, each device has its own typed keys."""
 
         def fold(x: jax.Array) -> jax.Array:
-            if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            if not is_typed_key(x):
                 return x
             of_device = partial(jax.random.fold_in, data=self.first_number)
             return jax.vmap(of_device)(x.reshape(-1)).reshape(x.shape)

@@ -1,7 +1,7 @@
 """Which argument of a call is what: parameters, keys, examples, and those that stay whole.
 
-Six functions divide a batch, among micro-batches or among devices. Each makes one object of its roles (`Roles`), which
-turns the arguments of a call into a checked `Call`, with all arguments in one order.
+Seven functions divide a batch, among micro-batches or among devices. Each makes one object of its roles (`Roles`),
+which turns the arguments of a call into a checked `Call`, with all arguments in one order.
 
 A batch often holds a leaf of another role: a scalar, a key, class weights, another network's parameters. A message
 names the leaf, what it needs and what came. Then it names the roles to pass.
@@ -75,8 +75,7 @@ class Call(NamedTuple):
 def is_key(x: Leaf) -> bool:
     """Returns whether a leaf is a PRNG key, or several, or looks like a raw one."""
     dtype: DType = getattr(x, "dtype", np.object_)
-    is_typed: bool = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return is_typed or (dtype == np.uint32 and np.shape(x) in ((2,), (4,)))
+    return trees.is_typed_key(x) or (dtype == np.uint32 and np.shape(x) in ((2,), (4,)))
 
 
 class Roles(NamedTuple):
@@ -241,7 +240,7 @@ def _check_parameter(name: str, x: Leaf) -> None:
 def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
     """Raises unless a leaf of an argument in `rng_argnums` is one key, typed or raw."""
     dtype: DType = getattr(x, "dtype", np.object_)
-    is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    is_typed = trees.is_typed_key(x)
     if np.ndim(x) == (0 if is_typed else 1) and (is_typed or dtype == np.uint32):
         return
     given = f"shape {x.shape} and dtype {dtype}" if hasattr(x, "dtype") else trees.shown(x)
@@ -257,7 +256,7 @@ def _rows_of_examples(call: Call) -> set[int]:
     for at in call.roles["batch_argnums"]:
         for path, x in call.leaves(at):
             name, shape = call.name(at, path), np.shape(x)
-            is_rows_of_keys = shape and jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+            is_rows_of_keys = shape and trees.is_typed_key(x)
             if is_key(x) and not is_rows_of_keys:
                 raise ValueError(key_message(call, at, path))
             if not shape:

@@ -92,7 +92,7 @@ class _Returned(NamedTuple):
 
 
 class _LoopState(NamedTuple):
-    window: GradAccumulatorState
+    window_state: GradAccumulatorState
     overwritten: list[jax.Array]
     aux: AuxSums
     carried: list[PyTree]
@@ -268,12 +268,12 @@ class Options(NamedTuple):
         _check_aux_reduction(self.aux_reduction, self.has_aux)
         arguments.choice("nonfinite", self.nonfinite, get_args(NonfiniteOfBatch))
         arguments.static_flag("skip_empty", self.skip_empty)
-        self.window()
+        self.window()  # raises for its arguments
         _check_weight_is_given(self.weight_fn, self.reduction, self.skip_empty)
         return self
 
     def window(self) -> Window:
-        return Window(self.micro_batches, **arguments.among(Window, self._asdict()))
+        return Window(**arguments.among(Window, self._asdict()))
 
     @property
     def axes(self) -> AxisNames:
@@ -286,9 +286,9 @@ the user's function, and this package must not import the check."""
 
 
 def seen_by_check(divided: Callable[..., Any], *, returns_rows: bool = False) -> Callable[..., Any]:
-    """Returns `divided`, of whose calls a check that runs meanwhile sees the arguments.
+    """Returns `divided`, except that a check that runs meanwhile gets the arguments of its calls.
 
-    These are `(fun, options, roles, args, kwargs)`, in which `roles` are arguments of `of_options`.
+    These are `(fun, options, roles, args, kwargs)`, in which `roles` are as a user passes them.
     """
 
     def of_call(*call: Any) -> Any:
@@ -336,12 +336,12 @@ def of_options(
         batch = batch_of_call(call, () if devices else axes, devices, is_sum=is_sum)
         is_mean = options.reduction == "mean"
         remedy = "jnp.mean of it, or jnp.sum with reduction='sum'" if is_mean else "jnp.sum of it"
-        its_fun = with_gradients = call.in_order(fun)
-        if not has_gradients:
-            its_fun = of_loss(its_fun, has_aux, f"Return {remedy}")
-            with_gradients = jax.value_and_grad(its_fun, as_given(batch.roles["argnums"]), has_aux)
+        in_order = call.in_order(fun)
+        checked = of_loss(in_order, has_aux, f"Return {remedy}")
+        by_jax = jax.value_and_grad(checked, as_given(batch.roles["argnums"]), has_aux)
         its_options = options._replace(weight_fn=weight_fn and call.in_order(weight_fn))
-        loss = _Loss(its_fun, with_gradients, as_given, has_carry, its_options)
+        with_gradients = in_order if has_gradients else by_jax
+        loss = _Loss(checked, with_gradients, as_given, has_carry, its_options)
         return _run_on_each_device(loss, batch) if devices else _run_here(loss, batch)
 
     def of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
@@ -357,8 +357,8 @@ def _run_here(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
 
     # Outside of `jax.jit`, one program. Otherwise the loop closes over examples, and JAX keeps them alive
     # (tests/batches/test_micro_batch_map.py, "alive"). A loop of fewer turns needs their number for its reverse mode.
-    is_compiled = is_traced(jnp.zeros(())) or loss.options.skip_empty
-    return (run if is_compiled else jax.jit(run))(batch.examples)
+    runs_as_it_is = is_traced(jnp.zeros(())) or loss.options.skip_empty
+    return (run if runs_as_it_is else jax.jit(run))(batch.examples)
 
 
 def _run_on_each_device(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
@@ -454,7 +454,7 @@ def _run(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
     params, old_values = _overwritten.separated(all_params)
     carried = [jax.tree.map(jnp.asarray, x) for x in batch.with_role("carry_argnum")]
 
-    # 2. Trace fun once, for a number of a micro-batch. If devices run others, its type varies.
+    # 2. Trace fun once, for an abstract number of a micro-batch. It varies over devices if each runs its own.
     has_weight = loss.has_weight(batch, carried) if options.skip_empty else None
     number = jnp.int32(0) if has_weight is None else as_varying(jnp.int32(0), _axes_of(has_weight))
     traced = Traced(partial(loss.results, batch), number, carried)
@@ -464,17 +464,17 @@ def _run(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
 
     # 4. Run the loop over all micro-batches, or over those with a weight.
     loop = _Loop(window, batch, loss, traced, aux, own_axes)
-    start = loop.start(params, batch.keys_of_device(carried))
+    start = loop.start(params, batch.carry_of_device(carried))
     if has_weight is None:
         end, stacked = lax.scan(loop.turn, start, jnp.arange(batch.divisor, dtype=jnp.int32))
     else:
         end, stacked = loop.run_where(has_weight, start)
 
     # 5. Divide and sum over devices. Statistics that Flax overwrites are put back among the gradients.
-    value, grads = loop.averages(end.window)
+    value, grads = loop.averages(end.window_state)
     if old_values:
-        values = _overwritten.finalize(end.overwritten, old_values, options.axes)
-        grads = _overwritten.joined(grads, values, all_params)
+        overwritten = _overwritten.finalize(end.overwritten, old_values, options.axes)
+        grads = _overwritten.joined(grads, overwritten, all_params)
 
     # 6. Add aux and carry to the results. If the call maps the axes, its carry has to be one for all devices.
     if not options.has_aux:
@@ -493,7 +493,7 @@ def _checked(
 
     Raises if `fun` returned something that cannot be averaged, reduced or carried.
     """
-    options, like = loss.options, traced.results
+    options, like = loss.options, traced.result_types
     axes = options.axes
     if batch.devices and {*axes} & traced.constrained_axes():
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
@@ -510,7 +510,7 @@ def _checked(
     if batch.divisor * max(batch.devices, 1) > 1:
         of_whole_batch = partial(loss.aux_of_whole_batch, batch)
         is_joined = batch.devices > 0 and options.aux_reduction != "examples"
-        aux.check_shapes(of_whole_batch, is_joined)
+        aux.find_axes(of_whole_batch, is_joined)
     return own_axes, aux
 
 
@@ -526,10 +526,10 @@ _WHOLE_IN_ARGNUMS = (
 
 class _Loss(NamedTuple):
     fun: Function
-    value_and_grad: Function  # `jax.value_and_grad` of `fun`
+    value_and_grad: Function  # of `fun`, as `jax.value_and_grad` returns it
     as_given: Function  # of the arguments in `argnums`: the one, or a tuple
     has_carry: bool
-    options: Options  # with a weight of the arguments in order
+    options: Options  # whose `weight_fn` takes the arguments in order, as `fun` does
 
     def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _Returned:
         try:
@@ -596,15 +596,15 @@ class _Loop(NamedTuple):
     own_axes: AxisNames  # the mapped axes along which a device's results stay its own
 
     def start(self, params: PyTree, carried: list[PyTree]) -> _LoopState:
-        like = self.traced.results
+        like = self.traced.result_types
         zero = jnp.zeros((), like.averaged.value.dtype)
         empty = self.window.init(_Averaged(zero, summed(params)))
         # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
-        of_value = Window(self.batch.divisor, sum_over=self.window.axes).init(zero).gradient_sum
+        of_value = Window(sum_over=self.window.axes).init(zero).gradient_sum
         sums = empty.gradient_sum._replace(value=of_value)
-        values = _overwritten.init(like.overwritten)
-        window = empty._replace(gradient_sum=sums)
-        state = _LoopState(window, values, self.aux.init(), carried)
+        overwritten = _overwritten.init(like.overwritten)
+        window_state = empty._replace(gradient_sum=sums)
+        state = _LoopState(window_state, overwritten, self.aux.init(), carried)
         return self._of_device(placed_like(state, (self.batch.examples, params)))
 
     def turn(self, state: _LoopState, i: jax.Array) -> tuple[_LoopState, list[jax.Array]]:
@@ -614,14 +614,17 @@ class _Loop(NamedTuple):
         part, begun = self._run_and_add(state, i, weight)
         # 2. Add the loss, and the gradients that are left.
         added = self.window.update(begun, part.averaged, weight)
-        # 3. Is it kept? Sums of scatters in the aux and in the carry are lost, too, if XLA knows that it is (XLA-27).
-        kept = unknown_true() & (weight != 0)
+        # 3. Is it kept? The window counts those that it drops. Sums of scatters in the aux and in the carry are lost,
+        # too, if XLA knows that it is kept (XLA-27).
+        is_kept = unknown_true() & (weight != 0)
         if self.window.nonfinite != "propagate":
-            kept = kept & (added.dropped == state.window.dropped)
+            is_kept &= added.dropped == state.window_state.dropped
         # 4. Add the rest of what it returned, if it is kept.
-        aux, stacked = self.aux.update(state.aux, part.aux, weight, kept)
-        values = _overwritten.update(state.overwritten, part.overwritten, kept)
-        new_state = _LoopState(added, values, aux, selected(kept, part.carried, state.carried))
+        aux, stacked = self.aux.update(state.aux, part.aux, weight, is_kept)
+        overwritten = _overwritten.update(state.overwritten, part.overwritten, is_kept)
+        new_state = _LoopState(
+            added, overwritten, aux, selected(is_kept, part.carried, state.carried)
+        )
         return self._of_device(new_state), stacked
 
     def run_where(
@@ -668,18 +671,19 @@ class _Loop(NamedTuple):
         In the results, gradients that a loop has added are None.
         """
         if self.batch.divisor == 1 or self.window.nonfinite != "propagate":
-            return self.traced(i, state.carried), state.window
-        sums = state.window.gradient_sum
+            return self.traced(i, state.carried), state.window_state
+        sums = state.window_state.gradient_sum
         leaves, structure = jax.tree.flatten(sums.gradients)
-        numbers = jax.tree.leaves(self.traced.numbers.averaged.gradients)
-        by_number = dict(zip(numbers, leaves, strict=True))
-        add = self.window.adder_in_loop(state.window, weight)
-        part, added = self.traced.added_to(by_number, add, i, state.carried)
-        gradients = jax.tree.unflatten(structure, added.values())
-        return part, state.window._replace(gradient_sum=sums._replace(gradients=gradients))
+        # Places among all results.
+        places = jax.tree.leaves(self.traced.numbers.averaged.gradients)
+        by_place = dict(zip(places, leaves, strict=True))
+        add = self.window.adder_in_loop(state.window_state, weight)
+        part, added = self.traced.added_to(by_place, add, i, state.carried)
+        gradients = jax.tree.unflatten(structure, [added[at] for at in places])
+        return part, state.window_state._replace(gradient_sum=sums._replace(gradients=gradients))
 
     def _of_device(self, state: _LoopState) -> _LoopState:
-        """Returns the state with sums whose types vary over `own`, because a loop keeps the types of its state."""
+        """Returns the state with sums whose types vary over `own_axes`, because a loop keeps the types of its state."""
         if not self.own_axes:
             return state
         sums = state._replace(carried=[])
@@ -687,16 +691,16 @@ class _Loop(NamedTuple):
             carried=state.carried
         )
 
-    def averages(self, end: GradAccumulatorState) -> _Averaged:
+    def averages(self, window_state: GradAccumulatorState) -> _Averaged:
         window = self.window
         if self.batch.devices and self.loss.options.reduction != "sum":
-            end = window.divided(end)
-            window = Window(self.batch.divisor, reduction="sum", sum_over=window.axes)
-        average, has_average = window.finalize(end)
+            window_state = window.divided(window_state)
+            window = Window(reduction="sum", sum_over=window.axes)
+        average, has_weight = window.finalize(window_state)
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
-        value, grads = jax.tree.map(cast_like, average.gradients, self.traced.results.averaged)
+        value, grads = jax.tree.map(cast_like, average.gradients, self.traced.result_types.averaged)
         return _Averaged(
-            value if self.loss.options.reduction == "sum" else nan_unless(has_average, value), grads
+            value if self.loss.options.reduction == "sum" else nan_unless(has_weight, value), grads
         )
 
     def one_carry(self, old: list[PyTree], end: _LoopState) -> list[PyTree]:
@@ -705,10 +709,10 @@ class _Loop(NamedTuple):
         A device that keeps no micro-batch, as one that has only padding, does not count. A leaf that no micro-batch
         changes stays as it is, because frozen weights would cross the network.
         """
-        turn = partial(self.traced, jnp.int32(0))
-        is_same = iter(returned_as_given(lambda carried: turn(carried).carried, old))
-        axes = self.window.axes or ()
-        has_new = jnp.any(end.window.sum_of_weights != 0)
+        first = partial(self.traced, jnp.int32(0))
+        is_same = iter(returned_as_given(lambda carried: first(carried).carried, old))
+        axes = self.loss.options.axes
+        has_new = jnp.any(end.window_state.sum_of_weights != 0)
 
         def one(x: jax.Array, y: jax.Array) -> jax.Array:
             return x if next(is_same) else agreed_over(y, x, has_new, axes)
@@ -758,7 +762,7 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
     return ()
 
 
-def _check_carried(new: list[PyTree], carried: list[PyTree], weight: Number) -> None:
+def _check_carried(new: list[PyTree], carried: list[PyTree], weight: Leaf) -> None:
     """Raises if a micro-batch would change the carry's structure, shapes, dtypes or the axes over which it varies."""
     check_unchanged(
         new[0], carried[0], "the carry that fun returns must be like the one that it gets"

@@ -49,7 +49,7 @@ class Case(NamedTuple):
     @property
     def division(self) -> Division:
         reduction = "sum" if self.batches.returns_rows else self.options.reduction
-        return Division(self.batches.examples, shares_of(reduction, self.weights))
+        return Division(self.batches.num_examples, shares_of(reduction, self.weights))
 
     @property
     def leaves(self) -> list[Value]:
@@ -71,11 +71,11 @@ class Case(NamedTuple):
 
         made, leaves = self.division.made, self.leaves
 
-        def error(value: Value, least: Any = 0.0) -> float:
+        def error(value: Value, more: Any = 0.0) -> float:
             whole, *parts = map(numbers, value.each)
             result, terms = (made(x)["result"] for x in (parts, [*map(np.abs, parts)]))
             of, size, off = (np.linalg.norm(x.ravel()) for x in (whole, terms, result - whole))
-            return float(off / (max(of, size) + least or 1.0))
+            return float(off / (max(of, size) + more or 1.0))
 
         norm = np.sqrt(sum(np.sum(np.abs(numbers(x.whole)) ** 2) for x in leaves))
         return [error(self.loss), *(error(x, self.rtol**0.5 * norm) for x in leaves)]
@@ -91,9 +91,9 @@ class Case(NamedTuple):
         of_rows = self._why_aux() if self.batches.returns_rows else None
         if of_rows:
             return of_rows
-        of_loss, *of_grads = self.errors()
-        worst = int(np.argmax(of_grads)) if of_grads else 0  # a NaN is the largest
-        off = f"the gradients are {_percent([*of_grads, 0.0][worst])} off"
+        of_loss, *of_grads = [*self.errors(), 0.0]
+        worst = int(np.argmax(of_grads))  # a NaN is the largest
+        off = f"the gradients are {_percent(of_grads[worst])} off"
         off += "" if self.batches.returns_rows else f", the loss {_percent(of_loss)}"
         what = f"Micro-batches give another result than the whole batch: {off}."
         if not of_loss <= self.rtol:
@@ -108,7 +108,7 @@ class Case(NamedTuple):
         given = "examples" if is_rows else self.options.aux_reduction
         leaves = jax.tree.leaves_with_path(self.aux)
         names = jax.tree.leaves(jax.tree.broadcast(given, self.aux))
-        division = Division(self.batches.examples, shares_of("mean", self.weights))
+        division = Division(self.batches.num_examples, shares_of("mean", self.weights))
         for name, (path, value) in zip(names, leaves, strict=True):
             related = division.relations(value.whole, value.parts, self.rtol)
             fitting = [x for relation, x in _NAMES.items() if relation in related]
@@ -124,12 +124,14 @@ class Case(NamedTuple):
         return None
 
     def _option(self) -> str | None:
-        """Returns the option with which loss and gradients agree, or None."""
-        ones, weigh = [1.0] * len(self.weights), self.options.weight_fn
-        of_sum, ours = "sum_over_weights" if weigh else "sum", self.weights
-        tried = ("mean", ours), (of_sum, ours), ("mean", ones), ("sum", ones)
+        """Returns a sentence with the option with which loss and gradients agree, or None."""
+        if self.batches.returns_rows:
+            return None
+        weigh, given, ones = self.options.weight_fn, self.weights, [1.0] * len(self.weights)
+        of_sum = "sum_over_weights" if weigh else "sum"
+        tried = ("mean", given), (of_sum, given), ("mean", ones), ("sum", ones)
         for name, weights in tried:
-            if not self.batches.returns_rows and self.fits(name, weights):
+            if self.fits(name, weights):
                 rest = ", without weight_fn=" if weigh and weights is ones else ""
                 kind = name.partition("_")[0]
                 return f"The loss is a {kind} over examples. Pass reduction={name!r}{rest}."
@@ -140,13 +142,13 @@ class Case(NamedTuple):
 
     def has_rows(self, value: Value) -> bool:
         """Returns whether the first axis of a value numbers the examples."""
-        is_first = np.shape(value.whole)[:1] == (self.batches.examples,)
+        is_first = np.shape(value.whole)[:1] == (self.batches.num_examples,)
         return is_first and "rows" in self.related(value)
 
     def lines(self, what: str, result: Value, remedy: str = "") -> Why:
         """Returns the lines where a result parts from the whole batch's, and the remedy, or the given one."""
         related = cache(self.related)
-        is_constant_key = lambda x: jaxprs.is_key(x.whole) and not x.sources  # noqa: E731
+        is_constant_key = lambda x: trees.is_typed_key(x.whole) and not x.sources  # noqa: E731
         apart = cache(lambda x: [y for y in x.operands if y.equations and not related(y)])
         where = [x for x in walk(result, apart) if not apart(x)][::-1]
         keys = [x for x in where if any(map(is_constant_key, x.operands))]
@@ -172,13 +174,14 @@ class Case(NamedTuple):
         both = cache(lambda x: [y for y in x.operands if all(map(y.depends_on, roles))])
         until_rows = cache(lambda x: [] if has_rows(x) else both(x))
 
-        def apart(x: Value, y: Value) -> list[str]:
-            pairs = zip(places(x), places(y), strict=False) if has_rows(x) else ()
-            return [a.shown(expression=True) for a, b in pairs if a != b][:1]
+        def own_text(early: Value, late: Value) -> list[str]:
+            pairs = zip(places(early), places(late), strict=False)
+            apart = [a for a, b in pairs if a != b and has_rows(early)]
+            return [a.shown(expression=True) for a in apart[:1]]
 
-        def expressions(y: Value, x: Value) -> dict[Value, str]:
-            before = walk(y, lambda z: [] if apart(z, x) else both(z))
-            return {z: texts[0] for z in before if (texts := apart(z, x))}
+        def expressions(early: Value, late: Value) -> dict[Value, str]:
+            before = walk(early, lambda x: [] if own_text(x, late) else both(x))
+            return {x: texts[0] for x in before if (texts := own_text(x, late))}
 
         # 1. Walk back to the last values with rows, and pair each with what is made of it.
         walked = [*walk(result, until_rows)]

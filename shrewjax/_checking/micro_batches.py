@@ -80,23 +80,23 @@ def check_micro_batches(
         rtol = float(arguments.real("rtol", rtol, at_least=0))
     errors: list[float] = []
 
-    def check(run: Callable[[], Any], fun: Function, options: Options, *call: Any) -> Any:
+    def check(run: Callable[[], Any], divided: Function, options: Options, *given: Any) -> Any:
         CHECK.set(None)  # a divided call inside is a part of this one
         with jax.disable_jit(False):
-            _require_arrays(options, call)
+            _require_comparable(options, given)
             jax.eval_shape(run)  # raises the call's own errors
-            errors.append(_check_call(batches_of(fun, options, *call), options, rtol))
+            batches = batches_of(divided, options, *given)
+            errors.append(_check_call(batches, options, rtol))
             returned = run()
         CHECK.set(check)
         return returned
 
-    def call() -> None:
+    def run_fun() -> None:
         CHECK.set(check)
-        # JAX's own checks stop at what this one looks for.
         with jax.disable_jit(), jax.transfer_guard("allow"):
             fun(*map(_as_traced, args), **{name: _as_traced(x) for name, x in kwargs.items()})
 
-    copy_context().run(call)
+    copy_context().run(run_fun)
     if not errors:
         raise ValueError(
             "fun must call micro_batch_map, value_and_grad or micro_batched. Pass what these return, or a function "
@@ -106,13 +106,13 @@ def check_micro_batches(
 
 
 def _as_traced(tree: PyTree) -> PyTree:
-    """Returns arrays of JAX, as under jit. NumPy's have no elements at traced places. Other objects stay themselves."""
+    """Returns arrays of JAX, as under jit. A traced number is no index of a NumPy array. Others stay themselves."""
     if not any(isinstance(x, np.ndarray) for x in jax.tree.leaves(tree)):
         return tree
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree)
 
 
-def _require_arrays(options: Options, *arrays: PyTree) -> None:
+def _require_comparable(options: Options, *arrays: PyTree) -> None:
     if is_traced(arrays):
         raise ValueError(
             "check_micro_batches needs arrays, got tracers of grad, vmap, checkpoint, shard_map or an outer jit. "
@@ -126,14 +126,14 @@ def _check_call(batches: Batches, options: Options, rtol: float | None) -> float
     """Returns the largest error of a call. Raises an AssertionError if micro-batches give another result."""
     function = jax.value_and_grad(batches.loss, has_aux=True)
     program = jax.jit(function).trace(*batches.each[0]).jaxpr
-    largest = tolerance(jaxprs.dtypes_in(program)) if rtol is None else rtol
+    rtol = tolerance(jaxprs.dtypes_in(program)) if rtol is None else rtol
     near = [(jax.tree.map(nearby, params), others) for params, others in batches.each]
     # A loop that ends at the given parameters may run forever near them.
-    points = [batches.each] if jaxprs.may_run_forever(program) else [near, batches.each]
+    tries = [batches.each] if jaxprs.may_run_forever(program) else [near, batches.each]
     # JAX's own checks stop at what this one looks for, such as a NaN.
     with jax.debug_nans(False), jax.debug_infs(False):
-        for each in points:
-            error = _error_at(batches._replace(each=each), function, options, largest)
+        for each in tries:
+            error = _error_at(batches._replace(each=each), function, options, rtol)
             if error is not None:
                 return error
     raise ValueError(
@@ -141,23 +141,21 @@ def _check_call(batches: Batches, options: Options, rtol: float | None) -> float
     )
 
 
-def _error_at(
-    batches: Batches, function: Function, options: Options, largest: float
-) -> float | None:
-    """Returns the largest error at these parameters, None if a result is not finite. Raises above `largest`."""
+def _error_at(batches: Batches, function: Function, options: Options, rtol: float) -> float | None:
+    """Returns the largest error at these parameters, None if a result is not finite. Raises above `rtol`."""
     weights, has_keys = _weights(batches, options), batches.has_keys()
     for (loss, aux), grads in _runs(function, batches):
-        case = Case(batches, options, weights, largest, loss, aux, grads)
+        case = Case(batches, options, weights, rtol, loss, aux, grads)
         if not case.is_finite():
             return None
         why: Any = case.why()
         if why is None:
             return max(case.errors())
-        if why.is_told() and not has_keys:
+        if why.is_told() and not has_keys:  # the next run would tell no more
             break
-    # Random numbers of other programs, and of loops that stay closed, are others.
-    is_unknown = has_keys and not (loss.is_alike and why.is_told())
-    raise (ValueError if is_unknown else AssertionError)(why.text)
+    # Other programs, and loops that stay closed, may draw other numbers in micro-batches. That is no mistake of fun.
+    may_draw = has_keys and not (loss.is_alike and why.is_told())
+    raise (ValueError if may_draw else AssertionError)(why.text)
 
 
 def _weights(batches: Batches, options: Options) -> list[float]:
@@ -173,18 +171,18 @@ def _weights(batches: Batches, options: Options) -> list[float]:
 
 
 def _runs(function: Function, batches: Batches) -> Iterator[PyTree]:
-    """Yields the results of a whole batch and of its micro-batches, of which those of one must agree.
+    """Yields the results of one run after another. They are right if those of one run agree.
 
-    The first is fast, and the next may tell enough. Random numbers are shared where loops are unrolled. There are two
-    ways to find rows in them, examples first in a merged axis, or last.
+    The first run is fast, and the next may tell enough. Random numbers are shared where loops are unrolled. There are
+    two ways to find rows in them, examples first in a merged axis, or last.
     """
-    splits = [1]
+    ways = [1]  # their number, for each draw
 
-    def run(at: int, *, is_unrolled: bool = True) -> PyTree:
+    def run(way: int, *, is_unrolled: bool = True) -> PyTree:
         def rows(whole: Leaf, parts: Sequence[Leaf]) -> Sequence[Leaf]:
-            found = [*Division(batches.examples, np.ones(0)).rows(whole, parts)]
-            splits.append(len(found))
-            return found[at] if found else parts
+            found = [*Division(batches.num_examples, np.ones(0)).rows(whole, parts)]
+            ways.append(len(found))
+            return found[way] if found else parts
 
         return lockstep.run(function, batches.each, batches.names(), rows, is_unrolled=is_unrolled)
 
@@ -194,7 +192,7 @@ def _runs(function: Function, batches: Batches) -> Iterator[PyTree]:
         yield run(0)
         return
     yield (results := run(-1))
-    if max(splits) > 1:
+    if max(ways) > 1:
         yield (results := run(0))
     if not results[0][0].is_alike:  # loops over examples differ if they are unrolled
         yield run(0, is_unrolled=False)

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from shrewjax._base import arguments
-from shrewjax._base.trees import is_gradient
+from shrewjax._base.trees import is_gradient, is_typed_key
 from shrewjax._base.types import Function, Leaf, PyTree
 from shrewjax._batches.roles import Call, roles_of
 from shrewjax._batches.value_and_grad import Options
 from shrewjax._numerics.relations import numbers
-from shrewjax._programs.jaxprs import is_key
 
 Point: TypeAlias = tuple[dict[int, Leaf], dict[int, Leaf]]
 """Parameters, and other leaves with a role, by their numbers among the leaves of all arguments."""
@@ -30,7 +29,7 @@ class Batches(NamedTuple):
     call: Call  # with the whole batch
     has_aux: bool
     returns_rows: bool
-    examples: int
+    num_examples: int
     each: list[Point]  # of the whole batch, and of each micro-batch
 
     def of(self, function: Function, params: PyTree, others: PyTree) -> PyTree:
@@ -57,7 +56,7 @@ class Batches(NamedTuple):
 
     def has_keys(self) -> bool:
         is_named = bool(self.call.roles["rng_argnums"])
-        return is_named or any(map(is_key, jax.tree.leaves(self.each[0])))
+        return is_named or any(map(is_typed_key, jax.tree.leaves(self.each[0])))
 
 
 def batches_of(
@@ -73,14 +72,14 @@ def batches_of(
     carry = () if carry is None else arguments.positions("carry_argnum", carry)
     reserved = {"carry_argnum": carry}
     reserved |= {"argnums": roles["argnums"]} if "argnums" in roles else {}
-    count = options.micro_batches
+    divisor = options.micro_batches
     call = roles_of(fun, reserved, roles["rng_argnums"], roles["batch_argnums"]).call(
-        args, kwargs, count
+        args, kwargs, divisor
     )
     if "argnums" not in roles:  # of rows and of a loss, all floating arrays that are whole
         call = call._replace(roles={**call.roles, "argnums": tuple(call.whole())})
     leaves, names = jax.tree.leaves(call.values), _roles_and_names(call)
-    params, others, examples = dict[int, Leaf](), dict[int, Leaf](), count
+    params, others, num_examples = dict[int, Leaf](), dict[int, Leaf](), divisor
     for i, (role, name) in names.items():
         x = leaves[i]
         if role != "argnums":
@@ -88,25 +87,25 @@ def batches_of(
         elif "argnums" in roles or (isinstance(x, jax.Array) and is_gradient(x)):
             params[i] = jnp.asarray(x)
         if role == "batch_argnums":
-            examples, rows = len(x), numbers(x)
+            num_examples, rows = len(x), numbers(x)
             if np.array_equal(rows, np.broadcast_to(rows[:1], rows.shape), equal_nan=True):
                 what = f"{name} is the same for each example, which hides mistakes"
                 warnings.warn(
                     f"{what}. Pass others, such as a mask of zeros and ones", stacklevel=4
                 )
-    others[-1] = jnp.asarray(np.random.default_rng(0).normal(size=examples), jnp.float32)
+    others[-1] = jnp.asarray(np.random.default_rng(0).normal(size=num_examples), jnp.float32)
     is_divided = {i for i in others if i < 0 or names[i][0] == "batch_argnums"}
 
     def part(i: int, x: Leaf) -> Leaf:
         """Returns the rows of micro-batch i. An array of an Explicit mesh has no strided slices."""
-        return x.reshape(examples // count, count, *x.shape[1:])[:, i]
+        return x.reshape(num_examples // divisor, divisor, *x.shape[1:])[:, i]
 
     parts = [
         {at: part(i, x) if at in is_divided else x for at, x in others.items()}
-        for i in range(count)
+        for i in range(divisor)
     ]
     each = [(params, x) for x in (others, *parts)]
-    return Batches(fun, call, options.has_aux, returns_rows, examples, each)
+    return Batches(fun, call, options.has_aux, returns_rows, num_examples, each)
 
 
 def _roles_and_names(call: Call) -> dict[int, tuple[str, str]]:

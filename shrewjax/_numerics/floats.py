@@ -277,7 +277,7 @@ def to_float32(number: ExtendedFloat) -> jax.Array:
 
 
 def stored(number: ExtendedFloat, dtype: DType) -> jax.Array:
-    """Returns the number as a state stores it, in the dtype of its own: inf if it is too large."""
+    """Returns the number as a state stores it, in its dtype: inf if it is too large."""
     return from_extended(number).astype(dtype)
 
 

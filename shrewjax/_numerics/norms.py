@@ -98,7 +98,7 @@ def shift_into_range(powers: jax.Array, rescales_small: jax.Array | None = None)
     )
 
 
-class _Norms(NamedTuple):
+class _Kind(NamedTuple):
     """Which norms to measure."""
 
     ord: float
@@ -119,8 +119,8 @@ class _Norms(NamedTuple):
         return [_ordered_sum(sums[0])] if self.is_global else sums
 
 
-def _global(leaves: Sequence[jax.Array], ord: float, axes: Axes | list[Axes]) -> _Norms:
-    return _Norms(ord, [()] * len(leaves), axes, (tuple(range(len(leaves))),), is_global=True)
+def _global(leaves: Sequence[jax.Array], ord: float, axes: Axes | list[Axes]) -> _Kind:
+    return _Kind(ord, [()] * len(leaves), axes, (tuple(range(len(leaves))),), is_global=True)
 
 
 # Jitted for speed alone: outside of jit, `grad_norm` of 20 leaves takes 1.8 ms in one call and 18 ms one by one.
@@ -147,9 +147,10 @@ def measure_with_leaves(
 
     No leaf is read again for its own norm, so small elements may be flushed in it (`clip_by_global_norm`).
     """
-    of = _global(leaves, 2, axes)._replace(by_leaf=True)
-    norm, *by_leaf = _measure(leaves, None, of)
-    return norm, [x for norms in by_leaf for x in scalars(from_extended(norms))]
+    kind = _global(leaves, 2, axes)._replace(by_leaf=True)
+    norm, *of_leaves = _measure(leaves, None, kind)
+    # One vector of norms, or none without leaves.
+    return norm, [x for norms in of_leaves for x in scalars(from_extended(norms))]
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4), inline=True)  # XLA-21
@@ -169,11 +170,11 @@ def measure_units(
     if not leaves:
         return []
     within: list[Axes] = [of_leaf.within for of_leaf in axes]
-    of = _Norms(ord, unit_dims, within, groups)
+    kind = _Kind(ord, unit_dims, within, groups)
     if floor is None:
-        return _measure(leaves, None, of)
+        return _measure(leaves, None, kind)
     trusted_above = RANGE[sum_dtype(*leaves)].trusted_above
-    return _measure(leaves, floor.exponent <= math.floor(math.log2(trusted_above) / ord), of)
+    return _measure(leaves, floor.exponent <= math.floor(math.log2(trusted_above) / ord), kind)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21
@@ -202,15 +203,15 @@ def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
     # Relative to the largest exponent, so that no square leaves the range.
     lowest = 2 * EXPONENT_OF_ZERO  # subtracted, because keys are not negative
     keys = leaf_maxima(magnitude_key, [n.exponent - lowest for n in norms], axes=over)
-    largest = jnp.max(jnp.concatenate(keys)) + lowest
-    heights = [times_power_of_two(n.mantissa, n.exponent - largest) for n in norms]
+    exponent = jnp.max(jnp.concatenate(keys)) + lowest
+    heights = [times_power_of_two(n.mantissa, n.exponent - exponent) for n in norms]
     squares = leaf_sums([h * h for h in heights], axes=over)
-    return shifted(jnp.sqrt(_ordered_sum(jnp.stack(squares))), largest)
+    return shifted(jnp.sqrt(_ordered_sum(jnp.stack(squares))), exponent)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _measure(
-    leaves: Sequence[jax.Array], rescales_small: jax.Array | None, of: _Norms
+    leaves: Sequence[jax.Array], rescales_small: jax.Array | None, kind: _Kind
 ) -> list[ExtendedFloat]:
     """Returns norms, joined. If `rescales_small` is False, a norm below the floor may be inexact, but stays below it.
 
@@ -219,33 +220,33 @@ def _measure(
     """
     if not leaves:
         return [to_extended(jnp.zeros((), jnp.float32))]
-    if of.ord not in _ROOTS:
-        return [_by_maximum(leaves, of)]
-    if of.ord > 2:
-        (total,) = of.totals(join(of.sums(leaves), of.groups))
+    if kind.ord not in _ROOTS:
+        return [_by_maximum(leaves, kind)]
+    if kind.ord > 2:
+        (total,) = kind.totals(join(kind.sums(leaves), kind.groups))
         return [
             run_if(
                 jnp.any(shift_into_range(total) != 0),
-                lambda: _by_maximum(_unknown(leaves), of),
-                lambda: to_extended(_ROOTS[of.ord](total)),
+                lambda: _by_maximum(_unknown(leaves), kind),
+                lambda: to_extended(_ROOTS[kind.ord](total)),
             )
         ]
-    in_passes = partial(_in_two_passes, rescales_small=rescales_small, of=of)
+    in_passes = partial(_in_two_passes, rescales_small=rescales_small, kind=kind)
     if sum_dtype(*leaves) == jnp.float64:
         return in_passes(leaves)
-    on_gpus = partial(_in_float64, of=of)
+    on_gpus = partial(_in_float64, kind=kind)
     return lax.platform_dependent(leaves, cuda=on_gpus, rocm=on_gpus, default=in_passes)
 
 
-def _in_float64(leaves: Sequence[jax.Array], of: _Norms) -> list[ExtendedFloat]:
+def _in_float64(leaves: Sequence[jax.Array], kind: _Kind) -> list[ExtendedFloat]:
     """Returns norms from sums in float64, whose range no square of a float32 leaves. For GPUs.
 
     There, a branch would make the host wait, and hold all that it may read, even if it never runs (XLA-3).
     """
     with jax.enable_x64(True):
-        sums = join(of.sums(list(map(_as_float64, leaves))), of.groups)
-        totals = of.totals(sums) + (sums if of.by_leaf else [])
-        norms = [to_extended(_ROOTS[of.ord](total)) for total in totals]
+        sums = join(kind.sums(list(map(_as_float64, leaves))), kind.groups)
+        totals = kind.totals(sums) + (sums if kind.by_leaf else [])
+        norms = [to_extended(_ROOTS[kind.ord](total)) for total in totals]
         return [shifted(lax.convert_element_type(m, jnp.float32), e) for m, e in norms]
 
 
@@ -257,7 +258,7 @@ def _as_float64(x: jax.Array) -> jax.Array:
 
 
 def _in_two_passes(
-    leaves: Sequence[jax.Array], rescales_small: jax.Array | None, of: _Norms
+    leaves: Sequence[jax.Array], rescales_small: jax.Array | None, kind: _Kind
 ) -> list[ExtendedFloat]:
     """Returns norms from sums in the accumulator's dtype.
 
@@ -267,30 +268,30 @@ def _in_two_passes(
     3. Take the sum that is in range, its root, and undo the scale.
     """
     # 1
-    of_leaves = of.sums(leaves)
-    of_groups = join(of_leaves, of.groups)
-    of_norms = of.totals(of_groups)  # one if it is global
-    shifts = [shift_into_range(total, rescales_small) for total in of_norms]
+    unit_sums = kind.sums(leaves)
+    joined_sums = join(unit_sums, kind.groups)
+    norm_sums = kind.totals(joined_sums)  # one if it is global
+    shifts = [shift_into_range(total, rescales_small) for total in norm_sums]
 
     # 2
     is_rare = jnp.any(jnp.stack([jnp.any(shift != 0) for shift in shifts]))
     # If the branch has collectives, all devices have to take the same one. All of them know a global norm's sum.
-    if not of.is_global and of.axes != [()] * len(leaves):
+    if not kind.is_global and kind.axes != [()] * len(leaves):
         (is_rare,) = any_device([is_rare])
-    choosers = [of_norms[0]] * len(leaves) if of.is_global else of_leaves
-    sums_of_scaled = partial(_sums_of_scaled, leaves, choosers, of_leaves, of)
-    scaled = run_if(is_rare, sums_of_scaled, lambda: of_groups)
+    choosers = [norm_sums[0]] * len(leaves) if kind.is_global else unit_sums
+    sums_of_scaled = partial(_sums_of_scaled, leaves, choosers, unit_sums, kind)
+    scaled = run_if(is_rare, sums_of_scaled, lambda: joined_sums)
 
     # 3
     # Trusted sums stay as they are, because the second pass may round them otherwise.
     in_range = [
         jnp.where(shift != 0, of_scaled, total)
-        for shift, of_scaled, total in zip(shifts, of.totals(scaled), of_norms, strict=True)
+        for shift, of_scaled, total in zip(shifts, kind.totals(scaled), norm_sums, strict=True)
     ]
-    roots = [_ROOTS[of.ord](total) for total in in_range]
+    roots = [_ROOTS[kind.ord](total) for total in in_range]
     norms = [shifted(root, -shift) for root, shift in zip(roots, shifts, strict=True)]
-    if of.by_leaf:
-        norms.append(_norms_by_leaf(of_groups[0], scaled[0], shifts[0]))
+    if kind.by_leaf:
+        norms.append(_norms_by_leaf(joined_sums[0], scaled[0], shifts[0]))
     return norms
 
 
@@ -305,23 +306,23 @@ def _norms_by_leaf(sums: jax.Array, scaled: jax.Array, shift: jax.Array) -> Exte
 def _sums_of_scaled(
     leaves: Sequence[jax.Array],
     choosers: Sequence[jax.Array],
-    of_leaves: Sequence[jax.Array],
-    of: _Norms,
+    unit_sums: Sequence[jax.Array],
+    kind: _Kind,
 ) -> list[jax.Array]:
     """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range.
 
     `choosers` are the sums that choose the scale of each leaf's units.
     """
     scaled = []
-    for x, chooser, sums, dims in zip(leaves, choosers, of_leaves, of.unit_dims, strict=True):
+    for x, chooser, sums, dims in zip(leaves, choosers, unit_sums, kind.unit_dims, strict=True):
         factor = _scale_into_range(chooser)
-        if of.is_global and not _is_small(x):
+        if kind.is_global and not _is_small(x):
             # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large
             # leaf gets its own copy of the scalar: a clamp between equal bounds.
             factor = lax.clamp(factor, sums, factor)
         x = upcast(_unknown(x), factor.dtype)
         scaled.append(mul_real(x, broadcast_to_leaf(factor, x, dims)))
-    return join(of.sums(scaled), of.groups)
+    return join(kind.sums(scaled), kind.groups)
 
 
 def _scale_into_range(powers: jax.Array) -> jax.Array:
@@ -362,11 +363,11 @@ def _is_small(x: jax.Array) -> bool:
     return are_known([x.size]) and x.size <= 2**14
 
 
-def _by_maximum(leaves: Sequence[jax.Array], of: _Norms) -> ExtendedFloat:
+def _by_maximum(leaves: Sequence[jax.Array], kind: _Kind) -> ExtendedFloat:
     """Returns norms of any order p >= 1 from two passes: the largest magnitude; the sum of (|x| / largest)**p."""
-    p, dtype = of.ord, sum_dtype(*leaves)
-    mantissas, exponents = _largest(leaves, dtype, of.axes)
-    # This is inf or NaN if a leaf has one.
+    p, dtype = kind.ord, sum_dtype(*leaves)
+    mantissas, exponents = _largest(leaves, dtype, kind.axes)
+    # The inf or NaN of a leaf, which the norm becomes in the end, and 0 for all others.
     bad = jnp.where(jnp.isfinite(mantissas), 0, mantissas)
     if p < math.inf:
         each = zip(leaves, *map(scalars, _scale_to_one(mantissas, exponents)), strict=True)
@@ -374,17 +375,17 @@ def _by_maximum(leaves: Sequence[jax.Array], of: _Norms) -> ExtendedFloat:
             lax.abs(mul_real(upcast(x, dtype), first, second, 1 / divisor))
             for x, first, second, divisor in each
         ]
-        sums = jnp.stack(leaf_sums([x**p for x in relative], axes=of.axes))
+        sums = jnp.stack(leaf_sums([x**p for x in relative], axes=kind.axes))
     else:
         sums = jnp.ones_like(mantissas)
 
-    if of.is_global:
-        largest = jnp.max(exponents)
-        height = times_power_of_two(mantissas, exponents - largest)
+    if kind.is_global:
+        exponent = jnp.max(exponents)
+        height = times_power_of_two(mantissas, exponents - exponent)
         top = jnp.max(height)
         share = height / jnp.where(top > 0, top, 1)
         sums = _ordered_sum(sums * share**p) if p < math.inf else jnp.max(sums * share)
-        mantissas, exponents, bad = top, largest, jnp.sum(bad)
+        mantissas, exponents, bad = top, exponent, jnp.sum(bad)
     norm = shifted(mantissas * (sums ** (1 / p) if p < math.inf else sums), exponents)
     return ExtendedFloat(jnp.where(bad == 0, norm.mantissa, bad), norm.exponent)
 
@@ -394,6 +395,7 @@ def _largest(leaves: Sequence[jax.Array], dtype: DType, axes: Axes | list[Axes])
     # XLA-29: the barriers hide numbers that XLA knows. It would not flush their subnormal parts, moduli and norms.
     hidden = [_unknown(x) if is_complex(x) else x for x in leaves]
     keys = _unknown(leaf_maxima(magnitude_key, [upcast(x, dtype) for x in hidden], axes=axes))
+    # A complex leaf's first key is of half the moduli, so 1 is added to its exponent. Its last is of the grown ones.
     firsts = jnp.concatenate([key[:1] for key in keys])
     largest = lax.bitcast_convert_type(firsts, dtype)
     mantissas, exponents = to_extended(largest)
@@ -444,7 +446,7 @@ def _scale_to_one(mantissas: jax.Array, exponents: jax.Array) -> _ScaleToOne:
 
 
 @_measure.defjvp
-def _measure_jvp(of: _Norms, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
+def _measure_jvp(kind: _Kind, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
     """Returns norms and their tangents, the sums of Re(conj(sign(x)) dx) (|x| / norm)**(ord - 1).
 
     For ord = inf the tangent is shared evenly by the largest elements. The norms of a global one's leaves have none.
@@ -455,24 +457,24 @@ def _measure_jvp(of: _Norms, primals: tuple[Any, Any], tangents: tuple[Any, Any]
     4. A norm that is 0 or not finite has the tangent 0.
     """
     (leaves, rescales_small), (d_leaves, _) = primals, tangents
-    norms = _measure(leaves, rescales_small, of)
-    measured = norms[:1] if of.is_global else norms
+    norms = _measure(leaves, rescales_small, kind)
+    measured = norms[:1] if kind.is_global else norms
     are_defined = [jnp.isfinite(norm.mantissa) & (norm.mantissa > 0) for norm in measured]
 
     # 1
-    scales = _unit_scales(leaves, measured, are_defined, of)
+    scales = _unit_scales(leaves, measured, are_defined, kind)
 
     # 2
-    each = zip(*_unknown((leaves, d_leaves)), of.unit_dims, scales, strict=True)
-    pairs = [_term(x, dx, dims, scale, of.ord) for x, dx, dims, scale in each]
+    each = zip(*_unknown((leaves, d_leaves)), kind.unit_dims, scales, strict=True)
+    pairs = [_term(x, dx, dims, scale, kind.ord) for x, dx, dims, scale in each]
 
     # 3
     def of_norms(per_element: Sequence[jax.Array]) -> list[jax.Array]:
-        sums = join(leaf_sums(per_element, axes=of.axes, unit_dims=of.unit_dims), of.groups)
-        return [jnp.sum(sums[0])] if of.is_global else sums
+        sums = join(leaf_sums(per_element, axes=kind.axes, unit_dims=kind.unit_dims), kind.groups)
+        return [jnp.sum(sums[0])] if kind.is_global else sums
 
     slopes = of_norms([term for term, _ in pairs])
-    if of.ord == math.inf:
+    if kind.ord == math.inf:
         ties = of_norms([is_largest for _, is_largest in pairs])
         slopes = [s / jnp.maximum(t, 1) for s, t in zip(slopes, ties, strict=True)]
 
@@ -487,17 +489,19 @@ def _unit_scales(
     leaves: Sequence[jax.Array],
     norms: Sequence[ExtendedFloat],
     are_defined: Sequence[jax.Array],
-    of: _Norms,
+    kind: _Kind,
 ) -> list[_ScaleToOne]:
     """Returns the scales of each leaf's units that bring their norms to 1, and no scale where a norm is undefined."""
     scales = [
         _scale_to_one(jnp.where(is_defined, norm.mantissa, 0), norm.exponent)
         for norm, is_defined in zip(norms, are_defined, strict=True)
     ]
-    if of.is_global:
+    if kind.is_global:
         scales = jax.tree.map(lambda part: jnp.broadcast_to(part, (len(leaves),)), scales)
-    shapes = [tuple(x.shape[a] for a in dims) for x, dims in zip(leaves, of.unit_dims, strict=True)]
-    return split(scales, of.groups, shapes)
+    shapes = [
+        tuple(x.shape[a] for a in dims) for x, dims in zip(leaves, kind.unit_dims, strict=True)
+    ]
+    return split(scales, kind.groups, shapes)
 
 
 def _term(

@@ -35,6 +35,7 @@ from shrewjax._base.axes import (
 )
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import is_traced, may_be_partitioned, spec_of_result
+from shrewjax._base.trees import is_typed_key
 from shrewjax._base.types import Axes, AxisNames, DType, Function, Leaf, Number, PyTree
 
 Group = tuple[Leaf, ...]
@@ -189,7 +190,7 @@ def agreed_over(
 
     Arrays of other dtypes should be the same on all devices. The largest is taken.
     """
-    if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+    if is_typed_key(new):
         data = lax.pmax(jax.random.key_data(new), axes)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
     if not jnp.issubdtype(new.dtype, jnp.inexact):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shrewjax._base.trees import is_typed_key
 from shrewjax._base.types import DType, Leaf
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -19,7 +20,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 class Division(NamedTuple):
     """The number of examples, of which micro-batch i has each K-th from i on, and the micro-batches' shares."""
 
-    examples: int
+    num_examples: int
     shares: Array
 
     def made(self, parts: Sequence[Array]) -> dict[str, Array]:
@@ -42,9 +43,9 @@ class Division(NamedTuple):
         axis = next((a for a, (x, y) in enumerate(pairs) if x != y), None)
         if axis is None or not whole.size or whole.size != parts[0].size * len(parts):
             return
-        for merged in range(1, whole.shape[axis] // self.examples + 1):
-            if whole.shape[axis] % (merged * self.examples) == 0:
-                table = whole.reshape(math.prod(whole.shape[:axis]) * merged, self.examples, -1)
+        for merged in range(1, whole.shape[axis] // self.num_examples + 1):
+            if whole.shape[axis] % (merged * self.num_examples) == 0:
+                table = whole.reshape(math.prod(whole.shape[:axis]) * merged, self.num_examples, -1)
                 yield [table[:, i :: len(parts)].reshape(x.shape) for i, x in enumerate(parts)]
 
     @np.errstate(all="ignore")
@@ -94,7 +95,7 @@ def shares_of(reduction: str, weights: Sequence[float]) -> Array:
 def numbers(x: Leaf) -> Array:
     """Returns an array in float64 or complex128. A key is its numbers, and a float0 is 0."""
     dtype = jax.typeof(x).dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if is_typed_key(x):
         x = jax.random.key_data(x)
     array = np.zeros(x.shape) if dtype == jax.dtypes.float0 else np.asarray(x)
     return array if array.dtype.kind == "c" else array.astype(np.float64)

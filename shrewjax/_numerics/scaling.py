@@ -35,9 +35,7 @@ class ClipScale(NamedTuple):
 
     applies: jax.Array  # bool
     coarse: jax.Array
-    fine: (
-        jax.Array
-    )  # 1, unless one factor alone would underflow although its product with a gradient does not
+    fine: jax.Array  # 1, unless one factor would underflow where its product does not
 
 
 def as_limit(value: Scalar, like: ExtendedFloat | jax.Array) -> ExtendedFloat:
@@ -143,13 +141,13 @@ def _scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Arra
     defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
     # An infinite limit, which does not apply, would make derivatives NaN.
     bound = jnp.where(applies, limit.mantissa, 1)
-    # The ratio is between 1/2 and 2, so ratio * 2**first is a normal number. The rest of the exponent goes into the
-    # second factor. It is halved, because 2**second must be a normal number too, and multiplied by twice.
+    # The ratio is between 1/2 and 2, so its product with 2**of_coarse, at least 2**(2 - bias), is normal. The rest of
+    # the exponent, halved so that 2**of_fine is normal, too, goes into `fine`. Both are at most 0: the norm is larger.
     ratio = bound / jnp.where(defined & (norm.mantissa > 0), norm.mantissa, 1)
     _, bias = float_format(dtype)
     exponent = limit.exponent - norm.exponent
-    second = jnp.clip((exponent - (2 - bias)) // 2, 1 - bias, 0)
-    first = jnp.clip(exponent - 2 * second, 2 - bias, 0)
-    product = ratio * power_of_two(first, dtype)
+    of_fine = jnp.clip((exponent - (2 - bias)) // 2, 1 - bias, 0)
+    of_coarse = jnp.clip(exponent - 2 * of_fine, 2 - bias, 0)
+    product = ratio * power_of_two(of_coarse, dtype)
     coarse = jnp.where(applies, jnp.where(defined, product, jnp.nan), 1)
-    return ClipScale(applies, coarse, power_of_two(second, dtype))
+    return ClipScale(applies, coarse, power_of_two(of_fine, dtype))

@@ -21,8 +21,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
 from shrewjax._base.mesh import explicit_axes
@@ -312,11 +310,6 @@ def function_of_equation(jaxpr: Jaxpr, equation: Equation) -> Callable[..., Sequ
         return run(*{x: value for x, value in pairs if is_variable(x)}.values())
 
     return of_operands
-
-
-def is_key(x: Leaf) -> bool:
-    """Returns whether an array, or its type, is a PRNG key or several."""
-    return jnp.issubdtype(getattr(x, "dtype", np.float64), jax.dtypes.prng_key)
 
 
 def rest_of(jaxpr: Jaxpr, first: int, names: Sequence[Atom]) -> Jaxpr:

@@ -19,11 +19,12 @@ from typing import Any, TypeAlias
 
 import jax
 
+from shrewjax._base.trees import is_typed_key
 from shrewjax._base.types import Function, Leaf, PyTree
 from shrewjax._programs import jaxprs
 from shrewjax._programs.jaxprs import Atom, Equation, Frame, Jaxpr
 
-Name: TypeAlias = tuple[str, str]
+Source: TypeAlias = tuple[str, str]
 """The role of a leaf of the arguments, and its name in messages."""
 
 Equations: TypeAlias = tuple[Equation, ...]
@@ -38,7 +39,7 @@ class Value:
     """A value of the whole batch and those of its micro-batches, and how they were made."""
 
     each: Sequence[Leaf]  # the first one is the whole batch's
-    sources: frozenset[Name] = frozenset()  # the leaves of arguments that it is made from
+    sources: frozenset[Source] = frozenset()  # the leaves of arguments that it is made from
     equations: Equations = ()  # that made it; none made an argument or a constant
     operands: Sequence["Value"] = ()
     is_alike: bool = True  # whether the same operations made all
@@ -59,17 +60,17 @@ def compiled(function: Function, each: Sequence[PyTree]) -> PyTree:
 def run(
     function: Function,
     each: Sequence[PyTree],
-    names: Sequence[Name],
+    sources: Sequence[Source],
     rows: Rows,
     *,
     is_unrolled: bool,
 ) -> PyTree:
     """Returns the tree of results, with all values on the way to them, also those inside of loops that are unrolled.
 
-    `names` are those of the arguments' leaves.
+    `sources` are those of the arguments' leaves.
     """
-    columns = zip(names, *map(jax.tree.leaves, each), strict=True)
-    args = [Value(x, frozenset([name])) for name, *x in columns]
+    columns = zip(sources, *map(jax.tree.leaves, each), strict=True)
+    args = [Value(x, frozenset([source])) for source, *x in columns]
     with jax.disable_jit(is_unrolled):
         traceable = jax.jit(function)
         traced = [traceable.trace(*point) for point in each]
@@ -83,7 +84,7 @@ def _run(
     """Runs closed jaxprs, one for the whole batch and one for each micro-batch. What differs runs as one equation."""
     each = [*map(jaxprs.opened, programs)]
     constants = map(Value, _together(map(jaxprs.constants_of, programs)))
-    # By the names in all programs, so that an operand which is another one elsewhere has none.
+    # By tuples of variables, one of each program, so that an operand which is another one elsewhere has none.
     known = dict(_together([_together(x.constvars for x in each), constants]))
     given = len(known)
     known |= _together([_together(x.invars for x in each), args])
@@ -108,13 +109,16 @@ def _run(
     if None not in results and all(len(x.eqns) == done for x in each):
         return results
     # The rest, as one equation.
-    names = [*known][given:]
-    of_each = _together([programs, _together(names)])
-    rest = [jaxprs.rest_of(x, done, its) for x, its in of_each]
-    equation = [*each[0].eqns[:1], *each[0].eqns, *each[0].eqns[-1:]][done + 1]
-    functions, operands = map(jaxprs.function_of, rest), [known[n] for n in names]
-    made = _made(functions, operands, (*calls, equation))
-    used = ([known[n] for n in names if n[0] in its] for its in jaxprs.used_by_results(rest[0]))
+    variables = [*known][given:]
+    of_each = _together([programs, _together(variables)])
+    rest = [jaxprs.rest_of(x, done, of_one) for x, of_one in of_each]
+    around = *calls, *(each[0].eqns[done : done + 1] or each[0].eqns[-1:])
+    functions, operands = map(jaxprs.function_of, rest), [known[v] for v in variables]
+    made = _made(functions, operands, around)
+    used = (
+        [known[v] for v in variables if v[0] in of_result]
+        for of_result in jaxprs.used_by_results(rest[0])
+    )
     return [replace(x, operands=y, is_alike=False) for x, y in _together([made, used])]
 
 
@@ -130,13 +134,14 @@ def _run_equation(
     branches = [*map(jaxprs.branches_of, equations)]
     at = {int(x) for x in operands[0].each} if branches[0] else set[int]()
     if len(at) == 1:
-        inner, operands = [x[min(*at, len(x) - 1)] for x in branches], operands[1:]
+        (branch,) = at
+        inner, operands = [x[min(branch, len(x) - 1)] for x in branches], operands[1:]
     if inner:
         return _run(inner, operands, rows, around)
     if not equations[0].outvars:  # a print, which does not run
         return ()
     made = _made(functions, operands, around)
-    if not any(jaxprs.is_key(x.whole) and x.sources for x in operands):
+    if not any(is_typed_key(x.whole) and x.sources for x in operands):
         return made
     # Micro-batches get their rows of what the whole batch draws from a key that is an argument's.
     return [replace(x, each=[x.whole, *rows(x.whole, x.parts)]) for x in made]
@@ -151,7 +156,7 @@ def _made(
 ) -> list[Value]:
     """Returns the results of functions, one for the whole batch and one for each micro-batch."""
     each = [f(*(x.each[i] for x in operands)) for i, f in enumerate(functions)]
-    sources = frozenset[Name]().union(*(x.sources for x in operands))
+    sources = frozenset[Source]().union(*(x.sources for x in operands))
     return [Value(x, sources, equations, operands) for x in zip(*each, strict=True)]
 
 

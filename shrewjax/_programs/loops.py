@@ -108,7 +108,7 @@ class Traced:
         elif LOSES_SCATTERS:
             self._closed = hide_scatters(closed)
         # 3. Put the types of the results, and their numbers, into the results' structure.
-        self.results: PyTree = jax.tree.unflatten(self._structure, closed.out_avals)
+        self.result_types: PyTree = jax.tree.unflatten(self._structure, closed.out_avals)
         self.numbers: PyTree = jax.tree.unflatten(self._structure, range(len(closed.out_avals)))
 
     def __call__(self, *arguments: PyTree) -> PyTree:

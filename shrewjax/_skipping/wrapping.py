@@ -38,6 +38,7 @@ from shrewjax._base.mesh import partitioned_like, placed_like, summed
 from shrewjax._base.states import require_state_of, with_own_buffers
 from shrewjax._base.trees import (
     check_unchanged,
+    is_typed_key,
     leaf_name,
     parameter_arrays,
     require_no_rows,
@@ -67,8 +68,8 @@ class Step(NamedTuple):
     make_gradients: Callable[[], optax.Updates]
     state: AnyState
     params: Params
-    extra_args: ExtraArgs  # a mapping: inner may have an argument of any name, such as `apply`
-    apply: bool  # the result has new parameters, and not updates
+    extra_args: ExtraArgs  # a mapping: inner may have an argument of any name, such as `runs`
+    as_params: bool  # the result has new parameters, and not updates
     runs: Flag = True  # otherwise parameters and state stay as they are
 
     def run_or_skip(
@@ -76,7 +77,7 @@ class Step(NamedTuple):
     ) -> Result:
         """Returns `run()`, or `skipped` if the step does not run.
 
-        `run` returns updates, or new parameters if `apply`, and the new state, whose structure has to stay.
+        `run` returns updates, or new parameters if `as_params`, and the new state, whose structure has to stay.
         `what_changed` begins the error if it does not.
         """
 
@@ -91,18 +92,18 @@ class Step(NamedTuple):
 
         if self.runs is True:
             return run_in_place()
-        ran = types_of(run_in_place)
+        ran_types = types_of(run_in_place)
         _require_agreement(self.runs, run)
         # Both branches have to return the same types. Zero updates are made with the updates' types. The old parameters
         # and the old state keep their own types, so these are compared.
-        _check_devices(ran[1], self.state, "inner's state after a step")
-        if self.apply:
-            _check_devices(ran[0], self.params, "the new parameters")
-        return run_if(self.runs, run_in_place, partial(self.skipped, ran[0]))
+        _check_devices(ran_types[1], self.state, "inner's state after a step")
+        if self.as_params:
+            _check_devices(ran_types[0], self.params, "the new parameters")
+        return run_if(self.runs, run_in_place, partial(self.skipped, ran_types[0]))
 
     def skipped(self, returned: PyTree) -> Result:
-        """Returns zero updates like `returned`, or the parameters if `apply`, and the state."""
-        if self.apply:
+        """Returns zero updates like `returned`, or the parameters if `as_params`, and the state."""
+        if self.as_params:
             return self.params, self.state
         # `zeros_like` keeps the updates' sharding. The other branch's type differs from that of `jnp.zeros(shape)` on
         # an Explicit mesh and in a tracked shard_map, and JAX raises (tests/devices/test_distribution.py). In
@@ -115,11 +116,16 @@ StepFn: TypeAlias = Callable[[Step], Result]
 
 
 def first_step(
-    updates: optax.Updates, state: AnyState, params: Params, extra_args: ExtraArgs, *, apply: bool
+    updates: optax.Updates,
+    state: AnyState,
+    params: Params,
+    extra_args: ExtraArgs,
+    *,
+    as_params: bool,
 ) -> Step:
     grads = summed(updates)
     # A hyperparameter may be set to a number by hand.
-    return Step(lambda: grads, _without_numbers(state), params, extra_args, apply)
+    return Step(lambda: grads, _without_numbers(state), params, extra_args, as_params)
 
 
 def run_step(tx: optax.GradientTransformation, step: Step) -> Result:
@@ -130,7 +136,7 @@ def run_step(tx: optax.GradientTransformation, step: Step) -> Result:
 def _run_innermost(tx: optax.GradientTransformation, step: Step) -> Result:
     update = optax.with_extra_args_support(tx).update
     updates, new_state = update(step.make_gradients(), step.state, step.params, **step.extra_args)
-    returned = _applied(step.params, updates) if step.apply else updates
+    returned = _applied(step.params, updates) if step.as_params else updates
     structures = {jax.tree.structure(returned), jax.tree.structure(step.params)}
     if len(structures) == 1:
         # An optimizer's state may be sharded finer than parameters (ZeRO), and then its updates are.
@@ -191,7 +197,7 @@ def _update_by(step_fn: StepFn) -> optax.TransformUpdateExtraArgsFn:
     def update_fn(
         updates: optax.Updates, state: AnyState, params: Params = None, **extra_args: Argument
     ) -> tuple[optax.Updates, AnyState]:
-        return step_fn(first_step(updates, state, params, extra_args, apply=False))
+        return step_fn(first_step(updates, state, params, extra_args, as_params=False))
 
     cast(Any, update_fn).step_fn = step_fn
     return update_fn
@@ -226,7 +232,7 @@ def declared_arguments(tx: optax.GradientTransformation) -> tuple[set[str], bool
 
     The second says whether one may take any. Functions of Optax and of this package pass extra arguments on or ignore
     them, and declare what follows `params`. Another function may take any if it has `**extra_args`. So may what it
-    makes for `optax.inject_hyperparams`. For that, Optax's own call others, whose names are among their globals.
+    makes for `optax.inject_hyperparams`. Factories of Optax call functions of Optax, which are among their globals.
     """
     names, takes_any, seen = set[str](), False, set[int]()
     # The list keeps each object, because another could get its id.
@@ -238,12 +244,13 @@ def declared_arguments(tx: optax.GradientTransformation) -> tuple[set[str], bool
         match x:
             case types.CodeType():
                 todo += x.co_consts  # functions that it makes
-                own = x.co_varnames[: x.co_argcount + x.co_kwonlyargcount]
+                taken = x.co_varnames[: x.co_argcount + x.co_kwonlyargcount]
                 if x.co_filename.startswith(_KNOWN):
-                    own = (*dropwhile(lambda name: name != "params", own),)
+                    taken = (*dropwhile(lambda name: name != "params", taken),)
                 else:
                     takes_any |= bool(x.co_flags & inspect.CO_VARKEYWORDS)
-                names.update(own[1:])
+                # Without `params`, or the first argument, such as `updates`.
+                names.update(taken[1:])
             case types.FunctionType():
                 free = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
                 todo += x.__code__, {k: c.cell_contents for k, c in free if c != _EMPTY}
@@ -278,7 +285,7 @@ def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
 
     def add(param: Leaf, update: Leaf) -> Leaf:
         dtype: DType = getattr(update, "dtype", jnp.float32)
-        is_nothing = dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        is_nothing = dtype == jax.dtypes.float0 or is_typed_key(update)
         return param if is_nothing else optax.apply_updates(param, update)
 
     require_no_rows(updates, params)

@@ -68,7 +68,7 @@ class Devices:
     def axes(self) -> AxisNames:
         return self.given or ()
 
-    def zeros_like(self, params: ArrayTree) -> Callable[[Leaf, DType, str], jax.Array]:
+    def zeros_maker(self, params: ArrayTree) -> Callable[[Leaf, DType, str], jax.Array]:
         """Returns a function of a parameter, a dtype and a name for messages, which returns zeros for its sum."""
         if not self.axes:
             return lambda x, dtype, _name: jnp.zeros_like(x, dtype=dtype)
@@ -103,9 +103,8 @@ class Devices:
         own_axes = self._own_axes(varies_like)
         if not self.axes:
             # Types tell over which axes a leaf is sharded, unless `()` says that each device has a model of its own.
-            axes = (
-                self.given if self.given == () and not own_axes else axes_beside(leaves, own_axes)
-            )
+            are_own = self.given == () and not own_axes
+            axes = () if are_own else axes_beside(leaves, own_axes)
             return has_weight & ~all_finite(leaves, axes)
         is_nonfinite = jnp.any(has_weight & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
         return any_device([is_nonfinite], self.axes)[0]

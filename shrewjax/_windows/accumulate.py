@@ -248,17 +248,17 @@ def _step_on(
     like: ArrayTree,
     takes_value: bool,
     step: Step,
-    average: ArrayTree,
+    gradients: ArrayTree,
     mean_value: jax.Array,
     runs: Flag,
 ) -> Step:
     """Returns the wrapped optimizer's step on the window's average and mean loss, from its step on a micro-batch.
 
-    `average` is in the sums' dtypes. `like` has the call's gradients, whose dtypes the average gets.
+    `gradients` are the average in the sums' dtypes. `like` has those of the call, whose dtypes the average gets.
     """
     # 1. The gradients are cast in the branch that needs them.
     params = trees.parameter_arrays(step.params)
-    make_gradients = partial(_as_gradients, average, like, params)
+    make_gradients = partial(_as_gradients, gradients, like, params)
     # 2. The loss and the gradient of a micro-batch give way to those of the window.
     extra_args = {**step.extra_args}
     if takes_value:
@@ -290,7 +290,7 @@ def _value_at_params(
 
 
 StepOn: TypeAlias = Callable[[Step, ArrayTree, jax.Array, Flag], Step]
-"""`_step_on` of the optimizer's step, an average, a mean loss, and whether the step runs."""
+"""The type of `_step_on` without its first two arguments."""
 
 
 class _After(NamedTuple):
@@ -309,8 +309,8 @@ def _run_on_average(
 ) -> tuple[PyTree, _After]:
     """Runs inner if the window closes. `added` has the averaged gradients, so inner itself branches (XLA-2)."""
     state = added.state
-    average, applied = state.gradient_sum, jnp.asarray(added.has_average)
-    measured = before = Measured.of(state)
+    gradients, applied = state.gradient_sum, jnp.asarray(added.has_average)
+    before = Measured.of(state)
     if before.noise:  # in a branch, because the norm of the average takes a pass
         measured = run_if(
             added.has_average, lambda: Measured.of(window.average(added)), lambda: before
@@ -318,9 +318,9 @@ def _run_on_average(
     else:
         measured = optax.tree.where(applied, Measured.of(window.average(added)), before)
     returned, inner_state = run_step(
-        inner, step_on(step, average, measured.loss, added.has_average)
+        inner, step_on(step, gradients, measured.loss, added.has_average)
     )
-    return returned, _After(inner_state, applied, average, measured)
+    return returned, _After(inner_state, applied, gradients, measured)
 
 
 def _run_on_total(
@@ -356,9 +356,9 @@ def _run_on_total(
 
 
 def _as_gradients(
-    average: ArrayTree, like: ArrayTree, params: optax.Params | None
+    gradients: ArrayTree, like: ArrayTree, params: optax.Params | None
 ) -> optax.Updates:
-    """Returns the average in the wider dtype of gradient and parameter. A gradient of None has the sum's dtype.
+    """Returns averaged gradients in the wider dtype of gradient and parameter. A gradient of None has the sum's dtype.
 
     In a narrower one, such as float16, Adam's squares would leave the range. Under strict promotion JAX refuses to add
     two dtypes, and such a gradient has the parameter's.
@@ -366,18 +366,18 @@ def _as_gradients(
     is_strict = jax.config.jax_numpy_dtype_promotion == "strict"
 
     def cast(x: jax.Array, grad: Leaf, param: Leaf = None) -> Leaf:
-        given = param if grad is None else grad
-        if given is None:
+        given = [y for y in (grad, param) if y is not None]
+        if not given:
             return x
-        if not is_gradient(given):
-            return _zero_like(given)
-        of_grad = x if grad is None and not is_strict else given
-        of_param = given if param is None else param
-        target = floats.wider_dtype(*filter(is_gradient, (of_grad, of_param)))
+        if not is_gradient(given[0]):
+            return _zero_like(given[0])
+        if grad is None and not is_strict:
+            given.append(x)
+        target = floats.wider_dtype(*filter(is_gradient, given))
         return x if floats.is_complex(x) and target.kind != "c" else x.astype(target)
 
     with_params = () if params is None else (params,)
-    return jax.tree.map(cast, average, like, *with_params)
+    return jax.tree.map(cast, gradients, like, *with_params)
 
 
 def _with_integers(
@@ -388,13 +388,14 @@ def _with_integers(
 ) -> ArrayTree:
     """Returns updates with zeros, or new parameters with the old ones, in the leaves that are no gradients.
 
-    An integer parameter's zero has its own dtype, because a float32 zero would round a large integer.
+    A float0 is none, though its parameter has a sum. An integer parameter's zero has its own dtype, because a float32
+    zero would round a large integer.
     """
 
     def keep(total: Leaf, grad: Leaf, new: PyTree, old: Leaf = None) -> PyTree:
         if is_gradient(total if grad is None else grad):
             return new
-        if step.apply:
+        if step.as_params:
             return old
         if grad is not None:
             return _zero_like(grad)
@@ -419,8 +420,9 @@ def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> 
     for name in extra_args.keys() - {"weight", "flush", "value"}:
         # 0.8 finds swapped, doubled and missing letters, and a plural.
         meant = difflib.get_close_matches(name.lower(), ("weight", "flush"), cutoff=0.8)
-        other = {"loss": "value", "last": "flush"}.get(name, name)
-        if (other in extra_args and not meant) or name in declared_arguments(inner)[0]:
+        other = {"loss": "value", "last": "flush"}.get(name)
+        is_fine = not meant and (other is None or other in extra_args)
+        if is_fine or name in declared_arguments(inner)[0]:
             continue
         if meant:
             raise ValueError(f"{name}= is no argument of accumulate. Pass {meant[0]}=")
@@ -494,7 +496,7 @@ def apply_gradients(
     # `parameter_arrays` leaves integer NumPy arrays alone. Outside of jit, a skipped step would otherwise return the
     # caller's own, which then share memory (tests/promises/test_train_steps.py, "returns_jax_arrays_too").
     params = jax.tree.map(jnp.asarray, trees.parameter_arrays(params))
-    return run_step(tx, first_step(grads, opt_state, params, extra_args, apply=True))
+    return run_step(tx, first_step(grads, opt_state, params, extra_args, as_params=True))
 
 
 def _require_taken(

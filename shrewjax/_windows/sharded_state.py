@@ -186,7 +186,7 @@ def _placed_as(path: KeyPath, x: Leaf, like: Leaf) -> jax.Array:
         return jax.device_put(x, like.sharding)
     # Counters and other uncommitted arrays must stay uncommitted. `jit` refuses an array that is committed to one
     # device beside arrays on the mesh (tests/devices/test_distribution.py, "on_half_as_many_devices").
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if trees.is_typed_key(x):
         data = jnp.asarray(np.asarray(jax.random.key_data(x)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jnp.asarray(np.asarray(x))

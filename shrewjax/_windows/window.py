@@ -10,7 +10,7 @@ itself, and divides once, by `Window.finalize`.
 3. Is the window closing? It closes on a flush, or if this step makes it full.
 4. Does the closing window have an average? Its weight must not be 0, and `"drop_window"` must not discard it. With
    partial sums, its weight is known only after `average` has totalled it.
-5. Update each leaf in one pass (`_advance_leaf`): replace or add, select, and divide if the window is closing. The sum
+5. Update each leaf in one pass (`_advance_leaf`): select, replace or add, and divide if the window is closing. The sum
    is not cleared on closing. The first gradient of the next window overwrites it, which saves a write.
 6. Reset the counters of a closing window.
 
@@ -84,7 +84,7 @@ class Window:
 
     def __init__(
         self,
-        accum_steps: AccumSteps,
+        accum_steps: AccumSteps = 1,
         *,
         reduction: Reduction = "mean",
         accumulator_dtype: DType = None,
@@ -107,7 +107,7 @@ class Window:
     def init(self, params: PyTree) -> GradAccumulatorState:
         """Returns an empty window for gradients like `params`, with the sharding of `params`."""
         params = trees.parameter_arrays(params)
-        zeros_like = self._devices.zeros_like(params)
+        zeros_like = self._devices.zeros_maker(params)
         gradient_sum = jax.tree.map_with_path(partial(self._empty_sum, zeros_like), params)
         dtype = floats.sum_dtype(*filter(is_gradient, jax.tree.leaves(gradient_sum)))
 
@@ -173,8 +173,7 @@ class Window:
 
         # 1. Is it kept? If it is not, its weight is 0.
         is_kept, is_nonfinite = self._is_kept(grads, weight, True, state.sum_of_weights)
-        as_array = _as_weight(weight, state)
-        kept_weight = _kept(as_array, is_kept, state)
+        own_weight, kept_weight = _weights(weight, is_kept, state)
 
         # 2. Is it a step? Count it, and add its weight.
         is_step: Flag = True
@@ -190,21 +189,21 @@ class Window:
         is_closing = self._is_closing(flush, when_full, state.windows, micro_step, is_step)
 
         # 4. Does it have an average?
-        has_weight, has_average = self._has_average(is_kept, is_closing, sum_of_weights, window_bad)
+        has_weight, may_average = self._may_average(is_kept, is_closing, sum_of_weights, window_bad)
 
         # 5. Update each leaf in one pass, which also divides if the window is closing. Then add the loss and the noise.
         scale = self._scale(is_closing, sum_of_weights, has_weight)
         is_first = state.micro_step == 0
-        factor = self._factor(weight, as_array)
+        factor = self._factor(weight, own_weight)
         gradient_sum = jax.tree.map(
-            lambda total, g: _advance_leaf(total, g, is_first, is_kept, factor, scale),
+            lambda total, g: _advance_leaf(total, g, is_kept, factor, is_first, scale),
             state.gradient_sum,
             grads,
         )
         value_sum = self._value_added(
             state.value_sum, value, weight, kept_weight, is_kept, is_first
         )
-        noise = self._noise_added(state.noise, grads, as_array, is_kept, is_first)
+        noise = self._noise_added(state.noise, grads, own_weight, is_kept, is_first)
 
         # 6. A closing window resets its counters.
         def reset(counter: jax.Array) -> jax.Array:
@@ -219,12 +218,15 @@ class Window:
             noise=noise,
             gradient_sum=gradient_sum,
         )
-        return Advanced(new_state, sum_of_weights, is_closing & has_average, has_weight)
+        return Advanced(new_state, sum_of_weights, is_closing & may_average, has_weight)
 
     def _is_kept(
         self, grads: ArrayTree, weight: Scalar, is_present: Flag, sum_of_weights: jax.Array
     ) -> tuple[Flag, Flag]:
-        """Returns whether the micro-batch is kept, and whether it counts as non-finite. One of weight 0 never does."""
+        """Returns whether a micro-batch, if it is present, is kept, and whether it counts as non-finite.
+
+        One of weight 0 never does.
+        """
         is_kept: Flag = weight != 0
         if is_present is not True and is_kept is not False:
             is_kept = is_kept & is_present
@@ -245,10 +247,10 @@ class Window:
         # accum_steps.
         return flush | (is_step & (micro_step >= self.length(windows)))
 
-    def _has_average(
+    def _may_average(
         self, is_kept: Flag, is_closing: Flag, sum_of_weights: jax.Array, window_bad: jax.Array
     ) -> tuple[Flag, Flag]:
-        """Returns whether the window has a weight, and whether it has an average.
+        """Returns whether the window has a weight, and whether it has an average if it closes.
 
         If `is_kept` is True, this micro-batch's weight is known and a normal number. The window's weight cannot be 0
         then, and no run-time check is needed.
@@ -322,7 +324,7 @@ class Window:
     def update(
         self, state: AnyState, grads: ArrayTree, weight: Scalar, is_present: Flag = True
     ) -> AnyState:
-        """Adds a micro-batch that is present, in a loop of the compiled program. Returns the new state.
+        """Adds a micro-batch in a loop of the compiled program, unless `is_present` is False. Returns the new state.
 
         The sums begin as zeros. So no gradient replaces them, and no select stands around them (XLA-24). `finalize`
         divides them.
@@ -332,14 +334,13 @@ class Window:
         )
         is_present = is_present & unknown_true()
         is_kept, is_nonfinite = self._is_kept(grads, weight, is_present, state.sum_of_weights)
-        as_array = _as_weight(weight, state)
-        kept_weight = _kept(as_array, is_kept, state)
-        factor = self._factor(weight, as_array)
+        own_weight, kept_weight = _weights(weight, is_kept, state)
+        factor = self._factor(weight, own_weight)
         return state._replace(
             sum_of_weights=state.sum_of_weights + _nan_out_of_range(weight, kept_weight),
             dropped=increment_if(is_nonfinite, state.dropped),
             gradient_sum=jax.tree.map(
-                lambda total, g: _advance_leaf(total, g, False, is_kept, factor, None),
+                lambda total, g: _advance_leaf(total, g, is_kept, factor),
                 state.gradient_sum,
                 grads,
             ),
@@ -347,13 +348,15 @@ class Window:
 
     def finalize(self, state: AnyState) -> tuple[Average, Flag]:
         """Returns the average of what `update` has added, and whether it has a weight."""
-        sums, has_weight = state.sum_of_weights, state.sum_of_weights != 0
+        sum_of_weights, has_weight = state.sum_of_weights, state.sum_of_weights != 0
         if self._reduction != "sum" and not self.is_partial:
             # XLA-35: a select by a known True. Without it XLA:CPU holds 0.43 of the gradients of scanned layers beside
             # their sum (tests/programs/test_loops.py, "hold_no_tree").
-            scale = jnp.where(True, _reciprocal(sums, has_weight), jnp.ones((), sums.dtype))
+            scale = jnp.where(
+                True, _reciprocal(sum_of_weights, has_weight), jnp.ones((), sum_of_weights.dtype)
+            )
             state = state._replace(gradient_sum=_all_scaled(state.gradient_sum, scale))
-        average = self.average(Advanced(state, sums, True, has_weight))
+        average = self.average(Advanced(state, sum_of_weights, True, has_weight))
         return average, average.has_weight if self.is_partial else has_weight
 
     def divided(self, state: AnyState) -> AnyState:
@@ -370,10 +373,10 @@ class Window:
         self, state: AnyState, weight: Scalar
     ) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """Returns a function of a leaf's sum, or a slice of it, and a gradient, which returns the new sum."""
-        as_array = _as_weight(weight, state)
-        is_kept = (as_array != 0) & unknown_true()  # XLA-27
-        factor = self._factor(weight, as_array)
-        return lambda total, grad: _advance_leaf(total, grad, False, is_kept, factor, None)
+        own_weight, _ = _weights(weight, True, state)
+        is_kept = (own_weight != 0) & unknown_true()  # XLA-27
+        factor = self._factor(weight, own_weight)
+        return lambda total, grad: _advance_leaf(total, grad, is_kept, factor)
 
     @property
     def is_partial(self) -> bool:
@@ -400,8 +403,8 @@ class Window:
             norm = self._devices.norm(gradients, sum_of_weights)
             mantissa = norm.mantissa * per_weight.astype(norm.mantissa.dtype)
             norm = floats.shifted(mantissa, norm.exponent)
-            of_window = whole.state.noise
-            sums = _noise.WindowSums(of_window.square_sums, of_window.kept, sum_of_weights)
+            totals = whole.state.noise  # over devices, where `noise` keeps each device's row
+            sums = _noise.WindowSums(totals.square_sums, totals.kept, sum_of_weights)
             noise = _noise.closed(noise, sums, norm, self._noise_decay)
         has_weight = whole.has_weight if self.is_partial else True
         return Average(gradients, has_weight, loss, sum_of_weights, noise, total)
@@ -440,15 +443,12 @@ class Window:
         return average, added.has_average & average.has_weight, added.state
 
 
-def _as_weight(weight: Scalar, state: AnyState) -> jax.Array:
-    return jnp.asarray(weight).astype(state.sum_of_weights.dtype)
-
-
-def _kept(weight: jax.Array, is_kept: Flag, state: AnyState) -> jax.Array:
-    """Returns the weight of a micro-batch, or 0 if it is not kept."""
-    kept = jnp.where(is_kept, weight, jnp.zeros((), weight.dtype))
+def _weights(weight: Scalar, is_kept: Flag, state: AnyState) -> tuple[jax.Array, jax.Array]:
+    """Returns the weight of a micro-batch as an array, and again, but 0 if it is not kept."""
+    own = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
+    kept = jnp.where(is_kept, own, jnp.zeros((), own.dtype))
     # On an Explicit mesh inside vmap (tests/devices/test_models_on_devices.py, "begins_inside").
-    return placed_like(kept, state.sum_of_weights)
+    return own, placed_like(kept, state.sum_of_weights)
 
 
 def _default_dtype(param: Leaf) -> DType:
@@ -460,16 +460,15 @@ def _default_dtype(param: Leaf) -> DType:
 def _advance_leaf(
     total: jax.Array,
     grad: Leaf,
-    is_first: Flag,
     is_kept: Flag,
     factor: jax.Array | None,
-    scale: jax.Array | None,
+    is_first: Flag = False,
+    scale: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns (total + factor * grad) * scale, in one read and one write. A first gradient replaces the old total.
+    """Returns (total + factor * grad) * scale, in one read and one write.
 
-    There is no `grad` if the caller passed None, at a close, and if a loop has added the gradient already.
-
-    It is replaced, and not set to zero when the window closes, because that costs a copy on XLA:CPU (XLA-16).
+    A first gradient replaces the old total, because to clear it at the close costs a copy on XLA:CPU (XLA-16). There is
+    no `grad` if the caller passed None, at a close, and if a loop has added the gradient already.
     """
     if not is_gradient(total):
         return total

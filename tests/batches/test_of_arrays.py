@@ -39,7 +39,7 @@ def test_floating_arrays_are_free_examples_and_integers_fixed_and_all_else_stays
 def test_a_traced_array_that_the_function_closes_over_is_a_leaf_by_which_there_is_a_derivative():
     def of_outer(outer):
         call = call_of(lambda w, x: w * x * outer, 2.0, X)
-        assert call.num_own == 2
+        assert call.num_given == 2
         assert call.free == [2]
         given = call.by_number(*call.operands()) | {2: jnp.float32(5)}
         args, kwargs, arrays = call.arguments(given, absent=[])

@@ -71,7 +71,7 @@ def test_each_platforms_form_neither_overflows_nor_underflows(form):
 
     @quick_jit
     def norms(leaves):
-        return [floats.from_extended(FORMS[form](leaves, of=_global(leaves, ord, None))[0]) for ord in (1, 2)]
+        return [floats.from_extended(FORMS[form](leaves, kind=_global(leaves, ord, None))[0]) for ord in (1, 2)]
 
     narrow = {"bfloat16": (2e38, 1.0, 4e-38), "float16": (6e4, 1.0, 6e-8), "float8_e5m2": (5e4, 1.0, 2e-5)}
     narrow = [[np.asarray([x, x / 2]).astype(dtype)] for dtype, values in narrow.items() for x in values]

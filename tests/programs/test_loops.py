@@ -199,7 +199,7 @@ def added(loss, *args, wanted=None):
     """The numbers of the gradients that scans add, of all."""
     traced = Traced(lambda i, *args: jax.value_and_grad(loss)(*args), 0, *args)
     numbers = jax.tree.leaves(traced.numbers[1])
-    results = [jax.tree.leaves(traced.results)[n] for n in numbers]
+    results = [jax.tree.leaves(traced.result_types)[n] for n in numbers]
     sums = {n: jnp.zeros(x.shape, jnp.float32) for n, x in zip(numbers, results, strict=True)}
     found, _ = traced.added_to(sums, lambda total, g: total + g.astype(total.dtype), 0, *args)
     return [x is None for x in jax.tree.leaves(found[1], is_leaf=lambda x: x is None)]
