@@ -373,7 +373,7 @@ class Window:
         self, state: AnyState, weight: Scalar
     ) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """Returns a function of a leaf's sum, or a slice of it, and a gradient, which returns the new sum."""
-        own_weight, _ = _weights(weight, True, state)
+        own_weight = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
         is_kept = (own_weight != 0) & unknown_true()  # XLA-27
         factor = self._factor(weight, own_weight)
         return lambda total, grad: _advance_leaf(total, grad, is_kept, factor)
