@@ -285,7 +285,7 @@ def _global_and_leaf_norms(
     norm, norms = measure_with_leaves(units.leaves, trees.axes_by_leaf(axes, grads))
     absent = jax.tree.map(jnp.zeros_like, state.leaf_norms)
     dtype = state.grad_norm.dtype
-    return norm, units.with_leaves(absent, [norm.astype(dtype) for norm in norms])
+    return norm, units.with_leaves(absent, [x.astype(dtype) for x in norms])
 
 
 def _of_leaves(leaf_norms: PyTree) -> Metrics:
