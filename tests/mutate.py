@@ -57,6 +57,7 @@ def main():
     parser.add_argument("--skip", type=int, default=0, help="how many of them were tried before")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of a core, after which a mutant has survived")
     parser.add_argument("--marks", default="", help="which tests may run, such as 'not thorough'; all by default")
+    parser.add_argument("--files", action="store_true", help="name the test files that no mutant needs")
     parser.add_argument("--line", type=int, help="try only places in this line", action="append")
     arguments = parser.parse_args()
     package, _, module = arguments.module.partition("/")
@@ -77,18 +78,26 @@ def main():
         print(f"without any change, {len(tests.seconds)} tests pass in {sum(tests.seconds.values()):.0f} s", flush=True)
 
         killed = tried = 0
+        unneeded = {name.partition("::")[0] for name in tests.seconds}
         chosen = mutants(originals, random.Random(arguments.seed), arguments.line)
         tries = itertools.islice(itertools.islice(chosen, arguments.skip, None), arguments.sample)
         for file, line, mutant in tries:
             pathlib.Path(file).write_text(mutant)
             killer = tests.first_to_fail()
+            killing_file = killer.partition("::")[0]
+            alone = arguments.files and killing_file in unneeded and not tests.first_to_fail(without=killing_file)
             pathlib.Path(file).write_text(originals[file])
             tried, killed = tried + 1, killed + bool(killer)
             fate = f"killed by {killer}" if killer else "SURVIVED"
+            if alone:
+                fate += ", and by no other file"
+                unneeded.remove(killing_file)
             print(f"{arguments.skip + tried}: {file}:{line} {fate}", flush=True)
             if not killer:
                 print(*difference(originals[file], mutant), sep="\n", flush=True)
     print(f"{killed} of {tried} killed, {killed / tried:.1%}")
+    if arguments.files:
+        print("no mutant needs", *sorted(unneeded))
 
 
 def mutants(originals, rng, lines=None):
@@ -161,8 +170,8 @@ class Tests:
         for library in ("hypothesis.extra.numpy", "hypothesis.stateful", "jax.numpy", "chex", "optax"):
             importlib.import_module(library)
 
-    def first_to_fail(self):
-        """The name of the first test to fail; the one that hangs; "import"; or "" if none fails."""
+    def first_to_fail(self, without=None):
+        """The name of the first test to fail, of all files but `without`; of the one that hangs; "import"; or ""."""
         reading, writing = os.pipe()
         with warnings.catch_warnings(action="ignore"):  # JAX has threads only once it computes
             child = os.fork()
@@ -170,7 +179,7 @@ class Tests:
             os.close(reading)
             self.report = os.fdopen(writing, "w", buffering=1)
             try:
-                os._exit(self.run())
+                os._exit(self.run(without))
             finally:
                 os._exit(1)
         os.close(writing)
@@ -184,12 +193,13 @@ class Tests:
         self.kills[killer] += 1
         return killer
 
-    def run(self):
+    def run(self, without):
         sys.dont_write_bytecode = bool(self.seconds)  # only of the unchanged code
         silence = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
             os.dup2(silence, stream)
-        return pytest.main([*self.options, *self.arguments], plugins=[self])
+        ignored = [f"--ignore={without}"] if without else []
+        return pytest.main([*self.options, *ignored, *self.arguments], plugins=[self])
 
     def pytest_collection_modifyitems(self, items):
         items.sort(key=lambda item: self.seconds.get(item.nodeid, 0) / (self.kills[item.nodeid] + 0.1))
