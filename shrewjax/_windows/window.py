@@ -414,7 +414,7 @@ class Window:
         return self._devices.emptied(state.gradient_sum, average.total, average.gradients)
 
     def _total(self, added: Advanced) -> Advanced:
-        """Returns this with totals in the places of partial sums."""
+        """Returns `added` with totals in the places of partial sums."""
         noise = added.state.noise
         numbers = [added.sum_of_weights, added.state.value_sum]
         of_noise = [noise.kept, noise.square_sums] if noise else []
