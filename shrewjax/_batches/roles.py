@@ -284,8 +284,8 @@ def _check_whole(call: Call, sizes: Collection[int | None]) -> None:
                 batch = call.as_role("batch_argnums", *held, at)
                 others = call.as_role("batch_argnums", *held)
                 raise ValueError(
-                    f"{call.name(at, path)} has as many rows as the batch, but keywords are not divided. Pass "
-                    f"{batch} if it holds examples. Otherwise pass it by position, with {others}"
+                    f"{call.name(at, path)} has as many rows as the batch, but keywords are not divided. If it "
+                    f"holds examples, pass {batch}. Otherwise pass it by position, with {others}"
                 )
 
 
