@@ -44,8 +44,12 @@ from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
 
 ROOT = pathlib.Path(__file__).parent.parent
-# A package's tests are in the folder of its name. Slips in these two packages also show in tests of their callers.
-FOLDERS = {"_base": ["base", "numerics", "windows", "batches", "promises"], "_numerics": ["numerics", "definition"]}
+# A package's tests are in the folder of its name. Slips in these packages also show in tests of their callers.
+FOLDERS = {
+    "_base": ["base", "numerics", "windows", "batches", "promises"],
+    "_numerics": ["numerics", "definition"],
+    "_skipping": ["skipping", "windows"],
+}
 LONGEST = 60  # seconds of a core for one test
 
 
