@@ -102,9 +102,8 @@ class Devices:
         leaves = jax.tree.leaves(grads)
         own_axes = self._own_axes(varies_like)
         if not self.axes:
-            # Types tell over which axes a leaf is sharded, unless `()` says that each device has a model of its own.
-            are_own = self.given == () and not own_axes
-            axes = () if are_own else axes_beside(leaves, own_axes)
+            # None: types tell over which axes a leaf is sharded. (): each device has a model of its own.
+            axes = axes_beside(leaves, own_axes) if own_axes else self.given
             return has_weight & ~all_finite(leaves, axes)
         is_nonfinite = jnp.any(has_weight & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
         return any_device([is_nonfinite], self.axes)[0]
