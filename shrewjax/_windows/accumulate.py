@@ -349,7 +349,7 @@ def _run_on_total(
         emptied = window.emptied(added.state, average)
         return ran[0], _After(ran[1], jnp.asarray(average.has_weight), emptied, measured)
 
-    # What the branch returns beside the updates is this step's state. It stays as it is if the branch is skipped.
+    # This step's state holds all that the branch returns beside the updates, because a skipped step keeps its state.
     unchanged = _After(step.state, jnp.zeros((), bool), state.gradient_sum, before)
     whole_step = step._replace(state=unchanged, runs=added.has_average)
     return whole_step.run_or_skip(total_and_run)
