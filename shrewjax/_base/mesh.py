@@ -79,8 +79,10 @@ def on_each_device(
     try:
         return jax.jit(mapped)(divided, arrays)
     except (ValueError, NotImplementedError) as error:
-        names, is_rows = ", ".join(map(repr, axes)), returns_parts is True
-        where = "In per_device" if is_rows else "With sum_over"
+        names = ", ".join(map(repr, axes))
+        where, remedy = "With sum_over", ". Or leave out sum_over"
+        if returns_parts is True:
+            where, remedy = "In per_device", ""
         if any(text in str(error) for text in _CLOSED_OVER):
             raise ValueError(
                 f"{where}, fun must not close over arrays on the mesh. Pass them as arguments. Place arrays by a jax.P "
@@ -90,7 +92,7 @@ def on_each_device(
             error.add_note(
                 f"{where}, fun has a device's own examples, so it must not place arrays over {names}. Pass "
                 f"jax.lax.with_sharding_constraint a jax.P without {names}, and no NamedSharding. In Flax's logical "
-                f"axis rules, map the axis of examples to None inside fun{'' if is_rows else '. Or leave out sum_over'}"
+                f"axis rules, map the axis of examples to None inside fun{remedy}"
             )
         raise
 

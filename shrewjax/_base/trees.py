@@ -136,8 +136,8 @@ def is_read(function: Function, tree: PyTree) -> bool:
         return x, is_mapped[0]
 
     def mapped(tree: PyTree) -> jax.Array:
-        rows = jax.tree.map(lambda x: x[None], tree)
-        return jax.vmap(lambda x: identity(jnp.asarray(function(x))), axis_size=1)(rows)
+        xs = jax.tree.map(lambda x: x[None], tree)
+        return jax.vmap(lambda x: identity(jnp.asarray(function(x))), axis_size=1)(xs)
 
     jax.eval_shape(mapped, tree)
     return any(seen)
@@ -234,7 +234,7 @@ def _holds_gradients(dtype: DType) -> bool:
     return bool(negative == -1 and np.isnan(nan))
 
 
-def require_no_rows(updates: PyTree, params: PyTree) -> None:
+def require_no_device_rows(updates: PyTree, params: PyTree) -> None:
     """Raises if a leaf is shaped as its parameter with one more axis in front: gradients with a row for each device.
 
     Only `accumulate` takes these. What measures them takes the rows for gradients that are `len(rows)` times as many.

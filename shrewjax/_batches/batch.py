@@ -23,7 +23,7 @@ class Batch(NamedTuple):
     """The arguments of one call in one order, those by position first. A number means an argument in this order."""
 
     args: tuple[PyTree, ...]
-    roles: dict[str, tuple[int, ...]]
+    numbers: dict[str, tuple[int, ...]]  # by role
     params: dict[int, PyTree]  # those of `argnums`
     examples: dict[int, PyTree]  # as `_split_examples` returns them
     divisor: int  # number of micro-batches
@@ -31,15 +31,15 @@ class Batch(NamedTuple):
     devices: int  # over which the call itself maps the examples, or 0
 
     def with_role(self, name: str) -> tuple[PyTree, ...]:
-        return tuple(self.args[at] for at in self.roles[name])
+        return tuple(self.args[at] for at in self.numbers[name])
 
     def arguments(self, i: Number, carried: list[PyTree]) -> list[PyTree]:
         of_examples = partial(lax.dynamic_index_in_dim, index=i, axis=1, keepdims=False)
         replaced = self.params | jax.tree.map(of_examples, self.examples)
-        for at in self.roles["rng_argnums"]:
+        for at in self.numbers["rng_argnums"]:
             fold = partial(jax.random.fold_in, data=self.first_number + i)
             replaced[at] = jax.tree.map(fold, self.args[at])
-        replaced |= dict(zip(self.roles["carry_argnum"], carried, strict=True))
+        replaced |= dict(zip(self.numbers["carry_argnum"], carried, strict=True))
         return [replaced.get(at, x) for at, x in enumerate(self.args)]
 
     def whole_arguments(self) -> list[PyTree]:
@@ -49,9 +49,9 @@ class Batch(NamedTuple):
         """
         replaced = dict(self.params)
         if self.devices:
-            rows = self.divisor * self.devices
+            parts = self.divisor * self.devices
             replaced |= jax.tree.map(
-                lambda x: jnp.zeros((len(x) * rows, *x.shape[2:]), x.dtype), self.examples
+                lambda x: jnp.zeros((len(x) * parts, *x.shape[2:]), x.dtype), self.examples
             )
         return jax.tree.map(lambda x: x, [replaced.get(at, x) for at, x in enumerate(self.args)])
 
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
 
     def of_device(self, examples: dict[int, PyTree], axes: AxisNames) -> "Batch":
         """Returns a batch without examples, with those of this device."""
-        params = {at: self.args[at] for at in self.roles["argnums"]}
+        params = {at: self.args[at] for at in self.numbers["argnums"]}
         first = device_index(axes) * self.divisor
         return self._replace(examples=examples, params=params, first_number=first)
 
@@ -93,13 +93,13 @@ def batch_of_call(call: Call, axes: AxisNames, devices: int, *, is_sum: bool) ->
     # Whole arguments become a device's own. In `shard_map`, JAX would otherwise reduce gradients by them on every
     # micro-batch (tests/batches/test_value_and_grad.py, "cross_the_network_once"), also those that `fun` takes itself
     # (tests/devices/test_sum_over.py, "inner_step").
-    roles = call.roles
     params = {
-        at: jax.tree.map(lambda x: as_varying(x, axes), call.values[at]) for at in roles["argnums"]
+        at: jax.tree.map(lambda x: as_varying(x, axes), call.values[at])
+        for at in call.numbers["argnums"]
     }
     whole = {at: jax.tree.map(varying, call.values[at]) for at in call.whole()}
     args = tuple(whole.get(at, x) for at, x in enumerate(call.values))
-    return Batch(args, roles, params, examples, call.divisor, first_number, devices)
+    return Batch(args, call.numbers, params, examples, call.divisor, first_number, devices)
 
 
 def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, PyTree]:
@@ -118,7 +118,7 @@ def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, 
             _check_divisible(call, name, count, devices, is_sum)
         return x.reshape(count // divisor, divisor, *rest)
 
-    batch = {at: call.values[at] for at in call.roles["batch_argnums"]}
+    batch = {at: call.values[at] for at in call.numbers["batch_argnums"]}
     return jax.tree.map_with_path(divided, batch)
 
 

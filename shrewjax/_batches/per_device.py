@@ -92,7 +92,7 @@ def per_device(
 
         def run(examples: dict[int, PyTree], others: dict[int, PyTree]) -> PyTree:
             device = device_index(names)
-            for at in call.roles["rng_argnums"]:
+            for at in call.numbers["rng_argnums"]:
                 others[at] = jax.tree.map(lambda key: jax.random.fold_in(key, device), others[at])
             given = examples | others
             before = jax.tree.leaves(given)
@@ -101,7 +101,7 @@ def per_device(
             _check_unchanged(call, before, given)
             return jax.tree.map(lambda x: jnp.asarray(x)[None], returned)
 
-        examples = {at: call.values[at] for at in call.roles["batch_argnums"]}
+        examples = {at: call.values[at] for at in call.numbers["batch_argnums"]}
         others = {at: x for at, x in enumerate(call.values) if at not in examples}
         return on_each_device(run, names, examples, others, returns_parts=True)
 

@@ -28,11 +28,11 @@ def label(place: Place) -> str:
 
 
 class Call(NamedTuple):
-    """The arguments of one call in one order, those by position first. Roles have their numbers in this order."""
+    """The arguments of one call in one order, those by position first. A number means an argument in this order."""
 
     places: tuple[Place, ...]
     values: tuple[PyTree, ...]
-    roles: dict[str, tuple[int, ...]]
+    numbers: dict[str, tuple[int, ...]]  # by role
     divisor: int  # the number of micro-batches or devices, among which the examples are divided
     part: PartName
 
@@ -48,13 +48,13 @@ class Call(NamedTuple):
     def whole(self) -> list[int]:
         """Returns the arguments without one of these four roles."""
         names = "argnums", "rng_argnums", "carry_argnum", "batch_argnums"
-        with_role = {at for name in names for at in self.roles.get(name, ())}
+        with_role = {at for name in names for at in self.numbers.get(name, ())}
         return [at for at in range(len(self.values)) if at not in with_role]
 
     def keys_and_examples(self) -> dict[str, tuple[Place, ...]]:
         """Returns two roles as a caller writes them."""
         names = "rng_argnums", "batch_argnums"
-        return {name: tuple(self.places[at] for at in self.roles[name]) for name in names}
+        return {name: tuple(self.places[at] for at in self.numbers[name]) for name in names}
 
     def in_order(self, function: Function) -> Function:
         """Returns `function` of arguments in this order. It gets them as they came, by position or by keyword."""
@@ -93,16 +93,16 @@ class Roles(NamedTuple):
         `divisor` is the number of micro-batches, each of which `devices` share, or the number of devices.
         """
         places = (*range(len(args)), *kwargs)
-        of_roles = self._places(len(args), kwargs).items()
-        roles = {name: tuple(map(places.index, of_role)) for name, of_role in of_roles}
-        call = Call(places, (*args, *kwargs.values()), roles, divisor, self.part)
+        of_roles = self._places(len(args), kwargs)
+        numbers = {role: tuple(map(places.index, at)) for role, at in of_roles.items()}
+        call = Call(places, (*args, *kwargs.values()), numbers, divisor, self.part)
         is_device = self.part == "device"
         if not is_device:
             _require_no_flax_state(call)
-        for at in roles.get("argnums", ()):
+        for at in numbers.get("argnums", ()):
             for path, x in call.leaves(at):
                 _check_parameter(call.name(at, path), x)
-        for at in roles["rng_argnums"]:
+        for at in numbers["rng_argnums"]:
             for path, x in call.leaves(at):
                 _check_folded(call, at, path, x)
         sizes = _rows_of_examples(call) if is_device else {number_of_examples(call)}
@@ -219,7 +219,7 @@ def _place_of_role(
 def _require_no_flax_state(call: Call) -> None:
     """Raises if an NNX object has state that `fun` changes, because only `shrewjax.flax` keeps it."""
     for at, value in enumerate(call.values):
-        is_model = at in (call.roles.get("argnums") or (0,))
+        is_model = at in (call.numbers.get("argnums") or (0,))
         for path, kind in changing_state(value, is_model=is_model):
             raise ValueError(
                 f"{call.name(at, path)} is an NNX object, and new values of its {kind} would be lost. Call the "
@@ -253,7 +253,7 @@ def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
 def _rows_of_examples(call: Call) -> set[int]:
     """Returns the numbers of examples. Raises if an array has no first axis that the devices divide."""
     devices, sizes = call.divisor, set()
-    for at in call.roles["batch_argnums"]:
+    for at in call.numbers["batch_argnums"]:
         for path, x in call.leaves(at):
             name, shape = call.name(at, path), np.shape(x)
             is_rows_of_keys = shape and trees.is_typed_key(x)
@@ -280,7 +280,7 @@ def _check_whole(call: Call, sizes: Collection[int | None]) -> None:
             if is_key(x):
                 raise ValueError(key_message(call, at, path))
             if isinstance(call.places[at], str) and {*np.shape(x)[:1]} & {*sizes}:
-                held = call.roles["batch_argnums"]
+                held = call.numbers["batch_argnums"]
                 batch = call.as_role("batch_argnums", *held, at)
                 others = call.as_role("batch_argnums", *held)
                 raise ValueError(
@@ -291,7 +291,7 @@ def _check_whole(call: Call, sizes: Collection[int | None]) -> None:
 
 def number_of_examples(call: Call) -> int | None:
     """Returns the number of examples, which is None without arrays of them. Raises if a leaf has another."""
-    batch = call.roles["batch_argnums"]
+    batch = call.numbers["batch_argnums"]
     leaves = [(at, *leaf) for at in batch for leaf in call.leaves(at)]
     counts = {_first_size(x) for _, _, x in leaves}
     if len(counts) < 2 and None not in counts:
@@ -337,7 +337,7 @@ def key_message(call: Call, at: int, path: KeyPath) -> str:
     """Returns the message for a PRNG key without a role."""
     x = dict(call.leaves(at))[path]
     is_typed = x.dtype != np.uint32
-    keys = call.as_role("rng_argnums", *call.roles["rng_argnums"], at)
+    keys = call.as_role("rng_argnums", *call.numbers["rng_argnums"], at)
     if is_typed and np.ndim(x):
         remedy = f"Pass one key, with {keys}, and split it in fun"
     elif all(is_key(y) for _, y in call.leaves(at)):

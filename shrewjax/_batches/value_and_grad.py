@@ -338,7 +338,7 @@ def of_options(
         remedy = "jnp.mean of it, or jnp.sum with reduction='sum'" if is_mean else "jnp.sum of it"
         in_order = call.in_order(fun)
         checked = of_loss(in_order, has_aux, f"Return {remedy}")
-        by_jax = jax.value_and_grad(checked, as_given(batch.roles["argnums"]), has_aux)
+        by_jax = jax.value_and_grad(checked, as_given(batch.numbers["argnums"]), has_aux)
         its_options = options._replace(weight_fn=weight_fn and call.in_order(weight_fn))
         with_gradients = in_order if has_gradients else by_jax
         loss = _Loss(checked, with_gradients, as_given, has_carry, its_options)

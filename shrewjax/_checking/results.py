@@ -41,7 +41,7 @@ class Batches(NamedTuple):
     def loss(self, params: PyTree, others: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the loss and its aux, or a sum of rows and these. The new carry is left out."""
         returned = self.of(self.fun, params, others)
-        has_carry = bool(self.call.roles["carry_argnum"])
+        has_carry = bool(self.call.numbers["carry_argnum"])
         if self.returns_rows:
             rows = returned[0] if has_carry else returned
             return _sum_of(rows, others[-1]), rows
@@ -55,7 +55,7 @@ class Batches(NamedTuple):
         return [names.get(i, ("", "")) for leaves in self.each[0] for i in sorted(leaves)]
 
     def has_keys(self) -> bool:
-        is_named = bool(self.call.roles["rng_argnums"])
+        is_named = bool(self.call.numbers["rng_argnums"])
         return is_named or any(map(is_typed_key, jax.tree.leaves(self.each[0])))
 
 
@@ -77,7 +77,7 @@ def batches_of(
         args, kwargs, divisor
     )
     if "argnums" not in roles:  # of rows and of a loss, all floating arrays that are whole
-        call = call._replace(roles={**call.roles, "argnums": tuple(call.whole())})
+        call = call._replace(numbers={**call.numbers, "argnums": tuple(call.whole())})
     leaves, names = jax.tree.leaves(call.values), _roles_and_names(call)
     params, others, num_examples = dict[int, Leaf](), dict[int, Leaf](), divisor
     for i, (role, name) in names.items():
@@ -110,7 +110,7 @@ def batches_of(
 
 def _roles_and_names(call: Call) -> dict[int, tuple[str, str]]:
     """Returns the role of each leaf with one, and its name in messages, by its number."""
-    role_of = {at: role for role, places in call.roles.items() for at in places}
+    role_of = {at: role for role, of_role in call.numbers.items() for at in of_role}
     places = [(at, path) for at in range(len(call.values)) for path, _ in call.leaves(at)]
     named = enumerate(places)
     return {i: (role_of[at], call.name(at, path)) for i, (at, path) in named if at in role_of}

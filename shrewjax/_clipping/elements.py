@@ -102,7 +102,7 @@ def clip_by_value(max_value: Number) -> optax.GradientTransformationExtraArgs:
     max_value = arguments.threshold("max_value", max_value)
 
     def clip(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-        trees.require_no_rows(updates, params)
+        trees.require_no_device_rows(updates, params)
         return clip_grad_value(updates, max_value)
 
     return optax.with_extra_args_support(optax.stateless(clip))

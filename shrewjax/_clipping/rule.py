@@ -9,7 +9,7 @@ import optax
 
 from shrewjax._base.mesh import placed_like
 from shrewjax._base.states import increment_if, require_state_of
-from shrewjax._base.trees import require_no_rows
+from shrewjax._base.trees import require_no_device_rows
 from shrewjax._base.types import AnyState, Argument, Function, Metrics, Params, PyTree
 
 Updated: TypeAlias = tuple[PyTree, AnyState]
@@ -32,7 +32,7 @@ def clipping_rule(
         updates: PyTree, state: AnyState, params: Params = None, **extra_args: Argument
     ) -> Updated:
         del extra_args
-        require_no_rows(updates, params)
+        require_no_device_rows(updates, params)
         if takes_any_state and not isinstance(state, kind):
             state = init_fn(updates)
         require_state_of(state, kind)

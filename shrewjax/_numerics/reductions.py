@@ -156,7 +156,7 @@ def unit_numbers(leaf: Leaf, dims: UnitDims, value: float, dtype: DType) -> jax.
     )
 
 
-def any_device(flags: Sequence[jax.Array], axes: tuple[Hashable, ...] = ()) -> list[jax.Array]:
+def any_device(flags: Sequence[jax.Array], axes: AxisNames = ()) -> list[jax.Array]:
     """Returns whether each flag is set on any device, so that all devices take the same branch.
 
     If `axes` contains axes of `jax.vmap`, flags are also combined along these.
@@ -177,15 +177,13 @@ def any_device_along(flags: jax.Array, axes: Collection[Hashable]) -> jax.Array:
     return (lax.pmax(counts, bound) if bound else counts) > 0
 
 
-def row_sums(rows: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
+def device_sums(rows: Sequence[jax.Array], axes: AxisNames) -> list[jax.Array]:
     """Returns the sum of each array's rows, on this device and along mapped axes. One collective sums all arrays."""
     sums = [_sum(x, tuple(range(1, x.ndim))) for x in rows]
     return lax.psum(sums, axes) if is_mapped(axes) else sums
 
 
-def agreed_over(
-    new: jax.Array, old: jax.Array, is_new: jax.Array, axes: tuple[Hashable, ...]
-) -> jax.Array:
+def agreed_over(new: jax.Array, old: jax.Array, is_new: jax.Array, axes: AxisNames) -> jax.Array:
     """Returns one array for all devices: of a floating one the mean over devices where it is new, or the old one.
 
     Arrays of other dtypes should be the same on all devices. The largest is taken.
@@ -206,13 +204,13 @@ def mean_over(tree: PyTree, axes: AxisNames) -> PyTree:
     return lax.pmean(tree, axes)
 
 
-def joined_over(x: jax.Array, axes: tuple[Hashable, ...], axis: int) -> jax.Array:
+def joined_over(x: jax.Array, axes: AxisNames, axis: int) -> jax.Array:
     """Returns the arrays of all devices, concatenated."""
     return lax.all_gather(x, axes, axis=axis, tiled=True)
 
 
 def combined_over(
-    axes: tuple[Hashable, ...], names: Sequence[str], arrays: Sequence[jax.Array]
+    axes: AxisNames, names: Sequence[str], arrays: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Returns the "sum", "max" or "min" of each array along mapped axes. An array of another name stays local.
 
@@ -272,7 +270,7 @@ def _finite(
 def _extreme(collective: Function) -> Function:
     """Returns the collective, changed to keep a NaN, which the all-reduce of XLA:CPU loses (XLA-25)."""
 
-    def combined(arrays: Sequence[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
+    def combined(arrays: Sequence[jax.Array], axes: AxisNames) -> list[jax.Array]:
         results = list(collective(arrays, axes))
         floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
         nans = lax.psum([jnp.isnan(arrays[i]).astype(jnp.int32) for i in floats], axes)
@@ -349,7 +347,7 @@ def _over_devices(
     collective: Function, partials: Sequence[jax.Array], axes: Axes | list[Axes]
 ) -> list[jax.Array]:
     """Combines the devices' partial results, with one collective for each set of axes over which leaves vary."""
-    groups: dict[tuple[Hashable, ...], dict[Hashable, list[int]]] = {}
+    groups: dict[AxisNames, dict[Hashable, list[int]]] = {}
     for i, (x, over) in enumerate(zip(partials, axes_to_reduce(partials, axes), strict=True)):
         if over:
             groups.setdefault(over, {}).setdefault(jax.typeof(x), []).append(i)

@@ -428,7 +428,7 @@ def _fixed_limit(
 
 def _norm(axes: Axes, step: Step, params: PyTree, /, **_others: Argument) -> jax.Array:
     grads = step.make_gradients()
-    trees.require_no_rows(grads, params)
+    trees.require_no_device_rows(grads, params)
     return floats.to_float32(global_norm(grads, 2.0, axes))
 
 

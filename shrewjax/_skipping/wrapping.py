@@ -41,7 +41,7 @@ from shrewjax._base.trees import (
     is_typed_key,
     leaf_name,
     parameter_arrays,
-    require_no_rows,
+    require_no_device_rows,
     require_structure,
 )
 from shrewjax._base.types import (
@@ -288,7 +288,7 @@ def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
         is_nothing = dtype == jax.dtypes.float0 or is_typed_key(update)
         return param if is_nothing else optax.apply_updates(param, update)
 
-    require_no_rows(updates, params)
+    require_no_device_rows(updates, params)
     return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)
 
 

@@ -8,7 +8,7 @@ and be saved. Its other dimensions have the parameter's sharding. Weights and lo
 
 Gradients are summed over the network in these places:
 
-* `sum_over=`: `reductions.row_sums`, called by `Devices.total` when a window closes, and after the loop of
+* `sum_over=`: `reductions.device_sums`, called by `Devices.total` when a window closes, and after the loop of
   `value_and_grad`. Inside `shard_map` it is a `psum`. Outside, it is a sum over rows, and XLA writes
   the collective.
 * without `sum_over=`: the caller, or XLA, with each gradient.
@@ -54,7 +54,7 @@ from shrewjax._base.types import (
 )
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import measure, measure_local
-from shrewjax._numerics.reductions import all_finite, any_device, row_sums
+from shrewjax._numerics.reductions import all_finite, any_device, device_sums
 from shrewjax._windows._gradients import checked_gradients
 
 
@@ -128,7 +128,7 @@ class Devices:
         return measure_local(leaves, self.axes or self._own_axes(varies_like))
 
     def total_weight(self, sum_of_weights: jax.Array) -> jax.Array:
-        return row_sums([sum_of_weights], self.axes)[0]
+        return device_sums([sum_of_weights], self.axes)[0]
 
     def total(
         self, numbers: Sequence[jax.Array], gradient_sum: ArrayTree
@@ -141,7 +141,7 @@ class Devices:
         vectors = [x if x.ndim > sum_of_weights.ndim else x[..., None] for x in numbers]
         together = jnp.concatenate([x.astype(sum_of_weights.dtype) for x in vectors], axis=-1)
         leaves, treedef = jax.tree.flatten(gradient_sum)
-        totals = row_sums([together, *filter(is_gradient, leaves)], self.axes)
+        totals = device_sums([together, *filter(is_gradient, leaves)], self.axes)
         of_numbers, of_leaves = iter(totals[0]), iter(totals[1:])
 
         def number(x: jax.Array) -> jax.Array:

@@ -341,13 +341,13 @@ def _run_on_total(
         average = window.average(added)
         ran = run_step(inner, step_on(step, average.gradients, average.loss, True))
         measured = Measured.of(average)
-        if average.has_weight is not True:
+        if average.total_has_weight is not True:
             # XLA-2: select, because XLA copies parameters in a branch within a branch on CUDA
             # (tests/devices/test_accelerators.py, "closing_calls_alone").
-            ran = optax.tree.where(average.has_weight, ran, step.skipped(ran[0]))
-            measured = optax.tree.where(average.has_weight, measured, before)
+            ran = optax.tree.where(average.total_has_weight, ran, step.skipped(ran[0]))
+            measured = optax.tree.where(average.total_has_weight, measured, before)
         emptied = window.emptied(added.state, average)
-        return ran[0], _After(ran[1], jnp.asarray(average.has_weight), emptied, measured)
+        return ran[0], _After(ran[1], jnp.asarray(average.total_has_weight), emptied, measured)
 
     # This step's state holds all that the branch returns beside the updates, because a skipped step keeps its state.
     unchanged = _After(step.state, jnp.zeros((), bool), state.gradient_sum, before)

@@ -72,7 +72,7 @@ class Advanced(NamedTuple):
 
 class Average(NamedTuple):
     gradients: ArrayTree  # the average in the accumulator's dtypes
-    has_weight: Flag  # the total weight is not 0; True if `has_average` has decided it
+    total_has_weight: Flag  # the total of partial weights is not 0, or there are none
     loss: jax.Array  # of `value`, divided as the gradients are
     weight: jax.Array  # the window's, over all devices
     noise: AnyState  # the state of the noise with this window
@@ -357,7 +357,7 @@ class Window:
             )
             state = state._replace(gradient_sum=_all_scaled(state.gradient_sum, scale))
         average = self.average(Advanced(state, sum_of_weights, True, has_weight))
-        return average, average.has_weight if self.is_partial else has_weight
+        return average, average.total_has_weight if self.is_partial else has_weight
 
     def divided(self, state: AnyState) -> AnyState:
         """Returns a window whose partial sums are divided by the total weight, to be closed as a "sum".
@@ -406,8 +406,8 @@ class Window:
             totals = whole.state.noise  # over devices, where `noise` keeps each device's row
             sums = _noise.WindowSums(totals.square_sums, totals.kept, sum_of_weights)
             noise = _noise.closed(noise, sums, norm, self._noise_decay)
-        has_weight = whole.has_weight if self.is_partial else True
-        return Average(gradients, has_weight, loss, sum_of_weights, noise, total)
+        total_has_weight = whole.has_weight if self.is_partial else True
+        return Average(gradients, total_has_weight, loss, sum_of_weights, noise, total)
 
     def emptied(self, state: AnyState, average: Average) -> ArrayTree:
         """Returns sums for the state of a closed window, whose values nobody reads."""
@@ -440,7 +440,7 @@ class Window:
         no_gradients = jax.tree.map(lambda _: None, state.gradient_sum)
         added = self.advance(state, no_gradients, 0.0, None, flush=True)
         average = self.average(added)
-        return average, added.has_average & average.has_weight, added.state
+        return average, added.has_average & average.total_has_weight, added.state
 
 
 def _weights(weight: Scalar, is_kept: Flag, state: AnyState) -> tuple[jax.Array, jax.Array]:
