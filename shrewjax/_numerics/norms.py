@@ -170,6 +170,10 @@ def measure_units(
     if not leaves:
         return []
     within: list[Axes] = [of_leaf.within for of_leaf in axes]
+    if ord not in (1, 2) and len(groups) > 1:
+        # Devices share some leaves and not others: two types, two vectors (tests/devices/test_distribution.py,
+        # "any_order").
+        return join([measure([x], ord, of) for x, of in zip(leaves, within, strict=True)], groups)
     kind = _Kind(ord, unit_dims, within, groups)
     if floor is None:
         return _measure(leaves, None, kind)
@@ -369,6 +373,7 @@ def _by_maximum(leaves: Sequence[jax.Array], kind: _Kind) -> ExtendedFloat:
     mantissas, exponents = _largest(leaves, dtype, kind.axes)
     # The inf or NaN of a leaf, which the norm becomes in the end, and 0 for all others.
     bad = jnp.where(jnp.isfinite(mantissas), 0, mantissas)
+    # Each leaf relative to its largest.
     if p < math.inf:
         each = zip(leaves, *map(scalars, _scale_to_one(mantissas, exponents)), strict=True)
         relative = [
@@ -379,6 +384,7 @@ def _by_maximum(leaves: Sequence[jax.Array], kind: _Kind) -> ExtendedFloat:
     else:
         sums = jnp.ones_like(mantissas)
 
+    # All leaves relative to the largest.
     if kind.is_global:
         exponent = jnp.max(exponents)
         height = times_power_of_two(mantissas, exponents - exponent)

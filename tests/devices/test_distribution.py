@@ -184,6 +184,19 @@ def test_a_gradient_that_is_bad_on_one_device_drops_its_micro_batch_on_all():
     assert np.isfinite(expected[1]).all()
 
 
+@pytest.mark.parametrize("ord", [1, 3, 5, np.inf])
+def test_leaf_norms_of_any_order_have_leaves_that_devices_share_beside_their_own(ord):
+    """With `sharded_over=()`, each device clips its own part."""
+    grads = {"own": np.arange(16.0, dtype="f").reshape(8, 2) - 4, "shared": np.float32([3, -4])}
+    specs = {"own": P("data"), "shared": P()}
+    tx = shrewjax.clip_by_leaf_norm(1.5, ord=ord, sharded_over=())
+    mapped = jax.shard_map(
+        lambda g: tx.update(g, tx.init(g))[0], mesh=mesh_of(data=8), in_specs=(specs,), out_specs=specs
+    )
+    own = [x * min(1, 1.5 / np.linalg.norm(x, ord)) for x in (*grads["own"], grads["shared"])]
+    assert_close(quick_jit(mapped)(grads), {"own": np.stack(own[:-1]), "shared": own[-1]}, rtol=1e-6)
+
+
 def all_reduces(text):
     """The element counts of every all-reduce in a compiled program, one list an operation."""
     results = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
