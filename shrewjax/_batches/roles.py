@@ -105,7 +105,7 @@ class Roles(NamedTuple):
         for at in numbers["rng_argnums"]:
             for path, x in call.leaves(at):
                 _check_folded(call, at, path, x)
-        sizes = _rows_of_examples(call) if is_device else {number_of_examples(call)}
+        sizes = _numbers_of_examples(call) if is_device else {number_of_examples(call)}
         if is_device or divisor * devices > 1:
             _check_whole(call, sizes)
         return call
@@ -250,7 +250,7 @@ def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
     )
 
 
-def _rows_of_examples(call: Call) -> set[int]:
+def _numbers_of_examples(call: Call) -> set[int]:
     """Returns the numbers of examples. Raises if an array has no first axis that the devices divide."""
     devices, sizes = call.divisor, set()
     for at in call.numbers["batch_argnums"]:
@@ -296,7 +296,7 @@ def number_of_examples(call: Call) -> int | None:
     counts = {_first_size(x) for _, _, x in leaves}
     if len(counts) < 2 and None not in counts:
         return next(iter(counts), None)
-    # If no argument of the batch holds examples, the batch may be one without a role.
+    # The rest finds a leaf to name. If no argument of the batch holds examples, the batch may be one without a role.
     is_elsewhere = not any(_held(call, at) for at in batch)
     among = (*batch, *call.whole()) if is_elsewhere else batch
     count = _likely_count(call, among)
@@ -353,14 +353,14 @@ def key_message(call: Call, at: int, path: KeyPath) -> str:
 
 def _likely_count(call: Call, among: Sequence[int]) -> int | None:
     """Returns the number of examples that most arguments hold. Among equals, K divides it, or it comes last."""
-    counts = [(at, n) for at in among for n in _counts(call, at) if n is not None]
+    candidates = [(at, n) for at in among for n in _counts(call, at) if n is not None]
 
     def rank(number: tuple[int, int]) -> tuple[int, bool, int, int]:
         at, count = number
-        leaves = sum(n == count for _, n in counts)
+        leaves = sum(n == count for _, n in candidates)
         return len(_holders(call, among, count)), count % call.divisor == 0, at, leaves
 
-    return max(counts, key=rank, default=(0, None))[1]
+    return max(candidates, key=rank, default=(0, None))[1]
 
 
 def _holders(call: Call, among: Sequence[int], count: int | None) -> list[int]:

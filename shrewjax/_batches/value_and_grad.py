@@ -79,13 +79,13 @@ from shrewjax._windows.window_state import GradAccumulatorState
 P = ParamSpec("P")
 
 
-class _Averaged(NamedTuple):
+class _LossAndGradients(NamedTuple):
     value: jax.Array
     gradients: PyTree
 
 
 class _Returned(NamedTuple):
-    averaged: _Averaged
+    to_average: _LossAndGradients
     overwritten: list[Leaf]  # new values that Flax's fp8 layers return as gradients
     aux: PyTree
     carried: list[PyTree]  # the new value of the argument `carry_argnum`, or empty
@@ -499,7 +499,7 @@ def _checked(
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
         raise ValueError(f"fun constrains an array to mesh axes in sum_over={axes!r}")
     sum_over = arguments.axis_names("sum_over", options.sum_over)
-    own_axes = _own_axes(like.averaged.value, params, sum_over)
+    own_axes = _own_axes(like.to_average.value, params, sum_over)
     loss.check_weight(batch, carried)
     if carried:
         weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
@@ -547,7 +547,7 @@ class _Loss(NamedTuple):
         if self.has_carry:
             aux, *carried = _aux_and_carry(aux)
         grads, overwritten = _overwritten.separated(grads)
-        return _Returned(_Averaged(value, grads), overwritten, aux, carried)
+        return _Returned(_LossAndGradients(value, grads), overwritten, aux, carried)
 
     def weight_of(self, batch: Batch, i: Number, carried: list[PyTree]) -> Scalar:
         """Returns the weight of micro-batch i, or 1 for a number in a mean, where it cancels.
@@ -597,15 +597,15 @@ class _Loop(NamedTuple):
 
     def start(self, params: PyTree, carried: list[PyTree]) -> _LoopState:
         like = self.traced.result_types
-        zero = jnp.zeros((), like.averaged.value.dtype)
-        empty = self.window.init(_Averaged(zero, summed(params)))
-        # `accumulator_dtype` is for the gradients alone, so the loss has the default one.
+        zero = jnp.zeros((), like.to_average.value.dtype)
+        empty = self.window.init(_LossAndGradients(zero, summed(params)))
+        # The loss is summed beside the gradients. `accumulator_dtype` is for these alone.
         of_value = Window(sum_over=self.window.axes).init(zero).gradient_sum
         sums = empty.gradient_sum._replace(value=of_value)
         overwritten = _overwritten.init(like.overwritten)
         window_state = empty._replace(gradient_sum=sums)
         state = _LoopState(window_state, overwritten, self.aux.init(), carried)
-        return self._of_device(placed_like(state, (self.batch.examples, params)))
+        return self._varying(placed_like(state, (self.batch.examples, params)))
 
     def turn(self, state: _LoopState, i: jax.Array) -> tuple[_LoopState, list[jax.Array]]:
         """Runs micro-batch i. Returns the new state, and its leaves of the aux that are stacked."""
@@ -613,7 +613,7 @@ class _Loop(NamedTuple):
         weight = self.loss.weight_of(self.batch, i, state.carried)
         part, begun = self._run_and_add(state, i, weight)
         # 2. Add the loss, and the gradients that are left.
-        added = self.window.update(begun, part.averaged, weight)
+        added = self.window.update(begun, part.to_average, weight)
         # 3. Is it kept? The window counts those that it drops. Sums of scatters in the aux and in the carry are lost,
         # too, if XLA knows that it is kept (XLA-27).
         is_kept = unknown_true() & (weight != 0)
@@ -625,7 +625,7 @@ class _Loop(NamedTuple):
         new_state = _LoopState(
             added, overwritten, aux, selected(is_kept, part.carried, state.carried)
         )
-        return self._of_device(new_state), stacked
+        return self._varying(new_state), stacked
 
     def run_where(
         self, has_weight: jax.Array, start: _LoopState
@@ -675,14 +675,14 @@ class _Loop(NamedTuple):
         sums = state.window_state.gradient_sum
         leaves, structure = jax.tree.flatten(sums.gradients)
         # Places among all results.
-        places = jax.tree.leaves(self.traced.numbers.averaged.gradients)
+        places = jax.tree.leaves(self.traced.numbers.to_average.gradients)
         by_place = dict(zip(places, leaves, strict=True))
         add = self.window.adder_in_loop(state.window_state, weight)
         part, added = self.traced.added_to(by_place, add, i, state.carried)
         gradients = jax.tree.unflatten(structure, [added[at] for at in places])
         return part, state.window_state._replace(gradient_sum=sums._replace(gradients=gradients))
 
-    def _of_device(self, state: _LoopState) -> _LoopState:
+    def _varying(self, state: _LoopState) -> _LoopState:
         """Returns the state with sums whose types vary over `own_axes`, because a loop keeps the types of its state."""
         if not self.own_axes:
             return state
@@ -691,17 +691,18 @@ class _Loop(NamedTuple):
             carried=state.carried
         )
 
-    def averages(self, window_state: GradAccumulatorState) -> _Averaged:
+    def averages(self, window_state: GradAccumulatorState) -> _LossAndGradients:
         window = self.window
         if self.batch.devices and self.loss.options.reduction != "sum":
             window_state = window.divided(window_state)
             window = Window(reduction="sum", sum_over=window.axes)
         average, has_weight = window.finalize(window_state)
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
-        value, grads = jax.tree.map(cast_like, average.gradients, self.traced.result_types.averaged)
-        return _Averaged(
-            value if self.loss.options.reduction == "sum" else nan_unless(has_weight, value), grads
-        )
+        like = self.traced.result_types.to_average
+        value, grads = jax.tree.map(cast_like, average.gradients, like)
+        if self.loss.options.reduction != "sum":
+            value = nan_unless(has_weight, value)
+        return _LossAndGradients(value, grads)
 
     def one_carry(self, old: list[PyTree], end: _LoopState) -> list[PyTree]:
         """Returns one carry for all devices: the mean of floating leaves, the largest of others.

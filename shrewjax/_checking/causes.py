@@ -16,9 +16,9 @@ from shrewjax._base.flax_names import is_overwritten
 from shrewjax._base.types import PyTree
 from shrewjax._batches.value_and_grad import Options
 from shrewjax._checking.results import Batches
-from shrewjax._numerics.relations import Division, numbers, shares_of
+from shrewjax._numerics.relations import Division, as_float64, shares_of
 from shrewjax._programs import jaxprs
-from shrewjax._programs.lockstep import Value, places_of, walk
+from shrewjax._programs.lockstep import Value, expressions_of, walk
 
 # The name that fits a leaf of the aux with this relation, in the order in which they are proposed.
 _NAMES = dict(result="mean", sum="sum", max="max", min="min", rows="examples")  # noqa: C408
@@ -58,7 +58,7 @@ class Case(NamedTuple):
         return [x for path, x in pairs if not is_overwritten(path)]
 
     def is_finite(self) -> bool:
-        each = (numbers(x.whole) for x in (self.loss, *self.leaves))
+        each = (as_float64(x.whole) for x in (self.loss, *self.leaves))
         return all(np.isfinite(x).all() for x in each)
 
     @np.errstate(all="ignore")
@@ -72,12 +72,12 @@ class Case(NamedTuple):
         made, leaves = self.division.made, self.leaves
 
         def error(value: Value, more: Any = 0.0) -> float:
-            whole, *parts = map(numbers, value.each)
+            whole, *parts = map(as_float64, value.each)
             result, terms = (made(x)["result"] for x in (parts, [*map(np.abs, parts)]))
             of, size, off = (np.linalg.norm(x.ravel()) for x in (whole, terms, result - whole))
             return float(off / (max(of, size) + more or 1.0))
 
-        norm = np.sqrt(sum(np.sum(np.abs(numbers(x.whole)) ** 2) for x in leaves))
+        norm = np.sqrt(sum(np.sum(np.abs(as_float64(x.whole)) ** 2) for x in leaves))
         return [error(self.loss), *(error(x, self.rtol**0.5 * norm) for x in leaves)]
 
     def fits(self, reduction: Any, weights: Sequence[float]) -> bool:
@@ -91,7 +91,7 @@ class Case(NamedTuple):
         of_rows = self._why_aux() if self.batches.returns_rows else None
         if of_rows:
             return of_rows
-        of_loss, *of_grads = [*self.errors(), 0.0]
+        of_loss, *of_grads = [*self.errors(), 0.0]  # there may be no gradient
         worst = int(np.argmax(of_grads))  # a NaN is the largest
         off = f"the gradients are {_percent(of_grads[worst])} off"
         off += "" if self.batches.returns_rows else f", the loss {_percent(of_loss)}"
@@ -149,6 +149,7 @@ class Case(NamedTuple):
         """Returns the lines where a result parts from the whole batch's, and the remedy, or the given one."""
         related = cache(self.related)
         is_constant_key = lambda x: trees.is_typed_key(x.whole) and not x.sources  # noqa: E731
+        # From what is not related, back to where all operands are.
         apart = cache(lambda x: [y for y in x.operands if y.equations and not related(y)])
         where = [x for x in walk(result, apart) if not apart(x)][::-1]
         keys = [x for x in where if any(map(is_constant_key, x.operands))]
@@ -169,18 +170,20 @@ class Case(NamedTuple):
         parameters beside them, and comes from examples without being rows of theirs.
         """
         has_rows = cache(self.has_rows)
-        places = cache(lambda x: places_of(x, self.batches.fun))
+        shown = cache(lambda x: expressions_of(x, self.batches.fun))
         roles = "argnums", "batch_argnums"
-        both = cache(lambda x: [y for y in x.operands if all(map(y.depends_on, roles))])
-        until_rows = cache(lambda x: [] if has_rows(x) else both(x))
+        # Operands that come from the model: from parameters and examples.
+        of_model = cache(lambda x: [y for y in x.operands if all(map(y.depends_on, roles))])
+        until_rows = cache(lambda x: [] if has_rows(x) else of_model(x))
 
         def own_text(early: Value, late: Value) -> list[str]:
-            pairs = zip(places(early), places(late), strict=False)
+            """Returns the outermost expression of the user's that made `early` and not `late`."""
+            pairs = zip(shown(early), shown(late), strict=False)
             apart = [a for a, b in pairs if a != b and has_rows(early)]
             return [a.shown(expression=True) for a in apart[:1]]
 
         def expressions(early: Value, late: Value) -> dict[Value, str]:
-            before = walk(early, lambda x: [] if own_text(x, late) else both(x))
+            before = walk(early, lambda x: [] if own_text(x, late) else of_model(x))
             return {x: texts[0] for x in before if (texts := own_text(x, late))}
 
         # 1. Walk back to the last values with rows, and pair each with what is made of it.
@@ -191,7 +194,7 @@ class Case(NamedTuple):
         rows = rows or {y: self._line(y) for y, _ in pairs}
         # 3. Leave out those that are made of others.
         made = [x for x in rows if _is_made_of(x, {*rows} - {x})]
-        ends = [x for x in walked if not has_rows(x) and not both(x)]
+        ends = [x for x in walked if not has_rows(x) and not of_model(x)]
         mixed = [y for x in ends for y in x.operands if self._is_mixed(y)]
         return {x: rows[x] for x in rows if x not in made}, mixed
 
@@ -201,7 +204,7 @@ class Case(NamedTuple):
         return is_of_batch and self.related(x).isdisjoint({"rows", "same"})
 
     def _line(self, value: Value) -> str:
-        shown = (x.shown(expression=False) for x in places_of(value, self.batches.fun))
+        shown = (x.shown(expression=False) for x in expressions_of(value, self.batches.fun))
         return ["a line of an installed package", *shown][-1]
 
 

@@ -37,8 +37,9 @@ def check_micro_batches(
     with a small batch in which masks differ from example to example. If results differ, the error names the lines where
     micro-batches part from the whole batch, and the expressions to compute by `micro_batch_map`.
 
-    Parameters are also moved by a tenth of their size, because the zeros of a new layer hide mistakes. Each micro-batch
-    draws the random numbers that the whole batch draws for its examples. All micro-batches start with the same carry.
+    It moves parameters by a tenth of their size, because the zeros of a new layer hide mistakes. It takes them as given
+    if results there are not finite, or if a loop may not end. Each micro-batch draws the random numbers that the whole
+    batch draws for its examples. All micro-batches start with the same carry.
 
     ============================================  ==================================================================
     it does not see                               because
@@ -80,21 +81,25 @@ def check_micro_batches(
         rtol = float(arguments.real("rtol", rtol, at_least=0))
     errors: list[float] = []
 
-    def check(run: Callable[[], Any], divided: Function, options: Options, *given: Any) -> Any:
+    def check(run: Callable[[], Any], its_fun: Function, options: Options, *given: Any) -> Any:
         CHECK.set(None)  # a divided call inside is a part of this one
-        with jax.disable_jit(False):
-            _require_comparable(options, given)
-            jax.eval_shape(run)  # raises the call's own errors
-            batches = batches_of(divided, options, *given)
-            errors.append(_check_call(batches, options, rtol))
-            returned = run()
-        CHECK.set(check)
-        return returned
+        try:
+            with jax.disable_jit(False):
+                _require_comparable(options, given)
+                jax.eval_shape(run)  # raises the call's own errors
+                batches = batches_of(its_fun, options, *given)
+                errors.append(_check_call(batches, options, rtol))
+                return run()
+        finally:
+            CHECK.set(check)
 
     def run_fun() -> None:
         CHECK.set(check)
         with jax.disable_jit(), jax.transfer_guard("allow"):
-            fun(*map(_as_traced, args), **{name: _as_traced(x) for name, x in kwargs.items()})
+            fun(
+                *map(_as_jax_arrays, args),
+                **{name: _as_jax_arrays(x) for name, x in kwargs.items()},
+            )
 
     copy_context().run(run_fun)
     if not errors:
@@ -105,14 +110,14 @@ def check_micro_batches(
     return max(errors)
 
 
-def _as_traced(tree: PyTree) -> PyTree:
+def _as_jax_arrays(tree: PyTree) -> PyTree:
     """Returns arrays of JAX, as under jit. A traced number is no index of a NumPy array. Others stay themselves."""
     if not any(isinstance(x, np.ndarray) for x in jax.tree.leaves(tree)):
         return tree
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree)
 
 
-def _require_comparable(options: Options, *arrays: PyTree) -> None:
+def _require_comparable(options: Options, arrays: PyTree) -> None:
     if is_traced(arrays):
         raise ValueError(
             "check_micro_batches needs arrays, got tracers of grad, vmap, checkpoint, shard_map or an outer jit. "
@@ -176,12 +181,12 @@ def _runs(function: Function, batches: Batches) -> Iterator[PyTree]:
     The first run is fast, and the next may tell enough. Random numbers are shared where loops are unrolled. There are
     two ways to find rows in them, examples first in a merged axis, or last.
     """
-    ways = [1]  # their number, for each draw
+    num_ways = [1]  # for each draw
 
     def run(way: int, *, is_unrolled: bool = True) -> PyTree:
         def rows(whole: Leaf, parts: Sequence[Leaf]) -> Sequence[Leaf]:
             found = [*Division(batches.num_examples, np.ones(0)).rows(whole, parts)]
-            ways.append(len(found))
+            num_ways.append(len(found))
             return found[way] if found else parts
 
         return lockstep.run(function, batches.each, batches.names(), rows, is_unrolled=is_unrolled)
@@ -192,7 +197,7 @@ def _runs(function: Function, batches: Batches) -> Iterator[PyTree]:
         yield run(0)
         return
     yield (results := run(-1))
-    if max(ways) > 1:
+    if max(num_ways) > 1:
         yield (results := run(0))
     if not results[0][0].is_alike:  # loops over examples differ if they are unrolled
         yield run(0, is_unrolled=False)

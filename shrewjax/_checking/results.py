@@ -12,7 +12,7 @@ from shrewjax._base.trees import is_gradient, is_typed_key
 from shrewjax._base.types import Function, Leaf, PyTree
 from shrewjax._batches.roles import Call, roles_of
 from shrewjax._batches.value_and_grad import Options
-from shrewjax._numerics.relations import numbers
+from shrewjax._numerics.relations import as_float64
 
 Point: TypeAlias = tuple[dict[int, Leaf], dict[int, Leaf]]
 """Parameters, and other leaves with a role, by their numbers among the leaves of all arguments."""
@@ -34,7 +34,8 @@ class Batches(NamedTuple):
 
     def of(self, function: Function, params: PyTree, others: PyTree) -> PyTree:
         leaves = dict(enumerate(jax.tree.leaves(self.call.values)))
-        replaced = [(leaves | params | others)[i] for i in leaves]
+        moved = leaves | params | others
+        replaced = [moved[i] for i in leaves]
         values = jax.tree.unflatten(jax.tree.structure(self.call.values), replaced)
         return self.call.in_order(function)(*values)
 
@@ -87,7 +88,7 @@ def batches_of(
         elif "argnums" in roles or (isinstance(x, jax.Array) and is_gradient(x)):
             params[i] = jnp.asarray(x)
         if role == "batch_argnums":
-            num_examples, rows = len(x), numbers(x)
+            num_examples, rows = len(x), as_float64(x)
             if np.array_equal(rows, np.broadcast_to(rows[:1], rows.shape), equal_nan=True):
                 what = f"{name} is the same for each example, which hides mistakes"
                 warnings.warn(
@@ -130,5 +131,5 @@ def _sum_of(tree: PyTree, of_examples: jax.Array) -> jax.Array:
 def nearby(x: Leaf) -> jax.Array:
     """Returns a parameter near x, a tenth of its size away, because the zeros of a new layer hide mistakes."""
     noise = np.random.default_rng(0).normal(size=np.shape(x))
-    size = float(np.sqrt(np.mean(np.abs(numbers(x)) ** 2))) if np.size(x) else 0.0
+    size = float(np.sqrt(np.mean(np.abs(as_float64(x)) ** 2))) if np.size(x) else 0.0
     return jnp.asarray(x + 0.1 * (size or 0.1) * noise, dtype=jnp.result_type(x))

@@ -27,7 +27,7 @@ from shrewjax._clipping.rule import (
     metrics_of_counts,
     new_counts,
 )
-from shrewjax._clipping.units import find_units, stacked_layers
+from shrewjax._clipping.units import find_units
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import measure, measure_with_leaves
@@ -188,7 +188,7 @@ def clip_by_global_norm(
     ======================================  =====================================================================
     a NaN in a leaf                         NaN for that leaf; `largest_share` is NaN and `largest_leaf` has the NaN
     an infinity and no NaN                  inf for its leaf; k infinite leaves have a share of 1/k each
-    a leaf's norm beyond float32            inf, and a share as for an infinity. Beside a NaN, from 2**63 on
+    a leaf's norm beyond float32            inf, and a share as for an infinity. Beside a NaN, from 2**64 on
     all zero                                0, and `largest_share` is 0
     no leaves                               neither norms by leaf nor `largest_share`
     an element below 2**-63                 may count as 0 in its leaf's norm, unless `grad_norm` is below 2**-30
@@ -278,7 +278,7 @@ def _global_and_leaf_norms(
     grads: PyTree, state: ClipByGlobalNormState, axes: Axes | AxesTree
 ) -> tuple[ExtendedFloat, PyTree]:
     """Returns the norm of all gradients, and the new `leaf_norms` of the state: 0 for a leaf without a gradient."""
-    units = find_units(grads, stacked_layers(None))
+    units = find_units(grads)
     if units.leaves:
         require_made_with("per_leaf=True", state, "leaf_norms")
     units.numbers_beside(state.leaf_norms)  # raises if the state has other leaves

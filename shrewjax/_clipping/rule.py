@@ -50,9 +50,9 @@ def new_counts() -> Metrics:
     return {"calls": jnp.zeros((), jnp.int32), "clipped": jnp.zeros((), jnp.int32)}
 
 
-def counted(state: AnyState, is_clipped: jax.Array) -> Metrics:
+def counted(state: AnyState, is_above: jax.Array) -> Metrics:
     """Returns the fields after one more update. Counters stop at the largest int32."""
-    clipped = increment_if(is_clipped, state.clipped)
+    clipped = increment_if(is_above, state.clipped)
     # `calls` is never below `clipped`. XLA does not know this, and on an H100 computes both in one kernel.
     return {"calls": jnp.maximum(optax.safe_increment(state.calls), clipped), "clipped": clipped}
 

@@ -232,10 +232,10 @@ class Units:
 
 def find_units(
     updates: chex.ArrayTree,
-    unit_dims: Callable[[KeyPath, Leaf], UnitDims],
+    unit_dims: Callable[[KeyPath, Leaf], UnitDims] = lambda *_: (),
     sharded_over: UnitAxisNames = None,
 ) -> Units:
-    """Returns the units of a gradient. `unit_dims(path, leaf)` gives the unit dims of a leaf."""
+    """Returns the units of a gradient. `unit_dims(path, leaf)` gives the unit dims of a leaf, by default none."""
     paths, leaves, _ = trees.gradient_leaves(updates)
     counted = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_gradient(x)]
     return Units(

@@ -145,9 +145,9 @@ def _scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Arra
     # the exponent, halved so that 2**of_fine is normal, too, goes into `fine`. Both are at most 0: the norm is larger.
     ratio = bound / jnp.where(defined & (norm.mantissa > 0), norm.mantissa, 1)
     _, bias = float_format(dtype)
-    exponent = limit.exponent - norm.exponent
-    of_fine = jnp.clip((exponent - (2 - bias)) // 2, 1 - bias, 0)
-    of_coarse = jnp.clip(exponent - 2 * of_fine, 2 - bias, 0)
+    lowest, exponent = 2 - bias, limit.exponent - norm.exponent
+    of_fine = jnp.clip((exponent - lowest) // 2, 1 - bias, 0)
+    of_coarse = jnp.clip(exponent - 2 * of_fine, lowest, 0)
     product = ratio * power_of_two(of_coarse, dtype)
     coarse = jnp.where(applies, jnp.where(defined, product, jnp.nan), 1)
     return ClipScale(applies, coarse, power_of_two(of_fine, dtype))

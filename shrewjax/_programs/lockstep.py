@@ -6,8 +6,8 @@ and loops if asked for. An equation runs as a program of its own, so no operatio
 equations for another number of examples run as one equation. `compiled` returns the results alone, which is faster.
 
 An equation that draws random numbers gives each micro-batch the rows of the whole batch's. So both compute with the
-same numbers. `walk` goes back from a result to what it was made from. `places_of` names the expressions that made a
-value.
+same numbers. `walk` goes back from a result to what it was made from. `expressions_of` returns the user's code that
+made a value.
 """
 
 import os
@@ -86,7 +86,7 @@ def _run(
     constants = map(Value, _together(map(jaxprs.constants_of, programs)))
     # By tuples of variables, one of each program, so that an operand which is another one elsewhere has none.
     known = dict(_together([_together(x.constvars for x in each), constants]))
-    given = len(known)
+    num_constants = len(known)
     known |= _together([_together(x.invars for x in each), args])
 
     def read(atoms: tuple[Atom, ...]) -> Any:
@@ -109,12 +109,13 @@ def _run(
     if None not in results and all(len(x.eqns) == done for x in each):
         return results
     # The rest, as one equation.
-    variables = [*known][given:]
+    variables = [*known][num_constants:]
     of_each = _together([programs, _together(variables)])
     rest = [jaxprs.rest_of(x, done, of_one) for x, of_one in of_each]
     around = *calls, *(each[0].eqns[done : done + 1] or each[0].eqns[-1:])
     functions, operands = map(jaxprs.function_of, rest), [known[v] for v in variables]
     made = _made(functions, operands, around)
+    # What each result is made of, by the whole batch's program.
     used = (
         [known[v] for v in variables if v[0] in of_result]
         for of_result in jaxprs.used_by_results(rest[0])
@@ -171,11 +172,13 @@ def walk(start: Value, inner: Callable[[Value], Iterable[Value]]) -> Iterator[Va
             todo += inner(value)
 
 
-_OURS = os.path.dirname(os.path.dirname(__file__)), "<frozen"
-_INSTALLED = tuple(sysconfig.get_paths().values())
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep, "<frozen"
+# Not all of `get_paths()`: its prefix, such as /usr or /usr/local, may hold the user's project.
+_FOLDERS = "stdlib", "platstdlib", "purelib", "platlib"
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in _FOLDERS)
 
 
-def places_of(value: Value, function: Function) -> list[Frame]:
+def expressions_of(value: Value, function: Function) -> list[Frame]:
     """Returns the expressions of the user's code that made a value, the outermost first.
 
     Those in a file outside of installed packages, or in the file of the function, are the user's.

@@ -308,7 +308,7 @@ def _is_stack(equation: Equation, at: ResultAt, way: _Way) -> bool:
 
 
 def _blocks(stack: Atom, way: _Way, scan: Scan) -> list[_Block] | None:
-    """Returns the block of a trip in a stack, and after each move of its way; None if it comes to several pieces."""
+    """Returns the block of a trip in a stack, and one after each move of its way; None if a move makes pieces of it."""
     shape, blocks = stack.aval.shape, [_Block(0, 1)]
     for number, move in enumerate(way.moves):
         # The constraint is put on the whole sum, so no reshape or transpose may follow it.

@@ -31,7 +31,7 @@ from shrewjax._base.types import (
     Scalar,
 )
 from shrewjax._clipping.global_norm import global_norm
-from shrewjax._clipping.units import find_units, stacked_layers
+from shrewjax._clipping.units import find_units
 from shrewjax._numerics import floats, histories
 from shrewjax._numerics.reductions import all_finite, finite_leaves
 from shrewjax._skipping.wrapping import Step, inner_transformation, update_of_guard
@@ -176,7 +176,7 @@ def skip_nonfinite(
         nonfinite_leaves = state.nonfinite_leaves
         if per_leaf:
             grads = step.make_gradients()
-            units = find_units(grads, stacked_layers(None))
+            units = find_units(grads)
             if units.leaves:
                 require_made_with("per_leaf=True", state, "nonfinite_leaves")
             counts = units.numbers_beside(nonfinite_leaves)

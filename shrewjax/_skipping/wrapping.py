@@ -235,7 +235,7 @@ def declared_arguments(tx: optax.GradientTransformation) -> tuple[set[str], bool
     makes for `optax.inject_hyperparams`. Factories of Optax call functions of Optax, which are among their globals.
     """
     names, takes_any, seen = set[str](), False, set[int]()
-    # The list keeps each object, because another could get its id.
+    # It grows below, and keeps each object, because another could get its id.
     todo: list[Any] = [tx.update]
     for x in todo:
         if id(x) in seen:
@@ -277,7 +277,7 @@ def declared_arguments(tx: optax.GradientTransformation) -> tuple[set[str], bool
 
 
 _KNOWN = tuple(f"{x}{os.sep}" for x in (*optax.__path__, Path(__file__).parents[1]))
-_EMPTY = types.CellType()
+_EMPTY = types.CellType()  # of a name that is not bound yet
 
 
 def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:

@@ -97,15 +97,15 @@ class Devices:
                     require_replicated(name, x)
         return grads, value
 
-    def is_nonfinite(self, grads: ArrayTree, has_weight: Flag, varies_like: jax.Array) -> jax.Array:
-        """Returns whether gradients that have a weight contain a NaN or an infinity, on any device."""
+    def is_nonfinite(self, grads: ArrayTree, is_kept: Flag, varies_like: jax.Array) -> jax.Array:
+        """Returns whether gradients that are kept contain a NaN or an infinity, on any device."""
         leaves = jax.tree.leaves(grads)
         own_axes = self._own_axes(varies_like)
         if not self.axes:
             # None: types tell over which axes a leaf is sharded. (): each device has a model of its own.
             axes = axes_beside(leaves, own_axes) if own_axes else self.given
-            return has_weight & ~all_finite(leaves, axes)
-        is_nonfinite = jnp.any(has_weight & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
+            return is_kept & ~all_finite(leaves, axes)
+        is_nonfinite = jnp.any(is_kept & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
         return any_device([is_nonfinite], self.axes)[0]
 
     def _own_axes(self, varies_like: jax.Array) -> AxisNames:
@@ -149,9 +149,9 @@ class Devices:
                 return next(of_numbers).astype(x.dtype)
             return jnp.stack([next(of_numbers).astype(x.dtype) for _ in range(x.shape[-1])])
 
-        summed = [number(x) for x in numbers]
-        require_replicated("weight, summed over sum_over,", summed[0])
-        return summed, jax.tree.unflatten(
+        of_devices = [number(x) for x in numbers]
+        require_replicated("weight, summed over sum_over,", of_devices[0])
+        return of_devices, jax.tree.unflatten(
             treedef, [next(of_leaves) if is_gradient(x) else x for x in leaves]
         )
 

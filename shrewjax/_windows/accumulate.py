@@ -249,7 +249,7 @@ def _step_on(
     takes_value: bool,
     step: Step,
     gradients: ArrayTree,
-    mean_value: jax.Array,
+    mean_loss: jax.Array,
     runs: Flag,
 ) -> Step:
     """Returns the wrapped optimizer's step on the window's average and mean loss, from its step on a micro-batch.
@@ -262,11 +262,11 @@ def _step_on(
     # 2. The loss and the gradient of a micro-batch give way to those of the window.
     extra_args = {**step.extra_args}
     if takes_value:
-        extra_args["value"] = mean_value
+        extra_args["value"] = mean_loss
     value_fn = extra_args.get("value_fn")
     if value_fn is not None and nodes_in(step.state, _LINE_SEARCHES):
-        value_there = partial(_value_at_params, value_fn, params, extra_args, mean_value)
-        extra_args["value"] = run_if(runs, value_there, lambda: mean_value)
+        value_there = partial(_value_at_params, value_fn, params, extra_args, mean_loss)
+        extra_args["value"] = run_if(runs, value_there, lambda: mean_loss)
     if extra_args.get("grad") is not None:
         extra_args["grad"] = make_gradients()
     return step._replace(make_gradients=make_gradients, extra_args=extra_args, runs=runs)
@@ -276,7 +276,7 @@ _LINE_SEARCHES = optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLine
 
 
 def _value_at_params(
-    value_fn: Function, params: PyTree, extra_args: ExtraArgs, mean_value: jax.Array
+    value_fn: Function, params: PyTree, extra_args: ExtraArgs, mean_loss: jax.Array
 ) -> jax.Array:
     """Returns a line search's function at the parameters, called as Optax calls it.
 
@@ -286,7 +286,7 @@ def _value_at_params(
     """
     names = inspect.signature(value_fn).parameters.keys() - {"value", "grad", "value_fn"}
     given = {name: x for name, x in extra_args.items() if name in names}
-    return jnp.asarray(value_fn(params, **given)).astype(mean_value.dtype)
+    return jnp.asarray(value_fn(params, **given)).astype(mean_loss.dtype)
 
 
 StepOn: TypeAlias = Callable[[Step, ArrayTree, jax.Array, Flag], Step]

@@ -67,7 +67,7 @@ class Advanced(NamedTuple):
     state: AnyState  # if the window closes, `gradient_sum` is its average, or partial
     sum_of_weights: jax.Array  # the window's weight, not reset if the window closes
     has_average: Flag  # the window closes with an average, which partial sums have only if their total weight is not 0
-    has_weight: Flag  # the window's weight is not 0; an array says this of a partial weight alone
+    has_weight: Flag  # the weight is not 0; if it is partial, an array tells of a part
 
 
 class Average(NamedTuple):
@@ -316,8 +316,8 @@ class Window:
             return noise
         is_kept = is_kept & (own_weight > arguments.LEAST_WEIGHT)
         # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
-        divisor = jnp.where(own_weight != 0, own_weight, jnp.ones((), own_weight.dtype))
-        of_square = divisor if self._reduction == "mean" else 1 / divisor
+        nonzero = jnp.where(own_weight != 0, own_weight, jnp.ones((), own_weight.dtype))
+        of_square = nonzero if self._reduction == "mean" else 1 / nonzero
         norm = self._devices.own_norm(grads, varies_like=noise.kept)
         return _noise.added(noise, norm, of_square, is_kept, is_first)
 

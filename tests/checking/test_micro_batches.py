@@ -1,5 +1,7 @@
 """The check looks into one call: it passes what is right, finds what is wrong, and says what it cannot check."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -259,6 +261,18 @@ def test_rtol_is_the_largest_error():
         check_micro_batches(value_and_grad(nearly, K), W, X, Y)
     with pytest.raises(ValueError, match="rtol must be >= 0"):
         check_micro_batches(value_and_grad(nearly, K), W, X, Y, rtol=-1.0)
+
+
+def test_an_error_that_fun_catches_leaves_its_next_call_checked():
+    wrong = value_and_grad(of_tokens, K)  # without the weights
+
+    def steps(*batch):
+        with contextlib.suppress(AssertionError):
+            return wrong(*batch)
+        return wrong(*batch)
+
+    with pytest.raises(AssertionError):
+        check_micro_batches(steps, W, X, Y, MASK)
 
 
 def test_a_call_after_the_check_is_as_before():

@@ -1,11 +1,11 @@
-"""Relations hold for numbers that were made so, and for no others."""
+"""Relations hold for as_float64 that were made so, and for no others."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shrewjax._numerics.relations import Division, numbers, shares_of, tolerance
+from shrewjax._numerics.relations import Division, as_float64, shares_of, tolerance
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.normal(size=(6, 4)).astype("f")
@@ -24,7 +24,7 @@ def found(whole, parts, division=DIVISION, rtol=1e-5):
     [
         ("result", (PARTS[0] + 3 * PARTS[1]) / 4),
         ("sum", PARTS[0] + PARTS[1]),
-        ("mean", (PARTS[0] + PARTS[1]) / 2),
+        ("unweighted_mean", (PARTS[0] + PARTS[1]) / 2),
         ("max", np.maximum(*PARTS)),
         ("min", np.minimum(*PARTS)),
     ],
@@ -36,7 +36,7 @@ def test_a_value_made_of_all_has_its_relation_alone(relation, whole):
 
 
 def test_the_same_in_all_is_the_same_and_their_mean():
-    assert found(PARTS[0], [PARTS[0], PARTS[0]]) == {"same", "mean", "result", "max", "min"}
+    assert found(PARTS[0], [PARTS[0], PARTS[0]]) == {"same", "unweighted_mean", "result", "max", "min"}
     assert found(PARTS[0], [4 * PARTS[0], 4 / 3 * PARTS[0]]) == {"scaled"}
 
 
@@ -77,8 +77,8 @@ def test_integers_are_compared_exactly_and_keys_by_their_numbers():
     assert "sum" not in found(np.int32(30_000_001), np.array([10_000_000, 20_000_000], np.int32))
     keys = jax.random.split(jax.random.key(0), 6)
     assert found(keys, [keys[e] for e in EXAMPLES]) == {"rows"}
-    assert numbers(np.zeros(2, jax.dtypes.float0)).tolist() == [0, 0]
-    assert numbers(jnp.bfloat16(3)).dtype == np.float64
+    assert as_float64(np.zeros(2, jax.dtypes.float0)).tolist() == [0, 0]
+    assert as_float64(jnp.bfloat16(3)).dtype == np.float64
 
 
 def test_one_large_number_does_not_widen_the_tolerance_for_the_rest():
@@ -89,4 +89,6 @@ def test_one_large_number_does_not_widen_the_tolerance_for_the_rest():
 def test_the_tolerance_is_that_of_the_coarsest_dtype():
     assert tolerance([np.float32, np.int8]) == pytest.approx(2.4e-5, rel=0.05)
     assert tolerance([np.float32, jnp.bfloat16]) == pytest.approx(0.039, rel=0.05)
-    assert tolerance([np.float32, jnp.float8_e4m3fn]) == tolerance([np.complex64]) == tolerance([np.float32])
+    assert tolerance([np.complex64]) == tolerance([np.float32])
+    for narrow in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e3m4):
+        assert tolerance([np.float32, narrow]) == tolerance([np.float32])

@@ -1,10 +1,14 @@
 """Programs in lockstep: the values are those of JAX, draws are rows of the whole batch's, and lines are found."""
 
+import pathlib
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import shrewjax
 from shrewjax._numerics.relations import Division, shares_of
 from shrewjax._programs import jaxprs, lockstep
 
@@ -33,7 +37,7 @@ def lines(result):
 
 
 def last_place(value):
-    return lockstep.places_of(value, ran)[-1].shown(expression=False).split(": ", 1)[1]
+    return lockstep.expressions_of(value, ran)[-1].shown(expression=False).split(": ", 1)[1]
 
 
 def scanned(x):
@@ -153,9 +157,17 @@ def test_a_print_does_not_run(capsys):
 def test_the_expression_is_named_and_an_equation_knows_its_arguments():
     value = ran(lambda x: 1 + jnp.tanh(x))
     (made,) = [x for x in lockstep.walk(value, lambda x: x.operands) if x.equations and x is not value]
-    place = lockstep.places_of(made, ran)[-1]
+    place = lockstep.expressions_of(made, ran)[-1]
     assert place.shown(expression=True).endswith(": jnp.tanh(x)")
     assert made.sources == {("", "0")}
+
+
+@pytest.mark.parametrize("folder", [sys.prefix, pathlib.Path(shrewjax.__file__).parent.with_name("shrewjax_runs")])
+def test_a_project_is_the_users_wherever_it_lies(folder):
+    """Such as /usr/src, below the prefix of Debian's Python; or beside a checkout of this package."""
+    user, file = {"jnp": jnp}, f"{folder}/project/model.py"
+    exec(compile("def f(x):\n    return jnp.tanh(x)", file, "exec"), user)
+    assert lockstep.expressions_of(ran(lambda x: user["f"](x)), ran)[-1].filename == file
 
 
 def test_frames_are_those_of_this_jax():
