@@ -611,20 +611,19 @@ class _Loop(NamedTuple):
         """Runs micro-batch i. Returns the new state, and its leaves of the aux that are stacked."""
         # 1. Its weight and its results. Loops of fun may add gradients already.
         weight = self.loss.weight_of(self.batch, i, state.carried)
-        part, begun = self._run_and_add(state, i, weight)
+        returned, begun = self._run_and_add(state, i, weight)
         # 2. Add the loss, and the gradients that are left.
-        added = self.window.update(begun, part.to_average, weight)
+        added = self.window.update(begun, returned.to_average, weight)
         # 3. Is it kept? The window counts those that it drops. Sums of scatters in the aux and in the carry are lost,
         # too, if XLA knows that it is kept (XLA-27).
         is_kept = unknown_true() & (weight != 0)
         if self.window.nonfinite != "propagate":
             is_kept &= added.dropped == state.window_state.dropped
         # 4. Add the rest of what it returned, if it is kept.
-        aux, stacked = self.aux.update(state.aux, part.aux, weight, is_kept)
-        overwritten = _overwritten.update(state.overwritten, part.overwritten, is_kept)
-        new_state = _LoopState(
-            added, overwritten, aux, selected(is_kept, part.carried, state.carried)
-        )
+        aux, stacked = self.aux.update(state.aux, returned.aux, weight, is_kept)
+        overwritten = _overwritten.update(state.overwritten, returned.overwritten, is_kept)
+        carried = selected(is_kept, returned.carried, state.carried)
+        new_state = _LoopState(added, overwritten, aux, carried)
         return self._varying(new_state), stacked
 
     def run_where(
@@ -678,9 +677,10 @@ class _Loop(NamedTuple):
         places = jax.tree.leaves(self.traced.numbers.to_average.gradients)
         by_place = dict(zip(places, leaves, strict=True))
         add = self.window.adder_in_loop(state.window_state, weight)
-        part, added = self.traced.added_to(by_place, add, i, state.carried)
+        returned, added = self.traced.added_to(by_place, add, i, state.carried)
         gradients = jax.tree.unflatten(structure, [added[at] for at in places])
-        return part, state.window_state._replace(gradient_sum=sums._replace(gradients=gradients))
+        sums = sums._replace(gradients=gradients)
+        return returned, state.window_state._replace(gradient_sum=sums)
 
     def _varying(self, state: _LoopState) -> _LoopState:
         """Returns the state with sums whose types vary over `own_axes`, because a loop keeps the types of its state."""
