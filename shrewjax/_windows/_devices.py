@@ -273,7 +273,7 @@ def _zero_rows(
     if over & set(axes):
         raise ValueError(
             f"parameter {name} must not be sharded over sum_over={axes!r}. Leave out sum_over under jax.jit. Inside "
-            "jax.shard_map, pass parameters to init before jax.lax.pcast"
+            "jax.shard_map, pass parameters from before jax.lax.pcast"
         )
     if mesh is None:
         return as_varying(jnp.zeros_like(like, dtype=dtype)[None], axes)

@@ -35,8 +35,8 @@ def _checked_gradient(path: KeyPath, total: jax.Array, grad: Leaf) -> Leaf:
         raise ValueError(f"{name} is {grad.dtype}, but {_remedy_of_kind(total)}")
     if is_added and floats.is_complex(grad) and not floats.is_complex(total):
         raise ValueError(
-            f"{name} is {grad.dtype}, but its accumulator is {total.dtype}. Pass the real part of the gradient. Or "
-            "call init with a complex parameter"
+            f"{name} is {grad.dtype}, but its accumulator is {total.dtype}. Leave out accumulator_dtype= if its "
+            "parameter is complex. Otherwise pass the real part"
         )
     return grad if is_added else None
 

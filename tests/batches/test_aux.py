@@ -110,6 +110,25 @@ def test_a_metric_that_fun_has_reduced_over_devices_is_its_own_mean():
     assert_close([value, aux["own"], aux["of all"], aux["constant"]], [expected] * 3 + [3], 1e-6)
 
 
+@pytest.mark.parametrize("sum_over", [(), ("fsdp",)])
+def test_a_mean_may_differ_between_devices_whose_loss_is_the_same(sum_over):
+    """Devices along "data" reduce the loss, and keep a mean of their own in the aux."""
+
+    def fun(params, x, y):
+        loss = loss_fn(params, x, y)
+        own = loss if sum_over else jax.lax.pmean(loss, "fsdp")
+        return jax.lax.pmean(own, "data"), own
+
+    def step(params, x, y):
+        (loss, own), _ = shrewjax.value_and_grad(fun, 2, has_aux=True, sum_over=sum_over or None)(params, x, y)
+        return loss, own[None]
+
+    specs = (jax.P(), jax.P(("data", "fsdp")), jax.P(("data", "fsdp")))
+    mapped = jax.shard_map(step, mesh=mesh_of(data=2, fsdp=2), in_specs=specs, out_specs=(jax.P(), jax.P("data")))
+    own = [loss_fn(WEIGHTS, x, y) for x, y in zip(np.split(X, 2), np.split(Y, 2), strict=True)]
+    assert_close(quick_jit(mapped)(WEIGHTS, X, Y), (np.mean(own), np.stack(own)), rtol=1e-6)
+
+
 def test_a_metric_that_fun_has_reduced_takes_weights_that_differ_between_devices():
     def loss_and_metrics(params, x, y, mask):
         loss = jnp.sum(mask * (x @ params["w"] - y) ** 2) / jnp.maximum(jnp.sum(mask), 1)
