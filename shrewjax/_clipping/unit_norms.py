@@ -102,7 +102,7 @@ def clip_by_leaf_norm(
         )
 
     def init_fn(params: optax.Params) -> ClipByLeafNormState:
-        units = find_units(params, stacked_layers(stacked_axes))
+        units = find_units(params, stacked_layers(stacked_axes), mesh_axes)
         return ClipByLeafNormState(
             grad_norm=units.numbers(params, 0.0, units.dtype),
             clip_scale=units.numbers(params, 1.0, units.dtype),
@@ -495,7 +495,7 @@ def clip_by_leaf_norm_ema(
     mesh_axes = arguments.unit_axis_names(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByLeafNormEmaState:
-        units = find_units(params, stacked_layers(stacked_axes))
+        units = find_units(params, stacked_layers(stacked_axes), mesh_axes)
         return ClipByLeafNormEmaState(
             recorded=jnp.zeros((), jnp.int32),
             norm_ema=units.numbers(params, 0.0, jnp.float32),

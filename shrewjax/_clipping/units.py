@@ -143,9 +143,15 @@ class Units:
     def numbers(self, tree: chex.ArrayTree, value: float, dtype: DType) -> chex.ArrayTree:
         """Returns a tree like `tree` of numbers: one for each unit, and one for each leaf without units."""
         others = jax.tree.map(lambda _: jnp.full((), value, dtype), tree)
-        of_units = [
-            unit_numbers(x, d, value, dtype) for x, d in zip(self.leaves, self.dims, strict=True)
-        ]
+        if any(map(varying_axes, self.leaves)):
+            # Inside `shard_map`, with the types that norms of these units have
+            # (tests/devices/test_distribution.py, "that_init_in_shard_map").
+            zeros = [jnp.zeros_like(x, dtype=dtype) for x in self.leaves]
+            within: list[Axes] = [x.within for x in self.sharding]
+            of_units = [x + value for x in leaf_sums(zeros, axes=within, unit_dims=self.dims)]
+        else:
+            pairs = zip(self.leaves, self.dims, strict=True)
+            of_units = [unit_numbers(x, dims, value, dtype) for x, dims in pairs]
         return self.with_leaves(others, of_units)
 
     def numbers_beside(self, tree: chex.ArrayTree) -> list[PyTree]:

@@ -197,6 +197,24 @@ def test_leaf_norms_of_any_order_have_leaves_that_devices_share_beside_their_own
     assert_close(quick_jit(mapped)(grads), {"own": np.stack(own[:-1]), "shared": own[-1]}, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["clip_by_leaf_norm", "clip_by_leaf_norm_ema"])
+def test_states_that_init_in_shard_map_returns_keep_their_types(name):
+    """A leaf's norm is that of all its parts, so it is the same on all devices, and so is the state. In a scan."""
+    tx = shrewjax.accumulate(getattr(shrewjax, name)(1.5), 2)
+    grads = jax.tree.map(lambda x: np.float32(1 + np.arange(x.size)).reshape(x.shape), PARAMS)
+
+    def run(params, grads):
+        def step(state, scale):
+            return tx.update(jax.tree.map(lambda g: scale * g, grads), state, params)[::-1]
+
+        return jax.lax.scan(step, tx.init(params), jnp.asarray([1.0, 2.0, 0.01, 3.0]))[1]
+
+    mapped = jax.shard_map(
+        run, mesh=mesh_of(fsdp=8), in_specs=(SHARDED, SHARDED), out_specs={"w": P(None, "fsdp"), "b": P()}
+    )
+    assert_close(quick_jit(mapped)(PARAMS, grads), quick_jit(run)(PARAMS, grads), rtol=1e-5)
+
+
 def all_reduces(text):
     """The element counts of every all-reduce in a compiled program, one list an operation."""
     results = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
