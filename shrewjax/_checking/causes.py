@@ -170,7 +170,7 @@ class Case(NamedTuple):
         parameters beside them, and comes from examples without being rows of theirs.
         """
         has_rows = cache(self.has_rows)
-        shown = cache(lambda x: expressions_of(x, self.batches.fun))
+        frames = cache(lambda x: expressions_of(x, self.batches.fun))
         roles = "argnums", "batch_argnums"
         # Operands that come from the model: from parameters and examples.
         of_model = cache(lambda x: [y for y in x.operands if all(map(y.depends_on, roles))])
@@ -178,7 +178,7 @@ class Case(NamedTuple):
 
         def own_text(early: Value, late: Value) -> list[str]:
             """Returns the outermost expression of the user's that made `early` and not `late`."""
-            pairs = zip(shown(early), shown(late), strict=False)
+            pairs = zip(frames(early), frames(late), strict=False)
             apart = [a for a, b in pairs if a != b and has_rows(early)]
             return [a.shown(expression=True) for a in apart[:1]]
 
@@ -194,6 +194,7 @@ class Case(NamedTuple):
         rows = rows or {y: self._line(y) for y, _ in pairs}
         # 3. Leave out those that are made of others.
         made = [x for x in rows if _is_made_of(x, {*rows} - {x})]
+        # 4. Where the walk ends without rows, examples may come mixed.
         ends = [x for x in walked if not has_rows(x) and not of_model(x)]
         mixed = [y for x in ends for y in x.operands if self._is_mixed(y)]
         return {x: rows[x] for x in rows if x not in made}, mixed

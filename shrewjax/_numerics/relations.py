@@ -1,4 +1,4 @@
-"""Relations of as_float64: how a value of a whole batch comes from those of its micro-batches.
+"""Relations of numbers: how a value of a whole batch comes from those of its micro-batches.
 
 NumPy compares the values on the host, in float64, element by element.
 """
@@ -94,7 +94,7 @@ def shares_of(reduction: str, weights: Sequence[float]) -> Array:
 
 
 def as_float64(x: Leaf) -> Array:
-    """Returns an array in float64 or complex128. A key is its as_float64, and a float0 is 0."""
+    """Returns an array in float64 or complex128. A key is its numbers, and a float0 is 0."""
     dtype = jax.typeof(x).dtype
     if is_typed_key(x):
         x = jax.random.key_data(x)

@@ -1,4 +1,4 @@
-"""Relations hold for as_float64 that were made so, and for no others."""
+"""Relations hold for numbers that were made so, and for no others."""
 
 import jax
 import jax.numpy as jnp
