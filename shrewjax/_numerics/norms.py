@@ -114,6 +114,14 @@ class _Kind(NamedTuple):
         powers = [_power(upcast(x, dtype), self.ord) for x in leaves]
         return leaf_sums(powers, axes=self.axes, unit_dims=self.unit_dims)
 
+    def on_all_devices(self, is_rare: jax.Array) -> jax.Array:
+        """Returns a branch that all devices take. They wait for each other in its collectives.
+
+        All of them know a global norm's sum.
+        """
+        is_known = self.is_global or self.axes == [()] * len(self.unit_dims)
+        return is_rare if is_known else any_device([is_rare])[0]
+
     def totals(self, sums: list[jax.Array]) -> list[jax.Array]:
         """Returns the sum of each norm from the sums of units, joined."""
         return [_ordered_sum(sums[0])] if self.is_global else sums
@@ -177,6 +185,7 @@ def measure_units(
     kind = _Kind(ord, unit_dims, within, groups)
     if floor is None:
         return _measure(leaves, None, kind)
+    # Smaller sums belong to norms below a root of this one. Above a floor there, no norm is rescaled.
     trusted_above = RANGE[sum_dtype(*leaves)].trusted_above
     return _measure(leaves, floor.exponent <= math.floor(math.log2(trusted_above) / ord), kind)
 
@@ -228,13 +237,9 @@ def _measure(
         return [_by_maximum(leaves, kind)]
     if kind.ord > 2:
         (total,) = kind.totals(join(kind.sums(leaves), kind.groups))
-        return [
-            run_if(
-                jnp.any(shift_into_range(total) != 0),
-                lambda: _by_maximum(_unknown(leaves), kind),
-                lambda: to_extended(_ROOTS[kind.ord](total)),
-            )
-        ]
+        is_rare = kind.on_all_devices(jnp.any(shift_into_range(total) != 0))
+        by_maximum = lambda: _by_maximum(_unknown(leaves), kind)  # noqa: E731
+        return [run_if(is_rare, by_maximum, lambda: to_extended(_ROOTS[kind.ord](total)))]
     in_passes = partial(_in_two_passes, rescales_small=rescales_small, kind=kind)
     if sum_dtype(*leaves) == jnp.float64:
         return in_passes(leaves)
@@ -278,10 +283,7 @@ def _in_two_passes(
     shifts = [shift_into_range(total, rescales_small) for total in norm_sums]
 
     # 2
-    is_rare = jnp.any(jnp.stack([jnp.any(shift != 0) for shift in shifts]))
-    # If the branch has collectives, all devices have to take the same one. All of them know a global norm's sum.
-    if not kind.is_global and kind.axes != [()] * len(leaves):
-        (is_rare,) = any_device([is_rare])
+    is_rare = kind.on_all_devices(jnp.any(jnp.stack([jnp.any(shift != 0) for shift in shifts])))
     choosers = [norm_sums[0]] * len(leaves) if kind.is_global else unit_sums
     sums_of_scaled = partial(_sums_of_scaled, leaves, choosers, unit_sums, kind)
     scaled = run_if(is_rare, sums_of_scaled, lambda: joined_sums)

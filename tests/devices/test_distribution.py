@@ -197,6 +197,21 @@ def test_leaf_norms_of_any_order_have_leaves_that_devices_share_beside_their_own
     assert_close(quick_jit(mapped)(grads), {"own": np.stack(own[:-1]), "shared": own[-1]}, rtol=1e-6)
 
 
+@pytest.mark.parametrize("ord", [1, 3])
+def test_a_leaf_that_is_large_on_one_device_makes_no_other_wait(ord):
+    """Types are not tracked. One device's sum leaves the range, and then all devices read both leaves again."""
+    large = np.ones((8, 2), "f")
+    large[2] = 1e38 if ord == 1 else 1e30
+    grads = {"sharded": np.arange(16, dtype="f").reshape(8, 2) - 4, "own": large * 3}
+    tx = shrewjax.clip_by_leaf_norm(1.5, ord=ord, sharded_over=lambda name, _: "data" if "sharded" in name else ())
+    clip = lambda g: tx.update(g, tx.init(g))[0]  # noqa: E731
+    specs = (P("data"),)
+    mapped = jax.shard_map(clip, mesh=mesh_of(data=8), in_specs=specs, out_specs=P("data"), check_vma=False)
+    clipped = jax.device_get(quick_jit(mapped)(grads))
+    norms = [np.linalg.norm(np.float64(x), ord) for x in (clipped["sharded"].ravel(), *clipped["own"])]
+    np.testing.assert_allclose(norms, 1.5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["clip_by_leaf_norm", "clip_by_leaf_norm_ema"])
 def test_states_that_init_in_shard_map_returns_keep_their_types(name):
     """A leaf's norm is that of all its parts, so it is the same on all devices, and so is the state. In a scan."""
