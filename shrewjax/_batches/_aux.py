@@ -89,10 +89,10 @@ class AuxLeaves:
 
     def init(self) -> AuxSums:
         averaged = self._of(self._like, "mean")
-        # The window adds `sum_over` itself.
-        own = [tuple(varying_axes(x).difference(self._sum_over)) for x in averaged]
+        # `Window.init` lets sums vary over `sum_over`, too.
+        along = [tuple(varying_axes(x).difference(self._sum_over)) for x in averaged]
         zeros = [partitioned_like(jnp.zeros(x.shape, x.dtype), x) for x in averaged]
-        means = [*map(as_varying, zeros, own)]
+        means = [*map(as_varying, zeros, along)]
         others = [
             as_varying(_empty(name, x), self._reduced_over(name))
             for name, x in zip(self._names, self._like, strict=True)

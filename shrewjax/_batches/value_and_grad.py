@@ -694,6 +694,7 @@ class _Loop(NamedTuple):
     def averages(self, window_state: GradAccumulatorState) -> _LossAndGradients:
         window = self.window
         if self.batch.devices and self.loss.options.reduction != "sum":
+            # Divided already, so a "sum" takes only the total.
             window_state = window.divided(window_state)
             window = Window(reduction="sum", sum_over=window.axes)
         average, has_weight = window.finalize(window_state)

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from shrewjax._base import trees
-from shrewjax._base.flax_names import is_overwritten
 from shrewjax._base.types import PyTree
 from shrewjax._batches.value_and_grad import Options
 from shrewjax._checking.results import Batches
@@ -53,9 +52,7 @@ class Case(NamedTuple):
 
     @property
     def leaves(self) -> list[Value]:
-        """Returns the gradients, without new statistics of Flax's fp8 layers, which have no mean."""
-        pairs = jax.tree.leaves_with_path(self.grads)
-        return [x for path, x in pairs if not is_overwritten(path)]
+        return jax.tree.leaves(self.grads)
 
     def is_finite(self) -> bool:
         each = (as_float64(x.whole) for x in (self.loss, *self.leaves))
@@ -91,7 +88,7 @@ class Case(NamedTuple):
         of_rows = self._why_aux() if self.batches.returns_rows else None
         if of_rows:
             return of_rows
-        of_loss, *of_grads = [*self.errors(), 0.0]  # there may be no gradient
+        of_loss, *of_grads = [*self.errors(), 0.0]  # errors; there may be no gradient
         worst = int(np.argmax(of_grads))  # a NaN is the largest
         off = f"the gradients are {_percent(of_grads[worst])} off"
         off += "" if self.batches.returns_rows else f", the loss {_percent(of_loss)}"
@@ -146,7 +143,7 @@ class Case(NamedTuple):
         return is_first and "rows" in self.related(value)
 
     def lines(self, what: str, result: Value, remedy: str = "") -> Why:
-        """Returns the lines where a result parts from the whole batch's, and the remedy, or the given one."""
+        """Returns the lines where a result parts from the whole batch's, and the remedy, which for a key is its own."""
         related = cache(self.related)
         is_constant_key = lambda x: trees.is_typed_key(x.whole) and not x.sources  # noqa: E731
         # From what is not related, back to where all operands are.

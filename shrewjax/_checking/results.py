@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shrewjax._base import arguments
+from shrewjax._base.flax_names import is_overwritten
 from shrewjax._base.trees import is_gradient, is_typed_key
 from shrewjax._base.types import Function, Leaf, PyTree
 from shrewjax._batches.roles import Call, roles_of
@@ -79,11 +80,11 @@ def batches_of(
     )
     if "argnums" not in roles:  # of rows and of a loss, all floating arrays that are whole
         call = call._replace(numbers={**call.numbers, "argnums": tuple(call.whole())})
-    leaves, names = jax.tree.leaves(call.values), _roles_and_names(call)
+    leaves, names = jax.tree.leaves_with_path(call.values), _roles_and_names(call)
     params, others, num_examples = dict[int, Leaf](), dict[int, Leaf](), divisor
     for i, (role, name) in names.items():
-        x = leaves[i]
-        if role != "argnums":
+        path, x = leaves[i]
+        if role != "argnums" or is_overwritten(path):  # its new value is no gradient
             others[i] = jnp.asarray(x)
         elif "argnums" in roles or (isinstance(x, jax.Array) and is_gradient(x)):
             params[i] = jnp.asarray(x)

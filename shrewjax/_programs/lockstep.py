@@ -108,10 +108,9 @@ def _run(
     results = [*map(read, _together(x.outvars for x in each))]
     if None not in results and all(len(x.eqns) == done for x in each):
         return results
-    # The rest, as one equation.
+    # The rest, as one equation, which keeps its constants.
     variables = [*known][num_constants:]
-    of_each = _together([programs, _together(variables)])
-    rest = [jaxprs.rest_of(x, done, of_one) for x, of_one in of_each]
+    rest = [jaxprs.rest_of(x, done, [v[i] for v in variables]) for i, x in enumerate(programs)]
     around = *calls, *(each[0].eqns[done : done + 1] or each[0].eqns[-1:])
     functions, operands = map(jaxprs.function_of, rest), [known[v] for v in variables]
     made = _made(functions, operands, around)

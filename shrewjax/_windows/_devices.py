@@ -135,7 +135,8 @@ class Devices:
     ) -> tuple[list[jax.Array], ArrayTree]:
         """Returns the sums of all devices, in one collective. The first number is the weight.
 
-        Numbers are scalars or vectors of a device. They are added in the weight's dtype.
+        Numbers are scalars or vectors of a device, in its row if gradients have one. They are added in the weight's
+        dtype.
         """
         sum_of_weights = numbers[0]
         vectors = [x if x.ndim > sum_of_weights.ndim else x[..., None] for x in numbers]

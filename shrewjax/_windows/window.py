@@ -356,7 +356,8 @@ class Window:
                 True, _reciprocal(sum_of_weights, has_weight), jnp.ones((), sum_of_weights.dtype)
             )
             state = state._replace(gradient_sum=_all_scaled(state.gradient_sum, scale))
-        average = self.average(Advanced(state, sum_of_weights, True, has_weight))
+        added = Advanced(state, sum_of_weights, has_average=True, has_weight=has_weight)
+        average = self.average(added)
         return average, average.total_has_weight if self.is_partial else has_weight
 
     def divided(self, state: AnyState) -> AnyState:
@@ -386,7 +387,7 @@ class Window:
     def average(self, added: Advanced) -> Average:
         """Returns what a closing window passes on. Takes the total of partial sums, in one collective.
 
-        It divides this total and the loss. `advance` has divided all other sums.
+        It divides this total and the loss. `advance` or `finalize` has divided all other sums.
         """
         whole = self._total(added) if self.is_partial else added
         gradients = total = whole.state.gradient_sum
@@ -435,7 +436,7 @@ class Window:
         """Closes a window, full or not. Returns its average, whether it has one, and the state.
 
         The average of a window without one is meaningless. Callers whose users may read it replace it by zeros, which
-        XLA:GPU would hold beside the gradients. `windows`, `loss`, `weight` and `noise` then stay as they were.
+        XLA:GPU would hold beside the gradients. Callers also put `windows`, `loss`, `weight` and `noise` in the state.
         """
         no_gradients = jax.tree.map(lambda _: None, state.gradient_sum)
         added = self.advance(state, no_gradients, 0.0, None, flush=True)
