@@ -191,7 +191,7 @@ class Case(NamedTuple):
         rows = rows or {y: self._line(y) for y, _ in pairs}
         # 3. Leave out those that are made of others.
         made = [x for x in rows if _is_made_of(x, {*rows} - {x})]
-        # 4. Where the walk ends without rows, examples may come mixed.
+        # 4. Find operands that mix examples, at those ends of the walk that have no rows.
         ends = [x for x in walked if not has_rows(x) and not of_model(x)]
         mixed = [y for x in ends for y in x.operands if self._is_mixed(y)]
         return {x: rows[x] for x in rows if x not in made}, mixed

@@ -115,12 +115,13 @@ class _Kind(NamedTuple):
         return leaf_sums(powers, axes=self.axes, unit_dims=self.unit_dims)
 
     def on_all_devices(self, is_rare: jax.Array) -> jax.Array:
-        """Returns a branch that all devices take. They wait for each other in its collectives.
+        """Returns the same flag on all devices, because they wait for each other in a branch with collectives.
 
-        All of them know a global norm's sum.
+        Without it, one device would wait forever (tests/devices/test_distribution.py, "no_other_wait"). All devices
+        know a global norm's sum, and for leaves of a device's own the branch has no collective.
         """
-        is_known = self.is_global or self.axes == [()] * len(self.unit_dims)
-        return is_rare if is_known else any_device([is_rare])[0]
+        is_same = self.is_global or self.axes == [()] * len(self.unit_dims)
+        return is_rare if is_same else any_device([is_rare])[0]
 
     def totals(self, sums: list[jax.Array]) -> list[jax.Array]:
         """Returns the sum of each norm from the sums of units, joined."""

@@ -44,8 +44,8 @@ class Division(NamedTuple):
         if axis is None or not whole.size or whole.size != parts[0].size * len(parts):
             return
         for merged in range(1, whole.shape[axis] // self.num_examples + 1):
-            # (what is merged before the examples, the examples, what is merged behind them)
             if whole.shape[axis] % (merged * self.num_examples) == 0:
+                # Its axes: what comes before the examples, the examples, what comes behind them.
                 table = whole.reshape(math.prod(whole.shape[:axis]) * merged, self.num_examples, -1)
                 yield [table[:, i :: len(parts)].reshape(x.shape) for i, x in enumerate(parts)]
 

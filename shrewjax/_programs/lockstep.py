@@ -114,7 +114,7 @@ def _run(
     around = *calls, *(each[0].eqns[done : done + 1] or each[0].eqns[-1:])
     functions, operands = map(jaxprs.function_of, rest), [known[v] for v in variables]
     made = _made(functions, operands, around)
-    # What each result is made of, by the whole batch's program.
+    # Each result keeps only its own operands, because the equation takes those of all. The whole batch's program tells.
     used = (
         [known[v] for v in variables if v[0] in of_result]
         for of_result in jaxprs.used_by_results(rest[0])

@@ -67,7 +67,7 @@ class Advanced(NamedTuple):
     state: AnyState  # if the window closes, `gradient_sum` is its average, or partial
     sum_of_weights: jax.Array  # the window's weight, not reset if the window closes
     has_average: Flag  # the window closes with an average, which partial sums have only if their total weight is not 0
-    has_weight: Flag  # the weight is not 0; if it is partial, an array tells of a part
+    has_weight: Flag  # the weight is not 0; of partial ones, the device's own
 
 
 class Average(NamedTuple):

@@ -205,8 +205,7 @@ def test_a_leaf_that_is_large_on_one_device_makes_no_other_wait(ord):
     grads = {"sharded": np.arange(16, dtype="f").reshape(8, 2) - 4, "own": large * 3}
     tx = shrewjax.clip_by_leaf_norm(1.5, ord=ord, sharded_over=lambda name, _: "data" if "sharded" in name else ())
     clip = lambda g: tx.update(g, tx.init(g))[0]  # noqa: E731
-    specs = (P("data"),)
-    mapped = jax.shard_map(clip, mesh=mesh_of(data=8), in_specs=specs, out_specs=P("data"), check_vma=False)
+    mapped = jax.shard_map(clip, mesh=mesh_of(data=8), in_specs=P("data"), out_specs=P("data"), check_vma=False)
     clipped = jax.device_get(quick_jit(mapped)(grads))
     norms = [np.linalg.norm(np.float64(x), ord) for x in (clipped["sharded"].ravel(), *clipped["own"])]
     np.testing.assert_allclose(norms, 1.5, rtol=1e-5)
