@@ -89,10 +89,8 @@ class AuxLeaves:
 
     def init(self) -> AuxSums:
         averaged = self._of(self._like, "mean")
-        # `Window.init` lets sums vary over `sum_over`, too.
-        along = [tuple(varying_axes(x).difference(self._sum_over)) for x in averaged]
-        zeros = [partitioned_like(jnp.zeros(x.shape, x.dtype), x) for x in averaged]
-        means = [*map(as_varying, zeros, along)]
+        # `Window.init` adds the axes of `sum_over`, and refuses leaves that have them.
+        means = [_empty("mean", x, without=self._sum_over) for x in averaged]
         others = [
             as_varying(_empty(name, x), self._reduced_over(name))
             for name, x in zip(self._names, self._like, strict=True)
@@ -225,13 +223,16 @@ def _axis_to_join(leaf: str, name: str, x: Leaf, large: Leaf, is_known: bool) ->
     return differ[0] + (name == "stack")
 
 
-def _empty(name: str, like: Leaf) -> jax.Array:
-    """Returns what a leaf begins with: the number that any other replaces, or 0."""
+def _empty(name: str, like: Leaf, without: AxisNames = ()) -> jax.Array:
+    """Returns what a leaf begins with: the number that any other replaces, or 0.
+
+    It varies over the mapped axes of the leaf, but for these.
+    """
     least, largest = _ends(like.dtype)
     start = {"max": least, "min": largest}.get(name, 0)
     dtype = _dtype_of_sum(like) if name == "sum" else like.dtype
     full = partitioned_like(jnp.full(like.shape, start, dtype), like)
-    return as_varying(full, tuple(varying_axes(like)))
+    return as_varying(full, tuple(varying_axes(like).difference(without)))
 
 
 def _dtype_of_sum(like: Leaf) -> DType:

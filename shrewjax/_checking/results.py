@@ -80,11 +80,11 @@ def batches_of(
     )
     if "argnums" not in roles:  # of rows and of a loss, all floating arrays that are whole
         call = call._replace(numbers={**call.numbers, "argnums": tuple(call.whole())})
-    leaves, names = jax.tree.leaves_with_path(call.values), _roles_and_names(call)
+    leaves, names = jax.tree.leaves(call.values), _roles_and_names(call)
     params, others, num_examples = dict[int, Leaf](), dict[int, Leaf](), divisor
     for i, (role, name) in names.items():
-        path, x = leaves[i]
-        if role != "argnums" or is_overwritten(path):  # its new value is no gradient
+        x = leaves[i]
+        if role != "argnums":
             others[i] = jnp.asarray(x)
         elif "argnums" in roles or (isinstance(x, jax.Array) and is_gradient(x)):
             params[i] = jnp.asarray(x)
@@ -111,11 +111,17 @@ def batches_of(
 
 
 def _roles_and_names(call: Call) -> dict[int, tuple[str, str]]:
-    """Returns the role of each leaf with one, and its name in messages, by its number."""
+    """Returns the role of each leaf with one, and its name in messages, by its number.
+
+    A statistic of Flax's fp8 layers has none, because its "gradient" is its new value, which has no mean.
+    """
     role_of = {at: role for role, of_role in call.numbers.items() for at in of_role}
     places = [(at, path) for at in range(len(call.values)) for path, _ in call.leaves(at)]
-    named = enumerate(places)
-    return {i: (role_of[at], call.name(at, path)) for i, (at, path) in named if at in role_of}
+    return {
+        i: (role_of[at], call.name(at, path))
+        for i, (at, path) in enumerate(places)
+        if at in role_of and not is_overwritten(path)
+    }
 
 
 def _sum_of(tree: PyTree, of_examples: jax.Array) -> jax.Array:
