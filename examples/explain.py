@@ -88,7 +88,7 @@ def gradients_of_a_transformer() -> dict[str, Gradient]:
     loss = functools.partial(train_transformer.loss_of(graph), deterministic=True)
     functions = {"jax.value_and_grad": jax.value_and_grad(loss)}
     for k in (4, 16):
-        functions[f"shrewjax, {k} micro-batches"] = shrewjax.value_and_grad(
+        functions[f"shrewjax, {k} micro-batches"] = shrewjax.accumulated_value_and_grad(
             loss, k, weight_fn=train_transformer.predicted, rng_argnums=2
         )
     arguments = weights, jax.tree.map(jnp.asarray, batch), jax.random.key(0)

@@ -141,10 +141,10 @@ class Difference(NamedTuple):
 def comparison(mean_loss: Callable[..., jax.Array]) -> Callable[..., dict[str, Difference]]:
     """Compares, without dropout, micro-batches weighted by characters, and not, with the large batch."""
     sides = {
-        "weight_fn=": shrewjax.value_and_grad(
+        "weight_fn=": shrewjax.accumulated_value_and_grad(
             mean_loss, MICRO_BATCHES, weight_fn=predicted, rng_argnums=2
         ),
-        "mean of means": shrewjax.value_and_grad(mean_loss, MICRO_BATCHES, rng_argnums=2),
+        "mean of means": shrewjax.accumulated_value_and_grad(mean_loss, MICRO_BATCHES, rng_argnums=2),
     }
 
     @jax.jit
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> None:
     tx = optax.chain(shrewjax.clip_by_global_norm(MAX_NORM), optax.adamw(schedule))
     opt_state = tx.init(weights)
     mean_loss = loss_of(graph)
-    loss_and_grad = shrewjax.value_and_grad(
+    loss_and_grad = shrewjax.accumulated_value_and_grad(
         mean_loss, MICRO_BATCHES, weight_fn=predicted, rng_argnums=2
     )
 

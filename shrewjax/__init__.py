@@ -6,11 +6,9 @@ from types import FunctionType as _FunctionType
 
 from shrewjax import spec
 from shrewjax._base.states import metrics
-from shrewjax._batches.micro_batch_map import micro_batch_map
-from shrewjax._batches.micro_batched import micro_batched
+from shrewjax._batches.accumulated import accumulated_value_and_grad
+from shrewjax._batches.micro_batched import micro_batched, print_micro_batches, value_and_grad
 from shrewjax._batches.per_device import per_device
-from shrewjax._batches.value_and_grad import value_and_grad
-from shrewjax._checking.micro_batches import check_micro_batches
 from shrewjax._clipping.cotangents import clip_cotangent
 from shrewjax._clipping.elements import (
     ClipByPercentileState,
@@ -39,6 +37,7 @@ from shrewjax._clipping.unit_norms import (
     clip_by_leaf_norm,
     clip_by_leaf_norm_ema,
 )
+from shrewjax._division.each_example import of_each_example
 from shrewjax._numerics.histories import HistoryState
 from shrewjax._skipping.guards import (
     SkipNonfiniteState,
@@ -89,9 +88,10 @@ __all__ = [
     "HistoryState",
     # Accumulate: a whole batch in one call, or batches that come one by one.
     "value_and_grad",
-    "micro_batch_map",
     "micro_batched",
-    "check_micro_batches",
+    "of_each_example",
+    "print_micro_batches",
+    "accumulated_value_and_grad",
     "accumulate",
     "apply_gradients",
     "check_window",

@@ -8,7 +8,7 @@ type checker wants `import shrewjax.flax`. The arithmetic is that of `shrewjax.a
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,9 @@ from shrewjax._base.types import (
     Number,
     PyTree,
 )
-from shrewjax._batches.micro_batch_map import rows_of_batch
-from shrewjax._batches.micro_batched import require_axes, value_of_batch
+from shrewjax._batches import accumulated
+from shrewjax._batches.micro_batched import Options, divided_call, refuse
 from shrewjax._batches.roles import Roles, positional_names, roles_of
-from shrewjax._batches.value_and_grad import Options, of_options
 from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._windows.accumulate import apply_gradients
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction
@@ -50,7 +49,7 @@ except ModuleNotFoundError as error:
 __all__ = [
     "Optimizer",
     "TrainState",
-    "micro_batch_map",
+    "accumulated_value_and_grad",
     "micro_batched",
     "value_and_grad",
 ]
@@ -257,6 +256,134 @@ def value_and_grad(
     wrt: Any = nnx.Param,
     has_aux: bool = False,
     batch_argnums: int | str | Sequence[int | str] | None = None,
+    accumulator_dtype: DType = None,
+    sum_over: AxisName | None = None,
+    **others: Never,
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    r"""Returns `nnx.value_and_grad` of `fun`, in the memory of a micro-batch.
+
+    .. math:: \big(f(\theta, x), \; \nabla_\theta f(\theta, x)\big)
+
+    It is `shrewjax.value_and_grad` for a loss that takes an NNX model first. Value, aux, gradients and dropout are those
+    of `nnx.value_and_grad` of the whole batch, and the objects are updated as by one call of it: counts of keys advance
+    once. Batch norm in training is refused. With running averages (`model.eval()`) it is not. Or call
+    `accumulated_value_and_grad`, in which each micro-batch has statistics of its own.
+
+    Call the returned function under `nnx.jit`. Both of Flax's modes, graph and tree, give the same.
+
+    Args:
+      fun: the loss function, as for `nnx.value_and_grad`. It takes the model first.
+      micro_batches: as in `shrewjax.value_and_grad`.
+      wrt: a filter of the variables in the first argument to differentiate with respect to.
+      has_aux: whether `fun` returns a pair.
+      batch_argnums: the arguments that hold examples, by positions or names as in `shrewjax.value_and_grad`. The model
+        has position 0. None: all by position except nnx objects. If there are none, all by keyword, except these.
+      accumulator_dtype: as in `shrewjax.value_and_grad`.
+      sum_over: as in `shrewjax.value_and_grad`.
+
+    Returns:
+      A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are an
+      `nnx.State` of variables, in place of each object of the first argument, as `nnx.value_and_grad` returns them in
+      graph mode.
+
+    Raises:
+      ValueError: as in `accumulated_value_and_grad` and in `shrewjax.micro_batched`.
+
+    Example:
+      >>> from flax import nnx
+      >>> import shrewjax.flax
+      >>> def loss(model, x, y, mask):
+      ...     return jnp.sum((model(x)[:, 0] - y) ** 2 * mask) / jnp.sum(mask)
+      >>> model, y = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.arange(8.0)
+      >>> step = nnx.jit(shrewjax.flax.value_and_grad(loss, micro_batches=4))
+      >>> value, grads = step(model, jnp.ones((8, 2)), y, y < 5)
+      >>> grads["kernel"].shape
+      (2, 1)
+
+    Source: `shrewjax.value_and_grad` and `flax.nnx.value_and_grad`.
+    """
+    _predicate(wrt)
+    refuse(others)
+    options = Options(micro_batches, True, accumulator_dtype, sum_over)
+    roles = roles_of(fun, {}, (), batch_argnums)
+
+    def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
+        args, kwargs = _with_model_by_position(fun, args, kwargs)
+        call = _OfObjects(fun, has_aux, wrt, args, kwargs)
+        run = jax.value_and_grad(call.divided(roles, options), has_aux=True)
+        returned, grads = run(*call.arrays, **call.objects.kwargs)
+        return call.returned(returned), call.objects.like_model(grads)
+
+    return value_and_grad_of_batch
+
+
+def micro_batched(
+    fun: Function,
+    micro_batches: int,
+    *,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
+    accumulator_dtype: DType = None,
+    sum_over: AxisName | None = None,
+    **others: Never,
+) -> Function:
+    r"""Returns the same function, whose derivative takes the memory of a micro-batch.
+
+    .. math:: f(\theta, x) = h\Big(\sum_i s(\theta, x_i), \; r(\theta, x_1), \dots, r(\theta, x_K)\Big)
+
+    It is `shrewjax.micro_batched` for a function that takes an NNX model first, as `nnx.value_and_grad` and `nnx.grad`
+    do. A call updates the objects as a call of `fun` does. The derivative of their new state is NaN.
+
+    Args:
+      fun: any function that takes the model first, such as a loss, or one that returns rows.
+      micro_batches: as in `shrewjax.micro_batched`.
+      wrt: a filter of all variables that a caller may differentiate with respect to.
+      has_aux: whether `fun` returns a pair.
+      batch_argnums: as in `value_and_grad`.
+      accumulator_dtype: as in `shrewjax.micro_batched`.
+      sum_over: as in `shrewjax.micro_batched`.
+
+    Returns:
+      A function with the arguments and results of `fun`.
+
+    Raises:
+      ValueError: as in `value_and_grad`.
+
+    Example:
+      >>> from flax import nnx
+      >>> import shrewjax.flax
+      >>> def loss(model, x, y):
+      ...     return jnp.mean((model(x)[:, 0] - y) ** 2)
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> of_batch = shrewjax.flax.micro_batched(loss, micro_batches=4)
+      >>> value, grads = nnx.jit(nnx.value_and_grad(of_batch))(model, jnp.ones((8, 2)), jnp.ones(8))
+      >>> grads["kernel"].shape
+      (2, 1)
+
+    Source: `shrewjax.micro_batched`.
+    """
+    _predicate(wrt)
+    refuse(others)
+    options = Options(micro_batches, True, accumulator_dtype, sum_over)
+    roles = roles_of(fun, {}, (), batch_argnums)
+
+    @wraps(fun)
+    def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        args, kwargs = _with_model_by_position(fun, args, kwargs)
+        call = _OfObjects(fun, has_aux, wrt, args, kwargs)
+        return call.returned(call.divided(roles, options)(*call.arrays, **call.objects.kwargs))
+
+    return of_batch
+
+
+def accumulated_value_and_grad(
+    fun: Function,
+    micro_batches: int,
+    *,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
     weight_fn: Function | None = None,
     aux_reduction: PyTree = "mean",
     rng_argnums: int | str | Sequence[int | str] = (),
@@ -349,153 +476,29 @@ def value_and_grad(
     """
 
     _predicate(wrt)
-    options = Options(**arguments.among(Options, locals())).checked()
+    given = arguments.among(accumulated.Options, locals())
+    options = accumulated.Options(**given).checked()
     roles = roles_of(fun, {}, rng_argnums, batch_argnums)
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
         args, kwargs = _with_model_by_position(fun, args, kwargs)
-        call = _OfObjects(roles, options, wrt, args, kwargs)
-        value_and_grads = of_options(call.loss, call.options, **call.roles)
-        returned, grads = value_and_grads(*call.arrays, **call.objects.kwargs)
+        arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
+        call = _OfObjects(fun, has_aux, wrt, args, kwargs)
+        its_roles = roles.with_reserved(call.reserved).call(
+            call.arrays[:-1], call.objects.kwargs, micro_batches
+        )
+        # The state comes last, and goes from micro-batch to micro-batch.
+        carry: dict[str, Any] = {"carry_argnum": len(call.arrays) - 1}
+        weigh = weight_fn and call.alone(weight_fn)
+        run = accumulated.of_options(
+            call.loss,
+            options._replace(has_aux=True, weight_fn=weigh),
+            **(carry | its_roles.keys_and_examples()),
+        )
+        returned, grads = run(*call.arrays, **call.objects.kwargs)
         return call.returned(returned), call.objects.like_model(grads)
 
     return value_and_grad_of_batch
-
-
-def micro_batched(
-    fun: Function,
-    micro_batches: int,
-    *,
-    wrt: Any = nnx.Param,
-    has_aux: bool = False,
-    batch_argnums: int | str | Sequence[int | str] | None = None,
-    weight_fn: Function | None = None,
-    aux_reduction: PyTree = "mean",
-    rng_argnums: int | str | Sequence[int | str] = (),
-    reduction: Reduction = "mean",
-    nonfinite: NonfiniteOfBatch = "propagate",
-    accumulator_dtype: DType = None,
-    sum_over: AxisName | None = None,
-    skip_empty: bool = False,
-) -> Function:
-    r"""Returns `fun` with a value and derivatives that are computed micro-batch by micro-batch.
-
-    .. math:: \mathrm{d}\ell = \sum_\theta \Big( \frac{\sum_i w_i \, \partial \ell_i / \partial \theta}{\sum_i w_i}
-        \cdot \mathrm{d}\theta \Big)
-
-    It is `shrewjax.micro_batched` for a loss that takes an NNX model first, as `nnx.value_and_grad` and `nnx.grad` do.
-    Batch statistics, counts of keys and all other state go from micro-batch to micro-batch, as in `value_and_grad`. A
-    call of the returned function updates them, also if it computes the value alone. Their derivative is NaN.
-
-    Args:
-      fun: the loss function. It takes the model first, and returns a scalar.
-      micro_batches: K, an int >= 1, into which the examples can be divided.
-      wrt: a filter of all variables that a caller may differentiate with respect to. Gradients are computed of those
-        that it does differentiate. All others go from micro-batch to micro-batch, and are not differentiated.
-      has_aux: whether `fun` returns a pair.
-      batch_argnums: as in `value_and_grad`.
-      weight_fn: as in `value_and_grad`.
-      aux_reduction: as in `value_and_grad`.
-      rng_argnums: as in `value_and_grad`.
-      reduction: as in `value_and_grad`.
-      nonfinite: as in `value_and_grad`.
-      accumulator_dtype: as in `value_and_grad`.
-      sum_over: as in `shrewjax.micro_batched`.
-      skip_empty: as in `value_and_grad`, and in `shrewjax.micro_batched`.
-
-    Returns:
-      A function of `fun`'s arguments, which returns the batch's value, or the pair `(value, aux)` with `has_aux`.
-
-    Raises:
-      ValueError: as in `value_and_grad` and in `shrewjax.micro_batched`.
-
-    Example:
-      >>> from flax import nnx
-      >>> import shrewjax.flax
-      >>> def loss(model, x, y):
-      ...     return jnp.mean((model(x)[:, 0] - y) ** 2)
-      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-      >>> of_batch = shrewjax.flax.micro_batched(loss, micro_batches=4)
-      >>> value, grads = nnx.jit(nnx.value_and_grad(of_batch))(model, jnp.ones((8, 2)), jnp.ones(8))
-      >>> grads["kernel"].shape
-      (2, 1)
-
-    Source: `shrewjax.micro_batched`.
-    """
-    _predicate(wrt)
-    options = Options(**arguments.among(Options, locals())).checked()
-    require_axes(options)
-    roles = roles_of(fun, {}, rng_argnums, batch_argnums)
-    return _of_batch(roles, options, wrt, value_of_batch)
-
-
-def micro_batch_map(
-    fun: Function,
-    micro_batches: int,
-    *,
-    wrt: Any = nnx.Param,
-    batch_argnums: int | str | Sequence[int | str] | None = None,
-    rng_argnums: int | str | Sequence[int | str] = (),
-    accumulator_dtype: DType = None,
-    sum_over: AxisName | None = None,
-) -> Function:
-    r"""Maps `fun` over micro-batches, and joins the rows that it returns.
-
-    .. math:: z_j = f(\theta, x_j), \qquad
-        \bar\theta = \sum_j \bar z_j \, \frac{\partial f(\theta, x_j)}{\partial \theta}
-
-    It is `shrewjax.micro_batch_map` for a function that takes an NNX model first. Batch statistics, counts of keys and
-    all other state go from micro-batch to micro-batch, as in `value_and_grad`. Both passes start from the same state
-    and draw the same masks, and a call updates the state once. Its derivative is NaN.
-
-    Args:
-      fun: a function that takes the model first, and returns a row for each example.
-      micro_batches: as in `shrewjax.micro_batch_map`.
-      wrt: as in `micro_batched`.
-      batch_argnums: as in `value_and_grad`.
-      rng_argnums: as in `value_and_grad`.
-      accumulator_dtype: as in `value_and_grad`.
-      sum_over: as in `shrewjax.micro_batch_map`.
-
-    Returns:
-      A function of `fun`'s arguments, which returns the rows of the whole batch.
-
-    Raises:
-      ValueError: as in `value_and_grad` and in `shrewjax.micro_batch_map`.
-
-    Example:
-      >>> from flax import nnx
-      >>> import shrewjax.flax
-      >>> def squares(model, x, y):
-      ...     return (model(x)[:, 0] - y) ** 2
-      >>> def loss(model, x, y, mask):
-      ...     rows = shrewjax.flax.micro_batch_map(squares, micro_batches=4)(model, x, y)
-      ...     return jnp.sum(rows * mask) / jnp.sum(mask)
-      >>> model, y = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.arange(8.0)
-      >>> value, grads = nnx.jit(nnx.value_and_grad(loss))(model, jnp.ones((8, 2)), y, y < 5)
-      >>> grads["kernel"].shape
-      (2, 1)
-
-    Source: `shrewjax.micro_batch_map`.
-    """
-    _predicate(wrt)
-    options = Options(**arguments.among(Options, locals())).checked()
-    roles = roles_of(fun, {}, rng_argnums, batch_argnums)
-    return _of_batch(roles, options, wrt, rows_of_batch)
-
-
-def _of_batch(roles: Roles, options: Options, wrt: Any, rule: Function) -> Function:
-    """Returns the function of nnx objects whose values and derivatives `rule` computes."""
-
-    @wraps(roles.fun)
-    def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        args, kwargs = _with_model_by_position(roles.fun, args, kwargs)
-        call = _OfObjects(roles, options, wrt, args, kwargs)
-        return call.returned(
-            rule(call.loss, call.options, call.roles, call.arrays, call.objects.kwargs)
-        )
-
-    return of_batch
 
 
 def _with_model_by_position(
@@ -513,47 +516,45 @@ def _with_model_by_position(
 
 
 class _OfObjects:
-    """A call of a function of nnx objects, as one of arrays, whose last one is the state that it carries.
+    """A call of a function of nnx objects, as one of arrays, whose last one is the state of the objects.
 
     Attributes:
       objects: the nnx objects.
       arrays: the arguments by position.
-      roles: which of them hold examples and keys.
-      options: the user's, with a weight of arrays, for a loss that returns the state, too.
+      reserved: the roles of arguments that hold no examples.
     """
 
     def __init__(
         self,
-        roles: Roles,
-        options: Options,
+        fun: Function,
+        has_aux: bool,
         wrt: Any,
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> None:
-        weight_fn = options.weight_fn
-        arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
         self.objects = _Objects(wrt, args[0], args[1:], kwargs)
-        self._fun, self._has_aux = roles.fun, options.has_aux
-        # Checked here, because below there is one more argument, which no caller passed (test_flax_arguments.py).
-        reserved = {"wrt": (0,), "nnx objects (they need no position)": self.objects.alone}
-        arrays = self.objects.params, *self.objects.args
-        call = roles.with_reserved(reserved).call(
-            arrays, self.objects.kwargs, options.micro_batches
-        )
-        carry: dict[str, Any] = {"carry_argnum": len(arrays)}
-        self.roles = carry | call.keys_and_examples()
+        self._fun, self._has_aux = fun, has_aux
+        alone = self.objects.alone
+        self.reserved = {"wrt": (0,), "nnx objects (they need no position)": alone}
         # A second call with the same model gets the state that the first one returned, whose derivative is NaN.
-        self.arrays = *arrays, jax.lax.stop_gradient(self.objects.state)
-
-        def weigh(*args: PyTree, **kwargs: PyTree) -> Number:
-            return self.objects.call(weight_fn, args, kwargs)[0]
-
-        self.options = options._replace(has_aux=True, weight_fn=weight_fn and weigh)
+        state = jax.lax.stop_gradient(self.objects.state)
+        self.arrays = self.objects.params, *self.objects.args, state
 
     def loss(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         returned, state = self.objects.call(self._fun, args, kwargs)
         value, its_aux = returned if self._has_aux else (returned, ())
         return value, (its_aux, state)
+
+    def alone(self, function: Function) -> Function:
+        """Returns a function of the objects as one of arrays, without their new state."""
+        return lambda *args, **kwargs: self.objects.call(function, args, kwargs)[0]
+
+    def divided(self, roles: Roles, options: Options) -> Function:
+        """Returns `loss`, divided. The roles are checked without the state, which no caller passed."""
+        its = roles.with_reserved(self.reserved)
+        places = its.places(self.arrays[:-1], self.objects.kwargs)["batch_argnums"]
+        of_loss = Roles(self.loss, {"batch_argnums": places}, its.part)
+        return lambda *args, **kwargs: divided_call(of_loss, options, args, kwargs)
 
     def returned(self, results: tuple[PyTree, PyTree]) -> PyTree:
         """Returns what `fun` would return, and gives the objects their new state."""

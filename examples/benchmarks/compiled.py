@@ -242,14 +242,14 @@ def batches(target: Target) -> Iterator[Row]:
     here = target.name == "here" and jax.device_count()
     for n in [n for n in (1, 8, 256) if n <= (here or {"cpu": 8}.get(target.name, 256))]:
         for name, options in BATCHES.items():
-            ours = shrewjax.value_and_grad(masked_loss, MICRO_BATCHES, **options)
+            ours = shrewjax.accumulated_value_and_grad(masked_loss, MICRO_BATCHES, **options)
             yield Row(
                 f"value_and_grad over {n}, {name}",
                 partial(whole_batch, target, ours, n),
                 partial(whole_batch, target, optax_batch, n),
             )
             if n > 1:
-                ours = shrewjax.value_and_grad(
+                ours = shrewjax.accumulated_value_and_grad(
                     masked_loss, MICRO_BATCHES, sum_over="data", **options
                 )
                 yield Row(

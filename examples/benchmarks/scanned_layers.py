@@ -97,10 +97,10 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     ONE: lambda model: jax.value_and_grad(model.loss),
     "by hand": lambda model: functools.partial(sum_by_hand, model.loss, MICRO_BATCHES),
     "value_and_grad": lambda model: shrewjax.value_and_grad(model.loss, MICRO_BATCHES),
-    "weighted": lambda model: shrewjax.value_and_grad(
+    "weighted": lambda model: shrewjax.accumulated_value_and_grad(
         model.loss, MICRO_BATCHES, weight_fn=lambda _, tokens: weight(tokens)
     ),
-    "skip_empty": lambda model: shrewjax.value_and_grad(
+    "skip_empty": lambda model: shrewjax.accumulated_value_and_grad(
         model.loss,
         MICRO_BATCHES,
         weight_fn=lambda _, tokens: weight(tokens),

@@ -97,7 +97,7 @@ def whole(loss: Step) -> Step:
 
 def ours(loss: Step, **options: Any) -> Step:
     """Micro-batch by micro-batch."""
-    return shrewjax.value_and_grad(loss, MICRO_BATCHES, **options)
+    return shrewjax.accumulated_value_and_grad(loss, MICRO_BATCHES, **options)
 
 
 def by_hand(loss: Step) -> Step:

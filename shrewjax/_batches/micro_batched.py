@@ -1,37 +1,33 @@
-"""A loss whose value and derivatives are computed micro-batch by micro-batch, for programs that differentiate it.
+"""The same function of a whole batch, in the memory of a micro-batch: `micro_batched`, and `value_and_grad` of it.
 
-`value_and_grad` computes gradients. This module makes them a rule of JAX (`jax.custom_jvp`): the tangent of the loss is
-the sum of gradients times tangents. JAX transposes the rule, differentiates it again and maps it. `value_of_batch` is a
-call:
-
-1. Find its free arrays, by which there are derivatives, and its fixed ones (`_of_arrays`).
-2. The value alone is that of the batch with no parameters, so that nothing runs backward.
-3. JAX tells the rule which tangents are zeros, by their types. The parameters are the free leaves of all others.
-
-The rule never sees the cotangent, such as a loss scale. One of `jax.custom_vjp` would, but it would run forward twice
-(1.35 times the operations of `jax.value_and_grad`), and have no forward mode.
+1. Trace the function of the whole batch, with the arrays that it closes over as arguments (`Call`).
+2. Divide it, for the arguments that a caller differentiates (`divided`).
+3. Give JAX a rule. The tangent of a scalar is its gradient times the tangents (`jax.custom_jvp`), so there is a forward
+   mode, and one pass does. Other results have cotangents of their own, so they have a reverse mode
+   (`jax.custom_vjp`).
 """
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Never, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from shrewjax._base import arguments
-from shrewjax._base.axes import is_bound, mapped_axes, replicated_axes, varying_axes
-from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import AxisName, AxisNames, DType, Function, Leaf, PyTree
-from shrewjax._batches._of_arrays import Arrays, OfArrays, call_of_arrays, perturbed_among
-from shrewjax._batches.roles import label, roles_of
-from shrewjax._batches.value_and_grad import Options, of_options, seen_by_check
+from shrewjax._base.axes import as_varying, mapped_axes, varying_axes
+from shrewjax._base.mesh import devices_to_map
+from shrewjax._base.trees import is_gradient, is_zero_tangent
+from shrewjax._base.types import AxisName, DType, Function, Leaf, PyTree
+from shrewjax._batches.divided import Divided, Run, Setting
+from shrewjax._batches.roles import Roles, is_array, roles_of
 from shrewjax._numerics.floats import sum_dtype, upcast
-from shrewjax._numerics.reductions import combined_over, mean_over
-from shrewjax._windows.window import NonfiniteOfBatch, Reduction
+from shrewjax._numerics.reductions import combined_over
+from shrewjax._programs import jaxprs
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -43,199 +39,364 @@ def micro_batched(
     *,
     has_aux: bool = False,
     batch_argnums: int | str | Sequence[int | str] | None = None,
-    weight_fn: Function | None = None,
-    aux_reduction: PyTree = "mean",
-    rng_argnums: int | str | Sequence[int | str] = (),
-    reduction: Reduction = "mean",
-    nonfinite: NonfiniteOfBatch = "propagate",
     accumulator_dtype: DType = None,
     sum_over: AxisName | None = None,
-    skip_empty: bool = False,
+    **others: Never,
 ) -> Callable[P, Result]:
-    r"""Returns `fun` with a value and derivatives that are computed micro-batch by micro-batch.
+    r"""Returns the same function, whose derivative takes the memory of a micro-batch, as `jax.checkpoint` takes less.
 
-    .. math:: \mathrm{d}\ell = \sum_\theta \Big( \frac{\sum_i w_i \, \partial \ell_i / \partial \theta}{\sum_i w_i}
-        \cdot \mathrm{d}\theta \Big)
+    .. math:: f(\theta, x) = h\Big(\sum_i s(\theta, x_i), \; r(\theta, x_1), \dots, r(\theta, x_K)\Big)
 
-    Take it for programs that take a loss and differentiate it themselves: line searches, second-order methods,
-    samplers, trainers. If you call `jax.value_and_grad` yourself, take `value_and_grad`, which can also carry state.
+    Arguments, results and derivatives are those of `fun` on the whole batch, up to rounding: any loss, aux and dropout,
+    for trainers, line searches and samplers. Call it under `jax.jit`, because outside of it each call compiles again.
 
-    The returned function has the signature of `fun`, and takes the whole batch. It has a value and derivatives of any
-    order and mode: `jax.grad`, `jax.jvp`, `jax.linearize`, `jax.vmap` of them, products with the Hessian. Call it under
-    `jax.jit`, because outside of it each call compiles the loop again.
+    `fun` is traced once, and its program divided. Sums s and rows r of a micro-batch's examples are computed in a loop,
+    and what follows, h, for the whole batch. If the gradient by sums and rows depends on them, as in a contrastive
+    loss, the loop runs twice, forward only the first time. `print_micro_batches` prints the three parts.
 
-    A first derivative takes the memory of `value_and_grad`, and computes gradients of those leaves alone that are
-    differentiated. The value alone takes that of one micro-batch. A Hessian times a vector takes little if the outer
-    derivative is forward, as `jax.jvp` of `jax.grad`. Reverse over reverse may take more memory than `fun` itself.
+    Micro-batch i of K has the examples i, i + K, i + 2 K, and so on. The first ones have one more if K does not divide
+    their number. Arrays with another number of examples are divided for themselves.
 
-    =============================================  =============================================================
-    you differentiate by                           result
-    =============================================  =============================================================
-    floating or complex arrays of other arguments  the derivative, with the conventions and dtypes of JAX
-    an argument that holds examples                an error
-    an array that the functions close over         the derivative, as by an argument; an error on an Explicit mesh and
-                                                   inside `shard_map` with tracked types, each with `sum_over`
-    =============================================  =============================================================
-
-    ===============================================  ===========================================================
-    condition                                        result
-    ===============================================  ===========================================================
-    the derivative of the aux is used                it is NaN; `has_aux=True` of JAX does not use it
-    `fun` returns no scalar                          an error
-    `jax.jvp`, with a `lax.while_loop` in `fun`      an error of JAX about reverse mode, in which gradients are computed
-    `holomorphic=True` of `jax.grad`                 an error of JAX about the dtype, because the loss has to be real
-    a product with the result, as a loss scale       the gradient is multiplied after it is computed, so float16
-                                                     gradients underflow as without it; put the scale into `fun`
-    a `clip_cotangent` in `fun`                      it sees the cotangents of `fun` alone, as without a product
-    `weight_fn` depends on what is differentiated    an error, except with `reduction="sum"`; a mask does not
-    a value with `nonfinite="drop_micro_batch"`      it runs the backward pass by all floating arrays of `fun`'s
-                                                     arguments, so that value and derivatives drop the same; arrays
-                                                     that `fun` closes over count in derivatives by them alone
-    ===============================================  ===========================================================
+    ==============================================  ================================================================
+    in `fun`                                        result
+    ==============================================  ================================================================
+    examples mix before weights act on them, as in  an error that names the line, if less than half could be divided;
+    batch norm in training                          `accumulated_value_and_grad` takes statistics of micro-batches
+    `jax.random`                                    the whole batch's own draws; with another generator than threefry
+                                                    other draws, from `fold_in(key, i)`
+    a kernel, such as one of pallas                 put `of_each_example` around it
+    `jax.debug.print` of rows of the model          it prints for each micro-batch
+    an ordered effect, `io_callback`, `jax.new_ref` an error
+    a scalar result, with or without aux            forward and reverse mode of any order; the aux has no derivative
+    any other result                                reverse mode
+    ==============================================  ================================================================
 
     Args:
-      fun: the loss function, which returns a scalar. Arguments are trees of anything. Arrays in them are operands, and
-        all else, as an activation function, stays as it is.
-      micro_batches: K, as in `value_and_grad`.
-      has_aux: whether `fun` returns a pair.
-      batch_argnums: the arguments that hold examples, as in `value_and_grad`. None: all by position, except the first
-        and those of `rng_argnums`. If there are none, all by keyword, except these.
-      weight_fn: as in `value_and_grad`.
-      aux_reduction: as in `value_and_grad`.
-      rng_argnums: as in `value_and_grad`.
-      reduction: as in `value_and_grad`.
-      nonfinite: as in `value_and_grad`.
-      accumulator_dtype: as in `value_and_grad`.
-      sum_over: as in `value_and_grad`, but not `()`, because there are no gradients to return. With `check_vma=False`
-        and in `jax.pmap`, it names all mapped axes.
-      skip_empty: as in `value_and_grad`. Under `jax.jit` reverse over reverse is then an error of JAX.
+      fun: any function of trees of arrays, numbers and objects.
+      micro_batches: K, an int >= 1. At most as many as there are examples are made.
+      has_aux: whether `fun` returns a pair `(loss, aux)`, as for `jax.value_and_grad`.
+      batch_argnums: the arguments whose arrays have examples along their first axis: positions, or names of parameters
+        and keywords. None: all by position except the first. If there are none, all by keyword. Results do not depend
+        on it. Gradients by examples come back as rows.
+      accumulator_dtype: dtype of the gradients' sum, as in `accumulate`. Gradients have the dtypes of JAX.
+      sum_over: axes of the mesh of `jax.set_mesh` that divide the batch. Each device then runs its own examples, and
+        gradients cross the network once, after the loop.
 
     Returns:
-      A function with the arguments of `fun`, its name and its docstring. It returns the batch's value, or the pair
-      `(value, aux)` with `has_aux`.
+      A function with the arguments, results, name and docstring of `fun`.
 
     Raises:
-      ValueError: as in `value_and_grad`, or as above. A derivative raises when JAX traces it.
+      ValueError: an argument is not as described; `fun` does what the table calls an error.
 
     Example:
-      >>> import optax
-      >>> def loss(params, x, y):
-      ...     return jnp.mean((x @ params - y) ** 2)
+      >>> def loss(params, x, y, mask):
+      ...     return jnp.sum((x @ params - y) ** 2 * mask) / jnp.sum(mask)
       >>> params, x, y = jnp.zeros(2), jnp.eye(8, 2), jnp.arange(8.0)
       >>> of_batch = micro_batched(loss, micro_batches=4)
-      >>> jax.jit(jax.value_and_grad(of_batch))(params, x, y)
-      (Array(17.5, dtype=float32), Array([ 0.  , -0.25], dtype=float32))
-      >>> jax.jit(lambda d: jax.jvp(lambda p: jax.grad(of_batch)(p, x, y), (params,), (d,))[1])(jnp.ones(2))
-      Array([0.25, 0.25], dtype=float32)
+      >>> jax.jit(jax.value_and_grad(of_batch))(params, x, y, y < 2)
+      (Array(0.5, dtype=float32), Array([ 0., -1.], dtype=float32))
 
-    Source: as for `value_and_grad`, and `jax.custom_jvp`.
+    Source: for losses of rows, Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory
+    Limited Setup" (GradCache), 2021, https://arxiv.org/abs/2101.06983.
     """
-    options = Options(**arguments.among(Options, locals())).checked()
-    require_axes(options)
-    roles = roles_of(fun, None, rng_argnums, batch_argnums)
+    refuse(others)
+    options = Options(micro_batches, has_aux, accumulator_dtype, sum_over)
+    return of_roles(roles_of(fun, None, (), batch_argnums), options)
 
-    @functools.wraps(fun)
-    def of_batch(*args: P.args, **kwargs: P.kwargs) -> Result:
-        arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
-        # Checked here, because below there is one more argument, which no caller passed.
-        its_roles = roles.call(args, kwargs, options.micro_batches).keys_and_examples()
-        return value_of_batch(fun, options, its_roles, args, kwargs)
+
+def value_and_grad(
+    fun: Callable[P, Any],
+    micro_batches: int,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
+    accumulator_dtype: DType = None,
+    sum_over: AxisName | None = None,
+    **others: Never,
+) -> Callable[P, tuple[PyTree, PyTree]]:
+    r"""Returns `jax.value_and_grad` of `fun`, in the memory of a micro-batch.
+
+    .. math:: \big(f(\theta, x), \; \nabla_\theta f(\theta, x)\big)
+
+    The loss is that of the whole batch, as it stands: a masked mean, a sum, pairs of examples, dropout. Values, aux and
+    gradients are those of JAX up to rounding. It is `jax.value_and_grad(micro_batched(fun, micro_batches))`, and
+    `micro_batched` says how it works and what is refused. Call it under `jax.jit`.
+
+    Args:
+      fun: the loss function, as for `jax.value_and_grad`.
+      micro_batches: K, an int >= 1, into which the examples are divided.
+      argnums: as in `jax.value_and_grad`.
+      has_aux: as in `jax.value_and_grad`.
+      batch_argnums: the arguments with examples, as in `micro_batched`. None: all by position except those of
+        `argnums`. If there are none, all by keyword.
+      accumulator_dtype: as in `micro_batched`.
+      sum_over: as in `micro_batched`.
+
+    Returns:
+      A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`.
+
+    Raises:
+      ValueError: as in `micro_batched`.
+
+    Example:
+      >>> def loss(params, x, y):
+      ...     return jnp.mean((x @ params - y) ** 2)
+      >>> params, x, y = jnp.zeros(2), jnp.ones((8, 2)), jnp.arange(8.0)
+      >>> jax.jit(value_and_grad(loss, micro_batches=4))(params, x, y)
+      (Array(17.5, dtype=float32), Array([-7., -7.], dtype=float32))
+
+    Source: `jax.value_and_grad`.
+    """
+    refuse(others)
+    options = Options(micro_batches, has_aux, accumulator_dtype, sum_over)
+    positions = arguments.positions("argnums", argnums)
+    reserved = {"argnums": positions} if batch_argnums is None else {}
+    return jax.value_and_grad(of_roles(roles_of(fun, reserved, (), batch_argnums), options), argnums, has_aux)
+
+
+def print_micro_batches(
+    fun: Function,
+    micro_batches: int,
+    *args: PyTree,
+    has_aux: bool = False,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
+    **kwargs: PyTree,
+) -> None:
+    r"""Prints how `micro_batched` divides a function, as `jax.ad_checkpoint.print_saved_residuals` prints what is saved.
+
+    .. math:: f = h \circ \mathrm{loop} \circ \mathrm{data}
+
+    The function is traced, and not run. *before* is data of the whole batch, such as the size of a mask. *loop* is what
+    a micro-batch computes, with the share of all bytes that `fun` computes. *kept* are its sums and rows, for the whole
+    batch. *after* is computed from these. Gradients are those by the first argument.
+
+    Args:
+      fun: as in `micro_batched`.
+      micro_batches: as in `micro_batched`.
+      *args: the arguments of `fun`. Types of arrays, such as `jax.ShapeDtypeStruct`, will do.
+      has_aux: as in `micro_batched`.
+      batch_argnums: as in `micro_batched`.
+      **kwargs: as `args`.
+
+    Raises:
+      ValueError: as in `micro_batched`.
+
+    Example:
+      >>> def loss(params, x, mask):
+      ...     return jnp.sum((x @ params) ** 2 * mask) / jnp.sum(mask)
+      >>> print_micro_batches(loss, 4, jnp.ones(2), jnp.ones((8, 2)), jnp.ones(8))  # doctest: +SKIP
+
+    Source: `jax.ad_checkpoint.print_saved_residuals`.
+    """
+    options = Options(micro_batches, has_aux, None, None)
+    roles = roles_of(fun, None, (), batch_argnums)
+
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+    is_first = [i < len(jax.tree.leaves(args[:1])) for i in places]
+
+    def traced(arrays: list[Leaf]) -> None:
+        by_place = dict(zip(places, arrays, strict=True))
+        its_args, its_kwargs = structure.unflatten([by_place.get(i, x) for i, x in enumerate(leaves)])
+        counts = roles.examples(its_args, its_kwargs)
+        setting = options.setting(counts.values())
+        call = Call(fun, has_aux, setting, counts, its_args, its_kwargs)
+        print(call.described(is_first))
+
+    jax.eval_shape(traced, [leaves[i] for i in places])
+
+
+def refuse(others: Mapping[str, Any]) -> None:
+    """Raises for arguments that the function does not take, such as those of `accumulated_value_and_grad`."""
+    if others:
+        raise TypeError(
+            f"value_and_grad and micro_batched take no {', '.join(others)}, because fun is the loss of the whole batch. "
+            "Leave it out. Or call accumulated_value_and_grad, in which each micro-batch has a loss of its own"
+        )
+
+
+class Options:
+    """How a function is divided: the arguments of `micro_batched`, checked."""
+
+    def __init__(
+        self, micro_batches: int, has_aux: bool, accumulator_dtype: DType, sum_over: AxisName | None
+    ) -> None:
+        self.micro_batches = arguments.integer("micro_batches", micro_batches, at_least=1)
+        self.has_aux, self.accumulator_dtype = has_aux, accumulator_dtype
+        self.axes = arguments.axis_names("sum_over", sum_over) or ()
+
+    def setting(self, counts: Collection[int]) -> Setting:
+        """Returns how examples are divided that come in these numbers. Fewer than micro-batches stay together."""
+        devices = devices_to_map("sum_over", self.axes)
+        if self.axes and not devices:
+            raise ValueError(
+                f"sum_over must not name mapped axes, got {self.axes!r}. Leave it out, and let fun reduce over them, as "
+                "by jax.lax.pmean"
+            )
+        if uneven := [n for n in counts if devices and n % devices]:
+            raise ValueError(
+                f"sum_over={self.axes!r} needs a number of examples that its {devices} devices divide, got {uneven[0]}. "
+                "Pad the batch, and let the loss mask the padding"
+            )
+        parts = max(devices, 1)
+        most = self.micro_batches
+        if all(isinstance(n, int) for n in counts):  # jax.export has symbols
+            most = max(min(most, max(counts) // parts), 1)
+        sets = [n for n in dict.fromkeys(counts) if n >= most * parts]
+        return Setting(most, tuple(sets), self.accumulator_dtype, self.axes, parts)
+
+
+def of_roles(roles: Roles, options: Options) -> Function:
+    """Returns the divided function."""
+
+    @functools.wraps(roles.fun)
+    def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        return divided_call(roles, options, args, kwargs)
 
     return of_batch
 
 
-def require_axes(options: Options) -> None:
-    """Raises if `sum_over` is (), which keeps gradients on each device."""
-    if options.sum_over == ():
-        raise ValueError(
-            "sum_over must be a mapped axis or None, got (). Name the axes that divide the batch. Or call "
-            "value_and_grad"
-        )
-
-
-def _require_all_axes(options: Options) -> None:
-    """Raises if types are not tracked, and parameters may be sharded over a mapped axis, where a tangent is a part."""
-    mapped, is_tracked = mapped_axes()
-    others = tuple(a for a in mapped if a not in options.axes)
-    if others and not is_tracked:
-        raise ValueError(
-            f"sum_over must name all mapped axes inside shard_map(check_vma=False) or pmap, got {options.sum_over!r}, "
-            f"without {', '.join(map(repr, others))}. Name them if they divide the batch. Otherwise call value_and_grad"
-        )
-
-
-@seen_by_check
-def value_of_batch(
-    fun: Function,
-    options: Options,
-    roles: dict[str, Any],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
+def divided_call(
+    roles: Roles, options: Options, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> PyTree:
-    """Returns the value, or the pair `(value, aux)`, with a rule for its derivatives.
-
-    `roles` are arguments of `value_and_grad`.
-    """
-    _require_all_axes(options)
-    # 1. Its arrays.
-    of_value = lambda call, arrays: _value_and_grad(call, arrays, [], [])[0]  # noqa: E731
-    call = call_of_arrays(fun, options, roles, args, kwargs, of_value)
-    # With this policy, a NaN in the gradient by any argument drops its micro-batch. So each call computes them all.
-    # Otherwise the value and a derivative would drop others.
-    is_read = options.nonfinite == "drop_micro_batch"
-    read_for_dropping = [at for at in call.free if is_read and at < call.num_given]
-
-    # 2. The value, for callers that do not differentiate.
-    @jax.custom_jvp
-    def value(free: list[jax.Array], fixed: list[jax.Array]) -> PyTree:
-        arrays = call.by_number(free, fixed)
-        return _value_and_grad(call, arrays, read_for_dropping, perturbed=[])[0]
-
-    # 3. Its derivative, for those that do.
-    def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        perturbed = perturbed_among(call.by_number(*tangents))
-        for at in perturbed:
-            if at in call.fixed:
-                raise ValueError(_no_derivative_by(call, at))
-            if at >= call.num_given and replicated_axes(call.leaves[at], call.sum_over):
-                raise ValueError(_CLOSED_OVER_IN_SHARD_MAP)
-        param_numbers = [*dict.fromkeys([*read_for_dropping, *perturbed])]
-        of_arrays = partial(
-            _value_and_grad, call, param_numbers=param_numbers, perturbed=[*perturbed]
-        )
-        returned, grads = _in_one_piece(of_arrays, call.by_number(*primals), call.sum_over)
-        return returned, _tangent(returned, grads, perturbed, has_aux=options.has_aux)
-
-    value.defjvp(rule, symbolic_zeros=True)
-    return value(*call.operands())
+    """Returns what `roles.fun` returns, with its derivatives."""
+    counts = roles.examples(args, kwargs)
+    setting = options.setting(counts.values())
+    # Without jit, users look at numbers in the function, which a traced one does not show. Of functions that are inside
+    # of each other, the outermost one is divided.
+    is_whole = setting.micro_batches * setting.devices == 1
+    if is_whole or jaxprs.is_jit_disabled() or _is_dividing.get():
+        return roles.fun(*args, **kwargs)
+    return Call(roles.fun, options.has_aux, setting, counts, args, kwargs).results()
 
 
-def _value_and_grad(
-    call: OfArrays, arrays: Arrays, param_numbers: list[int], perturbed: list[int]
-) -> tuple[PyTree, Arrays]:
-    """Returns the results with these arrays as leaves, and the gradients by the parameters. All have numbers.
-
-    `perturbed` are those parameters that a caller differentiates. The weight may depend smoothly on others, so with a
-    weight these stay in their places, too, where it reads them.
-    """
-    weight_fn = call.options.weight_fn
-    args, kwargs, closed_over = call.arguments(
-        arrays, absent=perturbed if weight_fn else param_numbers
-    )
-    weigh = weight_fn and partial(call.with_params, weight_fn, perturbed, closed_over)
-    run = of_options(
-        partial(call.with_params, call.fun, param_numbers, closed_over),
-        call.options._replace(weight_fn=weigh),
-        argnums=len(args),
-        **call.roles,
-    )
-    given = dict(enumerate(call.leaves)) | arrays
-    returned, grads = run(*args, {at: given[at] for at in param_numbers}, **kwargs)
-    return returned, grads
+_is_dividing: ContextVar[bool] = ContextVar("_is_dividing", default=False)
 
 
-def _in_one_piece(function: Function, arrays: Arrays, sum_over: AxisNames) -> PyTree:
-    """Returns `function(arrays)`, whose loops stay as they are where JAX linearizes a rule that calls it.
+class Call:
+    """A call: its program, as one of its arrays and of those that the function closes over."""
+
+    def __init__(
+        self,
+        fun: Function,
+        has_aux: bool,
+        setting: Setting,
+        counts: dict[int, int],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> None:
+        self._fun, self._setting = fun, setting
+        self._divided: dict[tuple[bool, ...], Divided] = {}
+        # 1. Arrays are operands. All else is known, as a number or a function.
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
+
+        # 2. Trace.
+        def of_arrays(values: list[Leaf]) -> list[Leaf]:
+            by_place = dict(zip(places, values, strict=True))
+            args, kwargs = structure.unflatten([by_place.get(i, x) for i, x in enumerate(leaves)])
+            token = _is_dividing.set(True)
+            try:
+                returned = fun(*args, **kwargs)
+            finally:
+                _is_dividing.reset(token)
+            made, self._structure = jax.tree.flatten(returned)
+            self._known = [None if is_array(x) else x for x in made]
+            value = returned[0] if has_aux and isinstance(returned, tuple | list) else returned
+            self._is_scalar = has_aux and made and value is made[0] or len(made) == 1
+            return [jnp.asarray(x) for x in made if is_array(x)]
+
+        given = [leaves[i] for i in places]
+        traced = jaxprs.traced(of_arrays, given)
+        # If each device has a loss of its own, it has gradients of its own, by arguments of its own.
+        own = [varying_axes(x) for x in traced.out_avals[:1]]
+        if own and any(own[0] - varying_axes(x) for x in given):
+            given = [as_varying(x, tuple(own[0])) for x in given]
+            traced = jaxprs.traced(of_arrays, given)
+        self._program, closed_over = jaxprs.with_arrays_as_arguments(traced)
+        if effects := jaxprs.other_effects(self._program):
+            raise ValueError(
+                f"fun must only compute, and print in any order, got {', '.join(effects)}. Return what it writes or "
+                "sends. Pass ordered=False to jax.debug"
+            )
+        self._operands = [*closed_over, *given]
+        counted = [*[None] * len(closed_over), *map(counts.get, places)]
+        self._are_rows = [n in setting.sets for n in counted]
+
+    def results(self) -> PyTree:
+        made = iter((self._of_scalar if self._has_scalar_rule() else self._of_any)())
+        return self._structure.unflatten([next(made) if x is None else x for x in self._known])
+
+    def described(self, is_first: list[bool]) -> str:
+        """Returns how the call is divided for derivatives by those of the arrays in its arguments."""
+        closed_over = len(self._operands) - len(is_first)
+        are_free = [*[False] * closed_over, *is_first]
+        types = self._program.in_avals
+        run = self._on(self._operands, [x and is_gradient(y) for x, y in zip(are_free, types, strict=True)])
+        if self._has_scalar_rule():
+            run.value_and_grad()
+        return run.described()
+
+    def _has_scalar_rule(self) -> bool:
+        if not self._is_scalar or not self._program.out_avals:
+            return False
+        # Without types, the transpose of a collective joins the cotangents of all devices, which come last.
+        mapped, is_tracked = mapped_axes()
+        waits = mapped and not is_tracked and jaxprs.has_collective(self._program)
+        value, arrays = self._program.out_avals[0], filter(is_gradient, self._program.in_avals)
+        # A gradient by an array that all devices share would be a sum over devices.
+        waits = waits or any(varying_axes(value) - varying_axes(x) for x in arrays)
+        return value.shape == () and is_gradient(value) and not waits
+
+    def _on(self, operands: Sequence[Leaf], are_free: Sequence[bool]) -> Run:
+        free = tuple(are_free)
+        if free not in self._divided:
+            self._divided[free] = Divided(
+                self._fun, self._program, self._setting, self._are_rows, free
+            )
+        return self._divided[free].on(operands)
+
+    def _value(self, operands: list[Leaf]) -> list[Leaf]:
+        """Returns the results, for callers that do not differentiate."""
+        pairs = zip(self._program.in_avals, self._are_rows, strict=True)
+        return self._on(operands, [is_gradient(x) and not is_row for x, is_row in pairs]).value()[0]
+
+    def _of_scalar(self) -> list[Leaf]:
+        def of_operands(are_free: list[bool], operands: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
+            return self._on(operands, are_free).value_and_grad()
+
+        def rule(primals: PyTree, tangents: PyTree) -> tuple[list[Leaf], list[Leaf]]:
+            are_free = [not is_zero_tangent(t) for t in tangents[0]]
+            by_free = functools.partial(of_operands, are_free)
+            results, grads = _in_one_piece(by_free, *primals)
+            of_free = [t for t, is_free in zip(tangents[0], are_free, strict=True) if is_free]
+            return results, _tangents(results, grads, of_free)
+
+        value = jax.custom_jvp(self._value)
+        value.defjvp(rule, symbolic_zeros=True)
+        return value(self._operands)
+
+    def _of_any(self) -> list[Leaf]:
+        def forward(given: list[Any]) -> Any:
+            operands = [x.value for x in given]
+            are_free = tuple(x.perturbed and is_gradient(jax.typeof(x.value)) for x in given)
+            results, frontier = self._on(operands, are_free).value()
+            return results, (operands, frontier, are_free)
+
+        def backward(saved: Any, cotangents: list[Leaf]) -> tuple[list[Leaf | None]]:
+            operands, frontier, are_free = saved
+            of_results = [*map(_instantiated, cotangents)]
+            grads = iter(self._on(operands, are_free).cotangents(frontier, of_results))
+            return ([next(grads) if is_free else None for is_free in are_free],)
+
+        value = jax.custom_vjp(self._value)
+        value.defvjp(forward, backward, symbolic_zeros=True)
+        return value(self._operands)
+
+
+def _in_one_piece(function: Function, operands: list[Leaf]) -> PyTree:
+    """Returns `function(operands)`, whose loops stay as they are where JAX linearizes a rule that calls it.
 
     Otherwise JAX computes before a loop all that is the same in each turn, and holds it
     (tests/batches/test_micro_batched.py, "loop_of_value_and_grad").
@@ -243,30 +404,27 @@ def _in_one_piece(function: Function, arrays: Arrays, sum_over: AxisNames) -> Py
     in_one_piece = jax.custom_jvp(function)
 
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        perturbed = perturbed_among(tangents[0])
-        params = {at: primals[0][at] for at in perturbed}
+        (operands,), (given,) = primals, tangents
+        perturbed = [i for i, t in enumerate(given) if not is_zero_tangent(t)]
 
-        def of_replicated(params: Arrays) -> PyTree:
-            # Types that are not tracked have a psum as the transpose of a psum, so JAX leaves each device its own part
-            # of a second derivative, D times too large. The transpose of this mean averages them
-            # (tests/devices/test_sum_over.py, "untracked").
-            if all(map(is_bound, sum_over)) and not mapped_axes()[1]:
-                params = mean_over(params, sum_over)
-            return function(primals[0] | params)
+        def of_perturbed(some: list[Leaf]) -> PyTree:
+            by_place = dict(zip(perturbed, some, strict=True))
+            return function([by_place.get(i, x) for i, x in enumerate(operands)])
 
-        return jax.jvp(of_replicated, (params,), (perturbed,))
+        # Wide ones, whose second derivatives a loop adds up without rounding each micro-batch's to 16 bits.
+        wide = lambda x: upcast(x, sum_dtype(x))  # noqa: E731
+        pick = lambda values: [wide(values[i]) for i in perturbed]  # noqa: E731
+        return jax.jvp(of_perturbed, (pick(operands),), (pick(given),))
 
     in_one_piece.defjvp(rule, symbolic_zeros=True)
-    return in_one_piece(arrays)
+    return in_one_piece(operands)
 
 
-def _tangent(
-    returned: PyTree, grads: dict[int, jax.Array], tangents: dict[int, jax.Array], *, has_aux: bool
-) -> PyTree:
-    """Returns the tangent of the results: of the loss, the sum of gradients times tangents, and of the aux, NaN."""
-    value = returned[0] if has_aux else returned
+def _tangents(results: list[Leaf], grads: list[Leaf], tangents: list[Leaf]) -> list[Leaf]:
+    """Returns the tangents of the results: of the loss, the sum of gradients times tangents, and of the aux, NaN."""
+    value, *aux = results
 
-    def product(grad: jax.Array, tangent: jax.Array) -> jax.Array:
+    def product(grad: Leaf, tangent: Leaf) -> Leaf:
         # The product is wide, so that a large cotangent times a gradient of 0 is 0 in float16, too. It is no `vdot`,
         # because JAX's gradients by complex numbers are conjugates already.
         wide = sum_dtype(grad, value)
@@ -276,27 +434,20 @@ def _tangent(
         (total,) = combined_over(along, ["sum"], [jnp.sum(products.real)])
         return total.astype(value.dtype)
 
-    terms = [product(grads[at], t) for at, t in tangents.items()]
+    terms = map(product, grads, tangents)
     of_value = functools.reduce(operator.add, terms, jnp.zeros_like(value))
 
-    def of_aux(x: jax.Array) -> Leaf:
+    def of_aux(x: Leaf) -> Leaf:
         if not is_gradient(x):
             return np.zeros(x.shape, jax.dtypes.float0)
         return jnp.full_like(x, jnp.nan) * of_value.astype(x.dtype)
 
-    return (of_value, jax.tree.map(of_aux, returned[1])) if has_aux else of_value
+    return [of_value, *map(of_aux, aux)]
 
 
-_CLOSED_OVER_IN_SHARD_MAP = (
-    "fun must not close over an array that is differentiated, inside shard_map with sum_over= and tracked types. Pass "
-    "the array as an argument of fun, and leave it out of batch_argnums="
-)
-
-
-def _no_derivative_by(call: OfArrays, at: int) -> str:
-    path = call.paths[at]
-    return (
-        f"{label(call.place(at))}{jax.tree_util.keystr(path[2:])} is differentiated, but micro_batched has no "
-        "derivative by examples, keys or a carry. Pass jax.lax.stop_gradient of it. Or, if it holds none, name the "
-        "others in batch_argnums="
-    )
+def _instantiated(cotangent: Leaf) -> Leaf:
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    is_smooth = cotangent.dtype != jax.dtypes.float0
+    zeros = jnp.zeros if is_smooth else np.zeros
+    return zeros(cotangent.shape, cotangent.dtype)

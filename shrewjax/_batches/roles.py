@@ -110,6 +110,41 @@ class Roles(NamedTuple):
             _check_whole(call, sizes)
         return call
 
+    def examples(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> dict[int, int]:
+        """Returns the number of examples in each leaf of `(args, kwargs)` that holds some, by the leaf's number.
+
+        Nothing depends on which arrays are examples but memory. By default, those by keyword hold them if none does by
+        position, such as a key.
+        """
+        held = self.places(args, kwargs)["batch_argnums"]
+        leaves = [*enumerate(jax.tree.leaves_with_path((args, kwargs)))]
+        found: dict[int, int] = {}
+        for places in (held, tuple(kwargs) if self.given["batch_argnums"] is None else ()):
+            for i, (path, x) in () if found else leaves:
+                place = path[1].idx if path[0].idx == 0 else path[1].key
+                is_raw_key = getattr(x, "dtype", None) == np.uint32 and np.shape(x) in ((2,), (4,))
+                if place not in places:
+                    continue
+                if isinstance(x, jax.Array | np.ndarray) and np.ndim(x) and not is_raw_key:
+                    found[i] = x.shape[0]
+                elif not is_array(x) and not isinstance(x, str) and not callable(x):
+                    raise ValueError(
+                        f"{label(place)} must be a tree of arrays, got {trees.shown(x)}. Pass a dict of arrays. Or "
+                        "register its class by jax.tree_util.register_dataclass"
+                    )
+        if not found:
+            raise ValueError(
+                f"{' or '.join(map(label, held))} must hold arrays with a first axis of examples, got none. Pass "
+                "jnp.asarray of a list of numbers. Or name the batch in batch_argnums="
+            )
+        return found
+
+    def places(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> dict[str, tuple[Place, ...]]:
+        """Returns, for each role, how its arguments came."""
+        return self._places(len(args), kwargs)
+
     def with_reserved(self, reserved: Mapping[str, tuple[Place, ...]]) -> "Roles":
         """Returns these roles after those of the function's own."""
         return self._replace(given={**reserved, **self.given})

@@ -14,6 +14,7 @@ many axes, and a right step is refused, or too few, and devices wait forever. Th
 micro-batches names no line.
 """
 
+import functools
 import linecache
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -21,10 +22,13 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
+from jax.interpreters import partial_eval as pe
 
+from shrewjax._base.axes import axes_by_dimension
 from shrewjax._base.mesh import explicit_axes
-from shrewjax._base.types import DType, Function, Leaf, PyTree
+from shrewjax._base.types import AxisNames, DType, Function, Leaf, PyTree
 
 Jaxpr: TypeAlias = Any  # jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
@@ -44,6 +48,11 @@ _JAXPR_OF_CALL = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
+# What runs in the place of a call that only names, or maps, it.
+_JITS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_vmap_call": "call"}
+_PRINTS = "DebugEffect"
+_BRINGS_DERIVATIVE = "custom_jvp_call", "custom_vjp_call"
+_REDUCTIONS_OVER_DEVICES = {"psum", "psum2", "psum_invariant", "pmax", "pmin"}
 _SHARDINGS_OF_JIT = "in_shardings", "out_shardings"
 _OF_JIT = "jaxpr", "name", *_SHARDINGS_OF_JIT
 _OPTIONS_OF_SCAN = "reverse", "unroll"
@@ -70,6 +79,11 @@ def shape_of(aval: Leaf) -> tuple[int, ...]:
     return getattr(aval, "shape", ())
 
 
+def short_type(atom: Atom) -> str:
+    """Returns dtype and shape, such as f32[8,3]."""
+    return atom.aval.str_short(short_dtypes=True)
+
+
 def is_variable(atom: Atom) -> bool:
     """Returns whether an operand or a result has a name. Others are literal numbers."""
     return not isinstance(atom, core.Literal)
@@ -92,21 +106,49 @@ def closed_jaxpr(jaxpr: Jaxpr, constants: Sequence[Leaf] = ()) -> Jaxpr:
     return _core.ClosedJaxpr(jaxpr, constants)
 
 
-def function_of_constants(function: Function, argument: PyTree) -> tuple[Function, Sequence[Leaf]]:
-    """Traces a function of a tree. Returns it as one of its constants and the tree, and the constants."""
-    traced, shapes = jax.make_jaxpr(function, return_shape=True)(argument)
-    structure = jax.tree.structure(shapes)
+def traced(function: Function, argument: PyTree) -> Jaxpr:
+    return jax.make_jaxpr(function)(argument)
 
-    def of_constants(constants: Sequence[Leaf], argument: PyTree) -> PyTree:
-        run = core.jaxpr_as_fun(closed_jaxpr(opened(traced), constants))
-        return jax.tree.unflatten(structure, run(*jax.tree.leaves(argument)))
 
-    return of_constants, constants_of(traced)
+def with_arrays_as_arguments(closed: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
+    """Returns a closed jaxpr whose constants that are arrays of JAX are its first arguments, and these arrays."""
+    jaxpr = opened(closed)
+    pairs = [*zip(jaxpr.constvars, constants_of(closed), strict=True)]
+    arrays = [(x, y) for x, y in pairs if isinstance(y, jax.Array)]
+    others = [(x, y) for x, y in pairs if not isinstance(y, jax.Array)]
+    names = [*(x for x, _ in arrays), *jaxpr.invars]
+    moved = jaxpr.replace(constvars=[x for x, _ in others], invars=names)
+    return closed_jaxpr(moved, [y for _, y in others]), [y for _, y in arrays]
+
+
+def has_collective(jaxpr: Jaxpr) -> bool:
+    """Returns whether devices wait for each other in a jaxpr."""
+    return bool(_axes_of_collectives(jaxpr))
 
 
 def context_of(equation: Equation) -> AbstractContextManager[Any]:
     """Returns the context in which JAX traced an equation, such as its mesh: another one in `shard_map`."""
     return equation.ctx.manager
+
+
+def context_here() -> Any:
+    """Returns the context of an equation that JAX traces here."""
+    (equation,) = opened(jax.make_jaxpr(jnp.sin)(0.0)).eqns
+    return equation.ctx
+
+
+_SHARDINGS = "sharding", "out_sharding", "dst_sharding"
+
+
+def inside_shard_map(equation: Equation, context: Any, axes: AxisNames) -> Equation:
+    """Returns an equation of a program outside of `shard_map` for a device's part along these axes of the mesh."""
+    mesh, params = jax.sharding.get_abstract_mesh(), dict(equation.params)
+    for name in _SHARDINGS:
+        spec = getattr(params.get(name), "spec", None)
+        if spec is not None:
+            kept = [tuple(a for a in x if a not in axes) or None for x in axes_by_dimension(spec)]
+            params[name] = jax.NamedSharding(mesh, jax.P(*kept))
+    return equation.replace(params=params, ctx=context)
 
 
 def jaxprs_in(equation: Equation) -> Iterator[Jaxpr]:
@@ -157,14 +199,154 @@ def branches_of(equation: Equation) -> Sequence[Jaxpr]:
     return equation.params.get("branches", ()) if is_cond else ()
 
 
+class While(NamedTuple):
+    """A `while` loop, whose operands are constants of its condition, constants of its body, and the carry."""
+
+    condition: Jaxpr
+    body: Jaxpr
+    of_condition: int  # the number of its constants
+    of_body: int
+
+
+def while_of(equation: Equation) -> While | None:
+    names = "cond_jaxpr", _JAXPR_OF_LOOP["while"], "cond_nconsts", "body_nconsts"
+    if equation.primitive.name != "while" or not {*names} <= {*equation.params}:
+        return None
+    return While(*(equation.params[name] for name in names))
+
+
+def brings_derivative(equation: Equation) -> bool:
+    """Returns whether an equation is a function with a derivative of its own."""
+    return equation.primitive.name in _BRINGS_DERIVATIVE
+
+
+def is_custom_jvp(equation: Equation) -> bool:
+    return equation.primitive.name == _BRINGS_DERIVATIVE[0]
+
+
+def tangent_program(
+    equation: Equation, smooth: Sequence[int], results: Sequence[int]
+) -> Jaxpr:
+    """Returns a program of operands, and of tangents of the smooth ones. It returns results, and tangents of some."""
+
+    def run(operands: list[Leaf], tangents: list[Leaf]) -> PyTree:
+        def of_smooth(*some: Leaf) -> Sequence[Leaf]:
+            return run_equation(equation, _replaced(operands, smooth, some))
+
+        made, its_tangents = jax.jvp(of_smooth, [operands[i] for i in smooth], tangents)
+        return made, [its_tangents[i] for i in results]
+
+    operands = _types(equation.invars)
+    return jax.make_jaxpr(run)(operands, [operands[i] for i in smooth])
+
+
+def cotangent_programs(
+    equation: Equation, smooth: Sequence[int], results: Sequence[int]
+) -> tuple[Jaxpr, Jaxpr]:
+    """Returns two programs: of operands, with the results and residuals, and of residuals and cotangents of results.
+
+    The second returns the cotangents of the smooth operands.
+    """
+    structure: Any = None
+
+    def forward(operands: list[Leaf]) -> PyTree:
+        nonlocal structure
+
+        def of_smooth(*some: Leaf) -> PyTree:
+            made = run_equation(equation, _replaced(operands, smooth, some))
+            return [made[i] for i in results], made
+
+        _, pull, made = jax.vjp(of_smooth, *(operands[i] for i in smooth), has_aux=True)
+        residuals, structure = jax.tree.flatten(pull)
+        return made, residuals
+
+    operands = _types(equation.invars)
+    first = jax.make_jaxpr(forward)(operands)
+    residuals = first.out_avals[len(equation.outvars) :]
+
+    def backward(residuals: list[Leaf], cotangents: list[Leaf]) -> PyTree:
+        return jax.tree.unflatten(structure, residuals)(cotangents)
+
+    cotangents = [equation.outvars[i].aval for i in results]
+    return first, jax.make_jaxpr(backward)(residuals, cotangents)
+
+
+def _replaced(operands: list[Leaf], places: Sequence[int], values: Sequence[Leaf]) -> list[Leaf]:
+    by_place = dict(zip(places, values, strict=True))
+    return [by_place.get(i, x) for i, x in enumerate(operands)]
+
+
+def platforms_of(equation: Equation) -> Sequence[Sequence[str] | None] | None:
+    """Returns for which platforms each branch is (`lax.platform_dependent`), None if the first operand decides."""
+    return equation.params.get("branches_platforms")
+
+
+class LinearSolve(NamedTuple):
+    """A `custom_linear_solve`: its functions by name, or None, and the numbers of their constants.
+
+    Its operands are the constants of each function, one after the other, and then the right-hand side.
+    """
+
+    functions: dict[str, Jaxpr | None]
+    constants: dict[str, int]
+
+
+def linear_solve_of(equation: Equation) -> LinearSolve | None:
+    names = "jaxprs", "const_lengths"
+    if equation.primitive.name != "custom_linear_solve" or not {*names} <= {*equation.params}:
+        return None
+    return LinearSolve(*(equation.params[name]._asdict() for name in names))
+
+
 def is_checkpoint(equation: Equation) -> bool:
     is_named = equation.primitive.name == _CHECKPOINT
     return is_named and jaxpr_of_call(equation) is not None
 
 
+def options_of_checkpoint(equation: Equation) -> dict[str, Any]:
+    """Returns the arguments of `jax.checkpoint` that the equation has."""
+    return {name: equation.params[name] for name in ("policy", "prevent_cse")}
+
+
 def prevents_cse(checkpoint: Equation) -> bool:
     """Returns whether JAX keeps XLA from merging what a checkpoint computes again with what was computed before."""
     return bool(checkpoint.params.get("prevent_cse", True))
+
+
+def jaxpr_of_jit(equation: Equation) -> Jaxpr | None:
+    """Returns the jaxpr that runs in the place of an equation, or None if the equation has more to it than that."""
+    if equation.primitive.name in _JITS:
+        return equation.params.get(_JITS[equation.primitive.name])
+    expand = getattr(equation.params.get("_prim"), "expand", None)
+    has_derivative = any(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in equation.outvars)
+    if expand is None or has_derivative:
+        return None
+    return jax.make_jaxpr(lambda *x: jax.tree.leaves(expand(*x)))(*_types(equation.invars))
+
+
+def _types(atoms: Sequence[Atom]) -> list[Any]:
+    return [x.aval for x in atoms]
+
+
+def prints(equation: Equation) -> bool:
+    """Returns whether an equation prints, or calls the host only to debug, in any order."""
+    return any(type(x).__name__ == _PRINTS for x in equation.effects)
+
+
+def other_effects(jaxpr: Jaxpr) -> list[str]:
+    """Returns the names of what a jaxpr does beside computing and printing: ordered prints, calls of the host, refs."""
+    names = {type(x).__name__ for x in jaxpr.effects} - {_PRINTS, "NamedAxisEffect"}
+    return sorted(names)
+
+
+def one_by_one(equations: Sequence[Equation]) -> Iterator[Equation]:
+    """Yields equations, and a collective of several operands as one of each."""
+    for equation in equations:
+        if equation.primitive.name not in _REDUCTIONS_OVER_DEVICES or len(equation.invars) < 2:
+            yield equation
+            continue
+        for x, y in zip(equation.invars, equation.outvars, strict=True):
+            yield equation.replace(invars=[x], outvars=[y])
 
 
 def is_plain_jit(equation: Equation) -> bool:
@@ -234,6 +416,10 @@ class Scan(NamedTuple):
     options: dict[str, Any]  # arguments of `jax.lax.scan`
 
 
+def is_scan(equation: Equation) -> bool:
+    return equation.primitive.name == "scan"
+
+
 def scan_of(equation: Equation) -> Scan | None:
     """Returns the scan of an equation, or None if it is another equation.
 
@@ -292,6 +478,33 @@ def types_of(function: Callable[[], PyTree]) -> PyTree:
     return jax.tree.unflatten(structure, map(typed, leaves, traced.jaxpr.out_avals))
 
 
+@functools.cache
+def _empty_jaxpr() -> Jaxpr:
+    """Returns a jaxpr from which others are made, because JAX warns of one without its information for debuggers."""
+    return jax.make_jaxpr(lambda: ())().jaxpr
+
+
+def program_of(
+    equations: Sequence[Equation], arguments: Sequence[Atom], results: Sequence[Atom]
+) -> Jaxpr:
+    """Returns equations as a closed jaxpr of these arguments, with these results."""
+    eqns, names, outs = [*equations], [*arguments], [*results]
+    return closed_jaxpr(_empty_jaxpr().replace(invars=names, outvars=outs, eqns=eqns))
+
+
+def run_equation(equation: Equation, operands: Sequence[Leaf]) -> Sequence[Leaf]:
+    """Returns the results of an equation for other operands, as JAX runs it: with its names, its mesh, its line."""
+    names = [core.Var(x.aval) for x in equation.invars]
+    alone = program_of([equation.replace(invars=names)], names, equation.outvars)
+    return core.jaxpr_as_fun(alone)(*operands)
+
+
+def reads(function: Function, argument: list[Leaf]) -> list[bool]:
+    """Returns which values of a list the results of a function depend on. The function is traced, and not run."""
+    traced = jax.make_jaxpr(function)(argument).jaxpr
+    return pe.dce_jaxpr(traced, [True] * len(traced.outvars))[1]
+
+
 def value_of_literal(literal: Atom) -> Leaf:
     return literal.val
 
@@ -299,34 +512,6 @@ def value_of_literal(literal: Atom) -> Leaf:
 def function_of(jaxpr: Jaxpr) -> Callable[..., Sequence[Leaf]]:
     """Returns a closed jaxpr as a function of its arguments."""
     return core.jaxpr_as_fun(jaxpr)
-
-
-def function_of_equation(jaxpr: Jaxpr, equation: Equation) -> Callable[..., Sequence[Leaf]]:
-    """Returns an equation of an open jaxpr as a function of its operands."""
-    run = function_of(part_of(jaxpr, [equation], equation.outvars))
-
-    def of_operands(*values: Leaf) -> Sequence[Leaf]:
-        pairs = zip(equation.invars, values, strict=True)
-        return run(*{x: value for x, value in pairs if is_variable(x)}.values())
-
-    return of_operands
-
-
-def rest_of(jaxpr: Jaxpr, first: int, names: Sequence[Atom]) -> Jaxpr:
-    """Returns the equations of a jaxpr from a number on, as a closed one of values with these names."""
-    inside = opened(jaxpr)
-    rest = inside.replace(invars=[*names], eqns=inside.eqns[first:])
-    return closed_jaxpr(rest, constants_of(jaxpr))
-
-
-def used_by_results(jaxpr: Jaxpr) -> Iterator[set[Atom]]:
-    """Yields, for each result of a jaxpr, the names of the values that it is made from."""
-    for result in opened(jaxpr).outvars:
-        used = {result} if is_variable(result) else set[Atom]()
-        for equation in opened(jaxpr).eqns[::-1]:
-            if not used.isdisjoint(equation.outvars):
-                used.update(filter(is_variable, equation.invars))
-        yield used
 
 
 def equations_in(jaxpr: Jaxpr) -> Iterator[Equation]:
@@ -337,37 +522,21 @@ def equations_in(jaxpr: Jaxpr) -> Iterator[Equation]:
             yield from equations_in(inner)
 
 
-def dtypes_in(jaxpr: Jaxpr) -> Iterator[DType]:
-    """Yields the dtypes of all that a jaxpr computes."""
-    made = (x.aval for equation in equations_in(jaxpr) for x in equation.outvars)
-    return (x.dtype for x in made if hasattr(x, "dtype"))
-
-
-def may_run_forever(jaxpr: Jaxpr) -> bool:
-    """Returns whether a jaxpr has a loop that goes on until its values meet a condition."""
-    return any(equation.primitive.name == "while" for equation in equations_in(jaxpr))
-
-
 class Frame(NamedTuple):
-    """An expression in a program, from a column of one line to a column of another. Python may not know columns."""
+    """A line of a program."""
 
     filename: str
     line: int
-    end_line: int
-    column: int
-    end_column: int
 
-    def shown(self, *, expression: bool) -> str:
-        """Returns file and line, and the text of the expression, if it is asked for and on one line, or of the line."""
-        text = linecache.getline(self.filename, self.line)
-        if expression and self.line == self.end_line:
-            text = text.encode()[self.column : self.end_column].decode()
-        return f"{os.path.basename(self.filename)}:{self.line}: {text.strip()}"
+    def shown(self) -> str:
+        """Returns file, line and the text of the line."""
+        text = linecache.getline(self.filename, self.line).strip()
+        return f"{os.path.basename(self.filename)}:{self.line}: {text}"
 
 
 def frames_of(equation: Equation) -> list[Frame]:
-    """Returns the expressions that made an equation, the innermost first, or none if JAX does not tell."""
+    """Returns the lines that made an equation, the innermost first, or none if JAX does not tell."""
     made_at: Any = getattr(getattr(equation, "source_info", None), "traceback", None)
     raw_frames = getattr(made_at, "raw_frames", tuple)
     pairs = zip(*raw_frames(), strict=True)
-    return [Frame(x.co_filename, *[*x.co_positions()][at // 2]) for x, at in pairs]
+    return [Frame(x.co_filename, [*x.co_positions()][at // 2][0] or 0) for x, at in pairs]

@@ -21,7 +21,7 @@ def loss_fn(params, x, y):
 
 
 def traced(loss, *args, micro_batches=4, **options):
-    return jax.eval_shape(shrewjax.value_and_grad(loss, micro_batches, **options), *args)
+    return jax.eval_shape(shrewjax.accumulated_value_and_grad(loss, micro_batches, **options), *args)
 
 
 # --- reduced by name ----------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ AUX = {"a": "mean", "b": "max", "n": "sum", "t": "min", "i": "stack"}
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_each_leaf_of_the_aux_is_reduced_by_its_name(reduction):
     weights = np.float32([1, 0, 3, 2])
-    step = shrewjax.value_and_grad(
+    step = shrewjax.accumulated_value_and_grad(
         lambda w, x, own: (w * jnp.sum(x), aux_of(x)),
         K,
         has_aux=True,
@@ -62,7 +62,7 @@ def test_each_leaf_of_the_aux_is_reduced_by_its_name(reduction):
     [("sum", [10, 6]), ("max", [4, 3]), ("min", [1, 0]), ("last", [4, 3]), ("stack", [[1, 2, 3, 4], [0, 1, 2, 3]])],
 )
 def test_one_name_goes_for_all_of_the_aux(name, expected):
-    step = shrewjax.value_and_grad(lambda w, x, n: (w, (x[0], n[0])), K, has_aux=True, aux_reduction=name)
+    step = shrewjax.accumulated_value_and_grad(lambda w, x, n: (w, (x[0], n[0])), K, has_aux=True, aux_reduction=name)
     (_, found), _ = jax.jit(step)(1.0, np.arange(1, 5, dtype="f"), np.arange(4, dtype=np.int32))
     assert [x.tolist() for x in found] == expected
     assert [x.dtype for x in found] == [jnp.float32, jnp.int32]
@@ -70,7 +70,7 @@ def test_one_name_goes_for_all_of_the_aux(name, expected):
 
 def test_sum_of_the_aux_has_the_dtype_of_jax_numpys():
     ones = {dtype: np.ones((), dtype) for dtype in ("int8", "uint8", "int32", "bool", "bfloat16", "complex64")}
-    step = shrewjax.value_and_grad(
+    step = shrewjax.accumulated_value_and_grad(
         lambda w, x: (w, jax.tree.map(jnp.asarray, ones)), 300, has_aux=True, aux_reduction="sum"
     )
     (_, found), _ = quick_jit(step)(1.0, np.ones(300, "f"))
@@ -88,7 +88,7 @@ def test_an_extreme_of_a_float8_needs_no_infinity():
         first = {dtype: leaf[0] for dtype, leaf in x.items()}
         return w, {"max": first, "min": first}
 
-    step = shrewjax.value_and_grad(loss, 4, has_aux=True, aux_reduction={"max": "max", "min": "min"})
+    step = shrewjax.accumulated_value_and_grad(loss, 4, has_aux=True, aux_reduction={"max": "max", "min": "min"})
     (_, aux), _ = quick_jit(step)(np.float32(1), x)
     for name, expected in (("max", [-0.5, np.nan]), ("min", [-8, np.nan])):
         for dtype, found in jax.device_get(aux[name]).items():
@@ -103,7 +103,7 @@ def test_a_metric_that_fun_has_reduced_over_devices_is_its_own_mean():
         loss = loss_fn(params, x, y)
         return loss, {"own": loss, "of all": jax.lax.pmean(loss, "data"), "constant": jnp.float32(3)}
 
-    step = shrewjax.value_and_grad(loss_and_metrics, K // 2, has_aux=True, sum_over="data")
+    step = shrewjax.accumulated_value_and_grad(loss_and_metrics, K // 2, has_aux=True, sum_over="data")
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(jax.P(), jax.P("data"), jax.P("data")), out_specs=jax.P())
     (value, aux), _ = quick_jit(mapped)(WEIGHTS, X, Y)
     expected = np.mean((X.astype(np.float64) @ np.asarray(WEIGHTS["w"], np.float64) - Y) ** 2)
@@ -120,7 +120,7 @@ def test_a_mean_may_differ_between_devices_whose_loss_is_the_same(sum_over):
         return jax.lax.pmean(own, "data"), own
 
     def step(params, x, y):
-        (loss, own), _ = shrewjax.value_and_grad(fun, 2, has_aux=True, sum_over=sum_over or None)(params, x, y)
+        (loss, own), _ = shrewjax.accumulated_value_and_grad(fun, 2, has_aux=True, sum_over=sum_over or None)(params, x, y)
         return loss, own[None]
 
     specs = (jax.P(), jax.P(("data", "fsdp")), jax.P(("data", "fsdp")))
@@ -136,7 +136,7 @@ def test_a_metric_that_fun_has_reduced_takes_weights_that_differ_between_devices
 
     names = {"sum": "sum", "max": "max", "min": "min", "mean": "mean"}
     options = {"has_aux": True, "aux_reduction": names, "weight_fn": lambda *args: jnp.sum(args[-1])}
-    step = shrewjax.value_and_grad(loss_and_metrics, 2, sum_over="data", **options)
+    step = shrewjax.accumulated_value_and_grad(loss_and_metrics, 2, sum_over="data", **options)
     data = jax.P("data")
     mapped = jax.shard_map(step, mesh=mesh_of(data=2), in_specs=(jax.P(), data, data, data), out_specs=jax.P())
     # The first device has examples in one of its two micro-batches, the second in both.
@@ -180,11 +180,11 @@ def test_aux_with_examples_along_another_axis_is_an_error_too(leaf):
 def test_an_aux_that_is_no_array_is_an_error_that_names_it():
     loss = lambda w, x: (jnp.mean((x @ w) ** 2), {"size": "small"})  # noqa: E731
     with pytest.raises(ValueError, match=r"^leaf \['size'\] of the aux must be an array, got 'small'\. Leave it out"):
-        shrewjax.value_and_grad(loss, 2, has_aux=True)(jnp.ones(3), jnp.ones((4, 3)))
+        shrewjax.accumulated_value_and_grad(loss, 2, has_aux=True)(jnp.ones(3), jnp.ones((4, 3)))
 
 
 def test_stacked_aux_of_each_example_comes_back_in_the_order_of_the_examples():
-    step = shrewjax.value_and_grad(with_logits, 4, has_aux=True, aux_reduction={"loss": "mean", "logits": "stack"})
+    step = shrewjax.accumulated_value_and_grad(with_logits, 4, has_aux=True, aux_reduction={"loss": "mean", "logits": "stack"})
     (_, aux), _ = quick_jit(step)(WEIGHTS, X, Y)
     restored = jnp.swapaxes(aux["logits"], 0, 1).reshape(8)
     np.testing.assert_allclose(restored, X @ np.asarray(WEIGHTS["w"]), rtol=1e-5)
@@ -200,7 +200,7 @@ NAMES = {"loss": "mean", "scores": "examples", "x": "examples"}
 
 @pytest.mark.parametrize("micro_batches", [1, 4, 8])
 def test_rows_of_examples_come_in_the_order_of_the_batch(micro_batches):
-    step = shrewjax.value_and_grad(predicting, micro_batches, has_aux=True, aux_reduction=NAMES)
+    step = shrewjax.accumulated_value_and_grad(predicting, micro_batches, has_aux=True, aux_reduction=NAMES)
     (_, aux), _ = quick_jit(step)(WEIGHTS, X, Y)
     np.testing.assert_allclose(aux["scores"], X @ np.asarray(WEIGHTS["w"]), rtol=1e-5)
     assert bits(aux["x"]) == bits(jnp.asarray(X, jnp.bfloat16))
@@ -208,7 +208,7 @@ def test_rows_of_examples_come_in_the_order_of_the_batch(micro_batches):
 
 @pytest.mark.parametrize("skip_empty", [False, True])
 def test_rows_of_a_micro_batch_without_a_weight_are_zeros(skip_empty):
-    step = shrewjax.value_and_grad(
+    step = shrewjax.accumulated_value_and_grad(
         lambda params, x, y, mask: predicting(params, x, y),
         K,
         has_aux=True,
@@ -224,7 +224,7 @@ def test_rows_of_a_micro_batch_without_a_weight_are_zeros(skip_empty):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("sum_over", [None, "data"])
 def test_rows_of_a_batch_on_a_mesh_come_in_its_order(sum_over, kind):
-    step = quick_jit(shrewjax.value_and_grad(predicting, 2, has_aux=True, aux_reduction=NAMES, sum_over=sum_over))
+    step = quick_jit(shrewjax.accumulated_value_and_grad(predicting, 2, has_aux=True, aux_reduction=NAMES, sum_over=sum_over))
     with jax.set_mesh(mesh_of(kind, data=2)):
         (_, aux), _ = step(WEIGHTS, jax.device_put(X, jax.P("data")), jax.device_put(Y, jax.P("data")))
     np.testing.assert_allclose(aux["scores"], X @ np.asarray(WEIGHTS["w"]), rtol=1e-5)
@@ -244,7 +244,7 @@ def test_aux_whose_size_is_that_of_a_micro_batch_by_chance_is_averaged():
         errors = x @ params["w"] - y
         return jnp.mean(errors**2), jnp.stack([jnp.mean(errors), jnp.mean(jnp.abs(errors))])
 
-    found = quick_jit(shrewjax.value_and_grad(loss, 4, has_aux=True))(WEIGHTS, X, Y)
+    found = quick_jit(shrewjax.accumulated_value_and_grad(loss, 4, has_aux=True))(WEIGHTS, X, Y)
     assert_close(found, quick_jit(jax.value_and_grad(loss, has_aux=True))(WEIGHTS, X, Y), rtol=1e-5)
 
 
@@ -253,7 +253,7 @@ def test_aux_of_a_function_that_takes_no_other_batch_size_is_averaged():
         assert len(x) == 2, "this function takes micro-batches of two examples"
         return loss_fn(params, x, y), jnp.mean(x, axis=0)[:2]
 
-    (_, aux), _ = quick_jit(shrewjax.value_and_grad(loss, 4, has_aux=True))(WEIGHTS, X, Y)
+    (_, aux), _ = quick_jit(shrewjax.accumulated_value_and_grad(loss, 4, has_aux=True))(WEIGHTS, X, Y)
     np.testing.assert_allclose(aux, np.mean(X, axis=0)[:2], rtol=1e-5, atol=1e-7)
 
 
@@ -280,7 +280,7 @@ def test_leaves_that_are_sharded_over_explicit_axes_stay_so_and_are_reduced(sum_
         return jnp.mean(outputs**2), by_feature | {"last": outputs, "stack": outputs}
 
     w = RNG.normal(size=(INPUTS, 4)).astype(np.float32)
-    step = quick_jit(shrewjax.value_and_grad(loss, 2, has_aux=True, aux_reduction=names, sum_over=sum_over))
+    step = quick_jit(shrewjax.accumulated_value_and_grad(loss, 2, has_aux=True, aux_reduction=names, sum_over=sum_over))
     with jax.set_mesh(mesh):
         (_, aux), _ = step(jax.device_put(w, jax.P(None, "model")), jax.device_put(X, jax.P("data")))
     assert all(x.sharding.spec[-1] == "model" for x in aux.values())

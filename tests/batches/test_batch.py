@@ -30,7 +30,7 @@ def test_on_an_explicit_mesh_each_device_must_have_examples_of_every_micro_batch
 
     def step(size):
         x = placed(np.ones((size, 3), "f"), mesh, P("data"))
-        return shrewjax.value_and_grad(lambda w, x: jnp.mean(x * w), 2)(jnp.float32(3), x)
+        return shrewjax.accumulated_value_and_grad(lambda w, x: jnp.mean(x * w), 2)(jnp.float32(3), x)
 
     with jax.set_mesh(mesh):
         message = r"argument 1 has 12 examples, which micro_batches=2 on each of 4 devices does not divide\. Pad"

@@ -151,7 +151,7 @@ def with_own_keys(fun, args, kwargs):
 def called(fun, args, kwargs, options):
     """Returns the message of the error, or what the call returns."""
     try:
-        return "", shrewjax.value_and_grad(fun, 4, **options)(*args, **kwargs)
+        return "", shrewjax.accumulated_value_and_grad(fun, 4, **options)(*args, **kwargs)
     except ValueError as error:
         return str(error), None
 
@@ -179,7 +179,7 @@ def test_the_remedy_for_a_mistaken_role_gives_the_right_gradient(case):
 )
 def test_examples_among_the_parameters_get_a_note_that_says_where_each_goes(fun, args, options):
     with pytest.raises(TypeError) as raised:
-        jax.eval_shape(shrewjax.value_and_grad(fun, 4, **options), *args)
+        jax.eval_shape(shrewjax.accumulated_value_and_grad(fun, 4, **options), *args)
     assert any("pass their indices as the batch" in note for note in raised.value.__notes__)
 
 
@@ -201,7 +201,7 @@ def test_a_selection_by_a_mask_gets_a_note_with_the_mean_that_is_right():
     def masked(params, x, y, mask):
         return jnp.sum(jnp.where(mask, (x @ params["w"] - y) ** 2, 0)) / jnp.maximum(jnp.sum(mask), 1).astype("f")
 
-    step = shrewjax.value_and_grad(masked, 4, weight_fn=lambda p, x, y, mask: mask.sum())
+    step = shrewjax.accumulated_value_and_grad(masked, 4, weight_fn=lambda p, x, y, mask: mask.sum())
     assert_close(step(WEIGHTS, X, Y, mask)[1], jax.grad(selecting)(WEIGHTS, X, Y, mask), rtol=1e-5)
 
 
@@ -210,12 +210,12 @@ def test_each_remedy_for_a_loss_of_each_example_gives_the_gradient_of_the_batch(
     def loss(params, x, y):
         return reduce((x @ params["w"] - y) ** 2)
 
-    step = shrewjax.value_and_grad(loss, 4, **options)
+    step = shrewjax.accumulated_value_and_grad(loss, 4, **options)
     assert_close(step(WEIGHTS, X, Y)[1], jax.grad(loss)(WEIGHTS, X, Y), rtol=1e-5)
 
 
 def test_the_sum_of_a_mean_is_k_times_its_gradient_whatever_the_weights():
-    step = shrewjax.value_and_grad(loss_fn, 4, reduction="sum", weight_fn=lambda p, x, y: len(x))
+    step = shrewjax.accumulated_value_and_grad(loss_fn, 4, reduction="sum", weight_fn=lambda p, x, y: len(x))
     expected = jax.tree.map(lambda x: 4 * x, jax.grad(loss_fn)(WEIGHTS, X, Y))
     assert_close(step(WEIGHTS, X, Y)[1], expected, rtol=1e-5)
 
@@ -231,7 +231,7 @@ def test_a_static_size_is_the_whole_batch_s_and_summing_the_parts_mends_it():
     def loss(params, batch):
         return jnp.sum(batch.x @ params["w"]) / batch.size
 
-    _, grads = shrewjax.value_and_grad(loss, 4, reduction="sum")(WEIGHTS, Sized(X, 8))
+    _, grads = shrewjax.accumulated_value_and_grad(loss, 4, reduction="sum")(WEIGHTS, Sized(X, 8))
     assert_close(grads, jax.grad(loss)(WEIGHTS, Sized(X, 8)), rtol=1e-5)
 
 
@@ -254,7 +254,7 @@ def test_padding_is_the_right_remedy_for_a_number_that_k_does_not_divide():
 
     with pytest.raises(ValueError, match=r"has 6 examples, .* to 8, and let weight_fn= count the real ones"):
         traced(loss_fn, WEIGHTS, X[:6], Y[:6])
-    step = shrewjax.value_and_grad(masked, 4, weight_fn=lambda p, x, y, is_real: is_real.sum())
+    step = shrewjax.accumulated_value_and_grad(masked, 4, weight_fn=lambda p, x, y, is_real: is_real.sum())
     _, grads = step(WEIGHTS, X, Y, np.arange(8) < 6)
     assert_close(grads, jax.grad(loss_fn)(WEIGHTS, X[:6], Y[:6]), rtol=1e-5)
 
@@ -282,13 +282,13 @@ def test_a_state_among_the_aux_is_an_error_that_names_the_argument_which_hands_i
     args = WEIGHTS, state, KEY, X, Y
     options = {"batch_argnums": (3, 4), "rng_argnums": 2}
     with pytest.raises(ValueError, match=r"int32, which 'mean' does not take\. .* state .*carry_argnum= "):
-        shrewjax.value_and_grad(with_state, 4, has_aux=True, **options)(*args)
+        shrewjax.accumulated_value_and_grad(with_state, 4, has_aux=True, **options)(*args)
 
     def carrying(*args):
         value, state = with_state(*args)
         return value, ((), state)
 
-    step = shrewjax.value_and_grad(carrying, 4, has_aux=True, rng_argnums=2, carry_argnum=1)
+    step = shrewjax.accumulated_value_and_grad(carrying, 4, has_aux=True, rng_argnums=2, carry_argnum=1)
     for _ in range(2):
         (_, (_, state)), _ = step(WEIGHTS, state, *args[2:])
     assert state["n"] == 8

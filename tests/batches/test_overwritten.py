@@ -52,7 +52,7 @@ def test_a_statistic_is_the_largest_of_the_kept_micro_batches_or_stays(weights):
         return loss(params, x)
 
     w = np.tile(np.float32(weights), 2)
-    grad = shrewjax.value_and_grad(weighted, K, weight_fn=lambda params, x, w: jnp.max(w), argnums=0)
+    grad = shrewjax.accumulated_value_and_grad(weighted, K, weight_fn=lambda params, x, w: jnp.max(w), argnums=0)
     _, grads = quick_jit(grad)(PARAMS, X, w)
     np.testing.assert_allclose(grads[NAME]["statistic"], by_hand(weights), rtol=1e-6)
     assert jax.tree.structure(grads) == jax.tree.structure(PARAMS)
@@ -61,7 +61,7 @@ def test_a_statistic_is_the_largest_of_the_kept_micro_batches_or_stays(weights):
 def test_a_dropped_micro_batch_has_no_part_in_a_statistic_and_gradients_keep_their_places():
     x = X.copy()
     x[1] = np.inf
-    grad = shrewjax.value_and_grad(
+    grad = shrewjax.accumulated_value_and_grad(
         lambda first, x, second: loss(first, x) + loss(second, x), K, argnums=(2, 0), batch_argnums=1,
         nonfinite="drop_micro_batch",
     )  # fmt: skip
@@ -71,12 +71,12 @@ def test_a_dropped_micro_batch_has_no_part_in_a_statistic_and_gradients_keep_the
 
 
 def test_the_check_takes_no_statistic_for_a_gradient():
-    assert shrewjax.check_micro_batches(shrewjax.value_and_grad(loss, K), PARAMS, X) < 1e-5
+    assert shrewjax.check_micro_batches(shrewjax.accumulated_value_and_grad(loss, K), PARAMS, X) < 1e-5
 
 
 def test_a_statistic_is_the_largest_of_all_devices():
     mesh = mesh_of(data=2)
-    grad = shrewjax.value_and_grad(loss, 2, sum_over="data")
+    grad = shrewjax.accumulated_value_and_grad(loss, 2, sum_over="data")
     mapped = jax.shard_map(grad, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
     _, grads = quick_jit(mapped)(PARAMS, X)
     np.testing.assert_allclose(grads[NAME]["statistic"], by_hand((1, 1, 1, 1)), rtol=1e-6)
@@ -87,7 +87,7 @@ def test_flaxs_fp8_trains_as_by_hand_with_gradients_averaged_and_statistics_at_t
     variables = layer.init(jax.random.key(0), X)
     grad_of = jax.value_and_grad(lambda variables, x: jnp.mean(layer.apply(variables, x) ** 2))
     with jax.numpy_dtype_promotion("standard"):
-        _, grads = quick_jit(shrewjax.value_and_grad(lambda v, x: jnp.mean(layer.apply(v, x) ** 2), K))(variables, X)
+        _, grads = quick_jit(shrewjax.accumulated_value_and_grad(lambda v, x: jnp.mean(layer.apply(v, x) ** 2), K))(variables, X)
         each = [quick_jit(grad_of)(variables, X[i::K])[1] for i in range(K)]
     assert_close(grads[NAME], jax.tree.map(lambda *x: np.max(x, axis=0), *(g[NAME] for g in each)), rtol=1e-6)
     mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *(g["params"] for g in each))

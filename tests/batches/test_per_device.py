@@ -153,7 +153,7 @@ def test_policy_within_a_call_weighs_what_it_kept():
     def with_count(params, x, y, mask):
         return masked_loss(params, x, y, mask), jnp.sum(mask)
 
-    own = shrewjax.value_and_grad(
+    own = shrewjax.accumulated_value_and_grad(
         with_count,
         2,
         has_aux=True,
@@ -371,7 +371,7 @@ def test_rows_of_a_sum_are_own_sums_and_a_sum_over_devices_as_rows_is_an_error(k
 
     def found(reduction, sum_over):
         fun = summed_loss if reduction == "sum" else loss
-        own = per_device(shrewjax.value_and_grad(fun, 2, reduction=reduction, sum_over=sum_over), "data")
+        own = per_device(shrewjax.accumulated_value_and_grad(fun, 2, reduction=reduction, sum_over=sum_over), "data")
         tx = shrewjax.accumulate(optax.sgd(1.0), 1, reduction=reduction, sum_over="data")
 
         def step(params):

@@ -63,7 +63,7 @@ def test_arguments_have_their_roles_however_they_are_passed(case):
     def of_params(w):
         return fun(w, *args[1:], **kwargs) if args else fun(**(kwargs | {"w": w}))
 
-    assert_close(value_and_grad(fun, 4, **options)(*args, **kwargs), jax.value_and_grad(of_params)(W), rtol=1e-5)
+    assert_close(accumulated_value_and_grad(fun, 4, **options)(*args, **kwargs), jax.value_and_grad(of_params)(W), rtol=1e-5)
 
 
 def noisy(w, key, **batch):
@@ -77,7 +77,7 @@ def test_keys_beside_a_batch_by_keyword_are_folded(named, by_keyword):
     batch = {"x": X, "y": Y}
     by_hand = [jax.value_and_grad(noisy)(W, jax.random.fold_in(KEY, i), x=X[i::4], y=Y[i::4]) for i in range(4)]
     expected = jax.tree.map(lambda *of_all: sum(of_all) / 4, *by_hand)
-    call = value_and_grad(noisy, 4, rng_argnums=named)
+    call = accumulated_value_and_grad(noisy, 4, rng_argnums=named)
     assert_close(call(W, key=KEY, **batch) if by_keyword else call(W, KEY, **batch), expected, rtol=1e-5)
 
 
@@ -85,7 +85,7 @@ def test_carry_and_weight_may_come_by_keyword():
     def loss(w, x, count, y):
         return scaled(w, x, y), ((), count + len(x))
 
-    call = value_and_grad(loss, 4, has_aux=True, carry_argnum=2, weight_fn=lambda w, x, count, y: 1 + count)
+    call = accumulated_value_and_grad(loss, 4, has_aux=True, carry_argnum=2, weight_fn=lambda w, x, count, y: 1 + count)
     (value, (_, count)), _ = call(W, count=jnp.float32(0), y=Y, x=X)
     expected = [scaled(W, X[i::4], Y[i::4]) * (1 + 2 * i) for i in range(4)]
     np.testing.assert_allclose(value, sum(expected) / 16, rtol=1e-5)
@@ -121,7 +121,7 @@ def test_rows_take_examples_by_keyword():
 )
 def test_a_name_or_a_position_of_no_argument_is_an_error(options, message):
     with pytest.raises(ValueError, match=message):
-        value_and_grad(scaled, 4, **options)(W, X, y=Y)
+        accumulated_value_and_grad(scaled, 4, **options)(W, X, y=Y)
 
 
 def test_remedy_for_a_first_axis_as_long_as_the_batch_keeps_the_argument_whole():
@@ -131,10 +131,10 @@ def test_remedy_for_a_first_axis_as_long_as_the_batch_keeps_the_argument_whole()
     w, x, scale = np.ones(4, np.float32), np.arange(16, dtype=np.float32).reshape(4, 4), np.arange(4, dtype=np.float32)
     remedy = r"scale has as many rows as the batch.* Otherwise pass it by position, with batch_argnums=1$"
     with pytest.raises(ValueError, match=remedy):
-        value_and_grad(loss, 2)(w, x, scale=scale)
+        accumulated_value_and_grad(loss, 2)(w, x, scale=scale)
     for _, grad in (
-        value_and_grad(partial(loss, scale=scale), 2)(w, x),
-        value_and_grad(loss, 2, batch_argnums=1)(w, x, scale),
+        accumulated_value_and_grad(partial(loss, scale=scale), 2)(w, x),
+        accumulated_value_and_grad(loss, 2, batch_argnums=1)(w, x, scale),
     ):
         np.testing.assert_allclose(grad, (x * scale).mean(0))
 
@@ -145,8 +145,8 @@ def test_numbers_that_look_like_a_raw_key_pass_as_int32():
 
     w, x = np.float32(1), np.ones(4, np.float32)
     with pytest.raises(ValueError, match=r"^argument 2 is a PRNG key.*no key, convert them to int32$"):
-        value_and_grad(loss, 2, batch_argnums=1)(w, x, np.array([3, 1], np.uint32))
-    assert value_and_grad(loss, 2, batch_argnums=1)(w, x, np.array([3, 1], np.int32))[0] == 3
+        accumulated_value_and_grad(loss, 2, batch_argnums=1)(w, x, np.array([3, 1], np.uint32))
+    assert accumulated_value_and_grad(loss, 2, batch_argnums=1)(w, x, np.array([3, 1], np.int32))[0] == 3
 
 
 # --- one call: names in messages, and which leaves are keys --------------------------------------------------------

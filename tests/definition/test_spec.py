@@ -617,7 +617,7 @@ def whole_batch(reduction, nonfinite):
         linear = jnp.sum(jnp.where(jnp.isfinite(gradients[0]), params * gradients[0], gradients[0] - gradients[0]))
         return losses[0] + linear, dict.fromkeys(AUX, aux[0]) | {"examples": aux}
 
-    step = shrewjax.value_and_grad(
+    step = shrewjax.accumulated_value_and_grad(
         run,
         WINDOW,
         has_aux=True,

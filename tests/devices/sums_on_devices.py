@@ -56,7 +56,7 @@ def count(params, tokens, counts):
 
 def whole(**options):
     """Our step, with the counts in the aux and in the carry."""
-    return shrewjax.value_and_grad(
+    return shrewjax.accumulated_value_and_grad(
         loss_and_counts, MICRO_BATCHES, has_aux=True, carry_argnum=2, aux_reduction="sum", **options
     )
 

@@ -366,7 +366,7 @@ def test_sharded_leaf_of_more_than_two_to_the_32_elements_is_counted_where_it_li
 
 @pytest.mark.parametrize("name", ["unweighted", "weighted"])
 def test_gradients_of_a_batch_are_reduced_once_after_the_loop(name, target):
-    step = shrewjax.value_and_grad(compiled.masked_loss, 8, **compiled.BATCHES[name])
+    step = shrewjax.accumulated_value_and_grad(compiled.masked_loss, 8, **compiled.BATCHES[name])
     program = compiled.whole_batch(target, step, 8)
     assert " while(" in program.text
     assert all_reduced(program) == {"every call": pytest.approx(1)}
@@ -382,14 +382,14 @@ def test_sharded_parameters_are_gathered_and_their_gradients_reduced_with_each_m
 
 @pytest.mark.parametrize("name", ["weighted", "drop_micro_batch"])
 def test_devices_sums_of_a_batch_are_reduced_once_after_the_loop(name, target):
-    step = shrewjax.value_and_grad(compiled.masked_loss, 8, sum_over="data", **compiled.BATCHES[name])
+    step = shrewjax.accumulated_value_and_grad(compiled.masked_loss, 8, sum_over="data", **compiled.BATCHES[name])
     program = compiled.whole_batch(target, step, 8, mapped=True)
     assert " while(" in program.text
     assert all_reduced(program) == {"every call": pytest.approx(1)}
 
 
 def test_batch_holds_one_tree_of_gradients_more_than_its_micro_batch(target):
-    step = shrewjax.value_and_grad(compiled.masked_loss, 8, weight_fn=compiled.counted)
+    step = shrewjax.accumulated_value_and_grad(compiled.masked_loss, 8, weight_fn=compiled.counted)
     held = compiled.whole_batch(target, step, 1).temporary
     assert held <= compiled.whole_batch(target, compiled.optax_batch, 1).temporary + 0.01
     if target.name == "h100":  # here a TPU holds half of the micro-batch's gradients, too, and so it does for Optax

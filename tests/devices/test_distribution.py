@@ -175,8 +175,8 @@ def test_a_gradient_that_is_bad_on_one_device_drops_its_micro_batch_on_all():
     x = np.random.default_rng(0).uniform(1, 2, (4, 16)).astype("f")
     x[1, 5] = 0
     options = {"micro_batches": 4, "nonfinite": "drop_micro_batch"}
-    expected = quick_jit(shrewjax.value_and_grad(loss, **options))(jnp.ones(16), x)
-    of_part = shrewjax.value_and_grad(partial(loss, axis="fsdp"), **options)
+    expected = quick_jit(shrewjax.accumulated_value_and_grad(loss, **options))(jnp.ones(16), x)
+    of_part = shrewjax.accumulated_value_and_grad(partial(loss, axis="fsdp"), **options)
     mapped = jax.shard_map(
         of_part, mesh=mesh_of(fsdp=8), in_specs=(P("fsdp"), P(None, "fsdp")), out_specs=(P(), P("fsdp"))
     )

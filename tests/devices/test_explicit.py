@@ -66,7 +66,7 @@ def test_penalties_aux_and_carry_have_the_numbers_and_types_of_one_device(contex
         params, x, y = placed(PARAMS, mesh, P()), *placed((X, Y), mesh, P("data"))
         step = shrewjax.value_and_grad(penalized, K, has_aux=True)
         found, eager = jax.jit(step)(params, x, y), step(params, x, y)
-        step = shrewjax.value_and_grad(carried, K, has_aux=True, carry_argnum=3)
+        step = shrewjax.accumulated_value_and_grad(carried, K, has_aux=True, carry_argnum=3)
         (_, (_, carry)), _ = jax.jit(step)(params, x, y, jnp.zeros(()))
     close((found, eager), (((value, aux), grads),) * 2)
     np.testing.assert_allclose(carry, sum(np.mean(X[i::K]) for i in range(K)), rtol=1e-4)
@@ -83,7 +83,7 @@ def test_complex_parameters_and_those_of_numpy_have_the_gradients_of_one_device(
     mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
         here, x = params | {"complex": placed(params["complex"], mesh, P())}, placed(X, mesh, P("data"))
-        found = jax.jit(shrewjax.value_and_grad(loss, K, weight_fn=weight))(here, x)
+        found = jax.jit(shrewjax.accumulated_value_and_grad(loss, K, weight_fn=weight))(here, x)
     close(found, jax.value_and_grad(loss)(params, X))
 
 
@@ -130,7 +130,7 @@ def test_parameters_may_come_as_reduced(name):
         params, x = placed(used, mesh, P()), placed(X, mesh, P("data"))
 
         def step(params, x):
-            step = shrewjax.value_and_grad(lambda p, x: (loss(p, x), p["in"]), K, has_aux=True, **options)
+            step = shrewjax.accumulated_value_and_grad(lambda p, x: (loss(p, x), p["in"]), K, has_aux=True, **options)
             (value, same), grads = step(reduced(params), x)
             assert not jax.typeof(same).sharding.spec.reduced
             return value, jax.tree.map(lambda g: jax.reshard(g, P("data")), grads)
@@ -141,7 +141,7 @@ def test_parameters_may_come_as_reduced(name):
 
 def test_derivatives_by_parameters_and_by_a_weight_are_those_of_one_device():
     def outer(a, w, x):
-        step = shrewjax.value_and_grad(products, K, weight_fn=lambda w, x: jnp.sum((a * x) ** 2))
+        step = shrewjax.accumulated_value_and_grad(products, K, weight_fn=lambda w, x: jnp.sum((a * x) ** 2))
         value, grad = step(w, x)
         return value + jnp.sum(grad**2)
 
@@ -171,7 +171,7 @@ def test_vmap_may_map_an_axis_that_is_sharded_or_not(mapped, name, context):
     each = [[y[i] if axis == 0 else y for y, axis in zip((params, x), axes, strict=True)] for i in range(8)]
     expected = jax.tree.map(lambda *g: np.stack(g), *(weighted_mean(products, *given, options) for given in each))
     mesh = mesh_of("Explicit", data=8)
-    step = shrewjax.value_and_grad(products, K, **options)
+    step = shrewjax.accumulated_value_and_grad(products, K, **options)
     with CONTEXTS[context](mesh):
         over_mapped = [P("data") if axis == 0 else P() for axis in axes]
         over_examples = P(), P(None, "data") if axes[1] == 0 else P("data")

@@ -103,7 +103,7 @@ class Form(NamedTuple):
 
 
 def of_batch(model, **options):
-    return lambda mesh: shrewjax.value_and_grad(model.loss, K, weight_fn=model.weight, **options)
+    return lambda mesh: shrewjax.accumulated_value_and_grad(model.loss, K, weight_fn=model.weight, **options)
 
 
 def in_shard_map(**options):

@@ -80,7 +80,7 @@ def test_aux_and_statistics_of_convolutions_are_those_of_micro_batches_one_by_on
     value, grads = jax.tree.map(lambda *x: np.mean(np.float64(x), axis=0), *(part[:2] for part in parts))
     reduce = {"sum": np.sum, "max": np.max, "mean": np.mean, "stack": lambda x, axis: np.stack(x)}
     numbers = {name: reduce[kind]([part[2][name] for part in parts], axis=0) for name, kind in kinds.items()}
-    step = shrewjax.value_and_grad(of_images, 4, has_aux=True, carry_argnum=3, aux_reduction=kinds)
+    step = shrewjax.accumulated_value_and_grad(of_images, 4, has_aux=True, carry_argnum=3, aux_reduction=kinds)
     executed.assert_right(
         step,
         (params, images, labels, statistics),
@@ -100,7 +100,7 @@ def looked_up(params, tokens, counts):
 def summed_over_devices(mesh, **options):
     """Each device's micro-batches have their own weights. Without `mesh` the call maps itself."""
     options |= {"weight_fn": lambda params, tokens, counts: jnp.sum(counts), "sum_over": "data"}
-    step = shrewjax.value_and_grad(looked_up, 2, **options)
+    step = shrewjax.accumulated_value_and_grad(looked_up, 2, **options)
     if mesh is None:
         return step
     split = P("data")

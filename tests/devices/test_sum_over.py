@@ -128,7 +128,7 @@ def test_results_are_those_of_the_whole_batch(name, skip_empty):
     mesh = mesh_of(kind, **axes)
     devices = np.prod([axes[a] for a in (sum_over if isinstance(sum_over, tuple) else (sum_over,))])
     value, grads, aux, carry = expected(devices)
-    step = shrewjax.value_and_grad(loss, K, sum_over=sum_over, skip_empty=skip_empty, **OPTIONS)
+    step = shrewjax.accumulated_value_and_grad(loss, K, sum_over=sum_over, skip_empty=skip_empty, **OPTIONS)
     with jax.set_mesh(mesh):
         batch = jax.device_put((X, Y, COUNTS), NamedSharding(mesh, batch_spec))
         params = {"w": jax.device_put(PARAMS["w"], NamedSharding(mesh, spec)), "b": PARAMS["b"]}
@@ -161,7 +161,7 @@ def on_eight(run, *arguments, jit=quick_jit):
 def test_other_arguments_keep_their_meaning(options):
     value, grads = jax.value_and_grad(mean_loss)(PARAMS, X, Y)
     times = 16 if "reduction" in options else 1
-    step = shrewjax.value_and_grad(mean_loss, **{"micro_batches": K, "sum_over": "data"} | options)
+    step = shrewjax.accumulated_value_and_grad(mean_loss, **{"micro_batches": K, "sum_over": "data"} | options)
     tolerance = 3e-2 if "accumulator_dtype" in options else 1e-5
     wanted = jax.tree.map(lambda x: times * x, (value, grads))
     assert_close(on_eight(step, PARAMS, X, Y), wanted, rtol=tolerance, atol=tolerance)
@@ -173,14 +173,14 @@ def test_a_micro_batch_that_is_bad_on_one_device_is_dropped_on_all():
     x[5] = np.nan
     kept = np.arange(B) % K != 5 % K
     expected = jax.value_and_grad(mean_loss)(PARAMS, X[kept], Y[kept])
-    step = shrewjax.value_and_grad(mean_loss, K, sum_over="data", nonfinite="drop_micro_batch")
+    step = shrewjax.accumulated_value_and_grad(mean_loss, K, sum_over="data", nonfinite="drop_micro_batch")
     assert_close(on_eight(step, PARAMS, x, Y), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.thorough
 def test_a_batch_that_weighs_nothing_or_too_much_is_as_without_sum_over():
     def run(weight):
-        step = shrewjax.value_and_grad(
+        step = shrewjax.accumulated_value_and_grad(
             lambda p, x, y, w: mean_loss(p, x, y), K, sum_over="data", weight_fn=lambda p, x, y, w: w[0]
         )
         return step(PARAMS, X, Y, jnp.full(B, weight))
@@ -201,7 +201,7 @@ def test_devices_that_have_only_padding_leave_the_carry_to_the_others():
 
     counts = np.float32(np.arange(B) < B // 2)
     options = {"has_aux": True, "carry_argnum": 3, "weight_fn": lambda params, x, counts, carry: jnp.sum(counts)}
-    step = shrewjax.value_and_grad(with_average, K, sum_over="data", **options)
+    step = shrewjax.accumulated_value_and_grad(with_average, K, sum_over="data", **options)
     (_, (_, carry)), _ = on_eight(step, PARAMS, X, counts, np.full(WIDTH, 100, np.float32))
     last = X.reshape(8, B // 8 // K, K, WIDTH)[:4, :, -1]  # the last micro-batch of each of the others
     np.testing.assert_allclose(carry, last.mean((0, 1)), rtol=1e-5, atol=1e-6)
@@ -267,7 +267,7 @@ def test_a_loss_without_examples_has_the_keys_of_all_devices():
     def loss(params, key):
         return jnp.sum(params["b"]) * jax.random.uniform(key)
 
-    step = shrewjax.value_and_grad(loss, K, rng_argnums=1, batch_argnums=(), sum_over="data")
+    step = shrewjax.accumulated_value_and_grad(loss, K, rng_argnums=1, batch_argnums=(), sum_over="data")
     draws = [float(jax.random.uniform(jax.random.fold_in(KEY, i))) for i in range(8 * K)]
     _, grads = on_eight(step, PARAMS, KEY)
     np.testing.assert_allclose(grads["b"], np.full(WIDTH, np.mean(draws)), rtol=1e-6)
@@ -338,7 +338,7 @@ def test_an_nnx_model_has_one_state_and_other_dropout_on_each_device():
 
     model = _Model(nnx.Rngs(0))
     params = nnx.state(model, nnx.Param)
-    run = shrewjax.flax.value_and_grad(loss, K, has_aux=True, aux_reduction="stack", sum_over="data")
+    run = shrewjax.flax.accumulated_value_and_grad(loss, K, has_aux=True, aux_reduction="stack", sum_over="data")
     with jax.set_mesh(mesh_of(data=8)):
         (value, masks), grads = nnx.jit(run)(model, X)
     kernel = np.asarray(params["linear"]["kernel"][...])
@@ -358,7 +358,7 @@ def test_an_nnx_model_has_one_state_and_other_dropout_on_each_device():
 def traced(fun=mean_loss, *, mesh=EIGHT, kind="Auto", sum_over="data", rows=B, **options):
     batch = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
     with jax.set_mesh(mesh_of(kind, **mesh)):
-        return jax.eval_shape(shrewjax.value_and_grad(fun, K, sum_over=sum_over, **options), PARAMS, batch, batch)
+        return jax.eval_shape(shrewjax.accumulated_value_and_grad(fun, K, sum_over=sum_over, **options), PARAMS, batch, batch)
 
 
 def constrained(place):

@@ -63,7 +63,7 @@ def in_float64(name, x, counts):
 
 
 def run(name, nonfinite, is_tracked, x, skip_empty):
-    step = shrewjax.value_and_grad(
+    step = shrewjax.accumulated_value_and_grad(
         lambda *args: loss(MIXES[name], *args),
         K,
         has_aux=True,

@@ -184,7 +184,7 @@ def test_factors_of_tasks_belong_into_the_loss_and_cancel_in_weight():
         def weight(w, x, y, factor):
             return jnp.where(weight_factor, factor[0], 1)
 
-        return shrewjax.value_and_grad(loss, 2, weight_fn=weight)(jnp.zeros(3), x, y, factor)[1]
+        return shrewjax.accumulated_value_and_grad(loss, 2, weight_fn=weight)(jnp.zeros(3), x, y, factor)[1]
 
     x, y, factor = normal(8, 3), normal(8, seed=1), np.float32([1, 0.1] * 4)
     expected = (mean_grad(np.zeros(3), x[::2], y[::2]) + 0.1 * mean_grad(np.zeros(3), x[1::2], y[1::2])) / 2
@@ -202,8 +202,8 @@ def test_a_sum_over_the_number_of_items_is_the_whole_batchs_in_both_forms():
         return jnp.sum(jnp.where(mask, (x @ w - y) ** 2, 0)) / items
 
     def found(w, items):
-        by_items = shrewjax.value_and_grad(summed, 3, reduction="sum", batch_argnums=(1, 2, 3))
-        divided = shrewjax.value_and_grad(
+        by_items = shrewjax.accumulated_value_and_grad(summed, 3, reduction="sum", batch_argnums=(1, 2, 3))
+        divided = shrewjax.accumulated_value_and_grad(
             summed, 3, weight_fn=lambda w, x, y, mask, items: jnp.sum(mask), reduction="sum_over_weights",
             batch_argnums=(1, 2, 3),
         )  # fmt: skip
@@ -233,7 +233,7 @@ def test_truncated_backpropagation_passes_the_state_on_and_no_gradient_through_i
             expected += np.mean(2 * h * dh) / T / K
 
     def found(w, x):
-        loss_and_grad = shrewjax.value_and_grad(chunk, K, has_aux=True, carry_argnum=2)
+        loss_and_grad = shrewjax.accumulated_value_and_grad(chunk, K, has_aux=True, carry_argnum=2)
         ordered = code("x.reshape(K, T, B).swapaxes(0, 1).reshape(K * T, B)", x=x, K=K, T=T, B=B)
         (_, (_, end)), grad = loss_and_grad(w, ordered, jnp.zeros(B))
         return grad, end, loss_and_grad(w, x, jnp.zeros(B))[1]
@@ -263,9 +263,9 @@ def test_centres_move_once_by_sums_and_counts_of_all_micro_batches():
         )
 
     def found(w):
-        step = shrewjax.value_and_grad(loss, 4, has_aux=True, aux_reduction="sum", batch_argnums=(1, 2))
+        step = shrewjax.accumulated_value_and_grad(loss, 4, has_aux=True, aux_reduction="sum", batch_argnums=(1, 2))
         (_, aux), _ = step(w, x, own, centres)
-        chained = shrewjax.value_and_grad(carried, 4, has_aux=True, carry_argnum=3)
+        chained = shrewjax.accumulated_value_and_grad(carried, 4, has_aux=True, carry_argnum=3)
         return moved(centres, aux), chained(w, x, own, centres)[0][1][1]
 
     expected = np.array(centres, np.float64)

@@ -261,8 +261,8 @@ def test_weights_of_both_signs_are_right_by_their_sum_beside_the_examples_and_na
         return jnp.sum(weights * (x @ p - y) ** 2) / (jnp.sum(weights) if total is None else total)
 
     def found(p):
-        summed = shrewjax.value_and_grad(loss, 4, batch_argnums=(1, 2, 3), reduction="sum")
-        by_weight = shrewjax.value_and_grad(loss, 4, weight_fn=lambda p, x, y, weights: jnp.sum(weights))
+        summed = shrewjax.accumulated_value_and_grad(loss, 4, batch_argnums=(1, 2, 3), reduction="sum")
+        by_weight = shrewjax.accumulated_value_and_grad(loss, 4, weight_fn=lambda p, x, y, weights: jnp.sum(weights))
         return summed(p, x, y, weights, np.sum(weights))[1], by_weight(p, x, y, weights)[1]
 
     right, by_weight = quick_jit(found)(np.ones(3))
@@ -560,7 +560,7 @@ def test_moments_of_an_aux_move_running_averages_once_by_the_whole_batch_and_a_c
 
     def found(params):
         once = windows.moved_once(params, averages, x, y)[-1]
-        step = shrewjax.value_and_grad(carried, 8, has_aux=True, carry_argnum=1, batch_argnums=(2, 3))
+        step = shrewjax.accumulated_value_and_grad(carried, 8, has_aux=True, carry_argnum=1, batch_argnums=(2, 3))
         return once, step(params, averages, x, y)[0][1][1]
 
     once, wrong = quick_jit(found)({"w": jnp.ones(3)})

@@ -82,7 +82,7 @@ def test_what_needs_concrete_indices_fails_in_a_loop_alone():
     assert jax.value_and_grad(loss, has_aux=True)(p, x)[0][1] == 1
     with pytest.raises(jax.errors.NonConcreteBooleanIndexError):
         shrewjax.value_and_grad(loss, 2, has_aux=True)(p, x)
-    assert shrewjax.value_and_grad(masked, 2, has_aux=True, aux_reduction="sum")(p, x)[0][1] == 1
+    assert shrewjax.accumulated_value_and_grad(masked, 2, has_aux=True, aux_reduction="sum")(p, x)[0][1] == 1
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["size"])
@@ -153,10 +153,10 @@ def test_every_positional_argument_is_divided_unless_batch_argnums_names_the_exa
         return (
             jax.grad(loss)(*args),
             shrewjax.value_and_grad(loss, 4)(*args)[1],
-            shrewjax.value_and_grad(loss, 4, **examples)(*args)[1],
+            shrewjax.accumulated_value_and_grad(loss, 4, **examples)(*args)[1],
             jax.grad(summed)(*args),
-            shrewjax.value_and_grad(summed, 4, **examples)(*args)[1],
-            shrewjax.value_and_grad(summed, 4, reduction="sum", **examples)(*args)[1],
+            shrewjax.accumulated_value_and_grad(summed, 4, **examples)(*args)[1],
+            shrewjax.accumulated_value_and_grad(summed, 4, reduction="sum", **examples)(*args)[1],
         )
 
     mean, cut, named, of_sum, quarter, whole = quick_jit(found)(w, x, labels, of_class)
@@ -174,7 +174,7 @@ def test_the_quotient_of_counts_averaged_by_weight_is_no_accuracy():
 
     def accuracy(aux):
         options = {"weight_fn": lambda p, right, mask: jnp.sum(mask), "has_aux": True, "aux_reduction": aux}
-        (_, counts), _ = shrewjax.value_and_grad(
+        (_, counts), _ = shrewjax.accumulated_value_and_grad(
             lambda *args: jax.tree.map(lambda x: x * 1.0, loss(*args)), 2, **options
         )(1.0, right, mask)
         return counts["right"] / counts["all"]
@@ -199,11 +199,11 @@ def test_a_models_state_counts_micro_batches_as_a_carry_and_is_exact_by_its_mome
 
     def found(p, state, x):
         examples = {"has_aux": True, "batch_argnums": 2}
-        carried = shrewjax.value_and_grad(
+        carried = shrewjax.accumulated_value_and_grad(
             lambda *args: (loss(*args)[0], ({}, loss(*args)[1])), 8, carry_argnum=1, **examples
         )(p, state, x)[0][1][1]
-        returned = shrewjax.value_and_grad(loss, 8, aux_reduction="last", **examples)(p, state, x)[0][1]
-        moments = shrewjax.value_and_grad(of_moments, 8, **examples)(p, state, x)[0][1]["moments"]
+        returned = shrewjax.accumulated_value_and_grad(loss, 8, aux_reduction="last", **examples)(p, state, x)[0][1]
+        moments = shrewjax.accumulated_value_and_grad(of_moments, 8, **examples)(p, state, x)[0][1]["moments"]
         return carried, returned, advanced(state, moments), loss(p, state, x)[1]
 
     carried, returned, exact, whole = quick_jit(found)(np.float32(1), state, x)
@@ -306,7 +306,7 @@ def test_a_loss_that_is_no_mean_over_examples_is_right_by_the_remedy_alone(row):
 
     def found(w, *batch):
         mistake = {
-            "penalty": shrewjax.value_and_grad(loss, 4, reduction="sum"),
+            "penalty": shrewjax.accumulated_value_and_grad(loss, 4, reduction="sum"),
             "loss / k": shrewjax.value_and_grad(lambda w, x: loss(w, x) / 4, 4),
         }.get(row, shrewjax.value_and_grad(loss, 4))
         return jax.value_and_grad(loss)(w, *batch), remedy(w, *batch), mistake(w, *batch)[1]

@@ -168,7 +168,7 @@ def held(function, *args):
 @pytest.mark.parametrize("name", [*FIVE, *thorough(*OTHERS)])
 def test_scans_add_their_gradients_with_the_bits_of_a_loop_by_hand(name):
     loss, params = FORMS[name]()
-    found = jax.jit(shrewjax.value_and_grad(loss, K))(params, X)[1]
+    found = jax.jit(shrewjax.accumulated_value_and_grad(loss, K))(params, X)[1]
     expected = jax.jit(functools.partial(by_hand, loss))(params, X)
     if name in IN_PARTS:
         for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -183,7 +183,7 @@ def test_scans_add_their_gradients_with_the_bits_of_a_loop_by_hand(name):
 @pytest.mark.parametrize("name", [*FIVE, *thorough(*(name for name in OTHERS if name != "bfloat16 copy"))])
 def test_scans_that_add_their_gradients_hold_no_tree_beside_the_sum(name):
     loss, params = FORMS[name]()
-    step = shrewjax.value_and_grad(loss, K)
+    step = shrewjax.accumulated_value_and_grad(loss, K)
     unit = sum(x.nbytes for x in jax.tree.leaves(params))
     alone = held(jax.value_and_grad(loss), params, X[::K])
     assert (held(step, params, X) - alone) / unit < 0.35
@@ -223,7 +223,7 @@ def test_gradients_that_no_scan_stacks_are_left_to_the_caller(name):
     if name == "another order of elements":
         params = STACK.reshape(-1)  # the layers' axis is not the first of the array
     assert not any(added(loss_of(LEFT[name]), params, X[:2]))
-    found = jax.jit(shrewjax.value_and_grad(loss_of(LEFT[name]), K))(params, X)[1]
+    found = jax.jit(shrewjax.accumulated_value_and_grad(loss_of(LEFT[name]), K))(params, X)[1]
     expected = jax.jit(functools.partial(by_hand, loss_of(LEFT[name])))(params, X)
     np.testing.assert_allclose(jnp.stack(found), jnp.stack(expected), rtol=1e-4, atol=1e-7)
 
@@ -250,7 +250,7 @@ def test_a_scan_adds_also_if_a_penalty_does():
 
 
 def test_a_penalty_and_the_scan_both_reach_the_sum():
-    found = jax.jit(shrewjax.value_and_grad(penalized, K))(STACK, X)[1]
+    found = jax.jit(shrewjax.accumulated_value_and_grad(penalized, K))(STACK, X)[1]
     expected = np.asarray(jax.jit(functools.partial(by_hand, penalized))(STACK, X))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
 
@@ -267,7 +267,7 @@ def test_a_scan_that_xla_unrolls_whole_leaves_its_gradients_to_the_caller(unroll
 @pytest.mark.parametrize("unroll", [True, *thorough(5)])
 def test_a_scan_that_xla_unrolls_whole_holds_no_more_than_by_hand(unroll):
     loss = loss_of(functools.partial(scanned, unroll=unroll))
-    ours, theirs = (held(step, STACK, X) for step in (shrewjax.value_and_grad(loss, K), lambda *a: by_hand(loss, *a)))
+    ours, theirs = (held(step, STACK, X) for step in (shrewjax.accumulated_value_and_grad(loss, K), lambda *a: by_hand(loss, *a)))
     assert ours <= theirs + 0.05 * STACK.nbytes
 
 
@@ -300,7 +300,7 @@ OFTEN = {
 def test_calls_of_one_function_are_calls_in_the_program(name):
     loss, params = OFTEN[name]
     ours, theirs = (
-        lines(step, params, X[:, :4]) for step in (shrewjax.value_and_grad(loss, K), functools.partial(by_hand, loss))
+        lines(step, params, X[:, :4]) for step in (shrewjax.accumulated_value_and_grad(loss, K), functools.partial(by_hand, loss))
     )
     assert ours < 2 * theirs
 
@@ -316,7 +316,7 @@ def test_calls_add_each_to_its_own_sum_and_in_its_own_way():
         return jnp.mean(around(third, one(first, around(first, h))) ** 2)
 
     stacks = STACK[:2, :4, :4], np.moveaxis(STACK[2:4, :4, :4], 0, -1), STACK[4:6, :4, :4]
-    found = jax.jit(shrewjax.value_and_grad(loss, K))(stacks, X[:, :4])[1]
+    found = jax.jit(shrewjax.accumulated_value_and_grad(loss, K))(stacks, X[:, :4])[1]
     expected = jax.jit(jax.grad(loss))(stacks, X[:, :4])
     for a, e in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5 * np.abs(np.asarray(e)).max())
@@ -336,7 +336,7 @@ def test_the_loss_is_traced_once_and_adds_few_lines_to_a_loop_by_hand(options):
         return loss_of(LEFT["layers of a list"])(layers, x)
 
     layers = [*STACK[:, :4, :4]] * 4
-    ours = lines(shrewjax.value_and_grad(loss, K, **options), layers, X[:, :4])
+    ours = lines(shrewjax.accumulated_value_and_grad(loss, K, **options), layers, X[:, :4])
     assert len(seen) == 1
     theirs = lines(functools.partial(by_hand, loss), layers, X[:, :4])
     assert options or ours < 1.25 * theirs
@@ -354,7 +354,7 @@ def test_weights_select_and_scale_each_slice():
         if w:
             x[i + K :: K, 1] = w
     loss, params = FORMS["scan"]()
-    found = jax.jit(shrewjax.value_and_grad(loss, K, weight_fn=weigh))(params, x)[1]
+    found = jax.jit(shrewjax.accumulated_value_and_grad(loss, K, weight_fn=weigh))(params, x)[1]
     kept = [i for i, w in enumerate(weights) if w]
     grads = [jax.jit(jax.grad(loss))(params, x[i::K]) for i in kept]
     expected = sum(np.float64(weights[i]) * np.asarray(g, np.float64) for i, g in zip(kept, grads, strict=True))
@@ -364,15 +364,15 @@ def test_weights_select_and_scale_each_slice():
 @pytest.mark.parametrize("reduction", ["sum", "sum_over_weights"])
 def test_other_reductions_are_those_of_layers_in_a_list(reduction):
     options = {"reduction": reduction, "weight_fn": (lambda stack, x: 2.0) if reduction != "sum" else None}
-    found = jax.jit(shrewjax.value_and_grad(loss_of(scanned), K, **options))(STACK, X)
+    found = jax.jit(shrewjax.accumulated_value_and_grad(loss_of(scanned), K, **options))(STACK, X)
     listed = loss_of(LEFT["layers of a list"])
-    expected = jax.jit(shrewjax.value_and_grad(listed, K, **options))([*STACK], X)
+    expected = jax.jit(shrewjax.accumulated_value_and_grad(listed, K, **options))([*STACK], X)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-7)
 
 
 def test_sums_of_bfloat16_parameters_are_float32():
     stack, x = jnp.asarray(STACK, jnp.bfloat16), jnp.asarray(np.tile(X, (8, 1)), jnp.bfloat16)
-    step = shrewjax.value_and_grad(loss_of(scanned), 32)
+    step = shrewjax.accumulated_value_and_grad(loss_of(scanned), 32)
     found = jax.jit(step)(stack, x)[1]
     one = jax.jit(jax.grad(loss_of(scanned)))
     parts = [one(stack, x[i::32]) for i in range(32)]
@@ -384,7 +384,7 @@ def test_sums_of_bfloat16_parameters_are_float32():
 def test_per_device_sums_in_shard_map_are_added_in_the_scan():
     mesh = mesh_of(data=8)
     x = np.tile(X, (4, 1))
-    step = shrewjax.value_and_grad(loss_of(scanned), K, sum_over="data")
+    step = shrewjax.accumulated_value_and_grad(loss_of(scanned), K, sum_over="data")
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=(jax.P(), jax.P()))
     value, grads = jax.jit(mapped)(STACK, x)
     expected_value, expected = jax.jit(jax.value_and_grad(loss_of(scanned)))(STACK, x)
@@ -415,7 +415,7 @@ def test_a_checkpoint_in_shard_map_may_read_what_is_the_same_on_every_device():
     mesh = mesh_of(data=8)
     specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": (jax.P(), jax.P())}
     x = np.tile(X, (4, 1))
-    found = jax.jit(jax.shard_map(shrewjax.value_and_grad(loss, K, sum_over="data"), mesh=mesh, **specs))(STACK, x)
+    found = jax.jit(jax.shard_map(shrewjax.accumulated_value_and_grad(loss, K, sum_over="data"), mesh=mesh, **specs))(STACK, x)
     for a, e in zip(found, jax.jit(jax.value_and_grad(loss))(STACK, x), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-7)
 
@@ -437,7 +437,7 @@ DERIVATIVES = {
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives_through_the_sum_are_those_of_the_whole_batch(name):
     stack, x = STACK[:2, :4, :4], X[:, :4]
-    steps = shrewjax.value_and_grad(loss_of(scanned), K), jax.value_and_grad(loss_of(scanned))
+    steps = shrewjax.accumulated_value_and_grad(loss_of(scanned), K), jax.value_and_grad(loss_of(scanned))
     found, expected = (jax.jit(DERIVATIVES[name](lambda s, step=step: step(s, x)))(stack) for step in steps)
     for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5 * np.abs(e).max())
@@ -445,7 +445,7 @@ def test_derivatives_through_the_sum_are_those_of_the_whole_batch(name):
 
 def test_vmap_over_parameters_is_a_loop_over_them():
     stacks = np.stack([STACK[:2], 0.5 * STACK[:2]])
-    step = shrewjax.value_and_grad(loss_of(scanned), K)
+    step = shrewjax.accumulated_value_and_grad(loss_of(scanned), K)
     value, grads = jax.jit(jax.vmap(step, in_axes=(0, None)))(stacks, X)
     for i, stack in enumerate(stacks):
         v, g = jax.jit(step)(stack, X)
@@ -460,7 +460,7 @@ def test_effects_keep_their_order(capfd):
         jax.debug.print("after", ordered=True)
         return value
 
-    jax.block_until_ready(jax.jit(shrewjax.value_and_grad(loss, 2))(STACK[:2], X))
+    jax.block_until_ready(jax.jit(shrewjax.accumulated_value_and_grad(loss, 2))(STACK[:2], X))
     jax.effects_barrier()
     assert capfd.readouterr().out.split() == ["before", "4", "after"] * 2
 
@@ -474,7 +474,7 @@ def test_names_in_a_profile_stay():
         with jax.named_scope("my_model"):
             return jnp.mean(jax.lax.scan(turn, x, stack)[0] ** 2)
 
-    text = users_jit(shrewjax.value_and_grad(loss, 2)).lower(STACK, X).compile().as_text()
+    text = users_jit(shrewjax.accumulated_value_and_grad(loss, 2)).lower(STACK, X).compile().as_text()
     assert "transpose(jvp(my_model))/while/body/" in text
     assert "my_layer" in text
 
@@ -484,7 +484,7 @@ def test_errors_of_the_loss_are_raised_as_they_are():
         return jnp.mean(scanned(stack, x @ x))
 
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions to have the same shape"):
-        jax.jit(shrewjax.value_and_grad(loss, 2))(STACK, X)
+        jax.jit(shrewjax.accumulated_value_and_grad(loss, 2))(STACK, X)
 
 
 def test_without_jit_the_loss_sees_numbers():
@@ -495,6 +495,6 @@ def test_without_jit_the_loss_sees_numbers():
         return jnp.mean(x * jnp.sum(stack))
 
     with jax.disable_jit():
-        grads = shrewjax.value_and_grad(loss, 2)(STACK[:2], X)[1]
+        grads = shrewjax.accumulated_value_and_grad(loss, 2)(STACK[:2], X)[1]
     assert [isinstance(x, jax.core.Tracer) for x in seen][-2:] == [False, False]
     np.testing.assert_allclose(grads, np.mean(X), rtol=1e-4)

@@ -86,8 +86,8 @@ RIGHT = {
     "messages": lambda table: jax.grad(of_messages)(table, TOKENS),
     "a lookup outside of the loop": lambda table: jax.grad(lambda t: jnp.mean(t[TOKENS] ** 2))(table),
     "stacked tables": lambda table: jax.grad(of_rows)(table, TOKENS),
-    "value_and_grad": lambda table: shrewjax.value_and_grad(over_time(take), 1)(table, TOKENS)[1],
-    "value_and_grad, several": lambda table: shrewjax.value_and_grad(over_time(take), 2)(table, TOKENS)[1],
+    "value_and_grad": lambda table: shrewjax.accumulated_value_and_grad(over_time(take), 1)(table, TOKENS)[1],
+    "value_and_grad, several": lambda table: shrewjax.accumulated_value_and_grad(over_time(take), 2)(table, TOKENS)[1],
 }
 
 
@@ -107,7 +107,7 @@ def test_value_and_grad_warns_if_passes_are_off(gpus, monkeypatch):
     monkeypatch.setattr(loops, "LOSES_SCATTERS", True)
     monkeypatch.setenv("SHREWJAX_DISABLE_PASSES", "1")
     with pytest.warns(RuntimeWarning, match="may lose parts of these gradients"):
-        jax.eval_shape(shrewjax.value_and_grad(over_time(take), 2), TABLE, TOKENS)
+        jax.eval_shape(shrewjax.accumulated_value_and_grad(over_time(take), 2), TABLE, TOKENS)
 
 
 @needs_parents

@@ -125,7 +125,7 @@ def test_scatters_of_another_mesh_context_are_hidden_in_theirs(form, kind):
     loss = _in_other_mesh(form, mesh)
     with jax.set_mesh(mesh):
         arguments = jax.device_put(LOOKUPS, P()), jax.device_put(LOOKED_UP, P("data"))
-        grads = quick_jit(shrewjax.value_and_grad(loss, 2))(*arguments)[1]
+        grads = quick_jit(shrewjax.accumulated_value_and_grad(loss, 2))(*arguments)[1]
     expected = jax.grad(_recurrent(lambda rows, i: rows[i], _zeros))(LOOKUPS, LOOKED_UP)
     np.testing.assert_allclose(grads, expected, rtol=1e-5, atol=1e-7)
 
@@ -140,7 +140,7 @@ def test_scatter_in_a_linear_solve_is_no_error():
         return jnp.mean(jax.vmap(lambda row: jax.scipy.sparse.linalg.cg(matvec, row)[0])(x) ** 2)
 
     x = np.float32(np.random.default_rng(0).normal(size=(4, 4)))
-    value, grad = quick_jit(shrewjax.value_and_grad(loss, 2))(jnp.float32(2), x)
+    value, grad = quick_jit(shrewjax.accumulated_value_and_grad(loss, 2))(jnp.float32(2), x)
     expected, of_whole = quick_jit(jax.value_and_grad(loss))(jnp.float32(2), x)
     np.testing.assert_allclose((value, grad), (expected, of_whole), rtol=1e-5)
 

@@ -91,7 +91,7 @@ def test_a_whole_train_step_of_a_symbolic_batch_has_the_bits_of_a_fixed_one(opti
     params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
     tx = optax.chain(shrewjax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
     aux = {"worst": "max", "each": "stack"}
-    grads_of_batch = shrewjax.value_and_grad(loss, 4, has_aux=True, aux_reduction=aux, **options)
+    grads_of_batch = shrewjax.accumulated_value_and_grad(loss, 4, has_aux=True, aux_reduction=aux, **options)
 
     @jax.jit
     def step(params, state, x, counts):

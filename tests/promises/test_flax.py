@@ -340,7 +340,7 @@ def by_hand(model, x, y, wrt, kept=range(K)):
 @pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam], ids=["all", "low rank"])
 def test_value_gradients_aux_and_state_are_those_of_k_calls_by_hand(mode, wrt):
     ours, theirs = Net(), Net()
-    grad = shrewjax.flax.value_and_grad(
+    grad = shrewjax.flax.accumulated_value_and_grad(
         loss_and_largest, K, wrt=wrt, has_aux=True, aux_reduction={"largest": "max", "rows": "sum"}
     )
     (value, aux), grads = step_of(lambda model, x, y: grad(model, x, y), ours)(X, Y)
@@ -407,7 +407,7 @@ def test_batch_statistics_that_would_be_lost_are_an_error():
 def test_dropped_micro_batch_leaves_the_models_state_alone():
     ours, theirs = Net(), Net()
     x = np.where(np.arange(len(X))[:, None] % K == 2, np.inf, X).astype(np.float32)
-    grad = shrewjax.flax.value_and_grad(mean_loss, K, nonfinite="drop_micro_batch")
+    grad = shrewjax.flax.accumulated_value_and_grad(mean_loss, K, nonfinite="drop_micro_batch")
     value, grads = step_of(lambda model, *args: grad(model, *args), ours)(x, Y)
     (expected, _), expected_grads = by_hand(theirs, X, Y, nnx.Param, kept=(0, 1, 3))
     np.testing.assert_allclose(value, expected, rtol=1e-6)
@@ -425,7 +425,7 @@ def test_a_tuple_of_model_and_rngs_positions_and_keywords_are_those_of_fun(mode)
         return jnp.mean((model(x)[:, 0] + scale * noise - y) ** power)
 
     both, key = (model, rngs), jax.random.key(5)
-    grad = shrewjax.flax.value_and_grad(loss, K, batch_argnums=(1, -1), rng_argnums=3)
+    grad = shrewjax.flax.accumulated_value_and_grad(loss, K, batch_argnums=(1, -1), rng_argnums=3)
     value, grads = step_of(lambda *args: grad(args[:2], *args[2:], power=2), *both)(X, 2.0, key, Y)
 
     copied, keys = nnx.Linear(5, 1, rngs=nnx.Rngs(0)), nnx.Rngs(3)
@@ -458,7 +458,7 @@ def test_a_shared_variable_has_one_gradient():
 def traced(fun, *, model=None, **options):
     model = Net() if model is None else model
     graph, state = nnx.split(model)
-    return jax.eval_shape(lambda s: shrewjax.flax.value_and_grad(fun, K, **options)(nnx.merge(graph, s), X, Y), state)
+    return jax.eval_shape(lambda s: shrewjax.flax.accumulated_value_and_grad(fun, K, **options)(nnx.merge(graph, s), X, Y), state)
 
 
 def change_parameter(model, x, y):
@@ -526,4 +526,4 @@ def test_added_variables_may_be_popped_and_returned():
 )
 def test_wrong_argument_raises_before_the_call(options, message):
     with pytest.raises(ValueError, match=message):
-        shrewjax.flax.value_and_grad(mean_loss, K, **options)
+        shrewjax.flax.accumulated_value_and_grad(mean_loss, K, **options)

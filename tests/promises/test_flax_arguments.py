@@ -77,7 +77,7 @@ def test_gradients_without_variables_of_wrt_are_an_error_that_names_one():
 
 def test_weight_takes_the_arguments_of_the_loss_the_model_too():
     with pytest.raises(ValueError, match=r"^weight_fn is called with the 2 arguments of fun, but it takes \(x\)"):
-        shrewjax.flax.value_and_grad(loss, 2, weight_fn=lambda x: len(x))(model(), X)
+        shrewjax.flax.accumulated_value_and_grad(loss, 2, weight_fn=lambda x: len(x))(model(), X)
 
 
 @pytest.mark.parametrize("extra", [{"weight": 1.0}, {"weight": np.float32(1)}, {"flush": np.bool_(False)}], ids=repr)

@@ -173,7 +173,7 @@ def test_a_second_object_is_that_of_k_calls_by_hand(mode, name, skip_empty):
     def weight(model, other, x):
         return jnp.isfinite(x[0, 0]) * model.dropout.rate
 
-    grad = shrewjax.flax.value_and_grad(fun, 3, weight_fn=weight, skip_empty=skip_empty)
+    grad = shrewjax.flax.accumulated_value_and_grad(fun, 3, weight_fn=weight, skip_empty=skip_empty)
     x = np.concatenate([X, X[:4]])
     x[1::3] = np.nan
 
@@ -224,7 +224,7 @@ def test_every_device_of_a_shard_map_has_the_state_of_a_second_object():
 
 def test_an_object_among_the_examples_or_keys_is_an_error_and_needs_no_position():
     with pytest.raises(ValueError, match=r"^argument 1 is in nnx objects \(they need no position\) and in rng_argnums"):
-        shrewjax.flax.value_and_grad(noisy, K, rng_argnums=1)(still(), nnx.Rngs(noise=0), X)
+        shrewjax.flax.accumulated_value_and_grad(noisy, K, rng_argnums=1)(still(), nnx.Rngs(noise=0), X)
     with pytest.raises(
         ValueError, match=r"^argument 1 is in nnx objects \(they need no position\) and in batch_argnums"
     ):
@@ -232,7 +232,7 @@ def test_an_object_among_the_examples_or_keys_is_an_error_and_needs_no_position(
     with pytest.raises(ValueError, match=r"^no argument holds examples, .* in wrt, nnx objects .* Pass the batch"):
         shrewjax.flax.value_and_grad(distilled, K)(still(), still(1))
     with pytest.raises(ValueError, match=r"^keyword argument rngs is in nnx objects \(they need no position\) and in"):
-        shrewjax.flax.value_and_grad(noisy, K, rng_argnums="rngs")(still(), rngs=nnx.Rngs(noise=0), x=X)
+        shrewjax.flax.accumulated_value_and_grad(noisy, K, rng_argnums="rngs")(still(), rngs=nnx.Rngs(noise=0), x=X)
 
 
 ALL_BUT_HEADS = FILTERS["all but the heads"]
@@ -321,7 +321,7 @@ def test_a_key_beside_the_model_is_an_error_and_an_argument_of_its_own_is_not():
         ValueError, match=r"^the variable \[1\] is in wrt=.* must be floating .* got key.* Leave it out of wrt$"
     ):
         shrewjax.flax.value_and_grad(lambda both, x: with_key(*both, x), K)((still(), key), X)
-    value, _ = shrewjax.flax.value_and_grad(with_key, K, rng_argnums=1)(still(), key, X)
+    value, _ = shrewjax.flax.accumulated_value_and_grad(with_key, K, rng_argnums=1)(still(), key, X)
     expected = [with_key(still(), jax.random.fold_in(key, i), X[i::K]) for i in range(K)]
     np.testing.assert_allclose(value, np.mean(expected), rtol=1e-6)
 

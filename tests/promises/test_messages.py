@@ -38,7 +38,7 @@ def dropout_loss(params, x, key):
 
 def traced(loss=loss_fn, micro_batches=4, args=(PARAMS, X, Y), kwargs=None, **options):
     """Traces `value_and_grad` of a loss."""
-    return jax.eval_shape(shrewjax.value_and_grad(loss, micro_batches, **options), *args, **(kwargs or {}))
+    return jax.eval_shape(shrewjax.accumulated_value_and_grad(loss, micro_batches, **options), *args, **(kwargs or {}))
 
 
 def on_data(function, *args, in_specs):
@@ -170,7 +170,7 @@ WRONG_CALLS = {
         r"^argument 1 has 30 examples, which micro_batches=4 does not divide\. Pad the batch to 32, ",
     ),
     "a number as the function of weights": (
-        lambda: shrewjax.value_and_grad(loss_fn, 4, weight_fn=8),
+        lambda: shrewjax.accumulated_value_and_grad(loss_fn, 4, weight_fn=8),
         r"^weight_fn must be a function .*, got 8\. Pass one, such as lambda params, x, y: len\(x\)$",
     ),
     "a weight of each example": (
@@ -413,9 +413,9 @@ MISTAKEN_CALLS = {
     "batch_argnums": lambda: shrewjax.value_and_grad(a_float_loss, 2, batch_argnums=LARGE),
     "fun": lambda: shrewjax.value_and_grad(LARGE, 2),
     "micro_batches": lambda: shrewjax.value_and_grad(a_float_loss, LARGE),
-    "weight of value_and_grad": lambda: shrewjax.value_and_grad(a_float_loss, 2, weight_fn=LARGE),
-    "aux": lambda: shrewjax.value_and_grad(a_float_loss, 2, aux_reduction=LARGE),
-    "aux of a loss with one": lambda: shrewjax.value_and_grad(a_float_loss, 2, has_aux=True, aux_reduction=LARGE),
+    "weight of value_and_grad": lambda: shrewjax.accumulated_value_and_grad(a_float_loss, 2, weight_fn=LARGE),
+    "aux": lambda: shrewjax.accumulated_value_and_grad(a_float_loss, 2, aux_reduction=LARGE),
+    "aux of a loss with one": lambda: shrewjax.accumulated_value_and_grad(a_float_loss, 2, has_aux=True, aux_reduction=LARGE),
     "an aux that is no tree prefix": lambda: traced(
         lambda p, x, y: (loss_fn(p, x, y), LARGE), has_aux=True, aux_reduction={"other": "mean"}
     ),

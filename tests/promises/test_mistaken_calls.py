@@ -168,7 +168,7 @@ def test_a_line_search_hands_any_name_to_its_function():
 
     search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(20))
     given, value_and_grad = dict.fromkeys(names, jnp.float32(0.5)), jax.value_and_grad(loss)
-    value, grad = value_and_grad(PARAMS, **given)
+    value, grad = accumulated_value_and_grad(PARAMS, **given)
     given |= {"value": value, "grad": grad, "value_fn": loss}
     with jax.numpy_dtype_promotion("standard"):
         expected, _ = search.update(grad, search.init(PARAMS), PARAMS, **given)
@@ -448,7 +448,7 @@ def test_apply_gradients_passes_the_weight_to_an_accumulation_at_any_depth(wrap)
 
 
 def traced(loss, *args, micro_batches=4, kwargs=None, **options):
-    return jax.eval_shape(shrewjax.value_and_grad(loss, micro_batches, **options), *args, **(kwargs or {}))
+    return jax.eval_shape(shrewjax.accumulated_value_and_grad(loss, micro_batches, **options), *args, **(kwargs or {}))
 
 
 def dropout_loss(params, x, key):
@@ -532,7 +532,7 @@ def test_one_micro_batch_takes_keywords_as_jax_does():
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_sum_over_weights_without_a_weight_is_an_error(micro_batches):
     with pytest.raises(ValueError, match=r"^reduction='sum_over_weights' needs weight_fn=.* got None\. Pass"):
-        shrewjax.value_and_grad(loss_fn, micro_batches, reduction="sum_over_weights")
+        shrewjax.accumulated_value_and_grad(loss_fn, micro_batches, reduction="sum_over_weights")
 
 
 # --- a clip in the backward pass, micro-batched -----------------------------------------------------------------
@@ -567,7 +567,7 @@ def test_clip_cotangent_of_a_sum_over_weights_is_that_of_the_large_batch():
 
     # The large batch's loss is a mean, whose cotangents are those of the sum divided by B, and so is its limit.
     expected = quick_jit(jax.grad(clipped_mean))(LAYERS, ROWS)
-    step = shrewjax.value_and_grad(
+    step = shrewjax.accumulated_value_and_grad(
         functools.partial(clipped_sum, max_norm=LIMIT * B),
         K,
         weight_fn=lambda params, x: len(x),
@@ -621,7 +621,7 @@ def test_boolean_weights_of_micro_batches_leave_out_those_that_are_false():
     def loss(params, x, y, real):
         return loss_fn(params, x, y), {"mean": x[0, 0], "kept": jnp.ones((), jnp.int32)}
 
-    step = shrewjax.value_and_grad(
+    step = shrewjax.accumulated_value_and_grad(
         loss, 8, has_aux=True, weight_fn=weight, aux_reduction={"mean": "mean", "kept": "sum"}
     )
     (value, aux), grads = quick_jit(step)(WEIGHTS, X, Y, real)

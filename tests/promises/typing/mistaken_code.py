@@ -28,6 +28,6 @@ def words_for_numbers() -> None:
 
 def words_that_are_no_choice() -> None:
     shrewjax.value_and_grad(loss_fn, "4")  # type: ignore
-    shrewjax.value_and_grad(loss_fn, 4, reduction="average")  # type: ignore
+    shrewjax.accumulated_value_and_grad(loss_fn, 4, reduction="average")  # type: ignore
     shrewjax.accumulate(optax.sgd(0.1), 4, nonfinite="drop")  # type: ignore
     shrewjax.value_and_grad(loss_fn, 4, weight=len)  # type: ignore

@@ -87,7 +87,7 @@ def real_examples(params: Params, x: jax.Array, mask: jax.Array) -> jax.Array:
 
 def whole_batch_in_one_call() -> float:
     tx = optax.chain(shrewjax.clip_by_global_norm(1.0), optax.sgd(0.1))
-    loss_and_grad = shrewjax.value_and_grad(
+    loss_and_grad = shrewjax.accumulated_value_and_grad(
         masked_loss,
         4,
         has_aux=True,

@@ -76,13 +76,13 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_value_gradients_and_aux_are_those_of_the_large_batch(name):
     loss, batch, options = LOSSES[name]
-    found = jax.jit(shrewjax.value_and_grad(loss, K, has_aux=True, **options))(PARAMS, *batch)
+    found = jax.jit(shrewjax.accumulated_value_and_grad(loss, K, has_aux=True, **options))(PARAMS, *batch)
     close(found, jax.jit(jax.value_and_grad(loss, has_aux=True))(PARAMS, *batch))
 
 
 def test_summed_loss_over_weights_is_the_mean():
     loss = lambda *args: summed_loss(*args)[0]  # noqa: E731
-    step = shrewjax.value_and_grad(loss, K, weight_fn=number, reduction="sum_over_weights")
+    step = shrewjax.accumulated_value_and_grad(loss, K, weight_fn=number, reduction="sum_over_weights")
     (value, _), grads = large_batch(X, Y, COUNTS)
     close(jax.jit(step)(PARAMS, X, Y, COUNTS), (value, grads))
 
@@ -96,14 +96,14 @@ def test_gradients_are_those_of_a_window_fed_the_same_micro_batches(reduction):
         part = X[i::K], Y[i::K], COUNTS[i::K]
         state = add(state, large_batch(*part)[1], np.sum(part[-1], dtype=np.int32))
     expected = take(state)[0]
-    step = shrewjax.value_and_grad(masked_loss, K, has_aux=True, weight_fn=number, reduction=reduction)
+    step = shrewjax.accumulated_value_and_grad(masked_loss, K, has_aux=True, weight_fn=number, reduction=reduction)
     _, found = jax.jit(step)(PARAMS, X, Y, COUNTS)
     for name in PARAMS:
         np.testing.assert_array_max_ulp(np.asarray(found[name]), np.asarray(expected[name]), maxulp=2)
 
 
 def test_one_micro_batch_is_the_batch():
-    found = jax.jit(shrewjax.value_and_grad(mean_loss, 1, has_aux=True))(PARAMS, X, Y)
+    found = jax.jit(shrewjax.accumulated_value_and_grad(mean_loss, 1, has_aux=True))(PARAMS, X, Y)
     close(found, jax.jit(jax.value_and_grad(mean_loss, has_aux=True))(PARAMS, X, Y), rtol=1e-7)
 
 
@@ -114,7 +114,7 @@ def test_micro_batch_i_has_the_examples_from_i_on_in_steps_of_k():
         return w * jnp.sum(examples["at"]), (examples["at"], jax.random.key_data(examples["key"]))
 
     examples = {"at": np.arange(B, dtype="f"), "key": jax.random.split(jax.random.key(0), B)}
-    step = shrewjax.value_and_grad(loss, K, has_aux=True, batch_argnums=1, aux_reduction="stack")
+    step = shrewjax.accumulated_value_and_grad(loss, K, has_aux=True, batch_argnums=1, aux_reduction="stack")
     (_, (found, keys)), _ = jax.jit(step)(1.0, examples, np.ones(5), offset=np.zeros(2))
     np.testing.assert_array_equal(found, [np.arange(B)[i::K] for i in range(K)])
     np.testing.assert_array_equal(np.swapaxes(found, 0, 1).reshape(B), np.arange(B))
@@ -129,7 +129,7 @@ def test_argnums_are_those_of_jax(argnums):
 
     args = np.float32(1.0), np.float32(2.0), np.float32(3.0), X[:, 0]
     # The examples are named, because None would take the parameters that are not differentiated for some.
-    found = jax.jit(shrewjax.value_and_grad(loss, K, argnums=argnums, batch_argnums=-1))(*args)
+    found = jax.jit(shrewjax.accumulated_value_and_grad(loss, K, argnums=argnums, batch_argnums=-1))(*args)
     x, three = np.mean(X[:, 0]), np.float32(3)
     derivatives = x, 4 * x, np.cos(three) * x, None
     wanted = derivatives[argnums] if isinstance(argnums, int) else tuple(derivatives[i] for i in argnums)
@@ -144,7 +144,7 @@ def test_gradients_and_value_keep_their_dtypes_and_are_summed_in_float32():
         return jnp.sum(w * x.mean(0))
 
     x = RNG.normal(size=(512, 2)).astype("bfloat16")
-    value, grads = jax.jit(shrewjax.value_and_grad(loss, 256))(np.ones(2, "bfloat16"), x)
+    value, grads = jax.jit(shrewjax.accumulated_value_and_grad(loss, 256))(np.ones(2, "bfloat16"), x)
     parts = np.stack([np.mean(x[i::256].astype("float32"), axis=0).astype("bfloat16") for i in range(256)])
     parts = parts.astype("float64")
     assert value.dtype == grads.dtype == jnp.bfloat16
@@ -153,7 +153,7 @@ def test_gradients_and_value_keep_their_dtypes_and_are_summed_in_float32():
 
 
 def test_accumulator_dtype_is_that_of_the_gradients_alone():
-    step = shrewjax.value_and_grad(lambda w, x: jnp.sum(w * x) / 4, K, accumulator_dtype=jnp.bfloat16)
+    step = shrewjax.accumulated_value_and_grad(lambda w, x: jnp.sum(w * x) / 4, K, accumulator_dtype=jnp.bfloat16)
     x = np.float32([1 + 2**-10] * K)
     value, grads = jax.jit(step)(np.float32(4.0), x)
     assert (value, grads) == (1 + 2**-10, 0.25)
@@ -168,7 +168,7 @@ def test_complex_and_float64_parameters_have_gradients_of_their_dtype(x64):
         return jnp.mean(jnp.abs(params[0]) ** 2 * x + params[1] * x)
 
     x = RNG.uniform(size=8).astype(dtypes[1])
-    found = jax.jit(shrewjax.value_and_grad(loss, 4, accumulator_dtype=dtypes[0]))(params, x)
+    found = jax.jit(shrewjax.accumulated_value_and_grad(loss, 4, accumulator_dtype=dtypes[0]))(params, x)
     expected = 2 * x.mean(), (params[0] * 2 * x.mean(), x.mean())
     close(found, expected, rtol=1e-13 if x64 else 1e-6)
 
@@ -211,7 +211,7 @@ def test_micro_batch_that_weighs_nothing_contributes_nothing(reason, bad):
             value, aux = stateful_loss(params, x, *args)
             return value + jax.lax.stop_gradient(jnp.where(jnp.any(x == 7), jnp.inf, 0.0)), aux
 
-    step = shrewjax.value_and_grad(loss, K, **options, **STATEFUL)
+    step = shrewjax.accumulated_value_and_grad(loss, K, **options, **STATEFUL)
     (found, (aux, found_carry)), found_grads = jax.jit(step)(PARAMS, x, Y, counts, np.float32(0))
     close((found, found_grads), (value, grads))
     close(aux["loss"], value)
@@ -227,7 +227,7 @@ def test_a_traced_weight_that_python_would_refuse_makes_every_result_nan(reducti
     def loss(params, x):
         return params @ x[0], {"mean": jnp.sum(x), "max": jnp.max(x)}
 
-    grad = shrewjax.value_and_grad(
+    grad = shrewjax.accumulated_value_and_grad(
         loss,
         2,
         has_aux=True,
@@ -243,7 +243,7 @@ def test_a_traced_weight_that_python_would_refuse_makes_every_result_nan(reducti
 def test_bad_micro_batch_is_what_arithmetic_says_if_it_propagates():
     x = X.copy()
     x[5] = np.nan
-    (value, aux), grads = jax.jit(shrewjax.value_and_grad(mean_loss, K, has_aux=True, aux_reduction="max"))(
+    (value, aux), grads = jax.jit(shrewjax.accumulated_value_and_grad(mean_loss, K, has_aux=True, aux_reduction="max"))(
         PARAMS, x, Y
     )
     assert np.isnan([value, aux["worst"], *grads["w"], grads["b"]]).all()
@@ -252,7 +252,7 @@ def test_bad_micro_batch_is_what_arithmetic_says_if_it_propagates():
 @pytest.mark.parametrize("reduction", ["mean", "sum_over_weights", "sum"])
 def test_batch_that_weighs_nothing_has_no_gradient_and_no_mean(reduction):
     nothing = np.zeros(B, bool)
-    step = shrewjax.value_and_grad(
+    step = shrewjax.accumulated_value_and_grad(
         lambda *args: (
             masked_loss(*args)[0],
             dict.fromkeys(("mean", "sum", "max", "min", "last", "stack"), args[1][0, 0]),
@@ -286,7 +286,7 @@ def test_each_micro_batch_has_a_key_of_its_own_whatever_it_weighs(make):
         return w * jnp.sum(x), data
 
     def seen(weights):
-        step = shrewjax.value_and_grad(
+        step = shrewjax.accumulated_value_and_grad(
             loss, K, has_aux=True, rng_argnums=2, aux_reduction="stack", weight_fn=lambda w, x, keys, own: own[0]
         )
         return np.asarray(jax.jit(step)(1.0, Y, {"dropout": make(3)}, np.tile(np.float32(weights), B // K))[0][1])
@@ -302,7 +302,7 @@ def test_carry_goes_through_the_micro_batches_in_their_order():
     def loss(w, x, carry):
         return w, ((), {"digits": carry["digits"] * 10 + x[0], "count": carry["count"] + 1})
 
-    step = shrewjax.value_and_grad(loss, K, has_aux=True, carry_argnum=2)
+    step = shrewjax.accumulated_value_and_grad(loss, K, has_aux=True, carry_argnum=2)
     carry = {"digits": np.int32(0), "count": np.uint8(7)}
     (_, (aux, found)), _ = jax.jit(step)(1.0, np.arange(1, 5, dtype=np.int32), carry)
     assert aux == ()
@@ -340,7 +340,7 @@ def test_skip_empty_runs_those_that_have_a_weight_alone_with_the_same_bits(nonfi
     ran = []
     options = {"nonfinite": nonfinite, "reduction": reduction, **RECORDING}
     steps = [
-        jax.jit(shrewjax.value_and_grad(partial(recording_loss, seen), K, skip_empty=skip_empty, **options))
+        jax.jit(shrewjax.accumulated_value_and_grad(partial(recording_loss, seen), K, skip_empty=skip_empty, **options))
         for seen, skip_empty in ((ran.append, True), (lambda x: None, False))
     ]
     for real in ([0, 1, 2, 3], [3], [0, 2], [1, 2], []):
@@ -361,7 +361,7 @@ def skipping(params, counts, *, skip_empty=True):
     def loss(params, x, y, counts):
         return summed_loss(params, x, y, counts)[0] / jnp.maximum(jnp.sum(counts), 1).astype("float32")
 
-    step = shrewjax.value_and_grad(loss, K, weight_fn=number, skip_empty=skip_empty)
+    step = shrewjax.accumulated_value_and_grad(loss, K, weight_fn=number, skip_empty=skip_empty)
     value, grads = step(params, X, Y, counts)
     return value + sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
 
@@ -376,7 +376,7 @@ def test_skip_empty_has_a_forward_mode_and_outside_of_jit_a_reverse_mode():
     close(jax.grad(skipping)(PARAMS, SPARSE), expected)
     with pytest.raises(ValueError, match=IN_REVERSE):
         jax.jit(jax.grad(skipping)).lower(PARAMS, SPARSE)
-    assert IN_REVERSE in " ".join(shrewjax.value_and_grad.__doc__.split())
+    assert IN_REVERSE in " ".join(shrewjax.accumulated_value_and_grad.__doc__.split())
 
 
 def test_skip_empty_is_right_under_vmap_over_different_numbers():
@@ -392,7 +392,7 @@ def test_skip_empty_is_right_under_vmap_over_different_numbers():
 
 def call(loss=mean_loss, args=(PARAMS, X, Y), micro_batches=K, **options):
     options.setdefault("has_aux", loss is mean_loss)
-    return jax.eval_shape(shrewjax.value_and_grad(loss, micro_batches, **options), *args)
+    return jax.eval_shape(shrewjax.accumulated_value_and_grad(loss, micro_batches, **options), *args)
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_examples_in_argnums_are_named_beside_the_error_of_the_loss():
         return jnp.mean((x @ w - y) ** 2)
 
     def gradients(argnums):
-        return shrewjax.value_and_grad(loss, 4, argnums=argnums)(PARAMS["w"], X, Y)
+        return shrewjax.accumulated_value_and_grad(loss, 4, argnums=argnums)(PARAMS["w"], X, Y)
 
     with pytest.raises(TypeError, match="incompatible shapes") as error:
         gradients((0, 1))
@@ -518,7 +518,7 @@ WEIGHTED = {"has_aux": True, "weight_fn": number, "aux_reduction": {"error": "me
 def test_sharded_batch_is_split_without_moving_examples(axis_type, skip_empty):
     mesh = mesh_of(axis_type, data=DEVICES)
     params, batch = placed(PARAMS, mesh, P()), placed(MANY, mesh, P("data"))
-    step = shrewjax.value_and_grad(masked_loss, K, skip_empty=skip_empty, **WEIGHTED)
+    step = shrewjax.accumulated_value_and_grad(masked_loss, K, skip_empty=skip_empty, **WEIGHTED)
     step = quick_jit(step).lower(params, *batch).compile()
     close(step(params, *batch), large_batch(*MANY))
     first = quick_jit(lambda x: jnp.sum(x[: ROWS // K], axis=0)).lower(batch[0]).compile()  # it moves examples
@@ -537,14 +537,14 @@ def on_each_device(step, mesh, check_vma=True, out_specs=None):
 @pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
 def test_each_devices_sums_come_to_those_of_the_large_batch(skip_empty, nonfinite, check_vma):
     options = {"nonfinite": nonfinite, "sum_over": "data", "skip_empty": skip_empty, **WEIGHTED}
-    step = shrewjax.value_and_grad(masked_loss, K, **options)
+    step = shrewjax.accumulated_value_and_grad(masked_loss, K, **options)
     close(on_each_device(step, mesh_of(data=DEVICES), check_vma)(PARAMS, *MANY), large_batch(*MANY))
 
 
 @pytest.mark.parametrize("skip_empty", [False, *thorough(True)])
 def test_sums_cross_the_network_once_after_the_loop(skip_empty):
     loss = lambda *args: masked_loss(*args)[0]  # noqa: E731
-    step = shrewjax.value_and_grad(loss, K, weight_fn=number, sum_over="data", skip_empty=skip_empty)
+    step = shrewjax.accumulated_value_and_grad(loss, K, weight_fn=number, sum_over="data", skip_empty=skip_empty)
     text = on_each_device(step, mesh_of(data=DEVICES)).lower(PARAMS, *MANY).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
     assert " all-reduce" in text[text.index("ENTRY") :]
@@ -555,7 +555,7 @@ def test_micro_batch_that_is_bad_on_one_device_is_bad_on_all():
     x, y, counts = map(np.copy, MANY)
     x[1], counts[1] = np.nan, True  # in micro-batch 1 of device 0
     rows = np.arange(len(x)) % K != 1
-    step = shrewjax.value_and_grad(masked_loss, K, nonfinite="drop_micro_batch", sum_over="data", **WEIGHTED)
+    step = shrewjax.accumulated_value_and_grad(masked_loss, K, nonfinite="drop_micro_batch", sum_over="data", **WEIGHTED)
     close(
         on_each_device(step, mesh_of(data=DEVICES))(PARAMS, x, y, counts), large_batch(x[rows], y[rows], counts[rows])
     )
@@ -565,7 +565,7 @@ def test_keys_differ_between_devices_and_counts_add_up_over_them():
     def loss(params, x, y, counts, key):
         return mean_loss(params, x, y)[0], {"key": jax.random.key_data(key), "rows": len(x)}
 
-    step = shrewjax.value_and_grad(
+    step = shrewjax.accumulated_value_and_grad(
         loss, K, has_aux=True, rng_argnums=4, aux_reduction={"key": "stack", "rows": "sum"}, sum_over="data"
     )
     key, out_specs = jax.random.key(1), ((P(), {"key": P("data"), "rows": P()}), P())
@@ -577,7 +577,7 @@ def test_keys_differ_between_devices_and_counts_add_up_over_them():
 
 
 def test_gradients_that_are_not_reduced_are_an_error():
-    step = shrewjax.value_and_grad(lambda *args: masked_loss(*args)[0], K)
+    step = shrewjax.accumulated_value_and_grad(lambda *args: masked_loss(*args)[0], K)
     with pytest.raises(ValueError, match=r"the loss may differ between devices along 'data'.*Pass sum_over='data'"):
         on_each_device(step, mesh_of(data=DEVICES)).lower(PARAMS, *MANY)
     with pytest.raises(ValueError, match="cannot tell whether gradients"):
@@ -593,10 +593,10 @@ def test_a_loss_of_each_device_has_the_gradients_of_its_own_examples_by_the_reme
         return jax.jit(jax.shard_map(own, mesh=mesh_of(data=DEVICES), in_specs=(P(), P("data")), out_specs=P("data")))
 
     remedy = r"For each device's own gradients, pass sum_over=\(\) and jax\.lax\.pcast\("
-    for function in (shrewjax.value_and_grad, shrewjax.micro_batched):
+    for function in (shrewjax.accumulated_value_and_grad, shrewjax.micro_batched):
         with pytest.raises(ValueError, match=remedy + r"params, \('data',\), to='varying'\)"):
             on_devices(function(loss, K)).lower(params, x)
-    step = shrewjax.value_and_grad(loss, K, sum_over=())
+    step = shrewjax.accumulated_value_and_grad(loss, K, sum_over=())
     found = on_devices(lambda params, x: step(own_params(params, ("data",)), x))(params, x)
     expected = jax.vmap(jax.value_and_grad(loss), (None, 0))(params, x.reshape(DEVICES, K, 3))
     assert_close(found, expected, rtol=1e-5)
@@ -608,7 +608,7 @@ def test_largest_and_smallest_are_nan_if_one_device_has_a_nan(check_vma):
         return params, {"largest": jnp.max(x), "smallest": jnp.min(x)}
 
     names = {"largest": "max", "smallest": "min"}
-    step = shrewjax.value_and_grad(loss, 2, has_aux=True, aux_reduction=names, sum_over="data")
+    step = shrewjax.accumulated_value_and_grad(loss, 2, has_aux=True, aux_reduction=names, sum_over="data")
     mapped = jax.shard_map(
         step, mesh=mesh_of(data=DEVICES), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
     )
@@ -623,7 +623,7 @@ def carried_over_devices(carry_of, in_spec, **options):
     def loss(params, x, carry):
         return params * jnp.sum(x), ((), {"seen": carry_of(carry["seen"], jnp.sum(x))})
 
-    step = shrewjax.value_and_grad(loss, 2, has_aux=True, carry_argnum=2, sum_over="data", **options)
+    step = shrewjax.accumulated_value_and_grad(loss, 2, has_aux=True, carry_argnum=2, sum_over="data", **options)
     out_specs = ((P(), ((), in_spec)), P())
     mapped = jax.shard_map(step, mesh=mesh_of(data=DEVICES), in_specs=(P(), P("data"), in_spec), out_specs=out_specs)
     start = np.zeros(DEVICES if in_spec else (), "f")
@@ -667,7 +667,7 @@ def peak(step, examples):
 @pytest.mark.parametrize("weight", [None, lambda params, x: jnp.sum(x[:, 0] > 0)], ids=["unweighted", "weighted"])
 def test_step_holds_one_micro_batch_and_one_tree_of_gradients(weight):
     tree, batch = sum(w.nbytes for w in LAYERS), 4 * 2048 * 256
-    ours = peak(shrewjax.value_and_grad(loss_of_layers, 8, weight_fn=weight), 2048)
+    ours = peak(shrewjax.accumulated_value_and_grad(loss_of_layers, 8, weight_fn=weight), 2048)
     whole = jax.value_and_grad(loss_of_layers)
     assert ours <= peak(whole, 256) + batch + 1.1 * tree
     assert ours < peak(whole, 2048) / 2
@@ -682,7 +682,7 @@ def test_an_adapter_trains_in_a_scan_of_steps_with_recomputation_and_windows_as_
     def loss(lora, base, x, y):
         return mean_loss({"w": base["w"] + lora["a"] @ lora["b"], "b": base["b"]}, x, y)[0]
 
-    step = shrewjax.value_and_grad(jax.checkpoint(loss), K, batch_argnums=(2, 3))
+    step = shrewjax.accumulated_value_and_grad(jax.checkpoint(loss), K, batch_argnums=(2, 3))
     sgd = lenient(optax.sgd(0.1, momentum=0.9))
     tx = shrewjax.accumulate(sgd, 2)
 
@@ -708,7 +708,7 @@ def test_an_adapter_trains_in_a_scan_of_steps_with_recomputation_and_windows_as_
 
 def test_nothing_is_nan_outside_of_jit_under_debug_nans():
     with jax.debug_nans(True):
-        (value, aux), _ = shrewjax.value_and_grad(mean_loss, K, has_aux=True)(PARAMS, X, Y)
+        (value, aux), _ = shrewjax.accumulated_value_and_grad(mean_loss, K, has_aux=True)(PARAMS, X, Y)
     assert np.isfinite(value)
     assert np.isfinite(aux["worst"])
 
@@ -716,7 +716,7 @@ def test_nothing_is_nan_outside_of_jit_under_debug_nans():
 def test_windows_of_whole_batches_send_one_all_reduce_and_equal_the_large_batch():
     # With parameters of its own, a device keeps its gradients, and the window sums them over devices as it closes.
     tx = shrewjax.accumulate(optax.sgd(0.5), 2, sum_over="data")
-    own_batch = shrewjax.value_and_grad(
+    own_batch = shrewjax.accumulated_value_and_grad(
         masked_loss, 2, sum_over=(), **WEIGHTED | {"aux_reduction": {"error": "mean", "worst": "max"}}
     )
     mesh = mesh_of(data=DEVICES)
@@ -742,7 +742,7 @@ def test_windows_of_whole_batches_send_one_all_reduce_and_equal_the_large_batch(
 
 def test_gradients_that_jax_would_sum_in_each_micro_batch_are_refused():
     # If parameters are the same on every device, JAX adds up the devices' gradients, and does not average them.
-    step = shrewjax.value_and_grad(lambda *args: masked_loss(*args)[0], K, sum_over=())
+    step = shrewjax.accumulated_value_and_grad(lambda *args: masked_loss(*args)[0], K, sum_over=())
     with pytest.raises(ValueError, match=r"the loss may differ .* pass sum_over=\(\) and jax.lax.pcast"):
         on_each_device(step, mesh_of(data=DEVICES))(PARAMS, *MANY)
 
@@ -755,7 +755,7 @@ def test_derivatives_of_results_with_a_nan_that_is_not_kept_are_right_forward_an
         def loss(w, x, mask):
             return jnp.sum(mask * (w * x - scale) ** 2) / jnp.maximum(jnp.sum(mask), guard)
 
-        run = shrewjax.value_and_grad(loss, 2, weight_fn=lambda w, x, mask: jnp.sum(mask))
+        run = shrewjax.accumulated_value_and_grad(loss, 2, weight_fn=lambda w, x, mask: jnp.sum(mask))
         return run(jnp.float32(1), x, mask)[1] ** 2
 
     def exact(scale):  # the gradient is 2 mean(x**2 - scale x), over the four that count

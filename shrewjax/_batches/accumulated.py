@@ -15,7 +15,6 @@ the sums that are divided by a weight: of loss and gradients, and of the average
 
 import operator
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, get_args
 
@@ -98,7 +97,7 @@ class _LoopState(NamedTuple):
     carried: list[PyTree]
 
 
-def value_and_grad(
+def accumulated_value_and_grad(
     fun: Callable[P, Any],
     micro_batches: int,
     *,
@@ -280,24 +279,6 @@ class Options(NamedTuple):
         return arguments.axis_names("sum_over", self.sum_over) or ()
 
 
-CHECK: ContextVar[Callable[..., Any] | None] = ContextVar("CHECK", default=None)
-"""The check that runs, or None. It must see each divided call with the arguments and options that the call has inside
-the user's function, and this package must not import the check."""
-
-
-def seen_by_check(divided: Callable[..., Any], *, returns_rows: bool = False) -> Callable[..., Any]:
-    """Returns `divided`, except that a check that runs meanwhile gets the arguments of its calls.
-
-    These are `(fun, options, roles, args, kwargs)`, in which `roles` are as a user passes them.
-    """
-
-    def of_call(*call: Any) -> Any:
-        check = CHECK.get()
-        return check(partial(divided, *call), *call, returns_rows) if check else divided(*call)
-
-    return of_call
-
-
 def of_options(
     fun: Callable[P, Any],
     options: Options,
@@ -322,11 +303,10 @@ def of_options(
         "argnums": arguments.positions("argnums", argnums),
         "carry_argnum": (arguments.integer("carry_argnum", carry_argnum),) if has_carry else (),
     }
-    given = {"rng_argnums": rng_argnums, "batch_argnums": batch_argnums, **reserved}
     roles = roles_of(fun, reserved, rng_argnums, batch_argnums)
     as_given = tuple if isinstance(argnums, Sequence) else operator.itemgetter(0)
 
-    def value_and_grad_of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
+    def of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
         arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
         is_sum = options.reduction == "sum"
         if is_sum:
@@ -343,10 +323,6 @@ def of_options(
         with_gradients = in_order if has_gradients else by_jax
         loss = _Loss(checked, with_gradients, as_given, has_carry, its_options)
         return _run_on_each_device(loss, batch) if devices else _run_here(loss, batch)
-
-    def of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
-        run = lambda *_: value_and_grad_of_batch(*args, **kwargs)  # noqa: E731
-        return seen_by_check(run)(fun, options, given, args, kwargs)
 
     return of_batch
 

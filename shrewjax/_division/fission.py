@@ -1,0 +1,130 @@
+"""Fission: a scan or a checkpoint of which a part can be divided becomes two.
+
+The balance loss of a mixture of experts is an example: inside of scanned layers, it multiplies sums over examples. The
+first scan runs the layers, and stacks these sums. The second one multiplies them. So only the second is undivided.
+
+1. The second half has the steps that mix examples, and what they need that is the same for all examples.
+2. The first half has all others. It also returns what the second half reads of it.
+3. A scan stacks that. Each half carries what its own steps make.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax import lax
+
+from shrewjax._base.types import Function, Leaf
+from shrewjax._programs import jaxprs
+from shrewjax._programs.jaxprs import Atom, Equation, Jaxpr, is_variable
+
+Program: TypeAlias = Any  # those of `kinds`, which calls this module
+Step: TypeAlias = Any
+
+
+class _Half:
+    """Steps of a body, as a function of what they read.
+
+    Attributes:
+      places: the numbers of the body's results that it makes.
+      reads: the values that it reads.
+    """
+
+    def __init__(
+        self, body: Program, steps: Sequence[Step], places: list[int], more: list[Atom]
+    ) -> None:
+        self.places = places
+        outs = [*(body.results[at] for at in places), *more]
+        equations = [step.equation for step in steps]
+        made = {x for y in equations for x in y.outvars}
+        read = [*(x for y in equations for x in y.invars), *outs]
+        self.reads = [x for x in dict.fromkeys(filter(is_variable, read)) if x not in made]
+        self._known = body.constants
+        self._run = jaxprs.function_of(jaxprs.program_of(equations, self.reads, outs))
+
+    def __call__(self, values: dict[Atom, Leaf]) -> list[Leaf]:
+        known = self._known | values
+        return [*self._run(*(known[x] for x in self.reads))]
+
+
+def in_two(equation: Equation, body: Program, is_mixed: Sequence[bool]) -> Jaxpr | None:
+    """Returns what runs in the place of a scan or a checkpoint, or None if nothing of it can be divided.
+
+    `is_mixed` says which results are mixed.
+    """
+    scan = jaxprs.scan_of(equation)
+    carries = range(scan.carries) if scan else range(0)
+    mixed, kept = ([at for at, x in enumerate(is_mixed) if x == y] for y in (True, False))
+    # 1. The second half, from its results back.
+    needed = {*filter(is_variable, (body.results[at] for at in mixed))}
+    second: list[Step] = []
+    for step in reversed(body.steps):
+        outs = step.equation.outvars
+        if not needed.isdisjoint(outs) and not any(map(body.is_divided, outs)):
+            second.append(step)
+            needed.update(filter(is_variable, step.equation.invars))
+    # 2. The first half.
+    first = [x for x in body.steps if not any(map(body.is_mixed, x.equation.outvars))]
+    if not any(body.is_divided(x) for step in first for x in step.equation.outvars):
+        return None
+    carried = [body.arguments[scan.constants + at] for at in carries if at in kept] if scan else []
+    given = [x for x in needed if (body.is_divided(x) or x in carried)]
+    halves = _Half(body, first, kept, given), _Half(body, second[::-1], mixed, [])
+    # 3. Both, one after the other.
+    run = _scans(scan, body, *halves, given) if scan else _checkpoints(equation, body, *halves, given)
+    with jaxprs.context_of(equation):
+        return jax.make_jaxpr(run)(*(x.aval for x in equation.invars))
+
+
+def _in_places(first: _Half, second: _Half, made: list[Leaf], rest: list[Leaf]) -> list[Leaf]:
+    by_place = dict(zip(first.places + second.places, made + rest, strict=True))
+    return [by_place[at] for at in range(len(by_place))]
+
+
+def _checkpoints(
+    equation: Equation, body: Program, first: _Half, second: _Half, given: list[Atom]
+) -> Function:
+    options = jaxprs.options_of_checkpoint(equation)
+
+    def run(half: _Half, known: dict[Atom, Leaf]) -> list[Leaf]:
+        names = [x for x in half.reads if x in known]
+        of_values = lambda *x: half(dict(zip(names, x, strict=True)))  # noqa: E731
+        return jax.checkpoint(of_values, **options)(*(known[x] for x in names))
+
+    def of_operands(*operands: Leaf) -> list[Leaf]:
+        known = dict(zip(body.arguments, operands, strict=True))
+        made = run(first, known)
+        count = len(first.places)
+        rest = run(second, known | dict(zip(given, made[count:], strict=True)))
+        return _in_places(first, second, made[:count], rest)
+
+    return of_operands
+
+
+def _scans(
+    scan: jaxprs.Scan, body: Program, first: _Half, second: _Half, given: list[Atom]
+) -> Function:
+    names_of_stacks = body.arguments[scan.constants + scan.carries :]
+
+    def run(half: _Half, operands: Sequence[Leaf], handed_on: dict[Atom, Leaf]) -> list[Leaf]:
+        known = dict(zip(body.arguments, operands, strict=True))
+        carries = [body.arguments[scan.constants + at] for at in half.places if at < scan.carries]
+        stacks = {x: known[x] for x in names_of_stacks if x in half.reads} | handed_on
+        constants = {x: known[x] for x in body.arguments[: scan.constants] if x in half.reads}
+
+        def trip(carry: list[Leaf], slices: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
+            its = zip([*carries, *stacks], [*carry, *slices], strict=True)
+            made = half(constants | dict(its))
+            return made[: len(carries)], made[len(carries) :]
+
+        start = [known[x] for x in carries]
+        carry, made = lax.scan(trip, start, [*stacks.values()], scan.length, **scan.options)
+        return [*carry, *made]
+
+    def of_operands(*operands: Leaf) -> list[Leaf]:
+        made = run(first, operands, {})
+        count = len(first.places)
+        rest = run(second, operands, dict(zip(given, made[count:], strict=True)))
+        return _in_places(first, second, made[:count], rest)
+
+    return of_operands

@@ -1,0 +1,474 @@
+"""What operations do to dimensions: the table by which examples are followed through a program.
+
+A rule labels each dimension of an equation's operands and results. Along a label, any slice of the results is that of
+the same slice of the operands. A label that only operands have is summed, or cannot be divided. None stands for a
+dimension that cannot be divided. A wrong row would be silently wrong, so `tests/division/test_labels.py` runs each on
+random slices. An operation that the table lacks is not divided.
+
+This module and `_programs/jaxprs.py` are the only ones that name primitives.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shrewjax._programs import jaxprs
+from shrewjax._programs.jaxprs import Equation, shape_of
+
+Label: TypeAlias = Hashable | None
+Shape: TypeAlias = Sequence[int]
+Dims: TypeAlias = Sequence[Label]
+
+
+class Labels(NamedTuple):
+    ins: Sequence[Dims]
+    outs: Sequence[Dims]
+    summed: Sequence[Label] = ()
+
+
+Params: TypeAlias = dict[str, Any]
+Rule: TypeAlias = Callable[[list[Shape], list[Shape], Params], Labels]
+
+
+def labels_of(equation: Equation) -> Labels | None:
+    """Returns the labels of an equation's dimensions, or None if the table lacks it."""
+    rule = _LABELS.get(equation.primitive.name)
+    if rule is None or not all(map(_draws_by_position, equation.invars)):
+        return None
+    return rule(*shapes_of(equation), equation.params)
+
+
+def is_known(equation: Equation) -> bool:
+    """Returns whether something is known of the operation beside its name."""
+    return equation.primitive.name in _LABELS or any(map(bool, jaxprs.jaxprs_on_operands(equation)))
+
+
+def shapes_of(equation: Equation) -> tuple[list[Shape], list[Shape]]:
+    ins, outs = ([shape_of(x.aval) for x in side] for side in (equation.invars, equation.outvars))
+    return ins, outs
+
+
+def _draws_by_position(x: Any) -> bool:
+    """Returns whether an operand is no key, or one of threefry. JAX draws from the first of several keys of `rbg`."""
+    return not jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key) or is_threefry(x.aval)
+
+
+def is_threefry(key: Any) -> bool:
+    return "fry" in str(key.dtype)
+
+
+# Rules. `ins` and `outs` are shapes.
+
+
+def _elementwise(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    """Operands have the shape of the results, but for dimensions of size 1, or are scalars."""
+    full = outs[0]
+
+    def dims(shape: Shape) -> Dims:
+        is_like = len(shape) == len(full)
+        return [d if is_like and n == full[d] else None for d, n in enumerate(shape)]
+
+    return Labels([*map(dims, ins)], [*map(dims, outs)])
+
+
+def _in_place(ins: list[Shape], outs: list[Shape], lost: Sequence[int]) -> Labels:
+    """Dimensions keep their places, and the lost ones cannot be divided. Scalars have none."""
+    dims = [None if d in lost else d for d in range(len(ins[0]))]
+    return Labels([dims if len(x) else () for x in ins], [dims] * len(outs))
+
+
+def _except(name: str) -> Rule:
+    """Dimensions keep their places, but for those that a parameter names, by default the last one."""
+
+    def rule(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+        lost = np.atleast_1d(params.get(name, -1)) % len(ins[0])
+        return _in_place(ins, outs, [*lost])
+
+    return rule
+
+
+def _reduction(axes: str = "axes", *, is_sum: bool = False) -> Rule:
+    def rule(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+        lost = [*params[axes]]
+        kept = [d for d in range(len(ins[0])) if d not in lost]
+        return Labels(_in_place(ins, outs, ()).ins, [kept] * len(outs), lost if is_sum else ())
+
+    return rule
+
+
+def _broadcast(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    pairs = zip(params["broadcast_dimensions"], ins[0], strict=True)
+    return Labels([[int(d) if n == outs[0][d] else None for d, n in pairs]], [range(len(outs[0]))])
+
+
+def _iota(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    return Labels([], _in_place(outs, outs, [params["dimension"]]).outs)
+
+
+def _transpose(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    return Labels([range(len(ins[0]))], [params["permutation"]])
+
+
+def _pad(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    return _in_place(ins, outs, [d for d, x in enumerate(params["padding_config"]) if any(x)])
+
+
+def _tile(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    return _in_place(ins, outs, [d for d, n in enumerate(params["reps"]) if n != 1])
+
+
+def _stack(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    """One side has a new axis."""
+    shorter, longer = sorted((ins[0], outs[0]), key=len)
+    dims, axis = [*range(len(shorter))], params["axis"] % len(longer)
+    new = [*dims[:axis], None, *dims[axis:]]
+    of = lambda side: [dims if len(x) == len(shorter) else new for x in side]  # noqa: E731
+    return Labels(of(ins), of(outs))
+
+
+def _taken_whole(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    """A slice, or an update of one. A dimension can be divided if all of it is taken."""
+    part = ins[1] if len(ins) > 1 and len(ins[1]) == len(ins[0]) > 0 else outs[0]
+    return _in_place(ins, outs, [d for d, n in enumerate(ins[0]) if n != part[d]])
+
+
+def _dot(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    contracted, batched = params["dimension_numbers"]
+    labels: list[list[Label]] = [[(i, d) for d in range(len(x))] for i, x in enumerate(ins)]
+    for left, right in [*zip(*contracted, strict=True), *zip(*batched, strict=True)]:
+        labels[1][right] = labels[0][left]
+    shared, summed = ([labels[0][d] for d in dims[0]] for dims in (batched, contracted))
+    free = [x for side in labels for x in side if x not in (*shared, *summed)]
+    return Labels(labels, [[*shared, *free]], summed)
+
+
+def _conv(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    """Examples, and the input's features, over which it sums: those of a kernel's gradient are examples."""
+    (n, c, *_), (_, i, *_), (m, *_) = params["dimension_numbers"]
+    left, right, out = ([None] * len(ins[0]) for _ in range(3))
+    if params["batch_group_count"] == 1:
+        left[n] = out[m] = "examples"
+        if params["feature_group_count"] == 1:
+            left[c] = right[i] = "features"
+    return Labels([left, right], [out], ["features"])
+
+
+def _window(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    names = "window_dimensions", "window_strides", "base_dilation"
+    sizes = [params.get(name) or [1] * len(ins[0]) for name in names]
+    is_lost = [any(params["padding"][d]) or {*x} != {1} for d, x in enumerate(zip(*sizes, strict=True))]
+    return _in_place(ins, outs, [d for d, x in enumerate(is_lost) if x])
+
+
+def _gather(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    numbers = params["dimension_numbers"]
+    gone = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
+    starts = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    operand, indices, window = _of_indices(*ins[:2], params["slice_sizes"], gone, *starts)
+    by_window, by_index, offsets = iter(window), iter(indices), numbers.offset_dims
+    dims = [next(by_window if d in offsets else by_index) for d in range(len(outs[0]))]
+    return Labels([operand, indices], [dims])
+
+
+def _scatter(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    numbers = params["dimension_numbers"]
+    gone = *numbers.inserted_window_dims, *numbers.operand_batching_dims
+    starts = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    in_window = iter([ins[2][d] for d in numbers.update_window_dims])
+    sizes = [1 if d in gone else next(in_window) for d in range(len(ins[0]))]
+    operand, indices, window = _of_indices(*ins[:2], sizes, gone, *starts)
+    by_window, by_index, windows = iter(window), iter(indices), numbers.update_window_dims
+    updates = [next(by_window if d in windows else by_index) for d in range(len(ins[2]))]
+    return Labels([operand, indices, updates], [operand])
+
+
+def _scatter_add(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    its = _scatter(ins, outs, params)
+    return its._replace(summed=[x for x in its.ins[1][:-1] if x not in its.ins[0]])
+
+
+def _of_indices(
+    operand: Shape, indices: Shape, sizes: Shape, gone: Shape, batch: Shape, batch_of_indices: Shape
+) -> tuple[list[Label], list[Label], list[Label]]:
+    """Returns the labels of a gather's or a scatter's operand, of its indices, and of a window of the operand."""
+    of_indices: list[Label] = [("index", d) for d in range(len(indices) - 1)]
+    of_operand: list[Label] = [
+        ("window", d) if sizes[d] == n and d not in gone else None for d, n in enumerate(operand)
+    ]
+    window = [x for d, x in enumerate(of_operand) if d not in gone]
+    for d, i in zip(batch, batch_of_indices, strict=True):
+        of_operand[d] = of_indices[i]
+    return of_operand, [*of_indices, None], window
+
+
+def _first(ins: list[Shape], outs: list[Shape], count: int) -> Labels:
+    """Dimensions keep their places, and only the first ones can be divided."""
+    dims = lambda x: [d if d < count else None for d in range(len(x))]  # noqa: E731
+    return Labels([*map(dims, ins)], [*map(dims, outs)])
+
+
+def _leading(lost: int) -> Rule:
+    """The last dimensions of the first operand, which others or results may lack, belong together."""
+
+    def rule(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+        return _first(ins, outs, len(ins[0]) - len(params.get("fft_lengths", range(lost))))
+
+    return rule
+
+
+def _prefix(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    """The dimensions that all have."""
+    return _first(ins, outs, min(map(len, ins + outs)))
+
+
+def _exchanged(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+    """Devices have the same rows at once, so what they exchange are rows again."""
+    names = "all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis"
+    lost = [params[x] for x in names if x in params]
+    if len(ins[0]) == len(outs[0]):
+        return _in_place(ins, outs, lost)
+    return _stack(ins, outs, {"axis": lost[0]})
+
+
+_RULES: list[tuple[Rule, str]] = [
+    (
+        _elementwise,
+        """
+        abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+        conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
+        igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max
+        mesh_cast min mul name ne neg nextafter not one_minus_square or pcast polygamma population_count pow pvary
+        random_clone random_fold_in random_seed real reciprocal reduce_precision regularized_incomplete_beta rem reshard
+        round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+        sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
+        psum psum_invariant psum2 pmax pmin ppermute
+        """,
+    ),
+    (_except("axis"), "cumsum cumprod cummax cummin cumlogsumexp top_k split"),
+    (_except("dimension"), "sort concatenate"),
+    (_except("dimensions"), "rev"),
+    (_except("reduction_dimension"), "approx_top_k"),
+    (_reduction(is_sum=True), "reduce_sum"),
+    (_reduction(), "argmax argmin reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"),
+    (_reduction("dimensions"), "reduce"),
+    (_broadcast, "broadcast_in_dim"),
+    (_iota, "iota"),
+    (_transpose, "transpose"),
+    (_pad, "pad"),
+    (_tile, "tile"),
+    (_stack, "stack unstack"),
+    (_taken_whole, "slice dynamic_slice dynamic_update_slice"),
+    (_dot, "dot_general"),
+    (_conv, "conv_general_dilated"),
+    (_window, "reduce_window reduce_window_max reduce_window_min reduce_window_sum"),
+    (_window, "select_and_scatter_add select_and_gather_add"),
+    (_gather, "gather"),
+    (_scatter, "scatter scatter-mul scatter-min scatter-max"),
+    (_scatter_add, "scatter-add scatter-sub"),
+    (_leading(2), "cholesky triangular_solve lu qr eigh eig svd fft schur householder_product hessenberg"),
+    (_leading(1), "tridiagonal_solve lu_pivots_to_permutation"),
+    (_prefix, "random_bits random_split random_wrap random_unwrap random_gamma bitcast_convert_type"),
+    (_exchanged, "all_gather all_gather_invariant reduce_scatter all_to_all"),
+]
+_LABELS = {name: rule for rule, names in _RULES for name in names.split()}
+
+
+# Groups of operations.
+
+_RETURNS_OPERANDS = {"optimization_barrier", "device_put"}
+# Linear in all operands together.
+_ADDITIVE = set(
+    """
+    add add_any broadcast_in_dim concatenate convert_element_type copy copy_p cumsum imag mesh_cast neg pad pcast
+    pvary real reduce_sum reduce_window_sum reshape reshard rev sharding_constraint slice split squeeze stack
+    stop_gradient sub tile transpose unstack
+    """.split()
+)
+_BILINEAR = {"mul", "dot_general"}
+_LINEAR_IN_FIRST = {"div", "dynamic_slice", "gather"}
+_SCATTERS = {"scatter-add", "scatter-sub"}
+OF_EACH_EXAMPLE = "of_each_example"
+
+
+def is_reshape(equation: Equation) -> bool:
+    """Returns whether an operation keeps the order of the elements."""
+    is_squeeze = equation.primitive.name == "squeeze"
+    return is_squeeze or jaxprs.is_plain_reshape(equation)
+
+
+def is_of_each_example(equation: Equation) -> bool:
+    return equation.primitive.name == OF_EACH_EXAMPLE
+
+
+def makes_varying(equation: Equation) -> bool:
+    return equation.primitive.name in ("pvary", "pcast")
+
+
+def returns_operands(equation: Equation) -> bool:
+    return equation.primitive.name in _RETURNS_OPERANDS
+
+
+def is_additive(equation: Equation) -> bool:
+    return equation.primitive.name in _ADDITIVE
+
+
+def sums_from_zero(equation: Equation, is_first_zero: bool) -> bool:
+    """Returns whether what is summed along a label is all that results hold: a scatter adds to its first operand."""
+    return is_first_zero or equation.primitive.name not in _SCATTERS
+
+
+def is_linear(equation: Equation, is_sum: Sequence[bool], is_zero: Sequence[bool]) -> bool:
+    """Returns whether results are linear in the operands that are sums, with the others given.
+
+    A sum must keep its digits: no integer division, no cast to fewer, no sum of rounded numbers.
+    """
+    name, out = equation.primitive.name, equation.outvars[0].aval.dtype
+    if not all(map(_keeps_digits, equation.invars)) or not _keeps_digits(equation.outvars[0]):
+        return False
+    if name == "convert_element_type":
+        return jnp.promote_types(equation.invars[0].aval.dtype, out) == out
+    if name in _ADDITIVE:
+        return all(x or y for x, y in zip(is_sum, is_zero, strict=True))
+    if name == "select_n":
+        return not is_sum[0] and all(x or y for x, y in zip(is_sum[1:], is_zero[1:], strict=True))
+    if name in _BILINEAR:
+        return sum(is_sum) == 1
+    if name == "gather" and equation.params["fill_value"] not in (None, 0):
+        return False
+    fills_nan = name == "gather" and "FILL" in str(equation.params["mode"])
+    is_float = jnp.issubdtype(out, jnp.inexact)
+    needs_float = name == "div" or (fills_nan and equation.params["fill_value"] is None)
+    return name in _LINEAR_IN_FIRST and is_sum[0] and not any(is_sum[1:]) and (is_float or not needs_float)
+
+
+def _keeps_digits(x: Any) -> bool:
+    dtype = x.aval.dtype
+    return not jnp.issubdtype(dtype, jnp.inexact) or jnp.finfo(dtype).bits >= 32
+
+
+# Batches one after the other on one axis.
+
+
+def blocks_after(
+    equation: Equation, axis: int, blocks: Sequence[Sequence[int]], neighbours: int
+) -> list[Sequence[int]] | None:
+    """Returns the blocks that the results have along an axis, or None if they begin or end inside of one.
+
+    A block is given by the number of its examples, each of which has so many neighbours.
+    """
+    name, params = equation.primitive.name, equation.params
+    if name == "concatenate" and params["dimension"] == axis:
+        return [[x for each in blocks for x in each]]
+    if name == "tile":
+        return [[*blocks[0]] * params["reps"][axis]]
+    ends = [0, *np.cumsum(blocks[0]) * neighbours]
+    if name == "split" and params["axis"] == axis:
+        cuts = [0, *np.cumsum(params["sizes"])]
+    elif name == "slice" and (params["strides"] or [1] * (axis + 1))[axis] == 1:
+        cuts = [params["start_indices"][axis], params["limit_indices"][axis]]
+    else:
+        return None
+    if not {*cuts} <= {*ends}:
+        return None
+    at = [ends.index(x) for x in cuts]
+    return [blocks[0][i:j] for i, j in zip(at, at[1:], strict=False)]
+
+
+# Rows that are asked for their own elements.
+
+
+def of_own_rows(equation: Equation, axis: int) -> tuple[int, Labels] | None:
+    """Returns the column of the indices that numbers an axis of the operand, and the labels of the other operands.
+
+    None if the equation does not take one element of that axis for each index.
+    """
+    name, params = equation.primitive.name, equation.params
+    its = labels_of(equation) if name == "gather" or name.startswith("scatter") else None
+    if its is None:
+        return None
+    numbers = params["dimension_numbers"]
+    is_gather = name == "gather"
+    columns = numbers.start_index_map if is_gather else numbers.scatter_dims_to_operand_dims
+    single = numbers.collapsed_slice_dims if is_gather else numbers.inserted_window_dims
+    return (columns.index(axis), its) if axis in columns and axis in single else None
+
+
+# Other sizes.
+
+
+def resized(
+    equation: Equation, ins: Sequence[Shape], outs: Sequence[Shape], bounds: dict[int, int]
+) -> Equation:
+    """Returns the equation for operands and results of these shapes. All other parameters stay as they are.
+
+    `bounds` are the ends of blocks along the axis of the first operand that has another size.
+    """
+    name, params = equation.primitive.name, dict(equation.params)
+    if name in ("broadcast_in_dim", "iota"):
+        params["shape"] = outs[0]
+    elif name == "reshape":
+        params["new_sizes"] = outs[0]
+    elif name == "dynamic_slice":
+        params["slice_sizes"] = outs[0]
+    elif name == "gather":
+        pairs = zip(params["slice_sizes"], shape_of(equation.invars[0].aval), ins[0], strict=True)
+        params["slice_sizes"] = tuple(new if n == old else n for n, old, new in pairs)
+    elif name == "split":
+        params["sizes"] = tuple(x[params["axis"]] for x in outs)
+    elif name == "slice":
+        rows = zip(params["start_indices"], params["limit_indices"], strict=True)
+        is_part = [n != shape_of(equation.invars[0].aval)[d] for d, n in enumerate(ins[0])]
+        ends = [
+            (bounds[x], bounds[y]) if moves else (x, y)
+            for (x, y), moves in zip(rows, is_part, strict=True)
+        ]
+        params["start_indices"], params["limit_indices"] = map(tuple, zip(*ends, strict=True))
+    return equation.replace(params=params)
+
+
+def part_of_column(equation: Equation, column: int) -> tuple[int, int] | None:
+    """Returns the operand, and its column, that is a column of the last axis of the result; None if it is none."""
+    params = equation.params
+    last = len(shape_of(equation.outvars[0].aval)) - 1
+    if equation.primitive.name != "concatenate" or params["dimension"] != last:
+        return None
+    for at, x in enumerate(equation.invars):
+        if column < shape_of(x.aval)[-1]:
+            return at, column
+        column -= shape_of(x.aval)[-1]
+    return None
+
+
+# Draws, and what the frontier is chosen by.
+
+_RANDOM_BITS = "random_bits"
+_CONTRACTIONS = {"dot_general", "conv_general_dilated", "gather", "ragged_dot_general", "scatter-add"}
+_MOVES = set(
+    """
+    transpose reshape broadcast_in_dim squeeze convert_element_type reshard sharding_constraint pvary
+    psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant
+    """.split()
+)
+
+
+def contracts(equation: Equation) -> bool:
+    return equation.primitive.name in _CONTRACTIONS
+
+
+def moves(equation: Equation) -> bool:
+    """Returns whether an operation computes nothing of its own, or sends what it has over the network."""
+    return equation.primitive.name in _MOVES
+
+
+def is_draw(equation: Equation) -> bool:
+    return equation.primitive.name == _RANDOM_BITS
+
+
+def is_drawn_by_position(equation: Equation) -> bool:
+    """Returns whether element j of a draw depends on the key and on j, so that any part of it can be drawn alone."""
+    is_small = math.prod(shape_of(equation.outvars[0].aval)) < 2**32
+    return bool(jax.config.jax_threefry_partitionable) and is_threefry(equation.invars[0].aval) and is_small

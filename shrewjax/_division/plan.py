@@ -1,0 +1,173 @@
+"""The plan: which steps of a program run before the loop over micro-batches, in it, and after it.
+
+==========  ===========================================================================================
+part        its steps
+==========  ===========================================================================================
+once        a function of parameters alone, whose derivative needs the gradient of the whole batch
+before      data that a micro-batch cannot make of its own slices, such as statistics of the labels
+loop        what makes the frontier, for one micro-batch; also its slices of data
+after       all others
+==========  ===========================================================================================
+
+The *frontier* is what the loop returns and the rest needs: sums over micro-batches, and rows, which are joined. It is
+small: a sum before its rows, losses before logits, and a value before it is broadcast.
+
+A plan goes through the program once, from the results back, so that it knows all readers of what a step makes.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from shrewjax._division import labels
+from shrewjax._division.kinds import CONSTANT, MIXED, SUM, Program, Slices, Step, Var, along, slices
+from shrewjax._division.rows import Rows
+from shrewjax._programs import jaxprs
+from shrewjax._programs.jaxprs import Atom, is_variable, shape_of
+
+Key: TypeAlias = tuple[Var, Rows | None]
+"""A value, and which slice of it, or None for the whole."""
+
+
+class Task(NamedTuple):
+    """A step for a micro-batch: the slices that it takes of the operands, and makes of the results."""
+
+    step: Step
+    takes: Slices
+    makes: Slices
+
+    def reads(self) -> list[Key]:
+        pairs = zip(self.step.equation.invars, self.takes, strict=True)
+        return [(x, rows) for x, rows in pairs if is_variable(x)]
+
+    def results(self) -> list[Key]:
+        return [*zip(self.step.equation.outvars, self.makes, strict=True)]
+
+
+class Plan:
+    """The parts of a program. With `wanted`, those slices of the results are made in the loop, as of its bodies."""
+
+    def __init__(self, program: Program, wanted: Iterable[Key] | None = None) -> None:
+        self.program = program
+        self.once: list[Step] = []
+        self.before: list[Step] = []
+        self.loop: list[Task] = []
+        self.after: list[Step] = []
+        self.frontier: list[Var] = []
+        # What those steps read that were planned so far: the loop, all others, those that run once.
+        self._slices: dict[Var, dict[Rows | None, None]] = {}
+        self._whole, self._once = set[Var](), set[Var]()
+        if wanted is None:
+            self._whole.update(_variables(program.results))
+        self._want(wanted or ())
+        for step in reversed(program.steps):
+            (self._add_free if program.is_free(step) else self._add_data)(step)
+        for part in (self.once, self.before, self.loop, self.after):
+            part.reverse()
+
+    def _want(self, keys: Iterable[Key]) -> None:
+        for x, rows in keys:
+            if is_variable(x):
+                self._slices.setdefault(x, {})[rows] = None
+
+    def _add_free(self, step: Step) -> None:
+        program, outs = self.program, step.equation.outvars
+        # 1. It runs once, as does what such a step reads.
+        is_read = not (self._whole | self._slices.keys()).isdisjoint(outs)
+        if not self._once.isdisjoint(outs) or (step.is_once and is_read):
+            self._add(self.once, step, self._once)
+            if step.is_once:
+                return
+        # 2. It makes the frontier, or belongs to what comes after.
+        read = [x for x in outs if x in self._whole]
+        can_be_frontier = not {*map(program.kind, read)} <= {*CONSTANT}
+        can_be_frontier &= not any(map(program.is_mixed, read))
+        if read and can_be_frontier and not self._is_smaller_before(step):
+            self.frontier += read
+            self._want((x, program.slice(x)) for x in read)
+        elif read or (step.only_prints and not self._can_print_in_loop(step)):
+            self._add(self.after, step, self._whole)
+        # 3. The loop needs it.
+        self._add_tasks(step)
+
+    def _add_data(self, step: Step) -> None:
+        self._add_tasks(step)
+        if not (self._whole | self._once).isdisjoint(step.equation.outvars) or step.only_prints:
+            self._add(self.before, step, self._whole)
+
+    def _add(self, part: list[Step], step: Step, reads: set[Var]) -> None:
+        part.append(step)
+        reads.update(_variables(step.equation.invars))
+
+    def _can_print_in_loop(self, step: Step) -> bool:
+        kinds = self.program.kinds_of(step.equation.invars)
+        return step.takes is not None and any(isinstance(x, Rows) for x in kinds)
+
+    def _is_smaller_before(self, step: Step) -> bool:
+        """Returns whether the operands of a step hold no more than its results, so that they are a better frontier."""
+        operands = {*filter(self.program.is_divided, _variables(step.equation.invars))}
+        is_sum = {*map(self.program.kind, operands)} == {SUM}
+        if step.programs or not (is_sum or not labels.contracts(step.equation)):
+            return False
+        old = sum(map(size_of, operands - self._whole))
+        new = sum(map(size_of, step.equation.outvars))
+        return old < new or (old == new and (is_sum or labels.moves(step.equation)))
+
+    # Tasks.
+
+    def _add_tasks(self, step: Step) -> None:
+        """Adds the tasks of a step that make what the loop reads. Data that it cannot make so is wanted whole."""
+        found: dict[str, Task] = {}
+        outs = step.equation.outvars
+        for at, x in enumerate(outs):
+            for rows in self._slices.get(x, ()):
+                task = self._task(step, at, rows)
+                if task is None:
+                    self._whole.add(x)
+                else:
+                    found[f"{task.takes} {task.makes}"] = task
+        if step.only_prints and self.program.is_free(step) and step not in self.after[-1:]:
+            found["print"] = Task(step, slices(self.program.kinds_of(step.equation.invars)), [])
+        for task in found.values():
+            self.loop.append(task)
+            self._want(task.reads())
+
+    def _task(self, step: Step, at: int, rows: Rows | None) -> Task | None:
+        x, is_free = step.equation.outvars[at], self.program.is_free(step)
+        usual = Task(step, step.takes or [None] * len(step.equation.invars), step.makes)
+        if (is_free and rows == step.makes[at]) or not self.program.fact(x).is_constant:
+            return usual
+        # What is needed whole is sliced.
+        is_whole = None in self._slices[x] or (x in self._whole and not is_free)
+        found = None if rows is None or is_whole else self._slices_for(step, at, rows)
+        return Task(step, *found) if found else usual if is_free else None
+
+    def _slices_for(self, step: Step, at: int, rows: Rows) -> tuple[Slices, Slices] | None:
+        """Returns what a micro-batch takes of the operands to make a slice of a result, and what it makes then."""
+        equation = step.equation
+        if step.takes is not None and step.makes[at] == rows:
+            return step.takes, step.makes
+        ins, outs = labels.shapes_of(equation)
+        if labels.is_draw(equation) and not ins[0]:
+            # Slices of what other generators draw are no part of the whole, so there may be one.
+            is_one = len(self._slices[equation.outvars[0]]) == 1
+            return ([None], [rows]) if is_one or labels.is_drawn_by_position(equation) else None
+        if labels.is_reshape(equation):
+            before = rows.reshaped(outs[0], ins[0])
+            return before and ([before], [rows])
+        its = labels.labels_of(equation)
+        label = its and its.outs[at][rows.axis]
+        if label is None or not rows.fits(outs[at]):
+            return None
+        takes, makes = (along(label, rows.sets, *x) for x in ((its.ins, ins), (its.outs, outs)))
+        return (takes, makes) if takes is not None and makes and None not in makes else None
+
+
+def _variables(atoms: Sequence[Atom]) -> list[Var]:
+    return [*filter(is_variable, atoms)]
+
+
+def size_of(x: Atom) -> int:
+    """Returns the bytes of a value. A symbol of `jax.export` counts as a large number."""
+    shape = [n if isinstance(n, int) else 2**16 for n in shape_of(x.aval)]
+    return math.prod(shape) * x.aval.dtype.itemsize if hasattr(x.aval, "dtype") else 0

@@ -1,0 +1,152 @@
+"""What a plan divides, for people: the error if it is too little, and the text of `print_micro_batches`."""
+
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, takewhile
+
+from shrewjax._base.types import Function
+from shrewjax._division import labels
+from shrewjax._division.kinds import MIXED, SAME, ZERO, Program, Step, Var
+from shrewjax._division.plan import Plan, size_of
+from shrewjax._programs import jaxprs
+from shrewjax._programs.jaxprs import Equation, Frame, is_variable, shape_of
+
+
+def bytes_made(steps: Iterable[Step]) -> int:
+    """Returns the bytes of all that steps compute, of the whole batch, those inside of loops each time."""
+    return sum(_bytes_of(step.equation) for step in steps)
+
+
+def _bytes_of(equation: Equation) -> int:
+    scan = jaxprs.scan_of(equation)
+    inner = [x for jaxpr in jaxprs.jaxprs_in(equation) for x in jaxprs.opened(jaxpr).eqns]
+    of_results = sum(map(size_of, equation.outvars))
+    return of_results + (scan.length if scan else 1) * sum(map(_bytes_of, inner))
+
+
+def share_in_loop(plan: Plan) -> float:
+    """Returns which part of the bytes that a program makes it makes in the loop."""
+    loop = bytes_made({task.step: None for task in plan.loop})
+    rest = bytes_made([*plan.before, *plan.once, *plan.after])
+    return loop / max(loop + rest, 1)
+
+
+def check_share(plan: Plan, fun: Function, micro_batches: int) -> None:
+    """Raises if less than half is divided, and weights act on what is not: then it is the model that mixes examples.
+
+    Without weights it is a loss, such as a small example of a contrastive one, in which there is little to divide.
+    """
+    share = share_in_loop(plan)
+    if share >= 0.5:
+        return
+    acting = [x for x in plan.after if _weights_act(plan.program, x)]
+    if not acting:
+        return
+    first = _first_mixed(plan.program, acting) or acting[:1]
+    unknown = sorted({*_unknown_in(x.equation for x in first)})
+    lines = "; ".join(dict.fromkeys(line_of(x, fun) for x in first[:3]))
+    if unknown:
+        cause, remedy = (
+            f"{', '.join(unknown)} may mix examples",
+            "If it does not, wrap the function that calls it in of_each_example. Otherwise call",
+        )
+    else:
+        cause, remedy = (
+            "examples mix",
+            "Compute statistics of the batch elsewhere, as running averages do. Or call",
+        )
+    raise ValueError(
+        f"fun must act on each example alone before examples mix, but {cause} at {lines}. So micro_batches="
+        f"{micro_batches} would divide {share:.0%} of what it computes. {remedy} accumulated_value_and_grad, in which "
+        "each micro-batch has a loss of its own"
+    )
+
+
+def _weights_act(program: Program, step: Step) -> bool:
+    """Returns whether a step contracts parameters with something else."""
+    facts = {x: program.fact(x) for x in step.equation.invars if is_variable(x)}
+    weights = [
+        x for x, fact in facts.items() if fact.is_free and fact.kind in (SAME, ZERO) and shape_of(x.aval)
+    ]
+    return 0 < len(weights) < len(facts) and any(map(labels.contracts, _with_inner(step)))
+
+
+def _with_inner(step: Step) -> list[Equation]:
+    inner = map(jaxprs.equations_in, jaxprs.jaxprs_in(step.equation))
+    return [step.equation, *chain.from_iterable(inner)]
+
+
+def _unknown_in(equations: Iterable[Equation]) -> Iterator[str]:
+    """Yields the names of operations of which nothing is known, not those inside them."""
+    for equation in equations:
+        if not labels.is_known(equation):
+            yield equation.primitive.name
+        else:
+            yield from _unknown_in(x for y in jaxprs.jaxprs_in(equation) for x in jaxprs.opened(y).eqns)
+
+
+def _first_mixed(program: Program, steps: Sequence[Step]) -> list[Step]:
+    """Returns the first steps, on the way to these, at which examples mix."""
+    todo = [program.made_by.get(x) for step in steps for x in step.equation.invars if is_variable(x)]
+    seen, found = set[Step](), list[Step]()
+    while todo:
+        step = todo.pop()
+        if step is None or step in seen or MIXED not in step.kinds:
+            continue
+        seen.add(step)
+        operands = [x for x in step.equation.invars if is_variable(x)]
+        before = [program.made_by.get(x) for x in operands if program.kind(x) is MIXED]
+        found += [] if before else [step]
+        todo += before
+    return sorted(found, key=program.steps.index)
+
+
+def line_of(step: Step, fun: Function) -> str:
+    """Returns the line of the user's code that made a step."""
+    file_of_function = getattr(getattr(fun, "__code__", None), "co_filename", "")
+
+    def is_users(frame: Frame) -> bool:
+        is_installed = frame.filename.startswith(_INSTALLED) and frame.filename != file_of_function
+        return not is_installed and not frame.filename.startswith(_OURS)
+
+    # JAX cuts a traceback at a jit, so those of the calls around it count, too.
+    for equation in (step.equation, *step.calls[::-1]):
+        frame = next(filter(is_users, jaxprs.frames_of(equation)), None)
+        if frame is not None:
+            return frame.shown()
+    return step.equation.primitive.name
+
+
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep, "<frozen"
+# Not all of `get_paths()`: its prefix, such as /usr or /usr/local, may hold the user's project.
+_FOLDERS = "stdlib", "platstdlib", "purelib", "platlib"
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in _FOLDERS)
+
+
+def described(plan: Plan, fun: Function, sizes: str, passes: str) -> str:
+    """Returns the text of `print_micro_batches`. `sizes` says how the examples are divided."""
+    program = plan.program
+    read = {x for task in plan.loop for x, rows in task.reads()} | {
+        x for step in plan.after for x in step.equation.invars if is_variable(x)
+    }
+    of_data = [x for step in plan.before for x in step.equation.outvars if x in read]
+
+    def kept(x: Var) -> str:
+        what = "rows" if program.slice(x) else "a sum" if program.is_divided(x) else "the same for all"
+        what = "data" if not program.fact(x).is_free else what
+        return f"{jaxprs.short_type(x)}, {what}: {line_of(program.made_by[x], fun)}"
+
+    def part(name: str, text: str, lines: Iterable[str] = ()) -> str:
+        return "\n".join([f"{name:8}{text}", *(f"{'':8}{x}" for x in dict.fromkeys(lines))])
+
+    lines = [line_of(x, fun) for x in plan.after]
+    return "\n".join(
+        [
+            part("before", f"{len(plan.before)} operations of the whole batch", map(kept, of_data)),
+            part("loop", f"{len(plan.loop)} operations, {sizes}, {passes}"),
+            part("", f"{share_in_loop(plan):.0%} of the bytes that are computed"),
+            part("kept", "of the whole batch", map(kept, plan.frontier)),
+            part("after", f"{len(plan.after)} operations of the whole batch", lines),
+        ]
+    )

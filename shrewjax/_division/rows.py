@@ -1,0 +1,136 @@
+"""Rows: along which axis of an array each example has its part, and how that axis is divided among micro-batches.
+
+A *set* of examples is named by its size. Arrays with as many examples belong to one set. An axis of rows has blocks,
+one after the other, each of a whole set. In a block, an example has one element, or several that are neighbours::
+
+    x                           Rows(axis=0, sets=(B,))
+    concatenate([x, y])         Rows(axis=0, sets=(B, B))      a block for each batch
+    x.reshape(B * T)            Rows(axis=0, sets=(B,))        T neighbours for each example
+    x.T.reshape(T * B)          Rows(axis=0, sets=(B,) * T)
+
+Micro-batch i of K has the examples i, i + K, i + 2 K, and so on, so the first B mod K have one more than the others.
+Those with as many examples run in one loop.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+from jax import lax
+
+from shrewjax._base.types import Leaf
+
+Shape: TypeAlias = Sequence[int]
+Sizes: TypeAlias = dict[int, int]
+"""The number of examples that there are of each set, in a micro-batch or in all."""
+
+
+class Rows(NamedTuple):
+    axis: int
+    sets: tuple[int, ...]
+
+    def fits(self, shape: Shape) -> bool:
+        return self.axis < len(shape) and shape[self.axis] % sum(self.sets) == 0
+
+    def shape(self, whole: Shape, sizes: Sizes) -> tuple[int, ...]:
+        """Returns the shape of the part that has these examples."""
+        neighbours = whole[self.axis] // sum(self.sets)
+        return _with(whole, self.axis, (sum(sizes[s] for s in self.sets) * neighbours,))
+
+    def apart(self, x: Leaf, sizes: Sizes) -> list[Leaf]:
+        """Returns an array with its examples first. It comes in pieces, if blocks of several sets alternate."""
+        neighbours = x.shape[self.axis] // sum(sizes[s] for s in self.sets)
+        pieces, start = [], 0
+        for size, blocks in self._runs(sizes):
+            length = blocks * size * neighbours
+            piece = x
+            if length != x.shape[self.axis]:
+                piece = lax.slice_in_dim(x, start, start + length, axis=self.axis)
+            if blocks == neighbours == 1:
+                pieces.append(jnp.moveaxis(piece, self.axis, 0))
+            else:
+                split = piece.reshape(_with(piece.shape, self.axis, (blocks, size, neighbours)))
+                pieces.append(jnp.moveaxis(split, self.axis + 1, 0))
+            start += length
+        return pieces
+
+    def together(self, pieces: Sequence[Leaf], shape: Shape, sizes: Sizes) -> Leaf:
+        """Returns the array of this shape that `apart` took apart."""
+        neighbours = shape[self.axis] // sum(sizes[s] for s in self.sets)
+        parts = []
+        for piece, (size, blocks) in zip(pieces, self._runs(sizes), strict=True):
+            if blocks == neighbours == 1:
+                parts.append(jnp.moveaxis(piece, 0, self.axis))
+            else:
+                split = jnp.moveaxis(piece, 0, self.axis + 1)
+                parts.append(split.reshape(_with(shape, self.axis, (blocks * size * neighbours,))))
+        return jnp.concatenate(parts, self.axis) if len(parts) > 1 else parts[0]
+
+    def bounds(self, whole: Shape, sizes: Sizes) -> dict[int, int]:
+        """Returns where blocks begin and end in the part that has these examples, by where they do in the whole."""
+        neighbours = whole[self.axis] // sum(self.sets)
+        ends = itertools.accumulate(self.sets, initial=0)
+        own = itertools.accumulate((sizes[s] for s in self.sets), initial=0)
+        return {x * neighbours: y * neighbours for x, y in zip(ends, own, strict=True)}
+
+    def _runs(self, sizes: Sizes) -> list[tuple[int, int]]:
+        """Returns, for each run of blocks of one set, how many examples a block has, and the number of blocks."""
+        return [(sizes[s], len([*blocks])) for s, blocks in itertools.groupby(self.sets)]
+
+    def sets_of_pieces(self) -> list[int]:
+        return [s for s, _ in itertools.groupby(self.sets)]
+
+    def reshaped(self, old: Shape, new: Shape) -> "Rows | None":
+        """Returns the rows of an array after a reshape that keeps the order of its elements."""
+        outer, sets = math.prod(old[: self.axis]), self.sets
+        if len({*sets}) == 1:  # blocks can become an axis of their own
+            outer, sets = outer * len(sets), sets[:1]
+        for axis, size in enumerate(new):
+            before = math.prod(new[:axis])
+            if before and outer % before == 0 and size and size % (outer // before * sum(sets)) == 0:
+                return Rows(axis, sets * (outer // before))
+        return None
+
+
+def _with(shape: Shape, axis: int, dims: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:axis], *dims, *shape[axis + 1 :])
+
+
+class Turns(NamedTuple):
+    """Micro-batches with as many examples: those from `first` to `last - 1`."""
+
+    first: int
+    last: int
+    sizes: Sizes
+
+    def of(self, x: Leaf, set_: int, micro_batches: int) -> Leaf:
+        """Returns the part of these micro-batches in an array of examples. Its second axis numbers them."""
+        size, *rest = x.shape
+        if missing := -size % micro_batches:
+            x = jnp.concatenate([x, x[:missing]])
+        by_turn = x.reshape(x.shape[0] // micro_batches, micro_batches, *rest)
+        return by_turn[: self.sizes[set_], self.first : self.last]
+
+
+def turns(counts: Sizes, micro_batches: int) -> list[Turns]:
+    """Returns the loops in which all micro-batches run, for these numbers of examples."""
+    cuts = sorted({0, micro_batches, *(n % micro_batches for n in counts.values())})
+    return [
+        Turns(first, last, {s: n // micro_batches + (first < n % micro_batches) for s, n in counts.items()})
+        for first, last in itertools.pairwise(cuts)
+    ]
+
+
+def joined(parts: Sequence[Leaf]) -> Leaf:
+    """Returns an array of examples from the parts of all loops, whose first axis numbers micro-batches."""
+    columns = [x.swapaxes(0, 1) for x in parts]
+    examples = sum(x.shape[0] * x.shape[1] for x in parts)
+    if len(parts) > 1:
+        longest = max(x.shape[0] for x in columns)
+        padded = [jnp.concatenate([x, x[: longest - x.shape[0]]]) for x in columns]
+        columns = [jnp.concatenate(padded, 1)]
+    size, count, *rest = columns[0].shape
+    whole = columns[0].reshape(size * count, *rest)
+    return whole if len(parts) == 1 else whole[:examples]
