@@ -83,7 +83,9 @@ def train_step(
         aux = {"accuracy": (logits.argmax(axis=-1) == labels).mean()}
         return loss, (aux, changed["batch_stats"])
 
-    step = shrewjax.accumulated_value_and_grad(mean_loss, micro_batches, has_aux=True, carry_argnum=3)
+    step = shrewjax.accumulated_value_and_grad(
+        mean_loss, micro_batches, has_aux=True, carry_argnum=3
+    )
     (loss, (aux, batch_stats)), grads = step(state.params, images, labels, state.batch_stats)
     state = state.apply_gradients(grads=grads, batch_stats=batch_stats)
     return state, {"loss": loss, **aux, **shrewjax.metrics(state.opt_state)}

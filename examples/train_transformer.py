@@ -144,7 +144,9 @@ def comparison(mean_loss: Callable[..., jax.Array]) -> Callable[..., dict[str, D
         "weight_fn=": shrewjax.accumulated_value_and_grad(
             mean_loss, MICRO_BATCHES, weight_fn=predicted, rng_argnums=2
         ),
-        "mean of means": shrewjax.accumulated_value_and_grad(mean_loss, MICRO_BATCHES, rng_argnums=2),
+        "mean of means": shrewjax.accumulated_value_and_grad(
+            mean_loss, MICRO_BATCHES, rng_argnums=2
+        ),
     }
 
     @jax.jit

@@ -75,7 +75,9 @@ def ways(model: Model) -> dict[str, Way]:
             value, stats = model.loss(params, stats, frozen, batch)
             return value, (None, stats)
 
-        run = shrewjax.accumulated_value_and_grad(loss, K, has_aux=True, batch_argnums=2, carry_argnum=1)
+        run = shrewjax.accumulated_value_and_grad(
+            loss, K, has_aux=True, batch_argnums=2, carry_argnum=1
+        )
         (_, (_, stats)), grads = run(params, stats, batch)
         return *_harness.applied(ours, (params, state), grads), stats
 

@@ -165,10 +165,14 @@ class Run:
         result, pull = jax.vjp(first, frontier[:count])
         return pull(jnp.ones_like(result))[0]
 
-    def _gradients(self, pull_once: Function, grads: dict[Var, Leaf], of_free: list[Leaf]) -> list[Leaf]:
+    def _gradients(
+        self, pull_once: Function, grads: dict[Var, Leaf], of_free: list[Leaf]
+    ) -> list[Leaf]:
         """Returns the gradients by the arguments: through the loop, beside it, and through what runs once."""
         pairs = zip(self.divided.free, of_free, strict=True)
-        total = [summed_like(grads[x], y).astype(y.dtype) + y if x in grads else y for x, y in pairs]
+        total = [
+            summed_like(grads[x], y).astype(y.dtype) + y if x in grads else y for x, y in pairs
+        ]
         return [*map(_as_declared, self.divided.arguments, pull_once(total)[0])]
 
     def described(self) -> str:
@@ -185,9 +189,7 @@ class Run:
         known = self.data | dict(zip(names, arguments, strict=True))
         return [*arguments, *_made(self.plan.once, known, self.divided.free[len(names) :])]
 
-    def _after(
-        self, frontier: list[Leaf], free: list[Leaf], *, prints: bool = False
-    ) -> list[Leaf]:
+    def _after(self, frontier: list[Leaf], free: list[Leaf], *, prints: bool = False) -> list[Leaf]:
         names = *self.smooth, *self.others, *self.divided.free
         known = self.data | dict(zip(names, (*frontier, *free), strict=True))
         steps = [x for x in self.plan.after if prints or not x.only_prints]
@@ -203,7 +205,11 @@ class Run:
         inputs = self._inputs(dict(zip(self.divided.free, free, strict=True)), cotangents)
         frontier = [*self.smooth, *self.others] if returns_frontier else []
         # Gradients by examples are rows.
-        rows = [x for x in self.divided.free if cotangents is not None and (x, program.slice(x)) in inputs.pieces]
+        rows = [
+            x
+            for x in self.divided.free
+            if cotangents is not None and (x, program.slice(x)) in inputs.pieces
+        ]
         # 1. Run them, on each device if asked for.
         run = partial(self._turns, inputs, frontier, rows, cotangents is not None)
         arrays = [*inputs.pieces.values()], ([*inputs.whole.values()], [*inputs.params.values()])
@@ -231,7 +237,12 @@ class Run:
         is_param = lambda x: cotangents is not None and x in free and program.slice(x) is None  # noqa: E731
         tasks = self.plan.loop
         made = {key for y in tasks for key in y.results()}
-        reads = [key for y in tasks for key in y.reads() if key not in made and (key[0], None) not in made]
+        reads = [
+            key
+            for y in tasks
+            for key in y.reads()
+            if key not in made and (key[0], None) not in made
+        ]
         arrays: dict[Key, Leaf] = {(x, r): known[x] for x, r in reads if not is_param(x)}
         params = {x: known[x] for x, _ in reads if is_param(x)}
         for x, y in zip(self.smooth, cotangents or [], strict=cotangents is not None):
@@ -258,19 +269,26 @@ class Run:
         of_pieces = dict(zip(inputs.pieces, pieces, strict=True))
         counts = {s: s // setting.devices for s in setting.sets}
         options = Options(1, has_aux=True, aux_reduction=("sum", "stack"), reduction="sum")
-        options = options._replace(accumulator_dtype=setting.accumulator_dtype, sum_over=setting.axes)
+        options = options._replace(
+            accumulator_dtype=setting.accumulator_dtype, sum_over=setting.axes
+        )
 
         def of_turns(its: Turns) -> tuple[Any, Any]:
             """Runs the micro-batches that have as many examples."""
             by_turn = {
-                key: [its.of(x, s, setting.micro_batches) for x, s in zip(xs, key[1].sets_of_pieces(), strict=True)]
+                key: [
+                    its.of(x, s, setting.micro_batches)
+                    for x, s in zip(xs, key[1].sets_of_pieces(), strict=True)
+                ]
                 for key, xs in of_pieces.items()
             }
 
             def of_micro_batch(number: jax.Array, params: list[Leaf]) -> Any:
                 take = lambda x: lax.dynamic_index_in_dim(x, number[0], 1, keepdims=False)  # noqa: E731
                 own = {
-                    key: key[1].together([*map(take, xs)], key[1].shape(inputs.shapes[key], its.sizes), its.sizes)
+                    key: key[1].together(
+                        [*map(take, xs)], key[1].shape(inputs.shapes[key], its.sizes), its.sizes
+                    )
                     for key, xs in by_turn.items()
                 }
                 batch = MicroBatch(
@@ -281,12 +299,20 @@ class Run:
                     prints=bool(frontier),
                 )
                 its_params = {(x, None): y for x, y in zip(inputs.params, params, strict=True)}
-                env = {key: _as_declared(key[0], y) for key, y in (known | own | its_params).items()}
-                return self._of_micro_batch(batch, env, [*inputs.params], rows, frontier, has_gradients)
+                env = {
+                    key: _as_declared(key[0], y) for key, y in (known | own | its_params).items()
+                }
+                return self._of_micro_batch(
+                    batch, env, [*inputs.params], rows, frontier, has_gradients
+                )
 
             count = its.last - its.first
             run = of_options(
-                of_micro_batch, options._replace(micro_batches=count), 1, batch_argnums=(0,), has_gradients=True
+                of_micro_batch,
+                options._replace(micro_batches=count),
+                1,
+                batch_argnums=(0,),
+                has_gradients=True,
             )
             (_, (sums, stacks)), grads = run(jnp.arange(count), params)
             return (sums, grads), stacks
@@ -342,7 +368,11 @@ def _made(steps: Sequence[Step], known: dict[Var, Leaf], names: Sequence[Any]) -
 
 def _as_declared(x: Any, value: Leaf) -> Leaf:
     """Returns a value in its own dtype, which a second derivative gives a wider one."""
-    return value if not hasattr(x, "aval") or value.dtype == x.aval.dtype else value.astype(x.aval.dtype)
+    return (
+        value
+        if not hasattr(x, "aval") or value.dtype == x.aval.dtype
+        else value.astype(x.aval.dtype)
+    )
 
 
 def summed_like(x: Leaf, like: Leaf) -> Leaf:

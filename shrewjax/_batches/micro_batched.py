@@ -152,7 +152,9 @@ def value_and_grad(
     options = Options(micro_batches, has_aux, accumulator_dtype, sum_over)
     positions = arguments.positions("argnums", argnums)
     reserved = {"argnums": positions} if batch_argnums is None else {}
-    return jax.value_and_grad(of_roles(roles_of(fun, reserved, (), batch_argnums), options), argnums, has_aux)
+    return jax.value_and_grad(
+        of_roles(roles_of(fun, reserved, (), batch_argnums), options), argnums, has_aux
+    )
 
 
 def print_micro_batches(
@@ -198,7 +200,9 @@ def print_micro_batches(
 
     def traced(arrays: list[Leaf]) -> None:
         by_place = dict(zip(places, arrays, strict=True))
-        its_args, its_kwargs = structure.unflatten([by_place.get(i, x) for i, x in enumerate(leaves)])
+        its_args, its_kwargs = structure.unflatten(
+            [by_place.get(i, x) for i, x in enumerate(leaves)]
+        )
         counts = roles.examples(its_args, its_kwargs)
         setting = options.setting(counts.values())
         call = Call(fun, has_aux, setting, counts, its_args, its_kwargs)
@@ -304,7 +308,7 @@ class Call:
             made, self._structure = jax.tree.flatten(returned)
             self._known = [None if is_array(x) else x for x in made]
             value = returned[0] if has_aux and isinstance(returned, tuple | list) else returned
-            self._is_scalar = has_aux and made and value is made[0] or len(made) == 1
+            self._is_scalar = (has_aux and made and value is made[0]) or len(made) == 1
             return [jnp.asarray(x) for x in made if is_array(x)]
 
         given = [leaves[i] for i in places]
@@ -333,7 +337,9 @@ class Call:
         closed_over = len(self._operands) - len(is_first)
         are_free = [*[False] * closed_over, *is_first]
         types = self._program.in_avals
-        run = self._on(self._operands, [x and is_gradient(y) for x, y in zip(are_free, types, strict=True)])
+        run = self._on(
+            self._operands, [x and is_gradient(y) for x, y in zip(are_free, types, strict=True)]
+        )
         if self._has_scalar_rule():
             run.value_and_grad()
         return run.described()
@@ -363,7 +369,9 @@ class Call:
         return self._on(operands, [is_gradient(x) and not is_row for x, is_row in pairs]).value()[0]
 
     def _of_scalar(self) -> list[Leaf]:
-        def of_operands(are_free: list[bool], operands: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
+        def of_operands(
+            are_free: list[bool], operands: list[Leaf]
+        ) -> tuple[list[Leaf], list[Leaf]]:
             return self._on(operands, are_free).value_and_grad()
 
         def rule(primals: PyTree, tangents: PyTree) -> tuple[list[Leaf], list[Leaf]]:

@@ -37,7 +37,9 @@ def _positions(shape: Sequence[int], rows: Rows, batch: MicroBatch) -> jax.Array
     """Returns, for each element of a micro-batch, its number in the whole array."""
     positions = jnp.zeros((), jnp.uint32)
     for axis, size in enumerate(shape):
-        along = lax.broadcasted_iota(jnp.uint32, [size if d == axis else 1 for d in range(len(shape))], axis)
+        along = lax.broadcasted_iota(
+            jnp.uint32, [size if d == axis else 1 for d in range(len(shape))], axis
+        )
         along = batch.part(along, rows) if axis == rows.axis else along
         positions = positions * np.uint32(size) + along
     return positions

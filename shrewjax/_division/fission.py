@@ -71,7 +71,9 @@ def in_two(equation: Equation, body: Program, is_mixed: Sequence[bool]) -> Jaxpr
     given = [x for x in needed if (body.is_divided(x) or x in carried)]
     halves = _Half(body, first, kept, given), _Half(body, second[::-1], mixed, [])
     # 3. Both, one after the other.
-    run = _scans(scan, body, *halves, given) if scan else _checkpoints(equation, body, *halves, given)
+    run = (
+        _scans(scan, body, *halves, given) if scan else _checkpoints(equation, body, *halves, given)
+    )
     with jaxprs.context_of(equation):
         return jax.make_jaxpr(run)(*(x.aval for x in equation.invars))
 

@@ -36,7 +36,7 @@ from jax.extend import core
 from shrewjax._base.types import Leaf
 from shrewjax._division import labels
 from shrewjax._division.fission import in_two
-from shrewjax._division.labels import Label, Labels
+from shrewjax._division.labels import Label
 from shrewjax._division.rows import Rows, Shape
 from shrewjax._programs import jaxprs
 from shrewjax._programs.jaxprs import Atom, Equation, Jaxpr, is_variable, opened, shape_of
@@ -205,13 +205,17 @@ class Program:
         is_mixed = found and MIXED in (*step.kinds, *(x.kind for x in facts))
         if is_mixed and step.programs:
             can_part = jaxprs.is_scan(equation) or jaxprs.is_checkpoint(equation)
-            parts = can_part and in_two(equation, step.programs[0], [x is MIXED for x in step.kinds])
+            parts = can_part and in_two(
+                equation, step.programs[0], [x is MIXED for x in step.kinds]
+            )
             if parts:
                 return parts
             found = None
         if found is None:
             step.found([MIXED] * len(equation.outvars), programs=())
-        self._facts |= {x: Fact(y, is_free) for x, y in zip(equation.outvars, step.kinds, strict=True)}
+        self._facts |= {
+            x: Fact(y, is_free) for x, y in zip(equation.outvars, step.kinds, strict=True)
+        }
         self.made_by |= dict.fromkeys(equation.outvars, step)
         self.steps.append(step)
         return None
@@ -247,7 +251,9 @@ class Program:
             return step.found(kinds[:count], slices(kinds))
         if any(x.is_free and x.kind is SUM for x in facts):
             are_known = all(x.is_constant or x.kind is SUM for x in facts)
-            is_sum = are_known and labels.is_linear(equation, [x is SUM for x in kinds], [x is ZERO for x in kinds])
+            is_sum = are_known and labels.is_linear(
+                equation, [x is SUM for x in kinds], [x is ZERO for x in kinds]
+            )
             return step.found([SUM] * count, [None] * len(kinds)) if is_sum else None
         return self._by_labels(step, facts)
 
@@ -306,7 +312,9 @@ class Program:
         ]
         return next((find for is_it, find in finds if is_it), None)
 
-    def body(self, jaxpr: Jaxpr, kinds: Sequence[Kind], *, is_derivative: bool = False) -> "Program":
+    def body(
+        self, jaxpr: Jaxpr, kinds: Sequence[Kind], *, is_derivative: bool = False
+    ) -> "Program":
         facts = [Fact(kind, is_free=True) for kind in kinds]
         return Program(jaxpr, facts, self.sets, True, is_derivative or self._is_derivative)
 

@@ -160,7 +160,9 @@ def _conv(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
 def _window(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
     names = "window_dimensions", "window_strides", "base_dilation"
     sizes = [params.get(name) or [1] * len(ins[0]) for name in names]
-    is_lost = [any(params["padding"][d]) or {*x} != {1} for d, x in enumerate(zip(*sizes, strict=True))]
+    is_lost = [
+        any(params["padding"][d]) or {*x} != {1} for d, x in enumerate(zip(*sizes, strict=True))
+    ]
     return _in_place(ins, outs, [d for d, x in enumerate(is_lost) if x])
 
 
@@ -253,7 +255,10 @@ _RULES: list[tuple[Rule, str]] = [
     (_except("dimensions"), "rev"),
     (_except("reduction_dimension"), "approx_top_k"),
     (_reduction(is_sum=True), "reduce_sum"),
-    (_reduction(), "argmax argmin reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"),
+    (
+        _reduction(),
+        "argmax argmin reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor",
+    ),
     (_reduction("dimensions"), "reduce"),
     (_broadcast, "broadcast_in_dim"),
     (_iota, "iota"),
@@ -269,9 +274,15 @@ _RULES: list[tuple[Rule, str]] = [
     (_gather, "gather"),
     (_scatter, "scatter scatter-mul scatter-min scatter-max"),
     (_scatter_add, "scatter-add scatter-sub"),
-    (_leading(2), "cholesky triangular_solve lu qr eigh eig svd fft schur householder_product hessenberg"),
+    (
+        _leading(2),
+        "cholesky triangular_solve lu qr eigh eig svd fft schur householder_product hessenberg",
+    ),
     (_leading(1), "tridiagonal_solve lu_pivots_to_permutation"),
-    (_prefix, "random_bits random_split random_wrap random_unwrap random_gamma bitcast_convert_type"),
+    (
+        _prefix,
+        "random_bits random_split random_wrap random_unwrap random_gamma bitcast_convert_type",
+    ),
     (_exchanged, "all_gather all_gather_invariant reduce_scatter all_to_all"),
 ]
 _LABELS = {name: rule for rule, names in _RULES for name in names.split()}
@@ -282,11 +293,7 @@ _LABELS = {name: rule for rule, names in _RULES for name in names.split()}
 _RETURNS_OPERANDS = {"optimization_barrier", "device_put"}
 # Linear in all operands together.
 _ADDITIVE = set(
-    """
-    add add_any broadcast_in_dim concatenate convert_element_type copy copy_p cumsum imag mesh_cast neg pad pcast
-    pvary real reduce_sum reduce_window_sum reshape reshard rev sharding_constraint slice split squeeze stack
-    stop_gradient sub tile transpose unstack
-    """.split()
+    ["add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "cumsum", "imag", "mesh_cast", "neg", "pad", "pcast", "pvary", "real", "reduce_sum", "reduce_window_sum", "reshape", "reshard", "rev", "sharding_constraint", "slice", "split", "squeeze", "stack", "stop_gradient", "sub", "tile", "transpose", "unstack"]
 )
 _BILINEAR = {"mul", "dot_general"}
 _LINEAR_IN_FIRST = {"div", "dynamic_slice", "gather"}
@@ -342,7 +349,12 @@ def is_linear(equation: Equation, is_sum: Sequence[bool], is_zero: Sequence[bool
     fills_nan = name == "gather" and "FILL" in str(equation.params["mode"])
     is_float = jnp.issubdtype(out, jnp.inexact)
     needs_float = name == "div" or (fills_nan and equation.params["fill_value"] is None)
-    return name in _LINEAR_IN_FIRST and is_sum[0] and not any(is_sum[1:]) and (is_float or not needs_float)
+    return (
+        name in _LINEAR_IN_FIRST
+        and is_sum[0]
+        and not any(is_sum[1:])
+        and (is_float or not needs_float)
+    )
 
 
 def _keeps_digits(x: Any) -> bool:
@@ -446,12 +458,15 @@ def part_of_column(equation: Equation, column: int) -> tuple[int, int] | None:
 # Draws, and what the frontier is chosen by.
 
 _RANDOM_BITS = "random_bits"
-_CONTRACTIONS = {"dot_general", "conv_general_dilated", "gather", "ragged_dot_general", "scatter-add"}
+_CONTRACTIONS = {
+    "dot_general",
+    "conv_general_dilated",
+    "gather",
+    "ragged_dot_general",
+    "scatter-add",
+}
 _MOVES = set(
-    """
-    transpose reshape broadcast_in_dim squeeze convert_element_type reshard sharding_constraint pvary
-    psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant
-    """.split()
+    ["transpose", "reshape", "broadcast_in_dim", "squeeze", "convert_element_type", "reshard", "sharding_constraint", "pvary", "psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant"]
 )
 
 
@@ -471,4 +486,8 @@ def is_draw(equation: Equation) -> bool:
 def is_drawn_by_position(equation: Equation) -> bool:
     """Returns whether element j of a draw depends on the key and on j, so that any part of it can be drawn alone."""
     is_small = math.prod(shape_of(equation.outvars[0].aval)) < 2**32
-    return bool(jax.config.jax_threefry_partitionable) and is_threefry(equation.invars[0].aval) and is_small
+    return (
+        bool(jax.config.jax_threefry_partitionable)
+        and is_threefry(equation.invars[0].aval)
+        and is_small
+    )

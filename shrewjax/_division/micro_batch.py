@@ -51,7 +51,10 @@ class MicroBatch:
         of_all = {s: s for s in rows.sets}
         pieces = rows.apart(whole, of_all)
         sets = rows.sets_of_pieces()
-        taken = [jnp.take(x, self.positions[s], axis=0, mode="clip") for x, s in zip(pieces, sets, strict=True)]
+        taken = [
+            jnp.take(x, self.positions[s], axis=0, mode="clip")
+            for x, s in zip(pieces, sets, strict=True)
+        ]
         return rows.together(taken, rows.shape(whole.shape, self.sizes), self.sizes)
 
     def read(self, env: Env, x: Atom, rows: Rows | None) -> Leaf:
@@ -83,7 +86,9 @@ class MicroBatch:
 
     def _of(self, program: Program, wanted: Slices, *operands: Leaf) -> list[Leaf]:
         """Returns slices of a body's results, from its arguments, which are sliced by their kinds."""
-        env: Env = {(x, program.slice(x)): y for x, y in zip(program.arguments, operands, strict=True)}
+        env: Env = {
+            (x, program.slice(x)): y for x, y in zip(program.arguments, operands, strict=True)
+        }
         env |= {(x, None): y for x, y in program.constants.items()}
         pairs = [*zip(program.results, wanted, strict=True)]
         self.run(Plan(program, pairs).loop, env)
@@ -92,7 +97,9 @@ class MicroBatch:
     def _made(self, task: Task, given: list[Leaf]) -> Sequence[Leaf]:
         step, takes, makes = task
         equation = step.equation
-        is_plain = not any(takes) and not any(makes) and (self.prints or not jaxprs.prints(equation))
+        is_plain = (
+            not any(takes) and not any(makes) and (self.prints or not jaxprs.prints(equation))
+        )
         if self.varying and labels.makes_varying(equation):  # the operands may vary already
             return [as_varying(given[0], tuple(varying_axes(equation.outvars[0].aval)))]
         if is_plain and not (step.programs and (self.varying or self.mapped)):
@@ -152,7 +159,11 @@ class MicroBatch:
             platforms = jaxprs.platforms_of(equation)
             if platforms is None:
                 return lax.switch(given[0], branches, *given[1:])
-            pairs = [(name, x) for names, x in zip(platforms, branches, strict=True) for name in names or ["default"]]
+            pairs = [
+                (name, x)
+                for names, x in zip(platforms, branches, strict=True)
+                for name in names or ["default"]
+            ]
             return lax.platform_dependent(*given[1:], **dict(pairs))
         if jaxprs.is_checkpoint(equation):
             run = self._at_positions(lambda it, *x: it._of(step.programs[0], makes, *x))
@@ -234,7 +245,9 @@ class MicroBatch:
         def rule(primals: Any, tangents: Any) -> Any:
             made = rule_at(*primals, *(tangents[1 + i] for i in smooth))
             by_place = dict(zip(results, made[count:], strict=True))
-            return made[:count], [by_place.get(i, zero_tangent(x)) for i, x in enumerate(made[:count])]
+            return made[:count], [
+                by_place.get(i, zero_tangent(x)) for i, x in enumerate(made[:count])
+            ]
 
         run.defjvp(rule)
         return run

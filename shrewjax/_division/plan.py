@@ -20,9 +20,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from shrewjax._division import labels
-from shrewjax._division.kinds import CONSTANT, MIXED, SUM, Program, Slices, Step, Var, along, slices
+from shrewjax._division.kinds import CONSTANT, SUM, Program, Slices, Step, Var, along, slices
 from shrewjax._division.rows import Rows
-from shrewjax._programs import jaxprs
 from shrewjax._programs.jaxprs import Atom, is_variable, shape_of
 
 Key: TypeAlias = tuple[Var, Rows | None]

@@ -3,7 +3,7 @@
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, takewhile
+from itertools import chain
 
 from shrewjax._base.types import Function
 from shrewjax._division import labels
@@ -67,7 +67,9 @@ def _weights_act(program: Program, step: Step) -> bool:
     """Returns whether a step contracts parameters with something else."""
     facts = {x: program.fact(x) for x in step.equation.invars if is_variable(x)}
     weights = [
-        x for x, fact in facts.items() if fact.is_free and fact.kind in (SAME, ZERO) and shape_of(x.aval)
+        x
+        for x, fact in facts.items()
+        if fact.is_free and fact.kind in (SAME, ZERO) and shape_of(x.aval)
     ]
     return 0 < len(weights) < len(facts) and any(map(labels.contracts, _with_inner(step)))
 
@@ -83,12 +85,16 @@ def _unknown_in(equations: Iterable[Equation]) -> Iterator[str]:
         if not labels.is_known(equation):
             yield equation.primitive.name
         else:
-            yield from _unknown_in(x for y in jaxprs.jaxprs_in(equation) for x in jaxprs.opened(y).eqns)
+            yield from _unknown_in(
+                x for y in jaxprs.jaxprs_in(equation) for x in jaxprs.opened(y).eqns
+            )
 
 
 def _first_mixed(program: Program, steps: Sequence[Step]) -> list[Step]:
     """Returns the first steps, on the way to these, at which examples mix."""
-    todo = [program.made_by.get(x) for step in steps for x in step.equation.invars if is_variable(x)]
+    todo = [
+        program.made_by.get(x) for step in steps for x in step.equation.invars if is_variable(x)
+    ]
     seen, found = set[Step](), list[Step]()
     while todo:
         step = todo.pop()
@@ -133,7 +139,9 @@ def described(plan: Plan, fun: Function, sizes: str, passes: str) -> str:
     of_data = [x for step in plan.before for x in step.equation.outvars if x in read]
 
     def kept(x: Var) -> str:
-        what = "rows" if program.slice(x) else "a sum" if program.is_divided(x) else "the same for all"
+        what = (
+            "rows" if program.slice(x) else "a sum" if program.is_divided(x) else "the same for all"
+        )
         what = "data" if not program.fact(x).is_free else what
         return f"{jaxprs.short_type(x)}, {what}: {line_of(program.made_by[x], fun)}"
 

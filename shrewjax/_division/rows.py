@@ -15,7 +15,7 @@ Those with as many examples run in one loop.
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import lax
@@ -89,7 +89,12 @@ class Rows(NamedTuple):
             outer, sets = outer * len(sets), sets[:1]
         for axis, size in enumerate(new):
             before = math.prod(new[:axis])
-            if before and outer % before == 0 and size and size % (outer // before * sum(sets)) == 0:
+            if (
+                before
+                and outer % before == 0
+                and size
+                and size % (outer // before * sum(sets)) == 0
+            ):
                 return Rows(axis, sets * (outer // before))
         return None
 
@@ -118,7 +123,11 @@ def turns(counts: Sizes, micro_batches: int) -> list[Turns]:
     """Returns the loops in which all micro-batches run, for these numbers of examples."""
     cuts = sorted({0, micro_batches, *(n % micro_batches for n in counts.values())})
     return [
-        Turns(first, last, {s: n // micro_batches + (first < n % micro_batches) for s, n in counts.items()})
+        Turns(
+            first,
+            last,
+            {s: n // micro_batches + (first < n % micro_batches) for s, n in counts.items()},
+        )
         for first, last in itertools.pairwise(cuts)
     ]
 

@@ -28,7 +28,7 @@ from jax.interpreters import partial_eval as pe
 
 from shrewjax._base.axes import axes_by_dimension
 from shrewjax._base.mesh import explicit_axes
-from shrewjax._base.types import AxisNames, DType, Function, Leaf, PyTree
+from shrewjax._base.types import AxisNames, Function, Leaf, PyTree
 
 Jaxpr: TypeAlias = Any  # jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
@@ -224,9 +224,7 @@ def is_custom_jvp(equation: Equation) -> bool:
     return equation.primitive.name == _BRINGS_DERIVATIVE[0]
 
 
-def tangent_program(
-    equation: Equation, smooth: Sequence[int], results: Sequence[int]
-) -> Jaxpr:
+def tangent_program(equation: Equation, smooth: Sequence[int], results: Sequence[int]) -> Jaxpr:
     """Returns a program of operands, and of tangents of the smooth ones. It returns results, and tangents of some."""
 
     def run(operands: list[Leaf], tangents: list[Leaf]) -> PyTree:

@@ -555,7 +555,9 @@ def test_micro_batch_that_is_bad_on_one_device_is_bad_on_all():
     x, y, counts = map(np.copy, MANY)
     x[1], counts[1] = np.nan, True  # in micro-batch 1 of device 0
     rows = np.arange(len(x)) % K != 1
-    step = shrewjax.accumulated_value_and_grad(masked_loss, K, nonfinite="drop_micro_batch", sum_over="data", **WEIGHTED)
+    step = shrewjax.accumulated_value_and_grad(
+        masked_loss, K, nonfinite="drop_micro_batch", sum_over="data", **WEIGHTED
+    )
     close(
         on_each_device(step, mesh_of(data=DEVICES))(PARAMS, x, y, counts), large_batch(x[rows], y[rows], counts[rows])
     )

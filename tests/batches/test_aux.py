@@ -120,7 +120,9 @@ def test_a_mean_may_differ_between_devices_whose_loss_is_the_same(sum_over):
         return jax.lax.pmean(own, "data"), own
 
     def step(params, x, y):
-        (loss, own), _ = shrewjax.accumulated_value_and_grad(fun, 2, has_aux=True, sum_over=sum_over or None)(params, x, y)
+        (loss, own), _ = shrewjax.accumulated_value_and_grad(fun, 2, has_aux=True, sum_over=sum_over or None)(
+            params, x, y
+        )
         return loss, own[None]
 
     specs = (jax.P(), jax.P(("data", "fsdp")), jax.P(("data", "fsdp")))
@@ -184,7 +186,9 @@ def test_an_aux_that_is_no_array_is_an_error_that_names_it():
 
 
 def test_stacked_aux_of_each_example_comes_back_in_the_order_of_the_examples():
-    step = shrewjax.accumulated_value_and_grad(with_logits, 4, has_aux=True, aux_reduction={"loss": "mean", "logits": "stack"})
+    step = shrewjax.accumulated_value_and_grad(
+        with_logits, 4, has_aux=True, aux_reduction={"loss": "mean", "logits": "stack"}
+    )
     (_, aux), _ = quick_jit(step)(WEIGHTS, X, Y)
     restored = jnp.swapaxes(aux["logits"], 0, 1).reshape(8)
     np.testing.assert_allclose(restored, X @ np.asarray(WEIGHTS["w"]), rtol=1e-5)
@@ -224,7 +228,9 @@ def test_rows_of_a_micro_batch_without_a_weight_are_zeros(skip_empty):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("sum_over", [None, "data"])
 def test_rows_of_a_batch_on_a_mesh_come_in_its_order(sum_over, kind):
-    step = quick_jit(shrewjax.accumulated_value_and_grad(predicting, 2, has_aux=True, aux_reduction=NAMES, sum_over=sum_over))
+    step = quick_jit(
+        shrewjax.accumulated_value_and_grad(predicting, 2, has_aux=True, aux_reduction=NAMES, sum_over=sum_over)
+    )
     with jax.set_mesh(mesh_of(kind, data=2)):
         (_, aux), _ = step(WEIGHTS, jax.device_put(X, jax.P("data")), jax.device_put(Y, jax.P("data")))
     np.testing.assert_allclose(aux["scores"], X @ np.asarray(WEIGHTS["w"]), rtol=1e-5)

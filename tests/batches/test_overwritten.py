@@ -87,7 +87,9 @@ def test_flaxs_fp8_trains_as_by_hand_with_gradients_averaged_and_statistics_at_t
     variables = layer.init(jax.random.key(0), X)
     grad_of = jax.value_and_grad(lambda variables, x: jnp.mean(layer.apply(variables, x) ** 2))
     with jax.numpy_dtype_promotion("standard"):
-        _, grads = quick_jit(shrewjax.accumulated_value_and_grad(lambda v, x: jnp.mean(layer.apply(v, x) ** 2), K))(variables, X)
+        _, grads = quick_jit(shrewjax.accumulated_value_and_grad(lambda v, x: jnp.mean(layer.apply(v, x) ** 2), K))(
+            variables, X
+        )
         each = [quick_jit(grad_of)(variables, X[i::K])[1] for i in range(K)]
     assert_close(grads[NAME], jax.tree.map(lambda *x: np.max(x, axis=0), *(g[NAME] for g in each)), rtol=1e-6)
     mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *(g["params"] for g in each))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import assert_close
 
-from shrewjax import micro_batch_map, value_and_grad
+from shrewjax import micro_batch_map
 from shrewjax._batches.roles import Call, is_key
 
 W = jnp.array([0.5, -1.0, 2.0])
@@ -63,7 +63,9 @@ def test_arguments_have_their_roles_however_they_are_passed(case):
     def of_params(w):
         return fun(w, *args[1:], **kwargs) if args else fun(**(kwargs | {"w": w}))
 
-    assert_close(accumulated_value_and_grad(fun, 4, **options)(*args, **kwargs), jax.value_and_grad(of_params)(W), rtol=1e-5)
+    assert_close(
+        accumulated_value_and_grad(fun, 4, **options)(*args, **kwargs), jax.value_and_grad(of_params)(W), rtol=1e-5
+    )
 
 
 def noisy(w, key, **batch):

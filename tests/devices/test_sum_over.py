@@ -358,7 +358,9 @@ def test_an_nnx_model_has_one_state_and_other_dropout_on_each_device():
 def traced(fun=mean_loss, *, mesh=EIGHT, kind="Auto", sum_over="data", rows=B, **options):
     batch = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
     with jax.set_mesh(mesh_of(kind, **mesh)):
-        return jax.eval_shape(shrewjax.accumulated_value_and_grad(fun, K, sum_over=sum_over, **options), PARAMS, batch, batch)
+        return jax.eval_shape(
+            shrewjax.accumulated_value_and_grad(fun, K, sum_over=sum_over, **options), PARAMS, batch, batch
+        )
 
 
 def constrained(place):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compared import RNG, W, X, Y, B, D, T, check, names, plan_of
+from compared import RNG, B, D, T, W, X, Y, check, names, plan_of
 from jax import lax
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it", "x64_only")
@@ -124,7 +124,9 @@ def chosen(w, x):
 
 def turned(w, x):
     stop = lax.stop_gradient(h(w, x).sum(-1))
-    counts = jax.vmap(lambda z: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + jnp.abs(z) + 0.1, c[1] + 1), (z, 0)))
+    counts = jax.vmap(
+        lambda z: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + jnp.abs(z) + 0.1, c[1] + 1), (z, 0))
+    )
     to_five = lax.fori_loop(0, 5, lambda i, z: jnp.tanh(z @ w["b"] + i), h(w, x))
     return counts(stop)[1] * h(w, x)[:, 0] + to_five[:, 0]
 
@@ -165,7 +167,10 @@ def drawn(w, x):
 
 
 NESTED = [ctc, recurrent, chosen, turned, checkpointed, experts, solved, drawn]
-NESTED += [lambda w, x: lax.map(lambda x: jnp.tanh(x @ w["a"]).sum() ** 2, x), lambda w, x: jnp.interp(h(w, x), np.linspace(-1, 1, 7), np.arange(7.0) ** 2)]
+NESTED += [
+    lambda w, x: lax.map(lambda x: jnp.tanh(x @ w["a"]).sum() ** 2, x),
+    lambda w, x: jnp.interp(h(w, x), np.linspace(-1, 1, 7), np.arange(7.0) ** 2),
+]
 
 
 @pytest.mark.parametrize("fun", NESTED, ids=lambda f: f.__name__)
@@ -243,7 +248,9 @@ def test_a_second_derivative_that_mixes_examples_is_an_error_and_no_wrong_number
     slope.defjvps(lambda t, _, x: -t * jnp.mean(jnp.sin(x), 0))
     loss = lambda w, x: jnp.mean(sine(x @ w["a"]))  # noqa: E731
     check(loss, W, X)
-    with pytest.raises(ValueError, match=r"^the second derivative of a function with jax.custom_vjp or custom_jvp must"):
+    with pytest.raises(
+        ValueError, match=r"^the second derivative of a function with jax.custom_vjp or custom_jvp must"
+    ):
         import shrewjax
 
         jax.hessian(shrewjax.micro_batched(loss, 4))(W, X)

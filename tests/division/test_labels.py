@@ -92,7 +92,9 @@ def windows():
                 yield lambda pool=pool: jax.grad(lambda x: jnp.sum(pool(x) ** 2))(x)
                 yield lambda pool=pool: jax.jvp(pool, (x,), (x,))
     dilated = functools.partial(lax.reduce_window, init_value=np.float32(0), computation=lax.add)
-    yield lambda: dilated(x, window_dimensions=(1,) * 4, window_strides=(1,) * 4, padding="VALID", base_dilation=(2, 1, 1, 1))
+    yield lambda: dilated(
+        x, window_dimensions=(1,) * 4, window_strides=(1,) * 4, padding="VALID", base_dilation=(2, 1, 1, 1)
+    )
 
 
 def draws():
@@ -158,7 +160,9 @@ def moves():
         yield lambda axis=axis: lax.dynamic_slice_in_dim(x, jnp.int32(1), 2, axis)
         yield lambda axis=axis: lax.slice_in_dim(x, 1, N, axis=axis)
         yield lambda axis=axis: lax.slice_in_dim(x, 0, N, 2, axis=axis)
-        yield lambda axis=axis: lax.dynamic_update_slice_in_dim(x, lax.slice_in_dim(x, 0, 2, axis=axis), jnp.int32(1), axis)
+        yield lambda axis=axis: lax.dynamic_update_slice_in_dim(
+            x, lax.slice_in_dim(x, 0, 2, axis=axis), jnp.int32(1), axis
+        )
         yield lambda axis=axis: lax.broadcasted_iota(np.int32, (N, N, N), axis)
         yield lambda axis=axis: jnp.pad(x, [(axis == d, 0) for d in range(3)])
     yield lambda: lax.pad(x, np.float32(0), [(0, 0, 1), (-1, 0, 0), (0, 0, 0)])
@@ -184,19 +188,29 @@ def elementwise():
         real_if_close round rsqrt sign sin sinh sqrt square tan tanh bessel_i0e bessel_i1e cbrt acosh asinh atan"""
     for name in one.split():
         if hasattr(lax, name):
-            argument = {"acosh": y + 1, "erf_inv": unit, "lgamma": y, "log": y, "log2": y, "log1p": y, "sqrt": y, "rsqrt": y, "digamma": y}
+            argument = {
+                "acosh": y + 1,
+                "erf_inv": unit,
+                "lgamma": y,
+                "log": y,
+                "log2": y,
+                "log1p": y,
+                "sqrt": y,
+                "rsqrt": y,
+                "digamma": y,
+            }
             yield lambda name=name, z=argument.get(name, x): getattr(lax, name)(z)
-    for name in "acos asin atanh".split():
+    for name in ["acos", "asin", "atanh"]:
         yield lambda name=name: getattr(lax, name)(unit)
-    for name in "add sub mul div rem max min atan2 nextafter eq ne lt le gt ge".split():
+    for name in ["add", "sub", "mul", "div", "rem", "max", "min", "atan2", "nextafter", "eq", "ne", "lt", "le", "gt", "ge"]:
         yield lambda name=name: getattr(lax, name)(x, y)
-    for name in "add mul max".split():
+    for name in ["add", "mul", "max"]:
         yield lambda name=name: getattr(lax, name)(x, scalar)
         yield lambda name=name: getattr(jnp, {"add": "add", "mul": "multiply", "max": "maximum"}[name])(x, wide)
-    for name in "pow igamma igammac polygamma zeta random_gamma_grad igamma_grad_a".split():
+    for name in ["pow", "igamma", "igammac", "polygamma", "zeta", "random_gamma_grad", "igamma_grad_a"]:
         if hasattr(lax, name):
             yield lambda name=name: getattr(lax, name)(y + 1, y)
-    for name in "bitwise_and bitwise_or bitwise_xor shift_left shift_right_logical shift_right_arithmetic".split():
+    for name in ["bitwise_and", "bitwise_or", "bitwise_xor", "shift_left", "shift_right_logical", "shift_right_arithmetic"]:
         yield lambda name=name: getattr(lax, name)(i, i)
     yield lambda: lax.betainc(y, y, jnp.abs(unit))
     yield lambda: [lax.population_count(i), lax.clz(i), lax.bitwise_not(i), lax.integer_pow(x, 3)]
@@ -212,7 +226,10 @@ def elementwise():
 
 CASES = {
     **{f"gather_{mode}": lambda mode=mode: gathers(mode) for mode in ("fill", "clip", "promise_in_bounds")},
-    **{f"scatter_{name}": lambda name=name: scatters(name) for name in ("set", "add", "subtract", "multiply", "min", "max")},
+    **{
+        f"scatter_{name}": lambda name=name: scatters(name)
+        for name in ("set", "add", "subtract", "multiply", "min", "max")
+    },
     "convolutions": convolutions,
     "windows": windows,
     "draws": draws,
@@ -222,10 +239,7 @@ CASES = {
 }
 # What no test here traces: collectives and types of mapped axes, which test_devices.py has, and older names.
 ELSEWHERE = set(
-    """
-    psum psum_invariant psum2 pmax pmin ppermute all_gather all_gather_invariant reduce_scatter all_to_all pvary pcast
-    mesh_cast reshard sharding_constraint threefry2x32 copy_p add_any le_to lt_to eq_to
-    """.split()
+    ["psum", "psum_invariant", "psum2", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "pvary", "pcast", "mesh_cast", "reshard", "sharding_constraint", "threefry2x32", "copy_p", "add_any", "le_to", "lt_to", "eq_to"]
 )
 
 
@@ -283,7 +297,13 @@ def check(equation, operands, results):
     assert [len(x) for x in its.ins] == [np.ndim(x) for x in operands], equation
     assert [len(x) for x in its.outs] == [np.ndim(x) for x in results], equation
     for label in {x for dims in its.outs for x in dims if x is not None}:
-        sizes = {x.shape[d] for side, arrays in ((its.ins, operands), (its.outs, results)) for dims, x in zip(side, arrays, strict=True) for d, y in enumerate(dims) if y == label}
+        sizes = {
+            x.shape[d]
+            for side, arrays in ((its.ins, operands), (its.outs, results))
+            for dims, x in zip(side, arrays, strict=True)
+            for d, y in enumerate(dims)
+            if y == label
+        }
         (size,) = sizes
         if size < 2:
             continue
@@ -303,7 +323,9 @@ def check(equation, operands, results):
         if not labels.sums_from_zero(equation, is_first_zero=False):
             zero = [jnp.zeros_like(operands[0]), *operands[1:]]
             results, operands = jaxprs.run_equation(equation, zero), zero
-        size = next(x.shape[d] for dims, x in zip(its.ins, operands, strict=True) for d, y in enumerate(dims) if y == label)
+        size = next(
+            x.shape[d] for dims, x in zip(its.ins, operands, strict=True) for d, y in enumerate(dims) if y == label
+        )
         cut = RNG.permutation(size)
         parts = [np.sort(cut[: size // 2]), np.sort(cut[size // 2 :])]
         each = []
@@ -331,7 +353,5 @@ def test_a_slice_of_an_operation_is_the_operation_of_a_slice(case):
 @pytest.mark.usefixtures("as_users_have_it")
 def test_every_row_of_the_table_is_run_if_this_jax_has_the_operation():
     names = {x.name for x in gc.get_objects() if isinstance(x, Primitive)}
-    seen = {
-        x.primitive.name for case in CASES.values() for f in case() for x in equations(jax.make_jaxpr(f)())
-    }
+    seen = {x.primitive.name for case in CASES.values() for f in case() for x in equations(jax.make_jaxpr(f)())}
     assert not ({*labels._LABELS} & names) - seen - ELSEWHERE

@@ -267,7 +267,9 @@ def test_a_scan_that_xla_unrolls_whole_leaves_its_gradients_to_the_caller(unroll
 @pytest.mark.parametrize("unroll", [True, *thorough(5)])
 def test_a_scan_that_xla_unrolls_whole_holds_no_more_than_by_hand(unroll):
     loss = loss_of(functools.partial(scanned, unroll=unroll))
-    ours, theirs = (held(step, STACK, X) for step in (shrewjax.accumulated_value_and_grad(loss, K), lambda *a: by_hand(loss, *a)))
+    ours, theirs = (
+        held(step, STACK, X) for step in (shrewjax.accumulated_value_and_grad(loss, K), lambda *a: by_hand(loss, *a))
+    )
     assert ours <= theirs + 0.05 * STACK.nbytes
 
 
@@ -300,7 +302,8 @@ OFTEN = {
 def test_calls_of_one_function_are_calls_in_the_program(name):
     loss, params = OFTEN[name]
     ours, theirs = (
-        lines(step, params, X[:, :4]) for step in (shrewjax.accumulated_value_and_grad(loss, K), functools.partial(by_hand, loss))
+        lines(step, params, X[:, :4])
+        for step in (shrewjax.accumulated_value_and_grad(loss, K), functools.partial(by_hand, loss))
     )
     assert ours < 2 * theirs
 
@@ -415,7 +418,9 @@ def test_a_checkpoint_in_shard_map_may_read_what_is_the_same_on_every_device():
     mesh = mesh_of(data=8)
     specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": (jax.P(), jax.P())}
     x = np.tile(X, (4, 1))
-    found = jax.jit(jax.shard_map(shrewjax.accumulated_value_and_grad(loss, K, sum_over="data"), mesh=mesh, **specs))(STACK, x)
+    found = jax.jit(jax.shard_map(shrewjax.accumulated_value_and_grad(loss, K, sum_over="data"), mesh=mesh, **specs))(
+        STACK, x
+    )
     for a, e in zip(found, jax.jit(jax.value_and_grad(loss))(STACK, x), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-7)
 

@@ -458,7 +458,9 @@ def test_a_shared_variable_has_one_gradient():
 def traced(fun, *, model=None, **options):
     model = Net() if model is None else model
     graph, state = nnx.split(model)
-    return jax.eval_shape(lambda s: shrewjax.flax.accumulated_value_and_grad(fun, K, **options)(nnx.merge(graph, s), X, Y), state)
+    return jax.eval_shape(
+        lambda s: shrewjax.flax.accumulated_value_and_grad(fun, K, **options)(nnx.merge(graph, s), X, Y), state
+    )
 
 
 def change_parameter(model, x, y):

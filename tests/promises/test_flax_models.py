@@ -205,7 +205,9 @@ def test_padded_rows_count_in_batch_statistics_unless_the_norm_gets_the_mask():
 
     def mean_after(masked):
         model = Normed(masked)
-        grad = shrewjax.flax.accumulated_value_and_grad(masked_loss, 2, weight_fn=lambda model, x, y, mask: jnp.sum(mask))
+        grad = shrewjax.flax.accumulated_value_and_grad(
+            masked_loss, 2, weight_fn=lambda model, x, y, mask: jnp.sum(mask)
+        )
         _, state = results(lambda model, *_: grad(model, x, Y, mask), model)
         return np.asarray(state["norm"]["mean"][...])
 

@@ -415,7 +415,9 @@ MISTAKEN_CALLS = {
     "micro_batches": lambda: shrewjax.value_and_grad(a_float_loss, LARGE),
     "weight of value_and_grad": lambda: shrewjax.accumulated_value_and_grad(a_float_loss, 2, weight_fn=LARGE),
     "aux": lambda: shrewjax.accumulated_value_and_grad(a_float_loss, 2, aux_reduction=LARGE),
-    "aux of a loss with one": lambda: shrewjax.accumulated_value_and_grad(a_float_loss, 2, has_aux=True, aux_reduction=LARGE),
+    "aux of a loss with one": lambda: shrewjax.accumulated_value_and_grad(
+        a_float_loss, 2, has_aux=True, aux_reduction=LARGE
+    ),
     "an aux that is no tree prefix": lambda: traced(
         lambda p, x, y: (loss_fn(p, x, y), LARGE), has_aux=True, aux_reduction={"other": "mean"}
     ),
