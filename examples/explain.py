@@ -1,7 +1,7 @@
-"""Draws figures that explain the package: its memory, a window, a norm in range, and a window on many devices.
+"""Draws figures that explain the package: the parts of a loss, a window, a norm in range, a window on many devices.
 
-* `explain_memory`: what a gradient of one batch holds, by `jax.value_and_grad` and over micro-batches, and how far the
-  gradients are apart. It is measured: a transformer on 64 paragraphs of Python's documentation.
+* `explain_parts`: the three parts of a program, as `print_micro_batches` counts their operations, and the memory of its
+  gradient, at once and in 16 micro-batches. It is measured: a transformer on 64 paragraphs of Python's documentation.
 * `explain_window`: micro-batches are added up, the average is clipped, and the optimizer runs once a window.
 * `explain_norm`: gradients from the smallest to the largest that float16 and float32 hold, and the norm of them that
   Optax and `shrewjax.grad_norm` compute. It is measured, not sketched.
@@ -26,8 +26,10 @@ The figure of `which_rule.py --out docs/figures/which_rule.svg` takes longer.
 """
 
 import argparse
+import contextlib
 import functools
-import math
+import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,66 +64,74 @@ SAME = "clip, optimizer:\nthe same on\nevery device"
 DEVICES = 4
 
 
-PARAGRAPHS, CHARACTERS, LAYERS = 64, 128, 4
+PARAGRAPHS, CHARACTERS, LAYERS, DIVISOR = 64, 128, 4, 16
 MIB = 2**20
 
 
-class Gradient(NamedTuple):
-    """A gradient of a whole batch, and the bytes that its program holds beside parameters and batch."""
+class Parts(NamedTuple):
+    """A gradient in micro-batches: what is printed of it, and the bytes that it holds beside parameters and batch."""
 
-    held: int
-    leaves: list[np.ndarray]
+    printed: str
+    held: int  # by the whole batch at once
+    held_divided: int
+    distance: float  # from the gradient at once, in multiples of its largest element
 
-    def distance(self, other: "Gradient") -> float:
-        """The largest difference, in multiples of the other gradient's largest element."""
-        pairs = list(zip(self.leaves, other.leaves, strict=True))
-        return max(np.abs(a - b).max() for a, b in pairs) / max(np.abs(b).max() for _, b in pairs)
+    def operations(self, part: str) -> int:
+        """The number of operations of a part."""
+        return int(re.search(rf"(?m)^{part} +(\d+) operations", self.printed)[1])
 
 
-def gradients_of_a_transformer() -> dict[str, Gradient]:
-    """Measures one batch of paragraphs, at once and over 4 and 16 micro-batches, whose weights are characters."""
+def parts_of_a_transformer() -> Parts:
+    """Measures one batch of paragraphs, at once and in micro-batches."""
     texts, alphabet = train_transformer.paragraphs(CHARACTERS)
     chosen = np.random.default_rng(0).choice(len(texts), PARAGRAPHS, replace=False)
     batch = train_transformer.padded([texts[i] for i in chosen], CHARACTERS)
     model = train_transformer.CharacterTransformer(alphabet, CHARACTERS, LAYERS, nnx.Rngs(0))
     graph, weights = nnx.split(model)
     loss = functools.partial(train_transformer.loss_of(graph), deterministic=True)
-    functions = {"jax.value_and_grad": jax.value_and_grad(loss)}
-    for k in (4, 16):
-        functions[f"shrewjax, {k} micro-batches"] = shrewjax.accumulated_value_and_grad(
-            loss, k, weight_fn=train_transformer.predicted, rng_argnums=2
-        )
     arguments = weights, jax.tree.map(jnp.asarray, batch), jax.random.key(0)
 
-    def measured(value_and_grad: Callable[..., Any]) -> Gradient:
+    def measured(value_and_grad: Callable[..., Any]) -> tuple[int, list[np.ndarray]]:
         compiled = jax.jit(value_and_grad).lower(*arguments).compile()
         memory = compiled.memory_analysis()
         _, grads = compiled(*arguments)
         held = memory.temp_size_in_bytes + memory.output_size_in_bytes
-        return Gradient(held, [np.asarray(x) for x in jax.tree.leaves(grads)])
+        return held, [np.asarray(x) for x in jax.tree.leaves(grads)]
 
-    return {name: measured(function) for name, function in functions.items()}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        shrewjax.print_micro_batches(loss, DIVISOR, *arguments, batch_argnums=1)
+    held, whole = measured(jax.value_and_grad(loss))
+    held_divided, grads = measured(shrewjax.value_and_grad(loss, DIVISOR, batch_argnums=1))
+    largest = max(np.abs(x).max() for x in whole)
+    distance = max(np.abs(a - b).max() for a, b in zip(grads, whole, strict=True)) / largest
+    return Parts(printed.getvalue(), held, held_divided, distance)
 
 
-def plot_memory(gradients: dict[str, Gradient], path: Path) -> None:
-    """Draws a bar of memory for each gradient, and how far it is from the first."""
-    figure = Figure(figsize=(8, 1.9))
-    axes = figure.subplots()
-    first = next(iter(gradients.values()))
-    for place, (name, gradient) in enumerate(gradients.items()):
-        is_first = gradient is first
-        color = MUTED if is_first else GREEN
-        axes.barh(place, gradient.held / MIB, color=color, height=0.62, gid=f"held-{place}")
-        text = f"{gradient.held / MIB:.0f} MiB"
-        if not is_first:
-            power = math.ceil(np.log10(gradient.distance(first)))
-            text += f": the same gradient within 1e{power}"
-        end = (gradient.held / MIB, place)
-        axes.annotate(text, end, xytext=(5, 0), textcoords="offset points", va="center")
-        axes.text(-8, place, name, ha="right", va="center")
-    axes.set(xlim=(0, 1.14 * first.held / MIB), ylim=(len(gradients) - 0.5, -0.5))
-    axes.set_title("Memory of the gradient of 64 paragraphs: a transformer, compiled for a CPU")
-    axes.set_axis_off()
+def plot_parts(parts: Parts, path: Path) -> None:
+    """Draws the three parts from top to bottom, narrow enough for a phone."""
+    figure, axes = sketch(5.0, 3.0)
+    rows = (
+        ("before", BLUE, "masks, the number of characters", "once"),
+        (
+            "loop",
+            GREEN,
+            "the model, forward and backward",
+            f"{DIVISOR} times, 4 of {PARAGRAPHS} texts",
+        ),
+        ("after", VERMILLION, "sum of losses / number", "once"),
+    )
+    for place, (name, color, what, when) in enumerate(rows):
+        y = 2.65 - 0.92 * place
+        box(axes, 0.65, y, 1.1, 0.62, name, color)
+        axes.text(1.4, y + 0.12, what, va="center")
+        count = parts.operations(name)
+        text = f"{count} operation{'s' * (count > 1)}, {when}"
+        axes.text(1.4, y - 0.14, text, va="center", color=MUTED)
+        if place:
+            arrow(axes, (0.65, y + 0.6), (0.65, y + 0.32))
+    axes.text(0.85, 1.27, "keeps one sum", va="center", color=MUTED)
+    at_once, divided = (f"{x / MIB:.0f} MiB" for x in (parts.held, parts.held_divided))
+    axes.text(0.1, 0.17, f"The same gradient in {divided}, not in {at_once}", va="center")
     _figures.save(figure, path)
 
 
@@ -320,11 +330,14 @@ def main(argv: list[str] | None = None) -> None:
     for dtype, norms in measured.items():
         wrong = ~(np.abs(norms.optax / norms.true - 1) < 0.01)
         print(f"{dtype}: of {POINTS} norms, Optax's is more than 1 % off in {wrong.sum()}")
-    gradients = gradients_of_a_transformer()
-    for name, gradient in gradients.items():
-        print(f"{name}: {gradient.held / MIB:.1f} MiB")
+    parts = parts_of_a_transformer()
+    print(parts.printed)
+    print(
+        f"held: {parts.held / MIB:.1f} MiB at once, {parts.held_divided / MIB:.1f} MiB in micro-batches; gradients "
+        f"within {parts.distance:.0e}"
+    )
     for name, plot in (
-        ("memory", functools.partial(plot_memory, gradients)),
+        ("parts", functools.partial(plot_parts, parts)),
         ("window", plot_window),
         ("window_stacked", stack_window),
         ("devices", plot_devices),

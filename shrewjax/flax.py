@@ -264,9 +264,9 @@ def value_and_grad(
 
     .. math:: \big(f(\theta, x), \; \nabla_\theta f(\theta, x)\big)
 
-    It is `shrewjax.value_and_grad` for a loss that takes an NNX model first. Value, aux, gradients and dropout are those
-    of `nnx.value_and_grad` of the whole batch, and the objects are updated as by one call of it: counts of keys advance
-    once. Batch norm in training is refused. With running averages (`model.eval()`) it is not. Or call
+    It is `shrewjax.value_and_grad` for a loss that takes an NNX model first. Value, aux, gradients and dropout are
+    those of `nnx.value_and_grad` of the whole batch. The objects are updated as by one call of it: counts of keys
+    advance once. Batch norm in training is refused. With running averages (`model.eval()`) it is not. Or call
     `accumulated_value_and_grad`, in which each micro-batch has statistics of its own.
 
     Call the returned function under `nnx.jit`. Both of Flax's modes, graph and tree, give the same.
@@ -403,8 +403,8 @@ def accumulated_value_and_grad(
     state are those of K calls of `nnx.value_and_grad`, averaged by weight. A micro-batch of weight 0, or one that is
     dropped, leaves all state as it was.
 
-    Everything else is as in `shrewjax.value_and_grad`, with its tables of edge cases. Call the returned function under
-    `nnx.jit`. Both of Flax's modes, graph and tree, give the same.
+    Everything else is as in `shrewjax.accumulated_value_and_grad`, with its tables of edge cases. Call the returned
+    function under `nnx.jit`. Both of Flax's modes, graph and tree, give the same.
 
     =========================================  =====================================================================
     you have                                   what to do, or what happens
@@ -431,17 +431,17 @@ def accumulated_value_and_grad(
       micro_batches: K, an int >= 1, into which the examples can be divided.
       wrt: a filter of the variables in the first argument to differentiate with respect to.
       has_aux: whether `fun` returns a pair.
-      batch_argnums: the arguments that hold examples, by positions or names as in `shrewjax.value_and_grad`. The model
+      batch_argnums: the arguments that hold examples, by positions or names as in `shrewjax.accumulated_value_and_grad`. The model
         has position 0. None: all by position except nnx objects and those of `rng_argnums`. If there are none, all by
         keyword, except these.
-      weight_fn: as in `shrewjax.value_and_grad`.
-      aux_reduction: as in `shrewjax.value_and_grad`.
+      weight_fn: as in `shrewjax.accumulated_value_and_grad`.
+      aux_reduction: as in `shrewjax.accumulated_value_and_grad`.
       rng_argnums: the arguments that are trees of PRNG keys, by positions or names. Keys in nnx objects need none.
-      reduction: as in `shrewjax.value_and_grad`.
-      nonfinite: as in `shrewjax.value_and_grad`.
-      accumulator_dtype: as in `shrewjax.value_and_grad`.
-      sum_over: as in `shrewjax.value_and_grad`.
-      skip_empty: as in `shrewjax.value_and_grad`. `weight_fn` must not read state outside of `wrt`.
+      reduction: as in `shrewjax.accumulated_value_and_grad`.
+      nonfinite: as in `shrewjax.accumulated_value_and_grad`.
+      accumulator_dtype: as in `shrewjax.accumulated_value_and_grad`.
+      sum_over: as in `shrewjax.accumulated_value_and_grad`.
+      skip_empty: as in `shrewjax.accumulated_value_and_grad`. `weight_fn` must not read state outside of `wrt`.
 
     Returns:
       A function of `fun`'s arguments: `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The gradients are an
@@ -451,7 +451,7 @@ def accumulated_value_and_grad(
     Raises:
       ValueError: an argument is not as described; `wrt` matches no variable of the model, or an integer; the model is
         not in the first argument; `fun` changes a variable in `wrt`, or adds or removes variables.
-      Exception: an error of `shrewjax.value_and_grad`.
+      Exception: an error of `shrewjax.accumulated_value_and_grad`.
 
     Example:
       >>> from flax import nnx
@@ -467,12 +467,12 @@ def accumulated_value_and_grad(
       >>> model = Model(nnx.Rngs(0))
       >>> @nnx.jit(donate_argnames="model")
       ... def step(model, x, y):
-      ...     return shrewjax.flax.value_and_grad(loss, micro_batches=4)(model, x, y)
+      ...     return shrewjax.flax.accumulated_value_and_grad(loss, micro_batches=4)(model, x, y)
       >>> value, grads = step(model, jnp.ones((8, 2)), jnp.ones(8))
       >>> grads["linear"]["kernel"].shape, model.dropout.rngs.count[...]
       ((2, 1), Array(4, dtype=uint32))
 
-    Source: `shrewjax.value_and_grad` and `flax.nnx.value_and_grad`.
+    Source: `shrewjax.accumulated_value_and_grad` and `flax.nnx.value_and_grad`.
     """
 
     _predicate(wrt)
@@ -480,7 +480,7 @@ def accumulated_value_and_grad(
     options = accumulated.Options(**given).checked()
     roles = roles_of(fun, {}, rng_argnums, batch_argnums)
 
-    def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
+    def of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
         args, kwargs = _with_model_by_position(fun, args, kwargs)
         arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
         call = _OfObjects(fun, has_aux, wrt, args, kwargs)
@@ -498,7 +498,7 @@ def accumulated_value_and_grad(
         returned, grads = run(*call.arrays, **call.objects.kwargs)
         return call.returned(returned), call.objects.like_model(grads)
 
-    return value_and_grad_of_batch
+    return of_batch
 
 
 def _with_model_by_position(

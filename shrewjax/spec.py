@@ -347,7 +347,7 @@ class Part(NamedTuple):
     aux: Sequence[Number] = ()  #: its further results
 
 
-def value_and_grad_spec(
+def accumulated_value_and_grad_spec(
     examples: Sequence[Any],
     micro_batches: int,
     run: Callable[[Sequence[Any]], Part],
@@ -380,10 +380,10 @@ def value_and_grad_spec(
     Example:
       >>> def run(part):
       ...     return sum(part), [len(part)], 1, [max(part)]
-      >>> value_and_grad_spec([1.0, 2.0, 3.0, 4.0], 2, run, reduction="sum", aux_reduction="stack")
+      >>> accumulated_value_and_grad_spec([1.0, 2.0, 3.0, 4.0], 2, run, reduction="sum", aux_reduction="stack")
       (10.0, [4], [[3.0, 4.0]])
 
-    Defines `shrewjax.value_and_grad`. Source: by linearity, as in `window_spec`.
+    Defines `shrewjax.accumulated_value_and_grad`. Source: by linearity, as in `window_spec`.
     """
     parts = [Part(*run(examples[i::micro_batches])) for i in range(micro_batches)]
     are_kept = [_is_kept(part, nonfinite) for part in parts]

@@ -2,17 +2,17 @@
 
 * `roles`: which arguments of a call hold examples, keys, parameters; its
   checks, and messages for a leaf of another role.
-* `batch`: the arguments of a call of `value_and_grad`, divided among micro-batches.
-* `value_and_grad`: a whole batch in one call, in one loop of the compiled program.
-* `micro_batched`: a loss whose derivatives are computed by it.
-* `micro_batch_map`: the rows of a whole batch, for any loss, in two passes.
+* `batch`: the arguments of a call, divided among micro-batches.
+* `accumulated`: micro-batches with losses of their own, in one loop of the compiled program. It is the loop of all.
+* `divided`: a divided program (`_division`) on its arguments, in one pass or two.
+* `micro_batched`: a function of the whole batch, and its derivatives by `divided`.
 * `per_device`: a function's results on each device's own examples, as rows.
 
 Private modules hold the parts:
 
 * `_aux`: the aux, reduced leaf by leaf.
-* `_of_arrays`: a call as a function of its arrays, for rules of JAX.
 * `_overwritten`: the statistics of Flax's fp8 layers, which come as gradients.
 
-These modules import `_base`, `_programs`, `_numerics` and, of `_windows`, `window` and `window_state` alone.
+These modules import `_base`, `_programs`, `_numerics`, `_division` and, of `_windows`, `window` and `window_state`
+alone.
 """

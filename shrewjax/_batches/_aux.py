@@ -178,7 +178,7 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(
             f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Pass another "
-            "aux_reduction=, such as 'sum'. Pass a state by carry_argnum= of value_and_grad"
+            "aux_reduction=, such as 'sum'. Pass a state by carry_argnum= of accumulated_value_and_grad"
         )
     if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
         raise ValueError(

@@ -114,14 +114,14 @@ def accumulated_value_and_grad(
     sum_over: AxisName | None = None,
     skip_empty: bool = False,
 ) -> Callable[P, tuple[PyTree, PyTree]]:
-    r"""Returns `jax.value_and_grad` of `fun`, computed micro-batch by micro-batch, for batches that do not fit at once.
+    r"""Returns the mean of `jax.value_and_grad` of `fun` over micro-batches, each with a loss of its own.
 
     .. math:: \ell = \frac{\sum_i w_i \ell_i}{\sum_i w_i}, \qquad \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
 
-    The returned function takes the arguments of `fun`, with the whole batch. If `fun` is a mean over examples, it
-    returns what `jax.value_and_grad(fun, argnums, has_aux)` returns. So it does for a sum, with `reduction="sum"`. Take
-    `micro_batch_map` for any other loss. Call the returned function under `jax.jit`, because outside of it each call
-    compiles the loop again.
+    The returned function takes the arguments of `fun`, with the whole batch. Each micro-batch has a loss of its own, and
+    the results are their mean: a window of `accumulate` in one call. So batch norm has a micro-batch's statistics, and
+    a policy decides on each one. `value_and_grad` has the loss of the whole batch. Call the returned function under
+    `jax.jit`, because outside of it each call compiles the loop again.
 
     A step takes the memory of one micro-batch and of the sum of the gradients. Stacked gradients of scanned layers are
     added in place, except with `nonfinite="drop_micro_batch"`, if they also come from elsewhere, such as a penalty, or
@@ -237,7 +237,7 @@ def accumulated_value_and_grad(
       >>> def loss(params, x, y):
       ...     return jnp.mean((x @ params - y) ** 2)
       >>> params, x, y = jnp.zeros(2), jnp.ones((8, 2)), jnp.arange(8.0)
-      >>> value, grads = jax.jit(value_and_grad(loss, micro_batches=4))(params, x, y)
+      >>> value, grads = jax.jit(accumulated_value_and_grad(loss, micro_batches=4))(params, x, y)
       >>> value, grads
       (Array(17.5, dtype=float32), Array([-7., -7.], dtype=float32))
 
@@ -249,7 +249,7 @@ def accumulated_value_and_grad(
 
 
 class Options(NamedTuple):
-    """How a batch is divided and reduced: the arguments of `value_and_grad`, without those about roles."""
+    """How a batch is divided and reduced: the arguments of `accumulated_value_and_grad`, without those about roles."""
 
     micro_batches: int
     has_aux: bool = False
@@ -289,7 +289,7 @@ def of_options(
     *,
     has_gradients: bool = False,
 ) -> Callable[P, tuple[PyTree, PyTree]]:
-    """Returns what `value_and_grad` returns, with its checked options.
+    """Returns what `accumulated_value_and_grad` returns, with its checked options.
 
     With `has_gradients`, `fun` returns what `jax.value_and_grad` of a loss does: `((value, aux), gradients)`.
     """
@@ -332,7 +332,7 @@ def _run_here(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
         return _run(loss, batch._replace(examples=examples))
 
     # Outside of `jax.jit`, one program. Otherwise the loop closes over examples, and JAX keeps them alive
-    # (tests/batches/test_micro_batch_map.py, "alive"). A loop of fewer turns needs their number for its reverse mode.
+    # (tests/batches/test_micro_batched.py, "alive"). A loop of fewer turns needs their number for its reverse mode.
     runs_as_it_is = is_traced(jnp.zeros(())) or loss.options.skip_empty
     return (run if runs_as_it_is else jax.jit(run))(batch.examples)
 

@@ -1,4 +1,4 @@
-"""The arguments of one call of `value_and_grad`, divided: what a micro-batch gets of them.
+"""The arguments of one call of `accumulated_value_and_grad`, divided: what a micro-batch gets of them.
 
 Examples are divided among the micro-batches, keys are folded with a micro-batch's number, and all others are passed on
 whole.
@@ -79,7 +79,7 @@ class Batch(NamedTuple):
 
 
 def batch_of_call(call: Call, axes: AxisNames, devices: int, *, is_sum: bool) -> Batch:
-    """Returns the arguments of one call of `value_and_grad` by their roles.
+    """Returns the arguments of one call of `accumulated_value_and_grad` by their roles.
 
     `axes` are those mapped axes over which the examples are divided already. `devices` is the number of devices over
     which they will be, or 0.
@@ -91,7 +91,7 @@ def batch_of_call(call: Call, axes: AxisNames, devices: int, *, is_sum: bool) ->
         return as_varying(x, axes) if isinstance(x, jax.Array) else x
 
     # Whole arguments become a device's own. In `shard_map`, JAX would otherwise reduce gradients by them on every
-    # micro-batch (tests/batches/test_value_and_grad.py, "cross_the_network_once"), also those that `fun` takes itself
+    # micro-batch (tests/batches/test_accumulated.py, "cross_the_network_once"), also those that `fun` takes itself
     # (tests/devices/test_sum_over.py, "inner_step").
     params = {
         at: jax.tree.map(lambda x: as_varying(x, axes), call.values[at])

@@ -80,13 +80,16 @@ class _Cotangent(NamedTuple):
     of: Var
 
 
+Slice: TypeAlias = tuple[Any, Rows]
+
+
 class _Inputs(NamedTuple):
     """What micro-batches read: parameters, whole values, and pieces of rows, whose first axis numbers examples."""
 
     params: dict[Var, Leaf]
     whole: dict[Key, Leaf]
-    pieces: dict[Key, list[Leaf]]
-    shapes: dict[Key, tuple[int, ...]]  # of the arrays that the pieces are of
+    pieces: dict[Slice, list[Leaf]]
+    shapes: dict[Slice, tuple[int, ...]]  # of the arrays that the pieces are of
 
 
 class Run:
@@ -249,8 +252,8 @@ class Run:
             arrays[_Cotangent(x), program.slice(x)] = as_varying(y, self.divided.varying)
         arrays |= {(s, Rows(0, (s,))): jnp.arange(s, dtype=jnp.int32) for s in sets}
         whole = {key: x for key, x in arrays.items() if key[1] is None}
-        sliced = {key: x for key, x in arrays.items() if key[1] is not None}
-        pieces = {key: key[1].apart(x, {s: s for s in key[1].sets}) for key, x in sliced.items()}
+        sliced = {(name, r): x for (name, r), x in arrays.items() if r is not None}
+        pieces = {(name, r): r.apart(x, {s: s for s in r.sets}) for (name, r), x in sliced.items()}
         return _Inputs(params, whole, pieces, {key: x.shape for key, x in sliced.items()})
 
     def _turns(
@@ -355,7 +358,8 @@ class Run:
         made = [*zip(frontier, [*smooth, *others], strict=False)]
         sums = [y for x, y in made if program.slice(x) is None]
         its_rows = [*made, *zip(rows, grads[len(params) :], strict=False)]
-        stacks = [program.slice(x).apart(y, batch.sizes) for x, y in its_rows if program.slice(x)]
+        pairs = [(program.slice(x), y) for x, y in its_rows]
+        stacks = [its.apart(y, batch.sizes) for its, y in pairs if its]
         loss = as_varying(jnp.float32(0), self.divided.varying)
         return (loss, (sums, stacks)), grads[: len(params)]
 

@@ -165,7 +165,7 @@ def print_micro_batches(
     batch_argnums: int | str | Sequence[int | str] | None = None,
     **kwargs: PyTree,
 ) -> None:
-    r"""Prints how `micro_batched` divides a function, as `jax.ad_checkpoint.print_saved_residuals` prints what is saved.
+    r"""Prints how `micro_batched` divides a function.
 
     .. math:: f = h \circ \mathrm{loop} \circ \mathrm{data}
 
@@ -200,8 +200,8 @@ def print_micro_batches(
 
     def traced(arrays: list[Leaf]) -> None:
         by_place = dict(zip(places, arrays, strict=True))
-        its_args, its_kwargs = structure.unflatten(
-            [by_place.get(i, x) for i, x in enumerate(leaves)]
+        its_args, its_kwargs = jax.tree.unflatten(
+            structure, [by_place.get(i, x) for i, x in enumerate(leaves)]
         )
         counts = roles.examples(its_args, its_kwargs)
         setting = options.setting(counts.values())
@@ -215,8 +215,8 @@ def refuse(others: Mapping[str, Any]) -> None:
     """Raises for arguments that the function does not take, such as those of `accumulated_value_and_grad`."""
     if others:
         raise TypeError(
-            f"value_and_grad and micro_batched take no {', '.join(others)}, because fun is the loss of the whole batch. "
-            "Leave it out. Or call accumulated_value_and_grad, in which each micro-batch has a loss of its own"
+            f"value_and_grad and micro_batched take no {', '.join(others)}, because fun is the loss of the whole "
+            "batch. Leave it out. Or call accumulated_value_and_grad, in which each micro-batch has a loss of its own"
         )
 
 
@@ -235,13 +235,13 @@ class Options:
         devices = devices_to_map("sum_over", self.axes)
         if self.axes and not devices:
             raise ValueError(
-                f"sum_over must not name mapped axes, got {self.axes!r}. Leave it out, and let fun reduce over them, as "
-                "by jax.lax.pmean"
+                f"sum_over must not name mapped axes, got {self.axes!r}. Leave it out, and let fun reduce "
+                "over them, as by jax.lax.pmean"
             )
         if uneven := [n for n in counts if devices and n % devices]:
             raise ValueError(
-                f"sum_over={self.axes!r} needs a number of examples that its {devices} devices divide, got {uneven[0]}. "
-                "Pad the batch, and let the loss mask the padding"
+                f"sum_over={self.axes!r} needs a number of examples that its {devices} devices divide, got "
+                f"{uneven[0]}. Pad the batch, and let the loss mask the padding"
             )
         parts = max(devices, 1)
         most = self.micro_batches
@@ -294,12 +294,15 @@ class Call:
         self._divided: dict[tuple[bool, ...], Divided] = {}
         # 1. Arrays are operands. All else is known, as a number or a function.
         leaves, structure = jax.tree.flatten((args, kwargs))
-        places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
+        is_operand = [isinstance(x, jax.Array | np.ndarray) and is_array(x) for x in leaves]
+        places = [i for i, x in enumerate(is_operand) if x]
 
         # 2. Trace.
         def of_arrays(values: list[Leaf]) -> list[Leaf]:
             by_place = dict(zip(places, values, strict=True))
-            args, kwargs = structure.unflatten([by_place.get(i, x) for i, x in enumerate(leaves)])
+            args, kwargs = jax.tree.unflatten(
+                structure, [by_place.get(i, x) for i, x in enumerate(leaves)]
+            )
             token = _is_dividing.set(True)
             try:
                 returned = fun(*args, **kwargs)
@@ -330,7 +333,9 @@ class Call:
 
     def results(self) -> PyTree:
         made = iter((self._of_scalar if self._has_scalar_rule() else self._of_any)())
-        return self._structure.unflatten([next(made) if x is None else x for x in self._known])
+        return jax.tree.unflatten(
+            self._structure, [next(made) if x is None else x for x in self._known]
+        )
 
     def described(self, is_first: list[bool]) -> str:
         """Returns how the call is divided for derivatives by those of the arrays in its arguments."""

@@ -33,10 +33,10 @@ def per_device(
     over devices when a window closes. `weight=` and `value=` are then numbers, or vectors with a number for each row.
 
     Call the returned function under `jax.jit` and `jax.set_mesh(mesh)`, where `fun` runs as on one device. It may be
-    any function, such as one of `value_and_grad`, which then needs no `sum_over=`, and may have none over `axis_names`
-    with `reduction="sum"`. XLA partitions it over the other axes of the mesh, as in tensor parallel training. On one
-    device, `jax.vmap(fun, (None, 0))` of examples of shape (D, B / D, ...) returns the same rows. Use it in tests, and
-    not on a mesh, because XLA then gathers the examples of all devices for some operations.
+    any function, such as one of `value_and_grad`, which then needs no `sum_over=`. XLA partitions it over the other
+    axes of the mesh, as in tensor parallel training. On one device, `jax.vmap(fun, (None, 0))` of examples of shape
+    (D, B / D, ...) returns the same rows. Use it in tests, and not on a mesh, because XLA then gathers the examples of
+    all devices for some operations.
 
     ========================================  ==================================================================
     arguments                                 a device gets

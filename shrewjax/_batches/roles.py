@@ -125,9 +125,10 @@ class Roles(NamedTuple):
                 is_raw_key = getattr(x, "dtype", None) == np.uint32 and np.shape(x) in ((2,), (4,))
                 if place not in places:
                     continue
-                if isinstance(x, jax.Array | np.ndarray) and np.ndim(x) and not is_raw_key:
+                is_operand = isinstance(x, jax.Array | np.ndarray) and is_array(x)
+                if is_operand and np.ndim(x) and not is_raw_key:
                     found[i] = x.shape[0]
-                elif not is_array(x) and not isinstance(x, str) and not callable(x):
+                elif not is_array(x) and not isinstance(x, str | np.ndarray) and not callable(x):
                     raise ValueError(
                         f"{label(place)} must be a tree of arrays, got {trees.shown(x)}. Pass a dict of arrays. Or "
                         "register its class by jax.tree_util.register_dataclass"

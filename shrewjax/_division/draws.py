@@ -6,7 +6,7 @@ of its own: the same distribution, and other numbers.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,9 @@ from shrewjax._division.rows import Rows
 from shrewjax._programs import jaxprs
 from shrewjax._programs.jaxprs import Equation, shape_of
 
-MicroBatch: TypeAlias = Any  # that of `micro_batch`, which calls this module
 
-
-def part_of_draw(equation: Equation, key: Leaf, rows: Rows, batch: MicroBatch) -> Leaf:
-    """Returns the random bits of a micro-batch's examples."""
+def part_of_draw(equation: Equation, key: Leaf, rows: Rows, batch: Any) -> Leaf:
+    """Returns the random bits of the examples of a `MicroBatch`."""
     shape = shape_of(equation.outvars[0].aval)
     if labels.is_drawn_by_position(equation):
         return _threefry_bits(key, equation.params["bit_width"], _positions(shape, rows, batch))
@@ -33,7 +31,7 @@ def part_of_draw(equation: Equation, key: Leaf, rows: Rows, batch: MicroBatch) -
     return jaxprs.run_equation(own, [jax.random.fold_in(key, first)])[0]
 
 
-def _positions(shape: Sequence[int], rows: Rows, batch: MicroBatch) -> jax.Array:
+def _positions(shape: Sequence[int], rows: Rows, batch: Any) -> jax.Array:
     """Returns, for each element of a micro-batch, its number in the whole array."""
     positions = jnp.zeros((), jnp.uint32)
     for axis, size in enumerate(shape):

@@ -51,12 +51,12 @@ def of_each_example(fun: Callable[P, Result]) -> Callable[P, Result]:
             nonlocal returned
             by_place = dict(zip(places, arrays, strict=True))
             given = [by_place.get(i, x) for i, x in enumerate(leaves)]
-            its_args, its_kwargs = structure.unflatten(given)
+            its_args, its_kwargs = jax.tree.unflatten(structure, given)
             made, returned = jax.tree.flatten(fun(*its_args, **its_kwargs))
             return made
 
         made = _primitive.bind(*(leaves[i] for i in places), function=of_arrays)
-        return returned.unflatten(made)
+        return jax.tree.unflatten(returned, made)
 
     return of_leaves
 
@@ -65,12 +65,10 @@ _primitive = core.Primitive(OF_EACH_EXAMPLE)
 _primitive.multiple_results = True
 
 
-@_primitive.def_impl
 def _run(*operands: Leaf, function: Function) -> Sequence[Leaf]:
     return function(*operands)
 
 
-@_primitive.def_abstract_eval
 def _types(*operands: Any, function: Function) -> Sequence[Any]:
     return jax.make_jaxpr(function)(*operands).out_avals
 
@@ -90,6 +88,8 @@ def _mapped(operands: Any, dims: Any, *, function: Function) -> Any:
     return made, [0] * len(made)
 
 
+_primitive.def_impl(_run)
+_primitive.def_abstract_eval(_types)
 ad.primitive_jvps[_primitive] = _derivative
 batching.primitive_batchers[_primitive] = _mapped
 mlir.register_lowering(_primitive, mlir.lower_fun(_run, multiple_results=True))

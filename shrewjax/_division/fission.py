@@ -9,7 +9,7 @@ first scan runs the layers, and stacks these sums. The second one multiplies the
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 from jax import lax
@@ -18,12 +18,9 @@ from shrewjax._base.types import Function, Leaf
 from shrewjax._programs import jaxprs
 from shrewjax._programs.jaxprs import Atom, Equation, Jaxpr, is_variable
 
-Program: TypeAlias = Any  # those of `kinds`, which calls this module
-Step: TypeAlias = Any
-
 
 class _Half:
-    """Steps of a body, as a function of what they read.
+    """Steps of a body, which is a `Program`, as a function of what they read.
 
     Attributes:
       places: the numbers of the body's results that it makes.
@@ -31,7 +28,7 @@ class _Half:
     """
 
     def __init__(
-        self, body: Program, steps: Sequence[Step], places: list[int], more: list[Atom]
+        self, body: Any, steps: Sequence[Any], places: list[int], more: list[Atom]
     ) -> None:
         self.places = places
         outs = [*(body.results[at] for at in places), *more]
@@ -47,17 +44,17 @@ class _Half:
         return [*self._run(*(known[x] for x in self.reads))]
 
 
-def in_two(equation: Equation, body: Program, is_mixed: Sequence[bool]) -> Jaxpr | None:
+def in_two(equation: Equation, body: Any, is_mixed: Sequence[bool]) -> Jaxpr | None:
     """Returns what runs in the place of a scan or a checkpoint, or None if nothing of it can be divided.
 
-    `is_mixed` says which results are mixed.
+    `body` is the `Program` inside of it. `is_mixed` says which results are mixed.
     """
     scan = jaxprs.scan_of(equation)
     carries = range(scan.carries) if scan else range(0)
     mixed, kept = ([at for at, x in enumerate(is_mixed) if x == y] for y in (True, False))
     # 1. The second half, from its results back.
     needed = {*filter(is_variable, (body.results[at] for at in mixed))}
-    second: list[Step] = []
+    second: list[Any] = []
     for step in reversed(body.steps):
         outs = step.equation.outvars
         if not needed.isdisjoint(outs) and not any(map(body.is_divided, outs)):
@@ -84,7 +81,7 @@ def _in_places(first: _Half, second: _Half, made: list[Leaf], rest: list[Leaf]) 
 
 
 def _checkpoints(
-    equation: Equation, body: Program, first: _Half, second: _Half, given: list[Atom]
+    equation: Equation, body: Any, first: _Half, second: _Half, given: list[Atom]
 ) -> Function:
     options = jaxprs.options_of_checkpoint(equation)
 
@@ -104,7 +101,7 @@ def _checkpoints(
 
 
 def _scans(
-    scan: jaxprs.Scan, body: Program, first: _Half, second: _Half, given: list[Atom]
+    scan: jaxprs.Scan, body: Any, first: _Half, second: _Half, given: list[Atom]
 ) -> Function:
     names_of_stacks = body.arguments[scan.constants + scan.carries :]
 

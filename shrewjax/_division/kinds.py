@@ -41,10 +41,12 @@ from shrewjax._division.rows import Rows, Shape
 from shrewjax._programs import jaxprs
 from shrewjax._programs.jaxprs import Atom, Equation, Jaxpr, is_variable, opened, shape_of
 
-Var: TypeAlias = Any  # jax.extend.core.Var
+Var: TypeAlias = Atom  # one with a name
 
 
 class Constant(Enum):
+    """The kinds that have no axis of examples."""
+
     SAME = "depends on no example"
     ZERO = "is zero"
     SUM = "is a sum over micro-batches"
@@ -54,15 +56,18 @@ class Constant(Enum):
 SAME, ZERO, SUM, MIXED = Constant
 CONSTANT = SAME, ZERO
 Kind: TypeAlias = Rows | Constant
-Slices: TypeAlias = list[Rows | None]
+Slices: TypeAlias = Sequence[Rows | None]
 """What a micro-batch takes, or makes, of each value: a part of it, or None for the whole."""
 
 
-def slices(kinds: Iterable[Kind]) -> Slices:
+def slices(kinds: Iterable[Kind]) -> list[Rows | None]:
+    """Returns what a micro-batch takes of values of these kinds."""
     return [x if isinstance(x, Rows) else None for x in kinds]
 
 
 class Fact(NamedTuple):
+    """What is known of a value: its kind, and whether it depends on what is differentiated."""
+
     kind: Kind
     is_free: bool
 
@@ -96,6 +101,7 @@ class Step:
     is_once: bool = False
 
     def found(self, kinds: Sequence[Kind], takes: Slices | None = None, **others: Any) -> "Step":
+        """Returns the step itself, with what was found."""
         vars(self).update(others, kinds=kinds, takes=takes)
         return self
 
@@ -106,6 +112,7 @@ class Step:
 
     @property
     def only_prints(self) -> bool:
+        """Returns whether it prints, and makes nothing."""
         return jaxprs.prints(self.equation) and not self.equation.outvars
 
 
@@ -135,6 +142,7 @@ class Program:
     # Values.
 
     def fact(self, x: Atom) -> Fact:
+        """Returns what is known of a value."""
         if is_variable(x):
             return self._facts[x]
         value = np.asarray(jaxprs.value_of_literal(x))
@@ -142,12 +150,15 @@ class Program:
         return Fact(ZERO if is_zero else SAME, is_free=False)
 
     def kind(self, x: Atom) -> Kind:
+        """Returns the kind of a value."""
         return self.fact(x).kind
 
     def slice(self, x: Atom) -> Rows | None:
+        """Returns what a micro-batch has of a value: its rows, or None for the whole."""
         return slices([self.kind(x)])[0]
 
     def is_mixed(self, x: Atom) -> bool:
+        """Returns whether examples mix in a value."""
         return self.kind(x) is MIXED
 
     def is_divided(self, x: Atom) -> bool:
@@ -156,17 +167,18 @@ class Program:
         return is_free and (isinstance(kind, Rows) or kind is SUM)
 
     def is_free(self, step: Step) -> bool:
+        """Returns whether what a step does depends on what is differentiated. Inside a loop, all does."""
         names = filter(is_variable, (*step.equation.invars, *step.equation.outvars))
         return self._is_inside or any(x in self._facts and self._facts[x].is_free for x in names)
 
     def constant(self, x: Atom, column: int | None = None) -> Leaf | None:
         """Returns what a value is in every call, or a column of its last axis. None if it depends on arguments."""
-        step, value = self.made_by.get(x) if is_variable(x) else None, None
-        part = step and column is not None and labels.part_of_column(step.equation, column)
-        if part:
-            return self.constant(step.equation.invars[part[0]], part[1])
+        value: Any = None
+        step = self.made_by.get(x) if is_variable(x) else None
         if step is None:
             value = self.constants.get(x) if is_variable(x) else jaxprs.value_of_literal(x)
+        elif column is not None and (part := labels.part_of_column(step.equation, column)):
+            return self.constant(step.equation.invars[part[0]], part[1])
         elif not step.programs and not jnp.issubdtype(x.aval.dtype, jax.dtypes.extended):
             known = [*map(self.constant, step.equation.invars)]
             if all(y is not None for y in known):
@@ -262,7 +274,7 @@ class Program:
         equation = step.equation
         free = [at for at, x in enumerate(facts) if not x.is_constant]
         at = (free or [at for at, x in enumerate(facts) if isinstance(x.kind, Rows)])[0]
-        rows = facts[at].kind
+        rows: Any = facts[at].kind
         ins, outs = labels.shapes_of(equation)
         if labels.is_reshape(equation):
             made = rows.reshaped(ins[0], outs[0])
@@ -271,7 +283,7 @@ class Program:
             return _of_each_example(step, facts)
         its = labels.labels_of(equation)
         label = its and its.ins[at][rows.axis]
-        if label is None:
+        if its is None or label is None:
             return self._by_own_rows(step, facts) or _by_blocks(step, facts, at)
         # 2. Slice each operand along its label.
         takes = along(label, rows.sets, its.ins, ins)
@@ -284,15 +296,15 @@ class Program:
 
     def _by_own_rows(self, step: Step, facts: list[Fact]) -> Step | None:
         """`x[jnp.arange(B), labels]`: each row is asked for its own elements."""
-        rows = facts[0].kind
+        rows: Any = facts[0].kind
         found = isinstance(rows, Rows) and labels.of_own_rows(step.equation, rows.axis)
         if not found:
             return None
         column, its = found
-        numbers = self.constant(step.equation.invars[1], column)
+        numbers: Any = self.constant(step.equation.invars[1], column)
         size = shape_of(step.equation.invars[0].aval)[rows.axis]
         for d, n in enumerate(np.shape(numbers)):
-            if n == size and (np.moveaxis(numbers, d, -1) == np.arange(n)).all():
+            if n == size and np.all(np.moveaxis(numbers, d, -1) == np.arange(n)):
                 takes = [rows, *_along(its.ins[1][d], rows.sets, its.ins[1:])]
                 makes = [x or rows for x in _along(its.ins[1][d], rows.sets, its.outs)]
                 if all(x.is_constant or x.kind == y for x, y in zip(facts, takes, strict=True)):
@@ -315,10 +327,12 @@ class Program:
     def body(
         self, jaxpr: Jaxpr, kinds: Sequence[Kind], *, is_derivative: bool = False
     ) -> "Program":
+        """Returns the program of a body, for operands of these kinds."""
         facts = [Fact(kind, is_free=True) for kind in kinds]
         return Program(jaxpr, facts, self.sets, True, is_derivative or self._is_derivative)
 
     def kinds_of(self, atoms: Iterable[Atom]) -> list[Kind]:
+        """Returns the kinds of values."""
         return [*map(self.kind, atoms)]
 
     def _checkpoint(self, step: Step, facts: list[Fact]) -> Step:
@@ -344,7 +358,7 @@ class Program:
         self, step: Step, scan: jaxprs.Scan, others: list[Kind], stacks: list[Kind]
     ) -> Step | None:
         """`jax.lax.map`: what it computes of one example stands for this example alone."""
-        rows = {x for x in stacks if x not in CONSTANT}
+        rows: set[Any] = {x for x in stacks if x not in CONSTANT}
         if scan.carries or len(rows) != 1 or not {*others} <= {*CONSTANT}:
             return None
         made = [*rows] * len(scan.body.out_avals)
@@ -392,7 +406,7 @@ class Program:
     def _linear_solve(self, step: Step, facts: list[Fact]) -> Step | None:
         """Each function must make rows of rows, as of systems of equations that are solved one for each example."""
         solve, kinds = jaxprs.linear_solve_of(step.equation), [x.kind for x in facts]
-        rows = {x for x in kinds if x not in CONSTANT}
+        rows: set[Any] = {x for x in kinds if x not in CONSTANT}
         if solve is None or len(rows) != 1 or not isinstance(min(rows, key=str), Rows):
             return None
         right, start, programs = [*rows] * len(step.equation.outvars), 0, []
@@ -415,7 +429,9 @@ class Program:
         made = body.kinds_of(body.results)
         if self._is_derivative or not any(x.is_free for x in facts):
             return step.found(made, slices(kinds), programs=[body])
-        if MIXED in made:
+        closed_over = facts[: jaxprs.count_closed_over(step.equation)]
+        is_error = not self._is_inside and any(x.is_free for x in closed_over)  # which JAX raises
+        if MIXED in made or is_error:
             return None
         its_kinds, derivative = self.derivative(step.equation, kinds, made)
         if derivative:
@@ -471,7 +487,8 @@ def _of_each_example(step: Step, facts: list[Fact]) -> Step | None:
 
 def _by_blocks(step: Step, facts: list[Fact], leader: int) -> Step | None:
     """Batches one after the other on one axis, as of chosen and rejected answers: joined, or taken apart."""
-    axis, sets = facts[leader].kind
+    rows: Any = facts[leader].kind
+    axis, sets = rows
     ins, _ = labels.shapes_of(step.equation)
     neighbours = ins[leader][axis] // sum(sets)
 
@@ -483,11 +500,12 @@ def _by_blocks(step: Step, facts: list[Fact], leader: int) -> Step | None:
         return sets[:1] * count if fact.is_constant and not rest else None
 
     given = [*map(blocks, facts, ins)]
-    made = None if None in given else labels.blocks_after(step.equation, axis, given, neighbours)
+    known = [x for x in given if x is not None]
+    made = len(known) == len(given) and labels.blocks_after(step.equation, axis, known, neighbours)
     if not made or not all(made):
         return None
     of = lambda each: [Rows(axis, tuple(x)) for x in each]  # noqa: E731
-    return step.found(of(made), of(given))
+    return step.found(of(made), of(known))
 
 
 def along(
@@ -520,6 +538,8 @@ def either(x: Kind, y: Kind) -> Kind:
 
 def _dual(kind: Kind) -> Kind:
     """Returns the kind of a cotangent."""
+    if isinstance(kind, Rows):
+        return kind
     return {SAME: SUM, ZERO: SUM, SUM: SAME}.get(kind, kind)
 
 
@@ -529,6 +549,7 @@ def _stands_for(kind: Kind, wanted: Kind) -> bool:
 
 
 def is_inexact(aval: Any) -> bool:
+    """Returns whether values of a type may have derivatives."""
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
@@ -536,7 +557,7 @@ def smooth_of(equation: Equation) -> tuple[list[int], list[int]]:
     """Returns which operands and which results have derivatives."""
     sides = equation.invars, equation.outvars
     smooth, results = ([i for i, x in enumerate(y) if is_inexact(x.aval)] for y in sides)
-    return smooth, results
+    return [i for i in smooth if i >= jaxprs.count_closed_over(equation)], results
 
 
 def made_by(steps: Sequence[Step]) -> list[Var]:

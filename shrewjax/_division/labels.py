@@ -8,6 +8,7 @@ random slices. An operation that the table lacks is not divided.
 This module and `_programs/jaxprs.py` are the only ones that name primitives.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -25,13 +26,50 @@ Dims: TypeAlias = Sequence[Label]
 
 
 class Labels(NamedTuple):
+    """A label for each dimension of the operands and the results, and those which are summed."""
+
     ins: Sequence[Dims]
     outs: Sequence[Dims]
     summed: Sequence[Label] = ()
 
 
-Params: TypeAlias = dict[str, Any]
-Rule: TypeAlias = Callable[[list[Shape], list[Shape], Params], Labels]
+class Given(NamedTuple):
+    """The shapes of an equation's operands and results, and its parameters."""
+
+    ins: list[tuple[int, ...]]
+    outs: list[tuple[int, ...]]
+    params: dict[str, Any]
+
+    @property
+    def operand(self) -> Shape:
+        """Returns the shape of the first operand."""
+        return self.ins[0]
+
+    @property
+    def result(self) -> Shape:
+        """Returns the shape of the first result."""
+        return self.outs[0]
+
+    def in_place(self, lost: Sequence[int] = ()) -> Labels:
+        """Dimensions keep their places, and the lost ones cannot be divided. Scalars have none."""
+        dims = [None if d in lost else d for d in range(len(self.operand))]
+        return Labels([dims if len(x) else () for x in self.ins], [dims] * len(self.outs))
+
+    def first(self, count: int) -> Labels:
+        """Dimensions keep their places, and only the first ones can be divided."""
+        dims = lambda x: [d if d < count else None for d in range(len(x))]  # noqa: E731
+        return Labels([*map(dims, self.ins)], [*map(dims, self.outs)])
+
+    def with_new_axis(self, axis: int) -> Labels:
+        """One side has a new axis."""
+        shorter, longer = sorted((self.operand, self.result), key=len)
+        dims, axis = [*range(len(shorter))], axis % len(longer)
+        new = [*dims[:axis], None, *dims[axis:]]
+        of = lambda side: [dims if len(x) == len(shorter) else new for x in side]  # noqa: E731
+        return Labels(of(self.ins), of(self.outs))
+
+
+Rule: TypeAlias = Callable[[Given], Labels]
 
 
 def labels_of(equation: Equation) -> Labels | None:
@@ -39,15 +77,18 @@ def labels_of(equation: Equation) -> Labels | None:
     rule = _LABELS.get(equation.primitive.name)
     if rule is None or not all(map(_draws_by_position, equation.invars)):
         return None
-    return rule(*shapes_of(equation), equation.params)
+    return rule(Given(*shapes_of(equation), equation.params))
 
 
 def is_known(equation: Equation) -> bool:
     """Returns whether something is known of the operation beside its name."""
-    return equation.primitive.name in _LABELS or any(map(bool, jaxprs.jaxprs_on_operands(equation)))
+    name = equation.primitive.name
+    is_named = name in _LABELS or name in _RETURNS_OPERANDS or is_reshape(equation)
+    return is_named or any(map(bool, jaxprs.jaxprs_on_operands(equation)))
 
 
-def shapes_of(equation: Equation) -> tuple[list[Shape], list[Shape]]:
+def shapes_of(equation: Equation) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Returns the shapes of the operands, and of the results."""
     ins, outs = ([shape_of(x.aval) for x in side] for side in (equation.invars, equation.outvars))
     return ins, outs
 
@@ -58,87 +99,81 @@ def _draws_by_position(x: Any) -> bool:
 
 
 def is_threefry(key: Any) -> bool:
+    """Returns whether keys of this type are of the default generator."""
     return "fry" in str(key.dtype)
 
 
-# Rules. `ins` and `outs` are shapes.
+# Rules.
 
 
-def _elementwise(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+def _elementwise(given: Given) -> Labels:
     """Operands have the shape of the results, but for dimensions of size 1, or are scalars."""
-    full = outs[0]
+    full = given.result
 
     def dims(shape: Shape) -> Dims:
         is_like = len(shape) == len(full)
         return [d if is_like and n == full[d] else None for d, n in enumerate(shape)]
 
-    return Labels([*map(dims, ins)], [*map(dims, outs)])
-
-
-def _in_place(ins: list[Shape], outs: list[Shape], lost: Sequence[int]) -> Labels:
-    """Dimensions keep their places, and the lost ones cannot be divided. Scalars have none."""
-    dims = [None if d in lost else d for d in range(len(ins[0]))]
-    return Labels([dims if len(x) else () for x in ins], [dims] * len(outs))
+    return Labels([*map(dims, given.ins)], [*map(dims, given.outs)])
 
 
 def _except(name: str) -> Rule:
     """Dimensions keep their places, but for those that a parameter names, by default the last one."""
 
-    def rule(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
-        lost = np.atleast_1d(params.get(name, -1)) % len(ins[0])
-        return _in_place(ins, outs, [*lost])
+    def rule(given: Given) -> Labels:
+        lost = np.atleast_1d(given.params.get(name, -1)) % len(given.operand)
+        return given.in_place([*lost])
 
     return rule
 
 
 def _reduction(axes: str = "axes", *, is_sum: bool = False) -> Rule:
-    def rule(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
-        lost = [*params[axes]]
-        kept = [d for d in range(len(ins[0])) if d not in lost]
-        return Labels(_in_place(ins, outs, ()).ins, [kept] * len(outs), lost if is_sum else ())
+    def rule(given: Given) -> Labels:
+        lost = [*given.params[axes]]
+        kept = [d for d in range(len(given.operand)) if d not in lost]
+        return Labels(given.in_place().ins, [kept] * len(given.outs), lost if is_sum else ())
 
     return rule
 
 
-def _broadcast(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
-    pairs = zip(params["broadcast_dimensions"], ins[0], strict=True)
-    return Labels([[int(d) if n == outs[0][d] else None for d, n in pairs]], [range(len(outs[0]))])
+def _broadcast(given: Given) -> Labels:
+    pairs = zip(given.params["broadcast_dimensions"], given.operand, strict=True)
+    kept = [int(d) if n == given.result[d] else None for d, n in pairs]
+    return Labels([kept], [range(len(given.result))])
 
 
-def _iota(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
-    return Labels([], _in_place(outs, outs, [params["dimension"]]).outs)
+def _iota(given: Given) -> Labels:
+    return Labels(
+        [], [[None if d == given.params["dimension"] else d for d in range(len(given.result))]]
+    )
 
 
-def _transpose(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
-    return Labels([range(len(ins[0]))], [params["permutation"]])
+def _transpose(given: Given) -> Labels:
+    return Labels([range(len(given.operand))], [given.params["permutation"]])
 
 
-def _pad(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
-    return _in_place(ins, outs, [d for d, x in enumerate(params["padding_config"]) if any(x)])
+def _pad(given: Given) -> Labels:
+    return given.in_place([d for d, x in enumerate(given.params["padding_config"]) if any(x)])
 
 
-def _tile(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
-    return _in_place(ins, outs, [d for d, n in enumerate(params["reps"]) if n != 1])
+def _tile(given: Given) -> Labels:
+    return given.in_place([d for d, n in enumerate(given.params["reps"]) if n != 1])
 
 
-def _stack(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
-    """One side has a new axis."""
-    shorter, longer = sorted((ins[0], outs[0]), key=len)
-    dims, axis = [*range(len(shorter))], params["axis"] % len(longer)
-    new = [*dims[:axis], None, *dims[axis:]]
-    of = lambda side: [dims if len(x) == len(shorter) else new for x in side]  # noqa: E731
-    return Labels(of(ins), of(outs))
+def _stack(given: Given) -> Labels:
+    return given.with_new_axis(given.params["axis"])
 
 
-def _taken_whole(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+def _taken_whole(given: Given) -> Labels:
     """A slice, or an update of one. A dimension can be divided if all of it is taken."""
-    part = ins[1] if len(ins) > 1 and len(ins[1]) == len(ins[0]) > 0 else outs[0]
-    return _in_place(ins, outs, [d for d, n in enumerate(ins[0]) if n != part[d]])
+    is_update = len(given.ins) > 1 and len(given.ins[1]) == len(given.operand) > 0
+    part = given.ins[1] if is_update else given.result
+    return given.in_place([d for d, n in enumerate(given.operand) if n != part[d]])
 
 
-def _dot(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
-    contracted, batched = params["dimension_numbers"]
-    labels: list[list[Label]] = [[(i, d) for d in range(len(x))] for i, x in enumerate(ins)]
+def _dot(given: Given) -> Labels:
+    contracted, batched = given.params["dimension_numbers"]
+    labels: list[list[Label]] = [[(i, d) for d in range(len(x))] for i, x in enumerate(given.ins)]
     for left, right in [*zip(*contracted, strict=True), *zip(*batched, strict=True)]:
         labels[1][right] = labels[0][left]
     shared, summed = ([labels[0][d] for d in dims[0]] for dims in (batched, contracted))
@@ -146,94 +181,102 @@ def _dot(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
     return Labels(labels, [[*shared, *free]], summed)
 
 
-def _conv(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+def _conv(given: Given) -> Labels:
     """Examples, and the input's features, over which it sums: those of a kernel's gradient are examples."""
-    (n, c, *_), (_, i, *_), (m, *_) = params["dimension_numbers"]
-    left, right, out = ([None] * len(ins[0]) for _ in range(3))
-    if params["batch_group_count"] == 1:
+    (n, c, *_), (_, i, *_), (m, *_) = given.params["dimension_numbers"]
+    nothing: list[Label] = [None] * len(given.operand)
+    left, right, out = [*nothing], [*nothing], [*nothing]
+    if given.params["batch_group_count"] == 1:
         left[n] = out[m] = "examples"
-        if params["feature_group_count"] == 1:
+        if given.params["feature_group_count"] == 1:
             left[c] = right[i] = "features"
     return Labels([left, right], [out], ["features"])
 
 
-def _window(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+def _window(given: Given) -> Labels:
+    """A dimension can be divided if each window is one element of it."""
     names = "window_dimensions", "window_strides", "base_dilation"
-    sizes = [params.get(name) or [1] * len(ins[0]) for name in names]
-    is_lost = [
-        any(params["padding"][d]) or {*x} != {1} for d, x in enumerate(zip(*sizes, strict=True))
-    ]
-    return _in_place(ins, outs, [d for d, x in enumerate(is_lost) if x])
+    sizes = [given.params.get(name) or [1] * len(given.operand) for name in names]
+    by_dimension = zip(given.params["padding"], *sizes, strict=True)
+    is_lost = [any(padding) or {*x} != {1} for padding, *x in by_dimension]
+    return given.in_place([d for d, x in enumerate(is_lost) if x])
 
 
-def _gather(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
-    numbers = params["dimension_numbers"]
+def _gather(given: Given) -> Labels:
+    numbers = given.params["dimension_numbers"]
     gone = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
     starts = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-    operand, indices, window = _of_indices(*ins[:2], params["slice_sizes"], gone, *starts)
-    by_window, by_index, offsets = iter(window), iter(indices), numbers.offset_dims
-    dims = [next(by_window if d in offsets else by_index) for d in range(len(outs[0]))]
+    sizes, offsets = given.params["slice_sizes"], numbers.offset_dims
+    operand, indices, window = _of_indices(given, sizes, gone, starts)
+    by_window, by_index = iter(window), iter(indices)
+    dims = [next(by_window if d in offsets else by_index) for d in range(len(given.result))]
     return Labels([operand, indices], [dims])
 
 
-def _scatter(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
-    numbers = params["dimension_numbers"]
+def _scatter(given: Given) -> Labels:
+    numbers, shape = given.params["dimension_numbers"], given.ins[2]
     gone = *numbers.inserted_window_dims, *numbers.operand_batching_dims
     starts = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
-    in_window = iter([ins[2][d] for d in numbers.update_window_dims])
-    sizes = [1 if d in gone else next(in_window) for d in range(len(ins[0]))]
-    operand, indices, window = _of_indices(*ins[:2], sizes, gone, *starts)
-    by_window, by_index, windows = iter(window), iter(indices), numbers.update_window_dims
-    updates = [next(by_window if d in windows else by_index) for d in range(len(ins[2]))]
+    windows = numbers.update_window_dims
+    in_window = iter([shape[d] for d in windows])
+    sizes = [1 if d in gone else next(in_window) for d in range(len(given.operand))]
+    operand, indices, window = _of_indices(given, sizes, gone, starts)
+    by_window, by_index = iter(window), iter(indices)
+    updates = [next(by_window if d in windows else by_index) for d in range(len(shape))]
     return Labels([operand, indices, updates], [operand])
 
 
-def _scatter_add(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
-    its = _scatter(ins, outs, params)
+def _scatter_add(given: Given) -> Labels:
+    its = _scatter(given)
     return its._replace(summed=[x for x in its.ins[1][:-1] if x not in its.ins[0]])
 
 
 def _of_indices(
-    operand: Shape, indices: Shape, sizes: Shape, gone: Shape, batch: Shape, batch_of_indices: Shape
+    given: Given, sizes: Shape, gone: Shape, shared: tuple[Shape, Shape]
 ) -> tuple[list[Label], list[Label], list[Label]]:
-    """Returns the labels of a gather's or a scatter's operand, of its indices, and of a window of the operand."""
+    """Returns the labels of a gather's or a scatter's operand, of its indices, and of a window of the operand.
+
+    `shared` are the dimensions of both that number the same things.
+    """
+    operand, indices = given.ins[:2]
     of_indices: list[Label] = [("index", d) for d in range(len(indices) - 1)]
     of_operand: list[Label] = [
         ("window", d) if sizes[d] == n and d not in gone else None for d, n in enumerate(operand)
     ]
     window = [x for d, x in enumerate(of_operand) if d not in gone]
-    for d, i in zip(batch, batch_of_indices, strict=True):
+    for d, i in zip(*shared, strict=True):
         of_operand[d] = of_indices[i]
     return of_operand, [*of_indices, None], window
-
-
-def _first(ins: list[Shape], outs: list[Shape], count: int) -> Labels:
-    """Dimensions keep their places, and only the first ones can be divided."""
-    dims = lambda x: [d if d < count else None for d in range(len(x))]  # noqa: E731
-    return Labels([*map(dims, ins)], [*map(dims, outs)])
 
 
 def _leading(lost: int) -> Rule:
     """The last dimensions of the first operand, which others or results may lack, belong together."""
 
-    def rule(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
-        return _first(ins, outs, len(ins[0]) - len(params.get("fft_lengths", range(lost))))
+    def rule(given: Given) -> Labels:
+        count = len(given.params.get("fft_lengths", range(lost)))
+        return given.first(len(given.operand) - count)
 
     return rule
 
 
-def _prefix(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+def _triangular_solve(given: Given) -> Labels:
+    """Each column of the right side is solved alone. If the matrix stands at the right, it is each row."""
+    matrix, right = ([*x] for x in given.first(len(given.operand) - 2).ins)
+    right[-1 if given.params["left_side"] else -2] = "columns"
+    return Labels([matrix, right], [right])
+
+
+def _prefix(given: Given) -> Labels:
     """The dimensions that all have."""
-    return _first(ins, outs, min(map(len, ins + outs)))
+    return given.first(min(map(len, given.ins + given.outs)))
 
 
-def _exchanged(ins: list[Shape], outs: list[Shape], params: Params) -> Labels:
+def _exchanged(given: Given) -> Labels:
     """Devices have the same rows at once, so what they exchange are rows again."""
     names = "all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis"
-    lost = [params[x] for x in names if x in params]
-    if len(ins[0]) == len(outs[0]):
-        return _in_place(ins, outs, lost)
-    return _stack(ins, outs, {"axis": lost[0]})
+    lost = [given.params[x] for x in names if x in given.params]
+    is_stack = len(given.operand) != len(given.result)
+    return given.with_new_axis(lost[0]) if is_stack else given.in_place(lost)
 
 
 _RULES: list[tuple[Rule, str]] = [
@@ -276,8 +319,9 @@ _RULES: list[tuple[Rule, str]] = [
     (_scatter_add, "scatter-add scatter-sub"),
     (
         _leading(2),
-        "cholesky triangular_solve lu qr eigh eig svd fft schur householder_product hessenberg",
+        "cholesky lu qr eigh eig svd fft schur householder_product hessenberg",
     ),
+    (_triangular_solve, "triangular_solve"),
     (_leading(1), "tridiagonal_solve lu_pivots_to_permutation"),
     (
         _prefix,
@@ -290,10 +334,19 @@ _LABELS = {name: rule for rule, names in _RULES for name in names.split()}
 
 # Groups of operations.
 
+
+def _set(names: str) -> set[str]:
+    return {*names.split()}
+
+
 _RETURNS_OPERANDS = {"optimization_barrier", "device_put"}
 # Linear in all operands together.
-_ADDITIVE = set(
-    ["add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "cumsum", "imag", "mesh_cast", "neg", "pad", "pcast", "pvary", "real", "reduce_sum", "reduce_window_sum", "reshape", "reshard", "rev", "sharding_constraint", "slice", "split", "squeeze", "stack", "stop_gradient", "sub", "tile", "transpose", "unstack"]
+_ADDITIVE = _set(
+    """
+    add add_any broadcast_in_dim concatenate convert_element_type copy copy_p cumsum imag
+    mesh_cast neg pad pcast pvary real reduce_sum reduce_window_sum reshape reshard rev
+    sharding_constraint slice split squeeze stack stop_gradient sub tile transpose unstack
+    """
 )
 _BILINEAR = {"mul", "dot_general"}
 _LINEAR_IN_FIRST = {"div", "dynamic_slice", "gather"}
@@ -308,18 +361,22 @@ def is_reshape(equation: Equation) -> bool:
 
 
 def is_of_each_example(equation: Equation) -> bool:
+    """Returns whether the user says that it computes each example alone."""
     return equation.primitive.name == OF_EACH_EXAMPLE
 
 
 def makes_varying(equation: Equation) -> bool:
+    """Returns whether it changes only over which mapped axes a value varies."""
     return equation.primitive.name in ("pvary", "pcast")
 
 
 def returns_operands(equation: Equation) -> bool:
+    """Returns whether result i is operand i."""
     return equation.primitive.name in _RETURNS_OPERANDS
 
 
 def is_additive(equation: Equation) -> bool:
+    """Returns whether it is linear in all operands together."""
     return equation.primitive.name in _ADDITIVE
 
 
@@ -387,7 +444,7 @@ def blocks_after(
     if not {*cuts} <= {*ends}:
         return None
     at = [ends.index(x) for x in cuts]
-    return [blocks[0][i:j] for i, j in zip(at, at[1:], strict=False)]
+    return [blocks[0][i:j] for i, j in itertools.pairwise(at)]
 
 
 # Rows that are asked for their own elements.
@@ -458,19 +515,17 @@ def part_of_column(equation: Equation, column: int) -> tuple[int, int] | None:
 # Draws, and what the frontier is chosen by.
 
 _RANDOM_BITS = "random_bits"
-_CONTRACTIONS = {
-    "dot_general",
-    "conv_general_dilated",
-    "gather",
-    "ragged_dot_general",
-    "scatter-add",
-}
-_MOVES = set(
-    ["transpose", "reshape", "broadcast_in_dim", "squeeze", "convert_element_type", "reshard", "sharding_constraint", "pvary", "psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant"]
+_CONTRACTIONS = _set("dot_general conv_general_dilated gather ragged_dot_general scatter-add")
+_MOVES = _set(
+    """
+    transpose reshape broadcast_in_dim squeeze convert_element_type reshard sharding_constraint
+    pvary psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant
+    """
 )
 
 
 def contracts(equation: Equation) -> bool:
+    """Returns whether weights act by such an operation."""
     return equation.primitive.name in _CONTRACTIONS
 
 
@@ -480,14 +535,12 @@ def moves(equation: Equation) -> bool:
 
 
 def is_draw(equation: Equation) -> bool:
+    """Returns whether it draws random bits."""
     return equation.primitive.name == _RANDOM_BITS
 
 
 def is_drawn_by_position(equation: Equation) -> bool:
     """Returns whether element j of a draw depends on the key and on j, so that any part of it can be drawn alone."""
     is_small = math.prod(shape_of(equation.outvars[0].aval)) < 2**32
-    return (
-        bool(jax.config.jax_threefry_partitionable)
-        and is_threefry(equation.invars[0].aval)
-        and is_small
-    )
+    is_on = bool(jax.config.jax_threefry_partitionable)
+    return is_on and is_small and is_threefry(equation.invars[0].aval)

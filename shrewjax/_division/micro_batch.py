@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax._base.axes import as_varying, varying_axes
-from shrewjax._base.types import AxisNames, Leaf
+from shrewjax._base.types import AxisNames, Function, Leaf
 from shrewjax._division import draws, labels
 from shrewjax._division.kinds import Program, Slices, Step, smooth_of
 from shrewjax._division.plan import Plan, Task
@@ -58,6 +58,7 @@ class MicroBatch:
         return rows.together(taken, rows.shape(whole.shape, self.sizes), self.sizes)
 
     def read(self, env: Env, x: Atom, rows: Rows | None) -> Leaf:
+        """Returns a slice of a value, or the whole."""
         found = self._read(env, x, rows)
         return as_varying(found, self.varying) if self.varying else found
 
@@ -104,7 +105,7 @@ class MicroBatch:
             return [as_varying(given[0], tuple(varying_axes(equation.outvars[0].aval)))]
         if is_plain and not (step.programs and (self.varying or self.mapped)):
             return self._run(equation, given)
-        if labels.is_draw(equation) and not any(takes):
+        if labels.is_draw(equation) and makes[0] is not None and not any(takes):
             return [draws.part_of_draw(equation, given[0], makes[0], self)]
         if labels.is_of_each_example(equation):
             return equation.params["function"](*given)
@@ -122,8 +123,9 @@ class MicroBatch:
 
     def _resized(self, task: Task, given: list[Leaf]) -> jaxprs.Equation:
         step, takes, makes = task
-        if step.own_rows is not None and takes[0] is not None:
-            numbers, axis = given[1], takes[1].axis
+        of_indices = takes[1] if step.own_rows is not None and takes[0] is not None else None
+        if of_indices is not None:
+            numbers, axis = given[1], of_indices.axis
             own = lax.broadcasted_iota(numbers.dtype, numbers.shape[:-1], axis)
             given[1] = numbers.at[..., step.own_rows].set(own)
         outs = [
@@ -137,11 +139,13 @@ class MicroBatch:
 
     def _scan(self, task: Task, given: list[Leaf]) -> list[Leaf]:
         step, takes, makes = task
-        scan = jaxprs.scan_of(step.equation)
+        scan: Any = jaxprs.scan_of(step.equation)
         n, first, length = scan.constants, scan.constants + scan.carries, scan.length
         if step.programs:
             slices = [x and x._replace(axis=x.axis - 1) for x in makes[scan.carries :]]
-            body = functools.partial(self._of, step.programs[0], [*takes[n:first], *slices])
+            body: Function = functools.partial(
+                self._of, step.programs[0], [*takes[n:first], *slices]
+            )
         else:  # of examples
             body, length = jaxprs.function_of(scan.body), None
 
@@ -170,14 +174,15 @@ class MicroBatch:
             options = jaxprs.options_of_checkpoint(equation)
             return jax.checkpoint(run, **options)(self.positions, *given)
         if jaxprs.brings_derivative(equation):
-            rule = self._custom_jvp if jaxprs.is_custom_jvp(equation) else self._custom_vjp
-            return rule(step, takes, makes)(self.positions, *given)
+            if jaxprs.is_custom_jvp(equation):
+                return self._custom_jvp(step, makes)(self.positions, *given)
+            return self._custom_vjp(step, takes, makes)(self.positions, *given)
         if jaxprs.linear_solve_of(equation):
             return self._linear_solve(step, makes, given)
         return self._while(step, takes, given)
 
     def _linear_solve(self, step: Step, makes: Slices, given: list[Leaf]) -> list[Leaf]:
-        solve = jaxprs.linear_solve_of(step.equation)
+        solve: Any = jaxprs.linear_solve_of(step.equation)
         programs, functions, start = iter(step.programs), {}, 0
         for name, count in solve.constants.items():
             constants = given[start : start + count]
@@ -194,7 +199,7 @@ class MicroBatch:
 
     def _while(self, step: Step, takes: Slices, given: list[Leaf]) -> list[Leaf]:
         condition, body = step.programs
-        loop = jaxprs.while_of(step.equation)
+        loop: Any = jaxprs.while_of(step.equation)
         n, m = loop.of_condition, loop.of_condition + loop.of_body
         rows = condition.slice(condition.results[0])
 
@@ -231,7 +236,7 @@ class MicroBatch:
             )
         return programs
 
-    def _custom_jvp(self, step: Step, takes: Slices, makes: Slices) -> Callable[..., Any]:
+    def _custom_jvp(self, step: Step, makes: Slices) -> Callable[..., Any]:
         smooth, results = smooth_of(step.equation)
         count = len(makes)
 

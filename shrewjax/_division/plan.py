@@ -36,10 +36,12 @@ class Task(NamedTuple):
     makes: Slices
 
     def reads(self) -> list[Key]:
+        """Returns the values that it reads, each with its slice."""
         pairs = zip(self.step.equation.invars, self.takes, strict=True)
         return [(x, rows) for x, rows in pairs if is_variable(x)]
 
     def results(self) -> list[Key]:
+        """Returns the values that it makes, each with its slice."""
         return [*zip(self.step.equation.outvars, self.makes, strict=True)]
 
 
@@ -156,7 +158,7 @@ class Plan:
             return before and ([before], [rows])
         its = labels.labels_of(equation)
         label = its and its.outs[at][rows.axis]
-        if label is None or not rows.fits(outs[at]):
+        if its is None or label is None or not rows.fits(outs[at]):
             return None
         takes, makes = (along(label, rows.sets, *x) for x in ((its.ins, ins), (its.outs, outs)))
         return (takes, makes) if takes is not None and makes and None not in makes else None

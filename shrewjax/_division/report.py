@@ -151,10 +151,14 @@ def described(plan: Plan, fun: Function, sizes: str, passes: str) -> str:
     lines = [line_of(x, fun) for x in plan.after]
     return "\n".join(
         [
-            part("before", f"{len(plan.before)} operations of the whole batch", map(kept, of_data)),
-            part("loop", f"{len(plan.loop)} operations, {sizes}, {passes}"),
+            part("before", f"{_operations(plan.before)} of the whole batch", map(kept, of_data)),
+            part("loop", f"{_operations(plan.loop)}, {sizes}, {passes}"),
             part("", f"{share_in_loop(plan):.0%} of the bytes that are computed"),
             part("kept", "of the whole batch", map(kept, plan.frontier)),
-            part("after", f"{len(plan.after)} operations of the whole batch", lines),
+            part("after", f"{_operations(plan.after)} of the whole batch", lines),
         ]
     )
+
+
+def _operations(steps: Sequence[object]) -> str:
+    return f"{len(steps)} operation{'s' * (len(steps) != 1)}"

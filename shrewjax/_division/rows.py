@@ -28,10 +28,13 @@ Sizes: TypeAlias = dict[int, int]
 
 
 class Rows(NamedTuple):
+    """The axis of an array along which examples have their parts, and the sets of its blocks."""
+
     axis: int
     sets: tuple[int, ...]
 
     def fits(self, shape: Shape) -> bool:
+        """Returns whether an array of this shape can have these rows."""
         return self.axis < len(shape) and shape[self.axis] % sum(self.sets) == 0
 
     def shape(self, whole: Shape, sizes: Sizes) -> tuple[int, ...]:
@@ -80,6 +83,7 @@ class Rows(NamedTuple):
         return [(sizes[s], len([*blocks])) for s, blocks in itertools.groupby(self.sets)]
 
     def sets_of_pieces(self) -> list[int]:
+        """Returns the set of each piece that `apart` returns."""
         return [s for s, _ in itertools.groupby(self.sets)]
 
     def reshaped(self, old: Shape, new: Shape) -> "Rows | None":

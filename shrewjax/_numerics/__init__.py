@@ -8,7 +8,6 @@
 * `scaling`: from a norm and its limit to the scale, and its product with a leaf.
 * `percentiles`: the exact percentile of magnitudes, by counting.
 * `histories`: past measurements: their percentile, their moving averages.
-* `relations`: how a value of a whole batch comes from those of its micro-batches, on the host.
 
 These modules import `_base` and those above them. No rule and no policy is decided here.
 """

@@ -9,7 +9,6 @@ The core is right without a pass: each says what it saves, and when it can be de
 * `scatters`: the scatters in loops that XLA would lose on several GPUs or TPUs.
 * `lost_scatters`: a warning of those that a user's own loop loses.
 * `loops`: the gradients of scanned layers, added to the sum in their own loop.
-* `lockstep`: no pass, but programs of a batch and of its micro-batches, run side by side.
 
 An operation that a module does not know stays as JAX traced it. These modules import `_base`.
 """

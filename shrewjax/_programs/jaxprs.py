@@ -224,6 +224,11 @@ def is_custom_jvp(equation: Equation) -> bool:
     return equation.primitive.name == _BRINGS_DERIVATIVE[0]
 
 
+def count_closed_over(equation: Equation) -> int:
+    """Returns how many operands such a function closes over. They come first, and JAX does not differentiate them."""
+    return equation.params.get("num_consts", 0)
+
+
 def tangent_program(equation: Equation, smooth: Sequence[int], results: Sequence[int]) -> Jaxpr:
     """Returns a program of operands, and of tangents of the smooth ones. It returns results, and tangents of some."""
 

@@ -9,8 +9,8 @@ and be saved. Its other dimensions have the parameter's sharding. Weights and lo
 Gradients are summed over the network in these places:
 
 * `sum_over=`: `reductions.device_sums`, called by `Devices.total` when a window closes, and after the loop of
-  `value_and_grad`. Inside `shard_map` it is a `psum`. Outside, it is a sum over rows, and XLA writes
-  the collective.
+  `accumulated_value_and_grad`. Inside `shard_map` it is a `psum`. Outside, it is a sum over rows, and XLA writes the
+  collective.
 * without `sum_over=`: the caller, or XLA, with each gradient.
 * gradients of the type `unreduced`: `mesh.summed`, as soon as there are any.
 """

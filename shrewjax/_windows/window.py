@@ -1,7 +1,7 @@
 """The accumulation window: the arithmetic that adds micro-batches and averages them.
 
-`accumulate` and `GradAccumulator` go through `Window.advance`, which decides in this order. `value_and_grad` knows how
-many micro-batches it has: it adds them by `Window.update`, or `adder_in_loop` where a scan of the loss adds them
+`accumulate` and `GradAccumulator` go through `Window.advance`, which decides in this order.
+`accumulated_value_and_grad` knows how many micro-batches it has: it adds them by `Window.update`, or `adder_in_loop` where a scan of the loss adds them
 itself, and divides once, by `Window.finalize`.
 
 1. Is the micro-batch kept? Its weight must not be 0. Unless `nonfinite` is `"propagate"`, its gradients must also be
@@ -55,7 +55,7 @@ Nonfinite = Literal["propagate", "drop_micro_batch", "drop_window", "extend_wind
 
 
 NonfiniteOfBatch = Literal["propagate", "drop_micro_batch"]
-"""The policies of `value_and_grad`, whose window is one batch."""
+"""The policies of `accumulated_value_and_grad`, whose window is one batch."""
 
 
 AccumSteps = int | jax.Array | Callable[[jax.Array], Number]

@@ -8,8 +8,7 @@ from helpers import mesh_of, placed
 from jax.sharding import PartitionSpec as P
 from speed import quick_jit
 
-import shrewjax
-from shrewjax import value_and_grad
+from shrewjax import accumulated_value_and_grad
 
 W = jnp.array([0.5, -1.0, 2.0])
 X, Y = np.ones((8, 3), np.float32), np.arange(8, dtype=np.float32)
@@ -22,7 +21,7 @@ def loss(w, x, y):
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_an_empty_batch_is_an_error_and_not_a_nan(micro_batches):
     with pytest.raises(ValueError, match=r"^argument 1 must hold at least one example, got none\. Leave out"):
-        value_and_grad(loss, micro_batches)(W, X[:0], Y[:0])
+        accumulated_value_and_grad(loss, micro_batches)(W, X[:0], Y[:0])
 
 
 def test_on_an_explicit_mesh_each_device_must_have_examples_of_every_micro_batch():
@@ -30,7 +29,7 @@ def test_on_an_explicit_mesh_each_device_must_have_examples_of_every_micro_batch
 
     def step(size):
         x = placed(np.ones((size, 3), "f"), mesh, P("data"))
-        return shrewjax.accumulated_value_and_grad(lambda w, x: jnp.mean(x * w), 2)(jnp.float32(3), x)
+        return accumulated_value_and_grad(lambda w, x: jnp.mean(x * w), 2)(jnp.float32(3), x)
 
     with jax.set_mesh(mesh):
         message = r"argument 1 has 12 examples, which micro_batches=2 on each of 4 devices does not divide\. Pad"

@@ -359,10 +359,11 @@ def features(params, lam, x, y):
 def test_any_results_have_the_values_and_the_reverse_mode_of_jax(x64_only):
     def pulled(f):
         made, pull = jax.vjp(lambda params, x: f(params, LAM, x, Y), PARAMS, X)
-        ones = lambda x: (
-            jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
-        )
         return made, pull(jax.tree.map(ones, made))
+
+    def ones(x):
+        is_smooth = jnp.issubdtype(x.dtype, jnp.inexact)
+        return jnp.ones_like(x) if is_smooth else np.zeros(x.shape, jax.dtypes.float0)
 
     part = shrewjax.micro_batched(features, 3, batch_argnums=(2, 3))  # 3 does not divide 8
     found, expected = quick_jit(lambda: pulled(part))(), quick_jit(lambda: pulled(features))()

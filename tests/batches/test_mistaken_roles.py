@@ -29,7 +29,7 @@ def noisy(params, x, key, scale=1.0):
 
 
 def traced(loss, *args):
-    return jax.eval_shape(shrewjax.value_and_grad(loss, 4), *args)
+    return jax.eval_shape(shrewjax.accumulated_value_and_grad(loss, 4), *args)
 
 
 class Examples(NamedTuple):
@@ -72,7 +72,7 @@ RATED = {"x": X, "y": Y, "rate": 0.5}
 RAW, KEY = jax.random.PRNGKey(0), jax.random.key(0)
 NOISE = {"key": KEY, "scale": 2.0}
 
-# fun, the arguments by position and by keyword, and the options of value_and_grad.
+# fun, the arguments by position and by keyword, and the options of accumulated_value_and_grad.
 MISTAKEN_ROLES = {
     "a scalar by position": (rated, (WEIGHTS, X, Y, 0.5), {}, {}),
     "settings": (lambda p, h, x, y: rated(p, x, y, h["r"]), (WEIGHTS, {"r": 0.5, "s": 1.0}, X, Y), {}, {}),
@@ -184,7 +184,9 @@ def test_examples_among_the_parameters_get_a_note_that_says_where_each_goes(fun,
 
 
 def test_a_gradient_by_examples_is_right_if_they_are_parameters_and_their_indices_the_batch():
-    step = shrewjax.value_and_grad(lambda p, x, at: loss_fn(p, x[at], jnp.asarray(Y)[at]), 4, argnums=(0, 1))
+    step = shrewjax.accumulated_value_and_grad(
+        lambda p, x, at: loss_fn(p, x[at], jnp.asarray(Y)[at]), 4, argnums=(0, 1)
+    )
     assert_close(step(WEIGHTS, X, np.arange(8))[1], jax.grad(loss_fn, (0, 1))(WEIGHTS, X, Y), rtol=1e-5)
 
 
@@ -195,7 +197,7 @@ def test_a_selection_by_a_mask_gets_a_note_with_the_mean_that_is_right():
         return loss_fn(params, x[mask], y[mask])
 
     with pytest.raises(jax.errors.NonConcreteBooleanIndexError) as raised:
-        shrewjax.value_and_grad(selecting, 4)(WEIGHTS, X, Y, mask)
+        shrewjax.accumulated_value_and_grad(selecting, 4)(WEIGHTS, X, Y, mask)
     assert any("jnp.where(mask, ...) over the mask, and let weight_fn= count it" in x for x in raised.value.__notes__)
 
     def masked(params, x, y, mask):
@@ -267,7 +269,7 @@ def test_leaves_that_are_no_numbers_are_errors_that_name_them(text):
         ValueError,
         match=r"^argument 1\['t'\]\S* must have a first axis of 8 examples, .* got \S+\. .* of its own, with batch_",
     ):
-        shrewjax.value_and_grad(lambda p, batch: loss_fn(p, batch["x"], batch["y"]), 4)(
+        shrewjax.accumulated_value_and_grad(lambda p, batch: loss_fn(p, batch["x"], batch["y"]), 4)(
             WEIGHTS, {"t": text, "x": X, "y": Y}
         )
 

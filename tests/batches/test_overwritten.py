@@ -70,10 +70,6 @@ def test_a_dropped_micro_batch_has_no_part_in_a_statistic_and_gradients_keep_the
     assert_close({"params": first["params"], NAME: first[NAME]}, {n: second[n] for n in ("params", NAME)}, rtol=0)
 
 
-def test_the_check_takes_no_statistic_for_a_gradient():
-    assert shrewjax.check_micro_batches(shrewjax.accumulated_value_and_grad(loss, K), PARAMS, X) < 1e-5
-
-
 def test_a_statistic_is_the_largest_of_all_devices():
     mesh = mesh_of(data=2)
     grad = shrewjax.accumulated_value_and_grad(loss, 2, sum_over="data")

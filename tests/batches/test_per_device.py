@@ -394,8 +394,8 @@ def test_rows_of_a_sum_are_own_sums_and_a_sum_over_devices_as_rows_is_an_error(k
 
 
 def test_a_sum_over_devices_in_a_micro_batched_loss_is_an_error():
-    of_batch = shrewjax.micro_batched(summed_loss, 2, reduction="sum", sum_over="data")
-    with pytest.raises(ValueError, match=r"^reduction='sum' must not have sum_over="):
+    of_batch = shrewjax.micro_batched(summed_loss, 2, sum_over="data")
+    with pytest.raises(ValueError, match=r"^sum_over must not name mapped axes, got \('data',\)"):
         on_eight(per_device(jax.grad(of_batch), "data"), PARAMS, X, Y)
 
 

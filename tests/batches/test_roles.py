@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import assert_close
 
-from shrewjax import micro_batch_map
+from shrewjax import accumulated_value_and_grad
 from shrewjax._batches.roles import Call, is_key
 
 W = jnp.array([0.5, -1.0, 2.0])
@@ -33,7 +33,7 @@ def flagged(w, x, y, *, negate):
     return -scaled(w, x, y) if negate == "yes" else scaled(w, x, y)
 
 
-# fun, the arguments by position and by keyword, and the options of value_and_grad
+# fun, the arguments by position and by keyword, and the options of accumulated_value_and_grad
 ROLES = {
     "a scale by keyword stays whole": (scaled, (W, X, Y), {"scale": 2.0}, {}),
     "what is no array stays as it is": (flagged, (W, X, Y), {"negate": "yes"}, {}),
@@ -92,17 +92,6 @@ def test_carry_and_weight_may_come_by_keyword():
     expected = [scaled(W, X[i::4], Y[i::4]) * (1 + 2 * i) for i in range(4)]
     np.testing.assert_allclose(value, sum(expected) / 16, rtol=1e-5)
     assert count == 8
-
-
-def test_rows_take_examples_by_keyword():
-    def loss(w, apply):
-        return jnp.mean(apply(w, x=X, y=Y)) ** 2
-
-    def rows(w, *, x, y):
-        return x @ w - y
-
-    found = jax.value_and_grad(loss)(W, micro_batch_map(rows, 4))
-    assert_close(found, jax.value_and_grad(loss)(W, rows), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -352,7 +352,7 @@ def test_definition_runs_on_any_scalar(number, root):
     batches = [(numbers(1), number(3)), (numbers(5), number(1)), (numbers(7), number(2), True)]
     assert list(spec.accumulate_spec(batches, 2)) == [None, [2], [7]]
     parts = [(*numbers(1), numbers(2), number(3), numbers(4)), (*numbers(5), numbers(6), number(1), numbers(0))]
-    assert spec.value_and_grad_spec(parts, 2, lambda part: part[0]) == (2, [3], [3])
+    assert spec.accumulated_value_and_grad_spec(parts, 2, lambda part: part[0]) == (2, [3], [3])
 
 
 @pytest.mark.thorough
@@ -361,7 +361,7 @@ def test_definition_of_nothing_is_nothing():
     assert spec.clip_gradients_spec([], 1.0, sqrt=math.sqrt) == []
     assert spec.clip_by_percentile_spec([], 50) == []
     assert list(spec.accumulate_spec([], 2)) == []
-    assert spec.value_and_grad_spec([(1, [1], 0, [1])], 1, lambda part: part[0]) is None
+    assert spec.accumulated_value_and_grad_spec([(1, [1], 0, [1])], 1, lambda part: part[0]) is None
 
 
 @pytest.mark.thorough
@@ -657,7 +657,7 @@ def test_batch_is_the_definitions(reduction, nonfinite):
         for name in AUX:
             options = {"reduction": reduction, "nonfinite": nonfinite, "aux_reduction": name}
             of_rows = [(*part[:3], [[*part[3]]]) for part in rational] if name == "examples" else rational
-            expected = spec.value_and_grad_spec(of_rows, WINDOW, lambda part: part[0], **options)
+            expected = spec.accumulated_value_and_grad_spec(of_rows, WINDOW, lambda part: part[0], **options)
             if expected is None:
                 assert bits(grads) == bits(np.zeros(2, np.float32))
                 assert np.isnan(found["mean"])

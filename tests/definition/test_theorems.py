@@ -401,7 +401,7 @@ def test_batch_comes_to_the_same_in_any_number_of_micro_batches(spec, examples: 
         return mean(part), [mean(times(3, part))], len(part), [mean(part)]
 
     whole = mean(examples), [mean(times(3, examples))], [mean(examples)]
-    return all(spec.value_and_grad_spec(examples, k, run) == whole for k in divisors(len(examples)))
+    return all(spec.accumulated_value_and_grad_spec(examples, k, run) == whole for k in divisors(len(examples)))
 
 
 @theorem(2, 4, mutant=("sum(weight for _, weight in batches)", "len(batches)"))
@@ -416,7 +416,7 @@ def test_batch_of_uneven_tokens_comes_to_their_mean(spec, g: Vector, w: Vector):
 
     average = sum(x * v for x, v in zip(g, w, strict=True)) / sum(w)
     return all(
-        spec.value_and_grad_spec(list(zip(g, w, strict=True)), k, run, aux_reduction="sum")
+        spec.accumulated_value_and_grad_spec(list(zip(g, w, strict=True)), k, run, aux_reduction="sum")
         == (average, [average], [sum(w)])
         for k in divisors(len(g))
     )
@@ -429,7 +429,7 @@ def with_and_without_dropped_parts(spec, g, w, weight, aux):
     bad, empty = (g[0], [math.nan], weight, [weight]), (math.nan, [g[0]], 0, [math.nan])
 
     def batch(parts):
-        return spec.value_and_grad_spec(
+        return spec.accumulated_value_and_grad_spec(
             parts, len(parts), lambda part: part[0], nonfinite="drop_micro_batch", aux_reduction=aux
         )
 
@@ -459,7 +459,7 @@ def test_dropped_part_of_a_batch_is_neither_the_largest_nor_the_smallest(spec, g
 
 @theorem(2, 3, mutant=('"max": max', '"max": min'))
 def test_largest_of_the_aux_is_one_of_them_and_no_less_than_any(spec, g: Vector):
-    _, _, (largest,) = spec.value_and_grad_spec(g, len(g), lambda part: (0, [], 1, part), aux_reduction="max")
+    _, _, (largest,) = spec.accumulated_value_and_grad_spec(g, len(g), lambda part: (0, [], 1, part), aux_reduction="max")
     return all(x <= largest for x in g) and any(x == largest for x in g)
 
 

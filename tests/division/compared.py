@@ -1,4 +1,4 @@
-"""A divided function beside plain JAX, in float64: values, gradients by parameters and examples, two numbers of parts."""
+"""A divided function beside plain JAX, in float64: values and gradients, for two numbers of micro-batches."""
 
 import functools
 

@@ -8,6 +8,8 @@ import pytest
 from compared import RNG, B, D, T, W, X, Y, check, names, plan_of
 from jax import lax
 
+import shrewjax
+
 pytestmark = pytest.mark.usefixtures("as_users_have_it", "x64_only")
 
 ORDER = RNG.permutation(B)
@@ -248,11 +250,8 @@ def test_a_second_derivative_that_mixes_examples_is_an_error_and_no_wrong_number
     slope.defjvps(lambda t, _, x: -t * jnp.mean(jnp.sin(x), 0))
     loss = lambda w, x: jnp.mean(sine(x @ w["a"]))  # noqa: E731
     check(loss, W, X)
-    with pytest.raises(
-        ValueError, match=r"^the second derivative of a function with jax.custom_vjp or custom_jvp must"
-    ):
-        import shrewjax
-
+    message = r"^the second derivative of a function with jax.custom_vjp or custom_jvp must"
+    with pytest.raises(ValueError, match=message):
         jax.hessian(shrewjax.micro_batched(loss, 4))(W, X)
 
 

@@ -167,8 +167,8 @@ def test_a_line_search_hands_any_name_to_its_function():
         return jnp.sum((params["w"] - weights - values - grads - height - num_tokens - loss - last) ** 2)
 
     search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(20))
-    given, value_and_grad = dict.fromkeys(names, jnp.float32(0.5)), jax.value_and_grad(loss)
-    value, grad = accumulated_value_and_grad(PARAMS, **given)
+    given = dict.fromkeys(names, jnp.float32(0.5))
+    value, grad = jax.value_and_grad(loss)(PARAMS, **given)
     given |= {"value": value, "grad": grad, "value_fn": loss}
     with jax.numpy_dtype_promotion("standard"):
         expected, _ = search.update(grad, search.init(PARAMS), PARAMS, **given)
