@@ -431,9 +431,9 @@ def accumulated_value_and_grad(
       micro_batches: K, an int >= 1, into which the examples can be divided.
       wrt: a filter of the variables in the first argument to differentiate with respect to.
       has_aux: whether `fun` returns a pair.
-      batch_argnums: the arguments that hold examples, by positions or names as in `shrewjax.accumulated_value_and_grad`. The model
-        has position 0. None: all by position except nnx objects and those of `rng_argnums`. If there are none, all by
-        keyword, except these.
+      batch_argnums: the arguments that hold examples, by positions or names as in
+        `shrewjax.accumulated_value_and_grad`. The model has position 0. None: all by position except nnx objects and
+        those of `rng_argnums`. If there are none, all by keyword, except these.
       weight_fn: as in `shrewjax.accumulated_value_and_grad`.
       aux_reduction: as in `shrewjax.accumulated_value_and_grad`.
       rng_argnums: the arguments that are trees of PRNG keys, by positions or names. Keys in nnx objects need none.

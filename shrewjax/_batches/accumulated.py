@@ -118,10 +118,10 @@ def accumulated_value_and_grad(
 
     .. math:: \ell = \frac{\sum_i w_i \ell_i}{\sum_i w_i}, \qquad \bar g = \frac{\sum_i w_i g_i}{\sum_i w_i}
 
-    The returned function takes the arguments of `fun`, with the whole batch. Each micro-batch has a loss of its own, and
-    the results are their mean: a window of `accumulate` in one call. So batch norm has a micro-batch's statistics, and
-    a policy decides on each one. `value_and_grad` has the loss of the whole batch. Call the returned function under
-    `jax.jit`, because outside of it each call compiles the loop again.
+    The returned function takes the arguments of `fun`, with the whole batch. Each micro-batch has a loss of its own,
+    and the results are their mean: a window of `accumulate` in one call. So batch norm has a micro-batch's statistics,
+    and a policy decides on each one. `value_and_grad` has the loss of the whole batch. Call the returned function
+    under `jax.jit`, because outside of it each call compiles the loop again.
 
     A step takes the memory of one micro-batch and of the sum of the gradients. Stacked gradients of scanned layers are
     added in place, except with `nonfinite="drop_micro_batch"`, if they also come from elsewhere, such as a penalty, or

@@ -152,9 +152,15 @@ def value_and_grad(
     options = Options(micro_batches, has_aux, accumulator_dtype, sum_over)
     positions = arguments.positions("argnums", argnums)
     reserved = {"argnums": positions} if batch_argnums is None else {}
-    return jax.value_and_grad(
-        of_roles(roles_of(fun, reserved, (), batch_argnums), options), argnums, has_aux
-    )
+    roles = roles_of(fun, reserved, (), batch_argnums)
+    run = jax.value_and_grad(of_roles(roles, options), argnums, has_aux)
+
+    @functools.wraps(fun)
+    def of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
+        roles.require_no_flax_state(args, kwargs)  # before JAX finds a parameter that is no float
+        return run(*args, **kwargs)
+
+    return of_batch
 
 
 def print_micro_batches(
@@ -265,6 +271,7 @@ def divided_call(
     roles: Roles, options: Options, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> PyTree:
     """Returns what `roles.fun` returns, with its derivatives."""
+    roles.require_no_flax_state(args, kwargs)
     counts = roles.examples(args, kwargs)
     setting = options.setting(counts.values())
     # Without jit, users look at numbers in the function, which a traced one does not show. Of functions that are inside

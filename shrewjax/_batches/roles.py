@@ -98,7 +98,7 @@ class Roles(NamedTuple):
         call = Call(places, (*args, *kwargs.values()), numbers, divisor, self.part)
         is_device = self.part == "device"
         if not is_device:
-            _require_no_flax_state(call)
+            self.require_no_flax_state(args, kwargs)
         for at in numbers.get("argnums", ()):
             for path, x in call.leaves(at):
                 _check_parameter(call.name(at, path), x)
@@ -109,6 +109,17 @@ class Roles(NamedTuple):
         if is_device or divisor * devices > 1:
             _check_whole(call, sizes)
         return call
+
+    def require_no_flax_state(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
+        """Raises if an NNX object has state that `fun` changes, because only `shrewjax.flax` keeps it."""
+        models = self._places(len(args), kwargs).get("argnums") or (0,)
+        given: list[tuple[Place, PyTree]] = [*enumerate(args), *kwargs.items()]
+        for place, value in given:
+            for path, kind in changing_state(value, is_model=place in models):
+                raise ValueError(
+                    f"{label(place)}{jax.tree_util.keystr(path)} is an NNX object, and new values of its {kind} would "
+                    "be lost. Call the function of this name in shrewjax.flax"
+                )
 
     def examples(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> dict[int, int]:
         """Returns the number of examples in each leaf of `(args, kwargs)` that holds some, by the leaf's number.
@@ -130,13 +141,14 @@ class Roles(NamedTuple):
                     found[i] = x.shape[0]
                 elif not is_array(x) and not isinstance(x, str | np.ndarray) and not callable(x):
                     raise ValueError(
-                        f"{label(place)} must be a tree of arrays, got {trees.shown(x)}. Pass a dict of arrays. Or "
+                        f"{label(place)} must be a tree of arrays, got {type(x).__name__}. Pass a dict of arrays. Or "
                         "register its class by jax.tree_util.register_dataclass"
                     )
         if not found:
+            names = " or ".join(map(label, held)) or "batch_argnums"
             raise ValueError(
-                f"{' or '.join(map(label, held))} must hold arrays with a first axis of examples, got none. Pass "
-                "jnp.asarray of a list of numbers. Or name the batch in batch_argnums="
+                f"{names} must hold arrays with a first axis of examples, got none. Pass jnp.asarray of a list of "
+                "numbers. Or name the batch in batch_argnums="
             )
         return found
 
@@ -250,17 +262,6 @@ def _place_of_role(
         "Pass it by position" if is_position else f"Name it, such as {role}={[*keywords][-1]!r}"
     )
     raise ValueError(f"{role} has the position {at}, but {came}. {remedy}")
-
-
-def _require_no_flax_state(call: Call) -> None:
-    """Raises if an NNX object has state that `fun` changes, because only `shrewjax.flax` keeps it."""
-    for at, value in enumerate(call.values):
-        is_model = at in (call.numbers.get("argnums") or (0,))
-        for path, kind in changing_state(value, is_model=is_model):
-            raise ValueError(
-                f"{call.name(at, path)} is an NNX object, and new values of its {kind} would be lost. Call the "
-                "function of this name in shrewjax.flax"
-            )
 
 
 def _check_parameter(name: str, x: Leaf) -> None:

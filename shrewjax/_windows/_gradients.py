@@ -19,8 +19,8 @@ def checked_gradients(
     """Returns the gradients, with None for each leaf that adds nothing.
 
     Raises if a leaf does not fit its accumulator. A parameter that is not floating has an int32 scalar in the place of
-    its accumulator. The loss and the averaged aux of `accumulated_value_and_grad` come here, too. Gradients that a scan has added
-    itself come as None.
+    its accumulator. The loss and the averaged aux of `accumulated_value_and_grad` come here, too. Gradients that a scan
+    has added itself come as None.
     """
     same_leaves(grads, gradient_sum, remedy_of_shape)
     return jax.tree.map_with_path(_checked_gradient, gradient_sum, grads)

@@ -1,8 +1,8 @@
 """The accumulation window: the arithmetic that adds micro-batches and averages them.
 
 `accumulate` and `GradAccumulator` go through `Window.advance`, which decides in this order.
-`accumulated_value_and_grad` knows how many micro-batches it has: it adds them by `Window.update`, or `adder_in_loop` where a scan of the loss adds them
-itself, and divides once, by `Window.finalize`.
+`accumulated_value_and_grad` knows how many micro-batches it has: it adds them by `Window.update`, or `adder_in_loop`
+where a scan of the loss adds them itself, and divides once, by `Window.finalize`.
 
 1. Is the micro-batch kept? Its weight must not be 0. Unless `nonfinite` is `"propagate"`, its gradients must also be
    finite on all devices.
