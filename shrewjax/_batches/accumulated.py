@@ -72,6 +72,7 @@ from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._programs.jaxprs import axes_of_collectives
 from shrewjax._programs.loops import Traced
 from shrewjax._programs.scatters import unknown_true
+from shrewjax._programs.unrolled import scan_in_order
 from shrewjax._windows.window import NonfiniteOfBatch, Reduction, Window
 from shrewjax._windows.window_state import GradAccumulatorState
 
@@ -442,7 +443,9 @@ def _run(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
     loop = _Loop(window, batch, loss, traced, aux, own_axes)
     start = loop.start(params, batch.carry_of_device(carried))
     if has_weight is None:
-        end, stacked = lax.scan(loop.turn, start, jnp.arange(batch.divisor, dtype=jnp.int32))
+        end, stacked = scan_in_order(
+            loop.turn, start, batch.divisor, has_convolutions=traced.has_convolutions()
+        )
     else:
         end, stacked = loop.run_where(has_weight, start)
 

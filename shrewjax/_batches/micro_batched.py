@@ -251,7 +251,13 @@ class Options:
             )
         parts = max(devices, 1)
         most = self.micro_batches
-        if all(isinstance(n, int) for n in counts):  # jax.export has symbols
+        symbols = [n for n in counts if not isinstance(n, int)]  # of jax.export
+        if open_ := [n for n in symbols if n % (most * parts)]:
+            raise ValueError(
+                f"micro_batches={most} must divide a symbolic number of examples, got {open_[0]}. Export it for "
+                f"jax.export.symbolic_shape('{most * parts}*b')"
+            )
+        if not symbols:
             most = max(min(most, max(counts) // parts), 1)
         sets = [n for n in dict.fromkeys(counts) if n >= most * parts]
         return Setting(most, tuple(sets), self.accumulator_dtype, self.axes, parts)

@@ -280,7 +280,7 @@ class Program:
             made = rows.reshaped(ins[0], outs[0])
             return made and step.found([made], [rows])
         if labels.is_of_each_example(equation):
-            return _of_each_example(step, facts)
+            return self._of_each_example(step, facts)
         its = labels.labels_of(equation)
         label = its and its.ins[at][rows.axis]
         if its is None or label is None:
@@ -310,6 +310,40 @@ class Program:
                 if all(x.is_constant or x.kind == y for x, y in zip(facts, takes, strict=True)):
                     return step.found(makes, takes, own_rows=column)
         return None
+
+    def _of_each_example(self, step: Step, facts: list[Fact]) -> Step | None:
+        """What the user says to be of each example alone: rows along the first axis."""
+        ins, outs = labels.shapes_of(step.equation)
+        rows = {x.kind for x in facts if isinstance(x.kind, Rows)}
+        if len(rows) != 1 or not {x.kind for x in facts if not x.is_constant} <= rows:
+            return None
+        (its,) = rows
+        if its.axis or not all(map(its.fits, outs)):
+            raise ValueError(
+                f"of_each_example takes and returns a row for each of {its.sets[0]} examples, along the first axis, "
+                f"got results of shapes {outs}. Let the function return such rows"
+            )
+        # Others with as many rows are divided, too, if their shape alone can say that they are of examples.
+        takes = slices(x.kind for x in facts)
+        count = next(shape[0] for x, shape in zip(takes, ins, strict=True) if x)
+        for at, x in enumerate(step.equation.invars):
+            if takes[at] is None and ins[at][:1] == (count,):
+                if not self._is_made_of_nothing(x):
+                    raise ValueError(
+                        f"of_each_example must know which arrays hold examples, but one of shape {ins[at]} depends on "
+                        f"none, and has {count} rows, as examples have. If these are examples, pass them in "
+                        "batch_argnums=. Otherwise give the array another first axis, such as x[None]"
+                    )
+                takes[at] = its
+        return step.found([its] * len(outs), takes)
+
+    def _is_made_of_nothing(self, x: Atom) -> bool:
+        """Returns whether a value depends on shapes alone, such as `jnp.arange(B)`."""
+        step = self.made_by.get(x) if is_variable(x) else None
+        operands = step.equation.invars if step else []
+        return not is_variable(x) or (
+            step is not None and all(map(self._is_made_of_nothing, operands))
+        )
 
     # Equations with programs inside.
 
@@ -468,21 +502,6 @@ class Program:
             kinds = new
         is_right = all(_stands_for(x, _dual(kinds[i])) for i, x in gradients.items())
         return kinds, [first, second] if is_right else []
-
-
-def _of_each_example(step: Step, facts: list[Fact]) -> Step | None:
-    """What the user says to be of each example alone: rows along the first axis."""
-    outs = labels.shapes_of(step.equation)[1]
-    rows = {x.kind for x in facts if isinstance(x.kind, Rows)}
-    if len(rows) != 1 or not {x.kind for x in facts if not x.is_constant} <= rows:
-        return None
-    (its,) = rows
-    if its.axis or not all(map(its.fits, outs)):
-        raise ValueError(
-            f"of_each_example takes and returns a row for each of {its.sets[0]} examples, along the first axis, got "
-            f"results of shapes {outs}. Let the function return such rows"
-        )
-    return step.found([its] * len(outs), slices(x.kind for x in facts))
 
 
 def _by_blocks(step: Step, facts: list[Fact], leader: int) -> Step | None:

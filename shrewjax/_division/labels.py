@@ -279,6 +279,13 @@ def _exchanged(given: Given) -> Labels:
     return given.with_new_axis(lost[0]) if is_stack else given.in_place(lost)
 
 
+def _clip_cotangent(given: Given) -> Labels:
+    """The package's own operation clips each slice alone. Its zeros and limits have one number for each slice."""
+    dims = given.params["slices"].dims
+    of_slices = [d if d in dims else None for d in range(len(given.operand))]
+    return Labels([of_slices, *(dims[: len(x)] for x in given.ins[1:])], [of_slices])
+
+
 _RULES: list[tuple[Rule, str]] = [
     (
         _elementwise,
@@ -327,6 +334,7 @@ _RULES: list[tuple[Rule, str]] = [
         _prefix,
         "random_bits random_split random_wrap random_unwrap random_gamma bitcast_convert_type",
     ),
+    (_clip_cotangent, "clip_cotangent"),
     (_exchanged, "all_gather all_gather_invariant reduce_scatter all_to_all"),
 ]
 _LABELS = {name: rule for rule, names in _RULES for name in names.split()}

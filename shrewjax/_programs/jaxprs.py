@@ -121,6 +121,14 @@ def with_arrays_as_arguments(closed: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
     return closed_jaxpr(moved, [y for _, y in others]), [y for _, y in arrays]
 
 
+def has_convolutions(jaxpr: Jaxpr) -> bool:
+    """Returns whether a program has a convolution outside of loops."""
+    equations = opened(jaxpr).eqns
+    inner = [y for x in equations if x.primitive.name not in _JAXPR_OF_LOOP for y in jaxprs_in(x)]
+    is_one = any(x.primitive.name == "conv_general_dilated" for x in equations)
+    return is_one or any(map(has_convolutions, inner))
+
+
 def has_collective(jaxpr: Jaxpr) -> bool:
     """Returns whether devices wait for each other in a jaxpr."""
     return bool(_axes_of_collectives(jaxpr))

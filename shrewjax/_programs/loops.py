@@ -60,6 +60,7 @@ from shrewjax._programs.jaxprs import (
     axes_of_constraints,
     constants_of,
     context_of,
+    has_convolutions,
     is_checkpoint,
     is_jit_disabled,
     is_plain_jit,
@@ -121,6 +122,10 @@ class Traced:
     def constrained_axes(self) -> set[Hashable]:
         """Returns the mesh axes over which the function asks to shard arrays."""
         return axes_of_constraints(self._closed)
+
+    def has_convolutions(self) -> bool:
+        """Returns whether it has a convolution outside of its own loops."""
+        return has_convolutions(self._closed)
 
     def added_to(self, sums: Sums, add: Add, *arguments: PyTree) -> tuple[PyTree, Sums]:
         """Returns the results and the new sums. A result that scans have added to its sum is None.
