@@ -221,8 +221,8 @@ def _as_array(path: KeyPath, leaf: Leaf, what: str) -> Leaf:
     if isinstance(leaf, bool | int | float | complex):
         return jnp.asarray(leaf)
     raise ValueError(
-        f"{what} leaf {leaf_name(path)} must be an array or a number, got {shown(leaf)}. Pass the arrays alone, as "
-        "of eqx.filter(model, eqx.is_inexact_array)"
+        f"{what} leaf {leaf_name(path)} must be an array or a number, got {shown(leaf)}. Pass the arrays alone. Of "
+        "a model, take params, static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine(params, static)"
     )
 
 

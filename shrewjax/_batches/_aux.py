@@ -65,13 +65,12 @@ class AuxLeaves:
     def find_axes(self, of_whole_batch: Callable[[], PyTree], is_joined: bool) -> None:
         """Finds the axis of examples of each leaf that devices join, and raises if it has none.
 
-        Raises, too, if a dimension of an averaged leaf is a multiple of the micro-batch's size, and another one for the
-        whole batch, because the mean would mix examples. It traces `fun` for the whole batch if it needs its shapes.
+        Raises, too, if an averaged leaf has another shape for the whole batch, because the mean would mix examples. It
+        traces `fun` for the whole batch if it needs its shapes.
         """
-        averaged = self._of(self._like, "mean")
-        may_count = self._size and any(n % self._size == 0 for x in averaged for n in x.shape)
+        has_axis = any(x.shape for x in self._of(self._like, "mean"))
         whole = None
-        if may_count or (is_joined and self._of(self._like, "last", "stack")):
+        if has_axis or (is_joined and self._of(self._like, "last", "stack")):
             # `fun` may take no other number of examples, so that no other shape is known.
             with suppress(Exception):
                 whole = jax.eval_shape(of_whole_batch)
@@ -177,8 +176,9 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
     is_number = jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(
-            f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Pass another "
-            "aux_reduction=, such as 'sum'. Pass a state by carry_argnum= of accumulated_value_and_grad"
+            f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Pass a tree of "
+            "names as aux_reduction=, one for each leaf, with 'sum' for this one. Pass a state by carry_argnum= of "
+            "accumulated_value_and_grad"
         )
     if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
         raise ValueError(

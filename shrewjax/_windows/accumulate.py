@@ -492,6 +492,13 @@ def apply_gradients(
         )
     if params is None:
         raise ValueError("params must be the parameters, got None. Pass them after the state")
+    if isinstance(grads, tuple) and [*map(jax.tree.structure, grads[1:])] == [
+        jax.tree.structure(params)
+    ]:
+        raise ValueError(
+            "grads must be a tree like params, got a pair, such as (value, grads) of value_and_grad. Pass its second "
+            "element"
+        )
     _require_taken(tx, opt_state, extra_args)
     # `parameter_arrays` leaves integer NumPy arrays alone. Outside of jit, a skipped step would otherwise return the
     # caller's own, which then share memory (tests/promises/test_train_steps.py, "returns_jax_arrays_too").

@@ -310,7 +310,7 @@ class Window:
         """Returns the sums of squared norms with this micro-batch's, if the window measures its noise.
 
         A gradient of the least weight is left out, because its norm, divided by the weight, would be all of the noise.
-        A user gives that weight to a gradient without examples (docs/guide/losses.md).
+        A user gives that weight to a gradient without examples (`reduction` of `accumulate`).
         """
         if self._noise_decay is None:
             return noise
