@@ -162,7 +162,7 @@ class WhatGitHubReads(SphinxTransform):
     """Turns HTML that the pages have for GitHub into what the site has for the same.
 
     A `<picture>` shows `figures/NAME-light.svg` or `figures/NAME-dark.svg`, as the page is. If there are figures
-    `NAME_stacked` as well, a phone shows those. Otherwise the figure scrolls there. A comment `<!-- index: a, b -->`
+    `NAME_stacked` as well, a phone shows those. Otherwise a wide figure scrolls there. A comment `<!-- index: a, b -->`
     is an entry of the index.
     """
 
@@ -189,7 +189,9 @@ def picture(name: str, text: str) -> nodes.container:
     """Returns a figure's images in a box. The theme hides those of the other mode, our style sheet those too wide."""
     widths = {name: "wide", f"{name}_stacked": "narrow"}
     if not (HERE / "figures" / f"{name}_stacked-light.svg").exists():
-        widths = {name: "scrolls"}
+        drawn = (HERE / "figures" / f"{name}-light.svg").read_text()
+        points = float(re.search(r'<svg [^>]*width="([\d.]+)pt"', drawn)[1])
+        widths = {name: "scrolls" if points > 400 else "whole"}
     images = (
         nodes.image(
             "",

@@ -78,7 +78,7 @@ class Parts(NamedTuple):
 
     def operations(self, part: str) -> int:
         """The number of operations of a part."""
-        return int(re.search(rf"(?m)^{part} +(\d+) operations", self.printed)[1])
+        return int(re.search(rf"(?m)^{part} +(\d+) operation", self.printed)[1])
 
 
 def parts_of_a_transformer() -> Parts:

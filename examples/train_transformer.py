@@ -1,10 +1,10 @@
 """Trains a small transformer on Python's documentation: a whole batch of uneven texts in one call, with dropout.
 
 A batch is 32 paragraphs, of two characters or of a hundred. `shrewjax.value_and_grad` takes them 8 at a time, inside
-one jitted step, and needs the memory of 8. The loss is a mean over the characters of a micro-batch. The mean of such
-means is not the mean over the batch, and neither is its gradient: a character counts for more where there are fewer.
-With `weight_fn=` the number of characters, the step equals the one large batch. The example measures both against that
-batch, as it trains. Each micro-batch has a dropout key of its own.
+one jitted step, and needs the memory of 8. The loss is a mean over the characters of the batch, and stays as it is.
+Loss and gradient are those of the one large batch. A mean of the micro-batches' means is another number, and so is
+its gradient: a character counts for more where there are fewer. The example measures both against the large batch, as
+it trains.
 
 Run it with
 
@@ -20,7 +20,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import _common
 import _figures
@@ -111,12 +111,6 @@ def batches(texts: list[np.ndarray], number: int, longest: int, seed: int) -> It
         yield padded([texts[i] for i in rng.choice(len(texts), BATCH, replace=False)], longest)
 
 
-def predicted(weights: nnx.State, texts: Texts, key: jax.Array, **_: Any) -> jax.Array:
-    """The number of characters that have one before them, which the loss is a mean over: a micro-batch's weight."""
-    del weights, key
-    return jnp.sum(texts.lengths - 1)
-
-
 def loss_of(graph: nnx.GraphDef) -> Callable[..., jax.Array]:
     """The loss as a function of the weights: cross-entropy of each next character, averaged over those that exist."""
 
@@ -139,11 +133,9 @@ class Difference(NamedTuple):
 
 
 def comparison(mean_loss: Callable[..., jax.Array]) -> Callable[..., dict[str, Difference]]:
-    """Compares, without dropout, micro-batches weighted by characters, and not, with the large batch."""
+    """Compares the divided loss, and a mean of the micro-batches' means, with the large batch, without dropout."""
     sides = {
-        "weight_fn=": shrewjax.accumulated_value_and_grad(
-            mean_loss, MICRO_BATCHES, weight_fn=predicted, rng_argnums=2
-        ),
+        "value_and_grad": shrewjax.value_and_grad(mean_loss, MICRO_BATCHES),
         "mean of means": shrewjax.accumulated_value_and_grad(
             mean_loss, MICRO_BATCHES, rng_argnums=2
         ),
@@ -178,7 +170,7 @@ def plot(
         xlabel="characters in a micro-batch",
         ylabel="micro-batches",
     )
-    for name in ("mean of means", "weight_fn="):
+    for name in ("mean of means", "value_and_grad"):
         errors = [difference[name].gradient for difference in compared.values()]
         error_axes.plot(list(compared), errors, "o-", markersize=3, label=name)
     error_axes.set(yscale="log", xlabel="step", ylabel="relative to its norm")
@@ -188,7 +180,7 @@ def plot(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains with weights, compares on the way, reports and draws."""
+    """Trains, compares on the way, reports and draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--length", type=int, default=128, help="longest paragraph, in characters")
@@ -207,9 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     tx = optax.chain(shrewjax.clip_by_global_norm(MAX_NORM), optax.adamw(schedule))
     opt_state = tx.init(weights)
     mean_loss = loss_of(graph)
-    loss_and_grad = shrewjax.accumulated_value_and_grad(
-        mean_loss, MICRO_BATCHES, weight_fn=predicted, rng_argnums=2
-    )
+    loss_and_grad = shrewjax.value_and_grad(mean_loss, MICRO_BATCHES)
 
     def train_step(
         weights: nnx.State, opt_state: optax.OptState, texts: Texts, key: jax.Array
@@ -241,7 +231,7 @@ def main(argv: list[str] | None = None) -> None:
     counts, losses = np.array(counts), np.array(jax.device_get(losses))
     print(f"characters in a micro-batch: {counts.min()} to {counts.max()}")
     print(f"loss a character: {losses[0]:.3f} at first, {losses[-10:].mean():.3f} at last")
-    for name in ("weight_fn=", "mean of means"):
+    for name in ("value_and_grad", "mean of means"):
         loss, gradient = (
             max(values)
             for values in zip(*(found[name] for found in compared.values()), strict=True)

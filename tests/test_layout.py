@@ -23,7 +23,7 @@ PACKAGE = pathlib.Path(shrewjax.__file__).parent
 # The modules of each private package. A module may import from those before it.
 PACKAGES = {
     "_base": ["types", "axes", "mesh", "branches", "flax_names", "trees", "states", "arguments"],
-    "_programs": ["switch", "jaxprs", "forwarding", "scatters", "lost_scatters", "loops"],
+    "_programs": ["switch", "jaxprs", "forwarding", "scatters", "lost_scatters", "unrolled", "loops"],
     "_numerics": ["floats", "reductions", "vectors", "norms", "scaling", "percentiles", "histories"],
     "_clipping": ["rule", "units", "global_norm", "unit_norms", "elements", "cotangents"],
     "_skipping": ["wrapping", "guards"],

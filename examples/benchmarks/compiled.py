@@ -244,7 +244,7 @@ def batches(target: Target) -> Iterator[Row]:
         for name, options in BATCHES.items():
             ours = shrewjax.accumulated_value_and_grad(masked_loss, MICRO_BATCHES, **options)
             yield Row(
-                f"value_and_grad over {n}, {name}",
+                f"accumulated_value_and_grad over {n}, {name}",
                 partial(whole_batch, target, ours, n),
                 partial(whole_batch, target, optax_batch, n),
             )
@@ -253,7 +253,7 @@ def batches(target: Target) -> Iterator[Row]:
                     masked_loss, MICRO_BATCHES, sum_over="data", **options
                 )
                 yield Row(
-                    f"value_and_grad over {n}, {name}, in shard_map",
+                    f"accumulated_value_and_grad over {n}, {name}, in shard_map",
                     partial(whole_batch, target, ours, n, mapped=True),
                 )
         if n > 1:

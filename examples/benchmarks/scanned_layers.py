@@ -80,23 +80,29 @@ def sum_by_hand(loss: Callable[..., Any], steps: int, params: Any, batch: Any) -
 
 def masked(model: Any, params: Any, tokens: jax.Array) -> jax.Array:
     """Returns the mean over the valid tokens of the whole batch."""
-    losses = shrewjax.micro_batch_map(model.losses, MICRO_BATCHES)(params, tokens)
     mask = tokens > 3
-    return jnp.sum(losses * mask) / jnp.sum(mask)
+    return jnp.sum(model.losses(params, tokens) * mask) / jnp.sum(mask)
 
 
 def contrastive(model: Any, params: Any, tokens: jax.Array) -> jax.Array:
     """Returns a loss that compares each sequence with all others."""
-    rows = shrewjax.micro_batch_map(model.losses, MICRO_BATCHES)(params, tokens)
+    rows = model.losses(params, tokens)
     labels = jnp.arange(len(rows))
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(rows @ rows.T, labels))
+
+
+def divided(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Value and gradients of a loss of the whole batch."""
+    return shrewjax.value_and_grad(loss, MICRO_BATCHES)
 
 
 ONE = "one micro-batch"
 WAYS: dict[str, Callable[[Any], Any]] = {
     ONE: lambda model: jax.value_and_grad(model.loss),
     "by hand": lambda model: functools.partial(sum_by_hand, model.loss, MICRO_BATCHES),
-    "value_and_grad": lambda model: shrewjax.value_and_grad(model.loss, MICRO_BATCHES),
+    "value_and_grad": lambda model: divided(model.loss),
+    "masked": lambda model: divided(functools.partial(masked, model)),
+    "contrastive": lambda model: divided(functools.partial(contrastive, model)),
     "weighted": lambda model: shrewjax.accumulated_value_and_grad(
         model.loss, MICRO_BATCHES, weight_fn=lambda _, tokens: weight(tokens)
     ),
@@ -106,8 +112,6 @@ WAYS: dict[str, Callable[[Any], Any]] = {
         weight_fn=lambda _, tokens: weight(tokens),
         skip_empty=True,
     ),
-    "map, masked": lambda model: jax.value_and_grad(functools.partial(masked, model)),
-    "map, contrastive": lambda model: jax.value_and_grad(functools.partial(contrastive, model)),
 }
 
 

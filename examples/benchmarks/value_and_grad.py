@@ -1,4 +1,4 @@
-"""A whole batch in one call: `value_and_grad` against a `lax.scan` written by hand, Optax's microbatching, one batch.
+"""A whole batch in one call: `accumulated_value_and_grad` against a scan by hand, Optax's microbatching, one batch.
 
     python examples/benchmarks/value_and_grad.py [--json FILE] [--quick]
 

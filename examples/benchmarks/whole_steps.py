@@ -81,6 +81,15 @@ def ways(model: Model) -> dict[str, Way]:
         (_, (_, stats)), grads = run(params, stats, batch)
         return *_harness.applied(ours, (params, state), grads), stats
 
+    def divided(carry: Any, frozen: Any, batch: Any) -> Any:
+        params, state, stats = carry
+
+        def loss(params: Any, batch: Any) -> Any:
+            return model.loss(params, stats, frozen, batch)
+
+        (_, stats), grads = shrewjax.value_and_grad(loss, K, has_aux=True)(params, batch)
+        return *_harness.applied(ours, (params, state), grads), stats
+
     def by_hand(carry: Any, frozen: Any, batch: Any) -> Any:
         params, state, stats = carry
 
@@ -127,8 +136,12 @@ def ways(model: Model) -> dict[str, Way]:
         return *apply(tx, (params, state), grads), stats
 
     of_optax = partial(one_by_one, _harness.updated, multi_steps)
+    has_statistics = bool(
+        jax.tree.leaves(jax.eval_shape(model.init)[1])
+    )  # batch norm mixes examples
     return {
-        "shrewjax.value_and_grad": Way(whole, ours),
+        **({} if has_statistics else {"shrewjax.value_and_grad": Way(divided, ours)}),
+        "shrewjax.accumulated_value_and_grad": Way(whole, ours),
         "optax.microbatching": Way(microbatching, theirs),
         "a loop by hand": Way(by_hand, theirs),
         **({WITH_REFS: Way(by_refs, theirs)} if HAS_REFS else {}),

@@ -60,13 +60,13 @@ def micro_batched(
     ==============================================  ================================================================
     in `fun`                                        result
     ==============================================  ================================================================
-    examples mix before weights act on them, as in  an error that names the line, if less than half could be divided;
-    batch norm in training                          `accumulated_value_and_grad` takes statistics of micro-batches
+    batch norm in training, or else examples that   an error that names the line, if less than half could be divided;
+    mix before weights act on them                  `accumulated_value_and_grad` takes statistics of micro-batches
     `jax.random`                                    the whole batch's own draws; with another generator than threefry
                                                     other draws, from `fold_in(key, i)`
     a kernel, such as one of pallas                 put `of_each_example` around it
     `jax.debug.print` of rows of the model          it prints for each micro-batch
-    an ordered effect, `io_callback`, `jax.new_ref` an error
+    ordered effects, `io_callback`, `jax.new_ref`   an error
     a scalar result, with or without aux            forward and reverse mode of any order; the aux has no derivative
     any other result                                reverse mode
     ==============================================  ================================================================
@@ -186,6 +186,9 @@ def print_micro_batches(
       has_aux: as in `micro_batched`.
       batch_argnums: as in `micro_batched`.
       **kwargs: as `args`.
+
+    Returns:
+      None.
 
     Raises:
       ValueError: as in `micro_batched`.

@@ -327,7 +327,8 @@ class Program:
         takes = slices(x.kind for x in facts)
         count = next(shape[0] for x, shape in zip(takes, ins, strict=True) if x)
         for at, x in enumerate(step.equation.invars):
-            if takes[at] is None and ins[at][:1] == (count,):
+            is_param = facts[at].is_free and not self._is_inside
+            if takes[at] is None and ins[at][:1] == (count,) and not is_param:
                 if not self._is_made_of_nothing(x):
                     raise ValueError(
                         f"of_each_example must know which arrays hold examples, but one of shape {ins[at]} depends on "

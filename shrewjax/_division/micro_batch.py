@@ -65,7 +65,7 @@ class MicroBatch:
     def _read(self, env: Env, x: Atom, rows: Rows | None) -> Leaf:
         if not is_variable(x):
             value = jaxprs.value_of_literal(x)
-            return self._sliced(jnp.asarray(value, x.aval.dtype), rows)
+            return self._sliced(np.asarray(value, x.aval.dtype), rows)
         if (x, rows) in env:
             return env[x, rows]
         return self._sliced(env[x, None], rows)
@@ -107,8 +107,6 @@ class MicroBatch:
             return self._run(equation, given)
         if labels.is_draw(equation) and makes[0] is not None and not any(takes):
             return [draws.part_of_draw(equation, given[0], makes[0], self)]
-        if labels.is_of_each_example(equation):
-            return equation.params["function"](*given)
         if jaxprs.is_scan(equation):
             return self._scan(task, given)
         if not step.programs:

@@ -4,6 +4,9 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from pathlib import Path
+
+import jax
 
 from shrewjax._base.types import Function
 from shrewjax._division import labels
@@ -127,7 +130,11 @@ def line_of(step: Step, fun: Function) -> str:
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep, "<frozen"
 # Not all of `get_paths()`: its prefix, such as /usr or /usr/local, may hold the user's project.
 _FOLDERS = "stdlib", "platstdlib", "purelib", "platlib"
-_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in _FOLDERS)
+# JAX may lie elsewhere, such as in an environment that this one is over.
+_INSTALLED = (
+    *(sysconfig.get_path(x) + os.sep for x in _FOLDERS),
+    f"{Path(jax.__file__).parents[1]}{os.sep}",
+)
 
 
 def described(plan: Plan, fun: Function, sizes: str, passes: str) -> str:

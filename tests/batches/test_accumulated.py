@@ -586,7 +586,7 @@ def test_gradients_that_are_not_reduced_are_an_error():
         on_each_device(step, mesh_of(data=DEVICES), check_vma=False).lower(PARAMS, *MANY)
 
 
-def test_a_loss_of_each_device_has_the_gradients_of_its_own_examples_by_the_remedy_of_either_function():
+def test_a_loss_of_each_device_has_the_gradients_of_its_own_examples_by_the_remedy():
     loss = lambda params, x: jnp.mean(jnp.tanh(x @ params))  # noqa: E731
     params, x = np.ones(3, "f"), np.random.default_rng(2).normal(size=(DEVICES * K, 3)).astype("f")
 
@@ -595,9 +595,8 @@ def test_a_loss_of_each_device_has_the_gradients_of_its_own_examples_by_the_reme
         return jax.jit(jax.shard_map(own, mesh=mesh_of(data=DEVICES), in_specs=(P(), P("data")), out_specs=P("data")))
 
     remedy = r"For each device's own gradients, pass sum_over=\(\) and jax\.lax\.pcast\("
-    for function in (shrewjax.accumulated_value_and_grad, shrewjax.micro_batched):
-        with pytest.raises(ValueError, match=remedy + r"params, \('data',\), to='varying'\)"):
-            on_devices(function(loss, K)).lower(params, x)
+    with pytest.raises(ValueError, match=remedy + r"params, \('data',\), to='varying'\)"):
+        on_devices(shrewjax.accumulated_value_and_grad(loss, K)).lower(params, x)
     step = shrewjax.accumulated_value_and_grad(loss, K, sum_over=())
     found = on_devices(lambda params, x: step(own_params(params, ("data",)), x))(params, x)
     expected = jax.vmap(jax.value_and_grad(loss), (None, 0))(params, x.reshape(DEVICES, K, 3))

@@ -459,7 +459,9 @@ def test_dropped_part_of_a_batch_is_neither_the_largest_nor_the_smallest(spec, g
 
 @theorem(2, 3, mutant=('"max": max', '"max": min'))
 def test_largest_of_the_aux_is_one_of_them_and_no_less_than_any(spec, g: Vector):
-    _, _, (largest,) = spec.accumulated_value_and_grad_spec(g, len(g), lambda part: (0, [], 1, part), aux_reduction="max")
+    _, _, (largest,) = spec.accumulated_value_and_grad_spec(
+        g, len(g), lambda part: (0, [], 1, part), aux_reduction="max"
+    )
     return all(x <= largest for x in g) and any(x == largest for x in g)
 
 

@@ -65,10 +65,11 @@ def test_penalties_aux_and_carry_have_the_numbers_and_types_of_one_device(contex
     with CONTEXTS[context](mesh):
         params, x, y = placed(PARAMS, mesh, P()), *placed((X, Y), mesh, P("data"))
         step = shrewjax.value_and_grad(penalized, K, has_aux=True)
-        found, eager = jax.jit(step)(params, x, y), step(params, x, y)
+        accumulated = shrewjax.accumulated_value_and_grad(penalized, K, has_aux=True)
+        found = [jax.jit(step)(params, x, y), step(params, x, y), jax.jit(accumulated)(params, x, y)]
         step = shrewjax.accumulated_value_and_grad(carried, K, has_aux=True, carry_argnum=3)
         (_, (_, carry)), _ = jax.jit(step)(params, x, y, jnp.zeros(()))
-    close((found, eager), (((value, aux), grads),) * 2)
+    close(found, (((value, aux), grads),) * 3)
     np.testing.assert_allclose(carry, sum(np.mean(X[i::K]) for i in range(K)), rtol=1e-4)
 
 
@@ -92,10 +93,10 @@ def test_parameters_that_the_loss_does_not_use_have_gradients_of_zero():
     mesh = mesh_of("Explicit", data=8)
     with jax.set_mesh(mesh):
         params, x = placed({"in": PARAMS["in"], **unused}, mesh, P()), placed(X, mesh, P("data"))
-        step = shrewjax.value_and_grad(lambda p, x: jnp.mean((x @ p["in"]) ** 2), K)
-        _, grads = jax.jit(step)(params, x)
+        makes = shrewjax.value_and_grad, shrewjax.accumulated_value_and_grad
+        found = [jax.jit(make(lambda p, x: jnp.mean((x @ p["in"]) ** 2), K))(params, x)[1] for make in makes]
     expected = 2 * X.T @ (X @ PARAMS["in"]) / X.size
-    close(grads, {"in": expected, **jax.tree.map(np.zeros_like, unused)})
+    close(found, [{"in": expected, **jax.tree.map(np.zeros_like, unused)}] * 2)
 
 
 def reduced(tree, axis="data"):
@@ -209,7 +210,7 @@ def test_rules_sum_gradients_that_come_as_unreduced(name):
 
 
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}])
-def test_an_array_that_the_loss_closes_over_has_to_be_an_argument_of_it(axes):
+def test_an_array_that_the_loss_closes_over_has_to_be_an_argument_of_it_unless_the_loss_is_divided(axes):
     """JAX's own errors name neither the loss nor the remedy. The test does what the message says."""
     scale, w = PARAMS["layers"]["bias"][0], PARAMS["in"]
     mesh = mesh_of("Explicit", **axes)
@@ -217,10 +218,12 @@ def test_an_array_that_the_loss_closes_over_has_to_be_an_argument_of_it(axes):
     with jax.set_mesh(mesh):
         given = placed(w, mesh, P()), placed(X, mesh, P("data")), placed(scale, mesh, P())
 
-        def closing(w, x, scale):
-            return shrewjax.value_and_grad(lambda w, x: loss(w, x, scale), K, sum_over="data")(w, x)
+        def closing(make):
+            return lambda w, x, scale: make(lambda w, x: loss(w, x, scale), K, sum_over="data")(w, x)
 
+        accumulated = shrewjax.accumulated_value_and_grad
         with pytest.raises(ValueError, match=r"must not close over arrays on the mesh\. Pass them as arguments\."):
-            jax.jit(closing)(*given)
-        found = jax.jit(shrewjax.value_and_grad(loss, K, batch_argnums=1, sum_over="data"))(*given)
-    close(found, jax.value_and_grad(loss)(w, X, scale))
+            jax.jit(closing(accumulated))(*given)
+        steps = accumulated(loss, K, batch_argnums=1, sum_over="data"), closing(shrewjax.value_and_grad)
+        found = [jax.jit(step)(*given) for step in steps]
+    close(found, [jax.value_and_grad(loss)(w, X, scale)] * 2)

@@ -106,20 +106,39 @@ def of_batch(model, **options):
     return lambda mesh: shrewjax.accumulated_value_and_grad(model.loss, K, weight_fn=model.weight, **options)
 
 
+def of_whole(model, **options):
+    """The loss of the whole batch, divided."""
+    return lambda mesh: shrewjax.value_and_grad(model.loss, K, **options)
+
+
 def in_shard_map(**options):
     """In `shard_map` over "data" that the caller writes."""
     model = transformer(SCANNED, **options)
+    return _in_shard_map(model, of_batch(model, sum_over="data"))
 
+
+def whole_in_shard_map():
+    """The loss reduces over devices itself, as in plain JAX."""
+    model = transformer(SCANNED, is_weighted=True)
+
+    def loss(params, tokens):
+        count = model.weight(params, tokens)
+        return jax.lax.psum(model.loss(params, tokens) * count, "data") / jax.lax.psum(count, "data")
+
+    return _in_shard_map(model, lambda mesh: shrewjax.value_and_grad(loss, K))
+
+
+def _in_shard_map(model, of_device):
     def step(mesh):
-        run = of_batch(model, sum_over="data")(mesh)
+        run = of_device(mesh)
         specs = (P(), *[P("data")] * len(model.batch))
         return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(), axis_names={"data"})
 
     return Form(model, {"data": DEVICES}, step)
 
 
-def on_explicit(of, **options):
-    return summed_over(transformer(of, **options))._replace(kind=AxisType.Explicit)
+def on_explicit(of, divide=of_batch, **options):
+    return summed_over(transformer(of, **options), divide)._replace(kind=AxisType.Explicit)
 
 
 def typed_reduced():
@@ -137,12 +156,12 @@ def typed_reduced():
     return Form(model, {"data": DEVICES}, step, kind=AxisType.Explicit)
 
 
-def tensor_parallel(kind):
+def tensor_parallel(kind, divide=of_batch):
     """Half of each matrix on a device."""
     model, is_explicit = network(), kind == AxisType.Explicit
     specs = {"layers": P(None, None, "model"), "out": P()}
     batch_specs = (P("data", "model"), P("data")) if is_explicit else P("data")  # of activations, by their types
-    axes, step = {"data": 4, "model": 2}, of_batch(model, sum_over="data")
+    axes, step = {"data": 4, "model": 2}, divide(model, sum_over="data")
     return Form(model, axes, step, specs, batch_specs, kind, sent={"all-reduce": 0.5})
 
 
@@ -151,19 +170,20 @@ def columns(of):
     return jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), "fsdp"), of.params)
 
 
-def hybrid():
-    model, step = transformer(SCANNED), of_batch(transformer(SCANNED), sum_over="data")
+def hybrid(divide=of_batch):
+    model = transformer(SCANNED)
+    step = divide(model, sum_over="data")
     both = P(("data", "fsdp"))
     return Form(model, {"data": 4, "fsdp": 2}, step, columns(model), both, sent={"all-reduce": 0.5}, is_gathered=True)
 
 
-def fsdp(kind):
+def fsdp(kind, divide=of_batch):
     """Parameters sharded over "data", as the page says. On an Explicit mesh types ask for shards of the gradients."""
     model, specs = network(), {"layers": P(None, "data"), "out": P("data")}
 
     def step(mesh):
         def run(shards, *batch):
-            value, grads = of_batch(model, sum_over="data")(mesh)(shards, *batch)
+            value, grads = divide(model, sum_over="data")(mesh)(shards, *batch)
             is_auto = kind == AxisType.Auto
             return value, jax.lax.with_sharding_constraint(grads, specs) if is_auto else grads
 
@@ -173,21 +193,21 @@ def fsdp(kind):
     return Form(model, {"data": DEVICES}, step, specs, kind=kind, sent=sent)
 
 
-def summed_over(model, **options):
-    return Form(model, {"data": DEVICES}, of_batch(model, sum_over="data", **options))
+def summed_over(model, divide=of_batch, **options):
+    return Form(model, {"data": DEVICES}, divide(model, sum_over="data", **options))
 
 
-def with_scans(name):
+def with_scans(name, divide=of_batch):
     """A model that looks rows up in its scans."""
     loss = LOSSES[name]()
 
     def mean(params, *batch):
         return jnp.mean(loss.of_examples(params, *batch))
 
-    return summed_over(Model(mean, None, loss.params, loss.batch, mean))
+    return summed_over(Model(mean, None, loss.params, loss.batch, mean), divide)
 
 
-def convolutions():
+def convolutions(divide=of_batch):
     """A U-net of two levels with group norms."""
 
     def convolve(x, w, stride=1):
@@ -208,12 +228,12 @@ def convolutions():
     shapes = {"in": (3, 3, 3, 16), "down": (3, 3, 16, 32), "out": (3, 3, 48, 3)}
     params = {name: normal(i, *shape) / 3 for i, (name, shape) in enumerate(shapes.items())}
     x, y = (normal(seed, DEVICES * K, 8, 8, 3, scale=1.0) for seed in (3, 4))
-    return summed_over(Model(loss, None, params | {"gain": np.ones(16, np.float32)}, (x, y), loss))
+    return summed_over(Model(loss, None, params | {"gain": np.ones(16, np.float32)}, (x, y), loss), divide)
 
 
-def listed():
+def listed(divide=of_batch):
     model = transformer(LISTED)
-    return Form(model, {"data": DEVICES}, of_batch(model))
+    return Form(model, {"data": DEVICES}, divide(model))
 
 
 OF_LOSSES = ["recurrent", "recurrent, tied", "chunks", "experts", "graphs", "linen"]
@@ -236,8 +256,29 @@ ONCE = {
     "sum_over, FSDP on an Explicit mesh": functools.partial(fsdp, AxisType.Explicit),
     "sum_over, convolutions": convolutions,
     **{f"sum_over, {name}": functools.partial(with_scans, name) for name in OF_LOSSES},
+    "whole, sum_over, Explicit, scanned, weighted": functools.partial(on_explicit, SCANNED, of_whole, is_weighted=True),
+    "whole, sum_over, Explicit, listed, weighted": functools.partial(on_explicit, LISTED, of_whole, is_weighted=True),
+    "whole, sum_over, scanned, weighted": lambda: summed_over(transformer(SCANNED, is_weighted=True), of_whole),
+    "whole, Auto, listed": functools.partial(listed, of_whole),
+    "whole, shard_map, scanned, weighted": whole_in_shard_map,
+    "whole, sum_over, FSDP on another axis": functools.partial(hybrid, of_whole),
+    "whole, sum_over, model on another axis": functools.partial(tensor_parallel, AxisType.Auto, of_whole),
+    "whole, sum_over, model on another axis of an Explicit mesh": functools.partial(
+        tensor_parallel, AxisType.Explicit, of_whole
+    ),
+    "whole, sum_over, FSDP": functools.partial(fsdp, AxisType.Auto, of_whole),
+    "whole, sum_over, FSDP on an Explicit mesh": functools.partial(fsdp, AxisType.Explicit, of_whole),
+    "whole, sum_over, convolutions": functools.partial(convolutions, of_whole),
+    **{f"whole, sum_over, {name}": functools.partial(with_scans, name, of_whole) for name in OF_LOSSES},
 }
-THREE = "sum_over, Explicit, scanned, weighted", "sum_over, FSDP", "sum_over, experts"
+SOME = (
+    "sum_over, Explicit, scanned, weighted",
+    "sum_over, FSDP",
+    "sum_over, experts",
+    "whole, sum_over, scanned, weighted",
+    "whole, Auto, listed",
+    "whole, sum_over, FSDP on an Explicit mesh",
+)
 
 
 def compiled_form(form, target):
@@ -268,7 +309,7 @@ def sent(program, when, least=0.04):
 
 
 @pytest.mark.combinations
-@pytest.mark.parametrize("name", [*THREE, *thorough(*(name for name in ONCE if name not in THREE))])
+@pytest.mark.parametrize("name", [*SOME, *thorough(*(name for name in ONCE if name not in SOME))])
 def test_gradients_cross_the_network_once(name, target):
     form = ONCE[name]()
     program = compiled_form(form, target)

@@ -14,7 +14,7 @@ import pytest
 from helpers import MAPPED, TRANSFORMATIONS, mesh_of, placed, thorough
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from models import MODELS
+from models import MODELS, REFUSED
 from optax.losses import softmax_cross_entropy_with_integer_labels as cross_entropy
 from speed import quick_jit
 from test_distribution import PARAMS, SHARDED, large_batches, mapped_step, micro_batches, summed_loss
@@ -27,19 +27,33 @@ pytestmark = pytest.mark.usefixtures("as_users_have_it", "h100")
 
 # A whole batch in one call.
 
-THREE = "experts by scatters", "transformer, FSDP", "ring"
+# The loss of the whole batch is divided, or each micro-batch has one of its own.
+DIVIDED = [("value_and_grad", name) for name in MODELS if name not in REFUSED]
+OWN = [("accumulated_value_and_grad", name) for name in MODELS if "of each example" not in name]
+THREE = [
+    ("value_and_grad", "transformer, FSDP"),
+    ("value_and_grad", "ring, of each example"),
+    ("accumulated_value_and_grad", "experts by scatters"),
+]
 
 
 @pytest.mark.combinations
-@pytest.mark.parametrize("name", [*THREE, *thorough(*(name for name in MODELS if name not in THREE))])
-def test_gradients_of_models_are_those_of_the_whole_batch(name):
+@pytest.mark.parametrize(("divide", "name"), [*THREE, *thorough(*(row for row in DIVIDED + OWN if row not in THREE))])
+def test_gradients_of_models_are_those_of_the_whole_batch(divide, name):
     model = MODELS[name]()
     one = Mesh(np.reshape(jax.devices("cpu")[:1], [1] * len(model.axes)), tuple(model.axes))
     arguments = model.params, model.batch
     expected = quick_jit(jax.value_and_grad(model.loss(one)))(*arguments)
     mesh = executed.gpus(**model.axes)
-    step = shrewjax.value_and_grad(model.loss(mesh), 4)
+    step = getattr(shrewjax, divide)(model.loss(mesh), 4)
     executed.assert_right(step, arguments, (model.specs, model.batch_spec), mesh, expected)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_whose_examples_share_places_are_refused_with_the_line(name):
+    model = MODELS[name]()
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        jax.eval_shape(shrewjax.value_and_grad(model.loss(executed.gpus(**model.axes)), 4), model.params, model.batch)
 
 
 class Convolutions(nn.Module):
@@ -90,11 +104,14 @@ def test_aux_and_statistics_of_convolutions_are_those_of_micro_batches_one_by_on
     )
 
 
+def each_looked_up(params, tokens):
+    logits = jnp.tanh(params["table"][tokens]) @ params["out"]
+    return jnp.mean(cross_entropy(logits, jnp.roll(tokens, -1, axis=1)), axis=1)
+
+
 def looked_up(params, tokens, counts):
     """The mean over those examples that count."""
-    logits = jnp.tanh(params["table"][tokens]) @ params["out"]
-    losses = jnp.mean(cross_entropy(logits, jnp.roll(tokens, -1, axis=1)), axis=1)
-    return jnp.sum(jnp.where(counts > 0, losses, 0)) / jnp.sum(counts)
+    return jnp.sum(jnp.where(counts > 0, each_looked_up(params, tokens), 0)) / jnp.sum(counts)
 
 
 def summed_over_devices(mesh, **options):
@@ -107,14 +124,30 @@ def summed_over_devices(mesh, **options):
     return jax.shard_map(step, mesh=mesh, in_specs=(P(), split, split), out_specs=P())
 
 
+def whole_over_devices(mesh):
+    """The loss of the whole batch reduces over devices itself, as in plain JAX."""
+
+    def loss(params, tokens, counts):
+        total = jnp.sum(jnp.where(counts > 0, each_looked_up(params, tokens), 0))
+        return jax.lax.psum(total, "data") / jax.lax.psum(jnp.sum(counts), "data")
+
+    places = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
+    return jax.shard_map(shrewjax.value_and_grad(loss, 2), mesh=mesh, **places)
+
+
 MAPPED_STEPS = {
+    "whole, plain jit": lambda mesh: shrewjax.value_and_grad(looked_up, 2, sum_over="data"),
+    "whole, shard_map": whole_over_devices,
     "plain jit": lambda mesh: summed_over_devices(None),
     "shard_map": summed_over_devices,
     "drop_micro_batch": lambda mesh: summed_over_devices(mesh, nonfinite="drop_micro_batch"),
 }
 
 
-@pytest.mark.parametrize("name", ["plain jit", *thorough(*(name for name in MAPPED_STEPS if name != "plain jit"))])
+IN_JIT = "plain jit", "whole, plain jit"
+
+
+@pytest.mark.parametrize("name", [*IN_JIT, *thorough(*(name for name in MAPPED_STEPS if name not in IN_JIT))])
 def test_gradients_that_are_summed_over_devices_are_those_of_the_whole_batch(name):
     counts = np.float32(np.random.default_rng(0).random(64) < 0.7)
     counts[:8:2] = 0  # a micro-batch of the first device has weight 0

@@ -147,6 +147,37 @@ def mean_loss(params, x, y):
     return jnp.mean(losses(params, x, y))
 
 
+def masked_mean(params, scale, x, y, counts, key):
+    """A loss of the whole batch, whose examples count differently on each device, with draws and an aux."""
+    hidden = jnp.tanh(x @ params["w"] + params["b"])
+    kept = jax.random.bernoulli(key, 0.7, hidden.shape)
+    each = jnp.mean((jnp.where(kept, hidden / 0.7, 0) - y) ** 2, axis=1)
+    value = scale * jnp.sum(each * counts) / jnp.sum(counts)
+    return value, {"each": each, "largest": jnp.max(each), "n": jnp.sum(counts), "rows": x[:, None], "size": len(x)}
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("is_mapped", [True, *thorough(False)], ids=lambda x: "sum_over" if x else "plain jit")
+@pytest.mark.parametrize("name", ["Auto", *thorough(*(name for name in MESHES if name != "Auto"))])
+def test_an_uneven_masked_mean_is_right_without_a_word(name, is_mapped):
+    """Three micro-batches do not divide a device's part."""
+    axes, sum_over, kind, batch_spec, spec = MESHES[name]
+    arguments = PARAMS, np.float32(2)
+    expected = quick_jit(jax.value_and_grad(masked_mean, (0, 1), has_aux=True))(*arguments, X, Y, COUNTS, KEY)
+    options = {"sum_over": sum_over} if is_mapped else {}
+    # On an Explicit mesh, JAX cuts no sharded array into parts that the devices do not divide.
+    micro_batches = 3 if is_mapped or kind == "Auto" else K
+    step = shrewjax.value_and_grad(masked_mean, micro_batches, argnums=(0, 1), has_aux=True, **options)
+    mesh = mesh_of(kind, **axes)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put((X, Y, COUNTS), NamedSharding(mesh, batch_spec))
+        params = {"w": jax.device_put(PARAMS["w"], NamedSharding(mesh, spec)), "b": PARAMS["b"]}
+        found = quick_jit(step)(params, np.float32(2), *batch, KEY)
+    assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    if kind == "Explicit":
+        assert jax.typeof(found[1][0]["w"]) == jax.typeof(params["w"])
+
+
 def on_eight(run, *arguments, jit=quick_jit):
     with jax.set_mesh(mesh_of(data=8)):
         return jit(run)(*arguments)
@@ -215,15 +246,17 @@ def test_skip_empty_gives_the_same_and_never_hangs_where_devices_have_other_micr
 
 @pytest.mark.thorough
 def test_one_micro_batch_is_divided_over_devices_so_keywords_with_rows_and_keys_are_errors():
-    step = shrewjax.value_and_grad(lambda params, x, *rest, **_: jnp.mean(x @ params["w"]), 1, sum_over="data")
+    one = partial(shrewjax.accumulated_value_and_grad, micro_batches=1, sum_over="data")
+    step = one(lambda params, x, *rest, **_: jnp.mean(x @ params["w"]))
     with pytest.raises(ValueError, match=r"keyword argument counts has as many rows as the batch"):
         on_eight(lambda: step(PARAMS, X, counts=COUNTS))
     with pytest.raises(ValueError, match=r"argument 2 is a PRNG key.*rng_argnums=2"):
-        on_eight(lambda: shrewjax.value_and_grad(mean_loss, 1, batch_argnums=1, sum_over="data")(PARAMS, X, KEY))
+        on_eight(lambda: one(mean_loss, batch_argnums=1)(PARAMS, X, KEY))
 
 
 @pytest.mark.thorough
-def test_derivatives_and_vmap_of_the_results_are_those_of_the_whole_batch():
+@pytest.mark.parametrize("name", ["value_and_grad", "accumulated_value_and_grad"])
+def test_derivatives_and_vmap_of_the_results_are_those_of_the_whole_batch(name):
     def derivatives(value_and_grad, params):
         tangents = jax.tree.map(jnp.ones_like, params)
         many = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
@@ -235,12 +268,13 @@ def test_derivatives_and_vmap_of_the_results_are_those_of_the_whole_batch():
         return jax.grad(norm)(params), forward, jax.vmap(lambda p: value_and_grad(p, X, Y))(many)
 
     wanted = quick_jit(lambda params: derivatives(jax.value_and_grad(mean_loss), params))(PARAMS)
-    step = shrewjax.value_and_grad(mean_loss, K, sum_over="data")
+    step = getattr(shrewjax, name)(mean_loss, K, sum_over="data")
     assert_close(on_eight(lambda params: derivatives(step, params), PARAMS), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.thorough
-def test_a_loss_may_close_over_arrays_and_its_scans_start_from_zeros():
+@pytest.mark.parametrize("name", ["value_and_grad", "accumulated_value_and_grad"])
+def test_a_loss_may_close_over_arrays_and_its_scans_start_from_zeros(name):
     """With types that record what varies, a scan's carry of zeros would be an error."""
 
     def of(scale, y):
@@ -256,7 +290,7 @@ def test_a_loss_may_close_over_arrays_and_its_scans_start_from_zeros():
     expected = jax.value_and_grad(of(scale, fixed))(PARAMS, X)
 
     def step(scale, params, x):
-        return shrewjax.value_and_grad(of(scale, fixed), K, sum_over="data")(params, x)
+        return getattr(shrewjax, name)(of(scale, fixed), K, sum_over="data")(params, x)
 
     assert_close(on_eight(step, scale, PARAMS, X), expected, rtol=1e-5, atol=1e-6)
     assert_close(on_eight(step, scale, PARAMS, X, jit=lambda run: run), expected, rtol=1e-5, atol=1e-6)
@@ -283,8 +317,11 @@ def pairs(w, ids, dense):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("micro_batches", [None, 1, 4])
-def test_constant_pairs_on_a_mesh_of_two_axes_are_right_with_sum_over_and_wrong_in_plain_jax(micro_batches):
+@pytest.mark.parametrize(
+    ("name", "micro_batches"),
+    [(None, 1), ("value_and_grad", 1), ("value_and_grad", 4), ("accumulated_value_and_grad", 4)],
+)
+def test_constant_pairs_on_a_mesh_of_two_axes_are_right_with_sum_over_and_wrong_in_plain_jax(name, micro_batches):
     """The page says so, and names versions. Once JAX alone is right, it needs another word there."""
     shapes = {"tables": (4, 40, 32), "shared": (40, 32), "bottom": (13, 32), "top": (37, 1)}
     w = {name: RNG.normal(size=shape).astype("f") for name, shape in shapes.items()}
@@ -293,14 +330,14 @@ def test_constant_pairs_on_a_mesh_of_two_axes_are_right_with_sum_over_and_wrong_
     specs = {"tables": P(None, None, "model"), "shared": P(None, "model"), "bottom": P(None, "model"), "top": P()}
     on_mesh = placed(w, mesh, specs)
     differentiated = jax.value_and_grad(pairs)
-    if micro_batches:
-        differentiated = shrewjax.value_and_grad(pairs, micro_batches, sum_over="data")
+    if name:
+        differentiated = getattr(shrewjax, name)(pairs, micro_batches, sum_over="data")
     with jax.set_mesh(mesh):
         _, grads = jax.jit(differentiated)(on_mesh, *jax.device_put(batch, NamedSharding(mesh, P("data"))))
     _, expected = quick_jit(jax.value_and_grad(pairs))(w, *batch)
     error = max(np.abs(grads[name] - expected[name]).max() / np.abs(expected[name]).max() for name in w)
-    is_wrong = micro_batches is None and jax.__version_info__ >= (0, 10)  # older ones are not known
-    assert error > 0.5 if is_wrong else micro_batches is None or error < 2e-6, error
+    is_wrong = name is None and jax.__version_info__ >= (0, 10)  # older ones are not known
+    assert error > 0.5 if is_wrong else name is None or error < 2e-6, error
 
 
 @pytest.mark.thorough
@@ -315,9 +352,10 @@ def test_a_loss_that_compares_examples_has_those_of_all_devices():
         return loss(params, features(params, *batch))
 
     expected = jax.value_and_grad(partial(of_batch, features))(PARAMS, X, Y)
-    mapped = shrewjax.micro_batch_map(features, K, sum_over="data")
-    found = on_eight(jax.value_and_grad(partial(of_batch, mapped)), PARAMS, X, Y)
-    assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    divided = partial(shrewjax.micro_batched, micro_batches=K, sum_over="data")
+    for of_loss in (partial(of_batch, divided(features)), divided(partial(of_batch, features))):
+        found = on_eight(jax.value_and_grad(of_loss), PARAMS, X, Y)
+        assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 class _Model(nnx.Module):
@@ -350,6 +388,24 @@ def test_an_nnx_model_has_one_state_and_other_dropout_on_each_device():
     )
     assert int(model.dropout.rngs.count[...]) == K
     assert len(np.unique(np.asarray(masks).reshape(K, 8, -1)[:, :, 0], axis=1).T) > 1
+
+
+@pytest.mark.thorough
+def test_a_divided_nnx_loss_has_the_dropout_and_the_state_of_one_call_of_the_whole_batch():
+    def masked(model, x, counts):
+        _, normed, y = model(x)
+        return jnp.sum((model.dropout(y + normed) ** 2).mean(1) * counts) / jnp.sum(counts)
+
+    def results(make):
+        model = _Model(nnx.Rngs(0))
+        model.norm.use_running_average = True
+        value, grads = nnx.jit(make(masked))(model, X, COUNTS)
+        return value, nnx.as_pure(grads), int(model.dropout.rngs.count[...])
+
+    expected = results(nnx.value_and_grad)
+    with jax.set_mesh(mesh_of(data=8)):
+        found = results(partial(shrewjax.flax.value_and_grad, micro_batches=K, sum_over="data"))
+    assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 # --- errors ------------------------------------------------------------------------------------------------------
@@ -404,6 +460,24 @@ ERRORS = {
         lambda: shrewjax.value_and_grad(mean_loss, K, sum_over="data")(PARAMS, X, Y),
         NO_AXIS + r"mesh has \(\), .* Call the step under jax.set_mesh\(mesh\), .* Or leave out sum_over",
     ),
+    "examples of a divided loss": (
+        lambda: on_eight(partial(shrewjax.value_and_grad(mean_loss, K, sum_over="data"), PARAMS, X[:20], Y[:20])),
+        r"sum_over=\('data',\) needs a number of examples that its 8 devices divide, got 20\. Pad the batch, and let ",
+    ),
+    "a divided loss inside a map": (
+        lambda: jax.eval_shape(
+            jax.shard_map(
+                shrewjax.value_and_grad(mean_loss, K, sum_over="data"),
+                mesh=mesh_of(data=8),
+                in_specs=(P(), P("data"), P("data")),
+                out_specs=P(),
+            ),
+            PARAMS,
+            X,
+            Y,
+        ),
+        r"sum_over must not name mapped axes, got \('data',\)\. Leave it out, and let fun reduce over them, as by ",
+    ),
     "an unknown axis": (lambda: traced(sum_over="dta"), NO_AXIS + r"got \('dta',\)\. The mesh has \('data',\)"),
     "one unknown axis": (lambda: traced(sum_over=("data", "pod")), NO_AXIS + r"with a mesh that has \('data', 'pod'\)"),
     "partly mapped": (
@@ -442,15 +516,31 @@ def test_what_cannot_work_says_what_to_do(name):
         call()
 
 
-@pytest.mark.thorough
-def test_a_loss_that_places_arrays_over_other_axes_is_right():
-    def loss(params, x, y):
-        return mean_loss(params, jax.lax.with_sharding_constraint(x, P(None, "model")), y)
+PLACEMENTS = {
+    "over another axis": ("Auto", lambda x, mesh: jax.lax.with_sharding_constraint(x, P(None, "model"))),
+    "over both": ("Auto", lambda x, mesh: jax.lax.with_sharding_constraint(x, P("data", "model"))),
+    "with a mesh": ("Auto", lambda x, mesh: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))),
+    "reshard": ("Explicit", lambda x, mesh: jax.sharding.reshard(x, P("data", "model"))),
+}
 
-    step = shrewjax.value_and_grad(loss, K, sum_over="data")
-    with jax.set_mesh(mesh_of(data=4, model=2)):
-        results = quick_jit(step)(PARAMS, X, Y)
-    assert_close(results, jax.value_and_grad(mean_loss)(PARAMS, X, Y), rtol=1e-5, atol=1e-6)
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_loss_that_places_arrays_is_right_and_in_micro_batches_of_their_own_over_other_axes_alone(name):
+    kind, place = PLACEMENTS[name]
+    mesh = mesh_of(kind, data=4, model=2)
+
+    def loss(params, x, y):
+        x = place(x, mesh)
+        return mean_loss(params, jax.sharding.reshard(x, P("data")) if kind == "Explicit" else x, y)
+
+    expected = jax.value_and_grad(mean_loss)(PARAMS, X, Y)
+    names = ["value_and_grad"] + ["accumulated_value_and_grad"] * (name == "over another axis")
+    with jax.set_mesh(mesh):
+        batch = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
+        for make in names:
+            results = quick_jit(getattr(shrewjax, make)(loss, K, sum_over="data"))(PARAMS, *batch)
+            assert_close(results, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.thorough
@@ -463,39 +553,16 @@ def test_flax_rules_that_map_the_batch_to_none_are_the_remedy(batch):
         with nn.logical_axis_rules([("batch", batch), ("features", "model")]):
             return jnp.mean(model.apply(params, x) ** 2)
 
-    step = shrewjax.value_and_grad(loss, K, sum_over="data")
+    step = shrewjax.accumulated_value_and_grad(loss, K, sum_over="data")
+    divided = shrewjax.value_and_grad(loss, K, sum_over="data")
+    expected = quick_jit(jax.value_and_grad(loss))(params, X)
     with jax.set_mesh(mesh_of(data=4, model=2)):
+        assert_close(quick_jit(divided)(params, X), expected, rtol=1e-5, atol=1e-6)
         if batch:
             with pytest.raises(ValueError, match="In Flax's logical axis rules, map the axis of examples to None"):
                 jax.eval_shape(step, params, X)
         else:
             jax.eval_shape(step, params, X)
-
-
-def test_the_value_alone_and_beside_a_gradient_are_one_if_the_loss_takes_an_inner_step_in_shard_map():
-    """As in MAML. JAX would add up the inner gradient over devices, if the parameters were the same on all of them."""
-
-    def plain(w, x, y):
-        return jnp.mean((x @ w - y) ** 2)
-
-    def inner_step(w, x, y):
-        return plain(w - 0.1 * jax.grad(plain)(w, x, y), x, y)
-
-    def beside(unused, w, x, y):
-        return inner_step(w, x, y) + 0 * jnp.sum(unused)
-
-    devices, w, y = 4, PARAMS["b"], Y[:, 0]
-    parts = [a.reshape(devices, -1, K, *a.shape[1:])[d, :, k] for d in range(devices) for k in range(K) for a in (X, y)]
-    expected = np.mean([inner_step(w, *pair) for pair in zip(parts[::2], parts[1::2], strict=True)])
-    alone = shrewjax.micro_batched(inner_step, K, sum_over="data")
-    whole = shrewjax.value_and_grad(beside, K, batch_argnums=(2, 3), sum_over="data")
-
-    def values(w, x, y):
-        return alone(w, x, y), jax.value_and_grad(alone)(w, x, y)[0], whole(jnp.ones(2), w, x, y)[0]
-
-    specs = (P(), P("data"), P("data"))
-    mapped = jax.shard_map(values, mesh=mesh_of(data=devices), in_specs=specs, out_specs=P())
-    np.testing.assert_allclose(jax.jit(mapped)(w, X, y), [expected] * 3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "model": 2}])
@@ -509,25 +576,52 @@ def test_a_table_on_the_mesh_that_the_loss_indexes_has_to_be_an_argument_of_it(k
         here = placed(table, mesh, P())
         closing = lambda w, x, labels: loss(w, x, labels, here)  # noqa: E731
         for call in (
-            shrewjax.value_and_grad(closing, K, sum_over="data"),
+            shrewjax.accumulated_value_and_grad(closing, K, sum_over="data"),
             shrewjax.per_device(closing, "data"),
-            shrewjax.micro_batched(closing, K, sum_over="data"),
         ):
             with pytest.raises(ValueError, match=r"must not close over arrays on the mesh\. Pass them as arguments\."):
                 jax.jit(call)(PARAMS["b"], X, labels)
-        step = shrewjax.value_and_grad(loss, K, batch_argnums=(1, 2), sum_over="data")
-        found = jax.jit(step)(placed(PARAMS["b"], mesh, P()), X, labels, here)
-    assert_close(found, jax.value_and_grad(loss)(PARAMS["b"], X, labels, table), rtol=1e-5)
+        w = placed(PARAMS["b"], mesh, P())
+        step = shrewjax.accumulated_value_and_grad(loss, K, batch_argnums=(1, 2), sum_over="data")
+        found = [jax.jit(step)(w, X, labels, here)]
+        # A divided loss may close over it.
+        found += [jax.jit(shrewjax.value_and_grad(closing, K, sum_over="data"))(w, X, labels)]
+    for its in found:
+        assert_close(its, jax.value_and_grad(loss)(PARAMS["b"], X, labels, table), rtol=1e-5)
 
 
-# --- derivatives of a loss that is differentiated inside `shard_map` ------------------------------------------------
+# --- a divided loss inside of `shard_map` and `pmap` ----------------------------------------------------------------
 
 
-def of_device(w, x, y):
-    return jnp.mean((jnp.tanh(x @ w) - y) ** 2)
+def in_map(run, tracked, *arguments, specs, axes=EIGHT):
+    """Returns what each device has, also where JAX gives each device its own."""
+
+    def own(*args):
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], run(*args))
+
+    if tracked == "pmap":
+        stacked = [
+            jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), a) if spec else a
+            for a, spec in zip(arguments, specs, strict=True)
+        ]
+        in_axes = tuple(0 if spec else None for spec in specs)
+        return jax.pmap(own, "data", in_axes=in_axes)(*stacked)
+    places = {"in_specs": specs, "out_specs": P(tuple(axes))}
+    mapped = jax.shard_map(own, mesh=mesh_of(**axes), check_vma=tracked == "tracked", **places)
+    return quick_jit(mapped)(*arguments)
+
+
+def pmean_loss(w, x, y):
+    return jax.lax.pmean(jnp.mean((jnp.tanh(x @ w) - y) ** 2), "data")
+
+
+def inner_step(w, x, y):
+    """As in MAML. JAX adds up the inner gradient over devices, where parameters are the same on all of them."""
+    return pmean_loss(w - 0.1 * jax.grad(pmean_loss)(w, x, y), x, y)
 
 
 DERIVATIVES = {
+    "the value": lambda f: f,
     "a gradient through a step": lambda f: jax.grad(lambda w: f(w - 0.1 * jax.grad(f)(w))),
     "a third derivative": lambda f: jax.grad(
         lambda w: jnp.sum(jax.grad(lambda w: jnp.sum(jax.grad(f)(w) ** 2))(w) ** 2)
@@ -535,45 +629,140 @@ DERIVATIVES = {
     "a product with the Hessian": lambda f: lambda w: jax.jvp(jax.grad(f), (w,), (w,))[1],
     "a Hessian in reverse mode": lambda f: jax.jacrev(jax.grad(f)),
 }
+WAYS = ["tracked", "untracked", "pmap"]
 
 
-@pytest.mark.parametrize("tracked", [True, False], ids=["tracked", "untracked"])
-@pytest.mark.parametrize("name", [next(iter(DERIVATIVES)), *thorough(*[*DERIVATIVES][1:])])
-def test_higher_derivatives_inside_a_map_are_those_of_the_whole_batch(name, tracked):
+@pytest.mark.parametrize("tracked", ["tracked", *thorough("untracked", "pmap")])
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [
+        ("a gradient through a step", pmean_loss),
+        *thorough(*((name, pmean_loss) for name in DERIVATIVES if "step" not in name), ("the value", inner_step)),
+    ],
+)
+def test_derivatives_inside_a_map_are_those_of_plain_jax_there(name, loss, tracked):
+    """With tracked types, they are also those of the whole batch."""
     w, y = PARAMS["w"][:, 0] / 8, Y[:, 0]
 
-    def own(w, x, y):
-        return DERIVATIVES[name](lambda w: shrewjax.micro_batched(of_device, K, sum_over="data")(w, x, y))(w)
+    def both(w, x, y):
+        ours = partial(shrewjax.micro_batched(loss, 3), x=x, y=y)
+        return [DERIVATIVES[name](f)(w) for f in (ours, partial(loss, x=x, y=y))]
 
-    specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
-    found = quick_jit(jax.shard_map(own, mesh=mesh_of(data=8), check_vma=tracked, **specs))(w, X, y)
-    expected = DERIVATIVES[name](lambda w: of_device(w, X, y))(w)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    found, expected = in_map(both, tracked, w, X, y, specs=(P(), P("data"), P("data")))
+    assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    if tracked == "tracked" and loss is pmean_loss:
+        whole = DERIVATIVES[name](lambda w: jnp.mean((jnp.tanh(X @ w) - y) ** 2))(w)
+        np.testing.assert_allclose(found[0], whole, rtol=1e-4, atol=1e-5)
 
 
-def test_parameters_that_are_sharded_over_another_axis_have_all_derivatives_with_tracked_types_alone():
+def rows_of(params, x):
+    return jnp.tanh(x @ params["w"]) + params["b"]
+
+
+def psum_of_a_mask(params, x, y, counts):
+    each = jnp.mean((rows_of(params, x) - y) ** 2, 1)
+    return jax.lax.psum(jnp.sum(each * counts), "data") / jax.lax.psum(jnp.sum(counts), "data")
+
+
+def pmean_of_a_loss_of_its_own(params, x, y, counts):
+    return jax.lax.pmean(jnp.sum((rows_of(params, x) - y) ** 2), "data")
+
+
+def all_gather_of_rows(params, x, y, counts):
+    """Contrastive, over the examples of all devices."""
+    others = jax.lax.all_gather(rows_of(params, y), "data", tiled=True)
+    first = jax.lax.axis_index("data") * len(x)
+    scores = jax.nn.log_softmax(rows_of(params, x) @ others.T)
+    return -jax.lax.pmean(jnp.mean(scores[jnp.arange(len(x)), first + jnp.arange(len(x))]), "data")
+
+
+def all_gather_of_features(params, x, y, counts):
+    rows = jax.lax.all_gather(rows_of(params, x), "data", axis=1)
+    return jax.lax.pmean(jnp.mean(jnp.sum(rows, 1) ** 2), "data")
+
+
+def ppermute_of_rows(params, x, y, counts):
+    ring = [(i, (i + 1) % 8) for i in range(8)]
+    others = jax.lax.ppermute(rows_of(params, x), "data", ring)
+    return jax.lax.pmean(jnp.mean((others * rows_of(params, y)) ** 2), "data")
+
+
+def all_to_all_of_features(params, x, y, counts):
+    rows = jax.lax.all_to_all(rows_of(params, x)[:, :, None], "data", 1, 2)
+    return jax.lax.pmean(jnp.mean(jnp.sum(rows, 1) ** 3), "data")
+
+
+def psum_scatter_of_features(params, x, y, counts):
+    part = jax.lax.psum_scatter(rows_of(params, x), "data", scatter_dimension=1, tiled=True)
+    return jax.lax.psum(jnp.mean(part**2), "data")
+
+
+def pmax_of_scores(params, x, y, counts):
+    rows = rows_of(params, x)
+    largest = jax.lax.pmax(jax.lax.stop_gradient(rows), "data")
+    return jax.lax.pmean(jnp.mean(jnp.exp(rows - largest)), "data")
+
+
+def no_reduction(params, x, y, counts):
+    return jnp.mean((rows_of(params, x) - y) ** 2)
+
+
+COLLECTIVES = [
+    psum_of_a_mask,
+    pmean_of_a_loss_of_its_own,
+    all_gather_of_rows,
+    all_gather_of_features,
+    ppermute_of_rows,
+    all_to_all_of_features,
+    psum_scatter_of_features,
+    pmax_of_scores,
+    no_reduction,
+]
+
+
+@pytest.mark.parametrize("tracked", ["tracked", *thorough("untracked", "pmap")])
+def test_a_loss_with_collectives_is_that_of_plain_jax_in_the_same_map(tracked):
+    """Values, an aux of rows, and gradients by parameters and by examples, in one program."""
+
+    def run(make, params, x, y, counts):
+        def of(loss):
+            with_rows = lambda *args: (loss(*args), rows_of(args[0], args[1]))  # noqa: E731
+            return make(with_rows, argnums=(0, 1), has_aux=True)(params, x, y, counts)
+
+        return {loss.__name__: of(loss) for loss in COLLECTIVES}
+
+    def both(*args):
+        divided = partial(shrewjax.value_and_grad, micro_batches=3, batch_argnums=(1, 2, 3))
+        return run(divided, *args), run(jax.value_and_grad, *args)
+
+    specs = P(), P("data"), P("data"), P("data")
+    found, expected = in_map(both, tracked, PARAMS, X, Y, COUNTS, specs=specs)
+    assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_that_are_sharded_over_another_axis_have_all_derivatives_of_plain_jax():
     def loss(w, x):
-        return jnp.mean(jnp.tanh(jax.lax.psum(x @ w, "model")) ** 2)
+        return jax.lax.pmean(jnp.mean(jnp.tanh(jax.lax.psum(x @ w, "model")) ** 2), "data")
 
-    def own(w, x):
-        of_batch = partial(shrewjax.micro_batched(loss, K, sum_over="data"), x=x)
-        return jax.grad(of_batch)(w), jax.jvp(of_batch, (w,), (w,))[1], jax.jvp(jax.grad(of_batch), (w,), (w,))[1]
+    def derivatives(of_batch, w):
+        return jax.grad(of_batch)(w), jax.jvp(jax.grad(of_batch), (w,), (w,))[1]
+
+    def both(w, x):
+        return [derivatives(partial(f, x=x), w) for f in (shrewjax.micro_batched(loss, K), loss)]
 
     def whole(w):
         return jnp.mean(jnp.tanh(X @ w) ** 2)
 
-    def mapped(tracked):
-        specs = {"in_specs": (P("model"), P("data", "model")), "out_specs": (P("model"), P(), P("model"))}
-        return quick_jit(jax.shard_map(own, mesh=mesh_of(data=4, model=2), check_vma=tracked, **specs))
-
-    w = PARAMS["w"] / 8
-    expected = jax.grad(whole)(w), jax.jvp(whole, (w,), (w,))[1], jax.jvp(jax.grad(whole), (w,), (w,))[1]
-    assert_close(mapped(True)(w, X), expected, rtol=1e-4, atol=1e-6)
-    with pytest.raises(ValueError, match=r"^sum_over must name all mapped axes .* got 'data', without 'model'"):
-        mapped(False)(w, X)
+    w, axes = PARAMS["w"] / 8, {"data": 4, "model": 2}
+    for tracked in ("tracked", "untracked"):
+        found, expected = in_map(both, tracked, w, X, specs=(P("model"), P("data", "model")), axes=axes)
+        assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        if tracked == "tracked":  # the first two devices have the parts of the parameters
+            first = jax.tree.map(lambda x: x[:2].reshape(-1, *x.shape[2:]), found)
+            assert_close(first, derivatives(whole, w), rtol=1e-4, atol=1e-6)
 
 
-def test_the_remedy_for_one_key_of_all_micro_batches_is_right_on_an_explicit_mesh():
+def test_one_key_of_all_micro_batches_is_an_argument_or_comes_by_its_data_on_an_explicit_mesh():
     def drawing(params, x, key):
         return jnp.mean((x @ params["w"]) * jax.random.normal(key, ()))
 
@@ -581,10 +770,14 @@ def test_the_remedy_for_one_key_of_all_micro_batches_is_right_on_an_explicit_mes
         return drawing(params, x, jax.random.wrap_key_data(data.astype("uint32")))
 
     key = jax.random.key(3)
+    accumulated = partial(shrewjax.accumulated_value_and_grad, micro_batches=K, sum_over="data")
     with jax.set_mesh(mesh_of("Explicit", data=8)):
         x = jax.device_put(X, P("data"))
         with pytest.raises(ValueError, match=r"If all share one, pass jax\.random\.key_data of it as int32"):
-            shrewjax.value_and_grad(drawing, K, sum_over="data")(PARAMS, x, key)
-        step = quick_jit(shrewjax.value_and_grad(of_data, K, sum_over="data"))
-        found = step(PARAMS, x, data=jax.random.key_data(key).astype("int32"))
-    assert_close(found, jax.value_and_grad(drawing)(PARAMS, X, key), rtol=1e-4, atol=1e-6)
+            accumulated(drawing)(PARAMS, x, key)
+        found = [
+            quick_jit(accumulated(of_data))(PARAMS, x, data=jax.random.key_data(key).astype("int32")),
+            quick_jit(shrewjax.value_and_grad(drawing, K, sum_over="data"))(PARAMS, x, key),
+        ]
+    for its in found:
+        assert_close(its, jax.value_and_grad(drawing)(PARAMS, X, key), rtol=1e-4, atol=1e-6)

@@ -230,10 +230,12 @@ CASES = {
     "moves": moves,
     "elementwise": elementwise,
 }
-# What no test here traces: collectives and types of mapped axes, which test_devices.py has, and older names.
+# What no test here traces: collectives and types of mapped axes, which the folder `devices` has, older names, an
+# operation of Pallas, and the clip of the backward pass, which promises/test_mistaken_calls.py has.
 ELSEWHERE = """
     psum psum_invariant psum2 pmax pmin ppermute all_gather all_gather_invariant reduce_scatter all_to_all
-    pvary pcast mesh_cast reshard sharding_constraint threefry2x32 copy_p add_any le_to lt_to eq_to
+    pvary pcast mesh_cast reshard sharding_constraint threefry2x32 copy_p add_any le_to lt_to eq_to reciprocal
+    clip_cotangent
 """
 
 

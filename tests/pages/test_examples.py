@@ -139,7 +139,7 @@ def test_recurrent_example_explodes_and_learns_soonest_where_what_flows_back_is_
     assert_is_drawn(figure)
 
 
-def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(run):
+def test_transformer_example_has_the_gradient_of_the_large_batch_from_uneven_micro_batches(run):
     arguments = ("--steps", 16, "--length", 32, "--layers", 1, "--compare-every", 8)
     printed, figure = run("train_transformer.py", *arguments, out="new/transformer.png")
 
@@ -148,11 +148,11 @@ def test_transformer_example_weighs_uneven_micro_batches_like_the_large_batch(ru
     first, last = numbers("loss a character: (.+) at first, (.+) at last", printed)
     assert last < first - 1
     error = r"against the large batch, at worst: loss off by (\S+), gradient by (\S+) of its norm"
-    weighted_loss, weighted = numbers(f"weight_fn= {error}", printed)
-    unweighted_loss, unweighted = numbers(f"mean of means {error}", printed)
-    assert weighted < 1e-5  # rounding
-    assert unweighted > 5e-3
-    assert weighted_loss < 1e-5 < unweighted_loss
+    divided_loss, divided = numbers(f"value_and_grad {error}", printed)
+    mean_loss, mean = numbers(f"mean of means {error}", printed)
+    assert divided < 1e-5  # rounding
+    assert mean > 5e-3
+    assert divided_loss < 1e-5 < mean_loss
     assert_is_drawn(figure)
 
 

@@ -140,6 +140,6 @@ def test_pages_are_short():
     guides = {path.name: words(path) for path in (docs / "guide").iterdir()}
     assert {name: count for name, count in guides.items() if count > 800} == {}
     others = {path.name: words(path) for path in [ROOT / "README.md", *docs.glob("*.md")]}
-    assert sum((guides | others).values()) <= 12_450, guides | others
+    assert sum((guides | others).values()) <= 10_800, guides | others
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *docs.rglob("*.md")]
-    assert sum(len(path.read_text().split()) for path in pages) <= 23_000
+    assert sum(len(path.read_text().split()) for path in pages) <= 20_500

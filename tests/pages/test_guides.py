@@ -6,6 +6,7 @@ With `-s`, tests print the figures of the pages.
 import functools
 import pathlib
 import re
+import runpy
 from types import SimpleNamespace
 
 import fit_micro_batches
@@ -37,7 +38,7 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape)
 
 
-# --- docs/guide/losses.md ----------------------------------------------------------------------------------------
+# --- docs/guide/any_loss.md, how_it_is_divided.md ----------------------------------------------------------------
 
 CHARACTERS, WIDTH, SAMPLES, TIME = 11, 6, 16, 9
 LENGTHS = np.array([9, 1, 2, 0, 0, 3, 9, 0, 1, 2, 5, 0, 0, 0, 0, 0])  # nothing counts in the last prompt
@@ -48,20 +49,7 @@ PROMPT = np.arange(SAMPLES) // 4
 def losses():
     # The first test that asks for the page may have turned float64 on.
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return SimpleNamespace(**page("guide/losses.md").names)
-
-
-@pytest.fixture
-def without_map(monkeypatch):
-    """Replaces the map in the functions of the page by its function, which gets the whole batch: plain JAX."""
-
-    def plain(loss, *args):
-        identity = SimpleNamespace(micro_batch_map=lambda fun, micro_batches: fun)
-        with monkeypatch.context() as patch:
-            patch.setitem(loss.__globals__, "shrewjax", identity)
-            return jax.value_and_grad(loss)(*args)
-
-    return plain
+        return SimpleNamespace(**page("guide/any_loss.md").names)
 
 
 def towers(losses):
@@ -71,31 +59,42 @@ def towers(losses):
 
 
 def experts(losses):
-    shapes = {"embedding": (16, 8), "router": (8, 4), "experts": (4, 8, 8), "next": (8, 16), "second": (8, 16)}
+    shapes = {"embedding": (512, 8), "router": (8, 4), "experts": (4, 8, 8), "readout": (8, 512)}
     params = losses.normal(jax.random.key(4), **shapes)
-    return jax.tree.map(np.float64, params), losses.tokens, np.arange(13) < np.arange(1, 17)[:, None]
+    return jax.tree.map(np.float64, params), losses.tokens, np.arange(12) < np.arange(1, 17)[:, None]
 
 
 @pytest.mark.usefixtures("x64_only")
-@pytest.mark.parametrize("name", ["token_loss", "dropout_loss", "grpo_loss", "language_loss", "clip_loss"])
-def test_each_loss_of_the_page_is_plain_jax_of_the_whole_batch(losses, without_map, name):
+@pytest.mark.parametrize("name", ["token_loss", "grpo_loss", "expert_loss", "clip_loss"])
+def test_each_loss_of_the_page_is_plain_jax_of_the_whole_batch(losses, name):
     """And the mean over micro-batches, which is the mistake, is another."""
     params = jax.tree.map(np.float64, losses.params)
     text = normal(3, 16, 12)
-    given = {
-        "token_loss": (params, losses.tokens, np.float64(losses.mask)),
-        "dropout_loss": (params, losses.tokens, jax.random.key(7)),
-        "grpo_loss": (params, losses.tokens, np.float64(losses.mask), -np.abs(text[0]), text[1] - 3, text[2, :, 0]),
-        "language_loss": experts(losses),
-        "clip_loss": towers(losses),
+    loss, given = {
+        "token_loss": (losses.token_loss, (params, losses.tokens, np.float64(losses.mask))),
+        "grpo_loss": (
+            losses.grpo_loss,
+            (params, losses.tokens, np.float64(losses.mask), -np.abs(text[0]), text[1] - 3, text[2, :, 0]),
+        ),
+        "expert_loss": (losses.expert_loss, experts(losses)),
+        "clip_loss": (losses.clip_loss, towers(losses)),
     }[name]
-    loss = getattr(losses, name)
-    found, expected = quick_jit(lambda *args: (jax.value_and_grad(loss)(*args), without_map(loss, *args)))(*given)
+    divided = {"grpo_loss": losses.grpo, "expert_loss": losses.balanced, "clip_loss": losses.contrastive}
+    ours = divided.get(name, shrewjax.value_and_grad(loss, 4))
+    found, expected = quick_jit(lambda *args: (ours(*args), jax.value_and_grad(loss)(*args)))(*given)
     assert found[0] == pytest.approx(float(expected[0]), rel=1e-12)
     assert distance(found[1], expected[1]) < 1e-12
-    if name != "dropout_loss":
-        in_parts = [without_map(loss, given[0], *(x[i * 4 : i * 4 + 4] for x in given[1:]))[1] for i in range(4)]
-        assert distance(jax.tree.map(lambda *x: sum(x) / 4, *in_parts), expected[1]) > 0.01
+    in_parts = [jax.value_and_grad(loss)(given[0], *(x[i * 4 : i * 4 + 4] for x in given[1:]))[1] for i in range(4)]
+    assert distance(jax.tree.map(lambda *x: sum(x) / 4, *in_parts), expected[1]) > 0.01
+
+
+def test_the_page_shows_what_is_printed_of_its_program(tmp_path, capsys):
+    text = (DOCS / "guide" / "how_it_is_divided.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (shown,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "loss.py").write_text(code)
+    runpy.run_path(str(tmp_path / "loss.py"))
+    assert capsys.readouterr().out == shown
 
 
 def attention_model(params, tokens):
@@ -133,7 +132,7 @@ def test_grpo_of_the_page_is_that_of_the_tokens_that_count(losses, monkeypatch):
     before, reference = (-np.abs(normal(SAMPLES, TIME, seed=i)) - 1 for i in (3, 4))
     others = before, reference, normal(SAMPLES, seed=5)
     monkeypatch.setitem(losses.grpo_loss.__globals__, "log_probabilities", attention_model)
-    step = quick_jit(jax.value_and_grad(losses.grpo_loss))
+    step = quick_jit(shrewjax.value_and_grad(losses.grpo_loss, 4))
     value, grads = step(params, tokens, np.float64(mask), *others)
     expected, of_hand = quick_jit(jax.value_and_grad(lambda p: grpo_by_hand(p, tokens, mask, *others)))(params)
     assert value == pytest.approx(float(expected), rel=1e-12)
@@ -154,9 +153,15 @@ def test_mean_of_means_counts_each_sequence_prompt_or_packed_text_once(losses):
         assert losses.mean_of_means(x, counted, unit, units) == pytest.approx(np.mean(means), rel=1e-12)
 
 
-def table_loss(params, z):
+def features(losses, params, pixels, tokens):
+    """The embeddings of the page's loss."""
+    image = jnp.tanh(pixels @ params["pixels"]) @ params["image"]
+    return losses.normalized(image), losses.normalized(jnp.mean(params["embedding"][tokens], axis=1) @ params["text"])
+
+
+def table_loss(params, image, text):
     """InfoNCE by the whole table of similarities."""
-    table = jnp.exp(params["temperature"]) * z["image"] @ z["text"].T
+    table = jnp.exp(params["temperature"]) * image @ text.T
     return -sum(jnp.mean(jnp.diagonal(jax.nn.log_softmax(table, axis))) for axis in (0, 1)) / 2
 
 
@@ -165,17 +170,22 @@ def test_contrastive_losses_of_the_page_are_that_of_the_whole_table(losses):
     """On one device and on eight, and in blocks of eight rows."""
     params, *batch = towers(losses)
 
-    def in_blocks(params, *batch):
-        z = shrewjax.micro_batch_map(losses.features, 8)(params, *batch)
-        sums = [losses.log_sums(a, b, block=8) for a, b in ((z["image"], z["text"]), (z["text"], z["image"]))]
-        return sum(sums)
-
     def found(params, *batch):
-        z = losses.features(params, *batch)
-        sums = jax.nn.logsumexp(z["image"] @ z["text"].T, axis=1) + jax.nn.logsumexp(z["text"] @ z["image"].T, axis=1)
-        whole = jax.value_and_grad(lambda p: table_loss(p, losses.features(p, *batch)))(params)
-        steps = losses.clip_loss, losses.clip_loss_on_devices
-        return whole, [jax.value_and_grad(step)(params, *batch) for step in steps], sums - in_blocks(params, *batch)
+        image, text = features(losses, params, *batch)
+        sums = jax.nn.logsumexp(image @ text.T, axis=1)
+        whole = jax.value_and_grad(lambda p: table_loss(p, *features(losses, p, *batch)))(params)
+        gather = functools.partial(jax.lax.all_gather, axis_name="data", tiled=True)
+        mapped = jax.shard_map(
+            shrewjax.value_and_grad(lambda *args: jax.lax.pmean(losses.clip_loss(*args, gather), "data"), 2),
+            mesh=mesh_of(data=jax.device_count()),
+            in_specs=(jax.P(), jax.P("data"), jax.P("data")),
+            out_specs=jax.P(),
+        )
+        return (
+            whole,
+            [step(params, *batch) for step in (losses.contrastive, mapped)],
+            sums - losses.log_sums(image, text, block=8),
+        )
 
     (value, grads), ours, difference = quick_jit(found)(params, *batch)
     assert np.max(np.abs(difference)) < 1e-12
@@ -191,10 +201,10 @@ def test_a_pad_of_zeros_and_a_mask_that_is_uneven_over_devices_give_the_gradient
     mask = np.arange(32) < 18  # the last three of eight devices have no pairs
     padded = np.where(mask[:, None], pixels, 0), tokens
 
-    def on_device(params, mask, *batch, is_right):
-        z = shrewjax.micro_batch_map(losses.features, 2)(params, *batch)
+    def loss(params, mask, *batch, is_right):
+        image, v = features(losses, params, *batch)
+        u = jnp.exp(params["temperature"]) * image
         everyones = functools.partial(jax.lax.all_gather, axis_name="data", tiled=True)
-        u, v = jnp.exp(params["temperature"]) * z["image"], z["text"]
         both = sum(
             jax.nn.logsumexp(jnp.where(everyones(mask), a @ everyones(b).T, -jnp.inf), axis=1)
             for a, b in ((u, v), (v, u))
@@ -206,94 +216,22 @@ def test_a_pad_of_zeros_and_a_mask_that_is_uneven_over_devices_give_the_gradient
 
     def found(params):
         mapped = [
-            jax.grad(
-                jax.shard_map(
-                    functools.partial(on_device, is_right=is_right),
-                    mesh=mesh_of(data=jax.device_count()),
-                    in_specs=(jax.P(), *[jax.P("data")] * 3),
-                    out_specs=jax.P(),
-                )
-            )(params, mask, *padded)
+            jax.shard_map(
+                shrewjax.value_and_grad(functools.partial(loss, is_right=is_right), 2),
+                mesh=mesh_of(data=jax.device_count()),
+                in_specs=(jax.P(), *[jax.P("data")] * 3),
+                out_specs=jax.P(),
+            )(params, mask, *padded)[1]
             for is_right in (True, False)
         ]
         pairs = pixels[:18], tokens[:18]
         with_norm = jax.grad(lambda z: jnp.sum(z / jnp.linalg.norm(z, axis=-1, keepdims=True)))(jnp.zeros((2, 3)))
-        return jax.grad(lambda p: table_loss(p, losses.features(p, *pairs)))(params), mapped, with_norm
+        return jax.grad(lambda p: table_loss(p, *features(losses, p, *pairs)))(params), mapped, with_norm
 
     expected, (right, wrong), of_plain_quotient = quick_jit(found)(params)
     assert distance(right, expected) < 1e-12
     assert distance(wrong, expected) > 0.2
     assert np.isnan(of_plain_quotient).all()
-
-
-def test_the_nnx_step_of_the_page_is_the_whole_batch_and_advances_its_keys_once(losses):
-    """The oracle calls the model on each micro-batch in turn, and joins what it returns."""
-    model, other = losses.Towers(nnx.Rngs(0)), losses.Towers(nnx.Rngs(0))
-    batch = np.float32(normal(32, 12)), np.random.default_rng(1).integers(0, 20, (32, 5))
-
-    def whole(model):
-        z = [model(*(x[i::8] for x in batch)) for i in range(8)]
-        z = jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(32, -1), *z)
-        return table_loss({"temperature": model.temperature[...]}, z)
-
-    value, grads = nnx.value_and_grad(whole)(other)
-    optimizer = losses.shrewjax.flax.Optimizer(model, losses.tx, wrt=nnx.Param)
-    found = losses.nnx_step(model, optimizer, *batch)
-    assert found["loss"] == pytest.approx(float(value), rel=1e-5)
-    assert found["clip_by_global_norm/grad_norm"] == pytest.approx(norm(grads), rel=1e-5)
-    assert model.dropout.rngs.count[...] == other.dropout.rngs.count[...] == 8
-
-
-@pytest.mark.usefixtures("x64_only")
-def test_one_forward_pass_by_weight_is_the_same_masked_mean(losses):
-    given = jax.tree.map(np.float64, losses.params), losses.tokens, np.float64(np.arange(12) < LENGTHS[:, None] + 1)
-    whole = jax.value_and_grad(losses.mean_loss)
-    (value, grads), expected = quick_jit(lambda *args: (losses.by_weight(*args), whole(*args)))(*given)
-    assert value == pytest.approx(float(expected[0]), rel=1e-12)
-    assert distance(grads, expected[1]) < 1e-12
-
-
-@pytest.mark.usefixtures("x64_only")
-def test_weights_of_both_signs_are_right_by_their_sum_beside_the_examples_and_nan_by_weight_fn():
-    x, y, weights = normal(8, 3), normal(8, seed=1), np.float64([1, -0.5, 2, 1, -1, -2, 0.5, 3])
-
-    def loss(p, x, y, weights, total=None):
-        return jnp.sum(weights * (x @ p - y) ** 2) / (jnp.sum(weights) if total is None else total)
-
-    def found(p):
-        summed = shrewjax.accumulated_value_and_grad(loss, 4, batch_argnums=(1, 2, 3), reduction="sum")
-        by_weight = shrewjax.accumulated_value_and_grad(loss, 4, weight_fn=lambda p, x, y, weights: jnp.sum(weights))
-        return summed(p, x, y, weights, np.sum(weights))[1], by_weight(p, x, y, weights)[1]
-
-    right, by_weight = quick_jit(found)(np.ones(3))
-    np.testing.assert_allclose(right, jax.grad(loss)(np.ones(3), x, y, weights), rtol=1e-12)
-    assert np.all(np.isnan(by_weight))
-
-
-@pytest.mark.usefixtures("x64_only")
-def test_one_micro_batch_a_call_closes_with_the_large_batchs_gradient(losses):
-    """Coefficients known before, and a divisor known only at the end."""
-    params, tokens = jax.tree.map(np.float64, losses.params), losses.tokens
-    mask = np.float64(np.arange(12) < LENGTHS[:, None])
-
-    def norm_of(step, tx, c):
-        trained, state = jax.tree.map(jnp.array, params), tx.init(params)  # donated
-        for i in range(4):
-            trained, state = step(trained, state, tokens[i::4], c[i::4])
-        return shrewjax.metrics(state)["clip_by_global_norm/grad_norm"]
-
-    def expected(unit, units):
-        def whole(params):
-            rows = losses.log_probabilities(params, tokens)
-            of = np.broadcast_to(unit, mask.shape)
-            chosen = [(of == u) & (mask > 0) for u in range(units) if mask[of == u].any()]
-            return sum(jnp.sum(rows * own) / own.sum() for own in chosen) / len(chosen)
-
-        return norm(quick_jit(jax.grad(whole))(params))
-
-    summed = norm_of(losses.micro_step, losses.summing, losses.coefficients(mask, PROMPT[:, None], 4))
-    assert summed == pytest.approx(expected(PROMPT[:, None], 4), rel=1e-6)
-    assert norm_of(losses.stream_step, losses.dividing, mask) == pytest.approx(expected(0, 1), rel=1e-6)
 
 
 def test_micro_batches_without_positives_keep_the_gradient_of_their_negatives_by_the_least_weight():
@@ -390,11 +328,6 @@ def test_a_guard_around_a_window_names_the_leaves_in_that_call_extends_the_windo
     assert [int(metrics["skip_nonfinite/skipped"]) for metrics in found] == [0] * at + [1] * (5 - at)
     steps = [int(metrics["accumulate/micro_step"]) for metrics in found]
     assert steps == {1: [1, 1, 2, 0, 1], 3: [1, 2, 3, 3, 0]}[at]  # at 3 the flush is lost, and the next call fills it
-
-
-def test_page_names_the_micro_batch_and_its_leaves_and_both_windows_close(broken):
-    assert broken.skipped == 1
-    assert broken.window.inner_state.windows == 2
 
 
 def test_update_norm_rises_while_the_gradients_norm_does_not():
@@ -544,22 +477,22 @@ def test_experts_beside_a_window_over_another_axis_are_counted_once(moe):
 # --- docs/guide/windows.md ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def windows():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return SimpleNamespace(**page("guide/windows.md").names)
-
-
-def test_moments_of_an_aux_move_running_averages_once_by_the_whole_batch_and_a_carry_moves_them_k_times(windows):
+def test_moments_of_an_aux_move_running_averages_once_by_the_whole_batch_and_a_carry_moves_them_k_times():
     x, y = np.float32(1 + normal(16, 3)), np.float32(normal(16, seed=1))
     averages = jnp.zeros(3), jnp.ones(3)
 
+    def normalized_loss(params, x, y):
+        moments = jnp.mean(x, axis=0), jnp.mean(x**2, axis=0)
+        scaled = (x - moments[0]) / jnp.sqrt(moments[1] - moments[0] ** 2 + 1e-5)
+        return jnp.mean((scaled @ params["w"] - y) ** 2), moments
+
     def carried(params, averages, x, y):
-        value, moments = windows.normalized_loss(params, x, y)
+        value, moments = normalized_loss(params, x, y)
         return value, ((), optax.incremental_update(moments, averages, 0.1))
 
     def found(params):
-        once = windows.moved_once(params, averages, x, y)[-1]
+        (_, moments), _ = shrewjax.accumulated_value_and_grad(normalized_loss, 8, has_aux=True)(params, x, y)
+        once = optax.incremental_update(moments, averages, 0.1)
         step = shrewjax.accumulated_value_and_grad(carried, 8, has_aux=True, carry_argnum=1, batch_argnums=(2, 3))
         return once, step(params, averages, x, y)[0][1][1]
 
@@ -610,19 +543,6 @@ def test_a_window_is_dropped_by_the_line_of_the_page_and_another_reduction_mixes
     assert updates_of(total, state, 0.0, [5.0], weight=4)[0] == -(4 * 1 + 5)  # the mean is 3, the sum 6
 
 
-def test_the_window_driven_from_the_host_takes_the_step_of_all_its_examples(windows):
-    sizes, start = (8, 3), {"w": np.float32([1, -2, 0.5])}
-    x, y = np.float32(normal(11, 3)), np.float32(normal(11, seed=1))
-    params, state = jax.tree.map(jnp.array, (start, windows.window.init(start)))
-    for i, size in zip((0, 8), sizes, strict=True):
-        state = windows.add(params, state, x[i : i + size], y[i : i + size])
-    found, _, state = windows.close(params, windows.adamw.init(start), state)
-    w = np.float64(start["w"])
-    grad = 2 * np.float64(x).T @ (x @ w - y) / 11
-    np.testing.assert_allclose(found["w"], w - 1e-3 * (grad / (abs(grad) + 1e-8) + 1e-4 * w), rtol=1e-6)
-    assert state.micro_step == 0
-
-
 # --- docs/guide/equinox.md ---------------------------------------------------------------------------------------
 
 
@@ -636,112 +556,17 @@ def test_lora_in_equinox_begins_as_the_layer_and_trains_its_factors_alone():
         assert np.any(adapted.b)
 
 
-# --- docs/recipes.md: adapters, a token budget -------------------------------------------------------------------
+# --- docs/recipes.md: a token budget -----------------------------------------------------------------------------
 
 
-class ClippedAdamW:
-    """clip_by_global_norm(1) and adamw(0.01) of a dictionary of arrays, in float64."""
-
-    def __init__(self, params):
-        self.params = {k: np.float64(v) for k, v in params.items()}
-        self.m, self.v = ({k: np.zeros_like(v) for k, v in self.params.items()} for _ in range(2))
-        self.t = 0
-
-    def step(self, grads):
-        self.t += 1
-        scale = 1 / max(1, np.sqrt(sum(np.sum(g**2) for g in grads.values())))
-        for k, g in grads.items():
-            self.m[k] = 0.9 * self.m[k] + 0.1 * scale * g
-            self.v[k] = 0.999 * self.v[k] + 0.001 * (scale * g) ** 2
-            update = self.m[k] / (1 - 0.9**self.t) / (np.sqrt(self.v[k] / (1 - 0.999**self.t)) + 1e-8)
-            self.params[k] = self.params[k] - 0.01 * (update + 1e-4 * self.params[k])
-
-
-def adapter_calls(guide, calls=9):
-    """Rows, masks and flushes of each call; the calls that close are other ones for each adapter."""
-    rng = np.random.default_rng(5)
-    for t in range(calls):
-        x, y = 0.2 * rng.normal(size=(guide.adapters, 5, 8)), rng.normal(size=(guide.adapters, 5, 4))
-        counts = rng.integers(0, 6, size=guide.adapters) * (rng.random(guide.adapters) < 0.8)
-        mask = np.arange(5) < counts[:, None]
-        yield np.float32(x), np.float32(y), mask, np.array([t % 2 == 1, t % 3 == 2, t == 7])  # as on the page
-
-
-def of_adapter(tree, i):
-    return jax.tree.map(lambda x: np.array(x[i]), tree)
-
-
-def trained_adapters(guide, calls, step=None):
-    params = guide.new_adapters(jax.random.key(1))
-    state = jax.vmap(guide.adapter_tx.init)(params)
-    for call in calls:
-        params, state = (step or guide.all_adapters)(params, state, *call)
-    return params, state
-
-
-@pytest.fixture(scope="module")
-def adapters():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return SimpleNamespace(**page("recipes.md").names)
-
-
-def test_padding_fills_whole_micro_batches(adapters):
-    """The names of the page: those of adapters are some of them."""
+def test_padding_fills_whole_micro_batches():
+    names = SimpleNamespace(**page("recipes.md").names)
     rows = np.arange(1, 31)
-    batch = adapters.laid_out(rows, 16, 8)
+    batch = names.laid_out(rows, 16, 8)
     found = np.concatenate([batch[i::16] for i in range(16)])
     np.testing.assert_array_equal(found, np.r_[rows, np.zeros(16 * 8 - 30, int)])
-    counts = [adapters.examples[2][i::16].sum() for i in range(16)]
+    counts = [names.examples[2][i::16].sum() for i in range(16)]
     assert counts == [8, 8, 8, 6, *[0] * 12]
-
-
-def test_each_adapter_trains_as_if_it_were_alone(adapters):
-    """In float64, with gradients by hand. Micro-batches that count alike, whatever their rows, are the mistake."""
-    guide = adapters
-    kernel = np.float64(guide.kernel)
-    alone = [ClippedAdamW(of_adapter(guide.new_adapters(jax.random.key(1)), i)) for i in range(guide.adapters)]
-    sums = [[dict.fromkeys("ab", 0), 0] for _ in alone]
-    for x, y, mask, flush in adapter_calls(guide):
-        for i, adapter in enumerate(alone):
-            a, b = adapter.params["a"], adapter.params["b"]
-            error = (x[i] @ (kernel + a @ b) - y[i]) * mask[i][:, None] / 2  # mean over the four outputs
-            into = np.float64(x[i]).T @ error
-            sums[i][0] = {"a": sums[i][0]["a"] + into @ b.T, "b": sums[i][0]["b"] + a.T @ into}
-            sums[i][1] += mask[i].sum()
-            if flush[i]:
-                if sums[i][1]:
-                    adapter.step({k: g / sums[i][1] for k, g in sums[i][0].items()})
-                sums[i] = [dict.fromkeys("ab", 0), 0]
-    params, state = trained_adapters(guide, adapter_calls(guide))
-
-    def off(params):
-        return max(distance(of_adapter(params, i), x.params) for i, x in enumerate(alone))
-
-    tx = shrewjax.accumulate(optax.chain(shrewjax.clip_by_global_norm(1.0), optax.adamw(1e-2)), 2**20)
-
-    def unweighted(adapter, opt_state, x, y, mask, flush):
-        count = jnp.maximum(jnp.sum(mask), 1)
-        grads = jax.grad(lambda p: guide.summed_loss(p, x, y, mask) / count)(adapter)
-        return shrewjax.apply_gradients(tx, grads, opt_state, adapter, flush=flush)
-
-    wrong, _ = trained_adapters(guide, adapter_calls(guide), quick_jit(jax.vmap(unweighted)))
-    assert off(params) < 1e-5 < 1e-3 < off(wrong)
-    np.testing.assert_array_equal(state.windows, [x.t for x in alone])
-
-
-def test_a_nan_of_one_adapter_leaves_the_bits_of_the_others(adapters):
-    guide = adapters
-    calls = list(adapter_calls(guide))
-    # A program may still read NumPy's memory after its call has returned.
-    clean = jax.block_until_ready(trained_adapters(guide, calls))
-    calls[4][0][1, 0] = np.nan
-    calls[4][2][1, 0] = 1
-    params, state = trained_adapters(guide, calls)
-    for i in (0, 2):
-        assert bits(of_adapter((params, state), i)) == bits(of_adapter(clean, i))
-    np.testing.assert_array_equal(state.dropped, [0, 1, 0])
-    assert np.isfinite(params["a"]).all()
-    assert bits(of_adapter(params, 1)) != bits(of_adapter(clean[0], 1))
 
 
 # --- docs/recipes.md: float16 ------------------------------------------------------------------------------------
@@ -1015,12 +840,13 @@ def test_a_job_that_returns_to_optax_goes_on_as_one_that_never_left(away, back):
 
 
 def test_a_loss_scale_inside_the_loss_keeps_small_gradients_and_one_around_it_does_not():
-    guide = page("recipes.md").names
-    of_batch = shrewjax.micro_batched(guide["half_loss"], 4)
+    half_loss = page("recipes.md").names["half_loss"]
     small = jnp.full((8,), 2.0**-14, jnp.float16)
     params, x, y = {"w": jnp.zeros(3, jnp.float16)}, jnp.stack([small] * 3, axis=1), 2 * small
     dynamic = DynamicScale(scale=jnp.float32(2.0**15))
-    *_, kept = guide["scaled_value_and_grad"](dynamic, params, x, y)
+    of_batch = shrewjax.micro_batched(half_loss, 4)
+    of_scaled = shrewjax.micro_batched(lambda *args: dynamic.scale * half_loss(*args), 4)
+    *_, kept = dynamic.value_and_grad(lambda params: of_scaled(params, x, y) / dynamic.scale)(params)
     *_, lost = dynamic.value_and_grad(lambda params: of_batch(params, x, y))(params)
     np.testing.assert_array_equal(kept["w"], -(2.0**-26))  # 2 * 2**-13 * 2**-14
     assert not np.any(lost["w"])

@@ -92,15 +92,21 @@ class Batch:
     size: int
 
 
-def test_a_static_size_stays_the_whole_batchs():
-    def found(x):
-        by_field = shrewjax.value_and_grad(lambda p, b: jnp.sum(p * b.x) / b.size, 4)
-        by_length = shrewjax.value_and_grad(lambda p, b: jnp.sum(p * b.x) / len(b.x), 4)
-        return [step(jnp.float32(1), Batch(x, len(x)))[1] for step in (by_field, by_length)]
+def test_a_static_size_is_the_whole_batchs_and_that_of_no_micro_batch_of_its_own():
+    def by_field(p, b):
+        return jnp.sum(p * b.x) / b.size
 
-    field, length = quick_jit(found)(jnp.arange(8.0))
-    assert length == np.mean(np.arange(8))
-    assert field == length / 4
+    def by_length(p, b):
+        return jnp.sum(p * b.x) / len(b.x)
+
+    def found(x):
+        ways = shrewjax.value_and_grad, shrewjax.accumulated_value_and_grad
+        batch = Batch(x, len(x))
+        return [[way(loss, 4)(jnp.float32(1), batch)[1] for loss in (by_field, by_length)] for way in ways]
+
+    ours, of_their_own = quick_jit(found)(jnp.arange(8.0))
+    assert ours == [3.5, 3.5]
+    assert of_their_own == [3.5 / 4, 3.5]
 
 
 def test_a_nan_in_optaxs_sum_moves_in_mid_window_and_stays_behind_at_its_end():
@@ -137,8 +143,8 @@ def test_agc_takes_kernels_with_outputs_first_by_axis():
         assert np.allclose(wrong[name], right[name], rtol=1e-3) == (name in ("bias", "of images"))
 
 
-def test_every_positional_argument_is_divided_unless_batch_argnums_names_the_examples():
-    """Weights of as many classes as there are examples, a sum in place of a mean; the oracle is plain JAX."""
+def test_a_table_with_as_many_rows_as_examples_is_no_mistake_but_for_micro_batches_of_their_own():
+    """Weights of as many classes as there are examples, in a mean and in a sum; the oracle is plain JAX."""
     rng = np.random.default_rng(0)
     w, x = np.float32(rng.normal(size=(3, 16))), np.float32(rng.normal(size=(16, 3)))
     labels, of_class = rng.integers(0, 16, 16), np.float32(rng.uniform(0.2, 2, 16))
@@ -149,20 +155,19 @@ def test_every_positional_argument_is_divided_unless_batch_argnums_names_the_exa
 
     def found(*args):
         summed = partial(loss, reduce=jnp.sum)
-        examples = {"batch_argnums": (1, 2)}
+        ours, own = shrewjax.value_and_grad, partial(shrewjax.accumulated_value_and_grad, batch_argnums=(1, 2))
         return (
-            jax.grad(loss)(*args),
-            shrewjax.value_and_grad(loss, 4)(*args)[1],
-            shrewjax.accumulated_value_and_grad(loss, 4, **examples)(*args)[1],
-            jax.grad(summed)(*args),
-            shrewjax.accumulated_value_and_grad(summed, 4, **examples)(*args)[1],
-            shrewjax.accumulated_value_and_grad(summed, 4, reduction="sum", **examples)(*args)[1],
+            [jax.grad(loss)(*args), jax.grad(summed)(*args)],
+            [ours(loss, 4)(*args)[1], ours(summed, 4)(*args)[1]],
+            [own(loss, 4)(*args)[1], own(summed, 4, reduction="sum")(*args)[1]],
+            shrewjax.accumulated_value_and_grad(loss, 4)(*args)[1],
         )
 
-    mean, cut, named, of_sum, quarter, whole = quick_jit(found)(w, x, labels, of_class)
-    assert distance(cut, mean) > 0.3
-    for ours, expected in ((named, mean), (whole, of_sum), (4 * quarter, of_sum)):
-        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
+    expected, ours, named, cut = quick_jit(found)(w, x, labels, of_class)
+    assert distance(cut, expected[0]) > 0.3
+    for grads in (ours, named):
+        for found_one, right in zip(grads, expected, strict=True):
+            np.testing.assert_allclose(found_one, right, rtol=1e-4, atol=1e-6)
 
 
 def test_the_quotient_of_counts_averaged_by_weight_is_no_accuracy():
@@ -245,76 +250,74 @@ def test_parameters_share_a_buffer_with_device_put_of_them():
         np.sum(params)
 
 
-def not_a_mean_over_examples(row):
-    """A loss of (w, *batch), its batch, the remedy, and how far off the mistake is."""
+def test_a_loss_that_is_no_mean_over_examples_is_right_as_it_stands():
+    """Plain JAX is the oracle. The mean of micro-batches' own losses is the mistake."""
     rng = np.random.default_rng(0)
-    x, classes = np.float32(rng.normal(size=(32, 3))), rng.integers(0, 5, 32)
-    of_class = jnp.asarray(rng.uniform(0.2, 2, 5), jnp.float32)
+    w, x = np.float32(np.random.default_rng(1).normal(size=(3, 5))), np.float32(rng.normal(size=(32, 3)))
+    classes, of_class = rng.integers(0, 5, 32), np.float32(rng.uniform(0.2, 2, 5))
     boxes = np.float32(rng.integers(0, 3, 32) * (np.arange(32) % 4 > 0))  # none in the first micro-batch
-    in_parts = partial(shrewjax.value_and_grad, micro_batches=4)
 
-    def by_class(w, x, classes):
+    def class_weights(w, x, classes):
         losses = optax.losses.softmax_cross_entropy_with_integer_labels(x @ w, classes)
-        return jnp.sum(of_class[classes] * losses) / jnp.sum(of_class[classes])
+        return jnp.sum(jnp.asarray(of_class)[classes] * losses) / jnp.sum(jnp.asarray(of_class)[classes])
 
     def by_boxes(w, x, boxes):
         return jnp.sum(boxes[:, None] * (x @ w - 1) ** 2) / jnp.maximum(jnp.sum(boxes), 1)
 
-    def mean_square(w, x):
-        return jnp.mean((x @ w - 1) ** 2)
-
     def root(w, x):
-        return jnp.sqrt(mean_square(w, x))
+        return jnp.sqrt(jnp.mean((x @ w - 1) ** 2))
 
-    def of_root(w, x):
-        loss, grads = in_parts(mean_square)(w, x)
-        return jnp.sqrt(loss), grads / (2 * jnp.sqrt(loss))
+    def penalized(w, x):
+        return jnp.sum((x @ w - 1) ** 2) + 50 * jnp.sum(w**2)
+
+    rows = [
+        (class_weights, (x, classes), 0.07),
+        (by_boxes, (x, boxes), 0.26),
+        (root, (x,), 0.06),
+        (penalized, (x,), 0.3),
+    ]
+
+    def found(w):
+        for loss, batch, _ in rows:
+            ways = (
+                jax.value_and_grad(loss),
+                shrewjax.value_and_grad(loss, 4),
+                shrewjax.accumulated_value_and_grad(loss, 4),
+            )
+            yield [way(w, *batch) for way in ways]
+
+    for (loss, _, off), ways in zip(rows, quick_jit(lambda w: [*found(w)])(w), strict=True):
+        (value, grads), (our_value, ours), (_, wrong) = ways
+        assert our_value == pytest.approx(float(value), rel=1e-5), loss
+        assert distance(ours, grads) < 1e-5, loss
+        assert distance(wrong, grads) > off - 0.01, loss
+
+
+def test_time_first_is_refused_and_right_when_transposed_and_a_loss_over_k_is_that():
+    rng = np.random.default_rng(0)
+    w, x = np.float32(rng.normal(size=(3, 3))), np.float32(rng.normal(size=(8, 4, 3)))
 
     def recurrent(w, x):  # (time, batch, features)
         def advance(h, x):
-            h = jnp.tanh(h @ w[:, :3] + x)
+            h = jnp.tanh(h @ w + x)
             return h, jnp.mean(h**2)
 
         return jnp.mean(jax.lax.scan(advance, jnp.zeros(x.shape[1:]), x)[1])
 
     def batch_first(w, x):
-        return in_parts(lambda w, x: recurrent(w, x.swapaxes(0, 1)))(w, x.swapaxes(0, 1))
+        return recurrent(w, x.swapaxes(0, 1))
 
-    def penalized(w, x, divisor=1):
-        return jnp.sum((x @ w - 1) ** 2) + 50 * jnp.sum(w**2) / divisor
-
-    def summed(loss):
-        return in_parts(loss, reduction="sum")
-
-    return {
-        "class weights": (
-            by_class, (x, classes), in_parts(by_class, weight_fn=lambda w, x, c: jnp.sum(of_class[c])), 0.07,
-        ),
-        "boxes": (by_boxes, (x, boxes), in_parts(by_boxes, weight_fn=lambda w, x, boxes: jnp.sum(boxes)), 0.26),
-        "root": (root, (x,), of_root, 0.06),
-        "time first": (recurrent, (x.reshape(8, 4, 3),), batch_first, 0.76),
-        "penalty": (penalized, (x,), summed(partial(penalized, divisor=4)), 1.72),
-        "loss / k": (mean_square, (x,), in_parts(mean_square), 0.75),
-    }[row]  # fmt: skip
-
-
-@pytest.mark.parametrize("row", ["class weights", "boxes", "root", "time first", "penalty", "loss / k"])
-def test_a_loss_that_is_no_mean_over_examples_is_right_by_the_remedy_alone(row):
-    """Plain JAX is the oracle."""
-    loss, batch, remedy, off = not_a_mean_over_examples(row)
-    w = np.float32(np.random.default_rng(1).normal(size=(3, 5)))
-
-    def found(w, *batch):
-        mistake = {
-            "penalty": shrewjax.accumulated_value_and_grad(loss, 4, reduction="sum"),
-            "loss / k": shrewjax.value_and_grad(lambda w, x: loss(w, x) / 4, 4),
-        }.get(row, shrewjax.value_and_grad(loss, 4))
-        return jax.value_and_grad(loss)(w, *batch), remedy(w, *batch), mistake(w, *batch)[1]
-
-    (value, grads), (our_value, ours), wrong = quick_jit(found)(w, *batch)
-    assert distance(wrong, grads) == pytest.approx(off, abs=0.005)
-    assert our_value == pytest.approx(float(value), rel=1e-5)
-    assert distance(ours, grads) < 1e-5
+    with pytest.raises(ValueError, match="examples mix"):
+        jax.eval_shape(shrewjax.value_and_grad(recurrent, 4), w, x)
+    expected, ours, quarter = quick_jit(
+        lambda w, x: (
+            jax.grad(recurrent)(w, x),
+            shrewjax.value_and_grad(batch_first, 4)(w, x.swapaxes(0, 1))[1],
+            shrewjax.value_and_grad(lambda *args: batch_first(*args) / 4, 4)(w, x.swapaxes(0, 1))[1],
+        )
+    )(w, x)
+    assert distance(ours, expected) < 1e-5
+    assert distance(4 * quarter, expected) < 1e-5
 
 
 def test_windows_clip_after_the_average_and_divide_sums_by_their_weights():

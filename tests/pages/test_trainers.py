@@ -6,13 +6,11 @@ The oracle is `jax.grad` of all tokens of a window at once, with Optax alone. Be
 import pathlib
 import re
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from helpers import distance, norm, run_page
 from speed import quick_jit, users_jit
 
@@ -21,8 +19,7 @@ import shrewjax
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("as_users_have_it")]
 
 DOCS = pathlib.Path(__file__).parent.parent.parent / "docs"
-SIZES = 2 * (8, 8, 3, 1, 8, 5, 1)  # two epochs; tokens of windows of four and of three
-WINDOWS = [range(4), range(4, 7), range(7, 11), range(11, 14)]
+SIZES = (8, 8, 3, 1)  # tokens of the micro-batches of a batch
 
 
 @pytest.fixture(scope="module")
@@ -31,18 +28,10 @@ def guide():
         return run_page(DOCS / "guide" / "trainers.md")
 
 
-def joined(batches, window):
-    return [np.concatenate([batches[i][part] for i in window]) for part in range(3)]
-
-
 def mean_grad(w, batch):
     """By hand, in float64."""
     x, y, mask = (np.float64(part) for part in batch)
     return 2 * x.T @ (mask * (x @ w - y)) / mask.sum()
-
-
-def windows_of(inner, accum_steps):
-    return shrewjax.accumulate(inner, accum_steps, reduction="sum_over_weights")
 
 
 def clipped(g, threshold=1.0):
@@ -117,112 +106,18 @@ def test_the_lines_for_other_packages_do_with_micro_batches_what_they_do_with_th
 
 def test_micro_batched_as_the_trainers_loss_takes_the_steps_of_the_whole_batch(guide):
     """The mean of the losses of micro-batches is the mistake."""
-    batches = [tuple(joined([*micro_batches(SIZES)], range(4)))] * 3
+    batches = [tuple(np.concatenate(x) for x in zip(*micro_batches(SIZES), strict=True))] * 3
     start, tx = {"w": jnp.zeros(3)}, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
     w = np.zeros(3)
     for batch in batches:
         w = w - 0.1 * clipped(mean_grad(w, batch))
-    unweighted = shrewjax.micro_batched(guide["loss_fn"], 4)
-    right, wrong = (trainer(loss, start, tx, batches)["w"] for loss in (guide["of_batch"], unweighted))
+
+    def mean_of_means(params, batch):
+        return jnp.mean(jnp.stack([guide["loss_fn"](params, [x[i::4] for x in batch]) for i in range(4)]))
+
+    right, wrong = (trainer(loss, start, tx, batches)["w"] for loss in (guide["of_batch"], mean_of_means))
     np.testing.assert_allclose(right, w, rtol=2e-6)
     assert distance(wrong, w) > 1e-3
-
-
-def test_the_count_as_a_gradient_takes_the_steps_of_windows_of_tokens(guide):
-    """Windows end with their epochs. `optax.MultiSteps`, which is given the same windows, is the mistake."""
-    batches, start = [*micro_batches(SIZES)], {"w": jnp.zeros(3), "count": jnp.zeros(())}
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
-    tx = guide["weight_from_gradient"](windows_of(inner, guide["epochs_of_seven"]))
-    found = trainer(guide["counted_loss"], start, tx, batches)
-    w = np.zeros(3)
-    for window in WINDOWS:
-        w = w - 0.1 * clipped(mean_grad(w, joined(batches, window)))
-    multi = optax.MultiSteps(inner, guide["epochs_of_seven"])
-    wrong = trainer(guide["loss_fn"], {"w": jnp.zeros(3)}, multi, batches)
-    np.testing.assert_allclose(found["w"], w, rtol=2e-6)
-    assert found["count"] == 0
-    assert distance(wrong["w"], w) > 0.05
-
-
-def on_two_devices(reduce, factor):
-    """A trainer whose devices have micro-batches of their own. It reduces and scales gradients, and clips them."""
-
-    def trainer(loss_fn, params, tx, batches):
-        def step(params, opt_state, batch):
-            grads = jax.vmap(
-                lambda own: jax.tree.map(lambda g: factor * reduce(g, "data"), jax.grad(loss_fn)(params, own)),
-                axis_name="data", out_axes=None,
-            )(batch)  # fmt: skip
-            grads, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        opt_state, step = tx.init(params), quick_jit(step)
-        for batch in batches:
-            params, opt_state = step(params, opt_state, batch)
-        return params
-
-    return trainer
-
-
-@pytest.mark.parametrize("reduce", [jax.lax.pmean, jax.lax.psum])
-def test_the_count_survives_a_trainer_that_reduces_scales_and_clips_gradients(guide, reduce):
-    """The mean with the count as `weight=`, without e and the sum, is the mistake."""
-    batches = [*micro_batches(SIZES)]
-    pairs = [
-        tuple(np.stack(x) for x in zip(*two, strict=True)) for two in zip(batches[::2], batches[1::2], strict=True)
-    ]
-    inner, start = optax.sgd(0.1), {"w": jnp.zeros(3), "count": jnp.zeros(())}
-    train = on_two_devices(reduce, 0.37)
-    w = np.zeros(3)
-    for window in (range(6), range(6, 12)):
-        w = w - 0.1 * mean_grad(w, joined(batches, window))
-    tx = guide["weight_from_gradient"](windows_of(inner, 3))
-    np.testing.assert_allclose(train(guide["counted_loss"], start, tx, pairs[:6])["w"], w, rtol=2e-6)
-
-    def mean_and_count(params, batch):
-        n, c = guide["count"](params, batch), params["count"]
-        return guide["loss_fn"](params, batch) + n * (c - jax.lax.stop_gradient(c))
-
-    wrong = guide["weight_from_gradient"](shrewjax.accumulate(inner, 3))
-    assert distance(train(mean_and_count, start, wrong, pairs[:6])["w"], w) > 0.05
-
-
-def test_a_trainer_that_passes_its_own_words_and_keywords_runs(guide):
-    tx = guide["weight_from_gradient"](windows_of(optax.sgd(1.0), 1))
-    params = {"w": jnp.zeros(3), "count": jnp.zeros(())}
-    grads = {"w": jnp.full(3, 6.0), "count": jnp.float32(2)}
-    updates, _ = tx.update(updates=grads, state=tx.init(params), params=params, value=1.0)
-    np.testing.assert_array_equal(updates["w"], np.full(3, -3.0))
-    with pytest.raises(AssertionError, match="must differentiate the count"):
-        tx.update({"w": jnp.ones(3)}, tx.init(params), params)
-
-
-class Fields(eqx.Module):
-    w: jax.Array
-    count: jax.Array
-
-
-class Variables(nnx.Module):
-    def __init__(self):
-        self.w, self.count = nnx.Param(jnp.zeros(3)), nnx.Param(jnp.zeros(()))
-
-
-@pytest.mark.parametrize("kind", ["equinox", "nnx"])
-def test_the_wrapper_finds_the_count_in_other_trees(guide, kind):
-    params = Fields(jnp.zeros(3), jnp.zeros(())) if kind == "equinox" else nnx.state(Variables(), nnx.Param)
-    leaves, treedef = jax.tree.flatten(params)
-    tx = guide["weight_from_gradient"](windows_of(optax.sgd(1.0), 2))
-
-    def updates(params):
-        state = tx.init(params)
-        for number, count in ((1.0, 3.0), (5.0, 1.0)):
-            grads = treedef.unflatten([jnp.full(x.shape, number if x.ndim else count) for x in leaves])
-            found, state = tx.update(grads, state, params)
-        return found
-
-    for x in jax.tree.leaves(quick_jit(updates)(params)):
-        np.testing.assert_array_equal(x, np.full(x.shape, -1.5 if x.ndim else 0))
 
 
 # --- docs/from_torch.md: Keras ------------------------------------------------------------------------------------

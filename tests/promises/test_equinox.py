@@ -71,19 +71,68 @@ def assert_trained_like(model, expected):
     assert bits(eqx.filter(model, eqx.is_inexact_array)) != bits(eqx.filter(Model(), eqx.is_inexact_array))
 
 
-def test_whole_batch_in_parts_trains_a_partitioned_model():
+@pytest.mark.parametrize("name", ["value_and_grad", "accumulated_value_and_grad"])
+def test_whole_batch_in_parts_trains_a_partitioned_model(name):
     trained, frozen = eqx.partition(Model(), eqx.is_inexact_array)
     state = INNER.init(trained)
+    # A divided loss takes the frozen part as any argument.
+    options = {} if name == "value_and_grad" else {"batch_argnums": (2, 3)}
 
     @eqx.filter_jit
     def step(frozen, trained, state):
-        _, grads = shrewjax.value_and_grad(loss, K, batch_argnums=(2, 3))(trained, frozen, X, Y)
+        _, grads = getattr(shrewjax, name)(loss, K, **options)(trained, frozen, X, Y)
         assert grads.table is grads.name is grads.mlp.activation is None
         return shrewjax.apply_gradients(INNER, grads, state, trained)
 
     for _ in range(2):
         trained, state = step(frozen, trained, state)
     assert_trained_like(eqx.combine(trained, frozen), by_equinox(2))
+
+
+class Attending(eqx.Module):
+    """Static fields, a key beside the model, and a state that the call returns."""
+
+    embed: eqx.nn.Embedding
+    attention: eqx.nn.MultiheadAttention
+    dropout: eqx.nn.Dropout
+    norm: eqx.nn.LayerNorm
+    depth: int = eqx.field(static=True)
+    name: str = eqx.field(static=True)
+
+    def __init__(self, depth):
+        keys = jax.random.split(jax.random.key(0), 2)
+        self.embed, self.dropout, self.norm = (
+            eqx.nn.Embedding(7, 4, key=keys[0]),
+            eqx.nn.Dropout(0.3),
+            eqx.nn.LayerNorm(4),
+        )
+        self.attention = eqx.nn.MultiheadAttention(2, 4, key=keys[1])
+        self.depth, self.name = depth, "attending"
+
+    def __call__(self, tokens, mask, key):
+        x = jax.vmap(self.embed)(tokens)
+        for own in jax.random.split(key, self.depth):
+            h = jax.vmap(self.norm)(x)
+            x = x + self.dropout(self.attention(h, h, h, mask=jnp.broadcast_to(mask, (len(mask),) * 2)), key=own)
+        return x @ self.embed.weight.T
+
+
+def test_a_module_with_static_fields_and_keys_for_examples_has_the_gradients_of_filter_value_and_grad():
+    """Three do not divide eight. The loss is a mean over a mask, with a key for each example."""
+    rng = np.random.default_rng(1)
+    tokens, mask = rng.integers(0, 7, (8, 5)), np.arange(5) < rng.integers(2, 6, 8)[:, None]
+
+    def masked(model, tokens, mask, key):
+        logits = jax.vmap(model)(tokens, mask, jax.random.split(key, len(tokens)))
+        errors = optax.softmax_cross_entropy_with_integer_labels(logits, tokens) * mask
+        return jnp.sum(errors) / jnp.sum(mask), jnp.argmax(logits, -1)
+
+    model, key = Attending(2), jax.random.key(3)
+    expected = eqx.filter_jit(eqx.filter_value_and_grad(masked, has_aux=True))(model, tokens, mask, key)
+    of_batch = shrewjax.micro_batched(masked, 3, has_aux=True)
+    found = eqx.filter_jit(eqx.filter_value_and_grad(of_batch, has_aux=True))(model, tokens, mask, key)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_micro_batches_one_by_one_train_a_partitioned_model():

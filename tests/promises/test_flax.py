@@ -13,7 +13,7 @@ import pytest
 from flax import linen, nnx
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
-from helpers import assert_close, bits, mesh_of
+from helpers import assert_close, bits, distance, mesh_of
 from nnx_steps import MODES, in_mode, of_states
 from speed import quick_jit, users_jit
 
@@ -198,7 +198,7 @@ def test_saved_in_mid_window_model_and_optimizer_go_on_bit_identically_in_others
 
     def trained(nodes, steps):
         def update(model, optimizer, x, y):
-            _, grads = shrewjax.flax.value_and_grad(mean_loss, 2)(model, x, y)
+            _, grads = shrewjax.flax.accumulated_value_and_grad(mean_loss, 2)(model, x, y)
             optimizer.update(model, grads, weight=len(x))
 
         step = step_of(update, *nodes)
@@ -322,7 +322,7 @@ def test_parameters_that_their_gradient_overwrites_are_overwritten_as_in_flax():
     assert_close(found, expected, rtol=0)
 
 
-# --- value_and_grad ---------------------------------------------------------------------------------------------
+# --- accumulated_value_and_grad ---------------------------------------------------------------------------------------
 
 K = 4
 
@@ -356,41 +356,6 @@ def test_value_gradients_aux_and_state_are_those_of_k_calls_by_hand(mode, wrt):
     assert bits(jax.random.key_data(ours.dropout.rngs.key[...])) == bits(
         jax.random.key_data(theirs.dropout.rngs.key[...])
     )
-
-
-def of_micro_batched(*args, wrt=nnx.Param, **options):
-    """`nnx.value_and_grad` of `micro_batched`, in the place of `value_and_grad`."""
-    part = shrewjax.flax.micro_batched(*args, wrt=wrt, **options)
-    return nnx.value_and_grad(part, argnums=nnx.DiffState(0, wrt), has_aux=options.get("has_aux", False))
-
-
-@pytest.mark.parametrize(
-    ("wrt", "skip_empty"),
-    [(nnx.Param, False), (nnx.LoRAParam, False), (nnx.Param, True)],
-    ids=["all", "low rank", "skip_empty"],
-)
-def test_a_loss_in_micro_batches_has_value_gradients_aux_and_state_of_value_and_grad(wrt, skip_empty):
-    options = {"has_aux": True, "aux_reduction": {"largest": "max", "rows": "sum"}}
-    if skip_empty:
-        options["weight_fn"] = lambda model, x, y: jnp.sum(x[0, 0] != X[1, 0])  # micro-batch 1 is empty
-
-    def results(make, **extra):
-        model = Net()
-        grad = make(loss_and_largest, K, wrt=wrt, **options, **extra)
-        returned, grads = step_of(lambda model, x, y: grad(model, x, y), model)(X, Y)
-        return returned, jax.tree.leaves(grads), state_without_keys(model), model.dropout.rngs.count[...]
-
-    with in_mode("graph"):
-        found = results(of_micro_batched, skip_empty=skip_empty)
-        assert_close(found, results(shrewjax.flax.value_and_grad), rtol=1e-6, atol=1e-7)
-
-
-def test_a_loss_in_micro_batches_updates_the_state_without_a_derivative_too():
-    ours, theirs = Net(), Net()
-    value = step_of(lambda model, x, y: shrewjax.flax.micro_batched(mean_loss, K)(model, x, y), ours)(X, Y)
-    expected, _ = step_of(lambda model, x, y: shrewjax.flax.value_and_grad(mean_loss, K)(model, x, y), theirs)(X, Y)
-    assert_close((value, state_without_keys(ours)), (expected, state_without_keys(theirs)), rtol=1e-6, atol=1e-7)
-    assert bits(state_without_keys(ours)) != bits(state_without_keys(Net()))
 
 
 def test_batch_statistics_that_would_be_lost_are_an_error():
@@ -436,6 +401,139 @@ def test_a_tuple_of_model_and_rngs_positions_and_keywords_are_those_of_fun(mode)
     assert grads[0]["kernel"].shape == (5, 1)
 
 
+# --- value_and_grad, micro_batched ------------------------------------------------------------------------------
+
+
+def with_running_averages():
+    model = Net()
+    model.norm.use_running_average = True
+    model.norm.mean[...] = jnp.linspace(-1.0, 1.0, 7)
+    return model
+
+
+def masked_loss(model, x, y):
+    errors = (model(x) - y) ** 2
+    kept = y < 1.5
+    return jnp.sum(errors * kept) / jnp.sum(kept), {"largest": jnp.max(errors), "each": errors, "rows": len(x)}
+
+
+def of_micro_batched(*args, wrt=nnx.Param, **options):
+    """`nnx.value_and_grad` of `micro_batched`, in the place of `value_and_grad`."""
+    part = shrewjax.flax.micro_batched(*args, wrt=wrt, **options)
+    return nnx.value_and_grad(part, argnums=nnx.DiffState(0, wrt), has_aux=options.get("has_aux", False))
+
+
+def of_whole_batch(fun, micro_batches, *, wrt=nnx.Param, **options):
+    return nnx.value_and_grad(fun, argnums=nnx.DiffState(0, wrt), **options)
+
+
+def after_a_step(make, fun, model, x, **options):
+    """What a gradient function returns, and the model's state after it, with its counts of keys."""
+    grad = make(fun, wrt=options.pop("wrt", nnx.Param), **options)
+    returned, grads = step_of(lambda model, x: grad(model, x, Y), model)(x)
+    return returned, jax.tree.leaves(grads), state_without_keys(model), model.dropout.rngs.count[...]
+
+
+@pytest.mark.parametrize(("wrt", "micro_batches"), [(nnx.Param, 5), (nnx.LoRAParam, 4)], ids=["all", "low rank"])
+def test_a_divided_loss_has_the_values_gradients_and_state_of_one_call_of_the_whole_batch(mode, wrt, micro_batches):
+    """Dropout draws what it draws for the whole batch, and its stream advances once. Five do not divide twelve."""
+    options = {"wrt": wrt, "micro_batches": micro_batches, "has_aux": True}
+    with in_mode("graph"):  # which has DiffState
+        expected = after_a_step(of_whole_batch, masked_loss, with_running_averages(), X, **options)
+    found = after_a_step(shrewjax.flax.value_and_grad, masked_loss, with_running_averages(), X, **options)
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert found[3] == 1
+    if mode == "graph":
+        found = after_a_step(of_micro_batched, masked_loss, with_running_averages(), X, **options)
+        assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_in_bfloat16_a_divided_loss_is_as_near_to_float32_as_that_of_the_whole_batch():
+    def grads(make, dtype):
+        model = with_running_averages()
+        nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model, nnx.Param)))
+        (value, _), leaves, *_ = after_a_step(make, masked_loss, model, X.astype(dtype), micro_batches=4, has_aux=True)
+        return [value, *leaves]
+
+    expected = grads(of_whole_batch, jnp.float32)
+    found, whole = (grads(make, jnp.bfloat16) for make in (shrewjax.flax.value_and_grad, of_whole_batch))
+    assert [x.dtype for x in found] == [x.dtype for x in whole]
+    assert distance(found, expected) < max(1.5 * distance(whole, expected), 2**-8)
+
+
+def test_a_divided_loss_updates_the_state_without_a_derivative_too():
+    models = with_running_averages(), with_running_averages()
+    functions = shrewjax.flax.micro_batched(mean_loss, K), mean_loss
+    found, expected = (
+        step_of(lambda model, x, y, run=run: run(model, x, y), model)(X, Y)
+        for run, model in zip(functions, models, strict=True)
+    )
+    assert_close(found, expected, rtol=1e-6)
+    assert_close(*map(state_without_keys, models), rtol=1e-6)
+    assert models[0].calls[...] == models[0].dropout.rngs.count[...] == 1
+
+
+def test_batch_norm_in_training_is_refused_with_its_line_and_the_model_stays_as_it_was(mode):
+    message = (
+        r"but examples mix at test_flax\.py:\d+: return self\.lora\(self\.dropout\(self\.norm\(.* as running averages "
+        r"do\. Or call accumulated_value_and_grad"
+    )
+    for make in (shrewjax.flax.value_and_grad, shrewjax.flax.micro_batched):
+        model = Net()
+        with pytest.raises(ValueError, match=message):
+            make(mean_loss, K)(model, X, Y)
+        assert bits(state_without_keys(model)) == bits(state_without_keys(Net()))
+
+
+# --- linen ------------------------------------------------------------------------------------------------------
+
+
+class Blocks(linen.Module):
+    """Scanned, rematerialized layers with dropout, a norm with running averages, a tied embedding."""
+
+    @linen.compact
+    def __call__(self, tokens):
+        embed = linen.Embed(11, 6, name="embed")
+        block = linen.scan(
+            linen.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=3
+        )
+        x, _ = block(name="blocks")(embed(tokens), None)
+        x = linen.BatchNorm(use_running_average=True, name="norm")(x)
+        return embed.attend(linen.LayerNorm()(x))
+
+
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        attend = linen.MultiHeadDotProductAttention(2, qkv_features=6)
+        x = x + attend(linen.LayerNorm()(x), mask=linen.make_causal_mask(x[..., 0]))
+        return x + linen.Dropout(0.3, deterministic=False)(linen.Dense(6)(linen.gelu(linen.Dense(12)(x)))), None
+
+
+def test_a_language_model_in_linen_has_the_whole_batchs_loss_aux_gradients_and_draws():
+    """Padded tokens, keys by keyword, a fixed collection of variables: `apply` as users call it. K is 3 for 10."""
+    rng = np.random.default_rng(1)
+    tokens, lengths = rng.integers(0, 11, (10, 8)), rng.integers(2, 8, 10)
+    net = Blocks()
+    variables = quick_jit(net.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, tokens)
+    fixed = {"batch_stats": jax.tree.map(lambda x: x + 0.1, variables["batch_stats"])}
+
+    def loss(params, tokens, lengths, rngs):
+        logits = net.apply({"params": params, **fixed}, tokens, rngs=rngs)
+        errors = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
+        mask = jnp.arange(1, 8) < lengths[:, None]
+        per_example = jnp.sum(errors * mask, axis=1)
+        return jnp.sum(per_example) / jnp.sum(mask), {"tokens": jnp.sum(mask), "perplexity": per_example}
+
+    args = variables["params"], jnp.asarray(tokens), jnp.asarray(lengths), {"dropout": jax.random.key(2)}
+    expected = quick_jit(jax.value_and_grad(loss, has_aux=True))(*args)
+    found = quick_jit(shrewjax.value_and_grad(loss, 3, has_aux=True))(*args)
+    assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+# --- both ways --------------------------------------------------------------------------------------------------
+
+
 def test_a_shared_variable_has_one_gradient():
     class Tied(nnx.Module):
         def __init__(self):
@@ -446,21 +544,19 @@ def test_a_shared_variable_has_one_gradient():
             return jnp.sum(self.second(jnp.tanh(self.first(x))), axis=1)
 
     ours = Tied()
-    _, grads = step_of(lambda *args: shrewjax.flax.value_and_grad(mean_loss, K)(*args), ours)(X, Y)
     _, expected = step_of(lambda *args: nnx.value_and_grad(mean_loss)(*args), ours)(X, Y)
-    assert len(jax.tree.leaves(grads)) == 2
-    assert_close(grads, expected, rtol=1e-5, atol=1e-6)
+    for make in (shrewjax.flax.value_and_grad, shrewjax.flax.accumulated_value_and_grad):
+        _, grads = step_of(lambda *args, make=make: make(mean_loss, K)(*args), ours)(X, Y)
+        assert len(jax.tree.leaves(grads)) == 2
+        assert_close(grads, expected, rtol=1e-5, atol=1e-6)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------
 
 
-def traced(fun, *, model=None, **options):
-    model = Net() if model is None else model
-    graph, state = nnx.split(model)
-    return jax.eval_shape(
-        lambda s: shrewjax.flax.accumulated_value_and_grad(fun, K, **options)(nnx.merge(graph, s), X, Y), state
-    )
+def traced(fun, *, make=shrewjax.flax.accumulated_value_and_grad, **options):
+    graph, state = nnx.split(with_running_averages())
+    return jax.eval_shape(lambda s: make(fun, K, **options)(nnx.merge(graph, s), X, Y), state)
 
 
 def change_parameter(model, x, y):
@@ -500,8 +596,9 @@ def pop(model, x, y):
     ],
 )
 def test_change_that_would_be_lost_is_an_error(fun, message):
-    with pytest.raises(ValueError, match=message):
-        traced(fun)
+    for make in (shrewjax.flax.accumulated_value_and_grad, shrewjax.flax.value_and_grad, shrewjax.flax.micro_batched):
+        with pytest.raises(ValueError, match=message):
+            traced(fun, make=make)
 
 
 def test_a_weight_that_reads_state_is_an_error_with_skip_empty():
@@ -513,8 +610,9 @@ def test_a_weight_that_reads_state_is_an_error_with_skip_empty():
     len(MODES) == 1, reason="older versions of Flax do not forget the names of variables that are popped"
 )
 def test_added_variables_may_be_popped_and_returned():
-    (_, aux), _ = traced(pop, has_aux=True)
-    assert aux.shape == ()
+    for make in (shrewjax.flax.accumulated_value_and_grad, shrewjax.flax.value_and_grad):
+        (_, aux), _ = traced(pop, has_aux=True, make=make)
+        assert aux.shape == ()
 
 
 @pytest.mark.parametrize(

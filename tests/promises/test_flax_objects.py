@@ -43,6 +43,13 @@ def still(seed=0):
     return net
 
 
+def dropping(seed=0):
+    """With running averages, because batch statistics in training are those of micro-batches."""
+    net = Net(seed)
+    net.norm.use_running_average = True
+    return net
+
+
 def numbers(state):
     return [x for x in jax.tree.leaves(state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
 
@@ -88,9 +95,10 @@ def test_paths_begin_at_each_object_as_in_flax(name):
     filters = {k: v for k, v in FILTERS.items() if name != "in an nnx.List" or k == "kernels"}
 
     def both(tree, x):
-        ours = [shrewjax.flax.value_and_grad(loss_of_all, K, wrt=f)(tree, x) for f in filters.values()]
+        makes = shrewjax.flax.value_and_grad, shrewjax.flax.accumulated_value_and_grad
+        ours = [make(loss_of_all, K, wrt=f)(tree, x) for make in makes for f in filters.values()]
         theirs = [nnx.value_and_grad(loss_of_all, argnums=nnx.DiffState(0, f))(tree, x) for f in filters.values()]
-        return ours, theirs
+        return ours, theirs * 2
 
     (ours, theirs), _ = compiled(both, FIRST_ARGUMENTS[name](), X)
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
@@ -190,33 +198,62 @@ def test_a_second_object_is_that_of_k_calls_by_hand(mode, name, skip_empty):
     assert_close(numbers(state), numbers(expected_state), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.combinations
+@pytest.mark.parametrize("name", SECOND_ARGUMENTS)
+def test_in_a_divided_loss_a_second_object_is_that_of_one_call_of_the_whole_batch(mode, name):
+    """Value, gradients, and the state of both objects. Three micro-batches of eight examples."""
+    fun, make = SECOND_ARGUMENTS[name]
+    if name == "a second model with dropout and batch statistics":
+        make = partial(dropping, 7)
+    nodes = dropping(), make()
+    found, state = compiled(lambda nodes, x: shrewjax.flax.value_and_grad(fun, 3)(*nodes, x), nodes, X)
+    with in_mode():
+        expected, expected_state = compiled(lambda nodes, x: nnx.value_and_grad(fun)(*nodes, x), nodes, X)
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_close(numbers(state), numbers(expected_state), rtol=1e-5, atol=1e-6)
+
+
 def test_objects_may_come_by_keyword_in_trees_and_with_positions():
     def loss(model, pair, x, *, metric):
         teacher, scale = pair
         metric.update(values=jnp.mean(x))
         return jnp.mean((model(x) - scale * teacher(x)) ** 2)
 
-    grad = shrewjax.flax.value_and_grad(loss, K, batch_argnums=-1)
-    nodes = still(), still(1), nnx.metrics.Average()
-    (value, _), state = compiled(lambda nodes, x: grad(nodes[0], (nodes[1], 2.0), x, metric=nodes[2]), nodes, X)
-    np.testing.assert_allclose(value, loss(nodes[0], (nodes[1], 2.0), X, metric=nodes[2]), rtol=1e-6)
-    np.testing.assert_allclose(state[2]["total"], np.sum([np.mean(X[i::K]) for i in range(K)]), rtol=1e-5)
+    totals = {
+        shrewjax.flax.accumulated_value_and_grad: np.sum([np.mean(X[i::K]) for i in range(K)]),
+        shrewjax.flax.value_and_grad: np.mean(X),
+    }
+    for make, total in totals.items():
+        grad = make(loss, K, batch_argnums=-1)
+        nodes = still(), still(1), nnx.metrics.Average()
+        run = lambda nodes, x, grad=grad: grad(nodes[0], (nodes[1], 2.0), x, metric=nodes[2])  # noqa: E731
+        (value, _), state = compiled(run, nodes, X)
+        np.testing.assert_allclose(value, loss(nodes[0], (nodes[1], 2.0), X, metric=nodes[2]), rtol=1e-6)
+        np.testing.assert_allclose(state[2]["total"], total, rtol=1e-5)
 
 
 def test_every_device_of_a_shard_map_has_the_state_of_a_second_object():
     mesh = mesh_of(data=2)
-    graph, state = nnx.split((still(), still(1)))
+    graph, start = nnx.split((still(), still(1)))
 
-    def grad(state, x):
-        nodes = nnx.merge(graph, state)
-        return shrewjax.flax.value_and_grad(distilled, K, sum_over="data")(*nodes, x), nnx.state(nodes)
+    def over_devices(*args):
+        return jax.lax.pmean(distilled(*args), "data")
 
-    mapped = jax.shard_map(grad, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
-    (value, grads), state = quick_jit(mapped)(state, X)
-    expected, expected_grads = nnx.value_and_grad(distilled)(still(), still(1), X)
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
-    assert_close(grads, expected_grads, rtol=1e-5, atol=1e-6)
-    assert state[0]["calls"][...] == state[1]["calls"][...] == K
+    expected = nnx.value_and_grad(distilled)(still(), still(1), X)
+    makes = {
+        K: shrewjax.flax.accumulated_value_and_grad(distilled, K, sum_over="data"),
+        1: shrewjax.flax.value_and_grad(over_devices, K),
+    }
+    for calls, run in makes.items():
+
+        def grad(state, x, run=run):
+            nodes = nnx.merge(graph, state)
+            return run(*nodes, x), nnx.state(nodes)
+
+        mapped = jax.shard_map(grad, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
+        found, state = quick_jit(mapped)(start, X)
+        assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert state[0]["calls"][...] == state[1]["calls"][...] == calls
 
 
 # --- errors, and what they advise ---------------------------------------------------------------------------------
@@ -268,19 +305,20 @@ def test_a_variable_of_another_dtype_is_an_error_that_names_it_and_casts_are_not
         model.calls.set_value((model.calls[...] + 0.5).astype(cast))
         return jnp.mean(model.body(x))
 
-    def run(cast, start):
+    def run(cast, start, make=shrewjax.flax.accumulated_value_and_grad):
         net = still()
         net.calls = nnx.Variable(start)
-        shrewjax.flax.value_and_grad(lambda model, x: loss(model, x, cast), K)(net, X)
+        make(lambda model, x: loss(model, x, cast), K)(net, X)
         return net.calls[...]
 
     if not hasattr(nnx.Variable, "set_value"):
         pytest.skip("Flax 0.12.0 has no set_value")
     message = r"^fun must keep .* type, but \['calls'\] was int32 of shape \(\) and is float32 of shape \(\)\. Cast"
-    with pytest.raises(ValueError, match=message):
-        run(np.float32, jnp.array(0))
-    assert run(np.int32, jnp.array(0)) == 0
-    assert run(np.float32, jnp.array(0.0)) == 0.5 * K
+    for make, calls in ((shrewjax.flax.accumulated_value_and_grad, K), (shrewjax.flax.value_and_grad, 1)):
+        with pytest.raises(ValueError, match=message):
+            run(np.float32, jnp.array(0), make)
+        assert run(np.int32, jnp.array(0), make) == 0
+        assert run(np.float32, jnp.array(0.0), make) == 0.5 * calls
 
 
 @pytest.mark.parametrize("wrt", [nnx.DiffState(0, nnx.Param), 3], ids=["DiffState", "number"])
@@ -324,24 +362,22 @@ def test_a_key_beside_the_model_is_an_error_and_an_argument_of_its_own_is_not():
     value, _ = shrewjax.flax.accumulated_value_and_grad(with_key, K, rng_argnums=1)(still(), key, X)
     expected = [with_key(still(), jax.random.fold_in(key, i), X[i::K]) for i in range(K)]
     np.testing.assert_allclose(value, np.mean(expected), rtol=1e-6)
+    value, _ = shrewjax.flax.value_and_grad(with_key, K)(still(), key, X)
+    np.testing.assert_allclose(value, with_key(still(), key, X), rtol=1e-6)
 
 
-# --- micro_batch_map, and several calls with one model ---------------------------------------------------------------
+# --- micro_batched, and several calls with one model ------------------------------------------------------------------
 
 
 KEPT = np.arange(8) < 5
 
 
-def in_two_micro_batches(fun):
-    def of_batch(model, x):
-        rows = [fun(model, x[i::2]) for i in range(2)]
-        return jnp.stack(rows, 1).reshape(-1)
-
-    return of_batch
-
-
 def own_squares(model, x):
     return model(x) ** 2
+
+
+def mean_square(model, x):
+    return jnp.mean(own_squares(model, x))
 
 
 def masked(rows, model, x):
@@ -353,47 +389,31 @@ def two_views(rows, model, x):  # as in SimCLR and R-Drop
     return jnp.mean(first * jnp.roll(second, 1)) + masked(rows, model, x)
 
 
-@pytest.mark.parametrize("loss", [masked, two_views])
-def test_rows_of_a_stateful_model_draw_the_same_in_both_passes_and_advance_its_state_once(loss):
-    found, expected = Net(), Net()
+def product(loss, model, x):
+    return loss(model, x) * loss(model, x + 1)
+
+
+@pytest.mark.parametrize(("loss", "fun"), [(masked, own_squares), (two_views, own_squares), (product, mean_square)])
+def test_rows_and_losses_of_a_stateful_model_draw_as_its_own_calls_do_and_advance_its_state_as_often(loss, fun):
+    found, expected = dropping(), dropping()
     results = [
-        nnx.jit(nnx.value_and_grad(partial(loss, rows)))(model, X)
-        for rows, model in (
-            (shrewjax.flax.micro_batch_map(own_squares, 2), found),
-            (in_two_micro_batches(own_squares), expected),
-        )
+        nnx.jit(nnx.value_and_grad(partial(loss, of_batch)))(model, X)
+        for of_batch, model in ((shrewjax.flax.micro_batched(fun, 3), found), (fun, expected))
     ]
     assert_close(*results, rtol=1e-4, atol=1e-5)
     assert_close(numbers(nnx.state(found)), numbers(nnx.state(expected)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["micro_batched", "micro_batch_map"])
-def test_a_teacher_of_an_outer_trace_is_an_argument_and_keeps_its_variables(name):
+@pytest.mark.parametrize("returns", ["a loss", "rows"])
+def test_a_teacher_of_an_outer_trace_is_an_argument_and_keeps_its_variables(returns):
     student, teacher = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1))
 
     def squares(student, x, teacher):
         rows = (student(x) - teacher(x))[:, 0] ** 2
-        return jnp.mean(rows) if name == "micro_batched" else rows
+        return jnp.mean(rows) if returns == "a loss" else rows
 
-    of_batch = getattr(shrewjax.flax, name)(squares, 2)
+    of_batch = shrewjax.flax.micro_batched(squares, 2)
     before = jax.tree.map(np.asarray, nnx.state(teacher))
     found = nnx.value_and_grad(lambda student: jnp.mean(of_batch(student, X, teacher)))(student)
     assert_close(found, nnx.value_and_grad(lambda s: jnp.mean(squares(s, X, teacher)))(student), rtol=1e-5)
     assert_close(nnx.state(teacher), before, rtol=0)
-
-
-def test_a_loss_may_call_micro_batched_twice_with_one_stateful_model():
-    def loss(rows, model, x):
-        return rows(model, x) * rows(model, x + 1)
-
-    def by_hand(model, x):
-        return sum(jnp.mean(model(x[i::2]) ** 2) for i in range(2)) / 2
-
-    found, expected = Net(), Net()
-    of_batch = shrewjax.flax.micro_batched(lambda model, x: jnp.mean(model(x) ** 2), 2)
-    results = [
-        nnx.jit(nnx.value_and_grad(partial(loss, rows)))(model, X)
-        for rows, model in ((of_batch, found), (by_hand, expected))
-    ]
-    assert_close(*results, rtol=1e-4, atol=1e-4)
-    assert_close(numbers(nnx.state(found)), numbers(nnx.state(expected)), rtol=1e-4, atol=1e-5)

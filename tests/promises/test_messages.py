@@ -1,6 +1,8 @@
 """Errors of wrong calls: each names the argument or leaf, the requirement, what came, and the remedy."""
 
+import collections
 import functools
+import types
 
 import equinox as eqx
 import jax
@@ -37,8 +39,13 @@ def dropout_loss(params, x, key):
 
 
 def traced(loss=loss_fn, micro_batches=4, args=(PARAMS, X, Y), kwargs=None, **options):
-    """Traces `value_and_grad` of a loss."""
+    """Traces `accumulated_value_and_grad` of a loss."""
     return jax.eval_shape(shrewjax.accumulated_value_and_grad(loss, micro_batches, **options), *args, **(kwargs or {}))
+
+
+def divided(loss=loss_fn, micro_batches=4, args=(PARAMS, X, Y), kwargs=None, **options):
+    """Traces `value_and_grad` of a loss."""
+    return jax.eval_shape(shrewjax.value_and_grad(loss, micro_batches, **options), *args, **(kwargs or {}))
 
 
 def on_data(function, *args, in_specs):
@@ -69,12 +76,12 @@ def rows_under_plain_jit():
     return jax.eval_shape(lambda p, s, g: shrewjax.apply_gradients(tx, g, s, p), params, tx.init(params), GRADS)
 
 
-def loss_reduced_by_fun():
+def loss_reduced_by_fun(value_and_grad):
     def loss(params, x, y):
         return jax.lax.pmean(loss_fn(params, x, y), "data")
 
     def step(params, x, y):
-        return shrewjax.value_and_grad(loss, 1, sum_over="data")(params, x, y)[0][None]
+        return value_and_grad(loss, 1, sum_over="data")(params, x, y)[0][None]
 
     return on_data(step, PARAMS, X, Y, in_specs=(jax.P(), jax.P("data"), jax.P("data")))
 
@@ -104,7 +111,28 @@ class Dropping(nnx.Module):
 
 
 def of_module(model):
-    return shrewjax.value_and_grad(module_loss, 4)(model, X, Y)
+    return shrewjax.accumulated_value_and_grad(module_loss, 4)(model, X, Y)
+
+
+def writing_loss(params, x, y):
+    cell = jax.new_ref(jnp.zeros(()))
+    cell[...] = loss_fn(params, x, y)
+    return cell[...]
+
+
+def ordered_loss(params, x, y):
+    jax.debug.print("{}", x[0, 0], ordered=True)
+    return loss_fn(params, x, y)
+
+
+def normalized_loss(params, x, y):
+    hidden = x @ params["w"]
+    hidden = (hidden - hidden.mean()) / (1 + hidden.std())
+    return jnp.mean((hidden[:, None, None] @ params["w"][None]) ** 2)
+
+
+def summing(params, x):
+    return jnp.sum(x @ params["w"])
 
 
 WRONG_CALLS = {
@@ -154,11 +182,13 @@ WRONG_CALLS = {
         r"^argument 2\[0\] must .*, got shape \(\)\. Pass jnp\.asarray of the list",
     ),
     "a flag by position": (
-        lambda: shrewjax.value_and_grad(lambda p, x, y, train: loss_fn(p, x, y), 4)(PARAMS, X, Y, True),
+        lambda: shrewjax.accumulated_value_and_grad(lambda p, x, y, train: loss_fn(p, x, y), 4)(PARAMS, X, Y, True),
         r"^argument 3 must .*\. If argument 3 is the same .* batch_argnums=\(1, 2\)$",
     ),
     "names among the examples": (
-        lambda: shrewjax.value_and_grad(lambda p, b: loss_fn(p, b["x"], Y), 4)(PARAMS, {"x": X, "names": ["a"] * 8}),
+        lambda: shrewjax.accumulated_value_and_grad(lambda p, b: loss_fn(p, b["x"], Y), 4)(
+            PARAMS, {"x": X, "names": ["a"] * 8}
+        ),
         r"^argument 1\['names'\]\[0\] must .*, got str\. If it is the same for all micro-batches, pass it as an arg",
     ),
     "more micro-batches than examples": (
@@ -186,7 +216,7 @@ WRONG_CALLS = {
         r"^fun must return a scalar, got shape \(2,\)\. Return jnp\.sum of it",
     ),
     "a loss of each example, of an NNX model": (
-        lambda: shrewjax.flax.value_and_grad(lambda model, x: model(x), 4)(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), X),
+        lambda: shrewjax.flax.accumulated_value_and_grad(lambda model, x: model(x), 4)(LINEAR, X),
         r"^fun must return a scalar, got shape \(2, 1\)\. Return jnp\.mean of it, ",
     ),
     "an aux that has_aux does not announce": (
@@ -288,7 +318,7 @@ WRONG_CALLS = {
         "batch_argnums=",
     ),
     "parameters after the batch": (
-        lambda: shrewjax.value_and_grad(lambda batch, p: loss_fn(p, batch, Y), 4)(X, jnp.ones(3)),
+        lambda: traced(lambda batch, p: loss_fn(p, batch, Y), args=(X, jnp.ones(3))),
         r"^argument 1 has 3 examples, .* If it holds none, pass parameters first, ",
     ),
     "keywords of a function that takes no position": (
@@ -302,7 +332,7 @@ WRONG_CALLS = {
         "examples$",
     ),
     "parameters of a function that takes no position": (
-        lambda: shrewjax.value_and_grad(lambda *, p, x: jnp.mean(x * p), 2)(p=jnp.ones(3), x=X),
+        lambda: shrewjax.accumulated_value_and_grad(lambda *, p, x: jnp.mean(x * p), 2)(p=jnp.ones(3), x=X),
         r"^argnums has the position 0, but 0 arguments came by position, and by keyword p, x\. Pass it by position$",
     ),
     "a batch by keyword, beside rng_argnums": (
@@ -323,7 +353,7 @@ WRONG_CALLS = {
         r"^the GradAccumulatorState was made without noise_decay, so its noise is empty\. .*Or leave out noise_decay",
     ),
     "a loss that fun has reduced": (
-        loss_reduced_by_fun,
+        lambda: loss_reduced_by_fun(shrewjax.accumulated_value_and_grad),
         r"^the loss is already reduced over 'data' of sum_over=\('data',\).*Let fun return the loss of the device's "
         "own examples.*Or leave out sum_over",
     ),
@@ -338,25 +368,83 @@ WRONG_CALLS = {
     },
     "a whole Equinox module: init": (
         lambda: TX.init(MODEL),
-        r"^parameter leaf \.activation must be an array or a number, got <.*\. Pass the arrays alone, as of "
-        r"eqx\.filter\(model, eqx\.is_inexact_array\)",
+        r"^parameter leaf \.activation must be an array or a number, got <.*\. Pass the arrays alone\. .*"
+        r"params, static = eqx\.partition\(model, eqx\.is_inexact_array\), and eqx\.combine",
     ),
     "a whole Equinox module: clip": (
         lambda: shrewjax.clip_grad_norm(MODEL, 1.0),
-        r"^gradient leaf \.activation must be an array or a number, got <.*\. Pass the arrays alone, as of "
-        r"eqx\.filter\(model, eqx\.is_inexact_array\)",
+        r"^gradient leaf \.activation must be an array or a number, got <.*\. Pass the arrays alone\. .*"
+        r"params, static = eqx\.partition\(model, eqx\.is_inexact_array\), and eqx\.combine",
     ),
-    "a whole Equinox module: value_and_grad": (
+    "a whole Equinox module: accumulated_value_and_grad": (
         lambda: of_module(MODEL),
         r"^argument 0\.activation is in argnums and must be a floating or complex array, got <.*eqx\.partition",
     ),
-    "integers among the parameters: value_and_grad": (
+    "integers among the parameters: accumulated_value_and_grad": (
         lambda: traced(args=({"w": jnp.zeros(3), "n": jnp.arange(3)}, X, Y)),
         r"^argument 0\['n'\] is in argnums and must be a floating or complex array, got int32 of shape \(3,\)",
     ),
-    "an NNX module with dropout: value_and_grad": (
+    "an NNX module with dropout: accumulated_value_and_grad": (
         lambda: of_module(Dropping()),
         r"^argument 0 is an NNX object, .* Call the function of this name in shrewjax\.flax",
+    ),
+    "an NNX module with dropout: value_and_grad": (
+        lambda: shrewjax.value_and_grad(module_loss, 4)(Dropping(), X, Y),
+        r"^argument 0 is an NNX object, .* Call the function of this name in shrewjax\.flax",
+    ),
+    # Of a divided function.
+    "words for micro-batches of their own": (
+        lambda: divided(weight_fn=len, reduction="sum"),
+        r"^value_and_grad and micro_batched take no weight_fn, reduction, because fun is the loss of the whole batch\. "
+        r"Leave it out\. Or call accumulated_value_and_grad",
+    ),
+    "a word for micro-batches of their own: micro_batched": (
+        lambda: shrewjax.micro_batched(loss_fn, 4, nonfinite="drop_micro_batch"),
+        r"^value_and_grad and micro_batched take no nonfinite, .* Or call accumulated_value_and_grad",
+    ),
+    "a word for micro-batches of their own: shrewjax.flax": (
+        lambda: shrewjax.flax.value_and_grad(loss_fn, 4, rng_argnums=2),
+        r"^value_and_grad and micro_batched take no rng_argnums, .* Or call accumulated_value_and_grad",
+    ),
+    "batch norm in training": (
+        lambda: divided(normalized_loss),
+        r"^fun must act on each example alone before .*, but examples mix at test_messages\.py:\d+: hidden = \(hidden "
+        r"- hidden\.mean.* So micro_batches=4 would divide \d+% .* elsewhere, as running averages do\. Or call accum",
+    ),
+    "a reference": (
+        lambda: divided(writing_loss),
+        r"^fun must only compute, and print in any order, got .*\. Return what it writes or sends\. ",
+    ),
+    "a print that is ordered": (
+        lambda: divided(ordered_loss),
+        r"^fun must only compute, and print in any order, got Ordered.*\. Pass ordered=False to jax\.debug",
+    ),
+    "a sum in the place of rows of examples": (
+        lambda: divided(lambda p, x, y: shrewjax.of_each_example(summing)(p, x)),
+        r"^of_each_example takes and returns a row for each of 8 examples, .* results of shapes .* Let the function",
+    ),
+    **{
+        f"a batch that is no tree of arrays: {type(batch).__name__}": (
+            functools.partial(shrewjax.value_and_grad(lambda p, b: summing(p, b["x"]), 4), PARAMS, batch),
+            rf"^argument 1 must be a tree of arrays, got {type(batch).__name__}\. Pass a dict of arrays\. Or register ",
+        )
+        for batch in (collections.UserDict(x=X), types.SimpleNamespace(x=X))
+    },
+    "a batch of lists": (
+        lambda: divided(args=(PARAMS, X.tolist(), Y.tolist())),
+        r"^argument 1 or argument 2 must hold arrays with a first axis of examples, got none\. Pass jnp\.asarray of a ",
+    ),
+    "no argument with examples": (
+        lambda: divided(batch_argnums=()),
+        r"^batch_argnums must hold arrays with a first axis of examples, got none\. .* name the batch in batch_",
+    ),
+    "sum_over inside shard_map": (
+        lambda: loss_reduced_by_fun(shrewjax.value_and_grad),
+        r"^sum_over must not name mapped axes, got \('data',\)\. Leave it out, and let fun reduce .* jax\.lax\.pmean",
+    ),
+    "examples by a name that is wrong": (
+        lambda: divided(batch_argnums="labels"),
+        r"^batch_argnums names 'labels', which no argument of the call has\. Name one of params, x, y\. ",
     ),
 }
 
@@ -364,7 +452,7 @@ WRONG_CALLS = {
 @pytest.mark.parametrize("call", WRONG_CALLS)
 def test_error_names_what_is_wrong_what_came_and_the_remedy(call):
     wrong, message = WRONG_CALLS[call]
-    with pytest.raises((ValueError, AssertionError), match=message):
+    with pytest.raises((ValueError, TypeError, AssertionError), match=message):
         wrong()
 
 
@@ -428,7 +516,8 @@ MISTAKEN_CALLS = {
         lambda p, x, c: (jnp.mean(x), (0.0, LARGE)), args=(PARAMS, X, 0.0), has_aux=True, carry_argnum=2
     ),
     "parameters that are text": lambda: shrewjax.clip_grad_norm({"w": "a" * 1000}, 1.0),
-    "parameters that are an object": lambda: shrewjax.value_and_grad(loss_fn, 4)({"w": "a" * 1000}, X, Y),
+    "parameters that are an object": lambda: shrewjax.accumulated_value_and_grad(loss_fn, 4)({"w": "a" * 1000}, X, Y),
+    "a batch that is no tree": lambda: shrewjax.value_and_grad(summing, 4)(PARAMS, collections.UserDict(LARGE)),
     "GradAccumulator": lambda: shrewjax.GradAccumulator(LARGE),
     "a weight of GradAccumulator": lambda: WINDOW.add(WINDOW.init(LARGE), LARGE, LARGE),
     "from_optax": lambda: shrewjax.from_optax(LARGE, TX, LARGE),

@@ -444,7 +444,7 @@ def test_apply_gradients_passes_the_weight_to_an_accumulation_at_any_depth(wrap)
     assert float(shrewjax.metrics(state)["accumulate/weight_sum"]) == 3
 
 
-# --- arguments of value_and_grad's function ---------------------------------------------------------------------
+# --- arguments of a whole batch in one call ----------------------------------------------------------------------
 
 
 def traced(loss, *args, micro_batches=4, kwargs=None, **options):
@@ -525,8 +525,25 @@ def test_examples_by_keyword_are_an_error(micro_batches):
 
 def test_one_micro_batch_takes_keywords_as_jax_does():
     keywords = {"y": Y}
-    found = quick_jit(shrewjax.value_and_grad(loss_fn, 1))(WEIGHTS, X, **keywords)
+    found = quick_jit(shrewjax.accumulated_value_and_grad(loss_fn, 1))(WEIGHTS, X, **keywords)
     assert_close(found, quick_jit(jax.value_and_grad(loss_fn))(WEIGHTS, X, **keywords), rtol=1e-6)
+
+
+def test_a_divided_loss_takes_beside_its_examples_whatever_jax_takes():
+    """Each is an error of `accumulated_value_and_grad`, which needs its role."""
+
+    def loss(params, batch, key, rate, scale, train, name, *, y, rngs):
+        kept = jax.random.bernoulli(rngs["mask"], 1 - rate, batch["x"].shape)
+        x = jnp.where(kept, batch["x"] * scale, 0.0)
+        noise = jax.random.normal(jax.random.wrap_key_data(key), x.shape) if train else 0.0
+        return loss_fn(params, x + noise, y) + len(batch["names"]) * (name == "a")
+
+    batch = {"x": X, "names": ["a"] * len(X), "text": np.asarray(["b"] * len(X)), "epoch": 3}
+    of_batch = WEIGHTS, batch, jax.random.PRNGKey(1), 0.25, np.arange(1, 4, dtype=np.float32)[None], True, "a"
+    by_keyword = {"y": Y, "rngs": {"mask": jax.random.key(0)}}
+    expected = jax.value_and_grad(loss)(*of_batch, **by_keyword)
+    for step in (shrewjax.value_and_grad(loss, 4), jax.value_and_grad(shrewjax.micro_batched(loss, 3))):
+        assert_close(step(*of_batch, **by_keyword), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -557,7 +574,7 @@ def relative(found, expected):
 
 def test_clip_cotangent_of_a_mean_is_tighter_in_micro_batches():
     expected = quick_jit(jax.grad(clipped_mean))(LAYERS, ROWS)
-    _, found = quick_jit(shrewjax.value_and_grad(clipped_mean, K))(LAYERS, ROWS)
+    _, found = quick_jit(shrewjax.accumulated_value_and_grad(clipped_mean, K))(LAYERS, ROWS)
     assert relative(found["w"], expected["w"]) > 0.5  # most of the gradient is missing: the premise of the two cures
 
 
@@ -581,7 +598,7 @@ def test_clip_cotangent_with_a_limit_scaled_to_the_micro_batch_is_that_of_the_la
         return jnp.mean(errors_of(params, x, LIMIT * B / len(x)))
 
     expected = quick_jit(jax.grad(clipped_mean))(LAYERS, ROWS)
-    assert relative(quick_jit(shrewjax.value_and_grad(scaled, K))(LAYERS, ROWS)[1], expected) < 1e-6
+    assert relative(quick_jit(shrewjax.accumulated_value_and_grad(scaled, K))(LAYERS, ROWS)[1], expected) < 1e-6
 
 
 def test_counter_of_clip_cotangent_is_averaged_and_times_k_it_is_the_large_batch_s():
@@ -591,11 +608,42 @@ def test_counter_of_clip_cotangent_is_averaged_and_times_k_it_is_the_large_batch
 
     counts = [
         quick_jit(step)(LAYERS, jnp.zeros(()), ROWS)
-        for step in (jax.grad(counted, argnums=1), shrewjax.value_and_grad(counted, K, argnums=1, batch_argnums=2))
+        for step in (
+            jax.grad(counted, argnums=1),
+            shrewjax.accumulated_value_and_grad(counted, K, argnums=1, batch_argnums=2),
+        )
     ]
     large, (_, averaged) = counts
     assert 0 < float(large) < B
     assert float(averaged) * K == pytest.approx(float(large))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("micro_batches", [K, 7])
+def test_clip_cotangent_in_a_divided_loss_is_that_of_the_large_batch_and_so_is_its_counter(micro_batches, dtype):
+    def counted(params, counter, x, limit):
+        hidden = shrewjax.clip_cotangent(x @ params["w"], LIMIT / B, counter=counter)
+        hidden = shrewjax.clip_cotangent(hidden, limit, ord=1, counter=counter)
+        return jnp.mean(jnp.square(hidden @ params["v"]).astype(jnp.float32))
+
+    args = jax.tree.map(lambda x: x.astype(dtype), (LAYERS, ROWS))
+    args = args[0], jnp.zeros(()), args[1], jnp.float32(1.5 * LIMIT / B)
+    expected, (grads, count) = quick_jit(jax.value_and_grad(counted, (0, 1)))(*args)
+    step = shrewjax.value_and_grad(counted, micro_batches, argnums=(0, 1), batch_argnums=2)
+    found, (its_grads, its_count) = quick_jit(step)(*args)
+    close = 1e-6 if dtype == jnp.float32 else 2**-6
+    assert 0 < float(count) < 2 * B
+    assert float(its_count) == float(count)
+    assert_close(found, expected, rtol=1e-6)
+    assert relative(*(jax.tree.map(np.float32, x) for x in (its_grads, grads))) < close
+
+
+def test_a_clip_of_one_norm_over_all_examples_is_refused_with_its_line():
+    def clipped(params, x):
+        return jnp.mean((shrewjax.clip_cotangent(x @ params["w"], LIMIT, axis=None) @ params["v"]) ** 2)
+
+    with pytest.raises(ValueError, match=r"but examples mix at test_mistaken_calls\.py:\d+: .*clip_cotangent\(x @ "):
+        jax.eval_shape(shrewjax.value_and_grad(clipped, K), LAYERS, ROWS)
 
 
 # --- percentiles and weights ------------------------------------------------------------------------------------

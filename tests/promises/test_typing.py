@@ -23,6 +23,7 @@ EXPECTED = {
     "recurrence": lambda count: count == 1,
     "train_step_of_a_chain": lambda norm: norm > 0,
     "whole_batch_in_one_call": lambda loss: loss == 0,
+    "loss_of_the_whole_batch": lambda difference: difference == 0,
     "state_with_its_type": lambda applied: applied is True,
     "loop_of_the_host": lambda params: (params["w"] != 0).all(),
     "loss_and_noise_of_windows": lambda metrics: metrics["accumulate/value"] == pytest.approx(0.16),

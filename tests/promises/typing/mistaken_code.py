@@ -30,4 +30,10 @@ def words_that_are_no_choice() -> None:
     shrewjax.value_and_grad(loss_fn, "4")  # type: ignore
     shrewjax.accumulated_value_and_grad(loss_fn, 4, reduction="average")  # type: ignore
     shrewjax.accumulate(optax.sgd(0.1), 4, nonfinite="drop")  # type: ignore
-    shrewjax.value_and_grad(loss_fn, 4, weight=len)  # type: ignore
+    shrewjax.accumulated_value_and_grad(loss_fn, 4, weight=len)  # type: ignore
+
+
+def words_of_micro_batches_of_their_own() -> None:
+    shrewjax.value_and_grad(loss_fn, 4, weight_fn=len)  # type: ignore
+    shrewjax.value_and_grad(loss_fn, 4, reduction="sum")  # type: ignore
+    shrewjax.micro_batched(loss_fn, 4, skip_empty=True)  # type: ignore

@@ -108,6 +108,22 @@ def whole_batch_in_one_call() -> float:
     return float(loss)
 
 
+def loss_of_the_whole_batch() -> float:
+    def loss(params: Params, x: jax.Array, mask: jax.Array) -> jax.Array:
+        hidden = shrewjax.of_each_example(jnp.tanh)(x @ params["w"])
+        return jnp.sum(jnp.where(mask, hidden, 0)) / jnp.sum(mask)
+
+    params: Params = {"w": jnp.ones(3)}
+    x, mask = jnp.ones((8, 3)), jnp.arange(8) < 5
+    shrewjax.print_micro_batches(loss, 4, params, x, mask)
+    of_batch = shrewjax.micro_batched(loss, 4)
+    assert_type(of_batch(params, x, mask), jax.Array)
+    grads: Params = jax.grad(of_batch)(params, x, mask)
+    _, same = shrewjax.value_and_grad(loss, 4)(params, x, mask)
+    (_, aux), _ = shrewjax.value_and_grad(masked_loss, 4, has_aux=True)(params, x, mask)
+    return float(jnp.sum(jnp.abs(grads["w"] - same["w"])) + 1 - aux["kept"])
+
+
 def state_with_its_type() -> bool:
     tx = shrewjax.accumulate(optax.sgd(0.1), 3)
 
