@@ -20,7 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from shrewjax._base import arguments
 from shrewjax._base.axes import as_varying, mapped_axes, varying_axes
-from shrewjax._base.mesh import devices_to_map
+from shrewjax._base.mesh import devices_to_map, is_traced
 from shrewjax._base.trees import is_gradient, is_zero_tangent
 from shrewjax._base.types import AxisName, DType, Function, Leaf, PyTree
 from shrewjax._batches.divided import Divided, Run, Setting
@@ -393,7 +393,9 @@ class Call:
         def of_operands(
             are_free: list[bool], operands: list[Leaf]
         ) -> tuple[list[Leaf], list[Leaf]]:
-            return self._on(operands, are_free).value_and_grad()
+            run = lambda values: self._on(values, are_free).value_and_grad()  # noqa: E731
+            # Outside of `jax.jit`, one program, which knows the mesh of its operands.
+            return (run if is_traced(jnp.zeros(())) else jax.jit(run))(operands)
 
         def rule(primals: PyTree, tangents: PyTree) -> tuple[list[Leaf], list[Leaf]]:
             are_free = [not is_zero_tangent(t) for t in tangents[0]]

@@ -127,7 +127,8 @@ class Roles(NamedTuple):
         Nothing depends on which arrays are examples but memory. By default, those by keyword hold them if none does by
         position, such as a key.
         """
-        held = self.places(args, kwargs)["batch_argnums"]
+        roles = self.places(args, kwargs)
+        held = roles["batch_argnums"]
         leaves = [*enumerate(jax.tree.leaves_with_path((args, kwargs)))]
         found: dict[int, int] = {}
         for places in (held, tuple(kwargs) if self.given["batch_argnums"] is None else ()):
@@ -150,6 +151,15 @@ class Roles(NamedTuple):
                 f"{names} must hold arrays with a first axis of examples, got none. Pass jnp.asarray of a list of "
                 "numbers. Or name the batch in batch_argnums="
             )
+        # Also what is differentiated beside the parameters, such as images, if it has as many.
+        for place in roles.get("argnums", ())[1:]:
+            its = {
+                i: np.shape(x)[:1]
+                for i, (path, x) in leaves
+                if path[0].idx == 0 and path[1].idx == place
+            }
+            if {*its.values()} <= {(n,) for n in found.values()}:
+                found |= {i: n for i, (n,) in its.items()}
         return found
 
     def places(

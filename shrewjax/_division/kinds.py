@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
@@ -179,12 +178,10 @@ class Program:
             value = self.constants.get(x) if is_variable(x) else jaxprs.value_of_literal(x)
         elif column is not None and (part := labels.part_of_column(step.equation, column)):
             return self.constant(step.equation.invars[part[0]], part[1])
-        elif not step.programs and not jnp.issubdtype(x.aval.dtype, jax.dtypes.extended):
+        elif compute := labels.by_numpy(step.equation):
             known = [*map(self.constant, step.equation.invars)]
             if all(y is not None for y in known):
-                with jax.ensure_compile_time_eval():
-                    made = jaxprs.run_equation(step.equation, [*map(jnp.asarray, known)])
-                    value = np.asarray(made[step.equation.outvars.index(x)])
+                value = compute(*map(np.asarray, known))
         return value if value is None or column is None else value[..., column]
 
     # Steps.

@@ -11,6 +11,7 @@ This module and `_programs/jaxprs.py` are the only ones that name primitives.
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -505,6 +506,40 @@ def resized(
         ]
         params["start_indices"], params["limit_indices"] = map(tuple, zip(*ends, strict=True))
     return equation.replace(params=params)
+
+
+def _iota_by_numpy(params: dict[str, Any]) -> np.ndarray:
+    numbers = np.arange(params["shape"][params["dimension"]])
+    others = tuple(d for d in range(len(params["shape"])) if d != params["dimension"])
+    return np.broadcast_to(np.expand_dims(numbers, others), params["shape"])
+
+
+def _broadcast_by_numpy(params: dict[str, Any], x: np.ndarray) -> np.ndarray:
+    kept = params["broadcast_dimensions"]
+    new = tuple(d for d in range(len(params["shape"])) if d not in kept)
+    return np.broadcast_to(np.expand_dims(x, new), params["shape"])
+
+
+_BY_NUMPY: dict[str, Callable[..., np.ndarray]] = {
+    "iota": _iota_by_numpy,
+    "broadcast_in_dim": _broadcast_by_numpy,
+    "reshape": lambda params, x: x.reshape(params["new_sizes"]),
+    "squeeze": lambda params, x: np.squeeze(x, params["dimensions"]),
+    "transpose": lambda params, x: x.transpose(params["permutation"]),
+    "concatenate": lambda params, *x: np.concatenate(x, params["dimension"]),
+    "convert_element_type": lambda params, x: x.astype(params["new_dtype"]),
+    "copy": lambda _, x: x,
+    "add": lambda _, x, y: x + y,
+    "sub": lambda _, x, y: x - y,
+    "lt": lambda _, x, y: x < y,
+    "select_n": lambda _, which, *cases: np.choose(which, cases),
+}
+
+
+def by_numpy(equation: Equation) -> Callable[..., np.ndarray] | None:
+    """Returns an operation by which indices are made, on the host, because the mesh may have no device here."""
+    compute = _BY_NUMPY.get(equation.primitive.name)
+    return compute and partial(compute, equation.params)
 
 
 def part_of_column(equation: Equation, column: int) -> tuple[int, int] | None:

@@ -7,7 +7,6 @@ CONTRIBUTING has all that changes with a field.
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from shrewjax._base.states import described, fields, window_around_inner
 from shrewjax._base.types import AnyState, Metrics, PyTree
@@ -98,7 +97,7 @@ def metrics_of_window(state: AnyState) -> Metrics:
     (tests/windows/test_window_state.py).
     """
     found = fields(state, "micro_step", "windows", "window_bad", "dropped", "weight")
-    found["value"] = jnp.where(jnp.isposinf(state.loss), jnp.nan, state.loss)  # if none came
+    found["value"] = state.loss
     if state.sum_of_weights.ndim == state.micro_step.ndim:
         found["weight_sum"] = state.sum_of_weights
     return found | (_noise.metrics_of_noise(state.noise) if state.noise else {})

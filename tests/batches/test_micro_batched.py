@@ -633,3 +633,16 @@ def test_an_optimizer_that_takes_the_loss_goes_where_it_goes_with_the_whole_batc
         return jax.lax.scan(lambda c, _: (step(f, *c), None), (params, tx.init(params)), None, 3)[0][0]
 
     assert_close(quick_jit(partial(descend, of_batch))(), quick_jit(partial(descend, loss))(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("argnums", [(0, 1), (2, 0), (0, 1, 2)])
+def test_examples_in_argnums_are_divided_and_have_gradients_of_rows(argnums):
+    w, x, y = (jax.random.normal(jax.random.key(i), (4 if i == 0 else 9, 4)) for i in range(3))
+
+    def contrastive(w, x, y):
+        similar = (jnp.tanh(x @ w) @ w) @ (y @ w).T
+        return jnp.mean(jax.nn.logsumexp(similar, 1) - jnp.diag(similar))
+
+    roles = {"batch_argnums": (1, 2)} if len(argnums) == 3 else {}
+    got = jax.jit(shrewjax.value_and_grad(contrastive, 4, argnums=argnums, **roles))(w, x, y)
+    assert_close(got, jax.jit(jax.value_and_grad(contrastive, argnums))(w, x, y), rtol=1e-4, atol=1e-5)

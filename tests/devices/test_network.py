@@ -138,7 +138,9 @@ def _in_shard_map(model, of_device):
 
 
 def on_explicit(of, divide=of_batch, **options):
-    return summed_over(transformer(of, **options), divide)._replace(kind=AxisType.Explicit)
+    """A loss of the whole batch says where what it looks up lies, as in plain JAX."""
+    model = transformer(of, is_explicit=divide is of_whole, **options)
+    return summed_over(model, divide)._replace(kind=AxisType.Explicit)
 
 
 def typed_reduced():

@@ -53,7 +53,7 @@ def test_scanned_layers_add_their_gradients_to_the_sum_themselves(way, target):
 def test_a_divided_loss_holds_no_more_than_micro_batches_of_their_own(target):
     accumulated = beyond_one(target, "weighted", SMALL, SEQUENCES)
     for way in ("value_and_grad", "masked"):
-        assert beyond_one(target, way, SMALL, SEQUENCES) <= accumulated + 0.01, way
+        assert beyond_one(target, way, SMALL, SEQUENCES) <= accumulated + 0.02, way  # the logits of an example
 
 
 @pytest.mark.thorough
