@@ -23,7 +23,7 @@ from jax import lax
 
 from shrewjax._base.axes import as_varying, varying_axes
 from shrewjax._base.mesh import explicit_axes, on_each_device
-from shrewjax._base.types import AxisNames, DType, Function, Leaf
+from shrewjax._base.types import AxisNames, DType, Function, Leaf, PyTree
 from shrewjax._batches.accumulated import Options, of_options
 from shrewjax._division.kinds import SAME, Fact, Program, Step, Var, is_inexact, made_by
 from shrewjax._division.micro_batch import Env, MicroBatch, function_of_steps
@@ -92,6 +92,15 @@ class _Inputs(NamedTuple):
     shapes: dict[Slice, tuple[int, ...]]  # of the arrays that the pieces are of
 
 
+def _run(function: Function, *operands: PyTree) -> PyTree:
+    return function(*operands)
+
+
+def run_by_rules(function: Function, *operands: PyTree) -> PyTree:
+    """Returns `function(*operands)`, where functions that bring a derivative run as in a derivative, by their rules."""
+    return jax.vjp(function, *operands)[0]
+
+
 class Run:
     """A divided program on operands.
 
@@ -114,11 +123,16 @@ class Run:
 
     # Results, and derivatives.
 
-    def value(self) -> tuple[list[Leaf], list[Leaf]]:
-        """Returns the results, and the frontier."""
-        free = self._free(self.arguments)
-        _, frontier = self._loops(free, None, returns_frontier=True)
-        return self._after(frontier, free, prints=True), frontier
+    def value(self, run: Function = _run) -> tuple[list[Leaf], list[Leaf]]:
+        """Returns the results, and the frontier. With `run_by_rules`, as for a derivative."""
+        free = run(self._free, self.arguments)
+        _, frontier = self._loops(free, None, returns_frontier=True, run=run)
+        count = len(self.smooth)
+
+        def after(smooth: list[Leaf], free: list[Leaf]) -> list[Leaf]:
+            return self._after([*smooth, *frontier[count:]], free, prints=True)
+
+        return run(after, frontier[:count], free), frontier
 
     def value_and_grad(self) -> tuple[list[Leaf], list[Leaf]]:
         """Returns the results, and the gradients of the first one."""
@@ -136,7 +150,7 @@ class Run:
         is_one_pass = not prints and not any(jaxprs.reads(cotangents, zeros))
         self._passes = "one pass" if is_one_pass else "two passes"
         of_frontier = cotangents(zeros) if is_one_pass else None
-        grads, frontier = self._loops(free, of_frontier, returns_frontier=True)
+        grads, frontier = self._loops(free, of_frontier, returns_frontier=True, run=run_by_rules)
         # 3. What comes after, with its own gradients.
         count = len(self.smooth)
 
@@ -201,7 +215,12 @@ class Run:
     # The loops.
 
     def _loops(
-        self, free: list[Leaf], cotangents: list[Leaf] | None, *, returns_frontier: bool
+        self,
+        free: list[Leaf],
+        cotangents: list[Leaf] | None,
+        *,
+        returns_frontier: bool,
+        run: Function = _run,
     ) -> tuple[dict[Var, Leaf], list[Leaf]]:
         """Returns the gradients by what is free, for these cotangents of `smooth`, and the frontier."""
         program, axes = self.program, self.divided.setting.axes
@@ -214,13 +233,13 @@ class Run:
             if cotangents is not None and (x, program.slice(x)) in inputs.pieces
         ]
         # 1. Run them, on each device if asked for.
-        run = partial(self._turns, inputs, frontier, rows, cotangents is not None)
+        turns_of = partial(self._turns, inputs, frontier, rows, cotangents is not None, run)
         arrays = [*inputs.pieces.values()], ([*inputs.whole.values()], [*inputs.params.values()])
         if axes:
             parts = False, True, False
-            sums, pieces, grads = on_each_device(run, axes, *arrays, returns_parts=parts)
+            sums, pieces, grads = on_each_device(turns_of, axes, *arrays, returns_parts=parts)
         else:
-            sums, pieces, grads = run(*arrays)
+            sums, pieces, grads = turns_of(*arrays)
         # 2. Put sums and rows in their places.
         of_sums, of_rows = iter(sums), iter(pieces)
 
@@ -262,6 +281,7 @@ class Run:
         frontier: list[Var],
         rows: list[Var],
         has_gradients: bool,
+        run_forward: Function,
         pieces: list[list[Leaf]],
         others: tuple[list[Leaf], list[Leaf]],
     ) -> tuple[list[Leaf], list[list[Leaf]], list[Leaf]]:
@@ -306,7 +326,7 @@ class Run:
                     key: _as_declared(key[0], y) for key, y in (known | own | its_params).items()
                 }
                 return self._of_micro_batch(
-                    batch, env, [*inputs.params], rows, frontier, has_gradients
+                    batch, env, [*inputs.params], rows, frontier, has_gradients, run_forward
                 )
 
             count = its.last - its.first
@@ -332,10 +352,13 @@ class Run:
         rows: list[Var],
         frontier: list[Var],
         has_gradients: bool,
+        run_forward: Function,
     ) -> Any:
         """Returns what the loop adds up and stacks, in the form of `((loss, aux), gradients)`."""
         program = self.program
-        keys = [(x, program.slice(x)) for x in (*params, *rows)]
+        free = {x for x in self.divided.free if is_inexact(x.aval)}
+        by_name = [(x, program.slice(x)) for x in (*params, *rows)]
+        keys = by_name if has_gradients else [key for key in env if key[0] in free]
         is_first = batch.positions[self.divided.setting.sets[0]][0] == 0
 
         def of_free(values: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
@@ -354,7 +377,7 @@ class Run:
             smooth, pull, others = jax.vjp(of_free, values, has_aux=True)
             (grads,) = pull([env[_Cotangent(x), program.slice(x)] for x in self.smooth])
         else:
-            (smooth, others), grads = of_free(values), []
+            (smooth, others), grads = run_forward(of_free, values), []
         made = [*zip(frontier, [*smooth, *others], strict=False)]
         sums = [y for x, y in made if program.slice(x) is None]
         its_rows = [*made, *zip(rows, grads[len(params) :], strict=False)]

@@ -23,7 +23,7 @@ from shrewjax._base.axes import as_varying, mapped_axes, varying_axes
 from shrewjax._base.mesh import devices_to_map, is_traced
 from shrewjax._base.trees import is_gradient, is_zero_tangent
 from shrewjax._base.types import AxisName, DType, Function, Leaf, PyTree
-from shrewjax._batches.divided import Divided, Run, Setting
+from shrewjax._batches.divided import Divided, Run, Setting, run_by_rules
 from shrewjax._batches.roles import Roles, is_array, roles_of
 from shrewjax._numerics.floats import sum_dtype, upcast
 from shrewjax._numerics.reductions import combined_over
@@ -60,8 +60,9 @@ def micro_batched(
     ==============================================  ================================================================
     in `fun`                                        result
     ==============================================  ================================================================
-    batch norm in training, or else examples that   an error that names the line, if less than half could be divided;
-    mix before weights act on them                  `accumulated_value_and_grad` takes statistics of micro-batches
+    examples mix before weights act on them         an error that names the line, if less than half could be divided;
+                                                    for batch norm in training, `accumulated_value_and_grad` takes
+                                                    statistics of micro-batches
     `jax.random`                                    the whole batch's own draws; with another generator than threefry
                                                     other draws, from `fold_in(key, i)`
     a kernel, such as one of pallas                 put `of_each_example` around it
@@ -412,7 +413,7 @@ class Call:
         def forward(given: list[Any]) -> Any:
             operands = [x.value for x in given]
             are_free = tuple(x.perturbed and is_gradient(jax.typeof(x.value)) for x in given)
-            results, frontier = self._on(operands, are_free).value()
+            results, frontier = self._on(operands, are_free).value(run_by_rules)
             return results, (operands, frontier, are_free)
 
         def backward(saved: Any, cotangents: list[Leaf]) -> tuple[list[Leaf | None]]:

@@ -252,7 +252,9 @@ def clip_by_global_norm(
             leaf_norms=leaf_norms,
         )
 
-    return clipping_rule(ClipByGlobalNormState, init_fn, update_fn, takes_any_state=not per_leaf)
+    return clipping_rule(
+        ClipByGlobalNormState, init_fn, update_fn, takes_any_state=not per_leaf, sharded_over=axes
+    )
 
 
 def _new_measurements(params: PyTree) -> Metrics:
@@ -425,7 +427,7 @@ def clip_by_norm_percentile(
             **counted(state, scaling.is_above(norm, limit)),
         )
 
-    return clipping_rule(ClipByNormPercentileState, init_fn, update_fn)
+    return clipping_rule(ClipByNormPercentileState, init_fn, update_fn, sharded_over=axes)
 
 
 @described
@@ -571,7 +573,7 @@ def clip_by_norm_zscore(
             **counted(state, scaling.is_above(norm, limit)),
         )
 
-    return clipping_rule(ClipByNormZscoreState, init_fn, update_fn)
+    return clipping_rule(ClipByNormZscoreState, init_fn, update_fn, sharded_over=axes)
 
 
 def _float32_limit(

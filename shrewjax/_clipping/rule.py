@@ -1,12 +1,13 @@
 """What the rules share: the head of every `update`, and the counts of updates that a rule for norms keeps."""
 
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from shrewjax._base.axes import as_varying, varying_axes
 from shrewjax._base.mesh import placed_like
 from shrewjax._base.states import increment_if, require_state_of
 from shrewjax._base.trees import require_no_device_rows
@@ -22,10 +23,12 @@ def clipping_rule(
     update_fn: Function,
     *,
     takes_any_state: bool = False,
+    sharded_over: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a clipping rule, whose `update` ignores extra arguments. `kind` is the class of its state.
 
     With `takes_any_state`, any other state counts as a new one. Optax's clips read none, so some callers pass None.
+    With `sharded_over=()`, each device has a model of its own, and so a state.
     """
 
     def update(
@@ -40,7 +43,13 @@ def clipping_rule(
 
     def init(params: optax.Params) -> AnyState:
         # Inside `jax.vmap` it has no mesh (tests/devices/test_models_on_devices.py, "begins_inside").
-        return placed_like(init_fn(params), params)
+        state = placed_like(init_fn(params), params)
+        own = (
+            {a for x in jax.tree.leaves(params) for a in varying_axes(x)}
+            if sharded_over == ()
+            else ()
+        )
+        return jax.tree.map(lambda x: as_varying(x, tuple(own)), state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

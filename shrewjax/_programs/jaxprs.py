@@ -111,8 +111,11 @@ def traced(function: Function, argument: PyTree) -> Jaxpr:
 
 
 def with_arrays_as_arguments(closed: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
-    """Returns a closed jaxpr whose constants that are arrays of JAX are its first arguments, and these arrays."""
-    jaxpr = opened(closed)
+    """Returns a closed jaxpr whose constants that are arrays of JAX are its first arguments, and these arrays.
+
+    It has no equations that nothing reads, and its loops no such operands, on which results would seem to depend.
+    """
+    jaxpr, _ = pe.dce_jaxpr(opened(closed), [True] * len(closed.out_avals), instantiate=True)
     pairs = [*zip(jaxpr.constvars, constants_of(closed), strict=True)]
     arrays = [(x, y) for x, y in pairs if isinstance(y, jax.Array)]
     others = [(x, y) for x, y in pairs if not isinstance(y, jax.Array)]

@@ -182,5 +182,5 @@ def _norm_of(square_sums: jax.Array) -> ExtendedFloat:
     plain, shrunk, grown = square_sums
     is_large, is_small = ~jnp.isfinite(plain), plain < _TRUSTED_ABOVE
     chosen = jnp.where(is_large, shrunk, jnp.where(is_small, grown, plain))
-    shift = jnp.where(is_large, _SHRINK, jnp.where(is_small, _GROW, 0))
+    shift = _SHRINK * is_large.astype(jnp.int32) + _GROW * is_small.astype(jnp.int32)
     return floats.shifted(jnp.sqrt(chosen), -shift)

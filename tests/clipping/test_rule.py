@@ -159,3 +159,26 @@ def test_each_independent_model_has_its_own_counts(name):
 
     step = quick_jit(jax.shard_map(counts, mesh=mesh, in_specs=models, out_specs=models))
     assert step(grads).tolist() == [[2, 2], [2, 0], [2, 0], [2, 0]]
+
+
+@pytest.mark.parametrize("wrap", [lambda rule: shrewjax.accumulate(rule, 2, sum_over=()), shrewjax.skip_nonfinite])
+@pytest.mark.parametrize("make", [shrewjax.clip_by_norm_percentile, shrewjax.clip_by_norm_zscore])
+def test_a_model_on_each_device_begins_with_a_state_of_its_own(make, wrap):
+    """Two steps inside `shard_map`, in which `init` is called, too. The oracle is one device after the other."""
+    rule = optax.chain(make(**({"percentile": 50} if "percentile" in make.__name__ else {}), sharded_over=()), SGD)
+    tx = wrap(rule)
+
+    def run(params, grads):
+        state = tx.init(params)
+        for scale in (1.0, 3.0):
+            updates, state = tx.update(scale * grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    params, grads = jnp.ones(8), jnp.arange(8.0)
+    inside = jax.shard_map(run, mesh=mesh_of(d=8), in_specs=jax.P("d"), out_specs=jax.P("d"))
+    expected = jnp.concatenate([quick_jit(run)(params[i : i + 1], grads[i : i + 1]) for i in range(8)])
+    np.testing.assert_array_equal(quick_jit(inside)(params, grads), expected)
+
+
+SGD = optax.sgd(1.0)

@@ -243,6 +243,18 @@ WRONG_CALLS = {
         lambda: shrewjax.skip_nonfinite(optax.MultiSteps(optax.sgd(1.0), 4)),
         r"^inner must be an optax\.GradientTransformation, got MultiSteps\. Pass its gradient_transformation\(\)$",
     ),
+    "an aux with the differences of rows": (
+        lambda: traced(lambda p, x, y: (loss_fn(p, x, y), jnp.diff(y)), has_aux=True),
+        r"^leaf .* of the aux must have one shape for 'mean', got \(1,\), and \(7,\) for the whole batch\. Give it 'stack'",
+    ),
+    "a count in the aux": (
+        lambda: traced(lambda p, x, y: (loss_fn(p, x, y), {"n": jnp.sum(y > 0)}), has_aux=True),
+        r"^leaf \['n'\] of the aux is int32, which 'mean' does not take\. Pass a tree of names as aux_reduction=, one for each ",
+    ),
+    "the pair of value_and_grad": (
+        lambda: shrewjax.apply_gradients(TX, (jnp.float32(1), GRADS), STATE, PARAMS),
+        r"^grads must be a tree like params, got a pair, such as \(value, grads\) of value_and_grad\. Pass its second ",
+    ),
     "the order of Flax in apply_gradients": (
         lambda: shrewjax.apply_gradients(GRADS, STATE, PARAMS, TX),
         r"^tx must be a transformation, got dict\. Pass tx, grads, opt_state and params, in this order$",

@@ -417,3 +417,20 @@ def test_closing_by_the_noise_of_closed_windows_is_unbiased_and_by_the_open_one_
         bias = abs(closed.mean() - 1) / (closed.std() / np.sqrt(len(closed)))
         assert len(closed) > 6_000
         assert bias > 20 if looks_inside else bias < 4
+
+
+def test_seeds_on_an_explicit_mesh_need_no_set_mesh():
+    """The oracle is one seed after the other, without a mesh."""
+    if jax.version.__version_info__ < (0, 10):
+        pytest.skip("JAX cannot select there")
+    tx = shrewjax.accumulate(optax.sgd(1.0), 2, noise_decay=0.9)
+
+    def run(grads):
+        state = tx.init(grads)
+        for scale in (1.0, 3.0):
+            _, state = tx.update(scale * grads, state, grads)
+        return shrewjax.metrics(state)["accumulate/noise_trace"]
+
+    grads = jnp.arange(24.0).reshape(8, 3)
+    found = quick_jit(jax.vmap(run))(placed(grads, mesh_of("Explicit", d=8), P("d")))
+    np.testing.assert_allclose(found, [quick_jit(run)(x) for x in grads], rtol=1e-6)
