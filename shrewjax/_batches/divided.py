@@ -118,7 +118,7 @@ class Run:
         names = made_by(self.plan.before)
         self.data = known | dict(zip(names, _made(self.plan.before, known, names), strict=True))
         self._passes = "two passes"
-        self.smooth = [x for x in self.plan.frontier if is_inexact(x.aval)]
+        self.smooth = [*filter(self.program.has_derivative, self.plan.frontier)]
         self.others = [x for x in self.plan.frontier if x not in self.smooth]
 
     # Results, and derivatives.

@@ -136,6 +136,7 @@ class Program:
         self.constants: dict[Var, Leaf] = {}
         self.arguments: list[Var] = [*opened(jaxpr).invars]
         self._facts: dict[Var, Fact] = dict(zip(self.arguments, facts, strict=True))
+        self._smooth = {x for x in self.arguments if self._facts[x].is_free and is_inexact(x.aval)}
         self.results: list[Atom] = self._add(jaxpr, self.arguments, ())
 
     # Values.
@@ -184,6 +185,10 @@ class Program:
                 value = compute(*map(np.asarray, known))
         return value if value is None or column is None else value[..., column]
 
+    def has_derivative(self, x: Atom) -> bool:
+        """Returns whether a value may have a derivative. Behind `jax.lax.stop_gradient` it has none."""
+        return is_variable(x) and x in self._smooth
+
     # Steps.
 
     def _add(
@@ -225,6 +230,8 @@ class Program:
         self._facts |= {
             x: Fact(y, is_free) for x, y in zip(equation.outvars, step.kinds, strict=True)
         }
+        if any(map(self.has_derivative, equation.invars)) and not labels.stops_gradient(equation):
+            self._smooth.update(x for x in equation.outvars if is_inexact(x.aval))
         self.made_by |= dict.fromkeys(equation.outvars, step)
         self.steps.append(step)
         return None
@@ -301,7 +308,8 @@ class Program:
         numbers: Any = self.constant(step.equation.invars[1], column)
         size = shape_of(step.equation.invars[0].aval)[rows.axis]
         for d, n in enumerate(np.shape(numbers)):
-            if n == size and np.all(np.moveaxis(numbers, d, -1) == np.arange(n)):
+            is_shared = its.ins[1][d] in its.ins[0]  # by another dimension of the operand
+            if n == size and not is_shared and np.all(np.moveaxis(numbers, d, -1) == np.arange(n)):
                 takes = [rows, *_along(its.ins[1][d], rows.sets, its.ins[1:])]
                 makes = [x or rows for x in _along(its.ins[1][d], rows.sets, its.outs)]
                 if all(x.is_constant or x.kind == y for x, y in zip(facts, takes, strict=True)):

@@ -379,6 +379,11 @@ def makes_varying(equation: Equation) -> bool:
     return equation.primitive.name in ("pvary", "pcast")
 
 
+def stops_gradient(equation: Equation) -> bool:
+    """Returns whether results have no derivative, by `jax.lax.stop_gradient`."""
+    return equation.primitive.name == "stop_gradient"
+
+
 def returns_operands(equation: Equation) -> bool:
     """Returns whether result i is operand i."""
     return equation.primitive.name in _RETURNS_OPERANDS

@@ -291,3 +291,37 @@ def test_what_a_loop_reads_and_does_not_use_makes_nothing_depend_on_parameters()
     w, x = W, X
     found, expected = (quick_jit(f)(w, x) for f in (shrewjax.value_and_grad(loss, 3), jax.value_and_grad(loss)))
     assert_close(found, expected, rtol=1e-10)
+
+
+def halvings(w, x):
+    h = x @ w
+    count = jax.lax.while_loop(lambda v: v > 1e-3, lambda v: v * 0.5, jnp.mean(jax.lax.stop_gradient(h) ** 2))
+    return jnp.mean(h * count)
+
+
+def matched(w, x):  # as in detection
+    h = x @ w
+    costs = jax.lax.stop_gradient(h @ h.T)
+    of_host = lambda c: np.argsort(c, 1)[:, 0].astype(np.int32)  # noqa: E731
+    return jnp.mean((h - h[jax.pure_callback(of_host, jax.ShapeDtypeStruct((B,), jnp.int32), costs)]) ** 2)
+
+
+@pytest.mark.parametrize("loss", [halvings, matched])
+def test_what_stop_gradient_returns_needs_no_derivative(loss):
+    """After the loop a `while` and a callback read rows. Neither has a derivative in reverse."""
+    found, expected = (quick_jit(f)(W, X) for f in (shrewjax.value_and_grad(loss, K), jax.value_and_grad(loss)))
+    assert_close(found, expected, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("is_scatter", [False, True])
+def test_a_diagonal_is_no_lookup_of_own_rows(is_scatter):
+    """Column j is asked for row j. There are as many columns as examples."""
+
+    def loss(w, x):
+        h = jnp.tanh(x @ w) @ np.ones((D, B))
+        if is_scatter:
+            return jnp.mean(jax.vmap(lambda column, i: column.at[i].add(-3.0), (1, 0), 1)(h, jnp.arange(B)) ** 2)
+        return jnp.mean(jnp.take_along_axis(h, jnp.arange(B)[None], 0) ** 2) + jnp.mean(h**2)
+
+    found, expected = (quick_jit(f)(W, X) for f in (shrewjax.value_and_grad(loss, K), jax.value_and_grad(loss)))
+    assert_close(found, expected, rtol=1e-10)
