@@ -56,7 +56,8 @@ def errors_of(name, form, differentiated=None):
     arguments = loss.params, kept, *loss.batch
     expected = jax.jit(jax.value_and_grad(mean))(*arguments)
     mesh, specs = executed.gpus(data=8), (P(), *[P("data")] * (1 + len(loss.batch)))
-    is_own = form == "1 micro-batch" or "weight_fn" in FORMS[form]  # of micro-batches with losses of their own
+    # Each micro-batch with a loss of its own. Experts have slots for all tokens, so theirs is refused.
+    is_own = name == "experts" or form == "1 micro-batch" or "weight_fn" in FORMS[form]
     ours = shrewjax.accumulated_value_and_grad if is_own else shrewjax.value_and_grad
     step = (differentiated or ours)(mean, **FORMS[form])
     if form == "in shard_map":
