@@ -245,11 +245,11 @@ WRONG_CALLS = {
     ),
     "an aux with the differences of rows": (
         lambda: traced(lambda p, x, y: (loss_fn(p, x, y), jnp.diff(y)), has_aux=True),
-        r"^leaf .* of the aux must have one shape for 'mean', got \(1,\), and \(7,\) for the whole batch\. Give it 'stack'",
+        r"^leaf .* of the aux must have one shape for 'mean', got .* for the whole batch\. Give it 'stack'",
     ),
     "a count in the aux": (
         lambda: traced(lambda p, x, y: (loss_fn(p, x, y), {"n": jnp.sum(y > 0)}), has_aux=True),
-        r"^leaf \['n'\] of the aux is int32, which 'mean' does not take\. Pass a tree of names as aux_reduction=, one for each ",
+        r"^leaf \['n'\] of the aux is int32, which 'mean' does not take\. Pass a tree of names as aux_reduction=",
     ),
     "the pair of value_and_grad": (
         lambda: shrewjax.apply_gradients(TX, (jnp.float32(1), GRADS), STATE, PARAMS),
