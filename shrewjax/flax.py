@@ -7,7 +7,7 @@ type checker wants `import shrewjax.flax`. The arithmetic is that of `shrewjax.a
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Never, Self
 
 import jax
@@ -554,7 +554,7 @@ class _OfObjects:
         its = roles.with_reserved(self.reserved)
         places = its.places(self.arrays[:-1], self.objects.kwargs)["batch_argnums"]
         of_loss = Roles(self.loss, {"batch_argnums": places}, its.part)
-        return lambda *args, **kwargs: divided_call(of_loss, options, args, kwargs)
+        return partial(divided_call, of_loss, options)
 
     def returned(self, results: tuple[PyTree, PyTree]) -> PyTree:
         """Returns what `fun` would return, and gives the objects their new state."""

@@ -4,7 +4,7 @@ Rules take a tree apart with `gradient_leaves` and treat the leaves for which `i
 such as integers, float0 and keys, pass through.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -146,6 +146,12 @@ def is_read(function: Function, tree: PyTree) -> bool:
 def is_zero_tangent(tangent: Leaf) -> bool:
     """Returns whether a rule with symbolic zeros has no tangent to compute here."""
     return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
+
+
+def replaced(values: Sequence[Leaf], places: Sequence[int], new: Sequence[Leaf]) -> list[Leaf]:
+    """Returns values, with new ones at these places."""
+    by_place = dict(zip(places, new, strict=True))
+    return [by_place.get(i, x) for i, x in enumerate(values)]
 
 
 def shown(value: Argument) -> str:

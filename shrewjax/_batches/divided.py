@@ -1,6 +1,6 @@
 """A traced function of a whole batch, divided, on its arguments.
 
-What is differentiated is *free*. `Divided` plans a program for what is free. A `Run` is one call of it:
+Values that are differentiated are *free*. `Divided` plans a program for the free ones. A `Run` is one call of it:
 
 1. Compute what runs once, of parameters, and the data that the rest needs (`plan.once`, `plan.before`).
 2. Run the loops, which return the frontier, and the gradients by what is free for cotangents of the frontier.
@@ -127,19 +127,15 @@ class Run:
         """Returns the results, and the frontier. With `run_by_rules`, as for a derivative."""
         free = run(self._free, self.arguments)
         _, frontier = self._loops(free, None, returns_frontier=True, run=run)
-        count = len(self.smooth)
-
-        def after(smooth: list[Leaf], free: list[Leaf]) -> list[Leaf]:
-            return self._after([*smooth, *frontier[count:]], free, prints=True)
-
-        return run(after, frontier[:count], free), frontier
+        smooth, after = self._after(frontier, prints=True)
+        return run(after, smooth, free), frontier
 
     def value_and_grad(self) -> tuple[list[Leaf], list[Leaf]]:
         """Returns the results, and the gradients of the first one."""
         free, pull_once = jax.vjp(self._free, self.arguments)
         # 1. Differentiate what the result depends on. A cotangent of zero could make a NaN of other values.
         zeros = [_zeros(x.aval) for x in (*self.smooth, *self.others)]
-        used = jaxprs.reads(lambda values: self._after(values, free)[0], zeros)
+        used = jaxprs.reads(lambda values: self._results(values, free)[0], zeros)
         names = [*self.smooth, *self.others]
         self.smooth = [x for x, y in zip(self.smooth, used, strict=False) if y]
         self.others = [x for x in names if x not in self.smooth]
@@ -151,14 +147,14 @@ class Run:
         self._passes = "one pass" if is_one_pass else "two passes"
         of_frontier = cotangents(zeros) if is_one_pass else None
         grads, frontier = self._loops(free, of_frontier, returns_frontier=True, run=run_by_rules)
-        # 3. What comes after, with its own gradients.
-        count = len(self.smooth)
+        # 3. Compute the results, and the gradients by the frontier and by what is free.
+        smooth, after = self._after(frontier, prints=True)
 
         def first(smooth: list[Leaf], free: list[Leaf]) -> tuple[Leaf, list[Leaf]]:
-            results = self._after([*smooth, *frontier[count:]], free, prints=True)
+            results = after(smooth, free)
             return results[0], results
 
-        result, pull, results = jax.vjp(first, frontier[:count], free, has_aux=True)
+        result, pull, results = jax.vjp(first, smooth, free, has_aux=True)
         of_frontier, of_free = pull(jnp.ones_like(result))
         # 4. The second pass.
         if not is_one_pass:
@@ -168,18 +164,16 @@ class Run:
     def cotangents(self, frontier: list[Leaf], of_results: list[Leaf]) -> list[Leaf]:
         """Returns the cotangents of the free arguments for those of the results."""
         free, pull_once = jax.vjp(self._free, self.arguments)
-        count = len(self.smooth)
-        after = lambda smooth, free: self._after([*smooth, *frontier[count:]], free)  # noqa: E731
-        _, pull = jax.vjp(after, frontier[:count], free)
+        smooth, after = self._after(frontier)
+        _, pull = jax.vjp(after, smooth, free)
         of_frontier, of_free = pull(of_results)
         grads, _ = self._loops(free, of_frontier, returns_frontier=False)
         return self._gradients(pull_once, grads, of_free)
 
     def _cotangents(self, free: list[Leaf], frontier: list[Leaf]) -> list[Leaf]:
         """Returns the cotangents of the frontier for a cotangent 1 of the first result."""
-        count = len(self.smooth)
-        first = lambda smooth: self._after([*smooth, *frontier[count:]], free)[0]  # noqa: E731
-        result, pull = jax.vjp(first, frontier[:count])
+        smooth, after = self._after(frontier)
+        result, pull = jax.vjp(lambda smooth: after(smooth, free)[0], smooth)
         return pull(jnp.ones_like(result))[0]
 
     def _gradients(
@@ -206,7 +200,14 @@ class Run:
         known = self.data | dict(zip(names, arguments, strict=True))
         return [*arguments, *_made(self.plan.once, known, self.divided.free[len(names) :])]
 
-    def _after(self, frontier: list[Leaf], free: list[Leaf], *, prints: bool = False) -> list[Leaf]:
+    def _after(self, frontier: list[Leaf], *, prints: bool = False) -> tuple[list[Leaf], Function]:
+        """Returns the values of `smooth`, and the results as a function of these and of what is free."""
+        smooth, others = frontier[: len(self.smooth)], frontier[len(self.smooth) :]
+        return smooth, lambda smooth, free: self._results([*smooth, *others], free, prints=prints)
+
+    def _results(
+        self, frontier: list[Leaf], free: list[Leaf], *, prints: bool = False
+    ) -> list[Leaf]:
         names = *self.smooth, *self.others, *self.divided.free
         known = self.data | dict(zip(names, (*frontier, *free), strict=True))
         steps = [x for x in self.plan.after if prints or not x.only_prints]
@@ -247,7 +248,7 @@ class Run:
             its = program.slice(x)
             if its is None:
                 return next(of_sums).astype(x.aval.dtype)
-            return its.together(next(of_rows), shape_of(x.aval), {s: s for s in its.sets})
+            return its.together(next(of_rows), shape_of(x.aval), its.whole)
 
         values = {x: made(x) for x in frontier}
         by_param = dict(zip(inputs.params, grads, strict=True))
@@ -272,7 +273,7 @@ class Run:
         arrays |= {(s, Rows(0, (s,))): jnp.arange(s, dtype=jnp.int32) for s in sets}
         whole = {key: x for key, x in arrays.items() if key[1] is None}
         sliced = {(name, r): x for (name, r), x in arrays.items() if r is not None}
-        pieces = {(name, r): r.apart(x, {s: s for s in r.sets}) for (name, r), x in sliced.items()}
+        pieces = {(name, r): r.apart(x, r.whole) for (name, r), x in sliced.items()}
         return _Inputs(params, whole, pieces, {key: x.shape for key, x in sliced.items()})
 
     def _turns(
@@ -291,10 +292,6 @@ class Run:
         known: Env = dict(zip(inputs.whole, whole, strict=True))
         of_pieces = dict(zip(inputs.pieces, pieces, strict=True))
         counts = {s: s // setting.devices for s in setting.sets}
-        options = Options(1, has_aux=True, aux_reduction=("sum", "stack"), reduction="sum")
-        options = options._replace(
-            accumulator_dtype=setting.accumulator_dtype, sum_over=setting.axes
-        )
 
         def of_turns(its: Turns) -> tuple[Any, Any]:
             """Runs the micro-batches that have as many examples."""
@@ -330,13 +327,15 @@ class Run:
                 )
 
             count = its.last - its.first
-            run = of_options(
-                of_micro_batch,
-                options._replace(micro_batches=count),
-                1,
-                batch_argnums=(0,),
-                has_gradients=True,
+            options = Options(
+                count,
+                has_aux=True,
+                aux_reduction=("sum", "stack"),
+                reduction="sum",
+                accumulator_dtype=setting.accumulator_dtype,
+                sum_over=setting.axes,
             )
+            run = of_options(of_micro_batch, options, 1, batch_argnums=(0,), has_gradients=True)
             (_, (sums, stacks)), grads = run(jnp.arange(count), params)
             return (sums, grads), stacks
 
@@ -367,7 +366,7 @@ class Run:
 
             def found(x: Var) -> Leaf:
                 y = batch.read(its, x, program.slice(x))
-                # What is the same for all is counted once.
+                # A sum over micro-batches adds a value that is the same in all of them once.
                 return y if program.is_divided(x) else jnp.where(is_first, y, jnp.zeros_like(y))
 
             return [*map(found, self.smooth)], [*map(found, self.others)]

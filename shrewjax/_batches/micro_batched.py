@@ -21,12 +21,11 @@ from jax.custom_derivatives import SymbolicZero
 from shrewjax._base import arguments
 from shrewjax._base.axes import as_varying, mapped_axes, varying_axes
 from shrewjax._base.mesh import devices_to_map, is_traced
-from shrewjax._base.trees import is_gradient, is_zero_tangent
+from shrewjax._base.trees import is_gradient, is_zero_tangent, replaced
 from shrewjax._base.types import AxisName, DType, Function, Leaf, PyTree
-from shrewjax._batches.divided import Divided, Run, Setting, run_by_rules
+from shrewjax._batches.divided import Divided, Run, Setting, run_by_rules, summed_like
 from shrewjax._batches.roles import Roles, is_array, roles_of
 from shrewjax._numerics.floats import sum_dtype, upcast
-from shrewjax._numerics.reductions import combined_over
 from shrewjax._programs import jaxprs
 
 P = ParamSpec("P")
@@ -102,7 +101,8 @@ def micro_batched(
     """
     refuse(others)
     options = Options(micro_batches, has_aux, accumulator_dtype, sum_over)
-    return of_roles(roles_of(fun, None, (), batch_argnums), options)
+    roles = roles_of(fun, None, (), batch_argnums)
+    return _of_arrays(roles, functools.partial(divided_call, roles, options))
 
 
 def value_and_grad(
@@ -154,14 +154,9 @@ def value_and_grad(
     positions = arguments.positions("argnums", argnums)
     reserved = {"argnums": positions} if batch_argnums is None else {}
     roles = roles_of(fun, reserved, (), batch_argnums)
-    run = jax.value_and_grad(of_roles(roles, options), argnums, has_aux)
-
-    @functools.wraps(fun)
-    def of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
-        roles.require_no_flax_state(args, kwargs)  # before JAX finds a parameter that is no float
-        return run(*args, **kwargs)
-
-    return of_batch
+    divided = functools.partial(divided_call, roles, options)
+    # NNX objects are refused before JAX finds a parameter that is no float.
+    return _of_arrays(roles, jax.value_and_grad(divided, argnums, has_aux))
 
 
 def print_micro_batches(
@@ -206,13 +201,11 @@ def print_micro_batches(
 
     leaves, structure = jax.tree.flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
-    is_first = [i < len(jax.tree.leaves(args[:1])) for i in places]
+    count = len(jax.tree.leaves(args[:1]))
+    is_first = [i < count for i in places]
 
     def traced(arrays: list[Leaf]) -> None:
-        by_place = dict(zip(places, arrays, strict=True))
-        its_args, its_kwargs = jax.tree.unflatten(
-            structure, [by_place.get(i, x) for i, x in enumerate(leaves)]
-        )
+        its_args, its_kwargs = jax.tree.unflatten(structure, replaced(leaves, places, arrays))
         counts = roles.examples(its_args, its_kwargs)
         setting = options.setting(counts.values())
         call = Call(fun, has_aux, setting, counts, its_args, its_kwargs)
@@ -267,21 +260,19 @@ class Options:
         return Setting(most, tuple(sets), self.accumulator_dtype, self.axes, parts)
 
 
-def of_roles(roles: Roles, options: Options) -> Function:
-    """Returns the divided function."""
+def _of_arrays(roles: Roles, run: Function) -> Function:
+    """Returns `run` with the name of `roles.fun`, for arguments that are no NNX objects with state."""
 
     @functools.wraps(roles.fun)
-    def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        return divided_call(roles, options, args, kwargs)
+    def of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
+        roles.require_no_flax_state(args, kwargs)
+        return run(*args, **kwargs)
 
     return of_batch
 
 
-def divided_call(
-    roles: Roles, options: Options, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> PyTree:
+def divided_call(roles: Roles, options: Options, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Returns what `roles.fun` returns, with its derivatives."""
-    roles.require_no_flax_state(args, kwargs)
     counts = roles.examples(args, kwargs)
     setting = options.setting(counts.values())
     # Without jit, users look at numbers in the function, which a traced one does not show. Of functions that are inside
@@ -316,10 +307,7 @@ class Call:
 
         # 2. Trace.
         def of_arrays(values: list[Leaf]) -> list[Leaf]:
-            by_place = dict(zip(places, values, strict=True))
-            args, kwargs = jax.tree.unflatten(
-                structure, [by_place.get(i, x) for i, x in enumerate(leaves)]
-            )
+            args, kwargs = jax.tree.unflatten(structure, replaced(leaves, places, values))
             token = _is_dividing.set(True)
             try:
                 returned = fun(*args, **kwargs)
@@ -440,8 +428,7 @@ def _in_one_piece(function: Function, operands: list[Leaf]) -> PyTree:
         perturbed = [i for i, t in enumerate(given) if not is_zero_tangent(t)]
 
         def of_perturbed(some: list[Leaf]) -> PyTree:
-            by_place = dict(zip(perturbed, some, strict=True))
-            return function([by_place.get(i, x) for i, x in enumerate(operands)])
+            return function(replaced(operands, perturbed, some))
 
         # Wide ones, whose second derivatives a loop adds up without rounding each micro-batch's to 16 bits.
         wide = lambda x: upcast(x, sum_dtype(x))  # noqa: E731
@@ -462,9 +449,7 @@ def _tangents(results: list[Leaf], grads: list[Leaf], tangents: list[Leaf]) -> l
         wide = sum_dtype(grad, value)
         products = upcast(grad, wide) * upcast(tangent, wide)
         # Devices hold parts of a parameter along an axis over which it varies, and the value does not.
-        along = tuple(varying_axes(products) - varying_axes(value))
-        (total,) = combined_over(along, ["sum"], [jnp.sum(products.real)])
-        return total.astype(value.dtype)
+        return summed_like(jnp.sum(products.real), value).astype(value.dtype)
 
     terms = map(product, grads, tangents)
     of_value = functools.reduce(operator.add, terms, jnp.zeros_like(value))

@@ -129,11 +129,13 @@ class Roles(NamedTuple):
         """
         roles = self.places(args, kwargs)
         held = roles["batch_argnums"]
-        leaves = [*enumerate(jax.tree.leaves_with_path((args, kwargs)))]
+        leaves = [
+            (i, path[1].idx if path[0].idx == 0 else path[1].key, x)
+            for i, (path, x) in enumerate(jax.tree.leaves_with_path((args, kwargs)))
+        ]
         found: dict[int, int] = {}
         for places in (held, tuple(kwargs) if self.given["batch_argnums"] is None else ()):
-            for i, (path, x) in () if found else leaves:
-                place = path[1].idx if path[0].idx == 0 else path[1].key
+            for i, place, x in () if found else leaves:
                 is_raw_key = getattr(x, "dtype", None) == np.uint32 and np.shape(x) in ((2,), (4,))
                 if place not in places:
                     continue
@@ -152,12 +154,8 @@ class Roles(NamedTuple):
                 "numbers. Or name the batch in batch_argnums="
             )
         # Also what is differentiated beside the parameters, such as images, if it has as many.
-        for place in roles.get("argnums", ())[1:]:
-            its = {
-                i: np.shape(x)[:1]
-                for i, (path, x) in leaves
-                if path[0].idx == 0 and path[1].idx == place
-            }
+        for other in roles.get("argnums", ())[1:]:
+            its = {i: np.shape(x)[:1] for i, place, x in leaves if place == other}
             if {*its.values()} <= {(n,) for n in found.values()}:
                 found |= {i: n for i, (n,) in its.items()}
         return found

@@ -8,6 +8,7 @@ import jax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from shrewjax._base.trees import replaced
 from shrewjax._base.types import Function, Leaf
 from shrewjax._division.labels import OF_EACH_EXAMPLE
 
@@ -51,9 +52,7 @@ def of_each_example(fun: Callable[P, Result]) -> Callable[P, Result]:
 
         def of_arrays(*arrays: Leaf) -> list[Leaf]:
             nonlocal returned
-            by_place = dict(zip(places, arrays, strict=True))
-            given = [by_place.get(i, x) for i, x in enumerate(leaves)]
-            its_args, its_kwargs = jax.tree.unflatten(structure, given)
+            its_args, its_kwargs = jax.tree.unflatten(structure, replaced(leaves, places, arrays))
             made, returned = jax.tree.flatten(fun(*its_args, **its_kwargs))
             return made
 
@@ -79,8 +78,7 @@ def _derivative(primals: Any, tangents: Any, *, function: Function) -> Any:
     given = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
 
     def of_given(*some: Leaf) -> Sequence[Leaf]:
-        by_place = dict(zip(given, some, strict=True))
-        return function(*(by_place.get(i, x) for i, x in enumerate(primals)))
+        return function(*replaced(primals, given, some))
 
     return jax.jvp(of_given, [primals[i] for i in given], [tangents[i] for i in given])
 

@@ -1,7 +1,7 @@
 """Kinds: what each value of a traced program has to do with examples.
 
-A `Program` goes through a jaxpr of the whole batch. Of a value that depends on what is differentiated (it is *free*),
-the kind must be proved, by the table of labels. All other values are data. They are known before the loop, so any slice
+A `Program` goes through a jaxpr of the whole batch. A value is *free* if it depends on what is differentiated. The
+table of labels must prove its kind. All other values are data. They are known before the loop, so any slice
 of them is right, and their kind only says which axis probably holds examples.
 
 =========  ======================================================================
@@ -317,7 +317,7 @@ class Program:
         return None
 
     def _of_each_example(self, step: Step, facts: list[Fact]) -> Step | None:
-        """What the user says to be of each example alone: rows along the first axis."""
+        """The results of `of_each_example` are rows along the first axis."""
         ins, outs = labels.shapes_of(step.equation)
         rows = {x.kind for x in facts if isinstance(x.kind, Rows)}
         if len(rows) != 1 or not {x.kind for x in facts if not x.is_constant} <= rows:
@@ -333,14 +333,15 @@ class Program:
         count = next(shape[0] for x, shape in zip(takes, ins, strict=True) if x)
         for at, x in enumerate(step.equation.invars):
             is_param = facts[at].is_free and not self._is_inside
-            if takes[at] is None and ins[at][:1] == (count,) and not is_param:
-                if not self._is_made_of_nothing(x):
-                    raise ValueError(
-                        f"of_each_example must know which arrays hold examples, but one of shape {ins[at]} depends on "
-                        f"none, and has {count} rows, as examples have. If these are examples, pass them in "
-                        "batch_argnums=. Otherwise give the array another first axis, such as x[None]"
-                    )
-                takes[at] = its
+            if takes[at] is not None or is_param or ins[at][:1] != (count,):
+                continue
+            if not self._is_made_of_nothing(x):
+                raise ValueError(
+                    f"of_each_example must know which arrays hold examples, but one of shape {ins[at]} depends on "
+                    f"none, and has {count} rows, as examples have. If these are examples, pass them in "
+                    "batch_argnums=. Otherwise give the array another first axis, such as x[None]"
+                )
+            takes[at] = its
         return step.found([its] * len(outs), takes)
 
     def _is_made_of_nothing(self, x: Atom) -> bool:

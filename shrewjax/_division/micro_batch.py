@@ -48,8 +48,7 @@ class MicroBatch:
 
     def part(self, whole: Leaf, rows: Rows) -> Leaf:
         """Returns the slice that has these examples."""
-        of_all = {s: s for s in rows.sets}
-        pieces = rows.apart(whole, of_all)
+        pieces = rows.apart(whole, rows.whole)
         sets = rows.sets_of_pieces()
         taken = [
             jnp.take(x, self.positions[s], axis=0, mode="clip")

@@ -33,6 +33,11 @@ class Rows(NamedTuple):
     axis: int
     sets: tuple[int, ...]
 
+    @property
+    def whole(self) -> Sizes:
+        """Returns the numbers of all examples."""
+        return {s: s for s in self.sets}
+
     def fits(self, shape: Shape) -> bool:
         """Returns whether an array of this shape can have these rows."""
         return self.axis < len(shape) and shape[self.axis] % sum(self.sets) == 0

@@ -199,11 +199,6 @@ def agreed_over(new: jax.Array, old: jax.Array, is_new: jax.Array, axes: AxisNam
     return jnp.where(count > 0, total / jnp.maximum(count, 1).astype(new.real.dtype), old)
 
 
-def mean_over(tree: PyTree, axes: AxisNames) -> PyTree:
-    """Returns the mean over devices of each array."""
-    return lax.pmean(tree, axes)
-
-
 def joined_over(x: jax.Array, axes: AxisNames, axis: int) -> jax.Array:
     """Returns the arrays of all devices, concatenated."""
     return lax.all_gather(x, axes, axis=axis, tiled=True)

@@ -28,6 +28,7 @@ from jax.interpreters import partial_eval as pe
 
 from shrewjax._base.axes import axes_by_dimension
 from shrewjax._base.mesh import explicit_axes
+from shrewjax._base.trees import replaced
 from shrewjax._base.types import AxisNames, Function, Leaf, PyTree
 
 Jaxpr: TypeAlias = Any  # jax.extend.core.Jaxpr
@@ -245,7 +246,7 @@ def tangent_program(equation: Equation, smooth: Sequence[int], results: Sequence
 
     def run(operands: list[Leaf], tangents: list[Leaf]) -> PyTree:
         def of_smooth(*some: Leaf) -> Sequence[Leaf]:
-            return run_equation(equation, _replaced(operands, smooth, some))
+            return run_equation(equation, replaced(operands, smooth, some))
 
         made, its_tangents = jax.jvp(of_smooth, [operands[i] for i in smooth], tangents)
         return made, [its_tangents[i] for i in results]
@@ -267,7 +268,7 @@ def cotangent_programs(
         nonlocal structure
 
         def of_smooth(*some: Leaf) -> PyTree:
-            made = run_equation(equation, _replaced(operands, smooth, some))
+            made = run_equation(equation, replaced(operands, smooth, some))
             return [made[i] for i in results], made
 
         _, pull, made = jax.vjp(of_smooth, *(operands[i] for i in smooth), has_aux=True)
@@ -283,11 +284,6 @@ def cotangent_programs(
 
     cotangents = [equation.outvars[i].aval for i in results]
     return first, jax.make_jaxpr(backward)(residuals, cotangents)
-
-
-def _replaced(operands: list[Leaf], places: Sequence[int], values: Sequence[Leaf]) -> list[Leaf]:
-    by_place = dict(zip(places, values, strict=True))
-    return [by_place.get(i, x) for i, x in enumerate(operands)]
 
 
 def platforms_of(equation: Equation) -> Sequence[Sequence[str] | None] | None:
