@@ -391,6 +391,7 @@ def accumulated_value_and_grad(
     nonfinite: NonfiniteOfBatch = "propagate",
     accumulator_dtype: DType = None,
     sum_over: AxisName | None = None,
+    sharded_over: AxisName | None = None,
     skip_empty: bool = False,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     r"""Returns `nnx.value_and_grad` of `fun`, computed micro-batch by micro-batch, for batches that do not fit at once.
@@ -441,6 +442,7 @@ def accumulated_value_and_grad(
       nonfinite: as in `shrewjax.accumulated_value_and_grad`.
       accumulator_dtype: as in `shrewjax.accumulated_value_and_grad`.
       sum_over: as in `shrewjax.accumulated_value_and_grad`.
+      sharded_over: as in `shrewjax.accumulate`.
       skip_empty: as in `shrewjax.accumulated_value_and_grad`. `weight_fn` must not read state outside of `wrt`.
 
     Returns:

@@ -8,19 +8,17 @@ import math
 import numbers
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._base.axes import is_axes
-from shrewjax._base.trees import leaf_name, short_leaf_name, shown
+from shrewjax._base.axes import axes_by_dimension, mapped_axes
+from shrewjax._base.trees import gradient_leaves, is_gradient, leaf_name, short_leaf_name, shown
 from shrewjax._base.types import (
     Argument,
     Axes,
-    AxesTree,
     AxisNames,
     DType,
     Flag,
@@ -32,12 +30,11 @@ from shrewjax._base.types import (
     Scalar,
 )
 
+Shardings = Axes | jax.P | Callable[[str, Leaf], Argument]
+"""Checked `sharded_over`."""
+
 AxesOf = tuple[int, ...] | Callable[[str, Leaf], Argument] | None
 """Checked axes of leaves."""
-
-
-UnitAxisNames = AxisNames | jax.P | Callable[[str, Leaf], Argument] | None
-"""Checked mapped axes of leaves of several units."""
 
 
 LEAST_WEIGHT, LARGEST_WEIGHT = 2.0**-30, 2.0**100
@@ -291,7 +288,7 @@ def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Leaf) -> tuple[i
     return tuple(sorted({a % leaf.ndim for a in chosen}))
 
 
-def axis_names(name: str, value: Argument) -> Axes:
+def axis_names(name: str, value: Argument, remedy: str = "") -> Axes:
     """Returns mapped axes as a tuple; None if types give them."""
     if value is None:
         return None
@@ -299,31 +296,44 @@ def axis_names(name: str, value: Argument) -> Axes:
     others = [a for a in names if isinstance(a, jax.P | None) or not isinstance(a, Hashable)]
     if others or len({*names}) < len(names):
         raise ValueError(
-            f"{name} must be a mapped axis, or a tuple of different ones, got {shown(value)}"
+            f"{name} must be a mapped axis, or a tuple of different ones, got {shown(value)}{remedy}"
         )
     return names
 
 
-def sharded_over(value: Argument) -> Axes | AxesTree:
-    """Returns mapped axes, or a tree prefix of them; None if types give them."""
-    return jax.tree.map(partial(axis_names, "sharded_over"), value, is_leaf=is_axes)
+def sharded_over(value: Argument) -> Shardings:
+    """Returns mapped axes as a tuple, a PartitionSpec for all leaves, or a function. None if types give them."""
+    if isinstance(value, jax.P) or callable(value):
+        return value
+    return axis_names("sharded_over", value, ". If leaves differ, pass a function of name and leaf")
 
 
-def unit_axis_names(value: Argument) -> UnitAxisNames:
-    """Returns `sharded_over` for leaves of several units: names, a PartitionSpec for all leaves, or a function."""
-    return (
-        value if isinstance(value, jax.P) or callable(value) else axis_names("sharded_over", value)
-    )
+def axes_by_leaf(given: Shardings, grads: PyTree) -> Axes | tuple[Axes, ...]:
+    """Returns the axes for each leaf of `trees.floating(grads)`, or for all; None if types give them."""
+    if not (isinstance(given, jax.P) or callable(given)):
+        return given
+    mapped, is_tracked = mapped_axes()
+    if is_tracked:
+        return None
+
+    def axes(path: KeyPath, leaf: Leaf) -> Axes:
+        of_leaf = axis_names_of_leaf(given, path, leaf)
+        if not isinstance(of_leaf, jax.P):
+            return of_leaf
+        return tuple(a for names in axes_by_dimension(of_leaf) for a in names if a in mapped)
+
+    paths, leaves, _ = gradient_leaves(grads)
+    return tuple(axes(*x) for x in zip(paths, leaves, strict=True) if is_gradient(x[1]))
 
 
-def axis_names_of_leaf(given: UnitAxisNames, path: KeyPath, leaf: Leaf) -> AxisNames | jax.P | None:
+def axis_names_of_leaf(given: Shardings, path: KeyPath, leaf: Leaf) -> AxisNames | jax.P | None:
     """Returns the mapped axes, or the PartitionSpec, of one leaf; None if the leaf's type has to tell.
 
     Raises if the user's function returns a function.
     """
     if not callable(given):
         return given
-    chosen = unit_axis_names(_of_leaf("sharded_over", given, path, leaf))
+    chosen = sharded_over(_of_leaf("sharded_over", given, path, leaf))
     if callable(chosen):
         raise ValueError(
             f"sharded_over must return mapped axes or a PartitionSpec, got {shown(chosen)} for leaf "

@@ -49,12 +49,6 @@ class UnitSharding(NamedTuple):
     across: Axes  # along these, other units; None: read from the per-unit result's type
 
 
-def is_axes(x: Any) -> bool:
-    """Returns whether `sharded_over` is None, an axis or several of them, and not a tree of these."""
-    nodes = tuple, list, dict, type(None)
-    return x is None or (type(x) in (tuple, list) and not any(isinstance(a, nodes) for a in x))
-
-
 def are_whole(given: Axes | jax.P | Function) -> bool:
     """Returns whether `sharded_over` is (): each device has whole gradients of its own, such as a model of its own.
 
@@ -155,7 +149,7 @@ def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list
     """
     if axes == ():
         return [()] * len(arrays)
-    if isinstance(axes, list) or not is_axes(axes):
+    if isinstance(axes, list) or any(a is None or isinstance(a, tuple) for a in axes or ()):
         each: list[Any] = [*(axes or ())]
         by_type = axes_to_reduce(arrays, None) if None in each else [()] * len(arrays)
         return [told if given is None else given for given, told in zip(each, by_type, strict=True)]

@@ -14,11 +14,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from shrewjax._base import flax_names, mesh
-from shrewjax._base.axes import is_axes, mapped_axes
 from shrewjax._base.types import (
     Argument,
-    Axes,
-    AxesTree,
     DType,
     Function,
     KeyPath,
@@ -47,24 +44,6 @@ def gradient_leaves(grads: PyTree) -> tuple[list[KeyPath], list[Leaf], Any]:
 def floating(grads: PyTree) -> list[Leaf]:
     """Returns the leaves of a tree of gradients that rules measure and clip, as arrays."""
     return [x for x in gradient_leaves(grads)[1] if is_gradient(x)]
-
-
-def axes_by_leaf(axes: Axes | AxesTree, grads: PyTree) -> Axes | tuple[Axes, ...]:
-    """Returns the axes for each leaf of `floating(grads)` if they are a tree prefix of `grads`, else as they are."""
-    if is_axes(axes):
-        return axes
-    if mapped_axes()[1]:  # tracked types tell
-        return None
-    each: list[Axes] = []
-    try:
-        jax.tree.map(
-            lambda own, part: each.extend([own] * len(floating(part))), axes, grads, is_leaf=is_axes
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"sharded_over must be a tree prefix of the gradients: {error}. Give each leaf its axes, or ()"
-        ) from error
-    return tuple(each)
 
 
 def map_floating(function: Callable[[Leaf], Leaf], grads: Tree) -> Tree:

@@ -72,13 +72,13 @@ Flag: TypeAlias = bool | jax.Array
 # Mapped axes.
 
 AxisName: TypeAlias = Hashable | tuple[Hashable, ...]
-"""Names of mapped axes, as users pass them in `sum_over` and `sharded_over`."""
+"""Names of mapped axes, as users pass them in `sum_over`."""
 
 AxisNames: TypeAlias = tuple[Hashable, ...]
 """Checked names of mapped axes."""
 
-AxesTree: TypeAlias = Any
-"""A tree prefix of gradients, with `AxisName` or () for each leaf or subtree, as users pass it in `sharded_over`."""
+ShardedOver: TypeAlias = AxisName | jax.P | Callable[[str, Leaf], Argument] | None
+"""What users pass in `sharded_over`: mapped axes, a PartitionSpec, or a function of a leaf's name and the leaf."""
 
 MeshAxes: TypeAlias = frozenset[Any]
 """Names of axes of a mesh."""

@@ -113,6 +113,7 @@ def accumulated_value_and_grad(
     nonfinite: NonfiniteOfBatch = "propagate",
     accumulator_dtype: DType = None,
     sum_over: AxisName | None = None,
+    sharded_over: AxisName | None = None,
     skip_empty: bool = False,
 ) -> Callable[P, tuple[PyTree, PyTree]]:
     r"""Returns the mean of `jax.value_and_grad` of `fun` over micro-batches, each with a loss of its own.
@@ -202,6 +203,7 @@ def accumulated_value_and_grad(
         are averaged at the end (others should be the same on all devices, and the largest is taken). Otherwise these
         stay a device's own. `()` sums over no axis: each device's results stay its own, for `accumulate(sum_over=)`.
         With `check_vma=False` and in `jax.pmap`, pass `()` also if the gradients are the same on every device.
+      sharded_over: as in `accumulate`.
       skip_empty: whether micro-batches of weight 0 do not run, in any place, so that a step takes the time of those
         that have a weight. Results are the same, see below.
 
@@ -260,6 +262,7 @@ class Options(NamedTuple):
     nonfinite: NonfiniteOfBatch = "propagate"
     accumulator_dtype: DType = None
     sum_over: AxisName | None = None
+    sharded_over: AxisName | None = None
     skip_empty: bool = False
 
     def checked(self) -> "Options":

@@ -17,8 +17,6 @@ from shrewjax._base.states import described, largest
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
     Argument,
-    AxesTree,
-    AxisName,
     Flag,
     Leaf,
     Metrics,
@@ -26,6 +24,7 @@ from shrewjax._base.types import (
     Params,
     PyTree,
     Scalar,
+    ShardedOver,
     Tree,
 )
 from shrewjax._clipping.rule import Updated, clipping_rule
@@ -197,7 +196,7 @@ def clip_grad_percentile(
     method: Method = "linear",
     scope: Scope = "global",
     over: Over = "all",
-    sharded_over: AxisName | AxesTree = None,
+    sharded_over: ShardedOver = None,
 ) -> tuple[Tree, PyTree]:
     r"""Clips each element to [-b, b], where b is a percentile of the magnitudes, and returns b, too.
 
@@ -292,7 +291,7 @@ def clip_by_percentile(
     method: Method = "linear",
     scope: Scope = "global",
     over: Over = "all",
-    sharded_over: AxisName | AxesTree = None,
+    sharded_over: ShardedOver = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips each element to a percentile of the magnitudes: `clip_grad_percentile` as an Optax transformation.
 
@@ -375,7 +374,7 @@ def _clip_percentile(grads: Tree, rule: Rule, start: PyTree) -> tuple[Tree, PyTr
         # The state may have a bound where the gradient is None. The search does not need it.
         starts = jax.tree.leaves(jax.tree.map(lambda s, g: None if g is None else s, start, grads))
         start = jnp.stack([starts[i] for i in counted]) if counted else None
-    rule = dataclasses.replace(rule, axes=trees.axes_by_leaf(rule.axes, grads))
+    rule = dataclasses.replace(rule, axes=arguments.axes_by_leaf(rule.axes, grads))
     selected = select([leaves[i] for i in counted], rule, start)
     bounds: list[jax.Array] = [jnp.zeros((), jnp.float32)] * len(leaves)
 

@@ -11,13 +11,11 @@ import optax
 from shrewjax._base import arguments, trees
 from shrewjax._base.states import described, fields, require_made_with
 from shrewjax._base.types import (
-    Axes,
-    AxesTree,
-    AxisName,
     Metrics,
     Number,
     Params,
     PyTree,
+    ShardedOver,
     Tree,
 )
 from shrewjax._clipping.rule import (
@@ -35,7 +33,7 @@ from shrewjax._numerics.scaling import ClipScale
 
 
 def grad_norm(
-    grads: PyTree, ord: float | None = None, *, sharded_over: AxisName | AxesTree = None
+    grads: PyTree, ord: float | None = None, *, sharded_over: ShardedOver = None
 ) -> jax.Array:
     r"""Returns the norm of all gradients together, as if they were one long vector.
 
@@ -57,10 +55,11 @@ def grad_norm(
       grads: pytree of arrays. Complex leaves count with their modulus. Integer, boolean and float0 leaves, `None` and
         `optax.MaskedNode` do not count.
       ord: p, any Python number >= 1 or inf. `None` means 2.
-      sharded_over: mapped axes over which the gradients are sharded, or a tree prefix of these, with () for leaves that
-        all devices have whole: `{"dense": "model", "norm": ()}`. A tuple of names is no tree. It is only needed in
-        `jax.pmap` and in `jax.shard_map` with `check_vma=False`, where types do not record it. () for all says that
-        each device has whole gradients of its own, such as those of independent models. Its result is then its own.
+      sharded_over: mapped axes over which the gradients are sharded, () for none, a `PartitionSpec`, or a function of a
+        leaf's name and the leaf that returns one of these: `lambda name, leaf: "model" if "dense" in name else ()`. It
+        is only needed in `jax.pmap` and in `jax.shard_map` with `check_vma=False`, where types do not record it. () for
+        all says that each device has whole gradients of its own, such as those of independent models. Its result is
+        then its own.
 
     Returns:
       float32 scalar; float64 if a leaf is float64 or complex128.
@@ -89,7 +88,7 @@ def clip_grad_norm(
     max_norm: Number,
     *,
     ord: float | None = None,
-    sharded_over: AxisName | AxesTree = None,
+    sharded_over: ShardedOver = None,
 ) -> tuple[Tree, jax.Array]:
     r"""Scales all gradients by one number so that their norm is at most `max_norm`, and returns the norm before, too.
 
@@ -171,7 +170,7 @@ def clip_by_global_norm(
     *,
     ord: float | None = None,
     per_leaf: bool = False,
-    sharded_over: AxisName | AxesTree = None,
+    sharded_over: ShardedOver = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together: `clip_grad_norm` as an Optax transformation.
 
@@ -266,8 +265,8 @@ def _new_measurements(params: PyTree) -> Metrics:
     return measured | new_counts()
 
 
-def global_norm(grads: PyTree, ord: float, axes: Axes | AxesTree) -> ExtendedFloat:
-    return measure(trees.floating(grads), ord, trees.axes_by_leaf(axes, grads))
+def global_norm(grads: PyTree, ord: float, axes: arguments.Shardings) -> ExtendedFloat:
+    return measure(trees.floating(grads), ord, arguments.axes_by_leaf(axes, grads))
 
 
 def clip_to_limit(grads: Tree, norm: ExtendedFloat, limit: ExtendedFloat) -> tuple[Tree, ClipScale]:
@@ -277,14 +276,14 @@ def clip_to_limit(grads: Tree, norm: ExtendedFloat, limit: ExtendedFloat) -> tup
 
 
 def _global_and_leaf_norms(
-    grads: PyTree, state: ClipByGlobalNormState, axes: Axes | AxesTree
+    grads: PyTree, state: ClipByGlobalNormState, axes: arguments.Shardings
 ) -> tuple[ExtendedFloat, PyTree]:
     """Returns the norm of all gradients, and the new `leaf_norms` of the state: 0 for a leaf without a gradient."""
     units = find_units(grads)
     if units.leaves:
         require_made_with("per_leaf=True", state, "leaf_norms")
     units.numbers_beside(state.leaf_norms)  # raises if the state has other leaves
-    norm, norms = measure_with_leaves(units.leaves, trees.axes_by_leaf(axes, grads))
+    norm, norms = measure_with_leaves(units.leaves, arguments.axes_by_leaf(axes, grads))
     absent = jax.tree.map(jnp.zeros_like, state.leaf_norms)
     dtype = state.grad_norm.dtype
     return norm, units.with_leaves(absent, [x.astype(dtype) for x in norms])
@@ -350,7 +349,7 @@ def clip_by_norm_percentile(
     percentile: Number,
     *,
     history_length: int | None = None,
-    sharded_over: AxisName | AxesTree = None,
+    sharded_over: ShardedOver = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together to a percentile of its history (AutoClip).
 
@@ -469,7 +468,7 @@ def clip_by_norm_zscore(
     warmup_steps: Number = 25,
     max_norm: Number = math.inf,
     eps: Number = 1e-6,
-    sharded_over: AxisName | AxesTree = None,
+    sharded_over: ShardedOver = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of all gradients together when it stands out from the recent ones (ZClip).
 

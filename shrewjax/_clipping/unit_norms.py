@@ -14,7 +14,17 @@ from shrewjax._base import arguments, trees
 from shrewjax._base.axes import UnitDims, are_whole, whole_shape
 from shrewjax._base.mesh import partitioned_like, placed_like
 from shrewjax._base.states import described, fields, increment_if, largest
-from shrewjax._base.types import Argument, Axes, KeyPath, Leaf, Metrics, Number, Params, PyTree
+from shrewjax._base.types import (
+    Argument,
+    Axes,
+    KeyPath,
+    Leaf,
+    Metrics,
+    Number,
+    Params,
+    PyTree,
+    ShardedOver,
+)
 from shrewjax._clipping.rule import (
     Updated,
     clipping_rule,
@@ -22,7 +32,7 @@ from shrewjax._clipping.rule import (
     metrics_of_counts,
     new_counts,
 )
-from shrewjax._clipping.units import UnitAxisName, find_units, stacked_layers
+from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.reductions import sizes
@@ -61,7 +71,7 @@ def clip_by_leaf_norm(
     *,
     ord: float | None = None,
     stacked_axes: Argument = None,
-    sharded_over: UnitAxisName | None = None,
+    sharded_over: ShardedOver = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each leaf, or of each layer that it stacks, on its own.
 
@@ -95,7 +105,7 @@ def clip_by_leaf_norm(
     """
     max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
     stacked_axes = arguments.axes("stacked_axes", stacked_axes)
-    mesh_axes = arguments.unit_axis_names(sharded_over)
+    mesh_axes = arguments.sharded_over(sharded_over)
     if stacked_axes is not None and ord not in (1, 2):
         raise ValueError(
             f"ord must be 1 or 2 with stacked_axes, got {ord}. Leave out ord or stacked_axes"
@@ -154,7 +164,7 @@ def adaptive_grad_clip(
     eps: Number = 1e-3,
     axis: Argument = None,
     stacked_axes: Argument = None,
-    sharded_over: UnitAxisName | None = None,
+    sharded_over: ShardedOver = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each unit to a share of the norm of its parameters (AGC).
 
@@ -220,7 +230,7 @@ def adaptive_grad_clip(
     """
     clipping, eps = arguments.threshold("clipping", clipping), arguments.threshold("eps", eps)
     axis, stacked_axes = arguments.axes("axis", axis), arguments.axes("stacked_axes", stacked_axes)
-    mesh_axes = arguments.unit_axis_names(sharded_over)
+    mesh_axes = arguments.sharded_over(sharded_over)
 
     def is_vector(path: KeyPath, leaf: Leaf, free: list[int], by_rank: list[int]) -> bool:
         """Returns whether at most one of the free axes is longer than 1 over all devices. Raises if nothing tells."""
@@ -305,7 +315,7 @@ def clip_by_block_rms(
     threshold: Number = 1.0,
     *,
     stacked_axes: Argument = None,
-    sharded_over: UnitAxisName | None = None,
+    sharded_over: ShardedOver = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the root mean square of each leaf, or of each layer that it stacks.
 
@@ -349,7 +359,7 @@ def clip_by_block_rms(
     """
     threshold = arguments.threshold("threshold", threshold)
     stacked_axes = arguments.axes("stacked_axes", stacked_axes)
-    mesh_axes = arguments.unit_axis_names(sharded_over)
+    mesh_axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByBlockRmsState:
         units = find_units(params, stacked_layers(stacked_axes))
@@ -431,7 +441,7 @@ def clip_by_leaf_norm_ema(
     warmup_max_norm: Number = 1.0,
     min_norm: Number = 1e-6,
     stacked_axes: Argument = None,
-    sharded_over: UnitAxisName | None = None,
+    sharded_over: ShardedOver = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each leaf, or of each layer that it stacks, to a multiple of its own average (AdaGC).
 
@@ -492,7 +502,7 @@ def clip_by_leaf_norm_ema(
     warmup_max_norm = arguments.threshold("warmup_max_norm", warmup_max_norm)
     min_norm = arguments.threshold("min_norm", min_norm)
     stacked_axes = arguments.axes("stacked_axes", stacked_axes)
-    mesh_axes = arguments.unit_axis_names(sharded_over)
+    mesh_axes = arguments.sharded_over(sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByLeafNormEmaState:
         units = find_units(params, stacked_layers(stacked_axes), mesh_axes)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shrewjax._base import arguments, trees
-from shrewjax._base.arguments import AxesOf, UnitAxisNames
+from shrewjax._base.arguments import AxesOf, Shardings
 from shrewjax._base.axes import (
     UnitDims,
     UnitSharding,
@@ -25,16 +25,13 @@ from shrewjax._base.axes import (
 )
 from shrewjax._base.mesh import is_typed_by_device, may_be_partitioned, partitioned_like
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import Argument, Axes, AxisName, DType, KeyPath, Leaf, PyTree
+from shrewjax._base.types import Axes, DType, KeyPath, Leaf, PyTree
 from shrewjax._numerics import floats, scaling
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import combine, magnitude_key, measure_units
 from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, sizes, unit_numbers
 from shrewjax._numerics.scaling import ClipScale
 from shrewjax._numerics.vectors import Groups, join, split
-
-UnitAxisName = AxisName | jax.P | Callable[[str, Leaf], Argument]
-"""The values of `sharded_over` that users may pass to a rule for units."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Units:
     paths: tuple[KeyPath, ...]
     leaves: list[Leaf]  # the floating leaves
     dims: tuple[UnitDims, ...]  # the unit dims of each
-    given: UnitAxisNames  # the user's `sharded_over`
+    given: Shardings  # the user's `sharded_over`
 
     @cached_property
     def sharding(self) -> tuple[UnitSharding, ...]:
@@ -239,7 +236,7 @@ class Units:
 def find_units(
     updates: chex.ArrayTree,
     unit_dims: Callable[[KeyPath, Leaf], UnitDims] = lambda *_: (),
-    sharded_over: UnitAxisNames = None,
+    sharded_over: Shardings = None,
 ) -> Units:
     """Returns the units of a gradient. `unit_dims(path, leaf)` gives the unit dims of a leaf, by default none."""
     paths, leaves, _ = trees.gradient_leaves(updates)

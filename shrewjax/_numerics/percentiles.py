@@ -39,7 +39,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial, reduce
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ from jax import lax
 from shrewjax._base.axes import as_varying, axes_to_reduce, varying_axes
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import placed_like
-from shrewjax._base.types import Axes, AxesTree, DType, Leaf
+from shrewjax._base.types import Axes, DType, Leaf
 from shrewjax._numerics import floats
 from shrewjax._numerics.reductions import (
     Group,
@@ -188,7 +188,7 @@ class Rule:
     method: Method
     scope: Scope
     over: Over
-    axes: Axes | AxesTree
+    axes: Any  # the users' `sharded_over`, and in `select` the axes of each leaf
 
     @property
     def percentile(self) -> Fraction | jax.Array:

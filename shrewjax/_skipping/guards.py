@@ -21,14 +21,12 @@ from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
     AnyState,
     Argument,
-    Axes,
-    AxesTree,
-    AxisName,
     Leaf,
     Metrics,
     Number,
     PyTree,
     Scalar,
+    ShardedOver,
 )
 from shrewjax._clipping.global_norm import global_norm
 from shrewjax._clipping.units import find_units
@@ -78,7 +76,7 @@ def skip_nonfinite(
     max_consecutive: Number | None = None,
     at_limit: AtLimit = "keep_skipping",
     per_leaf: bool = False,
-    sharded_over: AxisName | AxesTree = None,
+    sharded_over: ShardedOver = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Skips the steps whose gradients contain a NaN or an infinity.
 
@@ -180,7 +178,7 @@ def skip_nonfinite(
             if units.leaves:
                 require_made_with("per_leaf=True", state, "nonfinite_leaves")
             counts = units.numbers_beside(nonfinite_leaves)
-            each = finite_leaves(units.leaves, trees.axes_by_leaf(axes, grads))
+            each = finite_leaves(units.leaves, arguments.axes_by_leaf(axes, grads))
             finite = jnp.all(each)
             if counts:
                 counts = list(increment_if(~each, jnp.stack(counts)))
@@ -188,7 +186,7 @@ def skip_nonfinite(
         else:
             # Also of sparse arrays with repeated indices, which `trees.floating` refuses.
             arrays = jax.tree.map_with_path(trees.array_leaf, step.make_gradients())
-            own = trees.axes_by_leaf(axes, arrays)
+            own = arguments.axes_by_leaf(axes, arrays)
             finite = all_finite([x for x in jax.tree.leaves(arrays) if is_gradient(x)], own)
         consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
         limit_reached = _reaches(consecutive, limit)
@@ -250,7 +248,7 @@ def skip_on_spike(
     warmup_steps: Number = 64,
     max_value: Number | None = None,
     max_consecutive: Number | None = None,
-    sharded_over: AxisName | AxesTree = None,
+    sharded_over: ShardedOver = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Skips the steps whose gradient norm, or loss, is far above the recent ones, or above a fixed limit.
 
@@ -426,7 +424,9 @@ def _fixed_limit(
     }
 
 
-def _norm(axes: Axes, step: Step, params: PyTree, /, **_others: Argument) -> jax.Array:
+def _norm(
+    axes: arguments.Shardings, step: Step, params: PyTree, /, **_others: Argument
+) -> jax.Array:
     grads = step.make_gradients()
     trees.require_no_device_rows(grads, params)
     return floats.to_float32(global_norm(grads, 2.0, axes))

@@ -63,6 +63,7 @@ class Devices:
     """The devices along these axes. Without axes there is one, or all have the same gradients."""
 
     given: Axes
+    sharded_over: Axes = None  # where types do not tell
 
     @property
     def axes(self) -> AxisNames:
@@ -102,8 +103,7 @@ class Devices:
         leaves = jax.tree.leaves(grads)
         own_axes = self._own_axes(varies_like)
         if not self.axes:
-            # None: types tell over which axes a leaf is sharded. (): each device has a model of its own.
-            axes = axes_beside(leaves, own_axes) if own_axes else self.given
+            axes = axes_beside(leaves, own_axes) if own_axes else self.sharded_over
             return is_kept & ~all_finite(leaves, axes)
         is_nonfinite = jnp.any(is_kept & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
         return any_device([is_nonfinite], self.axes)[0]

@@ -74,6 +74,7 @@ def accumulate(
     accumulator_dtype: DType = None,
     nonfinite: Nonfinite = "propagate",
     sum_over: AxisName | None = None,
+    sharded_over: AxisName | None = None,
     noise_decay: Number | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs an optimizer once per window of `accum_steps` micro-batches, on the average of their gradients.
@@ -143,6 +144,8 @@ def accumulate(
       sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, and its own weight.
         See the guide "Many devices". With `check_vma=False` and in `jax.pmap`, pass `()` if gradients are the same on
         every device, or if each device has a model and a state of its own.
+      sharded_over: with `check_vma=False` and in `jax.pmap`, the axes along which devices hold parts of one model's
+        gradients, `()` for none. `nonfinite` decides for all of these devices. Needed there if it is a policy.
       noise_decay: measures the gradient noise scale, with averages of this decay in [0, 1), such as 0.99. A weight then
         counts independent examples, not tokens. See the guide "The noise of a window".
 

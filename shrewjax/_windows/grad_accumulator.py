@@ -58,6 +58,7 @@ class GradAccumulator:
         accumulator_dtype: DType = None,
         nonfinite: Nonfinite = "propagate",
         sum_over: AxisName | None = None,
+        sharded_over: AxisName | None = None,
         noise_decay: Number | None = None,
     ) -> None:
         self._given = arguments.among(Window, locals())

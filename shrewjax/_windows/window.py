@@ -90,6 +90,7 @@ class Window:
         accumulator_dtype: DType = None,
         nonfinite: Nonfinite = "propagate",
         sum_over: AxisName | None = None,
+        sharded_over: AxisName | None = None,
         noise_decay: Number | None = None,
     ) -> None:
         self.accum_steps = arguments.accum_steps(accum_steps)
@@ -97,7 +98,7 @@ class Window:
         self._dtype = arguments.inexact_dtype("accumulator_dtype", accumulator_dtype)
         self.nonfinite = arguments.choice("nonfinite", nonfinite, get_args(Nonfinite))
         self.axes = arguments.axis_names("sum_over", sum_over)
-        self._devices = Devices(self.axes)
+        self._devices = Devices(self.axes, arguments.axis_names("sharded_over", sharded_over))
         self._noise_decay = (
             None if noise_decay is None else arguments.real("noise_decay", noise_decay, at_least=0)
         )

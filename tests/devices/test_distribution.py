@@ -474,7 +474,12 @@ def test_untracked_accumulation_wants_to_be_told(nonfinite):
     f = lambda g: tx.update(g, tx.init(g))[1].micro_step  # noqa: E731
     with pytest.raises(ValueError, match=r"already summed over 'data', .*check_vma=False.*Pass sum_over="):
         traced(f, jnp.ones(8), check_vma=False)
-    told = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite, sum_over=())
+    if nonfinite != "propagate":
+        half_told = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite, sum_over=())
+        f = lambda g: half_told.update(g, half_told.init(g))[1].micro_step  # noqa: E731
+        with pytest.raises(ValueError, match=r"sharded over 'data', .*check_vma=False.*Pass sharded_over="):
+            traced(f, jnp.ones(8), check_vma=False)
+    told = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite, sum_over=(), sharded_over=())
     assert traced(lambda g: told.update(g, told.init(g))[1].micro_step, jnp.ones(8), check_vma=False).shape == ()
 
 
@@ -679,13 +684,55 @@ def test_weights_of_devices_whose_sum_is_out_of_range_make_the_average_nan():
     assert np.isnan(updates).all()
 
 
-# One leaf is sharded, and others are whole, as in tensor parallel layers. A tree prefix says which, because untracked
-# types do not.
+EXPERTS_GRADIENTS = [
+    {"shared": np.float32(1), "expert": np.where(np.arange(8) == 5, np.nan, 1).astype("f")},
+    {"shared": np.float32(3), "expert": np.full(8, 3, "f")},
+    {"shared": np.float32(5), "expert": np.full(8, 5, "f")},
+]
+DECIDED_TOGETHER = {"drop_window": [0, 0, 0, -5], "drop_micro_batch": [0, -3, 0, -5], "extend_window": [0, 0, -4, -5]}
+
+
+@pytest.mark.parametrize(
+    ("nonfinite", "way"), [("drop_window", "shard_map"), *thorough(*((x, "pmap") for x in DECIDED_TOGETHER))]
+)
+def test_devices_with_parts_of_one_model_decide_together_where_types_do_not_tell(nonfinite, way):
+    """Eight experts, one with a NaN. Devices that decide apart would wait forever in the clip inside."""
+
+    def axes(name, _):
+        return "ep" if name == "expert" else ()
+
+    inner = optax.chain(shrewjax.clip_by_global_norm(100.0, sharded_over=axes), optax.sgd(1.0))
+    tx = shrewjax.accumulate(inner, 2, nonfinite=nonfinite, sum_over=(), sharded_over="ep")
+
+    def train(*grads):
+        params = {"shared": jnp.zeros(()), "expert": jnp.zeros(())}
+        state, of_calls = tx.init(params), []
+        for g in (*grads, grads[-1]):
+            g = jax.tree.map(jnp.sum, g)  # a device's part as a scalar
+            updates, state = tx.update(g, state, params, flush=len(of_calls) == 3)
+            of_calls.append(jnp.stack(jax.tree.leaves(updates)))
+        return jnp.stack(of_calls)[None]
+
+    specs = {"shared": P(), "expert": P("ep")}
+    if way == "pmap":
+        axes_of_rows = ({"shared": None, "expert": 0},) * 3
+        found = jax.pmap(train, "ep", in_axes=axes_of_rows)(*EXPERTS_GRADIENTS)[:, 0]
+    else:
+        mapped = jax.shard_map(train, mesh=mesh_of(ep=8), in_specs=(specs,) * 3, out_specs=P("ep"), check_vma=False)
+        found = jax.jit(mapped)(*EXPERTS_GRADIENTS)
+    np.testing.assert_allclose(found, np.tile(np.float32(DECIDED_TOGETHER[nonfinite])[:, None], (8, 1, 2)))
+
+
+# One leaf is sharded, and others are whole, as in tensor parallel layers. A function says which, because untracked
+# types do not. All clips and guards take the same one.
 WHOLE_AND_SHARDED = {
     "kernel": np.float32([[3, 0, -1, 4], [1, 2, 0.5, -6]]),
     "rest": (np.float32([5, -2]), np.float32(7)),
 }
-PREFIXES = {"by subtree": {"kernel": "model", "rest": ()}, "by leaf": {"kernel": ("model",), "rest": ((), [])}}
+SHARDINGS = {
+    "axes": lambda name, _: "model" if name == "kernel" else (),
+    "spec": lambda name, _: P(None, "model") if name == "kernel" else P(),
+}
 
 
 def measured_and_clipped(axes, grads):
@@ -696,6 +743,10 @@ def measured_and_clipped(axes, grads):
         shrewjax.clip_by_norm_percentile(50.0, history_length=4, sharded_over=axes),
         shrewjax.clip_by_norm_zscore(warmup_steps=0, max_norm=2.0, sharded_over=axes),
         shrewjax.clip_by_percentile(60, scope="leaf", sharded_over=axes),
+        shrewjax.clip_by_leaf_norm(1.0, sharded_over=axes),
+        shrewjax.clip_by_leaf_norm_ema(1.05, sharded_over=axes),
+        shrewjax.adaptive_grad_clip(0.1, stacked_axes=(), sharded_over=axes),
+        shrewjax.clip_by_block_rms(1.0, sharded_over=axes),
     )
     after = [tx.update(grads, tx.init(grads), grads) for tx in (*rules, guard, finite)]
     return {
@@ -707,13 +758,13 @@ def measured_and_clipped(axes, grads):
     }
 
 
-@pytest.mark.parametrize("prefix", [*PREFIXES])
-def test_a_tree_prefix_says_which_leaves_are_whole_where_types_do_not_tell(prefix):
+@pytest.mark.parametrize("sharding", [*SHARDINGS])
+def test_a_function_says_which_leaves_are_whole_where_types_do_not_tell(sharding):
     expected = measured_and_clipped((), WHOLE_AND_SHARDED)
     specs = {"kernel": P(None, "model"), "rest": P()}
     found = jax.jit(
         jax.shard_map(
-            partial(measured_and_clipped, PREFIXES[prefix]),
+            partial(measured_and_clipped, SHARDINGS[sharding]),
             mesh=mesh_of(model=4),
             in_specs=(specs,),
             out_specs=P(),
@@ -726,10 +777,10 @@ def test_a_tree_prefix_says_which_leaves_are_whole_where_types_do_not_tell(prefi
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
 
 
-def test_types_decide_about_a_tree_of_axes_where_they_tell():
+def test_types_decide_against_a_function_of_axes_where_they_tell():
     grads = {"w": np.arange(8, dtype="f"), "v": np.arange(4, dtype="f")}
     norm = jax.shard_map(
-        lambda g: shrewjax.grad_norm(g, sharded_over={"w": "model", "v": "model"}),
+        lambda g: shrewjax.grad_norm(g, sharded_over=lambda *_: "model"),
         mesh=mesh_of(model=4),
         in_specs=({"w": P(), "v": P("model")},),
         out_specs=P(),
@@ -737,6 +788,6 @@ def test_types_decide_about_a_tree_of_axes_where_they_tell():
     assert float(norm(grads)) == pytest.approx(np.sqrt(140 + 14))
 
 
-def test_a_tree_of_axes_that_does_not_fit_the_gradients_is_an_error():
-    with pytest.raises(ValueError, match="sharded_over must be a tree prefix of the gradients"):
+def test_a_tree_of_axes_is_an_error_that_names_the_function():
+    with pytest.raises(ValueError, match=r"sharded_over must be a mapped axis, .*pass a function of name and leaf"):
         shrewjax.grad_norm(WHOLE_AND_SHARDED, sharded_over={"kernel": "model"})
