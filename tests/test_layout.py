@@ -39,7 +39,17 @@ PACKAGES = {
         "from_optax",
     ],
     "_division": ["rows", "labels", "fission", "kinds", "plan", "draws", "micro_batch", "each_example", "report"],
-    "_batches": ["_aux", "_overwritten", "roles", "batch", "accumulated", "divided", "micro_batched", "per_device"],
+    "_batches": [
+        "_aux",
+        "_overwritten",
+        "roles",
+        "batch",
+        "accumulated",
+        "divided",
+        "derivatives",
+        "micro_batched",
+        "per_device",
+    ],
 }
 ORDER = [("shrewjax", package, module) for package, names in PACKAGES.items() for module in names]
 # Two modules are in none of these packages, which do not import them. The definition imports nothing of `shrewjax`. The

@@ -4,8 +4,9 @@
   checks, and messages for a leaf of another role.
 * `batch`: the arguments of a call, divided among micro-batches.
 * `accumulated`: micro-batches with losses of their own, in one loop of the compiled program. It is the loop of all.
-* `divided`: a divided program (`_division`) on its arguments, in one pass or two.
-* `micro_batched`: a function of the whole batch, and its derivatives by `divided`.
+* `divided`: a divided program (`_division`), and a pass of its loops.
+* `derivatives`: its results and derivatives, in one pass or two.
+* `micro_batched`: a function of the whole batch, with these derivatives.
 * `per_device`: a function's results on each device's own examples, as rows.
 
 Private modules hold the parts:

@@ -290,13 +290,8 @@ def of_options(
     carry_argnum: int | None = None,
     rng_argnums: Argument = (),
     batch_argnums: Argument = None,
-    *,
-    has_gradients: bool = False,
 ) -> Callable[P, tuple[PyTree, PyTree]]:
-    """Returns what `accumulated_value_and_grad` returns, with its checked options.
-
-    With `has_gradients`, `fun` returns what `jax.value_and_grad` of a loss does: `((value, aux), gradients)`.
-    """
+    """Returns what `accumulated_value_and_grad` returns, with its checked options."""
     has_aux, weight_fn, axes = options.has_aux, options.weight_fn, options.axes
     has_carry = carry_argnum is not None
     if has_carry and not has_aux:
@@ -324,11 +319,21 @@ def of_options(
         checked = of_loss(in_order, has_aux, f"Return {remedy}")
         by_jax = jax.value_and_grad(checked, as_given(batch.numbers["argnums"]), has_aux)
         its_options = options._replace(weight_fn=weight_fn and call.in_order(weight_fn))
-        with_gradients = in_order if has_gradients else by_jax
-        loss = _Loss(checked, with_gradients, as_given, has_carry, its_options)
+        loss = _Loss(checked, by_jax, as_given, has_carry, its_options)
         return _run_on_each_device(loss, batch) if devices else _run_here(loss, batch)
 
     return of_batch
+
+
+def sums_over_turns(turn: Function, params: PyTree, options: Options) -> PyTree:
+    """Returns the sums of `((loss, aux), gradients)`, which `turn(i, params)` returns for each micro-batch i."""
+    count = options.micro_batches
+    numbers = {"batch_argnums": (0,), "argnums": (1,), "rng_argnums": (), "carry_argnum": ()}
+    examples = {0: jnp.arange(count, dtype=jnp.int32)[None]}
+    own = jax.tree.map(lambda x: as_varying(x, options.axes), params)
+    batch = Batch((None, own), numbers, {1: own}, examples, count, first_number=0, devices=0)
+    of_one = lambda i, params: turn(i[0], params)  # noqa: E731
+    return _run_here(_Loss(of_one, of_one, operator.itemgetter(0), False, options), batch)
 
 
 def _run_here(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:

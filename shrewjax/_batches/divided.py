@@ -1,20 +1,17 @@
-"""A traced function of a whole batch, divided, on its arguments.
+"""A traced function of a whole batch, divided, and one pass of its loops over micro-batches.
 
-Values that are differentiated are *free*. `Divided` plans a program for the free ones. A `Run` is one call of it:
+Values that are differentiated are *free*. `Divided` plans a program for the free ones. A `Pass` runs the loops:
 
-1. Compute what runs once, of parameters, and the data that the rest needs (`plan.once`, `plan.before`).
-2. Run the loops, which return the frontier, and the gradients by what is free for cotangents of the frontier.
-3. Compute the results from the frontier (`plan.after`).
+1. Find what micro-batches read: parameters, whole values, and rows, which come in pieces, with the examples first.
+2. Run the loops. All micro-batches of one loop have as many examples. With `sum_over`, the loops are mapped over the
+   mesh, and nothing else is.
+3. In a micro-batch, run the tasks of the plan on its examples. With cotangents of the frontier, differentiate them.
+4. Put sums and rows in their places.
 
-Do the cotangents depend on the frontier? In a mean over a mask they do not, so they are computed first, and everything
-in *one pass*. Otherwise there are two: one for the frontier, and one for the gradients.
-
-The loop is that of `accumulated_value_and_grad`. Its examples are the numbers of the micro-batches, its aux are sums,
-and stacks of rows. With `sum_over`, it alone is mapped over the mesh.
+A loop is that of `accumulated_value_and_grad`. Its aux are sums, and stacks of rows.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -22,20 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from shrewjax._base.axes import as_varying, varying_axes
-from shrewjax._base.mesh import explicit_axes, on_each_device
+from shrewjax._base.mesh import on_each_device
 from shrewjax._base.types import AxisNames, DType, Function, Leaf, PyTree
-from shrewjax._batches.accumulated import Options, of_options
-from shrewjax._division.kinds import SAME, Fact, Program, Step, Var, is_inexact, made_by
-from shrewjax._division.micro_batch import Env, MicroBatch, function_of_steps
+from shrewjax._batches.accumulated import Options, sums_over_turns
+from shrewjax._division.kinds import SAME, Fact, Program, Var, is_inexact, made_by
+from shrewjax._division.micro_batch import Env, MicroBatch
 from shrewjax._division.plan import Plan
-from shrewjax._division.report import check_share, described
+from shrewjax._division.report import check_share
 from shrewjax._division.rows import Rows, Turns, joined, turns
-from shrewjax._numerics.reductions import combined_over
-from shrewjax._programs import jaxprs
 from shrewjax._programs.jaxprs import Jaxpr, shape_of
-
-Key: TypeAlias = tuple[Any, Rows | None]
-"""A value, by its name, and which slice of it."""
 
 
 class Setting(NamedTuple):
@@ -70,9 +62,6 @@ class Divided:
         found = [varying_axes(x.aval) for x in self.plan.frontier]
         self.varying = tuple(sorted(frozenset.intersection(*found), key=str)) if found else ()
 
-    def on(self, operands: Sequence[Leaf]) -> "Run":
-        return Run(self, operands)
-
 
 class _Cotangent(NamedTuple):
     """The name of a cotangent, beside those of values."""
@@ -80,334 +69,202 @@ class _Cotangent(NamedTuple):
     of: Var
 
 
-Slice: TypeAlias = tuple[Any, Rows]
+class _Positions(NamedTuple):
+    """The name of the numbers of all examples of a set."""
+
+    of: int
 
 
-class _Inputs(NamedTuple):
-    """What micro-batches read: parameters, whole values, and pieces of rows, whose first axis numbers examples."""
-
-    params: dict[Var, Leaf]
-    whole: dict[Key, Leaf]
-    pieces: dict[Slice, list[Leaf]]
-    shapes: dict[Slice, tuple[int, ...]]  # of the arrays that the pieces are of
+Key: TypeAlias = tuple[Any, Rows | None]
+"""A value, by its name, and which slice of it."""
 
 
-def _run(function: Function, *operands: PyTree) -> PyTree:
+class Frontier(NamedTuple):
+    """The names of what the loops return: first the values that are differentiated."""
+
+    smooth: list[Var]
+    others: list[Var]
+
+    @classmethod
+    def of(cls, names: Sequence[Var], is_smooth: Callable[[Var], bool]) -> "Frontier":
+        smooth = [*filter(is_smooth, names)]
+        return cls(smooth, [x for x in names if x not in smooth])
+
+    @property
+    def all(self) -> list[Var]:
+        return [*self.smooth, *self.others]
+
+
+def run_plainly(function: Function, *operands: PyTree) -> PyTree:
     return function(*operands)
 
 
-def run_by_rules(function: Function, *operands: PyTree) -> PyTree:
-    """Returns `function(*operands)`, where functions that bring a derivative run as in a derivative, by their rules."""
-    return jax.vjp(function, *operands)[0]
-
-
-class Run:
-    """A divided program on operands.
+class Pass:
+    """One pass of the loops.
 
     Attributes:
-      arguments: the values of the arguments that are free.
-      smooth: the names of the frontier's values that are differentiated.
-      others: the names of its other values.
+      returned: the frontier, or nothing.
+      params: the free values that are whole. Gradients by them are sums.
+      rows: the free values that are rows, if the pass has gradients. So are the gradients.
     """
 
-    def __init__(self, divided: Divided, operands: Sequence[Leaf]) -> None:
-        self.divided, self.program, self.plan = divided, divided.program, divided.plan
-        given = dict(zip(self.program.arguments, operands, strict=True))
-        self.arguments = [given.pop(x) for x in divided.arguments]
-        known = given | self.program.constants
-        names = made_by(self.plan.before)
-        self.data = known | dict(zip(names, _made(self.plan.before, known, names), strict=True))
-        self._passes = "two passes"
-        self.smooth = [*filter(self.program.has_derivative, self.plan.frontier)]
-        self.others = [x for x in self.plan.frontier if x not in self.smooth]
-
-    # Results, and derivatives.
-
-    def value(self, run: Function = _run) -> tuple[list[Leaf], list[Leaf]]:
-        """Returns the results, and the frontier. With `run_by_rules`, as for a derivative."""
-        free = run(self._free, self.arguments)
-        _, frontier = self._loops(free, None, returns_frontier=True, run=run)
-        smooth, after = self._after(frontier, prints=True)
-        return run(after, smooth, free), frontier
-
-    def value_and_grad(self) -> tuple[list[Leaf], list[Leaf]]:
-        """Returns the results, and the gradients of the first one."""
-        free, pull_once = jax.vjp(self._free, self.arguments)
-        # 1. Differentiate what the result depends on. A cotangent of zero could make a NaN of other values.
-        zeros = [_zeros(x.aval) for x in (*self.smooth, *self.others)]
-        used = jaxprs.reads(lambda values: self._results(values, free)[0], zeros)
-        names = [*self.smooth, *self.others]
-        self.smooth = [x for x, y in zip(self.smooth, used, strict=False) if y]
-        self.others = [x for x in names if x not in self.smooth]
-        # 2. One pass, if cotangents do not depend on the frontier. Otherwise the first of two passes.
-        zeros = [_zeros(x.aval) for x in (*self.smooth, *self.others)]
-        cotangents = partial(self._cotangents, free)
-        prints = any(jaxprs.prints(x.equation) and not x.only_prints for x in self.plan.after)
-        is_one_pass = not prints and not any(jaxprs.reads(cotangents, zeros))
-        self._passes = "one pass" if is_one_pass else "two passes"
-        of_frontier = cotangents(zeros) if is_one_pass else None
-        grads, frontier = self._loops(free, of_frontier, returns_frontier=True, run=run_by_rules)
-        # 3. Compute the results, and the gradients by the frontier and by what is free.
-        smooth, after = self._after(frontier, prints=True)
-
-        def first(smooth: list[Leaf], free: list[Leaf]) -> tuple[Leaf, list[Leaf]]:
-            results = after(smooth, free)
-            return results[0], results
-
-        result, pull, results = jax.vjp(first, smooth, free, has_aux=True)
-        of_frontier, of_free = pull(jnp.ones_like(result))
-        # 4. The second pass.
-        if not is_one_pass:
-            grads, _ = self._loops(free, of_frontier, returns_frontier=False)
-        return results, self._gradients(pull_once, grads, of_free)
-
-    def cotangents(self, frontier: list[Leaf], of_results: list[Leaf]) -> list[Leaf]:
-        """Returns the cotangents of the free arguments for those of the results."""
-        free, pull_once = jax.vjp(self._free, self.arguments)
-        smooth, after = self._after(frontier)
-        _, pull = jax.vjp(after, smooth, free)
-        of_frontier, of_free = pull(of_results)
-        grads, _ = self._loops(free, of_frontier, returns_frontier=False)
-        return self._gradients(pull_once, grads, of_free)
-
-    def _cotangents(self, free: list[Leaf], frontier: list[Leaf]) -> list[Leaf]:
-        """Returns the cotangents of the frontier for a cotangent 1 of the first result."""
-        smooth, after = self._after(frontier)
-        result, pull = jax.vjp(lambda smooth: after(smooth, free)[0], smooth)
-        return pull(jnp.ones_like(result))[0]
-
-    def _gradients(
-        self, pull_once: Function, grads: dict[Var, Leaf], of_free: list[Leaf]
-    ) -> list[Leaf]:
-        """Returns the gradients by the arguments: through the loop, beside it, and through what runs once."""
-        pairs = zip(self.divided.free, of_free, strict=True)
-        total = [
-            summed_like(grads[x], y).astype(y.dtype) + y if x in grads else y for x, y in pairs
-        ]
-        return [*map(_as_declared, self.divided.arguments, pull_once(total)[0])]
-
-    def described(self) -> str:
-        """Returns the text of `print_micro_batches`, after a derivative was taken."""
-        setting = self.divided.setting
-        sizes = [f"{n} examples in {setting.micro_batches} micro-batches" for n in setting.sets]
-        return described(self.plan, self.divided.fun, " and ".join(sizes), self._passes)
-
-    # Around the loops.
-
-    def _free(self, arguments: list[Leaf]) -> list[Leaf]:
-        """Returns the free arguments, and what runs once of them."""
-        names = self.divided.arguments
-        known = self.data | dict(zip(names, arguments, strict=True))
-        return [*arguments, *_made(self.plan.once, known, self.divided.free[len(names) :])]
-
-    def _after(self, frontier: list[Leaf], *, prints: bool = False) -> tuple[list[Leaf], Function]:
-        """Returns the values of `smooth`, and the results as a function of these and of what is free."""
-        smooth, others = frontier[: len(self.smooth)], frontier[len(self.smooth) :]
-        return smooth, lambda smooth, free: self._results([*smooth, *others], free, prints=prints)
-
-    def _results(
-        self, frontier: list[Leaf], free: list[Leaf], *, prints: bool = False
-    ) -> list[Leaf]:
-        names = *self.smooth, *self.others, *self.divided.free
-        known = self.data | dict(zip(names, (*frontier, *free), strict=True))
-        steps = [x for x in self.plan.after if prints or not x.only_prints]
-        return _made(steps, known, self.program.results)
-
-    # The loops.
-
-    def _loops(
+    def __init__(
         self,
-        free: list[Leaf],
-        cotangents: list[Leaf] | None,
+        divided: Divided,
+        known: dict[Var, Leaf],
+        frontier: Frontier,
+        cotangents: list[Leaf] | None = None,
         *,
-        returns_frontier: bool,
-        run: Function = _run,
-    ) -> tuple[dict[Var, Leaf], list[Leaf]]:
-        """Returns the gradients by what is free, for these cotangents of `smooth`, and the frontier."""
-        program, axes = self.program, self.divided.setting.axes
-        inputs = self._inputs(dict(zip(self.divided.free, free, strict=True)), cotangents)
-        frontier = [*self.smooth, *self.others] if returns_frontier else []
-        # Gradients by examples are rows.
-        rows = [
-            x
-            for x in self.divided.free
-            if cotangents is not None and (x, program.slice(x)) in inputs.pieces
-        ]
-        # 1. Run them, on each device if asked for.
-        turns_of = partial(self._turns, inputs, frontier, rows, cotangents is not None, run)
-        arrays = [*inputs.pieces.values()], ([*inputs.whole.values()], [*inputs.params.values()])
-        if axes:
-            parts = False, True, False
-            sums, pieces, grads = on_each_device(turns_of, axes, *arrays, returns_parts=parts)
-        else:
-            sums, pieces, grads = turns_of(*arrays)
-        # 2. Put sums and rows in their places.
-        of_sums, of_rows = iter(sums), iter(pieces)
-
-        def made(x: Var) -> Leaf:
-            its = program.slice(x)
-            if its is None:
-                return next(of_sums).astype(x.aval.dtype)
-            return its.together(next(of_rows), shape_of(x.aval), its.whole)
-
-        values = {x: made(x) for x in frontier}
-        by_param = dict(zip(inputs.params, grads, strict=True))
-        return by_param | {x: made(x) for x in rows}, [*values.values()]
-
-    def _inputs(self, free: dict[Var, Leaf], cotangents: list[Leaf] | None) -> _Inputs:
-        program, sets = self.program, self.divided.setting.sets
-        known = self.data | {x: as_varying(y, self.divided.varying) for x, y in free.items()}
-        is_param = lambda x: cotangents is not None and x in free and program.slice(x) is None  # noqa: E731
-        tasks = self.plan.loop
-        made = {key for y in tasks for key in y.results()}
+        returns_frontier: bool = True,
+        run: Function = run_plainly,
+    ) -> None:
+        self.divided, self.program, self.run = divided, divided.program, run
+        self.frontier, self.has_gradients = frontier, cotangents is not None
+        self.returned = frontier.all if returns_frontier else []
+        # 1. What tasks read, and do not make.
+        tasks = divided.plan.loop
+        made = {key for task in tasks for key in task.results()}
         reads = [
-            key
-            for y in tasks
-            for key in y.reads()
-            if key not in made and (key[0], None) not in made
+            key for task in tasks for key in task.reads() if made.isdisjoint({key, (key[0], None)})
         ]
-        arrays: dict[Key, Leaf] = {(x, r): known[x] for x, r in reads if not is_param(x)}
-        params = {x: known[x] for x, _ in reads if is_param(x)}
-        for x, y in zip(self.smooth, cotangents or [], strict=cotangents is not None):
-            arrays[_Cotangent(x), program.slice(x)] = as_varying(y, self.divided.varying)
-        arrays |= {(s, Rows(0, (s,))): jnp.arange(s, dtype=jnp.int32) for s in sets}
-        whole = {key: x for key, x in arrays.items() if key[1] is None}
-        sliced = {(name, r): x for (name, r), x in arrays.items() if r is not None}
-        pieces = {(name, r): r.apart(x, r.whole) for (name, r), x in sliced.items()}
-        return _Inputs(params, whole, pieces, {key: x.shape for key, x in sliced.items()})
+        # 2. Take the parameters apart, if there are gradients.
+        free = divided.free if self.has_gradients else []
+        whole = {x for x in free if self.program.slice(x) is None}
+        self.params = {x: known[x] for x, _ in reads if x in whole}
+        arrays: dict[Key, Leaf] = {(x, rows): known[x] for x, rows in reads if x not in whole}
+        # 3. Add the cotangents, and the numbers of the examples.
+        for x, y in zip(frontier.smooth, cotangents or [], strict=self.has_gradients):
+            arrays[_Cotangent(x), self.program.slice(x)] = as_varying(y, divided.varying)
+        for s in divided.setting.sets:
+            arrays[_Positions(s), Rows(0, (s,))] = jnp.arange(s, dtype=jnp.int32)
+        self.whole = {key: x for key, x in arrays.items() if key[1] is None}
+        self.sliced = {(name, rows): x for (name, rows), x in arrays.items() if rows is not None}
+        self.rows = [x for x in free if (x, self.program.slice(x)) in self.sliced]
 
-    def _turns(
-        self,
-        inputs: _Inputs,
-        frontier: list[Var],
-        rows: list[Var],
-        has_gradients: bool,
-        run_forward: Function,
-        pieces: list[list[Leaf]],
-        others: tuple[list[Leaf], list[Leaf]],
+    def results(self) -> tuple[dict[Var, Leaf], list[Leaf]]:
+        """Returns the gradients by what is free, and the frontier."""
+        # 1. Run the loops, on each device if asked for.
+        pieces = [rows.apart(x, rows.whole) for (_, rows), x in self.sliced.items()]
+        arrays = pieces, ([*self.whole.values()], [*self.params.values()])
+        if axes := self.divided.setting.axes:
+            parts = False, True, False
+            made = on_each_device(self._of_device, axes, *arrays, returns_parts=parts)
+        else:
+            made = self._of_device(*arrays)
+        # 2. Put sums and rows in their places.
+        sums, rows, of_params = map(iter, made)
+
+        def placed(x: Var) -> Leaf:
+            its = self.program.slice(x)
+            if its is None:
+                return next(sums).astype(x.aval.dtype)
+            return its.together(next(rows), shape_of(x.aval), its.whole)
+
+        frontier = [*map(placed, self.returned)]
+        return dict(zip(self.params, of_params, strict=True)) | {
+            x: placed(x) for x in self.rows
+        }, frontier
+
+    def _of_device(
+        self, pieces: list[list[Leaf]], others: tuple[list[Leaf], list[Leaf]]
     ) -> tuple[list[Leaf], list[list[Leaf]], list[Leaf]]:
-        """Runs all micro-batches, of this device. Returns sums, pieces of rows, and gradients by parameters."""
+        """Runs the loops of a device. Returns sums, pieces of rows, and gradients by parameters."""
         whole, params = others
+        env: Env = dict(zip(self.whole, whole, strict=True))
+        of_rows = dict(zip(self.sliced, pieces, strict=True))
         setting = self.divided.setting
-        known: Env = dict(zip(inputs.whole, whole, strict=True))
-        of_pieces = dict(zip(inputs.pieces, pieces, strict=True))
         counts = {s: s // setting.devices for s in setting.sets}
-
-        def of_turns(its: Turns) -> tuple[Any, Any]:
-            """Runs the micro-batches that have as many examples."""
-            by_turn = {
-                key: [
-                    its.of(x, s, setting.micro_batches)
-                    for x, s in zip(xs, key[1].sets_of_pieces(), strict=True)
-                ]
-                for key, xs in of_pieces.items()
-            }
-
-            def of_micro_batch(number: jax.Array, params: list[Leaf]) -> Any:
-                take = lambda x: lax.dynamic_index_in_dim(x, number[0], 1, keepdims=False)  # noqa: E731
-                own = {
-                    key: key[1].together(
-                        [*map(take, xs)], key[1].shape(inputs.shapes[key], its.sizes), its.sizes
-                    )
-                    for key, xs in by_turn.items()
-                }
-                batch = MicroBatch(
-                    its.sizes,
-                    {s: own.pop((s, Rows(0, (s,)))) for s in setting.sets},
-                    self.divided.varying,
-                    setting.axes,
-                    prints=bool(frontier),
-                )
-                its_params = {(x, None): y for x, y in zip(inputs.params, params, strict=True)}
-                env = {
-                    key: _as_declared(key[0], y) for key, y in (known | own | its_params).items()
-                }
-                return self._of_micro_batch(
-                    batch, env, [*inputs.params], rows, frontier, has_gradients, run_forward
-                )
-
-            count = its.last - its.first
-            options = Options(
-                count,
-                has_aux=True,
-                aux_reduction=("sum", "stack"),
-                reduction="sum",
-                accumulator_dtype=setting.accumulator_dtype,
-                sum_over=setting.axes,
-            )
-            run = of_options(of_micro_batch, options, 1, batch_argnums=(0,), has_gradients=True)
-            (_, (sums, stacks)), grads = run(jnp.arange(count), params)
-            return (sums, grads), stacks
-
-        totals, stacks = zip(*map(of_turns, turns(counts, setting.micro_batches)), strict=True)
+        loops = [
+            self._loop(its, env, of_rows, params) for its in turns(counts, setting.micro_batches)
+        ]
+        totals, stacks = zip(*loops, strict=True)
         sums, grads = jax.tree.map(lambda *x: sum(x[1:], start=x[0]), *totals)
         return sums, jax.tree.map(lambda *x: joined(x), *stacks), grads
 
-    def _of_micro_batch(
-        self,
-        batch: MicroBatch,
-        env: Env,
-        params: list[Var],
-        rows: list[Var],
-        frontier: list[Var],
-        has_gradients: bool,
-        run_forward: Function,
-    ) -> Any:
-        """Returns what the loop adds up and stacks, in the form of `((loss, aux), gradients)`."""
+    def _loop(
+        self, its: Turns, env: Env, pieces: dict[Any, list[Leaf]], params: list[Leaf]
+    ) -> tuple[Any, Any]:
+        """Runs the micro-batches that have as many examples. Returns sums and gradients, and stacks."""
+        setting, varying = self.divided.setting, self.divided.varying
+        by_turn = {
+            key: [
+                its.of(x, s, setting.micro_batches)
+                for x, s in zip(xs, key[1].sets_of_pieces(), strict=True)
+            ]
+            for key, xs in pieces.items()
+        }
+
+        def turn(i: jax.Array, params: list[Leaf]) -> Any:
+            def own(name: Any, rows: Rows) -> Leaf:
+                taken = [
+                    lax.dynamic_index_in_dim(x, i, 1, keepdims=False) for x in by_turn[name, rows]
+                ]
+                shape = rows.shape(self.sliced[name, rows].shape, its.sizes)
+                return rows.together(taken, shape, its.sizes)
+
+            slices = {key: own(*key) for key in by_turn}
+            positions = {s: slices.pop((_Positions(s), Rows(0, (s,)))) for s in setting.sets}
+            of_params = {(x, None): y for x, y in zip(self.params, params, strict=True)}
+            batch = MicroBatch(
+                its.sizes, positions, varying, setting.axes, prints=bool(self.returned)
+            )
+            values = env | slices | of_params
+            return self._micro_batch(
+                batch, {key: as_declared(key[0], y) for key, y in values.items()}
+            )
+
+        options = Options(
+            its.last - its.first,
+            has_aux=True,
+            aux_reduction=("sum", "stack"),
+            reduction="sum",
+            accumulator_dtype=setting.accumulator_dtype,
+            sum_over=setting.axes,
+        )
+        (_, (sums, stacks)), grads = sums_over_turns(turn, params, options)
+        return (sums, grads), stacks
+
+    def _micro_batch(self, batch: MicroBatch, env: Env) -> Any:
+        """Returns what a loop adds up and stacks: `((loss, (sums, rows)), gradients by parameters)`."""
         program = self.program
+        # 1. Run the tasks, as a function of what is free.
         free = {x for x in self.divided.free if is_inexact(x.aval)}
-        by_name = [(x, program.slice(x)) for x in (*params, *rows)]
-        keys = by_name if has_gradients else [key for key in env if key[0] in free]
+        keys = [key for key in env if key[0] in free]
+        if self.has_gradients:
+            keys = [(x, program.slice(x)) for x in (*self.params, *self.rows)]
         is_first = batch.positions[self.divided.setting.sets[0]][0] == 0
 
         def of_free(values: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
             its = env | dict(zip(keys, values, strict=True))
-            batch.run(self.plan.loop, its)
+            batch.run(self.divided.plan.loop, its)
 
             def found(x: Var) -> Leaf:
                 y = batch.read(its, x, program.slice(x))
                 # A sum over micro-batches adds a value that is the same in all of them once.
                 return y if program.is_divided(x) else jnp.where(is_first, y, jnp.zeros_like(y))
 
-            return [*map(found, self.smooth)], [*map(found, self.others)]
+            return [*map(found, self.frontier.smooth)], [*map(found, self.frontier.others)]
 
+        # 2. Differentiate it.
         values = [env[key] for key in keys]
-        if has_gradients:
+        if self.has_gradients:
             smooth, pull, others = jax.vjp(of_free, values, has_aux=True)
-            (grads,) = pull([env[_Cotangent(x), program.slice(x)] for x in self.smooth])
+            (grads,) = pull([env[_Cotangent(x), program.slice(x)] for x in self.frontier.smooth])
         else:
-            (smooth, others), grads = run_forward(of_free, values), []
-        made = [*zip(frontier, [*smooth, *others], strict=False)]
-        sums = [y for x, y in made if program.slice(x) is None]
-        its_rows = [*made, *zip(rows, grads[len(params) :], strict=False)]
-        pairs = [(program.slice(x), y) for x, y in its_rows]
-        stacks = [its.apart(y, batch.sizes) for its, y in pairs if its]
+            (smooth, others), grads = self.run(of_free, values), []
+        # 3. Part what is added up from what is stacked.
+        of_params, of_rows = grads[: len(self.params)], grads[len(self.params) :]
+        frontier = [
+            *zip(self.returned, [*smooth, *others], strict=False)
+        ]  # none is returned, or all are
+        sums = [y for x, y in frontier if program.slice(x) is None]
+        pairs = [*frontier, *zip(self.rows, of_rows, strict=True)]
+        stacks = [rows.apart(y, batch.sizes) for x, y in pairs if (rows := program.slice(x))]
         loss = as_varying(jnp.float32(0), self.divided.varying)
-        return (loss, (sums, stacks)), grads[: len(params)]
+        return (loss, (sums, stacks)), of_params
 
 
-def _made(steps: Sequence[Step], known: dict[Var, Leaf], names: Sequence[Any]) -> list[Leaf]:
-    """Returns what steps make of the whole batch."""
-    run = function_of_steps(steps, [*known], names)
-    return run(*map(_as_declared, known, known.values()))
-
-
-def _as_declared(x: Any, value: Leaf) -> Leaf:
+def as_declared(x: Any, value: Leaf) -> Leaf:
     """Returns a value in its own dtype, which a second derivative gives a wider one."""
-    return (
-        value
-        if not hasattr(x, "aval") or value.dtype == x.aval.dtype
-        else value.astype(x.aval.dtype)
-    )
-
-
-def summed_like(x: Leaf, like: Leaf) -> Leaf:
-    """Returns a sum over those mapped axes over which `x` varies, and `like` does not."""
-    axes = tuple(varying_axes(x) - varying_axes(like))
-    return combined_over(axes, ["sum"], [x])[0]
-
-
-def _zeros(aval: Any) -> Leaf:
-    """Returns zeros of a type: placed on an Explicit mesh, and varying over mapped axes, as it says."""
-    where = {"out_sharding": aval.sharding} if explicit_axes(aval) else {}
-    return as_varying(jnp.zeros(aval.shape, aval.dtype, **where), tuple(varying_axes(aval)))
+    is_own = not hasattr(x, "aval") or value.dtype == x.aval.dtype
+    return value if is_own else value.astype(x.aval.dtype)

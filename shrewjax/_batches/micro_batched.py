@@ -23,8 +23,9 @@ from shrewjax._base.axes import as_varying, mapped_axes, varying_axes
 from shrewjax._base.mesh import devices_to_map, is_traced
 from shrewjax._base.trees import is_gradient, is_zero_tangent, replaced
 from shrewjax._base.types import AxisName, DType, Function, Leaf, PyTree
-from shrewjax._batches.divided import Divided, Run, Setting, run_by_rules, summed_like
-from shrewjax._batches.roles import Roles, is_array, roles_of
+from shrewjax._batches.derivatives import Run, run_by_rules, summed_like
+from shrewjax._batches.divided import Divided, Setting
+from shrewjax._batches.roles import Roles, check_parameter, is_array, roles_of
 from shrewjax._numerics.floats import sum_dtype, upcast
 from shrewjax._programs import jaxprs
 
@@ -155,8 +156,7 @@ def value_and_grad(
     reserved = {"argnums": positions} if batch_argnums is None else {}
     roles = roles_of(fun, reserved, (), batch_argnums)
     divided = functools.partial(divided_call, roles, options)
-    # NNX objects are refused before JAX finds a parameter that is no float.
-    return _of_arrays(roles, jax.value_and_grad(divided, argnums, has_aux))
+    return _of_arrays(roles, jax.value_and_grad(divided, argnums, has_aux), positions)
 
 
 def print_micro_batches(
@@ -218,8 +218,8 @@ def refuse(others: Mapping[str, Any]) -> None:
     """Raises for arguments that the function does not take, such as those of `accumulated_value_and_grad`."""
     if others:
         raise TypeError(
-            f"value_and_grad and micro_batched take no {', '.join(others)}, because fun is the loss of the whole "
-            "batch. Leave it out. Or call accumulated_value_and_grad, in which each micro-batch has a loss of its own"
+            f"value_and_grad and micro_batched take no {', '.join(others)}. Leave it out. Or call "
+            "accumulated_value_and_grad, in which each micro-batch has a loss of its own"
         )
 
 
@@ -247,25 +247,31 @@ class Options:
                 f"{uneven[0]}. Pad the batch, and let the loss mask the padding"
             )
         parts = max(devices, 1)
-        most = self.micro_batches
+        micro_batches = self.micro_batches
         symbols = [n for n in counts if not isinstance(n, int)]  # of jax.export
-        if open_ := [n for n in symbols if n % (most * parts)]:
+        if open_ := [n for n in symbols if n % (micro_batches * parts)]:
             raise ValueError(
-                f"micro_batches={most} must divide a symbolic number of examples, got {open_[0]}. Export it for "
-                f"jax.export.symbolic_shape('{most * parts}*b')"
+                f"micro_batches={micro_batches} must divide a symbolic number of examples, got {open_[0]}. Export it "
+                f"for jax.export.symbolic_shape('{micro_batches * parts}*b')"
             )
-        if not symbols:
-            most = max(min(most, max(counts) // parts), 1)
-        sets = [n for n in dict.fromkeys(counts) if n >= most * parts]
-        return Setting(most, tuple(sets), self.accumulator_dtype, self.axes, parts)
+        if not symbols:  # no more micro-batches than the largest set has examples
+            micro_batches = max(min(micro_batches, max(counts) // parts), 1)
+        sets = [n for n in dict.fromkeys(counts) if n >= micro_batches * parts]
+        return Setting(micro_batches, tuple(sets), self.accumulator_dtype, self.axes, parts)
 
 
-def _of_arrays(roles: Roles, run: Function) -> Function:
-    """Returns `run` with the name of `roles.fun`, for arguments that are no NNX objects with state."""
+def _of_arrays(roles: Roles, run: Function, positions: Sequence[int] = ()) -> Function:
+    """Returns `run` with the name of `roles.fun`. Raises for NNX objects, and for parameters that are not floating.
+
+    The parameters are at these positions.
+    """
 
     @functools.wraps(roles.fun)
     def of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
         roles.require_no_flax_state(args, kwargs)
+        for at in positions:
+            for path, x in jax.tree.leaves_with_path(args[at : at + 1 or None]):
+                check_parameter(f"argument {at % len(args)}{jax.tree_util.keystr(path[1:])}", x)
         return run(*args, **kwargs)
 
     return of_batch
@@ -355,15 +361,17 @@ class Call:
         return run.described()
 
     def _has_scalar_rule(self) -> bool:
-        if not self._is_scalar or not self._program.out_avals:
+        """Returns whether the first result is a floating scalar, whose gradient is known without its cotangent."""
+        types = self._program.out_avals
+        if not (self._is_scalar and types and types[0].shape == () and is_gradient(types[0])):
             return False
         # Without types, the transpose of a collective joins the cotangents of all devices, which come last.
         mapped, is_tracked = mapped_axes()
-        waits = mapped and not is_tracked and jaxprs.has_collective(self._program)
-        value, arrays = self._program.out_avals[0], filter(is_gradient, self._program.in_avals)
+        if mapped and not is_tracked and jaxprs.has_collective(self._program):
+            return False
         # A gradient by an array that all devices share would be a sum over devices.
-        waits = waits or any(varying_axes(value) - varying_axes(x) for x in arrays)
-        return value.shape == () and is_gradient(value) and not waits
+        arrays = filter(is_gradient, self._program.in_avals)
+        return not any(varying_axes(types[0]) - varying_axes(x) for x in arrays)
 
     def _on(self, operands: Sequence[Leaf], are_free: Sequence[bool]) -> Run:
         free = tuple(are_free)
@@ -371,14 +379,16 @@ class Call:
             self._divided[free] = Divided(
                 self._fun, self._program, self._setting, self._are_rows, free
             )
-        return self._divided[free].on(operands)
+        return Run(self._divided[free], operands)
 
     def _value(self, operands: list[Leaf]) -> list[Leaf]:
-        """Returns the results, for callers that do not differentiate."""
+        """Returns the results, for callers that do not differentiate. A loop makes what depends on free values."""
         pairs = zip(self._program.in_avals, self._are_rows, strict=True)
         return self._on(operands, [is_gradient(x) and not is_row for x, is_row in pairs]).value()[0]
 
     def _of_scalar(self) -> list[Leaf]:
+        """Returns the results. If JAX differentiates them, value and gradients are computed together."""
+
         def of_operands(
             are_free: list[bool], operands: list[Leaf]
         ) -> tuple[list[Leaf], list[Leaf]]:
@@ -398,6 +408,8 @@ class Call:
         return value(self._operands)
 
     def _of_any(self) -> list[Leaf]:
+        """Returns the results. If JAX differentiates them, the gradients are computed when it has the cotangents."""
+
         def forward(given: list[Any]) -> Any:
             operands = [x.value for x in given]
             are_free = tuple(x.perturbed and is_gradient(jax.typeof(x.value)) for x in given)

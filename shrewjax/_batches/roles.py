@@ -8,7 +8,7 @@ names the leaf, what it needs and what came. Then it names the roles to pass.
 """
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -101,7 +101,7 @@ class Roles(NamedTuple):
             self.require_no_flax_state(args, kwargs)
         for at in numbers.get("argnums", ()):
             for path, x in call.leaves(at):
-                _check_parameter(call.name(at, path), x)
+                check_parameter(call.name(at, path), x)
         for at in numbers["rng_argnums"]:
             for path, x in call.leaves(at):
                 _check_folded(call, at, path, x)
@@ -133,27 +133,17 @@ class Roles(NamedTuple):
             (i, path[1].idx if path[0].idx == 0 else path[1].key, x)
             for i, (path, x) in enumerate(jax.tree.leaves_with_path((args, kwargs)))
         ]
-        found: dict[int, int] = {}
-        for places in (held, tuple(kwargs) if self.given["batch_argnums"] is None else ()):
-            for i, place, x in () if found else leaves:
-                is_raw_key = getattr(x, "dtype", None) == np.uint32 and np.shape(x) in ((2,), (4,))
-                if place not in places:
-                    continue
-                is_operand = isinstance(x, jax.Array | np.ndarray) and is_array(x)
-                if is_operand and np.ndim(x) and not is_raw_key:
-                    found[i] = x.shape[0]
-                elif not is_array(x) and not isinstance(x, str | np.ndarray) and not callable(x):
-                    raise ValueError(
-                        f"{label(place)} must be a tree of arrays, got {type(x).__name__}. Pass a dict of arrays. Or "
-                        "register its class by jax.tree_util.register_dataclass"
-                    )
+        # 1. The arrays in these arguments, or in those by keyword.
+        found = _counts_of_examples(x for x in leaves if x[1] in held)
+        if not found and self.given["batch_argnums"] is None:
+            found = _counts_of_examples(x for x in leaves if x[1] in kwargs)
         if not found:
             names = " or ".join(map(label, held)) or "batch_argnums"
             raise ValueError(
                 f"{names} must hold arrays with a first axis of examples, got none. Pass jnp.asarray of a list of "
                 "numbers. Or name the batch in batch_argnums="
             )
-        # Also what is differentiated beside the parameters, such as images, if it has as many.
+        # 2. Also what is differentiated beside the parameters, such as images, if it has as many.
         for other in roles.get("argnums", ())[1:]:
             its = {i: np.shape(x)[:1] for i, place, x in leaves if place == other}
             if {*its.values()} <= {(n,) for n in found.values()}:
@@ -205,6 +195,22 @@ class Roles(NamedTuple):
                 taken[place] = name
             roles[name] = places
         return roles
+
+
+def _counts_of_examples(leaves: Iterable[tuple[int, Place, Leaf]]) -> dict[int, int]:
+    """Returns the first axis of each array, by its number. Raises if a leaf is none, and no number or function."""
+    found: dict[int, int] = {}
+    for i, place, x in leaves:
+        is_raw_key = getattr(x, "dtype", None) == np.uint32 and np.shape(x) in ((2,), (4,))
+        is_operand = isinstance(x, jax.Array | np.ndarray) and is_array(x)
+        if is_operand and np.ndim(x) and not is_raw_key:
+            found[i] = x.shape[0]
+        elif not is_array(x) and not isinstance(x, str | np.ndarray) and not callable(x):
+            raise ValueError(
+                f"{label(place)} must be a tree of arrays, got {type(x).__name__}. Pass a dict of arrays. Or "
+                "register its class by jax.tree_util.register_dataclass"
+            )
+    return found
 
 
 _WHOLE_BY_DEFAULT = "what stays whole by default"
@@ -272,7 +278,8 @@ def _place_of_role(
     raise ValueError(f"{role} has the position {at}, but {came}. {remedy}")
 
 
-def _check_parameter(name: str, x: Leaf) -> None:
+def check_parameter(name: str, x: Leaf) -> None:
+    """Raises unless a leaf can be differentiated. Its name stands in the message."""
     dtype: DType = getattr(x, "dtype", np.object_)
     if not isinstance(x, float | complex) and not jnp.issubdtype(dtype, jnp.inexact):
         given = f"{dtype} of shape {x.shape}" if hasattr(x, "dtype") else trees.shown(x)
@@ -375,7 +382,10 @@ def _message(
     remedy = f"pass {where}{batch}"
     name = "it" if is_split else call.label(at)
     rows = "Give both as many rows. " if np.ndim(x) else ""
-    return f"{message}. {rows}If {name} is the same for all micro-batches, {remedy}"
+    carry = f". If fun returns a new one, pass {call.as_role('carry_argnum', at)}"
+    is_state = path and not is_split
+    same = f"If {name} is the same for all micro-batches, {remedy}"
+    return f"{message}. {rows}{same}{carry if is_state else ''}"
 
 
 def key_message(call: Call, at: int, path: KeyPath) -> str:

@@ -215,18 +215,17 @@ class Program:
         """Adds a step. Or returns what runs in its place, if a part of it can be divided."""
         equation, is_free = step.equation, self.is_free(step)
         facts = [*map(self.fact, equation.invars)]
+        # 1. Find its kinds. A loop or a checkpoint in which examples mix may be two, of which one mixes examples.
         found = self._found(step, facts) if is_free else self._found_of_data(step, facts)
-        is_mixed = found and MIXED in (*step.kinds, *(x.kind for x in facts))
-        if is_mixed and step.programs:
+        if found and step.programs and MIXED in (*step.kinds, *(x.kind for x in facts)):
+            are_mixed = [x is MIXED for x in step.kinds]
             can_part = jaxprs.is_scan(equation) or jaxprs.is_checkpoint(equation)
-            parts = can_part and in_two(
-                equation, step.programs[0], [x is MIXED for x in step.kinds]
-            )
-            if parts:
+            if can_part and (parts := in_two(equation, step.programs[0], are_mixed)):
                 return parts
             found = None
         if found is None:
             step.found([MIXED] * len(equation.outvars), programs=())
+        # 2. Record it.
         self._facts |= {
             x: Fact(y, is_free) for x, y in zip(equation.outvars, step.kinds, strict=True)
         }
@@ -448,6 +447,8 @@ class Program:
         """Each function must make rows of rows, as of systems of equations that are solved one for each example."""
         solve, kinds = jaxprs.linear_solve_of(step.equation), [x.kind for x in facts]
         rows: set[Any] = {x for x in kinds if x not in CONSTANT}
+        if not rows:
+            return step.found([SAME] * len(step.equation.outvars))
         if solve is None or len(rows) != 1 or not isinstance(min(rows, key=str), Rows):
             return None
         right, start, programs = [*rows] * len(step.equation.outvars), 0, []

@@ -105,7 +105,11 @@ class Plan:
         return step.takes is not None and any(isinstance(x, Rows) for x in kinds)
 
     def _is_smaller_before(self, step: Step) -> bool:
-        """Returns whether the operands of a step hold no more than its results, so that they are a better frontier."""
+        """Returns whether the operands of a step are a better frontier than its results, because they hold less.
+
+        So a sum leaves the loop before it is divided, and a value before it is broadcast. A contraction stays, unless
+        its operands are sums. Of equal sizes, a sum is better, and what is not yet moved, as by a transpose.
+        """
         operands = {*filter(self.program.is_divided, _variables(step.equation.invars))}
         is_sum = {*map(self.program.kind, operands)} == {SUM}
         if step.programs or not (is_sum or not labels.contracts(step.equation)):
@@ -134,14 +138,18 @@ class Plan:
             self._want(task.reads())
 
     def _task(self, step: Step, at: int, rows: Rows | None) -> Task | None:
+        """Returns the task that makes a slice of a result, or None if it is sliced from the whole, as data may be."""
         x, is_free = step.equation.outvars[at], self.program.is_free(step)
         usual = Task(step, step.takes or [None] * len(step.equation.invars), step.makes)
+        # 1. A value that depends on examples is made by the slices that were found.
         if (is_free and rows == step.makes[at]) or not self.program.fact(x).is_constant:
             return usual
-        # What is needed whole is sliced.
+        # 2. Of others, any slice may be made, unless somebody needs the whole.
         is_whole = None in self._slices[x] or (x in self._whole and not is_free)
-        found = None if rows is None or is_whole else self._slices_for(step, at, rows)
-        return Task(step, *found) if found else usual if is_free else None
+        if rows is not None and not is_whole and (found := self._slices_for(step, at, rows)):
+            return Task(step, *found)
+        # 3. Otherwise the whole is made.
+        return usual if is_free else None
 
     def _slices_for(self, step: Step, at: int, rows: Rows) -> tuple[Slices, Slices] | None:
         """Returns what a micro-batch takes of the operands to make a slice of a result, and what it makes then."""

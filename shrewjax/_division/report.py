@@ -52,12 +52,13 @@ def check_share(plan: Plan, fun: Function, micro_batches: int) -> None:
     if unknown:
         cause, remedy = (
             f"{', '.join(unknown)} may mix examples",
-            "If it does not, wrap the function that calls it in of_each_example. Otherwise call",
+            "If it does not, wrap the function that calls it in of_each_example. For another loss, call",
         )
     else:
         cause, remedy = (
             "examples mix",
-            "Compute statistics of the batch elsewhere, as running averages do. Or call",
+            "Put examples on the first axis, as by swapaxes, or jax.vmap over graphs of one size. Take statistics from "
+            "running averages. For another loss, call",
         )
     raise ValueError(
         f"fun must act on each example alone before examples mix, but {cause} at {lines}. So micro_batches="

@@ -8,6 +8,9 @@ one after the other, each of a whole set. In a block, an example has one element
     x.reshape(B * T)            Rows(axis=0, sets=(B,))        T neighbours for each example
     x.T.reshape(T * B)          Rows(axis=0, sets=(B,) * T)
 
+With B = 2 and T = 3, the third has the examples 0 0 0 1 1 1, and the fourth 0 1 0 1 0 1. `apart` gives both as
+(examples, blocks, neighbours): (2, 1, 3) and (2, 3, 1).
+
 Micro-batch i of K has the examples i, i + K, i + 2 K, and so on, so the first B mod K have one more than the others.
 Those with as many examples run in one loop.
 """

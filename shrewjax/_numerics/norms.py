@@ -229,8 +229,13 @@ def _measure(
 ) -> list[ExtendedFloat]:
     """Returns norms, joined. If `rescales_small` is False, a norm below the floor may be inexact, but stays below it.
 
-    1. Sum the powers, as they are and, for sums that left the range, scaled.
-    2. Take the root of each norm's sum, and undo the scale.
+    =======  =================================================================================
+    order    a norm is a root of a sum of powers
+    =======  =================================================================================
+    1, 2     in float64 on GPUs (`_in_float64`), otherwise read twice if needed (`_in_two_passes`)
+    3, 4     of elements as they are, or relative to the largest if that leaves the range
+    others   of elements relative to the largest (`_by_maximum`)
+    =======  =================================================================================
     """
     if not leaves:
         return [to_extended(jnp.zeros((), jnp.float32))]

@@ -136,7 +136,11 @@ def _exceeds(norm: ExtendedFloat, limit: ExtendedFloat) -> jax.Array:
 
 
 def _scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Array) -> ClipScale:
-    """Returns the scale limit / norm where it applies; NaN if one of the two is NaN or the norm is infinite."""
+    """Returns the scale limit / norm where it applies; NaN if one of the two is NaN or the norm is infinite.
+
+    A limit of 1 and a norm of 3 * 2**140 in float32: 1/3 * 2**-140 is below the smallest normal number, 2**-126. So it
+    comes as 1/3 * 2**-126, `coarse`, and twice 2**-7, `fine`.
+    """
     dtype = norm.mantissa.dtype
     defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
     # An infinite limit, which does not apply, would make derivatives NaN.

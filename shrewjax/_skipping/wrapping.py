@@ -81,6 +81,7 @@ class Step(NamedTuple):
         `what_changed` begins the error if it does not.
         """
 
+        # 1. Run it, and check that the state stays as it was.
         def run_in_place() -> Result:
             returned, new_state = run()
             _check_restored(new_state, self.state)
@@ -92,10 +93,10 @@ class Step(NamedTuple):
 
         if self.runs is True:
             return run_in_place()
+        # 2. Run it in a branch. Both branches have to return the same types. Zero updates are made with the updates'
+        # types. The old parameters and the old state keep their own types, so these are compared.
         ran_types = types_of(run_in_place)
         _require_agreement(self.runs, run)
-        # Both branches have to return the same types. Zero updates are made with the updates' types. The old parameters
-        # and the old state keep their own types, so these are compared.
         _check_devices(ran_types[1], self.state, "inner's state after a step")
         if self.as_params:
             _check_devices(ran_types[0], self.params, "the new parameters")

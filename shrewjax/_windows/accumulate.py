@@ -352,10 +352,9 @@ def _run_on_total(
         emptied = window.emptied(added.state, average)
         return ran[0], _After(ran[1], jnp.asarray(average.total_has_weight), emptied, measured)
 
-    # This step's state holds all that the branch returns beside the updates, because a skipped step keeps its state.
-    unchanged = _After(step.state, jnp.zeros((), bool), state.gradient_sum, before)
-    whole_step = step._replace(state=unchanged, runs=added.has_average)
-    return whole_step.run_or_skip(total_and_run)
+    # A skipped step keeps its state. So the state of this one is all that the branch returns beside the updates.
+    skipped = _After(step.state, jnp.zeros((), bool), state.gradient_sum, before)
+    return step._replace(state=skipped, runs=added.has_average).run_or_skip(total_and_run)
 
 
 def _as_gradients(
@@ -391,8 +390,8 @@ def _with_integers(
 ) -> ArrayTree:
     """Returns updates with zeros, or new parameters with the old ones, in the leaves that are no gradients.
 
-    A float0 is none, though its parameter has a sum. An integer parameter's zero has its own dtype, because a float32
-    zero would round a large integer.
+    A float0 is none, though its parameter has a sum. If the gradient is None, the sum tells. An integer parameter's
+    zero has its own dtype, because a float32 zero would round a large integer.
     """
 
     def keep(total: Leaf, grad: Leaf, new: PyTree, old: Leaf = None) -> PyTree:

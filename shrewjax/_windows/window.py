@@ -257,12 +257,11 @@ class Window:
         then, and no run-time check is needed.
         """
         has_weight: Flag = True if is_kept is True else sum_of_weights != 0
-        # XLA-32: a flag of its own, also if every closing window has an average. Otherwise XLA on CUDA holds all
-        # gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
-        is_undecided = has_weight is not True or isinstance(is_closing, jax.Array)
-        if not is_undecided and self.nonfinite != "drop_window":
-            return has_weight, True
-        # `is_good` is always True without "drop_window", but XLA does not know that.
+        is_known = has_weight is True and not isinstance(is_closing, jax.Array)
+        if is_known and self.nonfinite != "drop_window":
+            return True, True
+        # XLA-32: a flag of its own, also without "drop_window", where it is always True. Otherwise XLA on CUDA holds
+        # all gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
         is_good = jnp.logical_not(window_bad)
         return has_weight, is_good if self.is_partial else has_weight & is_good
 

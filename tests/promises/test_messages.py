@@ -407,21 +407,25 @@ WRONG_CALLS = {
     # Of a divided function.
     "words for micro-batches of their own": (
         lambda: divided(weight_fn=len, reduction="sum"),
-        r"^value_and_grad and micro_batched take no weight_fn, reduction, because fun is the loss of the whole batch\. "
+        r"^value_and_grad and micro_batched take no weight_fn, reduction\. "
         r"Leave it out\. Or call accumulated_value_and_grad",
     ),
     "a word for micro-batches of their own: micro_batched": (
         lambda: shrewjax.micro_batched(loss_fn, 4, nonfinite="drop_micro_batch"),
-        r"^value_and_grad and micro_batched take no nonfinite, .* Or call accumulated_value_and_grad",
+        r"^value_and_grad and micro_batched take no nonfinite\. .* Or call accumulated_value_and_grad",
     ),
     "a word for micro-batches of their own: shrewjax.flax": (
         lambda: shrewjax.flax.value_and_grad(loss_fn, 4, rng_argnums=2),
-        r"^value_and_grad and micro_batched take no rng_argnums, .* Or call accumulated_value_and_grad",
+        r"^value_and_grad and micro_batched take no rng_argnums\. .* Or call accumulated_value_and_grad",
+    ),
+    "an Equinox model": (
+        lambda: shrewjax.value_and_grad(lambda p, x: jnp.mean(x @ p["w"]), 4)(PARAMS | {"act": jnp.tanh}, X),
+        r"^argument 0\['act'\] is in argnums and must be a floating .* Split models by eqx\.partition",
     ),
     "batch norm in training": (
         lambda: divided(normalized_loss),
         r"^fun must act on each example alone before .*, but examples mix at test_messages\.py:\d+: hidden = \(hidden "
-        r"- hidden\.mean.* So micro_batches=4 would divide \d+% .* elsewhere, as running averages do\. Or call accum",
+        r"- hidden\.mean.* So micro_batches=4 would divide \d+% .* by swapaxes, .* from running averages\. For another",
     ),
     "a reference": (
         lambda: divided(writing_loss),

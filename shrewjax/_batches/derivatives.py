@@ -1,0 +1,183 @@
+"""A divided program on operands: its results, and its derivatives.
+
+1. Compute what runs once, of parameters, and the data that the rest needs (`plan.once`, `plan.before`).
+2. Run a pass of the loops, which returns the frontier, and the gradients by what is free for cotangents of the
+   frontier (`divided`).
+3. Compute the results from the frontier (`plan.after`).
+
+Do the cotangents depend on the frontier? In a mean over a mask they do not, so they are computed first, and everything
+in *one pass*. Otherwise there are two: one for the frontier, and one for the gradients.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shrewjax._base.axes import as_varying, varying_axes
+from shrewjax._base.mesh import explicit_axes
+from shrewjax._base.types import Function, Leaf, PyTree
+from shrewjax._batches.divided import Divided, Frontier, Pass, as_declared, run_plainly
+from shrewjax._division.kinds import Step, Var, made_by
+from shrewjax._division.micro_batch import function_of_steps
+from shrewjax._division.report import described
+from shrewjax._numerics.reductions import combined_over
+from shrewjax._programs import jaxprs
+
+
+def run_by_rules(function: Function, *operands: PyTree) -> PyTree:
+    """Returns `function(*operands)`, where functions that bring a derivative run as in a derivative, by their rules."""
+    return jax.vjp(function, *operands)[0]
+
+
+class Run:
+    """A divided program on operands.
+
+    Attributes:
+      arguments: the values of the arguments that are free.
+      data: all values that are not free, and known before the loops.
+      frontier: the names of what the loops return.
+    """
+
+    def __init__(self, divided: Divided, operands: Sequence[Leaf]) -> None:
+        self.divided, self.plan = divided, divided.plan
+        program = divided.program
+        given = dict(zip(program.arguments, operands, strict=True))
+        self.arguments = [given.pop(x) for x in divided.arguments]
+        known = given | program.constants
+        names = made_by(self.plan.before)
+        self.data = known | dict(zip(names, _made(self.plan.before, known, names), strict=True))
+        self.frontier = Frontier.of(self.plan.frontier, program.has_derivative)
+        self._passes = "two passes"
+
+    # Results, and derivatives.
+
+    def value(self, run: Function = run_plainly) -> tuple[list[Leaf], list[Leaf]]:
+        """Returns the results, and the frontier. With `run_by_rules`, as for a derivative."""
+        free = run(self._free, self.arguments)
+        _, made = self._pass(self.frontier, free, run=run)
+        smooth, after = self._after(self.frontier, made, prints=True)
+        return run(after, smooth, free), made
+
+    def value_and_grad(self) -> tuple[list[Leaf], list[Leaf]]:
+        """Returns the results, and the gradients of the first one."""
+        free, pull_once = jax.vjp(self._free, self.arguments)
+        # 1. Differentiate what the result depends on. A cotangent of zero could make a NaN of other values.
+        zeros = [_zeros(x.aval) for x in self.frontier.all]
+        first = lambda made: self._results(self.frontier, made, free)[0]  # noqa: E731
+        used = dict(zip(self.frontier.all, jaxprs.reads(first, zeros), strict=True))
+        frontier = Frontier.of(self.frontier.all, lambda x: used[x] and x in self.frontier.smooth)
+        # 2. One pass, if cotangents do not depend on the frontier. Otherwise the first of two passes.
+        zeros = [_zeros(x.aval) for x in frontier.all]
+        cotangents = partial(self._cotangents_of_first, frontier, free)
+        prints = any(jaxprs.prints(x.equation) and not x.only_prints for x in self.plan.after)
+        is_one_pass = not prints and not any(jaxprs.reads(cotangents, zeros))
+        self._passes = "one pass" if is_one_pass else "two passes"
+        known = cotangents(zeros) if is_one_pass else None
+        grads, made = self._pass(frontier, free, known, run=run_by_rules)
+        # 3. Compute the results, and the gradients by the frontier and by what is free.
+        smooth, after = self._after(frontier, made, prints=True)
+
+        def with_first(smooth: list[Leaf], free: list[Leaf]) -> tuple[Leaf, list[Leaf]]:
+            results = after(smooth, free)
+            return results[0], results
+
+        result, pull, results = jax.vjp(with_first, smooth, free, has_aux=True)
+        of_frontier, of_free = pull(jnp.ones_like(result))
+        # 4. The second pass.
+        if not is_one_pass:
+            grads, _ = self._pass(frontier, free, of_frontier, returns_frontier=False)
+        return results, self._gradients(pull_once, grads, of_free)
+
+    def cotangents(self, made: list[Leaf], of_results: list[Leaf]) -> list[Leaf]:
+        """Returns the cotangents of the free arguments for those of the results. `made` is the frontier."""
+        free, pull_once = jax.vjp(self._free, self.arguments)
+        smooth, after = self._after(self.frontier, made)
+        _, pull = jax.vjp(after, smooth, free)
+        of_frontier, of_free = pull(of_results)
+        grads, _ = self._pass(self.frontier, free, of_frontier, returns_frontier=False)
+        return self._gradients(pull_once, grads, of_free)
+
+    def _cotangents_of_first(
+        self, frontier: Frontier, free: list[Leaf], made: list[Leaf]
+    ) -> list[Leaf]:
+        """Returns the cotangents of the frontier for a cotangent 1 of the first result."""
+        smooth, after = self._after(frontier, made)
+        result, pull = jax.vjp(lambda smooth: after(smooth, free)[0], smooth)
+        return pull(jnp.ones_like(result))[0]
+
+    def _gradients(
+        self, pull_once: Function, grads: dict[Var, Leaf], of_free: list[Leaf]
+    ) -> list[Leaf]:
+        """Returns the gradients by the arguments: through the loop, beside it, and through what runs once."""
+        pairs = zip(self.divided.free, of_free, strict=True)
+        total = [
+            summed_like(grads[x], y).astype(y.dtype) + y if x in grads else y for x, y in pairs
+        ]
+        return [*map(as_declared, self.divided.arguments, pull_once(total)[0])]
+
+    def described(self) -> str:
+        """Returns the text of `print_micro_batches`, after a derivative was taken."""
+        setting = self.divided.setting
+        sizes = [f"{n} examples in {setting.micro_batches} micro-batches" for n in setting.sets]
+        return described(self.plan, self.divided.fun, " and ".join(sizes), self._passes)
+
+    # The parts.
+
+    def _free(self, arguments: list[Leaf]) -> list[Leaf]:
+        """Returns the free arguments, and what runs once of them."""
+        names = self.divided.arguments
+        known = self.data | dict(zip(names, arguments, strict=True))
+        return [*arguments, *_made(self.plan.once, known, self.divided.free[len(names) :])]
+
+    def _pass(
+        self,
+        frontier: Frontier,
+        free: list[Leaf],
+        cotangents: list[Leaf] | None = None,
+        **options: Any,
+    ) -> tuple[dict[Var, Leaf], list[Leaf]]:
+        """Returns the gradients by what is free, and the frontier, of a pass with these cotangents."""
+        own = [as_varying(x, self.divided.varying) for x in free]
+        known = self.data | dict(zip(self.divided.free, own, strict=True))
+        return Pass(self.divided, known, frontier, cotangents, **options).results()
+
+    def _after(
+        self, frontier: Frontier, made: list[Leaf], *, prints: bool = False
+    ) -> tuple[list[Leaf], Function]:
+        """Returns the smooth values of the frontier, and the results as a function of these and of what is free."""
+        count = len(frontier.smooth)
+        others = made[count:]
+
+        def results(smooth: list[Leaf], free: list[Leaf]) -> list[Leaf]:
+            return self._results(frontier, [*smooth, *others], free, prints=prints)
+
+        return made[:count], results
+
+    def _results(
+        self, frontier: Frontier, made: list[Leaf], free: list[Leaf], *, prints: bool = False
+    ) -> list[Leaf]:
+        names = *frontier.all, *self.divided.free
+        known = self.data | dict(zip(names, (*made, *free), strict=True))
+        steps = [x for x in self.plan.after if prints or not x.only_prints]
+        return _made(steps, known, self.divided.program.results)
+
+
+def _made(steps: Sequence[Step], known: dict[Var, Leaf], names: Sequence[Any]) -> list[Leaf]:
+    """Returns what steps make of the whole batch."""
+    run = function_of_steps(steps, [*known], names)
+    return run(*map(as_declared, known, known.values()))
+
+
+def summed_like(x: Leaf, like: Leaf) -> Leaf:
+    """Returns a sum over those mapped axes over which `x` varies, and `like` does not."""
+    axes = tuple(varying_axes(x) - varying_axes(like))
+    return combined_over(axes, ["sum"], [x])[0]
+
+
+def _zeros(aval: Any) -> Leaf:
+    """Returns zeros of a type: placed on an Explicit mesh, and varying over mapped axes, as it says."""
+    where = {"out_sharding": aval.sharding} if explicit_axes(aval) else {}
+    return as_varying(jnp.zeros(aval.shape, aval.dtype, **where), tuple(varying_axes(aval)))
