@@ -83,7 +83,7 @@ def per_device(
     """
     names = arguments.axis_names("axis_names", axis_names)
     if not names:
-        raise ValueError(f"axis_names must name at least one axis of the mesh, got {axis_names!r}")
+        raise ValueError(f"axis_names must name axes of the mesh, got {axis_names!r}")
     roles = roles_of(fun, None, rng_argnums, batch_argnums, "device")
 
     def rows_of_devices(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -113,8 +113,7 @@ def _devices_along(axes: AxisNames) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes or any(map(is_bound, axes)):
         raise ValueError(
-            f"per_device must be called outside of shard_map, pmap and a vmap with axis_name, got axis_names={axes!r}. "
-            "Call fun itself there"
+            f"per_device must be called outside of shard_map and pmap, got axis_names={axes!r}. Call fun itself there"
         )
     if not {*axes} <= {*mesh.axis_names}:
         raise ValueError(
@@ -131,6 +130,6 @@ def _check_unchanged(call: Call, before: list[Leaf], after: dict[int, PyTree]) -
         for path, x in jax.tree.leaves_with_path(value):
             if id(x) not in kept:
                 raise ValueError(
-                    f"fun must not change its arguments, but it changed {call.name(at, path)}. Split the model, let "
-                    "fun merge it, and return the new value as aux"
+                    f"fun must not change its arguments, but it changed {call.name(at, path)}. Split the model, merge "
+                    "it in fun, and return the new value"
                 )

@@ -445,7 +445,7 @@ ERRORS = {
         r"axis_names must be axes of the mesh, got \('data',\), and the mesh has \(\)\. Call",
     ),
     "an unknown axis": (call(PARAMS, X, Y, axes=("data", "pod")), r"got \('data', 'pod'\), and the mesh has \('data'"),
-    "no axis": (lambda: per_device(loss, ()), r"axis_names must name at least one axis"),
+    "no axis": (lambda: per_device(loss, ()), r"axis_names must name axes of the mesh, got"),
     "in shard_map": (in_shard_map, r"outside of shard_map.*, got axis_names=\('data',\)\. Call fun itself"),
     "examples": (
         call(PARAMS, X[:30], Y[:30]),

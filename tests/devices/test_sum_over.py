@@ -476,15 +476,15 @@ ERRORS = {
             X,
             Y,
         ),
-        r"sum_over must not name mapped axes, got \('data',\)\. Leave it out, and let fun reduce over them, as by ",
+        r"sum_over must not name mapped axes, got \('data',\)\. Leave it out, and let fun reduce, as by ",
     ),
-    "an unknown axis": (lambda: traced(sum_over="dta"), NO_AXIS + r"got \('dta',\)\. The mesh has \('data',\)"),
+    "an unknown axis": (lambda: traced(sum_over="dta"), NO_AXIS + r"got \('dta',\), and the mesh has \('data',\)"),
     "one unknown axis": (lambda: traced(sum_over=("data", "pod")), NO_AXIS + r"with a mesh that has \('data', 'pod'\)"),
     "partly mapped": (
         lambda: inside(("pod", "data")),
         r"contains 'data', which is not mapped.*axis_names=",
     ),
-    "inside a map": (lambda: inside("data"), NO_AXIS + r"mapped are \('pod',\)\. Name them in axis_names="),
+    "inside a map": (lambda: inside("data"), NO_AXIS + r"got .*\. Name them in axis_names="),
     "examples": (
         lambda: traced(rows=24),
         r"argument 1 has 24 examples, which micro_batches=2 on each of 8 devices does not divide\. Pad the batch to 32",
