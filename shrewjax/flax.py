@@ -134,7 +134,7 @@ class Optimizer(nnx.Optimizer[Any]):
         if missing:
             raise ValueError(
                 f"grads must hold the variables of wrt={trees.shown(self.wrt)}, got {type(grads).__name__} without "
-                f"{missing[0]}. Pass gradients of the same wrt"
+                f"{missing[0]}. Pass gradients of the same wrt. Or make an optimizer for each model"
             )
         new_params, opt_state = apply_gradients(
             self.tx, its_grads, _arrays(self.opt_state), params, **_arrays(extra_args)

@@ -157,7 +157,7 @@ def _names_of_leaves(names: PyTree, like: PyTree) -> list[str]:
             if not any(path[: len(of)] == of for of in named):
                 raise ValueError(
                     f"aux_reduction must name each leaf of the aux, got {trees.shown(names)} without "
-                    f"{trees.leaf_name(path)}. Add it. Or pass one name for all"
+                    f"{trees.leaf_name(path)}. Add it"
                 ) from None
         raise ValueError(
             f"aux_reduction must be one name or a tree prefix of the aux, got {trees.shown(names)}: "

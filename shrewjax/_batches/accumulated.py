@@ -731,7 +731,8 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
         raise ValueError(
             f"the loss may differ over {', '.join(map(repr, along))}. Pass "
             f"sum_over={wanted if len(wanted) > 1 else along[0]!r} if examples differ. Or reduce the loss by "
-            "jax.lax.pmean"
+            "jax.lax.pmean. For each device's own gradients, pass sum_over=() and jax.lax.pcast(params, "
+            f"{tuple(along)}, to='varying')"
         )
     return ()
 

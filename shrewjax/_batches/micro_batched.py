@@ -330,7 +330,7 @@ class Call:
         if effects := jaxprs.other_effects(self._program):
             raise ValueError(
                 f"fun must only compute, and print in any order, got {', '.join(effects)}. Return what it writes or "
-                "sends, or pass ordered=False"
+                "sends, or pass ordered=False to jax.debug"
             )
         self._operands = [*closed_over, *given]
         counted = [*[None] * len(closed_over), *map(counts.get, places)]

@@ -4,7 +4,6 @@ A partial `shard_map` runs the function on each device, so XLA partitions its pr
 alone. Whatever the function does, nothing crosses the axes of the batch.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 
 from shrewjax._base import arguments
 from shrewjax._base.axes import as_on_one_device, device_index, is_bound
-from shrewjax._base.mesh import on_each_device
+from shrewjax._base.mesh import devices_to_map, on_each_device
 from shrewjax._base.types import AxisName, AxisNames, Function, Leaf, PyTree
 from shrewjax._batches.roles import Call, roles_of
 
@@ -115,12 +114,7 @@ def _devices_along(axes: AxisNames) -> int:
         raise ValueError(
             f"per_device must be called outside of shard_map and pmap, got axis_names={axes!r}. Call fun itself there"
         )
-    if not {*axes} <= {*mesh.axis_names}:
-        raise ValueError(
-            f"axis_names must be axes of the mesh, got {axes!r}, and the mesh has {mesh.axis_names}. Call the step "
-            "under jax.set_mesh(mesh)"
-        )
-    return math.prod(mesh.shape[a] for a in axes)
+    return devices_to_map("axis_names", axes)
 
 
 def _check_unchanged(call: Call, before: list[Leaf], after: dict[int, PyTree]) -> None:

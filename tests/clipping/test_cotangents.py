@@ -484,7 +484,7 @@ def test_sharded_slices_under_jit_need_nothing():
         ({"max_norm": -1.0}, "max_norm must be >= 0 and not NaN"),
         ({"max_norm": jnp.ones(2)}, "max_norm must be a real scalar, got an array"),
         ({"axis": 2}, r"axis \(2,\) is out of range .*\['h'\] of shape \(2, 3\)"),
-        ({"axis": 0.5}, "axis must be an int"),
+        ({"axis": 0.5}, "axis must be ints"),
         ({"ord": 0.5}, "ord must be >= 1"),
         ({"counter": 0}, "counter must be a float32 zero"),
         ({"counter": jnp.zeros((), jnp.bfloat16)}, "counter must be a float32 zero.*got bfloat16"),

@@ -450,7 +450,7 @@ class _Placed(nn.Module):
         return nn.with_logical_constraint(nn.Dense(WIDTH)(x), ("batch", "features"))
 
 
-NO_AXIS = r"sum_over must name mapped axes or axes of the mesh.*"
+NO_AXIS = r"sum_over must name axes of the mesh.*"
 PLACED = (
     r"(?s)mesh.*fun has a device's own examples.* must not place arrays over 'data'.* a jax.P without 'data', and no"
 )
@@ -458,7 +458,7 @@ WITHOUT_EXAMPLES = r"leaf \['a'\] of the aux must have an axis of examples for '
 ERRORS = {
     "no mesh": (
         lambda: shrewjax.value_and_grad(mean_loss, K, sum_over="data")(PARAMS, X, Y),
-        NO_AXIS + r"mesh has \(\), .* Call the step under jax.set_mesh\(mesh\), .* Or leave out sum_over",
+        NO_AXIS + r"mesh has \(\), .* Call the step under jax.set_mesh\(mesh\), with a mesh that has \('data',\)",
     ),
     "examples of a divided loss": (
         lambda: on_eight(partial(shrewjax.value_and_grad(mean_loss, K, sum_over="data"), PARAMS, X[:20], Y[:20])),

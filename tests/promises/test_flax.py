@@ -618,7 +618,7 @@ def test_added_variables_may_be_popped_and_returned():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"aux_reduction": "max"}, "aux_reduction needs has_aux"),
+        ({"aux_reduction": "max"}, "aux_reduction='max' needs has_aux=True"),
         ({"reduction": "average"}, "reduction"),
         ({"weight_fn": 3}, "weight_fn"),
         ({"skip_empty": True}, "skip_empty=True needs weight_fn="),

@@ -430,7 +430,7 @@ WRONG_CALLS = {
     ),
     "a print that is ordered": (
         lambda: divided(ordered_loss),
-        r"^fun must only compute, and print in any order, got Ordered.*, or pass ordered=False",
+        r"^fun must only compute, and print in any order, got Ordered.*, or pass ordered=False to jax",
     ),
     "a sum in the place of rows of examples": (
         lambda: divided(lambda p, x, y: shrewjax.of_each_example(summing)(p, x)),
