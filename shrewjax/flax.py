@@ -727,7 +727,7 @@ class _Objects:
                 )
         if graph != self._graph:
             raise ValueError(
-                "fun must not change the model beside its variables. Change it before the call, as by model.train()"
+                "fun must change no Python attribute of the model. Change it before the call, as by model.train()"
             )
 
     def update(self, state: PyTree) -> None:

@@ -472,7 +472,7 @@ def test_gradients_reduced_over_one_of_two_axes_name_it_and_sum_over_the_other()
 def test_untracked_accumulation_wants_to_be_told(nonfinite):
     tx = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite)
     f = lambda g: tx.update(g, tx.init(g))[1].micro_step  # noqa: E731
-    with pytest.raises(ValueError, match=r"already summed over 'data'\. Pass sum_over="):
+    with pytest.raises(ValueError, match=r"already summed over 'data', 'fsdp'\. Pass sum_over="):
         traced(f, jnp.ones(8), check_vma=False)
     told = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite, sum_over=())
     assert traced(lambda g: told.update(g, told.init(g))[1].micro_step, jnp.ones(8), check_vma=False).shape == ()
@@ -514,7 +514,7 @@ def test_init_says_what_it_misses():
         with pytest.raises(ValueError, match="sum_over must be a mapped axis, or a tuple of different ones, got"):
             shrewjax.accumulate(SGD, 2, sum_over=wrong)
     both = shrewjax.accumulate(SGD, 2, sum_over=("data", "model"))
-    with pytest.raises(ValueError, match=r"contains 'model', which is not mapped.* axes: 'data', 'fsdp'"):
+    with pytest.raises(ValueError, match=r"contains 'model', which is not mapped\. Name it in axis_names="):
         traced(lambda g: both.init(jnp.zeros(1)).micro_step, jnp.ones(8))
 
 

@@ -589,7 +589,7 @@ def pop(model, x, y):
 @pytest.mark.parametrize(
     ("fun", "message"),
     [
-        (change_parameter, r"fun must not change the variable \['linear'\]\['kernel'\], which is in wrt"),
+        (change_parameter, r"fun must not change the variable \['linear'\]\['kernel'\] in wrt\. Leave"),
         (add, r"\['seen'\] was missing and is float32 .*nnx.pop"),
         (remove, r"\['calls'\] was int32 of shape \(\) and is missing"),
         (change_attribute, "Python attribute.*before the call"),
