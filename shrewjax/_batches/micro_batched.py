@@ -219,7 +219,7 @@ def refuse(others: Mapping[str, Any]) -> None:
     if others:
         raise TypeError(
             f"value_and_grad and micro_batched take no {', '.join(others)}. Leave it out. Or call "
-            "accumulated_value_and_grad, for a loss of each micro-batch"
+            "accumulated_value_and_grad, in which each micro-batch has a loss of its own"
         )
 
 

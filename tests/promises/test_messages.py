@@ -409,7 +409,7 @@ WRONG_CALLS = {
     "words for micro-batches of their own": (
         lambda: divided(weight_fn=len, reduction="sum"),
         r"^value_and_grad and micro_batched take no weight_fn, reduction\. Leave it out\. Or call "
-        "accumulated_value_and_grad, for a loss of each micro-batch$",
+        "accumulated_value_and_grad, in which",
     ),
     "a word for micro-batches of their own: micro_batched": (
         lambda: shrewjax.micro_batched(loss_fn, 4, nonfinite="drop_micro_batch"),
