@@ -42,9 +42,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
-    raise ImportError(
-        "shrewjax.flax needs Flax, which is not installed. Run: python -m pip install flax"
-    ) from error
+    raise ImportError("shrewjax.flax needs Flax. Run: python -m pip install flax") from error
 
 __all__ = [
     "Optimizer",
@@ -185,8 +183,8 @@ class TrainState(train_state.TrainState):
         for field in dataclasses.fields(cls):
             if field.name in ("weight", "flush", "value"):
                 raise ValueError(
-                    f"{cls.__name__} must not have a field named {field.name}, which is an argument of "
-                    "apply_gradients. Give the field another name"
+                    f"{cls.__name__} must not have a field named {field.name}, an argument of apply_gradients. "
+                    "Rename it"
                 )
 
     @classmethod
@@ -512,7 +510,7 @@ def _with_model_by_position(
     first = next(iter(positional_names(fun)), None)
     if first not in kwargs:
         raise ValueError(
-            "the first argument must be the model, got none by position. Pass the model first"
+            "the first argument must be the model, got none by position. Pass it first"
         )
     return (kwargs[first],), {name: x for name, x in kwargs.items() if name != first}
 
@@ -574,7 +572,7 @@ def _require_on_one_side(
     in_wrt = {id(x) for path, x in variables if is_in_wrt(path, x)}
     if in_wrt & {id(x) for path, x in variables if not is_in_wrt(path, x)}:
         raise ValueError(
-            "two nnx objects share a variable, which is in wrt in one of them alone. Pass nnx.clone(x) as the other"
+            "two nnx objects share a variable that is in wrt in one alone. Pass nnx.clone(x) as the other"
         )
 
 
@@ -583,23 +581,22 @@ def _predicate(wrt: Argument) -> Callable[[KeyPath, Leaf], bool]:
         return nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"wrt must be a filter of variables, such as nnx.Param, got {trees.shown(wrt)}. For nnx.DiffState(0, f), "
-            "pass f"
+            f"wrt must be a filter such as nnx.Param, got {trees.shown(wrt)}. For nnx.DiffState(0, f), pass f"
         ) from error
 
 
 def _require_variables(params: PyTree, wrt: Any, model: PyTree) -> None:
     if not jax.tree.leaves(params):
         raise ValueError(
-            f"wrt={trees.shown(wrt)} must match a variable of the model, got {type(model).__name__}, which has none. "
-            "Pass a filter such as nnx.Param"
+            f"wrt={trees.shown(wrt)} must match a variable of the model, got {type(model).__name__} without one. "
+            "Pass such as nnx.Param"
         )
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
     # Those of linen, by `nnx.bridge`.
     if OVERWRITE_WITH_GRADIENT in {type(x).__name__ for x in variables}:
         raise ValueError(
-            f"wrt={trees.shown(wrt)} must not match variables of the type {OVERWRITE_WITH_GRADIENT}, statistics of fp8 "
-            "layers. Leave them out of wrt"
+            f"wrt={trees.shown(wrt)} must not match variables of the type {OVERWRITE_WITH_GRADIENT}. Leave them out of "
+            "wrt"
         )
 
 
@@ -662,15 +659,15 @@ class _Objects:
                 place = jax.tree_util.keystr(self._paths[i][1:2], simple=True)
                 raise ValueError(
                     f"the first argument must be the model, got {trees.shown(first)}, but {type(x).__name__} in "
-                    f"argument {place} has variables of wrt={trees.shown(wrt)}. Pass it first. Or close over it"
+                    f"argument {place} matches wrt={trees.shown(wrt)}. Pass it first. Or close over it"
                 )
 
     def _require_floating(self, wrt: Any) -> None:
         for path, x in jax.tree.leaves_with_path(self.params):
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 raise ValueError(
-                    f"the variable {self._name(path)} is in wrt={trees.shown(wrt)} and must be floating or complex, "
-                    f"got {x.dtype}. Leave it out of wrt"
+                    f"the variable {self._name(path)} in wrt={trees.shown(wrt)} must be floating or complex, got "
+                    f"{x.dtype}. Leave it out of wrt"
                 )
 
     def call(self, function: Any, args: PyTree, kwargs: PyTree) -> PyTree:
@@ -696,8 +693,8 @@ class _Objects:
         for path, same in zip(in_wrt, is_same, strict=False):
             if not same:
                 raise ValueError(
-                    f"fun must not change the variable {self._name(path)}, which is in wrt. Leave it out of wrt. Or "
-                    "call nnx.clone(layer)(x), as for nnx.WeightNorm"
+                    f"fun must not change the variable {self._name(path)} in wrt. Leave it out of wrt. Or call "
+                    "nnx.clone(layer)(x)"
                 )
         # A scan copies what it returns, so frozen layers would be copied for each micro-batch
         # (tests/promises/test_flax_models.py, "frozen_layers").
@@ -727,13 +724,12 @@ class _Objects:
             was, given = (kinds.get(path, "missing") for kinds in (before, now))
             if given != was:
                 raise ValueError(
-                    f"fun must keep each variable's type, but {self._name(path)} was {was} and is {given}. Cast it in "
-                    "fun. Return an added one as aux, by nnx.pop"
+                    f"fun must keep each variable's type, but {self._name(path)} was {was} and is {given}. Cast it. "
+                    "Return an added one as aux, by nnx.pop"
                 )
         if graph != self._graph:
             raise ValueError(
-                "fun must not change the model beside its variables, such as a Python attribute. Change it before the "
-                "call, as by model.train()"
+                "fun must change no Python attribute of the model. Change it before the call, as by model.train()"
             )
 
     def update(self, state: PyTree) -> None:

@@ -74,7 +74,7 @@ def percent(value: Argument) -> Scalar:
     number = real("percentile", value, at_least=0, at_most=100)
     if not isinstance(number, jax.Array) and 0 < number < 1:
         raise ValueError(
-            f"percentile must be from 0 to 100, got {shown(value)}. Pass {number * 100:g}. Below one percent, pass "
+            f"percentile must be from 0 to 100, got {shown(value)}. Pass {number * 100:g}, or, below one percent, "
             f"jnp.float32({number:g})"
         )
     return number
@@ -119,9 +119,7 @@ def integer(name: str, value: Argument, *, at_least: int | None = None) -> int:
     """Returns an int from a Python or NumPy integer, which may not be below `at_least`. Arrays are refused."""
     expected = "a Python int" if at_least is None else f"a Python int >= {at_least}"
     if not _is_int(value) or (at_least is not None and value < at_least):
-        raise ValueError(
-            f"{name} must be {expected}, because it decides what is compiled; got {shown(value)}"
-        )
+        raise ValueError(f"{name} must be {expected}, got {shown(value)}")
     return int(value)
 
 
@@ -136,7 +134,7 @@ def places(name: str, value: Argument) -> tuple[int | str, ...]:
     for at in given:
         if not isinstance(at, str) and not _is_int(at):
             raise ValueError(
-                f"{name} must be positions or names of fun's arguments, such as 2 or ('x', 'y'), got {shown(at)}"
+                f"{name} must be positions or names of arguments, such as 2 or ('x', 'y'), got {shown(at)}"
             )
     return tuple(at if isinstance(at, str) else int(at) for at in given)
 
@@ -171,9 +169,7 @@ def static_flag(name: str, value: Argument) -> bool:
     """Returns a flag that decides what is compiled: a bool."""
     if isinstance(value, bool | np.bool):
         return bool(value)
-    raise ValueError(
-        f"{name} must be True or False, because it decides what is compiled, got {shown(value)}"
-    )
+    raise ValueError(f"{name} must be True or False, got {shown(value)}")
 
 
 def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Number]:
@@ -186,8 +182,7 @@ def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Numb
         value = value[()]
     if not _is_int(value) or not 1 <= value < 2**24:
         raise ValueError(
-            "accum_steps must be an int from 1 to 2**24 - 1, a scalar array or a function of the number of windows, "
-            f"got {shown(value)}"
+            f"accum_steps must be an int in [1, 2**24), a scalar array or a function of windows, got {shown(value)}"
         )
     return int(value)
 
@@ -266,7 +261,7 @@ def axes(name: str, value: Argument) -> AxesOf:
     numbers_ = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not all(map(_is_int, numbers_)):
         raise ValueError(
-            f"{name} must be an int, a tuple of ints, None or a function of name and leaf, got {shown(value)}"
+            f"{name} must be ints, None or a function of name and leaf, got {shown(value)}"
         )
     return tuple(int(a) for a in numbers_)
 
@@ -282,8 +277,8 @@ def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Leaf) -> tuple[i
         return None
     if any(not -leaf.ndim <= a < leaf.ndim for a in chosen):
         raise ValueError(
-            f"{name} {chosen} is out of range for gradient leaf {leaf_name(path)} of shape {leaf.shape}. If leaves "
-            "differ, pass a function of name and leaf"
+            f"{name} {chosen} is out of range for gradient leaf {leaf_name(path)} of shape {leaf.shape}. Pass a "
+            "function of name and leaf"
         )
     return tuple(sorted({a % leaf.ndim for a in chosen}))
 

@@ -70,16 +70,11 @@ def unit_axes(name: str, leaf: Leaf, dims: UnitDims, given: Axes | jax.P) -> Uni
     if not dims:
         return UnitSharding(axes_to_reduce([leaf], given)[0], across)
     names = given or ()
-    unknown = [a for a in mapped if a not in names]
-    if is_tracked and given is None and varying:
+    unknown = [a for a in (varying if is_tracked else mapped) if a not in names]
+    if unknown and (given is None or not is_tracked):
         raise ValueError(
-            f"cannot tell how leaf {name} is sharded over {', '.join(map(repr, varying))}. Pass sharded_over=fn, where "
+            f"cannot tell how leaf {name} is sharded over {', '.join(map(repr, unknown))}. Pass sharded_over=fn, where "
             "fn(name, leaf) returns its PartitionSpec. Pass () for a model on each device"
-        )
-    if not is_tracked and unknown:
-        raise ValueError(
-            f"cannot tell how leaf {name} is sharded over {', '.join(map(repr, unknown))} inside "
-            "shard_map(check_vma=False) or pmap. Pass sharded_over=fn, where fn(name, leaf) returns its PartitionSpec"
         )
     return UnitSharding(tuple(a for a in varying if a in names) if is_tracked else names, across)
 
@@ -134,7 +129,7 @@ def slice_axes(name: str, leaf: Leaf, given: Axes) -> AxisNames:
     missing = [a for a in given if not is_bound(a)]
     if missing:
         raise ValueError(
-            f"sharded_over {given!r}: {', '.join(map(repr, missing))} is no mapped axis here. Name axes of the "
+            f"sharded_over {given!r}: {', '.join(map(repr, missing))} is no mapped axis. Name axes of the "
             "jax.shard_map around this call"
         )
     return tuple(a for a in varying if a in given) if is_tracked else given
@@ -160,8 +155,8 @@ def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list
         return [axes] * len(arrays)
     if mapped:
         raise ValueError(
-            f"cannot tell whether gradients are sharded over {', '.join(map(repr, mapped))} inside "
-            "shard_map(check_vma=False) or pmap. Pass sharded_over= with their axes, () for none"
+            f"cannot tell whether gradients are sharded over {', '.join(map(repr, mapped))}. Pass sharded_over= with "
+            "their axes, () for none"
         )
     return [()] * len(arrays)
 
@@ -180,8 +175,8 @@ def require_sum_over(what: str, axes: Axes) -> None:
     mapped, is_tracked = mapped_axes()
     if mapped and not is_tracked and axes is None:
         raise ValueError(
-            f"{what} cannot tell whether gradients are already summed over {', '.join(map(repr, mapped))} inside "
-            "shard_map(check_vma=False) or pmap. Pass sum_over= with the axes that remain, () for none"
+            f"{what} cannot tell whether gradients are already summed over {', '.join(map(repr, mapped))}. Pass "
+            "sum_over= with the axes that remain, () for none"
         )
 
 
@@ -189,10 +184,9 @@ def is_mapped(axes: AxisNames) -> bool:
     """Returns whether these axes are mapped here, so that a device has only its own part. Raises if only some are."""
     missing = [a for a in axes if not is_bound(a)]
     if missing and len(missing) < len(axes):
-        here = dict.fromkeys((*mapped_axes()[0], *(a for a in axes if a not in missing)))
         raise ValueError(
-            f"sum_over={axes!r} contains {', '.join(map(repr, missing))}, which is not mapped. Mapped axes: "
-            f"{', '.join(map(repr, here))}. Name the others in axis_names= of the jax.shard_map, too"
+            f"sum_over={axes!r} contains {', '.join(map(repr, missing))}, which is not mapped. Name it in "
+            "axis_names= of the jax.shard_map, too"
         )
     return not missing
 

@@ -36,8 +36,8 @@ def devices_to_map(argument: str, axes: AxisNames) -> int:
             else f"Call the step under jax.set_mesh(mesh), with a mesh that has {axes!r}"
         )
         raise ValueError(
-            f"{argument} must name mapped axes or axes of the mesh, got {axes!r}. The mesh has {mesh.axis_names}, "
-            f"mapped are {mesh.manual_axes}. {remedy}. Or leave out {argument}"
+            f"{argument} must name axes of the mesh, got {axes!r}, and the mesh has {mesh.axis_names}. "
+            f"{remedy}"
         )
     return math.prod(mesh.shape[a] for a in axes)
 

@@ -40,7 +40,7 @@ def fields(state: AnyState, *names: str) -> Metrics:
 def require_state(opt_state: AnyState) -> None:
     if hasattr(type(opt_state), "init") and hasattr(type(opt_state), "update"):
         raise ValueError(
-            "opt_state must be a state, as tx.init or tx.update returns it, got a transformation. Pass the state"
+            "opt_state must be a state, got a transformation. Pass what tx.init or tx.update returned"
         )
 
 
@@ -53,13 +53,12 @@ def require_state_of(
     fields_of_kind = getattr(kind, "_fields", ())
     if isinstance(state, dict) and fields_of_kind and fields_of_kind[0] in state:
         raise ValueError(
-            f"state must be the {kind.__name__} of init or the last update, got a dict of its fields. Restore it "
-            "with tx.init(params) as the target"
+            f"state must be the {kind.__name__} of init, got a dict of its fields. Restore it with tx.init(params) as "
+            "the target"
         )
     if not isinstance(state, kind) and type(state).__name__ == kind.__name__:
         raise ValueError(
-            f"state must be the {kind.__name__} of this import of shrewjax, got one of another. Call tx.init(params) "
-            "again"
+            f"state must be the {kind.__name__} of this import of shrewjax, got another's. Call tx.init(params) again"
         )
     if not isinstance(state, kind):
         ways = ""
@@ -71,8 +70,8 @@ def require_state_of(
                 "state = tx.init(params)._replace(inner_state=state), where tx is this wrapper"
             )
         raise ValueError(
-            f"state must be the {kind.__name__} of init or the last update, got {type(state).__name__}. Pass the "
-            f"state of this transformation, in the order {order}{ways}"
+            f"state must be the {kind.__name__} of init, got {type(state).__name__}. Pass the state of this "
+            f"transformation, in the order {order}{ways}"
         )
 
 
@@ -84,8 +83,8 @@ def require_made_with(argument: str, state: AnyState, field: str, new: str = "")
     value = getattr(state, field)
     if isinstance(value, tuple) and not value:
         raise ValueError(
-            f"the {type(state).__name__} was made without {argument}, so its {field} is empty. Add it: "
-            f"state = state._replace({field}={new or f'tx.init(params).{field}'}), where tx has {argument}. Or leave "
+            f"the {type(state).__name__} was made without {argument}. Pass "
+            f"state._replace({field}={new or f'tx.init(params).{field}'}), where tx has {argument}. Or leave "
             f"out {argument}"
         )
 
@@ -275,8 +274,8 @@ def require_one_window(opt_state: AnyState) -> None:
     for outer in nodes_in(opt_state, (optax.MultiStepsState,)):
         if nodes_in(outer, tuple(_windows_around_inner)):
             raise ValueError(
-                "opt_state has a window of accumulate inside one of optax.MultiSteps. Leave out optax.MultiSteps, "
-                "and multiply the accum_steps"
+                "opt_state has a window of accumulate inside optax.MultiSteps. Leave out optax.MultiSteps, and "
+                "multiply the accum_steps"
             )
 
 

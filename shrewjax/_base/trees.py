@@ -34,7 +34,7 @@ def gradient_leaves(grads: PyTree) -> tuple[list[KeyPath], list[Leaf], Any]:
         if _may_repeat(x):
             raise ValueError(
                 f"gradient leaf {leaf_name(path)} must have each index once, got {type(x).__name__} with "
-                "unique_indices=False. Call its sum_duplicates(nse=x.nse), or todense()"
+                "unique_indices=False. Call its sum_duplicates(nse=x.nse)"
             )
     with_paths, treedef = jax.tree.flatten_with_path(grads)
     leaves = [array_leaf(path, leaf) for path, leaf in with_paths]
@@ -176,13 +176,13 @@ def array_leaf(path: KeyPath, leaf: Leaf) -> Leaf:
 def _as_gradient(path: KeyPath, leaf: Leaf) -> Leaf:
     if flax_names.is_overwritten(path):
         raise ValueError(
-            f'gradient leaf {leaf_name(path)} is no gradient, but a new value that Flax writes. Pass grads["params"] '
-            "alone, as shrewjax.flax.TrainState does"
+            f'gradient leaf {leaf_name(path)} is a value that Flax writes. Pass grads["params"] alone, as '
+            "shrewjax.flax.TrainState does"
         )
     if hasattr(leaf, "dtype") and not _holds_gradients(leaf.dtype):
         raise ValueError(
-            f"gradient leaf {leaf_name(path)} must have a dtype with a sign, a zero and a NaN, got {leaf.dtype}. "
-            "Cast it to float32"
+            f"gradient leaf {leaf_name(path)} must have a dtype with sign and NaN, got {leaf.dtype}. Cast it to "
+            "float32"
         )
     return _as_array(path, leaf, what="gradient")
 
@@ -230,7 +230,7 @@ def require_no_device_rows(updates: PyTree, params: PyTree) -> None:
         if shape and shape[1:] == wanted:
             raise ValueError(
                 f"update leaf {leaf_name(path)} must have the shape of its parameter, {wanted}, got {shape}. Put this "
-                "transformation inside accumulate, or behind what reduces rows of examples"
+                "transformation inside accumulate, or behind what reduces rows"
             )
 
 

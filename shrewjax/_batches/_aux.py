@@ -157,12 +157,11 @@ def _names_of_leaves(names: PyTree, like: PyTree) -> list[str]:
             if not any(path[: len(of)] == of for of in named):
                 raise ValueError(
                     f"aux_reduction must name each leaf of the aux, got {trees.shown(names)} without "
-                    f"{trees.leaf_name(path)}. Add it. Or pass one name for all"
+                    f"{trees.leaf_name(path)}. Add it"
                 ) from None
-        structure = trees.shortened(str(jax.tree.structure(like)))
         raise ValueError(
-            f"aux_reduction must be one name, or a tree prefix of the aux, got {trees.shown(names)} for a tree of "
-            f"the structure {structure}: {trees.shortened(str(error))}"
+            f"aux_reduction must be one name or a tree prefix of the aux, got {trees.shown(names)}: "
+            f"{trees.shortened(str(error))}"
         ) from error
 
 
@@ -170,15 +169,13 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
     """Raises if a leaf cannot be reduced, or stacked, as its name says."""
     if trees.is_typed_key(x):
         raise ValueError(
-            f"leaf {leaf} of the aux is a PRNG key, which cannot be reduced. Return jax.random.key_data of it, with "
-            '"stack" in aux_reduction='
+            f'leaf {leaf} of the aux is a PRNG key. Return its jax.random.key_data, with "stack" in aux_reduction='
         )
     is_number = jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(
             f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Pass a tree of "
-            "names as aux_reduction=, one for each leaf, with 'sum' for this one. Pass a state by carry_argnum= of "
-            "accumulated_value_and_grad"
+            "names as aux_reduction=, with 'sum' for this leaf. Pass a state by carry_argnum="
         )
     if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
         raise ValueError(
@@ -186,7 +183,7 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
         )
     if name == "examples" and x.shape[:1] != (size,):
         raise ValueError(
-            f"leaf {leaf} must have {size} rows, one for each example of the micro-batch, got shape {x.shape}"
+            f"leaf {leaf} must have {size} rows, one for each example, got shape {x.shape}"
         )
 
 

@@ -405,8 +405,7 @@ def _require_no_sum_of_rows(axes: AxisNames) -> None:
 def _check_aux_reduction(given: PyTree, has_aux: bool) -> None:
     if not has_aux and given != "mean":
         raise ValueError(
-            "aux_reduction needs has_aux=True, because fun returns (loss, aux), got "
-            f"aux_reduction={trees.shown(given)}"
+            f"aux_reduction={trees.shown(given)} needs has_aux=True, because fun returns (loss, aux)"
         )
     for name in jax.tree.leaves(given, is_leaf=lambda x: x is None):
         arguments.choice("aux_reduction", name, ("mean", *STACKED, *COMBINE))
@@ -416,18 +415,13 @@ def _check_weight_is_given(weight_fn: Function | None, reduction: str, skip_empt
     """Raises if the weight is no function, or if there is none and another argument needs it."""
     if weight_fn is not None and not callable(weight_fn):
         raise ValueError(
-            f"weight_fn must be a function of fun's arguments or None, got {trees.shown(weight_fn)}. Pass one, "
-            "such as lambda params, x, y: len(x)"
+            f"weight_fn must be a function, got {trees.shown(weight_fn)}. Pass such as lambda params, x, y: len(x)"
         )
-    if reduction == "sum_over_weights" and weight_fn is None:
+    if weight_fn is None and (skip_empty or reduction == "sum_over_weights"):
+        what = "skip_empty=True" if skip_empty else f"reduction={reduction!r}"
         raise ValueError(
-            "reduction='sum_over_weights' needs weight_fn=, got None. Pass a function that returns the number of "
-            "examples. Or pass reduction='mean' or 'sum'"
-        )
-    if skip_empty and weight_fn is None:
-        raise ValueError(
-            "skip_empty=True needs weight_fn=, got None. Pass a function that returns the number of examples. Or "
-            "leave out skip_empty"
+            f"{what} needs weight_fn=, got None. Pass a function that returns the number of examples. Or leave out "
+            f"{what}"
         )
 
 
@@ -551,8 +545,8 @@ class _Loss(NamedTuple):
         """Returns for each micro-batch whether its weight is not 0. Raises if weights depend on the carry."""
         if trees.is_read(partial(self.weight_of, batch, 0), carried):
             raise ValueError(
-                "weight_fn must not read the carry (in Flax NNX, state outside of wrt) with skip_empty=True. Let "
-                "weight_fn count in the batch. Or leave out skip_empty"
+                "weight_fn must not read the carry (in NNX, state outside of wrt) with skip_empty=True. Let it count "
+                "in the batch. Or leave out skip_empty"
             )
         numbers = jnp.arange(batch.divisor, dtype=jnp.int32)
         return lax.map(lambda i: jnp.asarray(self.weight_of(batch, i, carried) != 0), numbers)
@@ -565,8 +559,8 @@ class _Loss(NamedTuple):
 
         if self.options.reduction != "sum" and has_derivative(weight, batch.params):
             raise ValueError(
-                "weight_fn must return a constant, but it has a derivative by a parameter. Return "
-                "jax.lax.stop_gradient(weight). Or let fun multiply by it, and pass reduction='sum'"
+                "weight_fn must have no derivative by parameters. Return jax.lax.stop_gradient(weight). Or let fun "
+                "multiply by it, and pass reduction='sum'"
             )
 
     def aux_of_whole_batch(self, batch: Batch) -> PyTree:
@@ -733,8 +727,8 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
     reduced = replicated_axes(loss, axes)
     if reduced:
         raise ValueError(
-            f"the loss is already reduced over {', '.join(map(repr, reduced))} of sum_over={axes!r}. Let fun return "
-            f"the loss of the device's own examples. Or {sum_over_others(axes, reduced)}"
+            f"the loss is already reduced over {', '.join(map(repr, reduced))} of sum_over={axes!r}. Return the "
+            f"loss of the device's own examples. Or {sum_over_others(axes, reduced)}"
         )
     along = sorted(varying_axes(loss) - set(axes), key=str)
     leaves = [x for x in jax.tree.leaves(trees.parameter_arrays(params)) if is_gradient(x)]
@@ -743,7 +737,7 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
     if along:
         wanted = (*axes, *along)
         raise ValueError(
-            f"the loss may differ between devices along {', '.join(map(repr, along))}, which sum_over lacks. Pass "
+            f"the loss may differ over {', '.join(map(repr, along))}. Pass "
             f"sum_over={wanted if len(wanted) > 1 else along[0]!r} if examples differ. Or reduce the loss by "
             "jax.lax.pmean. For each device's own gradients, pass sum_over=() and jax.lax.pcast(params, "
             f"{tuple(along)}, to='varying')"
@@ -761,8 +755,8 @@ def _check_carried(new: list[PyTree], carried: list[PyTree], weight: Leaf) -> No
         along = newly_varying(new, old) or newly_varying(weight, old)
         if along:
             raise ValueError(
-                f"leaf {trees.leaf_name(path[1:])} of the carry may differ between devices along {along}, but did not "
-                f"before. Reduce it in fun, as with jax.lax.pmean(carry, {along})"
+                f"leaf {trees.leaf_name(path[1:])} of the carry may differ over {along}, but did not "
+                f"before. Return jax.lax.pmean(carry, {along})"
             )
 
     jax.tree.map_with_path(check, new, carried)

@@ -126,7 +126,7 @@ def _check_divisible(call: Call, name: str, count: int, devices: int, is_sum: bo
     divisor = call.divisor
     if count == 0:
         raise ValueError(
-            f"{name} must hold at least one example, got none. Leave out the call for an empty batch"
+            f"{name} must hold an example, got none. Leave out the call for an empty batch"
         )
     if count % (divisor * devices):
         padded = -(-count // (divisor * devices)) * divisor * devices
@@ -136,7 +136,7 @@ def _check_divisible(call: Call, name: str, count: int, devices: int, is_sum: bo
         )
         raise ValueError(
             f"{name} has {count} examples, which micro_batches={divisor}{over} does not divide. Pad the batch to "
-            f"{padded}, and {padding}. If it holds none, pass parameters first, and name examples in batch_argnums="
+            f"{padded}, and {padding}. If it holds none, pass parameters first, or pass batch_argnums="
         )
 
 

@@ -54,7 +54,7 @@ class Divided:
         kinds = [Rows(0, n) if is_row else SAME for n, is_row in zip(sizes, are_rows, strict=True)]
         self.program = Program(jaxpr, [*map(Fact, kinds, are_free)], setting.sets)
         self.plan = Plan(self.program)
-        check_share(self.plan, fun, setting.micro_batches)
+        check_share(self.plan, fun)
         once = made_by(self.plan.once)
         self.arguments = [x for x, y in zip(self.program.arguments, are_free, strict=True) if y]
         self.free: list[Var] = [*self.arguments, *once]

@@ -238,13 +238,13 @@ class Options:
         devices = devices_to_map("sum_over", self.axes)
         if self.axes and not devices:
             raise ValueError(
-                f"sum_over must not name mapped axes, got {self.axes!r}. Leave it out, and let fun reduce "
-                "over them, as by jax.lax.pmean"
+                f"sum_over must not name mapped axes, got {self.axes!r}. Leave it out, and let fun reduce, "
+                "as by jax.lax.pmean"
             )
         if uneven := [n for n in counts if devices and n % devices]:
             raise ValueError(
                 f"sum_over={self.axes!r} needs a number of examples that its {devices} devices divide, got "
-                f"{uneven[0]}. Pad the batch, and let the loss mask the padding"
+                f"{uneven[0]}. Pad the batch, and mask the padding"
             )
         parts = max(devices, 1)
         micro_batches = self.micro_batches
@@ -336,7 +336,7 @@ class Call:
         if effects := jaxprs.other_effects(self._program):
             raise ValueError(
                 f"fun must only compute, and print in any order, got {', '.join(effects)}. Return what it writes or "
-                "sends. Pass ordered=False to jax.debug"
+                "sends, or pass ordered=False to jax.debug"
             )
         self._operands = [*closed_over, *given]
         counted = [*[None] * len(closed_over), *map(counts.get, places)]

@@ -4,7 +4,6 @@ A partial `shard_map` runs the function on each device, so XLA partitions its pr
 alone. Whatever the function does, nothing crosses the axes of the batch.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 
 from shrewjax._base import arguments
 from shrewjax._base.axes import as_on_one_device, device_index, is_bound
-from shrewjax._base.mesh import on_each_device
+from shrewjax._base.mesh import devices_to_map, on_each_device
 from shrewjax._base.types import AxisName, AxisNames, Function, Leaf, PyTree
 from shrewjax._batches.roles import Call, roles_of
 
@@ -83,7 +82,7 @@ def per_device(
     """
     names = arguments.axis_names("axis_names", axis_names)
     if not names:
-        raise ValueError(f"axis_names must name at least one axis of the mesh, got {axis_names!r}")
+        raise ValueError(f"axis_names must name axes of the mesh, got {axis_names!r}")
     roles = roles_of(fun, None, rng_argnums, batch_argnums, "device")
 
     def rows_of_devices(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -113,15 +112,9 @@ def _devices_along(axes: AxisNames) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes or any(map(is_bound, axes)):
         raise ValueError(
-            f"per_device must be called outside of shard_map, pmap and a vmap with axis_name, got axis_names={axes!r}. "
-            "Call fun itself there"
+            f"per_device must be called outside of shard_map and pmap, got axis_names={axes!r}. Call fun itself there"
         )
-    if not {*axes} <= {*mesh.axis_names}:
-        raise ValueError(
-            f"axis_names must be axes of the mesh, got {axes!r}, and the mesh has {mesh.axis_names}. Call the step "
-            "under jax.set_mesh(mesh)"
-        )
-    return math.prod(mesh.shape[a] for a in axes)
+    return devices_to_map("axis_names", axes)
 
 
 def _check_unchanged(call: Call, before: list[Leaf], after: dict[int, PyTree]) -> None:
@@ -131,6 +124,6 @@ def _check_unchanged(call: Call, before: list[Leaf], after: dict[int, PyTree]) -
         for path, x in jax.tree.leaves_with_path(value):
             if id(x) not in kept:
                 raise ValueError(
-                    f"fun must not change its arguments, but it changed {call.name(at, path)}. Split the model, let "
-                    "fun merge it, and return the new value as aux"
+                    f"fun must not change its arguments, but it changed {call.name(at, path)}. Split the model, merge "
+                    "it in fun, and return the new value"
                 )

@@ -117,8 +117,8 @@ class Roles(NamedTuple):
         for place, value in given:
             for path, kind in changing_state(value, is_model=place in models):
                 raise ValueError(
-                    f"{label(place)}{jax.tree_util.keystr(path)} is an NNX object, and new values of its {kind} would "
-                    "be lost. Call the function of this name in shrewjax.flax"
+                    f"{label(place)}{jax.tree_util.keystr(path)} is an NNX object, whose new {kind} would be lost. "
+                    "Call the function of this name in shrewjax.flax"
                 )
 
     def examples(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> dict[int, int]:
@@ -140,8 +140,8 @@ class Roles(NamedTuple):
         if not found:
             names = " or ".join(map(label, held)) or "batch_argnums"
             raise ValueError(
-                f"{names} must hold arrays with a first axis of examples, got none. Pass jnp.asarray of a list of "
-                "numbers. Or name the batch in batch_argnums="
+                f"{names} must hold arrays of examples, got none. Pass jnp.asarray of a list. Or name the batch in "
+                "batch_argnums="
             )
         # 2. Also what is differentiated beside the parameters, such as images, if it has as many.
         for other in roles.get("argnums", ())[1:]:
@@ -179,11 +179,9 @@ class Roles(NamedTuple):
                 by_keyword = tuple(key for key in keywords if key not in taken)
                 places: tuple[Place, ...] = by_position or by_keyword
                 if not places:
-                    total = count + len(keywords)
-                    came = f"{total} argument{'' if total == 1 else 's'}"
                     raise ValueError(
-                        f"no argument holds examples, because the call has {came}, in "
-                        f"{', '.join(dict.fromkeys(taken.values()))}. Pass the batch. Or name it in batch_argnums="
+                        f"no argument holds examples, because all are in {', '.join(dict.fromkeys(taken.values()))}. "
+                        "Pass the batch. Or name it in batch_argnums="
                     )
             else:
                 places = tuple(_place_of_role(name, at, names, count, keywords) for at in wanted)
@@ -207,8 +205,8 @@ def _counts_of_examples(leaves: Iterable[tuple[int, Place, Leaf]]) -> dict[int, 
             found[i] = x.shape[0]
         elif not is_array(x) and not isinstance(x, str | np.ndarray) and not callable(x):
             raise ValueError(
-                f"{label(place)} must be a tree of arrays, got {type(x).__name__}. Pass a dict of arrays. Or "
-                "register its class by jax.tree_util.register_dataclass"
+                f"{label(place)} must be a tree of arrays, got {type(x).__name__}. Pass a dict. Or register "
+                "its class by jax.tree_util.register_dataclass"
             )
     return found
 
@@ -268,7 +266,7 @@ def _place_of_role(
         came += f", and by keyword {', '.join(keywords)}"
     if role == _WHOLE_BY_DEFAULT:
         raise ValueError(
-            f"batch_argnums must name the arguments that hold examples, because {came}. "
+            f"batch_argnums must name the arguments with examples, because {came}. "
             + (f"Pass such as batch_argnums={[*keywords][-1]!r}" if keywords else "Pass examples")
         )
     is_position = role in ("argnums", "carry_argnum") or not keywords
@@ -284,8 +282,8 @@ def check_parameter(name: str, x: Leaf) -> None:
     if not isinstance(x, float | complex) and not jnp.issubdtype(dtype, jnp.inexact):
         given = f"{dtype} of shape {x.shape}" if hasattr(x, "dtype") else trees.shown(x)
         raise ValueError(
-            f"{name} is in argnums and must be a floating or complex array, got {given}. Split models "
-            "by eqx.partition or nnx.split, and merge them in fun"
+            f"{name} in argnums must be floating or complex, got {given}. Split models by eqx.partition or "
+            "nnx.split, and merge them in fun"
         )
 
 
@@ -297,8 +295,8 @@ def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
         return
     given = f"shape {x.shape} and dtype {dtype}" if hasattr(x, "dtype") else trees.shown(x)
     raise ValueError(
-        f"{call.name(at, path)} is in rng_argnums and must be one PRNG key, got {given}. Pass jax.random.key(seed). "
-        "Put keys of examples into batch_argnums"
+        f"{call.name(at, path)} in rng_argnums must be one PRNG key, got {given}. Pass jax.random.key(seed). Put keys "
+        "of examples into batch_argnums"
     )
 
 
@@ -313,8 +311,7 @@ def _numbers_of_examples(call: Call) -> set[int]:
                 raise ValueError(key_message(call, at, path))
             if not shape:
                 raise ValueError(
-                    f"{name} must have a first axis of examples, got {x!r}. If it is the same on all devices, "
-                    "leave it out of batch_argnums="
+                    f"{name} must have a first axis of examples, got {x!r}. Leave it out of batch_argnums="
                 )
             if shape[0] % devices:
                 raise ValueError(
@@ -336,8 +333,8 @@ def _check_whole(call: Call, sizes: Collection[int | None]) -> None:
                 batch = call.as_role("batch_argnums", *held, at)
                 others = call.as_role("batch_argnums", *held)
                 raise ValueError(
-                    f"{call.name(at, path)} has as many rows as the batch, but keywords are not divided. If it "
-                    f"holds examples, pass {batch}. Otherwise pass it by position, with {others}"
+                    f"{call.name(at, path)} has as many rows as the batch. If it holds examples, pass "
+                    f"{batch}. Otherwise pass it by position, with {others}"
                 )
 
 

@@ -137,8 +137,8 @@ def _check_limit(limit: jax.Array, name: str, own_slices: MeshAxes) -> None:
     along = varying_axes(limit) - own_slices
     if along:
         raise ValueError(
-            f"max_norm may differ between devices along {', '.join(sorted(map(repr, along)))}, but these share the "
-            f"slices of leaf {name}. Reduce max_norm over them, as with jax.lax.pmin"
+            f"max_norm may differ over {', '.join(sorted(map(repr, along)))}, but these share the "
+            f"slices of leaf {name}. Reduce it by jax.lax.pmin"
         )
 
 

@@ -123,7 +123,7 @@ class Units:
             along = newly_varying(w, g) if dims else ""
             if along:
                 raise ValueError(
-                    f"parameter leaf {trees.leaf_name(path)} may differ between devices along {along}, but its "
+                    f"parameter leaf {trees.leaf_name(path)} may differ over {along}, but its "
                     f"gradient does not. Pass the parameter from before jax.lax.pcast"
                 )
         return dataclasses.replace(self, leaves=weights)

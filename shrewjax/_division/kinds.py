@@ -324,8 +324,7 @@ class Program:
         (its,) = rows
         if its.axis or not all(map(its.fits, outs)):
             raise ValueError(
-                f"of_each_example takes and returns a row for each of {its.sets[0]} examples, along the first axis, "
-                f"got results of shapes {outs}. Let the function return such rows"
+                f"of_each_example must return a row for each of {its.sets[0]} examples, got shapes {outs}"
             )
         # Others with as many rows are divided, too, if their shape alone can say that they are of examples.
         takes = slices(x.kind for x in facts)
@@ -336,9 +335,8 @@ class Program:
                 continue
             if not self._is_made_of_nothing(x):
                 raise ValueError(
-                    f"of_each_example must know which arrays hold examples, but one of shape {ins[at]} depends on "
-                    f"none, and has {count} rows, as examples have. If these are examples, pass them in "
-                    "batch_argnums=. Otherwise give the array another first axis, such as x[None]"
+                    f"of_each_example cannot tell whether the array of shape {ins[at]} holds examples. If so, pass it "
+                    "in batch_argnums=. Otherwise pass x[None]"
                 )
             takes[at] = its
         return step.found([its] * len(outs), takes)

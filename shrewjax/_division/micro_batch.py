@@ -228,8 +228,7 @@ class MicroBatch:
         its_kinds, programs = body.derivative(step.equation, kinds, body.kinds_of(body.results))
         if not programs or its_kinds != kinds:
             raise ValueError(
-                "the second derivative of a function with jax.custom_vjp or custom_jvp must be of each example alone, "
-                "but it mixes examples. Pass micro_batches=1"
+                "the second derivative of a jax.custom_vjp or custom_jvp must not mix examples. Pass micro_batches=1"
             )
         return programs
 

@@ -35,7 +35,7 @@ def share_in_loop(plan: Plan) -> float:
     return loop / max(loop + rest, 1)
 
 
-def check_share(plan: Plan, fun: Function, micro_batches: int) -> None:
+def check_share(plan: Plan, fun: Function) -> None:
     """Raises if less than half is divided, and weights act on what is not: then it is the model that mixes examples.
 
     Without weights it is a loss, such as a small example of a contrastive one, in which there is little to divide.
@@ -61,9 +61,8 @@ def check_share(plan: Plan, fun: Function, micro_batches: int) -> None:
             "running averages. For another loss, call",
         )
     raise ValueError(
-        f"fun must act on each example alone before examples mix, but {cause} at {lines}. So micro_batches="
-        f"{micro_batches} would divide {share:.0%} of what it computes. {remedy} accumulated_value_and_grad, in which "
-        "each micro-batch has a loss of its own"
+        f"fun must act on each example alone before examples mix, but {cause} at {lines}, so that only "
+        f"{share:.0%} could be divided. {remedy} accumulated_value_and_grad, in which each micro-batch has its own"
     )
 
 

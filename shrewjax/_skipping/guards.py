@@ -412,8 +412,7 @@ def _fixed_limit(
             else ("max_consecutive", "max_value")
         )
         raise ValueError(
-            f"max_value and max_consecutive must come together, got {given} alone. Pass {missing}. Or leave out "
-            f"{given}"
+            f"max_value and max_consecutive must come together, got {given} alone. Pass {missing}"
         )
     # Nothing exceeds this limit, and no run is long enough.
     if max_value is None:

@@ -308,8 +308,7 @@ def _check_restored(new: PyTree, old: PyTree) -> None:
     structures: list[Any] = [jax.tree.structure(x) for x in (new, old, with_tuples(old))]
     if structures[0] != structures[1] and structures[0] == structures[2]:
         raise ValueError(
-            "opt_state must have tuples where its transformation makes them, got lists. Restore it with "
-            "tx.init(params) as the target"
+            "opt_state must have the tuples of tx.init, got lists. Restore it with tx.init(params) as the target"
         )
 
 
@@ -332,7 +331,7 @@ def _check_devices(new: PyTree, old: PyTree, what: str) -> None:
         along = newly_varying(new, old)
         if along:
             raise ValueError(
-                f"leaf {leaf_name(path)} of {what} may differ between devices along {along}, but did not before. "
+                f"leaf {leaf_name(path)} of {what} may differ over {along}, but did not before. "
                 f"Reduce the gradients over {along}. Or shard parameters and state alike"
             )
 

@@ -242,8 +242,8 @@ def _require_type_of_sum(path: KeyPath, total: jax.Array, grad: Leaf) -> None:
     along = grad is not None and newly_varying(grad, total)
     if along:
         raise ValueError(
-            f"gradient leaf {leaf_name(path)} may differ between devices along {along}, but its parameter does "
-            f"not. Reduce the gradients, as with jax.lax.pmean(grads, {along}). Or pass sum_over={along}"
+            f"gradient leaf {leaf_name(path)} may differ over {along}, but its parameter does "
+            f"not. Pass jax.lax.pmean(grads, {along}). Or pass sum_over={along}"
         )
 
 

@@ -187,7 +187,7 @@ def accumulate(
         inner_state = wrapped.init(params)
         if nested := nodes_in(inner_state, (*WINDOW_STATES, optax.MultiStepsState)):
             raise ValueError(
-                f"inner has an accumulation inside, whose state is {type(nested[0]).__name__}. {_NESTED}"
+                f"inner has an accumulation inside, {type(nested[0]).__name__}. {_NESTED}"
             )
         state = AccumulateState(
             **window.init(params)._asdict(), applied=jnp.zeros((), bool), inner_state=inner_state
@@ -488,9 +488,8 @@ def apply_gradients(
         )
     if is_of_nnx(grads) and type(params) is not type(grads):
         raise ValueError(
-            f"grads and params must be trees of one kind, got {type(grads).__name__} of NNX and "
-            f"{type(params).__name__}. Call update(model, grads) of shrewjax.flax.Optimizer. Or pass nnx.state(model, "
-            "nnx.Param)"
+            f"grads and params must be trees of one kind, got {type(grads).__name__} and {type(params).__name__}. "
+            "Pass nnx.state(model, nnx.Param), or call update of shrewjax.flax.Optimizer"
         )
     if params is None:
         raise ValueError("params must be the parameters, got None. Pass them after the state")
@@ -498,8 +497,7 @@ def apply_gradients(
         jax.tree.structure(params)
     ]:
         raise ValueError(
-            "grads must be a tree like params, got a pair, such as (value, grads) of value_and_grad. Pass its second "
-            "element"
+            "grads must be a tree like params, got a pair, such as (value, grads). Pass its second element"
         )
     _require_taken(tx, opt_state, extra_args)
     # `parameter_arrays` leaves integer NumPy arrays alone. Outside of jit, a skipped step would otherwise return the

@@ -82,14 +82,11 @@ def from_optax(opt_state: AnyState, tx: optax.GradientTransformation, params: Py
 
     Source: the states of Optax 0.2.6 to 0.2.8, and the arithmetic of `optax.MultiSteps` and `optax.apply_if_finite`.
     """
-    if not isinstance(tx, optax.GradientTransformation):
+    is_state = nodes_in(params, (optax.MultiStepsState, optax.ApplyIfFiniteState))
+    if is_state or not isinstance(tx, optax.GradientTransformation):
         raise ValueError(
-            f"tx must be the optax.GradientTransformation to go on with, got {_what(tx)}. Pass opt_state, tx and "
-            "params, in this order"
-        )
-    if nodes_in(params, (optax.MultiStepsState, optax.ApplyIfFiniteState)):
-        raise ValueError(
-            "params must be the parameters, got a state. Pass opt_state, tx and params, in this order"
+            f"tx must be an optax.GradientTransformation and params no state, got {_what(tx)} and {_what(params)}. "
+            "Pass opt_state, tx and params, in this order"
         )
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(opt_state)):
         raise ValueError(

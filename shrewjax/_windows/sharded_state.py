@@ -88,8 +88,8 @@ def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None 
         # A scalar is replicated, also if it is on no device, such as a Python number.
         if not isinstance(x, jax.Array) and np.shape(x) != ():
             raise ValueError(
-                f"leaf {trees.leaf_name(path)} must be an array on a device, got {type(x).__name__}. Place it first, "
-                "as with redistribute"
+                f"leaf {trees.leaf_name(path)} must be an array on a device, got {type(x).__name__}. Place it by "
+                "redistribute"
             )
         return P()
 

@@ -84,7 +84,7 @@ def test_leaves_have_short_names_in_logs_unless_these_are_empty_or_of_two_leaves
 def test_a_sparse_gradient_that_may_repeat_an_index_is_an_error_with_a_remedy_that_is_right():
     repeated = sparse.BCOO((jnp.ones((2, 1)), jnp.array([[1], [1]])), shape=(4, 1))
     for call in (shrewjax.grad_norm, jax.jit(shrewjax.grad_norm), lambda g: shrewjax.clip_grad_value(g, 0.5)):
-        with pytest.raises(ValueError, match=r"\['table'\] must have each index once, .* sum_duplicates.* or todense"):
+        with pytest.raises(ValueError, match=r"\['table'\] must have each index once, .* Call its sum_duplicates"):
             call({"table": repeated})
     for x in (repeated.sum_duplicates(nse=repeated.nse), repeated.todense()):
         assert shrewjax.grad_norm({"table": x}) == 2

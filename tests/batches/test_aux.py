@@ -238,9 +238,7 @@ def test_rows_of_a_batch_on_a_mesh_come_in_its_order(sum_over, kind):
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_rows_of_no_example_are_an_error(micro_batches):
-    message = (
-        rf"^leaf \['loss'\] must have {8 // micro_batches} rows, one for each example of the micro-batch, got shape "
-    )
+    message = rf"^leaf \['loss'\] must have {8 // micro_batches} rows, one for each example, got shape "
     with pytest.raises(ValueError, match=message):
         traced(predicting, PARAMS, X, Y, has_aux=True, aux_reduction="examples", micro_batches=micro_batches)
 

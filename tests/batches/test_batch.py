@@ -20,7 +20,7 @@ def loss(w, x, y):
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_an_empty_batch_is_an_error_and_not_a_nan(micro_batches):
-    with pytest.raises(ValueError, match=r"^argument 1 must hold at least one example, got none\. Leave out"):
+    with pytest.raises(ValueError, match=r"^argument 1 must hold an example, got none\. Leave out"):
         accumulated_value_and_grad(loss, micro_batches)(W, X[:0], Y[:0])
 
 

@@ -442,10 +442,10 @@ def constrained(params, x, y):
 ERRORS = {
     "no mesh": (
         lambda: per_device(loss, "data")(PARAMS, X, Y),
-        r"axis_names must be axes of the mesh, got \('data',\), and the mesh has \(\)\. Call",
+        r"axis_names must name axes of the mesh, got \('data',\), and the mesh has \(\)\. Call",
     ),
     "an unknown axis": (call(PARAMS, X, Y, axes=("data", "pod")), r"got \('data', 'pod'\), and the mesh has \('data'"),
-    "no axis": (lambda: per_device(loss, ()), r"axis_names must name at least one axis"),
+    "no axis": (lambda: per_device(loss, ()), r"axis_names must name axes of the mesh, got"),
     "in shard_map": (in_shard_map, r"outside of shard_map.*, got axis_names=\('data',\)\. Call fun itself"),
     "examples": (
         call(PARAMS, X[:30], Y[:30]),
@@ -454,7 +454,7 @@ ERRORS = {
     "a scalar": (call(PARAMS, X, np.float32(1)), r"argument 2 must have a first axis.*batch_argnums="),
     "no examples": (
         call(X),
-        r"no argument holds examples.* in what stays whole by default\. .* batch_argnums=",
+        r"no argument holds examples, because all are in what stays whole by default\. .* batch_argnums=",
     ),
     "a key": (call(PARAMS, X, KEY), r"argument 2 is a PRNG key, and each device needs its own\. Pass rng_argnums=2"),
     "a key in a model": (
@@ -470,7 +470,10 @@ ERRORS = {
         r"argument 1\['key'\] is a PRNG key, .*\. Pass it as an argument of its own, and name that in rng_argnums=",
     ),
     "a key by keyword": (call(PARAMS, X, Y, key=KEY), r"keyword argument key is a PRNG key.*rng_argnums='key'"),
-    "keys": (call(PARAMS, X, jax.random.split(KEY, 8), rng_argnums=2), r"argument 2 is in rng_argnums.*one PRNG key"),
+    "keys": (
+        call(PARAMS, X, jax.random.split(KEY, 8), rng_argnums=2),
+        r"argument 2 in rng_argnums must be one PRNG key",
+    ),
     "rows": (
         call(PARAMS, X, Y, mask=X[:, 0]),
         r"mask has as many rows .* pass batch_argnums=\(1, 2, 'mask'\)\. Otherwise .*, with batch_argnums=\(1, 2\)",

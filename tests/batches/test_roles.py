@@ -102,12 +102,12 @@ def test_carry_and_weight_may_come_by_keyword():
             r"batch_argnums names 'z', which no argument .* Name one of w, x, y\. Or pass",
         ),
         ({"batch_argnums": ("x", 1)}, r"argument 1 is in batch_argnums and in batch_argnums"),
-        ({"rng_argnums": "y"}, r"keyword argument y is in rng_argnums and must be one PRNG key"),
+        ({"rng_argnums": "y"}, r"keyword argument y in rng_argnums must be one PRNG key"),
         (
             {"rng_argnums": 5},
             r"rng_argnums has the position 5, but 2 arguments came by position, and by keyword y\.",
         ),
-        ({"batch_argnums": 1.0}, r"batch_argnums must be positions or names of fun's arguments, .* got 1\.0"),
+        ({"batch_argnums": 1.0}, r"batch_argnums must be positions or names of arguments, .* got 1\.0"),
     ],
 )
 def test_a_name_or_a_position_of_no_argument_is_an_error(options, message):

@@ -223,7 +223,7 @@ def test_the_state_is_a_tree_like_the_parameters_and_stays_one():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: shrewjax.clip_by_global_norm(1.0, per_leaf=1), r"per_leaf must be True or False, because .*, got 1"),
+        (lambda: shrewjax.clip_by_global_norm(1.0, per_leaf=1), r"per_leaf must be True or False, got 1"),
         (lambda: shrewjax.clip_by_global_norm(1.0, per_leaf=jnp.array(True)), r"per_leaf must be True or False"),
         (
             lambda: shrewjax.clip_by_global_norm(1.0, ord=1, per_leaf=True),

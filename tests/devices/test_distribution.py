@@ -472,12 +472,12 @@ def test_gradients_reduced_over_one_of_two_axes_name_it_and_sum_over_the_other()
 def test_untracked_accumulation_wants_to_be_told(nonfinite):
     tx = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite)
     f = lambda g: tx.update(g, tx.init(g))[1].micro_step  # noqa: E731
-    with pytest.raises(ValueError, match=r"already summed over 'data', .*check_vma=False.*Pass sum_over="):
+    with pytest.raises(ValueError, match=r"already summed over 'data', 'fsdp'\. Pass sum_over="):
         traced(f, jnp.ones(8), check_vma=False)
     if nonfinite != "propagate":
         half_told = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite, sum_over=())
         f = lambda g: half_told.update(g, half_told.init(g))[1].micro_step  # noqa: E731
-        with pytest.raises(ValueError, match=r"sharded over 'data', .*check_vma=False.*Pass sharded_over="):
+        with pytest.raises(ValueError, match=r"sharded over 'data', .*Pass sharded_over="):
             traced(f, jnp.ones(8), check_vma=False)
     told = shrewjax.accumulate(SGD, 2, nonfinite=nonfinite, sum_over=(), sharded_over=())
     assert traced(lambda g: told.update(g, told.init(g))[1].micro_step, jnp.ones(8), check_vma=False).shape == ()
@@ -519,7 +519,7 @@ def test_init_says_what_it_misses():
         with pytest.raises(ValueError, match="sum_over must be a mapped axis, or a tuple of different ones, got"):
             shrewjax.accumulate(SGD, 2, sum_over=wrong)
     both = shrewjax.accumulate(SGD, 2, sum_over=("data", "model"))
-    with pytest.raises(ValueError, match=r"contains 'model', which is not mapped.* axes: 'data', 'fsdp'"):
+    with pytest.raises(ValueError, match=r"contains 'model', which is not mapped\. Name it in axis_names="):
         traced(lambda g: both.init(jnp.zeros(1)).micro_step, jnp.ones(8))
 
 
@@ -631,9 +631,7 @@ def test_gradients_that_are_not_reduced_are_an_error_that_says_so(sum_over):
         lambda grads: window.add(window.init({"w": jnp.zeros((1, 3))}), {"w": grads}),
     ):
         mapped = jax.shard_map(add, mesh=mesh, in_specs=P("data"), out_specs=P())
-        with pytest.raises(
-            ValueError, match=r"\['w'\] may differ .*along 'data'.*Reduce the gradients.*pmean.*sum_over="
-        ):
+        with pytest.raises(ValueError, match=r"\['w'\] may differ over 'data'.*Pass jax\.lax\.pmean.*sum_over="):
             jax.eval_shape(mapped, own)
 
 
@@ -648,7 +646,7 @@ def test_guards_say_so_too_where_parameters_or_state_would_come_to_differ(guard,
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P())
     with pytest.raises(
-        ValueError, match=r"\['w'\] of .*may differ .*along 'data'.*Reduce the gradients over 'data'\. Or shard"
+        ValueError, match=r"\['w'\] of .*may differ over 'data'.*Reduce the gradients over 'data'\. Or shard"
     ):
         jax.eval_shape(mapped, placed(np.ones((8, 3), "f"), mesh, P("data")))
 

@@ -149,7 +149,9 @@ def test_a_change_of_a_parameter_in_a_transformed_part_is_an_error(change, trans
     model = Net(transform(change))
     model.layer.other = nnx.Param(jnp.ones((4, 4)))
     for make in BOTH:
-        with pytest.raises(ValueError, match=r"fun must not change the variable \['layer'\]\['kernel'\], which is in "):
+        with pytest.raises(
+            ValueError, match=r"fun must not change the variable \['layer'\]\['kernel'\] in wrt\. Leave"
+        ):
             make(mean_loss, K)(model, X, Y)
 
 
@@ -305,7 +307,7 @@ def test_weight_norm_which_writes_its_kernel_is_an_error_whose_remedy_gives_the_
     written.layer = copied.layer = layer
     (expected, expected_grads), _ = results(nnx.value_and_grad(mean_loss), written)
     for make in BOTH:
-        with pytest.raises(ValueError, match=r"\['kernel'\], which is in wrt.*nnx\.clone\(layer\).*nnx\.WeightNorm"):
+        with pytest.raises(ValueError, match=r"\['kernel'\] in wrt.*nnx\.clone\(layer\)\(x\)"):
             make(mean_loss, K)(written, X, Y)
         (value, grads), _ = results(make(mean_loss, K), copied)
         np.testing.assert_allclose(value, expected, rtol=1e-6)

@@ -289,7 +289,7 @@ ALL_BUT_HEADS = FILTERS["all but the heads"]
 )
 def test_a_variable_that_is_in_wrt_in_one_of_two_objects_is_an_error_as_in_flax_and_a_copy_is_not(mode, fun, wrt, args):
     args = args(still())
-    message = r"share a variable, .* Pass nnx\.clone\(x\) as the other$|[Dd]uplicate"
+    message = r"share a variable that is in wrt in one .* Pass nnx\.clone\(x\) as the other$|[Dd]uplicate"
     with pytest.raises(ValueError, match=message):
         shrewjax.flax.value_and_grad(fun, K, wrt=wrt)(*args, X)
     argnum = nnx.DiffState(0, wrt)
@@ -325,10 +325,10 @@ def test_a_variable_of_another_dtype_is_an_error_that_names_it_and_casts_are_not
 def test_wrt_that_is_no_filter_is_an_error_before_the_call(wrt):
     with pytest.raises(
         ValueError,
-        match=r"^wrt must be a filter of variables, such as nnx\.Param, got .* For nnx\.DiffState\(0, f\), pass f$",
+        match=r"^wrt must be a filter such as nnx\.Param, got .* For nnx\.DiffState\(0, f\), pass f$",
     ):
         shrewjax.flax.value_and_grad(distilled, K, wrt=wrt)
-    with pytest.raises(ValueError, match=r"^wrt must be a filter of variables"):
+    with pytest.raises(ValueError, match=r"^wrt must be a filter such as nnx\.Param"):
         shrewjax.flax.Optimizer(still(), optax.sgd(1.0), wrt=wrt)
 
 
@@ -340,7 +340,7 @@ def test_an_integer_in_wrt_is_an_error_that_advises_no_other_framework():
         return jnp.mean(model(x))
 
     with pytest.raises(
-        ValueError, match=r"^the variable \['count'\] is in wrt=.* must be floating .* got int32\. Leave it out of wrt$"
+        ValueError, match=r"^the variable \['count'\] in wrt=.* must be floating .* got int32\. Leave it out of wrt$"
     ) as e:
         shrewjax.flax.value_and_grad(loss, K)(net, X)
     assert "eqx" not in str(e.value)
@@ -356,7 +356,7 @@ def test_a_key_beside_the_model_is_an_error_and_an_argument_of_its_own_is_not():
 
     key = jax.random.key(0)
     with pytest.raises(
-        ValueError, match=r"^the variable \[1\] is in wrt=.* must be floating .* got key.* Leave it out of wrt$"
+        ValueError, match=r"^the variable \[1\] in wrt=.* must be floating .* got key.* Leave it out of wrt$"
     ):
         shrewjax.flax.value_and_grad(lambda both, x: with_key(*both, x), K)((still(), key), X)
     value, _ = shrewjax.flax.accumulated_value_and_grad(with_key, K, rng_argnums=1)(still(), key, X)

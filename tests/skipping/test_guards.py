@@ -340,7 +340,7 @@ def test_metrics_look_through_guards():
         ),
         (
             lambda: shrewjax.skip_on_spike(INNER, max_consecutive=3),
-            r"got max_consecutive alone. Pass max_value. Or leave out max_con",
+            r"got max_consecutive alone. Pass max_value$",
         ),
         (
             lambda: shrewjax.skip_on_spike(INNER, max_value=-1, max_consecutive=3),
@@ -371,7 +371,7 @@ def test_rows_of_examples_belong_in_front_of_a_guard():
     aggregate = optax.contrib.differentially_private_aggregate(1.0, 0.0, 0)
     params, rows = jnp.zeros(2), jnp.asarray([[3.0, 4.0], [0.0, 0.0]])
     outside = shrewjax.skip_on_spike(optax.chain(aggregate, optax.sgd(1.0)))
-    with pytest.raises(ValueError, match=r"inside accumulate, or behind what reduces rows of examples"):
+    with pytest.raises(ValueError, match=r"inside accumulate, or behind what reduces rows"):
         outside.update(rows, outside.init(params), params)
     tx = optax.chain(aggregate, shrewjax.skip_on_spike(optax.sgd(1.0)))
     updates, _ = tx.update(rows, tx.init(params), params)

@@ -702,8 +702,8 @@ WRONG = {
     "no transformation": (
         multi(optax.sgd(1.0)),
         multi(optax.sgd(1.0)),
-        "tx must be the optax.GradientTransformation to go on with, got MultiSteps. Pass opt_state, tx and params, in "
-        "this order",
+        "tx must be an optax.GradientTransformation and params no state, got MultiSteps and dict. Pass opt_state, tx "
+        "and params, in this order",
     ),
 }
 
@@ -725,7 +725,8 @@ def test_what_does_not_correspond_is_an_error_that_names_both_places(name):
 def test_states_in_the_place_of_parameters_and_shapes_in_that_of_a_state_are_errors():
     old, new = multi(optax.sgd(1.0)), ours(optax.sgd(1.0))
     with pytest.raises(
-        ValueError, match=r"^params must be the parameters, got a state\. Pass opt_state, tx and params"
+        ValueError,
+        match=r"^tx must be .* and params no state, got Accumulation and MultiStepsState\. Pass opt_state, tx ",
     ):
         shrewjax.from_optax(TREE, new, old.init(TREE))
     with pytest.raises(ValueError, match=r"^opt_state must hold arrays, got shapes\. Restore them first"):

@@ -362,7 +362,7 @@ NESTED = {
 
 @pytest.mark.parametrize("name", NESTED)
 def test_accumulation_inside_what_is_accumulated_is_an_error_from_init(name):
-    with pytest.raises(ValueError, match=r"^inner has an accumulation inside, whose state is \w+\. Multiply the accum"):
+    with pytest.raises(ValueError, match=r"^inner has an accumulation inside, \w+\. Multiply the accum"):
         shrewjax.accumulate(NESTED[name](), 2).init(jnp.zeros(2))
 
 
