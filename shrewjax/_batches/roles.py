@@ -267,7 +267,7 @@ def _place_of_role(
     if role == _WHOLE_BY_DEFAULT:
         raise ValueError(
             f"batch_argnums must name the arguments with examples, because {came}. "
-            + (f"Pass such as batch_argnums={[*keywords][-1]!r}" if keywords else "Pass examples")
+            + (f"Pass such as batch_argnums={[*keywords][-1]!r}" if keywords else "Pass fun's arguments")
         )
     is_position = role in ("argnums", "carry_argnum") or not keywords
     remedy = (
@@ -378,7 +378,7 @@ def _message(
     where = "it as an argument of its own, with " if is_split else ""
     remedy = f"pass {where}{batch}"
     name = "it" if is_split else call.label(at)
-    rows = "Give both as many rows. " if np.ndim(x) else ""
+    rows = "Pass parameters first, and as many examples in each array. " if np.ndim(x) else ""
     carry = f". If fun returns a new one, pass {call.as_role('carry_argnum', at)}"
     is_state = path and not is_split
     same = f"If {name} is the same for all micro-batches, {remedy}"

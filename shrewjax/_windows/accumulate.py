@@ -105,6 +105,7 @@ def accumulate(
     ================================================  ==========================================================
     a micro-batch of weight 0                         adds nothing, even if its gradient is NaN, but counts towards
                                                       `accum_steps`
+    `weight=` in some calls of a window alone         the others weigh 1; pass it in each
     a window of weight 0                              inner does not run, updates are zeros
     a Python or NumPy weight out of range or NaN      an error
     an array's weight, or a sum, out of range         the average is NaN, under every `nonfinite`; a `"sum"` is
