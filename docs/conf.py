@@ -224,8 +224,13 @@ def link_pages(_: Sphinx, __: str, source: list[str]) -> None:
 
 
 def link_names(_: Sphinx, doctree: nodes.document) -> None:
-    """Makes code that begins with a public name, such as `accumulate(tx, 4)`, a link to the reference."""
+    """Makes code that begins with a public name, such as `accumulate(tx, 4)`, a link to the reference.
+
+    Code with a word of more than 30 characters gets the class "long", for our style sheet.
+    """
     for code in [*doctree.findall(nodes.literal)]:
+        if max(map(len, code.astext().split()), default=0) > 30:
+            code["classes"].append("long")
         found = re.match(r"(?:shrewjax\.)?(\w+)(?=$|\()", code.astext())
         if (name := found and found[1]) in shrewjax.__all__ and isinstance(
             code.parent, nodes.paragraph | nodes.list_item | nodes.entry

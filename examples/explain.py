@@ -108,8 +108,8 @@ def parts_of_a_transformer() -> Parts:
 
 
 def plot_parts(parts: Parts, path: Path) -> None:
-    """Draws the three parts from top to bottom, narrow enough for a phone."""
-    figure, axes = sketch(5.0, 3.0)
+    """Draws the three parts from top to bottom, narrow enough that a phone does not shrink the letters."""
+    figure, axes = sketch(4.0, 3.0)
     rows = (
         ("before", BLUE, "masks, the number of characters", "once"),
         (
@@ -122,16 +122,16 @@ def plot_parts(parts: Parts, path: Path) -> None:
     )
     for place, (name, color, what, when) in enumerate(rows):
         y = 2.65 - 0.92 * place
-        box(axes, 0.65, y, 1.1, 0.62, name, color)
-        axes.text(1.4, y + 0.12, what, va="center")
+        box(axes, 0.5, y, 0.85, 0.62, name, color)
+        axes.text(1.05, y + 0.12, what, va="center")
         count = parts.operations(name)
         text = f"{count} operation{'s' * (count > 1)}, {when}"
-        axes.text(1.4, y - 0.14, text, va="center", color=MUTED)
+        axes.text(1.05, y - 0.14, text, va="center", color=MUTED)
         if place:
-            arrow(axes, (0.65, y + 0.6), (0.65, y + 0.32))
-    axes.text(0.85, 1.27, "keeps one sum", va="center", color=MUTED)
+            arrow(axes, (0.5, y + 0.6), (0.5, y + 0.32))
+    axes.text(0.65, 1.27, "keeps one sum", va="center", color=MUTED)
     at_once, divided = (f"{x / MIB:.0f} MiB" for x in (parts.held, parts.held_divided))
-    axes.text(0.1, 0.17, f"The same gradient in {divided}, not in {at_once}", va="center")
+    axes.text(0.08, 0.17, f"The same gradient in {divided}, not in {at_once}", va="center")
     _figures.save(figure, path)
 
 
