@@ -138,9 +138,14 @@ def slice_axes(name: str, leaf: Leaf, given: Axes) -> AxisNames:
 def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list[AxisNames]:
     """Returns, for each array, the mapped axes along which devices hold parts of it.
 
-    () says that they hold no parts, but arrays of their own, as of independent models. Otherwise tracked types decide,
-    and without these `axes` does; None then raises inside `shard_map` and `pmap`. If `axes` is a list or tuple of
-    these, it has one entry per array. An entry overrides the array's type, and None means "by type".
+    =====================  =================================================================
+    `axes`                 result
+    =====================  =================================================================
+    ()                     no axis: each device has arrays of its own, as of independent models
+    names                  the axes of the array's type if types are tracked, otherwise the names
+    None                   the axes of the array's type; an error if there are mapped axes and no types
+    several of these       the entry of each array, and None as above
+    =====================  =================================================================
     """
     if axes == ():
         return [()] * len(arrays)

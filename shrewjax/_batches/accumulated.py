@@ -648,7 +648,8 @@ class _Loop(NamedTuple):
     ) -> tuple[_Returned, GradAccumulatorState]:
         """Returns the results of micro-batch i, and the window with those gradients that loops of `fun` can add.
 
-        In the results, gradients that a loop has added are None.
+        A gradient is known by the number of its result in the traced program. In the results, those that a loop has
+        added are None.
         """
         if self.batch.divisor == 1 or self.window.nonfinite != "propagate":
             return self.traced(i, state.carried), state.window_state

@@ -311,9 +311,33 @@ class Call:
         is_operand = [isinstance(x, jax.Array | np.ndarray) and is_array(x) for x in leaves]
         places = [i for i, x in enumerate(is_operand) if x]
 
-        # 2. Trace.
+        # 2. Trace the function of these arrays.
+        given = [leaves[i] for i in places]
+        as_before = lambda values: jax.tree.unflatten(structure, replaced(leaves, places, values))  # noqa: E731
+        traced = self._traced(fun, has_aux, as_before, given)
+        # 3. If each device has a loss of its own, it has gradients of its own, by arguments of its own.
+        of_loss = [varying_axes(x) for x in traced.out_avals[:1]]
+        if of_loss and any(of_loss[0] - varying_axes(x) for x in given):
+            given = [as_varying(x, tuple(of_loss[0])) for x in given]
+            traced = self._traced(fun, has_aux, as_before, given)
+        # 4. Operands are the arrays that it closes over, and those given.
+        self._program, closed_over = jaxprs.with_arrays_as_arguments(traced)
+        if effects := jaxprs.other_effects(self._program):
+            raise ValueError(
+                f"fun must only compute, and print in any order, got {', '.join(effects)}. Return what it writes or "
+                "sends, or pass ordered=False to jax.debug"
+            )
+        self._operands = [*closed_over, *given]
+        counted = [*[None] * len(closed_over), *map(counts.get, places)]
+        self._are_rows = [n in setting.sets for n in counted]
+
+    def _traced(
+        self, fun: Function, has_aux: bool, arguments_of: Function, given: list[Leaf]
+    ) -> Any:
+        """Returns the program of `fun` of arrays. Keeps what else `fun` returns, which is known when it has run."""
+
         def of_arrays(values: list[Leaf]) -> list[Leaf]:
-            args, kwargs = jax.tree.unflatten(structure, replaced(leaves, places, values))
+            args, kwargs = arguments_of(values)
             token = _is_dividing.set(True)
             try:
                 returned = fun(*args, **kwargs)
@@ -325,22 +349,7 @@ class Call:
             self._is_scalar = (has_aux and made and value is made[0]) or len(made) == 1
             return [jnp.asarray(x) for x in made if is_array(x)]
 
-        given = [leaves[i] for i in places]
-        traced = jaxprs.traced(of_arrays, given)
-        # If each device has a loss of its own, it has gradients of its own, by arguments of its own.
-        own = [varying_axes(x) for x in traced.out_avals[:1]]
-        if own and any(own[0] - varying_axes(x) for x in given):
-            given = [as_varying(x, tuple(own[0])) for x in given]
-            traced = jaxprs.traced(of_arrays, given)
-        self._program, closed_over = jaxprs.with_arrays_as_arguments(traced)
-        if effects := jaxprs.other_effects(self._program):
-            raise ValueError(
-                f"fun must only compute, and print in any order, got {', '.join(effects)}. Return what it writes or "
-                "sends, or pass ordered=False to jax.debug"
-            )
-        self._operands = [*closed_over, *given]
-        counted = [*[None] * len(closed_over), *map(counts.get, places)]
-        self._are_rows = [n in setting.sets for n in counted]
+        return jaxprs.traced(of_arrays, given)
 
     def results(self) -> PyTree:
         made = iter((self._of_scalar if self._has_scalar_rule() else self._of_any)())

@@ -267,7 +267,11 @@ def _place_of_role(
     if role == _WHOLE_BY_DEFAULT:
         raise ValueError(
             f"batch_argnums must name the arguments with examples, because {came}. "
-            + (f"Pass such as batch_argnums={[*keywords][-1]!r}" if keywords else "Pass fun's arguments")
+            + (
+                f"Pass such as batch_argnums={[*keywords][-1]!r}"
+                if keywords
+                else "Pass fun's arguments"
+            )
         )
     is_position = role in ("argnums", "carry_argnum") or not keywords
     remedy = (

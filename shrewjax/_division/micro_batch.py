@@ -97,15 +97,19 @@ class MicroBatch:
     def _made(self, task: Task, given: list[Leaf]) -> Sequence[Leaf]:
         step, takes, makes = task
         equation = step.equation
-        is_plain = (
-            not any(takes) and not any(makes) and (self.prints or not jaxprs.prints(equation))
-        )
-        if self.varying and labels.makes_varying(equation):  # the operands may vary already
+        # 1. What begins to vary over devices. The operands may vary already.
+        if self.varying and labels.makes_varying(equation):
             return [as_varying(given[0], tuple(varying_axes(equation.outvars[0].aval)))]
-        if is_plain and not (step.programs and (self.varying or self.mapped)):
+        # 2. What is the same as in the whole batch.
+        is_sliced = any(takes) or any(makes)
+        is_silenced = jaxprs.prints(equation) and not self.prints
+        runs_elsewhere = step.programs and (self.varying or self.mapped)
+        if not (is_sliced or is_silenced or runs_elsewhere):
             return self._run(equation, given)
+        # 3. A part of a draw.
         if labels.is_draw(equation) and makes[0] is not None and not any(takes):
             return [draws.part_of_draw(equation, given[0], makes[0], self)]
+        # 4. A scan, an operation of other sizes, or what has programs inside.
         if jaxprs.is_scan(equation):
             return self._scan(task, given)
         if not step.programs:

@@ -721,6 +721,27 @@ def test_devices_with_parts_of_one_model_decide_together_where_types_do_not_tell
     np.testing.assert_allclose(found, np.tile(np.float32(DECIDED_TOGETHER[nonfinite])[:, None], (8, 1, 2)))
 
 
+@pytest.mark.thorough
+def test_micro_batches_of_a_model_in_parts_are_dropped_on_all_its_devices():
+    """Eight experts. Expert 5 makes a NaN of the first micro-batch."""
+
+    def loss(params, x):
+        return jnp.sum(params["shared"]) * jnp.mean(x[:, 0]) + jnp.sum(params["expert"]) * jnp.mean(x[:, 1])
+
+    step = shrewjax.accumulated_value_and_grad(loss, 2, nonfinite="drop_micro_batch", sum_over=(), sharded_over="ep")
+    x = np.full((8, 2, 2), [[1, 1], [3, 3]], "f")  # two examples on each device
+    x[5, 0, 1] = np.nan
+    mapped = jax.shard_map(
+        lambda p, x: jax.tree.map(lambda g: g.reshape(1), step(p, x[0])[1]),
+        mesh=mesh_of(ep=8),
+        in_specs=({"shared": P(), "expert": P("ep")}, P("ep")),
+        out_specs=P("ep"),
+        check_vma=False,
+    )
+    grads = jax.jit(mapped)({"shared": np.ones(1, "f"), "expert": np.ones(8, "f")}, x)
+    assert_close(grads, {"shared": np.full(8, 3, "f"), "expert": np.full(8, 3, "f")}, rtol=0)
+
+
 # One leaf is sharded, and others are whole, as in tensor parallel layers. A function says which, because untracked
 # types do not. All clips and guards take the same one.
 WHOLE_AND_SHARDED = {

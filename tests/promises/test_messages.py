@@ -167,7 +167,7 @@ WRONG_CALLS = {
     "two numbers of examples that K divides": (
         lambda: traced(args=(PARAMS, jnp.ones((32, 3)), jnp.ones(28))),
         r"^argument 1 must have a first axis of 28 examples, as argument 2 has, got shape \(32, 3\)\. Pass "
-        r"parameters first, and as many examples in each array\. If argument 1 is the same for all micro-batches, pass batch_argnums=2",
+        r"parameters first, and as many examples in each array\. If argument 1 is the same .*, pass batch_argnums=2",
     ),
     "examples along the second axis": (
         lambda: traced(args=(PARAMS, X, jnp.ones((3, 8, 5)))),
