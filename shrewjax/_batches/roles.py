@@ -1,6 +1,6 @@
 """Which argument of a call is what: parameters, keys, examples, and those that stay whole.
 
-Seven functions divide a batch, among micro-batches or among devices. Each makes one object of its roles (`Roles`),
+Several functions divide a batch, among micro-batches or among devices. Each makes one object of its roles (`Roles`),
 which turns the arguments of a call into a checked `Call`, with all arguments in one order.
 
 A batch often holds a leaf of another role: a scalar, a key, class weights, another network's parameters. A message

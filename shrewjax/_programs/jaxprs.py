@@ -8,10 +8,10 @@ JAX promises neither the names of primitives nor those of their parameters. An e
 apart, so that a function runs as JAX traced it. `tests/programs/test_jaxprs.py` tells which name is new
 ("names_are_those_of_this_jax"), and that others do no harm ("other_names").
 
-Three functions are no part of a pass, and the core relies on them. With other names, `axes_of_collectives` finds too
-many axes, and a right step is refused, or too few, and devices wait forever. The others, `types_of` and
-`function_of_constants`, raise. `frames_of` reads what JAX keeps for its own messages. Without it, the check of
-micro-batches names no line.
+The core relies on these names, too. An operation that the division does not know is refused. With other names,
+`axes_of_collectives` finds too many axes, and a right step is refused, or too few, and devices wait forever. `types_of`
+and `function_of_constants` raise. `frames_of` reads what JAX keeps for its own messages. Without it, an error names no
+line.
 """
 
 import functools
