@@ -143,7 +143,7 @@ def test_a_model_that_mixes_examples_is_an_error_with_the_line_the_share_and_two
     text = str(caught.value)
     assert f"but {cause} at {line}, so that only " in text
     assert remedy in text
-    assert "accumulated_value_and_grad, for a loss of each micro-batch" in text
+    assert "accumulated_value_and_grad, in which each micro-batch has its own" in text
     assert int(re.search("only ([0-9]+)% could be divided", text)[1]) < 50
     assert len(text.split()) < 100
 

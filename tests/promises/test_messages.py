@@ -381,13 +381,13 @@ WRONG_CALLS = {
     },
     "a whole Equinox module: init": (
         lambda: TX.init(MODEL),
-        r"^parameter leaf \.activation must be an array or a number, got <.*\. Pass the arrays alone, as of "
-        r"eqx\.partition\(model, eqx\.is_inexact_array\)$",
+        r"^parameter leaf \.activation must be an array or a number, got <.*\. Of a model, take params, static = "
+        r"eqx\.partition\(model, eqx\.is_inexact_array\), and eqx\.combine\(params, static\)$",
     ),
     "a whole Equinox module: clip": (
         lambda: shrewjax.clip_grad_norm(MODEL, 1.0),
-        r"^gradient leaf \.activation must be an array or a number, got <.*\. Pass the arrays alone, as of "
-        r"eqx\.partition\(model, eqx\.is_inexact_array\)$",
+        r"^gradient leaf \.activation must be an array or a number, got <.*\. Of a model, take params, static = "
+        r"eqx\.partition\(model, eqx\.is_inexact_array\), and eqx\.combine\(params, static\)$",
     ),
     "a whole Equinox module: accumulated_value_and_grad": (
         lambda: of_module(MODEL),
@@ -421,7 +421,7 @@ WRONG_CALLS = {
     ),
     "an Equinox model": (
         lambda: shrewjax.value_and_grad(lambda p, x: jnp.mean(x @ p["w"]), 4)(PARAMS | {"act": jnp.tanh}, X),
-        r"^argument 0\['act'\] is in argnums must be floating .* Split models by eqx\.partition",
+        r"^argument 0\['act'\] in argnums must be floating .* Split models by eqx\.partition",
     ),
     "batch norm in training": (
         lambda: divided(normalized_loss),
