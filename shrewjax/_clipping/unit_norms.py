@@ -568,7 +568,7 @@ def _clipped_norm(
 ) -> jax.Array:
     """Returns each unit's norm after the clip, float32."""
     if_clipped = floats.product(norm, floats.quotient(limit, decisive))
-    return floats.to_float32(optax.tree.where(scale.applies, if_clipped, norm))
+    return floats.stored(optax.tree.where(scale.applies, if_clipped, norm), jnp.float32)
 
 
 def _next_ema(

@@ -156,17 +156,15 @@ def unit_numbers(leaf: Leaf, dims: UnitDims, value: float, dtype: DType) -> jax.
     )
 
 
-def any_device(flags: Sequence[jax.Array], axes: AxisNames = ()) -> list[jax.Array]:
-    """Returns whether each flag is set on any device, so that all devices take the same branch.
+def any_device(flag: jax.Array, axes: AxisNames = ()) -> jax.Array:
+    """Returns whether a flag is set on any device, so that all devices take the same branch.
 
-    If `axes` contains axes of `jax.vmap`, flags are also combined along these.
+    If `axes` contains axes of `jax.vmap`, it is also combined along these.
     """
     mapped, is_tracked = mapped_axes()
-    counts = _over_devices(
-        lax.pmax, [flag.astype(jnp.int32) for flag in flags], None if is_tracked else mapped
-    )
+    (count,) = _over_devices(lax.pmax, [flag.astype(jnp.int32)], None if is_tracked else mapped)
     of_vmap = tuple(a for a in axes if a not in mapped and is_bound(a))
-    return [count > 0 for count in (lax.pmax(counts, of_vmap) if of_vmap else counts)]
+    return (lax.pmax(count, of_vmap) if of_vmap else count) > 0
 
 
 def any_device_along(flags: jax.Array, axes: Collection[Hashable]) -> jax.Array:
