@@ -509,8 +509,8 @@ def run_equation(equation: Equation, operands: Sequence[Leaf]) -> Sequence[Leaf]
     return core.jaxpr_as_fun(alone)(*operands)
 
 
-def reads(function: Function, argument: list[Leaf]) -> list[bool]:
-    """Returns which values of a list the results of a function depend on. The function is traced, and not run."""
+def reads(function: Function, argument: PyTree) -> list[bool]:
+    """Returns which leaves of a tree the results of a function depend on. The function is traced, and not run."""
     traced = jax.make_jaxpr(function)(argument).jaxpr
     return pe.dce_jaxpr(traced, [True] * len(traced.outvars))[1]
 
