@@ -225,27 +225,19 @@ def all_finite(
     leaves: Sequence[Leaf], axes: Axes | list[Axes], unit_dims: UnitDims = ()
 ) -> jax.Array:
     """Returns whether all elements on all devices are finite. Shape (), or the sizes of the `unit_dims`."""
-    if not leaves:
-        return jnp.ones((), bool)
-    return _finite(leaves, axes, unit_dims, lambda of_leaves: jnp.all(of_leaves, axis=0))
+    return jnp.all(finite_leaves(leaves, axes, unit_dims), axis=0)
 
 
-def finite_leaves(leaves: Sequence[Leaf], axes: Axes) -> jax.Array:
-    """Returns for each leaf whether all its elements on all devices are finite. Shape (leaves,)."""
+def finite_leaves(
+    leaves: Sequence[Leaf], axes: Axes | list[Axes], unit_dims: UnitDims = ()
+) -> jax.Array:
+    """Returns the same for each leaf. Shape (leaves,), and then the sizes of the `unit_dims`."""
     if not leaves:
         return jnp.ones((0,), bool)
-    return _finite(leaves, axes, (), lambda of_leaves: of_leaves)
 
-
-def _finite(
-    leaves: Sequence[Leaf],
-    axes: Axes | list[Axes],
-    unit_dims: UnitDims,
-    combine: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
     def sums_are_finite(terms: Sequence[jax.Array]) -> jax.Array:
         sums = leaf_sums(terms, axes=axes, unit_dims=[unit_dims] * len(leaves))
-        return combine(jnp.stack([jnp.isfinite(s) for s in sums]))
+        return jnp.stack([jnp.isfinite(s) for s in sums])
 
     def exactly() -> jax.Array:
         # x - x is 0 for a finite x and NaN otherwise, so its sum does not overflow.
