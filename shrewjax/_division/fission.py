@@ -33,9 +33,7 @@ class _Half:
         self.places = places
         outs = [*(body.results[at] for at in places), *more]
         equations = [step.equation for step in steps]
-        made = {x for y in equations for x in y.outvars}
-        read = [*(x for y in equations for x in y.invars), *outs]
-        self.reads = [x for x in dict.fromkeys(filter(is_variable, read)) if x not in made]
+        self.reads = jaxprs.read_by(equations, outs)
         self._known = body.constants
         self._run = jaxprs.function_of(jaxprs.program_of(equations, self.reads, outs))
 

@@ -467,13 +467,11 @@ def carry_of(equation: Equation) -> slice | None:
     return None if scan is None else slice(scan.constants, scan.constants + scan.carries)
 
 
-def part_of(jaxpr: Jaxpr, equations: Sequence[Equation], results: Sequence[Atom]) -> Jaxpr:
-    """Returns some equations of an open jaxpr as a closed one, with these results."""
+def read_by(equations: Sequence[Equation], results: Sequence[Atom] = ()) -> list[Atom]:
+    """Returns the variables that equations read, and those among some results, unless the equations make them."""
     made = {x for equation in equations for x in equation.outvars}
-    read = (x for equation in equations for x in equation.invars)
-    given = [x for x in dict.fromkeys(filter(is_variable, read)) if x not in made]
-    part = jaxpr.replace(constvars=(), invars=given, outvars=[*results], eqns=[*equations])
-    return closed_jaxpr(part)
+    read = (*(x for equation in equations for x in equation.invars), *results)
+    return [x for x in dict.fromkeys(filter(is_variable, read)) if x not in made]
 
 
 def types_of(function: Callable[[], PyTree]) -> PyTree:
