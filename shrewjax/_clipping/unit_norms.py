@@ -131,7 +131,7 @@ def clip_by_leaf_norm(
         return units.scaled(updates, scales), ClipByLeafNormState(
             grad_norm=units.with_numbers(state.grad_norm, stored_norms, absent=0.0),
             clip_scale=units.with_numbers(state.clip_scale, stored_scales, absent=1.0),
-            **counted(state, units.any_above(norms, limits)),
+            **counted(state, units.clipped(norms, limits, scales)[1]),
         )
 
     return clipping_rule(ClipByLeafNormState, init_fn, update_fn)
