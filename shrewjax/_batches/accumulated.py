@@ -756,8 +756,7 @@ def _check_carried(new: list[PyTree], carried: list[PyTree], weight: Leaf) -> No
     )
 
     def check(path: KeyPath, new: Leaf, old: Leaf) -> None:
-        along = newly_varying(new, old) or newly_varying(weight, old)
-        if along:
+        if along := newly_varying(new, old) or newly_varying(weight, old):
             raise ValueError(
                 f"leaf {trees.leaf_name(path[1:])} of the carry may differ between devices along {along}, but did not "
                 f"before. Reduce it in fun, as with jax.lax.pmean(carry, {along})"

@@ -120,8 +120,7 @@ class Units:
                     f"gradient leaf {trees.leaf_name(path)} must have the shape of its floating parameter, got "
                     f"{g.dtype} of shape {g.shape} for {w.dtype} of shape {w.shape}"
                 )
-            along = newly_varying(w, g) if dims else ""
-            if along:
+            if along := newly_varying(w, g) if dims else "":
                 raise ValueError(
                     f"parameter leaf {trees.leaf_name(path)} may differ between devices along {along}, but its "
                     f"gradient does not. Pass the parameter from before jax.lax.pcast"

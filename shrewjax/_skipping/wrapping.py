@@ -309,8 +309,7 @@ def _check_devices(new: PyTree, old: PyTree, what: str) -> None:
     """Raises, while tracing, if a leaf may differ between devices after the step but not before it."""
 
     def check(path: KeyPath, new: Leaf, old: Leaf) -> None:
-        along = newly_varying(new, old)
-        if along:
+        if along := newly_varying(new, old):
             raise ValueError(
                 f"leaf {leaf_name(path)} of {what} may differ between devices along {along}, but did not before. "
                 f"Reduce the gradients over {along}. Or shard parameters and state alike"

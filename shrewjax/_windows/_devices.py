@@ -236,8 +236,7 @@ def _require_type_of_sum(path: KeyPath, total: jax.Array, grad: Leaf) -> None:
 
     The sum's type would change, and JAX would raise at the end of a loop or a branch.
     """
-    along = grad is not None and newly_varying(grad, total)
-    if along:
+    if along := grad is not None and newly_varying(grad, total):
         raise ValueError(
             f"gradient leaf {leaf_name(path)} may differ between devices along {along}, but its parameter does "
             f"not. Reduce the gradients, as with jax.lax.pmean(grads, {along}). Or pass sum_over={along}"
