@@ -179,25 +179,20 @@ _WAITS_FOR_ALL = {"ppermute"}
 
 def _axes_of_collectives(jaxpr: Jaxpr) -> set[Hashable]:
     found: set[Hashable] = set()
-    for equation in opened(jaxpr).eqns:
+    for equation in equations_in(jaxpr):
         if equation.primitive.name not in _WAITS_FOR_NOBODY:
             # By these parameters, so that no collective has to be named.
             given = [equation.params.get(name) for name in ("axes", "axis_name")]
             found.update(a for a in jax.tree.leaves(given) if not isinstance(a, int))
         if equation.primitive.name in _WAITS_FOR_ALL:
             found.update(jax.sharding.get_abstract_mesh().manual_axes)
-        found.update(*map(_axes_of_collectives, jaxprs_in(equation)))
     return found
 
 
 def axes_of_constraints(jaxpr: Jaxpr) -> set[Hashable]:
     """Returns the mesh axes over which a jaxpr, or one inside it, asks to shard arrays."""
-    found: set[Hashable] = set()
-    for equation in opened(jaxpr).eqns:
-        spec = getattr(equation.params.get("sharding"), "spec", ())
-        inner = map(axes_of_constraints, jaxprs_in(equation))
-        found.update(jax.tree.leaves(tuple(spec)), *inner)
-    return found
+    shardings = (x.params.get("sharding") for x in equations_in(jaxpr))
+    return {*jax.tree.leaves([tuple(getattr(x, "spec", ())) for x in shardings])}
 
 
 def jaxpr_of_call(equation: Equation) -> Jaxpr | None:
