@@ -26,6 +26,7 @@ from shrewjax._base.types import (
     Leaf,
     Metrics,
     Number,
+    Place,
     PyTree,
 )
 from shrewjax._batches import accumulated
@@ -306,11 +307,10 @@ def value_and_grad(
     roles = roles_of(fun, {}, (), batch_argnums)
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
-        args, kwargs = _with_model_by_position(fun, args, kwargs)
-        call = _OfObjects(fun, has_aux, wrt, args, kwargs)
+        call = _Call(fun, has_aux, wrt, args, kwargs)
         run = jax.value_and_grad(call.divided(roles, options), has_aux=True)
-        returned, grads = run(*call.arrays, **call.objects.kwargs)
-        return call.returned(returned), call.objects.like_model(grads)
+        returned, grads = run(*call.arrays, **call.kwargs)
+        return call.returned(returned), call.like_model(grads)
 
     return value_and_grad_of_batch
 
@@ -368,9 +368,8 @@ def micro_batched(
 
     @wraps(fun)
     def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        args, kwargs = _with_model_by_position(fun, args, kwargs)
-        call = _OfObjects(fun, has_aux, wrt, args, kwargs)
-        return call.returned(call.divided(roles, options)(*call.arrays, **call.objects.kwargs))
+        call = _Call(fun, has_aux, wrt, args, kwargs)
+        return call.returned(call.divided(roles, options)(*call.arrays, **call.kwargs))
 
     return of_batch
 
@@ -481,22 +480,20 @@ def accumulated_value_and_grad(
     roles = roles_of(fun, {}, rng_argnums, batch_argnums)
 
     def of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
-        args, kwargs = _with_model_by_position(fun, args, kwargs)
-        arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
-        call = _OfObjects(fun, has_aux, wrt, args, kwargs)
-        its_roles = roles.with_reserved(call.reserved).call(
-            call.arrays[:-1], call.objects.kwargs, micro_batches
-        )
+        all_given = _with_model_by_position(fun, args, kwargs)
+        arguments.require_arguments_of_fun("weight_fn", weight_fn, *all_given)
+        call = _Call(fun, has_aux, wrt, args, kwargs)
+        its = call.places(roles)
         # The state comes last, and goes from micro-batch to micro-batch.
-        carry: dict[str, Any] = {"carry_argnum": len(call.arrays) - 1}
-        weigh = weight_fn and call.alone(weight_fn)
         run = accumulated.of_options(
             call.loss,
-            options._replace(has_aux=True, weight_fn=weigh),
-            **(carry | its_roles.keys_and_examples()),
+            options._replace(has_aux=True, weight_fn=weight_fn and call.alone(weight_fn)),
+            carry_argnum=len(call.arrays) - 1,
+            rng_argnums=its["rng_argnums"],
+            batch_argnums=its["batch_argnums"],
         )
-        returned, grads = run(*call.arrays, **call.objects.kwargs)
-        return call.returned(returned), call.objects.like_model(grads)
+        returned, grads = run(*call.arrays, **call.kwargs)
+        return call.returned(returned), call.like_model(grads)
 
     return of_batch
 
@@ -513,54 +510,6 @@ def _with_model_by_position(
             "the first argument must be the model, got none by position. Pass it first"
         )
     return (kwargs[first],), {name: x for name, x in kwargs.items() if name != first}
-
-
-class _OfObjects:
-    """A call of a function of nnx objects, as one of arrays, whose last one is the state of the objects.
-
-    Attributes:
-      objects: the nnx objects.
-      arrays: the arguments by position.
-      reserved: the roles of arguments that hold no examples.
-    """
-
-    def __init__(
-        self,
-        fun: Function,
-        has_aux: bool,
-        wrt: Any,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-    ) -> None:
-        self.objects = _Objects(wrt, args[0], args[1:], kwargs)
-        self._fun, self._has_aux = fun, has_aux
-        alone = self.objects.alone
-        self.reserved = {"wrt": (0,), "nnx objects (they need no position)": alone}
-        # A second call with the same model gets the state that the first one returned, whose derivative is NaN.
-        state = jax.lax.stop_gradient(self.objects.state)
-        self.arrays = self.objects.params, *self.objects.args, state
-
-    def loss(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
-        returned, state = self.objects.call(self._fun, args, kwargs)
-        value, its_aux = returned if self._has_aux else (returned, ())
-        return value, (its_aux, state)
-
-    def alone(self, function: Function) -> Function:
-        """Returns a function of the objects as one of arrays, without their new state."""
-        return lambda *args, **kwargs: self.objects.call(function, args, kwargs)[0]
-
-    def divided(self, roles: Roles, options: Options) -> Function:
-        """Returns `loss`, divided. The roles are checked without the state, which no caller passed."""
-        its = roles.with_reserved(self.reserved)
-        places = its.places(self.arrays[:-1], self.objects.kwargs)["batch_argnums"]
-        of_loss = Roles(self.loss, {"batch_argnums": places}, its.part)
-        return partial(divided_call, of_loss, options)
-
-    def returned(self, results: tuple[PyTree, PyTree]) -> PyTree:
-        """Returns what `fun` would return, and gives the objects their new state."""
-        value, (whole_aux, state) = results
-        self.objects.update(state)
-        return (value, whole_aux) if self._has_aux else value
 
 
 def _require_on_one_side(
@@ -600,22 +549,31 @@ def _require_variables(params: PyTree, wrt: Any, model: PyTree) -> None:
         )
 
 
-class _Objects:
-    """The nnx objects in the arguments of `fun`, taken apart, and the arguments without them.
+class _Call:
+    """A call of a function of nnx objects, as one of arrays, whose last one is the state of the objects.
 
     Each object has a number. All leaves of the first argument do, because Flax differentiates its arrays, too.
 
     Attributes:
-      params: the arrays of the variables in `wrt`.
-      state: the arrays of all other variables.
-      args, kwargs: the arguments after the first, with None for each object.
-      alone: the positions and names of arguments that are an object.
+      arrays: the arguments by position, with None for each object. In the place of the first one are the arrays of the
+        variables in `wrt`. Those of all other variables come last.
+      kwargs: those by keyword, with None for each object.
     """
 
-    def __init__(self, wrt: Any, model: PyTree, args: PyTree, kwargs: PyTree) -> None:
+    def __init__(
+        self,
+        fun: Function,
+        has_aux: bool,
+        wrt: Any,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> None:
+        self._fun, self._has_aux = fun, has_aux
+        args, kwargs = _with_model_by_position(fun, args, kwargs)
+        model = args[0]
         # 1. Number the objects, those of the first argument first, and leave them out of the arguments.
         is_object = nnx.graph.is_graph_node
-        flat: Any = jax.tree.flatten_with_path(((model, *args), kwargs), is_object)
+        flat: Any = jax.tree.flatten_with_path((args, kwargs), is_object)
         with_paths, self._treedef = flat
         self._paths, leaves = zip(*with_paths, strict=True)
         self._model: Any = jax.tree.structure(model, is_object)
@@ -623,9 +581,11 @@ class _Objects:
         numbered = {i: x for i, x in enumerate(leaves) if i in in_model or is_object(x)}
         self._objects = {i: x if is_object(x) else jnp.asarray(x) for i, x in numbered.items()}
         without = [None if i in numbered else x for i, x in enumerate(leaves)]
-        (self._no_model, *self.args), self.kwargs = self._treedef.unflatten(without)
-        after_model = dict(enumerate(args, 1)) | kwargs
-        self.alone = tuple(at for at, x in after_model.items() if is_object(x))
+        (self._no_model, *others), self.kwargs = self._treedef.unflatten(without)
+        after_model = dict(enumerate(args[1:], 1)) | kwargs
+        alone = tuple(at for at, x in after_model.items() if is_object(x))
+        # The roles of arguments that hold no examples.
+        self._reserved = {"wrt": (0,), "nnx objects (they need no position)": alone}
 
         is_wanted = _predicate(wrt)
         if not any(is_object(numbered[i]) for i in in_model):
@@ -639,7 +599,9 @@ class _Objects:
 
         self._filters: Any = is_in_wrt, ...
         self._graph, *self._variables = nnx.split(self._objects, *self._filters)
-        self.params, self.state = map(_arrays, self._variables)
+        params, state = map(_arrays, self._variables)
+        # A second call with the same model gets the state that the first one returned, whose derivative is NaN.
+        self.arrays = params, *others, jax.lax.stop_gradient(state)
         # Of each function: which arrays it returns as they were given.
         self._flow: dict[int, list[bool]] = {}
         # By leaf of the state, whether no function has changed it.
@@ -663,14 +625,38 @@ class _Objects:
                 )
 
     def _require_floating(self, wrt: Any) -> None:
-        for path, x in jax.tree.leaves_with_path(self.params):
+        for path, x in jax.tree.leaves_with_path(self.arrays[0]):
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 raise ValueError(
                     f"the variable {self._name(path)} in wrt={trees.shown(wrt)} must be floating or complex, got "
                     f"{x.dtype}. Leave it out of wrt"
                 )
 
-    def call(self, function: Any, args: PyTree, kwargs: PyTree) -> PyTree:
+    def loss(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+        returned, state = self._run(self._fun, args, kwargs)
+        value, its_aux = returned if self._has_aux else (returned, ())
+        return value, (its_aux, state)
+
+    def alone(self, function: Function) -> Function:
+        """Returns a function of the objects as one of arrays, without their new state."""
+        return lambda *args, **kwargs: self._run(function, args, kwargs)[0]
+
+    def places(self, roles: Roles) -> dict[str, tuple[Place, ...]]:
+        """Returns the roles of the arguments without the state, which no caller passed."""
+        return roles.with_reserved(self._reserved).places(self.arrays[:-1], self.kwargs)
+
+    def divided(self, roles: Roles, options: Options) -> Function:
+        """Returns `loss`, divided."""
+        given = {"batch_argnums": self.places(roles)["batch_argnums"]}
+        return partial(divided_call, Roles(self.loss, given, roles.part), options)
+
+    def returned(self, results: tuple[PyTree, PyTree]) -> PyTree:
+        """Returns what `fun` would return, and gives the objects their new state."""
+        value, (whole_aux, state) = results
+        self._update(state)
+        return (value, whole_aux) if self._has_aux else value
+
+    def _run(self, function: Any, args: PyTree, kwargs: PyTree) -> PyTree:
         """Calls `function` with the objects of the arrays in the first and the last argument.
 
         Returns its result, and the new arrays of the variables that are not in `wrt`. Raises if it changes anything
@@ -732,7 +718,7 @@ class _Objects:
                 "fun must change no Python attribute of the model. Change it before the call, as by model.train()"
             )
 
-    def update(self, state: PyTree) -> None:
+    def _update(self, state: PyTree) -> None:
         """Gives the objects their new state, those variables that `fun` has changed.
 
         NNX refuses to write others, if they are of an outer trace (test_flax_objects.py, "teacher").

@@ -50,25 +50,20 @@ def require_state_of(
     order: str = "update(grads, state, params) or apply_gradients(tx, grads, state, params)",
 ) -> None:
     """Raises unless this is the state that a rule's own `init` makes. Rules that read no state do not call it."""
-    fields_of_kind = getattr(kind, "_fields", ())
-    if isinstance(state, dict) and fields_of_kind and fields_of_kind[0] in state:
-        raise ValueError(
-            f"state must be the {kind.__name__} of init, got a dict of its fields. Restore it with tx.init(params) as "
-            "the target"
-        )
-    if not isinstance(state, kind) and type(state).__name__ == kind.__name__:
-        raise ValueError(
-            f"state must be the {kind.__name__} of this import of shrewjax, got another's. Call tx.init(params) again"
-        )
     if not isinstance(state, kind):
         ways = ""
-        if type(state).__module__.startswith("optax."):
-            ways += ". Or convert Optax's state: shrewjax.from_optax(state, tx, params)"
-        if "inner_state" in fields_of_kind:
-            ways += (
-                ". Or, if the state is that of a running job without this wrapper, put it into a new one: "
-                "state = tx.init(params)._replace(inner_state=state), where tx is this wrapper"
-            )
+        if isinstance(state, dict):
+            ways = ". Or, if it was restored, restore it with tx.init(params) as the target"
+        elif type(state).__name__ == kind.__name__:
+            ways = ". Or, if shrewjax was imported again, call tx.init(params) again"
+        else:
+            if type(state).__module__.startswith("optax."):
+                ways = ". Or convert Optax's state: shrewjax.from_optax(state, tx, params)"
+            if "inner_state" in getattr(kind, "_fields", ()):
+                ways += (
+                    ". Or, if the state is that of a running job without this wrapper, put it into a new one: "
+                    "state = tx.init(params)._replace(inner_state=state), where tx is this wrapper"
+                )
         raise ValueError(
             f"state must be the {kind.__name__} of init, got {type(state).__name__}. Pass the state of this "
             f"transformation, in the order {order}{ways}"

@@ -17,7 +17,6 @@ from shrewjax._base import flax_names, mesh
 from shrewjax._base.types import (
     Argument,
     DType,
-    Function,
     KeyPath,
     Leaf,
     PyTree,
@@ -77,49 +76,6 @@ def gradient_arrays(grads: PyTree) -> PyTree:
 def parameter_arrays(params: PyTree) -> PyTree:
     """Returns the tree of parameters with its leaves as arrays. Any dtype is accepted."""
     return jax.tree.map_with_path(partial(_as_array, what="parameter"), params)
-
-
-def has_derivative(function: Function, tree: PyTree) -> bool:
-    """Returns whether JAX has a derivative of the floating scalar `function(tree)` by the tree's floating leaves.
-
-    It has none by what only counts or compares. The function is traced, and not run.
-    """
-    seen: list[PyTree] = []
-
-    @jax.custom_jvp
-    def identity(x: jax.Array) -> jax.Array:
-        return x
-
-    def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        # Without a derivative, JAX passes a symbolic zero.
-        seen.extend(t for t in tangents if not is_zero_tangent(t))
-        return primals[0], primals[0]
-
-    identity.defjvp(rule, symbolic_zeros=True)
-    jax.eval_shape(lambda: jax.jvp(lambda x: identity(function(x)), (tree,), (tree,)))
-    return bool(seen)
-
-
-def is_read(function: Function, tree: PyTree) -> bool:
-    """Returns whether the scalar `function(tree)` depends on an array of the tree. The function is traced, not run."""
-    seen: list[bool] = []
-
-    @jax.custom_batching.custom_vmap
-    def identity(x: jax.Array) -> jax.Array:
-        return x
-
-    @identity.def_vmap
-    def rule(_: int, is_mapped: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-        # It is mapped if it depends on the tree, which is.
-        seen.extend(is_mapped)
-        return x, is_mapped[0]
-
-    def mapped(tree: PyTree) -> jax.Array:
-        xs = jax.tree.map(lambda x: x[None], tree)
-        return jax.vmap(lambda x: identity(jnp.asarray(function(x))), axis_size=1)(xs)
-
-    jax.eval_shape(mapped, tree)
-    return any(seen)
 
 
 def is_zero_tangent(tangent: Leaf) -> bool:

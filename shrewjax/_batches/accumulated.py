@@ -41,7 +41,7 @@ from shrewjax._base.mesh import (
     placed_like,
     summed,
 )
-from shrewjax._base.trees import check_unchanged, has_derivative, is_gradient
+from shrewjax._base.trees import check_unchanged, is_gradient
 from shrewjax._base.types import (
     Argument,
     Axes,
@@ -69,7 +69,7 @@ from shrewjax._batches.batch import Batch, batch_of_call
 from shrewjax._batches.roles import is_array, roles_of
 from shrewjax._numerics.reductions import agreed_over, any_device_along
 from shrewjax._programs.forwarding import returned_as_given
-from shrewjax._programs.jaxprs import axes_of_collectives
+from shrewjax._programs.jaxprs import axes_of_collectives, reads
 from shrewjax._programs.loops import Traced
 from shrewjax._programs.scatters import unknown_true
 from shrewjax._programs.unrolled import scan_in_order
@@ -543,7 +543,7 @@ class _Loss(NamedTuple):
 
     def has_weight(self, batch: Batch, carried: list[PyTree]) -> jax.Array:
         """Returns for each micro-batch whether its weight is not 0. Raises if weights depend on the carry."""
-        if trees.is_read(partial(self.weight_of, batch, 0), carried):
+        if any(reads(partial(self.weight_of, batch, 0), carried)):
             raise ValueError(
                 "weight_fn must not read the carry (in NNX, state outside of wrt) with skip_empty=True. Let it count "
                 "in the batch. Or leave out skip_empty"
@@ -554,10 +554,13 @@ class _Loss(NamedTuple):
     def check_weight(self, batch: Batch, carried: list[PyTree]) -> None:
         """Raises if the weight has a derivative by the parameters, because averages take it for a constant."""
 
-        def weight(params: dict[int, PyTree]) -> Scalar:
-            return self.weight_of(batch._replace(params=params), 0, carried)
+        def weight(params: dict[int, PyTree]) -> jax.Array:
+            return jnp.asarray(self.weight_of(batch._replace(params=params), 0, carried))
 
-        if self.options.reduction != "sum" and has_derivative(weight, batch.params):
+        def tangent(tangents: dict[int, PyTree]) -> jax.Array:
+            return jax.jvp(weight, (batch.params,), (tangents,))[1]
+
+        if self.options.reduction != "sum" and any(reads(tangent, batch.params)):
             raise ValueError(
                 "weight_fn must have no derivative by parameters. Return jax.lax.stop_gradient(weight). Or let fun "
                 "multiply by it, and pass reduction='sum'"
@@ -753,8 +756,7 @@ def _check_carried(new: list[PyTree], carried: list[PyTree], weight: Leaf) -> No
     )
 
     def check(path: KeyPath, new: Leaf, old: Leaf) -> None:
-        along = newly_varying(new, old) or newly_varying(weight, old)
-        if along:
+        if along := newly_varying(new, old) or newly_varying(weight, old):
             raise ValueError(
                 f"leaf {trees.leaf_name(path[1:])} of the carry may differ over {along}, but did not "
                 f"before. Return jax.lax.pmean(carry, {along})"

@@ -486,6 +486,5 @@ def _tangents(results: list[Leaf], grads: list[Leaf], tangents: list[Leaf]) -> l
 def _instantiated(cotangent: Leaf) -> Leaf:
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
-    is_smooth = cotangent.dtype != jax.dtypes.float0
-    zeros = jnp.zeros if is_smooth else np.zeros
+    zeros = np.zeros if cotangent.dtype == jax.dtypes.float0 else jnp.zeros
     return zeros(cotangent.shape, cotangent.dtype)

@@ -413,7 +413,7 @@ def clip_by_norm_percentile(
 
     def update_fn(updates: PyTree, state: ClipByNormPercentileState, _: Params) -> Updated:
         norm = global_norm(updates, 2.0, axes)
-        grad_norm = floats.to_float32(norm)
+        grad_norm = floats.stored(norm, jnp.float32)
         history = histories.push(state.history, grad_norm)
         threshold = histories.percentile(history, percentile)
         limit = _float32_limit(threshold, grad_norm, norm)
@@ -542,7 +542,7 @@ def clip_by_norm_zscore(
     def update_fn(updates: PyTree, state: ClipByNormZscoreState, _: Params) -> Updated:
         z_limit, eps_, cap = (jnp.asarray(x, jnp.float32) for x in (max_zscore, eps, max_norm))
         norm = global_norm(updates, 2.0, axes)
-        grad_norm = floats.to_float32(norm)
+        grad_norm = floats.stored(norm, jnp.float32)
 
         past = histories.Moments(state.recorded, state.mean, state.std)
         is_warmup = past.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)

@@ -131,7 +131,7 @@ def clip_by_leaf_norm(
         return units.scaled(updates, scales), ClipByLeafNormState(
             grad_norm=units.with_numbers(state.grad_norm, stored_norms, absent=0.0),
             clip_scale=units.with_numbers(state.clip_scale, stored_scales, absent=1.0),
-            **counted(state, units.any_above(norms, limits)),
+            **counted(state, units.clipped(norms, limits, scales)[1]),
         )
 
     return clipping_rule(ClipByLeafNormState, init_fn, update_fn)
@@ -568,7 +568,7 @@ def _clipped_norm(
 ) -> jax.Array:
     """Returns each unit's norm after the clip, float32."""
     if_clipped = floats.product(norm, floats.quotient(limit, decisive))
-    return floats.to_float32(optax.tree.where(scale.applies, if_clipped, norm))
+    return floats.stored(optax.tree.where(scale.applies, if_clipped, norm), jnp.float32)
 
 
 def _next_ema(

@@ -120,8 +120,7 @@ class Units:
                     f"gradient leaf {trees.leaf_name(path)} must have the shape of its floating parameter, got "
                     f"{g.dtype} of shape {g.shape} for {w.dtype} of shape {w.shape}"
                 )
-            along = newly_varying(w, g) if dims else ""
-            if along:
+            if along := newly_varying(w, g) if dims else "":
                 raise ValueError(
                     f"parameter leaf {trees.leaf_name(path)} may differ over {along}, but its "
                     f"gradient does not. Pass the parameter from before jax.lax.pcast"
@@ -173,15 +172,6 @@ class Units:
         keys = leaf_maxima(magnitude_key, values, axes=self._across)
         return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), dtype)
 
-    def any_above(
-        self, norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat]
-    ) -> jax.Array:
-        """Returns whether a finite norm of any unit, on any device, is above its limit. Shape ()."""
-        if not norms:
-            return jnp.zeros((), bool)
-        (is_any_above,) = self._sums_of_flags([list(map(scaling.is_above, norms, limits))])
-        return is_any_above > 0
-
     def clipped(
         self,
         norms: Sequence[ExtendedFloat],
@@ -190,15 +180,20 @@ class Units:
         *,
         decisive: Sequence[ExtendedFloat] | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the fraction of all devices' units that are clipped, float32, and `any_above`. Shapes ().
+        """Returns the fraction of all devices' units that are clipped, float32, and whether any is above its limit.
 
-        The limits are for the norms `decisive`, which are the units' own unless they are given.
+        Both have the shape (). Norms that are not finite are not above. The limits are for the norms `decisive`, which
+        are the units' own unless they are given.
         """
         if not norms:
             return jnp.zeros((), jnp.float32), jnp.zeros((), bool)
         is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
         is_above = list(map(scaling.is_above, norms if decisive is None else decisive, limits))
-        clipped, above = self._sums_of_flags([is_clipped, is_above])
+        # One collective takes all.
+        flags = [flag.astype(jnp.float32) for flag in (*is_clipped, *is_above)]
+        sums = leaf_sums(flags, axes=2 * self._across)
+        n = len(self.groups)
+        clipped, above = (jnp.sum(jnp.stack(x)) for x in (sums[:n], sums[n:]))
         # May be symbolic (tests/promises/test_export.py).
         units = sum(sizes(is_clipped, axes=self._across))
         divisor = (
@@ -207,13 +202,6 @@ class Units:
             else jnp.maximum(jnp.asarray(units, jnp.float32), 1)
         )
         return clipped / divisor, above > 0
-
-    def _sums_of_flags(self, kinds: Sequence[list[jax.Array]]) -> list[jax.Array]:
-        """Returns how many units of all devices have a flag, for each kind of flags. One collective takes all."""
-        flags = [flag.astype(jnp.float32) for of_kind in kinds for flag in of_kind]
-        sums = leaf_sums(flags, axes=len(kinds) * self._across)
-        n = len(self.groups)
-        return [jnp.sum(jnp.stack(sums[at : at + n])) for at in range(0, len(sums), n)]
 
     def with_numbers(
         self, tree: chex.ArrayTree, numbers: Sequence[PyTree], absent: float

@@ -9,12 +9,13 @@ first scan runs the layers, and stacks these sums. The second one multiplies the
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
 
-from shrewjax._base.types import Function, Leaf
+from shrewjax._base.types import Leaf
 from shrewjax._programs import jaxprs
 from shrewjax._programs.jaxprs import Atom, Equation, Jaxpr, is_variable
 
@@ -33,9 +34,7 @@ class _Half:
         self.places = places
         outs = [*(body.results[at] for at in places), *more]
         equations = [step.equation for step in steps]
-        made = {x for y in equations for x in y.outvars}
-        read = [*(x for y in equations for x in y.invars), *outs]
-        self.reads = [x for x in dict.fromkeys(filter(is_variable, read)) if x not in made]
+        self.reads = jaxprs.read_by(equations, outs)
         self._known = body.constants
         self._run = jaxprs.function_of(jaxprs.program_of(equations, self.reads, outs))
 
@@ -68,62 +67,47 @@ def in_two(equation: Equation, body: Any, is_mixed: Sequence[bool]) -> Jaxpr | N
     given = [x for x in needed if (body.is_divided(x) or x in carried)]
     halves = _Half(body, first, kept, given), _Half(body, second[::-1], mixed, [])
     # 3. Both, one after the other.
-    run = (
-        _scans(scan, body, *halves, given) if scan else _checkpoints(equation, body, *halves, given)
-    )
+    run = partial(_scan, scan, body) if scan else partial(_checkpoint, equation)
+
+    def of_operands(*operands: Leaf) -> list[Leaf]:
+        known = dict(zip(body.arguments, operands, strict=True))
+        made = run(halves[0], known, {})
+        count = len(kept)
+        rest = run(halves[1], known, dict(zip(given, made[count:], strict=True)))
+        by_place = dict(zip(kept + mixed, made[:count] + rest, strict=True))
+        return [by_place[at] for at in range(len(by_place))]
+
     with jaxprs.context_of(equation):
-        return jax.make_jaxpr(run)(*(x.aval for x in equation.invars))
+        return jax.make_jaxpr(of_operands)(*(x.aval for x in equation.invars))
 
 
-def _in_places(first: _Half, second: _Half, made: list[Leaf], rest: list[Leaf]) -> list[Leaf]:
-    by_place = dict(zip(first.places + second.places, made + rest, strict=True))
-    return [by_place[at] for at in range(len(by_place))]
-
-
-def _checkpoints(
-    equation: Equation, body: Any, first: _Half, second: _Half, given: list[Atom]
-) -> Function:
+def _checkpoint(
+    equation: Equation, half: _Half, known: dict[Atom, Leaf], handed_on: dict[Atom, Leaf]
+) -> list[Leaf]:
+    known = known | handed_on
+    names = [x for x in half.reads if x in known]
+    of_values = lambda *x: half(dict(zip(names, x, strict=True)))  # noqa: E731
     options = jaxprs.options_of_checkpoint(equation)
-
-    def run(half: _Half, known: dict[Atom, Leaf]) -> list[Leaf]:
-        names = [x for x in half.reads if x in known]
-        of_values = lambda *x: half(dict(zip(names, x, strict=True)))  # noqa: E731
-        return jax.checkpoint(of_values, **options)(*(known[x] for x in names))
-
-    def of_operands(*operands: Leaf) -> list[Leaf]:
-        known = dict(zip(body.arguments, operands, strict=True))
-        made = run(first, known)
-        count = len(first.places)
-        rest = run(second, known | dict(zip(given, made[count:], strict=True)))
-        return _in_places(first, second, made[:count], rest)
-
-    return of_operands
+    return jax.checkpoint(of_values, **options)(*(known[x] for x in names))
 
 
-def _scans(
-    scan: jaxprs.Scan, body: Any, first: _Half, second: _Half, given: list[Atom]
-) -> Function:
+def _scan(
+    scan: jaxprs.Scan,
+    body: Any,
+    half: _Half,
+    known: dict[Atom, Leaf],
+    handed_on: dict[Atom, Leaf],
+) -> list[Leaf]:
     names_of_stacks = body.arguments[scan.constants + scan.carries :]
+    carries = [body.arguments[scan.constants + at] for at in half.places if at < scan.carries]
+    stacks = {x: known[x] for x in names_of_stacks if x in half.reads} | handed_on
+    constants = {x: known[x] for x in body.arguments[: scan.constants] if x in half.reads}
 
-    def run(half: _Half, operands: Sequence[Leaf], handed_on: dict[Atom, Leaf]) -> list[Leaf]:
-        known = dict(zip(body.arguments, operands, strict=True))
-        carries = [body.arguments[scan.constants + at] for at in half.places if at < scan.carries]
-        stacks = {x: known[x] for x in names_of_stacks if x in half.reads} | handed_on
-        constants = {x: known[x] for x in body.arguments[: scan.constants] if x in half.reads}
+    def trip(carry: list[Leaf], slices: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
+        its = zip([*carries, *stacks], [*carry, *slices], strict=True)
+        made = half(constants | dict(its))
+        return made[: len(carries)], made[len(carries) :]
 
-        def trip(carry: list[Leaf], slices: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
-            its = zip([*carries, *stacks], [*carry, *slices], strict=True)
-            made = half(constants | dict(its))
-            return made[: len(carries)], made[len(carries) :]
-
-        start = [known[x] for x in carries]
-        carry, made = lax.scan(trip, start, [*stacks.values()], scan.length, **scan.options)
-        return [*carry, *made]
-
-    def of_operands(*operands: Leaf) -> list[Leaf]:
-        made = run(first, operands, {})
-        count = len(first.places)
-        rest = run(second, operands, dict(zip(given, made[count:], strict=True)))
-        return _in_places(first, second, made[:count], rest)
-
-    return of_operands
+    start = [known[x] for x in carries]
+    carry, made = lax.scan(trip, start, [*stacks.values()], scan.length, **scan.options)
+    return [*carry, *made]

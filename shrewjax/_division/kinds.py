@@ -343,11 +343,10 @@ class Program:
 
     def _is_made_of_nothing(self, x: Atom) -> bool:
         """Returns whether a value depends on shapes alone, such as `jnp.arange(B)`."""
-        step = self.made_by.get(x) if is_variable(x) else None
-        operands = step.equation.invars if step else []
-        return not is_variable(x) or (
-            step is not None and all(map(self._is_made_of_nothing, operands))
-        )
+        if not is_variable(x):
+            return True
+        step = self.made_by.get(x)
+        return step is not None and all(map(self._is_made_of_nothing, step.equation.invars))
 
     # Equations with programs inside.
 

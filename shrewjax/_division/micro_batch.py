@@ -250,9 +250,8 @@ class MicroBatch:
         def rule(primals: Any, tangents: Any) -> Any:
             made = rule_at(*primals, *(tangents[1 + i] for i in smooth))
             by_place = dict(zip(results, made[count:], strict=True))
-            return made[:count], [
-                by_place.get(i, zero_tangent(x)) for i, x in enumerate(made[:count])
-            ]
+            nothing = [np.zeros(x.shape, jax.dtypes.float0) for x in made[:count]]
+            return made[:count], [by_place.get(i, x) for i, x in enumerate(nothing)]
 
         run.defjvp(rule)
         return run
@@ -294,9 +293,3 @@ def function_of_steps(
 def _where_rows(goes_on: Leaf, new: Leaf, old: Leaf) -> Leaf:
     shape = (*goes_on.shape, *[1] * (new.ndim - goes_on.ndim))
     return jnp.where(goes_on.reshape(shape), new, old)
-
-
-def zero_tangent(x: Leaf) -> Leaf:
-    """Returns the tangent, or the cotangent, of a value that is not differentiated."""
-    is_smooth = jnp.issubdtype(x.dtype, jnp.inexact)
-    return jnp.zeros_like(x) if is_smooth else np.zeros(x.shape, jax.dtypes.float0)

@@ -271,11 +271,6 @@ def from_extended(number: ExtendedFloat) -> jax.Array:
     return times_power_of_two(number.mantissa, number.exponent)
 
 
-def to_float32(number: ExtendedFloat) -> jax.Array:
-    """Returns the number as histories store it, float32: inf if it is too large."""
-    return stored(number, jnp.float32)
-
-
 def stored(number: ExtendedFloat, dtype: DType) -> jax.Array:
     """Returns the number as a state stores it, in its dtype: inf if it is too large."""
     return from_extended(number).astype(dtype)

@@ -121,7 +121,7 @@ class _Kind(NamedTuple):
         know a global norm's sum, and for leaves of a device's own the branch has no collective.
         """
         is_same = self.is_global or self.axes == [()] * len(self.unit_dims)
-        return is_rare if is_same else any_device([is_rare])[0]
+        return is_rare if is_same else any_device(is_rare)
 
     def totals(self, sums: list[jax.Array]) -> list[jax.Array]:
         """Returns the sum of each norm from the sums of units, joined."""

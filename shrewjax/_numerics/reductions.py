@@ -156,17 +156,15 @@ def unit_numbers(leaf: Leaf, dims: UnitDims, value: float, dtype: DType) -> jax.
     )
 
 
-def any_device(flags: Sequence[jax.Array], axes: AxisNames = ()) -> list[jax.Array]:
-    """Returns whether each flag is set on any device, so that all devices take the same branch.
+def any_device(flag: jax.Array, axes: AxisNames = ()) -> jax.Array:
+    """Returns whether a flag is set on any device, so that all devices take the same branch.
 
-    If `axes` contains axes of `jax.vmap`, flags are also combined along these.
+    If `axes` contains axes of `jax.vmap`, it is also combined along these.
     """
     mapped, is_tracked = mapped_axes()
-    counts = _over_devices(
-        lax.pmax, [flag.astype(jnp.int32) for flag in flags], None if is_tracked else mapped
-    )
+    (count,) = _over_devices(lax.pmax, [flag.astype(jnp.int32)], None if is_tracked else mapped)
     of_vmap = tuple(a for a in axes if a not in mapped and is_bound(a))
-    return [count > 0 for count in (lax.pmax(counts, of_vmap) if of_vmap else counts)]
+    return (lax.pmax(count, of_vmap) if of_vmap else count) > 0
 
 
 def any_device_along(flags: jax.Array, axes: Collection[Hashable]) -> jax.Array:
@@ -227,27 +225,19 @@ def all_finite(
     leaves: Sequence[Leaf], axes: Axes | list[Axes], unit_dims: UnitDims = ()
 ) -> jax.Array:
     """Returns whether all elements on all devices are finite. Shape (), or the sizes of the `unit_dims`."""
-    if not leaves:
-        return jnp.ones((), bool)
-    return _finite(leaves, axes, unit_dims, lambda of_leaves: jnp.all(of_leaves, axis=0))
+    return jnp.all(finite_leaves(leaves, axes, unit_dims), axis=0)
 
 
-def finite_leaves(leaves: Sequence[Leaf], axes: Axes) -> jax.Array:
-    """Returns for each leaf whether all its elements on all devices are finite. Shape (leaves,)."""
+def finite_leaves(
+    leaves: Sequence[Leaf], axes: Axes | list[Axes], unit_dims: UnitDims = ()
+) -> jax.Array:
+    """Returns the same for each leaf. Shape (leaves,), and then the sizes of the `unit_dims`."""
     if not leaves:
         return jnp.ones((0,), bool)
-    return _finite(leaves, axes, (), lambda of_leaves: of_leaves)
 
-
-def _finite(
-    leaves: Sequence[Leaf],
-    axes: Axes | list[Axes],
-    unit_dims: UnitDims,
-    combine: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
     def sums_are_finite(terms: Sequence[jax.Array]) -> jax.Array:
         sums = leaf_sums(terms, axes=axes, unit_dims=[unit_dims] * len(leaves))
-        return combine(jnp.stack([jnp.isfinite(s) for s in sums]))
+        return jnp.stack([jnp.isfinite(s) for s in sums])
 
     def exactly() -> jax.Array:
         # x - x is 0 for a finite x and NaN otherwise, so its sum does not overflow.

@@ -179,25 +179,20 @@ _WAITS_FOR_ALL = {"ppermute"}
 
 def _axes_of_collectives(jaxpr: Jaxpr) -> set[Hashable]:
     found: set[Hashable] = set()
-    for equation in opened(jaxpr).eqns:
+    for equation in equations_in(jaxpr):
         if equation.primitive.name not in _WAITS_FOR_NOBODY:
             # By these parameters, so that no collective has to be named.
             given = [equation.params.get(name) for name in ("axes", "axis_name")]
             found.update(a for a in jax.tree.leaves(given) if not isinstance(a, int))
         if equation.primitive.name in _WAITS_FOR_ALL:
             found.update(jax.sharding.get_abstract_mesh().manual_axes)
-        found.update(*map(_axes_of_collectives, jaxprs_in(equation)))
     return found
 
 
 def axes_of_constraints(jaxpr: Jaxpr) -> set[Hashable]:
     """Returns the mesh axes over which a jaxpr, or one inside it, asks to shard arrays."""
-    found: set[Hashable] = set()
-    for equation in opened(jaxpr).eqns:
-        spec = getattr(equation.params.get("sharding"), "spec", ())
-        inner = map(axes_of_constraints, jaxprs_in(equation))
-        found.update(jax.tree.leaves(tuple(spec)), *inner)
-    return found
+    shardings = (x.params.get("sharding") for x in equations_in(jaxpr))
+    return {*jax.tree.leaves([tuple(getattr(x, "spec", ())) for x in shardings])}
 
 
 def jaxpr_of_call(equation: Equation) -> Jaxpr | None:
@@ -467,13 +462,11 @@ def carry_of(equation: Equation) -> slice | None:
     return None if scan is None else slice(scan.constants, scan.constants + scan.carries)
 
 
-def part_of(jaxpr: Jaxpr, equations: Sequence[Equation], results: Sequence[Atom]) -> Jaxpr:
-    """Returns some equations of an open jaxpr as a closed one, with these results."""
+def read_by(equations: Sequence[Equation], results: Sequence[Atom] = ()) -> list[Atom]:
+    """Returns the variables that equations read, and those among some results, unless the equations make them."""
     made = {x for equation in equations for x in equation.outvars}
-    read = (x for equation in equations for x in equation.invars)
-    given = [x for x in dict.fromkeys(filter(is_variable, read)) if x not in made]
-    part = jaxpr.replace(constvars=(), invars=given, outvars=[*results], eqns=[*equations])
-    return closed_jaxpr(part)
+    read = (*(x for equation in equations for x in equation.invars), *results)
+    return [x for x in dict.fromkeys(filter(is_variable, read)) if x not in made]
 
 
 def types_of(function: Callable[[], PyTree]) -> PyTree:
@@ -509,8 +502,8 @@ def run_equation(equation: Equation, operands: Sequence[Leaf]) -> Sequence[Leaf]
     return core.jaxpr_as_fun(alone)(*operands)
 
 
-def reads(function: Function, argument: list[Leaf]) -> list[bool]:
-    """Returns which values of a list the results of a function depend on. The function is traced, and not run."""
+def reads(function: Function, argument: PyTree) -> list[bool]:
+    """Returns which leaves of a tree the results of a function depend on. The function is traced, and not run."""
     traced = jax.make_jaxpr(function)(argument).jaxpr
     return pe.dce_jaxpr(traced, [True] * len(traced.outvars))[1]
 

@@ -69,9 +69,10 @@ from shrewjax._programs.jaxprs import (
     jaxpr_of_call,
     name_of_jit,
     opened,
-    part_of,
     permutation_of,
     prevents_cse,
+    program_of,
+    read_by,
     scan_of,
 )
 from shrewjax._programs.lost_scatters import warn_if_lost
@@ -505,7 +506,7 @@ def _parts(jaxpr: Jaxpr, plan: _Plan) -> Iterator[tuple[Index | None, Jaxpr]]:
         if index == end or index in plan.scans or index in plan.calls:
             made = (x for equation in plain for x in equation.outvars)
             results = [x for x in made if last_read.get(x, -1) >= index]
-            yield None, part_of(jaxpr, plain, results)
+            yield None, program_of(plain, read_by(plain), results)
             if index < end:
                 yield index, None
             plain = []

@@ -428,7 +428,7 @@ def _norm(
 ) -> jax.Array:
     grads = step.make_gradients()
     trees.require_no_device_rows(grads, params)
-    return floats.to_float32(global_norm(grads, 2.0, axes))
+    return floats.stored(global_norm(grads, 2.0, axes), jnp.float32)
 
 
 def _value(

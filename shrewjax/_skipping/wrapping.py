@@ -84,8 +84,9 @@ class Step(NamedTuple):
         # 1. Run it, and check that the state stays as it was.
         def run_in_place() -> Result:
             returned, new_state = run()
-            _check_restored(new_state, self.state)
-            require_structure(new_state, self.state, f"{what_changed}: the structure must stay")
+            requirement = f"{what_changed}: the structure must stay"
+            remedy = ". If a restore made lists of tuples, give it tx.init(params) as the target"
+            require_structure(new_state, self.state, requirement, remedy)
             dtypes = {x.dtype for x in jax.tree.leaves(self.params) if hasattr(x, "dtype")}
             new_state = jax.tree.map(partial(_in_dtype_of, dtypes), new_state, self.state)
             check_unchanged(new_state, self.state, what_changed)
@@ -293,25 +294,6 @@ def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
     return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)
 
 
-def _check_restored(new: PyTree, old: PyTree) -> None:
-    """Raises, while tracing, if lists stand in the old state where the transformation makes tuples."""
-
-    def is_list(x: PyTree) -> bool:
-        return type(x) is list
-
-    def as_tuple(x: PyTree) -> PyTree:
-        return tuple(map(with_tuples, x)) if is_list(x) else x
-
-    def with_tuples(tree: PyTree) -> PyTree:
-        return jax.tree.map(as_tuple, tree, is_leaf=is_list)
-
-    structures: list[Any] = [jax.tree.structure(x) for x in (new, old, with_tuples(old))]
-    if structures[0] != structures[1] and structures[0] == structures[2]:
-        raise ValueError(
-            "opt_state must have the tuples of tx.init, got lists. Restore it with tx.init(params) as the target"
-        )
-
-
 def _require_agreement(runs: Flag, run: Callable[[], Result]) -> None:
     """Raises if some devices would wait for others in a collective of `run` that these skip."""
     differs = varying_axes(runs) if isinstance(runs, jax.Array) else frozenset()
@@ -328,8 +310,7 @@ def _check_devices(new: PyTree, old: PyTree, what: str) -> None:
     """Raises, while tracing, if a leaf may differ between devices after the step but not before it."""
 
     def check(path: KeyPath, new: Leaf, old: Leaf) -> None:
-        along = newly_varying(new, old)
-        if along:
+        if along := newly_varying(new, old):
             raise ValueError(
                 f"leaf {leaf_name(path)} of {what} may differ over {along}, but did not before. "
                 f"Reduce the gradients over {along}. Or shard parameters and state alike"

@@ -106,7 +106,7 @@ class Devices:
             axes = axes_beside(leaves, own_axes) if own_axes else self.sharded_over
             return is_kept & ~all_finite(leaves, axes)
         is_nonfinite = jnp.any(is_kept & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
-        return any_device([is_nonfinite], self.axes)[0]
+        return any_device(is_nonfinite, self.axes)
 
     def _own_axes(self, varies_like: jax.Array) -> AxisNames:
         """Returns the mapped axes along which devices have windows of independent models, where this number varies."""
@@ -126,9 +126,6 @@ class Devices:
         """Returns the norm of gradients that are the same on all devices of a model."""
         leaves = [x for x in jax.tree.leaves(total) if is_gradient(x)]
         return measure_local(leaves, self.axes or self._own_axes(varies_like))
-
-    def total_weight(self, sum_of_weights: jax.Array) -> jax.Array:
-        return device_sums([sum_of_weights], self.axes)[0]
 
     def total(
         self, numbers: Sequence[jax.Array], gradient_sum: ArrayTree
@@ -239,8 +236,7 @@ def _require_type_of_sum(path: KeyPath, total: jax.Array, grad: Leaf) -> None:
 
     The sum's type would change, and JAX would raise at the end of a loop or a branch.
     """
-    along = grad is not None and newly_varying(grad, total)
-    if along:
+    if along := grad is not None and newly_varying(grad, total):
         raise ValueError(
             f"gradient leaf {leaf_name(path)} may differ over {along}, but its parameter does "
             f"not. Pass jax.lax.pmean(grads, {along}). Or pass sum_over={along}"

@@ -230,7 +230,7 @@ def _add_and_run(
     added = window.advance(state, grads, weight, value, flush=is_flushed, when_full=True)
 
     # 3. Run inner if the window closes.
-    like = window.like_average(grads)
+    like = window.devices.like_total(grads)
     inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
     step_on = partial(_step_on, like, takes_value)
     run = _run_on_total if window.is_partial else _run_on_average
@@ -350,7 +350,8 @@ def _run_on_total(
             # (tests/devices/test_accelerators.py, "closing_calls_alone").
             ran = optax.tree.where(average.total_has_weight, ran, step.skipped(ran[0]))
             measured = optax.tree.where(average.total_has_weight, measured, before)
-        emptied = window.emptied(added.state, average)
+        sums = added.state.gradient_sum
+        emptied = window.devices.emptied(sums, average.total, average.gradients)
         return ran[0], _After(ran[1], jnp.asarray(average.total_has_weight), emptied, measured)
 
     # A skipped step keeps its state. So the state of this one is all that the branch returns beside the updates.

@@ -43,6 +43,7 @@ from shrewjax._base.types import (
     Scalar,
 )
 from shrewjax._numerics import floats
+from shrewjax._numerics.reductions import device_sums
 from shrewjax._programs.scatters import unknown_true
 from shrewjax._windows import _noise
 from shrewjax._windows._devices import Devices, expand_like
@@ -98,7 +99,7 @@ class Window:
         self._dtype = arguments.inexact_dtype("accumulator_dtype", accumulator_dtype)
         self.nonfinite = arguments.choice("nonfinite", nonfinite, get_args(Nonfinite))
         self.axes = arguments.axis_names("sum_over", sum_over)
-        self._devices = Devices(self.axes, arguments.axis_names("sharded_over", sharded_over))
+        self.devices = Devices(self.axes, arguments.axis_names("sharded_over", sharded_over))
         self._noise_decay = (
             None if noise_decay is None else arguments.real("noise_decay", noise_decay, at_least=0)
         )
@@ -108,7 +109,7 @@ class Window:
     def init(self, params: PyTree) -> GradAccumulatorState:
         """Returns an empty window for gradients like `params`, with the sharding of `params`."""
         params = trees.parameter_arrays(params)
-        zeros_like = self._devices.zeros_maker(params)
+        zeros_like = self.devices.zeros_maker(params)
         gradient_sum = jax.tree.map_with_path(partial(self._empty_sum, zeros_like), params)
         dtype = floats.sum_dtype(*filter(is_gradient, jax.tree.leaves(gradient_sum)))
 
@@ -166,7 +167,7 @@ class Window:
         of partial sums is left to `average`. The module's docstring has the order of its decisions.
         """
         # Check that the micro-batch and the state fit.
-        grads, value = self._devices.checked(
+        grads, value = self.devices.checked(
             grads, weight, value, state.gradient_sum, state.sum_of_weights
         )
         if self._noise_decay is not None:
@@ -233,7 +234,7 @@ class Window:
             is_kept = is_kept & is_present
         if is_kept is False or self.nonfinite == "propagate":
             return is_kept, False
-        is_nonfinite = self._devices.is_nonfinite(grads, is_kept, sum_of_weights)
+        is_nonfinite = self.devices.is_nonfinite(grads, is_kept, sum_of_weights)
         return is_kept & ~is_nonfinite, is_nonfinite
 
     def _is_closing(
@@ -318,7 +319,7 @@ class Window:
         # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
         nonzero = jnp.where(own_weight != 0, own_weight, jnp.ones((), own_weight.dtype))
         of_square = nonzero if self._reduction == "mean" else 1 / nonzero
-        norm = self._devices.own_norm(grads, varies_like=noise.kept)
+        norm = self.devices.own_norm(grads, varies_like=noise.kept)
         return _noise.added(noise, norm, of_square, is_kept, is_first)
 
     def update(
@@ -329,7 +330,7 @@ class Window:
         The sums begin as zeros. So no gradient replaces them, and no select stands around them (XLA-24). `finalize`
         divides them.
         """
-        grads, _ = self._devices.checked(
+        grads, _ = self.devices.checked(
             trees.gradient_arrays(grads), weight, None, state.gradient_sum, state.sum_of_weights
         )
         is_present = is_present & unknown_true()
@@ -366,7 +367,7 @@ class Window:
         Then nothing stands between the total of gradients and the slice of it that is kept. XLA makes one
         reduce-scatter of both (tests/devices/test_network.py, "FSDP").
         """
-        sum_of_weights = self._devices.total_weight(state.sum_of_weights)
+        (sum_of_weights,) = device_sums([state.sum_of_weights], self.axes or ())
         scale = _reciprocal(sum_of_weights, sum_of_weights != 0)
         return state._replace(gradient_sum=_all_scaled(state.gradient_sum, scale))
 
@@ -401,7 +402,7 @@ class Window:
         if self._noise_decay is not None:
             # A "sum" is the mean times the window's weight.
             per_weight = scale if self._reduction == "sum" else jnp.ones_like(scale)
-            norm = self._devices.norm(gradients, sum_of_weights)
+            norm = self.devices.norm(gradients, sum_of_weights)
             mantissa = norm.mantissa * per_weight.astype(norm.mantissa.dtype)
             norm = floats.shifted(mantissa, norm.exponent)
             totals = whole.state.noise  # over devices, where `noise` keeps each device's row
@@ -410,16 +411,12 @@ class Window:
         total_has_weight = whole.has_weight if self.is_partial else True
         return Average(gradients, total_has_weight, loss, sum_of_weights, noise, total)
 
-    def emptied(self, state: AnyState, average: Average) -> ArrayTree:
-        """Returns sums for the state of a closed window, whose values nobody reads."""
-        return self._devices.emptied(state.gradient_sum, average.total, average.gradients)
-
     def _total(self, added: Advanced) -> Advanced:
         """Returns `added` with totals in the places of partial sums."""
         noise = added.state.noise
         numbers = [added.sum_of_weights, added.state.value_sum]
         of_noise = [noise.kept, noise.square_sums] if noise else []
-        (sum_of_weights, value_sum, *of_noise), gradient_sum = self._devices.total(
+        (sum_of_weights, value_sum, *of_noise), gradient_sum = self.devices.total(
             [*numbers, *of_noise], added.state.gradient_sum
         )
         if noise:
@@ -427,10 +424,6 @@ class Window:
         has_weight = True if added.has_weight is True else sum_of_weights != 0
         state = added.state._replace(value_sum=value_sum, noise=noise, gradient_sum=gradient_sum)
         return Advanced(state, sum_of_weights, added.has_average, has_weight)
-
-    def like_average(self, grads: ArrayTree) -> ArrayTree:
-        """Returns the gradients, or the shapes and dtypes of their total."""
-        return self._devices.like_total(grads)
 
     def close(self, state: AnyState) -> tuple[Average, Flag, AnyState]:
         """Closes a window, full or not. Returns its average, whether it has one, and the state.

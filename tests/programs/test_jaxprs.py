@@ -123,7 +123,8 @@ def test_part_of_a_jaxpr_is_a_function_of_what_it_reads():
 
     program = jax.make_jaxpr(function)(1.0, 2.0)
     sine, product, _ = program.jaxpr.eqns
-    part = jaxprs.part_of(program.jaxpr, [sine, product], [*sine.outvars, *product.outvars])
+    some = [sine, product]
+    part = jaxprs.program_of(some, jaxprs.read_by(some), [*sine.outvars, *product.outvars])
     np.testing.assert_allclose(core.jaxpr_as_fun(part)(1.0, 2.0), [np.sin(1.0), np.sin(1.0) * 2], rtol=1e-6)
     assert [x for equation in program.jaxpr.eqns for x in jaxprs.jaxprs_in(equation)] == []
 

@@ -625,7 +625,7 @@ def test_a_window_that_is_too_long_is_named_with_both_numbers_outside_of_jit():
 def test_a_state_of_another_import_of_the_package_is_named_as_such():
     of_another = type("AccumulateState", (tuple,), {})()
     tx = shrewjax.accumulate(optax.sgd(1.0), 4)
-    with pytest.raises(ValueError, match=r"AccumulateState of this import of shrewjax, got another's"):
+    with pytest.raises(ValueError, match=r"got AccumulateState\. .* if shrewjax was imported again, call tx\.init"):
         tx.update(vector(1.0), of_another, vector(0.0))
 
 

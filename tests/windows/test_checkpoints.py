@@ -42,7 +42,7 @@ def test_a_state_that_orbax_restored_without_a_target_is_an_error_whose_remedy_w
         bare = checkpointer.restore(tmp_path / "state")
         restored = checkpointer.restore(tmp_path / "state", tx.init(params))
     with pytest.raises(
-        ValueError, match=r"got a dict of its fields.*Restore it with tx\.init\(params\) as the target$"
+        ValueError, match=r"got dict\. .* Or, if it was restored, restore it with tx\.init\(params\) as the target$"
     ):
         tx.update(params, bare, params)
     found, expected = (tx.update(params, s, params) for s in (restored, state))
