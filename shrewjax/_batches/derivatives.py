@@ -65,12 +65,12 @@ class Run:
         """Returns the results, and the gradients of the first one."""
         free, pull_once = jax.vjp(self._free, self.arguments)
         # 1. Differentiate what the result depends on. A cotangent of zero could make a NaN of other values.
-        zeros = [_zeros(x.aval) for x in self.frontier.all]
+        zeros = [zeros_of(x.aval) for x in self.frontier.all]
         first = lambda made: self._results(self.frontier, made, free)[0]  # noqa: E731
         used = dict(zip(self.frontier.all, jaxprs.reads(first, zeros), strict=True))
         frontier = Frontier.of(self.frontier.all, lambda x: used[x] and x in self.frontier.smooth)
         # 2. One pass, if cotangents do not depend on the frontier. Otherwise the first of two passes.
-        zeros = [_zeros(x.aval) for x in frontier.all]
+        zeros = [zeros_of(x.aval) for x in frontier.all]
         cotangents = partial(self._cotangents_of_first, frontier, free)
         prints = any(jaxprs.prints(x.equation) and not x.only_prints for x in self.plan.after)
         is_one_pass = not prints and not any(jaxprs.reads(cotangents, zeros))
@@ -177,7 +177,7 @@ def summed_like(x: Leaf, like: Leaf) -> Leaf:
     return combined_over(axes, ["sum"], [x])[0]
 
 
-def _zeros(aval: Any) -> Leaf:
+def zeros_of(aval: Any) -> Leaf:
     """Returns zeros of a type: placed on an Explicit mesh, and varying over mapped axes, as it says."""
     where = {"out_sharding": aval.sharding} if explicit_axes(aval) else {}
     return as_varying(jnp.zeros(aval.shape, aval.dtype, **where), tuple(varying_axes(aval)))

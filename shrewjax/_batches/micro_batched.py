@@ -23,7 +23,7 @@ from shrewjax._base.axes import as_varying, mapped_axes, varying_axes
 from shrewjax._base.mesh import devices_to_map, is_traced
 from shrewjax._base.trees import is_gradient, is_zero_tangent, replaced
 from shrewjax._base.types import AxisName, DType, Function, Leaf, PyTree
-from shrewjax._batches.derivatives import Run, run_by_rules, summed_like
+from shrewjax._batches.derivatives import Run, run_by_rules, summed_like, zeros_of
 from shrewjax._batches.divided import Divided, Setting
 from shrewjax._batches.roles import Roles, check_parameter, is_array, roles_of
 from shrewjax._numerics.floats import sum_dtype, upcast
@@ -486,5 +486,5 @@ def _tangents(results: list[Leaf], grads: list[Leaf], tangents: list[Leaf]) -> l
 def _instantiated(cotangent: Leaf) -> Leaf:
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
-    zeros = np.zeros if cotangent.dtype == jax.dtypes.float0 else jnp.zeros
-    return zeros(cotangent.shape, cotangent.dtype)
+    is_smooth = cotangent.dtype != jax.dtypes.float0
+    return zeros_of(cotangent.aval) if is_smooth else np.zeros(cotangent.shape, cotangent.dtype)

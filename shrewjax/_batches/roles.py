@@ -51,11 +51,6 @@ class Call(NamedTuple):
         with_role = {at for name in names for at in self.numbers.get(name, ())}
         return [at for at in range(len(self.values)) if at not in with_role]
 
-    def keys_and_examples(self) -> dict[str, tuple[Place, ...]]:
-        """Returns two roles as a caller writes them."""
-        names = "rng_argnums", "batch_argnums"
-        return {name: tuple(self.places[at] for at in self.numbers[name]) for name in names}
-
     def in_order(self, function: Function) -> Function:
         """Returns `function` of arguments in this order. It gets them as they came, by position or by keyword."""
         names = [at for at in self.places if isinstance(at, str)]

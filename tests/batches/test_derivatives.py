@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, mesh_of, placed, thorough
+from jax import P
 from speed import quick_jit
 
 import shrewjax
@@ -67,3 +68,31 @@ def test_what_stop_gradient_returns_needs_no_derivative(loss):
     """After the loop a `while` and a callback read rows. Neither has a derivative in reverse."""
     found, expected = (quick_jit(f)(W, X) for f in (shrewjax.value_and_grad(loss, K), jax.value_and_grad(loss)))
     assert_close(found, expected, rtol=1e-10, atol=1e-14)
+
+
+def of_rows(w, x):
+    return jnp.sum(x @ w), x @ w, jnp.arange(3), jnp.zeros(2, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", *thorough("Explicit")])
+def test_results_that_are_not_used_have_cotangents_of_their_types(axis_type):
+    """In a tracked shard_map they vary over devices, on an Explicit mesh they are placed."""
+
+    def gradients(w, x, fun):
+        return jax.vjp(lambda w, x: fun(w, x)[0], w, x)[1](jnp.ones(()))
+
+    mesh, x = mesh_of(axis_type, data=4), np.arange(24.0).reshape(8, 3)
+    w, part = np.ones((3, 2)), shrewjax.micro_batched(of_rows, 2)
+    expected = gradients(w, x, of_rows)
+    if axis_type == "Auto":
+
+        def own(w, x):
+            value = lambda w, x: jax.lax.psum(part(w, x)[0], "data")  # noqa: E731
+            return jax.grad(value, (0, 1))(w, x)
+
+        mapped = jax.shard_map(own, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data")))
+        found = jax.jit(mapped)(w, x)
+    else:
+        with jax.set_mesh(mesh):
+            found = jax.jit(lambda w, x: gradients(w, x, part))(*placed((w, x), mesh, (P(), P("data"))))
+    assert_close(found, expected, rtol=1e-10)

@@ -153,7 +153,6 @@ def test_names_are_those_that_a_caller_writes():
     assert CALL.as_role("rng_argnums", 2) == "rng_argnums='y'"
     assert CALL.as_role("batch_argnums") == "batch_argnums=()"
     assert CALL.whole() == [0]
-    assert CALL.keys_and_examples() == {"rng_argnums": (), "batch_argnums": (1, "y")}
 
 
 def test_a_function_gets_its_arguments_as_they_came():
