@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shrewjax._base.axes import as_varying, varying_axes
+from shrewjax._base.axes import are_whole, as_varying, varying_axes
 from shrewjax._base.mesh import placed_like
 from shrewjax._base.states import increment_if, require_state_of
 from shrewjax._base.trees import require_no_device_rows
@@ -46,7 +46,7 @@ def clipping_rule(
         state = placed_like(init_fn(params), params)
         own = (
             {a for x in jax.tree.leaves(params) for a in varying_axes(x)}
-            if sharded_over == ()
+            if are_whole(sharded_over)
             else ()
         )
         return jax.tree.map(lambda x: as_varying(x, tuple(own)), state)
